@@ -72,7 +72,7 @@ fn main() {
     let dtype = Dtype::parse(&o.dtype).expect("f32 or bf16");
     let source = Resident::random(spec.params(), 1, 0.02, 1.0, dtype, &Device::Cpu).expect("weights");
     let vocab = spec.vocab;
-    let network = Network::new(spec, Box::new(source), Device::Cpu);
+    let network = Network::new(spec, std::sync::Arc::new(source), Device::Cpu);
     let format = match o.weights.as_str() {
         "exact" => None,
         "int8" => Some(Format::Int8 { group: 0 }),

@@ -8,15 +8,15 @@ use clap::Parser;
 use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients};
-use ft::model::{Adapters, Network, Spec, families, shapes};
+use ft::engine::{Active, Engine, Gradients, StepStrategy};
+use ft::model::{Adapters, Spec, TrainableNetwork, families, shapes};
 use ft::ops::prepacked::Orders;
 use ft::ops::{self, CpuBackend};
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, Lora, Mask, lora};
 use ft::recipe::{self, Dtype};
 use ft::sft::CausalLm;
-use ft::source::{Copies, Prepacking, Resident};
+use ft::source::{PackedCopies, Resident};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -104,7 +104,8 @@ fn main() {
     let dtype = if o.dtype == "f32" { Dtype::F32 } else { Dtype::Bf16 };
     let device = ops::device::open(&o.device).expect("the device").device;
     let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &device).expect("weights");
-    let mut network = Network::new(spec.clone(), Box::new(source), device.clone());
+    let mut model = TrainableNetwork::new(spec.clone(), Arc::new(source), device.clone());
+    let network = &mut model.network;
     if o.method == "lora" {
         network.adapters = adapters(&spec, 16, &device);
     }
@@ -127,39 +128,36 @@ fn main() {
                 .map(|part| part.name.to_string()),
         )],
     };
-    if let Some(passes) = &o.packed {
-        let copies = Copies {
-            orders: if passes == "both" {
-                Orders::Both
-            } else {
-                Orders::Forward
-            },
-            head: Some(spec.head_name().to_string()),
-            ranks: std::sync::Arc::new(
-                spec.sites()
-                    .into_iter()
-                    .map(|s| (format!("{}.weight", s.module), 16))
-                    .collect(),
-            ),
-        };
-        network.source = Box::new(Prepacking::new(network.source, copies, sets[0].names()));
-    }
+    let packed_copies = o.packed.as_ref().map(|passes| PackedCopies {
+        orders: if passes == "both" {
+            Orders::Both
+        } else {
+            Orders::Forward
+        },
+        head: Some(spec.head_name().to_string()),
+        ranks: Arc::new(
+            spec.sites()
+                .into_iter()
+                .map(|s| (format!("{}.weight", s.module), 16))
+                .collect(),
+        ),
+    });
     let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
     let optimizer = recipe::parse(text, "bench", &o.set).expect("a recipe").recipe.optimizer;
-    let mut engine = Engine {
-        objective: Box::new(CausalLm::new(spec.vocab)),
-        optimizer: Optimizer::new(optimizer),
+    let strategy = StepStrategy {
         gradients: if o.method == "full" {
             Gradients::Fused
         } else {
             Gradients::Keep
         },
-        keep_layers: o.keep.unwrap_or(layers),
-        parked: None,
-        max_grad_norm: 0.0,
-        seed: 1,
-        network,
+        saved_layers: o.keep.unwrap_or(layers),
+        packed_copies,
+        ..StepStrategy::new(dtype)
     };
+    let (objective, optimizer) = (Box::new(CausalLm::new(spec.vocab)), Optimizer::new(optimizer));
+    let mut engine = Engine::new(model, objective, optimizer, strategy, &sets[0]).expect("an engine");
+    engine.max_grad_norm = 0.0;
+    engine.seed = 1;
     let rng = Rng::new(9, Stream::Init, &[]);
     let rows: Vec<Example> = (0..o.batch)
         .map(|r| Example {

@@ -4,7 +4,7 @@
 use candle_core::{Device, Tensor};
 use ft::base::Result;
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine};
+use ft::engine::{Active, Engine, StepStrategy};
 use ft::hf;
 use ft::model::{Head, LossGradients, Need, Objective};
 use ft::ops::{Dtype, step_stats::StepStats};
@@ -31,22 +31,23 @@ impl Objective for Regularized {
 }
 
 fn main() -> Result<()> {
-    let model = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
-    let ids = model
+    let opened = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
+    let ids = opened
         .tokenizer
         .encode("Two plus three is five. Five minus two is three.", true)?;
     let trained = vec![true; ids.len()];
     let batch = Batch::from_examples(&[Example { ids, trained }]);
 
-    let last = format!("model.layers.{}.", model.network.layers() - 1);
-    let names = model.network.source.params().iter().map(|p| p.name.to_string());
+    let last = format!("model.layers.{}.", opened.model.network.layers() - 1);
+    let names = opened.model.network.source.params().iter().map(|p| p.name.to_string());
     let active = Active::new(names.filter(|name| name.starts_with(&last)));
     let objective = Regularized {
-        cross_entropy: CausalLm::new(model.network.spec.vocab),
+        cross_entropy: CausalLm::new(opened.model.network.spec.vocab),
         penalty: 0.01,
     };
     let optimizer = Optimizer::new(OptimizerConfig::default());
-    let mut engine = Engine::new(model.network, Box::new(objective), optimizer);
+    let strategy = StepStrategy::new(Dtype::F32);
+    let mut engine = Engine::new(opened.model, Box::new(objective), optimizer, strategy, &active)?;
     for step in 1..=10 {
         let report = engine.step(step, std::slice::from_ref(&batch), &active, 1e-3)?;
         println!("step {step}: loss {:.4}", report.totals.loss());

@@ -14,21 +14,21 @@ fn main() -> Result<()> {
     let dir = arguments.next().unwrap_or_else(|| "assets/tiny".into());
     let question = arguments.next().unwrap_or_else(|| "What is 2 + 3?".into());
 
-    let model = hf::open(Path::new(&dir), Dtype::F32, &Device::Cpu)?;
+    let opened = hf::open(Path::new(&dir), Dtype::F32, &Device::Cpu)?;
     // A chat model expects its template; a base model continues the plain text.
-    let prompt = match &model.template {
+    let prompt = match &opened.template {
         Some(template) => template.render(&[json!({"role": "user", "content": question})], None, true)?,
         None => question,
     };
-    let ids = model.tokenizer.encode(&prompt, model.template.is_none())?;
+    let ids = opened.tokenizer.encode(&prompt, opened.template.is_none())?;
     let settings = Settings {
         max_new_tokens: 40,
         temperature: 0.0,
-        stop_ids: model.tokenizer.stop_ids().to_vec(),
+        stop_ids: opened.tokenizer.stop_ids().to_vec(),
         ..Settings::default()
     };
-    let answers = generate(&model.network, &[ids], &settings, &mut |_, _| Ok(()))?;
-    println!("{}", model.tokenizer.decode(&answers[0], true)?);
+    let answers = generate(&opened.model.network, &[ids], &settings, &mut |_, _| Ok(()))?;
+    println!("{}", opened.tokenizer.decode(&answers[0], true)?);
     Ok(())
 }
 

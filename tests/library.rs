@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use ft::base::{ErrorKind, Result, files};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine};
+use ft::engine::{Active, Engine, StepStrategy};
 use ft::formats::{StoredDtype, TensorPlan, Values, Weights, writer};
 use ft::generate::{Settings, generate};
 use ft::hf;
@@ -41,16 +41,18 @@ fn copy() -> TempDir {
 
 /// A batch with one document, and an engine that trains the last layer.
 fn engine(objective: impl FnOnce(usize) -> Box<dyn Objective>) -> (Engine, Active, Batch) {
-    let model = open(Path::new(TINY)).unwrap();
-    let ids = model.tokenizer.encode("Two plus three is five.", true).unwrap();
+    let opened = open(Path::new(TINY)).unwrap();
+    let network = &opened.model.network;
+    let ids = opened.tokenizer.encode("Two plus three is five.", true).unwrap();
     let trained = vec![true; ids.len()];
-    let last = format!("model.layers.{}.", model.network.layers() - 1);
-    let names = model.network.source.params().iter().map(|p| p.name.to_string());
+    let last = format!("model.layers.{}.", network.layers() - 1);
+    let names = network.source.params().iter().map(|p| p.name.to_string());
     let active = Active::new(names.filter(|name| name.starts_with(&last)));
-    let objective = objective(model.network.spec.vocab);
+    let objective = objective(network.spec.vocab);
     let optimizer = Optimizer::new(OptimizerConfig::default());
+    let strategy = StepStrategy::new(Dtype::F32);
     (
-        Engine::new(model.network, objective, optimizer),
+        Engine::new(opened.model, objective, optimizer, strategy, &active).unwrap(),
         active,
         Batch::from_examples(&[Example { ids, trained }]),
     )
@@ -67,13 +69,13 @@ fn a_step_and_a_generation_need_no_preparation() {
         .collect();
     assert!(losses[4] < losses[0], "{losses:?}");
 
-    let model = open(Path::new(TINY)).unwrap();
+    let opened = open(Path::new(TINY)).unwrap();
     let settings = Settings {
         max_new_tokens: 4,
         temperature: 0.0,
         ..Settings::default()
     };
-    let ids = model.tokenizer.encode("Two plus", true).unwrap();
+    let ids = opened.tokenizer.encode("Two plus", true).unwrap();
     let answers = generate(&engine.network, &[ids], &settings, &mut |_, _| Ok(())).unwrap();
     assert_eq!(answers[0].len(), 4);
 }

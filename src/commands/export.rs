@@ -5,7 +5,7 @@ use crate::base::{Error, Result, files, memory};
 use crate::checkpoint::{self, LoadedState};
 use crate::commands::merge;
 use crate::data::Dataset;
-use crate::engine::{Engine, Gradients};
+use crate::engine::{Active, Engine, StepStrategy};
 use crate::hf;
 use crate::model::Objective;
 use crate::plan::memory_plan::pin_resumed_choices;
@@ -25,7 +25,6 @@ use crate::train::starts::{self, AdapterInitContext};
 use crate::train::state;
 use candle_core::Device;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// The result of an export.
 #[derive(Debug, Clone, PartialEq)]
@@ -155,24 +154,26 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     checkpoint::check_space(out, bytes)?;
     let scratch = Scratch::beside(&out.with_extension("weights"))?;
     let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
-    let place = if fits || starts::requantizes_base(recipe) {
+    let placement = if fits || starts::requantizes_base(recipe) {
         Placement::Device
     } else {
         Placement::Disk { head_rows: None }
     };
-    if place != Placement::Device {
+    if placement != Placement::Device {
         files::create_dir_all(&scratch.0)?;
     }
-    let mut network = model.load_to(place, &storage, recipe, &scratch.0, &device)?;
-    for adapter in prepared.adapters.values_mut() {
-        *adapter = Arc::new(adapter.on(&device)?);
-    }
-    network.adapters = prepared.adapters.clone();
-    adapters::place_rows(&prepared, &mut network)?;
-    network.ranks = allocation::of(recipe, &prepared);
+    let strategy = StepStrategy {
+        placement,
+        storage,
+        ..StepStrategy::new(recipe.model.dtype)
+    };
+    let mut loaded_model = model.load_for(&strategy, recipe, &scratch.0, &device)?;
+    let network = &mut loaded_model.network;
+    prepared.attach(network)?;
+    let step_hook = allocation::of(recipe, &prepared);
     let sizes = state::sizes(&loaded)?;
-    let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
-    starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
+    let ranks = starts::ranks_of(network, |name| sizes.get(name).copied());
+    starts::resize(recipe, network, &mut prepared, &ranks)?;
     if starts::requantizes_base(recipe) {
         let mut setting = AdapterInitContext {
             recipe,
@@ -181,24 +182,20 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
             train: &Dataset::default(),
             base: &facts.base,
             cache: &scratch.0,
+            store: &*loaded_model.store,
             note: &mut |_| {},
         };
-        starts::fill(&mut setting, &mut network, &mut prepared)?;
+        starts::fill(&mut setting, network, &mut prepared)?;
     }
-    if recipe.train.stage == Stage::Reward {
+    let objective: Box<dyn Objective> = if recipe.train.stage == Stage::Reward {
         let pad = preference::pad_id(&model.tokenizer);
-        network.own = Reward::new(model.spec.hidden, 0.0, pad, 0.0, 0, &device)?.params();
-    }
-    let mut engine = Engine {
-        objective: Box::new(CausalLm::new(model.spec.vocab)),
-        optimizer: active_schedule::optimizer(recipe),
-        gradients: Gradients::Keep,
-        keep_layers: 0,
-        parked: None,
-        max_grad_norm: 0.0,
-        seed: recipe.train.seed,
-        network,
+        Box::new(Reward::new(model.spec.hidden, 0.0, pad, 0.0, 0, &device)?)
+    } else {
+        Box::new(CausalLm::new(model.spec.vocab))
     };
+    let optimizer = active_schedule::optimizer(recipe);
+    let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &Active::new([]))?;
+    engine.step_hook = step_hook;
     state::restore_weights(&loaded, &mut engine)?;
     let mut notes = Vec::new();
     finish::export(out, recipe, &model, &engine, &prepared, &base, &mut |line| {

@@ -3,14 +3,14 @@
 //! a time.
 
 use crate::base::rng::{Rng, Stream};
-use crate::base::{Error, Result, progress};
+use crate::base::{Result, progress};
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
 use crate::hf::{self, Weighted};
 use crate::model::spec::LM_HEAD;
 use crate::model::{Adapters, Network, Spec, families};
 use crate::ops::{linear, update};
-use crate::source::{Group, GroupWeights, LayerSource, MasterLowBits, Numbers, NumbersSink, ParamInfo};
+use crate::source::{Group, GroupWeights, ParamInfo, StreamedMatrix, WeightSource};
 use candle_core::{Device, Tensor};
 use std::path::Path;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ struct Streamed {
     folded: Vec<Weighted>,
 }
 
-impl LayerSource for Streamed {
+impl WeightSource for Streamed {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         let mut out = GroupWeights::default();
         for p in self.params.iter().filter(|p| p.group == group) {
@@ -44,28 +44,17 @@ impl LayerSource for Streamed {
         0
     }
 
-    fn held(&self, _name: &str) -> Option<Tensor> {
+    fn in_memory(&self, _: &str) -> Option<Tensor> {
         None
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
-        Ok((self.whole(name)?, ids.to_vec()))
+        let table = self.fetch(self.param(name)?.group)?.get(name)?.1;
+        Ok((table, ids.to_vec()))
     }
 
-    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
-        update::with_slice(&self.whole(name)?, |values| sink(Numbers::F32(values)))?
-    }
-
-    fn restore(&self, name: &str, _saved: &Weights, _low: &mut dyn MasterLowBits) -> Result<()> {
-        Err(Error::new("this source is for comparison only: its weights cannot be restored").at(name))
-    }
-}
-
-impl Streamed {
-    fn whole(&self, name: &str) -> Result<Tensor> {
-        let param = self.params.iter().find(|p| &*p.name == name);
-        let param = param.ok_or_else(|| Error::new("the model has no such parameter").at(name))?;
-        Ok(self.fetch(param.group)?.get(name)?.1)
+    fn streamed(&self, _: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
+        None
     }
 }
 
@@ -87,7 +76,7 @@ fn logits(
         params: spec.params(),
         folded,
     };
-    let mut network = Network::new(spec.clone(), Box::new(source), Device::Cpu);
+    let mut network = Network::new(spec.clone(), Arc::new(source), Device::Cpu);
     let _phase = progress::phase("comparing answers", 1, "");
     network.adapters = adapters;
     let rng = Rng::new(0, Stream::Sampling, &[1]);

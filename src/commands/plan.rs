@@ -154,7 +154,7 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
     let elements = header::trained_elements(&schedule, steps, &params, &prepared.adapters);
     let directory = Path::new(&recipe.train.output_dir);
     let disk = Space {
-        needed: directory::space_needed(recipe, &spec, elements, forecast.place),
+        needed: directory::space_needed(recipe, &spec, elements, forecast.strategy.placement),
         free: files::free_space(directory),
         directory: recipe.train.output_dir.clone(),
     };

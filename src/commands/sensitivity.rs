@@ -18,19 +18,17 @@ use crate::recipe::{Dtype, Render, RowFormat, TrainOn};
 use crate::setup::ModelDir;
 use crate::sft::CausalLm;
 use crate::source::policy::is_projection;
-use crate::source::{
-    Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Part, Resident, StoragePolicy,
-};
+use crate::source::{Group, GroupWeights, InMemory, ParamInfo, Resident, StoragePolicy, Sublayer, WeightSource};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// Tokens per batch.
 const BATCH_TOKENS: usize = 2048;
 
 /// The attention or MLP half of a layer.
-pub type Unit = (usize, Part);
+pub type Unit = (usize, Sublayer);
 
 pub struct Sensitivity {
     /// Candidates from the largest down; `None` means unquantized.
@@ -41,7 +39,10 @@ pub struct Sensitivity {
     /// Rise of the loss for each candidate; 0 for unquantized.
     pub rises: BTreeMap<Unit, Vec<f64>>,
     network: Network,
-    overlay: Overlay,
+    /// The weights of the files.
+    exact: Resident,
+    /// The source of `network`: `exact`, or with quantized layers.
+    measured: Arc<InMemory>,
     batches: Vec<Batch>,
     decoded: Dtype,
 }
@@ -56,45 +57,6 @@ pub struct Choice {
     pub loss: f64,
     pub smallest: f64,
     pub smallest_bytes: u64,
-}
-
-/// Layers that replace those of the source.
-type Overlay = Arc<Mutex<BTreeMap<Group, Arc<GroupWeights>>>>;
-
-struct Overlaid {
-    below: Resident,
-    overlay: Overlay,
-}
-
-impl LayerSource for Overlaid {
-    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        let own = self.overlay.lock().ok().and_then(|o| o.get(&group).cloned());
-        own.map_or_else(|| self.below.fetch(group), Ok)
-    }
-
-    fn params(&self) -> &[ParamInfo] {
-        self.below.params()
-    }
-
-    fn resident_bytes(&self) -> u64 {
-        self.below.resident_bytes()
-    }
-
-    fn held(&self, name: &str) -> Option<Tensor> {
-        self.below.held(name)
-    }
-
-    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
-        self.below.rows(name, ids)
-    }
-
-    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
-        self.below.read(name, sink)
-    }
-
-    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()> {
-        self.below.restore(name, saved, low)
-    }
 }
 
 /// Bytes of all weights in the files.
@@ -131,12 +93,8 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
         .collect();
     let policy = StoragePolicy::dense(decoded);
     let weights = model.weights()?;
-    let below = Resident::load(model.spec.params(), &weights, |p| policy.of(p), &device)?;
-    let overlay = Overlay::default();
-    let source = Overlaid {
-        below,
-        overlay: overlay.clone(),
-    };
+    let exact = Resident::load(model.spec.params(), &weights, |p| policy.of(p), &device)?;
+    let measured = Arc::new(InMemory::new(model.spec.params()));
     let mut formats = vec![None, Some(Format::Int8 { group: 0 }), Some(smallest)];
     formats.dedup();
     let mut out = Sensitivity {
@@ -144,14 +102,16 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
         base: 0.0,
         tokens: batches.iter().map(|b| b.trained()).sum(),
         rises: BTreeMap::new(),
-        network: Network::new(model.spec.clone(), Box::new(source), device),
-        overlay,
+        network: Network::new(model.spec.clone(), measured.clone(), device),
+        exact,
+        measured,
         batches,
         decoded,
     };
     if out.tokens == 0 {
         return Err(Error::new("nothing can be measured: no row has a trained token").at_path(data));
     }
+    out.reset()?;
     out.run()?;
     Ok(out)
 }
@@ -164,7 +124,7 @@ impl Sensitivity {
         for layer in 0..self.network.layers() {
             phase.set(layer as u64);
             let parts = progress::part("part", 2 * self.formats.len());
-            for part in [Part::Attention, Part::Mlp] {
+            for sublayer in [Sublayer::Attention, Sublayer::Mlp] {
                 let mut rises = Vec::new();
                 for format in self.formats.clone() {
                     if let Some(s) = signal::received() {
@@ -173,15 +133,15 @@ impl Sensitivity {
                     rises.push(match format {
                         None => 0.0,
                         Some(format) => {
-                            self.put(layer, |p| (p.part == part).then_some(format))?;
+                            self.put(layer, |p| (p.sublayer == sublayer).then_some(format))?;
                             // A rise below 0 is noise: quantization does not improve a model.
                             (self.loss_from(layer, &xs)? - self.base).max(0.0)
                         }
                     });
                     parts.add(1);
-                    self.clear();
+                    self.reset()?;
                 }
-                self.rises.insert((layer, part), rises);
+                self.rises.insert((layer, sublayer), rises);
             }
             for (x, batch) in xs.iter_mut().zip(&self.batches) {
                 let ctx: Context = self.network.context(&batch.positions, &batch.documents, None)?;
@@ -230,7 +190,7 @@ impl Sensitivity {
     /// Replaces the projections of `layer` by quantized ones in the format that `format` returns.
     fn put(&self, layer: usize, format: impl Fn(&ParamInfo) -> Option<Format>) -> Result<()> {
         let group = Group::Layer(layer);
-        let weights = self.network.source.fetch(group)?;
+        let weights = self.exact.fetch(group)?;
         let mut quantized = GroupWeights::default();
         for p in self.network.source.params().iter().filter(|p| p.group == group) {
             let (name, weight) = weights.weight(&p.name)?;
@@ -245,28 +205,30 @@ impl Sensitivity {
                 Weight::from(quant::encode(&values, (rows, columns), format, self.decoded)?),
             );
         }
-        if let Ok(mut overlay) = self.overlay.lock() {
-            overlay.insert(group, Arc::new(quantized));
-        }
+        self.measured.set(group, quantized);
         Ok(())
     }
 
-    fn clear(&self) {
-        if let Ok(mut overlay) = self.overlay.lock() {
-            overlay.clear();
-        }
+    /// Sets the weights of the files again.
+    fn reset(&self) -> Result<()> {
+        let layers = (0..self.network.layers()).map(Group::Layer);
+        let mut groups = layers.chain([Group::Embedding, Group::Head]);
+        groups.try_for_each(|group| {
+            self.measured.set(group, self.exact.fetch(group)?);
+            Ok(())
+        })
     }
 
     /// The loss when every unit uses its chosen candidate.
     fn loss_of(&self, units: &BTreeMap<Unit, usize>) -> Result<f64> {
         for layer in 0..self.network.layers() {
             self.put(layer, |p| {
-                self.formats[units.get(&(layer, p.part)).copied().unwrap_or(0)]
+                self.formats[units.get(&(layer, p.sublayer)).copied().unwrap_or(0)]
             })?;
         }
         let _phase = progress::phase("measuring the choice", 0, "");
         let loss = self.embed().and_then(|xs| self.loss_from(0, &xs));
-        self.clear();
+        self.reset()?;
         loss
     }
 
@@ -283,7 +245,7 @@ impl Sensitivity {
                 continue;
             };
             let sum = costs
-                .entry((layer, p.part))
+                .entry((layer, p.sublayer))
                 .or_insert_with(|| vec![0; self.formats.len()]);
             for (sum, format) in sum.iter_mut().zip(&self.formats) {
                 *sum += format.map_or(own, |f| f.bytes(rows, columns));
@@ -301,7 +263,7 @@ impl Sensitivity {
         }
         let units = allot(&self.rises, &costs, budget - fixed);
         let format_of = |p: &ParamInfo| match p.group {
-            Group::Layer(layer) if is_projection(p) => self.formats[*units.get(&(layer, p.part))?],
+            Group::Layer(layer) if is_projection(p) => self.formats[*units.get(&(layer, p.sublayer))?],
             _ => None,
         };
         let formats = params
@@ -346,12 +308,16 @@ impl Sensitivity {
         out.push_str(" chosen |\n|---|---|");
         out.push_str(&"---|".repeat(self.formats.len()));
         out.push('\n');
-        for ((layer, part), rises) in &self.rises {
-            let part_name = if *part == Part::Attention { "attention" } else { "mlp" };
+        for ((layer, sublayer), rises) in &self.rises {
+            let part_name = if *sublayer == Sublayer::Attention {
+                "attention"
+            } else {
+                "mlp"
+            };
             let rises: String = rises.iter().skip(1).map(|r| format!(" {r:.5} |")).collect();
             let chosen = choice
                 .units
-                .get(&(*layer, *part))
+                .get(&(*layer, *sublayer))
                 .map_or(String::new(), |c| self.name(*c));
             out.push_str(&format!("| {layer} | {part_name} |{rises} {chosen} |\n"));
         }
@@ -422,7 +388,7 @@ mod tests {
         let rng = Rng::new(seed, Stream::Init, &[]);
         let (mut rises, mut costs) = (BTreeMap::new(), BTreeMap::new());
         for i in 0..n {
-            let unit = (i, Part::Mlp);
+            let unit = (i, Sublayer::Mlp);
             let (a, b) = (rng.uniform(2 * i as u64) as f64, rng.uniform(2 * i as u64 + 1) as f64);
             rises.insert(unit, vec![0.0, 0.01 * a, 0.01 * a + b]);
             let size = 100 + 50 * (i as u64 % 3);
@@ -447,7 +413,7 @@ mod tests {
                 let mut best = f64::MAX;
                 for code in 0..3usize.pow(6) {
                     let units = (0..6)
-                        .map(|i| ((i, Part::Mlp), code / 3usize.pow(i as u32) % 3))
+                        .map(|i| ((i, Sublayer::Mlp), code / 3usize.pow(i as u32) % 3))
                         .collect();
                     if total(&costs, &units) <= budget {
                         best = best.min(rise(&rises, &units));

@@ -47,7 +47,7 @@ pub struct Compared {
     /// `[N, D]`
     pub dx: Option<Tensor>,
     /// The projections and their gradients.
-    pub own: Vec<(Param, Tensor)>,
+    pub objective_params: Vec<(Param, Tensor)>,
 }
 
 /// Pairs for a student of `student` layers and a teacher of `teacher` layers: each inner state of the student with the
@@ -157,7 +157,7 @@ impl Hidden {
         let mut out = Compared {
             loss: 0.0,
             dx: None,
-            own: Vec::new(),
+            objective_params: Vec::new(),
         };
         let m = trained.len();
         if m == 0 {
@@ -188,7 +188,7 @@ impl Hidden {
                 None => back,
             });
             let dw = linear::grad_weight(&dy, &own, DType::F32)?;
-            out.own.push((pair.projection.clone(), dw));
+            out.objective_params.push((pair.projection.clone(), dw));
         }
         if let Some(dx) = dx.filter(|_| need.dh) {
             // Tokens that are not trained take the appended row of zeros.

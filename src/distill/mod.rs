@@ -83,7 +83,7 @@ impl Distill {
 fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(Matrix) -> Result<R>) -> Result<R> {
     match head {
         HeadWeight::Whole(w) => f(Matrix::Whole(w.dense()?)),
-        HeadWeight::Parts(parts) => with_pieces(parts, |pieces| f(Matrix::Parts(pieces))),
+        HeadWeight::Streamed(head) => with_pieces(head, |pieces| f(Matrix::Parts(pieces))),
     }
 }
 
@@ -123,7 +123,7 @@ impl Objective for Distill {
         }
         let vocab = match &head.weight {
             HeadWeight::Whole(w) => w.dense()?.dim(0)?,
-            HeadWeight::Parts(parts) => parts.rows,
+            HeadWeight::Streamed(head) => head.rows,
         };
         let options = |teacher: usize| ops::Options {
             beta: self.terms.beta,
@@ -175,7 +175,7 @@ impl Objective for Distill {
         Ok(LossGradients {
             dh: out.dh,
             dw: out.dw,
-            own: Vec::new(),
+            objective_params: Vec::new(),
         })
     }
 
@@ -204,7 +204,7 @@ impl Objective for Distill {
         Ok(LossGradients {
             dh: out.dx,
             dw: None,
-            own: out.own,
+            objective_params: out.objective_params,
         })
     }
 

@@ -42,8 +42,8 @@ fn hidden_states_have_the_gradient_of_their_distance() {
             let got = hidden.compare(1, &x, &teacher, &targets, need(0.5)).unwrap();
             let want = (differences(&x, 1e-2, loss) * 0.5).unwrap();
             assert_close(got.dx.as_ref().unwrap(), &want, 3e-3);
-            assert_eq!(got.own.len(), 2);
-            for (param, gradient) in &got.own {
+            assert_eq!(got.objective_params.len(), 2);
+            for (param, gradient) in &got.objective_params {
                 let values = crate::ops::update::to_f32_vec(&param.tensor).unwrap();
                 let loss = |w: &Tensor| {
                     let w = crate::ops::update::to_f32_vec(w)?;

@@ -2,11 +2,15 @@
 //! Depends on the four contracts and the optimizer. No file IO, no data formats.
 
 pub mod active;
-mod held;
+mod exact;
+pub mod hook;
 pub mod pass;
 pub mod sinks;
 pub mod step;
+mod strategy;
 
 pub use active::Active;
-pub use pass::{Keeping, Totals, evaluate, window};
+pub use hook::StepHook;
+pub use pass::{Pass, Totals, evaluate};
 pub use step::{Engine, Gradients, StepReport};
+pub use strategy::StepStrategy;

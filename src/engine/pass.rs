@@ -56,40 +56,16 @@ impl Totals {
     }
 }
 
-/// What the forward pass saves for the backward pass beside the layer inputs, and where.
-#[derive(Clone, Copy, Default)]
-pub struct Keeping<'a> {
-    /// Number of uppermost layers whose activations are saved.
-    pub layers: usize,
-    /// Layer inputs are offloaded to the host by this copier.
-    pub parked: Option<&'a Copier>,
-    /// The pass changes no weights, so a signal may end it at any layer.
-    pub may_stop: bool,
-}
-
-impl Keeping<'_> {
-    /// Errors: a signal asks to stop, and the pass may stop.
-    fn unless_stopped(&self) -> Result<()> {
-        match signal::received().filter(|_| self.may_stop) {
-            Some(s) => Err(Error::signal(
-                s,
-                "stopped within a step; this step did not change the weights",
-            )),
-            None => Ok(()),
-        }
-    }
-}
-
 /// Cost of the backward pass of a layer in forward passes, with recomputation.
 const BACKWARD: u64 = 3;
 
 /// Progress of a micro-batch, layer by layer.
-struct Layers {
+struct LayerProgress {
     phase: Phase,
     layers: usize,
 }
 
-impl Layers {
+impl LayerProgress {
     fn new(layers: usize, lowest: usize) -> Self {
         Self {
             phase: progress::part("layer", layers + BACKWARD as usize * (layers - lowest)),
@@ -110,234 +86,265 @@ impl Layers {
 }
 
 /// The saved input of a layer until its backward pass: on the device, offloaded, or being prefetched.
-enum Input {
-    Here(Tensor),
+enum SavedInput {
+    OnDevice(Tensor),
     Offloaded(Offloaded),
-    Coming(Arriving),
+    InFlight(Arriving),
 }
 
-impl Input {
+impl SavedInput {
     /// Starts the prefetch of an offloaded input.
-    fn call(self, copier: Option<&Copier>) -> Result<Self> {
+    fn prefetch(self, copier: Option<&Copier>) -> Result<Self> {
         match (self, copier) {
-            (Input::Offloaded(parked), Some(copier)) => Ok(Input::Coming(copier.fetch(parked)?)),
-            (here, _) => Ok(here),
+            (SavedInput::Offloaded(offloaded), Some(copier)) => Ok(SavedInput::InFlight(copier.fetch(offloaded)?)),
+            (other, _) => Ok(other),
         }
     }
 
     fn get(self, copier: Option<&Copier>) -> Result<Tensor> {
-        match (self.call(copier)?, copier) {
-            (Input::Here(x), _) => Ok(x),
-            (Input::Coming(coming), Some(copier)) => copier.receive(coming),
+        match (self.prefetch(copier)?, copier) {
+            (SavedInput::OnDevice(x), _) => Ok(x),
+            (SavedInput::InFlight(arriving), Some(copier)) => copier.receive(arriving),
             _ => Err(Error::internal("internal: an offloaded layer input has no copy engine")),
         }
     }
 }
 
-/// Runs all micro-batches of one optimizer step: gradients of `active` go to `sink`, scaled by 1 / (weight of the whole
-/// window). Activations that are not saved are recomputed, bit-exactly. `key(micro)` returns the dropout key of each
-/// micro-batch. Loss and correct predictions are added to `step_stats`; the returned totals contain the counts only.
-#[allow(clippy::too_many_arguments)]
-pub fn window(
-    network: &Network,
-    objective: &dyn Objective,
-    batches: &[Batch],
-    active: &Active,
-    keep: Keeping,
-    key: impl Fn(u64) -> Option<Dropout>,
-    sink: &mut dyn GradSink,
-    step_stats: &StepStats,
-) -> Result<Totals> {
-    let weight: usize = batches.iter().map(|b| objective.weight(b)).sum();
-    if weight == 0 {
-        return Err(
-            Error::argument("nothing is trained in this step: every token of its rows is masked")
-                .hint("check the rows with `ft data --recipe R`"),
-        );
-    }
-    let mut totals = Totals::default();
-    let phase = progress::part("micro-batch", batches.len());
-    for (micro, batch) in batches.iter().enumerate() {
-        phase.set(micro as u64);
-        if batch.is_empty() {
-            continue;
-        }
-        micro_batch(
+/// A forward and backward pass without an update: gradients of `active` go to a sink. Activations that are not saved are
+/// recomputed, bit-exactly.
+#[derive(Clone, Copy)]
+pub struct Pass<'a> {
+    pub network: &'a Network,
+    pub objective: &'a dyn Objective,
+    pub active: &'a Active,
+    /// Receives loss and correct predictions.
+    pub step_stats: &'a StepStats,
+    /// Number of uppermost layers whose activations are saved; of the others only the inputs are saved.
+    pub saved_layers: usize,
+    /// Offloads layer inputs to the host.
+    pub input_offload: Option<&'a Copier>,
+    /// Key of the dropout masks of the first micro-batch; `None`: no dropout.
+    pub dropout: Option<Dropout>,
+    /// The pass changes no weights, so a signal may end it at any layer.
+    pub may_stop: bool,
+}
+
+impl<'a> Pass<'a> {
+    /// Without dropout; saves layer inputs only, on the device.
+    pub fn new(
+        network: &'a Network,
+        objective: &'a dyn Objective,
+        active: &'a Active,
+        step_stats: &'a StepStats,
+    ) -> Self {
+        Self {
             network,
             objective,
-            batch,
             active,
-            keep,
-            1.0 / weight as f64,
-            key(micro as u64),
-            sink,
             step_stats,
-        )?;
-        totals.count(batch, objective);
-    }
-    Ok(totals)
-}
-
-#[allow(clippy::too_many_arguments)]
-fn micro_batch(
-    network: &Network,
-    objective: &dyn Objective,
-    batch: &Batch,
-    active: &Active,
-    keep: Keeping,
-    scale: f64,
-    dropout: Option<Dropout>,
-    sink: &mut dyn GradSink,
-    step_stats: &StepStats,
-) -> Result<()> {
-    let layers = network.layers();
-    let lowest = active.lowest_layer(layers);
-    let ctx = network.context(&batch.positions, &batch.documents, dropout)?;
-
-    let need = |dh| Need { scale, dh, dw: false };
-    let progress = Layers::new(layers, lowest);
-
-    // Forward: save the inputs of the layers that the backward pass visits, and all activations of the uppermost ones.
-    let mut inputs = Vec::with_capacity(layers - lowest);
-    network.source.prefetch(Group::Layer(0));
-    let mut x = network.embed(&batch.ids)?;
-    for l in 0..layers {
-        keep.unless_stopped()?;
-        progress.forward(l);
-        if l + 1 < layers {
-            network.source.prefetch(Group::Layer(l + 1));
+            saved_layers: 0,
+            input_offload: None,
+            dropout: None,
+            may_stop: false,
         }
-        if l < lowest && objective.inner_layers().contains(&l) {
-            let out = objective.inner(l, &x, batch, need(false), step_stats)?;
-            take_own(out.own, sink)?;
-        }
-        let block = network.block(l)?;
-        let y = if l >= lowest && l + keep.layers >= layers {
-            let (y, kept) = block.forward_saving(&x, &ctx)?;
-            inputs.push((Input::Here(x), Some(kept)));
-            y
-        } else {
-            let y = block.forward(&x, &ctx)?;
-            if l >= lowest {
-                // Release the previous input on the device: its copy is finished by now, unless copying is slow.
-                if let (Some(copier), Some((Input::Offloaded(before), _))) = (keep.parked, inputs.last_mut()) {
-                    copier.release(before)?;
-                }
-                let input = match keep.parked {
-                    Some(copier) => Input::Offloaded(copier.park(x)?),
-                    None => Input::Here(x),
-                };
-                inputs.push((input, None));
-            }
-            y
-        };
-        x = y;
     }
 
-    // Prefetch the first input of the backward pass while the loss is computed.
-    if let Some((last, kept)) = inputs.pop() {
-        inputs.push((last.call(keep.parked)?, kept));
+    /// Errors: a signal asks to stop, and the pass may stop.
+    fn unless_stopped(&self) -> Result<()> {
+        match signal::received().filter(|_| self.may_stop) {
+            Some(s) => Err(Error::signal(
+                s,
+                "stopped within a step; this step did not change the weights",
+            )),
+            None => Ok(()),
+        }
     }
 
-    // Loss, and its gradient with respect to the last hidden states.
-    let norm = network.final_norm()?;
-    let head = network.head()?;
-    let need_dx = lowest < layers || active.lowest() == Group::Embedding;
-    let at_the_end = Need {
-        dw: sink.wants(&head.name) || network.tokens.iter().any(|t| t.table == head.name && t.wanted(sink)),
-        ..need(need_dx || sink.wants(&norm.name))
-    };
-    let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, step_stats)?;
-    if let Some(sums) = step_stats.known().filter(|s| !s.loss.is_finite()) {
-        return Err(non_finite_loss(sums.loss));
-    }
-    take_own(out.own, sink)?;
-    // A tied head is the embedding: its gradient waits for the gradient of the embedding lookup.
-    let mut tied = None;
-    let mut rows: Vec<(&TokenRows, Tensor)> = Vec::new();
-    if let Some(dw) = out.dw.take_if(|_| !sink.wants(&head.name)) {
-        // Only some rows of the gradient are needed.
-        for t in network.tokens.iter().filter(|t| t.table == head.name && t.wanted(sink)) {
-            rows.push((t, t.of_whole(&dw)?));
+    /// Runs all micro-batches of one optimizer step. The gradients are scaled by 1 / (weight of the whole window). The
+    /// returned totals contain the counts only; `step_stats` has the sums.
+    pub fn window(&self, batches: &[Batch], sink: &mut dyn GradSink) -> Result<Totals> {
+        let weight: usize = batches.iter().map(|b| self.objective.weight(b)).sum();
+        if weight == 0 {
+            return Err(
+                Error::argument("nothing is trained in this step: every token of its rows is masked")
+                    .hint("check the rows with `ft data --recipe R`"),
+            );
         }
-    }
-    if let Some(dw) = out.dw.take() {
-        if network.spec.tied {
-            tied = Some(dw)
-        } else {
-            sink.take(&head.param()?, dw)?
-        }
-    }
-    drop(head);
-    if !network.spec.tied {
-        for (t, gradient) in rows.drain(..) {
-            sink.take(&t.param(), gradient)?;
-        }
-    }
-    let Some(dh) = out.dh.take() else { return Ok(()) };
-    let spec = &network.spec;
-    let (mut dx, dw) = rms_norm::backward(
-        &x,
-        &norm.tensor,
-        &dh,
-        spec.norm_eps,
-        spec.norm_plus_one,
-        sink.wants(&norm.name),
-    )?;
-    if let Some(dw) = dw {
-        sink.take(&norm, dw)?;
-    }
-    drop((x, dh));
-
-    // Backward, down to the lowest active layer.
-    for l in (lowest..layers).rev() {
-        keep.unless_stopped()?;
-        progress.backward(l);
-        // After the lowest layer follows the forward pass of the next batch.
-        network
-            .source
-            .prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
-        let need_dx = l > lowest || active.lowest() == Group::Embedding;
-        let Some((x, kept)) = inputs.pop() else {
-            return Err(Error::internal("internal: a layer input was not saved"));
-        };
-        // Prefetch the next input while this one is used.
-        if let Some((next, kept)) = inputs.pop() {
-            inputs.push((next.call(keep.parked)?, kept));
-        }
-        let x = x.get(keep.parked)?;
-        let mut inner = None;
-        if objective.inner_layers().contains(&l) {
-            let out = objective.inner(l, &x, batch, need(need_dx), step_stats)?;
-            take_own(out.own, sink)?;
-            inner = out.dh;
-        }
-        dx = match (network.block(l)?.vjp(&x, kept, dx, &ctx, need_dx, sink)?, inner) {
-            (Some(below), Some(inner)) => (below + inner)?,
-            (Some(below), None) => below,
-            (None, _) => return Ok(()),
-        };
-    }
-    if active.lowest() == Group::Embedding {
-        for t in network.tokens.iter().filter(|t| &*t.table == EMBEDDING) {
-            if !t.wanted(sink) {
+        let mut totals = Totals::default();
+        let phase = progress::part("micro-batch", batches.len());
+        for (micro, batch) in batches.iter().enumerate() {
+            phase.set(micro as u64);
+            if batch.is_empty() {
                 continue;
             }
-            let gradient = match rows.pop() {
-                Some((_, gradient)) => gradient,
-                None => t.zeros()?,
-            };
-            t.add_embedded(&gradient, &batch.ids, &dx, network.spec.embedding_scale)?;
-            sink.take(&t.param(), gradient)?;
+            let dropout = self.dropout.map(|key| Dropout {
+                micro: micro as u64,
+                ..key
+            });
+            self.micro_batch(batch, dropout, 1.0 / weight as f64, sink)?;
+            totals.count(batch, self.objective);
         }
-        embedding_gradient(network, batch, &dx, tied, sink)?;
+        Ok(totals)
     }
-    Ok(())
+
+    fn micro_batch(&self, batch: &Batch, dropout: Option<Dropout>, scale: f64, sink: &mut dyn GradSink) -> Result<()> {
+        let Pass {
+            network,
+            objective,
+            active,
+            step_stats,
+            input_offload: offload,
+            ..
+        } = *self;
+        let layers = network.layers();
+        let lowest = active.lowest_layer(layers);
+        let ctx = network.context(&batch.positions, &batch.documents, dropout)?;
+
+        let need = |dh| Need { scale, dh, dw: false };
+        let progress = LayerProgress::new(layers, lowest);
+
+        // Forward: save the inputs of the layers that the backward pass visits, and all activations of the uppermost ones.
+        let mut inputs = Vec::with_capacity(layers - lowest);
+        network.source.prefetch(Group::Layer(0));
+        let mut x = network.embed(&batch.ids)?;
+        for l in 0..layers {
+            self.unless_stopped()?;
+            progress.forward(l);
+            if l + 1 < layers {
+                network.source.prefetch(Group::Layer(l + 1));
+            }
+            if l < lowest && objective.inner_layers().contains(&l) {
+                let out = objective.inner(l, &x, batch, need(false), step_stats)?;
+                pass_on(out.objective_params, sink)?;
+            }
+            let block = network.block(l)?;
+            let y = if l >= lowest && l + self.saved_layers >= layers {
+                let (y, kept) = block.forward_saving(&x, &ctx)?;
+                inputs.push((SavedInput::OnDevice(x), Some(kept)));
+                y
+            } else {
+                let y = block.forward(&x, &ctx)?;
+                if l >= lowest {
+                    // Release the previous input on the device: its copy is finished by now, unless copying is slow.
+                    if let (Some(copier), Some((SavedInput::Offloaded(before), _))) = (offload, inputs.last_mut()) {
+                        copier.release(before)?;
+                    }
+                    let input = match offload {
+                        Some(copier) => SavedInput::Offloaded(copier.offload(x)?),
+                        None => SavedInput::OnDevice(x),
+                    };
+                    inputs.push((input, None));
+                }
+                y
+            };
+            x = y;
+        }
+
+        // Prefetch the first input of the backward pass while the loss is computed.
+        if let Some((last, kept)) = inputs.pop() {
+            inputs.push((last.prefetch(offload)?, kept));
+        }
+
+        // Loss, and its gradient with respect to the last hidden states.
+        let norm = network.final_norm()?;
+        let head = network.head()?;
+        let need_dx = lowest < layers || active.lowest() == Group::Embedding;
+        let at_the_end = Need {
+            dw: sink.wants(&head.name) || network.tokens.iter().any(|t| t.table == head.name && t.wanted(sink)),
+            ..need(need_dx || sink.wants(&norm.name))
+        };
+        let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, step_stats)?;
+        if let Some(sums) = step_stats.known().filter(|s| !s.loss.is_finite()) {
+            return Err(non_finite_loss(sums.loss));
+        }
+        pass_on(out.objective_params, sink)?;
+        // A tied head is the embedding: its gradient waits for the gradient of the embedding lookup.
+        let mut tied = None;
+        let mut rows: Vec<(&TokenRows, Tensor)> = Vec::new();
+        if let Some(dw) = out.dw.take_if(|_| !sink.wants(&head.name)) {
+            // Only some rows of the gradient are needed.
+            for t in network.tokens.iter().filter(|t| t.table == head.name && t.wanted(sink)) {
+                rows.push((t, t.of_whole(&dw)?));
+            }
+        }
+        if let Some(dw) = out.dw.take() {
+            if network.spec.tied {
+                tied = Some(dw)
+            } else {
+                sink.take(&head.param()?, dw)?
+            }
+        }
+        drop(head);
+        if !network.spec.tied {
+            for (t, gradient) in rows.drain(..) {
+                sink.take(&t.param(), gradient)?;
+            }
+        }
+        let Some(dh) = out.dh.take() else { return Ok(()) };
+        let spec = &network.spec;
+        let (mut dx, dw) = rms_norm::backward(
+            &x,
+            &norm.tensor,
+            &dh,
+            spec.norm_eps,
+            spec.norm_plus_one,
+            sink.wants(&norm.name),
+        )?;
+        if let Some(dw) = dw {
+            sink.take(&norm, dw)?;
+        }
+        drop((x, dh));
+
+        // Backward, down to the lowest active layer.
+        for l in (lowest..layers).rev() {
+            self.unless_stopped()?;
+            progress.backward(l);
+            // After the lowest layer follows the forward pass of the next batch.
+            network
+                .source
+                .prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
+            let need_dx = l > lowest || active.lowest() == Group::Embedding;
+            let Some((x, kept)) = inputs.pop() else {
+                return Err(Error::internal("internal: a layer input was not saved"));
+            };
+            // Prefetch the next input while this one is used.
+            if let Some((next, kept)) = inputs.pop() {
+                inputs.push((next.prefetch(offload)?, kept));
+            }
+            let x = x.get(offload)?;
+            let mut inner = None;
+            if objective.inner_layers().contains(&l) {
+                let out = objective.inner(l, &x, batch, need(need_dx), step_stats)?;
+                pass_on(out.objective_params, sink)?;
+                inner = out.dh;
+            }
+            dx = match (network.block(l)?.vjp(&x, kept, dx, &ctx, need_dx, sink)?, inner) {
+                (Some(below), Some(inner)) => (below + inner)?,
+                (Some(below), None) => below,
+                (None, _) => return Ok(()),
+            };
+        }
+        if active.lowest() == Group::Embedding {
+            for t in network.tokens.iter().filter(|t| &*t.table == EMBEDDING) {
+                if !t.wanted(sink) {
+                    continue;
+                }
+                let gradient = match rows.pop() {
+                    Some((_, gradient)) => gradient,
+                    None => t.zeros()?,
+                };
+                t.add_embedded(&gradient, &batch.ids, &dx, network.spec.embedding_scale)?;
+                sink.take(&t.param(), gradient)?;
+            }
+            embedding_gradient(network, batch, &dx, tied, sink)?;
+        }
+        Ok(())
+    }
 }
 
-/// Passes the gradients of the objective's own parameters to the sink, if they are trained.
-fn take_own(own: Vec<(Param, Tensor)>, sink: &mut dyn GradSink) -> Result<()> {
-    for (param, gradient) in own {
+/// Passes the gradients of the objective's parameters to the sink, if they are trained.
+fn pass_on(objective_params: Vec<(Param, Tensor)>, sink: &mut dyn GradSink) -> Result<()> {
+    for (param, gradient) in objective_params {
         if sink.wants(&param.name) {
             sink.take(&param, gradient)?;
         }

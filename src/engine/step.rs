@@ -1,16 +1,19 @@
 //! One optimizer step: gradients of a window, clipping by the global norm, update.
 
 use super::active::Active;
-use super::pass::{self, Keeping, Totals};
+use super::hook::StepHook;
+use super::pass::{self, Pass, Totals};
 use super::sinks::{Accumulate, Corrections, Norm, Step};
+use super::strategy::StepStrategy;
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::model::{GradSink, Network, Objective};
+use crate::model::{Network, Objective, TrainableNetwork};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
-use crate::peft::ranks::Allocator;
+use crate::source::{Prepacking, TrainableStore};
+use std::sync::Arc;
 
 /// Lifetime of gradients between backward pass and update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,16 +39,18 @@ impl Gradients {
 
 pub struct Engine {
     pub network: Network,
+    /// The source of `network`.
+    pub store: Arc<dyn TrainableStore>,
     pub objective: Box<dyn Objective>,
     pub optimizer: Optimizer,
-    pub gradients: Gradients,
-    /// Number of uppermost layers that save their activations; the others recompute them.
-    pub keep_layers: usize,
-    /// Offloads layer inputs to the host (`memory.activations = "host"`).
-    pub parked: Option<Copier>,
+    pub strategy: StepStrategy,
+    /// Copies layer inputs to the host and back, if the strategy offloads them.
+    pub input_offload: Option<Copier>,
     /// 0: no clipping.
     pub max_grad_norm: f64,
     pub seed: u64,
+    /// Runs around each update.
+    pub step_hook: Option<Box<dyn StepHook>>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -56,19 +61,40 @@ pub struct StepReport {
 }
 
 impl Engine {
-    /// Gradients are stored until the window is complete and clipped to a global norm of 1; all layers recompute their
-    /// activations. Change the fields for other strategies.
-    pub fn new(network: Network, objective: Box<dyn Objective>, optimizer: Optimizer) -> Self {
-        Self {
+    /// Prepares `model` for training steps as `strategy` says. Gradients are clipped to a global norm of 1; change
+    /// `max_grad_norm` and `seed` before the first step. `first`: the active parameters of the first step.
+    ///
+    /// Errors: the copy streams of the device cannot be created.
+    pub fn new(
+        model: TrainableNetwork,
+        objective: Box<dyn Objective>,
+        optimizer: Optimizer,
+        strategy: StepStrategy,
+        first: &Active,
+    ) -> Result<Self> {
+        let TrainableNetwork { mut network, mut store } = model;
+        network.mlp_tokens = strategy.mlp_tokens;
+        network.objective_params = objective.params();
+        if let Some(copies) = &strategy.packed_copies {
+            store = Arc::new(Prepacking::new(store, copies.clone(), first.names()));
+            network.source = store.clone();
+        }
+        let input_offload = if strategy.offload_inputs {
+            Some(Copier::new(&network.device)?)
+        } else {
+            None
+        };
+        Ok(Self {
             network,
+            store,
             objective,
             optimizer,
-            gradients: Gradients::Keep,
-            keep_layers: 0,
-            parked: None,
+            strategy,
+            input_offload,
             max_grad_norm: 1.0,
             seed: 0,
-        }
+            step_hook: None,
+        })
     }
 
     /// Runs step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
@@ -78,10 +104,17 @@ impl Engine {
         self.step_or_stop(step, batches, active, lr, false)
     }
 
+    /// A hook needs all gradients at the update.
+    fn effective_gradients(&self) -> Gradients {
+        match self.step_hook {
+            Some(_) => Gradients::Keep,
+            None => self.strategy.gradients,
+        }
+    }
+
     /// True if no weight changes before the last gradient of a step is computed; then a step can be abandoned halfway.
     pub fn changes_last(&self, active: &Active) -> bool {
-        let keeps = self.gradients == Gradients::Keep || self.network.ranks.is_some();
-        keeps && active.corrected().next().is_none()
+        self.effective_gradients() == Gradients::Keep && active.corrected().next().is_none()
     }
 
     /// As `step`; if `may_stop` is set and `changes_last` holds, a signal ends it at the next layer.
@@ -95,49 +128,37 @@ impl Engine {
         lr: f64,
         may_stop: bool,
     ) -> Result<StepReport> {
-        let may_stop = may_stop && self.changes_last(active);
-        let mut ranks = self.network.ranks.take();
-        let report = self.step_with(step, batches, active, lr, may_stop, ranks.as_mut());
-        self.network.ranks = ranks;
+        let report = self.run_step(step, batches, active, lr, may_stop && self.changes_last(active));
         for rows in &self.network.tokens {
             rows.place(&self.network)?;
         }
         report
     }
 
-    fn step_with(
+    fn run_step(
         &mut self,
         step: u64,
         batches: &[Batch],
         active: &Active,
         lr: f64,
         may_stop: bool,
-        ranks: Option<&mut Allocator>,
     ) -> Result<StepReport> {
-        let (network, objective, seed) = (&self.network, self.objective.as_ref(), self.seed);
-        let key = |micro| Some(Dropout { seed, step, micro });
-        let keep = Keeping {
-            layers: self.keep_layers,
-            parked: self.parked.as_ref(),
-            may_stop,
-        };
+        let (network, seed, gradients) = (&self.network, self.seed, self.effective_gradients());
         let step_stats = StepStats::new(&network.device)?;
         self.optimizer.begin(step);
-        let pass = |sink: &mut dyn GradSink, step_stats: &StepStats| {
-            pass::window(network, objective, batches, active, keep, key, sink, step_stats)
-        };
-        // The choice of ranks needs gradients and new weights.
-        let gradients = if ranks.is_some() {
-            Gradients::Keep
-        } else {
-            self.gradients
+        let pass = Pass {
+            saved_layers: self.strategy.saved_layers,
+            input_offload: self.input_offload.as_ref(),
+            dropout: Some(Dropout { seed, step, micro: 0 }),
+            may_stop,
+            ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
         match gradients {
             Gradients::Keep => {
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
-                let totals = pass(&mut sink, &step_stats)?;
-                if let Some(ranks) = &ranks {
-                    ranks.regularize(&|name| sink.gradient(name))?;
+                let totals = pass.window(batches, &mut sink)?;
+                if let Some(hook) = &mut self.step_hook {
+                    hook.before_update(&|name| sink.gradient(name))?;
                 }
                 sink.add_squares(&step_stats)?;
                 let (sums, grad_norm) = read(&step_stats)?;
@@ -149,8 +170,8 @@ impl Engine {
                 }
                 let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                 sink.update(coefficient)?;
-                if let Some(ranks) = ranks {
-                    ranks.after(step, &|name| sink.gradient(name), coefficient)?;
+                if let Some(hook) = &mut self.step_hook {
+                    hook.after_update(step, &|name| sink.gradient(name), coefficient)?;
                 }
                 Ok(StepReport {
                     totals: totals.with(sums),
@@ -159,13 +180,17 @@ impl Engine {
             }
             Gradients::Fused | Gradients::NormFirst => {
                 let mut coefficient = 1.0;
-                if self.gradients == Gradients::NormFirst {
+                if gradients == Gradients::NormFirst {
                     let first = StepStats::new(&network.device)?;
                     let mut norm = Norm {
                         active,
                         step_stats: &first,
                     };
-                    pass(&mut norm, &first)?;
+                    let norm_pass = Pass {
+                        step_stats: &first,
+                        ..pass
+                    };
+                    norm_pass.window(batches, &mut norm)?;
                     let (_, grad_norm) = read(&first)?;
                     if !grad_norm.is_finite() {
                         return Err(non_finite(&[], step));
@@ -181,7 +206,7 @@ impl Engine {
                     step_stats: &step_stats,
                     corrections: Corrections::default(),
                 };
-                let totals = pass(&mut sink, &step_stats)?;
+                let totals = pass.window(batches, &mut sink)?;
                 let corrected = sink.corrections;
                 let (sums, grad_norm) = read(&step_stats)?;
                 // Updates that the GPU skipped. The CPU has already returned an error at that gradient.
@@ -258,16 +283,14 @@ mod tests {
         };
         let source = Resident::random(params.clone(), 1, 0.02, 1.0, Dtype::F32, &Device::Cpu).unwrap();
         let active = Active::new(params.iter().map(|p| p.name.to_string()));
-        let mut engine = Engine {
-            network: Network::new(spec, Box::new(source), Device::Cpu),
-            objective: Box::new(CausalLm::new(vocab)),
-            optimizer: Optimizer::new(settings),
+        let model = TrainableNetwork::new(spec, Arc::new(source), Device::Cpu);
+        let strategy = StepStrategy {
             gradients,
-            keep_layers: 0,
-            parked: None,
-            max_grad_norm,
-            seed: 0,
+            ..StepStrategy::new(Dtype::F32)
         };
+        let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
+        let mut engine = Engine::new(model, objective, optimizer, strategy, &active).unwrap();
+        engine.max_grad_norm = max_grad_norm;
         let weights = |engine: &Engine| {
             let mut all = Vec::new();
             for name in active.names() {

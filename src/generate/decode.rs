@@ -154,18 +154,18 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
 ///
 /// # fn main() -> ft::base::Result<()> {
 /// # let device = candle_core::Device::Cpu;
-/// let model = hf::open("model".as_ref(), Dtype::Bf16, &device)?;
-/// let prompts = [model.tokenizer.encode("Once upon a time", true)?];
+/// let opened = hf::open("model".as_ref(), Dtype::Bf16, &device)?;
+/// let prompts = [opened.tokenizer.encode("Once upon a time", true)?];
 /// let settings = Settings {
 ///     max_new_tokens: 64,
 ///     temperature: 0.7,
 ///     top_p: Some(0.9),
-///     stop_ids: model.tokenizer.stop_ids().to_vec(),
+///     stop_ids: opened.tokenizer.stop_ids().to_vec(),
 ///     ..Settings::default()
 /// };
 /// // The callback gets each token as it is sampled.
-/// let answers = generate(&model.network, &prompts, &settings, &mut |_row, id| {
-///     print!("{}", model.tokenizer.decode(&[id], true)?);
+/// let answers = generate(&opened.model.network, &prompts, &settings, &mut |_row, id| {
+///     print!("{}", opened.tokenizer.decode(&[id], true)?);
 ///     Ok(())
 /// })?;
 /// assert!(answers[0].len() <= 64);

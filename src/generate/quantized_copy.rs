@@ -4,20 +4,20 @@
 
 use super::decode::SampledModel;
 use crate::base::{Error, Result, progress};
-use crate::formats::weights::Weights;
 use crate::model::Network;
 use crate::ops::Dtype;
 use crate::ops::update;
 use crate::quant::{self, Format, QMatrix, Weight};
 use crate::source::policy::is_projection;
-use crate::source::{Group, GroupWeights, Groups, LayerSource, MasterLowBits, NumbersSink, ParamInfo};
+use crate::source::{Group, GroupWeights, InMemory, WeightSource};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
 /// See the module.
 pub struct QuantizedCopy {
     network: Network,
-    groups: Arc<Groups>,
+    /// The source of `network`.
+    weights: Arc<InMemory>,
     head: Option<QMatrix>,
     formats: Formats,
 }
@@ -53,22 +53,18 @@ impl QuantizedCopy {
                 Error::unsupported("rollouts with quantized weights are not supported on a GPU yet").hint(hint),
             );
         }
-        if of.source.piece_rows(of.spec.head_name()).is_some() {
+        if of.source.streamed(of.spec.head_name()).is_some() {
             return Err(Error::unsupported(
                 "rollouts with quantized weights need the embedding in memory, but it is streamed from disk",
             )
             .hint(hint));
         }
-        let groups = Arc::<Groups>::default();
-        let source = Copied {
-            params: of.source.params().to_vec(),
-            groups: groups.clone(),
-        };
-        let mut network = Network::new((*of.spec).clone(), Box::new(source), of.device.clone());
+        let weights = Arc::new(InMemory::new(of.source.params().to_vec()));
+        let mut network = Network::new((*of.spec).clone(), weights.clone(), of.device.clone());
         network.spec = of.spec.clone();
         let mut copy = Self {
             network,
-            groups,
+            weights,
             head: None,
             formats,
         };
@@ -89,7 +85,7 @@ impl QuantizedCopy {
         let phase = progress::phase("quantizing weights", kinds.len(), "layers");
         for group in kinds {
             phase.add(1);
-            let known = self.groups.get(group).ok();
+            let known = self.weights.fetch(group).ok();
             let own = || params.iter().filter(|p| p.group == group);
             if known.is_some() && !own().any(|p| changed(&p.name)) {
                 continue;
@@ -105,7 +101,7 @@ impl QuantizedCopy {
                         .map_err(|e| e.or_at(&*p.name))?
                         .into(),
                     // A tensor that the source does not keep in memory is copied: its buffer will be reused.
-                    (Ok(tensor), _) if of.source.held(&p.name).is_none() => tensor.copy()?.into(),
+                    (Ok(tensor), _) if of.source.in_memory(&p.name).is_none() => tensor.copy()?.into(),
                     _ => weight,
                 };
                 out.insert(name, stored);
@@ -116,7 +112,7 @@ impl QuantizedCopy {
             {
                 self.head = Some(encode(&tensor, format).map_err(|e| e.or_at(of.spec.head_name()))?);
             }
-            self.groups.set(group, out);
+            self.weights.set(group, out);
         }
         Ok(())
     }
@@ -124,7 +120,7 @@ impl QuantizedCopy {
     /// Returns the bytes of the quantized weights: the memory of the copy in addition to the exact weights.
     pub fn bytes(&self) -> u64 {
         let quantized = |w: &Weight| if let Weight::Quantized(c) = w { c.bytes() } else { 0 };
-        self.groups.sum(quantized) + self.head.as_ref().map_or(0, QMatrix::bytes)
+        self.weights.sum(quantized) + self.head.as_ref().map_or(0, QMatrix::bytes)
     }
 }
 
@@ -142,47 +138,5 @@ fn encode(tensor: &Tensor, format: Format) -> Result<QMatrix> {
     match tensor.dtype() {
         DType::BF16 => update::with_bf16(tensor, |v| quant::encode(v, dims, format, Dtype::Bf16))?,
         _ => update::with_slice(tensor, |v| quant::encode(v, dims, format, Dtype::F32))?,
-    }
-}
-
-struct Copied {
-    params: Vec<ParamInfo>,
-    groups: Arc<Groups>,
-}
-
-fn no_numbers<T>(name: &str) -> Result<T> {
-    Err(Error::unsupported("the quantized copy of a model has no full-precision values").at(name))
-}
-
-impl LayerSource for Copied {
-    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        self.groups.get(group)
-    }
-
-    fn params(&self) -> &[ParamInfo] {
-        &self.params
-    }
-
-    fn resident_bytes(&self) -> u64 {
-        self.groups.sum(Weight::bytes)
-    }
-
-    fn held(&self, name: &str) -> Option<Tensor> {
-        self.groups.tensor(self.params.iter().find(|p| &*p.name == name)?)
-    }
-
-    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
-        match self.held(name) {
-            Some(table) => Ok((table, ids.to_vec())),
-            None => no_numbers(name),
-        }
-    }
-
-    fn read(&self, name: &str, _: &mut NumbersSink) -> Result<()> {
-        no_numbers(name)
-    }
-
-    fn restore(&self, name: &str, _: &Weights, _: &mut dyn MasterLowBits) -> Result<()> {
-        no_numbers(name)
     }
 }

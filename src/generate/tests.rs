@@ -12,6 +12,7 @@ use crate::ops::Dtype;
 use crate::ops::glu::Activation;
 use crate::source::Resident;
 use candle_core::{DType, Device};
+use std::sync::Arc;
 
 pub(super) const VOCAB: usize = 61;
 
@@ -55,7 +56,7 @@ pub(super) fn spec() -> Spec {
 
 pub(super) fn network(spec: Spec, dtype: Dtype) -> Network {
     let source = Resident::random(spec.params(), 11, spec.initializer_range, 1.0, dtype, &Device::Cpu).unwrap();
-    Network::new(spec, Box::new(source), Device::Cpu)
+    Network::new(spec, Arc::new(source), Device::Cpu)
 }
 
 pub(super) fn prompts() -> Vec<Vec<u32>> {
@@ -387,7 +388,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
     let decoded = network(spec(), Dtype::F32);
     for p in decoded.source.params() {
         if let (true, &[rows, columns]) = (crate::source::policy::is_projection(p), &p.shape[..]) {
-            let weight = decoded.source.held(&p.name).unwrap();
+            let weight = decoded.source.in_memory(&p.name).unwrap();
             let values = update::to_f32_vec(&weight).unwrap();
             let values = quant::encode(&values, (rows, columns), int8, Dtype::F32)
                 .unwrap()
@@ -418,7 +419,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
         "model.layers.0.self_attn.v_proj.weight",
         "model.embed_tokens.weight",
     ] {
-        let weight = exact.source.held(name).unwrap();
+        let weight = exact.source.in_memory(name).unwrap();
         update::with_slice_mut(&weight, |w| w.iter_mut().for_each(|x| *x *= -1.5)).unwrap();
     }
     let fresh = logits(&QuantizedCopy::new(&exact, Formats::of(int8)).unwrap(), &prompt);

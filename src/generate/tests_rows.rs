@@ -24,7 +24,7 @@ fn quantized(format: Format, dtype: Dtype) -> Network {
     };
     let source =
         Resident::random_stored(spec.params(), 11, spec.initializer_range, 1.0, storage, &Device::Cpu).unwrap();
-    Network::new(spec, Box::new(source), Device::Cpu)
+    Network::new(spec, Arc::new(source), Device::Cpu)
 }
 
 /// Adds LoRA of rank `rank` to every projection.

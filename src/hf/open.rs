@@ -2,18 +2,19 @@
 
 use crate::base::Result;
 use crate::formats::{ChatTemplate, Config, Tokenizer, Weights};
-use crate::model::{Network, families};
+use crate::model::{TrainableNetwork, families};
 use crate::ops::Dtype;
 use crate::source::{Resident, StoragePolicy};
 use candle_core::Device;
 use std::path::Path;
+use std::sync::Arc;
 
 /// A model directory with loaded weights.
 pub struct OpenModel {
     /// The contents of `config.json`.
     pub config: Config,
-    /// The model with all weights on its device.
-    pub network: Network,
+    /// The network, and the store of its weights for training.
+    pub model: TrainableNetwork,
     /// The tokenizer.
     pub tokenizer: Tokenizer,
     /// The model's own chat template, if it has one.
@@ -34,8 +35,8 @@ pub struct OpenModel {
 /// use std::path::Path;
 ///
 /// # fn main() -> ft::base::Result<()> {
-/// let model = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
-/// println!("{} layers, {} tokens", model.network.layers(), model.tokenizer.vocab_size());
+/// let opened = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
+/// println!("{} layers, {} tokens", opened.model.network.layers(), opened.tokenizer.vocab_size());
 ///
 /// let missing = hf::open(Path::new("no/such/model"), Dtype::F32, &Device::Cpu);
 /// assert!(missing.is_err_and(|e| e.kind() == ErrorKind::NotFound));
@@ -51,7 +52,7 @@ pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
     let source = Resident::load(spec.params(), &Weights::open(dir)?, |p| storage.of(p), device)?;
     Ok(OpenModel {
         config,
-        network: Network::new(spec, Box::new(source), device.clone()),
+        model: TrainableNetwork::new(spec, Arc::new(source), device.clone()),
         tokenizer,
         template,
     })

@@ -1,4 +1,4 @@
-//! Three of the four contracts of the engine: `Layer`, `GradSink`, `Objective` (`LayerSource` is in `source`), and the
+//! Three of the four contracts of the engine: `Layer`, `GradSink`, `Objective` (`WeightSource` is in `source`), and the
 //! types that they exchange.
 
 use super::head::Head;
@@ -124,8 +124,8 @@ pub struct LossGradients {
     pub dh: Option<Tensor>,
     /// `[V, D]`: gradient of the output projection.
     pub dw: Option<Tensor>,
-    /// f32 gradients of the objective's own parameters.
-    pub own: Vec<(Param, Tensor)>,
+    /// f32 gradients of `Objective::params`.
+    pub objective_params: Vec<(Param, Tensor)>,
 }
 
 /// Computes the loss and its gradient with respect to the last hidden states.

@@ -1,4 +1,4 @@
-//! The output projection (LM head): whole, or streamed in parts.
+//! The output projection (LM head): whole, or streamed in pieces.
 
 use super::contracts::{LossGradients, Need, Param};
 use crate::base::{Error, Result};
@@ -6,9 +6,10 @@ use crate::ops::cross_entropy::{self, Pieces};
 use crate::ops::linear;
 use crate::ops::step_stats::StepStats;
 use crate::quant::Weight;
-use crate::source::{GroupWeights, LayerSource};
+use crate::source::{GroupWeights, StreamedMatrix};
 use candle_core::Tensor;
 use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// The output projection, as objectives use it.
@@ -19,56 +20,58 @@ pub struct Head<'a> {
     pub softcap: Option<f32>,
 }
 
+#[derive(Clone)]
 pub enum HeadWeight<'a> {
     /// `[V, D]`, dense.
     Whole(Weight),
-    Parts(Parts<'a>),
+    Streamed(Rc<StreamedHead<'a>>),
 }
 
-/// A matrix that its source streams in parts.
-pub struct Parts<'a> {
-    pub source: &'a dyn LayerSource,
-    pub name: Arc<str>,
-    /// V, D, and the number of rows of a part.
+/// An output projection that its source streams in pieces.
+pub struct StreamedHead<'a> {
+    matrix: Box<dyn StreamedMatrix + 'a>,
+    name: Arc<str>,
+    /// V, D, and the number of rows of a piece.
     pub rows: usize,
     pub width: usize,
-    pub rows_of_part: usize,
-    /// Handle of the current part; it is kept until the next call.
+    pub piece_rows: usize,
+    /// Handle of the current piece; it is kept until the next call.
     lease: RefCell<Option<Arc<GroupWeights>>>,
 }
 
-impl<'a> Parts<'a> {
-    pub fn new(source: &'a dyn LayerSource, name: Arc<str>, shape: (usize, usize), rows_of_part: usize) -> Self {
+impl<'a> StreamedHead<'a> {
+    /// `matrix` is the parameter `name` `[rows, width]`.
+    pub fn new(matrix: Box<dyn StreamedMatrix + 'a>, name: Arc<str>, rows: usize, width: usize) -> Self {
         Self {
-            source,
+            piece_rows: matrix.piece_rows(),
+            matrix,
             name,
-            rows: shape.0,
-            width: shape.1,
-            rows_of_part,
+            rows,
+            width,
             lease: RefCell::new(None),
         }
     }
 
-    /// Returns the part that starts at row `first`; valid until the next call.
-    pub fn part(&self, first: usize) -> Result<Tensor> {
-        // The source reuses this memory for the following part.
+    /// Returns the piece that starts at row `first`; valid until the next call.
+    pub fn piece(&self, first: usize) -> Result<Tensor> {
+        // The source reuses this memory for the following piece.
         self.lease.replace(None);
-        let part = self.source.piece(&self.name, first)?;
-        let tensor = part.get(&self.name)?.1;
-        self.lease.replace(Some(part));
+        let piece = self.matrix.piece(first)?;
+        let tensor = piece.get(&self.name)?.1;
+        self.lease.replace(Some(piece));
         Ok(tensor)
     }
 }
 
 impl Head<'_> {
-    /// The whole matrix. Errors: it is streamed in parts.
+    /// The whole matrix. Errors: it is streamed in pieces.
     pub fn param(&self) -> Result<Param> {
         match &self.weight {
             HeadWeight::Whole(w) => Ok(Param {
                 name: self.name.clone(),
                 tensor: w.dense()?.clone(),
             }),
-            HeadWeight::Parts(_) => Err(Error::unsupported(
+            HeadWeight::Streamed(_) => Err(Error::unsupported(
                 "the output head is read in parts: the full matrix is not in memory",
             )
             .at(&*self.name)),
@@ -79,10 +82,10 @@ impl Head<'_> {
     pub fn logits(&self, h: &Tensor) -> Result<Tensor> {
         match &self.weight {
             HeadWeight::Whole(w) => w.forward(h, None),
-            HeadWeight::Parts(parts) => {
+            HeadWeight::Streamed(head) => {
                 let mut columns = Vec::new();
-                for first in (0..parts.rows).step_by(parts.rows_of_part) {
-                    columns.push(linear::forward(h, &parts.part(first)?, None)?);
+                for first in (0..head.rows).step_by(head.piece_rows) {
+                    columns.push(linear::forward(h, &head.piece(first)?, None)?);
                 }
                 Ok(Tensor::cat(&columns, 1)?.contiguous()?)
             }
@@ -96,7 +99,7 @@ impl Head<'_> {
     pub fn vocab(&self) -> Result<usize> {
         match &self.weight {
             HeadWeight::Whole(w) => Ok(w.dense()?.dims2()?.0),
-            HeadWeight::Parts(parts) => Ok(parts.rows),
+            HeadWeight::Streamed(head) => Ok(head.rows),
         }
     }
 
@@ -105,7 +108,7 @@ impl Head<'_> {
         let chunk = cross_entropy::chunk_for(self.vocab()?, false);
         match &self.weight {
             HeadWeight::Whole(w) => cross_entropy::token_log_probs(h, w.as_dense()?, targets, self.softcap, chunk),
-            HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
+            HeadWeight::Streamed(head) => with_pieces(head, |pieces| {
                 cross_entropy::streamed_log_probs(h, pieces, targets, self.softcap, chunk)
             }),
         }
@@ -128,14 +131,14 @@ impl Head<'_> {
         let unused = StepStats::new(h.device())?;
         let out = match &self.weight {
             HeadWeight::Whole(w) => cross_entropy::forward_backward(h, w.as_dense()?, targets, &options, &unused)?,
-            HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
+            HeadWeight::Streamed(head) => with_pieces(head, |pieces| {
                 cross_entropy::streamed(h, pieces, targets, &options, &unused)
             })?,
         };
         Ok(LossGradients {
             dh: out.dh,
             dw: out.dw,
-            own: Vec::new(),
+            objective_params: Vec::new(),
         })
     }
 
@@ -145,20 +148,20 @@ impl Head<'_> {
         let chunk = cross_entropy::chunk_for(self.vocab()?, false);
         match &self.weight {
             HeadWeight::Whole(w) => cross_entropy::token_entropies(h, w.dense()?, targets, self.softcap, chunk),
-            HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
+            HeadWeight::Streamed(head) => with_pieces(head, |pieces| {
                 cross_entropy::streamed_entropies(h, pieces, targets, self.softcap, chunk)
             }),
         }
     }
 }
 
-/// Calls `f` with the parts in the form that the loss functions expect.
-pub fn with_pieces<R>(parts: &Parts, f: impl FnOnce(&Pieces) -> R) -> R {
-    let part = |first| parts.part(first);
+/// Calls `f` with the pieces in the form that the loss functions expect.
+pub fn with_pieces<R>(head: &StreamedHead, f: impl FnOnce(&Pieces) -> R) -> R {
+    let piece = |first| head.piece(first);
     f(&Pieces {
-        rows: parts.rows,
-        width: parts.width,
-        rows_of_part: parts.rows_of_part,
-        part: &part,
+        rows: head.rows,
+        width: head.width,
+        rows_of_part: head.piece_rows,
+        part: &piece,
     })
 }

@@ -19,6 +19,6 @@ pub mod tokens;
 
 pub use contracts::{Context, GradSink, KvStore, Layer, LossGradients, Need, Objective, Observer, Param};
 pub use head::Head;
-pub use network::{Adapters, Network};
+pub use network::{Adapters, Network, TrainableNetwork};
 pub use spec::Spec;
 pub use tokens::TokenRows;

@@ -3,17 +3,17 @@
 
 use super::block::{Block, Projections};
 use super::contracts::{Context, Param};
-use super::head::{Head, HeadWeight, Parts};
+use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
 use crate::ops::{embedding, rms_norm};
-use crate::peft::ranks::Allocator;
 use crate::peft::{Adapter, Dropout};
-use crate::source::{Group, GroupWeights, LayerSource};
+use crate::source::{Group, GroupWeights, TrainableStore, WeightSource};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -22,19 +22,33 @@ pub type Adapters = BTreeMap<String, Arc<Adapter>>;
 
 pub struct Network {
     pub spec: Arc<Spec>,
-    pub source: Box<dyn LayerSource>,
+    pub source: Arc<dyn WeightSource>,
     pub adapters: Adapters,
     /// Trained rows of the embedding or the head.
     pub tokens: Vec<TokenRows>,
-    /// Rank allocation of AdaLoRA adapters, during training.
-    pub ranks: Option<Allocator>,
     /// Parameters of the objective: `objective.*`.
-    pub own: Vec<Param>,
+    pub objective_params: Vec<Param>,
     pub device: Device,
     /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
     /// True while the adapters are disabled.
-    bare: AtomicBool,
+    adapters_disabled: AtomicBool,
+}
+
+/// A network whose weights can be trained.
+pub struct TrainableNetwork {
+    pub network: Network,
+    /// The source of the network.
+    pub store: Arc<dyn TrainableStore>,
+}
+
+impl TrainableNetwork {
+    pub fn new(spec: Spec, store: Arc<dyn TrainableStore>, device: Device) -> Self {
+        Self {
+            network: Network::new(spec, store.clone(), device),
+            store,
+        }
+    }
 }
 
 fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
@@ -43,25 +57,24 @@ fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
 }
 
 impl Network {
-    pub fn new(spec: Spec, source: Box<dyn LayerSource>, device: Device) -> Self {
+    pub fn new(spec: Spec, source: Arc<dyn WeightSource>, device: Device) -> Self {
         Self {
             spec: Arc::new(spec),
             source,
             adapters: Adapters::new(),
             tokens: Vec::new(),
-            ranks: None,
-            own: Vec::new(),
+            objective_params: Vec::new(),
             device,
             mlp_tokens: None,
-            bare: AtomicBool::new(false),
+            adapters_disabled: AtomicBool::new(false),
         }
     }
 
     /// Runs `f` with the adapters disabled.
     pub fn without_adapters<R>(&self, f: impl FnOnce() -> R) -> R {
-        let before = self.bare.swap(true, Ordering::Relaxed);
+        let before = self.adapters_disabled.swap(true, Ordering::Relaxed);
         let result = f();
-        self.bare.store(before, Ordering::Relaxed);
+        self.adapters_disabled.store(before, Ordering::Relaxed);
         result
     }
 
@@ -117,12 +130,11 @@ impl Network {
         } else {
             (Group::Head, LM_HEAD)
         };
-        let (name, weight) = match self.source.piece_rows(name) {
-            Some(rows) => {
+        let (name, weight) = match self.source.streamed(name) {
+            Some(matrix) => {
                 let name: Arc<str> = name.into();
-                let shape = (self.spec.vocab, self.spec.hidden);
-                let parts = Parts::new(&*self.source, name.clone(), shape, rows);
-                (name, HeadWeight::Parts(parts))
+                let streamed = StreamedHead::new(matrix, name.clone(), self.spec.vocab, self.spec.hidden);
+                (name, HeadWeight::Streamed(Rc::new(streamed)))
             }
             None => {
                 let (name, weight) = self.source.fetch(group)?.weight(name)?;
@@ -136,10 +148,10 @@ impl Network {
         })
     }
 
-    /// A weight that is held in memory, or an adapter matrix, by its name.
+    /// A weight that is in memory, or an adapter matrix, by its name.
     pub fn param(&self, name: &str) -> Result<Param> {
-        if let Some(info) = self.source.params().iter().find(|p| &*p.name == name) {
-            return match self.source.held(name) {
+        if let Ok(info) = self.source.param(name) {
+            return match self.source.in_memory(name) {
                 Some(tensor) => Ok(Param {
                     name: info.name.clone(),
                     tensor,
@@ -153,7 +165,7 @@ impl Network {
         if let Some(rows) = self.tokens.iter().find(|t| &*t.part.name == name) {
             return Ok(rows.param());
         }
-        if let Some(param) = self.own.iter().find(|p| &*p.name == name) {
+        if let Some(param) = self.objective_params.iter().find(|p| &*p.name == name) {
             return Ok(param.clone());
         }
         // The module name of the adapter is a prefix of the parameter name.
@@ -190,8 +202,8 @@ impl Network {
             } else {
                 None
             };
-            let bare = self.bare.load(Ordering::Relaxed);
-            let adapter = self.adapters.get(&module).filter(|_| !bare).cloned();
+            let adapters_disabled = self.adapters_disabled.load(Ordering::Relaxed);
+            let adapter = self.adapters.get(&module).filter(|_| !adapters_disabled).cloned();
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
             Ok(Linear {
                 name,

@@ -3,7 +3,7 @@
 use super::rope::Rope;
 use crate::ops::glu::Activation;
 use crate::peft::targets::Site;
-use crate::source::{Group, ParamInfo, Part};
+use crate::source::{Group, ParamInfo, Sublayer};
 
 /// Options of the decoder block. Families differ only in these values.
 #[derive(Debug, Clone)]
@@ -67,8 +67,8 @@ impl Spec {
         if self.tied { EMBEDDING } else { LM_HEAD }
     }
 
-    /// The linears of one layer: name below the layer, input, output, bias, part.
-    pub fn linears(&self) -> Vec<(&'static str, usize, usize, bool, Part)> {
+    /// The linears of one layer: name below the layer, input, output, bias, sublayer.
+    pub fn linears(&self) -> Vec<(&'static str, usize, usize, bool, Sublayer)> {
         let (d, i, q, kv) = (self.hidden, self.intermediate, self.query_width(), self.kv_width());
         let attention: Vec<_> = if self.fused_projections {
             vec![("self_attn.qkv_proj", d, q + 2 * kv, self.qkv_bias)]
@@ -89,82 +89,87 @@ impl Spec {
         };
         let o = ("self_attn.o_proj", q, d, self.o_bias);
         let down = ("mlp.down_proj", i, d, self.mlp_bias);
-        let with = |part: Part| move |(n, a, b, c): (&'static str, usize, usize, bool)| (n, a, b, c, part);
+        let with = |sublayer: Sublayer| move |(n, a, b, c): (&'static str, usize, usize, bool)| (n, a, b, c, sublayer);
         attention
             .into_iter()
             .chain([o])
-            .map(with(Part::Attention))
-            .chain(mlp.into_iter().chain([down]).map(with(Part::Mlp)))
+            .map(with(Sublayer::Attention))
+            .chain(mlp.into_iter().chain([down]).map(with(Sublayer::Mlp)))
             .collect()
     }
 
-    /// The norms of one layer: name below the layer, size, part.
-    pub fn norms(&self) -> Vec<(&'static str, usize, Part)> {
+    /// The norms of one layer: name below the layer, size, sublayer.
+    pub fn norms(&self) -> Vec<(&'static str, usize, Sublayer)> {
         let d = self.hidden;
         let mut norms = Vec::new();
         if self.qk_norm {
-            norms.push(("self_attn.q_norm", self.head_dim, Part::Attention));
-            norms.push(("self_attn.k_norm", self.head_dim, Part::Attention));
+            norms.push(("self_attn.q_norm", self.head_dim, Sublayer::Attention));
+            norms.push(("self_attn.k_norm", self.head_dim, Sublayer::Attention));
         }
-        norms.push(("input_layernorm", d, Part::Attention));
+        norms.push(("input_layernorm", d, Sublayer::Attention));
         if self.sandwich_norms {
-            norms.push(("post_attention_layernorm", d, Part::Attention));
-            norms.push(("pre_feedforward_layernorm", d, Part::Mlp));
-            norms.push(("post_feedforward_layernorm", d, Part::Mlp));
+            norms.push(("post_attention_layernorm", d, Sublayer::Attention));
+            norms.push(("pre_feedforward_layernorm", d, Sublayer::Mlp));
+            norms.push(("post_feedforward_layernorm", d, Sublayer::Mlp));
         } else {
-            norms.push(("post_attention_layernorm", d, Part::Mlp));
+            norms.push(("post_attention_layernorm", d, Sublayer::Mlp));
         }
         norms
     }
 
     /// Every parameter under its Hugging Face name, from the embedding to the head.
     pub fn params(&self) -> Vec<ParamInfo> {
-        let param = |name: String, shape: Vec<usize>, group, part| ParamInfo {
+        let param = |name: String, shape: Vec<usize>, group, sublayer| ParamInfo {
             name: name.into(),
             shape,
             group,
-            part,
+            sublayer,
         };
         let mut all = vec![param(
             EMBEDDING.into(),
             vec![self.vocab, self.hidden],
             Group::Embedding,
-            Part::Other,
+            Sublayer::Other,
         )];
         for l in 0..self.layers.len() {
             let group = Group::Layer(l);
-            for (name, input, output, bias, part) in self.linears() {
+            for (name, input, output, bias, sublayer) in self.linears() {
                 all.push(param(
                     format!("model.layers.{l}.{name}.weight"),
                     vec![output, input],
                     group,
-                    part,
+                    sublayer,
                 ));
                 if bias {
                     all.push(param(
                         format!("model.layers.{l}.{name}.bias"),
                         vec![output],
                         group,
-                        part,
+                        sublayer,
                     ));
                 }
             }
-            for (name, size, part) in self.norms() {
+            for (name, size, sublayer) in self.norms() {
                 all.push(param(
                     format!("model.layers.{l}.{name}.weight"),
                     vec![size],
                     group,
-                    part,
+                    sublayer,
                 ));
             }
         }
-        all.push(param(FINAL_NORM.into(), vec![self.hidden], Group::Head, Part::Other));
+        all.push(param(
+            FINAL_NORM.into(),
+            vec![self.hidden],
+            Group::Head,
+            Sublayer::Other,
+        ));
         if !self.tied {
             all.push(param(
                 LM_HEAD.into(),
                 vec![self.vocab, self.hidden],
                 Group::Head,
-                Part::Other,
+                Sublayer::Other,
             ));
         }
         all

@@ -35,7 +35,7 @@ impl TokenRows {
     ///
     /// Errors: an id outside the matrix; a matrix that is not held in memory.
     pub fn new(network: &Network, table: &str, ids: &[u32], given: Option<&Tensor>) -> Result<Self> {
-        let held = network.source.held(table).ok_or_else(|| {
+        let held = network.source.in_memory(table).ok_or_else(|| {
             Error::unsupported("rows of a matrix that is streamed from disk cannot be trained")
                 .at(table)
                 .hint("set `memory.tier = \"device\"`, or remove `tune.lora.trainable_token_indices`")
@@ -74,7 +74,7 @@ impl TokenRows {
 
     /// Copies the values into the matrix.
     pub fn place(&self, network: &Network) -> Result<()> {
-        let Some(table) = network.source.held(&self.table) else {
+        let Some(table) = network.source.in_memory(&self.table) else {
             return Err(Error::unsupported("a matrix with trained rows is not in memory").at(&*self.table));
         };
         let width = table.dim(1)?;

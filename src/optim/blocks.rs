@@ -257,7 +257,7 @@ fn importance(recipe: &BlockConfig, blocks: &[BlockPlan]) -> Result<Vec<f64>> {
 mod tests {
     use super::*;
     use crate::optim::config::{Correction, CorrectionScope, MaskShape};
-    use crate::source::{Group, Part};
+    use crate::source::{Group, Sublayer};
 
     fn recipe(partition: Partition, order: BlockOrder) -> BlockConfig {
         BlockConfig {
@@ -280,37 +280,42 @@ mod tests {
     }
 
     fn params() -> Vec<ParamInfo> {
-        let p = |name: String, rank: usize, group, part| ParamInfo {
+        let p = |name: String, rank: usize, group, sublayer| ParamInfo {
             name: name.into(),
             shape: vec![2; rank],
             group,
-            part,
+            sublayer,
         };
-        let mut all = vec![p("model.embed_tokens.weight".into(), 2, Group::Embedding, Part::Other)];
+        let mut all = vec![p(
+            "model.embed_tokens.weight".into(),
+            2,
+            Group::Embedding,
+            Sublayer::Other,
+        )];
         for l in 0..4 {
             let g = Group::Layer(l);
             all.push(p(
                 format!("model.layers.{l}.self_attn.q_proj.weight"),
                 2,
                 g,
-                Part::Attention,
+                Sublayer::Attention,
             ));
             all.push(p(
                 format!("model.layers.{l}.self_attn.q_proj.bias"),
                 1,
                 g,
-                Part::Attention,
+                Sublayer::Attention,
             ));
-            all.push(p(format!("model.layers.{l}.mlp.up_proj.weight"), 2, g, Part::Mlp));
+            all.push(p(format!("model.layers.{l}.mlp.up_proj.weight"), 2, g, Sublayer::Mlp));
             all.push(p(
                 format!("model.layers.{l}.input_layernorm.weight"),
                 1,
                 g,
-                Part::Attention,
+                Sublayer::Attention,
             ));
         }
-        all.push(p("model.norm.weight".into(), 1, Group::Head, Part::Other));
-        all.push(p("lm_head.weight".into(), 2, Group::Head, Part::Other));
+        all.push(p("model.norm.weight".into(), 1, Group::Head, Sublayer::Other));
+        all.push(p("lm_head.weight".into(), 2, Group::Head, Sublayer::Other));
         all
     }
 

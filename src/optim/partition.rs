@@ -3,7 +3,7 @@
 use super::blocks::BlockPlan;
 use super::config::{BlockConfig, BlockOrder, Partition};
 use super::mask::Masks;
-use crate::source::{Group, ParamInfo, Part};
+use crate::source::{Group, ParamInfo, Sublayer};
 
 /// The blocks of a model, in model order.
 pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockPlan> {
@@ -43,8 +43,8 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
         match recipe.partition {
             Partition::Layer => blocks.push(part_of(label, &|_| true)),
             Partition::Module => {
-                for (name, part) in [("self_attn", Part::Attention), ("mlp", Part::Mlp)] {
-                    blocks.push(part_of(format!("{label}.{name}"), &|p| p.part == part));
+                for (name, sublayer) in [("self_attn", Sublayer::Attention), ("mlp", Sublayer::Mlp)] {
+                    blocks.push(part_of(format!("{label}.{name}"), &|p| p.sublayer == sublayer));
                 }
             }
             Partition::Matrix => {

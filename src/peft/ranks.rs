@@ -52,8 +52,11 @@ struct Triplet {
 /// Gradients of a step by part name.
 pub type Gradients<'a> = dyn Fn(&str) -> Option<Tensor> + 'a;
 
+/// Suffix of the names of the flags in a saved state.
+const KEPT: &str = "#kept";
+
 /// Scores the singular values of all AdaLoRA adapters of a model, and prunes the lowest ones.
-pub struct Allocator {
+pub struct RankAllocator {
     /// When and how far ranks shrink.
     pub schedule: Schedule,
     triplets: Vec<Triplet>,
@@ -62,7 +65,7 @@ pub struct Allocator {
     kept: BTreeMap<String, Vec<bool>>,
 }
 
-impl Allocator {
+impl RankAllocator {
     /// The allocator for these adapters, by module name.
     pub fn new<'a>(adapters: impl Iterator<Item = (&'a String, &'a Adalora)>, schedule: Schedule) -> Self {
         let triplet = |(module, k): (&String, &Adalora)| Triplet {
@@ -227,18 +230,13 @@ impl Allocator {
         Ok(())
     }
 
-    /// By module: the kept singular values; empty before the first allocation.
-    pub fn kept(&self) -> &BTreeMap<String, Vec<bool>> {
-        &self.kept
-    }
-
-    /// State for a resumed run: names and values.
-    pub fn saved(&self) -> Vec<(String, Vec<f32>)> {
+    /// State for a resumed run, by name.
+    pub fn saved(&self) -> BTreeMap<String, Vec<f32>> {
         let flag = |k: &bool| if *k { 1.0 } else { 0.0 };
         let kept = self
             .kept
             .iter()
-            .map(|(m, k)| (format!("{m}#kept"), k.iter().map(flag).collect()));
+            .map(|(m, k)| (format!("{m}{KEPT}"), k.iter().map(flag).collect()));
         let moments = self.moments.iter().flat_map(|(name, m)| {
             [
                 (format!("{name}#importance"), m.importance.clone()),
@@ -279,6 +277,15 @@ impl Allocator {
         }
         Ok(())
     }
+}
+
+/// From a saved state, by module: the kept singular values; empty before the first allocation.
+pub fn kept(state: &BTreeMap<String, Vec<f32>>) -> BTreeMap<String, Vec<bool>> {
+    let flags = |(name, values): (&String, &Vec<f32>)| {
+        let module = name.strip_suffix(KEPT)?;
+        Some((module.to_string(), values.iter().map(|x| *x != 0.0).collect()))
+    };
+    state.iter().filter_map(flags).collect()
 }
 
 /// M minus the identity, `[R, R]`, and its Frobenius norm.

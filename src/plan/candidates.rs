@@ -19,13 +19,13 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64
     let mut alike: BTreeMap<Likeness, Vec<Point>> = BTreeMap::new();
     for turn in inputs.turns.iter() {
         let kinds = turn.active.layers().map(|l| model.kind(l)).collect();
-        let retired = turn.retired.bytes(inputs.place, bytes);
+        let retired = turn.retired.bytes(inputs.strategy.placement, bytes);
         let point = (turn.active.lowest_layer(layers) as u64, retired, turn);
         let key = (turn.active.shape(), kinds, turn.leaves);
         alike.entry(key).or_default().push(point);
     }
     // Layers below this one save no activations, so memory grows more slowly there.
-    let bend = layers.saturating_sub(inputs.keep_layers) as u64;
+    let bend = layers.saturating_sub(inputs.strategy.saved_layers) as u64;
     let mut out = Vec::new();
     for mut points in alike.into_values() {
         // Sorted by layer; of one layer only the turn with the most inactive bytes is needed.
@@ -118,8 +118,12 @@ mod tests {
             ..Turn::alone(layer(*l))
         };
         inputs.turns = order.iter().enumerate().map(turn).collect();
-        (inputs.keep_layers, inputs.place, inputs.storage) = (keep, place, storage);
-        let model = Model::new(&spec, &inputs.storage, &inputs.adapters);
+        (
+            inputs.strategy.saved_layers,
+            inputs.strategy.placement,
+            inputs.strategy.storage,
+        ) = (keep, place, storage);
+        let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
         let mut found: Vec<usize> = candidates(&model, &inputs, (2, 2))
             .into_iter()
             .map(|t| t.active.lowest_layer(28))

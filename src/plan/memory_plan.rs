@@ -2,12 +2,12 @@
 
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files, memory};
-use crate::engine::Gradients;
+use crate::engine::{Gradients, StepStrategy};
 use crate::model::{Adapters, Spec};
 use crate::ops::{self, prepacked::Orders};
 use crate::plan::Plan;
 use crate::plan::advice;
-use crate::plan::search::{Base, PlanContext, PlannedStrategy, StepStrategy};
+use crate::plan::search::{Base, PlanContext, PlannedStrategy};
 use crate::recipe::{Activations, FrozenWeights, PackedWeights, Recipe, Tier};
 use crate::setup::Stored;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -18,7 +18,6 @@ use crate::setup::rewards;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher;
 use crate::source::Placement;
-use crate::source::{Copies, StoragePolicy};
 use candle_core::Device;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,17 +28,7 @@ const OF_FREE: u64 = 8;
 /// The strategy of a run and its memory.
 pub struct MemoryPlan {
     pub plan: Plan,
-    pub gradients: Gradients,
-    /// Number of upper layers with saved activations.
-    pub keep_layers: usize,
-    /// Tokens per MLP chunk; `None`: all.
-    pub mlp_tokens: Option<usize>,
-    /// How each weight is stored.
-    pub storage: StoragePolicy,
-    /// Where the weights live that are not trained now.
-    pub place: Placement,
-    /// Prepacked frozen weights.
-    pub copies: Option<Copies>,
+    pub strategy: StepStrategy,
     /// Set if the run does not fit: the error to report.
     pub refused: Option<Refused>,
     pub limits: Limits,
@@ -132,12 +121,7 @@ pub fn forecast(
         None
     };
     Ok(MemoryPlan {
-        copies: chosen.way.copies.map(|orders| setting.copies(recipe, orders)),
-        gradients: chosen.way.gradients,
-        keep_layers: chosen.keep,
-        mlp_tokens: chosen.way.mlp,
-        storage: chosen.storage,
-        place: chosen.way.place,
+        strategy: chosen.strategy,
         plan: chosen.plan,
         refused,
         limits,
@@ -181,9 +165,9 @@ impl MemoryPlan {
 impl PlanContext<'_> {
     /// The chosen values of open settings, with reasons.
     fn choices(&self, recipe: &Recipe, limits: Limits, chosen: &PlannedStrategy) -> Result<Vec<Choice>> {
-        let way = chosen.way;
-        let base = self.base(recipe, way.lossy)?;
-        let least = |of: &dyn Fn(&StepStrategy) -> bool| self.least(recipe, &base, way.lossy, of);
+        let strategy = &chosen.strategy;
+        let base = self.base(recipe, chosen.lossy)?;
+        let least = |allowed: &dyn Fn(&StepStrategy) -> bool| self.least(recipe, &base, allowed);
         let mut all = Vec::new();
         let mut say = |key, value: String, why: String| all.push(Choice { key, value, why });
         let needs = |what: &str, least: Option<Plan>| match least {
@@ -203,10 +187,10 @@ impl PlanContext<'_> {
             );
         }
         if recipe.memory.frozen_weights == FrozenWeights::Auto {
-            match way.lossy {
+            match chosen.lossy {
                 Some(lossy) => {
                     let exact: Base = self.base(recipe, None)?;
-                    let least = self.least(recipe, &exact, None, |_| true)?;
+                    let least = self.least(recipe, &exact, |_| true)?;
                     say(
                         "memory.frozen_weights",
                         lossy.name().into(),
@@ -220,9 +204,9 @@ impl PlanContext<'_> {
                 ),
             }
         }
-        let on_device = |w: &StepStrategy| w.place == Placement::Device;
+        let on_device = |w: &StepStrategy| w.placement == Placement::Device;
         if recipe.memory.tier == Tier::Auto {
-            match way.place {
+            match strategy.placement {
                 Placement::Device => say(
                     "memory.tier",
                     "device".into(),
@@ -233,7 +217,7 @@ impl PlanContext<'_> {
                     say("memory.tier", "host".into(), needs("all weights on the GPU", least));
                 }
                 Placement::Disk { .. } => {
-                    let on_host = |w: &StepStrategy| w.place == Placement::Host;
+                    let on_host = |w: &StepStrategy| w.placement == Placement::Host;
                     let (what, least) = if self.on_gpu {
                         ("all weights in host memory", least(&on_host)?)
                     } else {
@@ -243,8 +227,8 @@ impl PlanContext<'_> {
                 }
             }
         }
-        if let (None, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, way.place) {
-            let whole = |w: &StepStrategy| w.place == Placement::Disk { head_rows: None };
+        if let (None, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, strategy.placement) {
+            let whole = |w: &StepStrategy| w.placement == Placement::Disk { head_rows: None };
             match head_rows {
                 None => say("memory.head_chunk", "0".into(), "the full output head fits".into()),
                 Some(rows) => say(
@@ -256,11 +240,15 @@ impl PlanContext<'_> {
         }
         if recipe.memory.activations == Activations::Auto {
             let layers = self.spec.layers.len();
-            let value = format!("keep {} of {layers}", chosen.keep);
-            if chosen.keep == layers {
+            let value = format!("keep {} of {layers}", strategy.saved_layers);
+            if strategy.saved_layers == layers {
                 say("memory.activations", value, "no layer is recomputed".into());
             } else {
-                let more = self.plan(recipe, &base, &way, chosen.keep + 1);
+                let more = StepStrategy {
+                    saved_layers: strategy.saved_layers + 1,
+                    ..strategy.clone()
+                };
+                let more = self.plan(recipe, &base, &more);
                 say(
                     "memory.activations",
                     value,
@@ -269,8 +257,8 @@ impl PlanContext<'_> {
             }
         }
         if recipe.memory.mlp_chunk.is_none() {
-            let whole = |w: &StepStrategy| w.mlp.is_none() && w.place == way.place;
-            match way.mlp {
+            let whole = |w: &StepStrategy| w.mlp_tokens.is_none() && w.placement == strategy.placement;
+            match strategy.mlp_tokens {
                 None => say("memory.mlp_chunk", "0".into(), "all tokens fit at once".into()),
                 Some(tokens) => say(
                     "memory.mlp_chunk",
@@ -284,15 +272,21 @@ impl PlanContext<'_> {
             Some(Orders::Forward) => PackedWeights::Forward,
             Some(Orders::Both) => PackedWeights::Both,
         };
-        let can_pack = self.can_pack(recipe, way.place);
+        let can_pack = self.can_pack(recipe, strategy.placement);
         match recipe.memory.packed_weights {
             PackedWeights::Auto if can_pack => {
-                let more = |w: &StepStrategy| w.copies > way.copies && w.place == way.place;
-                let why = match way.copies {
+                let more = |w: &StepStrategy| {
+                    w.packed_orders() > strategy.packed_orders() && w.placement == strategy.placement
+                };
+                let why = match strategy.packed_orders() {
                     Some(Orders::Both) => "all frozen weights are packed before training".into(),
                     _ => needs("more packed weights", least(&more)?),
                 };
-                say("memory.packed_weights", packed(way.copies).name().into(), why);
+                say(
+                    "memory.packed_weights",
+                    packed(strategy.packed_orders()).name().into(),
+                    why,
+                );
             }
             PackedWeights::Forward | PackedWeights::Both if !can_pack => say(
                 "memory.packed_weights",
@@ -301,8 +295,8 @@ impl PlanContext<'_> {
             ),
             _ => {}
         }
-        if way.gradients == Gradients::NormFirst {
-            let kept = |w: &StepStrategy| w.gradients == Gradients::Keep && w.place == way.place;
+        if strategy.gradients == Gradients::NormFirst {
+            let kept = |w: &StepStrategy| w.gradients == Gradients::Keep && w.placement == strategy.placement;
             say(
                 "gradients",
                 "two passes".into(),

@@ -28,7 +28,7 @@ pub use model::{Costs, Model};
 pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
 
-use crate::engine::{Active, Gradients};
+use crate::engine::{Active, Gradients, StepStrategy};
 use crate::model::{Adapters, Spec};
 use crate::ops::paged;
 use crate::optim::Optimizer;
@@ -39,7 +39,6 @@ use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;
 use crate::setup::teacher::TeacherSpec;
 use crate::source::Placement;
-use crate::source::{Copies, StoragePolicy};
 use candidates::candidates;
 use ledger::{Kind, Ledger};
 use std::sync::Arc;
@@ -63,11 +62,7 @@ pub struct Inputs {
     pub micro_batches: usize,
     /// The evaluation between the steps.
     pub evaluation: Evaluation,
-    pub gradients: Gradients,
-    /// Number of upper layers with saved activations.
-    pub keep_layers: usize,
-    /// Tokens per MLP chunk; `None`: all.
-    pub mlp_tokens: Option<usize>,
+    pub strategy: StepStrategy,
     pub threads: usize,
     /// Bytes of an element of an activation: 4 on the CPU, as the weights on a GPU.
     pub element: u64,
@@ -75,21 +70,14 @@ pub struct Inputs {
     pub on_gpu: bool,
     /// Every set of parameters that is active at one time, with the elements trained before it.
     pub turns: Arc<[Turn]>,
-    /// How each weight is stored.
-    pub storage: StoragePolicy,
-    /// Prepacked weights, if the CPU has a tile unit.
-    pub copies: Option<Copies>,
     /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
     pub file_bytes: u64,
     /// Memory of the adapter on each linear, by module.
     pub adapters: Costs,
-    pub place: Placement,
     /// Loaded beside the model.
     pub teacher: Option<TeacherSpec>,
     /// Reward models.
     pub judges: Arc<[RewardModelSpec]>,
-    /// Layer inputs are offloaded to the host.
-    pub parked: bool,
     /// A frozen reference copy of the weights is held beside the trained ones.
     pub reference: bool,
     /// Number of answers that the rollout before the step generates at a time.
@@ -102,7 +90,7 @@ pub struct Inputs {
 
 impl Inputs {
     /// The largest that the recipe allows: every row as long as `max_length`.
-    pub fn of_recipe(recipe: &Recipe, turns: Arc<[Turn]>, adapters: Costs, gradients: Gradients) -> Self {
+    pub fn of_recipe(recipe: &Recipe, turns: Arc<[Turn]>, adapters: Costs, strategy: StepStrategy) -> Self {
         let rows = recipe.train.batch_size;
         Self {
             tokens: rows.saturating_mul(recipe.data.max_length),
@@ -110,21 +98,15 @@ impl Inputs {
             documents: rows,
             micro_batches: recipe.train.gradient_accumulation_steps,
             evaluation: Evaluation::default(),
-            gradients,
-            keep_layers: 0,
-            mlp_tokens: None,
+            strategy,
             threads: rayon::current_num_threads(),
             element: 4,
             on_gpu: false,
             turns,
-            storage: StoragePolicy::dense(recipe.model.dtype),
-            copies: None,
             file_bytes: recipe.model.dtype.bytes(),
             adapters,
-            place: Placement::Device,
             teacher: None,
             judges: Arc::default(),
-            parked: recipe.memory.activations == crate::recipe::Activations::Host,
             reference: false,
             rollout: 0,
             data_bytes: 0,
@@ -156,8 +138,12 @@ impl Inputs {
         }
         let bytes = cost::bytes(lora, model.spec.hidden, tokens, &self.adapters);
         let mut pass = self.clone();
-        (pass.keep_layers, pass.micro_batches, pass.parked) = (0, 1, false);
-        (pass.gradients, pass.teacher) = (Gradients::NormFirst, None);
+        (
+            pass.strategy.saved_layers,
+            pass.micro_batches,
+            pass.strategy.offload_inputs,
+        ) = (0, 1, false);
+        (pass.strategy.gradients, pass.teacher) = (Gradients::NormFirst, None);
         pass.tokens = tokens as usize;
         match lora.init_lora_weights {
             // One forward and backward pass over all rows, with the gradients of the weights themselves.
@@ -201,7 +187,7 @@ impl Inputs {
         }
         let mut own = self.clone();
         own.tokens = (answers * tokens).min(PROMPT_TOKENS);
-        (own.longest, own.parked) = (tokens, false);
+        (own.longest, own.strategy.offload_inputs) = (tokens, false);
         answers as u64 * self.answer(model.spec, tokens) + teacher::layer_work(model, &own)
     }
 }
@@ -218,7 +204,7 @@ fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf
 
 /// The forecast of one run: the worst moment of its worst step.
 pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
-    let model = Model::new(spec, &inputs.storage, &inputs.adapters);
+    let model = Model::new(spec, &inputs.strategy.storage, &inputs.adapters);
     forecast_of(&model, recipe, inputs)
 }
 
@@ -264,9 +250,15 @@ fn of_turn(
     // Corrected parameters need the low 16 bits of their masters too.
     let corrected = model.sum_corrected(active, |name| master * model.elements(name));
     // Weights for the device start on the host: all of them, or two layers that were read ahead.
-    let on_host: u64 = match inputs.place {
-        Placement::Host => model.sum(active, |p| inputs.storage.of(p).bytes(&p.shape)),
-        Placement::Disk { .. } if inputs.on_gpu => weights::held(model, &inputs.storage, stored, inputs.place, active),
+    let on_host: u64 = match inputs.strategy.placement {
+        Placement::Host => model.sum(active, |p| inputs.strategy.storage.of(p).bytes(&p.shape)),
+        Placement::Disk { .. } if inputs.on_gpu => weights::held(
+            model,
+            &inputs.strategy.storage,
+            stored,
+            inputs.strategy.placement,
+            active,
+        ),
         _ => 0,
     };
 
@@ -279,9 +271,18 @@ fn of_turn(
     turns::load(&mut ledger, model, inputs);
     held.push(ledger.alloc(
         Kind::Weights,
-        weights::held(model, &inputs.storage, stored, inputs.place, active),
+        weights::held(
+            model,
+            &inputs.strategy.storage,
+            stored,
+            inputs.strategy.placement,
+            active,
+        ),
     ));
-    held.push(ledger.alloc(Kind::Retired, turn.retired.bytes(inputs.place, (stored, master))));
+    held.push(ledger.alloc(
+        Kind::Retired,
+        turn.retired.bytes(inputs.strategy.placement, (stored, master)),
+    ));
     if inputs.reference {
         held.push(ledger.alloc(Kind::Reference, stored * model.parameters()));
     }
@@ -317,12 +318,12 @@ fn of_turn(
         held.push(ledger.alloc(Kind::Scratch, inputs.threads as u64 * cost::PACKED));
     }
     ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, model));
-    held.push(ledger.alloc(Kind::Copies, weights::copies(model, inputs, active)));
+    held.push(ledger.alloc(Kind::PackedCopies, weights::copies(model, inputs, active)));
     step::walk(&mut ledger, model, recipe, inputs, active);
     step::evaluate(&mut ledger, model, recipe, inputs);
     // A checkpoint or `final/` converts one tensor at a time to f32; from the disk only a small part of it.
     ledger.moment("saving");
-    let largest = match (recipe.tune.method, inputs.place) {
+    let largest = match (recipe.tune.method, inputs.strategy.placement) {
         (Method::Lora, _) | (_, Placement::Disk { .. }) => model.largest_trained(active),
         _ => model.largest(),
     };

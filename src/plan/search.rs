@@ -2,7 +2,7 @@
 
 use super::{Costs, Inputs, Model, Plan};
 use crate::base::{Error, Result};
-use crate::engine::Gradients;
+use crate::engine::{Gradients, StepStrategy};
 use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
@@ -18,7 +18,7 @@ use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher::TeacherSpec;
 use crate::source::Placement;
-use crate::source::{Copies, StoragePolicy};
+use crate::source::{PackedCopies, StoragePolicy};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -43,28 +43,24 @@ pub(super) struct PlanContext<'a> {
 /// Data that all plans of a recipe with one storage share, so the model is inspected once.
 pub(super) struct Base<'a> {
     model: Model<'a>,
+    /// Only the strategy is open.
     inputs: Inputs,
-    /// Prepacked weights; `orders` is chosen later.
-    copies: Copies,
 }
 
-/// One strategy for a step; only the number of layers with saved activations is open.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct StepStrategy {
-    /// A lossy storage, if the recipe leaves the storage open.
-    pub lossy: Option<FrozenWeights>,
-    pub place: Placement,
-    pub gradients: Gradients,
-    pub mlp: Option<usize>,
-    /// Frozen weights that are prepacked.
-    pub copies: Option<Orders>,
+impl Base<'_> {
+    fn inputs(&self, strategy: &StepStrategy) -> Inputs {
+        Inputs {
+            strategy: strategy.clone(),
+            ..self.inputs.clone()
+        }
+    }
 }
 
 /// The chosen strategy, which may or may not fit.
 pub(super) struct PlannedStrategy {
-    pub way: StepStrategy,
-    pub keep: usize,
-    pub storage: StoragePolicy,
+    pub strategy: StepStrategy,
+    /// The lossy storage of frozen weights, if the recipe leaves the storage open and the lossless one does not fit.
+    pub lossy: Option<FrozenWeights>,
     pub plan: Plan,
     pub seconds: f64,
     pub fits: bool,
@@ -134,20 +130,24 @@ impl PlanContext<'_> {
                 .found("a CPU run: host memory and device memory are the same")
                 .hint("use `recompute`: it needs the least memory"));
         }
-        let seconds = |way: &StepStrategy, keep| super::seconds_of(&base.model, recipe, &self.inputs(base, way, keep));
-        let mut ways: Vec<(f64, StepStrategy)> = Vec::new();
-        for way in self.ways(recipe, base, lossy)? {
-            ways.push((seconds(&way, most), way));
+        let seconds = |strategy: &StepStrategy| super::seconds_of(&base.model, recipe, &base.inputs(strategy));
+        let mut strategies: Vec<(f64, StepStrategy)> = Vec::new();
+        for strategy in self.strategies(recipe, base)? {
+            let at_best = StepStrategy {
+                saved_layers: most,
+                ..strategy.clone()
+            };
+            strategies.push((seconds(&at_best), strategy));
         }
         // A stable sort: of equally fast strategies the first one is chosen.
-        ways.sort_by(|a, b| a.0.total_cmp(&b.0));
+        strategies.sort_by(|a, b| a.0.total_cmp(&b.0));
         let mut best: Option<PlannedStrategy> = None;
-        for (at_best, way) in ways {
+        for (at_best, strategy) in strategies {
             if best.as_ref().is_some_and(|b| b.fits && b.seconds <= at_best) {
                 break;
             }
-            let (keep, plan, fits) = self.most_kept(recipe, base, &way, limits, least..=most);
-            let seconds = seconds(&way, keep);
+            let (strategy, plan, fits) = self.most_saved(recipe, base, strategy, limits, least..=most);
+            let seconds = seconds(&strategy);
             let better = best.as_ref().is_none_or(|b| match (fits, b.fits) {
                 (true, true) => seconds < b.seconds,
                 (false, false) => b.is_above(&plan, limits),
@@ -155,9 +155,8 @@ impl PlanContext<'_> {
             });
             if better {
                 best = Some(PlannedStrategy {
-                    way,
-                    keep,
-                    storage: base.inputs.storage.clone(),
+                    strategy,
+                    lossy,
                     plan,
                     seconds,
                     fits,
@@ -167,25 +166,27 @@ impl PlanContext<'_> {
         best.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
     }
 
-    /// The largest number of layers with saved activations within `limits.goal`; the start of `range` if none fits.
-    fn most_kept(
+    /// The strategy with the largest number of layers with saved activations within `limits.goal`; the start of `range`
+    /// if none fits.
+    fn most_saved(
         &self,
         recipe: &Recipe,
         base: &Base,
-        way: &StepStrategy,
+        mut strategy: StepStrategy,
         limits: Limits,
         range: std::ops::RangeInclusive<usize>,
-    ) -> (usize, Plan, bool) {
-        let plan = |keep| super::forecast_of(&base.model, recipe, &self.inputs(base, way, keep));
+    ) -> (StepStrategy, Plan, bool) {
+        let mut plan = |saved_layers| {
+            strategy.saved_layers = saved_layers;
+            self.plan(recipe, base, &strategy)
+        };
         let fits = |plan: &Plan| fits(plan, limits.goal, limits.host);
         let (mut low, mut high) = (*range.start(), range.end() + 1);
         let mut chosen = plan(low);
-        if !fits(&chosen) {
-            return (low, chosen, false);
-        }
+        let any_fits = fits(&chosen);
         // `low` fits, `high` does not.
-        let mut middle = range.end().to_owned();
-        while high - low > 1 {
+        let mut middle = *range.end();
+        while any_fits && high - low > 1 {
             let tried = plan(middle);
             if fits(&tried) {
                 (low, chosen) = (middle, tried)
@@ -194,7 +195,8 @@ impl PlanContext<'_> {
             }
             middle = (low + high) / 2;
         }
-        (low, chosen, true)
+        strategy.saved_layers = low;
+        (strategy, chosen, any_fits)
     }
 
     /// Storage types for frozen weights, the lossless one first.
@@ -240,8 +242,8 @@ impl PlanContext<'_> {
         Ok(storage)
     }
 
-    /// All strategies that the recipe allows, the simplest first.
-    fn ways(&self, recipe: &Recipe, base: &Base, lossy: Option<FrozenWeights>) -> Result<Vec<StepStrategy>> {
+    /// All strategies that the recipe allows, the simplest first; the number of saved layers is open.
+    fn strategies(&self, recipe: &Recipe, base: &Base) -> Result<Vec<StepStrategy>> {
         let choose = |keep_fits| {
             let all_active = recipe.tune.method == Method::Full;
             let micro_batches = recipe.train.gradient_accumulation_steps;
@@ -261,22 +263,21 @@ impl PlanContext<'_> {
                 std::iter::once(None).chain(smaller.map(Some)).collect()
             }
         };
-        let mut ways = Vec::new();
-        for place in self.places(recipe)? {
-            for copies in self.orders(recipe, place) {
+        let mut all = Vec::new();
+        for placement in self.placements(recipe)? {
+            for orders in self.orders(recipe, placement) {
                 for &gradients in &gradients {
-                    let with = |&mlp| StepStrategy {
-                        lossy,
-                        place,
+                    all.extend(mlp.iter().map(|&mlp_tokens| StepStrategy {
                         gradients,
-                        mlp,
-                        copies,
-                    };
-                    ways.extend(mlp.iter().map(with));
+                        mlp_tokens,
+                        placement,
+                        packed_copies: orders.map(|orders| self.packed_copies(recipe, orders)),
+                        ..base.inputs.strategy.clone()
+                    }));
                 }
             }
         }
-        Ok(ways)
+        Ok(all)
     }
 
     /// True if frozen weights can be prepacked and this helps.
@@ -299,10 +300,10 @@ impl PlanContext<'_> {
     }
 
     /// The prepacked copies for these orders.
-    pub fn copies(&self, recipe: &Recipe, orders: Orders) -> Copies {
+    fn packed_copies(&self, recipe: &Recipe, orders: Orders) -> PackedCopies {
         // Rows that train change in a matrix that is frozen otherwise.
         let rows_train = !recipe.tune.lora.trainable_token_indices.is_empty();
-        Copies {
+        PackedCopies {
             orders,
             head: (!rows_train).then(|| self.spec.head_name().to_string()),
             ranks: self.ranks(),
@@ -315,7 +316,7 @@ impl PlanContext<'_> {
     }
 
     /// Where the weights may live, the fastest first.
-    fn places(&self, recipe: &Recipe) -> Result<Vec<Placement>> {
+    fn placements(&self, recipe: &Recipe) -> Result<Vec<Placement>> {
         let disk: Vec<Placement> = match recipe.memory.head_chunk {
             Some(0) => vec![Placement::Disk { head_rows: None }],
             Some(rows) => vec![Placement::Disk {
@@ -361,27 +362,13 @@ impl PlanContext<'_> {
         let storage = self.policy(recipe, lossy)?;
         let costs = super::costs(self.adapters);
         Ok(Base {
-            copies: self.copies(recipe, Orders::Forward),
             model: Model::new(self.spec, &storage, &costs),
             inputs: self.measured(recipe, storage, costs),
         })
     }
 
-    fn inputs(&self, base: &Base, way: &StepStrategy, keep_layers: usize) -> Inputs {
-        let mut inputs = base.inputs.clone();
-        inputs.gradients = way.gradients;
-        inputs.keep_layers = keep_layers;
-        inputs.mlp_tokens = way.mlp;
-        inputs.place = way.place;
-        inputs.copies = way.copies.map(|orders| Copies {
-            orders,
-            ..base.copies.clone()
-        });
-        inputs
-    }
-
-    pub fn plan(&self, recipe: &Recipe, base: &Base, way: &StepStrategy, keep_layers: usize) -> Plan {
-        super::forecast_of(&base.model, recipe, &self.inputs(base, way, keep_layers))
+    pub fn plan(&self, recipe: &Recipe, base: &Base, strategy: &StepStrategy) -> Plan {
+        super::forecast_of(&base.model, recipe, &base.inputs(strategy))
     }
 
     /// The inputs of a plan: largest micro-batch of these rows, and active parameters of the run.
@@ -391,8 +378,12 @@ impl PlanContext<'_> {
         let given = u64::try_from(recipe.train.max_steps).ok();
         let steps = sizes.as_ref().map(|(_, sizes)| sizes.steps).or(given);
         let turns = self.schedule.turns(steps.unwrap_or(u64::MAX), &storage);
-        let mut inputs = Inputs::of_recipe(recipe, turns, costs, Gradients::Keep);
-        inputs.storage = storage;
+        let strategy = StepStrategy {
+            storage,
+            offload_inputs: recipe.memory.activations == Activations::Host,
+            ..StepStrategy::new(recipe.model.dtype)
+        };
+        let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy);
         inputs.file_bytes = self.stored.number_bytes.unwrap_or(inputs.file_bytes);
         inputs.on_gpu = self.on_gpu;
         inputs.reference = needs_reference_copy(recipe);
@@ -419,19 +410,15 @@ impl PlanContext<'_> {
     }
 
     /// The smallest peak of all strategies of this kind.
-    pub fn least(
-        &self,
-        recipe: &Recipe,
-        base: &Base,
-        lossy: Option<FrozenWeights>,
-        of: impl Fn(&StepStrategy) -> bool,
-    ) -> Result<Option<Plan>> {
-        let keep = match recipe.memory.activations {
+    pub fn least(&self, recipe: &Recipe, base: &Base, allowed: impl Fn(&StepStrategy) -> bool) -> Result<Option<Plan>> {
+        let saved_layers = match recipe.memory.activations {
             Activations::Keep => self.spec.layers.len(),
             _ => 0,
         };
-        let ways = self.ways(recipe, base, lossy)?.into_iter().filter(of);
-        let plans = ways.map(|way| self.plan(recipe, base, &way, keep));
+        let plans = self.strategies(recipe, base)?.into_iter().filter(allowed).map(|s| {
+            let strategy = StepStrategy { saved_layers, ..s };
+            self.plan(recipe, base, &strategy)
+        });
         Ok(plans.min_by_key(|plan| plan.peak_bytes))
     }
 }

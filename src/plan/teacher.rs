@@ -64,9 +64,9 @@ impl TeacherSpec {
     pub(super) fn forward(&self, inputs: &Inputs) -> (u64, u64) {
         let mut own = inputs.clone();
         own.adapters = Arc::default();
-        own.storage = self.storage.clone();
-        own.place = self.place;
-        (own.mlp_tokens, own.parked) = (None, false);
+        own.strategy.storage = self.storage.clone();
+        own.strategy.placement = self.place;
+        (own.strategy.mlp_tokens, own.strategy.offload_inputs) = (None, false);
         let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
         let work = layer_work(&self.model(), &own);
         let rows = match weights::head_in_pieces(&self.spec, self.place, &Self::nothing()) {
@@ -92,8 +92,8 @@ impl RewardModelSpec {
     pub(super) fn forward(&self, inputs: &Inputs, answers: usize, longest: usize) -> u64 {
         let mut own = inputs.clone();
         own.adapters = Arc::default();
-        (own.storage, own.place) = (self.storage.clone(), Placement::Device);
-        (own.mlp_tokens, own.parked) = (None, false);
+        (own.strategy.storage, own.strategy.placement) = (self.storage.clone(), Placement::Device);
+        (own.strategy.mlp_tokens, own.strategy.offload_inputs) = (None, false);
         own.tokens = (answers * longest).min(self.tokens.max(longest));
         own.longest = longest;
         layer_work(&self.model(), &own)

@@ -4,7 +4,6 @@
 
 use crate::base::Result;
 use crate::data::{Batch, IGNORE};
-use crate::model::head::{HeadWeight, Parts};
 use crate::model::{Head, LossGradients, Need};
 use candle_core::Tensor;
 use std::ops::Range;
@@ -39,15 +38,9 @@ pub struct PolicyHead {
 impl PolicyHead {
     /// cap tanh(x / cap) / t = c tanh((x / t) / c) with c = cap / t, so hidden states and cap are divided instead.
     fn scaled<'a>(&self, h: &Tensor, head: &Head<'a>) -> Result<(Tensor, Head<'a>)> {
-        let weight = match &head.weight {
-            HeadWeight::Whole(weight) => HeadWeight::Whole(weight.clone()),
-            HeadWeight::Parts(p) => {
-                HeadWeight::Parts(Parts::new(p.source, p.name.clone(), (p.rows, p.width), p.rows_of_part))
-            }
-        };
         let head = Head {
             name: head.name.clone(),
-            weight,
+            weight: head.weight.clone(),
             softcap: head.softcap.map(|cap| cap / self.temperature as f32),
         };
         Ok((h.affine(1.0 / self.temperature, 0.0)?, head))

@@ -138,8 +138,8 @@ impl ValueHead {
     fn backward(&self, h: &Tensor, slopes: &[f32], out: &mut LossGradients) -> Result<()> {
         let slopes = Tensor::from_slice(slopes, (slopes.len(), 1), h.device())?;
         let dw = h.to_dtype(DType::F32)?.broadcast_mul(&slopes)?.sum_keepdim(0)?;
-        out.own.push((self.weight.clone(), dw));
-        out.own.push((self.bias.clone(), slopes.sum(0)?));
+        out.objective_params.push((self.weight.clone(), dw));
+        out.objective_params.push((self.bias.clone(), slopes.sum(0)?));
         if let Some(dh) = out.dh.take() {
             let own = slopes.broadcast_mul(&self.weight.tensor)?.to_dtype(dh.dtype())?;
             out.dh = Some((dh + own)?);

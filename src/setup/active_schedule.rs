@@ -77,7 +77,7 @@ impl ActiveSchedule {
     }
 
     /// Adds these parameters of the objective, which train in every step.
-    pub fn with_own(mut self, names: impl Iterator<Item = String>) -> Self {
+    pub fn with_objective_params(mut self, names: impl Iterator<Item = String>) -> Self {
         match &mut self {
             Self::Static(active) => *active = Active::new(active.names().map(str::to_string).chain(names)),
             Self::Blocks(b) => b.schedule.always.extend(names),

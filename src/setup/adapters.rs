@@ -37,6 +37,19 @@ pub struct AdapterSetup {
 }
 
 impl AdapterSetup {
+    /// Moves the adapters to the device of `network`, and adds them and the trained rows to it.
+    pub fn attach(&mut self, network: &mut Network) -> Result<()> {
+        for adapter in self.adapters.values_mut() {
+            *adapter = Arc::new(adapter.on(&network.device)?);
+        }
+        network.adapters = self.adapters.clone();
+        for (table, ids, given) in &self.rows {
+            let rows = TokenRows::new(network, table, ids, given.as_ref())?;
+            network.tokens.push(rows);
+        }
+        Ok(())
+    }
+
     /// Names of all parameters that train.
     pub fn trained(&self) -> impl Iterator<Item = String> + '_ {
         let parts = self.adapters.values().flat_map(|a| a.parts());
@@ -305,15 +318,6 @@ fn rows(recipe: &Recipe, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<
     config.token_rows = modules.iter().map(|m| (m.to_string(), ids.clone())).collect();
     let tables = hf::row_tables(config, spec).into_iter();
     Ok(tables.map(|t| (t, ids.clone(), None)).collect())
-}
-
-/// Adds the rows that train to the network. Their values come from the network or from the adapter directory.
-pub fn place_rows(prepared: &AdapterSetup, network: &mut Network) -> Result<()> {
-    for (table, ids, given) in &prepared.rows {
-        let rows = TokenRows::new(network, table, ids, given.as_ref())?;
-        network.tokens.push(rows);
-    }
-    Ok(())
 }
 
 /// Errors: a module that does not exist, or that shares its weights with the embedding.

@@ -1,9 +1,10 @@
 //! AdaLoRA in a run: derives the rank schedule from the recipe and the number of steps.
 
 use crate::base::{Error, Result};
+use crate::engine::StepHook;
 use crate::formats::adapter::{Allocation, Kind};
 use crate::peft::Adapter;
-use crate::peft::ranks::{Allocator, Schedule};
+use crate::peft::ranks::{RankAllocator, Schedule};
 use crate::recipe::{Method, Recipe};
 use crate::setup::adapters::AdapterSetup;
 
@@ -84,7 +85,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSetup, steps: u64) -> Resul
 }
 
 /// Returns the allocator that changes the ranks of these adapters during training; `None` if they are not AdaLoRA.
-pub fn of(recipe: &Recipe, prepared: &AdapterSetup) -> Option<Allocator> {
+pub fn of(recipe: &Recipe, prepared: &AdapterSetup) -> Option<Box<dyn StepHook>> {
     let config = prepared.config.as_ref()?;
     let Kind::Adalora(own) = &config.kind else { return None };
     let adapters = prepared
@@ -96,7 +97,7 @@ pub fn of(recipe: &Recipe, prepared: &AdapterSetup) -> Option<Allocator> {
         });
     let lora = &recipe.tune.lora;
     let stays = lora.adapter.is_some() && lora.adalora.target_r == 0;
-    Some(Allocator::new(
+    Some(Box::new(RankAllocator::new(
         adapters,
         Schedule {
             target_r: if stays { config.r } else { own.target_r },
@@ -108,5 +109,5 @@ pub fn of(recipe: &Recipe, prepared: &AdapterSetup) -> Option<Allocator> {
             orth_reg_weight: own.orth_reg_weight,
             total_steps: own.total_step as u64,
         },
-    ))
+    )))
 }

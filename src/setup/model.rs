@@ -2,6 +2,7 @@
 
 use crate::base::{Error, Result, progress, staging};
 use crate::data::codec::ChatRender;
+use crate::engine::StepStrategy;
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::template::ChatTemplate;
@@ -9,13 +10,13 @@ use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
 use crate::hf;
 use crate::hub;
-use crate::model::{Network, Spec, TokenRows, families, shapes};
+use crate::model::{Network, Spec, TokenRows, TrainableNetwork, families, shapes};
 use crate::ops::{self, update};
 use crate::quant::Format;
 use crate::recipe::{Dtype, Method, ModelInit, Recipe};
 use crate::report;
 use crate::source::Placement;
-use crate::source::{Disk, LayerSource, Resident, StoragePolicy, Uploaded, disk, policy, resident, stored};
+use crate::source::{Disk, Resident, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
 use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -134,9 +135,15 @@ impl ModelDir {
     }
 
     /// Loads the weights in their storage types; `init = random` draws them from `seed` instead.
-    pub fn load(&self, storage: &StoragePolicy, init: ModelInit, seed: u64, device: &Device) -> Result<Network> {
-        let source = self.resident(storage, init, seed, device)?;
-        Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
+    pub fn load(
+        &self,
+        storage: &StoragePolicy,
+        init: ModelInit,
+        seed: u64,
+        device: &Device,
+    ) -> Result<TrainableNetwork> {
+        let store = Arc::new(self.resident(storage, init, seed, device)?);
+        Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
     }
 
     fn resident(&self, storage: &StoragePolicy, init: ModelInit, seed: u64, device: &Device) -> Result<Resident> {
@@ -161,21 +168,33 @@ impl ModelDir {
         Ok(source)
     }
 
-    /// As `load`, with the placement that the recipe chooses. Files that the run needs meanwhile go to `run_dir`.
-    pub fn load_to(
+    /// Loads the weights as `strategy` says. Files that the run needs meanwhile go to `run_dir`.
+    pub fn load_for(
         &self,
-        place: Placement,
-        storage: &StoragePolicy,
+        strategy: &StepStrategy,
         recipe: &Recipe,
         run_dir: &Path,
         device: &Device,
-    ) -> Result<Network> {
+    ) -> Result<TrainableNetwork> {
+        let mut loaded = self.place(strategy, recipe, run_dir, device)?;
+        loaded.network.mlp_tokens = strategy.mlp_tokens;
+        Ok(loaded)
+    }
+
+    fn place(
+        &self,
+        strategy: &StepStrategy,
+        recipe: &Recipe,
+        run_dir: &Path,
+        device: &Device,
+    ) -> Result<TrainableNetwork> {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
-        let head_rows = match place {
+        let storage = &strategy.storage;
+        let head_rows = match strategy.placement {
             Placement::Device => return self.load(storage, init, seed, device),
             Placement::Host => {
                 let host = self.resident(storage, init, seed, &Device::Cpu)?.ready_to_travel()?;
-                return self.upload(Box::new(host), true, device);
+                return self.upload(Arc::new(host), true, device);
             }
             Placement::Disk { head_rows } => head_rows,
         };
@@ -201,18 +220,22 @@ impl ModelDir {
             head: self.spec.head_name().to_string(),
             head_rows,
         };
-        let source = Box::new(Disk::open(params, weights, options)?);
+        let store = Arc::new(Disk::open(params, weights, options)?);
         if device.is_cpu() {
-            Ok(Network::new(self.spec.clone(), source, device.clone()))
+            Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
         } else {
-            self.upload(source, false, device)
+            self.upload(store, false, device)
         }
     }
 
-    /// Wraps a host source so that its weights are uploaded to `device`; `stays` as in `Uploaded::new`.
-    fn upload(&self, source: Box<dyn LayerSource>, stays: bool, device: &Device) -> Result<Network> {
-        let source = Uploaded::new(source, self.spec.head_name(), stays, device)?;
-        Ok(Network::new(self.spec.clone(), Box::new(source), device.clone()))
+    /// Wraps a store on the host so that its weights are uploaded to `device`; `stable` as in `Uploaded::new`.
+    fn upload(&self, host: Arc<dyn TrainableStore>, stable: bool, device: &Device) -> Result<TrainableNetwork> {
+        let store = Uploaded::new(host, self.spec.head_name(), stable, device)?;
+        Ok(TrainableNetwork::new(
+            self.spec.clone(),
+            Arc::new(store),
+            device.clone(),
+        ))
     }
 }
 
@@ -259,7 +282,7 @@ impl ModelDir {
     ) -> Result<(Network, Option<Tensor>)> {
         if self.is_shape() {
             let storage = StoragePolicy::dense(dtype.unwrap_or(Dtype::Bf16));
-            return Ok((self.load(&storage, ModelInit::Random, 0, device)?, None));
+            return Ok((self.load(&storage, ModelInit::Random, 0, device)?.network, None));
         }
         let mut weights = self.weights()?;
         let (mut spec, mut score) = (self.spec.clone(), None);
@@ -291,7 +314,7 @@ impl ModelDir {
         let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
         let storage = StoragePolicy::dense(dtype.unwrap_or(stored));
         let source = Resident::load(spec.params(), &weights, |p| storage.of(p), device)?;
-        let mut network = Network::new(spec.clone(), Box::new(source), device.clone());
+        let mut network = Network::new(spec.clone(), Arc::new(source), device.clone());
         if let (Some(dir), Some(print)) = (adapter, &print) {
             let loaded = hf::load_adapter(dir, &spec)?;
             hf::check_base(dir, print)?;

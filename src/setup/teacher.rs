@@ -3,6 +3,7 @@
 use crate::base::{Error, Result, staging};
 use crate::data::Dataset;
 use crate::distill::hidden;
+use crate::engine::StepStrategy;
 use crate::formats::Tokenizer;
 use crate::hf;
 use crate::model::{Network, Spec, shapes};
@@ -135,7 +136,13 @@ impl TeacherModel {
         let mut own = recipe.clone();
         own.model.init = ModelInit::Pretrained;
         own.model.dtype = self.dtype;
-        self.model.load_to(place, &self.storage, &own, scratch, device)
+        let strategy = StepStrategy {
+            placement: place,
+            storage: self.storage.clone(),
+            ..StepStrategy::new(self.dtype)
+        };
+        let loaded = self.model.load_for(&strategy, &own, scratch, device)?;
+        Ok(loaded.network)
     }
 
     /// Fingerprint of the teacher's weights and their storage types.

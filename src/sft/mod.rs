@@ -45,7 +45,7 @@ impl Objective for CausalLm {
             weights: None,
         };
         let out = match &head.weight {
-            HeadWeight::Parts(parts) => with_pieces(parts, |pieces| {
+            HeadWeight::Streamed(head) => with_pieces(head, |pieces| {
                 cross_entropy::streamed(h, pieces, &batch.targets, &options, step_stats)
             })?,
             HeadWeight::Whole(w) if need.dh || need.dw => {
@@ -59,7 +59,7 @@ impl Objective for CausalLm {
         Ok(LossGradients {
             dh: out.dh,
             dw: out.dw,
-            own: Vec::new(),
+            objective_params: Vec::new(),
         })
     }
 }

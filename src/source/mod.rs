@@ -3,6 +3,7 @@
 
 pub mod disk;
 mod placement;
+mod in_memory;
 pub mod policy;
 pub mod prepacking;
 pub mod resident;
@@ -17,12 +18,13 @@ use crate::quant::Weight;
 use candle_core::Tensor;
 use half::bf16;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 pub use disk::Disk;
+pub use in_memory::InMemory;
 pub use placement::Placement;
 pub use policy::StoragePolicy;
-pub use prepacking::{Copies, Prepacking};
+pub use prepacking::{PackedCopies, Prepacking};
 pub use resident::Resident;
 pub use turns::Recoded;
 pub use uploaded::Uploaded;
@@ -38,11 +40,12 @@ pub enum Group {
     Head,
 }
 
-/// The half of a layer to which a parameter belongs.
+/// The half of a decoder layer to which a parameter belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Part {
+pub enum Sublayer {
     Attention,
     Mlp,
+    /// Outside the decoder layers.
     Other,
 }
 
@@ -52,7 +55,7 @@ pub struct ParamInfo {
     pub name: Arc<str>,
     pub shape: Vec<usize>,
     pub group: Group,
-    pub part: Part,
+    pub sublayer: Sublayer,
 }
 
 impl ParamInfo {
@@ -101,37 +104,6 @@ impl GroupWeights {
     }
 }
 
-/// All groups of a model whose weights are all in memory.
-#[derive(Debug, Default)]
-pub struct Groups(Mutex<BTreeMap<Group, Arc<GroupWeights>>>);
-
-impl Groups {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Group, Arc<GroupWeights>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub fn get(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        let found = self.lock().get(&group).cloned();
-        found.ok_or_else(|| Error::new(format!("the model has no {group:?}")))
-    }
-
-    /// Replaces a group; existing handles keep the old weights.
-    pub fn set(&self, group: Group, weights: GroupWeights) {
-        self.lock().insert(group, Arc::new(weights));
-    }
-
-    /// The tensor of a parameter; `None` if it is quantized.
-    pub fn tensor(&self, param: &ParamInfo) -> Option<Tensor> {
-        Some(self.get(param.group).ok()?.get(&param.name).ok()?.1)
-    }
-
-    /// Sum of `of` over all weights.
-    pub fn sum(&self, of: impl Fn(&Weight) -> u64) -> u64 {
-        let groups = self.lock();
-        groups.values().flat_map(|g| g.iter()).map(|(_, w)| of(w)).sum()
-    }
-}
-
 /// A run of elements of a parameter, in order.
 #[derive(Debug, Clone, Copy)]
 pub enum Numbers<'a> {
@@ -161,74 +133,83 @@ impl MasterLowBits for BTreeMap<String, Tensor> {
     }
 }
 
-/// Delivers the weights of one group at a time. One of the four contracts of the engine.
-pub trait LayerSource: Send {
+/// Delivers the weights of a model, one group at a time. One of the four contracts of the engine.
+pub trait WeightSource: Send + Sync {
     /// Returns the weights of `group` on the device. Their memory is reused after the handle is dropped.
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>>;
 
-    /// Prefetches the group that is needed next, so that the copy overlaps with the computation.
+    /// A hint: `group` is fetched next. A source with slow storage starts to copy it during the computation.
     fn prefetch(&self, _group: Group) {}
 
     /// All parameters, in the order of the model.
     fn params(&self) -> &[ParamInfo];
 
+    /// The parameter of this name. Errors: there is none.
+    fn param(&self, name: &str) -> Result<&ParamInfo> {
+        let found = self.params().iter().find(|p| &*p.name == name);
+        found.ok_or_else(|| no_such(name))
+    }
+
     /// Bytes on the device now.
     fn resident_bytes(&self) -> u64;
 
     /// The tensor of a parameter that stays on the device (until the next `deactivate`); `None`: it must be fetched.
-    fn held(&self, name: &str) -> Option<Tensor>;
-
-    /// True if the optimizer holds the low 16 bits of this parameter's fp32 master (active parameters, and those that
-    /// never leave the device).
-    fn master_is_out(&self, _name: &str) -> bool {
-        true
-    }
+    fn in_memory(&self, name: &str) -> Option<Tensor>;
 
     /// Gathers rows of the matrix `name` `[R, C]`: returns a matrix with the rows `ids`, and the row index of each id.
     ///
     /// Errors: an id that is not below R; a failed read from the disk.
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)>;
 
-    /// Number of rows per piece of the matrix `name`, if it is streamed and never in memory as a whole.
-    fn piece_rows(&self, _name: &str) -> Option<usize> {
-        None
-    }
+    /// The matrix `name` as pieces, if it is streamed and never in memory as a whole.
+    fn streamed(&self, name: &str) -> Option<Box<dyn StreamedMatrix + '_>>;
+}
 
-    /// Returns the piece of a streamed matrix that starts at row `first`, a multiple of `piece_rows`, under its name.
-    fn piece(&self, name: &str, _first: usize) -> Result<Arc<GroupWeights>> {
-        Err(Error::new("this weight is not read in pieces").at(name))
-    }
+/// A matrix that is never in memory as a whole.
+pub trait StreamedMatrix {
+    /// Number of rows per piece.
+    fn piece_rows(&self) -> usize;
 
-    /// Activates these parameters: they are held until `deactivate`. The low 16 bits of their masters are moved to `low`.
-    fn activate(&self, _names: &[&str], _low: &mut dyn MasterLowBits) -> Result<()> {
-        Ok(())
-    }
+    /// Returns the piece that starts at row `first`, a multiple of `piece_rows`, under the name of the matrix.
+    fn piece(&self, first: usize) -> Result<Arc<GroupWeights>>;
+}
+
+/// A source whose parameters can be trained: moves them between their storage and the optimizer, with exact values.
+pub trait TrainableStore: WeightSource {
+    /// Activates these parameters: they stay on the device until `deactivate`. The low 16 bits of their masters are
+    /// moved to `low`.
+    fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()>;
 
     /// Deactivates the parameters that `keep` rejects: writes back their exact fp32 values (weight and low 16 bits) if
     /// they do not stay on the device, requantizes those stored quantized, and returns the quantization error of each.
-    fn deactivate(&self, _keep: &dyn Fn(&str) -> bool, _low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
-        Ok(Vec::new())
-    }
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>>;
 
-    /// Quantizes `values` (one per element) as the new values of a quantized weight, and drops the old data.
-    ///
-    /// Errors: the weight is not quantized; the weights of this source do not stay on the device.
-    fn requantize(&self, name: &str, _values: &[f32]) -> Result<()> {
-        Err(
-            Error::unsupported("a quantized weight that does not stay on the device cannot be requantized")
-                .at(name)
-                .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`"),
-        )
-    }
+    /// True if the optimizer has the low 16 bits of this parameter's fp32 master (active parameters, and those that
+    /// never leave the device).
+    fn master_in_optimizer(&self, name: &str) -> bool;
 
-    /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
-    fn copies(&self) -> Result<Option<CopyTimes>> {
-        Ok(None)
-    }
-
-    /// Passes the current elements of a parameter to `sink` in pieces; with the low 16 bits unless `master_is_out`.
+    /// Passes the current elements of a parameter to `sink` in pieces; with the low 16 bits unless
+    /// `master_in_optimizer`.
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()>;
 
     /// Restores the exact f32 value of an inactive parameter from the tensor of its name in `saved`.
     fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()>;
+
+    /// Access to the quantized weights, if they stay on the device.
+    fn requantize(&self) -> Option<&dyn Requantize>;
+
+    /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
+    fn upload_times(&self) -> Result<Option<CopyTimes>>;
+}
+
+/// Quantized weights that can be replaced.
+pub trait Requantize {
+    /// Quantizes `values` (one per element) as the new values of a quantized weight, and drops the old data.
+    ///
+    /// Errors: the weight is not quantized.
+    fn requantize(&self, name: &str, values: &[f32]) -> Result<()>;
+}
+
+fn no_such(name: &str) -> Error {
+    Error::not_found("the model has no such parameter").at(name)
 }

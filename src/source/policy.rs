@@ -39,7 +39,7 @@ impl Default for StorageRules {
 }
 
 /// The storage of each parameter of a model. Only projections of decoder layers are ever quantized.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StoragePolicy {
     dtype: Dtype,
     /// Shared between clones: the planner makes many.
@@ -172,14 +172,14 @@ fn glob(pattern: &str, text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::Part;
+    use crate::source::Sublayer;
 
     fn param(name: &str, shape: &[usize], group: Group) -> ParamInfo {
         ParamInfo {
             name: name.into(),
             shape: shape.to_vec(),
             group,
-            part: Part::Other,
+            sublayer: Sublayer::Other,
         }
     }
 

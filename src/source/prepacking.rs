@@ -3,7 +3,10 @@
 //! deactivated.
 
 use super::policy::is_projection;
-use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Recoded, StoragePolicy};
+use super::{
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Recoded, Requantize, StoragePolicy, StreamedMatrix,
+    TrainableStore, WeightSource,
+};
 use crate::base::Result;
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
@@ -16,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Selects the weights that get packed copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Copies {
+pub struct PackedCopies {
     pub orders: Orders,
     /// Name of the output projection (LM head), unless some of its rows are trained.
     pub head: Option<String>,
@@ -24,7 +27,7 @@ pub struct Copies {
     pub ranks: Arc<BTreeMap<String, usize>>,
 }
 
-impl Copies {
+impl PackedCopies {
     /// True if a parameter gets packed copies while it is frozen and dense.
     fn covers(&self, p: &ParamInfo) -> bool {
         is_projection(p) || self.head.as_deref() == Some(&*p.name)
@@ -46,8 +49,8 @@ impl Copies {
 }
 
 pub struct Prepacking {
-    below: Box<dyn LayerSource>,
-    copies: Copies,
+    below: Arc<dyn TrainableStore>,
+    copies: PackedCopies,
     state: Mutex<State>,
 }
 
@@ -60,7 +63,7 @@ struct State {
 
 impl Prepacking {
     /// `below` holds its weights on the CPU; `first` names the parameters that are trained first.
-    pub fn new<'a>(below: Box<dyn LayerSource>, copies: Copies, first: impl Iterator<Item = &'a str>) -> Self {
+    pub fn new<'a>(below: Arc<dyn TrainableStore>, copies: PackedCopies, first: impl Iterator<Item = &'a str>) -> Self {
         let state = State {
             active: first.map(str::to_string).collect(),
             groups: BTreeMap::new(),
@@ -106,7 +109,7 @@ impl Prepacking {
     }
 }
 
-impl LayerSource for Prepacking {
+impl WeightSource for Prepacking {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         let from = self.below.fetch(group)?;
         let mut state = self.state();
@@ -140,24 +143,22 @@ impl LayerSource for Prepacking {
         self.below.resident_bytes() + copies.sum::<u64>()
     }
 
-    fn held(&self, name: &str) -> Option<Tensor> {
-        self.below.held(name)
-    }
-
-    fn master_is_out(&self, name: &str) -> bool {
-        self.below.master_is_out(name)
+    fn in_memory(&self, name: &str) -> Option<Tensor> {
+        self.below.in_memory(name)
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
         self.below.rows(name, ids)
     }
 
-    fn piece_rows(&self, name: &str) -> Option<usize> {
-        self.below.piece_rows(name)
+    fn streamed(&self, name: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
+        self.below.streamed(name)
     }
+}
 
-    fn piece(&self, name: &str, first: usize) -> Result<Arc<GroupWeights>> {
-        self.below.piece(name, first)
+impl TrainableStore for Prepacking {
+    fn master_in_optimizer(&self, name: &str) -> bool {
+        self.below.master_in_optimizer(name)
     }
 
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
@@ -175,12 +176,12 @@ impl LayerSource for Prepacking {
         Ok(recoded)
     }
 
-    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
-        self.below.requantize(name, values)
+    fn requantize(&self) -> Option<&dyn Requantize> {
+        self.below.requantize()
     }
 
-    fn copies(&self) -> Result<Option<CopyTimes>> {
-        self.below.copies()
+    fn upload_times(&self) -> Result<Option<CopyTimes>> {
+        self.below.upload_times()
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
@@ -197,7 +198,7 @@ impl LayerSource for Prepacking {
 mod tests {
     use super::*;
     use crate::ops::CpuBackend;
-    use crate::source::{Part, Resident};
+    use crate::source::{Resident, Sublayer};
     use candle_core::Device;
 
     fn params() -> Vec<ParamInfo> {
@@ -205,7 +206,7 @@ mod tests {
             name: name.into(),
             shape: shape.to_vec(),
             group,
-            part: Part::Other,
+            sublayer: Sublayer::Other,
         };
         vec![
             param("embed", &[50, 40], Group::Embedding),
@@ -216,8 +217,8 @@ mod tests {
         ]
     }
 
-    fn copies(orders: Orders) -> Copies {
-        Copies {
+    fn copies(orders: Orders) -> PackedCopies {
+        PackedCopies {
             orders,
             head: Some("embed".into()),
             ranks: Arc::new([("layers.0.a".to_string(), 16)].into()),
@@ -226,7 +227,7 @@ mod tests {
 
     fn source(dtype: Dtype) -> Prepacking {
         let below = Resident::random(params(), 1, 0.1, 1.0, dtype, &Device::Cpu).unwrap();
-        Prepacking::new(Box::new(below), copies(Orders::Both), std::iter::empty())
+        Prepacking::new(Arc::new(below), copies(Orders::Both), std::iter::empty())
     }
 
     fn has_copies(source: &Prepacking, group: Group, name: &str) -> bool {

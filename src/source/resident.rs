@@ -2,13 +2,15 @@
 
 use super::turns::{Exact, encode, requantize};
 use super::{
-    Group, GroupWeights, Groups, LayerSource, MasterLowBits, Numbers, NumbersSink, ParamInfo, Recoded, stored,
+    Group, GroupWeights, InMemory, MasterLowBits, Numbers, NumbersSink, ParamInfo, Recoded, Requantize, StreamedMatrix,
+    TrainableStore, WeightSource, no_such, stored,
 };
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress, units};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
+use crate::ops::transfer::CopyTimes;
 use crate::ops::{step, update};
 use crate::quant::{self, Format, Storage, Weight};
 use candle_core::{DType, Device, Tensor};
@@ -18,10 +20,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub struct Resident {
-    params: Vec<ParamInfo>,
     device: Device,
     /// Updated when a weight changes between quantized and dense.
-    groups: Groups,
+    weights: InMemory,
     /// Parameters that are quantized while they are frozen: format, and data type of the dequantized values.
     quantized: BTreeMap<Arc<str>, (Format, Dtype)>,
     original: Option<Original>,
@@ -34,7 +35,7 @@ pub struct Resident {
 }
 
 /// Reads the original, not quantized values of a parameter in this type; on the CPU.
-type Original = Box<dyn Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send>;
+type Original = Box<dyn Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send + Sync>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -110,12 +111,12 @@ impl Resident {
             }
             made.entry(p.group).or_default().insert(p.name.clone(), weight);
         }
-        let groups = Groups::default();
-        made.into_iter().for_each(|(group, weights)| groups.set(group, weights));
+        let weights = InMemory::new(params);
+        made.into_iter()
+            .for_each(|(group, of_group)| weights.set(group, of_group));
         Ok(Self {
-            params,
             device: device.clone(),
-            groups,
+            weights,
             quantized,
             original: None,
             trained: Mutex::default(),
@@ -125,7 +126,10 @@ impl Resident {
     }
 
     /// Sets a reader for the original values of quantized weights, which training and exports need.
-    pub fn with_originals(mut self, read: impl Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send + 'static) -> Self {
+    pub fn with_originals(
+        mut self,
+        read: impl Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
         self.original = Some(Box::new(read));
         self
     }
@@ -133,19 +137,12 @@ impl Resident {
     /// Holds quantized data in tensors, ready for an upload; this source then does not compute with it.
     pub fn ready_to_travel(mut self) -> Result<Self> {
         self.placed = true;
-        for p in &self.params {
-            if let (_, codes @ Weight::Quantized(_)) = self.groups.get(p.group)?.weight(&p.name)? {
+        for p in self.params() {
+            if let (_, codes @ Weight::Quantized(_)) = self.fetch(p.group)?.weight(&p.name)? {
                 self.replace(p, codes)?;
             }
         }
         Ok(self)
-    }
-
-    fn param(&self, name: &str) -> Result<&ParamInfo> {
-        self.params
-            .iter()
-            .find(|p| &*p.name == name)
-            .ok_or_else(|| no_such(name))
     }
 
     /// Original values of a quantized weight that was never trained, on the CPU.
@@ -163,11 +160,11 @@ impl Resident {
             other => other,
         };
         let mut changed = GroupWeights::default();
-        for (name, old) in self.groups.get(p.group)?.iter() {
+        for (name, old) in self.fetch(p.group)?.iter() {
             changed.insert(name.clone(), old.clone());
         }
         changed.insert(p.name.clone(), weight);
-        self.groups.set(p.group, changed);
+        self.weights.set(p.group, changed);
         Ok(())
     }
 
@@ -177,8 +174,8 @@ impl Resident {
         names.filter(|n| turns(n)).filter_map(|n| self.param(n).ok()).collect()
     }
 
-    fn here(&self, name: &str) -> Result<Tensor> {
-        self.held(name).ok_or_else(|| no_such(name))
+    fn tensor(&self, name: &str) -> Result<Tensor> {
+        self.in_memory(name).ok_or_else(|| no_such(name))
     }
 }
 
@@ -208,10 +205,6 @@ pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, drawn: (u64, f32, f3
             Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?
         }
     })
-}
-
-pub(super) fn no_such(name: &str) -> Error {
-    Error::not_found("the model has no such parameter").at(name)
 }
 
 /// Passes all elements of a tensor to `sink`.
@@ -347,24 +340,34 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
         .hint("check that config.json belongs to these weights"))
 }
 
-impl LayerSource for Resident {
+impl WeightSource for Resident {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        self.groups.get(group)
+        self.weights.fetch(group)
     }
 
     fn params(&self) -> &[ParamInfo] {
-        &self.params
+        self.weights.params()
     }
 
     fn resident_bytes(&self) -> u64 {
-        self.groups.sum(Weight::bytes)
+        self.weights.resident_bytes()
     }
 
-    fn held(&self, name: &str) -> Option<Tensor> {
-        self.groups.tensor(self.param(name).ok()?)
+    fn in_memory(&self, name: &str) -> Option<Tensor> {
+        self.weights.in_memory(name)
     }
 
-    fn master_is_out(&self, name: &str) -> bool {
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        self.weights.rows(name, ids)
+    }
+
+    fn streamed(&self, _: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
+        None
+    }
+}
+
+impl TrainableStore for Resident {
+    fn master_in_optimizer(&self, name: &str) -> bool {
         !self.quantized.contains_key(name) || lock(&self.active).contains(name)
     }
 
@@ -395,7 +398,7 @@ impl LayerSource for Resident {
             // Kept on the host, beside the quantized data.
             let low = low.take_low(&p.name).map(|low| low.to_device(&Device::Cpu));
             let exact = Exact {
-                weight: self.here(&p.name)?.to_device(&Device::Cpu)?,
+                weight: self.tensor(&p.name)?.to_device(&Device::Cpu)?,
                 low: low.transpose()?,
             };
             let (format, dtype) = self.quantized[&p.name];
@@ -408,24 +411,12 @@ impl LayerSource for Resident {
         Ok(recoded)
     }
 
-    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
-        let p = self.param(name)?;
-        let Some(&(format, dtype)) = self.quantized.get(name) else {
-            return Err(Error::new("this weight is not quantized").at(name));
-        };
-        self.replace(p, code(values, p, format, dtype, &self.device)?)
-    }
-
-    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
-        Ok((self.here(name)?, ids.to_vec()))
-    }
-
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
         let p = self.param(name)?;
         if let Some(exact) = lock(&self.trained).get(name) {
             return exact.send(sink);
         }
-        match self.held(name) {
+        match self.in_memory(name) {
             Some(tensor) => send(&tensor, sink),
             None => send(&self.original(p)?, sink),
         }
@@ -441,7 +432,7 @@ impl LayerSource for Resident {
             lock(&self.trained).insert(p.name.clone(), exact);
             return Ok(());
         }
-        let tensor = self.here(name)?;
+        let tensor = self.tensor(name)?;
         match tensor.dtype() {
             DType::BF16 => {
                 let half = Tensor::zeros(values.len(), DType::I16, tensor.device())?;
@@ -452,5 +443,22 @@ impl LayerSource for Resident {
             }
             _ => update::set(&tensor, &values),
         }
+    }
+    fn requantize(&self) -> Option<&dyn Requantize> {
+        Some(self)
+    }
+
+    fn upload_times(&self) -> Result<Option<CopyTimes>> {
+        Ok(None)
+    }
+}
+
+impl Requantize for Resident {
+    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
+        let p = self.param(name)?;
+        let Some(&(format, dtype)) = self.quantized.get(name) else {
+            return Err(Error::new("this weight is not quantized").at(name));
+        };
+        self.replace(p, code(values, p, format, dtype, &self.device)?)
     }
 }

@@ -6,7 +6,10 @@ mod order;
 
 use super::resident::send;
 use super::turns::Exact;
-use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Recoded};
+use super::{
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Recoded, Requantize, StreamedMatrix, TrainableStore,
+    WeightSource,
+};
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::transfer::{Arriving, Copier, CopyTimes};
@@ -22,18 +25,18 @@ const SLOTS: usize = 2;
 
 pub struct Uploaded {
     /// A source on the host.
-    inner: Box<dyn LayerSource>,
+    host: Arc<dyn TrainableStore>,
     copier: Copier,
     /// True if the memory of its weights never moves: a GPU may read it directly.
-    stays: bool,
+    stable: bool,
     /// Parameters on the device: the active ones, and those that are always there.
-    held: Mutex<BTreeMap<Arc<str>, Tensor>>,
-    always: Vec<Arc<str>>,
+    on_device: Mutex<BTreeMap<Arc<str>, Tensor>>,
+    always_on_device: Vec<Arc<str>>,
     active: Mutex<Vec<Arc<str>>>,
-    /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `inner` does not store them.
+    /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `host` does not store them.
     low: Mutex<BTreeMap<String, Tensor>>,
-    places: Mutex<Vec<Slot>>,
-    /// Order in which layers are fetched from `inner`.
+    slots: Mutex<Vec<Slot>>,
+    /// Order in which layers are fetched from `host`.
     order: Mutex<Order>,
 }
 
@@ -41,19 +44,19 @@ struct Slot {
     group: Group,
     content: Content,
     /// True if the slot was prefetched, and not fetched since.
-    awaited: bool,
+    prefetched: bool,
 }
 
 enum Content {
-    Coming(Vec<(Arc<str>, Part)>),
-    Here(Arc<GroupWeights>),
+    InFlight(Vec<(Arc<str>, Transfer)>),
+    Ready(Arc<GroupWeights>),
 }
 
-enum Part {
-    Held(Tensor),
-    Coming(Arriving),
-    /// Function that rebuilds the quantized weight from its tensors, so that the host data need not be held meanwhile.
-    Codes(Assemble, Vec<Arriving>),
+enum Transfer {
+    OnDevice(Tensor),
+    InFlight(Arriving),
+    /// Function that rebuilds the quantized weight from its tensors, so that the host data need not be kept meanwhile.
+    Quantized(Assemble, Vec<Arriving>),
 }
 
 type Assemble = Box<dyn FnOnce(Vec<Tensor>) -> Result<DeviceQMatrix> + Send>;
@@ -63,15 +66,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Uploaded {
-    /// `inner` is a source on the host; `stays`: the memory of its frozen weights never changes. `head` is the name of
-    /// the output projection (LM head): it is held on the device unless `inner` streams it in pieces.
-    pub fn new(inner: Box<dyn LayerSource>, head: &str, stays: bool, device: &Device) -> Result<Self> {
-        let always: Vec<Arc<str>> = inner
+    /// `host` is a source on the host; `stable`: the memory of its frozen weights never changes. `head` is the name of
+    /// the output projection (LM head): it stays on the device unless `host` streams it in pieces.
+    pub fn new(host: Arc<dyn TrainableStore>, head: &str, stable: bool, device: &Device) -> Result<Self> {
+        let always_on_device: Vec<Arc<str>> = host
             .params()
             .iter()
             .filter(|p| {
                 if &*p.name == head {
-                    inner.piece_rows(head).is_none()
+                    host.streamed(head).is_none()
                 } else {
                     p.group == Group::Head
                 }
@@ -79,53 +82,52 @@ impl Uploaded {
             .map(|p| p.name.clone())
             .collect();
         let source = Self {
-            inner,
+            host,
             copier: Copier::new(device)?,
-            stays,
-            held: Mutex::default(),
-            always,
+            stable,
+            on_device: Mutex::default(),
+            always_on_device,
             active: Mutex::default(),
             low: Mutex::default(),
-            places: Mutex::default(),
+            slots: Mutex::default(),
             order: Mutex::default(),
         };
-        for name in &source.always {
+        for name in &source.always_on_device {
             let tensor = source.upload(name)?;
-            lock(&source.held).insert(name.clone(), tensor);
+            lock(&source.on_device).insert(name.clone(), tensor);
         }
         Ok(source)
     }
 
     /// Uploads a parameter into newly allocated device memory.
     fn upload(&self, name: &str) -> Result<Tensor> {
-        let host = match self.inner.held(name) {
+        let host = match self.host.in_memory(name) {
             Some(tensor) => tensor,
             None => {
-                let param = self.inner.params().iter().find(|p| &*p.name == name);
-                let group = param.ok_or_else(|| super::resident::no_such(name))?.group;
-                self.inner.fetch(group)?.get(name)?.1
+                let group = self.host.param(name)?.group;
+                self.host.fetch(group)?.get(name)?.1
             }
         };
         self.copier.receive(self.copier.send(&host, false)?)
     }
 
     fn start(&self, group: Group) -> Result<Content> {
-        let held = lock(&self.held).clone();
-        let host = self.inner.fetch(group)?;
+        let on_device = lock(&self.on_device).clone();
+        let host = self.host.fetch(group)?;
         let mut parts = Vec::new();
         for (name, weight) in host.iter() {
-            let part = match (held.get(name), weight) {
-                (Some(tensor), _) => Part::Held(tensor.clone()),
-                (None, Weight::Dense(tensor)) => Part::Coming(self.copier.send(tensor, self.stays)?),
-                (None, Weight::Prepacked(w)) => Part::Coming(self.copier.send(w.tensor(), self.stays)?),
+            let part = match (on_device.get(name), weight) {
+                (Some(tensor), _) => Transfer::OnDevice(tensor.clone()),
+                (None, Weight::Dense(tensor)) => Transfer::InFlight(self.copier.send(tensor, self.stable)?),
+                (None, Weight::Prepacked(w)) => Transfer::InFlight(self.copier.send(w.tensor(), self.stable)?),
                 (None, Weight::DeviceQuantized(codes)) => {
                     let sent = codes
                         .tensors()
                         .into_iter()
-                        .map(|t| self.copier.send(t, self.stays))
+                        .map(|t| self.copier.send(t, self.stable))
                         .collect::<Result<_>>()?;
                     let codes = codes.clone();
-                    Part::Codes(Box::new(move |here| codes.with_tensors(here)), sent)
+                    Transfer::Quantized(Box::new(move |here| codes.with_tensors(here)), sent)
                 }
                 (None, Weight::Quantized(codes)) => {
                     let sent = codes
@@ -136,7 +138,7 @@ impl Uploaded {
                     let (format, dims) = (codes.format(), codes.dims());
                     let (decoded, offset) = (codes.decoded(), codes.nested_offset());
                     let assemble = move |here| DeviceQMatrix::new(format, dims, decoded, here, offset);
-                    Part::Codes(Box::new(assemble), sent)
+                    Transfer::Quantized(Box::new(assemble), sent)
                 }
             };
             parts.push((name.clone(), part));
@@ -146,22 +148,22 @@ impl Uploaded {
         if let Group::Layer(layer) = group
             && let Some(next) = lock(&self.order).follow(layer)
         {
-            self.inner.prefetch(Group::Layer(next));
+            self.host.prefetch(Group::Layer(next));
         }
-        Ok(Content::Coming(parts))
+        Ok(Content::InFlight(parts))
     }
 
     fn receive(&self, content: Content) -> Result<Arc<GroupWeights>> {
         let parts = match content {
-            Content::Here(weights) => return Ok(weights),
-            Content::Coming(parts) => parts,
+            Content::Ready(weights) => return Ok(weights),
+            Content::InFlight(parts) => parts,
         };
         let mut weights = GroupWeights::default();
         for (name, part) in parts {
             let weight: Weight = match part {
-                Part::Held(tensor) => tensor.into(),
-                Part::Coming(arriving) => self.copier.receive(arriving)?.into(),
-                Part::Codes(assemble, sent) => {
+                Transfer::OnDevice(tensor) => tensor.into(),
+                Transfer::InFlight(arriving) => self.copier.receive(arriving)?.into(),
+                Transfer::Quantized(assemble, sent) => {
                     let here = sent
                         .into_iter()
                         .map(|a| self.copier.receive(a))
@@ -176,22 +178,22 @@ impl Uploaded {
 
     /// Takes the slot of `group`; if there is none, frees the oldest slot that is not prefetched.
     fn take(&self, group: Group) -> Option<Content> {
-        let mut places = lock(&self.places);
-        if let Some(at) = places.iter().position(|p| p.group == group) {
-            return Some(places.remove(at).content);
+        let mut slots = lock(&self.slots);
+        if let Some(at) = slots.iter().position(|p| p.group == group) {
+            return Some(slots.remove(at).content);
         }
-        while places.len() >= SLOTS {
-            let oldest = places.iter().position(|p| !p.awaited).unwrap_or(0);
-            places.remove(oldest);
+        while slots.len() >= SLOTS {
+            let oldest = slots.iter().position(|p| !p.prefetched).unwrap_or(0);
+            slots.remove(oldest);
         }
         None
     }
 
-    fn put(&self, group: Group, content: Content, awaited: bool) {
-        lock(&self.places).push(Slot {
+    fn put(&self, group: Group, content: Content, prefetched: bool) {
+        lock(&self.slots).push(Slot {
             group,
             content,
-            awaited,
+            prefetched,
         });
     }
 
@@ -201,13 +203,13 @@ impl Uploaded {
 }
 
 /// The optimizer's low 16 bits for a source on the host: copies them between host and device.
-struct Across<'a> {
+struct DeviceLowBits<'a> {
     optimizer: &'a mut dyn MasterLowBits,
     device: &'a Device,
     failed: Option<Error>,
 }
 
-impl Across<'_> {
+impl DeviceLowBits<'_> {
     fn moved(&mut self, low: Tensor, device: &Device) -> Option<Tensor> {
         match low.to_device(device) {
             Ok(low) => Some(low),
@@ -223,7 +225,7 @@ impl Across<'_> {
     }
 }
 
-impl MasterLowBits for Across<'_> {
+impl MasterLowBits for DeviceLowBits<'_> {
     fn put_low(&mut self, name: &str, low: Tensor) {
         if let Some(low) = self.moved(low, self.device) {
             self.optimizer.put_low(name, low);
@@ -236,16 +238,16 @@ impl MasterLowBits for Across<'_> {
     }
 }
 
-impl LayerSource for Uploaded {
+impl WeightSource for Uploaded {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         if !matches!(group, Group::Layer(_)) {
-            // The whole embedding, or a head whose parameters are all held except a streamed matrix.
+            // The whole embedding, or a head whose parameters are all on the device except a streamed matrix.
             let mut weights = GroupWeights::default();
-            for p in self.inner.params().iter().filter(|p| p.group == group) {
-                let held = lock(&self.held).get(&p.name).cloned();
-                match held {
+            for p in self.host.params().iter().filter(|p| p.group == group) {
+                let here = lock(&self.on_device).get(&p.name).cloned();
+                match here {
                     Some(tensor) => weights.insert(p.name.clone(), tensor),
-                    None if self.inner.piece_rows(&p.name).is_some() => {}
+                    None if self.host.streamed(&p.name).is_some() => {}
                     None => weights.insert(p.name.clone(), self.upload(&p.name)?),
                 }
             }
@@ -256,7 +258,7 @@ impl LayerSource for Uploaded {
             None => self.start(group)?,
         };
         let weights = self.receive(content)?;
-        self.put(group, Content::Here(weights.clone()), false);
+        self.put(group, Content::Ready(weights.clone()), false);
         Ok(weights)
     }
 
@@ -271,29 +273,25 @@ impl LayerSource for Uploaded {
     }
 
     fn params(&self) -> &[ParamInfo] {
-        self.inner.params()
+        self.host.params()
     }
 
     fn resident_bytes(&self) -> u64 {
         let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
-        lock(&self.held).values().map(bytes).sum()
+        lock(&self.on_device).values().map(bytes).sum()
     }
 
-    fn held(&self, name: &str) -> Option<Tensor> {
-        lock(&self.held).get(name).cloned()
-    }
-
-    fn master_is_out(&self, name: &str) -> bool {
-        self.is_active(name)
+    fn in_memory(&self, name: &str) -> Option<Tensor> {
+        lock(&self.on_device).get(name).cloned()
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
-        if let Some(whole) = self.held(name) {
+        if let Some(whole) = self.in_memory(name) {
             return Ok((whole, ids.to_vec()));
         }
         // Gathers each distinct row once, on the host.
-        let (table, places) = self.inner.rows(name, ids)?;
-        let mut distinct: BTreeMap<u32, u32> = places.iter().map(|p| (*p, 0)).collect();
+        let (table, indices) = self.host.rows(name, ids)?;
+        let mut distinct: BTreeMap<u32, u32> = indices.iter().map(|p| (*p, 0)).collect();
         let rows: Vec<u32> = distinct.keys().copied().collect();
         if let Some(row) = rows.last().filter(|row| **row as usize >= table.dims()[0]) {
             return Err(Error::argument("a token id is outside the vocabulary")
@@ -304,114 +302,139 @@ impl LayerSource for Uploaded {
         let index = Tensor::from_vec(rows, distinct.len(), table.device())?;
         let picked = table.index_select(&index, 0)?;
         let picked = self.copier.receive(self.copier.send(&picked, false)?)?;
-        Ok((picked, places.iter().map(|p| distinct[p]).collect()))
+        Ok((picked, indices.iter().map(|p| distinct[p]).collect()))
     }
 
-    fn piece_rows(&self, name: &str) -> Option<usize> {
-        match self.held(name) {
-            Some(_) => None,
-            None => self.inner.piece_rows(name),
-        }
+    fn streamed(&self, name: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
+        let host = self.host.streamed(name).filter(|_| self.in_memory(name).is_none())?;
+        Some(Box::new(UploadedPieces {
+            host,
+            name: name.into(),
+            copier: &self.copier,
+        }))
+    }
+}
+
+/// Uploads each piece of a matrix that the host streams.
+struct UploadedPieces<'a> {
+    host: Box<dyn StreamedMatrix + 'a>,
+    name: Arc<str>,
+    copier: &'a Copier,
+}
+
+impl StreamedMatrix for UploadedPieces<'_> {
+    fn piece_rows(&self) -> usize {
+        self.host.piece_rows()
     }
 
-    fn piece(&self, name: &str, first: usize) -> Result<Arc<GroupWeights>> {
-        let host = self.inner.piece(name, first)?.get(name)?.1;
+    fn piece(&self, first: usize) -> Result<Arc<GroupWeights>> {
+        let host = self.host.piece(first)?.get(&self.name)?.1;
         let mut weights = GroupWeights::default();
         let piece = self.copier.receive(self.copier.send(&host.contiguous()?, false)?)?;
-        weights.insert(name.into(), piece);
+        weights.insert(self.name.clone(), piece);
         Ok(Arc::new(weights))
+    }
+}
+
+impl TrainableStore for Uploaded {
+    fn master_in_optimizer(&self, name: &str) -> bool {
+        self.is_active(name)
     }
 
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
         let device = self.copier.device().clone();
-        let mut across = Across {
+        let mut low_bits = DeviceLowBits {
             optimizer: low,
             device: &device,
             failed: None,
         };
         // Quantized data of active parameters is not needed; it is recomputed at deactivation.
-        for param in self.inner.params().iter().filter(|p| names.contains(&&*p.name)) {
-            if self.stays
-                && let Ok((_, Weight::DeviceQuantized(codes))) = self.inner.fetch(param.group)?.weight(&param.name)
+        for param in self.host.params().iter().filter(|p| names.contains(&&*p.name)) {
+            if self.stable
+                && let Ok((_, Weight::DeviceQuantized(codes))) = self.host.fetch(param.group)?.weight(&param.name)
             {
                 codes.tensors().into_iter().try_for_each(|t| self.copier.forget(t))?;
             }
         }
-        self.inner.activate(names, &mut across)?;
-        let params = self.inner.params();
+        self.host.activate(names, &mut low_bits)?;
+        let params = self.host.params();
         for param in params.iter().filter(|p| names.contains(&&*p.name)) {
             if self.is_active(&param.name) {
                 continue;
             }
-            if self.held(&param.name).is_none() {
+            if self.in_memory(&param.name).is_none() {
                 let tensor = self.upload(&param.name)?;
-                lock(&self.held).insert(param.name.clone(), tensor);
+                lock(&self.on_device).insert(param.name.clone(), tensor);
             }
             let kept = lock(&self.low).remove(&*param.name);
             if let Some(half) = kept {
-                across.put_low(&param.name, half);
+                low_bits.put_low(&param.name, half);
             }
             lock(&self.active).push(param.name.clone());
         }
-        lock(&self.places).clear();
-        across.done()
+        lock(&self.slots).clear();
+        low_bits.done()
     }
 
     fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         for name in &leaving {
-            if let (Some(here), Some(host)) = (self.held(name), self.inner.held(name)) {
+            if let (Some(here), Some(host)) = (self.in_memory(name), self.host.in_memory(name)) {
                 write_back(&here, &host)?;
             }
         }
         let device = self.copier.device().clone();
-        let mut across = Across {
+        let mut low_bits = DeviceLowBits {
             optimizer: low,
             device: &device,
             failed: None,
         };
-        let recoded = self.inner.deactivate(keep, &mut across)?;
+        let recoded = self.host.deactivate(keep, &mut low_bits)?;
         for name in &leaving {
             // Left by a source that keeps its weights: there is no other copy.
-            if let Some(half) = across.take_low(name) {
+            if let Some(half) = low_bits.take_low(name) {
                 lock(&self.low).insert(name.to_string(), half);
             }
             lock(&self.active).retain(|n| n != name);
-            if !self.always.contains(name) {
-                lock(&self.held).remove(name);
+            if !self.always_on_device.contains(name) {
+                lock(&self.on_device).remove(name);
             }
         }
-        lock(&self.places).clear();
-        across.done()?;
+        lock(&self.slots).clear();
+        low_bits.done()?;
         Ok(recoded)
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
         if self.is_active(name)
-            && let Some(tensor) = self.held(name)
+            && let Some(tensor) = self.in_memory(name)
         {
             return send(&tensor, sink);
         }
         let low = lock(&self.low).get(name).cloned();
-        match (low, self.inner.held(name)) {
+        match (low, self.host.in_memory(name)) {
             (low @ Some(_), Some(weight)) => Exact { weight, low }.send(sink),
-            _ => self.inner.read(name, sink),
+            _ => self.host.read(name, sink),
         }
     }
 
     fn restore(&self, name: &str, saved: &Weights, _: &mut dyn MasterLowBits) -> Result<()> {
         let mut low = lock(&self.low);
-        self.inner.restore(name, saved, &mut *low)?;
+        self.host.restore(name, saved, &mut *low)?;
         drop(low);
-        if lock(&self.held).contains_key(name) {
+        if lock(&self.on_device).contains_key(name) {
             let tensor = self.upload(name)?;
-            lock(&self.held).insert(name.into(), tensor);
+            lock(&self.on_device).insert(name.into(), tensor);
         }
-        lock(&self.places).clear();
+        lock(&self.slots).clear();
         Ok(())
     }
 
-    fn copies(&self) -> Result<Option<CopyTimes>> {
+    fn requantize(&self) -> Option<&dyn Requantize> {
+        None
+    }
+
+    fn upload_times(&self) -> Result<Option<CopyTimes>> {
         self.copier.times()
     }
 }

@@ -9,13 +9,14 @@ use crate::model::Adapters;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::ops::update;
 use crate::peft::lora::scaling;
+use crate::peft::ranks;
 use crate::peft::start::algebra;
 use crate::peft::{Adapter, Lora};
 use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
 use crate::rlhf::preference::reward;
 use crate::setup::ModelDir;
 use crate::setup::adapters::AdapterSetup;
-use crate::source::{Group, Numbers, ParamInfo, Part};
+use crate::source::{Group, Numbers, ParamInfo, Sublayer};
 use crate::train::stage::preference;
 use crate::train::starts;
 use candle_core::{Device, Tensor};
@@ -82,7 +83,7 @@ fn base(
         name: hf::SCORE.into(),
         shape: vec![1, model.spec.hidden],
         group: Group::Head,
-        part: Part::Other,
+        sublayer: Sublayer::Other,
     });
     parts.params = &params;
     hf::as_classifier(&mut parts.config, preference::pad_id(&model.tokenizer));
@@ -133,10 +134,8 @@ fn adapter(
         (true, false, rank) if rank > 0 => compressed(config, &network.adapters, rank, note)?,
         _ => hf::plain_lora(config, &network.adapters)?,
     };
-    let (mut config, adapters) = match &network.ranks {
-        Some(ranks) => hf::pruned(&config, &adapters, ranks.kept())?,
-        None => (config, adapters),
-    };
+    let state = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
+    let (mut config, adapters) = hf::pruned(&config, &adapters, &ranks::kept(&state))?;
     let quantized = starts::requantizes_base(recipe);
     if !residual && !random && !quantized {
         return hf::adapter(out, &config, &adapters, &whole, &model.dir, print);
@@ -178,7 +177,7 @@ fn exact(engine: &Engine, name: &str) -> Result<Vec<f32>> {
 /// Returns the dequantized values of a weight; `None` if it is not quantized.
 fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
     let source = &engine.network.source;
-    let Some(p) = source.params().iter().find(|p| &*p.name == name) else {
+    let Ok(p) = source.param(name) else {
         return Ok(None);
     };
     let weight = source.fetch(p.group)?.weight(name)?.1;
@@ -190,7 +189,7 @@ fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
 
 /// Passes the values of a weight to `sink` in the type in which they are stored.
 fn as_stored(engine: &Engine, name: &str, sink: &mut dyn FnMut(Values) -> Result<()>) -> Result<()> {
-    engine.network.source.read(name, &mut |numbers| match numbers {
+    engine.store.read(name, &mut |numbers| match numbers {
         Numbers::F32(values) => sink(Values::F32(values)),
         Numbers::Bf16(values, _) => sink(Values::Bf16(values)),
     })

@@ -13,7 +13,7 @@ use crate::peft::Frozen;
 use crate::peft::start::{self, Pair, algebra};
 use crate::quant;
 use crate::recipe::{Dtype, LoraInit};
-use crate::source::Numbers;
+use crate::source::{Numbers, TrainableStore};
 use crate::train::starts::{AdapterInitContext, Progress, Task, each, set, tasks};
 use faer::{Mat, MatRef};
 
@@ -37,13 +37,18 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
         let tasks: Vec<Task> = tasks(network, layer)?.into_iter().filter(quantized).collect();
         let mut originals = Vec::new();
         for task in &tasks {
-            originals.push(original(network, &task.linear)?);
+            originals.push(original(s.store, &task.linear)?);
         }
         let jobs: Vec<(Task, Mat<f64>)> = tasks.into_iter().zip(originals).collect();
         let found = each(&jobs, |(t, _)| t, |(task, w)| one(task, w.as_ref(), iterations, dtype))?;
         for ((task, _), found) in jobs.iter().zip(&found) {
             if let Some(values) = &found.codes {
-                network.source.requantize(&task.linear.name, values)?;
+                let store = s.store.requantize().ok_or_else(|| {
+                    Error::new("a quantized weight that does not stay on the device cannot be requantized")
+                        .at(&*task.linear.name)
+                        .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`")
+                })?;
+                store.requantize(&task.linear.name, values)?;
             }
             set(task.lora()?, &found.pair)?;
             before += found.errors.0;
@@ -66,10 +71,10 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
 }
 
 /// The full-precision values of a weight, `[O, I]`.
-fn original(network: &Network, linear: &Linear) -> Result<Mat<f64>> {
+fn original(store: &dyn TrainableStore, linear: &Linear) -> Result<Mat<f64>> {
     let (outputs, inputs) = linear.dims();
     let mut values: Vec<f32> = Vec::with_capacity(outputs * inputs);
-    network.source.read(&linear.name, &mut |numbers| {
+    store.read(&linear.name, &mut |numbers| {
         match numbers {
             Numbers::F32(some) => values.extend_from_slice(some),
             Numbers::Bf16(some, _) => values.extend(some.iter().map(|x| x.to_f32())),

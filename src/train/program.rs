@@ -12,7 +12,7 @@ use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::Plan;
 use crate::plan::memory_plan::{self, MemoryPlan};
-use crate::recipe::{self, Activations, Method};
+use crate::recipe::{self, Method};
 use crate::report::{Reporter, StepMetrics};
 use crate::setup::active_schedule::{self, ActiveSchedule};
 use crate::setup::adapters;
@@ -23,7 +23,6 @@ use crate::setup::row_sizes::RowSizes;
 use crate::setup::rows::{self, Rows};
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
-use crate::source::Prepacking;
 use crate::train::directory;
 use crate::train::finish;
 use crate::train::header::{header, trained_elements};
@@ -37,7 +36,6 @@ use crate::train::state::{self, RunFingerprint};
 use candle_core::Device;
 use serde_json::json;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 /// Command-line options of `ft train`, beside the recipe.
@@ -95,16 +93,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let mut prepared = adapters::of(recipe, &model.spec)?;
     allocation::settle(recipe, &mut prepared, total_steps)?;
     let params = model.spec.params();
-    let mut active_schedule = ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?;
+    let active_schedule = ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?;
     learning::check(recipe, &active_schedule, total_steps)?;
     let MemoryPlan {
         mut plan,
-        gradients,
-        keep_layers,
-        mlp_tokens,
-        storage,
-        place,
-        copies: packed,
+        strategy,
         refused,
         ..
     } = memory_plan::forecast(
@@ -148,7 +141,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         hf::check_base(&locate::adapter_directory(dir)?, &base)?;
     }
     let elements = trained_elements(&active_schedule, total_steps, &params, &prepared.adapters);
-    let needed = directory::space_needed(recipe, &model.spec, elements, place);
+    let needed = directory::space_needed(recipe, &model.spec, elements, strategy.placement);
     checkpoint::check_space(&run_dir, needed.saturating_sub(directory::freed(&run_dir, options)))?;
     let same = |checkpoint: &LoadedState| state::check_same(&state::facts(checkpoint), &facts);
     let (mut directory, resumed) = directory::open(&run_dir, options, &same)?;
@@ -198,18 +191,13 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if let Some(warning) = budget.and_then(Budget::warning) {
         reporter.warn(&warning);
     }
-    let mut network = model.load_to(place, &storage, recipe, &run_dir, &device)?;
-    for adapter in prepared.adapters.values_mut() {
-        *adapter = Arc::new(adapter.on(&device)?);
-    }
-    network.adapters = prepared.adapters.clone();
-    network.mlp_tokens = mlp_tokens;
-    adapters::place_rows(&prepared, &mut network)?;
-    network.ranks = allocation::of(recipe, &prepared);
+    let mut loaded_model = model.load_for(&strategy, recipe, &run_dir, &device)?;
+    prepared.attach(&mut loaded_model.network)?;
+    let step_hook = allocation::of(recipe, &prepared);
     if let Some(checkpoint) = &resumed {
         let sizes = state::sizes(checkpoint)?;
-        let ranks = starts::ranks_of(&network, |name| sizes.get(name).copied());
-        starts::resize(recipe, &mut network, &mut prepared, &ranks)?;
+        let ranks = starts::ranks_of(&loaded_model.network, |name| sizes.get(name).copied());
+        starts::resize(recipe, &mut loaded_model.network, &mut prepared, &ranks)?;
     }
     if resumed.is_none() || starts::requantizes_base(recipe) {
         let mut setting = AdapterInitContext {
@@ -219,9 +207,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             train: &train.flat(),
             base: &facts.base,
             cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
+            store: &*loaded_model.store,
             note: &mut |line| reporter.note(line),
         };
-        starts::fill(&mut setting, &mut network, &mut prepared)?;
+        starts::fill(&mut setting, &mut loaded_model.network, &mut prepared)?;
     }
     let setting = stage::StageContext {
         recipe,
@@ -235,26 +224,16 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         questions: questions.as_ref(),
     };
     let Stage { mut feed, objective } = stage::open(setting)?;
-    network.own = objective.params();
-    let own = network.own.iter().map(|p| p.name.to_string());
-    active_schedule = ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?.with_own(own);
-    if let Some(copies) = packed {
-        let first = active_schedule.active(start_step + 1);
-        network.source = Box::new(Prepacking::new(network.source, copies, first.names()));
-    }
-    let mut engine = Engine {
-        objective,
-        optimizer: active_schedule::optimizer(recipe),
-        gradients,
-        keep_layers,
-        parked: match recipe.memory.activations {
-            Activations::Host => Some(Copier::new(&device)?),
-            _ => None,
-        },
-        max_grad_norm: recipe.train.max_grad_norm,
-        seed: recipe.train.seed,
-        network,
-    };
+    // The start values may have changed which modules have adapters.
+    let objective_params = objective.params().into_iter().map(|p| p.name.to_string());
+    let active_schedule =
+        ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?.with_objective_params(objective_params);
+    let first = active_schedule.active(start_step + 1);
+    let optimizer = active_schedule::optimizer(recipe);
+    let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &first)?;
+    engine.max_grad_norm = recipe.train.max_grad_norm;
+    engine.seed = recipe.train.seed;
+    engine.step_hook = step_hook;
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
         let _phase = progress::phase("restoring the state", 0, "");
@@ -440,11 +419,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
 
 /// Milliseconds of the step's host-device copies, and the fraction that overlapped with computation.
 fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
-    let parked = engine.parked.as_ref().map(Copier::times).transpose()?.flatten();
-    let mut sum = engine.network.source.copies()?.unwrap_or_default();
-    if let Some(parked) = parked {
-        sum.copying += parked.copying;
-        sum.waiting += parked.waiting;
+    let inputs = engine.input_offload.as_ref().map(Copier::times).transpose()?.flatten();
+    let mut sum = engine.store.upload_times()?.unwrap_or_default();
+    if let Some(inputs) = inputs {
+        sum.copying += inputs.copying;
+        sum.waiting += inputs.waiting;
     }
     let hidden = sum
         .hidden()

@@ -312,7 +312,7 @@ impl Run<'_> {
     /// saved.
     pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
         self.facts.trained_tokens = trained_tokens;
-        let whole = engine.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
+        let whole = engine.strategy.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
         let safe = whole && step > 1 && !self.schedule.switches_at(step);
         let saved = if safe && self.recipe.train.save_steps > 0 {
             self.save(engine, step - 1)

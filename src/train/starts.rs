@@ -20,6 +20,7 @@ use crate::recipe::{CordaArithmetic, CordaMethod, LoraInit, Method, PeftType, Re
 use crate::setup::ModelDir;
 use crate::setup::adapters::AdapterSetup;
 use crate::setup::rows;
+use crate::source::TrainableStore;
 use crate::train::inputs;
 use crate::train::loftq;
 use crate::train::start_cache as cache;
@@ -39,6 +40,8 @@ pub struct AdapterInitContext<'a> {
     pub train: &'a Dataset,
     /// Fingerprint of the base weights.
     pub base: &'a str,
+    /// The store of the base weights.
+    pub store: &'a dyn TrainableStore,
     /// Directory where results are cached for later runs.
     pub cache: &'a Path,
     /// Receives progress messages.
@@ -505,15 +508,6 @@ fn from_gradient(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     };
     let step_stats = StepStats::new(&network.device)?;
     let _phase = progress::phase("initializing adapters (lora_ga)", 1, "gradient");
-    engine::window(
-        network,
-        s.objective,
-        &[batch],
-        &active,
-        engine::Keeping::default(),
-        |_| None,
-        &mut sink,
-        &step_stats,
-    )?;
+    engine::Pass::new(network, s.objective, &active, &step_stats).window(&[batch], &mut sink)?;
     Ok(())
 }

@@ -88,10 +88,7 @@ pub fn save(
         "optimizer_steps": steps,
         "stage": feed.is_some(),
     });
-    let ranks: BTreeMap<String, Vec<f32>> = match &engine.network.ranks {
-        Some(ranks) => ranks.saved().into_iter().collect(),
-        None => BTreeMap::new(),
-    };
+    let ranks = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
     let scores: Vec<TensorPlan> = ranks
         .iter()
         .map(|(name, values)| plan(name.clone(), values.len()))
@@ -110,7 +107,7 @@ pub fn save(
             tensors: &moments,
         },
     ];
-    if engine.network.ranks.is_some() {
+    if engine.step_hook.is_some() {
         files.push(Files {
             name: RANKS,
             tensors: &scores,
@@ -195,15 +192,14 @@ pub fn restore_weights(loaded: &LoadedState, engine: &mut Engine) -> Result<()> 
             .restore(&name, &weights)
             .map_err(|e| e.or_at(loaded.path.display()))?;
     }
-    restore_ranks(loaded, engine)
+    restore_step_hook(loaded, engine)
 }
 
-fn restore_ranks(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
-    if let Some(ranks) = &mut engine.network.ranks {
+fn restore_step_hook(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
+    if let Some(hook) = &mut engine.step_hook {
         let saved = loaded.open(RANKS)?;
         for name in saved.names() {
-            ranks
-                .restore(name, saved.read_f32(name)?)
+            hook.restore(name, saved.read_f32(name)?)
                 .map_err(|e| e.or_at(loaded.path.display()))?;
         }
     }
@@ -235,7 +231,7 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
             .or_default()
             .insert(part.to_string(), tensor);
     }
-    restore_ranks(loaded, engine)?;
+    restore_step_hook(loaded, engine)?;
     let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
     let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;
     for (name, step) in steps {

@@ -5,11 +5,11 @@ use crate::counting::{LIVE, MOST};
 use candle_core::Device;
 use ft::base::rng::{Rng, Stream};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients};
+use ft::engine::{Active, Engine, Gradients, StepStrategy};
 use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
 use ft::model::spec::{LayerSpec, Spec};
-use ft::model::{Adapters, Network};
+use ft::model::{Adapters, TrainableNetwork};
 use ft::ops::CpuBackend;
 use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
@@ -22,7 +22,7 @@ use ft::setup::Turn;
 use ft::setup::row_sizes::Evaluation;
 use ft::sft::CausalLm;
 use ft::source::Placement;
-use ft::source::{Copies, Disk, LayerSource, ParamInfo, Prepacking, Resident, StoragePolicy, disk};
+use ft::source::{Disk, PackedCopies, ParamInfo, Resident, StoragePolicy, TrainableStore, disk};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -192,10 +192,10 @@ impl Way {
         }
     }
 
-    fn copies(self, spec: &Spec) -> Option<Copies> {
+    fn copies(self, spec: &Spec) -> Option<PackedCopies> {
         let packed = matches!(self, Way::LoraPacked | Way::LowestPacked) && CpuBackend::Avx512.available();
         let ranks = spec.sites().into_iter().map(|s| (format!("{}.weight", s.module), 8));
-        packed.then(|| Copies {
+        packed.then(|| PackedCopies {
             orders: Orders::Both,
             head: Some(spec.head_name().to_string()),
             ranks: Arc::new(ranks.collect()),
@@ -264,10 +264,10 @@ fn batches(s: &Shape) -> Vec<Batch> {
 }
 
 /// Where the weights come from, the program's directory for it.
-fn source(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, dir: &Path) -> Box<dyn LayerSource> {
+fn store(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, dir: &Path) -> Arc<dyn TrainableStore> {
     let Placement::Disk { head_rows } = place else {
         let stored = |p: &ParamInfo| storage.of(p);
-        return Box::new(Resident::random_stored(spec.params(), 3, 0.02, 1.0, stored, &Device::Cpu).unwrap());
+        return Arc::new(Resident::random_stored(spec.params(), 3, 0.02, 1.0, stored, &Device::Cpu).unwrap());
     };
     let file = dir.join("model.safetensors");
     disk::write_random(&file, &spec.params(), 3, 0.02, 1.0, dtype).unwrap();
@@ -280,7 +280,7 @@ fn source(spec: &Spec, storage: &StoragePolicy, dtype: Dtype, place: Placement, 
         head: spec.head_name().into(),
         head_rows,
     };
-    Box::new(Disk::open(spec.params(), Weights::open_file(&file).unwrap(), options).unwrap())
+    Arc::new(Disk::open(spec.params(), Weights::open_file(&file).unwrap(), options).unwrap())
 }
 
 /// Most bytes out during an optimizer step beyond the `before` of the program's start, and the forecast of it.
@@ -294,11 +294,9 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         trained.contains(name)
     })
     .unwrap();
-    let mut network = Network::new(
-        spec.clone(),
-        source(&spec, &storage, dtype, place, dir.path()),
-        Device::Cpu,
-    );
+    let store = store(&spec, &storage, dtype, place, dir.path());
+    let mut model = TrainableNetwork::new(spec.clone(), store, Device::Cpu);
+    let network = &mut model.network;
     if recipe.tune.method == Method::Lora {
         network.adapters = adapters(&spec, 8);
     }
@@ -311,22 +309,20 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         Way::FullKeep | Way::LoraKeep | Way::LoraKeepPieces => s.layers - 1,
         _ => 0,
     };
-    let copies = way.copies(&spec);
-    if let Some(copies) = copies.clone() {
-        network.source = Box::new(Prepacking::new(network.source, copies, trained.names()));
-    }
-    let pieces = way.pieces().then_some((s.rows * s.length).div_ceil(3));
-    network.mlp_tokens = pieces;
-    let mut engine = Engine {
-        network,
-        objective: Box::new(CausalLm::new(spec.vocab)),
-        optimizer: Optimizer::new(recipe.optimizer.clone()),
+    let strategy = StepStrategy {
         gradients,
-        keep_layers: keep,
-        parked: None,
-        max_grad_norm: 0.0,
-        seed: 1,
+        saved_layers: keep,
+        mlp_tokens: way.pieces().then_some((s.rows * s.length).div_ceil(3)),
+        placement: place,
+        storage,
+        packed_copies: way.copies(&spec),
+        ..StepStrategy::new(dtype)
     };
+    let optimizer = Optimizer::new(recipe.optimizer.clone());
+    let objective = Box::new(CausalLm::new(spec.vocab));
+    let mut engine = Engine::new(model, objective, optimizer, strategy.clone(), &trained).unwrap();
+    engine.max_grad_norm = 0.0;
+    engine.seed = 1;
     let (batches, active) = (batches(s), active(way, &spec));
     engine.switch(&active, |_| true).unwrap();
     // The first step makes the optimizer's state, the second finds it there.
@@ -339,22 +335,16 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         longest: s.length,
         documents: s.rows,
         micro_batches: s.micro_batches,
-        gradients,
-        keep_layers: keep,
-        mlp_tokens: pieces,
+        strategy,
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,
         turns: [Turn::alone(active)].into(),
         evaluation: Evaluation::default(),
-        place,
         teacher: None,
         judges: Arc::default(),
-        parked: false,
         reference: false,
         rollout: 0,
-        copies,
-        storage,
         file_bytes: dtype.bytes(),
         adapters: Arc::new(costs),
         data_bytes: 0,

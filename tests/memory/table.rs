@@ -10,11 +10,11 @@ use candle_core::Device;
 use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients};
+use ft::engine::{Active, Engine, StepStrategy};
 use ft::formats::config::Config;
 use ft::formats::weights::Weights;
 use ft::model::spec::Spec;
-use ft::model::{Network, families, shapes};
+use ft::model::{TrainableNetwork, families, shapes};
 use ft::ops::cross_entropy::PIECE;
 use ft::optim::Optimizer;
 use ft::plan::{self, Inputs, Model, Plan};
@@ -22,7 +22,7 @@ use ft::recipe::{self, Dtype, Recipe};
 use ft::setup::row_sizes::Evaluation;
 use ft::sft::CausalLm;
 use ft::source::Placement;
-use ft::source::{Disk, LayerSource, ParamInfo, Resident, StoragePolicy, disk, resident};
+use ft::source::{Disk, ParamInfo, Resident, StoragePolicy, TrainableStore, disk, resident};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
@@ -87,11 +87,11 @@ fn place(case: &Case) -> Placement {
     }
 }
 
-fn source(case: &Case, spec: &Spec, storage: &StoragePolicy, file: &Path) -> Box<dyn LayerSource> {
+fn store(case: &Case, spec: &Spec, storage: &StoragePolicy, file: &Path) -> Arc<dyn TrainableStore> {
     let (params, weights) = (spec.params(), Weights::open_file(file).unwrap());
     let Placement::Disk { head_rows } = place(case) else {
         let source = Resident::load(params, &weights, |p: &ParamInfo| storage.of(p), &Device::Cpu).unwrap();
-        return Box::new(source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu)));
+        return Arc::new(source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu)));
     };
     let dir = file.parent().unwrap();
     let options = disk::Options {
@@ -103,7 +103,7 @@ fn source(case: &Case, spec: &Spec, storage: &StoragePolicy, file: &Path) -> Box
         head: spec.head_name().into(),
         head_rows,
     };
-    Box::new(Disk::open(params, weights, options).unwrap())
+    Arc::new(Disk::open(params, weights, options).unwrap())
 }
 
 /// Loads, trains every active set for a step, the lowest last and twice; in a process of its own.
@@ -133,7 +133,8 @@ fn measure(case: &Case, file: &Path) -> Value {
         false => (0..spec.layers.len()).rev().map(layer).collect(),
     };
     let storage = StoragePolicy::new(&recipe.memory.storage_rules(), Dtype::Bf16, &params, |_| false).unwrap();
-    let mut network = Network::new(spec.clone(), source(case, &spec, &storage, file), Device::Cpu);
+    let mut model = TrainableNetwork::new(spec.clone(), store(case, &spec, &storage, file), Device::Cpu);
+    let network = &mut model.network;
     if lora {
         network.adapters = adapters(&spec, 8);
     }
@@ -143,29 +144,29 @@ fn measure(case: &Case, file: &Path) -> Value {
     } else {
         0
     };
-    network.mlp_tokens = case.activations.contains("pieces").then_some(count * length / 4);
+    let strategy = StepStrategy {
+        saved_layers: keep,
+        mlp_tokens: case.activations.contains("pieces").then_some(count * length / 4),
+        placement: place(case),
+        storage: storage.clone(),
+        ..StepStrategy::new(Dtype::Bf16)
+    };
     let costs = plan::costs(&network.adapters);
     let inputs = Inputs {
         teacher: None,
         judges: Arc::default(),
-        parked: false,
         reference: false,
         rollout: 0,
-        copies: None,
         tokens: count * length,
         longest: length,
         documents: count,
         micro_batches: 1,
-        gradients: Gradients::Keep,
-        keep_layers: keep,
-        mlp_tokens: network.mlp_tokens,
+        strategy: strategy.clone(),
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,
         turns: plan::turns_of(&Model::new(&spec, &storage, &costs), &storage, active.clone()).into(),
         evaluation: Evaluation::default(),
-        place: place(case),
-        storage,
         file_bytes: 2,
         adapters: costs,
         data_bytes: 0,
@@ -179,16 +180,11 @@ fn measure(case: &Case, file: &Path) -> Value {
         trained: vec![true; length],
     };
     let batches = [Batch::from_examples(&(0..count).map(row).collect::<Vec<_>>())];
-    let mut engine = Engine {
-        network,
-        objective: Box::new(CausalLm::new(spec.vocab)),
-        optimizer: Optimizer::new(recipe.optimizer.clone()),
-        gradients: Gradients::Keep,
-        keep_layers: keep,
-        parked: None,
-        max_grad_norm: 0.0,
-        seed: 1,
-    };
+    let optimizer = Optimizer::new(recipe.optimizer.clone());
+    let objective = Box::new(CausalLm::new(spec.vocab));
+    let mut engine = Engine::new(model, objective, optimizer, strategy, &active[0]).unwrap();
+    engine.max_grad_norm = 0.0;
+    engine.seed = 1;
     let last = active.last().cloned().unwrap();
     for (step, active) in (1..).zip(active.iter().chain([&last])) {
         if step == 1 || !lora {

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use ft::data::order::BatchStream;
 use ft::data::{Batch, IGNORE, batch::Example};
 use ft::distill::hidden::{Distance, Hidden};
-use ft::engine::{self, Active, Keeping};
+use ft::engine::{self, Active, Engine, Pass, StepStrategy};
 use ft::generate;
 use ft::model::{Need, Network, Objective};
 use ft::ops::distill;
@@ -12,10 +12,11 @@ use ft::ops::step_stats::StepStats;
 use ft::ops::transfer::Copier;
 use ft::ops::{CpuBackend, step};
 use ft::optim::{Optimizer, Schedule, Update};
-use ft::recipe::{self, Dtype, Recipe};
+use ft::recipe::{self, Dtype, ModelInit, Recipe};
 use ft::setup::ModelDir;
 use ft::setup::rows::{Rows, stream};
 use ft::sft::CausalLm;
+use ft::source::StoragePolicy;
 use ft::train::stage;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -86,27 +87,23 @@ pub fn loss_and_grads(
     network: &Network,
     objective: &dyn Objective,
     batches: &[Batch],
-    keep: Keeping,
+    saved_layers: usize,
+    input_offload: Option<&Copier>,
 ) -> (f64, BTreeMap<String, Vec<f64>>) {
     let names = network.spec.params().into_iter().map(|p| p.name.to_string());
-    let own = network.own.iter().map(|p| p.name.to_string());
+    let own = network.objective_params.iter().map(|p| p.name.to_string());
     let active = Active::new(names.chain(own));
     let mut sink = engine::sinks::Collect {
         active: &active,
         gradients: BTreeMap::new(),
     };
     let step_stats = StepStats::new(&network.device).unwrap();
-    let totals = engine::window(
-        network,
-        objective,
-        batches,
-        &active,
-        keep,
-        |_| None,
-        &mut sink,
-        &step_stats,
-    )
-    .unwrap();
+    let pass = Pass {
+        saved_layers,
+        input_offload,
+        ..Pass::new(network, objective, &active, &step_stats)
+    };
+    let totals = pass.window(batches, &mut sink).unwrap();
     let gradients = sink.gradients.iter().map(|(n, g)| (n.clone(), values(g)));
     (totals.with(step_stats.read().unwrap()).loss(), gradients.collect())
 }
@@ -117,15 +114,10 @@ pub fn logits_and_grads(dir: &Path, documents: &[Document]) -> Measured {
     let batch = batch(documents);
     let logits = logits_of(&network, &batch);
     let (objective, batches) = (CausalLm::new(network.spec.vocab), [batch]);
-    let (loss, gradients) = loss_and_grads(&network, &objective, &batches, Keeping::default());
+    let (loss, gradients) = loss_and_grads(&network, &objective, &batches, 0, None);
     // Offloaded layer inputs give the same bits.
     let copier = Copier::new(&network.device).unwrap();
-    let parked = Keeping {
-        layers: 1,
-        parked: Some(&copier),
-        ..Keeping::default()
-    };
-    let (_, again) = loss_and_grads(&network, &objective, &batches, parked);
+    let (_, again) = loss_and_grads(&network, &objective, &batches, 1, Some(&copier));
     for (name, gradient) in &gradients {
         assert_eq!(gradient, &again[name], "{name}");
     }
@@ -310,28 +302,28 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         questions: None,
     };
     let stage::Stage { mut feed, objective } = stage::open(setting).unwrap_or_else(|e| panic!("{e}"));
-    let engine = engine::Engine {
-        network: open(reference, None),
-        objective,
-        optimizer: Optimizer::new(recipe.optimizer.clone()),
-        gradients: engine::Gradients::Keep,
-        keep_layers: 0,
-        parked: None,
-        max_grad_norm: 0.0,
-        seed: 0,
-    };
+    let model = ModelDir::open(reference.to_str().unwrap(), "main", None).unwrap();
+    let model = model.load(
+        &StoragePolicy::dense(Dtype::F32),
+        ModelInit::Pretrained,
+        0,
+        &Device::Cpu,
+    );
+    let optimizer = Optimizer::new(recipe.optimizer.clone());
+    let (strategy, none) = (StepStrategy::new(Dtype::F32), Active::new([]));
+    let engine = Engine::new(model.unwrap(), objective, optimizer, strategy, &none).unwrap();
     feed.prepare(&engine).unwrap_or_else(|e| panic!("{e}"));
     let batches = feed.window(0, &engine).unwrap_or_else(|e| panic!("{e}"));
     let mut optimizer = engine.optimizer;
     let objective = engine.objective;
     let mut network = open(policy, None);
-    network.own = objective.params();
+    network.objective_params = objective.params();
     if let Some(score) = score {
         let values: Vec<f32> = score.iter().map(|x| *x as f32).collect();
-        let param = &network.own[0];
+        let param = &network.objective_params[0];
         optimizer.restore_weight(&param.name, &param.tensor, &values).unwrap();
     }
-    let (loss, gradients) = loss_and_grads(&network, objective.as_ref(), &batches, Keeping::default());
+    let (loss, gradients) = loss_and_grads(&network, objective.as_ref(), &batches, 0, None);
     let found = batches
         .iter()
         .filter_map(|b| b.columns.documents.get("reference_logps"));
@@ -485,5 +477,5 @@ pub fn hidden_distance(
     let out = hidden
         .compare(1, &matrix(x, n, d), &states, &targets(labels), need)
         .unwrap();
-    (out.loss, values(&out.dx.unwrap()), values(&out.own[0].1))
+    (out.loss, values(&out.dx.unwrap()), values(&out.objective_params[0].1))
 }

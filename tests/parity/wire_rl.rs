@@ -3,7 +3,6 @@
 use crate::wire::loss_and_grads;
 use candle_core::Device;
 use ft::data::Batch;
-use ft::engine::Keeping;
 use ft::model::Network;
 use ft::ops::update;
 use ft::recipe::{self, Dtype};
@@ -62,9 +61,9 @@ pub fn rl(dir: &Path, rollout: &Rollout) -> Lessons {
     let model = ModelDir::open(dir.to_str().unwrap(), "main", None).unwrap();
     let mut network: Network = model.infer(None, Some(Dtype::F32), &Device::Cpu).unwrap();
     let objective = advantages::objective(&recipe, model.spec.hidden, &Device::Cpu).unwrap();
-    network.own = objective.params();
+    network.objective_params = objective.params();
     if let Some((weight, bias)) = &rollout.value_head {
-        for (param, numbers) in network.own.iter().zip([weight.clone(), vec![*bias]]) {
+        for (param, numbers) in network.objective_params.iter().zip([weight.clone(), vec![*bias]]) {
             update::with_slice_mut(&param.tensor, |slot| {
                 slot.iter_mut().zip(&numbers).for_each(|(s, x)| *s = *x as f32);
             })
@@ -109,7 +108,7 @@ pub fn rl(dir: &Path, rollout: &Rollout) -> Lessons {
     }
 
     let batch: Batch = rollout_buffer::batch(&kept.iter().collect::<Vec<_>>(), advantages.is_ppo());
-    let (loss, gradients) = loss_and_grads(&network, &*objective, &[batch], Keeping::default());
+    let (loss, gradients) = loss_and_grads(&network, &*objective, &[batch], 0, None);
     let mut metrics: BTreeMap<_, _> = advantages.metrics.iter().copied().collect();
     metrics.extend(objective.metrics());
     Lessons {

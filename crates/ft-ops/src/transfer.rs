@@ -68,21 +68,21 @@ impl Copier {
         &self.device
     }
 
-    /// Starts the upload of a contiguous host tensor. `stays`: its memory is neither changed nor freed while the
+    /// Starts the upload of a contiguous host tensor. `stable`: its memory is neither changed nor freed while the
     /// copier lives; then a GPU reads it directly.
-    pub fn send(&self, host: &Tensor, stays: bool) -> Result<Arriving> {
+    pub fn send(&self, host: &Tensor, stable: bool) -> Result<Arriving> {
         if !host.device().is_cpu() {
             return Err(Error::unsupported("only a host tensor can be copied to a device"));
         }
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
-            return Ok(Arriving(OnDevice::Gpu(gpu.send(host, stays)?)));
+            return Ok(Arriving(OnDevice::Gpu(gpu.send(host, stable)?)));
         }
-        let _ = stays;
+        let _ = stable;
         Ok(Arriving(OnDevice::Here(host.copy()?)))
     }
 
-    /// Revokes `stays` of an earlier `send`: the memory of this tensor may be changed or freed.
+    /// Revokes `stable` of an earlier `send`: the memory of this tensor may be changed or freed.
     pub fn forget(&self, host: &Tensor) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -102,29 +102,29 @@ impl Copier {
     }
 
     /// Starts the offload of a device tensor to the host; the tensor must not be changed afterwards.
-    pub fn park(&self, tensor: Tensor) -> Result<Offloaded> {
+    pub fn offload(&self, tensor: Tensor) -> Result<Offloaded> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
-            return Ok(Offloaded(Waiting::Gpu(gpu.park(tensor)?)));
+            return Ok(Offloaded(Waiting::Gpu(gpu.offload(tensor)?)));
         }
         Ok(Offloaded(Waiting::Here(tensor.copy()?)))
     }
 
     /// Releases the device memory of an offloaded tensor: later work may reuse it, after the copy.
-    pub fn release(&self, parked: &mut Offloaded) -> Result<()> {
-        match &mut parked.0 {
+    pub fn release(&self, offloaded: &mut Offloaded) -> Result<()> {
+        match &mut offloaded.0 {
             Waiting::Here(_) => Ok(()),
             #[cfg(feature = "cuda")]
-            Waiting::Gpu(parked) => self.gpu()?.release(parked),
+            Waiting::Gpu(offloaded) => self.gpu()?.release(offloaded),
         }
     }
 
     /// Starts the copy of an offloaded tensor back to the device.
-    pub fn fetch(&self, parked: Offloaded) -> Result<Arriving> {
-        match parked.0 {
+    pub fn fetch(&self, offloaded: Offloaded) -> Result<Arriving> {
+        match offloaded.0 {
             Waiting::Here(tensor) => Ok(Arriving(OnDevice::Here(tensor))),
             #[cfg(feature = "cuda")]
-            Waiting::Gpu(parked) => Ok(Arriving(OnDevice::Gpu(self.gpu()?.fetch(parked)?))),
+            Waiting::Gpu(offloaded) => Ok(Arriving(OnDevice::Gpu(self.gpu()?.fetch(offloaded)?))),
         }
     }
 
@@ -155,10 +155,10 @@ mod tests {
         let copier = Copier::new(&Device::Cpu).unwrap();
         let host = Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu).unwrap();
         let sent = copier.receive(copier.send(&host, true).unwrap()).unwrap();
-        let mut parked = copier.park(host.clone()).unwrap();
-        copier.release(&mut parked).unwrap();
+        let mut offloaded = copier.offload(host.clone()).unwrap();
+        copier.release(&mut offloaded).unwrap();
         super::super::update::with_slice_mut(&host, |x| x.fill(0.0)).unwrap();
-        let back = copier.receive(copier.fetch(parked).unwrap()).unwrap();
+        let back = copier.receive(copier.fetch(offloaded).unwrap()).unwrap();
         for t in [sent, back] {
             assert_eq!(t.to_vec1::<f32>().unwrap(), [1.0, 2.0, 3.0]);
         }

@@ -148,7 +148,7 @@ impl Objective for Reward {
         Ok(LossGradients {
             dh,
             dw: None,
-            own: vec![(self.score.clone(), gradient)],
+            objective_params: vec![(self.score.clone(), gradient)],
         })
     }
 

@@ -1,7 +1,7 @@
 //! Disk offload: reads the weights from the checkpoint's own files, one layer at a time.
 //!
 //! In memory at any time: the active parameters, the parameters of the head group that are small or needed whole
-//! (`held`), at most two layers (the current one and the next, read by another thread), and two pieces of a streamed
+//! (`in_memory`), at most two layers (the current one and the next, read by another thread), and two pieces of a streamed
 //! head. Rows of the embedding are read one by one. Parameters that were trained and are inactive now come from files
 //! of the run (`store`).
 
@@ -11,15 +11,19 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-use super::resident::{check_names, draw, no_such, send};
+use super::resident::{check_names, draw, send};
 use super::turns::{Exact, requantize};
-use super::{Group, GroupWeights, LayerSource, MasterLowBits, NumbersSink, ParamInfo, Recoded, StoragePolicy};
+use super::{
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Recoded, Requantize, StoragePolicy, StreamedMatrix,
+    TrainableStore, WeightSource, no_such,
+};
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::Dtype;
 use crate::ops::cross_entropy::PIECE;
+use crate::ops::transfer::CopyTimes;
 use crate::quant::{Format, Weight};
 use candle_core::{DType, Device, Tensor};
 use numbers::Files;
@@ -43,7 +47,7 @@ pub struct Options {
     pub codes: PathBuf,
     /// Name of the output projection (LM head).
     pub head: String,
-    /// Number of its rows read at a time, a multiple of `PIECE`; `None`: it is held whole.
+    /// Number of its rows read at a time, a multiple of `PIECE`; `None`: it is in memory as a whole.
     pub head_rows: Option<usize>,
 }
 
@@ -71,8 +75,6 @@ pub fn write_random(path: &Path, params: &[ParamInfo], seed: u64, std: f32, norm
     Ok(())
 }
 
-type Held = BTreeMap<Arc<str>, Tensor>;
-
 /// State shared with the reader thread.
 struct Shared {
     params: Vec<ParamInfo>,
@@ -83,17 +85,17 @@ struct Shared {
     quantized: BTreeMap<Arc<str>, Format>,
     dtype: DType,
     device: Device,
-    /// Parameters in memory: the active ones, and those that are always held.
-    held: Mutex<Held>,
+    /// Parameters in memory: the active ones, and those that always are.
+    in_memory: Mutex<BTreeMap<Arc<str>, Tensor>>,
 }
 
 pub struct Disk {
     shared: Arc<Shared>,
     layers: DoubleBuffer<Layers>,
     pieces: DoubleBuffer<Pieces>,
-    /// Parameters that are always held, active or not.
-    always: Vec<Arc<str>>,
-    /// Active parameters; all of them are in `held`.
+    /// Parameters that are always in memory, active or not.
+    always_in_memory: Vec<Arc<str>>,
+    /// Active parameters; all of them are in `Shared::in_memory`.
     active: Mutex<BTreeSet<Arc<str>>>,
     options: Options,
     jobs: Option<mpsc::Sender<Job>>,
@@ -101,7 +103,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Reads the parameters that are always held, and nothing else.
+    /// Reads the parameters that are always in memory, and nothing else.
     ///
     /// Errors: as `Resident::load`; a number of head rows that is not a multiple of `PIECE`.
     pub fn open(params: Vec<ParamInfo>, weights: Weights, options: Options) -> Result<Self> {
@@ -118,7 +120,7 @@ impl Disk {
         for (i, p) in params.iter().enumerate() {
             groups.entry(p.group).or_default().push(i);
         }
-        let always: Vec<Arc<str>> = params
+        let always_in_memory: Vec<Arc<str>> = params
             .iter()
             .filter(|p| {
                 if &*p.name == options.head.as_str() {
@@ -145,11 +147,11 @@ impl Disk {
                 Dtype::Bf16 => DType::BF16,
             },
             device: options.device.clone(),
-            held: Mutex::new(Held::new()),
+            in_memory: Mutex::default(),
         });
-        for name in &always {
+        for name in &always_in_memory {
             let tensor = shared.load(shared.param(name)?)?;
-            shared.held().insert(name.clone(), tensor);
+            shared.in_memory().insert(name.clone(), tensor);
         }
         let (jobs, queue) = mpsc::channel::<Job>();
         let reader = std::thread::Builder::new()
@@ -164,7 +166,7 @@ impl Disk {
                 rows: options.head_rows.unwrap_or(0),
             }),
             shared,
-            always,
+            always_in_memory,
             active: Mutex::new(BTreeSet::new()),
             options,
             jobs: Some(jobs),
@@ -184,7 +186,7 @@ impl Disk {
     }
 
     fn is_streamed(&self, name: &str) -> bool {
-        self.options.head_rows.is_some() && self.options.head == name && self.held(name).is_none()
+        self.options.head_rows.is_some() && self.options.head == name && self.in_memory(name).is_none()
     }
 }
 
@@ -198,8 +200,8 @@ impl Drop for Disk {
 }
 
 impl Shared {
-    fn held(&self) -> MutexGuard<'_, Held> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    fn in_memory(&self) -> MutexGuard<'_, BTreeMap<Arc<str>, Tensor>> {
+        self.in_memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn param(&self, name: &str) -> Result<&ParamInfo> {
@@ -227,17 +229,17 @@ impl Shared {
     }
 }
 
-/// Loads whole layers: parameters that are not held are read into the buffers, in the order of the layer's parameters.
+/// Loads whole layers: parameters that are not in memory are read into the buffers, in the order of the layer's parameters.
 struct Layers(Arc<Shared>);
 
 impl Loader for Layers {
     type Key = Group;
 
     fn prepare(&self, group: Group, buffers: &mut Buffers) -> Result<()> {
-        let held = self.0.held().clone();
+        let in_memory = self.0.in_memory().clone();
         for (i, p) in self.0.members(group)?.enumerate() {
             let fits = buffers.get(&i).is_some_and(|t| t.dims() == p.shape);
-            let needs = !held.contains_key(&p.name) && !self.0.quantized.contains_key(&p.name);
+            let needs = !in_memory.contains_key(&p.name) && !self.0.quantized.contains_key(&p.name);
             if !fits && needs {
                 buffers.insert(i, self.0.zeros(&p.shape)?);
             }
@@ -246,11 +248,11 @@ impl Loader for Layers {
     }
 
     fn fill(&self, group: Group, buffers: &Buffers) -> Result<GroupWeights> {
-        let held = self.0.held().clone();
+        let in_memory = self.0.in_memory().clone();
         let mut weights = GroupWeights::default();
         for (i, p) in self.0.members(group)?.enumerate() {
-            let weight: Weight = match (held.get(&p.name), self.0.quantized.get(&p.name), buffers.get(&i)) {
-                (Some(held), ..) => held.clone().into(),
+            let weight: Weight = match (in_memory.get(&p.name), self.0.quantized.get(&p.name), buffers.get(&i)) {
+                (Some(tensor), ..) => tensor.clone().into(),
                 // Quantized weights are read into new memory: they are never updated in place.
                 (None, Some(format), _) => self.0.files.quantized(p, *format)?.into(),
                 (None, None, Some(buffer)) => {
@@ -298,17 +300,17 @@ impl Loader for Pieces {
     }
 }
 
-impl LayerSource for Disk {
+impl WeightSource for Disk {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        let held = self.shared.held().clone();
-        let all_held = self.shared.members(group)?.all(|p| held.contains_key(&p.name));
+        let in_memory = self.shared.in_memory().clone();
+        let complete = self.shared.members(group)?.all(|p| in_memory.contains_key(&p.name));
         match group {
-            Group::Layer(_) if !all_held => self.layers.get(group),
-            // The whole embedding, or a head whose parameters are all held except a streamed matrix.
+            Group::Layer(_) if !complete => self.layers.get(group),
+            // The whole embedding, or a head whose parameters are all in memory except a streamed matrix.
             _ => {
                 let mut weights = GroupWeights::default();
                 for p in self.shared.members(group)? {
-                    if let Some(tensor) = held.get(&p.name) {
+                    if let Some(tensor) = in_memory.get(&p.name) {
                         weights.insert(p.name.clone(), tensor.clone());
                     } else if !self.is_streamed(&p.name) {
                         weights.insert(p.name.clone(), self.shared.load(p)?);
@@ -320,9 +322,9 @@ impl LayerSource for Disk {
     }
 
     fn prefetch(&self, group: Group) {
-        let held = self.shared.held().clone();
+        let in_memory = self.shared.in_memory().clone();
         if let (Group::Layer(_), Ok(mut members)) = (group, self.shared.members(group))
-            && members.any(|p| !held.contains_key(&p.name))
+            && members.any(|p| !in_memory.contains_key(&p.name))
         {
             self.layers.prefetch(group, |job| self.send(job));
         }
@@ -333,25 +335,21 @@ impl LayerSource for Disk {
     }
 
     fn resident_bytes(&self) -> u64 {
-        let held: usize = self
+        let bytes: usize = self
             .shared
-            .held()
+            .in_memory()
             .values()
             .map(|t| t.elem_count() * t.dtype().size_in_bytes())
             .sum();
-        held as u64 + self.layers.bytes() + self.pieces.bytes()
+        bytes as u64 + self.layers.bytes() + self.pieces.bytes()
     }
 
-    fn held(&self, name: &str) -> Option<Tensor> {
-        self.shared.held().get(name).cloned()
-    }
-
-    fn master_is_out(&self, name: &str) -> bool {
-        self.active().contains(name)
+    fn in_memory(&self, name: &str) -> Option<Tensor> {
+        self.shared.in_memory().get(name).cloned()
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
-        if let Some(whole) = self.held(name) {
+        if let Some(whole) = self.in_memory(name) {
             return Ok((whole, ids.to_vec()));
         }
         let param = self.shared.param(name)?;
@@ -371,31 +369,47 @@ impl LayerSource for Disk {
         Ok((table, ids.iter().map(|id| places[id]).collect()))
     }
 
-    fn piece_rows(&self, name: &str) -> Option<usize> {
-        self.options.head_rows.filter(|_| self.is_streamed(name))
+    fn streamed(&self, name: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
+        let rows = self.options.head_rows.filter(|_| self.is_streamed(name))?;
+        Some(Box::new(HeadPieces { disk: self, rows }))
+    }
+}
+
+struct HeadPieces<'a> {
+    disk: &'a Disk,
+    rows: usize,
+}
+
+impl StreamedMatrix for HeadPieces<'_> {
+    fn piece_rows(&self) -> usize {
+        self.rows
     }
 
-    fn piece(&self, name: &str, first: usize) -> Result<Arc<GroupWeights>> {
-        let Some(rows) = self.piece_rows(name) else {
-            return Err(Error::new("this weight is not read in pieces").at(name));
-        };
-        let piece = self.pieces.get(first)?;
+    fn piece(&self, first: usize) -> Result<Arc<GroupWeights>> {
+        let disk = self.disk;
+        let piece = disk.pieces.get(first)?;
         // After the last piece follows the first: the head is read twice per batch, and again in the next batch.
-        let all = self.shared.param(name)?.shape[0];
-        let next = if first + rows < all { first + rows } else { 0 };
+        let all = disk.param(&disk.options.head)?.shape[0];
+        let next = if first + self.rows < all { first + self.rows } else { 0 };
         if next != first {
-            self.pieces.prefetch(next, |job| self.send(job));
+            disk.pieces.prefetch(next, |job| disk.send(job));
         }
         Ok(piece)
+    }
+}
+
+impl TrainableStore for Disk {
+    fn master_in_optimizer(&self, name: &str) -> bool {
+        self.active().contains(name)
     }
 
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
         // Adapters are not parameters of this source.
         let params = |name: &&str| self.shared.param(name).ok();
         for param in names.iter().filter_map(params) {
-            if self.held(&param.name).is_none() {
+            if self.in_memory(&param.name).is_none() {
                 let tensor = self.shared.load(param)?;
-                self.shared.held().insert(param.name.clone(), tensor);
+                self.shared.in_memory().insert(param.name.clone(), tensor);
             }
             if !self.active().insert(param.name.clone()) {
                 continue;
@@ -417,7 +431,7 @@ impl LayerSource for Disk {
         let leaving: Vec<Arc<str>> = self.active().iter().filter(|name| !keep(name)).cloned().collect();
         let mut recoded = Vec::new();
         for name in leaving {
-            if let Some(weight) = self.held(&name) {
+            if let Some(weight) = self.in_memory(&name) {
                 let exact = Exact {
                     weight,
                     low: low.take_low(&name),
@@ -434,8 +448,8 @@ impl LayerSource for Disk {
                 self.shared.files.write(&name, &exact, codes.as_ref())?;
             }
             self.active().remove(&name);
-            if !self.always.contains(&name) {
-                self.shared.held().remove(&name);
+            if !self.always_in_memory.contains(&name) {
+                self.shared.in_memory().remove(&name);
             }
         }
         self.layers.forget();
@@ -445,7 +459,7 @@ impl LayerSource for Disk {
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
         let param = self.shared.param(name)?;
-        match self.held(name).filter(|_| self.master_is_out(name)) {
+        match self.in_memory(name).filter(|_| self.master_in_optimizer(name)) {
             Some(tensor) => send(&tensor, sink),
             None => self.shared.files.read(name, param.elements(), sink),
         }
@@ -456,11 +470,18 @@ impl LayerSource for Disk {
         saved.require(name, &[param.elements()])?;
         let format = self.shared.quantized.get(name).copied();
         self.shared.files.restore(param, format, saved, &self.shared.device)?;
-        if let Some(held) = self.held(name) {
-            self.shared.files.fill(name, 0, &held)?;
+        if let Some(tensor) = self.in_memory(name) {
+            self.shared.files.fill(name, 0, &tensor)?;
         }
         self.layers.forget();
         self.pieces.forget();
         Ok(())
+    }
+    fn requantize(&self) -> Option<&dyn Requantize> {
+        None
+    }
+
+    fn upload_times(&self) -> Result<Option<CopyTimes>> {
+        Ok(None)
     }
 }

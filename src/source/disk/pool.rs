@@ -39,7 +39,7 @@ struct Slot<K> {
     content: SlotState,
     buffers: Buffers,
     /// True if the slot was prefetched, and not fetched since.
-    awaited: bool,
+    prefetched: bool,
     /// Time of the last request (a counter).
     last: u64,
 }
@@ -55,103 +55,103 @@ impl<K> Slot<K> {
     }
 }
 
-struct Inner<L: Loader> {
-    load: L,
-    places: Mutex<Vec<Slot<L::Key>>>,
+struct Shared<L: Loader> {
+    loader: L,
+    slots: Mutex<Vec<Slot<L::Key>>>,
     changed: Condvar,
 }
 
-pub(super) struct DoubleBuffer<L: Loader>(Arc<Inner<L>>);
+pub(super) struct DoubleBuffer<L: Loader>(Arc<Shared<L>>);
 
 impl<L: Loader> DoubleBuffer<L> {
-    pub fn new(load: L) -> Self {
-        Self(Arc::new(Inner {
-            load,
-            places: Mutex::new(Vec::new()),
+    pub fn new(loader: L) -> Self {
+        Self(Arc::new(Shared {
+            loader,
+            slots: Mutex::new(Vec::new()),
             changed: Condvar::new(),
         }))
     }
 
     /// Returns the item `key`; waits if it is being loaded, loads it if it is not present.
     pub fn get(&self, key: L::Key) -> Result<Arc<GroupWeights>> {
-        let inner = &*self.0;
-        let mut places = inner.lock();
-        while let Some(at) = places.iter().position(|p| p.key == Some(key)) {
-            let now = clock(&places);
-            let place = &mut places[at];
-            match std::mem::replace(&mut place.content, SlotState::Empty) {
+        let shared = &*self.0;
+        let mut slots = shared.lock();
+        while let Some(at) = slots.iter().position(|p| p.key == Some(key)) {
+            let now = clock(&slots);
+            let slot = &mut slots[at];
+            match std::mem::replace(&mut slot.content, SlotState::Empty) {
                 SlotState::Ready(handle) => {
-                    place.content = SlotState::Ready(handle.clone());
-                    (place.awaited, place.last) = (false, now);
+                    slot.content = SlotState::Ready(handle.clone());
+                    (slot.prefetched, slot.last) = (false, now);
                     return Ok(handle);
                 }
                 SlotState::Loading => {
-                    place.content = SlotState::Loading;
-                    places = inner.changed.wait(places).unwrap_or_else(PoisonError::into_inner);
+                    slot.content = SlotState::Loading;
+                    slots = shared.changed.wait(slots).unwrap_or_else(PoisonError::into_inner);
                 }
                 SlotState::Failed(e) => {
-                    place.key = None;
+                    slot.key = None;
                     return Err(e);
                 }
                 SlotState::Empty => break,
             }
         }
         // If the caller still holds both slots, a third one is created; waiting would be a deadlock.
-        let at = inner.choose(&mut places, true).unwrap_or_else(|| {
-            places.push(Slot::new());
-            places.len() - 1
+        let at = shared.choose(&mut slots, true).unwrap_or_else(|| {
+            slots.push(Slot::new());
+            slots.len() - 1
         });
-        let mut buffers = begin(&mut places, at, key, false);
-        drop(places);
-        let filled = inner
-            .load
+        let mut buffers = begin(&mut slots, at, key, false);
+        drop(slots);
+        let filled = shared
+            .loader
             .prepare(key, &mut buffers)
-            .and_then(|()| inner.load.fill(key, &buffers));
-        let mut places = inner.lock();
-        let place = &mut places[at];
-        place.buffers = buffers;
+            .and_then(|()| shared.loader.fill(key, &buffers));
+        let mut slots = shared.lock();
+        let slot = &mut slots[at];
+        slot.buffers = buffers;
         let result = match filled {
             Ok(weights) => {
                 let handle = Arc::new(weights);
-                place.content = SlotState::Ready(handle.clone());
+                slot.content = SlotState::Ready(handle.clone());
                 Ok(handle)
             }
             Err(e) => {
-                (place.key, place.content) = (None, SlotState::Empty);
+                (slot.key, slot.content) = (None, SlotState::Empty);
                 Err(e)
             }
         };
-        drop(places);
-        inner.changed.notify_all();
+        drop(slots);
+        shared.changed.notify_all();
         result
     }
 
     /// Prefetches `key` on the reader thread if a slot is free; `get` returns the error, if any.
     pub fn prefetch(&self, key: L::Key, send: impl FnOnce(Job)) {
-        let inner = &*self.0;
-        let mut places = inner.lock();
-        let now = clock(&places);
-        if let Some(place) = places.iter_mut().find(|p| p.key == Some(key)) {
-            (place.awaited, place.last) = (true, now);
+        let shared = &*self.0;
+        let mut slots = shared.lock();
+        let now = clock(&slots);
+        if let Some(slot) = slots.iter_mut().find(|p| p.key == Some(key)) {
+            (slot.prefetched, slot.last) = (true, now);
             return;
         }
-        let Some(at) = inner.choose(&mut places, false) else {
+        let Some(at) = shared.choose(&mut slots, false) else {
             return;
         };
-        let mut buffers = begin(&mut places, at, key, true);
-        drop(places);
-        let prepared = inner.load.prepare(key, &mut buffers);
+        let mut buffers = begin(&mut slots, at, key, true);
+        drop(slots);
+        let prepared = shared.loader.prepare(key, &mut buffers);
         let shared = self.0.clone();
         let job = move || {
-            let filled = prepared.and_then(|()| shared.load.fill(key, &buffers));
-            let mut places = shared.lock();
-            let place = &mut places[at];
-            place.buffers = buffers;
-            place.content = match filled {
+            let filled = prepared.and_then(|()| shared.loader.fill(key, &buffers));
+            let mut slots = shared.lock();
+            let slot = &mut slots[at];
+            slot.buffers = buffers;
+            slot.content = match filled {
                 Ok(weights) => SlotState::Ready(Arc::new(weights)),
                 Err(e) => SlotState::Failed(e),
             };
-            drop(places);
+            drop(slots);
             shared.changed.notify_all();
         };
         send(Box::new(job));
@@ -159,21 +159,21 @@ impl<L: Loader> DoubleBuffer<L> {
 
     /// Invalidates the loaded items (their weights have changed); the memory is kept.
     pub fn forget(&self) {
-        let inner = &*self.0;
-        let mut places = inner.settled();
-        for place in places.iter_mut() {
-            if !place.is_free() {
+        let shared = &*self.0;
+        let mut slots = shared.settled();
+        for slot in slots.iter_mut() {
+            if !slot.is_free() {
                 // The memory is still in use: the last reader frees it.
-                place.buffers.clear();
+                slot.buffers.clear();
             }
-            (place.key, place.content, place.awaited) = (None, SlotState::Empty, false);
+            (slot.key, slot.content, slot.prefetched) = (None, SlotState::Empty, false);
         }
     }
 
     /// Bytes of all slots; waits for running loads.
     pub fn bytes(&self) -> u64 {
-        let places = self.0.settled();
-        let tensors = places.iter().flat_map(|p| p.buffers.values());
+        let slots = self.0.settled();
+        let tensors = slots.iter().flat_map(|p| p.buffers.values());
         tensors
             .map(|t| (t.elem_count() * t.dtype().size_in_bytes()) as u64)
             .sum()
@@ -186,55 +186,55 @@ impl<K> Slot<K> {
             key: None,
             content: SlotState::Empty,
             buffers: Buffers::new(),
-            awaited: false,
+            prefetched: false,
             last: 0,
         }
     }
 }
 
-impl<L: Loader> Inner<L> {
+impl<L: Loader> Shared<L> {
     fn lock(&self) -> MutexGuard<'_, Vec<Slot<L::Key>>> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until no load is running.
     fn settled(&self) -> MutexGuard<'_, Vec<Slot<L::Key>>> {
-        let mut places = self.lock();
-        while places.iter().any(|p| matches!(p.content, SlotState::Loading)) {
-            places = self.changed.wait(places).unwrap_or_else(PoisonError::into_inner);
+        let mut slots = self.lock();
+        while slots.iter().any(|p| matches!(p.content, SlotState::Loading)) {
+            slots = self.changed.wait(slots).unwrap_or_else(PoisonError::into_inner);
         }
-        places
+        slots
     }
 
     /// Returns the slot to load into: a new one, or the least recently used free one. A prefetched slot that was not
     /// fetched yet is reused only if `must` is true.
-    fn choose(&self, places: &mut Vec<Slot<L::Key>>, must: bool) -> Option<usize> {
-        let free = |p: &Slot<L::Key>| p.is_free() && (must || !p.awaited);
-        let oldest = (0..places.len())
-            .filter(|&i| free(&places[i]))
-            .min_by_key(|&i| (places[i].awaited, places[i].last));
-        if oldest.is_some() && places.len() >= SLOTS {
+    fn choose(&self, slots: &mut Vec<Slot<L::Key>>, must: bool) -> Option<usize> {
+        let free = |p: &Slot<L::Key>| p.is_free() && (must || !p.prefetched);
+        let oldest = (0..slots.len())
+            .filter(|&i| free(&slots[i]))
+            .min_by_key(|&i| (slots[i].prefetched, slots[i].last));
+        if oldest.is_some() && slots.len() >= SLOTS {
             return oldest;
         }
-        if places.len() < SLOTS {
-            places.push(Slot::new());
-            return Some(places.len() - 1);
+        if slots.len() < SLOTS {
+            slots.push(Slot::new());
+            return Some(slots.len() - 1);
         }
         None
     }
 }
 
-fn clock<K>(places: &[Slot<K>]) -> u64 {
-    places.iter().map(|p| p.last).max().unwrap_or(0) + 1
+fn clock<K>(slots: &[Slot<K>]) -> u64 {
+    slots.iter().map(|p| p.last).max().unwrap_or(0) + 1
 }
 
 /// Assigns the slot to `key` and marks it as loading; returns its memory for the loader.
-fn begin<K>(places: &mut [Slot<K>], at: usize, key: K, awaited: bool) -> Buffers {
-    let now = clock(places);
-    let place = &mut places[at];
-    (place.key, place.content) = (Some(key), SlotState::Loading);
-    (place.awaited, place.last) = (awaited, now);
-    std::mem::take(&mut place.buffers)
+fn begin<K>(slots: &mut [Slot<K>], at: usize, key: K, prefetched: bool) -> Buffers {
+    let now = clock(slots);
+    let slot = &mut slots[at];
+    (slot.key, slot.content) = (Some(key), SlotState::Loading);
+    (slot.prefetched, slot.last) = (prefetched, now);
+    std::mem::take(&mut slot.buffers)
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use super::*;
 use crate::formats::writer::write_model;
 use crate::ops::{master, update};
-use crate::source::{Numbers, Part, Resident};
+use crate::source::{Numbers, Resident, Sublayer};
 use half::bf16;
 use tempfile::TempDir;
 
@@ -17,7 +17,7 @@ fn params(tied: bool) -> Vec<ParamInfo> {
         name: name.into(),
         shape: shape.to_vec(),
         group,
-        part: Part::Other,
+        sublayer: Sublayer::Other,
     };
     let mut all = vec![param("embed".into(), &[V, D], Group::Embedding)];
     for l in 0..LAYERS {
@@ -96,18 +96,21 @@ fn every_group_row_and_piece_is_that_of_resident_weights() {
             assert_eq!(table.dims()[0] == V, embedding_is_whole);
             assert!(embedding_is_whole || disk.rows("embed", &[V as u32]).is_err());
             let head = if tied { "embed" } else { "head" };
-            assert_eq!(disk.piece_rows(head), rows);
+            assert_eq!(disk.streamed(head).map(|m| m.piece_rows()), rows);
             if let Some(rows) = rows {
-                let whole = here.held(head).unwrap();
+                let (whole, streamed) = (here.in_memory(head).unwrap(), disk.streamed(head).unwrap());
                 for first in (0..V).step_by(rows).chain((0..V).step_by(rows)) {
                     let count = rows.min(V - first);
                     let want = flat(&whole.narrow(0, first, count).unwrap());
-                    assert_eq!(flat(&disk.piece(head, first).unwrap().get(head).unwrap().1), want);
+                    assert_eq!(flat(&streamed.piece(first).unwrap().get(head).unwrap().1), want);
                 }
             } else {
-                assert_eq!(flat(&disk.held(head).unwrap()), flat(&here.held(head).unwrap()));
+                assert_eq!(
+                    flat(&disk.in_memory(head).unwrap()),
+                    flat(&here.in_memory(head).unwrap())
+                );
             }
-            // Two layers, two pieces and the held parameters: nothing more was allocated.
+            // Two layers, two pieces and the parameters in memory: nothing more was allocated.
             let size = dtype.bytes() as usize;
             let layer = (D * 3 * D + 2 * D) * size;
             let head = rows.map_or(V * D, |rows| 2 * rows.min(V) * D) * size;
@@ -117,7 +120,7 @@ fn every_group_row_and_piece_is_that_of_resident_weights() {
 }
 
 /// All elements of a parameter, exactly.
-fn exact(source: &dyn LayerSource, name: &str) -> Vec<u32> {
+fn exact(source: &dyn TrainableStore, name: &str) -> Vec<u32> {
     let mut all = Vec::new();
     source
         .read(name, &mut |numbers| {
@@ -146,13 +149,13 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
         disk.activate(&[name, "norm.weight", "an.adapter.lora_A.weight"], &mut low)
             .unwrap();
         assert!(low.is_empty(), "nothing was trained yet");
-        assert!(disk.master_is_out(name) && !disk.master_is_out("model.layers.2.a.bias"));
+        assert!(disk.master_in_optimizer(name) && !disk.master_in_optimizer("model.layers.2.a.bias"));
         let before = exact(&disk, "model.layers.2.a.bias");
 
         // An update with values that bf16 cannot represent.
         let count = D * 3 * D;
         let values: Vec<f32> = (0..count).map(|i| 1.0 + i as f32 * 1e-4).collect();
-        let tensor = disk.held(name).unwrap();
+        let tensor = disk.in_memory(name).unwrap();
         let fetched = disk.fetch(group).unwrap();
         let want = match dtype {
             Dtype::F32 => {
@@ -179,17 +182,17 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
         drop(fetched);
 
         disk.deactivate(&|n| n == "norm.weight", &mut low).unwrap();
-        assert!(low.is_empty() && disk.held(name).is_none() && disk.held("norm.weight").is_some());
+        assert!(low.is_empty() && disk.in_memory(name).is_none() && disk.in_memory("norm.weight").is_some());
         assert_eq!(exact(&disk, name), bits);
         assert_eq!(flat(&disk.fetch(group).unwrap().get(name).unwrap().1), want);
         assert_eq!(exact(&disk, "model.layers.2.a.bias"), before);
 
         disk.activate(&[name], &mut low).unwrap();
-        assert_eq!(flat(&disk.held(name).unwrap()), want);
+        assert_eq!(flat(&disk.in_memory(name).unwrap()), want);
         assert_eq!(low.contains_key(name), dtype == Dtype::Bf16);
         disk.deactivate(&|_| false, &mut low).unwrap();
         assert_eq!(exact(&disk, name), bits, "nothing is lost by doing nothing");
-        assert!(disk.held("norm.weight").is_some() && !disk.master_is_out("norm.weight"));
+        assert!(disk.in_memory("norm.weight").is_some() && !disk.master_in_optimizer("norm.weight"));
     }
 }
 
@@ -227,10 +230,10 @@ fn exact_values_are_taken_from_a_checkpoint() {
             Dtype::F32 => x,
             Dtype::Bf16 => master::split(x).0.to_f32(),
         };
-        let piece = disk.piece("embed", PIECE).unwrap();
+        let piece = disk.streamed("embed").unwrap().piece(PIECE).unwrap();
         let want = high(values(PIECE * D + 1)[PIECE * D]);
         assert_eq!(flat(&piece.get("embed").unwrap().1)[0], want);
-        assert_eq!(flat(&disk.held("norm.weight").unwrap())[3], high(values(4)[3]));
+        assert_eq!(flat(&disk.in_memory("norm.weight").unwrap())[3], high(values(4)[3]));
         assert!(disk.restore("model.layers.0.a.bias", &saved, &mut low).is_err());
     }
 }
@@ -241,7 +244,7 @@ fn what_is_wrong_is_told() {
     assert!(open(dir.path(), Dtype::F32, false, Some(100)).is_err());
     let disk = open(dir.path(), Dtype::F32, false, None).unwrap();
     assert!(disk.fetch(Group::Layer(LAYERS)).is_err());
-    assert!(disk.piece("head", 0).is_err());
+    assert!(disk.streamed("head").is_none());
     assert!(disk.rows("nothing", &[0]).is_err());
     disk.prefetch(Group::Layer(LAYERS));
     // After the file is truncated, `fetch` returns the reader's error.

@@ -14,7 +14,7 @@ fn params() -> Vec<ParamInfo> {
         name: name.into(),
         shape: shape.to_vec(),
         group,
-        part: super::super::Part::Other,
+        sublayer: crate::source::Sublayer::Other,
     };
     let mut all = vec![param("embed".into(), &[V, D], Group::Embedding)];
     for l in 0..LAYERS {
@@ -35,7 +35,7 @@ fn resident(dtype: Dtype) -> Resident {
 }
 
 fn uploaded(dtype: Dtype) -> Uploaded {
-    Uploaded::new(Box::new(resident(dtype)), "head", true, &Device::Cpu).unwrap()
+    Uploaded::new(Arc::new(resident(dtype)), "head", true, &Device::Cpu).unwrap()
 }
 
 fn flat(t: &Tensor) -> Vec<f32> {
@@ -58,27 +58,30 @@ fn groups_and_rows_are_those_of_the_host() {
             for (name, weight) in b.iter() {
                 assert_eq!(flat(&a.get(name).unwrap().1), flat(weight.dense().unwrap()), "{name}");
             }
-            assert!(lock(&there.places).len() <= SLOTS + 1);
+            assert!(lock(&there.slots).len() <= SLOTS + 1);
         }
         let (table, at) = there.rows("embed", &[5, 0, 5, V as u32 - 1]).unwrap();
         assert_eq!((table.dims()[0], &at[..]), (3, &[1, 0, 1, 2][..]));
-        let whole = flat(&here.held("embed").unwrap());
+        let whole = flat(&here.in_memory("embed").unwrap());
         assert_eq!(flat(&table)[D..2 * D], whole[5 * D..6 * D]);
         assert!(there.rows("embed", &[V as u32]).is_err());
         // The head stays on the device, layers do not.
-        assert!(there.held("head").is_some() && there.held("model.layers.1.a.weight").is_none());
-        assert_eq!(flat(&there.held("head").unwrap()), flat(&here.held("head").unwrap()));
+        assert!(there.in_memory("head").is_some() && there.in_memory("model.layers.1.a.weight").is_none());
+        assert_eq!(
+            flat(&there.in_memory("head").unwrap()),
+            flat(&here.in_memory("head").unwrap())
+        );
     }
 }
 
 #[test]
 fn what_was_asked_for_waits_until_it_is_fetched() {
     let there = uploaded(Dtype::F32);
-    let waits = |l| lock(&there.places).iter().any(|p| p.group == Group::Layer(l));
+    let waits = |l| lock(&there.slots).iter().any(|p| p.group == Group::Layer(l));
     let fetch = |l| {
         assert!(waits(l), "layer {l} would be sent twice");
         drop(there.fetch(Group::Layer(l)).unwrap());
-        assert!(lock(&there.places).len() <= SLOTS);
+        assert!(lock(&there.slots).len() <= SLOTS);
     };
     // Forward and backward of a micro-batch, twice.
     there.prefetch(Group::Layer(0));
@@ -104,9 +107,9 @@ fn what_was_trained_goes_home_exactly() {
         let (there, mut low) = (uploaded(dtype), Low::default());
         let before = flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1);
         there.activate(&[NAME], &mut low).unwrap();
-        let held = there.held(NAME).unwrap();
+        let held = there.in_memory(NAME).unwrap();
         assert_eq!(flat(&held), before);
-        assert!(there.master_is_out(NAME) && !there.master_is_out("head"));
+        assert!(there.master_in_optimizer(NAME) && !there.master_in_optimizer("head"));
         // The fetched layer uses the tensor that is trained.
         match dtype {
             Dtype::F32 => update::with_slice_mut(&held, |w| w.copy_from_slice(&exact)).unwrap(),
@@ -119,7 +122,7 @@ fn what_was_trained_goes_home_exactly() {
         let seen = flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1);
         assert_eq!(seen, flat(&held));
         there.deactivate(&|_| false, &mut low).unwrap();
-        assert!(low.is_empty() && there.held(NAME).is_none());
+        assert!(low.is_empty() && there.in_memory(NAME).is_none());
         assert_eq!(flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1), seen);
         let mut read = Vec::new();
         there
@@ -135,7 +138,7 @@ fn what_was_trained_goes_home_exactly() {
         assert_eq!(read, exact);
         // Activation returns it with the low bits of its master.
         there.activate(&[NAME], &mut low).unwrap();
-        assert_eq!(flat(&there.held(NAME).unwrap()), seen);
+        assert_eq!(flat(&there.in_memory(NAME).unwrap()), seen);
         assert_eq!(low.contains_key(NAME), dtype == Dtype::Bf16);
     }
 }
@@ -156,11 +159,11 @@ fn codes_travel_as_they_are() {
         let make = || {
             let host = Resident::random_stored(params(), 7, 0.5, 1.0, storage, &Device::Cpu).unwrap();
             let originals = resident(Dtype::F32);
-            host.with_originals(move |p, _| Ok(originals.held(&p.name).unwrap()))
+            host.with_originals(move |p, _| Ok(originals.in_memory(&p.name).unwrap()))
         };
         let here = make();
-        let there = Uploaded::new(Box::new(make().ready_to_travel().unwrap()), "head", true, &Device::Cpu).unwrap();
-        let rows = |s: &dyn LayerSource| {
+        let there = Uploaded::new(Arc::new(make().ready_to_travel().unwrap()), "head", true, &Device::Cpu).unwrap();
+        let rows = |s: &dyn WeightSource| {
             let (_, weight) = s.fetch(Group::Layer(1)).unwrap().weight(NAME).unwrap();
             assert_eq!(weight.format(), Some(format));
             weight.rows(0, D).unwrap()
@@ -168,9 +171,9 @@ fn codes_travel_as_they_are() {
         assert_eq!(rows(&here), rows(&there));
         // After training, the new values are quantized again.
         let (mut a, mut b) = (Low::default(), Low::default());
-        for (s, low) in [(&here as &dyn LayerSource, &mut a), (&there, &mut b)] {
+        for (s, low) in [(&here as &dyn TrainableStore, &mut a), (&there, &mut b)] {
             s.activate(&[NAME], low).unwrap();
-            let held = s.held(NAME).unwrap();
+            let held = s.in_memory(NAME).unwrap();
             update::with_slice_mut(&held, |w| w.iter_mut().for_each(|x| *x *= 1.5)).unwrap();
             assert_eq!(s.deactivate(&|_| false, low).unwrap().len(), 1);
         }
@@ -181,7 +184,7 @@ fn codes_travel_as_they_are() {
 /// A host source that records its requests.
 struct Watched(Resident, Arc<Mutex<Vec<(bool, usize)>>>);
 
-impl LayerSource for Watched {
+impl WeightSource for Watched {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         if let Group::Layer(l) = group {
             lock(&self.1).push((true, l));
@@ -203,12 +206,30 @@ impl LayerSource for Watched {
         self.0.resident_bytes()
     }
 
-    fn held(&self, name: &str) -> Option<Tensor> {
-        self.0.held(name)
+    fn in_memory(&self, name: &str) -> Option<Tensor> {
+        self.0.in_memory(name)
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
         self.0.rows(name, ids)
+    }
+
+    fn streamed(&self, name: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
+        self.0.streamed(name)
+    }
+}
+
+impl TrainableStore for Watched {
+    fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
+        self.0.activate(names, low)
+    }
+
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
+        self.0.deactivate(keep, low)
+    }
+
+    fn master_in_optimizer(&self, name: &str) -> bool {
+        self.0.master_in_optimizer(name)
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
@@ -218,10 +239,18 @@ impl LayerSource for Watched {
     fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()> {
         self.0.restore(name, saved, low)
     }
+
+    fn requantize(&self) -> Option<&dyn Requantize> {
+        None
+    }
+
+    fn upload_times(&self) -> Result<Option<CopyTimes>> {
+        Ok(None)
+    }
 }
 
 /// Forward through all layers, and backward down to the layer `lowest`.
-fn up_and_down(source: &dyn LayerSource, lowest: usize) {
+fn up_and_down(source: &dyn WeightSource, lowest: usize) {
     source.prefetch(Group::Layer(0));
     for l in 0..LAYERS {
         if l + 1 < LAYERS {
@@ -240,7 +269,7 @@ fn the_source_behind_reads_each_layer_ahead_and_none_for_nothing() {
     for lowest in [0, 2] {
         let asked: Arc<Mutex<Vec<(bool, usize)>>> = Arc::default();
         let watched = Watched(resident(Dtype::F32), asked.clone());
-        let there = Uploaded::new(Box::new(watched), "head", false, &Device::Cpu).unwrap();
+        let there = Uploaded::new(Arc::new(watched), "head", false, &Device::Cpu).unwrap();
         for _ in 0..2 {
             up_and_down(&there, lowest);
         }
@@ -276,7 +305,7 @@ fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
     };
     let there = Disk::open(params(), Weights::open_file(&file).unwrap(), options).unwrap();
     let (there, here) = (
-        Uploaded::new(Box::new(there), "head", false, &Device::Cpu).unwrap(),
+        Uploaded::new(Arc::new(there), "head", false, &Device::Cpu).unwrap(),
         resident(dtype),
     );
     for lowest in [0, 3, 0] {
@@ -292,7 +321,7 @@ fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
         }
         let held = 4 * (D + V * D) as u64;
         let layer = 4 * (2 * D * D + D) as u64;
-        assert_eq!(there.inner.resident_bytes(), held + 2 * layer);
-        assert!(lock(&there.places).len() <= SLOTS);
+        assert_eq!(there.host.resident_bytes(), held + 2 * layer);
+        assert!(lock(&there.slots).len() <= SLOTS);
     }
 }

@@ -123,7 +123,10 @@ impl<'a> AdvantageComputer<'a> {
     /// Computes the log-probabilities under the exact weights and the reference, and the values, if the loss needs
     /// them.
     pub fn read(&self, kept: &mut [Trajectory], network: &Network, start: Option<&Reference>) -> Result<()> {
-        let values = self.is_ppo().then(|| ValueHead::of(&network.own)).transpose()?;
+        let values = self
+            .is_ppo()
+            .then(|| ValueHead::of(&network.objective_params))
+            .transpose()?;
         let old = !self.on_policy() || self.quantized() || self.is_ppo() || self.is_rloo();
         let phase = progress::phase("reading answers", kept.len(), "answers");
         for kept in kept.chunks_mut(self.recipe.train.batch_size) {

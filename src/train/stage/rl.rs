@@ -99,7 +99,10 @@ fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<Refer
             let adapter = adapter.filter(|_| recipe.tune.method == Method::Lora);
             model.infer(adapter.map(Path::new), Some(dtype), device)?
         }
-        init => model.load(&source::StoragePolicy::dense(dtype), init, recipe.train.seed, device)?,
+        init => {
+            let storage = source::StoragePolicy::dense(dtype);
+            model.load(&storage, init, recipe.train.seed, device)?.network
+        }
     };
     Ok(Reference::Copy(Box::new(network)))
 }

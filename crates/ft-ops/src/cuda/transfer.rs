@@ -104,9 +104,9 @@ impl Copier {
     }
 
     /// Starts the upload of a contiguous host tensor; see `ops::transfer`.
-    pub fn send(&self, host: &Tensor, stays: bool) -> Result<Arriving> {
+    pub fn send(&self, host: &Tensor, stable: bool) -> Result<Arriving> {
         let (from, len) = host_bytes(host)?;
-        if stays && len >= LEAST_LOCKED {
+        if stable && len >= LEAST_LOCKED {
             self.lock_in_memory(host, from as usize, len)?;
         }
         // SAFETY: the tensor holds this number of bytes. From memory that is not page-locked the driver copies
@@ -181,7 +181,7 @@ impl Copier {
     }
 
     /// Starts the offload of a tensor to the host.
-    pub fn park(&self, tensor: Tensor) -> Result<Offloaded> {
+    pub fn offload(&self, tensor: Tensor) -> Result<Offloaded> {
         let from = address(&tensor, "a tensor that is offloaded")?;
         let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let mut host = self.pinned(len)?;
@@ -200,22 +200,22 @@ impl Copier {
         })
     }
 
-    pub fn release(&self, parked: &mut Offloaded) -> Result<()> {
-        if let Some(tensor) = parked.leaving.take() {
-            self.gpu.device().cuda_stream().wait(&parked.done).map_err(failed)?;
+    pub fn release(&self, offloaded: &mut Offloaded) -> Result<()> {
+        if let Some(tensor) = offloaded.leaving.take() {
+            self.gpu.device().cuda_stream().wait(&offloaded.done).map_err(failed)?;
             drop(tensor);
         }
         Ok(())
     }
 
     /// Starts the copy of an offloaded tensor back to the GPU.
-    pub fn fetch(&self, mut parked: Offloaded) -> Result<Arriving> {
-        self.release(&mut parked)?;
-        let Some(host) = parked.host.take() else {
+    pub fn fetch(&self, mut offloaded: Offloaded) -> Result<Arriving> {
+        self.release(&mut offloaded)?;
+        let Some(host) = offloaded.host.take() else {
             return Err(Error::internal("an offloaded tensor was fetched twice"));
         };
-        let tensor = self.gpu.empty(parked.shape.as_slice(), parked.dtype)?;
-        let len = tensor.elem_count() * parked.dtype.size_in_bytes();
+        let tensor = self.gpu.empty(offloaded.shape.as_slice(), offloaded.dtype)?;
+        let len = tensor.elem_count() * offloaded.dtype.size_in_bytes();
         let arriving = self.copy_to(tensor, &host.as_slice().map_err(failed)?[..len])?;
         lock(&self.free).entry(host.len()).or_default().push(host);
         Ok(arriving)

@@ -1,4 +1,4 @@
-//! Moves parameters between the layer source and the optimizer, and reads and sets exact values.
+//! Moves parameters between their store and the optimizer, and reads and sets exact values.
 
 use super::active::Active;
 use super::step::Engine;
@@ -15,21 +15,21 @@ impl Engine {
     /// `survives` accepts; the low bits of fp32 masters are never lost. Returns the requantized weights.
     pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Recoded>> {
         self.optimizer.retire_all_but(survives)?;
-        let source = &self.network.source;
-        let recoded = source.deactivate(&|name| active.contains(name), &mut self.optimizer)?;
+        let recoded = self
+            .store
+            .deactivate(&|name| active.contains(name), &mut self.optimizer)?;
         let names: Vec<&str> = active.names().collect();
-        source.activate(&names, &mut self.optimizer)?;
+        self.store.activate(&names, &mut self.optimizer)?;
         Ok(recoded)
     }
 
     /// Passes the exact f32 values of a trained weight or of an adapter matrix to `sink`.
     pub fn exact(&self, name: &str, sink: &mut ExactSink) -> Result<()> {
-        let source = &self.network.source;
-        let is_weight = source.params().iter().any(|p| &*p.name == name);
-        if !is_weight || (source.master_is_out(name) && source.held(name).is_some()) {
+        let store = &self.store;
+        if store.param(name).is_err() || (store.master_in_optimizer(name) && store.in_memory(name).is_some()) {
             return sink(&self.optimizer.exact(name, &self.network.param(name)?.tensor)?);
         }
-        source.read(name, &mut |numbers| match numbers {
+        store.read(name, &mut |numbers| match numbers {
             Numbers::F32(values) => sink(values),
             Numbers::Bf16(high, Some(low)) => {
                 let pairs = high.iter().zip(low);
@@ -43,9 +43,8 @@ impl Engine {
     ///
     /// Errors: the model has no such parameter, or its size differs.
     pub fn restore(&mut self, name: &str, saved: &Weights) -> Result<()> {
-        let source = &self.network.source;
-        if source.params().iter().any(|p| &*p.name == name) {
-            return source.restore(name, saved, &mut self.optimizer);
+        if self.store.param(name).is_ok() {
+            return self.store.restore(name, saved, &mut self.optimizer);
         }
         let param = self.network.param(name)?;
         self.optimizer
@@ -58,7 +57,7 @@ impl Engine {
 
     /// Number of elements of a weight or an adapter matrix.
     pub fn elements(&self, name: &str) -> Result<usize> {
-        if let Some(info) = self.network.source.params().iter().find(|p| &*p.name == name) {
+        if let Ok(info) = self.store.param(name) {
             return Ok(info.elements());
         }
         let param = self

@@ -1,0 +1,42 @@
+//! Code of an adaptation method that runs around the update of a step.
+
+use crate::base::Result;
+use crate::peft::ranks::{Gradients, RankAllocator};
+use std::collections::BTreeMap;
+
+/// Runs before and after the update of each step, on the accumulated gradients of all parameters. With a hook the engine
+/// stores the gradients until the update (`Gradients::Keep`).
+pub trait StepHook {
+    /// May change `gradients` in place: they are complete, f32, and not clipped.
+    fn before_update(&mut self, gradients: &Gradients) -> Result<()>;
+
+    /// Runs after the update of `step` (from 1) with `gradients` times `coefficient`, the clipping factor.
+    fn after_update(&mut self, step: u64, gradients: &Gradients, coefficient: f32) -> Result<()>;
+
+    /// The state for a checkpoint, by name.
+    fn state(&self) -> BTreeMap<String, Vec<f32>>;
+
+    /// Restores one entry of `state`.
+    ///
+    /// Errors: a name or a size that does not belong to this hook.
+    fn restore(&mut self, name: &str, values: Vec<f32>) -> Result<()>;
+}
+
+/// AdaLoRA.
+impl StepHook for RankAllocator {
+    fn before_update(&mut self, gradients: &Gradients) -> Result<()> {
+        self.regularize(gradients)
+    }
+
+    fn after_update(&mut self, step: u64, gradients: &Gradients, coefficient: f32) -> Result<()> {
+        self.after(step, gradients, coefficient)
+    }
+
+    fn state(&self) -> BTreeMap<String, Vec<f32>> {
+        self.saved()
+    }
+
+    fn restore(&mut self, name: &str, values: Vec<f32>) -> Result<()> {
+        RankAllocator::restore(self, name, values)
+    }
+}

@@ -1,0 +1,68 @@
+//! Weights that are all in memory.
+
+use super::{Group, GroupWeights, ParamInfo, StreamedMatrix, WeightSource, no_such};
+use crate::base::{Error, Result};
+use crate::quant::Weight;
+use candle_core::Tensor;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+#[derive(Debug)]
+pub struct InMemory {
+    params: Vec<ParamInfo>,
+    groups: Mutex<BTreeMap<Group, Arc<GroupWeights>>>,
+}
+
+impl InMemory {
+    /// Without weights: each group must be set before it is fetched.
+    pub fn new(params: Vec<ParamInfo>) -> Self {
+        Self {
+            params,
+            groups: Mutex::default(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Group, Arc<GroupWeights>>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets or replaces a group; existing handles keep the old weights.
+    pub fn set(&self, group: Group, weights: impl Into<Arc<GroupWeights>>) {
+        self.lock().insert(group, weights.into());
+    }
+
+    /// Sum of `of` over all weights.
+    pub fn sum(&self, of: impl Fn(&Weight) -> u64) -> u64 {
+        let groups = self.lock();
+        groups.values().flat_map(|g| g.iter()).map(|(_, w)| of(w)).sum()
+    }
+}
+
+impl WeightSource for InMemory {
+    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        let found = self.lock().get(&group).cloned();
+        found.ok_or_else(|| Error::new(format!("the model has no {group:?}")))
+    }
+
+    fn params(&self) -> &[ParamInfo] {
+        &self.params
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        self.sum(Weight::bytes)
+    }
+
+    fn in_memory(&self, name: &str) -> Option<Tensor> {
+        let param = self.param(name).ok()?;
+        Some(self.fetch(param.group).ok()?.get(name).ok()?.1)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        let table = self.in_memory(name).ok_or_else(|| no_such(name))?;
+        Ok((table, ids.to_vec()))
+    }
+
+    fn streamed(&self, _: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
+        None
+    }
+}

@@ -12,6 +12,7 @@ use ft::model::{Head, LossGradients, Need, Objective};
 use ft::ops::{Dtype, rms_norm, step_stats::StepStats};
 use ft::optim::{Optimizer, OptimizerConfig};
 use ft::sft::CausalLm;
+use serde_json::json;
 use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
@@ -22,6 +23,7 @@ fn open(dir: &Path) -> Result<hf::OpenModel> {
     hf::open(dir, Dtype::F32, &Device::Cpu)
 }
 
+#[track_caller]
 fn kind<T>(result: Result<T>) -> ErrorKind {
     match result {
         Ok(_) => panic!("no error"),
@@ -70,6 +72,15 @@ fn a_step_and_a_generation_need_no_preparation() {
     assert!(losses[4] < losses[0], "{losses:?}");
 
     let opened = open(Path::new(TINY)).unwrap();
+    let chat = [json!({"role": "user", "content": "What is 2 + 3?"})];
+    assert!(
+        opened
+            .template
+            .unwrap()
+            .render(&chat, None, true)
+            .unwrap()
+            .contains("2 + 3")
+    );
     let settings = Settings {
         max_new_tokens: 4,
         temperature: 0.0,
@@ -133,7 +144,7 @@ fn files_have_kinds_of_errors() {
 fn computations_have_kinds_of_errors() {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
     assert_eq!(
-        kind(rms_norm::forward(&zeros(&[2, 8]), &zeros(&[4]), 1e-6, false)),
+        kind(rms_norm::forward(&zeros(&[2, 8]), &zeros(&[3]), 1e-6, false)),
         ErrorKind::Shape
     );
 

@@ -16,6 +16,7 @@ use candle_core::{DType, Tensor};
 /// Sums over batches.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Totals {
+    /// Sum of the loss, before the division by `weight`.
     pub loss_sum: f64,
     /// Divisor of the loss: for most objectives the number of trained tokens.
     pub weight: u64,
@@ -28,10 +29,12 @@ pub struct Totals {
 }
 
 impl Totals {
+    /// The loss: the sum divided by the weight.
     pub fn loss(&self) -> f64 {
         self.loss_sum / self.weight as f64
     }
 
+    /// Adds the totals of other batches.
     pub fn add(&mut self, other: Totals) {
         self.loss_sum += other.loss_sum;
         self.weight += other.weight;
@@ -40,6 +43,7 @@ impl Totals {
         self.tokens += other.tokens;
     }
 
+    /// Adds the counts of a batch.
     pub fn count(&mut self, batch: &Batch, objective: &dyn Objective) {
         self.weight += objective.weight(batch) as u64;
         self.trained += batch.trained() as u64;
@@ -114,8 +118,11 @@ impl SavedInput {
 /// recomputed, bit-exactly.
 #[derive(Clone, Copy)]
 pub struct Pass<'a> {
+    /// The model.
     pub network: &'a Network,
+    /// The loss.
     pub objective: &'a dyn Objective,
+    /// The parameters that get gradients.
     pub active: &'a Active,
     /// Receives loss and correct predictions.
     pub step_stats: &'a StepStats,
@@ -378,6 +385,9 @@ pub(super) fn non_finite_loss(loss: f64) -> Error {
 }
 
 /// Loss of one batch, without gradients.
+///
+/// # Errors
+/// As for `Engine::step`, without gradients.
 pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> Result<Totals> {
     let mut totals = Totals::default();
     if objective.weight(batch) > 0 {

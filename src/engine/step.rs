@@ -37,24 +37,32 @@ impl Gradients {
     }
 }
 
+/// A model in training: the network, its loss and its optimizer.
 pub struct Engine {
+    /// The model, also for decoding between steps.
     pub network: Network,
     /// The source of `network`.
     pub store: Arc<dyn TrainableStore>,
+    /// The loss.
     pub objective: Box<dyn Objective>,
+    /// Updates the weights; holds moments and fp32 masters.
     pub optimizer: Optimizer,
+    /// How a step uses memory.
     pub strategy: StepStrategy,
     /// Copies layer inputs to the host and back, if the strategy offloads them.
     pub input_offload: Option<Copier>,
     /// 0: no clipping.
     pub max_grad_norm: f64,
+    /// Seed of dropout and stochastic rounding.
     pub seed: u64,
     /// Runs around each update.
     pub step_hook: Option<Box<dyn StepHook>>,
 }
 
+/// The result of a step.
 #[derive(Debug, Clone, Copy)]
 pub struct StepReport {
+    /// Loss and counts of the window.
     pub totals: Totals,
     /// Global norm before clipping.
     pub grad_norm: f64,
@@ -64,7 +72,8 @@ impl Engine {
     /// Prepares `model` for training steps as `strategy` says. Gradients are clipped to a global norm of 1; change
     /// `max_grad_norm` and `seed` before the first step. `first`: the active parameters of the first step.
     ///
-    /// Errors: the copy streams of the device cannot be created.
+    /// # Errors
+    /// The copy streams of the device cannot be created.
     pub fn new(
         model: TrainableNetwork,
         objective: Box<dyn Objective>,
@@ -99,7 +108,8 @@ impl Engine {
 
     /// Runs step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
     ///
-    /// Errors: a loss or gradient is not finite; with stored gradients the active weights are then unchanged.
+    /// # Errors
+    /// A loss or gradient is not finite; with stored gradients the active weights are then unchanged.
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
         self.step_or_stop(step, batches, active, lr, false)
     }
@@ -119,7 +129,8 @@ impl Engine {
 
     /// As `step`; if `may_stop` is set and `changes_last` holds, a signal ends it at the next layer.
     ///
-    /// Errors: kind `Signal` if the step was abandoned: the state is that of the previous step.
+    /// # Errors
+    /// Kind `Signal` if the step was abandoned: the state is that of the previous step.
     pub fn step_or_stop(
         &mut self,
         step: u64,

@@ -13,7 +13,9 @@ use std::sync::Arc;
 /// A named weight.
 #[derive(Debug, Clone)]
 pub struct Param {
+    /// Name in the checkpoint.
     pub name: Arc<str>,
+    /// The values.
     pub tensor: Tensor,
 }
 
@@ -76,6 +78,7 @@ impl Context<'_> {
         }
     }
 
+    /// Reports the input of the linear with this weight to the observer, if there is one.
     pub fn seen(&self, weight: &str, x: &Tensor) -> Result<()> {
         match self.observer {
             Some(observer) => observer.input(weight, x),
@@ -113,7 +116,9 @@ pub trait Layer {
 pub struct Need {
     /// Factor of every gradient: 1 / weight of the whole window (its trained tokens, for most objectives).
     pub scale: f64,
+    /// The gradient of the hidden states.
     pub dh: bool,
+    /// The gradient of the output projection.
     pub dw: bool,
 }
 

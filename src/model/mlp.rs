@@ -19,6 +19,7 @@ pub(super) type Parts = Vec<Vec<Tensor>>;
 pub struct Needs {
     /// True if a parameter of gate or up is trained.
     pub inputs: bool,
+    /// True if a parameter of down is trained.
     pub down: bool,
     /// The gradient with respect to the norm's output.
     pub dh: bool,

@@ -27,6 +27,7 @@ pub struct Sums<'a> {
 }
 
 impl<'a> Sums<'a> {
+    /// No sums yet; `inner` gets each whole gradient in `finish`.
     pub fn new(inner: &'a mut dyn GradSink) -> Self {
         Self {
             inner,

@@ -47,7 +47,8 @@ impl Rope {
     /// `parameters` is one set in the form of transformers 5: `rope_type` (or `type`), `rope_theta`, and the options of
     /// the type. `head_dim` is E, `max_positions` the config's `max_position_embeddings`.
     ///
-    /// Errors: a `rope_type` that is not supported, by name; an option that is missing or not a number.
+    /// # Errors
+    /// A `rope_type` that is not supported, by name; an option that is missing or not a number.
     pub fn new(parameters: &Map<String, Value>, head_dim: usize, max_positions: usize, place: &str) -> Result<Self> {
         let r = Reader { map: parameters, place };
         let kind = parameters

@@ -15,6 +15,7 @@ use std::sync::Arc;
 /// Name below the matrix's module, as in PEFT.
 pub const BELOW: &str = "token_adapter.trainable_tokens_delta";
 
+/// Trained rows of the embedding or of the output projection.
 #[derive(Debug, Clone)]
 pub struct TokenRows {
     /// Name of the matrix `[V, D]`.
@@ -33,7 +34,8 @@ pub fn name_of(table: &str) -> String {
 impl TokenRows {
     /// Rows `ids` of `table` with their current values, or with `given` `[T, D]`, which is copied into the matrix.
     ///
-    /// Errors: an id outside the matrix; a matrix that is not held in memory.
+    /// # Errors
+    /// An id outside the matrix; a matrix that is not held in memory.
     pub fn new(network: &Network, table: &str, ids: &[u32], given: Option<&Tensor>) -> Result<Self> {
         let held = network.source.in_memory(table).ok_or_else(|| {
             Error::unsupported("rows of a matrix that is streamed from disk cannot be trained")
@@ -107,10 +109,12 @@ impl TokenRows {
         embedding::scatter_add(gradient, &rows, &dx.index_select(&tokens, 0)?.contiguous()?, scale)
     }
 
+    /// True if the sink wants the gradient of these rows.
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
         sink.wants(&self.part.name)
     }
 
+    /// The rows as a parameter, `[T, D]`.
     pub fn param(&self) -> Param {
         Param {
             name: self.part.name.clone(),
@@ -118,6 +122,7 @@ impl TokenRows {
         }
     }
 
+    /// A gradient of zeros, `[T, D]`.
     pub fn zeros(&self) -> Result<Tensor> {
         Ok(Tensor::zeros(
             self.part.tensor.shape(),

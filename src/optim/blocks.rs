@@ -45,6 +45,9 @@ pub struct BlockSchedule {
 
 impl BlockSchedule {
     /// A run resolves `switch_every` to a number first (`setup::defaults`); without known steps any number is valid.
+    ///
+    /// # Errors
+    /// A partition without blocks, a first block beyond the last, a prefix that matches no parameter.
     pub fn new(recipe: &BlockConfig, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
         let blocks = partition(recipe, params, tied);
         if blocks.is_empty() {

@@ -127,11 +127,17 @@ impl Optimizer {
     }
 
     /// Updates all parameters of a list (no name twice) with their gradients times `coefficient`.
+    ///
+    /// # Errors
+    /// A gradient of another shape than its weight (`Shape`); a weight that is neither f32 nor bf16 (`Unsupported`).
     pub fn update_all(&mut self, updates: &[Update], lr: f64, coefficient: f32) -> Result<()> {
         self.update_gated(updates, lr, coefficient, FoundInf::default())
     }
 
     /// As `update_all`; `gate` can disable the update.
+    ///
+    /// # Errors
+    /// As for `update_all`.
     pub fn update_gated(&mut self, updates: &[Update], lr: f64, coefficient: f32, gate: FoundInf) -> Result<()> {
         let mut held = Vec::with_capacity(updates.len());
         for u in updates {
@@ -254,6 +260,9 @@ impl Optimizer {
     }
 
     /// The exact f32 values of a trained weight.
+    ///
+    /// # Errors
+    /// The weight is neither f32 nor bf16.
     pub fn exact(&self, name: &str, weight: &Tensor) -> Result<Vec<f32>> {
         match (weight.dtype(), self.low.get(name)) {
             (DType::BF16, Some(low)) => step::join(weight, low),

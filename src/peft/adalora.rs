@@ -57,7 +57,10 @@ impl Adalora {
         self.e.tensor.elem_count()
     }
 
-    /// A copy without the singular values that are false in `kept`. Errors: `kept` does not have R flags.
+    /// A copy without the singular values that are false in `kept`.
+    ///
+    /// # Errors
+    /// `kept` does not have R flags.
     pub fn without(&self, module: &str, kept: &[bool]) -> Result<Self> {
         let (r, inputs) = self.a.tensor.dims2()?;
         let outputs = self.b.tensor.dim(0)?;

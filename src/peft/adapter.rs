@@ -167,11 +167,17 @@ impl Adapter {
     }
 
     /// W `[O, I]` with the adapter merged, f32 on the CPU.
+    ///
+    /// # Errors
+    /// A weight that does not fit the adapter (`Shape`); an adapter whose update cannot be computed.
     pub fn merged(&self, w: &Tensor) -> Result<Tensor> {
         self.kind().merged(w)
     }
 
     /// The bias `[O]` with the adapter merged.
+    ///
+    /// # Errors
+    /// As for `merged`.
     pub fn merged_bias(&self, bias: &Tensor) -> Result<Tensor> {
         self.kind().merged_bias(bias)
     }
@@ -194,6 +200,9 @@ impl Adapter {
     }
 
     /// A copy of the adapter on this device.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn on(&self, device: &Device) -> Result<Self> {
         let to = |t: &mut Tensor| -> Result<()> {
             *t = t.to_device(device)?;

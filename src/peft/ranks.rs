@@ -248,7 +248,8 @@ impl RankAllocator {
 
     /// Restores one entry of `saved`.
     ///
-    /// Errors: a name or a size that does not belong to these adapters.
+    /// # Errors
+    /// A name or a size that does not belong to these adapters.
     pub fn restore(&mut self, name: &str, values: Vec<f32>) -> Result<()> {
         let wrong = || Error::shape("the state does not belong to these AdaLoRA ranks").at(name);
         let (of, what) = name.rsplit_once('#').ok_or_else(wrong)?;

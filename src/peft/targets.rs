@@ -86,7 +86,8 @@ impl<'a> Matcher<'a> {
 
 /// Returns the sites that `choice` selects, in model order.
 ///
-/// Errors: a pattern that matches nothing (nearest names shown), a layer that does not exist, an empty selection.
+/// # Errors
+/// A pattern that matches nothing (nearest names shown), a layer that does not exist, an empty selection.
 pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     for (targets, key) in [
         (Some(choice.targets), "target_modules"),
@@ -133,6 +134,9 @@ pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
 }
 
 /// As `select`, without errors for patterns that match nothing.
+///
+/// # Errors
+/// A pattern that is not a regular expression, or that cannot be matched in reasonable time.
 pub fn matching(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     let targets = Matcher::new(choice.targets)?;
     let exclude = choice.exclude.map(Matcher::new).transpose()?;
@@ -196,7 +200,10 @@ impl Ending {
     }
 }
 
-/// Errors: a key of `patterns` that matches none of `sites` (nearest names shown).
+/// Checks that each pattern has an effect.
+///
+/// # Errors
+/// A key of `patterns` that matches none of `sites` (nearest names shown).
 pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], key: &str) -> Result<()> {
     for (pattern, _) in patterns {
         let ending = Ending::new(pattern)?;

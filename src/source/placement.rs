@@ -3,11 +3,13 @@
 /// Where the weights live that are not trained now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
+    /// On the device.
     Device,
     /// In host memory, with computation on a GPU; head and active parameters are on the device.
     Host,
     /// Layers are read from the disk; the output projection in chunks of rows, or held whole.
     Disk {
+        /// Rows of the output projection per chunk; `None`: it is held whole.
         head_rows: Option<usize>,
     },
 }

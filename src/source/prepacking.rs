@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Selects the weights that get packed copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackedCopies {
+    /// The products that get a copy.
     pub orders: Orders,
     /// Name of the output projection (LM head), unless some of its rows are trained.
     pub head: Option<String>,
@@ -48,6 +49,7 @@ impl PackedCopies {
     }
 }
 
+/// Adds packed copies of frozen weights to a source on the CPU.
 pub struct Prepacking {
     below: Arc<dyn TrainableStore>,
     copies: PackedCopies,

@@ -19,6 +19,7 @@ use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+/// Keeps all weights on the device.
 pub struct Resident {
     device: Device,
     /// Updated when a weight changes between quantized and dense.
@@ -45,8 +46,9 @@ impl Resident {
     /// Reads every parameter from `weights`, one tensor at a time, onto `device`, into the storage that `storage`
     /// returns for it; frozen weights are quantized while they are read.
     ///
-    /// Errors: a missing parameter, or one of another shape; a tensor in the files that the model does not have (a
-    /// wrong config must not silently train a part of the model).
+    /// # Errors
+    /// A missing parameter, or one of another shape; a tensor in the files that the model does not have (a wrong config
+    /// must not silently train a part of the model).
     pub fn load(
         params: Vec<ParamInfo>,
         weights: &Weights,
@@ -58,6 +60,9 @@ impl Resident {
     }
 
     /// Random weights: normal with standard deviation `std`, biases 0, norm weights `norm`.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn random(
         params: Vec<ParamInfo>,
         seed: u64,
@@ -217,7 +222,9 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
 }
 
 /// Reads one parameter from the files into its storage; a weight that is quantized in the files stays quantized.
-/// Errors: as reading; quantized data of a parameter that is not a matrix.
+///
+/// # Errors
+/// As reading; quantized data of a parameter that is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
     if let Some(found) = stored::find(weights, &p.name)? {
         let (Storage::Dense(decoded) | Storage::Quantized(_, decoded)) = storage;
@@ -233,7 +240,10 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     }
 }
 
-/// Reads one parameter from the files as a tensor. Errors: as reading.
+/// Reads one parameter from the files as a tensor.
+///
+/// # Errors
+/// As reading.
 pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Device) -> Result<Tensor> {
     let shape = p.shape.as_slice();
     Ok(match dtype {
@@ -286,7 +296,10 @@ fn code<V: quant::Value>(
     Weight::coded_on(encode(values, p, format, decoded)?, device)
 }
 
-/// Errors: missing, misshapen and surplus tensors, all in one error.
+/// Checks that the files have exactly the parameters of the model.
+///
+/// # Errors
+/// Missing, misshapen and surplus tensors, all in one error.
 pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let mut faults = Vec::new();
     let mut parts = std::collections::HashSet::new();

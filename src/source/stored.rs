@@ -22,15 +22,19 @@ const STATE_BYTES: usize = 320;
 const FORMAT: &str = "format";
 const FORMAT_BYTES: usize = 16;
 
+/// The layout of quantized weights in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
+    /// The parts of `quant`.
     Ft,
+    /// The tensors of bitsandbytes.
     Bitsandbytes,
 }
 
 /// Returns layout and format of a parameter that is quantized in the files, or `None`.
 ///
-/// Errors: a format that ft does not support.
+/// # Errors
+/// A format that ft does not support.
 pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
     if weights.info(&format!("{name}.{STATE}")).is_some() {
         let double = weights.info(&format!("{name}.nested_absmax")).is_some();
@@ -101,7 +105,8 @@ fn place(layout: Layout, name: &str, part: &str) -> Option<String> {
 
 /// Returns the bytes of the tensor `plan` of the quantized parameter `name`.
 ///
-/// Errors: a tensor that `tensors` does not list.
+/// # Errors
+/// A tensor that `tensors` does not list.
 pub fn bytes(layout: Layout, quantized: &QMatrix, name: &str, plan: &TensorPlan) -> Result<Vec<u8>> {
     let rest = plan.name.strip_prefix(name).unwrap_or_default().trim_start_matches('.');
     let padded = |text: String, len: usize| {
@@ -144,7 +149,8 @@ fn state(quantized: &QMatrix) -> Value {
 
 /// Reads a quantized parameter in the layout and format returned by `find`.
 ///
-/// Errors: a tensor whose size does not match the shape; a block size or a table that is not NF4's.
+/// # Errors
+/// A tensor whose size does not match the shape; a block size or a table that is not NF4's.
 pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format), decoded: Dtype) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::format("only a matrix can be quantized").at(&*p.name));

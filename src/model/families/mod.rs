@@ -21,7 +21,10 @@ use serde_json::{Map, Value, json};
 /// Supported values of `model_type`.
 pub const NAMES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"];
 
-/// Errors: an unknown `model_type`; an option of this config that ft does not support.
+/// Reads the sizes and options of a model from its config.
+///
+/// # Errors
+/// An unknown `model_type`; an option of this config that ft does not support.
 pub fn read(config: &Config) -> Result<Spec> {
     let place = config.path.display().to_string();
     let model_type = config.model_type()?;

@@ -47,7 +47,10 @@ pub struct Svd {
     pub v: Mat<f64>,
 }
 
-/// Errors: values that are not finite, or no convergence.
+/// The thin singular value decomposition, exact.
+///
+/// # Errors
+/// Values that are not finite, or no convergence.
 pub fn svd(m: MatRef<'_, f64>) -> Result<Svd> {
     let fault = |what: String| Error::new("a weight cannot be decomposed into singular values").cause(what);
     let found = m.thin_svd().map_err(|e| fault(format!("{e:?}")))?;

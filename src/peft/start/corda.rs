@@ -106,7 +106,8 @@ const PEFT_ERROR: f64 = 0.05;
 /// The first `candidates` components of W `[O, I]` for this method. C is damped as in the reference code: with a
 /// hundredth of its mean diagonal, doubled until C can be inverted.
 ///
-/// Errors: fewer components than requested; a covariance that is zero or not finite.
+/// # Errors
+/// Fewer components than requested; a covariance that is zero or not finite.
 pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates: usize) -> Result<Component> {
     check_rank(candidates, w.nrows(), w.ncols())?;
     let plain = c.mean();

@@ -59,7 +59,10 @@ pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
 /// EVA (Paischer et al. 2024, arXiv 2410.07170, section 3.1): the principal directions of the inputs (around their
 /// mean, as in PEFT), which become the rows of A (B is zero), and the fraction of the variance that each explains.
 ///
-/// Returns `count` directions `[count, I]`, row-major. Errors: more directions than inputs.
+/// Returns `count` directions `[count, I]`, row-major.
+///
+/// # Errors
+/// More directions than inputs.
 pub fn eva(inputs: &Covariance, count: usize) -> Result<(Vec<f32>, Vec<f64>)> {
     check_rank(count, inputs.size(), inputs.size())?;
     let (vectors, values) = algebra::eigen(inputs.centred().as_ref())?;

@@ -64,7 +64,7 @@ pub enum QData<'a> {
         /// One scale and minimum per row and group.
         scales: &'a [u32],
     },
-    /// value = table[code] · absmax, two codes per byte, the first in the high half; blocks of 64 elements of the
+    /// `value = table[code] · absmax`, two codes per byte, the first in the high half; blocks of 64 elements of the
     /// flattened weight share an absmax.
     Nf4 {
         /// Two codes per byte.
@@ -79,7 +79,7 @@ pub enum QData<'a> {
 pub enum Absmax<'a> {
     /// One f32 per block.
     Plain(&'a [f32]),
-    /// absmax of block b = table[codes[b]] · scales[b / 256] + offset.
+    /// The absmax of block b is `table[codes[b]] · scales[b / 256] + offset`.
     Double {
         /// One code per block.
         codes: &'a [u8],

@@ -63,7 +63,7 @@ impl Engine {
         let param = self
             .network
             .param(name)
-            .map_err(|_| Error::new("no such parameter").at(name))?;
+            .map_err(|_| Error::not_found("no such parameter").at(name))?;
         Ok(param.tensor.elem_count())
     }
 }

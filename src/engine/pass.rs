@@ -105,7 +105,7 @@ impl SavedInput {
         match (self.prefetch(copier)?, copier) {
             (SavedInput::OnDevice(x), _) => Ok(x),
             (SavedInput::InFlight(arriving), Some(copier)) => copier.receive(arriving),
-            _ => Err(Error::new("internal: an offloaded layer input has no copy engine")),
+            _ => Err(Error::internal("internal: an offloaded layer input has no copy engine")),
         }
     }
 }
@@ -166,7 +166,7 @@ impl<'a> Pass<'a> {
         let weight: usize = batches.iter().map(|b| self.objective.weight(b)).sum();
         if weight == 0 {
             return Err(
-                Error::new("nothing is trained in this step: every token of its rows is masked")
+                Error::argument("nothing is trained in this step: every token of its rows is masked")
                     .hint("check the rows with `ft data --recipe R`"),
             );
         }
@@ -305,7 +305,7 @@ impl<'a> Pass<'a> {
                 .prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
             let need_dx = l > lowest || active.lowest() == Group::Embedding;
             let Some((x, kept)) = inputs.pop() else {
-                return Err(Error::new("internal: a layer input was not saved"));
+                return Err(Error::internal("internal: a layer input was not saved"));
             };
             // Prefetch the next input while this one is used.
             if let Some((next, kept)) = inputs.pop() {
@@ -372,7 +372,7 @@ fn embedding_gradient(
 }
 
 pub(super) fn non_finite_loss(loss: f64) -> Error {
-    Error::new("the loss is not finite; the weights were not changed by this step")
+    Error::non_finite("the loss is not finite; the weights were not changed by this step")
         .found(loss)
         .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
 }

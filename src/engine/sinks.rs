@@ -33,7 +33,7 @@ impl Corrections {
         let mut gate = FoundInf::default();
         if gradient.device().is_cpu() {
             if !update::all_finite(gradient)? {
-                return Err(Error::new("gradient is not finite").at(&param.name));
+                return Err(Error::non_finite("gradient is not finite").at(&param.name));
             }
         } else {
             if self.sums.is_none() {
@@ -197,7 +197,7 @@ impl GradSink for Step<'_> {
         let gradient = active_part(self.active, param, gradient)?;
         self.step_stats.add_squares(&gradient)?;
         if self.step_stats.known().is_some_and(|sums| !sums.squares.is_finite()) {
-            return Err(Error::new("gradient is not finite").at(&param.name));
+            return Err(Error::non_finite("gradient is not finite").at(&param.name));
         }
         let update = Update {
             name: &param.name,
@@ -244,7 +244,9 @@ impl GradSink for Collect<'_> {
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
         match self.gradients.insert(param.name.to_string(), gradient) {
             None => Ok(()),
-            Some(_) => Err(Error::new("one backward pass computed two gradients of one parameter").at(&param.name)),
+            Some(_) => {
+                Err(Error::internal("one backward pass computed two gradients of one parameter").at(&param.name))
+            }
         }
     }
 }

@@ -243,7 +243,7 @@ fn clip_coefficient(norm: f64, max: f64) -> f32 {
 
 fn non_finite(names: &[String], step: u64) -> Error {
     let shown = names.iter().take(5).cloned().collect::<Vec<_>>().join(", ");
-    Error::new(format!(
+    Error::non_finite(format!(
         "a gradient is not finite at step {step}; the weights were not changed by this step"
     ))
     .found(if shown.is_empty() {
@@ -256,7 +256,7 @@ fn non_finite(names: &[String], step: u64) -> Error {
 
 /// The error of the modes that apply gradients at once.
 fn held_back(step: u64) -> Error {
-    Error::new(format!(
+    Error::non_finite(format!(
         "a gradient is not finite at step {step}; neither this gradient nor a later one was applied"
     ))
     .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")

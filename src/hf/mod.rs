@@ -65,6 +65,9 @@ fn copy_beside(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
 }
 
 /// Writes the chat template used in training into an exported directory; it overrides one in `tokenizer_config.json`.
+///
+/// # Errors
+/// The file cannot be written.
 pub fn set_chat_template(dir: &Path, text: &str) -> Result<()> {
     files::write_atomic(&dir.join(CHAT_TEMPLATE), text.as_bytes())
 }

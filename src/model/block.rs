@@ -171,7 +171,7 @@ impl Block {
         let h = self.norm(&self.input_norm, x)?;
         let mut qkv = self.attention_in.forward(&h, ctx)?.into_iter();
         let (Some(q), Some(k), Some(v)) = (qkv.next(), qkv.next(), qkv.next()) else {
-            return Err(crate::base::Error::new("attention needs three projections"));
+            return Err(crate::base::Error::internal("attention needs three projections"));
         };
         drop(h);
         let (q, k, raw) = match (&self.q_norm, &self.k_norm) {

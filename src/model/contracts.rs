@@ -162,7 +162,7 @@ pub trait Objective {
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let _ = (x, batch, need, step_stats);
-        Err(Error::new("this objective does not use inner layers").at(format!("layer {layer}")))
+        Err(Error::unsupported("this objective does not use inner layers").at(format!("layer {layer}")))
     }
 
     /// Parameters of the objective (a score head, projections), named `objective.*`: always trained and saved.

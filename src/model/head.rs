@@ -71,9 +71,10 @@ impl Head<'_> {
                 name: self.name.clone(),
                 tensor: w.dense()?.clone(),
             }),
-            HeadWeight::Streamed(_) => {
-                Err(Error::new("the output head is read in parts: the full matrix is not in memory").at(&*self.name))
-            }
+            HeadWeight::Streamed(_) => Err(Error::unsupported(
+                "the output head is read in parts: the full matrix is not in memory",
+            )
+            .at(&*self.name)),
         }
     }
 

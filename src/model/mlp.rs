@@ -143,7 +143,7 @@ impl Block {
         let Some(dm) = dm else { return Ok(None) };
         let mut parts = parts.into_iter();
         let (Some(gate), Some(up)) = (parts.next(), parts.next()) else {
-            return Err(Error::new("an MLP needs two projections"));
+            return Err(Error::internal("an MLP needs two projections"));
         };
         let (d_gate, d_up) = glu::backward_in_place(gate, up, &dm, self.spec.activation)?;
         drop(dm);

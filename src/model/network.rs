@@ -156,9 +156,10 @@ impl Network {
                     name: info.name.clone(),
                     tensor,
                 }),
-                None => {
-                    Err(Error::new("this weight is not in memory: its values must be read from its source").at(name))
-                }
+                None => Err(Error::unsupported(
+                    "this weight is not in memory: its values must be read from its source",
+                )
+                .at(name)),
             };
         }
         if let Some(rows) = self.tokens.iter().find(|t| &*t.part.name == name) {
@@ -181,7 +182,7 @@ impl Network {
                 }
             }
         }
-        Err(Error::new("the model has no such parameter").at(name))
+        Err(Error::not_found("the model has no such parameter").at(name))
     }
 
     /// The linears of layer `index`, with or without an adapter, each with its module name.

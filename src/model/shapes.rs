@@ -58,7 +58,7 @@ pub fn config(path: &str) -> Result<Option<Config>> {
             .expected(format!("one of {}", names.join(", "))));
     };
     let Value::Object(raw) = shape.json() else {
-        return Err(Error::new("a built-in shape is not a JSON object"));
+        return Err(Error::internal("a built-in shape is not a JSON object"));
     };
     Ok(Some(Config::from_map(raw, Path::new(path))))
 }

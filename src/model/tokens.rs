@@ -36,14 +36,14 @@ impl TokenRows {
     /// Errors: an id outside the matrix; a matrix that is not held in memory.
     pub fn new(network: &Network, table: &str, ids: &[u32], given: Option<&Tensor>) -> Result<Self> {
         let held = network.source.in_memory(table).ok_or_else(|| {
-            Error::new("rows of a matrix that is streamed from disk cannot be trained")
+            Error::unsupported("rows of a matrix that is streamed from disk cannot be trained")
                 .at(table)
                 .hint("set `memory.tier = \"device\"`, or remove `tune.lora.trainable_token_indices`")
         })?;
         let (vocab, width) = held.dims2()?;
         if let Some(id) = ids.iter().find(|id| **id as usize >= vocab) {
             return Err(
-                Error::new("the model has no row for a token of `trainable_token_indices`")
+                Error::argument("the model has no row for a token of `trainable_token_indices`")
                     .at(table)
                     .found(format!("token {id}"))
                     .expected(format!("less than {vocab}"))
@@ -75,7 +75,7 @@ impl TokenRows {
     /// Copies the values into the matrix.
     pub fn place(&self, network: &Network) -> Result<()> {
         let Some(table) = network.source.in_memory(&self.table) else {
-            return Err(Error::new("a matrix with trained rows is not in memory").at(&*self.table));
+            return Err(Error::unsupported("a matrix with trained rows is not in memory").at(&*self.table));
         };
         let width = table.dim(1)?;
         let values = update::to_f32_vec(&self.part.tensor)?;

@@ -12,6 +12,7 @@ use crate::source::MasterLowBits;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
+/// Updates named parameters and stores their state: moments, and the low 16 bits of fp32 masters.
 pub struct Optimizer {
     settings: OptimizerConfig,
     states: BTreeMap<String, State>,
@@ -27,6 +28,7 @@ pub struct Optimizer {
 
 /// One parameter and its gradient.
 pub struct Update<'a> {
+    /// Name of the parameter: the key of its state.
     pub name: &'a str,
     /// f32 or bf16, updated in place.
     pub weight: &'a Tensor,
@@ -38,7 +40,9 @@ pub struct Update<'a> {
 
 /// State of one parameter in a checkpoint.
 pub struct SavedState<'a> {
+    /// Name of the parameter.
     pub name: &'a str,
+    /// Number of its updates so far.
     pub step: u64,
     /// Tensors by part name: `m`, `v`; 8-bit states as `m.codes` (u8) and `m.scales`.
     pub parts: Vec<(&'static str, Tensor)>,
@@ -69,6 +73,7 @@ impl Held {
 }
 
 impl Optimizer {
+    /// An optimizer without states; they are created at the first update of a parameter.
     pub fn new(settings: OptimizerConfig) -> Self {
         Self {
             settings,
@@ -132,7 +137,7 @@ impl Optimizer {
         for u in updates {
             let shape = u.places.map_or(u.weight.dims().to_vec(), |p| vec![p.len]);
             if shape != u.gradient.dims() {
-                return Err(Error::new("the shapes of gradient and weight differ")
+                return Err(Error::shape("the shapes of gradient and weight differ")
                     .at(u.name)
                     .found(format!("{:?}", u.gradient.dims()))
                     .expected(format!("{shape:?}")));
@@ -227,7 +232,7 @@ impl Optimizer {
                 (Some(part), Kind::Halves)
             }
             (other, _) => {
-                return Err(Error::new("weight type cannot be trained")
+                return Err(Error::unsupported("weight type cannot be trained")
                     .at(name)
                     .found(format!("{other:?}")));
             }
@@ -259,7 +264,7 @@ impl Optimizer {
     /// Sets a weight to exact f32 values from `exact`.
     pub fn restore_weight(&mut self, name: &str, weight: &Tensor, values: &[f32]) -> Result<()> {
         if values.len() != weight.elem_count() {
-            return Err(Error::new("the saved weight has a different size").at(name));
+            return Err(Error::shape("the saved weight has a different size").at(name));
         }
         match (weight.dtype(), self.settings.master) {
             (DType::BF16, Master::F32) => {
@@ -273,6 +278,7 @@ impl Optimizer {
         }
     }
 
+    /// The states of all parameters, sorted by name.
     pub fn saved(&self) -> impl Iterator<Item = SavedState<'_>> {
         self.states.iter().map(|(name, s)| SavedState {
             name,

@@ -11,8 +11,11 @@ use std::sync::Arc;
 /// Key of the dropout masks of one micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {
+    /// Seed of the run.
     pub seed: u64,
+    /// The optimizer step, from 1.
     pub step: u64,
+    /// Index of the micro-batch in the step.
     pub micro: u64,
 }
 
@@ -21,10 +24,12 @@ pub struct Dropout {
 pub struct Part {
     /// `model.layers.0.self_attn.q_proj.lora_A.weight`: a PEFT file adds the prefix `base_model.model.`.
     pub name: Arc<str>,
+    /// The values, f32.
     pub tensor: Tensor,
 }
 
 impl Part {
+    /// `below`: the name below the module.
     pub fn new(module: &str, below: &str, tensor: Tensor) -> Self {
         Self {
             name: format!("{module}.{below}").into(),
@@ -35,18 +40,23 @@ impl Part {
 
 /// The gradient of a part, in its shape.
 pub struct Gradient {
+    /// The part.
     pub part: Part,
+    /// f32, in the shape of the part.
     pub gradient: Tensor,
 }
 
 /// Inputs of a backward pass through a linear with its adapter.
 pub struct Backward<'a> {
+    /// The linear without the adapter.
     pub base: &'a dyn Frozen,
     /// `[N, I]`: present if gradients of the adapter are needed.
     pub x: Option<&'a Tensor>,
     /// `[N, O]`
     pub dy: &'a Tensor,
+    /// Where the input gradient goes.
     pub dx: Dx<'a>,
+    /// The key of the dropout mask in the forward pass.
     pub dropout: Option<Dropout>,
 }
 
@@ -64,6 +74,7 @@ pub struct Cost {
     pub rank: usize,
     /// Temporary elements of forward and backward: per token, and in total.
     pub per_token: u64,
+    /// Temporary elements in total.
     pub whole: u64,
     /// True if it multiplies f32 activations with W: on a GPU a bf16 W is then widened, block by block.
     pub widens: bool,
@@ -99,13 +110,21 @@ pub(super) trait Kind {
 /// One adapter of one linear.
 #[derive(Debug, Clone)]
 pub enum Adapter {
+    /// A low-rank pair.
     Lora(Lora),
+    /// A LoRA with a trained magnitude.
     Dora(Dora),
+    /// A factor per feature.
     Ia3(Ia3),
+    /// Two vectors around a shared random pair.
     Vera(Vera),
+    /// An elementwise product of two low-rank products.
     Loha(Loha),
+    /// A Kronecker product.
     Lokr(Lokr),
+    /// A rotation of the input.
     Oft(Oft),
+    /// A LoRA with singular values that are pruned.
     Adalora(Adalora),
 }
 
@@ -157,6 +176,7 @@ impl Adapter {
         self.kind().merged_bias(bias)
     }
 
+    /// Parameters and temporary memory, for the memory forecast.
     pub fn cost(&self) -> Cost {
         let (fixed, rank, per_token, whole) = self.kind().work();
         let trained = self.parts();

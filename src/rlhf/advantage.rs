@@ -10,6 +10,7 @@ pub enum Scale {
     Group,
     /// The standard deviation of all completions.
     Batch,
+    /// Rewards are centered, not scaled.
     None,
 }
 
@@ -19,7 +20,9 @@ const EPSILON: f64 = 1e-4;
 /// Advantages `[B]`, and the fraction of the groups (or of the batch) whose rewards are all equal.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Advantages {
+    /// `[B]`: the advantage of each completion.
     pub values: Vec<f64>,
+    /// Fraction of the groups with equal rewards.
     pub zero_std: f64,
 }
 
@@ -146,6 +149,7 @@ impl KlEstimator {
 /// 1909.08593, section 2.2).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KlControl {
+    /// The current coefficient.
     pub coefficient: f64,
     /// Target KL per completion in nats, and the horizon in completions over which the coefficient changes by at most
     /// about a fifth; `None`: fixed.

@@ -211,5 +211,5 @@ pub trait Requantize {
 }
 
 fn no_such(name: &str) -> Error {
-    Error::new("the model has no such parameter").at(name)
+    Error::not_found("the model has no such parameter").at(name)
 }

@@ -268,10 +268,12 @@ fn bf16s(weights: &Weights, p: &ParamInfo) -> Result<Vec<bf16>> {
 }
 
 fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {
-    let error = Error::new(format!("tensor `{}` has a number that is not finite", p.name));
+    let error = Error::non_finite(format!("tensor `{}` has a number that is not finite", p.name));
     let file = weights.info(&p.name).map(|i| &weights.files()[i.file]);
-    file.map_or(Error::new(error.what()), |file| Error::new(error.what()).at_path(file))
-        .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
+    file.map_or(Error::non_finite(error.what()), |file| {
+        Error::non_finite(error.what()).at_path(file)
+    })
+    .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
 }
 
 fn code<V: quant::Value>(
@@ -329,7 +331,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
         .first()
         .map(|f| f.display().to_string())
         .unwrap_or_default();
-    Err(Error::new("config.json and the weights are inconsistent")
+    Err(Error::shape("config.json and the weights are inconsistent")
         .at(place)
         .found(format!(
             "{}:\n      {shown}{more}",

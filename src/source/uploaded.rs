@@ -294,7 +294,7 @@ impl WeightSource for Uploaded {
         let mut distinct: BTreeMap<u32, u32> = indices.iter().map(|p| (*p, 0)).collect();
         let rows: Vec<u32> = distinct.keys().copied().collect();
         if let Some(row) = rows.last().filter(|row| **row as usize >= table.dims()[0]) {
-            return Err(Error::new("a token id is outside the vocabulary")
+            return Err(Error::argument("a token id is outside the vocabulary")
                 .found(row)
                 .expected(format!("below {}", table.dims()[0])));
         }

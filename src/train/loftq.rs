@@ -44,7 +44,7 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
         for ((task, _), found) in jobs.iter().zip(&found) {
             if let Some(values) = &found.codes {
                 let store = s.store.requantize().ok_or_else(|| {
-                    Error::new("a quantized weight that does not stay on the device cannot be requantized")
+                    Error::unsupported("a quantized weight that does not stay on the device cannot be requantized")
                         .at(&*task.linear.name)
                         .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`")
                 })?;

@@ -340,7 +340,7 @@ impl Run<'_> {
             .ok()
             .flatten()
             .unwrap_or_default();
-        Error::new("the GPU is out of memory")
+        Error::out_of_memory("the GPU is out of memory")
             .found(format!(
                 "tensors of {} at most, {} allocated on the GPU for them, {} of {} free; forecast {}",
                 bytes(used.peak_used),

@@ -2,6 +2,7 @@
 //! the allocator, memory readings, progress, speed of the machine, confined processes, suggestions for missing paths.
 //! Independent of models and recipes. The only module that writes files.
 
+#![warn(missing_docs, unreachable_pub)]
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
     not(test),

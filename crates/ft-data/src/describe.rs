@@ -16,7 +16,8 @@ const BAR: usize = 40;
 
 /// Shows the first `rows` rows, then counts, truncations and a histogram of lengths.
 ///
-/// Errors: a token that cannot be decoded.
+/// # Errors
+/// A token that cannot be decoded.
 pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usize, colour: bool) -> Result<String> {
     let mut out = String::new();
     for (row, (example, origin)) in dataset.examples.iter().zip(&dataset.origins).enumerate().take(rows) {

@@ -39,8 +39,11 @@ pub fn eigen_bytes(n: usize) -> u64 {
 
 /// U `[M, K]`, the singular values in descending order, V `[N, K]`, with K = min(M, N).
 pub struct Svd {
+    /// Left singular vectors, as columns.
     pub u: Mat<f64>,
+    /// Singular values, descending.
     pub s: Vec<f64>,
+    /// Right singular vectors, as columns.
     pub v: Mat<f64>,
 }
 

@@ -12,6 +12,7 @@ use super::pairs::{Pair, check_rank};
 use crate::base::{Error, Result};
 use faer::{Mat, MatRef};
 
+/// The components that are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
     /// The smallest components.
@@ -23,7 +24,9 @@ pub enum Method {
 /// Normalization: PEFT divides each row of data by |max(x)| and counts it as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arithmetic {
+    /// Each token counts as one.
     Ft,
+    /// As PEFT's implementation.
     Peft,
 }
 
@@ -40,6 +43,7 @@ pub struct Covariance {
 }
 
 impl Covariance {
+    /// Sums of zero for `size` input features.
     pub fn new(size: usize) -> Self {
         Self {
             size,
@@ -49,6 +53,7 @@ impl Covariance {
         }
     }
 
+    /// I: input features.
     pub fn size(&self) -> usize {
         self.size
     }
@@ -108,8 +113,10 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates
     let n = plain.nrows();
     let diagonal = (0..n).map(|i| plain[(i, i)]).sum::<f64>() / n.max(1) as f64;
     if !diagonal.is_finite() || diagonal <= 0.0 {
-        return Err(Error::new("the inputs of a linear layer are all zero, or not finite")
-            .hint("use other rows in `tune.lora.corda.data`"));
+        return Err(
+            Error::non_finite("the inputs of a linear layer are all zero, or not finite")
+                .hint("use other rows in `tune.lora.corda.data`"),
+        );
     }
     let mut damping = DAMPING;
     loop {

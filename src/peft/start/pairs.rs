@@ -10,7 +10,9 @@ use faer::{Mat, MatRef};
 /// A `[R, I]` and B `[O, R]`, row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pair {
+    /// `[R, I]`
     pub a: Vec<f32>,
+    /// `[O, R]`
     pub b: Vec<f32>,
 }
 
@@ -20,7 +22,7 @@ pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
         return Ok(());
     }
     Err(
-        Error::new("the rank of an adapter is too large for its weight with this initialization")
+        Error::argument("the rank of an adapter is too large for its weight with this initialization")
             .found(format!("rank {r} on a weight [{rows}, {columns}]"))
             .expected(format!("at most {}", rows.min(columns)))
             .hint("lower `tune.lora.r`, or set a lower one for this module in `tune.lora.rank_pattern`"),

@@ -356,7 +356,7 @@ impl WeightSource for Disk {
         let (all, width) = (param.shape[0], param.elements() / param.shape[0].max(1));
         let mut places: BTreeMap<u32, u32> = ids.iter().map(|id| (*id, 0)).collect();
         if let Some((&id, _)) = places.last_key_value().filter(|(id, _)| **id as usize >= all) {
-            return Err(Error::new("a token id is outside the vocabulary")
+            return Err(Error::argument("a token id is outside the vocabulary")
                 .found(id)
                 .expected(format!("below {all}")));
         }

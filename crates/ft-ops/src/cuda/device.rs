@@ -9,7 +9,10 @@ use std::ffi::c_void;
 use sys::CUmemPool_attribute_enum as Attribute;
 
 fn driver(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
-    move |e| Error::new(format!("{what} failed")).found(format!("{e:?}"))
+    move |e| {
+        let text = format!("{e:?}");
+        Error::device(format!("{what} failed"), &text).found(text)
+    }
 }
 
 /// Opens GPU `ordinal` with its own stream; freed memory stays in the pool.
@@ -20,11 +23,12 @@ pub fn open(ordinal: usize) -> Result<Device> {
             .hint("`nvidia-smi` must work; `ft doctor` shows which devices ft detects")
     })?;
     if ordinal >= found.max(0) as usize {
-        return Err(Error::new(format!("the GPU `cuda:{ordinal}` does not exist")).found(format!("{found} GPUs")));
+        return Err(Error::not_found(format!("the GPU `cuda:{ordinal}` does not exist")).found(format!("{found} GPUs")));
     }
     let device = Device::new_cuda_with_stream(ordinal).map_err(|e| {
-        Error::new(format!("GPU `cuda:{ordinal}` cannot be used"))
-            .found(e)
+        let text = e.to_string();
+        Error::device(format!("GPU `cuda:{ordinal}` cannot be used"), &text)
+            .found(text)
             .hint("`ft doctor` shows the versions of driver and libraries")
     })?;
     if let Device::Cuda(device) = &device {

@@ -81,7 +81,7 @@ impl Kind {
 }
 
 fn wrong_type(t: &Tensor, name: &str, expected: &str) -> Error {
-    Error::new(format!("{name} has the wrong element type"))
+    Error::shape(format!("{name} has the wrong element type"))
         .found(t.dtype().as_str())
         .expected(expected)
 }
@@ -114,7 +114,7 @@ impl Arg {
 /// Converts `n` to a 32-bit number, for cuBLAS and for sizes inside a row.
 pub(crate) fn narrow(n: usize, name: &str) -> Result<i32> {
     i32::try_from(n).map_err(|_| {
-        Error::new(format!("{name} is too large for the GPU"))
+        Error::unsupported(format!("{name} is too large for the GPU"))
             .found(n)
             .expected(format!("at most {}", i32::MAX))
     })
@@ -158,7 +158,7 @@ impl Gpu {
     pub fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.device() {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
-            _ => Err(Error::new(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location()))),
+            _ => Err(Error::shape(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location()))),
         }
     }
 
@@ -166,7 +166,7 @@ impl Gpu {
     pub fn on(device: &Device) -> Result<Self> {
         match device {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
-            _ => Err(Error::new("this device is not a GPU").found(format!("{:?}", device.location()))),
+            _ => Err(Error::shape("this device is not a GPU").found(format!("{:?}", device.location()))),
         }
     }
 
@@ -201,8 +201,10 @@ impl Gpu {
             return Ok(());
         }
         if grid.blocks.0 > MOST.0 || grid.blocks.1 > MOST.1 {
-            return Err(Error::new(format!("a tensor is too large for the kernel `{function}`"))
-                .found(format!("{:?} blocks", grid.blocks)));
+            return Err(
+                Error::unsupported(format!("a tensor is too large for the kernel `{function}`"))
+                    .found(format!("{:?} blocks", grid.blocks)),
+            );
         }
         let function_handle = self.function(module, function)?;
         let stream = self.device.cuda_stream();
@@ -242,7 +244,7 @@ impl Gpu {
             Some(code) => code.clone(),
             None => {
                 let binary = ft_kernels::module(module)
-                    .ok_or_else(|| Error::new(format!("this build has no CUDA module `{module}`")))?;
+                    .ok_or_else(|| Error::internal(format!("this build has no CUDA module `{module}`")))?;
                 let code = self
                     .device
                     .cuda_stream()
@@ -278,7 +280,7 @@ impl Gpu {
                 DType::U32 => CudaStorageSlice::U32(device.alloc::<u32>(n)?),
                 DType::I16 => CudaStorageSlice::I16(device.alloc::<i16>(n)?),
                 DType::U8 => CudaStorageSlice::U8(device.alloc::<u8>(n)?),
-                other => return Err(Error::new("no GPU memory for this element type").found(other.as_str())),
+                other => return Err(Error::unsupported("no GPU memory for this element type").found(other.as_str())),
             }
         };
         Ok(self.wrap(slice, shape))
@@ -328,11 +330,12 @@ fn loaded() -> Result<MutexGuard<'static, HashMap<DeviceId, Loaded>>> {
     LOADED
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::new("the list of CUDA kernels was left locked"))
+        .map_err(|_| Error::internal("the list of CUDA kernels was left locked"))
 }
 
 fn failed(what: &str, e: impl std::fmt::Display) -> Error {
-    Error::new(format!("CUDA failed on `{what}`")).cause(e)
+    let text = e.to_string();
+    Error::device(format!("CUDA failed on `{what}`"), &text).cause(text)
 }
 
 /// Returns the address of the first element of a contiguous tensor on the GPU. It stays valid as long as the tensor
@@ -340,11 +343,11 @@ fn failed(what: &str, e: impl std::fmt::Display) -> Error {
 pub(crate) fn address(t: &Tensor, name: &str) -> Result<u64> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
-        return Err(Error::new(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location())));
+        return Err(Error::shape(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location())));
     };
     let (start, _) = layout
         .contiguous_offsets()
-        .ok_or_else(|| Error::new(format!("{name} is not contiguous")))?;
+        .ok_or_else(|| Error::shape(format!("{name} is not contiguous")))?;
     let stream = storage.device.cuda_stream();
     let (first, bytes) = match &storage.slice {
         CudaStorageSlice::F32(s) => (s.device_ptr(&stream).0, 4),

@@ -13,7 +13,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 fn failed(e: impl std::fmt::Debug) -> Error {
-    Error::new("a copy between host and GPU failed").found(format!("{e:?}"))
+    let text = format!("{e:?}");
+    Error::device("a copy between host and GPU failed", &text).found(text)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -170,7 +171,7 @@ impl Copier {
             arriving.computing.wait(arrived).map_err(failed)?;
         }
         let Some((tensor, started, arrived)) = arriving.tensor.take() else {
-            return Err(Error::new("a tensor was received twice"));
+            return Err(Error::internal("a tensor was received twice"));
         };
         let mut timed = lock(&self.timed);
         if timed.len() < MOST_TIMED {
@@ -211,7 +212,7 @@ impl Copier {
     pub fn fetch(&self, mut offloaded: Offloaded) -> Result<Arriving> {
         self.release(&mut offloaded)?;
         let Some(host) = offloaded.host.take() else {
-            return Err(Error::new("an offloaded tensor was fetched twice"));
+            return Err(Error::internal("an offloaded tensor was fetched twice"));
         };
         let tensor = self.gpu.empty(offloaded.shape.as_slice(), offloaded.dtype)?;
         let len = tensor.elem_count() * offloaded.dtype.size_in_bytes();
@@ -227,8 +228,9 @@ impl Copier {
         }
         // SAFETY: it is filled before it is read.
         unsafe { self.stream.context().alloc_pinned_with_flags::<u8>(len, 0) }.map_err(|e| {
-            Error::new("the host has no more pinned memory")
-                .found(format!("{e:?}"))
+            let text = format!("{e:?}");
+            Error::device("the host has no more pinned memory", &text)
+                .found(text)
                 .expected(format!("{len} bytes"))
                 .hint("set `memory.activations = \"recompute\"`")
         })
@@ -251,10 +253,10 @@ impl Copier {
 fn host_bytes(t: &Tensor) -> Result<(*const u8, usize)> {
     let (storage, layout) = t.storage_and_layout();
     let Some((start, end)) = layout.contiguous_offsets() else {
-        return Err(Error::new("a tensor that is sent is not contiguous"));
+        return Err(Error::shape("a tensor that is sent is not contiguous"));
     };
     let Storage::Cpu(storage) = &*storage else {
-        return Err(Error::new("a tensor that is sent is not on the host"));
+        return Err(Error::shape("a tensor that is sent is not on the host"));
     };
     let first = match storage {
         CpuStorage::F32(v) => v[start..end].as_ptr().cast(),
@@ -262,7 +264,7 @@ fn host_bytes(t: &Tensor) -> Result<(*const u8, usize)> {
         CpuStorage::I16(v) => v[start..end].as_ptr().cast(),
         CpuStorage::U8(v) => v[start..end].as_ptr().cast(),
         CpuStorage::U32(v) => v[start..end].as_ptr().cast(),
-        _ => return Err(Error::new("a tensor of this dtype cannot be sent to a GPU").found(t.dtype().as_str())),
+        _ => return Err(Error::shape("a tensor of this dtype cannot be sent to a GPU").found(t.dtype().as_str())),
     };
     Ok((first, (end - start) * t.dtype().size_in_bytes()))
 }

@@ -1,5 +1,5 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the allocator, memory readings, progress, speed of the machine, confined processes, suggestions for missing paths.
+//! the allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, suggestions for missing paths.
 //! Independent of models and recipes. The only module that writes files.
 
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
@@ -21,6 +21,7 @@ pub mod error;
 pub mod files;
 pub mod allocator;
 pub mod lock;
+pub mod means;
 pub mod memory;
 mod named;
 pub mod partial;

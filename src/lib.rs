@@ -8,7 +8,7 @@
 //! use candle_core::Device;
 //! use ft::base::Result;
 //! use ft::data::{self, Batch, Dataset, Render, RowFormat, TrainOn};
-//! use ft::engine::{Active, Engine};
+//! use ft::engine::{Active, Engine, StepStrategy};
 //! use ft::generate::{Settings, generate};
 //! use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
 //! use ft::{hf, ops::Dtype, sft::CausalLm};
@@ -16,8 +16,8 @@
 //!
 //! # fn main() -> Result<()> {
 //! // A model directory: config, tokenizer, chat template, weights.
-//! let model = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
-//! let prompt = model.tokenizer.encode("Two plus three is", true)?;
+//! let opened = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
+//! let prompt = opened.tokenizer.encode("Two plus three is", true)?;
 //!
 //! // Rows of a file, as token ids with a loss mask.
 //! let spec = data::Spec {
@@ -26,18 +26,20 @@
 //!     render: Render::Auto,
 //!     max_length: 128,
 //!     train_on: TrainOn::Assistant,
-//!     embedding_rows: model.network.spec.vocab,
+//!     embedding_rows: opened.model.network.spec.vocab,
 //! };
-//! let template = model.template.as_ref().map(|t| t as &dyn data::ChatRender);
-//! let rows = Dataset::load(&spec, &model.tokenizer, template)?;
+//! let template = opened.template.as_ref().map(|t| t as &dyn data::ChatRender);
+//! let rows = Dataset::load(&spec, &opened.tokenizer, template)?;
 //!
 //! // AdamW on the parameters of the last layer; the loss is the cross-entropy of the next token.
-//! let last = format!("model.layers.{}.", model.network.layers() - 1);
-//! let names = model.network.source.params().iter().map(|p| p.name.to_string());
+//! let last = format!("model.layers.{}.", opened.model.network.layers() - 1);
+//! let names = opened.model.network.source.params().iter().map(|p| p.name.to_string());
 //! let active = Active::new(names.filter(|name| name.starts_with(&last)));
-//! let objective = CausalLm::new(model.network.spec.vocab);
+//! let objective = CausalLm::new(opened.model.network.spec.vocab);
 //! let optimizer = Optimizer::new(OptimizerConfig::default());
-//! let mut engine = Engine::new(model.network, Box::new(objective), optimizer);
+//! // Strategies trade memory for speed; this one saves layer inputs only.
+//! let strategy = StepStrategy::new(Dtype::F32);
+//! let mut engine = Engine::new(opened.model, Box::new(objective), optimizer, strategy, &active)?;
 //!
 //! // Two steps of one micro-batch each.
 //! let schedule = Schedule::new(&ScheduleConfig::default(), 2);
@@ -50,7 +52,7 @@
 //! // Decode with the trained weights.
 //! let settings = Settings { max_new_tokens: 8, ..Settings::default() };
 //! let answers = generate(&engine.network, &[prompt], &settings, &mut |_, _| Ok(()))?;
-//! println!("{}", model.tokenizer.decode(&answers[0], true)?);
+//! println!("{}", opened.tokenizer.decode(&answers[0], true)?);
 //! # Ok(())
 //! # }
 //! ```

@@ -4,10 +4,10 @@
 use candle_core::{DType, Device, Tensor};
 use ft::base::{ErrorKind, Result, files};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine};
+use ft::engine::{Active, Engine, StepStrategy};
 use ft::formats::{StoredDtype, TensorPlan, Values, Weights, writer};
 use ft::generate::{Settings, generate};
-use ft::hf;
+use ft::hf::{self, OpenModel};
 use ft::model::{Head, LossGradients, Need, Objective};
 use ft::ops::{Dtype, rms_norm, step_stats::StepStats};
 use ft::optim::{Optimizer, OptimizerConfig};
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 const TINY: &str = "assets/tiny";
 
-fn open(dir: &Path) -> Result<hf::OpenModel> {
+fn open(dir: &Path) -> Result<OpenModel> {
     hf::open(dir, Dtype::F32, &Device::Cpu)
 }
 
@@ -41,16 +41,18 @@ fn copy() -> TempDir {
 
 /// A batch with one document, and an engine that trains the last layer.
 fn engine(objective: impl FnOnce(usize) -> Box<dyn Objective>) -> (Engine, Active, Batch) {
-    let model = open(Path::new(TINY)).unwrap();
-    let ids = model.tokenizer.encode("Two plus three is five.", true).unwrap();
+    let OpenModel { model, tokenizer, .. } = open(Path::new(TINY)).unwrap();
+    let ids = tokenizer.encode("Two plus three is five.", true).unwrap();
     let trained = vec![true; ids.len()];
-    let last = format!("model.layers.{}.", model.network.layers() - 1);
-    let names = model.network.source.params().iter().map(|p| p.name.to_string());
+    let network = &model.network;
+    let last = format!("model.layers.{}.", network.layers() - 1);
+    let names = network.source.params().iter().map(|p| p.name.to_string());
     let active = Active::new(names.filter(|name| name.starts_with(&last)));
-    let objective = objective(model.network.spec.vocab);
+    let objective = objective(network.spec.vocab);
     let optimizer = Optimizer::new(OptimizerConfig::default());
+    let strategy = StepStrategy::new(Dtype::F32);
     (
-        Engine::new(model.network, objective, optimizer),
+        Engine::new(model, objective, optimizer, strategy, &active).unwrap(),
         active,
         Batch::from_examples(&[Example { ids, trained }]),
     )

@@ -4,11 +4,11 @@
 //!
 //! Letters: N tokens, D hidden size, V vocabulary rows, T trained rows.
 
-use super::contracts::{GradSink, Param};
+use super::contracts::GradSink;
 use super::network::Network;
 use crate::base::{Error, Result};
 use crate::ops::{embedding, update};
-use crate::peft::Part;
+use crate::peft::Param;
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub struct TokenRows {
     /// T distinct rows of it.
     pub ids: Vec<u32>,
     /// Their values, f32 `[T, D]`.
-    pub part: Part,
+    pub param: Param,
 }
 
 /// Parameter name of the trained rows of the matrix `table`.
@@ -63,7 +63,7 @@ impl TokenRows {
         let rows = Self {
             table: table.into(),
             ids: ids.to_vec(),
-            part: Part {
+            param: Param {
                 name: name_of(table).into(),
                 tensor: Tensor::from_vec(values, (ids.len(), width), held.device())?,
             },
@@ -78,7 +78,7 @@ impl TokenRows {
             return Err(Error::unsupported("a matrix with trained rows is not in memory").at(&*self.table));
         };
         let width = table.dim(1)?;
-        let values = update::to_f32_vec(&self.part.tensor)?;
+        let values = update::to_f32_vec(&self.param.tensor)?;
         for (&id, row) in self.ids.iter().zip(values.chunks_exact(width.max(1))) {
             update::set(&table.narrow(0, id as usize, 1)?, row)?;
         }
@@ -108,21 +108,14 @@ impl TokenRows {
     }
 
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
-        sink.wants(&self.part.name)
-    }
-
-    pub fn param(&self) -> Param {
-        Param {
-            name: self.part.name.clone(),
-            tensor: self.part.tensor.clone(),
-        }
+        sink.wants(&self.param.name)
     }
 
     pub fn zeros(&self) -> Result<Tensor> {
         Ok(Tensor::zeros(
-            self.part.tensor.shape(),
+            self.param.tensor.shape(),
             DType::F32,
-            self.part.tensor.device(),
+            self.param.tensor.device(),
         )?)
     }
 }

@@ -38,6 +38,7 @@
 //! let active = Active::new(names.filter(|name| name.starts_with(&last)));
 //! let objective = CausalLm::new(network.spec.vocab);
 //! let optimizer = Optimizer::new(OptimizerConfig::default());
+//! // Strategies trade memory for speed; this one saves layer inputs only.
 //! let strategy = StepStrategy::new(Dtype::F32);
 //! let mut engine = Engine::new(opened.model, Box::new(objective), optimizer, strategy, &active)?;
 //!

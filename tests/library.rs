@@ -7,7 +7,7 @@ use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, StepStrategy};
 use ft::formats::{StoredDtype, TensorPlan, Values, Weights, writer};
 use ft::generate::{Settings, generate};
-use ft::hf;
+use ft::hf::{self, OpenModel};
 use ft::model::{Head, LossGradients, Need, Objective};
 use ft::ops::{Dtype, rms_norm, step_stats::StepStats};
 use ft::optim::{Optimizer, OptimizerConfig};
@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 const TINY: &str = "assets/tiny";
 
-fn open(dir: &Path) -> Result<hf::OpenModel> {
+fn open(dir: &Path) -> Result<OpenModel> {
     hf::open(dir, Dtype::F32, &Device::Cpu)
 }
 

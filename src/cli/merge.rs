@@ -51,8 +51,8 @@ pub fn run(args: Args) -> Result<i32> {
         bytes(report.bytes),
         report.dtypes.join(", "),
         report.rounding,
-        report.logits.0,
-        report.logits.1,
+        report.logits.largest_change,
+        report.logits.largest_logit,
     ));
     out(report.out.display())?;
     super::next(&report.out, &["generate", "eval", "quantize"]);

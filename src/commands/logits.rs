@@ -98,10 +98,18 @@ fn logits(
     })
 }
 
-/// Returns the largest difference of a logit (or score), and the largest logit (or score). A single adapter of weight 1
+/// On random ids; for a reward model the same with scores.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LogitDifference {
+    /// Between a logit before and after the merge.
+    pub largest_change: f32,
+    pub largest_logit: f32,
+}
+
+/// Compares the logits (or scores). A single adapter of weight 1
 /// (without full modules or rows) runs beside the base as in training; other sums are merged in f32.
 /// `untied`: an adapter has separate embedding and head matrices for a tied model.
-pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path, untied: bool) -> Result<(f32, f32)> {
+pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path, untied: bool) -> Result<LogitDifference> {
     let mut spec = families::read(&Config::load(base)?)?;
     spec.tied &= !untied;
     let score = adapters.iter().find_map(|a| a.adapter.score.clone());
@@ -122,6 +130,8 @@ pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path, untied: b
     };
     let after = logits(merged, &spec, Adapters::new(), Vec::new(), stored.as_ref())?;
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0f32, |m, x| m.max(x.abs()));
-    let change = largest(&mut beside.iter().zip(&after).map(|(a, b)| a - b));
-    Ok((change, largest(&mut beside.into_iter())))
+    Ok(LogitDifference {
+        largest_change: largest(&mut beside.iter().zip(&after).map(|(a, b)| a - b)),
+        largest_logit: largest(&mut beside.into_iter()),
+    })
 }

@@ -34,9 +34,7 @@ pub struct MergeReport {
     /// Error of rounding the merged weights to the stored type, relative to the change by the adapter (ratio of the
     /// root mean squares): 0 in f32; near 1 the rounding removes the effect of the adapter.
     pub rounding: f64,
-    /// The largest difference between a logit before and after the merge, and the largest logit, on random ids; for a
-    /// reward model the same with scores.
-    pub logits: (f32, f32),
+    pub logits: logits::LogitDifference,
 }
 
 /// Adds adapters to the weights of the model in `model_dir`, in f32. Each has its directory and weight (1: added in

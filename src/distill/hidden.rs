@@ -12,16 +12,18 @@ use crate::data::IGNORE;
 use crate::model::{Need, Param};
 use crate::ops::{linear, update};
 use candle_core::{D, DType, Device, Tensor};
+use ft_base::named;
 use std::collections::BTreeMap;
 
-/// Distance between two states.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Distance {
-    /// Mean squared error.
-    Mse,
-    /// 1 - cosine similarity.
-    Cosine,
-}
+named!(
+    /// The distance between hidden states of student and teacher.
+    HiddenLoss {
+        /// Mean squared error.
+        Mse = "mse",
+        /// 1 - cosine similarity.
+        Cosine = "cosine",
+    }
+);
 
 /// One pair of layers, and its projection `[Dt, D]`.
 struct Pair {
@@ -35,7 +37,7 @@ pub struct Hidden {
     pairs: Vec<Pair>,
     /// Student layers, ascending, without duplicates.
     layers: Vec<usize>,
-    distance: Distance,
+    distance: HiddenLoss,
     weight: f64,
 }
 
@@ -90,8 +92,9 @@ impl Hidden {
     /// identity, or to normal numbers of variance 1/D if the sizes differ.
     pub fn new(
         pairs: &[(usize, usize)],
-        (d, dt): (usize, usize),
-        distance: Distance,
+        d: usize,
+        dt: usize,
+        distance: HiddenLoss,
         weight: f64,
         seed: u64,
         device: &Device,
@@ -177,8 +180,8 @@ impl Hidden {
             let other = chosen(other)?;
             let y = linear::forward(&own, &pair.projection.tensor, None)?;
             let (loss, dy) = match self.distance {
-                Distance::Mse => squares(&y, &other)?,
-                Distance::Cosine => cosine(&y, &other)?,
+                HiddenLoss::Mse => squares(&y, &other)?,
+                HiddenLoss::Cosine => cosine(&y, &other)?,
             };
             out.loss += share * loss;
             let dy = (dy * (share * need.scale))?.contiguous()?;

@@ -11,6 +11,7 @@ mod teacher;
 #[cfg(test)]
 mod tests;
 
+use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::head::{HeadWeight, with_pieces};
@@ -20,7 +21,6 @@ use crate::ops::step_stats::{StepStats, StepSums};
 use crate::sft::CausalLm;
 use candle_core::Tensor;
 use hidden::Hidden;
-use std::cell::RefCell;
 pub use teacher::{Stored, Teacher};
 
 /// Parameters of the divergence between the distributions; see `ops::distill`.
@@ -40,16 +40,7 @@ pub struct Distill {
     terms: Terms,
     hidden: Option<Hidden>,
     plain: CausalLm,
-    means: RefCell<Means>,
-}
-
-/// Sums since the last report.
-#[derive(Default)]
-struct Means {
-    tokens: f64,
-    divergence: f64,
-    cross_entropy: f64,
-    hidden: f64,
+    means: NamedMeans,
 }
 
 impl Distill {
@@ -69,7 +60,7 @@ impl Distill {
             terms,
             hidden,
             plain: CausalLm::new(vocab),
-            means: RefCell::default(),
+            means: NamedMeans::default(),
         })
     }
 
@@ -92,7 +83,8 @@ fn with_matrix<R>(head: &HeadWeight, f: impl FnOnce(Matrix) -> Result<R>) -> Res
 pub fn likeliest(
     network: &Network,
     batch: &Batch,
-    (common, k): (usize, usize),
+    common: usize,
+    k: usize,
     temperature: f32,
 ) -> Result<crate::ops::distill::TopK> {
     let ctx = network.context(&batch.positions, &batch.documents, None)?;
@@ -105,7 +97,7 @@ pub fn likeliest(
             head: matrix,
             softcap: head.softcap,
         };
-        ops::likeliest(&side, &batch.targets, (common, k), temperature, chunk)
+        ops::likeliest(&side, &batch.targets, common, k, temperature, chunk)
     })
 }
 
@@ -168,10 +160,12 @@ impl Objective for Distill {
                 }
             }
         })?;
-        let mut means = self.means.borrow_mut();
-        means.tokens += out.trained as f64;
-        means.divergence += out.divergence;
-        means.cross_entropy += out.cross_entropy;
+        let tokens = out.trained as f64;
+        self.means.add("divergence", out.divergence, tokens);
+        self.means.add("cross_entropy", out.cross_entropy, tokens);
+        if self.hidden.is_some() {
+            self.means.add("hidden_loss", 0.0, tokens);
+        }
         Ok(LossGradients {
             dh: out.dh,
             dw: out.dw,
@@ -179,11 +173,11 @@ impl Objective for Distill {
         })
     }
 
-    fn inner_layers(&self) -> &[usize] {
+    fn hidden_layers(&self) -> &[usize] {
         self.hidden.as_ref().map_or(&[], Hidden::layers)
     }
 
-    fn inner(
+    fn evaluate_hidden(
         &self,
         layer: usize,
         x: &Tensor,
@@ -195,12 +189,12 @@ impl Objective for Distill {
             return Ok(LossGradients::default());
         };
         let states = live.states(batch)?;
-        let out = hidden.compare(layer, x, &states.inner, &batch.targets, need)?;
+        let out = hidden.compare(layer, x, &states.by_layer, &batch.targets, need)?;
         step_stats.add(StepSums {
             loss: out.loss,
             ..StepSums::default()
         });
-        self.means.borrow_mut().hidden += out.loss;
+        self.means.add_sum("hidden_loss", out.loss);
         Ok(LossGradients {
             dh: out.dx,
             dw: None,
@@ -213,17 +207,8 @@ impl Objective for Distill {
     }
 
     fn metrics(&self) -> Vec<(&'static str, f64)> {
-        let means = self.means.take();
-        if means.tokens == 0.0 {
-            return Vec::new();
-        }
-        let mut out = vec![
-            ("divergence", means.divergence / means.tokens),
-            ("cross_entropy", means.cross_entropy / means.tokens),
-        ];
-        if self.hidden.is_some() {
-            out.push(("hidden_loss", means.hidden / means.tokens));
-        }
-        out
+        let mut means = self.means.take();
+        means.sort_by_key(|(name, _)| *name != "divergence");
+        means
     }
 }

@@ -42,7 +42,7 @@ pub struct States {
     /// `[N, Dt]`, after the final norm.
     pub last: Tensor,
     /// `[N, Dt]` at the inputs of layers; the states after the last layer are `last`.
-    pub inner: BTreeMap<usize, Tensor>,
+    pub by_layer: BTreeMap<usize, Tensor>,
 }
 
 impl Teacher {
@@ -83,7 +83,7 @@ impl Live {
         }
         // Free the memory before the new states are computed.
         self.seen.replace(None);
-        let (network, mut inner) = (&self.network, BTreeMap::new());
+        let (network, mut by_layer) = (&self.network, BTreeMap::new());
         let layers = network.layers();
         let ctx = network.context(&batch.positions, &batch.documents, None)?;
         network.source.prefetch(Group::Layer(0));
@@ -92,15 +92,15 @@ impl Live {
             network.source.prefetch(Group::Layer((l + 1) % layers));
             let y = network.block(l)?.forward(&x, &ctx)?;
             if self.wanted.contains(&l) {
-                inner.insert(l, x);
+                by_layer.insert(l, x);
             }
             x = y;
         }
         let last = network.normalize(&x)?;
         if self.wanted.contains(&layers) {
-            inner.insert(layers, last.clone());
+            by_layer.insert(layers, last.clone());
         }
-        let states = Rc::new(States { last, inner });
+        let states = Rc::new(States { last, by_layer });
         self.seen.replace(Some((batch.clone(), states.clone())));
         Ok(states)
     }

@@ -1,6 +1,6 @@
 //! Tests of the objective: pairs of layers, distances of hidden states and their gradients.
 
-use super::hidden::{Distance, Hidden, auto_map, check_map};
+use super::hidden::{Hidden, HiddenLoss, auto_map, check_map};
 use super::*;
 use crate::data::IGNORE;
 use crate::ops::oracle::{assert_close, differences, random};
@@ -33,9 +33,9 @@ fn need(scale: f64) -> Need {
 fn hidden_states_have_the_gradient_of_their_distance() {
     let (n, targets) = (5, [3, IGNORE, 1, 0, IGNORE]);
     for (d, dt) in [(6, 6), (6, 9)] {
-        for distance in [Distance::Mse, Distance::Cosine] {
+        for distance in [HiddenLoss::Mse, HiddenLoss::Cosine] {
             let pairs = [(1, 2), (1, 4), (2, 3)];
-            let hidden = Hidden::new(&pairs, (d, dt), distance, 0.6, 7, &Device::Cpu).unwrap();
+            let hidden = Hidden::new(&pairs, d, dt, distance, 0.6, 7, &Device::Cpu).unwrap();
             let teacher: BTreeMap<usize, Tensor> = (0..5).map(|t| (t, random((n, dt), 10 + t as u64))).collect();
             let x = random((n, d), 1);
             let loss = |x: &Tensor| Ok(hidden.compare(1, x, &teacher, &targets, need(1.0))?.loss);
@@ -61,7 +61,7 @@ fn hidden_states_have_the_gradient_of_their_distance() {
 
 #[test]
 fn equal_sizes_start_from_the_identity() {
-    let hidden = Hidden::new(&[(1, 1)], (4, 4), Distance::Mse, 1.0, 0, &Device::Cpu).unwrap();
+    let hidden = Hidden::new(&[(1, 1)], 4, 4, HiddenLoss::Mse, 1.0, 0, &Device::Cpu).unwrap();
     let x = random((3, 4), 1);
     let teacher = BTreeMap::from([(1, x.clone())]);
     let got = hidden.compare(1, &x, &teacher, &[1, 2, 3], need(1.0)).unwrap();

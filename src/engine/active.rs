@@ -159,7 +159,7 @@ impl Active {
     }
 
     /// The active elements of a parameter with `n` elements; `None`: all of them.
-    pub fn places(&self, name: &str, n: usize) -> Option<IndexSubset> {
+    pub fn subset(&self, name: &str, n: usize) -> Option<IndexSubset> {
         self.masks.as_ref().and_then(|m| m.of(name, n))
     }
 

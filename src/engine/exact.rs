@@ -53,7 +53,7 @@ impl Engine {
         let param = self.network.param(name)?;
         self.optimizer
             .restore_weight(name, &param.tensor, &saved.read_f32(name)?)?;
-        match self.network.tokens.iter().find(|t| &*t.part.name == name) {
+        match self.network.tokens.iter().find(|t| &*t.param.name == name) {
             Some(rows) => rows.place(&self.network),
             None => Ok(()),
         }

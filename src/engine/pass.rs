@@ -220,14 +220,14 @@ impl<'a> Pass<'a> {
             if l + 1 < layers {
                 network.source.prefetch(Group::Layer(l + 1));
             }
-            if l < lowest && objective.inner_layers().contains(&l) {
-                let out = objective.inner(l, &x, batch, need(false), step_stats)?;
+            if l < lowest && objective.hidden_layers().contains(&l) {
+                let out = objective.evaluate_hidden(l, &x, batch, need(false), step_stats)?;
                 pass_on(out.objective_params, sink)?;
             }
             let block = network.block(l)?;
             let y = if l >= lowest && l + self.saved_layers >= layers {
-                let (y, kept) = block.forward_saving(&x, &ctx)?;
-                inputs.push((SavedInput::OnDevice(x), Some(kept)));
+                let (y, saved) = block.forward_saving(&x, &ctx)?;
+                inputs.push((SavedInput::OnDevice(x), Some(saved)));
                 y
             } else {
                 let y = block.forward(&x, &ctx)?;
@@ -248,8 +248,8 @@ impl<'a> Pass<'a> {
         }
 
         // Prefetch the first input of the backward pass while the loss is computed.
-        if let Some((last, kept)) = inputs.pop() {
-            inputs.push((last.prefetch(offload)?, kept));
+        if let Some((last, saved)) = inputs.pop() {
+            inputs.push((last.prefetch(offload)?, saved));
         }
 
         // Loss, and its gradient with respect to the last hidden states.
@@ -284,7 +284,7 @@ impl<'a> Pass<'a> {
         drop(head);
         if !network.spec.tied {
             for (t, gradient) in rows.drain(..) {
-                sink.take(&t.param(), gradient)?;
+                sink.take(&t.param, gradient)?;
             }
         }
         let Some(dh) = out.dh.take() else { return Ok(()) };
@@ -311,22 +311,22 @@ impl<'a> Pass<'a> {
                 .source
                 .prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
             let need_dx = l > lowest || active.lowest() == Group::Embedding;
-            let Some((x, kept)) = inputs.pop() else {
+            let Some((x, saved)) = inputs.pop() else {
                 return Err(Error::internal("internal: a layer input was not saved"));
             };
             // Prefetch the next input while this one is used.
-            if let Some((next, kept)) = inputs.pop() {
-                inputs.push((next.prefetch(offload)?, kept));
+            if let Some((next, saved)) = inputs.pop() {
+                inputs.push((next.prefetch(offload)?, saved));
             }
             let x = x.get(offload)?;
-            let mut inner = None;
-            if objective.inner_layers().contains(&l) {
-                let out = objective.inner(l, &x, batch, need(need_dx), step_stats)?;
+            let mut hidden_dx = None;
+            if objective.hidden_layers().contains(&l) {
+                let out = objective.evaluate_hidden(l, &x, batch, need(need_dx), step_stats)?;
                 pass_on(out.objective_params, sink)?;
-                inner = out.dh;
+                hidden_dx = out.dh;
             }
-            dx = match (network.block(l)?.vjp(&x, kept, dx, &ctx, need_dx, sink)?, inner) {
-                (Some(below), Some(inner)) => (below + inner)?,
+            dx = match (network.block(l)?.vjp(&x, saved, dx, &ctx, need_dx, sink)?, hidden_dx) {
+                (Some(below), Some(hidden_dx)) => (below + hidden_dx)?,
                 (Some(below), None) => below,
                 (None, _) => return Ok(()),
             };
@@ -341,7 +341,7 @@ impl<'a> Pass<'a> {
                     None => t.zeros()?,
                 };
                 t.add_embedded(&gradient, &batch.ids, &dx, network.spec.embedding_scale)?;
-                sink.take(&t.param(), gradient)?;
+                sink.take(&t.param, gradient)?;
             }
             embedding_gradient(network, batch, &dx, tied, sink)?;
         }
@@ -399,8 +399,8 @@ pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> 
         };
         let step_stats = StepStats::new(&network.device)?;
         let h = network.hidden_states_seen(&batch.ids, &ctx, &mut |layer, x| {
-            if objective.inner_layers().contains(&layer) {
-                objective.inner(layer, x, batch, need, &step_stats)?;
+            if objective.hidden_layers().contains(&layer) {
+                objective.evaluate_hidden(layer, x, batch, need, &step_stats)?;
             }
             Ok(())
         })?;

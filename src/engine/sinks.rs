@@ -44,8 +44,8 @@ impl Corrections {
                 gate.finite = sums.gate();
             }
         }
-        let how = (lr * correction.scale, correction.sign);
-        optimizer.descend(&param.name, &param.tensor, gradient, how, gate)?;
+        let lr = lr * correction.scale;
+        optimizer.descend(&param.name, &param.tensor, gradient, lr, correction.sign, gate)?;
         Ok(true)
     }
 
@@ -60,8 +60,8 @@ impl Corrections {
 
 /// The gradient of the active elements.
 fn active_part(active: &Active, param: &Param, gradient: Tensor) -> Result<Tensor> {
-    match active.places(&param.name, gradient.elem_count()) {
-        Some(places) => index_subset::gather(&gradient, &places),
+    match active.subset(&param.name, gradient.elem_count()) {
+        Some(subset) => index_subset::gather(&gradient, &subset),
         None => Ok(gradient),
     }
 }
@@ -123,7 +123,7 @@ impl<'a> Accumulate<'a> {
                     name: &name,
                     weight: &weight,
                     gradient: &gradient,
-                    places: self.active.places(&name, weight.elem_count()),
+                    subset: self.active.subset(&name, weight.elem_count()),
                 };
                 self.optimizer.update_all(&[update], self.lr, coefficient)?;
             }
@@ -136,7 +136,7 @@ impl<'a> Accumulate<'a> {
                 name,
                 weight,
                 gradient,
-                places: None,
+                subset: None,
             })
             .collect();
         self.optimizer.update_all(&updates, self.lr, coefficient)
@@ -199,7 +199,7 @@ impl GradSink for Step<'_> {
         if self.corrections.make(active, self.optimizer, lr, param, &gradient)? {
             return Ok(());
         }
-        let places = self.active.places(&param.name, gradient.elem_count());
+        let subset = self.active.subset(&param.name, gradient.elem_count());
         let gradient = active_part(self.active, param, gradient)?;
         self.step_stats.add_squares(&gradient)?;
         if self.step_stats.known().is_some_and(|sums| !sums.squares.is_finite()) {
@@ -209,7 +209,7 @@ impl GradSink for Step<'_> {
             name: &param.name,
             weight: &param.tensor,
             gradient: &gradient,
-            places,
+            subset,
         };
         let gate = FoundInf {
             finite: self.step_stats.gate(),

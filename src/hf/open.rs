@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub struct OpenModel {
     /// The contents of `config.json`.
     pub config: Config,
-    /// The network, and the store of its weights for training.
+    /// The network with all weights on its device, and the store of its weights for training.
     pub model: TrainableNetwork,
     /// The tokenizer.
     pub tokenizer: Tokenizer,

@@ -9,7 +9,7 @@
 
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
 use super::linear::{Dx, Linear};
-use super::mlp::Parts;
+use super::mlp::SavedPieces;
 use super::spec::Spec;
 use crate::base::Result;
 use crate::ops::rope::Direction;
@@ -75,7 +75,7 @@ pub struct SavedActivations {
     /// The residual stream between the halves.
     x1: Tensor,
     /// gate and up of each piece of the tokens.
-    parts: Parts,
+    parts: SavedPieces,
 }
 
 impl Projections {
@@ -242,7 +242,7 @@ impl Block {
     fn attention_backward(
         &self,
         x: &Tensor,
-        kept: SavedAttention,
+        saved: SavedAttention,
         dx1: Tensor,
         ctx: &Context,
         need_dx: bool,
@@ -256,7 +256,7 @@ impl Block {
             o,
             lse,
             y,
-        } = kept;
+        } = saved;
         let need_dh = need_dx || sink.wants(&self.input_norm.name);
         let qk_wanted = [&self.q_norm, &self.k_norm]
             .into_iter()
@@ -313,17 +313,17 @@ impl Layer for Block {
     fn vjp(
         &self,
         x: &Tensor,
-        kept: Option<SavedActivations>,
+        saved: Option<SavedActivations>,
         dy: Tensor,
         ctx: &Context,
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let (x1, attention, parts) = match kept {
-            Some(kept) => (kept.x1, kept.attention, kept.parts),
+        let (x1, attention, parts) = match saved {
+            Some(saved) => (saved.x1, saved.attention, saved.parts),
             None => {
                 let (x1, attention) = self.attention(x, ctx, None)?;
-                (x1, attention, Parts::new())
+                (x1, attention, SavedPieces::new())
             }
         };
         // If no parameter in or below the attention half is trained, its activations are dropped.
@@ -332,7 +332,7 @@ impl Layer for Block {
         let dx1 = self.mlp_backward(&x1, parts, dy, ctx, attention_needed, sink)?;
         drop(x1);
         match (attention, dx1) {
-            (Some(kept), Some(dx1)) => self.attention_backward(x, kept, dx1, ctx, need_dx, sink),
+            (Some(saved), Some(dx1)) => self.attention_backward(x, saved, dx1, ctx, need_dx, sink),
             _ => Ok(None),
         }
     }

@@ -7,17 +7,8 @@ use crate::data::Batch;
 use crate::ops::attention::Spec;
 use crate::ops::step_stats::StepStats;
 use crate::peft::Dropout;
+pub use crate::peft::Param;
 use candle_core::Tensor;
-use std::sync::Arc;
-
-/// A named weight.
-#[derive(Debug, Clone)]
-pub struct Param {
-    /// Name in the checkpoint.
-    pub name: Arc<str>,
-    /// The values.
-    pub tensor: Tensor,
-}
 
 /// Receives each gradient as soon as it is computed.
 pub trait GradSink {
@@ -98,12 +89,12 @@ pub trait Layer {
     /// As `forward`, bit-exactly, and returns the saved activations.
     fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, Self::SavedActivations)>;
 
-    /// Backward pass from the layer's input `x` `[N, D]`; recomputes the activations if `kept` is `None`. Passes to
+    /// Backward pass from the layer's input `x` `[N, D]`; recomputes the activations if `saved` is `None`. Passes to
     /// `sink`, one by one, the gradients of the parameters that it wants; returns `∂loss/∂x` if `need_dx`.
     fn vjp(
         &self,
         x: &Tensor,
-        kept: Option<Self::SavedActivations>,
+        saved: Option<Self::SavedActivations>,
         dy: Tensor,
         ctx: &Context,
         need_dx: bool,
@@ -152,13 +143,13 @@ pub trait Objective {
     }
 
     /// Layers whose inputs the objective uses too: 0 is the embedding's output, l the output of layer l - 1.
-    fn inner_layers(&self) -> &[usize] {
+    fn hidden_layers(&self) -> &[usize] {
         &[]
     }
 
-    /// `x` `[N, D]`: the input of layer `layer`, one of `inner_layers`. The returned `dh` is added to the gradient
+    /// `x` `[N, D]`: the input of layer `layer`, one of `hidden_layers`. The returned `dh` is added to the gradient
     /// there.
-    fn inner(
+    fn evaluate_hidden(
         &self,
         layer: usize,
         x: &Tensor,
@@ -167,7 +158,7 @@ pub trait Objective {
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let _ = (x, batch, need, step_stats);
-        Err(Error::unsupported("this objective does not use inner layers").at(format!("layer {layer}")))
+        Err(Error::unsupported("this objective does not use hidden states of layers").at(format!("layer {layer}")))
     }
 
     /// Parameters of the objective (a score head, projections), named `objective.*`: always trained and saved.

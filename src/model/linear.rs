@@ -113,12 +113,8 @@ impl Linear {
                     dropout: ctx.dropout,
                 })?;
                 for g in gradients {
-                    if sink.wants(&g.part.name) {
-                        let param = Param {
-                            name: g.part.name,
-                            tensor: g.part.tensor,
-                        };
-                        sink.take(&param, g.gradient)?;
+                    if sink.wants(&g.param.name) {
+                        sink.take(&g.param, g.gradient)?;
                     }
                 }
                 dx

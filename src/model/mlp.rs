@@ -12,7 +12,7 @@ use crate::ops::{glu, update};
 use candle_core::Tensor;
 
 /// gate and up of each piece; empty if they were not saved.
-pub(super) type Parts = Vec<Vec<Tensor>>;
+pub(super) type SavedPieces = Vec<Vec<Tensor>>;
 
 /// Gradients that the backward pass of an MLP must compute.
 #[derive(Clone, Copy)]
@@ -34,20 +34,20 @@ impl Needs {
 
 impl Block {
     /// `[N, D]` to `[N, D]`; also returns gate and up if `keep`.
-    pub(super) fn mlp(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Parts)> {
+    pub(super) fn mlp(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, SavedPieces)> {
         let all = pieces(x1.dims()[0], ctx.mlp_tokens);
         if all.len() == 1 {
             let (y, parts) = self.mlp_piece(x1, ctx, keep)?;
             return Ok((y, parts.into_iter().collect()));
         }
         let y = x1.zeros_like()?;
-        let mut kept = Parts::new();
+        let mut saved = SavedPieces::new();
         for (i, piece) in all.iter().enumerate() {
             let (part, parts) = self.mlp_piece(&rows(x1, piece)?, &ctx.piece(i), keep)?;
             y.slice_set(&part, 0, piece.start)?;
-            kept.extend(parts);
+            saved.extend(parts);
         }
-        Ok((y, kept))
+        Ok((y, saved))
     }
 
     fn mlp_piece(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<Vec<Tensor>>)> {
@@ -68,7 +68,7 @@ impl Block {
     pub(super) fn mlp_backward(
         &self,
         x1: &Tensor,
-        parts: Parts,
+        parts: SavedPieces,
         dy: Tensor,
         ctx: &Context,
         need_dx: bool,
@@ -85,15 +85,15 @@ impl Block {
             return Ok(None);
         }
         let all = pieces(x1.dims()[0], ctx.mlp_tokens);
-        let mut kept = parts.into_iter();
+        let mut saved = parts.into_iter();
         let dh = if all.len() == 1 {
-            self.mlp_piece_backward(x1, kept.next(), &dy, ctx, needs, sink)?
+            self.mlp_piece_backward(x1, saved.next(), &dy, ctx, needs, sink)?
         } else {
             let dh = if needs.dh { Some(x1.zeros_like()?) } else { None };
             let mut sums = Sums::new(sink);
             for (i, piece) in all.iter().enumerate() {
                 let (x1, dy) = (rows(x1, piece)?, rows(&dy, piece)?);
-                let part = self.mlp_piece_backward(&x1, kept.next(), &dy, &ctx.piece(i), needs, &mut sums)?;
+                let part = self.mlp_piece_backward(&x1, saved.next(), &dy, &ctx.piece(i), needs, &mut sums)?;
                 if let (Some(dh), Some(part)) = (&dh, part) {
                     dh.slice_set(&part, 0, piece.start)?;
                 }

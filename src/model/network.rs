@@ -177,8 +177,8 @@ impl Network {
                 .at(name)),
             };
         }
-        if let Some(rows) = self.tokens.iter().find(|t| &*t.part.name == name) {
-            return Ok(rows.param());
+        if let Some(rows) = self.tokens.iter().find(|t| &*t.param.name == name) {
+            return Ok(rows.param.clone());
         }
         if let Some(param) = self.objective_params.iter().find(|p| &*p.name == name) {
             return Ok(param.clone());
@@ -190,10 +190,7 @@ impl Network {
             if let Some(adapter) = self.adapters.get(module) {
                 let part = adapter.saved().into_iter().find(|p| &*p.name == name);
                 if let Some(part) = part {
-                    return Ok(Param {
-                        name: part.name,
-                        tensor: part.tensor,
-                    });
+                    return Ok(part);
                 }
             }
         }

@@ -21,26 +21,26 @@ pub fn rows(x: &Tensor, piece: &Range<usize>) -> Result<Tensor> {
 
 /// Accumulates gradients over the pieces; `finish` passes the sums on.
 pub struct Sums<'a> {
-    inner: &'a mut dyn GradSink,
+    sink: &'a mut dyn GradSink,
     sums: BTreeMap<String, (Param, Tensor)>,
     order: Vec<String>,
 }
 
 impl<'a> Sums<'a> {
-    /// No sums yet; `inner` gets each whole gradient in `finish`.
-    pub fn new(inner: &'a mut dyn GradSink) -> Self {
+    /// No sums yet; `sink` gets each whole gradient in `finish`.
+    pub fn new(sink: &'a mut dyn GradSink) -> Self {
         Self {
-            inner,
+            sink,
             sums: BTreeMap::new(),
             order: Vec::new(),
         }
     }
 
-    /// Passes the sums to the inner sink in the order of the first piece. No weight is used after this.
+    /// Passes the sums to `sink` in the order of the first piece. No weight is used after this.
     pub fn finish(mut self) -> Result<()> {
         for name in &self.order {
             if let Some((param, sum)) = self.sums.remove(name) {
-                self.inner.take(&param, sum)?;
+                self.sink.take(&param, sum)?;
             }
         }
         Ok(())
@@ -49,7 +49,7 @@ impl<'a> Sums<'a> {
 
 impl GradSink for Sums<'_> {
     fn wants(&self, name: &str) -> bool {
-        self.inner.wants(name)
+        self.sink.wants(name)
     }
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {

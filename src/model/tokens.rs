@@ -4,11 +4,11 @@
 //!
 //! Letters: N tokens, D hidden size, V vocabulary rows, T trained rows.
 
-use super::contracts::{GradSink, Param};
+use super::contracts::GradSink;
 use super::network::Network;
 use crate::base::{Error, Result};
 use crate::ops::{embedding, update};
-use crate::peft::Part;
+use crate::peft::Param;
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub struct TokenRows {
     /// T distinct rows of it.
     pub ids: Vec<u32>,
     /// Their values, f32 `[T, D]`.
-    pub part: Part,
+    pub param: Param,
 }
 
 /// Parameter name of the trained rows of the matrix `table`.
@@ -65,7 +65,7 @@ impl TokenRows {
         let rows = Self {
             table: table.into(),
             ids: ids.to_vec(),
-            part: Part {
+            param: Param {
                 name: name_of(table).into(),
                 tensor: Tensor::from_vec(values, (ids.len(), width), held.device())?,
             },
@@ -80,7 +80,7 @@ impl TokenRows {
             return Err(Error::unsupported("a matrix with trained rows is not in memory").at(&*self.table));
         };
         let width = table.dim(1)?;
-        let values = update::to_f32_vec(&self.part.tensor)?;
+        let values = update::to_f32_vec(&self.param.tensor)?;
         for (&id, row) in self.ids.iter().zip(values.chunks_exact(width.max(1))) {
             update::set(&table.narrow(0, id as usize, 1)?, row)?;
         }
@@ -111,23 +111,15 @@ impl TokenRows {
 
     /// True if the sink wants the gradient of these rows.
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
-        sink.wants(&self.part.name)
-    }
-
-    /// The rows as a parameter, `[T, D]`.
-    pub fn param(&self) -> Param {
-        Param {
-            name: self.part.name.clone(),
-            tensor: self.part.tensor.clone(),
-        }
+        sink.wants(&self.param.name)
     }
 
     /// A gradient of zeros, `[T, D]`.
     pub fn zeros(&self) -> Result<Tensor> {
         Ok(Tensor::zeros(
-            self.part.tensor.shape(),
+            self.param.tensor.shape(),
             DType::F32,
-            self.part.tensor.device(),
+            self.param.tensor.device(),
         )?)
     }
 }

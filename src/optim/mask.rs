@@ -83,20 +83,20 @@ mod tests {
                 let mut met = vec![0; n];
                 for window in 0..windows + 1 {
                     let masks = Masks::new(ratio, scattered, 9, window, BTreeSet::new());
-                    let places = masks.of("w", n).unwrap();
-                    assert_eq!(places.len, (n as f64 * ratio) as usize);
-                    (0..places.len).for_each(|i| met[places.at(i)] += 1);
+                    let subset = masks.of("w", n).unwrap();
+                    assert_eq!(subset.len, (n as f64 * ratio) as usize);
+                    (0..subset.len).for_each(|i| met[subset.at(i)] += 1);
                 }
                 assert!(met.iter().all(|m| *m >= 1), "{ratio} {n}");
             }
         }
         let other = Masks::new(0.1, true, 9, 0, BTreeSet::from(["keep".to_string()]));
-        let places = |name: &str| {
+        let subset = |name: &str| {
             (0..100)
                 .map(|i| other.of(name, 1000).unwrap().at(i))
                 .collect::<Vec<_>>()
         };
-        assert_ne!(places("a"), places("b"));
+        assert_ne!(subset("a"), subset("b"));
         assert!(other.of("keep", 1000).is_none() && other.of("small", 99).is_none());
     }
 }

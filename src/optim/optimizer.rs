@@ -35,7 +35,7 @@ pub struct Update<'a> {
     /// f32; shape of the weight, or `[len]` of its active elements.
     pub gradient: &'a Tensor,
     /// The active elements of the weight; `None`: all of them.
-    pub places: Option<IndexSubset>,
+    pub subset: Option<IndexSubset>,
 }
 
 /// State of one parameter in a checkpoint.
@@ -48,25 +48,25 @@ pub struct SavedState<'a> {
     pub parts: Vec<(&'static str, Tensor)>,
 }
 
-/// Values taken out of the optimizer's tables during an update.
-struct Held {
+/// The tensors of one parameter during its update.
+struct UpdateTensors {
     /// The weight, or a copy of its active elements.
     weight: Tensor,
     low: Option<Tensor>,
-    precision: Kind,
+    rounding: Rounding,
 }
 
-enum Kind {
+enum Rounding {
     Whole,
     Halves,
     Stochastic(Rng),
 }
 
-impl Held {
+impl UpdateTensors {
     fn precision(&self) -> Precision<'_> {
-        match (&self.precision, &self.low) {
-            (Kind::Halves, Some(low)) => Precision::Halves(low),
-            (Kind::Stochastic(rng), _) => Precision::Stochastic(*rng),
+        match (&self.rounding, &self.low) {
+            (Rounding::Halves, Some(low)) => Precision::Halves(low),
+            (Rounding::Stochastic(rng), _) => Precision::Stochastic(*rng),
             _ => Precision::Whole,
         }
     }
@@ -139,9 +139,9 @@ impl Optimizer {
     /// # Errors
     /// As for `update_all`.
     pub fn update_gated(&mut self, updates: &[Update], lr: f64, coefficient: f32, gate: FoundInf) -> Result<()> {
-        let mut held = Vec::with_capacity(updates.len());
+        let mut tensors = Vec::with_capacity(updates.len());
         for u in updates {
-            let shape = u.places.map_or(u.weight.dims().to_vec(), |p| vec![p.len]);
+            let shape = u.subset.map_or(u.weight.dims().to_vec(), |p| vec![p.len]);
             if shape != u.gradient.dims() {
                 return Err(Error::shape("the shapes of gradient and weight differ")
                     .at(u.name)
@@ -152,7 +152,7 @@ impl Optimizer {
                 let fresh = State::fresh(&self.settings, &shape, u.weight.device())?;
                 self.states.insert(u.name.to_string(), fresh);
             }
-            held.push(self.hold(u.name, u.weight, u.places.as_ref())?);
+            tensors.push(self.tensors_for(u.name, u.weight, u.subset.as_ref())?);
         }
         let mut items = Vec::with_capacity(updates.len());
         for u in updates {
@@ -160,12 +160,12 @@ impl Optimizer {
                 state.step += 1;
             }
         }
-        for (u, held) in updates.iter().zip(&held) {
+        for (u, tensors) in updates.iter().zip(&tensors) {
             let Some(state) = self.states.get(u.name) else { continue };
             let vector = u.weight.rank() < 2;
             items.push(Item {
-                weight: &held.weight,
-                precision: held.precision(),
+                weight: &tensors.weight,
+                precision: tensors.precision(),
                 gradient: u.gradient,
                 first: state.first.as_ref(),
                 second: state.second.as_ref(),
@@ -178,8 +178,8 @@ impl Optimizer {
             [one] => e.or_at(one.name),
             _ => e,
         })?;
-        for (u, held) in updates.iter().zip(&held) {
-            self.put_back(u, held)?;
+        for (u, tensors) in updates.iter().zip(&tensors) {
+            self.put_back(u, tensors)?;
         }
         Ok(())
     }
@@ -190,13 +190,14 @@ impl Optimizer {
         name: &str,
         weight: &Tensor,
         gradient: &Tensor,
-        (lr, sign): (f64, bool),
+        lr: f64,
+        sign: bool,
         gate: FoundInf,
     ) -> Result<()> {
-        let held = self.hold(name, weight, None)?;
+        let tensors = self.tensors_for(name, weight, None)?;
         let item = Item {
             weight,
-            precision: held.precision(),
+            precision: tensors.precision(),
             gradient,
             first: None,
             second: None,
@@ -214,19 +215,19 @@ impl Optimizer {
     }
 
     /// Returns the weight (or a copy of its active elements) and the values that its update needs.
-    fn hold(&mut self, name: &str, weight: &Tensor, places: Option<&IndexSubset>) -> Result<Held> {
-        let take = |t: &Tensor| match places {
-            Some(places) => index_subset::gather(t, places),
+    fn tensors_for(&mut self, name: &str, weight: &Tensor, subset: Option<&IndexSubset>) -> Result<UpdateTensors> {
+        let take = |t: &Tensor| match subset {
+            Some(subset) => index_subset::gather(t, subset),
             None => Ok(t.clone()),
         };
-        let (low, precision) = match (weight.dtype(), self.settings.master) {
-            (DType::F32, _) => (None, Kind::Whole),
+        let (low, rounding) = match (weight.dtype(), self.settings.master) {
+            (DType::F32, _) => (None, Rounding::Whole),
             (DType::BF16, Master::Stochastic) => {
                 // A weight that is updated twice in a step (a correction in two micro-batches) uses new random numbers.
                 let times = self.rounded.entry(name.to_string()).or_insert(0);
                 *times += 1;
                 let key = [self.now, *times, mask::hash(name)];
-                (None, Kind::Stochastic(Rng::new(self.seed, Stream::Rounding, &key)))
+                (None, Rounding::Stochastic(Rng::new(self.seed, Stream::Rounding, &key)))
             }
             (DType::BF16, Master::F32) => {
                 let low = match self.low.remove(name) {
@@ -235,7 +236,7 @@ impl Optimizer {
                 };
                 let part = take(&low)?;
                 self.low.insert(name.to_string(), low);
-                (Some(part), Kind::Halves)
+                (Some(part), Rounding::Halves)
             }
             (other, _) => {
                 return Err(Error::unsupported("weight type cannot be trained")
@@ -243,18 +244,18 @@ impl Optimizer {
                     .found(format!("{other:?}")));
             }
         };
-        Ok(Held {
+        Ok(UpdateTensors {
             weight: take(weight)?,
             low,
-            precision,
+            rounding,
         })
     }
 
-    fn put_back(&self, u: &Update, held: &Held) -> Result<()> {
-        let Some(places) = &u.places else { return Ok(()) };
-        index_subset::scatter(u.weight, &held.weight, places)?;
-        match (self.low.get(u.name), &held.low) {
-            (Some(whole), Some(low)) => index_subset::scatter(whole, low, places),
+    fn put_back(&self, u: &Update, tensors: &UpdateTensors) -> Result<()> {
+        let Some(subset) = &u.subset else { return Ok(()) };
+        index_subset::scatter(u.weight, &tensors.weight, subset)?;
+        match (self.low.get(u.name), &tensors.low) {
+            (Some(whole), Some(low)) => index_subset::scatter(whole, low, subset),
             _ => Ok(()),
         }
     }

@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank; c is `scale`.
 
-use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::{Error, Result};
@@ -14,11 +14,11 @@ use candle_core::{Device, Tensor};
 #[derive(Debug, Clone)]
 pub struct Adalora {
     /// `[R, I]`
-    pub a: Part,
+    pub a: Param,
     /// `[O, R]`
-    pub b: Part,
+    pub b: Param,
     /// Singular values, `[R, 1]`.
-    pub e: Part,
+    pub e: Param,
     /// alpha / (rank + 1e-5), as in PEFT: with the initial rank of the adapter.
     pub scale: f32,
     /// Dropout on the input of A.
@@ -29,9 +29,9 @@ impl Adalora {
     /// An adapter with PEFT's parameter names. `a` `[R, I]`, `b` `[O, R]`, `e` `[R, 1]`.
     pub fn new(module: &str, a: Tensor, b: Tensor, e: Tensor, scale: f32, mask: Mask) -> Self {
         Self {
-            a: Part::new(module, "lora_A", a),
-            b: Part::new(module, "lora_B", b),
-            e: Part::new(module, "lora_E", e),
+            a: Param::new(module, "lora_A", a),
+            b: Param::new(module, "lora_B", b),
+            e: Param::new(module, "lora_E", e),
             scale,
             mask,
         }
@@ -95,8 +95,8 @@ pub fn scaling(alpha: f64, r: usize) -> f32 {
     (alpha / (r as f64 + 1e-5)) as f32
 }
 
-impl Kind for Adalora {
-    fn parts(&self) -> Vec<Part> {
+impl AdapterMethod for Adalora {
+    fn parts(&self) -> Vec<Param> {
         vec![self.a.clone(), self.b.clone(), self.e.clone()]
     }
 
@@ -134,7 +134,7 @@ impl Kind for Adalora {
                 (&self.e, e),
             ] {
                 gradients.push(Gradient {
-                    part: part.clone(),
+                    param: part.clone(),
                     gradient,
                 });
             }
@@ -156,12 +156,16 @@ impl Kind for Adalora {
         Ok((w + delta)?)
     }
 
-    fn work(&self) -> (u64, usize, u64, u64) {
+    fn cost(&self) -> Cost {
         let r = self.rank() as u64;
         let i = self.a.tensor.elem_count() as u64 / r.max(1);
         // Importance and uncertainty of every element (`ranks`).
         let parts = [&self.a, &self.b, &self.e];
         let scored: usize = parts.iter().map(|p| 2 * p.tensor.elem_count()).sum();
-        (scored as u64, 0, i + 4 * r, 0)
+        Cost {
+            fixed: scored as u64,
+            per_token: i + 4 * r,
+            ..Cost::default()
+        }
     }
 }

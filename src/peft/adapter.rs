@@ -1,4 +1,4 @@
-//! An adapter of any kind on one linear: the trait of the kinds, and the one `match` over them.
+//! An adapter of any kind on one linear: the trait of all kinds, and the one `match` over them.
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
@@ -19,17 +19,17 @@ pub struct Dropout {
     pub micro: u64,
 }
 
-/// A named tensor of an adapter, f32.
+/// A named tensor: a weight of a model, or a part of an adapter (f32).
 #[derive(Debug, Clone)]
-pub struct Part {
-    /// `model.layers.0.self_attn.q_proj.lora_A.weight`: a PEFT file adds the prefix `base_model.model.`.
+pub struct Param {
+    /// For example `model.layers.0.self_attn.q_proj.lora_A.weight`; a PEFT file adds the prefix `base_model.model.`.
     pub name: Arc<str>,
     /// The values, f32.
     pub tensor: Tensor,
 }
 
-impl Part {
-    /// `below`: the name below the module.
+impl Param {
+    /// The tensor `below` the module of an adapter.
     pub fn new(module: &str, below: &str, tensor: Tensor) -> Self {
         Self {
             name: format!("{module}.{below}").into(),
@@ -38,11 +38,11 @@ impl Part {
     }
 }
 
-/// The gradient of a part, in its shape.
+/// The gradient of a parameter, in its shape.
 pub struct Gradient {
-    /// The part.
-    pub part: Part,
-    /// f32, in the shape of the part.
+    /// The parameter.
+    pub param: Param,
+    /// f32, in the shape of the parameter.
     pub gradient: Tensor,
 }
 
@@ -81,9 +81,9 @@ pub struct Cost {
 }
 
 /// Operations of every adapter kind.
-pub(super) trait Kind {
+pub(super) trait AdapterMethod {
     /// The trained tensors, in file order.
-    fn parts(&self) -> Vec<Part>;
+    fn parts(&self) -> Vec<Param>;
 
     /// Maps `x` `[N, I]` to the output of the linear with the adapter, `[N, O]`.
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor>;
@@ -98,13 +98,8 @@ pub(super) trait Kind {
         Ok(bias.clone())
     }
 
-    /// Elements that are stored and not trained; R; temporary elements per token and in total.
-    fn work(&self) -> (u64, usize, u64, u64);
-
-    /// As `Cost::widens`.
-    fn widens(&self) -> bool {
-        false
-    }
+    /// The memory; `trained` is left empty.
+    fn cost(&self) -> Cost;
 }
 
 /// One adapter of one linear.
@@ -129,7 +124,7 @@ pub enum Adapter {
 }
 
 impl Adapter {
-    fn kind(&self) -> &dyn Kind {
+    fn method(&self) -> &dyn AdapterMethod {
         match self {
             Self::Lora(k) => k,
             Self::Dora(k) => k,
@@ -143,12 +138,12 @@ impl Adapter {
     }
 
     /// The trained tensors.
-    pub fn parts(&self) -> Vec<Part> {
-        self.kind().parts()
+    pub fn parts(&self) -> Vec<Param> {
+        self.method().parts()
     }
 
     /// Tensors that a resumed run needs: the trained ones, and a subtracted init.
-    pub fn saved(&self) -> Vec<Part> {
+    pub fn saved(&self) -> Vec<Param> {
         let mut all = self.parts();
         if let Some(lora) = self.lora() {
             all.extend(lora.start_parts());
@@ -158,12 +153,12 @@ impl Adapter {
 
     /// Maps `x` `[N, I]` to the output of the linear with the adapter, `[N, O]`.
     pub fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
-        self.kind().forward(base, x, dropout)
+        self.method().forward(base, x, dropout)
     }
 
     /// Backward pass through linear and adapter; `∂x` is computed before any gradient is returned.
     pub fn backward(&self, b: Backward<'_>) -> Result<Backed> {
-        self.kind().backward(b)
+        self.method().backward(b)
     }
 
     /// W `[O, I]` with the adapter merged, f32 on the CPU.
@@ -171,7 +166,7 @@ impl Adapter {
     /// # Errors
     /// A weight that does not fit the adapter (`Shape`); an adapter whose update cannot be computed.
     pub fn merged(&self, w: &Tensor) -> Result<Tensor> {
-        self.kind().merged(w)
+        self.method().merged(w)
     }
 
     /// The bias `[O]` with the adapter merged.
@@ -179,23 +174,15 @@ impl Adapter {
     /// # Errors
     /// As for `merged`.
     pub fn merged_bias(&self, bias: &Tensor) -> Result<Tensor> {
-        self.kind().merged_bias(bias)
+        self.method().merged_bias(bias)
     }
 
     /// Parameters and temporary memory, for the memory forecast.
     pub fn cost(&self) -> Cost {
-        let (fixed, rank, per_token, whole) = self.kind().work();
-        let trained = self.parts();
+        let trained = self.parts().into_iter();
         Cost {
-            trained: trained
-                .into_iter()
-                .map(|p| (p.name, p.tensor.dims().to_vec()))
-                .collect(),
-            fixed,
-            rank,
-            per_token,
-            whole,
-            widens: self.kind().widens(),
+            trained: trained.map(|p| (p.name, p.tensor.dims().to_vec())).collect(),
+            ..self.method().cost()
         }
     }
 

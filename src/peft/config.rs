@@ -30,11 +30,20 @@ named!(
 named!(
     /// The components that CorDA trains: the least important for knowledge to preserve, or the most important for the
     /// task.
-    CordaMethod { Kpm = "kpm", Ipm = "ipm" }
+    CordaMethod {
+        /// The smallest components.
+        Kpm = "kpm",
+        /// The largest components.
+        Ipm = "ipm",
+    }
 );
 named!(
     /// The variant of CorDA's normalization and damping.
-    CordaArithmetic { Ft = "ft", Peft = "peft" }
+    CordaArithmetic {
+        Ft = "ft",
+        /// Divides each row of data by |max(x)| and counts it as one.
+        Peft = "peft",
+    }
 );
 
 /// Adapters: kind, targets, ranks and initial values.

@@ -5,7 +5,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
 use super::frozen::{Dx, Frozen};
 use super::lora::Lora;
 use super::small;
@@ -82,10 +82,10 @@ impl Dora {
     }
 }
 
-impl Kind for Dora {
-    fn parts(&self) -> Vec<Part> {
+impl AdapterMethod for Dora {
+    fn parts(&self) -> Vec<Param> {
         let mut parts = self.lora.parts();
-        parts.push(Part {
+        parts.push(Param {
             name: self.name.clone(),
             tensor: self.magnitude.clone(),
         });
@@ -138,7 +138,7 @@ impl Kind for Dora {
         if let Some(x) = &dropped {
             let sum = small::sum_product(b.dy, &self.direction(b.base, x)?)?;
             out.push(Gradient {
-                part: Part {
+                param: Param {
                     name: self.name.clone(),
                     tensor: self.magnitude.clone(),
                 },
@@ -154,14 +154,17 @@ impl Kind for Dora {
         small::scale_rows(&v, &(&self.magnitude / norm)?)
     }
 
-    fn work(&self) -> (u64, usize, u64, u64) {
+    fn cost(&self) -> Cost {
         let (r, i) = (self.lora.rank() as u64, self.lora.a.elem_count() as u64);
         let o = self.magnitude.elem_count() as u64;
         let inputs = i / r.max(1);
-        (o, self.lora.rank(), 4 * o + inputs, 4 * o * r + ROWS as u64 * inputs)
-    }
-
-    fn widens(&self) -> bool {
-        true
+        Cost {
+            fixed: o,
+            rank: self.lora.rank(),
+            per_token: 4 * o + inputs,
+            whole: 4 * o * r + ROWS as u64 * inputs,
+            widens: true,
+            ..Cost::default()
+        }
     }
 }

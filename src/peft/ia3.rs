@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features.
 
-use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
 use super::frozen::{Dx, Frozen};
 use super::small;
 use crate::base::Result;
@@ -14,7 +14,7 @@ use candle_core::Tensor;
 #[derive(Debug, Clone)]
 pub struct Ia3 {
     /// `[O, 1]`; `[1, I]` if it scales the input.
-    pub factors: Part,
+    pub factors: Param,
     /// True if it scales the input.
     pub feedforward: bool,
 }
@@ -23,7 +23,7 @@ impl Ia3 {
     /// An adapter with PEFT's parameter name.
     pub fn new(module: &str, factors: Tensor, feedforward: bool) -> Self {
         Self {
-            factors: Part::new(module, "ia3_l", factors),
+            factors: Param::new(module, "ia3_l", factors),
             feedforward,
         }
     }
@@ -36,14 +36,14 @@ impl Ia3 {
 
     fn gradient(&self, sums: Tensor) -> Result<Gradient> {
         Ok(Gradient {
-            part: self.factors.clone(),
+            param: self.factors.clone(),
             gradient: sums.reshape(self.factors.tensor.shape())?,
         })
     }
 }
 
-impl Kind for Ia3 {
-    fn parts(&self) -> Vec<Part> {
+impl AdapterMethod for Ia3 {
+    fn parts(&self) -> Vec<Param> {
         vec![self.factors.clone()]
     }
 
@@ -105,7 +105,10 @@ impl Kind for Ia3 {
         }
     }
 
-    fn work(&self) -> (u64, usize, u64, u64) {
-        (0, 0, 2 * self.factors.tensor.elem_count() as u64, 0)
+    fn cost(&self) -> Cost {
+        Cost {
+            per_token: 2 * self.factors.tensor.elem_count() as u64,
+            ..Cost::default()
+        }
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank; s is `scale`.
 
-use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small;
 use crate::base::Result;
@@ -14,7 +14,7 @@ use candle_core::Tensor;
 #[derive(Debug, Clone)]
 pub struct Loha {
     /// P₁ `[O, R]`, Q₁ `[R, I]`, P₂ `[O, R]`, Q₂ `[R, I]`
-    pub factors: [Part; 4],
+    pub factors: [Param; 4],
     /// s
     pub scale: f32,
 }
@@ -25,7 +25,7 @@ pub const NAMES: [&str; 4] = ["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"
 impl Loha {
     /// An adapter with PEFT's parameter names.
     pub fn new(module: &str, [a, b, c, d]: [Tensor; 4], scale: f32) -> Self {
-        let part = |i: usize, t| Part::new(module, NAMES[i], t);
+        let part = |i: usize, t| Param::new(module, NAMES[i], t);
         Self {
             factors: [part(0, a), part(1, b), part(2, c), part(3, d)],
             scale,
@@ -67,8 +67,8 @@ impl Loha {
     }
 }
 
-impl Kind for Loha {
-    fn parts(&self) -> Vec<Part> {
+impl AdapterMethod for Loha {
+    fn parts(&self) -> Vec<Param> {
         self.factors.to_vec()
     }
 
@@ -94,11 +94,11 @@ impl Kind for Loha {
         for (first, d) in [(0, d_one), (2, d_two)] {
             let (p, q) = (&self.factors[first], &self.factors[first + 1]);
             gradients.push(Gradient {
-                part: p.clone(),
+                param: p.clone(),
                 gradient: linear::forward(&d, &q.tensor, None)?, // d·Qᵀ
             });
             gradients.push(Gradient {
-                part: q.clone(),
+                param: q.clone(),
                 gradient: linear::grad_weight(&p.tensor, &d, d.dtype())?, // Pᵀ·d
             });
         }
@@ -109,12 +109,15 @@ impl Kind for Loha {
         Ok((w + self.delta()?)?)
     }
 
-    fn work(&self) -> (u64, usize, u64, u64) {
+    fn cost(&self) -> Cost {
         let dims = |i: usize| self.factors[i].tensor.dims();
         let whole = match (dims(0), dims(1)) {
             ([o, _], [_, i]) => (o * i) as u64,
             _ => 0,
         };
-        (0, 0, 0, 5 * whole)
+        Cost {
+            whole: 5 * whole,
+            ..Cost::default()
+        }
     }
 }

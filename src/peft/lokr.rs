@@ -4,7 +4,7 @@
 //!
 //! Letters: N tokens, I = C·D input features, O = A·B output features, U `[A, C]`, V `[B, D]`, R rank.
 
-use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small;
 use crate::base::Result;
@@ -15,22 +15,22 @@ use candle_core::Tensor;
 #[derive(Debug, Clone)]
 pub enum Factor {
     /// A full matrix.
-    Whole(Part),
+    Whole(Param),
     /// A product of two thin matrices.
-    Product(Part, Part),
+    Product(Param, Param),
 }
 
 impl Factor {
     /// `name` is `lokr_w1` or `lokr_w2`.
     pub fn whole(module: &str, name: &str, t: Tensor) -> Self {
-        Self::Whole(Part::new(module, name, t))
+        Self::Whole(Param::new(module, name, t))
     }
 
     /// `name` is `lokr_w1` or `lokr_w2`; `a` `[rows, R]`, `b` `[R, columns]`.
     pub fn product(module: &str, name: &str, a: Tensor, b: Tensor) -> Self {
         Self::Product(
-            Part::new(module, &format!("{name}_a"), a),
-            Part::new(module, &format!("{name}_b"), b),
+            Param::new(module, &format!("{name}_a"), a),
+            Param::new(module, &format!("{name}_b"), b),
         )
     }
 
@@ -49,14 +49,14 @@ impl Factor {
         }
     }
 
-    fn parts(&self) -> Vec<Part> {
+    fn parts(&self) -> Vec<Param> {
         match self {
             Self::Whole(p) => vec![p.clone()],
             Self::Product(a, b) => vec![a.clone(), b.clone()],
         }
     }
 
-    pub(super) fn parts_mut(&mut self) -> Vec<&mut Part> {
+    pub(super) fn parts_mut(&mut self) -> Vec<&mut Param> {
         match self {
             Self::Whole(p) => vec![p],
             Self::Product(a, b) => vec![a, b],
@@ -65,9 +65,9 @@ impl Factor {
 
     /// Converts the gradient of the full factor to gradients of its parts.
     fn gradients(&self, d: Tensor, out: &mut Vec<Gradient>) -> Result<()> {
-        let mut add = |part: &Part, gradient| {
+        let mut add = |part: &Param, gradient| {
             let part = part.clone();
-            out.push(Gradient { part, gradient });
+            out.push(Gradient { param: part, gradient });
         };
         match self {
             Self::Whole(p) => add(p, d),
@@ -80,7 +80,7 @@ impl Factor {
     }
 }
 
-fn dim(p: &Part, i: usize) -> usize {
+fn dim(p: &Param, i: usize) -> usize {
     p.tensor.dims().get(i).copied().unwrap_or(0)
 }
 
@@ -157,8 +157,8 @@ impl Lokr {
     }
 }
 
-impl Kind for Lokr {
-    fn parts(&self) -> Vec<Part> {
+impl AdapterMethod for Lokr {
+    fn parts(&self) -> Vec<Param> {
         let mut all = self.first.parts();
         all.extend(self.second.parts());
         all
@@ -207,10 +207,14 @@ impl Kind for Lokr {
         Ok((w + delta)?)
     }
 
-    fn work(&self) -> (u64, usize, u64, u64) {
+    fn cost(&self) -> Cost {
         let ((a, c), (b, d)) = (self.first.dims(), self.second.dims());
         let per_token = 2 * (a * b) + 2 * (b * c) + c * d;
-        (0, 0, per_token as u64, 2 * (a * c + b * d) as u64)
+        Cost {
+            per_token: per_token as u64,
+            whole: 2 * (a * c + b * d) as u64,
+            ..Cost::default()
+        }
     }
 }
 

@@ -7,7 +7,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::Result;
@@ -179,15 +179,15 @@ impl Lora {
     }
 
     /// A₀ and B₀ with their parameter names.
-    pub fn start_parts(&self) -> Vec<Part> {
+    pub fn start_parts(&self) -> Vec<Param> {
         let Some((a, b)) = &self.start else { return Vec::new() };
         let name = |of: &Arc<str>| format!("{}.start", of.trim_end_matches(".weight")).into();
         vec![
-            Part {
+            Param {
                 name: name(&self.a_name),
                 tensor: a.clone(),
             },
-            Part {
+            Param {
                 name: name(&self.b_name),
                 tensor: b.clone(),
             },
@@ -198,23 +198,23 @@ impl Lora {
         let [a, b] = self.pair();
         vec![
             Gradient {
-                part: a,
+                param: a,
                 gradient: grads.a,
             },
             Gradient {
-                part: b,
+                param: b,
                 gradient: grads.b,
             },
         ]
     }
 
-    fn pair(&self) -> [Part; 2] {
+    fn pair(&self) -> [Param; 2] {
         [
-            Part {
+            Param {
                 name: self.a_name.clone(),
                 tensor: self.a.clone(),
             },
-            Part {
+            Param {
                 name: self.b_name.clone(),
                 tensor: self.b.clone(),
             },
@@ -222,8 +222,8 @@ impl Lora {
     }
 }
 
-impl Kind for Lora {
-    fn parts(&self) -> Vec<Part> {
+impl AdapterMethod for Lora {
+    fn parts(&self) -> Vec<Param> {
         self.pair().to_vec()
     }
 
@@ -258,9 +258,13 @@ impl Kind for Lora {
         Ok(sum)
     }
 
-    fn work(&self) -> (u64, usize, u64, u64) {
+    fn cost(&self) -> Cost {
         let start = self.start_parts();
         let fixed = start.iter().map(|p| p.tensor.elem_count() as u64).sum();
-        (fixed, self.rank(), 0, 0)
+        Cost {
+            fixed,
+            rank: self.rank(),
+            ..Cost::default()
+        }
     }
 }

@@ -4,7 +4,7 @@
 //!
 //! Letters: N tokens, I = K·S input features in K blocks of S, O output features.
 
-use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
 use super::frozen::{Dx, Frozen};
 use super::small;
 use crate::base::{Error, Result};
@@ -35,7 +35,7 @@ impl Cayley {
 #[derive(Debug, Clone)]
 pub struct Oft {
     /// The upper triangles of Q, row by row: `[K, S·(S-1)/2]`.
-    pub triangles: Part,
+    pub triangles: Param,
     /// S
     pub block: usize,
     /// How R is computed.
@@ -46,7 +46,7 @@ impl Oft {
     /// An adapter with PEFT's parameter name.
     pub fn new(module: &str, triangles: Tensor, block: usize, cayley: Cayley) -> Self {
         Self {
-            triangles: Part::new(module, "oft_R.weight", triangles),
+            triangles: Param::new(module, "oft_R.weight", triangles),
             block,
             cayley,
         }
@@ -118,7 +118,7 @@ impl Oft {
     }
 
     /// Converts the gradient of R `[K, S, S]` to that of the triangles.
-    fn gradient(&self, r: &Tensor, kept: &[Tensor], dr: &Tensor) -> Result<Gradient> {
+    fn gradient(&self, r: &Tensor, intermediates: &[Tensor], dr: &Tensor) -> Result<Gradient> {
         let dq = match self.cayley {
             Cayley::Neumann(terms) => {
                 // Backward through P₁ = Q and Pₙ = Q·Pₙ₋₁, in reverse order.
@@ -130,16 +130,16 @@ impl Oft {
                     if p == 1 {
                         dq = (dq + &dp)?;
                     } else {
-                        let before = kept[p - 2].transpose(1, 2)?.contiguous()?;
+                        let before = intermediates[p - 2].transpose(1, 2)?.contiguous()?;
                         dq = (dq + dp.matmul(&before)?)?;
-                        dp = kept[0].transpose(1, 2)?.contiguous()?.matmul(&dp)?;
+                        dp = intermediates[0].transpose(1, 2)?.contiguous()?.matmul(&dp)?;
                     }
                 }
                 dq
             }
             Cayley::Exact => {
                 let left = (self.identity()? + r)?.transpose(1, 2)?.contiguous()?;
-                let right = kept[0].transpose(1, 2)?.contiguous()?;
+                let right = intermediates[0].transpose(1, 2)?.contiguous()?;
                 left.matmul(dr)?.matmul(&right)?.neg()?
             }
         };
@@ -152,7 +152,7 @@ impl Oft {
             }
         }
         Ok(Gradient {
-            part: self.triangles.clone(),
+            param: self.triangles.clone(),
             gradient: Tensor::from_vec(out, self.triangles.tensor.shape(), dr.device())?,
         })
     }
@@ -216,8 +216,8 @@ fn inverses(m: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(out, m.shape(), m.device())?)
 }
 
-impl Kind for Oft {
-    fn parts(&self) -> Vec<Part> {
+impl AdapterMethod for Oft {
+    fn parts(&self) -> Vec<Param> {
         vec![self.triangles.clone()]
     }
 
@@ -232,7 +232,7 @@ impl Kind for Oft {
         let Some(turned) = b.base.backward(b.dy, Dx::New)? else {
             return Ok((None, Vec::new()));
         };
-        let (r, kept) = self.rotation()?;
+        let (r, intermediates) = self.rotation()?;
         let gradients = match b.x {
             Some(x) => {
                 let dr = self
@@ -240,7 +240,7 @@ impl Kind for Oft {
                     .transpose(1, 2)?
                     .contiguous()?
                     .matmul(&self.by_block(&turned)?)?; // [K, S, S]
-                vec![self.gradient(&r, &kept, &dr)?]
+                vec![self.gradient(&r, &intermediates, &dr)?]
             }
             None => Vec::new(),
         };
@@ -262,8 +262,12 @@ impl Kind for Oft {
         self.rotate(w, &back)
     }
 
-    fn work(&self) -> (u64, usize, u64, u64) {
+    fn cost(&self) -> Cost {
         let (k, s) = (self.blocks() as u64, self.block as u64);
-        (0, 0, 4 * k * s, 8 * k * s * s)
+        Cost {
+            per_token: 4 * k * s,
+            whole: 8 * k * s * s,
+            ..Cost::default()
+        }
     }
 }

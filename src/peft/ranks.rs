@@ -5,7 +5,7 @@
 //! Letters: I input features, O output features, R rank.
 
 use super::adalora::Adalora;
-use super::adapter::Part;
+use super::adapter::Param;
 use super::small;
 use crate::base::{Error, Result};
 use crate::ops::{linear, update};
@@ -44,9 +44,9 @@ struct Moments {
 /// The three parts of an AdaLoRA adapter.
 struct Triplet {
     module: String,
-    a: Part,
-    b: Part,
-    e: Part,
+    a: Param,
+    b: Param,
+    e: Param,
 }
 
 /// Gradients of a step by part name.
@@ -187,7 +187,7 @@ impl RankAllocator {
     /// Scores of the R singular values of an adapter: score of the value plus mean scores of its two vectors.
     fn scores(&self, t: &Triplet) -> Vec<f32> {
         let r = t.e.tensor.elem_count();
-        let of = |part: &Part, i: usize| {
+        let of = |part: &Param, i: usize| {
             let found = self.moments.get(&part.name);
             found.map_or(0.0, |m| m.importance[i] * m.uncertainty[i])
         };

@@ -213,11 +213,11 @@ fn gradients_are_those_of_central_differences() {
             assert_close(&dx, &differences(&x, 1e-2, |x| loss(&adapter, x, &dy, key)), 4e-3);
             assert_eq!(gradients.len(), adapter.parts().len(), "{name}");
             for g in gradients {
-                let values = flat(&g.part.tensor);
-                let want = differences(&g.part.tensor, 1e-2, |moved| {
-                    fill(&g.part.tensor, &flat(moved))?;
+                let values = flat(&g.param.tensor);
+                let want = differences(&g.param.tensor, 1e-2, |moved| {
+                    fill(&g.param.tensor, &flat(moved))?;
                     let l = loss(&adapter, &x, &dy, key)?;
-                    fill(&g.part.tensor, &values)?;
+                    fill(&g.param.tensor, &values)?;
                     Ok(l)
                 });
                 assert_close(&g.gradient, &want, 4e-3);

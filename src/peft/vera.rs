@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapter::{Backed, Backward, Dropout, Gradient, Kind, Part};
+use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::Result;
@@ -36,9 +36,9 @@ pub struct Vera {
     /// The random pair.
     pub shared: Projections,
     /// `[O]`
-    pub lambda_b: Part,
+    pub lambda_b: Param,
     /// `[R]`
-    pub lambda_d: Part,
+    pub lambda_d: Param,
     /// I: input features of the linear.
     pub inputs: usize,
     /// Dropout on the input of A.
@@ -50,8 +50,8 @@ impl Vera {
     pub fn new(module: &str, shared: Projections, b: Tensor, d: Tensor, inputs: usize, mask: Mask) -> Self {
         Self {
             shared,
-            lambda_b: Part::new(module, "vera_lambda_b", b),
-            lambda_d: Part::new(module, "vera_lambda_d", d),
+            lambda_b: Param::new(module, "vera_lambda_b", b),
+            lambda_d: Param::new(module, "vera_lambda_d", d),
             inputs,
             mask,
         }
@@ -74,8 +74,8 @@ impl Vera {
     }
 }
 
-impl Kind for Vera {
-    fn parts(&self) -> Vec<Part> {
+impl AdapterMethod for Vera {
+    fn parts(&self) -> Vec<Param> {
         vec![self.lambda_b.clone(), self.lambda_d.clone()]
     }
 
@@ -102,7 +102,7 @@ impl Kind for Vera {
                 (&self.lambda_d, small::sum_product(&dh, &u)?),
             ] {
                 gradients.push(Gradient {
-                    part: part.clone(),
+                    param: part.clone(),
                     gradient,
                 });
             }
@@ -121,9 +121,13 @@ impl Kind for Vera {
         Ok((w + small::product(&b, &a)?)?)
     }
 
-    fn work(&self) -> (u64, usize, u64, u64) {
+    fn cost(&self) -> Cost {
         let r = self.lambda_d.tensor.elem_count() as u64;
         let (i, o) = (self.inputs as u64, self.lambda_b.tensor.elem_count() as u64);
-        (0, 0, 2 * o + i + 3 * r, r * i)
+        Cost {
+            per_token: 2 * o + i + 3 * r,
+            whole: r * i,
+            ..Cost::default()
+        }
     }
 }

@@ -195,7 +195,7 @@ impl Inputs {
 /// Bytes of the optimizer state of a parameter of `shape`: moments of its active part, low 16 bits of the whole master.
 fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf16: bool) -> u64 {
     let n: usize = shape.iter().product();
-    let moments = match active.places(name, n) {
+    let moments = match active.subset(name, n) {
         Some(part) => Optimizer::state_bytes(&recipe.optimizer, &[part.len]),
         None => Optimizer::state_bytes(&recipe.optimizer, shape),
     };
@@ -239,7 +239,7 @@ fn of_turn(
     let trained = model.sum_trained(active, |name| {
         let elements = model.elements(name);
         active
-            .places(name, elements as usize)
+            .subset(name, elements as usize)
             .map_or(elements, |part| part.len as u64)
     });
     let state = model.sum_trained(active, |name| {

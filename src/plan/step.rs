@@ -81,7 +81,7 @@ impl Sink<'_> {
             return;
         }
         let elements = self.model.elements(name) as usize;
-        let part = self.active.places(name, elements).map(|p| p.len as u64);
+        let part = self.active.subset(name, elements).map(|p| p.len as u64);
         // Of a masked parameter only the active part is kept.
         let gradient = match part {
             Some(part) => {
@@ -146,7 +146,7 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
     // A masked weight is changed in a copy of its active part.
     let largest = sink.kept.keys().filter_map(|n| {
         let elements = model.elements(n) as usize;
-        active.places(n, elements).map(|p| p.len as u64)
+        active.subset(n, elements).map(|p| p.len as u64)
     });
     l.touch(Kind::Scratch, MASKED * largest.max().unwrap_or(0));
     let kept: Vec<Allocation> = std::mem::take(&mut sink.kept).into_values().collect();

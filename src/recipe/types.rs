@@ -2,6 +2,7 @@
 
 use ft_base::named;
 
+pub use crate::distill::hidden::HiddenLoss;
 pub use crate::ops::Dtype;
 pub use crate::optim::config::{
     BlockConfig, BlockOrder, Correction, CorrectionScope, MaskShape, Master, OptimizerConfig, OptimizerName, Partition,
@@ -10,6 +11,9 @@ pub use crate::optim::config::{
 pub use crate::peft::config::{
     AdaloraConfig, CordaArithmetic, CordaConfig, CordaMethod, EvaConfig, LoraConfig, LoraInit, PeftType,
 };
+pub use crate::rlhf::advantage::{KlEstimator, ScaleRewards};
+pub use crate::rlhf::correction::RolloutCorrection;
+pub use crate::rlhf::grpo::{GrpoLoss, ImportanceLevel};
 pub use crate::rlhf::preference::config::{FDivergence, JudgedLoss, PairLoss};
 use crate::source::policy::StorageRules;
 pub use crate::source::policy::WeightStorage;
@@ -53,25 +57,10 @@ impl Stage {
 }
 
 named!(RolloutWeights { Exact = "exact", Int8 = "int8", Int4 = "int4" });
-named!(RolloutCorrection {
-    None = "none",
-    TokenTruncate = "token_truncate",
-    TokenMask = "token_mask",
-    SequenceTruncate = "sequence_truncate",
-    SequenceMask = "sequence_mask",
-});
-named!(GrpoLoss { Grpo = "grpo", Dapo = "dapo", DrGrpo = "dr_grpo", Bnpo = "bnpo", Rloo = "rloo" });
-named!(ImportanceLevel { Token = "token", Sequence = "sequence" });
-named!(ScaleRewards { Group = "group", Batch = "batch", None = "none" });
-named!(KlEstimator { K1 = "k1", K3 = "k3" });
 
 named!(
     /// Placement of a teacher's weights.
     TeacherTier { Device = "device", Host = "host", Disk = "disk" }
-);
-named!(
-    /// The distance between hidden states of student and teacher.
-    HiddenLoss { Mse = "mse", Cosine = "cosine" }
 );
 
 #[derive(Debug, Clone)]

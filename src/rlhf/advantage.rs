@@ -3,16 +3,19 @@
 //! Letters: B completions of a rollout, G completions of one prompt (a group: consecutive), T tokens of a completion.
 //! A NaN reward is missing: its completion is excluded from means, and its advantage is 0.
 
-/// Divisor of an advantage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scale {
-    /// The standard deviation of the group.
-    Group,
-    /// The standard deviation of all completions.
-    Batch,
-    /// Rewards are centered, not scaled.
-    None,
-}
+use ft_base::named;
+
+named!(
+    /// Divisor of an advantage.
+    ScaleRewards {
+        /// The standard deviation of the group.
+        Group = "group",
+        /// The standard deviation of all completions.
+        Batch = "batch",
+        /// Rewards are centered, not scaled.
+        None = "none",
+    }
+);
 
 /// Added to a standard deviation before the division.
 const EPSILON: f64 = 1e-4;
@@ -50,16 +53,20 @@ fn is_zero(std: f64) -> bool {
 /// GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2): reward minus the mean of its group, divided by a standard
 /// deviation. Without the division: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783). `rewards` `[B]`, B a multiple of
 /// `group`.
-pub fn grouped(rewards: &[f64], group: usize, scale: Scale) -> Advantages {
+pub fn grouped(rewards: &[f64], group: usize, scale: ScaleRewards) -> Advantages {
     let group = group.max(1);
     let batch_std = moments(rewards).1;
     let (mut values, mut zero, mut groups) = (Vec::with_capacity(rewards.len()), 0usize, 0usize);
     for rewards in rewards.chunks(group) {
         let (mean, std) = moments(rewards);
-        let std = if scale == Scale::Batch { batch_std } else { std };
+        let std = if scale == ScaleRewards::Batch { batch_std } else { std };
         groups += 1;
         zero += usize::from(is_zero(std));
-        let by = if scale == Scale::None { 1.0 } else { std + EPSILON };
+        let by = if scale == ScaleRewards::None {
+            1.0
+        } else {
+            std + EPSILON
+        };
         values.extend(rewards.iter().map(|r| known((r - mean) / by)));
     }
     Advantages {
@@ -125,14 +132,15 @@ pub fn whiten(rows: &mut [Vec<f64>], keep_mean: bool) {
     }
 }
 
-/// Estimator of a KL divergence from one sample (Schulman 2020, "Approximating KL Divergence").
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KlEstimator {
-    /// log p - log q: unbiased, may be negative.
-    K1,
-    /// q/p - 1 - log(q/p): unbiased, never negative.
-    K3,
-}
+named!(
+    /// Estimator of a KL divergence from one sample (Schulman 2020, "Approximating KL Divergence").
+    KlEstimator {
+        /// log p - log q: unbiased, may be negative.
+        K1 = "k1",
+        /// q/p - 1 - log(q/p): unbiased, never negative.
+        K3 = "k3",
+    }
+);
 
 impl KlEstimator {
     /// KL of the policy to the reference, at one token.
@@ -180,22 +188,22 @@ mod tests {
     #[test]
     fn groups_of_equal_rewards_teach_nothing() {
         let rewards = [1.0, 0.0, 1.0, 1.0];
-        let got = grouped(&rewards, 2, Scale::Group);
+        let got = grouped(&rewards, 2, ScaleRewards::Group);
         let std = 0.5f64.sqrt();
         assert_close(&got.values, &[0.5 / (std + 1e-4), -0.5 / (std + 1e-4), 0.0, 0.0]);
         assert_eq!(got.zero_std, 0.5);
-        assert_close(&grouped(&rewards, 2, Scale::None).values, &[0.5, -0.5, 0.0, 0.0]);
+        assert_close(&grouped(&rewards, 2, ScaleRewards::None).values, &[0.5, -0.5, 0.0, 0.0]);
         // Standard deviation of all four: 0.5.
-        let batch = grouped(&rewards, 2, Scale::Batch);
+        let batch = grouped(&rewards, 2, ScaleRewards::Batch);
         assert_close(&batch.values, &[0.5 / 0.5001, -0.5 / 0.5001, 0.0, 0.0]);
         assert_eq!(batch.zero_std, 0.0);
     }
 
     #[test]
     fn a_completion_without_a_reward_is_left_out() {
-        let got = grouped(&[1.0, f64::NAN, 0.0, f64::NAN], 4, Scale::None);
+        let got = grouped(&[1.0, f64::NAN, 0.0, f64::NAN], 4, ScaleRewards::None);
         assert_close(&got.values, &[0.5, 0.0, -0.5, 0.0]);
-        assert_close(&grouped(&[f64::NAN; 2], 2, Scale::Group).values, &[0.0; 2]);
+        assert_close(&grouped(&[f64::NAN; 2], 2, ScaleRewards::Group).values, &[0.0; 2]);
         let got = leave_one_out(&[1.0, f64::NAN, 0.0, 5.0, f64::NAN, f64::NAN], 3, false);
         assert_close(&got.values, &[1.0, 0.0, -1.0, 0.0, 0.0, 0.0]);
     }
@@ -204,7 +212,7 @@ mod tests {
     fn leave_one_out_is_a_scaled_group_mean() {
         // r - mean of the others = G/(G-1) (r - mean).
         let rewards = [3.0, 1.0, 0.5, 0.0];
-        let plain = grouped(&rewards, 4, Scale::None).values;
+        let plain = grouped(&rewards, 4, ScaleRewards::None).values;
         let want: Vec<f64> = plain.iter().map(|a| a * 4.0 / 3.0).collect();
         assert_close(&leave_one_out(&rewards, 4, false).values, &want);
         let normal = leave_one_out(&rewards, 4, true).values;

@@ -2,24 +2,29 @@
 //!
 //! Letters: T tokens of a completion.
 
-/// Bound of the importance ratios (truncated importance sampling: Yao et al. 2025; masked: Zheng et al. 2025).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
-    /// One ratio per token, clipped to the bounds.
-    TokenTruncate,
-    /// One ratio per token, 0 outside the bounds.
-    TokenMask,
-    /// The product over the completion, clipped to the bounds.
-    SequenceTruncate,
-    /// The product over the completion, 0 outside the bounds.
-    SequenceMask,
-}
+use ft_base::named;
+
+named!(
+    /// Bound of the importance ratios (truncated importance sampling: Yao et al. 2025; masked: Zheng et al. 2025).
+    RolloutCorrection {
+        /// All ratios are 1.
+        None = "none",
+        /// One ratio per token, clipped to the bounds.
+        TokenTruncate = "token_truncate",
+        /// One ratio per token, 0 outside the bounds.
+        TokenMask = "token_mask",
+        /// The product over the completion, clipped to the bounds.
+        SequenceTruncate = "sequence_truncate",
+        /// The product over the completion, 0 outside the bounds.
+        SequenceMask = "sequence_mask",
+    }
+);
 
 /// How importance ratios of rollouts that other weights sampled enter the loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Correction {
     /// The treatment of a ratio.
-    pub mode: Mode,
+    pub mode: RolloutCorrection,
     /// Smallest ratio; `None`: no bound.
     pub min: Option<f64>,
     /// Largest ratio; `None`: no bound.
@@ -36,8 +41,11 @@ impl Correction {
         };
         let logs: Vec<f64> = exact.iter().zip(sampling).map(difference).collect();
         let logs = match self.mode {
-            Mode::TokenTruncate | Mode::TokenMask => logs,
-            Mode::SequenceTruncate | Mode::SequenceMask => vec![logs.iter().sum(); logs.len()],
+            RolloutCorrection::None => vec![0.0; logs.len()],
+            RolloutCorrection::TokenTruncate | RolloutCorrection::TokenMask => logs,
+            RolloutCorrection::SequenceTruncate | RolloutCorrection::SequenceMask => {
+                vec![logs.iter().sum(); logs.len()]
+            }
         };
         logs.into_iter().map(|log| self.bound(log.exp()) as f32).collect()
     }
@@ -45,9 +53,10 @@ impl Correction {
     fn bound(&self, ratio: f64) -> f64 {
         let (min, max) = (self.min.unwrap_or(0.0), self.max.unwrap_or(f64::INFINITY));
         match self.mode {
-            Mode::TokenTruncate | Mode::SequenceTruncate => ratio.clamp(min, max.max(min)),
-            Mode::TokenMask | Mode::SequenceMask if ratio < min || ratio > max => 0.0,
-            Mode::TokenMask | Mode::SequenceMask => ratio,
+            RolloutCorrection::None => ratio,
+            RolloutCorrection::TokenTruncate | RolloutCorrection::SequenceTruncate => ratio.clamp(min, max.max(min)),
+            RolloutCorrection::TokenMask | RolloutCorrection::SequenceMask if ratio < min || ratio > max => 0.0,
+            RolloutCorrection::TokenMask | RolloutCorrection::SequenceMask => ratio,
         }
     }
 }
@@ -66,13 +75,16 @@ mod tests {
             }
         };
         let (up, down, all) = (2f64.exp(), (-1f64).exp(), 1f64.exp());
-        close(&ratios(Mode::TokenTruncate, None, Some(3.0)), [1.0, 3.0, down]);
-        close(&ratios(Mode::TokenMask, Some(0.5), None), [1.0, up, 0.0]);
-        close(&ratios(Mode::SequenceTruncate, None, Some(2.0)), [2.0; 3]);
-        close(&ratios(Mode::SequenceMask, None, Some(3.0)), [all; 3]);
-        close(&ratios(Mode::SequenceMask, None, Some(2.0)), [0.0; 3]);
+        close(
+            &ratios(RolloutCorrection::TokenTruncate, None, Some(3.0)),
+            [1.0, 3.0, down],
+        );
+        close(&ratios(RolloutCorrection::TokenMask, Some(0.5), None), [1.0, up, 0.0]);
+        close(&ratios(RolloutCorrection::SequenceTruncate, None, Some(2.0)), [2.0; 3]);
+        close(&ratios(RolloutCorrection::SequenceMask, None, Some(3.0)), [all; 3]);
+        close(&ratios(RolloutCorrection::SequenceMask, None, Some(2.0)), [0.0; 3]);
         let unknown = Correction {
-            mode: Mode::TokenMask,
+            mode: RolloutCorrection::TokenMask,
             min: None,
             max: Some(3.0),
         };

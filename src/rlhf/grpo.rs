@@ -7,46 +7,48 @@
 //! conventions (type of mean, order of clipping) are those of TRL 1.16.
 
 use super::advantage::KlEstimator;
-use super::means::Means;
 use super::policy::{self, PolicyHead, columns};
 use crate::base::Result;
+use crate::base::means::NamedMeans;
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective};
 use crate::ops::step_stats::{StepStats, StepSums};
 use candle_core::Tensor;
+use ft_base::named;
 use std::ops::Range;
 
-/// Normalization of the loss.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LossType {
-    /// Mean over the tokens of a completion, then over completions.
-    Grpo,
-    /// Mean over all tokens of the rollout.
-    Dapo,
-    /// Mean over completions, each divided by the maximum completion length.
-    DrGrpo,
-    /// Mean over all tokens of the window.
-    Bnpo,
-    /// Mean over completions, with one ratio per completion; the KL is a part of the reward.
-    Rloo,
-}
-
-/// Level of the clipped probability ratio.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Level {
-    /// One ratio per token.
-    Token,
-    /// Geometric mean over the completion (GSPO).
-    Sequence,
-}
+named!(
+    /// Normalization of the loss.
+    GrpoLoss {
+        /// Mean over the tokens of a completion, then over completions.
+        Grpo = "grpo",
+        /// Mean over all tokens of the rollout.
+        Dapo = "dapo",
+        /// Mean over completions, each divided by the maximum completion length.
+        DrGrpo = "dr_grpo",
+        /// Mean over all tokens of the window.
+        Bnpo = "bnpo",
+        /// Mean over completions, with one ratio per completion; the KL is a part of the reward.
+        Rloo = "rloo",
+    }
+);
+named!(
+    /// Level of the clipped probability ratio.
+    ImportanceLevel {
+        /// One ratio per token.
+        Token = "token",
+        /// Geometric mean over the completion (GSPO).
+        Sequence = "sequence",
+    }
+);
 
 /// The numbers of the loss, named as in TRL.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settings {
     /// How tokens and completions are averaged.
-    pub loss_type: LossType,
+    pub loss_type: GrpoLoss,
     /// The level of the ratio.
-    pub level: Level,
+    pub level: ImportanceLevel,
     /// The ratio is clipped to [1 - `epsilon`, 1 + `epsilon_high`].
     pub epsilon: f64,
     /// Distance of the upper bound from 1.
@@ -97,8 +99,8 @@ impl Settings {
     /// Contribution of a completion of `tokens` tokens to the divisor of the window's loss.
     pub fn weight(&self, tokens: usize) -> usize {
         match self.loss_type {
-            LossType::Dapo | LossType::Bnpo => tokens,
-            LossType::Grpo | LossType::DrGrpo | LossType::Rloo => 1,
+            GrpoLoss::Dapo | GrpoLoss::Bnpo => tokens,
+            GrpoLoss::Grpo | GrpoLoss::DrGrpo | GrpoLoss::Rloo => 1,
         }
     }
 
@@ -112,16 +114,16 @@ impl Settings {
         let log_prob = |t: usize| c.log_probs[t] as f64;
         let log_ratio = |t: usize| log_prob(t) - at(c.old, t, log_prob(t));
         let per_token = match self.loss_type {
-            LossType::Grpo => 1.0 / tokens as f64,
-            LossType::DrGrpo => 1.0 / self.max_completion_length.max(1) as f64,
-            LossType::Dapo | LossType::Bnpo | LossType::Rloo => 1.0,
+            GrpoLoss::Grpo => 1.0 / tokens as f64,
+            GrpoLoss::DrGrpo => 1.0 / self.max_completion_length.max(1) as f64,
+            GrpoLoss::Dapo | GrpoLoss::Bnpo | GrpoLoss::Rloo => 1.0,
         };
         let whole: f64 = (0..tokens).map(log_ratio).sum();
         let mut part = Part {
             gradient: vec![0.0; tokens],
             ..Part::default()
         };
-        if self.loss_type == LossType::Rloo {
+        if self.loss_type == GrpoLoss::Rloo {
             // One ratio, one loss, one correction for the whole completion: token-level corrections are averaged.
             let surrogate = self.surrogate(whole.exp(), c.advantage);
             let factor = (0..tokens).map(|t| at(c.ratios, t, 1.0)).sum::<f64>() / tokens as f64;
@@ -134,15 +136,15 @@ impl Settings {
         let mut shared = 0.0;
         for t in 0..tokens {
             let log_weight = match self.level {
-                Level::Token => log_ratio(t),
-                Level::Sequence => whole / tokens as f64,
+                ImportanceLevel::Token => log_ratio(t),
+                ImportanceLevel::Sequence => whole / tokens as f64,
             };
             let ratio = log_weight.exp();
             let surrogate = self.surrogate(ratio, c.advantage);
             let factor = per_token * at(c.ratios, t, 1.0);
             part.loss += factor * surrogate.loss;
             // A sequence-level ratio counts once per completion.
-            let of_ratio = if self.level == Level::Token {
+            let of_ratio = if self.level == ImportanceLevel::Token {
                 1.0
             } else {
                 1.0 / tokens as f64
@@ -162,8 +164,8 @@ impl Settings {
                 slope += per_token * self.beta * kl * weight_slope;
             }
             match self.level {
-                Level::Token => part.gradient[t] += slope,
-                Level::Sequence => shared += slope,
+                ImportanceLevel::Token => part.gradient[t] += slope,
+                ImportanceLevel::Sequence => shared += slope,
             }
         }
         part.gradient.iter_mut().for_each(|g| *g += shared / tokens as f64);
@@ -205,7 +207,7 @@ pub struct Grpo {
     pub settings: Settings,
     /// Computes log-probabilities from hidden states.
     pub policy: PolicyHead,
-    means: Means,
+    means: NamedMeans,
 }
 
 impl Grpo {
@@ -214,7 +216,7 @@ impl Grpo {
         Self {
             settings,
             policy,
-            means: Means::default(),
+            means: NamedMeans::default(),
         }
     }
 }

@@ -4,7 +4,6 @@
 pub mod advantage;
 pub mod correction;
 pub mod grpo;
-mod means;
 pub mod policy;
 pub mod ppo;
 pub mod preference;

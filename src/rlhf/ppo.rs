@@ -4,8 +4,8 @@
 //! as in Ziegler et al. 2019, arXiv 1909.08593: a value head reads the value from the policy's hidden state before each
 //! token.
 
-use super::means::Means;
 use super::policy::{self, PolicyHead, columns};
+use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective, Param};
@@ -156,7 +156,7 @@ pub struct Ppo {
     pub policy: PolicyHead,
     /// Computes values from hidden states.
     pub head: ValueHead,
-    means: Means,
+    means: NamedMeans,
 }
 
 impl Ppo {
@@ -166,7 +166,7 @@ impl Ppo {
             settings,
             policy,
             head,
-            means: Means::default(),
+            means: NamedMeans::default(),
         }
     }
 }

@@ -161,7 +161,7 @@ impl ModelDir {
                 let source = Resident::random_stored(params, seed, std, norm, |p| storage.of(p), device)?;
                 source.with_originals(move |p, dtype| {
                     let index = names.iter().position(|n| *n == p.name).unwrap_or(0) as u64 + 1;
-                    resident::draw_tensor(p, index, dtype, (seed, std, norm))
+                    resident::draw_tensor(p, index, dtype, resident::RandomWeights { seed, std, norm })
                 })
             }
         };

@@ -75,14 +75,16 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
         embedding_rows: model.spec.vocab,
     };
     let window = recipe.data.max_length.min(model.spec.max_positions);
-    let limits = (window, recipe.rl.max_completion_length);
+    let room = recipe.rl.max_completion_length;
     let load = |named: &[String]| {
         Prompts::load(
             &local(named)?,
-            (recipe.data.format, recipe.data.render),
+            recipe.data.format,
+            recipe.data.render,
             &encoder,
             &recipe.rl.answer_column,
-            limits,
+            window,
+            room,
         )
     };
     if recipe.data.train.is_empty() {
@@ -115,7 +117,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
     rewards::check(&recipe.rl, &questions.train)?;
     rewards::check(&recipe.rl, &questions.eval)?;
     let stand_in = |prompts: &[Prompt], hash: String| {
-        let mut dataset = Dataset::from_examples(prompts.iter().map(|p| example(p, limits.1)).collect());
+        let mut dataset = Dataset::from_examples(prompts.iter().map(|p| example(p, room)).collect());
         dataset.fingerprint = hash;
         dataset.stats.tokens = prompts.iter().map(|p| p.ids.len() as u64).sum();
         dataset

@@ -1,11 +1,11 @@
 //! Weights that are all in memory.
 
-use super::{Group, GroupWeights, ParamInfo, StreamedMatrix, WeightSource, no_such};
+use super::{Group, GroupWeights, ParamInfo, StreamedMatrix, WeightSource, lock, no_such};
 use crate::base::{Error, Result};
 use crate::quant::Weight;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A source whose weights are all in memory, frozen.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ impl InMemory {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Group, Arc<GroupWeights>>> {
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.groups)
     }
 
     /// Sets or replaces a group; existing handles keep the old weights.

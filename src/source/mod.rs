@@ -18,7 +18,7 @@ use crate::quant::Weight;
 use candle_core::Tensor;
 use half::bf16;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use disk::Disk;
 pub use in_memory::InMemory;
@@ -227,6 +227,37 @@ pub trait Requantize {
     /// # Errors
     /// The weight is not quantized.
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()>;
+}
+
+/// True for the parameters that a source with slow storage always keeps on the device: the head group, and the output
+/// projection `head` unless it is streamed.
+fn stays_on_device(p: &ParamInfo, head: &str, head_is_streamed: bool) -> bool {
+    if &*p.name == head {
+        !head_is_streamed
+    } else {
+        p.group == Group::Head
+    }
+}
+
+/// The distinct `ids` in ascending order, and the index of each id among them. Errors: an id that is not below `rows`.
+fn distinct(ids: &[u32], rows: usize) -> Result<(Vec<u32>, Vec<u32>)> {
+    let mut index: BTreeMap<u32, u32> = ids.iter().map(|id| (*id, 0)).collect();
+    if let Some((&id, _)) = index.last_key_value().filter(|(id, _)| **id as usize >= rows) {
+        return Err(Error::argument("a token id is outside the vocabulary")
+            .found(id)
+            .expected(format!("below {rows}")));
+    }
+    index.values_mut().zip(0..).for_each(|(at, i)| *at = i);
+    let indices = ids.iter().map(|id| index[id]).collect();
+    Ok((index.into_keys().collect(), indices))
+}
+
+fn tensor_bytes(t: &Tensor) -> u64 {
+    (t.elem_count() * t.dtype().size_in_bytes()) as u64
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn no_such(name: &str) -> Error {

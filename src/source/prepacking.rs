@@ -5,7 +5,7 @@
 use super::policy::is_projection;
 use super::{
     Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Recoded, Requantize, StoragePolicy, StreamedMatrix,
-    TrainableStore, WeightSource,
+    TrainableStore, WeightSource, lock,
 };
 use crate::base::Result;
 use crate::formats::weights::Weights;
@@ -15,7 +15,7 @@ use crate::ops::transfer::CopyTimes;
 use crate::quant::{Storage, Weight};
 use candle_core::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Selects the weights that get packed copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,7 +78,7 @@ impl Prepacking {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Invalidates the copies of all groups that contain these parameters.

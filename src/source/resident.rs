@@ -3,7 +3,7 @@
 use super::turns::{Exact, encode, requantize};
 use super::{
     Group, GroupWeights, InMemory, MasterLowBits, Numbers, NumbersSink, ParamInfo, Recoded, Requantize, StreamedMatrix,
-    TrainableStore, WeightSource, no_such, stored,
+    TrainableStore, WeightSource, lock, no_such, stored,
 };
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress, units};
@@ -17,7 +17,7 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Keeps all weights on the device.
 pub struct Resident {
@@ -37,10 +37,6 @@ pub struct Resident {
 
 /// Reads the original, not quantized values of a parameter in this type; on the CPU.
 type Original = Box<dyn Fn(&ParamInfo, Dtype) -> Result<Tensor> + Send + Sync>;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 impl Resident {
     /// Reads every parameter from `weights`, one tensor at a time, onto `device`, into the storage that `storage`
@@ -86,11 +82,11 @@ impl Resident {
         let mut index = 0;
         Self::build(params, device, |p| {
             index += 1;
-            let drawn = (seed, std, norm);
+            let random = RandomWeights { seed, std, norm };
             match storage(p) {
-                Storage::Dense(dtype) => Ok(draw_tensor(p, index, dtype, drawn)?.to_device(device)?.into()),
+                Storage::Dense(dtype) => Ok(draw_tensor(p, index, dtype, random)?.to_device(device)?.into()),
                 Storage::Quantized(format, decoded) => {
-                    let values = draw(p, index, 0..p.elements(), drawn);
+                    let values = draw(p, index, 0..p.elements(), random);
                     code(&values, p, format, decoded, device)
                 }
             }
@@ -184,9 +180,20 @@ impl Resident {
     }
 }
 
-/// Draws elements `range` of parameter `p` of random weights, from (seed, standard deviation, value of norm weights).
-/// `index`: position of the parameter in the model, from 1 on.
-pub fn draw(p: &ParamInfo, index: u64, range: std::ops::Range<usize>, (seed, std, norm): (u64, f32, f32)) -> Vec<f32> {
+/// The distribution of random weights.
+#[derive(Debug, Clone, Copy)]
+pub struct RandomWeights {
+    /// Seed of the numbers.
+    pub seed: u64,
+    /// Standard deviation of the matrices; biases are 0.
+    pub std: f32,
+    /// Value of norm weights.
+    pub norm: f32,
+}
+
+/// Draws elements `range` of parameter `p` of random weights. `index`: position of the parameter in the model, from 1 on.
+pub fn draw(p: &ParamInfo, index: u64, range: std::ops::Range<usize>, random: RandomWeights) -> Vec<f32> {
+    let RandomWeights { seed, std, norm } = random;
     let rng = Rng::new(seed, Stream::Init, &[index]);
     match (p.is_vector(), p.name.ends_with(".bias")) {
         (_, true) => vec![0.0; range.len()],
@@ -196,15 +203,15 @@ pub fn draw(p: &ParamInfo, index: u64, range: std::ops::Range<usize>, (seed, std
 }
 
 /// As `draw`, for the whole parameter on the CPU; a bf16 parameter never exists as f32 as a whole.
-pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, drawn: (u64, f32, f32)) -> Result<Tensor> {
+pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, random: RandomWeights) -> Result<Tensor> {
     const STEP: usize = 1 << 20;
     let all = p.elements();
     Ok(match dtype {
-        Dtype::F32 => Tensor::from_vec(draw(p, index, 0..all, drawn), p.shape.as_slice(), &Device::Cpu)?,
+        Dtype::F32 => Tensor::from_vec(draw(p, index, 0..all, random), p.shape.as_slice(), &Device::Cpu)?,
         Dtype::Bf16 => {
             let mut values = Vec::with_capacity(all);
             for first in (0..all).step_by(STEP) {
-                let part = draw(p, index, first..(first + STEP).min(all), drawn);
+                let part = draw(p, index, first..(first + STEP).min(all), random);
                 values.extend(part.into_iter().map(bf16::from_f32));
             }
             Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?
@@ -226,9 +233,9 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
 /// # Errors
 /// As reading; quantized data of a parameter that is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
-    if let Some(found) = stored::find(weights, &p.name)? {
+    if let Some((layout, format)) = stored::find(weights, &p.name)? {
         let (Storage::Dense(decoded) | Storage::Quantized(_, decoded)) = storage;
-        return Weight::coded_on(stored::read(weights, p, found, decoded)?, device);
+        return Weight::coded_on(stored::read(weights, p, layout, format, decoded)?, device);
     }
     match storage {
         Storage::Dense(dtype) => Ok(read_dense(weights, p, dtype, device)?.into()),
@@ -252,29 +259,22 @@ pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Devic
     })
 }
 
-/// Errors: a value that is not finite, with the tensor's name; otherwise only the loss would become NaN later.
 fn f32s(weights: &Weights, p: &ParamInfo) -> Result<Vec<f32>> {
-    let values = weights.read_f32(&p.name)?;
-    if values
-        .chunks(4096)
-        .any(|some| some.iter().fold(false, |any, x| any | !x.is_finite()))
-    {
-        Err(not_finite(weights, p))
-    } else {
-        Ok(values)
-    }
+    check_finite(weights.read_f32(&p.name)?, |x| x.is_finite(), weights, p)
 }
 
 fn bf16s(weights: &Weights, p: &ParamInfo) -> Result<Vec<bf16>> {
-    let values = weights.read_bf16(&p.name)?;
-    if values
-        .chunks(4096)
-        .any(|some| some.iter().fold(false, |any, x| any | !x.is_finite()))
-    {
-        Err(not_finite(weights, p))
-    } else {
-        Ok(values)
+    check_finite(weights.read_bf16(&p.name)?, |x| x.is_finite(), weights, p)
+}
+
+/// Errors: a value that is not finite, with the tensor's name; otherwise only the loss would become NaN later.
+fn check_finite<T>(values: Vec<T>, finite: impl Fn(&T) -> bool, weights: &Weights, p: &ParamInfo) -> Result<Vec<T>> {
+    // No early exit in the inner loop, so that the compiler vectorizes it.
+    let broken = |some: &[T]| some.iter().fold(false, |any, x| any | !finite(x));
+    if values.chunks(4096).any(broken) {
+        return Err(not_finite(weights, p));
     }
+    Ok(values)
 }
 
 fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {

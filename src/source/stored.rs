@@ -66,19 +66,19 @@ pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usi
     };
     let mut all: Vec<TensorPlan> = Vec::new();
     for (part, bytes) in format.parts(rows, columns) {
-        let place = place(layout, name, part);
-        let Some(place) = place else { continue };
+        let tensor = tensor_name(layout, name, part);
+        let Some(tensor) = tensor else { continue };
         let groups = columns.div_ceil(format.group(columns));
         all.push(match (part, format) {
             ("codes", Format::Nf4 { .. }) if layout == Layout::Bitsandbytes => {
-                plan(place, StoredDtype::U8, &[bytes, 1])
+                plan(tensor, StoredDtype::U8, &[bytes, 1])
             }
-            ("codes", Format::Nf4 { .. }) => plan(place, StoredDtype::U8, &[bytes]),
-            ("codes", _) => plan(place, StoredDtype::U8, &[rows, format.stride(columns)]),
-            ("scales", Format::Int4 { .. }) => plan(place, StoredDtype::U32, &[rows, groups]),
-            ("scales", _) => plan(place, StoredDtype::F32, &[rows, groups]),
-            ("absmax", Format::Nf4 { double: true }) => plan(place, StoredDtype::U8, &[bytes]),
-            _ => plan(place, StoredDtype::F32, &[bytes / 4]),
+            ("codes", Format::Nf4 { .. }) => plan(tensor, StoredDtype::U8, &[bytes]),
+            ("codes", _) => plan(tensor, StoredDtype::U8, &[rows, format.stride(columns)]),
+            ("scales", Format::Int4 { .. }) => plan(tensor, StoredDtype::U32, &[rows, groups]),
+            ("scales", _) => plan(tensor, StoredDtype::F32, &[rows, groups]),
+            ("absmax", Format::Nf4 { double: true }) => plan(tensor, StoredDtype::U8, &[bytes]),
+            _ => plan(tensor, StoredDtype::F32, &[bytes / 4]),
         });
     }
     match layout {
@@ -95,7 +95,7 @@ pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usi
 }
 
 /// Name of the tensor of a part; `None` for the offset of bitsandbytes, which is in the JSON.
-fn place(layout: Layout, name: &str, part: &str) -> Option<String> {
+fn tensor_name(layout: Layout, name: &str, part: &str) -> Option<String> {
     match (layout, part) {
         (Layout::Bitsandbytes, "codes") => Some(name.to_string()),
         (Layout::Bitsandbytes, "nested_offset") => None,
@@ -123,7 +123,7 @@ pub fn bytes(layout: Layout, quantized: &QMatrix, name: &str, plan: &TensorPlan)
         "nested_quant_map" => Ok(floats(&nested)),
         _ => {
             let mut parts = quantized.parts().into_iter();
-            let found = parts.find(|p| place(layout, name, p.name).as_deref() == Some(plan.name.as_str()));
+            let found = parts.find(|p| tensor_name(layout, name, p.name).as_deref() == Some(plan.name.as_str()));
             let found = found.map(|p| p.bytes.into_owned());
             found.ok_or_else(|| Error::format("a quantized weight does not have this tensor").at(&plan.name))
         }
@@ -151,7 +151,7 @@ fn state(quantized: &QMatrix) -> Value {
 ///
 /// # Errors
 /// A tensor whose size does not match the shape; a block size or a table that is not NF4's.
-pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format), decoded: Dtype) -> Result<QMatrix> {
+pub fn read(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format, decoded: Dtype) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
         return Err(Error::format("only a matrix can be quantized").at(&*p.name));
     };
@@ -159,8 +159,8 @@ pub fn read(weights: &Weights, p: &ParamInfo, (layout, format): (Layout, Format)
     if layout == Layout::Bitsandbytes {
         offset = check_state(weights, p, (rows, columns))?;
     }
-    let take = |part: &str| match (place(layout, &p.name, part), offset) {
-        (Some(place), _) => weights.read_bytes(&place),
+    let take = |part: &str| match (tensor_name(layout, &p.name, part), offset) {
+        (Some(tensor), _) => weights.read_bytes(&tensor),
         (None, Some(offset)) => Ok((offset as f32).to_le_bytes().to_vec()),
         (None, None) => Err(Error::format("`nested_offset` is missing")),
     };

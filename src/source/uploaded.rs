@@ -8,7 +8,7 @@ use super::resident::send;
 use super::turns::Exact;
 use super::{
     Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Recoded, Requantize, StreamedMatrix, TrainableStore,
-    WeightSource,
+    WeightSource, distinct, lock, stays_on_device, tensor_bytes,
 };
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
@@ -18,7 +18,7 @@ use crate::quant::{DeviceQMatrix, Weight};
 use candle_core::{DType, Device, Tensor};
 use order::Order;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Double buffer: layers on the device at a time, the current one and the next.
 const SLOTS: usize = 2;
@@ -62,26 +62,13 @@ enum Transfer {
 
 type Assemble = Box<dyn FnOnce(Vec<Tensor>) -> Result<DeviceQMatrix> + Send>;
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Uploaded {
     /// `host` is a source on the host; `stable`: the memory of its frozen weights never changes. `head` is the name of
     /// the output projection (LM head): it stays on the device unless `host` streams it in pieces.
     pub fn new(host: Arc<dyn TrainableStore>, head: &str, stable: bool, device: &Device) -> Result<Self> {
-        let always_on_device: Vec<Arc<str>> = host
-            .params()
-            .iter()
-            .filter(|p| {
-                if &*p.name == head {
-                    host.streamed(head).is_none()
-                } else {
-                    p.group == Group::Head
-                }
-            })
-            .map(|p| p.name.clone())
-            .collect();
+        let streamed = host.streamed(head).is_some();
+        let always = host.params().iter().filter(|p| stays_on_device(p, head, streamed));
+        let always_on_device: Vec<Arc<str>> = always.map(|p| p.name.clone()).collect();
         let source = Self {
             host,
             copier: Copier::new(device)?,
@@ -210,7 +197,15 @@ struct DeviceLowBits<'a> {
     failed: Option<Error>,
 }
 
-impl DeviceLowBits<'_> {
+impl<'a> DeviceLowBits<'a> {
+    fn new(optimizer: &'a mut dyn MasterLowBits, device: &'a Device) -> Self {
+        Self {
+            optimizer,
+            device,
+            failed: None,
+        }
+    }
+
     fn moved(&mut self, low: Tensor, device: &Device) -> Option<Tensor> {
         match low.to_device(device) {
             Ok(low) => Some(low),
@@ -278,8 +273,7 @@ impl WeightSource for Uploaded {
     }
 
     fn resident_bytes(&self) -> u64 {
-        let bytes = |t: &Tensor| (t.elem_count() * t.dtype().size_in_bytes()) as u64;
-        lock(&self.on_device).values().map(bytes).sum()
+        lock(&self.on_device).values().map(tensor_bytes).sum()
     }
 
     fn in_memory(&self, name: &str) -> Option<Tensor> {
@@ -292,18 +286,12 @@ impl WeightSource for Uploaded {
         }
         // Gathers each distinct row once, on the host.
         let (table, indices) = self.host.rows(name, ids)?;
-        let mut distinct: BTreeMap<u32, u32> = indices.iter().map(|p| (*p, 0)).collect();
-        let rows: Vec<u32> = distinct.keys().copied().collect();
-        if let Some(row) = rows.last().filter(|row| **row as usize >= table.dims()[0]) {
-            return Err(Error::argument("a token id is outside the vocabulary")
-                .found(row)
-                .expected(format!("below {}", table.dims()[0])));
-        }
-        distinct.values_mut().zip(0..).for_each(|(at, i)| *at = i);
-        let index = Tensor::from_vec(rows, distinct.len(), table.device())?;
+        let (rows, indices) = distinct(&indices, table.dims()[0])?;
+        let count = rows.len();
+        let index = Tensor::from_vec(rows, count, table.device())?;
         let picked = table.index_select(&index, 0)?;
         let picked = self.copier.receive(self.copier.send(&picked, false)?)?;
-        Ok((picked, indices.iter().map(|p| distinct[p]).collect()))
+        Ok((picked, indices))
     }
 
     fn streamed(&self, name: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
@@ -343,12 +331,7 @@ impl TrainableStore for Uploaded {
     }
 
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
-        let device = self.copier.device().clone();
-        let mut low_bits = DeviceLowBits {
-            optimizer: low,
-            device: &device,
-            failed: None,
-        };
+        let mut low_bits = DeviceLowBits::new(low, self.copier.device());
         // Quantized data of active parameters is not needed; it is recomputed at deactivation.
         for param in self.host.params().iter().filter(|p| names.contains(&&*p.name)) {
             if self.stable
@@ -384,12 +367,7 @@ impl TrainableStore for Uploaded {
                 write_back(&here, &host)?;
             }
         }
-        let device = self.copier.device().clone();
-        let mut low_bits = DeviceLowBits {
-            optimizer: low,
-            device: &device,
-            failed: None,
-        };
+        let mut low_bits = DeviceLowBits::new(low, self.copier.device());
         let recoded = self.host.deactivate(keep, &mut low_bits)?;
         for name in &leaving {
             // Left by a source that keeps its weights: there is no other copy.

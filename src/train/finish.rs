@@ -38,8 +38,7 @@ pub fn export(
     if model.is_shape() {
         return Ok(None);
     }
-    if let Some(config) = &prepared.config {
-        let out = adapter(out, recipe, model, engine, prepared, (config, print), note)?;
+    if let Some(out) = adapter(out, recipe, model, engine, prepared, print, note)? {
         return with_template(recipe, model, out).map(Some);
     }
     let scores = recipe.train.stage == Stage::Reward;
@@ -99,9 +98,12 @@ fn adapter(
     model: &ModelDir,
     engine: &Engine,
     prepared: &AdapterSetup,
-    (config, print): (&AdapterConfig, &Base),
+    print: &Base,
     note: &mut dyn FnMut(&str),
-) -> Result<PathBuf> {
+) -> Result<Option<PathBuf>> {
+    let Some(config) = &prepared.config else {
+        return Ok(None);
+    };
     let lora = &recipe.tune.lora;
     let network = &engine.network;
     let mut whole: BTreeMap<String, Tensor> = BTreeMap::new();
@@ -123,7 +125,7 @@ fn adapter(
     }
     let config = &config;
     for rows in &network.tokens {
-        whole.insert(rows.part.name.to_string(), rows.part.tensor.clone());
+        whole.insert(rows.param.name.to_string(), rows.param.tensor.clone());
     }
     let has_start = |a: &Arc<Adapter>| a.lora().is_some_and(|l| l.start.is_some());
     let moved = network.adapters.values().any(has_start);
@@ -138,7 +140,7 @@ fn adapter(
     let (mut config, adapters) = hf::pruned(&config, &adapters, &ranks::kept(&state))?;
     let quantized = starts::requantizes_base(recipe);
     if !residual && !random && !quantized {
-        return hf::adapter(out, &config, &adapters, &whole, &model.dir, print);
+        return hf::adapter(out, &config, &adapters, &whole, &model.dir, print).map(Some);
     }
     // The base weights of this adapter exist nowhere else, so `base/` stores them.
     config.base_model_name_or_path = Some(format!("{}/base", out.display()));
@@ -162,6 +164,7 @@ fn adapter(
         })?;
         Ok(hf::fingerprint(&written)?.base())
     })
+    .map(Some)
 }
 
 /// Returns the exact values of a weight.

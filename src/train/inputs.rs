@@ -10,8 +10,9 @@ use crate::base::{Error, Result, progress};
 use crate::data::{Batch, batch::Example};
 use crate::model::{Layer, Network, Observer};
 use crate::ops::{linear, update};
+use crate::peft::config::CordaArithmetic;
+use crate::peft::start::Covariance;
 use crate::peft::start::cost::TOKENS;
-use crate::peft::start::{Arithmetic, Covariance};
 use candle_core::{DType, Tensor, TensorId};
 use std::cell::RefCell;
 
@@ -56,7 +57,7 @@ impl Covariances {
 
 /// Sums the covariances while a layer runs.
 struct Seen {
-    arithmetic: Arithmetic,
+    arithmetic: CordaArithmetic,
     found: RefCell<Found>,
 }
 
@@ -71,8 +72,8 @@ impl Seen {
         let products = update::to_f32_vec(&linear::grad_weight(x, x, DType::F32)?)?;
         let sums = update::to_f32_vec(&linear::grad_bias(x)?)?;
         let (factor, count) = match self.arithmetic {
-            Arithmetic::Ft => (1.0, x.dim(0)?),
-            Arithmetic::Peft => {
+            CordaArithmetic::Ft => (1.0, x.dim(0)?),
+            CordaArithmetic::Peft => {
                 let largest = update::to_f32_vec(x)?.into_iter().fold(f32::NEG_INFINITY, f32::max);
                 (1.0 / f64::from(largest.abs()), 1)
             }
@@ -121,7 +122,7 @@ impl Observer for Seen {
 pub fn observe(
     network: &Network,
     batches: &[Batch],
-    arithmetic: Arithmetic,
+    arithmetic: CordaArithmetic,
     each: &mut dyn FnMut(usize, &Covariances) -> Result<()>,
 ) -> Result<()> {
     let mut states = batches

@@ -22,8 +22,10 @@ struct Found {
     pair: Pair,
     /// New values to quantize, if they differ from the current quantized data.
     codes: Option<Vec<f32>>,
-    /// ‖W - Q‖ before and ‖W - Q - s·B·A‖ after, both relative to ‖W‖.
-    errors: (f64, f64),
+    /// ‖W - Q‖ / ‖W‖.
+    error_before: f64,
+    /// ‖W - Q - s·B·A‖ / ‖W‖.
+    error_after: f64,
 }
 
 /// Errors: no weight is quantized, or the full-precision weights are not available.
@@ -44,15 +46,15 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
         for ((task, _), found) in jobs.iter().zip(&found) {
             if let Some(values) = &found.codes {
                 let store = s.store.requantize().ok_or_else(|| {
-                    Error::new("a quantized weight that does not stay on the device cannot be requantized")
+                    Error::unsupported("a quantized weight that does not stay on the device cannot be requantized")
                         .at(&*task.linear.name)
                         .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`")
                 })?;
                 store.requantize(&task.linear.name, values)?;
             }
             set(task.lora()?, &found.pair)?;
-            before += found.errors.0;
-            after += found.errors.1;
+            before += found.error_before;
+            after += found.error_after;
             n += 1;
         }
         progress.layer(layer + 1, s.note)?;
@@ -105,7 +107,8 @@ fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Resu
     Ok(Found {
         pair,
         codes: target,
-        errors: (first, last),
+        error_before: first,
+        error_after: last,
     })
 }
 

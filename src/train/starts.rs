@@ -14,9 +14,9 @@ use crate::model::{GradSink, Network, Objective, Param};
 use crate::ops::step_stats::StepStats;
 use crate::ops::update;
 use crate::peft::lora::scaling;
-use crate::peft::start::{self, Arithmetic, Component, Covariance, Pair, algebra, cost};
+use crate::peft::start::{self, Component, Covariance, Pair, algebra, cost};
 use crate::peft::{self, Adapter, Dora, Frozen, Lora};
-use crate::recipe::{CordaArithmetic, CordaMethod, LoraInit, Method, PeftType, Recipe};
+use crate::recipe::{CordaArithmetic, LoraInit, Method, PeftType, Recipe};
 use crate::setup::ModelDir;
 use crate::setup::adapters::AdapterSetup;
 use crate::setup::rows;
@@ -245,7 +245,7 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapter
     let progress = Progress::new("eva", network);
     let mut all: Vec<Directions> = Vec::new();
     let mut budget = 0;
-    inputs::observe(network, &batches, Arithmetic::Ft, &mut |layer, seen| {
+    inputs::observe(network, &batches, CordaArithmetic::Ft, &mut |layer, seen| {
         let tasks = tasks(network, layer)?;
         let found = each(
             &tasks,
@@ -304,19 +304,12 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapt
         (s.note)("corda: uses the components of an earlier run with the same model, rows and settings");
         return place(s.recipe, network, prepared, pairs);
     }
-    let method = match settings.method {
-        CordaMethod::Kpm => start::Method::Kpm,
-        CordaMethod::Ipm => start::Method::Ipm,
-    };
-    let arithmetic = match settings.compatible {
-        CordaArithmetic::Ft => Arithmetic::Ft,
-        CordaArithmetic::Peft => Arithmetic::Peft,
-    };
+    let (method, arithmetic) = (settings.method, settings.compatible);
     let examples = &rows.examples[..settings.samples.min(rows.examples.len())];
     let batches = match arithmetic {
-        Arithmetic::Ft => inputs::batches(examples),
+        CordaArithmetic::Ft => inputs::batches(examples),
         // PEFT normalizes each row separately.
-        Arithmetic::Peft => examples.iter().map(|e| Batch::from_examples([e])).collect(),
+        CordaArithmetic::Peft => examples.iter().map(|e| Batch::from_examples([e])).collect(),
     };
     let tokens: usize = batches.iter().map(Batch::len).sum();
     let widest = network.spec.hidden.max(network.spec.intermediate);

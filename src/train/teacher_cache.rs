@@ -205,7 +205,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
                         .hint("the same command continues"),
                 );
             }
-            let part = distill::likeliest(network, &batch, (common, facts.k), facts.temperature)?;
+            let part = distill::likeliest(network, &batch, common, facts.k, facts.temperature)?;
             phase.add(batch.documents.len().saturating_sub(1) as u64);
             if part.log_probs.iter().chain(&part.rest).any(|x| x.is_nan()) {
                 return Err(Error::new("the teacher's outputs are not finite")

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use ft::data::order::BatchStream;
 use ft::data::{Batch, IGNORE, batch::Example};
-use ft::distill::hidden::{Distance, Hidden};
+use ft::distill::hidden::{Hidden, HiddenLoss};
 use ft::engine::{self, Active, Engine, Pass, StepStrategy};
 use ft::generate;
 use ft::model::{Need, Network, Objective};
@@ -157,7 +157,7 @@ pub fn optimizer_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Ve
             name: "w",
             weight: &weight,
             gradient: &gradient,
-            places: None,
+            subset: None,
         };
         optimizer.update_all(&[update], lr, 1.0).unwrap();
         let parts = optimizer.saved().next().map(|s| s.parts).unwrap_or_default();
@@ -465,8 +465,8 @@ pub fn hidden_distance(
     weight: f64,
     cosine: bool,
 ) -> (f64, Vec<f64>, Vec<f64>) {
-    let distance = if cosine { Distance::Cosine } else { Distance::Mse };
-    let hidden = Hidden::new(&[(1, 2)], (d, dt), distance, weight, 0, &Device::Cpu).unwrap();
+    let distance = if cosine { HiddenLoss::Cosine } else { HiddenLoss::Mse };
+    let hidden = Hidden::new(&[(1, 2)], d, dt, distance, weight, 0, &Device::Cpu).unwrap();
     ft::ops::update::set(&hidden.params()[0].tensor, projection).unwrap();
     let states = BTreeMap::from([(2, matrix(teacher, n, dt))]);
     let need = Need {

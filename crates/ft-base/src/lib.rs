@@ -1,5 +1,5 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the allocator, memory readings, progress, speed of the machine, confined processes, suggestions for missing paths.
+//! the allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, suggestions for missing paths.
 //! Independent of models and recipes. The only module that writes files.
 
 #![warn(missing_docs, unreachable_pub)]
@@ -22,6 +22,7 @@ pub mod error;
 pub mod files;
 pub mod allocator;
 pub mod lock;
+pub mod means;
 pub mod memory;
 mod named;
 pub mod partial;

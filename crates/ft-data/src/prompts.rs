@@ -87,10 +87,12 @@ impl Prompts {
     /// the answer, a signal.
     pub fn load(
         files: &[String],
-        (format, render): (RowFormat, Render),
+        format: RowFormat,
+        render: Render,
         encoder: &Encoder,
         answer: &str,
-        (window, room): (usize, usize),
+        window: usize,
+        room: usize,
     ) -> Result<Self> {
         let mut out = Self::default();
         let mut hasher = blake3::Hasher::new();

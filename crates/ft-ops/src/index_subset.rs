@@ -35,30 +35,30 @@ impl IndexSubset {
     }
 }
 
-/// Gathers the elements of `t` (f32, bf16 or i16, contiguous) at `places`, `[len]`.
-pub fn gather(t: &Tensor, places: &IndexSubset) -> Result<Tensor> {
-    check(t, places)?;
+/// Gathers the elements of `t` (f32, bf16 or i16, contiguous) at `subset`, `[len]`.
+pub fn gather(t: &Tensor, subset: &IndexSubset) -> Result<Tensor> {
+    check(t, subset)?;
     check_type(t)?;
-    on_gpu!(t, super::cuda::index_subset::gather(t, places));
+    on_gpu!(t, super::cuda::index_subset::gather(t, subset));
     match t.dtype() {
-        DType::F32 => gathered::<f32>(t, places),
-        DType::BF16 => gathered::<bf16>(t, places),
-        _ => gathered::<i16>(t, places),
+        DType::F32 => gathered::<f32>(t, subset),
+        DType::BF16 => gathered::<bf16>(t, subset),
+        _ => gathered::<i16>(t, subset),
     }
 }
 
 /// Scatters `part` `[len]` back into `t`, of the same type.
-pub fn scatter(t: &Tensor, part: &Tensor, places: &IndexSubset) -> Result<()> {
-    check(t, places)?;
-    if part.elem_count() != places.len || part.dtype() != t.dtype() {
+pub fn scatter(t: &Tensor, part: &Tensor, subset: &IndexSubset) -> Result<()> {
+    check(t, subset)?;
+    if part.elem_count() != subset.len || part.dtype() != t.dtype() {
         return Err(Error::shape("an index subset does not match the size of its tensor"));
     }
     check_type(t)?;
-    on_gpu!(t, super::cuda::index_subset::put(part, t, places));
+    on_gpu!(t, super::cuda::index_subset::put(part, t, subset));
     match t.dtype() {
-        DType::F32 => scattered::<f32>(t, part, places),
-        DType::BF16 => scattered::<bf16>(t, part, places),
-        _ => scattered::<i16>(t, part, places),
+        DType::F32 => scattered::<f32>(t, part, subset),
+        DType::BF16 => scattered::<bf16>(t, part, subset),
+        _ => scattered::<i16>(t, part, subset),
     }
 }
 
@@ -69,11 +69,11 @@ fn check_type(t: &Tensor) -> Result<()> {
     }
 }
 
-fn check(t: &Tensor, places: &IndexSubset) -> Result<()> {
-    if t.elem_count() != places.n || places.len > places.n || !t.is_contiguous() {
+fn check(t: &Tensor, subset: &IndexSubset) -> Result<()> {
+    if t.elem_count() != subset.n || subset.len > subset.n || !t.is_contiguous() {
         return Err(Error::shape("the indices belong to a tensor of another size")
             .found(format!("{:?}", t.dims()))
-            .expected(format!("{} elements", places.n)));
+            .expected(format!("{} elements", subset.n)));
     }
     Ok(())
 }
@@ -89,22 +89,22 @@ fn with<T: WeightElement, R>(t: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R>
     }
 }
 
-fn gathered<T: WeightElement + candle_core::WithDType>(t: &Tensor, places: &IndexSubset) -> Result<Tensor> {
+fn gathered<T: WeightElement + candle_core::WithDType>(t: &Tensor, subset: &IndexSubset) -> Result<Tensor> {
     let part: Vec<T> = with(t, |all: &[T]| {
-        (0..places.len)
+        (0..subset.len)
             .into_par_iter()
             .with_min_len(CHUNK)
-            .map(|i| all[places.at(i)])
+            .map(|i| all[subset.at(i)])
             .collect()
     })?;
-    Ok(Tensor::from_vec(part, places.len, &Device::Cpu)?)
+    Ok(Tensor::from_vec(part, subset.len, &Device::Cpu)?)
 }
 
-fn scattered<T: WeightElement + candle_core::WithDType>(t: &Tensor, part: &Tensor, places: &IndexSubset) -> Result<()> {
+fn scattered<T: WeightElement + candle_core::WithDType>(t: &Tensor, part: &Tensor, subset: &IndexSubset) -> Result<()> {
     with(part, |part: &[T]| {
         with_mut(t, |all: &mut [T]| {
             for (i, x) in part.iter().enumerate() {
-                all[places.at(i)] = *x;
+                all[subset.at(i)] = *x;
             }
         })
     })?
@@ -117,27 +117,27 @@ mod tests {
     use ft_base::rng::{Rng, Stream};
 
     #[test]
-    fn a_part_comes_out_and_goes_back_to_its_places() {
+    fn a_subset_is_gathered_and_scattered() {
         for (start, len) in [(0, 5), (17, 12), (20, 21), (0, 21)] {
             for scattered in [false, true] {
                 let t = random((3, 7), 1);
                 let permutation = Permutation::new(Rng::new(1, Stream::Mask, &[]), 21);
-                let places = IndexSubset {
+                let subset = IndexSubset {
                     start,
                     len,
                     n: 21,
                     scattered: scattered.then_some(permutation),
                 };
-                let part = gather(&t, &places).unwrap();
+                let part = gather(&t, &subset).unwrap();
                 let mut want = flat(&t);
                 for (i, x) in flat(&part).iter().enumerate() {
-                    assert_eq!(*x, want[places.at(i)]);
-                    want[places.at(i)] = x + 1.0;
+                    assert_eq!(*x, want[subset.at(i)]);
+                    want[subset.at(i)] = x + 1.0;
                 }
                 let moved = part.affine(1.0, 1.0).unwrap();
-                scatter(&t, &moved, &places).unwrap();
+                scatter(&t, &moved, &subset).unwrap();
                 assert_eq!(flat(&t), want);
-                assert!(gather(&random((4, 7), 1), &places).is_err());
+                assert!(gather(&random((4, 7), 1), &subset).is_err());
             }
         }
     }

@@ -167,8 +167,8 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
     let longest = request.max_new_tokens.min(window / 2).max(1);
     let column = &recipe.rl.answer_column;
     let named = rows::local(files(recipe, request))?;
-    let how = (recipe.data.format, recipe.data.render);
-    let all = Prompts::load(&named, how, &encoder, column, (window, longest))?;
+    let (format, render) = (recipe.data.format, recipe.data.render);
+    let all = Prompts::load(&named, format, render, &encoder, column, window, longest)?;
     let mut known = all.rows;
     if !request.all_rows && recipe.data.eval.is_empty() {
         if recipe.data.eval_fraction == 0.0 {

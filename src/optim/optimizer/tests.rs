@@ -39,7 +39,7 @@ fn update(o: &mut Optimizer, name: &str, weight: &Tensor, gradient: &Tensor, lr:
         name,
         weight,
         gradient,
-        places: None,
+        subset: None,
     };
     o.update_all(&[update], lr, factor)
 }
@@ -147,11 +147,11 @@ fn a_masked_update_changes_its_part_and_no_more() {
             let shape = [300, 90];
             let n = 27_000;
             let masks = Masks::new(0.3, scattered, 1, 3, BTreeSet::new());
-            let places = masks.of("w", n).unwrap();
+            let subset = masks.of("w", n).unwrap();
             let (weight, gradient) = (tensor(&shape, 1).to_dtype(dtype).unwrap(), tensor(&shape, 2));
             let before = values(&weight);
-            let part = index_subset::gather(&gradient, &places).unwrap();
-            let small = index_subset::gather(&weight, &places).unwrap();
+            let part = index_subset::gather(&gradient, &subset).unwrap();
+            let small = index_subset::gather(&weight, &subset).unwrap();
             let mut o = Optimizer::new(s.clone());
             for number in 1..=2 {
                 o.begin(number);
@@ -159,13 +159,13 @@ fn a_masked_update_changes_its_part_and_no_more() {
                     name: "w",
                     weight: &weight,
                     gradient: &part,
-                    places: Some(places),
+                    subset: Some(subset),
                 };
                 o.update_all(&[update], 1e-4, 1.0).unwrap();
             }
             assert_eq!(
                 o.bytes(),
-                Optimizer::state_bytes(&s, &[places.len])
+                Optimizer::state_bytes(&s, &[subset.len])
                     + n as u64 * Optimizer::master_bytes(&s, dtype == DType::BF16)
             );
             // Equal to an update of the active elements alone.
@@ -174,9 +174,9 @@ fn a_masked_update_changes_its_part_and_no_more() {
             let want = alone.exact("w", &small).unwrap();
             let mut exact = o.exact("w", &weight).unwrap();
             for (i, w) in want.iter().enumerate() {
-                assert_eq!(exact[places.at(i)], *w);
-                assert_ne!(exact[places.at(i)], before[places.at(i)]);
-                exact[places.at(i)] = before[places.at(i)];
+                assert_eq!(exact[subset.at(i)], *w);
+                assert_ne!(exact[subset.at(i)], before[subset.at(i)]);
+                exact[subset.at(i)] = before[subset.at(i)];
             }
             assert_eq!(exact, before);
         }
@@ -198,7 +198,7 @@ fn corrections_keep_no_state_and_lose_nothing_small() {
         let lr = 1e-5;
         for number in 1..=100 {
             o.begin(number);
-            o.descend("w", &weight, &gradient, (lr, sign), FoundInf::default())
+            o.descend("w", &weight, &gradient, lr, sign, FoundInf::default())
                 .unwrap();
         }
         assert_eq!(o.saved().count(), 0);

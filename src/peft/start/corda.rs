@@ -10,25 +10,8 @@
 use super::algebra;
 use super::pairs::{Pair, check_rank};
 use crate::base::{Error, Result};
+use crate::peft::config::CordaMethod;
 use faer::{Mat, MatRef};
-
-/// The components that are trained.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Method {
-    /// The smallest components.
-    Kpm,
-    /// The largest components.
-    Ipm,
-}
-
-/// Normalization: PEFT divides each row of data by |max(x)| and counts it as one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Arithmetic {
-    /// Each token counts as one.
-    Ft,
-    /// As PEFT's implementation.
-    Peft,
-}
 
 /// Sums over the inputs of a linear, in f64.
 #[derive(Debug, Clone)]
@@ -108,7 +91,7 @@ const PEFT_ERROR: f64 = 0.05;
 ///
 /// # Errors
 /// Fewer components than requested; a covariance that is zero or not finite.
-pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates: usize) -> Result<Component> {
+pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: CordaMethod, candidates: usize) -> Result<Component> {
     check_rank(candidates, w.nrows(), w.ncols())?;
     let plain = c.mean();
     let n = plain.nrows();
@@ -127,8 +110,8 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: Method, candidates
         let found = algebra::svd((w * &damped).as_ref())?;
         let k = found.s.len();
         let chosen: Vec<usize> = match method {
-            Method::Ipm => (0..candidates).collect(),
-            Method::Kpm => (k - candidates..k).collect(),
+            CordaMethod::Ipm => (0..candidates).collect(),
+            CordaMethod::Kpm => (k - candidates..k).collect(),
         };
         let v = Mat::from_fn(n, candidates, |i, j| found.v[(i, chosen[j])]);
         if let Some(solved) = algebra::solve(damped.as_ref(), v.as_ref())
@@ -156,11 +139,11 @@ fn error(c: MatRef<'_, f64>, x: MatRef<'_, f64>, v: MatRef<'_, f64>) -> f64 {
 }
 
 /// The pair of the first `r` components, for this scale.
-pub fn pair_of(found: &Component, method: Method, r: usize, scale: f32) -> Pair {
+pub fn pair_of(found: &Component, method: CordaMethod, r: usize, scale: f32) -> Pair {
     // In kpm the last columns are the smallest.
     let first = match method {
-        Method::Ipm => 0,
-        Method::Kpm => found.s.len() - r.min(found.s.len()),
+        CordaMethod::Ipm => 0,
+        CordaMethod::Kpm => found.s.len() - r.min(found.s.len()),
     };
     let root = |k: usize| (found.s[first + k] / f64::from(scale)).sqrt();
     let a = Mat::from_fn(r, found.v.nrows(), |k, i| root(k) * found.v[(i, first + k)]);
@@ -173,13 +156,13 @@ pub fn pair_of(found: &Component, method: Method, r: usize, scale: f32) -> Pair 
 
 /// Ranks by module, `budget` in total, at least 1 and at most all candidates each: greedily adds one component to the
 /// module whose next component contributes least (kpm) or most (ipm) to the module's sum.
-pub fn allocate(modules: &[(Vec<f64>, f64)], method: Method, budget: usize) -> Vec<usize> {
+pub fn allocate(modules: &[(Vec<f64>, f64)], method: CordaMethod, budget: usize) -> Vec<usize> {
     let mut ranks: Vec<usize> = modules.iter().map(|(s, _)| s.len().min(1)).collect();
     let share = |m: usize, rank: usize| {
         let (s, total) = &modules[m];
         let k = match method {
-            Method::Ipm => rank,
-            Method::Kpm => s.len().checked_sub(rank + 1)?,
+            CordaMethod::Ipm => rank,
+            CordaMethod::Kpm => s.len().checked_sub(rank + 1)?,
         };
         Some(s.get(k)? / total.max(f64::MIN_POSITIVE))
     };
@@ -187,8 +170,8 @@ pub fn allocate(modules: &[(Vec<f64>, f64)], method: Method, budget: usize) -> V
     while spent < budget {
         let next = (0..modules.len()).filter_map(|m| Some((m, share(m, ranks[m])?)));
         let best = match method {
-            Method::Kpm => next.min_by(|a, b| a.1.total_cmp(&b.1)),
-            Method::Ipm => next.max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0))),
+            CordaMethod::Kpm => next.min_by(|a, b| a.1.total_cmp(&b.1)),
+            CordaMethod::Ipm => next.max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0))),
         };
         let Some((module, _)) = best else { break };
         ranks[module] += 1;

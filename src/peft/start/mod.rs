@@ -8,7 +8,7 @@ mod corda;
 pub mod cost;
 mod pairs;
 
-pub use corda::{Arithmetic, Component, Covariance, Method, allocate, components, pair_of};
+pub use corda::{Component, Covariance, allocate, components, pair_of};
 pub use pairs::{Pair, eva, eva_ranks, lora_ga, olora, pissa};
 
 #[cfg(test)]

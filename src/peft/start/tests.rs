@@ -3,6 +3,7 @@
 use super::algebra::{compressed, eigen, fast_svd, matrix, qr, solve, svd, values};
 use super::*;
 use crate::ops::oracle::{flat, random};
+use crate::peft::config::CordaMethod;
 use crate::peft::{Lora, Mask};
 use faer::Mat;
 
@@ -140,7 +141,7 @@ fn corda_parts_the_weight_by_its_inputs() {
         close(&whole, &w, 1e-5);
         found
     };
-    let (kpm, ipm) = (all(Method::Kpm), all(Method::Ipm));
+    let (kpm, ipm) = (all(CordaMethod::Kpm), all(CordaMethod::Ipm));
     assert!((kpm.total - ipm.total).abs() < 1e-9);
     // On these inputs the components of kpm have the least effect, those of ipm the most; plain SVD is in between.
     let moved = |method, r| {
@@ -158,23 +159,27 @@ fn corda_parts_the_weight_by_its_inputs() {
         });
         (&x * smallest.transpose()).norm_l2()
     };
-    assert!(moved(Method::Kpm, 2) < 0.9 * plain, "{} {plain}", moved(Method::Kpm, 2));
-    assert!(moved(Method::Ipm, 2) > 5.0 * moved(Method::Kpm, 2));
+    assert!(
+        moved(CordaMethod::Kpm, 2) < 0.9 * plain,
+        "{} {plain}",
+        moved(CordaMethod::Kpm, 2)
+    );
+    assert!(moved(CordaMethod::Ipm, 2) > 5.0 * moved(CordaMethod::Kpm, 2));
     let nothing = Covariance::new(9);
-    assert!(components(w.as_ref(), &nothing, Method::Kpm, 2).is_err());
-    assert!(components(w.as_ref(), &c, Method::Kpm, 7).is_err());
+    assert!(components(w.as_ref(), &nothing, CordaMethod::Kpm, 2).is_err());
+    assert!(components(w.as_ref(), &c, CordaMethod::Kpm, 7).is_err());
     // Fewer tokens than directions: damping makes the covariance invertible.
-    assert!(components(w.as_ref(), &covariance(9, 3, 8).0, Method::Kpm, 2).is_ok());
+    assert!(components(w.as_ref(), &covariance(9, 3, 8).0, CordaMethod::Kpm, 2).is_ok());
 }
 
 #[test]
 fn ranks_are_spent_where_they_count() {
     let modules = vec![(vec![8.0, 4.0, 2.0, 1.0], 15.0), (vec![5.0, 5.0, 5.0, 0.1], 15.1)];
-    assert_eq!(allocate(&modules, Method::Ipm, 4), [1, 3]);
-    assert_eq!(allocate(&modules, Method::Ipm, 5), [2, 3]);
-    assert_eq!(allocate(&modules, Method::Kpm, 4), [3, 1]);
-    assert_eq!(allocate(&modules, Method::Kpm, 100), [4, 4]);
-    assert_eq!(allocate(&modules, Method::Kpm, 0), [1, 1]);
+    assert_eq!(allocate(&modules, CordaMethod::Ipm, 4), [1, 3]);
+    assert_eq!(allocate(&modules, CordaMethod::Ipm, 5), [2, 3]);
+    assert_eq!(allocate(&modules, CordaMethod::Kpm, 4), [3, 1]);
+    assert_eq!(allocate(&modules, CordaMethod::Kpm, 100), [4, 4]);
+    assert_eq!(allocate(&modules, CordaMethod::Kpm, 0), [1, 1]);
 }
 
 #[test]

@@ -1,17 +1,17 @@
 //! Tests of GRPO losses: derivatives against finite differences, and the correction of rollouts with quantized weights.
 
 use super::*;
-use crate::rlhf::correction::{Correction, Mode};
+use crate::rlhf::correction::{Correction, RolloutCorrection};
 
-const LOSSES: [LossType; 5] = [
-    LossType::Grpo,
-    LossType::Dapo,
-    LossType::DrGrpo,
-    LossType::Bnpo,
-    LossType::Rloo,
+const LOSSES: [GrpoLoss; 5] = [
+    GrpoLoss::Grpo,
+    GrpoLoss::Dapo,
+    GrpoLoss::DrGrpo,
+    GrpoLoss::Bnpo,
+    GrpoLoss::Rloo,
 ];
 
-fn settings(loss_type: LossType, level: Level) -> Settings {
+fn settings(loss_type: GrpoLoss, level: ImportanceLevel) -> Settings {
     Settings {
         loss_type,
         level,
@@ -33,7 +33,7 @@ fn slopes_are_those_of_the_loss() {
     let steps = [0.07f32, 0.4, -0.4, 0.9];
     let mut beyond = 0;
     for loss_type in LOSSES {
-        for level in [Level::Token, Level::Sequence] {
+        for level in [ImportanceLevel::Token, ImportanceLevel::Sequence] {
             for kl_weighted in [false, true] {
                 for advantage in [1.3, -0.7] {
                     for shift in [-0.35f32, 0.0, 0.2] {
@@ -79,7 +79,7 @@ fn without_old_log_probs_the_ratio_is_one() {
     for loss_type in LOSSES {
         let settings = Settings {
             beta: 0.0,
-            ..settings(loss_type, Level::Token)
+            ..settings(loss_type, ImportanceLevel::Token)
         };
         let log_probs = [-1.0f32, -2.0];
         let completion = Completion {
@@ -123,15 +123,15 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
     };
     let reward = [[1.0, -0.5], [0.25, 2.0]];
     let correction = Correction {
-        mode: Mode::SequenceMask,
+        mode: RolloutCorrection::SequenceMask,
         min: None,
         max: Some(3.0),
     };
     // With respect to the log-probability of each token of each answer, summed with the sampling probability.
-    let gradient = |loss_type: LossType, corrected: bool| {
+    let gradient = |loss_type: GrpoLoss, corrected: bool| {
         let settings = Settings {
             beta: 0.0,
-            ..settings(loss_type, Level::Token)
+            ..settings(loss_type, ImportanceLevel::Token)
         };
         let mut sums = [[[0f64; 2]; 2]; 2];
         for (a, b) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
@@ -162,7 +162,7 @@ fn the_correction_of_coded_rollouts_is_unbiased() {
         }
         worst
     };
-    for loss_type in [LossType::Dapo, LossType::Rloo] {
+    for loss_type in [GrpoLoss::Dapo, GrpoLoss::Rloo] {
         let (with, without) = (error(gradient(loss_type, true)), error(gradient(loss_type, false)));
         assert!(with < 1e-6 && without > 0.02, "{loss_type:?}: {with} {without}");
     }

@@ -8,11 +8,11 @@
 use super::columns::{LABEL, PROMPT, REFERENCE};
 use super::losses::{Pair, Pairwise, Side, Terms};
 use super::unpaired::{self, Judged, Kto};
+use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::{Batch, IGNORE};
 use crate::model::{Head, LossGradients, Need, Objective};
 use crate::ops::step_stats::{StepStats, StepSums};
-use crate::rlhf::means::Means;
 use crate::rlhf::policy::gradients;
 use candle_core::Tensor;
 use std::ops::Range;
@@ -114,7 +114,7 @@ impl Answer {
 /// The preference objective.
 pub struct Preferences {
     algorithm: Algorithm,
-    means: Means,
+    means: NamedMeans,
 }
 
 impl Preferences {
@@ -122,7 +122,7 @@ impl Preferences {
     pub fn new(algorithm: Algorithm) -> Self {
         Self {
             algorithm,
-            means: Means::default(),
+            means: NamedMeans::default(),
         }
     }
 

@@ -8,13 +8,13 @@
 
 use super::columns::MARGIN;
 use super::losses::{log_sigmoid, sigmoid};
+use crate::base::means::NamedMeans;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Head, LossGradients, Need, Objective, Param};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::update;
-use crate::rlhf::means::Means;
 use candle_core::{DType, Device, Tensor};
 
 /// Name of the score head in a run's checkpoints.
@@ -27,7 +27,7 @@ pub struct Reward {
     /// The padding id in transformers: trailing padding tokens are skipped, as there.
     pad: Option<u32>,
     center: f64,
-    means: Means,
+    means: NamedMeans,
 }
 
 /// Scores of documents, `[documents]`. `h` `[N, D]`: hidden states after the final norm; `score` `[1, D]`.
@@ -81,7 +81,7 @@ impl Reward {
             },
             pad,
             center,
-            means: Means::default(),
+            means: NamedMeans::default(),
         })
     }
 }

@@ -11,11 +11,11 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-use super::resident::{check_names, draw, send};
+use super::resident::{RandomWeights, check_names, draw, send};
 use super::turns::{Exact, requantize};
 use super::{
     Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Recoded, Requantize, StoragePolicy, StreamedMatrix,
-    TrainableStore, WeightSource, no_such,
+    TrainableStore, WeightSource, distinct, lock, no_such, stays_on_device, tensor_bytes,
 };
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
@@ -30,7 +30,7 @@ use numbers::Files;
 use pool::{Buffers, DoubleBuffer, Job, Loader};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, mpsc};
 use std::thread::JoinHandle;
 use store::STEP;
 
@@ -73,7 +73,7 @@ pub fn write_random(path: &Path, params: &[ParamInfo], seed: u64, std: f32, norm
         let Some((p, index)) = next.next() else { return Ok(()) };
         (0..p.elements()).step_by(STEP).try_for_each(|first| {
             let range = first..(first + STEP).min(p.elements());
-            sink(Values::F32(&draw(p, index, range, (seed, std, norm))))
+            sink(Values::F32(&draw(p, index, range, RandomWeights { seed, std, norm })))
         })
     })?;
     files::forget(&files::open(path)?, 0, 0);
@@ -127,17 +127,9 @@ impl Disk {
         for (i, p) in params.iter().enumerate() {
             groups.entry(p.group).or_default().push(i);
         }
-        let always_in_memory: Vec<Arc<str>> = params
-            .iter()
-            .filter(|p| {
-                if &*p.name == options.head.as_str() {
-                    options.head_rows.is_none()
-                } else {
-                    p.group == Group::Head
-                }
-            })
-            .map(|p| p.name.clone())
-            .collect();
+        let streamed = options.head_rows.is_some();
+        let always = params.iter().filter(|p| stays_on_device(p, &options.head, streamed));
+        let always_in_memory: Vec<Arc<str>> = always.map(|p| p.name.clone()).collect();
         let mut files = Files::new(weights, options.dtype, &options.trained)?;
         let quantized = options.storage.quantized().clone();
         if !quantized.is_empty() {
@@ -189,7 +181,7 @@ impl Disk {
     }
 
     fn active(&self) -> MutexGuard<'_, BTreeSet<Arc<str>>> {
-        self.active.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.active)
     }
 
     fn is_streamed(&self, name: &str) -> bool {
@@ -208,7 +200,7 @@ impl Drop for Disk {
 
 impl Shared {
     fn in_memory(&self) -> MutexGuard<'_, BTreeMap<Arc<str>, Tensor>> {
-        self.in_memory.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.in_memory)
     }
 
     fn param(&self, name: &str) -> Result<&ParamInfo> {
@@ -342,13 +334,8 @@ impl WeightSource for Disk {
     }
 
     fn resident_bytes(&self) -> u64 {
-        let bytes: usize = self
-            .shared
-            .in_memory()
-            .values()
-            .map(|t| t.elem_count() * t.dtype().size_in_bytes())
-            .sum();
-        bytes as u64 + self.layers.bytes() + self.pieces.bytes()
+        let in_memory: u64 = self.shared.in_memory().values().map(tensor_bytes).sum();
+        in_memory + self.layers.bytes() + self.pieces.bytes()
     }
 
     fn in_memory(&self, name: &str) -> Option<Tensor> {
@@ -361,19 +348,11 @@ impl WeightSource for Disk {
         }
         let param = self.shared.param(name)?;
         let (all, width) = (param.shape[0], param.elements() / param.shape[0].max(1));
-        let mut places: BTreeMap<u32, u32> = ids.iter().map(|id| (*id, 0)).collect();
-        if let Some((&id, _)) = places.last_key_value().filter(|(id, _)| **id as usize >= all) {
-            return Err(Error::argument("a token id is outside the vocabulary")
-                .found(id)
-                .expected(format!("below {all}")));
-        }
-        let rows: Vec<usize> = places.keys().map(|id| *id as usize).collect();
-        for (place, (_, at)) in places.iter_mut().enumerate() {
-            *at = place as u32;
-        }
+        let (rows, indices) = distinct(ids, all)?;
+        let rows: Vec<usize> = rows.into_iter().map(|row| row as usize).collect();
         let table = self.shared.zeros(&[rows.len(), width])?;
         self.shared.files.fill_rows(name, width, &rows, &table)?;
-        Ok((table, ids.iter().map(|id| places[id]).collect()))
+        Ok((table, indices))
     }
 
     fn streamed(&self, name: &str) -> Option<Box<dyn StreamedMatrix + '_>> {

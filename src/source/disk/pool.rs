@@ -2,7 +2,7 @@
 //! allocated once and reused.
 
 use crate::base::{Error, Result};
-use crate::source::GroupWeights;
+use crate::source::{GroupWeights, lock, tensor_bytes};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -174,9 +174,7 @@ impl<L: Loader> DoubleBuffer<L> {
     pub fn bytes(&self) -> u64 {
         let slots = self.0.settled();
         let tensors = slots.iter().flat_map(|p| p.buffers.values());
-        tensors
-            .map(|t| (t.elem_count() * t.dtype().size_in_bytes()) as u64)
-            .sum()
+        tensors.map(tensor_bytes).sum()
     }
 }
 
@@ -194,7 +192,7 @@ impl<K> Slot<K> {
 
 impl<L: Loader> Shared<L> {
     fn lock(&self) -> MutexGuard<'_, Vec<Slot<L::Key>>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.slots)
     }
 
     /// Waits until no load is running.

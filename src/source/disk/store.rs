@@ -11,11 +11,11 @@ use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::Dtype;
 use crate::ops::master;
 use crate::quant::QMatrix;
-use crate::source::Numbers;
+use crate::source::{Numbers, lock};
 use half::bf16;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Names of the tensors in a file.
 pub(super) const WEIGHT: &str = "weight";
@@ -49,7 +49,7 @@ impl Store {
 
     /// Opens the file of a parameter, if it was trained.
     pub fn open(&self, name: &str) -> Result<Option<Weights>> {
-        if self.names.lock().unwrap_or_else(PoisonError::into_inner).contains(name) {
+        if lock(&self.names).contains(name) {
             Ok(Some(Weights::open_file(&self.path(name))?.streamed()))
         } else {
             Ok(None)
@@ -119,7 +119,7 @@ impl Store {
         let path = self.path(name);
         write_file(&path, tensors, &[], fill)?;
         files::forget(&files::open(&path)?, 0, 0);
-        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut names = lock(&self.names);
         names.insert(name.to_string());
         Ok(())
     }

@@ -6,9 +6,9 @@ use super::rollout_buffer::{self, Trajectory};
 use crate::base::{Result, progress};
 use crate::data::Batch;
 use crate::model::{Head, Network, Objective};
-use crate::recipe::{self, GrpoLoss, ImportanceLevel, Recipe, RolloutCorrection, RolloutWeights, ScaleRewards};
+use crate::recipe::{self, GrpoLoss, Recipe, RolloutCorrection, RolloutWeights};
 use crate::rlhf::advantage::{self, KlControl, KlEstimator, moments};
-use crate::rlhf::correction::{Correction, Mode};
+use crate::rlhf::correction::Correction;
 use crate::rlhf::grpo::{self, Grpo};
 use crate::rlhf::policy::{self, PolicyHead};
 use crate::rlhf::ppo::{self, Ppo, ValueHead};
@@ -18,7 +18,7 @@ use candle_core::{Device, Tensor};
 /// The reference model: the model at the start of the run.
 pub enum Reference {
     /// The current weights with adapters disabled.
-    Bare,
+    WithoutAdapters,
     Copy(Box<Network>),
 }
 
@@ -42,17 +42,8 @@ pub fn objective(recipe: &Recipe, width: usize, device: &Device) -> Result<Box<d
 fn grpo_settings(recipe: &Recipe) -> grpo::Settings {
     let g = &recipe.rl.grpo;
     grpo::Settings {
-        loss_type: match g.loss_type {
-            GrpoLoss::Grpo => grpo::LossType::Grpo,
-            GrpoLoss::Dapo => grpo::LossType::Dapo,
-            GrpoLoss::DrGrpo => grpo::LossType::DrGrpo,
-            GrpoLoss::Bnpo => grpo::LossType::Bnpo,
-            GrpoLoss::Rloo => grpo::LossType::Rloo,
-        },
-        level: match g.importance_sampling_level {
-            ImportanceLevel::Token => grpo::Level::Token,
-            ImportanceLevel::Sequence => grpo::Level::Sequence,
-        },
+        loss_type: g.loss_type,
+        level: g.importance_sampling_level,
         epsilon: g.epsilon,
         epsilon_high: if g.epsilon_high > 0.0 {
             g.epsilon_high
@@ -154,7 +145,7 @@ impl<'a> AdvantageComputer<'a> {
                 })
             };
             match start {
-                Some(Reference::Bare) => network.without_adapters(|| reference(network))?,
+                Some(Reference::WithoutAdapters) => network.without_adapters(|| reference(network))?,
                 Some(Reference::Copy(copy)) => reference(copy)?,
                 None => {}
             }
@@ -182,15 +173,11 @@ impl<'a> AdvantageComputer<'a> {
     /// Computes importance ratios of answers that were sampled under other weights.
     fn correct(&mut self, kept: &mut [Trajectory], sampling: &[&[f32]]) {
         let rlhf = &self.recipe.rl;
-        let mode = match rlhf.rollout_correction {
-            RolloutCorrection::None => return,
-            RolloutCorrection::TokenTruncate => Mode::TokenTruncate,
-            RolloutCorrection::TokenMask => Mode::TokenMask,
-            RolloutCorrection::SequenceTruncate => Mode::SequenceTruncate,
-            RolloutCorrection::SequenceMask => Mode::SequenceMask,
-        };
+        if rlhf.rollout_correction == RolloutCorrection::None {
+            return;
+        }
         let correction = Correction {
-            mode,
+            mode: rlhf.rollout_correction,
             min: (rlhf.rollout_clip_min > 0.0).then_some(rlhf.rollout_clip_min),
             max: Some(rlhf.rollout_clip_max),
         };
@@ -227,12 +214,7 @@ impl<'a> AdvantageComputer<'a> {
             }
             advantage::leave_one_out(&rewards, group, grpo.normalize_advantages)
         } else {
-            let scale = match grpo.scale_rewards {
-                ScaleRewards::Group => advantage::Scale::Group,
-                ScaleRewards::Batch => advantage::Scale::Batch,
-                ScaleRewards::None => advantage::Scale::None,
-            };
-            advantage::grouped(totals, group, scale)
+            advantage::grouped(totals, group, grpo.scale_rewards)
         };
         self.metrics.push(("frac_reward_zero_std", advantages.zero_std));
         for ((kept, advantage), finished) in kept.iter_mut().zip(advantages.values).zip(finished) {
@@ -248,10 +230,6 @@ impl<'a> AdvantageComputer<'a> {
 
     fn ppo_advantages(&mut self, kept: &mut [Trajectory], totals: &[f64], finished: &[bool]) {
         let ppo = &self.recipe.rl.ppo;
-        let estimator = match ppo.kl_estimator {
-            recipe::KlEstimator::K1 => KlEstimator::K1,
-            recipe::KlEstimator::K3 => KlEstimator::K3,
-        };
         let (mut all_kl, mut penalties) = (0.0, 0.0);
         let referred = kept.iter().any(|k| !k.reference.is_empty());
         let mut rewards: Vec<Vec<f64>> = Vec::with_capacity(kept.len());
@@ -259,7 +237,7 @@ impl<'a> AdvantageComputer<'a> {
             let mut row = vec![0.0; k.tokens()];
             for (t, reference) in k.reference.iter().enumerate() {
                 let (log_prob, reference) = (k.old[t] as f64, *reference as f64);
-                row[t] = -self.kl.coefficient * estimator.of(log_prob, reference);
+                row[t] = -self.kl.coefficient * ppo.kl_estimator.of(log_prob, reference);
                 penalties += row[t];
                 all_kl += KlEstimator::K1.of(log_prob, reference);
             }

@@ -7,11 +7,11 @@ use crate::base::{Error, Result};
 use crate::data::batch::Example;
 use crate::data::order::{BatchStream, eval_batches};
 use crate::data::{Batch, Dataset};
-use crate::distill::hidden::{Distance, Hidden};
+use crate::distill::hidden::Hidden;
 use crate::distill::{Distill, Teacher, Terms};
 use crate::engine::Engine;
 use crate::generate::{Request, Settings, rollout};
-use crate::recipe::{HiddenLoss, Recipe};
+use crate::recipe::Recipe;
 use crate::setup;
 use crate::setup::teacher::{self, Named, TeacherModel};
 use crate::train::teacher_cache;
@@ -73,12 +73,18 @@ fn matched(
     }
     let (student, other) = (&model.spec, &teacher.model.spec);
     let pairs = teacher::layer_map(recipe, student, other)?;
-    let distance = match d.hidden_loss {
-        HiddenLoss::Mse => Distance::Mse,
-        HiddenLoss::Cosine => Distance::Cosine,
-    };
-    let sizes = (student.hidden, other.hidden);
-    Hidden::new(&pairs, sizes, distance, d.hidden_weight, recipe.train.seed, device).map(Some)
+    let (width, teacher_width) = (student.hidden, other.hidden);
+    let seed = recipe.train.seed;
+    Hidden::new(
+        &pairs,
+        width,
+        teacher_width,
+        d.hidden_loss,
+        d.hidden_weight,
+        seed,
+        device,
+    )
+    .map(Some)
 }
 
 struct Rows<'a> {

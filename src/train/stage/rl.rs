@@ -90,7 +90,7 @@ fn lasting(name: String) -> &'static str {
 
 fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<Reference> {
     if !needs_reference_copy(recipe) {
-        return Ok(Reference::Bare);
+        return Ok(Reference::WithoutAdapters);
     }
     let dtype = recipe.model.dtype;
     let network = match recipe.model.init {

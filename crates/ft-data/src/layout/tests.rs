@@ -311,7 +311,7 @@ fn prompts_to_answer_come_from_every_common_column() {
         let jinja = Jinja::new(QWEN);
         let codec = Words::chatml();
         let encoder = spec(&f, RowFormat::Auto, render).encoder(&codec, template.then_some(&jinja as &dyn ChatRender));
-        let prompts = Prompts::load(&f.paths, (RowFormat::Auto, render), &encoder, "answer", (4096, 1))?;
+        let prompts = Prompts::load(&f.paths, RowFormat::Auto, render, &encoder, "answer", 4096, 1)?;
         let line = lines(&prompts.readings, "not used").remove(0);
         let text = codec.decode(&prompts.rows[0].ids)?;
         Ok::<_, Error>((prompts.rows.into_iter().next().unwrap(), line, text))

@@ -6,15 +6,15 @@ use candle_core::Tensor;
 use ft_base::Result;
 
 /// The structure `IndexSubset` of `cuda/part.cu`.
-fn numbers(places: &IndexSubset) -> [u64; 5] {
-    let (key, half) = places.scattered.map_or((0, 0), |permutation| permutation.network());
-    let start = places.start % places.n.max(1);
-    [start as u64, places.len as u64, places.n as u64, key, half as u64]
+fn numbers(subset: &IndexSubset) -> [u64; 5] {
+    let (key, half) = subset.scattered.map_or((0, 0), |permutation| permutation.network());
+    let start = subset.start % subset.n.max(1);
+    [start as u64, subset.len as u64, subset.n as u64, key, half as u64]
 }
 
-fn run(kernel: &str, from: &Tensor, to: &Tensor, places: &IndexSubset) -> Result<()> {
+fn run(kernel: &str, from: &Tensor, to: &Tensor, subset: &IndexSubset) -> Result<()> {
     const NAME: &str = "a part of a tensor";
-    if places.len == 0 {
+    if subset.len == 0 {
         return Ok(());
     }
     let gpu = Gpu::of(from, NAME)?;
@@ -24,17 +24,17 @@ fn run(kernel: &str, from: &Tensor, to: &Tensor, places: &IndexSubset) -> Result
     ];
     let name = format!("{kernel}_{}", from.dtype().size_in_bytes());
     // SAFETY: the caller checked the sizes; every index lies inside the whole tensor and occurs once.
-    unsafe { gpu.launch_with("part", &name, Grid::stride(places.len), &args, Some(&numbers(places))) }
+    unsafe { gpu.launch_with("part", &name, Grid::stride(subset.len), &args, Some(&numbers(subset))) }
 }
 
-/// Gathers the elements of `whole` (f32, bf16 or i16) at `places`.
-pub(crate) fn gather(whole: &Tensor, places: &IndexSubset) -> Result<Tensor> {
-    let part = Gpu::of(whole, "a part of a tensor")?.empty(places.len, whole.dtype())?;
-    run("part_gather", whole, &part, places)?;
+/// Gathers the elements of `whole` (f32, bf16 or i16) at `subset`.
+pub(crate) fn gather(whole: &Tensor, subset: &IndexSubset) -> Result<Tensor> {
+    let part = Gpu::of(whole, "a part of a tensor")?.empty(subset.len, whole.dtype())?;
+    run("part_gather", whole, &part, subset)?;
     Ok(part)
 }
 
 /// Scatters `part` back into `whole`, of the same type.
-pub(crate) fn put(part: &Tensor, whole: &Tensor, places: &IndexSubset) -> Result<()> {
-    run("part_put", part, whole, places)
+pub(crate) fn put(part: &Tensor, whole: &Tensor, subset: &IndexSubset) -> Result<()> {
+    run("part_put", part, whole, subset)
 }

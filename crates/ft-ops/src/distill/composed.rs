@@ -268,7 +268,8 @@ pub(super) fn forward_backward(
 pub(super) fn likeliest(
     side: &Side,
     chosen: &[usize],
-    (common, k): (usize, usize),
+    common: usize,
+    k: usize,
     temperature: f32,
     chunk: usize,
 ) -> Result<TopK> {

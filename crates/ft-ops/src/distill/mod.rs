@@ -255,7 +255,8 @@ pub fn forward_backward(
 pub fn likeliest(
     side: &Side,
     targets: &[u32],
-    (common, k): (usize, usize),
+    common: usize,
+    k: usize,
     temperature: f32,
     chunk: usize,
 ) -> Result<TopK> {
@@ -269,10 +270,10 @@ pub fn likeliest(
     let chosen: Vec<usize> = (0..targets.len()).filter(|n| targets[*n] != IGNORE).collect();
     on_gpu!(
         side.h,
-        composed::likeliest(side, &chosen, (common, k), temperature, chunk)
+        composed::likeliest(side, &chosen, common, k, temperature, chunk)
     );
     let found = side.on_cpu("teacher", |side| {
-        cpu::likeliest(side, &chosen, (common, k), temperature, chunk)
+        cpu::likeliest(side, &chosen, common, k, temperature, chunk)
     })?;
     Ok(TopK {
         k: k.min(common),

@@ -197,7 +197,7 @@ fn all_stored_ids_are_the_whole_teacher_and_fewer_say_less() {
         .unwrap();
         let mut last = 0.0;
         for k in [1, 40, 4149, vt] {
-            let top = likeliest(&teacher, &targets, (vt, k), 1.5, 3).unwrap();
+            let top = likeliest(&teacher, &targets, vt, k, 1.5, 3).unwrap();
             let other = Teacher::Stored { top: &top, common: vt };
             let out = forward_backward(&side(&h, &head, None), &other, &targets, &o, &step_stats()).unwrap();
             assert!(
@@ -221,7 +221,7 @@ fn all_stored_ids_are_the_whole_teacher_and_fewer_say_less() {
             );
             assert!((same.divergence - out.divergence).abs() < 2e-5 * out.divergence.max(0.1));
             assert_close(&same.dh.unwrap(), out.dh.as_ref().unwrap(), 5e-5);
-            let found = super::composed::likeliest(&teacher, &trained, (vt, k), 1.5, 4).unwrap();
+            let found = super::composed::likeliest(&teacher, &trained, vt, k, 1.5, 4).unwrap();
             assert_eq!(found.ids, top.ids);
         }
     }
@@ -234,7 +234,7 @@ fn stored_rows_have_the_gradient_of_their_loss() {
     let (h, head) = (random((n, d), 1), random((v, d), 2));
     let (th, thead) = (random((n, 5), 3), random((v, 5), 4));
     let targets = [4, IGNORE, 7];
-    let top = likeliest(&side(&th, &thead, None), &targets, (v, 6), 2.0, 3).unwrap();
+    let top = likeliest(&side(&th, &thead, None), &targets, v, 6, 2.0, 3).unwrap();
     for beta in BETAS {
         for cap in [None, Some(3.0)] {
             let mut o = options(beta, 2.0, 0.25, 5);
@@ -258,7 +258,7 @@ fn the_likeliest_are_those_of_a_sort() {
     let (h, head) = (random((n, d), 3), random((v, d), 4));
     let targets = targets(n, v);
     for k in [1, 7, 100] {
-        let top = likeliest(&side(&h, &head, None), &targets, (v - 5, k), 2.0, 3).unwrap();
+        let top = likeliest(&side(&h, &head, None), &targets, v - 5, k, 2.0, 3).unwrap();
         let t = logits(&h, &head, &targets, None).narrow(1, 0, v - 5).unwrap();
         let all = log_softmax(&(t.contiguous().unwrap() / 2.0).unwrap())
             .to_vec2::<f32>()
@@ -329,11 +329,8 @@ fn heads_in_parts_give_the_bits_of_whole_heads() {
                 assert_eq!(a.read().unwrap(), b.read().unwrap());
                 assert_eq!(flat(&want.dh.unwrap()), flat(&got.dh.unwrap()));
                 assert_eq!(want.dw.map(|w| flat(&w)), got.dw.map(|w| flat(&w)));
-                let k = likeliest(&teacher, &targets, (vt, 9), 1.3, 4).unwrap();
-                assert_eq!(
-                    k,
-                    likeliest(&side(&th, &thead, None), &targets, (vt, 9), 1.3, 4).unwrap()
-                );
+                let k = likeliest(&teacher, &targets, vt, 9, 1.3, 4).unwrap();
+                assert_eq!(k, likeliest(&side(&th, &thead, None), &targets, vt, 9, 1.3, 4).unwrap());
                 let stored = Teacher::Stored { top: &k, common: vt };
                 let want = forward_backward(&whole.0, &stored, &targets, &o, &a).unwrap();
                 let got = forward_backward(&student, &stored, &targets, &o, &b).unwrap();
@@ -351,7 +348,7 @@ fn same_bits_on_any_threads() {
     let (th, thead) = (random((n, 8), 3), random((v, 8), 4));
     assert_same_on_any_threads(|| {
         let teacher = side(&th, &thead, None);
-        let top = likeliest(&teacher, &targets, (v, 20), 1.0, 9).unwrap();
+        let top = likeliest(&teacher, &targets, v, 20, 1.0, 9).unwrap();
         let mut out = vec![Tensor::new(&top.log_probs[..], &Device::Cpu).unwrap()];
         for other in [Teacher::Live(teacher), Teacher::Stored { top: &top, common: v }] {
             let got = forward_backward(
@@ -425,7 +422,7 @@ fn what_is_wrong_is_refused() {
         )
         .is_err()
     );
-    let top = likeliest(&own, &[1, 2, 3], (9, 4), 1.0, 2).unwrap();
+    let top = likeliest(&own, &[1, 2, 3], 9, 4, 1.0, 2).unwrap();
     let stored = |top: &TopK| {
         run(
             &own,

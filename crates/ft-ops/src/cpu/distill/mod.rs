@@ -305,7 +305,8 @@ fn group(
 pub(crate) fn likeliest(
     side: &Side<'_>,
     chosen: &[usize],
-    (common, k): (usize, usize),
+    common: usize,
+    k: usize,
     temperature: f32,
     chunk: usize,
 ) -> Result<Chosen> {

@@ -48,7 +48,7 @@ fn of(rows: &Dataset) -> Value {
 }
 
 /// The output of `ft data`: `rows` rendered rows with the trained tokens marked, and the counts.
-pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
+pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
     let model = ModelDir::of_recipe(recipe)?;
     let Rows {
         train: dataset,
@@ -69,12 +69,12 @@ pub fn describe(recipe: &Recipe, rows: usize, colour: bool) -> Result<String> {
     out.push('\n');
     out += &match questions {
         Some(questions) => describe_prompts(&questions, &model, rows)?,
-        None => describe_rows(recipe, &dataset, &model, rows, colour)?,
+        None => describe_rows(recipe, &dataset, &model, rows, color)?,
     };
     Ok(out)
 }
 
-fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &ModelDir, rows: usize, colour: bool) -> Result<String> {
+fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &ModelDir, rows: usize, color: bool) -> Result<String> {
     describe::describe(
         dataset,
         &spec(
@@ -85,7 +85,7 @@ fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &ModelDir, rows: usi
         ),
         &model.tokenizer,
         rows,
-        colour,
+        color,
     )
 }
 

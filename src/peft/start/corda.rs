@@ -59,7 +59,7 @@ impl Covariance {
     }
 
     /// As `mean`, around the mean.
-    pub fn centred(&self) -> Mat<f64> {
+    pub fn centered(&self) -> Mat<f64> {
         let n = self.count.max(1.0);
         let mean = |i: usize| self.sums[i] / n;
         Mat::from_fn(self.size, self.size, |i, j| {

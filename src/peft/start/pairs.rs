@@ -65,7 +65,7 @@ pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
 /// More directions than inputs.
 pub fn eva(inputs: &Covariance, count: usize) -> Result<(Vec<f32>, Vec<f64>)> {
     check_rank(count, inputs.size(), inputs.size())?;
-    let (vectors, values) = algebra::eigen(inputs.centred().as_ref())?;
+    let (vectors, values) = algebra::eigen(inputs.centered().as_ref())?;
     let all = values.iter().map(|v| v.max(0.0)).sum::<f64>().max(f64::MIN_POSITIVE);
     let explained = values[..count].iter().map(|v| v.max(0.0) / all).collect();
     Ok((algebra::values(vectors.transpose().get(..count, ..)), explained))

@@ -17,7 +17,7 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    pub fn new(address: u64, kind: Kind, stride: usize) -> Self {
+    pub(crate) fn new(address: u64, kind: Kind, stride: usize) -> Self {
         Self {
             address,
             kind,
@@ -26,7 +26,7 @@ impl Matrix {
         }
     }
 
-    pub fn t(self) -> Self {
+    pub(crate) fn t(self) -> Self {
         Self {
             transposed: !self.transposed,
             ..self

@@ -44,14 +44,14 @@ pub(crate) enum Kind {
 
 impl Kind {
     /// The name in kernel names.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Kind::F32 => "f32",
             Kind::Bf16 => "bf16",
         }
     }
 
-    pub fn bytes(self) -> usize {
+    pub(crate) fn bytes(self) -> usize {
         match self {
             Kind::F32 => 4,
             Kind::Bf16 => 2,
@@ -59,11 +59,11 @@ impl Kind {
     }
 
     /// Elements in 16 bytes, the unit of a vector load or store of one thread.
-    pub fn pack(self) -> usize {
+    pub(crate) fn pack(self) -> usize {
         16 / self.bytes()
     }
 
-    pub fn dtype(self) -> DType {
+    pub(crate) fn dtype(self) -> DType {
         match self {
             Kind::F32 => DType::F32,
             Kind::Bf16 => DType::BF16,
@@ -71,7 +71,7 @@ impl Kind {
     }
 
     /// Returns f32 or bf16, else an error that calls the tensor `name`.
-    pub fn of(t: &Tensor, name: &str) -> Result<Self> {
+    pub(crate) fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.dtype() {
             DType::F32 => Ok(Kind::F32),
             DType::BF16 => Ok(Kind::Bf16),
@@ -101,12 +101,12 @@ pub(crate) enum Arg {
 
 impl Arg {
     /// A count or a size as a 64-bit kernel argument.
-    pub fn size(n: usize) -> Self {
+    pub(crate) fn size(n: usize) -> Self {
         Arg::I64(n as i64)
     }
 
     /// A size as a 32-bit kernel argument.
-    pub fn small(n: usize, name: &str) -> Result<Self> {
+    pub(crate) fn small(n: usize, name: &str) -> Result<Self> {
         Ok(Arg::I32(narrow(n, name)?))
     }
 }
@@ -131,7 +131,7 @@ pub(crate) struct Grid {
 
 impl Grid {
     /// A one-dimensional grid of `blocks` blocks of `threads` threads.
-    pub fn line(blocks: usize, threads: u32) -> Self {
+    pub(crate) fn line(blocks: usize, threads: u32) -> Self {
         Self {
             blocks: (blocks, 1),
             threads: (threads, 1),
@@ -140,7 +140,7 @@ impl Grid {
     }
 
     /// A grid for a grid-stride loop over `items`: enough blocks to fill the GPU, not more.
-    pub fn stride(items: usize) -> Self {
+    pub(crate) fn stride(items: usize) -> Self {
         const THREADS: usize = 256;
         const BLOCKS: usize = 4096;
         Self::line(items.div_ceil(THREADS).clamp(1, BLOCKS), THREADS as u32)
@@ -155,7 +155,7 @@ pub(crate) struct Gpu {
 
 impl Gpu {
     /// Returns the GPU that holds `t`.
-    pub fn of(t: &Tensor, name: &str) -> Result<Self> {
+    pub(crate) fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.device() {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
             _ => Err(Error::shape(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location()))),
@@ -163,14 +163,14 @@ impl Gpu {
     }
 
     /// Returns the GPU of `device`.
-    pub fn on(device: &Device) -> Result<Self> {
+    pub(crate) fn on(device: &Device) -> Result<Self> {
         match device {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
             _ => Err(Error::shape("this device is not a GPU").found(format!("{:?}", device.location()))),
         }
     }
 
-    pub fn device(&self) -> &CudaDevice {
+    pub(crate) fn device(&self) -> &CudaDevice {
         &self.device
     }
 
@@ -179,7 +179,7 @@ impl Gpu {
     /// # Safety
     /// The arguments match the parameters of the kernel in order and type, and the kernel may access every address
     /// among them.
-    pub unsafe fn launch(&self, module: &'static str, function: &str, grid: Grid, args: &[Arg]) -> Result<()> {
+    pub(crate) unsafe fn launch(&self, module: &'static str, function: &str, grid: Grid, args: &[Arg]) -> Result<()> {
         // SAFETY: promised by the caller; no structure is passed.
         unsafe { self.launch_with(module, function, grid, args, None::<&[u32; 1]>) }
     }
@@ -188,7 +188,7 @@ impl Gpu {
     ///
     /// # Safety
     /// As `launch`.
-    pub unsafe fn launch_with<T: DeviceRepr>(
+    pub(crate) unsafe fn launch_with<T: DeviceRepr>(
         &self,
         module: &'static str,
         function: &str,
@@ -234,7 +234,7 @@ impl Gpu {
     }
 
     /// Returns the kernel, loaded once per device.
-    pub fn function(&self, module: &'static str, function: &str) -> Result<CudaFunction> {
+    pub(crate) fn function(&self, module: &'static str, function: &str) -> Result<CudaFunction> {
         let mut loaded = loaded()?;
         let loaded = loaded.entry(self.device.id()).or_default();
         if let Some(found) = loaded.functions.get(function) {
@@ -266,7 +266,7 @@ impl Gpu {
     }
 
     /// Returns an uninitialized tensor, which the caller must write before it is read.
-    pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    pub(crate) fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
         // A tensor without elements still needs an address.
         let n = shape.elem_count().max(1);
@@ -287,12 +287,12 @@ impl Gpu {
     }
 
     /// Returns a tensor of zeros.
-    pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    pub(crate) fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         Ok(Tensor::zeros(shape, dtype, &Device::Cuda(self.device.clone()))?)
     }
 
     /// Uploads u32 values to the device.
-    pub fn upload_u32(&self, values: &[u32]) -> Result<Tensor> {
+    pub(crate) fn upload_u32(&self, values: &[u32]) -> Result<Tensor> {
         if values.is_empty() {
             return self.empty(0, DType::U32);
         }
@@ -301,7 +301,7 @@ impl Gpu {
     }
 
     /// Uploads bytes (a table that a kernel reads) to the device.
-    pub fn upload_bytes(&self, values: &[u8]) -> Result<Tensor> {
+    pub(crate) fn upload_bytes(&self, values: &[u8]) -> Result<Tensor> {
         if values.is_empty() {
             return self.empty(0, DType::U8);
         }

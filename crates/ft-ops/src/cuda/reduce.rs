@@ -14,7 +14,7 @@ pub(super) struct Shares(usize);
 
 impl Shares {
     /// Returns the index of the first share of a tensor of n elements.
-    pub fn next(&mut self, n: usize) -> Result<u32> {
+    pub(super) fn next(&mut self, n: usize) -> Result<u32> {
         let first = self.0;
         self.0 += n.div_ceil(SHARE);
         match i32::try_from(self.0) {
@@ -23,7 +23,7 @@ impl Shares {
         }
     }
 
-    pub fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.0
     }
 }

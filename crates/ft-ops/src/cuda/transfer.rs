@@ -91,7 +91,7 @@ impl Drop for Copier {
 }
 
 impl Copier {
-    pub fn new(device: &Device) -> Result<Self> {
+    pub(crate) fn new(device: &Device) -> Result<Self> {
         let gpu = Gpu::on(device)?;
         let stream = gpu.device().cuda_stream().context().new_stream().map_err(failed)?;
         Ok(Self {
@@ -104,7 +104,7 @@ impl Copier {
     }
 
     /// Starts the upload of a contiguous host tensor; see `ops::transfer`.
-    pub fn send(&self, host: &Tensor, stable: bool) -> Result<Arriving> {
+    pub(crate) fn send(&self, host: &Tensor, stable: bool) -> Result<Arriving> {
         let (from, len) = host_bytes(host)?;
         if stable && len >= LEAST_LOCKED {
             self.lock_in_memory(host, from as usize, len)?;
@@ -150,7 +150,7 @@ impl Copier {
     }
 
     /// Unlocks the memory of a tensor, after all copies that read it are complete.
-    pub fn forget(&self, host: &Tensor) -> Result<()> {
+    pub(crate) fn forget(&self, host: &Tensor) -> Result<()> {
         let from = host_bytes(host)?.0 as usize;
         if let Some(tensor) = lock(&self.locked).remove(&from) {
             self.stream.synchronize().map_err(failed)?;
@@ -165,7 +165,7 @@ impl Copier {
     }
 
     /// Returns the tensor, for work that is queued from now on.
-    pub fn receive(&self, mut arriving: Arriving) -> Result<Tensor> {
+    pub(crate) fn receive(&self, mut arriving: Arriving) -> Result<Tensor> {
         let stood = arriving.computing.record_event(TIMED).map_err(failed)?;
         if let Some((_, _, arrived)) = &arriving.tensor {
             arriving.computing.wait(arrived).map_err(failed)?;
@@ -181,7 +181,7 @@ impl Copier {
     }
 
     /// Starts the offload of a tensor to the host.
-    pub fn offload(&self, tensor: Tensor) -> Result<Offloaded> {
+    pub(crate) fn offload(&self, tensor: Tensor) -> Result<Offloaded> {
         let from = address(&tensor, "a tensor that is offloaded")?;
         let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let mut host = self.pinned(len)?;
@@ -200,7 +200,7 @@ impl Copier {
         })
     }
 
-    pub fn release(&self, offloaded: &mut Offloaded) -> Result<()> {
+    pub(crate) fn release(&self, offloaded: &mut Offloaded) -> Result<()> {
         if let Some(tensor) = offloaded.leaving.take() {
             self.gpu.device().cuda_stream().wait(&offloaded.done).map_err(failed)?;
             drop(tensor);
@@ -209,7 +209,7 @@ impl Copier {
     }
 
     /// Starts the copy of an offloaded tensor back to the GPU.
-    pub fn fetch(&self, mut offloaded: Offloaded) -> Result<Arriving> {
+    pub(crate) fn fetch(&self, mut offloaded: Offloaded) -> Result<Arriving> {
         self.release(&mut offloaded)?;
         let Some(host) = offloaded.host.take() else {
             return Err(Error::internal("an offloaded tensor was fetched twice"));
@@ -236,7 +236,7 @@ impl Copier {
         })
     }
 
-    pub fn times(&self) -> Result<CopyTimes> {
+    pub(crate) fn times(&self) -> Result<CopyTimes> {
         let mut sum = CopyTimes::default();
         for (started, arrived, stood) in std::mem::take(&mut *lock(&self.timed)) {
             let copying = f64::from(started.elapsed_ms(&arrived).map_err(failed)?);

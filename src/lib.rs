@@ -58,7 +58,7 @@
 //! # }
 //! ```
 //!
-//! Larger examples: `examples/generate.rs` and `examples/custom_objective.rs`.
+//! Larger examples: `examples/train_lora.rs`, `examples/generate.rs` and `examples/custom_objective.rs`.
 //!
 //! # Modules
 //!

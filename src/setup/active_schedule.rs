@@ -3,10 +3,10 @@
 use crate::base::{Error, Result};
 use crate::engine::Active;
 use crate::engine::active::{Corrected, group_of};
+use crate::hf::AdapterSet;
 use crate::model::Spec;
 use crate::optim::{BlockSchedule, Masks, Optimizer};
 use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
-use crate::setup::adapters::AdapterSetup;
 use crate::setup::{Retired, Turn};
 use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -40,7 +40,7 @@ const ROUNDS: u64 = 4;
 const LARGE_SETS: usize = 8;
 
 impl ActiveSchedule {
-    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &AdapterSetup) -> Result<Self> {
+    pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &AdapterSet) -> Result<Self> {
         let tune = &recipe.tune;
         Ok(match tune.method {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),

@@ -3,16 +3,16 @@
 use crate::base::{Error, Result};
 use crate::engine::StepHook;
 use crate::formats::adapter::{Allocation, Kind};
+use crate::hf::AdapterSet;
 use crate::peft::Adapter;
 use crate::peft::ranks::{RankAllocator, Schedule};
 use crate::recipe::{Method, Recipe};
-use crate::setup::adapters::AdapterSetup;
 
 /// Writes the rank schedule into the config of `prepared`, in the form that PEFT reads.
 ///
 /// Errors: settings that leave no step to reduce ranks; a given adapter that is not AdaLoRA, or whose ranks are already
 /// reduced.
-pub fn settle(recipe: &Recipe, prepared: &mut AdapterSetup, steps: u64) -> Result<()> {
+pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<()> {
     let lora = &recipe.tune.lora;
     let given = lora.adapter.is_some();
     let ranks = &lora.adalora;
@@ -85,7 +85,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSetup, steps: u64) -> Resul
 }
 
 /// Returns the allocator that changes the ranks of these adapters during training; `None` if they are not AdaLoRA.
-pub fn of(recipe: &Recipe, prepared: &AdapterSetup) -> Option<Box<dyn StepHook>> {
+pub fn of(recipe: &Recipe, prepared: &AdapterSet) -> Option<Box<dyn StepHook>> {
     let config = prepared.config.as_ref()?;
     let Kind::Adalora(own) = &config.kind else { return None };
     let adapters = prepared

@@ -15,7 +15,6 @@ use crate::peft::{Adapter, Lora};
 use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
 use crate::rlhf::preference::reward;
 use crate::setup::ModelDir;
-use crate::setup::adapters::AdapterSetup;
 use crate::source::{Group, Numbers, ParamInfo, Sublayer};
 use crate::train::stage::preference;
 use crate::train::starts;
@@ -31,7 +30,7 @@ pub fn export(
     recipe: &Recipe,
     model: &ModelDir,
     engine: &Engine,
-    prepared: &AdapterSetup,
+    prepared: &hf::AdapterSet,
     print: &Base,
     note: &mut dyn FnMut(&str),
 ) -> Result<Option<PathBuf>> {
@@ -97,7 +96,7 @@ fn adapter(
     recipe: &Recipe,
     model: &ModelDir,
     engine: &Engine,
-    prepared: &AdapterSetup,
+    prepared: &hf::AdapterSet,
     print: &Base,
     note: &mut dyn FnMut(&str),
 ) -> Result<Option<PathBuf>> {

@@ -18,7 +18,6 @@ use crate::peft::start::{self, Component, Covariance, Pair, algebra, cost};
 use crate::peft::{self, Adapter, Dora, Frozen, Lora};
 use crate::recipe::{CordaArithmetic, LoraInit, Method, PeftType, Recipe};
 use crate::setup::ModelDir;
-use crate::setup::adapters::AdapterSetup;
 use crate::setup::rows;
 use crate::source::TrainableStore;
 use crate::train::inputs;
@@ -60,7 +59,7 @@ pub fn requantizes_base(recipe: &Recipe) -> bool {
 /// Initializes the adapters of `network`; an adaptive method also changes ranks by module, and with them `prepared`.
 ///
 /// Errors: a rank larger than a weight allows, rows that cannot be read, a signal.
-pub fn fill(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut AdapterSetup) -> Result<()> {
+pub fn fill(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
     let lora = &s.recipe.tune.lora;
     if lora.adapter.is_some() || prepared.config.is_none() {
         return Ok(());
@@ -237,7 +236,7 @@ struct Directions {
     first: usize,
 }
 
-fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut AdapterSetup) -> Result<()> {
+fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
     let (batches, rho) = (
         first_rows(s.train, s.recipe.tune.lora.init_samples),
         s.recipe.tune.lora.eva.rho,
@@ -290,7 +289,7 @@ fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapter
     Ok(())
 }
 
-fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut AdapterSetup) -> Result<()> {
+fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
     let settings = &s.recipe.tune.lora.corda;
     let own;
     let rows = if settings.data.is_empty() {
@@ -370,7 +369,7 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut Adapt
 fn place(
     recipe: &Recipe,
     network: &mut Network,
-    prepared: &mut AdapterSetup,
+    prepared: &mut hf::AdapterSet,
     pairs: BTreeMap<String, (usize, Pair)>,
 ) -> Result<()> {
     let ranks = pairs.iter().map(|(m, (r, _))| (m.clone(), *r)).collect();
@@ -388,7 +387,7 @@ fn place(
 pub fn resize(
     recipe: &Recipe,
     network: &mut Network,
-    prepared: &mut AdapterSetup,
+    prepared: &mut hf::AdapterSet,
     ranks: &BTreeMap<String, usize>,
 ) -> Result<()> {
     let Some(config) = &mut prepared.config else {

@@ -32,6 +32,7 @@ pub mod rng;
 pub mod signal;
 pub mod speed;
 pub mod staging;
+pub mod suggest;
 #[cfg(target_os = "linux")]
 mod syscalls;
 pub mod units;

@@ -9,7 +9,7 @@
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::data::IGNORE;
-use crate::model::{Need, Param};
+use crate::model::{Gradient, Need, Param};
 use crate::ops::{linear, update};
 use candle_core::{D, DType, Device, Tensor};
 use ft_base::named;
@@ -41,7 +41,7 @@ pub struct Compared {
     pub loss: f64,
     /// `[N, D]`
     pub dx: Option<Tensor>,
-    pub objective_params: Vec<(Param, Tensor)>,
+    pub objective_params: Vec<Gradient>,
 }
 
 /// Pairs for a student of `student` layers and a teacher of `teacher` layers: each inner state of the student with the
@@ -177,7 +177,10 @@ impl Hidden {
                 None => back,
             });
             let dw = linear::grad_weight(&dy, &own, DType::F32)?;
-            out.objective_params.push((pair.projection.clone(), dw));
+            out.objective_params.push(Gradient {
+                param: pair.projection.clone(),
+                gradient: dw,
+            });
         }
         if let Some(dx) = dx.filter(|_| need.dh) {
             // Tokens that are not trained take the appended row of zeros.

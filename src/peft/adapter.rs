@@ -35,13 +35,14 @@ impl Param {
 }
 
 /// The gradient of a parameter, in its shape.
+#[derive(Debug)]
 pub struct Gradient {
     pub param: Param,
     pub gradient: Tensor,
 }
 
 /// Inputs of a backward pass through a linear with its adapter.
-pub struct Backward<'a> {
+pub struct BackwardInput<'a> {
     pub base: &'a dyn Frozen,
     /// `[N, I]`: present if gradients of the adapter are needed.
     pub x: Option<&'a Tensor>,
@@ -52,7 +53,7 @@ pub struct Backward<'a> {
 }
 
 /// `∂x` `[N, I]`, if it is needed, and the gradients of the trained parts, if `x` is present.
-pub type Backed = (Option<Tensor>, Vec<Gradient>);
+pub type BackwardOutput = (Option<Tensor>, Vec<Gradient>);
 
 /// Memory of an adapter beside its linear, for the planner.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -78,7 +79,7 @@ pub(super) trait AdapterMethod {
     /// Maps `x` `[N, I]` to the output of the linear with the adapter, `[N, O]`.
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor>;
 
-    fn backward(&self, b: Backward<'_>) -> Result<Backed>;
+    fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput>;
 
     /// W `[O, I]` with the adapter merged, f32 on the CPU.
     fn merged(&self, w: &Tensor) -> Result<Tensor>;
@@ -139,7 +140,7 @@ impl Adapter {
     }
 
     /// Backward pass through linear and adapter; `∂x` is computed before any gradient is returned.
-    pub fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+    pub fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {
         self.method().backward(b)
     }
 

@@ -9,7 +9,7 @@ use super::{adapters, allocation, finish, merge, named, state, tuning};
 use crate::base::{Error, Result, files, memory};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
-use crate::engine::{Engine, Gradients};
+use crate::engine::Engine;
 use crate::hf;
 use crate::model::{Objective, TrainableNetwork};
 use crate::plan::Placement;
@@ -184,18 +184,13 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
         let pad = preference::pad_id(&model.tokenizer);
         network.objective_params = Reward::new(model.spec.hidden, 0.0, pad, 0.0, 0, &device)?.params();
     }
-    let mut engine = Engine {
-        objective: Box::new(CausalLm::new(model.spec.vocab)),
-        optimizer: tuning::optimizer(recipe),
-        gradients: Gradients::Keep,
-        keep_layers: 0,
-        input_offload: None,
-        max_grad_norm: 0.0,
-        seed: recipe.train.seed,
-        step_hook,
-        network,
-        store,
-    };
+    let objective = Box::new(CausalLm::new(model.spec.vocab));
+    let mut engine = Engine::new(
+        TrainableNetwork { network, store },
+        objective,
+        tuning::optimizer(recipe),
+    );
+    engine.step_hook = step_hook;
     state::restore_weights(&loaded, &mut engine)?;
     let mut notes = Vec::new();
     finish::export(out, recipe, &model, &engine, &prepared, &base, &mut |line| {

@@ -193,8 +193,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if let Some(warning) = budget.and_then(Budget::warning) {
         reporter.warn(&warning);
     }
-    let loaded_model = model.load_to(place, &storage, recipe, &run_dir, &device)?;
-    let TrainableNetwork { mut network, mut store } = loaded_model;
+    let TrainableNetwork { mut network, mut store } = model.load_to(place, &storage, recipe, &run_dir, &device)?;
     for adapter in prepared.adapters.values_mut() {
         *adapter = Arc::new(adapter.on(&device)?);
     }

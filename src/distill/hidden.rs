@@ -9,7 +9,7 @@
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::data::IGNORE;
-use crate::model::{Need, Param};
+use crate::model::{Gradient, Need, Param};
 use crate::ops::{linear, update};
 use candle_core::{D, DType, Device, Tensor};
 use ft_base::named;
@@ -49,7 +49,7 @@ pub struct Compared {
     /// `[N, D]`
     pub dx: Option<Tensor>,
     /// The projections and their gradients.
-    pub objective_params: Vec<(Param, Tensor)>,
+    pub objective_params: Vec<Gradient>,
 }
 
 /// Pairs for a student of `student` layers and a teacher of `teacher` layers: each inner state of the student with the
@@ -191,7 +191,10 @@ impl Hidden {
                 None => back,
             });
             let dw = linear::grad_weight(&dy, &own, DType::F32)?;
-            out.objective_params.push((pair.projection.clone(), dw));
+            out.objective_params.push(Gradient {
+                param: pair.projection.clone(),
+                gradient: dw,
+            });
         }
         if let Some(dx) = dx.filter(|_| need.dh) {
             // Tokens that are not trained take the appended row of zeros.

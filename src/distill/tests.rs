@@ -3,6 +3,7 @@
 use super::hidden::{Hidden, HiddenLoss, auto_map, check_map};
 use super::*;
 use crate::data::IGNORE;
+use crate::model::Gradient;
 use crate::ops::oracle::{assert_close, differences, random};
 use candle_core::Device;
 use std::collections::BTreeMap;
@@ -43,7 +44,7 @@ fn hidden_states_have_the_gradient_of_their_distance() {
             let want = (differences(&x, 1e-2, loss) * 0.5).unwrap();
             assert_close(got.dx.as_ref().unwrap(), &want, 3e-3);
             assert_eq!(got.objective_params.len(), 2);
-            for (param, gradient) in &got.objective_params {
+            for Gradient { param, gradient } in &got.objective_params {
                 let values = crate::ops::update::to_f32_vec(&param.tensor).unwrap();
                 let loss = |w: &Tensor| {
                     let w = crate::ops::update::to_f32_vec(w)?;

@@ -5,7 +5,7 @@ use super::step::Engine;
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::master;
-use crate::source::{Numbers, Recoded};
+use crate::source::{Numbers, Requantized};
 
 /// Receives exact values in pieces.
 pub type ExactSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
@@ -13,7 +13,7 @@ pub type ExactSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
 impl Engine {
     /// Deactivates all parameters outside `active` and activates those in it. Moments are kept for the parameters that
     /// `survives` accepts; the low bits of fp32 masters are never lost. Returns the requantized weights.
-    pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Recoded>> {
+    pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Requantized>> {
         self.optimizer.retire_all_but(survives)?;
         let recoded = self
             .store

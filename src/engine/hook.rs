@@ -1,17 +1,17 @@
 //! Code of an adaptation method that runs around the update of a step.
 
 use crate::base::Result;
-use crate::peft::ranks::{Gradients, RankAllocator};
+use crate::peft::ranks::{RankAllocator, StepGradients};
 use std::collections::BTreeMap;
 
 /// Runs before and after the update of each step, on the accumulated gradients of all parameters. With a hook the engine
 /// stores the gradients until the update (`Gradients::Keep`).
 pub trait StepHook {
     /// May change `gradients` in place: they are complete, f32, and not clipped.
-    fn before_update(&mut self, gradients: &Gradients) -> Result<()>;
+    fn before_update(&mut self, gradients: &StepGradients) -> Result<()>;
 
     /// Runs after the update of `step` (from 1) with `gradients` times `coefficient`, the clipping factor.
-    fn after_update(&mut self, step: u64, gradients: &Gradients, coefficient: f32) -> Result<()>;
+    fn after_update(&mut self, step: u64, gradients: &StepGradients, coefficient: f32) -> Result<()>;
 
     /// The state for a checkpoint, by name.
     fn state(&self) -> BTreeMap<String, Vec<f32>>;
@@ -25,11 +25,11 @@ pub trait StepHook {
 
 /// AdaLoRA.
 impl StepHook for RankAllocator {
-    fn before_update(&mut self, gradients: &Gradients) -> Result<()> {
+    fn before_update(&mut self, gradients: &StepGradients) -> Result<()> {
         self.regularize(gradients)
     }
 
-    fn after_update(&mut self, step: u64, gradients: &Gradients, coefficient: f32) -> Result<()> {
+    fn after_update(&mut self, step: u64, gradients: &StepGradients, coefficient: f32) -> Result<()> {
         self.after(step, gradients, coefficient)
     }
 

@@ -5,7 +5,7 @@ use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal};
 use crate::data::Batch;
 use crate::model::spec::EMBEDDING;
-use crate::model::{Context, GradSink, Layer, Need, Network, Objective, Param, TokenRows};
+use crate::model::{Context, GradSink, Gradient, Layer, Need, Network, Objective, TokenRows};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::{Arriving, Copier, Offloaded};
 use crate::ops::{embedding, rms_norm};
@@ -350,8 +350,8 @@ impl<'a> Pass<'a> {
 }
 
 /// Passes the gradients of the objective's parameters to the sink, if they are trained.
-fn pass_on(objective_params: Vec<(Param, Tensor)>, sink: &mut dyn GradSink) -> Result<()> {
-    for (param, gradient) in objective_params {
+fn pass_on(objective_params: Vec<Gradient>, sink: &mut dyn GradSink) -> Result<()> {
+    for Gradient { param, gradient } in objective_params {
         if sink.wants(&param.name) {
             sink.take(&param, gradient)?;
         }

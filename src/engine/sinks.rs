@@ -174,7 +174,7 @@ impl GradSink for Accumulate<'_> {
 }
 
 /// Updates each weight at once: no gradient outlives its layer. Only for windows of one micro-batch.
-pub struct Step<'a> {
+pub struct FusedUpdate<'a> {
     /// The parameters that get gradients.
     pub active: &'a Active,
     /// Updates the weights.
@@ -189,7 +189,7 @@ pub struct Step<'a> {
     pub corrections: Corrections,
 }
 
-impl GradSink for Step<'_> {
+impl GradSink for FusedUpdate<'_> {
     fn wants(&self, name: &str) -> bool {
         self.active.wants(name)
     }

@@ -3,7 +3,7 @@
 use super::active::Active;
 use super::hook::StepHook;
 use super::pass::{self, Pass, Totals};
-use super::sinks::{Accumulate, Corrections, Norm, Step};
+use super::sinks::{Accumulate, Corrections, FusedUpdate, Norm};
 use super::strategy::StepStrategy;
 use crate::base::{Error, Result};
 use crate::data::Batch;
@@ -209,7 +209,7 @@ impl Engine {
                     coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                 }
                 let optimizer = &mut self.optimizer;
-                let mut sink = Step {
+                let mut sink = FusedUpdate {
                     active,
                     optimizer,
                     lr,

@@ -7,7 +7,7 @@ use crate::data::Batch;
 use crate::ops::attention::Spec;
 use crate::ops::step_stats::StepStats;
 use crate::peft::Dropout;
-pub use crate::peft::Param;
+pub use crate::peft::{Gradient, Param};
 use candle_core::Tensor;
 
 /// Receives each gradient as soon as it is computed.
@@ -121,7 +121,7 @@ pub struct LossGradients {
     /// `[V, D]`: gradient of the output projection.
     pub dw: Option<Tensor>,
     /// f32 gradients of `Objective::params`.
-    pub objective_params: Vec<(Param, Tensor)>,
+    pub objective_params: Vec<Gradient>,
 }
 
 /// Computes the loss and its gradient with respect to the last hidden states.

@@ -4,7 +4,7 @@ use super::contracts::{Context, GradSink, Param};
 use crate::base::Result;
 use crate::ops::linear;
 use crate::ops::low_rank::LowRank;
-use crate::peft::{Adapter, Backward, Frozen};
+use crate::peft::{Adapter, BackwardInput, Frozen};
 use crate::quant::Weight;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -105,7 +105,7 @@ impl Linear {
             None => Frozen::backward(self, dy, dx)?,
             Some(adapter) => {
                 let for_gradients = x.filter(|_| self.adapter_wanted(sink));
-                let (dx, gradients) = adapter.backward(Backward {
+                let (dx, gradients) = adapter.backward(BackwardInput {
                     base: self,
                     x: for_gradients,
                     dy,

@@ -17,7 +17,7 @@ pub mod shapes;
 pub mod spec;
 pub mod tokens;
 
-pub use contracts::{Context, GradSink, KvStore, Layer, LossGradients, Need, Objective, Observer, Param};
+pub use contracts::{Context, GradSink, Gradient, KvStore, Layer, LossGradients, Need, Objective, Observer, Param};
 pub use head::Head;
 pub use network::{Adapters, Network, TrainableNetwork};
 pub use spec::Spec;

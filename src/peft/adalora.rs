@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank; c is `scale`.
 
-use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::{Error, Result};
@@ -112,7 +112,7 @@ impl AdapterMethod for Adalora {
         Ok(y)
     }
 
-    fn backward(&self, back: Backward<'_>) -> Result<Backed> {
+    fn backward(&self, back: BackwardInput<'_>) -> Result<BackwardOutput> {
         let dx = back.base.backward(back.dy, back.dx)?;
         if (back.x.is_none() && dx.is_none()) || self.rank() == 0 {
             return Ok((dx, Vec::new()));

@@ -39,6 +39,7 @@ impl Param {
 }
 
 /// The gradient of a parameter, in its shape.
+#[derive(Debug)]
 pub struct Gradient {
     /// The parameter.
     pub param: Param,
@@ -47,7 +48,7 @@ pub struct Gradient {
 }
 
 /// Inputs of a backward pass through a linear with its adapter.
-pub struct Backward<'a> {
+pub struct BackwardInput<'a> {
     /// The linear without the adapter.
     pub base: &'a dyn Frozen,
     /// `[N, I]`: present if gradients of the adapter are needed.
@@ -61,7 +62,7 @@ pub struct Backward<'a> {
 }
 
 /// `∂x` `[N, I]`, if it is needed, and the gradients of the trained parts, if `x` is present.
-pub type Backed = (Option<Tensor>, Vec<Gradient>);
+pub type BackwardOutput = (Option<Tensor>, Vec<Gradient>);
 
 /// Memory of an adapter beside its linear, for the planner.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -88,7 +89,7 @@ pub(super) trait AdapterMethod {
     /// Maps `x` `[N, I]` to the output of the linear with the adapter, `[N, O]`.
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor>;
 
-    fn backward(&self, b: Backward<'_>) -> Result<Backed>;
+    fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput>;
 
     /// W `[O, I]` with the adapter merged, f32 on the CPU.
     fn merged(&self, w: &Tensor) -> Result<Tensor>;
@@ -157,7 +158,7 @@ impl Adapter {
     }
 
     /// Backward pass through linear and adapter; `∂x` is computed before any gradient is returned.
-    pub fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+    pub fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {
         self.method().backward(b)
     }
 

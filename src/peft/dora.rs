@@ -5,7 +5,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::{Dx, Frozen};
 use super::lora::Lora;
 use super::small;
@@ -105,7 +105,7 @@ impl AdapterMethod for Dora {
         Ok(y)
     }
 
-    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+    fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {
         let norm = self.norm(b.base)?;
         let g = (&self.magnitude / &norm)?;
         let scaled = small::scale_columns(b.dy, &g)?; // gradient with respect to the direction

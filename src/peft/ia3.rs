@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features.
 
-use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::{Dx, Frozen};
 use super::small;
 use crate::base::Result;
@@ -55,7 +55,7 @@ impl AdapterMethod for Ia3 {
         }
     }
 
-    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+    fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {
         let factors = &self.factors.tensor;
         if !self.feedforward {
             let dx = match b.dx {

@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank; s is `scale`.
 
-use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small;
 use crate::base::Result;
@@ -78,7 +78,7 @@ impl AdapterMethod for Loha {
         Ok(y)
     }
 
-    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+    fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {
         let dx = b.base.backward(b.dy, b.dx)?;
         if let Some(dx) = &dx {
             linear::backward_input_add(dx, b.dy, &self.delta()?)?;

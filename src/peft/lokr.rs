@@ -4,7 +4,7 @@
 //!
 //! Letters: N tokens, I = C·D input features, O = A·B output features, U `[A, C]`, V `[B, D]`, R rank.
 
-use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small;
 use crate::base::Result;
@@ -174,7 +174,7 @@ impl AdapterMethod for Lokr {
         Ok(y)
     }
 
-    fn backward(&self, back: Backward<'_>) -> Result<Backed> {
+    fn backward(&self, back: BackwardInput<'_>) -> Result<BackwardOutput> {
         let dx = back.base.backward(back.dy, back.dx)?;
         if back.x.is_none() && dx.is_none() {
             return Ok((None, Vec::new()));

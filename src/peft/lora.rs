@@ -7,7 +7,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::Result;
@@ -236,7 +236,7 @@ impl AdapterMethod for Lora {
         Ok(y)
     }
 
-    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+    fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {
         let (dx, grads) = if b.dx.needed() && self.fuses(b.dropout) {
             let (dx, du) = b.base.backward_with(b.dy, b.dx, self.low())?;
             let of_pair = |x| self.of_pair(x, b.dy, &du, b.dropout);

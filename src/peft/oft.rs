@@ -4,7 +4,7 @@
 //!
 //! Letters: N tokens, I = K·S input features in K blocks of S, O output features.
 
-use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::{Dx, Frozen};
 use super::small;
 use crate::base::{Error, Result};
@@ -225,7 +225,7 @@ impl AdapterMethod for Oft {
         base.forward(&self.rotate(x, &self.rotation()?.0)?)
     }
 
-    fn backward(&self, b: Backward<'_>) -> Result<Backed> {
+    fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {
         if b.x.is_none() && !b.dx.needed() {
             return Ok((None, Vec::new()));
         }

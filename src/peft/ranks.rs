@@ -50,7 +50,7 @@ struct Triplet {
 }
 
 /// Gradients of a step by part name.
-pub type Gradients<'a> = dyn Fn(&str) -> Option<Tensor> + 'a;
+pub type StepGradients<'a> = dyn Fn(&str) -> Option<Tensor> + 'a;
 
 /// Suffix of the names of the flags in a saved state.
 const KEPT: &str = "#kept";
@@ -113,7 +113,7 @@ impl RankAllocator {
 
     /// Adds the gradient of weight · mean ‖A·Aᵀ - 1‖, ‖Bᵀ·B - 1‖ (Frobenius) over all A `[R, I]` and B `[O, R]` to
     /// `gradients`, which are f32 and updated in place.
-    pub fn regularize(&self, gradients: &Gradients) -> Result<()> {
+    pub fn regularize(&self, gradients: &StepGradients) -> Result<()> {
         let weight = self.schedule.orth_reg_weight;
         if weight == 0.0 {
             return Ok(());
@@ -140,7 +140,7 @@ impl RankAllocator {
 
     /// Call after the update of `step`: computes scores from the new weights and from `gradients` times `coefficient`
     /// (the clipping factor), and sets the singular values that are pruned to zero.
-    pub fn after(&mut self, step: u64, gradients: &Gradients, coefficient: f32) -> Result<()> {
+    pub fn after(&mut self, step: u64, gradients: &StepGradients, coefficient: f32) -> Result<()> {
         if !self.prunes() {
             return Ok(());
         }
@@ -161,7 +161,7 @@ impl RankAllocator {
         Ok(())
     }
 
-    fn score(&mut self, gradients: &Gradients, coefficient: f32) -> Result<()> {
+    fn score(&mut self, gradients: &StepGradients, coefficient: f32) -> Result<()> {
         let (beta1, beta2) = (self.schedule.beta1, self.schedule.beta2);
         let (keep1, new1) = (beta1 as f32, (1.0 - beta1) as f32);
         let (keep2, new2) = (beta2 as f32, (1.0 - beta2) as f32);

@@ -173,7 +173,7 @@ fn loss(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> Res
 fn backward(adapter: &Adapter, x: &Tensor, dy: &Tensor, key: Option<Dropout>) -> (Tensor, Vec<Gradient>) {
     let base = base();
     let (dx, gradients) = adapter
-        .backward(Backward {
+        .backward(BackwardInput {
             base: &base,
             x: Some(x),
             dy,
@@ -276,7 +276,7 @@ fn input_gradients_are_added_and_nothing_unwanted_is_computed() {
         let base = base();
         let call = |x, dx| {
             adapter
-                .backward(Backward {
+                .backward(BackwardInput {
                     base: &base,
                     x,
                     dy: &dy,

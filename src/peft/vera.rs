@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
-use super::adapter::{AdapterMethod, Backed, Backward, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::Result;
@@ -85,7 +85,7 @@ impl AdapterMethod for Vera {
         Ok(y)
     }
 
-    fn backward(&self, back: Backward<'_>) -> Result<Backed> {
+    fn backward(&self, back: BackwardInput<'_>) -> Result<BackwardOutput> {
         let dx = back.base.backward(back.dy, back.dx)?;
         if back.x.is_none() && dx.is_none() {
             return Ok((None, Vec::new()));

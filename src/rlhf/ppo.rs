@@ -8,7 +8,7 @@ use super::policy::{self, PolicyHead, columns};
 use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::model::{Head, LossGradients, Need, Objective, Param};
+use crate::model::{Gradient, Head, LossGradients, Need, Objective, Param};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
@@ -138,8 +138,10 @@ impl ValueHead {
     fn backward(&self, h: &Tensor, slopes: &[f32], out: &mut LossGradients) -> Result<()> {
         let slopes = Tensor::from_slice(slopes, (slopes.len(), 1), h.device())?;
         let dw = h.to_dtype(DType::F32)?.broadcast_mul(&slopes)?.sum_keepdim(0)?;
-        out.objective_params.push((self.weight.clone(), dw));
-        out.objective_params.push((self.bias.clone(), slopes.sum(0)?));
+        for (param, gradient) in [(&self.weight, dw), (&self.bias, slopes.sum(0)?)] {
+            let param = param.clone();
+            out.objective_params.push(Gradient { param, gradient });
+        }
         if let Some(dh) = out.dh.take() {
             let own = slopes.broadcast_mul(&self.weight.tensor)?.to_dtype(dh.dtype())?;
             out.dh = Some((dh + own)?);

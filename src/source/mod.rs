@@ -8,7 +8,7 @@ pub mod policy;
 pub mod prepacking;
 pub mod resident;
 pub mod stored;
-mod turns;
+mod requantize;
 pub mod uploaded;
 
 use crate::base::{Error, Result};
@@ -25,8 +25,8 @@ pub use in_memory::InMemory;
 pub use placement::Placement;
 pub use policy::StoragePolicy;
 pub use prepacking::{PackedCopies, Prepacking};
+pub use requantize::Requantized;
 pub use resident::Resident;
-pub use turns::Recoded;
 pub use uploaded::Uploaded;
 
 /// The unit of a fetch.
@@ -200,7 +200,7 @@ pub trait TrainableStore: WeightSource {
 
     /// Deactivates the parameters that `keep` rejects: writes back their exact fp32 values (weight and low 16 bits) if
     /// they do not stay on the device, requantizes those stored quantized, and returns the quantization error of each.
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>>;
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>>;
 
     /// True if the optimizer has the low 16 bits of this parameter's fp32 master (active parameters, and those that
     /// never leave the device).

@@ -4,7 +4,7 @@
 
 use super::policy::is_projection;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Recoded, Requantize, StoragePolicy, StreamedMatrix,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantize, Requantized, StoragePolicy, StreamedMatrix,
     TrainableStore, WeightSource, lock,
 };
 use crate::base::Result;
@@ -169,7 +169,7 @@ impl TrainableStore for Prepacking {
         self.below.activate(names, low)
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
         let recoded = self.below.deactivate(keep, low)?;
         let active = std::mem::take(&mut self.state().active);
         let (kept, leaving): (BTreeSet<String>, BTreeSet<String>) = active.into_iter().partition(|name| keep(name));

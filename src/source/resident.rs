@@ -1,9 +1,9 @@
 //! A source that keeps all weights on the device for the whole run.
 
-use super::turns::{Exact, encode, requantize};
+use super::requantize::{Exact, encode, requantize};
 use super::{
-    Group, GroupWeights, InMemory, MasterLowBits, Numbers, NumbersSink, ParamInfo, Recoded, Requantize, StreamedMatrix,
-    TrainableStore, WeightSource, lock, no_such, stored,
+    Group, GroupWeights, InMemory, MasterLowBits, Numbers, NumbersSink, ParamInfo, Requantize, Requantized,
+    StreamedMatrix, TrainableStore, WeightSource, lock, no_such, stored,
 };
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress, units};
@@ -170,9 +170,9 @@ impl Resident {
     }
 
     /// The parameters of `names` that are quantized while they are frozen.
-    fn turning<'a>(&'a self, names: impl Iterator<Item = &'a str>) -> Vec<&'a ParamInfo> {
-        let turns = |name: &str| self.quantized.contains_key(name);
-        names.filter(|n| turns(n)).filter_map(|n| self.param(n).ok()).collect()
+    fn quantized_when_frozen<'a>(&'a self, names: impl Iterator<Item = &'a str>) -> Vec<&'a ParamInfo> {
+        let quantized = names.filter(|name| self.quantized.contains_key(*name));
+        quantized.filter_map(|name| self.param(name).ok()).collect()
     }
 
     fn tensor(&self, name: &str) -> Result<Tensor> {
@@ -385,7 +385,7 @@ impl TrainableStore for Resident {
     }
 
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
-        for p in self.turning(names.iter().copied()) {
+        for p in self.quantized_when_frozen(names.iter().copied()) {
             if !lock(&self.active).insert(p.name.clone()) {
                 continue;
             }
@@ -404,10 +404,10 @@ impl TrainableStore for Resident {
         Ok(())
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         let mut recoded = Vec::new();
-        for p in self.turning(leaving.iter().map(|n| &**n)) {
+        for p in self.quantized_when_frozen(leaving.iter().map(|n| &**n)) {
             // Kept on the host, beside the quantized data.
             let low = low.take_low(&p.name).map(|low| low.to_device(&Device::Cpu));
             let exact = Exact {

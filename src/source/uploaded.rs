@@ -4,11 +4,11 @@
 
 mod order;
 
+use super::requantize::Exact;
 use super::resident::send;
-use super::turns::Exact;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Recoded, Requantize, StreamedMatrix, TrainableStore,
-    WeightSource, distinct, lock, stays_on_device, tensor_bytes,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantize, Requantized, StreamedMatrix,
+    TrainableStore, WeightSource, distinct, lock, stays_on_device, tensor_bytes,
 };
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
@@ -360,7 +360,7 @@ impl TrainableStore for Uploaded {
         low_bits.done()
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
         let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
         for name in &leaving {
             if let (Some(here), Some(host)) = (self.in_memory(name), self.host.in_memory(name)) {

@@ -477,5 +477,9 @@ pub fn hidden_distance(
     let out = hidden
         .compare(1, &matrix(x, n, d), &states, &targets(labels), need)
         .unwrap();
-    (out.loss, values(&out.dx.unwrap()), values(&out.objective_params[0].1))
+    (
+        out.loss,
+        values(&out.dx.unwrap()),
+        values(&out.objective_params[0].gradient),
+    )
 }

@@ -62,9 +62,12 @@ fn the_value_head_and_its_gradients() {
     head.backward(&h, &[2.0, -1.0], &mut out).unwrap();
     let flat = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     assert_eq!(flat(&out.dh.unwrap()), [1.0, -2.0, -0.5, 1.0]);
-    assert_eq!(flat(&out.objective_params[0].1), [-1.0, 5.0]);
+    assert_eq!(flat(&out.objective_params[0].gradient), [-1.0, 5.0]);
     assert_eq!(
-        (flat(&out.objective_params[1].1), &*out.objective_params[1].0.name),
+        (
+            flat(&out.objective_params[1].gradient),
+            &*out.objective_params[1].param.name
+        ),
         (vec![1.0], "objective.value.bias")
     );
     assert_eq!(

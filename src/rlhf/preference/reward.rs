@@ -12,7 +12,7 @@ use crate::base::means::NamedMeans;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::model::{Head, LossGradients, Need, Objective, Param};
+use crate::model::{Gradient, Head, LossGradients, Need, Objective, Param};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
@@ -148,7 +148,10 @@ impl Objective for Reward {
         Ok(LossGradients {
             dh,
             dw: None,
-            objective_params: vec![(self.score.clone(), gradient)],
+            objective_params: vec![Gradient {
+                param: self.score.clone(),
+                gradient,
+            }],
         })
     }
 

@@ -11,10 +11,10 @@ mod store;
 #[cfg(test)]
 mod tests;
 
+use super::requantize::{Exact, requantize};
 use super::resident::{RandomWeights, check_names, draw, send};
-use super::turns::{Exact, requantize};
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Recoded, Requantize, StoragePolicy, StreamedMatrix,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantize, Requantized, StoragePolicy, StreamedMatrix,
     TrainableStore, WeightSource, distinct, lock, no_such, stays_on_device, tensor_bytes,
 };
 use crate::base::{Error, Result, files};
@@ -413,7 +413,7 @@ impl TrainableStore for Disk {
         Ok(())
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
         let leaving: Vec<Arc<str>> = self.active().iter().filter(|name| !keep(name)).cloned().collect();
         let mut recoded = Vec::new();
         for name in leaving {

@@ -8,7 +8,7 @@ use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::Dtype;
 use crate::ops::update;
 use crate::quant::{Format, QMatrix};
-use crate::source::turns::{Exact, encode};
+use crate::source::requantize::{Exact, encode};
 use crate::source::{Numbers, NumbersSink, ParamInfo};
 use candle_core::{DType, Device, Tensor};
 use half::bf16;

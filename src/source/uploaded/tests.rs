@@ -224,7 +224,7 @@ impl TrainableStore for Watched {
         self.0.activate(names, low)
     }
 
-    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Recoded>> {
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
         self.0.deactivate(keep, low)
     }
 

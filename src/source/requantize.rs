@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 /// A weight that was requantized after its training.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Recoded {
+pub struct Requantized {
     /// Name of the weight.
     pub name: Arc<str>,
     /// Relative RMS error: RMS of the quantization error divided by the RMS of the weight.
@@ -71,7 +71,12 @@ impl Exact {
 }
 
 /// Quantizes exact values; also returns the quantization error.
-pub(super) fn requantize(values: &[f32], p: &ParamInfo, format: Format, decoded: Dtype) -> Result<(QMatrix, Recoded)> {
+pub(super) fn requantize(
+    values: &[f32],
+    p: &ParamInfo,
+    format: Format,
+    decoded: Dtype,
+) -> Result<(QMatrix, Requantized)> {
     let quantized = encode(values, p, format, decoded)?;
     let (width, rows) = (quantized.dims().1.max(1), values.par_chunks(quantized.dims().1.max(1)));
     let sums: Vec<(f64, f64)> = rows
@@ -90,7 +95,7 @@ pub(super) fn requantize(values: &[f32], p: &ParamInfo, format: Format, decoded:
         .collect();
     let (lost, all) = sums.iter().fold((0.0, 0.0), |(a, b), (x, y)| (a + x, b + y));
     let error = if all > 0.0 { (lost / all).sqrt() } else { 0.0 };
-    let recoded = Recoded {
+    let recoded = Requantized {
         name: p.name.clone(),
         error,
     };

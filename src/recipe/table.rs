@@ -137,14 +137,14 @@ pub trait Section: Sized {
 
 /// Declares a section. A row is
 ///
-/// `name: type = default, "reason for the default", in RANGE, when Section::key = ["value"];`
+/// `key: type = default, "reason for the default", in RANGE, when Section::key = ["value"];`
 ///
-/// under the doc comment that describes the key to users. `default` is a TOML value. A key without default is required.
-/// `in` is for numbers. `when`: the key has an effect only with these values of another key; a row without it gets
+/// under the doc comment that describes the key to users. `default` is a TOML value; a key without it is required. `in`
+/// is the range of a number. `when`: the key has an effect only with these values of another key; a row without it has
 /// that of the section. `type as KIND` sets the accepted values if the type does not (`value::Setting`). `with` adds a
 /// section inside this one.
 ///
-/// The result is the struct, a constant `Section::key` for each key (its `KeyPath`), and `impl Section`.
+/// The result is the struct, a constant for each key (its `KeyPath`, `Self::key` inside the section), and `impl Section`.
 macro_rules! section {
     (
         $(#[doc = $subject:literal])+

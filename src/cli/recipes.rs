@@ -117,7 +117,7 @@ struct About {
 impl About {
     fn of(text: &'static str) -> Self {
         let mut about = Self::default();
-        for line in text.lines().map_while(|l| l.strip_prefix("# ")) {
+        for line in portable(text).lines().map_while(|l| l.strip_prefix("# ")) {
             if let Some(needs) = line.strip_prefix("Needs: ") {
                 about.needs = needs;
             } else if let Some(gives) = line.strip_prefix("Gives: ") {
@@ -145,6 +145,14 @@ impl About {
             }
         };
         self.first.iter().map(command).collect()
+    }
+}
+
+/// A recipe without its first line, which names the schema by its path in the repository.
+fn portable(text: &'static str) -> &'static str {
+    match text.split_once('\n') {
+        Some((first, rest)) if first.starts_with("#:schema ") => rest,
+        _ => text,
     }
 }
 
@@ -268,7 +276,7 @@ fn tell(name: &str, to: &str, text: &'static str, recipe: &Recipe, with_data: bo
 fn find(name: &str) -> Result<(&'static str, &'static str)> {
     let wanted = name.strip_suffix(".toml").unwrap_or(name);
     if let Some(found) = SHIPPED.iter().find(|(n, _)| *n == wanted) {
-        return Ok(*found);
+        return Ok((found.0, portable(found.1)));
     }
     let names: Vec<&str> = SHIPPED.iter().map(|(n, _)| *n).collect();
     let error = Error::usage(format!("there is no recipe `{name}`")).expected(format!("one of {}", names.join(", ")));
@@ -301,7 +309,10 @@ mod tests {
                     "{name} says what it does, needs and gives: {said:?}"
                 );
             }
-            assert!(text.lines().count() <= 40, "{name} is short");
+            assert!(portable(text).lines().count() <= 40, "{name} is short");
+            // Editors find the schema by this path.
+            let schema = text.lines().next().unwrap().strip_prefix("#:schema ").unwrap();
+            assert!(folder.join(schema).is_file(), "{name}");
         }
     }
 

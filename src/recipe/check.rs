@@ -2,24 +2,10 @@
 //! Uses the table of keys only; `lower` checks combinations of keys.
 
 use super::draft::{Draft, Place, Problem, Typed, Written};
-use super::table::{Key, Kind, Range, TABLES, keys};
-use super::types::Named;
+use super::table::{Key, KeyPath, Range, TABLES};
+use super::value::{Kind, Setting, Value};
 use super::{peers, suggest};
 use crate::base::{Error, units};
-
-#[derive(Debug, Clone, PartialEq)]
-pub enum Value {
-    Text(String),
-    Integer(i64),
-    Number(f64),
-    Flag(bool),
-    List(Vec<String>),
-    Integers(Vec<usize>),
-    Numbers(Vec<f64>),
-    Pair([f64; 2]),
-    Pairs(Vec<(usize, usize)>),
-    Map(Vec<(String, String)>),
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
@@ -51,93 +37,32 @@ impl Entry {
 pub struct Values(pub Vec<Entry>);
 
 impl Values {
-    pub fn entry(&self, path: &str) -> Option<&Entry> {
-        let (table, name) = path.rsplit_once('.')?;
-        self.0.iter().find(|e| e.key.table == table && e.key.name == name)
+    /// These keys with their defaults.
+    pub fn defaults(keys: impl Iterator<Item = &'static Key>) -> Self {
+        let entry = |key| Entry {
+            key,
+            value: default_of(key),
+            origin: Origin::Default,
+            place: None,
+            sound: true,
+        };
+        Self(keys.map(entry).collect())
     }
 
-    pub fn text(&self, path: &str) -> &str {
-        match self.entry(path).map(|e| &e.value) {
-            Some(Value::Text(t)) => t,
-            _ => "",
-        }
+    pub fn entry(&self, key: KeyPath) -> Option<&Entry> {
+        self.0.iter().find(|e| e.key.path == key)
     }
 
-    /// `None` if the value is `auto`.
-    pub fn integer(&self, path: &str) -> Option<i64> {
-        match self.entry(path).map(|e| &e.value) {
-            Some(Value::Integer(i)) => Some(*i),
-            _ => None,
-        }
-    }
-
-    /// As `integer`, for keys whose range excludes negative numbers.
-    pub fn size(&self, path: &str) -> Option<usize> {
-        self.integer(path).and_then(|i| usize::try_from(i).ok())
-    }
-
-    /// The value of a key whose values are the names of an enum.
-    pub fn name<T: Named>(&self, path: &str) -> T {
-        T::of(self.text(path))
-    }
-
-    pub fn number(&self, path: &str) -> f64 {
-        match self.entry(path).map(|e| &e.value) {
-            Some(Value::Number(x)) => *x,
-            _ => 0.0,
-        }
+    /// The typed value of a key.
+    pub fn get<T: Setting<By>, By>(&self, key: KeyPath) -> T {
+        // Every key has an entry: both come from the sections.
+        let none = Value::Text(String::new());
+        T::read(self.entry(key).map_or(&none, |e| &e.value))
     }
 
     /// True if the value is `auto`.
-    pub fn is_auto(&self, path: &str) -> bool {
-        self.text(path) == "auto"
-    }
-
-    pub fn flag(&self, path: &str) -> bool {
-        matches!(self.entry(path).map(|e| &e.value), Some(Value::Flag(true)))
-    }
-
-    pub fn list(&self, path: &str) -> Vec<String> {
-        match self.entry(path).map(|e| &e.value) {
-            Some(Value::List(l)) => l.clone(),
-            _ => Vec::new(),
-        }
-    }
-
-    pub fn map(&self, path: &str) -> Vec<(String, String)> {
-        match self.entry(path).map(|e| &e.value) {
-            Some(Value::Map(m)) => m.clone(),
-            _ => Vec::new(),
-        }
-    }
-
-    pub fn integers(&self, path: &str) -> Vec<usize> {
-        match self.entry(path).map(|e| &e.value) {
-            Some(Value::Integers(l)) => l.clone(),
-            _ => Vec::new(),
-        }
-    }
-
-    pub fn numbers(&self, path: &str) -> Vec<f64> {
-        match self.entry(path).map(|e| &e.value) {
-            Some(Value::Numbers(l)) => l.clone(),
-            _ => Vec::new(),
-        }
-    }
-
-    /// `None` if the value is `auto`.
-    pub fn pairs(&self, path: &str) -> Option<Vec<(usize, usize)>> {
-        match self.entry(path).map(|e| &e.value) {
-            Some(Value::Pairs(l)) => Some(l.clone()),
-            _ => None,
-        }
-    }
-
-    pub fn pair(&self, path: &str) -> [f64; 2] {
-        match self.entry(path).map(|e| &e.value) {
-            Some(Value::Pair(p)) => *p,
-            _ => [0.0; 2],
-        }
+    pub fn is_auto(&self, key: KeyPath) -> bool {
+        self.entry(key).is_some_and(|e| e.value == Value::Text("auto".into()))
     }
 }
 
@@ -157,19 +82,8 @@ pub fn default_of(key: &Key) -> Value {
         .unwrap_or(empty)
 }
 
-/// Fills the table from the draft. Errors go to `draft.problems`, repeated arguments to `warnings`.
-pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
-    let mut values = Values(
-        keys()
-            .map(|key| Entry {
-                key,
-                value: default_of(key),
-                origin: Origin::Default,
-                place: None,
-                sound: true,
-            })
-            .collect(),
-    );
+/// Replaces defaults by the values of the draft. Errors go to `draft.problems`, repeated arguments to `warnings`.
+pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>) {
     let mut refused: Vec<(Vec<String>, Place)> = Vec::new();
     for written in draft.written.clone() {
         let path = written.dotted();
@@ -203,7 +117,7 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
             }
             continue;
         }
-        let Some(entry) = values.0.iter_mut().find(|e| e.key.path() == path) else {
+        let Some(entry) = values.0.iter_mut().find(|e| e.key.path.0 == path) else {
             draft.problems.push(unknown(draft, &written));
             refused.push((written.path.clone(), written.key_at.clone()));
             continue;
@@ -231,18 +145,17 @@ pub fn check(draft: &mut Draft, warnings: &mut Vec<String>) -> Values {
             }
         }
     }
-    values
 }
 
 /// True if `path` is a user-defined name in the table of `key`.
 fn is_in_map(key: &Key, path: &str) -> bool {
-    let below = path.strip_prefix(&key.path()).is_some_and(|rest| rest.starts_with('.'));
+    let below = path.strip_prefix(key.path.0).is_some_and(|rest| rest.starts_with('.'));
     below && matches!(key.kind, Kind::Map(_))
 }
 
 /// Adds one entry of a table with user-defined names.
 fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Problem> {
-    let path = entry.key.path();
+    let path = entry.key.path.0;
     let name = written.dotted()[path.len() + 1..].to_string();
     let fault = |error: Error| {
         let error = error.at(draft.show(&written.value_at)).expected(expectation(entry.key));
@@ -316,23 +229,25 @@ fn unknown(draft: &Draft, written: &Written) -> Problem {
 
 /// Describes the values that a key accepts, for errors and the reference.
 pub fn expectation(key: &Key) -> String {
-    match key.kind {
+    let Range { min, max, .. } = key.range;
+    let accepted = match key.kind {
         Kind::Text => "a string".into(),
         Kind::Name(names) => format!("one of {}", names.join(", ")),
         Kind::Flag => "`true` or `false`".into(),
-        Kind::Integer { min, max: i64::MAX } => format!("a whole number, at least {min}"),
-        Kind::Integer { min, max } => format!("a whole number from {min} to {max}"),
-        Kind::AutoInteger { min, max: i64::MAX } => format!("`auto`, or a whole number, at least {min}"),
-        Kind::AutoInteger { min, max } => format!("`auto`, or a whole number from {min} to {max}"),
-        Kind::Number(range) => format!("a number{}", limits(range)),
-        Kind::AutoNumber(range) => format!("`auto`, or a number{}", limits(range)),
-        Kind::Pair(range) => format!("a list of two numbers, each{}", limits(range)),
+        Kind::Integer if max.is_finite() => format!("a whole number from {min} to {max}"),
+        Kind::Integer => format!("a whole number, at least {min}"),
+        Kind::Number => format!("a number{}", limits(key.range)),
+        Kind::Pair => format!("a list of two numbers, each{}", limits(key.range)),
         Kind::Texts => "a string or a list of strings".into(),
         Kind::Integers => "a list of whole numbers, each at least 0".into(),
         Kind::Numbers => "a list of numbers".into(),
-        Kind::AutoPairs => "`auto`, or a list of pairs of whole numbers such as `[[1, 2], [3, 6]]`".into(),
-        Kind::Size => "`auto`, or a size such as `24GiB`".into(),
+        Kind::Pairs => "a list of pairs of whole numbers such as `[[1, 2], [3, 6]]`".into(),
+        Kind::Size => "a size such as `24GiB`".into(),
         Kind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
+    };
+    match key.accepts_auto() {
+        true => format!("`auto`, or {accepted}"),
+        false => accepted,
     }
 }
 
@@ -356,7 +271,7 @@ fn as_text(draft: &Draft, written: &Written) -> Option<String> {
 }
 
 fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Problem>> {
-    let path = key.path();
+    let path = key.path.0;
     let one = |error: Error| vec![Problem::new(&written.value_at, error.at(draft.show(&written.value_at)))];
     let wrong_type = || {
         let error = Error::usage(format!("`{path}` has the wrong type"))
@@ -372,16 +287,13 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             .found(found)
             .expected(expectation(key)))
     };
-    let integer = |min: i64, max: i64| match written.value {
-        Typed::Integer(i) if (min..=max).contains(&i) => Ok(Value::Integer(i)),
-        Typed::Integer(i) => Err(out_of_range(i.to_string())),
-        _ => Err(wrong_type()),
+    let whole = |v: &Typed| match v {
+        Typed::Integer(i) => usize::try_from(*i).ok(),
+        _ => None,
     };
-    let in_range = |x: f64, r: Range| {
-        let above = if r.min_open { x > r.min } else { x >= r.min };
-        let below = if r.max_open { x < r.max } else { x <= r.max };
-        x.is_finite() && above && below
-    };
+    if key.accepts_auto() && matches!(&written.value, Typed::Text(t) if t == "auto") {
+        return Ok(Value::Text("auto".into()));
+    }
     match key.kind {
         Kind::Text => as_text(draft, written).map(Value::Text).ok_or_else(wrong_type),
         Kind::Name(names) => {
@@ -392,7 +304,7 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
                 return Ok(Value::Text(text));
             }
             let error = Error::usage(format!("`{text}` is not a value of `{path}`")).expected(expectation(key));
-            Err(one(match suggest::value(&path, &text, names) {
+            Err(one(match suggest::value(path, &text, names) {
                 Some(hint) => error.hint(hint),
                 None => error,
             }))
@@ -401,44 +313,36 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             Typed::Flag(b) => Ok(Value::Flag(b)),
             _ => Err(wrong_type()),
         },
-        Kind::Integer { min, max } => integer(min, max),
-        Kind::AutoInteger { min, max } => match &written.value {
-            Typed::Text(t) if t == "auto" => Ok(Value::Text("auto".into())),
-            _ => integer(min, max),
+        Kind::Integer => match written.value {
+            Typed::Integer(i) if key.range.contains(i as f64) => Ok(Value::Integer(i)),
+            Typed::Integer(i) => Err(out_of_range(i.to_string())),
+            _ => Err(wrong_type()),
         },
-        Kind::AutoNumber(_) if matches!(&written.value, Typed::Text(t) if t == "auto") => {
-            Ok(Value::Text("auto".into()))
-        }
-        Kind::Number(range) | Kind::AutoNumber(range) => match as_number(&written.value) {
-            Some(x) if in_range(x, range) => Ok(Value::Number(x)),
+        Kind::Number => match as_number(&written.value) {
+            Some(x) if key.range.contains(x) => Ok(Value::Number(x)),
             Some(x) => Err(out_of_range(x.to_string())),
             None => Err(wrong_type()),
         },
-        Kind::Pair(range) => {
+        Kind::Pair => {
             let Typed::List(items) = &written.value else {
                 return Err(wrong_type());
             };
             let numbers: Option<Vec<f64>> = items.iter().map(|(v, _)| as_number(v)).collect();
             match numbers.as_deref() {
-                Some(&[a, b]) if in_range(a, range) && in_range(b, range) => Ok(Value::Pair([a, b])),
+                Some(&[a, b]) if key.range.contains(a) && key.range.contains(b) => Ok(Value::Pair([a, b])),
                 Some(&[a, b]) => Err(out_of_range(format!("[{a}, {b}]"))),
                 _ => Err(wrong_type()),
             }
         }
-        Kind::AutoPairs => {
-            let one = |v: &Typed| match v {
-                Typed::Integer(i) => usize::try_from(*i).ok(),
-                _ => None,
-            };
+        Kind::Pairs => {
             let pair = |v: &Typed| match v {
                 Typed::List(items) => match &items[..] {
-                    [(a, _), (b, _)] => Some((one(a)?, one(b)?)),
+                    [(a, _), (b, _)] => Some((whole(a)?, whole(b)?)),
                     _ => None,
                 },
                 _ => None,
             };
             match &written.value {
-                Typed::Text(t) if t == "auto" => Ok(Value::Text("auto".into())),
                 Typed::List(items) => {
                     let all: Option<Vec<(usize, usize)>> = items.iter().map(|(v, _)| pair(v)).collect();
                     all.map(Value::Pairs).ok_or_else(wrong_type)
@@ -447,13 +351,9 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             }
         }
         Kind::Integers => {
-            let one = |v: &Typed| match v {
-                Typed::Integer(i) => usize::try_from(*i).ok(),
-                _ => None,
-            };
             let all = match &written.value {
-                Typed::List(items) => items.iter().map(|(v, _)| one(v)).collect(),
-                single => one(single).map(|i| vec![i]),
+                Typed::List(items) => items.iter().map(|(v, _)| whole(v)).collect(),
+                single => whole(single).map(|i| vec![i]),
             };
             all.map(Value::Integers).ok_or_else(wrong_type)
         }
@@ -489,7 +389,7 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             }
             match as_text(draft, written) {
                 Some(t) if t.is_empty() => Ok(Value::List(Vec::new())),
-                Some(t) => match suggest::list_hint(&path, &t) {
+                Some(t) => match suggest::list_hint(path, &t) {
                     Some(hint) => Err(one(Error::usage(format!("`{t}` is not a value of `{path}`"))
                         .expected(expectation(key))
                         .hint(hint))),
@@ -504,7 +404,6 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             _ => Err(wrong_type()),
         },
         Kind::Size => match &written.value {
-            Typed::Text(t) if t == "auto" => Ok(Value::Text(t.clone())),
             Typed::Integer(i) if *i > 0 => Ok(Value::Text(i.to_string())),
             Typed::Text(t) => match units::parse_bytes(t) {
                 Ok(n) if n > 0 => Ok(Value::Text(t.trim().to_string())),

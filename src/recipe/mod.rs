@@ -1,23 +1,20 @@
 //! Parses and checks a recipe; the result is one typed value with every default filled in.
 //! Contains names, defaults and checks. Uses no tensors, opens no model.
 //!
-//! Text and arguments -> `draft` (the input with positions) -> `check` (type and range of every key) ->
-//! `lower` (rules over several keys) -> `Recipe`. `table` drives all steps.
+//! Text and arguments -> `draft` (the input with positions) -> `check` (type and range of every key) -> `Settings` (the
+//! typed sections of `table`) -> `lower` (rules over several keys) -> `Recipe`. `table` drives all steps.
 
 mod check;
-mod distill;
 mod draft;
 mod foreign;
-mod lora;
-mod rl;
 mod lower;
 pub mod peers;
-mod preference;
 mod resolved;
 mod schema;
 pub mod suggest;
 pub mod table;
 pub mod types;
+mod value;
 
 #[cfg(test)]
 mod tests;
@@ -30,10 +27,12 @@ pub use schema::schema;
 pub use types::*;
 
 use crate::base::{Error, Result, files, paths};
+use check::Values;
 use draft::{Draft, Problem};
 use std::collections::BTreeMap;
 use std::path::Path;
-use table::Kind;
+use table::{Section, Settings};
+use value::Kind;
 
 /// A recipe that passed every check.
 #[derive(Debug, Clone)]
@@ -76,7 +75,7 @@ pub fn written(text: &str) -> BTreeMap<String, String> {
 
 /// Formats a number as TOML for this key.
 pub fn number(key: &str, value: f64) -> String {
-    let whole = table::find(key).is_some_and(|k| matches!(k.kind, Kind::Integer { .. } | Kind::AutoInteger { .. }));
+    let whole = table::find(key).is_some_and(|k| matches!(k.kind, Kind::Integer));
     if whole {
         format!("{value:.0}")
     } else {
@@ -109,27 +108,31 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<LoadedRecipe> {
 pub fn parse(text: &str, name: &str, overrides: &[String]) -> Result<LoadedRecipe> {
     let mut draft = Draft::new(text, name, overrides);
     let mut warnings = Vec::new();
-    let mut values = check::check(&mut draft, &mut warnings);
+    let mut values = Values::defaults(table::keys());
+    check::check(&mut draft, &mut values, &mut warnings);
     // If the text is not valid TOML, every key in it would be reported as missing too.
     let readable = !draft.problems.iter().any(|p| p.error.what().contains("not valid TOML"));
     if readable {
         lower::settle(&mut values, &mut warnings);
-        lower::cross_check(&mut draft, &values);
+    }
+    let settings = Settings::read(&values);
+    if readable {
+        lower::cross_check(&mut draft, &values, &settings);
     }
     if let Some(error) = together(std::mem::take(&mut draft.problems)) {
         return Err(error);
     }
-    warnings.extend(lower::warnings(&draft, &values));
+    warnings.extend(lower::warnings(&draft, &values, &settings));
     Ok(LoadedRecipe {
-        recipe: lower::build(&values),
         text: text.to_string(),
-        resolved: resolved::resolved(&values),
+        resolved: resolved::resolved(&values, &settings),
         warnings,
         values: values
             .0
             .iter()
-            .map(|e| (e.key.path(), resolved::toml(&e.value)))
+            .map(|e| (e.key.path.0.to_string(), resolved::toml(&e.value)))
             .collect(),
+        recipe: lower::lower(settings, &values),
     })
 }
 

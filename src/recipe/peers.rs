@@ -5,6 +5,7 @@ mod keys;
 mod values;
 
 use super::table;
+use super::value::Kind;
 
 /// Names of ft's own keys with another meaning in other tools: here a row of `keys` has priority.
 const SHADOWED: [&str; 1] = ["alpha"];
@@ -69,7 +70,7 @@ pub fn key_for(name: &str) -> Option<String> {
     }
     let mut own = table::keys().filter(|k| k.name == name);
     let own = match (own.next(), own.next()) {
-        (Some(key), None) if !is_shadowed(&name) => Some(key.path()),
+        (Some(key), None) if !is_shadowed(&name) => Some(key.path.0.to_string()),
         _ => None,
     };
     let answer = || qualified("", &name).or_else(|| anywhere(&name)).map(str::to_string);
@@ -109,15 +110,13 @@ pub fn value_for(name: &str, key: &str, value: &str) -> Option<String> {
     let is_number = value.parse::<f64>().is_ok();
     let is_flag = ["true", "false"].contains(&value);
     match kind {
-        table::Kind::Text | table::Kind::Name(_) | table::Kind::Texts | table::Kind::Size => {
-            Some(if value.starts_with('[') {
-                value.to_string()
-            } else {
-                format!("\"{value}\"")
-            })
-        }
-        table::Kind::Flag => is_flag.then(|| value.to_string()),
-        table::Kind::Map(_) => None,
+        Kind::Text | Kind::Name(_) | Kind::Texts | Kind::Size => Some(if value.starts_with('[') {
+            value.to_string()
+        } else {
+            format!("\"{value}\"")
+        }),
+        Kind::Flag => is_flag.then(|| value.to_string()),
+        Kind::Map(_) => None,
         _ => is_number.then(|| value.to_string()),
     }
 }
@@ -172,7 +171,7 @@ mod tests {
     fn every_value_is_accepted_or_explained() {
         for (path, names, answer) in values::VALUES {
             let key = table::find(path).unwrap();
-            if let table::Kind::Name(accepted) = key.kind {
+            if let Kind::Name(accepted) = key.kind {
                 for name in names.split('|') {
                     assert!(!accepted.contains(&name), "`{name}` is a value of `{path}`");
                 }

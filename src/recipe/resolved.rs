@@ -1,8 +1,9 @@
 //! Text generated from the table: the resolved recipe of a run, and the reference of all keys.
 
-use super::check::{Entry, Origin, Value, Values, expectation};
+use super::check::{Entry, Origin, Values, expectation};
 use super::lower::unused;
-use super::table::{TABLES, keys};
+use super::table::{Key, Settings, TABLES, keys};
+use super::value::Value;
 
 /// A value as TOML.
 pub fn toml(value: &Value) -> String {
@@ -43,12 +44,12 @@ fn line(entry: &Entry) -> String {
 }
 
 /// Every key with its value and the origin of the value. Parsing it gives the same recipe.
-pub fn resolved(values: &Values) -> String {
+pub fn resolved(values: &Values, settings: &Settings) -> String {
     let mut out = String::from("# Every key of this run, its value, and the source of the value.\n");
     for (table, _) in TABLES {
         out.push_str(&format!("\n[{table}]\n"));
         for entry in values.0.iter().filter(|e| e.key.table == *table) {
-            let no_effect = unused(values, entry);
+            let no_effect = unused(values, settings, entry.key);
             let origin = match entry.origin {
                 Origin::Recipe => "recipe".to_string(),
                 Origin::Argument => "argument".to_string(),
@@ -103,22 +104,22 @@ pub fn reference() -> String {
         out.push_str(&format!("\n## [{table}]\n\n{about}\n\n"));
         out.push_str("| key | accepted values | default | reason for the default | effect |\n|---|---|---|---|---|\n");
         for key in keys().filter(|k| k.table == *table) {
-            let mut doc = key.doc.to_string();
-            if let Some((other, values)) = key.when {
-                let values: Vec<String> = values.iter().map(|v| format!("`{v}`")).collect();
-                doc.push_str(&format!(" Used with `{other}` = {}.", values.join(" or ")));
-            }
-            let (default, reason) = match key.default {
-                "" => ("required".to_string(), "-"),
-                d => (format!("`{d}`"), key.reason),
-            };
-            let row = format!(
-                "| `{}` | {} | {default} | {reason} | {doc} |\n",
-                key.name,
-                expectation(key)
-            );
-            out.push_str(&row);
+            out.push_str(&row(key));
         }
     }
     out
+}
+
+/// The row of a key in `docs/recipe.md`.
+pub fn row(key: &Key) -> String {
+    let (default, reason) = match key.default {
+        "" => ("required".to_string(), "-"),
+        d => (format!("`{d}`"), key.reason),
+    };
+    let used_with = key.when.map_or(String::new(), |(other, values)| {
+        let values: Vec<String> = values.iter().map(|v| format!("`{v}`")).collect();
+        format!(" Used with `{other}` = {}.", values.join(" or "))
+    });
+    let (name, doc, accepted) = (key.name, key.doc, expectation(key));
+    format!("| `{name}` | {accepted} | {default} | {reason} | {doc}{used_with} |\n")
 }

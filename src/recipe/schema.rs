@@ -1,6 +1,7 @@
 //! The JSON schema of a recipe, for editors: made from the table of keys.
 
-use super::table::{self, Kind, Range};
+use super::table::{self, Key, Range};
+use super::value::Kind;
 use serde_json::{Map, Value, json};
 
 /// The schema, draft 2020-12, with type, range, default, reason and description of every key.
@@ -52,8 +53,8 @@ fn insert(root: &mut Map<String, Value>, path: &str, table: Map<String, Value>) 
     }
 }
 
-fn property(key: &table::Key) -> Value {
-    let mut out = kind(key.kind);
+pub fn property(key: &Key) -> Value {
+    let mut out = kind(key);
     let mut description = key.doc.to_string();
     if let Some((other, values)) = key.when {
         description.push_str(&format!(" Used with `{other}` = {}.", values.join(" or ")));
@@ -85,33 +86,29 @@ fn as_json(item: &toml_edit::Item) -> Option<Value> {
     item.as_value().and_then(value)
 }
 
-fn kind(kind: Kind) -> Map<String, Value> {
-    let integer = |min: i64, max: i64| {
-        let mut out = json!({"type": "integer", "minimum": min});
-        if max < i64::MAX {
-            out["maximum"] = json!(max);
-        }
-        out
-    };
-    let or_auto = |other: Value| json!({"anyOf": [{"const": "auto"}, other]});
-    let out = match kind {
+fn kind(key: &Key) -> Map<String, Value> {
+    let Range { min, max, .. } = key.range;
+    let out = match key.kind {
         Kind::Text => json!({"type": "string"}),
         Kind::Name(names) => json!({"enum": names}),
         Kind::Flag => json!({"type": "boolean"}),
-        Kind::Integer { min, max } => integer(min, max),
-        Kind::AutoInteger { min, max } => or_auto(integer(min, max)),
-        Kind::Number(range) => number(range),
-        Kind::AutoNumber(range) => or_auto(number(range)),
-        Kind::Pair(range) => json!({"type": "array", "items": number(range), "minItems": 2, "maxItems": 2}),
+        Kind::Integer if max.is_finite() => json!({"type": "integer", "minimum": min as i64, "maximum": max as i64}),
+        Kind::Integer => json!({"type": "integer", "minimum": min as i64}),
+        Kind::Number => number(key.range),
+        Kind::Pair => json!({"type": "array", "items": number(key.range), "minItems": 2, "maxItems": 2}),
         Kind::Texts => json!({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
         Kind::Integers => json!({"type": "array", "items": {"type": "integer", "minimum": 0}}),
         Kind::Numbers => json!({"type": "array", "items": {"type": "number"}}),
-        Kind::AutoPairs => {
+        Kind::Pairs => {
             let pair = json!({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2});
-            or_auto(json!({"type": "array", "items": pair}))
+            json!({"type": "array", "items": pair})
         }
         Kind::Size => json!({"type": "string", "examples": ["auto", "24GiB"]}),
         Kind::Map(names) => json!({"type": "object", "additionalProperties": {"enum": names}}),
+    };
+    let out = match key.kind {
+        Kind::Integer | Kind::Number | Kind::Pairs if key.accepts_auto() => json!({"anyOf": [{"const": "auto"}, out]}),
+        _ => out,
     };
     match out {
         Value::Object(map) => map,
@@ -141,17 +138,17 @@ mod tests {
     fn every_key_is_in_the_schema() {
         let schema = schema();
         for key in table::keys() {
-            let property = find(&schema, &key.path());
+            let property = find(&schema, key.path.0);
             assert!(
                 property["description"].as_str().is_some_and(|d| d.contains(key.doc)),
                 "{}",
-                key.path()
+                key.path.0
             );
             let default = &property["default"];
             assert!(
                 key.default.is_empty() || !default.is_null(),
                 "{}: {property}",
-                key.path()
+                key.path.0
             );
             let alone = |kind: &Value, x: &Value| match kind["type"].as_str() {
                 Some("string") => x.is_string(),
@@ -166,7 +163,7 @@ mod tests {
                 Some(kinds) => kinds.iter().any(|kind| alone(kind, default)),
                 None => alone(property, default),
             };
-            assert!(key.default.is_empty() || fits, "{}: {property}", key.path());
+            assert!(key.default.is_empty() || fits, "{}: {property}", key.path.0);
         }
         assert_eq!(find(&schema, "model")["required"], json!(["path"]));
         assert_eq!(find(&schema, "tune.lora")["additionalProperties"], json!(false));

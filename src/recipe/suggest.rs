@@ -2,7 +2,9 @@
 
 use super::draft::Typed;
 use super::peers;
-use super::table::{Key, Kind, TABLES, keys};
+use super::table::{Key, KeyPath, TABLES, keys};
+use super::types::{BlockKeys, Freeze, LoraKeys};
+use super::value::Kind;
 pub use crate::base::suggest::nearest;
 
 /// The hint for the unknown key or table at `path`.
@@ -52,7 +54,7 @@ pub fn hint(path: &[String], is_table: bool) -> String {
 /// The hint for the value `typed`, which is not one of `names`.
 pub fn value(path: &str, typed: &str, names: &[&str]) -> Option<String> {
     let start = typed.to_lowercase();
-    if path == "tune.lora.init_lora_weights" && start.starts_with("pissa_niter") {
+    if path == LoraKeys::init_lora_weights.0 && start.starts_with("pissa_niter") {
         return Some("write `pissa`, and set the number in `tune.lora.pissa_niter`".into());
     }
     match peers::value(path, typed) {
@@ -63,15 +65,15 @@ pub fn value(path: &str, typed: &str, names: &[&str]) -> Option<String> {
 }
 
 /// Keys whose items never contain a comma.
-const NAMES: [&str; 8] = [
-    "tune.lora.target_modules",
-    "tune.lora.exclude_modules",
-    "tune.lora.modules_to_save",
-    "tune.lora.rank_pattern",
-    "tune.lora.alpha_pattern",
-    "tune.freeze.trainable",
-    "tune.block.always_active",
-    "tune.block.importance",
+const NAMES: [KeyPath; 8] = [
+    LoraKeys::target_modules,
+    LoraKeys::exclude_modules,
+    LoraKeys::modules_to_save,
+    LoraKeys::rank_pattern,
+    LoraKeys::alpha_pattern,
+    Freeze::trainable,
+    BlockKeys::always_active,
+    BlockKeys::importance,
 ];
 
 /// The hint for a single text that is not a valid list of names; `None` if it may be valid.
@@ -85,7 +87,7 @@ pub fn list_hint(path: &str, typed: &str) -> Option<String> {
         .filter(|p| !p.is_empty())
         .collect();
     let plain = |p: &&str| p.chars().all(|c| c.is_alphanumeric() || "_.-=".contains(c));
-    let is_list = NAMES.contains(&path) && parts.len() > 1 && parts.iter().all(plain);
+    let is_list = NAMES.iter().any(|key| key.0 == path) && parts.len() > 1 && parts.iter().all(plain);
     is_list.then(|| format!("write a list: `[\"{}\"]`", parts.join("\", \"")))
 }
 
@@ -108,7 +110,7 @@ pub fn type_hint(key: &Key, typed: &Typed) -> Option<String> {
             "0" | "no" | "off" | "n" => Some("write `false`".into()),
             _ => None,
         },
-        Kind::Name(names) => value(&key.path(), &text, names),
+        Kind::Name(names) => value(key.path.0, &text, names),
         Kind::Text | Kind::Texts => None,
         _ => (is_text && text.parse::<f64>().is_ok()).then(|| "write it without quotes".into()),
     }
@@ -126,7 +128,7 @@ fn table_hint(name: &str, dotted: &str) -> String {
         return format!("did you mean `[{meant}]`?");
     }
     if let Some(key) = keys().find(|k| k.name == name) {
-        return format!("`{}` is a key, not a table", key.path());
+        return format!("`{}` is a key, not a table", key.path.0);
     }
     match peers::of_table(name) {
         Some(hint) => hint,
@@ -185,12 +187,12 @@ fn near_anywhere(dotted: &str, name: &str) -> Option<String> {
         let distance = strsim::damerau_levenshtein(&typed, known);
         (typed.chars().count() >= 6 && distance <= limit.min(3)).then_some(distance)
     };
-    let by_path = keys().filter_map(|k| Some((close(dotted, &k.path())?, k)));
+    let by_path = keys().filter_map(|k| Some((close(dotted, k.path.0)?, k)));
     let by_name = keys().filter_map(|k| Some((close(name, k.name)?, k)));
     let key = by_path
         .min_by_key(|(d, _)| *d)
         .or_else(|| by_name.min_by_key(|(d, _)| *d));
-    key.map(|(_, key)| format!("did you mean `{}`?", key.path()))
+    key.map(|(_, key)| format!("did you mean `{}`?", key.path.0))
 }
 
 #[cfg(test)]

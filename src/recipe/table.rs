@@ -1,50 +1,65 @@
-//! The single table of recipe keys: type, range, default, the reason for the default, the effect of the key.
-//! It drives parsing, "did you mean", the resolved recipe and `docs/recipe.md`.
+//! The table of recipe keys. A section of it is a struct: each field is a key with its type, default, the reason for
+//! the default, range, and the effect of the key. The rules over several keys stand below the section.
+//!
+//! From a section come the typed values, parsing, "did you mean", the resolved recipe, `docs/recipe.md` and the JSON
+//! schema.
 
-mod adapters;
-mod distill;
-mod model;
-mod preference;
-mod rl;
-mod train;
-mod tune;
-
+use super::check::Values;
+use super::lower::Faults;
 use super::types::*;
+use super::value::{Kind, Setting};
+use crate::base::Error;
+use ft_base::named;
+use std::fmt;
+use std::path::Path;
+use std::sync::LazyLock;
 
-/// The values that a key accepts.
-#[derive(Debug, Clone, Copy)]
-pub enum Kind {
-    Text,
-    /// One of these names.
-    Name(&'static [&'static str]),
-    Flag,
-    /// A whole number from `min` to `max`.
-    Integer {
-        min: i64,
-        max: i64,
-    },
-    /// As `Integer`, or `auto`.
-    AutoInteger {
-        min: i64,
-        max: i64,
-    },
-    Number(Range),
-    /// A number of this range, or `auto`.
-    AutoNumber(Range),
-    /// Two numbers of this range.
-    Pair(Range),
-    /// A string or a list of strings.
-    Texts,
-    /// A list of whole numbers.
-    Integers,
-    /// A list of numbers.
-    Numbers,
-    /// `auto`, or a list of pairs of whole numbers.
-    AutoPairs,
-    /// Bytes as `24GiB`, or `auto`.
-    Size,
-    /// A table from user-defined texts to one of these names.
-    Map(&'static [&'static str]),
+/// The dotted path of a key: `train.batch_size`, written as `Train::batch_size`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KeyPath(pub &'static str);
+
+impl KeyPath {
+    /// True for a key of this table or of a table inside it.
+    pub fn is_in(self, table: &str) -> bool {
+        self.0.strip_prefix(table).is_some_and(|rest| rest.starts_with('.'))
+    }
+
+    /// `path = "text"`.
+    pub fn is(self, text: &str) -> String {
+        format!("{self} = \"{text}\"")
+    }
+}
+
+impl fmt::Display for KeyPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+/// The key has an effect only if the key `.0` has one of the values `.1`.
+pub type When = Option<(KeyPath, &'static [&'static str])>;
+
+/// One row of the table.
+#[derive(Debug)]
+pub struct Key {
+    pub path: KeyPath,
+    pub table: &'static str,
+    pub name: &'static str,
+    pub kind: Kind,
+    /// Range of a number.
+    pub range: Range,
+    /// TOML text; empty means that the key is required.
+    pub default: &'static str,
+    pub reason: &'static str,
+    pub doc: &'static str,
+    pub when: When,
+}
+
+impl Key {
+    /// True if the key accepts `auto` in place of a value of its kind.
+    pub fn accepts_auto(&self) -> bool {
+        self.default == "\"auto\"" && !matches!(self.kind, Kind::Text | Kind::Name(_))
+    }
 }
 
 /// `min` to `max`; an open end is excluded.
@@ -56,159 +71,217 @@ pub struct Range {
     pub max_open: bool,
 }
 
-/// The key has an effect only if the key `.0` has one of the values `.1`.
-pub type When = Option<(&'static str, &'static [&'static str])>;
-
-#[derive(Debug)]
-pub struct Key {
-    pub table: &'static str,
-    pub name: &'static str,
-    pub kind: Kind,
-    /// TOML text; empty means that the key is required.
-    pub default: &'static str,
-    pub reason: &'static str,
-    pub doc: &'static str,
-    pub when: When,
-}
-
-impl Key {
-    pub fn path(&self) -> String {
-        format!("{}.{}", self.table, self.name)
+impl Range {
+    pub fn contains(&self, x: f64) -> bool {
+        let above = if self.min_open { x > self.min } else { x >= self.min };
+        let below = if self.max_open { x < self.max } else { x <= self.max };
+        x.is_finite() && above && below
     }
 }
 
-pub fn find(path: &str) -> Option<&'static Key> {
-    let (table, name) = path.rsplit_once('.')?;
-    keys().find(|k| k.table == table && k.name == name)
-}
-
-/// Tables in the order in which they are printed, each with its subject.
-pub const TABLES: &[(&str, &str)] = &[
-    ("model", "The model and its computation."),
-    (
-        "memory",
-        "Storage of weights and activations. With `auto` the planner chooses.",
-    ),
-    ("data", "The rows, their format, and the trained tokens."),
-    ("tune", "Which parameters are trained."),
-    (
-        "tune.block",
-        "Block training (BAdam): one block of parameters is active at a time.",
-    ),
-    ("tune.lora", "Adapters. Names and meaning as in PEFT."),
-    (
-        "tune.lora.corda",
-        "CorDA: adapters are initialized from the covariance of the inputs of each linear.",
-    ),
-    (
-        "tune.lora.adalora",
-        "AdaLoRA: every adapter starts with rank `r`; during training the least important singular values of the whole model are set to zero.",
-    ),
-    (
-        "tune.lora.eva",
-        "EVA: adapters are initialized from the main directions of the inputs.",
-    ),
-    ("tune.freeze", "Only the last layers, or parameters given by name."),
-    ("optimizer", "The update rule. Names and meaning as in PyTorch."),
-    ("schedule", "The learning rate over the steps, as in transformers."),
-    (
-        "rlhf",
-        "Preferences (stages `reward`, `dpo`, `orpo`, `simpo`, `kto`) and reinforcement (`grpo`, `ppo`). Names and \
-         meaning as in TRL.",
-    ),
-    (
-        "rlhf.grpo",
-        "The loss of GRPO and its variants. Names and meaning as in TRL.",
-    ),
-    ("rlhf.ppo", "The loss of PPO. Names and meaning as in TRL."),
-    (
-        "distill",
-        "Distillation (`train.stage = \"distill\"`): a teacher trains the model of the recipe. See docs/distillation.md.",
-    ),
-    ("train", "The run: stage, length, batch, saving."),
-];
-
-const fn key(
-    table: &'static str,
-    name: &'static str,
-    kind: Kind,
-    default: &'static str,
-    reason: &'static str,
-    doc: &'static str,
-) -> Key {
-    Key {
-        table,
-        name,
-        kind,
-        default,
-        reason,
-        doc,
-        when: None,
+/// `min` or more.
+pub(super) const fn from(min: i64) -> Range {
+    Range {
+        max: f64::INFINITY,
+        max_open: true,
+        ..between(min, min)
     }
 }
 
-const fn when(key: Key, other: &'static str, values: &'static [&'static str]) -> Key {
-    Key {
-        when: Some((other, values)),
-        ..key
+/// `min` to `max`, both included.
+pub(super) const fn between(min: i64, max: i64) -> Range {
+    Range {
+        min: min as f64,
+        max: max as f64,
+        min_open: false,
+        max_open: false,
     }
-}
-
-const fn from(min: i64) -> Kind {
-    Kind::Integer { min, max: i64::MAX }
 }
 
 /// A count that is multiplied with other counts: the product of three fits in 64 bits.
-const MANY: Kind = Kind::Integer { min: 1, max: 1 << 20 };
-
-/// More than zero, less than one.
-const INSIDE_ONE: Range = Range {
-    min: 0.0,
-    max: 1.0,
-    min_open: true,
-    max_open: true,
-};
+const MANY: Range = between(1, 1 << 20);
 /// One or more.
-const ONE_OR_MORE: Range = Range {
-    min: 1.0,
-    max: f64::INFINITY,
-    min_open: false,
-    max_open: true,
-};
+const ONE_OR_MORE: Range = from(1);
 /// Zero or more.
-const POSITIVE_OR_ZERO: Range = Range {
-    min: 0.0,
-    max: f64::INFINITY,
-    min_open: false,
-    max_open: true,
-};
+const POSITIVE_OR_ZERO: Range = from(0);
 /// More than zero.
 const POSITIVE: Range = Range {
     min_open: true,
     ..POSITIVE_OR_ZERO
 };
 /// 0 to 1 with both ends.
-const PART: Range = Range {
-    min: 0.0,
-    max: 1.0,
-    min_open: false,
-    max_open: false,
-};
+const PART: Range = between(0, 1);
 /// More than 0, up to 1.
 const RATIO: Range = Range { min_open: true, ..PART };
 /// 0 up to, but not, 1.
 const BELOW_ONE: Range = Range { max_open: true, ..PART };
+/// More than zero, less than one.
+const INSIDE_ONE: Range = Range {
+    min_open: true,
+    ..BELOW_ONE
+};
+
+/// A part of the recipe; `section!` declares it.
+pub trait Section: Sized {
+    /// The name of the table, and its subject.
+    const TABLE: (&'static str, &'static str);
+    /// When its keys have an effect; a key can have its own.
+    const WHEN: When;
+    /// The keys of this section, without those of the sections inside it.
+    const KEYS: &'static [Key];
+    /// Adds the keys of this section, then those of the sections inside it.
+    fn collect(out: &mut Vec<&'static Key>);
+    /// The typed values.
+    fn read(values: &Values) -> Self;
+}
+
+/// Declares a section. A row is
+///
+/// `key: type = default, "reason for the default", in RANGE, when Section::key = ["value"];`
+///
+/// under the doc comment that describes the key to users. `default` is a TOML value; a key without it is required. `in`
+/// is the range of a number. `when`: the key has an effect only with these values of another key; a row without it has
+/// that of the section. `type as KIND` sets the accepted values if the type does not (`value::Setting`). `with` adds a
+/// section inside this one.
+///
+/// The result is the struct, a constant for each key (its `KeyPath`, `Self::key` inside the section), and `impl Section`.
+macro_rules! section {
+    (
+        $(#[doc = $subject:literal])+
+        pub struct $name:ident in $table:literal $(, when $cause:path = [$($causes:literal),+])? {
+            $(
+                $(#[doc = $doc:literal])+
+                $key:ident: $type:ty $(as $kind:ident)? $(= $default:expr, $reason:literal)? $(, in $range:expr)?
+                $(, when $other:path = [$($others:literal),+])?;
+            )*
+            $(with $inner:ident: $inner_type:ty;)*
+        }
+    ) => {
+        $(#[doc = $subject])+
+        #[allow(non_snake_case, reason = "a key has its name in PEFT")]
+        #[derive(Debug, Clone)]
+        pub struct $name {
+            $($(#[doc = $doc])+ pub $key: $type,)*
+            $(#[doc = concat!("`", stringify!($inner), "`.")] pub $inner: $inner_type,)*
+        }
+
+        #[allow(non_upper_case_globals, reason = "the constant has the name of the key")]
+        impl $name {
+            $(
+                #[doc = concat!("The key `", $table, ".", stringify!($key), "`.")]
+                pub const $key: KeyPath = KeyPath(concat!($table, ".", stringify!($key)));
+            )*
+        }
+
+        impl Section for $name {
+            const TABLE: (&'static str, &'static str) = ($table, concat!($($subject),+).trim_ascii_start());
+            const WHEN: When = [$(Some(($cause, &[$($causes),+] as &[&str])),)? None][0];
+            const KEYS: &'static [Key] = &[$(Key {
+                path: Self::$key,
+                table: $table,
+                name: stringify!($key),
+                // The first of the list: what the row says, else what holds without it.
+                kind: [$($kind,)? <$type as Setting<_>>::KIND][0],
+                range: [$($range,)? from(i64::MIN)][0],
+                default: concat!($(stringify!($default))?),
+                reason: concat!($($reason)?),
+                doc: concat!($($doc),+).trim_ascii_start(),
+                when: [$(Some(($other, &[$($others),+] as &[&str])),)? Self::WHEN][0],
+            }),*];
+
+            fn collect(out: &mut Vec<&'static Key>) {
+                out.extend(Self::KEYS);
+                $(<$inner_type>::collect(out);)*
+            }
+
+            fn read(values: &Values) -> Self {
+                Self {
+                    $($key: values.get(Self::$key),)*
+                    $($inner: Section::read(values),)*
+                }
+            }
+        }
+    };
+}
+#[cfg(test)]
+pub(super) use section;
+
+pub mod adapters;
+pub mod distill;
+pub mod model;
+pub mod preference;
+pub mod rl;
+pub mod train;
+pub mod tune;
+
+section! {
+    /// Every key with its typed value, before `lower`. `auto` of a type that cannot be `None` is 0.
+    pub struct Settings in "" {
+        with model: Model;
+        with memory: Memory;
+        with data: Data;
+        with tune: TuneKeys;
+        with optimizer: OptimizerKeys;
+        with schedule: ScheduleKeys;
+        with train: Train;
+        with preference: Preference;
+        with rl: RlConfig;
+        with distill: Distill;
+    }
+}
 
 /// Every key.
 pub fn keys() -> impl Iterator<Item = &'static Key> {
-    let parts = [
-        model::KEYS,
-        tune::KEYS,
-        adapters::KEYS,
-        train::KEYS,
-        preference::KEYS,
-        rl::KEYS,
-        distill::KEYS,
-    ];
-    parts.into_iter().flatten()
+    static KEYS: LazyLock<Vec<&'static Key>> = LazyLock::new(|| {
+        let mut keys = Vec::new();
+        Settings::collect(&mut keys);
+        keys
+    });
+    KEYS.iter().copied()
 }
+
+pub fn find(path: &str) -> Option<&'static Key> {
+    keys().find(|k| k.path.0 == path)
+}
+
+/// Contradictions between keys.
+pub fn check(settings: &Settings, faults: &mut Faults) {
+    model::check(settings, faults);
+    tune::check(settings, faults);
+    adapters::check(settings, faults);
+    preference::check(settings, faults);
+    rl::check(settings, faults);
+    distill::check(settings, faults);
+}
+
+/// The setting because of which a key has no effect.
+pub fn unused(settings: &Settings, key: KeyPath) -> Option<String> {
+    preference::unused(settings, key)
+        .or_else(|| rl::unused(settings, key))
+        .or_else(|| model::unused(settings, key))
+        .or_else(|| tune::unused(settings, key))
+        .or_else(|| adapters::unused(settings, key))
+        .or_else(|| train::unused(settings, key))
+        .or_else(|| distill::unused(settings, key))
+}
+
+/// Tables in the order in which they are printed, each with its subject.
+pub const TABLES: &[(&str, &str)] = &[
+    Model::TABLE,
+    Memory::TABLE,
+    Data::TABLE,
+    TuneKeys::TABLE,
+    BlockKeys::TABLE,
+    LoraKeys::TABLE,
+    CordaKeys::TABLE,
+    AdaloraKeys::TABLE,
+    EvaKeys::TABLE,
+    Freeze::TABLE,
+    OptimizerKeys::TABLE,
+    ScheduleKeys::TABLE,
+    Preference::TABLE,
+    Grpo::TABLE,
+    Ppo::TABLE,
+    Distill::TABLE,
+    Train::TABLE,
+];

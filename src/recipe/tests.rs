@@ -1,5 +1,7 @@
 //! Tests of the complete path from text to recipe.
 
+use super::table::*;
+use super::value::Setting;
 use super::*;
 use crate::base::ErrorKind;
 
@@ -123,220 +125,147 @@ fn every_default_is_valid_and_has_a_reason() {
         if key.default.is_empty() {
             continue;
         }
-        assert!(!key.reason.is_empty(), "{}", key.path());
+        assert!(!key.reason.is_empty(), "{}", key.path.0);
         let value = resolved::toml(&check::default_of(key));
-        let again = good(LEAST, &[&format!("{}={}", key.path(), value)]);
-        let (_, read) = again.values.iter().find(|(p, _)| *p == key.path()).unwrap();
-        assert_eq!(*read, value, "{}", key.path());
-        let written = good(LEAST, &[&format!("{}={}", key.path(), key.default)]);
-        assert_eq!(written.values, again.values, "{}", key.path());
+        let again = good(LEAST, &[&format!("{}={}", key.path.0, value)]);
+        let (_, read) = again.values.iter().find(|(p, _)| *p == key.path.0).unwrap();
+        assert_eq!(*read, value, "{}", key.path.0);
+        let written = good(LEAST, &[&format!("{}={}", key.path.0, key.default)]);
+        assert_eq!(written.values, again.values, "{}", key.path.0);
         assert!(table::TABLES.iter().any(|(t, _)| *t == key.table));
         if let Some((other, _)) = key.when {
-            assert!(table::find(other).is_some(), "{other}");
+            assert!(table::find(other.0).is_some(), "{other}");
         }
+    }
+}
+
+/// A value of the key's kind that is not its default.
+fn another(key: &Key) -> String {
+    // Keys whose rules accept only some values of their kind.
+    let special = [
+        (Model::device, "cpu"),
+        (Memory::frozen_weights, "bf16"),
+        (Memory::group_size, "128"),
+    ];
+    if let Some((_, value)) = special.iter().find(|(path, _)| *path == key.path) {
+        return value.to_string();
+    }
+    let number = |candidates: &[f64]| {
+        let default = key.default.parse().unwrap_or(f64::NAN);
+        let fits = |x: &&f64| key.range.contains(**x) && **x != default;
+        candidates
+            .iter()
+            .find(fits)
+            .unwrap_or_else(|| panic!("{}", key.path))
+            .to_string()
+    };
+    match key.kind {
+        Kind::Text => "x".into(),
+        Kind::Name(names) => {
+            let other = names.iter().find(|name| format!("{name:?}") != key.default);
+            other.unwrap().to_string()
+        }
+        Kind::Flag => (key.default == "false").to_string(),
+        Kind::Integer => number(&[0.0, 1.0, 2.0, 3.0]),
+        Kind::Number => number(&[0.5, 0.25, 3.0]),
+        Kind::Pair => "[0.5, 0.6]".into(),
+        Kind::Texts => "[\"x=2\"]".into(),
+        Kind::Integers | Kind::Numbers => "[1, 2]".into(),
+        Kind::Pairs => "[[1, 2], [3, 6]]".into(),
+        Kind::Size => "2GiB".into(),
+        Kind::Map(_) => "{ \"layers.0.\" = \"bf16\" }".into(),
     }
 }
 
 /// Sets every key to a value other than the default and checks that it reaches the recipe.
 #[test]
 fn every_key_reaches_the_recipe() {
-    let other = [
-        ("model.path", "x"),
-        ("model.revision", "v1"),
-        ("model.dtype", "f32"),
-        ("model.device", "cpu"),
-        ("model.init", "random"),
-        ("memory.budget", "2GiB"),
-        ("memory.host_budget", "3GiB"),
-        ("memory.frozen_weights", "bf16"),
-        ("memory.overrides", "{ \"layers.0.\" = \"bf16\" }"),
-        ("memory.group_size", "128"),
-        ("memory.double_quantization", "false"),
-        ("memory.tier", "device"),
-        ("memory.head_chunk", "4096"),
-        ("memory.activations", "recompute"),
-        ("memory.mlp_chunk", "256"),
-        ("memory.packed_weights", "forward"),
-        ("data.train", "[\"a\", \"b\"]"),
-        ("data.eval", "e.jsonl"),
-        ("data.eval_fraction", "0.1"),
-        ("data.format", "messages"),
-        ("data.render", "chat"),
-        ("data.max_length", "7"),
-        ("data.packing", "false"),
-        ("data.packing_length", "9"),
-        ("data.train_on", "completion"),
-        ("data.shuffle", "false"),
-        ("data.chat_template", "t.jinja"),
-        ("tune.method", "full"),
-        ("tune.block.partition", "module"),
-        ("tune.block.layers_per_block", "2"),
-        ("tune.block.order", "fixed"),
-        ("tune.block.start_block", "3"),
-        ("tune.block.switch_every", "5"),
-        ("tune.block.include_embedding", "true"),
-        ("tune.block.include_lm_head", "true"),
-        ("tune.block.always_active", "model.norm"),
-        ("tune.block.importance", "[\"embedding=2\"]"),
-        ("tune.block.update_ratio", "0.2"),
-        ("tune.block.mask", "scattered"),
-        ("tune.block.correction", "sgd"),
-        ("tune.block.correction_scale", "0.1"),
-        ("tune.block.correction_scope", "partial"),
-        ("tune.block.warmup_after_switch", "2"),
-        ("tune.lora.r", "4"),
-        ("tune.lora.lora_alpha", "9"),
-        ("tune.lora.lora_dropout", "0.5"),
-        ("tune.lora.target_modules", "q_proj"),
-        ("tune.lora.init_lora_weights", "gaussian"),
-        ("tune.lora.use_rslora", "true"),
-        ("tune.lora.use_dora", "true"),
-        ("tune.lora.loraplus_lr_ratio", "2"),
-        ("tune.lora.peft_type", "oft"),
-        ("tune.lora.exclude_modules", "v_proj"),
-        ("tune.lora.layers_to_transform", "[1, 2]"),
-        ("tune.lora.rank_pattern", "q_proj=4"),
-        ("tune.lora.alpha_pattern", "[\"q_proj=4.5\"]"),
-        ("tune.lora.modules_to_save", "lm_head"),
-        ("tune.lora.trainable_token_indices", "[3, 5]"),
-        ("tune.lora.init_samples", "3"),
-        ("tune.lora.pissa_niter", "4"),
-        ("tune.lora.loftq_iter", "4"),
-        ("tune.lora.feedforward_modules", "up_proj"),
-        ("tune.lora.oft_block_size", "8"),
-        ("tune.lora.use_cayley_neumann", "false"),
-        ("tune.lora.decompose_factor", "4"),
-        ("tune.lora.decompose_both", "true"),
-        ("tune.lora.d_initial", "0.2"),
-        ("tune.lora.save_residual", "true"),
-        ("tune.lora.save_rank", "9"),
-        ("tune.lora.corda.method", "kpm"),
-        ("tune.lora.corda.data", "facts.jsonl"),
-        ("tune.lora.corda.samples", "7"),
-        ("tune.lora.corda.compatible", "peft"),
-        ("tune.lora.corda.adaptive_rank", "true"),
-        ("tune.lora.eva.rho", "3"),
-        ("tune.lora.adalora.target_r", "5"),
-        ("tune.lora.adalora.tinit", "3"),
-        ("tune.lora.adalora.tfinal", "4"),
-        ("tune.lora.adalora.deltaT", "2"),
-        ("tune.lora.adalora.beta1", "0.5"),
-        ("tune.lora.adalora.beta2", "0.6"),
-        ("tune.lora.adalora.orth_reg_weight", "0"),
-        ("tune.lora.adapter", "dir"),
-        ("tune.freeze.trainable_layers", "5"),
-        ("tune.freeze.trainable", "model.norm"),
-        ("optimizer.name", "sgd"),
-        ("optimizer.learning_rate", "1"),
-        ("optimizer.betas", "[0.5, 0.6]"),
-        ("optimizer.eps", "1e-6"),
-        ("optimizer.weight_decay", "0.1"),
-        ("optimizer.momentum", "0.9"),
-        ("optimizer.state", "int8"),
-        ("optimizer.master", "stochastic"),
-        ("schedule.name", "wsd"),
-        ("schedule.warmup_ratio", "0.5"),
-        ("schedule.warmup_steps", "0"),
-        ("schedule.decay_ratio", "0.3"),
-        ("schedule.min_lr_ratio", "0.2"),
-        ("rlhf.loss_type", "ipo"),
-        ("rlhf.beta", "0.2"),
-        ("rlhf.label_smoothing", "0.2"),
-        ("rlhf.ld_alpha", "0.5"),
-        ("rlhf.f_divergence_type", "forward_kl"),
-        ("rlhf.f_alpha_divergence_coef", "0.7"),
-        ("rlhf.discopop_tau", "0.1"),
-        ("rlhf.simpo_gamma", "1"),
-        ("rlhf.cpo_alpha", "1"),
-        ("rlhf.desirable_weight", "2"),
-        ("rlhf.undesirable_weight", "2"),
-        ("rlhf.center_rewards_coefficient", "0.01"),
-        ("distill.teacher", "big"),
-        ("distill.teacher_revision", "v2"),
-        ("distill.teacher_weights", "int8"),
-        ("distill.teacher_tier", "disk"),
-        ("distill.teacher_cache", "outputs"),
-        ("distill.top_k", "9"),
-        ("distill.beta", "0.1"),
-        ("distill.temperature", "2"),
-        ("distill.alpha", "0.3"),
-        ("distill.lmbda", "0.25"),
-        ("distill.max_new_tokens", "5"),
-        ("distill.rollout_temperature", "0"),
-        ("distill.hidden_weight", "0.1"),
-        ("distill.hidden_loss", "cosine"),
-        ("distill.layer_map", "[[1, 2], [3, 6]]"),
-        ("train.stage", "pretrain"),
-        ("train.num_epochs", "2.5"),
-        ("train.max_steps", "0"),
-        ("train.batch_size", "3"),
-        ("train.gradient_accumulation_steps", "1"),
-        ("train.max_grad_norm", "0"),
-        ("train.seed", "7"),
-        ("train.logging_steps", "10"),
-        ("train.eval_steps", "5"),
-        ("train.save_steps", "0"),
-        ("train.save_total_limit", "1"),
-        ("train.output_dir", "out"),
-        ("train.sample_prompts", "[\"hi\"]"),
-        ("train.predict_with_generate", "true"),
-        ("rlhf.rewards", "[\"exact\", \"length:8\"]"),
-        ("rlhf.reward_weights", "[1, 0.5]"),
-        ("rlhf.answer_column", "solution"),
-        ("rlhf.reward_timeout", "1.5"),
-        ("rlhf.reward_restarts", "0"),
-        ("rlhf.num_generations", "4"),
-        ("rlhf.max_completion_length", "17"),
-        ("rlhf.temperature", "0.7"),
-        ("rlhf.top_k", "5"),
-        ("rlhf.top_p", "0.9"),
-        ("rlhf.num_iterations", "2"),
-        ("rlhf.num_mini_batches", "3"),
-        ("rlhf.rollout_weights", "int8"),
-        ("rlhf.rollout_correction", "none"),
-        ("rlhf.rollout_clip_max", "2"),
-        ("rlhf.rollout_clip_min", "0.5"),
-        ("rlhf.sample_steps", "0"),
-        ("rlhf.samples", "1"),
-        ("rlhf.grpo.loss_type", "rloo"),
-        ("rlhf.grpo.importance_sampling_level", "sequence"),
-        ("rlhf.grpo.scale_rewards", "none"),
-        ("rlhf.grpo.epsilon", "0.1"),
-        ("rlhf.grpo.epsilon_high", "0.28"),
-        ("rlhf.grpo.delta", "2"),
-        ("rlhf.grpo.beta", "0.04"),
-        ("rlhf.grpo.use_bias_correction_kl", "false"),
-        ("rlhf.grpo.mask_truncated_completions", "true"),
-        ("rlhf.grpo.normalize_advantages", "true"),
-        ("rlhf.ppo.kl_coef", "0.1"),
-        ("rlhf.ppo.kl_estimator", "k3"),
-        ("rlhf.ppo.kl_target", "6"),
-        ("rlhf.ppo.kl_horizon", "100"),
-        ("rlhf.ppo.gamma", "0.9"),
-        ("rlhf.ppo.lam", "0.9"),
-        ("rlhf.ppo.cliprange", "0.1"),
-        ("rlhf.ppo.cliprange_value", "0.1"),
-        ("rlhf.ppo.vf_coef", "0.5"),
-        ("rlhf.ppo.whiten_rewards", "true"),
-        ("rlhf.ppo.missing_eos_penalty", "1"),
-    ];
     let plain = [vec![], vec!["data.eval_fraction=0.2"]].map(|o| format!("{:?}", good(LEAST, &o).recipe));
     for key in table::keys() {
-        let path = key.path();
-        let (_, value) = other
-            .iter()
-            .find(|(k, _)| *k == path)
-            .unwrap_or_else(|| panic!("{path}"));
-        let mut arguments = vec![format!("{path}={value}")];
-        if path == "train.eval_steps" {
+        let mut arguments = vec![format!("{}={}", key.path, another(key))];
+        if key.path == Train::eval_steps {
             arguments.push("data.eval_fraction=0.2".into());
         }
         let changed = parse(LEAST, "r.toml", &arguments).unwrap();
         assert_ne!(
             format!("{:?}", changed.recipe),
             plain[usize::from(arguments.len() > 1)],
-            "{path}"
+            "{}",
+            key.path
         );
+    }
+}
+
+section! {
+    /// A table that only this test has.
+    pub struct Example in "example", when Train::stage = ["sft", "dpo"] {
+        /// How far
+        /// it goes.
+        distance: usize = 3, "close", in between(1, 9);
+        /// How it goes.
+        manner: Method = "lora", "as usual", when Self::distance = ["4"];
+        /// From where.
+        start: String;
+    }
+}
+
+/// A row is all that a key needs: parsing, range, typed value, reference and schema follow.
+#[test]
+fn a_key_is_declared_in_one_place() {
+    let read = |arguments: &[&str]| {
+        let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+        let mut draft = Draft::new("", "r.toml", &arguments);
+        let mut values = Values::defaults(Example::KEYS.iter());
+        check::check(&mut draft, &mut values, &mut Vec::new());
+        let problems: String = draft.problems.iter().map(|p| p.error.to_string()).collect();
+        (Example::read(&values), problems)
+    };
+    let (example, problems) = read(&["example.start=here", "example.distance=4"]);
+    assert_eq!(
+        (example.distance, example.manner, &*example.start),
+        (4, Method::Lora, "here")
+    );
+    assert!(problems.is_empty(), "{problems}");
+    let (example, problems) = read(&["example.distance=10", "example.manner=ful"]);
+    assert_eq!((example.distance, example.start), (3, String::new()));
+    assert!(
+        problems.contains("found 10, expected a whole number from 1 to 9"),
+        "{problems}"
+    );
+    assert!(problems.contains("did you mean `full`?"), "{problems}");
+    let rows: String = Example::KEYS.iter().map(resolved::row).collect();
+    assert_eq!(
+        rows,
+        "| `distance` | a whole number from 1 to 9 | `3` | close | How far it goes. Used with `train.stage` = `sft` or `dpo`. |\n\
+         | `manner` | one of full, block, lora, freeze | `\"lora\"` | as usual | How it goes. Used with `example.distance` = `4`. |\n\
+         | `start` | a string | required | - | From where. Used with `train.stage` = `sft` or `dpo`. |\n"
+    );
+    let schema = schema::property(&Example::KEYS[0]);
+    assert_eq!(
+        (&schema["minimum"], &schema["maximum"], &schema["default"]),
+        (&1.into(), &9.into(), &3.into())
+    );
+    assert_eq!(Example::TABLE, ("example", "A table that only this test has."));
+}
+
+/// The condition of a key can become true, and every table is printed.
+#[test]
+fn conditions_name_values_of_other_keys() {
+    for key in table::keys() {
+        assert!(
+            table::TABLES.iter().any(|(table, _)| *table == key.table),
+            "{}",
+            key.path
+        );
+        let Some((other, values)) = key.when else { continue };
+        let other = table::find(other.0).unwrap();
+        for value in values {
+            let accepted = match other.kind {
+                Kind::Name(names) => names.contains(value),
+                _ => other.accepts_auto() && *value == "auto",
+            };
+            assert!(accepted, "`{value}` is not a value of `{}`", other.path);
+        }
     }
 }
 
@@ -569,13 +498,22 @@ fn the_resolved_recipe_reads_back_to_the_same_recipe() {
     }
 }
 
-#[test]
-fn the_reference_is_up_to_date() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/recipe.md");
-    let now = reference();
+/// Compares a generated file with the repository; `FT_BLESS` writes it.
+fn up_to_date(file: &str, now: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
     if std::env::var_os("FT_BLESS").is_some() {
         files::write_atomic(&path, now.as_bytes()).unwrap();
     }
     let kept = files::read_text(&path).unwrap();
-    assert!(kept == now, "docs/recipe.md is stale: run `FT_BLESS=1 cargo test`");
+    assert!(kept == now, "{file} is stale: run `FT_BLESS=1 cargo test`");
+}
+
+#[test]
+fn the_reference_is_up_to_date() {
+    up_to_date("docs/recipe.md", &reference());
+}
+
+#[test]
+fn the_schema_is_up_to_date() {
+    up_to_date("docs/recipe.schema.json", &format!("{:#}\n", schema()));
 }

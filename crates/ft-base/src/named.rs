@@ -2,6 +2,8 @@
 
 /// An enum whose values have names.
 pub trait Named: Sized {
+    /// All names, in the order of the values.
+    const NAMES: &'static [&'static str];
     /// The value of this name; the first value for any other text. `parse` of the enum returns `None` for it.
     fn of(name: &str) -> Self;
 }
@@ -26,6 +28,7 @@ macro_rules! named {
             }
         }
         impl $crate::Named for $name {
+            const NAMES: &'static [&'static str] = $name::NAMES;
             fn of(name: &str) -> Self {
                 Self::parse(name).unwrap_or([$(Self::$variant),+][0])
             }

@@ -1,186 +1,108 @@
-//! Keys of distillation.
+//! Distillation.
 
 use super::*;
 
-pub(super) static KEYS: &[Key] = &[
-    when(
-        key(
-            "distill",
-            "teacher",
-            Kind::Text,
-            "\"\"",
-            "stored outputs can replace it",
-            "The teacher: hub id or local directory, of any family, with the same tokenizer. `ft distill cache` needs it; training too, unless `teacher_cache` is set.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "teacher_revision",
-            Kind::Text,
-            "\"main\"",
-            "the default branch of every hub repository",
-            "Branch, tag or commit of a hub teacher.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "teacher_weights",
-            Kind::Name(FrozenWeights::NAMES),
-            "\"auto\"",
-            "as `model.dtype`: nothing is lost",
-            "Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` apply to all its weights.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "teacher_tier",
-            Kind::Name(TeacherTier::NAMES),
-            "\"device\"",
-            "the fastest",
-            "Where the teacher's weights are stored: with `host` and `disk` each forward pass loads them to the device layer by layer.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "teacher_cache",
-            Kind::Text,
-            "\"\"",
-            "the teacher runs together with the student",
-            "Directory written by `ft distill cache`: its stored outputs replace the teacher.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "top_k",
-            Kind::Integer { min: 1, max: 65536 },
-            "64",
-            "most of the probability mass, in 260 to 388 bytes per token",
-            "Number of log-probabilities that `ft distill cache` stores per token, for the most likely ids; one number is stored for all other ids.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "beta",
-            Kind::Number(PART),
-            "0.5",
-            "as in TRL",
-            "The divergence: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them the generalized Jensen-Shannon divergence of GKD.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "temperature",
-            Kind::Number(POSITIVE),
-            "1.0",
-            "distributions without scaling",
-            "Temperature of both distributions of the divergence.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "alpha",
-            Kind::Number(PART),
-            "0.0",
-            "only the teacher's distribution",
-            "Weight of the cross-entropy with the tokens of the rows; the divergence has weight `1 - alpha`.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "lmbda",
-            Kind::Number(PART),
-            "0.0",
-            "only the given rows: no decoding",
-            "Fraction of the rows for which the student generates the answer that the teacher scores (GKD).",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "max_new_tokens",
-            from(1),
-            "128",
-            "as in TRL",
-            "Longest answer of the student, in tokens.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "rollout_temperature",
-            Kind::Number(POSITIVE_OR_ZERO),
-            "1.0",
-            "the student's own distribution",
-            "Sampling temperature of the student's answers; 0 is greedy.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "hidden_weight",
-            Kind::Number(POSITIVE_OR_ZERO),
-            "0.0",
-            "the outputs carry most of the information",
-            "Weight of the distance between hidden states of student and teacher; 0 is off.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "hidden_loss",
-            Kind::Name(HiddenLoss::NAMES),
-            "\"mse\"",
-            "as in TinyBERT",
-            "The distance: mean square, or 1 - cosine.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-    when(
-        key(
-            "distill",
-            "layer_map",
-            Kind::AutoPairs,
-            "\"auto\"",
-            "every intermediate state, at the same relative depth",
-            "Pairs `[student, teacher]` of hidden states to compare: 0 is the output of the embedding, l the output of layer l.",
-        ),
-        "train.stage",
-        &["distill"],
-    ),
-];
+named!(
+    /// Placement of a teacher's weights.
+    TeacherTier { Device = "device", Host = "host", Disk = "disk" }
+);
+
+section! {
+    /// Distillation (`train.stage = "distill"`): a teacher trains the model of the recipe. See docs/distillation.md.
+    pub struct Distill in "distill", when Train::stage = ["distill"] {
+        /// The teacher: hub id or local directory, of any family, with the same tokenizer. `ft distill cache` needs it;
+        /// training too, unless `teacher_cache` is set.
+        teacher: Option<String> = "", "stored outputs can replace it";
+        /// Branch, tag or commit of a hub teacher.
+        teacher_revision: String = "main", "the default branch of every hub repository";
+        /// Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` apply to all its
+        /// weights.
+        teacher_weights: FrozenWeights = "auto", "as `model.dtype`: nothing is lost";
+        /// Where the teacher's weights are stored: with `host` and `disk` each forward pass loads them to the device
+        /// layer by layer.
+        teacher_tier: TeacherTier = "device", "the fastest";
+        /// Directory written by `ft distill cache`: its stored outputs replace the teacher.
+        teacher_cache: Option<String> = "", "the teacher runs together with the student";
+        /// Number of log-probabilities that `ft distill cache` stores per token, for the most likely ids; one number is
+        /// stored for all other ids.
+        top_k: usize = 64, "most of the probability mass, in 260 to 388 bytes per token", in between(1, 65536);
+        /// The divergence: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them the generalized
+        /// Jensen-Shannon divergence of GKD.
+        beta: f64 = 0.5, "as in TRL", in PART;
+        /// Temperature of both distributions of the divergence.
+        temperature: f64 = 1.0, "distributions without scaling", in POSITIVE;
+        /// Weight of the cross-entropy with the tokens of the rows; the divergence has weight `1 - alpha`.
+        alpha: f64 = 0.0, "only the teacher's distribution", in PART;
+        /// Fraction of the rows for which the student generates the answer that the teacher scores (GKD).
+        lmbda: f64 = 0.0, "only the given rows: no decoding", in PART;
+        /// Longest answer of the student, in tokens.
+        max_new_tokens: usize = 128, "as in TRL", in from(1);
+        /// Sampling temperature of the student's answers; 0 is greedy.
+        rollout_temperature: f64 = 1.0, "the student's own distribution", in POSITIVE_OR_ZERO;
+        /// Weight of the distance between hidden states of student and teacher; 0 is off.
+        hidden_weight: f64 = 0.0, "the outputs carry most of the information", in POSITIVE_OR_ZERO;
+        /// The distance: mean square, or 1 - cosine.
+        hidden_loss: HiddenLoss = "mse", "as in TinyBERT";
+        /// Pairs `[student, teacher]` of hidden states to compare: 0 is the output of the embedding, l the output of
+        /// layer l.
+        layer_map: Option<Vec<(usize, usize)>> = "auto", "every intermediate state, at the same relative depth";
+    }
+}
+
+/// Contradictions.
+pub(super) fn check(s: &Settings, faults: &mut Faults) {
+    let keys = &s.distill;
+    if s.train.stage != Stage::Distill {
+        return;
+    }
+    let stored = keys.teacher_cache.is_some();
+    if keys.teacher.is_none() && !stored {
+        faults.add(
+            &[Distill::teacher, Distill::teacher_cache, Train::stage],
+            Error::usage("`train.stage = \"distill\"` needs a teacher").hint(
+                "set `distill.teacher` to a model, or `distill.teacher_cache` to a directory written by `ft distill cache`",
+            ),
+        );
+    }
+    if keys.lmbda > 0.0 && stored {
+        faults.add(
+            &[Distill::lmbda, Distill::teacher_cache],
+            Error::usage("stored outputs of a teacher cannot score generated answers of the student")
+                .hint("set `distill.lmbda = 0`, or give `distill.teacher` without `distill.teacher_cache`"),
+        );
+    }
+    if keys.lmbda > 0.0 && s.data.packing {
+        faults.add(
+            &[Distill::lmbda, Data::packing],
+            Error::usage("`distill.lmbda` above 0 needs `data.packing = false`")
+                .found("the lengths of generated answers are not known in advance"),
+        );
+    }
+    if keys.hidden_weight > 0.0 && stored {
+        faults.add(
+            &[Distill::hidden_weight, Distill::teacher_cache],
+            Error::usage("stored outputs of a teacher have no hidden states")
+                .hint("set `distill.hidden_weight = 0`, or give `distill.teacher` without `distill.teacher_cache`"),
+        );
+    }
+}
+
+/// The setting because of which a key has no effect.
+pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+    let keys = &s.distill;
+    match key {
+        Distill::hidden_loss | Distill::layer_map if keys.hidden_weight == 0.0 => {
+            Some("distill.hidden_weight = 0".into())
+        }
+        Distill::max_new_tokens | Distill::rollout_temperature if keys.lmbda == 0.0 => Some("distill.lmbda = 0".into()),
+        Distill::teacher_weights | Distill::teacher_tier => keys
+            .teacher_cache
+            .as_ref()
+            .map(|cache| format!("distill.teacher_cache = {cache:?}")),
+        Distill::teacher_revision => {
+            let local = keys.teacher.as_ref().filter(|teacher| Path::new(teacher).is_dir());
+            local.map(|teacher| format!("distill.teacher = {teacher:?}"))
+        }
+        _ => None,
+    }
+}

@@ -1,222 +1,292 @@
-//! Keys of the model, memory and data.
+//! Model, memory and data.
 
 use super::*;
+use crate::recipe::peers;
+use crate::source::policy::StorageRules;
 
-pub(super) static KEYS: &[Key] = &[
-    key(
-        "model",
-        "path",
-        Kind::Text,
-        "",
-        "",
-        "Hub id, local directory, or `shape:NAME` (seeded random weights of a built-in shape, for plans and benchmarks).",
-    ),
-    key(
-        "model",
-        "revision",
-        Kind::Text,
-        "\"main\"",
-        "the default branch of every hub repository",
-        "Branch, tag or commit of a hub model.",
-    ),
-    key(
-        "model",
-        "dtype",
-        Kind::Name(Dtype::NAMES),
-        "\"bf16\"",
-        "half the memory of f32; sums and optimizer states stay in f32",
-        "Data type of unquantized weights and matrix products. `final/` is stored in it.",
-    ),
-    key(
-        "model",
-        "device",
-        Kind::Text,
-        "\"auto\"",
-        "the first GPU that this build supports, else the CPU",
-        "`auto`, `cpu`, or `cuda:0` and so on.",
-    ),
-    key(
-        "model",
-        "init",
-        Kind::Name(ModelInit::NAMES),
-        "\"pretrained\"",
-        "fine-tuning starts from the weights in the model directory",
-        "`random` initializes the weights at random, for pre-training.",
-    ),
-    key(
-        "memory",
-        "budget",
-        Kind::Size,
-        "\"auto\"",
-        "the free memory of the device at the start",
-        "Most memory to use, such as `22GiB`. On a CPU, if you give a size and the process uses more than this size plus 10 %, the run stops after the step and saves its state.",
-    ),
-    key(
-        "memory",
-        "host_budget",
-        Kind::Size,
-        "\"auto\"",
-        "the free memory of this machine at the start",
-        "With a GPU: most host memory to use. Set it to plan for a GPU in another machine. On a CPU it has no effect and is an error.",
-    ),
-    key(
-        "memory",
-        "frozen_weights",
-        Kind::Name(FrozenWeights::NAMES),
-        "\"auto\"",
-        "as `model.dtype`: nothing is lost",
-        "Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. Norms, biases, embedding and head are not quantized.",
-    ),
-    key(
-        "memory",
-        "overrides",
-        Kind::Map(WeightStorage::NAMES),
-        "{}",
-        "the same storage for every projection",
-        "A different storage for some projections, by prefixes of parameter names (`\"layers.0.\"`) or by patterns with `*` (`\"*.down_proj.*\"`). The longest match applies.",
-    ),
-    key(
-        "memory",
-        "group_size",
-        Kind::AutoInteger { min: 1, max: i64::MAX },
-        "\"auto\"",
-        "a whole row for `int8`, 64 for `int4`",
-        "Number of weights that share a scale: 64 or 128 for `int4`, 128 for `int8`. `nf4` has blocks of 64.",
-    ),
-    key(
-        "memory",
-        "double_quantization",
-        Kind::Flag,
-        "true",
-        "0.4 bits per weight less, as in QLoRA",
-        "`nf4`: the scales of the blocks are stored in 8 bits.",
-    ),
-    key(
-        "memory",
-        "tier",
-        Kind::Name(Tier::NAMES),
-        "\"auto\"",
-        "on the device if they fit, else on the disk",
-        "Where inactive weights are stored: on the `device`, in the memory of the `host` (the same on a CPU), or on the `disk`. On the `disk` they are read layer by layer, and trained weights are stored in files of the run. Results are bit-identical.",
-    ),
-    key(
-        "memory",
-        "head_chunk",
-        Kind::AutoInteger { min: 0, max: i64::MAX },
-        "\"auto\"",
-        "the whole projection if it fits",
-        "With `tier = \"disk\"`: number of rows of the output projection that are loaded at a time (rounded up to a multiple of 4096); `0` loads all of it. Results are bit-identical.",
-    ),
-    key(
-        "memory",
-        "activations",
-        Kind::Name(Activations::NAMES),
-        "\"auto\"",
-        "saves the activations of as many layers as fit the budget; the other layers are recomputed from their inputs",
-        "Saved activations: `keep` saves all of them; `recompute` saves only layer inputs (gradient checkpointing); `host` is `recompute` with the layer inputs offloaded to host memory (GPU only); or `auto`. Results are bit-identical.",
-    ),
-    key(
-        "memory",
-        "mlp_chunk",
-        Kind::AutoInteger { min: 0, max: i64::MAX },
-        "\"auto\"",
-        "all tokens if they fit",
-        "Number of tokens that an MLP processes at a time; it limits the size of the wide intermediate tensors. `0` processes all at once. Outputs are bit-identical; a gradient that is summed over the chunks can differ in its last bits.",
-    ),
-    key(
-        "memory",
-        "packed_weights",
-        Kind::Name(PackedWeights::NAMES),
-        "\"auto\"",
-        "the fastest that fits",
-        "On a CPU with a tile unit (AMX) or fast bf16 dot products (AMD, from Zen 4 on) and with `model.dtype = \"bf16\"`: a packed copy of the frozen weights stays in memory, for the `forward` pass or for `both` passes (two copies), so that matrix products do not pack them each time. Results are bit-identical.",
-    ),
-    key(
-        "data",
-        "train",
-        Kind::Texts,
-        "",
-        "",
-        "File or list of files (jsonl, ndjson, json, csv, tsv, parquet), relative to the current directory; or a hub data set: `org/name`, `org/name:file.jsonl`.",
-    ),
-    key(
-        "data",
-        "eval",
-        Kind::Texts,
-        "[]",
-        "no evaluation by default",
-        "File or list of files to evaluate on.",
-    ),
-    key(
-        "data",
-        "eval_fraction",
-        Kind::Number(BELOW_ONE),
-        "0.0",
-        "all rows are training rows",
-        "Fraction of the train rows that are held out for evaluation, in place of `eval`.",
-    ),
-    key(
-        "data",
-        "format",
-        Kind::Name(RowFormat::NAMES),
-        "\"auto\"",
-        "detected from the columns of the first row of a file; `ft data` shows the format, the columns that are read and the columns that are ignored",
-        "Format of the rows.",
-    ),
-    key(
-        "data",
-        "render",
-        Kind::Name(Render::NAMES),
-        "\"auto\"",
-        "a chat model uses its template at inference too; rows that contain the markers of a template are rendered already",
-        "How a prompt and an answer (plain texts) are joined. `chat`: as a user and an assistant message, with the chat template; `plain`: concatenated; `auto`: `chat` if the model has a template and the stage is not `pretrain`. Conversations always use the template, text rows never.",
-    ),
-    key(
-        "data",
-        "max_length",
-        Kind::Integer { min: 2, max: 1 << 31 },
-        "2048",
-        "enough for most instruction rows; longer rows are cut, counted and reported",
-        "Most tokens in a row.",
-    ),
-    key(
-        "data",
-        "packing",
-        Kind::Flag,
-        "true",
-        "no time is lost on padding; documents never attend to each other",
-        "Several rows in one sequence of at most `packing_length` tokens; positions restart at each row.",
-    ),
-    key(
-        "data",
-        "packing_length",
-        Kind::AutoInteger { min: 2, max: i64::MAX },
-        "\"auto\"",
-        "`max_length`; less if the data has so few rows that the run would have too few steps",
-        "Most tokens in a packed row, never above `max_length`; a longer row is not packed with others. No effect without `packing`.",
-    ),
-    key(
-        "data",
-        "train_on",
-        Kind::Name(TrainOn::NAMES),
-        "\"assistant\"",
-        "the model learns the answers, not the prompts; every token of a text row is trained",
-        "`assistant`: every assistant turn; `completion`: the last answer only; `all`: every token.",
-    ),
-    key(
-        "data",
-        "shuffle",
-        Kind::Flag,
-        "true",
-        "neighboring rows of a file are often similar",
-        "A new order in each epoch, from (seed, epoch). `false` reads rows in the order of the file.",
-    ),
-    key(
-        "data",
-        "chat_template",
-        Kind::Text,
-        "\"auto\"",
-        "the template of the model",
-        "`auto` or a path to a Jinja file.",
-    ),
-];
+named!(
+    /// Source of the initial weights.
+    ModelInit {
+        /// The weights in the model directory.
+        Pretrained = "pretrained",
+        /// Drawn from a normal distribution with the config's `initializer_range`.
+        Random = "random",
+    }
+);
+named!(
+    /// Storage of frozen projections; `Auto` is the planner's choice.
+    FrozenWeights { Auto = "auto", F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
+);
+named!(Tier { Auto = "auto", Device = "device", Host = "host", Disk = "disk" });
+named!(PackedWeights { Auto = "auto", None = "none", Forward = "forward", Both = "both" });
+named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host = "host" });
+
+section! {
+    /// The model and its computation.
+    pub struct Model in "model" {
+        /// Hub id, local directory, or `shape:NAME` (seeded random weights of a built-in shape, for plans and
+        /// benchmarks).
+        path: String;
+        /// Branch, tag or commit of a hub model.
+        revision: String = "main", "the default branch of every hub repository";
+        /// Data type of unquantized weights and matrix products. `final/` is stored in it.
+        dtype: Dtype = "bf16", "half the memory of f32; sums and optimizer states stay in f32";
+        /// `auto`, `cpu`, or `cuda:0` and so on.
+        device: String = "auto", "the first GPU that this build supports, else the CPU";
+        /// `random` initializes the weights at random, for pre-training.
+        init: ModelInit = "pretrained", "fine-tuning starts from the weights in the model directory";
+    }
+}
+
+section! {
+    /// Storage of weights and activations. With `auto` the planner chooses.
+    pub struct Memory in "memory" {
+        /// Most memory to use, such as `22GiB`. On a CPU, if you give a size and the process uses more than this size
+        /// plus 10 %, the run stops after the step and saves its state.
+        budget: Option<u64> = "auto", "the free memory of the device at the start";
+        /// With a GPU: most host memory to use. Set it to plan for a GPU in another machine. On a CPU it has no effect
+        /// and is an error.
+        host_budget: Option<u64> = "auto", "the free memory of this machine at the start";
+        /// Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a
+        /// quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. Norms, biases, embedding and head are not
+        /// quantized.
+        frozen_weights: FrozenWeights = "auto", "as `model.dtype`: nothing is lost";
+        /// A different storage for some projections, by prefixes of parameter names (`"layers.0."`) or by patterns with
+        /// `*` (`"*.down_proj.*"`). The longest match applies.
+        overrides: Vec<(String, WeightStorage)> = {}, "the same storage for every projection";
+        /// Number of weights that share a scale: 64 or 128 for `int4`, 128 for `int8`. `nf4` has blocks of 64.
+        group_size: Option<usize> = "auto", "a whole row for `int8`, 64 for `int4`", in from(1);
+        /// `nf4`: the scales of the blocks are stored in 8 bits.
+        double_quantization: bool = true, "0.4 bits per weight less, as in QLoRA";
+        /// Where inactive weights are stored: on the `device`, in the memory of the `host` (the same on a CPU), or on
+        /// the `disk`. On the `disk` they are read layer by layer, and trained weights are stored in files of the run.
+        /// Results are bit-identical.
+        tier: Tier = "auto", "on the device if they fit, else on the disk";
+        /// With `tier = "disk"`: number of rows of the output projection that are loaded at a time (rounded up to a
+        /// multiple of 4096); `0` loads all of it. Results are bit-identical.
+        head_chunk: Option<usize> = "auto", "the whole projection if it fits", in from(0);
+        /// Saved activations: `keep` saves all of them; `recompute` saves only layer inputs (gradient checkpointing);
+        /// `host` is `recompute` with the layer inputs offloaded to host memory (GPU only); or `auto`. Results are
+        /// bit-identical.
+        activations: Activations = "auto",
+            "saves the activations of as many layers as fit the budget; the other layers are recomputed from their \
+             inputs";
+        /// Number of tokens that an MLP processes at a time; it limits the size of the wide intermediate tensors. `0`
+        /// processes all at once. Outputs are bit-identical; a gradient that is summed over the chunks can differ in
+        /// its last bits.
+        mlp_chunk: Option<usize> = "auto", "all tokens if they fit", in from(0);
+        /// On a CPU with a tile unit (AMX) or fast bf16 dot products (AMD, from Zen 4 on) and with `model.dtype =
+        /// "bf16"`: a packed copy of the frozen weights stays in memory, for the `forward` pass or for `both` passes
+        /// (two copies), so that matrix products do not pack them each time. Results are bit-identical.
+        packed_weights: PackedWeights = "auto", "the fastest that fits";
+    }
+}
+
+section! {
+    /// The rows, their format, and the trained tokens.
+    pub struct Data in "data" {
+        /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet), relative to the current directory; or a hub
+        /// data set: `org/name`, `org/name:file.jsonl`.
+        train: Vec<String>;
+        /// File or list of files to evaluate on.
+        eval: Vec<String> = [], "no evaluation by default";
+        /// Fraction of the train rows that are held out for evaluation, in place of `eval`.
+        eval_fraction: f64 = 0.0, "all rows are training rows", in BELOW_ONE;
+        /// Format of the rows.
+        format: RowFormat = "auto",
+            "detected from the columns of the first row of a file; `ft data` shows the format, the columns that are \
+             read and the columns that are ignored";
+        /// How a prompt and an answer (plain texts) are joined. `chat`: as a user and an assistant message, with the
+        /// chat template; `plain`: concatenated; `auto`: `chat` if the model has a template and the stage is not
+        /// `pretrain`. Conversations always use the template, text rows never.
+        render: Render = "auto",
+            "a chat model uses its template at inference too; rows that contain the markers of a template are \
+             rendered already";
+        /// Most tokens in a row.
+        max_length: usize = 2048, "enough for most instruction rows; longer rows are cut, counted and reported",
+            in between(2, 1 << 31);
+        /// Several rows in one sequence of at most `packing_length` tokens; positions restart at each row.
+        packing: bool = true, "no time is lost on padding; documents never attend to each other";
+        /// Most tokens in a packed row, never above `max_length`; a longer row is not packed with others. No effect
+        /// without `packing`.
+        packing_length: usize = "auto",
+            "`max_length`; less if the data has so few rows that the run would have too few steps",
+            in from(2);
+        /// `assistant`: every assistant turn; `completion`: the last answer only; `all`: every token.
+        train_on: TrainOn = "assistant",
+            "the model learns the answers, not the prompts; every token of a text row is trained";
+        /// A new order in each epoch, from (seed, epoch). `false` reads rows in the order of the file.
+        shuffle: bool = true, "neighboring rows of a file are often similar";
+        /// `auto` or a path to a Jinja file.
+        chat_template: Option<String> = "auto", "the template of the model";
+    }
+}
+
+impl Model {
+    /// True for `path = "shape:NAME"`.
+    pub fn is_shape(&self) -> bool {
+        self.path.starts_with("shape:")
+    }
+}
+
+impl Memory {
+    /// The storage of frozen projections. `frozen_weights = "auto"` that is not resolved means dense.
+    pub fn storage_rules(&self) -> StorageRules {
+        StorageRules {
+            frozen: WeightStorage::parse(self.frozen_weights.name()),
+            overrides: self.overrides.clone(),
+            group_size: self.group_size,
+            double_quantization: self.double_quantization,
+        }
+    }
+
+    /// The names of all storage types that projections may get.
+    fn storages(&self) -> impl Iterator<Item = &'static str> {
+        let overrides = self.overrides.iter().map(|(_, storage)| storage.name());
+        [self.frozen_weights.name()].into_iter().chain(overrides)
+    }
+}
+
+impl Data {
+    /// True if the recipe has evaluation rows.
+    pub fn evaluates(&self) -> bool {
+        !self.eval.is_empty() || self.eval_fraction > 0.0
+    }
+}
+
+fn valid_device(device: &str) -> bool {
+    match device.strip_prefix("cuda") {
+        Some(rest) => {
+            rest.is_empty()
+                || rest
+                    .strip_prefix(':')
+                    .is_some_and(|n| n.len() < 4 && n.parse::<u16>().is_ok())
+        }
+        None => device == "auto" || device == "cpu",
+    }
+}
+
+/// Contradictions.
+pub(super) fn check(s: &Settings, faults: &mut Faults) {
+    let (model, memory, data) = (&s.model, &s.memory, &s.data);
+    if model.path.is_empty() {
+        faults.add(
+            &[Model::path],
+            Error::usage("`model.path` is missing").hint("write a hub id or a directory: `[model] path = \"...\"`"),
+        );
+    }
+    // A built-in shape is for plans and benchmarks, which need no data.
+    if data.train.is_empty() && !model.is_shape() {
+        faults.add(
+            &[Data::train],
+            Error::usage("`data.train` is missing").hint("write a file: `[data] train = \"data/train.jsonl\"`"),
+        );
+    }
+    let device = &model.device;
+    if !valid_device(device) {
+        let error =
+            Error::usage(format!("`{device}` is not a value of `model.device`")).expected("`auto`, `cpu`, or `cuda:0`");
+        faults.add(
+            &[Model::device],
+            match peers::value(Model::device.0, device) {
+                Some(hint) => error.hint(hint),
+                None => error,
+            },
+        );
+    }
+    for (path, empty) in [
+        (Train::output_dir, s.train.output_dir.is_empty()),
+        (Model::revision, model.revision.is_empty()),
+        (Data::chat_template, data.chat_template.is_none()),
+    ] {
+        if empty {
+            faults.add(
+                &[path],
+                Error::usage(format!("`{path}` is empty")).hint("remove the key to get its default"),
+            );
+        }
+    }
+    if s.train.eval_steps > 0 && !data.evaluates() {
+        faults.add(
+            &[Train::eval_steps, Data::eval, Data::eval_fraction],
+            Error::usage("`train.eval_steps` needs rows to evaluate on")
+                .hint("set `data.eval` or `data.eval_fraction`, or `train.eval_steps = 0`"),
+        );
+    }
+    let dtype = model.dtype.name();
+    let other = |name: &&str| !["auto", dtype, "int8", "int4", "nf4"].contains(name);
+    if let Some(name) = memory.storages().take(1).find(other) {
+        faults.add(
+            &[Memory::frozen_weights, Model::dtype],
+            Error::usage(format!(
+                "`memory.frozen_weights = \"{name}\"` with `model.dtype = \"{dtype}\"` is not supported yet"
+            ))
+            .hint("use `auto`, or the same type for both"),
+        );
+    }
+    if let Some(name) = memory.storages().skip(1).find(other) {
+        faults.add(
+            &[Memory::overrides, Model::dtype],
+            Error::usage(format!(
+                "`{name}` in `memory.overrides` with `model.dtype = \"{dtype}\"` is not supported yet"
+            ))
+            .hint(format!("unquantized weights are `{dtype}` here")),
+        );
+    }
+    match memory.group_size {
+        None | Some(128) => {}
+        Some(64) if !memory.storages().any(|s| s == "int8") => {}
+        Some(64) => faults.add(
+            &[Memory::group_size, Memory::frozen_weights, Memory::overrides],
+            Error::usage("`int8` has no groups of 64")
+                .expected("`memory.group_size = 128`, or `auto`: one scale per row"),
+        ),
+        Some(size) => faults.add(
+            &[Memory::group_size],
+            Error::usage("`memory.group_size` is out of range")
+                .found(size)
+                .expected("`auto`, 64 or 128"),
+        ),
+    }
+    let (packed, most) = (data.packing_length, data.max_length);
+    if packed > most {
+        faults.add(
+            &[Data::packing_length, Data::max_length],
+            Error::usage("`data.packing_length` is above `data.max_length`")
+                .found(packed)
+                .expected(format!("at most {most}, or `auto`")),
+        );
+    }
+}
+
+/// The setting because of which a key has no effect.
+pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+    let (model, memory, data) = (&s.model, &s.memory, &s.data);
+    let stored = |names: &[&str]| memory.storages().any(|name| names.contains(&name));
+    let frozen = || Some(Memory::frozen_weights.is(memory.frozen_weights.name()));
+    match key {
+        Model::revision if model.is_shape() || Path::new(&model.path).is_dir() => {
+            Some(format!("model.path = {:?}", model.path))
+        }
+        Memory::head_chunk if matches!(memory.tier, Tier::Device | Tier::Host) => {
+            Some(Memory::tier.is(memory.tier.name()))
+        }
+        Memory::frozen_weights | Memory::overrides if s.tune.method == Method::Full => {
+            Some(TuneKeys::method.is("full"))
+        }
+        // With `auto` the planner may choose quantized weights; the teacher's weights use the same key.
+        Memory::group_size if !stored(&["auto", "int8", "int4"]) => frozen(),
+        Memory::double_quantization if !stored(&["auto", "nf4"]) && s.distill.teacher_weights != FrozenWeights::Nf4 => {
+            frozen()
+        }
+        Data::packing_length if !data.packing => Some("data.packing = false".into()),
+        Data::train_on if data.train_on == TrainOn::All => None,
+        Data::train_on if s.train.stage == Stage::Pretrain => Some(Train::stage.is("pretrain")),
+        Data::train_on if data.format == RowFormat::Text => Some(Data::format.is("text")),
+        // Conversations always use the template, text rows never.
+        Data::render if matches!(data.format, RowFormat::Messages | RowFormat::Sharegpt | RowFormat::Text) => {
+            Some(Data::format.is(data.format.name()))
+        }
+        _ => None,
+    }
+}

@@ -1,21 +1,9 @@
-//! Keys of the preference stages.
+//! The keys of `rlhf` for the preference stages.
 
 use super::*;
 
-/// Builds a key of the preference stages.
-const fn preference(
-    name: &'static str,
-    kind: Kind,
-    default: &'static str,
-    reason: &'static str,
-    doc: &'static str,
-    stages: &'static [&'static str],
-) -> Key {
-    when(key("rlhf", name, kind, default, reason, doc), "train.stage", stages)
-}
-
-/// The names of `rlhf.loss_type`; each stage accepts its own.
-const LOSSES: &[&str] = &{
+/// The values of `rlhf.loss_type`; each stage accepts its own.
+const LOSS: Kind = Kind::Name(&{
     let pairs = PairLoss::NAMES.len();
     let mut names = ["auto"; 1 + PairLoss::NAMES.len() + JudgedLoss::NAMES.len()];
     let mut i = 1;
@@ -28,103 +16,146 @@ const LOSSES: &[&str] = &{
         i += 1;
     }
     names
-};
+});
 
-pub(super) static KEYS: &[Key] = &[
-    preference(
-        "loss_type",
-        Kind::Name(LOSSES),
-        "\"auto\"",
-        "`sigmoid` for `dpo`, `kto` for `kto`",
-        "The loss: for `dpo` any except the last two, for `kto` one of the last two.",
-        &["dpo", "kto"],
-    ),
-    preference(
-        "beta",
-        Kind::Number(POSITIVE),
-        "0.1",
-        "as in TRL",
-        "Strength of the constraint to the reference: a higher value keeps the policy closer. In `ipo` it is τ, in `simpo` the scale of the rewards, in `orpo` the weight of the odds.",
-        &["dpo", "orpo", "simpo", "kto"],
-    ),
-    preference(
-        "label_smoothing",
-        Kind::Number(BELOW_ONE),
-        "0.0",
-        "labels are taken as correct",
-        "Fraction of the labels that are wrong: for `robust`, `exo_pair`, `aot`, `aot_unpaired` and `simpo`.",
-        &["dpo", "simpo"],
-    ),
-    preference(
-        "ld_alpha",
-        Kind::Number(PART),
-        "1.0",
-        "all tokens have the same weight",
-        "Weight of an answer's tokens beyond the length of the shorter answer (LD-DPO).",
-        &["dpo"],
-    ),
-    preference(
-        "f_divergence_type",
-        Kind::Name(FDivergence::NAMES),
-        "\"reverse_kl\"",
-        "the original DPO",
-        "How the distance from the reference is measured (f-DPO).",
-        &["dpo"],
-    ),
-    preference(
-        "f_alpha_divergence_coef",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.5",
-        "as in TRL",
-        "α of `alpha_divergence`.",
-        &["dpo"],
-    ),
-    preference(
-        "discopop_tau",
-        Kind::Number(POSITIVE),
-        "0.05",
-        "as in its paper",
-        "Temperature of `discopop`.",
-        &["dpo"],
-    ),
-    preference(
-        "simpo_gamma",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.5",
-        "as in TRL",
-        "Target margin of the chosen answer over the rejected one.",
-        &["simpo"],
-    ),
-    preference(
-        "cpo_alpha",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.0",
-        "the original SimPO; TRL's CPO has 1.0",
-        "Weight of the cross-entropy of the chosen answers.",
-        &["simpo"],
-    ),
-    preference(
-        "desirable_weight",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "1.0",
-        "as in TRL",
-        "Weight of desirable answers: to balance unequal numbers of them.",
-        &["kto"],
-    ),
-    preference(
-        "undesirable_weight",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "1.0",
-        "as in TRL",
-        "Weight of undesirable answers.",
-        &["kto"],
-    ),
-    preference(
-        "center_rewards_coefficient",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.0",
-        "off; 0.01 is a common choice",
-        "Weight of the term that pulls the mean reward of a pair to zero.",
-        &["reward"],
-    ),
+// `RlConfig` has the other keys of this table.
+section! {
+    /// Preferences (stages `reward`, `dpo`, `orpo`, `simpo`, `kto`) and reinforcement (`grpo`, `ppo`). Names and
+    /// meaning as in TRL.
+    pub struct Preference in "rlhf" {
+        /// The loss: for `dpo` any except the last two, for `kto` one of the last two.
+        loss_type: String as LOSS = "auto", "`sigmoid` for `dpo`, `kto` for `kto`", when Train::stage = ["dpo", "kto"];
+        /// Strength of the constraint to the reference: a higher value keeps the policy closer. In `ipo` it is τ, in
+        /// `simpo` the scale of the rewards, in `orpo` the weight of the odds.
+        beta: f64 = 0.1, "as in TRL", in POSITIVE, when Train::stage = ["dpo", "orpo", "simpo", "kto"];
+        /// Fraction of the labels that are wrong: for `robust`, `exo_pair`, `aot`, `aot_unpaired` and `simpo`.
+        label_smoothing: f64 = 0.0, "labels are taken as correct", in BELOW_ONE, when Train::stage = ["dpo", "simpo"];
+        /// Weight of an answer's tokens beyond the length of the shorter answer (LD-DPO).
+        ld_alpha: f64 = 1.0, "all tokens have the same weight", in PART, when Train::stage = ["dpo"];
+        /// How the distance from the reference is measured (f-DPO).
+        f_divergence_type: FDivergence = "reverse_kl", "the original DPO", when Train::stage = ["dpo"];
+        /// α of `alpha_divergence`.
+        f_alpha_divergence_coef: f64 = 0.5, "as in TRL", in POSITIVE_OR_ZERO, when Train::stage = ["dpo"];
+        /// Temperature of `discopop`.
+        discopop_tau: f64 = 0.05, "as in its paper", in POSITIVE, when Train::stage = ["dpo"];
+        /// Target margin of the chosen answer over the rejected one.
+        simpo_gamma: f64 = 0.5, "as in TRL", in POSITIVE_OR_ZERO, when Train::stage = ["simpo"];
+        /// Weight of the cross-entropy of the chosen answers.
+        cpo_alpha: f64 = 0.0, "the original SimPO; TRL's CPO has 1.0", in POSITIVE_OR_ZERO,
+            when Train::stage = ["simpo"];
+        /// Weight of desirable answers: to balance unequal numbers of them.
+        desirable_weight: f64 = 1.0, "as in TRL", in POSITIVE_OR_ZERO, when Train::stage = ["kto"];
+        /// Weight of undesirable answers.
+        undesirable_weight: f64 = 1.0, "as in TRL", in POSITIVE_OR_ZERO, when Train::stage = ["kto"];
+        /// Weight of the term that pulls the mean reward of a pair to zero.
+        center_rewards_coefficient: f64 = 0.0, "off; 0.01 is a common choice", in POSITIVE_OR_ZERO,
+            when Train::stage = ["reward"];
+    }
+}
+
+/// Losses of the stages that have several; the first is the default of the stage.
+fn losses(stage: Stage) -> &'static [&'static str] {
+    match stage {
+        Stage::Dpo => PairLoss::NAMES,
+        Stage::Kto => JudgedLoss::NAMES,
+        _ => &[],
+    }
+}
+
+impl Settings {
+    /// The loss of the recipe's stage: the written one, or the default of the stage.
+    pub fn preference_loss(&self) -> &str {
+        match (&*self.preference.loss_type, losses(self.train.stage).first()) {
+            ("auto", Some(own)) => own,
+            (written, _) => written,
+        }
+    }
+}
+
+/// Losses that need the difference of two scores (f-DPO).
+const OF_DIFFERENCES: [&str; 8] = [
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "robust",
+    "discopop",
+    "sft",
 ];
+
+/// Contradictions.
+pub(super) fn check(s: &Settings, faults: &mut Faults) {
+    let stage = s.train.stage;
+    if !stage.is_preference() {
+        return;
+    }
+    let (loss, known) = (s.preference_loss(), losses(stage));
+    if !known.is_empty() && !known.contains(&loss) {
+        faults.add(
+            &[Preference::loss_type, Train::stage],
+            Error::usage(format!("stage `{}` has no loss `{loss}`", stage.name()))
+                .expected(format!("one of {}", known.join(", "))),
+        );
+    }
+    let smoothing = s.preference.label_smoothing;
+    if stage == Stage::Dpo && loss == "exo_pair" && smoothing == 0.0 {
+        faults.add(
+            &[Preference::loss_type, Preference::label_smoothing],
+            Error::usage("`exo_pair` needs `rlhf.label_smoothing` above 0").hint("its paper uses 1e-3"),
+        );
+    }
+    if stage == Stage::Dpo && loss == "robust" && smoothing >= 0.5 {
+        faults.add(
+            &[Preference::loss_type, Preference::label_smoothing],
+            Error::usage("`robust` needs `rlhf.label_smoothing` below 0.5")
+                .found(smoothing)
+                .hint("it is the fraction of wrong labels"),
+        );
+    }
+    let divergence = s.preference.f_divergence_type;
+    if stage == Stage::Dpo && divergence != FDivergence::ReverseKl && !OF_DIFFERENCES.contains(&loss) {
+        faults.add(
+            &[Preference::loss_type, Preference::f_divergence_type],
+            Error::usage(format!(
+                "`{}` has no meaning for `{loss}`",
+                Preference::f_divergence_type.is(divergence.name())
+            ))
+            .expected(format!("one of {}", OF_DIFFERENCES.join(", "))),
+        );
+    }
+    if stage == Stage::Kto && loss == "kto" && s.train.batch_size == 1 {
+        faults.add(
+            &[Train::batch_size, Train::stage, Preference::loss_type],
+            Error::usage("KTO needs at least two rows in a micro-batch")
+                .found("train.batch_size = 1")
+                .expected("2 or more: the KL divergence from the reference is estimated with the answers of other rows")
+                .hint("raise `train.batch_size`, or set `rlhf.loss_type = \"apo_zero_unpaired\"`"),
+        );
+    }
+}
+
+/// The setting because of which a key has no effect in a preference stage.
+pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+    let stage = s.train.stage;
+    if !stage.is_preference() {
+        return None;
+    }
+    let loss = s.preference_loss();
+    let divergence = s.preference.f_divergence_type;
+    match key {
+        Data::packing | Data::packing_length | Data::train_on | Train::predict_with_generate => {
+            Some(Train::stage.is(stage.name()))
+        }
+        Preference::label_smoothing
+            if stage == Stage::Dpo && !["robust", "exo_pair", "aot", "aot_unpaired"].contains(&loss) =>
+        {
+            Some(Preference::loss_type.is(loss))
+        }
+        Preference::discopop_tau if loss != "discopop" => Some(Preference::loss_type.is(loss)),
+        Preference::f_alpha_divergence_coef if divergence != FDivergence::AlphaDivergence => {
+            Some(Preference::f_divergence_type.is(divergence.name()))
+        }
+        _ => None,
+    }
+}

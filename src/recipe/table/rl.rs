@@ -1,303 +1,210 @@
-//! Keys of the RL stages.
+//! The keys of `rlhf` for the RL stages.
 
 use super::*;
 
-const fn rl(name: &'static str, kind: Kind, default: &'static str, reason: &'static str, doc: &'static str) -> Key {
-    when(
-        key("rlhf", name, kind, default, reason, doc),
-        "train.stage",
-        &["grpo", "ppo"],
-    )
+named!(RolloutWeights { Exact = "exact", Int8 = "int8", Int4 = "int4" });
+
+section! {
+    /// The keys of `rlhf` for the stages `grpo` and `ppo`.
+    pub struct RlConfig in "rlhf", when Train::stage = ["grpo", "ppo"] {
+        /// Rewards of an answer, one string each: `exact` (equal to the known answer), `numeric` (the last number
+        /// equals that of the known answer), `regex:PATTERN`, `json` or `json:SCHEMA-FILE`, `length:TOKENS` (falls from
+        /// 0 to -1 between this number of tokens and `max_completion_length`), `model:DIRECTORY` (a reward model),
+        /// `program:COMMAND` (a local program; see docs/rlhf.md).
+        rewards: Vec<String> = [], "required for these stages";
+        /// A factor for each reward; empty is 1 for all.
+        reward_weights: Vec<f64> = [], "all rewards have the same weight";
+        /// The field with the known answer; rows without it use their last assistant message or completion.
+        answer_column: String = "answer", "the usual name in such data sets";
+        /// Time limit of a reward program for one row, in seconds.
+        reward_timeout: f64 = 30.0, "a program that takes longer probably hangs", in POSITIVE;
+        /// How many times a reward program that crashed or hung is restarted, over the whole run.
+        reward_restarts: usize = 3, "tolerates a rare crash, and reports a persistent one", in from(0);
+        /// Answers to each prompt: the group of GRPO. PPO generates as many, without groups.
+        num_generations: usize = 8, "as in TRL", in MANY;
+        /// Longest answer in tokens; prompt and answer together fit in `data.max_length`.
+        max_completion_length: usize = 256, "enough for an answer with its reasoning", in from(1);
+        /// Divides the logits, in the rollout and in the loss.
+        temperature: f64 = 1.0, "the distribution of the policy", in POSITIVE;
+        /// The rollout samples from the k most likely tokens; 0 is off.
+        top_k: usize = 0, "off: the loss does not account for it", in from(0);
+        /// The rollout samples from the most likely tokens with total probability p; 1 is off.
+        top_p: f64 = 1.0, "off: the loss does not account for it", in RATIO;
+        /// Number of passes over the answers of a rollout.
+        num_iterations: usize = 1, "as on-policy as possible", in MANY;
+        /// Optimizer steps in one pass over the answers; a rollout has `batch_size × gradient_accumulation_steps ×
+        /// num_mini_batches` answers.
+        num_mini_batches: usize = 1, "as on-policy as possible", in MANY;
+        /// Storage of the weights for sampling; the storage of the trained weights does not change.
+        rollout_weights: RolloutWeights = "exact", "no difference to correct";
+        /// Importance sampling between the exact weights and quantized `rollout_weights`: one ratio per token or per
+        /// answer; outside the bounds it is truncated or set to 0.
+        rollout_correction: RolloutCorrection = "sequence_mask", "as in TRL";
+        /// Upper bound of these ratios.
+        rollout_clip_max: f64 = 3.0, "as in TRL", in POSITIVE;
+        /// Lower bound of these ratios; 0 is none.
+        rollout_clip_min: f64 = 0.0, "as in TRL", in POSITIVE_OR_ZERO;
+        /// Number of rollouts between two that write samples to `samples.jsonl`; 0 is never.
+        sample_steps: usize = 10, "enough to follow the run", in from(0);
+        /// Number of answers that such a rollout writes.
+        samples: usize = 4, "few enough to read", in from(1);
+        with grpo: Grpo;
+        with ppo: Ppo;
+    }
 }
 
-const fn grpo(name: &'static str, kind: Kind, default: &'static str, reason: &'static str, doc: &'static str) -> Key {
-    when(
-        key("rlhf.grpo", name, kind, default, reason, doc),
-        "train.stage",
-        &["grpo"],
-    )
+section! {
+    /// The loss of GRPO and its variants. Names and meaning as in TRL.
+    pub struct Grpo in "rlhf.grpo", when Train::stage = ["grpo"] {
+        /// `grpo`: mean over the tokens of an answer, then over answers; `dapo`: over all tokens of the rollout;
+        /// `bnpo`: over all tokens of the optimizer step; `dr_grpo`: divided by the longest answer allowed; `rloo`: one
+        /// ratio and one loss for the whole answer, advantages relative to the other answers of the group, KL in the
+        /// reward.
+        loss_type: GrpoLoss = "dapo", "as in TRL: the tokens of long answers do not count less";
+        /// The probability ratio that is clipped: that of each token, or that of the whole answer to the power of 1 /
+        /// its length (GSPO).
+        importance_sampling_level: ImportanceLevel = "token", "as in TRL";
+        /// Advantages are divided by the standard deviation of the rewards of their group, of the whole rollout, or
+        /// not.
+        scale_rewards: ScaleRewards = "group", "as in TRL";
+        /// Probability ratios are clipped at 1 - epsilon, and at 1 + epsilon_high.
+        epsilon: f64 = 0.2, "as in TRL", in POSITIVE;
+        /// Upper distance of the clipping; 0 is `epsilon`.
+        epsilon_high: f64 = 0.0, "symmetric", in POSITIVE_OR_ZERO;
+        /// Upper bound of the ratio for negative advantages, which clipping does not bound; 0 is none.
+        delta: f64 = 0.0, "as in TRL: off", in POSITIVE_OR_ZERO;
+        /// Factor of the KL divergence from the initial policy (k3 estimator in the loss; with `rloo` the log-ratio in
+        /// the reward).
+        beta: f64 = 0.0, "as in TRL: no reference model, no memory for it", in POSITIVE_OR_ZERO;
+        /// The KL term is weighted with the probability ratio too.
+        use_bias_correction_kl: bool = true, "as in TRL";
+        /// Truncated answers (without an end token) are masked out of the loss.
+        mask_truncated_completions: bool = false, "as in TRL";
+        /// With `rloo`: advantages of a rollout get mean 0 and standard deviation 1.
+        normalize_advantages: bool = false, "as in TRL";
+    }
 }
 
-const fn ppo(name: &'static str, kind: Kind, default: &'static str, reason: &'static str, doc: &'static str) -> Key {
-    when(
-        key("rlhf.ppo", name, kind, default, reason, doc),
-        "train.stage",
-        &["ppo"],
-    )
+section! {
+    /// The loss of PPO. Names and meaning as in TRL.
+    pub struct Ppo in "rlhf.ppo", when Train::stage = ["ppo"] {
+        /// Factor of the KL penalty in the reward of each token; 0 needs no reference model.
+        kl_coef: f64 = 0.05, "as in TRL", in POSITIVE_OR_ZERO;
+        /// How the KL divergence is estimated at a token: `k1` the log-ratio, `k3` never negative.
+        kl_estimator: KlEstimator = "k1", "as in TRL";
+        /// Target of the KL divergence per answer, in nats; `kl_coef` is adapted to reach it; 0 keeps `kl_coef` fixed.
+        kl_target: f64 = 0.0, "a fixed factor", in POSITIVE_OR_ZERO;
+        /// Number of answers over which `kl_coef` is adapted.
+        kl_horizon: f64 = 10000.0, "as in Ziegler et al. 2019", in POSITIVE;
+        /// Discount from one token to the next.
+        gamma: f64 = 1.0, "as in TRL", in PART;
+        /// Lambda of the generalized advantage estimation.
+        lam: f64 = 0.95, "as in TRL", in PART;
+        /// Probability ratios are clipped to 1 ± this.
+        cliprange: f64 = 0.2, "as in TRL", in POSITIVE;
+        /// Values are clipped to ± this around the old value.
+        cliprange_value: f64 = 0.2, "as in TRL", in POSITIVE;
+        /// Factor of the value loss.
+        vf_coef: f64 = 0.1, "as in TRL", in POSITIVE_OR_ZERO;
+        /// Rewards of a rollout get standard deviation 1.
+        whiten_rewards: bool = false, "as in TRL";
+        /// Subtracted from the reward of truncated answers (without an end token).
+        missing_eos_penalty: f64 = 0.0, "off", in POSITIVE_OR_ZERO;
+    }
 }
 
-pub(super) static KEYS: &[Key] = &[
-    rl(
-        "rewards",
-        Kind::Texts,
-        "[]",
-        "required for these stages",
-        "Rewards of an answer, one string each: `exact` (equal to the known answer), `numeric` (the last number equals that of the known answer), `regex:PATTERN`, `json` or `json:SCHEMA-FILE`, `length:TOKENS` (falls from 0 to -1 between this number of tokens and `max_completion_length`), `model:DIRECTORY` (a reward model), `program:COMMAND` (a local program; see docs/rlhf.md).",
-    ),
-    rl(
-        "reward_weights",
-        Kind::Numbers,
-        "[]",
-        "all rewards have the same weight",
-        "A factor for each reward; empty is 1 for all.",
-    ),
-    rl(
-        "answer_column",
-        Kind::Text,
-        "\"answer\"",
-        "the usual name in such data sets",
-        "The field with the known answer; rows without it use their last assistant message or completion.",
-    ),
-    rl(
-        "reward_timeout",
-        Kind::Number(POSITIVE),
-        "30.0",
-        "a program that takes longer probably hangs",
-        "Time limit of a reward program for one row, in seconds.",
-    ),
-    rl(
-        "reward_restarts",
-        from(0),
-        "3",
-        "tolerates a rare crash, and reports a persistent one",
-        "How many times a reward program that crashed or hung is restarted, over the whole run.",
-    ),
-    rl(
-        "num_generations",
-        MANY,
-        "8",
-        "as in TRL",
-        "Answers to each prompt: the group of GRPO. PPO generates as many, without groups.",
-    ),
-    rl(
-        "max_completion_length",
-        from(1),
-        "256",
-        "enough for an answer with its reasoning",
-        "Longest answer in tokens; prompt and answer together fit in `data.max_length`.",
-    ),
-    rl(
-        "temperature",
-        Kind::Number(POSITIVE),
-        "1.0",
-        "the distribution of the policy",
-        "Divides the logits, in the rollout and in the loss.",
-    ),
-    rl(
-        "top_k",
-        from(0),
-        "0",
-        "off: the loss does not account for it",
-        "The rollout samples from the k most likely tokens; 0 is off.",
-    ),
-    rl(
-        "top_p",
-        Kind::Number(RATIO),
-        "1.0",
-        "off: the loss does not account for it",
-        "The rollout samples from the most likely tokens with total probability p; 1 is off.",
-    ),
-    rl(
-        "num_iterations",
-        MANY,
-        "1",
-        "as on-policy as possible",
-        "Number of passes over the answers of a rollout.",
-    ),
-    rl(
-        "num_mini_batches",
-        MANY,
-        "1",
-        "as on-policy as possible",
-        "Optimizer steps in one pass over the answers; a rollout has `batch_size × gradient_accumulation_steps × num_mini_batches` answers.",
-    ),
-    rl(
-        "rollout_weights",
-        Kind::Name(RolloutWeights::NAMES),
-        "\"exact\"",
-        "no difference to correct",
-        "Storage of the weights for sampling; the storage of the trained weights does not change.",
-    ),
-    rl(
-        "rollout_correction",
-        Kind::Name(RolloutCorrection::NAMES),
-        "\"sequence_mask\"",
-        "as in TRL",
-        "Importance sampling between the exact weights and quantized `rollout_weights`: one ratio per token or per answer; outside the bounds it is truncated or set to 0.",
-    ),
-    rl(
-        "rollout_clip_max",
-        Kind::Number(POSITIVE),
-        "3.0",
-        "as in TRL",
-        "Upper bound of these ratios.",
-    ),
-    rl(
-        "rollout_clip_min",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.0",
-        "as in TRL",
-        "Lower bound of these ratios; 0 is none.",
-    ),
-    rl(
-        "sample_steps",
-        from(0),
-        "10",
-        "enough to follow the run",
-        "Number of rollouts between two that write samples to `samples.jsonl`; 0 is never.",
-    ),
-    rl(
-        "samples",
-        from(1),
-        "4",
-        "few enough to read",
-        "Number of answers that such a rollout writes.",
-    ),
-    grpo(
-        "loss_type",
-        Kind::Name(GrpoLoss::NAMES),
-        "\"dapo\"",
-        "as in TRL: the tokens of long answers do not count less",
-        "`grpo`: mean over the tokens of an answer, then over answers; `dapo`: over all tokens of the rollout; `bnpo`: over all tokens of the optimizer step; `dr_grpo`: divided by the longest answer allowed; `rloo`: one ratio and one loss for the whole answer, advantages relative to the other answers of the group, KL in the reward.",
-    ),
-    grpo(
-        "importance_sampling_level",
-        Kind::Name(ImportanceLevel::NAMES),
-        "\"token\"",
-        "as in TRL",
-        "The probability ratio that is clipped: that of each token, or that of the whole answer to the power of 1 / its length (GSPO).",
-    ),
-    grpo(
-        "scale_rewards",
-        Kind::Name(ScaleRewards::NAMES),
-        "\"group\"",
-        "as in TRL",
-        "Advantages are divided by the standard deviation of the rewards of their group, of the whole rollout, or not.",
-    ),
-    grpo(
-        "epsilon",
-        Kind::Number(POSITIVE),
-        "0.2",
-        "as in TRL",
-        "Probability ratios are clipped at 1 - epsilon, and at 1 + epsilon_high.",
-    ),
-    grpo(
-        "epsilon_high",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.0",
-        "symmetric",
-        "Upper distance of the clipping; 0 is `epsilon`.",
-    ),
-    grpo(
-        "delta",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.0",
-        "as in TRL: off",
-        "Upper bound of the ratio for negative advantages, which clipping does not bound; 0 is none.",
-    ),
-    grpo(
-        "beta",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.0",
-        "as in TRL: no reference model, no memory for it",
-        "Factor of the KL divergence from the initial policy (k3 estimator in the loss; with `rloo` the log-ratio in the reward).",
-    ),
-    grpo(
-        "use_bias_correction_kl",
-        Kind::Flag,
-        "true",
-        "as in TRL",
-        "The KL term is weighted with the probability ratio too.",
-    ),
-    grpo(
-        "mask_truncated_completions",
-        Kind::Flag,
-        "false",
-        "as in TRL",
-        "Truncated answers (without an end token) are masked out of the loss.",
-    ),
-    grpo(
-        "normalize_advantages",
-        Kind::Flag,
-        "false",
-        "as in TRL",
-        "With `rloo`: advantages of a rollout get mean 0 and standard deviation 1.",
-    ),
-    ppo(
-        "kl_coef",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.05",
-        "as in TRL",
-        "Factor of the KL penalty in the reward of each token; 0 needs no reference model.",
-    ),
-    ppo(
-        "kl_estimator",
-        Kind::Name(KlEstimator::NAMES),
-        "\"k1\"",
-        "as in TRL",
-        "How the KL divergence is estimated at a token: `k1` the log-ratio, `k3` never negative.",
-    ),
-    ppo(
-        "kl_target",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.0",
-        "a fixed factor",
-        "Target of the KL divergence per answer, in nats; `kl_coef` is adapted to reach it; 0 keeps `kl_coef` fixed.",
-    ),
-    ppo(
-        "kl_horizon",
-        Kind::Number(POSITIVE),
-        "10000.0",
-        "as in Ziegler et al. 2019",
-        "Number of answers over which `kl_coef` is adapted.",
-    ),
-    ppo(
-        "gamma",
-        Kind::Number(PART),
-        "1.0",
-        "as in TRL",
-        "Discount from one token to the next.",
-    ),
-    ppo(
-        "lam",
-        Kind::Number(PART),
-        "0.95",
-        "as in TRL",
-        "Lambda of the generalized advantage estimation.",
-    ),
-    ppo(
-        "cliprange",
-        Kind::Number(POSITIVE),
-        "0.2",
-        "as in TRL",
-        "Probability ratios are clipped to 1 ± this.",
-    ),
-    ppo(
-        "cliprange_value",
-        Kind::Number(POSITIVE),
-        "0.2",
-        "as in TRL",
-        "Values are clipped to ± this around the old value.",
-    ),
-    ppo(
-        "vf_coef",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.1",
-        "as in TRL",
-        "Factor of the value loss.",
-    ),
-    ppo(
-        "whiten_rewards",
-        Kind::Flag,
-        "false",
-        "as in TRL",
-        "Rewards of a rollout get standard deviation 1.",
-    ),
-    ppo(
-        "missing_eos_penalty",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.0",
-        "off",
-        "Subtracted from the reward of truncated answers (without an end token).",
-    ),
-];
+/// Contradictions.
+pub(super) fn check(s: &Settings, faults: &mut Faults) {
+    let (train, rl) = (&s.train, &s.rl);
+    if !train.stage.is_rl() {
+        return;
+    }
+    let stage = train.stage.name();
+    if rl.rewards.is_empty() {
+        faults.add(
+            &[RlConfig::rewards],
+            Error::usage("`rlhf.rewards` is missing: the stage needs at least one reward")
+                .hint("write, for example, `[rlhf] rewards = [\"numeric\"]`"),
+        );
+    }
+    let (rewards, weights) = (rl.rewards.len(), rl.reward_weights.len());
+    if weights > 0 && weights != rewards {
+        faults.add(
+            &[RlConfig::reward_weights, RlConfig::rewards],
+            Error::usage("`rlhf.reward_weights` and `rlhf.rewards` have different lengths")
+                .found(format!("{weights} weights"))
+                .expected(format!("{rewards}, one for each reward")),
+        );
+    }
+    // 0 is `auto`: gradient accumulation is chosen so that the groups are complete.
+    let answers = train.batch_size * rl.num_mini_batches * train.gradient_accumulation_steps;
+    let group = rl.num_generations.max(1);
+    if answers % group != 0 {
+        faults.add(
+            &[
+                RlConfig::num_generations,
+                Train::batch_size,
+                Train::gradient_accumulation_steps,
+                RlConfig::num_mini_batches,
+            ],
+            Error::usage("the number of answers of a rollout is not a multiple of `rlhf.num_generations`")
+                .found(format!(
+                    "{answers} answers (batch_size × gradient_accumulation_steps × num_mini_batches)"
+                ))
+                .expected(format!("a multiple of {group}")),
+        );
+    }
+    if train.stage == Stage::Grpo && group < 2 {
+        faults.add(
+            &[RlConfig::num_generations, Train::stage],
+            Error::usage("`train.stage = \"grpo\"` compares the answers of a group")
+                .found("`rlhf.num_generations = 1`")
+                .expected("at least 2"),
+        );
+    }
+    let (max, min) = (rl.rollout_clip_max, rl.rollout_clip_min);
+    if min >= max {
+        faults.add(
+            &[RlConfig::rollout_clip_min, RlConfig::rollout_clip_max],
+            Error::usage("`rlhf.rollout_clip_min` is not below `rlhf.rollout_clip_max`")
+                .found(format!("{min} and {max}")),
+        );
+    }
+    if s.data.packing && faults.is_written(Data::packing) {
+        faults.add(
+            &[Data::packing, Train::stage],
+            Error::usage(format!(
+                "`data.packing` has no meaning with `train.stage = \"{stage}\"`"
+            ))
+            .hint("remove it: `train.batch_size` answers are always concatenated in one sequence"),
+        );
+    }
+}
+
+/// The setting because of which a key has no effect.
+pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+    let rl = &s.rl;
+    let rloo = rl.grpo.loss_type == GrpoLoss::Rloo;
+    match key {
+        RlConfig::rollout_correction | RlConfig::rollout_clip_max | RlConfig::rollout_clip_min
+            if rl.rollout_weights == RolloutWeights::Exact =>
+        {
+            Some(RlConfig::rollout_weights.is("exact"))
+        }
+        RlConfig::rollout_clip_max | RlConfig::rollout_clip_min if rl.rollout_correction == RolloutCorrection::None => {
+            Some(RlConfig::rollout_correction.is("none"))
+        }
+        Grpo::normalize_advantages if !rloo => Some(Grpo::loss_type.is(rl.grpo.loss_type.name())),
+        Grpo::importance_sampling_level | Grpo::scale_rewards | Grpo::use_bias_correction_kl if rloo => {
+            Some(Grpo::loss_type.is("rloo"))
+        }
+        Grpo::use_bias_correction_kl if rl.grpo.beta == 0.0 => Some("rlhf.grpo.beta = 0".into()),
+        Ppo::kl_horizon if rl.ppo.kl_target == 0.0 => Some("rlhf.ppo.kl_target = 0".into()),
+        Data::train_on | Data::packing | Data::packing_length | Train::predict_with_generate
+            if s.train.stage.is_rl() =>
+        {
+            Some(Train::stage.is(s.train.stage.name()))
+        }
+        _ => None,
+    }
+}

@@ -1,258 +1,163 @@
-//! Keys of the training run: optimizer, schedule, length and saving.
+//! The training run: optimizer, schedule, length and saving.
 
 use super::*;
 
-pub(super) static KEYS: &[Key] = &[
-    key(
-        "optimizer",
-        "name",
-        Kind::Name(OptimizerName::NAMES),
-        "\"adamw\"",
-        "the usual choice for transformers",
-        "The update rule. Adafactor stores row and column means of the squared gradient and no momentum; it uses `learning_rate` unchanged.",
-    ),
-    key(
-        "optimizer",
-        "learning_rate",
-        Kind::AutoNumber(POSITIVE_OR_ZERO),
-        "\"auto\"",
-        "by method, stage, optimizer and width: wide models need smaller steps",
-        "Highest learning rate. `auto` with AdamW: 2e-5 × 2048 / hidden size; three times that for `block`, ten times for \
-         adapters and for `model.init = \"random\"`, a hundred times for IA3 and VeRA; half of it for `reward`, a \
-         twentieth for preferences and reinforcement. Lion uses a fifth of it, SGD a thousand times as much.",
-    ),
-    when(
-        key(
-            "optimizer",
-            "betas",
-            Kind::Pair(BELOW_ONE),
-            "[0.9, 0.999]",
-            "as in PyTorch",
-            "Decay of the two moments; Lion's authors use `[0.9, 0.99]`.",
-        ),
-        "optimizer.name",
-        &["adamw", "lion"],
-    ),
-    when(
-        key(
-            "optimizer",
-            "eps",
-            Kind::Number(POSITIVE),
-            "1e-8",
-            "as in PyTorch",
-            "Added to the root of the second moment.",
-        ),
-        "optimizer.name",
-        &["adamw"],
-    ),
-    key(
-        "optimizer",
-        "weight_decay",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "0.0",
-        "short runs need none",
-        "Weight decay, added to the gradient in SGD, decoupled in the others; never on norms and biases.",
-    ),
-    when(
-        key(
-            "optimizer",
-            "momentum",
-            Kind::Number(BELOW_ONE),
-            "0.0",
-            "as in PyTorch",
-            "Momentum of SGD.",
-        ),
-        "optimizer.name",
-        &["sgd"],
-    ),
-    when(
-        key(
-            "optimizer",
-            "state",
-            Kind::Name(StateDtype::NAMES),
-            "\"f32\"",
-            "exact",
-            "Storage of the moments; `int8`: dynamic 8-bit quantization in blocks of 256, a quarter of the memory; the moments of parameters with fewer than 4096 elements stay f32.",
-        ),
-        "optimizer.name",
-        &["adamw", "sgd", "lion"],
-    ),
-    when(
-        key(
-            "optimizer",
-            "master",
-            Kind::Name(Master::NAMES),
-            "\"f32\"",
-            "exact",
-            "Master weights of bf16 weights: `f32` keeps fp32 master weights (2 more bytes per element); `stochastic` keeps none and uses stochastic rounding (unbiased).",
-        ),
-        "model.dtype",
-        &["bf16"],
-    ),
-    key(
-        "schedule",
-        "name",
-        Kind::Name(ScheduleName::NAMES),
-        "\"cosine\"",
-        "the usual choice for fine-tuning",
-        "Shape of the learning rate over the steps.",
-    ),
-    when(
-        key(
-            "schedule",
-            "warmup_ratio",
-            Kind::Number(PART),
-            "0.03",
-            "the first steps of AdamW are large without it",
-            "Fraction of the steps for warmup, rounded down. The first of these steps has rate 0, as in transformers.",
-        ),
-        "schedule.warmup_steps",
-        &["auto"],
-    ),
-    key(
-        "schedule",
-        "warmup_steps",
-        Kind::AutoInteger { min: 0, max: i64::MAX },
-        "\"auto\"",
-        "derived from `warmup_ratio`",
-        "Number of warmup steps, in place of `warmup_ratio`.",
-    ),
-    when(
-        key(
-            "schedule",
-            "decay_ratio",
-            Kind::Number(PART),
-            "0.1",
-            "a common choice",
-            "Fraction of the steps for the decay at the end of `wsd`.",
-        ),
-        "schedule.name",
-        &["wsd"],
-    ),
-    when(
-        key(
-            "schedule",
-            "min_lr_ratio",
-            Kind::Number(PART),
-            "0.0",
-            "as in transformers",
-            "Lowest multiplier of `wsd`.",
-        ),
-        "schedule.name",
-        &["wsd"],
-    ),
-    key(
-        "train",
-        "stage",
-        Kind::Name(Stage::NAMES),
-        "\"sft\"",
-        "supervised fine-tuning",
-        "The objective. `reward`, `dpo`, `orpo`, `simpo` and `kto` use preference rows.",
-    ),
-    key(
-        "train",
-        "num_epochs",
-        Kind::AutoNumber(POSITIVE),
-        "\"auto\"",
-        "3 for `sft` and `distill`, as in TRL; 1 for the other stages",
-        "Passes over the data.",
-    ),
-    key(
-        "train",
-        "max_steps",
-        from(-1),
-        "-1",
-        "derived from `num_epochs`",
-        "Number of optimizer steps; 0 saves the initial state in `final/`; -1 derives it from `num_epochs`.",
-    ),
-    key(
-        "train",
-        "batch_size",
-        MANY,
-        "1",
-        "least memory",
-        "Sequences in one forward pass.",
-    ),
-    key(
-        "train",
-        "gradient_accumulation_steps",
-        Kind::AutoInteger { min: 1, max: 1 << 20 },
-        "\"auto\"",
-        "by the number of rows: 8 rows per step, fewer if the run would have less than 75 steps, more in a long run",
-        "Forward passes in one optimizer step; the loss is divided by the trained tokens of all of them. With `max_steps` a step may \
-         cross the end of an epoch: it uses the last rows of one epoch and the first of the next. `epoch` in the metrics counts \
-         all of them, so it grows by more than 1 in a step that is larger than the data.",
-    ),
-    key(
-        "train",
-        "max_grad_norm",
-        Kind::Number(POSITIVE_OR_ZERO),
-        "1.0",
-        "as in transformers",
-        "Global norm to which gradients are clipped; 0 is off.",
-    ),
-    key(
-        "train",
-        "seed",
-        from(0),
-        "42",
-        "as in transformers",
-        "Seed of every random choice.",
-    ),
-    key(
-        "train",
-        "logging_steps",
-        from(1),
-        "1",
-        "every step is reported",
-        "Steps between two report lines.",
-    ),
-    key(
-        "train",
-        "eval_steps",
-        from(0),
-        "0",
-        "evaluate before and after only",
-        "Steps between two evaluations; 0: only before and after.",
-    ),
-    key(
-        "train",
-        "save_steps",
-        from(0),
-        "100",
-        "little work is lost if the run is killed",
-        "Steps between two checkpoints; 0: no periodic checkpoints.",
-    ),
-    key(
-        "train",
-        "save_total_limit",
-        from(1),
-        "2",
-        "the newest and the one before it",
-        "Number of checkpoints to keep; an old one is deleted only after the new one is verified.",
-    ),
-    key(
-        "train",
-        "output_dir",
-        Kind::Text,
-        "\"runs/sft\"",
-        "one folder for all runs",
-        "The run directory.",
-    ),
-    key(
-        "train",
-        "sample_prompts",
-        Kind::Texts,
-        "[]",
-        "no samples by default",
-        "Prompts that the model answers before and after the run, to show the difference.",
-    ),
-    key(
-        "train",
-        "predict_with_generate",
-        Kind::Flag,
-        "false",
-        "decoding takes longer than the loss",
-        "Evaluations also generate an answer to each row by greedy decoding and count exact matches.",
-    ),
-];
+named!(Stage {
+    Pretrain = "pretrain",
+    Sft = "sft",
+    Distill = "distill",
+    Reward = "reward",
+    Dpo = "dpo",
+    Orpo = "orpo",
+    Simpo = "simpo",
+    Kto = "kto",
+    Ppo = "ppo",
+    Grpo = "grpo",
+});
+
+impl Stage {
+    /// True for stages that train on rows of `data.format = "preference"`.
+    pub fn is_preference(self) -> bool {
+        matches!(self, Self::Reward | Self::Dpo | Self::Orpo | Self::Simpo | Self::Kto)
+    }
+
+    /// True for stages that train on rewards of generated answers.
+    pub fn is_rl(self) -> bool {
+        matches!(self, Self::Ppo | Self::Grpo)
+    }
+
+    /// Value of `train.num_epochs = "auto"`.
+    pub fn num_epochs(self) -> f64 {
+        match self {
+            Self::Sft | Self::Distill => 3.0,
+            _ => 1.0,
+        }
+    }
+}
+
+section! {
+    /// The update rule. Names and meaning as in PyTorch.
+    pub struct OptimizerKeys in "optimizer" {
+        /// The update rule. Adafactor stores row and column means of the squared gradient and no momentum; it uses
+        /// `learning_rate` unchanged.
+        name: OptimizerName = "adamw", "the usual choice for transformers";
+        /// Highest learning rate. `auto` with AdamW: 2e-5 × 2048 / hidden size; three times that for `block`, ten times
+        /// for adapters and for `model.init = "random"`, a hundred times for IA3 and VeRA; half of it for `reward`, a
+        /// twentieth for preferences and reinforcement. Lion uses a fifth of it, SGD a thousand times as much.
+        learning_rate: f64 = "auto", "by method, stage, optimizer and width: wide models need smaller steps",
+            in POSITIVE_OR_ZERO;
+        /// Decay of the two moments; Lion's authors use `[0.9, 0.99]`.
+        betas: [f64; 2] = [0.9, 0.999], "as in PyTorch", in BELOW_ONE, when Self::name = ["adamw", "lion"];
+        /// Added to the root of the second moment.
+        eps: f64 = 1e-8, "as in PyTorch", in POSITIVE, when Self::name = ["adamw"];
+        /// Weight decay, added to the gradient in SGD, decoupled in the others; never on norms and biases.
+        weight_decay: f64 = 0.0, "short runs need none", in POSITIVE_OR_ZERO;
+        /// Momentum of SGD.
+        momentum: f64 = 0.0, "as in PyTorch", in BELOW_ONE, when Self::name = ["sgd"];
+        /// Storage of the moments; `int8`: dynamic 8-bit quantization in blocks of 256, a quarter of the memory; the
+        /// moments of parameters with fewer than 4096 elements stay f32.
+        state: StateDtype = "f32", "exact", when Self::name = ["adamw", "sgd", "lion"];
+        /// Master weights of bf16 weights: `f32` keeps fp32 master weights (2 more bytes per element); `stochastic`
+        /// keeps none and uses stochastic rounding (unbiased).
+        master: Master = "f32", "exact", when Model::dtype = ["bf16"];
+    }
+}
+
+section! {
+    /// The learning rate over the steps, as in transformers.
+    pub struct ScheduleKeys in "schedule" {
+        /// Shape of the learning rate over the steps.
+        name: ScheduleName = "cosine", "the usual choice for fine-tuning";
+        /// Fraction of the steps for warmup, rounded down. The first of these steps has rate 0, as in transformers.
+        warmup_ratio: f64 = 0.03, "the first steps of AdamW are large without it", in PART,
+            when Self::warmup_steps = ["auto"];
+        /// Number of warmup steps, in place of `warmup_ratio`.
+        warmup_steps: Option<usize> = "auto", "derived from `warmup_ratio`", in from(0);
+        /// Fraction of the steps for the decay at the end of `wsd`.
+        decay_ratio: f64 = 0.1, "a common choice", in PART, when Self::name = ["wsd"];
+        /// Lowest multiplier of `wsd`.
+        min_lr_ratio: f64 = 0.0, "as in transformers", in PART, when Self::name = ["wsd"];
+    }
+}
+
+section! {
+    /// The run: stage, length, batch, saving.
+    pub struct Train in "train" {
+        /// The objective. `reward`, `dpo`, `orpo`, `simpo` and `kto` use preference rows.
+        stage: Stage = "sft", "supervised fine-tuning";
+        /// Passes over the data.
+        num_epochs: f64 = "auto", "3 for `sft` and `distill`, as in TRL; 1 for the other stages", in POSITIVE;
+        /// Number of optimizer steps; 0 saves the initial state in `final/`; -1 derives it from `num_epochs`.
+        max_steps: i64 = -1, "derived from `num_epochs`", in from(-1);
+        /// Sequences in one forward pass.
+        batch_size: usize = 1, "least memory", in MANY;
+        /// Forward passes in one optimizer step; the loss is divided by the trained tokens of all of them. With
+        /// `max_steps` a step may cross the end of an epoch: it uses the last rows of one epoch and the first of the
+        /// next. `epoch` in the metrics counts all of them, so it grows by more than 1 in a step that is larger than
+        /// the data.
+        gradient_accumulation_steps: usize = "auto",
+            "by the number of rows: 8 rows per step, fewer if the run would have less than 75 steps, more in a long \
+             run", in MANY;
+        /// Global norm to which gradients are clipped; 0 is off.
+        max_grad_norm: f64 = 1.0, "as in transformers", in POSITIVE_OR_ZERO;
+        /// Seed of every random choice.
+        seed: u64 = 42, "as in transformers", in from(0);
+        /// Steps between two report lines.
+        logging_steps: usize = 1, "every step is reported", in from(1);
+        /// Steps between two evaluations; 0: only before and after.
+        eval_steps: usize = 0, "evaluate before and after only", in from(0);
+        /// Steps between two checkpoints; 0: no periodic checkpoints.
+        save_steps: usize = 100, "little work is lost if the run is killed", in from(0);
+        /// Number of checkpoints to keep; an old one is deleted only after the new one is verified.
+        save_total_limit: usize = 2, "the newest and the one before it", in from(1);
+        /// The run directory.
+        output_dir: String = "runs/sft", "one folder for all runs";
+        /// Prompts that the model answers before and after the run, to show the difference.
+        sample_prompts: Vec<String> = [], "no samples by default";
+        /// Evaluations also generate an answer to each row by greedy decoding and count exact matches.
+        predict_with_generate: bool = false, "decoding takes longer than the loss";
+    }
+}
+
+impl From<OptimizerKeys> for OptimizerConfig {
+    fn from(keys: OptimizerKeys) -> Self {
+        Self {
+            name: keys.name,
+            learning_rate: keys.learning_rate,
+            betas: keys.betas,
+            eps: keys.eps,
+            weight_decay: keys.weight_decay,
+            momentum: keys.momentum,
+            state: keys.state,
+            master: keys.master,
+        }
+    }
+}
+
+impl From<ScheduleKeys> for ScheduleConfig {
+    fn from(keys: ScheduleKeys) -> Self {
+        Self {
+            name: keys.name,
+            warmup_ratio: keys.warmup_ratio,
+            warmup_steps: keys.warmup_steps,
+            decay_ratio: keys.decay_ratio,
+            min_lr_ratio: keys.min_lr_ratio,
+        }
+    }
+}
+
+/// The setting because of which a key has no effect.
+pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+    let (method, lora) = (s.tune.method, &s.tune.lora);
+    match key {
+        // Adapters are f32; modules that train in full are not.
+        OptimizerKeys::master
+            if method == Method::Lora && lora.adapter.is_none() && lora.modules_to_save.is_empty() =>
+        {
+            Some(TuneKeys::method.is("lora"))
+        }
+        Train::num_epochs if s.train.max_steps >= 0 => Some(format!("train.max_steps = {}", s.train.max_steps)),
+        Train::predict_with_generate if !s.data.evaluates() => Some("data.eval = []".into()),
+        _ => None,
+    }
+}

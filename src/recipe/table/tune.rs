@@ -1,181 +1,136 @@
-//! Keys of the trained parameters: the method, blocks, frozen layers.
+//! The trained parameters: the method, blocks, frozen layers.
 
 use super::*;
 
-const fn block(name: &'static str, kind: Kind, default: &'static str, reason: &'static str, doc: &'static str) -> Key {
-    when(
-        key("tune.block", name, kind, default, reason, doc),
-        "tune.method",
-        &["block"],
-    )
+named!(Method { Full = "full", Block = "block", Lora = "lora", Freeze = "freeze" });
+
+section! {
+    /// Which parameters are trained.
+    pub struct TuneKeys in "tune" {
+        /// `full`: all parameters at once; `block`: one block at a time; `lora`: adapters; `freeze`: the last layers.
+        method: Method = "block", "trains all layers with the memory of one";
+        with block: BlockKeys;
+        with freeze: Freeze;
+        with lora: LoraKeys;
+    }
 }
 
-pub(super) static KEYS: &[Key] = &[
-    key(
-        "tune",
-        "method",
-        Kind::Name(Method::NAMES),
-        "\"block\"",
-        "trains all layers with the memory of one",
-        "`full`: all parameters at once; `block`: one block at a time; `lora`: adapters; `freeze`: the last layers.",
-    ),
-    block(
-        "partition",
-        Kind::Name(Partition::NAMES),
-        "\"layer\"",
-        "as in BAdam",
-        "The unit of a block: a layer, a module (attention or mlp), a single matrix, or (`ratio`) a fraction of every parameter.",
-    ),
-    block(
-        "layers_per_block",
-        from(1),
-        "1",
-        "least memory",
-        "Number of consecutive layers (modules, matrices) in a block; with `order = \"importance\"` the number of blocks that are drawn together (they need not be consecutive).",
-    ),
-    block(
-        "order",
-        Kind::Name(BlockOrder::NAMES),
-        "\"random\"",
-        "as in BAdam: a new order in each round, from the seed",
-        "Order in which blocks become active; `fixed` stays on `start_block`; `importance` draws them at random at each switch (LISA).",
-    ),
-    when(
-        key(
-            "tune.block",
-            "importance",
-            Kind::Texts,
-            "[]",
-            "all blocks are drawn equally often",
-            "How often a block is drawn, relative to a block of importance 1: a prefix of its name, `=`, a number, as in `lm_head=2`.",
-        ),
-        "tune.block.order",
-        &["importance"],
-    ),
-    when(
-        key(
-            "tune.block",
-            "update_ratio",
-            Kind::Number(RATIO),
-            "0.1",
-            "as in BAdam",
-            "Fraction of each parameter that is active at a time; parameters with fewer than 100 elements are fully active.",
-        ),
-        "tune.block.partition",
-        &["ratio"],
-    ),
-    when(
-        key(
-            "tune.block",
-            "mask",
-            Kind::Name(MaskShape::NAMES),
-            "\"adjacent\"",
-            "as in BAdam",
-            "Which elements are active together: adjacent elements, or elements scattered over the whole parameter.",
-        ),
-        "tune.block.partition",
-        &["ratio"],
-    ),
-    when(
-        key(
-            "tune.block",
-            "start_block",
-            from(0),
-            "0",
-            "the first block",
-            "The block that stays active with `order = \"fixed\"`.",
-        ),
-        "tune.block.order",
-        &["fixed"],
-    ),
-    block(
-        "switch_every",
-        Kind::AutoInteger { min: 1, max: i64::MAX },
-        "\"auto\"",
-        "steps of the run / blocks, from 1 to 100: every block becomes active",
-        "Number of optimizer steps for which a block stays active (K).",
-    ),
-    block(
-        "include_embedding",
-        Kind::Flag,
-        "false",
-        "it is large and learns little in fine-tuning",
-        "The embedding is a block too.",
-    ),
-    block(
-        "include_lm_head",
-        Kind::Flag,
-        "false",
-        "it is large and learns little in fine-tuning",
-        "The output head is a block too.",
-    ),
-    block(
-        "always_active",
-        Kind::Texts,
-        "[]",
-        "only the active block is trained",
-        "Parameters whose names start with one of these are trained in every step.",
-    ),
-    block(
-        "correction",
-        Kind::Name(Correction::NAMES),
-        "\"none\"",
-        "plain BAdam",
-        "BREAD: a cheap update of the inactive blocks: a step of SGD (`sgd`) or sign SGD (`signsgd`) as soon as each gradient is computed, or adapters (`lora`, `[tune.lora]`) that train together with the block and are merged at the end.",
-    ),
-    when(
-        key(
-            "tune.block",
-            "correction_scope",
-            Kind::Name(CorrectionScope::NAMES),
-            "\"all\"",
-            "as in BREAD",
-            "Layers that the correction updates: all, or those above the active block (`partial`).",
-        ),
-        "tune.block.correction",
-        &["sgd", "signsgd", "lora"],
-    ),
-    when(
-        key(
-            "tune.block",
-            "correction_scale",
-            Kind::Number(POSITIVE),
-            "1.0",
-            "as in BREAD",
-            "Learning rate of the correction, as a multiple of that of the block; `sgd` and `signsgd` need very different values.",
-        ),
-        "tune.block.correction",
-        &["sgd", "signsgd", "lora"],
-    ),
-    block(
-        "warmup_after_switch",
-        from(0),
-        "0",
-        "as in BAdam",
-        "Number of warmup steps after each switch.",
-    ),
-    when(
-        key(
-            "tune.freeze",
-            "trainable_layers",
-            from(0),
-            "2",
-            "the last layers change most in fine-tuning",
-            "The last N layers are trained.",
-        ),
-        "tune.method",
-        &["freeze"],
-    ),
-    when(
-        key(
-            "tune.freeze",
-            "trainable",
-            Kind::Texts,
-            "[]",
-            "only the last layers",
-            "Parameters whose names start with one of these are trained too.",
-        ),
-        "tune.method",
-        &["freeze"],
-    ),
-];
+section! {
+    /// Block training (BAdam): one block of parameters is active at a time.
+    pub struct BlockKeys in "tune.block", when TuneKeys::method = ["block"] {
+        /// The unit of a block: a layer, a module (attention or mlp), a single matrix, or (`ratio`) a fraction of every
+        /// parameter.
+        partition: Partition = "layer", "as in BAdam";
+        /// Number of consecutive layers (modules, matrices) in a block; with `order = "importance"` the number of
+        /// blocks that are drawn together (they need not be consecutive).
+        layers_per_block: usize = 1, "least memory", in from(1);
+        /// Order in which blocks become active; `fixed` stays on `start_block`; `importance` draws them at random at
+        /// each switch (LISA).
+        order: BlockOrder = "random", "as in BAdam: a new order in each round, from the seed";
+        /// How often a block is drawn, relative to a block of importance 1: a prefix of its name, `=`, a number, as in
+        /// `lm_head=2`.
+        importance: Vec<String> = [], "all blocks are drawn equally often", when Self::order = ["importance"];
+        /// Fraction of each parameter that is active at a time; parameters with fewer than 100 elements are fully
+        /// active.
+        update_ratio: f64 = 0.1, "as in BAdam", in RATIO, when Self::partition = ["ratio"];
+        /// Which elements are active together: adjacent elements, or elements scattered over the whole parameter.
+        mask: MaskShape = "adjacent", "as in BAdam", when Self::partition = ["ratio"];
+        /// The block that stays active with `order = "fixed"`.
+        start_block: usize = 0, "the first block", in from(0), when Self::order = ["fixed"];
+        /// Number of optimizer steps for which a block stays active (K).
+        switch_every: Option<usize> = "auto", "steps of the run / blocks, from 1 to 100: every block becomes active",
+            in from(1);
+        /// The embedding is a block too.
+        include_embedding: bool = false, "it is large and learns little in fine-tuning";
+        /// The output head is a block too.
+        include_lm_head: bool = false, "it is large and learns little in fine-tuning";
+        /// Parameters whose names start with one of these are trained in every step.
+        always_active: Vec<String> = [], "only the active block is trained";
+        /// BREAD: a cheap update of the inactive blocks: a step of SGD (`sgd`) or sign SGD (`signsgd`) as soon as each
+        /// gradient is computed, or adapters (`lora`, `[tune.lora]`) that train together with the block and are merged
+        /// at the end.
+        correction: Correction = "none", "plain BAdam";
+        /// Layers that the correction updates: all, or those above the active block (`partial`).
+        correction_scope: CorrectionScope = "all", "as in BREAD",
+            when Self::correction = ["sgd", "signsgd", "lora"];
+        /// Learning rate of the correction, as a multiple of that of the block; `sgd` and `signsgd` need very different
+        /// values.
+        correction_scale: f64 = 1.0, "as in BREAD", in POSITIVE,
+            when Self::correction = ["sgd", "signsgd", "lora"];
+        /// Number of warmup steps after each switch.
+        warmup_after_switch: usize = 0, "as in BAdam", in from(0);
+    }
+}
+
+section! {
+    /// Only the last layers, or parameters given by name.
+    pub struct Freeze in "tune.freeze", when TuneKeys::method = ["freeze"] {
+        /// The last N layers are trained.
+        trainable_layers: usize = 2, "the last layers change most in fine-tuning", in from(0);
+        /// Parameters whose names start with one of these are trained too.
+        trainable: Vec<String> = [], "only the last layers";
+    }
+}
+
+impl TuneKeys {
+    /// True if inactive blocks are corrected by the adapters of `[tune.lora]`.
+    pub fn corrects_by_adapters(&self) -> bool {
+        self.method == Method::Block && self.block.correction == Correction::Lora
+    }
+}
+
+impl From<BlockKeys> for BlockConfig {
+    fn from(keys: BlockKeys) -> Self {
+        Self {
+            partition: keys.partition,
+            layers_per_block: keys.layers_per_block,
+            order: keys.order,
+            start_block: keys.start_block,
+            importance: keys.importance,
+            update_ratio: keys.update_ratio,
+            mask: keys.mask,
+            switch_every: keys.switch_every,
+            include_embedding: keys.include_embedding,
+            include_lm_head: keys.include_lm_head,
+            always_active: keys.always_active,
+            correction: keys.correction,
+            correction_scope: keys.correction_scope,
+            correction_scale: keys.correction_scale,
+            warmup_after_switch: keys.warmup_after_switch,
+        }
+    }
+}
+
+/// Contradictions.
+pub(super) fn check(s: &Settings, faults: &mut Faults) {
+    let TuneKeys {
+        method, freeze, block, ..
+    } = &s.tune;
+    if *method == Method::Freeze && freeze.trainable_layers == 0 && freeze.trainable.is_empty() {
+        faults.add(
+            &[Freeze::trainable_layers, Freeze::trainable, TuneKeys::method],
+            Error::usage("`tune.method = \"freeze\"` with nothing to train")
+                .hint("set `tune.freeze.trainable_layers` or `tune.freeze.trainable`"),
+        );
+    }
+    if *method == Method::Block && block.partition == Partition::Ratio && block.correction != Correction::None {
+        faults.add(
+            &[BlockKeys::partition, BlockKeys::correction, TuneKeys::method],
+            Error::usage(format!(
+                "`{}` needs blocks of whole parameters",
+                BlockKeys::correction.is(block.correction.name())
+            ))
+            .hint("use `partition = \"layer\"`, `\"module\"` or `\"matrix\"`, or `correction = \"none\"`"),
+        );
+    }
+}
+
+/// The setting because of which a key has no effect.
+pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+    match key {
+        BlockKeys::layers_per_block if s.tune.block.partition == Partition::Ratio => {
+            Some(BlockKeys::partition.is("ratio"))
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,103 @@
+//! The values of keys: as TOML types (`Value`), and as the types of the fields of a section (`Setting`).
+
+use super::types::{Named, WeightStorage};
+use crate::base::units;
+
+/// The values that a key accepts.
+#[derive(Debug, Clone, Copy)]
+pub enum Kind {
+    Text,
+    /// One of these names.
+    Name(&'static [&'static str]),
+    Flag,
+    /// A whole number.
+    Integer,
+    Number,
+    /// Two numbers.
+    Pair,
+    /// A string or a list of strings.
+    Texts,
+    /// A list of whole numbers.
+    Integers,
+    /// A list of numbers.
+    Numbers,
+    /// A list of pairs of whole numbers.
+    Pairs,
+    /// Bytes as `24GiB`.
+    Size,
+    /// A table from user-defined texts to one of these names.
+    Map(&'static [&'static str]),
+}
+
+/// A value of one of these kinds; `auto` is a text.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value {
+    Text(String),
+    Integer(i64),
+    Number(f64),
+    Flag(bool),
+    List(Vec<String>),
+    Integers(Vec<usize>),
+    Numbers(Vec<f64>),
+    Pair([f64; 2]),
+    Pairs(Vec<(usize, usize)>),
+    Map(Vec<(String, String)>),
+}
+
+/// The type of a field of a section. `By` keeps the implementation for enums apart from the others.
+pub trait Setting<By> {
+    /// The values that a key of this type accepts.
+    const KIND: Kind;
+    /// The typed value. `value` is of this kind, or `auto`.
+    fn read(value: &Value) -> Self;
+}
+
+pub struct ByName;
+pub struct ByKind;
+
+impl<T: Named> Setting<ByName> for T {
+    const KIND: Kind = Kind::Name(T::NAMES);
+    fn read(value: &Value) -> Self {
+        match value {
+            Value::Text(name) => T::of(name),
+            _ => T::of(""),
+        }
+    }
+}
+
+/// `type: kind, value => typed value`. Any other value, such as the `auto` of a number, gives the default of the type.
+macro_rules! settings {
+    ($($(#[doc = $doc:literal])? $type:ty: $kind:expr, $value:pat => $typed:expr;)+) => {
+        $($(#[doc = $doc])? impl Setting<ByKind> for $type {
+            const KIND: Kind = $kind;
+            fn read(value: &Value) -> Self {
+                match value {
+                    $value => $typed,
+                    _ => Self::default(),
+                }
+            }
+        })+
+    };
+}
+settings! {
+    String: Kind::Text, Value::Text(t) => t.clone();
+    /// `None` is the empty text.
+    Option<String>: Kind::Text, Value::Text(t) => Some(t.clone()).filter(|t| !t.is_empty());
+    bool: Kind::Flag, Value::Flag(b) => *b;
+    i64: Kind::Integer, Value::Integer(i) => *i;
+    u64: Kind::Integer, Value::Integer(i) => u64::try_from(*i).unwrap_or(0);
+    usize: Kind::Integer, Value::Integer(i) => usize::try_from(*i).unwrap_or(0);
+    /// `None` is `auto`.
+    Option<usize>: Kind::Integer, Value::Integer(i) => usize::try_from(*i).ok();
+    /// Bytes; `None` is `auto`.
+    Option<u64>: Kind::Size, Value::Text(t) => units::parse_bytes(t).ok();
+    f64: Kind::Number, Value::Number(x) => *x;
+    [f64; 2]: Kind::Pair, Value::Pair(p) => *p;
+    Vec<String>: Kind::Texts, Value::List(l) => l.clone();
+    Vec<usize>: Kind::Integers, Value::Integers(l) => l.clone();
+    Vec<f64>: Kind::Numbers, Value::Numbers(l) => l.clone();
+    /// `None` is `auto`.
+    Option<Vec<(usize, usize)>>: Kind::Pairs, Value::Pairs(l) => Some(l.clone());
+    Vec<(String, WeightStorage)>: Kind::Map(WeightStorage::NAMES),
+        Value::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), WeightStorage::parse(t)?))).collect();
+}

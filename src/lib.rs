@@ -11,13 +11,13 @@
 //! use ft::engine::{Active, Engine, StepStrategy};
 //! use ft::generate::{Settings, generate};
 //! use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
-//! use ft::{hf, ops::Dtype, sft::CausalLm};
+//! use ft::{hf, ops::Dtype, peft::LoraConfig, sft::CausalLm};
 //! use std::path::Path;
 //!
 //! # fn main() -> Result<()> {
 //! // A model directory: config, tokenizer, chat template, weights.
-//! let opened = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
-//! let network = &opened.model.network;
+//! let mut opened = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
+//! let network = &mut opened.model.network;
 //! let prompt = opened.tokenizer.encode("Two plus three is", true)?;
 //!
 //! // Rows of a file, as token ids with a loss mask.
@@ -32,10 +32,13 @@
 //! let template = opened.template.as_ref().map(|t| t as &dyn data::ChatRender);
 //! let rows = Dataset::load(&spec, &opened.tokenizer, template)?;
 //!
-//! // AdamW on the parameters of the last layer; the loss is the cross-entropy of the next token.
-//! let last = format!("model.layers.{}.", network.layers() - 1);
-//! let names = network.source.params().iter().map(|p| p.name.to_string());
-//! let active = Active::new(names.filter(|name| name.starts_with(&last)));
+//! // A LoRA adapter on every linear. Only the adapters are trained.
+//! let lora = LoraConfig { r: 8, lora_alpha: 16.0, ..LoraConfig::default() };
+//! let mut adapters = hf::new_adapters(&lora, &network.spec, None, 0)?;
+//! adapters.attach(network)?;
+//! let active = Active::new(adapters.trained());
+//!
+//! // The loss is the cross-entropy of the next token; AdamW updates the weights.
 //! let objective = CausalLm::new(network.spec.vocab);
 //! let optimizer = Optimizer::new(OptimizerConfig::default());
 //! // Strategies trade memory for speed; this one saves layer inputs only.

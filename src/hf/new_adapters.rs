@@ -23,7 +23,7 @@ pub type TrainedRows = (String, Vec<u32>, Option<Tensor>);
 /// All facts about adapters that are known before the weights are loaded.
 #[derive(Default)]
 pub struct AdapterSet {
-    /// By module name.
+    /// The adapters by module name.
     pub adapters: Adapters,
     /// None: the method trains no adapters.
     pub config: Option<AdapterConfig>,
@@ -39,6 +39,10 @@ pub struct AdapterSet {
 
 impl AdapterSet {
     /// Moves the adapters to the device of `network`, and adds them and the trained rows to it.
+    ///
+    /// # Errors
+    /// Not enough memory on the device; a token that the model does not have; a matrix with trained rows that is not in
+    /// memory.
     pub fn attach(&mut self, network: &mut Network) -> Result<()> {
         for adapter in self.adapters.values_mut() {
             *adapter = Arc::new(adapter.on(&network.device)?);

@@ -1,30 +1,26 @@
 //! Adapters on a linear: shapes, init, forward, backward, merge; one small file per kind.
 //! Depends on one matrix and its adapter only. Independent of layers, optimizers, files.
 //!
-//! A fresh LoRA pair on every linear of a model:
+//! The settings have the names of PEFT. A DoRA adapter on the attention of a model:
 //!
 //! ```
-//! use ft::formats::adapter::Targets;
-//! use ft::peft::targets::{Choice, select};
-//! use ft::peft::{Adapter, Lora, LoraConfig, Mask, lora};
+//! use ft::peft::LoraConfig;
 //! use ft::{hf, ops::Dtype};
-//! use std::sync::Arc;
 //!
 //! # fn main() -> ft::base::Result<()> {
 //! # let device = candle_core::Device::Cpu;
+//! let config = LoraConfig {
+//!     r: 4,
+//!     lora_alpha: 8.0,
+//!     use_dora: true,
+//!     target_modules: vec!["q_proj".into(), "v_proj".into()],
+//!     rank_pattern: vec![("v_proj".into(), 8)],
+//!     ..LoraConfig::default()
+//! };
 //! let mut network = hf::open("assets/tiny".as_ref(), Dtype::F32, &device)?.model.network;
-//! let config = LoraConfig { r: 8, lora_alpha: 16.0, ..LoraConfig::default() };
-//! let choice = Choice { targets: &Targets::AllLinear, exclude: None, layers: None };
-//! let sites = select(&network.spec.sites(), &choice)?;
-//! for (index, site) in (0..).zip(&sites) {
-//!     let pair = lora::fresh(config.r, site.input, site.output, false, 0, index)?;
-//!     let scale = lora::scaling(config.lora_alpha, config.r, config.use_rslora);
-//!     let lora = Lora::new(&site.module, pair, scale, Mask { p: 0.0, site: index });
-//!     network.adapters.insert(site.module.clone(), Arc::new(Adapter::Lora(lora)));
-//! }
-//! // The names for `engine::Active::new`.
-//! let trained = network.adapters.values().flat_map(|adapter| adapter.parts());
-//! assert_eq!(trained.count(), 2 * sites.len());
+//! let mut adapters = hf::new_adapters(&config, &network.spec, None, 0)?;
+//! adapters.attach(&mut network)?;
+//! assert_eq!(network.adapters.len(), 2 * network.layers());
 //! # Ok(())
 //! # }
 //! ```

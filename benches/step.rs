@@ -8,7 +8,7 @@ use clap::Parser;
 use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients};
+use ft::engine::{Active, Engine, Gradients, StepStrategy};
 use ft::model::{Adapters, Spec, TrainableNetwork, families, shapes};
 use ft::ops::prepacked::Orders;
 use ft::ops::{self, CpuBackend};
@@ -16,7 +16,7 @@ use ft::optim::Optimizer;
 use ft::peft::{Adapter, Lora, Mask, lora};
 use ft::recipe::{self, Dtype};
 use ft::sft::CausalLm;
-use ft::source::{Copies, Prepacking, Resident};
+use ft::source::{PackedCopies, Resident};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -105,7 +105,7 @@ fn main() {
     let device = ops::device::open(&o.device).expect("the device").device;
     let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &device).expect("weights");
     let mut model = TrainableNetwork::new(spec.clone(), Arc::new(source), device.clone());
-    let TrainableNetwork { network, store } = &mut model;
+    let network = &mut model.network;
     if o.method == "lora" {
         network.adapters = adapters(&spec, 16, &device);
     }
@@ -128,37 +128,36 @@ fn main() {
                 .map(|part| part.name.to_string()),
         )],
     };
-    if let Some(passes) = &o.packed {
-        let copies = Copies {
-            orders: if passes == "both" {
-                Orders::Both
-            } else {
-                Orders::Forward
-            },
-            head: Some(spec.head_name().to_string()),
-            ranks: Arc::new(
-                spec.sites()
-                    .into_iter()
-                    .map(|s| (format!("{}.weight", s.module), 16))
-                    .collect(),
-            ),
-        };
-        *store = Arc::new(Prepacking::new(store.clone(), copies, sets[0].names()));
-        network.source = store.clone();
-    }
+    let packed_copies = o.packed.as_ref().map(|passes| PackedCopies {
+        orders: if passes == "both" {
+            Orders::Both
+        } else {
+            Orders::Forward
+        },
+        head: Some(spec.head_name().to_string()),
+        ranks: Arc::new(
+            spec.sites()
+                .into_iter()
+                .map(|s| (format!("{}.weight", s.module), 16))
+                .collect(),
+        ),
+    });
     let text = "[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n";
     let optimizer = recipe::parse(text, "bench", &o.set).expect("a recipe").recipe.optimizer;
-    let mut engine = Engine {
+    let strategy = StepStrategy {
         gradients: if o.method == "full" {
             Gradients::Fused
         } else {
             Gradients::Keep
         },
-        keep_layers: o.keep.unwrap_or(layers),
-        max_grad_norm: 0.0,
-        seed: 1,
-        ..Engine::new(model, Box::new(CausalLm::new(spec.vocab)), Optimizer::new(optimizer))
+        saved_layers: o.keep.unwrap_or(layers),
+        packed_copies,
+        ..StepStrategy::new(dtype)
     };
+    let (objective, optimizer) = (Box::new(CausalLm::new(spec.vocab)), Optimizer::new(optimizer));
+    let mut engine = Engine::new(model, objective, optimizer, strategy, &sets[0]).expect("an engine");
+    engine.max_grad_norm = 0.0;
+    engine.seed = 1;
     let rng = Rng::new(9, Stream::Init, &[]);
     let rows: Vec<Example> = (0..o.batch)
         .map(|r| Example {

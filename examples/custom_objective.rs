@@ -4,7 +4,7 @@
 use candle_core::{Device, Tensor};
 use ft::base::Result;
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine};
+use ft::engine::{Active, Engine, StepStrategy};
 use ft::hf;
 use ft::model::{Head, LossGradients, Need, Objective};
 use ft::ops::{Dtype, step_stats::StepStats};
@@ -46,7 +46,8 @@ fn main() -> Result<()> {
         penalty: 0.01,
     };
     let optimizer = Optimizer::new(OptimizerConfig::default());
-    let mut engine = Engine::new(opened.model, Box::new(objective), optimizer);
+    let strategy = StepStrategy::new(Dtype::F32);
+    let mut engine = Engine::new(opened.model, Box::new(objective), optimizer, strategy, &active)?;
     for step in 1..=10 {
         let report = engine.step(step, std::slice::from_ref(&batch), &active, 1e-3)?;
         println!("step {step}: loss {:.4}", report.totals.loss());

@@ -20,7 +20,7 @@ impl LoadedState {
     /// Errors: the checkpoint has no such file.
     pub fn open(&self, file: &str) -> Result<Weights> {
         if !self.files.iter().any(|f| f == file) {
-            return Err(Error::new(format!("checkpoint has no file `{file}`"))
+            return Err(Error::format(format!("checkpoint has no file `{file}`"))
                 .at_path(&self.path)
                 .found(self.files.join(", "))
                 .hint("it was saved by a run with other settings, or by another version of ft"));

@@ -85,7 +85,7 @@ impl Manifest {
     fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(MANIFEST);
         if !path.exists() {
-            return Err(Error::new("directory is not a complete checkpoint")
+            return Err(Error::format("directory is not a complete checkpoint")
                 .at_path(dir)
                 .found(format!("no `{MANIFEST}`"))
                 .hint(OTHER));

@@ -77,7 +77,7 @@ pub fn space_needed(files: &[Files], checkpoints: u64) -> u64 {
 /// Errors: the disk of `run_dir` has fewer than `bytes` free. If the free space is unknown, the check passes.
 pub fn check_space(run_dir: &Path, bytes: u64) -> Result<()> {
     match files::free_space(run_dir) {
-        Some(free) if free < bytes => Err(Error::new("not enough disk space")
+        Some(free) if free < bytes => Err(Error::io("not enough disk space")
             .at_path(run_dir)
             .found(format!("{} free ({free} bytes)", units::bytes(free)))
             .expected(format!("{} ({bytes} bytes)", units::bytes(bytes)))

@@ -3,7 +3,7 @@
 use super::out::out;
 use crate::base::Result;
 use crate::base::units::{bytes, count};
-use crate::run::adapter_tools as tools;
+use crate::commands::adapter_tools as tools;
 use clap::Subcommand;
 use std::path::PathBuf;
 

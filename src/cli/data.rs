@@ -25,10 +25,10 @@ pub struct Args {
 pub fn run(mut args: Args) -> Result<i32> {
     let loaded = args.recipe.load_and_warn()?;
     if args.json {
-        out(crate::run::counts::counts(&loaded.recipe)?)?;
+        out(crate::commands::data::counts(&loaded.recipe)?)?;
         return Ok(0);
     }
-    out_text(crate::run::rows::describe(
+    out_text(crate::commands::data::describe(
         &loaded.recipe,
         args.rows,
         report::style().color,

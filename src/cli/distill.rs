@@ -4,7 +4,7 @@ use super::out::out;
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::base::units::{bytes, count};
-use crate::run::teacher_cache;
+use crate::train::teacher_cache;
 use serde_json::json;
 use std::path::PathBuf;
 

@@ -3,8 +3,8 @@
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::{Error, Result};
+use crate::commands::evaluate::{Request, evaluate};
 use crate::recipe::{self, Dtype, Render, RowFormat, TrainOn};
-use crate::run::evaluate::{Request, evaluate};
 use std::path::PathBuf;
 
 const LONG: &str = "Examples:

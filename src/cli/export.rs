@@ -2,8 +2,8 @@
 
 use super::out::out;
 use crate::base::{Error, Result};
+use crate::commands::export::export;
 use crate::recipe::Dtype;
-use crate::run::export::export;
 use serde_json::json;
 use std::path::PathBuf;
 

@@ -2,11 +2,11 @@
 
 use super::out::{out, out_raw};
 use crate::base::{Error, Result, signal};
+use crate::commands::generate::{Choice, Holding, Writer, Written};
 use crate::generate::KvDtype;
 use crate::quant::Format;
 use crate::recipe::Dtype;
 use crate::report;
-use crate::run::generate::{Choice, Holding, Writer, Written};
 use std::io::IsTerminal;
 use std::path::PathBuf;
 

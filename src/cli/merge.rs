@@ -3,9 +3,9 @@
 use super::out::out;
 use crate::base::Result;
 use crate::base::units::bytes;
+use crate::commands::merge::merge;
+use crate::commands::named;
 use crate::recipe::Dtype;
-use crate::run::merge::merge;
-use crate::run::named;
 use std::path::PathBuf;
 
 /// Merge PEFT adapters into their base model

@@ -3,8 +3,8 @@
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
+use crate::commands::plan::plan;
 use crate::report;
-use crate::run::plan::plan;
 
 /// Forecast the memory of a recipe; allocates nothing
 #[derive(Debug, clap::Args)]

@@ -3,9 +3,9 @@
 use super::out::out;
 use crate::base::units::bytes;
 use crate::base::{Error, Result};
+use crate::commands::named;
+use crate::commands::quantize::{Request, quantize};
 use crate::quant::Format;
-use crate::run::named;
-use crate::run::quantize::{Request, quantize};
 use std::path::PathBuf;
 
 /// Quantize the projections of a model to 8 or 4 bits

@@ -4,7 +4,7 @@ use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::base::units::bytes;
-use crate::run::train::{self, Options};
+use crate::train::{self, Options};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 

@@ -17,7 +17,12 @@ use std::collections::BTreeMap;
 
 named!(
     /// The distance between hidden states of student and teacher.
-    HiddenLoss { Mse = "mse", Cosine = "cosine" }
+    HiddenLoss {
+        /// Mean squared error.
+        Mse = "mse",
+        /// 1 - cosine similarity.
+        Cosine = "cosine",
+    }
 );
 
 /// One pair of layers, and its projection `[Dt, D]`.
@@ -27,6 +32,7 @@ struct Pair {
     projection: Param,
 }
 
+/// Compares hidden states of inner layers of the student with those of the teacher, through trained projections.
 pub struct Hidden {
     pairs: Vec<Pair>,
     /// Student layers, ascending, without duplicates.
@@ -38,9 +44,11 @@ pub struct Hidden {
 /// Result of a comparison.
 #[derive(Debug)]
 pub struct Compared {
+    /// Sum over the trained tokens.
     pub loss: f64,
     /// `[N, D]`
     pub dx: Option<Tensor>,
+    /// The projections and their gradients.
     pub objective_params: Vec<Gradient>,
 }
 
@@ -51,7 +59,10 @@ pub fn auto_map(student: usize, teacher: usize) -> Vec<(usize, usize)> {
     (1..student).map(|s| (s, at(s))).collect()
 }
 
-/// Checks the pairs of layers. Errors: no pairs, a duplicate, a layer that does not exist.
+/// Checks the pairs of layers.
+///
+/// # Errors
+/// No pairs, a duplicate, a layer that does not exist.
 pub fn check_map(pairs: &[(usize, usize)], student: usize, teacher: usize) -> Result<()> {
     let wrong = |what: String| {
         Err(Error::usage(what)
@@ -120,14 +131,17 @@ impl Hidden {
         })
     }
 
+    /// Student layers with a comparison, ascending, without duplicates.
     pub fn layers(&self) -> &[usize] {
         &self.layers
     }
 
+    /// The teacher's layer of each pair.
     pub fn teacher_layers(&self) -> Vec<usize> {
         self.pairs.iter().map(|p| p.teacher).collect()
     }
 
+    /// The trained projections.
     pub fn params(&self) -> Vec<Param> {
         self.pairs.iter().map(|p| p.projection.clone()).collect()
     }
@@ -161,7 +175,7 @@ impl Hidden {
         let mut dx: Option<Tensor> = None;
         for pair in self.pairs.iter().filter(|p| p.student == layer) {
             let other = teacher.get(&pair.teacher).ok_or_else(|| {
-                Error::new("the teacher's hidden states were not saved").at(format!("layer {}", pair.teacher))
+                Error::internal("the teacher's hidden states were not saved").at(format!("layer {}", pair.teacher))
             })?;
             let other = chosen(other)?;
             let y = linear::forward(&own, &pair.projection.tensor, None)?;

@@ -26,7 +26,9 @@ pub use teacher::{Stored, Teacher};
 /// Parameters of the divergence between the distributions; see `ops::distill`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Terms {
+    /// 0: KL(teacher, student); 1: KL(student, teacher); between: generalized Jensen-Shannon.
     pub beta: f32,
+    /// Divides the logits of both models.
     pub temperature: f32,
     /// Weight of the cross-entropy with the tokens of the data.
     pub alpha: f32,
@@ -42,7 +44,10 @@ pub struct Distill {
 }
 
 impl Distill {
-    /// `vocab`: V. Errors: hidden states are requested, but only outputs of the teacher are stored.
+    /// `vocab`: V.
+    ///
+    /// # Errors
+    /// Hidden states are requested, but only outputs of the teacher are stored.
     pub fn new(teacher: Teacher, terms: Terms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
         if hidden.is_some() && teacher.network().is_none() {
             return Err(Error::usage("stored outputs of a teacher have no hidden states")

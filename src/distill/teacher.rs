@@ -12,15 +12,21 @@ use std::rc::Rc;
 
 /// Precomputed outputs of a teacher for the trained tokens of a batch.
 pub trait Stored {
-    /// One row per trained token, in order. Errors: a document that is not stored; a failed read.
+    /// One row per trained token, in order.
+    ///
+    /// # Errors
+    /// A document that is not stored; a failed read.
     fn of(&self, batch: &Batch) -> Result<TopK>;
 
     /// The distributions cover the first `common` ids of the vocabulary.
     fn common(&self) -> usize;
 }
 
+/// The source of the teacher's distributions.
 pub enum Teacher {
+    /// A network beside the student.
     Live(Box<Live>),
+    /// Stored distributions.
     Stored(Box<dyn Stored>),
 }
 
@@ -40,6 +46,7 @@ pub struct States {
 }
 
 impl Teacher {
+    /// A teacher that computes its outputs in each step.
     pub fn live(network: Network) -> Self {
         Self::Live(Box::new(Live {
             network,
@@ -48,6 +55,7 @@ impl Teacher {
         }))
     }
 
+    /// The network of a live teacher.
     pub fn network(&self) -> Option<&Network> {
         match self {
             Self::Live(live) => Some(&live.network),

@@ -13,12 +13,15 @@ use std::sync::Arc;
 /// gradient is computed (BREAD).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Corrected {
+    /// Names of the corrected parameters.
     pub names: BTreeSet<String>,
     /// Factor of the learning rate.
     pub scale: f64,
+    /// True if only the sign of the gradient is used.
     pub sign: bool,
 }
 
+/// The parameters that change in a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Active {
     names: Arc<BTreeSet<String>>,
@@ -58,6 +61,7 @@ fn is_outside(name: &str) -> bool {
 }
 
 impl Active {
+    /// Trains these parameters, and no others.
     pub fn new(names: impl IntoIterator<Item = String>) -> Self {
         let names: BTreeSet<String> = names.into_iter().collect();
         let lowest = names.iter().map(|n| group_of(n)).min().unwrap_or(Group::Head);
@@ -159,6 +163,7 @@ impl Active {
         self.masks.as_ref().and_then(|m| m.of(name, n))
     }
 
+    /// True if only some elements of the parameters are active.
     pub fn is_masked(&self) -> bool {
         self.masks.is_some()
     }
@@ -168,6 +173,7 @@ impl Active {
         self.names.contains(name)
     }
 
+    /// The names of the active parameters, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.names.iter().map(String::as_str)
     }

@@ -24,6 +24,9 @@ impl Engine {
     }
 
     /// Passes the exact f32 values of a trained weight or of an adapter matrix to `sink`.
+    ///
+    /// # Errors
+    /// The model has no such parameter (`NotFound`); a file of trained parameters cannot be read; any error of `sink`.
     pub fn exact(&self, name: &str, sink: &mut ExactSink) -> Result<()> {
         let store = &self.store;
         if store.param(name).is_err() || (store.master_in_optimizer(name) && store.in_memory(name).is_some()) {
@@ -41,7 +44,8 @@ impl Engine {
 
     /// Sets a weight or an adapter matrix to the exact values of the tensor of the same name in `saved`.
     ///
-    /// Errors: the model has no such parameter, or its size differs.
+    /// # Errors
+    /// The model has no such parameter, or its size differs.
     pub fn restore(&mut self, name: &str, saved: &Weights) -> Result<()> {
         if self.store.param(name).is_ok() {
             return self.store.restore(name, saved, &mut self.optimizer);
@@ -56,6 +60,9 @@ impl Engine {
     }
 
     /// Number of elements of a weight or an adapter matrix.
+    ///
+    /// # Errors
+    /// The model has no such parameter (`NotFound`).
     pub fn elements(&self, name: &str) -> Result<usize> {
         if let Ok(info) = self.store.param(name) {
             return Ok(info.elements());
@@ -63,7 +70,7 @@ impl Engine {
         let param = self
             .network
             .param(name)
-            .map_err(|_| Error::new("no such parameter").at(name))?;
+            .map_err(|_| Error::not_found("no such parameter").at(name))?;
         Ok(param.tensor.elem_count())
     }
 }

@@ -18,7 +18,8 @@ pub trait StepHook {
 
     /// Restores one entry of `state`.
     ///
-    /// Errors: a name or a size that does not belong to this hook.
+    /// # Errors
+    /// A name or a size that does not belong to this hook.
     fn restore(&mut self, name: &str, values: Vec<f32>) -> Result<()>;
 }
 

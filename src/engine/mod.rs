@@ -7,8 +7,10 @@ pub mod hook;
 pub mod pass;
 pub mod sinks;
 pub mod step;
+mod strategy;
 
 pub use active::Active;
 pub use hook::StepHook;
 pub use pass::{Pass, Totals, evaluate};
 pub use step::{Engine, Gradients, StepReport};
+pub use strategy::StepStrategy;

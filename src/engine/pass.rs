@@ -16,6 +16,7 @@ use candle_core::{DType, Tensor};
 /// Sums over batches.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Totals {
+    /// Sum of the loss, before the division by `weight`.
     pub loss_sum: f64,
     /// Divisor of the loss: for most objectives the number of trained tokens.
     pub weight: u64,
@@ -28,10 +29,12 @@ pub struct Totals {
 }
 
 impl Totals {
+    /// The loss: the sum divided by the weight.
     pub fn loss(&self) -> f64 {
         self.loss_sum / self.weight as f64
     }
 
+    /// Adds the totals of other batches.
     pub fn add(&mut self, other: Totals) {
         self.loss_sum += other.loss_sum;
         self.weight += other.weight;
@@ -40,6 +43,7 @@ impl Totals {
         self.tokens += other.tokens;
     }
 
+    /// Adds the counts of a batch.
     pub fn count(&mut self, batch: &Batch, objective: &dyn Objective) {
         self.weight += objective.weight(batch) as u64;
         self.trained += batch.trained() as u64;
@@ -105,7 +109,7 @@ impl SavedInput {
         match (self.prefetch(copier)?, copier) {
             (SavedInput::OnDevice(x), _) => Ok(x),
             (SavedInput::InFlight(arriving), Some(copier)) => copier.receive(arriving),
-            _ => Err(Error::new("internal: an offloaded layer input has no copy engine")),
+            _ => Err(Error::internal("internal: an offloaded layer input has no copy engine")),
         }
     }
 }
@@ -114,13 +118,16 @@ impl SavedInput {
 /// recomputed, bit-exactly.
 #[derive(Clone, Copy)]
 pub struct Pass<'a> {
+    /// The model.
     pub network: &'a Network,
+    /// The loss.
     pub objective: &'a dyn Objective,
+    /// The parameters that get gradients.
     pub active: &'a Active,
     /// Receives loss and correct predictions.
     pub step_stats: &'a StepStats,
     /// Number of uppermost layers whose activations are saved; of the others only the inputs are saved.
-    pub keep_layers: usize,
+    pub saved_layers: usize,
     /// Offloads layer inputs to the host.
     pub input_offload: Option<&'a Copier>,
     /// Key of the dropout masks of the first micro-batch; `None`: no dropout.
@@ -142,7 +149,7 @@ impl<'a> Pass<'a> {
             objective,
             active,
             step_stats,
-            keep_layers: 0,
+            saved_layers: 0,
             input_offload: None,
             dropout: None,
             may_stop: false,
@@ -166,7 +173,7 @@ impl<'a> Pass<'a> {
         let weight: usize = batches.iter().map(|b| self.objective.weight(b)).sum();
         if weight == 0 {
             return Err(
-                Error::new("nothing is trained in this step: every token of its rows is masked")
+                Error::argument("nothing is trained in this step: every token of its rows is masked")
                     .hint("check the rows with `ft data --recipe R`"),
             );
         }
@@ -218,7 +225,7 @@ impl<'a> Pass<'a> {
                 pass_on(out.objective_params, sink)?;
             }
             let block = network.block(l)?;
-            let y = if l >= lowest && l + self.keep_layers >= layers {
+            let y = if l >= lowest && l + self.saved_layers >= layers {
                 let (y, saved) = block.forward_saving(&x, &ctx)?;
                 inputs.push((SavedInput::OnDevice(x), Some(saved)));
                 y
@@ -305,7 +312,7 @@ impl<'a> Pass<'a> {
                 .prefetch(Group::Layer(if l > lowest { l - 1 } else { 0 }));
             let need_dx = l > lowest || active.lowest() == Group::Embedding;
             let Some((x, saved)) = inputs.pop() else {
-                return Err(Error::new("internal: a layer input was not saved"));
+                return Err(Error::internal("internal: a layer input was not saved"));
             };
             // Prefetch the next input while this one is used.
             if let Some((next, saved)) = inputs.pop() {
@@ -372,12 +379,15 @@ fn embedding_gradient(
 }
 
 pub(super) fn non_finite_loss(loss: f64) -> Error {
-    Error::new("the loss is not finite; the weights were not changed by this step")
+    Error::non_finite("the loss is not finite; the weights were not changed by this step")
         .found(loss)
         .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
 }
 
 /// Loss of one batch, without gradients.
+///
+/// # Errors
+/// As for `Engine::step`, without gradients.
 pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> Result<Totals> {
     let mut totals = Totals::default();
     if objective.weight(batch) > 0 {

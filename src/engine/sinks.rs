@@ -33,7 +33,7 @@ impl Corrections {
         let mut gate = FoundInf::default();
         if gradient.device().is_cpu() {
             if !update::all_finite(gradient)? {
-                return Err(Error::new("gradient is not finite").at(&param.name));
+                return Err(Error::non_finite("gradient is not finite").at(&param.name));
             }
         } else {
             if self.sums.is_none() {
@@ -75,10 +75,12 @@ pub struct Accumulate<'a> {
     pub sums: BTreeMap<String, (Tensor, Tensor)>,
     /// Names in order of arrival.
     order: Vec<String>,
+    /// Updates of corrected parameters.
     pub corrections: Corrections,
 }
 
 impl<'a> Accumulate<'a> {
+    /// A sink without gradients.
     pub fn new(active: &'a Active, optimizer: &'a mut Optimizer, lr: f64) -> Self {
         Self {
             active,
@@ -173,13 +175,17 @@ impl GradSink for Accumulate<'_> {
 
 /// Updates each weight at once: no gradient outlives its layer. Only for windows of one micro-batch.
 pub struct FusedUpdate<'a> {
+    /// The parameters that get gradients.
     pub active: &'a Active,
+    /// Updates the weights.
     pub optimizer: &'a mut Optimizer,
+    /// Learning rate.
     pub lr: f64,
     /// Clipping factor: known in advance, or 1.
     pub coefficient: f32,
     /// Losses and squares. On a GPU no weight changes after the first non-finite value; the host does not wait for it.
     pub step_stats: &'a StepStats,
+    /// Updates of corrected parameters.
     pub corrections: Corrections,
 }
 
@@ -197,7 +203,7 @@ impl GradSink for FusedUpdate<'_> {
         let gradient = active_part(self.active, param, gradient)?;
         self.step_stats.add_squares(&gradient)?;
         if self.step_stats.known().is_some_and(|sums| !sums.squares.is_finite()) {
-            return Err(Error::new("gradient is not finite").at(&param.name));
+            return Err(Error::non_finite("gradient is not finite").at(&param.name));
         }
         let update = Update {
             name: &param.name,
@@ -216,7 +222,9 @@ impl GradSink for FusedUpdate<'_> {
 /// Only measures the norm: the first of two passes, for clipping without storing gradients (LOMO, Lv et al. 2023,
 /// arXiv 2306.09782, section 3.3).
 pub struct Norm<'a> {
+    /// The parameters that get gradients.
     pub active: &'a Active,
+    /// Receives the squares of the gradients.
     pub step_stats: &'a StepStats,
 }
 
@@ -232,7 +240,9 @@ impl GradSink for Norm<'_> {
 
 /// Stores every gradient; for tests.
 pub struct Collect<'a> {
+    /// The parameters that get gradients.
     pub active: &'a Active,
+    /// The gradients by parameter name.
     pub gradients: BTreeMap<String, Tensor>,
 }
 
@@ -244,7 +254,9 @@ impl GradSink for Collect<'_> {
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
         match self.gradients.insert(param.name.to_string(), gradient) {
             None => Ok(()),
-            Some(_) => Err(Error::new("one backward pass computed two gradients of one parameter").at(&param.name)),
+            Some(_) => {
+                Err(Error::internal("one backward pass computed two gradients of one parameter").at(&param.name))
+            }
         }
     }
 }

@@ -4,6 +4,7 @@ use super::active::Active;
 use super::hook::StepHook;
 use super::pass::{self, Pass, Totals};
 use super::sinks::{Accumulate, Corrections, FusedUpdate, Norm};
+use super::strategy::StepStrategy;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Network, Objective, TrainableNetwork};
@@ -11,7 +12,7 @@ use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::Copier;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
-use crate::source::TrainableStore;
+use crate::source::{Prepacking, TrainableStore};
 use std::sync::Arc;
 
 /// Lifetime of gradients between backward pass and update.
@@ -36,52 +37,79 @@ impl Gradients {
     }
 }
 
+/// A model in training: the network, its loss and its optimizer.
 pub struct Engine {
+    /// The model, also for decoding between steps.
     pub network: Network,
     /// The source of `network`.
     pub store: Arc<dyn TrainableStore>,
+    /// The loss.
     pub objective: Box<dyn Objective>,
+    /// Updates the weights; holds moments and fp32 masters.
     pub optimizer: Optimizer,
-    pub gradients: Gradients,
-    /// Number of uppermost layers that save their activations; the others recompute them.
-    pub keep_layers: usize,
-    /// Offloads layer inputs to the host.
+    /// How a step uses memory.
+    pub strategy: StepStrategy,
+    /// Copies layer inputs to the host and back, if the strategy offloads them.
     pub input_offload: Option<Copier>,
     /// 0: no clipping.
     pub max_grad_norm: f64,
+    /// Seed of dropout and stochastic rounding.
     pub seed: u64,
     /// Runs around each update.
     pub step_hook: Option<Box<dyn StepHook>>,
 }
 
+/// The result of a step.
 #[derive(Debug, Clone, Copy)]
 pub struct StepReport {
+    /// Loss and counts of the window.
     pub totals: Totals,
     /// Global norm before clipping.
     pub grad_norm: f64,
 }
 
 impl Engine {
-    /// Gradients are stored until the window is complete and clipped to a global norm of 1; all layers recompute their
-    /// activations. Change the fields for other strategies.
-    pub fn new(model: TrainableNetwork, objective: Box<dyn Objective>, optimizer: Optimizer) -> Self {
-        Self {
-            network: model.network,
-            store: model.store,
+    /// Prepares `model` for training steps as `strategy` says. Gradients are clipped to a global norm of 1; change
+    /// `max_grad_norm` and `seed` before the first step. `first`: the active parameters of the first step.
+    ///
+    /// # Errors
+    /// The copy streams of the device cannot be created.
+    pub fn new(
+        model: TrainableNetwork,
+        objective: Box<dyn Objective>,
+        optimizer: Optimizer,
+        strategy: StepStrategy,
+        first: &Active,
+    ) -> Result<Self> {
+        let TrainableNetwork { mut network, mut store } = model;
+        network.mlp_tokens = strategy.mlp_tokens;
+        network.objective_params = objective.params();
+        if let Some(copies) = &strategy.packed_copies {
+            store = Arc::new(Prepacking::new(store, copies.clone(), first.names()));
+            network.source = store.clone();
+        }
+        let input_offload = if strategy.offload_inputs {
+            Some(Copier::new(&network.device)?)
+        } else {
+            None
+        };
+        Ok(Self {
+            network,
+            store,
             objective,
             optimizer,
-            gradients: Gradients::Keep,
-            keep_layers: 0,
-            input_offload: None,
+            strategy,
+            input_offload,
             max_grad_norm: 1.0,
             seed: 0,
             step_hook: None,
-        }
+        })
     }
 
     /// Runs step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
     ///
-    /// Errors: a loss or gradient is not finite; with stored gradients the active weights are then unchanged.
+    /// # Errors
+    /// A loss or gradient is not finite; with stored gradients the active weights are then unchanged.
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
         self.step_or_stop(step, batches, active, lr, false)
     }
@@ -90,7 +118,7 @@ impl Engine {
     fn effective_gradients(&self) -> Gradients {
         match self.step_hook {
             Some(_) => Gradients::Keep,
-            None => self.gradients,
+            None => self.strategy.gradients,
         }
     }
 
@@ -101,7 +129,8 @@ impl Engine {
 
     /// As `step`; if `may_stop` is set and `changes_last` holds, a signal ends it at the next layer.
     ///
-    /// Errors: kind `Signal` if the step was abandoned: the state is that of the previous step.
+    /// # Errors
+    /// Kind `Signal` if the step was abandoned: the state is that of the previous step.
     pub fn step_or_stop(
         &mut self,
         step: u64,
@@ -129,7 +158,7 @@ impl Engine {
         let step_stats = StepStats::new(&network.device)?;
         self.optimizer.begin(step);
         let pass = Pass {
-            keep_layers: self.keep_layers,
+            saved_layers: self.strategy.saved_layers,
             input_offload: self.input_offload.as_ref(),
             dropout: Some(Dropout { seed, step, micro: 0 }),
             may_stop,
@@ -225,7 +254,7 @@ fn clip_coefficient(norm: f64, max: f64) -> f32 {
 
 fn non_finite(names: &[String], step: u64) -> Error {
     let shown = names.iter().take(5).cloned().collect::<Vec<_>>().join(", ");
-    Error::new(format!(
+    Error::non_finite(format!(
         "a gradient is not finite at step {step}; the weights were not changed by this step"
     ))
     .found(if shown.is_empty() {
@@ -238,7 +267,7 @@ fn non_finite(names: &[String], step: u64) -> Error {
 
 /// The error of the modes that apply gradients at once.
 fn held_back(step: u64) -> Error {
-    Error::new(format!(
+    Error::non_finite(format!(
         "a gradient is not finite at step {step}; neither this gradient nor a later one was applied"
     ))
     .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
@@ -266,11 +295,13 @@ mod tests {
         let source = Resident::random(params.clone(), 1, 0.02, 1.0, Dtype::F32, &Device::Cpu).unwrap();
         let active = Active::new(params.iter().map(|p| p.name.to_string()));
         let model = TrainableNetwork::new(spec, Arc::new(source), Device::Cpu);
-        let mut engine = Engine {
+        let strategy = StepStrategy {
             gradients,
-            max_grad_norm,
-            ..Engine::new(model, Box::new(CausalLm::new(vocab)), Optimizer::new(settings))
+            ..StepStrategy::new(Dtype::F32)
         };
+        let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
+        let mut engine = Engine::new(model, objective, optimizer, strategy, &active).unwrap();
+        engine.max_grad_norm = max_grad_norm;
         let weights = |engine: &Engine| {
             let mut all = Vec::new();
             for name in active.names() {

@@ -29,7 +29,8 @@ pub struct Layout {
 impl Layout {
     /// `stored` defaults to f32; on a GPU the storage type is `activations`, the output type of the layers.
     ///
-    /// Errors: a type that is not supported on this device.
+    /// # Errors
+    /// A type that is not supported on this device.
     pub fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Result<Self> {
         let form = match (device.is_cpu(), stored) {
             (true, stored) => Some(Form {
@@ -40,7 +41,7 @@ impl Layout {
             (false, None) => None,
             (false, Some(_)) => {
                 return Err(
-                    Error::new("on a GPU the KV cache always has the dtype of the activations")
+                    Error::unsupported("on a GPU the KV cache always has the dtype of the activations")
                         .hint("leave out `--kv-cache`"),
                 );
             }
@@ -229,7 +230,7 @@ impl<'a> Step<'a> {
     pub fn new(sequences: Vec<&'a mut Sequence>, documents: &'a [usize]) -> Result<Self> {
         if documents.len() != sequences.len() + 1 {
             return Err(
-                Error::new("a decoding step and its KV cache have different numbers of rows")
+                Error::shape("a decoding step and its KV cache have different numbers of rows")
                     .found(documents.len().saturating_sub(1))
                     .expected(sequences.len()),
             );
@@ -310,13 +311,13 @@ impl KvStore for Step<'_> {
         ];
         for t in [k, v] {
             if t.dims() != want {
-                return Err(Error::new("keys or values of a decoding step have the wrong shape")
+                return Err(Error::shape("keys or values of a decoding step have the wrong shape")
                     .found(format!("{:?}", t.dims()))
                     .expected(format!("{want:?}")));
             }
         }
         if self.sequences.iter().any(|s| layer >= s.own.layers.len()) {
-            return Err(Error::new("the KV cache does not have this layer").found(layer));
+            return Err(Error::shape("the KV cache does not have this layer").found(layer));
         }
         self.push(layer, k, v, spec)?;
         if !q.device().is_cpu() {

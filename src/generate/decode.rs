@@ -11,16 +11,22 @@ use crate::quant::{self, QMatrix};
 use crate::source::Group;
 use candle_core::Tensor;
 
+/// How answers are decoded: their length, the sampling, the limits of the batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
+    /// Tokens of an answer at most.
     pub max_new_tokens: usize,
     /// 0: greedy.
     pub temperature: f32,
+    /// Samples only from the k most likely tokens.
     pub top_k: Option<usize>,
+    /// Samples only from the most likely tokens whose probabilities reach p.
     pub top_p: Option<f32>,
+    /// Seed of the sampling: equal seeds give equal answers.
     pub seed: u64,
     /// A row ends at any of these ids.
     pub stop_ids: Vec<u32>,
+    /// Rows and memory of a batch.
     pub limits: Limits,
 }
 
@@ -83,6 +89,7 @@ impl Settings {
 /// A prompt to continue.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Request {
+    /// `[T]`: the token ids before the answer.
     pub prompt: Vec<u32>,
     /// Key of its random numbers: its tokens depend only on (weights, prompt, seed, number), not on the batch.
     /// Requests with the same prompt need different numbers, else they get the same answer.
@@ -106,9 +113,11 @@ pub struct Answer {
 pub struct Speed {
     /// Prompt tokens that were computed, and the time until the first token of each answer.
     pub prefill_tokens: u64,
+    /// Seconds of these passes.
     pub prefill_seconds: f64,
     /// Tokens after the first of each answer.
     pub decode_tokens: u64,
+    /// Seconds of these steps.
     pub decode_seconds: f64,
     /// Prompt tokens that were reused from the cache, summed over requests.
     pub shared_tokens: u64,
@@ -119,7 +128,9 @@ pub struct Speed {
 /// The network that decodes, optionally with a quantized head.
 #[derive(Clone, Copy)]
 pub struct SampledModel<'a> {
+    /// The network, with its adapters.
     pub network: &'a Network,
+    /// A quantized copy of the output projection.
     pub head: Option<&'a QMatrix>,
 }
 
@@ -129,12 +140,38 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
     }
 }
 
-/// Decodes prompts of different lengths together. A row ends at a stop id, after `max_new_tokens`, or at the
-/// model's last position. `on_token(row, id)` is called for every token as it is sampled, except stop ids. Returns
-/// the new ids of each row, without the stop id.
+/// Decodes prompts of different lengths together. A row ends at a stop id, after `max_new_tokens`, or at the model's
+/// last position. `on_token(row, id)` is called for every token as it is sampled, except stop ids. Returns the new ids
+/// of each row, without the stop id.
 ///
-/// Errors: an empty prompt, one longer than the model's positions, an id beyond the embedding; logits that are not
-/// finite; any error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
+/// # Errors
+/// An empty prompt, one longer than the model's positions, an id beyond the embedding; logits that are not finite; any
+/// error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
+///
+/// ```no_run
+/// use ft::generate::{Settings, generate};
+/// # use ft::{hf, ops::Dtype};
+///
+/// # fn main() -> ft::base::Result<()> {
+/// # let device = candle_core::Device::Cpu;
+/// let opened = hf::open("model".as_ref(), Dtype::Bf16, &device)?;
+/// let prompts = [opened.tokenizer.encode("Once upon a time", true)?];
+/// let settings = Settings {
+///     max_new_tokens: 64,
+///     temperature: 0.7,
+///     top_p: Some(0.9),
+///     stop_ids: opened.tokenizer.stop_ids().to_vec(),
+///     ..Settings::default()
+/// };
+/// // The callback gets each token as it is sampled.
+/// let answers = generate(&opened.model.network, &prompts, &settings, &mut |_row, id| {
+///     print!("{}", opened.tokenizer.decode(&[id], true)?);
+///     Ok(())
+/// })?;
+/// assert!(answers[0].len() <= 64);
+/// # Ok(())
+/// # }
+/// ```
 pub fn generate<'a>(
     policy: impl Into<SampledModel<'a>>,
     prompts: &[Vec<u32>],
@@ -161,7 +198,8 @@ pub fn generate<'a>(
 /// Generates answers for reinforcement learning: with the stop id, which is trained too, and the log-probability of
 /// each id.
 ///
-/// Errors: as `generate`.
+/// # Errors
+/// As `generate`.
 pub fn rollout<'a>(
     policy: impl Into<SampledModel<'a>>,
     requests: &[Request],
@@ -171,7 +209,9 @@ pub fn rollout<'a>(
 }
 
 /// As `rollout`; also calls `on_token` for every token as it is sampled (except stop ids), and returns statistics.
-/// Errors: as `generate`.
+///
+/// # Errors
+/// As `generate`.
 pub fn answer<'a>(
     policy: impl Into<SampledModel<'a>>,
     requests: &[Request],
@@ -198,6 +238,9 @@ pub struct Session {
 
 impl Session {
     /// As `answer`, for one request. After an error the next call starts with an empty cache.
+    ///
+    /// # Errors
+    /// As for `generate`.
     pub fn answer<'a>(
         &mut self,
         policy: impl Into<SampledModel<'a>>,
@@ -233,19 +276,19 @@ fn check(network: &Network, requests: &[Request]) -> Result<()> {
     for (row, Request { prompt, .. }) in requests.iter().enumerate() {
         let place = format!("prompt {}", row + 1);
         if prompt.is_empty() {
-            return Err(Error::new("the prompt has no tokens")
+            return Err(Error::argument("the prompt has no tokens")
                 .at(place)
                 .hint("give it some text to continue"));
         }
         if prompt.len() > spec.max_positions {
-            return Err(Error::new("the prompt is longer than the model's positions")
+            return Err(Error::argument("the prompt is longer than the model's positions")
                 .at(place)
                 .found(format!("{} tokens", prompt.len()))
                 .expected(format!("at most {}", spec.max_positions)));
         }
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= spec.vocab) {
             return Err(
-                Error::new("the prompt contains a token id for which the model has no embedding")
+                Error::argument("the prompt contains a token id for which the model has no embedding")
                     .at(place)
                     .found(format!("id {id}"))
                     .expected(format!("ids below {}", spec.vocab))

@@ -44,14 +44,17 @@ impl Formats {
 impl QuantizedCopy {
     /// Quantizes the current weights.
     ///
-    /// Errors: a GPU; an embedding that is streamed from disk; weights that are not finite.
+    /// # Errors
+    /// A GPU; an embedding that is streamed from disk; weights that are not finite.
     pub fn new(of: &Network, formats: Formats) -> Result<Self> {
         let hint = "use unquantized weights for rollouts";
         if !of.device.is_cpu() {
-            return Err(Error::new("rollouts with quantized weights are not supported on a GPU yet").hint(hint));
+            return Err(
+                Error::unsupported("rollouts with quantized weights are not supported on a GPU yet").hint(hint),
+            );
         }
         if of.source.streamed(of.spec.head_name()).is_some() {
-            return Err(Error::new(
+            return Err(Error::unsupported(
                 "rollouts with quantized weights need the embedding in memory, but it is streamed from disk",
             )
             .hint(hint));
@@ -72,7 +75,8 @@ impl QuantizedCopy {
     /// Requantizes the parameters for which `changed` returns true, from the current weights of `of`, and takes its
     /// adapters.
     ///
-    /// Errors: weights that are not finite.
+    /// # Errors
+    /// Weights that are not finite.
     pub fn refresh(&mut self, of: &Network, changed: &dyn Fn(&str) -> bool) -> Result<()> {
         self.network.adapters = of.adapters.clone();
         let params = of.source.params();

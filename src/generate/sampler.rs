@@ -13,26 +13,29 @@ pub struct Sampler {
     pub top_k: Option<usize>,
     /// Keeps only the smallest set of most likely tokens whose probabilities reach p.
     pub top_p: Option<f32>,
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
 /// A sampled token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SampledToken {
+    /// The token id.
     pub id: u32,
     /// Natural log of its probability among the kept tokens; greedy: among all.
     pub log_prob: f32,
 }
 
 impl Sampler {
-    /// Samples the token after position `position` of request `number`. The result depends only on the logits `[V]`
-    /// and on (seed, number, position), so the other rows of the batch do not matter.
+    /// Samples the token after position `position` of request `number`. The result depends only on the logits `[V]` and
+    /// on (seed, number, position), so the other rows of the batch do not matter.
     ///
-    /// Errors: logits that are NaN or infinite.
+    /// # Errors
+    /// Logits that are NaN or infinite.
     pub fn next(&self, logits: &[f32], number: u64, position: usize) -> Result<SampledToken> {
         let highest = softmax::highest(logits);
         if !highest.is_finite() {
-            return Err(Error::new("the model's output is not finite")
+            return Err(Error::non_finite("the model's output is not finite")
                 .found("a logit that is not a number")
                 .hint("check the weights, or use `--dtype f32`"));
         }

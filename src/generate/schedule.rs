@@ -156,7 +156,7 @@ impl<'a> Schedule<'a> {
             let need = own + missing.iter().map(|&n| self.node_bytes(n)).sum::<u64>();
             if need > limits.cache_bytes.saturating_sub(self.used) {
                 if self.rows.is_empty() {
-                    return Err(Error::new("the KV cache is too small for one request")
+                    return Err(Error::argument("the KV cache is too small for one request")
                         .found(format!("{} for {} tokens", bytes(self.used + need), shared + room))
                         .expected(format!("at most {}", bytes(limits.cache_bytes)))
                         .hint("allow fewer new tokens, more bytes, or store the cache as int8"));

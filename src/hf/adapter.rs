@@ -22,8 +22,9 @@ use std::sync::Arc;
 /// beside them (`modules_to_save`); `base` is the `fingerprint` of the base model, stored in the metadata of the
 /// weights. Adapters with a subtracted init must be converted first (`plain_lora`).
 ///
-/// Errors: no adapter; a rank or scale that differs from the config (PEFT would compute a different result); a value
-/// that is not finite; a full disk. Then `out` is unchanged.
+/// # Errors
+/// No adapter; a rank or scale that differs from the config (PEFT would compute a different result); a value that is
+/// not finite; a full disk. Then `out` is unchanged.
 pub fn adapter(
     out: &Path,
     config: &AdapterConfig,
@@ -36,6 +37,9 @@ pub fn adapter(
 }
 
 /// As `adapter`, for a base model that `base` writes into the staging directory; `base` returns its fingerprint.
+///
+/// # Errors
+/// As for `adapter`; any error of `base`.
 pub fn adapter_over(
     out: &Path,
     config: &AdapterConfig,
@@ -80,7 +84,7 @@ pub fn adapter_over(
     ];
     writer::write_file(&dir.join(WEIGHTS), &list, &metadata, |plan, sink| match next.next() {
         Some((_, tensor)) => sink(Values::F32(&update::to_f32_vec(tensor)?)),
-        None => Err(Error::new("no such adapter tensor").at(&plan.name)),
+        None => Err(Error::not_found("no such adapter tensor").at(&plan.name)),
     })?;
     config.save(dir)?;
     copy_beside(base_dir, dir, &TOKENIZER)?;
@@ -127,6 +131,9 @@ fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> 
 
 /// Converts to an equivalent plain LoRA on the original weights: a subtracted init becomes a second half of the pair
 /// with opposite sign; ranks double, scales stay.
+///
+/// # Errors
+/// Some adapters have a subtracted init and others do not, or are no LoRA.
 pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(AdapterConfig, Adapters)> {
     let starts = adapters
         .values()
@@ -159,6 +166,9 @@ pub fn plain_lora(config: &AdapterConfig, adapters: &Adapters) -> Result<(Adapte
 
 /// AdaLoRA adapters as PEFT saves them: without the pruned singular values; the config lists the kept ones.
 /// `kept` is by module; if it is empty, nothing changes.
+///
+/// # Errors
+/// The number of flags of a module differs from its number of singular values (`Shape`).
 pub fn pruned(
     config: &AdapterConfig,
     adapters: &Adapters,

@@ -38,15 +38,20 @@ const WORTH_KEEPING: u64 = 64 << 20;
 /// Identifies a base model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fingerprint {
+    /// Hash of every byte of the weights.
     pub exact: String,
+    /// Hash of the values of all weights.
     pub weights: String,
+    /// Hash of a sample of the values.
     pub sampled: String,
 }
 
 /// The base model named in an adapter's file; unknown hashes are empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Base {
+    /// As `Fingerprint::weights`.
     pub weights: String,
+    /// As `Fingerprint::sampled`.
     pub sampled: String,
 }
 
@@ -83,14 +88,18 @@ impl Base {
 /// Computes the fingerprint of the base model in `dir`: hashes of the computation that the config defines (not of its
 /// text), and of name, shape and values of every parameter.
 ///
-/// Errors: an unsupported model; a parameter is missing, has another shape, or contains a non-finite value; a file
-/// cannot be read.
+/// # Errors
+/// An unsupported model; a parameter is missing, has another shape, or contains a non-finite value; a file cannot be
+/// read.
 pub fn fingerprint(dir: &Path) -> Result<Fingerprint> {
     let spec = families::read(&Config::load(dir)?)?;
     of(&spec, &Weights::open(dir)?)
 }
 
 /// As `fingerprint`, for a model that is already open.
+///
+/// # Errors
+/// As for `fingerprint`.
 pub fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let before = Files::look(weights);
     let kept = before.as_ref().filter(|_| weights.total_bytes() >= WORTH_KEEPING);
@@ -148,7 +157,7 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
             }
             for part in stored::tensors(layout, format, &p.name, (rows, columns)) {
                 let info = weights.info(&part.name).ok_or_else(|| {
-                    Error::new(format!("tensor `{}` is missing", part.name)).at_path(&weights.files()[0])
+                    Error::not_found(format!("tensor `{}` is missing", part.name)).at_path(&weights.files()[0])
                 })?;
                 split(info, None, info.bytes as usize);
                 parts.push((
@@ -184,7 +193,7 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
         };
         if let Some(at) = not_finite(dtype, raw) {
             return Err(
-                Error::new(format!("tensor `{}` has a value that is not finite", job.info.name))
+                Error::non_finite(format!("tensor `{}` has a value that is not finite", job.info.name))
                     .at_path(&weights.files()[job.info.file])
                     .found(format!(
                         "{} as number {}",
@@ -222,7 +231,7 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
 }
 
 fn unreadable(weights: &Weights, info: &TensorInfo, e: std::io::Error) -> Error {
-    Error::new(format!("cannot read tensor `{}`", info.name))
+    Error::io(format!("cannot read tensor `{}`", info.name))
         .at_path(&weights.files()[info.file])
         .cause(e)
 }
@@ -399,7 +408,8 @@ pub fn base_of(weights: &Weights) -> Option<Base> {
 
 /// Checks that the adapter in `dir` was trained on this base model. Adapters without a fingerprint pass.
 ///
-/// Errors: the adapter was trained on another base model.
+/// # Errors
+/// The adapter was trained on another base model.
 pub fn check_base(dir: &Path, base: &Base) -> Result<()> {
     let path = dir.join(adapter::WEIGHTS);
     let weights = Weights::open_file(&path)?;
@@ -410,7 +420,7 @@ pub fn check_base(dir: &Path, base: &Base) -> Result<()> {
             } else {
                 (&own.weights, &base.weights)
             };
-            Err(Error::new("adapter was trained on another base model")
+            Err(Error::format("adapter was trained on another base model")
                 .at_path(&path)
                 .found(format!("base {found}"))
                 .expected(format!("base {expected}, the given model"))

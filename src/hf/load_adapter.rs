@@ -22,7 +22,9 @@ const SHOWN: usize = 20;
 /// Contents of an adapter directory.
 #[derive(Debug, Clone)]
 pub struct LoadedAdapter {
+    /// The settings, from `adapter_config.json`.
     pub config: AdapterConfig,
+    /// The adapters by module name.
     pub adapters: Adapters,
     /// Full parameters in f32 that replace the model's, by name (`modules_to_save`).
     pub whole: BTreeMap<String, Tensor>,
@@ -34,8 +36,9 @@ pub struct LoadedAdapter {
 
 /// Reads the config and the tensors (as f32, on the host) of all linears that have an adapter.
 ///
-/// Errors: any error of `AdapterConfig::load`; a pickle beside the weights; and, in one error, every tensor that is
-/// missing, unexpected, of another shape or rank, on a module that the model does not have, or not finite.
+/// # Errors
+/// Any error of `AdapterConfig::load`; a pickle beside the weights; and, in one error, every tensor that is missing,
+/// unexpected, of another shape or rank, on a module that the model does not have, or not finite.
 pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
     let config = AdapterConfig::load(dir)?;
     refuse_pickles(dir)?;
@@ -179,7 +182,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
         .base_model_name_or_path
         .as_deref()
         .unwrap_or("not named in its config");
-    Err(Error::new("adapter does not fit this model")
+    Err(Error::shape("adapter does not fit this model")
         .at_path(&path)
         .found(format!(
             "{total} {}:\n      {}",
@@ -293,11 +296,17 @@ fn refuse_pickles(dir: &Path) -> Result<()> {
 }
 
 /// Rank of a module: its entry in `rank_pattern`, else `r`.
+///
+/// # Errors
+/// A pattern of `rank_pattern` is not a regular expression.
 pub fn rank_of(config: &AdapterConfig, module: &str) -> Result<usize> {
     Ok(*targets::of_pattern(&config.rank_pattern, module)?.unwrap_or(&config.r))
 }
 
 /// Alpha of a module: its entry in `alpha_pattern`, else `lora_alpha`.
+///
+/// # Errors
+/// A pattern of `alpha_pattern` is not a regular expression.
 pub fn alpha_of(config: &AdapterConfig, module: &str) -> Result<f64> {
     Ok(*targets::of_pattern(&config.alpha_pattern, module)?.unwrap_or(&config.lora_alpha))
 }

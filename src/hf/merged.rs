@@ -10,7 +10,9 @@ use candle_core::{Device, Tensor};
 /// An adapter and the factor of its update: 1 adds it, -1 subtracts it.
 #[derive(Debug, Clone)]
 pub struct Weighted {
+    /// The loaded adapter.
     pub adapter: LoadedAdapter,
+    /// The factor.
     pub weight: f32,
 }
 
@@ -51,7 +53,8 @@ impl Weighted {
 
 /// W + Σ weight · (W with the adapter - W), in f32 `[elements]`: each update is relative to the original W.
 ///
-/// Errors: the tensor is missing or has another shape than the parameter or an adapter.
+/// # Errors
+/// The tensor is missing or has another shape than the parameter or an adapter.
 pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[Weighted]) -> Result<Vec<f32>> {
     weights.require(&param.name, &param.shape)?;
     let before = weights.read_f32(&param.name)?;
@@ -65,7 +68,7 @@ pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[Weighted]) -> Re
             continue;
         };
         if after.dims() != param.shape {
-            return Err(Error::new("adapter has another shape than its weight")
+            return Err(Error::shape("adapter has another shape than its weight")
                 .at(&param.name)
                 .found(format!("{:?}", after.dims()))
                 .expected(format!("{:?}", param.shape)));

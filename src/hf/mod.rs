@@ -9,6 +9,7 @@ mod fingerprint;
 mod load_adapter;
 mod merged;
 mod model;
+mod new_adapters;
 mod open;
 mod tie;
 
@@ -21,6 +22,7 @@ pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_table
 pub use merged::{Weighted, merged};
 pub use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, model};
+pub use new_adapters::{AdapterSet, TrainedRows, new_adapters, subtracts_init};
 pub use open::{OpenModel, open};
 pub use tie::{untied_weights, unties};
 
@@ -65,6 +67,9 @@ fn copy_beside(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
 }
 
 /// Writes the chat template used in training into an exported directory; it overrides one in `tokenizer_config.json`.
+///
+/// # Errors
+/// The file cannot be written.
 pub fn set_chat_template(dir: &Path, text: &str) -> Result<()> {
     files::write_atomic(&dir.join(CHAT_TEMPLATE), text.as_bytes())
 }

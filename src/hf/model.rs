@@ -11,6 +11,7 @@ use crate::source::ParamInfo;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
+/// A model directory in which all weights have one number format.
 pub struct ModelExport<'a> {
     /// The directory to write, e.g. `run/final`. An existing one is replaced when the new one is complete.
     pub out: &'a Path,
@@ -20,15 +21,21 @@ pub struct ModelExport<'a> {
     pub config: Map<String, Value>,
     /// True if the head is tied: `lm_head.weight` is not written.
     pub tied: bool,
+    /// The number format of the weights.
     pub dtype: Dtype,
+    /// The parameters, in the order of the file.
     pub params: &'a [ParamInfo],
 }
 
 /// A model directory in which each tensor has its own number format.
 pub struct Directory<'a> {
+    /// The directory to write.
     pub out: &'a Path,
+    /// Source of tokenizer files, generation settings and license.
     pub base_dir: &'a Path,
+    /// The contents of `config.json`.
     pub config: &'a Map<String, Value>,
+    /// The tensors, in the order of the files.
     pub tensors: &'a [TensorPlan],
     /// Size limit of a weight file; a single larger tensor may exceed it.
     pub shard_bytes: u64,
@@ -45,7 +52,8 @@ pub type ParamFill<'a> = dyn FnMut(&str, &mut dyn FnMut(Values) -> Result<()>) -
 /// Writes the directory and returns its path. `fill` passes the values of one parameter to the sink, at once or in
 /// pieces; for bf16 output they are rounded to nearest, so bf16 values are written unchanged.
 ///
-/// Errors: a value that is not finite, a parameter of another size, a full disk; then `out` is unchanged.
+/// # Errors
+/// A value that is not finite, a parameter of another size, a full disk; then `out` is unchanged.
 pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
     let dtype = stored(e.dtype);
     let tensors: Vec<TensorPlan> = e
@@ -72,7 +80,10 @@ pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
 }
 
 impl Directory<'_> {
-    /// Errors: as `model`.
+    /// Writes the directory and returns its path; `fill` delivers the values of each tensor.
+    ///
+    /// # Errors
+    /// As `model`.
     pub fn write(&self, fill: &mut TensorFill) -> Result<PathBuf> {
         let staging = Staging::create(self.out)?;
         let dir = staging.path();
@@ -90,6 +101,7 @@ impl Directory<'_> {
     }
 }
 
+/// The format of this type in a file.
 pub fn stored(dtype: Dtype) -> StoredDtype {
     match dtype {
         Dtype::F32 => StoredDtype::F32,

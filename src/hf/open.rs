@@ -11,9 +11,11 @@ use std::sync::Arc;
 
 /// A model directory with loaded weights.
 pub struct OpenModel {
+    /// The contents of `config.json`.
     pub config: Config,
-    /// The network, and the store of its weights for training.
+    /// The network with all weights on its device, and the store of its weights for training.
     pub model: TrainableNetwork,
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
     /// The model's own chat template, if it has one.
     pub template: Option<ChatTemplate>,
@@ -22,7 +24,25 @@ pub struct OpenModel {
 /// Reads config, tokenizer, chat template and all weights of `dir`, the weights in `dtype` on `device`.
 ///
 /// # Errors
-/// A missing or damaged file; a family that ft does not compute; weights that do not fit the config.
+/// The kind is `NotFound` for a missing directory or file, `Format` for a damaged file, `Unsupported` for a family that
+/// ft does not compute or for weights that are not safetensors, `Shape` for weights that do not fit the config, and
+/// `NonFinite` for weights that are not finite.
+///
+/// ```
+/// use candle_core::Device;
+/// use ft::base::ErrorKind;
+/// use ft::{hf, ops::Dtype};
+/// use std::path::Path;
+///
+/// # fn main() -> ft::base::Result<()> {
+/// let opened = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
+/// println!("{} layers, {} tokens", opened.model.network.layers(), opened.tokenizer.vocab_size());
+///
+/// let missing = hf::open(Path::new("no/such/model"), Dtype::F32, &Device::Cpu);
+/// assert!(missing.is_err_and(|e| e.kind() == ErrorKind::NotFound));
+/// # Ok(())
+/// # }
+/// ```
 pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
     let config = Config::load(dir)?;
     let spec = families::read(&config)?;

@@ -17,15 +17,16 @@ pub(super) fn config_unties(config: &AdapterConfig, spec: &Spec) -> bool {
     spec.tied && generates && !config.ensure_weight_tying && config.modules_to_save.iter().any(saves)
 }
 
-/// True if the adapter in `dir` unties embedding and head of this model. Load it then into a network with
-/// `spec.tied = false`, with `untied_weights`.
+/// True if the adapter in `dir` unties embedding and head of this model. Load it then into a network with `spec.tied =
+/// false`, with `untied_weights`.
 ///
-/// Errors: trained token rows together with a whole matrix, which PEFT refuses too.
+/// # Errors
+/// Trained token rows together with a whole matrix, which PEFT refuses too.
 pub fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
     let config = AdapterConfig::load(dir)?;
     let unties = config_unties(&config, spec);
     if unties && !config.token_rows.is_empty() {
-        return Err(Error::new(
+        return Err(Error::unsupported(
             "`trainable_token_indices` and `modules_to_save` of the adapter both change the embedding or head of a tied model",
         )
         .at_path(dir)
@@ -35,10 +36,13 @@ pub fn unties(dir: &Path, spec: &Spec) -> Result<bool> {
 }
 
 /// Weights of a tied model whose head is read as a separate matrix.
+///
+/// # Errors
+/// The model has no embedding.
 pub fn untied_weights(mut weights: Weights) -> Result<Weights> {
     if weights.alias(spec::LM_HEAD, spec::EMBEDDING) {
         Ok(weights)
     } else {
-        Err(Error::new("the model has no embedding").at(spec::EMBEDDING))
+        Err(Error::not_found("the model has no embedding").at(spec::EMBEDDING))
     }
 }

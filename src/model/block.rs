@@ -18,25 +18,39 @@ use crate::source::GroupWeights;
 use candle_core::Tensor;
 use std::sync::Arc;
 
+/// A decoder layer, with its weights on the device.
 pub struct Block {
     /// Handle that keeps the weights' memory from being reused.
     pub _weights: Arc<GroupWeights>,
+    /// Sizes and options of the model.
     pub spec: Arc<Spec>,
+    /// The layer, from 0.
     pub index: usize,
+    /// q, k and v.
     pub attention_in: Projections,
+    /// The output projection of the attention.
     pub o_proj: Linear,
+    /// Norm of each query head, if the family has it.
     pub q_norm: Option<Param>,
+    /// Norm of each key head, if the family has it.
     pub k_norm: Option<Param>,
+    /// gate and up.
     pub mlp_in: Projections,
+    /// The output projection of the MLP.
     pub down_proj: Linear,
+    /// The norm before the attention.
     pub input_norm: Param,
+    /// The norm after the attention, if the family has it.
     pub attention_post_norm: Option<Param>,
+    /// The norm before the MLP.
     pub mlp_norm: Param,
+    /// The norm after the MLP, if the family has it.
     pub mlp_post_norm: Option<Param>,
 }
 
 /// Several projections of one input: q, k, v, or gate and up; one matrix each, or one fused matrix (Phi-3).
 pub enum Projections {
+    /// One linear for each part.
     Separate(Vec<Linear>),
     /// One linear, and the widths of its parts.
     Fused(Linear, Vec<usize>),
@@ -171,7 +185,7 @@ impl Block {
         let h = self.norm(&self.input_norm, x)?;
         let mut qkv = self.attention_in.forward(&h, ctx)?.into_iter();
         let (Some(q), Some(k), Some(v)) = (qkv.next(), qkv.next(), qkv.next()) else {
-            return Err(crate::base::Error::new("attention needs three projections"));
+            return Err(crate::base::Error::internal("attention needs three projections"));
         };
         drop(h);
         let (q, k, raw) = match (&self.q_norm, &self.k_norm) {

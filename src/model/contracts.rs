@@ -69,6 +69,7 @@ impl Context<'_> {
         }
     }
 
+    /// Reports the input of the linear with this weight to the observer, if there is one.
     pub fn seen(&self, weight: &str, x: &Tensor) -> Result<()> {
         match self.observer {
             Some(observer) => observer.input(weight, x),
@@ -106,7 +107,9 @@ pub trait Layer {
 pub struct Need {
     /// Factor of every gradient: 1 / weight of the whole window (its trained tokens, for most objectives).
     pub scale: f64,
+    /// The gradient of the hidden states.
     pub dh: bool,
+    /// The gradient of the output projection.
     pub dw: bool,
 }
 
@@ -155,7 +158,7 @@ pub trait Objective {
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
         let _ = (x, batch, need, step_stats);
-        Err(Error::new("this objective does not use hidden states of layers").at(format!("layer {layer}")))
+        Err(Error::unsupported("this objective does not use hidden states of layers").at(format!("layer {layer}")))
     }
 
     /// Parameters of the objective (a score head, projections), named `objective.*`: always trained and saved.

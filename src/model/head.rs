@@ -16,14 +16,18 @@ use std::sync::Arc;
 pub struct Head<'a> {
     /// Name of the matrix `[V, D]`; if tied, that of the embedding.
     pub name: Arc<str>,
+    /// The matrix.
     pub weight: HeadWeight<'a>,
+    /// Logits z become cap · tanh(z / cap).
     pub softcap: Option<f32>,
 }
 
+/// The matrix of an output projection.
 #[derive(Clone)]
 pub enum HeadWeight<'a> {
     /// `[V, D]`, dense.
     Whole(Weight),
+    /// A matrix that is read from disk in pieces.
     Streamed(Rc<StreamedHead<'a>>),
 }
 
@@ -33,7 +37,9 @@ pub struct StreamedHead<'a> {
     name: Arc<str>,
     /// V, D, and the number of rows of a piece.
     pub rows: usize,
+    /// D
     pub width: usize,
+    /// Rows of a piece.
     pub piece_rows: usize,
     /// Handle of the current piece; it is kept until the next call.
     lease: RefCell<Option<Arc<GroupWeights>>>,
@@ -64,16 +70,20 @@ impl<'a> StreamedHead<'a> {
 }
 
 impl Head<'_> {
-    /// The whole matrix. Errors: it is streamed in pieces.
+    /// The whole matrix.
+    ///
+    /// # Errors
+    /// It is streamed in pieces.
     pub fn param(&self) -> Result<Param> {
         match &self.weight {
             HeadWeight::Whole(w) => Ok(Param {
                 name: self.name.clone(),
                 tensor: w.dense()?.clone(),
             }),
-            HeadWeight::Streamed(_) => {
-                Err(Error::new("the output head is read in parts: the full matrix is not in memory").at(&*self.name))
-            }
+            HeadWeight::Streamed(_) => Err(Error::unsupported(
+                "the output head is read in parts: the full matrix is not in memory",
+            )
+            .at(&*self.name)),
         }
     }
 
@@ -103,6 +113,9 @@ impl Head<'_> {
     }
 
     /// Log-probability of each target, `[N]`; 0 where the target is `IGNORE`. `h` `[N, D]`.
+    ///
+    /// # Errors
+    /// A target outside the vocabulary (`Argument`).
     pub fn log_probs(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
         let chunk = cross_entropy::chunk_for(self.vocab()?, false);
         match &self.weight {
@@ -114,6 +127,9 @@ impl Head<'_> {
     }
 
     /// The gradients of `Σ weights[n] · -log p(targets[n])`, times `need.scale`; `weights` `[N]`, of any sign.
+    ///
+    /// # Errors
+    /// A target outside the vocabulary (`Argument`); the gradient of a head that is read in pieces (`Unsupported`).
     pub fn weighted(&self, h: &Tensor, targets: &[u32], weights: &[f32], need: Need) -> Result<LossGradients> {
         if !need.dh && !need.dw {
             return Ok(LossGradients::default());
@@ -143,6 +159,9 @@ impl Head<'_> {
 
     /// Entropy of the next-token distribution in nats, `[N]`; 0 where the target is `IGNORE`. For metrics: costs an
     /// extra product with the head.
+    ///
+    /// # Errors
+    /// A target outside the vocabulary (`Argument`).
     pub fn entropies(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
         let chunk = cross_entropy::chunk_for(self.vocab()?, false);
         match &self.weight {

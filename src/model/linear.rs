@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 pub use crate::peft::Dx;
 
+/// y = x·Wᵀ + b, with an adapter or without.
 pub struct Linear {
     /// Name of `weight`.
     pub name: Arc<str>,
@@ -18,6 +19,7 @@ pub struct Linear {
     pub weight: Weight,
     /// `[O]`
     pub bias: Option<Param>,
+    /// The adapter of this linear.
     pub adapter: Option<Arc<Adapter>>,
 }
 
@@ -87,7 +89,10 @@ impl Linear {
 
     /// `x` `[N, I]` (needed only if `wanted`), `dy` `[N, O]`; returns `∂x` `[N, I]` if needed. `∂x` is computed before
     /// any gradient is passed to the sink: a sink that updates at once must not change the weight on which `∂x`
-    /// depends. Errors: the gradient of a quantized weight is wanted.
+    /// depends.
+    ///
+    /// # Errors
+    /// The gradient of a quantized weight is wanted.
     pub fn backward(
         &self,
         x: Option<&Tensor>,

@@ -19,6 +19,7 @@ pub(super) type SavedPieces = Vec<Vec<Tensor>>;
 pub struct Needs {
     /// True if a parameter of gate or up is trained.
     pub inputs: bool,
+    /// True if a parameter of down is trained.
     pub down: bool,
     /// The gradient with respect to the norm's output.
     pub dh: bool,
@@ -143,7 +144,7 @@ impl Block {
         let Some(dm) = dm else { return Ok(None) };
         let mut parts = parts.into_iter();
         let (Some(gate), Some(up)) = (parts.next(), parts.next()) else {
-            return Err(Error::new("an MLP needs two projections"));
+            return Err(Error::internal("an MLP needs two projections"));
         };
         let (d_gate, d_up) = glu::backward_in_place(gate, up, &dm, self.spec.activation)?;
         drop(dm);

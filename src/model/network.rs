@@ -20,14 +20,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Adapters by the module name of their linear: `model.layers.0.self_attn.q_proj`.
 pub type Adapters = BTreeMap<String, Arc<Adapter>>;
 
+/// A model: its options, its weights and its adapters.
 pub struct Network {
+    /// Sizes and options.
     pub spec: Arc<Spec>,
+    /// Delivers the weights, layer by layer.
     pub source: Arc<dyn WeightSource>,
+    /// The adapters, by module name.
     pub adapters: Adapters,
     /// Trained rows of the embedding or the head.
     pub tokens: Vec<TokenRows>,
     /// Parameters of the objective: `objective.*`.
     pub objective_params: Vec<Param>,
+    /// The device of the computation.
     pub device: Device,
     /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
@@ -37,12 +42,14 @@ pub struct Network {
 
 /// A network whose weights can be trained.
 pub struct TrainableNetwork {
+    /// The network.
     pub network: Network,
     /// The source of the network.
     pub store: Arc<dyn TrainableStore>,
 }
 
 impl TrainableNetwork {
+    /// A network without adapters over this store.
     pub fn new(spec: Spec, store: Arc<dyn TrainableStore>, device: Device) -> Self {
         Self {
             network: Network::new(spec, store.clone(), device),
@@ -57,6 +64,7 @@ fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
 }
 
 impl Network {
+    /// A network without adapters over this source.
     pub fn new(spec: Spec, source: Arc<dyn WeightSource>, device: Device) -> Self {
         Self {
             spec: Arc::new(spec),
@@ -78,6 +86,7 @@ impl Network {
         result
     }
 
+    /// Number of decoder layers.
     pub fn layers(&self) -> usize {
         self.spec.layers.len()
     }
@@ -105,15 +114,20 @@ impl Network {
     }
 
     /// `[N]` ids to `[N, D]`.
+    ///
+    /// # Errors
+    /// An id outside the vocabulary (`Argument`); a failed read of the weights.
     pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
         let (table, ids) = self.source.rows(EMBEDDING, ids)?;
         embedding::gather(&table, &ids, self.spec.embedding_scale)
     }
 
+    /// The token embedding, `[V, D]`.
     pub fn embedding(&self) -> Result<Param> {
         param(&*self.source.fetch(Group::Embedding)?, EMBEDDING)
     }
 
+    /// The weight of the final norm, `[D]`.
     pub fn final_norm(&self) -> Result<Param> {
         param(&*self.source.fetch(Group::Head)?, FINAL_NORM)
     }
@@ -124,6 +138,7 @@ impl Network {
         rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
     }
 
+    /// The output projection; that of a tied model is the embedding.
     pub fn head(&self) -> Result<Head<'_>> {
         let (group, name) = if self.spec.tied {
             (Group::Embedding, EMBEDDING)
@@ -156,9 +171,10 @@ impl Network {
                     name: info.name.clone(),
                     tensor,
                 }),
-                None => {
-                    Err(Error::new("this weight is not in memory: its values must be read from its source").at(name))
-                }
+                None => Err(Error::unsupported(
+                    "this weight is not in memory: its values must be read from its source",
+                )
+                .at(name)),
             };
         }
         if let Some(rows) = self.tokens.iter().find(|t| &*t.param.name == name) {
@@ -178,7 +194,7 @@ impl Network {
                 }
             }
         }
-        Err(Error::new("the model has no such parameter").at(name))
+        Err(Error::not_found("the model has no such parameter").at(name))
     }
 
     /// The linears of layer `index`, with or without an adapter, each with its module name.
@@ -187,6 +203,9 @@ impl Network {
     }
 
     /// Creates the block of layer `index` from its weights.
+    ///
+    /// # Errors
+    /// The source cannot deliver the weights of this layer.
     pub fn block(&self, index: usize) -> Result<Block> {
         let weights = self.source.fetch(Group::Layer(index))?;
         let spec = &self.spec;
@@ -245,6 +264,9 @@ impl Network {
     }
 
     /// Hidden states of all tokens after the final norm, `[N, D]`: no gradients, no saved activations.
+    ///
+    /// # Errors
+    /// An id outside the vocabulary (`Argument`); a failed read of the weights; not enough memory on the device.
     pub fn hidden_states(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
         self.hidden_states_seen(ids, ctx, &mut |_, _| Ok(()))
     }

@@ -27,6 +27,7 @@ pub struct Sums<'a> {
 }
 
 impl<'a> Sums<'a> {
+    /// No sums yet; `sink` gets each whole gradient in `finish`.
     pub fn new(sink: &'a mut dyn GradSink) -> Self {
         Self {
             sink,

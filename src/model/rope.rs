@@ -26,7 +26,7 @@ impl Reader<'_> {
             None | Some(Value::Null) => Ok(None),
             Some(v) => match v.as_f64() {
                 Some(x) if x.is_finite() => Ok(Some(x)),
-                _ => Err(Error::new(format!("rope option `{key}` is not a finite number"))
+                _ => Err(Error::format(format!("rope option `{key}` is not a finite number"))
                     .at(self.place)
                     .found(v)),
             },
@@ -36,7 +36,7 @@ impl Reader<'_> {
     fn positive(&self, key: &str) -> Result<f64> {
         match self.opt(key)? {
             Some(x) if x > 0.0 => Ok(x),
-            found => Err(Error::new(format!("rope option `{key}` must be a positive number"))
+            found => Err(Error::format(format!("rope option `{key}` must be a positive number"))
                 .at(self.place)
                 .found(found.map_or("nothing".to_string(), |x| x.to_string()))),
         }
@@ -47,7 +47,8 @@ impl Rope {
     /// `parameters` is one set in the form of transformers 5: `rope_type` (or `type`), `rope_theta`, and the options of
     /// the type. `head_dim` is E, `max_positions` the config's `max_position_embeddings`.
     ///
-    /// Errors: a `rope_type` that is not supported, by name; an option that is missing or not a number.
+    /// # Errors
+    /// A `rope_type` that is not supported, by name; an option that is missing or not a number.
     pub fn new(parameters: &Map<String, Value>, head_dim: usize, max_positions: usize, place: &str) -> Result<Self> {
         let r = Reader { map: parameters, place };
         let kind = parameters
@@ -58,7 +59,7 @@ impl Rope {
         let partial = r.opt("partial_rotary_factor")?.unwrap_or(1.0);
         let dim = (head_dim as f64 * partial) as usize;
         if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
-            return Err(Error::new("rotary size must be even and at most the head size")
+            return Err(Error::format("rotary size must be even and at most the head size")
                 .at(place)
                 .found(format!("{dim} (head size {head_dim} × {partial})")));
         }
@@ -84,7 +85,7 @@ impl Rope {
                 attention_factor: 1.0,
             }),
             "yarn" => yarn(&r, &inv, dim, theta, max_positions),
-            other => Err(Error::new(format!("rope type `{other}` is not supported"))
+            other => Err(Error::unsupported(format!("rope type `{other}` is not supported"))
                 .at(place)
                 .expected("default, linear, yarn or llama3")),
         }
@@ -139,7 +140,7 @@ fn yarn(r: &Reader, inv: &[f32], dim: usize, theta: f64, max_positions: usize) -
         .unwrap_or(max_positions as f64);
     let factor = r.opt("factor")?.unwrap_or(max_positions as f64 / original);
     if factor <= 0.0 || original <= 0.0 {
-        return Err(Error::new("YaRN needs a positive factor").at(r.place).found(factor));
+        return Err(Error::format("YaRN needs a positive factor").at(r.place).found(factor));
     }
     let get_mscale = |scale: f64, m: f64| if scale <= 1.0 { 1.0 } else { 0.1 * m * scale.ln() + 1.0 };
     let attention_factor = match (r.opt("attention_factor")?, r.opt("mscale")?, r.opt("mscale_all_dim")?) {

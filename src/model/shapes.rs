@@ -6,6 +6,7 @@ use crate::formats::config::Config;
 use serde_json::{Value, json};
 use std::path::Path;
 
+/// Start of a model path that names a built-in shape.
 pub const PREFIX: &str = "shape:";
 
 /// The numbers are from the `config.json` of the model of that name on the hub.
@@ -46,7 +47,8 @@ const SHAPES: [Shape; 17] = [
 
 /// The config of `path`, which is `shape:NAME`; `None` if it does not have that form.
 ///
-/// Errors: a name that is not in the table.
+/// # Errors
+/// A name that is not in the table.
 pub fn config(path: &str) -> Result<Option<Config>> {
     let Some(name) = path.strip_prefix(PREFIX) else {
         return Ok(None);
@@ -58,7 +60,7 @@ pub fn config(path: &str) -> Result<Option<Config>> {
             .expected(format!("one of {}", names.join(", "))));
     };
     let Value::Object(raw) = shape.json() else {
-        return Err(Error::new("a built-in shape is not a JSON object"));
+        return Err(Error::internal("a built-in shape is not a JSON object"));
     };
     Ok(Some(Config::from_map(raw, Path::new(path))))
 }

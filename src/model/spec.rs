@@ -8,39 +8,61 @@ use crate::source::{Group, ParamInfo, Sublayer};
 /// Options of the decoder block. Families differ only in these values.
 #[derive(Debug, Clone)]
 pub struct Spec {
+    /// `model_type` of the config.
     pub model_type: String,
+    /// V: vocabulary size.
     pub vocab: usize,
+    /// D: hidden size.
     pub hidden: usize,
+    /// I: intermediate size of the MLP.
     pub intermediate: usize,
+    /// H: query heads.
     pub heads: usize,
+    /// K: key/value heads.
     pub kv_heads: usize,
+    /// E: elements of a head.
     pub head_dim: usize,
+    /// Added to the mean square in a norm.
     pub norm_eps: f64,
     /// Gemma: a norm multiplies by 1 + w.
     pub norm_plus_one: bool,
     /// Gemma: norms also after attention and after the MLP.
     pub sandwich_norms: bool,
+    /// Norms on each query and key head.
     pub qk_norm: bool,
+    /// Biases on q, k and v.
     pub qkv_bias: bool,
+    /// A bias on the output projection of the attention.
     pub o_bias: bool,
+    /// Biases on the projections of the MLP.
     pub mlp_bias: bool,
     /// Phi-3: one projection for q, k, v and one for gate and up.
     pub fused_projections: bool,
+    /// The activation of the gate.
     pub activation: Activation,
     /// Factor of the scores before the softmax.
     pub attention_scale: f32,
+    /// Attention scores s become cap · tanh(s / cap).
     pub attention_softcap: Option<f32>,
+    /// Logits z become cap · tanh(z / cap).
     pub logit_softcap: Option<f32>,
+    /// Factor of the embedding's output.
     pub embedding_scale: f32,
+    /// The output projection is the embedding.
     pub tied: bool,
+    /// The options of each layer.
     pub layers: Vec<LayerSpec>,
+    /// The rotary embeddings that layers refer to.
     pub ropes: Vec<Rope>,
+    /// Longest sequence in tokens.
     pub max_positions: usize,
+    /// Standard deviation of random weights.
     pub initializer_range: f32,
     /// Notes for the user, e.g. a key of the config that has no effect.
     pub warnings: Vec<String>,
 }
 
+/// The options in which layers of one model can differ.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerSpec {
     /// Sliding window in tokens; `None`: full causal attention.
@@ -49,15 +71,20 @@ pub struct LayerSpec {
     pub rope: usize,
 }
 
+/// Name of the token embedding.
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
+/// Name of the final norm.
 pub const FINAL_NORM: &str = "model.norm.weight";
+/// Name of the output projection of a model that is not tied.
 pub const LM_HEAD: &str = "lm_head.weight";
 
 impl Spec {
+    /// H·E
     pub fn query_width(&self) -> usize {
         self.heads * self.head_dim
     }
 
+    /// K·E
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
     }

@@ -15,6 +15,7 @@ use std::sync::Arc;
 /// Name below the matrix's module, as in PEFT.
 pub const BELOW: &str = "token_adapter.trainable_tokens_delta";
 
+/// Trained rows of the embedding or of the output projection.
 #[derive(Debug, Clone)]
 pub struct TokenRows {
     /// Name of the matrix `[V, D]`.
@@ -33,17 +34,18 @@ pub fn name_of(table: &str) -> String {
 impl TokenRows {
     /// Rows `ids` of `table` with their current values, or with `given` `[T, D]`, which is copied into the matrix.
     ///
-    /// Errors: an id outside the matrix; a matrix that is not held in memory.
+    /// # Errors
+    /// An id outside the matrix; a matrix that is not held in memory.
     pub fn new(network: &Network, table: &str, ids: &[u32], given: Option<&Tensor>) -> Result<Self> {
         let held = network.source.in_memory(table).ok_or_else(|| {
-            Error::new("rows of a matrix that is streamed from disk cannot be trained")
+            Error::unsupported("rows of a matrix that is streamed from disk cannot be trained")
                 .at(table)
                 .hint("set `memory.tier = \"device\"`, or remove `tune.lora.trainable_token_indices`")
         })?;
         let (vocab, width) = held.dims2()?;
         if let Some(id) = ids.iter().find(|id| **id as usize >= vocab) {
             return Err(
-                Error::new("the model has no row for a token of `trainable_token_indices`")
+                Error::argument("the model has no row for a token of `trainable_token_indices`")
                     .at(table)
                     .found(format!("token {id}"))
                     .expected(format!("less than {vocab}"))
@@ -75,7 +77,7 @@ impl TokenRows {
     /// Copies the values into the matrix.
     pub fn place(&self, network: &Network) -> Result<()> {
         let Some(table) = network.source.in_memory(&self.table) else {
-            return Err(Error::new("a matrix with trained rows is not in memory").at(&*self.table));
+            return Err(Error::unsupported("a matrix with trained rows is not in memory").at(&*self.table));
         };
         let width = table.dim(1)?;
         let values = update::to_f32_vec(&self.param.tensor)?;
@@ -107,10 +109,12 @@ impl TokenRows {
         embedding::scatter_add(gradient, &rows, &dx.index_select(&tokens, 0)?.contiguous()?, scale)
     }
 
+    /// True if the sink wants the gradient of these rows.
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
         sink.wants(&self.param.name)
     }
 
+    /// A gradient of zeros, `[T, D]`.
     pub fn zeros(&self) -> Result<Tensor> {
         Ok(Tensor::zeros(
             self.param.tensor.shape(),

@@ -17,14 +17,18 @@ use std::collections::BTreeSet;
 pub struct BlockPlan {
     /// Label in metrics and events: `model.layers.3`, `model.layers.0-1.mlp`, `embedding`, `lm_head`.
     pub label: String,
+    /// Names of the parameters.
     pub params: Vec<String>,
     /// Total number of elements.
     pub elements: usize,
 }
 
+/// The blocks of a run, and which of them is active in each step.
 #[derive(Debug, Clone)]
 pub struct BlockSchedule {
+    /// All blocks, in the order of the model.
     pub blocks: Vec<BlockPlan>,
+    /// Steps that a block stays active.
     pub switch_every: u64,
     order: BlockOrder,
     start: usize,
@@ -40,7 +44,10 @@ pub struct BlockSchedule {
 }
 
 impl BlockSchedule {
-    /// A run resolves `switch_every` to a number first (`run::defaults`); without known steps any number is valid.
+    /// A run resolves `switch_every` to a number first (`setup::defaults`); without known steps any number is valid.
+    ///
+    /// # Errors
+    /// A partition without blocks, a first block beyond the last, a prefix that matches no parameter.
     pub fn new(recipe: &BlockConfig, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
         let blocks = partition(recipe, params, tied);
         if blocks.is_empty() {
@@ -171,6 +178,7 @@ impl BlockSchedule {
         self.ratio.is_some()
     }
 
+    /// The labels of the blocks that are active in this step.
     pub fn label(&self, step: u64) -> String {
         let labels: Vec<&str> = self
             .active(step)

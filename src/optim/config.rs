@@ -22,6 +22,7 @@ named!(
     MaskShape { Adjacent = "adjacent", Scattered = "scattered" }
 );
 impl MaskShape {
+    /// True for `Scattered`.
     pub fn scattered(self) -> bool {
         self == Self::Scattered
     }
@@ -59,8 +60,11 @@ named!(
 /// Block training: one block of parameters is active at a time (BAdam, LISA, BREAD).
 #[derive(Debug, Clone)]
 pub struct BlockConfig {
+    /// The parameters of a block.
     pub partition: Partition,
+    /// Consecutive layers in one block of the partition `layer`.
     pub layers_per_block: usize,
+    /// The order in which blocks become active.
     pub order: BlockOrder,
     /// First block for `order = "fixed"`.
     pub start_block: usize,
@@ -68,16 +72,23 @@ pub struct BlockConfig {
     pub importance: Vec<String>,
     /// Active fraction of each parameter with `partition = "ratio"`.
     pub update_ratio: f64,
+    /// The elements of a window with `partition = "ratio"`.
     pub mask: MaskShape,
     /// Steps a block stays active; `None` is `auto`: clamp(n / (B * D), 50, 100).
     pub switch_every: Option<usize>,
+    /// The embedding is a block too.
     pub include_embedding: bool,
+    /// The output projection is a block too, unless it is tied.
     pub include_lm_head: bool,
+    /// Starts of the names of parameters that train in every step.
     pub always_active: Vec<String>,
+    /// The update of inactive blocks.
     pub correction: Correction,
+    /// The layers that the correction reaches.
     pub correction_scope: CorrectionScope,
     /// Learning rate of the correction relative to that of the block.
     pub correction_scale: f64,
+    /// Steps after a switch in which the learning rate rises.
     pub warmup_after_switch: usize,
 }
 
@@ -106,14 +117,21 @@ impl Default for BlockConfig {
 /// The update rule and its numbers; names as in PyTorch.
 #[derive(Debug, Clone)]
 pub struct OptimizerConfig {
+    /// The update rule.
     pub name: OptimizerName,
+    /// The learning rate before the schedule.
     pub learning_rate: f64,
+    /// Decay of the first and of the second moment.
     pub betas: [f64; 2],
+    /// Added to the root of the second moment.
     pub eps: f64,
+    /// Decoupled weight decay.
     pub weight_decay: f64,
     /// SGD only.
     pub momentum: f64,
+    /// Storage of the moments.
     pub state: StateDtype,
+    /// How bf16 weights keep small updates.
     pub master: Master,
 }
 
@@ -135,7 +153,9 @@ impl Default for OptimizerConfig {
 /// The learning rate over the steps; names as in transformers.
 #[derive(Debug, Clone)]
 pub struct ScheduleConfig {
+    /// The shape of the curve.
     pub name: ScheduleName,
+    /// Fraction of the steps in which the rate rises.
     pub warmup_ratio: f64,
     /// Replaces `warmup_ratio` if set.
     pub warmup_steps: Option<usize>,

@@ -32,6 +32,8 @@ pub(super) fn hash(name: &str) -> u64 {
 }
 
 impl Masks {
+    /// The masks of window number `window`. `ratio`: the active fraction of a parameter; `scattered`: the elements of a
+    /// window are spread over the parameter; `whole`: parameters that are active as a whole.
     pub fn new(ratio: f64, scattered: bool, seed: u64, window: u64, whole: BTreeSet<String>) -> Self {
         Self {
             ratio: (ratio * MILLION as f64).round() as u64,

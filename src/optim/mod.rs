@@ -1,5 +1,30 @@
 //! Optimizers, learning-rate schedules and the block schedule, on named parameters and gradients.
 //! Independent of layers and files. The arithmetic of the update rules is in `ops::step`.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use ft::optim::config::{OptimizerConfig, OptimizerName, ScheduleConfig, ScheduleName, StateDtype};
+//! use ft::optim::{Optimizer, Schedule, Update};
+//!
+//! # fn main() -> ft::base::Result<()> {
+//! // Lion with 8-bit states, 100 steps with a linear decay.
+//! let mut optimizer = Optimizer::new(OptimizerConfig {
+//!     name: OptimizerName::Lion,
+//!     state: StateDtype::Int8,
+//!     ..OptimizerConfig::default()
+//! });
+//! let schedule = Schedule::new(&ScheduleConfig { name: ScheduleName::Linear, ..ScheduleConfig::default() }, 100);
+//!
+//! // The weight changes in place.
+//! let weight = Tensor::new(&[1f32, -1.0], &Device::Cpu)?;
+//! let gradient = Tensor::new(&[0.5f32, 0.5], &Device::Cpu)?;
+//! optimizer.begin(10);
+//! let update = Update { name: "w", weight: &weight, gradient: &gradient, places: None };
+//! optimizer.update_all(&[update], 0.1 * schedule.multiplier(10), 1.0)?;
+//! assert!(weight.to_vec1::<f32>()?[0] < 1.0);
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod blocks;
 pub mod config;

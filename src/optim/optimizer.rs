@@ -12,6 +12,7 @@ use crate::source::MasterLowBits;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
+/// Updates named parameters and stores their state: moments, and the low 16 bits of fp32 masters.
 pub struct Optimizer {
     settings: OptimizerConfig,
     states: BTreeMap<String, State>,
@@ -27,6 +28,7 @@ pub struct Optimizer {
 
 /// One parameter and its gradient.
 pub struct Update<'a> {
+    /// Name of the parameter: the key of its state.
     pub name: &'a str,
     /// f32 or bf16, updated in place.
     pub weight: &'a Tensor,
@@ -38,7 +40,9 @@ pub struct Update<'a> {
 
 /// State of one parameter in a checkpoint.
 pub struct SavedState<'a> {
+    /// Name of the parameter.
     pub name: &'a str,
+    /// Number of its updates so far.
     pub step: u64,
     /// Tensors by part name: `m`, `v`; 8-bit states as `m.codes` (u8) and `m.scales`.
     pub parts: Vec<(&'static str, Tensor)>,
@@ -69,6 +73,7 @@ impl UpdateTensors {
 }
 
 impl Optimizer {
+    /// An optimizer without states; they are created at the first update of a parameter.
     pub fn new(settings: OptimizerConfig) -> Self {
         Self {
             settings,
@@ -122,17 +127,23 @@ impl Optimizer {
     }
 
     /// Updates all parameters of a list (no name twice) with their gradients times `coefficient`.
+    ///
+    /// # Errors
+    /// A gradient of another shape than its weight (`Shape`); a weight that is neither f32 nor bf16 (`Unsupported`).
     pub fn update_all(&mut self, updates: &[Update], lr: f64, coefficient: f32) -> Result<()> {
         self.update_gated(updates, lr, coefficient, FoundInf::default())
     }
 
     /// As `update_all`; `gate` can disable the update.
+    ///
+    /// # Errors
+    /// As for `update_all`.
     pub fn update_gated(&mut self, updates: &[Update], lr: f64, coefficient: f32, gate: FoundInf) -> Result<()> {
         let mut tensors = Vec::with_capacity(updates.len());
         for u in updates {
             let shape = u.subset.map_or(u.weight.dims().to_vec(), |p| vec![p.len]);
             if shape != u.gradient.dims() {
-                return Err(Error::new("the shapes of gradient and weight differ")
+                return Err(Error::shape("the shapes of gradient and weight differ")
                     .at(u.name)
                     .found(format!("{:?}", u.gradient.dims()))
                     .expected(format!("{shape:?}")));
@@ -228,7 +239,7 @@ impl Optimizer {
                 (Some(part), Rounding::Halves)
             }
             (other, _) => {
-                return Err(Error::new("weight type cannot be trained")
+                return Err(Error::unsupported("weight type cannot be trained")
                     .at(name)
                     .found(format!("{other:?}")));
             }
@@ -250,6 +261,9 @@ impl Optimizer {
     }
 
     /// The exact f32 values of a trained weight.
+    ///
+    /// # Errors
+    /// The weight is neither f32 nor bf16.
     pub fn exact(&self, name: &str, weight: &Tensor) -> Result<Vec<f32>> {
         match (weight.dtype(), self.low.get(name)) {
             (DType::BF16, Some(low)) => step::join(weight, low),
@@ -260,7 +274,7 @@ impl Optimizer {
     /// Sets a weight to exact f32 values from `exact`.
     pub fn restore_weight(&mut self, name: &str, weight: &Tensor, values: &[f32]) -> Result<()> {
         if values.len() != weight.elem_count() {
-            return Err(Error::new("the saved weight has a different size").at(name));
+            return Err(Error::shape("the saved weight has a different size").at(name));
         }
         match (weight.dtype(), self.settings.master) {
             (DType::BF16, Master::F32) => {
@@ -274,6 +288,7 @@ impl Optimizer {
         }
     }
 
+    /// The states of all parameters, sorted by name.
     pub fn saved(&self) -> impl Iterator<Item = SavedState<'_>> {
         self.states.iter().map(|(name, s)| SavedState {
             name,

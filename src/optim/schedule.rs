@@ -4,6 +4,7 @@
 use super::config::{ScheduleConfig, ScheduleName};
 use std::f64::consts::PI;
 
+/// The multiplier of the learning rate at each step of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Schedule {
     name: ScheduleName,

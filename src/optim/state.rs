@@ -118,12 +118,12 @@ impl State {
                 {
                     Ok(Some(Moment::Int8 { codes, scales }))
                 }
-                _ => Err(Error::new("an optimizer state is incomplete").at(name)),
+                _ => Err(Error::format("an optimizer state is incomplete").at(name)),
             }
         };
         let (first, second) = (moment("m")?, moment("v")?);
         match parts.into_keys().next() {
-            Some(name) => Err(Error::new("an optimizer state has an unknown part").at(name)),
+            Some(name) => Err(Error::format("an optimizer state has an unknown part").at(name)),
             None => Ok(Self { step, first, second }),
         }
     }

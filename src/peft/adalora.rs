@@ -10,6 +10,7 @@ use crate::base::{Error, Result};
 use crate::ops::{linear, update};
 use candle_core::{Device, Tensor};
 
+/// An AdaLoRA adapter: A, B and a vector of singular values.
 #[derive(Debug, Clone)]
 pub struct Adalora {
     /// `[R, I]`
@@ -20,10 +21,12 @@ pub struct Adalora {
     pub e: Param,
     /// alpha / (rank + 1e-5), as in PEFT: with the initial rank of the adapter.
     pub scale: f32,
+    /// Dropout on the input of A.
     pub mask: Mask,
 }
 
 impl Adalora {
+    /// An adapter with PEFT's parameter names. `a` `[R, I]`, `b` `[O, R]`, `e` `[R, 1]`.
     pub fn new(module: &str, a: Tensor, b: Tensor, e: Tensor, scale: f32, mask: Mask) -> Self {
         Self {
             a: Param::new(module, "lora_A", a),
@@ -54,12 +57,15 @@ impl Adalora {
         self.e.tensor.elem_count()
     }
 
-    /// A copy without the singular values that are false in `kept`. Errors: `kept` does not have R flags.
+    /// A copy without the singular values that are false in `kept`.
+    ///
+    /// # Errors
+    /// `kept` does not have R flags.
     pub fn without(&self, module: &str, kept: &[bool]) -> Result<Self> {
         let (r, inputs) = self.a.tensor.dims2()?;
         let outputs = self.b.tensor.dim(0)?;
         if kept.len() != r {
-            return Err(Error::new("the number of flags differs from the number of singular values").at(module));
+            return Err(Error::shape("the number of flags differs from the number of singular values").at(module));
         }
         let left: Vec<usize> = (0..r).filter(|&k| kept[k]).collect();
         let (a, b) = (update::to_f32_vec(&self.a.tensor)?, update::to_f32_vec(&self.b.tensor)?);

@@ -11,8 +11,11 @@ use std::sync::Arc;
 /// Key of the dropout masks of one micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Dropout {
+    /// Seed of the run.
     pub seed: u64,
+    /// The optimizer step, from 1.
     pub step: u64,
+    /// Index of the micro-batch in the step.
     pub micro: u64,
 }
 
@@ -21,6 +24,7 @@ pub struct Dropout {
 pub struct Param {
     /// For example `model.layers.0.self_attn.q_proj.lora_A.weight`; a PEFT file adds the prefix `base_model.model.`.
     pub name: Arc<str>,
+    /// The values, f32.
     pub tensor: Tensor,
 }
 
@@ -37,18 +41,23 @@ impl Param {
 /// The gradient of a parameter, in its shape.
 #[derive(Debug)]
 pub struct Gradient {
+    /// The parameter.
     pub param: Param,
+    /// f32, in the shape of the parameter.
     pub gradient: Tensor,
 }
 
 /// Inputs of a backward pass through a linear with its adapter.
 pub struct BackwardInput<'a> {
+    /// The linear without the adapter.
     pub base: &'a dyn Frozen,
     /// `[N, I]`: present if gradients of the adapter are needed.
     pub x: Option<&'a Tensor>,
     /// `[N, O]`
     pub dy: &'a Tensor,
+    /// Where the input gradient goes.
     pub dx: Dx<'a>,
+    /// The key of the dropout mask in the forward pass.
     pub dropout: Option<Dropout>,
 }
 
@@ -66,6 +75,7 @@ pub struct Cost {
     pub rank: usize,
     /// Temporary elements of forward and backward: per token, and in total.
     pub per_token: u64,
+    /// Temporary elements in total.
     pub whole: u64,
     /// True if it multiplies f32 activations with W: on a GPU a bf16 W is then widened, block by block.
     pub widens: bool,
@@ -96,13 +106,21 @@ pub(super) trait AdapterMethod {
 /// One adapter of one linear.
 #[derive(Debug, Clone)]
 pub enum Adapter {
+    /// A low-rank pair.
     Lora(Lora),
+    /// A LoRA with a trained magnitude.
     Dora(Dora),
+    /// A factor per feature.
     Ia3(Ia3),
+    /// Two vectors around a shared random pair.
     Vera(Vera),
+    /// An elementwise product of two low-rank products.
     Loha(Loha),
+    /// A Kronecker product.
     Lokr(Lokr),
+    /// A rotation of the input.
     Oft(Oft),
+    /// A LoRA with singular values that are pruned.
     Adalora(Adalora),
 }
 
@@ -145,15 +163,22 @@ impl Adapter {
     }
 
     /// W `[O, I]` with the adapter merged, f32 on the CPU.
+    ///
+    /// # Errors
+    /// A weight that does not fit the adapter (`Shape`); an adapter whose update cannot be computed.
     pub fn merged(&self, w: &Tensor) -> Result<Tensor> {
         self.method().merged(w)
     }
 
     /// The bias `[O]` with the adapter merged.
+    ///
+    /// # Errors
+    /// As for `merged`.
     pub fn merged_bias(&self, bias: &Tensor) -> Result<Tensor> {
         self.method().merged_bias(bias)
     }
 
+    /// Parameters and temporary memory, for the memory forecast.
     pub fn cost(&self) -> Cost {
         let trained = self.parts().into_iter();
         Cost {
@@ -163,6 +188,9 @@ impl Adapter {
     }
 
     /// A copy of the adapter on this device.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn on(&self, device: &Device) -> Result<Self> {
         let to = |t: &mut Tensor| -> Result<()> {
             *t = t.to_device(device)?;

@@ -49,22 +49,29 @@ named!(
 /// Adapters: kind, targets, ranks and initial values.
 #[derive(Debug, Clone)]
 pub struct LoraConfig {
+    /// The kind of adapter.
     pub peft_type: PeftType,
+    /// R: the rank.
     pub r: usize,
+    /// The scale is `lora_alpha / r`.
     pub lora_alpha: f64,
+    /// Probability that an input element is dropped.
     pub lora_dropout: f64,
     /// Empty means `all-linear`; otherwise names, suffixes of names or regular expressions, as in PEFT.
     pub target_modules: Vec<String>,
+    /// Linears without an adapter, although `target_modules` matches them.
     pub exclude_modules: Vec<String>,
     /// Empty means every layer.
     pub layers_to_transform: Vec<usize>,
     /// In the written order; the first match is used.
     pub rank_pattern: Vec<(String, usize)>,
+    /// As `rank_pattern`, for `lora_alpha`.
     pub alpha_pattern: Vec<(String, f64)>,
     /// Modules that train in full beside the adapters.
     pub modules_to_save: Vec<String>,
     /// Rows of the embedding (and of an untied head) that train.
     pub trainable_token_indices: Vec<usize>,
+    /// The initial values.
     pub init_lora_weights: LoraInit,
     /// Number of training rows for `eva` and `lora_ga`.
     pub init_samples: usize,
@@ -72,15 +79,21 @@ pub struct LoraConfig {
     pub pissa_niter: usize,
     /// Alternating iterations of LoftQ.
     pub loftq_iter: usize,
+    /// The scale is `lora_alpha / √r`.
     pub use_rslora: bool,
+    /// DoRA: also trains the magnitude of each output feature.
     pub use_dora: bool,
+    /// LoRA+: learning rate of B relative to that of A.
     pub loraplus_lr_ratio: f64,
     /// (IA)³: modules whose input is scaled.
     pub feedforward_modules: Vec<String>,
+    /// OFT: rows of a block.
     pub oft_block_size: usize,
+    /// OFT: computes the rotation with a Neumann series, not with an inverse.
     pub use_cayley_neumann: bool,
     /// LoKr: -1 factorizes as square as possible.
     pub decompose_factor: i64,
+    /// LoKr: both factors are low-rank products.
     pub decompose_both: bool,
     /// VeRA: initial value of the small vector.
     pub d_initial: f64,
@@ -90,8 +103,11 @@ pub struct LoraConfig {
     pub save_rank: usize,
     /// Continue from this PEFT adapter directory; `None` starts a new adapter.
     pub adapter: Option<String>,
+    /// For the initial values of CorDA.
     pub corda: CordaConfig,
+    /// For AdaLoRA.
     pub adalora: AdaloraConfig,
+    /// For the initial values of EVA.
     pub eva: EvaConfig,
 }
 
@@ -150,11 +166,17 @@ impl Default for EvaConfig {
 pub struct AdaloraConfig {
     /// Mean final rank; 0 means two thirds of `r`, or no change for a given adapter.
     pub target_r: usize,
+    /// Steps before the first pruning.
     pub tinit: usize,
+    /// Steps after the last pruning.
     pub tfinal: usize,
+    /// Steps between two prunings.
     pub delta_t: usize,
+    /// Decay of the average of the sensitivity.
     pub beta1: f64,
+    /// Decay of the average of the uncertainty.
     pub beta2: f64,
+    /// Weight of the orthogonality term.
     pub orth_reg_weight: f64,
 }
 
@@ -175,10 +197,13 @@ impl Default for AdaloraConfig {
 /// CorDA: initial values from the covariance of the inputs.
 #[derive(Debug, Clone)]
 pub struct CordaConfig {
+    /// The components that are trained.
     pub method: CordaMethod,
     /// Empty means the training rows.
     pub data: Vec<String>,
+    /// Number of rows for the covariance.
     pub samples: usize,
+    /// The arithmetic of the normalization.
     pub compatible: CordaArithmetic,
     /// Chooses ranks by layer with the same total.
     pub adaptive_rank: bool,

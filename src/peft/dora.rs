@@ -17,17 +17,21 @@ use std::sync::{Arc, OnceLock};
 /// Rows of W that are dequantized at a time.
 const ROWS: usize = 256;
 
+/// A DoRA adapter: y = m · x·(W + s·B·A)ᵀ / ‖W + s·B·A‖, with the norm of each row.
 #[derive(Debug, Clone)]
 pub struct Dora {
+    /// The low-rank pair.
     pub lora: Lora,
     /// m, `[O]`
     pub magnitude: Tensor,
+    /// Name of the magnitude.
     pub name: Arc<str>,
     /// ‖W‖² of each row, `[O]`: computed at the first use and cached; W does not change.
     squares: OnceLock<Tensor>,
 }
 
 impl Dora {
+    /// An adapter with PEFT's parameter names. `magnitude` `[O]`.
     pub fn new(module: &str, lora: Lora, magnitude: Tensor) -> Self {
         Self {
             lora,

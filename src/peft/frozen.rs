@@ -9,17 +9,21 @@ use candle_core::Tensor;
 /// Destination of `∂x`.
 #[derive(Clone, Copy)]
 pub enum Dx<'a> {
+    /// It is not computed.
     NotNeeded,
+    /// It is a new tensor.
     New,
     /// Added to this tensor, which is returned: for several linears with the same input.
     AddTo(&'a Tensor),
 }
 
 impl Dx<'_> {
+    /// `New` or `NotNeeded`.
     pub fn new(needed: bool) -> Self {
         if needed { Dx::New } else { Dx::NotNeeded }
     }
 
+    /// True if it is computed.
     pub fn needed(&self) -> bool {
         !matches!(self, Dx::NotNeeded)
     }

@@ -10,14 +10,17 @@ use crate::base::Result;
 use crate::ops::update;
 use candle_core::Tensor;
 
+/// An (IA)³ adapter: factors of the output, or of the input.
 #[derive(Debug, Clone)]
 pub struct Ia3 {
     /// `[O, 1]`; `[1, I]` if it scales the input.
     pub factors: Param,
+    /// True if it scales the input.
     pub feedforward: bool,
 }
 
 impl Ia3 {
+    /// An adapter with PEFT's parameter name.
     pub fn new(module: &str, factors: Tensor, feedforward: bool) -> Self {
         Self {
             factors: Param::new(module, "ia3_l", factors),

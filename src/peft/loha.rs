@@ -10,16 +10,20 @@ use crate::base::Result;
 use crate::ops::{linear, update};
 use candle_core::Tensor;
 
+/// A LoHa adapter: W' = W + s · (P₁·Q₁) ⊙ (P₂·Q₂).
 #[derive(Debug, Clone)]
 pub struct Loha {
     /// P₁ `[O, R]`, Q₁ `[R, I]`, P₂ `[O, R]`, Q₂ `[R, I]`
     pub factors: [Param; 4],
+    /// s
     pub scale: f32,
 }
 
+/// PEFT's names of the four factors.
 pub const NAMES: [&str; 4] = ["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"];
 
 impl Loha {
+    /// An adapter with PEFT's parameter names.
     pub fn new(module: &str, [a, b, c, d]: [Tensor; 4], scale: f32) -> Self {
         let part = |i: usize, t| Param::new(module, NAMES[i], t);
         Self {

@@ -14,7 +14,9 @@ use candle_core::Tensor;
 /// One factor: a full matrix, or a low-rank product.
 #[derive(Debug, Clone)]
 pub enum Factor {
+    /// A full matrix.
     Whole(Param),
+    /// A product of two thin matrices.
     Product(Param, Param),
 }
 
@@ -24,6 +26,7 @@ impl Factor {
         Self::Whole(Param::new(module, name, t))
     }
 
+    /// `name` is `lokr_w1` or `lokr_w2`; `a` `[rows, R]`, `b` `[R, columns]`.
     pub fn product(module: &str, name: &str, a: Tensor, b: Tensor) -> Self {
         Self::Product(
             Param::new(module, &format!("{name}_a"), a),
@@ -81,12 +84,14 @@ fn dim(p: &Param, i: usize) -> usize {
     p.tensor.dims().get(i).copied().unwrap_or(0)
 }
 
+/// A LoKr adapter.
 #[derive(Debug, Clone)]
 pub struct Lokr {
     /// U
     pub first: Factor,
     /// V
     pub second: Factor,
+    /// s
     pub scale: f32,
 }
 

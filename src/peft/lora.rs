@@ -24,8 +24,11 @@ pub struct Lora {
     pub a: Tensor,
     /// `[O, R]`, f32
     pub b: Tensor,
+    /// Name of A in a checkpoint.
     pub a_name: Arc<str>,
+    /// Name of B in a checkpoint.
     pub b_name: Arc<str>,
+    /// s
     pub scale: f32,
     /// Dropout on the input of A.
     pub mask: Mask,
@@ -35,7 +38,9 @@ pub struct Lora {
 
 /// Gradients of A `[R, I]` and B `[O, R]`.
 pub struct LoraGrads {
+    /// `[R, I]`
     pub a: Tensor,
+    /// `[O, R]`
     pub b: Tensor,
 }
 
@@ -81,6 +86,7 @@ impl Lora {
         }
     }
 
+    /// R
     pub fn rank(&self) -> usize {
         self.a.dims().first().copied().unwrap_or(0)
     }

@@ -1,5 +1,33 @@
 //! Adapters on a linear: shapes, init, forward, backward, merge; one small file per kind.
 //! Depends on one matrix and its adapter only. Independent of layers, optimizers, files.
+//!
+//! A fresh LoRA pair on every linear of a model:
+//!
+//! ```
+//! use ft::formats::adapter::Targets;
+//! use ft::peft::targets::{Choice, select};
+//! use ft::peft::{Adapter, Lora, LoraConfig, Mask, lora};
+//! use ft::{hf, ops::Dtype};
+//! use std::sync::Arc;
+//!
+//! # fn main() -> ft::base::Result<()> {
+//! # let device = candle_core::Device::Cpu;
+//! let mut network = hf::open("assets/tiny".as_ref(), Dtype::F32, &device)?.model.network;
+//! let config = LoraConfig { r: 8, lora_alpha: 16.0, ..LoraConfig::default() };
+//! let choice = Choice { targets: &Targets::AllLinear, exclude: None, layers: None };
+//! let sites = select(&network.spec.sites(), &choice)?;
+//! for (index, site) in (0..).zip(&sites) {
+//!     let pair = lora::fresh(config.r, site.input, site.output, false, 0, index)?;
+//!     let scale = lora::scaling(config.lora_alpha, config.r, config.use_rslora);
+//!     let lora = Lora::new(&site.module, pair, scale, Mask { p: 0.0, site: index });
+//!     network.adapters.insert(site.module.clone(), Arc::new(Adapter::Lora(lora)));
+//! }
+//! // The names for `engine::Active::new`.
+//! let trained = network.adapters.values().flat_map(|adapter| adapter.parts());
+//! assert_eq!(trained.count(), 2 * sites.len());
+//! # Ok(())
+//! # }
+//! ```
 
 mod adalora;
 pub mod adapter;

@@ -14,6 +14,7 @@ use candle_core::{DType, Tensor};
 /// How R is computed from Q.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Cayley {
+    /// With an inverse.
     Exact,
     /// PEFT's number of terms.
     Neumann(usize),
@@ -30,16 +31,19 @@ impl Cayley {
     }
 }
 
+/// An OFT adapter.
 #[derive(Debug, Clone)]
 pub struct Oft {
     /// The upper triangles of Q, row by row: `[K, S·(S-1)/2]`.
     pub triangles: Param,
     /// S
     pub block: usize,
+    /// How R is computed.
     pub cayley: Cayley,
 }
 
 impl Oft {
+    /// An adapter with PEFT's parameter name.
     pub fn new(module: &str, triangles: Tensor, block: usize, cayley: Cayley) -> Self {
         Self {
             triangles: Param::new(module, "oft_R.weight", triangles),

@@ -18,13 +18,19 @@ use std::sync::Arc;
 pub struct Schedule {
     /// Final mean rank; if it equals the rank of the adapters, ranks never shrink.
     pub target_r: usize,
+    /// Steps before the first pruning.
     pub tinit: u64,
+    /// Steps after the last pruning.
     pub tfinal: u64,
+    /// Steps between two prunings.
     pub delta_t: u64,
+    /// Decay of the average of the sensitivity.
     pub beta1: f64,
+    /// Decay of the average of the uncertainty.
     pub beta2: f64,
     /// Weight of the orthogonality regularization.
     pub orth_reg_weight: f64,
+    /// Steps of the run.
     pub total_steps: u64,
 }
 
@@ -49,7 +55,9 @@ pub type StepGradients<'a> = dyn Fn(&str) -> Option<Tensor> + 'a;
 /// Suffix of the names of the flags in a saved state.
 const KEPT: &str = "#kept";
 
+/// Scores the singular values of all AdaLoRA adapters of a model, and prunes the lowest ones.
 pub struct RankAllocator {
+    /// When and how far ranks shrink.
     pub schedule: Schedule,
     triplets: Vec<Triplet>,
     moments: BTreeMap<Arc<str>, Moments>,
@@ -58,6 +66,7 @@ pub struct RankAllocator {
 }
 
 impl RankAllocator {
+    /// The allocator for these adapters, by module name.
     pub fn new<'a>(adapters: impl Iterator<Item = (&'a String, &'a Adalora)>, schedule: Schedule) -> Self {
         let triplet = |(module, k): (&String, &Adalora)| Triplet {
             module: module.clone(),
@@ -239,9 +248,10 @@ impl RankAllocator {
 
     /// Restores one entry of `saved`.
     ///
-    /// Errors: a name or a size that does not belong to these adapters.
+    /// # Errors
+    /// A name or a size that does not belong to these adapters.
     pub fn restore(&mut self, name: &str, values: Vec<f32>) -> Result<()> {
-        let wrong = || Error::new("the state does not belong to these AdaLoRA ranks").at(name);
+        let wrong = || Error::shape("the state does not belong to these AdaLoRA ranks").at(name);
         let (of, what) = name.rsplit_once('#').ok_or_else(wrong)?;
         if what == "kept" {
             let triplet = self.triplets.iter().find(|t| t.module == of).ok_or_else(wrong)?;

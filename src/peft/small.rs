@@ -74,6 +74,7 @@ pub struct Mask {
 }
 
 impl Mask {
+    /// True if this micro-batch has dropout.
     pub fn drops(&self, key: Option<Dropout>) -> bool {
         key.is_some() && self.p > 0.0
     }

@@ -10,14 +10,18 @@ use fancy_regex::Regex;
 pub struct Site {
     /// `model.layers.0.self_attn.q_proj`
     pub module: String,
+    /// I: input features.
     pub input: usize,
+    /// O: output features.
     pub output: usize,
 }
 
 /// Selection of sites.
 #[derive(Debug, Clone, Copy)]
 pub struct Choice<'a> {
+    /// The linears with an adapter.
     pub targets: &'a Targets,
+    /// The linears without one.
     pub exclude: Option<&'a Targets>,
     /// Only these layers; applies to a list of names only, as in PEFT.
     pub layers: Option<&'a [usize]>,
@@ -31,7 +35,7 @@ fn compile(pattern: &str) -> Result<Regex> {
         .backtrack_limit(BACKTRACKS)
         .build()
         .map_err(|e| {
-            Error::new("a pattern of module names is not a regular expression")
+            Error::argument("a pattern of module names is not a regular expression")
                 .found(pattern)
                 .cause(e)
         })
@@ -39,7 +43,7 @@ fn compile(pattern: &str) -> Result<Regex> {
 
 fn is_match(regex: &Regex, text: &str) -> Result<bool> {
     regex.is_match(text).map_err(|e| {
-        Error::new("a pattern of module names cannot be matched")
+        Error::argument("a pattern of module names cannot be matched")
             .found(regex.as_str())
             .cause(e)
     })
@@ -82,7 +86,8 @@ impl<'a> Matcher<'a> {
 
 /// Returns the sites that `choice` selects, in model order.
 ///
-/// Errors: a pattern that matches nothing (nearest names shown), a layer that does not exist, an empty selection.
+/// # Errors
+/// A pattern that matches nothing (nearest names shown), a layer that does not exist, an empty selection.
 pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     for (targets, key) in [
         (Some(choice.targets), "target_modules"),
@@ -115,13 +120,13 @@ pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
         .max()
         .map_or(0, |l| l + 1);
     if let Some(layer) = choice.layers.into_iter().flatten().find(|&&l| l >= there) {
-        return Err(Error::new(format!("the model has no layer {layer}"))
+        return Err(Error::not_found(format!("the model has no layer {layer}"))
             .at("tune.lora.layers_to_transform")
             .expected(format!("layers 0 to {}", there.saturating_sub(1))));
     }
     let chosen = matching(sites, choice)?;
     if chosen.is_empty() {
-        return Err(Error::new("no linear layer is left for an adapter")
+        return Err(Error::argument("no linear layer is left for an adapter")
             .at("tune.lora.target_modules")
             .hint("`exclude_modules` or `layers_to_transform` excludes every target"));
     }
@@ -129,6 +134,9 @@ pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
 }
 
 /// As `select`, without errors for patterns that match nothing.
+///
+/// # Errors
+/// A pattern that is not a regular expression, or that cannot be matched in reasonable time.
 pub fn matching(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
     let targets = Matcher::new(choice.targets)?;
     let exclude = choice.exclude.map(Matcher::new).transpose()?;
@@ -192,7 +200,10 @@ impl Ending {
     }
 }
 
-/// Errors: a key of `patterns` that matches none of `sites` (nearest names shown).
+/// Checks that each pattern has an effect.
+///
+/// # Errors
+/// A key of `patterns` that matches none of `sites` (nearest names shown).
 pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], key: &str) -> Result<()> {
     for (pattern, _) in patterns {
         let ending = Ending::new(pattern)?;
@@ -221,7 +232,7 @@ fn no_match(sites: &[Site], target: &str, key: &str) -> Error {
             .partial_cmp(&strsim::jaro_winkler(a, target))
             .unwrap_or(std::cmp::Ordering::Equal)
     });
-    Error::new(format!(
+    Error::not_found(format!(
         "target module `{target}` matches no linear layer of this model"
     ))
     .at(format!("tune.lora.{key}"))

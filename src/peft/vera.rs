@@ -30,18 +30,23 @@ impl Projections {
     }
 }
 
+/// A VeRA adapter.
 #[derive(Debug, Clone)]
 pub struct Vera {
+    /// The random pair.
     pub shared: Projections,
     /// `[O]`
     pub lambda_b: Param,
     /// `[R]`
     pub lambda_d: Param,
+    /// I: input features of the linear.
     pub inputs: usize,
+    /// Dropout on the input of A.
     pub mask: Mask,
 }
 
 impl Vera {
+    /// An adapter with PEFT's parameter names.
     pub fn new(module: &str, shared: Projections, b: Tensor, d: Tensor, inputs: usize, mask: Mask) -> Self {
         Self {
             shared,

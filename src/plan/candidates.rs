@@ -1,77 +1,11 @@
 //! The sets of parameters that a run trains in turn, and the few of them that can have the highest memory peak.
 
 use super::Inputs;
-use super::Placement;
 use super::model::Model;
 use crate::engine::Active;
+use crate::setup::{Retired, Turn};
 use crate::source::StoragePolicy;
 use std::collections::BTreeMap;
-
-/// Elements of parameters that were trained earlier in the run and are inactive now.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Retired {
-    pub dense: u64,
-    /// Elements of quantized parameters.
-    pub quantized: u64,
-}
-
-impl Retired {
-    /// Bytes in the model's type and of the low part of fp32 masters. With weights on the disk both are read back on
-    /// demand.
-    pub(super) fn bytes(self, place: Placement, (stored, master): (u64, u64)) -> u64 {
-        match place {
-            // The exact values stay beside the quantized data.
-            Placement::Device | Placement::Host => self.dense * master + self.quantized * (stored + master),
-            Placement::Disk { .. } => 0,
-        }
-    }
-}
-
-/// A set of parameters that is active at one time.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Turn {
-    pub active: Active,
-    pub retired: Retired,
-    /// True if another set becomes active after it.
-    pub leaves: bool,
-}
-
-impl Turn {
-    /// A run with only one set.
-    pub fn alone(active: Active) -> Self {
-        Self {
-            active,
-            retired: Retired::default(),
-            leaves: false,
-        }
-    }
-
-    /// Each of these sets, after all others were trained.
-    pub fn each(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Vec<Self> {
-        let retired = |active: &Active| {
-            let mut retired = Retired::default();
-            let is_inactive = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
-            for layer in 0..model.layers() {
-                for p in model.layer(layer).filter(|p| is_inactive(&p.name)) {
-                    if storage.of(&p).is_quantized() {
-                        retired.quantized += p.elements() as u64
-                    } else {
-                        retired.dense += p.elements() as u64
-                    }
-                }
-            }
-            let outside = model.outside().iter().filter(|p| is_inactive(&p.name));
-            retired.dense += outside.map(|p| p.elements() as u64).sum::<u64>();
-            retired
-        };
-        let turn = |active: &Active| Self {
-            active: active.clone(),
-            retired: retired(active),
-            leaves: sets.len() > 1,
-        };
-        sets.iter().map(turn).collect()
-    }
-}
 
 /// Lowest layer and bytes of inactive masters of a turn.
 type Point<'a> = (u64, u64, &'a Turn);
@@ -85,13 +19,13 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64
     let mut alike: BTreeMap<Likeness, Vec<Point>> = BTreeMap::new();
     for turn in inputs.turns.iter() {
         let kinds = turn.active.layers().map(|l| model.kind(l)).collect();
-        let retired = turn.retired.bytes(inputs.place, bytes);
+        let retired = turn.retired.bytes(inputs.strategy.placement, bytes);
         let point = (turn.active.lowest_layer(layers) as u64, retired, turn);
         let key = (turn.active.shape(), kinds, turn.leaves);
         alike.entry(key).or_default().push(point);
     }
     // Layers below this one save no activations, so memory grows more slowly there.
-    let bend = layers.saturating_sub(inputs.keep_layers) as u64;
+    let bend = layers.saturating_sub(inputs.strategy.saved_layers) as u64;
     let mut out = Vec::new();
     for mut points in alike.into_values() {
         // Sorted by layer; of one layer only the turn with the most inactive bytes is needed.
@@ -131,12 +65,41 @@ fn corners<'a>(points: &[Point<'a>]) -> Vec<Point<'a>> {
     hull
 }
 
+/// One turn for each of these sets, after all other sets were trained.
+pub fn turns_of(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Vec<Turn> {
+    let retired = |active: &Active| {
+        let mut retired = Retired::default();
+        let is_inactive = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
+        for layer in 0..model.layers() {
+            for p in model.layer(layer).filter(|p| is_inactive(&p.name)) {
+                if storage.of(&p).is_quantized() {
+                    retired.quantized += p.elements() as u64
+                } else {
+                    retired.dense += p.elements() as u64
+                }
+            }
+        }
+        let outside = model.outside().iter().filter(|p| is_inactive(&p.name));
+        retired.dense += outside.map(|p| p.elements() as u64).sum::<u64>();
+        retired
+    };
+    let turn = |active: &Active| Turn {
+        active: active.clone(),
+        retired: retired(active),
+        leaves: sets.len() > 1,
+    };
+    sets.iter().map(turn).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::Active;
     use crate::model::{families, shapes};
     use crate::plan::tests::inputs;
     use crate::recipe::Dtype;
+    use crate::setup::Retired;
+    use crate::source::{Placement, StoragePolicy};
 
     fn layer(l: usize) -> Active {
         Active::new(["mlp.up_proj", "input_layernorm"].map(|p| format!("model.layers.{l}.{p}.weight")))
@@ -155,8 +118,12 @@ mod tests {
             ..Turn::alone(layer(*l))
         };
         inputs.turns = order.iter().enumerate().map(turn).collect();
-        (inputs.keep_layers, inputs.place, inputs.storage) = (keep, place, storage);
-        let model = Model::new(&spec, &inputs.storage, &inputs.adapters);
+        (
+            inputs.strategy.saved_layers,
+            inputs.strategy.placement,
+            inputs.strategy.storage,
+        ) = (keep, place, storage);
+        let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
         let mut found: Vec<usize> = candidates(&model, &inputs, (2, 2))
             .into_iter()
             .map(|t| t.active.lowest_layer(28))

@@ -6,7 +6,7 @@ use std::ops::{Index, IndexMut};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     Weights,
-    Copies,
+    PackedCopies,
     Reference,
     Adapters,
     Optimizer,
@@ -77,7 +77,7 @@ pub struct Ledger {
 impl Kind {
     const ALL: [Kind; KINDS] = [
         Kind::Weights,
-        Kind::Copies,
+        Kind::PackedCopies,
         Kind::Reference,
         Kind::Adapters,
         Kind::Optimizer,

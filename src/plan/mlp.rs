@@ -12,7 +12,7 @@ pub(super) type Parts = Vec<Vec<Allocation>>;
 impl Block<'_> {
     /// The number of MLP chunks, and the largest one.
     fn cut(&self) -> (usize, Self) {
-        let all = pieces(self.tokens, self.inputs.mlp_tokens);
+        let all = pieces(self.tokens, self.inputs.strategy.mlp_tokens);
         let most = all.iter().map(|p| p.len()).max().unwrap_or(0);
         (all.len(), self.piece(most))
     }

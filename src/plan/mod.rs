@@ -7,10 +7,13 @@
 //! Summary: resident weights + optimizer(active) + layers above the lowest active · N · D · 4 + the larger of
 //! (work of one layer, chunk of logits) + gradients.
 
+mod advice;
 mod candidates;
 mod ledger;
+pub mod memory_plan;
 mod mlp;
 mod model;
+mod search;
 mod step;
 mod table;
 mod teacher;
@@ -19,62 +22,32 @@ mod turns;
 mod weights;
 mod work;
 
-pub use candidates::{Retired, Turn};
+pub use candidates::turns_of;
+pub use memory_plan::MemoryPlan;
 pub use model::{Costs, Model};
-pub use table::{Choice, Line, Plan};
-pub use teacher::{Judge, Teacher};
+pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
 
-use crate::engine::{Active, Gradients};
+use crate::engine::{Active, Gradients, StepStrategy};
 use crate::model::{Adapters, Spec};
 use crate::ops::paged;
 use crate::optim::Optimizer;
 use crate::peft::start::cost;
 use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
-use crate::source::{Copies, StoragePolicy};
+use crate::setup::Turn;
+use crate::setup::rewards::RewardModelSpec;
+use crate::setup::row_sizes::Evaluation;
+use crate::setup::teacher::TeacherSpec;
+use crate::source::Placement;
 use candidates::candidates;
 use ledger::{Kind, Ledger};
 use std::sync::Arc;
-
-/// Where the weights live that are not trained now.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Placement {
-    Device,
-    /// In host memory, with computation on a GPU; head and active parameters are on the device.
-    Host,
-    /// Layers are read from the disk; the output projection in chunks of rows, or held whole.
-    Disk {
-        head_rows: Option<usize>,
-    },
-}
-
-impl Placement {
-    /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
-    pub(crate) fn travels(self) -> Option<Option<usize>> {
-        match self {
-            Placement::Device => None,
-            Placement::Host => Some(None),
-            Placement::Disk { head_rows } => Some(head_rows),
-        }
-    }
-}
 
 /// Code pages loaded at first use (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small heap blocks.
 pub const CODE: u64 = 3 << 20;
 
 /// Tokens of prompts that are read together (as in `generate`).
 const PROMPT_TOKENS: usize = 1024;
-
-/// An evaluation: forward passes over batches, or answers that are written.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Evaluation {
-    /// Tokens of the largest batch, and of its longest document; 0: no batch.
-    pub tokens: usize,
-    pub longest: usize,
-    /// Rows per batch of answers, and tokens of the longest prompt with its answer.
-    pub answers: usize,
-    pub answer: usize,
-}
 
 /// The inputs of a plan in addition to model and recipe.
 #[derive(Debug, Clone)]
@@ -89,11 +62,7 @@ pub struct Inputs {
     pub micro_batches: usize,
     /// The evaluation between the steps.
     pub evaluation: Evaluation,
-    pub gradients: Gradients,
-    /// Number of upper layers with saved activations.
-    pub keep_layers: usize,
-    /// Tokens per MLP chunk; `None`: all.
-    pub mlp_tokens: Option<usize>,
+    pub strategy: StepStrategy,
     pub threads: usize,
     /// Bytes of an element of an activation: 4 on the CPU, as the weights on a GPU.
     pub element: u64,
@@ -101,21 +70,14 @@ pub struct Inputs {
     pub on_gpu: bool,
     /// Every set of parameters that is active at one time, with the elements trained before it.
     pub turns: Arc<[Turn]>,
-    /// How each weight is stored.
-    pub storage: StoragePolicy,
-    /// Prepacked weights, if the CPU has a tile unit.
-    pub copies: Option<Copies>,
     /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
     pub file_bytes: u64,
     /// Memory of the adapter on each linear, by module.
     pub adapters: Costs,
-    pub place: Placement,
     /// Loaded beside the model.
-    pub teacher: Option<Teacher>,
+    pub teacher: Option<TeacherSpec>,
     /// Reward models.
-    pub judges: Arc<[Judge]>,
-    /// Layer inputs are offloaded to the host.
-    pub parked: bool,
+    pub judges: Arc<[RewardModelSpec]>,
     /// A frozen reference copy of the weights is held beside the trained ones.
     pub reference: bool,
     /// Number of answers that the rollout before the step generates at a time.
@@ -128,7 +90,7 @@ pub struct Inputs {
 
 impl Inputs {
     /// The largest that the recipe allows: every row as long as `max_length`.
-    pub fn of_recipe(recipe: &Recipe, turns: Arc<[Turn]>, adapters: Costs, gradients: Gradients) -> Self {
+    pub fn of_recipe(recipe: &Recipe, turns: Arc<[Turn]>, adapters: Costs, strategy: StepStrategy) -> Self {
         let rows = recipe.train.batch_size;
         Self {
             tokens: rows.saturating_mul(recipe.data.max_length),
@@ -136,21 +98,15 @@ impl Inputs {
             documents: rows,
             micro_batches: recipe.train.gradient_accumulation_steps,
             evaluation: Evaluation::default(),
-            gradients,
-            keep_layers: 0,
-            mlp_tokens: None,
+            strategy,
             threads: rayon::current_num_threads(),
             element: 4,
             on_gpu: false,
             turns,
-            storage: StoragePolicy::dense(recipe.model.dtype),
-            copies: None,
             file_bytes: recipe.model.dtype.bytes(),
             adapters,
-            place: Placement::Device,
             teacher: None,
             judges: Arc::default(),
-            parked: recipe.memory.activations == crate::recipe::Activations::Host,
             reference: false,
             rollout: 0,
             data_bytes: 0,
@@ -182,8 +138,12 @@ impl Inputs {
         }
         let bytes = cost::bytes(lora, model.spec.hidden, tokens, &self.adapters);
         let mut pass = self.clone();
-        (pass.keep_layers, pass.micro_batches, pass.parked) = (0, 1, false);
-        (pass.gradients, pass.teacher) = (Gradients::NormFirst, None);
+        (
+            pass.strategy.saved_layers,
+            pass.micro_batches,
+            pass.strategy.offload_inputs,
+        ) = (0, 1, false);
+        (pass.strategy.gradients, pass.teacher) = (Gradients::NormFirst, None);
         pass.tokens = tokens as usize;
         match lora.init_lora_weights {
             // One forward and backward pass over all rows, with the gradients of the weights themselves.
@@ -227,7 +187,7 @@ impl Inputs {
         }
         let mut own = self.clone();
         own.tokens = (answers * tokens).min(PROMPT_TOKENS);
-        (own.longest, own.parked) = (tokens, false);
+        (own.longest, own.strategy.offload_inputs) = (tokens, false);
         answers as u64 * self.answer(model.spec, tokens) + teacher::layer_work(model, &own)
     }
 }
@@ -244,7 +204,7 @@ fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf
 
 /// The forecast of one run: the worst moment of its worst step.
 pub fn forecast(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> Plan {
-    let model = Model::new(spec, &inputs.storage, &inputs.adapters);
+    let model = Model::new(spec, &inputs.strategy.storage, &inputs.adapters);
     forecast_of(&model, recipe, inputs)
 }
 
@@ -290,9 +250,15 @@ fn of_turn(
     // Corrected parameters need the low 16 bits of their masters too.
     let corrected = model.sum_corrected(active, |name| master * model.elements(name));
     // Weights for the device start on the host: all of them, or two layers that were read ahead.
-    let on_host: u64 = match inputs.place {
-        Placement::Host => model.sum(active, |p| inputs.storage.of(p).bytes(&p.shape)),
-        Placement::Disk { .. } if inputs.on_gpu => weights::held(model, &inputs.storage, stored, inputs.place, active),
+    let on_host: u64 = match inputs.strategy.placement {
+        Placement::Host => model.sum(active, |p| inputs.strategy.storage.of(p).bytes(&p.shape)),
+        Placement::Disk { .. } if inputs.on_gpu => weights::held(
+            model,
+            &inputs.strategy.storage,
+            stored,
+            inputs.strategy.placement,
+            active,
+        ),
         _ => 0,
     };
 
@@ -305,9 +271,18 @@ fn of_turn(
     turns::load(&mut ledger, model, inputs);
     held.push(ledger.alloc(
         Kind::Weights,
-        weights::held(model, &inputs.storage, stored, inputs.place, active),
+        weights::held(
+            model,
+            &inputs.strategy.storage,
+            stored,
+            inputs.strategy.placement,
+            active,
+        ),
     ));
-    held.push(ledger.alloc(Kind::Retired, turn.retired.bytes(inputs.place, (stored, master))));
+    held.push(ledger.alloc(
+        Kind::Retired,
+        turn.retired.bytes(inputs.strategy.placement, (stored, master)),
+    ));
     if inputs.reference {
         held.push(ledger.alloc(Kind::Reference, stored * model.parameters()));
     }
@@ -333,7 +308,7 @@ fn of_turn(
         let answers = inputs.answers(model, teacher.answers, inputs.longest);
         ledger.touch(Kind::Activations, answers);
     }
-    let judges = inputs.judges.iter().map(Judge::weights).sum();
+    let judges = inputs.judges.iter().map(RewardModelSpec::weights).sum();
     held.push(ledger.alloc(Kind::Judges, judges));
     if inputs.rollout > 0 {
         held.push(rollout(&mut ledger, model, recipe, inputs));
@@ -343,12 +318,12 @@ fn of_turn(
         held.push(ledger.alloc(Kind::Scratch, inputs.threads as u64 * cost::PACKED));
     }
     ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, model));
-    held.push(ledger.alloc(Kind::Copies, weights::copies(model, inputs, active)));
+    held.push(ledger.alloc(Kind::PackedCopies, weights::copies(model, inputs, active)));
     step::walk(&mut ledger, model, recipe, inputs, active);
     step::evaluate(&mut ledger, model, recipe, inputs);
     // A checkpoint or `final/` converts one tensor at a time to f32; from the disk only a small part of it.
     ledger.moment("saving");
-    let largest = match (recipe.tune.method, inputs.place) {
+    let largest = match (recipe.tune.method, inputs.strategy.placement) {
         (Method::Lora, _) | (_, Placement::Disk { .. }) => model.largest_trained(active),
         _ => model.largest(),
     };

@@ -118,7 +118,7 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
     let mut sink = Sink {
         active,
         model,
-        keep: inputs.gradients == Gradients::Keep,
+        keep: inputs.strategy.gradients == Gradients::Keep,
         kept: BTreeMap::new(),
         alike: Vec::new(),
         sums: None,
@@ -168,7 +168,11 @@ pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &
     if evaluation.tokens > inputs.tokens || evaluation.longest > inputs.longest {
         let mut own = inputs.clone();
         (own.tokens, own.longest, own.documents) = (evaluation.tokens, evaluation.longest, 1);
-        (own.keep_layers, own.micro_batches, own.parked) = (0, 1, false);
+        (
+            own.strategy.saved_layers,
+            own.micro_batches,
+            own.strategy.offload_inputs,
+        ) = (0, 1, false);
         // The student alone is measured.
         own.teacher = None;
         walk(l, model, recipe, &own, &Active::new([]));
@@ -245,7 +249,7 @@ fn fused_steps(inputs: &Inputs) -> u64 {
 
 fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     // With offloading, two layer inputs are on the device at a time: one in a copy, one in use.
-    let parked = if inputs.parked { 2 } else { 0 };
+    let parked = if inputs.strategy.offload_inputs { 2 } else { 0 };
     let here = l.alloc(
         Kind::Inputs,
         parked * inputs.element * (inputs.tokens * model.spec.hidden) as u64,
@@ -273,14 +277,14 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     let block = |index| Block::new(spec, index, inputs, active, dropout);
 
     let stored = recipe.model.dtype.bytes();
-    if weights::embedding_in_rows(spec, inputs.place, sink.active) {
+    if weights::embedding_in_rows(spec, inputs.strategy.placement, sink.active) {
         l.moment("the embedding");
         l.touch(
             Kind::Weights,
             stored * (inputs.tokens.min(spec.vocab) * spec.hidden) as u64 + nd,
         );
     }
-    let keep_from = layers.saturating_sub(inputs.keep_layers);
+    let keep_from = layers.saturating_sub(inputs.strategy.saved_layers);
     let mut waiting: Vec<Waiting> = Vec::new();
     let mut before = l.sizes();
     for stretch in model.stretches(active, &[lowest, lowest + 1, keep_from]) {
@@ -294,7 +298,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         l.moment(format!("the forward pass of layer {layer}"));
         before = l.sizes();
         let keep = layer >= lowest && layer >= keep_from;
-        let kind = match (layer >= lowest, inputs.parked && !keep) {
+        let kind = match (layer >= lowest, inputs.strategy.offload_inputs && !keep) {
             (true, true) => Kind::Offloaded,
             (true, false) => Kind::Inputs,
             (false, _) => Kind::Layer,
@@ -328,7 +332,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     let chunk = CausalLm::chunk_for(spec.vocab, to_head).min(inputs.tokens) as u64;
     // A number and a sum for each 2048 logits of a row.
     let sums = 16 * spec.vocab.div_ceil(2048) as u64;
-    let logits = match weights::head_in_pieces(spec, inputs.place, sink.active) {
+    let logits = match weights::head_in_pieces(spec, inputs.strategy.placement, sink.active) {
         // The hidden states of the trained tokens, and their gradient.
         Some(_) => {
             let chunk = if inputs.on_gpu {

@@ -10,6 +10,7 @@ use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::Orders;
 use crate::recipe::{Method, Recipe};
 use crate::report;
+use crate::setup::defaults::Choice;
 use crate::sft::CausalLm;
 use serde_json::{Value, json};
 
@@ -22,15 +23,6 @@ pub struct Line {
     /// The total peak is the sum over the lines.
     pub at_peak: u64,
     pub note: String,
-}
-
-/// A setting that the recipe leaves open.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Choice {
-    /// `memory.tier`
-    pub key: &'static str,
-    pub value: String,
-    pub why: String,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -154,7 +146,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
     };
     let chunk = CausalLm::chunk_for(spec.vocab, head_trained(spec, inputs)).min(inputs.tokens);
     let stored = &model.stored;
-    let gradients = match inputs.gradients {
+    let gradients = match inputs.strategy.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",
         _ => "f32, each applied and freed immediately",
     };
@@ -163,7 +155,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             Kind::Weights,
             "weights",
             "weights",
-            match inputs.place {
+            match inputs.strategy.placement {
                 super::Placement::Device => format!("all of them, {stored}"),
                 super::Placement::Host | super::Placement::Disk { head_rows: None } => {
                     format!("active weights, two layers, the head; {stored}")
@@ -174,10 +166,10 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             },
         ),
         (
-            Kind::Copies,
+            Kind::PackedCopies,
             "packed_weights",
             "packed weights",
-            match inputs.copies.as_ref().map(|c| c.orders) {
+            match inputs.strategy.packed_copies.as_ref().map(|c| c.orders) {
                 Some(Orders::Both) => "copies of frozen weights, for both passes".into(),
                 _ => "copies of frozen weights, for the forward pass".into(),
             },
@@ -199,7 +191,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             Kind::OnHost,
             "host_weights",
             "weights on the host",
-            match inputs.place {
+            match inputs.strategy.placement {
                 super::Placement::Host => format!("all of them, {stored}"),
                 _ => "two prefetched layers".into(),
             },
@@ -227,7 +219,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             Kind::Activations,
             "activations",
             "saved activations",
-            match inputs.keep_layers.min(spec.layers.len()) {
+            match inputs.strategy.saved_layers.min(spec.layers.len()) {
                 0 => "none: all layers are recomputed".into(),
                 layers => format!("of {layers} of {} layers, which are not recomputed", spec.layers.len()),
             },
@@ -236,7 +228,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             Kind::Layer,
             "layer_work",
             "work of one layer",
-            match inputs.mlp_tokens.filter(|most| *most < inputs.tokens) {
+            match inputs.strategy.mlp_tokens.filter(|most| *most < inputs.tokens) {
                 Some(most) => format!("{n} tokens, {} at a time in the MLP", count(most as u64)),
                 None => format!("{n} tokens"),
             },
@@ -245,7 +237,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             Kind::Loss,
             "logits",
             "logits chunk",
-            match inputs.place {
+            match inputs.strategy.placement {
                 super::Placement::Disk { head_rows: Some(_) } => {
                     format!("{chunk} tokens × {} at a time", PIECE.min(spec.vocab))
                 }
@@ -292,7 +284,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
     let rare = |kind| {
         matches!(
             kind,
-            Kind::Copies
+            Kind::PackedCopies
                 | Kind::Reference
                 | Kind::Rollout
                 | Kind::Teacher

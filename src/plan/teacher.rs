@@ -3,29 +3,17 @@
 use super::ledger::{Kind, Ledger};
 use super::model::Model;
 use super::work::Block;
-use super::{Inputs, Placement, weights};
+use super::{Inputs, weights};
 use crate::engine::Active;
 use crate::model::Spec;
 use crate::ops::cross_entropy::PIECE;
-use crate::source::StoragePolicy;
+use crate::setup::rewards::RewardModelSpec;
+use crate::setup::teacher::TeacherSpec;
+use crate::source::Placement;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The teacher of a distillation.
-#[derive(Debug, Clone)]
-pub struct Teacher {
-    pub spec: Spec,
-    pub storage: StoragePolicy,
-    pub place: Placement,
-    /// Unquantized weights are bf16.
-    pub bf16: bool,
-    /// Hidden states of inner layers that are kept and compared.
-    pub states: usize,
-    /// Rows that the student answers together; 0: none.
-    pub answers: usize,
-}
-
-impl Teacher {
+impl TeacherSpec {
     fn stored(&self) -> u64 {
         if self.bf16 { 2 } else { 4 }
     }
@@ -76,9 +64,9 @@ impl Teacher {
     pub(super) fn forward(&self, inputs: &Inputs) -> (u64, u64) {
         let mut own = inputs.clone();
         own.adapters = Arc::default();
-        own.storage = self.storage.clone();
-        own.place = self.place;
-        (own.mlp_tokens, own.parked) = (None, false);
+        own.strategy.storage = self.storage.clone();
+        own.strategy.placement = self.place;
+        (own.strategy.mlp_tokens, own.strategy.offload_inputs) = (None, false);
         let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
         let work = layer_work(&self.model(), &own);
         let rows = match weights::head_in_pieces(&self.spec, self.place, &Self::nothing()) {
@@ -90,16 +78,7 @@ impl Teacher {
     }
 }
 
-/// A reward model, unquantized and held whole.
-#[derive(Debug, Clone)]
-pub struct Judge {
-    pub spec: Spec,
-    pub storage: StoragePolicy,
-    /// Tokens of answers that it reads together, unless one answer is longer.
-    pub tokens: usize,
-}
-
-impl Judge {
+impl RewardModelSpec {
     fn model(&self) -> Model<'_> {
         Model::new(&self.spec, &self.storage, &BTreeMap::new())
     }
@@ -113,8 +92,8 @@ impl Judge {
     pub(super) fn forward(&self, inputs: &Inputs, answers: usize, longest: usize) -> u64 {
         let mut own = inputs.clone();
         own.adapters = Arc::default();
-        (own.storage, own.place) = (self.storage.clone(), Placement::Device);
-        (own.mlp_tokens, own.parked) = (None, false);
+        (own.strategy.storage, own.strategy.placement) = (self.storage.clone(), Placement::Device);
+        (own.strategy.mlp_tokens, own.strategy.offload_inputs) = (None, false);
         own.tokens = (answers * longest).min(self.tokens.max(longest));
         own.longest = longest;
         layer_work(&self.model(), &own)

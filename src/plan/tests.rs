@@ -7,7 +7,7 @@ use crate::ops::glu::Activation;
 use crate::ops::prepacked::Orders;
 use crate::peft::Cost;
 use crate::recipe;
-use crate::source::StoragePolicy;
+use crate::source::{PackedCopies, StoragePolicy};
 use std::collections::BTreeSet;
 
 pub(super) fn spec() -> Spec {
@@ -55,22 +55,19 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
         longest: 512,
         documents: 4,
         micro_batches: 1,
-        gradients,
-        keep_layers: 0,
-        mlp_tokens: None,
+        strategy: StepStrategy {
+            gradients,
+            ..StepStrategy::new(recipe::Dtype::Bf16)
+        },
         threads: 1,
         element: 4,
         on_gpu: false,
         turns: [Turn::alone(active)].into(),
         evaluation: Evaluation::default(),
-        place: Placement::Device,
         teacher: None,
         judges: Arc::default(),
-        parked: false,
         reference: false,
         rollout: 0,
-        copies: None,
-        storage: StoragePolicy::dense(recipe::Dtype::Bf16),
         file_bytes: 2,
         adapters: Arc::default(),
         data_bytes: 0,
@@ -153,7 +150,7 @@ fn kept_activations_are_those_of_the_uppermost_active_layers() {
     let recipe = recipe("[tune]\nmethod = \"block\"");
     let mut inputs = inputs(layer(2), Gradients::Keep);
     for (keep, kept) in [(0, 0), (3, 3), (4, 4), (6, 4)] {
-        inputs.keep_layers = keep;
+        inputs.strategy.saved_layers = keep;
         let plan = forecast(&spec(), &recipe, &inputs);
         // q, k, v, o, lse, the stream between the halves, gate and up.
         assert_eq!(line(&plan, "activations"), kept * 2048 * 4 * (5 * 64 + 8 + 2 * 256));
@@ -186,8 +183,8 @@ fn the_worst_block_counts_and_a_lower_one_keeps_more_inputs() {
     );
     let mut both = inputs(layer(5), Gradients::Keep);
     let sets = vec![layer(5), layer(0)];
-    let (model, storage) = (spec(), both.storage.clone());
-    both.turns = Turn::each(&Model::new(&model, &storage, &both.adapters), &storage, sets).into();
+    let (model, storage) = (spec(), both.strategy.storage.clone());
+    both.turns = turns_of(&Model::new(&model, &storage, &both.adapters), &storage, sets).into();
     let both = forecast(&spec(), &recipe, &both);
     // The inactive block keeps the low 16 bits of its masters.
     assert_eq!(line(&both, "retired_halves"), 2 * both.trained_parameters);
@@ -236,9 +233,9 @@ fn everything_that_is_held_is_given_back() {
         Arc::make_mut(&mut inputs.adapters).insert(name(3, "self_attn.qkv_proj"), cost);
         inputs.micro_batches = 2;
         for keep in [0, 2, 6] {
-            inputs.keep_layers = keep;
+            inputs.strategy.saved_layers = keep;
             let mut ledger = Ledger::default();
-            let model = Model::new(&spec, &inputs.storage, &inputs.adapters);
+            let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
             step::walk(&mut ledger, &model, &recipe, &inputs, &inputs.turns[0].active);
             assert_eq!(ledger.now(), 0, "{:?}", inputs.turns[0].active);
         }
@@ -313,16 +310,14 @@ fn packed_weights_are_counted_of_what_is_frozen() {
     let recipe = recipe("[tune]\nmethod = \"block\"\n");
     let plain = inputs(layer(0), Gradients::Keep);
     let without = forecast(&spec(), &recipe, &plain);
-    let copies = |orders| Copies {
+    let copies = |orders| PackedCopies {
         orders,
         head: Some(spec().head_name().to_string()),
         ranks: Arc::default(),
     };
     let with = |orders| {
-        let inputs = Inputs {
-            copies: Some(copies(orders)),
-            ..plain.clone()
-        };
+        let mut inputs = plain.clone();
+        inputs.strategy.packed_copies = Some(copies(orders));
         (forecast(&spec(), &recipe, &inputs), seconds(&spec(), &recipe, &inputs))
     };
     // Four of 64 x 64 and three of 64 x 256 in each of five layers; the head's 1000 rows are 32 panels.
@@ -384,7 +379,7 @@ fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
         (inputs.tokens, inputs.longest, inputs.documents) = (tokens, tokens, 1);
         inputs.on_gpu = on_gpu;
         if quantized {
-            inputs.storage = policy.clone();
+            inputs.strategy.storage = policy.clone();
         }
         line(&forecast(&spec(), &recipe, &inputs), "layer_work")
     };

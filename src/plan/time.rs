@@ -5,13 +5,14 @@
 
 use super::candidates::candidates;
 use super::model::Model;
-use super::{Inputs, Placement, weights};
+use super::{Inputs, weights};
 use crate::engine::Gradients;
 use crate::model::Spec;
 use crate::model::pieces::pieces;
 use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Method, Recipe};
 use crate::sft::CausalLm;
+use crate::source::Placement;
 
 /// Measured: packing takes about 15 % of a product with 512 tokens, and a quarter to a third of one on a tile unit (a
 /// first kernel on Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).
@@ -30,7 +31,11 @@ const NOT_HIDDEN: f64 = 0.1;
 
 /// Seconds of one optimizer step of the slowest active set on a typical machine.
 pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
-    seconds_of(&Model::new(spec, &inputs.storage, &inputs.adapters), recipe, inputs)
+    seconds_of(
+        &Model::new(spec, &inputs.strategy.storage, &inputs.adapters),
+        recipe,
+        inputs,
+    )
 }
 
 /// As `seconds`, for a model that was inspected before with the storage and the adapters of `inputs`.
@@ -38,7 +43,7 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
     let spec = model.spec;
     let tiles = prepacked::is_of_use() && !inputs.on_gpu && recipe.model.dtype == Dtype::Bf16;
     let packed = if tiles { PACKED_TOKENS_TILES } else { PACKED_TOKENS };
-    let orders = inputs.copies.as_ref().map(|c| c.orders);
+    let orders = inputs.strategy.packed_copies.as_ref().map(|c| c.orders);
     let forward = if orders.is_some() { 0.0 } else { packed };
     let backward = if orders == Some(Orders::Both) { 0.0 } else { packed };
     // Of equal sets the lowest one is the slowest; `candidates` always contains it.
@@ -55,16 +60,16 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
                 attention += (input * output) as f64
             }
         }
-        let count = pieces(inputs.tokens, inputs.mlp_tokens).len() as f64;
+        let count = pieces(inputs.tokens, inputs.strategy.mlp_tokens).len() as f64;
         // Half of the scores are masked.
         let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;
         let layer = |packed: f64| 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
         let above = (layers - lowest) as f64;
-        let recomputed = (above - inputs.keep_layers as f64).max(0.0);
+        let recomputed = (above - inputs.strategy.saved_layers as f64).max(0.0);
         let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()));
         let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
         let head = |packed: f64| 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
-        let streamed = weights::head_in_pieces(spec, inputs.place, active).is_some();
+        let streamed = weights::head_in_pieces(spec, inputs.strategy.placement, active).is_some();
         let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
         let trained = 2.0 * n * wanted as f64;
         // The loss uses a chunked head twice.
@@ -76,14 +81,14 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
             false if tiles => TILES_RATE * inputs.threads as f64,
             false => THREAD_RATE * inputs.threads as f64,
         };
-        let from = match inputs.place {
+        let from = match inputs.strategy.placement {
             Placement::Host => LINK_RATE,
             _ => DISK_RATE,
         };
         let (work, read) = (work / rate, bytes_read(model, recipe, inputs, active, lowest) / from);
         work.max(read) + NOT_HIDDEN * work.min(read)
     });
-    let passes = match inputs.gradients {
+    let passes = match inputs.strategy.gradients {
         Gradients::NormFirst => 2.0,
         _ => 1.0,
     };
@@ -93,20 +98,21 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
 /// twice.
 fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &crate::engine::Active, lowest: usize) -> f64 {
-    if inputs.place == Placement::Device {
+    if inputs.strategy.placement == Placement::Device {
         return 0.0;
     }
     let (spec, stored) = (model.spec, recipe.model.dtype.bytes());
     let held = |name: &str| active.contains(name) && recipe.tune.method != Method::Lora;
     let layer = |first: usize| {
         let read = model.layer(first).filter(|p| !held(&p.name));
-        read.map(|p| inputs.storage.of(&p).bytes(&p.shape)).sum::<u64>() as f64
+        read.map(|p| inputs.strategy.storage.of(&p).bytes(&p.shape))
+            .sum::<u64>() as f64
     };
     let layers = model.runs(active).into_iter().map(|run| {
         let twice = (run.first + run.count).saturating_sub(lowest.max(run.first));
         layer(run.first) * (run.count + twice) as f64
     });
-    let head = match weights::head_in_pieces(spec, inputs.place, active) {
+    let head = match weights::head_in_pieces(spec, inputs.strategy.placement, active) {
         Some(_) => (2 * stored * (spec.vocab * spec.hidden) as u64) as f64,
         None => 0.0,
     };

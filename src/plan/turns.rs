@@ -1,11 +1,12 @@
 //! Simulates the memory of loading weights one by one before the run, and of requantization between two blocks.
 
+use super::Inputs;
 use super::ledger::{Allocation, Kind, Ledger};
 use super::model::Model;
-use super::{Inputs, Placement};
 use crate::engine::Active;
 use crate::quant::Storage;
 use crate::source::ParamInfo;
+use crate::source::Placement;
 
 /// The kind of memory of the staging buffer: on the host.
 fn staging_kind(inputs: &Inputs) -> Kind {
@@ -39,13 +40,13 @@ pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
 }
 
 fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Allocation> {
-    let storage = inputs.storage.of(p);
+    let storage = inputs.strategy.storage.of(p);
     let numbers = match storage {
         Storage::Quantized(..) => inputs.file_bytes * p.elements() as u64,
         Storage::Dense(_) => 0,
     };
     let numbers = l.alloc(staging_kind(inputs), numbers);
-    let held = match inputs.place {
+    let held = match inputs.strategy.placement {
         Placement::Device => Some(l.alloc(Kind::Weights, storage.bytes(&p.shape))),
         Placement::Host => Some(l.alloc(Kind::OnHost, storage.bytes(&p.shape))),
         // The quantized data is written to a separate file before any weight is held.
@@ -64,7 +65,7 @@ fn load_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs) -> Option<Allocation
 /// quantized data. The caller holds `weights::held` and the exact values of other blocks. `stored`: bytes per value in
 /// the model's type; `low`: bytes of the low part of the fp32 master.
 pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, (stored, low): (u64, u64)) {
-    let quantized = |p: &ParamInfo| active.contains(&p.name) && inputs.storage.of(p).is_quantized();
+    let quantized = |p: &ParamInfo| active.contains(&p.name) && inputs.strategy.storage.of(p).is_quantized();
     let (mut elements, mut any) = (0, false);
     model.each(active, |p, count| {
         if active.contains(&p.name) {
@@ -94,7 +95,7 @@ pub(super) fn turn(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Acti
 }
 
 fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64, u64)) -> Vec<Allocation> {
-    let (storage, n) = (inputs.storage.of(p), p.elements() as u64);
+    let (storage, n) = (inputs.strategy.storage.of(p), p.elements() as u64);
     let mut held = Vec::new();
     if inputs.on_gpu {
         held.push(l.alloc(Kind::OnHost, stored * n));
@@ -104,7 +105,7 @@ fn turn_one(l: &mut Ledger, p: &ParamInfo, inputs: &Inputs, (stored, low): (u64,
     l.touch(staging_kind(inputs), low * n);
     let codes = l.alloc(Kind::Weights, storage.bytes(&p.shape));
     l.free(exact);
-    match inputs.place {
+    match inputs.strategy.placement {
         Placement::Device | Placement::Host => held.push(codes),
         Placement::Disk { .. } => l.free(codes),
     }
@@ -151,15 +152,15 @@ mod tests {
     fn peak(quantized: bool, place: Placement, walk: impl Fn(&mut Ledger, &Model, &Inputs)) -> u64 {
         let recipe = recipe("[memory]\nfrozen_weights = \"int8\"");
         let mut inputs = inputs(all(), crate::engine::Gradients::Keep);
-        inputs.place = place;
+        inputs.strategy.placement = place;
         if quantized {
-            inputs.storage =
+            inputs.strategy.storage =
                 StoragePolicy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params(), |_| false).unwrap();
         }
         let mut ledger = Ledger::new(false);
         let mut spec = crate::plan::tests::spec();
         spec.layers.truncate(1);
-        let model = Model::of(&spec, params(), &inputs.storage, &inputs.adapters);
+        let model = Model::of(&spec, params(), &inputs.strategy.storage, &inputs.adapters);
         walk(&mut ledger, &model, &inputs);
         let peak = ledger.peak;
         // All simulated memory was freed.

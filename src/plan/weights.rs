@@ -1,9 +1,10 @@
 //! Memory of the weights that are held at one time.
 
+use super::Inputs;
 use super::model::Model;
-use super::{Inputs, Placement};
 use crate::engine::Active;
 use crate::model::Spec;
+use crate::source::Placement;
 use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::BTreeMap;
 
@@ -31,12 +32,14 @@ pub(super) fn embedding_in_rows(spec: &Spec, place: Placement, active: &Active) 
 
 /// Bytes of the prepacked copies of frozen weights.
 pub(super) fn copies(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
-    let Some(copies) = &inputs.copies else { return 0 };
+    let Some(copies) = &inputs.strategy.packed_copies else {
+        return 0;
+    };
     model.sum(active, |p| {
         if active.contains(&p.name) {
             0
         } else {
-            copies.bytes(p, &inputs.storage)
+            copies.bytes(p, &inputs.strategy.storage)
         }
     })
 }

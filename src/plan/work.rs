@@ -106,8 +106,8 @@ impl<'a> Block<'a> {
     fn decode(&self, l: &mut Ledger, linear: Linear) {
         let (name, input, output) = linear;
         let weight = self.name(&format!("{name}.weight"));
-        let quantized = self.inputs.storage.quantized().contains_key(weight.as_str());
-        let bf16 = self.inputs.storage.dtype() == Dtype::Bf16;
+        let quantized = self.inputs.strategy.storage.quantized().contains_key(weight.as_str());
+        let bf16 = self.inputs.strategy.storage.dtype() == Dtype::Bf16;
         let mut bytes = 0;
         if quantized && !self.active.contains(&weight) {
             bytes += quantized::work_bytes(output, input, bf16);

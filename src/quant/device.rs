@@ -57,7 +57,8 @@ impl QMatrix {
 impl DeviceQMatrix {
     /// Takes `tensors` and `offset` from `QMatrix::tensors` and `QMatrix::nested_offset`, on one device.
     ///
-    /// Errors: tensors of another format or shape.
+    /// # Errors
+    /// Tensors of another format or shape.
     pub fn new(
         format: Format,
         (rows, columns): (usize, usize),
@@ -69,7 +70,7 @@ impl DeviceQMatrix {
         let (stride, group) = (format.stride(columns), format.group(columns));
         let mut tensors = tensors.into_iter();
         let mut next = || {
-            let missing = || Error::new("a quantized weight has too few parts").found(format);
+            let missing = || Error::shape("a quantized weight has too few parts").found(format);
             tensors.next().ok_or_else(missing)
         };
         let codes = next()?;
@@ -122,6 +123,7 @@ impl DeviceQMatrix {
         Self::new(self.format, self.dims(), self.decoded, tensors, offset)
     }
 
+    /// The quantized format.
     pub fn format(&self) -> Format {
         self.format
     }

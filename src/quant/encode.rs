@@ -12,6 +12,7 @@ use rayon::prelude::*;
 
 /// A number type that can be quantized.
 pub trait Value: Copy + Send + Sync {
+    /// The number as f32.
     fn f32(self) -> f32;
 }
 
@@ -29,10 +30,11 @@ impl Value for bf16 {
 
 /// Quantizes `values` `[rows, columns]`; products dequantize them to the type `decoded`.
 ///
-/// The error of an element is at most half a step: of absmax / 127 (int8), of (max - min) / 15 of its group,
-/// widened by less than 2^-6 for the rounding of scale and minimum to bf16 (int4), of the gap between two levels (NF4).
+/// The error of an element is at most half a step: of absmax / 127 (int8), of (max - min) / 15 of its group, widened by
+/// less than 2^-6 for the rounding of scale and minimum to bf16 (int4), of the gap between two levels (NF4).
 ///
-/// Errors: a number of values that does not fit the shape, an unknown group size, a value that is not finite.
+/// # Errors
+/// A number of values that does not fit the shape, an unknown group size, a value that is not finite.
 pub fn encode<V: Value>(
     values: &[V],
     (rows, columns): (usize, usize),
@@ -41,14 +43,16 @@ pub fn encode<V: Value>(
 ) -> Result<QMatrix> {
     check_format(format)?;
     if values.len() != rows * columns {
-        return Err(Error::new("the number of values of a weight does not match its shape")
-            .found(format!("{} values", values.len()))
-            .expected(format!("[{rows}, {columns}]")));
+        return Err(
+            Error::shape("the number of values of a weight does not match its shape")
+                .found(format!("{} values", values.len()))
+                .expected(format!("[{rows}, {columns}]")),
+        );
     }
     // Dequantization to bf16 rounds up at most to the next power of two, which must be finite.
     if !values.par_iter().all(|x| x.f32().abs() < 1e38) {
         return Err(
-            Error::new("a weight cannot be quantized: a value is not finite or too large")
+            Error::non_finite("a weight cannot be quantized: a value is not finite or too large")
                 .hint("the model file is damaged: check its source"),
         );
     }

@@ -9,23 +9,34 @@ use std::fmt;
 pub enum Format {
     /// Signed bytes times an f32 scale: symmetric, absmax maps to 127. `group` columns share a scale; 0: one scale
     /// per row.
-    Int8 { group: usize },
+    Int8 {
+        /// Columns that share a scale; 0: a whole row.
+        group: usize,
+    },
     /// Integers 0 to 15 times a scale, plus a minimum, both bf16, per `group` columns.
-    Int4 { group: usize },
+    Int4 {
+        /// Columns that share a scale and a minimum.
+        group: usize,
+    },
     /// NF4 of QLoRA (Dettmers et al. 2023, arXiv 2305.14314, section 3) with the tables and the packing of
     /// bitsandbytes: blocks of 64 of the flattened weight. `double`: the absmax are quantized too, in blocks of 256.
-    Nf4 { double: bool },
+    Nf4 {
+        /// The absmax are quantized too.
+        double: bool,
+    },
 }
 
 /// The storage type of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Storage {
+    /// Not quantized.
     Dense(Dtype),
     /// Quantized; products use the dequantized values in this type.
     Quantized(Format, Dtype),
 }
 
 impl Storage {
+    /// True for a quantized type.
     pub fn is_quantized(self) -> bool {
         matches!(self, Storage::Quantized(..))
     }

@@ -34,7 +34,9 @@ pub(super) enum BlockScales {
 
 /// A named part of a quantized weight, little-endian, as in a file.
 pub struct Part<'a> {
+    /// `codes`, `scales`, `absmax`, `nested_absmax` or `nested_offset`.
     pub name: &'static str,
+    /// The values.
     pub bytes: Cow<'a, [u8]>,
 }
 
@@ -56,6 +58,7 @@ impl QMatrix {
         }
     }
 
+    /// The quantized format.
     pub fn format(&self) -> Format {
         self.format
     }
@@ -163,7 +166,8 @@ impl QMatrix {
 
     /// Builds the weight from the named parts of `parts`; `take` returns a part by its name.
     ///
-    /// Errors: a part that is missing or has another size than the shape requires; a scale that is not finite.
+    /// # Errors
+    /// A part that is missing or has another size than the shape requires; a scale that is not finite.
     pub fn from_parts(
         format: Format,
         (rows, columns): (usize, usize),
@@ -175,7 +179,7 @@ impl QMatrix {
         for (name, size) in format.parts(rows, columns) {
             let bytes = take(name)?;
             if bytes.len() != size {
-                return Err(Error::new("the size of a quantized weight does not match its shape")
+                return Err(Error::shape("the size of a quantized weight does not match its shape")
                     .at(format!("part `{name}`"))
                     .found(format!("{} bytes", bytes.len()))
                     .expected(format!("{size} bytes for {format} [{rows}, {columns}]")));
@@ -213,7 +217,7 @@ impl QMatrix {
         if quantized.view().fits() {
             Ok(quantized)
         } else {
-            Err(Error::new("a quantized weight is smaller than its shape").at(format.to_string()))
+            Err(Error::shape("a quantized weight is smaller than its shape").at(format.to_string()))
         }
     }
 }
@@ -235,7 +239,7 @@ pub(super) fn check_format(format: Format) -> Result<()> {
         Ok(())
     } else {
         Err(
-            Error::new(format!("{} does not support this group size", format.name()))
+            Error::unsupported(format!("{} does not support this group size", format.name()))
                 .found(group)
                 .expected(format!("{known:?}")),
         )
@@ -257,5 +261,5 @@ fn finite(bytes: &[u8], part: &str) -> Result<Vec<f32>> {
 }
 
 fn not_finite(part: &str) -> Error {
-    Error::new("a quantized weight has a scale that is not finite").at(format!("part `{part}`"))
+    Error::non_finite("a quantized weight has a scale that is not finite").at(format!("part `{part}`"))
 }

@@ -14,6 +14,7 @@ use std::sync::Arc;
 /// The weight `[O, I]` of a linear layer, or another parameter (then always dense). Cloning shares the storage.
 #[derive(Debug, Clone)]
 pub enum Weight {
+    /// A plain tensor; may be trained.
     Dense(Tensor),
     /// Dense with prepacked copies; frozen.
     Prepacked(Arc<Prepacked>),
@@ -74,18 +75,22 @@ impl Weight {
 
     /// Returns the tensor of a dense weight.
     ///
-    /// Errors: a quantized weight, which cannot be trained, changed or written in this form.
+    /// # Errors
+    /// A quantized weight, which cannot be trained, changed or written in this form.
     pub fn dense(&self) -> Result<&Tensor> {
         match (self, self.format()) {
             (Weight::Dense(tensor), _) => Ok(tensor),
             (Weight::Prepacked(weight), _) => Ok(weight.tensor()),
-            (_, format) => Err(Error::new("this weight is frozen and quantized")
+            (_, format) => Err(Error::unsupported("this weight is frozen and quantized")
                 .found(format.map(|f| f.to_string()).unwrap_or_default())
                 .expected("a dense weight: only dense weights can be trained")),
         }
     }
 
-    /// Returns a dense weight as operand of the operations. Errors: as `dense`.
+    /// Returns a dense weight as operand of the operations.
+    ///
+    /// # Errors
+    /// As `dense`.
     pub fn as_dense(&self) -> Result<Dense<'_>> {
         match self {
             Weight::Prepacked(weight) => Ok((&**weight).into()),
@@ -93,6 +98,7 @@ impl Weight {
         }
     }
 
+    /// The shape: `[O, I]` for a linear.
     pub fn dims(&self) -> Vec<usize> {
         match self {
             Weight::Dense(tensor) => tensor.dims().to_vec(),
@@ -128,6 +134,7 @@ impl Weight {
         }
     }
 
+    /// Bytes in memory, with prepacked copies.
     pub fn bytes(&self) -> u64 {
         match self {
             Weight::Dense(tensor) => (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64,
@@ -215,7 +222,10 @@ impl Weight {
         Ok((dx, du))
     }
 
-    /// Computes `dW = dyᵀ·x`, `[O, I]` f32, from `dy [N, O]` and `x [N, I]`. Errors: a quantized weight.
+    /// Computes `dW = dyᵀ·x`, `[O, I]` f32, from `dy [N, O]` and `x [N, I]`.
+    ///
+    /// # Errors
+    /// A quantized weight.
     pub fn grad(&self, dy: &Tensor, x: &Tensor) -> Result<Tensor> {
         let dtype: DType = self.dense()?.dtype();
         linear::grad_weight(dy, x, dtype)

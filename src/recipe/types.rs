@@ -78,7 +78,7 @@ pub struct Recipe {
     pub open: Open,
 }
 
-/// `auto` keys whose value depends on rows and model (`run::defaults`). Until it is resolved, the field of the key
+/// `auto` keys whose value depends on rows and model (`setup::defaults`). Until it is resolved, the field of the key
 /// holds a value for runs of unknown size.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Open {

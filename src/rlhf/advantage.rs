@@ -12,6 +12,7 @@ named!(
         Group = "group",
         /// The standard deviation of all completions.
         Batch = "batch",
+        /// Rewards are centered, not scaled.
         None = "none",
     }
 );
@@ -22,7 +23,9 @@ const EPSILON: f64 = 1e-4;
 /// Advantages `[B]`, and the fraction of the groups (or of the batch) whose rewards are all equal.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Advantages {
+    /// `[B]`: the advantage of each completion.
     pub values: Vec<f64>,
+    /// Fraction of the groups with equal rewards.
     pub zero_std: f64,
 }
 
@@ -154,6 +157,7 @@ impl KlEstimator {
 /// 1909.08593, section 2.2).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KlControl {
+    /// The current coefficient.
     pub coefficient: f64,
     /// Target KL per completion in nats, and the horizon in completions over which the coefficient changes by at most
     /// about a fifth; `None`: fixed.

@@ -20,10 +20,14 @@ named!(
     }
 );
 
+/// How importance ratios of rollouts that other weights sampled enter the loss.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Correction {
+    /// The treatment of a ratio.
     pub mode: RolloutCorrection,
+    /// Smallest ratio; `None`: no bound.
     pub min: Option<f64>,
+    /// Largest ratio; `None`: no bound.
     pub max: Option<f64>,
 }
 

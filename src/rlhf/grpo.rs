@@ -35,18 +35,23 @@ named!(
 named!(
     /// Level of the clipped probability ratio.
     ImportanceLevel {
+        /// One ratio per token.
         Token = "token",
         /// Geometric mean over the completion (GSPO).
         Sequence = "sequence",
     }
 );
 
+/// The numbers of the loss, named as in TRL.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settings {
+    /// How tokens and completions are averaged.
     pub loss_type: GrpoLoss,
+    /// The level of the ratio.
     pub level: ImportanceLevel,
     /// The ratio is clipped to [1 - `epsilon`, 1 + `epsilon_high`].
     pub epsilon: f64,
+    /// Distance of the upper bound from 1.
     pub epsilon_high: f64,
     /// Upper bound of the ratio on the side without clipping.
     pub delta: Option<f64>,
@@ -65,15 +70,18 @@ pub struct Completion<'a> {
     pub log_probs: &'a [f32],
     /// With the weights of the rollout; `None`: equal to the current ones.
     pub old: Option<&'a [f32]>,
+    /// With the weights of the reference, if the KL term is used.
     pub reference: Option<&'a [f32]>,
     /// Importance ratios for rollouts sampled with other weights.
     pub ratios: Option<&'a [f32]>,
+    /// The advantage of the completion.
     pub advantage: f64,
 }
 
 /// Contribution of one completion to the loss of a window, before the division by the window's weight.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Part {
+    /// The loss.
     pub loss: f64,
     /// `[T]`: gradient with respect to the log-probabilities.
     pub gradient: Vec<f64>,
@@ -81,7 +89,9 @@ pub struct Part {
     pub kl: f64,
     /// Number of ratios, and of those clipped below and above.
     pub ratios: f64,
+    /// Number of ratios clipped at the lower bound.
     pub clipped_low: f64,
+    /// Number of ratios clipped at the upper bound.
     pub clipped_high: f64,
 }
 
@@ -94,6 +104,7 @@ impl Settings {
         }
     }
 
+    /// The contribution of this completion.
     pub fn part(&self, c: &Completion) -> Part {
         let tokens = c.log_probs.len();
         if tokens == 0 {
@@ -192,12 +203,15 @@ struct Surrogate {
 
 /// The objective of the stage `grpo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Grpo {
+    /// The numbers of the loss.
     pub settings: Settings,
+    /// Computes log-probabilities from hidden states.
     pub policy: PolicyHead,
     means: NamedMeans,
 }
 
 impl Grpo {
+    /// The objective with these settings.
     pub fn new(settings: Settings, policy: PolicyHead) -> Self {
         Self {
             settings,

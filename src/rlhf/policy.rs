@@ -12,21 +12,26 @@ use std::ops::Range;
 pub mod columns {
     /// Token columns: log-probabilities with the weights of the rollout and of the reference, importance ratios.
     pub const OLD: &str = "old_log_probs";
+    /// Token column: log-probabilities with the weights of the reference.
     pub const REFERENCE: &str = "reference_log_probs";
+    /// Token column: importance ratios.
     pub const RATIOS: &str = "ratios";
     /// A document column for GRPO, a token column for PPO.
     pub const ADVANTAGES: &str = "advantages";
     /// Token columns of PPO.
     pub const VALUES: &str = "old_values";
+    /// Token column of PPO: the targets of the values.
     pub const RETURNS: &str = "returns";
     /// Document columns: a factor of the answer's loss; 0 if the answer is excluded.
     pub const FACTOR: &str = "factor";
+    /// Document column: 0 if the answer does not count in the divisor of the loss; else 1.
     pub const COUNTS: &str = "counts";
 }
 
 /// The next-token distribution at a temperature: logits are divided by it after the soft cap.
 #[derive(Debug, Clone, Copy)]
 pub struct PolicyHead {
+    /// Divides the logits; positive.
     pub temperature: f64,
 }
 
@@ -42,6 +47,9 @@ impl PolicyHead {
     }
 
     /// Log-probability of each target, `[N]`; `h` `[N, D]`.
+    ///
+    /// # Errors
+    /// A target outside the vocabulary (`Argument`).
     pub fn log_probs(&self, h: &Tensor, head: &Head, targets: &[u32]) -> Result<Vec<f32>> {
         if self.temperature == 1.0 {
             return head.log_probs(h, targets);
@@ -51,6 +59,9 @@ impl PolicyHead {
     }
 
     /// Entropy in nats at each target, `[N]`.
+    ///
+    /// # Errors
+    /// A target outside the vocabulary (`Argument`).
     pub fn entropies(&self, h: &Tensor, head: &Head, targets: &[u32]) -> Result<Vec<f32>> {
         if self.temperature == 1.0 {
             return head.entropies(h, targets);
@@ -60,6 +71,9 @@ impl PolicyHead {
     }
 
     /// As `gradients`, for the log-probabilities at this temperature.
+    ///
+    /// # Errors
+    /// A target outside the vocabulary (`Argument`).
     pub fn gradients(
         &self,
         h: &Tensor,

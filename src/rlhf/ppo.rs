@@ -13,12 +13,14 @@ use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::update;
 use candle_core::{DType, Device, Tensor};
 
+/// The numbers of the loss, named as in TRL.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Settings {
     /// The ratio is clipped to 1 ± this.
     pub cliprange: f64,
     /// Largest change of a value from that of the rollout.
     pub cliprange_value: f64,
+    /// Weight of the value loss.
     pub vf_coef: f64,
 }
 
@@ -27,11 +29,15 @@ pub struct Settings {
 pub struct Completion<'a> {
     /// With the current weights.
     pub log_probs: &'a [f32],
+    /// The values of the value head.
     pub values: &'a [f32],
     /// With the weights of the rollout; `None`: equal to the current ones.
     pub old: Option<&'a [f32]>,
+    /// The values in the rollout.
     pub old_values: &'a [f32],
+    /// The advantages of the tokens.
     pub advantages: &'a [f32],
+    /// The targets of the values.
     pub returns: &'a [f32],
     /// Importance ratios for rollouts sampled with other weights.
     pub ratios: Option<&'a [f32]>,
@@ -40,18 +46,22 @@ pub struct Completion<'a> {
 /// Sums over the tokens of one completion, before the division by the tokens of the window.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Part {
+    /// The loss of the policy.
     pub policy_loss: f64,
     /// Without the factor `vf_coef`.
     pub value_loss: f64,
     /// `[T]`: gradients of `policy_loss + vf_coef value_loss`.
     pub by_log_prob: Vec<f64>,
+    /// `[T]`: gradients with respect to the values.
     pub by_value: Vec<f64>,
     /// Number of tokens whose ratio or value is clipped.
     pub clipped: f64,
+    /// Number of clipped values.
     pub clipped_values: f64,
 }
 
 impl Settings {
+    /// The sums of this completion.
     pub fn part(&self, c: &Completion) -> Part {
         let mut part = Part::default();
         for t in 0..c.log_probs.len() {
@@ -83,11 +93,14 @@ impl Settings {
 /// Value head: maps each hidden state to a value with a row `[1, D]` and a bias `[1]`. Initialized to 0.
 #[derive(Debug, Clone)]
 pub struct ValueHead {
+    /// `[1, D]`
     pub weight: Param,
+    /// `[1]`
     pub bias: Param,
 }
 
 impl ValueHead {
+    /// A head of zeros for hidden states of this width.
     pub fn new(width: usize, device: &Device) -> Result<Self> {
         let param = |name: &str, tensor| Param {
             name: format!("objective.value.{name}").into(),
@@ -99,11 +112,14 @@ impl ValueHead {
         })
     }
 
-    /// The value head among an objective's parameters. Errors: they contain none.
+    /// The value head among an objective's parameters.
+    ///
+    /// # Errors
+    /// They contain none.
     pub fn of(params: &[Param]) -> Result<Self> {
         let find = |name: &str| {
             let found = params.iter().find(|p| &*p.name == name).cloned();
-            found.ok_or_else(|| Error::new("the value head is missing").at(name))
+            found.ok_or_else(|| Error::internal("the value head is missing").at(name))
         };
         Ok(Self {
             weight: find("objective.value.weight")?,
@@ -136,13 +152,17 @@ impl ValueHead {
 
 /// The objective of the stage `ppo`. A document of a batch is a prompt and an answer (the targets).
 pub struct Ppo {
+    /// The numbers of the loss.
     pub settings: Settings,
+    /// Computes log-probabilities from hidden states.
     pub policy: PolicyHead,
+    /// Computes values from hidden states.
     pub head: ValueHead,
     means: NamedMeans,
 }
 
 impl Ppo {
+    /// The objective with these settings.
     pub fn new(settings: Settings, policy: PolicyHead, head: ValueHead) -> Self {
         Self {
             settings,

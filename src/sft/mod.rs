@@ -20,6 +20,7 @@ impl CausalLm {
         cross_entropy::chunk_for(vocab, trained)
     }
 
+    /// The objective for a model with `vocab` output ids.
     pub fn new(vocab: usize) -> Self {
         Self { vocab }
     }

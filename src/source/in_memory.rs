@@ -7,6 +7,7 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+/// A source whose weights are all in memory, frozen.
 #[derive(Debug)]
 pub struct InMemory {
     params: Vec<ParamInfo>,

@@ -2,6 +2,7 @@
 //! Handles names, shapes and storage types; independent of the mathematics of layers.
 
 pub mod disk;
+mod placement;
 mod in_memory;
 pub mod policy;
 pub mod prepacking;
@@ -21,8 +22,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use disk::Disk;
 pub use in_memory::InMemory;
+pub use placement::Placement;
 pub use policy::StoragePolicy;
-pub use prepacking::{Copies, Prepacking};
+pub use prepacking::{PackedCopies, Prepacking};
 pub use requantize::Requantized;
 pub use resident::Resident;
 pub use uploaded::Uploaded;
@@ -41,7 +43,9 @@ pub enum Group {
 /// The half of a decoder layer to which a parameter belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Sublayer {
+    /// Attention and its norms.
     Attention,
+    /// The MLP and its norms.
     Mlp,
     /// Outside the decoder layers.
     Other,
@@ -50,13 +54,18 @@ pub enum Sublayer {
 /// A parameter, by its name in the checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamInfo {
+    /// Name in the checkpoint.
     pub name: Arc<str>,
+    /// Sizes of the dimensions.
     pub shape: Vec<usize>,
+    /// The group that delivers it.
     pub group: Group,
+    /// The half of its layer.
     pub sublayer: Sublayer,
 }
 
 impl ParamInfo {
+    /// Number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
@@ -82,14 +91,18 @@ impl GroupWeights {
 
     /// Returns the tensor of a dense weight.
     ///
-    /// Errors: the group has no such weight (a bug: names are checked when the source is opened); a quantized weight.
+    /// # Errors
+    /// The group has no such weight (a bug: names are checked when the source is opened); a quantized weight.
     pub fn get(&self, name: &str) -> Result<(Arc<str>, Tensor)> {
         let (name, weight) = self.weight(name)?;
         let tensor = weight.dense().map_err(|e| e.or_at(&*name))?.clone();
         Ok((name, tensor))
     }
 
-    /// Returns a weight, dense or quantized. Errors: the group has no such weight.
+    /// Returns a weight, dense or quantized.
+    ///
+    /// # Errors
+    /// The group has no such weight.
     pub fn weight(&self, name: &str) -> Result<(Arc<str>, Weight)> {
         self.weights
             .get_key_value(name)
@@ -97,6 +110,7 @@ impl GroupWeights {
             .ok_or_else(|| Error::new("weight is not part of its group").at(name))
     }
 
+    /// The weights with their names, sorted.
     pub fn iter(&self) -> impl Iterator<Item = (&Arc<str>, &Weight)> {
         self.weights.iter()
     }
@@ -105,6 +119,7 @@ impl GroupWeights {
 /// A run of elements of a parameter, in order.
 #[derive(Debug, Clone, Copy)]
 pub enum Numbers<'a> {
+    /// The stored values.
     F32(&'a [f32]),
     /// For trained weights also the low 16 bits of their fp32 masters (see `ops::master`).
     Bf16(&'a [bf16], Option<&'a [i16]>),
@@ -115,6 +130,7 @@ pub type NumbersSink<'a> = dyn FnMut(Numbers) -> Result<()> + 'a;
 
 /// Access to the optimizer's low 16 bits of fp32 masters (i16 `[n]`), by parameter name.
 pub trait MasterLowBits {
+    /// Stores the low 16 bits.
     fn put_low(&mut self, name: &str, low: Tensor);
 
     /// `None`: this parameter has no master.
@@ -142,7 +158,10 @@ pub trait WeightSource: Send + Sync {
     /// All parameters, in the order of the model.
     fn params(&self) -> &[ParamInfo];
 
-    /// The parameter of this name. Errors: there is none.
+    /// The parameter of this name.
+    ///
+    /// # Errors
+    /// There is none.
     fn param(&self, name: &str) -> Result<&ParamInfo> {
         let found = self.params().iter().find(|p| &*p.name == name);
         found.ok_or_else(|| no_such(name))
@@ -156,7 +175,8 @@ pub trait WeightSource: Send + Sync {
 
     /// Gathers rows of the matrix `name` `[R, C]`: returns a matrix with the rows `ids`, and the row index of each id.
     ///
-    /// Errors: an id that is not below R; a failed read from the disk.
+    /// # Errors
+    /// An id that is not below R; a failed read from the disk.
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)>;
 
     /// The matrix `name` as pieces, if it is streamed and never in memory as a whole.
@@ -204,7 +224,8 @@ pub trait TrainableStore: WeightSource {
 pub trait Requantize {
     /// Quantizes `values` (one per element) as the new values of a quantized weight, and drops the old data.
     ///
-    /// Errors: the weight is not quantized.
+    /// # Errors
+    /// The weight is not quantized.
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()>;
 }
 
@@ -222,7 +243,7 @@ fn stays_on_device(p: &ParamInfo, head: &str, head_is_streamed: bool) -> bool {
 fn distinct(ids: &[u32], rows: usize) -> Result<(Vec<u32>, Vec<u32>)> {
     let mut index: BTreeMap<u32, u32> = ids.iter().map(|id| (*id, 0)).collect();
     if let Some((&id, _)) = index.last_key_value().filter(|(id, _)| **id as usize >= rows) {
-        return Err(Error::new("a token id is outside the vocabulary")
+        return Err(Error::argument("a token id is outside the vocabulary")
             .found(id)
             .expected(format!("below {rows}")));
     }
@@ -240,5 +261,5 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 fn no_such(name: &str) -> Error {
-    Error::new("the model has no such parameter").at(name)
+    Error::not_found("the model has no such parameter").at(name)
 }

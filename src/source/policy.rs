@@ -39,7 +39,7 @@ impl Default for StorageRules {
 }
 
 /// The storage of each parameter of a model. Only projections of decoder layers are ever quantized.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StoragePolicy {
     dtype: Dtype,
     /// Shared between clones: the planner makes many.
@@ -57,7 +57,8 @@ impl StoragePolicy {
 
     /// Projections that are not `trained` get the storage type that `rules` sets for them.
     ///
-    /// Errors: an override that matches no projection.
+    /// # Errors
+    /// An override that matches no projection.
     pub fn new(
         rules: &StorageRules,
         dtype: Dtype,
@@ -106,6 +107,7 @@ impl StoragePolicy {
         self.dtype
     }
 
+    /// The storage of this parameter while it is frozen.
     pub fn of(&self, param: &ParamInfo) -> Storage {
         match self.quantized.get(&param.name) {
             Some(format) => Storage::Quantized(*format, self.dtype),

@@ -19,7 +19,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Selects the weights that get packed copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Copies {
+pub struct PackedCopies {
+    /// The products that get a copy.
     pub orders: Orders,
     /// Name of the output projection (LM head), unless some of its rows are trained.
     pub head: Option<String>,
@@ -27,7 +28,7 @@ pub struct Copies {
     pub ranks: Arc<BTreeMap<String, usize>>,
 }
 
-impl Copies {
+impl PackedCopies {
     /// True if a parameter gets packed copies while it is frozen and dense.
     fn covers(&self, p: &ParamInfo) -> bool {
         is_projection(p) || self.head.as_deref() == Some(&*p.name)
@@ -48,9 +49,10 @@ impl Copies {
     }
 }
 
+/// Adds packed copies of frozen weights to a source on the CPU.
 pub struct Prepacking {
     below: Arc<dyn TrainableStore>,
-    copies: Copies,
+    copies: PackedCopies,
     state: Mutex<State>,
 }
 
@@ -63,7 +65,7 @@ struct State {
 
 impl Prepacking {
     /// `below` holds its weights on the CPU; `first` names the parameters that are trained first.
-    pub fn new<'a>(below: Arc<dyn TrainableStore>, copies: Copies, first: impl Iterator<Item = &'a str>) -> Self {
+    pub fn new<'a>(below: Arc<dyn TrainableStore>, copies: PackedCopies, first: impl Iterator<Item = &'a str>) -> Self {
         let state = State {
             active: first.map(str::to_string).collect(),
             groups: BTreeMap::new(),
@@ -217,8 +219,8 @@ mod tests {
         ]
     }
 
-    fn copies(orders: Orders) -> Copies {
-        Copies {
+    fn copies(orders: Orders) -> PackedCopies {
+        PackedCopies {
             orders,
             head: Some("embed".into()),
             ranks: Arc::new([("layers.0.a".to_string(), 16)].into()),

@@ -13,6 +13,7 @@ use std::sync::Arc;
 /// A weight that was requantized after its training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Requantized {
+    /// Name of the weight.
     pub name: Arc<str>,
     /// Relative RMS error: RMS of the quantization error divided by the RMS of the weight.
     pub error: f64,

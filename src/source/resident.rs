@@ -19,6 +19,7 @@ use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
+/// Keeps all weights on the device.
 pub struct Resident {
     device: Device,
     /// Updated when a weight changes between quantized and dense.
@@ -41,8 +42,9 @@ impl Resident {
     /// Reads every parameter from `weights`, one tensor at a time, onto `device`, into the storage that `storage`
     /// returns for it; frozen weights are quantized while they are read.
     ///
-    /// Errors: a missing parameter, or one of another shape; a tensor in the files that the model does not have (a
-    /// wrong config must not silently train a part of the model).
+    /// # Errors
+    /// A missing parameter, or one of another shape; a tensor in the files that the model does not have (a wrong config
+    /// must not silently train a part of the model).
     pub fn load(
         params: Vec<ParamInfo>,
         weights: &Weights,
@@ -54,6 +56,9 @@ impl Resident {
     }
 
     /// Random weights: normal with standard deviation `std`, biases 0, norm weights `norm`.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn random(
         params: Vec<ParamInfo>,
         seed: u64,
@@ -178,6 +183,7 @@ impl Resident {
 /// The distribution of random weights.
 #[derive(Debug, Clone, Copy)]
 pub struct RandomWeights {
+    /// Seed of the numbers.
     pub seed: u64,
     /// Standard deviation of the matrices; biases are 0.
     pub std: f32,
@@ -223,7 +229,9 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
 }
 
 /// Reads one parameter from the files into its storage; a weight that is quantized in the files stays quantized.
-/// Errors: as reading; quantized data of a parameter that is not a matrix.
+///
+/// # Errors
+/// As reading; quantized data of a parameter that is not a matrix.
 pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device) -> Result<Weight> {
     if let Some((layout, format)) = stored::find(weights, &p.name)? {
         let (Storage::Dense(decoded) | Storage::Quantized(_, decoded)) = storage;
@@ -239,7 +247,10 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     }
 }
 
-/// Reads one parameter from the files as a tensor. Errors: as reading.
+/// Reads one parameter from the files as a tensor.
+///
+/// # Errors
+/// As reading.
 pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Device) -> Result<Tensor> {
     let shape = p.shape.as_slice();
     Ok(match dtype {
@@ -267,10 +278,12 @@ fn check_finite<T>(values: Vec<T>, finite: impl Fn(&T) -> bool, weights: &Weight
 }
 
 fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {
-    let error = Error::new(format!("tensor `{}` has a number that is not finite", p.name));
+    let error = Error::non_finite(format!("tensor `{}` has a number that is not finite", p.name));
     let file = weights.info(&p.name).map(|i| &weights.files()[i.file]);
-    file.map_or(Error::new(error.what()), |file| Error::new(error.what()).at_path(file))
-        .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
+    file.map_or(Error::non_finite(error.what()), |file| {
+        Error::non_finite(error.what()).at_path(file)
+    })
+    .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
 }
 
 fn code<V: quant::Value>(
@@ -283,7 +296,10 @@ fn code<V: quant::Value>(
     Weight::coded_on(encode(values, p, format, decoded)?, device)
 }
 
-/// Errors: missing, misshapen and surplus tensors, all in one error.
+/// Checks that the files have exactly the parameters of the model.
+///
+/// # Errors
+/// Missing, misshapen and surplus tensors, all in one error.
 pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let mut faults = Vec::new();
     let mut parts = std::collections::HashSet::new();
@@ -328,7 +344,7 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
         .first()
         .map(|f| f.display().to_string())
         .unwrap_or_default();
-    Err(Error::new("config.json and the weights are inconsistent")
+    Err(Error::shape("config.json and the weights are inconsistent")
         .at(place)
         .found(format!(
             "{}:\n      {shown}{more}",

@@ -22,15 +22,19 @@ const STATE_BYTES: usize = 320;
 const FORMAT: &str = "format";
 const FORMAT_BYTES: usize = 16;
 
+/// The layout of quantized weights in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
+    /// The parts of `quant`.
     Ft,
+    /// The tensors of bitsandbytes.
     Bitsandbytes,
 }
 
 /// Returns layout and format of a parameter that is quantized in the files, or `None`.
 ///
-/// Errors: a format that ft does not support.
+/// # Errors
+/// A format that ft does not support.
 pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
     if weights.info(&format!("{name}.{STATE}")).is_some() {
         let double = weights.info(&format!("{name}.nested_absmax")).is_some();
@@ -44,10 +48,12 @@ pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
     let text = String::from_utf8_lossy(&bytes).trim_end().to_string();
     match Format::from_tag(&text) {
         Some(format) => Ok(Some((Layout::Ft, format))),
-        None => Err(Error::new("a weight is stored in a format that ft does not support")
-            .at(name)
-            .found(text)
-            .expected(Format::ALL.map(Format::tag).join(", "))),
+        None => Err(
+            Error::unsupported("a weight is stored in a format that ft does not support")
+                .at(name)
+                .found(text)
+                .expected(Format::ALL.map(Format::tag).join(", ")),
+        ),
     }
 }
 
@@ -99,7 +105,8 @@ fn tensor_name(layout: Layout, name: &str, part: &str) -> Option<String> {
 
 /// Returns the bytes of the tensor `plan` of the quantized parameter `name`.
 ///
-/// Errors: a tensor that `tensors` does not list.
+/// # Errors
+/// A tensor that `tensors` does not list.
 pub fn bytes(layout: Layout, quantized: &QMatrix, name: &str, plan: &TensorPlan) -> Result<Vec<u8>> {
     let rest = plan.name.strip_prefix(name).unwrap_or_default().trim_start_matches('.');
     let padded = |text: String, len: usize| {
@@ -118,7 +125,7 @@ pub fn bytes(layout: Layout, quantized: &QMatrix, name: &str, plan: &TensorPlan)
             let mut parts = quantized.parts().into_iter();
             let found = parts.find(|p| tensor_name(layout, name, p.name).as_deref() == Some(plan.name.as_str()));
             let found = found.map(|p| p.bytes.into_owned());
-            found.ok_or_else(|| Error::new("a quantized weight does not have this tensor").at(&plan.name))
+            found.ok_or_else(|| Error::format("a quantized weight does not have this tensor").at(&plan.name))
         }
     }
 }
@@ -142,10 +149,11 @@ fn state(quantized: &QMatrix) -> Value {
 
 /// Reads a quantized parameter in the layout and format returned by `find`.
 ///
-/// Errors: a tensor whose size does not match the shape; a block size or a table that is not NF4's.
+/// # Errors
+/// A tensor whose size does not match the shape; a block size or a table that is not NF4's.
 pub fn read(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format, decoded: Dtype) -> Result<QMatrix> {
     let &[rows, columns] = p.shape.as_slice() else {
-        return Err(Error::new("only a matrix can be quantized").at(&*p.name));
+        return Err(Error::format("only a matrix can be quantized").at(&*p.name));
     };
     let mut offset = None;
     if layout == Layout::Bitsandbytes {
@@ -154,7 +162,7 @@ pub fn read(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format, de
     let take = |part: &str| match (tensor_name(layout, &p.name, part), offset) {
         (Some(tensor), _) => weights.read_bytes(&tensor),
         (None, Some(offset)) => Ok((offset as f32).to_le_bytes().to_vec()),
-        (None, None) => Err(Error::new("`nested_offset` is missing")),
+        (None, None) => Err(Error::format("`nested_offset` is missing")),
     };
     QMatrix::from_parts(format, (rows, columns), decoded, take).map_err(|e| e.or_at(&*p.name))
 }
@@ -162,9 +170,9 @@ pub fn read(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format, de
 /// Checks the quantization state; returns the offset of the absmax codes, if any.
 fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)) -> Result<Option<f64>> {
     let place = format!("{}.{STATE}", p.name);
-    let bad = |what: &str, found: String| Error::new(what).at(&place).found(found);
+    let bad = |what: &str, found: String| Error::format(what).at(&place).found(found);
     let state: Value = serde_json::from_slice(&weights.read_bytes(&place)?).map_err(|e| {
-        Error::new("the state of a quantized weight is not JSON")
+        Error::format("the state of a quantized weight is not JSON")
             .at(&place)
             .cause(e)
     })?;

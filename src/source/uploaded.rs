@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex};
 /// Double buffer: layers on the device at a time, the current one and the next.
 const SLOTS: usize = 2;
 
+/// Wraps a source on the host for a GPU: holds two layers on the device and copies the next one during the computation.
 pub struct Uploaded {
     /// A source on the host.
     host: Arc<dyn TrainableStore>,

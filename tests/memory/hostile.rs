@@ -4,9 +4,9 @@
 use crate::ALONE;
 use crate::counting::{LIMIT, LIVE, MOST};
 use candle_core::Device;
+use ft::commands::plan::plan;
 use ft::recipe;
-use ft::run::plan::plan;
-use ft::run::setup::ModelDir;
+use ft::setup::ModelDir;
 use serde_json::{Map, Value, json};
 use std::fs;
 use std::path::Path;

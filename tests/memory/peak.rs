@@ -5,7 +5,7 @@ use crate::counting::{LIVE, MOST};
 use candle_core::Device;
 use ft::base::rng::{Rng, Stream};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients};
+use ft::engine::{Active, Engine, Gradients, StepStrategy};
 use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
 use ft::model::spec::{LayerSpec, Spec};
@@ -16,10 +16,13 @@ use ft::ops::glu::Activation;
 use ft::ops::prepacked::Orders;
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, Cost, Lora, Mask, lora};
-use ft::plan::{self, Evaluation, Inputs, Placement, Turn};
+use ft::plan::{self, Inputs};
 use ft::recipe::{self, Dtype, Method, Recipe};
+use ft::setup::Turn;
+use ft::setup::row_sizes::Evaluation;
 use ft::sft::CausalLm;
-use ft::source::{Copies, Disk, ParamInfo, Prepacking, Resident, StoragePolicy, TrainableStore, disk};
+use ft::source::Placement;
+use ft::source::{Disk, PackedCopies, ParamInfo, Resident, StoragePolicy, TrainableStore, disk};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -189,10 +192,10 @@ impl Way {
         }
     }
 
-    fn copies(self, spec: &Spec) -> Option<Copies> {
+    fn copies(self, spec: &Spec) -> Option<PackedCopies> {
         let packed = matches!(self, Way::LoraPacked | Way::LowestPacked) && CpuBackend::Avx512.available();
         let ranks = spec.sites().into_iter().map(|s| (format!("{}.weight", s.module), 8));
-        packed.then(|| Copies {
+        packed.then(|| PackedCopies {
             orders: Orders::Both,
             head: Some(spec.head_name().to_string()),
             ranks: Arc::new(ranks.collect()),
@@ -291,11 +294,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         trained.contains(name)
     })
     .unwrap();
-    let mut store = store(&spec, &storage, dtype, place, dir.path());
-    let copies = way.copies(&spec);
-    if let Some(copies) = copies.clone() {
-        store = Arc::new(Prepacking::new(store, copies, trained.names()));
-    }
+    let store = store(&spec, &storage, dtype, place, dir.path());
     let mut model = TrainableNetwork::new(spec.clone(), store, Device::Cpu);
     let network = &mut model.network;
     if recipe.tune.method == Method::Lora {
@@ -310,16 +309,20 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         Way::FullKeep | Way::LoraKeep | Way::LoraKeepPieces => s.layers - 1,
         _ => 0,
     };
-    let pieces = way.pieces().then_some((s.rows * s.length).div_ceil(3));
-    network.mlp_tokens = pieces;
-    let optimizer = Optimizer::new(recipe.optimizer.clone());
-    let mut engine = Engine {
+    let strategy = StepStrategy {
         gradients,
-        keep_layers: keep,
-        max_grad_norm: 0.0,
-        seed: 1,
-        ..Engine::new(model, Box::new(CausalLm::new(spec.vocab)), optimizer)
+        saved_layers: keep,
+        mlp_tokens: way.pieces().then_some((s.rows * s.length).div_ceil(3)),
+        placement: place,
+        storage,
+        packed_copies: way.copies(&spec),
+        ..StepStrategy::new(dtype)
     };
+    let optimizer = Optimizer::new(recipe.optimizer.clone());
+    let objective = Box::new(CausalLm::new(spec.vocab));
+    let mut engine = Engine::new(model, objective, optimizer, strategy.clone(), &trained).unwrap();
+    engine.max_grad_norm = 0.0;
+    engine.seed = 1;
     let (batches, active) = (batches(s), active(way, &spec));
     engine.switch(&active, |_| true).unwrap();
     // The first step makes the optimizer's state, the second finds it there.
@@ -332,22 +335,16 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         longest: s.length,
         documents: s.rows,
         micro_batches: s.micro_batches,
-        gradients,
-        keep_layers: keep,
-        mlp_tokens: pieces,
+        strategy,
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,
         turns: [Turn::alone(active)].into(),
         evaluation: Evaluation::default(),
-        place,
         teacher: None,
         judges: Arc::default(),
-        parked: false,
         reference: false,
         rollout: 0,
-        copies,
-        storage,
         file_bytes: dtype.bytes(),
         adapters: Arc::new(costs),
         data_bytes: 0,

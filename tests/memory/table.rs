@@ -10,16 +10,18 @@ use candle_core::Device;
 use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, Gradients};
+use ft::engine::{Active, Engine, StepStrategy};
 use ft::formats::config::Config;
 use ft::formats::weights::Weights;
 use ft::model::spec::Spec;
 use ft::model::{TrainableNetwork, families, shapes};
 use ft::ops::cross_entropy::PIECE;
 use ft::optim::Optimizer;
-use ft::plan::{self, Evaluation, Inputs, Model, Placement, Plan, Turn};
+use ft::plan::{self, Inputs, Model, Plan};
 use ft::recipe::{self, Dtype, Recipe};
+use ft::setup::row_sizes::Evaluation;
 use ft::sft::CausalLm;
+use ft::source::Placement;
 use ft::source::{Disk, ParamInfo, Resident, StoragePolicy, TrainableStore, disk, resident};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -142,29 +144,29 @@ fn measure(case: &Case, file: &Path) -> Value {
     } else {
         0
     };
-    network.mlp_tokens = case.activations.contains("pieces").then_some(count * length / 4);
+    let strategy = StepStrategy {
+        saved_layers: keep,
+        mlp_tokens: case.activations.contains("pieces").then_some(count * length / 4),
+        placement: place(case),
+        storage: storage.clone(),
+        ..StepStrategy::new(Dtype::Bf16)
+    };
     let costs = plan::costs(&network.adapters);
     let inputs = Inputs {
         teacher: None,
         judges: Arc::default(),
-        parked: false,
         reference: false,
         rollout: 0,
-        copies: None,
         tokens: count * length,
         longest: length,
         documents: count,
         micro_batches: 1,
-        gradients: Gradients::Keep,
-        keep_layers: keep,
-        mlp_tokens: network.mlp_tokens,
+        strategy: strategy.clone(),
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,
-        turns: Turn::each(&Model::new(&spec, &storage, &costs), &storage, active.clone()).into(),
+        turns: plan::turns_of(&Model::new(&spec, &storage, &costs), &storage, active.clone()).into(),
         evaluation: Evaluation::default(),
-        place: place(case),
-        storage,
         file_bytes: 2,
         adapters: costs,
         data_bytes: 0,
@@ -179,12 +181,10 @@ fn measure(case: &Case, file: &Path) -> Value {
     };
     let batches = [Batch::from_examples(&(0..count).map(row).collect::<Vec<_>>())];
     let optimizer = Optimizer::new(recipe.optimizer.clone());
-    let mut engine = Engine {
-        keep_layers: keep,
-        max_grad_norm: 0.0,
-        seed: 1,
-        ..Engine::new(model, Box::new(CausalLm::new(spec.vocab)), optimizer)
-    };
+    let objective = Box::new(CausalLm::new(spec.vocab));
+    let mut engine = Engine::new(model, objective, optimizer, strategy, &active[0]).unwrap();
+    engine.max_grad_norm = 0.0;
+    engine.seed = 1;
     let last = active.last().cloned().unwrap();
     for (step, active) in (1..).zip(active.iter().chain([&last])) {
         if step == 1 || !lora {

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use ft::data::order::BatchStream;
 use ft::data::{Batch, IGNORE, batch::Example};
 use ft::distill::hidden::{Hidden, HiddenLoss};
-use ft::engine::{self, Active, Pass};
+use ft::engine::{self, Active, Engine, Pass, StepStrategy};
 use ft::generate;
 use ft::model::{Need, Network, Objective};
 use ft::ops::distill;
@@ -13,11 +13,11 @@ use ft::ops::transfer::Copier;
 use ft::ops::{CpuBackend, step};
 use ft::optim::{Optimizer, Schedule, Update};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
-use ft::run::rows::{Rows, stream};
-use ft::run::setup::ModelDir;
-use ft::run::stage;
+use ft::setup::ModelDir;
+use ft::setup::rows::{Rows, stream};
 use ft::sft::CausalLm;
 use ft::source::StoragePolicy;
+use ft::train::stage;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -87,7 +87,7 @@ pub fn loss_and_grads(
     network: &Network,
     objective: &dyn Objective,
     batches: &[Batch],
-    keep_layers: usize,
+    saved_layers: usize,
     input_offload: Option<&Copier>,
 ) -> (f64, BTreeMap<String, Vec<f64>>) {
     let names = network.spec.params().into_iter().map(|p| p.name.to_string());
@@ -99,7 +99,7 @@ pub fn loss_and_grads(
     };
     let step_stats = StepStats::new(&network.device).unwrap();
     let pass = Pass {
-        keep_layers,
+        saved_layers,
         input_offload,
         ..Pass::new(network, objective, &active, &step_stats)
     };
@@ -228,7 +228,7 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
         .unwrap_or_else(|e| panic!("{e}"))
         .recipe;
     let described = ModelDir::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"));
-    let rows = ft::run::rows::Rows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
+    let rows = ft::setup::rows::Rows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
     let examples = rows.train.examples.into_iter();
     examples
         .map(|e| Document {
@@ -309,7 +309,9 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         0,
         &Device::Cpu,
     );
-    let engine = engine::Engine::new(model.unwrap(), objective, Optimizer::new(recipe.optimizer.clone()));
+    let optimizer = Optimizer::new(recipe.optimizer.clone());
+    let (strategy, none) = (StepStrategy::new(Dtype::F32), Active::new([]));
+    let engine = Engine::new(model.unwrap(), objective, optimizer, strategy, &none).unwrap();
     feed.prepare(&engine).unwrap_or_else(|e| panic!("{e}"));
     let batches = feed.window(0, &engine).unwrap_or_else(|e| panic!("{e}"));
     let mut optimizer = engine.optimizer;

@@ -6,9 +6,9 @@ use ft::data::Batch;
 use ft::model::Network;
 use ft::ops::update;
 use ft::recipe::{self, Dtype};
-use ft::run::setup::ModelDir;
-use ft::run::stage::advantages::{self, AdvantageComputer};
-use ft::run::stage::rollout_buffer::{self, Trajectory};
+use ft::setup::ModelDir;
+use ft::train::stage::advantages::{self, AdvantageComputer};
+use ft::train::stage::rollout_buffer::{self, Trajectory};
 use std::collections::BTreeMap;
 use std::path::Path;
 

@@ -6,6 +6,7 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 
+/// The allocator. A program may install it as its global allocator; the library works with any other one too.
 pub struct CachingAllocator;
 
 /// Smallest block that this allocator serves.
@@ -138,7 +139,7 @@ mod pool {
     }
 
     impl Pool {
-        pub const fn new() -> Self {
+        pub(super) const fn new() -> Self {
             Self {
                 free: [Block { at: 0, bytes: 0 }; PLACES],
                 count: 0,
@@ -149,7 +150,7 @@ mod pool {
         }
 
         /// Returns a block for `bytes`, and whether it is fresh from the system (all zeros). Null: out of memory.
-        pub fn take(&mut self, bytes: usize) -> (*mut u8, bool) {
+        pub(super) fn take(&mut self, bytes: usize) -> (*mut u8, bool) {
             let bytes = whole(bytes);
             let fits = (0..self.count).filter(|i| self.free[*i].bytes >= bytes);
             if let Some(i) = fits.min_by_key(|i| self.free[*i].bytes) {
@@ -182,7 +183,7 @@ mod pool {
         }
 
         /// Frees a block that `take` returned for `bytes`.
-        pub fn put(&mut self, at: *mut u8, bytes: usize) {
+        pub(super) fn put(&mut self, at: *mut u8, bytes: usize) {
             let mut block = Block {
                 at: at as usize,
                 bytes: whole(bytes),
@@ -214,7 +215,7 @@ mod pool {
         }
 
         /// Resizes a block from `from` to `to` bytes without a copy. Null: not possible.
-        pub fn resize(&mut self, at: *mut u8, from: usize, to: usize) -> *mut u8 {
+        pub(super) fn resize(&mut self, at: *mut u8, from: usize, to: usize) -> *mut u8 {
             let (old, new) = (whole(from), whole(to));
             if new <= old {
                 if new < old {
@@ -257,7 +258,7 @@ mod pool {
         }
 
         #[cfg(test)]
-        pub fn numbers(&self) -> (usize, usize, usize) {
+        pub(super) fn numbers(&self) -> (usize, usize, usize) {
             (self.idle, self.out, self.most)
         }
     }

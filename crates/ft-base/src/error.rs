@@ -3,20 +3,51 @@
 use std::fmt;
 use std::path::Path;
 
+/// The result of a function that can fail with an [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The class of an error; it decides the exit code.
+/// The class of an error, for a program that handles classes differently. The text of the error has the details.
+#[non_exhaustive]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// Usage or recipe error: exit code 2.
+    /// The command line or the recipe is invalid. The only class with exit code 2.
     Usage,
-    /// The run or an input failed: exit code 1.
-    Failed,
+    /// The operating system refused an operation on a file: permissions, a full disk, a failed read or write.
+    Io,
+    /// A file, a directory or a data row does not exist in the form that it must have: damaged, truncated, inconsistent.
+    Format,
+    /// A tensor has the wrong shape, size, element type, layout or device.
+    Shape,
+    /// The value of an argument or setting is out of its range.
+    Argument,
+    /// A file, a directory, a hub repository, a device, a layer or a parameter does not exist.
+    NotFound,
+    /// A weight, a loss, a gradient or a logit is NaN or infinite.
+    NonFinite,
+    /// A device has no free memory.
+    OutOfMemory,
+    /// The hub cannot be reached, refuses the request, or sends something that is not usable.
+    Network,
+    /// The request is valid, but ft, this build or this machine does not support it.
+    Unsupported,
+    /// An internal state is inconsistent: a bug in ft, or calls in the wrong order.
+    Internal,
     /// Stopped by this signal after the state was saved: exit code 128 + signal.
     Signal(i32),
+    /// Any other failure.
+    Failed,
 }
 
-/// A message (`what`), then optional lines: place, found and expected, cause, hint.
+/// A message ([`what`](Error::what)), then optional lines: place, found and expected value, cause, hint.
+///
+/// ```
+/// use ft_base::{Error, ErrorKind, files};
+/// use std::path::Path;
+///
+/// let error: Error = files::read(Path::new("no/such/file")).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::NotFound);
+/// assert_eq!(error.exit_code(), 1);
+/// ```
 #[derive(Debug)]
 pub struct Error(Box<Parts>);
 
@@ -31,11 +62,22 @@ struct Parts {
     hint: Option<String>,
 }
 
+macro_rules! constructors {
+    ($($name:ident: $kind:ident;)*) => {
+        $(
+            #[doc = concat!("An error of the kind [`", stringify!($kind), "`](ErrorKind::", stringify!($kind), ").")]
+            pub fn $name(what: impl Into<String>) -> Self {
+                Self::of(ErrorKind::$kind, what)
+            }
+        )*
+    };
+}
+
 impl Error {
-    /// An input or the run failed (exit code 1). Lower case, no period: "tensor is truncated".
-    pub fn new(what: impl Into<String>) -> Self {
+    /// An error of this kind. The text is in lower case, without a period: "tensor is truncated".
+    pub fn of(kind: ErrorKind, what: impl Into<String>) -> Self {
         Self(Box::new(Parts {
-            kind: ErrorKind::Failed,
+            kind,
             what: what.into(),
             place: None,
             found: None,
@@ -45,18 +87,37 @@ impl Error {
         }))
     }
 
-    /// The user's input is invalid (exit code 2).
-    pub fn usage(what: impl Into<String>) -> Self {
-        let mut e = Self::new(what);
-        e.0.kind = ErrorKind::Usage;
-        e
+    constructors! {
+        new: Failed;
+        usage: Usage;
+        io: Io;
+        format: Format;
+        shape: Shape;
+        argument: Argument;
+        not_found: NotFound;
+        non_finite: NonFinite;
+        out_of_memory: OutOfMemory;
+        network: Network;
+        unsupported: Unsupported;
+        internal: Internal;
     }
 
     /// A signal ended the run; its state is saved.
     pub fn signal(signal: i32, what: impl Into<String>) -> Self {
-        let mut e = Self::new(what);
-        e.0.kind = ErrorKind::Signal(signal);
-        e
+        Self::of(ErrorKind::Signal(signal), what)
+    }
+
+    /// A device or its library failed: `OutOfMemory` if the text of the driver says so, otherwise `Failed`.
+    pub fn device(what: impl Into<String>, text: &str) -> Self {
+        let full = text.contains("CUDA_ERROR_OUT_OF_MEMORY") || text.contains("ALLOC_FAILED");
+        Self::of(
+            if full {
+                ErrorKind::OutOfMemory
+            } else {
+                ErrorKind::Failed
+            },
+            what,
+        )
     }
 
     /// Sets the place: `file:line:column`, a tensor, a row.
@@ -65,6 +126,7 @@ impl Error {
         self
     }
 
+    /// Sets the place to a path.
     pub fn at_path(self, path: &Path) -> Self {
         self.at(path.display())
     }
@@ -84,16 +146,19 @@ impl Error {
         self
     }
 
+    /// Sets the value that was found.
     pub fn found(mut self, found: impl fmt::Display) -> Self {
         self.0.found = Some(found.to_string());
         self
     }
 
+    /// Sets the value that was expected.
     pub fn expected(mut self, expected: impl fmt::Display) -> Self {
         self.0.expected = Some(expected.to_string());
         self
     }
 
+    /// Sets the error of the library or system below.
     pub fn cause(mut self, cause: impl fmt::Display) -> Self {
         self.0.cause = Some(cause.to_string());
         self
@@ -111,14 +176,17 @@ impl Error {
         self
     }
 
+    /// The class of the error.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
+    /// The message alone.
     pub fn what(&self) -> &str {
         &self.0.what
     }
 
+    /// The hint, if there is one.
     pub fn hint_text(&self) -> Option<&str> {
         self.0.hint.as_deref()
     }
@@ -134,11 +202,12 @@ impl Error {
         format!("{place}{}{}", p.what, more.collect::<String>()).replace('\n', " ")
     }
 
+    /// The exit code of the program `ft` for this error.
     pub fn exit_code(&self) -> i32 {
         match self.0.kind {
-            ErrorKind::Failed => 1,
             ErrorKind::Usage => 2,
             ErrorKind::Signal(s) => 128 + s,
+            _ => 1,
         }
     }
 }
@@ -169,8 +238,74 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {}
 
 impl From<candle_core::Error> for Error {
-    /// A failed tensor operation is a fault of ft or a lack of memory, never a bad value of the user.
     fn from(e: candle_core::Error) -> Self {
-        Error::new("tensor operation failed").cause(e)
+        let text = e.to_string();
+        let mut error = Error::device("tensor operation failed", &text);
+        if error.kind() == ErrorKind::Failed {
+            error.0.kind = kind_of(&e);
+        }
+        error.cause(text)
+    }
+}
+
+/// The class of candle's error, inside its wrappers.
+fn kind_of(e: &candle_core::Error) -> ErrorKind {
+    use candle_core::Error as E;
+    match e {
+        E::WithBacktrace { inner, .. } | E::WithPath { inner, .. } | E::Context { inner, .. } => kind_of(inner),
+        E::UnexpectedDType { .. }
+        | E::DTypeMismatchBinaryOp { .. }
+        | E::DimOutOfRange { .. }
+        | E::UnexpectedNumberOfDims { .. }
+        | E::UnexpectedShape { .. }
+        | E::ShapeMismatch { .. }
+        | E::ShapeMismatchBinaryOp { .. }
+        | E::ShapeMismatchCat { .. }
+        | E::ShapeMismatchSplit { .. }
+        | E::DeviceMismatchBinaryOp { .. }
+        | E::NarrowInvalidArgs { .. }
+        | E::BroadcastIncompatibleShapes { .. }
+        | E::MatMulUnexpectedStriding(_)
+        | E::RequiresContiguous { .. } => ErrorKind::Shape,
+        E::InvalidIndex { .. } => ErrorKind::Argument,
+        E::UnsupportedDTypeForOp(..) | E::NotCompiledWithCudaSupport => ErrorKind::Unsupported,
+        E::Io(_) => ErrorKind::Io,
+        E::SafeTensor(_) => ErrorKind::Format,
+        _ => ErrorKind::Failed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device, Tensor};
+
+    #[test]
+    fn errors_of_candle_keep_their_class() {
+        let a = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+        let e: Error = a.matmul(&a).unwrap_err().into();
+        assert_eq!(e.kind(), ErrorKind::Shape);
+        let e: Error = a.narrow(0, 5, 1).unwrap_err().with_path("x").into();
+        assert_eq!(e.kind(), ErrorKind::Shape);
+        let text = "DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")";
+        let e: Error = candle_core::Error::Msg(text.into()).into();
+        assert_eq!(e.kind(), ErrorKind::OutOfMemory);
+        assert!(e.to_string().ends_with(&format!("cause: {text}")));
+        let e: Error = candle_core::Error::Msg("no".into()).into();
+        assert_eq!(e.kind(), ErrorKind::Failed);
+    }
+
+    #[test]
+    fn only_usage_and_signals_have_exit_codes_of_their_own() {
+        assert_eq!(Error::usage("x").exit_code(), 2);
+        assert_eq!(Error::signal(15, "x").exit_code(), 143);
+        for e in [
+            Error::new("x"),
+            Error::format("x"),
+            Error::internal("x"),
+            Error::out_of_memory("x"),
+        ] {
+            assert_eq!(e.exit_code(), 1, "{e}");
+        }
     }
 }

@@ -1,6 +1,11 @@
 //! File operations that put the path into every error, and atomic writes: a file appears complete or not at all.
+//!
+//! # Errors
+//!
+//! Unless a function says more, it fails with `ErrorKind::NotFound` if a path does not exist, and with `Io` if the
+//! system refuses the operation.
 
-use crate::{Error, Result, paths};
+use crate::{Error, ErrorKind, Result, paths};
 use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufWriter, Read, Write};
@@ -10,7 +15,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
-    let err = Error::new(format!("cannot {what}")).at_path(path).cause(&e);
+    let kind = match e.kind() {
+        std::io::ErrorKind::NotFound => ErrorKind::NotFound,
+        _ => ErrorKind::Io,
+    };
+    let err = Error::of(kind, format!("cannot {what}")).at_path(path).cause(&e);
     match e.kind() {
         std::io::ErrorKind::StorageFull => err.hint("free some disk space, or set `train.output_dir` to another disk"),
         std::io::ErrorKind::PermissionDenied => err.hint("check the permissions of this path"),
@@ -28,7 +37,8 @@ fn not_read(what: &str, path: &Path, e: std::io::Error) -> Error {
 
 /// Opens a regular file for reading; follows links.
 ///
-/// Errors: the path is a pipe, a device, a socket or a directory: a read could block or never end.
+/// # Errors
+/// The path is a pipe, a device, a socket or a directory: a read could block or never end.
 pub fn open(path: &Path) -> Result<File> {
     let kind = fs::metadata(path)
         .map_err(|e| not_read("open the file", path, e))?
@@ -54,12 +64,16 @@ fn regular(kind: fs::FileType, path: &Path) -> Result<()> {
         k if k.is_char_device() || k.is_block_device() => "a device",
         _ => "another kind of file",
     };
-    Err(Error::new("cannot open the file")
+    Err(Error::io("cannot open the file")
         .at_path(path)
         .found(found)
         .expected("a regular file"))
 }
 
+/// Reads a whole regular file.
+///
+/// # Errors
+/// The path does not exist, is not a regular file, or cannot be read.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
     let mut out = Vec::new();
     open(path)?
@@ -85,21 +99,24 @@ pub fn read_text_or_stdin(path: &Path) -> Result<String> {
 
 fn text_of(path: &Path, bytes: Vec<u8>) -> Result<String> {
     let text = String::from_utf8(bytes).map_err(|e| {
-        Error::new("file is not UTF-8 text")
+        Error::format("file is not UTF-8 text")
             .at_path(path)
             .found(format!("byte {} is not valid", e.utf8_error().valid_up_to()))
     })?;
     Ok(text.strip_prefix('\u{feff}').map(str::to_string).unwrap_or(text))
 }
 
+/// The size of a file in bytes.
 pub fn size(path: &Path) -> Result<u64> {
     Ok(fs::metadata(path).map_err(|e| io("check the file", path, e))?.len())
 }
 
+/// Creates a directory and its parents. It may exist already.
 pub fn create_dir_all(path: &Path) -> Result<()> {
     fs::create_dir_all(path).map_err(|e| io("create the directory", path, e))
 }
 
+/// Removes a directory with all its contents.
 pub fn remove_dir_all(path: &Path) -> Result<()> {
     fs::remove_dir_all(path).map_err(|e| io("remove the directory", path, e))
 }
@@ -114,7 +131,7 @@ pub fn remove_empty_dir(path: &Path) -> Result<bool> {
 }
 
 /// Creates a directory that must not exist yet. Returns `false` if the name is taken.
-pub fn create_new_dir(path: &Path) -> Result<bool> {
+pub(crate) fn create_new_dir(path: &Path) -> Result<bool> {
     match fs::create_dir(path) {
         Ok(()) => Ok(true),
         Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(false),
@@ -122,6 +139,7 @@ pub fn create_new_dir(path: &Path) -> Result<bool> {
     }
 }
 
+/// Removes a file.
 pub fn remove_file(path: &Path) -> Result<()> {
     fs::remove_file(path).map_err(|e| io("remove the file", path, e))
 }
@@ -189,7 +207,7 @@ pub fn list(path: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Makes the entries of a directory durable (fsync).
-pub fn sync_dir(path: &Path) -> Result<()> {
+pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     let path = if path.as_os_str().is_empty() {
         Path::new(".")
     } else {
@@ -254,7 +272,10 @@ pub struct AtomicFile {
 }
 
 impl AtomicFile {
-    /// Errors: the directory does not exist or is not writable. Never overwrites a file at the temporary name.
+    /// Opens a temporary file beside `path`, for writing.
+    ///
+    /// # Errors
+    /// The directory does not exist or is not writable. Never overwrites a file at the temporary name.
     pub fn create(path: &Path) -> Result<Self> {
         let mut tries = 0;
         let (file, temporary) = loop {
@@ -275,6 +296,7 @@ impl AtomicFile {
         })
     }
 
+    /// Appends bytes to the temporary file.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         let path = &self.path;
         if let Some(file) = self.file.as_mut() {
@@ -284,6 +306,7 @@ impl AtomicFile {
         Ok(())
     }
 
+    /// Number of bytes written so far.
     pub fn written(&self) -> u64 {
         self.written
     }
@@ -327,7 +350,7 @@ impl Drop for AtomicFile {
 fn cannot_create(path: &Path, e: std::io::Error) -> Error {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
     match (e.kind(), parent) {
-        (std::io::ErrorKind::NotFound, Some(parent)) if !parent.exists() => Error::new("cannot create the file")
+        (std::io::ErrorKind::NotFound, Some(parent)) if !parent.exists() => Error::not_found("cannot create the file")
             .at_path(path)
             .found(format!("no directory {}", parent.display()))
             .hint(format!("create it first: `mkdir -p {}`", parent.display())),
@@ -335,6 +358,10 @@ fn cannot_create(path: &Path, e: std::io::Error) -> Error {
     }
 }
 
+/// Writes a whole file: it appears complete at `path` or not at all.
+///
+/// # Errors
+/// As for [`AtomicFile::create`]; or the disk is full.
 pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = AtomicFile::create(path)?;
     file.write(bytes)?;
@@ -348,7 +375,10 @@ pub struct AppendFile {
 }
 
 impl AppendFile {
-    /// Errors: the path is not a regular file. Links are refused too: the target may belong to another program.
+    /// Opens the file for appending; creates it if it does not exist.
+    ///
+    /// # Errors
+    /// The path is not a regular file. Links are refused too: the target may belong to another program.
     pub fn open(path: &Path) -> Result<Self> {
         let file = OpenOptions::new()
             .create(true)

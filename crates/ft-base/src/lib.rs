@@ -2,6 +2,7 @@
 //! the allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, suggestions for missing paths.
 //! Independent of models and recipes. The only module that writes files.
 
+#![warn(missing_docs, unreachable_pub)]
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
     not(test),
@@ -31,6 +32,7 @@ pub mod rng;
 pub mod signal;
 pub mod speed;
 pub mod staging;
+pub mod suggest;
 #[cfg(target_os = "linux")]
 mod syscalls;
 pub mod units;

@@ -18,17 +18,19 @@ pub struct RunLock {
 }
 
 impl RunLock {
-    /// Errors: another process holds the lock (the message says which process and since when); `run.lock` was not made
-    /// by ft.
+    /// Locks a run directory for this process.
+    ///
+    /// # Errors
+    /// Another process holds the lock (the message says which process and since when); `run.lock` was not made by ft.
     pub fn acquire(directory: &Path) -> Result<Self> {
         let path = directory.join(NAME);
         let made = path.symlink_metadata().is_err();
         if !made && !is_lock(&path) {
-            return Err(Error::new("the directory has a `run.lock` that ft did not write")
+            return Err(Error::format("the directory has a `run.lock` that ft did not write")
                 .at_path(&path)
                 .hint("set `train.output_dir` to another directory"));
         }
-        let cannot = |e: std::io::Error| Error::new("cannot lock the run directory").at_path(&path).cause(e);
+        let cannot = |e: std::io::Error| Error::io("cannot lock the run directory").at_path(&path).cause(e);
         let mut file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -60,7 +62,10 @@ impl RunLock {
         Ok(Self { file, path, made })
     }
 
-    /// Errors: the directory was moved, removed or replaced since it was locked; writes by name would go elsewhere.
+    /// Checks that the lock still protects the directory with this name.
+    ///
+    /// # Errors
+    /// The directory was moved, removed or replaced since it was locked; writes by name would go elsewhere.
     pub fn check(&self) -> Result<()> {
         let same = |a: &std::fs::Metadata, b: &std::fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
         match (self.file.metadata(), self.path.symlink_metadata()) {

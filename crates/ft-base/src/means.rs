@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
+/// Sums and counts of metrics, by name.
 #[derive(Debug, Default)]
 pub struct NamedMeans(RefCell<BTreeMap<&'static str, (f64, f64)>>);
 

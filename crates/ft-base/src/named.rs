@@ -12,7 +12,7 @@ macro_rules! named {
     ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        pub enum $name { $($(#[$vdoc])* $variant),+ }
+        pub enum $name { $($(#[$vdoc])* #[doc = concat!("(`", $text, "`)")] $variant),+ }
         impl $name {
             /// All names, in the order of the values.
             pub const NAMES: &'static [&'static str] = &[$($text),+];

@@ -16,7 +16,7 @@ pub struct PartialFile {
 impl PartialFile {
     /// Opens or creates the file; waits while another process writes it.
     pub fn open(path: &Path) -> Result<Self> {
-        let cannot = |e: std::io::Error| Error::new("cannot open the partial download").at_path(path).cause(e);
+        let cannot = |e: std::io::Error| Error::io("cannot open the partial download").at_path(path).cause(e);
         let file = OpenOptions::new()
             .read(true)
             .append(true)
@@ -37,9 +37,10 @@ impl PartialFile {
         self.length
     }
 
+    /// Appends bytes at the end.
     pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         self.file.write_all(bytes).map_err(|e| {
-            Error::new("cannot write the download")
+            Error::io("cannot write the download")
                 .at_path(&self.path)
                 .cause(e)
                 .hint(
@@ -54,7 +55,7 @@ impl PartialFile {
     /// Discards the contents.
     pub fn clear(&mut self) -> Result<()> {
         self.file.set_len(0).map_err(|e| {
-            Error::new("cannot empty the partial download")
+            Error::io("cannot empty the partial download")
                 .at_path(&self.path)
                 .cause(e)
         })?;
@@ -64,7 +65,7 @@ impl PartialFile {
 
     /// Passes the whole contents to `f`, piece by piece.
     pub fn read(&mut self, f: &mut dyn FnMut(&[u8])) -> Result<()> {
-        let cannot = |e: std::io::Error| Error::new("cannot read the download").at_path(&self.path).cause(e);
+        let cannot = |e: std::io::Error| Error::io("cannot read the download").at_path(&self.path).cause(e);
         self.file.rewind().map_err(cannot)?;
         let mut buffer = vec![0u8; 1 << 20];
         loop {
@@ -80,7 +81,7 @@ impl PartialFile {
     pub fn finish(self, to: &Path) -> Result<()> {
         self.file
             .sync_all()
-            .map_err(|e| Error::new("cannot sync the download").at_path(&self.path).cause(e))?;
+            .map_err(|e| Error::io("cannot sync the download").at_path(&self.path).cause(e))?;
         files::rename(&self.path, to)
     }
 }

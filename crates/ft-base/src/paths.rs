@@ -24,8 +24,8 @@ pub fn is_meant(text: &str) -> bool {
 pub fn missing(kind: &str, path: &Path) -> Error {
     let here = std::env::current_dir().ok().filter(|_| path.is_relative());
     let error = match &here {
-        Some(here) => Error::new(format!("no {kind} `{}` here", path.display())).at_path(here),
-        None => Error::new(format!("no {kind} `{}`", path.display())),
+        Some(here) => Error::not_found(format!("no {kind} `{}` here", path.display())).at_path(here),
+        None => Error::not_found(format!("no {kind} `{}`", path.display())),
     };
     match hint(path) {
         Some(hint) => error.hint(hint),

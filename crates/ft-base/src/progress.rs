@@ -16,6 +16,7 @@ use std::time::Instant;
 pub enum Unit {
     /// `batches`, `tensors`, `layers`
     Count(&'static str),
+    /// Bytes, shown as MB and GB.
     Bytes,
 }
 
@@ -38,13 +39,19 @@ pub struct Phase(Arc<Counter>);
 /// Snapshot of a phase.
 #[derive(Debug, Clone)]
 pub struct Seen {
+    /// The name of the phase: `evaluating`.
     pub label: String,
+    /// The unit of `done` and `total`.
     pub unit: Unit,
+    /// True if it counts a part of one unit of the enclosing phase.
     pub part: bool,
+    /// The time at which the phase was opened.
     pub started: Instant,
+    /// Units that are complete.
     pub done: u64,
     /// 0: unknown.
     pub total: u64,
+    /// A short text beside the numbers; empty if there is none.
     pub note: String,
 }
 
@@ -102,13 +109,19 @@ impl Phase {
         self.0.done.fetch_add(n, Relaxed);
     }
 
-    /// As `add`, at a point where the work may stop. Errors: a signal asked to stop.
+    /// As `add`, at a point where the work may stop.
+    ///
+    /// # Errors
+    /// A signal asked to stop.
     pub fn advance(&self, n: u64) -> Result<()> {
         self.add(n);
         self.unless_stopped()
     }
 
-    /// Errors: a signal asked to stop.
+    /// Call this where the work may stop.
+    ///
+    /// # Errors
+    /// A signal asked to stop.
     pub fn unless_stopped(&self) -> Result<()> {
         match signal::received() {
             Some(s) => Err(Error::signal(s, format!("stopped while {}", self.0.label))),
@@ -116,10 +129,12 @@ impl Phase {
         }
     }
 
+    /// Sets the number of complete units.
     pub fn set(&self, done: u64) {
         self.0.done.store(done, Relaxed);
     }
 
+    /// Sets the number of units in all.
     pub fn total(&self, total: u64) {
         self.0.total.store(total, Relaxed);
     }
@@ -147,6 +162,7 @@ impl Drop for Phase {
     }
 }
 
+/// A reader that counts its bytes in a phase.
 pub struct Counted<R> {
     inner: R,
     counter: Arc<Counter>,

@@ -21,17 +21,27 @@ fn mix(mut z: u64) -> u64 {
 #[derive(Debug, Clone, Copy)]
 #[repr(u64)]
 pub enum Stream {
+    /// Order of rows.
     Shuffle = 1,
+    /// Order of blocks.
     Blocks = 2,
+    /// Dropout masks.
     Dropout = 3,
+    /// Initial values of parameters.
     Init = 4,
+    /// Tokens of a generation.
     Sampling = 5,
+    /// Split into training and evaluation rows.
     Split = 6,
+    /// Stochastic rounding.
     Rounding = 7,
+    /// Trained elements inside a matrix.
     Mask = 8,
 }
 
 impl Rng {
+    /// The stream of `seed` for one purpose and one position, such as `[step, layer]`. Equal arguments give equal
+    /// numbers.
     pub fn new(seed: u64, stream: Stream, path: &[u64]) -> Self {
         let mut key = mix(mix(seed) ^ (stream as u64));
         for &word in path {

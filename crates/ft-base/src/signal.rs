@@ -21,11 +21,15 @@ pub const ABANDONED: i32 = 131;
 #[derive(Debug, Clone, PartialEq)]
 pub enum Conduct {
     /// The program ends at once. `said`: why no work is lost, or which work is lost.
-    Quit { said: String },
+    Quit {
+        /// The reason for the user.
+        said: String,
+    },
     /// The program stops by itself at the next consistent state.
     Stop(Stop),
 }
 
+/// The texts and the state of a stop that is under way.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Stop {
     /// Reaction to the first signal: `stopping after this step`.
@@ -41,6 +45,7 @@ pub struct Stop {
 /// A message for the terminal.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Notice {
+    /// The program will stop by itself.
     Stopping(Stop),
     /// The last message before the program ends.
     Ending(String),
@@ -74,7 +79,7 @@ pub fn install() -> Result<()> {
     if INSTALLED.swap(true, SeqCst) {
         return Ok(());
     }
-    let fault = |e: std::io::Error| Error::new("cannot install a signal handler").cause(e);
+    let fault = |e: std::io::Error| Error::io("cannot install a signal handler").cause(e);
     // A third Ctrl-C ends the process even if the thread below is blocked by a terminal that accepts no output.
     let third = || {
         if INTERRUPTS.fetch_add(1, SeqCst) >= 2 {

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 /// Bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DiskSpeed {
+    /// Of writes, synced.
     pub write: f64,
+    /// Of reads, without the page cache.
     pub read: f64,
 }
 
@@ -20,7 +22,8 @@ const PATIENCE: Duration = Duration::from_millis(250);
 
 /// Writes a file of at most 64 MiB into `dir`, syncs it, reads it and removes it.
 ///
-/// Errors: the directory cannot be written, or is full.
+/// # Errors
+/// The directory cannot be written, or is full.
 pub fn disk(dir: &Path) -> Result<DiskSpeed> {
     let path = dir.join("ft-speed");
     // All pieces differ: some disks compress or deduplicate.
@@ -60,7 +63,7 @@ pub fn disk(dir: &Path) -> Result<DiskSpeed> {
             Ok(0) => break,
             Ok(n) => read += n,
             Err(e) => {
-                return Err(Error::new("cannot read the file that was just written")
+                return Err(Error::io("cannot read the file that was just written")
                     .at_path(dir)
                     .cause(e));
             }

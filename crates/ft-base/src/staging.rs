@@ -22,7 +22,8 @@ pub struct Staging {
 impl Staging {
     /// Creates `<target>.tmp-<pid>`, and its parent if necessary.
     ///
-    /// Errors: `target` exists and is not a directory; a file operation fails.
+    /// # Errors
+    /// `target` exists and is not a directory; a file operation fails.
     pub fn create(target: &Path) -> Result<Self> {
         if let Some(parent) = target.parent().filter(|p| !p.as_os_str().is_empty()) {
             files::create_dir_all(parent)?;
@@ -33,10 +34,10 @@ impl Staging {
     /// As `create`, but the parent must exist.
     pub fn beside(target: &Path) -> Result<Self> {
         if target.file_name().is_none() {
-            return Err(Error::new("output path has no file name").at_path(target));
+            return Err(Error::argument("output path has no file name").at_path(target));
         }
         if target.exists() && !target.is_dir() {
-            return Err(Error::new("the output directory cannot be written: a file has its name").at_path(target));
+            return Err(Error::io("the output directory cannot be written: a file has its name").at_path(target));
         }
         Ok(Self {
             temporary: new_temporary(target)?,
@@ -212,6 +213,7 @@ fn remove_temporary(dir: &Path) -> Result<()> {
 /// Result of `clean`.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Cleaned {
+    /// Removed files and directories.
     pub removed: Vec<PathBuf>,
     /// Directories that got their original names back.
     pub restored: Vec<PathBuf>,

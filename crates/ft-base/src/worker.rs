@@ -28,6 +28,7 @@ const SILENCE: Duration = Duration::from_secs(60);
 /// Command that starts a worker.
 #[derive(Debug)]
 pub struct Program {
+    /// The executable.
     pub path: PathBuf,
     /// The complete environment of a worker.
     pub variables: Vec<(OsString, OsString)>,
@@ -48,11 +49,17 @@ pub fn is_available() -> bool {
 /// Reason why a worker gave no answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
+    /// It exceeded its memory limit.
     Memory,
+    /// Its stack overflowed.
     Stack,
+    /// It exceeded its CPU time.
     Time,
+    /// It did not answer in time.
     Silence,
+    /// It was ended by this signal.
     Signal(i32),
+    /// It ended with this exit code.
     Exit(i32),
 }
 
@@ -77,11 +84,14 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Errors: no program is set, or the process does not start.
+    /// Starts a worker process with its limits.
+    ///
+    /// # Errors
+    /// No program is set, or the process does not start.
     pub fn start() -> Result<Self> {
         match PROGRAM.get() {
             Some(program) => Self::of(program),
-            None => Err(Error::new("the program for a sandboxed process does not exist")),
+            None => Err(Error::not_found("the program for a sandboxed process does not exist")),
         }
     }
 
@@ -104,7 +114,10 @@ impl Worker {
         }
     }
 
-    /// Errors: the worker has ended.
+    /// Sends bytes to the worker.
+    ///
+    /// # Errors
+    /// The worker has ended.
     pub fn send(&mut self, bytes: &[u8]) -> std::result::Result<(), End> {
         self.input
             .write_all(bytes)
@@ -112,7 +125,10 @@ impl Worker {
             .map_err(|_| self.end())
     }
 
-    /// Fills `bytes`. Errors: the worker has ended, or gave no answer in time.
+    /// Fills `bytes`.
+    ///
+    /// # Errors
+    /// The worker has ended, or gave no answer in time.
     pub fn receive(&mut self, mut bytes: &mut [u8]) -> std::result::Result<(), End> {
         while !bytes.is_empty() {
             if !self.wait() {
@@ -223,7 +239,8 @@ type Resource = libc::c_int;
 
 /// Drops all privileges that a worker does not need, permanently.
 ///
-/// Errors: a limit cannot be set. A seccomp filter that cannot be set is not an error.
+/// # Errors
+/// A limit cannot be set. A seccomp filter that cannot be set is not an error.
 pub fn confine() -> std::io::Result<()> {
     limit(libc::RLIMIT_AS, MEMORY, MEMORY)?;
     limit(libc::RLIMIT_STACK, STACK, STACK)?;

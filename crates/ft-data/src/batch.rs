@@ -27,16 +27,22 @@ pub struct Columns {
 }
 
 impl Columns {
-    /// Errors: the batch does not have this column.
+    /// A token column: `[N]`.
+    ///
+    /// # Errors
+    /// The batch does not have this column.
     pub fn token(&self, name: &str) -> Result<&[f32]> {
         let column = self.tokens.get(name).map(Vec::as_slice);
-        column.ok_or_else(|| Error::new("a batch has no such column of numbers").at(name))
+        column.ok_or_else(|| Error::argument("a batch has no such column of numbers").at(name))
     }
 
-    /// Errors: the batch does not have this column.
+    /// A document column: one number per document.
+    ///
+    /// # Errors
+    /// The batch does not have this column.
     pub fn document(&self, name: &str) -> Result<&[f32]> {
         let column = self.documents.get(name).map(Vec::as_slice);
-        column.ok_or_else(|| Error::new("a batch has no such column of numbers").at(name))
+        column.ok_or_else(|| Error::argument("a batch has no such column of numbers").at(name))
     }
 }
 
@@ -51,10 +57,12 @@ pub struct Batch {
     pub targets: Vec<u32>,
     /// Offsets of the documents: `[documents + 1]`, from 0 to N.
     pub documents: Vec<usize>,
+    /// Extra numbers for the objective.
     pub columns: Columns,
 }
 
 impl Batch {
+    /// Concatenates the examples, each a document of its own; the targets are the ids, shifted by one.
     pub fn from_examples<'a>(examples: impl IntoIterator<Item = &'a Example>) -> Self {
         let mut batch = Batch {
             documents: vec![0],
@@ -80,6 +88,7 @@ impl Batch {
         self.ids.len()
     }
 
+    /// True for a batch without tokens.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }

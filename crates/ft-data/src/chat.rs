@@ -28,14 +28,14 @@ pub(super) fn content(message: &Value) -> &str {
 }
 
 fn bad(index: usize, what: impl std::fmt::Display) -> Error {
-    Error::new(format!("message {} {what}", index + 1))
+    Error::format(format!("message {} {what}", index + 1))
 }
 
 /// Checks `[{role, content, ...}]`. Drops null fields of a message, as transformers does: columnar files add them, and
 /// templates print them. Concatenates content that is given as text parts.
 pub(super) fn messages(list: &[Value]) -> Result<Vec<Value>> {
     if list.is_empty() {
-        return Err(Error::new("the conversation is empty").expected("at least one message"));
+        return Err(Error::format("the conversation is empty").expected("at least one message"));
     }
     list.iter().enumerate().map(|(i, m)| one(i, m)).collect()
 }
@@ -177,7 +177,7 @@ pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
         });
     }
     if out.is_empty() {
-        return Err(Error::new("the conversation is empty").expected("at least one message"));
+        return Err(Error::format("the conversation is empty").expected("at least one message"));
     }
     Ok(out)
 }

@@ -10,18 +10,30 @@ pub use ft_formats::tokenizer::IdsAndOffsets;
 /// Converts text to token ids and back.
 pub trait TextCodec: Send + Sync {
     /// `add_special`: adds the special tokens that the tokenizer puts around a text.
+    ///
+    /// # Errors
+    /// The tokenizer cannot convert the text.
     fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>>;
 
     /// The same ids, with byte ranges in `text`; a token without text has an empty range.
+    ///
+    /// # Errors
+    /// As for `encode`.
     fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<IdsAndOffsets>;
 
     /// Text of the tokens, including special tokens.
+    ///
+    /// # Errors
+    /// An id that the vocabulary does not have.
     fn decode(&self, ids: &[u32]) -> Result<String>;
 
+    /// The id of the beginning-of-sequence token, if there is one.
     fn bos_id(&self) -> Option<u32>;
 
+    /// The id of the end-of-sequence token, if there is one.
     fn eos_id(&self) -> Option<u32>;
 
+    /// True for the id of a special token.
     fn is_special(&self, id: u32) -> bool;
 
     /// Number of ids in the vocabulary.
@@ -33,10 +45,16 @@ pub trait TextCodec: Send + Sync {
 
 /// Renders a conversation to text.
 pub trait ChatRender: Send + Sync {
-    /// Errors: the template fails or refuses the conversation.
+    /// The text of a conversation. `messages`: objects with `role` and `content`.
+    ///
+    /// # Errors
+    /// The template fails or refuses the conversation.
     fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String>;
 
     /// As `render`, with the byte ranges printed by `{% generation %}` blocks. `None`: the template has no such block.
+    ///
+    /// # Errors
+    /// As for `render`.
     fn render_marked(
         &self,
         _messages: &[Value],

@@ -28,17 +28,22 @@ const CHUNK_BYTES: usize = 32 << 20;
 /// Files to read, and the options.
 #[derive(Debug, Clone)]
 pub struct Spec<'a> {
+    /// Paths of the files, in order.
     pub files: &'a [String],
+    /// Format of the rows; `Auto`: decided per file from its columns.
     pub format: RowFormat,
+    /// How conversations become text.
     pub render: Render,
     /// Longest row in tokens.
     pub max_length: usize,
+    /// The parts of a conversation that are trained.
     pub train_on: TrainOn,
     /// Rows of the model's embedding.
     pub embedding_rows: usize,
 }
 
 impl<'a> Spec<'a> {
+    /// The encoder for these settings. `template`: the chat template of the model, if it has one.
     pub fn encoder<'b>(&self, codec: &'b dyn TextCodec, template: Option<&'b dyn ChatRender>) -> Encoder<'b> {
         Encoder {
             codec,
@@ -101,6 +106,7 @@ pub struct Origin {
     pub file: u32,
     /// Line or row, from 1.
     pub number: u64,
+    /// True if `number` counts lines, false if it counts rows.
     pub is_line: bool,
 }
 
@@ -127,6 +133,7 @@ pub struct Stats {
     pub longest_written: usize,
     /// Tokens of the longest and of the shortest example.
     pub longest: usize,
+    /// Tokens of the shortest example.
     pub shortest: usize,
 }
 
@@ -188,11 +195,38 @@ impl Stats {
 }
 
 /// Tokenized rows in file order.
+///
+/// ```no_run
+/// use ft_data::{Batch, ChatRender, Dataset, Render, RowFormat, Spec, TrainOn};
+/// use ft_formats::{ChatTemplate, Tokenizer};
+/// use std::path::Path;
+///
+/// # fn main() -> ft_base::Result<()> {
+/// let dir = Path::new("model");
+/// let tokenizer = Tokenizer::load(dir)?;
+/// let template = ChatTemplate::from_dir(dir, &tokenizer)?;
+/// let spec = Spec {
+///     files: &["train.jsonl".to_string()],
+///     format: RowFormat::Auto,
+///     render: Render::Auto,
+///     max_length: 2048,
+///     train_on: TrainOn::Assistant,
+///     embedding_rows: tokenizer.vocab_size(),
+/// };
+/// let rows = Dataset::load(&spec, &tokenizer, template.as_ref().map(|t| t as &dyn ChatRender))?;
+/// let (train, eval) = rows.split(0.05, 0)?;
+/// println!("{} rows, {} of them for evaluation", train.stats.rows, eval.stats.rows);
+/// let batch = Batch::from_examples(&train.examples[..4]);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Default)]
 pub struct Dataset {
+    /// The tokenized rows.
     pub examples: Vec<Example>,
     /// Origin of each example.
     pub origins: Vec<Origin>,
+    /// Counts of rows and tokens.
     pub stats: Stats,
     /// Description of how each file was read.
     pub readings: Vec<Reading>,
@@ -218,7 +252,8 @@ impl Dataset {
 
     /// Reads and tokenizes all rows.
     ///
-    /// Errors: a broken row (with its place), no rows, nothing to train, a signal that asks to stop.
+    /// # Errors
+    /// A broken row (with its place), no rows, nothing to train, a signal that asks to stop.
     pub fn load(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
         if spec.max_length < 2 {
             return Err(Error::usage("rows of fewer than 2 tokens cannot be trained")
@@ -293,7 +328,8 @@ impl Dataset {
     /// Holds out `fraction` of the rows (at least one), chosen by the seed; both parts keep the file order. The
     /// examples of one row (two judged answers) stay together.
     ///
-    /// Errors: the fraction is not between 0 and 1, or there are fewer than two rows.
+    /// # Errors
+    /// The fraction is not between 0 and 1, or there are fewer than two rows.
     pub fn split(mut self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
         let mut rows = self.origins.clone();
         rows.sort_unstable();
@@ -328,6 +364,9 @@ impl Dataset {
 
     /// The first `limit` questions of this data set's rows, in file order, read from the files again.
     /// Rows without a text answer have none.
+    ///
+    /// # Errors
+    /// A file cannot be read again, or a row cannot be encoded.
     pub fn questions(
         &self,
         spec: &Spec,
@@ -359,7 +398,7 @@ impl Dataset {
 pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     let files = spec.files.join(", ");
     if stats.rows == 0 {
-        return Error::new("the data has no rows").at(files).found("0 rows");
+        return Error::format("the data has no rows").at(files).found("0 rows");
     }
     let hint = if stats.dropped_by_truncation > 0 {
         format!(
@@ -369,7 +408,7 @@ pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     } else {
         "`ft data` shows the rows; check `data.train_on` and the assistant messages or completions".to_string()
     };
-    Error::new("nothing in the data would be trained")
+    Error::format("nothing in the data would be trained")
         .at(files)
         .found(format!(
             "{} rows, {} without a token to train, {} of them because of max_length = {}",
@@ -467,13 +506,14 @@ fn encode_group(
 
 /// Selects the held-out rows among `n`, by the seed: at least one, and not all.
 ///
-/// Errors: the fraction is not between 0 and 1, or there are fewer than two rows.
+/// # Errors
+/// The fraction is not between 0 and 1, or there are fewer than two rows.
 pub fn held_out(n: usize, fraction: f64, seed: u64) -> Result<Vec<bool>> {
     if !(fraction > 0.0 && fraction < 1.0) {
         return Err(Error::usage("`data.eval_fraction` must be between 0 and 1").found(fraction));
     }
     if n < 2 {
-        return Err(Error::new("too few rows for held-out evaluation rows")
+        return Err(Error::format("too few rows for held-out evaluation rows")
             .found(format!("{n} rows"))
             .expected("at least 2")
             .hint("name a file in `data.eval`, or set `data.eval_fraction = 0`"));

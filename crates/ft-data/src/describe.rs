@@ -16,8 +16,9 @@ const BAR: usize = 40;
 
 /// Shows the first `rows` rows, then counts, truncations and a histogram of lengths.
 ///
-/// Errors: a token that cannot be decoded.
-pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usize, colour: bool) -> Result<String> {
+/// # Errors
+/// A token that cannot be decoded.
+pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usize, color: bool) -> Result<String> {
     let mut out = String::new();
     for (row, (example, origin)) in dataset.examples.iter().zip(&dataset.origins).enumerate().take(rows) {
         let file = spec.files.get(origin.file as usize).map_or("", String::as_str);
@@ -32,12 +33,7 @@ pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usi
         );
         let _ = writeln!(out, "--- {title}");
         for document in dataset.documents(row) {
-            let text = marked(
-                &example.ids[document.clone()],
-                &example.trained[document],
-                codec,
-                colour,
-            )?;
+            let text = marked(&example.ids[document.clone()], &example.trained[document], codec, color)?;
             let _ = writeln!(out, "{text}\n");
         }
     }
@@ -53,13 +49,13 @@ pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usi
 }
 
 /// The row's text with marks around runs of trained tokens.
-fn marked(ids: &[u32], trained: &[bool], codec: &dyn TextCodec, colour: bool) -> Result<String> {
+fn marked(ids: &[u32], trained: &[bool], codec: &dyn TextCodec, color: bool) -> Result<String> {
     let mut out = String::new();
     let mut start = 0;
     while start < ids.len() {
         let run = trained[start..].iter().take_while(|&&t| t == trained[start]).count();
         let text = visible(&codec.decode(&ids[start..start + run])?);
-        match (trained[start], colour) {
+        match (trained[start], color) {
             (false, _) => out.push_str(&text),
             (true, false) => out.extend([OPEN, &text, CLOSE]),
             (true, true) => out.extend([GREEN, OPEN, &text, CLOSE, PLAIN]),

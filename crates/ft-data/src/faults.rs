@@ -10,7 +10,7 @@ const SHOWN: usize = 10;
 const HOPELESS_ROWS: u64 = 1000;
 const HOPELESS_TIME: Duration = Duration::from_secs(5);
 
-pub struct BadRows {
+pub(crate) struct BadRows {
     good: u64,
     bad: u64,
     first: Vec<Error>,
@@ -18,7 +18,7 @@ pub struct BadRows {
 }
 
 impl BadRows {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             good: 0,
             bad: 0,
@@ -27,18 +27,18 @@ impl BadRows {
         }
     }
 
-    pub fn good(&mut self) {
+    pub(crate) fn good(&mut self) {
         self.good += 1;
     }
 
     /// True if it is useless to try more rows.
-    pub fn hopeless(&self) -> bool {
+    pub(crate) fn hopeless(&self) -> bool {
         self.good == 0 && (self.bad >= HOPELESS_ROWS || self.since.elapsed() > HOPELESS_TIME)
     }
 
     /// Records the error of a row. Errors: the row is not the cause (a signal, a setting), or no row is good.
-    pub fn add(&mut self, e: Error) -> Result<()> {
-        if e.kind() != ErrorKind::Failed {
+    pub(crate) fn add(&mut self, e: Error) -> Result<()> {
+        if matches!(e.kind(), ErrorKind::Usage | ErrorKind::Signal(_)) {
             return Err(e);
         }
         self.bad += 1;
@@ -49,7 +49,7 @@ impl BadRows {
     }
 
     /// Errors: there were bad rows.
-    pub fn end(&mut self) -> Result<()> {
+    pub(crate) fn end(&mut self) -> Result<()> {
         match self.bad {
             0 => Ok(()),
             _ => Err(self.error()),
@@ -72,7 +72,7 @@ impl BadRows {
             0 => format!("none of the first {} rows can be used", self.bad),
             good => format!("{} of {} rows cannot be used", self.bad, self.bad + good),
         };
-        let error = Error::new(what + &lines.concat() + &more);
+        let error = Error::format(what + &lines.concat() + &more);
         match self.first.iter().find_map(Error::hint_text) {
             Some(hint) => error.hint(hint),
             None => error,
@@ -88,7 +88,7 @@ pub(super) struct Tried<'a> {
 }
 
 impl<'a> Tried<'a> {
-    pub fn new(before: &'a BadRows) -> Self {
+    pub(crate) fn new(before: &'a BadRows) -> Self {
         let failed = AtomicBool::new(before.bad > 0);
         Self {
             before,
@@ -98,11 +98,11 @@ impl<'a> Tried<'a> {
     }
 
     /// False if rows failed, none was good and `BadRows` gives up. Before the first error there is nothing to report.
-    pub fn go_on(&self) -> bool {
+    pub(crate) fn go_on(&self) -> bool {
         self.good.load(Ordering::Relaxed) || !self.failed.load(Ordering::Relaxed) || !self.before.hopeless()
     }
 
-    pub fn note<T>(&self, row: &Result<T>) {
+    pub(crate) fn note<T>(&self, row: &Result<T>) {
         match row {
             Ok(_) => self.good.store(true, Ordering::Relaxed),
             Err(_) => self.failed.store(true, Ordering::Relaxed),

@@ -53,7 +53,7 @@ const LIKE_A_PROMPT: [&str; 17] = [
 
 /// Use of the rows of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Purpose {
+pub(crate) enum Purpose {
     /// Text, answers or conversations to train on.
     Learn,
     /// Answers that are compared or judged.
@@ -74,9 +74,12 @@ pub enum Rendering {
 }
 
 /// Settings and objects that decide the rendering.
-pub struct Rules<'a> {
+pub(crate) struct Rules<'a> {
+    /// The wanted rendering; `Auto`: by template if the model has one.
     pub render: Render,
+    /// The chat template, if the model has one.
     pub template: Option<&'a dyn ChatRender>,
+    /// The tokenizer.
     pub codec: &'a dyn TextCodec,
     /// The column with the known answer of a prompt.
     pub answer: &'a str,
@@ -87,13 +90,17 @@ pub struct Rules<'a> {
 pub struct Layout {
     /// Never `auto`.
     pub format: RowFormat,
+    /// How the rows become text.
     pub rendering: Rendering,
     /// The column with the conversation.
     pub list: Option<String>,
+    /// The column with the prompt.
     pub prompt: Option<String>,
     /// Columns whose text is appended to the prompt.
     pub extras: Vec<String>,
+    /// The column with the answer.
     pub answer: Option<String>,
+    /// The column with the system message.
     pub system: String,
 }
 
@@ -102,7 +109,7 @@ impl Layout {
     ///
     /// Errors, with the place of the row: no known columns, columns that can be read in two ways, rows for another
     /// stage, a conversation although the model has no chat template.
-    pub fn find(row: &Row, format: RowFormat, purpose: Purpose, rules: &Rules) -> Result<Self> {
+    pub(crate) fn find(row: &Row, format: RowFormat, purpose: Purpose, rules: &Rules) -> Result<Self> {
         let find = || {
             let fields = Fields(&row.fields);
             let mut layout = match purpose {
@@ -324,7 +331,7 @@ impl Fields<'_> {
             (_, _, [pair]) => Ok(Some(*pair)),
             ([prompt], [answer], _) => Ok(Some((prompt, answer))),
             _ => Err(
-                Error::new("cannot determine which column is the prompt and which is the answer")
+                Error::format("cannot determine which column is the prompt and which is the answer")
                     .found(format!("{} and {}", prompts.join(", "), answers.join(", ")))
                     .expected("one of each")
                     .hint("name them `prompt` and `completion`, or remove the columns that are neither"),
@@ -372,7 +379,7 @@ impl Fields<'_> {
     }
 
     fn no_pair(&self, format: RowFormat) -> Error {
-        Error::new(format!("the rows are not of format `{}`", format.name()))
+        Error::format(format!("the rows are not of format `{}`", format.name()))
             .found(names(self.0))
             .expected(format!(
                 "a prompt ({}) and an answer ({})",
@@ -420,14 +427,14 @@ impl Fields<'_> {
             Some(("instruction", answer)) if !preference && (answer == "output" || !self.has("text")) => {
                 Ok(self.pair_layout(RowFormat::Alpaca, "instruction", answer))
             }
-            Some((prompt, answer)) if self.has("text") => Err(Error::new("the rows can be read in two ways")
+            Some((prompt, answer)) if self.has("text") => Err(Error::format("the rows can be read in two ways")
                 .found(names(self.0))
                 .expected(format!("`text` alone, or `{prompt}` and `{answer}`"))
                 .hint("set `data.format = \"prompt-completion\"`, or `data.format = \"text\"`")),
             Some((prompt, answer)) if !preference => Ok(self.pair_layout(RowFormat::PromptCompletion, prompt, answer)),
             _ if self.has("text") => Ok(Layout::of(RowFormat::Text)),
             _ if preference => Err(for_another_stage(RowFormat::Preference, self.0)),
-            _ => Err(Error::new("cannot determine the format of the rows")
+            _ => Err(Error::format("cannot determine the format of the rows")
                 .found(names(self.0))
                 .expected(
                     "messages | conversations | prompt, completion | instruction, output | question, answer | problem, \
@@ -447,7 +454,7 @@ impl Fields<'_> {
             }
             [] => {}
             _ => {
-                return Err(Error::new("cannot determine which column is the prompt")
+                return Err(Error::format("cannot determine which column is the prompt")
                     .found(prompts.join(", "))
                     .expected("one")
                     .hint("name it `prompt`, or remove the others"));
@@ -494,7 +501,7 @@ impl Fields<'_> {
         match &self.prompts()[..] {
             _ if self.has("prompt") => Ok(asked("prompt")),
             [prompt] => Ok(asked(prompt)),
-            _ => Err(Error::new("cannot determine which column is the prompt")
+            _ => Err(Error::format("cannot determine which column is the prompt")
                 .found(names(self.0))
                 .expected(format!("one of {}", PROMPTS.join(", ")))
                 .hint("rename the column of the prompt to `prompt`")),
@@ -511,14 +518,14 @@ fn starts_with_a_question(chat: &Value) -> bool {
 }
 
 pub(super) fn not_a_preference(fields: &Map<String, Value>) -> Error {
-    Error::new("this is not a preference row")
+    Error::format("this is not a preference row")
         .found(names(fields))
         .expected("prompt, chosen, rejected (text or messages; optional margin), or prompt, completion, label")
         .hint("rename the fields; stages `sft` and `pretrain` use rows with one answer")
 }
 
 fn for_another_stage(format: RowFormat, fields: &Map<String, Value>) -> Error {
-    Error::new(format!("this stage cannot train on rows of format `{}`", format.name()))
+    Error::unsupported(format!("this stage cannot train on rows of format `{}`", format.name()))
         .found(names(fields))
         .expected("rows with one answer, as messages, prompt and completion, or text")
         .hint(

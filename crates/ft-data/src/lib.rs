@@ -1,6 +1,7 @@
 //! Converts rows to batches of token ids: readers, chat rendering, loss masks, packing, deterministic order.
 //! Depends on tokenizers and templates. Independent of tensors and models.
 
+#![warn(missing_docs, unreachable_pub)]
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
     not(test),
@@ -22,16 +23,16 @@ pub mod dataset;
 pub mod describe;
 pub mod encode;
 mod faults;
-pub mod layout;
+mod layout;
 pub mod order;
-pub mod pack;
+mod pack;
 pub mod peek;
 pub mod preference;
 mod prepare;
 pub mod prompts;
-pub mod read;
+mod read;
 pub mod reading;
-pub mod rows;
+mod rows;
 
 #[cfg(test)]
 mod testing;
@@ -43,5 +44,8 @@ pub use choices::{Render, RowFormat, TrainOn};
 pub use codec::{ChatRender, TextCodec};
 pub use dataset::{Dataset, Origin, Spec, Stats};
 pub use encode::{Encoder, Question};
+pub use layout::{Layout, Rendering};
 pub use order::{BatchStream, Length, StreamSpec, eval_batches};
+pub use read::{Place, Row};
 pub use reading::Reading;
+pub use rows::{Chat, Sample};

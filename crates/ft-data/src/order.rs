@@ -40,11 +40,15 @@ pub struct StreamSpec {
     pub batch_size: usize,
     /// G: micro-batches per step.
     pub accumulation: usize,
+    /// Fill bins of `max_length` tokens with several examples.
     pub packing: bool,
     /// Capacity of a bin in tokens.
     pub max_length: usize,
+    /// A new order in each epoch; false: file order.
     pub shuffle: bool,
+    /// Seed of the order.
     pub seed: u64,
+    /// Length of the run.
     pub length: Length,
 }
 
@@ -97,7 +101,10 @@ impl std::ops::Deref for BatchStream<'_> {
 }
 
 impl<'a> BatchStream<'a> {
-    /// Errors: as `Order::new`.
+    /// The stream of a data set.
+    ///
+    /// # Errors
+    /// As `Order::new`.
     pub fn new(dataset: &'a Dataset, spec: StreamSpec) -> Result<Self> {
         let spec = StreamSpec {
             shuffle: spec.shuffle && !dataset.grouped,
@@ -109,6 +116,7 @@ impl<'a> BatchStream<'a> {
         })
     }
 
+    /// The examples in file order.
     pub fn examples(&self) -> &'a [Example] {
         self.examples
     }
@@ -127,10 +135,11 @@ impl<'a> BatchStream<'a> {
 impl Order {
     /// The order of rows of these lengths.
     ///
-    /// Errors: no rows, a batch size or accumulation of zero, a number of epochs that is not positive.
+    /// # Errors
+    /// No rows, a batch size or accumulation of zero, a number of epochs that is not positive.
     pub fn new(lengths: Vec<usize>, spec: StreamSpec) -> Result<Self> {
         if lengths.is_empty() {
-            return Err(Error::new("the data has no rows"));
+            return Err(Error::format("the data has no rows"));
         }
         if spec.batch_size == 0 || spec.accumulation == 0 {
             return Err(Error::usage(

@@ -6,13 +6,13 @@
 use std::collections::BTreeSet;
 
 /// One bin: indices of rows.
-pub type Bin = Vec<usize>;
+pub(crate) type Bin = Vec<usize>;
 
 /// Packs rows of `lengths[row]` tokens, given in the order of the epoch.
 ///
 /// The bins, and the rows in a bin, keep that order as far as packing allows. Every row is in exactly one bin; a row
 /// longer than `capacity` has its own bin. The number of bins does not depend on the order.
-pub fn pack(order: &[usize], lengths: &[usize], capacity: usize) -> Vec<Bin> {
+pub(crate) fn pack(order: &[usize], lengths: &[usize], capacity: usize) -> Vec<Bin> {
     let mut longest_first: Vec<usize> = (0..order.len()).collect();
     longest_first.sort_by_key(|&at| std::cmp::Reverse(lengths[order[at]]));
     // Bins as positions in the epoch's order; (remaining space, bin) for those that are not full.

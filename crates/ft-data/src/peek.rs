@@ -20,7 +20,8 @@ pub enum Kind {
 
 /// The kind of the rows in the file at `path`; `answer` is the column with known answers.
 ///
-/// Errors: the file cannot be read.
+/// # Errors
+/// The file cannot be read.
 pub fn kind(path: &str, format: RowFormat, answer: &str) -> Result<Kind> {
     let mut found = None;
     let enough = || Error::new("the first row is enough");

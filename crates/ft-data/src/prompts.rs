@@ -19,14 +19,23 @@ use serde_json::{Map, Value};
 /// The text or the messages before the answer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Said {
+    /// Plain text to continue.
     Text(String),
-    Chat { messages: Vec<Value>, tools: Option<Value> },
+    /// A conversation.
+    Chat {
+        /// Objects with `role` and `content`.
+        messages: Vec<Value>,
+        /// The tools that it declares.
+        tools: Option<Value>,
+    },
 }
 
+/// One prompt of a generation or a rollout.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
     /// `[T]`, up to and including the generation prompt.
     pub ids: Vec<u32>,
+    /// The prompt before encoding.
     pub said: Said,
     /// The prompt as in the row: a text, or messages.
     pub shown: Value,
@@ -34,6 +43,7 @@ pub struct Prompt {
     pub answer: Option<Value>,
     /// All columns of the row.
     pub columns: Map<String, Value>,
+    /// Its row in the file.
     pub place: read::Place,
 }
 
@@ -58,8 +68,10 @@ impl Prompt {
     }
 }
 
+/// All prompts of the files.
 #[derive(Debug, Clone, Default)]
 pub struct Prompts {
+    /// The prompts, in file order.
     pub rows: Vec<Prompt>,
     /// Description of how each file was read.
     pub readings: Vec<Reading>,
@@ -70,8 +82,9 @@ pub struct Prompts {
 impl Prompts {
     /// Reads all rows of these files. `answer` names the column with the known answer.
     ///
-    /// Errors: a row without a prompt (with its place), no rows, a prompt that leaves fewer than `room` tokens of
-    /// `window` for the answer, a signal.
+    /// # Errors
+    /// A row without a prompt (with its place), no rows, a prompt that leaves fewer than `room` tokens of `window` for
+    /// the answer, a signal.
     pub fn load(
         files: &[String],
         format: RowFormat,
@@ -124,7 +137,9 @@ impl Prompts {
         }
         bad.end()?;
         if out.rows.is_empty() {
-            return Err(Error::new("the data has no rows").at(files.join(", ")).found("0 rows"));
+            return Err(Error::format("the data has no rows")
+                .at(files.join(", "))
+                .found("0 rows"));
         }
         out.fingerprint = hasher.finalize().to_hex().to_string();
         Ok(out)
@@ -132,7 +147,7 @@ impl Prompts {
 }
 
 fn too_long(prompt: &Prompt, window: usize, room: usize) -> Error {
-    Error::new("the prompt is too long: no tokens are left for the answer")
+    Error::format("the prompt is too long: no tokens are left for the answer")
         .at(&prompt.place)
         .found(format!(
             "{} tokens, plus {room} of `rlhf.max_completion_length`",
@@ -150,7 +165,7 @@ fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Pr
         _ => rows::understand(row, layout)?,
     };
     let none = || {
-        Error::new("the row has no answer after its prompt")
+        Error::format("the row has no answer after its prompt")
             .expected("`prompt`, or a conversation with an assistant message, or prompt and completion")
     };
     let question = encoder
@@ -178,7 +193,7 @@ fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Pr
         _ => column.or(Some(Value::String(question.answer))),
     };
     if question.prompt.is_empty() {
-        return Err(Error::new("the prompt has no tokens").hint("give it some text to continue"));
+        return Err(Error::format("the prompt has no tokens").hint("give it some text to continue"));
     }
     Ok(Prompt {
         ids: question.prompt,

@@ -9,7 +9,9 @@ use std::collections::BTreeSet;
 /// Description of how a file was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reading {
+    /// The path of the file.
     pub file: String,
+    /// The columns that were used, and how.
     pub layout: Layout,
     /// Columns that are not null in at least one row of the file.
     seen: BTreeSet<String>,

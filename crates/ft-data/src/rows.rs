@@ -13,7 +13,12 @@ pub enum Sample {
     /// Plain text; all of it is trained.
     Text(String),
     /// Only the completion is trained.
-    PromptCompletion { prompt: String, completion: String },
+    PromptCompletion {
+        /// The text before the answer.
+        prompt: String,
+        /// The answer.
+        completion: String,
+    },
     /// A conversation for the chat template.
     Chat(Chat),
 }
@@ -23,6 +28,7 @@ pub enum Sample {
 pub struct Chat {
     /// Objects with `role` and `content`, as in the OpenAI format.
     pub messages: Vec<Value>,
+    /// The tools that the conversation declares, for the template.
     pub tools: Option<Value>,
     /// Assistant messages before this index belong to a prompt and are not trained.
     pub first_trained: usize,
@@ -53,7 +59,7 @@ pub(super) fn names(fields: &Map<String, Value>) -> String {
 ///
 /// Errors, with the place of the row: a field is missing or has another type, a role is unknown, the answer is marked
 /// as a bad one.
-pub fn understand(row: &Row, layout: &Layout) -> Result<Sample> {
+pub(crate) fn understand(row: &Row, layout: &Layout) -> Result<Sample> {
     let sample = || match layout.format {
         RowFormat::Text => Ok(Sample::Text(text(&row.fields, "text", layout.format)?.to_string())),
         RowFormat::Messages | RowFormat::Sharegpt => {
@@ -80,7 +86,7 @@ fn refuse_rejected(fields: &Map<String, Value>) -> Result<()> {
     let rejected = |name: &&str| fields.get(*name).is_some_and(|v| label(v) == Some(false));
     match ["label", "kto_tag"].into_iter().find(rejected) {
         None => Ok(()),
-        Some(name) => Err(Error::new(format!("the column `{name}` marks this answer as bad"))
+        Some(name) => Err(Error::format(format!("the column `{name}` marks this answer as bad"))
             .found(format!("{name}: {}", fields[name]))
             .expected("good answers")
             .hint(format!(
@@ -121,7 +127,7 @@ pub(super) fn with_system(
         .filter(|m| matches!(chat::role(m), "system" | "developer"))
     {
         Some(own) if chat::content(own).trim() == system.trim() => Ok((messages, false)),
-        Some(own) => Err(Error::new("the row has two system messages")
+        Some(own) => Err(Error::format("the row has two system messages")
             .found(format!("`{}` and {}", clip(system), clip(chat::content(own))))
             .expected("one")
             .hint(format!("remove the column `{}`, or the first message", layout.system))),
@@ -136,7 +142,7 @@ pub(super) fn with_system(
 pub(super) fn without_system(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
     match optional(fields, &layout.system)? {
         None => Ok(()),
-        Some(system) => Err(Error::new(format!("plain text cannot contain `{}`", layout.system))
+        Some(system) => Err(Error::format(format!("plain text cannot contain `{}`", layout.system))
             .found(clip(system))
             .expected("a chat template, which renders it as a system message")
             .hint(format!(
@@ -176,7 +182,7 @@ pub(super) fn missing(fields: &Map<String, Value>, name: &str, format: RowFormat
         Some(_) => format!("field `{name}` is null"),
         None => format!("field `{name}` is missing"),
     };
-    Error::new(what)
+    Error::format(what)
         .found(names(fields))
         .expected(shape(format))
         .hint("every row of a file must have the columns of its first row")
@@ -194,7 +200,7 @@ pub(super) fn string<'a>(value: &'a Value, name: &str) -> Result<&'a str> {
 }
 
 pub(super) fn wrong(value: &Value, name: &str, expected: &str) -> Error {
-    Error::new(format!("field `{name}` has the wrong type"))
+    Error::format(format!("field `{name}` has the wrong type"))
         .found(format!("{}: {}", kind(value), clip(&value.to_string())))
         .expected(expected)
 }
@@ -306,13 +312,13 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
         return conversation(messages, fields, first_trained);
     }
     if chats.1 {
-        return Err(Error::new(format!("`{prompt}` and `{answer}` have different types"))
+        return Err(Error::format(format!("`{prompt}` and `{answer}` have different types"))
             .found(format!("{} and {}", kind(said), kind(answered)))
             .expected("two strings or two lists of messages"));
     }
     without_system(fields, layout)?;
     if format == RowFormat::Alpaca && !history(fields, format)?.is_empty() {
-        return Err(Error::new("plain text cannot contain `history`")
+        return Err(Error::format("plain text cannot contain `history`")
             .expected("a chat template, which renders it as earlier turns")
             .hint("set `data.chat_template`, or `data.render = \"chat\"`"));
     }

@@ -12,12 +12,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// The golden files of the parity tests: tokenizers, and rows with their expected ids and masks.
-pub fn goldens() -> PathBuf {
+pub(crate) fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/goldens")
 }
 
 /// A row at line 3 of `t.jsonl`.
-pub fn row(value: Value) -> Row {
+pub(crate) fn row(value: Value) -> Row {
     Row {
         fields: value.as_object().unwrap().clone(),
         place: Place {
@@ -29,7 +29,7 @@ pub fn row(value: Value) -> Row {
 }
 
 /// The layout of a row without a chat template.
-pub fn layout(row: &Row, format: RowFormat, purpose: Purpose) -> Result<Layout> {
+pub(crate) fn layout(row: &Row, format: RowFormat, purpose: Purpose) -> Result<Layout> {
     let rules = Rules {
         render: Render::Auto,
         template: None,
@@ -40,17 +40,17 @@ pub fn layout(row: &Row, format: RowFormat, purpose: Purpose) -> Result<Layout> 
 }
 
 /// Interprets a row for training, read as `format`.
-pub fn understand(row: &Row, format: RowFormat) -> Result<Sample> {
+pub(crate) fn understand(row: &Row, format: RowFormat) -> Result<Sample> {
     rows::understand(row, &layout(row, format, Purpose::Learn)?)
 }
 
 /// Temporary files of rows, removed when this is dropped.
-pub struct Files {
+pub(crate) struct Files {
     _dir: tempfile::TempDir,
     pub paths: Vec<String>,
 }
 
-pub fn files(contents: &[(&str, &str)]) -> Files {
+pub(crate) fn files(contents: &[(&str, &str)]) -> Files {
     let dir = tempfile::tempdir().unwrap();
     let mut paths = Vec::new();
     for (name, text) in contents {
@@ -62,12 +62,12 @@ pub fn files(contents: &[(&str, &str)]) -> Files {
 }
 
 /// A byte-level tokenizer like those of real models.
-pub fn real() -> Tokenizer {
+pub(crate) fn real() -> Tokenizer {
     Tokenizer::load(&goldens().join("tokenizers/chat")).unwrap()
 }
 
 /// Tokens are words (with the space before them), runs of line breaks, and single characters, numbered in order of use.
-pub struct Words {
+pub(crate) struct Words {
     specials: Vec<&'static str>,
     bos: Option<&'static str>,
     eos: Option<&'static str>,
@@ -80,7 +80,7 @@ pub struct Words {
 }
 
 impl Words {
-    pub fn new(specials: &[&'static str], bos: Option<&'static str>, eos: Option<&'static str>) -> Self {
+    pub(crate) fn new(specials: &[&'static str], bos: Option<&'static str>, eos: Option<&'static str>) -> Self {
         let table: Vec<String> = specials.iter().map(|s| s.to_string()).collect();
         Self {
             specials: specials.to_vec(),
@@ -93,7 +93,7 @@ impl Words {
         }
     }
 
-    pub fn chatml() -> Self {
+    pub(crate) fn chatml() -> Self {
         Self::new(
             &["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
             None,
@@ -101,7 +101,7 @@ impl Words {
         )
     }
 
-    pub fn id(&self, token: &str) -> u32 {
+    pub(crate) fn id(&self, token: &str) -> u32 {
         let mut table = self.table.lock().unwrap();
         let found = table.iter().position(|t| t == token);
         found.unwrap_or_else(|| {
@@ -110,7 +110,7 @@ impl Words {
         }) as u32
     }
 
-    pub fn tokens(&self, ids: &[u32]) -> Vec<String> {
+    pub(crate) fn tokens(&self, ids: &[u32]) -> Vec<String> {
         let table = self.table.lock().unwrap();
         ids.iter().map(|&id| table[id as usize].clone()).collect()
     }
@@ -186,10 +186,10 @@ impl TextCodec for Words {
 }
 
 /// A template with its special tokens, without a tokenizer.
-pub struct Jinja(ChatTemplate);
+pub(crate) struct Jinja(ChatTemplate);
 
 impl Jinja {
-    pub fn new(source: &'static str) -> Self {
+    pub(crate) fn new(source: &'static str) -> Self {
         let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
         let tokens = tokens.map(|(name, text)| (name.to_string(), Value::from(text)));
         Self(ChatTemplate::with_tokens(source, "chat", tokens.into_iter().collect()).unwrap())
@@ -203,7 +203,7 @@ impl ChatRender for Jinja {
 }
 
 /// ChatML with a default system prompt; tool calls after the content.
-pub const QWEN: &str = r#"{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}
+pub(crate) const QWEN: &str = r#"{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}
 {% for m in messages %}
 {% if m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
 {%- else %}
@@ -215,7 +215,7 @@ pub const QWEN: &str = r#"{% if messages[0].role != 'system' %}{{ '<|im_start|>s
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"#;
 
 /// Removes the thinking of earlier turns; keeps that of the last turn.
-pub const QWEN_THINKING: &str = r#"{% set ns = namespace(last=0) %}
+pub(crate) const QWEN_THINKING: &str = r#"{% set ns = namespace(last=0) %}
 {% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {% for m in messages %}
 {% set content = m.content %}
@@ -227,17 +227,17 @@ pub const QWEN_THINKING: &str = r#"{% set ns = namespace(last=0) %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"#;
 
 /// The generation prompt opens the thinking, the history has none.
-pub const OPENS_THINKING: &str = r#"{% for m in messages %}
+pub(crate) const OPENS_THINKING: &str = r#"{% for m in messages %}
 {% set content = m.content.split('</think>')[-1] if m.role == 'assistant' else m.content %}
 {{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"#;
 
-pub const LLAMA3: &str = r#"{{ '<s>' }}{% for m in messages %}
+pub(crate) const LLAMA3: &str = r#"{{ '<s>' }}{% for m in messages %}
 {{ '<|start|>' + m.role + '<|end|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"#;
 
-pub const GEMMA: &str = r#"{{ '<s>' }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+pub(crate) const GEMMA: &str = r#"{{ '<s>' }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {% for m in messages %}
 {% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}
 {{ '<|turn|>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim + '<|turn_end|>\n' }}
@@ -245,22 +245,22 @@ pub const GEMMA: &str = r#"{{ '<s>' }}{% if messages[0].role == 'system' %}{{ ra
 {% if add_generation_prompt %}{{ '<|turn|>model\n' }}{% endif %}"#;
 
 /// Has no generation prompt.
-pub const MISTRAL: &str = r#"{{ '<s>' }}{% for m in messages %}
+pub(crate) const MISTRAL: &str = r#"{{ '<s>' }}{% for m in messages %}
 {% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}
 {% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}
 {% endfor %}"#;
 
 /// ChatML that ignores `add_generation_prompt`.
-pub const NO_PROMPT: &str =
+pub(crate) const NO_PROMPT: &str =
     r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"#;
 
 /// Refuses a conversation that ends with a user, and ends the last turn differently from the others.
-pub const PICKY: &str = r#"{% if messages[-1].role == 'user' %}{{ raise_exception('must end with assistant') }}{% endif %}
+pub(crate) const PICKY: &str = r#"{% if messages[-1].role == 'user' %}{{ raise_exception('must end with assistant') }}{% endif %}
 {% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% if loop.last %}{{ '<|endoftext|>' }}{% else %}{{ '\n' }}{% endif %}{% endfor %}"#;
 
 /// Plain words, no special token after a turn.
-pub const PLAIN: &str = r#"{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}
+pub(crate) const PLAIN: &str = r#"{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"#;
 
 /// Does not print the messages.
-pub const MUTE: &str = r#"{{ messages | length }} messages"#;
+pub(crate) const MUTE: &str = r#"{{ messages | length }} messages"#;

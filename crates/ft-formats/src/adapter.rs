@@ -17,7 +17,9 @@ use read::{Reader, is_empty};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
+/// The file with the settings of an adapter.
 pub const CONFIG: &str = "adapter_config.json";
+/// The file with the tensors of an adapter.
 pub const WEIGHTS: &str = "adapter_model.safetensors";
 
 /// The modules that have an adapter.
@@ -36,40 +38,58 @@ pub enum Targets {
 pub enum Kind {
     /// Also DoRA and rsLoRA.
     Lora,
+    /// IA3: one factor per input or output feature.
     Ia3 {
         /// Modules whose input is scaled instead of their output.
         feedforward: Vec<String>,
     },
+    /// VeRA: one random pair for all linears, trained diagonals.
     Vera {
+        /// Initial value of the diagonal `d`.
         d_initial: f64,
     },
+    /// LoHa: the elementwise product of two low-rank products.
     Loha,
+    /// LoKr: a Kronecker product.
     Lokr {
+        /// The wanted size of the small factor; -1: near the square root.
         factor: i64,
+        /// True if both factors are low-rank products.
         both: bool,
     },
+    /// OFT: a block-diagonal rotation of the input.
     Oft {
+        /// Rows and columns of a block.
         block: usize,
         /// Number of terms of the Neumann series; `None`: the exact Cayley transform.
         neumann: Option<usize>,
     },
+    /// AdaLoRA, with its schedule of ranks.
     Adalora(Allocation),
 }
 
 /// The typed settings of an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterConfig {
+    /// The kind of adapter, with the settings that only this kind has.
     pub kind: Kind,
+    /// The rank.
     pub r: usize,
     /// `alpha` of LoHa and LoKr.
     pub lora_alpha: f64,
+    /// Probability that an input element is dropped in training.
     pub lora_dropout: f64,
+    /// The modules with an adapter.
     pub target_modules: Targets,
+    /// Modules without an adapter, although `target_modules` matches them.
     pub exclude_modules: Option<Targets>,
+    /// True if the scale is `lora_alpha / √r`, not `lora_alpha / r`.
     pub use_rslora: bool,
+    /// True for DoRA: a LoRA with a trained magnitude per output feature.
     pub use_dora: bool,
     /// In file order: the first key that matches a module applies.
     pub rank_pattern: Vec<(String, usize)>,
+    /// As `rank_pattern`, for `lora_alpha`.
     pub alpha_pattern: Vec<(String, f64)>,
     /// Modules that are saved whole beside the adapter.
     pub modules_to_save: Vec<String>,
@@ -77,13 +97,19 @@ pub struct AdapterConfig {
     pub ensure_weight_tying: bool,
     /// Trained rows of the embedding and of the head, by suffix of the matrix's module. LoRA only.
     pub token_rows: Vec<(String, Vec<u32>)>,
+    /// Indices of the layers with adapters; `None`: all.
     pub layers_to_transform: Option<Vec<usize>>,
+    /// Names of the list of layers in the module path, for `layers_to_transform`.
     pub layers_pattern: Vec<String>,
+    /// The base model: a hub id or a path.
     pub base_model_name_or_path: Option<String>,
+    /// The revision of the base model.
     pub revision: Option<String>,
+    /// `CAUSAL_LM`, `SEQ_CLS` and similar.
     pub task_type: Option<String>,
     /// `true`, `false` or a name: the initialization of A and B.
     pub init_lora_weights: Value,
+    /// The version of PEFT that wrote the file.
     pub peft_version: Option<String>,
 }
 
@@ -232,14 +258,15 @@ const REFUSED: [(&str, &str); 11] = [
 impl AdapterConfig {
     /// Reads `adapter_config.json` of an adapter directory and checks that its weights are safetensors.
     ///
-    /// Errors: missing files, a pickle, wrong values, and every feature that ft does not support, by name.
+    /// # Errors
+    /// Missing files, a pickle, wrong values, and every feature that ft does not support, by name.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join(CONFIG);
         if !dir.exists() {
             return Err(paths::missing("directory", dir));
         }
         if !path.exists() {
-            let error = Error::new(format!("adapter directory has no `{CONFIG}`")).at_path(dir);
+            let error = Error::not_found(format!("adapter directory has no `{CONFIG}`")).at_path(dir);
             return Err(if dir.join("config.json").exists() {
                 error.hint("this is a model directory: use it as the model, not as the adapter")
             } else if dir.join("adapters.safetensors").exists() {
@@ -257,17 +284,20 @@ impl AdapterConfig {
                      `save_pretrained(DIR, safe_serialization=True)`",
                 )
             } else {
-                Error::new(format!("adapter directory has no `{WEIGHTS}`")).at_path(dir)
+                Error::not_found(format!("adapter directory has no `{WEIGHTS}`")).at_path(dir)
             });
         }
         Ok(config)
     }
 
     /// Reads the object of an `adapter_config.json`; `path` appears in errors.
+    ///
+    /// # Errors
+    /// A value of a wrong type (`Format`); an adapter kind or option that ft does not compute, by name (`Unsupported`).
     pub fn from_map(map: &Map<String, Value>, path: &Path) -> Result<Self> {
         let c = Reader { map, path };
         let refuse = |key: &str, why: &str| {
-            Error::new(format!("adapter uses `{key}`, which ft does not support ({why})"))
+            Error::unsupported(format!("adapter uses `{key}`, which ft does not support ({why})"))
                 .at_path(path)
                 .found(map.get(key).map_or("nothing".into(), json_kind))
         };
@@ -375,6 +405,9 @@ impl AdapterConfig {
     }
 
     /// Writes `adapter_config.json` into a directory.
+    ///
+    /// # Errors
+    /// The file cannot be written.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
         let path = dir.join(CONFIG);
         let text = serde_json::to_string_pretty(&self.to_json())

@@ -9,14 +9,22 @@ use std::path::{Path, PathBuf};
 const LARGEST: u64 = 1 << 32;
 
 /// A model's `config.json`: all keys are kept, so that export can copy them.
+///
+/// The methods that read a key fail with `ErrorKind::Format` if the value has a wrong type or is out of its range, and,
+/// without `opt_` in their name, if the key is missing.
 #[derive(Debug, Clone)]
 pub struct Config {
+    /// All keys of the file.
     pub raw: Map<String, Value>,
+    /// The file, for error messages.
     pub path: PathBuf,
 }
 
 impl Config {
     /// Reads `config.json` of a model directory, and compares its sizes with the weights there.
+    ///
+    /// # Errors
+    /// As for `read`; sizes that contradict the weights (`Format`).
     pub fn load(dir: &Path) -> Result<Self> {
         let config = Self::read(dir)?;
         super::fits::check(&config, dir)?;
@@ -24,6 +32,9 @@ impl Config {
     }
 
     /// Reads `config.json` alone: for a model that does not use the weights in `dir`.
+    ///
+    /// # Errors
+    /// No directory or no `config.json` (`NotFound`); text that is not a JSON object (`Format`).
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
         if !dir.exists() {
@@ -31,7 +42,7 @@ impl Config {
         }
         if !path.exists() {
             let adapter = dir.join("adapter_config.json").exists();
-            let error = Error::new("model directory has no `config.json`").at_path(dir);
+            let error = Error::not_found("model directory has no `config.json`").at_path(dir);
             let inner = dir.join("final");
             let checkpoint = dir.join("manifest.json").exists();
             return Err(if inner.join("config.json").exists() {
@@ -66,6 +77,7 @@ impl Config {
         }
     }
 
+    /// `model_type`: the family of the model.
     pub fn model_type(&self) -> Result<&str> {
         self.str("model_type")
     }
@@ -76,7 +88,7 @@ impl Config {
     }
 
     fn missing(&self, key: &str) -> Error {
-        let error = Error::new(format!("`{key}` is missing")).at_path(&self.path);
+        let error = Error::format(format!("`{key}` is missing")).at_path(&self.path);
         match nearest(key, self.raw.keys().map(String::as_str)).first() {
             Some(near) => error.hint(format!("the nearest key there is `{near}`")),
             None => error,
@@ -85,7 +97,7 @@ impl Config {
 
     fn wrong(&self, key: &str, expected: &str) -> Error {
         let found = self.raw.get(key).map_or("nothing".into(), json_kind);
-        Error::new(format!("`{key}` has a wrong value"))
+        Error::format(format!("`{key}` has a wrong value"))
             .at_path(&self.path)
             .found(found)
             .expected(expected)
@@ -96,7 +108,10 @@ impl Config {
         self.opt_usize(key)?.ok_or_else(|| self.missing(key))
     }
 
-    /// A size of at least 1, if present. Errors: 0, negative, fractional and absurd values.
+    /// A size of at least 1, if present.
+    ///
+    /// # Errors
+    /// 0, negative, fractional and absurd values.
     pub fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
         match self.opt_usize0(key)? {
             Some(0) => Err(self.wrong(key, "a whole number of at least 1")),
@@ -122,6 +137,7 @@ impl Config {
         }
     }
 
+    /// A required finite number.
     pub fn f64(&self, key: &str) -> Result<f64> {
         self.opt_f64(key)?.ok_or_else(|| self.missing(key))
     }
@@ -137,6 +153,7 @@ impl Config {
         }
     }
 
+    /// An optional flag.
     pub fn bool_or(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
@@ -145,10 +162,12 @@ impl Config {
         }
     }
 
+    /// A required text.
     pub fn str(&self, key: &str) -> Result<&str> {
         self.opt_str(key)?.ok_or_else(|| self.missing(key))
     }
 
+    /// An optional text; `null` counts as absent.
     pub fn opt_str(&self, key: &str) -> Result<Option<&str>> {
         match self.get(key) {
             None => Ok(None),

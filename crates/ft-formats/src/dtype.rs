@@ -3,21 +3,37 @@
 /// Number format of a stored tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StoredDtype {
+    /// 64-bit float.
     F64,
+    /// 32-bit float.
     F32,
+    /// IEEE half precision.
     F16,
+    /// bfloat16.
     Bf16,
+    /// 8-bit float, 4 exponent bits.
     F8E4M3,
+    /// 8-bit float, 5 exponent bits.
     F8E5M2,
+    /// 8-bit power of two.
     F8E8M0,
+    /// Signed 64-bit integer.
     I64,
+    /// Unsigned 64-bit integer.
     U64,
+    /// Signed 32-bit integer.
     I32,
+    /// Unsigned 32-bit integer.
     U32,
+    /// Signed 16-bit integer.
     I16,
+    /// Unsigned 16-bit integer.
     U16,
+    /// Signed 8-bit integer.
     I8,
+    /// Unsigned 8-bit integer.
     U8,
+    /// One byte, 0 or 1.
     Bool,
 }
 
@@ -46,6 +62,7 @@ impl StoredDtype {
         NAMES.iter().find(|(d, ..)| *d == self).map_or("", |(_, n, _)| n)
     }
 
+    /// The format with this safetensors name: `BF16`.
     pub fn from_name(name: &str) -> Option<Self> {
         NAMES.iter().find(|(_, n, _)| *n == name).map(|(d, ..)| *d)
     }

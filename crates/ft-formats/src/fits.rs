@@ -20,7 +20,7 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
     // The code that reads a key refuses values that are not sizes.
     let number = |key: &str| config.opt_usize(key).ok().flatten();
     let wrong = |key: &str, found: usize, expected: String| {
-        Error::new(format!("`{key}` does not fit the weights"))
+        Error::format(format!("`{key}` does not fit the weights"))
             .at_path(&config.path)
             .found(found)
             .expected(expected)
@@ -79,7 +79,7 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
                 Some(size) => format!("{heads} heads of {size} (`head_dim`)"),
                 None => format!("{heads} heads"),
             };
-            return Err(Error::new(format!("`{key}` and `head_dim` do not fit the weights"))
+            return Err(Error::format(format!("`{key}` and `head_dim` do not fit the weights"))
                 .at_path(&config.path)
                 .found(found)
                 .expected(format!("a product of {rows}, the rows of `{name}`"))

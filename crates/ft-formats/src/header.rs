@@ -18,18 +18,25 @@ const HEADER_LIMIT: u64 = 100_000_000;
 
 /// One tensor of one file; `offset` counts from the start of the file.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Entry {
+pub(crate) struct Entry {
+    /// Name of the tensor.
     pub name: String,
+    /// Number format.
     pub dtype: StoredDtype,
+    /// Sizes of the dimensions.
     pub shape: Vec<usize>,
+    /// First byte, from the start of the file.
     pub offset: u64,
+    /// Stored bytes.
     pub bytes: u64,
 }
 
+/// The checked header of a safetensors file.
 #[derive(Debug)]
-pub struct Header {
+pub(crate) struct Header {
     /// In the order of the data.
     pub entries: Vec<Entry>,
+    /// The texts under `__metadata__`.
     pub metadata: HashMap<String, String>,
 }
 
@@ -106,16 +113,16 @@ impl<'de> Deserialize<'de> for RawHeader {
 }
 
 /// The error for a Git LFS pointer in place of a file.
-pub fn lfs_pointer(path: &Path, bytes: u64) -> Error {
-    Error::new("this is a Git LFS pointer, not the file itself")
+pub(crate) fn lfs_pointer(path: &Path, bytes: u64) -> Error {
+    Error::format("this is a Git LFS pointer, not the file itself")
         .at_path(path)
         .found(format!("{bytes} bytes that start with `version https://git-lfs`"))
         .hint("run `git lfs install && git lfs pull` in that directory, or give the hub id instead of the clone")
 }
 
 /// Reads and validates the header of `file`.
-pub fn read(file: &File, path: &Path) -> Result<Header> {
-    let io = |e: std::io::Error| Error::new("cannot read the safetensors header").at_path(path).cause(e);
+pub(crate) fn read(file: &File, path: &Path) -> Result<Header> {
+    let io = |e: std::io::Error| Error::io("cannot read the safetensors header").at_path(path).cause(e);
     let size = file.metadata().map_err(io)?.len();
     let mut start = [0u8; 64];
     let n = size.min(64) as usize;
@@ -127,7 +134,7 @@ pub fn read(file: &File, path: &Path) -> Result<Header> {
         return Err(pickle(path));
     }
     if size < 8 {
-        return Err(Error::new("file is too short to be safetensors")
+        return Err(Error::format("file is too short to be safetensors")
             .at_path(path)
             .found(format!("{size} bytes"))
             .expected("8 bytes of header length, a header and data")
@@ -137,14 +144,14 @@ pub fn read(file: &File, path: &Path) -> Result<Header> {
     word.copy_from_slice(&start[..8]);
     let length = u64::from_le_bytes(word);
     if length > HEADER_LIMIT {
-        return Err(Error::new("safetensors header length is too large")
+        return Err(Error::format("safetensors header length is too large")
             .at_path(path)
             .found(format!("{length} bytes"))
             .expected(format!("at most {HEADER_LIMIT}"))
             .hint("this is not a safetensors file, or it is damaged"));
     }
     if length > size - 8 {
-        return Err(Error::new("safetensors header is longer than the file")
+        return Err(Error::format("safetensors header is longer than the file")
             .at_path(path)
             .found(format!("a header of {length} bytes in a file of {size}"))
             .hint("the download may have been cut off: download the file again"));
@@ -160,7 +167,7 @@ pub fn pickle(path: &Path) -> Error {
         .file_name()
         .map(|n| n.to_string_lossy().into_owned())
         .unwrap_or_default();
-    Error::new(format!(
+    Error::unsupported(format!(
         "`{name}` is a PyTorch pickle: loading one can run code, so ft never reads it"
     ))
     .at_path(path)
@@ -174,7 +181,7 @@ pub fn pickle(path: &Path) -> Error {
 
 /// Validates the header text against a data part of `data` bytes.
 fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
-    let bad = |what: String| Error::new(what).at_path(path);
+    let bad = |what: String| Error::format(what).at_path(path);
     if text.first() != Some(&b'{') {
         return Err(bad("safetensors header does not start with `{`".into()).hint("this is not a safetensors file"));
     }
@@ -248,7 +255,7 @@ fn parse(text: &[u8], data: u64, path: &Path) -> Result<Header> {
 }
 
 /// Opens `path` and reads its header.
-pub fn open(path: &Path) -> Result<(File, Header)> {
+pub(crate) fn open(path: &Path) -> Result<(File, Header)> {
     let file = files::open(path)?;
     let header = read(&file, path)?;
     Ok((file, header))

@@ -9,20 +9,24 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
+/// The index of a model in several files.
 pub const INDEX: &str = "model.safetensors.index.json";
+/// The only weight file of a small model.
 pub const SINGLE: &str = "model.safetensors";
 
 /// Extensions of PyTorch pickles.
 const PICKLES: [&str; 5] = ["bin", "pt", "pth", "ckpt", "pkl"];
 
 /// The weight files of a model directory, and the index if there is one (tensor to file name).
-pub struct Shards {
+pub(crate) struct Shards {
+    /// The weight files, sorted.
     pub files: Vec<PathBuf>,
+    /// From tensor to file name, as in the index.
     pub map: Option<BTreeMap<String, String>>,
 }
 
 /// Finds `model.safetensors`, or the index and its shards.
-pub fn find(dir: &Path) -> Result<Shards> {
+pub(crate) fn find(dir: &Path) -> Result<Shards> {
     if !dir.is_dir() {
         return Err(paths::missing("directory", dir));
     }
@@ -43,13 +47,16 @@ pub fn find(dir: &Path) -> Result<Shards> {
 }
 
 /// Reads the tensor to file map of an index and checks every name.
+///
+/// # Errors
+/// The index is not valid, or names a file outside its directory.
 pub fn read_map(dir: &Path, index: &Path) -> Result<BTreeMap<String, String>> {
     let json = read_json_object(index)?;
     let map = match json.get("weight_map") {
         Some(Value::Object(map)) if !map.is_empty() => map,
-        Some(Value::Object(_)) => return Err(Error::new("index lists no tensor").at_path(index)),
+        Some(Value::Object(_)) => return Err(Error::format("index lists no tensor").at_path(index)),
         other => {
-            return Err(Error::new("index has no `weight_map`")
+            return Err(Error::format("index has no `weight_map`")
                 .at_path(index)
                 .found(other.map_or("nothing".into(), json_kind))
                 .expected("an object from tensor to file name"));
@@ -58,13 +65,13 @@ pub fn read_map(dir: &Path, index: &Path) -> Result<BTreeMap<String, String>> {
     let mut out = BTreeMap::new();
     for (tensor, file) in map {
         let Value::String(file) = file else {
-            return Err(Error::new(format!("index names no file for tensor `{tensor}`"))
+            return Err(Error::format(format!("index names no file for tensor `{tensor}`"))
                 .at_path(index)
                 .found(json_kind(file))
                 .expected("a file name"));
         };
         check_name(file).map_err(|why| {
-            Error::new(format!("index names a file that ft will not open: {why}"))
+            Error::format(format!("index names a file that ft will not open: {why}"))
                 .at_path(index)
                 .found(format!("{file:?} for tensor `{tensor}`"))
                 .expected("a plain file name such as `model-00001-of-00002.safetensors`")
@@ -85,7 +92,7 @@ fn from_index(dir: &Path, index: &Path) -> Result<Shards> {
     let missing: Vec<&str> = names.iter().copied().filter(|n| !dir.join(n).exists()).collect();
     if !missing.is_empty() {
         return Err(
-            Error::new(format!("{} of {} weight files are missing", missing.len(), names.len()))
+            Error::not_found(format!("{} of {} weight files are missing", missing.len(), names.len()))
                 .at_path(dir)
                 .found(format!("no {}", missing.join(", ")))
                 .hint("the download is not complete: download the model again (files that are there are kept)"),
@@ -108,7 +115,7 @@ fn extra_shard(dir: &Path, index: &Path, names: &BTreeSet<&str>) -> Result<()> {
             .map(|n| n.to_string_lossy().into_owned())
             .unwrap_or_default();
         if !names.contains(name.as_str()) && shard_total(&name).is_some_and(|t| totals.contains(t)) {
-            return Err(Error::new("a shard in the directory is not in the index")
+            return Err(Error::format("a shard in the directory is not in the index")
                 .at_path(index)
                 .found(format!("`{name}`"))
                 .hint("the index belongs to another version of the weights: download both again"));
@@ -148,8 +155,8 @@ fn check_name(name: &str) -> std::result::Result<(), &'static str> {
 }
 
 /// Refuses a link to a place outside the file's directory, except into the `blobs` of a hub cache.
-pub fn stays_inside(file: &Path) -> Result<()> {
-    let cannot = |e: std::io::Error| Error::new("cannot open the file").at_path(file).cause(e);
+pub(crate) fn stays_inside(file: &Path) -> Result<()> {
+    let cannot = |e: std::io::Error| Error::io("cannot open the file").at_path(file).cause(e);
     let parent = match file.parent() {
         Some(p) if !p.as_os_str().is_empty() => p,
         _ => Path::new("."),
@@ -159,7 +166,7 @@ pub fn stays_inside(file: &Path) -> Result<()> {
     if target.starts_with(&directory) || hub_blobs(&directory).is_some_and(|blobs| target.starts_with(blobs)) {
         return Ok(());
     }
-    Err(Error::new("file is a link to a path outside its directory")
+    Err(Error::format("file is a link to a path outside its directory")
         .at_path(file)
         .found(format!("a link to {}", target.display()))
         .hint("copy the file into the directory, or give the directory that contains it"))
@@ -196,7 +203,7 @@ fn no_weights(dir: &Path) -> Result<Error> {
     if let Some(pickle) = found.iter().find(|p| is_weight_pickle(p)) {
         return Ok(header::pickle(pickle));
     }
-    let error = Error::new("directory contains no weights")
+    let error = Error::not_found("directory contains no weights")
         .at_path(dir)
         .expected(format!("`{SINGLE}`, or `{INDEX}` and its shards"));
     let has = |name: &str| found.iter().any(|p| p.file_name().is_some_and(|n| n == name));

@@ -1,6 +1,7 @@
 //! Parses files to validated types: safetensors and their index, config, tokenizer, chat template, adapter. All files
 //! are untrusted. Puts no tensor on a device, does not execute file contents, and is independent of model families.
 
+#![warn(missing_docs, unreachable_pub)]
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
     not(test),
@@ -42,10 +43,10 @@ use std::path::Path;
 const JSON_LIMIT: u64 = 256 << 20;
 
 /// Reads a file with one JSON object. Errors name line and column.
-pub fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
+pub(crate) fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
     let bytes = files::size(path)?;
     if bytes > JSON_LIMIT {
-        return Err(Error::new("JSON file is too large")
+        return Err(Error::format("JSON file is too large")
             .at_path(path)
             .found(ft_base::units::bytes(bytes))
             .expected(format!("at most {}", ft_base::units::bytes(JSON_LIMIT))));
@@ -56,18 +57,18 @@ pub fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
     }
     match serde_json::from_str(&text) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(other) => Err(Error::new("JSON file does not hold an object")
+        Ok(other) => Err(Error::format("JSON file does not hold an object")
             .at_path(path)
             .found(json_kind(&other))
             .expected("an object `{...}`")),
-        Err(e) => Err(Error::new("file is not valid JSON")
+        Err(e) => Err(Error::format("file is not valid JSON")
             .at(format!("{}:{}:{}", path.display(), e.line(), e.column()))
             .cause(e)),
     }
 }
 
 /// Describes a JSON value in words, with its text if it is short.
-pub fn json_kind(value: &Value) -> String {
+pub(crate) fn json_kind(value: &Value) -> String {
     let kind = match value {
         Value::Null => return "null".into(),
         Value::Bool(b) => return format!("{b}"),

@@ -51,6 +51,7 @@ struct Program {
 /// A rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendered {
+    /// The text.
     pub text: String,
     /// Byte ranges of `text` that `{% generation %}` blocks printed, in the order of the text. Empty too where a
     /// block prints into a macro whose text is changed afterwards.
@@ -60,8 +61,11 @@ pub struct Rendered {
 /// A conversation and what is wanted of it: its first messages, and whether a generation prompt follows.
 #[derive(Debug, Clone)]
 pub struct Job<'a> {
+    /// The conversation: objects with `role` and `content`.
     pub messages: &'a [Value],
+    /// The tools that the template may list.
     pub tools: Option<&'a Value>,
+    /// What to render: the first n messages, and whether a generation prompt follows.
     pub asks: Vec<(usize, bool)>,
 }
 
@@ -70,6 +74,9 @@ type Answer = std::result::Result<Rendered, Fail>;
 impl ChatTemplate {
     /// The template of a model directory: `chat_template.jinja`, else `chat_template.json`, else
     /// `chat_template` in `tokenizer_config.json`. `None` when there is none.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or a template with a syntax error or an unsupported feature.
     pub fn from_dir(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<Self>> {
         let file = dir.join("chat_template.jinja");
         if file.exists() {
@@ -94,6 +101,9 @@ impl ChatTemplate {
     }
 
     /// A template file named by the user.
+    ///
+    /// # Errors
+    /// No such file; a syntax error; a feature that the interpreter does not support.
     pub fn from_file(path: &Path, tokenizer: &Tokenizer) -> Result<Self> {
         if !path.exists() {
             return Err(paths::missing("file", path));
@@ -109,6 +119,9 @@ impl ChatTemplate {
     }
 
     /// A template text; `place` is named in errors.
+    ///
+    /// # Errors
+    /// A syntax error; a feature that the interpreter does not support.
     pub fn from_text(text: &str, place: &str, tokenizer: &Tokenizer) -> Result<Self> {
         Ok(Self {
             default: Program::new(text, place)?,
@@ -148,6 +161,9 @@ impl ChatTemplate {
     }
 
     /// A template text with special tokens (`bos_token`, ...) by name, without a tokenizer.
+    ///
+    /// # Errors
+    /// As for `from_text`.
     pub fn with_tokens(text: &str, place: &str, tokens: Map<String, Value>) -> Result<Self> {
         Ok(Self {
             default: Program::new(text, place)?,
@@ -169,7 +185,7 @@ impl ChatTemplate {
                 .filter_map(|v| Some((v.get("name")?.as_str()?.to_string(), v.get("template")?.as_str()?)))
                 .collect(),
             other => {
-                return Err(Error::new("`chat_template` has a wrong value")
+                return Err(Error::format("`chat_template` has a wrong value")
                     .at_path(path)
                     .found(json_kind(other))
                     .expected("a template, or a list of named templates"));
@@ -178,7 +194,7 @@ impl ChatTemplate {
         let find = |name: &str| named.iter().find(|(n, _)| n == name).map(|(_, t)| *t);
         let Some(default) = find("default").or(if named.len() == 1 { Some(named[0].1) } else { None }) else {
             let names: Vec<&str> = named.iter().map(|(n, _)| n.as_str()).collect();
-            return Err(Error::new("`chat_template` has no template named `default`")
+            return Err(Error::format("`chat_template` has no template named `default`")
                 .at_path(path)
                 .found(if names.is_empty() {
                     "none".into()
@@ -199,10 +215,11 @@ impl ChatTemplate {
         &self.default.source
     }
 
-    /// The text of a conversation. `messages` are objects with `role` and `content` (and what else the
-    /// template looks at); `tools` is a list of JSON schemas.
+    /// The text of a conversation. `messages` are objects with `role` and `content` (and what else the template looks
+    /// at); `tools` is a list of JSON schemas.
     ///
-    /// Errors: the template refuses the conversation, is wrong, or runs into a limit.
+    /// # Errors
+    /// The template refuses the conversation, is wrong, or runs into a limit.
     pub fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
         Ok(self.render_marked(messages, tools, add_generation_prompt)?.text)
     }
@@ -213,6 +230,9 @@ impl ChatTemplate {
     }
 
     /// As `render`, with the ranges of the `{% generation %}` blocks.
+    ///
+    /// # Errors
+    /// As for `render`.
     pub fn render_marked(
         &self,
         messages: &[Value],
@@ -275,7 +295,7 @@ impl Program {
     fn new(source: &str, place: &str) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if source.len() > TEMPLATE_LIMIT {
-            return Err(Error::new("chat template is too large")
+            return Err(Error::format("chat template is too large")
                 .at(place)
                 .found(format!("{} bytes", source.len()))
                 .expected(format!("at most {TEMPLATE_LIMIT}")));
@@ -285,7 +305,7 @@ impl Program {
                 Kind::Unsupported => format!("chat template needs {}, which ft does not support", fail.text),
                 _ => "chat template is not valid".to_string(),
             };
-            let error = Error::new(what).at(format!("{place}{}", line_of(&fail)));
+            let error = Error::format(what).at(format!("{place}{}", line_of(&fail)));
             let error = match fail.kind {
                 Kind::Unsupported => error,
                 _ => error.cause(&fail),
@@ -368,15 +388,17 @@ fn line_of(fail: &Fail) -> String {
 fn explain(fail: &Fail, place: &str) -> Error {
     let at = format!("{place}{}", line_of(fail));
     match fail.kind {
-        Kind::Limit => Error::new(format!("chat template was stopped: {}", fail.text))
+        Kind::Limit => Error::format(format!("chat template was stopped: {}", fail.text))
             .at(at)
             .hint("the template has a very long or endless loop: use another one with `data.chat_template`"),
-        Kind::Raised => Error::new(format!("chat template refuses this conversation: {}", fail.text))
+        Kind::Raised => Error::format(format!("chat template refuses this conversation: {}", fail.text))
             .at(at)
             .hint("check the roles and their order in this row, or use another template with `data.chat_template`"),
-        Kind::Unsupported => Error::new(format!("chat template needs {}, which ft does not support", fail.text))
-            .at(at)
-            .hint("docs/templates.md lists what is supported; use another template with `data.chat_template`"),
-        Kind::Syntax | Kind::Failed => Error::new("chat template failed").at(at).cause(&fail.text),
+        Kind::Unsupported => {
+            Error::unsupported(format!("chat template needs {}, which ft does not support", fail.text))
+                .at(at)
+                .hint("docs/templates.md lists what is supported; use another template with `data.chat_template`")
+        }
+        Kind::Syntax | Kind::Failed => Error::format("chat template failed").at(at).cause(&fail.text),
     }
 }

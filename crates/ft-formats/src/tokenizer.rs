@@ -55,6 +55,9 @@ const ROLES: [&str; 7] = [
 
 impl Tokenizer {
     /// Reads `tokenizer.json` of a model directory, and the special tokens from the configs beside it.
+    ///
+    /// # Errors
+    /// No `tokenizer.json` (`NotFound`); a damaged file, or one of a newer version of the tokenizer library (`Format`).
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let mut inner = read_tokenizer(dir, &path)?;
@@ -77,9 +80,11 @@ impl Tokenizer {
             .filter(|(_, t)| is_plain(&inner, t))
             .map(|(_, t)| AddedToken::from(t.clone(), true).normalized(false))
             .collect();
-        inner
-            .add_special_tokens(specials)
-            .map_err(|e| Error::new("cannot register the special tokens").at_path(&path).cause(e))?;
+        inner.add_special_tokens(specials).map_err(|e| {
+            Error::format("cannot register the special tokens")
+                .at_path(&path)
+                .cause(e)
+        })?;
         let mut special: HashSet<u32> = inner
             .get_added_tokens_decoder()
             .iter()
@@ -143,6 +148,7 @@ impl Tokenizer {
         self.warning.as_deref()
     }
 
+    /// A warning if the end-of-text token of the tokenizer is not the one of the model's config.
     pub fn end_conflict(&self) -> Option<&str> {
         self.conflict.as_deref()
     }
@@ -154,7 +160,7 @@ impl Tokenizer {
         alphabet.sort_unstable();
         let vocab: Vec<(String, u32)> = alphabet.iter().map(char::to_string).zip(0..).collect();
         let vocab = <[(String, u32); 256]>::try_from(vocab);
-        let vocab = vocab.map_err(|v| Error::new("the byte-level alphabet lacks a byte").found(v.len()))?;
+        let vocab = vocab.map_err(|v| Error::format("the byte-level alphabet lacks a byte").found(v.len()))?;
         let model = BPE::builder()
             .vocab_and_merges(vocab, Vec::new())
             .build()
@@ -180,12 +186,18 @@ impl Tokenizer {
     }
 
     /// The ids of a text, with or without the added special tokens.
+    ///
+    /// # Errors
+    /// The tokenizer cannot convert the text.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
         Ok(self.encoding(text, add_special_tokens)?.get_ids().to_vec())
     }
 
     /// The ids of a text and the byte range `start..end` of each token. An added token has `0..0`; a token inside a
     /// multi-byte character has the range of the whole character; some tokenizers exclude the space before a word.
+    ///
+    /// # Errors
+    /// As for `encode`.
     pub fn encode_with_offsets(&self, text: &str, add_special_tokens: bool) -> Result<IdsAndOffsets> {
         let e = self.encoding(text, add_special_tokens)?;
         Ok((e.get_ids().to_vec(), e.get_offsets().to_vec()))
@@ -198,6 +210,9 @@ impl Tokenizer {
     }
 
     /// Decodes ids to text.
+    ///
+    /// # Errors
+    /// An id that the vocabulary does not have.
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
         self.inner
             .decode(ids, skip_special_tokens)
@@ -213,6 +228,7 @@ impl Tokenizer {
         self.named.iter().find(|(r, _)| *r == role).map(|(_, n)| n)
     }
 
+    /// The id of the beginning-of-sequence token, if there is one.
     pub fn bos_id(&self) -> Option<u32> {
         self.named("bos_token")?.id
     }
@@ -222,6 +238,7 @@ impl Tokenizer {
         self.named("eos_token")?.id
     }
 
+    /// The id of the padding token, if there is one.
     pub fn pad_id(&self) -> Option<u32> {
         self.named("pad_token")?.id
     }
@@ -236,14 +253,17 @@ impl Tokenizer {
         &self.stop
     }
 
+    /// True for the id of a special token.
     pub fn is_special(&self, id: u32) -> bool {
         self.special.contains(&id)
     }
 
+    /// The id of this token, if the vocabulary has it.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
+    /// The token with this id, as stored in the vocabulary.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
         self.inner.id_to_token(id)
     }
@@ -262,7 +282,7 @@ impl std::fmt::Debug for Tokenizer {
 
 fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
     if !path.exists() {
-        let error = Error::new("model directory has no `tokenizer.json`").at_path(dir);
+        let error = Error::not_found("model directory has no `tokenizer.json`").at_path(dir);
         let old = [
             "tokenizer.model",
             "vocab.json",
@@ -282,7 +302,7 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
     }
     let bytes = files::size(path)?;
     if bytes > LIMIT {
-        return Err(Error::new("`tokenizer.json` is too large")
+        return Err(Error::format("`tokenizer.json` is too large")
             .at_path(path)
             .found(ft_base::units::bytes(bytes)));
     }
@@ -291,7 +311,7 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
         return Err(header::lfs_pointer(path, bytes));
     }
     let bad = |cause: String| {
-        Error::new("`tokenizer.json` cannot be read")
+        Error::format("`tokenizer.json` cannot be read")
             .at_path(path)
             .cause(cause)
             .hint("the file is damaged or written by a newer `tokenizers`: download it again")

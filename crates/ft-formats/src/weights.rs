@@ -19,8 +19,11 @@ const PIECE: usize = 4 << 20;
 /// Location of one tensor.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorInfo {
+    /// Name of the tensor.
     pub name: String,
+    /// Number format in the file.
     pub dtype: StoredDtype,
+    /// Sizes of the dimensions.
     pub shape: Vec<usize>,
     /// Index into `Weights::files`.
     pub file: usize,
@@ -96,7 +99,8 @@ pub struct Weights {
 impl Weights {
     /// Opens `model.safetensors` of a directory, or its index and all shards.
     ///
-    /// Errors: missing, damaged or ambiguous files, or links elsewhere; pickles and Git LFS pointers by name.
+    /// # Errors
+    /// Missing, damaged or ambiguous files, or links elsewhere; pickles and Git LFS pointers by name.
     pub fn open(dir: &Path) -> Result<Self> {
         let shards = index::find(dir)?;
         let out = Self::open_all(dir, shards.files)?;
@@ -107,6 +111,9 @@ impl Weights {
     }
 
     /// Opens one safetensors file (an adapter, a training state).
+    ///
+    /// # Errors
+    /// As for `open`.
     pub fn open_file(path: &Path) -> Result<Self> {
         let extension = path
             .extension()
@@ -129,7 +136,7 @@ impl Weights {
             metadata.extend(header.metadata);
             for e in header.entries {
                 if let Some(first) = tensors.get(&e.name) {
-                    return Err(Error::new(format!("tensor `{}` is in two shards", e.name))
+                    return Err(Error::format(format!("tensor `{}` is in two shards", e.name))
                         .at_path(path)
                         .found(format!("also in {}", paths[first.file].display()))
                         .hint("the shards belong to different versions: download the weights again"));
@@ -157,7 +164,7 @@ impl Weights {
     /// Checks that the index and the shards are consistent.
     fn agrees_with(&self, map: &BTreeMap<String, String>, index: &Path) -> Result<()> {
         let disagree = |what: String| {
-            Error::new(what)
+            Error::format(what)
                 .at_path(index)
                 .hint("index and shards are from different versions: download both again")
         };
@@ -186,6 +193,7 @@ impl Weights {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// The tensor with this name, if there is one.
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name)
     }
@@ -198,19 +206,24 @@ impl Weights {
         found
     }
 
+    /// Number of tensors.
     pub fn len(&self) -> usize {
         self.tensors.len()
     }
 
+    /// True if there is no tensor.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
 
     /// The tensor `name`, which must have this shape and be stored as f64, f32, f16 or bf16.
+    ///
+    /// # Errors
+    /// No such tensor (`Format`); another shape (`Shape`); a number format that is not a weight (`Format`).
     pub fn require(&self, name: &str, shape: &[usize]) -> Result<&TensorInfo> {
         let info = self.must(name)?;
         if info.shape != shape {
-            return Err(Error::new(format!("tensor `{name}` has the wrong shape"))
+            return Err(Error::shape(format!("tensor `{name}` has the wrong shape"))
                 .at_path(&self.paths[info.file])
                 .found(format!("{:?}", info.shape))
                 .expected(format!("{shape:?}"))
@@ -223,7 +236,7 @@ impl Weights {
     fn must(&self, name: &str) -> Result<&TensorInfo> {
         self.tensors.get(name).ok_or_else(|| {
             let near = nearest(name, self.names());
-            let error = Error::new(format!("tensor `{name}` is missing")).at_path(&self.place);
+            let error = Error::format(format!("tensor `{name}` is missing")).at_path(&self.place);
             if near.is_empty() {
                 error.found(format!("{} tensors of other names", self.tensors.len()))
             } else {
@@ -236,7 +249,7 @@ impl Weights {
         if info.dtype.is_weight() {
             return Ok(());
         }
-        let error = Error::new(format!("tensor `{}` cannot be read as weights", info.name))
+        let error = Error::format(format!("tensor `{}` cannot be read as weights", info.name))
             .at_path(&self.paths[info.file])
             .found(info.dtype)
             .expected("F32, F16, BF16 or F64");
@@ -248,16 +261,25 @@ impl Weights {
     }
 
     /// All elements of a tensor as f32, in row-major order.
+    ///
+    /// # Errors
+    /// No such tensor, or a number format that is not a weight (`Format`); a failed read (`Io`).
     pub fn read_f32(&self, name: &str) -> Result<Vec<f32>> {
         self.read_whole(name)
     }
 
     /// All elements of a tensor as bf16 (rounded to nearest, ties to even), in row-major order.
+    ///
+    /// # Errors
+    /// As for `read_f32`.
     pub fn read_bf16(&self, name: &str) -> Result<Vec<bf16>> {
         self.read_whole(name)
     }
 
     /// The stored bytes of a tensor of any number format.
+    ///
+    /// # Errors
+    /// No such tensor (`Format`); a failed read (`Io`).
     pub fn read_bytes(&self, name: &str) -> Result<Vec<u8>> {
         let info = self.must(name)?;
         let mut out = Vec::with_capacity(info.bytes as usize);
@@ -297,7 +319,7 @@ impl Weights {
         self.handles[info.file]
             .read_exact_at(out, info.offset + at)
             .map_err(|e| {
-                let error = Error::new(format!("cannot read tensor `{}`", info.name))
+                let error = Error::io(format!("cannot read tensor `{}`", info.name))
                     .at_path(&self.paths[info.file])
                     .cause(&e);
                 match e.kind() {
@@ -319,6 +341,7 @@ impl Weights {
         self.tensors.values().map(|t| t.bytes).sum()
     }
 
+    /// The files, in order.
     pub fn files(&self) -> &[PathBuf] {
         &self.paths
     }

@@ -19,8 +19,11 @@ const PIECE: usize = 1 << 18;
 /// A tensor to write.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorPlan {
+    /// Name of the tensor.
     pub name: String,
+    /// Number format in the file.
     pub dtype: StoredDtype,
+    /// Sizes of the dimensions.
     pub shape: Vec<usize>,
 }
 
@@ -36,8 +39,11 @@ impl TensorPlan {
 /// Elements of (a part of) a tensor, in row-major order; converted to the plan's format during the write.
 #[derive(Debug, Clone, Copy)]
 pub enum Values<'a> {
+    /// 32-bit floats.
     F32(&'a [f32]),
+    /// bfloat16.
     Bf16(&'a [bf16]),
+    /// IEEE half precision.
     F16(&'a [f16]),
     /// Bytes already in the plan's format.
     Raw(&'a [u8]),
@@ -45,6 +51,10 @@ pub enum Values<'a> {
 
 /// Writes one file: calls `fill` once per tensor, in order; it passes the elements to the sink in one or several
 /// pieces. Returns the size of the file. The file appears at `path` only if there was no error.
+///
+/// # Errors
+/// Any error of `fill`; a value that is not finite or not representable; more or fewer values than the shape has; a
+/// file that cannot be written.
 pub fn write_file(
     path: &Path,
     tensors: &[TensorPlan],
@@ -57,6 +67,9 @@ pub fn write_file(
 
 /// Writes `model.safetensors`, or shards of at most `shard_bytes` (a larger tensor gets its own) and
 /// `model.safetensors.index.json`. Returns the files, the index last.
+///
+/// # Errors
+/// As for `write_file`; two tensors of one name.
 pub fn write_model(
     dir: &Path,
     tensors: &[TensorPlan],
@@ -95,7 +108,7 @@ pub fn write_model(
     }
     map.sort_keys();
     let index = json!({"metadata": {"total_size": total}, "weight_map": map});
-    let text = serde_json::to_string_pretty(&index).map_err(|e| Error::new("cannot write the index").cause(e))?;
+    let text = serde_json::to_string_pretty(&index).map_err(|e| Error::internal("cannot write the index").cause(e))?;
     let path = dir.join(INDEX);
     files::write_atomic(&path, format!("{text}\n").as_bytes())?;
     out.push(path);
@@ -104,7 +117,7 @@ pub fn write_model(
 
 fn size_of(t: &TensorPlan) -> Result<u64> {
     t.bytes().ok_or_else(|| {
-        Error::new(format!("tensor `{}` has a shape that overflows", t.name)).found(format!("{:?}", t.shape))
+        Error::shape(format!("tensor `{}` has a shape that overflows", t.name)).found(format!("{:?}", t.shape))
     })
 }
 
@@ -126,10 +139,12 @@ fn write_one(path: &Path, tensors: &[&TensorPlan], metadata: &[(String, String)]
         })?;
         let written = file.written() - before;
         if written != expected {
-            return Err(Error::new(format!("tensor `{}` was not written completely", plan.name))
-                .at_path(path)
-                .found(format!("{written} bytes"))
-                .expected(format!("{expected} bytes for {} {:?}", plan.dtype, plan.shape)));
+            return Err(
+                Error::internal(format!("tensor `{}` was not written completely", plan.name))
+                    .at_path(path)
+                    .found(format!("{written} bytes"))
+                    .expected(format!("{expected} bytes for {} {:?}", plan.dtype, plan.shape)),
+            );
         }
     }
     let written = file.written();
@@ -151,7 +166,7 @@ fn header(tensors: &[&TensorPlan], metadata: &[(String, String)], path: &Path) -
         let end = at + size_of(t)?;
         let entry = json!({"dtype": t.dtype.name(), "shape": t.shape, "data_offsets": [at, end]});
         if map.insert(t.name.clone(), entry).is_some() {
-            return Err(Error::new(format!("tensor `{}` would be written twice", t.name)).at_path(path));
+            return Err(Error::internal(format!("tensor `{}` would be written twice", t.name)).at_path(path));
         }
         at = end;
     }
@@ -174,7 +189,7 @@ fn put(
     let mut at = done as usize;
     let mut flush = |buffer: &mut Vec<u8>| -> Result<()> {
         if file.written() - before + buffer.len() as u64 > expected {
-            return Err(Error::new(format!(
+            return Err(Error::shape(format!(
                 "tensor `{}` received more values than its shape has",
                 plan.name
             ))
@@ -235,14 +250,14 @@ fn encode(plan: &TensorPlan, values: impl Iterator<Item = f32>, out: &mut Vec<u8
         }),
         other => {
             return Err(
-                Error::new(format!("tensor `{}`: values cannot be written as {other}", plan.name))
+                Error::argument(format!("tensor `{}`: values cannot be written as {other}", plan.name))
                     .expected("F32, F16, BF16 or F64, or bytes in that format"),
             );
         }
     }
     match lost {
         None => Ok(()),
-        Some((i, x)) => Err(Error::new(format!(
+        Some((i, x)) => Err(Error::argument(format!(
             "tensor `{}` has a value that {} cannot represent",
             plan.name, plan.dtype
         ))
@@ -252,7 +267,7 @@ fn encode(plan: &TensorPlan, values: impl Iterator<Item = f32>, out: &mut Vec<u8
 }
 
 fn not_finite(plan: &TensorPlan, at: usize) -> Error {
-    Error::new(format!("tensor `{}` has a number that is not finite", plan.name))
+    Error::non_finite(format!("tensor `{}` has a number that is not finite", plan.name))
         .found(format!("NaN or infinity at position {at}"))
         .hint("the training diverged: go back to an earlier checkpoint and lower the learning rate")
 }

@@ -30,7 +30,7 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, file: Option<&str>, revi
             .filter(|n| data_kind(n).is_some())
             .collect();
         found.truncate(8);
-        return Err(Error::new(format!(
+        return Err(Error::not_found(format!(
             "the data set `{id}` has no file that is clearly its train split"
         ))
         .at(format!("{}/datasets/{id}, revision {revision}", settings.endpoint))

@@ -305,7 +305,7 @@ impl<'a> Repository<'a> {
             match result {
                 Ok(Ok(bytes)) => partial.append(&bytes)?,
                 Ok(Err(e)) => return Ok(Some(e)),
-                Err(_) => return Err(Error::new("the download failed with an error inside its library").at(file)),
+                Err(_) => return Err(Error::network("the download failed with an error inside its library").at(file)),
             }
             show(phase, partial.length());
         }

@@ -2,7 +2,7 @@
 
 use crate::HubSettings;
 use crate::http::Fault;
-use ft_base::Error;
+use ft_base::{Error, ErrorKind};
 
 /// The requested object.
 #[derive(Clone, Copy)]
@@ -25,7 +25,9 @@ pub(crate) fn explain(e: &Fault, wanted: Wanted, settings: &HubSettings) -> Erro
         Some(file) => format!("{}/{id}, revision {revision}, {file}", settings.endpoint),
         None => format!("{}/{id}, revision {revision}", settings.endpoint),
     };
-    let say = |what: String| Error::new(what).at(settings.scrub(&at));
+    let of = |kind: ErrorKind, what: String| Error::of(kind, what).at(settings.scrub(&at));
+    let say = |what: String| of(ErrorKind::Network, what);
+    let none = |what: String| of(ErrorKind::NotFound, what);
     // The error may quote the server's answer, which may quote the request.
     let cause = || {
         let text = match e {
@@ -46,16 +48,16 @@ pub(crate) fn explain(e: &Fault, wanted: Wanted, settings: &HubSettings) -> Erro
         }
         (Some(401 | 403), _) if gated => say(format!("the {kind} `{id}` is gated"))
             .hint("accept its terms on its page on the hub, then set HF_TOKEN to a token of that account"),
-        (Some(401 | 403), _) => say(format!("the {kind} `{id}` does not exist, or it is private or gated"))
+        (Some(401 | 403), _) => none(format!("the {kind} `{id}` does not exist, or it is private or gated"))
             .hint("check the id; for a private or gated repository set HF_TOKEN to a token with read access"),
         (Some(404), _) if e.code() == Some("RevisionNotFound") => {
-            say(format!("the {kind} `{id}` has no revision `{revision}`"))
+            none(format!("the {kind} `{id}` has no revision `{revision}`"))
                 .hint("use a branch, a tag or a full commit hash of that repository; the default is `main`")
         }
         (Some(404), _) if e.code() == Some("EntryNotFound") && file.is_some() => {
-            say(format!("the {kind} `{id}` has no file `{}`", file.unwrap_or_default()))
+            none(format!("the {kind} `{id}` has no file `{}`", file.unwrap_or_default()))
         }
-        (Some(404), _) => say(format!("the hub has no {kind} `{id}` with revision `{revision}`"))
+        (Some(404), _) => none(format!("the hub has no {kind} `{id}` with revision `{revision}`"))
             .hint("check the id and the revision; if this is a local directory, its path does not exist"),
         (Some(429), _) => say("the hub limits the request rate".into())
             .hint("wait some minutes, or set HF_TOKEN: the limit is higher for accounts"),
@@ -83,7 +85,7 @@ pub(crate) fn not_cached(wanted: Wanted, settings: &HubSettings) -> Error {
         ),
         None => format!("the {} `{}` is not in the local cache", wanted.kind, wanted.id),
     };
-    let error = Error::new(what).at_path(&settings.cache);
+    let error = Error::not_found(what).at_path(&settings.cache);
     if settings.offline {
         error
             .found(format!(

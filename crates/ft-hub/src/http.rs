@@ -31,14 +31,14 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
-    pub fn status(&self) -> Option<u16> {
+    pub(crate) fn status(&self) -> Option<u16> {
         match self {
             Self::Status { status, .. } => Some(*status),
             _ => None,
         }
     }
 
-    pub fn code(&self) -> Option<&str> {
+    pub(crate) fn code(&self) -> Option<&str> {
         match self {
             Self::Status { code, .. } => code.as_deref(),
             _ => None,
@@ -46,7 +46,7 @@ impl Fault {
     }
 
     /// True if another attempt may succeed.
-    pub fn is_passing(&self) -> bool {
+    pub(crate) fn is_passing(&self) -> bool {
         match self {
             Self::Unreachable(_) => true,
             Self::Untrusted(_) => false,
@@ -73,7 +73,7 @@ pub(crate) struct Found {
 
 impl Client {
     /// Errors: an invalid address; a token that would be sent over an unencrypted connection.
-    pub fn new(settings: &HubSettings) -> Result<Self> {
+    pub(crate) fn new(settings: &HubSettings) -> Result<Self> {
         let wrong = |cause: String| {
             Error::usage("the hub address cannot be used")
                 .found(format!("`{}`", settings.scrub(&settings.endpoint)))
@@ -123,7 +123,7 @@ impl Client {
     }
 
     /// A JSON response of the hub's API, and its headers. `path` is URL-encoded.
-    pub fn json(&self, path: &str) -> Answer<(serde_json::Value, HeaderMap)> {
+    pub(crate) fn json(&self, path: &str) -> Answer<(serde_json::Value, HeaderMap)> {
         let found = self.send("GET", &format!("{}{path}", self.address), None, true)?;
         let mut text = Vec::new();
         let mut body = found.response.into_body().into_reader().take(ANSWER + 1);
@@ -138,7 +138,7 @@ impl Client {
     }
 
     /// A file, or bytes `range` of it. `path` is URL-encoded. With `head` only the hub's headers.
-    pub fn file(&self, path: &str, range: Option<std::ops::Range<u64>>, head: bool) -> Answer<Found> {
+    pub(crate) fn file(&self, path: &str, range: Option<std::ops::Range<u64>>, head: bool) -> Answer<Found> {
         let range = range.map(|r| format!("bytes={}-{}", r.start, r.end - 1));
         let method = if head { "HEAD" } else { "GET" };
         self.send(method, &format!("{}{path}", self.address), range, false)

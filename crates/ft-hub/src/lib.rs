@@ -5,6 +5,7 @@
 //! checked before they become paths (`store`), a file must have the announced hash, and the token is sent only to the
 //! hub's own address (`http`).
 
+#![warn(missing_docs, unreachable_pub)]
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
     not(test),
@@ -39,7 +40,8 @@ use std::path::{Path, PathBuf};
 
 /// Returns a local directory unchanged; else downloads the missing files of the model with this hub id.
 ///
-/// Errors: neither a directory nor an id; not found; no access; no network and not cached.
+/// # Errors
+/// Neither a directory nor an id; not found; no access; no network and not cached.
 pub fn resolve_model(path: &str, revision: &str, progress: bool) -> Result<PathBuf> {
     if Path::new(path).is_dir() {
         return Ok(PathBuf::from(path));
@@ -50,12 +52,15 @@ pub fn resolve_model(path: &str, revision: &str, progress: bool) -> Result<PathB
 }
 
 /// As `resolve_model`, with explicit settings instead of those from the environment.
+///
+/// # Errors
+/// As for `resolve_model`.
 pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Result<PathBuf> {
     if Path::new(path).is_dir() {
         return Ok(PathBuf::from(path));
     }
     if Path::new(path).is_file() {
-        return Err(Error::new("the model is a file, not a directory")
+        return Err(Error::format("the model is a file, not a directory")
             .at(path)
             .hint("give the directory that contains `config.json` and the weights"));
     }
@@ -71,6 +76,9 @@ pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Resul
 }
 
 /// As `resolve_model`, but downloads only `config.json`: enough for a plan.
+///
+/// # Errors
+/// As for `resolve_model`.
 pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
     let settings = HubSettings::from_env();
     #[cfg(feature = "hub")]
@@ -83,6 +91,10 @@ pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
 
 /// The local data files for `path`: an existing path is returned unchanged (readers refuse a directory); else a hub
 /// data set, as `org/name` (the files of its train split) or `org/name:file.jsonl`.
+///
+/// # Errors
+/// Neither a file nor an id (`NotFound`); a data set without a file that is clearly its train split (`NotFound`); no
+/// access or no network (`Network`).
 pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Result<Vec<PathBuf>> {
     if Path::new(path).exists() {
         return Ok(vec![PathBuf::from(path)]);
@@ -93,6 +105,9 @@ pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Resul
 }
 
 /// As `resolve_dataset_file`, with explicit settings instead of those from the environment.
+///
+/// # Errors
+/// As for `resolve_dataset_file`.
 pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) -> Result<Vec<PathBuf>> {
     if Path::new(path).exists() {
         return Ok(vec![PathBuf::from(path)]);
@@ -137,7 +152,7 @@ fn not_here(kind: &str, id: &str, error: Error) -> Error {
 
 #[cfg(not(feature = "hub"))]
 fn no_feature(settings: &HubSettings, id: &str) -> Error {
-    Error::new("this build of ft cannot download")
+    Error::unsupported("this build of ft cannot download")
         .found(format!("the hub id `{id}`"))
         .expected("a local path")
         .hint(format!(

@@ -63,7 +63,7 @@ pub(crate) fn resolve_config(settings: &HubSettings, id: &str, revision: &str) -
 fn directory(file: &Path) -> Result<PathBuf> {
     file.parent()
         .map(Path::to_path_buf)
-        .ok_or_else(|| Error::new("a downloaded file has no directory").at_path(file))
+        .ok_or_else(|| Error::internal("a downloaded file has no directory").at_path(file))
 }
 
 fn weights(repository: &Repository<'_>, directory: &Path, wanted: Wanted, settings: &HubSettings) -> Result<()> {
@@ -78,7 +78,7 @@ fn weights(repository: &Repository<'_>, directory: &Path, wanted: Wanted, settin
     for shard in shards {
         let got = repository.required(shard)?;
         if got.parent() != Some(directory) {
-            return Err(Error::new("the model changed on the hub during the download")
+            return Err(Error::network("the model changed on the hub during the download")
                 .at_path(&got)
                 .expected(format!("a file in {}", directory.display()))
                 .hint("run the same command again"));
@@ -95,7 +95,7 @@ fn absent(repository: &Repository<'_>, file: &str, wanted: Wanted, settings: &Hu
     }
     let names = repository.names().unwrap_or_default();
     let has = |end: &str| names.iter().find(|n| n.ends_with(end));
-    let error = Error::new(format!("the model `{}` has no `{file}`", wanted.id)).at(format!(
+    let error = Error::not_found(format!("the model `{}` has no `{file}`", wanted.id)).at(format!(
         "{}/{}, revision {}",
         settings.endpoint, wanted.id, wanted.revision
     ));

@@ -9,7 +9,9 @@ use std::time::Duration;
 pub struct HubSettings {
     /// The directory with `models--org--name/...`.
     pub cache: PathBuf,
+    /// Address of the hub, without a slash at its end.
     pub endpoint: String,
+    /// The access token; `None`: anonymous.
     pub token: Option<String>,
     /// Send the token over unencrypted `http://` too.
     pub insecure_token: bool,
@@ -100,7 +102,7 @@ impl HubSettings {
     }
 
     /// Removes the token from `text`, for messages.
-    pub fn scrub(&self, text: &str) -> String {
+    pub(crate) fn scrub(&self, text: &str) -> String {
         match &self.token {
             Some(token) => text.replace(token.as_str(), "<token>"),
             None => text.to_string(),

@@ -26,7 +26,7 @@ pub(crate) enum Hash {
 
 impl Hash {
     /// Parses text from a hub; `None`: not a valid hash.
-    pub fn parse(text: &str) -> Option<Self> {
+    pub(crate) fn parse(text: &str) -> Option<Self> {
         match text.len() {
             64 if is_hex(text) => Some(Self::Sha256(text.to_string())),
             40 if is_hex(text) => Some(Self::Git(text.to_string())),
@@ -34,7 +34,7 @@ impl Hash {
         }
     }
 
-    pub fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         match self {
             Self::Sha256(name) | Self::Git(name) => name,
         }
@@ -58,14 +58,14 @@ pub(crate) struct Store {
 
 impl Store {
     /// `kind`: `models` or `datasets`; `id` is a checked hub id.
-    pub fn new(cache: &Path, kind: &str, id: &str) -> Self {
+    pub(crate) fn new(cache: &Path, kind: &str, id: &str) -> Self {
         Self {
             folder: cache.join(format!("{kind}--{}", id.replace('/', "--"))),
         }
     }
 
     /// The last known commit of this revision.
-    pub fn commit(&self, revision: &str) -> Option<String> {
+    pub(crate) fn commit(&self, revision: &str) -> Option<String> {
         if is_commit(revision) {
             return Some(revision.to_string());
         }
@@ -74,29 +74,29 @@ impl Store {
     }
 
     /// The directory of a commit, if it exists.
-    pub fn snapshot(&self, commit: &str) -> Option<PathBuf> {
+    pub(crate) fn snapshot(&self, commit: &str) -> Option<PathBuf> {
         Some(self.folder.join("snapshots").join(commit)).filter(|d| is_commit(commit) && d.is_dir())
     }
 
-    pub fn blob(&self, hash: &Hash) -> PathBuf {
+    pub(crate) fn blob(&self, hash: &Hash) -> PathBuf {
         self.folder.join("blobs").join(hash.name())
     }
 
     /// True if the content is in the cache, under any revision.
-    pub fn has(&self, blob: &Blob) -> bool {
+    pub(crate) fn has(&self, blob: &Blob) -> bool {
         let path = self.blob(&blob.hash);
         path.symlink_metadata()
             .is_ok_and(|m| m.is_file() && m.len() == blob.size)
     }
 
     /// The file for the partial download of this content. Errors: not enough free disk space.
-    pub fn partial(&self, blob: &Blob) -> Result<PartialFile> {
+    pub(crate) fn partial(&self, blob: &Blob) -> Result<PartialFile> {
         let blobs = self.folder.join("blobs");
         files::create_dir_all(&blobs)?;
         let partial = PartialFile::open(&blobs.join(format!("{}.incomplete", blob.hash.name())))?;
         let needed = blob.size.saturating_sub(partial.length());
         match files::free_space(&blobs) {
-            Some(free) if free < needed => Err(Error::new("not enough disk space for the download")
+            Some(free) if free < needed => Err(Error::io("not enough disk space for the download")
                 .at_path(&blobs)
                 .found(format!("{free} bytes free"))
                 .expected(format!("{needed} bytes"))
@@ -108,7 +108,7 @@ impl Store {
     /// Verifies a complete content and gives it its name.
     ///
     /// Errors: the hash differs; then the content is discarded.
-    pub fn finish(&self, mut partial: PartialFile, blob: &Blob, what: &str) -> Result<()> {
+    pub(crate) fn finish(&self, mut partial: PartialFile, blob: &Blob, what: &str) -> Result<()> {
         let found = match &blob.hash {
             Hash::Sha256(_) => {
                 let mut hash = Sha256::new();
@@ -130,17 +130,17 @@ impl Store {
             Hash::Sha256(_) => "SHA-256",
             Hash::Git(_) => "Git hash",
         };
-        Err(Error::new(format!("`{what}` was damaged during the download"))
+        Err(Error::network(format!("`{what}` was damaged during the download"))
             .found(format!("{kind} {found}"))
             .expected(blob.hash.name())
             .hint("run the same command again: the damaged download was removed"))
     }
 
     /// Links a content into the directory of a commit, and returns its path.
-    pub fn place(&self, commit: &str, file: &str, blob: &Blob) -> Result<PathBuf> {
+    pub(crate) fn place(&self, commit: &str, file: &str, blob: &Blob) -> Result<PathBuf> {
         if !is_commit(commit) || !is_inside(file) {
             return Err(
-                Error::new("the hub sent a name that is not a valid path").found(format!("{commit:?}, {file:?}"))
+                Error::network("the hub sent a name that is not a valid path").found(format!("{commit:?}, {file:?}"))
             );
         }
         let path = self.folder.join("snapshots").join(commit).join(file);
@@ -156,11 +156,13 @@ impl Store {
             return if metadata.is_file() && metadata.len() == blob.size {
                 Ok(path)
             } else {
-                Err(Error::new("the cache already contains a different file at this path")
-                    .at_path(&path)
-                    .found(format!("{} bytes", metadata.len()))
-                    .expected(format!("a link to a file of {} bytes", blob.size))
-                    .hint("remove the file, and run the same command again"))
+                Err(
+                    Error::format("the cache already contains a different file at this path")
+                        .at_path(&path)
+                        .found(format!("{} bytes", metadata.len()))
+                        .expected(format!("a link to a file of {} bytes", blob.size))
+                        .hint("remove the file, and run the same command again"),
+                )
             };
         }
         if let Some(parent) = path.parent() {
@@ -171,7 +173,7 @@ impl Store {
     }
 
     /// Stores the commit of a revision.
-    pub fn remember(&self, revision: &str, commit: &str) -> Result<()> {
+    pub(crate) fn remember(&self, revision: &str, commit: &str) -> Result<()> {
         if is_commit(revision) || self.commit(revision).as_deref() == Some(commit) {
             return Ok(());
         }

@@ -1,6 +1,8 @@
 //! The CUDA kernels of ft: one fat binary for each file of `cuda/`, embedded by the build script. Without the
 //! feature `cuda` this crate is empty. `ops/cuda` of ft launches the kernels.
 
+#![warn(missing_docs, unreachable_pub)]
+
 #[cfg(feature = "cuda")]
 include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 

@@ -15,10 +15,15 @@ use ft_base::{Error, Result};
 /// Parameters of an attention layer.
 #[derive(Debug, Clone)]
 pub struct Spec {
+    /// H: query heads.
     pub heads: usize,
+    /// K: key/value heads; each serves H / K query heads.
     pub kv_heads: usize,
+    /// E: elements of a head.
     pub head_dim: usize,
+    /// Factor of the scores before the softmax.
     pub scale: f32,
+    /// Scores s become cap · tanh(s / cap).
     pub softcap: Option<f32>,
     /// With window w, query i attends to the keys j with i - w < j <= i.
     pub window: Option<usize>,
@@ -30,18 +35,18 @@ impl Spec {
     pub(super) fn check(&self) -> Result<()> {
         if self.kv_heads == 0 || self.heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
             return Err(
-                Error::new("the number of query heads is not a multiple of the number of key heads")
+                Error::shape("the number of query heads is not a multiple of the number of key heads")
                     .found(format!("{} and {}", self.heads, self.kv_heads)),
             );
         }
         if self.head_dim == 0 {
-            return Err(Error::new("an attention head has no elements"));
+            return Err(Error::shape("an attention head has no elements"));
         }
         if self.window == Some(0) {
-            return Err(Error::new("an attention window must be at least 1"));
+            return Err(Error::argument("an attention window must be at least 1"));
         }
         if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
-            return Err(Error::new("an attention soft cap must be positive"));
+            return Err(Error::argument("an attention soft cap must be positive"));
         }
         Ok(())
     }
@@ -83,15 +88,18 @@ fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
     if whole && documents.is_sorted() {
         Ok(())
     } else {
-        Err(Error::new("the document offsets do not cover all tokens")
+        Err(Error::shape("the document offsets do not cover all tokens")
             .found(format!("{documents:?}"))
             .expected(format!("0 to {tokens}, rising")))
     }
 }
 
-/// Document d has the queries `q_documents[d]..q_documents[d + 1]` and the keys `k_documents[d]..`. Causal, aligned
-/// at the end: its last query attends to its last key, so one query on a cache of T keys is a decoding step.
-/// Returns o and lse. Errors: shapes or offsets that do not fit, or a document with more queries than keys.
+/// Document d has the queries `q_documents[d]..q_documents[d + 1]` and the keys `k_documents[d]..`. Causal, aligned at
+/// the end: its last query attends to its last key, so one query on a cache of T keys is a decoding step. Returns o and
+/// lse.
+///
+/// # Errors
+/// Shapes or offsets that do not fit, or a document with more queries than keys.
 pub fn forward(
     q: &Tensor,
     k: &Tensor,
@@ -123,13 +131,13 @@ fn forward_on(
     check_documents(q_documents, nq)?;
     check_documents(k_documents, nk)?;
     if q_documents.len() != k_documents.len() {
-        return Err(Error::new("queries and keys have different numbers of documents")
+        return Err(Error::shape("queries and keys have different numbers of documents")
             .found(q_documents.len() - 1)
             .expected(k_documents.len() - 1));
     }
     for (d, (q, k)) in q_documents.windows(2).zip(k_documents.windows(2)).enumerate() {
         if q[1] - q[0] > k[1] - k[0] {
-            return Err(Error::new("a document has more queries than keys")
+            return Err(Error::shape("a document has more queries than keys")
                 .at(format!("document {d}"))
                 .found(q[1] - q[0])
                 .expected(format!("at most {}", k[1] - k[0])));
@@ -218,7 +226,7 @@ fn backward_on(
             })
         })
     })?;
-    let (dq, dk, dv) = result.ok_or_else(|| Error::new("attention did not run"))?;
+    let (dq, dk, dv) = result.ok_or_else(|| Error::internal("attention did not run"))?;
     Ok((
         tensor(dq, &wide[..])?,
         tensor(dk, &narrow[..])?,

@@ -42,7 +42,9 @@ pub struct Options<'a> {
     pub chunk: usize,
     /// Factor of the gradients (not of the loss): 1 / tokens of the window.
     pub scale: f64,
+    /// Compute the gradient of h.
     pub need_dh: bool,
+    /// Compute the gradient of the head.
     pub need_dw: bool,
     /// `[N]`: a factor of each token's gradient, of any sign; the loss stays the unweighted sum.
     pub weights: Option<&'a [f32]>,
@@ -63,7 +65,7 @@ impl Options<'_> {
 
     fn check(&self, tokens: usize) -> Result<()> {
         match self.weights {
-            Some(weights) if weights.len() != tokens => Err(Error::new(
+            Some(weights) if weights.len() != tokens => Err(Error::shape(
                 "the number of loss weights differs from the number of tokens",
             )
             .found(weights.len())
@@ -76,6 +78,7 @@ impl Options<'_> {
 /// The requested gradients.
 #[derive(Debug)]
 pub struct Output {
+    /// Number of tokens with a target.
     pub trained: usize,
     /// `[N, D]` of the type of h, zero for tokens without a target.
     pub dh: Option<Tensor>,
@@ -208,13 +211,13 @@ fn check(h: &Tensor, (v, d): (usize, usize), targets: &[u32], softcap: Option<f3
         .enumerate()
         .find(|(_, t)| **t != IGNORE && **t as usize >= v)
     {
-        return Err(Error::new("a target is outside the vocabulary")
+        return Err(Error::argument("a target is outside the vocabulary")
             .at(format!("token {at}"))
             .found(id)
             .expected(format!("below {v}")));
     }
     if softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
-        return Err(Error::new("the soft cap of the logits must be positive"));
+        return Err(Error::argument("the soft cap of the logits must be positive"));
     }
     Ok((0..n).filter(|i| targets[*i] != IGNORE).collect())
 }
@@ -268,7 +271,7 @@ mod gpu {
         options.check(targets.len())?;
         let totals = step_stats
             .losses()?
-            .ok_or_else(|| Error::new("the statistics of a step are not on the GPU"))?;
+            .ok_or_else(|| Error::internal("the statistics of a step are not on the GPU"))?;
         let job = Job {
             h,
             head,

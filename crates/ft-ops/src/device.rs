@@ -1,32 +1,43 @@
 //! The devices of this machine: opens one by name, and reports its memory.
 
 use candle_core::Device;
-use ft_base::{Error, Result};
+use ft_base::{Error, ErrorKind, Result};
 
 /// A device that is ready for use, and a note for the user about the choice.
 pub struct Opened {
+    /// The device.
     pub device: Device,
+    /// A note for the user, for example why `auto` chose the CPU.
     pub note: Option<String>,
 }
 
 /// Memory of a GPU in bytes. `used` is the memory of tensors, `reserved` the memory that the pool took from the GPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
+    /// Bytes of tensors now.
     pub used: u64,
+    /// Highest value of `used`.
     pub peak_used: u64,
+    /// Bytes of the pool now.
     pub reserved: u64,
+    /// Highest value of `reserved`.
     pub peak_reserved: u64,
+    /// Free bytes of the GPU.
     pub free: u64,
+    /// All bytes of the GPU.
     pub total: u64,
 }
 
 /// The properties of a GPU that `ft doctor` shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
+    /// The name that the driver reports.
     pub name: String,
     /// Compute capability, for example (9, 0).
     pub compute: (i32, i32),
+    /// Memory in bytes.
     pub total: u64,
+    /// Free memory in bytes.
     pub free: u64,
     /// Highest CUDA version that the driver supports, as 1000 · major + 10 · minor.
     pub driver: i32,
@@ -75,7 +86,8 @@ pub fn toolkit() -> Option<i32> {
 
 /// Opens `cpu`, `cuda:N`, or `auto`: the first usable GPU, else the CPU with a note that says why.
 ///
-/// Errors: a GPU requested by name that cannot be used; an unknown name.
+/// # Errors
+/// A GPU requested by name that cannot be used; an unknown name.
 pub fn open(name: &str) -> Result<Opened> {
     let cpu = |note| Opened {
         device: Device::Cpu,
@@ -105,7 +117,7 @@ fn ordinal(name: &str) -> Result<usize> {
 
 #[cfg(not(feature = "cuda"))]
 fn gpu(ordinal: usize) -> Result<Device> {
-    Err(Error::new(format!("device `cuda:{ordinal}` is not available"))
+    Err(Error::unsupported(format!("device `cuda:{ordinal}` is not available"))
         .found("a build without CUDA")
         .hint("set `model.device = \"cpu\"` or `\"auto\"`, or build with `--features cuda`"))
 }
@@ -135,7 +147,10 @@ pub fn limit(device: &Device, bytes: u64) -> Result<()> {
     }
 }
 
-/// Returns every GPU of the machine; none in a build without CUDA. Errors: a driver that does not answer.
+/// Returns every GPU of the machine; none in a build without CUDA.
+///
+/// # Errors
+/// A driver that does not answer.
 pub fn gpus() -> Result<Vec<Gpu>> {
     #[cfg(feature = "cuda")]
     return super::cuda::device::all();
@@ -145,8 +160,7 @@ pub fn gpus() -> Result<Vec<Gpu>> {
 
 /// True if this error means that a GPU has no free memory.
 pub fn out_of_memory(error: &Error) -> bool {
-    let text = error.to_string();
-    text.contains("CUDA_ERROR_OUT_OF_MEMORY") || text.contains("ALLOC_FAILED")
+    error.kind() == ErrorKind::OutOfMemory
 }
 
 #[cfg(test)]

@@ -9,15 +9,18 @@ use ft_base::{Error, Result};
 fn check(ids: &[u32], v: usize) -> Result<()> {
     match ids.iter().enumerate().find(|(_, id)| **id as usize >= v) {
         None => Ok(()),
-        Some((at, id)) => Err(Error::new("a token id is outside the vocabulary")
+        Some((at, id)) => Err(Error::argument("a token id is outside the vocabulary")
             .at(format!("token {at}"))
             .found(id)
             .expected(format!("below {v}"))),
     }
 }
 
-/// Returns the rows `ids` of the table (f32 or bf16 `[V, D]`) times `scale`: `[N, D]` f32, on a GPU of the type of
-/// the table. Errors: an id that is not below V.
+/// Returns the rows `ids` of the table (f32 or bf16 `[V, D]`) times `scale`: `[N, D]` f32, on a GPU of the type of the
+/// table.
+///
+/// # Errors
+/// An id that is not below V.
 pub fn gather(table: &Tensor, ids: &[u32], scale: f32) -> Result<Tensor> {
     let (v, d) = dims2(table, "the embedding table")?;
     check(ids, v)?;

@@ -13,9 +13,13 @@ const CHUNK: usize = 1 << 12;
 /// mapped through a permutation.
 #[derive(Debug, Clone, Copy)]
 pub struct IndexSubset {
+    /// The first number.
     pub start: usize,
+    /// Number of indices.
     pub len: usize,
+    /// Elements of the tensor.
     pub n: usize,
+    /// Maps the numbers to indices; `None`: a number is its index.
     pub scattered: Option<Permutation>,
 }
 
@@ -47,7 +51,7 @@ pub fn gather(t: &Tensor, subset: &IndexSubset) -> Result<Tensor> {
 pub fn scatter(t: &Tensor, part: &Tensor, subset: &IndexSubset) -> Result<()> {
     check(t, subset)?;
     if part.elem_count() != subset.len || part.dtype() != t.dtype() {
-        return Err(Error::new("an index subset does not match the size of its tensor"));
+        return Err(Error::shape("an index subset does not match the size of its tensor"));
     }
     check_type(t)?;
     on_gpu!(t, super::cuda::index_subset::put(part, t, subset));
@@ -61,13 +65,13 @@ pub fn scatter(t: &Tensor, part: &Tensor, subset: &IndexSubset) -> Result<()> {
 fn check_type(t: &Tensor) -> Result<()> {
     match t.dtype() {
         DType::F32 | DType::BF16 | DType::I16 => Ok(()),
-        other => Err(Error::new("index subsets are not supported for this dtype").found(other.as_str())),
+        other => Err(Error::unsupported("index subsets are not supported for this dtype").found(other.as_str())),
     }
 }
 
 fn check(t: &Tensor, subset: &IndexSubset) -> Result<()> {
     if t.elem_count() != subset.n || subset.len > subset.n || !t.is_contiguous() {
-        return Err(Error::new("the indices belong to a tensor of another size")
+        return Err(Error::shape("the indices belong to a tensor of another size")
             .found(format!("{:?}", t.dims()))
             .expected(format!("{} elements", subset.n)));
     }
@@ -77,11 +81,11 @@ fn check(t: &Tensor, subset: &IndexSubset) -> Result<()> {
 fn with<T: WeightElement, R>(t: &Tensor, f: impl FnOnce(&[T]) -> R) -> Result<R> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else {
-        return Err(Error::new("index subsets are not supported on this device"));
+        return Err(Error::unsupported("index subsets are not supported on this device"));
     };
     match (T::read(storage), layout.contiguous_offsets()) {
         (Some(all), Some((start, end))) => Ok(f(&all[start..end])),
-        _ => Err(Error::new("a tensor has the wrong type or is not contiguous")),
+        _ => Err(Error::shape("a tensor has the wrong type or is not contiguous")),
     }
 }
 

@@ -5,7 +5,14 @@
 //! bf16. Activations `[N, ...]` are f32 on the CPU; on a GPU they are f32 or bf16. Every argument tensor is
 //! contiguous. Results do not depend on the number of threads. An operation runs on the device of its tensors;
 //! `cuda` has the GPU versions.
+//!
+//! # Errors
+//!
+//! Each operation checks its tensors before it computes. Unless a function says more, it fails with `ErrorKind::Shape`
+//! if a tensor has another shape, element type or device than described, or is not contiguous; with `Unsupported` if
+//! this device cannot run it; on a GPU also with `OutOfMemory`.
 
+#![warn(missing_docs, unreachable_pub)]
 // Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
 #![cfg_attr(
     not(test),

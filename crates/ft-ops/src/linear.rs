@@ -10,7 +10,9 @@ use candle_core::{DType, Tensor};
 use ft_base::Result;
 
 /// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]` f32 or bf16, `bias [O]` f32 or bf16.
-/// Errors: shapes that do not fit, tensors that are not contiguous or not on the CPU.
+///
+/// # Errors
+/// Shapes that do not fit, tensors that are not contiguous or not on the CPU.
 pub fn forward<'w>(x: &Tensor, w: impl Into<Dense<'w>>, bias: Option<&Tensor>) -> Result<Tensor> {
     let w = w.into();
     let (rows, inputs) = dims2(x, "x of a linear")?;

@@ -17,13 +17,16 @@ pub struct LowRank<'a> {
     pub a: &'a Tensor,
     /// `[O, R]`
     pub b: &'a Tensor,
+    /// s: the factor of the low-rank product.
     pub scale: f32,
 }
 
 /// The base weight `[O, I]`.
 #[derive(Clone, Copy)]
 pub enum Base<'a> {
+    /// An f32 or bf16 weight.
     Dense(Dense<'a>),
+    /// A quantized weight.
     Quantized(QMatrixView<'a>),
 }
 
@@ -70,7 +73,7 @@ impl Base<'_> {
                 w.with_rows("the weight of a linear", f)
             }
             Base::Quantized(view) if (view.rows, view.columns) != (outputs, inputs) => {
-                Err(ft_base::Error::new("the weight of a linear has the wrong shape")
+                Err(ft_base::Error::shape("the weight of a linear has the wrong shape")
                     .found(format!("[{}, {}]", view.rows, view.columns))
                     .expected(format!("[{outputs}, {inputs}]")))
             }
@@ -115,8 +118,10 @@ pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>)
     Ok((tensor(y, (rows, outputs))?, tensor(u, (rows, rank))?))
 }
 
-/// Computes ∂x = dy·W + ∂u·A `[N, I]`, added to `sum` if given, and ∂u = s · dy·B `[N, R]`, both f32, from
-/// `dy [N, O]`. Errors: as `forward`. `sum` must not share storage with `dy`.
+/// Computes ∂x = dy·W + ∂u·A `[N, I]`, added to `sum` if given, and ∂u = s · dy·B `[N, R]`, both f32, from `dy [N, O]`.
+///
+/// # Errors
+/// As `forward`. `sum` must not share storage with `dy`.
 pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
     let (rank, inputs, outputs) = low.sizes()?;
     let rows = dims2(dy, "dy of a linear")?.0;

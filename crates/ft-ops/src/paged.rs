@@ -25,13 +25,18 @@ pub(crate) const STEP: usize = math::LANES;
 /// The storage type of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvDtype {
+    /// 32-bit floats.
     F32,
+    /// bfloat16.
     Bf16,
+    /// Signed bytes with one scale per head and token.
     Int8,
 }
 
+/// The storage type and the sizes of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Form {
+    /// The type of the stored numbers.
     pub stored: KvDtype,
     /// K
     pub kv_heads: usize,
@@ -110,6 +115,7 @@ impl Numbers {
 }
 
 impl Page {
+    /// An empty page.
     pub fn new(form: Form) -> Self {
         Self {
             form,
@@ -124,10 +130,12 @@ impl Page {
         self.len
     }
 
+    /// True for a page without tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
+    /// True if no token fits any more.
     pub fn is_full(&self) -> bool {
         self.len == PAGE
     }
@@ -158,7 +166,9 @@ impl Page {
 /// New tokens of a document, and all pages of the document including the new tokens: the last query attends to the
 /// last token.
 pub struct Document<'a> {
+    /// The rows of the new tokens in the batch.
     pub queries: Range<usize>,
+    /// The pages of the document, in order.
     pub pages: Vec<&'a Page>,
 }
 
@@ -171,7 +181,8 @@ impl Document<'_> {
 
 /// Computes causal attention of the queries of each document on its pages: o and lse.
 ///
-/// Errors: shapes that do not fit, query ranges that are not consecutive, more queries than tokens.
+/// # Errors
+/// Shapes that do not fit, query ranges that are not consecutive, more queries than tokens.
 pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor, Tensor)> {
     spec.check()?;
     let n = documents.last().map_or(0, |d| d.queries.end);
@@ -181,7 +192,7 @@ pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor
     for d in documents {
         let fits = |p: &&Page| p.form.kv_heads == spec.kv_heads && p.form.head_dim == spec.head_dim;
         if d.queries.start != at || d.queries.end < at || d.queries.len() > d.tokens() || !d.pages.iter().all(fits) {
-            return Err(Error::new("queries do not match the cached keys")
+            return Err(Error::shape("queries do not match the cached keys")
                 .found(format!("queries {:?}, {} tokens", d.queries, d.tokens()))
                 .expected(format!("queries from {at} on, at most one per token")));
         }

@@ -17,13 +17,16 @@ pub struct Prepacked {
 /// The products that get a prepacked copy: `x·Wᵀ`, or `dy·W` too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Orders {
+    /// `x·Wᵀ` only.
     Forward,
+    /// `x·Wᵀ` and `dy·W`.
     Both,
 }
 
 /// A borrowed dense weight.
 #[derive(Clone, Copy)]
 pub struct Dense<'a> {
+    /// The weight, `[O, I]`.
     pub tensor: &'a Tensor,
     packed: Option<&'a Packed>,
 }
@@ -56,6 +59,7 @@ impl Prepacked {
         self.copies
     }
 
+    /// The weight, `[O, I]`.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }

@@ -31,43 +31,63 @@ pub struct QMatrixView<'a> {
     pub rows: usize,
     /// I
     pub columns: usize,
+    /// The integers and their scales.
     pub codes: QData<'a>,
     /// Dequantized values are rounded to bf16.
     pub bf16: bool,
 }
 
+/// The quantized data of a weight, in one of the formats.
 #[derive(Debug, Clone, Copy)]
 pub enum QData<'a> {
     /// value = code · scale, code a signed byte. Rows of `codes` are `stride` bytes apart; `group` columns share a
     /// scale; `scales` is `[O, ceil(I / group)]`.
     Int8 {
+        /// Signed bytes, a row after the other.
         codes: &'a [u8],
+        /// Bytes from one row to the next.
         stride: usize,
+        /// Columns that share a scale.
         group: usize,
+        /// One scale per row and group.
         scales: &'a [f32],
     },
     /// value = minimum + code · scale, two codes per byte, the first in the high half. `scales` is
     /// `[O, ceil(I / group)]`: a bf16 scale in the low 16 bits of a word, a bf16 minimum in the high 16 bits.
     Int4 {
+        /// Two codes per byte.
         codes: &'a [u8],
+        /// Bytes from one row to the next.
         stride: usize,
+        /// Columns that share a scale and a minimum.
         group: usize,
+        /// One scale and minimum per row and group.
         scales: &'a [u32],
     },
-    /// value = table[code] · absmax, two codes per byte, the first in the high half; blocks of 64 elements of the
+    /// `value = table[code] · absmax`, two codes per byte, the first in the high half; blocks of 64 elements of the
     /// flattened weight share an absmax.
-    Nf4 { codes: &'a [u8], absmax: Absmax<'a> },
+    Nf4 {
+        /// Two codes per byte.
+        codes: &'a [u8],
+        /// The largest magnitude of each block.
+        absmax: Absmax<'a>,
+    },
 }
 
 /// The absmax of each NF4 block, plain or with double quantization.
 #[derive(Debug, Clone, Copy)]
 pub enum Absmax<'a> {
+    /// One f32 per block.
     Plain(&'a [f32]),
-    /// absmax of block b = table[codes[b]] · scales[b / 256] + offset.
+    /// The absmax of block b is `table[codes[b]] · scales[b / 256] + offset`.
     Double {
+        /// One code per block.
         codes: &'a [u8],
+        /// The values of the 256 codes.
         table: &'a [f32; 256],
+        /// One scale per 256 blocks.
         scales: &'a [f32],
+        /// The mean of the absmax values, subtracted before quantization.
         offset: f32,
     },
 }
@@ -211,8 +231,10 @@ impl QMatrixView<'_> {
     }
 }
 
-/// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16. Errors: shapes
-/// that do not fit, tensors that are not contiguous or not on the CPU.
+/// Computes `x·wᵀ + bias`, `[N, O]` f32, from `x [N, I]` f32, `w [O, I]`, `bias [O]` f32 or bf16.
+///
+/// # Errors
+/// Shapes that do not fit, tensors that are not contiguous or not on the CPU.
 pub fn forward(x: &Tensor, w: QMatrixView<'_>, bias: Option<&Tensor>) -> Result<Tensor> {
     let (rows, inputs) = (dims2(x, "x of a linear")?.0, w.columns);
     expect_dims(x, "x of a linear", &[rows, inputs])?;

@@ -9,6 +9,7 @@ use ft_base::{Error, Result};
 /// The direction of the rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
+    /// The rotation of the model.
     Forward,
     /// The transpose of `Forward`: the negative angle, the same factor.
     Backward,
@@ -29,7 +30,7 @@ pub fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, head_dim: usize, direction:
         ));
     }
     if 2 * half > head_dim {
-        return Err(Error::new("the rotary dimension is larger than the head dimension")
+        return Err(Error::shape("the rotary dimension is larger than the head dimension")
             .found(2 * half)
             .expected(format!("at most {head_dim}")));
     }

@@ -17,16 +17,24 @@ pub const BLOCK: usize = code::BLOCK;
 /// An update rule. The code of each rule states its source and arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
+    /// Adam with decoupled weight decay.
     Adamw {
+        /// Decay of the first and of the second moment.
         betas: [f64; 2],
+        /// Added to the root of the second moment.
         eps: f64,
     },
+    /// Stochastic gradient descent.
     Sgd {
+        /// Decay of the momentum; 0: no momentum, no state.
         momentum: f64,
     },
+    /// The sign of an interpolated momentum.
     Lion {
+        /// Factor of the momentum in the update, and its decay.
         betas: [f64; 2],
     },
+    /// Factored second moments.
     Adafactor,
     /// Sign descent: against the sign of the gradient; no state, no decay.
     Sign,
@@ -38,7 +46,12 @@ pub enum Moment {
     /// f32 `[n]`.
     F32(Tensor),
     /// Quantized data u8 `[n]`, scales f32 `[n / BLOCK]`, rounded up.
-    Int8 { codes: Tensor, scales: Tensor },
+    Int8 {
+        /// u8 `[n]`
+        codes: Tensor,
+        /// f32 `[n / BLOCK]`, rounded up
+        scales: Tensor,
+    },
 }
 
 impl Moment {
@@ -80,6 +93,7 @@ pub enum Precision<'a> {
 pub struct Item<'a> {
     /// f32 or bf16, n elements.
     pub weight: &'a Tensor,
+    /// How the weight keeps small updates.
     pub precision: Precision<'a>,
     /// f32, the shape of `weight`.
     pub gradient: &'a Tensor,
@@ -87,7 +101,9 @@ pub struct Item<'a> {
     pub first: Option<&'a Moment>,
     /// AdamW: the second moment. Adafactor: column means f32 `[C]` of a matrix, the whole `[n]` of a vector.
     pub second: Option<&'a Moment>,
+    /// Learning rate.
     pub lr: f64,
+    /// Decoupled weight decay, as a fraction of the weight per unit of learning rate.
     pub weight_decay: f64,
     /// Number of updates of this parameter, including this one.
     pub step: u64,
@@ -104,7 +120,8 @@ pub struct FoundInf<'a> {
 
 /// Updates every parameter of the list. `coefficient` is the factor of all gradients (clipping).
 ///
-/// Errors: a tensor whose size, type or device does not match its weight.
+/// # Errors
+/// A tensor whose size, type or device does not match its weight.
 pub fn step(rule: Rule, items: &[Item], coefficient: f32) -> Result<()> {
     step_gated(rule, items, coefficient, FoundInf::default())
 }
@@ -165,7 +182,7 @@ fn one(rule: Rule, item: &Item, coefficient: f32) -> Result<()> {
             Rule::Sign | Rule::Adafactor => (false, false),
         };
         if (first.is_some(), second.is_some()) != wanted {
-            return Err(Error::new("an optimizer state has the wrong parts"));
+            return Err(Error::shape("an optimizer state has the wrong parts"));
         }
         let n = g.len();
         with_moment(first, &SIGNED, n, |m| {
@@ -195,7 +212,7 @@ fn factored(item: &Item, g: &[f32], coefficient: f32) -> Result<Direction> {
             expect_dims(v, "an optimizer state", &[g.len()])?;
             with_mut(v, |v: &mut [f32]| adafactor::vector(g, v, lr, decay, t, coefficient))
         }
-        _ => Err(Error::new("an optimizer state has the wrong parts")),
+        _ => Err(Error::shape("an optimizer state has the wrong parts")),
     }
 }
 
@@ -237,7 +254,7 @@ fn with_weight(item: &Item, f: impl FnOnce(cpu::Weight) -> Result<()>) -> Result
 /// Splits f32 values into a bf16 weight and its low 16 bits (i16 `[n]`), without loss.
 pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
     if values.len() != weight.elem_count() || values.len() != low.elem_count() {
-        return Err(Error::new("a weight and its values differ in size"));
+        return Err(Error::shape("a weight and its values differ in size"));
     }
     on_gpu!(weight, super::cuda::step::split(values, weight, low));
     with_mut(weight, |w: &mut [bf16]| {

@@ -34,6 +34,7 @@ pub struct StepStats {
 }
 
 impl StepStats {
+    /// Sums of zero, on this device.
     pub fn new(device: &Device) -> Result<Self> {
         let device = if device.is_cuda() {
             Some(Tensor::zeros(3, DType::F64, device)?)
@@ -102,7 +103,7 @@ impl StepStats {
         };
         match device.to_vec1::<f64>()?[..] {
             [loss, correct, squares] => Ok(host.plus(StepSums { loss, correct, squares })),
-            _ => Err(Error::new("the statistics of a step are incomplete")),
+            _ => Err(Error::internal("the statistics of a step are incomplete")),
         }
     }
 }

@@ -22,7 +22,7 @@ pub(crate) struct AttentionTile {
 
 impl AttentionTile {
     /// Returns the fields in the layout of the kernels. `Documents::check` ensures that the numbers fit.
-    pub fn numbers(&self) -> [i32; 8] {
+    pub(crate) fn numbers(&self) -> [i32; 8] {
         [
             self.token, self.rows, self.place, self.other, self.low, self.high, self.slot, 0,
         ]
@@ -40,7 +40,7 @@ pub(crate) struct Join {
 }
 
 impl Join {
-    pub fn numbers(&self) -> [i32; 4] {
+    pub(crate) fn numbers(&self) -> [i32; 4] {
         [self.token, self.rows, self.slot, self.splits].map(|n| n as i32)
     }
 }
@@ -57,11 +57,11 @@ pub(crate) struct Documents<'a> {
 
 impl Documents<'_> {
     /// Checks the number of tokens, which the kernels count in 32 bits.
-    pub fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         const MOST: usize = 1 << 28;
         let tokens = self.queries.last().max(self.keys.last()).copied().unwrap_or(0);
         if tokens > MOST {
-            return Err(Error::new("too many tokens for attention on the GPU")
+            return Err(Error::unsupported("too many tokens for attention on the GPU")
                 .found(tokens)
                 .expected(format!("at most {MOST}")));
         }
@@ -69,12 +69,12 @@ impl Documents<'_> {
     }
 
     /// Returns the number of queries of the longest document.
-    pub fn longest_query(&self) -> usize {
+    pub(crate) fn longest_query(&self) -> usize {
         self.queries.windows(2).map(|d| d[1] - d[0]).max().unwrap_or(0)
     }
 
     /// Returns tiles of up to `rows` rows (each query is `pack` rows), with the keys that they attend to.
-    pub fn query_tiles(&self, rows: usize, pack: usize) -> Tiles {
+    pub(crate) fn query_tiles(&self, rows: usize, pack: usize) -> Tiles {
         let step = (rows / pack).max(1);
         let mut tiles = Vec::new();
         for (q, k) in self.queries.windows(2).zip(self.keys.windows(2)) {
@@ -97,7 +97,7 @@ impl Documents<'_> {
     }
 
     /// Returns tiles of up to `rows` keys, with the queries that attend to them. Queries and keys are the same tokens.
-    pub fn key_tiles(&self, rows: usize) -> Tiles {
+    pub(crate) fn key_tiles(&self, rows: usize) -> Tiles {
         let mut tiles = Vec::new();
         for d in self.keys.windows(2) {
             let tokens = d[1] - d[0];
@@ -128,7 +128,7 @@ impl Tiles {
 
     /// Splits the visited ranges into pieces of at most `keys`. Returns the pieces, how to join them, and the
     /// number of rows of partial results.
-    pub fn split(&self, keys: usize) -> (Tiles, Vec<Join>, usize) {
+    pub(crate) fn split(&self, keys: usize) -> (Tiles, Vec<Join>, usize) {
         let (mut pieces, mut joins, mut slots) = (Vec::new(), Vec::new(), 0);
         for tile in &self.0 {
             let splits = (tile.high - tile.low).div_ceil(keys);

@@ -9,7 +9,9 @@ use ft_base::{Error, Result};
 /// Time of the copies to the device, and time that the computation waited for them, in milliseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct CopyTimes {
+    /// Copies to the device.
     pub copying: f64,
+    /// Waiting for copies.
     pub waiting: f64,
 }
 
@@ -46,7 +48,10 @@ enum Waiting {
 }
 
 impl Copier {
-    /// Errors: the GPU cannot create a second stream.
+    /// A copy engine for this device; on a CPU it makes plain copies.
+    ///
+    /// # Errors
+    /// The GPU cannot create a second stream.
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self {
             #[cfg(feature = "cuda")]
@@ -58,6 +63,7 @@ impl Copier {
         })
     }
 
+    /// The device of the copies.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -66,7 +72,7 @@ impl Copier {
     /// copier lives; then a GPU reads it directly.
     pub fn send(&self, host: &Tensor, stable: bool) -> Result<Arriving> {
         if !host.device().is_cpu() {
-            return Err(Error::new("only a host tensor can be copied to a device"));
+            return Err(Error::unsupported("only a host tensor can be copied to a device"));
         }
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -136,7 +142,7 @@ impl Copier {
     fn gpu(&self) -> Result<&super::cuda::transfer::Copier> {
         self.gpu
             .as_ref()
-            .ok_or_else(|| Error::new("internal: a host copy engine received a GPU tensor"))
+            .ok_or_else(|| Error::internal("internal: a host copy engine received a GPU tensor"))
     }
 }
 

@@ -19,7 +19,7 @@ pub fn with_slice<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
 pub fn with_bf16<R>(t: &Tensor, f: impl FnOnce(&[bf16]) -> R) -> Result<R> {
     values(t, "a tensor that is read", |v| match v {
         Values::Bf16(v) => Ok(f(v)),
-        Values::F32(_) => Err(Error::new("a tensor that is read has the wrong element type")
+        Values::F32(_) => Err(Error::shape("a tensor that is read has the wrong element type")
             .found("f32")
             .expected("bf16")),
     })
@@ -103,7 +103,7 @@ pub fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
 /// Sets an f32 or bf16 tensor to `values`, rounded to nearest.
 pub fn set(t: &Tensor, values: &[f32]) -> Result<()> {
     if t.elem_count() != values.len() {
-        return Err(Error::new("a tensor and its values differ in size")
+        return Err(Error::shape("a tensor and its values differ in size")
             .found(values.len())
             .expected(t.elem_count()));
     }
@@ -178,7 +178,7 @@ pub(crate) fn with_mut<T: WeightElement, R>(t: &Tensor, f: impl FnOnce(&mut [T])
         }
         None => false,
     })?;
-    result.ok_or_else(|| Error::new("a tensor was not changed"))
+    result.ok_or_else(|| Error::internal("a tensor was not changed"))
 }
 
 /// Takes the write lock of `t`. `f` gets the storage and the range of `t` in it, and returns whether its type fits.
@@ -197,10 +197,10 @@ where
 
 fn check_place(t: &Tensor) -> Result<()> {
     if !t.device().is_cpu() {
-        return Err(Error::new("a tensor that is changed is not on the CPU"));
+        return Err(Error::shape("a tensor that is changed is not on the CPU"));
     }
     if !t.is_contiguous() {
-        return Err(Error::new("a tensor that is changed is not contiguous"));
+        return Err(Error::shape("a tensor that is changed is not contiguous"));
     }
     Ok(())
 }
@@ -226,7 +226,7 @@ impl<F> InPlace<F> {
     fn done(self, t: &Tensor) -> Result<()> {
         match self.fits.into_inner() {
             Ok(true) => Ok(()),
-            _ => Err(Error::new("a tensor that is changed has the wrong element type").found(t.dtype().as_str())),
+            _ => Err(Error::shape("a tensor that is changed has the wrong element type").found(t.dtype().as_str())),
         }
     }
 }

@@ -25,7 +25,7 @@ pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     }
     let scalar = config.opt_f64("query_pre_attn_scalar")?.unwrap_or(256.0);
     if scalar <= 0.0 {
-        return Err(Error::new("`query_pre_attn_scalar` must be positive")
+        return Err(Error::format("`query_pre_attn_scalar` must be positive")
             .at(config.path.display())
             .found(scalar));
     }
@@ -41,7 +41,7 @@ pub fn softcap(config: &Config, key: &str, default: Option<f32>) -> Result<Optio
         return Ok(default);
     }
     match config.opt_f64(key)? {
-        Some(cap) if cap <= 0.0 => Err(Error::new(format!("`{key}` must be positive or null"))
+        Some(cap) if cap <= 0.0 => Err(Error::format(format!("`{key}` must be positive or null"))
             .at(config.path.display())
             .found(cap)),
         cap => Ok(cap.map(|c| c as f32)),

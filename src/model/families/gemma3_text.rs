@@ -19,7 +19,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.logit_softcap = super::gemma2::softcap(config, "final_logit_softcapping", None)?;
     let window = config.opt_usize("sliding_window")?.or(Some(4096));
     let pattern = match config.opt_usize("sliding_window_pattern")? {
-        Some(0) => return Err(Error::new("`sliding_window_pattern` is 0").at(config.path.display())),
+        Some(0) => return Err(Error::format("`sliding_window_pattern` is 0").at(config.path.display())),
         Some(n) => n,
         None => config
             .opt_usize("_sliding_window_pattern")?

@@ -21,7 +21,10 @@ use serde_json::{Map, Value, json};
 /// Supported values of `model_type`.
 pub const NAMES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"];
 
-/// Errors: an unknown `model_type`; an option of this config that ft does not support.
+/// Reads the sizes and options of a model from its config.
+///
+/// # Errors
+/// An unknown `model_type`; an option of this config that ft does not support.
 pub fn read(config: &Config) -> Result<Spec> {
     let place = config.path.display().to_string();
     let model_type = config.model_type()?;
@@ -60,7 +63,7 @@ const PARAMETERS: u128 = 1 << 48;
 
 /// The error for an unsupported family, with the nearest supported name.
 fn unsupported(config: &Config, model_type: &str, place: &str) -> Error {
-    let e = Error::new(format!("model type `{model_type}` is not supported"))
+    let e = Error::unsupported(format!("model type `{model_type}` is not supported"))
         .at(place)
         .expected(format!("one of {}", NAMES.join(", ")));
     let near = |name: &&&str| strsim::jaro_winkler(name, model_type);
@@ -96,7 +99,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         None if heads > 0 && hidden.is_multiple_of(heads) => hidden / heads,
         None => {
             return Err(
-                Error::new("hidden_size is not a multiple of num_attention_heads and there is no head_dim")
+                Error::format("hidden_size is not a multiple of num_attention_heads and there is no head_dim")
                     .at(config.path.display())
                     .found(format!("{hidden} and {heads}")),
             );
@@ -137,7 +140,7 @@ fn activation(config: &Config, key: &str, default: &str) -> Result<Activation> {
         "silu" | "swish" => Ok(Activation::Silu),
         "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => Ok(Activation::GeluTanh),
         "gelu" => Ok(Activation::Gelu),
-        other => Err(Error::new(format!("activation `{other}` is not supported"))
+        other => Err(Error::unsupported(format!("activation `{other}` is not supported"))
             .at(format!("{}: {key}", config.path.display()))
             .expected("silu, gelu or gelu_pytorch_tanh")),
     }
@@ -159,7 +162,7 @@ fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64
     let object = |key: &str| match config.get(key) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::Object(map)) => Ok(Some(map)),
-        Some(other) => Err(Error::new(format!("`{key}` is not a JSON object"))
+        Some(other) => Err(Error::format(format!("`{key}` is not a JSON object"))
             .at(config.path.display())
             .found(other)),
     };
@@ -171,7 +174,7 @@ fn rope_parameters(config: &Config, layer_type: Option<&str>, default_theta: f64
         (Some(own), _) => own.clone(),
         (None, Some(shared)) if !shared.values().any(Value::is_object) => shared.clone(),
         (None, Some(_)) => {
-            return Err(Error::new("`rope_parameters` has no entry for this kind of layer")
+            return Err(Error::format("`rope_parameters` has no entry for this kind of layer")
                 .at(config.path.display())
                 .expected(layer_type.unwrap_or("full_attention")));
         }
@@ -204,7 +207,7 @@ fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: imp
         None | Some(Value::Null) => None,
         Some(Value::Array(list)) if list.len() == spec.layers.len() => Some(list),
         Some(other) => {
-            return Err(Error::new("`layer_types` must name every layer")
+            return Err(Error::format("`layer_types` must name every layer")
                 .at(place(config, "layer_types"))
                 .found(
                     other
@@ -220,7 +223,7 @@ fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: imp
             Some("full_attention") => false,
             None if types.is_none() => default(l),
             found => {
-                return Err(Error::new("layer type is not supported")
+                return Err(Error::unsupported("layer type is not supported")
                     .at(place(config, "layer_types"))
                     .found(found.unwrap_or("no name"))
                     .expected("full_attention or sliding_attention"));
@@ -229,7 +232,7 @@ fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: imp
         layer.window = if slides { window } else { None };
         if slides && window.is_none() {
             return Err(
-                Error::new("a layer has sliding attention, but the config has no sliding_window")
+                Error::format("a layer has sliding attention, but the config has no sliding_window")
                     .at(place(config, "sliding_window")),
             );
         }
@@ -279,12 +282,12 @@ fn refuse_unsupported(config: &Config, place: &str) -> Result<()> {
             None | Some(Value::Null) => {}
             Some(v) if harmless(v) => {}
             Some(v) => {
-                return Err(
-                    Error::new(format!("config option `{key}` changes the model and is not supported"))
-                        .at(place)
-                        .found(v)
-                        .hint("ft refuses what it cannot compute exactly"),
-                );
+                return Err(Error::unsupported(format!(
+                    "config option `{key}` changes the model and is not supported"
+                ))
+                .at(place)
+                .found(v)
+                .hint("ft refuses what it cannot compute exactly"));
             }
         }
     }
@@ -292,7 +295,7 @@ fn refuse_unsupported(config: &Config, place: &str) -> Result<()> {
 }
 
 fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
-    Error::new(format!("`{key}` is out of range"))
+    Error::format(format!("`{key}` is out of range"))
         .at(place)
         .found(found)
         .expected(format!("1 to {most}"))
@@ -318,25 +321,25 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
     let tables = 2 * spec.vocab as u128 * spec.hidden as u128;
     let parameters = matrices * spec.layers.len() as u128 + tables;
     if parameters > PARAMETERS {
-        return Err(Error::new("the sizes make a model that is too large")
+        return Err(Error::format("the sizes make a model that is too large")
             .at(place)
             .found(format!("{parameters} parameters"))
             .expected(format!("at most {PARAMETERS}")));
     }
     if !spec.heads.is_multiple_of(spec.kv_heads) {
         return Err(
-            Error::new("num_attention_heads is not a multiple of num_key_value_heads")
+            Error::format("num_attention_heads is not a multiple of num_key_value_heads")
                 .at(place)
                 .found(format!("{} and {}", spec.heads, spec.kv_heads)),
         );
     }
     if !(spec.norm_eps > 0.0 && spec.norm_eps < 1.0) {
-        return Err(Error::new("`rms_norm_eps` is out of range")
+        return Err(Error::format("`rms_norm_eps` is out of range")
             .at(place)
             .found(spec.norm_eps));
     }
     if spec.layers.iter().any(|l| l.window == Some(0)) {
-        return Err(Error::new("`sliding_window` is 0").at(place));
+        return Err(Error::format("`sliding_window` is 0").at(place));
     }
     Ok(())
 }

@@ -39,12 +39,18 @@ pub fn eigen_bytes(n: usize) -> u64 {
 
 /// U `[M, K]`, the singular values in descending order, V `[N, K]`, with K = min(M, N).
 pub struct Svd {
+    /// Left singular vectors, as columns.
     pub u: Mat<f64>,
+    /// Singular values, descending.
     pub s: Vec<f64>,
+    /// Right singular vectors, as columns.
     pub v: Mat<f64>,
 }
 
-/// Errors: values that are not finite, or no convergence.
+/// The thin singular value decomposition, exact.
+///
+/// # Errors
+/// Values that are not finite, or no convergence.
 pub fn svd(m: MatRef<'_, f64>) -> Result<Svd> {
     let fault = |what: String| Error::new("a weight cannot be decomposed into singular values").cause(what);
     let found = m.thin_svd().map_err(|e| fault(format!("{e:?}")))?;

@@ -26,6 +26,7 @@ pub struct Covariance {
 }
 
 impl Covariance {
+    /// Sums of zero for `size` input features.
     pub fn new(size: usize) -> Self {
         Self {
             size,
@@ -35,6 +36,7 @@ impl Covariance {
         }
     }
 
+    /// I: input features.
     pub fn size(&self) -> usize {
         self.size
     }
@@ -57,7 +59,7 @@ impl Covariance {
     }
 
     /// As `mean`, around the mean.
-    pub fn centred(&self) -> Mat<f64> {
+    pub fn centered(&self) -> Mat<f64> {
         let n = self.count.max(1.0);
         let mean = |i: usize| self.sums[i] / n;
         Mat::from_fn(self.size, self.size, |i, j| {
@@ -87,15 +89,18 @@ const PEFT_ERROR: f64 = 0.05;
 /// The first `candidates` components of W `[O, I]` for this method. C is damped as in the reference code: with a
 /// hundredth of its mean diagonal, doubled until C can be inverted.
 ///
-/// Errors: fewer components than requested; a covariance that is zero or not finite.
+/// # Errors
+/// Fewer components than requested; a covariance that is zero or not finite.
 pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: CordaMethod, candidates: usize) -> Result<Component> {
     check_rank(candidates, w.nrows(), w.ncols())?;
     let plain = c.mean();
     let n = plain.nrows();
     let diagonal = (0..n).map(|i| plain[(i, i)]).sum::<f64>() / n.max(1) as f64;
     if !diagonal.is_finite() || diagonal <= 0.0 {
-        return Err(Error::new("the inputs of a linear layer are all zero, or not finite")
-            .hint("use other rows in `tune.lora.corda.data`"));
+        return Err(
+            Error::non_finite("the inputs of a linear layer are all zero, or not finite")
+                .hint("use other rows in `tune.lora.corda.data`"),
+        );
     }
     let mut damping = DAMPING;
     loop {

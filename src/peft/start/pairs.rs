@@ -10,7 +10,9 @@ use faer::{Mat, MatRef};
 /// A `[R, I]` and B `[O, R]`, row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pair {
+    /// `[R, I]`
     pub a: Vec<f32>,
+    /// `[O, R]`
     pub b: Vec<f32>,
 }
 
@@ -20,7 +22,7 @@ pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
         return Ok(());
     }
     Err(
-        Error::new("the rank of an adapter is too large for its weight with this initialization")
+        Error::argument("the rank of an adapter is too large for its weight with this initialization")
             .found(format!("rank {r} on a weight [{rows}, {columns}]"))
             .expected(format!("at most {}", rows.min(columns)))
             .hint("lower `tune.lora.r`, or set a lower one for this module in `tune.lora.rank_pattern`"),
@@ -57,10 +59,13 @@ pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
 /// EVA (Paischer et al. 2024, arXiv 2410.07170, section 3.1): the principal directions of the inputs (around their
 /// mean, as in PEFT), which become the rows of A (B is zero), and the fraction of the variance that each explains.
 ///
-/// Returns `count` directions `[count, I]`, row-major. Errors: more directions than inputs.
+/// Returns `count` directions `[count, I]`, row-major.
+///
+/// # Errors
+/// More directions than inputs.
 pub fn eva(inputs: &Covariance, count: usize) -> Result<(Vec<f32>, Vec<f64>)> {
     check_rank(count, inputs.size(), inputs.size())?;
-    let (vectors, values) = algebra::eigen(inputs.centred().as_ref())?;
+    let (vectors, values) = algebra::eigen(inputs.centered().as_ref())?;
     let all = values.iter().map(|v| v.max(0.0)).sum::<f64>().max(f64::MIN_POSITIVE);
     let explained = values[..count].iter().map(|v| v.max(0.0) / all).collect();
     Ok((algebra::values(vectors.transpose().get(..count, ..)), explained))

@@ -105,8 +105,8 @@ fn eva_takes_the_directions_in_which_inputs_vary_most() {
     assert!((all.iter().sum::<f64>() - 1.0).abs() < 1e-9 && all[..2] == explained[..]);
     assert!(eva(&c, 6).is_err());
     let mean = |j: usize| (0..60).map(|i| x[(i, j)]).sum::<f64>() / 60.0;
-    let centred = Mat::from_fn(60, 5, |i, j| x[(i, j)] - mean(j));
-    let found = svd(centred.as_ref()).unwrap();
+    let centered = Mat::from_fn(60, 5, |i, j| x[(i, j)] - mean(j));
+    let found = svd(centered.as_ref()).unwrap();
     for k in 0..2 {
         let dot: f64 = (0..5).map(|i| f64::from(rows[k * 5 + i]) * found.v[(i, k)]).sum();
         assert!((dot.abs() - 1.0).abs() < 1e-4, "{dot}");

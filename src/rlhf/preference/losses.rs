@@ -13,6 +13,7 @@ pub fn log_sigmoid(x: f64) -> f64 {
     x.min(0.0) - (-x.abs()).exp().ln_1p()
 }
 
+/// The logistic function.
 pub fn sigmoid(x: f64) -> f64 {
     log_sigmoid(x).exp()
 }
@@ -39,13 +40,16 @@ pub struct Side {
     pub predicted: f64,
     /// Sum of the log-probabilities of all trained tokens of the document, and their number; ORPO includes the prompt.
     pub text_logp: f64,
+    /// Number of these tokens.
     pub text_tokens: f64,
 }
 
 /// One pair.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Pair {
+    /// The preferred answer.
     pub chosen: Side,
+    /// The other answer.
     pub rejected: Side,
 }
 
@@ -67,16 +71,24 @@ pub struct Terms {
 /// Type of a pairwise loss.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Pairwise {
+    /// DPO and its variants: with a reference model.
     Dpo(Dpo),
+    /// The odds ratio of the answers, beside the cross-entropy of the chosen one; no reference (Hong et al. 2024, arXiv
+    /// 2403.07691).
     Orpo {
+        /// Weight of the odds-ratio term.
         beta: f64,
     },
     /// Length-normalized rewards without a reference, a target margin `gamma`, and `nll` times the cross-entropy of the
     /// chosen answers (TRL's CPO with `loss_type = "simpo"` and its `cpo_alpha`).
     Simpo {
+        /// Scale of the rewards.
         beta: f64,
+        /// Target margin of the rewards.
         gamma: f64,
+        /// Weight of the cross-entropy of the chosen answer.
         nll: f64,
+        /// Probability that a label is wrong.
         label_smoothing: f64,
     },
 }
@@ -86,10 +98,15 @@ pub enum Pairwise {
 pub struct Dpo {
     /// The losses to add, with their weights.
     pub losses: Vec<(PairLoss, f64)>,
+    /// Scale of the rewards.
     pub beta: f64,
+    /// Probability that a label is wrong.
     pub label_smoothing: f64,
+    /// The divergence from the reference.
     pub f_divergence: FDivergence,
+    /// α of the α-divergence.
     pub f_alpha: f64,
+    /// Temperature of the `discopop` loss.
     pub discopop_tau: f64,
 }
 
@@ -99,6 +116,7 @@ impl Pairwise {
         matches!(self, Pairwise::Dpo(_))
     }
 
+    /// The loss of each pair, with its gradients.
     pub fn evaluate(&self, pairs: &[Pair]) -> Terms {
         match self {
             Pairwise::Dpo(dpo) => dpo.evaluate(pairs),

@@ -20,12 +20,15 @@ use std::ops::Range;
 /// Kind of training data, with its loss.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Algorithm {
+    /// Pairs of a chosen and a rejected answer.
     Pairs {
+        /// The loss of a pair.
         loss: Pairwise,
         /// Weight of an answer's tokens beyond the length of the shorter answer (LD-DPO: Liu et al. 2024,
         /// arXiv 2409.06411); 1: off.
         ld_alpha: f64,
     },
+    /// Single answers, each desirable or not.
     Judged(Kto),
 }
 
@@ -49,7 +52,7 @@ impl Algorithm {
     fn answers(&self, batch: &Batch) -> Result<Vec<Answer>> {
         let prompts = batch.columns.document(PROMPT)?;
         if prompts.len() + 1 != batch.documents.len() {
-            return Err(Error::new("the length of a batch column differs from the number of documents").at(PROMPT));
+            return Err(Error::shape("the length of a batch column differs from the number of documents").at(PROMPT));
         }
         let mut answers = Vec::with_capacity(prompts.len());
         for (document, &prompt) in batch.documents.windows(2).zip(prompts) {
@@ -115,6 +118,7 @@ pub struct Preferences {
 }
 
 impl Preferences {
+    /// The objective of this algorithm.
     pub fn new(algorithm: Algorithm) -> Self {
         Self {
             algorithm,

@@ -50,7 +50,7 @@ fn last_states(h: &Tensor, batch: &Batch, pad: Option<u32>) -> Result<(Tensor, V
     for document in batch.documents.windows(2) {
         let (start, end) = (document[0], document[1]);
         if start == end {
-            return Err(Error::new("a document without tokens has no score"));
+            return Err(Error::argument("a document without tokens has no score"));
         }
         let last = (start..end).rev().find(|n| Some(batch.ids[*n]) != pad);
         positions.push(last.unwrap_or(start) as u32);

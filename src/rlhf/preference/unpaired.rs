@@ -11,9 +11,13 @@ use super::losses::sigmoid;
 /// Settings, named as in TRL.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Kto {
+    /// The loss.
     pub loss: JudgedLoss,
+    /// Scale of the rewards.
     pub beta: f64,
+    /// Weight of desirable answers.
     pub desirable_weight: f64,
+    /// Weight of undesirable answers.
     pub undesirable_weight: f64,
 }
 
@@ -22,6 +26,7 @@ pub struct Kto {
 pub struct Judged {
     /// log π - log π_ref of the answer.
     pub ratio: f64,
+    /// True if the answer is desirable.
     pub desirable: bool,
 }
 

@@ -37,9 +37,11 @@ use store::STEP;
 /// Options of a disk source.
 #[derive(Debug, Clone)]
 pub struct Options {
+    /// Type of the weights on the device.
     pub dtype: Dtype,
     /// Storage type of each weight while it is frozen.
     pub storage: StoragePolicy,
+    /// The device of the computation.
     pub device: Device,
     /// Directory for trained parameters; it is emptied.
     pub trained: PathBuf,
@@ -52,6 +54,9 @@ pub struct Options {
 }
 
 /// Writes the weights of `Resident::random` to a model file, a few elements at a time.
+///
+/// # Errors
+/// The file cannot be written.
 pub fn write_random(path: &Path, params: &[ParamInfo], seed: u64, std: f32, norm: f32, dtype: Dtype) -> Result<()> {
     let dtype = match dtype {
         Dtype::F32 => StoredDtype::F32,
@@ -89,6 +94,7 @@ struct Shared {
     in_memory: Mutex<BTreeMap<Arc<str>, Tensor>>,
 }
 
+/// Reads the weights from the model files layer by layer, with double buffering.
 pub struct Disk {
     shared: Arc<Shared>,
     layers: DoubleBuffer<Layers>,
@@ -105,7 +111,8 @@ pub struct Disk {
 impl Disk {
     /// Reads the parameters that are always in memory, and nothing else.
     ///
-    /// Errors: as `Resident::load`; a number of head rows that is not a multiple of `PIECE`.
+    /// # Errors
+    /// As `Resident::load`; a number of head rows that is not a multiple of `PIECE`.
     pub fn open(params: Vec<ParamInfo>, weights: Weights, options: Options) -> Result<Self> {
         check_names(&params, &weights)?;
         if options

@@ -71,7 +71,7 @@ impl Source<'_> {
             match content_range(self.template, self.messages, self.tools, prompt, text, i) {
                 Some(range) => ranges.push(range),
                 None => {
-                    return Err(Error::new(format!(
+                    return Err(Error::format(format!(
                         "message {} contains the text of a special token, which is not found in the output of the \
                          template",
                         i + 1
@@ -104,7 +104,7 @@ fn spelled_out(codec: &dyn TextCodec, token: &str) -> Result<Vec<(u32, (usize, u
         }
     }
     Err(
-        Error::new("the text of a special token in a message cannot be encoded as plain text")
+        Error::format("the text of a special token in a message cannot be encoded as plain text")
             .found(format!("`{token}`"))
             .hint("remove it from the message"),
     )

@@ -36,9 +36,11 @@ use std::ops::Range;
 /// Encodes samples to examples.
 #[derive(Clone, Copy)]
 pub struct Encoder<'a> {
+    /// The tokenizer.
     pub codec: &'a dyn TextCodec,
     /// `None`: there is no chat template.
     pub template: Option<&'a dyn ChatRender>,
+    /// The parts of a conversation that are trained.
     pub train_on: TrainOn,
     /// Longest row in tokens; longer rows are truncated at the end.
     pub max_length: usize,
@@ -49,6 +51,7 @@ pub struct Encoder<'a> {
 /// A tokenized row, with counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
+    /// The tokens and their mask.
     pub example: Example,
     /// Tokens removed by truncation at `max_length`.
     pub cut: usize,
@@ -63,6 +66,7 @@ pub struct Encoded {
 pub struct Question {
     /// `[T]`, up to and including the generation prompt.
     pub prompt: Vec<u32>,
+    /// The known answer, as text.
     pub answer: String,
 }
 
@@ -74,7 +78,10 @@ struct Masked {
 }
 
 impl Encoder<'_> {
-    /// Errors: a conversation without a chat template, a template error, two BOS tokens, an id outside the embedding.
+    /// The tokens of a row, with the mask of trained tokens; a long row is truncated at its end.
+    ///
+    /// # Errors
+    /// A conversation without a chat template, a template error, two BOS tokens, an id outside the embedding.
     pub fn encode(&self, sample: &Sample) -> Result<Encoded> {
         let mut row = match sample {
             Sample::Text(text) => self.text(text)?,
@@ -103,7 +110,7 @@ impl Encoder<'_> {
 
     pub(super) fn eos(&self) -> Result<u32> {
         self.codec.eos_id().ok_or_else(|| {
-            Error::new("the tokenizer has no end-of-sequence token")
+            Error::format("the tokenizer has no end-of-sequence token")
                 .expected("`eos_token` in tokenizer_config.json")
                 .hint("without it the model would never learn to stop; add the token's text to tokenizer_config.json")
         })
@@ -220,7 +227,7 @@ impl Encoder<'_> {
             }
             if tokens.is_empty() {
                 return Err(
-                    Error::new("an assistant turn has no tokens in the output of the chat template")
+                    Error::format("an assistant turn has no tokens in the output of the chat template")
                         .hint("check `data.chat_template`; `ft data` shows its output"),
                 );
             }
@@ -265,7 +272,7 @@ impl Encoder<'_> {
         if let Some(&id) = ids.iter().find(|&&id| id as usize >= self.embedding_rows) {
             let token = self.codec.decode(&[id]).unwrap_or_default();
             return Err(
-                Error::new("the tokenizer returns a token id for which the model has no embedding")
+                Error::format("the tokenizer returns a token id for which the model has no embedding")
                     .found(format!("id {id} (`{}`)", super::read::clip(&token)))
                     .expected(format!("ids below {}", self.embedding_rows))
                     .hint("use the tokenizer that belongs to the model: both from the same directory"),
@@ -276,7 +283,7 @@ impl Encoder<'_> {
             && *second == bos
             && self.codec.eos_id() != Some(bos)
         {
-            return Err(Error::new("the row starts with two beginning-of-sequence tokens")
+            return Err(Error::format("the row starts with two beginning-of-sequence tokens")
                 .found(format!("id {bos} twice"))
                 .expected("one")
                 .hint(
@@ -289,7 +296,8 @@ impl Encoder<'_> {
 
     /// The prompt of the row's last answer; `None` if the row has no text answer.
     ///
-    /// Errors: as in `encode`.
+    /// # Errors
+    /// As in `encode`.
     pub fn question(&self, sample: &Sample) -> Result<Option<Question>> {
         match sample {
             Sample::Text(_) => Ok(None),

@@ -67,7 +67,7 @@ pub(crate) fn render(
 }
 
 fn not_found(i: usize) -> Error {
-    Error::new(format!(
+    Error::format(format!(
         "cannot determine which part of the chat template's output is assistant message {}",
         i + 1
     ))

@@ -82,7 +82,11 @@ impl<const N: usize> Sides<N> {
 impl PairEncoder<'_> {
     /// The rows of a group, whose renderings are asked for at once. `None`: the row was not tried, because none before
     /// it was good and time is up.
-    pub fn encode_group(&self, group: &[(Row, Arc<Layout>, Origin)], tried: &Tried) -> Vec<Option<Result<Unit>>> {
+    pub(super) fn encode_group(
+        &self,
+        group: &[(Row, Arc<Layout>, Origin)],
+        tried: &Tried,
+    ) -> Vec<Option<Result<Unit>>> {
         if !tried.go_on() {
             return group.iter().map(|_| None).collect();
         }
@@ -132,7 +136,7 @@ impl PairEncoder<'_> {
                 let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
                 if whole[0] == whole[1] {
                     return Err(
-                        Error::new("`chosen` and `rejected` have the same tokens after encoding")
+                        Error::format("`chosen` and `rejected` have the same tokens after encoding")
                             .at(&row.place)
                             .expected("two different answers to one prompt")
                             .hint("remove the row, or check `data.chat_template`; `ft data` shows its output"),
@@ -141,7 +145,7 @@ impl PairEncoder<'_> {
                 (whole.to_vec(), prompt, *margin, true)
             }
             Judgement::Judged { .. } if self.want != Want::Judged => {
-                return Err(Error::new("this stage trains on pairs of answers")
+                return Err(Error::unsupported("this stage trains on pairs of answers")
                     .at(&row.place)
                     .found("a row with `completion` and `label`")
                     .expected("prompt, chosen, rejected")
@@ -156,7 +160,7 @@ impl PairEncoder<'_> {
         // A row that must be complete is dropped with its prompt: it is longer than `max_length` in any case.
         if prompt >= most && self.want != Want::WholePairs {
             return Err(
-                Error::new("the prompt is so long that no tokens are left for an answer")
+                Error::format("the prompt is so long that no tokens are left for an answer")
                     .at(&row.place)
                     .found(format!("a prompt of {prompt} tokens, data.max_length = {most}"))
                     .expected(format!("at most {} tokens", most - 1))

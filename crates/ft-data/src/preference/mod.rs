@@ -68,8 +68,9 @@ impl Preference {
 
 /// Reads and tokenizes preference rows.
 ///
-/// Errors: a broken row, equal sides, a prompt that fills `max_length` (each with its place), margins in some rows
-/// only, no rows, nothing to train, a signal that asks to stop.
+/// # Errors
+/// A broken row, equal sides, a prompt that fills `max_length` (each with its place), margins in some rows only, no
+/// rows, nothing to train, a signal that asks to stop.
 pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Dataset> {
     if !matches!(spec.format, RowFormat::Auto | RowFormat::Preference) {
         return Err(Error::usage("this stage trains on preference rows")
@@ -143,7 +144,7 @@ impl Loader<'_> {
             let Some(unit) = kept(unit, bad)? else { continue };
             if *self.margins.get_or_insert(unit.margin.is_some()) != unit.margin.is_some() {
                 bad.add(
-                    Error::new("some rows have a `margin` and others have none")
+                    Error::format("some rows have a `margin` and others have none")
                         .at(&row.place)
                         .expected("a number in every row, or in none"),
                 )?;
@@ -257,7 +258,8 @@ impl Dataset {
     /// `seed` the rows are shuffled first; this order is the same in every epoch, because the answers of a micro-batch
     /// and of its mismatched pairs should be the same.
     ///
-    /// Errors: groups of one row, or a row with two answers.
+    /// # Errors
+    /// Groups of one row, or a row with two answers.
     pub fn mismatched(mut self, group: usize, max_length: usize, seed: Option<u64>) -> Result<Self> {
         let n = self.examples.len();
         if group < 2 || n < 2 {

@@ -69,12 +69,12 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgement> {
     const FORMAT: RowFormat = RowFormat::Preference;
     let (chosen, rejected) = (field(fields, "chosen")?, field(fields, "rejected")?);
     if is_turns(chosen) != is_turns(rejected) {
-        return Err(Error::new("`chosen` and `rejected` have different types")
+        return Err(Error::format("`chosen` and `rejected` have different types")
             .found(format!("{} and {}", kind(chosen), kind(rejected)))
             .expected("both text, or both lists of messages"));
     }
     if chosen == rejected {
-        return Err(Error::new("`chosen` and `rejected` are equal")
+        return Err(Error::format("`chosen` and `rejected` are equal")
             .found(clip(&chosen.to_string()))
             .expected("two different answers to one prompt")
             .hint("remove the row: it contains no preference"));
@@ -159,7 +159,7 @@ fn judged(fields: &Map<String, Value>, layout: &Layout, answer: &str) -> Result<
         Before::Turns(prompt) => turns(prompt)?,
         Before::Text(prompt) if layout.renders() => turns(vec![chat::message("user", &prompt)])?,
         Before::Text(_) if is_turns(completion) => {
-            return Err(Error::new(format!("the prompt and `{answer}` have different types"))
+            return Err(Error::format(format!("the prompt and `{answer}` have different types"))
                 .found(format!("a string and {}", kind(completion)))
                 .expected("two strings or two lists of messages"));
         }
@@ -234,7 +234,7 @@ fn around(prompt: &str, sides: [Vec<Value>; 2]) -> Result<(Vec<Value>, [Vec<Valu
 
 fn not_of_the_prompt(prompt: &str, sides: &[Vec<Value>; 2]) -> Error {
     let first = sides[0].first().map_or(String::new(), |m| clip(&m.to_string()));
-    Error::new("`chosen` and `rejected` are conversations that do not contain the prompt")
+    Error::format("`chosen` and `rejected` are conversations that do not contain the prompt")
         .found(format!("the prompt {prompt}, and `chosen` begins with {first}"))
         .expected("answers to the prompt, or conversations that begin with it")
         .hint("remove the prompt column if the conversations are complete")
@@ -265,7 +265,7 @@ fn refuse_leftover(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
     };
     match fields.iter().find(is_left) {
         None => Ok(()),
-        Some((name, value)) => Err(Error::new(
+        Some((name, value)) => Err(Error::format(
             "the row has no recognized prompt column, but another column may be the prompt",
         )
         .found(format!(

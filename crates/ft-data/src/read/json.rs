@@ -14,7 +14,7 @@ const SURROGATE: &str = "escapes from \\ud800 to \\udfff are halves of a surroga
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
 pub(super) fn cannot_read(path: &str, e: std::io::Error) -> Error {
-    Error::new("cannot read the file").at(path).cause(e)
+    Error::io("cannot read the file").at(path).cause(e)
 }
 
 /// Reads one object per line; skips blank lines; line numbers are physical.
@@ -42,7 +42,7 @@ fn lines(path: &str, mut input: impl BufRead, each: &mut Each) -> Result<()> {
             return Ok(());
         }
         if n as u64 == limit && line.last() != Some(&b'\n') {
-            return Err(Error::new("the row is too long")
+            return Err(Error::format("the row is too long")
                 .at(&place)
                 .found(format!(
                     "over {MAX_ROW_BYTES} bytes in one line: {}",
@@ -83,7 +83,7 @@ fn bad_json(place: &Place, start: usize, text: &str, e: &serde_json::Error) -> E
         "{" | "[" => "a .jsonl file has one complete object per line; an array of objects must be in a .json file",
         _ => "check the quotes and commas of this line; text inside a string needs \\n for a line break",
     };
-    Error::new("the row is not valid JSON")
+    Error::format("the row is not valid JSON")
         .at(format!("{place}:{column}"))
         .found(clip(text))
         .expected("one JSON object")
@@ -153,7 +153,7 @@ fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
         return Err(e);
     }
     result.map_err(|e| {
-        Error::new("the file is not valid JSON")
+        Error::format("the file is not valid JSON")
             .at(format!("{path}:{}:{}", e.line(), e.column()))
             .found(format!("an error after row {}", place.number))
             .expected("one array of objects")

@@ -15,12 +15,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Largest row in bytes: a longer one is a file without line breaks, not a row.
-pub const MAX_ROW_BYTES: usize = 64 << 20;
+pub(crate) const MAX_ROW_BYTES: usize = 64 << 20;
 
 /// Position of a row in its file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
+    /// The path of the file.
     pub file: Arc<str>,
+    /// The line or row, from 1.
     pub number: u64,
     /// True if the number counts lines (from 1), false if it counts rows (from 1).
     pub is_line: bool,
@@ -39,7 +41,9 @@ impl fmt::Display for Place {
 /// One row with its original fields.
 #[derive(Debug, Clone)]
 pub struct Row {
+    /// The columns and their values.
     pub fields: Map<String, Value>,
+    /// Position in the file.
     pub place: Place,
 }
 
@@ -48,7 +52,7 @@ impl Row {
     fn new(value: Value, place: Place) -> Result<Self> {
         match value {
             Value::Object(fields) => Ok(Self { fields, place }),
-            other => Err(Error::new("the row is not an object")
+            other => Err(Error::format("the row is not an object")
                 .at(&place)
                 .found(format!("{}: {}", kind(&other), clip(&other.to_string())))
                 .expected("an object such as {\"text\": \"...\"}")
@@ -58,20 +62,20 @@ impl Row {
 }
 
 /// Receives rows, and the errors of broken ones.
-pub type Each<'a> = dyn FnMut(Result<Row>) -> Result<()> + 'a;
+pub(crate) type Each<'a> = dyn FnMut(Result<Row>) -> Result<()> + 'a;
 
 /// Passes each row of a file to `each`, in order. The extension selects the reader; `.json` may contain an array or
 /// lines. A broken row is passed to `each` as an error (place, clipped row) if the rows after it can be read.
 ///
 /// Errors: the file cannot be read, or not beyond a row; or `each` stops the reading.
-pub fn read_rows(path: &str, each: &mut Each) -> Result<()> {
+pub(crate) fn read_rows(path: &str, each: &mut Each) -> Result<()> {
     let file = Path::new(path);
     let extension = file
         .extension()
         .map(|e| e.to_string_lossy().to_ascii_lowercase())
         .unwrap_or_default();
     if file.is_dir() {
-        return Err(Error::new("this is a directory, not a data file")
+        return Err(Error::format("this is a directory, not a data file")
             .at_path(file)
             .hint("name the files: `data.train = [\"a.jsonl\", \"b.jsonl\"]`"));
     }
@@ -84,7 +88,7 @@ pub fn read_rows(path: &str, each: &mut Each) -> Result<()> {
         "csv" => table::read_table(path, open()?, b',', each),
         "tsv" => table::read_table(path, open()?, b'\t', each),
         "parquet" => parquet::read_parquet(path, files::open(file)?, each),
-        _ => Err(Error::new("unknown kind of data file")
+        _ => Err(Error::unsupported("unknown kind of data file")
             .at_path(file)
             .found(match extension.as_str() {
                 "" => "no extension".to_string(),
@@ -130,7 +134,7 @@ pub(super) fn not_utf8(place: &Place, bytes: &[u8], valid_up_to: usize) -> Error
         .take(4)
         .map(|b| format!("{b:02x}"))
         .collect();
-    Error::new("the row is not UTF-8 text")
+    Error::format("the row is not UTF-8 text")
         .at(format!("{place}:{}", valid_up_to + 1))
         .found(format!(
             "{what} {} in: {}",

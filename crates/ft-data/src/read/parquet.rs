@@ -39,7 +39,7 @@ pub(super) fn read_parquet(path: &str, file: File, each: &mut Each) -> Result<()
 /// The decoder panics on some broken files and on unsupported types: both are faults of the input.
 fn guarded<T>(place: &str, f: impl FnOnce() -> parquet::errors::Result<T>) -> Result<T> {
     let broken = || {
-        Error::new("cannot read the parquet data")
+        Error::format("cannot read the parquet data")
             .at(place)
             .hint("check that the file is complete, or convert it to .jsonl")
     };
@@ -62,7 +62,7 @@ fn object(record: Record, depth: usize) -> Result<Map<String, Value>> {
 
 fn json(field: Field, depth: usize) -> Result<Value> {
     if depth > MAX_DEPTH {
-        return Err(Error::new(format!("values are nested more than {MAX_DEPTH} deep")));
+        return Err(Error::format(format!("values are nested more than {MAX_DEPTH} deep")));
     }
     Ok(match field {
         Field::Null => Value::Null,
@@ -82,7 +82,7 @@ fn json(field: Field, depth: usize) -> Result<Value> {
         // Some writers store text without marking it as text.
         Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
             Ok(text) => Value::String(text.to_string()),
-            Err(_) => return Err(Error::new("binary data is not UTF-8 text").expected("text")),
+            Err(_) => return Err(Error::format("binary data is not UTF-8 text").expected("text")),
         },
         Field::Group(record) => Value::Object(object(record, depth)?),
         Field::ListInternal(list) => Value::Array(

@@ -66,7 +66,7 @@ pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut 
     let mut header: Option<Vec<String>> = None;
     loop {
         let more = reader.read_byte_record(&mut record).map_err(|e| {
-            Error::new("cannot read the table")
+            Error::format("cannot read the table")
                 .at(&place)
                 .cause(e)
                 .hint("put a text with line breaks or quotes in double quotes, and double the quotes inside it")
@@ -106,7 +106,7 @@ fn check_header(mut names: Vec<String>, place: &Place) -> Result<Vec<String>> {
     }
     for (i, name) in names.iter().enumerate() {
         if names[..i].contains(name) {
-            return Err(Error::new(format!("two columns are named `{name}`"))
+            return Err(Error::format(format!("two columns are named `{name}`"))
                 .at(place)
                 .found(clip(&names.join(",")))
                 .expected("a header row with a different name for each column")
@@ -118,11 +118,13 @@ fn check_header(mut names: Vec<String>, place: &Place) -> Result<Vec<String>> {
 
 fn fields(names: &[String], cells: Vec<String>, place: &Place) -> Result<Map<String, Value>> {
     if names.len() != cells.len() {
-        return Err(Error::new("the row and the header have different numbers of columns")
-            .at(place)
-            .found(format!("{} columns: {}", cells.len(), clip(&cells.join(","))))
-            .expected(format!("{} columns: {}", names.len(), clip(&names.join(","))))
-            .hint("put a text with commas in double quotes"));
+        return Err(
+            Error::format("the row and the header have different numbers of columns")
+                .at(place)
+                .found(format!("{} columns: {}", cells.len(), clip(&cells.join(","))))
+                .expected(format!("{} columns: {}", names.len(), clip(&names.join(","))))
+                .hint("put a text with commas in double quotes"),
+        );
     }
     Ok(names
         .iter()

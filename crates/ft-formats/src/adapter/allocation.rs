@@ -7,13 +7,21 @@ use serde_json::{Map, Value, json};
 /// The schedule of the ranks, and the kept singular values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Allocation {
+    /// Mean rank at the end.
     pub target_r: usize,
+    /// Steps before the first pruning.
     pub tinit: usize,
+    /// Steps after the last pruning.
     pub tfinal: usize,
+    /// Steps between two prunings.
     pub delta_t: usize,
+    /// Decay of the average of the sensitivity.
     pub beta1: f64,
+    /// Decay of the average of the uncertainty.
     pub beta2: f64,
+    /// Weight of the orthogonality term in the loss.
     pub orth_reg_weight: f64,
+    /// Steps of the training run.
     pub total_step: usize,
     /// By module: the kept ones among the initial singular values. Empty: all. The tensors contain only the kept ones.
     pub kept: Vec<(String, Vec<bool>)>,

@@ -12,18 +12,18 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    pub fn get(&self, key: &str) -> Option<&Value> {
+    pub(super) fn get(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|v| !v.is_null())
     }
 
-    pub fn wrong(&self, key: &str, expected: &str) -> Error {
-        Error::new(format!("`{key}` has a wrong value"))
+    pub(super) fn wrong(&self, key: &str, expected: &str) -> Error {
+        Error::format(format!("`{key}` has a wrong value"))
             .at_path(self.path)
             .found(self.map.get(key).map_or("nothing".into(), json_kind))
             .expected(expected)
     }
 
-    pub fn number(&self, key: &str, default: f64) -> Result<f64> {
+    pub(super) fn number(&self, key: &str, default: f64) -> Result<f64> {
         match self.get(key) {
             None => Ok(default),
             Some(v) => v
@@ -33,18 +33,18 @@ impl Reader<'_> {
         }
     }
 
-    pub fn flag(&self, key: &str) -> Result<bool> {
+    pub(super) fn flag(&self, key: &str) -> Result<bool> {
         self.flag_or(key, false)
     }
 
-    pub fn flag_or(&self, key: &str, default: bool) -> Result<bool> {
+    pub(super) fn flag_or(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
             Some(v) => v.as_bool().ok_or_else(|| self.wrong(key, "true or false")),
         }
     }
 
-    pub fn text(&self, key: &str) -> Result<Option<String>> {
+    pub(super) fn text(&self, key: &str) -> Result<Option<String>> {
         match self.get(key) {
             None => Ok(None),
             Some(v) => Ok(Some(v.as_str().ok_or_else(|| self.wrong(key, "a string"))?.to_string())),
@@ -52,7 +52,7 @@ impl Reader<'_> {
     }
 
     /// A list of strings, or a single string.
-    pub fn texts(&self, key: &str) -> Result<Vec<String>> {
+    pub(super) fn texts(&self, key: &str) -> Result<Vec<String>> {
         match self.get(key) {
             None => Ok(Vec::new()),
             Some(Value::String(s)) => Ok(vec![s.clone()]),
@@ -68,7 +68,7 @@ impl Reader<'_> {
         }
     }
 
-    pub fn targets(&self, key: &str) -> Result<Option<Targets>> {
+    pub(super) fn targets(&self, key: &str) -> Result<Option<Targets>> {
         match self.get(key) {
             None => Ok(None),
             Some(Value::String(s)) if s == "all-linear" => Ok(Some(Targets::AllLinear)),
@@ -82,14 +82,14 @@ impl Reader<'_> {
         }
     }
 
-    pub fn rank(&self, key: &str, value: &Value) -> Result<usize> {
+    pub(super) fn rank(&self, key: &str, value: &Value) -> Result<usize> {
         match value.as_u64() {
             Some(n) if (1..=1 << 20).contains(&n) => Ok(n as usize),
             _ => Err(self.wrong(key, "a whole number of at least 1")),
         }
     }
 
-    pub fn rank_or(&self, key: &str, default: usize) -> Result<usize> {
+    pub(super) fn rank_or(&self, key: &str, default: usize) -> Result<usize> {
         match self.get(key) {
             None => Ok(default),
             Some(v) => self.rank(key, v),
@@ -97,7 +97,7 @@ impl Reader<'_> {
     }
 
     /// In file order: the first key that matches a module applies.
-    pub fn table<T>(&self, key: &str, read: impl Fn(&Value) -> Result<T>) -> Result<Vec<(String, T)>> {
+    pub(super) fn table<T>(&self, key: &str, read: impl Fn(&Value) -> Result<T>) -> Result<Vec<(String, T)>> {
         match self.get(key) {
             None => Ok(Vec::new()),
             Some(Value::Object(map)) => map.iter().map(|(k, v)| Ok((k.clone(), read(v)?))).collect(),
@@ -106,7 +106,7 @@ impl Reader<'_> {
     }
 
     /// Row ids: a list belongs to the embedding, an object names the module of each list.
-    pub fn token_rows(&self, key: &str) -> Result<Vec<(String, Vec<u32>)>> {
+    pub(super) fn token_rows(&self, key: &str) -> Result<Vec<(String, Vec<u32>)>> {
         let wrong = || self.wrong(key, "a list of token ids, or an object of such lists");
         let ids = |v: &Value| -> Result<Vec<u32>> {
             let list = v.as_array().ok_or_else(wrong)?.iter();
@@ -135,7 +135,7 @@ impl Reader<'_> {
     }
 
     /// One layer number or a list of them.
-    pub fn layers(&self, key: &str) -> Result<Option<Vec<usize>>> {
+    pub(super) fn layers(&self, key: &str) -> Result<Option<Vec<usize>>> {
         let wrong = || self.wrong(key, "a layer number or a list of them");
         let one = |v: &Value| v.as_u64().map(|n| n as usize).ok_or_else(wrong);
         match self.get(key) {

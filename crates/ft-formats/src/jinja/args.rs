@@ -12,7 +12,7 @@ pub(super) struct Args {
 
 impl Args {
     /// Values of the parameters `names`, of which the first `required` must be given.
-    pub fn bind<const N: usize>(&self, of: &str, names: [&str; N], required: usize) -> Done<[Option<Value>; N]> {
+    pub(super) fn bind<const N: usize>(&self, of: &str, names: [&str; N], required: usize) -> Done<[Option<Value>; N]> {
         let mut out: [Option<Value>; N] = std::array::from_fn(|_| None);
         if self.positional.len() > N {
             return Err(Fail::failed(format!(
@@ -46,7 +46,7 @@ impl Args {
     }
 
     /// As `bind`, for functions of C that take no names.
-    pub fn bind_unnamed<const N: usize>(&self, of: &str, required: usize) -> Done<[Option<Value>; N]> {
+    pub(super) fn bind_unnamed<const N: usize>(&self, of: &str, required: usize) -> Done<[Option<Value>; N]> {
         if !self.named.is_empty() {
             return Err(Fail::failed(format!("{of}() takes no keyword arguments")));
         }

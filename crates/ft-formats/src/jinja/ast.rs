@@ -95,7 +95,7 @@ impl CallArgs {
 
 impl Expr {
     /// Calls `found` for every name that is read, in the order of the text.
-    pub fn names(&self, found: &mut dyn FnMut(Name)) {
+    pub(super) fn names(&self, found: &mut dyn FnMut(Name)) {
         match &self.kind {
             ExprKind::Const(_) => {}
             ExprKind::Name(name) => found(*name),
@@ -136,7 +136,7 @@ impl Expr {
     }
 
     /// Errors: the expression is nested too deeply.
-    pub fn new(kind: ExprKind, line: u32) -> Result<Self, Fail> {
+    pub(super) fn new(kind: ExprKind, line: u32) -> Result<Self, Fail> {
         fn deepest<'a>(all: impl IntoIterator<Item = &'a Expr>) -> u16 {
             all.into_iter().map(|e| e.depth).max().unwrap_or(0)
         }

@@ -35,28 +35,28 @@ impl Fail {
         }
     }
 
-    pub fn syntax(text: impl Into<String>) -> Self {
+    pub(crate) fn syntax(text: impl Into<String>) -> Self {
         Self::new(Kind::Syntax, text)
     }
 
-    pub fn failed(text: impl Into<String>) -> Self {
+    pub(crate) fn failed(text: impl Into<String>) -> Self {
         Self::new(Kind::Failed, text)
     }
 
-    pub fn raised(text: impl Into<String>) -> Self {
+    pub(crate) fn raised(text: impl Into<String>) -> Self {
         Self::new(Kind::Raised, text)
     }
 
-    pub fn unsupported(text: impl Into<String>) -> Self {
+    pub(crate) fn unsupported(text: impl Into<String>) -> Self {
         Self::new(Kind::Unsupported, text)
     }
 
-    pub fn limit(text: impl Into<String>) -> Self {
+    pub(crate) fn limit(text: impl Into<String>) -> Self {
         Self::new(Kind::Limit, text)
     }
 
     /// The innermost line stays.
-    pub fn at(mut self, line: u32) -> Self {
+    pub(crate) fn at(mut self, line: u32) -> Self {
         self.line.get_or_insert(line);
         self
     }

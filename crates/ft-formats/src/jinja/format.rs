@@ -106,7 +106,7 @@ pub(super) fn int_digits(n: i128, kind: char, alternate: bool) -> (String, &'sta
 }
 
 impl Spec {
-    pub fn plain() -> Self {
+    pub(super) fn plain() -> Self {
         Self {
             fill: ' ',
             align: None,
@@ -199,7 +199,7 @@ impl Spec {
     }
 
     /// `digits` after `sign`, in the width.
-    pub fn aligned(&self, sign: &str, digits: &str, default: char) -> Done<String> {
+    pub(super) fn aligned(&self, sign: &str, digits: &str, default: char) -> Done<String> {
         let length = sign.chars().count() + digits.chars().count();
         let pad = self.width.saturating_sub(length);
         match self.align.unwrap_or(default) {
@@ -210,7 +210,7 @@ impl Spec {
         }
     }
 
-    pub fn number(&self, is_negative: bool, prefix: &str, digits: String, every: usize) -> Done<String> {
+    pub(super) fn number(&self, is_negative: bool, prefix: &str, digits: String, every: usize) -> Done<String> {
         let sign = match (is_negative, self.sign) {
             (true, _) => "-",
             (false, '-') => "",

@@ -45,7 +45,7 @@ pub(super) struct Style {
 
 impl Style {
     /// Errors: the value has no JSON, or is too large.
-    pub fn dumps(&self, value: &Value) -> Done<String> {
+    pub(super) fn dumps(&self, value: &Value) -> Done<String> {
         let mut out = String::new();
         self.write(&mut out, value, 0)?;
         charge_text(out.len())?;

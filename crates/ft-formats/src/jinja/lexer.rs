@@ -20,7 +20,7 @@ pub(super) enum Token {
 }
 
 impl Token {
-    pub fn describe(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         match self {
             Self::Data(_) => "text".into(),
             Self::PrintBegin => "{{".into(),

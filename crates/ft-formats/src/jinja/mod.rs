@@ -52,11 +52,11 @@ pub(crate) struct Template {
 
 impl Template {
     /// Errors: the text is not a template, or is nested too deeply.
-    pub fn parse(source: &str) -> Result<Self, Fail> {
+    pub(crate) fn parse(source: &str) -> Result<Self, Fail> {
         parser::parse(source).map(|tree| Self { tree })
     }
 
-    pub fn marks_generation(&self) -> bool {
+    pub(crate) fn marks_generation(&self) -> bool {
         self.tree.marks_generation
     }
 
@@ -64,7 +64,7 @@ impl Template {
     /// messages it has and whether it ends with a generation prompt.
     ///
     /// Errors, one by one: the template fails, runs into a limit, or needs what ft has not.
-    pub fn render(
+    pub(crate) fn render(
         &self,
         variables: &[(&str, &Json)],
         messages: &[Json],

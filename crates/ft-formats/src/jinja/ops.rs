@@ -239,7 +239,7 @@ pub(super) fn negative(value: &Value, minus: bool) -> Done<Value> {
 
 impl Value {
     /// `a == b`. Errors: what Python compares by address.
-    pub fn equals(&self, other: &Value) -> Done<bool> {
+    pub(super) fn equals(&self, other: &Value) -> Done<bool> {
         charge(16)?;
         Ok(match (self, other) {
             (Self::Str(a) | Self::Markup(a), Self::Str(b) | Self::Markup(b)) => {

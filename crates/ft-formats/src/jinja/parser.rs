@@ -22,7 +22,7 @@ pub(super) struct Tree {
 
 impl Tree {
     /// The number of a name, if the template has it.
-    pub fn word(&self, word: &str) -> Done<Option<Name>> {
+    pub(super) fn word(&self, word: &str) -> Done<Option<Name>> {
         charge(self.names.len())?;
         let at = self.names.iter().position(|n| **n == *word);
         Ok(at.map(|n| n as Name))

@@ -108,7 +108,7 @@ pub(super) enum Source {
 }
 
 impl Source {
-    pub fn next(&mut self) -> Done<Option<Value>> {
+    pub(super) fn next(&mut self) -> Done<Option<Value>> {
         match self {
             Self::Items(items, _) => Ok(items.pop_front()),
             Self::Shared(iter) => iter.next(),
@@ -118,7 +118,7 @@ impl Source {
 
 impl Seq {
     /// Errors: nested too deeply, or too much work.
-    pub fn new(items: Vec<Value>) -> Done<Rc<Self>> {
+    pub(super) fn new(items: Vec<Value>) -> Done<Rc<Self>> {
         charge_items(items.len())?;
         let depth = deeper(items.iter())?;
         Ok(Rc::new(Self { items, depth }))
@@ -135,7 +135,7 @@ fn deeper<'a>(values: impl Iterator<Item = &'a Value>) -> Done<u32> {
 }
 
 impl Iter {
-    pub fn next(&self) -> Done<Option<Value>> {
+    pub(super) fn next(&self) -> Done<Option<Value>> {
         if self.read_ahead.get() {
             return Err(Fail::unsupported(format!(
                 "a {} that is used again after a filter has read it",
@@ -147,7 +147,7 @@ impl Iter {
 }
 
 impl Range {
-    pub fn get(&self, index: usize) -> i128 {
+    pub(super) fn get(&self, index: usize) -> i128 {
         self.start + self.step * index as i128
     }
 }
@@ -166,7 +166,7 @@ const FEW: usize = 12;
 
 impl Dict {
     /// A later pair replaces an earlier one with the same key. Errors: a key cannot be hashed.
-    pub fn new(pairs: impl IntoIterator<Item = (Value, Value)>) -> Done<Self> {
+    pub(super) fn new(pairs: impl IntoIterator<Item = (Value, Value)>) -> Done<Self> {
         let mut out = Self::default();
         for (key, value) in pairs {
             out.insert(key, value)?;
@@ -174,7 +174,7 @@ impl Dict {
         Ok(out)
     }
 
-    pub fn insert(&mut self, key: Value, value: Value) -> Done<()> {
+    pub(super) fn insert(&mut self, key: Value, value: Value) -> Done<()> {
         // An entry, its hash and its place.
         charge_items(4)?;
         self.depth = self.depth.max(deeper([&key, &value].into_iter())?);
@@ -218,11 +218,11 @@ impl Dict {
     }
 
     /// Errors: the key cannot be hashed.
-    pub fn get(&self, key: &Value) -> Done<Option<&Value>> {
+    pub(super) fn get(&self, key: &Value) -> Done<Option<&Value>> {
         Ok(self.find(key)?.map(|at| &self.entries[at].1))
     }
 
-    pub fn get_str(&self, key: &str) -> Option<&Value> {
+    pub(super) fn get_str(&self, key: &str) -> Option<&Value> {
         if self.index.is_empty() {
             let found = self.entries.iter().find(|(k, _)| k.as_str() == Some(key));
             return found.map(|(_, v)| v);
@@ -232,11 +232,11 @@ impl Dict {
         found.filter(|(k, _)| k.as_str() == Some(key)).map(|(_, v)| v).next()
     }
 
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &(Value, Value)> {
+    pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = &(Value, Value)> {
         self.entries.iter()
     }
 }
@@ -283,19 +283,19 @@ pub(super) fn whole(x: f64) -> Option<i128> {
 }
 
 impl Value {
-    pub fn str(text: impl Into<Arc<str>>) -> Self {
+    pub(super) fn str(text: impl Into<Arc<str>>) -> Self {
         Self::Str(text.into())
     }
 
-    pub fn list(items: Vec<Value>) -> Done<Self> {
+    pub(super) fn list(items: Vec<Value>) -> Done<Self> {
         Ok(Self::List(Seq::new(items)?))
     }
 
-    pub fn tuple(items: Vec<Value>) -> Done<Self> {
+    pub(super) fn tuple(items: Vec<Value>) -> Done<Self> {
         Ok(Self::Tuple(Seq::new(items)?))
     }
 
-    pub fn iter_of(items: Vec<Value>, kind: &'static str) -> Done<Self> {
+    pub(super) fn iter_of(items: Vec<Value>, kind: &'static str) -> Done<Self> {
         charge_items(items.len())?;
         // An iterator counts as one level; what it gives is checked where it is kept.
         let depth = deeper(items.iter())?;
@@ -307,16 +307,16 @@ impl Value {
         })))
     }
 
-    pub fn undefined(why: Undefined) -> Self {
+    pub(super) fn undefined(why: Undefined) -> Self {
         Self::Undefined(Rc::new(why))
     }
 
-    pub fn hint(text: impl Into<String>) -> Self {
+    pub(super) fn hint(text: impl Into<String>) -> Self {
         Self::undefined(Undefined::Hint(text.into()))
     }
 
     /// Text, marked safe or not.
-    pub fn as_str(&self) -> Option<&str> {
+    pub(super) fn as_str(&self) -> Option<&str> {
         match self {
             Self::Str(s) | Self::Markup(s) => Some(s),
             _ => None,
@@ -324,7 +324,7 @@ impl Value {
     }
 
     /// An integer; true and false are integers.
-    pub fn as_int(&self) -> Option<i128> {
+    pub(super) fn as_int(&self) -> Option<i128> {
         match self {
             Self::Bool(b) => Some(i128::from(*b)),
             Self::Int(n) => Some(*n),
@@ -332,14 +332,14 @@ impl Value {
         }
     }
 
-    pub fn as_float(&self) -> Option<f64> {
+    pub(super) fn as_float(&self) -> Option<f64> {
         match self {
             Self::Float(x) => Some(*x),
             _ => self.as_int().map(|n| n as f64),
         }
     }
 
-    pub fn is_undefined(&self) -> bool {
+    pub(super) fn is_undefined(&self) -> bool {
         matches!(self, Self::Undefined(_))
     }
 
@@ -360,7 +360,7 @@ impl Value {
     }
 
     /// The name of the type in Python's messages.
-    pub fn type_name(&self) -> &'static str {
+    pub(super) fn type_name(&self) -> &'static str {
         match self {
             Self::Undefined(_) => "Undefined",
             Self::None => "NoneType",
@@ -391,7 +391,7 @@ impl Value {
     }
 
     /// The error of using this value where it must be defined.
-    pub fn undefined_error(&self) -> Option<Fail> {
+    pub(super) fn undefined_error(&self) -> Option<Fail> {
         let Self::Undefined(why) = self else { return None };
         Some(Fail::failed(match &**why {
             Undefined::Name(name) => format!("'{name}' is undefined"),
@@ -402,12 +402,12 @@ impl Value {
     }
 
     /// Errors: the value is undefined.
-    pub fn defined(&self) -> Done<&Self> {
+    pub(super) fn defined(&self) -> Done<&Self> {
         self.undefined_error().map_or(Ok(self), Err)
     }
 
     /// `bool(value)`.
-    pub fn truth(&self) -> bool {
+    pub(super) fn truth(&self) -> bool {
         match self {
             Self::Undefined(_) | Self::None => false,
             Self::Bool(b) => *b,
@@ -422,7 +422,7 @@ impl Value {
     }
 
     /// `len(value)`. Errors: it has none.
-    pub fn length(&self) -> Done<usize> {
+    pub(super) fn length(&self) -> Done<usize> {
         Ok(match self {
             Self::Undefined(_) => 0,
             Self::Str(s) | Self::Markup(s) => {
@@ -442,7 +442,7 @@ impl Value {
     }
 
     /// True if the value can be iterated.
-    pub fn is_iterable(&self) -> bool {
+    pub(super) fn is_iterable(&self) -> bool {
         match self {
             Self::None | Self::Bool(_) | Self::Int(_) | Self::Float(_) | Self::Namespace(_) => false,
             Self::Object(o) => matches!(**o, Object::Loop(_)),
@@ -451,7 +451,7 @@ impl Value {
     }
 
     /// All elements; an iterator is empty then. Errors: the value cannot be iterated.
-    pub fn elements(&self) -> Done<Vec<Value>> {
+    pub(super) fn elements(&self) -> Done<Vec<Value>> {
         let items: Vec<Value> = match self {
             Self::Undefined(_) => Vec::new(),
             Self::Str(s) | Self::Markup(s) => {
@@ -484,7 +484,7 @@ impl Value {
     }
 
     /// As `elements`, for a filter that jinja2 runs only when its result is read.
-    pub fn elements_ahead(&self) -> Done<Vec<Value>> {
+    pub(super) fn elements_ahead(&self) -> Done<Vec<Value>> {
         let items = self.elements()?;
         if let Self::Iter(i) = self {
             i.read_ahead.set(true);
@@ -493,7 +493,7 @@ impl Value {
     }
 
     /// What a loop runs over. Errors: the value cannot be iterated.
-    pub fn source(&self) -> Done<Source> {
+    pub(super) fn source(&self) -> Done<Source> {
         match self {
             Self::Iter(iter) => Ok(Source::Shared(iter.clone())),
             _ => {

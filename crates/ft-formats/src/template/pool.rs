@@ -141,5 +141,5 @@ impl Renderer {
 
 fn stopped(why: worker::End) -> Error {
     let limit = "the template has a very long or endless loop: use another one with `data.chat_template`";
-    Error::new(format!("chat template was stopped: it {why}")).hint(limit)
+    Error::format(format!("chat template was stopped: it {why}")).hint(limit)
 }

@@ -164,7 +164,7 @@ impl Reader<'_> {
     }
 
     /// The answers to `count` asks, and nothing behind them.
-    pub fn job(mut self, count: usize) -> Option<Vec<Answer>> {
+    pub(super) fn job(mut self, count: usize) -> Option<Vec<Answer>> {
         let mut out = Vec::with_capacity(count);
         for _ in 0..count {
             out.push(match self.bytes(1)?[0] {

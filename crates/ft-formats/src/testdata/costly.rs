@@ -1,6 +1,6 @@
 //! Templates of single operations that cost more than they seem to: each has to be accounted for by what it does.
 
-pub fn templates() -> Vec<(&'static str, String)> {
+pub(super) fn templates() -> Vec<(&'static str, String)> {
     let plain = [
         (
             "tree of iterators",

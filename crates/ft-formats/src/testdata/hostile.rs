@@ -1,6 +1,6 @@
 //! Templates that try to hang, to use all memory or to overflow the stack. None may succeed.
 
-pub fn templates() -> Vec<(&'static str, String)> {
+pub(super) fn templates() -> Vec<(&'static str, String)> {
     let many = |piece: &str, n: usize| piece.repeat(n);
     let mut out: Vec<(&str, String)> = vec![
         // Stack of the parser.

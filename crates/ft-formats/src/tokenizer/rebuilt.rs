@@ -112,7 +112,7 @@ pub(super) fn rebuild(inner: &mut Tokenizer, class: Class, config: &Map<String, 
     if splits[0] {
         inner
             .with_normalizer(part::<NormalizerWrapper>(&want.normalizer)?)
-            .map_err(|e| Error::new("cannot set the normalizer of the tokenizer class").cause(e))?;
+            .map_err(|e| Error::format("cannot set the normalizer of the tokenizer class").cause(e))?;
     }
     if splits[1] {
         inner.with_pre_tokenizer(part::<PreTokenizerWrapper>(&want.pre_tokenizer)?);
@@ -123,7 +123,7 @@ pub(super) fn rebuild(inner: &mut Tokenizer, class: Class, config: &Map<String, 
 
 fn part<T: DeserializeOwned>(value: &Value) -> Result<Option<T>> {
     serde_json::from_value(value.clone())
-        .map_err(|e| Error::new("the tokenizer library rejects a part of the tokenizer class").cause(e))
+        .map_err(|e| Error::format("the tokenizer library rejects a part of the tokenizer class").cause(e))
 }
 
 /// True if a part of the file behaves differently from the part of the class.

@@ -38,21 +38,28 @@ impl Weights {
 
     /// Reads elements of tensor `name` as f32, from element `first` on, as many as `out` has.
     ///
-    /// Errors: no such tensor, or too few elements in it; not a weight format; a failed read.
+    /// # Errors
+    /// No such tensor, or too few elements in it; not a weight format; a failed read.
     pub fn read_f32_at(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
         self.read_at(name, first, out)
     }
 
     /// As `read_f32_at`, as bf16 (rounded to nearest, ties to even: the values of `read_bf16`).
+    ///
+    /// # Errors
+    /// As for `read_f32_at`.
     pub fn read_bf16_at(&self, name: &str, first: usize, out: &mut [bf16]) -> Result<()> {
         self.read_at(name, first, out)
     }
 
     /// As `read_f32_at`, for a tensor that is stored as I16.
+    ///
+    /// # Errors
+    /// As for `read_f32_at`; a tensor of another number format.
     pub fn read_i16_at(&self, name: &str, first: usize, out: &mut [i16]) -> Result<()> {
         let info = self.must(name)?;
         if info.dtype != StoredDtype::I16 {
-            return Err(Error::new(format!("tensor `{name}` has another dtype"))
+            return Err(Error::shape(format!("tensor `{name}` has another dtype"))
                 .at_path(&self.paths[info.file])
                 .found(info.dtype)
                 .expected("I16"));
@@ -62,6 +69,9 @@ impl Weights {
     }
 
     /// Reads stored bytes of a tensor of any number format, starting at byte `first`.
+    ///
+    /// # Errors
+    /// No such tensor, or too few bytes in it; a failed read.
     pub fn read_bytes_at(&self, name: &str, first: usize, out: &mut [u8]) -> Result<()> {
         let info = self.must(name)?;
         if (first + out.len()) as u64 > info.bytes {
@@ -121,7 +131,7 @@ impl Weights {
     }
 
     fn too_short(&self, info: &TensorInfo, count: usize, first: usize) -> Error {
-        Error::new(format!("tensor `{}` has fewer values than requested", info.name))
+        Error::argument(format!("tensor `{}` has fewer values than requested", info.name))
             .at_path(&self.paths[info.file])
             .found(info.count())
             .expected(format!("{count} from index {first} on"))

@@ -280,7 +280,14 @@ pub(crate) struct Streamed {
 
 impl Streamed {
     /// Takes the tokens `trained` of `h`, processed `chunk` at a time; `sizes` are (D, V).
-    pub fn new(h: &[f32], targets: &[u32], trained: &[usize], sizes: (usize, usize), cap: f32, chunk: usize) -> Self {
+    pub(crate) fn new(
+        h: &[f32],
+        targets: &[u32],
+        trained: &[usize],
+        sizes: (usize, usize),
+        cap: f32,
+        chunk: usize,
+    ) -> Self {
         let (d, v) = sizes;
         let chunk = chunk.min(trained.len()).max(1);
         let mut gathered = unwritten(trained.len() * d);
@@ -299,12 +306,12 @@ impl Streamed {
     }
 
     /// Sets a factor for the gradient of each token: `weights` `[N]`.
-    pub fn weigh(&mut self, weights: Option<&[f32]>, trained: &[usize]) {
+    pub(crate) fn weigh(&mut self, weights: Option<&[f32]>, trained: &[usize]) {
         self.rows.weights = weights_of(weights, trained);
     }
 
     /// Processes the rows `head` of the head from row `first` on.
-    pub fn survey(&mut self, head: WeightRows<'_>, first: usize) {
+    pub(crate) fn survey(&mut self, head: WeightRows<'_>, first: usize) {
         let (d, all) = (self.d, self.rows.hits.len());
         for (at, width) in pieces(head.count()) {
             let head = head.part(at, width);
@@ -318,12 +325,12 @@ impl Streamed {
     }
 
     /// Returns the result of every trained token.
-    pub fn finish(&mut self) -> Vec<Row> {
+    pub(crate) fn finish(&mut self) -> Vec<Row> {
         self.rows.finish()
     }
 
     /// As `survey`: adds the contribution of these rows to the gradient of the hidden states.
-    pub fn turn(&mut self, head: WeightRows<'_>, first: usize, scale: f32) {
+    pub(crate) fn turn(&mut self, head: WeightRows<'_>, first: usize, scale: f32) {
         let (d, all) = (self.d, self.rows.hits.len());
         if self.dh.is_empty() {
             self.dh = unwritten(all * d);
@@ -355,7 +362,7 @@ impl Streamed {
     }
 
     /// The gradient of the hidden states, `[trained, D]`, after `turn`.
-    pub fn gradient(&self) -> &[f32] {
+    pub(crate) fn gradient(&self) -> &[f32] {
         &self.dh
     }
 }

@@ -103,23 +103,23 @@ pub(crate) fn expect_f32(t: &Tensor, name: &str) -> Result<()> {
 }
 
 pub(crate) fn wrong_shape(t: &Tensor, name: &str, expected: &str) -> Error {
-    Error::new(format!("{name} has the wrong shape"))
+    Error::shape(format!("{name} has the wrong shape"))
         .found(format!("{:?}", t.dims()))
         .expected(expected)
 }
 
 fn wrong_type(t: &Tensor, name: &str, expected: &str) -> Error {
-    Error::new(format!("{name} has the wrong element type"))
+    Error::shape(format!("{name} has the wrong element type"))
         .found(t.dtype().as_str())
         .expected(expected)
 }
 
 fn not_on_cpu(t: &Tensor, name: &str) -> Error {
-    Error::new(format!("{name} is on a device that this operation does not support"))
+    Error::shape(format!("{name} is on a device that this operation does not support"))
         .found(format!("{:?}", t.device().location()))
         .expected("the CPU")
 }
 
 fn not_contiguous(name: &str) -> Error {
-    Error::new(format!("{name} is not contiguous"))
+    Error::shape(format!("{name} is not contiguous"))
 }

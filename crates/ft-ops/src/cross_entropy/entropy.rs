@@ -8,10 +8,11 @@ use candle_core::Tensor;
 use ft_base::Result;
 use rayon::prelude::*;
 
-/// Returns the entropy of each token in nats, `[N]`; 0 if the target is `IGNORE`. h `[N, D]`, head `[V, D]`,
-/// targets `[N]`. Logits are in memory for `chunk` tokens at a time; on a GPU for one piece of the vocabulary.
+/// Returns the entropy of each token in nats, `[N]`; 0 if the target is `IGNORE`. h `[N, D]`, head `[V, D]`, targets
+/// `[N]`. Logits are in memory for `chunk` tokens at a time; on a GPU for one piece of the vocabulary.
 ///
-/// Errors: a target outside the vocabulary.
+/// # Errors
+/// A target outside the vocabulary.
 pub fn token_entropies(
     h: &Tensor,
     head: &Tensor,

@@ -36,12 +36,14 @@ impl Pieces<'_> {
     /// Returns the rows that have a target, after all checks.
     fn trained_rows(&self, h: &Tensor, targets: &[u32], options: &Options) -> Result<Vec<usize>> {
         if self.rows_of_part == 0 || !self.rows_of_part.is_multiple_of(PIECE) {
-            return Err(Error::new("the parts of the output head have the wrong size")
+            return Err(Error::shape("the parts of the output head have the wrong size")
                 .found(self.rows_of_part)
                 .expected(format!("a multiple of {PIECE}")));
         }
         if options.need_dw {
-            return Err(Error::new("an output head that is read in parts cannot be trained"));
+            return Err(Error::unsupported(
+                "an output head that is read in parts cannot be trained",
+            ));
         }
         let trained = check(h, (self.rows, self.width), targets, options.softcap)?;
         options.check(targets.len())?;
@@ -147,7 +149,7 @@ pub(super) mod gpu {
         let trained = head.trained_rows(h, targets, options)?;
         let totals = step_stats
             .losses()?
-            .ok_or_else(|| Error::new("the statistics of a step are not on the GPU"))?;
+            .ok_or_else(|| Error::internal("the statistics of a step are not on the GPU"))?;
         let job = Job {
             h,
             trained: &trained,

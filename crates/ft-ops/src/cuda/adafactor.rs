@@ -39,7 +39,7 @@ struct Common {
 }
 
 fn wrong(what: &str) -> Error {
-    Error::new(format!("an optimizer step was given {what}"))
+    Error::shape(format!("an optimizer step was given {what}"))
 }
 
 /// Returns the second moment of a parameter, f32: the address of the row means (0 for a vector) and of the other

@@ -90,7 +90,7 @@ const BACKWARD: &str = "attention_backward";
 const PLAIN: &str = "attention_f32";
 
 fn too_large(spec: &Spec) -> Error {
-    Error::new("an attention head is too large for the GPU")
+    Error::unsupported("an attention head is too large for the GPU")
         .found(spec.head_dim)
         .expected(format!("at most {LARGEST}"))
 }
@@ -126,7 +126,7 @@ fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Re
     let id = gpu.device().id();
     let mut lists = LISTS
         .lock()
-        .map_err(|_| Error::new("the lists of attention were left locked"))?;
+        .map_err(|_| Error::internal("the lists of attention were left locked"))?;
     let known = lists.iter().find(|(on, of, _)| *on == id && *of == bytes);
     if let Some((_, _, list)) = known {
         return Ok(list.clone());
@@ -146,7 +146,7 @@ fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Re
 unsafe fn launch(gpu: &Gpu, module: &'static str, name: &str, grid: Grid, args: &[Arg], form: &Form) -> Result<()> {
     gpu.function(module, name)?
         .set_attribute(MOST_SHARED, grid.shared as i32)
-        .map_err(|e| Error::new(format!("the GPU has too little shared memory for `{name}`")).cause(e))?;
+        .map_err(|e| Error::unsupported(format!("the GPU has too little shared memory for `{name}`")).cause(e))?;
     // SAFETY: promised by the caller.
     unsafe { gpu.launch_with(module, name, grid, args, Some(form)) }
 }

@@ -193,7 +193,7 @@ impl Buffers<'_> {
             None => 0,
         };
         if job.totals.elem_count() < 2 {
-            return Err(Error::new("the buffer for the loss totals is too small"));
+            return Err(Error::internal("the buffer for the loss totals is too small"));
         }
         let args = [
             Arg::Address(self.loss),

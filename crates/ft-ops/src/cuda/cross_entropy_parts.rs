@@ -200,7 +200,7 @@ impl Places<'_> {
         let count = Arg::small(self.count, "a batch")?;
         let optional = |t: Option<&Tensor>, name| t.map_or(Ok(0), |t| address_of(t, name, DType::F32));
         if job.totals.elem_count() < 2 {
-            return Err(Error::new("the buffer for the loss totals is too small"));
+            return Err(Error::internal("the buffer for the loss totals is too small"));
         }
         let args = [
             Arg::Address(self.seen),

@@ -9,22 +9,26 @@ use std::ffi::c_void;
 use sys::CUmemPool_attribute_enum as Attribute;
 
 fn driver(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
-    move |e| Error::new(format!("{what} failed")).found(format!("{e:?}"))
+    move |e| {
+        let text = format!("{e:?}");
+        Error::device(format!("{what} failed"), &text).found(text)
+    }
 }
 
 /// Opens GPU `ordinal` with its own stream; freed memory stays in the pool.
-pub fn open(ordinal: usize) -> Result<Device> {
+pub(crate) fn open(ordinal: usize) -> Result<Device> {
     let found = CudaContext::device_count().map_err(|e| {
         Error::new("the CUDA driver does not respond")
             .found(format!("{e:?}"))
             .hint("`nvidia-smi` must work; `ft doctor` shows which devices ft detects")
     })?;
     if ordinal >= found.max(0) as usize {
-        return Err(Error::new(format!("the GPU `cuda:{ordinal}` does not exist")).found(format!("{found} GPUs")));
+        return Err(Error::not_found(format!("the GPU `cuda:{ordinal}` does not exist")).found(format!("{found} GPUs")));
     }
     let device = Device::new_cuda_with_stream(ordinal).map_err(|e| {
-        Error::new(format!("GPU `cuda:{ordinal}` cannot be used"))
-            .found(e)
+        let text = e.to_string();
+        Error::device(format!("GPU `cuda:{ordinal}` cannot be used"), &text)
+            .found(text)
             .hint("`ft doctor` shows the versions of driver and libraries")
     })?;
     if let Device::Cuda(device) = &device {
@@ -63,7 +67,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
 }
 
 /// Returns current and peak usage of the pool.
-pub fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
+pub(crate) fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
     let pool = pool(device)?;
     let context = device.cuda_stream().context().clone();
     let (free, total) = context.mem_get_info().map_err(driver("querying free memory"))?;
@@ -78,7 +82,7 @@ pub fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
 }
 
 /// Replaces the pool by one of at most `bytes`. Code, library workspaces and the context are not included.
-pub fn limit(device: &CudaDevice, bytes: u64) -> Result<()> {
+pub(crate) fn limit(device: &CudaDevice, bytes: u64) -> Result<()> {
     let context = device.cuda_stream().context().clone();
     // SAFETY: all zeros is a valid description; the relevant fields are set below. In every version of the header a
     // location is two ints: its type and the device number.
@@ -100,7 +104,7 @@ pub fn limit(device: &CudaDevice, bytes: u64) -> Result<()> {
 }
 
 /// Returns every GPU, by ordinal.
-pub fn all() -> Result<Vec<Gpu>> {
+pub(crate) fn all() -> Result<Vec<Gpu>> {
     let count = CudaContext::device_count().map_err(driver("counting the GPUs"))?;
     (0..count.max(0) as usize).map(describe).collect()
 }

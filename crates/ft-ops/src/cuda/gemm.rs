@@ -17,7 +17,7 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    pub fn new(address: u64, kind: Kind, stride: usize) -> Self {
+    pub(crate) fn new(address: u64, kind: Kind, stride: usize) -> Self {
         Self {
             address,
             kind,
@@ -26,7 +26,7 @@ impl Matrix {
         }
     }
 
-    pub fn t(self) -> Self {
+    pub(crate) fn t(self) -> Self {
         Self {
             transposed: !self.transposed,
             ..self
@@ -64,15 +64,16 @@ pub(crate) unsafe fn gemm(
         return Ok(());
     }
     if a.kind != b.kind || c.transposed {
-        return Err(Error::new("the matrices of a product have different dtypes"));
+        return Err(Error::shape("the matrices of a product have different dtypes"));
     }
     let size = |x| narrow(x, "a matrix");
     let (alpha, beta) = (1f32, if add { 1f32 } else { 0f32 });
     let number = |x: &f32| (x as *const f32).cast::<c_void>();
     let device = gpu.device();
     let failed = |e: &dyn std::fmt::Debug| {
-        Error::new("cuBLAS failed on a product of matrices")
-            .found(format!("{e:?}"))
+        let text = format!("{e:?}");
+        Error::device("cuBLAS failed on a product of matrices", &text)
+            .found(text)
             .at(format!("[{m}, {k}] · [{k}, {n}]"))
     };
     device

@@ -7,7 +7,8 @@ use ft_base::{Error, Result};
 use half::bf16;
 
 fn failed(e: impl std::fmt::Debug) -> Error {
-    Error::new("a copy between host and GPU failed").found(format!("{e:?}"))
+    let text = format!("{e:?}");
+    Error::device("a copy between host and GPU failed", &text).found(text)
 }
 
 /// Reads the elements of `t`, which has the type `dtype`, as `T`. Synchronizes with the GPU.
@@ -18,7 +19,7 @@ pub(crate) fn read<T: DeviceRepr + Copy + Default>(t: &Tensor, name: &str, dtype
         return Ok(values);
     }
     if dtype.size_in_bytes() != size_of::<T>() {
-        return Err(Error::new("a tensor was read as another type").found(dtype.as_str()));
+        return Err(Error::internal("a tensor was read as another type").found(dtype.as_str()));
     }
     let gpu = Gpu::of(t, name)?;
     let stream = gpu.device().cuda_stream();
@@ -33,7 +34,7 @@ pub(crate) fn read<T: DeviceRepr + Copy + Default>(t: &Tensor, name: &str, dtype
 pub(crate) fn write<T: DeviceRepr>(t: &Tensor, name: &str, dtype: DType, values: &[T]) -> Result<()> {
     let to = address_of(t, name, dtype)?;
     if t.elem_count() != values.len() || dtype.size_in_bytes() != size_of::<T>() {
-        return Err(Error::new(format!("{name} and its values differ in size"))
+        return Err(Error::shape(format!("{name} and its values differ in size"))
             .found(values.len())
             .expected(t.elem_count()));
     }

@@ -44,14 +44,14 @@ pub(crate) enum Kind {
 
 impl Kind {
     /// The name in kernel names.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Kind::F32 => "f32",
             Kind::Bf16 => "bf16",
         }
     }
 
-    pub fn bytes(self) -> usize {
+    pub(crate) fn bytes(self) -> usize {
         match self {
             Kind::F32 => 4,
             Kind::Bf16 => 2,
@@ -59,11 +59,11 @@ impl Kind {
     }
 
     /// Elements in 16 bytes, the unit of a vector load or store of one thread.
-    pub fn pack(self) -> usize {
+    pub(crate) fn pack(self) -> usize {
         16 / self.bytes()
     }
 
-    pub fn dtype(self) -> DType {
+    pub(crate) fn dtype(self) -> DType {
         match self {
             Kind::F32 => DType::F32,
             Kind::Bf16 => DType::BF16,
@@ -71,7 +71,7 @@ impl Kind {
     }
 
     /// Returns f32 or bf16, else an error that calls the tensor `name`.
-    pub fn of(t: &Tensor, name: &str) -> Result<Self> {
+    pub(crate) fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.dtype() {
             DType::F32 => Ok(Kind::F32),
             DType::BF16 => Ok(Kind::Bf16),
@@ -81,7 +81,7 @@ impl Kind {
 }
 
 fn wrong_type(t: &Tensor, name: &str, expected: &str) -> Error {
-    Error::new(format!("{name} has the wrong element type"))
+    Error::shape(format!("{name} has the wrong element type"))
         .found(t.dtype().as_str())
         .expected(expected)
 }
@@ -101,12 +101,12 @@ pub(crate) enum Arg {
 
 impl Arg {
     /// A count or a size as a 64-bit kernel argument.
-    pub fn size(n: usize) -> Self {
+    pub(crate) fn size(n: usize) -> Self {
         Arg::I64(n as i64)
     }
 
     /// A size as a 32-bit kernel argument.
-    pub fn small(n: usize, name: &str) -> Result<Self> {
+    pub(crate) fn small(n: usize, name: &str) -> Result<Self> {
         Ok(Arg::I32(narrow(n, name)?))
     }
 }
@@ -114,7 +114,7 @@ impl Arg {
 /// Converts `n` to a 32-bit number, for cuBLAS and for sizes inside a row.
 pub(crate) fn narrow(n: usize, name: &str) -> Result<i32> {
     i32::try_from(n).map_err(|_| {
-        Error::new(format!("{name} is too large for the GPU"))
+        Error::unsupported(format!("{name} is too large for the GPU"))
             .found(n)
             .expected(format!("at most {}", i32::MAX))
     })
@@ -131,7 +131,7 @@ pub(crate) struct Grid {
 
 impl Grid {
     /// A one-dimensional grid of `blocks` blocks of `threads` threads.
-    pub fn line(blocks: usize, threads: u32) -> Self {
+    pub(crate) fn line(blocks: usize, threads: u32) -> Self {
         Self {
             blocks: (blocks, 1),
             threads: (threads, 1),
@@ -140,7 +140,7 @@ impl Grid {
     }
 
     /// A grid for a grid-stride loop over `items`: enough blocks to fill the GPU, not more.
-    pub fn stride(items: usize) -> Self {
+    pub(crate) fn stride(items: usize) -> Self {
         const THREADS: usize = 256;
         const BLOCKS: usize = 4096;
         Self::line(items.div_ceil(THREADS).clamp(1, BLOCKS), THREADS as u32)
@@ -155,22 +155,22 @@ pub(crate) struct Gpu {
 
 impl Gpu {
     /// Returns the GPU that holds `t`.
-    pub fn of(t: &Tensor, name: &str) -> Result<Self> {
+    pub(crate) fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.device() {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
-            _ => Err(Error::new(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location()))),
+            _ => Err(Error::shape(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location()))),
         }
     }
 
     /// Returns the GPU of `device`.
-    pub fn on(device: &Device) -> Result<Self> {
+    pub(crate) fn on(device: &Device) -> Result<Self> {
         match device {
             Device::Cuda(device) => Ok(Self { device: device.clone() }),
-            _ => Err(Error::new("this device is not a GPU").found(format!("{:?}", device.location()))),
+            _ => Err(Error::shape("this device is not a GPU").found(format!("{:?}", device.location()))),
         }
     }
 
-    pub fn device(&self) -> &CudaDevice {
+    pub(crate) fn device(&self) -> &CudaDevice {
         &self.device
     }
 
@@ -179,7 +179,7 @@ impl Gpu {
     /// # Safety
     /// The arguments match the parameters of the kernel in order and type, and the kernel may access every address
     /// among them.
-    pub unsafe fn launch(&self, module: &'static str, function: &str, grid: Grid, args: &[Arg]) -> Result<()> {
+    pub(crate) unsafe fn launch(&self, module: &'static str, function: &str, grid: Grid, args: &[Arg]) -> Result<()> {
         // SAFETY: promised by the caller; no structure is passed.
         unsafe { self.launch_with(module, function, grid, args, None::<&[u32; 1]>) }
     }
@@ -188,7 +188,7 @@ impl Gpu {
     ///
     /// # Safety
     /// As `launch`.
-    pub unsafe fn launch_with<T: DeviceRepr>(
+    pub(crate) unsafe fn launch_with<T: DeviceRepr>(
         &self,
         module: &'static str,
         function: &str,
@@ -201,8 +201,10 @@ impl Gpu {
             return Ok(());
         }
         if grid.blocks.0 > MOST.0 || grid.blocks.1 > MOST.1 {
-            return Err(Error::new(format!("a tensor is too large for the kernel `{function}`"))
-                .found(format!("{:?} blocks", grid.blocks)));
+            return Err(
+                Error::unsupported(format!("a tensor is too large for the kernel `{function}`"))
+                    .found(format!("{:?} blocks", grid.blocks)),
+            );
         }
         let function_handle = self.function(module, function)?;
         let stream = self.device.cuda_stream();
@@ -232,7 +234,7 @@ impl Gpu {
     }
 
     /// Returns the kernel, loaded once per device.
-    pub fn function(&self, module: &'static str, function: &str) -> Result<CudaFunction> {
+    pub(crate) fn function(&self, module: &'static str, function: &str) -> Result<CudaFunction> {
         let mut loaded = loaded()?;
         let loaded = loaded.entry(self.device.id()).or_default();
         if let Some(found) = loaded.functions.get(function) {
@@ -242,7 +244,7 @@ impl Gpu {
             Some(code) => code.clone(),
             None => {
                 let binary = ft_kernels::module(module)
-                    .ok_or_else(|| Error::new(format!("this build has no CUDA module `{module}`")))?;
+                    .ok_or_else(|| Error::internal(format!("this build has no CUDA module `{module}`")))?;
                 let code = self
                     .device
                     .cuda_stream()
@@ -264,7 +266,7 @@ impl Gpu {
     }
 
     /// Returns an uninitialized tensor, which the caller must write before it is read.
-    pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    pub(crate) fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
         // A tensor without elements still needs an address.
         let n = shape.elem_count().max(1);
@@ -278,19 +280,19 @@ impl Gpu {
                 DType::U32 => CudaStorageSlice::U32(device.alloc::<u32>(n)?),
                 DType::I16 => CudaStorageSlice::I16(device.alloc::<i16>(n)?),
                 DType::U8 => CudaStorageSlice::U8(device.alloc::<u8>(n)?),
-                other => return Err(Error::new("no GPU memory for this element type").found(other.as_str())),
+                other => return Err(Error::unsupported("no GPU memory for this element type").found(other.as_str())),
             }
         };
         Ok(self.wrap(slice, shape))
     }
 
     /// Returns a tensor of zeros.
-    pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    pub(crate) fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         Ok(Tensor::zeros(shape, dtype, &Device::Cuda(self.device.clone()))?)
     }
 
     /// Uploads u32 values to the device.
-    pub fn upload_u32(&self, values: &[u32]) -> Result<Tensor> {
+    pub(crate) fn upload_u32(&self, values: &[u32]) -> Result<Tensor> {
         if values.is_empty() {
             return self.empty(0, DType::U32);
         }
@@ -299,7 +301,7 @@ impl Gpu {
     }
 
     /// Uploads bytes (a table that a kernel reads) to the device.
-    pub fn upload_bytes(&self, values: &[u8]) -> Result<Tensor> {
+    pub(crate) fn upload_bytes(&self, values: &[u8]) -> Result<Tensor> {
         if values.is_empty() {
             return self.empty(0, DType::U8);
         }
@@ -328,11 +330,12 @@ fn loaded() -> Result<MutexGuard<'static, HashMap<DeviceId, Loaded>>> {
     LOADED
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::new("the list of CUDA kernels was left locked"))
+        .map_err(|_| Error::internal("the list of CUDA kernels was left locked"))
 }
 
 fn failed(what: &str, e: impl std::fmt::Display) -> Error {
-    Error::new(format!("CUDA failed on `{what}`")).cause(e)
+    let text = e.to_string();
+    Error::device(format!("CUDA failed on `{what}`"), &text).cause(text)
 }
 
 /// Returns the address of the first element of a contiguous tensor on the GPU. It stays valid as long as the tensor
@@ -340,11 +343,11 @@ fn failed(what: &str, e: impl std::fmt::Display) -> Error {
 pub(crate) fn address(t: &Tensor, name: &str) -> Result<u64> {
     let (storage, layout) = t.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
-        return Err(Error::new(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location())));
+        return Err(Error::shape(format!("{name} is not on the GPU")).found(format!("{:?}", t.device().location())));
     };
     let (start, _) = layout
         .contiguous_offsets()
-        .ok_or_else(|| Error::new(format!("{name} is not contiguous")))?;
+        .ok_or_else(|| Error::shape(format!("{name} is not contiguous")))?;
     let stream = storage.device.cuda_stream();
     let (first, bytes) = match &storage.slice {
         CudaStorageSlice::F32(s) => (s.device_ptr(&stream).0, 4),

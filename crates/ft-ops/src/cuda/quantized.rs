@@ -78,7 +78,7 @@ fn table_on(gpu: &Gpu, table: &'static [f32; 256]) -> Result<u64> {
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::new("the quantization table was left locked"))?;
+        .map_err(|_| Error::internal("the quantization table was left locked"))?;
     match kept.entry(gpu.device().id()) {
         Entry::Occupied(known) => address(known.get(), NAME),
         Entry::Vacant(place) => {
@@ -116,7 +116,7 @@ fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, 
     let (format, weight) = weight(gpu, w)?;
     let kind = decoded(w);
     if count * width > to.elem_count() || first + count > w.rows || from + width > w.columns {
-        return Err(Error::new("a part of a quantized weight does not match its buffer"));
+        return Err(Error::shape("a part of a quantized weight does not match its buffer"));
     }
     let args = [
         Arg::size(first),

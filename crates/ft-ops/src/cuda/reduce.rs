@@ -14,16 +14,16 @@ pub(super) struct Shares(usize);
 
 impl Shares {
     /// Returns the index of the first share of a tensor of n elements.
-    pub fn next(&mut self, n: usize) -> Result<u32> {
+    pub(super) fn next(&mut self, n: usize) -> Result<u32> {
         let first = self.0;
         self.0 += n.div_ceil(SHARE);
         match i32::try_from(self.0) {
             Ok(_) => Ok(first as u32),
-            Err(_) => Err(Error::new("tensors are too large for one launch")),
+            Err(_) => Err(Error::unsupported("tensors are too large for one launch")),
         }
     }
 
-    pub fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.0
     }
 }
@@ -78,7 +78,10 @@ fn one(kernel: &'static str, t: &Tensor) -> Result<f64> {
     let total = Gpu::of(t, "a tensor that is summed")?.zeros(1, DType::F64)?;
     run(kernel, &[t], &total, false)?;
     let total: Vec<f64> = read(&total, "a total", DType::F64)?;
-    total.first().copied().ok_or_else(|| Error::new("a total is empty"))
+    total
+        .first()
+        .copied()
+        .ok_or_else(|| Error::internal("a total is empty"))
 }
 
 /// Returns the sum of the squares of an f32 or bf16 tensor. Synchronizes with the GPU.

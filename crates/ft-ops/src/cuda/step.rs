@@ -43,7 +43,7 @@ fn plan(rule: Rule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
         Rule::Sgd { momentum } => ("sgd_step", [momentum as f32, 0.0, 0.0], (momentum != 0.0, false)),
         Rule::Lion { betas: [b1, b2] } => ("lion_step", [b1 as f32, b2 as f32, 0.0], (true, false)),
         Rule::Sign => ("sign_step", [0.0; 3], (false, false)),
-        Rule::Adafactor => return Err(Error::new("Adafactor has kernels of its own")),
+        Rule::Adafactor => return Err(Error::unsupported("Adafactor has kernels of its own")),
     })
 }
 
@@ -132,7 +132,7 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
 /// Adds one `Entry` of the kernel to the table.
 fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, table: &mut Vec<u8>) -> Result<()> {
     let n = item.weight.elem_count();
-    let wrong = |what: &str| Error::new(format!("an optimizer step was given {what}"));
+    let wrong = |what: &str| Error::shape(format!("an optimizer step was given {what}"));
     let sized = |t: &Tensor, name: &str| match t.elem_count() == n {
         true => address(t, name),
         false => Err(wrong("tensors of different sizes").found(t.elem_count()).expected(n)),
@@ -206,7 +206,7 @@ fn with_table(gpu: &Gpu, table: Vec<u8>, f: impl FnOnce(u64) -> Result<()>) -> R
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::new("the table of parameters was left locked"))?;
+        .map_err(|_| Error::internal("the table of parameters was left locked"))?;
     let id = gpu.device().id();
     if kept.get(&id).is_none_or(|(old, _)| *old != table) {
         let there = gpu.upload_bytes(&table)?;
@@ -214,7 +214,7 @@ fn with_table(gpu: &Gpu, table: Vec<u8>, f: impl FnOnce(u64) -> Result<()>) -> R
     }
     match kept.get(&id) {
         Some((_, there)) => f(address(there, "a table of parameters")?),
-        None => Err(Error::new("the table of parameters is lost")),
+        None => Err(Error::internal("the table of parameters is lost")),
     }
 }
 
@@ -225,7 +225,7 @@ fn code_tables(gpu: &Gpu) -> Result<u64> {
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::new("the quantization table was left locked"))?;
+        .map_err(|_| Error::internal("the quantization table was left locked"))?;
     let id = gpu.device().id();
     match kept.entry(id) {
         Entry::Occupied(known) => address(known.get(), "a quantization table"),

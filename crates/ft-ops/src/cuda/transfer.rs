@@ -13,7 +13,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 fn failed(e: impl std::fmt::Debug) -> Error {
-    Error::new("a copy between host and GPU failed").found(format!("{e:?}"))
+    let text = format!("{e:?}");
+    Error::device("a copy between host and GPU failed", &text).found(text)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -90,7 +91,7 @@ impl Drop for Copier {
 }
 
 impl Copier {
-    pub fn new(device: &Device) -> Result<Self> {
+    pub(crate) fn new(device: &Device) -> Result<Self> {
         let gpu = Gpu::on(device)?;
         let stream = gpu.device().cuda_stream().context().new_stream().map_err(failed)?;
         Ok(Self {
@@ -103,7 +104,7 @@ impl Copier {
     }
 
     /// Starts the upload of a contiguous host tensor; see `ops::transfer`.
-    pub fn send(&self, host: &Tensor, stable: bool) -> Result<Arriving> {
+    pub(crate) fn send(&self, host: &Tensor, stable: bool) -> Result<Arriving> {
         let (from, len) = host_bytes(host)?;
         if stable && len >= LEAST_LOCKED {
             self.lock_in_memory(host, from as usize, len)?;
@@ -149,7 +150,7 @@ impl Copier {
     }
 
     /// Unlocks the memory of a tensor, after all copies that read it are complete.
-    pub fn forget(&self, host: &Tensor) -> Result<()> {
+    pub(crate) fn forget(&self, host: &Tensor) -> Result<()> {
         let from = host_bytes(host)?.0 as usize;
         if let Some(tensor) = lock(&self.locked).remove(&from) {
             self.stream.synchronize().map_err(failed)?;
@@ -164,13 +165,13 @@ impl Copier {
     }
 
     /// Returns the tensor, for work that is queued from now on.
-    pub fn receive(&self, mut arriving: Arriving) -> Result<Tensor> {
+    pub(crate) fn receive(&self, mut arriving: Arriving) -> Result<Tensor> {
         let stood = arriving.computing.record_event(TIMED).map_err(failed)?;
         if let Some((_, _, arrived)) = &arriving.tensor {
             arriving.computing.wait(arrived).map_err(failed)?;
         }
         let Some((tensor, started, arrived)) = arriving.tensor.take() else {
-            return Err(Error::new("a tensor was received twice"));
+            return Err(Error::internal("a tensor was received twice"));
         };
         let mut timed = lock(&self.timed);
         if timed.len() < MOST_TIMED {
@@ -180,7 +181,7 @@ impl Copier {
     }
 
     /// Starts the offload of a tensor to the host.
-    pub fn offload(&self, tensor: Tensor) -> Result<Offloaded> {
+    pub(crate) fn offload(&self, tensor: Tensor) -> Result<Offloaded> {
         let from = address(&tensor, "a tensor that is offloaded")?;
         let len = tensor.elem_count() * tensor.dtype().size_in_bytes();
         let mut host = self.pinned(len)?;
@@ -199,7 +200,7 @@ impl Copier {
         })
     }
 
-    pub fn release(&self, offloaded: &mut Offloaded) -> Result<()> {
+    pub(crate) fn release(&self, offloaded: &mut Offloaded) -> Result<()> {
         if let Some(tensor) = offloaded.leaving.take() {
             self.gpu.device().cuda_stream().wait(&offloaded.done).map_err(failed)?;
             drop(tensor);
@@ -208,10 +209,10 @@ impl Copier {
     }
 
     /// Starts the copy of an offloaded tensor back to the GPU.
-    pub fn fetch(&self, mut offloaded: Offloaded) -> Result<Arriving> {
+    pub(crate) fn fetch(&self, mut offloaded: Offloaded) -> Result<Arriving> {
         self.release(&mut offloaded)?;
         let Some(host) = offloaded.host.take() else {
-            return Err(Error::new("an offloaded tensor was fetched twice"));
+            return Err(Error::internal("an offloaded tensor was fetched twice"));
         };
         let tensor = self.gpu.empty(offloaded.shape.as_slice(), offloaded.dtype)?;
         let len = tensor.elem_count() * offloaded.dtype.size_in_bytes();
@@ -227,14 +228,15 @@ impl Copier {
         }
         // SAFETY: it is filled before it is read.
         unsafe { self.stream.context().alloc_pinned_with_flags::<u8>(len, 0) }.map_err(|e| {
-            Error::new("the host has no more pinned memory")
-                .found(format!("{e:?}"))
+            let text = format!("{e:?}");
+            Error::device("the host has no more pinned memory", &text)
+                .found(text)
                 .expected(format!("{len} bytes"))
                 .hint("set `memory.activations = \"recompute\"`")
         })
     }
 
-    pub fn times(&self) -> Result<CopyTimes> {
+    pub(crate) fn times(&self) -> Result<CopyTimes> {
         let mut sum = CopyTimes::default();
         for (started, arrived, stood) in std::mem::take(&mut *lock(&self.timed)) {
             let copying = f64::from(started.elapsed_ms(&arrived).map_err(failed)?);
@@ -251,10 +253,10 @@ impl Copier {
 fn host_bytes(t: &Tensor) -> Result<(*const u8, usize)> {
     let (storage, layout) = t.storage_and_layout();
     let Some((start, end)) = layout.contiguous_offsets() else {
-        return Err(Error::new("a tensor that is sent is not contiguous"));
+        return Err(Error::shape("a tensor that is sent is not contiguous"));
     };
     let Storage::Cpu(storage) = &*storage else {
-        return Err(Error::new("a tensor that is sent is not on the host"));
+        return Err(Error::shape("a tensor that is sent is not on the host"));
     };
     let first = match storage {
         CpuStorage::F32(v) => v[start..end].as_ptr().cast(),
@@ -262,7 +264,7 @@ fn host_bytes(t: &Tensor) -> Result<(*const u8, usize)> {
         CpuStorage::I16(v) => v[start..end].as_ptr().cast(),
         CpuStorage::U8(v) => v[start..end].as_ptr().cast(),
         CpuStorage::U32(v) => v[start..end].as_ptr().cast(),
-        _ => return Err(Error::new("a tensor of this dtype cannot be sent to a GPU").found(t.dtype().as_str())),
+        _ => return Err(Error::shape("a tensor of this dtype cannot be sent to a GPU").found(t.dtype().as_str())),
     };
     Ok((first, (end - start) * t.dtype().size_in_bytes()))
 }

@@ -26,10 +26,10 @@ impl<'a> Here<'a> {
                 head,
                 cap: side.softcap,
             }),
-            Matrix::Parts(_) => Err(
-                Error::new("distillation on a GPU needs the full output heads in GPU memory")
-                    .hint("set `memory.head_chunk = 0`, or `model.device = \"cpu\"`"),
-            ),
+            Matrix::Parts(_) => Err(Error::unsupported(
+                "distillation on a GPU needs the full output heads in GPU memory",
+            )
+            .hint("set `memory.head_chunk = 0`, or `model.device = \"cpu\"`")),
         }
     }
 
@@ -217,7 +217,7 @@ pub(super) fn forward_backward(
                 let lp = log_softmax(&(t.narrow(1, 0, common)?.contiguous()? * inverse)?)?;
                 live(&lq, &lp, beta)?
             }
-            _ => return Err(Error::new("the teacher is missing")),
+            _ => return Err(Error::internal("the teacher is missing")),
         };
         let losses = hard.gather(&goal, 1)?.neg()?;
         let (divergence, losses) = (to_f32_vec(&divergence)?, to_f32_vec(&losses.flatten_all()?)?);

@@ -29,6 +29,7 @@ use std::cell::RefCell;
 /// An output projection `[rows, D]`.
 #[derive(Clone, Copy)]
 pub enum Matrix<'a> {
+    /// A head in memory.
     Whole(&'a Tensor),
     /// A streamed head; each part is a multiple of `cross_entropy::PIECE` rows.
     Parts(&'a Pieces<'a>),
@@ -37,14 +38,18 @@ pub enum Matrix<'a> {
 /// One model: hidden states after the final norm, `[N, D]`, and its head.
 #[derive(Clone, Copy)]
 pub struct Side<'a> {
+    /// Hidden states after the final norm, `[N, D]`.
     pub h: &'a Tensor,
+    /// The output projection.
     pub head: Matrix<'a>,
+    /// Logits z become cap · tanh(z / cap).
     pub softcap: Option<f32>,
 }
 
 /// The top-k ids of each trained token, in order, as `likeliest` returns them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TopK {
+    /// Ids per token.
     pub k: usize,
     /// `[trained, k]`, ascending in each row.
     pub ids: Vec<u32>,
@@ -56,32 +61,44 @@ pub struct TopK {
 
 /// The teacher.
 pub enum Teacher<'a> {
+    /// A model: its logits are computed.
     Live(Side<'a>),
     /// Stored distributions over the first `common` ids.
     Stored {
+        /// The stored rows.
         top: &'a TopK,
+        /// C: ids that both vocabularies have.
         common: usize,
     },
 }
 
+/// What is computed: the divergence, its mix with the cross-entropy, the gradients.
 #[derive(Debug, Clone)]
 pub struct Options {
+    /// 0: KL(teacher, student); 1: KL(student, teacher); between: generalized Jensen-Shannon.
     pub beta: f32,
+    /// Divides the logits of both models; positive.
     pub temperature: f32,
+    /// Weight of the cross-entropy; that of the divergence is 1 - `alpha`.
     pub alpha: f32,
     /// Tokens per chunk; 0 counts as 1.
     pub chunk: usize,
     /// Factor of the gradients (not of the loss): 1 / tokens of the window.
     pub scale: f64,
+    /// Compute the gradient of h.
     pub need_dh: bool,
+    /// Compute the gradient of the head.
     pub need_dw: bool,
 }
 
+/// The sums of the loss, and the requested gradients.
 #[derive(Debug)]
 pub struct Output {
+    /// Number of tokens with a target.
     pub trained: usize,
     /// Sums over the trained tokens, in nats.
     pub divergence: f64,
+    /// Sum over the trained tokens, in nats.
     pub cross_entropy: f64,
     /// `[N, D]` of the type of h, zero for tokens without a target.
     pub dh: Option<Tensor>,
@@ -107,12 +124,12 @@ impl Side<'_> {
         let (rows, width) = self.sizes()?;
         expect_dims(self.h, &format!("the hidden states of the {who}"), &[n, width])?;
         if self.softcap.is_some_and(|cap| cap.is_nan() || cap <= 0.0) {
-            return Err(Error::new("the soft cap of the logits must be positive"));
+            return Err(Error::argument("the soft cap of the logits must be positive"));
         }
         if let Matrix::Parts(parts) = self.head
             && (parts.rows_of_part == 0 || !parts.rows_of_part.is_multiple_of(PIECE))
         {
-            return Err(Error::new("the parts of the output head have the wrong size")
+            return Err(Error::shape("the parts of the output head have the wrong size")
                 .found(parts.rows_of_part)
                 .expected(format!("a multiple of {PIECE}")));
         }
@@ -142,7 +159,7 @@ impl Side<'_> {
             let held = held.borrow();
             let (_, part) = held
                 .as_ref()
-                .ok_or_else(|| Error::new("a part of the output head is missing"))?;
+                .ok_or_else(|| Error::internal("a part of the output head is missing"))?;
             Ok(part.narrow(0, first - start, count)?)
         };
         floats(self.h, &name, |h| {
@@ -160,8 +177,9 @@ impl Side<'_> {
 /// Computes loss and gradients. Adds to `step_stats` the loss (not finite if a logit is not), and the number of tokens
 /// whose target has the student's largest logit. On a GPU heads must be in memory as a whole.
 ///
-/// Errors: shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that do not
-/// match the trained tokens.
+/// # Errors
+/// Shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that do not match the
+/// trained tokens.
 pub fn forward_backward(
     student: &Side,
     teacher: &Teacher,
@@ -174,7 +192,9 @@ pub fn forward_backward(
     let trained = trained(targets, v)?;
     check_terms(options)?;
     if options.need_dw && student.in_parts() {
-        return Err(Error::new("an output head that is read in parts cannot be trained"));
+        return Err(Error::unsupported(
+            "an output head that is read in parts cannot be trained",
+        ));
     }
     let common = match teacher {
         Teacher::Live(side) => side.check(n, "teacher")?.0.min(v),
@@ -242,7 +262,7 @@ pub fn likeliest(
 ) -> Result<TopK> {
     let (v, _) = side.check(targets.len(), "teacher")?;
     if common == 0 || common > v || k == 0 {
-        return Err(Error::new("the number of ids to store is out of range")
+        return Err(Error::argument("the number of ids to store is out of range")
             .found(format!("{k} of {common}"))
             .expected(format!("at most {v}, at least 1")));
     }
@@ -282,7 +302,7 @@ impl Sum {
 fn trained(targets: &[u32], v: usize) -> Result<Vec<usize>> {
     let outside = |t: &u32| *t != IGNORE && *t as usize >= v;
     if let Some(at) = targets.iter().position(outside) {
-        return Err(Error::new("a target is outside the vocabulary")
+        return Err(Error::argument("a target is outside the vocabulary")
             .at(format!("token {at}"))
             .found(targets[at])
             .expected(format!("below {v}")));
@@ -294,7 +314,7 @@ fn check_temperature(temperature: f32) -> Result<()> {
     if temperature.is_finite() && temperature > 0.0 {
         Ok(())
     } else {
-        Err(Error::new("the temperature of a divergence must be a positive number").found(temperature))
+        Err(Error::argument("the temperature of a divergence must be a positive number").found(temperature))
     }
 }
 
@@ -302,7 +322,7 @@ fn check_terms(options: &Options) -> Result<()> {
     check_temperature(options.temperature)?;
     for (what, value) in [("beta", options.beta), ("alpha", options.alpha)] {
         if !(0.0..=1.0).contains(&value) {
-            return Err(Error::new(format!("`{what}` of a distillation is out of range"))
+            return Err(Error::argument(format!("`{what}` of a distillation is out of range"))
                 .found(value)
                 .expected("0 to 1"));
         }
@@ -313,16 +333,18 @@ fn check_terms(options: &Options) -> Result<()> {
 fn check_stored(top: &TopK, common: usize, trained: usize, v: usize) -> Result<()> {
     let lengths = [top.ids.len(), top.log_probs.len(), top.rest.len() * top.k];
     if top.k == 0 || common > v || lengths != [trained * top.k; 3] {
-        return Err(Error::new("the teacher's stored rows do not match the trained tokens")
-            .found(format!("{} rows of {} ids below {common}", top.rest.len(), top.k))
-            .expected(format!("{trained} rows, ids below {v}")));
+        return Err(
+            Error::shape("the teacher's stored rows do not match the trained tokens")
+                .found(format!("{} rows of {} ids below {common}", top.rest.len(), top.k))
+                .expected(format!("{trained} rows, ids below {v}")),
+        );
     }
     for (i, row) in top.ids.chunks(top.k).enumerate() {
         let rising = row.windows(2).all(|w| w[0] < w[1]) && row.last().is_none_or(|id| (*id as usize) < common);
         let rest = top.k >= common || top.rest[i].is_finite();
         if !rising || !rest || top.log_probs[i * top.k..][..top.k].iter().any(|x| !x.is_finite()) {
             return Err(
-                Error::new("a stored row of the teacher is not a probability distribution")
+                Error::argument("a stored row of the teacher is not a probability distribution")
                     .at(format!("trained token {i}"))
                     .expected("ascending ids and finite log-probabilities"),
             );

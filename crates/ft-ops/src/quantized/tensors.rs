@@ -27,6 +27,7 @@ pub struct QTensors {
     pub columns: usize,
     /// u8
     pub codes: Tensor,
+    /// The format, with its scales.
     pub scales: ScaleTensors,
     /// Dequantized values are rounded to bf16.
     pub bf16: bool,
@@ -37,29 +38,45 @@ pub struct QTensors {
 pub enum ScaleTensors {
     /// f32
     Int8 {
+        /// Bytes from one row of `codes` to the next.
         stride: usize,
+        /// Columns that share a scale.
         group: usize,
+        /// `[O, ceil(I / group)]`
         scales: Tensor,
     },
     /// u32
     Int4 {
+        /// Bytes from one row of `codes` to the next.
         stride: usize,
+        /// Columns that share a scale and a minimum.
         group: usize,
+        /// `[O, ceil(I / group)]`: a bf16 scale and a bf16 minimum.
         scales: Tensor,
     },
     /// f32
-    Nf4 { absmax: Tensor },
+    Nf4 {
+        /// One value per block of 64 elements.
+        absmax: Tensor,
+    },
     /// `codes` u8, `scales` f32.
     Nf4Double {
+        /// One code per block of 64 elements.
         codes: Tensor,
+        /// The values of the 256 codes.
         table: &'static [f32; 256],
+        /// One scale per 256 blocks.
         scales: Tensor,
+        /// The mean of the absmax values, subtracted before quantization.
         offset: f32,
     },
 }
 
 impl QTensors {
-    /// Errors: a tensor that is too small or of the wrong type; rows or groups that the kernels do not support.
+    /// Checks that the tensors fit the format and the shape.
+    ///
+    /// # Errors
+    /// A tensor that is too small or of the wrong type; rows or groups that the kernels do not support.
     pub fn check(&self) -> Result<()> {
         let (rows, columns) = (self.rows, self.columns);
         let blocks = (rows * columns).div_ceil(BLOCK);
@@ -74,7 +91,7 @@ impl QTensors {
                 // A kernel dequantizes up to 32 columns with one scale.
                 let regular = *group >= columns || group.is_power_of_two() && *group >= 32;
                 if *stride < width || *stride % 16 != 0 || !regular {
-                    return Err(Error::new(
+                    return Err(Error::shape(
                         "the rows or groups of a quantized weight do not match its shape",
                     ));
                 }
@@ -90,7 +107,7 @@ impl QTensors {
         };
         for (tensor, dtype, least) in wanted.into_iter().chain([(&self.codes, DType::U8, codes)]) {
             if tensor.dtype() != dtype || tensor.elem_count() < least || !tensor.is_contiguous() {
-                return Err(Error::new("a part of a quantized weight does not match its shape")
+                return Err(Error::shape("a part of a quantized weight does not match its shape")
                     .found(format!("{} {:?}", tensor.dtype().as_str(), tensor.dims()))
                     .expected(format!("{} {least}", dtype.as_str())));
             }
@@ -157,7 +174,7 @@ impl QTensors {
     /// Returns dequantized rows `first..first + n` in f32 on the host, `[n · I]`.
     pub fn rows(&self, first: usize, n: usize) -> Result<Vec<f32>> {
         if first + n > self.rows {
-            return Err(Error::new("a row range is outside of its weight").found(first + n));
+            return Err(Error::shape("a row range is outside of its weight").found(first + n));
         }
         on_gpu!(self.codes, crate::cuda::quantized::rows(self, first, n));
         let mut values = vec![0f32; n * self.columns];
@@ -212,6 +229,6 @@ fn slice<T: WithDType, R>(t: &Tensor, f: impl FnOnce(&[T]) -> Result<R>) -> Resu
     let (storage, layout) = t.storage_and_layout();
     match (&*storage, layout.contiguous_offsets()) {
         (Storage::Cpu(storage), Some((start, end))) => f(&storage.as_slice::<T>()?[start..end]),
-        _ => Err(Error::new("quantized weights are not supported on this device")),
+        _ => Err(Error::unsupported("quantized weights are not supported on this device")),
     }
 }

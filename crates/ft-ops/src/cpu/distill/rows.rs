@@ -97,7 +97,7 @@ pub(super) struct Student<'a> {
 }
 
 impl<'a> Student<'a> {
-    pub fn new(targets: Vec<u32>, v: usize, cap: f32, terms: Terms, stored: Option<TopK<'a>>) -> Self {
+    pub(super) fn new(targets: Vec<u32>, v: usize, cap: f32, terms: Terms, stored: Option<TopK<'a>>) -> Self {
         let n = targets.len();
         let hit = Hit {
             logit: f32::NAN,
@@ -118,7 +118,7 @@ impl<'a> Student<'a> {
 
     /// Applies the softcap to the logits `[count, width]` of a piece, of the tokens from `start` on, and updates
     /// the sums.
-    pub fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
+    pub(super) fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
         let count = logits.len() / width.max(1);
         let n = self.targets.len().max(1);
         let (per, soft_per) = (self.hard.len() / n, self.soft.len() / n);
@@ -163,7 +163,7 @@ impl<'a> Student<'a> {
     }
 
     /// Merges the blocks, after all pieces were processed.
-    pub fn finish(&mut self) {
+    pub(super) fn finish(&mut self) {
         let n = self.targets.len().max(1);
         let ends = |blocks: &[Block], inverse: f32| -> Vec<Scale> {
             let per = (blocks.len() / n).max(1);
@@ -174,7 +174,7 @@ impl<'a> Student<'a> {
     }
 
     /// Returns the result of token `i` from its divergence.
-    pub fn row(&self, i: usize, divergence: f64) -> Row {
+    pub(super) fn row(&self, i: usize, divergence: f64) -> Row {
         let per = self.hard.len() / self.targets.len().max(1);
         let (blocks, hit) = (&self.hard[i * per..][..per], self.hits[i]);
         let end = self.hard_ends[i];
@@ -187,7 +187,7 @@ impl<'a> Student<'a> {
     }
 
     /// Returns the parameters that turn the logits of token `i` into gradients; `k` is the sum of q ln(q/m).
-    pub fn turn(&self, i: usize, k: f64, scale: f32) -> Turn {
+    pub(super) fn turn(&self, i: usize, k: f64, scale: f32) -> Turn {
         let terms = &self.terms;
         let share = match terms.mode() {
             MIXTURE => 1.0 - terms.beta,
@@ -207,7 +207,7 @@ impl<'a> Student<'a> {
     }
 
     /// Subtracts the target's part of the cross-entropy from the gradients of a row.
-    pub fn subtract_target(&self, i: usize, row: &mut [f32], first: usize, turn: &Turn, scale: f32) {
+    pub(super) fn subtract_target(&self, i: usize, row: &mut [f32], first: usize, turn: &Turn, scale: f32) {
         if self.terms.alpha != 0.0
             && let Some(at) = inside(self.targets[i], first, row.len())
         {
@@ -241,7 +241,7 @@ pub(super) struct Live {
 }
 
 impl Live {
-    pub fn new(tokens: usize, terms: Terms, cap: f32) -> Self {
+    pub(super) fn new(tokens: usize, terms: Terms, cap: f32) -> Self {
         let blocks = tokens * terms.blocks();
         Self {
             terms,
@@ -255,7 +255,7 @@ impl Live {
     }
 
     /// Applies the softcap to the logits `[count, width]` of a piece of the common ids, and updates the sums.
-    pub fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
+    pub(super) fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
         let (per, cap, inverse) = (self.terms.blocks(), self.cap, self.terms.inverse());
         let count = logits.len() / width.max(1);
         let blocks = &mut self.blocks[start * per..][..count * per];
@@ -275,14 +275,14 @@ impl Live {
             });
     }
 
-    pub fn finish(&mut self) {
+    pub(super) fn finish(&mut self) {
         let inverse = self.terms.inverse();
         let rows = self.blocks.par_chunks(self.terms.blocks().max(1));
         self.ends = rows.map(|row| scale(row, inverse)).collect();
     }
 
     /// Adds a piece to the divergence. `ours` may contain ids beyond the common ones.
-    pub fn measure(
+    pub(super) fn measure(
         &mut self,
         student: &Student<'_>,
         (start, count): (usize, usize),
@@ -305,7 +305,7 @@ impl Live {
     }
 
     /// Returns the result of every token.
-    pub fn rows(&mut self, student: &Student<'_>) -> Vec<Row> {
+    pub(super) fn rows(&mut self, student: &Student<'_>) -> Vec<Row> {
         let (wa, wb) = self.terms.weights();
         let per = self.terms.blocks().max(1);
         self.k.clear();
@@ -319,7 +319,7 @@ impl Live {
     }
 
     /// Replaces the student's logits `[count, wide]` of a piece by their gradients times `scale`.
-    pub fn turn(
+    pub(super) fn turn(
         &self,
         student: &Student<'_>,
         (start, count): (usize, usize),

@@ -45,7 +45,7 @@ pub(super) struct Kept<'a> {
 }
 
 impl<'a> Kept<'a> {
-    pub fn new(top: TopK<'a>, tokens: usize, terms: Terms) -> Self {
+    pub(super) fn new(top: TopK<'a>, tokens: usize, terms: Terms) -> Self {
         Self {
             top,
             terms,
@@ -57,7 +57,7 @@ impl<'a> Kept<'a> {
 
     /// Saves the logits of the stored ids in a piece. Computes the sums of the blocks of `soft` from two parts, the
     /// stored ids and the others: a difference of two sums would lose a small rest to cancellation.
-    pub fn survey(
+    pub(super) fn survey(
         &mut self,
         start: usize,
         logits: &mut [f32],
@@ -142,7 +142,7 @@ fn outcome(lq: f32, lp: f32, terms: &Terms) -> (f64, f64, f64) {
 
 impl Student<'_> {
     /// Returns the result of every token, after all pieces were processed.
-    pub fn stored_rows(&mut self) -> Vec<Row> {
+    pub(super) fn stored_rows(&mut self) -> Vec<Row> {
         let Some(mut kept) = self.kept.take() else {
             return Vec::new();
         };
@@ -176,7 +176,7 @@ impl Student<'_> {
     }
 
     /// Replaces the logits of a piece by their gradients times `scale`.
-    pub fn turn_stored(&self, start: usize, logits: &mut [f32], first: usize, width: usize, scale: f32) {
+    pub(super) fn turn_stored(&self, start: usize, logits: &mut [f32], first: usize, width: usize, scale: f32) {
         let Some(kept) = &self.kept else { return };
         let (k, common) = (kept.top.k, self.terms.common);
         logits.par_chunks_mut(width).enumerate().for_each(|(i, row)| {

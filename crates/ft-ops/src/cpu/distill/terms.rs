@@ -19,7 +19,7 @@ pub(super) struct Scale {
 
 impl Scale {
     #[inline(always)]
-    pub fn log(self, logit: f32) -> f32 {
+    pub(super) fn log(self, logit: f32) -> f32 {
         (logit - self.max) * self.inverse - self.ln_sum
     }
 }
@@ -135,7 +135,7 @@ impl Turn {
 
     /// Returns the slope of the softcap at a capped logit.
     #[inline(always)]
-    pub fn cap_slope(&self, logit: f32) -> f32 {
+    pub(super) fn cap_slope(&self, logit: f32) -> f32 {
         if self.cap == 0.0 {
             return 1.0;
         }

@@ -39,7 +39,7 @@ fn order(a: &(f32, u32), b: &(f32, u32)) -> std::cmp::Ordering {
 }
 
 impl Selection {
-    pub fn new(tokens: usize, common: usize, k: usize, temperature: f32, cap: f32) -> Self {
+    pub(crate) fn new(tokens: usize, common: usize, k: usize, temperature: f32, cap: f32) -> Self {
         let (per, best) = (
             common.div_ceil(BLOCK),
             Best {
@@ -59,7 +59,7 @@ impl Selection {
     }
 
     /// Updates the top-k with the logits `[count, width]` of a piece.
-    pub fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
+    pub(crate) fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
         let (k, cap, inverse, per) = (self.k, self.cap, self.inverse, self.per);
         let count = logits.len() / width.max(1);
         let odd: Vec<bool> = logits
@@ -110,7 +110,7 @@ impl Selection {
     }
 
     /// Adds the results of all tokens to `out`; NaN if a logit was not finite.
-    pub fn finish(self, out: &mut Chosen) {
+    pub(crate) fn finish(self, out: &mut Chosen) {
         for (best, blocks) in self.rows.iter().zip(self.blocks.chunks(self.per.max(1))) {
             let present: Vec<Block> = blocks
                 .iter()

@@ -26,18 +26,18 @@ pub(crate) enum Width {
 
 impl Width {
     /// Rows and columns of a micro-tile, elements of a SIMD vector.
-    pub fn tile(self) -> (usize, usize, usize) {
+    pub(crate) fn tile(self) -> (usize, usize, usize) {
         match self {
             Width::Avx512 => (fma::avx512::ROWS, 2 * fma::avx512::LANES, fma::avx512::LANES),
             Width::Avx2 => (fma::avx2::ROWS, 2 * fma::avx2::LANES, fma::avx2::LANES),
         }
     }
 
-    pub fn is_wide(self) -> bool {
+    pub(crate) fn is_wide(self) -> bool {
         matches!(self, Width::Avx512)
     }
 
-    pub fn kernel(self, rows: usize, vectors: usize) -> Kernel {
+    pub(crate) fn kernel(self, rows: usize, vectors: usize) -> Kernel {
         match self {
             Width::Avx512 => fma::avx512::kernel(rows, vectors),
             Width::Avx2 => fma::avx2::kernel(rows, vectors),

@@ -32,7 +32,7 @@ pub(super) struct FusedLoraShared<'a> {
 
 impl<'a> FusedLoraShared<'a> {
     /// Returns the product that computes u, without its scale.
-    pub fn job(&self, of: &Job<'a>) -> Job<'a> {
+    pub(super) fn job(&self, of: &Job<'a>) -> Job<'a> {
         let (m, _, k) = of.sizes;
         Job {
             sizes: (m, self.rank, k),
@@ -47,19 +47,19 @@ impl<'a> FusedLoraShared<'a> {
     /// Scales u and returns it as an operand, after the sums of all its `m` rows are complete.
     /// # Safety
     /// No task may be using u.
-    pub unsafe fn scaled(&self, m: usize) -> Matrix<'a> {
+    pub(super) unsafe fn scaled(&self, m: usize) -> Matrix<'a> {
         // SAFETY: u has `m · rank` elements; the caller promises that no other task uses it.
         let u = unsafe { self.u.part(0, m * self.rank) };
         self.scale(u);
         Matrix::vectors(Operand::F32(u), self.rank)
     }
 
-    pub fn scale(&self, u: &mut [f32]) {
+    pub(super) fn scale(&self, u: &mut [f32]) {
         u.iter_mut().for_each(|x| *x *= self.scale);
     }
 
     /// Writes the rows of u from `first` on.
-    pub fn keep(&self, first: usize, u: &[f32]) {
+    pub(super) fn keep(&self, first: usize, u: &[f32]) {
         // SAFETY: rows of the block of this task; only one task writes them.
         unsafe { self.u.part(first * self.rank, u.len()) }.copy_from_slice(u);
     }

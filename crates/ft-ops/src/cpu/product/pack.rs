@@ -24,13 +24,13 @@ pub(super) struct PanelLayout {
 
 impl PanelLayout {
     /// A layout for `steps` elements of k of one operand.
-    pub fn of(steps: usize) -> Self {
+    pub(super) fn of(steps: usize) -> Self {
         Self { steps, at: 0 }
     }
 
     /// Returns the position of index `p` of k of a panel.
     #[inline(always)]
-    pub fn place(self, panel: Panel, p: usize) -> usize {
+    pub(super) fn place(self, panel: Panel, p: usize) -> usize {
         panel.start * self.steps + (self.at + p) * panel.width
     }
 }

@@ -14,8 +14,11 @@ pub enum CpuBackend {
     Amx = 1,
     /// AVX-512, with dot products of bf16 pairs for products of bf16 weights.
     Avx512Bf16,
+    /// AVX-512 with f32 products.
     Avx512,
+    /// AVX2 and FMA.
     Avx2,
+    /// Plain Rust, on every processor.
     Portable,
 }
 
@@ -23,6 +26,7 @@ pub enum CpuBackend {
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
 impl CpuBackend {
+    /// All backends, the fastest first.
     pub const ALL: [CpuBackend; 5] = [
         CpuBackend::Amx,
         CpuBackend::Avx512Bf16,
@@ -31,6 +35,7 @@ impl CpuBackend {
         CpuBackend::Portable,
     ];
 
+    /// The name in `FT_CPU`.
     pub fn name(self) -> &'static str {
         match self {
             CpuBackend::Amx => "amx",
@@ -116,11 +121,13 @@ impl CpuBackend {
         best
     }
 
-    /// Uses the path `name` from now on. `amx-emulated` tests the AMX code on machines without AMX. Errors: an
-    /// unknown name, or instructions that this machine lacks.
+    /// Uses the path `name` from now on. `amx-emulated` tests the AMX code on machines without AMX.
+    ///
+    /// # Errors
+    /// An unknown name, or instructions that this machine lacks.
     pub fn force(name: &str) -> Result<()> {
         let lacks = || {
-            Error::new(format!("this CPU cannot run the {name} operations"))
+            Error::unsupported(format!("this CPU cannot run the {name} operations"))
                 .hint("unset FT_CPU: the best supported operations are detected at the start")
         };
         if name == "amx-emulated" {
@@ -132,7 +139,7 @@ impl CpuBackend {
             return Err(lacks());
         }
         let Some(path) = Self::ALL.into_iter().find(|p| p.name() == name) else {
-            return Err(Error::new("this set of CPU operations does not exist")
+            return Err(Error::unsupported("this set of CPU operations does not exist")
                 .found(name)
                 .expected("amx, amx-emulated, avx512-bf16, avx512, avx2 or portable"));
         };

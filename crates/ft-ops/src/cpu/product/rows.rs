@@ -28,7 +28,7 @@ pub(crate) struct Packed {
 impl Packed {
     /// Packs `w` for `x·Wᵀ`, and for `dy·W` if `backward`, with space for a fused LoRA rank of `rank`. None if no
     /// product would read it: the weight is not bf16, or the CPU has no AVX-512.
-    pub fn new(w: WeightRows, (outputs, inputs): (usize, usize), backward: bool, rank: usize) -> Option<Self> {
+    pub(crate) fn new(w: WeightRows, (outputs, inputs): (usize, usize), backward: bool, rank: usize) -> Option<Self> {
         let pays = CpuBackend::Avx512.available() && w.rounding() == Rounding::Bf16 && outputs > 0 && inputs > 0;
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if pays {
@@ -43,7 +43,7 @@ impl Packed {
     }
 
     /// Returns the bytes that `new` allocates.
-    pub fn bytes((outputs, inputs): (usize, usize), backward: bool, rank: usize) -> usize {
+    pub(crate) fn bytes((outputs, inputs): (usize, usize), backward: bool, rank: usize) -> usize {
         let rank = fused_steps(rank);
         let backward = if backward { bytes(inputs, outputs, rank) } else { 0 };
         bytes(outputs, inputs, rank) + backward
@@ -87,7 +87,7 @@ pub(crate) struct WeightRows<'a> {
 }
 
 impl<'a> WeightRows<'a> {
-    pub fn new(values: impl Into<Operand<'a>>, columns: usize) -> Self {
+    pub(crate) fn new(values: impl Into<Operand<'a>>, columns: usize) -> Self {
         Self {
             values: values.into(),
             columns,
@@ -97,12 +97,12 @@ impl<'a> WeightRows<'a> {
     }
 
     /// Adds the prepacked copy of the same weight.
-    pub fn with(self, packed: Option<&'a Packed>) -> Self {
+    pub(crate) fn with(self, packed: Option<&'a Packed>) -> Self {
         Self { packed, ..self }
     }
 
     /// Returns `count` rows from row `first` on. Not for quantized weights.
-    pub fn part(self, first: usize, count: usize) -> Self {
+    pub(crate) fn part(self, first: usize, count: usize) -> Self {
         let (from, len) = (first * self.columns, count * self.columns);
         let values = match self.values {
             Operand::F32(v) => Operand::F32(&v[from..][..len]),
@@ -117,12 +117,12 @@ impl<'a> WeightRows<'a> {
     }
 
     /// Returns the number of rows in `values`.
-    pub fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.values.len() / self.columns.max(1)
     }
 
     /// Returns W as operand of `x·Wᵀ`.
-    pub fn forward(self) -> Matrix<'a> {
+    pub(crate) fn forward(self) -> Matrix<'a> {
         let panels = self.packed.map(|p| &p.forward);
         Matrix {
             values: self.values,
@@ -137,7 +137,7 @@ impl<'a> WeightRows<'a> {
     }
 
     /// Returns W as operand of `dy·W`.
-    pub fn backward(self) -> Matrix<'a> {
+    pub(crate) fn backward(self) -> Matrix<'a> {
         let panels = self.packed.and_then(|p| p.backward.as_ref());
         Matrix {
             values: self.values,
@@ -152,7 +152,7 @@ impl<'a> WeightRows<'a> {
     }
 
     /// Returns the rounding of products with this weight.
-    pub fn rounding(&self) -> Rounding {
+    pub(crate) fn rounding(&self) -> Rounding {
         self.forward().rounding()
     }
 }

@@ -48,7 +48,7 @@ const PACKED: usize = 16 << 20;
 const DECODED: usize = 4 << 20;
 
 impl Unit {
-    pub fn available(self) -> bool {
+    pub(crate) fn available(self) -> bool {
         match self {
             Unit::Tiles => unit::available(),
             Unit::Dots => dots::available(),
@@ -56,7 +56,7 @@ impl Unit {
     }
 
     /// True if the unit is faster than products in f32 on this processor.
-    pub fn is_fast(self) -> bool {
+    pub(crate) fn is_fast(self) -> bool {
         match self {
             Unit::Tiles => unit::available(),
             Unit::Dots => dots::pays(),

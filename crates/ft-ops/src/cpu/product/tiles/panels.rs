@@ -38,7 +38,7 @@ pub(crate) fn bytes(vectors: usize, k: usize, rank: usize) -> usize {
 impl Panels {
     /// Packs `vectors` vectors of `k` elements (both must not be 0), with space for a LoRA rank of `rank`. The CPU
     /// must have AVX-512, which is always present with AMX.
-    pub fn new(m: &Matrix, (vectors, k): (usize, usize), rank: usize) -> Self {
+    pub(crate) fn new(m: &Matrix, (vectors, k): (usize, usize), rank: usize) -> Self {
         m.check(vectors, k);
         let depth = Depth {
             steps: k.div_ceil(32),

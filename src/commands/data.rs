@@ -1,0 +1,111 @@
+//! `ft data`: the rows of a recipe as the model reads them, and their counts.
+
+use crate::base::Result;
+use crate::data::describe;
+use crate::data::describe::visible;
+use crate::data::{Dataset, Stats};
+use crate::recipe::Recipe;
+use crate::setup::ModelDir;
+use crate::setup::prompts::PromptSet;
+use crate::setup::rows::Rows;
+use crate::setup::rows::{formats, local, rendered_later, spec};
+use serde_json::{Value, json};
+
+/// Reads all rows. Errors: an invalid model directory or row.
+pub fn counts(recipe: &Recipe) -> Result<Value> {
+    let model = ModelDir::of_recipe(recipe)?;
+    let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
+    if let Some(questions) = questions {
+        return Ok(json!({
+            "train": {"rows": questions.train.len()},
+            "eval": {"rows": questions.eval.len()},
+            "max_length": recipe.data.max_length,
+        }));
+    }
+    Ok(json!({
+        "train": of(&train),
+        "eval": eval.as_ref().map(of),
+        "max_length": recipe.data.max_length,
+    }))
+}
+
+fn of(rows: &Dataset) -> Value {
+    let Stats {
+        tokens,
+        trained_tokens,
+        truncated_rows,
+        truncated_tokens,
+        dropped_rows,
+        longest,
+        shortest,
+        ..
+    } = rows.stats;
+    json!({
+        "rows": rows.examples.len(), "tokens": tokens, "trained_tokens": trained_tokens,
+        "truncated_rows": truncated_rows, "truncated_tokens": truncated_tokens, "dropped_rows": dropped_rows,
+        "longest": longest, "shortest": shortest,
+    })
+}
+
+/// The output of `ft data`: `rows` rendered rows with the trained tokens marked, and the counts.
+pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
+    let model = ModelDir::of_recipe(recipe)?;
+    let Rows {
+        train: dataset,
+        eval,
+        questions,
+    } = Rows::read(recipe, &model)?;
+    let mut out: String = formats(recipe, &dataset, eval.as_ref())
+        .iter()
+        .map(|line| format!("format {}\n", visible(line)))
+        .collect();
+    for warning in dataset.readings.iter().flat_map(|r| r.warnings()) {
+        out += &format!("warning: {}\n", visible(&warning));
+    }
+    let has_template = model.template.is_some();
+    if let Some(warning) = rendered_later(&dataset, eval.as_ref(), recipe, has_template) {
+        out += &format!("warning: {warning}\n");
+    }
+    out.push('\n');
+    out += &match questions {
+        Some(questions) => describe_prompts(&questions, &model, rows)?,
+        None => describe_rows(recipe, &dataset, &model, rows, color)?,
+    };
+    Ok(out)
+}
+
+fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &ModelDir, rows: usize, color: bool) -> Result<String> {
+    describe::describe(
+        dataset,
+        &spec(
+            &local(&recipe.data.train)?,
+            &recipe.data,
+            recipe.train.stage,
+            model.spec.vocab,
+        ),
+        &model.tokenizer,
+        rows,
+        color,
+    )
+}
+
+/// The output of `ft data` for prompts: some prompts with their known answers, and the counts.
+fn describe_prompts(questions: &PromptSet, model: &ModelDir, rows: usize) -> Result<String> {
+    let mut out = String::new();
+    for prompt in questions.train.iter().take(rows) {
+        let text = visible(&model.tokenizer.decode(&prompt.ids, false)?);
+        let answer = prompt.answer.as_ref().map_or("none".to_string(), |a| a.to_string());
+        out.push_str(&format!(
+            "{}  {} tokens\n{text}\nanswer: {answer}\n\n",
+            prompt.place,
+            prompt.ids.len()
+        ));
+    }
+    let longest = questions.train.iter().map(|p| p.ids.len()).max().unwrap_or(0);
+    out.push_str(&format!(
+        "{} prompts, the longest of {longest} tokens; {} held out\n",
+        questions.train.len(),
+        questions.eval.len()
+    ));
+    Ok(out)
+}

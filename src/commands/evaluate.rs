@@ -1,0 +1,250 @@
+//! `ft eval`: evaluates a model on rows. The measure depends on the kind of rows: loss of texts, log-probabilities of
+//! chosen and rejected answers, exact answers to prompts. For a reward model: how often the chosen answer scores
+//! higher.
+
+mod answers;
+mod report;
+
+pub use report::{Measure, Report};
+
+use crate::base::{Error, Result, progress, signal};
+use crate::commands::named::{self, Named};
+use crate::data::order::eval_batches;
+use crate::data::peek::{self, Kind};
+use crate::data::{Batch, Dataset};
+use crate::engine::{self, Totals};
+use crate::model::{Network, Objective};
+use crate::recipe::{Dtype, Recipe, Stage};
+use crate::report as terminal;
+use crate::rlhf::preference::Reward;
+use crate::setup::rows;
+use crate::setup::{self, ModelDir};
+use crate::sft::CausalLm;
+use crate::train::stage::preference;
+use candle_core::Tensor;
+use std::path::Path;
+
+/// Tokens per batch, and pairs per batch.
+const BATCH_TOKENS: usize = 2048;
+const BATCH_PAIRS: usize = 8;
+
+/// The settings of an evaluation.
+pub struct Request<'a> {
+    /// A model directory, a hub id, a run, a checkpoint, or an adapter directory.
+    pub model: &'a str,
+    pub adapter: Option<&'a Path>,
+    /// The reference model for pairs; `None`: the model without its adapter.
+    pub reference: Option<&'a str>,
+    /// Settings for reading the rows. `model.path` and `tune` are ignored.
+    pub recipe: &'a Recipe,
+    /// Use all rows of `recipe.data.train` instead of the evaluation rows of the recipe.
+    pub all_rows: bool,
+    /// Apply `data.max_length`; otherwise rows are not cut.
+    pub own_length: bool,
+    pub device: &'a str,
+    pub dtype: Option<Dtype>,
+    /// Longest answer to a prompt, in tokens.
+    pub max_new_tokens: usize,
+}
+
+/// A loaded model.
+struct EvaluatedModel {
+    described: ModelDir,
+    network: Network,
+    score: Option<Tensor>,
+    adapter: bool,
+    named: Named,
+}
+
+fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<EvaluatedModel> {
+    let named = named::find(model, adapter)?;
+    let template = request.recipe.data.chat_template.clone().or(named.template.clone());
+    let described = ModelDir::open(&named.model, &request.recipe.model.revision, template.as_deref())?;
+    let device = setup::device(request.device)?;
+    let (network, score) = described.infer_scored(named.adapter.as_deref(), request.dtype, &device)?;
+    Ok(EvaluatedModel {
+        described,
+        network,
+        score,
+        adapter: named.adapter.is_some(),
+        named,
+    })
+}
+
+/// Errors: an invalid model, adapter or row; a signal.
+pub fn evaluate(request: &Request) -> Result<Report> {
+    let opened = open(request.model, request.adapter, request)?;
+    let mut recipe = request.recipe.clone();
+    if !request.own_length {
+        recipe.data.max_length = usize::MAX;
+    }
+    let kind = match &opened.score {
+        Some(_) => Kind::Pairs,
+        None => kind_of(&recipe, request)?,
+    };
+    let mut report = match (kind, &opened.score) {
+        (_, Some(score)) => reward(&opened, score, &recipe, request)?,
+        (Kind::Text, None) => texts(&opened, &recipe, request)?,
+        (Kind::Prompts, None) => answers::prompts(&opened, &recipe, request)?,
+        (Kind::Pairs, None) => answers::pairs(&opened, &recipe, request)?,
+        (Kind::Judged, None) => answers::judged(&opened, &recipe, request)?,
+    };
+    report.notes = opened.named.notes.clone();
+    Ok(report)
+}
+
+/// Returns the kind of rows that the recipe's stage uses. If rows are given, or for text stages: the kind of the first
+/// row.
+fn kind_of(recipe: &Recipe, request: &Request) -> Result<Kind> {
+    match recipe.train.stage {
+        Stage::Grpo | Stage::Ppo if !request.all_rows => return Ok(Kind::Prompts),
+        Stage::Kto if !request.all_rows => return Ok(Kind::Judged),
+        stage if stage.is_preference() && !request.all_rows => return Ok(Kind::Pairs),
+        _ => {}
+    }
+    let files = rows::local(files(recipe, request))?;
+    match files.first() {
+        Some(file) => peek::kind(file, recipe.data.format, &recipe.rl.answer_column),
+        None => Err(no_rows()),
+    }
+}
+
+fn no_rows() -> Error {
+    Error::usage("there are no rows to evaluate on")
+        .hint("give `--data FILE`, or a recipe with `data.eval` or `data.eval_fraction`")
+}
+
+/// Names of the files to read, in full or in part.
+fn files<'a>(recipe: &'a Recipe, request: &Request) -> &'a [String] {
+    if request.all_rows || recipe.data.eval.is_empty() {
+        &recipe.data.train
+    } else {
+        &recipe.data.eval
+    }
+}
+
+/// Reads the rows in the form that this stage uses.
+fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &Request, stage: Stage) -> Result<Dataset> {
+    let mut recipe = recipe.clone();
+    recipe.train.stage = stage;
+    let held_out = !request.all_rows && recipe.data.eval.is_empty();
+    if held_out && recipe.data.eval_fraction == 0.0 {
+        return Err(no_rows());
+    }
+    let rows = rows::read(&recipe, files(&recipe, request), &opened.described)?;
+    if held_out {
+        Ok(rows.split(recipe.data.eval_fraction, recipe.train.seed)?.1)
+    } else {
+        Ok(rows)
+    }
+}
+
+fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
+    let EvaluatedModel { described, network, .. } = opened;
+    let stage = match recipe.train.stage {
+        Stage::Pretrain => Stage::Pretrain,
+        _ => Stage::Sft,
+    };
+    let rows = read(opened, recipe, request, stage)?;
+    if let Some(line) = rows::beyond(rows.stats.longest, described.spec.max_positions) {
+        terminal::warn(&line);
+    }
+    let objective = CausalLm::new(described.spec.vocab);
+    let batches = eval_batches(&rows, BATCH_TOKENS).map(Ok);
+    let count = rows.examples.len();
+    let totals = totals(network, &objective, batches, count, files(recipe, request))?;
+    let local = rows::local(files(recipe, request))?;
+    let spec = rows::spec(&local, &recipe.data, stage, described.spec.vocab);
+    let mut questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
+    let (all, most) = (questions.len(), described.spec.max_positions);
+    questions.retain(|q| q.prompt.len() < most);
+    if questions.len() < all {
+        terminal::warn(&format!(
+            "{} of {all} prompts are longer than the model's positions ({most}): they are skipped and do not count in \
+             the accuracy",
+            all - questions.len()
+        ));
+    }
+    let mut report = Report::of_loss("rows", rows.examples.len(), totals);
+    if !questions.is_empty() {
+        let right = crate::train::samples::exact_matches(described, network, &questions)?;
+        report.add("accuracy", right, Measure::Part, "exact matches with greedy decoding");
+    }
+    Ok(report)
+}
+
+fn reward(opened: &EvaluatedModel, score: &Tensor, recipe: &Recipe, request: &Request) -> Result<Report> {
+    let described = &opened.described;
+    let pad = if opened.adapter {
+        preference::pad_id(&described.tokenizer)
+    } else {
+        described.config.opt_usize0("pad_token_id")?.map(|id| id as u32)
+    };
+    let reward = Reward::with_head(score.clone(), pad, 0.0)?;
+    let pairs = read(opened, recipe, request, Stage::Reward)?;
+    let batches = pair_batches(&pairs);
+    let count = 2 * pairs.examples.len();
+    let totals = totals(&opened.network, &reward, batches, count, files(recipe, request))?;
+    let means = reward.metrics();
+    let mean = |name| {
+        means
+            .iter()
+            .find(|(n, _)| *n == name)
+            .map_or(f64::NAN, |(_, mean)| *mean)
+    };
+    let mut report = Report::of_scores(pairs.examples.len(), totals);
+    let of_pairs = "pairs whose chosen answer scores higher";
+    report.add("accuracy", mean("accuracy"), Measure::Part, of_pairs);
+    report.add(
+        "margin",
+        mean("margin"),
+        Measure::Number,
+        "mean score difference, chosen - rejected",
+    );
+    report.add("mean_reward", mean("mean_reward"), Measure::Number, "mean score");
+    Ok(report)
+}
+
+fn pair_batches(pairs: &Dataset) -> impl Iterator<Item = Result<Batch>> + '_ {
+    let rows: Vec<usize> = (0..pairs.examples.len()).collect();
+    let chunks: Vec<Vec<usize>> = rows.chunks(BATCH_PAIRS).map(<[usize]>::to_vec).collect();
+    chunks.into_iter().map(|rows| preference::batch(pairs, &rows, None))
+}
+
+fn stop_if_asked() -> Result<()> {
+    match signal::received() {
+        Some(s) => Err(Error::signal(s, "stopped while evaluating")),
+        None => Ok(()),
+    }
+}
+
+/// Errors: a signal; a loss that is not finite.
+fn totals(
+    network: &Network,
+    objective: &dyn Objective,
+    batches: impl Iterator<Item = Result<Batch>>,
+    rows: usize,
+    files: &[String],
+) -> Result<Totals> {
+    let mut totals = Totals::default();
+    let phase = progress::phase("evaluating", rows, "rows");
+    for batch in batches {
+        stop_if_asked()?;
+        let batch = batch?;
+        totals.add(engine::evaluate(network, objective, &batch)?);
+        phase.add(batch.documents.len().saturating_sub(1) as u64);
+    }
+    if totals.weight == 0 {
+        return Err(Error::new("there is nothing to evaluate: no row has a trained token")
+            .at(files.join(", "))
+            .hint("`ft data` shows which tokens are trained; a `max_length` that truncates every answer causes this"));
+    }
+    if totals.loss().is_finite() {
+        Ok(totals)
+    } else {
+        Err(Error::new("the loss is not finite")
+            .at(files.join(", "))
+            .found(totals.loss_sum)
+            .hint("check the weights, or use `--dtype f32`"))
+    }
+}

@@ -1,0 +1,281 @@
+//! `ft merge`: merges a model and its adapters into one model directory, one tensor in memory at a time.
+
+use crate::base::{Error, Result, files};
+use crate::checkpoint;
+use crate::commands::logits;
+use crate::formats::StoredDtype;
+use crate::formats::config::Config;
+use crate::formats::tokenizer::Tokenizer;
+use crate::formats::weights::Weights;
+use crate::formats::writer::{self, TensorPlan, Values};
+use crate::hf::{self, Directory, Weighted};
+use crate::model::spec::{EMBEDDING, LM_HEAD};
+use crate::model::{Spec, families};
+use crate::ops::update;
+use crate::recipe::Dtype;
+use crate::source::{ParamInfo, stored};
+use crate::train::stage::preference::pad_id;
+use candle_core::Tensor;
+use half::{bf16, f16};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+/// The result of a merge.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MergeReport {
+    pub out: PathBuf,
+    pub tensors: usize,
+    /// Tensors that the adapter changed.
+    pub merged: usize,
+    /// Bytes of all tensors.
+    pub bytes: u64,
+    /// Types of the written tensors, with their safetensors names.
+    pub dtypes: Vec<&'static str>,
+    /// Error of rounding the merged weights to the stored type, relative to the change by the adapter (ratio of the
+    /// root mean squares): 0 in f32; near 1 the rounding removes the effect of the adapter.
+    pub rounding: f64,
+    pub logits: logits::LogitDifference,
+}
+
+/// Adds adapters to the weights of the model in `model_dir`, in f32. Each has its directory and weight (1: added in
+/// full, -1: subtracted). Writes `out` with the stored type of each tensor, or with `dtype`. Tensors without an adapter
+/// keep their bytes. Every change is relative to the original weights. The adapter of a reward model turns the model
+/// into a sequence classifier: its score head replaces the output projection.
+///
+/// Errors: `out` is not empty; an adapter does not fit, or was trained on another base; a weight is missing, has
+/// another shape, or is not part of this model; not enough disk space. In these cases nothing is written.
+pub fn merge(
+    model_dir: &Path,
+    adapter_dirs: &[(PathBuf, f32)],
+    out: &Path,
+    dtype: Option<Dtype>,
+) -> Result<MergeReport> {
+    refuse_existing(out)?;
+    let config = Config::load(model_dir)?;
+    let mut spec = families::read(&config)?;
+    let mut weights = Weights::open(model_dir)?;
+    refuse_codes(&spec, &weights)?;
+    refuse_strangers(&spec, &weights)?;
+    let base = hf::fingerprint_of(&spec, &weights)?.base();
+    let tied = spec.clone();
+    for (dir, _) in adapter_dirs {
+        spec.tied &= !hf::unties(dir, &tied)?;
+    }
+    let untied = tied.tied && !spec.tied;
+    if untied {
+        weights = hf::untied_weights(weights)?;
+    }
+    let mut adapters = Vec::new();
+    for (dir, weight) in adapter_dirs {
+        if !weight.is_finite() {
+            return Err(Error::usage("the weight of an adapter is not a finite number").at_path(dir));
+        }
+        hf::check_base(dir, &base)?;
+        adapters.push(Weighted {
+            adapter: hf::load_adapter(dir, &spec)?,
+            weight: *weight,
+        });
+    }
+
+    if untied {
+        refuse_mixed_ties(adapter_dirs, &adapters, &tied)?;
+    }
+    let score = score_of(&adapters)?.cloned();
+    let mut tensors = Vec::new();
+    let mut params = spec.params();
+    params.retain(|p| score.is_none() || &*p.name != LM_HEAD);
+    for p in &params {
+        let info = weights.require(&p.name, &p.shape)?;
+        tensors.push(TensorPlan {
+            name: p.name.to_string(),
+            dtype: dtype.map_or(info.dtype, hf::stored),
+            shape: p.shape.clone(),
+        });
+    }
+    let mut raw = config.raw.clone();
+    if untied {
+        raw.insert("tie_word_embeddings".into(), false.into());
+    }
+    if score.is_some() {
+        let tokenizer = Tokenizer::load(model_dir)?;
+        hf::as_classifier(&mut raw, pad_id(&tokenizer));
+        tensors.push(TensorPlan {
+            name: hf::SCORE.into(),
+            dtype: tensors.first().map_or(StoredDtype::F32, |t: &TensorPlan| t.dtype),
+            shape: vec![1, spec.hidden],
+        });
+    }
+    let bytes = tensors.iter().filter_map(TensorPlan::bytes).sum();
+    checkpoint::check_space(out, bytes)?;
+
+    if let Some(dtype) = dtype {
+        hf::set_dtype(&mut raw, hf::stored(dtype));
+    }
+    // The adapter directory has the template of its training.
+    let templates = adapter_dirs.iter().map(|(dir, _)| dir.join("chat_template.jinja"));
+    let template = match templates.rev().find(|t| t.is_file()) {
+        Some(template) => Some(files::read_text(&template)?),
+        None => None,
+    };
+    let directory = Directory {
+        out,
+        base_dir: model_dir,
+        config: &raw,
+        tensors: &tensors,
+        shard_bytes: writer::SHARD_BYTES,
+        chat_template: template.as_deref(),
+    };
+    let mut rounding = Rounding::default();
+    let mut next = params.iter();
+    let out = directory.write(&mut |plan, sink| match (next.next(), &score) {
+        (Some(param), _) => write_one(&weights, param, plan.dtype, &adapters, &mut rounding, sink),
+        (None, Some(score)) => sink(Values::F32(&update::to_f32_vec(score)?)),
+        (None, None) => Err(Error::new("no such parameter").at(&plan.name)),
+    })?;
+
+    let mut dtypes: Vec<_> = tensors.iter().map(|t| t.dtype.name()).collect();
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    Ok(MergeReport {
+        tensors: tensors.len(),
+        merged: params
+            .iter()
+            .filter(|p| adapters.iter().any(|a| a.changes(&p.name)))
+            .count(),
+        dtypes,
+        rounding: rounding.ratio(),
+        logits: logits::difference(model_dir, adapters, &out, untied)?,
+        out,
+        bytes,
+    })
+}
+
+/// Refuses a mix of adapters that untie embedding and head with adapters that change both at once: the sum is
+/// undefined.
+fn refuse_mixed_ties(dirs: &[(PathBuf, f32)], adapters: &[Weighted], tied: &Spec) -> Result<()> {
+    for ((dir, _), a) in dirs.iter().zip(adapters) {
+        if !hf::unties(dir, tied)? && (a.changes(EMBEDDING) || a.changes(LM_HEAD) || a.adapter.score.is_some()) {
+            return Err(Error::usage(
+                "the adapters handle the tied embedding and output head of the model differently",
+            )
+            .at_path(dir)
+            .expected("adapters that all untie them, or that change neither of them")
+            .hint("merge each adapter into a separate directory"));
+        }
+    }
+    Ok(())
+}
+
+/// The score head of an adapter. Errors: two adapters have one.
+fn score_of(adapters: &[Weighted]) -> Result<Option<&Tensor>> {
+    let mut scores = adapters.iter().filter_map(|a| a.adapter.score.as_ref());
+    match (scores.next(), scores.next()) {
+        (_, Some(_)) => Err(Error::usage("two of the adapters belong to reward models")
+            .hint("a model has one score head: merge each adapter into a separate directory")),
+        (score, None) => Ok(score),
+    }
+}
+
+fn write_one(
+    weights: &Weights,
+    param: &ParamInfo,
+    dtype: StoredDtype,
+    adapters: &[Weighted],
+    rounding: &mut Rounding,
+    sink: &mut dyn FnMut(Values) -> Result<()>,
+) -> Result<()> {
+    let name = &param.name;
+    let has_adapter = adapters.iter().any(|a| a.changes(name));
+    let same = weights.info(name).is_some_and(|i| i.dtype == dtype);
+    if has_adapter {
+        let after = hf::merged(weights, param, adapters)?;
+        rounding.add(&weights.read_f32(name)?, &after, dtype);
+        sink(Values::F32(&after))
+    } else if same {
+        sink(Values::Raw(&weights.read_bytes(name)?))
+    } else {
+        sink(Values::F32(&weights.read_f32(name)?))
+    }
+}
+
+/// Sums of squares: changes by rounding, and changes by the adapter.
+#[derive(Debug, Default)]
+struct Rounding {
+    lost: f64,
+    delta: f64,
+}
+
+impl Rounding {
+    fn add(&mut self, before: &[f32], after: &[f32], dtype: StoredDtype) {
+        for (&b, &a) in before.iter().zip(after) {
+            let stored = match dtype {
+                StoredDtype::Bf16 => bf16::from_f32(a).to_f32(),
+                StoredDtype::F16 => f16::from_f32(a).to_f32(),
+                _ => a,
+            };
+            self.lost += f64::from(stored - a).powi(2);
+            self.delta += f64::from(a - b).powi(2);
+        }
+    }
+
+    fn ratio(&self) -> f64 {
+        if self.delta > 0.0 {
+            (self.lost / self.delta).sqrt()
+        } else {
+            0.0
+        }
+    }
+}
+
+pub(super) fn refuse_existing(out: &Path) -> Result<()> {
+    let empty = match out.symlink_metadata() {
+        Err(_) => true,
+        Ok(_) => out.is_dir() && files::list(out)?.is_empty(),
+    };
+    if empty {
+        return Ok(());
+    }
+    Err(Error::usage("output directory is not empty")
+        .at_path(out)
+        .hint("give the name of a directory that does not exist yet"))
+}
+
+/// Refuses quantized weights: their rounding would remove the effect of the adapter.
+pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
+    for p in spec.params() {
+        if let Some((_, format)) = stored::find(weights, &p.name)? {
+            return Err(Error::new("the weights of this model are quantized")
+                .at(&*p.name)
+                .found(format)
+                .expected("the original weights in 16 or 32 bits")
+                .hint("give the unquantized model: an adapter is merged into unquantized weights"));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses weights that this model does not use: they would be lost without notice.
+pub(super) fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
+    let params = spec.params();
+    let known: HashSet<&str> = params.iter().map(|p| &*p.name).collect();
+    let harmless = |name: &str| name.ends_with("rotary_emb.inv_freq") || (spec.tied && name == "lm_head.weight");
+    let unknown: Vec<&str> = weights.names().filter(|n| !known.contains(n) && !harmless(n)).collect();
+    if unknown.is_empty() {
+        return Ok(());
+    }
+    let shown: Vec<&str> = unknown.iter().take(8).copied().collect();
+    let place = weights
+        .files()
+        .first()
+        .map(|f| f.display().to_string())
+        .unwrap_or_default();
+    Err(
+        Error::new("the weight files contain tensors that this model does not have")
+            .at(place)
+            .found(format!("{} such tensors: {}", unknown.len(), shown.join(", ")))
+            .hint("check that config.json belongs to these weights"),
+    )
+}
+
+#[cfg(test)]
+mod tests;

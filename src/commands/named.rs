@@ -1,0 +1,162 @@
+//! Finds the model for a name: a model directory, a hub id, an adapter with its base, a run, or a checkpoint.
+
+use crate::base::{Error, Result, paths};
+use crate::commands::export::{self, Scratch};
+use crate::formats::adapter::AdapterConfig;
+use crate::hub;
+use crate::model::shapes;
+use crate::setup::locate::{NamedKind, locate};
+use std::path::{Path, PathBuf};
+
+/// A base model with or without an adapter.
+pub struct Named {
+    /// A directory, a hub id or a shape.
+    pub model: String,
+    pub adapter: Option<PathBuf>,
+    /// The chat template of the adapter's training.
+    pub template: Option<String>,
+    /// The directories that were used, if they differ from the given names.
+    pub notes: Vec<String>,
+    /// Directories written from checkpoints; they are removed on drop.
+    _scratch: Vec<Scratch>,
+}
+
+/// Finds the model and the adapter for these names.
+///
+/// Errors: as `locate`; two adapters; the base of an adapter is not available.
+pub fn find(model: &str, adapter: Option<&Path>) -> Result<Named> {
+    let mut out = Named {
+        model: model.to_string(),
+        adapter: None,
+        template: None,
+        notes: Vec::new(),
+        _scratch: Vec::new(),
+    };
+    if model.starts_with(shapes::PREFIX) {
+        out.adapter = adapter.map(Path::to_path_buf);
+        return Ok(out);
+    }
+    match out.written(locate(model)?, model)? {
+        NamedKind::Adapter(dir) => {
+            if let Some(other) = adapter {
+                return Err(Error::usage("the model is an adapter, and a second adapter is given")
+                    .found(format!("{} and {}", dir.display(), other.display()))
+                    .hint("give the base model with `--model`; `ft merge` combines several adapters"));
+            }
+            out.model = base_of(&dir)?;
+            out.note(
+                model,
+                &format!("the adapter {} on its base {}", dir.display(), out.model),
+            );
+            out.adapter = Some(dir);
+        }
+        NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => out.model = dir.display().to_string(),
+    }
+    if let Some(named) = adapter {
+        out.adapter = Some(out.adapter_of(named)?);
+    }
+    let template = out.adapter.as_ref().map(|dir| dir.join("chat_template.jinja"));
+    out.template = template.filter(|t| t.is_file()).map(|t| t.display().to_string());
+    Ok(out)
+}
+
+/// Finds directories for a program that works on files: a full model (`None`: the base of the first adapter), and
+/// adapters. Accepts runs, checkpoints and hub ids too.
+///
+/// Errors: as `find`; `model` is an adapter.
+pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBuf, Vec<PathBuf>, Named)> {
+    let mut out = Named {
+        model: String::new(),
+        adapter: None,
+        template: None,
+        notes: Vec::new(),
+        _scratch: Vec::new(),
+    };
+    let adapters = adapters.iter().map(|a| out.adapter_of(a)).collect::<Result<Vec<_>>>()?;
+    let name = match (model, adapters.first()) {
+        (Some(model), _) => model.to_string_lossy().into_owned(),
+        (None, Some(adapter)) => {
+            let base = base_of(adapter)?;
+            out.note(&adapter.display().to_string(), &format!("on its base {base}"));
+            base
+        }
+        (None, None) => return Err(Error::usage("no model is given").expected("`--model MODEL`")),
+    };
+    match out.written(locate(&name)?, &name)? {
+        NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => Ok((dir, adapters, out)),
+        NamedKind::Adapter(dir) => Err(Error::new("this is an adapter, not a complete model")
+            .at_path(&dir)
+            .hint(format!(
+                "make a complete model of it: `ft merge --adapter {} --out DIR`",
+                dir.display()
+            ))),
+    }
+}
+
+impl Named {
+    fn note(&mut self, written: &str, taken: &str) {
+        self.notes.push(format!("{written}: {taken}"));
+    }
+
+    /// Writes a checkpoint to a temporary directory, equal to `final/` at that step.
+    fn written(&mut self, place: NamedKind, name: &str) -> Result<NamedKind> {
+        let NamedKind::Checkpoint(dir) = place else {
+            return Ok(place);
+        };
+        let scratch = Scratch::beside(&dir)?;
+        let report = export::checkpoint(&dir, &scratch.0)?;
+        self.note(name, &format!("the state after step {}", report.step.unwrap_or(0)));
+        self.notes.extend(report.notes);
+        let dir = scratch.0.clone();
+        self._scratch.push(scratch);
+        Ok(if report.adapter {
+            NamedKind::Adapter(dir)
+        } else {
+            NamedKind::Model(dir)
+        })
+    }
+
+    fn adapter_of(&mut self, name: &Path) -> Result<PathBuf> {
+        let text = name.to_string_lossy();
+        match self.written(locate(&text)?, &text)? {
+            NamedKind::Adapter(dir) => Ok(dir),
+            NamedKind::Model(dir) | NamedKind::Checkpoint(dir) => {
+                Err(Error::new("this is a complete model, not an adapter")
+                    .at_path(&dir)
+                    .hint("give it as the model, without an adapter"))
+            }
+        }
+    }
+}
+
+/// The base model of an adapter. Errors: the config has none, or it is not available.
+fn base_of(dir: &Path) -> Result<String> {
+    let config = AdapterConfig::load(dir)?;
+    let inside = dir.join("base");
+    if inside.join("config.json").is_file() {
+        return Ok(inside.display().to_string());
+    }
+    let Some(base) = config.base_model_name_or_path.filter(|b| !b.is_empty()) else {
+        return Err(Error::new("the adapter does not name its base model")
+            .at_path(dir)
+            .hint(format!("give it: `--model BASE --adapter {}`", dir.display())));
+    };
+    if Path::new(&base).is_dir() || (hub::is_id(&base) && !paths::is_meant(&base)) {
+        return Ok(base);
+    }
+    Err(paths::missing("directory", Path::new(&base))
+        .after("the base model of the adapter is needed")
+        .hint(format!("give it: `--model BASE --adapter {}`", dir.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_base_of_an_adapter() {
+        let dir = tempfile::tempdir().unwrap();
+        let e = base_of(dir.path()).unwrap_err().to_string();
+        assert!(e.contains("adapter_config.json"), "{e}");
+    }
+}

@@ -1,0 +1,232 @@
+//! `ft quantize`: writes a model directory with quantized projections, one weight in memory at a time.
+
+use crate::base::units::bytes;
+use crate::base::{Error, Result, files};
+use crate::checkpoint;
+use crate::commands::sensitivity::{self, Choice, Sensitivity};
+use crate::formats::StoredDtype;
+use crate::formats::config::Config;
+use crate::formats::weights::Weights;
+use crate::formats::writer::{self, TensorPlan, Values};
+use crate::hf::Directory;
+use crate::model::families;
+use crate::quant::{self, Format, QMatrix};
+use crate::recipe::Dtype;
+use crate::setup::ModelDir;
+use crate::source::ParamInfo;
+use crate::source::policy::is_projection;
+use crate::source::stored::{self, Layout};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The report in the new directory, as Markdown.
+const REPORT: &str = "quantization.md";
+
+#[derive(Debug, Clone, Copy)]
+pub struct Request<'a> {
+    pub model: &'a Path,
+    pub out: &'a Path,
+    /// The format of every projection; with a budget the smallest format that can be chosen.
+    pub to: Format,
+    /// Budget in bytes for all weights, and the file of calibration rows.
+    pub budget: Option<(u64, &'a Path)>,
+    /// Largest number of tokens of the calibration rows.
+    pub calibration_tokens: usize,
+}
+
+/// The result of a quantization.
+#[derive(Debug, Clone)]
+pub struct Report {
+    pub out: PathBuf,
+    pub layout: Layout,
+    /// Number of weights in each format, by its name.
+    pub counts: BTreeMap<String, usize>,
+    /// Bytes of all weights before and after.
+    pub before: u64,
+    pub after: u64,
+    /// Root mean square of the quantization error, relative to that of the weights.
+    pub error: f64,
+    pub text: String,
+}
+
+/// Quantizes the projections of the model and writes `out`; other tensors keep their bytes. If all formats are NF4 the
+/// directory has the layout of bitsandbytes, otherwise ft's own.
+///
+/// Errors: `out` is not empty; the model is quantized already; even the smallest choice exceeds the budget; a weight is
+/// missing, has another shape or is not finite; not enough disk space. In these cases nothing is written.
+pub fn quantize(request: &Request) -> Result<Report> {
+    crate::commands::merge::refuse_existing(request.out)?;
+    let config = Config::load(request.model)?;
+    let spec = families::read(&config)?;
+    let weights = Weights::open(request.model)?;
+    crate::commands::merge::refuse_codes(&spec, &weights)?;
+    crate::commands::merge::refuse_strangers(&spec, &weights)?;
+    let params = spec.params();
+    for p in &params {
+        weights.require(&p.name, &p.shape)?;
+    }
+    let is_bf16 = |p: &ParamInfo| weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16);
+    let decoded = if params.iter().all(is_bf16) {
+        Dtype::Bf16
+    } else {
+        Dtype::F32
+    };
+    let before = sensitivity::dense_bytes(&weights, &params);
+    let (formats, measured) = match request.budget {
+        None => {
+            let all = params.iter().filter(|p| is_projection(p));
+            (all.map(|p| (p.name.clone(), request.to)).collect(), None)
+        }
+        Some((budget, data)) => {
+            let model = ModelDir::open(&request.model.to_string_lossy(), "main", None)?;
+            let measured = sensitivity::measure(&model, data, request.to, decoded, request.calibration_tokens)?;
+            let choice = measured.choose(&weights, &params, budget)?;
+            (choice.formats.clone(), Some((measured, choice)))
+        }
+    };
+    write(request, &config, &weights, &params, decoded, &formats, before, measured)
+}
+
+type Formats = BTreeMap<Arc<str>, Format>;
+
+#[allow(clippy::too_many_arguments)]
+fn write(
+    request: &Request,
+    config: &Config,
+    weights: &Weights,
+    params: &[ParamInfo],
+    decoded: Dtype,
+    formats: &Formats,
+    before: u64,
+    measured: Option<(Sensitivity, Choice)>,
+) -> Result<Report> {
+    let nf4 = |p: &&ParamInfo| matches!(formats.get(&p.name), Some(Format::Nf4 { .. }));
+    let layout = if params.iter().filter(|p| is_projection(p)).all(|p| nf4(&p)) {
+        Layout::Bitsandbytes
+    } else {
+        Layout::Ft
+    };
+    // Each tensor with its parameter.
+    let mut tensors: Vec<TensorPlan> = Vec::new();
+    let mut owners: Vec<&ParamInfo> = Vec::new();
+    for p in params {
+        let of_param = match (formats.get(&p.name), p.shape.as_slice()) {
+            (Some(format), &[rows, columns]) => stored::tensors(layout, *format, &p.name, (rows, columns)),
+            _ => vec![TensorPlan {
+                name: p.name.to_string(),
+                dtype: weights.require(&p.name, &p.shape)?.dtype,
+                shape: p.shape.clone(),
+            }],
+        };
+        owners.extend(of_param.iter().map(|_| p));
+        tensors.extend(of_param);
+    }
+    let after = tensors.iter().filter_map(TensorPlan::bytes).sum();
+    checkpoint::check_space(request.out, after)?;
+
+    let mut raw = config.raw.clone();
+    let used: Vec<Format> = formats.values().copied().collect();
+    if !used.is_empty() {
+        raw.insert("quantization_config".into(), stored::config(layout, &used, decoded));
+    }
+    let directory = Directory {
+        out: request.out,
+        base_dir: request.model,
+        config: &raw,
+        tensors: &tensors,
+        shard_bytes: writer::SHARD_BYTES,
+        chat_template: None,
+    };
+    let mut errors = Errors::default();
+    let mut now: Option<(Arc<str>, QMatrix)> = None;
+    let mut owners = owners.into_iter();
+    let out = directory.write(&mut |plan, sink| {
+        let owner = owners
+            .next()
+            .ok_or_else(|| Error::new("no such parameter").at(&plan.name))?;
+        let (Some(format), &[rows, columns]) = (formats.get(&owner.name), owner.shape.as_slice()) else {
+            return sink(Values::Raw(&weights.read_bytes(&plan.name)?));
+        };
+        if now.as_ref().is_none_or(|(name, _)| *name != owner.name) {
+            // Frees the previous quantized data before it reads the next weight.
+            now = None;
+            let values = weights.read_f32(&owner.name)?;
+            let quantized =
+                quant::encode(&values, (rows, columns), *format, decoded).map_err(|e| e.or_at(&*owner.name))?;
+            errors.add(&values, &quantized);
+            now = Some((owner.name.clone(), quantized));
+        }
+        match &now {
+            Some((name, quantized)) => sink(Values::Raw(&stored::bytes(layout, quantized, name, plan)?)),
+            None => Ok(()),
+        }
+    })?;
+
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    for p in params.iter().filter(|p| is_projection(p)) {
+        let format = formats
+            .get(&p.name)
+            .map_or(decoded.name().to_string(), |f| f.to_string());
+        *counts.entry(format).or_default() += 1;
+    }
+    let mut report = Report {
+        out,
+        layout,
+        counts,
+        before,
+        after,
+        error: errors.ratio(),
+        text: String::new(),
+    };
+    report.text = text(&report, measured.as_ref());
+    files::write_atomic(&report.out.join(REPORT), report.text.as_bytes())?;
+    Ok(report)
+}
+
+/// Sums of squares.
+#[derive(Default)]
+struct Errors {
+    weights: f64,
+    change: f64,
+}
+
+impl Errors {
+    fn add(&mut self, values: &[f32], quantized: &QMatrix) {
+        let (rows, columns) = quantized.dims();
+        let mut row = vec![0f32; columns];
+        for r in 0..rows {
+            quantized.decode_row(r, &mut row);
+            for (x, y) in values[r * columns..].iter().zip(&row) {
+                self.weights += f64::from(*x).powi(2);
+                self.change += f64::from(x - y).powi(2);
+            }
+        }
+    }
+
+    fn ratio(&self) -> f64 {
+        if self.weights > 0.0 {
+            (self.change / self.weights).sqrt()
+        } else {
+            0.0
+        }
+    }
+}
+
+fn text(report: &Report, measured: Option<&(Sensitivity, Choice)>) -> String {
+    let mut out = String::from("# How the weights are stored\n\n| storage | projections |\n|---|---|\n");
+    for (format, n) in &report.counts {
+        out.push_str(&format!("| {format} | {n} |\n"));
+    }
+    out.push_str(&format!(
+        "\nAll weights: {} before, {} after. Norms, biases, embedding and output head are not quantized.\n\
+         The relative quantization error is {:.2} % (RMS of the error divided by RMS of the weights).\n",
+        bytes(report.before),
+        bytes(report.after),
+        100.0 * report.error
+    ));
+    if let Some((measured, choice)) = measured {
+        out.push_str(&measured.text(choice));
+    }
+    out
+}

@@ -1,0 +1,47 @@
+//! How a step trades memory for speed. The planner chooses a strategy, and the engine takes it as a whole. Except for
+//! the storage of frozen weights, a strategy does not change the results of training.
+
+use super::step::Gradients;
+use crate::ops::Dtype;
+use crate::ops::prepacked::Orders;
+use crate::source::{PackedCopies, Placement, StoragePolicy};
+
+/// The settings of a training step that depend on the available memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepStrategy {
+    /// Lifetime of gradients between backward pass and update.
+    pub gradients: Gradients,
+    /// Number of uppermost layers that save their activations; the others recompute them.
+    pub saved_layers: usize,
+    /// Layer inputs are copied to host memory until the backward pass needs them.
+    pub offload_inputs: bool,
+    /// Largest number of tokens that the MLP of a layer processes at once; `None`: no limit.
+    pub mlp_tokens: Option<usize>,
+    /// Where the weights are that are inactive.
+    pub placement: Placement,
+    /// The storage type of each weight.
+    pub storage: StoragePolicy,
+    /// Packed copies of frozen weights; `None`: weights are packed in every product.
+    pub packed_copies: Option<PackedCopies>,
+}
+
+impl StepStrategy {
+    /// All weights on the device in `dtype`. Gradients are kept until the update. Every layer recomputes its
+    /// activations.
+    pub fn new(dtype: Dtype) -> Self {
+        Self {
+            gradients: Gradients::Keep,
+            saved_layers: 0,
+            offload_inputs: false,
+            mlp_tokens: None,
+            placement: Placement::Device,
+            storage: StoragePolicy::dense(dtype),
+            packed_copies: None,
+        }
+    }
+
+    /// The operand orders of the packed copies.
+    pub fn packed_orders(&self) -> Option<Orders> {
+        self.packed_copies.as_ref().map(|copies| copies.orders)
+    }
+}

@@ -1,0 +1,373 @@
+//! New adapters for a model: which linears get one, its kind and its initial values, and the other parameters that train
+//! with it.
+
+use super::load_adapter::{alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
+use crate::base::{Error, Result, suggest};
+use crate::formats::adapter::{AdapterConfig, Allocation, Kind, Targets};
+use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
+use crate::peft::config::{LoraInit, PeftType};
+use crate::peft::lora::{fresh, scaling};
+use crate::peft::targets::{self, Site, select};
+use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Ia3, Loha, Lokr, Lora, LoraConfig, Mask, Oft};
+use crate::peft::{Projections, Vera};
+use candle_core::Tensor;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Number of terms of the Cayley-Neumann series, as in PEFT.
+const NEUMANN_TERMS: usize = 5;
+
+/// Name of a matrix, its rows that train, and their values if an adapter directory contains them.
+pub type TrainedRows = (String, Vec<u32>, Option<Tensor>);
+
+/// All facts about adapters that are known before the weights are loaded.
+#[derive(Default)]
+pub struct AdapterSet {
+    pub adapters: Adapters,
+    /// None: the method trains no adapters.
+    pub config: Option<AdapterConfig>,
+    /// Names of parameters that train in full beside the adapters (`modules_to_save`).
+    pub whole: Vec<String>,
+    /// The values of these parameters in an adapter directory.
+    pub given: BTreeMap<String, Tensor>,
+    /// Rows of embedding and head that train.
+    pub rows: Vec<TrainedRows>,
+    /// Warnings for the user.
+    pub warnings: Vec<String>,
+}
+
+impl AdapterSet {
+    /// Moves the adapters to the device of `network`, and adds them and the trained rows to it.
+    pub fn attach(&mut self, network: &mut Network) -> Result<()> {
+        for adapter in self.adapters.values_mut() {
+            *adapter = Arc::new(adapter.on(&network.device)?);
+        }
+        network.adapters = self.adapters.clone();
+        for (table, ids, given) in &self.rows {
+            let rows = TokenRows::new(network, table, ids, given.as_ref())?;
+            network.tokens.push(rows);
+        }
+        Ok(())
+    }
+
+    /// Names of all parameters that train.
+    pub fn trained(&self) -> impl Iterator<Item = String> + '_ {
+        let parts = self.adapters.values().flat_map(|a| a.parts());
+        let rows = self.rows.iter().map(|(table, ..)| tokens::name_of(table));
+        parts
+            .map(|p| p.name.to_string())
+            .chain(self.whole.iter().cloned())
+            .chain(rows)
+    }
+}
+
+/// Makes new adapters for the linears that `lora` selects. `base` names the base model in `adapter_config.json`; initial
+/// values depend on `seed` and the module only.
+///
+/// `init_lora_weights` of `default` and `gaussian` are complete. Other initial values depend on weights or rows: their
+/// matrices are zero here.
+///
+/// # Errors
+/// Targets that match no linear; a rank or block size that the linears do not allow; a module or token that the model
+/// does not have.
+pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
+    let all = spec.sites();
+    let mut config = config_of(lora, base)?;
+    let open = unsaved(&config, &all);
+    let chosen = select(&open, &choice(&config))?;
+    targets::check_pattern(&config.rank_pattern, &chosen, "rank_pattern")?;
+    targets::check_pattern(&config.alpha_pattern, &chosen, "alpha_pattern")?;
+    let warnings = check_ranks(&config, &chosen)?;
+    settle_targets(&mut config, &chosen);
+    let shared = match config.kind {
+        Kind::Vera { .. } => {
+            let most = |of: fn(&Site) -> usize| chosen.iter().map(of).max().unwrap_or(0);
+            let (inputs, outputs) = (most(|s| s.input), most(|s| s.output));
+            Some(Projections::fresh(config.r, inputs, outputs, seed)?)
+        }
+        _ => None,
+    };
+    let mut adapters = Adapters::new();
+    for site in &chosen {
+        let index = all.iter().position(|s| s.module == site.module).unwrap_or(0) as u64;
+        let adapter = one(lora, &config, site, index, seed, shared.as_ref())?;
+        adapters.insert(site.module.clone(), Arc::new(adapter));
+    }
+    Ok(AdapterSet {
+        whole: whole(&config, spec)?,
+        rows: rows(lora, &mut config, spec)?,
+        adapters,
+        config: Some(config),
+        given: BTreeMap::new(),
+        warnings,
+    })
+}
+
+/// Checks the ranks: a product of rank `r` in a matrix with fewer than `r` rows or columns has parameters without
+/// effect.
+///
+/// Errors: every adapter has such a rank. If only some have it, the function returns a warning.
+fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
+    if !matches!(config.kind, Kind::Lora | Kind::Loha | Kind::Adalora(_)) {
+        return Ok(Vec::new());
+    }
+    let mut above = Vec::new();
+    for site in chosen {
+        let (r, most) = (rank_of(config, &site.module)?, site.input.min(site.output));
+        if r > most {
+            above.push((site, r, most));
+        }
+    }
+    let Some((site, r, most)) = above.first() else {
+        return Ok(Vec::new());
+    };
+    if above.len() == chosen.len() {
+        let most = above.iter().map(|(.., most)| *most).max().unwrap_or(*most);
+        return Err(
+            Error::usage("the rank is larger than the rank of every matrix with an adapter")
+                .at("tune.lora.r")
+                .found(r)
+                .expected(format!("at most {most}"))
+                .hint("set `tune.lora.r = 16`, or `tune.method = \"full\"` to train whole matrices"),
+        );
+    }
+    Ok(vec![format!(
+        "{} of {} adapters have a larger rank than their matrix, which has no benefit: `{}` has rank {r}, its matrix \
+         at most {most}",
+        above.len(),
+        chosen.len(),
+        site.module
+    )])
+}
+
+/// Reads a list of names, or one regular expression.
+fn named(list: &[String], key: &str) -> Result<Targets> {
+    match list {
+        [one] if targets::is_regex(one) => Ok(Targets::Pattern(one.clone())),
+        names if names.iter().any(|n| targets::is_regex(n)) => Err(Error::usage(format!(
+            "`tune.lora.{key}` mixes a regular expression with other items"
+        ))
+        .found(format!("{names:?}"))
+        .expected("names, or one regular expression for full module paths")),
+        names => {
+            let mut names = names.to_vec();
+            names.sort();
+            names.dedup();
+            Ok(Targets::List(names))
+        }
+    }
+}
+
+/// Converts the settings to a PEFT config.
+fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
+    let kind = match lora.peft_type {
+        PeftType::Lora => Kind::Lora,
+        PeftType::Ia3 => Kind::Ia3 {
+            feedforward: lora.feedforward_modules.clone(),
+        },
+        PeftType::Vera => Kind::Vera {
+            d_initial: lora.d_initial,
+        },
+        PeftType::Loha => Kind::Loha,
+        PeftType::Lokr => Kind::Lokr {
+            factor: lora.decompose_factor,
+            both: lora.decompose_both,
+        },
+        PeftType::Oft => Kind::Oft {
+            block: lora.oft_block_size,
+            neumann: lora.use_cayley_neumann.then_some(NEUMANN_TERMS),
+        },
+        PeftType::Adalora => Kind::Adalora(Allocation::default()),
+    };
+    let is_lora = kind == Kind::Lora;
+    let drops = matches!(kind, Kind::Lora | Kind::Vera { .. } | Kind::Adalora(_));
+    let patterns = matches!(kind, Kind::Lora | Kind::Loha | Kind::Lokr { .. });
+    Ok(AdapterConfig {
+        kind,
+        r: lora.r,
+        lora_alpha: lora.lora_alpha,
+        lora_dropout: if drops { lora.lora_dropout } else { 0.0 },
+        target_modules: if lora.target_modules.is_empty() {
+            Targets::AllLinear
+        } else {
+            named(&lora.target_modules, "target_modules")?
+        },
+        exclude_modules: if lora.exclude_modules.is_empty() {
+            None
+        } else {
+            Some(named(&lora.exclude_modules, "exclude_modules")?)
+        },
+        layers_to_transform: Some(lora.layers_to_transform.clone()).filter(|l| !l.is_empty()),
+        rank_pattern: if patterns {
+            lora.rank_pattern.clone()
+        } else {
+            Vec::new()
+        },
+        alpha_pattern: if patterns {
+            lora.alpha_pattern.clone()
+        } else {
+            Vec::new()
+        },
+        modules_to_save: lora.modules_to_save.clone(),
+        use_rslora: is_lora && lora.use_rslora,
+        use_dora: is_lora && lora.use_dora,
+        base_model_name_or_path: base,
+        ..AdapterConfig::default()
+    })
+}
+
+/// Replaces `all-linear` by the module names of this model: other loaders may match more modules with it.
+fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
+    if config.target_modules == Targets::AllLinear {
+        let last = |s: &Site| s.module.rsplit('.').next().map(str::to_string);
+        let mut names: Vec<String> = chosen.iter().filter_map(last).collect();
+        names.sort();
+        names.dedup();
+        config.target_modules = Targets::List(names);
+    }
+    if let Kind::Ia3 { feedforward } = &mut config.kind {
+        // PEFT requires that the feed-forward modules are among the targets.
+        feedforward.retain(|f| chosen.iter().any(|s| targets::ends(&s.module, f)));
+    }
+}
+
+/// Rows of the embedding, and of the head if it is a separate matrix. Writes them to the config as PEFT does.
+///
+/// Errors: a duplicate token, a token outside the vocabulary, or a matrix that trains in full.
+fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<TrainedRows>> {
+    let key = "tune.lora.trainable_token_indices";
+    let mut ids: Vec<u32> = Vec::new();
+    for &id in &lora.trainable_token_indices {
+        if id >= spec.vocab || ids.contains(&(id as u32)) {
+            return Err(Error::usage("a token is not in the vocabulary, or is listed twice")
+                .at(key)
+                .found(id)
+                .expected(format!("different tokens below {}", spec.vocab)));
+        }
+        ids.push(id as u32);
+    }
+    if ids.is_empty() {
+        return Ok(Vec::new());
+    }
+    let modules: &[&str] = if spec.tied {
+        &["embed_tokens"]
+    } else {
+        &["embed_tokens", "lm_head"]
+    };
+    if let Some(whole) = config.modules_to_save.iter().find(|m| modules.contains(&m.as_str())) {
+        return Err(Error::usage(format!(
+            "`modules_to_save` trains the full matrix `{whole}`: single rows of it cannot be trained separately"
+        ))
+        .at(key));
+    }
+    config.token_rows = modules.iter().map(|m| (m.to_string(), ids.clone())).collect();
+    let tables = row_tables(config, spec).into_iter();
+    Ok(tables.map(|t| (t, ids.clone(), None)).collect())
+}
+
+/// Errors: a module that does not exist, or that shares its weights with the embedding.
+fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
+    let key = "tune.lora.modules_to_save";
+    for module in &config.modules_to_save {
+        let found = saved_whole(std::slice::from_ref(module), spec);
+        if spec.tied && (module == "lm_head" || found.iter().any(|n| n == spec.head_name())) {
+            return Err(Error::new(format!(
+                "`{module}` cannot be trained together with adapters: its weights are tied (embedding and output head)"
+            ))
+            .at(key)
+            .hint("leave it out, or use `tune.method = \"full\"` or `\"freeze\"`"));
+        }
+        if found.is_empty() {
+            let params = spec.params();
+            let modules = params.iter().filter_map(|p| p.name.rsplit_once('.').map(|(m, _)| m));
+            let last = modules.filter_map(|m| m.rsplit('.').next());
+            let near = suggest::nearest(module, last.collect::<Vec<_>>());
+            let error = Error::new(format!("`{module}` matches no module of this model")).at(key);
+            return Err(match near {
+                Some(near) => error.hint(format!("did you mean `{near}`?")),
+                None => error,
+            });
+        }
+    }
+    Ok(saved_whole(&config.modules_to_save, spec))
+}
+
+fn one(
+    lora: &LoraConfig,
+    config: &AdapterConfig,
+    site: &Site,
+    index: u64,
+    seed: u64,
+    shared: Option<&Projections>,
+) -> Result<Adapter> {
+    let (module, i, o) = (site.module.as_str(), site.input, site.output);
+    let r = rank_of(config, module)?;
+    let alpha = alpha_of(config, module)?;
+    let mask = Mask {
+        p: config.lora_dropout as f32,
+        site: index,
+    };
+    let ratio = (alpha / r as f64) as f32;
+    Ok(match &config.kind {
+        Kind::Lora => {
+            let gaussian = lora.init_lora_weights == LoraInit::Gaussian;
+            let pair = fresh(r, i, o, gaussian, seed, index)?;
+            let scale = scaling(alpha, r, config.use_rslora);
+            let mut pair = Lora::new(module, pair, scale, mask);
+            if subtracts_init(lora.init_lora_weights) {
+                pair.start = Some((peft::full(&[r, i], 0.0)?, peft::full(&[o, r], 0.0)?));
+            }
+            if config.use_dora {
+                Adapter::Dora(Dora::new(module, pair, peft::full(&[o], 1.0)?))
+            } else {
+                Adapter::Lora(pair)
+            }
+        }
+        Kind::Ia3 { feedforward } => {
+            let scales_input = feedforward.iter().any(|name| targets::ends(module, name));
+            Adapter::Ia3(Ia3::fresh(module, i, o, scales_input)?)
+        }
+        Kind::Vera { d_initial } => {
+            let Some(shared) = shared else {
+                return Err(Error::new("VeRA needs its shared pair of matrices").at(module));
+            };
+            let d = peft::full(&[r], *d_initial as f32)?;
+            Adapter::Vera(Vera::new(module, shared.clone(), peft::full(&[o], 0.0)?, d, i, mask))
+        }
+        Kind::Loha => Adapter::Loha(Loha::fresh(module, (r, i, o), ratio, seed, index)?),
+        Kind::Lokr { factor, both } => {
+            Adapter::Lokr(Lokr::fresh(module, (r, i, o), (*factor, *both), ratio, seed, index)?)
+        }
+        Kind::Oft { block, neumann } => {
+            if i % block != 0 {
+                return Err(
+                    Error::new("`tune.lora.oft_block_size` does not divide the input size of a target module")
+                        .at(module)
+                        .found(format!("blocks of {block}, {i} inputs"))
+                        .hint("use a common divisor of the input sizes of all target modules"),
+                );
+            }
+            Adapter::Oft(Oft::fresh(
+                module,
+                i,
+                *block,
+                neumann.map_or(Cayley::Exact, Cayley::Neumann),
+            )?)
+        }
+        Kind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
+            module,
+            (r, i, o),
+            peft::adalora_scaling(alpha, r),
+            seed,
+            mask,
+        )?),
+    })
+}
+
+/// True for initializations that put a part of the weights into the LoRA pair and subtract it from the base weights.
+pub fn subtracts_init(init: LoraInit) -> bool {
+    match init {
+        LoraInit::Pissa | LoraInit::Olora | LoraInit::Corda | LoraInit::LoraGa => true,
+        LoraInit::Default | LoraInit::Gaussian | LoraInit::Eva | LoraInit::Loftq => false,
+    }
+}

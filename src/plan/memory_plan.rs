@@ -1,0 +1,398 @@
+//! The memory plan of a run: every open setting gets the fastest value that fits. Also the error if nothing fits.
+
+use crate::base::units::bytes;
+use crate::base::{Error, Result, files, memory};
+use crate::engine::{Gradients, StepStrategy};
+use crate::model::{Adapters, Spec};
+use crate::ops::{self, prepacked::Orders};
+use crate::plan::Plan;
+use crate::plan::advice;
+use crate::plan::search::{Base, PlanContext, PlannedStrategy};
+use crate::recipe::{Activations, FrozenWeights, PackedWeights, Recipe, Tier};
+use crate::setup::Stored;
+use crate::setup::active_schedule::ActiveSchedule;
+use crate::setup::defaults;
+use crate::setup::defaults::Choice;
+use crate::setup::prompts;
+use crate::setup::rewards;
+use crate::setup::row_sizes::RowSizes;
+use crate::setup::teacher;
+use crate::source::Placement;
+use candle_core::Device;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Tenths of the free memory that a run without a budget may take for speed.
+const OF_FREE: u64 = 8;
+
+/// The strategy of a run and its memory.
+pub struct MemoryPlan {
+    pub plan: Plan,
+    pub strategy: StepStrategy,
+    /// Set if the run does not fit: the error to report.
+    pub refused: Option<Refused>,
+    pub limits: Limits,
+}
+
+/// States if the run fits in the memory of this machine now.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Verdict {
+    pub fits: bool,
+    /// One line of text.
+    pub text: String,
+}
+
+pub struct Refused {
+    pub error: Error,
+    /// True if the recipe's budget is too small, false if the machine is.
+    pub by_budget: bool,
+}
+
+/// Available memory: the goal of the search, and the hard limit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Limits {
+    pub goal: Option<u64>,
+    pub most: Option<u64>,
+    /// Host memory beside a GPU.
+    pub host: Option<u64>,
+}
+
+impl Limits {
+    fn of(recipe: &Recipe, gpu_free: Option<u64>, on_gpu: bool) -> Self {
+        let free = memory::available();
+        // The plan includes the current memory of this process.
+        let here = free.map(|free| free + memory::resident());
+        let goal = |free: u64| free / 10 * OF_FREE;
+        let (goal, most) = match (recipe.memory.budget, gpu_free) {
+            (Some(budget), _) => (Some(budget), Some(budget)),
+            (None, Some(free)) => (Some(goal(free)), Some(free)),
+            (None, None) if on_gpu => (None, None),
+            (None, None) => (free.map(goal), here),
+        };
+        // If the GPU is on another machine, its host is assumed to be like this one.
+        let host = recipe.memory.host_budget.or(here).filter(|_| on_gpu);
+        Self { goal, most, host }
+    }
+}
+
+/// Plans the largest micro-batch of a run over these rows; without rows, full ones. A recipe with a GPU is planned for
+/// a GPU even if there is none. `stored`: how the files store the weights.
+///
+/// Errors: settings that contradict each other. A run that does not fit is no error: see `refused`.
+pub fn forecast(
+    recipe: &Recipe,
+    spec: &Spec,
+    adapters: &Adapters,
+    schedule: &ActiveSchedule,
+    rows: Option<&RowSizes>,
+    stored: &Stored,
+    device: &Device,
+) -> Result<MemoryPlan> {
+    let gpu = ops::device::memory(device)?;
+    let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
+    if recipe.memory.host_budget.is_some() && !on_gpu {
+        return Err(Error::usage("`memory.host_budget` has no effect on a CPU")
+            .at("memory.host_budget")
+            .found("a CPU run: host memory and device memory are the same")
+            .hint("set `memory.budget`"));
+    }
+    let teacher = teacher::spec(recipe, spec, on_gpu)?;
+    let judges = if prompts::reinforces(recipe) {
+        rewards::costs(&recipe.rl)?.into()
+    } else {
+        Arc::default()
+    };
+    let setting = PlanContext {
+        spec,
+        adapters,
+        schedule,
+        rows,
+        stored,
+        on_gpu,
+        teacher: teacher.as_ref(),
+        judges: &judges,
+    };
+    let limits = Limits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
+    let mut chosen = setting.choose(recipe, limits)?;
+    chosen.plan.choices = setting.choices(recipe, limits, &chosen)?;
+    let refused = if !chosen.fits {
+        Some(advice::refused(&setting, recipe, limits, &chosen))
+    } else {
+        None
+    };
+    Ok(MemoryPlan {
+        strategy: chosen.strategy,
+        plan: chosen.plan,
+        refused,
+        limits,
+    })
+}
+
+impl MemoryPlan {
+    /// Whether the run fits, in one line.
+    pub fn verdict(&self, recipe: &Recipe) -> Verdict {
+        let (limits, plan) = (self.limits, &self.plan);
+        let of = |needed: u64, most: u64, budget: bool| {
+            if budget {
+                format!("{} of a budget of {}", bytes(needed), bytes(most))
+            } else {
+                format!("{} of {} free", bytes(needed), bytes(most))
+            }
+        };
+        let device = match limits.most {
+            Some(most) => of(plan.peak_bytes, most, recipe.memory.budget.is_some()),
+            None => format!("{} of GPU memory (no GPU on this machine)", bytes(plan.peak_bytes)),
+        };
+        let host = match (plan.peak_host_bytes, limits.host) {
+            (Some(host), Some(most)) => {
+                format!(", on the host {}", of(host, most, recipe.memory.host_budget.is_some()))
+            }
+            _ => String::new(),
+        };
+        let fits = self.refused.is_none();
+        let word = match (fits, limits.most) {
+            (true, Some(_)) => "fits",
+            (true, None) => "needs",
+            (false, _) => "does not fit",
+        };
+        Verdict {
+            fits,
+            text: format!("{word}: {device}{host}"),
+        }
+    }
+}
+
+impl PlanContext<'_> {
+    /// The chosen values of open settings, with reasons.
+    fn choices(&self, recipe: &Recipe, limits: Limits, chosen: &PlannedStrategy) -> Result<Vec<Choice>> {
+        let strategy = &chosen.strategy;
+        let base = self.base(recipe, chosen.lossy)?;
+        let least = |allowed: &dyn Fn(&StepStrategy) -> bool| self.least(recipe, &base, allowed);
+        let mut all = Vec::new();
+        let mut say = |key, value: String, why: String| all.push(Choice { key, value, why });
+        let needs = |what: &str, least: Option<Plan>| match least {
+            Some(plan) => match (plan.peak_host_bytes, limits.host) {
+                (Some(host), Some(most)) if host > most => {
+                    format!("{what}: at least {} of host memory", bytes(host))
+                }
+                _ => format!("{what}: at least {}", bytes(plan.peak_bytes)),
+            },
+            None => format!("{what}: does not fit"),
+        };
+        if let (None, Some(goal)) = (recipe.memory.budget, limits.goal) {
+            say(
+                "memory.budget",
+                bytes(goal),
+                format!("{} % of the free memory", 10 * OF_FREE),
+            );
+        }
+        if recipe.memory.frozen_weights == FrozenWeights::Auto {
+            match chosen.lossy {
+                Some(lossy) => {
+                    let exact: Base = self.base(recipe, None)?;
+                    let least = self.least(recipe, &exact, |_| true)?;
+                    say(
+                        "memory.frozen_weights",
+                        lossy.name().into(),
+                        needs("unquantized weights", least),
+                    )
+                }
+                None => say(
+                    "memory.frozen_weights",
+                    recipe.model.dtype.name().into(),
+                    "no quantization error".into(),
+                ),
+            }
+        }
+        let on_device = |w: &StepStrategy| w.placement == Placement::Device;
+        if recipe.memory.tier == Tier::Auto {
+            match strategy.placement {
+                Placement::Device => say(
+                    "memory.tier",
+                    "device".into(),
+                    "the weights are loaded only once".into(),
+                ),
+                Placement::Host => {
+                    let least = least(&on_device)?;
+                    say("memory.tier", "host".into(), needs("all weights on the GPU", least));
+                }
+                Placement::Disk { .. } => {
+                    let on_host = |w: &StepStrategy| w.placement == Placement::Host;
+                    let (what, least) = if self.on_gpu {
+                        ("all weights in host memory", least(&on_host)?)
+                    } else {
+                        ("all weights in memory", least(&on_device)?)
+                    };
+                    say("memory.tier", "disk".into(), needs(what, least));
+                }
+            }
+        }
+        if let (None, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, strategy.placement) {
+            let whole = |w: &StepStrategy| w.placement == Placement::Disk { head_rows: None };
+            match head_rows {
+                None => say("memory.head_chunk", "0".into(), "the full output head fits".into()),
+                Some(rows) => say(
+                    "memory.head_chunk",
+                    rows.to_string(),
+                    needs("the full output head", least(&whole)?),
+                ),
+            }
+        }
+        if recipe.memory.activations == Activations::Auto {
+            let layers = self.spec.layers.len();
+            let value = format!("keep {} of {layers}", strategy.saved_layers);
+            if strategy.saved_layers == layers {
+                say("memory.activations", value, "no layer is recomputed".into());
+            } else {
+                let more = StepStrategy {
+                    saved_layers: strategy.saved_layers + 1,
+                    ..strategy.clone()
+                };
+                let more = self.plan(recipe, &base, &more);
+                say(
+                    "memory.activations",
+                    value,
+                    needs("saved activations of one more layer", Some(more)),
+                );
+            }
+        }
+        if recipe.memory.mlp_chunk.is_none() {
+            let whole = |w: &StepStrategy| w.mlp_tokens.is_none() && w.placement == strategy.placement;
+            match strategy.mlp_tokens {
+                None => say("memory.mlp_chunk", "0".into(), "all tokens fit at once".into()),
+                Some(tokens) => say(
+                    "memory.mlp_chunk",
+                    tokens.to_string(),
+                    needs("all tokens at once", least(&whole)?),
+                ),
+            }
+        }
+        let packed = |orders: Option<Orders>| match orders {
+            None => PackedWeights::None,
+            Some(Orders::Forward) => PackedWeights::Forward,
+            Some(Orders::Both) => PackedWeights::Both,
+        };
+        let can_pack = self.can_pack(recipe, strategy.placement);
+        match recipe.memory.packed_weights {
+            PackedWeights::Auto if can_pack => {
+                let more = |w: &StepStrategy| {
+                    w.packed_orders() > strategy.packed_orders() && w.placement == strategy.placement
+                };
+                let why = match strategy.packed_orders() {
+                    Some(Orders::Both) => "all frozen weights are packed before training".into(),
+                    _ => needs("more packed weights", least(&more)?),
+                };
+                say(
+                    "memory.packed_weights",
+                    packed(strategy.packed_orders()).name().into(),
+                    why,
+                );
+            }
+            PackedWeights::Forward | PackedWeights::Both if !can_pack => say(
+                "memory.packed_weights",
+                PackedWeights::None.name().into(),
+                "needs a CPU with AMX or fast bf16 dot products, and frozen bf16 weights in memory".into(),
+            ),
+            _ => {}
+        }
+        if strategy.gradients == Gradients::NormFirst {
+            let kept = |w: &StepStrategy| w.gradients == Gradients::Keep && w.placement == strategy.placement;
+            say(
+                "gradients",
+                "two passes".into(),
+                needs("gradients kept for clipping", least(&kept)?),
+            );
+        }
+        Ok(all)
+    }
+}
+
+/// For a resumed run, keeps the choices of its first plan that affect training: the storage of frozen weights and the
+/// MLP chunk. `resume` as in `train::Options`.
+///
+/// Errors: a plan that cannot be read.
+pub fn pin_resumed_choices(recipe: &Recipe, resume: &Option<Option<PathBuf>>) -> Result<Recipe> {
+    let mut recipe = recipe.clone();
+    let Some(from) = resume else { return Ok(recipe) };
+    let file = defaults::run_of(&recipe, from.as_deref()).join("plan.json");
+    if !file.is_file() {
+        return Ok(recipe);
+    }
+    let text = files::read_text(&file)?;
+    let plan: serde_json::Value = serde_json::from_str(&text)
+        .map_err(|e| Error::new("the plan of the run cannot be read").at_path(&file).cause(e))?;
+    let value = |key: &str| plan["chosen"][key]["value"].as_str();
+    if recipe.memory.frozen_weights == FrozenWeights::Auto
+        && let Some(before) = value("memory.frozen_weights").and_then(FrozenWeights::parse)
+    {
+        recipe.memory.frozen_weights = before;
+    }
+    if recipe.memory.mlp_chunk.is_none() {
+        recipe.memory.mlp_chunk = value("memory.mlp_chunk").and_then(|n| n.parse().ok());
+    }
+    Ok(recipe)
+}
+
+/// The values that `pin_resumed_choices` kept, for the plan of the resumed run: the next resume reads them there.
+pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
+    let kept = |key, value| Choice {
+        key,
+        value,
+        why: "as in the first plan of the run".into(),
+    };
+    let (was, memory) = (&open.memory, &recipe.memory);
+    let mut all = Vec::new();
+    if was.frozen_weights != memory.frozen_weights {
+        all.push(kept("memory.frozen_weights", memory.frozen_weights.name().into()));
+    }
+    if let (None, Some(tokens)) = (was.mlp_chunk, memory.mlp_chunk) {
+        all.push(kept("memory.mlp_chunk", tokens.to_string()));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+    use std::path::Path;
+
+    #[test]
+    fn a_run_that_goes_on_keeps_what_it_chose() {
+        let dir = tempfile::tempdir().unwrap();
+        let chosen = r#"{"chosen": {"memory.frozen_weights": {"value": "nf4", "why": ""},
+            "memory.mlp_chunk": {"value": "512", "why": ""}, "memory.tier": {"value": "disk", "why": ""}}}"#;
+        std::fs::write(dir.path().join("plan.json"), chosen).unwrap();
+        std::fs::create_dir(dir.path().join("checkpoint-3")).unwrap();
+        std::fs::write(dir.path().join("checkpoint-3/manifest.json"), "{}").unwrap();
+        let recipe = |more: &str| {
+            let text = format!("[model]\npath = \"shape:small\"\n[memory]\n{more}");
+            recipe::parse(&text, "r.toml", &[]).unwrap().recipe
+        };
+        let memory = |recipe: &Recipe, from: Option<&Path>| {
+            let resume = from.map(|p| Some(p.to_path_buf()));
+            let memory = pin_resumed_choices(recipe, &resume).unwrap().memory;
+            (memory.frozen_weights, memory.mlp_chunk, memory.tier)
+        };
+        let open = recipe("");
+        assert_eq!(memory(&open, None), (FrozenWeights::Auto, None, Tier::Auto));
+        for from in [dir.path().to_path_buf(), dir.path().join("checkpoint-3")] {
+            assert_eq!(memory(&open, Some(&from)), (FrozenWeights::Nf4, Some(512), Tier::Auto));
+        }
+        // A second resume too, although the setting is not open any more in the new plan.
+        let again = pin_resumed_choices(&open, &Some(Some(dir.path().to_path_buf()))).unwrap();
+        let choices = settled(&open, &again).into_iter().map(|c| (c.key, c.value));
+        let want = [("memory.frozen_weights", "nf4"), ("memory.mlp_chunk", "512")];
+        assert!(choices.eq(want.map(|(key, value)| (key, value.to_string()))));
+        assert!(settled(&open, &open).is_empty());
+        let written = recipe("frozen_weights = \"int8\"\nmlp_chunk = 0\n");
+        assert_eq!(
+            memory(&written, Some(dir.path())),
+            (FrozenWeights::Int8, Some(0), Tier::Auto)
+        );
+        assert_eq!(
+            memory(&open, Some(&dir.path().join("none"))),
+            (FrozenWeights::Auto, None, Tier::Auto)
+        );
+    }
+}

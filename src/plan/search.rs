@@ -1,0 +1,430 @@
+//! Enumerates the strategies for a step that a recipe allows, and chooses the fastest that fits.
+
+use super::{Costs, Inputs, Model, Plan};
+use crate::base::{Error, Result};
+use crate::engine::{Gradients, StepStrategy};
+use crate::generate;
+use crate::model::{Adapters, Spec};
+use crate::ops::cross_entropy::PIECE;
+use crate::ops::prepacked::{self, Orders};
+use crate::peft::Adapter;
+use crate::plan::memory_plan::Limits;
+use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
+use crate::setup::Stored;
+use crate::setup::active_schedule::ActiveSchedule;
+use crate::setup::prompts;
+use crate::setup::prompts::needs_reference_copy;
+use crate::setup::rewards::RewardModelSpec;
+use crate::setup::row_sizes::RowSizes;
+use crate::setup::teacher::TeacherSpec;
+use crate::source::Placement;
+use crate::source::{PackedCopies, StoragePolicy};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Tokens per MLP chunk, if all tokens together do not fit.
+const MLP_TOKENS: [usize; 3] = [1024, 512, 256];
+
+/// The inputs of a plan, beside the recipe.
+#[derive(Clone, Copy)]
+pub(super) struct PlanContext<'a> {
+    pub spec: &'a Spec,
+    pub adapters: &'a Adapters,
+    pub schedule: &'a ActiveSchedule,
+    /// `None`: every row has the largest length.
+    pub rows: Option<&'a RowSizes>,
+    pub stored: &'a Stored,
+    pub on_gpu: bool,
+    /// Loaded beside the model.
+    pub teacher: Option<&'a TeacherSpec>,
+    pub judges: &'a Arc<[RewardModelSpec]>,
+}
+
+/// Data that all plans of a recipe with one storage share, so the model is inspected once.
+pub(super) struct Base<'a> {
+    model: Model<'a>,
+    /// Only the strategy is open.
+    inputs: Inputs,
+}
+
+impl Base<'_> {
+    fn inputs(&self, strategy: &StepStrategy) -> Inputs {
+        Inputs {
+            strategy: strategy.clone(),
+            ..self.inputs.clone()
+        }
+    }
+}
+
+/// The chosen strategy, which may or may not fit.
+pub(super) struct PlannedStrategy {
+    pub strategy: StepStrategy,
+    /// The lossy storage of frozen weights, if the recipe leaves the storage open and the lossless one does not fit.
+    pub lossy: Option<FrozenWeights>,
+    pub plan: Plan,
+    pub seconds: f64,
+    pub fits: bool,
+}
+
+impl PlannedStrategy {
+    /// True if `other` exceeds the limits by less.
+    fn is_above(&self, other: &Plan, limits: Limits) -> bool {
+        over(other, limits) < over(&self.plan, limits)
+    }
+}
+
+/// Bytes by which a plan exceeds the limits of device and host, and its peak.
+pub(super) fn over(plan: &Plan, limits: Limits) -> (u64, u64) {
+    let above = |bytes: u64, most: Option<u64>| most.map_or(0, |most| bytes.saturating_sub(most));
+    let host = above(plan.peak_host_bytes.unwrap_or(0), limits.host);
+    (above(plan.peak_bytes, limits.most) + host, plan.peak_bytes)
+}
+
+/// True if the device peak is at most `goal` and the host peak at most `host`.
+pub(super) fn fits(plan: &Plan, goal: Option<u64>, host: Option<u64>) -> bool {
+    let below = |bytes: u64, most: Option<u64>| most.is_none_or(|most| bytes <= most);
+    below(plan.peak_bytes, goal) && below(plan.peak_host_bytes.unwrap_or(0), host)
+}
+
+impl PlanContext<'_> {
+    /// Returns the fastest lossless strategy within the goal; else the fastest that fits at all; else the same with
+    /// quantized weights of ever fewer bits; else the smallest.
+    pub fn choose(&self, recipe: &Recipe, limits: Limits) -> Result<PlannedStrategy> {
+        let mut smallest: Option<PlannedStrategy> = None;
+        for lossy in self.storages(recipe) {
+            let base = self.base(recipe, lossy)?;
+            let mut goals = vec![limits.most];
+            if lossy.is_none() && limits.goal != limits.most {
+                goals.insert(0, limits.goal);
+            }
+            for goal in goals {
+                let found = self.fastest(recipe, &base, lossy, Limits { goal, ..limits })?;
+                if found.fits {
+                    return Ok(found);
+                }
+                if smallest.as_ref().is_none_or(|old| old.is_above(&found.plan, limits)) {
+                    smallest = Some(found);
+                }
+            }
+        }
+        smallest.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
+    }
+
+    /// Returns the fastest strategy within `limits.goal`.
+    fn fastest(
+        &self,
+        recipe: &Recipe,
+        base: &Base,
+        lossy: Option<FrozenWeights>,
+        limits: Limits,
+    ) -> Result<PlannedStrategy> {
+        let layers = self.spec.layers.len();
+        let (least, most) = match recipe.memory.activations {
+            Activations::Keep => (layers, layers),
+            Activations::Recompute | Activations::Host => (0, 0),
+            Activations::Auto => (0, layers),
+        };
+        if recipe.memory.activations == Activations::Host && !self.on_gpu {
+            return Err(Error::usage("`memory.activations = \"host\"` has no effect on a CPU")
+                .at("memory.activations")
+                .found("a CPU run: host memory and device memory are the same")
+                .hint("use `recompute`: it needs the least memory"));
+        }
+        let seconds = |strategy: &StepStrategy| super::seconds_of(&base.model, recipe, &base.inputs(strategy));
+        let mut strategies: Vec<(f64, StepStrategy)> = Vec::new();
+        for strategy in self.strategies(recipe, base)? {
+            let at_best = StepStrategy {
+                saved_layers: most,
+                ..strategy.clone()
+            };
+            strategies.push((seconds(&at_best), strategy));
+        }
+        // A stable sort: of equally fast strategies the first one is chosen.
+        strategies.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut best: Option<PlannedStrategy> = None;
+        for (at_best, strategy) in strategies {
+            if best.as_ref().is_some_and(|b| b.fits && b.seconds <= at_best) {
+                break;
+            }
+            let (strategy, plan, fits) = self.most_saved(recipe, base, strategy, limits, least..=most);
+            let seconds = seconds(&strategy);
+            let better = best.as_ref().is_none_or(|b| match (fits, b.fits) {
+                (true, true) => seconds < b.seconds,
+                (false, false) => b.is_above(&plan, limits),
+                (fits, _) => fits,
+            });
+            if better {
+                best = Some(PlannedStrategy {
+                    strategy,
+                    lossy,
+                    plan,
+                    seconds,
+                    fits,
+                });
+            }
+        }
+        best.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
+    }
+
+    /// The strategy with the largest number of layers with saved activations within `limits.goal`; the start of `range`
+    /// if none fits.
+    fn most_saved(
+        &self,
+        recipe: &Recipe,
+        base: &Base,
+        mut strategy: StepStrategy,
+        limits: Limits,
+        range: std::ops::RangeInclusive<usize>,
+    ) -> (StepStrategy, Plan, bool) {
+        let mut plan = |saved_layers| {
+            strategy.saved_layers = saved_layers;
+            self.plan(recipe, base, &strategy)
+        };
+        let fits = |plan: &Plan| fits(plan, limits.goal, limits.host);
+        let (mut low, mut high) = (*range.start(), range.end() + 1);
+        let mut chosen = plan(low);
+        let any_fits = fits(&chosen);
+        // `low` fits, `high` does not.
+        let mut middle = *range.end();
+        while any_fits && high - low > 1 {
+            let tried = plan(middle);
+            if fits(&tried) {
+                (low, chosen) = (middle, tried)
+            } else {
+                high = middle
+            }
+            middle = (low + high) / 2;
+        }
+        strategy.saved_layers = low;
+        (strategy, chosen, any_fits)
+    }
+
+    /// Storage types for frozen weights, the lossless one first.
+    fn storages(&self, recipe: &Recipe) -> Vec<Option<FrozenWeights>> {
+        let open = recipe.memory.frozen_weights == FrozenWeights::Auto
+            && recipe.tune.method != Method::Full
+            && self.stored.codes.is_empty()
+            && !corrects_all(recipe);
+        if open {
+            vec![None, Some(FrozenWeights::Int8), Some(FrozenWeights::Nf4)]
+        } else {
+            vec![None]
+        }
+    }
+
+    fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<StoragePolicy> {
+        let mut wanted = recipe.memory.clone();
+        wanted.frozen_weights = lossy.unwrap_or(wanted.frozen_weights);
+        // Parameters that train only in some blocks are stored like frozen ones while they are inactive.
+        let always = self.schedule.always_trains();
+        let mut storage = StoragePolicy::new(&wanted.storage_rules(), recipe.model.dtype, &self.spec.params(), always)?;
+        if corrects_all(recipe) && !storage.quantized().is_empty() {
+            return Err(
+                Error::usage("quantized weights and `tune.block.correction` cannot be combined")
+                    .found(format!(
+                        "a correction that changes all weights: {}",
+                        recipe.tune.block.correction.name()
+                    ))
+                    .hint("leave `memory.frozen_weights` at `auto`, or use another correction"),
+            );
+        }
+        for (name, format) in &self.stored.codes {
+            if recipe.tune.method != Method::Lora {
+                return Err(
+                    Error::new("the weights of this model are quantized: only adapters can be trained")
+                        .at(&**name)
+                        .found(format)
+                        .hint("set `tune.method = \"lora\"`, or give the model's unquantized weights"),
+                );
+            }
+            storage.set(name.clone(), Some(*format));
+        }
+        Ok(storage)
+    }
+
+    /// All strategies that the recipe allows, the simplest first; the number of saved layers is open.
+    fn strategies(&self, recipe: &Recipe, base: &Base) -> Result<Vec<StepStrategy>> {
+        let choose = |keep_fits| {
+            let all_active = recipe.tune.method == Method::Full;
+            let micro_batches = recipe.train.gradient_accumulation_steps;
+            Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
+        };
+        let mut gradients = vec![choose(true)];
+        // AdaLoRA allocates ranks from the gradients of the whole step, so the engine always keeps them.
+        let needed = self.adapters.values().any(|a| matches!(**a, Adapter::Adalora(_)));
+        if choose(false) != choose(true) && !needed {
+            gradients.push(choose(false));
+        }
+        let mlp: Vec<Option<usize>> = match recipe.memory.mlp_chunk {
+            Some(0) => vec![None],
+            Some(tokens) => vec![Some(tokens)],
+            None => {
+                let smaller = MLP_TOKENS.into_iter().filter(|n| *n < base.inputs.tokens);
+                std::iter::once(None).chain(smaller.map(Some)).collect()
+            }
+        };
+        let mut all = Vec::new();
+        for placement in self.placements(recipe)? {
+            for orders in self.orders(recipe, placement) {
+                for &gradients in &gradients {
+                    all.extend(mlp.iter().map(|&mlp_tokens| StepStrategy {
+                        gradients,
+                        mlp_tokens,
+                        placement,
+                        packed_copies: orders.map(|orders| self.packed_copies(recipe, orders)),
+                        ..base.inputs.strategy.clone()
+                    }));
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// True if frozen weights can be prepacked and this helps.
+    pub fn can_pack(&self, recipe: &Recipe, place: Placement) -> bool {
+        let frozen = recipe.tune.method != Method::Full && !corrects_all(recipe);
+        let dense = recipe.model.dtype == Dtype::Bf16 && place == Placement::Device && !self.on_gpu;
+        frozen && dense && prepacked::is_of_use()
+    }
+
+    fn orders(&self, recipe: &Recipe, place: Placement) -> Vec<Option<Orders>> {
+        if !self.can_pack(recipe, place) {
+            return vec![None];
+        }
+        match recipe.memory.packed_weights {
+            PackedWeights::None => vec![None],
+            PackedWeights::Forward => vec![Some(Orders::Forward)],
+            PackedWeights::Both => vec![Some(Orders::Both)],
+            PackedWeights::Auto => vec![None, Some(Orders::Forward), Some(Orders::Both)],
+        }
+    }
+
+    /// The prepacked copies for these orders.
+    fn packed_copies(&self, recipe: &Recipe, orders: Orders) -> PackedCopies {
+        // Rows that train change in a matrix that is frozen otherwise.
+        let rows_train = !recipe.tune.lora.trainable_token_indices.is_empty();
+        PackedCopies {
+            orders,
+            head: (!rows_train).then(|| self.spec.head_name().to_string()),
+            ranks: self.ranks(),
+        }
+    }
+
+    fn ranks(&self) -> Arc<BTreeMap<String, usize>> {
+        let rank = |(module, adapter): (&String, &Arc<Adapter>)| (format!("{module}.weight"), adapter.cost().rank);
+        Arc::new(self.adapters.iter().map(rank).collect())
+    }
+
+    /// Where the weights may live, the fastest first.
+    fn placements(&self, recipe: &Recipe) -> Result<Vec<Placement>> {
+        let disk: Vec<Placement> = match recipe.memory.head_chunk {
+            Some(0) => vec![Placement::Disk { head_rows: None }],
+            Some(rows) => vec![Placement::Disk {
+                head_rows: Some(rows.next_multiple_of(PIECE)),
+            }],
+            // In this case the divergence needs the whole head.
+            None if self.on_gpu && recipe.train.stage == Stage::Distill => vec![Placement::Disk { head_rows: None }],
+            None => [None, Some(PIECE)]
+                .map(|head_rows| Placement::Disk { head_rows })
+                .to_vec(),
+        };
+        let (on_gpu, codes_in_files) = (self.on_gpu, !self.stored.codes.is_empty());
+        match recipe.memory.tier {
+            // On a CPU the host's memory is the device's.
+            Tier::Device => Ok(vec![Placement::Device]),
+            Tier::Host if !on_gpu => Ok(vec![Placement::Device]),
+            Tier::Auto if codes_in_files => Ok(vec![Placement::Device]),
+            Tier::Host | Tier::Disk if codes_in_files => Err(Error::new(
+                "the model files are quantized: reading such weights layer by layer is not supported yet",
+            )
+            .at("memory.tier")
+            .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
+            // These corrections change every weight, but only trained parameters are written back to the disk.
+            Tier::Auto if corrects_all(recipe) => Ok(vec![Placement::Device]),
+            Tier::Host | Tier::Disk if corrects_all(recipe) => Err(Error::usage(format!(
+                "`memory.tier = \"{}\"` and `tune.block.correction` cannot be combined",
+                recipe.memory.tier.name()
+            ))
+            .found(format!(
+                "a correction that changes all weights: {}",
+                recipe.tune.block.correction.name()
+            ))
+            .hint("use `memory.tier = \"device\"`, or another correction")),
+            Tier::Host => Ok(vec![Placement::Host]),
+            Tier::Auto if on_gpu => Ok([&[Placement::Device, Placement::Host], &disk[..]].concat()),
+            Tier::Auto => Ok([&[Placement::Device], &disk[..]].concat()),
+            Tier::Disk => Ok(disk),
+        }
+    }
+
+    /// The shared data of all plans of `recipe` with one storage.
+    pub fn base(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<Base<'_>> {
+        let storage = self.policy(recipe, lossy)?;
+        let costs = super::costs(self.adapters);
+        Ok(Base {
+            model: Model::new(self.spec, &storage, &costs),
+            inputs: self.measured(recipe, storage, costs),
+        })
+    }
+
+    pub fn plan(&self, recipe: &Recipe, base: &Base, strategy: &StepStrategy) -> Plan {
+        super::forecast_of(&base.model, recipe, &base.inputs(strategy))
+    }
+
+    /// The inputs of a plan: largest micro-batch of these rows, and active parameters of the run.
+    fn measured(&self, recipe: &Recipe, storage: StoragePolicy, costs: Costs) -> Inputs {
+        let sizes = self.rows.and_then(|rows| Some((rows, rows.of(recipe)?)));
+        // Without rows the number of steps is known only if the recipe sets it.
+        let given = u64::try_from(recipe.train.max_steps).ok();
+        let steps = sizes.as_ref().map(|(_, sizes)| sizes.steps).or(given);
+        let turns = self.schedule.turns(steps.unwrap_or(u64::MAX), &storage);
+        let strategy = StepStrategy {
+            storage,
+            offload_inputs: recipe.memory.activations == Activations::Host,
+            ..StepStrategy::new(recipe.model.dtype)
+        };
+        let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy);
+        inputs.file_bytes = self.stored.number_bytes.unwrap_or(inputs.file_bytes);
+        inputs.on_gpu = self.on_gpu;
+        inputs.reference = needs_reference_copy(recipe);
+        if prompts::reinforces(recipe) {
+            // At most this many answers are generated at a time.
+            inputs.rollout = prompts::answers_of_rollout(recipe).min(generate::Limits::default().rows);
+        }
+        if self.on_gpu && recipe.model.dtype == Dtype::Bf16 {
+            inputs.element = 2;
+        }
+        inputs.teacher = self.teacher.cloned();
+        inputs.judges = self.judges.clone();
+        if let Some((rows, sizes)) = sizes {
+            inputs.tokens = sizes.largest.tokens;
+            inputs.longest = sizes.largest.longest;
+            inputs.documents = sizes.largest.documents;
+            inputs.micro_batches = sizes.micro_batches;
+            inputs.evaluation = rows.evaluation(recipe);
+            // The rows are loaded already: their memory is part of the process.
+            inputs.data_bytes = sizes.data_bytes;
+            inputs.process_bytes = inputs.process_bytes.saturating_sub(inputs.data_bytes);
+        }
+        inputs
+    }
+
+    /// The smallest peak of all strategies of this kind.
+    pub fn least(&self, recipe: &Recipe, base: &Base, allowed: impl Fn(&StepStrategy) -> bool) -> Result<Option<Plan>> {
+        let saved_layers = match recipe.memory.activations {
+            Activations::Keep => self.spec.layers.len(),
+            _ => 0,
+        };
+        let plans = self.strategies(recipe, base)?.into_iter().filter(allowed).map(|s| {
+            let strategy = StepStrategy { saved_layers, ..s };
+            self.plan(recipe, base, &strategy)
+        });
+        Ok(plans.min_by_key(|plan| plan.peak_bytes))
+    }
+}
+
+/// True if a correction changes every weight.
+fn corrects_all(recipe: &Recipe) -> bool {
+    let correction = recipe.tune.block.correction;
+    recipe.tune.method == Method::Block && matches!(correction, Correction::Sgd | Correction::Signsgd)
+}

@@ -1,0 +1,82 @@
+//! The adapters of a run: which linears have one, its kind, and the other parameters that train with it. Also the
+//! adapters that correct a block run.
+
+use crate::base::{Error, Result};
+use crate::hf::{self, LoadedAdapter};
+use crate::model::Spec;
+use crate::peft::Adapter;
+use crate::recipe::{Correction, Method, Recipe};
+use crate::setup::locate;
+use std::sync::Arc;
+
+/// Returns new adapters, or those of `tune.lora.adapter`; none for other methods.
+///
+/// Errors: targets that match nothing, sizes that the adapter kind does not allow, an adapter directory that does not
+/// fit.
+pub fn of(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
+    match recipe.tune.method {
+        Method::Lora => fresh_or_given(recipe, spec),
+        // A block run merges its adapters at the end, so no config is saved.
+        Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(hf::AdapterSet {
+            config: None,
+            whole: Vec::new(),
+            rows: Vec::new(),
+            ..fresh_or_given(recipe, spec)?
+        }),
+        _ => Ok(hf::AdapterSet::default()),
+    }
+}
+
+fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
+    if let Some(dir) = &recipe.tune.lora.adapter {
+        let LoadedAdapter {
+            mut config,
+            mut adapters,
+            whole,
+            rows,
+            score,
+        } = hf::load_adapter(&locate::adapter_directory(dir)?, spec)?;
+        if score.is_some() {
+            return Err(
+                Error::new("the adapter belongs to a reward model and cannot be trained further")
+                    .at("tune.lora.adapter")
+                    .found(dir)
+                    .hint("start from a new adapter, or from the adapter of a language model"),
+            );
+        }
+        config.base_model_name_or_path = Some(recipe.model.path.clone());
+        adapters.values_mut().for_each(|a| set_dropout(a, recipe));
+        config.lora_dropout = recipe.tune.lora.lora_dropout;
+        return Ok(hf::AdapterSet {
+            adapters,
+            config: Some(config),
+            whole: whole.keys().cloned().collect(),
+            given: whole,
+            warnings: Vec::new(),
+            rows: rows
+                .into_iter()
+                .map(|(table, (ids, t))| (table, ids, Some(t)))
+                .collect(),
+        });
+    }
+    hf::new_adapters(
+        &recipe.tune.lora,
+        spec,
+        Some(recipe.model.path.clone()),
+        recipe.train.seed,
+    )
+}
+
+/// Sets the dropout of a given adapter to the value of the recipe.
+fn set_dropout(adapter: &mut Arc<Adapter>, recipe: &Recipe) {
+    let p = recipe.tune.lora.lora_dropout as f32;
+    let mut own = (**adapter).clone();
+    match &mut own {
+        Adapter::Lora(lora) => lora.mask.p = p,
+        Adapter::Dora(dora) => dora.lora.mask.p = p,
+        Adapter::Vera(vera) => vera.mask.p = p,
+        Adapter::Adalora(adalora) => adalora.mask.p = p,
+        Adapter::Ia3(_) | Adapter::Loha(_) | Adapter::Lokr(_) | Adapter::Oft(_) => return,
+    }
+    *adapter = Arc::new(own);
+}

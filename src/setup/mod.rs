@@ -1,0 +1,18 @@
+//! Everything that a recipe names, opened and checked: the model directory, the rows, the adapters, the teacher, the
+//! rewards; values for `auto` keys; the parameters that are active in each step. Loads no weights of the trained model.
+
+pub mod adapters;
+pub mod allocation;
+pub mod defaults;
+pub mod locate;
+mod model;
+pub mod prompts;
+pub mod rewards;
+pub mod row_sizes;
+pub mod rows;
+pub mod teacher;
+pub mod active_schedule;
+mod turn;
+
+pub use model::*;
+pub use turn::{Retired, Turn};

@@ -1,0 +1,422 @@
+//! Opens the model directory with its config, tokenizer and template: the first step of every program.
+
+use crate::base::{Error, Result, progress, staging};
+use crate::data::codec::ChatRender;
+use crate::engine::StepStrategy;
+use crate::formats::StoredDtype;
+use crate::formats::config::Config;
+use crate::formats::template::ChatTemplate;
+use crate::formats::tokenizer::Tokenizer;
+use crate::formats::weights::Weights;
+use crate::hf;
+use crate::hub;
+use crate::model::{Network, Spec, TokenRows, TrainableNetwork, families, shapes};
+use crate::ops::{self, update};
+use crate::quant::Format;
+use crate::recipe::{Dtype, Method, ModelInit, Recipe};
+use crate::report;
+use crate::source::Placement;
+use crate::source::{Disk, Resident, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
+use candle_core::{Device, Tensor};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A model directory whose config, tokenizer and template are read and whose weights are not loaded.
+pub struct ModelDir {
+    pub dir: PathBuf,
+    pub config: Config,
+    pub spec: Spec,
+    pub tokenizer: Tokenizer,
+    pub template: Option<ChatTemplate>,
+}
+
+impl ModelDir {
+    /// Opens the model of a recipe. Errors: as `open`.
+    pub fn of_recipe(recipe: &Recipe) -> Result<Self> {
+        let (model, template) = (&recipe.model, recipe.data.chat_template.as_deref());
+        Self::read(&model.path, &model.revision, model.init, template)
+    }
+
+    /// Opens a model. `path` is a directory or a hub id; `template` a Jinja file that replaces the model's own
+    /// template.
+    ///
+    /// Errors: an invalid directory; a tokenizer with more ids than the embedding has rows.
+    pub fn open(path: &str, revision: &str, template: Option<&str>) -> Result<Self> {
+        Self::read(path, revision, ModelInit::Pretrained, template)
+    }
+
+    fn read(path: &str, revision: &str, init: ModelInit, template: Option<&str>) -> Result<Self> {
+        if let Some(config) = shapes::config(path)? {
+            return Ok(Self {
+                dir: PathBuf::from(path),
+                spec: families::read(&config)?,
+                config,
+                tokenizer: Tokenizer::bytes()?,
+                template: None,
+            });
+        }
+        let dir = hub::resolve_model(path, revision, true)?;
+        let config = read_config(&dir, init)?;
+        let spec = families::read(&config)?;
+        if config.get("auto_map").is_some() {
+            report::warn(&format!(
+                "{} refers to custom code (`auto_map`): ft never runs code of a model directory, and loads the model \
+                 as `{}`",
+                config.path.display(),
+                spec.model_type
+            ));
+        }
+        let phase = progress::phase("reading the tokenizer", 0, "");
+        let tokenizer = Tokenizer::load(&dir)?;
+        drop(phase);
+        let warnings = spec.warnings.iter().map(String::as_str);
+        warnings.chain(tokenizer.warning()).for_each(warn_once);
+        if tokenizer.vocab_size() > spec.vocab {
+            return Err(Error::new("the tokenizer has more tokens than the embedding has rows")
+                .at_path(&dir)
+                .found(format!("{} tokens", tokenizer.vocab_size()))
+                .expected(format!("at most {} (vocab_size of config.json)", spec.vocab))
+                .hint("use the tokenizer that belongs to this model, or resize the model's embedding first"));
+        }
+        let template = match template {
+            Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?.trusted(report::warn)),
+            None => ChatTemplate::from_dir(&dir, &tokenizer)?,
+        };
+        Ok(Self {
+            dir,
+            config,
+            spec,
+            tokenizer,
+            template,
+        })
+    }
+
+    /// True for random weights of a built-in shape: they have no directory and are not exported.
+    pub fn is_shape(&self) -> bool {
+        self.dir.to_string_lossy().starts_with(shapes::PREFIX)
+    }
+
+    /// Unties embedding and head if the adapter that the recipe continues to train does so (`hf::unties`).
+    pub fn untie_for(&mut self, recipe: &Recipe) -> Result<()> {
+        self.spec.tied = stays_tied(recipe, &self.spec)?;
+        Ok(())
+    }
+
+    /// Opens the weight files.
+    pub fn weights(&self) -> Result<Weights> {
+        let weights = Weights::open(&self.dir)?;
+        if !self.spec.tied && families::read(&self.config)?.tied {
+            hf::untied_weights(weights)
+        } else {
+            Ok(weights)
+        }
+    }
+
+    /// The chat template as a trait object of `data`.
+    pub fn template(&self) -> Option<&dyn ChatRender> {
+        self.template.as_ref().map(|t| t as &dyn ChatRender)
+    }
+
+    /// Checks that the weights fit the config. Reads headers only.
+    pub fn check_weights(&self, init: ModelInit) -> Result<()> {
+        match init {
+            ModelInit::Pretrained => {
+                let weights = self.weights()?;
+                if weights.info(hf::SCORE).is_some() {
+                    return Err(Error::new("a reward model returns scores, not text")
+                        .at_path(&self.dir)
+                        .hint("use it in `rlhf.rewards`; here, give the model from which it was trained"));
+                }
+                resident::check_names(&self.spec.params(), &weights)
+            }
+            ModelInit::Random => Ok(()),
+        }
+    }
+
+    /// Loads the weights in their storage types; `init = random` draws them from `seed` instead.
+    pub fn load(
+        &self,
+        storage: &StoragePolicy,
+        init: ModelInit,
+        seed: u64,
+        device: &Device,
+    ) -> Result<TrainableNetwork> {
+        let store = Arc::new(self.resident(storage, init, seed, device)?);
+        Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
+    }
+
+    fn resident(&self, storage: &StoragePolicy, init: ModelInit, seed: u64, device: &Device) -> Result<Resident> {
+        let params = self.spec.params();
+        let source = match init {
+            ModelInit::Pretrained => {
+                let weights = self.weights()?;
+                let source = Resident::load(params, &weights, |p| storage.of(p), device)?;
+                source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu))
+            }
+            ModelInit::Random => {
+                let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
+                let std = self.spec.initializer_range;
+                let names: Vec<_> = params.iter().map(|p| p.name.clone()).collect();
+                let source = Resident::random_stored(params, seed, std, norm, |p| storage.of(p), device)?;
+                source.with_originals(move |p, dtype| {
+                    let index = names.iter().position(|n| *n == p.name).unwrap_or(0) as u64 + 1;
+                    resident::draw_tensor(p, index, dtype, resident::RandomWeights { seed, std, norm })
+                })
+            }
+        };
+        Ok(source)
+    }
+
+    /// Loads the weights as `strategy` says. Files that the run needs meanwhile go to `run_dir`.
+    pub fn load_for(
+        &self,
+        strategy: &StepStrategy,
+        recipe: &Recipe,
+        run_dir: &Path,
+        device: &Device,
+    ) -> Result<TrainableNetwork> {
+        let mut loaded = self.place(strategy, recipe, run_dir, device)?;
+        loaded.network.mlp_tokens = strategy.mlp_tokens;
+        Ok(loaded)
+    }
+
+    fn place(
+        &self,
+        strategy: &StepStrategy,
+        recipe: &Recipe,
+        run_dir: &Path,
+        device: &Device,
+    ) -> Result<TrainableNetwork> {
+        let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
+        let storage = &strategy.storage;
+        let head_rows = match strategy.placement {
+            Placement::Device => return self.load(storage, init, seed, device),
+            Placement::Host => {
+                let host = self.resident(storage, init, seed, &Device::Cpu)?.ready_to_travel()?;
+                return self.upload(Arc::new(host), true, device);
+            }
+            Placement::Disk { head_rows } => head_rows,
+        };
+        let params = self.spec.params();
+        let weights = match init {
+            ModelInit::Pretrained => self.weights()?,
+            ModelInit::Random => {
+                let file = run_dir.join(DRAWN).join("model.safetensors");
+                if !file.is_file() {
+                    staging::scratch(&run_dir.join(DRAWN))?;
+                    let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
+                    disk::write_random(&file, &params, seed, self.spec.initializer_range, norm, dtype)?;
+                }
+                Weights::open_file(&file)?
+            }
+        };
+        let options = disk::Options {
+            dtype,
+            storage: storage.clone(),
+            device: Device::Cpu,
+            trained: run_dir.join(TRAINED),
+            codes: run_dir.join(CODES),
+            head: self.spec.head_name().to_string(),
+            head_rows,
+        };
+        let store = Arc::new(Disk::open(params, weights, options)?);
+        if device.is_cpu() {
+            Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
+        } else {
+            self.upload(store, false, device)
+        }
+    }
+
+    /// Wraps a store on the host so that its weights are uploaded to `device`; `stable` as in `Uploaded::new`.
+    fn upload(&self, host: Arc<dyn TrainableStore>, stable: bool, device: &Device) -> Result<TrainableNetwork> {
+        let store = Uploaded::new(host, self.spec.head_name(), stable, device)?;
+        Ok(TrainableNetwork::new(
+            self.spec.clone(),
+            Arc::new(store),
+            device.clone(),
+        ))
+    }
+}
+
+/// Directories of a run with `memory.tier = "disk"` that are not needed after it: trained parameters, and random
+/// weights.
+pub const TRAINED: &str = "trained";
+pub const DRAWN: &str = "drawn";
+/// Scratch directory of a teacher on the disk.
+pub const TEACHER: &str = "teacher";
+/// Quantized data of the weights that are stored quantized.
+pub const CODES: &str = "codes.safetensors";
+
+impl ModelDir {
+    /// True if the model has a score head instead of the output projection. Errors: it has several scores.
+    pub fn has_score(&self, weights: &Weights) -> Result<bool> {
+        let width = self.spec.hidden;
+        match weights.info(hf::SCORE) {
+            Some(info) if info.shape == [1, width] => Ok(true),
+            Some(info) => Err(Error::new("the reward model must have exactly one score")
+                .at_path(&self.dir)
+                .found(format!("{} {:?}", hf::SCORE, info.shape))
+                .expected(format!("[1, {width}]"))),
+            None => Ok(false),
+        }
+    }
+
+    /// The network for inference: weights in `dtype` (default: the stored type; f16 as f32), with the PEFT adapter of a
+    /// directory on its linears. Errors: the model or the adapter is a reward model.
+    pub fn infer(&self, adapter: Option<&Path>, dtype: Option<Dtype>, device: &Device) -> Result<Network> {
+        match self.infer_scored(adapter, dtype, device)? {
+            (network, None) => Ok(network),
+            (_, Some(_)) => Err(Error::new("a reward model returns scores, not text")
+                .at_path(adapter.unwrap_or(&self.dir))
+                .hint("`ft eval` evaluates it on preference rows; `rlhf.rewards = [\"model:DIR\"]` trains with it")),
+        }
+    }
+
+    /// As `infer`, for any model; a reward model also returns its score head, f32 `[1, D]`.
+    pub fn infer_scored(
+        &self,
+        adapter: Option<&Path>,
+        dtype: Option<Dtype>,
+        device: &Device,
+    ) -> Result<(Network, Option<Tensor>)> {
+        if self.is_shape() {
+            let storage = StoragePolicy::dense(dtype.unwrap_or(Dtype::Bf16));
+            return Ok((self.load(&storage, ModelInit::Random, 0, device)?.network, None));
+        }
+        let mut weights = self.weights()?;
+        let (mut spec, mut score) = (self.spec.clone(), None);
+        if self.has_score(&weights)? {
+            score = Some(Tensor::from_vec(
+                weights.read_f32(hf::SCORE)?,
+                (1, spec.hidden),
+                device,
+            )?);
+            // The model has no output projection.
+            spec.tied = true;
+        }
+        let print = match adapter {
+            Some(_) => Some(hf::fingerprint_of(&spec, &weights)?.base()),
+            None => None,
+        };
+        if let Some(dir) = adapter
+            && score.is_none()
+            && hf::unties(dir, &spec)?
+        {
+            spec.tied = false;
+            weights = hf::untied_weights(weights)?;
+        }
+        let mut kinds = spec
+            .params()
+            .into_iter()
+            .filter_map(|p| weights.info(&p.name).map(|i| i.dtype));
+        let all_bf16 = kinds.all(|dtype| dtype == StoredDtype::Bf16 || !dtype.is_weight());
+        let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
+        let storage = StoragePolicy::dense(dtype.unwrap_or(stored));
+        let source = Resident::load(spec.params(), &weights, |p| storage.of(p), device)?;
+        let mut network = Network::new(spec.clone(), Arc::new(source), device.clone());
+        if let (Some(dir), Some(print)) = (adapter, &print) {
+            let loaded = hf::load_adapter(dir, &spec)?;
+            hf::check_base(dir, print)?;
+            if let Some(own) = &loaded.score {
+                score = Some(own.to_device(device)?);
+            }
+            for (module, adapter) in loaded.adapters {
+                network.adapters.insert(module, Arc::new(adapter.on(device)?));
+            }
+            for (name, tensor) in &loaded.whole {
+                let values = update::to_f32_vec(tensor)?;
+                update::set(&network.param(name)?.tensor, &values)?;
+            }
+            for (table, (ids, rows)) in &loaded.rows {
+                TokenRows::new(&network, table, ids, Some(rows))?;
+            }
+        }
+        Ok((network, score))
+    }
+}
+
+/// How the files of a model store its weights.
+#[derive(Debug, Default)]
+pub struct Stored {
+    /// Weights that are quantized in the files, with their formats.
+    pub codes: BTreeMap<Arc<str>, Format>,
+    /// Bytes per value when a weight is read for quantization; `None` if the files are not available.
+    pub number_bytes: Option<u64>,
+}
+
+impl Stored {
+    /// Inspects the files in `dir`, if they exist; random weights are f32. Reads headers only.
+    pub fn find(dir: &Path, spec: &Spec, init: ModelInit) -> Result<Self> {
+        let mut found = Self::default();
+        if init == ModelInit::Random {
+            found.number_bytes = Some(Dtype::F32.bytes());
+            return Ok(found);
+        }
+        // A plan needs no weights; loading them later reports errors.
+        let Ok(weights) = Weights::open(dir) else {
+            return Ok(found);
+        };
+        let mut all_bf16 = true;
+        for p in spec.params() {
+            if let Some((_, format)) = stored::find(&weights, &p.name)? {
+                found.codes.insert(p.name.clone(), format);
+            }
+            let info = weights.info(&p.name).filter(|_| policy::is_projection(&p));
+            all_bf16 &= info.is_none_or(|i| i.dtype == StoredDtype::Bf16);
+        }
+        found.number_bytes = Some(match all_bf16 {
+            _ if !found.codes.is_empty() => 0,
+            true => Dtype::Bf16.bytes(),
+            false => Dtype::F32.bytes(),
+        });
+        Ok(found)
+    }
+}
+
+/// True if embedding and head of the recipe's model stay tied with the adapter that it continues to train.
+pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
+    match &recipe.tune.lora.adapter {
+        Some(dir) if spec.tied && recipe.tune.method == Method::Lora => Ok(!hf::unties(Path::new(dir), spec)?),
+        _ => Ok(spec.tied),
+    }
+}
+
+/// Reads the structure of a model from `config.json` alone; also returns its directory.
+pub fn read_spec(path: &str, revision: &str, init: ModelInit) -> Result<(PathBuf, Spec)> {
+    if let Some(config) = shapes::config(path)? {
+        return Ok((PathBuf::from(path), families::read(&config)?));
+    }
+    let dir = hub::resolve_config(path, revision)?;
+    let spec = families::read(&read_config(&dir, init)?)?;
+    Ok((dir, spec))
+}
+
+/// Shows a warning once: config and tokenizer are read several times in a run.
+fn warn_once(warning: &str) {
+    static SHOWN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    if SHOWN
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .insert(warning.into())
+    {
+        report::warn(warning);
+    }
+}
+
+/// Reads the config. Random weights may have other sizes than the weight files beside the config.
+fn read_config(dir: &Path, init: ModelInit) -> Result<Config> {
+    match init {
+        ModelInit::Pretrained => Config::load(dir),
+        ModelInit::Random => Config::read(dir),
+    }
+}
+
+/// Opens the device with this name; prints a note if the choice may surprise the user.
+pub fn device(name: &str) -> Result<Device> {
+    let opened = ops::device::open(name)?;
+    if let Some(note) = &opened.note {
+        report::warn(note);
+    }
+    Ok(opened.device)
+}

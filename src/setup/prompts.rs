@@ -1,0 +1,164 @@
+//! The prompts of a recipe with an RL stage.
+
+use crate::base::{Error, Result};
+use crate::data::dataset::held_out;
+use crate::data::encode::Encoder;
+use crate::data::prompts::{Prompt, Prompts};
+use crate::data::{Dataset, Example};
+use crate::recipe::{Method, Recipe, Stage, TrainOn};
+use crate::setup::ModelDir;
+use crate::setup::rewards;
+use crate::setup::rows::local;
+
+/// Prompts for training, and held-out prompts (may be empty).
+#[derive(Debug, Default)]
+pub struct PromptSet {
+    pub train: Vec<Prompt>,
+    pub eval: Vec<Prompt>,
+}
+
+/// True if the recipe has an RL stage.
+pub fn reinforces(recipe: &Recipe) -> bool {
+    matches!(recipe.train.stage, Stage::Ppo | Stage::Grpo)
+}
+
+/// True if the run needs a second copy of the weights: disabling the adapters does not give the reference model.
+pub fn needs_reference_copy(recipe: &Recipe) -> bool {
+    let wanted = match recipe.train.stage {
+        Stage::Grpo => recipe.rl.grpo.beta > 0.0,
+        Stage::Ppo => recipe.rl.ppo.kl_coef > 0.0,
+        _ => false,
+    };
+    use crate::recipe::LoraInit::{Default, Eva, Gaussian};
+    let starts_at_zero = matches!(recipe.tune.lora.init_lora_weights, Default | Gaussian | Eva);
+    wanted && !(base_is_frozen(recipe) && starts_at_zero)
+}
+
+/// True if only new adapters train, so the base weights stay unchanged. A given adapter may have modules and rows that
+/// train in full.
+pub fn base_is_frozen(recipe: &Recipe) -> bool {
+    let lora = &recipe.tune.lora;
+    let beside = [lora.modules_to_save.len(), lora.trainable_token_indices.len()];
+    recipe.tune.method == Method::Lora && lora.adapter.is_none() && beside == [0, 0]
+}
+
+/// Number of answers in a rollout.
+pub fn answers_of_rollout(recipe: &Recipe) -> usize {
+    recipe.train.batch_size * recipe.train.gradient_accumulation_steps * recipe.rl.num_mini_batches
+}
+
+/// Number of optimizer steps per rollout.
+pub fn steps_of_rollout(recipe: &Recipe) -> u64 {
+    (recipe.rl.num_iterations * recipe.rl.num_mini_batches) as u64
+}
+
+/// Optimizer steps of a run over `prompts` prompts; in a run by epochs the last rollout is complete.
+pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
+    if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
+        return steps;
+    }
+    let answers = recipe.train.num_epochs * (prompts * recipe.rl.num_generations) as f64;
+    let rollouts = (answers / answers_of_rollout(recipe) as f64 - 1e-6).ceil().max(1.0);
+    rollouts as u64 * steps_of_rollout(recipe)
+}
+
+/// Reads the prompts and checks the rewards. The returned data sets replace them where only lengths and hashes count:
+/// each row is as long as its prompt with the longest possible answer.
+///
+/// Errors: an invalid row or reward; a prompt that leaves no room for its answer.
+pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Dataset>, PromptSet)> {
+    let encoder = Encoder {
+        codec: &model.tokenizer,
+        template: model.template(),
+        train_on: TrainOn::Assistant,
+        max_length: recipe.data.max_length,
+        embedding_rows: model.spec.vocab,
+    };
+    let window = recipe.data.max_length.min(model.spec.max_positions);
+    let room = recipe.rl.max_completion_length;
+    let load = |named: &[String]| {
+        Prompts::load(
+            &local(named)?,
+            recipe.data.format,
+            recipe.data.render,
+            &encoder,
+            &recipe.rl.answer_column,
+            window,
+            room,
+        )
+    };
+    if recipe.data.train.is_empty() {
+        return Err(Error::usage("training with rewards needs prompts").hint("set `data.train`"));
+    }
+    let train = load(&recipe.data.train)?;
+    let (mut hash, mut eval_hash) = (train.fingerprint, None);
+    let readings = train.readings;
+    let mut questions = PromptSet {
+        train: train.rows,
+        eval: Vec::new(),
+    };
+    if !recipe.data.eval.is_empty() {
+        let eval = load(&recipe.data.eval)?;
+        (questions.eval, eval_hash) = (eval.rows, Some(eval.fingerprint));
+    } else if recipe.data.eval_fraction > 0.0 {
+        let is_eval = held_out(questions.train.len(), recipe.data.eval_fraction, recipe.train.seed)?;
+        for (prompt, is_eval) in std::mem::take(&mut questions.train).into_iter().zip(is_eval) {
+            let part = if is_eval {
+                &mut questions.eval
+            } else {
+                &mut questions.train
+            };
+            part.push(prompt);
+        }
+        // The split depends on the seed only, and a resumed run has the same seed.
+        eval_hash = Some(hash.clone());
+        hash = format!("{hash} less {}", questions.eval.len());
+    }
+    rewards::check(&recipe.rl, &questions.train)?;
+    rewards::check(&recipe.rl, &questions.eval)?;
+    let stand_in = |prompts: &[Prompt], hash: String| {
+        let mut dataset = Dataset::from_examples(prompts.iter().map(|p| example(p, room)).collect());
+        dataset.fingerprint = hash;
+        dataset.stats.tokens = prompts.iter().map(|p| p.ids.len() as u64).sum();
+        dataset
+    };
+    let eval = eval_hash.map(|hash| stand_in(&questions.eval, hash));
+    let mut train = stand_in(&questions.train, hash);
+    train.readings = readings;
+    Ok((train, eval, questions))
+}
+
+fn example(prompt: &Prompt, room: usize) -> Example {
+    let mut ids = prompt.ids.clone();
+    ids.resize(prompt.ids.len() + room, 0);
+    Example {
+        trained: (0..ids.len()).map(|t| t >= prompt.ids.len()).collect(),
+        ids,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    #[test]
+    fn the_start_is_had_by_leaving_adapters_out_only_where_nothing_else_trains() {
+        let needs = |lora: &str| {
+            let text = format!(
+                "[model]\npath = \"x\"\n[data]\ntrain = \"y\"\n[train]\nstage = \"grpo\"\n[rlhf]\nrewards = [\"exact\"]\n\
+                 [rlhf.grpo]\nbeta = 0.1\n[tune]\nmethod = \"lora\"\n[tune.lora]\n{lora}\n"
+            );
+            needs_reference_copy(&recipe::parse(&text, "r.toml", &[]).unwrap().recipe)
+        };
+        assert!(!needs("") && !needs("peft_type = \"vera\""));
+        for lora in [
+            "modules_to_save = [\"embed_tokens\"]",
+            "trainable_token_indices = [1]",
+            "adapter = \"given\"",
+            "init_lora_weights = \"pissa\"",
+        ] {
+            assert!(needs(lora), "{lora}");
+        }
+    }
+}

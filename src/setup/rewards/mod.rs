@@ -1,0 +1,258 @@
+//! Rewards of answers: checks of the text, a reward model, a local program. Several rewards are summed with weights.
+
+pub mod checks;
+mod model;
+mod numbers;
+mod program;
+mod schema;
+
+use crate::base::{Error, Result, files};
+use crate::data::prompts::Prompt;
+use crate::recipe::RlConfig;
+use candle_core::Device;
+use fancy_regex::Regex;
+use model::RewardModel;
+pub use model::RewardModelSpec;
+use program::Program;
+use schema::Schema;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::Duration;
+
+/// An answer to score.
+pub struct Judged<'a> {
+    pub prompt: &'a Prompt,
+    /// The answer without special tokens.
+    pub text: &'a str,
+    /// Number of tokens with the stop token.
+    pub tokens: usize,
+    /// True if the answer ended with a stop token.
+    pub finished: bool,
+}
+
+/// The kind of a reward, checked as far as possible without starting a program or loading a model.
+enum Kind {
+    Exact,
+    Numeric,
+    Regex(Regex),
+    Json(Option<Schema>),
+    Length { free: usize, longest: usize },
+    Model(String),
+    Program(String),
+}
+
+enum Judge {
+    Text(Kind),
+    Model(Box<RewardModel>),
+    Program(Program),
+}
+
+/// One reward with its name in the metrics and its weight in the sum.
+pub struct Reward {
+    pub name: String,
+    pub weight: f64,
+    judge: Judge,
+}
+
+pub struct Rewards(pub Vec<Reward>);
+
+const KNOWN: &str =
+    "exact, numeric, regex:PATTERN, json, json:SCHEMA-FILE, length:TOKENS, model:DIRECTORY, program:COMMAND";
+
+impl Kind {
+    fn parse(text: &str, longest: usize) -> Result<Self> {
+        let (name, argument) = match text.split_once(':') {
+            Some((name, argument)) => (name.trim(), Some(argument.trim()).filter(|a| !a.is_empty())),
+            None => (text.trim(), None),
+        };
+        let fault = |what: &str| {
+            Error::usage(what)
+                .at("rlhf.rewards")
+                .found(format!("`{text}`"))
+                .expected(KNOWN)
+        };
+        match (name, argument) {
+            ("exact", None) => Ok(Self::Exact),
+            ("numeric", None) => Ok(Self::Numeric),
+            ("regex", Some(pattern)) => Regex::new(pattern).map(Self::Regex).map_err(|e| {
+                fault(
+                    "the pattern of a `regex:` reward is not a valid regular \
+                                    expression",
+                )
+                .hint(e.to_string())
+            }),
+            ("json", None) => Ok(Self::Json(None)),
+            ("json", Some(file)) => {
+                let text = files::read_text(Path::new(file))?;
+                let value: Value = serde_json::from_str(&text).map_err(|e| {
+                    Error::new("the file of a `json:` reward is not valid JSON")
+                        .at(file)
+                        .cause(e)
+                })?;
+                let schema = Schema::new(value).map_err(|e| e.within(file))?;
+                Ok(Self::Json(Some(schema)))
+            }
+            ("length", Some(free)) => match free.parse() {
+                Ok(free) if free < longest => Ok(Self::Length { free, longest }),
+                _ => Err(fault(
+                    "a `length:` reward needs a number of tokens below `rlhf.max_completion_length`",
+                )),
+            },
+            ("model", Some(dir)) => Ok(Self::Model(dir.to_string())),
+            ("program", Some(command)) => Ok(Self::Program(command.to_string())),
+            ("exact" | "numeric", Some(_)) => Err(fault("this reward takes no argument")),
+            ("regex" | "length" | "model" | "program", None) => Err(fault("this reward needs an argument")),
+            _ => Err(fault("this reward does not exist")),
+        }
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Exact => "exact",
+            Self::Numeric => "numeric",
+            Self::Regex(_) => "regex",
+            Self::Json(_) => "json",
+            Self::Length { .. } => "length",
+            Self::Model(_) => "model",
+            Self::Program(_) => "program",
+        }
+    }
+
+    fn needs_answer(&self) -> bool {
+        matches!(self, Self::Exact | Self::Numeric)
+    }
+
+    /// The score of a reward that uses only the text.
+    fn score(&self, answer: &Judged) -> f64 {
+        let known = answer.prompt.answer.as_ref().unwrap_or(&Value::Null);
+        match self {
+            Self::Exact => checks::exact(answer.text, known),
+            Self::Numeric => checks::numeric(answer.text, known),
+            Self::Regex(pattern) => checks::regex(answer.text, pattern),
+            Self::Json(schema) => checks::json(answer.text, schema.as_ref()),
+            Self::Length { free, longest } => checks::length(answer.tokens, *free, *longest),
+            Self::Model(_) | Self::Program(_) => f64::NAN,
+        }
+    }
+}
+
+fn kinds(rlhf: &RlConfig) -> Result<Vec<Kind>> {
+    if rlhf.rewards.is_empty() {
+        return Err(
+            Error::usage("`rlhf.rewards` is missing: the run has no reward to maximize")
+                .expected(KNOWN)
+                .hint("write for example `[rlhf] rewards = [\"numeric\"]`"),
+        );
+    }
+    if !rlhf.reward_weights.is_empty() && rlhf.reward_weights.len() != rlhf.rewards.len() {
+        return Err(
+            Error::usage("`rlhf.reward_weights` has another length than `rlhf.rewards`")
+                .found(format!("{} weights", rlhf.reward_weights.len()))
+                .expected(format!("{}, one for each reward", rlhf.rewards.len())),
+        );
+    }
+    let kind = |text: &String| Kind::parse(text, rlhf.max_completion_length);
+    rlhf.rewards.iter().map(kind).collect()
+}
+
+/// Checks the rewards of a recipe and the rows they score; starts no program, loads no model.
+///
+/// Errors: an unknown reward; an invalid pattern, schema or directory; a row without its answer.
+pub fn check(rlhf: &RlConfig, prompts: &[Prompt]) -> Result<()> {
+    for kind in kinds(rlhf)? {
+        if let Kind::Model(dir) = &kind {
+            RewardModel::describe(dir)?;
+        }
+        let without = prompts.iter().find(|p| kind.needs_answer() && p.answer.is_none());
+        if let Some(prompt) = without {
+            return Err(Error::new(format!(
+                "the reward `{}` needs the right answer of each row",
+                kind.name()
+            ))
+            .at(&prompt.place)
+            .found(format!(
+                "fields {}",
+                prompt.columns.keys().cloned().collect::<Vec<_>>().join(", ")
+            ))
+            .expected(format!("a field `{}` (`rlhf.answer_column`)", rlhf.answer_column)));
+        }
+    }
+    Ok(())
+}
+
+/// The memory of the reward models for the plan, from configs and headers. A model that is not available costs nothing:
+/// loading it later reports the error.
+///
+/// Errors: rewards that do not exist.
+pub fn costs(rlhf: &RlConfig) -> Result<Vec<RewardModelSpec>> {
+    let cost = |kind: Kind| match kind {
+        Kind::Model(dir) => RewardModel::cost(&dir).ok(),
+        _ => None,
+    };
+    Ok(kinds(rlhf)?.into_iter().filter_map(cost).collect())
+}
+
+impl Rewards {
+    /// Loads models and starts programs.
+    pub fn open(rlhf: &RlConfig, device: &Device) -> Result<Self> {
+        let mut rewards: Vec<Reward> = Vec::new();
+        for (i, kind) in kinds(rlhf)?.into_iter().enumerate() {
+            let base = kind.name();
+            let same = rewards
+                .iter()
+                .filter(|r| r.name.trim_end_matches(char::is_numeric) == base);
+            let name = match same.count() {
+                0 => base.to_string(),
+                n => format!("{base}{}", n + 1),
+            };
+            let judge = match kind {
+                Kind::Model(dir) => Judge::Model(Box::new(RewardModel::open(&dir, device)?)),
+                Kind::Program(command) => Judge::Program(Program::start(
+                    &command,
+                    Duration::from_secs_f64(rlhf.reward_timeout),
+                    rlhf.reward_restarts,
+                )?),
+                text => Judge::Text(text),
+            };
+            let weight = rlhf.reward_weights.get(i).copied().unwrap_or(1.0);
+            rewards.push(Reward { name, weight, judge });
+        }
+        Ok(Self(rewards))
+    }
+
+    /// Returns `[rewards][answers]`; NaN if a reward gives no score for an answer.
+    pub fn scores(&mut self, answers: &[Judged]) -> Result<Vec<Vec<f64>>> {
+        let one = |reward: &mut Reward| match &mut reward.judge {
+            Judge::Text(kind) => Ok(answers.iter().map(|a| kind.score(a)).collect()),
+            Judge::Model(model) => model.scores(answers),
+            Judge::Program(program) => program.scores(&answers.iter().map(row).collect::<Vec<_>>()),
+        };
+        self.0.iter_mut().map(one).collect()
+    }
+
+    /// Returns `[answers]`: the weighted sum of the scores that are not NaN; NaN if there are none.
+    pub fn total(&self, scores: &[Vec<f64>]) -> Vec<f64> {
+        let answers = scores.first().map_or(0, Vec::len);
+        let sum = |i: usize| {
+            let known = self.0.iter().zip(scores).filter(|(_, s)| !s[i].is_nan());
+            known.fold(f64::NAN, |sum, (r, s)| {
+                let sum = if sum.is_nan() { 0.0 } else { sum };
+                sum + r.weight * s[i]
+            })
+        };
+        (0..answers).map(sum).collect()
+    }
+}
+
+/// The JSON that a reward program receives: the row, the prompt and the answer.
+fn row(answer: &Judged) -> Value {
+    let mut row = answer.prompt.columns.clone();
+    if let Some(known) = &answer.prompt.answer {
+        row.entry("answer").or_insert_with(|| known.clone());
+    }
+    row.insert("prompt".into(), answer.prompt.shown.clone());
+    row.insert("completion".into(), json!(answer.text));
+    row.insert("completion_tokens".into(), json!(answer.tokens));
+    row.insert("finished".into(), json!(answer.finished));
+    Value::Object(row)
+}

@@ -1,0 +1,230 @@
+//! The rows of a recipe: reads them for a run, or shows them to the user.
+
+use crate::base::Result;
+use crate::data::order::{Length, StreamSpec};
+use crate::data::preference::Want;
+use crate::data::{self, Dataset, Reading, dataset, reading};
+use crate::hub;
+use crate::recipe::{self, JudgedLoss, Recipe, Render, RowFormat, Stage, TrainOn};
+use crate::setup::ModelDir;
+use crate::setup::prompts::{self, PromptSet};
+
+/// Tokenized rows of a recipe.
+pub struct Rows {
+    pub train: Dataset,
+    pub eval: Option<Dataset>,
+    /// Prompts of an RL stage.
+    pub questions: Option<PromptSet>,
+}
+
+impl Rows {
+    pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<Self> {
+        if prompts::reinforces(recipe) {
+            let (train, eval, questions) = prompts::read(recipe, model)?;
+            let questions = Some(questions);
+            return Ok(Self { train, eval, questions });
+        }
+        let read = |named: &[String]| read(recipe, named, model);
+        if model.is_shape() && recipe.data.train.is_empty() {
+            let (rows, length) = (random_rows(recipe), recipe.data.max_length);
+            let train = Dataset::random(rows, length, model.spec.vocab, recipe.train.seed);
+            return Ok(Self {
+                train,
+                eval: None,
+                questions: None,
+            });
+        }
+        let train = read(&recipe.data.train)?;
+        let (train, eval) = if !recipe.data.eval.is_empty() {
+            (train, Some(read(&recipe.data.eval)?))
+        } else if recipe.data.eval_fraction > 0.0 {
+            let (train, eval) = train.split(recipe.data.eval_fraction, recipe.train.seed)?;
+            (train, Some(eval))
+        } else {
+            (train, None)
+        };
+        let completed = |set| completed(set, recipe);
+        Ok(Self {
+            train: completed(train)?,
+            eval: eval.map(completed).transpose()?,
+            questions: None,
+        })
+    }
+}
+
+/// Reads the rows of these files in the recipe's format.
+pub fn read(recipe: &Recipe, named: &[String], model: &ModelDir) -> Result<Dataset> {
+    let files = local(named)?;
+    let spec = spec(&files, &recipe.data, recipe.train.stage, model.spec.vocab);
+    match preference_form(recipe.train.stage) {
+        Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
+        None => Dataset::load(&spec, &model.tokenizer, model.template()),
+    }
+}
+
+/// Formats, columns and rendering of the files: one line for all files that are read in the same way.
+pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<String> {
+    // A reward program receives every column of a row.
+    let sees_all = recipe.rl.rewards.iter().any(|r| r.trim_start().starts_with("program"));
+    let rest = if prompts::reinforces(recipe) && sees_all {
+        "for the reward program"
+    } else {
+        "not used"
+    };
+    let mut readings = train.readings.clone();
+    for reading in eval.map_or(&[][..], |e| &e.readings) {
+        if !readings.contains(reading) {
+            readings.push(reading.clone());
+        }
+    }
+    reading::lines(&readings, rest)
+}
+
+/// Warns about later prompts that the chat template renders although it rendered no training row. `None`: there are
+/// none.
+pub fn rendered_later(train: &Dataset, eval: Option<&Dataset>, recipe: &Recipe, has_template: bool) -> Option<String> {
+    let plain = |r: &Reading| !r.layout.renders();
+    if !has_template || train.readings.is_empty() || !train.readings.iter().all(plain) {
+        return None;
+    }
+    let texts = |r: &Reading| r.layout.format == RowFormat::Text;
+    let mut later = Vec::new();
+    if !recipe.train.sample_prompts.is_empty() && recipe.data.render != Render::Plain {
+        later.push("`train.sample_prompts`");
+    }
+    if eval.is_some_and(|e| e.readings.iter().any(|r| !plain(r))) {
+        later.push("rows of `data.eval`");
+    }
+    // Rows of plain text are not prompts, so no warning.
+    if recipe.train.stage != Stage::Pretrain && !train.readings.iter().all(texts) {
+        later.push("`ft generate --chat` and `ft eval`");
+    }
+    if later.is_empty() {
+        None
+    } else {
+        Some(format!(
+            "no row is rendered with the chat template, but {} use it: their prompts differ from the training rows \
+             (`data.render`; `ft generate --prompt` without `--chat` sends plain text)",
+            later.join(", ")
+        ))
+    }
+}
+
+/// Warnings for the user about the rows, before the run.
+pub fn warnings(
+    train: &Dataset,
+    eval: Option<&Dataset>,
+    recipe: &Recipe,
+    has_template: bool,
+    positions: usize,
+) -> Vec<String> {
+    let mut all = train.stats.warnings(recipe.data.max_length);
+    all.extend(train.readings.iter().flat_map(|r| r.warnings()));
+    all.extend(rendered_later(train, eval, recipe, has_template));
+    let longest = train.stats.longest;
+    // A preference example has several documents.
+    if train.preferences.is_empty()
+        && let Some(line) = beyond(longest, positions)
+    {
+        all.push(format!("{line}; lower `data.max_length` to truncate rows"));
+    }
+    all
+}
+
+/// Training and evaluation do not cut these rows. Returns a warning if the longest one exceeds the model's positions.
+pub fn beyond(longest: usize, positions: usize) -> Option<String> {
+    (longest > positions).then(|| {
+        format!(
+            "the longest row has {longest} tokens, the model {positions} positions (`max_position_embeddings`): rows \
+             are not truncated, and the model was not trained on the positions beyond"
+        )
+    })
+}
+
+/// Number of rows of random ids for a shape: each step has its own rows, up to a limit.
+fn random_rows(recipe: &Recipe) -> usize {
+    let steps = recipe.train.max_steps.clamp(1, 256) as usize;
+    let window = recipe.train.batch_size * recipe.train.gradient_accumulation_steps;
+    (steps * window).min(1 << 16)
+}
+
+/// Returns files unchanged; hub data sets as files of the hub cache.
+pub fn local(named: &[String]) -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    for name in named {
+        let found = hub::resolve_dataset_file(name, "main", true)?;
+        files.extend(found.into_iter().map(|f| f.display().to_string()));
+    }
+    Ok(files)
+}
+
+/// How `files` are read in a stage. Pre-training takes texts as they are, unless asked, and trains every token of a row.
+pub fn spec<'a>(files: &'a [String], data: &recipe::Data, stage: Stage, embedding_rows: usize) -> dataset::Spec<'a> {
+    let pretrain = stage == Stage::Pretrain;
+    dataset::Spec {
+        files,
+        format: data.format,
+        render: match data.render {
+            Render::Auto if pretrain => Render::Plain,
+            render => render,
+        },
+        max_length: data.max_length,
+        train_on: if pretrain { TrainOn::All } else { data.train_on },
+        embedding_rows,
+    }
+}
+
+/// The order, batching and packing of the `rows` rows of the recipe.
+pub fn stream(recipe: &Recipe, rows: usize) -> StreamSpec {
+    StreamSpec {
+        batch_size: recipe.train.batch_size,
+        accumulation: recipe.train.gradient_accumulation_steps,
+        packing: recipe.data.packing,
+        max_length: recipe.data.packing_length,
+        shuffle: recipe.data.shuffle,
+        seed: recipe.train.seed,
+        length: if prompts::reinforces(recipe) {
+            Length::Steps(prompts::steps(recipe, rows))
+        } else {
+            Length::new(recipe.train.max_steps, recipe.train.num_epochs)
+        },
+    }
+}
+
+/// The form of rows that a stage needs; `None`: it does not use preferences.
+fn preference_form(stage: recipe::Stage) -> Option<Want> {
+    match stage {
+        recipe::Stage::Reward => Some(Want::WholePairs),
+        recipe::Stage::Dpo | recipe::Stage::Simpo => Some(Want::Pairs),
+        recipe::Stage::Orpo => Some(Want::PairsAndPrompts),
+        recipe::Stage::Kto => Some(Want::Judged),
+        _ => None,
+    }
+}
+
+/// For KTO with its KL term: adds the mismatched pairs that estimate it. Errors: too few rows.
+fn completed(dataset: Dataset, recipe: &Recipe) -> Result<Dataset> {
+    if recipe.train.stage != recipe::Stage::Kto || recipe.preference.loss_type != JudgedLoss::Kto.name() {
+        return Ok(dataset);
+    }
+    let seed = recipe.data.shuffle.then_some(recipe.train.seed);
+    dataset.mismatched(recipe.train.batch_size, recipe.data.max_length, seed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe;
+
+    #[test]
+    fn rows_beyond_the_positions_are_told() {
+        let recipe = recipe::parse("[model]\npath = \"m\"\n[data]\ntrain = \"t.jsonl\"\n", "r.toml", &[]).unwrap();
+        let rows = Dataset::random(2, 20, 50, 1);
+        assert!(warnings(&rows, None, &recipe.recipe, true, 20).is_empty());
+        let warned = warnings(&rows, None, &recipe.recipe, true, 19);
+        assert!(
+            warned.len() == 1 && warned[0].contains("20 tokens, the model 19"),
+            "{warned:?}"
+        );
+    }
+}

@@ -1,0 +1,269 @@
+//! The teacher of a distillation: opens its directory, checks that it fits the student, and loads its network.
+
+use crate::base::{Error, Result, staging};
+use crate::data::Dataset;
+use crate::distill::hidden;
+use crate::engine::StepStrategy;
+use crate::formats::Tokenizer;
+use crate::hf;
+use crate::model::{Network, Spec, shapes};
+use crate::ops::cross_entropy::PIECE;
+use crate::recipe::{Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
+use crate::setup::{self, ModelDir};
+use crate::source::Placement;
+use crate::source::StoragePolicy;
+use candle_core::Device;
+use std::path::Path;
+
+/// A teacher whose weights are not loaded.
+pub struct TeacherModel {
+    pub model: ModelDir,
+    pub dtype: Dtype,
+    pub storage: StoragePolicy,
+}
+
+/// Fingerprints of a teacher: `now` from all weights, `before` from a part of them, as in older versions.
+pub struct Named {
+    pub now: String,
+    pub before: String,
+}
+
+impl Named {
+    /// A source with only one fingerprint.
+    pub fn only(name: &str) -> Self {
+        Self {
+            now: name.to_string(),
+            before: name.to_string(),
+        }
+    }
+
+    pub fn is(&self, name: &str) -> bool {
+        name == self.now || name == self.before
+    }
+}
+
+/// Texts that detect differences between tokenizers with the same vocabulary.
+const PROBES: [&str; 3] = [
+    "The quick brown fox, 1234567 times.\n\n\tnaïve café — 日本語, Привет! <b>x</b>",
+    "def f(x):\n    return x**2 + 0.5e-3  # comment",
+    "ﬁne   spaces \u{200d} and UPPER lower MiXeD",
+];
+
+/// Opens the teacher of a recipe for the student `model`.
+///
+/// Errors: an invalid directory; a different tokenizer; a storage type that its files do not allow.
+pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
+    let d = &recipe.distill;
+    let Some(path) = &d.teacher else {
+        return Err(Error::usage("no teacher is given").at("distill.teacher"));
+    };
+    if path.starts_with(shapes::PREFIX) {
+        return Err(Error::usage("a built-in shape has random weights: it cannot be a teacher").at("distill.teacher"));
+    }
+    let teacher = ModelDir::open(path, &d.teacher_revision, None).map_err(|e| e.or_at("distill.teacher"))?;
+    check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
+    teacher.check_weights(ModelInit::Pretrained)?;
+    let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
+    let stored = setup::Stored::find(&teacher.dir, &teacher.spec, ModelInit::Pretrained)?.codes;
+    if d.teacher_tier == TeacherTier::Disk && !stored.is_empty() {
+        return Err(Error::new(
+            "the teacher's files are quantized: reading such weights layer by layer is not supported yet",
+        )
+        .at("distill.teacher_tier")
+        .hint(
+            "use `distill.teacher_tier = \"device\"`, or give the unquantized teacher and \
+               `distill.teacher_weights`",
+        ));
+    }
+    for (name, format) in stored {
+        storage.set(name, Some(format));
+    }
+    if d.hidden_weight > 0.0 {
+        layer_map(recipe, &model.spec, &teacher.spec)?;
+    }
+    Ok(TeacherModel {
+        model: teacher,
+        dtype,
+        storage,
+    })
+}
+
+/// Pairs of layers whose hidden states are compared.
+pub fn layer_map(recipe: &Recipe, student: &Spec, teacher: &Spec) -> Result<Vec<(usize, usize)>> {
+    let (s, t) = (student.layers.len(), teacher.layers.len());
+    let pairs = match &recipe.distill.layer_map {
+        Some(pairs) => pairs.clone(),
+        None => hidden::auto_map(s, t),
+    };
+    hidden::check_map(&pairs, s, t)?;
+    Ok(pairs)
+}
+
+impl TeacherModel {
+    /// Number of ids that both student and teacher have.
+    pub fn common(&self, student: &Spec) -> usize {
+        self.model.spec.vocab.min(student.vocab)
+    }
+
+    /// Errors: rows that are too long for the teacher, or ids that it does not have.
+    pub fn check_rows(&self, rows: &Dataset) -> Result<()> {
+        let longest = rows.examples.iter().map(|e| e.ids.len()).max().unwrap_or(0);
+        if longest > self.model.spec.max_positions {
+            return Err(
+                Error::new("rows are longer than the teacher's maximum number of positions")
+                    .at("data.max_length")
+                    .found(format!("{longest} tokens"))
+                    .expected(format!("at most {}", self.model.spec.max_positions)),
+            );
+        }
+        let highest = rows.examples.iter().flat_map(|e| &e.ids).max().copied().unwrap_or(0);
+        if highest as usize >= self.model.spec.vocab {
+            return Err(
+                Error::new("the rows contain a token for which the teacher has no embedding")
+                    .at("distill.teacher")
+                    .found(format!("id {highest}"))
+                    .expected(format!("below {}", self.model.spec.vocab)),
+            );
+        }
+        Ok(())
+    }
+
+    pub fn load(&self, recipe: &Recipe, scratch: &Path, device: &Device) -> Result<Network> {
+        let place = place(recipe, !device.is_cpu());
+        if matches!(place, Placement::Disk { .. }) {
+            staging::scratch(scratch)?;
+        }
+        let mut own = recipe.clone();
+        own.model.init = ModelInit::Pretrained;
+        own.model.dtype = self.dtype;
+        let strategy = StepStrategy {
+            placement: place,
+            storage: self.storage.clone(),
+            ..StepStrategy::new(self.dtype)
+        };
+        let loaded = self.model.load_for(&strategy, &own, scratch, device)?;
+        Ok(loaded.network)
+    }
+
+    /// Fingerprint of the teacher's weights and their storage types.
+    pub fn fingerprint(&self) -> Result<Named> {
+        let print = hf::fingerprint(&self.model.dir)?;
+        let storage = self.storage.describe();
+        Ok(Named {
+            now: format!("{} {storage}", print.exact),
+            before: format!("{} {storage}", print.sampled),
+        })
+    }
+}
+
+/// The teacher of a distillation.
+#[derive(Debug, Clone)]
+pub struct TeacherSpec {
+    pub spec: Spec,
+    pub storage: StoragePolicy,
+    pub place: Placement,
+    /// Unquantized weights are bf16.
+    pub bf16: bool,
+    /// Hidden states of inner layers that are kept and compared.
+    pub states: usize,
+    /// Rows that the student answers together; 0: none.
+    pub answers: usize,
+}
+
+/// Describes the teacher from its config alone, for the plan; `None` if there is no teacher.
+pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<TeacherSpec>> {
+    let d = &recipe.distill;
+    let Some(path) = d.teacher.as_ref().filter(|_| recipe.train.stage == Stage::Distill) else {
+        return Ok(None);
+    };
+    if d.teacher_cache.is_some() {
+        return Ok(None);
+    }
+    let (dir, spec) = setup::read_spec(path, &d.teacher_revision, crate::recipe::ModelInit::Pretrained)
+        .map_err(|e| e.or_at("distill.teacher"))?;
+    let (dtype, mut storage) = storage(recipe, &spec)?;
+    for (name, format) in setup::Stored::find(&dir, &spec, ModelInit::Pretrained)?.codes {
+        storage.set(name, Some(format));
+    }
+    let states = if d.hidden_weight > 0.0 {
+        layer_map(recipe, student, &spec)?.len()
+    } else {
+        0
+    };
+    Ok(Some(TeacherSpec {
+        spec,
+        storage,
+        place: place(recipe, on_gpu),
+        bf16: dtype == Dtype::Bf16,
+        states,
+        answers: if d.lmbda > 0.0 {
+            recipe.train.batch_size * recipe.train.gradient_accumulation_steps
+        } else {
+            0
+        },
+    }))
+}
+
+/// Type of the unquantized weights, and the storage type of each weight.
+fn storage(recipe: &Recipe, spec: &Spec) -> Result<(Dtype, StoragePolicy)> {
+    let wanted = recipe.distill.teacher_weights;
+    let dtype = match wanted {
+        FrozenWeights::F32 => Dtype::F32,
+        FrozenWeights::Bf16 => Dtype::Bf16,
+        _ => recipe.model.dtype,
+    };
+    let mut memory = recipe.memory.clone();
+    memory.overrides.clear();
+    memory.group_size = None;
+    memory.frozen_weights = wanted;
+    Ok((
+        dtype,
+        StoragePolicy::new(&memory.storage_rules(), dtype, &spec.params(), |_| false)?,
+    ))
+}
+
+fn place(recipe: &Recipe, on_gpu: bool) -> Placement {
+    match recipe.distill.teacher_tier {
+        TeacherTier::Device => Placement::Device,
+        // On a CPU, host memory is device memory.
+        TeacherTier::Host if !on_gpu => Placement::Device,
+        TeacherTier::Host => Placement::Host,
+        // On a GPU the divergence needs the whole head.
+        TeacherTier::Disk => Placement::Disk {
+            head_rows: (!on_gpu).then_some(PIECE),
+        },
+    }
+}
+
+/// Checks that both tokenizers produce the same ids.
+fn check_tokenizers(student: &Tokenizer, teacher: &Tokenizer) -> Result<()> {
+    let wrong = |found: String, expected: String| {
+        Err(Error::new("the tokenizers of teacher and student differ")
+            .found(found)
+            .expected(expected)
+            .hint(
+                "a divergence compares the probabilities of the same tokens: use a teacher of the student's family, or \
+                 train on the teacher's answers with `train.stage = \"sft\"`",
+            ))
+    };
+    let show = |token: Option<String>| token.map_or("no token".to_string(), |t| format!("{t:?}"));
+    // Tokens that only one of them has must come after all common ids.
+    for id in 0..student.vocab_size().min(teacher.vocab_size()) as u32 {
+        let (a, b) = (student.id_to_token(id), teacher.id_to_token(id));
+        if a != b {
+            return wrong(
+                format!("{} for id {id}", show(b)),
+                format!("{}, as in the student's tokenizer", show(a)),
+            );
+        }
+    }
+    for text in PROBES {
+        if student.encode(text, false)? != teacher.encode(text, false)? {
+            return wrong(
+                format!("different tokens for {text:?}"),
+                "the same tokens for every text".into(),
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,44 @@
+//! The sets of parameters that a run trains one after the other.
+
+use crate::engine::Active;
+use crate::source::Placement;
+
+/// Elements of parameters that were trained earlier in the run and are inactive now.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Retired {
+    pub dense: u64,
+    /// Elements of quantized parameters.
+    pub quantized: u64,
+}
+
+impl Retired {
+    /// Bytes in the model's type and of the low part of fp32 masters. With weights on the disk both are read back on
+    /// demand.
+    pub fn bytes(self, place: Placement, (stored, master): (u64, u64)) -> u64 {
+        match place {
+            // The exact values stay beside the quantized data.
+            Placement::Device | Placement::Host => self.dense * master + self.quantized * (stored + master),
+            Placement::Disk { .. } => 0,
+        }
+    }
+}
+
+/// A set of parameters that is active at one time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Turn {
+    pub active: Active,
+    pub retired: Retired,
+    /// True if another set becomes active after it.
+    pub leaves: bool,
+}
+
+impl Turn {
+    /// A run with only one set.
+    pub fn alone(active: Active) -> Self {
+        Self {
+            active,
+            retired: Retired::default(),
+            leaves: false,
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! Where the weights of a model live.
+
+/// Where the weights live that are not trained now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Placement {
+    /// On the device.
+    Device,
+    /// In host memory, with computation on a GPU; head and active parameters are on the device.
+    Host,
+    /// Layers are read from the disk; the output projection in chunks of rows, or held whole.
+    Disk {
+        /// Rows of the output projection per chunk; `None`: it is held whole.
+        head_rows: Option<usize>,
+    },
+}
+
+impl Placement {
+    /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
+    pub(crate) fn travels(self) -> Option<Option<usize>> {
+        match self {
+            Placement::Device => None,
+            Placement::Host => Some(None),
+            Placement::Disk { head_rows } => Some(head_rows),
+        }
+    }
+}

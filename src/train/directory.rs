@@ -1,0 +1,291 @@
+//! The run directory: opens it, writes its description files, removes leftovers.
+
+use crate::base::lock::{self, RunLock};
+use crate::base::{Error, Result, files, staging};
+use crate::checkpoint::{self, LoadedState};
+use crate::model::{Spec, shapes};
+use crate::ops::CpuBackend;
+use crate::plan::Plan;
+use crate::recipe::{self, Method, Recipe};
+use crate::report::{self, Reporter};
+use crate::source::Placement;
+use crate::train::Options;
+use crate::train::owner::{self, Kind, Manifest};
+use crate::train::starts;
+use crate::train::state;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// A run directory that this process owns. If it is dropped before `begin`, the directory stays unchanged.
+pub struct Directory {
+    path: PathBuf,
+    lock: Option<RunLock>,
+    manifest: Manifest,
+    /// The directory held no run.
+    new: bool,
+    /// This process created the directory.
+    made: bool,
+    /// This process wrote the manifest.
+    written: bool,
+    begun: bool,
+    /// Checkpoints that rotation does not remove and that were already reported.
+    kept: BTreeSet<PathBuf>,
+    /// Messages for the user: removed files, and files that were not touched.
+    pub notes: Vec<String>,
+}
+
+/// Checks if a run can start, resume or overwrite here. Changes nothing, so an early refusal leaves no trace.
+///
+/// Errors: the directory does not hold a run; it holds a run, and neither `--resume` nor `--overwrite` is given; there
+/// is no checkpoint to resume from.
+pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
+    let kind = Kind::of(run_dir)?;
+    owner::refuse_links(run_dir)?;
+    let explicit = options.resume.as_ref().and_then(Option::as_deref);
+    match (&kind, &options.resume) {
+        (Kind::Other(names), _) => {
+            let shown: Vec<&str> = names.iter().take(5).map(String::as_str).collect();
+            let more = match names.len().saturating_sub(shown.len()) {
+                0 => String::new(),
+                n => format!(" and {n} more"),
+            };
+            Err(
+                Error::usage("the output directory holds files that are not a run of ft")
+                    .at_path(run_dir)
+                    .found(format!("{}{more}", shown.join(", ")))
+                    .hint("set `train.output_dir` to a new or empty directory"),
+            )
+        }
+        (Kind::New, Some(None)) => Err(Error::new("the directory has no run to resume")
+            .at_path(run_dir)
+            .hint("start it without `--resume`")),
+        (Kind::Run(_), Some(None)) => resumable(run_dir).map(drop),
+        (_, Some(Some(_))) => {
+            match explicit.filter(|from| checkpoint::list(from).is_ok_and(|l| l.is_empty()) && !is_checkpoint(from)) {
+                Some(from) => Err(Error::new("there is no checkpoint to resume from")
+                    .at_path(from)
+                    .hint("give a run directory, or a `checkpoint-<step>` directory of one")),
+                None => Ok(()),
+            }
+        }
+        (Kind::Run(_), None) if !options.overwrite => {
+            let error = Error::usage("the output directory holds an earlier run").at_path(run_dir);
+            Err(error.hint(match resumable(run_dir) {
+                Ok(true) => {
+                    "continue it with `--resume`, replace it with `--overwrite`, or set another \
+                             `train.output_dir`"
+                }
+                Ok(false) => {
+                    "it has no checkpoint yet: start it again with `--resume` or `--overwrite`, or set another \
+                     `train.output_dir`"
+                }
+                Err(_) => "the run is finished: replace it with `--overwrite`, or set another `train.output_dir`",
+            }))
+        }
+        (Kind::New | Kind::Run(_), None) => Ok(()),
+    }
+}
+
+fn is_checkpoint(from: &Path) -> bool {
+    from.join("manifest.json").exists()
+}
+
+/// True if the run has a checkpoint to resume from. A run that stopped before its first checkpoint starts again.
+///
+/// Errors: a finished run without checkpoints.
+fn resumable(run_dir: &Path) -> Result<bool> {
+    let any = !checkpoint::list(run_dir)?.is_empty();
+    if !any && run_dir.join(owner::FINAL).exists() {
+        return Err(Error::new("the run is finished and has no checkpoint to resume from")
+            .at_path(run_dir)
+            .hint("its result is in `final/`; `--overwrite` starts it again, or set another `train.output_dir`"));
+    }
+    Ok(any)
+}
+
+/// Bytes that `--overwrite` frees.
+pub fn freed(run_dir: &Path, options: &Options) -> u64 {
+    match Kind::of(run_dir) {
+        Ok(Kind::Run(manifest)) if options.overwrite => manifest.bytes(run_dir),
+        _ => 0,
+    }
+}
+
+/// Opens the directory for a new, resumed or overwritten run. Returns it with the checkpoint to resume from, if there
+/// is one. `same` can reject the checkpoint.
+///
+/// Errors: as `check`; another run is in progress; a damaged checkpoint. In these cases only leftovers of killed
+/// processes of this run were removed.
+pub fn open(
+    run_dir: &Path,
+    options: &Options,
+    same: &dyn Fn(&LoadedState) -> Result<()>,
+) -> Result<(Directory, Option<LoadedState>)> {
+    let made = run_dir.symlink_metadata().is_err();
+    let new = Kind::of(run_dir)? == Kind::New;
+    files::create_dir_all(run_dir)?;
+    let mut out = Directory {
+        path: run_dir.to_path_buf(),
+        lock: None,
+        manifest: Manifest::default(),
+        new,
+        made,
+        written: false,
+        begun: false,
+        kept: BTreeSet::new(),
+        notes: Vec::new(),
+    };
+    let last = lock::last_process(run_dir);
+    out.lock = Some(RunLock::acquire(run_dir)?);
+    // Another process may have created a run in the meantime.
+    check(run_dir, options)?;
+    if let Kind::Run(manifest) = Kind::of(run_dir)? {
+        out.manifest = manifest;
+        let cleaned = out.manifest.clean(run_dir, last)?;
+        out.note("removed incomplete files of a stopped run", &cleaned.removed);
+        out.note("restored the name of", &cleaned.restored);
+        out.note(
+            "not changed, because ft cannot verify that it created this",
+            &cleaned.left,
+        );
+    }
+    let resumed = match &options.resume {
+        None => None,
+        Some(from) => {
+            let from = from.as_deref().unwrap_or(run_dir);
+            if is_checkpoint(from) {
+                Some(checkpoint::load(from)?)
+            } else {
+                checkpoint::latest(from)?
+            }
+        }
+    };
+    if let Some(checkpoint) = &resumed {
+        same(checkpoint).map_err(|e| e.or_at(checkpoint.path.display()))?;
+        let aside = checkpoint::set_aside_later(run_dir, checkpoint.step)?;
+        out.note("later checkpoints were set aside", &aside);
+    } else if options.resume.is_some() {
+        out.notes
+            .push("the run has no checkpoint yet: it starts from the beginning".into());
+    } else if options.overwrite {
+        let (removed, left) = out.manifest.remove(run_dir)?;
+        let paths = |names: Vec<String>| names.into_iter().map(PathBuf::from).collect::<Vec<_>>();
+        out.note("removed from the earlier run", &paths(removed));
+        out.note(
+            "not removed, because it contains files that ft did not write",
+            &paths(left),
+        );
+    }
+    out.manifest.join(run_dir)?;
+    out.written = true;
+    Ok((out, resumed))
+}
+
+impl Directory {
+    fn note(&mut self, what: &str, paths: &[PathBuf]) {
+        let names: Vec<String> = paths
+            .iter()
+            .map(|p| {
+                p.file_name()
+                    .map(|n| n.to_string_lossy().into_owned())
+                    .unwrap_or_default()
+            })
+            .collect();
+        if !names.is_empty() {
+            self.notes.push(format!("{what}: {}", names.join(", ")));
+        }
+    }
+
+    /// Marks the run as started: the directory is kept.
+    pub fn begin(&mut self) {
+        self.begun = true;
+    }
+
+    /// Errors: the directory was moved or removed.
+    pub fn check(&self) -> Result<()> {
+        self.lock.as_ref().map_or(Ok(()), RunLock::check)
+    }
+
+    /// Warns once about each checkpoint that rotation does not remove.
+    pub fn keeps(&mut self, kept: &[PathBuf], reporter: &mut Reporter) {
+        for path in kept {
+            if self.kept.insert(path.clone()) {
+                reporter.warn(&format!(
+                    "{} is not removed by `train.save_total_limit`: it contains files that ft did not write",
+                    path.display()
+                ));
+            }
+        }
+    }
+
+    /// Returns the path to which the existing `final/` is moved when a new one is written.
+    pub fn aside(&self) -> Result<PathBuf> {
+        staging::left_name(&self.path.join(owner::FINAL))
+    }
+
+    /// Registers the new `final/`; `before` is the path from `aside`. Returns a message for the user.
+    pub fn exported(&mut self, before: &Path) -> Result<Option<String>> {
+        let stays = self.manifest.exported(&self.path, before)?;
+        Ok(stays.then(|| {
+            format!(
+                "the previous `final/` was changed by another program: it was moved to {}",
+                before.display()
+            )
+        }))
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        if self.begun || !self.new {
+            return;
+        }
+        // A refused run leaves no trace in a new directory.
+        if self.written {
+            let _ = files::remove_file(&self.path.join(owner::MANIFEST));
+        }
+        if let Some(lock) = self.lock.take() {
+            let _ = lock.abandon();
+        }
+        if self.made {
+            let _ = files::remove_empty_dir(&self.path);
+        }
+    }
+}
+
+/// Writes recipe, plan and environment of the run.
+pub fn describe(run_dir: &Path, loaded: &recipe::LoadedRecipe, plan: &Plan) -> Result<()> {
+    files::write_atomic(&run_dir.join("recipe.toml"), loaded.text.as_bytes())?;
+    files::write_atomic(&run_dir.join("resolved.toml"), loaded.resolved.as_bytes())?;
+    files::write_atomic(&run_dir.join("plan.json"), format!("{:#}\n", plan.json()).as_bytes())?;
+    report::write_environment(run_dir, CpuBackend::current().name())
+}
+
+/// Bytes that a run writes: checkpoints (one more than the limit) and `final/`. `elements`: all elements it trains.
+pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Placement) -> u64 {
+    let kept = if recipe.train.save_steps > 0 {
+        recipe.train.save_total_limit as u64 + 1
+    } else {
+        1
+    };
+    let all: usize = spec.params().iter().map(|p| p.elements()).sum();
+    let stored = recipe.model.dtype.bytes();
+    let out = match recipe.tune.method {
+        // Random weights of a shape are not exported.
+        _ if recipe.model.path.starts_with(shapes::PREFIX) => 0,
+        // An initialization that is subtracted from the base doubles the rank.
+        Method::Lora if starts::requantizes_base(recipe) => elements * 8 + all as u64 * 4,
+        Method::Lora => elements * 8,
+        _ => all as u64 * stored,
+    };
+    // Scratch files: trained parameters, and random weights.
+    let scratch = match (place, recipe.tune.method) {
+        (Placement::Device | Placement::Host, _) | (_, Method::Lora) => 0,
+        _ => 4 * elements,
+    };
+    let drawn = match (place, recipe.model.init) {
+        (Placement::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
+        _ => 0,
+    };
+    kept * state::bytes(elements, elements) + out + scratch + drawn
+}

@@ -1,0 +1,266 @@
+//! Writes `final/`: a Hugging Face model directory, or a PEFT adapter directory for LoRA and the other adapter kinds.
+
+use crate::base::{Error, Result};
+use crate::engine::Engine;
+use crate::formats::adapter::AdapterConfig;
+use crate::formats::writer::Values;
+use crate::hf::{self, Base, ModelExport};
+use crate::model::Adapters;
+use crate::model::spec::{EMBEDDING, LM_HEAD};
+use crate::ops::update;
+use crate::peft::lora::scaling;
+use crate::peft::ranks;
+use crate::peft::start::algebra;
+use crate::peft::{Adapter, Lora};
+use crate::recipe::{Dtype, ModelInit, Recipe, Stage};
+use crate::rlhf::preference::reward;
+use crate::setup::ModelDir;
+use crate::source::{Group, Numbers, ParamInfo, Sublayer};
+use crate::train::stage::preference;
+use crate::train::starts;
+use candle_core::{Device, Tensor};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Writes `out` (`final/` of a run) atomically. A run on random weights of a shape writes nothing.
+/// `print` is the fingerprint of the base weights; `note` receives notes for the user.
+pub fn export(
+    out: &Path,
+    recipe: &Recipe,
+    model: &ModelDir,
+    engine: &Engine,
+    prepared: &hf::AdapterSet,
+    print: &Base,
+    note: &mut dyn FnMut(&str),
+) -> Result<Option<PathBuf>> {
+    if model.is_shape() {
+        return Ok(None);
+    }
+    if let Some(out) = adapter(out, recipe, model, engine, prepared, print, note)? {
+        return with_template(recipe, model, out).map(Some);
+    }
+    let scores = recipe.train.stage == Stage::Reward;
+    let out = base(out, scores, recipe.model.dtype, model, engine, &mut |name, sink| {
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
+            return as_stored(engine, name, sink);
+        };
+        // Merges the adapters that corrected a block run: adds in f32 to the exact values, then rounds once.
+        let mut values = exact(engine, name)?;
+        let delta = update::to_f32_vec(&lora.delta()?)?;
+        values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
+        sink(Values::F32(&values))
+    })?;
+    with_template(recipe, model, out).map(Some)
+}
+
+/// Writes a model directory with the run's parameters; with `scores` that of a reward model.
+fn base(
+    out: &Path,
+    scores: bool,
+    dtype: Dtype,
+    model: &ModelDir,
+    engine: &Engine,
+    fill: &mut hf::ParamFill,
+) -> Result<PathBuf> {
+    let mut parts = ModelExport {
+        out,
+        base_dir: &model.dir,
+        config: model.config.raw.clone(),
+        tied: model.spec.tied,
+        dtype,
+        params: engine.network.source.params(),
+    };
+    if !scores {
+        return hf::model(&parts, fill);
+    }
+    // A reward model has a score head instead of the output projection.
+    let mut params: Vec<ParamInfo> = parts.params.iter().filter(|p| &*p.name != LM_HEAD).cloned().collect();
+    params.push(ParamInfo {
+        name: hf::SCORE.into(),
+        shape: vec![1, model.spec.hidden],
+        group: Group::Head,
+        sublayer: Sublayer::Other,
+    });
+    parts.params = &params;
+    hf::as_classifier(&mut parts.config, preference::pad_id(&model.tokenizer));
+    hf::model(&parts, &mut |name, sink| match name {
+        hf::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
+        _ => fill(name, sink),
+    })
+}
+
+fn adapter(
+    out: &Path,
+    recipe: &Recipe,
+    model: &ModelDir,
+    engine: &Engine,
+    prepared: &hf::AdapterSet,
+    print: &Base,
+    note: &mut dyn FnMut(&str),
+) -> Result<Option<PathBuf>> {
+    let Some(config) = &prepared.config else {
+        return Ok(None);
+    };
+    let lora = &recipe.tune.lora;
+    let network = &engine.network;
+    let mut whole: BTreeMap<String, Tensor> = BTreeMap::new();
+    for name in &prepared.whole {
+        whole.insert(name.clone(), network.param(name)?.tensor);
+    }
+    if config.ensure_weight_tying
+        && model.spec.tied
+        && let Some(embedding) = whole.get(EMBEDDING).cloned()
+    {
+        // PEFT rejects a file without it.
+        whole.insert(LM_HEAD.into(), embedding);
+    }
+    let mut config = config.clone();
+    if recipe.train.stage == Stage::Reward {
+        whole.insert(hf::SCORE.into(), network.param(reward::SCORE)?.tensor);
+        config.task_type = Some(hf::SEQUENCE_CLASSIFIER.into());
+        config.modules_to_save.push("score".into());
+    }
+    let config = &config;
+    for rows in &network.tokens {
+        whole.insert(rows.param.name.to_string(), rows.param.tensor.clone());
+    }
+    let has_start = |a: &Arc<Adapter>| a.lora().is_some_and(|l| l.start.is_some());
+    let moved = network.adapters.values().any(has_start);
+    let random = recipe.model.init == ModelInit::Random;
+    let residual = moved && lora.save_residual;
+    let (config, adapters) = match (moved, residual, lora.save_rank) {
+        (true, true, _) => (config.clone(), without_start(&network.adapters)),
+        (true, false, rank) if rank > 0 => compressed(config, &network.adapters, rank, note)?,
+        _ => hf::plain_lora(config, &network.adapters)?,
+    };
+    let state = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
+    let (mut config, adapters) = hf::pruned(&config, &adapters, &ranks::kept(&state))?;
+    let quantized = starts::requantizes_base(recipe);
+    if !residual && !random && !quantized {
+        return hf::adapter(out, &config, &adapters, &whole, &model.dir, print).map(Some);
+    }
+    // The base weights of this adapter exist nowhere else, so `base/` stores them.
+    config.base_model_name_or_path = Some(format!("{}/base", out.display()));
+    note(if quantized {
+        "base/ contains the dequantized weights in f32: the adapter belongs to these weights"
+    } else {
+        "base/ contains the base weights of this adapter"
+    });
+    let dtype = if quantized { Dtype::F32 } else { recipe.model.dtype };
+    hf::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
+        // The score head is part of the adapter directory.
+        let written = base(&dir.join("base"), false, dtype, model, engine, &mut |name, sink| {
+            if quantized && let Some(values) = decoded(engine, name)? {
+                return sink(Values::F32(&values));
+            }
+            let module = name.trim_end_matches(".weight");
+            match network.adapters.get(module).filter(|_| residual) {
+                Some(adapter) => sink(Values::F32(&residual_of(adapter, exact(engine, name)?)?)),
+                None => as_stored(engine, name, sink),
+            }
+        })?;
+        Ok(hf::fingerprint(&written)?.base())
+    })
+    .map(Some)
+}
+
+/// Returns the exact values of a weight.
+fn exact(engine: &Engine, name: &str) -> Result<Vec<f32>> {
+    let mut values = Vec::new();
+    engine.exact(name, &mut |piece| {
+        values.extend_from_slice(piece);
+        Ok(())
+    })?;
+    Ok(values)
+}
+
+/// Returns the dequantized values of a weight; `None` if it is not quantized.
+fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
+    let source = &engine.network.source;
+    let Ok(p) = source.param(name) else {
+        return Ok(None);
+    };
+    let weight = source.fetch(p.group)?.weight(name)?.1;
+    match weight.format() {
+        None => Ok(None),
+        Some(_) => Ok(Some(weight.rows(0, p.shape[0])?)),
+    }
+}
+
+/// Passes the values of a weight to `sink` in the type in which they are stored.
+fn as_stored(engine: &Engine, name: &str, sink: &mut dyn FnMut(Values) -> Result<()>) -> Result<()> {
+    engine.store.read(name, &mut |numbers| match numbers {
+        Numbers::F32(values) => sink(Values::F32(values)),
+        Numbers::Bf16(values, _) => sink(Values::Bf16(values)),
+    })
+}
+
+/// W - s·B₀·A₀, where (A₀, B₀) is the initial pair.
+fn residual_of(adapter: &Adapter, mut values: Vec<f32>) -> Result<Vec<f32>> {
+    let Some(lora) = adapter.lora() else { return Ok(values) };
+    if let Some(pair) = &lora.start {
+        let start = Lora::new("", pair.clone(), lora.scale, lora.mask);
+        for (w, d) in values.iter_mut().zip(update::to_f32_vec(&start.delta()?)?) {
+            *w -= d;
+        }
+    }
+    Ok(values)
+}
+
+fn without_start(adapters: &Adapters) -> Adapters {
+    let plain = |a: &Arc<Adapter>| match &**a {
+        Adapter::Lora(lora) => Arc::new(Adapter::Lora(Lora {
+            start: None,
+            ..lora.clone()
+        })),
+        _ => a.clone(),
+    };
+    adapters.iter().map(|(m, a)| (m.clone(), plain(a))).collect()
+}
+
+/// Returns the best approximation of rank `rank` as plain LoRA over the original weights; the scale stays alpha / rank.
+fn compressed(
+    config: &AdapterConfig,
+    adapters: &Adapters,
+    rank: usize,
+    note: &mut dyn FnMut(&str),
+) -> Result<(AdapterConfig, Adapters)> {
+    let mut config = config.clone();
+    config.r = rank;
+    config.rank_pattern.clear();
+    config.alpha_pattern.clear();
+    let scale = scaling(config.lora_alpha, rank, config.use_rslora);
+    let mut plain = Adapters::new();
+    let mut most = (0.0, "");
+    for (module, adapter) in adapters {
+        let Some(lora) = adapter.lora() else {
+            return Err(Error::new("only a LoRA adapter can be compressed").at(module));
+        };
+        let (a, b, lost) = algebra::compressed(lora, rank, scale)?;
+        if lost > most.0 {
+            most = (lost, module);
+        }
+        let pair = (
+            Tensor::from_vec(a, (rank, lora.a.dim(1)?), &Device::Cpu)?,
+            Tensor::from_vec(b, (lora.b.dim(0)?, rank), &Device::Cpu)?,
+        );
+        plain.insert(
+            module.clone(),
+            Arc::new(Adapter::Lora(Lora::new(module, pair, scale, lora.mask))),
+        );
+    }
+    note(&format!(
+        "the adapter is compressed to rank {rank}: the relative error of one layer's update is at most {:.2e} ({})",
+        most.0, most.1
+    ));
+    Ok((config, plain))
+}
+
+/// Writes the chat template of the recipe, if it has one, into the result.
+fn with_template(recipe: &Recipe, model: &ModelDir, out: PathBuf) -> Result<PathBuf> {
+    let own = model.template.as_ref().filter(|_| recipe.data.chat_template.is_some());
+    own.map_or(Ok(()), |template| hf::set_chat_template(&out, template.source()))?;
+    Ok(out)
+}

@@ -1,0 +1,21 @@
+//! `ft train`: the program, the stages that feed the engine, the start values of adapters, the training state, and the
+//! run directory.
+
+pub mod directory;
+pub mod finish;
+pub mod header;
+pub mod inputs;
+pub mod learning;
+mod loftq;
+mod next;
+mod owner;
+mod program;
+mod running;
+pub mod samples;
+pub mod stage;
+pub mod start_cache;
+pub mod starts;
+pub mod state;
+pub mod teacher_cache;
+
+pub use program::{Options, Outcome, train};

@@ -1,0 +1,432 @@
+//! Ownership of the files in a run directory: the manifest `run.json`, how to recognize a run without a manifest, and
+//! the removal of a run. Uses names and contents of files only; independent of training.
+
+use crate::base::staging::{self, Cleaned};
+use crate::base::{Error, Result, files, lock};
+use crate::checkpoint;
+use crate::setup;
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+pub const MANIFEST: &str = "run.json";
+pub const FINAL: &str = "final";
+/// Number of processes that the manifest keeps.
+const PROCESSES: usize = 256;
+
+/// Scratch directories in a run directory.
+const SCRATCH: [&str; 3] = [setup::TRAINED, setup::DRAWN, setup::TEACHER];
+
+/// Files of a run, except checkpoints and `final/`.
+const FILES: [&str; 9] = [
+    MANIFEST,
+    setup::CODES,
+    "recipe.toml",
+    "resolved.toml",
+    "plan.json",
+    "environment.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "samples.jsonl",
+];
+
+/// True for names that ft uses in a run directory, except those of checkpoints.
+pub fn is_name(name: &str) -> bool {
+    name == FINAL || FILES.contains(&name)
+}
+
+/// The files that ft created in a run directory.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Manifest {
+    /// Ids of processes that worked here, the latest last.
+    processes: Vec<u32>,
+    /// Files of `final/` at the time of writing: size, and modification time in nanoseconds.
+    finals: BTreeMap<String, (u64, i64)>,
+}
+
+/// The state of a directory before a run starts in it.
+#[derive(Debug, PartialEq)]
+pub enum Kind {
+    /// The directory is empty or does not exist (hidden entries do not count).
+    New,
+    /// A run of ft.
+    Run(Manifest),
+    /// Another directory, with some of its entries.
+    Other(Vec<String>),
+}
+
+impl Kind {
+    /// Inspects the directory and changes nothing.
+    ///
+    /// Errors: `run_dir` is a file or cannot be listed; a manifest of a later version.
+    pub fn of(run_dir: &Path) -> Result<Self> {
+        if run_dir.symlink_metadata().is_err() {
+            return Ok(Self::New);
+        }
+        if !run_dir.is_dir() {
+            return Err(Error::usage("the run directory is a file")
+                .at_path(run_dir)
+                .hint("set `train.output_dir` to another directory"));
+        }
+        let mut names = Vec::new();
+        for path in files::list(run_dir)? {
+            let name = name_of(&path);
+            let free = name.starts_with('.')
+                || name == "lost+found"
+                || (name == lock::NAME && lock::is_lock(&path))
+                || is_torn_manifest(&name, &path);
+            if !free {
+                names.push(name);
+            }
+        }
+        if names.is_empty() {
+            return Ok(Self::New);
+        }
+        if let Some(manifest) = Manifest::read(run_dir)? {
+            return Ok(Self::Run(manifest));
+        }
+        if is_run_without_manifest(run_dir) {
+            Ok(Self::Run(Manifest::default()))
+        } else {
+            Ok(Self::Other(names))
+        }
+    }
+}
+
+/// True for the temporary file of a manifest, by name and content: a process that is killed while it starts its first run
+/// leaves nothing else.
+fn is_torn_manifest(name: &str, path: &Path) -> bool {
+    const START: &[u8] = b"{\n  \"format\": \"ft run 1\"";
+    let process = name
+        .strip_prefix(MANIFEST)
+        .and_then(|n| n.strip_prefix(files::TEMPORARY));
+    let is_small_file = path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < 1 << 20);
+    process.is_some_and(|id| id.chars().all(|c| c.is_ascii_digit() || c == '-'))
+        && is_small_file
+        && files::read(path).is_ok_and(|bytes| bytes.starts_with(START) || START.starts_with(&bytes))
+}
+
+/// True for a run without a valid manifest. Early versions wrote none, and a damaged one must not make a run unusable:
+/// other files identify the run.
+fn is_run_without_manifest(run_dir: &Path) -> bool {
+    let object = |name: &str| -> Option<Map<String, Value>> {
+        let path = run_dir.join(name);
+        path.symlink_metadata().ok().filter(|m| m.is_file())?;
+        serde_json::from_str(&files::read_text(&path).ok()?).ok()
+    };
+    let described = object("environment.json")
+        .is_some_and(|e| ["version", "build", "cpu"].iter().all(|k| e.contains_key(*k)))
+        && object("plan.json").is_some()
+        && ["recipe.toml", "resolved.toml"]
+            .iter()
+            .all(|name| run_dir.join(name).is_file());
+    described || checkpoint::list(run_dir).is_ok_and(|all| all.iter().any(|(_, path)| checkpoint::is_ours(path)))
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name()
+        .map(|n| n.to_string_lossy().into_owned())
+        .unwrap_or_default()
+}
+
+impl Manifest {
+    /// Returns `None` if the manifest does not exist or is damaged.
+    fn read(run_dir: &Path) -> Result<Option<Self>> {
+        let path = run_dir.join(MANIFEST);
+        if !path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < 64 << 20) {
+            return Ok(None);
+        }
+        let Ok(value) = serde_json::from_str::<Value>(&files::read_text(&path).unwrap_or_default()) else {
+            return Ok(None);
+        };
+        match value["format"].as_str() {
+            Some("ft run 1") => {}
+            Some(other) if other.starts_with("ft run ") => {
+                return Err(Error::new("the run directory was written by another version of ft")
+                    .at_path(&path)
+                    .found(format!("`{other}`"))
+                    .expected("`ft run 1`")
+                    .hint("use that version of ft, or set another `train.output_dir`"));
+            }
+            _ => return Ok(None),
+        }
+        let processes = value["processes"].as_array().into_iter().flatten();
+        let finals = value[FINAL].as_object().into_iter().flatten();
+        Ok(Some(Self {
+            processes: processes.filter_map(|p| p.as_u64()?.try_into().ok()).collect(),
+            finals: finals
+                .filter_map(|(name, file)| Some((name.clone(), (file[0].as_u64()?, file[1].as_i64()?))))
+                .collect(),
+        }))
+    }
+
+    fn write(&self, run_dir: &Path) -> Result<()> {
+        let value = json!({
+            "format": "ft run 1",
+            "ft": env!("CARGO_PKG_VERSION"),
+            "processes": self.processes,
+            FINAL: self.finals,
+        });
+        files::write_atomic(&run_dir.join(MANIFEST), format!("{value:#}\n").as_bytes())
+    }
+
+    /// Registers this process in the manifest.
+    pub fn join(&mut self, run_dir: &Path) -> Result<()> {
+        self.processes.push(std::process::id());
+        let surplus = self.processes.len().saturating_sub(PROCESSES);
+        self.processes.drain(..surplus);
+        self.write(run_dir)
+    }
+
+    /// Removes unfinished files of earlier processes. `last`: the process that held the lock before this one.
+    pub fn clean(&self, run_dir: &Path, last: Option<u32>) -> Result<Cleaned> {
+        let processes: BTreeSet<u32> = self.processes.iter().copied().chain(last).collect();
+        checkpoint::clean_leftovers(run_dir, &processes, &is_name)
+    }
+
+    /// Records the files of the new `final/`, and removes the previous one (its name is `before` now) if this run wrote
+    /// all of it. Returns true if the previous one stays.
+    pub fn exported(&mut self, run_dir: &Path, before: &Path) -> Result<bool> {
+        let replaced = before.symlink_metadata().is_ok();
+        let ours = self.is_final(before);
+        if replaced && ours {
+            staging::remove_whole(before)?;
+        }
+        self.finals = inside(&run_dir.join(FINAL))?;
+        self.write(run_dir)?;
+        Ok(replaced && !ours)
+    }
+
+    /// True if this directory is an unchanged `final/` of this run.
+    fn is_final(&self, dir: &Path) -> bool {
+        !self.finals.is_empty() && staging::is_directory(dir) && inside(dir).is_ok_and(|now| now == self.finals)
+    }
+
+    /// Removes a run. Files that ft did not create, or that were changed, stay. Returns the removed names, and the
+    /// names that stay although ft uses them.
+    pub fn remove(&self, run_dir: &Path) -> Result<(Vec<String>, Vec<String>)> {
+        let (mut removed, mut left) = (Vec::new(), Vec::new());
+        for path in files::list(run_dir)? {
+            let name = name_of(&path);
+            let file = path.symlink_metadata().is_ok_and(|m| m.is_file());
+            if name.starts_with("checkpoint-") {
+                if checkpoint::remove(&path)? {
+                    removed.push(name)
+                } else {
+                    left.push(name)
+                }
+            } else if name == FINAL && self.is_final(&path) {
+                staging::remove_whole(&path)?;
+                removed.push(name);
+            } else if name == FINAL {
+                left.push(format!("{name} (now {})", name_of(&staging::set_aside(&path, &path)?)));
+            } else if SCRATCH.contains(&name.as_str()) && staging::remove_scratch(&path)? {
+                removed.push(name);
+            } else if FILES.contains(&name.as_str()) && file && name != MANIFEST {
+                files::remove_file(&path)?;
+                removed.push(name);
+            }
+        }
+        Ok((removed, left))
+    }
+
+    /// Bytes that `remove` would free.
+    pub fn bytes(&self, run_dir: &Path) -> u64 {
+        let all = checkpoint::list(run_dir).unwrap_or_default();
+        let ours = all.into_iter().map(|(_, path)| path).filter(|p| checkpoint::is_ours(p));
+        let out = run_dir.join(FINAL);
+        let finals = self.is_final(&out).then_some(out);
+        let sizes = |dir: PathBuf| inside(&dir).unwrap_or_default().into_values().map(|(size, _)| size);
+        ours.chain(finals).flat_map(sizes).sum()
+    }
+}
+
+/// Errors: a name that ft uses in a run directory is a link. Writing to it would change files elsewhere.
+pub fn refuse_links(run_dir: &Path) -> Result<()> {
+    let names = FILES.iter().chain(&SCRATCH).chain([&FINAL, &lock::NAME]);
+    match names.map(|n| run_dir.join(n)).find(|p| p.is_symlink()) {
+        Some(link) => Err(Error::usage("a file of the run is a symbolic link")
+            .at_path(&link)
+            .hint("remove the link, or set another `train.output_dir`; the run directory itself may be a link")),
+        None => Ok(()),
+    }
+}
+
+/// Removes the scratch files of a run.
+pub fn remove_scratch(run_dir: &Path) -> Result<()> {
+    for name in SCRATCH {
+        staging::remove_scratch(&run_dir.join(name))?;
+    }
+    let codes = run_dir.join(setup::CODES);
+    if codes.symlink_metadata().is_ok_and(|m| m.is_file()) {
+        files::remove_file(&codes)
+    } else {
+        Ok(())
+    }
+}
+
+/// Regular files below `dir` by relative path: size and modification time. Other entries have size 0 and time -1, which
+/// no manifest contains.
+fn inside(dir: &Path) -> Result<BTreeMap<String, (u64, i64)>> {
+    let mut out = BTreeMap::new();
+    let mut open = vec![dir.to_path_buf()];
+    while let Some(next) = open.pop() {
+        for path in files::list(&next)? {
+            let name = path.strip_prefix(dir).unwrap_or(&path).to_string_lossy().into_owned();
+            match path.symlink_metadata() {
+                Ok(m) if m.is_dir() => open.push(path),
+                Ok(m) if m.is_file() => {
+                    let changed = m.mtime().saturating_mul(1_000_000_000).saturating_add(m.mtime_nsec());
+                    out.insert(name, (m.len(), changed));
+                }
+                _ => drop(out.insert(name, (0, -1))),
+            }
+        }
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn put(dir: &Path, files: &[&str]) {
+        for name in files {
+            let path = dir.join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, name).unwrap();
+        }
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        files::list(dir).unwrap().iter().map(|p| name_of(p)).collect()
+    }
+
+    #[test]
+    fn a_directory_is_a_run_by_what_is_in_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        assert_eq!(Kind::of(&d.join("none")).unwrap(), Kind::New);
+        put(d, &[".gitkeep"]);
+        std::fs::write(d.join("run.lock"), "process 7 since 2026-01-01 00:00:00 UTC\n").unwrap();
+        assert_eq!(Kind::of(d).unwrap(), Kind::New);
+        // Killed while the first manifest was written, at any byte; a file of another program with this name is not ours.
+        let torn = d.join(format!("{MANIFEST}{}77", files::TEMPORARY));
+        Manifest::default().write(d).unwrap();
+        let whole = std::fs::read(d.join(MANIFEST)).unwrap();
+        std::fs::remove_file(d.join(MANIFEST)).unwrap();
+        for cut in 0..whole.len() {
+            std::fs::write(&torn, &whole[..cut]).unwrap();
+            assert_eq!(Kind::of(d).unwrap(), Kind::New, "{cut}");
+        }
+        std::fs::write(&torn, "{\"mine\": 1}").unwrap();
+        assert!(matches!(Kind::of(d).unwrap(), Kind::Other(_)));
+        std::fs::remove_file(&torn).unwrap();
+        // Names alone do not identify a run.
+        put(
+            d,
+            &[
+                "metrics.jsonl",
+                "plan.json",
+                "checkpoint-5/weights.safetensors",
+                "final/a",
+            ],
+        );
+        assert!(matches!(Kind::of(d).unwrap(), Kind::Other(names) if names.len() == 4));
+        put(d, &["run.json"]);
+        assert!(matches!(Kind::of(d).unwrap(), Kind::Other(_)));
+        // A run of a version without manifests.
+        put(d, &["recipe.toml", "resolved.toml"]);
+        std::fs::write(d.join("plan.json"), "{}").unwrap();
+        crate::report::write_environment(d, "avx2").unwrap();
+        assert_eq!(Kind::of(d).unwrap(), Kind::Run(Manifest::default()));
+        let mut manifest = Manifest::default();
+        manifest.join(d).unwrap();
+        assert_eq!(Kind::of(d).unwrap(), Kind::Run(manifest));
+        std::fs::write(d.join("run.json"), r#"{"format": "ft run 2"}"#).unwrap();
+        assert!(Kind::of(d).unwrap_err().to_string().contains("another version"));
+        put(d, &["file"]);
+        assert!(Kind::of(&d.join("file")).unwrap_err().to_string().contains("is a file"));
+    }
+
+    #[test]
+    fn a_run_is_removed_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        let mut manifest = Manifest::default();
+        manifest.join(d).unwrap();
+        checkpoint::save(d, 3, &json!({}), &[], &mut |_, _, _| Ok(())).unwrap();
+        checkpoint::save(d, 4, &json!({}), &[], &mut |_, _, _| Ok(())).unwrap();
+        put(
+            d,
+            &["metrics.jsonl", "final/config.json", "final/base/model.safetensors"],
+        );
+        manifest.exported(d, &d.join("final.left")).unwrap();
+        put(
+            d,
+            &[
+                "checkpoint-4/notes.txt",
+                "checkpoint-notes/a",
+                "photos.old-2023/a",
+                "notes.tmp-1999",
+                "trained/theirs",
+                "thesis.tex",
+            ],
+        );
+        staging::scratch(&d.join("teacher")).unwrap();
+        assert!(manifest.bytes(d) > 0);
+        let (removed, left) = manifest.remove(d).unwrap();
+        assert_eq!(removed, ["checkpoint-3", "final", "metrics.jsonl", "teacher"]);
+        assert_eq!(left, ["checkpoint-4", "checkpoint-notes"]);
+        assert_eq!(
+            names(d),
+            [
+                "checkpoint-4",
+                "checkpoint-notes",
+                "notes.tmp-1999",
+                "photos.old-2023",
+                "run.json",
+                "thesis.tex",
+                "trained"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_final_directory_that_was_changed_is_kept() {
+        let add = |d: &Path| put(d, &["final/notes.txt"]);
+        let change = |d: &Path| put(d, &["final/config.json"]);
+        let link = |d: &Path| std::os::unix::fs::symlink(d, d.join("final/link")).unwrap();
+        for (n, edit) in [&add as &dyn Fn(&Path), &change, &link].into_iter().enumerate() {
+            let dir = tempfile::tempdir().unwrap();
+            let d = dir.path();
+            put(d, &["final/config.json"]);
+            let mut manifest = Manifest::default();
+            assert!(!manifest.exported(d, &d.join("final.left")).unwrap());
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            edit(d);
+            let (removed, left) = manifest.remove(d).unwrap();
+            assert!(
+                removed.is_empty() && left == ["final (now final.left)"],
+                "{n}: {removed:?} {left:?}"
+            );
+            // The same check when it is replaced.
+            put(d, &["final/config.json"]);
+            assert!(manifest.exported(d, &d.join("final.left")).unwrap());
+            assert!(d.join("final.left").exists());
+        }
+    }
+
+    #[test]
+    fn links_at_the_names_of_a_run_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        refuse_links(dir.path()).unwrap();
+        for name in ["metrics.jsonl", "final", "trained", "run.lock"] {
+            let link = dir.path().join(name);
+            std::os::unix::fs::symlink("/nowhere", &link).unwrap();
+            assert!(refuse_links(dir.path()).unwrap_err().to_string().contains(name));
+            std::fs::remove_file(&link).unwrap();
+        }
+    }
+}

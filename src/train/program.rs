@@ -1,0 +1,457 @@
+//! `ft train`: recipe, data, model and plan, then the optimizer steps, then `final/`.
+
+use crate::base::signal::{Conduct, Stop};
+use crate::base::{ErrorKind, Result, memory, progress, signal};
+use crate::checkpoint::{self, LoadedState};
+use crate::data::Dataset;
+use crate::data::order::BatchStream;
+use crate::engine::Engine;
+use crate::hf::{self, Fingerprint};
+use crate::ops::transfer::Copier;
+use crate::ops::{self, update};
+use crate::optim::Schedule;
+use crate::plan::Plan;
+use crate::plan::memory_plan::{self, MemoryPlan};
+use crate::recipe::{self, Method};
+use crate::report::{Reporter, StepMetrics};
+use crate::setup::active_schedule::{self, ActiveSchedule};
+use crate::setup::adapters;
+use crate::setup::allocation;
+use crate::setup::defaults::{self, Before};
+use crate::setup::locate;
+use crate::setup::row_sizes::RowSizes;
+use crate::setup::rows::{self, Rows};
+use crate::setup::{self, ModelDir};
+use crate::sft::CausalLm;
+use crate::train::directory;
+use crate::train::finish;
+use crate::train::header::{header, trained_elements};
+use crate::train::learning::{self, Watch};
+use crate::train::next;
+use crate::train::owner;
+use crate::train::running::{Budget, Pace, Run};
+use crate::train::stage::{self, Stage};
+use crate::train::starts::{self, AdapterInitContext};
+use crate::train::state::{self, RunFingerprint};
+use candle_core::Device;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Command-line options of `ft train`, beside the recipe.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Resume from the newest checkpoint of the run directory, or from this run or checkpoint directory.
+    pub resume: Option<Option<PathBuf>>,
+    /// Start from the beginning in a directory that holds a run.
+    pub overwrite: bool,
+    /// Stop after the plan.
+    pub dry_run: bool,
+}
+
+/// The result of a run.
+pub struct Outcome {
+    pub final_dir: Option<PathBuf>,
+    pub plan: Plan,
+    /// The resolved recipe.
+    pub resolved: String,
+    /// Commands to suggest next.
+    pub next: Vec<String>,
+    pub peak_memory_bytes: u64,
+}
+
+/// Runs a recipe.
+///
+/// Errors: any invalid input (before the first step), a loss or gradient that is not finite, a full disk; a signal
+/// after the state was saved (exit code 128 + signal).
+pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome> {
+    let recipe = &memory_plan::pin_resumed_choices(&loaded.recipe, &options.resume)?;
+    let run_dir = PathBuf::from(&recipe.train.output_dir);
+    if !options.dry_run {
+        directory::check(&run_dir, options)?;
+    }
+    let device = setup::device(&recipe.model.device)?;
+    signal::install()?;
+    signal::quit("stopped before the first step");
+
+    // ---- model directory and data: all input errors are found before anything is written
+    let mut model = ModelDir::of_recipe(recipe)?;
+    model.untie_for(recipe)?;
+    model.check_weights(recipe.model.init)?;
+    let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
+    let (before, rows) = (Before::read(recipe, &options.resume)?, train.examples.len());
+    let (mut settled, mut choices) = defaults::settle(recipe, &model.spec, Some(&train.lengths()), &before);
+    stage::check(&settled, &model, &train)?;
+    let stream = BatchStream::new(&train, rows::stream(&settled, rows))?;
+    let total_steps = stream.steps();
+    let turns = defaults::settle_blocks(&mut settled, &model.spec, rows, total_steps, &before);
+    choices.extend(turns);
+    let loaded = &defaults::record(loaded, &choices);
+    let (open, recipe) = (recipe, &settled);
+
+    // ---- adapters, schedule of trained parameters, plan
+    let mut prepared = adapters::of(recipe, &model.spec)?;
+    allocation::settle(recipe, &mut prepared, total_steps)?;
+    let params = model.spec.params();
+    let active_schedule = ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?;
+    learning::check(recipe, &active_schedule, total_steps)?;
+    let MemoryPlan {
+        mut plan,
+        strategy,
+        refused,
+        ..
+    } = memory_plan::forecast(
+        recipe,
+        &model.spec,
+        &prepared.adapters,
+        &active_schedule,
+        Some(&RowSizes::new(recipe, &stream, eval.as_ref())),
+        &setup::Stored::find(&model.dir, &model.spec, recipe.model.init)?,
+        &device,
+    )?;
+    plan.choices.splice(0..0, choices);
+    plan.choices.extend(memory_plan::settled(&loaded.recipe, open));
+    if options.dry_run {
+        return Ok(Outcome {
+            final_dir: None,
+            plan,
+            resolved: loaded.resolved.clone(),
+            next: Vec::new(),
+            peak_memory_bytes: 0,
+        });
+    }
+
+    if let Some(refused) = refused {
+        return Err(refused.error);
+    }
+    if let Some(budget) = recipe.memory.budget {
+        ops::device::limit(&device, budget)?;
+    }
+
+    // ---- run directory: all remaining checks run before it is changed
+    let print = match recipe.model.init {
+        recipe::ModelInit::Pretrained => Some(hf::fingerprint(&model.dir)?),
+        recipe::ModelInit::Random => None,
+    };
+    let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
+    let facts = facts(loaded, print, &train, eval.as_ref());
+    if let Some(dir) = &recipe.tune.lora.adapter
+        && recipe.tune.method == Method::Lora
+    {
+        hf::check_base(&locate::adapter_directory(dir)?, &base)?;
+    }
+    let elements = trained_elements(&active_schedule, total_steps, &params, &prepared.adapters);
+    let needed = directory::space_needed(recipe, &model.spec, elements, strategy.placement);
+    checkpoint::check_space(&run_dir, needed.saturating_sub(directory::freed(&run_dir, options)))?;
+    let same = |checkpoint: &LoadedState| state::check_same(&state::facts(checkpoint), &facts);
+    let (mut directory, resumed) = directory::open(&run_dir, options, &same)?;
+    let start_step = resumed.as_ref().map_or(0, |checkpoint| checkpoint.step);
+    if resumed.is_some() {
+        signal::quit(format!("stopped: the run is unchanged, after step {start_step}"));
+    }
+    directory.begin();
+    directory::describe(&run_dir, loaded, &plan)?;
+    let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
+    let lines = header(
+        recipe,
+        &model,
+        &train,
+        eval.as_ref(),
+        &stream,
+        &plan,
+        &active_schedule,
+        elements,
+        &params,
+    );
+    reporter.header(&lines);
+    for line in &directory.notes {
+        reporter.note(line);
+        reporter.event("directory", json!({ "message": line }));
+    }
+    for warning in loaded
+        .warnings
+        .iter()
+        .cloned()
+        .chain(rows::warnings(
+            &train,
+            eval.as_ref(),
+            recipe,
+            model.template.is_some(),
+            model.spec.max_positions,
+        ))
+        .chain(learning::warnings(recipe, &active_schedule, &stream))
+        .chain(prepared.warnings.clone())
+        .chain(model.tokenizer.end_conflict().map(str::to_string))
+    {
+        reporter.warn(&warning);
+    }
+
+    // ---- engine
+    let budget = Budget::of(recipe, &device);
+    if let Some(warning) = budget.and_then(Budget::warning) {
+        reporter.warn(&warning);
+    }
+    let mut loaded_model = model.load_for(&strategy, recipe, &run_dir, &device)?;
+    prepared.attach(&mut loaded_model.network)?;
+    let step_hook = allocation::of(recipe, &prepared);
+    if let Some(checkpoint) = &resumed {
+        let sizes = state::sizes(checkpoint)?;
+        let ranks = starts::ranks_of(&loaded_model.network, |name| sizes.get(name).copied());
+        starts::resize(recipe, &mut loaded_model.network, &mut prepared, &ranks)?;
+    }
+    if resumed.is_none() || starts::requantizes_base(recipe) {
+        let mut setting = AdapterInitContext {
+            recipe,
+            model: &model,
+            objective: &CausalLm::new(model.spec.vocab),
+            train: &train.flat(),
+            base: &facts.base,
+            cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
+            store: &*loaded_model.store,
+            note: &mut |line| reporter.note(line),
+        };
+        starts::fill(&mut setting, &mut loaded_model.network, &mut prepared)?;
+    }
+    let setting = stage::StageContext {
+        recipe,
+        spec: &model.spec,
+        model: &model,
+        device: &device,
+        run_dir: &run_dir,
+        train: &train,
+        stream,
+        eval: eval.as_ref(),
+        questions: questions.as_ref(),
+    };
+    let Stage { mut feed, objective } = stage::open(setting)?;
+    // The start values may have changed which modules have adapters.
+    let objective_params = objective.params().into_iter().map(|p| p.name.to_string());
+    let active_schedule =
+        ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?.with_objective_params(objective_params);
+    let first = active_schedule.active(start_step + 1);
+    let optimizer = active_schedule::optimizer(recipe);
+    let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &first)?;
+    engine.max_grad_norm = recipe.train.max_grad_norm;
+    engine.seed = recipe.train.seed;
+    engine.step_hook = step_hook;
+    let mut trained_tokens = 0;
+    if let Some(checkpoint) = &resumed {
+        let _phase = progress::phase("restoring the state", 0, "");
+        state::restore(checkpoint, &mut engine)?;
+        if let Some(state) = state::feed(checkpoint)? {
+            feed.restore(&state).map_err(|e| e.or_at(checkpoint.path.display()))?;
+        }
+        trained_tokens = state::facts(checkpoint).trained_tokens;
+        reporter.event(
+            "resume",
+            json!({"step": start_step, "checkpoint": checkpoint.path.display().to_string()}),
+        );
+        reporter.note(&format!("resumed after step {start_step}"));
+    } else {
+        for (name, tensor) in &prepared.given {
+            let values = update::to_f32_vec(tensor)?;
+            let param = engine.network.param(name)?;
+            engine.optimizer.restore_weight(name, &param.tensor, &values)?;
+        }
+        reporter.event("start", json!({"steps": total_steps}));
+        feed.prepare(&engine)?;
+    }
+    let mut run = Run {
+        recipe,
+        run_dir: &run_dir,
+        model: &model,
+        eval: eval.as_ref(),
+        feed,
+        schedule: &active_schedule,
+        facts,
+        reporter,
+        plan: &plan,
+        directory,
+        budget,
+        pace: Pace {
+            saved: start_step,
+            ..Pace::default()
+        },
+    };
+    run.facts.trained_tokens = trained_tokens;
+    run.expect_signal_after(start_step);
+    let eval_due = |step: u64| recipe.train.eval_steps > 0 && step.is_multiple_of(recipe.train.eval_steps as u64);
+    if start_step == 0 && total_steps > 0 {
+        run.samples(&engine, "before")?;
+        run.evaluate(&engine, 0)?;
+        run.stop_if_asked(&engine, 0)?;
+    } else if start_step < total_steps && eval_due(start_step) {
+        // The checkpoint of this step was written before its evaluation.
+        run.evaluate_if_missing(&engine, start_step)?;
+    }
+
+    // ---- steps
+    run.reporter.begin();
+    let lr_schedule = Schedule::new(&recipe.schedule, total_steps);
+    let mut active = active_schedule.active(start_step + 1);
+    let mut watch = Watch::new(recipe, model.spec.vocab);
+    for step in start_step + 1..=total_steps {
+        run.directory.check()?;
+        let switches = active_schedule.switches_at(step);
+        if switches || step == start_step + 1 {
+            let survives = |name: &str| !switches || active_schedule.survives_switch(name, step);
+            active = active_schedule.active(step);
+            let recoded = engine.switch(&active, survives)?;
+            if !recoded.is_empty() {
+                let errors: serde_json::Map<_, _> =
+                    recoded.iter().map(|r| (r.name.to_string(), json!(r.error))).collect();
+                run.reporter
+                    .event("recode", json!({"step": step, "relative_error": errors}));
+            }
+        }
+        if switches {
+            run.reporter.event(
+                "switch",
+                json!({"step": step, "active_block": active_schedule.label(step)}),
+            );
+        }
+        let started = Instant::now();
+        run.expect_signal(step, engine.changes_last(&active));
+        let window = match run.feed.window(step - 1, &engine) {
+            Ok(window) => window,
+            Err(e) => {
+                // A rollout takes long: a signal during it saves the state and stops.
+                run.stop_if_asked(&engine, step - 1)?;
+                return Err(run.failed(&engine, step, trained_tokens, e));
+            }
+        };
+        let lr = learning::rate(recipe, &lr_schedule, &active_schedule, step);
+        let report = match engine.step_or_stop(step, &window, &active, lr, true) {
+            Ok(report) => report,
+            Err(e) => {
+                if matches!(e.kind(), ErrorKind::Signal(_)) {
+                    run.stop_if_asked(&engine, step - 1)?;
+                }
+                return Err(run.failed(&engine, step, trained_tokens, e));
+            }
+        };
+        run.pace.step = Some(started.elapsed());
+        run.expect_signal_after(step);
+        trained_tokens += report.totals.trained;
+        let metrics = StepMetrics {
+            step,
+            epoch: run.feed.epoch_after(step),
+            loss: report.totals.loss(),
+            learning_rate: lr,
+            grad_norm: report.grad_norm,
+            tokens_per_second: report.totals.tokens as f64 / started.elapsed().as_secs_f64(),
+            trained_tokens,
+            peak_memory_bytes: peak_memory(&device)?,
+            active_block: active_schedule.label(step),
+            more: [engine.objective.metrics(), run.feed.metrics(), copies(&engine)?].concat(),
+        };
+        let every = recipe.train.logging_steps.max(1) as u64;
+        run.reporter.step(&metrics, step % every == 0 || step == total_steps);
+        if let Some(warning) = watch.step(metrics.loss, lr, metrics.grad_norm) {
+            run.reporter.warn(&warning);
+        }
+        run.facts.trained_tokens = trained_tokens;
+        for sample in run.feed.samples() {
+            run.reporter.sample(&sample);
+        }
+
+        let every = recipe.train.save_steps as u64;
+        if every > 0 && step % every == 0 {
+            run.save(&engine, step)?;
+        }
+        run.stop_if_asked(&engine, step)?;
+        run.stop_above_budget(&engine, step)?;
+        if eval_due(step) && step < total_steps {
+            run.evaluate(&engine, step)?;
+            run.stop_if_asked(&engine, step)?;
+        }
+    }
+
+    // ---- results for the user
+    for warning in watch.end() {
+        run.reporter.warn(&warning);
+    }
+    if total_steps > 0 {
+        run.evaluate_if_missing(&engine, total_steps)?;
+    }
+    if total_steps > start_step || !run_dir.join("final").exists() {
+        run.samples(&engine, "after")?;
+        run.stop_if_asked(&engine, total_steps)?;
+    }
+    signal::conduct(Conduct::Stop(Stop {
+        what: "the last step is done and `final/` is being written".into(),
+        then: "; Ctrl-C again stops now, without `final/`".into(),
+        lost: "`final/` was not written; `--resume` continues from the newest checkpoint".into(),
+        finishes: None,
+    }));
+    let mut said = Vec::new();
+    run.directory.check()?;
+    let before = run.directory.aside()?;
+    let out = run_dir.join("final");
+    let final_dir = finish::export(&out, recipe, &model, &engine, &prepared, &base, &mut |line| {
+        said.push(line.to_string());
+    })?;
+    said.iter().for_each(|line| run.reporter.note(line));
+    let peak = peak_memory(&device)?;
+    drop(engine);
+    owner::remove_scratch(&run_dir)?;
+    if let Some(line) = run.directory.exported(&before)? {
+        run.reporter.note(&line);
+    }
+    if final_dir.is_none() {
+        run.reporter
+            .note("a built-in shape has random weights: no `final/` is written");
+    }
+    run.reporter
+        .event("stop", json!({"step": total_steps, "reason": "done"}));
+    run.reporter.finish();
+    drop(run);
+    Ok(Outcome {
+        next: final_dir
+            .as_deref()
+            .map_or(Vec::new(), |dir| next::after_training(recipe, dir)),
+        final_dir,
+        plan,
+        resolved: loaded.resolved.clone(),
+        peak_memory_bytes: peak,
+    })
+}
+
+/// Milliseconds of the step's host-device copies, and the fraction that overlapped with computation.
+fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
+    let inputs = engine.input_offload.as_ref().map(Copier::times).transpose()?.flatten();
+    let mut sum = engine.store.upload_times()?.unwrap_or_default();
+    if let Some(inputs) = inputs {
+        sum.copying += inputs.copying;
+        sum.waiting += inputs.waiting;
+    }
+    let hidden = sum
+        .hidden()
+        .map(|hidden| vec![("copy_ms", sum.copying), ("copy_hidden", hidden)]);
+    Ok(hidden.unwrap_or_default())
+}
+
+/// Peak memory so far: of GPU tensors, or of this process on the CPU.
+fn peak_memory(device: &Device) -> Result<u64> {
+    let gpu = ops::device::memory(device)?;
+    Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
+}
+
+fn facts(
+    loaded: &recipe::LoadedRecipe,
+    print: Option<Fingerprint>,
+    train: &Dataset,
+    eval: Option<&Dataset>,
+) -> RunFingerprint {
+    RunFingerprint {
+        recipe: loaded.values.iter().cloned().collect(),
+        data: train.fingerprint.clone(),
+        eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),
+        base: print.as_ref().map_or(state::RANDOM.to_string(), |p| p.exact.clone()),
+        sampled: print.map(|p| p.sampled).unwrap_or_default(),
+        trained_tokens: 0,
+    }
+}
+
+/// Directory next to the run directories: initial adapter pairs that other runs of the same model and rows can use.
+const START_CACHE: &str = ".ft-starts";

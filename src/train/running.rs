@@ -1,0 +1,377 @@
+//! A training run between two steps: saves, evaluates, shows samples, stops after a signal, explains a failure.
+//! Uses the engine and the run directory; `train` defines the order of the events.
+
+use crate::base::signal::{Conduct, Stop};
+use crate::base::units::bytes;
+use crate::base::{Error, Result, memory, progress, signal, units};
+use crate::checkpoint;
+use crate::data::Dataset;
+use crate::engine::{self, Engine, Gradients};
+use crate::ops;
+use crate::plan::Plan;
+use crate::recipe::Recipe;
+use crate::report::{self, EvalMetrics, Reporter};
+use crate::setup::ModelDir;
+use crate::setup::active_schedule::ActiveSchedule;
+use crate::train::directory::Directory;
+use crate::train::samples;
+use crate::train::stage::BatchSource;
+use crate::train::state::{self, RunFingerprint};
+use candle_core::Device;
+use serde_json::json;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// The state of a training run beside the engine.
+pub struct Run<'a> {
+    pub recipe: &'a Recipe,
+    pub run_dir: &'a Path,
+    pub model: &'a ModelDir,
+    pub eval: Option<&'a Dataset>,
+    pub feed: Box<dyn BatchSource + 'a>,
+    pub schedule: &'a ActiveSchedule,
+    pub facts: RunFingerprint,
+    pub reporter: Reporter,
+    pub plan: &'a Plan,
+    pub directory: Directory,
+    pub budget: Option<Budget>,
+    pub pace: Pace,
+}
+
+/// The memory budget of a recipe for a run on the CPU.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Budget {
+    bytes: u64,
+    /// Peak memory of the process before the model was loaded, for example while reading the rows.
+    before: u64,
+}
+
+impl Budget {
+    /// `None`: the recipe has no budget, or the budget applies to GPU memory.
+    pub fn of(recipe: &Recipe, device: &Device) -> Option<Self> {
+        let bytes = recipe.memory.budget.filter(|_| device.is_cpu())?;
+        let before = memory::peak_resident();
+        Some(Self { bytes, before })
+    }
+
+    /// A forecast has an error of up to 10 %, so a run within its budget may use 10 % more.
+    fn most(self) -> u64 {
+        self.bytes.saturating_add(self.bytes / 10)
+    }
+
+    /// True if the process used more than the budget during training. `peak`: its peak memory so far.
+    fn is_passed(self, peak: u64) -> bool {
+        peak > self.most().max(self.before)
+    }
+
+    /// Returns the warning before the run if the process exceeded the budget already.
+    pub fn warning(self) -> Option<String> {
+        (self.before > self.most()).then(|| {
+            format!(
+                "reading the model files and the rows used {}, more than `memory.budget` ({})",
+                bytes(self.before),
+                bytes(self.bytes)
+            )
+        })
+    }
+}
+
+/// The last saved step, and the duration of the last step and save.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Pace {
+    /// Step of the newest checkpoint.
+    pub saved: u64,
+    pub step: Option<Duration>,
+    pub save: Option<Duration>,
+}
+
+impl Pace {
+    /// The steps that are lost if the process ends now, during step `step`.
+    fn lost(&self, step: u64) -> String {
+        match self.saved + 1 {
+            first if first >= step => format!("step {step}"),
+            first => format!("steps {first} to {step}"),
+        }
+    }
+
+    fn saving(&self) -> String {
+        let long = self.save.filter(|time| time.as_secs() > 0);
+        long.map_or(String::new(), |time| format!(" (about {})", units::duration(time)))
+    }
+
+    /// The effect of a signal during step `step`: the step is abandoned or finished first.
+    fn within(&self, step: u64, gives_up: bool) -> Stop {
+        let lost = self.lost(step);
+        if gives_up {
+            Stop {
+                what: format!("stopping: step {step} is discarded"),
+                then: format!(
+                    ", the state after step {} is saved{}; Ctrl-C again stops now and loses {lost}",
+                    step - 1,
+                    self.saving()
+                ),
+                lost: format!("{lost} lost"),
+                finishes: None,
+            }
+        } else {
+            Stop {
+                what: "stopping after this step".into(),
+                then: format!("; Ctrl-C again stops now and loses {lost}"),
+                lost: format!("{lost} lost"),
+                finishes: Some(self.step),
+            }
+        }
+    }
+
+    /// The effect of a signal after step `step`, while no step is running.
+    fn after(&self, step: u64) -> Stop {
+        let what = format!("stopping: the state after step {step} is saved{}", self.saving());
+        let (then, lost) = if self.saved >= step {
+            ("; Ctrl-C again stops now".into(), "nothing lost".into())
+        } else {
+            let lost = self.lost(step);
+            (
+                format!("; Ctrl-C again stops now and loses {lost}"),
+                format!("{lost} lost"),
+            )
+        };
+        Stop {
+            what,
+            then,
+            lost,
+            finishes: None,
+        }
+    }
+}
+
+impl Run<'_> {
+    /// Registers the effect of a signal during step `step`.
+    pub fn expect_signal(&self, step: u64, gives_up: bool) {
+        signal::conduct(Conduct::Stop(self.pace.within(step, gives_up)));
+    }
+
+    /// Registers the effect of a signal until the step after `step` begins.
+    pub fn expect_signal_after(&self, step: u64) {
+        signal::conduct(Conduct::Stop(self.pace.after(step)));
+    }
+
+    pub fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        self.directory.check()?;
+        let begun = Instant::now();
+        let _phase = progress::phase(format!("saving step {step}"), 0, "");
+        // The log lines up to this step must be on the disk before the state is.
+        self.reporter.sync();
+        let path = state::save(
+            self.run_dir,
+            step,
+            engine,
+            self.schedule,
+            &self.facts,
+            self.feed.state(step)?,
+        );
+        let path = match path {
+            Ok(path) => path,
+            // If the directory was removed in the meantime, that is the reason to report.
+            Err(e) => return Err(self.directory.check().err().unwrap_or(e)),
+        };
+        let rotated = checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
+        self.directory.keeps(&rotated.kept, &mut self.reporter);
+        (self.pace.saved, self.pace.save) = (step, Some(begun.elapsed()));
+        self.reporter
+            .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
+        Ok(())
+    }
+
+    /// Evaluates after `step`. A signal ends it early; the caller then saves and stops.
+    pub fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        match self.evaluate_all(engine, step) {
+            Err(_) if signal::received().is_some() => Ok(()),
+            done => done,
+        }
+    }
+
+    fn evaluate_all(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let found = self.feed.evaluate(engine)?;
+        if !found.is_empty() {
+            self.reporter.measured(step, &found);
+        }
+        let batches = self.feed.eval()?;
+        if batches.is_empty() {
+            return Ok(());
+        }
+        engine.objective.metrics();
+        let mut totals = engine::Totals::default();
+        let phase = progress::phase("evaluating", batches.len(), "batches");
+        for batch in &batches {
+            phase.unless_stopped()?;
+            totals.add(engine::evaluate(&engine.network, engine.objective.as_ref(), batch)?);
+            phase.add(1);
+        }
+        drop(phase);
+        let eval_accuracy = match self.eval {
+            Some(eval) if self.recipe.train.predict_with_generate => {
+                Some(samples::accuracy(self.recipe, self.model, engine, eval)?)
+            }
+            _ => None,
+        };
+        self.reporter.eval(&EvalMetrics {
+            step,
+            eval_loss: totals.loss(),
+            eval_perplexity: totals.loss().exp(),
+            eval_tokens: totals.trained,
+            eval_accuracy,
+            more: engine.objective.metrics(),
+        });
+        Ok(())
+    }
+
+    /// Evaluates after `step` unless `metrics.jsonl` has the result already: a run may have been stopped between a save
+    /// and the evaluation of the same step.
+    ///
+    /// Errors: as `stop_if_asked`.
+    pub fn evaluate_if_missing(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        // The last line that `evaluate` writes.
+        let last = if self.feed.eval()?.is_empty() {
+            "eval_"
+        } else {
+            "eval_loss"
+        };
+        if report::has_evaluation(self.run_dir, step, last) {
+            return Ok(());
+        }
+        self.reporter.drop_evaluation(step);
+        self.evaluate(engine, step)?;
+        self.stop_if_asked(engine, step)
+    }
+
+    /// Shows answers to the sample prompts. A signal ends it early; the caller then saves and stops.
+    pub fn samples(&mut self, engine: &Engine, when: &str) -> Result<()> {
+        let answers = match samples::answers(self.recipe, self.model, engine) {
+            Err(_) if signal::received().is_some() => return Ok(()),
+            answers => answers?,
+        };
+        for (prompt, answer) in answers {
+            self.reporter.note(&format!("{when}: {prompt}\n        -> {answer}"));
+        }
+        Ok(())
+    }
+
+    /// Errors: a signal was received; the state after `step` is saved then.
+    pub fn stop_if_asked(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let Some(signal) = signal::received() else {
+            return Ok(());
+        };
+        // A saved state is saved again only if the stage has new state.
+        let saved = self.run_dir.join(format!("checkpoint-{step}/manifest.json")).exists();
+        if !saved || self.pace.saved != step || self.feed.state(step)?.is_some() {
+            self.save(engine, step)?;
+        }
+        self.reporter
+            .event("stop", json!({"step": step, "reason": "signal", "signal": signal}));
+        self.reporter.finish();
+        Err(Error::signal(
+            signal,
+            format!("stopped by a signal; the state after step {step} is saved"),
+        )
+        .at_path(self.run_dir)
+        .hint("continue with `--resume`"))
+    }
+
+    /// Errors: the process exceeded the memory budget of the recipe; the state after `step` is saved first.
+    pub fn stop_above_budget(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let peak = memory::peak_resident();
+        let Some(budget) = self.budget.filter(|budget| budget.is_passed(peak)) else {
+            return Ok(());
+        };
+        self.save(engine, step)?;
+        self.reporter.note(&self.plan.table());
+        self.reporter.event(
+            "stop",
+            json!({"step": step, "reason": "memory budget", "peak_memory_bytes": peak}),
+        );
+        self.reporter.finish();
+        Err(Error::new("the run used more memory than its budget")
+            .at("memory.budget")
+            .found(format!(
+                "a measured peak of {} in step {step}, {} forecast",
+                bytes(peak),
+                bytes(self.plan.peak_bytes)
+            ))
+            .expected(format!(
+                "at most {}, the budget of {} plus 10 %",
+                bytes(budget.most()),
+                bytes(budget.bytes)
+            ))
+            .hint(format!(
+                "the state after step {step} is saved: go on with `--resume memory.budget={}MiB`, or remove the budget",
+                peak.div_ceil(1 << 20)
+            )))
+    }
+
+    /// Handles a failed step. If gradients are kept, the weights are still those of the previous step: that state is
+    /// saved.
+    pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
+        self.facts.trained_tokens = trained_tokens;
+        let whole = engine.strategy.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
+        let safe = whole && step > 1 && !self.schedule.switches_at(step);
+        let saved = if safe && self.recipe.train.save_steps > 0 {
+            self.save(engine, step - 1)
+        } else {
+            Ok(())
+        };
+        if let Err(save) = saved {
+            self.reporter
+                .warn(&format!("the state before the failed step could not be saved: {save}"));
+        }
+        self.reporter.event("stop", json!({"step": step, "reason": e.what()}));
+        self.reporter.finish();
+        if ops::device::out_of_memory(&e) {
+            self.explain_memory(engine, e)
+        } else {
+            e
+        }
+    }
+
+    /// Explains an out-of-memory error of a GPU: the plan, the memory in use, and possible changes.
+    fn explain_memory(&mut self, engine: &Engine, e: Error) -> Error {
+        let table = self.plan.table_within(report::width());
+        self.reporter.note(&table);
+        let used = ops::device::memory(&engine.network.device)
+            .ok()
+            .flatten()
+            .unwrap_or_default();
+        Error::out_of_memory("the GPU is out of memory")
+            .found(format!(
+                "tensors of {} at most, {} allocated on the GPU for them, {} of {} free; forecast {}",
+                bytes(used.peak_used),
+                bytes(used.peak_reserved),
+                bytes(used.free),
+                bytes(used.total),
+                bytes(self.plan.peak_bytes)
+            ))
+            .hint(
+                "set `memory.activations = \"recompute\"`, lower `train.batch_size` or `data.max_length`, \
+                 or stop other programs on the GPU",
+            )
+            .cause(e)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_is_passed_by_a_tenth_and_only_by_the_training() {
+        let budget = Budget {
+            bytes: 1000,
+            before: 400,
+        };
+        assert!(!budget.is_passed(1100) && budget.is_passed(1101));
+        assert_eq!(budget.warning(), None);
+        // Reading the rows exceeded the budget already: only a higher peak is caused by training.
+        let before = Budget { before: 3000, ..budget };
+        assert!(!before.is_passed(3000) && before.is_passed(3001));
+        assert!(before.warning().is_some_and(|w| w.contains("2.9 KiB")));
+    }
+}

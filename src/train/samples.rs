@@ -1,0 +1,95 @@
+//! Answers of the current model: to show to the user, and to count exact matches.
+
+use crate::base::{Result, progress};
+use crate::data::Dataset;
+use crate::data::encode::Question;
+use crate::engine::Engine;
+use crate::generate::{Settings, generate};
+use crate::model::Network;
+use crate::recipe::{Recipe, Render};
+use crate::setup::ModelDir;
+use crate::setup::row_sizes::SAMPLE_TOKENS;
+use crate::setup::rows;
+use serde_json::json;
+
+/// Rows per decoding batch.
+const ROWS: usize = 64;
+
+fn settings(model: &ModelDir, max_new_tokens: usize) -> Settings {
+    Settings {
+        max_new_tokens,
+        stop_ids: model.tokenizer.stop_ids().to_vec(),
+        ..Settings::default()
+    }
+}
+
+/// Greedy answers to `train.sample_prompts`, with the chat template if the model has one and `data.render` allows it.
+pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine) -> Result<Vec<(String, String)>> {
+    let prompts = &recipe.train.sample_prompts;
+    let mut encoded = Vec::new();
+    for prompt in prompts {
+        encoded.push(match &model.template {
+            Some(template) if recipe.data.render != Render::Plain => {
+                let messages = [json!({"role": "user", "content": prompt})];
+                model
+                    .tokenizer
+                    .encode(&template.render(&messages, None, true)?, false)?
+            }
+            _ => model.tokenizer.encode(prompt, true)?,
+        });
+    }
+    let ids = generate(
+        &engine.network,
+        &encoded,
+        &settings(model, SAMPLE_TOKENS),
+        &mut |_, _| Ok(()),
+    )?;
+    let texts = ids
+        .iter()
+        .map(|ids| model.tokenizer.decode(ids, true))
+        .collect::<Result<Vec<_>>>()?;
+    Ok(prompts.iter().cloned().zip(texts).collect())
+}
+
+/// Fraction of the rows with an answer that greedy decoding answers exactly (ignoring white space at both ends).
+pub fn accuracy(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Dataset) -> Result<f64> {
+    // Held-out rows come from the training files.
+    let files = if recipe.data.eval.is_empty() {
+        &recipe.data.train
+    } else {
+        &recipe.data.eval
+    };
+    let files = &crate::setup::rows::local(files)?;
+    let spec = rows::spec(files, &recipe.data, recipe.train.stage, model.spec.vocab);
+    let questions = rows.questions(&spec, &model.tokenizer, model.template(), usize::MAX)?;
+    exact_matches(model, &engine.network, &questions)
+}
+
+/// Greedy answers to these prompts, each of at most `longest` tokens. Errors: a signal.
+pub fn greedy(model: &ModelDir, network: &Network, prompts: &[Vec<u32>], longest: usize) -> Result<Vec<String>> {
+    let mut texts = Vec::with_capacity(prompts.len());
+    for chunk in prompts.chunks(ROWS) {
+        let ids = generate(network, chunk, &settings(model, longest), &mut |_, _| Ok(()))?;
+        for ids in ids {
+            texts.push(model.tokenizer.decode(&ids, true)?);
+        }
+    }
+    Ok(texts)
+}
+
+/// Fraction of `questions` that greedy decoding answers exactly.
+pub fn exact_matches(model: &ModelDir, network: &Network, questions: &[Question]) -> Result<f64> {
+    let mut right = 0;
+    let phase = progress::phase("answering", questions.len(), "questions");
+    for chunk in questions.chunks(ROWS) {
+        let longest = chunk.iter().map(|q| q.answer.len()).max().unwrap_or(0);
+        let prompts: Vec<Vec<u32>> = chunk.iter().map(|q| q.prompt.clone()).collect();
+        // A token has at least one byte, so the limit never cuts a correct answer.
+        let ids = generate(network, &prompts, &settings(model, longest + 4), &mut |_, _| Ok(()))?;
+        for (question, ids) in chunk.iter().zip(ids) {
+            right += usize::from(model.tokenizer.decode(&ids, true)?.trim() == question.answer.trim());
+        }
+        phase.add(chunk.len() as u64);
+    }
+    Ok(right as f64 / questions.len().max(1) as f64)
+}

@@ -1,0 +1,505 @@
+//! Initialization of new adapters that needs the model: its weights, the inputs of its linears on some rows, or its
+//! first gradient. It works one layer at a time: covariances of only one layer exist at once.
+//!
+//! Letters: N tokens, I input features, O output features, R rank.
+
+use crate::base::progress::{self, Phase};
+use crate::base::{Error, Result, signal, units};
+use crate::data::{Batch, Dataset};
+use crate::engine::{self, Active};
+use crate::formats::adapter::Targets;
+use crate::hf;
+use crate::model::linear::Linear;
+use crate::model::{GradSink, Network, Objective, Param};
+use crate::ops::step_stats::StepStats;
+use crate::ops::update;
+use crate::peft::lora::scaling;
+use crate::peft::start::{self, Component, Covariance, Pair, algebra, cost};
+use crate::peft::{self, Adapter, Dora, Frozen, Lora};
+use crate::recipe::{CordaArithmetic, LoraInit, Method, PeftType, Recipe};
+use crate::setup::ModelDir;
+use crate::setup::rows;
+use crate::source::TrainableStore;
+use crate::train::inputs;
+use crate::train::loftq;
+use crate::train::start_cache as cache;
+use candle_core::{Device, Tensor};
+use rayon::prelude::*;
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The inputs of an initialization beside the network.
+pub struct AdapterInitContext<'a> {
+    pub recipe: &'a Recipe,
+    pub model: &'a ModelDir,
+    pub objective: &'a dyn Objective,
+    pub train: &'a Dataset,
+    /// Fingerprint of the base weights.
+    pub base: &'a str,
+    /// The store of the base weights.
+    pub store: &'a dyn TrainableStore,
+    /// Directory where results are cached for later runs.
+    pub cache: &'a Path,
+    /// Receives progress messages.
+    pub note: &'a mut dyn FnMut(&str),
+}
+
+/// True if the initialization changes the base weights, so a resumed run must repeat it.
+pub fn requantizes_base(recipe: &Recipe) -> bool {
+    let lora = &recipe.tune.lora;
+    recipe.tune.method == Method::Lora
+        && lora.peft_type == PeftType::Lora
+        && lora.adapter.is_none()
+        && lora.init_lora_weights == LoraInit::Loftq
+}
+
+/// Initializes the adapters of `network`; an adaptive method also changes ranks by module, and with them `prepared`.
+///
+/// Errors: a rank larger than a weight allows, rows that cannot be read, a signal.
+pub fn fill(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
+    let lora = &s.recipe.tune.lora;
+    if lora.adapter.is_some() || prepared.config.is_none() {
+        return Ok(());
+    }
+    if lora.peft_type == PeftType::Lora {
+        match lora.init_lora_weights {
+            LoraInit::Default | LoraInit::Gaussian => {}
+            LoraInit::Loftq => loftq::fill(s, network)?,
+            LoraInit::Pissa | LoraInit::Olora => from_weights(s, network)?,
+            LoraInit::Eva => eva(s, network, prepared)?,
+            LoraInit::Corda => corda(s, network, prepared)?,
+            LoraInit::LoraGa => from_gradient(s, network)?,
+        }
+    }
+    // DoRA's magnitudes are the norms of the weights with the pair.
+    for layer in 0..network.layers() {
+        for (_, linear) in network.linears(layer)? {
+            if let Some(Adapter::Dora(dora)) = linear.adapter.as_deref() {
+                dora.begin(&linear)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// One linear whose pair is to be initialized.
+pub(super) struct Task {
+    pub module: String,
+    pub linear: Linear,
+    adapter: Arc<Adapter>,
+}
+
+pub(super) fn tasks(network: &Network, layer: usize) -> Result<Vec<Task>> {
+    let linears = network.linears(layer)?.into_iter();
+    Ok(linears
+        .filter_map(|(module, linear)| {
+            let adapter = linear.adapter.clone()?;
+            adapter.lora()?;
+            Some(Task {
+                module,
+                linear,
+                adapter,
+            })
+        })
+        .collect())
+}
+
+impl Task {
+    /// W in f64, `[O, I]`.
+    fn weight(&self) -> Result<faer::Mat<f64>> {
+        let (outputs, inputs) = self.linear.dims();
+        Ok(algebra::matrix(&self.linear.rows(0, outputs)?, outputs, inputs))
+    }
+
+    pub fn lora(&self) -> Result<&Lora> {
+        self.adapter
+            .lora()
+            .ok_or_else(|| Error::new("the initialization has no pair for an adapter").at(&self.module))
+    }
+}
+
+/// Sets A and B, and the initial pair that is subtracted, if there is one.
+pub(super) fn set(lora: &Lora, pair: &Pair) -> Result<()> {
+    peft::fill(&lora.a, &pair.a)?;
+    peft::fill(&lora.b, &pair.b)?;
+    if let Some((a, b)) = &lora.start {
+        peft::fill(a, &pair.a)?;
+        peft::fill(b, &pair.b)?;
+    }
+    Ok(())
+}
+
+/// Calls `f` for each job of a layer, some in parallel, and keeps the order; `task` returns the linear of a job.
+pub(super) fn each<J: Sync, T: Send>(
+    jobs: &[J],
+    task: impl Fn(&J) -> &Task + Sync,
+    f: impl Fn(&J) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let mut out = Vec::with_capacity(jobs.len());
+    let dims: Vec<(usize, usize)> = jobs.iter().map(|j| task(j).linear.dims()).collect();
+    for group in cost::together(&dims) {
+        let some = &jobs[group];
+        let one = |j: &J| f(j).map_err(|e| e.or_at(&task(j).module));
+        let found: Vec<Result<T>> = some.par_iter().map(one).collect();
+        for one in found {
+            out.push(one?);
+        }
+    }
+    Ok(out)
+}
+
+/// Reports progress and remaining time.
+pub(super) struct Progress {
+    name: &'static str,
+    begun: Instant,
+    layers: usize,
+    phase: Phase,
+    last: Cell<Option<Instant>>,
+}
+
+/// Least time between two progress messages; the progress line shows every layer.
+const NOTES: Duration = Duration::from_secs(10);
+
+impl Progress {
+    pub fn new(name: &'static str, network: &Network) -> Self {
+        Self {
+            name,
+            begun: Instant::now(),
+            layers: network.layers(),
+            phase: progress::phase(format!("initializing adapters ({name})"), network.layers(), "layers"),
+            last: Cell::new(None),
+        }
+    }
+
+    /// Registers layer `done` as finished. Errors: a signal asks to stop.
+    pub fn layer(&self, done: usize, note: &mut dyn FnMut(&str)) -> Result<()> {
+        let left = self.begun.elapsed().as_secs_f64() / done as f64 * (self.layers - done) as f64;
+        self.phase.set(done as u64);
+        self.phase
+            .note(format!("eta {}", units::duration(Duration::from_secs_f64(left))));
+        if self.last.get().unwrap_or(self.begun).elapsed() >= NOTES {
+            self.last.set(Some(Instant::now()));
+            note(&format!(
+                "{}: layer {done} of {}, about {left:.0} s left",
+                self.name, self.layers
+            ));
+        }
+        match signal::received() {
+            Some(signal) => Err(Error::signal(
+                signal,
+                "stopped by a signal during the initialization of the adapters",
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+fn from_weights(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
+    let lora = &s.recipe.tune.lora;
+    let (init, iterations, seed) = (lora.init_lora_weights, lora.pissa_niter, s.recipe.train.seed);
+    let progress = Progress::new(init.name(), network);
+    for layer in 0..network.layers() {
+        let tasks = tasks(network, layer)?;
+        let pairs = each(
+            &tasks,
+            |task| task,
+            |task| {
+                let (w, own) = (task.weight()?, task.lora()?);
+                match init {
+                    LoraInit::Olora => start::olora(w.as_ref(), own.rank()),
+                    _ => start::pissa(w.as_ref(), own.rank(), own.scale, iterations, seed, own.mask.site),
+                }
+            },
+        )?;
+        for (task, pair) in tasks.iter().zip(&pairs) {
+            set(task.lora()?, pair)?;
+        }
+        progress.layer(layer + 1, s.note)?;
+    }
+    Ok(())
+}
+
+/// The first rows of the training data, in batches.
+fn first_rows(train: &Dataset, rows: usize) -> Vec<Batch> {
+    inputs::batches(&train.examples[..rows.min(train.examples.len())])
+}
+
+/// EVA result for one linear: directions `[candidates, I]`, explained variance of each, first linear with the same
+/// input.
+struct Directions {
+    module: String,
+    rows: Vec<f32>,
+    explained: Vec<f64>,
+    first: usize,
+}
+
+fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
+    let (batches, rho) = (
+        first_rows(s.train, s.recipe.tune.lora.init_samples),
+        s.recipe.tune.lora.eva.rho,
+    );
+    let progress = Progress::new("eva", network);
+    let mut all: Vec<Directions> = Vec::new();
+    let mut budget = 0;
+    inputs::observe(network, &batches, CordaArithmetic::Ft, &mut |layer, seen| {
+        let tasks = tasks(network, layer)?;
+        let found = each(
+            &tasks,
+            |task| task,
+            |task| {
+                let (r, inputs) = (task.lora()?.rank(), task.linear.dims().1);
+                // Rounds half to even, as Python does.
+                let candidates = (r as f64 * rho).round_ties_even() as usize;
+                start::eva(seen.of(&task.module)?, candidates.clamp(r, inputs.max(r)))
+            },
+        )?;
+        let begin = all.len();
+        for (task, (rows, explained)) in tasks.iter().zip(found) {
+            let own = seen.of(&task.module)?;
+            let same = |other: &Task| seen.of(&other.module).is_ok_and(|c| std::ptr::eq(c, own));
+            let first = tasks.iter().position(same).unwrap_or(0);
+            budget += task.lora()?.rank();
+            all.push(Directions {
+                module: task.module.clone(),
+                rows,
+                explained,
+                first: begin + first,
+            });
+        }
+        progress.layer(layer + 1, s.note)
+    })?;
+    let explained: Vec<Vec<f64>> = all.iter().map(|d| d.explained.clone()).collect();
+    let first_of: Vec<usize> = all.iter().map(|d| d.first).collect();
+    let ranks = start::eva_ranks(&explained, &first_of, budget);
+    let modules = all.iter().map(|d| d.module.clone());
+    resize(s.recipe, network, prepared, &modules.zip(ranks).collect())?;
+    for d in &all {
+        let Some(lora) = network.adapters.get(&d.module).and_then(|a| a.lora()) else {
+            continue;
+        };
+        let pair = Pair {
+            a: d.rows[..lora.a.elem_count()].to_vec(),
+            b: vec![0.0; lora.b.elem_count()],
+        };
+        set(lora, &pair)?;
+    }
+    Ok(())
+}
+
+fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
+    let settings = &s.recipe.tune.lora.corda;
+    let own;
+    let rows = if settings.data.is_empty() {
+        s.train
+    } else {
+        own = rows::read(s.recipe, &settings.data, s.model)?;
+        &own
+    };
+    let key = cache::key(s.recipe, s.base, rows, network)?;
+    if let Some(pairs) = cache::read(s.cache, &key, network, s.note)? {
+        (s.note)("corda: uses the components of an earlier run with the same model, rows and settings");
+        return place(s.recipe, network, prepared, pairs);
+    }
+    let (method, arithmetic) = (settings.method, settings.compatible);
+    let examples = &rows.examples[..settings.samples.min(rows.examples.len())];
+    let batches = match arithmetic {
+        CordaArithmetic::Ft => inputs::batches(examples),
+        // PEFT normalizes each row separately.
+        CordaArithmetic::Peft => examples.iter().map(|e| Batch::from_examples([e])).collect(),
+    };
+    let tokens: usize = batches.iter().map(Batch::len).sum();
+    let widest = network.spec.hidden.max(network.spec.intermediate);
+    if tokens < widest {
+        (s.note)(&format!(
+            "corda: {tokens} tokens are too few for an estimate of {widest} directions; give more rows in \
+             `tune.lora.corda.data`"
+        ));
+    }
+    let mut found: BTreeMap<String, Component> = BTreeMap::new();
+    let progress = Progress::new("corda", network);
+    inputs::observe(network, &batches, arithmetic, &mut |layer, seen| {
+        let tasks = tasks(network, layer)?;
+        let components = each(
+            &tasks,
+            |task| task,
+            |task| {
+                let (outputs, inputs) = task.linear.dims();
+                let r = task.lora()?.rank();
+                let candidates = if settings.adaptive_rank {
+                    (2 * r).min(outputs).min(inputs)
+                } else {
+                    r
+                };
+                let covariance: &Covariance = seen.of(&task.module)?;
+                start::components(task.weight()?.as_ref(), covariance, method, candidates)
+            },
+        )?;
+        found.extend(tasks.into_iter().map(|t| t.module).zip(components));
+        progress.layer(layer + 1, s.note)
+    })?;
+
+    let own_rank = |module: &str| {
+        network
+            .adapters
+            .get(module)
+            .and_then(|a| a.lora())
+            .map_or(0, Lora::rank)
+    };
+    let ranks: Vec<usize> = if !settings.adaptive_rank {
+        found.keys().map(|m| own_rank(m)).collect()
+    } else {
+        let budget = found.keys().map(|m| own_rank(m)).sum();
+        let values: Vec<(Vec<f64>, f64)> = found.values().map(|c| (c.s.clone(), c.total)).collect();
+        start::allocate(&values, method, budget)
+    };
+    let Some(config) = &prepared.config else { return Ok(()) };
+    let mut pairs = BTreeMap::new();
+    for ((module, component), r) in found.iter().zip(ranks) {
+        let scale = scaling(hf::alpha_of(config, module)?, r, config.use_rslora);
+        pairs.insert(module.clone(), (r, start::pair_of(component, method, r, scale)));
+    }
+    cache::write(s.cache, &key, network, &pairs)?;
+    place(s.recipe, network, prepared, pairs)
+}
+
+/// Sets these pairs on the network; the config lists ranks that differ from `r`.
+fn place(
+    recipe: &Recipe,
+    network: &mut Network,
+    prepared: &mut hf::AdapterSet,
+    pairs: BTreeMap<String, (usize, Pair)>,
+) -> Result<()> {
+    let ranks = pairs.iter().map(|(m, (r, _))| (m.clone(), *r)).collect();
+    resize(recipe, network, prepared, &ranks)?;
+    for (module, (_, pair)) in &pairs {
+        if let Some(lora) = network.adapters.get(module).and_then(|a| a.lora()) {
+            set(lora, pair)?;
+        }
+    }
+    Ok(())
+}
+
+/// Changes the ranks of adapters to those of an adaptive initialization, of this run or of the run that is resumed.
+/// With EVA a linear can lose its adapter, and the others keep their scale, as in PEFT.
+pub fn resize(
+    recipe: &Recipe,
+    network: &mut Network,
+    prepared: &mut hf::AdapterSet,
+    ranks: &BTreeMap<String, usize>,
+) -> Result<()> {
+    let Some(config) = &mut prepared.config else {
+        return Ok(());
+    };
+    let lora = &recipe.tune.lora;
+    let fresh = lora.peft_type == PeftType::Lora && lora.adapter.is_none();
+    let eva = fresh && lora.init_lora_weights == LoraInit::Eva;
+    let corda = fresh && lora.init_lora_weights == LoraInit::Corda && lora.corda.adaptive_rank;
+    if !eva && !corda {
+        return Ok(());
+    }
+    // Full names first: the first pattern that matches a module is used.
+    let (mut pattern, mut alphas) = (Vec::new(), Vec::new());
+    for (module, &r) in ranks.iter().filter(|(_, r)| **r > 0) {
+        let before = hf::rank_of(config, module)?;
+        if before != r {
+            pattern.push((module.replace('.', "\\."), r));
+            let alpha = hf::alpha_of(config, module)? * r as f64 / before as f64;
+            alphas.push((module.replace('.', "\\."), alpha));
+        }
+    }
+    pattern.append(&mut config.rank_pattern);
+    config.rank_pattern = pattern;
+    if eva {
+        alphas.append(&mut config.alpha_pattern);
+        config.alpha_pattern = alphas;
+        let all = network.adapters.len();
+        network
+            .adapters
+            .retain(|module, _| ranks.get(module).is_some_and(|r| *r > 0));
+        if network.adapters.len() < all {
+            config.target_modules = Targets::List(network.adapters.keys().cloned().collect());
+            config.exclude_modules = None;
+            config.layers_to_transform = None;
+        }
+    }
+    for (module, adapter) in network.adapters.iter_mut() {
+        let (Some(lora), Some(&r)) = (adapter.lora(), ranks.get(module)) else {
+            continue;
+        };
+        if lora.rank() == r {
+            continue;
+        }
+        let (inputs, outputs) = (lora.a.dim(1)?, lora.b.dim(0)?);
+        let device = lora.a.device();
+        let zeros = |dims: &[usize]| Ok::<_, Error>(peft::full(dims, 0.0)?.to_device(device)?);
+        let pair = || Ok::<_, Error>((zeros(&[r, inputs])?, zeros(&[outputs, r])?));
+        let scale = scaling(hf::alpha_of(config, module)?, r, config.use_rslora);
+        let mut other = Lora::new(module, pair()?, scale, lora.mask);
+        other.start = match lora.start {
+            Some(_) => Some(pair()?),
+            None => None,
+        };
+        *adapter = Arc::new(match &**adapter {
+            Adapter::Dora(dora) => Adapter::Dora(Dora::new(module, other, dora.magnitude.clone())),
+            _ => Adapter::Lora(other),
+        });
+    }
+    prepared.adapters = network.adapters.clone();
+    Ok(())
+}
+
+/// Derives the ranks from the sizes of the flat tensors in a checkpoint.
+pub fn ranks_of(network: &Network, elements: impl Fn(&str) -> Option<usize>) -> BTreeMap<String, usize> {
+    let mut ranks = BTreeMap::new();
+    for (module, adapter) in &network.adapters {
+        if let Some(lora) = adapter.lora()
+            && let Some(n) = elements(&lora.a_name)
+            && let Ok(inputs) = lora.a.dim(1)
+        {
+            ranks.insert(module.clone(), n / inputs.max(1));
+        }
+    }
+    ranks
+}
+
+/// Computes the pair from the gradient of each weight as soon as it exists, and keeps only the pair.
+struct Gradients<'a> {
+    active: &'a Active,
+    network: &'a Network,
+}
+
+impl GradSink for Gradients<'_> {
+    fn wants(&self, name: &str) -> bool {
+        self.active.contains(name)
+    }
+
+    fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
+        let module = param.name.trim_end_matches(".weight");
+        let Some(lora) = self.network.adapters.get(module).and_then(|a| a.lora()) else {
+            return Ok(());
+        };
+        let (outputs, inputs) = gradient.dims2()?;
+        let values = update::to_f32_vec(&gradient.to_device(&Device::Cpu)?)?;
+        let gradient = algebra::matrix(&values, outputs, inputs);
+        let pair = start::lora_ga(gradient.as_ref(), lora.rank()).map_err(|e| e.or_at(module))?;
+        set(lora, &pair)
+    }
+}
+
+fn from_gradient(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
+    let rows = s.recipe.tune.lora.init_samples.min(s.train.examples.len());
+    let batch = Batch::from_examples(&s.train.examples[..rows]);
+    (s.note)(&format!("lora_ga: the gradient of {rows} rows"));
+    let active = Active::new(network.adapters.keys().map(|m| format!("{m}.weight")));
+    let mut sink = Gradients {
+        active: &active,
+        network,
+    };
+    let step_stats = StepStats::new(&network.device)?;
+    let _phase = progress::phase("initializing adapters (lora_ga)", 1, "gradient");
+    engine::Pass::new(network, s.objective, &active, &step_stats).window(&[batch], &mut sink)?;
+    Ok(())
+}

@@ -1,0 +1,371 @@
+//! Saves the training state to a checkpoint and restores it.
+//!
+//! `weights.safetensors` holds the exact f32 value of every weight trained so far, `optimizer.safetensors` the moments
+//! of the active parameters, `state.json` the rest. Data order, block order and dropout are functions of (seed, step),
+//! so the step is their only state.
+
+use crate::base::{Error, Result, units};
+use crate::checkpoint::{self, Files, LoadedState};
+use crate::engine::Engine;
+use crate::formats::dtype::StoredDtype;
+use crate::formats::writer::{TensorPlan, Values};
+use crate::ops::update;
+use crate::setup::active_schedule::ActiveSchedule;
+use candle_core::{DType, Tensor};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+const WEIGHTS: &str = "weights.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+/// Importance scores of AdaLoRA ranks.
+const RANKS: &str = "ranks.safetensors";
+/// State of the stage, as bytes.
+const FEED: &str = "stage.safetensors";
+
+/// Properties that a resumed run must match, and counters that continue.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RunFingerprint {
+    /// Recipe keys and values.
+    pub recipe: BTreeMap<String, String>,
+    pub data: String,
+    pub eval_data: String,
+    /// Hash of all base weights, or `RANDOM`.
+    pub base: String,
+    /// Hash of a part of the weights: checkpoints of older versions have only this one, in `base`.
+    pub sampled: String,
+    pub trained_tokens: u64,
+}
+
+/// Saves the state after `step` optimizer steps; returns the checkpoint's directory.
+pub fn save(
+    run_dir: &Path,
+    step: u64,
+    engine: &Engine,
+    schedule: &ActiveSchedule,
+    facts: &RunFingerprint,
+    feed: Option<Vec<u8>>,
+) -> Result<PathBuf> {
+    let plan = |name: String, n: usize| TensorPlan {
+        name,
+        dtype: StoredDtype::F32,
+        shape: vec![n],
+    };
+    let quantized = |name: String, part: &Tensor| TensorPlan {
+        dtype: match part.dtype() {
+            DType::U8 => StoredDtype::U8,
+            _ => StoredDtype::F32,
+        },
+        ..plan(name, part.elem_count())
+    };
+    let mut weights = Vec::new();
+    for name in schedule.trained_until(step) {
+        let n = engine.elements(&name)?;
+        weights.push(plan(name, n));
+    }
+    // The subtracted initial pair is not trained, and only the initialization could compute it again.
+    for lora in engine.network.adapters.values().filter_map(|a| a.lora()) {
+        let start = lora.start_parts();
+        weights.extend(start.iter().map(|p| plan(p.name.to_string(), p.tensor.elem_count())));
+    }
+    let (mut moments, mut parts) = (Vec::new(), BTreeMap::new());
+    let mut steps = serde_json::Map::new();
+    for s in engine.optimizer.saved() {
+        steps.insert(s.name.to_string(), json!(s.step));
+        for (part, tensor) in s.parts {
+            let name = format!("{}#{part}", s.name);
+            moments.push(quantized(name.clone(), &tensor));
+            parts.insert(name, tensor);
+        }
+    }
+    let state = json!({
+        "recipe": facts.recipe,
+        "data": facts.data,
+        "eval_data": facts.eval_data,
+        "base": facts.base,
+        "trained_tokens": facts.trained_tokens,
+        "active_block": schedule.label(step.max(1)),
+        "optimizer_steps": steps,
+        "stage": feed.is_some(),
+    });
+    let ranks = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
+    let scores: Vec<TensorPlan> = ranks
+        .iter()
+        .map(|(name, values)| plan(name.clone(), values.len()))
+        .collect();
+    let kept = [TensorPlan {
+        dtype: StoredDtype::U8,
+        ..plan("state".into(), feed.as_ref().map_or(0, Vec::len))
+    }];
+    let mut files = vec![
+        Files {
+            name: WEIGHTS,
+            tensors: &weights,
+        },
+        Files {
+            name: OPTIMIZER,
+            tensors: &moments,
+        },
+    ];
+    if engine.step_hook.is_some() {
+        files.push(Files {
+            name: RANKS,
+            tensors: &scores,
+        });
+    }
+    if feed.is_some() {
+        files.push(Files {
+            name: FEED,
+            tensors: &kept,
+        });
+    }
+    checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
+        WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
+        RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
+        FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
+        _ => {
+            let found = parts.get(&tensor.name);
+            let found = found.ok_or_else(|| Error::new("optimizer state is missing").at(&tensor.name))?;
+            match found.dtype() {
+                DType::U8 => write(Values::Raw(&found.to_vec1::<u8>()?)),
+                _ => write(Values::F32(&update::to_f32_vec(found)?)),
+            }
+        }
+    })
+}
+
+/// Largest size of a checkpoint in bytes: exact weights and moments of all trained parameters.
+pub fn bytes(trained_elements: u64, active_elements: u64) -> u64 {
+    4 * trained_elements + 8 * active_elements + (1 << 20)
+}
+
+/// The values that `save` stored beside tensors.
+pub fn facts(loaded: &LoadedState) -> RunFingerprint {
+    let text = |key: &str| {
+        loaded
+            .state
+            .get(key)
+            .and_then(Value::as_str)
+            .unwrap_or_default()
+            .to_string()
+    };
+    let recipe = loaded.state.get("recipe").and_then(Value::as_object);
+    RunFingerprint {
+        recipe: recipe
+            .into_iter()
+            .flatten()
+            .filter_map(|(k, v)| Some((k.clone(), v.as_str()?.to_string())))
+            .collect(),
+        data: text("data"),
+        eval_data: text("eval_data"),
+        base: text("base"),
+        sampled: String::new(),
+        trained_tokens: loaded.state.get("trained_tokens").and_then(Value::as_u64).unwrap_or(0),
+    }
+}
+
+/// The saved state of the stage.
+pub fn feed(loaded: &LoadedState) -> Result<Option<Vec<u8>>> {
+    match loaded.state.get("stage").and_then(Value::as_bool) {
+        Some(true) => Ok(Some(loaded.open(FEED)?.read_bytes("state")?)),
+        _ => Ok(None),
+    }
+}
+
+/// Number of elements of each weight in the checkpoint.
+pub fn sizes(loaded: &LoadedState) -> Result<BTreeMap<String, usize>> {
+    let weights = loaded.open(WEIGHTS)?;
+    let size = |n: &str| weights.info(n).map_or(0, |i| i.count());
+    Ok(weights.names().map(|n| (n.to_string(), size(n))).collect())
+}
+
+/// Restores weights that the engine has as parameters: enough to export them.
+pub fn restore_weights(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
+    let weights = loaded.open(WEIGHTS)?;
+    let names: Vec<String> = weights.names().map(str::to_string).collect();
+    for name in names {
+        // The value head of PPO, for example, is not exported.
+        if engine.elements(&name).is_err() {
+            continue;
+        }
+        engine
+            .restore(&name, &weights)
+            .map_err(|e| e.or_at(loaded.path.display()))?;
+    }
+    restore_step_hook(loaded, engine)
+}
+
+fn restore_step_hook(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
+    if let Some(hook) = &mut engine.step_hook {
+        let saved = loaded.open(RANKS)?;
+        for name in saved.names() {
+            hook.restore(name, saved.read_f32(name)?)
+                .map_err(|e| e.or_at(loaded.path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+/// Restores weights and moments; the engine is then in the state after step `loaded.step`.
+pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
+    let device = engine.network.device.clone();
+    let weights = loaded.open(WEIGHTS)?;
+    let names: Vec<String> = weights.names().map(str::to_string).collect();
+    for name in names {
+        engine
+            .restore(&name, &weights)
+            .map_err(|e| e.or_at(loaded.path.display()))?;
+    }
+    let moments = loaded.open(OPTIMIZER)?;
+    let mut parts: BTreeMap<String, BTreeMap<String, Tensor>> = BTreeMap::new();
+    for key in moments.names() {
+        let unknown = || Error::new("not an optimizer state").at(key);
+        let (name, part) = key.rsplit_once('#').ok_or_else(unknown)?;
+        let info = moments.info(key).ok_or_else(unknown)?;
+        let tensor = match info.dtype {
+            StoredDtype::U8 => Tensor::from_vec(moments.read_bytes(key)?, info.shape.as_slice(), &device)?,
+            _ => Tensor::from_vec(moments.read_f32(key)?, info.shape.as_slice(), &device)?,
+        };
+        parts
+            .entry(name.to_string())
+            .or_default()
+            .insert(part.to_string(), tensor);
+    }
+    restore_step_hook(loaded, engine)?;
+    let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
+    let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;
+    for (name, step) in steps {
+        let step = step
+            .as_u64()
+            .ok_or_else(|| Error::new("optimizer step is not a number").at_path(&loaded.path))?;
+        let parts = parts.remove(name).unwrap_or_default();
+        engine
+            .optimizer
+            .restore_state(name, step, parts)
+            .map_err(|e| e.within(loaded.path.display()))?;
+    }
+    if let Some(name) = parts.into_keys().next() {
+        return Err(Error::new("optimizer state has no step number")
+            .at(name)
+            .within(loaded.path.display()));
+    }
+    Ok(())
+}
+
+/// Keys that may differ between a run and its resume.
+const FREE: [&str; 10] = [
+    "train.logging_steps",
+    "train.eval_steps",
+    "train.save_steps",
+    "train.save_total_limit",
+    "train.output_dir",
+    "train.sample_prompts",
+    "train.predict_with_generate",
+    "train.max_steps",
+    "train.num_epochs",
+    "memory.budget",
+];
+
+/// Value of `base` for random weights.
+pub const RANDOM: &str = "random";
+
+/// Keys that hold paths: the path may change if a hash proves that the content is the same.
+const MODEL_PATHS: [&str; 2] = ["model.path", "model.revision"];
+const DATA_PATHS: [&str; 1] = ["data.train"];
+const EVAL_PATHS: [&str; 1] = ["data.eval"];
+/// Keys that the stage compares: it saves the teacher's fingerprint in its state.
+const TEACHER_PATHS: [&str; 3] = ["distill.teacher", "distill.teacher_revision", "distill.teacher_cache"];
+
+/// Errors: any change that would make the resumed run a different run, as a table old -> new.
+pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
+    let same_base = old.base == new.base || (!new.sampled.is_empty() && old.base == new.sampled);
+    let moved = |key: &str| {
+        MODEL_PATHS.contains(&key) && same_base && new.base != RANDOM
+            || DATA_PATHS.contains(&key) && old.data == new.data
+            || EVAL_PATHS.contains(&key) && old.eval_data == new.eval_data
+            || TEACHER_PATHS.contains(&key)
+    };
+    let mut differences = Vec::new();
+    for (key, now) in &new.recipe {
+        match old.recipe.get(key) {
+            Some(was) if was != now && !FREE.contains(&key.as_str()) && !moved(key) => {
+                differences.push(format!("{key}: {was} -> {now}"))
+            }
+            _ => {}
+        }
+    }
+    for (what, was, now, same) in [
+        ("training rows", &old.data, &new.data, old.data == new.data),
+        (
+            "evaluation rows",
+            &old.eval_data,
+            &new.eval_data,
+            old.eval_data == new.eval_data,
+        ),
+        ("base model", &old.base, &new.base, same_base),
+    ] {
+        if !same {
+            differences.push(format!("{what}: hash {} -> {}", short(was), short(now)));
+        }
+    }
+    if differences.is_empty() {
+        return Ok(());
+    }
+    Err(Error::new("the settings or inputs differ from the saved run")
+        .found(format!(
+            "{}:\n      {}",
+            units::counted(differences.len(), "difference"),
+            differences.join("\n      ")
+        ))
+        .hint("undo these changes to resume, or start a new run in another `train.output_dir`"))
+}
+
+fn short(hash: &str) -> &str {
+    // The prefix before the last colon is the kind of hash.
+    let digits = hash.rsplit_once(':').map_or(hash, |(_, digits)| digits);
+    digits.get(..12).unwrap_or(digits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_harmless_changes_are_let_through() {
+        let facts = |pairs: &[(&str, &str)], data: &str| RunFingerprint {
+            recipe: pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect(),
+            data: data.into(),
+            ..RunFingerprint::default()
+        };
+        let old = facts(&[("train.seed", "1"), ("train.save_steps", "5")], "aa");
+        assert!(check_same(&old, &facts(&[("train.seed", "1"), ("train.save_steps", "9")], "aa")).is_ok());
+        let e = check_same(&old, &facts(&[("train.seed", "2")], "bb"))
+            .unwrap_err()
+            .to_string();
+        assert!(e.contains("train.seed: 1 -> 2") && e.contains("training rows"), "{e}");
+    }
+
+    #[test]
+    fn what_was_moved_is_known_by_its_hash() {
+        let facts = |path: &str, base: &str, sampled: &str| RunFingerprint {
+            recipe: [("model.path".to_string(), path.to_string())].into(),
+            base: base.into(),
+            sampled: sampled.into(),
+            ..RunFingerprint::default()
+        };
+        let old = facts("a", "blake3-exact:11", "");
+        check_same(&old, &facts("b", "blake3-exact:11", "blake3:7")).unwrap();
+        let e = check_same(&old, &facts("b", "blake3-exact:12", "blake3:7"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            e.contains("model.path") && e.contains("base model: hash 11 -> 12"),
+            "{e}"
+        );
+        // A checkpoint with only the hash of a part of the weights.
+        check_same(&facts("a", "blake3:7", ""), &facts("b", "blake3-exact:12", "blake3:7")).unwrap();
+        assert!(check_same(&facts("a", "blake3:8", ""), &facts("a", "blake3-exact:12", "blake3:7")).is_err());
+        // For random weights the path identifies the shape.
+        assert!(check_same(&facts("a", RANDOM, ""), &facts("b", RANDOM, "")).is_err());
+    }
+}

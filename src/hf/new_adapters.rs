@@ -23,6 +23,7 @@ pub type TrainedRows = (String, Vec<u32>, Option<Tensor>);
 /// All facts about adapters that are known before the weights are loaded.
 #[derive(Default)]
 pub struct AdapterSet {
+    /// By module name.
     pub adapters: Adapters,
     /// None: the method trains no adapters.
     pub config: Option<AdapterConfig>,

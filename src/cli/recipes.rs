@@ -6,7 +6,7 @@ use super::out::{out, out_raw, out_text};
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files};
 use crate::commands::plan::{self, Fit};
-use crate::recipe::{self, Recipe, suggest};
+use crate::recipe::{self, ModelRef, Recipe, suggest};
 use assets::ASSETS;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -171,7 +171,7 @@ fn list(as_json: bool) -> Result<()> {
         if as_json {
             out(json!({
                 "name": name, "stage": recipe.train.stage.name(), "method": recipe.tune.method.name(),
-                "model": recipe.model.path, "fit": fit, "peak_bytes": fitted.peak, "remark": fitted.remark,
+                "model": recipe.model.path.to_string(), "fit": fit, "peak_bytes": fitted.peak, "remark": fitted.remark,
                 "what": about.what, "needs": about.needs, "gives": about.gives, "first": about.commands(),
             }))?;
             continue;
@@ -192,14 +192,11 @@ fn list(as_json: bool) -> Result<()> {
 
 /// Files shipped with ft that the recipe uses.
 fn assets_of(recipe: &Recipe) -> Vec<&'static (&'static str, &'static [u8])> {
-    let named = [Some(&recipe.model.path), recipe.distill.teacher.as_ref()];
-    let named = named
-        .into_iter()
-        .flatten()
-        .chain(&recipe.data.train)
-        .chain(&recipe.data.eval);
-    let named: Vec<&String> = named.collect();
-    let is_named = |path: &str| named.iter().any(|n| Path::new(path).starts_with(n.as_str()));
+    let models = [Some(&recipe.model.path), recipe.distill.teacher.as_ref()];
+    let models = models.into_iter().flatten().map(ModelRef::to_string);
+    let files = recipe.data.train.iter().chain(&recipe.data.eval).cloned();
+    let named: Vec<String> = models.chain(files).collect();
+    let is_named = |path: &str| named.iter().any(|n| Path::new(path).starts_with(n));
     ASSETS.iter().filter(|(path, _)| is_named(path)).collect()
 }
 
@@ -347,10 +344,11 @@ mod tests {
         assert!(about.commands()[0].contains("cargo run --release --example tiny_world"));
         for (name, text) in SHIPPED {
             let recipe = recipe::parse(text, name, &[]).unwrap().recipe;
-            let own = recipe.model.path.starts_with("assets/") || recipe.data.train[0].starts_with("assets/");
+            let own =
+                recipe.model.path.to_string().starts_with("assets/") || recipe.data.train[0].starts_with("assets/");
             assert_eq!(assets_of(&recipe).is_empty(), !own, "{name}");
             // A recipe that reads the run of another recipe must name that recipe.
-            let reads_a_run = [&recipe.model.path, &recipe.data.train[0]]
+            let reads_a_run = [&recipe.model.path.to_string(), &recipe.data.train[0]]
                 .iter()
                 .any(|p| p.starts_with("runs/"));
             assert_eq!(About::of(text).first.is_empty(), !reads_a_run, "{name}");

@@ -129,7 +129,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
         return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
     }
     let print = match recipe.model.init {
-        ModelInit::Pretrained => Some(hf::fingerprint(&model.dir)?),
+        ModelInit::Pretrained => Some(model.fingerprint()?),
         ModelInit::Random => None,
     };
     if let Some(print) = &print

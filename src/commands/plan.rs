@@ -3,17 +3,12 @@
 use crate::base::units::bytes;
 use crate::base::{Result, files, memory};
 use crate::data::describe::visible;
-use crate::data::order::BatchStream;
 use crate::model::shapes;
 use crate::ops;
-use crate::plan::Plan;
-use crate::plan::memory_plan;
 use crate::plan::memory_plan::Verdict;
-use crate::recipe::{ModelInit, Recipe};
-use crate::setup::active_schedule::ActiveSchedule;
-use crate::setup::adapters;
-use crate::setup::defaults::{self, Before};
-use crate::setup::row_sizes::RowSizes;
+use crate::plan::{Plan, RunPlan};
+use crate::recipe::{ModelInit, ModelRef, Recipe};
+use crate::setup::defaults::Before;
 use crate::setup::rows::{self, Rows};
 use crate::setup::{self, ModelDir};
 use crate::train::directory;
@@ -95,72 +90,47 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
         None
     };
     let stored = setup::Stored::find(&dir, &spec, recipe.model.init)?;
-    let before = Before::default();
-    let lengths = rows.as_ref().map(|rows| rows.train.lengths());
-    let (mut settled, mut choices) = defaults::settle(recipe, &spec, lengths.as_deref(), &before);
+    let RunPlan {
+        recipe: settled,
+        adapters,
+        active_schedule,
+        stream,
+        memory,
+        ..
+    } = RunPlan::new(recipe, &spec, rows.as_ref(), &stored, &Before::default(), &device)?;
     let mut notes = Vec::new();
-    let stream = match &rows {
-        Some(rows) => {
+    match (&rows, &stream) {
+        (Some(rows), Some(stream)) => {
             let formats = rows::formats(recipe, &rows.train, rows.eval.as_ref());
             notes.extend(formats.iter().map(|line| format!("format {}", visible(line))));
             notes.extend(rows.train.readings.iter().flat_map(|r| r.warnings()));
-            let count = rows.train.examples.len();
-            let stream = BatchStream::new(&rows.train, rows::stream(&settled, count))?;
-            choices.extend(defaults::settle_blocks(
-                &mut settled,
-                &spec,
-                count,
-                stream.steps(),
-                &before,
-            ));
-            Some(stream)
+            match learning::check(&settled, &active_schedule, stream.steps()) {
+                Ok(()) => notes.extend(learning::warnings(&settled, &active_schedule, stream)),
+                Err(e) => notes.push(format!("`ft train` would reject this recipe: {e}")),
+            }
         }
-        None => {
-            notes.push(format!(
-                "the rows are not available: the plan assumes {} tokens in every row and {} forward passes per step",
-                recipe.data.max_length, settled.train.gradient_accumulation_steps
-            ));
-            None
-        }
-    };
-    let recipe = &settled;
-    let params = spec.params();
-    let prepared = adapters::of(recipe, &spec)?;
-    let schedule = ActiveSchedule::new(recipe, &spec, &params, &prepared)?;
-    if let Some(stream) = &stream {
-        match learning::check(recipe, &schedule, stream.steps()) {
-            Ok(()) => notes.extend(learning::warnings(recipe, &schedule, stream)),
-            Err(e) => notes.push(format!("`ft train` would reject this recipe: {e}")),
-        }
+        _ => notes.push(format!(
+            "the rows are not available: the plan assumes {} tokens in every row and {} forward passes per step",
+            recipe.data.max_length, settled.train.gradient_accumulation_steps
+        )),
     }
-    let eval = rows.as_ref().and_then(|rows| rows.eval.as_ref());
-    let sizes = stream.as_ref().map(|stream| RowSizes::new(recipe, stream, eval));
-    let mut forecast = memory_plan::forecast(
-        recipe,
-        &spec,
-        &prepared.adapters,
-        &schedule,
-        sizes.as_ref(),
-        &stored,
-        &device,
-    )?;
-    forecast.plan.choices.splice(0..0, choices);
+    let recipe = &settled;
     let given = u64::try_from(recipe.train.max_steps).ok();
     let steps = stream
         .as_ref()
         .map(|stream| stream.steps())
         .or(given)
         .unwrap_or(u64::MAX);
-    let elements = header::trained_elements(&schedule, steps, &params, &prepared.adapters);
+    let elements = header::trained_elements(&active_schedule, steps, &spec.params(), &adapters.adapters);
     let directory = Path::new(&recipe.train.output_dir);
     let disk = Space {
-        needed: directory::space_needed(recipe, &spec, elements, forecast.strategy.placement),
+        needed: directory::space_needed(recipe, &spec, elements, memory.strategy.placement),
         free: files::free_space(directory),
         directory: recipe.train.output_dir.clone(),
     };
-    let verdict = forecast.verdict(recipe);
-    let does_not_fit = forecast.refused.is_some();
-    match forecast.refused {
+    let verdict = memory.verdict(recipe);
+    let does_not_fit = memory.refused.is_some();
+    match memory.refused {
         Some(refused) if refused.by_budget => return Err(refused.error),
         // The run may be planned for another machine.
         Some(refused) => notes.push(format!(
@@ -170,7 +140,7 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
         None => {}
     }
     Ok(RecipePlan {
-        plan: forecast.plan,
+        plan: memory.plan,
         verdict,
         disk,
         notes,
@@ -229,8 +199,8 @@ pub fn fit(recipe: &Recipe) -> Result<Fitted> {
     })
 }
 
-fn shape_of(path: &str) -> String {
-    shapes::of_model(path).unwrap_or_else(|| path.to_string())
+fn shape_of(model: &ModelRef) -> ModelRef {
+    shapes::of_model(&model.to_string()).map_or_else(|| model.clone(), ModelRef::Shape)
 }
 
 /// Returns the recipe with built-in shapes instead of its models, and without rows.
@@ -238,7 +208,7 @@ pub fn with_shapes(recipe: &Recipe) -> Recipe {
     let mut recipe = recipe.clone();
     recipe.model.path = shape_of(&recipe.model.path);
     recipe.model.init = ModelInit::Random;
-    recipe.distill.teacher = recipe.distill.teacher.as_deref().map(shape_of);
+    recipe.distill.teacher = recipe.distill.teacher.as_ref().map(shape_of);
     recipe.data.train = vec!["-".into()];
     recipe.data.eval = Vec::new();
     recipe
@@ -251,7 +221,6 @@ fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
 
 /// Reads rows with the tokenizer of the local model directory: a hub id would download the full model.
 fn read(recipe: &Recipe, dir: &Path) -> Result<Rows> {
-    let mut here = recipe.clone();
-    here.model.path = dir.to_string_lossy().into_owned();
-    Rows::read(recipe, &ModelDir::of_recipe(&here)?)
+    let here = ModelRef::Dir(dir.to_path_buf());
+    Rows::read(recipe, &ModelDir::of_recipe_at(recipe, &here)?)
 }

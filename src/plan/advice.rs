@@ -219,14 +219,14 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
             r.memory.packed_weights = PackedWeights::Auto;
         });
     }
-    if memory.head_chunk == Some(0) && memory.tier != Tier::Device {
+    if memory.head_chunk == Chunk::Whole && memory.tier != Tier::Device {
         add(SAME, "memory.head_chunk=auto".into(), "the same results", &|r| {
-            r.memory.head_chunk = None;
+            r.memory.head_chunk = Chunk::Auto;
         });
     }
-    if memory.mlp_chunk == Some(0) {
+    if memory.mlp_chunk == Chunk::Whole {
         add(SAME, "memory.mlp_chunk=auto".into(), "the same results", &|r| {
-            r.memory.mlp_chunk = None;
+            r.memory.mlp_chunk = Chunk::Auto;
         });
     }
     let rows = train.batch_size;

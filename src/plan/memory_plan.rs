@@ -8,7 +8,7 @@ use crate::ops::{self, prepacked::Orders};
 use crate::plan::Plan;
 use crate::plan::advice;
 use crate::plan::search::{Base, PlanContext, PlannedStrategy};
-use crate::recipe::{Activations, FrozenWeights, PackedWeights, Recipe, Tier};
+use crate::recipe::{Activations, Chunk, FrozenWeights, PackedWeights, Recipe, Tier};
 use crate::setup::Stored;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::defaults;
@@ -227,7 +227,7 @@ impl PlanContext<'_> {
                 }
             }
         }
-        if let (None, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, strategy.placement) {
+        if let (Chunk::Auto, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, strategy.placement) {
             let whole = |w: &StepStrategy| w.placement == Placement::Disk { head_rows: None };
             match head_rows {
                 None => say("memory.head_chunk", "0".into(), "the full output head fits".into()),
@@ -256,7 +256,7 @@ impl PlanContext<'_> {
                 );
             }
         }
-        if recipe.memory.mlp_chunk.is_none() {
+        if recipe.memory.mlp_chunk == Chunk::Auto {
             let whole = |w: &StepStrategy| w.mlp_tokens.is_none() && w.placement == strategy.placement;
             match strategy.mlp_tokens {
                 None => say("memory.mlp_chunk", "0".into(), "all tokens fit at once".into()),
@@ -327,8 +327,10 @@ pub fn pin_resumed_choices(recipe: &Recipe, resume: &Option<Option<PathBuf>>) ->
     {
         recipe.memory.frozen_weights = before;
     }
-    if recipe.memory.mlp_chunk.is_none() {
-        recipe.memory.mlp_chunk = value("memory.mlp_chunk").and_then(|n| n.parse().ok());
+    if recipe.memory.mlp_chunk == Chunk::Auto {
+        recipe.memory.mlp_chunk = value("memory.mlp_chunk")
+            .and_then(|n| n.parse().ok())
+            .map_or(Chunk::Auto, Chunk::of);
     }
     Ok(recipe)
 }
@@ -345,7 +347,7 @@ pub fn settled(open: &Recipe, recipe: &Recipe) -> Vec<Choice> {
     if was.frozen_weights != memory.frozen_weights {
         all.push(kept("memory.frozen_weights", memory.frozen_weights.name().into()));
     }
-    if let (None, Some(tokens)) = (was.mlp_chunk, memory.mlp_chunk) {
+    if let (Chunk::Auto, Some(tokens)) = (was.mlp_chunk, memory.mlp_chunk.written()) {
         all.push(kept("memory.mlp_chunk", tokens.to_string()));
     }
     all
@@ -375,9 +377,12 @@ mod tests {
             (memory.frozen_weights, memory.mlp_chunk, memory.tier)
         };
         let open = recipe("");
-        assert_eq!(memory(&open, None), (FrozenWeights::Auto, None, Tier::Auto));
+        assert_eq!(memory(&open, None), (FrozenWeights::Auto, Chunk::Auto, Tier::Auto));
         for from in [dir.path().to_path_buf(), dir.path().join("checkpoint-3")] {
-            assert_eq!(memory(&open, Some(&from)), (FrozenWeights::Nf4, Some(512), Tier::Auto));
+            assert_eq!(
+                memory(&open, Some(&from)),
+                (FrozenWeights::Nf4, Chunk::Of(512), Tier::Auto)
+            );
         }
         // A second resume too, although the setting is not open any more in the new plan.
         let again = pin_resumed_choices(&open, &Some(Some(dir.path().to_path_buf()))).unwrap();
@@ -388,11 +393,11 @@ mod tests {
         let written = recipe("frozen_weights = \"int8\"\nmlp_chunk = 0\n");
         assert_eq!(
             memory(&written, Some(dir.path())),
-            (FrozenWeights::Int8, Some(0), Tier::Auto)
+            (FrozenWeights::Int8, Chunk::Whole, Tier::Auto)
         );
         assert_eq!(
             memory(&open, Some(&dir.path().join("none"))),
-            (FrozenWeights::Auto, None, Tier::Auto)
+            (FrozenWeights::Auto, Chunk::Auto, Tier::Auto)
         );
     }
 }

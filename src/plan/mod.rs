@@ -13,6 +13,7 @@ mod ledger;
 pub mod memory_plan;
 mod mlp;
 mod model;
+pub mod run_plan;
 mod search;
 mod step;
 mod table;
@@ -25,6 +26,7 @@ mod work;
 pub use candidates::turns_of;
 pub use memory_plan::MemoryPlan;
 pub use model::{Costs, Model};
+pub use run_plan::RunPlan;
 pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
 

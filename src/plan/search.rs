@@ -9,7 +9,7 @@ use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::{self, Orders};
 use crate::peft::Adapter;
 use crate::plan::memory_plan::Limits;
-use crate::recipe::{Activations, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
+use crate::recipe::{Activations, Chunk, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
 use crate::setup::Stored;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
@@ -256,9 +256,9 @@ impl PlanContext<'_> {
             gradients.push(choose(false));
         }
         let mlp: Vec<Option<usize>> = match recipe.memory.mlp_chunk {
-            Some(0) => vec![None],
-            Some(tokens) => vec![Some(tokens)],
-            None => {
+            Chunk::Whole => vec![None],
+            Chunk::Of(tokens) => vec![Some(tokens)],
+            Chunk::Auto => {
                 let smaller = MLP_TOKENS.into_iter().filter(|n| *n < base.inputs.tokens);
                 std::iter::once(None).chain(smaller.map(Some)).collect()
             }
@@ -318,13 +318,15 @@ impl PlanContext<'_> {
     /// Where the weights may live, the fastest first.
     fn placements(&self, recipe: &Recipe) -> Result<Vec<Placement>> {
         let disk: Vec<Placement> = match recipe.memory.head_chunk {
-            Some(0) => vec![Placement::Disk { head_rows: None }],
-            Some(rows) => vec![Placement::Disk {
+            Chunk::Whole => vec![Placement::Disk { head_rows: None }],
+            Chunk::Of(rows) => vec![Placement::Disk {
                 head_rows: Some(rows.next_multiple_of(PIECE)),
             }],
             // In this case the divergence needs the whole head.
-            None if self.on_gpu && recipe.train.stage == Stage::Distill => vec![Placement::Disk { head_rows: None }],
-            None => [None, Some(PIECE)]
+            Chunk::Auto if self.on_gpu && recipe.train.stage == Stage::Distill => {
+                vec![Placement::Disk { head_rows: None }]
+            }
+            Chunk::Auto => [None, Some(PIECE)]
                 .map(|head_rows| Placement::Disk { head_rows })
                 .to_vec(),
         };

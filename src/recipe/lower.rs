@@ -156,7 +156,7 @@ pub fn lower(mut s: Settings, values: &Values) -> Recipe {
     if open.packing_length {
         s.data.packing_length = s.data.max_length;
     }
-    if s.model.is_shape() {
+    if s.model.path.is_shape() {
         s.model.init = ModelInit::Random;
     }
     // Pairs and RL answers are never packed with others: they have no padding to save.

@@ -8,6 +8,7 @@ mod check;
 mod draft;
 mod foreign;
 mod lower;
+pub mod model_ref;
 pub mod peers;
 mod resolved;
 mod schema;
@@ -22,9 +23,11 @@ mod tests;
 mod tests_stages;
 
 pub use lower::ACCUMULATION;
+pub use model_ref::ModelRef;
 pub use resolved::reference;
 pub use schema::schema;
 pub use types::*;
+pub use value::Chunk;
 
 use crate::base::{Error, Result, files, paths};
 use check::Values;

@@ -6,12 +6,12 @@
 
 use super::check::Values;
 use super::lower::Faults;
+use super::model_ref::ModelRef;
 use super::types::*;
-use super::value::{Kind, Setting};
+use super::value::{Chunk, Kind, Setting};
 use crate::base::Error;
 use ft_base::named;
 use std::fmt;
-use std::path::Path;
 use std::sync::LazyLock;
 
 /// The dotted path of a key: `train.batch_size`, written as `Train::batch_size`.

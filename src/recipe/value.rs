@@ -65,6 +65,34 @@ impl<T: Named> Setting<ByName> for T {
     }
 }
 
+/// The value of a key that splits work into chunks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Chunk {
+    /// The planner chooses.
+    #[default]
+    Auto,
+    /// 0: no chunks.
+    Whole,
+    /// Items of a chunk, at least 1.
+    Of(usize),
+}
+
+impl Chunk {
+    /// As written: 0 is `Whole`.
+    pub fn of(n: usize) -> Self {
+        if n == 0 { Self::Whole } else { Self::Of(n) }
+    }
+
+    /// The number that a recipe has for it; `None` is `auto`.
+    pub fn written(self) -> Option<usize> {
+        match self {
+            Self::Auto => None,
+            Self::Whole => Some(0),
+            Self::Of(n) => Some(n),
+        }
+    }
+}
+
 /// `type: kind, value => typed value`. Any other value, such as the `auto` of a number, gives the default of the type.
 macro_rules! settings {
     ($($(#[doc = $doc:literal])? $type:ty: $kind:expr, $value:pat => $typed:expr;)+) => {
@@ -91,6 +119,7 @@ settings! {
     Option<usize>: Kind::Integer, Value::Integer(i) => usize::try_from(*i).ok();
     /// Bytes; `None` is `auto`.
     Option<u64>: Kind::Size, Value::Text(t) => units::parse_bytes(t).ok();
+    Chunk: Kind::Integer, Value::Integer(n) => usize::try_from(*n).map_or(Chunk::Auto, Chunk::of);
     f64: Kind::Number, Value::Number(x) => *x;
     [f64; 2]: Kind::Pair, Value::Pair(p) => *p;
     Vec<String>: Kind::Texts, Value::List(l) => l.clone();

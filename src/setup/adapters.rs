@@ -44,7 +44,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
                     .hint("start from a new adapter, or from the adapter of a language model"),
             );
         }
-        config.base_model_name_or_path = Some(recipe.model.path.clone());
+        config.base_model_name_or_path = Some(recipe.model.path.to_string());
         adapters.values_mut().for_each(|a| set_dropout(a, recipe));
         config.lora_dropout = recipe.tune.lora.lora_dropout;
         return Ok(hf::AdapterSet {
@@ -62,7 +62,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
     hf::new_adapters(
         &recipe.tune.lora,
         spec,
-        Some(recipe.model.path.clone()),
+        Some(recipe.model.path.to_string()),
         recipe.train.seed,
     )
 }

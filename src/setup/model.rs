@@ -8,52 +8,63 @@ use crate::formats::config::Config;
 use crate::formats::template::ChatTemplate;
 use crate::formats::tokenizer::Tokenizer;
 use crate::formats::weights::Weights;
-use crate::hf;
+use crate::hf::{self, Fingerprint};
 use crate::hub;
 use crate::model::{Network, Spec, TokenRows, TrainableNetwork, families, shapes};
 use crate::ops::{self, update};
 use crate::quant::Format;
-use crate::recipe::{Dtype, Method, ModelInit, Recipe};
+use crate::recipe::{Dtype, Method, ModelInit, ModelRef, Recipe};
 use crate::report;
 use crate::source::Placement;
 use crate::source::{Disk, Resident, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
 use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// A model directory whose config, tokenizer and template are read and whose weights are not loaded.
 pub struct ModelDir {
+    /// The name from which it was opened.
+    pub named: ModelRef,
     pub dir: PathBuf,
     pub config: Config,
     pub spec: Spec,
     pub tokenizer: Tokenizer,
     pub template: Option<ChatTemplate>,
+    /// Opened at first use.
+    weights: OnceLock<Arc<Weights>>,
 }
 
 impl ModelDir {
     /// Opens the model of a recipe. Errors: as `open`.
     pub fn of_recipe(recipe: &Recipe) -> Result<Self> {
-        let (model, template) = (&recipe.model, recipe.data.chat_template.as_deref());
-        Self::read(&model.path, &model.revision, model.init, template)
+        Self::of_recipe_at(recipe, &recipe.model.path)
     }
 
-    /// Opens a model. `path` is a directory or a hub id; `template` a Jinja file that replaces the model's own
-    /// template.
+    /// As `of_recipe`, for another place of the model.
+    pub fn of_recipe_at(recipe: &Recipe, model: &ModelRef) -> Result<Self> {
+        let template = recipe.data.chat_template.as_deref();
+        Self::read(model, &recipe.model.revision, recipe.model.init, template)
+    }
+
+    /// Opens a model by its name. `template`: a Jinja file that replaces the model's own template.
     ///
     /// Errors: an invalid directory; a tokenizer with more ids than the embedding has rows.
-    pub fn open(path: &str, revision: &str, template: Option<&str>) -> Result<Self> {
-        Self::read(path, revision, ModelInit::Pretrained, template)
+    pub fn open(name: &str, revision: &str, template: Option<&str>) -> Result<Self> {
+        Self::read(&ModelRef::new(name), revision, ModelInit::Pretrained, template)
     }
 
-    fn read(path: &str, revision: &str, init: ModelInit, template: Option<&str>) -> Result<Self> {
+    pub fn read(named: &ModelRef, revision: &str, init: ModelInit, template: Option<&str>) -> Result<Self> {
+        let path = &named.to_string();
         if let Some(config) = shapes::config(path)? {
             return Ok(Self {
+                named: named.clone(),
                 dir: PathBuf::from(path),
                 spec: families::read(&config)?,
                 config,
                 tokenizer: Tokenizer::bytes()?,
                 template: None,
+                weights: OnceLock::new(),
             });
         }
         let dir = hub::resolve_model(path, revision, true)?;
@@ -84,17 +95,19 @@ impl ModelDir {
             None => ChatTemplate::from_dir(&dir, &tokenizer)?,
         };
         Ok(Self {
+            named: named.clone(),
             dir,
             config,
             spec,
             tokenizer,
             template,
+            weights: OnceLock::new(),
         })
     }
 
     /// True for random weights of a built-in shape: they have no directory and are not exported.
     pub fn is_shape(&self) -> bool {
-        self.dir.to_string_lossy().starts_with(shapes::PREFIX)
+        self.named.is_shape()
     }
 
     /// Unties embedding and head if the adapter that the recipe continues to train does so (`hf::unties`).
@@ -103,14 +116,27 @@ impl ModelDir {
         Ok(())
     }
 
-    /// Opens the weight files.
-    pub fn weights(&self) -> Result<Weights> {
+    /// The weight files, opened once. Call it after `untie_for`.
+    pub fn weights(&self) -> Result<Arc<Weights>> {
+        if let Some(weights) = self.weights.get() {
+            return Ok(weights.clone());
+        }
+        let weights = Arc::new(self.open_weights()?);
+        Ok(self.weights.get_or_init(|| weights).clone())
+    }
+
+    fn open_weights(&self) -> Result<Weights> {
         let weights = Weights::open(&self.dir)?;
         if !self.spec.tied && families::read(&self.config)?.tied {
             hf::untied_weights(weights)
         } else {
             Ok(weights)
         }
+    }
+
+    /// The fingerprint of the model as its files define it, also if `untie_for` changed it for an adapter.
+    pub fn fingerprint(&self) -> Result<Fingerprint> {
+        hf::fingerprint_of(&families::read(&self.config)?, &*self.weights()?)
     }
 
     /// The chat template as a trait object of `data`.
@@ -131,6 +157,14 @@ impl ModelDir {
                 resident::check_names(&self.spec.params(), &weights)
             }
             ModelInit::Random => Ok(()),
+        }
+    }
+
+    /// How the files store the weights.
+    pub fn stored(&self, init: ModelInit) -> Result<Stored> {
+        match init {
+            ModelInit::Random => Ok(Stored::random()),
+            ModelInit::Pretrained => Stored::of(&*self.weights()?, &self.spec),
         }
     }
 
@@ -200,7 +234,8 @@ impl ModelDir {
         };
         let params = self.spec.params();
         let weights = match init {
-            ModelInit::Pretrained => self.weights()?,
+            // The disk tier opens the files again: it sets read hints on its own handles.
+            ModelInit::Pretrained => self.open_weights()?,
             ModelInit::Random => {
                 let file = run_dir.join(DRAWN).join("model.safetensors");
                 if !file.is_file() {
@@ -304,7 +339,7 @@ impl ModelDir {
             && hf::unties(dir, &spec)?
         {
             spec.tied = false;
-            weights = hf::untied_weights(weights)?;
+            weights = Arc::new(hf::untied_weights(Weights::open(&self.dir)?)?);
         }
         let mut kinds = spec
             .params()
@@ -348,18 +383,25 @@ pub struct Stored {
 impl Stored {
     /// Inspects the files in `dir`, if they exist; random weights are f32. Reads headers only.
     pub fn find(dir: &Path, spec: &Spec, init: ModelInit) -> Result<Self> {
-        let mut found = Self::default();
-        if init == ModelInit::Random {
-            found.number_bytes = Some(Dtype::F32.bytes());
-            return Ok(found);
+        match init {
+            ModelInit::Random => Ok(Self::random()),
+            // A plan needs no weights; loading them later reports errors.
+            ModelInit::Pretrained => Weights::open(dir).map_or(Ok(Self::default()), |w| Self::of(&w, spec)),
         }
-        // A plan needs no weights; loading them later reports errors.
-        let Ok(weights) = Weights::open(dir) else {
-            return Ok(found);
-        };
+    }
+
+    fn random() -> Self {
+        Self {
+            number_bytes: Some(Dtype::F32.bytes()),
+            ..Self::default()
+        }
+    }
+
+    fn of(weights: &Weights, spec: &Spec) -> Result<Self> {
+        let mut found = Self::default();
         let mut all_bf16 = true;
         for p in spec.params() {
-            if let Some((_, format)) = stored::find(&weights, &p.name)? {
+            if let Some((_, format)) = stored::find(weights, &p.name)? {
                 found.codes.insert(p.name.clone(), format);
             }
             let info = weights.info(&p.name).filter(|_| policy::is_projection(&p));
@@ -383,7 +425,8 @@ pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
 }
 
 /// Reads the structure of a model from `config.json` alone; also returns its directory.
-pub fn read_spec(path: &str, revision: &str, init: ModelInit) -> Result<(PathBuf, Spec)> {
+pub fn read_spec(model: &ModelRef, revision: &str, init: ModelInit) -> Result<(PathBuf, Spec)> {
+    let path = &model.to_string();
     if let Some(config) = shapes::config(path)? {
         return Ok((PathBuf::from(path), families::read(&config)?));
     }

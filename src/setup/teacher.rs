@@ -5,8 +5,7 @@ use crate::data::Dataset;
 use crate::distill::hidden;
 use crate::engine::StepStrategy;
 use crate::formats::Tokenizer;
-use crate::hf;
-use crate::model::{Network, Spec, shapes};
+use crate::model::{Network, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
 use crate::setup::{self, ModelDir};
@@ -57,14 +56,15 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     let Some(path) = &d.teacher else {
         return Err(Error::usage("no teacher is given").at("distill.teacher"));
     };
-    if path.starts_with(shapes::PREFIX) {
+    if path.is_shape() {
         return Err(Error::usage("a built-in shape has random weights: it cannot be a teacher").at("distill.teacher"));
     }
-    let teacher = ModelDir::open(path, &d.teacher_revision, None).map_err(|e| e.or_at("distill.teacher"))?;
+    let teacher = ModelDir::read(path, &d.teacher_revision, ModelInit::Pretrained, None)
+        .map_err(|e| e.or_at("distill.teacher"))?;
     check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
     teacher.check_weights(ModelInit::Pretrained)?;
     let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
-    let stored = setup::Stored::find(&teacher.dir, &teacher.spec, ModelInit::Pretrained)?.codes;
+    let stored = teacher.stored(ModelInit::Pretrained)?.codes;
     if d.teacher_tier == TeacherTier::Disk && !stored.is_empty() {
         return Err(Error::new(
             "the teacher's files are quantized: reading such weights layer by layer is not supported yet",
@@ -147,7 +147,7 @@ impl TeacherModel {
 
     /// Fingerprint of the teacher's weights and their storage types.
     pub fn fingerprint(&self) -> Result<Named> {
-        let print = hf::fingerprint(&self.model.dir)?;
+        let print = self.model.fingerprint()?;
         let storage = self.storage.describe();
         Ok(Named {
             now: format!("{} {storage}", print.exact),

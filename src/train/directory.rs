@@ -3,7 +3,7 @@
 use crate::base::lock::{self, RunLock};
 use crate::base::{Error, Result, files, staging};
 use crate::checkpoint::{self, LoadedState};
-use crate::model::{Spec, shapes};
+use crate::model::Spec;
 use crate::ops::CpuBackend;
 use crate::plan::Plan;
 use crate::recipe::{self, Method, Recipe};
@@ -272,7 +272,7 @@ pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Placemen
     let stored = recipe.model.dtype.bytes();
     let out = match recipe.tune.method {
         // Random weights of a shape are not exported.
-        _ if recipe.model.path.starts_with(shapes::PREFIX) => 0,
+        _ if recipe.model.path.is_shape() => 0,
         // An initialization that is subtracted from the base doubles the rank.
         Method::Lora if starts::requantizes_base(recipe) => elements * 8 + all as u64 * 4,
         Method::Lora => elements * 8,

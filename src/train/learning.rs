@@ -239,7 +239,7 @@ mod tests {
     }
 
     fn schedule(recipe: &Recipe) -> ActiveSchedule {
-        let spec = setup::read_spec("shape:small", "main", crate::recipe::ModelInit::Pretrained)
+        let spec = setup::read_spec(&"shape:small".into(), "main", crate::recipe::ModelInit::Pretrained)
             .unwrap()
             .1;
         let prepared = adapters::of(recipe, &spec).unwrap();

@@ -8,7 +8,7 @@ pub fn after_training(recipe: &Recipe, final_dir: &Path) -> Vec<String> {
     let dir = word(&final_dir.display().to_string());
     let adapter = recipe.tune.method == Method::Lora;
     let result = if adapter {
-        format!("--model {} --adapter {dir}", word(&recipe.model.path))
+        format!("--model {} --adapter {dir}", word(&recipe.model.path.to_string()))
     } else {
         format!("--model {dir}")
     };

@@ -1,25 +1,22 @@
 //! `ft train`: recipe, data, model and plan, then the optimizer steps, then `final/`.
 
 use crate::base::signal::{Conduct, Stop};
-use crate::base::{ErrorKind, Result, memory, progress, signal};
+use crate::base::{Error, ErrorKind, Result, memory, progress, signal};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
-use crate::data::order::BatchStream;
 use crate::engine::Engine;
 use crate::hf::{self, Fingerprint};
 use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
-use crate::plan::Plan;
 use crate::plan::memory_plan::{self, MemoryPlan};
+use crate::plan::{Plan, RunPlan};
 use crate::recipe::{self, Method};
 use crate::report::{Reporter, StepMetrics};
 use crate::setup::active_schedule::{self, ActiveSchedule};
-use crate::setup::adapters;
 use crate::setup::allocation;
 use crate::setup::defaults::{self, Before};
 use crate::setup::locate;
-use crate::setup::row_sizes::RowSizes;
 use crate::setup::rows::{self, Rows};
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
@@ -78,38 +75,32 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let mut model = ModelDir::of_recipe(recipe)?;
     model.untie_for(recipe)?;
     model.check_weights(recipe.model.init)?;
-    let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
-    let (before, rows) = (Before::read(recipe, &options.resume)?, train.examples.len());
-    let (mut settled, mut choices) = defaults::settle(recipe, &model.spec, Some(&train.lengths()), &before);
-    stage::check(&settled, &model, &train)?;
-    let stream = BatchStream::new(&train, rows::stream(&settled, rows))?;
-    let total_steps = stream.steps();
-    let turns = defaults::settle_blocks(&mut settled, &model.spec, rows, total_steps, &before);
-    choices.extend(turns);
-    let loaded = &defaults::record(loaded, &choices);
-    let (open, recipe) = (recipe, &settled);
+    let rows = Rows::read(recipe, &model)?;
 
-    // ---- adapters, schedule of trained parameters, plan
-    let mut prepared = adapters::of(recipe, &model.spec)?;
-    allocation::settle(recipe, &mut prepared, total_steps)?;
-    let params = model.spec.params();
-    let active_schedule = ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?;
+    // ---- all decisions: values of `auto` keys, adapters, schedule of active parameters, memory
+    let before = Before::read(recipe, &options.resume)?;
+    let stored = model.stored(recipe.model.init)?;
+    let RunPlan {
+        recipe: settled,
+        choices,
+        adapters: mut prepared,
+        active_schedule,
+        stream,
+        memory: MemoryPlan {
+            mut plan,
+            strategy,
+            refused,
+            ..
+        },
+    } = RunPlan::new(recipe, &model.spec, Some(&rows), &stored, &before, &device)?;
+    let Some(stream) = stream else {
+        return Err(Error::internal("a run has no rows"));
+    };
+    let Rows { train, eval, questions } = &rows;
+    let (loaded, open, recipe) = (&defaults::record(loaded, &choices), recipe, &settled);
+    let (total_steps, params) = (stream.steps(), model.spec.params());
+    stage::check(recipe, &model, train)?;
     learning::check(recipe, &active_schedule, total_steps)?;
-    let MemoryPlan {
-        mut plan,
-        strategy,
-        refused,
-        ..
-    } = memory_plan::forecast(
-        recipe,
-        &model.spec,
-        &prepared.adapters,
-        &active_schedule,
-        Some(&RowSizes::new(recipe, &stream, eval.as_ref())),
-        &setup::Stored::find(&model.dir, &model.spec, recipe.model.init)?,
-        &device,
-    )?;
-    plan.choices.splice(0..0, choices);
     plan.choices.extend(memory_plan::settled(&loaded.recipe, open));
     if options.dry_run {
         return Ok(Outcome {
@@ -130,11 +121,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
 
     // ---- run directory: all remaining checks run before it is changed
     let print = match recipe.model.init {
-        recipe::ModelInit::Pretrained => Some(hf::fingerprint(&model.dir)?),
+        recipe::ModelInit::Pretrained => Some(model.fingerprint()?),
         recipe::ModelInit::Random => None,
     };
     let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
-    let facts = facts(loaded, print, &train, eval.as_ref());
+    let facts = facts(loaded, print, train, eval.as_ref());
     if let Some(dir) = &recipe.tune.lora.adapter
         && recipe.tune.method == Method::Lora
     {

@@ -227,7 +227,7 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
     let recipe = recipe::parse(&text, "parity", &[])
         .unwrap_or_else(|e| panic!("{e}"))
         .recipe;
-    let described = ModelDir::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"));
+    let described = ModelDir::open(&recipe.model.path.to_string(), "main", None).unwrap_or_else(|e| panic!("{e}"));
     let rows = ft::setup::rows::Rows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
     let examples = rows.train.examples.into_iter();
     examples
@@ -259,7 +259,7 @@ fn preference_recipe(model: &Path, rows: &Path, lines: &str) -> Recipe {
 }
 
 fn described(recipe: &Recipe) -> ModelDir {
-    ModelDir::open(&recipe.model.path, "main", None).unwrap_or_else(|e| panic!("{e}"))
+    ModelDir::open(&recipe.model.path.to_string(), "main", None).unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// The documents of each preference row, as in a training run.

@@ -102,7 +102,7 @@ impl HubSettings {
     }
 
     /// Removes the token from `text`, for messages.
-    pub(crate) fn scrub(&self, text: &str) -> String {
+    pub fn scrub(&self, text: &str) -> String {
         match &self.token {
             Some(token) => text.replace(token.as_str(), "<token>"),
             None => text.to_string(),

@@ -12,7 +12,7 @@ section! {
     pub struct Distill in "distill", when Train::stage = ["distill"] {
         /// The teacher: hub id or local directory, of any family, with the same tokenizer. `ft distill cache` needs it;
         /// training too, unless `teacher_cache` is set.
-        teacher: Option<String> = "", "stored outputs can replace it";
+        teacher: Option<ModelRef> = "", "stored outputs can replace it";
         /// Branch, tag or commit of a hub teacher.
         teacher_revision: String = "main", "the default branch of every hub repository";
         /// Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` apply to all its
@@ -100,8 +100,8 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
             .as_ref()
             .map(|cache| format!("distill.teacher_cache = {cache:?}")),
         Distill::teacher_revision => {
-            let local = keys.teacher.as_ref().filter(|teacher| Path::new(teacher).is_dir());
-            local.map(|teacher| format!("distill.teacher = {teacher:?}"))
+            let local = keys.teacher.as_ref().filter(|t| !matches!(t, ModelRef::Hub(_)));
+            local.map(|teacher| Distill::teacher.is(&teacher.to_string()))
         }
         _ => None,
     }

@@ -26,7 +26,7 @@ section! {
     pub struct Model in "model" {
         /// Hub id, local directory, or `shape:NAME` (seeded random weights of a built-in shape, for plans and
         /// benchmarks).
-        path: String;
+        path: ModelRef;
         /// Branch, tag or commit of a hub model.
         revision: String = "main", "the default branch of every hub repository";
         /// Data type of unquantized weights and matrix products. `final/` is stored in it.
@@ -64,7 +64,7 @@ section! {
         tier: Tier = "auto", "on the device if they fit, else on the disk";
         /// With `tier = "disk"`: number of rows of the output projection that are loaded at a time (rounded up to a
         /// multiple of 4096); `0` loads all of it. Results are bit-identical.
-        head_chunk: Option<usize> = "auto", "the whole projection if it fits", in from(0);
+        head_chunk: Chunk = "auto", "the whole projection if it fits", in from(0);
         /// Saved activations: `keep` saves all of them; `recompute` saves only layer inputs (gradient checkpointing);
         /// `host` is `recompute` with the layer inputs offloaded to host memory (GPU only); or `auto`. Results are
         /// bit-identical.
@@ -74,7 +74,7 @@ section! {
         /// Number of tokens that an MLP processes at a time; it limits the size of the wide intermediate tensors. `0`
         /// processes all at once. Outputs are bit-identical; a gradient that is summed over the chunks can differ in
         /// its last bits.
-        mlp_chunk: Option<usize> = "auto", "all tokens if they fit", in from(0);
+        mlp_chunk: Chunk = "auto", "all tokens if they fit", in from(0);
         /// On a CPU with a tile unit (AMX) or fast bf16 dot products (AMD, from Zen 4 on) and with `model.dtype =
         /// "bf16"`: a packed copy of the frozen weights stays in memory, for the `forward` pass or for `both` passes
         /// (two copies), so that matrix products do not pack them each time. Results are bit-identical.
@@ -119,13 +119,6 @@ section! {
         shuffle: bool = true, "neighboring rows of a file are often similar";
         /// `auto` or a path to a Jinja file.
         chat_template: Option<String> = "auto", "the template of the model";
-    }
-}
-
-impl Model {
-    /// True for `path = "shape:NAME"`.
-    pub fn is_shape(&self) -> bool {
-        self.path.starts_with("shape:")
     }
 }
 
@@ -176,7 +169,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         );
     }
     // A built-in shape is for plans and benchmarks, which need no data.
-    if data.train.is_empty() && !model.is_shape() {
+    if data.train.is_empty() && !model.path.is_shape() {
         faults.add(
             &[Data::train],
             Error::usage("`data.train` is missing").hint("write a file: `[data] train = \"data/train.jsonl\"`"),
@@ -265,9 +258,7 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
     let stored = |names: &[&str]| memory.storages().any(|name| names.contains(&name));
     let frozen = || Some(Memory::frozen_weights.is(memory.frozen_weights.name()));
     match key {
-        Model::revision if model.is_shape() || Path::new(&model.path).is_dir() => {
-            Some(format!("model.path = {:?}", model.path))
-        }
+        Model::revision if !matches!(model.path, ModelRef::Hub(_)) => Some(Model::path.is(&model.path.to_string())),
         Memory::head_chunk if matches!(memory.tier, Tier::Device | Tier::Host) => {
             Some(Memory::tier.is(memory.tier.name()))
         }

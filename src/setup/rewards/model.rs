@@ -11,7 +11,7 @@ use crate::hf;
 use crate::model::{Network, Spec};
 use crate::recipe::{Dtype, ModelInit, TrainOn};
 use crate::rlhf::preference::reward::scores;
-use crate::setup::{ModelDir, Stored};
+use crate::setup::ModelDir;
 use crate::source::StoragePolicy;
 use candle_core::{Device, Tensor};
 
@@ -64,7 +64,7 @@ impl RewardModel {
     /// The memory for the plan. Errors: as `describe`.
     pub fn cost(dir: &str) -> Result<RewardModelSpec> {
         let described = Self::describe(dir)?;
-        let stored = Stored::find(&described.dir, &described.spec, ModelInit::Pretrained)?;
+        let stored = described.stored(ModelInit::Pretrained)?;
         let dtype = match stored.number_bytes {
             Some(2) => Dtype::Bf16,
             _ => Dtype::F32,

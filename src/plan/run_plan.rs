@@ -1,0 +1,74 @@
+//! Every decision of a run that is made before weights are loaded. `ft plan` and `ft train` share it, so that their plans
+//! are equal.
+
+use super::memory_plan::{self, MemoryPlan};
+use crate::base::Result;
+use crate::data::order::BatchStream;
+use crate::hf::AdapterSet;
+use crate::model::Spec;
+use crate::recipe::Recipe;
+use crate::setup::active_schedule::ActiveSchedule;
+use crate::setup::defaults::{self, Before, Choice};
+use crate::setup::row_sizes::RowSizes;
+use crate::setup::rows::{self, Rows};
+use crate::setup::{Stored, adapters, allocation};
+use candle_core::Device;
+
+/// A run with all its decisions.
+pub struct RunPlan<'a> {
+    /// The recipe without `auto` for keys that depend on rows and model.
+    pub recipe: Recipe,
+    /// The values of these keys, with reasons.
+    pub choices: Vec<Choice>,
+    pub adapters: AdapterSet,
+    pub active_schedule: ActiveSchedule,
+    /// The order of the rows; `None` without rows.
+    pub stream: Option<BatchStream<'a>>,
+    pub memory: MemoryPlan,
+}
+
+impl<'a> RunPlan<'a> {
+    /// `rows`: `None` if they are not available; `stored`: how the files store the weights; `before`: the values of the
+    /// run that is resumed.
+    ///
+    /// Errors: settings that contradict each other, the rows, or the model. A run that does not fit is no error here.
+    pub fn new(
+        recipe: &Recipe,
+        spec: &Spec,
+        rows: Option<&'a Rows>,
+        stored: &Stored,
+        before: &Before,
+        device: &Device,
+    ) -> Result<Self> {
+        let lengths = rows.map(|rows| rows.train.lengths());
+        let (mut recipe, mut choices) = defaults::settle(recipe, spec, lengths.as_deref(), before);
+        let stream = match rows {
+            Some(rows) => {
+                let count = rows.train.examples.len();
+                let stream = BatchStream::new(&rows.train, rows::stream(&recipe, count))?;
+                let steps = stream.steps();
+                choices.extend(defaults::settle_blocks(&mut recipe, spec, count, steps, before));
+                Some(stream)
+            }
+            None => None,
+        };
+        let mut adapters = adapters::of(&recipe, spec)?;
+        if let Some(stream) = &stream {
+            allocation::settle(&recipe, &mut adapters, stream.steps())?;
+        }
+        let active_schedule = ActiveSchedule::new(&recipe, spec, &spec.params(), &adapters)?;
+        let eval = rows.and_then(|rows| rows.eval.as_ref());
+        let sizes = stream.as_ref().map(|stream| RowSizes::new(&recipe, stream, eval));
+        let sets = &adapters.adapters;
+        let mut memory = memory_plan::forecast(&recipe, spec, sets, &active_schedule, sizes.as_ref(), stored, device)?;
+        memory.plan.choices.splice(0..0, choices.iter().cloned());
+        Ok(Self {
+            recipe,
+            choices,
+            adapters,
+            active_schedule,
+            stream,
+            memory,
+        })
+    }
+}

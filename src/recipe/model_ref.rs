@@ -1,0 +1,97 @@
+//! A model as a recipe or a flag names it.
+
+use super::value::{ByKind, Kind, Setting, Value};
+use crate::base::paths;
+use crate::hub;
+use crate::model::shapes;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// The three meanings of a model name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ModelRef {
+    /// `shape:NAME`: random weights of a built-in shape. Holds the whole text.
+    Shape(String),
+    /// A local directory, which may not exist.
+    Dir(PathBuf),
+    /// A hub id: `owner/name`.
+    Hub(String),
+}
+
+impl ModelRef {
+    /// An existing directory wins over a hub id with the same name.
+    pub fn new(text: &str) -> Self {
+        let local = Path::new(text).is_dir() || paths::is_meant(text) || !hub::is_id(text);
+        match text.starts_with(shapes::PREFIX) {
+            true => Self::Shape(text.into()),
+            false if local => Self::Dir(text.into()),
+            false => Self::Hub(text.into()),
+        }
+    }
+
+    pub fn is_shape(&self) -> bool {
+        matches!(self, Self::Shape(_))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// The empty name.
+impl Default for ModelRef {
+    fn default() -> Self {
+        Self::Dir(PathBuf::new())
+    }
+}
+
+impl From<&str> for ModelRef {
+    fn from(text: &str) -> Self {
+        Self::new(text)
+    }
+}
+
+impl fmt::Display for ModelRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Shape(text) | Self::Hub(text) => f.write_str(text),
+            Self::Dir(dir) => write!(f, "{}", dir.display()),
+        }
+    }
+}
+
+impl Setting<ByKind> for ModelRef {
+    const KIND: Kind = Kind::Text;
+    fn read(value: &Value) -> Self {
+        match value {
+            Value::Text(text) => Self::new(text),
+            _ => Self::default(),
+        }
+    }
+}
+
+/// `None` is the empty text.
+impl Setting<ByKind> for Option<ModelRef> {
+    const KIND: Kind = Kind::Text;
+    fn read(value: &Value) -> Self {
+        Some(ModelRef::read(value)).filter(|model| !model.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_a_shape_a_directory_or_a_hub_id() {
+        let hub = ModelRef::Hub("Qwen/Qwen2.5-0.5B".into());
+        assert_eq!(ModelRef::new("Qwen/Qwen2.5-0.5B"), hub);
+        assert_eq!(ModelRef::new("shape:tiny"), ModelRef::Shape("shape:tiny".into()));
+        for dir in ["assets/tiny", "./Qwen/model", "/models/qwen", "~/models/qwen", ""] {
+            assert_eq!(ModelRef::new(dir), ModelRef::Dir(dir.into()), "{dir}");
+        }
+        for text in ["Qwen/Qwen2.5-0.5B", "shape:tiny", "assets/tiny"] {
+            assert_eq!(ModelRef::new(text).to_string(), text);
+        }
+    }
+}

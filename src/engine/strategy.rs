@@ -40,6 +40,37 @@ impl StepStrategy {
         }
     }
 
+    /// Every setting in words, for a model of `layers` layers.
+    pub fn describe(&self, layers: usize) -> Vec<(&'static str, String)> {
+        let gradients = match self.gradients {
+            Gradients::Keep => "kept until the update",
+            Gradients::Fused => "applied as soon as they are computed",
+            Gradients::NormFirst => "computed twice: for the norm, then applied as soon as they are computed",
+        };
+        let packed = match self.packed_orders() {
+            None => "none",
+            Some(Orders::Forward) => "for the forward pass",
+            Some(Orders::Both) => "for both passes",
+        };
+        let inputs = if self.offload_inputs {
+            "in host memory"
+        } else {
+            "on the device"
+        };
+        let tokens = |n: usize| format!("in chunks of {n} tokens");
+        vec![
+            ("weights", format!("{}, {}", self.placement, self.storage.describe())),
+            ("packed copies", packed.into()),
+            (
+                "saved activations",
+                format!("{} of {layers} layers", self.saved_layers.min(layers)),
+            ),
+            ("layer inputs", inputs.into()),
+            ("MLP", self.mlp_tokens.map_or("all tokens at once".into(), tokens)),
+            ("gradients", gradients.into()),
+        ]
+    }
+
     /// The operand orders of the packed copies.
     pub fn packed_orders(&self) -> Option<Orders> {
         self.packed_copies.as_ref().map(|copies| copies.orders)

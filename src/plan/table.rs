@@ -29,6 +29,8 @@ pub struct Line {
 pub struct Plan {
     /// The chosen values of open settings.
     pub choices: Vec<Choice>,
+    /// The whole strategy of a step, in words.
+    pub strategy: Vec<(&'static str, String)>,
     pub lines: Vec<Line>,
     pub peak_bytes: u64,
     /// With a GPU: the peak of host memory.
@@ -67,6 +69,11 @@ impl Plan {
             100.0 * self.trained_parameters as f64 / self.parameters.max(1) as f64
         );
         out.push_str(&with_note(format!("{:width$}  ", "parameters"), &share, columns));
+        out.push_str("strategy of a step\n");
+        let name = self.strategy.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+        for (setting, value) in &self.strategy {
+            out.push_str(&with_note(format!("  {setting:name$}  "), value, columns));
+        }
         if !self.choices.is_empty() {
             out.push_str("chosen\n");
         }
@@ -95,6 +102,11 @@ impl Plan {
         out.insert("at_peak".into(), Value::Object(at_peak));
         out.insert("parameters".into(), json!(self.parameters));
         out.insert("trained_parameters".into(), json!(self.trained_parameters));
+        let setting = |(name, value): &(&str, String)| (name.replace(' ', "_").to_lowercase(), json!(value));
+        out.insert(
+            "strategy".into(),
+            Value::Object(self.strategy.iter().map(setting).collect()),
+        );
         let choice = |c: &Choice| (c.key.to_string(), json!({"value": c.value, "why": c.why}));
         out.insert(
             "chosen".into(),
@@ -306,6 +318,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
         .collect();
     Plan {
         choices: Vec::new(),
+        strategy: inputs.strategy.describe(spec.layers.len()),
         lines,
         peak_bytes: l.peak,
         peak_host_bytes: inputs.on_gpu.then_some(l.host_peak),

@@ -1,5 +1,7 @@
 //! Where the weights of a model live.
 
+use std::fmt;
+
 /// Where the weights live that are not trained now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement {
@@ -21,6 +23,17 @@ impl Placement {
             Placement::Device => None,
             Placement::Host => Some(None),
             Placement::Disk { head_rows } => Some(head_rows),
+        }
+    }
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device => f.write_str("on the device"),
+            Self::Host => f.write_str("in host memory"),
+            Self::Disk { head_rows: None } => f.write_str("on the disk"),
+            Self::Disk { head_rows: Some(rows) } => write!(f, "on the disk, head in chunks of {rows} rows"),
         }
     }
 }

@@ -11,7 +11,7 @@ cuda=$root/crates/ft-kernels/cuda
 emulate=$root/crates/ft-kernels/emulate
 cxx=${CXX:-g++}
 # No contraction: the kernels promise the bits of the CPU.
-flags=(-std=c++17 -O2 -g1 -fPIC -Wall -Wextra -ffp-contract=off)
+flags=(-std=c++17 -O3 -march=native -g1 -fPIC -Wall -Wextra -ffp-contract=off)
 emulator=(-I "$emulate" -I "$emulate/include" -Wno-unknown-pragmas -Wno-unused-function -Wno-unused-parameter)
 mkdir -p "$folder/modules/ft-kernels"
 
@@ -32,7 +32,7 @@ library() {
   local linked=()
   [ "$name" = cuda ] || linked=(-L "$folder" -lcuda)
   stale "$folder/$soname" "${sources[@]}" "$here"/driver/driver.h "$here"/kernel.h "$here"/build.sh || return 0
-  "$cxx" "${flags[@]}" -O3 -shared -Wl,-soname,"$soname" -o "$folder/$soname" "${sources[@]}" "${linked[@]}" -ldl -pthread
+  "$cxx" "${flags[@]}" -shared -Wl,-soname,"$soname" -o "$folder/$soname" "${sources[@]}" "${linked[@]}" -ldl -pthread
   ln -sfn "$soname" "$folder/lib$name.so"
 }
 

@@ -44,49 +44,75 @@ struct Matrix {
         size_t in_memory = transposed ? columns : rows, lines = transposed ? rows : columns;
         return in_memory && lines ? ((lines - 1) * stride + in_memory) * bytes_of(type) : 0;
     }
-    template <class S>
-    S get(size_t row, size_t column) const {
-        size_t at = transposed ? row * stride + column : column * stride + row;
-        switch (type) {
-            case F64: return static_cast<S>(reinterpret_cast<const double*>(address)[at]);
-            case F32: return static_cast<S>(reinterpret_cast<const float*>(address)[at]);
-            default: return static_cast<S>(widen(reinterpret_cast<const uint16_t*>(address)[at]));
-        }
-    }
-    template <class S>
-    void put(size_t row, size_t column, S value) const {
-        size_t at = column * stride + row;
-        switch (type) {
-            case F64: reinterpret_cast<double*>(address)[at] = static_cast<double>(value); break;
-            case F32: reinterpret_cast<float*>(address)[at] = static_cast<float>(value); break;
-            default: reinterpret_cast<uint16_t*>(address)[at] = narrow(static_cast<float>(value));
-        }
-    }
     Matrix at(size_t elements) const {
         Matrix other = *this;
         other.address += elements * bytes_of(type);
         return other;
     }
+    /// Line `i` in memory: a column, or a row if it is transposed.
+    template <class T>
+    T* line(size_t i) const { return reinterpret_cast<T*>(address) + i * stride; }
 };
 
-template <class S>
-__attribute__((target_clones("default", "avx2", "avx512f"))) void add_scaled(S* sum, const S* a, S b, size_t n) {
-    for (size_t i = 0; i < n; i++) sum[i] += a[i] * b;
+// Elements as they are stored, and their values.
+struct Bf16 {
+    uint16_t bits;
+};
+inline float value(Bf16 x) { return widen(x.bits); }
+inline float value(float x) { return x; }
+inline double value(double x) { return x; }
+inline void store(Bf16& to, float x) { to.bits = narrow(x); }
+inline void store(float& to, float x) { to = x; }
+inline void store(double& to, double x) { to = x; }
+
+#define FAST __attribute__((target_clones("default", "avx2", "avx512f")))
+
+template <class T, class S>
+FAST void add_scaled(S* sum, const T* a, S b, size_t n) {
+    for (size_t i = 0; i < n; i++) sum[i] += value(a[i]) * b;
 }
 
-/// C = alpha A B + beta C, in the type S.
-template <class S>
+template <class T, class S>
+FAST S dot(const T* a, const S* b, size_t n) {
+    constexpr size_t LANES = 16;
+    S lanes[LANES] = {}, sum = 0;
+    size_t whole = n / LANES * LANES;
+    for (size_t i = 0; i < whole; i += LANES)
+        for (size_t l = 0; l < LANES; l++) lanes[l] += value(a[i + l]) * b[i + l];
+    for (size_t i = whole; i < n; i++) sum += value(a[i]) * b[i];
+    for (S lane : lanes) sum += lane;
+    return sum;
+}
+
+/// C = alpha A B + beta C: elements of type T, sums and factors of type S, results of type R.
+template <class T, class S, class R>
 void product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S beta) {
     size_t m = c.rows, n = c.columns, k = a.columns;
-    std::vector<S> packed(m * k), sum(m);
-    for (size_t p = 0; p < k; p++)
-        for (size_t i = 0; i < m; i++) packed[p * m + i] = a.get<S>(i, p);
+    std::vector<S> column(k), sum(m);
     for (size_t j = 0; j < n; j++) {
-        std::fill(sum.begin(), sum.end(), S(0));
-        for (size_t p = 0; p < k; p++) add_scaled(sum.data(), &packed[p * m], b.get<S>(p, j), m);
+        for (size_t p = 0; p < k; p++) column[p] = value(b.transposed ? b.line<T>(p)[j] : b.line<T>(j)[p]);
+        if (a.transposed) {
+            for (size_t i = 0; i < m; i++) sum[i] = dot(a.line<T>(i), column.data(), k);
+        } else {
+            std::fill(sum.begin(), sum.end(), S(0));
+            for (size_t p = 0; p < k; p++) add_scaled(sum.data(), a.line<T>(p), column[p], m);
+        }
+        R* out = c.line<R>(j);
         // C is not read if beta is 0.
-        for (size_t i = 0; i < m; i++)
-            c.put<S>(i, j, beta == S(0) ? alpha * sum[i] : alpha * sum[i] + beta * c.get<S>(i, j));
+        for (size_t i = 0; i < m; i++) store(out[i], beta == S(0) ? alpha * sum[i] : alpha * sum[i] + beta * value(out[i]));
+    }
+}
+
+template <class S>
+void any_product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S beta) {
+    if constexpr (sizeof(S) == 8) {
+        product<double, double, double>(a, b, c, alpha, beta);
+    } else if (a.type == F32) {
+        product<float, float, float>(a, b, c, alpha, beta);
+    } else if (c.type == F32) {
+        product<Bf16, float, float>(a, b, c, alpha, beta);
+    } else {
+        product<Bf16, float, Bf16>(a, b, c, alpha, beta);
     }
 }
 
@@ -120,7 +146,7 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
         if (range.from < out.to && out.from < range.to) stop("%s: the result overlaps an operand", name);
     operation.run = [=] {
         for (size_t i = 0; i < batch.count; i++)
-            product<S>(a.at(i * batch.a), b.at(i * batch.b), c.at(i * batch.c), alpha, beta);
+            any_product<S>(a.at(i * batch.a), b.at(i * batch.b), c.at(i * batch.c), alpha, beta);
     };
     Stream* stream = stream_of(handle.stream);
     if (!stream) stop("%s: the stream was destroyed", name);

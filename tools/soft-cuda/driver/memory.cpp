@@ -205,7 +205,9 @@ extern "C" {
 
 int cuMemAllocAsync(uint64_t* out, size_t size, void* stream_handle) {
     STREAM("cuMemAllocAsync");
-    if (size == 0) return refuse(INVALID_VALUE, "cuMemAllocAsync: no bytes");
+    // No bytes are a null address here, unlike in cuMemAlloc; candle relies on it for empty tensors.
+    *out = 0;
+    if (size == 0) return SUCCESS;
     auto memory = allocate(size, stream);
     if (!memory) return OUT_OF_MEMORY;
     *out = memory->address;
@@ -217,6 +219,7 @@ int cuMemAllocAsync(uint64_t* out, size_t size, void* stream_handle) {
 
 int cuMemFreeAsync(uint64_t address, void* stream_handle) {
     STREAM("cuMemFreeAsync");
+    if (address == 0) return SUCCESS;
     auto memory = forget(address, stream);
     if (!memory) return refuse(INVALID_VALUE, "cuMemFreeAsync: not the start of an allocation, or freed before");
     enqueue(*stream, {"free", {{memory, true}}, [memory] { end(*memory, "cuMemFreeAsync"); }});

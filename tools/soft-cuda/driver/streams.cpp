@@ -88,6 +88,32 @@ void check_order(const Stream& stream, const Operation& operation, const Use& us
     }
 }
 
+double now() {
+    using namespace std::chrono;
+    return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
+}
+
+/// With SOFT_CUDA_TIMES=1: how often each operation ran and how long, printed at the end of the process.
+struct Times {
+    std::map<std::string, std::pair<uint64_t, double>> of;
+    ~Times() {
+        for (const auto& [name, sum] : of)
+            std::fprintf(stderr, "soft-cuda: %10.1f ms %8llu x %s\n", sum.second,
+                         static_cast<unsigned long long>(sum.first), name.c_str());
+    }
+};
+
+void run_timed(const Operation& operation) {
+    static const bool wanted = setting("SOFT_CUDA_TIMES", 0) == 1;
+    static Times times;
+    if (!wanted) return operation.run();
+    double start = now();
+    operation.run();
+    auto& sum = times.of[operation.name];
+    sum.first++;
+    sum.second += now() - start;
+}
+
 void run_first(Stream& stream) {
     Operation operation = std::move(stream.queue.front());
     stream.queue.pop_front();
@@ -96,7 +122,7 @@ void run_first(Stream& stream) {
         if (!use.memory->live)
             stop("`%s` on stream %u runs while its memory (%zu bytes) is not allocated", operation.name.c_str(),
                  stream.number, use.memory->size);
-    if (operation.run) operation.run();
+    if (operation.run) run_timed(operation);
     stream.executed++;
 }
 
@@ -125,11 +151,6 @@ void execute_some() {
             if (can_run(stream)) run_first(stream);
         }
     }
-}
-
-double now() {
-    using namespace std::chrono;
-    return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace

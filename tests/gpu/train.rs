@@ -3,7 +3,7 @@
 //! Environment: `FT_BIN` and `FT_ROOT` are the program and the folder of the repository, if the tests run on another
 //! machine than the build. `FT_GPU_RUNS=lora,full` limits the runs. `FT_GPU_SHORT=1` makes them short, for a slow device.
 
-use crate::support::gpu;
+use crate::support::{gpu, short};
 use serde_json::Value;
 use std::env;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -161,10 +161,6 @@ fn ft(arguments: &[&str], on_gpu: bool) -> String {
     String::from_utf8_lossy(&out.stdout).into_owned()
 }
 
-fn short() -> bool {
-    env::var("FT_GPU_SHORT").is_ok_and(|v| v == "1")
-}
-
 /// Number of steps of a run.
 fn steps() -> usize {
     if short() { 3 } else { 6 }
@@ -179,6 +175,7 @@ fn each_run(check: impl Fn(&str, &'static [&'static str])) {
     }
     let chosen = RUNS.iter().filter(|run| wanted.is_empty() || wanted.contains(&run.0));
     let failed: Vec<&str> = chosen
+        .inspect(|(name, _)| eprintln!("run: {name}"))
         .filter(|(name, settings)| catch_unwind(AssertUnwindSafe(|| check(name, settings))).is_err())
         .map(|(name, _)| *name)
         .collect();
@@ -263,6 +260,10 @@ fn every_method_loses_what_it_loses_on_the_cpu() {
 fn a_run_that_was_stopped_goes_on_bit_for_bit() {
     let Some(_gpu) = gpu() else { return };
     each_run(|name, settings| {
+        // Its ranks depend on the number of steps of the run, and the stopped run has fewer; tests/run/resume.rs kills it.
+        if name == "adalora" {
+            return;
+        }
         let dir = TempDir::new().unwrap();
         let whole = train("cuda:0", settings, &dir.path().join("whole"));
         let out = dir.path().join("two");

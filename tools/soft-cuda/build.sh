@@ -31,8 +31,9 @@ library() {
   local sources=("$@")
   local linked=()
   [ "$name" = cuda ] || linked=(-L "$folder" -lcuda)
-  stale "$folder/$soname" "${sources[@]}" "$here"/driver/driver.h "$here"/kernel.h "$here"/build.sh || return 0
-  "$cxx" "${flags[@]}" -shared -Wl,-soname,"$soname" -o "$folder/$soname" "${sources[@]}" "${linked[@]}" -ldl -pthread
+  stale "$folder/$soname" "${sources[@]}" "$here"/driver/*.h "$here"/kernel.h "$here"/build.sh || return 0
+  "$cxx" "${flags[@]}" -shared -Wl,-soname,"$soname" -o "$folder/$soname.new" "${sources[@]}" "${linked[@]}" -ldl -pthread
+  mv "$folder/$soname.new" "$folder/$soname"
   ln -sfn "$soname" "$folder/lib$name.so"
 }
 
@@ -68,16 +69,18 @@ module() {
     echo '}'
   } >> "$table"
   # Hidden: each module has an emulator of its own.
-  "$cxx" "${flags[@]}" "${emulator[@]}" -I "$here/modules" -fvisibility=hidden -shared -o "$target" "$table"
+  "$cxx" "${flags[@]}" "${emulator[@]}" -I "$here/modules" -fvisibility=hidden -shared -o "$target.new" "$table"
+  mv "$target.new" "$target"
 }
 
 candle() {
   local target=$folder/modules/candle-kernels.so
   stale "$target" "$here"/modules/candle.cpp "$emulate"/types.h "$here"/kernel.h "$here"/build.sh || return 0
-  "$cxx" "${flags[@]}" "${emulator[@]}" -fvisibility=hidden -shared -o "$target" "$here"/modules/candle.cpp
+  "$cxx" "${flags[@]}" "${emulator[@]}" -fvisibility=hidden -shared -o "$target.new" "$here"/modules/candle.cpp
+  mv "$target.new" "$target"
 }
 
-library cuda libcuda.so.1 "$here"/driver/{streams,memory,launch,device}.cpp
+library cuda libcuda.so.1 "$here"/driver/{streams,memory,launch,device,faults}.cpp
 library cublas libcublas.so.13 "$here"/driver/cublas.cpp
 library curand libcurand.so.10 "$here"/driver/curand.cpp
 for name in cublasLt nvrtc cudart; do empty "$name"; done

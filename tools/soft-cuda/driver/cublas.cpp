@@ -1,6 +1,7 @@
 // cuBLAS on the software driver: matrix products by plain loops. Matrices are column-major.
 
 #include "driver.h"
+#include "faults.h"
 
 #include <cstring>
 
@@ -196,6 +197,9 @@ int cublasGemmStridedBatchedEx(void* handle, int on_a, int on_b, int m, int n, i
                                int count, int compute, int) {
     SOFT_CALL;
     if (m < 0 || n < 0 || k < 0 || count < 0) return refuse(BLAS_INVALID_VALUE, "cuBLAS: a negative size");
+    if (skipped("product")) return BLAS_SUCCESS;
+    if (flipped("a")) on_a = !on_a;
+    if (flipped("b")) on_b = !on_b;
     // Inputs of one type, f32 sums; the result has that type or f32.
     if (!known(a_type) || a_type != b_type || (c_type != a_type && c_type != F32) ||
         (compute != COMPUTE_32F && compute != COMPUTE_32F_FAST_TF32))

@@ -2,6 +2,7 @@
 // `modules/PACKAGE.so` for all files.
 
 #include "driver.h"
+#include "faults.h"
 
 #include <csignal>
 #include <cstdlib>
@@ -139,13 +140,16 @@ int cuFuncSetAttribute(void* handle, int attribute, int value) {
 }
 
 int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                   unsigned block_z, unsigned shared, void* stream_handle, void** values, void** extra) {
+                   unsigned block_z, unsigned shared, void* stream_handle, void** given, void** extra) {
     SOFT_CALL;
     Function& function = *static_cast<Function*>(handle);
     const Kernel& kernel = *function.kernel;
     Stream* stream = stream_of(stream_handle);
     if (!stream) return refuse(INVALID_HANDLE, "`%s`: not a stream", kernel.name);
     if (extra) return refuse(NOT_SUPPORTED, "`%s`: arguments in a buffer are not implemented", kernel.name);
+    if (skipped_kernel(kernel)) return SUCCESS;
+    std::vector<void*> values(given, given + kernel.count);
+    change_launch(kernel, values, grid_x);
     Launch launch{{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared, setting("SOFT_CUDA_SEED", 0)};
     uint64_t threads = uint64_t(block_x) * block_y * block_z;
     if (!grid_x || !grid_y || !grid_z || grid_x > 0x7fffffffu || grid_y > 65535 || grid_z > 65535)

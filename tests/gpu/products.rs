@@ -108,7 +108,10 @@ fn a_small_lora_product_is_not_rounded_away() {
     let (x, w) = (gpu.random((n, i), DType::BF16, 1), gpu.random((o, i), DType::BF16, 2));
     // Outputs of a magnitude of 11 have steps of 1/16; the pair adds 0.01 to each of them.
     let steady = gpu.pair(&Tensor::ones((n, 1), DType::F32, &Device::Cpu).unwrap(), DType::BF16);
-    let x = gpu.pair(&Tensor::cat(&[&x.cpu.narrow(1, 1, i - 1).unwrap(), &steady.cpu], 1).unwrap(), DType::BF16);
+    let x = gpu.pair(
+        &Tensor::cat(&[&x.cpu.narrow(1, 1, i - 1).unwrap(), &steady.cpu], 1).unwrap(),
+        DType::BF16,
+    );
     let mut a = vec![0f32; rank * i];
     a[i - 1] = 0.1;
     let mut b = vec![0f32; o * rank];

@@ -28,6 +28,9 @@ mod support;
 #[path = "gpu/train.rs"]
 mod train;
 #[cfg(feature = "cuda")]
+#[path = "gpu/transfer.rs"]
+mod transfer;
+#[cfg(feature = "cuda")]
 #[path = "gpu/updates.rs"]
 mod updates;
 

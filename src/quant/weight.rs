@@ -199,8 +199,10 @@ impl Weight {
         if let Some(base) = self.base() {
             return Ok(low_rank::forward(x, base, bias, low)?.0);
         }
-        let y = self.forward(x, bias)?;
-        low.add_up(&y, &low.down(x)?)?;
+        // The product of the pair comes first: it is small, and bf16 would round most of it away if it were added to
+        // the product of the base.
+        let y = linear::forward(&low.down(x)?, low.b, bias)?;
+        self.forward_add(&y, x)?;
         Ok(y)
     }
 
@@ -210,15 +212,15 @@ impl Weight {
         if let Some(base) = self.base() {
             return low_rank::backward(dy, base, sum, low);
         }
+        let du = low.back_down(dy)?;
         let dx = match sum {
             Some(sum) => {
-                self.backward_input_add(sum, dy)?;
+                low.add_back_up(sum, &du)?;
                 sum.clone()
             }
-            None => self.backward_input(dy)?,
+            None => linear::backward_input(&du, low.a)?,
         };
-        let du = low.back_down(dy)?;
-        low.add_back_up(&dx, &du)?;
+        self.backward_input_add(&dx, dy)?;
         Ok((dx, du))
     }
 

@@ -1,8 +1,10 @@
 //! The linear: products, accumulation into existing values, gradients in f32.
 
-use crate::support::{KINDS, assert_close, assert_same_bits, gpu};
-use candle_core::DType;
+use crate::support::{KINDS, assert_close, assert_same_bits, flat, gpu};
+use candle_core::{DType, Device, Tensor};
 use ft::ops::linear;
+use ft::ops::low_rank::LowRank;
+use ft::quant::Weight;
 
 /// (N, I, O): decoding, sizes not divisible by a tile, a LoRA pair, one large enough for split-k.
 const SHAPES: [(usize, usize, usize); 7] = [
@@ -96,4 +98,41 @@ fn views_and_empty_batches() {
         assert_close(&db, &linear::grad_bias(&no_dy.cpu).unwrap(), 0.0);
         assert!(linear::forward(&w.gpu.t().unwrap(), &whole.gpu, None).is_err());
     }
+}
+
+/// The product of a LoRA pair is below half a unit in the last place of most outputs. On average it must arrive.
+#[test]
+fn a_small_lora_product_is_not_rounded_away() {
+    let Some(gpu) = gpu() else { return };
+    let (n, i, o, rank) = (64, 128, 96, 4);
+    let (x, w) = (gpu.random((n, i), DType::BF16, 1), gpu.random((o, i), DType::BF16, 2));
+    // Outputs of a magnitude of 11 have steps of 1/16; the pair adds 0.01 to each of them.
+    let steady = gpu.pair(&Tensor::ones((n, 1), DType::F32, &Device::Cpu).unwrap(), DType::BF16);
+    let x = gpu.pair(
+        &Tensor::cat(&[&x.cpu.narrow(1, 1, i - 1).unwrap(), &steady.cpu], 1).unwrap(),
+        DType::BF16,
+    );
+    let mut a = vec![0f32; rank * i];
+    a[i - 1] = 0.1;
+    let mut b = vec![0f32; o * rank];
+    b.iter_mut().step_by(rank).for_each(|b| *b = 0.1);
+    let a = Tensor::from_vec(a, (rank, i), &Device::Cpu).unwrap();
+    let b = Tensor::from_vec(b, (o, rank), &Device::Cpu).unwrap();
+    let there = |t: &Tensor| t.to_device(&gpu.device).unwrap();
+    let (a_there, b_there) = (there(&a), there(&b));
+    let low = LowRank {
+        a: &a_there,
+        b: &b_there,
+        scale: 1.0,
+    };
+    let y = Weight::from(w.gpu.clone()).forward_with(&x.gpu, None, low).unwrap();
+    let base = linear::forward(&x.cpu, &w.cpu, None).unwrap();
+    let (y, base) = (flat(&y), flat(&base));
+    let mean = y.iter().zip(&base).map(|(y, base)| f64::from(y - base)).sum::<f64>() / y.len() as f64;
+    assert!((mean - 0.01).abs() < 0.002, "{mean} instead of 0.01");
+    // The same for the gradient of the input.
+    let dy = gpu.random((n, o), DType::BF16, 3);
+    let (dx, _) = Weight::from(w.gpu.clone()).backward_with(&dy.gpu, None, low).unwrap();
+    let want = linear::backward_input(&dy.cpu, &w.cpu).unwrap();
+    assert_close(&dx, &want, 2e-2);
 }

@@ -208,7 +208,7 @@ fn parts_are_those_of_the_cpu() {
 fn factored(gpu: &Gpu, (r, c): (usize, usize), form: Form, device: &Device) -> Parameter {
     let mut p = Parameter::new(gpu, r * c, form, Rule::Adafactor, false, device);
     if r > 1 {
-        for t in [&mut p.weight, &mut p.low, &mut p.gradient] {
+        for t in [&mut p.weight, &mut p.gradient] {
             *t = t.reshape((r, c)).unwrap();
         }
     }

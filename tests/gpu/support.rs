@@ -33,6 +33,11 @@ pub fn gpu() -> Option<Gpu> {
     }
 }
 
+/// True for a slow device (`FT_GPU_SHORT=1`): tests with many sizes or steps leave some out.
+pub fn short() -> bool {
+    std::env::var("FT_GPU_SHORT").is_ok_and(|v| v == "1")
+}
+
 /// Element types of activations, with the tolerance of the comparison.
 pub const KINDS: [(DType, f32); 2] = [(DType::F32, 1e-4), (DType::BF16, 1e-2)];
 

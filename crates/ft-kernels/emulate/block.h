@@ -94,6 +94,9 @@ inline unsigned char* shared = nullptr;
 inline size_t shared_size = 0;
 }  // namespace block
 
+/// Ends the process after a message; the software driver (tools/soft-cuda) puts its own in.
+inline void (*leave)() = [] { std::exit(1); };
+
 [[noreturn]] inline void fail(const char* format, ...) {
     va_list list;
     va_start(list, format);
@@ -104,7 +107,8 @@ inline size_t shared_size = 0;
     std::vfprintf(stderr, format, list);
     std::fprintf(stderr, "\n");
     va_end(list);
-    std::exit(1);
+    leave();
+    std::abort();
 }
 
 namespace block {

@@ -1,0 +1,232 @@
+// cuBLAS on the software driver: matrix products by plain loops. Matrices are column-major.
+
+#include "driver.h"
+#include "faults.h"
+
+#include <cstring>
+
+using namespace soft;
+
+namespace {
+
+enum { BLAS_SUCCESS = 0, BLAS_INVALID_VALUE = 7, BLAS_NOT_SUPPORTED = 15 };
+enum Type { F32 = 0, F64 = 1, F16 = 2, BF16 = 14 };
+enum { COMPUTE_32F = 68, COMPUTE_32F_FAST_TF32 = 77 };
+
+struct Handle {
+    void* stream = nullptr;
+    int math_mode = 0;
+};
+
+size_t bytes_of(int type) { return type == F64 ? 8 : type == F32 ? 4 : 2; }
+
+float widen(uint16_t bits) {
+    uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+}
+
+uint16_t narrow(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return 0x7fff;
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+struct Matrix {
+    uint64_t address;
+    int type;
+    size_t rows, columns, stride;
+    bool transposed;
+
+    /// Bytes from the first element to the last.
+    size_t extent() const {
+        size_t in_memory = transposed ? columns : rows, lines = transposed ? rows : columns;
+        return in_memory && lines ? ((lines - 1) * stride + in_memory) * bytes_of(type) : 0;
+    }
+    Matrix at(size_t elements) const {
+        Matrix other = *this;
+        other.address += elements * bytes_of(type);
+        return other;
+    }
+    /// Line `i` in memory: a column, or a row if it is transposed.
+    template <class T>
+    T* line(size_t i) const { return reinterpret_cast<T*>(address) + i * stride; }
+};
+
+// Elements as they are stored, and their values.
+struct Bf16 {
+    uint16_t bits;
+};
+inline float value(Bf16 x) { return widen(x.bits); }
+inline float value(float x) { return x; }
+inline double value(double x) { return x; }
+inline void store(Bf16& to, float x) { to.bits = narrow(x); }
+inline void store(float& to, float x) { to = x; }
+inline void store(double& to, double x) { to = x; }
+
+#define FAST __attribute__((target_clones("default", "avx2", "avx512f")))
+
+template <class T, class S>
+FAST void add_scaled(S* sum, const T* a, S b, size_t n) {
+    for (size_t i = 0; i < n; i++) sum[i] += value(a[i]) * b;
+}
+
+template <class T, class S>
+FAST S dot(const T* a, const S* b, size_t n) {
+    constexpr size_t LANES = 16;
+    S lanes[LANES] = {}, sum = 0;
+    size_t whole = n / LANES * LANES;
+    for (size_t i = 0; i < whole; i += LANES)
+        for (size_t l = 0; l < LANES; l++) lanes[l] += value(a[i + l]) * b[i + l];
+    for (size_t i = whole; i < n; i++) sum += value(a[i]) * b[i];
+    for (S lane : lanes) sum += lane;
+    return sum;
+}
+
+/// C = alpha A B + beta C: elements of type T, sums and factors of type S, results of type R.
+template <class T, class S, class R>
+void product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S beta) {
+    size_t m = c.rows, n = c.columns, k = a.columns;
+    std::vector<S> column(k), sum(m);
+    for (size_t j = 0; j < n; j++) {
+        for (size_t p = 0; p < k; p++) column[p] = value(b.transposed ? b.line<T>(p)[j] : b.line<T>(j)[p]);
+        if (a.transposed) {
+            for (size_t i = 0; i < m; i++) sum[i] = dot(a.line<T>(i), column.data(), k);
+        } else {
+            std::fill(sum.begin(), sum.end(), S(0));
+            for (size_t p = 0; p < k; p++) add_scaled(sum.data(), a.line<T>(p), column[p], m);
+        }
+        R* out = c.line<R>(j);
+        // C is not read if beta is 0.
+        for (size_t i = 0; i < m; i++) store(out[i], beta == S(0) ? alpha * sum[i] : alpha * sum[i] + beta * value(out[i]));
+    }
+}
+
+template <class S>
+void any_product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S beta) {
+    if constexpr (sizeof(S) == 8) {
+        product<double, double, double>(a, b, c, alpha, beta);
+    } else if (a.type == F32) {
+        product<float, float, float>(a, b, c, alpha, beta);
+    } else if (c.type == F32) {
+        product<Bf16, float, float>(a, b, c, alpha, beta);
+    } else {
+        product<Bf16, float, Bf16>(a, b, c, alpha, beta);
+    }
+}
+
+struct Batch {
+    size_t count;
+    size_t a, b, c;  // elements from one matrix to the next
+};
+
+template <class S>
+int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S beta, Batch batch) {
+    const char* name = "cuBLAS: a matrix product";
+    auto fits = [](const Matrix& x) { return x.stride >= (x.transposed ? x.columns : x.rows); };
+    if (!fits(a) || !fits(b) || !fits(c)) return refuse(BLAS_INVALID_VALUE, "%s: a leading dimension is too small", name);
+    if (c.rows == 0 || c.columns == 0 || batch.count == 0) return BLAS_SUCCESS;
+    Operation operation{name, {}, {}};
+    struct Range {
+        uint64_t from, to;
+    };
+    auto use = [&](const Matrix& x, size_t step, bool writes) {
+        Range range{x.address, x.address + (batch.count - 1) * step * bytes_of(x.type) + x.extent()};
+        if (range.to == range.from) return range;
+        auto memory = device_memory(x.address, range.to - range.from);
+        if (!memory || x.address % bytes_of(x.type) != 0)
+            stop("%s: a matrix of %zu bytes is outside of every allocation, freed, or not aligned", name,
+                 size_t(range.to - range.from));
+        operation.uses.push_back({memory, writes});
+        return range;
+    };
+    Range in[2] = {use(a, batch.a, false), use(b, batch.b, false)}, out = use(c, batch.c, true);
+    for (Range range : in)
+        if (range.from < out.to && out.from < range.to) stop("%s: the result overlaps an operand", name);
+    operation.run = [=] {
+        for (size_t i = 0; i < batch.count; i++)
+            any_product<S>(a.at(i * batch.a), b.at(i * batch.b), c.at(i * batch.c), alpha, beta);
+    };
+    Stream* stream = stream_of(handle.stream);
+    if (!stream) stop("%s: the stream was destroyed", name);
+    stream->computes = true;
+    enqueue(*stream, std::move(operation));
+    return BLAS_SUCCESS;
+}
+
+bool known(int type) { return type == F32 || type == BF16; }
+
+Matrix matrix(const void* address, int type, int rows, int columns, int stride, int operation) {
+    return {reinterpret_cast<uint64_t>(address), type, size_t(rows), size_t(columns), size_t(stride), operation != 0};
+}
+
+}  // namespace
+
+extern "C" {
+
+int cublasCreate_v2(void** handle) {
+    *handle = new Handle;
+    return BLAS_SUCCESS;
+}
+
+int cublasDestroy_v2(void* handle) {
+    delete static_cast<Handle*>(handle);
+    return BLAS_SUCCESS;
+}
+
+int cublasSetStream_v2(void* handle, void* stream) {
+    static_cast<Handle*>(handle)->stream = stream;
+    return BLAS_SUCCESS;
+}
+
+int cublasSetMathMode(void* handle, int mode) {
+    static_cast<Handle*>(handle)->math_mode = mode;
+    return BLAS_SUCCESS;
+}
+
+int cublasGetVersion_v2(void*, int* version) {
+    *version = 130000;
+    return BLAS_SUCCESS;
+}
+
+int cublasGemmStridedBatchedEx(void* handle, int on_a, int on_b, int m, int n, int k, const void* alpha, const void* a,
+                               int a_type, int lda, long long a_step, const void* b, int b_type, int ldb,
+                               long long b_step, const void* beta, void* c, int c_type, int ldc, long long c_step,
+                               int count, int compute, int) {
+    SOFT_CALL;
+    if (m < 0 || n < 0 || k < 0 || count < 0) return refuse(BLAS_INVALID_VALUE, "cuBLAS: a negative size");
+    if (skipped("product")) return BLAS_SUCCESS;
+    if (flipped("a")) on_a = !on_a;
+    if (flipped("b")) on_b = !on_b;
+    // Inputs of one type, f32 sums; the result has that type or f32.
+    if (!known(a_type) || a_type != b_type || (c_type != a_type && c_type != F32) ||
+        (compute != COMPUTE_32F && compute != COMPUTE_32F_FAST_TF32))
+        return refuse(BLAS_NOT_SUPPORTED, "cuBLAS: types %d, %d to %d with compute type %d are not implemented", a_type,
+                      b_type, c_type, compute);
+    // The factors are on the host, and read now.
+    float factors[2] = {*static_cast<const float*>(alpha), *static_cast<const float*>(beta)};
+    return gemm<float>(*static_cast<Handle*>(handle), matrix(a, a_type, m, k, lda, on_a), matrix(b, b_type, k, n, ldb, on_b),
+                       matrix(c, c_type, m, n, ldc, 0), factors[0], factors[1],
+                       {size_t(count), size_t(a_step), size_t(b_step), size_t(c_step)});
+}
+
+int cublasGemmEx(void* handle, int on_a, int on_b, int m, int n, int k, const void* alpha, const void* a, int a_type,
+                 int lda, const void* b, int b_type, int ldb, const void* beta, void* c, int c_type, int ldc, int compute,
+                 int algorithm) {
+    return cublasGemmStridedBatchedEx(handle, on_a, on_b, m, n, k, alpha, a, a_type, lda, 0, b, b_type, ldb, 0, beta, c,
+                                      c_type, ldc, 0, 1, compute, algorithm);
+}
+
+int cublasDgemmStridedBatched(void* handle, int on_a, int on_b, int m, int n, int k, const double* alpha, const double* a,
+                              int lda, long long a_step, const double* b, int ldb, long long b_step, const double* beta,
+                              double* c, int ldc, long long c_step, int count) {
+    SOFT_CALL;
+    if (m < 0 || n < 0 || k < 0 || count < 0) return refuse(BLAS_INVALID_VALUE, "cuBLAS: a negative size");
+    return gemm<double>(*static_cast<Handle*>(handle), matrix(a, F64, m, k, lda, on_a), matrix(b, F64, k, n, ldb, on_b),
+                        matrix(c, F64, m, n, ldc, 0), *alpha, *beta,
+                        {size_t(count), size_t(a_step), size_t(b_step), size_t(c_step)});
+}
+
+}  // extern "C"

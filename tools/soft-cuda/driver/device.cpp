@@ -1,0 +1,114 @@
+// The device and its context: one GPU, unless CUDA_VISIBLE_DEVICES hides it.
+
+#include "driver.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+using namespace soft;
+
+namespace {
+
+int primary_context;
+thread_local void* current = nullptr;
+
+bool visible() {
+    const char* text = std::getenv("CUDA_VISIBLE_DEVICES");
+    return !text || std::strcmp(text, "0") == 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+int cuInit(unsigned) { return visible() ? SUCCESS : NO_DEVICE; }
+
+int cuDriverGetVersion(int* version) {
+    *version = 13000;
+    return SUCCESS;
+}
+
+int cuDeviceGetCount(int* count) {
+    *count = visible() ? 1 : 0;
+    return SUCCESS;
+}
+
+int cuDeviceGet(int* device, int ordinal) {
+    *device = 0;
+    return ordinal == 0 && visible() ? SUCCESS : INVALID_DEVICE;
+}
+
+int cuDeviceGetName(char* name, int length, int) {
+    std::snprintf(name, static_cast<size_t>(length), "software CUDA driver");
+    return SUCCESS;
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+    int sm = static_cast<int>(setting("SOFT_CUDA_SM", 80));
+    switch (attribute) {
+        case 16: *value = 108; return SUCCESS;      // multiprocessors
+        case 75: *value = sm / 10; return SUCCESS;  // compute capability
+        case 76: *value = sm % 10; return SUCCESS;
+        case 115: *value = 1; return SUCCESS;  // memory pools
+        default: return refuse(INVALID_VALUE, "cuDeviceGetAttribute: attribute %d is not implemented", attribute);
+    }
+}
+
+int cuDevicePrimaryCtxRetain(void** context, int) {
+    *context = &primary_context;
+    return SUCCESS;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+
+int cuCtxGetCurrent(void** context) {
+    *context = current;
+    return SUCCESS;
+}
+
+int cuCtxSetCurrent(void* context) {
+    current = context;
+    return SUCCESS;
+}
+
+int cuCtxSynchronize() {
+    SOFT_CALL;
+    if (!current) return refuse(INVALID_CONTEXT, "cuCtxSynchronize: this thread has no context");
+    synchronize_all();
+    return SUCCESS;
+}
+
+int cuCtxDestroy_v2(void*) { return refuse(NOT_SUPPORTED, "cuCtxDestroy is not implemented"); }
+
+int cuMemcpyPeerAsync(uint64_t, void*, uint64_t, void*, size_t, void*) {
+    return refuse(NOT_SUPPORTED, "cuMemcpyPeerAsync is not implemented: there is one device");
+}
+
+static const char* name_of(int code) {
+    switch (code) {
+        case SUCCESS: return "CUDA_SUCCESS";
+        case INVALID_VALUE: return "CUDA_ERROR_INVALID_VALUE";
+        case OUT_OF_MEMORY: return "CUDA_ERROR_OUT_OF_MEMORY";
+        case NO_DEVICE: return "CUDA_ERROR_NO_DEVICE";
+        case INVALID_DEVICE: return "CUDA_ERROR_INVALID_DEVICE";
+        case INVALID_IMAGE: return "CUDA_ERROR_INVALID_IMAGE";
+        case INVALID_CONTEXT: return "CUDA_ERROR_INVALID_CONTEXT";
+        case INVALID_HANDLE: return "CUDA_ERROR_INVALID_HANDLE";
+        case NOT_FOUND: return "CUDA_ERROR_NOT_FOUND";
+        case NOT_READY: return "CUDA_ERROR_NOT_READY";
+        case ALREADY_REGISTERED: return "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED";
+        case NOT_REGISTERED: return "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED";
+        case NOT_SUPPORTED: return "CUDA_ERROR_NOT_SUPPORTED";
+        default: return nullptr;
+    }
+}
+
+int cuGetErrorName(int code, const char** text) {
+    *text = name_of(code);
+    return *text ? SUCCESS : INVALID_VALUE;
+}
+
+int cuGetErrorString(int code, const char** text) { return cuGetErrorName(code, text); }
+
+}  // extern "C"

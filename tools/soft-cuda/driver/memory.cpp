@@ -1,0 +1,406 @@
+// Memory: pools on the device, page-locked host memory, copies.
+//
+// The device is a range of addresses of this process. Each allocation lies between guards, and fresh, freed and guard
+// bytes hold POISON (NaN in every float type).
+
+#include "driver.h"
+#include "faults.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+
+namespace soft {
+
+namespace {
+
+constexpr size_t GUARD = 256;
+constexpr size_t UNIT = 512;
+constexpr size_t SEGMENT = 2 << 20;
+constexpr size_t ARENA = size_t(1) << 37;
+
+struct Pool {
+    size_t most = 0;  // 0: as much as there is
+    size_t used = 0, most_used = 0, reserved = 0, most_reserved = 0;
+    uint64_t threshold = 0;
+};
+
+struct State {
+    uint64_t arena = 0, next = 0;
+    Pool first;
+    Pool* pool = &first;
+    /// Live allocations by address, in the order of the calls.
+    std::map<uint64_t, std::shared_ptr<Memory>> device, host;
+    std::map<uint64_t, Pool*> pool_of;
+    std::set<uint64_t> registered;
+    /// Freed blocks by stream and size. The next allocation of the stream takes the newest one at once.
+    std::map<std::pair<const Stream*, size_t>, std::vector<uint64_t>> free;
+};
+
+State& state() {
+    static State* only = new State;
+    return *only;
+}
+
+size_t total() { return setting("SOFT_CUDA_MEMORY_MIB", 8192) << 20; }
+
+size_t reserved() {
+    const State& s = state();
+    return s.first.reserved + (s.pool == &s.first ? 0 : s.pool->reserved);
+}
+
+size_t block_size(size_t size) { return (GUARD + size + GUARD + UNIT - 1) / UNIT * UNIT; }
+
+unsigned char* bytes(uint64_t address) { return reinterpret_cast<unsigned char*>(address); }
+
+void poison(uint64_t address, size_t size) { std::memset(bytes(address), POISON, size); }
+
+/// Host memory is live from now on, memory on the device when its allocation runs.
+std::shared_ptr<Memory> memory_at(uint64_t address, size_t size, bool on_device) {
+    auto memory = std::make_shared<Memory>();
+    memory->address = address;
+    memory->size = size;
+    memory->on_device = on_device;
+    memory->live = !on_device;
+    return memory;
+}
+
+void check_guards(const Memory& memory, const char* freed_by) {
+    uint64_t block = memory.address - GUARD, end = block + block_size(memory.size);
+    auto check = [&](uint64_t from, uint64_t to) {
+        for (uint64_t at = from; at < to; at++)
+            if (*bytes(at) != POISON)
+                stop("%s: the byte %lld of an allocation of %zu bytes was written; last writer `%s`", freed_by,
+                     static_cast<long long>(at - memory.address), memory.size, memory.written.name.c_str());
+    };
+    check(block, memory.address);
+    check(memory.address + memory.size, end);
+}
+
+/// The allocation of one of the maps that contains these bytes.
+std::shared_ptr<Memory> containing(const std::map<uint64_t, std::shared_ptr<Memory>>& map, uint64_t address, size_t size) {
+    auto after = map.upper_bound(address);
+    if (after == map.begin()) return nullptr;
+    const auto& memory = std::prev(after)->second;
+    if (address + size > memory->address + memory->size) return nullptr;
+    return memory;
+}
+
+bool overlaps(const std::map<uint64_t, std::shared_ptr<Memory>>& map, uint64_t address, size_t size) {
+    auto after = map.lower_bound(address + size);
+    if (after == map.begin()) return false;
+    const auto& before = std::prev(after)->second;
+    return before->address + before->size > address;
+}
+
+/// Returns null without memory.
+std::shared_ptr<Memory> allocate(size_t size, const Stream* stream) {
+    State& s = state();
+    if (!s.arena) {
+        void* arena = mmap(nullptr, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (arena == MAP_FAILED) stop("no addresses for the memory of the device");
+        // The lower half of the first unit: addresses are aligned to 256 bytes and not to more.
+        s.arena = s.next = reinterpret_cast<uint64_t>(arena);
+    }
+    Pool& pool = *s.pool;
+    size_t counted = (size + UNIT - 1) / UNIT * UNIT;
+    size_t limit = pool.most ? std::min(pool.most, total()) : total();
+    if (pool.used + counted > limit) return nullptr;
+    size_t block = block_size(size);
+    auto& free = s.free[{stream, block}];
+    uint64_t at;
+    if (free.empty()) {
+        at = s.next;
+        s.next += block;
+        if (s.next > s.arena + ARENA) return nullptr;
+    } else {
+        at = free.back();
+        free.pop_back();
+    }
+    pool.used += counted;
+    pool.most_used = std::max(pool.most_used, pool.used);
+    pool.reserved = std::max(pool.reserved, (pool.used + SEGMENT - 1) / SEGMENT * SEGMENT);
+    pool.most_reserved = std::max(pool.most_reserved, pool.reserved);
+    auto memory = memory_at(at + GUARD, size, true);
+    s.device[memory->address] = memory;
+    s.pool_of[memory->address] = &pool;
+    return memory;
+}
+
+/// Takes an allocation out of the books. Null if the address is not the start of one.
+std::shared_ptr<Memory> forget(uint64_t address, const Stream* stream) {
+    State& s = state();
+    auto found = s.device.find(address);
+    if (found == s.device.end()) return nullptr;
+    auto memory = found->second;
+    s.device.erase(found);
+    memory->freed = true;
+    s.pool_of[address]->used -= (memory->size + UNIT - 1) / UNIT * UNIT;
+    s.pool_of.erase(address);
+    s.free[{stream, block_size(memory->size)}].push_back(address - GUARD);
+    return memory;
+}
+
+void begin(Memory& memory) {
+    poison(memory.address - GUARD, block_size(memory.size));
+    memory.live = true;
+}
+
+void end(Memory& memory, const char* name) {
+    check_guards(memory, name);
+    poison(memory.address, memory.size);
+    memory.live = false;
+}
+
+/// Host memory of a copy: page-locked, pageable (null), or partly page-locked, which the driver refuses.
+int host_memory(const void* p, size_t size, const char* name, std::shared_ptr<Memory>& found) {
+    uint64_t address = reinterpret_cast<uint64_t>(p);
+    found = containing(state().host, address, size);
+    if (!found && overlaps(state().host, address, size))
+        return refuse(INVALID_VALUE, "%s: only a part of the host memory is page-locked", name);
+    return SUCCESS;
+}
+
+bool is_pending(const Memory& memory) {
+    auto pending = [](const Access& a) { return a.stream && a.stream->executed < a.time; };
+    if (pending(memory.written)) return true;
+    return std::any_of(memory.read.begin(), memory.read.end(), [&](const auto& r) { return pending(r.second); });
+}
+
+int release_host(uint64_t address, bool registered, const char* name) {
+    State& s = state();
+    auto found = s.host.find(address);
+    if (found == s.host.end() || (s.registered.count(address) == 1) != registered)
+        return refuse(registered ? NOT_REGISTERED : INVALID_VALUE, "%s: not the start of page-locked memory", name);
+    const Memory& memory = *found->second;
+    auto check = [&](const Access& access) {
+        if (!complete(access)) stop("%s: `%s` may still use the memory (%zu bytes)", name, access.name.c_str(), memory.size);
+    };
+    check(memory.written);
+    for (const auto& [_, access] : memory.read) check(access);
+    s.host.erase(found);
+    s.registered.erase(address);
+    return SUCCESS;
+}
+
+}  // namespace
+
+std::shared_ptr<Memory> device_memory(uint64_t address, size_t size) { return containing(state().device, address, size); }
+
+}  // namespace soft
+
+using namespace soft;
+
+#define STREAM(name)                                                              \
+    SOFT_CALL;                                                                    \
+    Stream* stream = stream_of(stream_handle);                                    \
+    if (!stream) return refuse(INVALID_HANDLE, "%s: not a stream", name)
+#define ON_DEVICE(memory, address, size, name)                                    \
+    auto memory = device_memory(address, size);                                   \
+    if (!memory)                                                                  \
+        return refuse(INVALID_VALUE, "%s: %zu bytes at %#llx are not inside of an allocation (freed, or too short)", \
+                      name, size_t(size), static_cast<unsigned long long>(address))
+
+extern "C" {
+
+int cuMemAllocAsync(uint64_t* out, size_t size, void* stream_handle) {
+    STREAM("cuMemAllocAsync");
+    // No bytes are a null address here, unlike in cuMemAlloc; candle relies on it for empty tensors.
+    *out = 0;
+    if (size == 0) return SUCCESS;
+    auto memory = allocate(size, stream);
+    if (!memory) return OUT_OF_MEMORY;
+    *out = memory->address;
+    // What is allocated is a use, but the memory is not live before it runs.
+    enqueue(*stream, {"allocation", {}, [memory] { begin(*memory); }});
+    memory->written = {stream, stream->queued, "allocation"};
+    return SUCCESS;
+}
+
+int cuMemFreeAsync(uint64_t address, void* stream_handle) {
+    STREAM("cuMemFreeAsync");
+    if (address == 0) return SUCCESS;
+    auto memory = forget(address, stream);
+    if (!memory) return refuse(INVALID_VALUE, "cuMemFreeAsync: not the start of an allocation, or freed before");
+    enqueue(*stream, {"free", {{memory, true}}, [memory] { end(*memory, "cuMemFreeAsync"); }});
+    return SUCCESS;
+}
+
+int cuMemAlloc_v2(uint64_t* out, size_t size) {
+    SOFT_CALL;
+    if (size == 0) return refuse(INVALID_VALUE, "cuMemAlloc: no bytes");
+    auto memory = allocate(size, nullptr);
+    if (!memory) return OUT_OF_MEMORY;
+    begin(*memory);
+    *out = memory->address;
+    return SUCCESS;
+}
+
+int cuMemFree_v2(uint64_t address) {
+    SOFT_CALL;
+    synchronize_all();
+    auto memory = forget(address, nullptr);
+    if (!memory) return refuse(INVALID_VALUE, "cuMemFree: not the start of an allocation, or freed before");
+    end(*memory, "cuMemFree");
+    return SUCCESS;
+}
+
+int cuMemHostAlloc(void** out, size_t size, unsigned) {
+    SOFT_CALL;
+    if (size == 0) return refuse(INVALID_VALUE, "cuMemHostAlloc: no bytes");
+    void* place = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
+    if (!place) return OUT_OF_MEMORY;
+    std::memset(place, POISON, size);
+    auto memory = memory_at(reinterpret_cast<uint64_t>(place), size, false);
+    state().host[memory->address] = memory;
+    *out = place;
+    return SUCCESS;
+}
+
+int cuMemFreeHost(void* place) {
+    SOFT_CALL;
+    int code = release_host(reinterpret_cast<uint64_t>(place), false, "cuMemFreeHost");
+    if (code == SUCCESS) std::free(place);
+    return code;
+}
+
+int cuMemHostRegister_v2(void* place, size_t size, unsigned) {
+    SOFT_CALL;
+    uint64_t address = reinterpret_cast<uint64_t>(place);
+    if (!place || size == 0) return refuse(INVALID_VALUE, "cuMemHostRegister: no bytes");
+    if (overlaps(state().host, address, size))
+        return refuse(ALREADY_REGISTERED, "cuMemHostRegister: a part of the memory is page-locked");
+    auto memory = memory_at(address, size, false);
+    state().host[address] = memory;
+    state().registered.insert(address);
+    return SUCCESS;
+}
+
+int cuMemHostUnregister(void* place) {
+    SOFT_CALL;
+    return release_host(reinterpret_cast<uint64_t>(place), true, "cuMemHostUnregister");
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t size, void* stream_handle) {
+    STREAM("cuMemcpyHtoDAsync");
+    if (size == 0 || skipped("copy")) return SUCCESS;
+    ON_DEVICE(memory, to, size, "cuMemcpyHtoDAsync");
+    std::shared_ptr<Memory> host;
+    if (int code = host_memory(from, size, "cuMemcpyHtoDAsync", host)) return code;
+    if (host) {
+        // Page-locked: read when the copy runs.
+        enqueue(*stream, {"copy to the device", {{host, false}, {memory, true}}, [=] { std::memcpy(bytes(to), from, size); }});
+        return SUCCESS;
+    }
+    // Pageable: the driver has its own copy when the call returns.
+    auto first = static_cast<const unsigned char*>(from);
+    auto copy = std::make_shared<std::vector<unsigned char>>(first, first + size);
+    enqueue(*stream, {"copy to the device", {{memory, true}}, [=] { std::memcpy(bytes(to), copy->data(), size); }});
+    return SUCCESS;
+}
+
+int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, void* stream_handle) {
+    STREAM("cuMemcpyDtoHAsync");
+    if (size == 0 || skipped("copy")) return SUCCESS;
+    ON_DEVICE(memory, from, size, "cuMemcpyDtoHAsync");
+    std::shared_ptr<Memory> host;
+    if (int code = host_memory(to, size, "cuMemcpyDtoHAsync", host)) return code;
+    auto copy = [=] { std::memcpy(to, bytes(from), size); };
+    if (host) {
+        // What is read before the copy has run is poison, unless an earlier copy still needs it.
+        if (!is_pending(*host)) std::memset(to, POISON, size);
+        enqueue(*stream, {"copy to the host", {{memory, false}, {host, true}}, copy});
+        return SUCCESS;
+    }
+    // Pageable: the call returns after the copy.
+    enqueue(*stream, {"copy to the host", {{memory, false}}, copy});
+    synchronize(*stream);
+    return SUCCESS;
+}
+
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, void* stream_handle) {
+    STREAM("cuMemcpyDtoDAsync");
+    if (size == 0 || skipped("copy")) return SUCCESS;
+    ON_DEVICE(target, to, size, "cuMemcpyDtoDAsync");
+    ON_DEVICE(source, from, size, "cuMemcpyDtoDAsync");
+    if (from < to + size && to < from + size) stop("cuMemcpyDtoDAsync: source and destination overlap");
+    enqueue(*stream, {"copy on the device", {{source, false}, {target, true}},
+                      [=] { std::memcpy(bytes(to), bytes(from), size); }});
+    return SUCCESS;
+}
+
+int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, void* stream_handle) {
+    STREAM("cuMemsetD8Async");
+    if (size == 0 || skipped("memset")) return SUCCESS;
+    ON_DEVICE(memory, to, size, "cuMemsetD8Async");
+    enqueue(*stream, {"memset", {{memory, true}}, [=] { std::memset(bytes(to), value, size); }});
+    return SUCCESS;
+}
+
+int cuMemGetInfo_v2(size_t* free, size_t* all) {
+    SOFT_CALL;
+    *all = total();
+    *free = total() - std::min(total(), reserved());
+    return SUCCESS;
+}
+
+int cuDeviceGetMemPool(void** pool, int) {
+    SOFT_CALL;
+    *pool = state().pool;
+    return SUCCESS;
+}
+
+int cuDeviceSetMemPool(int, void* pool) {
+    SOFT_CALL;
+    state().pool = static_cast<Pool*>(pool);
+    return SUCCESS;
+}
+
+int cuMemPoolCreate(void** pool, const void* description) {
+    SOFT_CALL;
+    struct Description {
+        int type, handles, location, device;
+        void* security;
+        size_t most;
+    };
+    auto wanted = static_cast<const Description*>(description);
+    // 1: page-locked memory, and memory of a device.
+    if (wanted->type != 1 || wanted->location != 1 || wanted->device != 0)
+        return refuse(INVALID_VALUE, "cuMemPoolCreate: type %d, location %d, device %d", wanted->type, wanted->location,
+                      wanted->device);
+    Pool* made = new Pool;
+    made->most = wanted->most;
+    *pool = made;
+    return SUCCESS;
+}
+
+int cuMemPoolGetAttribute(void* handle, int attribute, void* value) {
+    SOFT_CALL;
+    const Pool& pool = *static_cast<Pool*>(handle);
+    uint64_t& out = *static_cast<uint64_t*>(value);
+    switch (attribute) {
+        case 4: out = pool.threshold; return SUCCESS;
+        case 5: out = pool.reserved; return SUCCESS;
+        case 6: out = pool.most_reserved; return SUCCESS;
+        case 7: out = pool.used; return SUCCESS;
+        case 8: out = pool.most_used; return SUCCESS;
+        default: return refuse(INVALID_VALUE, "cuMemPoolGetAttribute: attribute %d is not implemented", attribute);
+    }
+}
+
+int cuMemPoolSetAttribute(void* handle, int attribute, void* value) {
+    SOFT_CALL;
+    Pool& pool = *static_cast<Pool*>(handle);
+    uint64_t given = *static_cast<uint64_t*>(value);
+    switch (attribute) {
+        case 4: pool.threshold = given; return SUCCESS;
+        // Only 0 is permitted: it resets the mark.
+        case 6: pool.most_reserved = pool.reserved; break;
+        case 8: pool.most_used = pool.used; break;
+        default: return refuse(INVALID_VALUE, "cuMemPoolSetAttribute: attribute %d is not implemented", attribute);
+    }
+    return given == 0 ? SUCCESS : refuse(INVALID_VALUE, "cuMemPoolSetAttribute: a mark can only be set to 0");
+}
+
+}  // extern "C"

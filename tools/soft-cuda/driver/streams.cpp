@@ -1,0 +1,333 @@
+// Streams and events: queues, the order of execution, and the check that events order what shares memory.
+
+#include "driver.h"
+#include "faults.h"
+
+#include <chrono>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <pthread.h>
+#include <unistd.h>
+
+namespace soft {
+
+namespace {
+
+enum class Order { LATE, EARLY, RANDOM };
+
+struct State {
+    std::recursive_mutex mutex;
+    std::vector<std::unique_ptr<Stream>> streams;
+    std::set<Event*> events;
+    /// What is complete for the thread that makes the calls.
+    Clock host;
+    Order order = Order::LATE;
+    uint64_t random = 0;
+    State();
+};
+
+/// Never destroyed: Rust's own destructors may come later.
+State& state() {
+    static State* only = new State;
+    return *only;
+}
+
+State::State() {
+    const char* text = std::getenv("SOFT_CUDA_ORDER");
+    std::string wanted = text && *text ? text : "late";
+    if (wanted == "early") {
+        order = Order::EARLY;
+    } else if (wanted.rfind("random:", 0) == 0) {
+        order = Order::RANDOM;
+        random = std::strtoull(wanted.c_str() + 7, nullptr, 10);
+    } else if (wanted != "late") {
+        std::fprintf(stderr, "soft-cuda: SOFT_CUDA_ORDER is `%s`; expected late, early or random:SEED\n", text);
+        _exit(1);
+    }
+    // The default stream.
+    streams.push_back(std::make_unique<Stream>());
+    streams.back()->number = 0;
+}
+
+void print(const char* format, va_list list) {
+    char thread[64] = "";
+    pthread_getname_np(pthread_self(), thread, sizeof(thread));
+    std::fprintf(stderr, "soft-cuda (thread %s): ", thread);
+    std::vfprintf(stderr, format, list);
+    std::fprintf(stderr, "\n");
+}
+
+void merge(Clock& into, const Clock& from) {
+    if (into.size() < from.size()) into.resize(from.size(), 0);
+    for (size_t i = 0; i < from.size(); i++) into[i] = std::max(into[i], from[i]);
+}
+
+bool reached(const Clock& clock, const Access& access) {
+    if (!access.stream) return true;
+    return access.stream->number < clock.size() && clock[access.stream->number] >= access.time;
+}
+
+void check_order(const Stream& stream, const Operation& operation, const Use& use) {
+    auto check = [&](const Access& other) {
+        if (other.stream == &stream || reached(stream.clock, other)) return;
+        stop("`%s` on stream %u and `%s` on stream %u use the same %zu bytes %s, and no event orders them",
+             other.name.c_str(), other.stream->number, operation.name.c_str(), stream.number, use.memory->size,
+             use.memory->on_device ? "on the device" : "of page-locked host memory");
+    };
+    Memory& memory = *use.memory;
+    check(memory.written);
+    if (use.writes)
+        for (const auto& [_, access] : memory.read) check(access);
+    Access access{&stream, stream.queued, operation.name};
+    if (use.writes) {
+        memory.written = access;
+        memory.read.clear();
+    } else {
+        memory.read[&stream] = access;
+    }
+}
+
+double now() {
+    using namespace std::chrono;
+    return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
+}
+
+/// With SOFT_CUDA_TIMES=1: how often each operation ran and how long, printed at the end of the process.
+struct Times {
+    std::map<std::string, std::pair<uint64_t, double>> of;
+    ~Times() {
+        for (const auto& [name, sum] : of)
+            std::fprintf(stderr, "soft-cuda: %10.1f ms %8llu x %s\n", sum.second,
+                         static_cast<unsigned long long>(sum.first), name.c_str());
+    }
+};
+
+void run_timed(const Operation& operation) {
+    static const bool wanted = setting("SOFT_CUDA_TIMES", 0) == 1;
+    static Times times;
+    if (!wanted) return operation.run();
+    double start = now();
+    operation.run();
+    auto& sum = times.of[operation.name];
+    sum.first++;
+    sum.second += now() - start;
+}
+
+void run_first(Stream& stream) {
+    Operation operation = std::move(stream.queue.front());
+    stream.queue.pop_front();
+    if (operation.awaited) execute(*operation.awaited, operation.count);
+    for (const Use& use : operation.uses)
+        if (!use.memory->live)
+            stop("`%s` on stream %u runs while its memory (%zu bytes) is not allocated", operation.name.c_str(),
+                 stream.number, use.memory->size);
+    if (operation.run) run_timed(operation);
+    stream.executed++;
+}
+
+bool can_run(const Stream& stream) {
+    if (stream.queue.empty()) return false;
+    const Operation& first = stream.queue.front();
+    return !first.awaited || first.awaited->executed >= first.count;
+}
+
+/// Executes what the order wants to have executed before anything waits for it.
+void execute_some() {
+    State& s = state();
+    if (s.order == Order::EARLY) {
+        bool ran = true;
+        while (ran) {
+            ran = false;
+            for (auto& stream : s.streams)
+                while (!stream->computes && can_run(*stream)) {
+                    run_first(*stream);
+                    ran = true;
+                }
+        }
+    } else if (s.order == Order::RANDOM) {
+        for (uint64_t steps = random_number() % 4; steps > 0; steps--) {
+            Stream& stream = *s.streams[random_number() % s.streams.size()];
+            if (can_run(stream)) run_first(stream);
+        }
+    }
+}
+
+}  // namespace
+
+std::recursive_mutex& lock() { return state().mutex; }
+
+void stop(const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    print(format, list);
+    va_end(list);
+    std::fflush(nullptr);
+    _exit(1);
+}
+
+int refuse(int code, const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    print(format, list);
+    va_end(list);
+    return code;
+}
+
+uint64_t setting(const char* name, uint64_t usual) {
+    const char* text = std::getenv(name);
+    return text && *text ? std::strtoull(text, nullptr, 10) : usual;
+}
+
+uint64_t random_number() {
+    uint64_t z = (state().random += 0x9e3779b97f4a7c15ull);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+Stream* stream_of(void* handle) {
+    State& s = state();
+    // 0, 1 and 2 are the default streams of the header.
+    if (reinterpret_cast<uintptr_t>(handle) <= 2) return s.streams[0].get();
+    for (auto& stream : s.streams)
+        if (stream.get() == handle && !stream->destroyed) return stream.get();
+    return nullptr;
+}
+
+void enqueue(Stream& stream, Operation operation) {
+    merge(stream.clock, state().host);
+    if (stream.clock.size() <= stream.number) stream.clock.resize(stream.number + 1, 0);
+    stream.clock[stream.number] = ++stream.queued;
+    for (const Use& use : operation.uses) check_order(stream, operation, use);
+    stream.queue.push_back(std::move(operation));
+    execute_some();
+}
+
+void execute(Stream& stream, uint64_t count) {
+    while (stream.executed < count) run_first(stream);
+}
+
+void synchronize(Stream& stream) {
+    execute(stream, stream.queued);
+    merge(state().host, stream.clock);
+}
+
+void synchronize_all() {
+    for (auto& stream : state().streams) synchronize(*stream);
+}
+
+bool complete(const Access& access) { return reached(state().host, access); }
+
+}  // namespace soft
+
+using namespace soft;
+
+extern "C" {
+
+int cuStreamCreate(void** out, unsigned) {
+    SOFT_CALL;
+    auto& streams = state().streams;
+    streams.push_back(std::make_unique<Stream>());
+    streams.back()->number = static_cast<unsigned>(streams.size() - 1);
+    *out = streams.back().get();
+    return SUCCESS;
+}
+
+int cuStreamDestroy_v2(void* handle) {
+    SOFT_CALL;
+    Stream* stream = stream_of(handle);
+    if (!stream) return refuse(INVALID_HANDLE, "cuStreamDestroy: not a stream");
+    // Its operations still run; the caller has not waited for them.
+    execute(*stream, stream->queued);
+    stream->destroyed = true;
+    return SUCCESS;
+}
+
+int cuStreamSynchronize(void* handle) {
+    SOFT_CALL;
+    Stream* stream = stream_of(handle);
+    if (!stream) return refuse(INVALID_HANDLE, "cuStreamSynchronize: not a stream");
+    if (skipped("sync")) return SUCCESS;
+    synchronize(*stream);
+    return SUCCESS;
+}
+
+int cuStreamIsCapturing(void*, int* status) {
+    *status = 0;
+    return SUCCESS;
+}
+
+int cuEventCreate(void** out, unsigned flags) {
+    SOFT_CALL;
+    constexpr unsigned DISABLE_TIMING = 2;
+    Event* event = new Event{(flags & DISABLE_TIMING) == 0, nullptr};
+    state().events.insert(event);
+    *out = event;
+    return SUCCESS;
+}
+
+int cuEventDestroy_v2(void* handle) {
+    SOFT_CALL;
+    Event* event = static_cast<Event*>(handle);
+    if (state().events.erase(event) == 0) return refuse(INVALID_HANDLE, "cuEventDestroy: not an event");
+    delete event;
+    return SUCCESS;
+}
+
+int cuEventRecord(void* handle, void* stream_handle) {
+    SOFT_CALL;
+    Event* event = static_cast<Event*>(handle);
+    Stream* stream = stream_of(stream_handle);
+    if (!stream || !state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventRecord: not an event or stream");
+    if (skipped("record")) return SUCCESS;
+    auto record = std::make_shared<Record>();
+    event->record = record;
+    merge(stream->clock, state().host);
+    record->stream = stream;
+    record->count = stream->queued + 1;
+    record->clock = stream->clock;
+    if (record->clock.size() <= stream->number) record->clock.resize(stream->number + 1, 0);
+    record->clock[stream->number] = record->count;
+    enqueue(*stream, {"record of an event", {}, [record] { record->when = now(); }});
+    return SUCCESS;
+}
+
+int cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
+    SOFT_CALL;
+    Event* event = static_cast<Event*>(handle);
+    Stream* stream = stream_of(stream_handle);
+    if (!stream || !state().events.count(event))
+        return refuse(INVALID_HANDLE, "cuStreamWaitEvent: not an event or stream");
+    // An event that was never recorded is complete.
+    if (!event->record || skipped("wait")) return SUCCESS;
+    merge(stream->clock, event->record->clock);
+    Operation wait{"wait for an event", {}, {}, event->record->stream, event->record->count};
+    enqueue(*stream, std::move(wait));
+    return SUCCESS;
+}
+
+int cuEventSynchronize(void* handle) {
+    SOFT_CALL;
+    Event* event = static_cast<Event*>(handle);
+    if (!state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventSynchronize: not an event");
+    if (!event->record || skipped("sync")) return SUCCESS;
+    execute(*event->record->stream, event->record->count);
+    merge(state().host, event->record->clock);
+    return SUCCESS;
+}
+
+int cuEventElapsedTime_v2(float* milliseconds, void* from, void* to) {
+    SOFT_CALL;
+    Event *start = static_cast<Event*>(from), *end = static_cast<Event*>(to);
+    for (Event* event : {start, end}) {
+        if (!state().events.count(event) || !event->timed || !event->record)
+            return refuse(INVALID_HANDLE, "cuEventElapsedTime: an event without a time");
+        if (event->record->when < 0) return NOT_READY;
+    }
+    *milliseconds = static_cast<float>(end->record->when - start->record->when);
+    return SUCCESS;
+}
+
+}  // extern "C"

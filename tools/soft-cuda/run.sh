@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Runs the GPU tests on the software CUDA driver, with its own target directory (target/soft): nothing that it builds is
+# linked by another build.
+#
+# Usage: tools/soft-cuda/run.sh                 all tests, as in CI
+#        tools/soft-cuda/run.sh COMMAND...      a command with that environment, such as `cargo test ...` or
+#                                               `target/soft/release/ft doctor`
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export PATH="$PWD/tools/fake-nvcc:$PATH" NVCC="$PWD/tools/fake-nvcc/nvcc" CUDA_COMPUTE_CAP=80
+export CARGO_TARGET_DIR="$PWD/target/soft"
+# The kernels take the time, not ft: it is built fast.
+export CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_CODEGEN_UNITS=64 CARGO_PROFILE_RELEASE_INCREMENTAL=true
+driver="$CARGO_TARGET_DIR/cuda"
+export LIBRARY_PATH="$driver${LIBRARY_PATH:+:$LIBRARY_PATH}" LD_LIBRARY_PATH="$driver${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+export FT_REQUIRE_GPU=1 FT_GPU_SHORT=1
+tools/soft-cuda/build.sh "$driver"
+if [ $# -gt 0 ]; then exec "$@"; fi
+
+tests=$(cargo test --release --features cuda --test gpu --no-run --message-format=json |
+  sed -n 's/.*"executable":"\([^"]*\/gpu-[^"]*\)".*/\1/p' | tail -1)
+[ -x "$tests" ] || { echo "cargo built no test binary" >&2; exit 1; }
+logs="$CARGO_TARGET_DIR/logs"
+rm -rf "$logs"
+mkdir -p "$logs"
+
+# ORDER FILTER [RUNS]: tests in one order of execution. An order makes a difference only where a second stream is used:
+# the copies, layer inputs in host memory, layers of the host and of the disk. The long ones first.
+list() {
+  echo "late train::a_run_that_was_stopped"
+  echo "late train::every_method"
+  "$tests" --list | sed -n 's/^\([a-z_]*\)::.*: test$/\1/p' | sort -u | grep -vx 'train\|transfer' | sed 's/.*/late &::/'
+  echo "late train::generation"
+  local copied="lora on layers of the host,blocks from the host,lora on layers and a head of the disk,blocks from the disk"
+  for order in early random:1; do
+    echo "$order train::a_run_that_was_stopped $copied"
+    echo "$order train::every_method $copied"
+  done
+  for order in late early random:1; do echo "$order train::layer_inputs"; done
+  for order in late early random:1 random:2 random:3 random:4; do echo "$order transfer::"; done
+}
+
+job() {
+  local order=$1 filter=$2 log
+  shift 2
+  log="$logs/${order/:/-}-${filter//:/}.log"
+  local start=$SECONDS
+  if SOFT_CUDA_ORDER=$order FT_GPU_RUNS="$*" "$tests" "$filter" > "$log" 2>&1 && ! grep -q ' 0 passed' "$log"; then
+    echo "ok      $order $filter ($((SECONDS - start)) s)"
+  else
+    echo "FAILED  $order $filter: $log"
+    tail -n 40 "$log"
+    return 1
+  fi
+}
+export -f job
+export tests logs
+list | xargs -P "$(nproc)" -d '\n' -I{} bash -c 'job $1' job {}

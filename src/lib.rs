@@ -142,7 +142,7 @@ pub mod report; // metrics, events, progress
 // The library.
 pub mod hf; // Hugging Face model directories, PEFT adapters
 pub mod generate; // decoding: KV cache, sampling
-pub mod engine; // the step: forward, reverse vjp, sinks, accumulate, clip
+pub mod engine; // the step: forward, backward, sinks, accumulation, clipping
 pub mod rlhf; // objectives of preferences, rewards and RL
 pub mod distill; // objective of distillation: outputs of a teacher in, loss and gradient out
 pub mod sft; // supervised objective: hidden states in, loss and gradient out

@@ -232,7 +232,7 @@ impl<'a> Pass<'a> {
             } else {
                 let y = block.forward(&x, &ctx)?;
                 if l >= lowest {
-                    // Release the previous input on the device: its copy is finished by now, unless copying is slow.
+                    // Release the previous input on the device: its copy to the host is usually finished by now.
                     if let (Some(copier), Some((SavedInput::Offloaded(before), _))) = (offload, inputs.last_mut()) {
                         copier.release(before)?;
                     }

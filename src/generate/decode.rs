@@ -113,7 +113,7 @@ pub struct Answer {
 pub struct Speed {
     /// Prompt tokens that were computed, and the time until the first token of each answer.
     pub prefill_tokens: u64,
-    /// Seconds of these passes.
+    /// Seconds of the passes over prompts, with the choice of each first token.
     pub prefill_seconds: f64,
     /// Tokens after the first of each answer.
     pub decode_tokens: u64,

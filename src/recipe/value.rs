@@ -48,7 +48,7 @@ pub enum Value {
 pub trait Setting<By> {
     /// The values that a key of this type accepts.
     const KIND: Kind;
-    /// The typed value. `value` is of this kind, or `auto`.
+    /// Converts `value`, which is of kind `KIND` or `auto`, to the typed value.
     fn read(value: &Value) -> Self;
 }
 

@@ -470,7 +470,7 @@ impl Requantize for Resident {
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
         let p = self.param(name)?;
         let Some(&(format, dtype)) = self.quantized.get(name) else {
-            return Err(Error::new("this weight is not quantized").at(name));
+            return Err(Error::new("a weight that is not quantized cannot be requantized").at(name));
         };
         self.replace(p, code(values, p, format, dtype, &self.device)?)
     }

@@ -172,7 +172,7 @@ fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)
     let place = format!("{}.{STATE}", p.name);
     let bad = |what: &str, found: String| Error::format(what).at(&place).found(found);
     let state: Value = serde_json::from_slice(&weights.read_bytes(&place)?).map_err(|e| {
-        Error::format("the state of a quantized weight is not JSON")
+        Error::format("the quantization state of this weight (`quant_state` of bitsandbytes) is not valid JSON")
             .at(&place)
             .cause(e)
     })?;

@@ -89,7 +89,7 @@ fn original(store: &dyn TrainableStore, linear: &Linear) -> Result<Mat<f64>> {
 /// Q₁ = q(W); then (A, B) is the best rank-R approximation of W - Qₜ, and Qₜ₊₁ = q(W - s·B·A).
 fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Result<Found> {
     let Some(format) = task.linear.weight.format() else {
-        return Err(Error::new("this weight is not quantized"));
+        return Err(Error::new("LoftQ needs a quantized weight"));
     };
     let (lora, (rows, columns)) = (task.lora()?, task.linear.dims());
     let size = w.norm_l2().max(f64::MIN_POSITIVE);

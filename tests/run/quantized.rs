@@ -127,6 +127,9 @@ fn answers_are_as_good_over_codes() {
     for format in ["int8", "nf4"] {
         let quantized = run(format, &[&format!("memory.frozen_weights={format}")]);
         // More correct answers are no loss: 200 answers move by a few in both directions.
-        assert!(quantized >= plain - 0.01, "{format}: {quantized}, without codes {plain}");
+        assert!(
+            quantized >= plain - 0.01,
+            "{format}: {quantized}, without codes {plain}"
+        );
     }
 }

@@ -1,8 +1,8 @@
 //! Chat templates: from messages to the text on which the model was trained.
 //!
-//! A template is an untrusted program. It runs in an interpreter (`jinja`) without files, network and environment that
-//! limits work, nesting and output, and in a process of its own (`pool`, `wire`) with limits on memory and time. Its
-//! input and output are those of transformers 5.
+//! A template is an untrusted program. Its interpreter (`jinja`) has no access to files, network or environment, and
+//! limits work, nesting and output. It runs in its own process (`pool`, `wire`) with limits on memory and time. Its input
+//! and output are those of transformers 5.
 
 mod pool;
 mod wire;

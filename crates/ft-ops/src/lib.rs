@@ -13,7 +13,7 @@
 //! this device cannot run it; on a GPU also with `OutOfMemory`.
 
 #![warn(missing_docs, unreachable_pub)]
-// Outside of tests nothing may end the program but an error: the compiler counts these, in every build that is linted.
+// Outside of tests only errors may end the program: clippy denies calls that panic.
 #![cfg_attr(
     not(test),
     deny(

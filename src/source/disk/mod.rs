@@ -156,7 +156,7 @@ impl Disk {
         let reader = std::thread::Builder::new()
             .name("reader".into())
             .spawn(move || queue.into_iter().for_each(|job| job()))
-            .map_err(|e| Error::new("cannot start the reading thread").cause(e))?;
+            .map_err(|e| Error::new("cannot start the thread that reads weights from the disk").cause(e))?;
         Ok(Self {
             layers: DoubleBuffer::new(Layers(shared.clone())),
             pieces: DoubleBuffer::new(Pieces {

@@ -146,7 +146,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let lines = header(
         recipe,
         &model,
-        &train,
+        train,
         eval.as_ref(),
         &stream,
         &plan,
@@ -164,7 +164,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         .iter()
         .cloned()
         .chain(rows::warnings(
-            &train,
+            train,
             eval.as_ref(),
             recipe,
             model.template.is_some(),
@@ -209,7 +209,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         model: &model,
         device: &device,
         run_dir: &run_dir,
-        train: &train,
+        train,
         stream,
         eval: eval.as_ref(),
         questions: questions.as_ref(),

@@ -107,6 +107,7 @@ pub fn assert_close(got: &Tensor, want: &Tensor, tolerance: f32) {
 #[track_caller]
 pub fn assert_same_bits(a: &Tensor, b: &Tensor) {
     assert_eq!((a.dims(), a.dtype()), (b.dims(), b.dtype()));
+    assert!(flat(a).iter().all(|x| !x.is_nan()), "NaN");
     let bits = |t: &Tensor| flat(t).iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     assert!(bits(a) == bits(b), "not the same bits");
 }

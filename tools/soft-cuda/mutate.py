@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "target/soft/release"
 # Calls of candle that ft does not make are not ft's to test.
 OURS = re.compile(r"ft_ops::cuda|ft_ops::transfer|ft_ops::device|ft::source::uploaded|ft::source::disk")
+# They serve many callers: the caller is the place.
+HELPERS = re.compile(r"cuda::gemm::gemm|cuda::memory::|cuda::Gpu::")
 ORDERS = ["late", "early", "random:1"]
 # What no test sees, and why: lines `REGULAR EXPRESSION -- REASON`, for descriptions without the address at the end.
 EXPECTED = ROOT / "tools/soft-cuda/unseen.txt"
@@ -57,9 +59,13 @@ class Symbols:
 def faults_of(lines, symbols):
     """Faults that can be put at the places of these lines: description to SOFT_CUDA_FAULT."""
     found = {}
+    tables = (ROOT / "target/soft/cuda/modules/ft-kernels").glob("*.cpp")
+    kernels = {name for table in tables for name in re.findall(r'emulated\("(\w+)"', table.read_text())}
     for line in lines:
         kind, name, *rest = line.split()
         if kind == "kernel":
+            if name not in kernels:
+                continue  # candle's
             found[f"kernel {name} left out"] = f"skip-kernel {name}"
             found[f"kernel {name} with one block fewer"] = f"blocks {name}"
             for i, one in enumerate(rest):
@@ -72,15 +78,15 @@ def faults_of(lines, symbols):
         if name not in symbols:
             continue
         # The return address is behind the call.
-        for frame in rest:
-            function = symbols[name].of(int(frame, 16) - 1)
-            if OURS.search(function):
-                place = f"{function} {name.split('-')[0]}+{frame}"
-                found[f"{kind} left out in {place}"] = f"skip {kind} {name} {frame}"
-                if kind == "product":
-                    for operand in "ab":
-                        found[f"operand {operand} transposed in {place}"] = f"flip {operand} {name} {frame}"
-                break
+        places = [(symbols[name].of(int(frame, 16) - 1), frame) for frame in rest]
+        ours = [place for place in places if OURS.search(place[0])]
+        callers = [place for place in ours if not HELPERS.search(place[0])]
+        for function, frame in (callers or ours)[:1]:
+            place = f"{function} {name.split('-')[0]}+{frame}"
+            found[f"{kind} left out in {place}"] = f"skip {kind} {name} {frame}"
+            if kind == "product":
+                for operand in "ab":
+                    found[f"operand {operand} transposed in {place}"] = f"flip {operand} {name} {frame}"
     return found
 
 

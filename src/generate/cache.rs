@@ -14,6 +14,24 @@ use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
+fn form(spec: &Spec, stored: Option<KvDtype>) -> Form {
+    Form {
+        stored: stored.unwrap_or(KvDtype::F32),
+        kv_heads: spec.kv_heads,
+        head_dim: spec.head_dim,
+    }
+}
+
+/// Bytes of the KV cache of one text of `tokens` tokens and of its attention, in the default storage type. `element`: on
+/// a GPU the bytes of an activation.
+pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
+    let layout = match element {
+        Some(element) => Layout::of(spec, None, element as usize),
+        None => Layout::of(spec, Some(form(spec, None)), 0),
+    };
+    layout.bytes(tokens) + layout.step_bytes(tokens)
+}
+
 /// The layout of the cache of a network.
 #[derive(Debug, Clone)]
 pub struct Layout {
@@ -33,11 +51,7 @@ impl Layout {
     /// A type that is not supported on this device.
     pub fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Result<Self> {
         let form = match (device.is_cpu(), stored) {
-            (true, stored) => Some(Form {
-                stored: stored.unwrap_or(KvDtype::F32),
-                kv_heads: spec.kv_heads,
-                head_dim: spec.head_dim,
-            }),
+            (true, stored) => Some(form(spec, stored)),
             (false, None) => None,
             (false, Some(_)) => {
                 return Err(
@@ -46,12 +60,16 @@ impl Layout {
                 );
             }
         };
-        Ok(Self {
+        Ok(Self::of(spec, form, activations.size_in_bytes()))
+    }
+
+    fn of(spec: &Spec, form: Option<Form>, element: usize) -> Self {
+        Self {
             layers: spec.layers.len(),
             width: spec.kv_width(),
             form,
-            element: activations.size_in_bytes(),
-        })
+            element,
+        }
     }
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.

@@ -7,6 +7,8 @@
 //!
 //! Norms in brackets exist in some families only.
 
+pub mod memory;
+
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
 use super::linear::{Dx, Linear};
 use super::mlp::SavedPieces;

@@ -2,6 +2,7 @@
 //! types that they exchange.
 
 use super::head::Head;
+use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::ops::attention::Spec;
@@ -23,6 +24,36 @@ pub trait GradSink {
     /// caller adds the next part to it in place instead of calling `take`.
     fn sum(&self, _name: &str) -> Option<Tensor> {
         None
+    }
+}
+
+/// Simulates the memory of a `GradSink`.
+pub trait GradSinkMemory {
+    /// As `GradSink::wants`.
+    fn wants(&self, name: &str) -> bool;
+
+    /// Number of elements of the parameter.
+    fn elements(&self, name: &str) -> u64;
+
+    /// As `GradSink::take`: stores or frees the gradient.
+    fn take(&mut self, l: &mut Ledger, name: &str, gradient: Allocation);
+
+    /// True if `GradSink::sum` returns a tensor.
+    fn has_sum(&self, _name: &str) -> bool {
+        false
+    }
+
+    /// Allocates the gradient of a parameter.
+    fn compute(&self, l: &mut Ledger, name: &str) -> Allocation {
+        l.alloc(MemoryKind::Gradients, 4 * self.elements(name))
+    }
+
+    /// Computes the gradient and passes it to the sink, if it is needed. A later part is added to the sum in place.
+    fn give(&mut self, l: &mut Ledger, name: &str) {
+        if self.wants(name) && !self.has_sum(name) {
+            let gradient = self.compute(l, name);
+            self.take(l, name, gradient);
+        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! A linear of the model: base weight, bias, adapter.
 
+pub(super) mod memory;
+
 use super::contracts::{Context, GradSink, Param};
 use crate::base::Result;
 use crate::ops::linear;

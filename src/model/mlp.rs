@@ -3,6 +3,8 @@
 //! The MLP handles tokens independently, so it can process them in pieces: of the wide tensors `[N, I]` (gate, up,
 //! their product, its gradient) only one piece exists at a time. Outputs and input gradients are bit-equal.
 
+pub(super) mod memory;
+
 use super::block::Block;
 use super::contracts::{Context, GradSink};
 use super::linear::Dx;

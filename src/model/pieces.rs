@@ -1,7 +1,8 @@
 //! Splits the tokens into pieces for the parts without attention, and accumulates the gradients of the pieces.
 
-use super::contracts::{GradSink, Param};
+use super::contracts::{GradSink, GradSinkMemory, Param};
 use crate::base::Result;
+use crate::base::ledger::{Allocation, Ledger};
 use crate::ops::update;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -65,6 +66,49 @@ impl GradSink for Sums<'_> {
 
     fn sum(&self, name: &str) -> Option<Tensor> {
         self.sums.get(name).map(|(_, sum)| sum.clone())
+    }
+}
+
+/// Simulates the memory of `Sums`.
+pub(super) struct SumsMemory<'a> {
+    sink: &'a mut dyn GradSinkMemory,
+    sums: BTreeMap<String, Allocation>,
+}
+
+impl<'a> SumsMemory<'a> {
+    pub fn new(sink: &'a mut dyn GradSinkMemory) -> Self {
+        Self {
+            sink,
+            sums: BTreeMap::new(),
+        }
+    }
+
+    pub fn finish(self, l: &mut Ledger) {
+        for (name, sum) in self.sums {
+            self.sink.take(l, &name, sum);
+        }
+    }
+}
+
+impl GradSinkMemory for SumsMemory<'_> {
+    fn wants(&self, name: &str) -> bool {
+        self.sink.wants(name)
+    }
+
+    fn elements(&self, name: &str) -> u64 {
+        self.sink.elements(name)
+    }
+
+    fn take(&mut self, l: &mut Ledger, name: &str, gradient: Allocation) {
+        if self.has_sum(name) {
+            l.free(gradient);
+        } else {
+            self.sums.insert(name.to_string(), gradient);
+        }
+    }
+
+    fn has_sum(&self, name: &str) -> bool {
+        self.sums.contains_key(name)
     }
 }
 

@@ -9,9 +9,7 @@
 
 mod advice;
 mod candidates;
-mod ledger;
 pub mod memory_plan;
-mod mlp;
 mod model;
 pub mod run_plan;
 mod search;
@@ -19,9 +17,7 @@ mod step;
 mod table;
 mod teacher;
 mod time;
-mod turns;
 mod weights;
-mod work;
 
 pub use candidates::turns_of;
 pub use memory_plan::MemoryPlan;
@@ -30,9 +26,10 @@ pub use run_plan::RunPlan;
 pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
 
+use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients, StepStrategy};
+use crate::generate;
 use crate::model::{Adapters, Spec};
-use crate::ops::paged;
 use crate::optim::Optimizer;
 use crate::peft::start::cost;
 use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
@@ -42,14 +39,10 @@ use crate::setup::row_sizes::Evaluation;
 use crate::setup::teacher::TeacherSpec;
 use crate::source::Placement;
 use candidates::candidates;
-use ledger::{Kind, Ledger};
 use std::sync::Arc;
 
 /// Code pages loaded at first use (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small heap blocks.
 pub const CODE: u64 = 3 << 20;
-
-/// Tokens of prompts that are read together (as in `generate`).
-const PROMPT_TOKENS: usize = 1024;
 
 /// The inputs of a plan in addition to model and recipe.
 #[derive(Debug, Clone)]
@@ -164,21 +157,9 @@ impl Inputs {
         }
     }
 
-    /// Keys and values of one answer of so many tokens, prompt included, and logits of one token, twice. On a CPU they
-    /// are stored in whole pages. On a GPU those of one layer are copied into one tensor for its attention.
+    /// The KV cache of one answer of so many tokens, prompt included, and logits of one token, twice.
     fn answer(&self, spec: &Spec, tokens: usize) -> u64 {
-        let layers = spec.layers.len() as u64;
-        let cache = if self.on_gpu {
-            (layers + 1) * self.element * (2 * tokens * spec.kv_width()) as u64
-        } else {
-            let form = paged::Form {
-                stored: paged::KvDtype::F32,
-                kv_heads: spec.kv_heads,
-                head_dim: spec.head_dim,
-            };
-            layers * tokens.div_ceil(paged::PAGE) as u64 * form.page_bytes()
-        };
-        cache + 8 * spec.vocab as u64
+        generate::cache_bytes(spec, tokens, self.on_gpu.then_some(self.element)) + 8 * spec.vocab as u64
     }
 
     /// `answers` answers that are decoded together, of `tokens` tokens each: their KV cache, and the work
@@ -188,7 +169,7 @@ impl Inputs {
             return 0;
         }
         let mut own = self.clone();
-        own.tokens = (answers * tokens).min(PROMPT_TOKENS);
+        own.tokens = (answers * tokens).min(generate::Limits::default().prefill_tokens);
         (own.longest, own.strategy.offload_inputs) = (tokens, false);
         answers as u64 * self.answer(model.spec, tokens) + teacher::layer_work(model, &own)
     }
@@ -254,7 +235,7 @@ fn of_turn(
     // Weights for the device start on the host: all of them, or two layers that were read ahead.
     let on_host: u64 = match inputs.strategy.placement {
         Placement::Host => model.sum(active, |p| inputs.strategy.storage.of(p).bytes(&p.shape)),
-        Placement::Disk { .. } if inputs.on_gpu => weights::held(
+        Placement::Disk { .. } if inputs.on_gpu => weights::resident(
             model,
             &inputs.strategy.storage,
             stored,
@@ -267,13 +248,13 @@ fn of_turn(
     let mut ledger = Ledger::new(inputs.on_gpu);
     ledger.moment("loading");
     let mut held = vec![
-        ledger.alloc(Kind::Process, inputs.process_bytes),
-        ledger.alloc(Kind::Data, inputs.data_bytes),
+        ledger.alloc(MemoryKind::Process, inputs.process_bytes),
+        ledger.alloc(MemoryKind::Data, inputs.data_bytes),
     ];
-    turns::load(&mut ledger, model, inputs);
+    weights::load(&mut ledger, model, inputs);
     held.push(ledger.alloc(
-        Kind::Weights,
-        weights::held(
+        MemoryKind::Weights,
+        weights::resident(
             model,
             &inputs.strategy.storage,
             stored,
@@ -282,45 +263,45 @@ fn of_turn(
         ),
     ));
     held.push(ledger.alloc(
-        Kind::Retired,
+        MemoryKind::InactiveMasters,
         turn.retired.bytes(inputs.strategy.placement, (stored, master)),
     ));
     if inputs.reference {
-        held.push(ledger.alloc(Kind::Reference, stored * model.parameters()));
+        held.push(ledger.alloc(MemoryKind::Reference, stored * model.parameters()));
     }
     if turn.leaves {
-        turns::turn(&mut ledger, model, inputs, active, (stored, master));
+        weights::deactivate(&mut ledger, model, inputs, active, (stored, master));
     }
     if let Some(teacher) = &inputs.teacher {
-        held.push(ledger.alloc(Kind::Teacher, teacher.weights()));
-        held.push(ledger.alloc(Kind::OnHost, teacher.on_host(inputs.on_gpu)));
+        held.push(ledger.alloc(MemoryKind::Teacher, teacher.weights()));
+        held.push(ledger.alloc(MemoryKind::HostWeights, teacher.on_host(inputs.on_gpu)));
     }
     if let Some(teacher) = &inputs.teacher {
         let moments = Optimizer::state_bytes(&recipe.optimizer, &teacher.projection(spec));
-        held.push(ledger.alloc(Kind::Adapters, teacher.projections(spec)));
-        held.push(ledger.alloc(Kind::Optimizer, teacher.states as u64 * moments));
+        held.push(ledger.alloc(MemoryKind::Adapters, teacher.projections(spec)));
+        held.push(ledger.alloc(MemoryKind::Optimizer, teacher.states as u64 * moments));
     }
     held.extend([
-        ledger.alloc(Kind::Adapters, (model.adapter_elements() + fixed) * 4),
-        ledger.alloc(Kind::OnHost, on_host),
-        ledger.alloc(Kind::Optimizer, state + corrected),
+        ledger.alloc(MemoryKind::Adapters, (model.adapter_elements() + fixed) * 4),
+        ledger.alloc(MemoryKind::HostWeights, on_host),
+        ledger.alloc(MemoryKind::Optimizer, state + corrected),
     ]);
     if let Some(teacher) = &inputs.teacher {
         ledger.moment("the generated answers of the student");
         let answers = inputs.answers(model, teacher.answers, inputs.longest);
-        ledger.touch(Kind::Activations, answers);
+        ledger.touch(MemoryKind::Activations, answers);
     }
     let judges = inputs.judges.iter().map(RewardModelSpec::weights).sum();
-    held.push(ledger.alloc(Kind::Judges, judges));
+    held.push(ledger.alloc(MemoryKind::RewardModels, judges));
     if inputs.rollout > 0 {
         held.push(rollout(&mut ledger, model, recipe, inputs));
     }
     ledger.moment("the initialization of the adapters");
     if recipe.tune.method == Method::Lora && cost::decomposes(&recipe.tune.lora) {
-        held.push(ledger.alloc(Kind::Scratch, inputs.threads as u64 * cost::PACKED));
+        held.push(ledger.alloc(MemoryKind::Scratch, inputs.threads as u64 * cost::PACKED));
     }
-    ledger.touch(Kind::Scratch, inputs.start_bytes(recipe, model));
-    held.push(ledger.alloc(Kind::PackedCopies, weights::copies(model, inputs, active)));
+    ledger.touch(MemoryKind::Scratch, inputs.start_bytes(recipe, model));
+    held.push(ledger.alloc(MemoryKind::PackedWeights, weights::packed(model, inputs, active)));
     step::walk(&mut ledger, model, recipe, inputs, active);
     step::evaluate(&mut ledger, model, recipe, inputs);
     // A checkpoint or `final/` converts one tensor at a time to f32; from the disk only a small part of it.
@@ -329,13 +310,13 @@ fn of_turn(
         (Method::Lora, _) | (_, Placement::Disk { .. }) => model.largest_trained(active),
         _ => model.largest(),
     };
-    ledger.touch(Kind::Saving, 4 * largest);
+    ledger.touch(MemoryKind::Saving, 4 * largest);
     ledger.free_all(held);
     (ledger, trained)
 }
 
 /// Simulates the answers of a rollout; returns the quantized copy of the weights.
-fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs) -> ledger::Allocation {
+fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs) -> Allocation {
     // Every matrix is quantized: to 8 bits, or to 4 bits with a scale and a minimum for 64 values.
     let matrices = model.sum(&Active::new([]), |p| match p.shape.len() {
         2 => p.elements() as u64,
@@ -346,18 +327,18 @@ fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs)
         RolloutWeights::Int8 => matrices,
         RolloutWeights::Int4 => matrices * 9 / 16,
     };
-    let held = ledger.alloc(Kind::Rollout, codes);
+    let held = ledger.alloc(MemoryKind::Rollout, codes);
     ledger.moment("the rollout");
     // Keys and values of every token of every answer.
     let answers = inputs.answers(model, inputs.rollout, inputs.longest);
-    ledger.touch(Kind::Rollout, answers);
+    ledger.touch(MemoryKind::Rollout, answers);
     let answered = inputs.rollout.max(inputs.evaluation.answers);
     let work = inputs
         .judges
         .iter()
         .map(|j| j.forward(inputs, answered, inputs.longest));
     ledger.moment("the rewards of the answers");
-    ledger.touch(Kind::Judges, work.max().unwrap_or(0));
+    ledger.touch(MemoryKind::RewardModels, work.max().unwrap_or(0));
     held
 }
 

@@ -1,15 +1,17 @@
 //! Simulates the memory of one optimizer step in the order of `engine::step` and `engine::pass`.
 
 use super::Inputs;
-use super::ledger::{Allocation, Kind, Ledger};
 use super::model::{Model, Stretch};
 use super::weights;
-use super::work::{self, Block};
+use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients};
+use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
+use crate::model::contracts::GradSinkMemory;
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
 use crate::model::{Spec, tokens};
-use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS};
-use crate::ops::{CpuBackend, attention};
+use crate::ops::attention;
+use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, sums_bytes};
+use crate::ops::linear::{self, ProductSizes};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::Group;
@@ -17,65 +19,50 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
 const MASKED: u64 = 4;
-/// Bytes per thread that the `gemm` crate packs operands into.
-const PACKING: u64 = 1 << 20;
-/// Packing of one task of a matrix product (as in `ops`): up to this many rows of A and steps of k, elements of B.
-const PACKED_ROWS: u64 = 518;
-const PACKED_STEPS: u64 = 256;
-const PACKED_B: u64 = 66_000;
-/// The largest rank of a fused LoRA product (as in `ops`).
-const RIDES: u64 = 64;
-/// Largest size in bytes of an operand packed for the tile unit (as in `ops`).
-const PACKED_TILES: u64 = 16 << 20;
+
+impl Inputs {
+    /// The settings of the memory of a layer. `is_active`: true for active parameters.
+    pub(super) fn layer_memory<'a>(
+        &'a self,
+        spec: &'a Spec,
+        is_active: &'a dyn Fn(&str) -> bool,
+        dropout: bool,
+    ) -> LayerMemorySettings<'a> {
+        LayerMemorySettings {
+            spec,
+            tokens: self.tokens,
+            documents: self.documents,
+            element: self.element,
+            on_gpu: self.on_gpu,
+            mlp_tokens: self.strategy.mlp_tokens,
+            dropout,
+            storage: &self.strategy.storage,
+            adapters: &self.adapters,
+            active: is_active,
+        }
+    }
+}
 
 /// Simulated gradient sink.
-pub(super) struct Sink<'a> {
-    pub active: &'a Active,
+struct Sink<'a> {
+    active: &'a Active,
     model: &'a Model<'a>,
     keep: bool,
     kept: BTreeMap<String, Allocation>,
     /// Gradients of layers equal to those that were simulated.
     alike: Vec<Allocation>,
-    /// Sums of gradients that are computed in pieces, while this is in progress.
-    sums: Option<BTreeMap<String, Allocation>>,
 }
 
-impl Sink<'_> {
-    /// From now on gradients are computed in pieces (as in `model::pieces`).
-    pub fn start_sums(&mut self) {
-        self.sums = Some(BTreeMap::new());
-    }
-
-    /// All pieces are complete.
-    pub fn finish_sums(&mut self, l: &mut Ledger) {
-        for (name, gradient) in self.sums.take().into_iter().flatten() {
-            self.take(l, &name, gradient);
-        }
-    }
-
-    pub fn wants(&self, name: &str) -> bool {
+impl GradSinkMemory for Sink<'_> {
+    fn wants(&self, name: &str) -> bool {
         self.active.wants(name)
     }
 
-    fn bytes(&self, name: &str) -> u64 {
-        4 * self.model.elements(name)
+    fn elements(&self, name: &str) -> u64 {
+        self.model.elements(name)
     }
 
-    /// Allocates the gradient of `name`.
-    pub fn compute(&self, l: &mut Ledger, name: &str) -> Allocation {
-        l.alloc(Kind::Gradients, self.bytes(name))
-    }
-
-    /// Passes the gradient to the sink.
-    pub fn take(&mut self, l: &mut Ledger, name: &str, gradient: Allocation) {
-        if let Some(sums) = &mut self.sums {
-            if sums.contains_key(name) {
-                l.free(gradient)
-            } else {
-                sums.insert(name.to_string(), gradient);
-            }
-            return;
-        }
+    fn take(&mut self, l: &mut Ledger, name: &str, gradient: Allocation) {
         if self.active.corrects(name).is_some() {
             l.free(gradient);
             return;
@@ -85,7 +72,7 @@ impl Sink<'_> {
         // Of a masked parameter only the active part is kept.
         let gradient = match part {
             Some(part) => {
-                let active = l.alloc(Kind::Gradients, 4 * part);
+                let active = l.alloc(MemoryKind::Gradients, 4 * part);
                 l.free(gradient);
                 active
             }
@@ -96,19 +83,9 @@ impl Sink<'_> {
             return;
         }
         if !self.keep {
-            l.touch(Kind::Scratch, MASKED * part.unwrap_or(0));
+            l.touch(MemoryKind::Scratch, MASKED * part.unwrap_or(0));
         }
         l.free(gradient);
-    }
-
-    /// Computes the gradient and passes it to the sink, if it is needed.
-    pub fn give(&mut self, l: &mut Ledger, name: &str) {
-        // A later part is added to the sum in place.
-        let summed = self.sums.as_ref().is_some_and(|sums| sums.contains_key(name));
-        if self.wants(name) && !summed {
-            let gradient = self.compute(l, name);
-            self.take(l, name, gradient);
-        }
     }
 }
 
@@ -121,20 +98,22 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
         keep: inputs.strategy.gradients == Gradients::Keep,
         kept: BTreeMap::new(),
         alike: Vec::new(),
-        sums: None,
     };
     let tokens = inputs.tokens as u64;
     let rope: u64 = spec.ropes.iter().map(|r| 8 * r.inv_freq.len() as u64).sum();
     let held = [
         // ids, positions, targets of every micro-batch; the rope tables of one.
-        l.alloc(Kind::Data, 12 * tokens * inputs.micro_batches as u64 + rope * tokens),
-        l.alloc(Kind::Scratch, scratch(spec, inputs, bf16)),
         l.alloc(
-            Kind::Teacher,
+            MemoryKind::Data,
+            12 * tokens * inputs.micro_batches as u64 + rope * tokens,
+        ),
+        l.alloc(MemoryKind::Scratch, scratch(spec, inputs, bf16)),
+        l.alloc(
+            MemoryKind::Teacher,
             inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0),
         ),
         l.alloc(
-            Kind::Gradients,
+            MemoryKind::Gradients,
             inputs.teacher.as_ref().map_or(0, |t| t.projections(spec)),
         ),
     ];
@@ -148,7 +127,7 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
         let elements = model.elements(n) as usize;
         active.subset(n, elements).map(|p| p.len as u64)
     });
-    l.touch(Kind::Scratch, MASKED * largest.max().unwrap_or(0));
+    l.touch(MemoryKind::Scratch, MASKED * largest.max().unwrap_or(0));
     let kept: Vec<Allocation> = std::mem::take(&mut sink.kept).into_values().collect();
     l.free_all(kept);
     l.free_all(std::mem::take(&mut sink.alike));
@@ -158,11 +137,11 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
 /// An evaluation: a forward pass that keeps nothing, and a loss.
 pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs) {
     let evaluation = inputs.evaluation;
-    l.during("an evaluation, ");
+    l.set_prefix("an evaluation, ");
     if evaluation.answers > 0 {
         l.moment("its answers");
         let answers = inputs.answers(model, evaluation.answers, evaluation.answer);
-        l.touch(Kind::Rollout, answers);
+        l.touch(MemoryKind::Rollout, answers);
     }
     // With fewer tokens than a step has it needs less in every part.
     if evaluation.tokens > inputs.tokens || evaluation.longest > inputs.longest {
@@ -177,7 +156,7 @@ pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &
         own.teacher = None;
         walk(l, model, recipe, &own, &Active::new([]));
     }
-    l.during("");
+    l.set_prefix("");
 }
 
 /// Buffers of the CPU's products and attention; a GPU packs nothing.
@@ -185,17 +164,24 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     if inputs.on_gpu {
         return 0;
     }
-    let tiles = if bf16 { tile_buffers(spec, inputs) } else { 0 };
-    let packing = if CpuBackend::current() == CpuBackend::Portable {
-        PACKING
-    } else {
-        0
+    let linears = || spec.linears().into_iter().map(|(_, input, output, ..)| (input, output));
+    let widest = linears().map(|(input, output)| input.max(output)).max().unwrap_or(0);
+    let largest = linears().map(|(input, output)| input * output).max().unwrap_or(0);
+    let ranks = inputs.adapters.values().map(|c| c.rank);
+    let products = ProductSizes {
+        tokens: inputs.tokens,
+        widest_linear: widest,
+        widest: widest.max(spec.vocab),
+        largest_weight: largest.max(spec.vocab * spec.hidden),
+        rank: ranks.filter(|rank| linear::can_fuse(*rank)).max().unwrap_or(0),
     };
-    inputs.threads as u64 * (packing + 4 * thread_scratch(spec, inputs, bf16)) + tiles
+    let elements = products.thread_elements().max(attention_scratch(spec, inputs, bf16));
+    let tiles = if bf16 { products.tile_bytes() } else { 0 };
+    inputs.threads as u64 * (linear::gemm_bytes() + 4 * elements as u64) + tiles
 }
 
-/// Elements that one thread keeps for attention or for packed operands.
-fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
+/// Elements that one thread needs for attention.
+fn attention_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
     let form = |window: Option<usize>| attention::Spec {
         heads: spec.heads,
         kv_heads: spec.kv_heads,
@@ -206,52 +192,17 @@ fn thread_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
         bf16,
     };
     let windows: BTreeSet<Option<usize>> = spec.layers.iter().map(|s| s.window).collect();
-    let windows = windows
+    let scratch = windows
         .into_iter()
         .map(|w| attention::scratch(&form(w), inputs.longest));
-    let attention = windows.max().unwrap_or(0) as u64;
-    // The larger operand decides: activations in the forward pass, a gradient's rows in the backward pass.
-    let widest = spec
-        .linears()
-        .into_iter()
-        .map(|(_, input, output, ..)| input.max(output))
-        .max();
-    let widest = widest.unwrap_or(0).max(spec.vocab) as u64;
-    let packed = |rows: u64, steps: u64| rows.min(PACKED_ROWS) * steps.min(PACKED_STEPS);
-    let n = inputs.tokens as u64;
-    // Fused LoRA: its rows, and as many more steps of k in A.
-    let fuses = 2 * n.min(PACKED_ROWS) * fused_steps(inputs);
-    attention.max(packed(n, widest).max(packed(widest, n)) + PACKED_B.min(widest * PACKED_STEPS) + fuses)
-}
-
-/// Bytes of the operands packed for the tile unit, if there is one: an activation and a weight.
-fn tile_buffers(spec: &Spec, inputs: &Inputs) -> u64 {
-    if !CpuBackend::current().packs_bf16() {
-        return 0;
-    }
-    let linears = spec.linears().into_iter().map(|(_, input, output, ..)| (input, output));
-    let (mut wide, mut large) = (0, spec.vocab * spec.hidden);
-    for (input, output) in linears {
-        wide = wide.max(input).max(output);
-        large = large.max(input * output);
-    }
-    let bytes = |elements: usize| PACKED_TILES.min(2 * elements as u64);
-    // A fused LoRA product extends both operands, in steps of 32.
-    let fuses = 2 * fused_steps(inputs).next_multiple_of(32) * (inputs.tokens + wide) as u64;
-    bytes(inputs.tokens * wide) + bytes(large) + fuses
-}
-
-/// The largest rank that is fused with a product.
-fn fused_steps(inputs: &Inputs) -> u64 {
-    let ranks = inputs.adapters.values().map(|c| c.rank as u64);
-    ranks.filter(|r| *r <= RIDES).max().unwrap_or(0)
+    scratch.max().unwrap_or(0)
 }
 
 fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     // With offloading, two layer inputs are on the device at a time: one in a copy, one in use.
     let parked = if inputs.strategy.offload_inputs { 2 } else { 0 };
     let here = l.alloc(
-        Kind::Inputs,
+        MemoryKind::LayerInputs,
         parked * inputs.element * (inputs.tokens * model.spec.hidden) as u64,
     );
     pass(l, model, recipe, inputs, sink, micro);
@@ -260,7 +211,7 @@ fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, 
 
 /// Tensors saved for the backward pass.
 enum Waiting {
-    Layer(usize, Allocation, Option<work::SavedActivations>),
+    Layer(usize, Allocation, Option<SavedActivationsMemory>),
     /// Saved tensors of this many equal layers.
     Alike(usize, Vec<Allocation>),
 }
@@ -274,13 +225,15 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     let to_embedding = sink.active.lowest() == Group::Embedding;
     let dropout = recipe.tune.lora.lora_dropout > 0.0;
     let active = sink.active;
-    let block = |index| Block::new(spec, index, inputs, active, dropout);
+    let is_active = |name: &str| active.contains(name);
+    let settings = inputs.layer_memory(spec, &is_active, dropout);
+    let block = |index| LayerMemory::new(settings, index);
 
     let stored = recipe.model.dtype.bytes();
-    if weights::embedding_in_rows(spec, inputs.strategy.placement, sink.active) {
+    if weights::reads_embedding_rows(spec, inputs.strategy.placement, sink.active) {
         l.moment("the embedding");
         l.touch(
-            Kind::Weights,
+            MemoryKind::Weights,
             stored * (inputs.tokens.min(spec.vocab) * spec.hidden) as u64 + nd,
         );
     }
@@ -299,9 +252,9 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         before = l.sizes();
         let keep = layer >= lowest && layer >= keep_from;
         let kind = match (layer >= lowest, inputs.strategy.offload_inputs && !keep) {
-            (true, true) => Kind::Offloaded,
-            (true, false) => Kind::Inputs,
-            (false, _) => Kind::Layer,
+            (true, true) => MemoryKind::OffloadedInputs,
+            (true, false) => MemoryKind::LayerInputs,
+            (false, _) => MemoryKind::LayerWork,
         };
         let x = l.alloc(kind, nd);
         let (y, kept) = block(layer).forward(l, keep);
@@ -312,7 +265,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             l.free(x);
         }
     }
-    let x = l.alloc(Kind::Layer, nd);
+    let x = l.alloc(MemoryKind::LayerWork, nd);
 
     l.moment(match micro {
         0 => "the loss",
@@ -321,18 +274,17 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
     let dh = lowest < layers || to_embedding || sink.wants(FINAL_NORM);
     if let Some((_, work)) = inputs.teacher.as_ref().map(|t| t.forward(inputs)) {
-        l.touch(Kind::Teacher, work);
+        l.touch(MemoryKind::Teacher, work);
     }
-    let h = l.alloc(Kind::Loss, nd);
-    let indices = l.alloc(Kind::Loss, 8 * n);
-    let d_hidden = dh.then(|| l.alloc(Kind::Loss, nd));
+    let h = l.alloc(MemoryKind::Loss, nd);
+    let indices = l.alloc(MemoryKind::Loss, 8 * n);
+    let d_hidden = dh.then(|| l.alloc(MemoryKind::Loss, nd));
     // The gradient of trained rows of the head is taken from the gradient of the whole head.
     let to_head = sink.wants(head) || sink.wants(&tokens::name_of(head));
     let d_head = to_head.then(|| sink.compute(l, head));
     let chunk = CausalLm::chunk_for(spec.vocab, to_head).min(inputs.tokens) as u64;
-    // A number and a sum for each 2048 logits of a row.
-    let sums = 16 * spec.vocab.div_ceil(2048) as u64;
-    let logits = match weights::head_in_pieces(spec, inputs.strategy.placement, sink.active) {
+    let sums = sums_bytes(spec.vocab);
+    let logits = match weights::head_chunk(spec, inputs.strategy.placement, sink.active) {
         // The hidden states of the trained tokens, and their gradient.
         Some(_) => {
             let chunk = if inputs.on_gpu {
@@ -344,7 +296,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         }
         None => chunk * (4 * (spec.vocab + spec.hidden) as u64 + sums),
     };
-    l.touch(Kind::Loss, logits);
+    l.touch(MemoryKind::Loss, logits);
     l.free_all([h, indices]);
     let mut tied = None;
     match d_head {
@@ -357,7 +309,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         l.free(x);
         return;
     };
-    let mut dx = l.alloc(Kind::Layer, nd);
+    let mut dx = l.alloc(MemoryKind::LayerWork, nd);
     sink.give(l, FINAL_NORM);
     l.free_all([x, d_hidden]);
 
@@ -367,17 +319,17 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             Waiting::Layer(layer, x, kept) => (layer, x, kept),
             Waiting::Alike(count, held) => {
                 l.free_all(held);
-                let kept = l.alloc(Kind::Gradients, gradients * count as u64);
+                let kept = l.alloc(MemoryKind::Gradients, gradients * count as u64);
                 sink.alike.push(kept);
                 continue;
             }
         };
         l.moment(format!("the backward pass of layer {layer}"));
-        let before = l.sizes()[Kind::Gradients];
+        let before = l.sizes()[MemoryKind::Gradients];
         let need_dx = layer > lowest || to_embedding;
         let below = block(layer).vjp(l, kept, dx, need_dx, sink);
         l.free(x);
-        gradients = l.sizes()[Kind::Gradients].saturating_sub(before);
+        gradients = l.sizes()[MemoryKind::Gradients].saturating_sub(before);
         match below {
             Some(below) => dx = below,
             None => {

@@ -1,8 +1,8 @@
 //! The plan as a table and as JSON.
 
 use super::Inputs;
-use super::ledger::{Kind, Ledger};
 use super::model::Model;
+use crate::base::ledger::{Ledger, MemoryKind};
 use crate::base::units::{bytes, count};
 use crate::model::Spec;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
@@ -164,7 +164,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
     };
     let lines = [
         (
-            Kind::Weights,
+            MemoryKind::Weights,
             "weights",
             "weights",
             match inputs.strategy.placement {
@@ -178,7 +178,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             },
         ),
         (
-            Kind::PackedCopies,
+            MemoryKind::PackedWeights,
             "packed_weights",
             "packed weights",
             match inputs.strategy.packed_copies.as_ref().map(|c| c.orders) {
@@ -187,20 +187,20 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             },
         ),
         (
-            Kind::Reference,
+            MemoryKind::Reference,
             "reference",
             "reference",
             "the initial weights, for the KL divergence".into(),
         ),
-        (Kind::Adapters, "adapters", "adapters", "f32".into()),
+        (MemoryKind::Adapters, "adapters", "adapters", "f32".into()),
         (
-            Kind::Optimizer,
+            MemoryKind::Optimizer,
             "optimizer",
             state,
             format!("{}, {}", recipe.optimizer.name.name(), recipe.optimizer.state.name()),
         ),
         (
-            Kind::OnHost,
+            MemoryKind::HostWeights,
             "host_weights",
             "weights on the host",
             match inputs.strategy.placement {
@@ -209,26 +209,26 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             },
         ),
         (
-            Kind::Offloaded,
+            MemoryKind::OffloadedInputs,
             "host_layer_inputs",
             "inputs on the host",
             format!("{n} tokens × {} × {} bytes per layer", spec.hidden, inputs.element),
         ),
         (
-            Kind::Retired,
+            MemoryKind::InactiveMasters,
             "retired_halves",
             "inactive blocks",
             "low 16 bits of their fp32 master weights".into(),
         ),
-        (Kind::Gradients, "gradients", "gradients", gradients.into()),
+        (MemoryKind::Gradients, "gradients", "gradients", gradients.into()),
         (
-            Kind::Inputs,
+            MemoryKind::LayerInputs,
             "layer_inputs",
             "layer inputs",
             format!("{n} tokens × {} × {} bytes per layer", spec.hidden, inputs.element),
         ),
         (
-            Kind::Activations,
+            MemoryKind::Activations,
             "activations",
             "saved activations",
             match inputs.strategy.saved_layers.min(spec.layers.len()) {
@@ -237,7 +237,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             },
         ),
         (
-            Kind::Layer,
+            MemoryKind::LayerWork,
             "layer_work",
             "work of one layer",
             match inputs.strategy.mlp_tokens.filter(|most| *most < inputs.tokens) {
@@ -246,7 +246,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             },
         ),
         (
-            Kind::Loss,
+            MemoryKind::Loss,
             "logits",
             "logits chunk",
             match inputs.strategy.placement {
@@ -257,13 +257,13 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             },
         ),
         (
-            Kind::Rollout,
+            MemoryKind::Rollout,
             "rollout",
             "rollout",
             format!("KV cache of {} answers", inputs.rollout),
         ),
         (
-            Kind::Teacher,
+            MemoryKind::Teacher,
             "teacher",
             "teacher",
             inputs
@@ -272,37 +272,47 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
                 .map_or(String::new(), |t| format!("{}; its forward pass", t.storage.describe())),
         ),
         (
-            Kind::Judges,
+            MemoryKind::RewardModels,
             "reward_models",
             "reward models",
             "their weights and a forward pass".into(),
         ),
-        (Kind::Saving, "saving", "saving", "the largest tensor as f32".into()),
         (
-            Kind::Data,
+            MemoryKind::Saving,
+            "saving",
+            "saving",
+            "the largest tensor as f32".into(),
+        ),
+        (
+            MemoryKind::Data,
             "data",
             "data",
             "tokenized rows and the batches of a step".into(),
         ),
         (
-            Kind::Scratch,
+            MemoryKind::Scratch,
             "scratch",
             "scratch",
             format!("buffers of {} threads", inputs.threads),
         ),
-        (Kind::Process, "process", "program", "before the model is loaded".into()),
+        (
+            MemoryKind::Process,
+            "process",
+            "program",
+            "before the model is loaded".into(),
+        ),
     ];
     // Only some stages have these.
     let rare = |kind| {
         matches!(
             kind,
-            Kind::PackedCopies
-                | Kind::Reference
-                | Kind::Rollout
-                | Kind::Teacher
-                | Kind::Judges
-                | Kind::OnHost
-                | Kind::Offloaded
+            MemoryKind::PackedWeights
+                | MemoryKind::Reference
+                | MemoryKind::Rollout
+                | MemoryKind::Teacher
+                | MemoryKind::RewardModels
+                | MemoryKind::HostWeights
+                | MemoryKind::OffloadedInputs
         )
     };
     let lines = lines

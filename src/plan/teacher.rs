@@ -1,12 +1,12 @@
 //! Models beside the trained one: a teacher with its weights, hidden states and forward pass; reward models.
 
-use super::ledger::{Kind, Ledger};
 use super::model::Model;
-use super::work::Block;
 use super::{Inputs, weights};
+use crate::base::ledger::{Ledger, MemoryKind};
 use crate::engine::Active;
 use crate::model::Spec;
-use crate::ops::cross_entropy::PIECE;
+use crate::model::block::memory::LayerMemory;
+use crate::ops::cross_entropy::{MOST_TOKENS, PIECE};
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::teacher::TeacherSpec;
 use crate::source::Placement;
@@ -24,7 +24,7 @@ impl TeacherSpec {
 
     /// Bytes of the resident weights.
     pub(super) fn weights(&self) -> u64 {
-        weights::held(
+        weights::resident(
             &self.model(),
             &self.storage,
             self.stored(),
@@ -69,10 +69,10 @@ impl TeacherSpec {
         (own.strategy.mlp_tokens, own.strategy.offload_inputs) = (None, false);
         let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
         let work = layer_work(&self.model(), &own);
-        let rows = match weights::head_in_pieces(&self.spec, self.place, &Self::nothing()) {
+        let rows = match weights::head_chunk(&self.spec, self.place, &Self::nothing()) {
             // A second copy of the trained tokens, and a chunk of logits.
-            Some(_) => state + 4 * (PIECE.min(self.spec.vocab) * inputs.tokens.min(512)) as u64,
-            None => 4 * (inputs.tokens.min(512) * self.spec.hidden) as u64,
+            Some(_) => state + 4 * (PIECE.min(self.spec.vocab) * inputs.tokens.min(MOST_TOKENS)) as u64,
+            None => 4 * (inputs.tokens.min(MOST_TOKENS) * self.spec.hidden) as u64,
         };
         (state * (1 + self.states as u64), work.max(rows))
     }
@@ -103,10 +103,14 @@ impl RewardModelSpec {
 /// The most that a forward pass takes which keeps nothing: the input of a layer and its work.
 pub(super) fn layer_work(model: &Model, inputs: &Inputs) -> u64 {
     let (nothing, mut ledger) = (Active::new([]), Ledger::new(false));
-    let x = ledger.alloc(Kind::Layer, inputs.element * (inputs.tokens * model.spec.hidden) as u64);
+    let x = ledger.alloc(
+        MemoryKind::LayerWork,
+        inputs.element * (inputs.tokens * model.spec.hidden) as u64,
+    );
     // A layer leaves nothing behind: one of each kind is enough.
+    let settings = inputs.layer_memory(model.spec, &|_| false, false);
     for run in model.runs(&nothing) {
-        let (y, _) = Block::new(model.spec, run.first, inputs, &nothing, false).forward(&mut ledger, false);
+        let (y, _) = LayerMemory::new(settings, run.first).forward(&mut ledger, false);
         ledger.free(y);
     }
     ledger.free(x);

@@ -237,7 +237,7 @@ fn everything_that_is_held_is_given_back() {
             let mut ledger = Ledger::default();
             let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
             step::walk(&mut ledger, &model, &recipe, &inputs, &inputs.turns[0].active);
-            assert_eq!(ledger.now(), 0, "{:?}", inputs.turns[0].active);
+            assert_eq!(ledger.total(), 0, "{:?}", inputs.turns[0].active);
         }
     }
 }

@@ -69,7 +69,7 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
         let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()));
         let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
         let head = |packed: f64| 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
-        let streamed = weights::head_in_pieces(spec, inputs.strategy.placement, active).is_some();
+        let streamed = weights::head_chunk(spec, inputs.strategy.placement, active).is_some();
         let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
         let trained = 2.0 * n * wanted as f64;
         // The loss uses a chunked head twice.
@@ -112,7 +112,7 @@ fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &crate::e
         let twice = (run.first + run.count).saturating_sub(lowest.max(run.first));
         layer(run.first) * (run.count + twice) as f64
     });
-    let head = match weights::head_in_pieces(spec, inputs.strategy.placement, active) {
+    let head = match weights::head_chunk(spec, inputs.strategy.placement, active) {
         Some(_) => (2 * stored * (spec.vocab * spec.hidden) as u64) as f64,
         None => 0.0,
     };

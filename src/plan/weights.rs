@@ -1,37 +1,26 @@
-//! Memory of the weights that are held at one time.
+//! Memory of the weights of a model: loading, resident weights, requantization between two blocks.
 
 use super::Inputs;
 use super::model::Model;
+use crate::base::ledger::{Allocation, Ledger};
 use crate::engine::Active;
 use crate::model::Spec;
-use crate::source::Placement;
-use crate::source::{Group, ParamInfo, StoragePolicy};
-use std::collections::BTreeMap;
-
-/// Buffers of a source that streams layers: two layers, and two chunks of the head.
-const SLOTS: u64 = 2;
+use crate::model::spec::EMBEDDING;
+use crate::source::memory::{LayerSlots, WeightMemory, head_slots};
+use crate::source::{Group, ParamInfo, Placement, StoragePolicy};
 
 /// Returns the rows per chunk if the output projection is held only in chunks.
-pub(super) fn head_in_pieces(spec: &Spec, place: Placement, active: &Active) -> Option<usize> {
-    match place {
-        Placement::Disk { head_rows: Some(rows) } if !active.contains(spec.head_name()) => Some(rows),
-        _ => None,
-    }
+pub(super) fn head_chunk(spec: &Spec, placement: Placement, active: &Active) -> Option<usize> {
+    placement.head_chunk(active.contains(spec.head_name()))
 }
 
 /// True if rows of the embedding are read one by one.
-pub(super) fn embedding_in_rows(spec: &Spec, place: Placement, active: &Active) -> bool {
-    let name = crate::model::spec::EMBEDDING;
-    match place {
-        Placement::Host | Placement::Disk { .. } if !active.contains(name) => {
-            !(spec.tied && place.travels().flatten().is_none())
-        }
-        _ => false,
-    }
+pub(super) fn reads_embedding_rows(spec: &Spec, placement: Placement, active: &Active) -> bool {
+    placement.reads_embedding_rows(active.contains(EMBEDDING), spec.tied)
 }
 
 /// Bytes of the prepacked copies of frozen weights.
-pub(super) fn copies(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
+pub(super) fn packed(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
     let Some(copies) = &inputs.strategy.packed_copies else {
         return 0;
     };
@@ -44,18 +33,25 @@ pub(super) fn copies(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
     })
 }
 
-/// Bytes of the held weights, and of the double buffer for layers from the disk.
-pub(super) fn held(model: &Model, storage: &StoragePolicy, stored: u64, place: Placement, active: &Active) -> u64 {
+/// Bytes of the resident weights, and of the double buffer for layers from the disk. `value_bytes`: bytes per value in
+/// the model's type.
+pub(super) fn resident(
+    model: &Model,
+    storage: &StoragePolicy,
+    value_bytes: u64,
+    placement: Placement,
+    active: &Active,
+) -> u64 {
     let spec = model.spec;
     // Active parameters are not quantized.
     let bytes = |p: &ParamInfo| {
         if active.contains(&p.name) {
-            stored * p.elements() as u64
+            value_bytes * p.elements() as u64
         } else {
             storage.of(p).bytes(&p.shape)
         }
     };
-    let Some(head_rows) = place.travels() else {
+    let Some(head_rows) = placement.travels() else {
         return model.sum(active, bytes);
     };
     let always = |p: &ParamInfo| {
@@ -66,28 +62,92 @@ pub(super) fn held(model: &Model, storage: &StoragePolicy, stored: u64, place: P
         }
     };
     let stays = |p: &ParamInfo| active.contains(&p.name) || always(p);
-    let held = model.sum(active, |p| if stays(p) { bytes(p) } else { 0 });
-    // A buffer has the size of the largest streamed layer; equal parameters of two layers share their buffer.
-    let mut room: BTreeMap<String, u64> = BTreeMap::new();
-    let mut travelling = 0;
+    let resident = model.sum(active, |p| if stays(p) { bytes(p) } else { 0 });
+    let mut slots = LayerSlots::default();
     for run in model.runs(active) {
-        let mut travels = false;
-        for p in model.layer(run.first).filter(|p| !stays(p)) {
-            let below = p.name.splitn(4, '.').nth(3).unwrap_or_default().to_string();
-            let most = room.entry(below).or_default();
-            *most = (*most).max(bytes(&p));
-            travels = true;
-        }
-        travelling += if travels { run.count as u64 } else { 0 };
+        let streamed = model.layer(run.first).filter(|p| !stays(p));
+        let streamed = streamed.map(|p| {
+            let bytes = bytes(&p);
+            (p, bytes)
+        });
+        slots.add(streamed, run.count);
     }
-    let places = SLOTS.min(travelling) * room.values().sum::<u64>();
-    let pieces = match head_in_pieces(spec, place, active) {
-        Some(rows) => {
-            let rows = rows.min(spec.vocab);
-            let count = SLOTS.min(spec.vocab.div_ceil(rows.max(1)) as u64);
-            count * stored * (rows * spec.hidden) as u64
+    let head = head_chunk(spec, placement, active)
+        .map_or(0, |chunk| head_slots(chunk, (spec.vocab, spec.hidden), value_bytes));
+    resident + slots.bytes() + head
+}
+
+impl Inputs {
+    fn weight_memory(&self, (value_bytes, low_bytes): (u64, u64)) -> WeightMemory<'_> {
+        WeightMemory {
+            storage: &self.strategy.storage,
+            placement: self.strategy.placement,
+            on_gpu: self.on_gpu,
+            file_bytes: self.file_bytes,
+            value_bytes,
+            low_bytes,
         }
-        None => 0,
-    };
-    held + places + pieces
+    }
+}
+
+/// Loads every weight of the model.
+pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
+    l.moment("loading");
+    let memory = inputs.weight_memory((0, 0));
+    let (first, last) = model.outside().split_at(model.outside().len().min(1));
+    let mut allocations: Vec<Allocation> = first.iter().filter_map(|p| memory.load(l, p)).collect();
+    each_layer(l, model, &Active::new([]), &mut allocations, |l, p| memory.load(l, p));
+    allocations.extend(last.iter().filter_map(|p| memory.load(l, p)));
+    l.free_all(allocations);
+}
+
+/// Simulates something for each parameter of each layer; it leaves the returned memory allocated. Memory grows with
+/// each layer, so the last of equal layers is the worst.
+fn each_layer<A: IntoIterator<Item = Allocation>>(
+    l: &mut Ledger,
+    model: &Model,
+    active: &Active,
+    allocations: &mut Vec<Allocation>,
+    simulate: impl Fn(&mut Ledger, &ParamInfo) -> A,
+) {
+    for run in model.runs(active) {
+        let before = l.sizes();
+        for p in model.layer(run.first) {
+            allocations.extend(simulate(l, &p));
+        }
+        if run.count > 1 {
+            allocations.extend(l.alloc_again(&before, run.count as u64 - 2));
+            for p in model.layer(run.first) {
+                allocations.extend(simulate(l, &p));
+            }
+        }
+    }
+}
+
+/// Deactivates a trained block: requantizes its quantized weights one by one. The caller holds the `resident` weights
+/// and the exact values of other blocks. `value_bytes`: bytes per value in the model's type, and of the low part of the
+/// fp32 master.
+pub(super) fn deactivate(l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, value_bytes: (u64, u64)) {
+    let quantized = |p: &ParamInfo| active.contains(&p.name) && inputs.strategy.storage.of(p).is_quantized();
+    let (mut elements, mut any) = (0, false);
+    model.each(active, |p, count| {
+        if active.contains(&p.name) {
+            elements += count * p.elements() as u64;
+            any |= quantized(p);
+        }
+    });
+    if !any {
+        return;
+    }
+    l.moment("the requantization of a block");
+    let memory = inputs.weight_memory(value_bytes);
+    let mut allocations = vec![memory.low_bits(l, elements)];
+    each_layer(l, model, active, &mut allocations, |l, p| {
+        if quantized(p) {
+            memory.requantize(l, p)
+        } else {
+            Vec::new()
+        }
+    });
+    l.free_all(allocations);
 }

@@ -4,6 +4,7 @@
 pub mod disk;
 mod placement;
 mod in_memory;
+pub mod memory;
 pub mod policy;
 pub mod prepacking;
 pub mod resident;
@@ -28,6 +29,9 @@ pub use prepacking::{PackedCopies, Prepacking};
 pub use requantize::Requantized;
 pub use resident::Resident;
 pub use uploaded::Uploaded;
+
+/// Slots of a double buffer: the current item and the next one.
+const SLOTS: usize = 2;
 
 /// The unit of a fetch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

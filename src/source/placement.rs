@@ -17,6 +17,17 @@ pub enum Placement {
 }
 
 impl Placement {
+    /// Rows per chunk of the output projection, if it is never held whole. Active parameters are.
+    pub fn head_chunk(self, active: bool) -> Option<usize> {
+        self.travels().flatten().filter(|_| !active)
+    }
+
+    /// True if rows of the embedding are read one by one. `tied`: it is the output projection too.
+    pub fn reads_embedding_rows(self, active: bool, tied: bool) -> bool {
+        self.travels()
+            .is_some_and(|chunk| !active && (!tied || chunk.is_some()))
+    }
+
     /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
     pub(crate) fn travels(self) -> Option<Option<usize>> {
         match self {

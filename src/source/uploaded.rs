@@ -7,7 +7,7 @@ mod order;
 use super::requantize::Exact;
 use super::resident::send;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantize, Requantized, StreamedMatrix,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantize, Requantized, SLOTS, StreamedMatrix,
     TrainableStore, WeightSource, distinct, lock, stays_on_device, tensor_bytes,
 };
 use crate::base::{Error, Result};
@@ -19,9 +19,6 @@ use candle_core::{DType, Device, Tensor};
 use order::Order;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-
-/// Double buffer: layers on the device at a time, the current one and the next.
-const SLOTS: usize = 2;
 
 /// Wraps a source on the host for a GPU: holds two layers on the device and copies the next one during the computation.
 pub struct Uploaded {

@@ -2,6 +2,7 @@
 
 mod counting;
 mod hostile;
+mod layer;
 mod peak;
 mod stages;
 mod table;

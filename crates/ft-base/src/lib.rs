@@ -1,5 +1,5 @@
 //! Errors with hints, caught panics of libraries, atomic files, locks, counter-based random numbers, units, signals,
-//! the allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, suggestions for missing paths.
+//! the allocator, a simulated allocator, memory readings, progress, means for metrics, speed of the machine, confined processes, suggestions for missing paths.
 //! Independent of models and recipes. The only module that writes files.
 
 #![warn(missing_docs, unreachable_pub)]
@@ -21,6 +21,7 @@ mod catch_panic;
 pub mod error;
 pub mod files;
 pub mod allocator;
+pub mod ledger;
 pub mod lock;
 pub mod means;
 pub mod memory;

@@ -82,6 +82,11 @@ pub fn scratch(spec: &Spec, longest: usize) -> usize {
     )
 }
 
+/// Returns the number of partial sums of dk and of dv that the backward pass on the CPU keeps for each key head.
+pub fn backward_parts(heads: usize, kv_heads: usize, documents: usize) -> usize {
+    attention_backward::parts(heads, kv_heads, documents)
+}
+
 /// Checks that `documents` are non-decreasing offsets from 0 to `tokens`.
 fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
     let whole = documents.first() == Some(&0) && documents.last() == Some(&tokens);

@@ -27,10 +27,18 @@ const LOGITS_BYTES: usize = 48 << 20;
 /// The same limit if the projection is trained: it is larger because every chunk reads and writes the whole gradient.
 const LOGITS_BYTES_TRAINED: usize = 128 << 20;
 
+/// Largest number of tokens per chunk.
+pub const MOST_TOKENS: usize = 512;
+
+/// Bytes of the block sums and maxima of a token's logits.
+pub fn sums_bytes(vocab: usize) -> u64 {
+    16 * vocab.div_ceil(cpu::BLOCK) as u64
+}
+
 /// Returns the tokens per chunk for a projection to `vocab` rows, which is `trained` or frozen.
 pub fn chunk_for(vocab: usize, trained: bool) -> usize {
     let bytes = if trained { LOGITS_BYTES_TRAINED } else { LOGITS_BYTES };
-    (bytes / (4 * vocab.max(1))).clamp(16, 512)
+    (bytes / (4 * vocab.max(1))).clamp(16, MOST_TOKENS)
 }
 
 /// Options of the loss, and the gradients to compute.

@@ -2,13 +2,10 @@
 //! allocated once and reused.
 
 use crate::base::{Error, Result};
-use crate::source::{GroupWeights, lock, tensor_bytes};
+use crate::source::{GroupWeights, SLOTS, lock, tensor_bytes};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-
-/// Double buffer: the current item and the next one.
-const SLOTS: usize = 2;
 
 /// Memory of a slot: tensors by their index in the item.
 pub(super) type Buffers = BTreeMap<usize, Tensor>;

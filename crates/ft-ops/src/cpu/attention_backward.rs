@@ -11,6 +11,15 @@ use rayon::prelude::*;
 /// With fewer tasks than this the query heads of a key head are split into parts, each with its own dk and dv.
 const ENOUGH_TASKS: usize = 8;
 
+/// Number of parts into which the query heads of a key head are split. Depends on shapes alone: sums keep their order
+/// on any number of threads.
+pub(crate) fn parts(heads: usize, kv_heads: usize, documents: usize) -> usize {
+    let group = heads / kv_heads.max(1);
+    (1..=group)
+        .find(|p| group.is_multiple_of(*p) && documents * kv_heads * p >= ENOUGH_TASKS)
+        .unwrap_or(group)
+}
+
 /// The inputs of the backward pass.
 pub(crate) struct Saved<'a> {
     pub q: &'a [f32],
@@ -28,12 +37,8 @@ pub(crate) fn backward(
     spec: &Spec,
     documents: &[usize],
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
-    let group = spec.heads / spec.kv_heads;
     let filled = documents.windows(2).filter(|d| d[1] > d[0]).count();
-    // Depends on shapes alone: sums keep their order on any number of threads.
-    let parts = (1..=group)
-        .find(|p| group.is_multiple_of(*p) && filled * spec.kv_heads * p >= ENOUGH_TASKS)
-        .unwrap_or(group);
+    let parts = parts(spec.heads, spec.kv_heads, filled);
     let mut dq = vec![0f32; saved.q.len()];
     let mut dk = vec![0f32; saved.k.len() * parts];
     let mut dv = vec![0f32; saved.k.len() * parts];

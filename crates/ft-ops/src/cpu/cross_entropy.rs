@@ -12,7 +12,7 @@ use rayon::prelude::*;
 /// Rows of the head per product.
 pub(crate) const PIECE: usize = 4096;
 /// Logits that share a maximum; a piece is cut into whole blocks.
-pub(super) const BLOCK: usize = 2048;
+pub(crate) const BLOCK: usize = 2048;
 
 /// The inputs. `sizes` are (D, V); `cap` 0 means no softcap.
 pub(crate) struct Job<'a> {

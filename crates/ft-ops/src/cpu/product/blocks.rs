@@ -6,15 +6,11 @@
 
 use super::super::with_scratch;
 use super::fma::{self, AccumulateFrom, Kernel, MicroTile};
-use super::grid::{grid, part};
+use super::grid::{CHUNK, PART, grid, part};
 use super::pack::{self, Panel, PanelLayout};
 use super::{CInit, Job, Matrix, Operand, skinny};
 use rayon::prelude::*;
 
-/// Largest chunk of k (KC): a panel of A stays in the L1 cache.
-const CHUNK: usize = 256;
-/// Largest number of elements of a packed part of B (NC * KC).
-const PART: usize = 66_000;
 /// With at most this many columns an f32 A is read in place: packing costs more than it saves.
 const FEW_COLUMNS: usize = 64;
 

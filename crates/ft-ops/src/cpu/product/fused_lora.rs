@@ -7,7 +7,7 @@
 use super::super::Shared;
 use super::{CInit, CpuBackend, Job, Matrix, Operand, Rounding, Sizes, gemv, product_on, run};
 
-/// A larger rank would evict the packed A from the cache (`plan` uses this limit).
+/// A larger rank would evict the packed A from the cache.
 pub(super) const LARGEST: usize = 64;
 
 /// The LoRA matrices. The summed dimension of `down` is that of the product, the summed dimension of `up` is the rank.

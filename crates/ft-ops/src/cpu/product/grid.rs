@@ -1,7 +1,11 @@
 //! Cuts C into blocks.
 
 /// Largest number of rows of a block (MC): bounds the packed part of A.
-const MAX_ROWS: usize = 518;
+pub(super) const MAX_ROWS: usize = 518;
+/// Largest chunk of k (KC): a panel of A stays in the L1 cache.
+pub(super) const CHUNK: usize = 256;
+/// Largest number of elements of a packed part of B (NC * KC).
+pub(super) const PART: usize = 66_000;
 /// Packing one element costs about this many multiply-adds.
 const PACK: f64 = 24.0;
 const FEWEST_ROWS: usize = 14;

@@ -14,6 +14,7 @@ mod gemv;
 #[cfg(target_arch = "x86_64")]
 mod fma;
 mod grid;
+pub(crate) mod memory;
 pub(crate) mod inside;
 #[cfg(test)]
 mod inside_tests;

@@ -43,7 +43,7 @@ const NEAR: usize = 16;
 const BLOCK_ROWS: usize = 32;
 const BLOCK_COLUMNS: usize = 16;
 /// Largest number of bytes of a packed operand.
-const PACKED: usize = 16 << 20;
+pub(super) const PACKED: usize = 16 << 20;
 /// The same limit for a quantized operand, so that its dequantized values do not fill memory.
 const DECODED: usize = 4 << 20;
 

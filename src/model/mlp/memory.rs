@@ -1,31 +1,32 @@
-//! Simulates the memory of the MLP half of a layer, tensor by tensor as in `model::mlp`.
+//! Memory of the MLP half of a layer: each tensor that `mlp.rs` allocates and frees, in the same order.
 
-use super::ledger::{Allocation, Kind, Ledger};
-use super::step::Sink;
-use super::work::Block;
-use crate::model::mlp::Needs;
-use crate::model::pieces::pieces;
+use super::super::block::memory::LayerMemory;
+use super::super::contracts::GradSinkMemory;
+use super::super::pieces::{SumsMemory, pieces};
+use super::Needs;
+use crate::base::ledger::MemoryKind::{Activations, LayerWork};
+use crate::base::ledger::{Allocation, Ledger};
 
-/// gate and up of each chunk of tokens; empty if they were not saved.
-pub(super) type Parts = Vec<Vec<Allocation>>;
+/// As `SavedPieces`.
+pub(in crate::model) type SavedPiecesMemory = Vec<Vec<Allocation>>;
 
-impl Block<'_> {
+impl LayerMemory<'_> {
     /// The number of MLP chunks, and the largest one.
     fn cut(&self) -> (usize, Self) {
-        let all = pieces(self.tokens, self.inputs.strategy.mlp_tokens);
+        let all = pieces(self.settings.tokens, self.settings.mlp_tokens);
         let most = all.iter().map(|p| p.len()).max().unwrap_or(0);
         (all.len(), self.piece(most))
     }
 
     /// From x1, which the caller holds, to the layer's output; also gate and up if they are saved.
-    pub fn mlp(&self, l: &mut Ledger, keep: bool) -> (Allocation, Parts) {
+    pub(in crate::model) fn mlp(&self, l: &mut Ledger, keep: bool) -> (Allocation, SavedPiecesMemory) {
         let (count, piece) = self.cut();
         if count == 1 {
             let (y, parts) = self.mlp_piece(l, keep);
             return (y, parts.into_iter().collect());
         }
-        let whole = l.alloc(Kind::Layer, self.nd);
-        let mut kept = Parts::new();
+        let whole = l.alloc(LayerWork, self.nd);
+        let mut kept = SavedPiecesMemory::new();
         for _ in 0..if keep { count } else { 1 } {
             let (y, parts) = piece.mlp_piece(l, keep);
             l.free(y);
@@ -36,33 +37,33 @@ impl Block<'_> {
 
     fn mlp_piece(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<Vec<Allocation>>) {
         let (linears, down) = self.linears(false);
-        let h = l.alloc(Kind::Layer, self.nd);
+        let h = l.alloc(LayerWork, self.nd);
         let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
         l.free(h);
-        let m = l.alloc(Kind::Layer, self.ni);
+        let m = l.alloc(LayerWork, self.ni);
         if !keep {
             l.free_all(std::mem::take(&mut parts));
         }
         let mut y = self.linear(l, down);
-        if self.spec.sandwich_norms {
-            let normed = l.alloc(Kind::Layer, self.nd);
+        if self.settings.spec.sandwich_norms {
+            let normed = l.alloc(LayerWork, self.nd);
             l.free(std::mem::replace(&mut y, normed));
         }
         l.free(m);
-        let parts = keep.then(|| parts.into_iter().map(|p| l.relabel(p, Kind::Activations)).collect());
+        let parts = keep.then(|| parts.into_iter().map(|p| l.relabel(p, Activations)).collect());
         (y, parts)
     }
 
     /// Frees `dy`; the returned `∂x1`, if there is one, is held.
-    pub fn mlp_backward(
+    pub(in crate::model) fn mlp_backward(
         &self,
         l: &mut Ledger,
-        mut parts: Parts,
+        mut parts: SavedPiecesMemory,
         dy: Allocation,
         need_dx: bool,
-        sink: &mut Sink,
+        sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        let sandwich = self.spec.sandwich_norms;
+        let sandwich = self.settings.spec.sandwich_norms;
         let norm = if sandwich {
             "pre_feedforward_layernorm"
         } else {
@@ -85,17 +86,17 @@ impl Block<'_> {
         let dh = if count == 1 {
             self.mlp_piece_backward(l, parts.pop(), needs, sink)
         } else {
-            let dh = needs.dh.then(|| l.alloc(Kind::Layer, self.nd));
-            sink.start_sums();
+            let dh = needs.dh.then(|| l.alloc(LayerWork, self.nd));
+            let mut sums = SumsMemory::new(sink);
             // The second chunk adds to the sums of the first; later chunks are like the second, with fewer saved
             // tensors.
             let mut parts = parts.into_iter();
             for _ in 0..count.min(2) {
-                let part = piece.mlp_piece_backward(l, parts.next(), needs, sink);
+                let part = piece.mlp_piece_backward(l, parts.next(), needs, &mut sums);
                 l.free_all(part);
             }
             l.free_all(parts.flatten());
-            sink.finish_sums(l);
+            sums.finish(l);
             dh
         };
         let dx = dh.map(|dh| {
@@ -117,16 +118,16 @@ impl Block<'_> {
         l: &mut Ledger,
         parts: Option<Vec<Allocation>>,
         needs: Needs,
-        sink: &mut Sink,
+        sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        let sandwich = self.spec.sandwich_norms;
+        let sandwich = self.settings.spec.sandwich_norms;
         let (linears, down) = self.linears(false);
-        let mut h = (needs.inputs || parts.is_none()).then(|| l.alloc(Kind::Layer, self.nd));
+        let mut h = (needs.inputs || parts.is_none()).then(|| l.alloc(LayerWork, self.nd));
         let parts = parts.unwrap_or_else(|| self.projections(l, &linears, &[self.ni, self.ni]));
         if !needs.inputs {
             l.free_all(h.take());
         }
-        let m = (needs.down || sandwich).then(|| l.alloc(Kind::Layer, self.ni));
+        let m = (needs.down || sandwich).then(|| l.alloc(LayerWork, self.ni));
         let d_down = sandwich.then(|| {
             let y = self.linear(l, down);
             let d = self.norm_backward(l, "post_feedforward_layernorm", self.nd, sink);
@@ -142,10 +143,10 @@ impl Block<'_> {
             return None;
         };
         // On the CPU the gradients overwrite gate and up.
-        let dys = if !self.inputs.on_gpu {
+        let dys = if !self.settings.on_gpu {
             parts
         } else {
-            let dys = vec![l.alloc(Kind::Layer, self.ni), l.alloc(Kind::Layer, self.ni)];
+            let dys = vec![l.alloc(LayerWork, self.ni), l.alloc(LayerWork, self.ni)];
             l.free_all(parts);
             dys
         };

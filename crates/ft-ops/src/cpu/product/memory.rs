@@ -1,0 +1,63 @@
+//! Memory of the packed operands of a product, for memory plans.
+
+use super::CpuBackend;
+use super::fused_lora::LARGEST;
+use super::grid::{CHUNK, MAX_ROWS, PART};
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::tiles::PACKED;
+
+/// Bytes that the `gemm` crate packs operands into, for each thread.
+const GEMM_BYTES: u64 = 1 << 20;
+
+/// Sizes of the largest products of a model.
+#[derive(Debug, Clone, Copy)]
+pub struct ProductSizes {
+    /// Tokens of a product.
+    pub tokens: usize,
+    /// Largest number of input or output features of a linear.
+    pub widest_linear: usize,
+    /// The same with the rows of the head.
+    pub widest: usize,
+    /// Elements of the largest weight.
+    pub largest_weight: usize,
+    /// Largest rank of a LoRA product that can be fused.
+    pub rank: usize,
+}
+
+/// True if a LoRA product of this rank can be fused with the product of its linear.
+pub fn can_fuse(rank: usize) -> bool {
+    rank <= LARGEST
+}
+
+/// Bytes that the `gemm` crate keeps for each thread, if it computes the products.
+pub fn gemm_bytes() -> u64 {
+    if CpuBackend::current() == CpuBackend::Portable {
+        GEMM_BYTES
+    } else {
+        0
+    }
+}
+
+impl ProductSizes {
+    /// Number of f32 of scratch memory per thread: a packed part of A and of B.
+    pub fn thread_elements(&self) -> usize {
+        let packed = |rows: usize, k: usize| rows.min(MAX_ROWS) * k.min(CHUNK);
+        // The larger operand decides: activations in the forward pass, a gradient's rows in the backward pass.
+        let a = packed(self.tokens, self.widest).max(packed(self.widest, self.tokens));
+        // Fused LoRA: its rows, and as many more elements of k in A.
+        let fused = 2 * self.tokens.min(MAX_ROWS) * self.rank;
+        a + PART.min(self.widest * CHUNK) + fused
+    }
+
+    /// Bytes of the operands that are packed for the tile unit, an activation and a weight; 0 without such a unit.
+    pub fn tile_bytes(&self) -> u64 {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if CpuBackend::current().packs_bf16() {
+            let bytes = |elements: usize| PACKED.min(2 * elements);
+            // A fused LoRA product extends both operands, in steps of 32.
+            let fused = 2 * self.rank.next_multiple_of(32) * (self.tokens + self.widest_linear);
+            return (bytes(self.tokens * self.widest_linear) + bytes(self.largest_weight) + fused) as u64;
+        }
+        0
+    }
+}

@@ -1,0 +1,373 @@
+//! Memory of a decoder layer: each tensor that `Block` allocates and frees in its forward and backward pass, in the
+//! same order. The planner simulates a step with it.
+
+use super::super::contracts::GradSinkMemory;
+use super::super::linear::memory::LinearShape;
+use super::super::mlp::memory::SavedPiecesMemory;
+use crate::base::ledger::MemoryKind::{Activations, LayerWork};
+use crate::base::ledger::{Allocation, Ledger};
+use crate::model::Spec;
+use crate::ops::attention;
+use crate::peft::Cost;
+use crate::source::StoragePolicy;
+use std::collections::BTreeMap;
+
+/// Settings on which the memory of a layer depends.
+#[derive(Clone, Copy)]
+pub struct LayerMemorySettings<'a> {
+    /// Sizes and options of the model.
+    pub spec: &'a Spec,
+    /// N: tokens of the micro-batch.
+    pub tokens: usize,
+    /// Fewest documents of a micro-batch.
+    pub documents: usize,
+    /// Bytes of an element of an activation.
+    pub element: u64,
+    /// Tensors are on a GPU.
+    pub on_gpu: bool,
+    /// As in `Context`.
+    pub mlp_tokens: Option<usize>,
+    /// Adapters use dropout, which needs a masked copy of the input.
+    pub dropout: bool,
+    /// Storage of the weights.
+    pub storage: &'a StoragePolicy,
+    /// Memory of the adapter on each linear, by module.
+    pub adapters: &'a BTreeMap<String, Cost>,
+    /// True if the parameter of this name is active. Active parameters are not quantized, whatever their storage is.
+    pub active: &'a dyn Fn(&str) -> bool,
+}
+
+/// Simulates the memory of `Block`.
+pub struct LayerMemory<'a> {
+    pub(in crate::model) settings: LayerMemorySettings<'a>,
+    index: usize,
+    /// Bytes of `[N, D]`, q, k, gate and lse. N: all tokens, or those of an MLP chunk.
+    pub(in crate::model) nd: u64,
+    nq: u64,
+    nkv: u64,
+    pub(in crate::model) ni: u64,
+    lse: u64,
+}
+
+/// As `SavedAttention`.
+struct SavedAttentionMemory {
+    raw: Vec<Allocation>,
+    qkv: Vec<Allocation>,
+    o: Allocation,
+    lse: Allocation,
+    y: Option<Allocation>,
+}
+
+/// As `SavedActivations`.
+pub struct SavedActivationsMemory {
+    attention: SavedAttentionMemory,
+    x1: Allocation,
+    parts: SavedPiecesMemory,
+}
+
+impl SavedAttentionMemory {
+    /// Moves the tensors to the kind of saved activations.
+    fn relabel(self, l: &mut Ledger) -> Self {
+        let mut to = |tensor| l.relabel(tensor, Activations);
+        Self {
+            raw: self.raw.into_iter().map(&mut to).collect(),
+            qkv: self.qkv.into_iter().map(&mut to).collect(),
+            o: to(self.o),
+            lse: to(self.lse),
+            y: self.y.map(&mut to),
+        }
+    }
+
+    fn free(self, l: &mut Ledger) {
+        l.free_all(self.raw);
+        l.free_all(self.qkv);
+        l.free_all([self.o, self.lse]);
+        l.free_all(self.y);
+    }
+}
+
+impl<'a> LayerMemory<'a> {
+    /// The memory of layer `index`.
+    pub fn new(settings: LayerMemorySettings<'a>, index: usize) -> Self {
+        let LayerMemorySettings {
+            spec, tokens, element, ..
+        } = settings;
+        let bytes = |width: usize| element * (tokens * width) as u64;
+        Self {
+            settings,
+            index,
+            nd: bytes(spec.hidden),
+            nq: bytes(spec.query_width()),
+            nkv: bytes(spec.kv_width()),
+            ni: bytes(spec.intermediate),
+            lse: 4 * (tokens * spec.heads) as u64,
+        }
+    }
+
+    /// The same layer for an MLP chunk.
+    pub(in crate::model) fn piece(&self, tokens: usize) -> Self {
+        Self::new(
+            LayerMemorySettings {
+                tokens,
+                ..self.settings
+            },
+            self.index,
+        )
+    }
+
+    /// Bytes of `[N, width]`.
+    pub(in crate::model) fn bytes(&self, width: usize) -> u64 {
+        self.settings.element * (self.settings.tokens * width) as u64
+    }
+
+    pub(in crate::model) fn name(&self, below: &str) -> String {
+        format!("model.layers.{}.{below}", self.index)
+    }
+
+    /// The linears of a half that read the norm's output, and the one that writes to the residual stream.
+    pub(in crate::model) fn linears(&self, attention: bool) -> (Vec<LinearShape>, LinearShape) {
+        let part = if attention { "self_attn." } else { "mlp." };
+        let mut all: Vec<LinearShape> = self
+            .settings
+            .spec
+            .linears()
+            .into_iter()
+            .filter(|(name, ..)| name.starts_with(part))
+            .map(|(name, input, output, ..)| (name, input, output))
+            .collect();
+        let last = all.pop().unwrap_or(("", 0, 0));
+        (all, last)
+    }
+
+    /// Several linears with one input: q, k, v, or gate and up.
+    pub(in crate::model) fn projections(
+        &self,
+        l: &mut Ledger,
+        linears: &[LinearShape],
+        widths: &[u64],
+    ) -> Vec<Allocation> {
+        if !self.settings.spec.fused_projections {
+            return linears.iter().map(|&x| self.linear(l, x)).collect();
+        }
+        let y = self.linear(l, linears[0]);
+        let parts = widths.iter().map(|&w| l.alloc(LayerWork, w)).collect();
+        l.free(y);
+        parts
+    }
+
+    fn attention(&self, l: &mut Ledger) -> (Allocation, SavedAttentionMemory) {
+        let (linears, o_proj) = self.linears(true);
+        let h = l.alloc(LayerWork, self.nd);
+        let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
+        l.free(h);
+        let v = qkv.pop();
+        let mut raw = Vec::new();
+        if self.settings.spec.qk_norm {
+            raw = std::mem::replace(
+                &mut qkv,
+                vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)],
+            );
+        }
+        let before = qkv;
+        let mut qkv = vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)];
+        qkv.extend(v);
+        let o = l.alloc(LayerWork, self.nq);
+        let lse = l.alloc(LayerWork, self.lse);
+        let mut x1 = self.linear(l, o_proj);
+        let mut y = None;
+        if self.settings.spec.sandwich_norms {
+            y = Some(x1);
+            let normed = l.alloc(LayerWork, self.nd);
+            x1 = l.alloc(LayerWork, self.nd);
+            l.free(normed);
+        }
+        l.free_all(before);
+        (x1, SavedAttentionMemory { raw, qkv, o, lse, y })
+    }
+
+    /// From the layer's input to its output; the returned output is held.
+    pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<SavedActivationsMemory>) {
+        let (x1, attention) = self.attention(l);
+        let attention = if keep {
+            Some(attention.relabel(l))
+        } else {
+            attention.free(l);
+            None
+        };
+        let (y, parts) = self.mlp(l, keep);
+        let Some(attention) = attention else {
+            l.free(x1);
+            return (y, None);
+        };
+        let x1 = l.relabel(x1, Activations);
+        (y, Some(SavedActivationsMemory { attention, x1, parts }))
+    }
+
+    pub(in crate::model) fn wants(&self, sink: &dyn GradSinkMemory, below: &str) -> bool {
+        sink.wants(&self.name(&format!("{below}.weight")))
+    }
+
+    /// Frees `dys` one by one.
+    pub(in crate::model) fn projections_backward(
+        &self,
+        l: &mut Ledger,
+        linears: &[LinearShape],
+        dys: Vec<Allocation>,
+        need_dx: bool,
+        sink: &mut dyn GradSinkMemory,
+    ) -> Option<Allocation> {
+        if self.settings.spec.fused_projections {
+            let whole = l.alloc(LayerWork, self.bytes(linears[0].2));
+            l.free_all(dys);
+            let dx = self.linear_backward(l, linears[0], need_dx, sink);
+            l.free(whole);
+            return dx;
+        }
+        // One ∂x for all: later linears add to it.
+        let total = need_dx.then(|| l.alloc(LayerWork, self.bytes(linears[0].1)));
+        for (&linear, dy) in linears.iter().zip(dys) {
+            self.linear_gradients(l, linear, need_dx, sink);
+            l.free(dy);
+        }
+        total
+    }
+
+    /// `∂` of a norm over `bytes`; passes its weight's gradient to the sink.
+    pub(in crate::model) fn norm_backward(
+        &self,
+        l: &mut Ledger,
+        below: &str,
+        bytes: u64,
+        sink: &mut dyn GradSinkMemory,
+    ) -> Allocation {
+        let dx = l.alloc(LayerWork, bytes);
+        sink.give(l, &self.name(&format!("{below}.weight")));
+        dx
+    }
+
+    fn attention_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
+        let (mut linears, o_proj) = self.linears(true);
+        linears.push(o_proj);
+        let mut norms = vec!["input_layernorm", "self_attn.q_norm", "self_attn.k_norm"];
+        if self.settings.spec.sandwich_norms {
+            norms.push("post_attention_layernorm");
+        }
+        linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.iter().any(|n| self.wants(sink, n))
+    }
+
+    /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
+    pub fn vjp(
+        &self,
+        l: &mut Ledger,
+        kept: Option<SavedActivationsMemory>,
+        dy: Allocation,
+        need_dx: bool,
+        sink: &mut dyn GradSinkMemory,
+    ) -> Option<Allocation> {
+        let attention_needed = need_dx || self.attention_wanted(sink);
+        let (x1, kept, parts) = match kept {
+            Some(kept) => (kept.x1, kept.attention, kept.parts),
+            None => {
+                let (x1, attention) = self.attention(l);
+                (x1, attention, SavedPiecesMemory::new())
+            }
+        };
+        let kept = if attention_needed {
+            Some(kept)
+        } else {
+            kept.free(l);
+            None
+        };
+        let dx1 = self.mlp_backward(l, parts, dy, attention_needed, sink);
+        l.free(x1);
+        match (kept, dx1) {
+            (Some(kept), Some(dx1)) => self.attention_backward(l, kept, dx1, need_dx, sink),
+            (kept, dx1) => {
+                if let Some(kept) = kept {
+                    kept.free(l);
+                }
+                l.free_all(dx1);
+                None
+            }
+        }
+    }
+
+    fn attention_backward(
+        &self,
+        l: &mut Ledger,
+        saved: SavedAttentionMemory,
+        dx1: Allocation,
+        need_dx: bool,
+        sink: &mut dyn GradSinkMemory,
+    ) -> Option<Allocation> {
+        let SavedAttentionMemory { raw, qkv, o, lse, y } = saved;
+        let (linears, o_proj) = self.linears(true);
+        let need_dh = need_dx || self.wants(sink, "input_layernorm");
+        let qk_wanted = self.wants(sink, "self_attn.q_norm") || self.wants(sink, "self_attn.k_norm");
+        let need_do = need_dh || qk_wanted || linears.iter().any(|&x| self.linear_wanted(sink, x));
+        let d_out = y.map(|y| {
+            let d = self.norm_backward(l, "post_attention_layernorm", self.nd, sink);
+            l.free(y);
+            d
+        });
+        let d_o = self.linear_backward(l, o_proj, need_do, sink);
+        l.free_all(d_out);
+        let Some(d_o) = d_o else {
+            l.free_all(raw);
+            l.free_all(qkv);
+            l.free_all([o, lse, dx1]);
+            return None;
+        };
+        let dq = l.alloc(LayerWork, self.nq);
+        let spec = self.settings.spec;
+        let parts = attention::backward_parts(spec.heads, spec.kv_heads, self.settings.documents.max(1)) as u64;
+        let partial = [
+            l.alloc(LayerWork, parts * self.nkv),
+            l.alloc(LayerWork, parts * self.nkv),
+        ];
+        let (dk, dv) = match parts {
+            1 => {
+                let [dk, dv] = partial;
+                (dk, dv)
+            }
+            _ => {
+                let [k, v] = partial;
+                let dk = l.alloc(LayerWork, self.nkv);
+                l.free(k);
+                let dv = l.alloc(LayerWork, self.nkv);
+                l.free(v);
+                (dk, dv)
+            }
+        };
+        l.free_all(qkv);
+        l.free_all([o, lse, d_o]);
+        // The inverse rotation writes new tensors; the tensors before it live until the end.
+        let before = [dq, dk];
+        let mut dq = l.alloc(LayerWork, self.nq);
+        let mut dk = l.alloc(LayerWork, self.nkv);
+        if self.settings.spec.qk_norm {
+            let normed = self.norm_backward(l, "self_attn.q_norm", self.nq, sink);
+            l.free(std::mem::replace(&mut dq, normed));
+            let normed = self.norm_backward(l, "self_attn.k_norm", self.nkv, sink);
+            l.free(std::mem::replace(&mut dk, normed));
+        }
+        l.free_all(raw);
+        let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
+        let h = wanted.then(|| l.alloc(LayerWork, self.nd));
+        let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
+        l.free_all(h);
+        let dx = dh.map(|dh| {
+            let dx = self.norm_backward(l, "input_layernorm", self.nd, sink);
+            l.free(dh);
+            dx
+        });
+        l.free_all(before);
+        l.free(dx1);
+        if need_dx {
+            dx
+        } else {
+            l.free_all(dx);
+            None
+        }
+    }
+}

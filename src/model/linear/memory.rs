@@ -1,0 +1,111 @@
+//! Memory of a linear: each tensor that `Linear` allocates and frees, its adapter included.
+
+use super::super::block::memory::LayerMemory;
+use super::super::contracts::GradSinkMemory;
+use crate::base::ledger::MemoryKind::LayerWork;
+use crate::base::ledger::{Allocation, Ledger};
+use crate::ops::{Dtype, quantized};
+use crate::peft::Cost;
+
+/// A linear: its name within the layer, input and output features.
+pub(in crate::model) type LinearShape = (&'static str, usize, usize);
+
+impl LayerMemory<'_> {
+    fn adapter(&self, linear: LinearShape) -> Option<&Cost> {
+        self.settings.adapters.get(&self.name(linear.0))
+    }
+
+    /// Temporary memory of an adapter kind other than LoRA.
+    fn temporary(&self, cost: &Cost) -> u64 {
+        4 * (self.settings.tokens as u64 * cost.per_token + cost.whole)
+    }
+
+    /// A product with a weight of another type than the activation. On a GPU the weight is dequantized, or widened from
+    /// bf16 to f32, block by block; on the CPU both happen during packing.
+    fn decode(&self, l: &mut Ledger, linear: LinearShape) {
+        let (name, input, output) = linear;
+        let weight = self.name(&format!("{name}.weight"));
+        let quantized = self.settings.storage.quantized().contains_key(weight.as_str());
+        let bf16 = self.settings.storage.dtype() == Dtype::Bf16;
+        let mut bytes = 0;
+        if quantized && !(self.settings.active)(&weight) {
+            bytes += quantized::work_bytes(output, input, bf16);
+        }
+        if bf16 && self.adapter(linear).is_some_and(|c| c.widens) {
+            bytes += quantized::work_bytes(output, input, false);
+        }
+        if self.settings.on_gpu {
+            l.touch(LayerWork, bytes);
+        }
+    }
+
+    pub(in crate::model) fn linear(&self, l: &mut Ledger, linear: LinearShape) -> Allocation {
+        let (_, input, output) = linear;
+        let y = l.alloc(LayerWork, self.bytes(output));
+        self.decode(l, linear);
+        if let Some(cost) = self.adapter(linear) {
+            let copy = if self.settings.dropout { self.bytes(input) } else { 0 };
+            l.touch(LayerWork, copy + self.bytes(cost.rank) + self.temporary(cost));
+        }
+        y
+    }
+
+    pub(in crate::model) fn linear_wanted(&self, sink: &dyn GradSinkMemory, linear: LinearShape) -> bool {
+        let name = linear.0;
+        let parts = |c: &Cost| c.trained.iter().any(|(part, _)| sink.wants(part));
+        self.adapter(linear).is_some_and(parts)
+            || self.wants(sink, name)
+            || sink.wants(&self.name(&format!("{name}.bias")))
+    }
+
+    /// The caller holds the input and `∂y`; the returned `∂x`, if it is needed, is held.
+    pub(in crate::model) fn linear_backward(
+        &self,
+        l: &mut Ledger,
+        linear: LinearShape,
+        need_dx: bool,
+        sink: &mut dyn GradSinkMemory,
+    ) -> Option<Allocation> {
+        let dx = need_dx.then(|| l.alloc(LayerWork, self.bytes(linear.1)));
+        self.linear_gradients(l, linear, need_dx, sink);
+        dx
+    }
+
+    pub(in crate::model) fn linear_gradients(
+        &self,
+        l: &mut Ledger,
+        linear: LinearShape,
+        need_dx: bool,
+        sink: &mut dyn GradSinkMemory,
+    ) {
+        let (name, input, _) = linear;
+        if need_dx {
+            self.decode(l, linear);
+        }
+        if let Some(cost) = self.adapter(linear) {
+            let wanted = cost.trained.iter().any(|(part, _)| sink.wants(part));
+            if wanted || need_dx {
+                l.touch(LayerWork, self.temporary(cost));
+                let du = l.alloc(LayerWork, self.bytes(cost.rank));
+                let mut gradients = Vec::new();
+                if wanted {
+                    let copy = l.alloc(LayerWork, if self.settings.dropout { self.bytes(input) } else { 0 });
+                    let u = l.alloc(LayerWork, self.bytes(cost.rank));
+                    for (part, _) in &cost.trained {
+                        gradients.push((sink.compute(l, part), part));
+                    }
+                    l.free_all([copy, u]);
+                }
+                if need_dx && self.settings.dropout {
+                    l.touch(LayerWork, self.bytes(input));
+                }
+                l.free(du);
+                for (gradient, part) in gradients {
+                    sink.take(l, part, gradient);
+                }
+            }
+        }
+        sink.give(l, &self.name(&format!("{name}.weight")));
+        sink.give(l, &self.name(&format!("{name}.bias")));
+    }
+}

@@ -1,0 +1,164 @@
+//! The memory of one layer as it is stated beside the layer, against the allocator: one more `[N, D]` tensor at a peak
+//! of `model/block.rs` or `model/mlp.rs`, or one more saved activation, is an error here.
+
+use crate::ALONE;
+use crate::counting::{LIVE, MOST};
+use candle_core::{DType, Device, Tensor};
+use ft::base::Result;
+use ft::base::ledger::{Allocation, Ledger, MemoryKind};
+use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
+use ft::model::contracts::GradSinkMemory;
+use ft::model::rope::Rope;
+use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
+use ft::ops::Dtype;
+use ft::source::{Resident, StoragePolicy};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// N and D.
+const TOKENS: usize = 768;
+const HIDDEN: usize = 128;
+
+/// Drops every gradient.
+struct Drops(Spec);
+
+impl GradSink for Drops {
+    fn wants(&self, _: &str) -> bool {
+        true
+    }
+
+    fn take(&mut self, _: &Param, _: Tensor) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl GradSinkMemory for Drops {
+    fn wants(&self, name: &str) -> bool {
+        self.elements(name) > 0
+    }
+
+    fn elements(&self, name: &str) -> u64 {
+        let params = self.0.params();
+        let found = params.iter().find(|p| &*p.name == name);
+        found.map_or(0, |p| p.elements() as u64)
+    }
+
+    fn take(&mut self, l: &mut Ledger, _: &str, gradient: Allocation) {
+        l.free(gradient);
+    }
+}
+
+/// One layer; `rich`: norms everywhere, one matrix for q, k, v, shared key heads.
+fn spec(intermediate: usize, rich: bool) -> Spec {
+    let mut spec = families::read(&shapes::config("shape:tiny").unwrap().unwrap()).unwrap();
+    spec.layers.truncate(1);
+    (spec.vocab, spec.hidden, spec.intermediate) = (16, HIDDEN, intermediate);
+    (spec.heads, spec.kv_heads, spec.head_dim) = (4, if rich { 2 } else { 4 }, HIDDEN / 4);
+    (spec.sandwich_norms, spec.qk_norm, spec.fused_projections) = (rich, rich, rich);
+    spec.ropes = vec![Rope {
+        inv_freq: vec![0.5; HIDDEN / 8],
+        attention_factor: 1.0,
+    }];
+    spec
+}
+
+/// Bytes at the peak of `f` and after it, beyond those before it.
+fn measured<R>(f: impl FnOnce() -> R) -> (R, u64, u64) {
+    let before = LIVE.load(Relaxed);
+    MOST.store(before, Relaxed);
+    let result = f();
+    let (peak, after) = (MOST.load(Relaxed), LIVE.load(Relaxed));
+    (result, (peak - before) as u64, after.saturating_sub(before) as u64)
+}
+
+/// Measured and stated bytes: of the forward pass, the saving forward pass, the saved activations with the output, the
+/// backward pass with saved activations, and the backward pass that recomputes them.
+fn compare(spec: &Spec, mlp_tokens: Option<usize>) -> [(u64, u64); 5] {
+    let source = Resident::random(spec.params(), 1, 0.02, 1.0, Dtype::F32, &Device::Cpu).unwrap();
+    let mut network = Network::new(spec.clone(), Arc::new(source), Device::Cpu);
+    network.mlp_tokens = mlp_tokens;
+    let positions: Vec<u32> = (0..TOKENS as u32).map(|t| t % 256).collect();
+    let documents = [0, 256, 512, TOKENS];
+    let ctx = network.context(&positions, &documents, None).unwrap();
+    let block = network.block(0).unwrap();
+    let zeros = || Tensor::zeros((TOKENS, HIDDEN), DType::F32, &Device::Cpu).unwrap();
+    let (x, mut sink) = (zeros(), Drops(spec.clone()));
+    let mut run = || {
+        let forward = measured(|| block.forward(&x, &ctx).unwrap()).1;
+        let ((y, saved), saving, stays) = measured(|| block.forward_saving(&x, &ctx).unwrap());
+        drop(y);
+        // The gradient of the output is allocated inside: the backward pass frees it.
+        let kept = measured(|| block.vjp(&x, Some(saved), zeros(), &ctx, true, &mut sink).unwrap()).1;
+        let recomputed = measured(|| block.vjp(&x, None, zeros(), &ctx, true, &mut sink).unwrap()).1;
+        [forward, saving, stays, kept, recomputed]
+    };
+    // The first pass allocates the scratch memory of the thread.
+    run();
+    let measured = run();
+
+    let storage = StoragePolicy::dense(Dtype::F32);
+    let settings = LayerMemorySettings {
+        spec,
+        tokens: TOKENS,
+        documents: documents.len() - 1,
+        element: 4,
+        on_gpu: false,
+        mlp_tokens,
+        dropout: false,
+        storage: &storage,
+        adapters: &BTreeMap::new(),
+        active: &|_| true,
+    };
+    let layer = LayerMemory::new(settings, 0);
+    let width = 4 * (TOKENS * HIDDEN) as u64;
+    let stated = |saving: bool| {
+        let mut l = Ledger::default();
+        let (y, saved) = layer.forward(&mut l, saving);
+        let (peak, stays) = (l.peak, l.total());
+        l.free(y);
+        (l, saved, peak, stays)
+    };
+    let forward = stated(false).2;
+    let (mut l, saved, saving, stays) = stated(true);
+    let mut backward = |l: &mut Ledger, saved| {
+        let before = l.total();
+        l.peak = 0;
+        let dy = l.alloc(MemoryKind::LayerWork, width);
+        let dx = layer.vjp(l, saved, dy, true, &mut sink);
+        l.free_all(dx);
+        assert_eq!(l.total(), 0);
+        l.peak - before
+    };
+    let kept = backward(&mut l, saved);
+    let recomputed = backward(&mut Ledger::default(), None);
+    let stated = [forward, saving, stays, kept, recomputed];
+    std::array::from_fn(|i| (measured[i], stated[i]))
+}
+
+#[test]
+fn a_layer_allocates_what_is_stated_beside_it() {
+    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    let one = (4 * TOKENS * HIDDEN) as i64;
+    let mut wrong = Vec::new();
+    // With a narrow MLP the peak is in the attention half.
+    for intermediate in [32, 512] {
+        for rich in [false, true] {
+            for mlp_tokens in [None, Some(200)] {
+                let found = pool.install(|| compare(&spec(intermediate, rich), mlp_tokens));
+                let tensors =
+                    found.map(|(measured, stated)| (measured as f64 / one as f64, stated as f64 / one as f64));
+                println!("I {intermediate}, rich {rich}, {mlp_tokens:?}: {tensors:.2?} tensors of [N, D]");
+                if found.iter().any(|(m, s)| (*m as i64 - *s as i64).abs() > one / 2) {
+                    wrong.push(format!("I {intermediate}, rich {rich}, {mlp_tokens:?}: {tensors:.2?}"));
+                }
+            }
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "measured and stated, in tensors of [N, D]:\n{}",
+        wrong.join("\n")
+    );
+}

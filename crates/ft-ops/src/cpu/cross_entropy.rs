@@ -176,7 +176,7 @@ pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, (count, width, d): (usiz
         (count, width, d),
         logits,
         CInit::Zero,
-        Matrix::vectors(Values::F32(h), d),
+        Matrix::k_inner(Values::F32(h), d),
         head.forward(),
         head.rounding(),
     );
@@ -194,7 +194,7 @@ pub(super) fn back(
         (count, d, width),
         dh,
         if first == 0 { CInit::Zero } else { CInit::C },
-        Matrix::vectors(Values::F32(dlogits), width),
+        Matrix::k_inner(Values::F32(dlogits), width),
         head.backward(),
         head.rounding(),
     );
@@ -245,8 +245,8 @@ pub(crate) fn run(
                     (width, d, count),
                     &mut dw[first * d..][..width * d],
                     CInit::C,
-                    Matrix::steps(Values::F32(logits), width),
-                    Matrix::steps(Values::F32(gathered), d),
+                    Matrix::k_outer(Values::F32(logits), width),
+                    Matrix::k_outer(Values::F32(gathered), d),
                     job.head.rounding(),
                 );
             }

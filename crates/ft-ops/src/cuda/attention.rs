@@ -126,7 +126,7 @@ fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Re
     let id = gpu.device().id();
     let mut lists = LISTS
         .lock()
-        .map_err(|_| Error::internal("the lists of attention were left locked"))?;
+        .map_err(|_| Error::internal("another thread failed while it used the lists of attention"))?;
     let known = lists.iter().find(|(on, of, _)| *on == id && *of == bytes);
     if let Some((_, _, list)) = known {
         return Ok(list.clone());

@@ -206,7 +206,7 @@ fn with_table(gpu: &Gpu, table: Vec<u8>, f: impl FnOnce(u64) -> Result<()>) -> R
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::internal("the table of parameters was left locked"))?;
+        .map_err(|_| Error::internal("another thread failed while it used the table of parameters"))?;
     let id = gpu.device().id();
     if kept.get(&id).is_none_or(|(old, _)| *old != table) {
         let there = gpu.upload_bytes(&table)?;
@@ -225,7 +225,7 @@ fn code_tables(gpu: &Gpu) -> Result<u64> {
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::internal("the quantization table was left locked"))?;
+        .map_err(|_| Error::internal("another thread failed while it used the quantization table"))?;
     let id = gpu.device().id();
     match kept.entry(id) {
         Entry::Occupied(known) => address(known.get(), "a quantization table"),

@@ -120,7 +120,7 @@ pub const BLOCK: usize = 64;
 pub const NESTED: usize = 256;
 
 /// Elements that share one scale, and the parameters of their dequantization.
-pub(crate) enum Run {
+pub(crate) enum ScaleRun {
     /// First byte, scale.
     Int8(usize, f32),
     /// Index of the first 4-bit value, table of the 16 values.
@@ -161,14 +161,14 @@ impl QMatrixView<'_> {
     /// Returns the length of the run that begins at element (`row`, `column`), at most `left`, and how to
     /// dequantize it.
     #[inline(always)]
-    pub(crate) fn run(&self, row: usize, column: usize, left: usize) -> (usize, Run) {
+    pub(crate) fn run(&self, row: usize, column: usize, left: usize) -> (usize, ScaleRun) {
         match self.codes {
             QData::Int8 {
                 stride, group, scales, ..
             } => {
                 let scale = scales[row * self.columns.div_ceil(group) + column / group];
                 let n = (group - column % group).min(left);
-                (n, Run::Int8(row * stride + column, scale))
+                (n, ScaleRun::Int8(row * stride + column, scale))
             }
             QData::Int4 {
                 stride, group, scales, ..
@@ -181,7 +181,7 @@ impl QMatrixView<'_> {
                     *value = code as f32 * scale + minimum;
                 }
                 let n = (group - column % group).min(left);
-                (n, Run::Nibbles(2 * row * stride + column, self.finish(table)))
+                (n, ScaleRun::Nibbles(2 * row * stride + column, self.finish(table)))
             }
             QData::Nf4 { absmax, .. } => {
                 let at = row * self.columns + column;
@@ -191,7 +191,7 @@ impl QMatrixView<'_> {
                     *value *= scale;
                 }
                 let n = (BLOCK - at % BLOCK).min(left);
-                (n, Run::Nibbles(at, self.finish(table)))
+                (n, ScaleRun::Nibbles(at, self.finish(table)))
             }
         }
     }
@@ -218,11 +218,11 @@ impl QMatrixView<'_> {
     /// Dequantizes one element, by the definition of the format.
     pub fn element(&self, row: usize, column: usize) -> f32 {
         match (self.run(row, column, 1).1, self.bf16) {
-            (Run::Int8(at, scale), bf16) => {
+            (ScaleRun::Int8(at, scale), bf16) => {
                 let value = self.bytes()[at] as i8 as f32 * scale;
                 if bf16 { round_bf16(value) } else { value }
             }
-            (Run::Nibbles(at, table), _) => {
+            (ScaleRun::Nibbles(at, table), _) => {
                 let byte = self.bytes()[at / 2];
                 table[(if at % 2 == 0 { byte >> 4 } else { byte & 15 }) as usize]
             }

@@ -17,7 +17,7 @@ const TASKS: usize = 4;
 
 /// A block of queries of a document and the range of keys that any of its queries attends to.
 #[derive(Clone, Copy)]
-pub(crate) struct Block {
+pub(crate) struct QueryBlock {
     /// First query and number of queries, counted over all documents.
     pub query: usize,
     pub queries: usize,
@@ -28,7 +28,7 @@ pub(crate) struct Block {
     pub place: usize,
 }
 
-impl Block {
+impl QueryBlock {
     /// Queries `first..first + queries` of the document whose queries begin at `q0` and keys at `k0`; its first
     /// query has position `offset` among its keys. The distance of the first key from `k0` is a multiple of `PACK_UNIT`.
     pub(crate) fn new(
@@ -71,17 +71,22 @@ impl Document {
     }
 
     /// Returns the existing blocks among `first..first + count`.
-    pub(crate) fn run(self, first: usize, count: usize, window: Option<usize>) -> impl Iterator<Item = Block> + Clone {
+    pub(crate) fn run(
+        self,
+        first: usize,
+        count: usize,
+        window: Option<usize>,
+    ) -> impl Iterator<Item = QueryBlock> + Clone {
         (first..(first + count).min(self.blocks())).map(move |block| {
             let at = block * QUERIES;
             let part = (self.query, at, QUERIES.min(self.queries - at));
-            Block::new(part, self.key, self.keys - self.queries, window)
+            QueryBlock::new(part, self.key, self.keys - self.queries, window)
         })
     }
 }
 
 /// Returns the first key and the number of keys that any block of a run attends to.
-pub(crate) fn keys_of(run: impl Iterator<Item = Block>) -> (usize, usize) {
+pub(crate) fn keys_of(run: impl Iterator<Item = QueryBlock>) -> (usize, usize) {
     let (low, high) = run.fold((usize::MAX, 0), |(low, high), b| {
         (low.min(b.key), high.max(b.key + b.keys))
     });

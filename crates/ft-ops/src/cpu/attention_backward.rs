@@ -1,6 +1,6 @@
 //! Attention backward on slices: one task per document and key head, or per part of its query heads.
 
-use super::attention::{BLOCKS, Block, Cutter, Document, QUERIES, keys_of};
+use super::attention::{BLOCKS, Cutter, Document, QUERIES, QueryBlock, keys_of};
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
 use super::product::task_gemm::{OutputTile, PackedOperand, Side, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
@@ -91,7 +91,7 @@ fn run(
     gemm: TaskGemm,
     saved: &BackwardInputs<'_>,
     spec: &Spec,
-    blocks: impl Iterator<Item = Block> + Clone,
+    blocks: impl Iterator<Item = QueryBlock> + Clone,
     part: usize,
     out: &Out,
 ) {
@@ -148,7 +148,7 @@ fn block_backward(
     gemm: TaskGemm,
     saved: &BackwardInputs<'_>,
     spec: &Spec,
-    b: Block,
+    b: QueryBlock,
     head: usize,
     part: usize,
     keys: &Keys<'_>,

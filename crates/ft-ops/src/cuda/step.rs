@@ -201,8 +201,8 @@ fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, 
 
 /// Runs `f` on the address of the table on the GPU. The table of the previous step is reused if it is equal.
 fn with_table(gpu: &Gpu, table: Vec<u8>, f: impl FnOnce(u64) -> Result<()>) -> Result<()> {
-    type Kept = HashMap<DeviceId, (Vec<u8>, Tensor)>;
-    static KEPT: OnceLock<Mutex<Kept>> = OnceLock::new();
+    type TableCache = HashMap<DeviceId, (Vec<u8>, Tensor)>;
+    static KEPT: OnceLock<Mutex<TableCache>> = OnceLock::new();
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()

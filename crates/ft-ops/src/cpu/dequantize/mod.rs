@@ -9,7 +9,7 @@ pub(crate) mod tests;
 mod vectors;
 
 use super::product::VectorIsa;
-use crate::quantized::{QMatrixView, Run};
+use crate::quantized::{QMatrixView, ScaleRun};
 
 /// The 16 levels of NF4 (Dettmers et al. 2023, arXiv 2305.14314, appendix E).
 pub const NF4_TABLE: [f32; 16] = [
@@ -69,8 +69,8 @@ fn runs<K: Kernel>(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f
         done += n;
         match run {
             // SAFETY: promised by the caller of `dequantize`.
-            Run::Int8(at, scale) => unsafe { K::int8(&bytes[at..at + n], scale, view.bf16, to) },
-            Run::Nibbles(mut at, table) => {
+            ScaleRun::Int8(at, scale) => unsafe { K::int8(&bytes[at..at + n], scale, view.bf16, to) },
+            ScaleRun::Nibbles(mut at, table) => {
                 if at % 2 == 1 {
                     to[0] = table[(bytes[at / 2] & 15) as usize];
                     to = &mut to[1..];

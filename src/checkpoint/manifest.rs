@@ -139,10 +139,10 @@ fn other_version(path: &Path, format: u64, ft: Option<&serde_json::Value>) -> Er
             "layout {FORMAT}, as ft {} writes it",
             env!("CARGO_PKG_VERSION")
         ))
-        .hint("resume with that version of ft")
+        .hint("resume with the version of ft that wrote it")
 }
 
-/// True for the name of a file in the same directory.
+/// True for a plain file name, without a directory part.
 pub(super) fn is_plain(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
 }

@@ -2,7 +2,7 @@
 
 use super::out::{out, out_raw};
 use crate::base::{Error, Result, signal};
-use crate::commands::generate::{Choice, Holding, Writer, Written};
+use crate::commands::generate::{GeneratedText, Holding, SamplingSettings, Writer};
 use crate::generate::KvDtype;
 use crate::quant::Format;
 use crate::recipe::Dtype;
@@ -107,7 +107,7 @@ fn weights(text: &str) -> std::result::Result<Format, String> {
 }
 
 pub fn run(args: Args) -> Result<i32> {
-    let choice = Choice {
+    let choice = SamplingSettings {
         max_new_tokens: args.max_new_tokens as usize,
         temperature: args.temperature as f32,
         top_k: args.top_k,
@@ -137,7 +137,7 @@ pub fn run(args: Args) -> Result<i32> {
     chat(&mut writer)
 }
 
-fn end(written: &Written) -> Result<i32> {
+fn end(written: &GeneratedText) -> Result<i32> {
     out("")?;
     report::aside(&written.speed());
     Ok(0)

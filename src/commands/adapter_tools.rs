@@ -210,7 +210,7 @@ pub fn diff(a: &Path, b: &Path) -> Result<Difference> {
 }
 
 /// The result of `ft adapter combine`.
-pub struct Combined {
+pub struct CombineReport {
     pub rank: usize,
     pub modules: usize,
     /// The largest relative error over all linears that compression to a lower rank caused.
@@ -221,7 +221,7 @@ pub struct Combined {
 /// approximation of rank `rank`.
 ///
 /// Errors: an adapter that is not plain LoRA; adapters of two base models; sizes that differ; `out` is not empty.
-pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> Result<Combined> {
+pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> Result<CombineReport> {
     if out.symlink_metadata().is_ok() && !(out.is_dir() && files::list(out)?.is_empty()) {
         return Err(Error::usage("output directory is not empty").at_path(out));
     }
@@ -314,7 +314,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
     }
     let base = base.map(|(base, _)| base).unwrap_or_default();
     hf::adapter(out, &config, &all, &BTreeMap::new(), dir, &base)?;
-    Ok(Combined {
+    Ok(CombineReport {
         rank: config.r,
         modules: all.len(),
         lost: most,

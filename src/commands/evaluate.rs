@@ -10,7 +10,7 @@ pub use report::{Measure, Report};
 use crate::base::{Error, Result, progress, signal};
 use crate::commands::named::{self, Named};
 use crate::data::order::eval_batches;
-use crate::data::peek::{self, Kind};
+use crate::data::peek::{self, RowKind};
 use crate::data::{Batch, Dataset};
 use crate::engine::{self, Totals};
 use crate::model::{Network, Objective};
@@ -79,15 +79,15 @@ pub fn evaluate(request: &Request) -> Result<Report> {
         recipe.data.max_length = usize::MAX;
     }
     let kind = match &opened.score {
-        Some(_) => Kind::Pairs,
+        Some(_) => RowKind::Pairs,
         None => kind_of(&recipe, request)?,
     };
     let mut report = match (kind, &opened.score) {
         (_, Some(score)) => reward(&opened, score, &recipe, request)?,
-        (Kind::Text, None) => texts(&opened, &recipe, request)?,
-        (Kind::Prompts, None) => answers::prompts(&opened, &recipe, request)?,
-        (Kind::Pairs, None) => answers::pairs(&opened, &recipe, request)?,
-        (Kind::Judged, None) => answers::judged(&opened, &recipe, request)?,
+        (RowKind::Text, None) => texts(&opened, &recipe, request)?,
+        (RowKind::Prompts, None) => answers::prompts(&opened, &recipe, request)?,
+        (RowKind::Pairs, None) => answers::pairs(&opened, &recipe, request)?,
+        (RowKind::Judged, None) => answers::judged(&opened, &recipe, request)?,
     };
     report.notes = opened.named.notes.clone();
     Ok(report)
@@ -95,11 +95,11 @@ pub fn evaluate(request: &Request) -> Result<Report> {
 
 /// Returns the kind of rows that the recipe's stage uses. If rows are given, or for text stages: the kind of the first
 /// row.
-fn kind_of(recipe: &Recipe, request: &Request) -> Result<Kind> {
+fn kind_of(recipe: &Recipe, request: &Request) -> Result<RowKind> {
     match recipe.train.stage {
-        Stage::Grpo | Stage::Ppo if !request.all_rows => return Ok(Kind::Prompts),
-        Stage::Kto if !request.all_rows => return Ok(Kind::Judged),
-        stage if stage.is_preference() && !request.all_rows => return Ok(Kind::Pairs),
+        Stage::Grpo | Stage::Ppo if !request.all_rows => return Ok(RowKind::Prompts),
+        Stage::Kto if !request.all_rows => return Ok(RowKind::Judged),
+        stage if stage.is_preference() && !request.all_rows => return Ok(RowKind::Pairs),
         _ => {}
     }
     let files = rows::local(files(recipe, request))?;
@@ -160,7 +160,7 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<
     questions.retain(|q| q.prompt.len() < most);
     if questions.len() < all {
         terminal::warn(&format!(
-            "{} of {all} prompts are longer than the model's positions ({most}): they are skipped and do not count in \
+            "{} of {all} prompts are longer than the context length of the model ({most}): they are skipped and do not count in \
              the accuracy",
             all - questions.len()
         ));
@@ -237,7 +237,7 @@ fn totals(
     if totals.weight == 0 {
         return Err(Error::new("there is nothing to evaluate: no row has a trained token")
             .at(files.join(", "))
-            .hint("`ft data` shows which tokens are trained; a `max_length` that truncates every answer causes this"));
+            .hint("`ft data` shows which tokens are trained; a `max_length` that cuts every answer can cause this"));
     }
     if totals.loss().is_finite() {
         Ok(totals)

@@ -13,7 +13,7 @@ use std::path::Path;
 
 /// Sampling settings.
 #[derive(Debug, Clone, Copy)]
-pub struct Choice {
+pub struct SamplingSettings {
     pub max_new_tokens: usize,
     /// 0 means greedy decoding.
     pub temperature: f32,
@@ -47,14 +47,14 @@ pub struct Writer {
 }
 
 /// A generated text.
-pub struct Written {
+pub struct GeneratedText {
     pub text: String,
     pub speed: Speed,
     /// True if a signal stopped the generation.
     pub stopped: bool,
 }
 
-impl Written {
+impl GeneratedText {
     /// The speed in tokens per second, as text.
     pub fn speed(&self) -> String {
         let s = &self.speed;
@@ -84,7 +84,7 @@ impl Writer {
         adapter: Option<&Path>,
         template: Option<&str>,
         holding: &Holding,
-        choice: Choice,
+        choice: SamplingSettings,
     ) -> Result<Self> {
         let named = named::find(model, adapter)?;
         let template = template.map(str::to_string).or(named.template.clone());
@@ -116,7 +116,7 @@ impl Writer {
     }
 
     /// Continues `prompt`; `show` receives the text while it is generated.
-    pub fn complete(&mut self, prompt: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
+    pub fn complete(&mut self, prompt: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<GeneratedText> {
         let tokenizer = &self.described.tokenizer;
         let mut ids = tokenizer.encode(prompt, true)?;
         // Some tokenizers add an end-of-text id to every text. A prompt must not end with it.
@@ -141,7 +141,7 @@ impl Writer {
 
     /// Answers `message` in the conversation. If a signal stops the answer, the generated part is added to the
     /// conversation.
-    pub fn reply(&mut self, message: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
+    pub fn reply(&mut self, message: &str, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<GeneratedText> {
         let Some(template) = &self.described.template else {
             return Err(Error::new("this model has no chat template")
                 .at_path(&self.described.dir)
@@ -165,14 +165,16 @@ impl Writer {
         if tokens <= most {
             Ok(())
         } else {
-            Err(Error::new("the conversation is longer than the model's positions")
-                .found(format!("{tokens} tokens"))
-                .expected(format!("at most {most}"))
-                .hint("start a new conversation, or shorten the message"))
+            Err(
+                Error::new("the conversation is longer than the context length of the model")
+                    .found(format!("{tokens} tokens"))
+                    .expected(format!("at most {most}"))
+                    .hint("start a new conversation, or shorten the message"),
+            )
         }
     }
 
-    fn write(&mut self, prompt: Vec<u32>, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<Written> {
+    fn write(&mut self, prompt: Vec<u32>, show: &mut dyn FnMut(&str) -> Result<()>) -> Result<GeneratedText> {
         let tokenizer = &self.described.tokenizer;
         let policy = match &self.quantized {
             Some(quantized) => quantized.into(),
@@ -199,7 +201,7 @@ impl Writer {
             Err(_) if stopped => Speed::default(),
             Err(e) => return Err(e),
         };
-        Ok(Written { text, speed, stopped })
+        Ok(GeneratedText { text, speed, stopped })
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::base::units::bytes;
 use crate::base::{Error, Result, files};
 use crate::checkpoint;
-use crate::commands::sensitivity::{self, Choice, Sensitivity};
+use crate::commands::sensitivity::{self, FormatChoice, Sensitivity};
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
 use crate::formats::weights::Weights;
@@ -99,7 +99,7 @@ fn write(
     decoded: Dtype,
     formats: &Formats,
     before: u64,
-    measured: Option<(Sensitivity, Choice)>,
+    measured: Option<(Sensitivity, FormatChoice)>,
 ) -> Result<Report> {
     let nf4 = |p: &&ParamInfo| matches!(formats.get(&p.name), Some(Format::Nf4 { .. }));
     let layout = if params.iter().filter(|p| is_projection(p)).all(|p| nf4(&p)) {
@@ -213,7 +213,7 @@ impl Errors {
     }
 }
 
-fn text(report: &Report, measured: Option<&(Sensitivity, Choice)>) -> String {
+fn text(report: &Report, measured: Option<&(Sensitivity, FormatChoice)>) -> String {
     let mut out = String::from("# How the weights are stored\n\n| storage | projections |\n|---|---|\n");
     for (format, n) in &report.counts {
         out.push_str(&format!("| {format} | {n} |\n"));

@@ -47,7 +47,7 @@ pub struct Sensitivity {
     decoded: Dtype,
 }
 
-pub struct Choice {
+pub struct FormatChoice {
     /// Index of the candidate of each unit.
     pub units: BTreeMap<Unit, usize>,
     pub formats: BTreeMap<Arc<str>, Format>,
@@ -235,7 +235,7 @@ impl Sensitivity {
     /// Chooses the candidates with the least rise of the loss within `budget` bytes.
     ///
     /// Errors: even the smallest format for all weights exceeds the budget.
-    pub fn choose(&self, weights: &Weights, params: &[ParamInfo], budget: u64) -> Result<Choice> {
+    pub fn choose(&self, weights: &Weights, params: &[ParamInfo], budget: u64) -> Result<FormatChoice> {
         let mut costs: BTreeMap<Unit, Vec<u64>> = BTreeMap::new();
         let mut fixed = 0;
         for p in params {
@@ -270,7 +270,7 @@ impl Sensitivity {
             .iter()
             .filter_map(|p| Some((p.name.clone(), format_of(p)?)))
             .collect();
-        Ok(Choice {
+        Ok(FormatChoice {
             formats,
             bytes: fixed + total(&costs, &units),
             budget,
@@ -286,7 +286,7 @@ impl Sensitivity {
     }
 
     /// The measurements and the choice, as Markdown.
-    pub fn text(&self, choice: &Choice) -> String {
+    pub fn text(&self, choice: &FormatChoice) -> String {
         let mut out = format!(
             "\n## Bits per layer\n\nBudget {}, chosen {}. Measured on {} tokens.\n\n\
              | weights | bytes | loss |\n|---|---|---|\n\

@@ -43,7 +43,7 @@ pub struct Hidden {
 
 /// Result of a comparison.
 #[derive(Debug)]
-pub struct Compared {
+pub struct HiddenComparison {
     /// Sum over the trained tokens.
     pub loss: f64,
     /// `[N, D]`
@@ -154,10 +154,10 @@ impl Hidden {
         teacher: &BTreeMap<usize, Tensor>,
         targets: &[u32],
         need: Need,
-    ) -> Result<Compared> {
+    ) -> Result<HiddenComparison> {
         let (n, d) = x.dims2()?;
         let trained: Vec<u32> = (0..n as u32).filter(|i| targets[*i as usize] != IGNORE).collect();
-        let mut out = Compared {
+        let mut out = HiddenComparison {
             loss: 0.0,
             dx: None,
             objective_params: Vec::new(),

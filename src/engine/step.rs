@@ -268,7 +268,7 @@ fn non_finite(names: &[String], step: u64) -> Error {
 /// The error of the modes that apply gradients at once.
 fn held_back(step: u64) -> Error {
     Error::non_finite(format!(
-        "a gradient is not finite at step {step}; neither this gradient nor a later one was applied"
+        "a gradient is not finite at step {step}; this gradient and all later ones of the step were not applied"
     ))
     .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
 }

@@ -145,7 +145,7 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
 /// of each row, without the stop id.
 ///
 /// # Errors
-/// An empty prompt, one longer than the model's positions, an id beyond the embedding; logits that are not finite; any
+/// An empty prompt, one longer than the context length of the model, an id beyond the embedding; logits that are not finite; any
 /// error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
 ///
 /// ```no_run
@@ -281,10 +281,12 @@ fn check(network: &Network, requests: &[Request]) -> Result<()> {
                 .hint("give it some text to continue"));
         }
         if prompt.len() > spec.max_positions {
-            return Err(Error::argument("the prompt is longer than the model's positions")
-                .at(place)
-                .found(format!("{} tokens", prompt.len()))
-                .expected(format!("at most {}", spec.max_positions)));
+            return Err(
+                Error::argument("the prompt is longer than the context length of the model")
+                    .at(place)
+                    .found(format!("{} tokens", prompt.len()))
+                    .expected(format!("at most {}", spec.max_positions)),
+            );
         }
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= spec.vocab) {
             return Err(
@@ -300,7 +302,7 @@ fn check(network: &Network, requests: &[Request]) -> Result<()> {
 }
 
 /// New tokens of a sequence.
-pub(super) struct Part<'a> {
+pub(super) struct NewTokens<'a> {
     pub sequence: Sequence,
     pub tokens: &'a [u32],
     /// True if the logits after the last token are requested.
@@ -313,7 +315,7 @@ const MANY: usize = 9;
 /// Runs new tokens through the network. Returns logits `[wanted, V]` of the parts that request them. On the CPU the
 /// values of a row do not depend on the other rows as long as there are always many rows, or always few; with
 /// `same_bits`, padding rows ensure that there are always many.
-pub(super) fn step(policy: &SampledModel, parts: &mut [Part], same_bits: bool) -> Result<Vec<f32>> {
+pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], same_bits: bool) -> Result<Vec<f32>> {
     let network = policy.network;
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
     for part in parts.iter() {

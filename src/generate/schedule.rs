@@ -2,7 +2,7 @@
 //! together, and leave one by one. The answer to a request does not depend on the scheduling.
 
 use super::cache::{Layout, Run, Sequence};
-use super::decode::{Answer, Part, Request, SampledModel, Settings, Speed, step};
+use super::decode::{Answer, NewTokens, Request, SampledModel, Settings, Speed, step};
 use super::prefix::Tree;
 use super::sampler::Sampler;
 use crate::base::progress::Phase;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// The state of a shared prefix (a node of the tree).
-enum Held {
+enum PrefixState {
     /// Not in memory: no request in flight needs it yet, or all that needed it are finished.
     Out,
     /// Its memory is reserved; its parent is not computed yet.
@@ -48,7 +48,7 @@ pub struct Schedule<'a> {
     sampler: Sampler,
     layout: Layout,
     tree: Tree,
-    nodes: Vec<Held>,
+    nodes: Vec<PrefixState>,
     /// For each node, the number of requests that still need it.
     users: Vec<usize>,
     waiting: VecDeque<usize>,
@@ -87,7 +87,7 @@ impl<'a> Schedule<'a> {
                 &policy.network.device,
                 policy.network.final_norm()?.tensor.dtype(),
             )?,
-            nodes: tree.nodes.iter().map(|_| Held::Out).collect(),
+            nodes: tree.nodes.iter().map(|_| PrefixState::Out).collect(),
             users: tree.nodes.iter().map(|n| n.users).collect(),
             waiting: tree.order.iter().copied().collect(),
             rows: Vec::new(),
@@ -166,7 +166,7 @@ impl<'a> Schedule<'a> {
             self.waiting.pop_front();
             self.used += need;
             self.speed.cache_bytes = self.speed.cache_bytes.max(self.used);
-            missing.into_iter().for_each(|n| self.nodes[n] = Held::Planned);
+            missing.into_iter().for_each(|n| self.nodes[n] = PrefixState::Planned);
             self.speed.shared_tokens += shared as u64;
             self.rows.push(Row {
                 request,
@@ -190,7 +190,7 @@ impl<'a> Schedule<'a> {
     }
 
     fn is_out(&self, node: usize) -> bool {
-        matches!(self.nodes[node], Held::Out)
+        matches!(self.nodes[node], PrefixState::Out)
     }
 
     fn node_bytes(&self, node: usize) -> u64 {
@@ -203,7 +203,9 @@ impl<'a> Schedule<'a> {
         match parent {
             None => Some(Sequence::new(&self.layout, Vec::new(), 0, room)),
             Some(n) => match &self.nodes[n] {
-                Held::Read(runs) => Some(Sequence::new(&self.layout, runs.clone(), self.tree.nodes[n].end, room)),
+                PrefixState::Read(runs) => {
+                    Some(Sequence::new(&self.layout, runs.clone(), self.tree.nodes[n].end, room))
+                }
                 _ => None,
             },
         }
@@ -213,22 +215,22 @@ impl<'a> Schedule<'a> {
     fn read(&mut self, on_token: &mut OnToken) -> Result<bool> {
         let started = Instant::now();
         let mut left = self.settings.limits.prefill_tokens.max(1);
-        let (mut parts, mut who): (Vec<Part<'a>>, Vec<Who>) = (Vec::new(), Vec::new());
+        let (mut parts, mut who): (Vec<NewTokens<'a>>, Vec<Who>) = (Vec::new(), Vec::new());
         for n in 0..self.nodes.len() {
             let node = &self.tree.nodes[n];
-            if let Held::Planned = self.nodes[n]
+            if let PrefixState::Planned = self.nodes[n]
                 && let Some(sequence) = self.after(node.parent, node.end - node.start)
             {
-                self.nodes[n] = Held::Reading(sequence);
+                self.nodes[n] = PrefixState::Reading(sequence);
             }
-            if left > 0 && matches!(self.nodes[n], Held::Reading(_)) {
-                let Held::Reading(sequence) = std::mem::replace(&mut self.nodes[n], Held::Planned) else {
+            if left > 0 && matches!(self.nodes[n], PrefixState::Reading(_)) {
+                let PrefixState::Reading(sequence) = std::mem::replace(&mut self.nodes[n], PrefixState::Planned) else {
                     continue;
                 };
                 let end = node.end.min(sequence.len() + left);
                 let tokens = &self.requests[node.request].prompt[sequence.len()..end];
                 left -= tokens.len();
-                parts.push(Part {
+                parts.push(NewTokens {
                     sequence,
                     tokens,
                     logits: false,
@@ -249,7 +251,7 @@ impl<'a> Schedule<'a> {
             let Some(sequence) = sequence else { continue };
             let tokens = &prompt[sequence.len()..prompt.len().min(sequence.len() + left)];
             left -= tokens.len();
-            parts.push(Part {
+            parts.push(NewTokens {
                 logits: sequence.len() + tokens.len() == prompt.len(),
                 sequence,
                 tokens,
@@ -267,9 +269,9 @@ impl<'a> Schedule<'a> {
                 Who::Node(n) => {
                     let done = part.sequence.len() == self.tree.nodes[n].end;
                     self.nodes[n] = if done {
-                        Held::Read(part.sequence.freeze())
+                        PrefixState::Read(part.sequence.freeze())
                     } else {
-                        Held::Reading(part.sequence)
+                        PrefixState::Reading(part.sequence)
                     };
                 }
                 Who::Row(r) => {
@@ -298,10 +300,10 @@ impl<'a> Schedule<'a> {
             return Ok(());
         }
         let tokens: Vec<[u32; 1]> = taken.iter().map(|t| t.1).collect();
-        let mut parts: Vec<Part> = taken
+        let mut parts: Vec<NewTokens> = taken
             .into_iter()
             .zip(&tokens)
-            .map(|((sequence, _), token)| Part {
+            .map(|((sequence, _), token)| NewTokens {
                 sequence,
                 tokens: token,
                 logits: true,
@@ -365,7 +367,7 @@ impl<'a> Schedule<'a> {
         for node in path {
             self.users[node] -= 1;
             if self.users[node] == 0 {
-                self.nodes[node] = Held::Out;
+                self.nodes[node] = PrefixState::Out;
                 self.used -= self.node_bytes(node);
             }
         }

@@ -1,7 +1,7 @@
 //! Cached decoding, compared with full recomputation, and rows in a batch compared with single rows.
 
 use super::cache::{Layout, Sequence};
-use super::decode::{Part, step};
+use super::decode::{NewTokens, step};
 use super::*;
 use crate::base::Error;
 use crate::data::{Batch, Example};
@@ -370,7 +370,7 @@ fn a_session_reads_only_what_is_new() {
 fn logits<'a>(policy: impl Into<SampledModel<'a>>, prompt: &[u32]) -> Vec<f32> {
     let policy = policy.into();
     let layout = Layout::new(&policy.network.spec, None, &Device::Cpu, DType::F32).unwrap();
-    let part = Part {
+    let part = NewTokens {
         sequence: Sequence::new(&layout, Vec::new(), 0, 64),
         tokens: prompt,
         logits: true,

@@ -1,7 +1,7 @@
 //! A bf16 and int8 KV cache: the stored values, and the error they cause.
 
 use super::cache::{Layout, Sequence, Step};
-use super::decode::{Part, step};
+use super::decode::{NewTokens, step};
 use super::tests::{furthest, many, network, prompts, settings, spec};
 use super::*;
 use crate::base::Result;
@@ -39,7 +39,7 @@ fn a_smaller_cache_only_rounds() {
     for stored in [KvDtype::Bf16, KvDtype::Int8] {
         for prompt in prompts() {
             let layout = |stored| Layout::new(&network.spec, stored, &Device::Cpu, DType::F32).unwrap();
-            let part = Part {
+            let part = NewTokens {
                 sequence: Sequence::new(&layout(Some(stored)), Vec::new(), 0, 64),
                 tokens: &prompt,
                 logits: true,

@@ -13,7 +13,7 @@ use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 
 /// The tensors of a file for one linear: names in the file by names below the module. `faults` gets all mismatches.
-pub(super) struct Found<'a> {
+pub(super) struct LinearTensors<'a> {
     pub config: &'a AdapterConfig,
     pub weights: &'a Weights,
     pub site: &'a Site,
@@ -49,7 +49,7 @@ pub(super) fn projections(
     Ok(a.zip(b).map(|(a, b)| Projections { a, b }))
 }
 
-impl Found<'_> {
+impl LinearTensors<'_> {
     /// Reads the tensor with this name below the module; adds a fault if it is missing or has another shape.
     fn take(&mut self, below: &str, shape: &[usize]) -> Result<Option<Tensor>> {
         let Some(name) = self.names.get(below) else {

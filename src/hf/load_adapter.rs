@@ -1,6 +1,6 @@
 //! Loads a PEFT adapter directory: either completely, or an error that lists every mismatch.
 
-use super::build::{self, Found};
+use super::build::{self, LinearTensors};
 use super::classifier::SCORE;
 use crate::base::{Error, Result, files};
 use crate::formats::adapter::{self, AdapterConfig, Key};
@@ -8,7 +8,7 @@ use crate::formats::weights::Weights;
 use crate::formats::{header, index};
 use crate::model::{Adapters, Spec, spec};
 use crate::ops::update;
-use crate::peft::targets::{self, Choice, Site};
+use crate::peft::targets::{self, Site, TargetSelection};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -141,7 +141,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             faults.push(format!("{module}: this model has no such linear"));
             continue;
         };
-        let found = Found {
+        let found = LinearTensors {
             config: &config,
             weights: &weights,
             site: &sites[index],
@@ -193,8 +193,8 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
 }
 
 /// The target selection of the config.
-pub fn choice(config: &AdapterConfig) -> Choice<'_> {
-    Choice {
+pub fn choice(config: &AdapterConfig) -> TargetSelection<'_> {
+    TargetSelection {
         targets: &config.target_modules,
         exclude: config.exclude_modules.as_ref(),
         layers: config.layers_to_transform.as_deref(),

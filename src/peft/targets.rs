@@ -18,7 +18,7 @@ pub struct Site {
 
 /// Selection of sites.
 #[derive(Debug, Clone, Copy)]
-pub struct Choice<'a> {
+pub struct TargetSelection<'a> {
     /// The linears with an adapter.
     pub targets: &'a Targets,
     /// The linears without one.
@@ -88,7 +88,7 @@ impl<'a> Matcher<'a> {
 ///
 /// # Errors
 /// A pattern that matches nothing (nearest names shown), a layer that does not exist, an empty selection.
-pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
+pub fn select(sites: &[Site], choice: &TargetSelection) -> Result<Vec<Site>> {
     for (targets, key) in [
         (Some(choice.targets), "target_modules"),
         (choice.exclude, "exclude_modules"),
@@ -137,7 +137,7 @@ pub fn select(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
 ///
 /// # Errors
 /// A pattern that is not a regular expression, or that cannot be matched in reasonable time.
-pub fn matching(sites: &[Site], choice: &Choice) -> Result<Vec<Site>> {
+pub fn matching(sites: &[Site], choice: &TargetSelection) -> Result<Vec<Site>> {
     let targets = Matcher::new(choice.targets)?;
     let exclude = choice.exclude.map(Matcher::new).transpose()?;
     let by_layer = choice.layers.filter(|_| !matches!(targets, Matcher::Whole(_)));
@@ -258,7 +258,7 @@ mod tests {
     }
 
     fn count(targets: Targets, exclude: Option<Targets>, layers: Option<&[usize]>) -> Result<usize> {
-        let choice = Choice {
+        let choice = TargetSelection {
             targets: &targets,
             exclude: exclude.as_ref(),
             layers,

@@ -125,7 +125,7 @@ impl QMatrix {
 
     /// Dequantizes columns `start..start + to.len()` of row `row`. Panics outside the weight.
     pub fn decode_into(&self, row: usize, start: usize, to: &mut [f32]) {
-        self.view().decode(row, start, to)
+        self.view().dequantize(row, start, to)
     }
 
     /// Dequantizes the whole weight, `[O · I]`: for exports, tests and error measurements; products do not need it.
@@ -134,7 +134,7 @@ impl QMatrix {
         if self.columns > 0 {
             let view = self.view();
             let rows = out.par_chunks_mut(self.columns).enumerate();
-            rows.for_each(|(row, to)| view.decode(row, 0, to));
+            rows.for_each(|(row, to)| view.dequantize(row, 0, to));
         }
         out
     }

@@ -23,7 +23,7 @@ pub fn refused(text: &str, path: &Path) -> Option<Error> {
         error.hint("`ft recipes` lists recipes to start from, docs/recipe.md lists all keys")
     } else {
         error.hint(format!(
-            "write each key as `table.key = value`; the first lines of this file are\n      {}",
+            "write each key as `table.key = value`; the first lines of this file as a recipe:\n      {}",
             lines.join("\n      ")
         ))
     })

@@ -80,7 +80,7 @@ pub struct Completion<'a> {
 
 /// Contribution of one completion to the loss of a window, before the division by the window's weight.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Part {
+pub struct CompletionLoss {
     /// The loss.
     pub loss: f64,
     /// `[T]`: gradient with respect to the log-probabilities.
@@ -105,10 +105,10 @@ impl Settings {
     }
 
     /// The contribution of this completion.
-    pub fn part(&self, c: &Completion) -> Part {
+    pub fn part(&self, c: &Completion) -> CompletionLoss {
         let tokens = c.log_probs.len();
         if tokens == 0 {
-            return Part::default();
+            return CompletionLoss::default();
         }
         let at = |values: Option<&[f32]>, t: usize, other: f64| values.map_or(other, |v| v[t] as f64);
         let log_prob = |t: usize| c.log_probs[t] as f64;
@@ -119,9 +119,9 @@ impl Settings {
             GrpoLoss::Dapo | GrpoLoss::Bnpo | GrpoLoss::Rloo => 1.0,
         };
         let whole: f64 = (0..tokens).map(log_ratio).sum();
-        let mut part = Part {
+        let mut part = CompletionLoss {
             gradient: vec![0.0; tokens],
-            ..Part::default()
+            ..CompletionLoss::default()
         };
         if self.loss_type == GrpoLoss::Rloo {
             // One ratio, one loss, one correction for the whole completion: token-level corrections are averaged.

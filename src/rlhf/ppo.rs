@@ -45,7 +45,7 @@ pub struct Completion<'a> {
 
 /// Sums over the tokens of one completion, before the division by the tokens of the window.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Part {
+pub struct CompletionSums {
     /// The loss of the policy.
     pub policy_loss: f64,
     /// Without the factor `vf_coef`.
@@ -62,8 +62,8 @@ pub struct Part {
 
 impl Settings {
     /// The sums of this completion.
-    pub fn part(&self, c: &Completion) -> Part {
-        let mut part = Part::default();
+    pub fn part(&self, c: &Completion) -> CompletionSums {
+        let mut part = CompletionSums::default();
         for t in 0..c.log_probs.len() {
             let log_prob = c.log_probs[t] as f64;
             let old = c.old.map_or(log_prob, |old| old[t] as f64);

@@ -131,7 +131,7 @@ pub fn warnings(
     all
 }
 
-/// Training and evaluation do not cut these rows. Returns a warning if the longest one exceeds the model's positions.
+/// Training and evaluation do not cut these rows. Returns a warning if the longest one exceeds the context length of the model.
 pub fn beyond(longest: usize, positions: usize) -> Option<String> {
     (longest > positions).then(|| {
         format!(

@@ -56,18 +56,18 @@ impl Covariances {
 }
 
 /// Sums the covariances while a layer runs.
-struct Seen {
+struct CovarianceObserver {
     arithmetic: CordaArithmetic,
-    found: RefCell<Found>,
+    found: RefCell<CovarianceSums>,
 }
 
 #[derive(Default)]
-struct Found {
+struct CovarianceSums {
     all: Covariances,
     last: Option<(TensorId, usize)>,
 }
 
-impl Seen {
+impl CovarianceObserver {
     fn add(&self, covariance: &mut Covariance, x: &Tensor) -> Result<()> {
         let products = update::to_f32_vec(&linear::grad_weight(x, x, DType::F32)?)?;
         let sums = update::to_f32_vec(&linear::grad_bias(x)?)?;
@@ -86,11 +86,11 @@ impl Seen {
     }
 }
 
-impl Observer for Seen {
+impl Observer for CovarianceObserver {
     fn input(&self, weight: &str, x: &Tensor) -> Result<()> {
         let module = weight.trim_end_matches(".weight");
         let mut found = self.found.borrow_mut();
-        let Found {
+        let CovarianceSums {
             all: Covariances { groups },
             last,
         } = &mut *found;
@@ -131,7 +131,7 @@ pub fn observe(
         .collect::<Result<Vec<Tensor>>>()?;
     for layer in 0..network.layers() {
         let phase = progress::part("batch", batches.len());
-        let seen = Seen {
+        let seen = CovarianceObserver {
             arithmetic,
             found: RefCell::default(),
         };

@@ -18,7 +18,7 @@ use crate::train::starts::{AdapterInitContext, Progress, Task, each, set, tasks}
 use faer::{Mat, MatRef};
 
 /// The result for one linear.
-struct Found {
+struct LoftqResult {
     pair: Pair,
     /// New values to quantize, if they differ from the current quantized data.
     codes: Option<Vec<f32>>,
@@ -87,7 +87,7 @@ fn original(store: &dyn TrainableStore, linear: &Linear) -> Result<Mat<f64>> {
 }
 
 /// Q₁ = q(W); then (A, B) is the best rank-R approximation of W - Qₜ, and Qₜ₊₁ = q(W - s·B·A).
-fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Result<Found> {
+fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Result<LoftqResult> {
     let Some(format) = task.linear.weight.format() else {
         return Err(Error::new("LoftQ needs a quantized weight"));
     };
@@ -104,7 +104,7 @@ fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Resu
         pair = start::pissa((w - &q).as_ref(), lora.rank(), lora.scale, 0, 0, 0)?;
     }
     let last = (w - &q - change(&pair, rows, columns, lora.scale)).norm_l2() / size;
-    Ok(Found {
+    Ok(LoftqResult {
         pair,
         codes: target,
         error_before: first,

@@ -112,7 +112,7 @@ fn what_does_not_fit_is_said() {
     let out = chat(&bench, &[], &format!("{long}\n"));
     assert_eq!(out.status.code(), Some(1));
     assert!(
-        said(&out).contains("longer than the model's positions") && said(&out).contains("hint"),
+        said(&out).contains("longer than the context length of the model") && said(&out).contains("hint"),
         "{}",
         said(&out)
     );

@@ -145,8 +145,8 @@ impl Phase {
     }
 
     /// Wraps a reader and counts its bytes.
-    pub fn reader<R: Read>(&self, inner: R) -> Counted<R> {
-        Counted {
+    pub fn reader<R: Read>(&self, inner: R) -> CountingReader<R> {
+        CountingReader {
             inner,
             counter: self.0.clone(),
         }
@@ -163,12 +163,12 @@ impl Drop for Phase {
 }
 
 /// A reader that counts its bytes in a phase.
-pub struct Counted<R> {
+pub struct CountingReader<R> {
     inner: R,
     counter: Arc<Counter>,
 }
 
-impl<R: Read> Read for Counted<R> {
+impl<R: Read> Read for CountingReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         let n = self.inner.read(buffer)?;
         self.counter.done.fetch_add(n as u64, Relaxed);

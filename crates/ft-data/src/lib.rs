@@ -46,6 +46,6 @@ pub use dataset::{Dataset, Origin, Spec, Stats};
 pub use encode::{Encoder, Question};
 pub use layout::{Layout, Rendering};
 pub use order::{BatchStream, Length, StreamSpec, eval_batches};
-pub use read::{Place, Row};
+pub use read::{Row, RowPosition};
 pub use reading::Reading;
 pub use rows::{Chat, Sample};

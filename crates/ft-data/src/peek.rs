@@ -7,7 +7,7 @@ use serde_json::Value;
 
 /// Kind of rows, by what can be measured on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum RowKind {
     /// A text to predict: conversations, prompts with completions, plain text.
     Text,
     /// A chosen and a rejected answer.
@@ -22,7 +22,7 @@ pub enum Kind {
 ///
 /// # Errors
 /// The file cannot be read.
-pub fn kind(path: &str, format: RowFormat, answer: &str) -> Result<Kind> {
+pub fn kind(path: &str, format: RowFormat, answer: &str) -> Result<RowKind> {
     let mut found = None;
     let enough = || Error::new("the first row is enough");
     let read = read::read_rows(path, &mut |row| {
@@ -31,12 +31,12 @@ pub fn kind(path: &str, format: RowFormat, answer: &str) -> Result<Kind> {
         let sides = has("chosen") && has("rejected");
         let judged = matches!(row.fields.get("label"), Some(Value::Bool(_))) && has("completion");
         found = Some(match format {
-            RowFormat::Prompt => Kind::Prompts,
-            RowFormat::Preference | RowFormat::Auto if judged => Kind::Judged,
-            RowFormat::Preference => Kind::Pairs,
-            RowFormat::Auto if sides => Kind::Pairs,
-            RowFormat::Auto if has("prompt") && has(answer) && !has("completion") => Kind::Prompts,
-            _ => Kind::Text,
+            RowFormat::Prompt => RowKind::Prompts,
+            RowFormat::Preference | RowFormat::Auto if judged => RowKind::Judged,
+            RowFormat::Preference => RowKind::Pairs,
+            RowFormat::Auto if sides => RowKind::Pairs,
+            RowFormat::Auto if has("prompt") && has(answer) && !has("completion") => RowKind::Prompts,
+            _ => RowKind::Text,
         });
         Err(enough())
     });
@@ -44,7 +44,7 @@ pub fn kind(path: &str, format: RowFormat, answer: &str) -> Result<Kind> {
         (Some(kind), _) => Ok(kind),
         (None, Err(e)) => Err(e),
         // The reader of the whole file reports that there are no rows.
-        (None, Ok(_)) => Ok(Kind::Text),
+        (None, Ok(_)) => Ok(RowKind::Text),
     }
 }
 
@@ -62,19 +62,25 @@ mod tests {
         };
         use RowFormat::{Auto, Messages, Preference, Prompt};
         let messages = r#"{"messages": [{"role": "user", "content": "a"}]}"#;
-        assert_eq!(of(messages, Auto), Kind::Text);
+        assert_eq!(of(messages, Auto), RowKind::Text);
         assert_eq!(
             of(r#"{"prompt": "a", "completion": "b", "answer": "c"}"#, Auto),
-            Kind::Text
+            RowKind::Text
         );
         let pair = r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#;
-        assert_eq!((of(pair, Auto), of(pair, Preference)), (Kind::Pairs, Kind::Pairs));
+        assert_eq!((of(pair, Auto), of(pair, Preference)), (RowKind::Pairs, RowKind::Pairs));
         let judged = r#"{"prompt": "a", "completion": "b", "label": false}"#;
-        assert_eq!((of(judged, Auto), of(judged, Preference)), (Kind::Judged, Kind::Judged));
+        assert_eq!(
+            (of(judged, Auto), of(judged, Preference)),
+            (RowKind::Judged, RowKind::Judged)
+        );
         let prompt = r#"{"prompt": "2 + 3", "answer": "5"}"#;
-        assert_eq!((of(prompt, Auto), of(prompt, Prompt)), (Kind::Prompts, Kind::Prompts));
-        assert_eq!(of(messages, Messages), Kind::Text);
-        assert_eq!(of(messages, Prompt), Kind::Prompts);
+        assert_eq!(
+            (of(prompt, Auto), of(prompt, Prompt)),
+            (RowKind::Prompts, RowKind::Prompts)
+        );
+        assert_eq!(of(messages, Messages), RowKind::Text);
+        assert_eq!(of(messages, Prompt), RowKind::Prompts);
         assert!(kind("/no/such/file.jsonl", Auto, "answer").is_err());
     }
 }

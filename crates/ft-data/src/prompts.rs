@@ -44,7 +44,7 @@ pub struct Prompt {
     /// All columns of the row.
     pub columns: Map<String, Value>,
     /// Its row in the file.
-    pub place: read::Place,
+    pub place: read::RowPosition,
 }
 
 impl Prompt {
@@ -154,7 +154,7 @@ fn too_long(prompt: &Prompt, window: usize, room: usize) -> Error {
             prompt.ids.len()
         ))
         .expected(format!(
-            "at most {window} together (`data.max_length`, and the model's positions)"
+            "at most {window} together (`data.max_length`, and the context length of the model)"
         ))
         .hint("raise `data.max_length`, lower `rlhf.max_completion_length`, or remove the row")
 }

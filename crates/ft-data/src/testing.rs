@@ -2,7 +2,7 @@
 
 use super::codec::{ChatRender, IdsAndOffsets, TextCodec};
 use super::layout::{Layout, Purpose, Rules};
-use super::read::{Place, Row};
+use super::read::{Row, RowPosition};
 use super::rows::{self, Sample};
 use crate::{Render, RowFormat};
 use ft_base::Result;
@@ -20,7 +20,7 @@ pub(crate) fn goldens() -> PathBuf {
 pub(crate) fn row(value: Value) -> Row {
     Row {
         fields: value.as_object().unwrap().clone(),
-        place: Place {
+        place: RowPosition {
             file: "t.jsonl".into(),
             number: 3,
             is_line: true,

@@ -59,7 +59,7 @@ pub fn read_map(dir: &Path, index: &Path) -> Result<BTreeMap<String, String>> {
             return Err(Error::format("index has no `weight_map`")
                 .at_path(index)
                 .found(other.map_or("nothing".into(), json_kind))
-                .expected("an object from tensor to file name"));
+                .expected("an object that maps tensor names to file names"));
         }
     };
     let mut out = BTreeMap::new();

@@ -12,7 +12,7 @@ mod tests;
 
 pub use wire::serve;
 
-use crate::jinja::{self, Fail, Kind};
+use crate::jinja::{self, Fail, FailKind};
 use crate::{Tokenizer, json_kind, read_json_object};
 use ft_base::{Error, Result, files, paths};
 use serde_json::{Map, Value};
@@ -302,12 +302,12 @@ impl Program {
         }
         let parsed = jinja::Template::parse(source).map_err(|fail| {
             let what = match fail.kind {
-                Kind::Unsupported => format!("chat template needs {}, which ft does not support", fail.text),
+                FailKind::Unsupported => format!("chat template needs {}, which ft does not support", fail.text),
                 _ => "chat template is not valid".to_string(),
             };
             let error = Error::format(what).at(format!("{place}{}", line_of(&fail)));
             let error = match fail.kind {
-                Kind::Unsupported => error,
+                FailKind::Unsupported => error,
                 _ => error.cause(&fail),
             };
             error.hint("correct the template, or set `data.chat_template` to a file with another one")
@@ -388,17 +388,17 @@ fn line_of(fail: &Fail) -> String {
 fn explain(fail: &Fail, place: &str) -> Error {
     let at = format!("{place}{}", line_of(fail));
     match fail.kind {
-        Kind::Limit => Error::format(format!("chat template was stopped: {}", fail.text))
+        FailKind::Limit => Error::format(format!("chat template was stopped: {}", fail.text))
             .at(at)
             .hint("the template has a very long or endless loop: use another one with `data.chat_template`"),
-        Kind::Raised => Error::format(format!("chat template refuses this conversation: {}", fail.text))
+        FailKind::Raised => Error::format(format!("chat template refuses this conversation: {}", fail.text))
             .at(at)
             .hint("check the roles and their order in this row, or use another template with `data.chat_template`"),
-        Kind::Unsupported => {
+        FailKind::Unsupported => {
             Error::unsupported(format!("chat template needs {}, which ft does not support", fail.text))
                 .at(at)
                 .hint("docs/templates.md lists what is supported; use another template with `data.chat_template`")
         }
-        Kind::Syntax | Kind::Failed => Error::format("chat template failed").at(at).cause(&fail.text),
+        FailKind::Syntax | FailKind::Failed => Error::format("chat template failed").at(at).cause(&fail.text),
     }
 }

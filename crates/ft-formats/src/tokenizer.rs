@@ -26,7 +26,7 @@ pub type IdsAndOffsets = (Vec<u32>, Vec<(usize, usize)>);
 
 /// A special token named in the config.
 #[derive(Debug, Clone, PartialEq)]
-struct Named {
+struct SpecialToken {
     text: String,
     id: Option<u32>,
 }
@@ -35,7 +35,7 @@ struct Named {
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     config: Value,
-    named: Vec<(&'static str, Named)>,
+    named: Vec<(&'static str, SpecialToken)>,
     special: HashSet<u32>,
     stop: Vec<u32>,
     size: usize,
@@ -91,11 +91,11 @@ impl Tokenizer {
             .filter(|(_, t)| t.special)
             .map(|(id, _)| *id)
             .collect();
-        let mut named: Vec<(&'static str, Named)> = named
+        let mut named: Vec<(&'static str, SpecialToken)> = named
             .into_iter()
             .map(|(role, text)| {
                 let id = inner.token_to_id(&text);
-                (role, Named { text, id })
+                (role, SpecialToken { text, id })
             })
             .collect();
         special.extend(named.iter().filter_map(|(_, n)| n.id));
@@ -118,7 +118,7 @@ impl Tokenizer {
                 .find_map(|&id| Some((id, inner.id_to_token(id)?)))
         {
             named.retain(|(role, _)| *role != "eos_token");
-            named.push(("eos_token", Named { text, id: Some(id) }));
+            named.push(("eos_token", SpecialToken { text, id: Some(id) }));
         }
         let own = named
             .iter()
@@ -179,7 +179,7 @@ impl Tokenizer {
             config: Value::Object(Map::new()),
             special: id.into_iter().collect(),
             stop: id.into_iter().collect(),
-            named: vec![("eos_token", Named { text, id })],
+            named: vec![("eos_token", SpecialToken { text, id })],
             conflict: None,
             warning: None,
         })
@@ -224,7 +224,7 @@ impl Tokenizer {
         self.size
     }
 
-    fn named(&self, role: &str) -> Option<&Named> {
+    fn named(&self, role: &str) -> Option<&SpecialToken> {
         self.named.iter().find(|(r, _)| *r == role).map(|(_, n)| n)
     }
 

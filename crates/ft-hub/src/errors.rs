@@ -67,7 +67,7 @@ pub(crate) fn explain(e: &Fault, wanted: Wanted, settings: &HubSettings) -> Erro
         (None, _) => match e {
             Fault::Untrusted(_) => say("the hub sent an invalid response".into())
                 .cause(cause())
-                .hint("a mirror (HF_ENDPOINT) or a proxy changes the responses of the hub: use another one"),
+                .hint("a mirror (HF_ENDPOINT) or a proxy may change the responses of the hub: use another one"),
             _ => say("cannot reach the hub".into()).cause(cause()).hint(
                 "check the network and HF_ENDPOINT; if the files are in the cache already, set HF_HUB_OFFLINE=1; \
                  downloaded data is kept",

@@ -65,7 +65,7 @@ pub(crate) struct Client {
 }
 
 /// The response to a file request: headers of the hub, and the response of the server that has the file.
-pub(crate) struct Found {
+pub(crate) struct FileResponse {
     pub hub: HeaderMap,
     pub redirected: bool,
     pub response: Response<Body>,
@@ -138,7 +138,7 @@ impl Client {
     }
 
     /// A file, or bytes `range` of it. `path` is URL-encoded. With `head` only the hub's headers.
-    pub(crate) fn file(&self, path: &str, range: Option<std::ops::Range<u64>>, head: bool) -> Answer<Found> {
+    pub(crate) fn file(&self, path: &str, range: Option<std::ops::Range<u64>>, head: bool) -> Answer<FileResponse> {
         let range = range.map(|r| format!("bytes={}-{}", r.start, r.end - 1));
         let method = if head { "HEAD" } else { "GET" };
         self.send(method, &format!("{}{path}", self.address), range, false)
@@ -146,7 +146,7 @@ impl Client {
 
     /// `own`: the response must come from the hub's own address. A HEAD request follows only redirects within the hub,
     /// because the hub's headers are already complete.
-    fn send(&self, method: &str, url: &str, range: Option<String>, own: bool) -> Answer<Found> {
+    fn send(&self, method: &str, url: &str, range: Option<String>, own: bool) -> Answer<FileResponse> {
         let mut at: Uri = url.parse().map_err(|e| Fault::Untrusted(format!("{e}")))?;
         let mut hub: Option<HeaderMap> = None;
         for _ in 0..REDIRECTS {
@@ -177,7 +177,7 @@ impl Client {
                     hub = Some(headers.clone());
                 }
                 if leaves && method == "HEAD" {
-                    return Ok(Found {
+                    return Ok(FileResponse {
                         hub: headers,
                         redirected: true,
                         response,
@@ -200,7 +200,7 @@ impl Client {
                 let text = String::from_utf8_lossy(&text).into_owned();
                 return Err(Fault::Status { status, code, text });
             }
-            return Ok(Found {
+            return Ok(FileResponse {
                 redirected: hub.is_some(),
                 hub: hub.unwrap_or(headers),
                 response,

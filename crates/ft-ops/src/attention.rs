@@ -5,7 +5,7 @@
 //! q `[Nq, H·E]`, k and v `[Nk, K·E]`, o `[Nq, H·E]`, lse `[Nq, H]`. Query head h uses key head h / (H / K). A
 //! score is `q·k scale`, then `cap tanh(score / cap)` if there is a softcap, then the mask.
 
-use super::cpu::product::inside::{Inside, UNIT};
+use super::cpu::product::task_gemm::{PACK_UNIT, TaskGemm};
 use super::cpu::product::{CpuBackend, Rounding};
 use super::cpu::storage::{expect_dims, expect_f32, floats, tensor};
 use super::cpu::{attention as cpu, attention_backward};
@@ -55,7 +55,7 @@ impl Spec {
         if self.bf16 { Rounding::Bf16 } else { Rounding::Exact }
     }
 
-    /// True if q, k, v and the probabilities are rounded to bf16 on the current path.
+    /// True if q, k, v and the probabilities are rounded to bf16 on the current backend.
     pub(super) fn rounds(&self) -> bool {
         CpuBackend::current().rounds(self.rounding())
     }
@@ -72,10 +72,10 @@ impl Spec {
 /// Returns the number of f32 of scratch memory per CPU thread, forward or backward, for documents of up to
 /// `longest` tokens.
 pub fn scratch(spec: &Spec, longest: usize) -> usize {
-    let inside = Inside::of(CpuBackend::current(), spec.rounding());
-    let seen = |queries: usize| spec.window.map_or(longest, |w| longest.min(w + queries + UNIT));
+    let gemm = TaskGemm::new(CpuBackend::current(), spec.rounding());
+    let seen = |queries: usize| spec.window.map_or(longest, |w| longest.min(w + queries + PACK_UNIT));
     attention_backward::scratch(
-        inside,
+        gemm,
         spec.head_dim,
         seen(cpu::BLOCKS * cpu::QUERIES),
         seen(cpu::QUERIES),
@@ -117,7 +117,7 @@ pub fn forward(
 }
 
 fn forward_on(
-    path: CpuBackend,
+    backend: CpuBackend,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -157,7 +157,7 @@ fn forward_on(
     floats(q, "the queries", |q| {
         floats(k, "the keys", |k| {
             floats(v, "the values", |v| {
-                cpu::forward(path, q, k, v, spec, q_documents, k_documents, &mut o, &mut lse);
+                cpu::forward(backend, q, k, v, spec, q_documents, k_documents, &mut o, &mut lse);
                 Ok(())
             })
         })
@@ -182,7 +182,7 @@ pub fn backward(
 
 #[allow(clippy::too_many_arguments)]
 fn backward_on(
-    path: CpuBackend,
+    backend: CpuBackend,
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -222,8 +222,8 @@ fn backward_on(
                 guard(3, &mut |o| {
                     guard(4, &mut |lse| {
                         guard(5, &mut |dout| {
-                            let saved = attention_backward::Saved { q, k, v, o, lse, dout };
-                            result = Some(attention_backward::backward(path, &saved, spec, documents));
+                            let saved = attention_backward::BackwardInputs { q, k, v, o, lse, dout };
+                            result = Some(attention_backward::backward(backend, &saved, spec, documents));
                             Ok(())
                         })
                     })

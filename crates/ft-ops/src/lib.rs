@@ -64,7 +64,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(any(test, feature = "cuda"))]
-mod tiles;
+mod attention_schedule;
 
 pub use cpu::product::CpuBackend;
 pub use dtype::Dtype;

@@ -77,7 +77,7 @@ pub fn forward_add<'w>(y: &Tensor, x: &Tensor, w: impl Into<Dense<'w>>) -> Resul
 }
 
 fn forward_slices(sizes: (usize, usize, usize), y: &mut [f32], start: CInit<'_>, x: &[f32], w: WeightRows<'_>) {
-    let x = Matrix::vectors(Values::F32(x), sizes.2);
+    let x = Matrix::k_inner(Values::F32(x), sizes.2);
     product(sizes, y, start, x, w.forward(), w.rounding());
 }
 
@@ -118,7 +118,7 @@ pub fn backward_input_add<'w>(dx: &Tensor, dy: &Tensor, w: impl Into<Dense<'w>>)
 }
 
 fn backward_slices(sizes: (usize, usize, usize), dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: WeightRows<'_>) {
-    let dy = Matrix::vectors(Values::F32(dy), sizes.2);
+    let dy = Matrix::k_inner(Values::F32(dy), sizes.2);
     product(sizes, dx, start, dy, w.backward(), w.rounding());
 }
 
@@ -181,8 +181,8 @@ fn gradient_slices(
         sizes,
         dw,
         start,
-        Matrix::steps(Values::F32(dy), outputs),
-        Matrix::steps(Values::F32(x), inputs),
+        Matrix::k_outer(Values::F32(dy), outputs),
+        Matrix::k_outer(Values::F32(x), inputs),
         rounding,
     );
 }

@@ -95,13 +95,13 @@ pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>)
             with_pair(low, |a, b| {
                 let fused_lora = FusedLora {
                     rank,
-                    down: Matrix::vectors(a, inputs),
-                    up: Matrix::vectors(b, rank),
+                    down: Matrix::k_inner(a, inputs),
+                    up: Matrix::k_inner(b, rank),
                     scale: low.scale,
                     u: &mut u,
                 };
                 let start = bias.as_deref().map_or(CInit::Zero, CInit::Bias);
-                let operands = (Matrix::vectors(Values::F32(x), inputs), w.forward());
+                let operands = (Matrix::k_inner(Values::F32(x), inputs), w.forward());
                 product_with(
                     CpuBackend::current(),
                     (rows, outputs, inputs),
@@ -131,12 +131,12 @@ pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>
         with_pair(low, |a, b| {
             let fused_lora = FusedLora {
                 rank,
-                down: Matrix::steps(b, rank),
-                up: Matrix::steps(a, inputs),
+                down: Matrix::k_outer(b, rank),
+                up: Matrix::k_outer(a, inputs),
                 scale: low.scale,
                 u: &mut du,
             };
-            let operands = (Matrix::vectors(Values::F32(dy), outputs), w.backward());
+            let operands = (Matrix::k_inner(Values::F32(dy), outputs), w.backward());
             product_with(
                 CpuBackend::current(),
                 (rows, inputs, outputs),
@@ -179,7 +179,7 @@ fn with_pair<R>(low: LowRank<'_>, f: impl FnOnce(Values<'_>, Values<'_>) -> Resu
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::decode::tests::Random;
+    use crate::cpu::dequantize::tests::Random;
     use crate::oracle::{as_operand, assert_close, assert_same_on_any_threads, random};
     use candle_core::DType;
 
@@ -208,7 +208,7 @@ mod tests {
             for view in codes.views() {
                 let mut decoded = vec![0f32; o * i];
                 for (row, to) in decoded.chunks_exact_mut(i).enumerate() {
-                    view.decode(row, 0, to);
+                    view.dequantize(row, 0, to);
                 }
                 let dtype = if view.bf16 { DType::BF16 } else { DType::F32 };
                 let w = tensor(decoded, (o, i)).unwrap().to_dtype(dtype).unwrap();

@@ -67,12 +67,12 @@ pub struct Page {
     form: Form,
     len: usize,
     /// `[K, E, PAGE]`: so the scores of many tokens are computed in SIMD lanes.
-    pub(crate) keys: Numbers,
+    pub(crate) keys: PageData,
     /// `[K, PAGE, padded E]`
-    pub(crate) values: Numbers,
+    pub(crate) values: PageData,
 }
 
-pub(crate) enum Numbers {
+pub(crate) enum PageData {
     F32(Vec<f32>),
     Bf16(Vec<bf16>),
     /// Scales are `[K, PAGE]`.
@@ -82,7 +82,7 @@ pub(crate) enum Numbers {
     },
 }
 
-impl Numbers {
+impl PageData {
     fn new(form: &Form, width: usize) -> Self {
         let n = form.kv_heads * PAGE * width;
         match form.stored {
@@ -120,8 +120,8 @@ impl Page {
         Self {
             form,
             len: 0,
-            keys: Numbers::new(&form, form.head_dim),
-            values: Numbers::new(&form, form.padded()),
+            keys: PageData::new(&form, form.head_dim),
+            values: PageData::new(&form, form.padded()),
         }
     }
 

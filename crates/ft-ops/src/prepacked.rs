@@ -1,7 +1,7 @@
 //! A dense weight `[O, I]` of a linear layer: a tensor, and on the CPU optional prepacked copies in the orders that
 //! the AMX code reads. The copies change no bit of a product; they only save the packing of one operand.
 
-use super::cpu::product::{CpuBackend, Packed, WeightRows};
+use super::cpu::product::{CpuBackend, PrepackedWeight, WeightRows};
 use super::cpu::storage::{dims2, values};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
@@ -10,7 +10,7 @@ use ft_base::Result;
 #[derive(Debug)]
 pub struct Prepacked {
     tensor: Tensor,
-    packed: Packed,
+    packed: PrepackedWeight,
     copies: u64,
 }
 
@@ -28,7 +28,7 @@ pub enum Orders {
 pub struct Dense<'a> {
     /// The weight, `[O, I]`.
     pub tensor: &'a Tensor,
-    packed: Option<&'a Packed>,
+    packed: Option<&'a PrepackedWeight>,
 }
 
 /// True if products on this machine read prepacked copies.
@@ -45,7 +45,7 @@ impl Prepacked {
         }
         let dims = dims2(w, "the weight of a linear")?;
         let packed = Dense::from(w).with_rows("the weight of a linear", |rows| {
-            Ok(Packed::new(rows, dims, orders == Orders::Both, rank))
+            Ok(PrepackedWeight::new(rows, dims, orders == Orders::Both, rank))
         })?;
         Ok(packed.map(|packed| Self {
             tensor: w.clone(),
@@ -66,7 +66,7 @@ impl Prepacked {
 
     /// Returns the bytes of the copies of a weight `[O, I]`, without its tensor.
     pub fn bytes(dims: (usize, usize), orders: Orders, rank: usize) -> u64 {
-        Packed::bytes(dims, orders == Orders::Both, rank) as u64
+        PrepackedWeight::bytes(dims, orders == Orders::Both, rank) as u64
     }
 }
 

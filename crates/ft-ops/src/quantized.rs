@@ -3,7 +3,7 @@
 //! cache. Forward and backward use the same dequantized values. Dequantization to f32 is exact (one rounding of
 //! scale times quantized value); a weight of a bf16 model is rounded to the nearest bf16 once more.
 
-use super::cpu::decode::{round_bf16, round_table};
+use super::cpu::dequantize::{round_bf16, round_table};
 use super::cpu::product::{CInit, Matrix, Operand, product};
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use super::linear::read_bias;
@@ -14,8 +14,7 @@ use ft_base::Result;
 mod tensors;
 pub use tensors::{QTensors, ScaleTensors, TILE, work_bytes};
 
-pub(crate) use super::cpu::decode::Isa;
-pub use super::cpu::decode::NF4_TABLE;
+pub use super::cpu::dequantize::NF4_TABLE;
 
 /// Returns the nearest integer, ties to even, for `|x| < 2^22`. (`round_ties_even` is a function call if SSE4.1 is
 /// not guaranteed, and then loops are not vectorized.)
@@ -121,7 +120,7 @@ pub const BLOCK: usize = 64;
 pub const NESTED: usize = 256;
 
 /// Elements that share one scale, and the parameters of their dequantization.
-pub(crate) enum Run {
+pub(crate) enum ScaleRun {
     /// First byte, scale.
     Int8(usize, f32),
     /// Index of the first 4-bit value, table of the 16 values.
@@ -162,14 +161,14 @@ impl QMatrixView<'_> {
     /// Returns the length of the run that begins at element (`row`, `column`), at most `left`, and how to
     /// dequantize it.
     #[inline(always)]
-    pub(crate) fn run(&self, row: usize, column: usize, left: usize) -> (usize, Run) {
+    pub(crate) fn run(&self, row: usize, column: usize, left: usize) -> (usize, ScaleRun) {
         match self.codes {
             QData::Int8 {
                 stride, group, scales, ..
             } => {
                 let scale = scales[row * self.columns.div_ceil(group) + column / group];
                 let n = (group - column % group).min(left);
-                (n, Run::Int8(row * stride + column, scale))
+                (n, ScaleRun::Int8(row * stride + column, scale))
             }
             QData::Int4 {
                 stride, group, scales, ..
@@ -182,7 +181,7 @@ impl QMatrixView<'_> {
                     *value = code as f32 * scale + minimum;
                 }
                 let n = (group - column % group).min(left);
-                (n, Run::Nibbles(2 * row * stride + column, self.finish(table)))
+                (n, ScaleRun::Nibbles(2 * row * stride + column, self.finish(table)))
             }
             QData::Nf4 { absmax, .. } => {
                 let at = row * self.columns + column;
@@ -192,7 +191,7 @@ impl QMatrixView<'_> {
                     *value *= scale;
                 }
                 let n = (BLOCK - at % BLOCK).min(left);
-                (n, Run::Nibbles(at, self.finish(table)))
+                (n, ScaleRun::Nibbles(at, self.finish(table)))
             }
         }
     }
@@ -212,18 +211,18 @@ impl QMatrixView<'_> {
     }
 
     /// Dequantizes columns `start..start + to.len()` of row `row`. Panics outside the weight.
-    pub fn decode(&self, row: usize, start: usize, to: &mut [f32]) {
-        super::cpu::decode::decode(Isa::current(), self, row, start, to)
+    pub fn dequantize(&self, row: usize, start: usize, to: &mut [f32]) {
+        super::cpu::dequantize::dequantize(super::CpuBackend::current().vector_isa(), self, row, start, to)
     }
 
     /// Dequantizes one element, by the definition of the format.
     pub fn element(&self, row: usize, column: usize) -> f32 {
         match (self.run(row, column, 1).1, self.bf16) {
-            (Run::Int8(at, scale), bf16) => {
+            (ScaleRun::Int8(at, scale), bf16) => {
                 let value = self.bytes()[at] as i8 as f32 * scale;
                 if bf16 { round_bf16(value) } else { value }
             }
-            (Run::Nibbles(at, table), _) => {
+            (ScaleRun::Nibbles(at, table), _) => {
                 let byte = self.bytes()[at / 2];
                 table[(if at % 2 == 0 { byte >> 4 } else { byte & 15 }) as usize]
             }
@@ -259,8 +258,8 @@ pub fn forward_add(y: &Tensor, x: &Tensor, w: QMatrixView<'_>) -> Result<()> {
 fn forward_slices(rows: usize, y: &mut [f32], start: CInit<'_>, x: &[f32], w: QMatrixView<'_>) {
     let (n, k) = (w.rows, w.columns);
     let (a, b) = (
-        Matrix::vectors(Operand::F32(x), k),
-        Matrix::vectors(Operand::Quantized(w), k),
+        Matrix::k_inner(Operand::F32(x), k),
+        Matrix::k_inner(Operand::Quantized(w), k),
     );
     product((rows, n, k), y, start, a, b, b.rounding());
 }
@@ -288,8 +287,8 @@ pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: QMatrixView<'_>) -> Resul
 fn backward_slices(rows: usize, dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: QMatrixView<'_>) {
     let (n, k) = (w.columns, w.rows);
     let (a, b) = (
-        Matrix::vectors(Operand::F32(dy), k),
-        Matrix::steps(Operand::Quantized(w), n),
+        Matrix::k_inner(Operand::F32(dy), k),
+        Matrix::k_outer(Operand::Quantized(w), n),
     );
     product((rows, n, k), dx, start, a, b, b.rounding());
 }

@@ -197,10 +197,10 @@ where
 
 fn check_place(t: &Tensor) -> Result<()> {
     if !t.device().is_cpu() {
-        return Err(Error::shape("a tensor that is changed is not on the CPU"));
+        return Err(Error::shape("an in-place update needs a tensor on the CPU"));
     }
     if !t.is_contiguous() {
-        return Err(Error::shape("a tensor that is changed is not contiguous"));
+        return Err(Error::shape("an in-place update needs a contiguous tensor"));
     }
     Ok(())
 }
@@ -226,7 +226,7 @@ impl<F> InPlace<F> {
     fn done(self, t: &Tensor) -> Result<()> {
         match self.fits.into_inner() {
             Ok(true) => Ok(()),
-            _ => Err(Error::shape("a tensor that is changed has the wrong element type").found(t.dtype().as_str())),
+            _ => Err(Error::shape("an in-place update does not support this element type").found(t.dtype().as_str())),
         }
     }
 }

@@ -12,7 +12,7 @@ pub enum Measure {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-struct Found {
+struct Metric {
     name: &'static str,
     value: f64,
     measure: Measure,
@@ -26,7 +26,7 @@ pub struct Report {
     pub kind: &'static str,
     pub rows: usize,
     pub totals: Option<Totals>,
-    more: Vec<Found>,
+    more: Vec<Metric>,
     /// The model that was used, if it differs from the given name.
     pub notes: Vec<String>,
 }
@@ -57,7 +57,7 @@ impl Report {
     }
 
     pub(super) fn add(&mut self, name: &'static str, value: f64, measure: Measure, what: &'static str) {
-        self.more.push(Found {
+        self.more.push(Metric {
             name,
             value,
             measure,

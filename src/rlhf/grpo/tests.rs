@@ -101,7 +101,7 @@ fn without_old_log_probs_the_ratio_is_one() {
                 log_probs: &[],
                 ..completion
             }),
-            Part::default()
+            CompletionLoss::default()
         );
     }
 }

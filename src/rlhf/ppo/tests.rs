@@ -28,7 +28,7 @@ fn slopes_are_those_of_the_loss() {
             ratios: Some(&ratios),
         })
     };
-    let loss = |p: &Part| p.policy_loss + SETTINGS.vf_coef * p.value_loss;
+    let loss = |p: &CompletionSums| p.policy_loss + SETTINGS.vf_coef * p.value_loss;
     let here = part(&log_probs, &values);
     assert!(here.clipped >= 2.0 && here.clipped_values >= 1.0 && here.clipped < 6.0);
     for t in 0..6 {

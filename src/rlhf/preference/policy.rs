@@ -49,7 +49,7 @@ impl Algorithm {
     }
 
     /// Positions and token weights of the answers. Errors: the batch lacks a column.
-    fn answers(&self, batch: &Batch) -> Result<Vec<Answer>> {
+    fn answers(&self, batch: &Batch) -> Result<Vec<AnswerSpan>> {
         let prompts = batch.columns.document(PROMPT)?;
         if prompts.len() + 1 != batch.documents.len() {
             return Err(Error::shape("the length of a batch column differs from the number of documents").at(PROMPT));
@@ -60,7 +60,7 @@ impl Algorithm {
             // Position n predicts token n + 1.
             let first = (start + prompt.max(1)).min(end) - 1;
             let length = (end - start).saturating_sub(prompt) as f64;
-            answers.push(Answer {
+            answers.push(AnswerSpan {
                 document: start..end,
                 targets: first..end.saturating_sub(1).max(first),
                 length,
@@ -84,7 +84,7 @@ impl Algorithm {
 }
 
 /// The answer of a document.
-struct Answer {
+struct AnswerSpan {
     document: Range<usize>,
     /// Positions whose targets are the answer tokens.
     targets: Range<usize>,
@@ -94,7 +94,7 @@ struct Answer {
     shared: usize,
 }
 
-impl Answer {
+impl AnswerSpan {
     fn weight(&self, position: usize, ld_alpha: f64) -> f64 {
         if position - self.targets.start < self.shared {
             1.0
@@ -128,7 +128,7 @@ impl Preferences {
 
     /// Derivatives of the loss with respect to the answers' sums and to the trained tokens of each document,
     /// `[documents]`, the sum of the losses, and the number of correct units.
-    fn slopes(&self, batch: &Batch, answers: &[Answer], log_probs: &[f32]) -> Result<Slopes> {
+    fn slopes(&self, batch: &Batch, answers: &[AnswerSpan], log_probs: &[f32]) -> Result<Slopes> {
         let ld_alpha = self.algorithm.ld_alpha();
         let none = vec![0f32; answers.len()];
         let reference = if self.algorithm.has_reference() {

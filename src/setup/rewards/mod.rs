@@ -31,7 +31,7 @@ pub struct Judged<'a> {
 }
 
 /// The kind of a reward, checked as far as possible without starting a program or loading a model.
-enum Kind {
+enum RewardKind {
     Exact,
     Numeric,
     Regex(Regex),
@@ -42,7 +42,7 @@ enum Kind {
 }
 
 enum Judge {
-    Text(Kind),
+    Text(RewardKind),
     Model(Box<RewardModel>),
     Program(Program),
 }
@@ -59,7 +59,7 @@ pub struct Rewards(pub Vec<Reward>);
 const KNOWN: &str =
     "exact, numeric, regex:PATTERN, json, json:SCHEMA-FILE, length:TOKENS, model:DIRECTORY, program:COMMAND";
 
-impl Kind {
+impl RewardKind {
     fn parse(text: &str, longest: usize) -> Result<Self> {
         let (name, argument) = match text.split_once(':') {
             Some((name, argument)) => (name.trim(), Some(argument.trim()).filter(|a| !a.is_empty())),
@@ -136,7 +136,7 @@ impl Kind {
     }
 }
 
-fn kinds(rlhf: &RlConfig) -> Result<Vec<Kind>> {
+fn kinds(rlhf: &RlConfig) -> Result<Vec<RewardKind>> {
     if rlhf.rewards.is_empty() {
         return Err(
             Error::usage("`rlhf.rewards` is missing: the run has no reward to maximize")
@@ -151,7 +151,7 @@ fn kinds(rlhf: &RlConfig) -> Result<Vec<Kind>> {
                 .expected(format!("{}, one for each reward", rlhf.rewards.len())),
         );
     }
-    let kind = |text: &String| Kind::parse(text, rlhf.max_completion_length);
+    let kind = |text: &String| RewardKind::parse(text, rlhf.max_completion_length);
     rlhf.rewards.iter().map(kind).collect()
 }
 
@@ -160,7 +160,7 @@ fn kinds(rlhf: &RlConfig) -> Result<Vec<Kind>> {
 /// Errors: an unknown reward; an invalid pattern, schema or directory; a row without its answer.
 pub fn check(rlhf: &RlConfig, prompts: &[Prompt]) -> Result<()> {
     for kind in kinds(rlhf)? {
-        if let Kind::Model(dir) = &kind {
+        if let RewardKind::Model(dir) = &kind {
             RewardModel::describe(dir)?;
         }
         let without = prompts.iter().find(|p| kind.needs_answer() && p.answer.is_none());
@@ -185,8 +185,8 @@ pub fn check(rlhf: &RlConfig, prompts: &[Prompt]) -> Result<()> {
 ///
 /// Errors: rewards that do not exist.
 pub fn costs(rlhf: &RlConfig) -> Result<Vec<RewardModelSpec>> {
-    let cost = |kind: Kind| match kind {
-        Kind::Model(dir) => RewardModel::cost(&dir).ok(),
+    let cost = |kind: RewardKind| match kind {
+        RewardKind::Model(dir) => RewardModel::cost(&dir).ok(),
         _ => None,
     };
     Ok(kinds(rlhf)?.into_iter().filter_map(cost).collect())
@@ -206,8 +206,8 @@ impl Rewards {
                 n => format!("{base}{}", n + 1),
             };
             let judge = match kind {
-                Kind::Model(dir) => Judge::Model(Box::new(RewardModel::open(&dir, device)?)),
-                Kind::Program(command) => Judge::Program(Program::start(
+                RewardKind::Model(dir) => Judge::Model(Box::new(RewardModel::open(&dir, device)?)),
+                RewardKind::Program(command) => Judge::Program(Program::start(
                     &command,
                     Duration::from_secs_f64(rlhf.reward_timeout),
                     rlhf.reward_restarts,

@@ -9,6 +9,7 @@
 use crate::base::{Error, Result};
 use fancy_regex::Regex;
 use serde_json::{Map, Value};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 
 const NOTES: [&str; 10] = [
@@ -26,6 +27,8 @@ const NOTES: [&str; 10] = [
 const TYPES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
 /// Largest depth of nested schemas.
 const DEPTH: usize = 64;
+/// Largest number of checks of one answer. References can double the work at each level, so the depth alone is no bound.
+const CHECKS: usize = 1 << 22;
 
 /// A schema that was parsed and checked.
 #[derive(Debug)]
@@ -140,30 +143,40 @@ impl Schema {
         }
     }
 
+    /// True if the answer is valid. An answer that is nested too deeply or needs too many checks is not accepted.
     pub fn accepts(&self, value: &Value) -> bool {
-        self.valid(&self.root, value, 0)
+        let left = Cell::new(CHECKS);
+        self.valid(&self.root, value, 0, &left) && left.get() > 0
     }
 
-    fn valid(&self, schema: &Value, value: &Value, depth: usize) -> bool {
+    fn valid(&self, schema: &Value, value: &Value, depth: usize, left: &Cell<usize>) -> bool {
         // A deeper value is not accepted. This also bounds recursive schemas.
-        if depth > 4 * DEPTH {
+        if depth > 4 * DEPTH || !take(left, 1) {
             return false;
         }
         match schema {
             Value::Bool(b) => *b,
             Value::Object(fields) => fields
                 .iter()
-                .all(|(k, rule)| self.holds(fields, k, rule, value, depth + 1)),
+                .all(|(k, rule)| self.holds(fields, k, rule, value, depth + 1, left)),
             _ => false,
         }
     }
 
-    fn holds(&self, fields: &Map<String, Value>, key: &str, rule: &Value, value: &Value, depth: usize) -> bool {
+    fn holds(
+        &self,
+        fields: &Map<String, Value>,
+        key: &str,
+        rule: &Value,
+        value: &Value,
+        depth: usize,
+        left: &Cell<usize>,
+    ) -> bool {
         let each = |list: &Value, check: &dyn Fn(&Value) -> bool| {
             let schemas = list.as_array().map(Vec::as_slice).unwrap_or_default();
             schemas.iter().filter(|s| check(s)).count()
         };
-        let valid = |schema: &Value| self.valid(schema, value, depth);
+        let valid = |schema: &Value| self.valid(schema, value, depth, left);
         let length = |n: usize| n as u64;
         let bound = |n: Option<usize>, holds: &dyn Fn(u64, u64) -> bool| match (n, rule.as_u64()) {
             (Some(n), Some(limit)) => holds(length(n), limit),
@@ -187,18 +200,18 @@ impl Schema {
                 let rules = rule.as_object().into_iter().flatten();
                 rules
                     .into_iter()
-                    .all(|(n, s)| o.get(n).is_none_or(|v| self.valid(s, v, depth)))
+                    .all(|(n, s)| o.get(n).is_none_or(|v| self.valid(s, v, depth, left)))
             }),
             "additionalProperties" => object.is_none_or(|o| {
                 let named = fields.get("properties").and_then(Value::as_object);
                 let other = |n: &String| named.is_none_or(|named| !named.contains_key(n));
                 o.iter()
                     .filter(|(n, _)| other(n))
-                    .all(|(_, v)| self.valid(rule, v, depth))
+                    .all(|(_, v)| self.valid(rule, v, depth, left))
             }),
-            "items" => items.is_none_or(|l| l.iter().all(|v| self.valid(rule, v, depth))),
+            "items" => items.is_none_or(|l| l.iter().all(|v| self.valid(rule, v, depth, left))),
             "uniqueItems" if rule == &Value::Bool(true) => {
-                items.is_none_or(|l| (1..l.len()).all(|i| !l[..i].iter().any(|v| equal(v, &l[i]))))
+                items.is_none_or(|l| (1..l.len()).all(|i| take(left, i) && !l[..i].iter().any(|v| equal(v, &l[i]))))
             }
             "minLength" => bound(chars, &|n, limit| n >= limit),
             "maxLength" => bound(chars, &|n, limit| n <= limit),
@@ -213,8 +226,8 @@ impl Schema {
             "multipleOf" => number(&|x, by| ((x / by).round() - x / by).abs() < 1e-9),
             "pattern" => value.as_str().is_none_or(|text| {
                 let pattern = rule.as_str().and_then(|r| self.patterns.get(r));
-                // A pattern that exceeds the step limit counts as no match.
-                pattern.is_some_and(|p| p.is_match(text).unwrap_or(false))
+                // A pattern that exceeds the step limit of the regular expression ends the check: not accepted.
+                pattern.is_some_and(|p| p.is_match(text).unwrap_or_else(|_| take(left, CHECKS)))
             }),
             "allOf" => each(rule, &|s| !valid(s)) == 0,
             "anyOf" => each(rule, &valid) > 0,
@@ -227,6 +240,12 @@ impl Schema {
             _ => true,
         }
     }
+}
+
+/// Takes `n` from the checks that are left. False if there are not enough.
+fn take(left: &Cell<usize>, n: usize) -> bool {
+    left.set(left.get().saturating_sub(n));
+    left.get() > 0
 }
 
 fn is(value: &Value, name: &str) -> bool {
@@ -334,5 +353,54 @@ mod tests {
             let e = Schema::new(bad).unwrap_err().to_string();
             assert!(e.contains(says), "{e}");
         }
+    }
+
+    /// A schema or an answer that would take exponential or quadratic time is refused or not accepted, in bounded time.
+    #[test]
+    fn every_check_ends() {
+        let start = std::time::Instant::now();
+        let nested = |n: usize, wrap: &dyn Fn(Value) -> Value| (0..n).fold(json!(1), |inner, _| wrap(inner));
+        for bad in [
+            nested(
+                100,
+                &|inner| json!({"not": if inner.is_object() { inner } else { json!({}) }}),
+            ),
+            json!({"$ref": "#"}),
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
+            json!({"$ref": "https://example.com/schema.json"}),
+            json!({"$ref": "file:///etc/hostname"}),
+            json!({"pattern": "((a{1,1000}){1,1000}){1,1000}"}),
+        ] {
+            assert!(Schema::new(bad.clone()).is_err(), "{bad}");
+        }
+        check(
+            json!({"items": {"$ref": "#"}}),
+            &[],
+            &[nested(1000, &|inner| json!([inner]))],
+        );
+        check(json!({"allOf": [{"$ref": "#"}]}), &[], &[json!(1)]);
+        // Each level refers to the next one twice: 2^40 checks, and `not` must not turn the end of the checks into yes.
+        let mut levels = Map::new();
+        for i in 0..40 {
+            let next = json!({"$ref": format!("#/$defs/{}", i + 1)});
+            levels.insert(i.to_string(), json!({"allOf": [next, next]}));
+        }
+        levels.insert("40".into(), json!({"type": "integer"}));
+        let all = json!({"$ref": "#/$defs/0", "$defs": levels});
+        check(all.clone(), &[], &[json!(1)]);
+        check(
+            json!({"not": {"$ref": "#/$defs/0"}, "$defs": all["$defs"]}),
+            &[],
+            &[json!(1)],
+        );
+        let many = |n: usize| Value::Array((0..n).map(Value::from).collect());
+        check(json!({"uniqueItems": true}), &[many(2000)], &[many(100_000)]);
+        let slow = json!(format!("{}!", "a".repeat(60)));
+        check(
+            json!({"items": {"not": {"pattern": "^(a|a?)+\\1$"}}}),
+            &[],
+            &[json!(vec![slow; 1000])],
+        );
+        assert!(start.elapsed().as_secs() < 60);
     }
 }

@@ -119,7 +119,7 @@ impl Disk {
             .head_rows
             .is_some_and(|rows| rows == 0 || !rows.is_multiple_of(PIECE))
         {
-            return Err(Error::usage("the piece size of the output head is not supported")
+            return Err(Error::usage("the chunk size of the output head is not supported")
                 .at("memory.head_chunk")
                 .expected(format!("a multiple of {PIECE}")));
         }

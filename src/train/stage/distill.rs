@@ -48,7 +48,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let students = (d.lmbda > 0.0).then(|| Students::new(recipe, setting.model));
     Ok(Stage {
         objective: Box::new(Distill::new(teacher, terms, matched, setting.spec.vocab)?),
-        feed: Box::new(Rows {
+        feed: Box::new(DistillSource {
             stream: setting.stream,
             examples: &setting.train.examples,
             eval: setting.eval,
@@ -87,7 +87,7 @@ fn matched(
     .map(Some)
 }
 
-struct Rows<'a> {
+struct DistillSource<'a> {
     stream: BatchStream<'a>,
     examples: &'a [Example],
     eval: Option<&'a Dataset>,
@@ -198,7 +198,7 @@ impl Students {
     }
 }
 
-impl BatchSource for Rows<'_> {
+impl BatchSource for DistillSource<'_> {
     fn epoch_after(&self, steps: u64) -> f64 {
         self.stream.epoch_after(steps)
     }

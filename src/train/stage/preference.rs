@@ -56,7 +56,7 @@ pub fn pad_id(tokenizer: &Tokenizer) -> Option<u32> {
 
 pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let recipe = setting.recipe;
-    let mut feed = Rows {
+    let mut feed = PreferenceSource {
         stream: setting.stream,
         sets: [Some(setting.train), setting.eval],
         units: recipe.train.batch_size,
@@ -86,7 +86,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     })
 }
 
-struct Rows<'a> {
+struct PreferenceSource<'a> {
     stream: BatchStream<'a>,
     /// The training set and the evaluation set.
     sets: [Option<&'a Dataset>; 2],
@@ -131,7 +131,7 @@ pub fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result
     Ok(batch)
 }
 
-impl Rows<'_> {
+impl PreferenceSource<'_> {
     fn groups(&self, set: &Dataset) -> Vec<Vec<usize>> {
         let rows: Vec<usize> = (0..set.examples.len()).collect();
         rows.chunks(self.units.max(1)).map(<[usize]>::to_vec).collect()
@@ -144,7 +144,7 @@ impl Rows<'_> {
     }
 }
 
-impl BatchSource for Rows<'_> {
+impl BatchSource for PreferenceSource<'_> {
     fn epoch_after(&self, steps: u64) -> f64 {
         self.stream.epoch_after(steps)
     }

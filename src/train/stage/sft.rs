@@ -7,7 +7,7 @@ use crate::data::{Batch, Dataset};
 use crate::engine::Engine;
 use crate::sft::CausalLm;
 
-struct Rows<'a> {
+struct SftSource<'a> {
     stream: BatchStream<'a>,
     eval: Option<&'a Dataset>,
     /// Tokens per batch of the evaluation.
@@ -18,7 +18,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Stage<'a> {
     let recipe = setting.recipe;
     Stage {
         objective: Box::new(CausalLm::new(setting.spec.vocab)),
-        feed: Box::new(Rows {
+        feed: Box::new(SftSource {
             stream: setting.stream,
             eval: setting.eval,
             eval_tokens: recipe.train.batch_size * recipe.data.max_length,
@@ -26,7 +26,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Stage<'a> {
     }
 }
 
-impl BatchSource for Rows<'_> {
+impl BatchSource for SftSource<'_> {
     fn epoch_after(&self, steps: u64) -> f64 {
         self.stream.epoch_after(steps)
     }

@@ -47,7 +47,7 @@ pub(crate) fn render(
         return of_marks(template, messages, tools, wanted, marked.text, marked.generation);
     }
     let text = template.render(messages, tools, false)?;
-    let talk = Talk::new(template, messages, tools, &text);
+    let talk = Conversation::new(template, messages, tools, &text);
     let mut turns: Vec<Range<usize>> = Vec::with_capacity(wanted.len());
     for &i in wanted {
         let after = turns.last().map_or(0, |t| t.end);
@@ -91,7 +91,7 @@ fn of_marks(
     match wanted.first() {
         None => marks.clear(),
         Some(&first) if messages[..first].iter().any(is_assistant) => {
-            let talk = Talk::new(template, messages, tools, &text);
+            let talk = Conversation::new(template, messages, tools, &text);
             let start = talk.start(first, 0).ok_or_else(|| not_found(first))?;
             marks.retain(|m| m.end > start);
         }
@@ -106,7 +106,7 @@ fn of_marks(
 }
 
 /// A conversation and its rendered text.
-struct Talk<'a> {
+struct Conversation<'a> {
     template: &'a dyn ChatRender,
     messages: &'a [Value],
     tools: Option<&'a Value>,
@@ -122,7 +122,7 @@ enum Anchor {
     Arguments,
 }
 
-impl<'a> Talk<'a> {
+impl<'a> Conversation<'a> {
     fn new(template: &'a dyn ChatRender, messages: &'a [Value], tools: Option<&'a Value>, text: &'a str) -> Self {
         Self {
             template,

@@ -1,6 +1,6 @@
 //! Readers for jsonl (one object per line) and json (one array of objects).
 
-use super::{Each, MAX_ROW_BYTES, Place, Row, clip, not_utf8};
+use super::{Each, MAX_ROW_BYTES, Row, RowPosition, clip, not_utf8};
 use ft_base::{Error, Result};
 use serde::de::{DeserializeSeed, Deserializer, SeqAccess, Visitor};
 use serde_json::Value;
@@ -23,7 +23,7 @@ pub(super) fn read_lines(path: &str, file: impl Read, each: &mut Each) -> Result
 }
 
 fn lines(path: &str, mut input: impl BufRead, each: &mut Each) -> Result<()> {
-    let mut place = Place {
+    let mut place = RowPosition {
         file: Arc::from(path),
         number: 0,
         is_line: true,
@@ -76,7 +76,7 @@ fn head(line: &[u8]) -> String {
     String::from_utf8_lossy(&line[..line.len().min(400)]).into_owned()
 }
 
-fn bad_json(place: &Place, start: usize, text: &str, e: &serde_json::Error) -> Error {
+fn bad_json(place: &RowPosition, start: usize, text: &str, e: &serde_json::Error) -> Error {
     let column = e.column().max(1) + start;
     let hint = match text.trim() {
         _ if is_surrogate(e) => SURROGATE,
@@ -136,14 +136,14 @@ fn rejoin<R: BufRead>(seen: Vec<u8>, rest: R) -> Chain<Cursor<Vec<u8>>, R> {
 }
 
 fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
-    let mut place = Place {
+    let mut place = RowPosition {
         file: Arc::from(path),
         number: 0,
         is_line: false,
     };
     let mut refused = None;
     let mut parser = serde_json::Deserializer::from_reader(input);
-    let rows = Rows {
+    let rows = RowArray {
         place: &mut place,
         each,
         refused: &mut refused,
@@ -167,13 +167,13 @@ fn array(path: &str, input: impl BufRead, each: &mut Each) -> Result<()> {
 }
 
 /// Reads the elements of the outer array one by one, so that the whole array is never in memory.
-struct Rows<'a> {
-    place: &'a mut Place,
+struct RowArray<'a> {
+    place: &'a mut RowPosition,
     each: &'a mut Each<'a>,
     refused: &'a mut Option<Error>,
 }
 
-impl<'de> DeserializeSeed<'de> for Rows<'_> {
+impl<'de> DeserializeSeed<'de> for RowArray<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, d: D) -> std::result::Result<(), D::Error> {
@@ -181,7 +181,7 @@ impl<'de> DeserializeSeed<'de> for Rows<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Rows<'_> {
+impl<'de> Visitor<'de> for RowArray<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {

@@ -19,7 +19,7 @@ pub(crate) const MAX_ROW_BYTES: usize = 64 << 20;
 
 /// Position of a row in its file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct RowPosition {
     /// The path of the file.
     pub file: Arc<str>,
     /// The line or row, from 1.
@@ -28,9 +28,9 @@ pub struct Place {
     pub is_line: bool,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for RowPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Place { file, number, is_line } = self;
+        let RowPosition { file, number, is_line } = self;
         match is_line {
             true => write!(f, "{file}:{number}"),
             false => write!(f, "{file}:row {number}"),
@@ -44,12 +44,12 @@ pub struct Row {
     /// The columns and their values.
     pub fields: Map<String, Value>,
     /// Position in the file.
-    pub place: Place,
+    pub place: RowPosition,
 }
 
 impl Row {
     /// Converts a value that must be an object. Errors: it is not.
-    fn new(value: Value, place: Place) -> Result<Self> {
+    fn new(value: Value, place: RowPosition) -> Result<Self> {
         match value {
             Value::Object(fields) => Ok(Self { fields, place }),
             other => Err(Error::format("the row is not an object")
@@ -126,7 +126,7 @@ pub(super) fn clip(text: &str) -> String {
 }
 
 /// The error for a row that is not UTF-8.
-pub(super) fn not_utf8(place: &Place, bytes: &[u8], valid_up_to: usize) -> Error {
+pub(super) fn not_utf8(place: &RowPosition, bytes: &[u8], valid_up_to: usize) -> Error {
     let utf16 = bytes.starts_with(&[0xff, 0xfe]) || bytes.starts_with(&[0xfe, 0xff]);
     let what = if utf16 { "UTF-16 text" } else { "bytes" };
     let hex: Vec<String> = bytes[valid_up_to..]

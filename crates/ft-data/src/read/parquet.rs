@@ -1,6 +1,6 @@
 //! Reads parquet with the record interface: nested lists and structs become JSON values.
 
-use super::{Each, Place, Row};
+use super::{Each, Row, RowPosition};
 use ft_base::{Error, Result, catch_panic, progress};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row as Record};
@@ -13,7 +13,7 @@ use std::sync::Arc;
 const MAX_DEPTH: usize = 64;
 
 pub(super) fn read_parquet(path: &str, file: File, each: &mut Each) -> Result<()> {
-    let mut place = Place {
+    let mut place = RowPosition {
         file: Arc::from(path),
         number: 0,
         is_line: false,

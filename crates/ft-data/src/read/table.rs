@@ -1,6 +1,6 @@
 //! Reads csv and tsv with a header row. Every value is a string.
 
-use super::{Each, Place, Row, clip, not_utf8};
+use super::{Each, Row, RowPosition, clip, not_utf8};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::cell::RefCell;
@@ -13,13 +13,13 @@ use std::sync::Arc;
 type Breaks = Rc<RefCell<VecDeque<(u64, bool)>>>;
 
 /// Records the offsets of line breaks. (The csv reader's own line numbers are too small with CRLF and blank lines.)
-struct Watched<R> {
+struct LineBreakReader<R> {
     input: R,
     offset: u64,
     breaks: Breaks,
 }
 
-impl<R: Read> Read for Watched<R> {
+impl<R: Read> Read for LineBreakReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         let n = self.input.read(buffer)?;
         let mut breaks = self.breaks.borrow_mut();
@@ -51,13 +51,13 @@ pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut 
         .has_headers(false)
         .flexible(true)
         .buffer_capacity(1 << 18)
-        .from_reader(Watched {
+        .from_reader(LineBreakReader {
             input: file,
             offset: 0,
             breaks: breaks.clone(),
         });
     let mut line = 1;
-    let mut place = Place {
+    let mut place = RowPosition {
         file: Arc::from(path),
         number: 1,
         is_line: true,
@@ -90,7 +90,7 @@ pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut 
     }
 }
 
-fn cells(record: &csv::ByteRecord, place: &Place) -> Result<Vec<String>> {
+fn cells(record: &csv::ByteRecord, place: &RowPosition) -> Result<Vec<String>> {
     record
         .iter()
         .map(|cell| match std::str::from_utf8(cell) {
@@ -100,7 +100,7 @@ fn cells(record: &csv::ByteRecord, place: &Place) -> Result<Vec<String>> {
         .collect()
 }
 
-fn check_header(mut names: Vec<String>, place: &Place) -> Result<Vec<String>> {
+fn check_header(mut names: Vec<String>, place: &RowPosition) -> Result<Vec<String>> {
     for name in &mut names {
         *name = name.trim().trim_start_matches('\u{feff}').to_string();
     }
@@ -116,7 +116,7 @@ fn check_header(mut names: Vec<String>, place: &Place) -> Result<Vec<String>> {
     Ok(names)
 }
 
-fn fields(names: &[String], cells: Vec<String>, place: &Place) -> Result<Map<String, Value>> {
+fn fields(names: &[String], cells: Vec<String>, place: &RowPosition) -> Result<Map<String, Value>> {
     if names.len() != cells.len() {
         return Err(
             Error::format("the row and the header have different numbers of columns")

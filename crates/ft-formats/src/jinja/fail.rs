@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::fmt;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum FailKind {
     /// The text is not a template.
     Syntax,
     /// A statement or expression fails; it would under jinja2.
@@ -19,7 +19,7 @@ pub(crate) enum Kind {
 
 #[derive(Debug, Clone)]
 pub(crate) struct Fail {
-    pub kind: Kind,
+    pub kind: FailKind,
     pub text: String,
     pub line: Option<u32>,
 }
@@ -27,7 +27,7 @@ pub(crate) struct Fail {
 pub(super) type Done<T> = Result<T, Fail>;
 
 impl Fail {
-    fn new(kind: Kind, text: impl Into<String>) -> Self {
+    fn new(kind: FailKind, text: impl Into<String>) -> Self {
         Self {
             kind,
             text: text.into(),
@@ -36,23 +36,23 @@ impl Fail {
     }
 
     pub(crate) fn syntax(text: impl Into<String>) -> Self {
-        Self::new(Kind::Syntax, text)
+        Self::new(FailKind::Syntax, text)
     }
 
     pub(crate) fn failed(text: impl Into<String>) -> Self {
-        Self::new(Kind::Failed, text)
+        Self::new(FailKind::Failed, text)
     }
 
     pub(crate) fn raised(text: impl Into<String>) -> Self {
-        Self::new(Kind::Raised, text)
+        Self::new(FailKind::Raised, text)
     }
 
     pub(crate) fn unsupported(text: impl Into<String>) -> Self {
-        Self::new(Kind::Unsupported, text)
+        Self::new(FailKind::Unsupported, text)
     }
 
     pub(crate) fn limit(text: impl Into<String>) -> Self {
-        Self::new(Kind::Limit, text)
+        Self::new(FailKind::Limit, text)
     }
 
     /// The innermost line stays.

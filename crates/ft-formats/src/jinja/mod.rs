@@ -3,7 +3,7 @@
 //! A template is a stranger's program. It sees the values that it is given and nothing else. Its work, texts, lists,
 //! nesting and stack are accounted for and limited (`fail`); the same template fails at the same place on every machine.
 //! Values are Python's: numbers, text, lists and dicts print, compare and convert as there. What is not the same is an
-//! error that says so (`Kind::Unsupported`), never another text.
+//! error that says so (`FailKind::Unsupported`), never another text.
 
 mod args;
 mod ast;
@@ -31,7 +31,7 @@ mod text;
 mod unicode;
 mod value;
 
-pub(crate) use fail::{Fail, Kind, LONGEST};
+pub(crate) use fail::{Fail, FailKind, LONGEST};
 
 #[cfg(test)]
 mod tests;

@@ -41,7 +41,7 @@ fn error(source: &str) -> Fail {
 fn compare(source: &str, wanted: &Json, context: &Map<String, Json>, wrong: &mut Vec<String>) -> Option<String> {
     match (render(source, context), wanted.as_str()) {
         (Ok(got), Some(wanted)) if got == wanted => None,
-        (Err(fail), Some(_)) if fail.kind == Kind::Unsupported => Some(fail.text),
+        (Err(fail), Some(_)) if fail.kind == FailKind::Unsupported => Some(fail.text),
         // Any error will do where jinja2 has one.
         (Err(_), None) => None,
         (got, _) => {
@@ -176,7 +176,7 @@ fn limits_are_errors_of_their_kind() {
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% set ns = namespace(x=[]) %}{% for i in range(1000) %}{% set ns.x = [ns.x] %}{% endfor %}",
     ] {
-        assert_eq!(error(source).kind, Kind::Limit, "{source}");
+        assert_eq!(error(source).kind, FailKind::Limit, "{source}");
     }
     // A limit of one text, and honest use below it.
     assert_eq!(text("{% set s = 'x' * 10000000 %}{{ (s ~ s)|length }}"), "20000000");
@@ -190,7 +190,7 @@ fn errors_name_the_line() {
         error("{% if x %}\n{{ 1 + 'a' }}\n{% endif %}{{ undefined_function() }}").text,
         "'undefined_function' is undefined"
     );
-    assert_eq!(error("{{ raise_exception('no') }}").kind, Kind::Raised);
+    assert_eq!(error("{{ raise_exception('no') }}").kind, FailKind::Raised);
 }
 
 #[test]

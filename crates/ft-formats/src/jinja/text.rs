@@ -107,7 +107,7 @@ pub(super) fn title_words(text: &str) -> Done<String> {
 pub(super) fn swap_case(text: &str) -> Done<String> {
     charge_text(text.len())?;
     if text.contains('Σ') || text.chars().any(is_title) {
-        return Err(Fail::unsupported("`swapcase` of such letters"));
+        return Err(Fail::unsupported("`swapcase` of Σ or of a titlecase letter"));
     }
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

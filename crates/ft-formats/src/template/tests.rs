@@ -212,12 +212,12 @@ fn answers_cross_the_pipe_as_they_are() {
             generation: vec![0..3, 3..3],
         }),
         Err(Fail {
-            kind: Kind::Unsupported,
+            kind: FailKind::Unsupported,
             text: "ü".into(),
             line: Some(0),
         }),
         Err(Fail {
-            kind: Kind::Limit,
+            kind: FailKind::Limit,
             text: String::new(),
             line: None,
         }),

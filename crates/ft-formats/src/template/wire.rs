@@ -5,7 +5,7 @@
 //! length. The asking side believes none of it.
 
 use super::{Answer, Rendered, answer};
-use crate::jinja::{self, Fail, Kind};
+use crate::jinja::{self, Fail, FailKind};
 use ft_base::worker;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -110,7 +110,13 @@ pub fn serve() -> i32 {
     }
 }
 
-const KINDS: [Kind; 5] = [Kind::Syntax, Kind::Failed, Kind::Raised, Kind::Unsupported, Kind::Limit];
+const KINDS: [FailKind; 5] = [
+    FailKind::Syntax,
+    FailKind::Failed,
+    FailKind::Raised,
+    FailKind::Unsupported,
+    FailKind::Limit,
+];
 
 fn put_text(out: &mut Vec<u8>, text: &str) {
     out.extend((text.len() as u64).to_le_bytes());

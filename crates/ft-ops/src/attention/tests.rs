@@ -1,4 +1,4 @@
-//! Attention on every path, compared with full score matrices and candle's autograd.
+//! Attention on every backend, compared with full score matrices and candle's autograd.
 
 use super::*;
 use crate::cpu::product::testable;
@@ -123,13 +123,15 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
 }
 
 /// Returns the allowed error, relative to the largest value: with AMX operands have eight bits.
-fn tolerance(path: CpuBackend, spec: &Spec) -> f32 {
-    if path.rounds(spec.rounding()) { 1e-2 } else { 1e-5 }
+fn tolerance(backend: CpuBackend, spec: &Spec) -> f32 {
+    if backend.rounds(spec.rounding()) { 1e-2 } else { 1e-5 }
 }
 
-/// Returns every path, with a model in f32 and one in bf16.
-fn paths() -> impl Iterator<Item = (CpuBackend, bool)> {
-    testable().into_iter().flat_map(|path| [(path, false), (path, true)])
+/// Returns every backend, with a model in f32 and one in bf16.
+fn backends() -> impl Iterator<Item = (CpuBackend, bool)> {
+    testable()
+        .into_iter()
+        .flat_map(|backend| [(backend, false), (backend, true)])
 }
 
 #[test]
@@ -145,13 +147,13 @@ fn matches_autograd() {
         let dout = random((n, spec.query_width()), 4);
         let (want, want_lse) = composed(&q, &k, &v, &spec, &documents, &documents);
         let grads = (&want * &dout).unwrap().sum_all().unwrap().backward().unwrap();
-        for (path, bf16) in paths() {
+        for (backend, bf16) in backends() {
             let spec = Spec { bf16, ..spec.clone() };
-            let tolerance = tolerance(path, &spec);
-            let (o, lse) = forward_on(path, &q, &k, &v, &spec, &documents, &documents).unwrap();
+            let tolerance = tolerance(backend, &spec);
+            let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &documents, &documents).unwrap();
             assert_close(&o, &want, tolerance);
             assert_close(&lse, &want_lse, tolerance);
-            let (dq, dk, dv) = backward_on(path, &q, &k, &v, &o, &lse, &dout, &spec, &documents).unwrap();
+            let (dq, dk, dv) = backward_on(backend, &q, &k, &v, &o, &lse, &dout, &spec, &documents).unwrap();
             assert_close(&dv, grads.get(&v).unwrap(), tolerance);
             if n > 1 {
                 assert_close(&dq, grads.get(&q).unwrap(), tolerance);
@@ -183,11 +185,11 @@ fn queries_after_cached_keys_are_aligned_at_the_end() {
         let q = random((81, spec.query_width()), 1);
         let (k, v) = (random((210, spec.key_width()), 2), random((210, spec.key_width()), 3));
         let (want, want_lse) = composed(&q, &k, &v, &spec, &qd, &kd);
-        for (path, bf16) in paths() {
+        for (backend, bf16) in backends() {
             let spec = Spec { bf16, ..spec.clone() };
-            let (o, lse) = forward_on(path, &q, &k, &v, &spec, &qd, &kd).unwrap();
-            assert_close(&o, &want, tolerance(path, &spec));
-            assert_close(&lse, &want_lse, tolerance(path, &spec));
+            let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &qd, &kd).unwrap();
+            assert_close(&o, &want, tolerance(backend, &spec));
+            assert_close(&lse, &want_lse, tolerance(backend, &spec));
         }
     }
 }
@@ -229,14 +231,14 @@ fn bit_equal_on_any_number_of_threads() {
         let n = documents[documents.len() - 1];
         let (q, dout) = (random((n, spec.query_width()), 1), random((n, spec.query_width()), 4));
         let (k, v) = (random((n, spec.key_width()), 2), random((n, spec.key_width()), 3));
-        for path in testable() {
+        for backend in testable() {
             let spec = Spec {
                 bf16: true,
                 ..spec.clone()
             };
             assert_same_on_any_threads(|| {
-                let (o, lse) = forward_on(path, &q, &k, &v, &spec, &documents, &documents).unwrap();
-                let (dq, dk, dv) = backward_on(path, &q, &k, &v, &o, &lse, &dout, &spec, &documents).unwrap();
+                let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &documents, &documents).unwrap();
+                let (dq, dk, dv) = backward_on(backend, &q, &k, &v, &o, &lse, &dout, &spec, &documents).unwrap();
                 vec![o, lse, dq, dk, dv]
             });
         }

@@ -2,7 +2,7 @@
 //! key head, so that keys and values are packed once for all of them.
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
-use super::product::inside::{Inside, OutputTile, Side, UNIT, friendly};
+use super::product::task_gemm::{OutputTile, PACK_UNIT, Side, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{LINE, Shared, with_scratch};
 use crate::attention::Spec;
@@ -17,7 +17,7 @@ const TASKS: usize = 4;
 
 /// A block of queries of a document and the range of keys that any of its queries attends to.
 #[derive(Clone, Copy)]
-pub(crate) struct Block {
+pub(crate) struct QueryBlock {
     /// First query and number of queries, counted over all documents.
     pub query: usize,
     pub queries: usize,
@@ -28,9 +28,9 @@ pub(crate) struct Block {
     pub place: usize,
 }
 
-impl Block {
+impl QueryBlock {
     /// Queries `first..first + queries` of the document whose queries begin at `q0` and keys at `k0`; its first
-    /// query has position `offset` among its keys. The distance of the first key from `k0` is a multiple of `UNIT`.
+    /// query has position `offset` among its keys. The distance of the first key from `k0` is a multiple of `PACK_UNIT`.
     pub(crate) fn new(
         (q0, first, queries): (usize, usize, usize),
         k0: usize,
@@ -38,7 +38,7 @@ impl Block {
         window: Option<usize>,
     ) -> Self {
         let place = offset + first;
-        let low = window.map_or(0, |w| (place + 1).saturating_sub(w)) / UNIT * UNIT;
+        let low = window.map_or(0, |w| (place + 1).saturating_sub(w)) / PACK_UNIT * PACK_UNIT;
         Self {
             query: q0 + first,
             queries,
@@ -71,17 +71,22 @@ impl Document {
     }
 
     /// Returns the existing blocks among `first..first + count`.
-    pub(crate) fn run(self, first: usize, count: usize, window: Option<usize>) -> impl Iterator<Item = Block> + Clone {
+    pub(crate) fn run(
+        self,
+        first: usize,
+        count: usize,
+        window: Option<usize>,
+    ) -> impl Iterator<Item = QueryBlock> + Clone {
         (first..(first + count).min(self.blocks())).map(move |block| {
             let at = block * QUERIES;
             let part = (self.query, at, QUERIES.min(self.queries - at));
-            Block::new(part, self.key, self.keys - self.queries, window)
+            QueryBlock::new(part, self.key, self.keys - self.queries, window)
         })
     }
 }
 
 /// Returns the first key and the number of keys that any block of a run attends to.
-pub(crate) fn keys_of(run: impl Iterator<Item = Block>) -> (usize, usize) {
+pub(crate) fn keys_of(run: impl Iterator<Item = QueryBlock>) -> (usize, usize) {
     let (low, high) = run.fold((usize::MAX, 0), |(low, high), b| {
         (low.min(b.key), high.max(b.key + b.keys))
     });
@@ -149,7 +154,7 @@ fn tasks(spec: &Spec, q_documents: &[usize], k_documents: &[usize]) -> Vec<Task>
 
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn forward(
-    path: CpuBackend,
+    backend: CpuBackend,
     q: &[f32],
     k: &[f32],
     v: &[f32],
@@ -164,36 +169,36 @@ pub(crate) fn forward(
     tasks
         .into_par_iter()
         .with_max_len(1)
-        .for_each(|task| run(path, q, k, v, spec, &task, o, lse));
+        .for_each(|task| run(backend, q, k, v, spec, &task, o, lse));
 }
 
 #[allow(clippy::too_many_arguments)]
-fn run(path: CpuBackend, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o: Shared, lse: Shared) {
+fn run(backend: CpuBackend, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Task, o: Shared, lse: Shared) {
     let e = spec.head_dim;
     let (q_width, k_width) = (spec.heads * e, spec.kv_heads * e);
-    let inside = Inside::of(path, spec.rounding());
+    let gemm = TaskGemm::new(backend, spec.rounding());
     let blocks = task.document.run(task.first, task.blocks, spec.window);
     let (low, keys) = keys_of(blocks.clone());
     let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
-    let rooms = [
-        inside.room(Side::B, keys, e),
-        inside.room(Side::B, e, keys),
-        inside.room(Side::A, QUERIES, e),
-        inside.room(Side::Own, QUERIES, longest),
-        QUERIES * friendly(longest),
+    let lens = [
+        gemm.packed_len(Side::B, keys, e),
+        gemm.packed_len(Side::B, e, keys),
+        gemm.packed_len(Side::A, QUERIES, e),
+        gemm.packed_len(Side::ScratchA, QUERIES, longest),
+        QUERIES * cache_friendly_stride(longest),
     ];
-    with_scratch(rooms.iter().sum(), |scratch| {
+    with_scratch(lens.iter().sum(), |scratch| {
         let mut scratch = Cutter(scratch);
-        let [laid_k, laid_v, laid_q, laid_p, scores] = rooms.map(|room| scratch.take(room));
+        let [packed_k, packed_v, packed_q, packed_p, scores] = lens.map(|len| scratch.take(len));
         let at = low * k_width + task.kv_head * e;
-        let k = inside.pack_operand(Side::B, Matrix::vectors(&k[at..], k_width), (keys, e), laid_k);
-        let v = inside.pack_operand(Side::B, Matrix::steps(&v[at..], k_width), (e, keys), laid_v);
+        let k = gemm.pack_operand(Side::B, Matrix::k_inner(&k[at..], k_width), (keys, e), packed_k);
+        let v = gemm.pack_operand(Side::B, Matrix::k_outer(&v[at..], k_width), (e, keys), packed_v);
         for b in blocks {
-            let stride = friendly(b.keys);
+            let stride = cache_friendly_stride(b.keys);
             for head in task.heads.clone() {
                 let at = b.query * q_width + head * e;
-                let rows = Matrix::vectors(&q[at..], q_width);
-                let q = inside.pack_operand(Side::A, rows, (b.queries, e), laid_q);
+                let rows = Matrix::k_inner(&q[at..], q_width);
+                let q = gemm.pack_operand(Side::A, rows, (b.queries, e), packed_q);
                 let to = OutputTile {
                     c: Shared::new(scores),
                     at: 0,
@@ -201,7 +206,7 @@ fn run(path: CpuBackend, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Ta
                     add: false,
                 };
                 // SAFETY: the scores belong to this task alone.
-                unsafe { inside.multiply((b.queries, b.keys, e), to, &q, &k.part(b.key - low, 0)) };
+                unsafe { gemm.multiply((b.queries, b.keys, e), to, &q, &k.part(b.key - low, 0)) };
                 let mut inverse = [0f32; QUERIES];
                 for (i, row) in scores.chunks_exact_mut(stride).enumerate().take(b.queries) {
                     let seen = b.visible(i, spec.window);
@@ -212,8 +217,8 @@ fn run(path: CpuBackend, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Ta
                     // SAFETY: this element belongs to this task alone.
                     unsafe { *lse.at((b.query + i) * spec.heads + head) = max + sum.ln() };
                 }
-                let own = Matrix::vectors(&*scores, stride);
-                let p = inside.pack_operand(Side::Own, own, (b.queries, b.keys), laid_p);
+                let p = Matrix::k_inner(&*scores, stride);
+                let p = gemm.pack_operand(Side::ScratchA, p, (b.queries, b.keys), packed_p);
                 let to = OutputTile {
                     c: o,
                     at,
@@ -221,7 +226,7 @@ fn run(path: CpuBackend, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: &Ta
                     add: false,
                 };
                 // SAFETY: these rows of this head belong to this task alone.
-                unsafe { inside.multiply((b.queries, e, b.keys), to, &p, &v.part(0, b.key - low)) };
+                unsafe { gemm.multiply((b.queries, e, b.keys), to, &p, &v.part(0, b.key - low)) };
                 for (i, inverse) in inverse[..b.queries].iter().enumerate() {
                     // SAFETY: as above.
                     let row = unsafe { o.part(at + i * q_width, e) };

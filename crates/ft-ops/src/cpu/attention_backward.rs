@@ -1,8 +1,8 @@
 //! Attention backward on slices: one task per document and key head, or per part of its query heads.
 
-use super::attention::{BLOCKS, Block, Cutter, Document, QUERIES, keys_of};
+use super::attention::{BLOCKS, Cutter, Document, QUERIES, QueryBlock, keys_of};
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
-use super::product::inside::{Inside, OutputTile, PackedOperand, Side, friendly};
+use super::product::task_gemm::{OutputTile, PackedOperand, Side, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{Shared, with_scratch};
 use crate::attention::Spec;
@@ -21,7 +21,7 @@ pub(crate) fn parts(heads: usize, kv_heads: usize, documents: usize) -> usize {
 }
 
 /// The inputs of the backward pass.
-pub(crate) struct Saved<'a> {
+pub(crate) struct BackwardInputs<'a> {
     pub q: &'a [f32],
     pub k: &'a [f32],
     pub v: &'a [f32],
@@ -32,8 +32,8 @@ pub(crate) struct Saved<'a> {
 
 /// Computes dq, dk, dv.
 pub(crate) fn backward(
-    path: CpuBackend,
-    saved: &Saved<'_>,
+    backend: CpuBackend,
+    saved: &BackwardInputs<'_>,
     spec: &Spec,
     documents: &[usize],
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
@@ -59,10 +59,10 @@ pub(crate) fn backward(
         parts,
     };
     tasks.into_par_iter().with_max_len(1).for_each(|(document, part)| {
-        let inside = Inside::of(path, spec.rounding());
+        let gemm = TaskGemm::new(backend, spec.rounding());
         for first in (0..document.blocks()).step_by(BLOCKS) {
             let blocks = document.run(first, BLOCKS, spec.window);
-            run(inside, saved, spec, blocks, part, &out);
+            run(gemm, saved, spec, blocks, part, &out);
         }
     });
     if parts > 1 {
@@ -93,10 +93,10 @@ struct Keys<'a> {
 
 /// Runs a few blocks, for the query heads of one part of a key head.
 fn run(
-    inside: Inside,
-    saved: &Saved<'_>,
+    gemm: TaskGemm,
+    saved: &BackwardInputs<'_>,
     spec: &Spec,
-    blocks: impl Iterator<Item = Block> + Clone,
+    blocks: impl Iterator<Item = QueryBlock> + Clone,
     part: usize,
     out: &Out,
 ) {
@@ -104,57 +104,56 @@ fn run(
     let k_width = spec.kv_heads * e;
     let (low, keys) = keys_of(blocks.clone());
     let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
-    let rooms = run_rooms(inside, e, keys);
-    with_scratch(scratch(inside, e, keys, longest), |scratch| {
+    let lens = key_lens(gemm, e, keys);
+    with_scratch(scratch(gemm, e, keys, longest), |scratch| {
         let mut scratch = Cutter(scratch);
         let at = low * k_width + part / out.parts * e;
-        let [scores, dq, values] = rooms.map(|room| scratch.take(room));
-        let across = |values| Matrix::vectors(values, k_width);
+        let [scores, dq, values] = lens.map(|len| scratch.take(len));
+        let k_inner = |values| Matrix::k_inner(values, k_width);
         let keys = Keys {
             low,
-            scores: inside.pack_operand(Side::B, across(&saved.k[at..]), (keys, e), scores),
-            dq: inside.pack_operand(Side::B, Matrix::steps(&saved.k[at..], k_width), (e, keys), dq),
-            values: inside.pack_operand(Side::B, across(&saved.v[at..]), (keys, e), values),
+            scores: gemm.pack_operand(Side::B, k_inner(&saved.k[at..]), (keys, e), scores),
+            dq: gemm.pack_operand(Side::B, Matrix::k_outer(&saved.k[at..], k_width), (e, keys), dq),
+            values: gemm.pack_operand(Side::B, k_inner(&saved.v[at..]), (keys, e), values),
         };
         let heads = spec.heads / spec.kv_heads / out.parts;
         for head in part * heads..(part + 1) * heads {
             for b in blocks.clone() {
-                block_backward(inside, saved, spec, b, head, part, &keys, out, &mut *scratch.0);
+                block_backward(gemm, saved, spec, b, head, part, &keys, out, &mut *scratch.0);
             }
         }
     });
 }
 
 /// Returns the scratch elements of a task: its run of blocks attends to `keys` keys, each block to at most `longest`.
-pub(crate) fn scratch(inside: Inside, e: usize, keys: usize, longest: usize) -> usize {
-    run_rooms(inside, e, keys).iter().sum::<usize>() + block_rooms(inside, e, longest).iter().sum::<usize>()
+pub(crate) fn scratch(gemm: TaskGemm, e: usize, keys: usize, longest: usize) -> usize {
+    key_lens(gemm, e, keys).iter().sum::<usize>() + block_lens(gemm, e, longest).iter().sum::<usize>()
 }
 
 /// Returns the elements of the packed keys and values, in the order of `Keys`.
-fn run_rooms(inside: Inside, e: usize, keys: usize) -> [usize; 3] {
-    [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| inside.room(Side::B, vectors, k))
+fn key_lens(gemm: TaskGemm, e: usize, keys: usize) -> [usize; 3] {
+    [(keys, e), (e, keys), (keys, e)].map(|(vectors, k)| gemm.packed_len(Side::B, vectors, k))
 }
 
 /// Returns the elements of a block with up to `keys` keys: the rows of q and dout as A and as B, p, ds, and p or ds
 /// packed.
-fn block_rooms(inside: Inside, e: usize, keys: usize) -> [usize; 5] {
+fn block_lens(gemm: TaskGemm, e: usize, keys: usize) -> [usize; 5] {
     [
-        inside.room(Side::A, QUERIES, e),
-        inside.room(Side::B, e, QUERIES),
-        QUERIES * friendly(keys),
-        QUERIES * friendly(keys),
-        inside
-            .room(Side::Own, QUERIES, keys)
-            .max(inside.room(Side::Own, keys, QUERIES)),
+        gemm.packed_len(Side::A, QUERIES, e),
+        gemm.packed_len(Side::B, e, QUERIES),
+        QUERIES * cache_friendly_stride(keys),
+        QUERIES * cache_friendly_stride(keys),
+        gemm.packed_len(Side::ScratchA, QUERIES, keys)
+            .max(gemm.packed_len(Side::ScratchA, keys, QUERIES)),
     ]
 }
 
 #[allow(clippy::too_many_arguments)]
 fn block_backward(
-    inside: Inside,
-    saved: &Saved<'_>,
+    gemm: TaskGemm,
+    saved: &BackwardInputs<'_>,
     spec: &Spec,
-    b: Block,
+    b: QueryBlock,
     head: usize,
     part: usize,
     keys: &Keys<'_>,
@@ -166,13 +165,13 @@ fn block_backward(
     let part_width = spec.kv_heads * e * out.parts;
     let at_q = b.query * q_width + head * e;
     let at_part = b.key * part_width + part * e;
-    let (first, stride) = (b.key - keys.low, friendly(b.keys));
+    let (first, stride) = (b.key - keys.low, cache_friendly_stride(b.keys));
     let mut scratch = Cutter(scratch);
-    let [rows, columns, p, ds, laid] = block_rooms(inside, e, b.keys).map(|room| scratch.take(room));
+    let [rows, columns, p, ds, packed] = block_lens(gemm, e, b.keys).map(|len| scratch.take(len));
     // Computes `scores [queries, keys]` = rows of a head · packed keys.
     let mut score = |scores: &mut [f32], from: &[f32], keys: PackedOperand| {
-        let from = Matrix::vectors(&from[at_q..], q_width);
-        let a = inside.pack_operand(Side::A, from, (b.queries, e), rows);
+        let from = Matrix::k_inner(&from[at_q..], q_width);
+        let a = gemm.pack_operand(Side::A, from, (b.queries, e), rows);
         let to = OutputTile {
             c: Shared::new(scores),
             at: 0,
@@ -180,7 +179,7 @@ fn block_backward(
             add: false,
         };
         // SAFETY: the scores belong to this task alone.
-        unsafe { inside.multiply((b.queries, b.keys, e), to, &a, &keys) }
+        unsafe { gemm.multiply((b.queries, b.keys, e), to, &a, &keys) }
     };
     score(p, saved.q, keys.scores.part(first, 0));
     score(ds, saved.dout, keys.values.part(first, 0));
@@ -197,11 +196,11 @@ fn block_backward(
         let cap = spec.softcap.unwrap_or(0.0);
         softmax_backward(&mut p[seen.clone()], &mut ds[seen], lse, delta, spec.scale, cap);
     }
-    let a = inside.pack_operand(
-        Side::Own,
-        Matrix::vectors(&*ds, stride),
+    let a = gemm.pack_operand(
+        Side::ScratchA,
+        Matrix::k_inner(&*ds, stride),
         (b.queries, b.keys),
-        &mut *laid,
+        &mut *packed,
     );
     let to = OutputTile {
         c: out.dq,
@@ -210,13 +209,13 @@ fn block_backward(
         add: false,
     };
     // SAFETY: these rows of this head belong to this task alone.
-    unsafe { inside.multiply((b.queries, e, b.keys), to, &a, &keys.dq.part(0, first)) };
+    unsafe { gemm.multiply((b.queries, e, b.keys), to, &a, &keys.dq.part(0, first)) };
     // Computes `dst [keys, E] += scores [queries, keys]ᵀ · rows of a head`.
     let mut add = |dst: Shared, scores: &[f32], from: &[f32]| {
-        let from = Matrix::steps(&from[at_q..], q_width);
-        let rows = inside.pack_operand(Side::B, from, (e, b.queries), columns);
-        let turned = Matrix::steps(scores, stride);
-        let a = inside.pack_operand(Side::Own, turned, (b.keys, b.queries), &mut *laid);
+        let from = Matrix::k_outer(&from[at_q..], q_width);
+        let rows = gemm.pack_operand(Side::B, from, (e, b.queries), columns);
+        let transposed = Matrix::k_outer(scores, stride);
+        let a = gemm.pack_operand(Side::ScratchA, transposed, (b.keys, b.queries), &mut *packed);
         let to = OutputTile {
             c: dst,
             at: at_part,
@@ -224,7 +223,7 @@ fn block_backward(
             add: true,
         };
         // SAFETY: the columns of this part belong to this task alone.
-        unsafe { inside.multiply((b.keys, e, b.queries), to, &a, &rows) };
+        unsafe { gemm.multiply((b.keys, e, b.queries), to, &a, &rows) };
     };
     add(out.dk, ds, saved.q);
     add(out.dv, p, saved.dout);

@@ -40,14 +40,14 @@ pub(crate) struct Row {
 
 /// The largest logit of a block, and the sum of `e^(logit - largest)`: NaN if a logit is not finite.
 #[derive(Clone, Copy)]
-struct Block {
+struct BlockSum {
     max: f32,
     sum: f64,
 }
 
 /// The logit of the target of a token; NaN until its piece was processed.
 #[derive(Clone, Copy)]
-struct Hit {
+struct TargetLogit {
     logit: f32,
     /// True if an equal logit precedes it in its block.
     second: bool,
@@ -61,10 +61,10 @@ struct End {
 }
 
 /// Partial results of a group of tokens, accumulated over the pieces.
-struct Rows {
+struct TokenGroup {
     /// `[tokens, blocks of the vocabulary]`
-    blocks: Vec<Block>,
-    hits: Vec<Hit>,
+    blocks: Vec<BlockSum>,
+    hits: Vec<TargetLogit>,
     ends: Vec<End>,
     targets: Vec<u32>,
     /// Factor of each token's gradient; empty: 1.
@@ -72,10 +72,10 @@ struct Rows {
     cap: f32,
 }
 
-impl Rows {
+impl TokenGroup {
     fn new(targets: Vec<u32>, v: usize, cap: f32) -> Self {
-        let block = Block { max: 0.0, sum: 0.0 };
-        let hit = Hit {
+        let block = BlockSum { max: 0.0, sum: 0.0 };
+        let hit = TargetLogit {
             logit: f32::NAN,
             second: false,
         };
@@ -105,12 +105,12 @@ impl Rows {
                 for (part, block) in row.chunks_mut(BLOCK).zip(&mut blocks[place..]) {
                     let (max, all_finite) = largest(part, cap);
                     let sum = if all_finite { sum_exp(part, max) } else { f64::NAN };
-                    *block = Block { max, sum };
+                    *block = BlockSum { max, sum };
                 }
                 if let Some(at) = inside(*target, first, width) {
                     let logit = row[at];
                     let second = row[at / BLOCK * BLOCK..at].contains(&logit);
-                    *hit = Hit { logit, second };
+                    *hit = TargetLogit { logit, second };
                 }
             });
     }
@@ -176,7 +176,7 @@ pub(super) fn multiply(h: &[f32], head: WeightRows<'_>, (count, width, d): (usiz
         (count, width, d),
         logits,
         CInit::Zero,
-        Matrix::vectors(Values::F32(h), d),
+        Matrix::k_inner(Values::F32(h), d),
         head.forward(),
         head.rounding(),
     );
@@ -194,7 +194,7 @@ pub(super) fn back(
         (count, d, width),
         dh,
         if first == 0 { CInit::Zero } else { CInit::C },
-        Matrix::vectors(Values::F32(dlogits), width),
+        Matrix::k_inner(Values::F32(dlogits), width),
         head.backward(),
         head.rounding(),
     );
@@ -223,7 +223,7 @@ pub(crate) fn run(
             row.copy_from_slice(&job.h[n * d..][..d]);
         }
         let targets = tokens.iter().map(|n| job.targets[*n]).collect();
-        let mut rows = Rows::new(targets, v, job.cap);
+        let mut rows = TokenGroup::new(targets, v, job.cap);
         rows.weights = weights_of(job.weights, tokens);
         for (first, width) in pieces(v) {
             let logits = &mut logits[count * first..][..count * width];
@@ -245,8 +245,8 @@ pub(crate) fn run(
                     (width, d, count),
                     &mut dw[first * d..][..width * d],
                     CInit::C,
-                    Matrix::steps(Values::F32(logits), width),
-                    Matrix::steps(Values::F32(gathered), d),
+                    Matrix::k_outer(Values::F32(logits), width),
+                    Matrix::k_outer(Values::F32(gathered), d),
                     job.head.rounding(),
                 );
             }
@@ -272,7 +272,7 @@ pub(crate) struct Streamed {
     h: Vec<f32>,
     /// `[trained, D]`
     dh: Vec<f32>,
-    rows: Rows,
+    rows: TokenGroup,
     logits: Vec<f32>,
     chunk: usize,
     d: usize,
@@ -298,7 +298,7 @@ impl Streamed {
         Self {
             h: gathered,
             dh: Vec::new(),
-            rows: Rows::new(targets, v, cap),
+            rows: TokenGroup::new(targets, v, cap),
             logits: unwritten(chunk * PIECE.min(v)),
             chunk,
             d,
@@ -368,7 +368,7 @@ impl Streamed {
 }
 
 /// Merges the blocks of a row.
-fn row(blocks: &[Block], hit: Hit, target: usize) -> (Row, End) {
+fn row(blocks: &[BlockSum], hit: TargetLogit, target: usize) -> (Row, End) {
     let max = blocks
         .iter()
         .fold(f32::NEG_INFINITY, |m, b| if b.max > m { b.max } else { m });

@@ -6,7 +6,7 @@ use std::cell::Cell;
 pub(crate) mod attention;
 pub(crate) mod attention_backward;
 pub(crate) mod cross_entropy;
-pub(crate) mod decode;
+pub(crate) mod dequantize;
 pub(crate) mod distill;
 pub(crate) mod embedding;
 pub(crate) mod glu;

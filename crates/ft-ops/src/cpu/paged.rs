@@ -5,7 +5,7 @@ use super::attention::softmax_body;
 use super::math::{LANES, fma, nearest_bf16, vectorized, widen};
 use super::{Shared, with_scratch};
 use crate::attention::Spec;
-use crate::paged::{Document, Numbers, PAGE, Page};
+use crate::paged::{Document, PAGE, Page, PageData};
 use rayon::prelude::*;
 
 /// Approximate number of score rows (queries times heads) of a task.
@@ -171,7 +171,7 @@ fn pages<'a>(
 /// if a token is a column, false if it is a row.
 #[inline(always)]
 fn head_of<'a>(
-    numbers: &'a Numbers,
+    numbers: &'a PageData,
     head: usize,
     rows: usize,
     columns: usize,
@@ -181,14 +181,14 @@ fn head_of<'a>(
     let n = rows * columns;
     let part = head * n..(head + 1) * n;
     match numbers {
-        Numbers::F32(v) => &v[part],
-        Numbers::Bf16(v) => {
+        PageData::F32(v) => &v[part],
+        PageData::Bf16(v) => {
             for (to, from) in tile.iter_mut().zip(&v[part]) {
                 *to = widen(*from);
             }
             &tile[..n]
         }
-        Numbers::Int8 { codes, scales } => {
+        PageData::Int8 { codes, scales } => {
             let scales = &scales[head * PAGE..][..PAGE];
             let lines = codes[part].chunks_exact(columns).zip(tile.chunks_exact_mut(columns));
             for (row, (from, to)) in lines.enumerate() {

@@ -1,11 +1,11 @@
-//! Attention on a GPU: launches the kernels in `cuda/attention_*.cu` on the work lists of `tiles`.
+//! Attention on a GPU: launches the kernels in `cuda/attention_*.cu` on the work lists of `attention_schedule`.
 //!
 //! bf16 uses the tensor cores if the head size is a multiple of 8 up to 256. Other bf16 heads and f32 use the plain
 //! f32 kernels, with heads of up to 256. Shapes and letters as in `ops::attention`.
 
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, elementwise, narrow};
 use crate::attention::Spec;
-use crate::tiles::{AttentionTile, Documents, Join, Tiles};
+use crate::attention_schedule::{AttentionTile, Documents, Join, Tiles};
 use candle_core::cuda::DeviceId;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::cuda::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MOST_SHARED;
@@ -126,7 +126,7 @@ fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Re
     let id = gpu.device().id();
     let mut lists = LISTS
         .lock()
-        .map_err(|_| Error::internal("the lists of attention were left locked"))?;
+        .map_err(|_| Error::internal("another thread failed while it used the lists of attention"))?;
     let known = lists.iter().find(|(on, of, _)| *on == id && *of == bytes);
     if let Some((_, _, list)) = known {
         return Ok(list.clone());

@@ -330,7 +330,7 @@ fn loaded() -> Result<MutexGuard<'static, HashMap<DeviceId, Loaded>>> {
     LOADED
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::internal("the list of CUDA kernels was left locked"))
+        .map_err(|_| Error::internal("another thread failed while it used the list of CUDA kernels"))
 }
 
 fn failed(what: &str, e: impl std::fmt::Display) -> Error {

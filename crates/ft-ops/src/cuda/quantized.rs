@@ -22,7 +22,7 @@ const STEP: usize = 128;
 
 /// The weight argument of the kernels: the structures of `cuda/decode.cu`.
 enum Weight {
-    /// int8 and int4. Addresses of data and scales, stride; columns and shift in one word.
+    /// int8 and int4. Addresses of data and scales, stride; columns and log2 of the group size in one word.
     Grouped([u64; 4]),
     /// Addresses of data, absmax, absmax codes, table, absmax scales; offset and columns in one word.
     Nf4([u64; 6]),
@@ -78,7 +78,7 @@ fn table_on(gpu: &Gpu, table: &'static [f32; 256]) -> Result<u64> {
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::internal("the quantization table was left locked"))?;
+        .map_err(|_| Error::internal("another thread failed while it used the quantization table"))?;
     match kept.entry(gpu.device().id()) {
         Entry::Occupied(known) => address(known.get(), NAME),
         Entry::Vacant(place) => {

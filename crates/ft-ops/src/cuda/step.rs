@@ -201,12 +201,12 @@ fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, 
 
 /// Runs `f` on the address of the table on the GPU. The table of the previous step is reused if it is equal.
 fn with_table(gpu: &Gpu, table: Vec<u8>, f: impl FnOnce(u64) -> Result<()>) -> Result<()> {
-    type Kept = HashMap<DeviceId, (Vec<u8>, Tensor)>;
-    static KEPT: OnceLock<Mutex<Kept>> = OnceLock::new();
+    type TableCache = HashMap<DeviceId, (Vec<u8>, Tensor)>;
+    static KEPT: OnceLock<Mutex<TableCache>> = OnceLock::new();
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::internal("the table of parameters was left locked"))?;
+        .map_err(|_| Error::internal("another thread failed while it used the table of parameters"))?;
     let id = gpu.device().id();
     if kept.get(&id).is_none_or(|(old, _)| *old != table) {
         let there = gpu.upload_bytes(&table)?;
@@ -225,7 +225,7 @@ fn code_tables(gpu: &Gpu) -> Result<u64> {
     let mut kept = KEPT
         .get_or_init(Mutex::default)
         .lock()
-        .map_err(|_| Error::internal("the quantization table was left locked"))?;
+        .map_err(|_| Error::internal("another thread failed while it used the quantization table"))?;
     let id = gpu.device().id();
     match kept.entry(id) {
         Entry::Occupied(known) => address(known.get(), "a quantization table"),

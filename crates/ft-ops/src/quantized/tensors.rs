@@ -180,7 +180,7 @@ impl QTensors {
         let mut values = vec![0f32; n * self.columns];
         self.with_view(|view| {
             let rows = values.chunks_exact_mut(self.columns.max(1)).enumerate();
-            rows.for_each(|(row, to)| view.decode(first + row, 0, to));
+            rows.for_each(|(row, to)| view.dequantize(first + row, 0, to));
             Ok(())
         })?;
         Ok(values)

@@ -274,8 +274,8 @@ fn group(
                         (wide, d, count),
                         &mut dw[first * d..][..wide * d],
                         CInit::C,
-                        Matrix::steps(Values::F32(dlogits), wide),
-                        Matrix::steps(Values::F32(h), d),
+                        Matrix::k_outer(Values::F32(dlogits), wide),
+                        Matrix::k_outer(Values::F32(h), d),
                         head.rounding(),
                     );
                 }

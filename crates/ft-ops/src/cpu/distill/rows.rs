@@ -1,7 +1,7 @@
 //! Partial results of a group of tokens, accumulated over the pieces of the vocabulary: first the sums of the
 //! exponentials of each model, then the sums of the divergence.
 
-use super::stored::Kept;
+use super::stored::StoredTerms;
 use super::terms::{self, FORWARD, MIXTURE, Mix, REVERSE, Scale, Turn};
 use super::{Row, Terms, TopK};
 use crate::cpu::cross_entropy::{BLOCK, inside, largest};
@@ -20,17 +20,17 @@ pub(super) fn cap_rows(logits: &mut [f32], width: usize, cap: f32) {
 
 /// The largest logit of a block, and the sum of `e^((logit - largest) / T)`: NaN if a logit is not finite.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Block {
+pub(super) struct BlockSum {
     pub max: f32,
     pub sum: f64,
 }
 
 /// Merges the blocks of a row.
-pub(super) fn scale(blocks: &[Block], inverse: f32) -> Scale {
+pub(super) fn scale(blocks: &[BlockSum], inverse: f32) -> Scale {
     let max = blocks
         .iter()
         .fold(f32::NEG_INFINITY, |m, b| if b.max > m { b.max } else { m });
-    let weight = |b: &Block| b.sum * ((b.max - max) as f64 * inverse as f64).exp();
+    let weight = |b: &BlockSum| b.sum * ((b.max - max) as f64 * inverse as f64).exp();
     let sum: f64 = blocks.iter().map(weight).sum();
     Scale {
         max,
@@ -75,7 +75,7 @@ impl Terms {
 }
 
 #[derive(Clone, Copy)]
-pub(super) struct Hit {
+pub(super) struct TargetLogit {
     pub logit: f32,
     /// True if an equal logit precedes it in its block.
     second: bool,
@@ -87,31 +87,31 @@ pub(super) struct Student<'a> {
     pub cap: f32,
     targets: Vec<u32>,
     /// For the cross-entropy: at T = 1 over all V, `[tokens, blocks of V]`.
-    hard: Vec<Block>,
+    hard: Vec<BlockSum>,
     /// For the divergence: at T over C, `[tokens, blocks of C]`.
-    soft: Vec<Block>,
-    hits: Vec<Hit>,
+    soft: Vec<BlockSum>,
+    hits: Vec<TargetLogit>,
     pub(super) hard_ends: Vec<Scale>,
     pub(super) ends: Vec<Scale>,
-    pub(super) kept: Option<Kept<'a>>,
+    pub(super) kept: Option<StoredTerms<'a>>,
 }
 
 impl<'a> Student<'a> {
     pub(super) fn new(targets: Vec<u32>, v: usize, cap: f32, terms: Terms, stored: Option<TopK<'a>>) -> Self {
         let n = targets.len();
-        let hit = Hit {
+        let hit = TargetLogit {
             logit: f32::NAN,
             second: false,
         };
         Self {
             terms,
             cap,
-            hard: vec![Block::default(); n * v.div_ceil(BLOCK)],
-            soft: vec![Block::default(); n * terms.blocks()],
+            hard: vec![BlockSum::default(); n * v.div_ceil(BLOCK)],
+            soft: vec![BlockSum::default(); n * terms.blocks()],
             hits: vec![hit; n],
             hard_ends: Vec::new(),
             ends: Vec::new(),
-            kept: stored.map(|top| Kept::new(top, n, terms)),
+            kept: stored.map(|top| StoredTerms::new(top, n, terms)),
             targets,
         }
     }
@@ -139,7 +139,7 @@ impl<'a> Student<'a> {
                     } else {
                         f64::NAN
                     };
-                    let all = Block { max, sum };
+                    let all = BlockSum { max, sum };
                     hard[place + i] = all;
                     let known = common.saturating_sub(first + i * BLOCK).min(part.len());
                     if known == 0 {
@@ -154,7 +154,7 @@ impl<'a> Student<'a> {
                 if let Some(at) = inside(*target, first, width) {
                     let logit = row[at];
                     let second = row[at / BLOCK * BLOCK..at].contains(&logit);
-                    *hit = Hit { logit, second };
+                    *hit = TargetLogit { logit, second };
                 }
             });
         if let Some(kept) = &mut self.kept {
@@ -165,7 +165,7 @@ impl<'a> Student<'a> {
     /// Merges the blocks, after all pieces were processed.
     pub(super) fn finish(&mut self) {
         let n = self.targets.len().max(1);
-        let ends = |blocks: &[Block], inverse: f32| -> Vec<Scale> {
+        let ends = |blocks: &[BlockSum], inverse: f32| -> Vec<Scale> {
             let per = (blocks.len() / n).max(1);
             blocks.par_chunks(per).map(|row| scale(row, inverse)).collect()
         };
@@ -217,14 +217,14 @@ impl<'a> Student<'a> {
 }
 
 /// Computes a block at a temperature, from logits with the softcap applied.
-pub(super) fn soft_block(part: &mut [f32], inverse: f32, finite: bool) -> Block {
+pub(super) fn soft_block(part: &mut [f32], inverse: f32, finite: bool) -> BlockSum {
     let (max, _) = largest(part, 0.0);
     let sum = if finite {
         terms::sum_exp(part, max, inverse)
     } else {
         f64::NAN
     };
-    Block { max, sum }
+    BlockSum { max, sum }
 }
 
 /// A teacher with logits in memory.
@@ -232,7 +232,7 @@ pub(super) struct Live {
     terms: Terms,
     cap: f32,
     tokens: usize,
-    blocks: Vec<Block>,
+    blocks: Vec<BlockSum>,
     ends: Vec<Scale>,
     /// `[tokens, blocks of C]`: sums of p ln(p/m) and of q ln(q/m).
     sums: Vec<(f64, f64)>,
@@ -247,7 +247,7 @@ impl Live {
             terms,
             cap,
             tokens,
-            blocks: vec![Block::default(); blocks],
+            blocks: vec![BlockSum::default(); blocks],
             ends: Vec::new(),
             sums: vec![(0.0, 0.0); blocks],
             k: Vec::new(),
@@ -270,7 +270,7 @@ impl Live {
                     } else {
                         f64::NAN
                     };
-                    *block = Block { max, sum };
+                    *block = BlockSum { max, sum };
                 }
             });
     }

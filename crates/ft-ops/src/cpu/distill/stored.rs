@@ -2,7 +2,7 @@
 //! are compared over those ids and one more outcome, "any other". The result is never more than the full
 //! divergence, and equal to it if no id is left out.
 
-use super::rows::{Block, Student};
+use super::rows::{BlockSum, Student};
 use super::terms::{self, FORWARD, MIXTURE, REVERSE, Scale, ln_mixture};
 use super::{Row, Terms};
 use crate::cpu::cross_entropy::{BLOCK, largest};
@@ -33,24 +33,24 @@ impl<'a> TopK<'a> {
 }
 
 /// The student's data for the stored ids.
-pub(super) struct Kept<'a> {
+pub(super) struct StoredTerms<'a> {
     top: TopK<'a>,
     terms: Terms,
     /// `[tokens, k]`: the student's capped logits.
     logits: Vec<f32>,
     /// `[tokens, blocks of C]`: sums of the exponentials of all other ids.
-    rest: Vec<Block>,
+    rest: Vec<BlockSum>,
     /// Of each token: sum of q ln(q/m), and the slope of "any other" divided by its probability.
     ends: Vec<(f64, f32)>,
 }
 
-impl<'a> Kept<'a> {
+impl<'a> StoredTerms<'a> {
     pub(super) fn new(top: TopK<'a>, tokens: usize, terms: Terms) -> Self {
         Self {
             top,
             terms,
             logits: vec![0.0; tokens * top.k],
-            rest: vec![Block::default(); tokens * terms.blocks()],
+            rest: vec![BlockSum::default(); tokens * terms.blocks()],
             ends: Vec::new(),
         }
     }
@@ -62,7 +62,7 @@ impl<'a> Kept<'a> {
         start: usize,
         logits: &mut [f32],
         (first, width): (usize, usize),
-        soft: &mut [Block],
+        soft: &mut [BlockSum],
         inverse: f32,
     ) {
         let (k, per, common) = (self.top.k, self.terms.blocks(), self.terms.common);
@@ -90,12 +90,12 @@ impl<'a> Kept<'a> {
                     }
                     let (max, _) = largest(part, 0.0);
                     let others = if max == f32::NEG_INFINITY {
-                        Block {
+                        BlockSum {
                             max: block.max,
                             sum: 0.0,
                         }
                     } else {
-                        Block {
+                        BlockSum {
                             max,
                             sum: terms::sum_exp(part, max, inverse),
                         }
@@ -120,8 +120,8 @@ fn place(ids: &[u32], id: usize) -> usize {
 }
 
 /// Returns the logarithm of the sum of the blocks, as a fraction of the whole.
-fn ln_part(blocks: &[Block], q: Scale) -> f32 {
-    let weight = |b: &Block| b.sum * ((b.max - q.max) as f64 * q.inverse as f64).exp();
+fn ln_part(blocks: &[BlockSum], q: Scale) -> f32 {
+    let weight = |b: &BlockSum| b.sum * ((b.max - q.max) as f64 * q.inverse as f64).exp();
     let sum: f64 = blocks.iter().map(weight).sum();
     (sum.ln() - q.ln_sum as f64) as f32
 }

@@ -1,6 +1,6 @@
 //! The top-k ids of each token, selected piece by piece, and the logarithm of the probability of all others.
 
-use super::rows::{Block, cap_rows, scale};
+use super::rows::{BlockSum, cap_rows, scale};
 use super::terms;
 use crate::cpu::cross_entropy::{BLOCK, largest};
 use rayon::prelude::*;
@@ -19,7 +19,7 @@ struct Best {
     /// Logit and id; at most k.
     kept: Vec<(f32, u32)>,
     /// Sum over logits that were in the top-k at first and were displaced later.
-    lost: Block,
+    lost: BlockSum,
     odd: bool,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Selection {
     per: usize,
     rows: Vec<Best>,
     /// `[tokens, blocks]`: sums over the logits outside the top-k at the time of the block.
-    blocks: Vec<Block>,
+    blocks: Vec<BlockSum>,
 }
 
 /// Orders larger logits first; of equal ones the smaller id.
@@ -44,7 +44,7 @@ impl Selection {
             common.div_ceil(BLOCK),
             Best {
                 kept: Vec::new(),
-                lost: Block::default(),
+                lost: BlockSum::default(),
                 odd: false,
             },
         );
@@ -54,7 +54,7 @@ impl Selection {
             inverse: 1.0 / temperature,
             per,
             rows: vec![best; tokens],
-            blocks: vec![Block::default(); tokens * per],
+            blocks: vec![BlockSum::default(); tokens * per],
         }
     }
 
@@ -103,7 +103,7 @@ impl Selection {
                     let (max, _) = largest(part, 0.0);
                     if max > f32::NEG_INFINITY {
                         let sum = terms::sum_exp(part, max, inverse);
-                        *block = Block { max, sum };
+                        *block = BlockSum { max, sum };
                     }
                 }
             });
@@ -112,14 +112,14 @@ impl Selection {
     /// Adds the results of all tokens to `out`; NaN if a logit was not finite.
     pub(crate) fn finish(self, out: &mut Chosen) {
         for (best, blocks) in self.rows.iter().zip(self.blocks.chunks(self.per.max(1))) {
-            let present: Vec<Block> = blocks
+            let present: Vec<BlockSum> = blocks
                 .iter()
                 .chain([&best.lost])
                 .filter(|b| b.sum > 0.0)
                 .copied()
                 .collect();
             let mut all = present.clone();
-            all.extend(best.kept.iter().map(|(x, _)| Block { max: *x, sum: 1.0 }));
+            all.extend(best.kept.iter().map(|(x, _)| BlockSum { max: *x, sum: 1.0 }));
             let whole = scale(&all, self.inverse);
             let rest = if present.is_empty() {
                 f32::NEG_INFINITY
@@ -142,10 +142,10 @@ impl Selection {
 
 impl Best {
     fn lose(&mut self, logit: f32, inverse: f32) {
-        let Block { max, sum } = self.lost;
+        let BlockSum { max, sum } = self.lost;
         if sum == 0.0 || logit > max {
             let old = sum * ((max - logit) as f64 * inverse as f64).exp();
-            self.lost = Block {
+            self.lost = BlockSum {
                 max: logit,
                 sum: if sum == 0.0 { 1.0 } else { old + 1.0 },
             };

@@ -1,7 +1,9 @@
 //! Micro-kernels in f32 with fused multiply-add: a micro-tile of C stays in registers during the loop over k.
 //!
-//! A micro-tile has up to `ROWS` rows and `VECTORS · LANES` columns. For each k it reads one row of B (vectors) and
+//! A micro-tile has up to `MR` rows and `VECTORS · LANES` columns. For each k it reads one row of B (vectors) and
 //! one column of A (broadcast, element by element), so a packed A and a packed B are both read sequentially.
+
+use super::VectorIsa;
 
 /// The start value of a micro-tile.
 #[derive(Clone, Copy)]
@@ -32,6 +34,24 @@ pub(crate) struct MicroTile {
 
 pub(crate) type Kernel = unsafe fn(&MicroTile);
 
+impl VectorIsa {
+    /// Rows (MR) and columns (NR) of a micro-tile, elements of a SIMD vector.
+    pub(super) fn micro_tile(self) -> (usize, usize, usize) {
+        match self {
+            VectorIsa::Avx512 => (avx512::MR, 2 * avx512::LANES, avx512::LANES),
+            VectorIsa::Avx2 => (avx2::MR, 2 * avx2::LANES, avx2::LANES),
+        }
+    }
+
+    /// Returns the micro-kernel for `rows` rows and `vectors` vectors (1 or 2).
+    pub(super) fn kernel(self, rows: usize, vectors: usize) -> Kernel {
+        match self {
+            VectorIsa::Avx512 => avx512::kernel(rows, vectors),
+            VectorIsa::Avx2 => avx2::kernel(rows, vectors),
+        }
+    }
+}
+
 macro_rules! kernels {
     ($module:ident, $features:literal, $vector:ty, $lanes:literal, $rows:literal, [$($row:literal)*], $zero:ident, $broadcast:ident, $load:ident, $store:ident, $fma:ident, $add:ident) => {
         #[cfg(target_arch = "x86_64")]
@@ -40,12 +60,12 @@ macro_rules! kernels {
             use std::arch::x86_64::*;
 
             pub(crate) const LANES: usize = $lanes;
-            pub(crate) const ROWS: usize = $rows;
+            pub(crate) const MR: usize = $rows;
             pub(crate) const VECTORS: usize = 2;
 
-            /// Returns the kernel for `rows` rows (1..=ROWS) and `vectors` vectors (1 or 2).
+            /// Returns the kernel for `rows` rows (1..=MR) and `vectors` vectors (1 or 2).
             pub(crate) fn kernel(rows: usize, vectors: usize) -> Kernel {
-                const TILES: [[Kernel; ROWS]; VECTORS] = [[$(tile::<$row, 1>),*], [$(tile::<$row, 2>),*]];
+                const TILES: [[Kernel; MR]; VECTORS] = [[$(tile::<$row, 1>),*], [$(tile::<$row, 2>),*]];
                 TILES[vectors - 1][rows - 1]
             }
 
@@ -96,7 +116,7 @@ macro_rules! kernels {
                         }
                         return;
                     }
-                    let mut whole = [0f32; ROWS * VECTORS * LANES];
+                    let mut whole = [0f32; MR * VECTORS * LANES];
                     put::<R, V>(&sum, whole.as_mut_ptr(), V * LANES);
                     for (r, row) in whole.chunks_exact(V * LANES).enumerate().take(R) {
                         for (i, x) in row[..t.columns].iter().enumerate() {

@@ -2,13 +2,13 @@
 //!
 //! `down` is packed as one more panel of B, and the rank is appended to the end of k: A is packed once for both
 //! products, and C is not read and written again. Falls back to two more products if fusion is not possible
-//! (another path of the product, or a large rank).
+//! (the backend `Portable`, or a large rank).
 
 use super::super::Shared;
 use super::{CInit, CpuBackend, Job, Matrix, Operand, Rounding, Sizes, gemv, product_on, run};
 
 /// A larger rank would evict the packed A from the cache.
-pub(super) const LARGEST: usize = 64;
+pub(super) const MAX_RANK: usize = 64;
 
 /// The LoRA matrices. The summed dimension of `down` is that of the product, the summed dimension of `up` is the rank.
 pub(crate) struct FusedLora<'a> {
@@ -51,7 +51,7 @@ impl<'a> FusedLoraShared<'a> {
         // SAFETY: u has `m · rank` elements; the caller promises that no other task uses it.
         let u = unsafe { self.u.part(0, m * self.rank) };
         self.scale(u);
-        Matrix::vectors(Operand::F32(u), self.rank)
+        Matrix::k_inner(Operand::F32(u), self.rank)
     }
 
     pub(super) fn scale(&self, u: &mut [f32]) {
@@ -59,7 +59,7 @@ impl<'a> FusedLoraShared<'a> {
     }
 
     /// Writes the rows of u from `first` on.
-    pub(super) fn keep(&self, first: usize, u: &[f32]) {
+    pub(super) fn write_rows(&self, first: usize, u: &[f32]) {
         // SAFETY: rows of the block of this task; only one task writes them.
         unsafe { self.u.part(first * self.rank, u.len()) }.copy_from_slice(u);
     }
@@ -67,7 +67,7 @@ impl<'a> FusedLoraShared<'a> {
 
 /// Computes `c [m, n] = start + a · b + u · up`.
 pub(crate) fn product_with(
-    path: CpuBackend,
+    backend: CpuBackend,
     sizes: Sizes,
     c: &mut [f32],
     start: CInit<'_>,
@@ -106,14 +106,14 @@ pub(crate) fn product_with(
         }),
     };
     let empty = m == 0 || n == 0 || k == 0 || rank == 0;
-    let few = gemv::fits(&job, path.rounds(rounding));
-    if path != CpuBackend::Portable && !empty && rank <= LARGEST && !few {
-        return run(path, &job, rounding);
+    let few = gemv::fits(&job, backend.rounds(rounding));
+    if backend != CpuBackend::Portable && !empty && rank <= MAX_RANK && !few {
+        return run(backend, &job, rounding);
     }
     // Rounded as in the fused product: a row gives the same result among few rows and among many.
-    product_on(path, (m, rank, k), u, CInit::Zero, a, down, rounding);
+    product_on(backend, (m, rank, k), u, CInit::Zero, a, down, rounding);
     u.iter_mut().for_each(|x| *x *= scale);
-    product_on(path, sizes, c, start, a, b, rounding);
-    let u = Matrix::vectors(Operand::F32(u), rank);
-    product_on(path, (m, n, rank), c, CInit::C, u, up, rounding);
+    product_on(backend, sizes, c, start, a, b, rounding);
+    let u = Matrix::k_inner(Operand::F32(u), rank);
+    product_on(backend, (m, n, rank), c, CInit::C, u, up, rounding);
 }

@@ -2,18 +2,18 @@
 //! nothing. Quantized weights are dequantized once for all rows, a piece at a time, into the L1 cache.
 
 use super::super::Shared;
+use super::super::dequantize::dequantize;
 #[cfg(target_arch = "x86_64")]
-use super::super::decode::dots;
-use super::super::decode::{Isa, decode};
+use super::super::dequantize::dots;
 use super::super::math::{LANES, dot, dot_bf16, dot_lanes, round_to_bf16, sum_lanes, vectorized};
-use super::{CInit, Job, Matrix, Operand};
+use super::{CInit, Job, Matrix, Operand, VectorIsa};
 use crate::quantized::QMatrixView;
 use half::bf16;
 use rayon::prelude::*;
 
 const ROWS: usize = 4;
 /// The limit for quantized weights is higher, because packing them costs more.
-const CODED_ROWS: usize = 8;
+const QUANTIZED_ROWS: usize = 8;
 /// Columns of C per task.
 const BLOCK: usize = 32;
 /// Elements that are dequantized at a time: a multiple of `LANES`.
@@ -27,14 +27,14 @@ pub(super) fn fits(job: &Job, rounds: bool) -> bool {
     }
     let f32_rows = job.a.k_contiguous && matches!(job.a.values, Operand::F32(_));
     let (most, start) = if job.b.is_quantized() {
-        (CODED_ROWS, true)
+        (QUANTIZED_ROWS, true)
     } else {
         (ROWS, !matches!(job.start, CInit::C))
     };
     job.sizes.0 <= most && f32_rows && job.b.k_contiguous && start
 }
 
-pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
+pub(super) fn run(job: &Job, isa: Option<VectorIsa>, rounds: bool) {
     let (m, n, k) = job.sizes;
     let Operand::F32(a) = job.a.values else { return };
     if rounds {
@@ -42,7 +42,7 @@ pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
         for (i, to) in rows.chunks_exact_mut(k).enumerate() {
             round_to_bf16(to, &a[i * job.a.stride..][..k]);
         }
-        let a = Matrix::vectors(Operand::F32(&rows), k);
+        let a = Matrix::k_inner(Operand::F32(&rows), k);
         return run(&Job { a, ..*job }, isa, false);
     }
     let c: Shared = job.c;
@@ -70,10 +70,10 @@ pub(super) fn run(job: &Job, isa: Isa, rounds: bool) {
 }
 
 /// The rows of A in the order that `dots` reads (dequantization in registers). None if `dots` cannot be used.
-fn arranged(job: &Job, isa: Isa, a: &[f32]) -> Option<Vec<f32>> {
+fn arranged(job: &Job, isa: Option<VectorIsa>, a: &[f32]) -> Option<Vec<f32>> {
     #[cfg(target_arch = "x86_64")]
     if let Operand::Quantized(view) = &job.b.values
-        && isa == Isa::Avx512
+        && isa == Some(VectorIsa::Avx512)
         && dots::fits(view)
     {
         let (m, _, k) = job.sizes;
@@ -103,7 +103,7 @@ fn dot_in_registers(arranged: Option<&[f32]>, view: &QMatrixView<'_>, row: usize
 /// Computes columns `first..first + count` of C for all rows.
 fn quantized(
     job: &Job,
-    isa: Isa,
+    isa: Option<VectorIsa>,
     a: &[f32],
     arranged: Option<&[f32]>,
     view: &QMatrixView<'_>,
@@ -112,7 +112,7 @@ fn quantized(
     let (m, n, k) = job.sizes;
     let mut piece = [0f32; PIECE];
     for column in first..first + count {
-        let mut sums = [[0f32; LANES]; CODED_ROWS];
+        let mut sums = [[0f32; LANES]; QUANTIZED_ROWS];
         let pieces = if dot_in_registers(arranged, view, column, &mut sums[..m]) {
             0
         } else {
@@ -120,7 +120,7 @@ fn quantized(
         };
         for start in (0..pieces).step_by(PIECE) {
             let piece = &mut piece[..PIECE.min(k - start)];
-            decode(isa, view, column, start, piece);
+            dequantize(isa, view, column, start, piece);
             add_dots(&mut sums[..m], &a[start..], job.a.stride, piece);
         }
         for (row, sums) in sums[..m].iter().enumerate() {

@@ -1,11 +1,11 @@
 //! Cuts C into blocks.
 
-/// Largest number of rows of a block (MC): bounds the packed part of A.
-pub(super) const MAX_ROWS: usize = 518;
-/// Largest chunk of k (KC): a panel of A stays in the L1 cache.
-pub(super) const CHUNK: usize = 256;
-/// Largest number of elements of a packed part of B (NC * KC).
-pub(super) const PART: usize = 66_000;
+/// Largest number of rows of a block: bounds the packed part of A.
+pub(super) const MC: usize = 518;
+/// Largest chunk of k: a panel of A stays in the L1 cache.
+pub(super) const KC: usize = 256;
+/// Largest number of elements of a packed part of B.
+pub(super) const NC_KC: usize = 66_000;
 /// Packing one element costs about this many multiply-adds.
 const PACK: f64 = 24.0;
 const FEWEST_ROWS: usize = 14;
@@ -14,7 +14,7 @@ const FEWEST_COLUMNS: usize = 64;
 /// Returns the number of blocks (down, across) of an `m · n` matrix for `threads` threads: enough blocks for all
 /// threads, with as few elements packed twice as possible.
 pub(super) fn grid(m: usize, n: usize, threads: usize) -> (usize, usize) {
-    let least = m.div_ceil(MAX_ROWS);
+    let least = m.div_ceil(MC);
     let mut best = (f64::MAX, (least, 1));
     for down in least..=least + 2 * threads {
         for across in 1..=2 * threads {

@@ -1,10 +1,10 @@
 //! Memory of the packed operands of a product, for memory plans.
 
 use super::CpuBackend;
-use super::fused_lora::LARGEST;
-use super::grid::{CHUNK, MAX_ROWS, PART};
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::tiles::PACKED;
+use super::amx::PACKED;
+use super::fused_lora::MAX_RANK;
+use super::grid::{KC, MC, NC_KC};
 
 /// Bytes that the `gemm` crate packs operands into, for each thread.
 const GEMM_BYTES: u64 = 1 << 20;
@@ -26,7 +26,7 @@ pub struct ProductSizes {
 
 /// True if a LoRA product of this rank can be fused with the product of its linear.
 pub fn can_fuse(rank: usize) -> bool {
-    rank <= LARGEST
+    rank <= MAX_RANK
 }
 
 /// Bytes that the `gemm` crate keeps for each thread, if it computes the products.
@@ -41,12 +41,12 @@ pub fn gemm_bytes() -> u64 {
 impl ProductSizes {
     /// Number of f32 of scratch memory per thread: a packed part of A and of B.
     pub fn thread_elements(&self) -> usize {
-        let packed = |rows: usize, k: usize| rows.min(MAX_ROWS) * k.min(CHUNK);
+        let packed = |rows: usize, k: usize| rows.min(MC) * k.min(KC);
         // The larger operand decides: activations in the forward pass, a gradient's rows in the backward pass.
         let a = packed(self.tokens, self.widest).max(packed(self.widest, self.tokens));
         // Fused LoRA: its rows, and as many more elements of k in A.
-        let fused = 2 * self.tokens.min(MAX_ROWS) * self.rank;
-        a + PART.min(self.widest * CHUNK) + fused
+        let fused = 2 * self.tokens.min(MC) * self.rank;
+        a + NC_KC.min(self.widest * KC) + fused
     }
 
     /// Bytes of the operands that are packed for the tile unit, an activation and a weight; 0 without such a unit.

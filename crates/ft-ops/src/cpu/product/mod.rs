@@ -15,12 +15,12 @@ mod gemv;
 mod fma;
 mod grid;
 pub(crate) mod memory;
-pub(crate) mod inside;
+pub(crate) mod task_gemm;
 #[cfg(test)]
-mod inside_tests;
+mod task_gemm_tests;
 #[cfg(target_arch = "x86_64")]
 mod pack;
-mod path;
+mod backend;
 mod portable;
 mod fused_lora;
 mod rows;
@@ -29,14 +29,14 @@ mod skinny;
 #[cfg(test)]
 mod tests;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-mod tiles;
+mod amx;
 
+pub use backend::CpuBackend;
+pub(crate) use backend::VectorIsa;
 pub(crate) use fused_lora::{FusedLora, product_with};
-pub use path::CpuBackend;
-pub(crate) use rows::{Kept, Packed, WeightRows};
+pub(crate) use rows::{PrepackedPart, PrepackedWeight, WeightRows};
 
 use super::Shared;
-use super::decode::Isa;
 use super::storage::Values;
 use crate::quantized::QMatrixView;
 use half::bf16;
@@ -84,27 +84,27 @@ pub(crate) struct Matrix<'a> {
     /// True if the elements of a vector are contiguous.
     pub k_contiguous: bool,
     /// A prepacked copy of the operand.
-    pub kept: Option<Kept<'a>>,
+    pub prepacked: Option<PrepackedPart<'a>>,
 }
 
 impl<'a> Matrix<'a> {
     /// Operand A from `[m, k]`, or operand B from `[n, k]`.
-    pub(crate) fn vectors(values: impl Into<Operand<'a>>, k: usize) -> Self {
+    pub(crate) fn k_inner(values: impl Into<Operand<'a>>, k: usize) -> Self {
         Self {
             values: values.into(),
             stride: k,
             k_contiguous: true,
-            kept: None,
+            prepacked: None,
         }
     }
 
     /// Operand A from `[k, m]`, or operand B from `[k, n]`.
-    pub(crate) fn steps(values: impl Into<Operand<'a>>, count: usize) -> Self {
+    pub(crate) fn k_outer(values: impl Into<Operand<'a>>, count: usize) -> Self {
         Self {
             values: values.into(),
             stride: count,
             k_contiguous: false,
-            kept: None,
+            prepacked: None,
         }
     }
 
@@ -152,19 +152,19 @@ pub(crate) enum CInit<'a> {
 pub(crate) enum Rounding {
     /// Not rounded: the model is held in f32.
     Exact,
-    /// The model is held in bf16: on a path with bf16 instructions every operand of every size is rounded, on other
-    /// paths none (`CpuBackend::rounds`).
+    /// The model is held in bf16: a backend with bf16 instructions rounds every operand of every size, other
+    /// backends none (`CpuBackend::rounds`).
     Bf16,
 }
 
-/// Returns the paths that can be tested on this machine. AMX is emulated where it is missing.
+/// Returns the backends that can be tested on this machine. AMX is emulated where it is missing.
 #[cfg(test)]
 pub(crate) fn testable() -> Vec<CpuBackend> {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    let played = CpuBackend::Avx512.available() && tiles::emulate();
+    let emulated = CpuBackend::Avx512.available() && amx::emulate();
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-    let played = false;
-    let runs = |p: &CpuBackend| p.available() || (played && *p == CpuBackend::Amx);
+    let emulated = false;
+    let runs = |p: &CpuBackend| p.available() || (emulated && *p == CpuBackend::Amx);
     CpuBackend::ALL.into_iter().filter(runs).collect()
 }
 
@@ -188,7 +188,7 @@ pub(crate) fn product(sizes: Sizes, c: &mut [f32], start: CInit<'_>, a: Matrix<'
 }
 
 fn product_on(
-    path: CpuBackend,
+    backend: CpuBackend,
     sizes: Sizes,
     c: &mut [f32],
     start: CInit<'_>,
@@ -221,24 +221,23 @@ fn product_on(
         b,
         fused_lora: None,
     };
-    run(path, &job, rounding)
+    run(backend, &job, rounding)
 }
 
 /// Runs a job whose operands were checked; none of its sizes is 0.
-fn run(path: CpuBackend, job: &Job, rounding: Rounding) {
-    let rounds = path.rounds(rounding);
+fn run(backend: CpuBackend, job: &Job, rounding: Rounding) {
+    let backend = backend.for_rounding(rounding);
+    let (isa, rounds) = (backend.vector_isa(), backend.packs_bf16());
     if gemv::fits(job, rounds) {
-        return gemv::run(job, Isa::of(path), rounds);
+        return gemv::run(job, isa, rounds);
     }
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if rounds && let Some(unit) = path.unit() {
-        return tiles::run(job, unit);
+    if rounds {
+        return amx::run(job, backend);
     }
-    match path {
+    match isa {
         #[cfg(target_arch = "x86_64")]
-        CpuBackend::Amx | CpuBackend::Avx512Bf16 | CpuBackend::Avx512 => blocks::run(job, blocks::Width::Avx512),
-        #[cfg(target_arch = "x86_64")]
-        CpuBackend::Avx2 => blocks::run(job, blocks::Width::Avx2),
+        Some(isa) => blocks::run(job, isa),
         _ => portable::run(job),
     }
 }

@@ -1,7 +1,7 @@
 //! Packs a part of a matrix into panels in the order that a micro-kernel reads, `[k][width]`, widened to f32.
 
-use super::super::decode::{Isa, decode};
-use super::{Matrix, Operand};
+use super::super::dequantize::dequantize;
+use super::{Matrix, Operand, VectorIsa};
 use crate::quantized::QMatrixView;
 use half::bf16;
 use std::arch::x86_64::*;
@@ -36,34 +36,33 @@ impl PanelLayout {
 }
 
 /// Packs vectors from `first` on, elements `k0..k0 + k` of each, panel by panel: element (i, p) of a panel goes to
-/// `to[room.place(panel, p) + i]`. Positions beyond `count` get arbitrary values. The panels follow each other.
-/// `wide` selects AVX-512, else AVX2. A quantized operand that is contiguous in k needs memory for one panel in
-/// `spare`.
+/// `to[layout.place(panel, p) + i]`. Positions beyond `count` get arbitrary values. The panels follow each other.
+/// A quantized operand that is contiguous in k needs memory for one panel in `scratch`.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn panels(
     m: &Matrix,
     first: usize,
     (k0, k): (usize, usize),
     panels: impl Iterator<Item = Panel> + Clone,
-    wide: bool,
-    room: PanelLayout,
+    isa: VectorIsa,
+    layout: PanelLayout,
     to: &mut [f32],
-    spare: &mut [f32],
+    scratch: &mut [f32],
 ) {
     let Some(last) = panels.clone().last() else { return };
-    assert!(to.len() >= room.place(last, k) && room.at + k <= room.steps);
+    assert!(to.len() >= layout.place(last, k) && layout.at + k <= layout.steps);
     m.check(first + last.start + last.count, k0 + k);
     // SAFETY: the CPU features were detected; the ranges were checked.
     unsafe {
-        match (m.values, wide) {
-            (Operand::F32(v), true) => wide::run(v, m, first, (k0, k), panels, room, to),
-            (Operand::Bf16(v), true) => wide::run(v, m, first, (k0, k), panels, room, to),
-            (Operand::F32(v), false) => narrow::run(v, m, first, (k0, k), panels, room, to),
-            (Operand::Bf16(v), false) => narrow::run(v, m, first, (k0, k), panels, room, to),
+        match (m.values, isa) {
+            (Operand::F32(v), VectorIsa::Avx512) => wide::run(v, m, first, (k0, k), panels, layout, to),
+            (Operand::Bf16(v), VectorIsa::Avx512) => wide::run(v, m, first, (k0, k), panels, layout, to),
+            (Operand::F32(v), VectorIsa::Avx2) => narrow::run(v, m, first, (k0, k), panels, layout, to),
+            (Operand::Bf16(v), VectorIsa::Avx2) => narrow::run(v, m, first, (k0, k), panels, layout, to),
             (Operand::Quantized(view), _) if m.k_contiguous => {
-                coded_vectors(&view, first, (k0, k), panels, wide, room, to, spare)
+                quantized_k_inner(&view, first, (k0, k), panels, isa, layout, to, scratch)
             }
-            (Operand::Quantized(view), _) => coded_steps(&view, first, (k0, k), panels, wide, room, to),
+            (Operand::Quantized(view), _) => quantized_k_outer(&view, first, (k0, k), panels, isa, layout, to),
         }
     }
 }
@@ -71,43 +70,39 @@ pub(super) fn panels(
 /// Prefetch distance in indices of k: weights come from main memory, in runs too short for the hardware prefetcher.
 const AHEAD: usize = 8;
 
-fn isa(wide: bool) -> Isa {
-    if wide { Isa::Avx512 } else { Isa::Avx2 }
-}
-
 /// Packs a quantized operand whose rows are vectors: a panel is dequantized row by row, then transposed.
 #[allow(clippy::too_many_arguments)]
-fn coded_vectors(
+fn quantized_k_inner(
     view: &QMatrixView<'_>,
     first: usize,
     (k0, k): (usize, usize),
     all: impl Iterator<Item = Panel>,
-    wide: bool,
-    room: PanelLayout,
+    isa: VectorIsa,
+    layout: PanelLayout,
     to: &mut [f32],
-    spare: &mut [f32],
+    scratch: &mut [f32],
 ) {
     for panel in all {
-        let decoded = &mut spare[..panel.count * k];
-        for (i, row) in decoded.chunks_exact_mut(k).enumerate() {
-            decode(isa(wide), view, first + panel.start + i, k0, row);
+        let dequantized = &mut scratch[..panel.count * k];
+        for (i, row) in dequantized.chunks_exact_mut(k).enumerate() {
+            dequantize(Some(isa), view, first + panel.start + i, k0, row);
         }
         let alone = std::iter::once(Panel { start: 0, ..panel });
-        let decoded = Matrix::vectors(Operand::F32(decoded), k);
-        let to = &mut to[panel.start * room.steps..];
-        panels(&decoded, 0, (0, k), alone, wide, room, to, &mut []);
+        let dequantized = Matrix::k_inner(Operand::F32(dequantized), k);
+        let to = &mut to[panel.start * layout.steps..];
+        panels(&dequantized, 0, (0, k), alone, isa, layout, to, &mut []);
     }
 }
 
 /// Packs a quantized operand whose rows are indices of k: a row is dequantized in pieces, which are copied to the
 /// panels.
-fn coded_steps(
+fn quantized_k_outer(
     view: &QMatrixView<'_>,
     first: usize,
     (k0, k): (usize, usize),
     all: impl Iterator<Item = Panel> + Clone,
-    wide: bool,
-    room: PanelLayout,
+    isa: VectorIsa,
+    layout: PanelLayout,
     to: &mut [f32],
 ) {
     const PIECE: usize = 512;
@@ -120,10 +115,10 @@ fn coded_steps(
             let end = panel.start + panel.count;
             if end > until {
                 (from, until) = (panel.start, (panel.start + PIECE).min(columns));
-                decode(isa(wide), view, k0 + p, first + from, &mut piece[..until - from]);
+                dequantize(Some(isa), view, k0 + p, first + from, &mut piece[..until - from]);
             }
             let values = &piece[panel.start - from..][..panel.count];
-            to[room.place(panel, p)..][..panel.count].copy_from_slice(values);
+            to[layout.place(panel, p)..][..panel.count].copy_from_slice(values);
         }
     }
 }
@@ -140,7 +135,7 @@ macro_rules! packing {
                 first: usize,
                 (k0, k): (usize, usize),
                 panels: impl Iterator<Item = Panel> + Clone,
-                room: PanelLayout,
+                layout: PanelLayout,
                 to: &mut [f32],
             ) {
                 // SAFETY: see `panels`.
@@ -148,10 +143,10 @@ macro_rules! packing {
                     if m.k_contiguous {
                         for p in panels {
                             let from = from.as_ptr().add((first + p.start) * m.stride + k0);
-                            turned(from, m.stride, p, k, to[room.place(p, 0)..].as_mut_ptr());
+                            transposed(from, m.stride, p, k, to[layout.place(p, 0)..].as_mut_ptr());
                         }
                     } else {
-                        across(from, m.stride, first, (k0, k), panels, room, to)
+                        strided(from, m.stride, first, (k0, k), panels, layout, to)
                     }
                 }
             }
@@ -160,19 +155,19 @@ macro_rules! packing {
             /// all panels.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn across<T: Element>(
+            unsafe fn strided<T: Element>(
                 from: &[T],
                 stride: usize,
                 first: usize,
                 (k0, k): (usize, usize),
                 panels: impl Iterator<Item = Panel> + Clone,
-                room: PanelLayout,
+                layout: PanelLayout,
                 to: &mut [f32],
             ) {
                 for p in 0..k {
                     let row = &from[(k0 + p) * stride + first..];
                     for panel in panels.clone() {
-                        let place = room.place(panel, p);
+                        let place = layout.place(panel, p);
                         let whole = panel.count.next_multiple_of($lanes);
                         if panel.start + whole > row.len() {
                             for i in 0..panel.count {
@@ -201,7 +196,7 @@ macro_rules! packing {
             /// Packs vectors that are contiguous in k: square blocks are transposed in registers.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn turned<T: Element>(from: *const T, stride: usize, panel: Panel, k: usize, to: *mut f32) {
+            unsafe fn transposed<T: Element>(from: *const T, stride: usize, panel: Panel, k: usize, to: *mut f32) {
                 let Panel { count, width, .. } = panel;
                 let blocks = k / $lanes;
                 // SAFETY: reads are inside (count, k), stores inside the rows of the panel.

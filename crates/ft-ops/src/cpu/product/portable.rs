@@ -1,17 +1,17 @@
 //! Products with the `gemm` crate, on every architecture.
 
-use super::super::decode::{Isa, decode};
+use super::super::dequantize::dequantize;
 use super::super::math::widen_slice;
 use super::super::with_scratch;
 use super::grid::{grid, part};
-use super::inside::PackedOperand;
+use super::task_gemm::PackedOperand;
 use super::{CInit, Job, Matrix, Operand};
 use rayon::prelude::*;
 
 /// Elements of k that are widened at a time.
 const PANEL: usize = 512;
 /// Elements that are dequantized at a time, for all columns together.
-const DECODED: usize = 1 << 19;
+const DEQUANTIZED: usize = 1 << 19;
 
 /// Up to this many results, the `gemm` crate sums in another order if both operands are contiguous in k.
 const SMALL: usize = 16 * 16;
@@ -84,15 +84,15 @@ pub(super) unsafe fn gemm(
 }
 
 /// Returns address, stride of vectors and stride of k of an f32 operand that was not packed.
-pub(super) fn lying(laid: &PackedOperand) -> (*const f32, usize, usize) {
-    let m = &laid.matrix;
+pub(super) fn unpacked(operand: &PackedOperand) -> (*const f32, usize, usize) {
+    let m = &operand.matrix;
     let (vector, step) = if m.k_contiguous { (m.stride, 1) } else { (1, m.stride) };
     let at = match m.values {
         Operand::F32(v) => v.as_ptr(),
         _ => std::ptr::null(),
     };
     (
-        at.wrapping_add(laid.first.0 * vector + laid.first.1 * step),
+        at.wrapping_add(operand.first.0 * vector + operand.first.1 * step),
         vector,
         step,
     )
@@ -103,7 +103,7 @@ pub(super) fn run(job: &Job) {
     let (down, across) = grid(m, n, rayon::current_num_threads());
     // Depends on the shape alone, because the cut of k decides the order of the sum.
     let panel = if job.b.is_quantized() {
-        (DECODED / n).clamp(16, PANEL)
+        (DEQUANTIZED / n).clamp(16, PANEL)
     } else {
         PANEL
     };
@@ -173,7 +173,7 @@ fn with_operand(
         Operand::Quantized(view) => with_scratch(outer * inner, |wide| {
             let (row, start) = if m.k_contiguous { (first, k0) } else { (k0, first) };
             for (i, to) in wide.chunks_exact_mut(inner).enumerate() {
-                decode(Isa::Portable, &view, row + i, start, to);
+                dequantize(None, &view, row + i, start, to);
             }
             let (vector, step) = strides(inner);
             f(wide.as_ptr(), vector, step)

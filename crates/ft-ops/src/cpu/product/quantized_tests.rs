@@ -1,6 +1,6 @@
-//! Products with quantized weights: on every path bit-equal to those with the dequantized values.
+//! Products with quantized weights: on every backend bit-equal to those with the dequantized values.
 
-use super::super::decode::tests::Random;
+use super::super::dequantize::tests::Random;
 use super::*;
 use crate::oracle::{flat, random};
 
@@ -24,46 +24,46 @@ fn bits(c: &[f32]) -> Vec<u32> {
 }
 
 /// Compares all products of a quantized weight with those of a dense weight that holds the dequantized values.
-fn check(path: CpuBackend, (tokens, o, i): Sizes) {
+fn check(backend: CpuBackend, (tokens, o, i): Sizes) {
     let (x, dy) = (flat(&random((tokens, i), 1)), flat(&random((tokens, o), 2)));
     let codes = Random::new(o, i);
     for (which, view) in codes.views().into_iter().enumerate() {
-        let mut decoded = vec![0f32; o * i];
-        for (row, to) in decoded.chunks_exact_mut(i).enumerate() {
-            view.decode(row, 0, to);
+        let mut dequantized = vec![0f32; o * i];
+        for (row, to) in dequantized.chunks_exact_mut(i).enumerate() {
+            view.dequantize(row, 0, to);
         }
-        let narrow: Vec<bf16> = decoded.iter().map(|v| bf16::from_f32(*v)).collect();
+        let narrow: Vec<bf16> = dequantized.iter().map(|v| bf16::from_f32(*v)).collect();
         let dense = match view.bf16 {
             true => Operand::Bf16(&narrow),
-            false => Operand::F32(&decoded),
+            false => Operand::F32(&dequantized),
         };
         let bias = flat(&random(o.max(i), 3));
         for backward in [false, true] {
             let (sizes, a) = match backward {
-                false => ((tokens, o, i), Matrix::vectors(Operand::F32(&x), i)),
-                true => ((tokens, i, o), Matrix::vectors(Operand::F32(&dy), o)),
+                false => ((tokens, o, i), Matrix::k_inner(Operand::F32(&x), i)),
+                true => ((tokens, i, o), Matrix::k_inner(Operand::F32(&dy), o)),
             };
             let operand = |w| match backward {
-                false => Matrix::vectors(w, i),
-                true => Matrix::steps(w, i),
+                false => Matrix::k_inner(w, i),
+                true => Matrix::k_outer(w, i),
             };
             for start in [CInit::Zero, CInit::C, CInit::Bias(&bias[..sizes.1])] {
                 let run = |w| {
                     let b: Matrix = operand(w);
                     let mut c = vec![0.25f32; tokens * sizes.1];
-                    product_on(path, sizes, &mut c, start, a, b, b.rounding());
+                    product_on(backend, sizes, &mut c, start, a, b, b.rounding());
                     c
                 };
                 let (got, want) = (run(Operand::Quantized(view)), run(dense));
-                // If a quantized weight takes the few-rows path, or k is cut elsewhere, the order of the sum differs.
-                let same_order = path != CpuBackend::Portable
+                // If a quantized weight takes the GEMV kernel, or k is cut elsewhere, the order of the sum differs.
+                let same_order = backend != CpuBackend::Portable
                     && (backward || tokens > 8 || tokens <= 4)
                     && !(matches!(start, CInit::C) && tokens <= 4 && !backward);
-                let place = format!("{path:?} view {which} {tokens} {o} {i} backward {backward}");
+                let place = format!("{backend:?} view {which} {tokens} {o} {i} backward {backward}");
                 if same_order {
                     assert!(bits(&got) == bits(&want), "{place}");
                 }
-                let bound = 1e-6 * sizes.2 as f32 * decoded.iter().fold(1f32, |m, x| m.max(x.abs()));
+                let bound = 1e-6 * sizes.2 as f32 * dequantized.iter().fold(1f32, |m, x| m.max(x.abs()));
                 for (got, want) in got.iter().zip(&want) {
                     assert!((got - want).abs() <= bound, "{place}: {got} {want}");
                 }
@@ -74,9 +74,9 @@ fn check(path: CpuBackend, (tokens, o, i): Sizes) {
 
 #[test]
 fn products_with_codes_are_those_with_the_decoded_values() {
-    for path in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
+    for backend in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
         for sizes in SIZES {
-            check(path, sizes);
+            check(backend, sizes);
         }
     }
 }
@@ -87,7 +87,7 @@ fn bit_equal_on_any_number_of_threads() {
     let x = flat(&random((tokens, i), 1));
     let dy = flat(&random((tokens, o), 2));
     let codes = Random::new(o, i);
-    for path in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
+    for backend in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
         for view in codes.views() {
             for rows in [2, tokens] {
                 let run = |threads| {
@@ -95,20 +95,20 @@ fn bit_equal_on_any_number_of_threads() {
                     let (mut y, mut dx) = (vec![0f32; rows * o], vec![0f32; rows * i]);
                     pool.install(|| {
                         let (a, b) = (
-                            Matrix::vectors(Operand::F32(&x[..rows * i]), i),
-                            Matrix::vectors(Operand::Quantized(view), i),
+                            Matrix::k_inner(Operand::F32(&x[..rows * i]), i),
+                            Matrix::k_inner(Operand::Quantized(view), i),
                         );
-                        product_on(path, (rows, o, i), &mut y, CInit::Zero, a, b, b.rounding());
+                        product_on(backend, (rows, o, i), &mut y, CInit::Zero, a, b, b.rounding());
                         let (a, b) = (
-                            Matrix::vectors(Operand::F32(&dy[..rows * o]), o),
-                            Matrix::steps(Operand::Quantized(view), i),
+                            Matrix::k_inner(Operand::F32(&dy[..rows * o]), o),
+                            Matrix::k_outer(Operand::Quantized(view), i),
                         );
-                        product_on(path, (rows, i, o), &mut dx, CInit::Zero, a, b, b.rounding());
+                        product_on(backend, (rows, i, o), &mut dx, CInit::Zero, a, b, b.rounding());
                     });
                     (bits(&y), bits(&dx))
                 };
                 let one = run(1);
-                assert!(one == run(2) && one == run(7), "{path:?} {rows}");
+                assert!(one == run(2) && one == run(7), "{backend:?} {rows}");
             }
         }
     }

@@ -1,10 +1,10 @@
 //! Rows of a weight as operands of products: their elements, and optionally a prepacked copy of the whole weight.
 
-use super::fused_lora::LARGEST;
+use super::fused_lora::MAX_RANK;
 use super::{CpuBackend, Matrix, Operand, Rounding};
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::tiles::panels::{Panels, bytes};
+use super::amx::panels::{Panels, bytes};
 
 /// Stands for the prepacked panels, which exist only on x86-64 Linux.
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
@@ -18,21 +18,21 @@ fn bytes(_vectors: usize, _k: usize, _rank: usize) -> usize {
 
 /// A weight `[O, I]`, prepacked in the orders that the AMX code reads.
 #[derive(Debug)]
-pub(crate) struct Packed {
+pub(crate) struct PrepackedWeight {
     /// For `x·Wᵀ`: O vectors of I.
     forward: Panels,
     /// For `dy·W`: I vectors of O.
     backward: Option<Panels>,
 }
 
-impl Packed {
+impl PrepackedWeight {
     /// Packs `w` for `x·Wᵀ`, and for `dy·W` if `backward`, with space for a fused LoRA rank of `rank`. None if no
     /// product would read it: the weight is not bf16, or the CPU has no AVX-512.
     pub(crate) fn new(w: WeightRows, (outputs, inputs): (usize, usize), backward: bool, rank: usize) -> Option<Self> {
         let pays = CpuBackend::Avx512.available() && w.rounding() == Rounding::Bf16 && outputs > 0 && inputs > 0;
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if pays {
-            let rank = fused_steps(rank);
+            let rank = fused_rank(rank);
             return Some(Self {
                 forward: Panels::new(&w.forward(), (outputs, inputs), rank),
                 backward: backward.then(|| Panels::new(&w.backward(), (inputs, outputs), rank)),
@@ -44,35 +44,35 @@ impl Packed {
 
     /// Returns the bytes that `new` allocates.
     pub(crate) fn bytes((outputs, inputs): (usize, usize), backward: bool, rank: usize) -> usize {
-        let rank = fused_steps(rank);
+        let rank = fused_rank(rank);
         let backward = if backward { bytes(inputs, outputs, rank) } else { 0 };
         bytes(outputs, inputs, rank) + backward
     }
 }
 
 /// Returns the rank that is fused: 0 if `rank` is too large.
-fn fused_steps(rank: usize) -> usize {
-    if rank <= LARGEST { rank } else { 0 }
+fn fused_rank(rank: usize) -> usize {
+    if rank <= MAX_RANK { rank } else { 0 }
 }
 
 /// A prepacked operand, from a given vector and element of k on.
 #[derive(Clone, Copy)]
-pub(crate) struct Kept<'a> {
+pub(crate) struct PrepackedPart<'a> {
     panels: &'a Panels,
     first: usize,
     k0: usize,
 }
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-impl<'a> Kept<'a> {
+impl<'a> PrepackedPart<'a> {
     /// Returns the panels for a product with `vectors` of `k` elements and `fused_steps` steps of a fused LoRA rank.
     /// None if the product cannot use them.
-    pub(super) fn hold(
+    pub(super) fn lock(
         self,
         (vectors, k): (usize, usize),
         fused_steps: usize,
-    ) -> Option<super::tiles::panels::Held<'a>> {
-        self.panels.hold((self.first, vectors), (self.k0, k), fused_steps)
+    ) -> Option<super::amx::panels::LockedPanels<'a>> {
+        self.panels.lock((self.first, vectors), (self.k0, k), fused_steps)
     }
 }
 
@@ -83,7 +83,7 @@ pub(crate) struct WeightRows<'a> {
     columns: usize,
     /// The row of the weight at which `values` begins.
     first: usize,
-    packed: Option<&'a Packed>,
+    packed: Option<&'a PrepackedWeight>,
 }
 
 impl<'a> WeightRows<'a> {
@@ -97,7 +97,7 @@ impl<'a> WeightRows<'a> {
     }
 
     /// Adds the prepacked copy of the same weight.
-    pub(crate) fn with(self, packed: Option<&'a Packed>) -> Self {
+    pub(crate) fn with(self, packed: Option<&'a PrepackedWeight>) -> Self {
         Self { packed, ..self }
     }
 
@@ -128,7 +128,7 @@ impl<'a> WeightRows<'a> {
             values: self.values,
             stride: self.columns,
             k_contiguous: true,
-            kept: panels.map(|panels| Kept {
+            prepacked: panels.map(|panels| PrepackedPart {
                 panels,
                 first: self.first,
                 k0: 0,
@@ -143,7 +143,7 @@ impl<'a> WeightRows<'a> {
             values: self.values,
             stride: self.columns,
             k_contiguous: false,
-            kept: panels.map(|panels| Kept {
+            prepacked: panels.map(|panels| PrepackedPart {
                 panels,
                 first: 0,
                 k0: self.first,

@@ -3,10 +3,9 @@
 //! more than the product: both operands are read in place, a few rows of k at a time.
 
 use super::super::with_scratch;
-use super::blocks::Width;
 use super::fma::{AccumulateFrom, MicroTile};
 use super::grid::part;
-use super::{CInit, Job, Operand};
+use super::{CInit, Job, Operand, VectorIsa};
 use rayon::prelude::*;
 
 /// Largest number of vectors of the skinny operand.
@@ -20,14 +19,14 @@ const PIECE: usize = 16;
 
 /// A row-major operand `[k, count]`.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
+struct RowMajor<'a> {
     values: &'a [f32],
     stride: usize,
     count: usize,
 }
 
 /// Returns the skinny operand, the wide one, and whether the skinny one is B. None if the job is of another kind.
-fn operands<'a>(job: &Job<'a>) -> Option<(Rows<'a>, Rows<'a>, bool)> {
+fn operands<'a>(job: &Job<'a>) -> Option<(RowMajor<'a>, RowMajor<'a>, bool)> {
     let (m, n, _) = job.sizes;
     let (Operand::F32(a), Operand::F32(b)) = (job.a.values, job.b.values) else {
         return None;
@@ -35,28 +34,28 @@ fn operands<'a>(job: &Job<'a>) -> Option<(Rows<'a>, Rows<'a>, bool)> {
     if job.a.k_contiguous || job.b.k_contiguous || m.min(n) > FEW {
         return None;
     }
-    let rows = |values, stride, count| Rows { values, stride, count };
+    let rows = |values, stride, count| RowMajor { values, stride, count };
     let (a, b) = (rows(a, job.a.stride, m), rows(b, job.b.stride, n));
     Some(if m <= n { (a, b, false) } else { (b, a, true) })
 }
 
 /// Runs the job and returns true if it is skinny; else returns false.
-pub(super) fn run(job: &Job, width: Width) -> bool {
-    let Some((skinny, wide, turned)) = operands(job) else {
+pub(super) fn run(job: &Job, isa: VectorIsa) -> bool {
+    let Some((skinny, wide, skinny_is_b)) = operands(job) else {
         return false;
     };
     let tasks = rayon::current_num_threads().max(wide.count.div_ceil(COLUMNS));
     (0..tasks).into_par_iter().with_max_len(1).for_each(|index| {
-        let (first, columns) = part(wide.count, tasks, index, width.tile().1);
-        with_scratch(skinny.count * columns + STEPS * width.tile().1, |scratch| {
+        let (first, columns) = part(wide.count, tasks, index, isa.micro_tile().1);
+        with_scratch(skinny.count * columns + STEPS * isa.micro_tile().1, |scratch| {
             let (sums, tail) = scratch.split_at_mut(skinny.count * columns);
-            add_up(width, job.sizes.2, skinny, wide, first, sums, tail);
+            add_products(isa, job.sizes.2, skinny, wide, first, sums, tail);
             // Transposed in pieces: the cache lines of C and of the sums stay in the L1 cache.
             for piece in (0..columns).step_by(PIECE) {
                 for (row, sums) in sums.chunks_exact(columns).enumerate() {
                     let sums = &sums[piece..(piece + PIECE).min(columns)];
                     for (column, sum) in (first + piece..).zip(sums) {
-                        let (i, j) = if turned { (column, row) } else { (row, column) };
+                        let (i, j) = if skinny_is_b { (column, row) } else { (row, column) };
                         // SAFETY: inside C; these columns of the wide operand belong to this task alone.
                         let c = unsafe { &mut *job.c.at(i * job.sizes.1 + j) };
                         *c = match job.start {
@@ -74,13 +73,21 @@ pub(super) fn run(job: &Job, width: Width) -> bool {
 
 /// Computes the products of every skinny vector with the wide ones from `first` on, summed over k:
 /// `[skinny.count, columns]`. `tail` has space for one tile of `STEPS` rows.
-fn add_up(width: Width, k: usize, skinny: Rows, wide: Rows, first: usize, sums: &mut [f32], tail: &mut [f32]) {
-    let (tile_rows, tile_columns, lanes) = width.tile();
+fn add_products(
+    isa: VectorIsa,
+    k: usize,
+    skinny: RowMajor,
+    wide: RowMajor,
+    first: usize,
+    sums: &mut [f32],
+    tail: &mut [f32],
+) {
+    let (mr, nr, lanes) = isa.micro_tile();
     let columns = sums.len() / skinny.count.max(1);
     for k0 in (0..k).step_by(STEPS) {
         let steps = STEPS.min(k - k0);
-        for c in (0..columns).step_by(tile_columns) {
-            let count = tile_columns.min(columns - c);
+        for c in (0..columns).step_by(nr) {
+            let count = nr.min(columns - c);
             let vectors = count.div_ceil(lanes);
             let at = |p: usize| (k0 + p) * wide.stride + first + c;
             let (b, b_k) = if count == vectors * lanes {
@@ -88,11 +95,11 @@ fn add_up(width: Width, k: usize, skinny: Rows, wide: Rows, first: usize, sums: 
             } else {
                 // A kernel reads whole vectors, and the memory after the last one may not be readable.
                 for p in 0..steps {
-                    tail[p * tile_columns..][..count].copy_from_slice(&wide.values[at(p)..][..count]);
+                    tail[p * nr..][..count].copy_from_slice(&wide.values[at(p)..][..count]);
                 }
-                (tail.as_ptr(), tile_columns)
+                (tail.as_ptr(), nr)
             };
-            let panels = skinny.count.div_ceil(tile_rows);
+            let panels = skinny.count.div_ceil(mr);
             for (row, rows) in (0..panels).map(|p| part(skinny.count, panels, p, 1)) {
                 let tile = MicroTile {
                     k: steps,
@@ -112,7 +119,7 @@ fn add_up(width: Width, k: usize, skinny: Rows, wide: Rows, first: usize, sums: 
                 };
                 // SAFETY: the tile lies in `sums`; both operands hold `steps` rows of these vectors; the CPU
                 // features were detected.
-                unsafe { width.kernel(rows, vectors)(&tile) }
+                unsafe { isa.kernel(rows, vectors)(&tile) }
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Every path, compared with a plain loop in f64.
+//! Every backend, compared with a plain loop in f64.
 
 use super::*;
 use crate::oracle::{flat, random};
@@ -20,7 +20,7 @@ const SIZES: [Sizes; 13] = [
     (4200, 20, 33),
 ];
 
-fn paths() -> Vec<CpuBackend> {
+fn backends() -> Vec<CpuBackend> {
     testable()
 }
 
@@ -46,9 +46,9 @@ impl Operand {
             Values::F32(&self.wide)
         };
         if k_contiguous {
-            Matrix::vectors(values, self.k)
+            Matrix::k_inner(values, self.k)
         } else {
-            Matrix::steps(values, self.count)
+            Matrix::k_outer(values, self.count)
         }
     }
 
@@ -75,13 +75,13 @@ impl Operand {
     }
 }
 
-/// Checks that every product is the sum of the products of its operands, rounded to bf16 if the path rounds, for
+/// Checks that every product is the sum of the products of its operands, rounded to bf16 if the backend rounds, for
 /// all sizes. `bound(k)`: the largest error allowed for sums of k products of numbers of size 1.
-fn check(path: CpuBackend, rounding: Rounding, bound: impl Fn(f64) -> f64) {
-    let narrow = path.rounds(rounding);
+fn check(backend: CpuBackend, rounding: Rounding, bound: impl Fn(f64) -> f64) {
+    let narrow = backend.rounds(rounding);
     // Emulation is slow.
-    let played = !path.available();
-    for sizes in SIZES.into_iter().filter(|(m, ..)| !played || *m < 100) {
+    let emulated = !backend.available();
+    for sizes in SIZES.into_iter().filter(|(m, ..)| !emulated || *m < 100) {
         let (m, n, k) = sizes;
         let (a, b) = (Operand::new(m, k, 1), Operand::new(n, k, 2));
         let bias = flat(&random(n, 3));
@@ -95,7 +95,7 @@ fn check(path: CpuBackend, rounding: Rounding, bound: impl Fn(f64) -> f64) {
             for (which, start) in [CInit::Zero, CInit::C, CInit::Bias(&bias)].into_iter().enumerate() {
                 let mut c = vec![if which == 1 { 0.5 } else { f32::NAN }; m * n];
                 product_on(
-                    path,
+                    backend,
                     sizes,
                     &mut c,
                     start,
@@ -110,7 +110,7 @@ fn check(path: CpuBackend, rounding: Rounding, bound: impl Fn(f64) -> f64) {
                         let got = c[i * n + j] as f64;
                         assert!(
                             (got - want).abs() <= bound(k as f64),
-                            "{path:?} {sizes:?} kind {kind} start {which} at {i}, {j}: {got} {want}"
+                            "{backend:?} {sizes:?} kind {kind} start {which} at {i}, {j}: {got} {want}"
                         );
                     }
                 }
@@ -120,11 +120,11 @@ fn check(path: CpuBackend, rounding: Rounding, bound: impl Fn(f64) -> f64) {
 }
 
 #[test]
-fn every_path_agrees_with_a_plain_loop() {
-    for path in paths() {
+fn every_backend_agrees_with_a_plain_loop() {
+    for backend in backends() {
         for rounding in [Rounding::Exact, Rounding::Bf16] {
             // A sum of size √k, rounded k times by 2^-24.
-            check(path, rounding, |k| 1e-6 + 4e-7 * k);
+            check(backend, rounding, |k| 1e-6 + 4e-7 * k);
         }
     }
 }
@@ -133,14 +133,14 @@ fn every_path_agrees_with_a_plain_loop() {
 fn bit_equal_for_any_number_of_threads() {
     let sizes = (700, 330, 900);
     let (a, b) = (Operand::new(700, 900, 1), Operand::new(330, 900, 2));
-    for path in paths() {
+    for backend in backends() {
         for rounding in [Rounding::Exact, Rounding::Bf16] {
             let run = |threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let mut c = vec![0f32; 700 * 330];
                 pool.install(|| {
                     product_on(
-                        path,
+                        backend,
                         sizes,
                         &mut c,
                         CInit::Zero,
@@ -152,7 +152,7 @@ fn bit_equal_for_any_number_of_threads() {
                 c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
             };
             let one = run(1);
-            assert!(one == run(2) && one == run(7), "{path:?} {rounding:?}");
+            assert!(one == run(2) && one == run(7), "{backend:?} {rounding:?}");
         }
     }
 }
@@ -162,12 +162,12 @@ fn bit_equal_for_any_number_of_threads() {
 fn a_row_has_the_same_bits_among_any_number_of_rows() {
     for (n, k) in [(16, 24), (24, 40), (90, 700)] {
         let (a, b) = (Operand::new(100, k, 1), Operand::new(n, k, 2));
-        for path in paths() {
+        for backend in backends() {
             for rounding in [Rounding::Exact, Rounding::Bf16] {
                 let run = |m: usize, bf16: bool| {
                     let mut c = vec![0f32; m * n];
                     let (a, b) = (a.matrix(false, true), b.matrix(bf16, true));
-                    product_on(path, (m, n, k), &mut c, CInit::Zero, a, b, rounding);
+                    product_on(backend, (m, n, k), &mut c, CInit::Zero, a, b, rounding);
                     c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
                 };
                 for bf16 in [false, true] {
@@ -175,7 +175,7 @@ fn a_row_has_the_same_bits_among_any_number_of_rows() {
                     for m in [9, 10, 15, 28, 40] {
                         assert!(
                             all[..m * n] == run(m, bf16),
-                            "{path:?} {rounding:?} bf16 {bf16}: {m} rows of {n}"
+                            "{backend:?} {rounding:?} bf16 {bf16}: {m} rows of {n}"
                         );
                     }
                 }
@@ -197,7 +197,7 @@ fn blocks_cover_c_exactly() {
 }
 
 #[test]
-fn a_rider_arrives_on_every_path() {
+fn fused_lora_agrees_on_every_backend() {
     for (m, n, k, rank) in [
         (3, 100, 40, 5),
         (30, 70, 400, 16),
@@ -210,7 +210,7 @@ fn a_rider_arrives_on_every_path() {
             let terms = (0..k).map(|p| a.at(false, true, i, p) * down.at(false, true, r, p));
             0.5 * terms.sum::<f64>()
         };
-        for path in paths() {
+        for backend in backends() {
             let (mut c, mut u) = (vec![0.25f32; m * n], vec![f32::NAN; m * rank]);
             let fused_lora = FusedLora {
                 rank,
@@ -220,12 +220,20 @@ fn a_rider_arrives_on_every_path() {
                 u: &mut u,
             };
             let operands = (a.matrix(false, true), b.matrix(true, true));
-            product_with(path, (m, n, k), &mut c, CInit::C, operands, Rounding::Exact, fused_lora);
+            product_with(
+                backend,
+                (m, n, k),
+                &mut c,
+                CInit::C,
+                operands,
+                Rounding::Exact,
+                fused_lora,
+            );
             for i in 0..m {
                 let want_u: Vec<f64> = (0..rank).map(|r| u_at(i, r)).collect();
                 for (r, want) in want_u.iter().enumerate() {
                     let got = u[i * rank + r] as f64;
-                    assert!((got - want).abs() < 1e-4, "{path:?} u at {i}, {r}: {got} {want}");
+                    assert!((got - want).abs() < 1e-4, "{backend:?} u at {i}, {r}: {got} {want}");
                 }
                 for j in 0..n {
                     let base: f64 = (0..k).map(|p| a.at(false, true, i, p) * b.at(true, true, j, p)).sum();
@@ -233,7 +241,7 @@ fn a_rider_arrives_on_every_path() {
                     let (got, want) = (c[i * n + j] as f64, 0.25 + base + added);
                     assert!(
                         (got - want).abs() < 5e-4,
-                        "{path:?} {m} {n} {k} {rank} at {i}, {j}: {got} {want}"
+                        "{backend:?} {m} {n} {k} {rank} at {i}, {j}: {got} {want}"
                     );
                 }
             }

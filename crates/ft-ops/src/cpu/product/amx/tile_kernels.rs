@@ -19,7 +19,7 @@ pub(super) const TILE: usize = 32 * 32;
 pub(super) const WRITING: usize = 16;
 
 /// True if the CPU has AMX for bf16 and this process may use it.
-pub(super) fn available() -> bool {
+pub(in crate::cpu::product) fn available() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| {
         let leaves = __cpuid(0).eax;

@@ -1,11 +1,11 @@
-//! The AMX path, compared with plain loops; AMX is emulated where it is missing.
+//! The AMX backend, compared with plain loops; AMX is emulated where it is missing.
 
 use super::super::super::Shared;
 use super::super::super::storage::Values;
 use super::super::{
-    CInit, CpuBackend, FusedLora, Job, Matrix, Operand, Packed, Rounding, WeightRows, product_on, product_with,
+    CInit, CpuBackend, FusedLora, Job, Matrix, Operand, PrepackedWeight, Rounding, WeightRows, product_on,
+    product_with, testable,
 };
-use super::Unit;
 use crate::oracle::{flat, random};
 use half::bf16;
 
@@ -13,36 +13,13 @@ fn rounded(values: &[f32]) -> Vec<bf16> {
     values.iter().map(|x| bf16::from_f32(*x)).collect()
 }
 
-fn ready() -> bool {
-    if !CpuBackend::Avx512.available() {
-        eprintln!("skipped: packing for the tile unit needs AVX-512");
-        return false;
-    }
-    super::emulate()
-}
-
-/// Returns the units that can be tested on this machine: AMX, real or emulated, and AVX512-BF16 dot products if
-/// available.
-fn units() -> Vec<Unit> {
-    let all = [(ready(), Unit::Tiles), (Unit::Dots.available(), Unit::Dots)];
-    all.into_iter()
-        .filter(|(there, _)| *there)
-        .map(|(_, unit)| unit)
-        .collect()
-}
-
-/// Returns the paths that use these units.
-fn paths() -> Vec<CpuBackend> {
-    let goes = |unit| {
-        [CpuBackend::Amx, CpuBackend::Avx512Bf16]
-            .into_iter()
-            .find(|p| p.unit() == Some(unit))
-    };
-    units().into_iter().filter_map(goes).collect()
+/// Returns the backends of this module that can be tested on this machine; AMX is emulated where it is missing.
+fn backends() -> Vec<CpuBackend> {
+    testable().into_iter().filter(|b| b.packs_bf16()).collect()
 }
 
 /// Checks that C, from operands in every storage, is the product of the operands rounded to bf16.
-fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
+fn check(backend: CpuBackend, (m, n, k): (usize, usize, usize)) {
     let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
     let turned =
         |v: &[f32], count: usize| -> Vec<f32> { (0..count * k).map(|i| v[i % count * k + i / count]).collect() };
@@ -55,16 +32,16 @@ fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
     );
     for kind in 0..16 {
         let a = match kind & 3 {
-            0 => Matrix::vectors(Values::F32(&a), k),
-            1 => Matrix::steps(Values::F32(&at), m),
-            2 => Matrix::vectors(Values::Bf16(&narrow[0]), k),
-            _ => Matrix::steps(Values::Bf16(&narrow[1]), m),
+            0 => Matrix::k_inner(Values::F32(&a), k),
+            1 => Matrix::k_outer(Values::F32(&at), m),
+            2 => Matrix::k_inner(Values::Bf16(&narrow[0]), k),
+            _ => Matrix::k_outer(Values::Bf16(&narrow[1]), m),
         };
         let b = match kind >> 2 {
-            0 => Matrix::vectors(Values::F32(&b), k),
-            1 => Matrix::steps(Values::F32(&bt), n),
-            2 => Matrix::vectors(Values::Bf16(&narrow[2]), k),
-            _ => Matrix::steps(Values::Bf16(&narrow[3]), n),
+            0 => Matrix::k_inner(Values::F32(&b), k),
+            1 => Matrix::k_outer(Values::F32(&bt), n),
+            2 => Matrix::k_inner(Values::Bf16(&narrow[2]), k),
+            _ => Matrix::k_outer(Values::Bf16(&narrow[3]), n),
         };
         let start = [CInit::Zero, CInit::C, CInit::Bias(&bias)][kind % 3];
         let mut c = vec![if kind % 3 == 1 { 0.25 } else { f32::NAN }; m * n];
@@ -77,7 +54,7 @@ fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
                 b,
                 fused_lora: None,
             },
-            unit,
+            backend,
         );
         for i in 0..m {
             for j in 0..n {
@@ -95,7 +72,7 @@ fn check(unit: Unit, (m, n, k): (usize, usize, usize)) {
 
 #[test]
 fn tiles_agree_with_plain_loops() {
-    for unit in units() {
+    for backend in backends() {
         // Ragged edges; one step and several; k below and above the number of steps in which a finished tile is
         // written.
         for sizes in [
@@ -108,7 +85,7 @@ fn tiles_agree_with_plain_loops() {
             (70, 65, 545),
             (96, 64, 1100),
         ] {
-            check(unit, sizes);
+            check(backend, sizes);
         }
     }
 }
@@ -117,10 +94,10 @@ fn tiles_agree_with_plain_loops() {
 /// at once.
 #[test]
 fn a_rider_is_a_few_steps_more() {
-    paths().into_iter().for_each(fuses);
+    backends().into_iter().for_each(fuses);
 }
 
-fn fuses(path: CpuBackend) {
+fn fuses(backend: CpuBackend) {
     // A few rows and large ranks are computed as three products, with the same operands.
     for (m, n, k, rank) in [
         (1, 70, 50, 5),
@@ -140,16 +117,24 @@ fn fuses(path: CpuBackend) {
         let (mut c, mut u) = (vec![0.25; m * n], vec![f32::NAN; m * rank]);
         let fused_lora = FusedLora {
             rank,
-            down: Matrix::vectors(Values::F32(&down), k),
-            up: Matrix::vectors(Values::F32(&up), rank),
+            down: Matrix::k_inner(Values::F32(&down), k),
+            up: Matrix::k_inner(Values::F32(&up), rank),
             scale: 0.5,
             u: &mut u,
         };
         let operands = (
-            Matrix::vectors(Values::F32(&a), k),
-            Matrix::vectors(Values::Bf16(&rb), k),
+            Matrix::k_inner(Values::F32(&a), k),
+            Matrix::k_inner(Values::Bf16(&rb), k),
         );
-        product_with(path, (m, n, k), &mut c, CInit::C, operands, Rounding::Bf16, fused_lora);
+        product_with(
+            backend,
+            (m, n, k),
+            &mut c,
+            CInit::C,
+            operands,
+            Rounding::Bf16,
+            fused_lora,
+        );
         let ru = rounded(&u);
         let dot = |x: &[bf16], y: &[bf16]| -> f64 { x.iter().zip(y).map(|(x, y)| x.to_f64() * y.to_f64()).sum() };
         for i in (0..m).step_by((m / 30).max(1)) {
@@ -175,17 +160,17 @@ fn fuses(path: CpuBackend) {
 
 #[test]
 fn codes_give_the_bits_of_the_decoded_values() {
-    units().into_iter().for_each(codes_on);
+    backends().into_iter().for_each(codes_on);
 }
 
-fn codes_on(unit: Unit) {
+fn codes_on(backend: CpuBackend) {
     // More vectors and steps than are dequantized at a time.
     for (tokens, o, i) in [(40, 70, 545), (33, 300, 1100), (20, 1100, 90)] {
-        let codes = crate::cpu::decode::tests::Random::new(o, i);
+        let codes = crate::cpu::dequantize::tests::Random::new(o, i);
         for view in codes.views().into_iter().filter(|v| v.bf16) {
             let mut dense = vec![0f32; o * i];
             for (row, to) in dense.chunks_exact_mut(i).enumerate() {
-                view.decode(row, 0, to);
+                view.dequantize(row, 0, to);
             }
             let dense = rounded(&dense);
             let (x, dy) = (flat(&random((tokens, i), 1)), flat(&random((tokens, o), 2)));
@@ -197,15 +182,15 @@ fn codes_on(unit: Unit) {
                         sizes: (tokens, n, k),
                         c: Shared::new(&mut c),
                         start: CInit::Zero,
-                        a: Matrix::vectors(Operand::F32(if backward { &dy } else { &x }), k),
+                        a: Matrix::k_inner(Operand::F32(if backward { &dy } else { &x }), k),
                         b: if backward {
-                            Matrix::steps(w, i)
+                            Matrix::k_outer(w, i)
                         } else {
-                            Matrix::vectors(w, i)
+                            Matrix::k_inner(w, i)
                         },
                         fused_lora: None,
                     },
-                    unit,
+                    backend,
                 );
                 c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
             };
@@ -222,10 +207,10 @@ fn codes_on(unit: Unit) {
 
 #[test]
 fn nan_infinity_and_ties_survive_the_rounding() {
-    units().into_iter().for_each(odd_numbers);
+    backends().into_iter().for_each(odd_numbers);
 }
 
-fn odd_numbers(unit: Unit) {
+fn odd_numbers(backend: CpuBackend) {
     let mut a = vec![0f32; 32 * 32];
     let odd = [
         f32::NAN,
@@ -247,11 +232,11 @@ fn odd_numbers(unit: Unit) {
             sizes: (32, 32, 32),
             c: Shared::new(&mut c),
             start: CInit::Zero,
-            a: Matrix::vectors(Values::F32(&a), 32),
-            b: Matrix::vectors(Values::F32(&identity), 32),
+            a: Matrix::k_inner(Values::F32(&a), 32),
+            b: Matrix::k_inner(Values::F32(&identity), 32),
             fused_lora: None,
         },
-        unit,
+        backend,
     );
     for (i, x) in odd.iter().enumerate() {
         let (got, want) = (c[i * 32 + i], bf16::from_f32(*x).to_f32());
@@ -264,10 +249,10 @@ fn odd_numbers(unit: Unit) {
 
 #[test]
 fn bit_equal_for_any_number_of_threads() {
-    units().into_iter().for_each(threads_on);
+    backends().into_iter().for_each(threads_on);
 }
 
-fn threads_on(unit: Unit) {
+fn threads_on(backend: CpuBackend) {
     let (m, n, k) = (130, 200, 600);
     let (a, b) = (flat(&random((m, k), 1)), flat(&random((n, k), 2)));
     let run = |threads| {
@@ -279,11 +264,11 @@ fn threads_on(unit: Unit) {
                     sizes: (m, n, k),
                     c: Shared::new(&mut c),
                     start: CInit::Zero,
-                    a: Matrix::vectors(Values::F32(&a), k),
-                    b: Matrix::vectors(Values::F32(&b), k),
+                    a: Matrix::k_inner(Values::F32(&a), k),
+                    b: Matrix::k_inner(Values::F32(&b), k),
                     fused_lora: None,
                 },
-                unit,
+                backend,
             )
         });
         c.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
@@ -296,16 +281,16 @@ fn threads_on(unit: Unit) {
 /// rows of chunks, so that a part begins and ends inside.
 #[test]
 fn packed_before_is_packed_now() {
-    paths().into_iter().for_each(packed_on);
+    backends().into_iter().for_each(packed_on);
 }
 
-fn packed_on(path: CpuBackend) {
+fn packed_on(backend: CpuBackend) {
     let tokens = 40;
     for (outputs, inputs, rank) in [(70, 50, 0), (64, 1100, 16), (2100, 96, 33), (1025, 2049, 64)] {
         let w = rounded(&flat(&random((outputs, inputs), 1)));
         let plain = WeightRows::new(Operand::Bf16(&w), inputs);
-        let packed = Packed::new(plain, (outputs, inputs), true, rank).unwrap();
-        let kept = plain.with(Some(&packed));
+        let packed = PrepackedWeight::new(plain, (outputs, inputs), true, rank).unwrap();
+        let prepacked = plain.with(Some(&packed));
         let operand = |width: usize, seed: u64| flat(&random((tokens, width), seed));
         let mut parts = vec![(0, outputs)];
         if outputs > 1024 {
@@ -315,30 +300,30 @@ fn packed_on(path: CpuBackend) {
             let forms = [
                 (
                     plain.part(first, count).forward(),
-                    kept.part(first, count).forward(),
+                    prepacked.part(first, count).forward(),
                     inputs,
                     count,
                 ),
                 (
                     plain.part(first, count).backward(),
-                    kept.part(first, count).backward(),
+                    prepacked.part(first, count).backward(),
                     count,
                     inputs,
                 ),
             ];
-            for (plain, kept, k, n) in forms {
+            for (plain, prepacked, k, n) in forms {
                 let x = operand(k, 2);
                 let run = |b: Matrix| {
                     let mut c = vec![0.5; tokens * n];
-                    let a = Matrix::vectors(Values::F32(&x), k);
-                    product_on(path, (tokens, n, k), &mut c, CInit::C, a, b, Rounding::Bf16);
+                    let a = Matrix::k_inner(Values::F32(&x), k);
+                    product_on(backend, (tokens, n, k), &mut c, CInit::C, a, b, Rounding::Bf16);
                     c
                 };
                 assert!(
-                    kept.kept.unwrap().hold((n, k), 0).is_some(),
+                    prepacked.prepacked.unwrap().lock((n, k), 0).is_some(),
                     "{outputs} {inputs} {first} {count}"
                 );
-                assert_eq!(run(kept), run(plain), "{outputs} {inputs} {first} {count}");
+                assert_eq!(run(prepacked), run(plain), "{outputs} {inputs} {first} {count}");
                 if rank == 0 || count < outputs {
                     continue;
                 }
@@ -347,14 +332,14 @@ fn packed_on(path: CpuBackend) {
                     let (mut c, mut u) = (vec![0.5; tokens * n], vec![f32::NAN; tokens * rank]);
                     let fused_lora = FusedLora {
                         rank,
-                        down: Matrix::vectors(Values::F32(&down), k),
-                        up: Matrix::vectors(Values::F32(&up), rank),
+                        down: Matrix::k_inner(Values::F32(&down), k),
+                        up: Matrix::k_inner(Values::F32(&up), rank),
                         scale: 0.5,
                         u: &mut u,
                     };
-                    let operands = (Matrix::vectors(Values::F32(&x), k), b);
+                    let operands = (Matrix::k_inner(Values::F32(&x), k), b);
                     product_with(
-                        path,
+                        backend,
                         (tokens, n, k),
                         &mut c,
                         CInit::C,
@@ -364,10 +349,10 @@ fn packed_on(path: CpuBackend) {
                     );
                     (c, u)
                 };
-                assert!(kept.kept.unwrap().hold((n, k), rank.div_ceil(32)).is_some());
-                assert!(ride(kept) == ride(plain), "{outputs} {inputs} rank {rank}");
+                assert!(prepacked.prepacked.unwrap().lock((n, k), rank.div_ceil(32)).is_some());
+                assert!(ride(prepacked) == ride(plain), "{outputs} {inputs} rank {rank}");
                 // LoRA data of an earlier product does not change a product without LoRA.
-                assert_eq!(run(kept), run(plain));
+                assert_eq!(run(prepacked), run(plain));
             }
         }
     }
@@ -377,15 +362,15 @@ fn packed_on(path: CpuBackend) {
 /// another product uses.
 #[test]
 fn what_cannot_be_used_is_packed_anew() {
-    if !ready() {
+    if !CpuBackend::Avx512.available() {
         return;
     }
     let (outputs, inputs) = (2100, 96);
     let w = rounded(&flat(&random((outputs, inputs), 1)));
     let rows = WeightRows::new(Operand::Bf16(&w), inputs);
-    let packed = Packed::new(rows, (outputs, inputs), true, 16).unwrap();
+    let packed = PrepackedWeight::new(rows, (outputs, inputs), true, 16).unwrap();
     let rows = rows.with(Some(&packed));
-    let holds = |b: Matrix, sizes, fused_steps| b.kept.unwrap().hold(sizes, fused_steps).is_some();
+    let holds = |b: Matrix, sizes, fused_steps| b.prepacked.unwrap().lock(sizes, fused_steps).is_some();
     assert!(holds(rows.forward(), (outputs, inputs), 1) && !holds(rows.forward(), (outputs, inputs), 2));
     assert!(holds(rows.part(64, 96).forward(), (96, inputs), 0));
     for (first, count) in [(1, 64), (64, 65)] {
@@ -395,10 +380,10 @@ fn what_cannot_be_used_is_packed_anew() {
     // The last chunk is not part of it, so no rank can be appended.
     assert!(!holds(rows.part(0, 1024).backward(), (inputs, 1024), 1));
     assert!(!holds(rows.part(32, 1024).backward(), (inputs, 1024), 0));
-    let another = rows.forward().kept.unwrap().hold((outputs, inputs), 0);
+    let another = rows.forward().prepacked.unwrap().lock((outputs, inputs), 0);
     assert!(another.is_some() && !holds(rows.forward(), (outputs, inputs), 0));
     drop(another);
     assert!(holds(rows.forward(), (outputs, inputs), 0));
-    let packed = Packed::new(WeightRows::new(Operand::F32(&[0.0; 4]), 2), (2, 2), true, 0);
+    let packed = PrepackedWeight::new(WeightRows::new(Operand::F32(&[0.0; 4]), 2), (2, 2), true, 0);
     assert!(packed.is_none(), "f32 weights never go to the tile unit");
 }

@@ -8,8 +8,8 @@ pub(crate) mod tests;
 #[cfg(target_arch = "x86_64")]
 mod vectors;
 
-use super::product::CpuBackend;
-use crate::quantized::{QMatrixView, Run};
+use super::product::VectorIsa;
+use crate::quantized::{QMatrixView, ScaleRun};
 
 /// The 16 levels of NF4 (Dettmers et al. 2023, arXiv 2305.14314, appendix E).
 pub const NF4_TABLE: [f32; 16] = [
@@ -31,40 +31,18 @@ pub const NF4_TABLE: [f32; 16] = [
     1.0,
 ];
 
-/// Instruction sets for dequantization.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Isa {
-    Avx512,
-    Avx2,
-    Portable,
-}
-
-impl Isa {
-    pub(crate) fn current() -> Isa {
-        Isa::of(CpuBackend::current())
-    }
-
-    pub(crate) fn of(path: CpuBackend) -> Isa {
-        match path {
-            CpuBackend::Amx | CpuBackend::Avx512Bf16 | CpuBackend::Avx512 => Isa::Avx512,
-            CpuBackend::Avx2 => Isa::Avx2,
-            CpuBackend::Portable => Isa::Portable,
-        }
-    }
-}
-
-/// Dequantizes columns `start..start + to.len()` of row `row`. The CPU must have the instructions of `isa`. Panics
-/// outside the weight.
-pub(crate) fn decode(isa: Isa, view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
+/// Dequantizes columns `start..start + to.len()` of row `row`. The CPU must have the instructions of `isa`; `None`
+/// needs none. Panics outside the weight.
+pub(crate) fn dequantize(isa: Option<VectorIsa>, view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
     assert!(row < view.rows && start <= view.columns && to.len() <= view.columns - start);
     debug_assert!(view.fits());
     match isa {
         // SAFETY: the caller detected these instructions.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => unsafe { vectors::wide(view, row, start, to) },
+        Some(VectorIsa::Avx512) => unsafe { vectors::wide(view, row, start, to) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { vectors::narrow(view, row, start, to) },
+        Some(VectorIsa::Avx2) => unsafe { vectors::narrow(view, row, start, to) },
         _ => runs::<Plain>(view, row, start, to),
     }
 }
@@ -90,9 +68,9 @@ fn runs<K: Kernel>(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f
         let mut to = &mut to[done..done + n];
         done += n;
         match run {
-            // SAFETY: promised by the caller of `decode`.
-            Run::Int8(at, scale) => unsafe { K::int8(&bytes[at..at + n], scale, view.bf16, to) },
-            Run::Nibbles(mut at, table) => {
+            // SAFETY: promised by the caller of `dequantize`.
+            ScaleRun::Int8(at, scale) => unsafe { K::int8(&bytes[at..at + n], scale, view.bf16, to) },
+            ScaleRun::Nibbles(mut at, table) => {
                 if at % 2 == 1 {
                     to[0] = table[(bytes[at / 2] & 15) as usize];
                     to = &mut to[1..];

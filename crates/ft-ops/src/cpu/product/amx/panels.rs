@@ -7,12 +7,12 @@
 use super::super::Matrix;
 use super::buffer::Buffer;
 use super::pack::Format;
-use super::unit::STEP;
-use super::{CHUNK, Depth, Packed, pack_all};
+use super::tile_kernels::STEP;
+use super::{Depth, KC_STEPS, PackedView, pack_all};
 use std::sync::{Mutex, MutexGuard};
 
 /// Elements of k in a chunk: a product with a part of k begins at a multiple of it.
-const CHUNK_ELEMENTS: usize = 32 * CHUNK;
+const CHUNK_ELEMENTS: usize = 32 * KC_STEPS;
 
 #[derive(Debug)]
 pub(crate) struct Panels {
@@ -23,7 +23,7 @@ pub(crate) struct Panels {
 }
 
 /// Panels locked by one product, from the vector and the element of k at which its operand begins.
-pub(in crate::cpu::product) struct Held<'a> {
+pub(in crate::cpu::product) struct LockedPanels<'a> {
     panels: &'a Panels,
     memory: MutexGuard<'a, Buffer>,
     first: usize,
@@ -45,7 +45,7 @@ impl Panels {
             extra: rank.div_ceil(32),
         };
         let memory = Buffer::of(bytes(vectors, k, rank));
-        let to = Packed {
+        let to = PackedView {
             memory: memory.address(),
             panels: vectors.div_ceil(32),
             depth,
@@ -64,13 +64,14 @@ impl Panels {
     /// Locks the panels for a product with `vectors` of its vectors from `first` on, their elements `k0..k0 + k`,
     /// and `fused_steps` steps of a fused LoRA rank. None if this part does not begin and end with whole panels and
     /// chunks, if there is no space for the rank, or if another product uses the panels.
-    pub(in crate::cpu::product) fn hold(
+    pub(in crate::cpu::product) fn lock(
         &self,
         (first, vectors): (usize, usize),
         (k0, k): (usize, usize),
         fused_steps: usize,
-    ) -> Option<Held<'_>> {
-        let ends_whole = |at: usize, unit: usize, all: usize| at == all || (at < all && at.is_multiple_of(unit));
+    ) -> Option<LockedPanels<'_>> {
+        let ends_whole =
+            |at: usize, tile_kernels: usize, all: usize| at == all || (at < all && at.is_multiple_of(tile_kernels));
         let fits = first.is_multiple_of(32)
             && ends_whole(first + vectors, 32, self.vectors)
             && k0.is_multiple_of(CHUNK_ELEMENTS)
@@ -79,7 +80,7 @@ impl Panels {
         if !fits || !fuses {
             return None;
         }
-        Some(Held {
+        Some(LockedPanels {
             panels: self,
             memory: self.memory.try_lock().ok()?,
             first,
@@ -88,10 +89,10 @@ impl Panels {
     }
 }
 
-impl Held<'_> {
+impl LockedPanels<'_> {
     /// Returns the operand from index `k0` of the product on, a multiple of `CHUNK_ELEMENTS`.
-    pub(super) fn from(&self, k0: usize) -> Packed {
-        Packed {
+    pub(super) fn view_at(&self, k0: usize) -> PackedView {
+        PackedView {
             memory: self.memory.address(),
             panels: self.panels.vectors.div_ceil(32),
             depth: self.panels.depth,

@@ -1,24 +1,24 @@
 //! Products inside one task, on operands that the task itself packed.
 
-use super::super::inside::{OutputTile, PackedOperand, Side};
-use super::super::{Matrix, Sizes};
-use super::Unit;
+use super::super::task_gemm::{OutputTile, PackedOperand, Side};
+use super::super::{CpuBackend, Matrix, Sizes};
 use super::pack::{self, Format};
-use super::unit::STEP;
+use super::tile_kernels::STEP;
+use super::{configure, multiply_tile_in_place, release};
 
 /// Number of f32 in a step of a panel.
 const STEP_FLOATS: usize = STEP / 4;
 
 /// Returns the number of f32 that hold `vectors` packed vectors of `k` elements.
-pub(crate) fn room(vectors: usize, k: usize) -> usize {
+pub(crate) fn packed_len(vectors: usize, k: usize) -> usize {
     vectors.div_ceil(32) * k.div_ceil(32) * STEP_FLOATS
 }
 
-/// Packs as [panel of 32][step]. `to` begins on a cache line and has at least `room` elements.
+/// Packs as [panel of 32][step]. `to` begins on a cache line and has at least `packed_len` elements.
 pub(crate) fn pack_operand(side: Side, m: &Matrix, (vectors, k): (usize, usize), to: &mut [f32]) {
     let format = if side == Side::B { Format::B } else { Format::A };
     m.check(vectors, k);
-    assert!(!m.is_quantized() && to.len() >= room(vectors, k) && to.as_ptr().addr().is_multiple_of(64));
+    assert!(!m.is_quantized() && to.len() >= packed_len(vectors, k) && to.as_ptr().addr().is_multiple_of(64));
     for (panel, to) in to.chunks_exact_mut((k.div_ceil(32) * STEP_FLOATS).max(1)).enumerate() {
         let first = panel * 32;
         if first < vectors {
@@ -40,20 +40,26 @@ pub(crate) fn pack_operand(side: Side, m: &Matrix, (vectors, k): (usize, usize),
 struct Edge([f32; 32 * 32]);
 
 /// # Safety
-/// The unit must be available, `to` must belong to this task alone, and all elements that the operands describe
+/// `backend` is `Amx` or `Avx512Bf16`, and available, `to` must belong to this task alone, and all elements that the operands describe
 /// must be in bounds.
-pub(crate) unsafe fn multiply(unit: Unit, (m, n, k): Sizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
+pub(crate) unsafe fn multiply(
+    backend: CpuBackend,
+    (m, n, k): Sizes,
+    to: OutputTile,
+    a: &PackedOperand,
+    b: &PackedOperand,
+) {
     let steps = k.div_ceil(32);
-    let panel = |laid: &PackedOperand, vector: usize| {
-        let step = (laid.first.0 + vector) / 32 * laid.whole.1.div_ceil(32) + laid.first.1 / 32;
-        laid.packed[step * STEP_FLOATS..][..steps * STEP_FLOATS]
+    let panel = |operand: &PackedOperand, vector: usize| {
+        let step = (operand.first.0 + vector) / 32 * operand.whole.1.div_ceil(32) + operand.first.1 / 32;
+        operand.packed[step * STEP_FLOATS..][..steps * STEP_FLOATS]
             .as_ptr()
             .cast::<u8>()
     };
     let mut edge = Edge([0.0; 32 * 32]);
     // SAFETY: promised by the caller: panels hold `steps` steps, whole tiles lie in C.
     unsafe {
-        unit.configure();
+        configure(backend);
         for column in (0..n).step_by(32) {
             let b = panel(b, column);
             for row in (0..m).step_by(32) {
@@ -61,10 +67,10 @@ pub(crate) unsafe fn multiply(unit: Unit, (m, n, k): Sizes, to: OutputTile, a: &
                 let at = to.at + row * to.stride + column;
                 let (rows, columns) = (32.min(m - row), 32.min(n - column));
                 if (rows, columns) == (32, 32) {
-                    unit.multiply_in_place(a, b, steps, (to.c.at(at), to.stride), rows, to.add);
+                    multiply_tile_in_place(backend, a, b, steps, (to.c.at(at), to.stride), rows, to.add);
                     continue;
                 }
-                unit.multiply_in_place(a, b, steps, (edge.0.as_mut_ptr(), 32), rows, false);
+                multiply_tile_in_place(backend, a, b, steps, (edge.0.as_mut_ptr(), 32), rows, false);
                 for (i, sums) in edge.0.chunks_exact(32).enumerate().take(rows) {
                     let c = to.c.part(at + i * to.stride, columns);
                     for (c, sum) in c.iter_mut().zip(sums) {
@@ -73,6 +79,6 @@ pub(crate) unsafe fn multiply(unit: Unit, (m, n, k): Sizes, to: OutputTile, a: &
                 }
             }
         }
-        unit.release();
+        release(backend);
     }
 }

@@ -5,55 +5,48 @@
 //! k alone.
 
 #[cfg(target_arch = "x86_64")]
-use super::blocks::Width;
+use super::VectorIsa;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::amx;
 #[cfg(target_arch = "x86_64")]
 use super::fma::{AccumulateFrom, MicroTile};
 #[cfg(target_arch = "x86_64")]
 use super::grid::part;
 #[cfg(target_arch = "x86_64")]
 use super::pack::{self, Panel, PanelLayout};
-use super::portable::{gemm, lying};
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::tiles;
+use super::portable::{gemm, unpacked};
 use super::{CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
 
 /// A part of a packed operand begins at a multiple of this number, in both directions.
-pub(crate) const UNIT: usize = 32;
+pub(crate) const PACK_UNIT: usize = 32;
 /// Elements of k at a time: a panel of B stays in the L1 cache.
 #[cfg(target_arch = "x86_64")]
-const STEPS: usize = 128;
+const KC: usize = 128;
 /// Elements of B that are multiplied with all rows of A before the next ones are read.
 #[cfg(target_arch = "x86_64")]
-const NEAR: usize = 4096;
+const NC_KC: usize = 4096;
 
-/// The implementation of the products of a task.
+/// The products of a task. A backend that rounds packs bf16 operands; other vector backends pack f32; `Portable` packs
+/// nothing and calls the `gemm` crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Inside {
-    /// Operands are rounded to bf16.
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    Tiles(tiles::Unit),
-    #[cfg(target_arch = "x86_64")]
-    Fma(Width),
-    /// The `gemm` crate, on operands that are not packed.
-    Portable,
-}
+pub(crate) struct TaskGemm(CpuBackend);
 
 /// The side of the product on which an operand is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     /// Rows of A.
     A,
-    /// Rows of A in memory of the task, with a stride from `friendly`.
-    Own,
+    /// Rows of A in memory of the task, with a stride from `cache_friendly_stride`.
+    ScratchA,
     /// Columns of B.
     B,
 }
 
 /// Returns a row stride of at least `n` elements, such that rows start in different sets of the L1 cache and tiles
 /// are whole.
-pub(crate) fn friendly(n: usize) -> usize {
+pub(crate) fn cache_friendly_stride(n: usize) -> usize {
     const LINE: usize = 16;
-    n.next_multiple_of(UNIT) + LINE
+    n.next_multiple_of(PACK_UNIT) + LINE
 }
 
 /// An operand in the order that its products read, or a part of it.
@@ -69,7 +62,7 @@ pub(crate) struct PackedOperand<'a> {
 }
 
 impl<'a> PackedOperand<'a> {
-    /// Returns the part that begins at this vector and this index of k, both multiples of `UNIT`.
+    /// Returns the part that begins at this vector and this index of k, both multiples of `PACK_UNIT`.
     pub(crate) fn part(self, vector: usize, step: usize) -> Self {
         let first = (self.first.0 + vector, self.first.1 + step);
         Self { first, ..self }
@@ -77,7 +70,7 @@ impl<'a> PackedOperand<'a> {
 
     /// Panics unless `vectors` vectors of `k` elements lie inside the part.
     fn check(&self, vectors: usize, k: usize) {
-        assert!(self.first.0.is_multiple_of(UNIT) && self.first.1.is_multiple_of(UNIT));
+        assert!(self.first.0.is_multiple_of(PACK_UNIT) && self.first.1.is_multiple_of(PACK_UNIT));
         assert!(self.first.0 + vectors <= self.whole.0 && self.first.1 + k <= self.whole.1);
     }
 }
@@ -91,35 +84,20 @@ pub(crate) struct OutputTile {
     pub add: bool,
 }
 
-impl Inside {
-    pub(crate) fn of(path: CpuBackend, rounding: Rounding) -> Self {
-        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        if path.rounds(rounding)
-            && let Some(unit) = path.unit()
-        {
-            return Inside::Tiles(unit);
-        }
-        match path {
-            #[cfg(target_arch = "x86_64")]
-            CpuBackend::Amx | CpuBackend::Avx512Bf16 | CpuBackend::Avx512 => Inside::Fma(Width::Avx512),
-            #[cfg(target_arch = "x86_64")]
-            CpuBackend::Avx2 => Inside::Fma(Width::Avx2),
-            _ => {
-                let _ = rounding;
-                Inside::Portable
-            }
-        }
+impl TaskGemm {
+    pub(crate) fn new(backend: CpuBackend, rounding: Rounding) -> Self {
+        Self(backend.for_rounding(rounding))
     }
 
     /// Returns the number of f32 that `pack_operand` needs for `vectors` vectors of `k` elements, a multiple of 16.
-    pub(crate) fn room(self, side: Side, vectors: usize, k: usize) -> usize {
-        let elements = match self {
+    pub(crate) fn packed_len(self, side: Side, vectors: usize, k: usize) -> usize {
+        let elements = match self.0.vector_isa() {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Inside::Tiles(_) => tiles::inside::room(vectors, k),
+            Some(_) if self.0.packs_bf16() => amx::task_gemm::packed_len(vectors, k),
             #[cfg(target_arch = "x86_64")]
-            Inside::Fma(_) if side == Side::A => vectors * k,
+            Some(_) if side == Side::A => vectors * k,
             #[cfg(target_arch = "x86_64")]
-            Inside::Fma(width) if side == Side::B => vectors.next_multiple_of(width.tile().1) * k,
+            Some(isa) if side == Side::B => vectors.next_multiple_of(isa.micro_tile().1) * k,
             _ => 0,
         };
         elements.next_multiple_of(16)
@@ -135,30 +113,30 @@ impl Inside {
     ) -> PackedOperand<'a> {
         matrix.check(vectors, k);
         assert!(matches!(matrix.values, Operand::F32(_)));
-        let to = &mut to[..self.room(side, vectors, k)];
-        match self {
+        let to = &mut to[..self.packed_len(side, vectors, k)];
+        match self.0.vector_isa() {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Inside::Tiles(_) => tiles::inside::pack_operand(side, &matrix, (vectors, k), to),
+            Some(_) if self.0.packs_bf16() => amx::task_gemm::pack_operand(side, &matrix, (vectors, k), to),
             #[cfg(target_arch = "x86_64")]
-            Inside::Fma(width) if side == Side::A => {
-                let panels = rows_of(width, vectors).map(|(start, count)| Panel {
+            Some(isa) if side == Side::A => {
+                let panels = rows_of(isa, vectors).map(|(start, count)| Panel {
                     start,
                     count,
                     width: count,
                 });
-                let room = PanelLayout::of(k);
-                pack::panels(&matrix, 0, (0, k), panels, width.is_wide(), room, to, &mut []);
+                let packed_len = PanelLayout::of(k);
+                pack::panels(&matrix, 0, (0, k), panels, isa, packed_len, to, &mut []);
             }
             #[cfg(target_arch = "x86_64")]
-            Inside::Fma(width) if side == Side::B => {
-                let columns = width.tile().1;
+            Some(isa) if side == Side::B => {
+                let columns = isa.micro_tile().1;
                 let panels = (0..vectors).step_by(columns).map(|start| Panel {
                     start,
                     count: columns.min(vectors - start),
                     width: columns,
                 });
-                let room = PanelLayout::of(k);
-                pack::panels(&matrix, 0, (0, k), panels, width.is_wide(), room, to, &mut []);
+                let packed_len = PanelLayout::of(k);
+                pack::panels(&matrix, 0, (0, k), panels, isa, packed_len, to, &mut []);
             }
             _ => {}
         }
@@ -187,13 +165,13 @@ impl Inside {
         to.c.at(to.at + (m - 1) * to.stride + n);
         // SAFETY: C and both operands were checked; the CPU features were detected.
         unsafe {
-            match self {
+            match self.0.vector_isa() {
                 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-                Inside::Tiles(unit) => tiles::inside::multiply(unit, sizes, to, a, b),
+                Some(_) if self.0.packs_bf16() => amx::task_gemm::multiply(self.0, sizes, to, a, b),
                 #[cfg(target_arch = "x86_64")]
-                Inside::Fma(width) => fma(width, sizes, to, a, b),
-                Inside::Portable => {
-                    let ((a, a_row, a_k), (b, b_column, b_k)) = (lying(a), lying(b));
+                Some(isa) => fma(isa, sizes, to, a, b),
+                _ => {
+                    let ((a, a_row, a_k), (b, b_column, b_k)) = (unpacked(a), unpacked(b));
                     let c = to.c.at(to.at);
                     gemm(sizes, c, (to.stride, 1), to.add, a, (a_row, a_k), b, (b_k, b_column))
                 }
@@ -204,44 +182,44 @@ impl Inside {
 
 /// Returns panels of rows of nearly equal size: (start, count).
 #[cfg(target_arch = "x86_64")]
-fn rows_of(width: Width, rows: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
-    let panels = rows.div_ceil(width.tile().0);
+fn rows_of(isa: VectorIsa, rows: usize) -> impl Iterator<Item = (usize, usize)> + Clone {
+    let panels = rows.div_ceil(isa.micro_tile().0);
     (0..panels).map(move |p| part(rows, panels, p, 1))
 }
 
 /// # Safety
 /// As `multiply`, and all elements that the operands describe are in bounds.
 #[cfg(target_arch = "x86_64")]
-unsafe fn fma(width: Width, (m, n, k): Sizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
-    let (_, tile_columns, lanes) = width.tile();
-    for k0 in (0..k).step_by(STEPS) {
-        let steps = STEPS.min(k - k0);
-        let near = (NEAR / steps / tile_columns).max(1) * tile_columns;
+unsafe fn fma(isa: VectorIsa, (m, n, k): Sizes, to: OutputTile, a: &PackedOperand, b: &PackedOperand) {
+    let (_, nr, lanes) = isa.micro_tile();
+    for k0 in (0..k).step_by(KC) {
+        let steps = KC.min(k - k0);
+        let nc = (NC_KC / steps / nr).max(1) * nr;
         let add = to.add || k0 > 0;
-        for n0 in (0..n).step_by(near) {
-            for (row, rows) in rows_of(width, m) {
+        for n0 in (0..n).step_by(nc) {
+            for (row, rows) in rows_of(isa, m) {
                 let (at, a_row, a_k) = if a.packed.is_empty() {
-                    let (at, a_row, a_k) = lying(a);
+                    let (at, a_row, a_k) = unpacked(a);
                     (at.wrapping_add(row * a_row + k0 * a_k), a_row, a_k)
                 } else {
                     (a.packed[row * k + k0 * rows..].as_ptr(), 1, rows)
                 };
-                for column in (n0..n.min(n0 + near)).step_by(tile_columns) {
-                    let columns = tile_columns.min(n - column);
+                for column in (n0..n.min(n0 + nc)).step_by(nr) {
+                    let columns = nr.min(n - column);
                     let tile = MicroTile {
                         k: steps,
                         a: at,
                         a_row,
                         a_k,
-                        b: b.packed[(b.first.0 + column) * b.whole.1 + (b.first.1 + k0) * tile_columns..].as_ptr(),
-                        b_k: tile_columns,
+                        b: b.packed[(b.first.0 + column) * b.whole.1 + (b.first.1 + k0) * nr..].as_ptr(),
+                        b_k: nr,
                         c: to.c.at(to.at + row * to.stride + column),
                         c_row: to.stride,
                         columns,
                         from: if add { AccumulateFrom::C } else { AccumulateFrom::Zero },
                     };
                     // SAFETY: promised by the caller; panels of B are whole.
-                    unsafe { width.kernel(rows, columns.div_ceil(lanes))(&tile) }
+                    unsafe { isa.kernel(rows, columns.div_ceil(lanes))(&tile) }
                 }
             }
         }

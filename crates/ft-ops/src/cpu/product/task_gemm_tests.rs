@@ -1,6 +1,6 @@
-//! Products inside a task, compared with plain loops, on every path.
+//! Products inside a task, compared with plain loops, on every backend.
 
-use super::inside::{Inside, OutputTile, Side, friendly};
+use super::task_gemm::{OutputTile, Side, TaskGemm, cache_friendly_stride};
 use super::{CpuBackend, Matrix, Rounding, testable};
 use crate::cpu::{LINE, Shared, with_scratch};
 use crate::oracle::{flat, random};
@@ -19,11 +19,11 @@ struct Case {
     add: bool,
 }
 
-fn check(path: CpuBackend, rounding: Rounding, case: &Case) {
+fn check(backend: CpuBackend, rounding: Rounding, case: &Case) {
     let (m, n, k) = case.sizes;
     let (n0, k0) = case.first;
     let (whole_n, whole_k) = (n0 + n + 5, k0 + k);
-    let inside = Inside::of(path, rounding);
+    let gemm = TaskGemm::new(backend, rounding);
     let outer = |k_contiguous: bool, vectors: usize, steps: usize| {
         if k_contiguous {
             (vectors, steps)
@@ -32,8 +32,8 @@ fn check(path: CpuBackend, rounding: Rounding, case: &Case) {
         }
     };
     let (a_rows, a_width) = outer(case.k_contiguous.0, m, k);
-    let a_stride = if case.side == Side::Own {
-        friendly(a_width)
+    let a_stride = if case.side == Side::ScratchA {
+        cache_friendly_stride(a_width)
     } else {
         a_width + 7
     };
@@ -42,23 +42,26 @@ fn check(path: CpuBackend, rounding: Rounding, case: &Case) {
     let a = flat(&random(a_rows * a_stride + AT, 1));
     let b = flat(&random(b_rows * b_stride + AT, 2));
     let matrix = |values, stride, k_contiguous| match k_contiguous {
-        true => Matrix::vectors(values, stride),
-        false => Matrix::steps(values, stride),
+        true => Matrix::k_inner(values, stride),
+        false => Matrix::k_outer(values, stride),
     };
     let (a_at, b_at) = (&a[AT..], &b[AT..]);
     let c_stride = n + 4;
     let mut c = vec![0.5f32; (m - 1) * c_stride + n + AT];
-    let rooms = [inside.room(case.side, m, k), inside.room(Side::B, whole_n, whole_k)];
-    with_scratch(rooms.iter().sum(), |scratch| {
-        assert!(rooms.iter().all(|room| room.is_multiple_of(LINE)));
+    let lens = [
+        gemm.packed_len(case.side, m, k),
+        gemm.packed_len(Side::B, whole_n, whole_k),
+    ];
+    with_scratch(lens.iter().sum(), |scratch| {
+        assert!(lens.iter().all(|len| len.is_multiple_of(LINE)));
         scratch.fill(f32::NAN);
-        let (room_a, room_b) = scratch.split_at_mut(rooms[0]);
-        let a = inside.pack_operand(case.side, matrix(a_at, a_stride, case.k_contiguous.0), (m, k), room_a);
-        let b = inside.pack_operand(
+        let (packed_a, packed_b) = scratch.split_at_mut(lens[0]);
+        let a = gemm.pack_operand(case.side, matrix(a_at, a_stride, case.k_contiguous.0), (m, k), packed_a);
+        let b = gemm.pack_operand(
             Side::B,
             matrix(b_at, b_stride, case.k_contiguous.1),
             (whole_n, whole_k),
-            room_b,
+            packed_b,
         );
         let to = OutputTile {
             c: Shared::new(&mut c),
@@ -67,9 +70,9 @@ fn check(path: CpuBackend, rounding: Rounding, case: &Case) {
             add: case.add,
         };
         // SAFETY: no other thread uses `c`.
-        unsafe { inside.multiply(case.sizes, to, &a, &b.part(n0, k0)) }
+        unsafe { gemm.multiply(case.sizes, to, &a, &b.part(n0, k0)) }
     });
-    let narrow = path.packs_bf16() && rounding == Rounding::Bf16;
+    let narrow = backend.rounds(rounding);
     let value = |x: f32| if narrow { bf16::from_f32(x).to_f64() } else { x as f64 };
     let read = |from: &[f32], stride: usize, k_contiguous: bool, vector: usize, step: usize| {
         let (row, column) = if k_contiguous { (vector, step) } else { (step, vector) };
@@ -91,7 +94,7 @@ fn check(path: CpuBackend, rounding: Rounding, case: &Case) {
         let bound = 2e-6 * (k as f64).max(1.0);
         assert!(
             (*got as f64 - want).abs() < bound,
-            "{path:?} {rounding:?} {:?}: {got} {want} at {at}",
+            "{backend:?} {rounding:?} {:?}: {got} {want} at {at}",
             case.sizes
         );
     }
@@ -99,7 +102,7 @@ fn check(path: CpuBackend, rounding: Rounding, case: &Case) {
 
 #[test]
 fn agrees_with_plain_loops() {
-    for path in testable() {
+    for backend in testable() {
         for rounding in [Rounding::Exact, Rounding::Bf16] {
             for (number, sizes) in [
                 (1, 1, 1),
@@ -117,10 +120,10 @@ fn agrees_with_plain_loops() {
                         sizes,
                         first: [(0, 0), (32, 0), (0, 64), (96, 32)][(form + number) % 4],
                         k_contiguous: (form & 1 == 0, form & 2 == 0),
-                        side: if form & 4 == 0 { Side::A } else { Side::Own },
+                        side: if form & 4 == 0 { Side::A } else { Side::ScratchA },
                         add: (form + number) % 3 == 0,
                     };
-                    check(path, rounding, &case);
+                    check(backend, rounding, &case);
                 }
             }
         }
@@ -132,9 +135,9 @@ fn a_part_that_is_not_there_is_refused() {
     let values = flat(&random(64 * 64, 1));
     let run = |first: (usize, usize)| {
         std::panic::catch_unwind(|| {
-            let inside = Inside::of(CpuBackend::Portable, Rounding::Exact);
-            let a = inside.pack_operand(Side::A, Matrix::vectors(&values[..], 64), (64, 32), &mut []);
-            let b = inside.pack_operand(Side::B, Matrix::vectors(&values[..], 64), (64, 64), &mut []);
+            let gemm = TaskGemm::new(CpuBackend::Portable, Rounding::Exact);
+            let a = gemm.pack_operand(Side::A, Matrix::k_inner(&values[..], 64), (64, 32), &mut []);
+            let b = gemm.pack_operand(Side::B, Matrix::k_inner(&values[..], 64), (64, 64), &mut []);
             let mut c = vec![0f32; 64 * 32];
             let to = OutputTile {
                 c: Shared::new(&mut c),
@@ -143,7 +146,7 @@ fn a_part_that_is_not_there_is_refused() {
                 add: false,
             };
             // SAFETY: no other thread uses `c`.
-            unsafe { inside.multiply((64, 32, 32), to, &a, &b.part(first.0, first.1)) }
+            unsafe { gemm.multiply((64, 32, 32), to, &a, &b.part(first.0, first.1)) }
         })
     };
     assert!(run((32, 32)).is_ok());

@@ -19,7 +19,7 @@ thread_local! {
 pub(super) fn install() -> bool {
     static DONE: OnceLock<bool> = OnceLock::new();
     *DONE.get_or_init(|| {
-        if super::unit::available() {
+        if super::tile_kernels::available() {
             return true;
         }
         // SAFETY: a zeroed `sigaction` is valid; the handler only accesses the context argument and a thread local.

@@ -1,5 +1,6 @@
 //! Every instruction set, compared with the definition of the formats, element by element and bit by bit.
 
+use super::super::product::CpuBackend;
 use super::*;
 use crate::quantized::{Absmax, QData};
 
@@ -129,17 +130,17 @@ fn every_instruction_set_decodes_by_the_definition() {
         let random = Random::new(rows, columns);
         for (which, view) in random.views().iter().enumerate() {
             assert!(view.fits());
-            for path in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
+            for backend in CpuBackend::ALL.into_iter().filter(|p| p.available()) {
                 for row in 0..rows {
                     for start in [0, 1, 2, 31, 64, 100].into_iter().filter(|s| *s < columns) {
                         for end in [start + 1, (start + 40).min(columns), columns] {
                             let mut to = vec![f32::NAN; end - start];
-                            decode(Isa::of(path), view, row, start, &mut to);
+                            dequantize(backend.vector_isa(), view, row, start, &mut to);
                             for (i, x) in to.iter().enumerate() {
                                 let want = by_hand(view, row, start + i);
                                 assert!(
                                     x.to_bits() == want.to_bits() && view.element(row, start + i) == want,
-                                    "{path:?} view {which} [{rows}, {columns}] at {row}, {}: {x} {want}",
+                                    "{backend:?} view {which} [{rows}, {columns}] at {row}, {}: {x} {want}",
                                     start + i
                                 );
                             }
@@ -164,5 +165,5 @@ fn views_that_do_not_fit_are_seen() {
 #[should_panic]
 fn outside_is_refused() {
     let random = Random::new(4, 64);
-    decode(Isa::Portable, &random.views()[0], 3, 60, &mut [0.0; 5]);
+    dequantize(None, &random.views()[0], 3, 60, &mut [0.0; 5]);
 }

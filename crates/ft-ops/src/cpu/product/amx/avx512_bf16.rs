@@ -6,18 +6,18 @@
 //! decides, not a measurement: two runs on one machine must take the same path, and a measurement at the start of a
 //! program was wrong once in fifty times on a busy machine.
 
-use super::unit::{Call, STEP, TILE};
+use super::tile_kernels::{Call, STEP, TILE};
 use std::arch::x86_64::*;
 
 /// Rows of C that are summed at a time.
 const ROWS: usize = 8;
 
-pub(super) fn available() -> bool {
+pub(in crate::cpu::product) fn available() -> bool {
     is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16")
 }
 
 /// True if these products are faster on this CPU than those in f32.
-pub(super) fn pays() -> bool {
+pub(in crate::cpu::product) fn is_fast() -> bool {
     let maker = __cpuid(0);
     let name = [maker.ebx, maker.edx, maker.ecx].map(u32::to_le_bytes);
     available() && name.as_flattened() == b"AuthenticAMD"
@@ -31,7 +31,7 @@ fn words(x: __m512i) -> __m512bh {
     unsafe { std::mem::transmute(x) }
 }
 
-/// As `unit::multiply_and_set` and `multiply_and_add`.
+/// As `tile_kernels::multiply_and_set` and `multiply_and_add`.
 /// # Safety
 /// The CPU must have AVX512-BF16; the other conditions are those of these two functions.
 #[target_feature(enable = "avx512f,avx512bf16")]
@@ -40,7 +40,7 @@ pub(super) unsafe fn multiply(call: &Call, add: bool) {
     unsafe {
         let mut steps = call.near + call.far;
         if !call.finished.is_null() {
-            steps += super::unit::WRITING;
+            steps += super::tile_kernels::WRITING;
             for row in 0..32 {
                 let c = call.c.wrapping_byte_add(row * call.c_row);
                 for half in 0..2 {
@@ -66,7 +66,7 @@ pub(super) unsafe fn multiply(call: &Call, add: bool) {
     }
 }
 
-/// As `unit::multiply_in_place`, for the first `there` rows.
+/// As `tile_kernels::multiply_in_place`, for the first `there` rows.
 /// # Safety
 /// The CPU must have AVX512-BF16; the other conditions are those of that function.
 #[target_feature(enable = "avx512f,avx512bf16")]

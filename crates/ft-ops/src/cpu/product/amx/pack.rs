@@ -5,9 +5,9 @@
 //! [vector][pair]. From any other source two rows are joined to [pair][vector]. If the other order is needed, the
 //! block is transposed.
 
-use super::super::super::decode::{Isa, decode};
-use super::super::{Matrix, Operand};
-use super::unit::STEP;
+use super::super::super::dequantize::dequantize;
+use super::super::{Matrix, Operand, VectorIsa};
+use super::tile_kernels::STEP;
 use half::bf16;
 use std::arch::x86_64::*;
 
@@ -41,9 +41,9 @@ pub(super) unsafe fn panel(
 }
 
 /// Vectors that `quantized` dequantizes at a time.
-pub(super) const CODED: usize = 256;
+pub(super) const QUANTIZED: usize = 256;
 
-/// As `panel`, for `count` quantized vectors (at most `CODED`): panel i is written to `to(i)`.
+/// As `panel`, for `count` quantized vectors (at most `QUANTIZED`): panel i is written to `to(i)`.
 /// # Safety
 /// As `panel`, for every panel.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
@@ -56,34 +56,40 @@ pub(super) unsafe fn quantized(
 ) {
     let Operand::Quantized(view) = &m.values else { return };
     // 32 KB: this many steps of one panel, or one step of all panels.
-    let mut decoded = [0f32; 32 * CODED];
+    let mut dequantized = [0f32; 32 * QUANTIZED];
     if m.k_contiguous {
         for (panel, start) in (0..count).step_by(32).enumerate() {
             let vectors = 32.min(count - start);
-            for (i, at) in (0..k).step_by(CODED).enumerate() {
-                let len = CODED.min(k - at);
-                for (vector, row) in decoded.chunks_exact_mut(CODED).enumerate().take(vectors) {
-                    decode(Isa::Avx512, view, first + start + vector, k0 + at, &mut row[..len]);
+            for (i, at) in (0..k).step_by(QUANTIZED).enumerate() {
+                let len = QUANTIZED.min(k - at);
+                for (vector, row) in dequantized.chunks_exact_mut(QUANTIZED).enumerate().take(vectors) {
+                    dequantize(
+                        Some(VectorIsa::Avx512),
+                        view,
+                        first + start + vector,
+                        k0 + at,
+                        &mut row[..len],
+                    );
                 }
-                let part = Matrix::vectors(Operand::F32(&decoded), CODED);
-                let place = to(panel).wrapping_add(i * (CODED / 32) * STEP);
-                // SAFETY: promised by the caller; the vectors lie in `decoded`.
-                unsafe { steps(decoded.as_ptr(), &part, (0, vectors), (0, len), format, place) }
+                let part = Matrix::k_inner(Operand::F32(&dequantized), QUANTIZED);
+                let address = to(panel).wrapping_add(i * (QUANTIZED / 32) * STEP);
+                // SAFETY: promised by the caller; the vectors lie in `dequantized`.
+                unsafe { steps(dequantized.as_ptr(), &part, (0, vectors), (0, len), format, address) }
             }
         }
         return;
     }
     for (step, at) in (0..k).step_by(32).enumerate() {
         let len = 32.min(k - at);
-        for (p, row) in decoded.chunks_exact_mut(CODED).enumerate().take(len) {
-            decode(Isa::Avx512, view, k0 + at + p, first, &mut row[..count]);
+        for (p, row) in dequantized.chunks_exact_mut(QUANTIZED).enumerate().take(len) {
+            dequantize(Some(VectorIsa::Avx512), view, k0 + at + p, first, &mut row[..count]);
         }
-        let part = Matrix::steps(Operand::F32(&decoded), CODED);
+        let part = Matrix::k_outer(Operand::F32(&dequantized), QUANTIZED);
         for (panel, start) in (0..count).step_by(32).enumerate() {
             let vectors = (start, 32.min(count - start));
-            let place = to(panel).wrapping_add(step * STEP);
+            let address = to(panel).wrapping_add(step * STEP);
             // SAFETY: as above.
-            unsafe { steps(decoded.as_ptr(), &part, vectors, (0, len), format, place) }
+            unsafe { steps(dequantized.as_ptr(), &part, vectors, (0, len), format, address) }
         }
     }
 }
@@ -97,7 +103,7 @@ unsafe fn steps<T: Element>(
     format: Format,
     to: *mut u8,
 ) {
-    let turn = m.k_contiguous != (format == Format::A);
+    let transposes = m.k_contiguous != (format == Format::A);
     // SAFETY: promised by the caller; the masks keep reads inside (count, k).
     unsafe {
         for step in 0..k.div_ceil(32) {
@@ -122,7 +128,7 @@ unsafe fn steps<T: Element>(
                         );
                     }
                 }
-                if turn {
+                if transposes {
                     words = transpose(words);
                 }
                 for (i, words) in words.into_iter().enumerate() {

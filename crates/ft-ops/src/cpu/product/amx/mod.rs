@@ -7,36 +7,27 @@
 //! A fused LoRA product (`fused_lora.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
 //! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
 //!
-//! A weight that does not change can be kept prepacked (`panels.rs`): then only A is packed.
+//! A weight that does not change can be stored prepacked (`panels.rs`): then only A is packed.
 
 mod buffer;
-mod dots;
+pub(super) mod avx512_bf16;
 mod emulate;
-pub(super) mod inside;
+pub(super) mod task_gemm;
 mod pack;
 pub(super) mod panels;
 #[cfg(test)]
 mod tests;
-mod unit;
+pub(super) mod tile_kernels;
 
 use super::grid::part;
-use super::{CInit, Job, Matrix};
+use super::{CInit, CpuBackend, Job, Matrix};
 use buffer::{Buffer, with_buffers};
 use pack::Format;
 use rayon::prelude::*;
-use unit::{Call, STEP, TILE, WRITING};
+use tile_kernels::{Call, STEP, TILE, WRITING};
 
-/// The instructions that multiply the packed panels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Unit {
-    /// AMX.
-    Tiles,
-    /// AVX512-BF16 dot products in vector registers.
-    Dots,
-}
-
-/// Steps (of 32 elements of k) in a chunk (KC): B of a block stays in the L2 cache.
-const CHUNK: usize = 32;
+/// Steps (of 32 elements of k) in a chunk of k: B of a block stays in the L2 cache.
+const KC_STEPS: usize = 32;
 /// Steps of a panel of A that stay in the L1 cache.
 const NEAR: usize = 16;
 /// Largest number of panels of a block of C.
@@ -45,77 +36,59 @@ const BLOCK_COLUMNS: usize = 16;
 /// Largest number of bytes of a packed operand.
 pub(super) const PACKED: usize = 16 << 20;
 /// The same limit for a quantized operand, so that its dequantized values do not fill memory.
-const DECODED: usize = 4 << 20;
+const DEQUANTIZED: usize = 4 << 20;
 
-impl Unit {
-    pub(crate) fn available(self) -> bool {
-        match self {
-            Unit::Tiles => unit::available(),
-            Unit::Dots => dots::available(),
-        }
-    }
-
-    /// True if the unit is faster than products in f32 on this processor.
-    pub(crate) fn is_fast(self) -> bool {
-        match self {
-            Unit::Tiles => unit::available(),
-            Unit::Dots => dots::pays(),
-        }
-    }
-
-    /// Prepares the unit for the calls of a task.
-    /// # Safety
-    /// The unit must be available.
-    unsafe fn configure(self) {
-        if self == Unit::Tiles {
-            // SAFETY: promised by the caller.
-            unsafe { unit::configure() }
-        }
-    }
-
-    /// Releases the unit after the calls of a task.
-    /// # Safety
-    /// The unit must be available.
-    unsafe fn release(self) {
-        if self == Unit::Tiles {
-            // SAFETY: promised by the caller.
-            unsafe { unit::release() }
-        }
-    }
-
-    /// Computes the sums of a tile. Writes the finished tile of `call`, if any, to C; adds it to the values in C if
-    /// `add`.
-    /// # Safety
-    /// As `unit::multiply_and_set`.
-    unsafe fn multiply(self, call: &Call, add: bool) {
+/// Prepares the CPU for the tile products of a task.
+/// # Safety
+/// `backend` is `Amx` or `Avx512Bf16`, and available.
+unsafe fn configure(backend: CpuBackend) {
+    if backend == CpuBackend::Amx {
         // SAFETY: promised by the caller.
-        unsafe {
-            match self {
-                Unit::Tiles if add => unit::multiply_and_add(call),
-                Unit::Tiles => unit::multiply_and_set(call),
-                Unit::Dots => dots::multiply(call, add),
-            }
+        unsafe { tile_kernels::configure() }
+    }
+}
+
+/// Undoes `configure` after the tile products of a task.
+/// # Safety
+/// As `configure`.
+unsafe fn release(backend: CpuBackend) {
+    if backend == CpuBackend::Amx {
+        // SAFETY: promised by the caller.
+        unsafe { tile_kernels::release() }
+    }
+}
+
+/// Computes the sums of a tile. Writes the finished tile of `call`, if any, to C; adds it to the values in C if `add`.
+/// # Safety
+/// As `configure` and `tile_kernels::multiply_and_set`.
+unsafe fn multiply_tile(backend: CpuBackend, call: &Call, add: bool) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        match backend {
+            CpuBackend::Amx if add => tile_kernels::multiply_and_add(call),
+            CpuBackend::Amx => tile_kernels::multiply_and_set(call),
+            _ => avx512_bf16::multiply(call, add),
         }
     }
+}
 
-    /// Computes a tile in C itself; only its first `rows` rows are needed.
-    /// # Safety
-    /// As `unit::multiply_in_place`.
-    unsafe fn multiply_in_place(
-        self,
-        a: *const u8,
-        b: *const u8,
-        steps: usize,
-        (c, c_row): (*mut f32, usize),
-        rows: usize,
-        add: bool,
-    ) {
-        // SAFETY: promised by the caller.
-        unsafe {
-            match self {
-                Unit::Tiles => unit::multiply_in_place(a, b, steps, c, c_row, add),
-                Unit::Dots => dots::multiply_in_place(a, b, steps, (c, c_row), rows, add),
-            }
+/// Computes a tile in C itself; only its first `rows` rows are needed.
+/// # Safety
+/// As `configure` and `tile_kernels::multiply_in_place`.
+unsafe fn multiply_tile_in_place(
+    backend: CpuBackend,
+    a: *const u8,
+    b: *const u8,
+    steps: usize,
+    (c, c_row): (*mut f32, usize),
+    rows: usize,
+    add: bool,
+) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        match backend {
+            CpuBackend::Amx => tile_kernels::multiply_in_place(a, b, steps, c, c_row, add),
+            _ => avx512_bf16::multiply_in_place(a, b, steps, (c, c_row), rows, add),
         }
     }
 }
@@ -125,7 +98,8 @@ pub(super) fn emulate() -> bool {
     emulate::install()
 }
 
-pub(super) fn run(job: &Job, unit: Unit) {
+/// Computes a job on `Amx` or `Avx512Bf16`.
+pub(super) fn run(job: &Job, backend: CpuBackend) {
     let (m, n, k) = job.sizes;
     let c = job.c;
     let filled = match job.start {
@@ -140,53 +114,56 @@ pub(super) fn run(job: &Job, unit: Unit) {
         }
     };
     let fused_steps = job.fused_lora.map_or(0, |r| r.rank.div_ceil(32));
-    let kept = job.b.kept.and_then(|kept| kept.hold((n, k), fused_steps));
+    let prepacked = job
+        .b
+        .prepacked
+        .and_then(|prepacked| prepacked.lock((n, k), fused_steps));
     // Keeps both operands within their bound: k is cut so that all of A fits, then n so that this part of B fits.
     let panels = |vectors: usize| vectors.div_ceil(32);
-    let most_steps = (PACKED / STEP / panels(m)).max(CHUNK) / CHUNK * CHUNK;
+    let most_steps = (PACKED / STEP / panels(m)).max(KC_STEPS) / KC_STEPS * KC_STEPS;
     let k_parts = k.div_ceil(32).div_ceil(most_steps);
     with_buffers(|packed_a, packed_b| {
         for k_part in 0..k_parts {
-            let (k0, k_len) = part(k, k_parts, k_part, 32 * CHUNK.min(k.div_ceil(32)));
+            let (k0, k_len) = part(k, k_parts, k_part, 32 * KC_STEPS.min(k.div_ceil(32)));
             if k_len == 0 {
                 continue;
             }
-            let ride = job.fused_lora.as_ref().filter(|_| k_part + 1 == k_parts);
+            let fused = job.fused_lora.as_ref().filter(|_| k_part + 1 == k_parts);
             let depth = Depth {
                 steps: k_len.div_ceil(32),
-                extra: if ride.is_some() { fused_steps } else { 0 },
+                extra: if fused.is_some() { fused_steps } else { 0 },
             };
             let own = Depth { extra: 0, ..depth };
             let a = pack_operand(&job.a, (0, m), (k0, k_len), depth, Format::A, packed_a);
             if let Some(fused_lora) = &job.fused_lora {
                 let rank = (0, fused_lora.rank);
                 let down = pack_operand(&fused_lora.down, rank, (k0, k_len), own, Format::B, packed_b);
-                multiply(unit, &fused_lora.job(job), a, down, rank, own, k_part > 0);
+                multiply_packed(backend, &fused_lora.job(job), a, down, rank, own, k_part > 0);
             }
-            if let Some(fused_lora) = ride {
+            if let Some(fused_lora) = fused {
                 // SAFETY: the tasks that wrote u are complete.
                 let u = unsafe { fused_lora.scaled(m) };
                 pack_extra(&u, (0, m), fused_lora.rank, depth, Format::A, a);
             }
             let add = filled || k_part > 0;
-            if let Some(kept) = &kept {
-                let b = kept.from(k0);
-                if let Some(fused_lora) = ride {
+            if let Some(prepacked) = &prepacked {
+                let b = prepacked.view_at(k0);
+                if let Some(fused_lora) = fused {
                     pack_extra(&fused_lora.up, (0, n), fused_lora.rank, depth, Format::B, b);
                 }
-                multiply(unit, job, a, b, (0, n), depth, add);
+                multiply_packed(backend, job, a, b, (0, n), depth, add);
                 continue;
             }
-            let bound = if job.b.is_quantized() { DECODED } else { PACKED };
+            let bound = if job.b.is_quantized() { DEQUANTIZED } else { PACKED };
             let most_panels = (bound / STEP / depth.steps).max(BLOCK_COLUMNS);
             let n_parts = panels(n).div_ceil(most_panels);
             for n_part in 0..n_parts {
                 let (n0, n_len) = part(n, n_parts, n_part, 32);
                 let b = pack_operand(&job.b, (n0, n_len), (k0, k_len), depth, Format::B, packed_b);
-                if let Some(fused_lora) = ride {
+                if let Some(fused_lora) = fused {
                     pack_extra(&fused_lora.up, (n0, n_len), fused_lora.rank, depth, Format::B, b);
                 }
-                multiply(unit, job, a, b, (n0, n_len), depth, add);
+                multiply_packed(backend, job, a, b, (n0, n_len), depth, add);
             }
         }
     });
@@ -212,12 +189,12 @@ struct Chunk {
 
 impl Depth {
     fn count(self) -> usize {
-        self.steps.div_ceil(CHUNK)
+        self.steps.div_ceil(KC_STEPS)
     }
 
     fn chunk(self, index: usize) -> Chunk {
-        let first = index * CHUNK;
-        let own = CHUNK.min(self.steps - first);
+        let first = index * KC_STEPS;
+        let own = KC_STEPS.min(self.steps - first);
         let is_last = index + 1 == self.count();
         Chunk {
             first,
@@ -229,7 +206,7 @@ impl Depth {
 
 /// A packed operand, or the part of it from a panel and a chunk on; many tasks read it.
 #[derive(Clone, Copy)]
-struct Packed {
+struct PackedView {
     memory: *const u8,
     /// Panels of the whole operand.
     panels: usize,
@@ -238,10 +215,10 @@ struct Packed {
     first_chunk: usize,
 }
 // SAFETY: only read between packing and the end of the product.
-unsafe impl Send for Packed {}
-unsafe impl Sync for Packed {}
+unsafe impl Send for PackedView {}
+unsafe impl Sync for PackedView {}
 
-impl Packed {
+impl PackedView {
     /// Returns the address of chunk `chunk` of panel `panel`, counted from the start of this part.
     fn at(self, panel: usize, chunk: usize) -> *const u8 {
         let chunk = self.depth.chunk(self.first_chunk + chunk);
@@ -257,9 +234,9 @@ fn pack_operand(
     depth: Depth,
     format: Format,
     buffer: &mut Buffer,
-) -> Packed {
+) -> PackedView {
     let panels = vectors.1.div_ceil(32);
-    let to = Packed {
+    let to = PackedView {
         memory: buffer.at_least(panels * (depth.steps + depth.extra) * STEP),
         panels,
         depth,
@@ -271,7 +248,7 @@ fn pack_operand(
 }
 
 /// Packs elements `k0..k0 + k` of `count` vectors into all panels of `to`.
-fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize), format: Format, to: Packed) {
+fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize), format: Format, to: PackedView) {
     // If the operand is not contiguous in k, neighboring panels share its rows: one task packs a few panels.
     let group = if m.k_contiguous { 4 } else { 8 };
     let (panels, chunks) = (to.panels, to.depth.count());
@@ -282,45 +259,53 @@ fn pack_all(m: &Matrix, (first, count): (usize, usize), (k0, k): (usize, usize),
             let (chunk_index, group_index) = (task % chunks, task / chunks);
             let chunk = to.depth.chunk(chunk_index);
             let elements = (chunk.own * 32).min(k - chunk.first * 32);
-            let place = |p| to.at(p, chunk_index).cast_mut();
+            let address = |p| to.at(p, chunk_index).cast_mut();
             if m.is_quantized() {
                 let start = group_index * group * 32;
                 let vectors = (first + start, (group * 32).min(count - start));
                 let steps = (k0 + chunk.first * 32, elements);
                 // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
-                return unsafe { pack::quantized(m, vectors, steps, format, |i| place(group_index * group + i)) };
+                return unsafe { pack::quantized(m, vectors, steps, format, |i| address(group_index * group + i)) };
             }
             for p in group_index * group..((group_index + 1) * group).min(panels) {
                 let vectors = (first + p * 32, 32.min(count - p * 32));
                 // SAFETY: the job was checked; each task writes its own panels, which lie in the buffer.
-                unsafe { pack::panel(m, vectors, (k0 + chunk.first * 32, elements), format, place(p)) }
+                unsafe { pack::panel(m, vectors, (k0 + chunk.first * 32, elements), format, address(p)) }
             }
         });
 }
 
 /// Packs a LoRA operand, `rank` elements of every vector, after the last chunk of an operand of depth `depth`.
-fn pack_extra(m: &Matrix, (first, count): (usize, usize), rank: usize, depth: Depth, format: Format, to: Packed) {
+fn pack_extra(m: &Matrix, (first, count): (usize, usize), rank: usize, depth: Depth, format: Format, to: PackedView) {
     let last = depth.count() - 1;
     let own = depth.chunk(last).own;
     (0..count.div_ceil(32)).into_par_iter().for_each(|p| {
         let vectors = (first + p * 32, 32.min(count - p * 32));
-        let place = to.at(p, last).wrapping_add(own * STEP);
+        let address = to.at(p, last).wrapping_add(own * STEP);
         // SAFETY: the job was checked; each task writes after its own panel, where space is reserved.
-        unsafe { pack::panel(m, vectors, (0, rank), format, place.cast_mut()) }
+        unsafe { pack::panel(m, vectors, (0, rank), format, address.cast_mut()) }
     });
 }
 
 /// Computes columns `n0..n0 + n_len` of C from packed operands that have at least the steps of `depth`.
 #[allow(clippy::too_many_arguments)]
-fn multiply(unit: Unit, job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, usize), depth: Depth, add: bool) {
+fn multiply_packed(
+    backend: CpuBackend,
+    job: &Job,
+    a: PackedView,
+    b: PackedView,
+    (n0, n_len): (usize, usize),
+    depth: Depth,
+    add: bool,
+) {
     let rows = job.sizes.0.div_ceil(32);
     let columns = n_len.div_ceil(32);
     let threads = rayon::current_num_threads();
     let down = rows.div_ceil(BLOCK_ROWS).max(threads.min(rows));
     let across = columns.div_ceil(BLOCK_COLUMNS).max((threads / down).min(columns));
     (0..down * across).into_par_iter().with_max_len(1).for_each(|task| {
-        let block = Block {
-            unit,
+        let block = BlockTask {
+            backend,
             job,
             a,
             b,
@@ -336,11 +321,11 @@ fn multiply(unit: Unit, job: &Job, a: Packed, b: Packed, (n0, n_len): (usize, us
     });
 }
 
-struct Block<'a> {
-    unit: Unit,
+struct BlockTask<'a> {
+    backend: CpuBackend,
     job: &'a Job<'a>,
-    a: Packed,
-    b: Packed,
+    a: PackedView,
+    b: PackedView,
     n0: usize,
     n_len: usize,
     depth: Depth,
@@ -360,13 +345,13 @@ struct Finished {
     add: bool,
 }
 
-impl Block<'_> {
+impl BlockTask<'_> {
     fn run(&self, add: bool) {
         let mut sums = Sums([[0.0; TILE]; 2]);
         let mut finished: Option<Finished> = None;
         let mut next = 0;
-        // SAFETY: this path is taken only if the unit is available (tests: emulated).
-        unsafe { self.unit.configure() };
+        // SAFETY: this path is taken only if the backend is available (tests: emulated).
+        unsafe { configure(self.backend) };
         for chunk in 0..self.depth.count() {
             let steps = self.depth.chunk(chunk).room;
             for row in self.rows.0..self.rows.0 + self.rows.1 {
@@ -396,20 +381,20 @@ impl Block<'_> {
                         add: add || chunk > 0,
                     });
                     match before {
-                        Some(before) if near >= WRITING && self.whole(&before) => {
+                        Some(before) if near >= WRITING && self.is_whole(&before) => {
                             call.near -= WRITING;
                             call.finished = sums.0[before.which].as_ptr();
-                            call.c = self.job.c.at(self.place(&before));
+                            call.c = self.job.c.at(self.c_index(&before));
                             // SAFETY: panels hold `steps` steps; the whole finished tile lies in the block of this
                             // task.
-                            unsafe { self.unit.multiply(&call, before.add) }
+                            unsafe { multiply_tile(self.backend, &call, before.add) }
                         }
                         before => {
                             if let Some(before) = before {
                                 self.write(&before, &sums);
                             }
                             // SAFETY: as above.
-                            unsafe { self.unit.multiply(&call, false) }
+                            unsafe { multiply_tile(self.backend, &call, false) }
                         }
                     }
                     next ^= 1;
@@ -420,15 +405,15 @@ impl Block<'_> {
             self.write(&last, &sums);
         }
         // SAFETY: as above.
-        unsafe { self.unit.release() };
+        unsafe { release(self.backend) };
     }
 
-    /// Returns the position in C of the first element of a tile.
-    fn place(&self, tile: &Finished) -> usize {
+    /// Returns the index in C of the first element of a tile.
+    fn c_index(&self, tile: &Finished) -> usize {
         tile.row * 32 * self.job.sizes.1 + self.n0 + tile.column * 32
     }
 
-    fn whole(&self, tile: &Finished) -> bool {
+    fn is_whole(&self, tile: &Finished) -> bool {
         tile.row * 32 + 32 <= self.job.sizes.0 && tile.column * 32 + 32 <= self.n_len
     }
 
@@ -439,7 +424,7 @@ impl Block<'_> {
         let columns = 32.min(self.n_len - tile.column * 32);
         for row in 0..rows {
             // SAFETY: a row of a tile of the block of this task.
-            let c = unsafe { self.job.c.part(self.place(tile) + row * n, columns) };
+            let c = unsafe { self.job.c.part(self.c_index(tile) + row * n, columns) };
             for (column, c) in c.iter_mut().enumerate() {
                 let at = (row / 16 * 2 + column / 16) * 256 + row % 16 * 16 + column % 16;
                 let sum = sums.0[tile.which][at];

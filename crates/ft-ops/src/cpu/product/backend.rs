@@ -1,12 +1,13 @@
-//! The instruction set of the CPU operations: detected at run time, or forced, so that all are tested on one machine.
+//! The backend of the CPU operations: detected at run time, or forced, so that all of them are tested on one machine.
 
 use super::Rounding;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::tiles::Unit;
+use super::amx;
 use ft_base::{Error, Result};
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// The CPU code paths, best first.
+/// The CPU backends, the fastest first. Each uses the instructions of those after it, except that AMX needs no
+/// AVX512-BF16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum CpuBackend {
@@ -20,6 +21,13 @@ pub enum CpuBackend {
     Avx2,
     /// Plain Rust, on every processor.
     Portable,
+}
+
+/// The vector instructions of the f32 micro-kernels, of packing and of dequantization.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum VectorIsa {
+    Avx512,
+    Avx2,
 }
 
 /// 0: not detected yet.
@@ -46,7 +54,7 @@ impl CpuBackend {
         }
     }
 
-    /// True if this machine can run the path.
+    /// True if this machine can run the backend.
     pub fn available(self) -> bool {
         match self {
             CpuBackend::Portable => true,
@@ -61,15 +69,15 @@ impl CpuBackend {
                     && is_x86_feature_detected!("avx512vl")
             }
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            CpuBackend::Amx | CpuBackend::Avx512Bf16 => {
-                CpuBackend::Avx512.available() && self.unit().is_some_and(Unit::available)
-            }
+            CpuBackend::Amx => CpuBackend::Avx512.available() && amx::tile_kernels::available(),
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            CpuBackend::Avx512Bf16 => CpuBackend::Avx512.available() && amx::avx512_bf16::available(),
             #[allow(unreachable_patterns)]
             _ => false,
         }
     }
 
-    /// Returns the path in use.
+    /// Returns the backend in use.
     #[inline]
     pub fn current() -> CpuBackend {
         match CHOSEN.load(Ordering::Relaxed) {
@@ -78,13 +86,22 @@ impl CpuBackend {
         }
     }
 
-    /// Returns the unit that multiplies packed bf16 operands on this path.
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    pub(crate) fn unit(self) -> Option<Unit> {
+    /// Returns the instructions of the f32 micro-kernels. None: plain Rust.
+    pub(crate) fn vector_isa(self) -> Option<VectorIsa> {
         match self {
-            CpuBackend::Amx => Some(Unit::Tiles),
-            CpuBackend::Avx512Bf16 => Some(Unit::Dots),
-            _ => None,
+            CpuBackend::Amx | CpuBackend::Avx512Bf16 | CpuBackend::Avx512 => Some(VectorIsa::Avx512),
+            CpuBackend::Avx2 => Some(VectorIsa::Avx2),
+            CpuBackend::Portable => None,
+        }
+    }
+
+    /// Returns the backend whose micro-kernels compute products with this rounding: bf16 instructions only if operands
+    /// are rounded.
+    pub(crate) fn for_rounding(self, rounding: Rounding) -> CpuBackend {
+        if self.packs_bf16() && rounding == Rounding::Exact {
+            CpuBackend::Avx512
+        } else {
+            self
         }
     }
 
@@ -96,13 +113,13 @@ impl CpuBackend {
     /// True if the f32 operands of a product with this rounding are rounded to bf16. This never depends on a size:
     /// an activation is the same operand alone and in a batch.
     pub(crate) fn rounds(self, rounding: Rounding) -> bool {
-        self.packs_bf16() && rounding == Rounding::Bf16
+        self.for_rounding(rounding).packs_bf16()
     }
 
-    /// True if this path is faster here than the next one that the machine can run.
-    fn pays(self) -> bool {
+    /// True if this backend is faster here than the next one that the machine can run.
+    fn is_fast(self) -> bool {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        return self.unit().is_none_or(Unit::is_fast);
+        return self != CpuBackend::Avx512Bf16 || amx::avx512_bf16::is_fast();
         #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
         true
     }
@@ -115,13 +132,13 @@ impl CpuBackend {
         {
             return Self::current();
         }
-        let mut best = Self::ALL.into_iter().filter(|p| p.available() && p.pays());
+        let mut best = Self::ALL.into_iter().filter(|p| p.available() && p.is_fast());
         let best = best.next().unwrap_or(CpuBackend::Portable);
         CHOSEN.store(best as u8, Ordering::Relaxed);
         best
     }
 
-    /// Uses the path `name` from now on. `amx-emulated` tests the AMX code on machines without AMX.
+    /// Uses the backend `name` from now on. `amx-emulated` tests the AMX code on machines without AMX.
     ///
     /// # Errors
     /// An unknown name, or instructions that this machine lacks.
@@ -132,21 +149,21 @@ impl CpuBackend {
         };
         if name == "amx-emulated" {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            if CpuBackend::Avx512.available() && super::tiles::emulate() {
+            if CpuBackend::Avx512.available() && amx::emulate() {
                 CHOSEN.store(CpuBackend::Amx as u8, Ordering::Relaxed);
                 return Ok(());
             }
             return Err(lacks());
         }
-        let Some(path) = Self::ALL.into_iter().find(|p| p.name() == name) else {
+        let Some(backend) = Self::ALL.into_iter().find(|p| p.name() == name) else {
             return Err(Error::unsupported("this set of CPU operations does not exist")
                 .found(name)
                 .expected("amx, amx-emulated, avx512-bf16, avx512, avx2 or portable"));
         };
-        if !path.available() {
+        if !backend.available() {
             return Err(lacks());
         }
-        CHOSEN.store(path as u8, Ordering::Relaxed);
+        CHOSEN.store(backend as u8, Ordering::Relaxed);
         Ok(())
     }
 }
@@ -155,9 +172,9 @@ impl CpuBackend {
 mod tests {
     use super::*;
 
-    /// Tests of the crates above run on the path that `FT_CPU` names: a name that means nothing must not pass.
+    /// Tests of the crates above run on the backend that `FT_CPU` names: a name that means nothing must not pass.
     #[test]
-    fn the_path_in_use_is_that_of_the_environment() {
+    fn the_backend_in_use_is_that_of_the_environment() {
         if let Ok(name) = std::env::var("FT_CPU") {
             assert_eq!(CpuBackend::current().name(), name.trim_end_matches("-emulated"));
         }

@@ -150,6 +150,10 @@ fn head_trained(spec: &Spec, inputs: &Inputs) -> bool {
 }
 
 pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, parameters: u64, trained: u64) -> Plan {
+    let answers = match inputs.rollout {
+        0 => ("answers of the evaluation", inputs.evaluation.answers),
+        rollout => ("rollout", rollout),
+    };
     let spec = model.spec;
     let n = count(inputs.tokens as u64);
     let state = match recipe.tune.method {
@@ -259,8 +263,8 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
         (
             MemoryKind::Rollout,
             "rollout",
-            "rollout",
-            format!("KV cache of {} answers", inputs.rollout),
+            answers.0,
+            format!("KV cache of {} answers", answers.1),
         ),
         (
             MemoryKind::Teacher,

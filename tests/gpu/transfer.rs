@@ -62,7 +62,7 @@ fn what_is_parked_comes_back() {
             let t = host(n, i).to_device(&gpu.device).unwrap();
             update::scale_assign(&t, 0.5).unwrap();
             want.push(t.copy().unwrap());
-            parked.push(copier.park(t).unwrap());
+            parked.push(copier.offload(t).unwrap());
             if i > 0 {
                 copier.release(&mut parked[i as usize - 1]).unwrap();
                 busy(&gpu.device, n);
@@ -71,7 +71,7 @@ fn what_is_parked_comes_back() {
         while let (Some(away), Some(want)) = (parked.pop(), want.pop()) {
             let back = copier.fetch(away).unwrap();
             // The pinned memory of the last one is used again at once.
-            let other = copier.park(want.copy().unwrap()).unwrap();
+            let other = copier.offload(want.copy().unwrap()).unwrap();
             busy(&gpu.device, n);
             let back = copier.receive(back).unwrap();
             assert_same_bits(&back, &want);
@@ -93,8 +93,8 @@ fn what_is_dropped_on_the_way_harms_nothing() {
         let next = Tensor::zeros(n, DType::F32, &gpu.device).unwrap();
         update::add_assign(&next, &kept).unwrap();
         assert_eq!(flat(&next), flat(&source));
-        drop(copier.park(kept.copy().unwrap()).unwrap());
-        let mut released = copier.park(kept.copy().unwrap()).unwrap();
+        drop(copier.offload(kept.copy().unwrap()).unwrap());
+        let mut released = copier.offload(kept.copy().unwrap()).unwrap();
         copier.release(&mut released).unwrap();
         drop(released);
         assert_eq!(flat(&kept), flat(&source));

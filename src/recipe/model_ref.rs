@@ -33,6 +33,15 @@ impl ModelRef {
         matches!(self, Self::Shape(_))
     }
 
+    /// True for names without a revision: shapes and existing directories.
+    pub fn is_local(&self) -> bool {
+        match self {
+            Self::Shape(_) => true,
+            Self::Dir(dir) => dir.is_dir(),
+            Self::Hub(_) => false,
+        }
+    }
+
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }

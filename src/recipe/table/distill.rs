@@ -100,7 +100,7 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
             .as_ref()
             .map(|cache| format!("distill.teacher_cache = {cache:?}")),
         Distill::teacher_revision => {
-            let local = keys.teacher.as_ref().filter(|t| !matches!(t, ModelRef::Hub(_)));
+            let local = keys.teacher.as_ref().filter(|t| t.is_local());
             local.map(|teacher| Distill::teacher.is(&teacher.to_string()))
         }
         _ => None,

@@ -258,7 +258,7 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
     let stored = |names: &[&str]| memory.storages().any(|name| names.contains(&name));
     let frozen = || Some(Memory::frozen_weights.is(memory.frozen_weights.name()));
     match key {
-        Model::revision if !matches!(model.path, ModelRef::Hub(_)) => Some(Model::path.is(&model.path.to_string())),
+        Model::revision if model.path.is_local() => Some(Model::path.is(&model.path.to_string())),
         Memory::head_chunk if matches!(memory.tier, Tier::Device | Tier::Host) => {
             Some(Memory::tier.is(memory.tier.name()))
         }

@@ -19,7 +19,7 @@
 //! let weight = Tensor::new(&[1f32, -1.0], &Device::Cpu)?;
 //! let gradient = Tensor::new(&[0.5f32, 0.5], &Device::Cpu)?;
 //! optimizer.begin(10);
-//! let update = Update { name: "w", weight: &weight, gradient: &gradient, places: None };
+//! let update = Update { name: "w", weight: &weight, gradient: &gradient, subset: None };
 //! optimizer.update_all(&[update], 0.1 * schedule.multiplier(10), 1.0)?;
 //! assert!(weight.to_vec1::<f32>()?[0] < 1.0);
 //! # Ok(())

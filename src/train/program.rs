@@ -386,10 +386,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let peak = peak_memory(&device)?;
     drop(engine);
     owner::remove_scratch(&run_dir)?;
-    if let Some(line) = run.directory.exported(&before)? {
-        run.reporter.note(&line);
-    }
-    if final_dir.is_none() {
+    if final_dir.is_some() {
+        if let Some(line) = run.directory.exported(&before)? {
+            run.reporter.note(&line);
+        }
+    } else {
         run.reporter
             .note("a built-in shape has random weights: no `final/` is written");
     }

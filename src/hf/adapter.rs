@@ -216,7 +216,7 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
          model = PeftModel.from_pretrained(base, \"path/to/this/directory\")\n\
          ```\n\n\
          Use it only with {named}; it does not fit other weights.\n\
-         `ft merge --model BASE --adapter THIS --out DIR` merges the adapter into the base model.\n",
+         `model.merge_and_unload()` merges the adapter into the base model.\n",
         env!("CARGO_PKG_VERSION"),
         if is_hub { base } else { "path/to/base" },
     )

@@ -80,8 +80,8 @@ pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: 
     let mut config = config_of(lora, base)?;
     let open = unsaved(&config, &all);
     let chosen = select(&open, &choice(&config))?;
-    targets::check_pattern(&config.rank_pattern, &chosen, "rank_pattern")?;
-    targets::check_pattern(&config.alpha_pattern, &chosen, "alpha_pattern")?;
+    targets::check_pattern(&config.rank_pattern, &chosen, "LoraConfig::rank_pattern")?;
+    targets::check_pattern(&config.alpha_pattern, &chosen, "LoraConfig::alpha_pattern")?;
     let warnings = check_ranks(&config, &chosen)?;
     settle_targets(&mut config, &chosen);
     let shared = match config.kind {
@@ -130,10 +130,10 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
         let most = above.iter().map(|(.., most)| *most).max().unwrap_or(*most);
         return Err(
             Error::usage("the rank is larger than the rank of every matrix with an adapter")
-                .at("tune.lora.r")
+                .at("LoraConfig::r")
                 .found(r)
                 .expected(format!("at most {most}"))
-                .hint("set `tune.lora.r = 16`, or `tune.method = \"full\"` to train whole matrices"),
+                .hint("lower `LoraConfig::r`, for example to 16, or train without adapters"),
         );
     }
     Ok(vec![format!(
@@ -146,11 +146,11 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
 }
 
 /// Reads a list of names, or one regular expression.
-fn named(list: &[String], key: &str) -> Result<Targets> {
+fn named(list: &[String], field: &str) -> Result<Targets> {
     match list {
         [one] if targets::is_regex(one) => Ok(Targets::Pattern(one.clone())),
         names if names.iter().any(|n| targets::is_regex(n)) => Err(Error::usage(format!(
-            "`tune.lora.{key}` mixes a regular expression with other items"
+            "`{field}` mixes a regular expression with other items"
         ))
         .found(format!("{names:?}"))
         .expected("names, or one regular expression for full module paths")),
@@ -195,12 +195,12 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
         target_modules: if lora.target_modules.is_empty() {
             Targets::AllLinear
         } else {
-            named(&lora.target_modules, "target_modules")?
+            named(&lora.target_modules, "LoraConfig::target_modules")?
         },
         exclude_modules: if lora.exclude_modules.is_empty() {
             None
         } else {
-            Some(named(&lora.exclude_modules, "exclude_modules")?)
+            Some(named(&lora.exclude_modules, "LoraConfig::exclude_modules")?)
         },
         layers_to_transform: Some(lora.layers_to_transform.clone()).filter(|l| !l.is_empty()),
         rank_pattern: if patterns {
@@ -240,12 +240,12 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
 ///
 /// Errors: a duplicate token, a token outside the vocabulary, or a matrix that trains in full.
 fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<TrainedRows>> {
-    let key = "tune.lora.trainable_token_indices";
+    let field = "LoraConfig::trainable_token_indices";
     let mut ids: Vec<u32> = Vec::new();
     for &id in &lora.trainable_token_indices {
         if id >= spec.vocab || ids.contains(&(id as u32)) {
             return Err(Error::usage("a token is not in the vocabulary, or is listed twice")
-                .at(key)
+                .at(field)
                 .found(id)
                 .expected(format!("different tokens below {}", spec.vocab)));
         }
@@ -263,7 +263,7 @@ fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Ve
         return Err(Error::usage(format!(
             "`modules_to_save` trains the full matrix `{whole}`: single rows of it cannot be trained separately"
         ))
-        .at(key));
+        .at(field));
     }
     config.token_rows = modules.iter().map(|m| (m.to_string(), ids.clone())).collect();
     let tables = row_tables(config, spec).into_iter();
@@ -272,22 +272,22 @@ fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Ve
 
 /// Errors: a module that does not exist, or that shares its weights with the embedding.
 fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
-    let key = "tune.lora.modules_to_save";
+    let field = "LoraConfig::modules_to_save";
     for module in &config.modules_to_save {
         let found = saved_whole(std::slice::from_ref(module), spec);
         if spec.tied && (module == "lm_head" || found.iter().any(|n| n == spec.head_name())) {
             return Err(Error::new(format!(
                 "`{module}` cannot be trained together with adapters: its weights are tied (embedding and output head)"
             ))
-            .at(key)
-            .hint("leave it out, or use `tune.method = \"full\"` or `\"freeze\"`"));
+            .at(field)
+            .hint("leave it out, or train without adapters"));
         }
         if found.is_empty() {
             let params = spec.params();
             let modules = params.iter().filter_map(|p| p.name.rsplit_once('.').map(|(m, _)| m));
             let last = modules.filter_map(|m| m.rsplit('.').next());
             let near = suggest::nearest(module, last.collect::<Vec<_>>());
-            let error = Error::new(format!("`{module}` matches no module of this model")).at(key);
+            let error = Error::new(format!("`{module}` matches no module of this model")).at(field);
             return Err(match near {
                 Some(near) => error.hint(format!("did you mean `{near}`?")),
                 None => error,
@@ -345,12 +345,12 @@ fn one(
         }
         Kind::Oft { block, neumann } => {
             if i % block != 0 {
-                return Err(
-                    Error::new("`tune.lora.oft_block_size` does not divide the input size of a target module")
-                        .at(module)
-                        .found(format!("blocks of {block}, {i} inputs"))
-                        .hint("use a common divisor of the input sizes of all target modules"),
-                );
+                return Err(Error::new(
+                    "`LoraConfig::oft_block_size` does not divide the input size of a target module",
+                )
+                .at(module)
+                .found(format!("blocks of {block}, {i} inputs"))
+                .hint("use a common divisor of the input sizes of all target modules"));
             }
             Adapter::Oft(Oft::fresh(
                 module,

@@ -14,6 +14,7 @@ mod resolved;
 mod schema;
 pub mod suggest;
 pub mod table;
+pub mod terms;
 pub mod types;
 mod value;
 
@@ -26,6 +27,7 @@ pub use lower::ACCUMULATION;
 pub use model_ref::ModelRef;
 pub use resolved::reference;
 pub use schema::schema;
+pub use terms::in_program_terms;
 pub use types::*;
 pub use value::Chunk;
 

@@ -77,7 +77,8 @@ pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<
             readings.push(reading.clone());
         }
     }
-    reading::lines(&readings, rest)
+    let lines = reading::lines(&readings, rest).into_iter();
+    lines.map(|line| recipe::in_program_terms(&line)).collect()
 }
 
 /// Warns about later prompts that the chat template renders although it rendered no training row. `None`: there are

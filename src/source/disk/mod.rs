@@ -120,7 +120,7 @@ impl Disk {
             .is_some_and(|rows| rows == 0 || !rows.is_multiple_of(PIECE))
         {
             return Err(Error::usage("the chunk size of the output head is not supported")
-                .at("memory.head_chunk")
+                .at("disk::Options::head_rows")
                 .expected(format!("a multiple of {PIECE}")));
         }
         let mut groups: BTreeMap<Group, Vec<usize>> = BTreeMap::new();

@@ -140,6 +140,6 @@ impl Renderer {
 }
 
 fn stopped(why: worker::End) -> Error {
-    let limit = "the template has a very long or endless loop: use another one with `data.chat_template`";
+    let limit = "the template has a very long or endless loop: use another one with `ChatTemplate::from_file`";
     Error::format(format!("chat template was stopped: it {why}")).hint(limit)
 }

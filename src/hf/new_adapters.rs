@@ -69,13 +69,30 @@ impl AdapterSet {
 /// Makes new adapters for the linears that `lora` selects. `base` names the base model in `adapter_config.json`; initial
 /// values depend on `seed` and the module only.
 ///
-/// `init_lora_weights` of `default` and `gaussian` are complete. Other initial values depend on weights or rows: their
-/// matrices are zero here.
+/// # Errors
+/// Initial values that depend on weights or rows ([`adapters_to_fill`]); targets that match no linear; a rank or block
+/// size that the linears do not allow; a module or token that the model does not have.
+pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
+    let drawn = matches!(lora.init_lora_weights, LoraInit::Default | LoraInit::Gaussian);
+    if lora.peft_type == PeftType::Lora && (!drawn || lora.use_dora) {
+        return Err(Error::unsupported("the initial values of these adapters depend on the model")
+            .found(match drawn {
+                true => "DoRA: its magnitudes are norms of weights".to_string(),
+                false => format!("`{}`: computed from weights or rows", lora.init_lora_weights.name()),
+            })
+            .expected("`default` or `gaussian`, without DoRA")
+            .hint("create them with `adapters_to_fill`, and compute the values with the module `start` of `peft`"));
+    }
+    adapters_to_fill(lora, spec, base, seed)
+}
+
+/// As [`new_adapters`], for all initial values. The caller computes those that depend on the model: pairs with
+/// [`peft::start`] (they are drawn as for `default` here, what they subtract is zero), and magnitudes with
+/// [`Dora::begin`] (they are one here).
 ///
 /// # Errors
-/// Targets that match no linear; a rank or block size that the linears do not allow; a module or token that the model
-/// does not have.
-pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
+/// As [`new_adapters`], except for initial values.
+pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
     let all = spec.sites();
     let mut config = config_of(lora, base)?;
     let open = unsaved(&config, &all);

@@ -2,12 +2,12 @@
 
 use super::model_tests::{base, config, names, spec};
 use super::*;
+use crate::base::ErrorKind;
 use crate::formats::StoredDtype;
 use crate::formats::adapter::{AdapterConfig, Targets, WEIGHTS, file_key};
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
-use crate::base::ErrorKind;
 use crate::ops::update;
 use crate::peft::config::{LoraConfig, LoraInit};
 use crate::peft::lora::scaling;
@@ -477,7 +477,11 @@ fn initial_values_that_depend_on_the_model_are_refused() {
         new_adapters(&lora, &spec, None, 0).map(drop)
     };
     make(LoraInit::Gaussian, false).unwrap();
-    for (init, dora) in [(LoraInit::Pissa, false), (LoraInit::Loftq, false), (LoraInit::Default, true)] {
+    for (init, dora) in [
+        (LoraInit::Pissa, false),
+        (LoraInit::Loftq, false),
+        (LoraInit::Default, true),
+    ] {
         let e = make(init, dora).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unsupported);
         assert!(e.hint_text().unwrap().contains("adapters_to_fill"), "{e}");

@@ -75,13 +75,15 @@ impl AdapterSet {
 pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
     let drawn = matches!(lora.init_lora_weights, LoraInit::Default | LoraInit::Gaussian);
     if lora.peft_type == PeftType::Lora && (!drawn || lora.use_dora) {
-        return Err(Error::unsupported("the initial values of these adapters depend on the model")
-            .found(match drawn {
-                true => "DoRA: its magnitudes are norms of weights".to_string(),
-                false => format!("`{}`: computed from weights or rows", lora.init_lora_weights.name()),
-            })
-            .expected("`default` or `gaussian`, without DoRA")
-            .hint("create them with `adapters_to_fill`, and compute the values with the module `start` of `peft`"));
+        return Err(
+            Error::unsupported("the initial values of these adapters depend on the model")
+                .found(match drawn {
+                    true => "DoRA: its magnitudes are norms of weights".to_string(),
+                    false => format!("`{}`: computed from weights or rows", lora.init_lora_weights.name()),
+                })
+                .expected("`default` or `gaussian`, without DoRA")
+                .hint("create them with `adapters_to_fill`, and compute the values with the module `start` of `peft`"),
+        );
     }
     adapters_to_fill(lora, spec, base, seed)
 }

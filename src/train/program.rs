@@ -21,7 +21,7 @@ use crate::setup::rows::{self, Rows};
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
 use crate::train::directory;
-use crate::train::finish;
+use crate::train::finish::{self, TrainedModel};
 use crate::train::header::{header, trained_elements};
 use crate::train::learning::{self, Watch};
 use crate::train::next;
@@ -379,9 +379,14 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     run.directory.check()?;
     let before = run.directory.aside()?;
     let out = run_dir.join("final");
-    let final_dir = finish::export(&out, recipe, &model, &engine, &prepared, &base, &mut |line| {
-        said.push(line.to_string());
-    })?;
+    let trained = TrainedModel {
+        recipe,
+        model: &model,
+        engine: &engine,
+        prepared: &prepared,
+        print: &base,
+    };
+    let final_dir = finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?;
     said.iter().for_each(|line| run.reporter.note(line));
     let peak = peak_memory(&device)?;
     drop(engine);

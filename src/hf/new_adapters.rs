@@ -8,7 +8,7 @@ use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::config::{LoraInit, PeftType};
 use crate::peft::lora::{fresh, scaling};
 use crate::peft::targets::{self, Site, select};
-use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Ia3, Loha, Lokr, Lora, LoraConfig, Mask, Oft};
+use crate::peft::{self, Adalora, Adapter, AdapterShape, Cayley, Dora, Ia3, Loha, Lokr, Lora, LoraConfig, Mask, Oft};
 use crate::peft::{Projections, Vera};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -332,6 +332,11 @@ fn one(
         site: index,
     };
     let ratio = (alpha / r as f64) as f32;
+    let shape = AdapterShape {
+        rank: r,
+        input: i,
+        output: o,
+    };
     Ok(match &config.kind {
         Kind::Lora => {
             let gaussian = lora.init_lora_weights == LoraInit::Gaussian;
@@ -358,10 +363,8 @@ fn one(
             let d = peft::full(&[r], *d_initial as f32)?;
             Adapter::Vera(Vera::new(module, shared.clone(), peft::full(&[o], 0.0)?, d, i, mask))
         }
-        Kind::Loha => Adapter::Loha(Loha::fresh(module, (r, i, o), ratio, seed, index)?),
-        Kind::Lokr { factor, both } => {
-            Adapter::Lokr(Lokr::fresh(module, (r, i, o), (*factor, *both), ratio, seed, index)?)
-        }
+        Kind::Loha => Adapter::Loha(Loha::fresh(module, shape, ratio, seed, index)?),
+        Kind::Lokr { factor, both } => Adapter::Lokr(Lokr::fresh(module, shape, *factor, *both, ratio, seed, index)?),
         Kind::Oft { block, neumann } => {
             if i % block != 0 {
                 return Err(Error::new(
@@ -380,7 +383,7 @@ fn one(
         }
         Kind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
             module,
-            (r, i, o),
+            shape,
             peft::adalora_scaling(alpha, r),
             seed,
             mask,

@@ -3,7 +3,7 @@
 
 use super::load_adapter::{alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 use crate::base::{Error, Result, suggest};
-use crate::formats::adapter::{AdapterConfig, Allocation, Kind, Targets};
+use crate::formats::adapter::{AdapterConfig, AdapterKind, Allocation, Targets};
 use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::config::{LoraInit, PeftType};
 use crate::peft::lora::{fresh, scaling};
@@ -104,7 +104,7 @@ pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, se
     let warnings = check_ranks(&config, &chosen)?;
     settle_targets(&mut config, &chosen);
     let shared = match config.kind {
-        Kind::Vera { .. } => {
+        AdapterKind::Vera { .. } => {
             let most = |of: fn(&Site) -> usize| chosen.iter().map(of).max().unwrap_or(0);
             let (inputs, outputs) = (most(|s| s.input), most(|s| s.output));
             Some(Projections::fresh(config.r, inputs, outputs, seed)?)
@@ -132,7 +132,10 @@ pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, se
 ///
 /// Errors: every adapter has such a rank. If only some have it, the function returns a warning.
 fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
-    if !matches!(config.kind, Kind::Lora | Kind::Loha | Kind::Adalora(_)) {
+    if !matches!(
+        config.kind,
+        AdapterKind::Lora | AdapterKind::Loha | AdapterKind::Adalora(_)
+    ) {
         return Ok(Vec::new());
     }
     let mut above = Vec::new();
@@ -185,27 +188,30 @@ fn named(list: &[String], field: &str) -> Result<Targets> {
 /// Converts the settings to a PEFT config.
 fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
     let kind = match lora.peft_type {
-        PeftType::Lora => Kind::Lora,
-        PeftType::Ia3 => Kind::Ia3 {
+        PeftType::Lora => AdapterKind::Lora,
+        PeftType::Ia3 => AdapterKind::Ia3 {
             feedforward: lora.feedforward_modules.clone(),
         },
-        PeftType::Vera => Kind::Vera {
+        PeftType::Vera => AdapterKind::Vera {
             d_initial: lora.d_initial,
         },
-        PeftType::Loha => Kind::Loha,
-        PeftType::Lokr => Kind::Lokr {
+        PeftType::Loha => AdapterKind::Loha,
+        PeftType::Lokr => AdapterKind::Lokr {
             factor: lora.decompose_factor,
             both: lora.decompose_both,
         },
-        PeftType::Oft => Kind::Oft {
+        PeftType::Oft => AdapterKind::Oft {
             block: lora.oft_block_size,
             neumann: lora.use_cayley_neumann.then_some(NEUMANN_TERMS),
         },
-        PeftType::Adalora => Kind::Adalora(Allocation::default()),
+        PeftType::Adalora => AdapterKind::Adalora(Allocation::default()),
     };
-    let is_lora = kind == Kind::Lora;
-    let drops = matches!(kind, Kind::Lora | Kind::Vera { .. } | Kind::Adalora(_));
-    let patterns = matches!(kind, Kind::Lora | Kind::Loha | Kind::Lokr { .. });
+    let is_lora = kind == AdapterKind::Lora;
+    let drops = matches!(
+        kind,
+        AdapterKind::Lora | AdapterKind::Vera { .. } | AdapterKind::Adalora(_)
+    );
+    let patterns = matches!(kind, AdapterKind::Lora | AdapterKind::Loha | AdapterKind::Lokr { .. });
     Ok(AdapterConfig {
         kind,
         r: lora.r,
@@ -249,7 +255,7 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
         names.dedup();
         config.target_modules = Targets::List(names);
     }
-    if let Kind::Ia3 { feedforward } = &mut config.kind {
+    if let AdapterKind::Ia3 { feedforward } = &mut config.kind {
         // PEFT requires that the feed-forward modules are among the targets.
         feedforward.retain(|f| chosen.iter().any(|s| targets::ends(&s.module, f)));
     }
@@ -338,7 +344,7 @@ fn one(
         output: o,
     };
     Ok(match &config.kind {
-        Kind::Lora => {
+        AdapterKind::Lora => {
             let gaussian = lora.init_lora_weights == LoraInit::Gaussian;
             let pair = fresh(r, i, o, gaussian, seed, index)?;
             let scale = scaling(alpha, r, config.use_rslora);
@@ -352,20 +358,22 @@ fn one(
                 Adapter::Lora(pair)
             }
         }
-        Kind::Ia3 { feedforward } => {
+        AdapterKind::Ia3 { feedforward } => {
             let scales_input = feedforward.iter().any(|name| targets::ends(module, name));
             Adapter::Ia3(Ia3::fresh(module, i, o, scales_input)?)
         }
-        Kind::Vera { d_initial } => {
+        AdapterKind::Vera { d_initial } => {
             let Some(shared) = shared else {
                 return Err(Error::new("VeRA needs its shared pair of matrices").at(module));
             };
             let d = peft::full(&[r], *d_initial as f32)?;
             Adapter::Vera(Vera::new(module, shared.clone(), peft::full(&[o], 0.0)?, d, i, mask))
         }
-        Kind::Loha => Adapter::Loha(Loha::fresh(module, shape, ratio, seed, index)?),
-        Kind::Lokr { factor, both } => Adapter::Lokr(Lokr::fresh(module, shape, *factor, *both, ratio, seed, index)?),
-        Kind::Oft { block, neumann } => {
+        AdapterKind::Loha => Adapter::Loha(Loha::fresh(module, shape, ratio, seed, index)?),
+        AdapterKind::Lokr { factor, both } => {
+            Adapter::Lokr(Lokr::fresh(module, shape, *factor, *both, ratio, seed, index)?)
+        }
+        AdapterKind::Oft { block, neumann } => {
             if i % block != 0 {
                 return Err(Error::new(
                     "`LoraConfig::oft_block_size` does not divide the input size of a target module",
@@ -381,7 +389,7 @@ fn one(
                 neumann.map_or(Cayley::Exact, Cayley::Neumann),
             )?)
         }
-        Kind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
+        AdapterKind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
             module,
             shape,
             peft::adalora_scaling(alpha, r),

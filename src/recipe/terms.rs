@@ -163,10 +163,10 @@ mod tests {
 
     #[test]
     fn terms_replace_whole_names() {
-        let text = "LoraConfig::r: lower `LoraConfig::r`, not `LoraConfig::rank_pattern`, My::LoraConfig::r; use `Render::Plain`";
+        let text = "LoraConfig::r: lower `LoraConfig::rank_pattern`, not My::LoraConfig::r; use `Render::Plain`";
         assert_eq!(
             in_program_terms(text),
-            "tune.lora.r: lower `tune.lora.r`, not `tune.lora.rank_pattern`, My::LoraConfig::r; use `data.render = \"plain\"`"
+            "tune.lora.r: lower `tune.lora.rank_pattern`, not My::LoraConfig::r; use `data.render = \"plain\"`"
         );
     }
 

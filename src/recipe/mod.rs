@@ -65,10 +65,10 @@ impl LoadedRecipe {
 
 /// Returns the numbers and texts of a TOML text by dotted path, for `resolved.toml` of a run.
 pub fn written(text: &str) -> BTreeMap<String, String> {
-    let typed = |value: &draft::Typed| match value {
-        draft::Typed::Integer(i) => Some(i.to_string()),
-        draft::Typed::Number(x) => Some(x.to_string()),
-        draft::Typed::Text(t) => Some(t.clone()),
+    let typed = |value: &draft::WrittenValue| match value {
+        draft::WrittenValue::Integer(i) => Some(i.to_string()),
+        draft::WrittenValue::Number(x) => Some(x.to_string()),
+        draft::WrittenValue::Text(t) => Some(t.clone()),
         _ => None,
     };
     let written = Draft::new(text, "resolved.toml", &[]).written;

@@ -282,7 +282,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     // The gradient of trained rows of the head is taken from the gradient of the whole head.
     let to_head = sink.wants(head) || sink.wants(&tokens::name_of(head));
     let d_head = to_head.then(|| sink.compute(l, head));
-    let chunk = CausalLm::chunk_for(spec.vocab, to_head).min(inputs.tokens) as u64;
+    let chunk = CausalLm::chunk_for(spec.vocab, to_head, inputs.on_gpu).min(inputs.tokens) as u64;
     let sums = sums_bytes(spec.vocab);
     let logits = match weights::head_chunk(spec, inputs.strategy.placement, sink.active) {
         // The hidden states of the trained tokens, and their gradient.

@@ -100,6 +100,8 @@ fn a_gpu_holds_narrow_activations_and_the_host_is_apart() {
     let gpu = forecast(&spec(), &recipe, &inputs);
     assert_eq!(2 * line(&gpu, "layer_inputs"), line(&cpu, "layer_inputs"));
     assert_eq!(line(&gpu, "gradients"), line(&cpu, "gradients"));
+    // 1024 tokens of logits instead of 512; see `lines_follow_the_published_formula`.
+    assert_eq!(line(&gpu, "logits"), 1024 * (1064 * 4 + 16) + 2048 * (2 * 64 * 2 + 8));
     assert_eq!((cpu.peak_host_bytes, line(&gpu, "scratch")), (None, 0));
     assert!(gpu.peak_host_bytes.is_some_and(|host| host >= 1000));
     assert!(gpu.peak_bytes < cpu.peak_bytes);

@@ -108,6 +108,32 @@ __device__ __forceinline__ void rows_by_rows(float (&acc)[MT][NT][4], const bf16
     }
 }
 
+/// 16 rows of `a` from `row` on, as left factors that stay in registers: each step reads only the right ones.
+template <int E>
+__device__ __forceinline__ void load_fragments(uint32_t (&fragments)[E / 16][4], const bf16* a, int row) {
+    const int lane = threadIdx.x % 32;
+    const Cursor<E> left(a, row + (lane & 15), lane >> 4);
+#pragma unroll
+    for (int k = 0; k < E / 16; k++) ptx::ldmatrix(fragments[k], left.at(0, 2 * k));
+}
+
+/// acc += the rows of `load_fragments` times the transpose of the first 8 NT rows of `b`.
+template <int E, int NT>
+__device__ __forceinline__ void fragments_by_rows(float (&acc)[NT][4], const uint32_t (&fragments)[E / 16][4], const bf16* b) {
+    const int lane = threadIdx.x % 32;
+    const Cursor<E> right(b, (lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1);
+#pragma unroll
+    for (int k = 0; k < E / 16; k++) {
+#pragma unroll
+        for (int n = 0; n < NT / 2; n++) {
+            uint32_t fb[4];
+            ptx::ldmatrix(fb, right.at(n * 16, 2 * k));
+            ptx::mma(acc[2 * n], fragments[k], fb[0], fb[1]);
+            ptx::mma(acc[2 * n + 1], fragments[k], fb[2], fb[3]);
+        }
+    }
+}
+
 /// acc[m] += w[m] (16 x 16 KT) times 16 KT rows of `b`, of which the columns from chunk `chunk` on, 8 NT of them.
 template <int E, int MT, int KT, int NT>
 __device__ __forceinline__ void weights_by_rows(float (&acc)[MT][NT][4], const uint32_t (&w)[MT][KT][4], const bf16* b,

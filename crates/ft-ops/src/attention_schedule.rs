@@ -126,6 +126,17 @@ impl Tiles {
         Self(tiles)
     }
 
+    /// Returns the number of parts into which the `group` query heads of a key head are divided, for a GPU that runs
+    /// `slots` blocks at a time; a tile is `blocks` blocks for each part. The smallest number with which the heaviest
+    /// block takes no longer than an even share of all the work: then the last blocks end at about the same time.
+    pub(crate) fn parts(&self, blocks: usize, group: usize, slots: usize) -> usize {
+        let visited = self.0.iter().map(|t| t.high - t.low);
+        let (heaviest, all) = (visited.clone().max().unwrap_or(0), visited.sum::<usize>());
+        (1..=group)
+            .find(|parts| group.is_multiple_of(*parts) && heaviest * slots <= all * blocks * parts)
+            .unwrap_or(group)
+    }
+
     /// Splits the visited ranges into pieces of at most `keys`. Returns the pieces, how to join them, and the
     /// number of rows of partial results.
     pub(crate) fn split(&self, keys: usize) -> (Tiles, Vec<Join>, usize) {
@@ -249,6 +260,28 @@ mod tests {
             window: None,
         };
         assert!(documents.check().is_err());
+    }
+
+    #[test]
+    fn heads_are_divided_until_the_heaviest_block_is_an_even_share() {
+        let parts = |documents: &[usize], group, slots| {
+            let documents = Documents {
+                queries: documents,
+                keys: documents,
+                window: None,
+            };
+            documents.key_tiles(64).parts(8, group, slots)
+        };
+        // One document of 2048 tokens, 8 key heads: 256 blocks, of which the heaviest has twice the mean work.
+        assert_eq!(parts(&[0, 2048], 4, 2 * 64), 1);
+        assert_eq!(parts(&[0, 2048], 4, 2 * 128), 2);
+        assert_eq!(parts(&[0, 2048], 4, 2 * 132), 2);
+        assert_eq!(parts(&[0, 512], 4, 2 * 132), 4);
+        // Only divisors of the group.
+        assert_eq!(parts(&[0, 2048], 7, 2 * 132), 7);
+        let rows: Vec<usize> = (0..=16).map(|row| 2048 * row).collect();
+        assert_eq!(parts(&rows, 4, 2 * 132), 1);
+        assert_eq!(parts(&[0], 4, 2 * 132), 1);
     }
 
     #[test]

@@ -61,15 +61,25 @@ struct Compiled {
     staged_queries: usize,
     /// dq: keys of all pipeline stages together. A block has 64 queries.
     staged_keys: usize,
+    /// Backward: the own rows of a block stay in registers, not in shared memory.
+    in_registers: bool,
+}
+
+impl Compiled {
+    /// Shared memory of a backward kernel with `staged` rows in all stages together.
+    fn backward_bytes(&self, staged: usize) -> usize {
+        let own = if self.in_registers { 0 } else { ROWS };
+        2 * self.size * 2 * (own + staged)
+    }
 }
 
 /// Same values as at the end of `attention_forward.cu` and `attention_backward.cu`.
 #[rustfmt::skip]
 const BF16: [Compiled; 4] = [
-    Compiled { size: 64, queries: 128, keys: 64, split_keys: 64, columns: 64, staged_queries: 128, staged_keys: 128 },
-    Compiled { size: 96, queries: 128, keys: 32, split_keys: 64, columns: 96, staged_queries: 64, staged_keys: 128 },
-    Compiled { size: 128, queries: 128, keys: 32, split_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64 },
-    Compiled { size: 256, queries: 64, keys: 32, split_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32 },
+    Compiled { size: 64, queries: 128, keys: 64, split_keys: 64, columns: 64, staged_queries: 64, staged_keys: 64, in_registers: true },
+    Compiled { size: 96, queries: 128, keys: 32, split_keys: 64, columns: 96, staged_queries: 64, staged_keys: 64, in_registers: true },
+    Compiled { size: 128, queries: 128, keys: 32, split_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64, in_registers: true },
+    Compiled { size: 256, queries: 64, keys: 32, split_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32, in_registers: false },
 ];
 /// Head size and rows of a tile, as at the end of `attention_f32.cu`.
 const F32: [(usize, usize); 3] = [(64, 32), (128, 32), (256, 16)];
@@ -78,8 +88,10 @@ const LARGEST: usize = 256;
 /// Rows of a tile unless `Compiled` says otherwise, and threads of a block.
 const ROWS: usize = 64;
 const THREADS: u32 = 128;
-/// Number of blocks that fill a large GPU.
+/// Number of blocks of the split forward pass that fill a large GPU.
 const ENOUGH_BLOCKS: usize = 256;
+/// Blocks of a backward kernel that run on a multiprocessor at the same time.
+const BLOCKS_OF_SM: usize = 2;
 /// With at most this many queries in every document, the keys are split over several blocks.
 const FEW_QUERIES: usize = 16;
 /// Smallest number of keys for a block of its own.
@@ -386,7 +398,7 @@ pub(crate) fn backward(
     let compiled = compiled(spec)?;
     let (_queries, tiles, count) = documents.query_tiles(ROWS, 1).upload(&gpu)?;
     let args = [&read[..], &[to_dq, Arg::Address(tiles)]].concat();
-    let shared = 2 * compiled.size * (2 * ROWS + 2 * compiled.staged_keys);
+    let shared = compiled.backward_bytes(compiled.staged_keys);
     let name = format!("attention_queries_{}", compiled.size);
     let form = Form::new(spec, 1, 1)?;
     // SAFETY: as above.
@@ -401,13 +413,12 @@ pub(crate) fn backward(
         )?
     };
 
-    let (_keys, tiles, count) = documents.key_tiles(ROWS).upload(&gpu)?;
-    let group = spec.heads / spec.kv_heads;
-    let blocks = count * spec.kv_heads * (compiled.size / compiled.columns);
-    // Depends on shapes alone: sums keep their order on any GPU.
-    let parts = (1..=group)
-        .find(|p| group.is_multiple_of(*p) && blocks * p >= ENOUGH_BLOCKS)
-        .unwrap_or(group);
+    let tiles = documents.key_tiles(ROWS);
+    let blocks_of_tile = spec.kv_heads * (compiled.size / compiled.columns);
+    let slots = BLOCKS_OF_SM * gpu.multiprocessors()?;
+    let parts = tiles.parts(blocks_of_tile, spec.heads / spec.kv_heads, slots);
+    let (_keys, tiles, count) = tiles.upload(&gpu)?;
+    let blocks = count * blocks_of_tile;
     let width = spec.kv_heads * spec.head_dim;
     let partial = match parts {
         1 => None,
@@ -430,7 +441,7 @@ pub(crate) fn backward(
         &[Arg::small(n, "the number of tokens")?, Arg::Address(tiles)],
     ]
     .concat();
-    let shared = 2 * compiled.size * (2 * ROWS + 2 * compiled.staged_queries) + 8 * compiled.staged_queries;
+    let shared = compiled.backward_bytes(compiled.staged_queries) + 8 * compiled.staged_queries;
     let name = format!("attention_keys_{}", compiled.size);
     let form = Form::new(spec, 1, parts)?;
     // SAFETY: as above; with several parts each has its own [n, K·E] of the partial sums.

@@ -5,6 +5,7 @@
 //! complete before later work starts, and memory is freed in stream order too. Therefore a device must be created
 //! by `Device::new_cuda_with_stream`, once, and cloned.
 
+use candle_core::cuda::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use candle_core::cuda::cudarc::driver::{CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
 use candle_core::cuda::cudarc::nvrtc::Ptx;
 use candle_core::cuda::{CudaStorageSlice, DeviceId};
@@ -172,6 +173,15 @@ impl Gpu {
 
     pub(crate) fn device(&self) -> &CudaDevice {
         &self.device
+    }
+
+    /// Returns the number of multiprocessors (SMs).
+    pub(crate) fn multiprocessors(&self) -> Result<usize> {
+        const COUNT: Attribute = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let count = self.device.cuda_stream().context().attribute(COUNT);
+        Ok(count
+            .map_err(|e| failed("reading the number of multiprocessors", e))?
+            .max(1) as usize)
     }
 
     /// Queues the kernel `function` of `cuda/MODULE.cu`.

@@ -152,6 +152,10 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
     Stream* stream = stream_of(handle.stream);
     if (!stream) stop("%s: the stream was destroyed", name);
     stream->computes = true;
+    const char* type = c.type == BF16 ? "bf16" : a.type == BF16 ? "bf16 to f32" : a.type == F32 ? "f32" : "f64";
+    count("product (operations)", type, 2 * batch.count * c.rows * c.columns * a.columns);
+    size_t moved = a.extent() + b.extent() + (beta == S(0) ? 1 : 2) * c.extent();
+    count("product (bytes of operands)", type, batch.count * moved);
     enqueue(*stream, std::move(operation));
     return BLAS_SUCCESS;
 }

@@ -75,6 +75,7 @@ int cuCtxSetCurrent(void* context) {
 int cuCtxSynchronize() {
     SOFT_CALL;
     if (!current) return refuse(INVALID_CONTEXT, "cuCtxSynchronize: this thread has no context");
+    count("wait of the host", "cuCtxSynchronize", 0);
     synchronize_all();
     return SUCCESS;
 }

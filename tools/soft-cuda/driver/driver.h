@@ -116,6 +116,10 @@ void synchronize_all();
 /// True if the order of the calls and the events says that an earlier access comes before the next call.
 bool complete(const Access& access);
 
+// counts.cpp
+/// Counts a call for SOFT_CUDA_COUNT. The size is in blocks, floating-point operations or bytes.
+void count(const char* kind, const std::string& name, uint64_t size);
+
 // memory.cpp
 /// The allocation that contains these bytes, or null; the order is that of the calls.
 std::shared_ptr<Memory> device_memory(uint64_t address, size_t size);

@@ -192,6 +192,7 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
     };
     catch_faults();
     stream->computes = true;
+    count("launch (blocks)", operation.name, uint64_t(grid_x) * grid_y * grid_z);
     enqueue(*stream, std::move(operation));
     return SUCCESS;
 }

@@ -211,6 +211,7 @@ int cuMemAllocAsync(uint64_t* out, size_t size, void* stream_handle) {
     if (size == 0) return SUCCESS;
     auto memory = allocate(size, stream);
     if (!memory) return OUT_OF_MEMORY;
+    count("memory (bytes)", "allocation", size);
     *out = memory->address;
     // What is allocated is a use, but the memory is not live before it runs.
     enqueue(*stream, {"allocation", {}, [memory] { begin(*memory); }});
@@ -288,6 +289,7 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t size, void* strea
     ON_DEVICE(memory, to, size, "cuMemcpyHtoDAsync");
     std::shared_ptr<Memory> host;
     if (int code = host_memory(from, size, "cuMemcpyHtoDAsync", host)) return code;
+    count("copy (bytes)", host ? "page-locked to the device" : "pageable to the device", size);
     if (host) {
         // Page-locked: read when the copy runs.
         enqueue(*stream, {"copy to the device", {{host, false}, {memory, true}}, [=] { std::memcpy(bytes(to), from, size); }});
@@ -307,6 +309,7 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, void* stream_hand
     std::shared_ptr<Memory> host;
     if (int code = host_memory(to, size, "cuMemcpyDtoHAsync", host)) return code;
     auto copy = [=] { std::memcpy(to, bytes(from), size); };
+    count("copy (bytes)", host ? "to page-locked memory" : "to pageable memory", size);
     if (host) {
         // What is read before the copy has run is poison, unless an earlier copy still needs it.
         if (!is_pending(*host)) std::memset(to, POISON, size);
@@ -315,6 +318,7 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, void* stream_hand
     }
     // Pageable: the call returns after the copy.
     enqueue(*stream, {"copy to the host", {{memory, false}}, copy});
+    count("wait of the host", "copy to pageable memory", 0);
     synchronize(*stream);
     return SUCCESS;
 }
@@ -324,6 +328,7 @@ int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, void* stream_h
     if (size == 0 || skipped("copy")) return SUCCESS;
     ON_DEVICE(target, to, size, "cuMemcpyDtoDAsync");
     ON_DEVICE(source, from, size, "cuMemcpyDtoDAsync");
+    count("copy (bytes)", "on the device", size);
     if (from < to + size && to < from + size) stop("cuMemcpyDtoDAsync: source and destination overlap");
     enqueue(*stream, {"copy on the device", {{source, false}, {target, true}},
                       [=] { std::memcpy(bytes(to), bytes(from), size); }});
@@ -334,6 +339,7 @@ int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, void* stream_
     STREAM("cuMemsetD8Async");
     if (size == 0 || skipped("memset")) return SUCCESS;
     ON_DEVICE(memory, to, size, "cuMemsetD8Async");
+    count("memory (bytes)", "memset", size);
     enqueue(*stream, {"memset", {{memory, true}}, [=] { std::memset(bytes(to), value, size); }});
     return SUCCESS;
 }

@@ -250,6 +250,7 @@ int cuStreamSynchronize(void* handle) {
     Stream* stream = stream_of(handle);
     if (!stream) return refuse(INVALID_HANDLE, "cuStreamSynchronize: not a stream");
     if (skipped("sync")) return SUCCESS;
+    count("wait of the host", "cuStreamSynchronize", 0);
     synchronize(*stream);
     return SUCCESS;
 }
@@ -300,6 +301,7 @@ int cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
     Stream* stream = stream_of(stream_handle);
     if (!stream || !state().events.count(event))
         return refuse(INVALID_HANDLE, "cuStreamWaitEvent: not an event or stream");
+    count("wait of a stream", "cuStreamWaitEvent", 0);
     // An event that was never recorded is complete.
     if (!event->record || skipped("wait")) return SUCCESS;
     merge(stream->clock, event->record->clock);
@@ -313,6 +315,7 @@ int cuEventSynchronize(void* handle) {
     Event* event = static_cast<Event*>(handle);
     if (!state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventSynchronize: not an event");
     if (!event->record || skipped("sync")) return SUCCESS;
+    count("wait of the host", "cuEventSynchronize", 0);
     execute(*event->record->stream, event->record->count);
     merge(state().host, event->record->clock);
     return SUCCESS;

@@ -4,9 +4,9 @@ pub(super) mod memory;
 
 use super::contracts::{Context, GradSink, Param};
 use crate::base::Result;
-use crate::ops::linear;
 use crate::ops::low_rank::LowRank;
-use crate::peft::{Adapter, BackwardInput, Frozen};
+use crate::ops::{linear, update};
+use crate::peft::{Adapter, BackwardInput, Frozen, Lora};
 use crate::quant::Weight;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -79,12 +79,31 @@ impl Linear {
         }
     }
 
+    /// As `forward`, added to `y` `[N, O]`, which is the product of its LoRA pair. The bias comes last: a small `y` must
+    /// not be rounded away beside it.
+    pub(super) fn forward_added(&self, y: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        ctx.seen(&self.name, x)?;
+        self.weight.forward_add(&y, x)?;
+        if let Some(bias) = &self.bias {
+            update::add_rows(&y, &bias.tensor)?;
+        }
+        Ok(y)
+    }
+
+    /// The LoRA pair, if `Projections` computes it: on a GPU.
+    pub(super) fn pair_on_gpu(&self) -> Option<&Lora> {
+        match self.adapter.as_deref() {
+            Some(Adapter::Lora(lora)) if lora.a.device().is_cuda() => Some(lora),
+            _ => None,
+        }
+    }
+
     /// True if any parameter of this linear gets a gradient.
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
         sink.wants(&self.name) || self.bias.as_ref().is_some_and(|b| sink.wants(&b.name)) || self.adapter_wanted(sink)
     }
 
-    fn adapter_wanted(&self, sink: &dyn GradSink) -> bool {
+    pub(super) fn adapter_wanted(&self, sink: &dyn GradSink) -> bool {
         let wants = |a: &Arc<Adapter>| a.parts().iter().any(|p| sink.wants(&p.name));
         self.adapter.as_ref().is_some_and(wants)
     }
@@ -103,25 +122,40 @@ impl Linear {
         dx: Dx<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let dx = match &self.adapter {
-            None => Frozen::backward(self, dy, dx)?,
-            Some(adapter) => {
-                let for_gradients = x.filter(|_| self.adapter_wanted(sink));
-                let (dx, gradients) = adapter.backward(BackwardInput {
-                    base: self,
-                    x: for_gradients,
-                    dy,
-                    dx,
-                    dropout: ctx.dropout,
-                })?;
-                for g in gradients {
-                    if sink.wants(&g.param.name) {
-                        sink.take(&g.param, g.gradient)?;
-                    }
-                }
-                dx
-            }
+        let Some(adapter) = &self.adapter else {
+            return self.backward_base(x, dy, dx, sink);
         };
+        let (dx, gradients) = adapter.backward(BackwardInput {
+            base: self,
+            x: x.filter(|_| self.adapter_wanted(sink)),
+            dy,
+            dx,
+            dropout: ctx.dropout,
+        })?;
+        for g in gradients {
+            if sink.wants(&g.param.name) {
+                sink.take(&g.param, g.gradient)?;
+            }
+        }
+        self.own_gradients(x, dy, sink)?;
+        Ok(dx)
+    }
+
+    /// As `backward`, without the adapter.
+    pub(super) fn backward_base(
+        &self,
+        x: Option<&Tensor>,
+        dy: &Tensor,
+        dx: Dx<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        let dx = Frozen::backward(self, dy, dx)?;
+        self.own_gradients(x, dy, sink)?;
+        Ok(dx)
+    }
+
+    /// Passes the gradients of weight and bias to the sink.
+    fn own_gradients(&self, x: Option<&Tensor>, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
         if let Some(x) = x.filter(|_| sink.wants(&self.name)) {
             let param = Param {
                 name: self.name.clone(),
@@ -135,7 +169,7 @@ impl Linear {
         if let Some(bias) = self.bias.as_ref().filter(|b| sink.wants(&b.name)) {
             sink.take(bias, linear::grad_bias(dy)?)?;
         }
-        Ok(dx)
+        Ok(())
     }
 }
 

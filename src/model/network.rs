@@ -1,10 +1,11 @@
 //! The whole model: embedding, blocks, final norm, head, and the adapters on their linears.
 //! A block is created from its weights when it is needed, and dropped afterwards.
 
-use super::block::{Block, Projections};
+use super::block::Block;
 use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
+use super::projections::Projections;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
@@ -229,28 +230,31 @@ impl Network {
         };
         let when = |present: bool, name: &str| if present { norm(name).map(Some) } else { Ok(None) };
         let (q, kv, i) = (spec.query_width(), spec.kv_width(), spec.intermediate);
-        let attention_in = if spec.fused_projections {
-            Projections::Fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
+        let mut attention_in = if spec.fused_projections {
+            Projections::fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
         } else {
             let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
-            Projections::Separate(names.iter().map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
+            Projections::separate(names.iter().map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
         };
-        let mlp_in = if spec.fused_projections {
-            Projections::Fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i])
+        let mut mlp_in = if spec.fused_projections {
+            Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i])
         } else {
             let names = ["mlp.gate_proj", "mlp.up_proj"];
-            Projections::Separate(names.iter().map(|n| linear(n, spec.mlp_bias)).collect::<Result<_>>()?)
+            Projections::separate(names.iter().map(|n| linear(n, spec.mlp_bias)).collect::<Result<_>>()?)
         };
         let sandwich = spec.sandwich_norms;
+        let mut o_proj = Projections::separate(vec![linear("self_attn.o_proj", spec.o_bias)?]);
+        let mut down_proj = Projections::separate(vec![linear("mlp.down_proj", spec.mlp_bias)?]);
+        Projections::copy_pairs([&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj])?;
         Ok(Block {
             _weights: weights.clone(),
             index,
             attention_in,
-            o_proj: linear("self_attn.o_proj", spec.o_bias)?,
+            o_proj,
             q_norm: when(spec.qk_norm, "self_attn.q_norm")?,
             k_norm: when(spec.qk_norm, "self_attn.k_norm")?,
             mlp_in,
-            down_proj: linear("mlp.down_proj", spec.mlp_bias)?,
+            down_proj,
             input_norm: norm("input_layernorm")?,
             attention_post_norm: when(sandwich, "post_attention_layernorm")?,
             mlp_norm: norm(if sandwich {

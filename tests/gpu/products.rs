@@ -2,8 +2,9 @@
 
 use crate::support::{KINDS, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Device, Tensor};
-use ft::ops::linear;
 use ft::ops::low_rank::LowRank;
+use ft::ops::pairs::{self, Pair};
+use ft::ops::{linear, update};
 use ft::quant::Weight;
 
 /// (N, I, O): decoding, sizes not divisible by a tile, a LoRA pair, one large enough for split-k.
@@ -135,4 +136,79 @@ fn a_small_lora_product_is_not_rounded_away() {
     let (dx, _) = Weight::from(w.gpu.clone()).backward_with(&dy.gpu, None, low).unwrap();
     let want = linear::backward_input(&dy.cpu, &w.cpu).unwrap();
     assert_close(&dx, &want, 2e-2);
+}
+
+/// Three pairs on one input, of different ranks; one has another scale, one subtracts a start.
+#[test]
+fn stacked_pairs_are_plain_products() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        for (scales, started) in [([0.5; 3], false), ([0.5, 0.5, 0.7], false), ([0.5; 3], true)] {
+            let (n, i) = (70, 96);
+            let sizes = [(24, 8), (40, 3), (16, 5)];
+            let x = gpu.random((n, i), dtype, 1);
+            let random = |dims: (usize, usize), seed| gpu.random(dims, DType::F32, seed);
+            let all: Vec<_> = (sizes.iter().zip(2..))
+                .map(|(&(o, r), k)| {
+                    let (a, b) = (random((r, i), 10 * k), random((o, r), 10 * k + 1));
+                    // The pair has moved away from its start a little.
+                    let moved = |from: &crate::support::Pair, seed| {
+                        let step = random((from.cpu.dim(0).unwrap(), from.cpu.dim(1).unwrap()), seed);
+                        gpu.pair(&(&from.cpu + (step.cpu * 1e-3).unwrap()).unwrap(), DType::F32)
+                    };
+                    let start = (moved(&a, 10 * k + 2), moved(&b, 10 * k + 3));
+                    (a, b, started.then_some(start), gpu.random((n, o), dtype, 10 * k + 4))
+                })
+                .collect();
+            let given: Vec<Pair> = (all.iter().zip(scales))
+                .map(|((a, b, start, _), scale)| Pair {
+                    matrices: (&a.gpu, &b.gpu),
+                    start: start.as_ref().map(|(a, b)| (&a.gpu, &b.gpu)),
+                    scale,
+                })
+                .collect();
+            let stack = pairs::stacks(&[given], dtype).unwrap().remove(0);
+            let u = stack.down(&x.gpu).unwrap();
+            let du = stack.columns(n).unwrap();
+            let mut want_dx = Tensor::zeros((n, i), DType::F32, &Device::Cpu).unwrap();
+            let mut wanted_a = Vec::new();
+            for (k, ((a, b, start, dy), scale)) in all.iter().zip(scales).enumerate() {
+                // W' = s (B A - B0 A0), in f32.
+                let product = |a: &Tensor, b: &Tensor| b.matmul(a).unwrap();
+                let mut w = product(&a.cpu, &b.cpu);
+                if let Some((a0, b0)) = start {
+                    w = (w - product(&a0.cpu, &b0.cpu)).unwrap();
+                }
+                let w = (w * f64::from(scale)).unwrap();
+                let y = stack.up(k, &u).unwrap();
+                assert_eq!(y.dtype(), dtype);
+                assert_close(&y, &linear::forward(&x.cpu, &w, None).unwrap(), tolerance);
+                stack.back_down(k, &dy.gpu, &du).unwrap();
+                want_dx = (want_dx + linear::backward_input(&dy.cpu, &w).unwrap()).unwrap();
+
+                let u_plain = (linear::forward(&x.cpu, &a.cpu, None).unwrap() * f64::from(scale)).unwrap();
+                let du_plain = (linear::backward_input(&dy.cpu, &b.cpu).unwrap() * f64::from(scale)).unwrap();
+                let want_b = linear::grad_weight(&dy.cpu, &u_plain, DType::F32).unwrap();
+                let want_a = linear::grad_weight(&du_plain, &x.cpu, DType::F32).unwrap();
+                let grad_b = stack.grad_b(k, &dy.gpu, &u, None).unwrap();
+                assert_close(&grad_b, &want_b, tolerance);
+                let sum = gpu.random(want_b.dims(), DType::F32, 5);
+                stack.grad_b(k, &dy.gpu, &u, Some(&sum.gpu)).unwrap();
+                assert_close(&sum.gpu, &(&sum.cpu + &want_b).unwrap(), tolerance);
+                let sum = gpu.random(want_a.dims(), DType::F32, 6);
+                stack.grad_a(k, &du, &x.gpu, Some(&sum.gpu)).unwrap();
+                assert_close(&sum.gpu, &(&sum.cpu + &want_a).unwrap(), tolerance);
+                wanted_a.push(want_a);
+            }
+            assert_close(&stack.back_up(&du).unwrap(), &want_dx, tolerance);
+            let dx = stack.back_up_one(0, &du).unwrap();
+            for k in 1..all.len() {
+                update::add_assign(&dx, &stack.back_up_one(k, &du).unwrap()).unwrap();
+            }
+            assert_close(&dx, &want_dx, tolerance);
+            for (got, want) in stack.grads_a(&du, &x.gpu).unwrap().iter().zip(&wanted_a) {
+                assert_close(got, want, tolerance);
+            }
+        }
+    }
 }

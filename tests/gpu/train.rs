@@ -12,7 +12,7 @@ use std::process::Command;
 use tempfile::TempDir;
 
 /// Settings of each run in addition to the shared ones. The type is bf16 unless a run sets it.
-const RUNS: [(&str, &[&str]); 27] = [
+const RUNS: [(&str, &[&str]); 29] = [
     ("full", &["tune.method=full"]),
     ("f32", &["tune.method=full", "model.dtype=f32"]),
     (
@@ -63,6 +63,11 @@ const RUNS: [(&str, &[&str]); 27] = [
     ),
     ("last layers", &["tune.method=freeze"]),
     ("lora", &["tune.method=lora"]),
+    ("lora with dropout", &["tune.method=lora", "tune.lora.lora_dropout=0.1"]),
+    (
+        "lora with a start",
+        &["tune.method=lora", "tune.lora.init_lora_weights=pissa"],
+    ),
     ("lora on int8", &["tune.method=lora", "memory.frozen_weights=int8"]),
     ("lora on int4", &["tune.method=lora", "memory.frozen_weights=int4"]),
     ("lora on nf4", &["tune.method=lora", "memory.frozen_weights=nf4"]),

@@ -38,6 +38,7 @@ emulated! {
     embedding
     glu
     optimizer
+    pairs
     part
     reduce
     rms_norm

@@ -50,6 +50,7 @@ pub mod linear;
 pub mod low_rank;
 pub mod master;
 pub mod paged;
+pub mod pairs;
 pub mod index_subset;
 pub mod prepacked;
 pub mod rms_norm;

@@ -66,6 +66,20 @@ pub fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     with_slices(acc, g, cpu::add_assign)
 }
 
+/// Adds `row [C]` to every row of `t [N, C]` on a GPU; each f32 or bf16.
+///
+/// # Errors
+/// A tensor on the CPU, where a product starts with its bias.
+pub fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
+    expect_dims(
+        row,
+        "a row that is added",
+        &t.dims()[t.dims().len().saturating_sub(1)..],
+    )?;
+    on_gpu!(t, super::cuda::elementwise::add_rows(t, row));
+    Err(Error::unsupported("rows are added on a GPU only"))
+}
+
 /// Computes `t *= factor`, f32, on a GPU also bf16.
 pub fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     on_gpu!(t, super::cuda::elementwise::scale_assign(t, factor));

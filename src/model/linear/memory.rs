@@ -20,6 +20,32 @@ impl LayerMemory<'_> {
         4 * (self.settings.tokens as u64 * cost.per_token + cost.whole)
     }
 
+    /// On a GPU: u of the LoRA pairs of linears with one input. A subtracted start doubles it.
+    pub(in crate::model) fn low(&self, l: &mut Ledger, linears: &[LinearShape]) -> Allocation {
+        let costs = linears.iter().filter_map(|&linear| self.adapter(linear));
+        let columns: usize = costs.map(|c| if c.fixed > 0 { 2 * c.rank } else { c.rank }).sum();
+        l.alloc(LayerWork, if self.settings.on_gpu { self.bytes(columns) } else { 0 })
+    }
+
+    /// On a GPU: copies of the LoRA pairs in the type of the activations, while the layer computes.
+    pub(in crate::model) fn pair_copies(&self, l: &mut Ledger) -> Allocation {
+        let costs = self.settings.spec.linears().into_iter();
+        let costs = costs.filter_map(|(name, input, output, ..)| self.adapter((name, input, output)));
+        let elements = |c: &Cost| {
+            let trained: usize = c.trained.iter().map(|(_, dims)| dims.iter().product::<usize>()).sum();
+            trained as u64 + 2 * c.fixed
+        };
+        let all: u64 = costs.filter(|c| c.rank > 0).map(elements).sum();
+        l.alloc(
+            LayerWork,
+            if self.settings.on_gpu {
+                self.settings.element * all
+            } else {
+                0
+            },
+        )
+    }
+
     /// A product with a weight of another type than the activation. On a GPU the weight is dequantized, or widened from
     /// bf16 to f32, block by block; on the CPU both happen during packing.
     fn decode(&self, l: &mut Ledger, linear: LinearShape) {

@@ -70,6 +70,32 @@ pub(crate) fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     add_into(acc, acc, g)
 }
 
+/// Adds `row` `[C]` to every row of `t` `[N, C]`.
+pub(crate) fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
+    const NAME: &str = "a tensor to which a row is added";
+    let gpu = Gpu::of(t, NAME)?;
+    let (kind, of) = (Kind::of(t, NAME)?, Kind::of(row, "a row that is added")?);
+    let (rows, columns) = t.dims2()?;
+    let pack = kind.pack().max(of.pack());
+    let places = [address(row, "a row that is added")?, address(t, NAME)?];
+    // A pack must not cross rows.
+    let packs = if columns.is_multiple_of(pack) && aligned(&places) {
+        rows * columns / pack
+    } else {
+        0
+    };
+    let args = [
+        Arg::Address(places[0]),
+        Arg::Address(places[1]),
+        Arg::size(rows * columns),
+        Arg::size(columns),
+        Arg::size(packs),
+    ];
+    let name = format!("add_rows_{}_{}", kind.name(), of.name());
+    // SAFETY: `row` has `columns` elements, t is [rows, columns].
+    unsafe { gpu.launch("elementwise", &name, grid(rows * columns, pack), &args) }
+}
+
 /// Computes `t *= factor`.
 pub(crate) fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     const NAME: &str = "a tensor that is scaled";

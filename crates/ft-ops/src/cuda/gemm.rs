@@ -54,10 +54,27 @@ impl Matrix {
 /// The addresses are matrices of these sizes in the memory of this GPU, and C does not overlap A and B.
 pub(crate) unsafe fn gemm(
     gpu: &Gpu,
+    sizes: (usize, usize, usize),
+    a: Matrix,
+    b: Matrix,
+    c: Matrix,
+    add: bool,
+) -> Result<()> {
+    // SAFETY: promised by the caller.
+    unsafe { gemm_scaled(gpu, sizes, a, b, c, 1.0, add) }
+}
+
+/// As `gemm`, with `alpha · A · B`.
+///
+/// # Safety
+/// As `gemm`.
+pub(crate) unsafe fn gemm_scaled(
+    gpu: &Gpu,
     (m, n, k): (usize, usize, usize),
     a: Matrix,
     b: Matrix,
     c: Matrix,
+    alpha: f32,
     add: bool,
 ) -> Result<()> {
     if m == 0 || n == 0 {
@@ -67,7 +84,7 @@ pub(crate) unsafe fn gemm(
         return Err(Error::shape("the matrices of a product have different dtypes"));
     }
     let size = |x| narrow(x, "a matrix");
-    let (alpha, beta) = (1f32, if add { 1f32 } else { 0f32 });
+    let beta = if add { 1f32 } else { 0f32 };
     let number = |x: &f32| (x as *const f32).cast::<c_void>();
     let device = gpu.device();
     let failed = |e: &dyn std::fmt::Debug| {

@@ -29,6 +29,7 @@ pub(crate) mod gemm;
 pub(crate) mod glu;
 pub(crate) mod linear;
 pub(crate) mod memory;
+pub(crate) mod pairs;
 pub(crate) mod index_subset;
 pub(crate) mod reduce;
 pub(crate) mod rms_norm;

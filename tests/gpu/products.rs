@@ -6,6 +6,7 @@ use ft::ops::low_rank::LowRank;
 use ft::ops::pairs::{self, Pair};
 use ft::ops::{linear, update};
 use ft::quant::Weight;
+use half::bf16;
 
 /// (N, I, O): decoding, sizes not divisible by a tile, a LoRA pair, one large enough for split-k.
 const SHAPES: [(usize, usize, usize); 7] = [
@@ -101,9 +102,11 @@ fn views_and_empty_batches() {
     }
 }
 
-/// The product of a LoRA pair is below half a unit in the last place of most outputs. On average it must arrive.
+/// The product of a LoRA pair is below half a unit in the last place of most outputs. As much of it arrives as in PEFT,
+/// which rounds both products to bf16 and then their sum. (cuBLAS does so too: with results in bf16, it rounds a product
+/// before it adds it.)
 #[test]
-fn a_small_lora_product_is_not_rounded_away() {
+fn a_small_lora_product_arrives_as_in_peft() {
     let Some(gpu) = gpu() else { return };
     let (n, i, o, rank) = (64, 128, 96, 4);
     let (x, w) = (gpu.random((n, i), DType::BF16, 1), gpu.random((o, i), DType::BF16, 2));
@@ -128,9 +131,13 @@ fn a_small_lora_product_is_not_rounded_away() {
     };
     let y = Weight::from(w.gpu.clone()).forward_with(&x.gpu, None, low).unwrap();
     let base = linear::forward(&x.cpu, &w.cpu, None).unwrap();
+    let rounded = |x: f32| bf16::from_f32(x).to_f32();
     let (y, base) = (flat(&y), flat(&base));
-    let mean = y.iter().zip(&base).map(|(y, base)| f64::from(y - base)).sum::<f64>() / y.len() as f64;
-    assert!((mean - 0.01).abs() < 0.002, "{mean} instead of 0.01");
+    let peft: Vec<f32> = base.iter().map(|&base| rounded(rounded(base) + rounded(0.01))).collect();
+    let mean = |of: &[f32]| of.iter().zip(&base).map(|(y, base)| f64::from(y - base)).sum::<f64>() / base.len() as f64;
+    let (found, expected) = (mean(&y), mean(&peft));
+    assert!(expected > 0.002, "{expected} of 0.01 arrives in PEFT");
+    assert!((found - expected).abs() < 0.001, "{found} instead of {expected}");
     // The same for the gradient of the input.
     let dy = gpu.random((n, o), DType::BF16, 3);
     let (dx, _) = Weight::from(w.gpu.clone()).backward_with(&dy.gpu, None, low).unwrap();

@@ -30,7 +30,7 @@ impl LayerMemory<'_> {
     /// On a GPU: copies of the LoRA pairs in the type of the activations, while the layer computes.
     pub(in crate::model) fn pair_copies(&self, l: &mut Ledger) -> Allocation {
         let costs = self.settings.spec.linears().into_iter();
-        let costs = costs.filter_map(|(name, input, output, ..)| self.adapter((name, input, output)));
+        let costs = costs.filter_map(|linear| self.adapter((linear.name, linear.input, linear.output)));
         let elements = |c: &Cost| {
             let trained: usize = c.trained.iter().map(|(_, dims)| dims.iter().product::<usize>()).sum();
             trained as u64 + 2 * c.fixed

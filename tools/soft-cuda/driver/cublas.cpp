@@ -99,8 +99,17 @@ void product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S beta)
             for (size_t p = 0; p < k; p++) add_scaled(sum.data(), a.line<T>(p), column[p], m);
         }
         R* out = c.line<R>(j);
-        // C is not read if beta is 0.
-        for (size_t i = 0; i < m; i++) store(out[i], beta == S(0) ? alpha * sum[i] : alpha * sum[i] + beta * value(out[i]));
+        for (size_t i = 0; i < m; i++) {
+            // C is not read if beta is 0. As cuBLAS 13.1 on an H100: the product is rounded to the type of C before it is
+            // added to C, and the sum is rounded again.
+            R product;
+            store(product, alpha * sum[i]);
+            if (beta == S(0)) {
+                out[i] = product;
+            } else {
+                store(out[i], value(product) + beta * value(out[i]));
+            }
+        }
     }
 }
 

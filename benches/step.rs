@@ -43,6 +43,9 @@ struct Options {
     /// Number of layers with saved activations [default: all].
     #[arg(long)]
     keep: Option<usize>,
+    /// Number of layers of the model, for a profile [default: those of the shape].
+    #[arg(long)]
+    layers: Option<usize>,
     /// Optimizer keys, as in a recipe: optimizer.state=int8
     #[arg(long)]
     set: Vec<String>,
@@ -54,14 +57,17 @@ struct Options {
     bench: bool,
 }
 
-fn spec(size: &str) -> Spec {
+fn spec(size: &str, layers: Option<usize>) -> Spec {
     let name = match size {
         "0.5b" => "qwen2.5-0.5b",
         other => other,
     };
-    let config = shapes::config(&format!("{}{name}", shapes::PREFIX))
+    let mut config = shapes::config(&format!("{}{name}", shapes::PREFIX))
         .expect("a shape")
         .expect("a shape");
+    if let Some(layers) = layers {
+        config.raw["num_hidden_layers"] = layers.into();
+    }
     families::read(&config).expect("a model")
 }
 
@@ -100,7 +106,7 @@ fn main() {
         CpuBackend::force(&path).expect("a path that this CPU can run");
     }
     allocator::retain_freed();
-    let spec = spec(&o.size);
+    let spec = spec(&o.size, o.layers);
     let dtype = if o.dtype == "f32" { Dtype::F32 } else { Dtype::Bf16 };
     let device = ops::device::open(&o.device).expect("the device").device;
     let source = Resident::random(spec.params(), 3, 0.02, 1.0, dtype, &device).expect("weights");
@@ -185,7 +191,7 @@ fn main() {
             })
             .skip(1)
             .collect();
-        all.extend(seconds.iter().map(|s| (s * 1000.0).round() / 1000.0));
+        all.extend(seconds.iter().map(|s| (s * 1e4).round() / 1e4));
         seconds.sort_by(f64::total_cmp);
         medians.push(seconds[seconds.len() / 2]);
     }

@@ -6,6 +6,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/texts.rs"]
+mod texts;
+
 /// From the top down: the program (`src`), then the library (`crates/ft-core/src`). The two `lib.rs` declare the same modules.
 /// The compiler holds the order of the crates.
 const ROOMS: [&str; 19] = [
@@ -88,6 +91,22 @@ impl Source {
 
 /// Blanks comments, strings and character literals; keeps line breaks.
 fn plain(text: &str) -> String {
+    scan(text).0
+}
+
+/// String literals of product code, each with the number of its first line. Line breaks after a backslash are removed.
+fn literals(text: &str) -> Vec<(usize, String)> {
+    let (plain, strings) = scan(text);
+    let product: BTreeSet<usize> = without_tests(&plain).into_iter().map(|(number, _)| number).collect();
+    strings
+        .into_iter()
+        .filter(|(number, _)| product.contains(number))
+        .collect()
+}
+
+/// The text without comments, strings and character literals, and the strings with the numbers of their lines.
+fn scan(text: &str) -> (String, Vec<(usize, String)>) {
+    let mut strings = Vec::new();
     let bytes: Vec<char> = text.chars().collect();
     let at = |i: usize| bytes.get(i).copied().unwrap_or('\0');
     let mut out = String::with_capacity(text.len());
@@ -96,6 +115,11 @@ fn plain(text: &str) -> String {
         let blank_to = |end: usize, out: &mut String| {
             out.extend(bytes[i..end.min(bytes.len())].iter().filter(|c| **c == '\n'));
             end
+        };
+        let mut string = |from: usize, to: usize, out: &str| {
+            let literal: String = bytes[from..to.min(bytes.len())].iter().collect();
+            let joined = literal.split("\\\n").map(str::trim_start).collect();
+            strings.push((out.matches('\n').count() + 1, joined));
         };
         let word_before = i > 0 && (at(i - 1).is_alphanumeric() || at(i - 1) == '_');
         if at(i) == '/' && at(i + 1) == '/' {
@@ -118,6 +142,7 @@ fn plain(text: &str) -> String {
             while j < bytes.len() && !(at(j) == '"' && (1..=hashes).all(|h| at(j + h) == '#')) {
                 j += 1;
             }
+            string(i + 2 + hashes, j, &out);
             i = blank_to(j + 1 + hashes, &mut out);
             out.push_str("\"\"");
         } else if at(i) == '"' {
@@ -125,6 +150,7 @@ fn plain(text: &str) -> String {
             while j < bytes.len() && at(j) != '"' {
                 j += if at(j) == '\\' { 2 } else { 1 };
             }
+            string(i + 1, j, &out);
             i = blank_to(j + 1, &mut out);
             out.push_str("\"\"");
         } else if at(i) == '\'' && (at(i + 2) == '\'' || at(i + 1) == '\\') {
@@ -140,7 +166,7 @@ fn plain(text: &str) -> String {
             i += 1;
         }
     }
-    out
+    (out, strings)
 }
 
 /// Removes every item after `#[cfg(test)]` or `#[cfg(all(test, ...))]`: up to its `;`, or to the end of its braces.
@@ -291,6 +317,7 @@ fn the_tools_of_this_file_work() {
     let words: Vec<&str> = lines.iter().flat_map(|(_, l)| l.split_whitespace()).collect();
     assert_eq!(words, ["a", "\"\"", "b", "'", "'", "c<'x>", "\"\"", "d", "e", "f"]);
     assert_eq!(lines.last().unwrap().0, 10);
+    assert_eq!(literals(text), [(2, "panic!".to_string()), (2, "todo!".to_string())]);
     let named = rooms_named("use crate::{base::{Error, Result}, ops::rope,\n model}; crate::data::Row");
     assert_eq!(named.into_iter().collect::<Vec<_>>(), ["base", "data", "model", "ops"]);
     let module = Source {

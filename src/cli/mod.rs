@@ -25,6 +25,7 @@ pub use recipes::SHIPPED;
 
 use crate::base::{Error, Result, allocator, cache, is_caught, signal};
 use crate::ops::CpuBackend;
+use crate::recipe;
 use crate::report::{self, Style};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
@@ -167,7 +168,7 @@ fn run(cli: Cli) -> Result<i32> {
 }
 
 fn show_error(error: &Error) {
-    report::error(&error.to_string());
+    report::error(&recipe::in_program_terms(&error.to_string()));
 }
 
 /// Prints a line for the user; not with `--quiet`.

@@ -1,7 +1,7 @@
 //! `ft adapter`: shows, compares and combines adapter directories. Needs no model.
 
 use crate::base::{Error, Result, files};
-use crate::formats::adapter::{self, AdapterConfig, Key, Kind, Targets};
+use crate::formats::adapter::{self, AdapterConfig, AdapterKind, Key, Targets};
 use crate::formats::weights::Weights;
 use crate::hf::{self, Base};
 use crate::model::Adapters;
@@ -75,10 +75,13 @@ pub fn show(dir: &Path) -> Result<Shown> {
     }
     let mut settings = Vec::new();
     let mut say = |key: &str, value: String| settings.push((key.to_string(), value));
-    if !matches!(config.kind, Kind::Ia3 { .. } | Kind::Oft { .. }) {
+    if !matches!(config.kind, AdapterKind::Ia3 { .. } | AdapterKind::Oft { .. }) {
         say("rank", config.r.to_string());
     }
-    if !matches!(config.kind, Kind::Ia3 { .. } | Kind::Oft { .. } | Kind::Vera { .. }) {
+    if !matches!(
+        config.kind,
+        AdapterKind::Ia3 { .. } | AdapterKind::Oft { .. } | AdapterKind::Vera { .. }
+    ) {
         say("alpha", config.lora_alpha.to_string());
     }
     if config.use_rslora {
@@ -230,7 +233,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
     let mut first: Option<(AdapterConfig, &Path)> = None;
     for (dir, weight) in adapters {
         let (config, weights) = open(dir)?;
-        if config.kind != Kind::Lora
+        if config.kind != AdapterKind::Lora
             || config.use_dora
             || !config.modules_to_save.is_empty()
             || !config.token_rows.is_empty()

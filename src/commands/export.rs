@@ -19,7 +19,7 @@ use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
 use crate::source::Placement;
 use crate::source::StoragePolicy;
-use crate::train::finish;
+use crate::train::finish::{self, TrainedModel};
 use crate::train::stage::preference;
 use crate::train::starts::{self, AdapterInitContext};
 use crate::train::state;
@@ -198,9 +198,14 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     engine.step_hook = step_hook;
     state::restore_weights(&loaded, &mut engine)?;
     let mut notes = Vec::new();
-    finish::export(out, recipe, &model, &engine, &prepared, &base, &mut |line| {
-        notes.push(line.to_string())
-    })?;
+    let trained = TrainedModel {
+        recipe,
+        model: &model,
+        engine: &engine,
+        prepared: &prepared,
+        print: &base,
+    };
+    finish::export(&trained, out, &mut |line| notes.push(line.to_string()))?;
     Ok(Report {
         out: out.to_path_buf(),
         adapter: prepared.config.is_some(),

@@ -13,6 +13,7 @@ use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Spec, families};
 use crate::ops::update;
 use crate::recipe::Dtype;
+use crate::setup::locate;
 use crate::source::{ParamInfo, stored};
 use crate::train::stage::preference::pad_id;
 use candle_core::Tensor;
@@ -51,7 +52,7 @@ pub fn merge(
     dtype: Option<Dtype>,
 ) -> Result<MergeReport> {
     refuse_existing(out)?;
-    let config = Config::load(model_dir)?;
+    let config = locate::model_config(model_dir, Config::load)?;
     let mut spec = families::read(&config)?;
     let mut weights = Weights::open(model_dir)?;
     refuse_codes(&spec, &weights)?;

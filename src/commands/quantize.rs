@@ -12,7 +12,7 @@ use crate::hf::Directory;
 use crate::model::families;
 use crate::quant::{self, Format, QMatrix};
 use crate::recipe::Dtype;
-use crate::setup::ModelDir;
+use crate::setup::{ModelDir, locate};
 use crate::source::ParamInfo;
 use crate::source::policy::is_projection;
 use crate::source::stored::{self, Layout};
@@ -57,7 +57,7 @@ pub struct Report {
 /// missing, has another shape or is not finite; not enough disk space. In these cases nothing is written.
 pub fn quantize(request: &Request) -> Result<Report> {
     crate::commands::merge::refuse_existing(request.out)?;
-    let config = Config::load(request.model)?;
+    let config = locate::model_config(request.model, Config::load)?;
     let spec = families::read(&config)?;
     let weights = Weights::open(request.model)?;
     crate::commands::merge::refuse_codes(&spec, &weights)?;
@@ -196,7 +196,7 @@ impl Errors {
         let (rows, columns) = quantized.dims();
         let mut row = vec![0f32; columns];
         for r in 0..rows {
-            quantized.decode_row(r, &mut row);
+            quantized.dequantize_row(r, &mut row);
             for (x, y) in values[r * columns..].iter().zip(&row) {
                 self.weights += f64::from(*x).powi(2);
                 self.change += f64::from(x - y).powi(2);

@@ -164,7 +164,7 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     if inputs.on_gpu {
         return 0;
     }
-    let linears = || spec.linears().into_iter().map(|(_, input, output, ..)| (input, output));
+    let linears = || spec.linears().into_iter().map(|l| (l.input, l.output));
     let widest = linears().map(|(input, output)| input.max(output)).max().unwrap_or(0);
     let largest = linears().map(|(input, output)| input * output).max().unwrap_or(0);
     let ranks = inputs.adapters.values().map(|c| c.rank);

@@ -1,7 +1,7 @@
 //! Typed values: every written key must be known, have the right type and be in range; other keys get their default.
 //! Uses the table of keys only; `lower` checks combinations of keys.
 
-use super::draft::{Draft, Place, Problem, Typed, Written};
+use super::draft::{Draft, Problem, TextPosition, WrittenKey, WrittenValue};
 use super::table::{Key, KeyPath, Range, TABLES};
 use super::value::{Kind, Setting, Value};
 use super::{peers, suggest};
@@ -21,7 +21,7 @@ pub struct Entry {
     pub value: Value,
     pub origin: Origin,
     /// The position in the text or the arguments.
-    pub place: Option<Place>,
+    pub place: Option<TextPosition>,
     /// False: the written value is refused, and `value` is a placeholder.
     pub sound: bool,
 }
@@ -84,15 +84,15 @@ pub fn default_of(key: &Key) -> Value {
 
 /// Replaces defaults by the values of the draft. Errors go to `draft.problems`, repeated arguments to `warnings`.
 pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>) {
-    let mut refused: Vec<(Vec<String>, Place)> = Vec::new();
+    let mut refused: Vec<(Vec<String>, TextPosition)> = Vec::new();
     for written in draft.written.clone() {
         let path = written.dotted();
         // If a whole table is refused, its keys give no further errors.
-        let inside = |(table, at): &(Vec<String>, Place)| {
+        let inside = |(table, at): &(Vec<String>, TextPosition)| {
             written.path.len() > table.len()
                 && written.path.starts_with(table)
                 && match (at, &written.key_at) {
-                    (Place::File(_), Place::File(_)) => true,
+                    (TextPosition::File(_), TextPosition::File(_)) => true,
                     (at, own) => at == own,
                 }
         };
@@ -123,8 +123,8 @@ pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>)
             continue;
         };
         let origin = match written.key_at {
-            Place::File(_) => Origin::Recipe,
-            Place::Argument(_) => Origin::Argument,
+            TextPosition::File(_) => Origin::Recipe,
+            TextPosition::Argument(_) => Origin::Argument,
         };
         if entry.origin == Origin::Argument {
             warnings.push(format!(
@@ -154,7 +154,7 @@ fn is_in_map(key: &Key, path: &str) -> bool {
 }
 
 /// Adds one entry of a table with user-defined names.
-fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Problem> {
+fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Problem> {
     let path = entry.key.path.0;
     let name = written.dotted()[path.len() + 1..].to_string();
     let fault = |error: Error| {
@@ -162,7 +162,7 @@ fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Proble
         Problem::new(&written.value_at, error)
     };
     let value = match &written.value {
-        Typed::Table => {
+        WrittenValue::Table => {
             return Err(fault(
                 Error::usage(format!("`{name}` in `{path}` is a table"))
                     .hint("write the name in quotes: `\"layers.0.\" = \"bf16\"`"),
@@ -179,8 +179,8 @@ fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Proble
         ))));
     }
     let origin = match written.key_at {
-        Place::File(_) => Origin::Recipe,
-        Place::Argument(_) => Origin::Argument,
+        TextPosition::File(_) => Origin::Recipe,
+        TextPosition::Argument(_) => Origin::Argument,
     };
     let Value::Map(map) = &mut entry.value else {
         return Ok(());
@@ -191,11 +191,11 @@ fn put(draft: &Draft, entry: &mut Entry, written: &Written) -> Result<(), Proble
     Ok(())
 }
 
-fn check_table(draft: &Draft, written: &Written) -> Result<(), Error> {
+fn check_table(draft: &Draft, written: &WrittenKey) -> Result<(), Error> {
     let path = written.dotted();
     match (&written.value, &written.key_at) {
-        (Typed::Table, Place::File(_)) => Ok(()),
-        (Typed::Table, Place::Argument(_)) => Err(Error::usage(format!("`{path}` is a table"))
+        (WrittenValue::Table, TextPosition::File(_)) => Ok(()),
+        (WrittenValue::Table, TextPosition::Argument(_)) => Err(Error::usage(format!("`{path}` is a table"))
             .at(draft.show(&written.value_at))
             .hint("set one key, as in `train.max_steps=20`")),
         (other, _) => Err(Error::usage(format!("`{path}` is a table"))
@@ -205,14 +205,14 @@ fn check_table(draft: &Draft, written: &Written) -> Result<(), Error> {
     }
 }
 
-fn unknown(draft: &Draft, written: &Written) -> Problem {
+fn unknown(draft: &Draft, written: &WrittenKey) -> Problem {
     let path = written.dotted();
     let place = draft.show(&written.key_at);
     let (name, table) = match written.path.split_last() {
         Some((name, table)) => (name.clone(), table.join(".")),
         None => (String::new(), String::new()),
     };
-    let is_table = matches!(written.value, Typed::Table | Typed::Tables);
+    let is_table = matches!(written.value, WrittenValue::Table | WrittenValue::Tables);
     let what = match (is_table, table.is_empty()) {
         (true, _) => format!("unknown table `[{path}]`"),
         (false, true) => format!("unknown key `{name}` outside of any table"),
@@ -262,15 +262,18 @@ fn limits(range: Range) -> String {
 }
 
 /// Returns the value as text. For an argument also a bare word that TOML parses as a number, a flag or a date.
-fn as_text(draft: &Draft, written: &Written) -> Option<String> {
+fn as_text(draft: &Draft, written: &WrittenKey) -> Option<String> {
     match (&written.value, draft.raw_value(&written.value_at)) {
-        (Typed::Text(t), _) => Some(t.clone()),
-        (Typed::Integer(_) | Typed::Number(_) | Typed::Flag(_) | Typed::Date, Some(raw)) => Some(raw.to_string()),
+        (WrittenValue::Text(t), _) => Some(t.clone()),
+        (
+            WrittenValue::Integer(_) | WrittenValue::Number(_) | WrittenValue::Flag(_) | WrittenValue::Date,
+            Some(raw),
+        ) => Some(raw.to_string()),
         _ => None,
     }
 }
 
-fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Problem>> {
+fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<Problem>> {
     let path = key.path.0;
     let one = |error: Error| vec![Problem::new(&written.value_at, error.at(draft.show(&written.value_at)))];
     let wrong_type = || {
@@ -287,11 +290,11 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             .found(found)
             .expected(expectation(key)))
     };
-    let whole = |v: &Typed| match v {
-        Typed::Integer(i) => usize::try_from(*i).ok(),
+    let whole = |v: &WrittenValue| match v {
+        WrittenValue::Integer(i) => usize::try_from(*i).ok(),
         _ => None,
     };
-    if key.accepts_auto() && matches!(&written.value, Typed::Text(t) if t == "auto") {
+    if key.accepts_auto() && matches!(&written.value, WrittenValue::Text(t) if t == "auto") {
         return Ok(Value::Text("auto".into()));
     }
     match key.kind {
@@ -310,12 +313,12 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             }))
         }
         Kind::Flag => match written.value {
-            Typed::Flag(b) => Ok(Value::Flag(b)),
+            WrittenValue::Flag(b) => Ok(Value::Flag(b)),
             _ => Err(wrong_type()),
         },
         Kind::Integer => match written.value {
-            Typed::Integer(i) if key.range.contains(i as f64) => Ok(Value::Integer(i)),
-            Typed::Integer(i) => Err(out_of_range(i.to_string())),
+            WrittenValue::Integer(i) if key.range.contains(i as f64) => Ok(Value::Integer(i)),
+            WrittenValue::Integer(i) => Err(out_of_range(i.to_string())),
             _ => Err(wrong_type()),
         },
         Kind::Number => match as_number(&written.value) {
@@ -324,7 +327,7 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             None => Err(wrong_type()),
         },
         Kind::Pair => {
-            let Typed::List(items) = &written.value else {
+            let WrittenValue::List(items) = &written.value else {
                 return Err(wrong_type());
             };
             let numbers: Option<Vec<f64>> = items.iter().map(|(v, _)| as_number(v)).collect();
@@ -335,15 +338,15 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
             }
         }
         Kind::Pairs => {
-            let pair = |v: &Typed| match v {
-                Typed::List(items) => match &items[..] {
+            let pair = |v: &WrittenValue| match v {
+                WrittenValue::List(items) => match &items[..] {
                     [(a, _), (b, _)] => Some((whole(a)?, whole(b)?)),
                     _ => None,
                 },
                 _ => None,
             };
             match &written.value {
-                Typed::List(items) => {
+                WrittenValue::List(items) => {
                     let all: Option<Vec<(usize, usize)>> = items.iter().map(|(v, _)| pair(v)).collect();
                     all.map(Value::Pairs).ok_or_else(wrong_type)
                 }
@@ -352,26 +355,26 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
         }
         Kind::Integers => {
             let all = match &written.value {
-                Typed::List(items) => items.iter().map(|(v, _)| whole(v)).collect(),
+                WrittenValue::List(items) => items.iter().map(|(v, _)| whole(v)).collect(),
                 single => whole(single).map(|i| vec![i]),
             };
             all.map(Value::Integers).ok_or_else(wrong_type)
         }
         Kind::Numbers => {
             let numbers: Option<Vec<f64>> = match &written.value {
-                Typed::List(items) => items.iter().map(|(v, _)| as_number(v)).collect(),
+                WrittenValue::List(items) => items.iter().map(|(v, _)| as_number(v)).collect(),
                 single => as_number(single).map(|x| vec![x]),
             };
             let finite = numbers.filter(|l| l.iter().all(|x| x.is_finite()));
             finite.map(Value::Numbers).ok_or_else(wrong_type)
         }
         Kind::Texts => {
-            if let Typed::List(items) = &written.value {
+            if let WrittenValue::List(items) = &written.value {
                 let mut out = Vec::new();
                 let mut problems = Vec::new();
                 for (item, at) in items {
                     match item {
-                        Typed::Text(t) if !t.is_empty() => out.push(t.clone()),
+                        WrittenValue::Text(t) if !t.is_empty() => out.push(t.clone()),
                         other => {
                             let error = Error::usage(format!("`{path}` has an item of the wrong type"))
                                 .at(draft.show(at))
@@ -400,25 +403,25 @@ fn convert(draft: &Draft, key: &Key, written: &Written) -> Result<Value, Vec<Pro
         }
         // The entries follow one by one.
         Kind::Map(_) => match written.value {
-            Typed::Table => Ok(Value::Map(Vec::new())),
+            WrittenValue::Table => Ok(Value::Map(Vec::new())),
             _ => Err(wrong_type()),
         },
         Kind::Size => match &written.value {
-            Typed::Integer(i) if *i > 0 => Ok(Value::Text(i.to_string())),
-            Typed::Text(t) => match units::parse_bytes(t) {
+            WrittenValue::Integer(i) if *i > 0 => Ok(Value::Text(i.to_string())),
+            WrittenValue::Text(t) => match units::parse_bytes(t) {
                 Ok(n) if n > 0 => Ok(Value::Text(t.trim().to_string())),
                 _ => Err(out_of_range(format!("`{t}`"))),
             },
-            Typed::Integer(i) => Err(out_of_range(i.to_string())),
+            WrittenValue::Integer(i) => Err(out_of_range(i.to_string())),
             _ => Err(wrong_type()),
         },
     }
 }
 
-fn as_number(value: &Typed) -> Option<f64> {
+fn as_number(value: &WrittenValue) -> Option<f64> {
     match value {
-        Typed::Integer(i) => Some(*i as f64),
-        Typed::Number(x) => Some(*x),
+        WrittenValue::Integer(i) => Some(*i as f64),
+        WrittenValue::Number(x) => Some(*x),
         _ => None,
     }
 }

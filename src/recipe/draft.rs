@@ -7,22 +7,22 @@ use toml_edit::{Document, Item, Value};
 
 /// A position: a byte offset in the file, or the index of an argument.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Place {
+pub enum TextPosition {
     File(usize),
     Argument(usize),
 }
 
 /// One key as written.
 #[derive(Debug, Clone)]
-pub struct Written {
+pub struct WrittenKey {
     /// The parts of the dotted path.
     pub path: Vec<String>,
-    pub key_at: Place,
-    pub value: Typed,
-    pub value_at: Place,
+    pub key_at: TextPosition,
+    pub value: WrittenValue,
+    pub value_at: TextPosition,
 }
 
-impl Written {
+impl WrittenKey {
     pub fn dotted(&self) -> String {
         self.path.join(".")
     }
@@ -30,30 +30,30 @@ impl Written {
 
 /// A value as written; a list stores the position of each item.
 #[derive(Debug, Clone)]
-pub enum Typed {
+pub enum WrittenValue {
     Text(String),
     Integer(i64),
     Number(f64),
     Flag(bool),
-    List(Vec<(Typed, Place)>),
+    List(Vec<(WrittenValue, TextPosition)>),
     Table,
     /// `[[name]]`, or a list that contains tables.
     Tables,
     Date,
 }
 
-impl Typed {
+impl WrittenValue {
     /// Describes the value for error messages: `the string "a"`.
     pub fn describe(&self) -> String {
         match self {
-            Typed::Text(t) => format!("the string {t:?}"),
-            Typed::Integer(i) => format!("the number {i}"),
-            Typed::Number(x) => format!("the number {x}"),
-            Typed::Flag(b) => format!("`{b}`"),
-            Typed::List(l) => format!("a list of {}", l.len()),
-            Typed::Table => "a table".into(),
-            Typed::Tables => "a list of tables".into(),
-            Typed::Date => "a date".into(),
+            WrittenValue::Text(t) => format!("the string {t:?}"),
+            WrittenValue::Integer(i) => format!("the number {i}"),
+            WrittenValue::Number(x) => format!("the number {x}"),
+            WrittenValue::Flag(b) => format!("`{b}`"),
+            WrittenValue::List(l) => format!("a list of {}", l.len()),
+            WrittenValue::Table => "a table".into(),
+            WrittenValue::Tables => "a list of tables".into(),
+            WrittenValue::Date => "a date".into(),
         }
     }
 }
@@ -61,12 +61,12 @@ impl Typed {
 /// An error with its position; errors are sorted by position before they are shown.
 #[derive(Debug)]
 pub struct Problem {
-    pub place: Place,
+    pub place: TextPosition,
     pub error: Error,
 }
 
 impl Problem {
-    pub fn new(place: &Place, error: Error) -> Self {
+    pub fn new(place: &TextPosition, error: Error) -> Self {
         Self {
             place: place.clone(),
             error,
@@ -80,7 +80,7 @@ pub struct Draft<'a> {
     name: &'a str,
     text: &'a str,
     arguments: &'a [String],
-    pub written: Vec<Written>,
+    pub written: Vec<WrittenKey>,
     pub problems: Vec<Problem>,
 }
 
@@ -102,12 +102,12 @@ impl<'a> Draft<'a> {
                         .get_key_value(key)
                         .and_then(|(k, _)| k.span())
                         .map_or(0, |s| s.start);
-                    draft.item(&mut path, key, Place::File(at), item);
+                    draft.item(&mut path, key, TextPosition::File(at), item);
                 }
                 draft.written.sort_by(|a, b| a.key_at.cmp(&b.key_at));
             }
             Err(e) => {
-                let at = Place::File(e.span().map_or(0, |s| s.start));
+                let at = TextPosition::File(e.span().map_or(0, |s| s.start));
                 let error = Error::usage("recipe is not valid TOML")
                     .at(draft.show(&at))
                     .cause(one_line(e.message()));
@@ -121,15 +121,15 @@ impl<'a> Draft<'a> {
     }
 
     /// `file:line:column`, both counted from 1, columns in characters; or the argument itself.
-    pub fn show(&self, place: &Place) -> String {
+    pub fn show(&self, place: &TextPosition) -> String {
         match place {
-            Place::File(at) => {
+            TextPosition::File(at) => {
                 let before = self.text.get(..*at).unwrap_or(self.text);
                 let line = before.matches('\n').count() + 1;
                 let column = before.rsplit('\n').next().map_or(0, |l| l.chars().count()) + 1;
                 format!("{}:{line}:{column}", self.name)
             }
-            Place::Argument(index) => match self.arguments.get(*index) {
+            TextPosition::Argument(index) => match self.arguments.get(*index) {
                 Some(a) => format!("argument `{a}`"),
                 None => "an argument".into(),
             },
@@ -137,28 +137,28 @@ impl<'a> Draft<'a> {
     }
 
     /// The text after the `=` of an argument.
-    pub fn raw_value(&self, place: &Place) -> Option<&'a str> {
+    pub fn raw_value(&self, place: &TextPosition) -> Option<&'a str> {
         match place {
-            Place::Argument(index) => self.arguments.get(*index)?.split_once('=').map(|(_, v)| v.trim()),
-            Place::File(_) => None,
+            TextPosition::Argument(index) => self.arguments.get(*index)?.split_once('=').map(|(_, v)| v.trim()),
+            TextPosition::File(_) => None,
         }
     }
 
-    fn item(&mut self, path: &mut Vec<String>, key: &str, key_at: Place, item: &Item) {
-        let start = |span: Option<Range<usize>>| span.map_or(key_at.clone(), |s| Place::File(s.start));
+    fn item(&mut self, path: &mut Vec<String>, key: &str, key_at: TextPosition, item: &Item) {
+        let start = |span: Option<Range<usize>>| span.map_or(key_at.clone(), |s| TextPosition::File(s.start));
         path.push(key.to_string());
         let (value, value_at) = match item {
-            Item::Value(Value::InlineTable(t)) => (Typed::Table, start(t.span())),
+            Item::Value(Value::InlineTable(t)) => (WrittenValue::Table, start(t.span())),
             Item::Value(v) => (typed(v), start(v.span())),
-            Item::Table(t) => (Typed::Table, start(t.span())),
-            Item::ArrayOfTables(t) => (Typed::Tables, start(t.span())),
+            Item::Table(t) => (WrittenValue::Table, start(t.span())),
+            Item::ArrayOfTables(t) => (WrittenValue::Tables, start(t.span())),
             Item::None => {
                 path.pop();
                 return;
             }
         };
-        let is_table = matches!(value, Typed::Table);
-        self.written.push(Written {
+        let is_table = matches!(value, WrittenValue::Table);
+        self.written.push(WrittenKey {
             path: path.clone(),
             key_at,
             value,
@@ -170,7 +170,7 @@ impl<'a> Draft<'a> {
                     .get_key_value(name)
                     .and_then(|(k, _)| k.span())
                     .map_or(0, |s| s.start);
-                self.item(path, name, Place::File(at), inner);
+                self.item(path, name, TextPosition::File(at), inner);
             }
         }
         path.pop();
@@ -178,7 +178,7 @@ impl<'a> Draft<'a> {
 
     fn argument(&mut self, index: usize) {
         let argument = &self.arguments[index];
-        let place = Place::Argument(index);
+        let place = TextPosition::Argument(index);
         let Some((key, raw)) = argument.split_once('=') else {
             let error = Error::usage("argument is not `key=value`")
                 .at(self.show(&place))
@@ -199,14 +199,14 @@ impl<'a> Draft<'a> {
                 self.problems.push(Problem::new(&place, error));
                 return;
             }
-            Err(_) => Typed::Text(raw.to_string()),
+            Err(_) => WrittenValue::Text(raw.to_string()),
         };
         let lines = match &parsed {
             Ok(Value::InlineTable(table)) => table.iter().map(|(k, v)| (k.to_string(), typed(v))).collect(),
             _ => Vec::new(),
         };
-        let mut push = |path: Vec<String>, value: Typed| {
-            self.written.push(Written {
+        let mut push = |path: Vec<String>, value: WrittenValue| {
+            self.written.push(WrittenKey {
                 path,
                 key_at: place.clone(),
                 value: at_argument(value, &place),
@@ -224,27 +224,27 @@ fn one_line(message: &str) -> String {
     message.lines().map(str::trim).collect::<Vec<_>>().join("; ")
 }
 
-fn typed(value: &Value) -> Typed {
+fn typed(value: &Value) -> WrittenValue {
     match value {
-        Value::String(s) => Typed::Text(s.value().clone()),
-        Value::Integer(i) => Typed::Integer(*i.value()),
-        Value::Float(x) => Typed::Number(*x.value()),
-        Value::Boolean(b) => Typed::Flag(*b.value()),
-        Value::Datetime(_) => Typed::Date,
-        Value::InlineTable(_) => Typed::Table,
-        Value::Array(a) if a.iter().any(Value::is_inline_table) => Typed::Tables,
-        Value::Array(a) => Typed::List(
+        Value::String(s) => WrittenValue::Text(s.value().clone()),
+        Value::Integer(i) => WrittenValue::Integer(*i.value()),
+        Value::Float(x) => WrittenValue::Number(*x.value()),
+        Value::Boolean(b) => WrittenValue::Flag(*b.value()),
+        Value::Datetime(_) => WrittenValue::Date,
+        Value::InlineTable(_) => WrittenValue::Table,
+        Value::Array(a) if a.iter().any(Value::is_inline_table) => WrittenValue::Tables,
+        Value::Array(a) => WrittenValue::List(
             a.iter()
-                .map(|v| (typed(v), Place::File(v.span().map_or(0, |s| s.start))))
+                .map(|v| (typed(v), TextPosition::File(v.span().map_or(0, |s| s.start))))
                 .collect(),
         ),
     }
 }
 
 /// Replaces the spans in an argument's value: its position is the whole argument.
-fn at_argument(value: Typed, place: &Place) -> Typed {
+fn at_argument(value: WrittenValue, place: &TextPosition) -> WrittenValue {
     match value {
-        Typed::List(items) => Typed::List(
+        WrittenValue::List(items) => WrittenValue::List(
             items
                 .into_iter()
                 .map(|(v, _)| (at_argument(v, place), place.clone()))

@@ -1,7 +1,7 @@
 //! Rules over several keys: contradictions and keys without effect; then makes the recipe of the settings.
 
 use super::check::{Entry, Origin, Values, default_of};
-use super::draft::{Draft, Place, Problem};
+use super::draft::{Draft, Problem, TextPosition};
 use super::table::{self, Key, KeyPath, Section, Settings};
 use super::types::*;
 use super::value::Value;
@@ -61,7 +61,7 @@ impl Faults<'_> {
         let entries: Vec<&Entry> = keys.iter().filter_map(|key| self.values.entry(*key)).collect();
         if entries.iter().all(|e| e.sound) {
             let place = entries.iter().filter_map(|e| e.place.clone()).max();
-            let place = place.unwrap_or(Place::File(0));
+            let place = place.unwrap_or(TextPosition::File(0));
             self.problems
                 .push(Problem::new(&place, error.at(self.draft.show(&place))));
         }

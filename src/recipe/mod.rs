@@ -14,6 +14,7 @@ mod resolved;
 mod schema;
 pub mod suggest;
 pub mod table;
+pub mod terms;
 pub mod types;
 mod value;
 
@@ -26,6 +27,7 @@ pub use lower::ACCUMULATION;
 pub use model_ref::ModelRef;
 pub use resolved::reference;
 pub use schema::schema;
+pub use terms::in_program_terms;
 pub use types::*;
 pub use value::Chunk;
 
@@ -63,10 +65,10 @@ impl LoadedRecipe {
 
 /// Returns the numbers and texts of a TOML text by dotted path, for `resolved.toml` of a run.
 pub fn written(text: &str) -> BTreeMap<String, String> {
-    let typed = |value: &draft::Typed| match value {
-        draft::Typed::Integer(i) => Some(i.to_string()),
-        draft::Typed::Number(x) => Some(x.to_string()),
-        draft::Typed::Text(t) => Some(t.clone()),
+    let typed = |value: &draft::WrittenValue| match value {
+        draft::WrittenValue::Integer(i) => Some(i.to_string()),
+        draft::WrittenValue::Number(x) => Some(x.to_string()),
+        draft::WrittenValue::Text(t) => Some(t.clone()),
         _ => None,
     };
     let written = Draft::new(text, "resolved.toml", &[]).written;

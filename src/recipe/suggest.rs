@@ -1,6 +1,6 @@
 //! "Did you mean" hints: the nearest known name, the right table, the names of other tools.
 
-use super::draft::Typed;
+use super::draft::WrittenValue;
 use super::peers;
 use super::table::{Key, KeyPath, TABLES, keys};
 use super::types::{BlockKeys, Freeze, LoraKeys};
@@ -92,17 +92,17 @@ pub fn list_hint(path: &str, typed: &str) -> Option<String> {
 }
 
 /// The hint for a value of the wrong type.
-pub fn type_hint(key: &Key, typed: &Typed) -> Option<String> {
+pub fn type_hint(key: &Key, typed: &WrittenValue) -> Option<String> {
     let text = match typed {
-        Typed::Text(t) => t.trim().to_lowercase(),
-        Typed::Flag(b) => b.to_string(),
-        Typed::Integer(i) => i.to_string(),
+        WrittenValue::Text(t) => t.trim().to_lowercase(),
+        WrittenValue::Flag(b) => b.to_string(),
+        WrittenValue::Integer(i) => i.to_string(),
         _ => return None,
     };
     if ["none", "null", "nil", "~"].contains(&text.as_str()) {
         return Some("remove the key to get its default".into());
     }
-    let is_text = matches!(typed, Typed::Text(_));
+    let is_text = matches!(typed, WrittenValue::Text(_));
     match key.kind {
         Kind::Flag => match text.as_str() {
             "true" | "false" if is_text => Some("write it without quotes".into()),

@@ -59,7 +59,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
                 .collect(),
         });
     }
-    hf::new_adapters(
+    hf::adapters_to_fill(
         &recipe.tune.lora,
         spec,
         Some(recipe.model.path.to_string()),

@@ -2,7 +2,7 @@
 
 use crate::base::{Error, Result};
 use crate::engine::StepHook;
-use crate::formats::adapter::{Allocation, Kind};
+use crate::formats::adapter::{AdapterKind, Allocation};
 use crate::hf::AdapterSet;
 use crate::peft::Adapter;
 use crate::peft::ranks::{RankAllocator, Schedule};
@@ -20,7 +20,7 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<
         return Ok(());
     };
     let r = config.r;
-    let Kind::Adalora(own) = &mut config.kind else {
+    let AdapterKind::Adalora(own) = &mut config.kind else {
         return if given && ranks.target_r > 0 {
             Err(
                 Error::usage("the given adapter is not an AdaLoRA adapter: it has no ranks to allocate")
@@ -87,7 +87,9 @@ pub fn settle(recipe: &Recipe, prepared: &mut AdapterSet, steps: u64) -> Result<
 /// Returns the allocator that changes the ranks of these adapters during training; `None` if they are not AdaLoRA.
 pub fn of(recipe: &Recipe, prepared: &AdapterSet) -> Option<Box<dyn StepHook>> {
     let config = prepared.config.as_ref()?;
-    let Kind::Adalora(own) = &config.kind else { return None };
+    let AdapterKind::Adalora(own) = &config.kind else {
+        return None;
+    };
     let adapters = prepared
         .adapters
         .iter()

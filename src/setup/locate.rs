@@ -1,6 +1,7 @@
 //! Finds the kind of directory at a name: a model, an adapter, a run, or a checkpoint.
 
 use crate::base::{Error, Result};
+use crate::formats::config::Config;
 use crate::{checkpoint, hub};
 use std::path::{Path, PathBuf};
 
@@ -72,6 +73,29 @@ pub fn adapter_directory(name: &str) -> Result<PathBuf> {
                 dir.display()
             ))),
     }
+}
+
+/// Reads the config of a model directory with `Config::load` or `Config::read`. The error for a run or a checkpoint
+/// names the model in it, or the command that makes one.
+pub fn model_config(dir: &Path, read: fn(&Path) -> Result<Config>) -> Result<Config> {
+    read(dir).map_err(|error| {
+        let (inner, shown) = (dir.join("final"), dir.display());
+        if dir.join("config.json").exists() {
+            error
+        } else if inner.join("config.json").exists() {
+            error.hint(format!("this is a run: did you mean `{}`?", inner.display()))
+        } else if inner.join("adapter_config.json").exists() {
+            error.hint(format!(
+                "this is a run with an adapter as result: `ft merge --adapter {shown} --out DIR` makes a model of it"
+            ))
+        } else if is_checkpoint(dir) {
+            error.hint(format!(
+                "this is a checkpoint: `ft export {shown} --out DIR` makes a model directory of it"
+            ))
+        } else {
+            error
+        }
+    })
 }
 
 /// Returns `final/` of a run directory, else its newest checkpoint.

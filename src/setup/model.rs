@@ -13,8 +13,9 @@ use crate::hub;
 use crate::model::{Network, Spec, TokenRows, TrainableNetwork, families, shapes};
 use crate::ops::{self, update};
 use crate::quant::Format;
-use crate::recipe::{Dtype, Method, ModelInit, ModelRef, Recipe};
+use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
 use crate::report;
+use crate::setup::locate::model_config;
 use crate::source::Placement;
 use crate::source::{Disk, Resident, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
 use candle_core::{Device, Tensor};
@@ -161,10 +162,10 @@ impl ModelDir {
     }
 
     /// How the files store the weights.
-    pub fn stored(&self, init: ModelInit) -> Result<Stored> {
+    pub fn stored(&self, init: ModelInit) -> Result<StoredWeights> {
         match init {
-            ModelInit::Random => Ok(Stored::random()),
-            ModelInit::Pretrained => Stored::of(&*self.weights()?, &self.spec),
+            ModelInit::Random => Ok(StoredWeights::random()),
+            ModelInit::Pretrained => StoredWeights::of(&*self.weights()?, &self.spec),
         }
     }
 
@@ -373,14 +374,14 @@ impl ModelDir {
 
 /// How the files of a model store its weights.
 #[derive(Debug, Default)]
-pub struct Stored {
+pub struct StoredWeights {
     /// Weights that are quantized in the files, with their formats.
     pub codes: BTreeMap<Arc<str>, Format>,
     /// Bytes per value when a weight is read for quantization; `None` if the files are not available.
     pub number_bytes: Option<u64>,
 }
 
-impl Stored {
+impl StoredWeights {
     /// Inspects the files in `dir`, if they exist; random weights are f32. Reads headers only.
     pub fn find(dir: &Path, spec: &Spec, init: ModelInit) -> Result<Self> {
         match init {
@@ -450,8 +451,8 @@ fn warn_once(warning: &str) {
 /// Reads the config. Random weights may have other sizes than the weight files beside the config.
 fn read_config(dir: &Path, init: ModelInit) -> Result<Config> {
     match init {
-        ModelInit::Pretrained => Config::load(dir),
-        ModelInit::Random => Config::read(dir),
+        ModelInit::Pretrained => model_config(dir, Config::load),
+        ModelInit::Random => model_config(dir, Config::read),
     }
 }
 
@@ -459,7 +460,7 @@ fn read_config(dir: &Path, init: ModelInit) -> Result<Config> {
 pub fn device(name: &str) -> Result<Device> {
     let opened = ops::device::open(name)?;
     if let Some(note) = &opened.note {
-        report::warn(note);
+        report::warn(&recipe::in_program_terms(note));
     }
     Ok(opened.device)
 }

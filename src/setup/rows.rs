@@ -10,14 +10,14 @@ use crate::setup::ModelDir;
 use crate::setup::prompts::{self, PromptSet};
 
 /// Tokenized rows of a recipe.
-pub struct Rows {
+pub struct RecipeRows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
     /// Prompts of an RL stage.
     pub questions: Option<PromptSet>,
 }
 
-impl Rows {
+impl RecipeRows {
     pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<Self> {
         if prompts::reinforces(recipe) {
             let (train, eval, questions) = prompts::read(recipe, model)?;
@@ -77,7 +77,8 @@ pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<
             readings.push(reading.clone());
         }
     }
-    reading::lines(&readings, rest)
+    let lines = reading::lines(&readings, rest).into_iter();
+    lines.map(|line| recipe::in_program_terms(&line)).collect()
 }
 
 /// Warns about later prompts that the chat template renders although it rendered no training row. `None`: there are

@@ -10,7 +10,7 @@ use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, Reporter};
 use crate::source::Placement;
 use crate::train::Options;
-use crate::train::owner::{self, Kind, Manifest};
+use crate::train::owner::{self, DirectoryState, Manifest};
 use crate::train::starts;
 use crate::train::state;
 use std::collections::BTreeSet;
@@ -39,11 +39,11 @@ pub struct Directory {
 /// Errors: the directory does not hold a run; it holds a run, and neither `--resume` nor `--overwrite` is given; there
 /// is no checkpoint to resume from.
 pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
-    let kind = Kind::of(run_dir)?;
+    let kind = DirectoryState::of(run_dir)?;
     owner::refuse_links(run_dir)?;
     let explicit = options.resume.as_ref().and_then(Option::as_deref);
     match (&kind, &options.resume) {
-        (Kind::Other(names), _) => {
+        (DirectoryState::Other(names), _) => {
             let shown: Vec<&str> = names.iter().take(5).map(String::as_str).collect();
             let more = match names.len().saturating_sub(shown.len()) {
                 0 => String::new(),
@@ -56,10 +56,10 @@ pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
                     .hint("set `train.output_dir` to a new or empty directory"),
             )
         }
-        (Kind::New, Some(None)) => Err(Error::new("the directory has no run to resume")
+        (DirectoryState::New, Some(None)) => Err(Error::new("the directory has no run to resume")
             .at_path(run_dir)
             .hint("start it without `--resume`")),
-        (Kind::Run(_), Some(None)) => resumable(run_dir).map(drop),
+        (DirectoryState::Run(_), Some(None)) => resumable(run_dir).map(drop),
         (_, Some(Some(_))) => {
             match explicit.filter(|from| checkpoint::list(from).is_ok_and(|l| l.is_empty()) && !is_checkpoint(from)) {
                 Some(from) => Err(Error::new("there is no checkpoint to resume from")
@@ -68,7 +68,7 @@ pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
                 None => Ok(()),
             }
         }
-        (Kind::Run(_), None) if !options.overwrite => {
+        (DirectoryState::Run(_), None) if !options.overwrite => {
             let error = Error::usage("the output directory holds an earlier run").at_path(run_dir);
             Err(error.hint(match resumable(run_dir) {
                 Ok(true) => {
@@ -82,7 +82,7 @@ pub fn check(run_dir: &Path, options: &Options) -> Result<()> {
                 Err(_) => "the run is finished: replace it with `--overwrite`, or set another `train.output_dir`",
             }))
         }
-        (Kind::New | Kind::Run(_), None) => Ok(()),
+        (DirectoryState::New | DirectoryState::Run(_), None) => Ok(()),
     }
 }
 
@@ -105,8 +105,8 @@ fn resumable(run_dir: &Path) -> Result<bool> {
 
 /// Bytes that `--overwrite` frees.
 pub fn freed(run_dir: &Path, options: &Options) -> u64 {
-    match Kind::of(run_dir) {
-        Ok(Kind::Run(manifest)) if options.overwrite => manifest.bytes(run_dir),
+    match DirectoryState::of(run_dir) {
+        Ok(DirectoryState::Run(manifest)) if options.overwrite => manifest.bytes(run_dir),
         _ => 0,
     }
 }
@@ -122,7 +122,7 @@ pub fn open(
     same: &dyn Fn(&LoadedState) -> Result<()>,
 ) -> Result<(Directory, Option<LoadedState>)> {
     let made = run_dir.symlink_metadata().is_err();
-    let new = Kind::of(run_dir)? == Kind::New;
+    let new = DirectoryState::of(run_dir)? == DirectoryState::New;
     files::create_dir_all(run_dir)?;
     let mut out = Directory {
         path: run_dir.to_path_buf(),
@@ -139,7 +139,7 @@ pub fn open(
     out.lock = Some(RunLock::acquire(run_dir)?);
     // Another process may have created a run in the meantime.
     check(run_dir, options)?;
-    if let Kind::Run(manifest) = Kind::of(run_dir)? {
+    if let DirectoryState::Run(manifest) = DirectoryState::of(run_dir)? {
         out.manifest = manifest;
         let cleaned = out.manifest.clean(run_dir, last)?;
         out.note("removed incomplete files of a stopped run", &cleaned.removed);

@@ -23,21 +23,26 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Writes `out` (`final/` of a run) atomically. A run on random weights of a shape writes nothing.
-/// `print` is the fingerprint of the base weights; `note` receives notes for the user.
-pub fn export(
-    out: &Path,
-    recipe: &Recipe,
-    model: &ModelDir,
-    engine: &Engine,
-    prepared: &hf::AdapterSet,
-    print: &Base,
-    note: &mut dyn FnMut(&str),
-) -> Result<Option<PathBuf>> {
+/// The model and the adapters of a run after training.
+pub struct TrainedModel<'a> {
+    pub recipe: &'a Recipe,
+    pub model: &'a ModelDir,
+    pub engine: &'a Engine,
+    pub prepared: &'a hf::AdapterSet,
+    /// The fingerprint of the base weights.
+    pub print: &'a Base,
+}
+
+/// Writes `out` (`final/` of a run) atomically. A run on random weights of a shape writes nothing. `note` receives
+/// notes for the user.
+pub fn export(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Option<PathBuf>> {
+    let TrainedModel {
+        recipe, model, engine, ..
+    } = *trained;
     if model.is_shape() {
         return Ok(None);
     }
-    if let Some(out) = adapter(out, recipe, model, engine, prepared, print, note)? {
+    if let Some(out) = adapter(trained, out, note)? {
         return with_template(recipe, model, out).map(Some);
     }
     let scores = recipe.train.stage == Stage::Reward;
@@ -91,15 +96,14 @@ fn base(
     })
 }
 
-fn adapter(
-    out: &Path,
-    recipe: &Recipe,
-    model: &ModelDir,
-    engine: &Engine,
-    prepared: &hf::AdapterSet,
-    print: &Base,
-    note: &mut dyn FnMut(&str),
-) -> Result<Option<PathBuf>> {
+fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Option<PathBuf>> {
+    let TrainedModel {
+        recipe,
+        model,
+        engine,
+        prepared,
+        print,
+    } = *trained;
     let Some(config) = &prepared.config else {
         return Ok(None);
     };

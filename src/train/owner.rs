@@ -47,7 +47,7 @@ pub struct Manifest {
 
 /// The state of a directory before a run starts in it.
 #[derive(Debug, PartialEq)]
-pub enum Kind {
+pub enum DirectoryState {
     /// The directory is empty or does not exist (hidden entries do not count).
     New,
     /// A run of ft.
@@ -56,7 +56,7 @@ pub enum Kind {
     Other(Vec<String>),
 }
 
-impl Kind {
+impl DirectoryState {
     /// Inspects the directory and changes nothing.
     ///
     /// Errors: `run_dir` is a file or cannot be listed; a manifest of a later version.
@@ -307,10 +307,10 @@ mod tests {
     fn a_directory_is_a_run_by_what_is_in_it() {
         let dir = tempfile::tempdir().unwrap();
         let d = dir.path();
-        assert_eq!(Kind::of(&d.join("none")).unwrap(), Kind::New);
+        assert_eq!(DirectoryState::of(&d.join("none")).unwrap(), DirectoryState::New);
         put(d, &[".gitkeep"]);
         std::fs::write(d.join("run.lock"), "process 7 since 2026-01-01 00:00:00 UTC\n").unwrap();
-        assert_eq!(Kind::of(d).unwrap(), Kind::New);
+        assert_eq!(DirectoryState::of(d).unwrap(), DirectoryState::New);
         // Killed while the first manifest was written, at any byte; a file of another program with this name is not ours.
         let torn = d.join(format!("{MANIFEST}{}77", files::TEMPORARY));
         Manifest::default().write(d).unwrap();
@@ -318,10 +318,10 @@ mod tests {
         std::fs::remove_file(d.join(MANIFEST)).unwrap();
         for cut in 0..whole.len() {
             std::fs::write(&torn, &whole[..cut]).unwrap();
-            assert_eq!(Kind::of(d).unwrap(), Kind::New, "{cut}");
+            assert_eq!(DirectoryState::of(d).unwrap(), DirectoryState::New, "{cut}");
         }
         std::fs::write(&torn, "{\"mine\": 1}").unwrap();
-        assert!(matches!(Kind::of(d).unwrap(), Kind::Other(_)));
+        assert!(matches!(DirectoryState::of(d).unwrap(), DirectoryState::Other(_)));
         std::fs::remove_file(&torn).unwrap();
         // Names alone do not identify a run.
         put(
@@ -333,21 +333,31 @@ mod tests {
                 "final/a",
             ],
         );
-        assert!(matches!(Kind::of(d).unwrap(), Kind::Other(names) if names.len() == 4));
+        assert!(matches!(DirectoryState::of(d).unwrap(), DirectoryState::Other(names) if names.len() == 4));
         put(d, &["run.json"]);
-        assert!(matches!(Kind::of(d).unwrap(), Kind::Other(_)));
+        assert!(matches!(DirectoryState::of(d).unwrap(), DirectoryState::Other(_)));
         // A run of a version without manifests.
         put(d, &["recipe.toml", "resolved.toml"]);
         std::fs::write(d.join("plan.json"), "{}").unwrap();
         crate::report::write_environment(d, "avx2").unwrap();
-        assert_eq!(Kind::of(d).unwrap(), Kind::Run(Manifest::default()));
+        assert_eq!(DirectoryState::of(d).unwrap(), DirectoryState::Run(Manifest::default()));
         let mut manifest = Manifest::default();
         manifest.join(d).unwrap();
-        assert_eq!(Kind::of(d).unwrap(), Kind::Run(manifest));
+        assert_eq!(DirectoryState::of(d).unwrap(), DirectoryState::Run(manifest));
         std::fs::write(d.join("run.json"), r#"{"format": "ft run 2"}"#).unwrap();
-        assert!(Kind::of(d).unwrap_err().to_string().contains("another version"));
+        assert!(
+            DirectoryState::of(d)
+                .unwrap_err()
+                .to_string()
+                .contains("another version")
+        );
         put(d, &["file"]);
-        assert!(Kind::of(&d.join("file")).unwrap_err().to_string().contains("is a file"));
+        assert!(
+            DirectoryState::of(&d.join("file"))
+                .unwrap_err()
+                .to_string()
+                .contains("is a file")
+        );
     }
 
     #[test]

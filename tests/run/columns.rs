@@ -34,7 +34,7 @@ fn every_column_is_named() {
     // The output states plain text, and warns that a chat would differ from the training.
     let more = ["data.render=plain", "train.max_steps=1", "train.output_dir=plain"];
     let train = shown(&bench, "train", &more);
-    assert!(train.contains("plain text (data.render)"), "{train}");
+    assert!(train.contains("plain text (data.render = \"plain\")"), "{train}");
     assert!(train.contains("no row is rendered with the chat template"), "{train}");
     assert!(
         train.contains("no space or line break between prompt and answer"),

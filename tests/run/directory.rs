@@ -347,3 +347,24 @@ fn a_stored_start_that_was_damaged_is_computed_again() {
         assert!(adapter("one") == adapter(other), "{other}");
     }
 }
+
+#[test]
+fn a_run_on_random_weights_of_a_shape_ends_without_a_final_directory() {
+    let bench = Bench::new();
+    fs::write(bench.path("t.jsonl"), "{\"text\": \"one two three\"}\n".repeat(4)).unwrap();
+    for method in ["full", "lora"] {
+        let (out_dir, method) = (format!("train.output_dir={method}"), format!("tune.method={method}"));
+        let out = bench.ft(&[
+            "train",
+            "--recipe",
+            "r.toml",
+            "model.path=shape:tiny",
+            "data.train=t.jsonl",
+            "train.max_steps=2",
+            &out_dir,
+            &method,
+        ]);
+        assert_eq!(out.status.code(), Some(0), "{}", said(&out));
+        assert!(said(&out).contains("no `final/` is written"), "{}", said(&out));
+    }
+}

@@ -28,7 +28,7 @@ impl RunLock {
         if !made && !is_lock(&path) {
             return Err(Error::format("the directory has a `run.lock` that ft did not write")
                 .at_path(&path)
-                .hint("set `train.output_dir` to another directory"));
+                .hint("use another directory for the run"));
         }
         let cannot = |e: std::io::Error| Error::io("cannot lock the run directory").at_path(&path).cause(e);
         let mut file = OpenOptions::new()
@@ -51,7 +51,7 @@ impl RunLock {
                     } else {
                         holder.trim().to_string()
                     })
-                    .hint("wait for it to end, or set `train.output_dir` to another directory"));
+                    .hint("wait for it to end, or use another directory for the run"));
             }
             Err(TryLockError::Error(e)) => return Err(cannot(e)),
         }
@@ -74,11 +74,10 @@ impl RunLock {
                 let directory = self.path.parent().unwrap_or(Path::new("."));
                 let error = Error::new("the run directory was moved or removed during the run").at_path(directory);
                 Err(match self.found_at() {
-                    Some(now) => error.found(format!("it at {}", now.display())).hint(format!(
-                        "move it back, or set `train.output_dir = \"{}\"`, and use `--resume`",
-                        now.display()
-                    )),
-                    None => error.hint("the saved state is in the moved directory; `--resume` continues from it"),
+                    Some(now) => error
+                        .found(format!("it at {}", now.display()))
+                        .hint("move it back, or continue the run there"),
+                    None => error.hint("the saved state is in the moved directory"),
                 })
             }
         }

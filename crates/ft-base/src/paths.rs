@@ -55,10 +55,8 @@ pub fn hint(path: &Path) -> Option<String> {
         .next()
         .map(|c| c.as_os_str().to_string_lossy().into_owned());
     match first.as_deref() {
-        Some(SHIPPED) => Some(
-            "`ft recipes copy NAME --with-data` writes the model and the rows of a shipped recipe into `assets`".into(),
-        ),
-        Some(RUNS) => Some("a training run creates it: run the recipe with this `train.output_dir` first".into()),
+        Some(SHIPPED) => Some("`assets` is a directory of the source repository of ft".into()),
+        Some(RUNS) => Some("a training run creates it".into()),
         _ => None,
     }
 }

@@ -402,11 +402,11 @@ pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     }
     let hint = if stats.dropped_by_truncation > 0 {
         format!(
-            "raise `data.max_length`; the longest row has {} tokens",
+            "raise `data::Spec::max_length`; the longest row has {} tokens",
             stats.longest_written
         )
     } else {
-        "`ft data` shows the rows; check `data.train_on` and the assistant messages or completions".to_string()
+        "look at the encoded rows; check `data::Spec::train_on` and the assistant messages or completions".to_string()
     };
     Error::format("nothing in the data would be trained")
         .at(files)
@@ -510,13 +510,15 @@ fn encode_group(
 /// The fraction is not between 0 and 1, or there are fewer than two rows.
 pub fn held_out(n: usize, fraction: f64, seed: u64) -> Result<Vec<bool>> {
     if !(fraction > 0.0 && fraction < 1.0) {
-        return Err(Error::usage("`data.eval_fraction` must be between 0 and 1").found(fraction));
+        return Err(Error::usage("the fraction of held-out rows must be between 0 and 1")
+            .at("Dataset::split")
+            .found(fraction));
     }
     if n < 2 {
         return Err(Error::format("too few rows for held-out evaluation rows")
             .found(format!("{n} rows"))
             .expected("at least 2")
-            .hint("name a file in `data.eval`, or set `data.eval_fraction = 0`"));
+            .hint("load evaluation rows from a file, or leave out `Dataset::split`"));
     }
     let count = ((n as f64 * fraction).round() as usize).clamp(1, n - 1);
     let mut held = vec![false; n];

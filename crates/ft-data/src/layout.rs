@@ -156,17 +156,17 @@ impl Layout {
         }
         let implied = self.format == RowFormat::Preference && self.prompt.is_none();
         match rules.render {
-            Render::Plain => return Ok(Rendering::Plain("data.render")),
+            Render::Plain => return Ok(Rendering::Plain("Render::Plain")),
             Render::Chat if implied => {
                 return Err(Error::usage("rows without a prompt cannot be rendered as a chat")
                     .found(names(fields.0))
                     .expected("a column `prompt`")
-                    .hint("add the prompt, or set `data.render = \"plain\"`"));
+                    .hint("add the prompt, or use `Render::Plain`"));
             }
             Render::Chat if rules.template.is_none() => {
                 return Err(
-                    Error::usage("`data.render` is \"chat\" and the model has no chat template")
-                        .hint("set `data.chat_template` to the path of a Jinja file, or `data.render = \"plain\"`"),
+                    Error::usage("`Render::Chat` needs a chat template, and the model has none")
+                        .hint("give `ChatTemplate::from_file` the path of a Jinja file, or use `Render::Plain`"),
                 );
             }
             Render::Chat => return Ok(Rendering::Template),
@@ -430,7 +430,7 @@ impl Fields<'_> {
             Some((prompt, answer)) if self.has("text") => Err(Error::format("the rows can be read in two ways")
                 .found(names(self.0))
                 .expected(format!("`text` alone, or `{prompt}` and `{answer}`"))
-                .hint("set `data.format = \"prompt-completion\"`, or `data.format = \"text\"`")),
+                .hint("use `RowFormat::PromptCompletion`, or `RowFormat::Text`")),
             Some((prompt, answer)) if !preference => Ok(self.pair_layout(RowFormat::PromptCompletion, prompt, answer)),
             _ if self.has("text") => Ok(Layout::of(RowFormat::Text)),
             _ if preference => Err(for_another_stage(RowFormat::Preference, self.0)),

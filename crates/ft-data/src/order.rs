@@ -143,15 +143,15 @@ impl Order {
         }
         if spec.batch_size == 0 || spec.accumulation == 0 {
             return Err(Error::usage(
-                "`train.batch_size` and `train.gradient_accumulation_steps` must be at least 1",
+                "`StreamSpec::batch_size` and `StreamSpec::accumulation` must be at least 1",
             ));
         }
         if let Length::Epochs(epochs) = spec.length
             && (!epochs.is_finite() || epochs <= 0.0)
         {
-            return Err(Error::usage("`train.num_epochs` must be more than 0")
+            return Err(Error::usage("`Length::Epochs` must be more than 0")
                 .found(epochs)
-                .hint("or set `train.max_steps`"));
+                .hint("use a number above 0, or `Length::Steps`"));
         }
         let mut order = Self {
             spec,

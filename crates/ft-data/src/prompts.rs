@@ -149,14 +149,11 @@ impl Prompts {
 fn too_long(prompt: &Prompt, window: usize, room: usize) -> Error {
     Error::format("the prompt is too long: no tokens are left for the answer")
         .at(&prompt.place)
-        .found(format!(
-            "{} tokens, plus {room} of `rlhf.max_completion_length`",
-            prompt.ids.len()
-        ))
+        .found(format!("{} tokens, plus {room} for the answer", prompt.ids.len()))
         .expected(format!(
-            "at most {window} together (`data.max_length`, and the context length of the model)"
+            "at most {window} together (`data::Spec::max_length`, and the context length of the model)"
         ))
-        .hint("raise `data.max_length`, lower `rlhf.max_completion_length`, or remove the row")
+        .hint("raise `data::Spec::max_length`, lower the limit of the answer, or remove the row")
 }
 
 fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Prompt> {

@@ -90,8 +90,7 @@ fn refuse_rejected(fields: &Map<String, Value>) -> Result<()> {
             .found(format!("{name}: {}", fields[name]))
             .expected("good answers")
             .hint(format!(
-                "`train.stage = \"kto\"` trains on good and bad answers; if `{name}` means something else, rename or \
-                 remove it"
+                "`Want::Judged` trains on good and bad answers; if `{name}` means something else, rename or remove it"
             ))),
     }
 }
@@ -146,8 +145,8 @@ pub(super) fn without_system(fields: &Map<String, Value>, layout: &Layout) -> Re
             .found(clip(system))
             .expected("a chat template, which renders it as a system message")
             .hint(format!(
-                "set `data.chat_template`, or `data.render = \"chat\"`; or put the text into the prompt and remove \
-                 `{}`",
+                "set a template with `ChatTemplate::from_file`, or use `Render::Chat`; or put the text into the prompt and \
+                 remove `{}`",
                 layout.system
             ))),
     }
@@ -320,7 +319,7 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Sample> {
     if format == RowFormat::Alpaca && !history(fields, format)?.is_empty() {
         return Err(Error::format("plain text cannot contain `history`")
             .expected("a chat template, which renders it as earlier turns")
-            .hint("set `data.chat_template`, or `data.render = \"chat\"`"));
+            .hint("set a template with `ChatTemplate::from_file`, or use `Render::Chat`"));
     }
     Ok(Sample::PromptCompletion {
         prompt: prompt_text(fields, layout)?,

@@ -35,7 +35,7 @@ pub enum Targets {
 
 /// The kind of an adapter, with the settings that only this kind has.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Kind {
+pub enum AdapterKind {
     /// Also DoRA and rsLoRA.
     Lora,
     /// IA3: one factor per input or output feature.
@@ -72,7 +72,7 @@ pub enum Kind {
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterConfig {
     /// The kind of adapter, with the settings that only this kind has.
-    pub kind: Kind,
+    pub kind: AdapterKind,
     /// The rank.
     pub r: usize,
     /// `alpha` of LoHa and LoKr.
@@ -117,7 +117,7 @@ impl Default for AdapterConfig {
     /// The defaults of PEFT.
     fn default() -> Self {
         Self {
-            kind: Kind::Lora,
+            kind: AdapterKind::Lora,
             r: 8,
             lora_alpha: 8.0,
             lora_dropout: 0.0,
@@ -342,14 +342,14 @@ impl AdapterConfig {
         let kind = kind(&c, &peft_type)?;
         let d = Self::default();
         let (alpha_key, dropout_key) = match kind {
-            Kind::Loha | Kind::Lokr { .. } => ("alpha", "rank_dropout"),
-            Kind::Vera { .. } => ("lora_alpha", "vera_dropout"),
+            AdapterKind::Loha | AdapterKind::Lokr { .. } => ("alpha", "rank_dropout"),
+            AdapterKind::Vera { .. } => ("lora_alpha", "vera_dropout"),
             _ => ("lora_alpha", "lora_dropout"),
         };
         let r = match &kind {
-            Kind::Adalora(_) => c.rank_or("init_r", 12)?,
-            Kind::Vera { .. } => c.rank_or("r", 256)?,
-            Kind::Oft { .. } | Kind::Ia3 { .. } => d.r,
+            AdapterKind::Adalora(_) => c.rank_or("init_r", 12)?,
+            AdapterKind::Vera { .. } => c.rank_or("r", 256)?,
+            AdapterKind::Oft { .. } | AdapterKind::Ia3 { .. } => d.r,
             _ => c.rank_or("r", d.r)?,
         };
         let dropout = c.number(dropout_key, 0.0)?;
@@ -371,7 +371,7 @@ impl AdapterConfig {
             use_dora: c.flag("use_dora")?,
             rank_pattern: match kind {
                 // For AdaLoRA it lists the kept singular values: part of the kind.
-                Kind::Adalora(_) => Vec::new(),
+                AdapterKind::Adalora(_) => Vec::new(),
                 _ => c.table("rank_pattern", |v| c.rank("rank_pattern", v))?,
             },
             alpha_pattern: c.table("alpha_pattern", finite)?,
@@ -392,15 +392,15 @@ impl AdapterConfig {
     /// The usual name of the kind.
     pub fn name(&self) -> &'static str {
         match self.kind {
-            Kind::Lora if self.use_dora => "DoRA",
-            Kind::Lora if self.use_rslora => "rsLoRA",
-            Kind::Lora => "LoRA",
-            Kind::Ia3 { .. } => "IA3",
-            Kind::Vera { .. } => "VeRA",
-            Kind::Loha => "LoHa",
-            Kind::Lokr { .. } => "LoKr",
-            Kind::Oft { .. } => "OFT",
-            Kind::Adalora(_) => "AdaLoRA",
+            AdapterKind::Lora if self.use_dora => "DoRA",
+            AdapterKind::Lora if self.use_rslora => "rsLoRA",
+            AdapterKind::Lora => "LoRA",
+            AdapterKind::Ia3 { .. } => "IA3",
+            AdapterKind::Vera { .. } => "VeRA",
+            AdapterKind::Loha => "LoHa",
+            AdapterKind::Lokr { .. } => "LoKr",
+            AdapterKind::Oft { .. } => "OFT",
+            AdapterKind::Adalora(_) => "AdaLoRA",
         }
     }
 
@@ -417,9 +417,9 @@ impl AdapterConfig {
     }
 }
 
-fn kind(c: &Reader, peft_type: &str) -> Result<Kind> {
+fn kind(c: &Reader, peft_type: &str) -> Result<AdapterKind> {
     Ok(match peft_type {
-        "IA3" => Kind::Ia3 {
+        "IA3" => AdapterKind::Ia3 {
             feedforward: c.texts("feedforward_modules")?,
         },
         "VERA" => {
@@ -429,12 +429,12 @@ fn kind(c: &Reader, peft_type: &str) -> Result<Kind> {
                      they depend on the random numbers of another tool",
                 ));
             }
-            Kind::Vera {
+            AdapterKind::Vera {
                 d_initial: c.number("d_initial", 0.1)?,
             }
         }
-        "LOHA" => Kind::Loha,
-        "LOKR" => Kind::Lokr {
+        "LOHA" => AdapterKind::Loha,
+        "LOKR" => AdapterKind::Lokr {
             factor: c.number("decompose_factor", -1.0)? as i64,
             both: c.flag("decompose_both")?,
         },
@@ -444,14 +444,14 @@ fn kind(c: &Reader, peft_type: &str) -> Result<Kind> {
             if terms > 64 {
                 return Err(c.wrong("num_cayley_neumann_terms", "a whole number from 1 to 64"));
             }
-            Kind::Oft {
+            AdapterKind::Oft {
                 // 0 if `r` is the number of blocks: the block size follows from the tensors.
                 block: c.number("oft_block_size", 0.0)?.max(0.0) as usize,
                 neumann: neumann.then_some(terms),
             }
         }
-        "ADALORA" => Kind::Adalora(Allocation::read(c)?),
-        _ => Kind::Lora,
+        "ADALORA" => AdapterKind::Adalora(Allocation::read(c)?),
+        _ => AdapterKind::Lora,
     })
 }
 

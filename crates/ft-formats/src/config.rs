@@ -41,27 +41,13 @@ impl Config {
             return Err(paths::missing("directory", dir));
         }
         if !path.exists() {
-            let adapter = dir.join("adapter_config.json").exists();
-            let error = Error::not_found("model directory has no `config.json`").at_path(dir);
-            let inner = dir.join("final");
-            let checkpoint = dir.join("manifest.json").exists();
-            return Err(if inner.join("config.json").exists() {
-                error.hint(format!("this is a run: did you mean `{}`?", inner.display()))
-            } else if inner.join("adapter_config.json").exists() {
-                error.hint(format!(
-                    "this is a run with an adapter as result: `ft merge --adapter {} --out DIR` makes a model of it",
-                    dir.display()
-                ))
-            } else if checkpoint {
-                let dir = dir.display();
-                error.hint(format!(
-                    "this is a checkpoint: `ft export {dir} --out DIR` makes a model directory of it"
-                ))
-            } else if adapter {
-                error.hint("this is an adapter: give its base as the model and this directory as the adapter")
-            } else {
-                error.hint("give a directory in Hugging Face format, or a hub id")
-            });
+            let hint = match dir.join("adapter_config.json").exists() {
+                true => "this is an adapter: give its base as the model and this directory as the adapter",
+                false => "give a directory in Hugging Face format, or a hub id",
+            };
+            return Err(Error::not_found("model directory has no `config.json`")
+                .at_path(dir)
+                .hint(hint));
         }
         Ok(Self {
             raw: read_json_object(&path)?,

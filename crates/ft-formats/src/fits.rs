@@ -24,10 +24,7 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
             .at_path(&config.path)
             .found(found)
             .expected(expected)
-            .hint(
-                "use the `config.json` that belongs to these weights, or initialize new ones with `model.init = \
-                 \"random\"`",
-            )
+            .hint("use the `config.json` that belongs to these weights, or initialize new weights")
     };
     let layers = weights.names().filter_map(|name| {
         let (layer, _) = name.strip_prefix("model.layers.")?.split_once('.')?;

@@ -60,7 +60,7 @@ pub struct Rendered {
 
 /// A conversation and what is wanted of it: its first messages, and whether a generation prompt follows.
 #[derive(Debug, Clone)]
-pub struct Job<'a> {
+pub struct RenderJob<'a> {
     /// The conversation: objects with `role` and `content`.
     pub messages: &'a [Value],
     /// The tools that the template may list.
@@ -146,8 +146,8 @@ impl ChatTemplate {
     fn without_process<T>(&self, why: Error) -> Option<Result<T>> {
         let Some(trusted) = &self.trusted else {
             return Some(Err(why.hint(
-                "chat templates of models run in a separate process; to avoid it, set `data.chat_template` to a file \
-                 that you trust",
+                "chat templates of models run in a separate process; to avoid it, give `ChatTemplate::from_file` \
+                 a file that you trust",
             )));
         };
         trusted.warned.call_once(|| {
@@ -201,7 +201,7 @@ impl ChatTemplate {
                 } else {
                     names.join(", ")
                 })
-                .hint("save the template you want in a file and set `data.chat_template` to its path"));
+                .hint("save the template you want in a file and give its path to `ChatTemplate::from_file`"));
         };
         let mut out = Self::from_text(default, &place, tokenizer)?;
         if let Some(text) = find("tool_use") {
@@ -239,7 +239,7 @@ impl ChatTemplate {
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<Rendered> {
-        let job = Job {
+        let job = RenderJob {
             messages,
             tools,
             asks: vec![(messages.len(), add_generation_prompt)],
@@ -252,7 +252,7 @@ impl ChatTemplate {
     }
 
     /// The texts of many conversations at once; `None` where `render` has the error.
-    pub fn render_many(&self, jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+    pub fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<Rendered>>> {
         // A process that ended while it worked on several: which one it was shows when they are rendered one by one.
         let answers = self.answers(jobs).unwrap_or_default();
         answers
@@ -267,7 +267,7 @@ impl ChatTemplate {
     }
 
     /// Answers to each job, to each of its asks. Errors: the process could not be started, or ended.
-    fn answers(&self, jobs: &[Job]) -> Result<Vec<Vec<Answer>>> {
+    fn answers(&self, jobs: &[RenderJob]) -> Result<Vec<Vec<Answer>>> {
         match pool::answers(self, jobs) {
             None => Ok(jobs
                 .iter()
@@ -310,7 +310,7 @@ impl Program {
                 FailKind::Unsupported => error,
                 _ => error.cause(&fail),
             };
-            error.hint("correct the template, or set `data.chat_template` to a file with another one")
+            error.hint("correct the template, or give `ChatTemplate::from_file` a file with another one")
         })?;
         Ok(Self {
             parsed,
@@ -319,7 +319,7 @@ impl Program {
         })
     }
 
-    fn answer(&self, tokens: &Map<String, Value>, job: &Job) -> Vec<Answer> {
+    fn answer(&self, tokens: &Map<String, Value>, job: &RenderJob) -> Vec<Answer> {
         answer(&self.parsed, tokens, job.messages, job.tools, &job.asks)
     }
 }
@@ -390,14 +390,16 @@ fn explain(fail: &Fail, place: &str) -> Error {
     match fail.kind {
         FailKind::Limit => Error::format(format!("chat template was stopped: {}", fail.text))
             .at(at)
-            .hint("the template has a very long or endless loop: use another one with `data.chat_template`"),
+            .hint("the template has a very long or endless loop: use another one with `ChatTemplate::from_file`"),
         FailKind::Raised => Error::format(format!("chat template refuses this conversation: {}", fail.text))
             .at(at)
-            .hint("check the roles and their order in this row, or use another template with `data.chat_template`"),
+            .hint(
+                "check the roles and their order in this row, or use another template with `ChatTemplate::from_file`",
+            ),
         FailKind::Unsupported => {
             Error::unsupported(format!("chat template needs {}, which ft does not support", fail.text))
                 .at(at)
-                .hint("docs/templates.md lists what is supported; use another template with `data.chat_template`")
+                .hint("docs/templates.md lists what is supported; use another template with `ChatTemplate::from_file`")
         }
         FailKind::Syntax | FailKind::Failed => Error::format("chat template failed").at(at).cause(&fail.text),
     }

@@ -218,7 +218,7 @@ fn check_revision(revision: &str) -> Result<()> {
     }
     Err(Error::usage(format!("`{revision}` is not a revision"))
         .expected("a branch, a tag or a commit hash")
-        .hint("set `model.revision = \"main\"`"))
+        .hint("use the revision `main`"))
 }
 
 /// File extensions of supported data files, those with the most structure first.

@@ -103,14 +103,14 @@ pub fn open(name: &str) -> Result<Opened> {
     match (gpu(ordinal), name) {
         (Ok(device), _) => Ok(Opened { device, note: None }),
         (Err(e), "auto") => Ok(cpu(Some(format!("no GPU is used: {e}")))),
-        (Err(e), _) => Err(e.or_at("model.device")),
+        (Err(e), _) => Err(e.or_at("device::open")),
     }
 }
 
 fn ordinal(name: &str) -> Result<usize> {
     name.strip_prefix("cuda:").and_then(|n| n.parse().ok()).ok_or_else(|| {
         Error::usage(format!("device `{name}` is not known"))
-            .at("model.device")
+            .at("device::open")
             .expected("`auto`, `cpu` or `cuda:0`")
     })
 }
@@ -119,7 +119,7 @@ fn ordinal(name: &str) -> Result<usize> {
 fn gpu(ordinal: usize) -> Result<Device> {
     Err(Error::unsupported(format!("device `cuda:{ordinal}` is not available"))
         .found("a build without CUDA")
-        .hint("set `model.device = \"cpu\"` or `\"auto\"`, or build with `--features cuda`"))
+        .hint("use `cpu` or `auto`, or build with `--features cuda`"))
 }
 
 #[cfg(feature = "cuda")]
@@ -182,7 +182,7 @@ mod tests {
         let opened = open("auto").unwrap();
         assert!(opened.device.is_cpu() && opened.note.is_none());
         let e = open("cuda:0").err().unwrap().to_string();
-        assert!(e.contains("build without CUDA") && e.contains("model.device"), "{e}");
+        assert!(e.contains("build without CUDA") && e.contains("device::open"), "{e}");
         assert_eq!(memory(&Device::Cpu).unwrap(), None);
         assert!(gpus().unwrap().is_empty());
         limit(&Device::Cpu, 1).unwrap();

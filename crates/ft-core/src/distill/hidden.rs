@@ -66,12 +66,12 @@ pub fn auto_map(student: usize, teacher: usize) -> Vec<(usize, usize)> {
 pub fn check_map(pairs: &[(usize, usize)], student: usize, teacher: usize) -> Result<()> {
     let wrong = |what: String| {
         Err(Error::usage(what)
-            .at("distill.layer_map")
+            .at("hidden::check_map")
             .expected(format!(
                 "pairs [student, teacher]: 0 is the embedding's output, l the output of layer l; the student's below \
                  {student}, the teacher's at most {teacher}"
             ))
-            .hint("`distill.layer_map = \"auto\"` selects the pairs"))
+            .hint("`hidden::auto_map` selects the pairs"))
     };
     if pairs.is_empty() {
         return wrong("no hidden states are compared".into());

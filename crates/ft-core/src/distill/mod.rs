@@ -21,7 +21,7 @@ use crate::ops::step_stats::{StepStats, StepSums};
 use crate::sft::CausalLm;
 use candle_core::Tensor;
 use hidden::Hidden;
-pub use teacher::{Stored, Teacher};
+pub use teacher::{StoredOutputs, Teacher};
 
 /// Parameters of the divergence between the distributions; see `ops::distill`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -51,8 +51,8 @@ impl Distill {
     pub fn new(teacher: Teacher, terms: Terms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
         if hidden.is_some() && teacher.network().is_none() {
             return Err(Error::usage("stored outputs of a teacher have no hidden states")
-                .at("distill.teacher_cache")
-                .hint("set `distill.teacher` instead, or remove `distill.hidden_weight`"));
+                .at("Teacher::Stored")
+                .hint("use `Teacher::live` instead, or leave out `Hidden::new`"));
         }
         let wanted = hidden.iter().flat_map(Hidden::teacher_layers).collect();
         Ok(Self {

@@ -17,7 +17,7 @@ fn layers_are_paired_by_their_part_of_the_depth() {
     assert!(check_map(&[(0, 0), (3, 8)], 4, 8).is_ok());
     for bad in [&[][..], &[(4, 1)], &[(1, 9)], &[(1, 2), (1, 2)]] {
         let e = check_map(bad, 4, 8).unwrap_err().to_string();
-        assert!(e.contains("distill.layer_map"), "{e}");
+        assert!(e.contains("hidden::check_map"), "{e}");
     }
 }
 

@@ -174,7 +174,7 @@ impl<'a> Pass<'a> {
         if weight == 0 {
             return Err(
                 Error::argument("nothing is trained in this step: every token of its rows is masked")
-                    .hint("check the rows with `ft data --recipe R`"),
+                    .hint("look at the encoded rows"),
             );
         }
         let mut totals = Totals::default();
@@ -381,7 +381,7 @@ fn embedding_gradient(
 pub(super) fn non_finite_loss(loss: f64) -> Error {
     Error::non_finite("the loss is not finite; the weights were not changed by this step")
         .found(loss)
-        .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
+        .hint("lower the learning rate, check the data, or use `Dtype::F32`")
 }
 
 /// Loss of one batch, without gradients.

@@ -262,7 +262,7 @@ fn non_finite(names: &[String], step: u64) -> Error {
     } else {
         shown
     })
-    .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
+    .hint("lower the learning rate, check the data, or use `Dtype::F32`")
 }
 
 /// The error of the modes that apply gradients at once.
@@ -270,7 +270,7 @@ fn held_back(step: u64) -> Error {
     Error::non_finite(format!(
         "a gradient is not finite at step {step}; this gradient and all later ones of the step were not applied"
     ))
-    .hint("lower `optimizer.learning_rate`, check the data, or set `model.dtype = \"f32\"`")
+    .hint("lower the learning rate, check the data, or use `Dtype::F32`")
 }
 
 #[cfg(test)]

@@ -56,7 +56,7 @@ impl Layout {
             (false, Some(_)) => {
                 return Err(
                     Error::unsupported("on a GPU the KV cache always has the dtype of the activations")
-                        .hint("leave out `--kv-cache`"),
+                        .hint("leave out `Limits::kv_cache`"),
                 );
             }
         };

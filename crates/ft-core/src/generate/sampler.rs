@@ -37,7 +37,7 @@ impl Sampler {
         if !highest.is_finite() {
             return Err(Error::non_finite("the model's output is not finite")
                 .found("a logit that is not a number")
-                .hint("check the weights, or use `--dtype f32`"));
+                .hint("check the weights, or load them as f32"));
         }
         // A smaller temperature has no finite inverse.
         let greedy = self.temperature < f32::MIN_POSITIVE;

@@ -6,7 +6,7 @@ use super::{TOKENIZER, copy_beside};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
-use crate::formats::adapter::{AdapterConfig, Kind, VERA, WEIGHTS, file_key};
+use crate::formats::adapter::{AdapterConfig, AdapterKind, VERA, WEIGHTS, file_key};
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
 use crate::ops::update;
@@ -108,7 +108,7 @@ fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> 
         Adapter::Lokr(lokr) => (r, lokr.scale, (alpha / r as f64) as f32),
         Adapter::Adalora(own) => {
             let kept = match &config.kind {
-                Kind::Adalora(allocation) => allocation.kept_of(module),
+                AdapterKind::Adalora(allocation) => allocation.kept_of(module),
                 _ => None,
             };
             let left = kept.map_or(r, |k| k.iter().filter(|k| **k).count());
@@ -180,7 +180,7 @@ pub fn pruned(
             *adapter = Arc::new(Adapter::Adalora(own.without(module, kept)?));
         }
     }
-    if let (Kind::Adalora(allocation), false) = (&mut config.kind, kept.is_empty()) {
+    if let (AdapterKind::Adalora(allocation), false) = (&mut config.kind, kept.is_empty()) {
         allocation.kept = kept.iter().map(|(m, k)| (m.clone(), k.clone())).collect();
     }
     Ok((config, adapters))
@@ -197,8 +197,8 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
     };
     let name = c.name();
     let size = match c.kind {
-        Kind::Ia3 { .. } | Kind::Oft { .. } => String::new(),
-        Kind::Vera { .. } => format!("Rank {}, on", c.r),
+        AdapterKind::Ia3 { .. } | AdapterKind::Oft { .. } => String::new(),
+        AdapterKind::Vera { .. } => format!("Rank {}, on", c.r),
         _ => format!("Rank {}, alpha {}, on", c.r, c.lora_alpha),
     };
     let size = if size.is_empty() { "On".to_string() } else { size };
@@ -216,7 +216,7 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
          model = PeftModel.from_pretrained(base, \"path/to/this/directory\")\n\
          ```\n\n\
          Use it only with {named}; it does not fit other weights.\n\
-         `ft merge --model BASE --adapter THIS --out DIR` merges the adapter into the base model.\n",
+         `model.merge_and_unload()` merges the adapter into the base model.\n",
         env!("CARGO_PKG_VERSION"),
         if is_hub { base } else { "path/to/base" },
     )

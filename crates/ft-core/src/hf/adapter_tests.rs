@@ -2,6 +2,7 @@
 
 use super::testing::{adapter_config, adapters, base, config, names, spec};
 use super::*;
+use crate::base::ErrorKind;
 use crate::formats::StoredDtype;
 use crate::formats::adapter::{AdapterConfig, Targets, WEIGHTS, file_key};
 use crate::formats::weights::Weights;
@@ -9,6 +10,7 @@ use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
 use crate::ops::update;
 use crate::peft::Adapter;
+use crate::peft::config::{LoraConfig, LoraInit};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -417,4 +419,28 @@ fn whole_modules_and_pickles() {
     load(&out).unwrap();
     std::fs::write(out.join("adapter_model.bin"), "a pickle").unwrap();
     assert!(load(&out).unwrap_err().to_string().contains("pickle"));
+}
+
+#[test]
+fn initial_values_that_depend_on_the_model_are_refused() {
+    let spec = spec(&config(true));
+    let make = |init_lora_weights, use_dora| {
+        let lora = LoraConfig {
+            r: 2,
+            init_lora_weights,
+            use_dora,
+            ..LoraConfig::default()
+        };
+        new_adapters(&lora, &spec, None, 0).map(drop)
+    };
+    make(LoraInit::Gaussian, false).unwrap();
+    for (init, dora) in [
+        (LoraInit::Pissa, false),
+        (LoraInit::Loftq, false),
+        (LoraInit::Default, true),
+    ] {
+        let e = make(init, dora).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unsupported);
+        assert!(e.hint_text().unwrap().contains("adapters_to_fill"), "{e}");
+    }
 }

@@ -4,7 +4,7 @@
 
 use super::load_adapter::{alpha_of, rank_of};
 use crate::base::Result;
-use crate::formats::adapter::{AdapterConfig, Kind};
+use crate::formats::adapter::{AdapterConfig, AdapterKind};
 use crate::formats::weights::Weights;
 use crate::peft::lora::scaling;
 use crate::peft::targets::{self, Site};
@@ -29,7 +29,7 @@ pub(super) fn projections(
     weights: &Weights,
     faults: &mut Vec<String>,
 ) -> Result<Option<Projections>> {
-    if !matches!(config.kind, Kind::Vera { .. }) {
+    if !matches!(config.kind, AdapterKind::Vera { .. }) {
         return Ok(None);
     }
     let [a, b] = crate::formats::adapter::VERA;
@@ -78,7 +78,7 @@ impl LinearTensors<'_> {
             site: self.index,
         };
         Ok(match &config.kind {
-            Kind::Lora => {
+            AdapterKind::Lora => {
                 let a = self.take("lora_A.weight", &[r, i])?;
                 let b = self.take("lora_B.weight", &[o, r])?;
                 let magnitude = if config.use_dora {
@@ -95,13 +95,13 @@ impl LinearTensors<'_> {
                         .map(|(lora, m)| Adapter::Dora(Dora::new(module, lora, m)))
                 }
             }
-            Kind::Ia3 { feedforward } => {
+            AdapterKind::Ia3 { feedforward } => {
                 let scales_input = feedforward.iter().any(|name| targets::ends(module, name));
                 let dims = if scales_input { [1, i] } else { [o, 1] };
                 self.take("ia3_l", &dims)?
                     .map(|f| Adapter::Ia3(Ia3::new(module, f, scales_input)))
             }
-            Kind::Vera { .. } => {
+            AdapterKind::Vera { .. } => {
                 let b = self.take("vera_lambda_b", &[o])?;
                 let d = self.take("vera_lambda_d", &[r])?;
                 let Some(shared) = shared else { return Ok(None) };
@@ -113,7 +113,7 @@ impl LinearTensors<'_> {
                 b.zip(d)
                     .map(|(b, d)| Adapter::Vera(Vera::new(module, shared.clone(), b, d, i, mask)))
             }
-            Kind::Loha => {
+            AdapterKind::Loha => {
                 let [w1a, w1b, w2a, w2b] = peft::LOHA_NAMES;
                 let one = (self.take(w1a, &[o, r])?, self.take(w1b, &[r, i])?);
                 let two = (self.take(w2a, &[o, r])?, self.take(w2b, &[r, i])?);
@@ -126,7 +126,7 @@ impl LinearTensors<'_> {
                     _ => None,
                 }
             }
-            Kind::Lokr { .. } => {
+            AdapterKind::Lokr { .. } => {
                 let (a, c) = self.outer("lokr_w1").unwrap_or((0, 0));
                 let (b, d) = self.outer("lokr_w2").unwrap_or((0, 0));
                 if a.checked_mul(b) != Some(o) || c.checked_mul(d) != Some(i) {
@@ -142,14 +142,14 @@ impl LinearTensors<'_> {
                     .zip(second)
                     .map(|(first, second)| Adapter::Lokr(Lokr { first, second, scale }))
             }
-            Kind::Oft { block, neumann } => {
+            AdapterKind::Oft { block, neumann } => {
                 let k = self.matrix("oft_R.weight").map_or(0, |(k, _)| k);
                 let s = if k > 0 && i % k == 0 { i / k } else { *block };
                 let cayley = neumann.map_or(Cayley::Exact, Cayley::Neumann);
                 self.take("oft_R.weight", &[i / s.max(1), Oft::elements(s)])?
                     .map(|t| Adapter::Oft(Oft::new(module, t, s, cayley)))
             }
-            Kind::Adalora(allocation) => {
+            AdapterKind::Adalora(allocation) => {
                 // Pruned files are smaller; the scale uses the initial rank.
                 let own = self.matrix("lora_E").map_or(r, |(rows, _)| rows).min(r);
                 if let Some(kept) = allocation.kept_of(module) {

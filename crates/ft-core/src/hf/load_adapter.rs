@@ -60,7 +60,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
         ));
     }
     for name in weights.names() {
-        if adapter::VERA.contains(&name) && matches!(config.kind, adapter::Kind::Vera { .. }) {
+        if adapter::VERA.contains(&name) && matches!(config.kind, adapter::AdapterKind::Vera { .. }) {
             continue;
         }
         match adapter::parse(name, &config.kind, config.use_dora) {

@@ -3,12 +3,12 @@
 
 use super::load_adapter::{alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 use crate::base::{Error, Result, suggest};
-use crate::formats::adapter::{AdapterConfig, Allocation, Kind, Targets};
+use crate::formats::adapter::{AdapterConfig, AdapterKind, Allocation, Targets};
 use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::config::{LoraInit, PeftType};
 use crate::peft::lora::{fresh, scaling};
 use crate::peft::targets::{self, Site, select};
-use crate::peft::{self, Adalora, Adapter, Cayley, Dora, Ia3, Loha, Lokr, Lora, LoraConfig, Mask, Oft};
+use crate::peft::{self, Adalora, Adapter, AdapterShape, Cayley, Dora, Ia3, Loha, Lokr, Lora, LoraConfig, Mask, Oft};
 use crate::peft::{Projections, Vera};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -69,23 +69,42 @@ impl AdapterSet {
 /// Makes new adapters for the linears that `lora` selects. `base` names the base model in `adapter_config.json`; initial
 /// values depend on `seed` and the module only.
 ///
-/// `init_lora_weights` of `default` and `gaussian` are complete. Other initial values depend on weights or rows: their
-/// matrices are zero here.
+/// # Errors
+/// Initial values that depend on weights or rows ([`adapters_to_fill`]); targets that match no linear; a rank or block
+/// size that the linears do not allow; a module or token that the model does not have.
+pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
+    let drawn = matches!(lora.init_lora_weights, LoraInit::Default | LoraInit::Gaussian);
+    if lora.peft_type == PeftType::Lora && (!drawn || lora.use_dora) {
+        return Err(
+            Error::unsupported("the initial values of these adapters depend on the model")
+                .found(match drawn {
+                    true => "DoRA: its magnitudes are norms of weights".to_string(),
+                    false => format!("`{}`: computed from weights or rows", lora.init_lora_weights.name()),
+                })
+                .expected("`default` or `gaussian`, without DoRA")
+                .hint("create them with `adapters_to_fill`, and compute the values with the module `start` of `peft`"),
+        );
+    }
+    adapters_to_fill(lora, spec, base, seed)
+}
+
+/// As [`new_adapters`], for all initial values. The caller computes those that depend on the model: pairs with
+/// [`peft::start`] (they are drawn as for `default` here, what they subtract is zero), and magnitudes with
+/// [`Dora::begin`] (they are one here).
 ///
 /// # Errors
-/// Targets that match no linear; a rank or block size that the linears do not allow; a module or token that the model
-/// does not have.
-pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
+/// As [`new_adapters`], except for initial values.
+pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
     let all = spec.sites();
     let mut config = config_of(lora, base)?;
     let open = unsaved(&config, &all);
     let chosen = select(&open, &choice(&config))?;
-    targets::check_pattern(&config.rank_pattern, &chosen, "rank_pattern")?;
-    targets::check_pattern(&config.alpha_pattern, &chosen, "alpha_pattern")?;
+    targets::check_pattern(&config.rank_pattern, &chosen, "LoraConfig::rank_pattern")?;
+    targets::check_pattern(&config.alpha_pattern, &chosen, "LoraConfig::alpha_pattern")?;
     let warnings = check_ranks(&config, &chosen)?;
     settle_targets(&mut config, &chosen);
     let shared = match config.kind {
-        Kind::Vera { .. } => {
+        AdapterKind::Vera { .. } => {
             let most = |of: fn(&Site) -> usize| chosen.iter().map(of).max().unwrap_or(0);
             let (inputs, outputs) = (most(|s| s.input), most(|s| s.output));
             Some(Projections::fresh(config.r, inputs, outputs, seed)?)
@@ -113,7 +132,10 @@ pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: 
 ///
 /// Errors: every adapter has such a rank. If only some have it, the function returns a warning.
 fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
-    if !matches!(config.kind, Kind::Lora | Kind::Loha | Kind::Adalora(_)) {
+    if !matches!(
+        config.kind,
+        AdapterKind::Lora | AdapterKind::Loha | AdapterKind::Adalora(_)
+    ) {
         return Ok(Vec::new());
     }
     let mut above = Vec::new();
@@ -130,10 +152,10 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
         let most = above.iter().map(|(.., most)| *most).max().unwrap_or(*most);
         return Err(
             Error::usage("the rank is larger than the rank of every matrix with an adapter")
-                .at("tune.lora.r")
+                .at("LoraConfig::r")
                 .found(r)
                 .expected(format!("at most {most}"))
-                .hint("set `tune.lora.r = 16`, or `tune.method = \"full\"` to train whole matrices"),
+                .hint("lower `LoraConfig::r`, for example to 16, or train without adapters"),
         );
     }
     Ok(vec![format!(
@@ -146,11 +168,11 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
 }
 
 /// Reads a list of names, or one regular expression.
-fn named(list: &[String], key: &str) -> Result<Targets> {
+fn named(list: &[String], field: &str) -> Result<Targets> {
     match list {
         [one] if targets::is_regex(one) => Ok(Targets::Pattern(one.clone())),
         names if names.iter().any(|n| targets::is_regex(n)) => Err(Error::usage(format!(
-            "`tune.lora.{key}` mixes a regular expression with other items"
+            "`{field}` mixes a regular expression with other items"
         ))
         .found(format!("{names:?}"))
         .expected("names, or one regular expression for full module paths")),
@@ -166,27 +188,30 @@ fn named(list: &[String], key: &str) -> Result<Targets> {
 /// Converts the settings to a PEFT config.
 fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
     let kind = match lora.peft_type {
-        PeftType::Lora => Kind::Lora,
-        PeftType::Ia3 => Kind::Ia3 {
+        PeftType::Lora => AdapterKind::Lora,
+        PeftType::Ia3 => AdapterKind::Ia3 {
             feedforward: lora.feedforward_modules.clone(),
         },
-        PeftType::Vera => Kind::Vera {
+        PeftType::Vera => AdapterKind::Vera {
             d_initial: lora.d_initial,
         },
-        PeftType::Loha => Kind::Loha,
-        PeftType::Lokr => Kind::Lokr {
+        PeftType::Loha => AdapterKind::Loha,
+        PeftType::Lokr => AdapterKind::Lokr {
             factor: lora.decompose_factor,
             both: lora.decompose_both,
         },
-        PeftType::Oft => Kind::Oft {
+        PeftType::Oft => AdapterKind::Oft {
             block: lora.oft_block_size,
             neumann: lora.use_cayley_neumann.then_some(NEUMANN_TERMS),
         },
-        PeftType::Adalora => Kind::Adalora(Allocation::default()),
+        PeftType::Adalora => AdapterKind::Adalora(Allocation::default()),
     };
-    let is_lora = kind == Kind::Lora;
-    let drops = matches!(kind, Kind::Lora | Kind::Vera { .. } | Kind::Adalora(_));
-    let patterns = matches!(kind, Kind::Lora | Kind::Loha | Kind::Lokr { .. });
+    let is_lora = kind == AdapterKind::Lora;
+    let drops = matches!(
+        kind,
+        AdapterKind::Lora | AdapterKind::Vera { .. } | AdapterKind::Adalora(_)
+    );
+    let patterns = matches!(kind, AdapterKind::Lora | AdapterKind::Loha | AdapterKind::Lokr { .. });
     Ok(AdapterConfig {
         kind,
         r: lora.r,
@@ -195,12 +220,12 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
         target_modules: if lora.target_modules.is_empty() {
             Targets::AllLinear
         } else {
-            named(&lora.target_modules, "target_modules")?
+            named(&lora.target_modules, "LoraConfig::target_modules")?
         },
         exclude_modules: if lora.exclude_modules.is_empty() {
             None
         } else {
-            Some(named(&lora.exclude_modules, "exclude_modules")?)
+            Some(named(&lora.exclude_modules, "LoraConfig::exclude_modules")?)
         },
         layers_to_transform: Some(lora.layers_to_transform.clone()).filter(|l| !l.is_empty()),
         rank_pattern: if patterns {
@@ -230,7 +255,7 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
         names.dedup();
         config.target_modules = Targets::List(names);
     }
-    if let Kind::Ia3 { feedforward } = &mut config.kind {
+    if let AdapterKind::Ia3 { feedforward } = &mut config.kind {
         // PEFT requires that the feed-forward modules are among the targets.
         feedforward.retain(|f| chosen.iter().any(|s| targets::ends(&s.module, f)));
     }
@@ -240,12 +265,12 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
 ///
 /// Errors: a duplicate token, a token outside the vocabulary, or a matrix that trains in full.
 fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<TrainedRows>> {
-    let key = "tune.lora.trainable_token_indices";
+    let field = "LoraConfig::trainable_token_indices";
     let mut ids: Vec<u32> = Vec::new();
     for &id in &lora.trainable_token_indices {
         if id >= spec.vocab || ids.contains(&(id as u32)) {
             return Err(Error::usage("a token is not in the vocabulary, or is listed twice")
-                .at(key)
+                .at(field)
                 .found(id)
                 .expected(format!("different tokens below {}", spec.vocab)));
         }
@@ -263,7 +288,7 @@ fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Ve
         return Err(Error::usage(format!(
             "`modules_to_save` trains the full matrix `{whole}`: single rows of it cannot be trained separately"
         ))
-        .at(key));
+        .at(field));
     }
     config.token_rows = modules.iter().map(|m| (m.to_string(), ids.clone())).collect();
     let tables = row_tables(config, spec).into_iter();
@@ -272,22 +297,22 @@ fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Ve
 
 /// Errors: a module that does not exist, or that shares its weights with the embedding.
 fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
-    let key = "tune.lora.modules_to_save";
+    let field = "LoraConfig::modules_to_save";
     for module in &config.modules_to_save {
         let found = saved_whole(std::slice::from_ref(module), spec);
         if spec.tied && (module == "lm_head" || found.iter().any(|n| n == spec.head_name())) {
             return Err(Error::new(format!(
                 "`{module}` cannot be trained together with adapters: its weights are tied (embedding and output head)"
             ))
-            .at(key)
-            .hint("leave it out, or use `tune.method = \"full\"` or `\"freeze\"`"));
+            .at(field)
+            .hint("leave it out, or train without adapters"));
         }
         if found.is_empty() {
             let params = spec.params();
             let modules = params.iter().filter_map(|p| p.name.rsplit_once('.').map(|(m, _)| m));
             let last = modules.filter_map(|m| m.rsplit('.').next());
             let near = suggest::nearest(module, last.collect::<Vec<_>>());
-            let error = Error::new(format!("`{module}` matches no module of this model")).at(key);
+            let error = Error::new(format!("`{module}` matches no module of this model")).at(field);
             return Err(match near {
                 Some(near) => error.hint(format!("did you mean `{near}`?")),
                 None => error,
@@ -313,8 +338,13 @@ fn one(
         site: index,
     };
     let ratio = (alpha / r as f64) as f32;
+    let shape = AdapterShape {
+        rank: r,
+        input: i,
+        output: o,
+    };
     Ok(match &config.kind {
-        Kind::Lora => {
+        AdapterKind::Lora => {
             let gaussian = lora.init_lora_weights == LoraInit::Gaussian;
             let pair = fresh(r, i, o, gaussian, seed, index)?;
             let scale = scaling(alpha, r, config.use_rslora);
@@ -328,29 +358,29 @@ fn one(
                 Adapter::Lora(pair)
             }
         }
-        Kind::Ia3 { feedforward } => {
+        AdapterKind::Ia3 { feedforward } => {
             let scales_input = feedforward.iter().any(|name| targets::ends(module, name));
             Adapter::Ia3(Ia3::fresh(module, i, o, scales_input)?)
         }
-        Kind::Vera { d_initial } => {
+        AdapterKind::Vera { d_initial } => {
             let Some(shared) = shared else {
                 return Err(Error::new("VeRA needs its shared pair of matrices").at(module));
             };
             let d = peft::full(&[r], *d_initial as f32)?;
             Adapter::Vera(Vera::new(module, shared.clone(), peft::full(&[o], 0.0)?, d, i, mask))
         }
-        Kind::Loha => Adapter::Loha(Loha::fresh(module, (r, i, o), ratio, seed, index)?),
-        Kind::Lokr { factor, both } => {
-            Adapter::Lokr(Lokr::fresh(module, (r, i, o), (*factor, *both), ratio, seed, index)?)
+        AdapterKind::Loha => Adapter::Loha(Loha::fresh(module, shape, ratio, seed, index)?),
+        AdapterKind::Lokr { factor, both } => {
+            Adapter::Lokr(Lokr::fresh(module, shape, *factor, *both, ratio, seed, index)?)
         }
-        Kind::Oft { block, neumann } => {
+        AdapterKind::Oft { block, neumann } => {
             if i % block != 0 {
-                return Err(
-                    Error::new("`tune.lora.oft_block_size` does not divide the input size of a target module")
-                        .at(module)
-                        .found(format!("blocks of {block}, {i} inputs"))
-                        .hint("use a common divisor of the input sizes of all target modules"),
-                );
+                return Err(Error::new(
+                    "`LoraConfig::oft_block_size` does not divide the input size of a target module",
+                )
+                .at(module)
+                .found(format!("blocks of {block}, {i} inputs"))
+                .hint("use a common divisor of the input sizes of all target modules"));
             }
             Adapter::Oft(Oft::fresh(
                 module,
@@ -359,9 +389,9 @@ fn one(
                 neumann.map_or(Cayley::Exact, Cayley::Neumann),
             )?)
         }
-        Kind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
+        AdapterKind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
             module,
-            (r, i, o),
+            shape,
             peft::adalora_scaling(alpha, r),
             seed,
             mask,

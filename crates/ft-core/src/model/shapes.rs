@@ -56,7 +56,7 @@ pub fn config(path: &str) -> Result<Option<Config>> {
     let Some(shape) = SHAPES.iter().find(|s| s.name == name) else {
         let names: Vec<&str> = SHAPES.iter().map(|s| s.name).collect();
         return Err(Error::usage(format!("the built-in shape `{name}` does not exist"))
-            .at("model.path")
+            .at("shapes::config")
             .expected(format!("one of {}", names.join(", "))));
     };
     let Value::Object(raw) = shape.json() else {

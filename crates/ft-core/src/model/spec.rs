@@ -78,6 +78,32 @@ pub const FINAL_NORM: &str = "model.norm.weight";
 /// Name of the output projection of a model that is not tied.
 pub const LM_HEAD: &str = "lm_head.weight";
 
+/// A linear of a layer.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearSpec {
+    /// The name below the layer.
+    pub name: &'static str,
+    /// I: input features.
+    pub input: usize,
+    /// O: output features.
+    pub output: usize,
+    /// True if it has a bias.
+    pub bias: bool,
+    /// The half of the layer.
+    pub sublayer: Sublayer,
+}
+
+/// A norm of a layer.
+#[derive(Debug, Clone, Copy)]
+pub struct NormSpec {
+    /// The name below the layer.
+    pub name: &'static str,
+    /// The number of elements.
+    pub size: usize,
+    /// The half of the layer.
+    pub sublayer: Sublayer,
+}
+
 impl Spec {
     /// H·E
     pub fn query_width(&self) -> usize {
@@ -94,52 +120,56 @@ impl Spec {
         if self.tied { EMBEDDING } else { LM_HEAD }
     }
 
-    /// The linears of one layer: name below the layer, input, output, bias, sublayer.
-    pub fn linears(&self) -> Vec<(&'static str, usize, usize, bool, Sublayer)> {
+    /// The linears of one layer.
+    pub fn linears(&self) -> Vec<LinearSpec> {
         let (d, i, q, kv) = (self.hidden, self.intermediate, self.query_width(), self.kv_width());
-        let attention: Vec<_> = if self.fused_projections {
-            vec![("self_attn.qkv_proj", d, q + 2 * kv, self.qkv_bias)]
+        let linear = |sublayer, bias| {
+            move |name, input, output| LinearSpec {
+                name,
+                input,
+                output,
+                bias,
+                sublayer,
+            }
+        };
+        let qkv = linear(Sublayer::Attention, self.qkv_bias);
+        let o = linear(Sublayer::Attention, self.o_bias);
+        let mlp = linear(Sublayer::Mlp, self.mlp_bias);
+        let mut linears = if self.fused_projections {
+            vec![qkv("self_attn.qkv_proj", d, q + 2 * kv)]
         } else {
             vec![
-                ("self_attn.q_proj", d, q, self.qkv_bias),
-                ("self_attn.k_proj", d, kv, self.qkv_bias),
-                ("self_attn.v_proj", d, kv, self.qkv_bias),
+                qkv("self_attn.q_proj", d, q),
+                qkv("self_attn.k_proj", d, kv),
+                qkv("self_attn.v_proj", d, kv),
             ]
         };
-        let mlp: Vec<_> = if self.fused_projections {
-            vec![("mlp.gate_up_proj", d, 2 * i, self.mlp_bias)]
+        linears.push(o("self_attn.o_proj", q, d));
+        if self.fused_projections {
+            linears.push(mlp("mlp.gate_up_proj", d, 2 * i));
         } else {
-            vec![
-                ("mlp.gate_proj", d, i, self.mlp_bias),
-                ("mlp.up_proj", d, i, self.mlp_bias),
-            ]
-        };
-        let o = ("self_attn.o_proj", q, d, self.o_bias);
-        let down = ("mlp.down_proj", i, d, self.mlp_bias);
-        let with = |sublayer: Sublayer| move |(n, a, b, c): (&'static str, usize, usize, bool)| (n, a, b, c, sublayer);
-        attention
-            .into_iter()
-            .chain([o])
-            .map(with(Sublayer::Attention))
-            .chain(mlp.into_iter().chain([down]).map(with(Sublayer::Mlp)))
-            .collect()
+            linears.extend([mlp("mlp.gate_proj", d, i), mlp("mlp.up_proj", d, i)]);
+        }
+        linears.push(mlp("mlp.down_proj", i, d));
+        linears
     }
 
-    /// The norms of one layer: name below the layer, size, sublayer.
-    pub fn norms(&self) -> Vec<(&'static str, usize, Sublayer)> {
-        let d = self.hidden;
+    /// The norms of one layer.
+    pub fn norms(&self) -> Vec<NormSpec> {
+        let norm = |name, size, sublayer| NormSpec { name, size, sublayer };
+        let (d, attention, mlp) = (self.hidden, Sublayer::Attention, Sublayer::Mlp);
         let mut norms = Vec::new();
         if self.qk_norm {
-            norms.push(("self_attn.q_norm", self.head_dim, Sublayer::Attention));
-            norms.push(("self_attn.k_norm", self.head_dim, Sublayer::Attention));
+            norms.push(norm("self_attn.q_norm", self.head_dim, attention));
+            norms.push(norm("self_attn.k_norm", self.head_dim, attention));
         }
-        norms.push(("input_layernorm", d, Sublayer::Attention));
+        norms.push(norm("input_layernorm", d, attention));
         if self.sandwich_norms {
-            norms.push(("post_attention_layernorm", d, Sublayer::Attention));
-            norms.push(("pre_feedforward_layernorm", d, Sublayer::Mlp));
-            norms.push(("post_feedforward_layernorm", d, Sublayer::Mlp));
+            norms.push(norm("post_attention_layernorm", d, attention));
+            norms.push(norm("pre_feedforward_layernorm", d, mlp));
+            norms.push(norm("post_feedforward_layernorm", d, mlp));
         } else {
-            norms.push(("post_attention_layernorm", d, Sublayer::Mlp));
+            norms.push(norm("post_attention_layernorm", d, mlp));
         }
         norms
     }
@@ -160,29 +190,22 @@ impl Spec {
         )];
         for l in 0..self.layers.len() {
             let group = Group::Layer(l);
-            for (name, input, output, bias, sublayer) in self.linears() {
-                all.push(param(
-                    format!("model.layers.{l}.{name}.weight"),
-                    vec![output, input],
-                    group,
-                    sublayer,
-                ));
-                if bias {
+            for linear in self.linears() {
+                let name = format!("model.layers.{l}.{}", linear.name);
+                let shape = vec![linear.output, linear.input];
+                all.push(param(format!("{name}.weight"), shape, group, linear.sublayer));
+                if linear.bias {
                     all.push(param(
-                        format!("model.layers.{l}.{name}.bias"),
-                        vec![output],
+                        format!("{name}.bias"),
+                        vec![linear.output],
                         group,
-                        sublayer,
+                        linear.sublayer,
                     ));
                 }
             }
-            for (name, size, sublayer) in self.norms() {
-                all.push(param(
-                    format!("model.layers.{l}.{name}.weight"),
-                    vec![size],
-                    group,
-                    sublayer,
-                ));
+            for norm in self.norms() {
+                let name = format!("model.layers.{l}.{}.weight", norm.name);
+                all.push(param(name, vec![norm.size], group, norm.sublayer));
             }
         }
         all.push(param(
@@ -206,10 +229,10 @@ impl Spec {
     pub fn sites(&self) -> Vec<Site> {
         (0..self.layers.len())
             .flat_map(|l| {
-                self.linears().into_iter().map(move |(name, input, output, _, _)| Site {
-                    module: format!("model.layers.{l}.{name}"),
-                    input,
-                    output,
+                self.linears().into_iter().map(move |linear| Site {
+                    module: format!("model.layers.{l}.{}", linear.name),
+                    input: linear.input,
+                    output: linear.output,
                 })
             })
             .collect()

@@ -40,7 +40,7 @@ impl TokenRows {
         let held = network.source.in_memory(table).ok_or_else(|| {
             Error::unsupported("rows of a matrix that is streamed from disk cannot be trained")
                 .at(table)
-                .hint("set `memory.tier = \"device\"`, or remove `tune.lora.trainable_token_indices`")
+                .hint("use `Placement::Device`, or leave out `LoraConfig::trainable_token_indices`")
         })?;
         let (vocab, width) = held.dims2()?;
         if let Some(id) = ids.iter().find(|id| **id as usize >= vocab) {

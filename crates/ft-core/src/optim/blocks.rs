@@ -51,19 +51,19 @@ impl BlockSchedule {
     pub fn new(recipe: &BlockConfig, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
         let blocks = partition(recipe, params, tied);
         if blocks.is_empty() {
-            return Err(Error::usage("the block partition has no blocks").at("tune.block"));
+            return Err(Error::usage("the block partition has no blocks").at("BlockConfig::partition"));
         }
         if recipe.start_block >= blocks.len() {
-            return Err(Error::usage("`tune.block.start_block` is beyond the last block")
+            return Err(Error::usage("`BlockConfig::start_block` is beyond the last block")
                 .found(recipe.start_block)
                 .expected(format!("0 to {}", blocks.len() - 1)));
         }
         for prefix in &recipe.always_active {
             if !params.iter().any(|p| p.name.starts_with(prefix.as_str())) {
-                return Err(
-                    Error::usage(format!("`{prefix}` in `tune.block.always_active` matches no parameter"))
-                        .hint("write the start of a parameter name, for example `model.norm.` or `model.layers.0.`"),
-                );
+                return Err(Error::usage(format!(
+                    "`{prefix}` in `BlockConfig::always_active` matches no parameter"
+                ))
+                .hint("write the start of a parameter name, for example `model.norm.` or `model.layers.0.`"));
             }
         }
         let always = params.iter().map(|p| p.name.to_string());
@@ -74,7 +74,7 @@ impl BlockSchedule {
         };
         if together > blocks.len() {
             return Err(
-                Error::usage("`tune.block.layers_per_block` is larger than the number of blocks")
+                Error::usage("`BlockConfig::layers_per_block` is larger than the number of blocks")
                     .found(together)
                     .expected(format!("at most {}", blocks.len())),
             );
@@ -225,21 +225,21 @@ impl BlockSchedule {
     }
 }
 
-/// The importance of each block: 1, or the value in `tune.block.importance` for a prefix of its label.
+/// The importance of each block: 1, or the value in `BlockConfig::importance` for a prefix of its label.
 fn importance(recipe: &BlockConfig, blocks: &[BlockPlan]) -> Result<Vec<f64>> {
     let mut weights = vec![1.0; blocks.len()];
     for text in &recipe.importance {
         let wrong = |what: String| {
             Err(Error::usage(what)
-                .at("tune.block.importance")
+                .at("BlockConfig::importance")
                 .found(text)
                 .expected("the start of a block's name, `=`, and a number above 0, as in `model.layers.0=2`"))
         };
         let Some((prefix, weight)) = text.rsplit_once('=') else {
-            return wrong("an item of `tune.block.importance` has no `=`".into());
+            return wrong("an item of `BlockConfig::importance` has no `=`".into());
         };
         let Some(weight) = weight.trim().parse::<f64>().ok().filter(|w| w.is_finite() && *w > 0.0) else {
-            return wrong("an item of `tune.block.importance` has no number above 0".into());
+            return wrong("an item of `BlockConfig::importance` has no number above 0".into());
         };
         let matching = |label: &str| {
             let rest = label.strip_prefix(prefix.trim());
@@ -250,7 +250,7 @@ fn importance(recipe: &BlockConfig, blocks: &[BlockPlan]) -> Result<Vec<f64>> {
             (*w, any) = (weight, any || !block.params.is_empty());
         }
         if !any {
-            return wrong("an item of `tune.block.importance` matches no block".into());
+            return wrong("an item of `BlockConfig::importance` matches no block".into());
         }
     }
     Ok(weights)

@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank; c is `scale`.
 
-use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, AdapterShape, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::{Error, Result};
@@ -38,13 +38,8 @@ impl Adalora {
     }
 
     /// Initializes A and B normal with standard deviation 0.02, singular values zero.
-    pub fn fresh(
-        module: &str,
-        (r, input, output): (usize, usize, usize),
-        scale: f32,
-        seed: u64,
-        mask: Mask,
-    ) -> Result<Self> {
+    pub fn fresh(module: &str, shape: AdapterShape, scale: f32, seed: u64, mask: Mask) -> Result<Self> {
+        let AdapterShape { rank: r, input, output } = shape;
         let a = small::normal((r, input), 0.02, seed, mask.site, 0)?;
         let b = small::normal((output, r), 0.02, seed, mask.site, 1)?;
         Ok(Self::new(module, a, b, small::full(&[r, 1], 0.0)?, scale, mask))

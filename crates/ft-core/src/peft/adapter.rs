@@ -64,6 +64,17 @@ pub struct BackwardInput<'a> {
 /// `∂x` `[N, I]`, if it is needed, and the gradients of the trained parts, if `x` is present.
 pub type BackwardOutput = (Option<Tensor>, Vec<Gradient>);
 
+/// The sizes of a new adapter.
+#[derive(Debug, Clone, Copy)]
+pub struct AdapterShape {
+    /// R: the rank.
+    pub rank: usize,
+    /// I: input features of the linear.
+    pub input: usize,
+    /// O: output features of the linear.
+    pub output: usize,
+}
+
 /// Memory of an adapter beside its linear, for the planner.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Cost {

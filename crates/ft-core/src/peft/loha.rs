@@ -3,7 +3,7 @@
 //!
 //! Letters: N tokens, I input features, O output features, R rank; s is `scale`.
 
-use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, AdapterShape, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small;
 use crate::base::Result;
@@ -33,13 +33,8 @@ impl Loha {
     }
 
     /// As in PEFT: three factors U(-1/√columns, 1/√columns), the last zero.
-    pub fn fresh(
-        module: &str,
-        (r, input, output): (usize, usize, usize),
-        scale: f32,
-        seed: u64,
-        site: u64,
-    ) -> Result<Self> {
+    pub fn fresh(module: &str, shape: AdapterShape, scale: f32, seed: u64, site: u64) -> Result<Self> {
+        let AdapterShape { rank: r, input, output } = shape;
         let draw = |dims: (usize, usize), which| small::uniform(dims, 1.0 / (dims.1 as f32).sqrt(), seed, site, which);
         let factors = [
             draw((output, r), 0)?,

@@ -4,7 +4,7 @@
 //!
 //! Letters: N tokens, I = C·D input features, O = A·B output features, U `[A, C]`, V `[B, D]`, R rank.
 
-use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
+use super::adapter::{AdapterMethod, AdapterShape, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 use super::frozen::Frozen;
 use super::small;
 use crate::base::Result;
@@ -117,14 +117,17 @@ pub fn split(n: usize, factor: i64) -> (usize, usize) {
 
 impl Lokr {
     /// As in PEFT: U zero (its first part if it is a product), V uniform; a factor is a product if that is smaller.
+    /// `factor` limits the sizes of U; U is a product only if `both`.
     pub fn fresh(
         module: &str,
-        (r, input, output): (usize, usize, usize),
-        (factor, both): (i64, bool),
+        shape: AdapterShape,
+        factor: i64,
+        both: bool,
         scale: f32,
         seed: u64,
         site: u64,
     ) -> Result<Self> {
+        let AdapterShape { rank: r, input, output } = shape;
         let ((a, b), (c, d)) = (split(output, factor), split(input, factor));
         let draw = |dims: (usize, usize), which| small::uniform(dims, 1.0 / (dims.1 as f32).sqrt(), seed, site, which);
         let first = if both && 2 * r < a.max(c) {

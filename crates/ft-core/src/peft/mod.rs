@@ -43,7 +43,7 @@ pub mod targets;
 mod vera;
 
 pub use adalora::{Adalora, scaling as adalora_scaling};
-pub use adapter::{Adapter, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
+pub use adapter::{Adapter, AdapterShape, BackwardInput, BackwardOutput, Cost, Dropout, Gradient, Param};
 pub use config::LoraConfig;
 pub use dora::Dora;
 pub use frozen::{Dx, Frozen};

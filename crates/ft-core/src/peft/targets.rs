@@ -89,15 +89,15 @@ impl<'a> Matcher<'a> {
 /// # Errors
 /// A pattern that matches nothing (nearest names shown), a layer that does not exist, an empty selection.
 pub fn select(sites: &[Site], choice: &TargetSelection) -> Result<Vec<Site>> {
-    for (targets, key) in [
-        (Some(choice.targets), "target_modules"),
-        (choice.exclude, "exclude_modules"),
+    for (targets, field) in [
+        (Some(choice.targets), "LoraConfig::target_modules"),
+        (choice.exclude, "LoraConfig::exclude_modules"),
     ] {
         match targets {
             Some(Targets::List(names)) => {
                 for name in names {
                     if !sites.iter().any(|s| ends(&s.module, name)) {
-                        return Err(no_match(sites, name, key));
+                        return Err(no_match(sites, name, field));
                     }
                 }
             }
@@ -108,7 +108,7 @@ pub fn select(sites: &[Site], choice: &TargetSelection) -> Result<Vec<Site>> {
                     any |= whole.matches(&site.module)?;
                 }
                 if !any {
-                    return Err(no_match(sites, pattern, key));
+                    return Err(no_match(sites, pattern, field));
                 }
             }
             _ => {}
@@ -121,13 +121,13 @@ pub fn select(sites: &[Site], choice: &TargetSelection) -> Result<Vec<Site>> {
         .map_or(0, |l| l + 1);
     if let Some(layer) = choice.layers.into_iter().flatten().find(|&&l| l >= there) {
         return Err(Error::not_found(format!("the model has no layer {layer}"))
-            .at("tune.lora.layers_to_transform")
+            .at("LoraConfig::layers_to_transform")
             .expected(format!("layers 0 to {}", there.saturating_sub(1))));
     }
     let chosen = matching(sites, choice)?;
     if chosen.is_empty() {
         return Err(Error::argument("no linear layer is left for an adapter")
-            .at("tune.lora.target_modules")
+            .at("LoraConfig::target_modules")
             .hint("`exclude_modules` or `layers_to_transform` excludes every target"));
     }
     Ok(chosen)
@@ -204,7 +204,7 @@ impl Ending {
 ///
 /// # Errors
 /// A key of `patterns` that matches none of `sites` (nearest names shown).
-pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], key: &str) -> Result<()> {
+pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], field: &str) -> Result<()> {
     for (pattern, _) in patterns {
         let ending = Ending::new(pattern)?;
         let mut any = false;
@@ -212,7 +212,7 @@ pub fn check_pattern<T>(patterns: &[(String, T)], sites: &[Site], key: &str) -> 
             any |= ending.matches(&site.module)?;
         }
         if !any {
-            return Err(no_match(sites, pattern, key));
+            return Err(no_match(sites, pattern, field));
         }
     }
     Ok(())
@@ -223,7 +223,7 @@ pub fn is_regex(text: &str) -> bool {
     !text.chars().all(|c| c.is_alphanumeric() || "._-".contains(c))
 }
 
-fn no_match(sites: &[Site], target: &str, key: &str) -> Error {
+fn no_match(sites: &[Site], target: &str, field: &str) -> Error {
     let mut names: Vec<&str> = sites.iter().filter_map(|s| s.module.rsplit('.').next()).collect();
     names.sort_unstable();
     names.dedup();
@@ -235,7 +235,7 @@ fn no_match(sites: &[Site], target: &str, key: &str) -> Error {
     Error::not_found(format!(
         "target module `{target}` matches no linear layer of this model"
     ))
-    .at(format!("tune.lora.{key}"))
+    .at(field)
     .hint(format!("linear layers of this model: {}", names.join(", ")))
 }
 

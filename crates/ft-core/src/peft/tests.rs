@@ -305,6 +305,11 @@ fn fresh_adapters_change_nothing() {
     let want = base().forward(&x).unwrap();
     let shared = Projections::fresh(3, I, O, 7).unwrap();
     let (zero, small) = (full(&[O], 0.0).unwrap(), full(&[3], 0.1).unwrap());
+    let shape = |rank| AdapterShape {
+        rank,
+        input: I,
+        output: O,
+    };
     for adapter in [
         Adapter::Lora(Lora::new(
             "m",
@@ -315,12 +320,12 @@ fn fresh_adapters_change_nothing() {
         Adapter::Ia3(Ia3::fresh("m", I, O, false).unwrap()),
         Adapter::Ia3(Ia3::fresh("m", I, O, true).unwrap()),
         Adapter::Vera(Vera::new("m", shared, zero, small, I, mask(0.0))),
-        Adapter::Loha(Loha::fresh("m", (2, I, O), 1.0, 7, 1).unwrap()),
-        Adapter::Lokr(Lokr::fresh("m", (1, I, O), (-1, true), 1.0, 7, 1).unwrap()),
-        Adapter::Lokr(Lokr::fresh("m", (8, I, O), (2, false), 1.0, 7, 1).unwrap()),
+        Adapter::Loha(Loha::fresh("m", shape(2), 1.0, 7, 1).unwrap()),
+        Adapter::Lokr(Lokr::fresh("m", shape(1), -1, true, 1.0, 7, 1).unwrap()),
+        Adapter::Lokr(Lokr::fresh("m", shape(8), 2, false, 1.0, 7, 1).unwrap()),
         Adapter::Oft(Oft::fresh("m", I, 4, Cayley::Neumann(5)).unwrap()),
         Adapter::Oft(Oft::fresh("m", I, 4, Cayley::Exact).unwrap()),
-        Adapter::Adalora(Adalora::fresh("m", (2, I, O), 1.0, 7, mask(0.0)).unwrap()),
+        Adapter::Adalora(Adalora::fresh("m", shape(2), 1.0, 7, mask(0.0)).unwrap()),
     ] {
         assert_close(&adapter.forward(&base(), &x, None).unwrap(), &want, 1e-6);
         let moved = adapter.on(&candle_core::Device::Cpu).unwrap();

@@ -68,7 +68,7 @@ impl StoragePolicy {
         for (pattern, _) in &rules.overrides {
             if !params.iter().any(|p| is_projection(p) && fits(pattern, &p.name)) {
                 return Err(Error::usage(format!(
-                    "`{pattern}` in `memory.overrides` matches no projection of the model"
+                    "`{pattern}` in `StorageRules::overrides` matches no projection of the model"
                 ))
                 .expected("the start of a name such as `layers.0.self_attn.q_proj.weight`, or a name with `*`")
                 .hint("only the projections of the layers can have a storage of their own"));

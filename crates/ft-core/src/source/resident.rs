@@ -193,27 +193,31 @@ pub struct RandomWeights {
 
 /// Draws elements `range` of parameter `p` of random weights. `index`: position of the parameter in the model, from 1 on.
 pub fn draw(p: &ParamInfo, index: u64, range: std::ops::Range<usize>, random: RandomWeights) -> Vec<f32> {
+    range.into_par_iter().map(element(p, index, random)).collect()
+}
+
+/// Returns the function of the elements of a parameter by position.
+fn element(p: &ParamInfo, index: u64, random: RandomWeights) -> impl Fn(usize) -> f32 + Sync {
     let RandomWeights { seed, std, norm } = random;
     let rng = Rng::new(seed, Stream::Init, &[index]);
-    match (p.is_vector(), p.name.ends_with(".bias")) {
-        (_, true) => vec![0.0; range.len()],
-        (true, false) => vec![norm; range.len()],
-        (false, false) => range.into_par_iter().map(|i| std * rng.normal(i as u64)).collect(),
+    let (vector, bias) = (p.is_vector(), p.name.ends_with(".bias"));
+    move |i| match (vector, bias) {
+        (_, true) => 0.0,
+        (true, false) => norm,
+        (false, false) => std * rng.normal(i as u64),
     }
 }
 
-/// As `draw`, for the whole parameter on the CPU; a bf16 parameter never exists as f32 as a whole.
+/// As `draw`, for the whole parameter on the CPU; a bf16 parameter never exists as f32.
 pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, random: RandomWeights) -> Result<Tensor> {
-    const STEP: usize = 1 << 20;
-    let all = p.elements();
+    let (all, element) = (0..p.elements(), element(p, index, random));
     Ok(match dtype {
-        Dtype::F32 => Tensor::from_vec(draw(p, index, 0..all, random), p.shape.as_slice(), &Device::Cpu)?,
+        Dtype::F32 => {
+            let values: Vec<f32> = all.into_par_iter().map(element).collect();
+            Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?
+        }
         Dtype::Bf16 => {
-            let mut values = Vec::with_capacity(all);
-            for first in (0..all).step_by(STEP) {
-                let part = draw(p, index, first..(first + STEP).min(all), random);
-                values.extend(part.into_iter().map(bf16::from_f32));
-            }
+            let values: Vec<bf16> = all.into_par_iter().map(|i| bf16::from_f32(element(i))).collect();
             Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?
         }
     })

@@ -155,7 +155,7 @@ impl Encoder<'_> {
         self.template.ok_or_else(|| {
             Error::usage("the rows are conversations and the model has no chat template")
                 .expected("chat_template.jinja, or `chat_template` in tokenizer_config.json")
-                .hint("set `data.chat_template` to the path of a Jinja file, or use prompt-completion or text rows")
+                .hint("give `ChatTemplate::from_file` the path of a Jinja file, or use prompt-completion or text rows")
         })
     }
 
@@ -228,7 +228,7 @@ impl Encoder<'_> {
             if tokens.is_empty() {
                 return Err(
                     Error::format("an assistant turn has no tokens in the output of the chat template")
-                        .hint("check `data.chat_template`; `ft data` shows its output"),
+                        .hint("look at the encoded rows; another template can be set with `ChatTemplate::from_file`"),
                 );
             }
             trained[tokens].fill(true);

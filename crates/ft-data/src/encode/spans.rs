@@ -72,8 +72,8 @@ fn not_found(i: usize) -> Error {
         i + 1
     ))
     .hint(
-        "set `data.train_on = \"all\"`, or `data.chat_template` to a template that prints each message in place \
-           or has `{% generation %}` blocks",
+        "use `TrainOn::All`, or with `ChatTemplate::from_file` a template that prints each message in place or has \
+           `{% generation %}` blocks",
     )
 }
 

@@ -173,5 +173,5 @@ fn no_end_token_and_no_template_are_refused() {
         .encode(&Sample::Chat(chat))
         .unwrap_err();
     assert_eq!(e.exit_code(), 2);
-    assert!(e.to_string().contains("data.chat_template"), "{e}");
+    assert!(e.to_string().contains("ChatTemplate::from_file"), "{e}");
 }

@@ -3,7 +3,7 @@
 use super::Want;
 use super::rows::{Judgement, Sides, understand};
 use crate::batch::Example;
-use crate::codec::{ChatRender, Job};
+use crate::codec::{ChatRender, RenderJob};
 use crate::dataset::Origin;
 use crate::encode::Encoder;
 use crate::faults::Tried;
@@ -99,7 +99,7 @@ impl PairEncoder<'_> {
         for (row, talks) in rows.iter().zip(&talks) {
             let tools = row.as_ref().ok().and_then(Judgement::tools);
             jobs.extend(talks.iter().map(|(messages, prompt)| {
-                Some(Job {
+                Some(RenderJob {
                     messages,
                     tools,
                     asks: vec![(messages.len(), *prompt)],
@@ -139,7 +139,7 @@ impl PairEncoder<'_> {
                         Error::format("`chosen` and `rejected` have the same tokens after encoding")
                             .at(&row.place)
                             .expected("two different answers to one prompt")
-                            .hint("remove the row, or check `data.chat_template`; `ft data` shows its output"),
+                            .hint("remove the row; or look at the encoded rows, and set another template with `ChatTemplate::from_file`"),
                     );
                 }
                 (whole.to_vec(), prompt, *margin, true)
@@ -149,7 +149,7 @@ impl PairEncoder<'_> {
                     .at(&row.place)
                     .found("a row with `completion` and `label`")
                     .expected("prompt, chosen, rejected")
-                    .hint("rows with one labeled answer are for `train.stage = \"kto\"`"));
+                    .hint("rows with one labeled answer are for `Want::Judged`"));
             }
             Judgement::Judged { sides, label } => {
                 let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
@@ -162,9 +162,9 @@ impl PairEncoder<'_> {
             return Err(
                 Error::format("the prompt is so long that no tokens are left for an answer")
                     .at(&row.place)
-                    .found(format!("a prompt of {prompt} tokens, data.max_length = {most}"))
+                    .found(format!("a prompt of {prompt} tokens, a maximum of {most} for the row"))
                     .expected(format!("at most {} tokens", most - 1))
-                    .hint("raise `data.max_length`, or remove the row"),
+                    .hint("raise `data::Spec::max_length`, or remove the row"),
             );
         }
         let sides = whole.into_iter().enumerate().map(|(side, mut ids)| {

@@ -74,7 +74,7 @@ impl Preference {
 pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Dataset> {
     if !matches!(spec.format, RowFormat::Auto | RowFormat::Preference) {
         return Err(Error::usage("this stage trains on preference rows")
-            .at("data.format")
+            .at("data::Spec::format")
             .found(format!("`{}`", spec.format.name()))
             .expected("`preference`, or `auto`"));
     }
@@ -264,9 +264,9 @@ impl Dataset {
         let n = self.examples.len();
         if group < 2 || n < 2 {
             return Err(Error::usage("KTO needs at least two rows in a micro-batch")
-                .found(format!("train.batch_size = {group}, {n} rows"))
+                .found(format!("micro-batches of {group}, {n} rows"))
                 .expected("2 or more: KTO estimates the KL divergence from the reference with answers of other rows")
-                .hint("raise `train.batch_size`, or set `rlhf.loss_type = \"apo_zero_unpaired\"`"));
+                .hint("raise `StreamSpec::batch_size`, or use `JudgedLoss::ApoZeroUnpaired`"));
         }
         let order: Vec<usize> = match seed {
             Some(seed) => Rng::new(seed, Stream::Shuffle, &[u64::MAX]).permutation(n),

@@ -77,7 +77,7 @@ pub(crate) fn read_rows(path: &str, each: &mut Each) -> Result<()> {
     if file.is_dir() {
         return Err(Error::format("this is a directory, not a data file")
             .at_path(file)
-            .hint("name the files: `data.train = [\"a.jsonl\", \"b.jsonl\"]`"));
+            .hint("name the files in `data::Spec::files`: `[\"a.jsonl\", \"b.jsonl\"]`"));
     }
     // Rows are tokenized between two reads.
     let phase = progress::bytes(progress::about("reading", file), files::size(file).unwrap_or(0));

@@ -1,6 +1,6 @@
 //! Names of tensors in `adapter_model.safetensors`.
 
-use super::Kind;
+use super::AdapterKind;
 
 /// What PEFT writes before the name of a module.
 pub const PREFIX: &str = "base_model.model.";
@@ -8,16 +8,16 @@ pub const PREFIX: &str = "base_model.model.";
 pub const VERA: [&str; 2] = ["base_model.vera_A", "base_model.vera_B"];
 
 /// Tensor names below a module, for each kind of adapter.
-pub fn below(kind: &Kind, dora: bool) -> &'static [&'static str] {
+pub fn below(kind: &AdapterKind, dora: bool) -> &'static [&'static str] {
     match kind {
-        Kind::Lora if dora => &["lora_A.weight", "lora_B.weight", "lora_magnitude_vector"],
-        Kind::Lora => &["lora_A.weight", "lora_B.weight"],
-        Kind::Ia3 { .. } => &["ia3_l"],
-        Kind::Vera { .. } => &["vera_lambda_b", "vera_lambda_d"],
-        Kind::Loha => &["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"],
-        Kind::Lokr { .. } => &["lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"],
-        Kind::Oft { .. } => &["oft_R.weight"],
-        Kind::Adalora(_) => &["lora_A", "lora_B", "lora_E"],
+        AdapterKind::Lora if dora => &["lora_A.weight", "lora_B.weight", "lora_magnitude_vector"],
+        AdapterKind::Lora => &["lora_A.weight", "lora_B.weight"],
+        AdapterKind::Ia3 { .. } => &["ia3_l"],
+        AdapterKind::Vera { .. } => &["vera_lambda_b", "vera_lambda_d"],
+        AdapterKind::Loha => &["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"],
+        AdapterKind::Lokr { .. } => &["lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"],
+        AdapterKind::Oft { .. } => &["oft_R.weight"],
+        AdapterKind::Adalora(_) => &["lora_A", "lora_B", "lora_E"],
     }
 }
 
@@ -50,7 +50,7 @@ pub fn file_key(part: &str) -> String {
 }
 
 /// Parses a tensor name; `None` for a name that does not belong to this kind of adapter.
-pub fn parse(name: &str, kind: &Kind, dora: bool) -> Option<Key> {
+pub fn parse(name: &str, kind: &AdapterKind, dora: bool) -> Option<Key> {
     let rest = name.strip_prefix(PREFIX)?;
     for below in below(kind, dora) {
         // Some hand-written files contain the adapter name "default".
@@ -68,7 +68,7 @@ pub fn parse(name: &str, kind: &Kind, dora: bool) -> Option<Key> {
         ".token_adapter.trainable_tokens_delta",
         ".token_adapter.trainable_tokens_delta.default",
     ] {
-        if let (Some(module), Kind::Lora) = (rest.strip_suffix(end), kind) {
+        if let (Some(module), AdapterKind::Lora) = (rest.strip_suffix(end), kind) {
             return Some(Key::Rows(module.to_string()));
         }
     }

@@ -115,26 +115,26 @@ fn a_pickle_adapter_is_refused_and_not_opened() {
 fn names_round_trip() {
     let module = "model.layers.0.self_attn.q_proj";
     let kinds = [
-        (Kind::Lora, true),
-        (Kind::Ia3 { feedforward: vec![] }, false),
-        (Kind::Vera { d_initial: 0.1 }, false),
-        (Kind::Loha, false),
+        (AdapterKind::Lora, true),
+        (AdapterKind::Ia3 { feedforward: vec![] }, false),
+        (AdapterKind::Vera { d_initial: 0.1 }, false),
+        (AdapterKind::Loha, false),
         (
-            Kind::Lokr {
+            AdapterKind::Lokr {
                 factor: -1,
                 both: false,
             },
             false,
         ),
         (
-            Kind::Oft {
+            AdapterKind::Oft {
                 block: 4,
                 neumann: None,
             },
             false,
         ),
         (
-            Kind::Adalora(Allocation {
+            AdapterKind::Adalora(Allocation {
                 target_r: 2,
                 tfinal: 3,
                 total_step: 9,
@@ -154,7 +154,7 @@ fn names_round_trip() {
             Some(Key::Whole("lm_head.weight".into()))
         );
     }
-    let lora = |name: &str| parse(name, &Kind::Lora, false);
+    let lora = |name: &str| parse(name, &AdapterKind::Lora, false);
     assert_eq!(
         lora("base_model.model.model.x.lora_A.default.weight"),
         Some(Key::Of("model.x".into(), "lora_A.weight"))

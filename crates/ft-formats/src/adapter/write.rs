@@ -1,6 +1,6 @@
 //! Writes `adapter_config.json` in PEFT's form.
 
-use super::{AdapterConfig, Allocation, Kind, Targets};
+use super::{AdapterConfig, AdapterKind, Allocation, Targets};
 use serde_json::{Map, Value, json};
 
 /// The PEFT version whose format is written.
@@ -36,14 +36,14 @@ impl AdapterConfig {
     pub fn to_json(&self) -> Value {
         let mut out = self.common();
         let own = match &self.kind {
-            Kind::Lora => self.lora(),
-            Kind::Ia3 { feedforward } => json!({
+            AdapterKind::Lora => self.lora(),
+            AdapterKind::Ia3 { feedforward } => json!({
                 "fan_in_fan_out": false,
                 "feedforward_modules": feedforward,
                 "init_ia3_weights": true,
                 "peft_type": "IA3",
             }),
-            Kind::Vera { d_initial } => json!({
+            AdapterKind::Vera { d_initial } => json!({
                 "bias": "none",
                 "d_initial": d_initial,
                 "fan_in_fan_out": false,
@@ -56,8 +56,8 @@ impl AdapterConfig {
                 "save_projection": true,
                 "vera_dropout": self.lora_dropout,
             }),
-            Kind::Loha => self.lycoris("LOHA", json!({})),
-            Kind::Lokr { factor, both } => self.lycoris(
+            AdapterKind::Loha => self.lycoris("LOHA", json!({})),
+            AdapterKind::Lokr { factor, both } => self.lycoris(
                 "LOKR",
                 json!({
                     "decompose_both": both,
@@ -65,7 +65,7 @@ impl AdapterConfig {
                     "rank_dropout_scale": false,
                 }),
             ),
-            Kind::Oft { block, neumann } => json!({
+            AdapterKind::Oft { block, neumann } => json!({
                 "bias": "none",
                 "block_share": false,
                 "coft": false,
@@ -81,7 +81,7 @@ impl AdapterConfig {
                 "r": 0,
                 "use_cayley_neumann": neumann.is_some(),
             }),
-            Kind::Adalora(allocation) => self.adalora(allocation),
+            AdapterKind::Adalora(allocation) => self.adalora(allocation),
         };
         if let Value::Object(own) = own {
             out.extend(own);

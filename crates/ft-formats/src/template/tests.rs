@@ -283,7 +283,10 @@ fn without_a_process_only_a_file_of_the_user_is_rendered_and_a_warning_says_so()
     let why = || Error::new("cannot start a process with limits").cause("no more processes");
     let of_model = template("x").without_process::<()>(why());
     let e = of_model.unwrap().unwrap_err().to_string();
-    assert!(e.contains("cannot start") && e.contains("`data.chat_template`"), "{e}");
+    assert!(
+        e.contains("cannot start") && e.contains("`ChatTemplate::from_file`"),
+        "{e}"
+    );
     let of_user = template("x").trusted(|line| SAID.lock().unwrap().push(line.to_string()));
     for _ in 0..3 {
         assert!(of_user.without_process::<()>(why()).is_none());

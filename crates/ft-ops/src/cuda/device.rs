@@ -20,7 +20,7 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     let found = CudaContext::device_count().map_err(|e| {
         Error::new("the CUDA driver does not respond")
             .found(format!("{e:?}"))
-            .hint("`nvidia-smi` must work; `ft doctor` shows which devices ft detects")
+            .hint("`nvidia-smi` must work; `device::gpus` lists the devices that ft detects")
     })?;
     if ordinal >= found.max(0) as usize {
         return Err(Error::not_found(format!("the GPU `cuda:{ordinal}` does not exist")).found(format!("{found} GPUs")));
@@ -29,7 +29,7 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
         let text = e.to_string();
         Error::device(format!("GPU `cuda:{ordinal}` cannot be used"), &text)
             .found(text)
-            .hint("`ft doctor` shows the versions of driver and libraries")
+            .hint("compare the versions of driver and libraries with `device::gpus`")
     })?;
     if let Device::Cuda(device) = &device {
         // SAFETY: no tensor exists yet, and every tensor of this device is used on its one stream only.

@@ -253,7 +253,7 @@ impl Gpu {
                     .map_err(|e| {
                         failed(module, e).hint(
                             "the GPU must have compute capability 8.0 or more, and the driver must be as new as the \
-                             toolkit of this build: see `ft doctor`",
+                             toolkit of this build: see `device::gpus`",
                         )
                     })?;
                 loaded.modules.insert(module, code.clone());

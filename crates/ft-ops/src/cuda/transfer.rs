@@ -232,7 +232,7 @@ impl Copier {
             Error::device("the host has no more pinned memory", &text)
                 .found(text)
                 .expected(format!("{len} bytes"))
-                .hint("set `memory.activations = \"recompute\"`")
+                .hint("keep the layer inputs on the device")
         })
     }
 

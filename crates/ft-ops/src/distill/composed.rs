@@ -29,7 +29,7 @@ impl<'a> Here<'a> {
             Matrix::Parts(_) => Err(Error::unsupported(
                 "distillation on a GPU needs the full output heads in GPU memory",
             )
-            .hint("set `memory.head_chunk = 0`, or `model.device = \"cpu\"`")),
+            .hint("keep the whole output heads in GPU memory, or compute on the CPU")),
         }
     }
 

@@ -132,8 +132,8 @@ impl<'a> LayerMemory<'a> {
             .spec
             .linears()
             .into_iter()
-            .filter(|(name, ..)| name.starts_with(part))
-            .map(|(name, input, output, ..)| (name, input, output))
+            .filter(|linear| linear.name.starts_with(part))
+            .map(|linear| (linear.name, linear.input, linear.output))
             .collect();
         let last = all.pop().unwrap_or(("", 0, 0));
         (all, last)

@@ -317,7 +317,7 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
             return Err(out_of_range(key, n, most, place));
         }
     }
-    let matrices: u128 = spec.linears().iter().map(|(_, i, o, ..)| *i as u128 * *o as u128).sum();
+    let matrices: u128 = spec.linears().iter().map(|l| l.input as u128 * l.output as u128).sum();
     let tables = 2 * spec.vocab as u128 * spec.hidden as u128;
     let parameters = matrices * spec.layers.len() as u128 + tables;
     if parameters > PARAMETERS {

@@ -99,7 +99,7 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: CordaMethod, candi
     if !diagonal.is_finite() || diagonal <= 0.0 {
         return Err(
             Error::non_finite("the inputs of a linear layer are all zero, or not finite")
-                .hint("use other rows in `tune.lora.corda.data`"),
+                .hint("use other rows for the covariance"),
         );
     }
     let mut damping = DAMPING;

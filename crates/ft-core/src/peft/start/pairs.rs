@@ -25,7 +25,7 @@ pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
         Error::argument("the rank of an adapter is too large for its weight with this initialization")
             .found(format!("rank {r} on a weight [{rows}, {columns}]"))
             .expected(format!("at most {}", rows.min(columns)))
-            .hint("lower `tune.lora.r`, or set a lower one for this module in `tune.lora.rank_pattern`"),
+            .hint("lower `LoraConfig::r`, or set a lower one for this module in `LoraConfig::rank_pattern`"),
     )
 }
 

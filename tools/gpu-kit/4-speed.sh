@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Tokens per second and peak memory of ft and of transformers + PEFT + PyTorch, alternately, on the same shapes; and the
+# ceilings of the device, measured with PyTorch.
+set -euo pipefail
+. "$(dirname "$0")/common.sh"
+
+step ceilings 90 python3 tools/gpu-kit/ceilings.py || echo "no ceilings"
+# SIZE METHOD BATCH SEQUENCE KEPT; KEPT is `all` or `none`: the layers with saved activations.
+list=${KIT_LIST:-"llama-3.1-8b lora 1 2048 none
+llama-3.1-8b lora 1 2048 all
+llama-3.1-8b block 1 2048 none
+llama-3.1-8b block 1 2048 all
+0.5b lora 1 2048 all
+0.5b lora 8 2048 all
+0.5b full 8 2048 all
+0.5b lora 8 2048 none"}
+while read -r size method batch seq kept; do
+  ours=(--device cuda:0 --threads "$(nproc)" --size "$size" --method "$method" --batch "$batch" --seq "$seq" --steps "${KIT_STEPS:-5}")
+  [ "$kept" = all ] || ours+=(--keep 0)
+  theirs=(--size "$size" --method "$method" --batch "$batch" --seq "$seq" --steps "${KIT_STEPS:-5}")
+  [ "$kept" != all ] || theirs+=(--no-checkpointing)
+  step "ft $size $method $batch x $seq keep=$kept" 90 "$bin/step" "${ours[@]}" < /dev/null || true
+  if [ -z "${KIT_NO_PEER:-}" ]; then
+    step "torch $size $method $batch x $seq keep=$kept" 90 python3 benches/peer_gpu.py "${theirs[@]}" < /dev/null || true
+  fi
+done <<< "$list"

@@ -1,8 +1,8 @@
 //! Fine-tune large language models on little memory, one layer at a time.
 //!
-//! This crate is the program `ft` and the library below it. The library opens Hugging Face model directories, trains
-//! them in full or with adapters, decodes, and writes model and adapter directories. It has no global state that a
-//! caller must set, no recipe keys and no command line.
+//! This crate is the program `ft` and the library below it (crate `ft-core`). The library opens Hugging Face model
+//! directories, trains them in full or with adapters, decodes, and writes model and adapter directories. It has no
+//! global state that a caller must set, no recipe keys and no command line.
 //!
 //! ```
 //! use candle_core::Device;
@@ -139,21 +139,9 @@ pub mod recipe; // parses and checks recipes
 #[allow(missing_docs)]
 pub mod report; // metrics, events, progress
 
-// The library.
-pub mod hf; // Hugging Face model directories, PEFT adapters
-pub mod generate; // decoding: KV cache, sampling
-pub mod engine; // the step: forward, backward, sinks, accumulation, clipping
-pub mod rlhf; // objectives of preferences, rewards and RL
-pub mod distill; // objective of distillation: outputs of a teacher in, loss and gradient out
-pub mod sft; // supervised objective: hidden states in, loss and gradient out
-pub mod optim; // optimizers, schedules and the block schedule
-pub mod model; // one decoder block with options; one file per family
-pub mod source; // placement and loading of a layer's weights
-pub mod quant; // storage types of frozen weights: int8, int4, nf4
-pub mod peft; // adapters on a linear
-
-// The crates below the modules.
+// The library (crate `ft-core`), and the crates below it.
 pub use ft_base as base; // errors with hints, atomic files, locks, random numbers, units
+pub use ft_core::{distill, engine, generate, hf, model, optim, peft, quant, rlhf, sft, source};
 pub use ft_data as data; // readers, chat rendering, loss mask, packing, order
 pub use ft_formats as formats; // parses bytes into validated types
 pub use ft_hub as hub; // resolves a hub id or a path to local files

@@ -1,27 +1,16 @@
 //! The texts of the library name no recipe key, no flag and no subcommand: `recipe::terms` has them.
 
-use super::{Source, assert_none, has_word, literals, product};
+use super::{assert_none, has_word, literals, product};
 use clap::CommandFactory;
 use ft::cli::Cli;
 use ft::recipe::table::{TABLES, keys};
 use ft::recipe::terms::TERMS;
 
-/// The rooms of the program; the others and the crates are the library.
-const PROGRAM: [&str; 8] = [
-    "cli",
-    "commands",
-    "train",
-    "plan",
-    "setup",
-    "checkpoint",
-    "recipe",
-    "report",
-];
-
 /// The string literals of product code with their places, of the program or of the library.
 fn texts(of_program: bool) -> Vec<(String, String)> {
-    let is_program = |s: &Source| s.room().is_none_or(|r| PROGRAM.contains(&r)) && s.path.starts_with("src/");
-    let sources = product().into_iter().filter(|s| is_program(s) == of_program);
+    let sources = product()
+        .into_iter()
+        .filter(|s| s.path.starts_with("src/") == of_program);
     let texts = sources.flat_map(|s| {
         let place = move |(line, text)| (format!("{}:{line}", s.path), text);
         literals(&s.text).into_iter().map(place).collect::<Vec<_>>()

@@ -1,11 +1,14 @@
 //! Tests of merging against W + s·B·A in plain loops.
 
+#[path = "../../../crates/ft-core/src/hf/testing.rs"]
+mod testing;
+
 use super::*;
 use crate::base::ErrorKind;
-use crate::hf::testing::{adapter_config, adapters, base, names, numbers};
 use crate::model::Adapters;
 use crate::ops::update;
 use std::collections::BTreeMap;
+use testing::{adapter_config, adapters, base, names, numbers};
 
 fn expected(name: &str, p: &ParamInfo, adapters: &Adapters) -> Vec<f32> {
     let mut w = numbers(name, p.elements());

@@ -4,10 +4,11 @@
 //! The settings have the names of PEFT. A DoRA adapter on the attention of a model:
 //!
 //! ```
-//! use ft::peft::LoraConfig;
-//! use ft::{hf, ops::Dtype};
+//! use ft_core::peft::LoraConfig;
+//! use ft_core::hf;
+//! use ft_ops::Dtype;
 //!
-//! # fn main() -> ft::base::Result<()> {
+//! # fn main() -> ft_base::Result<()> {
 //! # let device = candle_core::Device::Cpu;
 //! let config = LoraConfig {
 //!     r: 4,
@@ -17,7 +18,7 @@
 //!     rank_pattern: vec![("v_proj".into(), 8)],
 //!     ..LoraConfig::default()
 //! };
-//! let mut network = hf::open("assets/tiny".as_ref(), Dtype::F32, &device)?.model.network;
+//! let mut network = hf::open("../../assets/tiny".as_ref(), Dtype::F32, &device)?.model.network;
 //! let mut adapters = hf::new_adapters(&config, &network.spec, None, 0)?;
 //! adapters.attach(&mut network)?;
 //! assert_eq!(network.adapters.len(), 2 * network.layers());

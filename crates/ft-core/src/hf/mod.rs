@@ -78,10 +78,5 @@ pub fn set_chat_template(dir: &Path, text: &str) -> Result<()> {
 mod adapter_tests;
 #[cfg(test)]
 mod model_tests;
-
-/// Model and adapter directories for the tests of higher modules.
 #[cfg(test)]
-pub(crate) mod testing {
-    pub(crate) use super::adapter_tests::{adapter_config, adapters};
-    pub(crate) use super::model_tests::{base, names, numbers};
-}
+mod testing;

@@ -30,12 +30,13 @@ pub struct OpenModel {
 ///
 /// ```
 /// use candle_core::Device;
-/// use ft::base::ErrorKind;
-/// use ft::{hf, ops::Dtype};
+/// use ft_base::ErrorKind;
+/// use ft_core::hf;
+/// use ft_ops::Dtype;
 /// use std::path::Path;
 ///
-/// # fn main() -> ft::base::Result<()> {
-/// let opened = hf::open(Path::new("assets/tiny"), Dtype::F32, &Device::Cpu)?;
+/// # fn main() -> ft_base::Result<()> {
+/// let opened = hf::open(Path::new("../../assets/tiny"), Dtype::F32, &Device::Cpu)?;
 /// println!("{} layers, {} tokens", opened.model.network.layers(), opened.tokenizer.vocab_size());
 ///
 /// let missing = hf::open(Path::new("no/such/model"), Dtype::F32, &Device::Cpu);

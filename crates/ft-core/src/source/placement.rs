@@ -29,7 +29,7 @@ impl Placement {
     }
 
     /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
-    pub(crate) fn travels(self) -> Option<Option<usize>> {
+    pub fn travels(self) -> Option<Option<usize>> {
         match self {
             Placement::Device => None,
             Placement::Host => Some(None),

@@ -1,6 +1,6 @@
 //! Tests of adapter directories: written and read back, and every kind of mismatch.
 
-use super::model_tests::{base, config, names, spec};
+use super::testing::{adapter_config, adapters, base, config, names, spec};
 use super::*;
 use crate::base::ErrorKind;
 use crate::formats::StoredDtype;
@@ -9,18 +9,12 @@ use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Adapters;
 use crate::ops::update;
+use crate::peft::Adapter;
 use crate::peft::config::{LoraConfig, LoraInit};
-use crate::peft::lora::scaling;
-use crate::peft::targets::Site;
-use crate::peft::{Adapter, Lora, Mask};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-fn sites() -> Vec<Site> {
-    spec(&config(true)).sites()
-}
 
 fn load(dir: &Path) -> Result<LoadedAdapter> {
     load_adapter(dir, &spec(&config(true)))
@@ -37,43 +31,6 @@ fn write(out: &Path, config: &AdapterConfig, adapters: &Adapters, base: &Path, p
         ..Base::default()
     };
     adapter(out, config, adapters, &BTreeMap::new(), base, &named)
-}
-
-pub(crate) fn adapter_config() -> AdapterConfig {
-    AdapterConfig {
-        r: 2,
-        lora_alpha: 3.0,
-        lora_dropout: 0.25,
-        target_modules: Targets::List(vec!["down_proj".into(), "q_proj".into()]),
-        base_model_name_or_path: Some("someone/tiny".into()),
-        ..AdapterConfig::default()
-    }
-}
-
-/// Adapters on the config's targets; all values differ.
-pub(crate) fn adapters(config: &AdapterConfig, r_of: impl Fn(&str) -> (usize, f64)) -> Adapters {
-    let mut out = Adapters::new();
-    for (index, site) in sites()
-        .iter()
-        .enumerate()
-        .filter(|(_, s)| s.module.ends_with("q_proj") || s.module.ends_with("down_proj"))
-    {
-        let (r, alpha) = r_of(&site.module);
-        let fill = |n: usize, shift: f32| {
-            (0..n)
-                .map(|i| (i as f32 + shift + index as f32 * 0.37).sin() * 0.1)
-                .collect::<Vec<f32>>()
-        };
-        let a = Tensor::from_vec(fill(r * site.input, 0.1), (r, site.input), &Device::Cpu).unwrap();
-        let b = Tensor::from_vec(fill(site.output * r, 0.7), (site.output, r), &Device::Cpu).unwrap();
-        let mask = Mask {
-            p: config.lora_dropout as f32,
-            site: index as u64,
-        };
-        let lora = Lora::new(&site.module, (a, b), scaling(alpha, r, config.use_rslora), mask);
-        out.insert(site.module.clone(), Arc::new(Adapter::Lora(lora)));
-    }
-    out
 }
 
 fn bits(t: &Tensor) -> Vec<u32> {

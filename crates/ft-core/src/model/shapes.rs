@@ -175,7 +175,7 @@ mod tests {
     #[test]
     fn shipped_models_have_their_shapes() {
         for (folder, name) in [("tiny", "tiny"), ("small", "tiny-student")] {
-            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets").join(folder);
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets").join(folder);
             let of = |c: &Config| {
                 families::read(c)
                     .unwrap()

@@ -3,10 +3,10 @@
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
-//! use ft::optim::config::{OptimizerConfig, OptimizerName, ScheduleConfig, ScheduleName, StateDtype};
-//! use ft::optim::{Optimizer, Schedule, Update};
+//! use ft_core::optim::config::{OptimizerConfig, OptimizerName, ScheduleConfig, ScheduleName, StateDtype};
+//! use ft_core::optim::{Optimizer, Schedule, Update};
 //!
-//! # fn main() -> ft::base::Result<()> {
+//! # fn main() -> ft_base::Result<()> {
 //! // Lion with 8-bit states, 100 steps with a linear decay.
 //! let mut optimizer = Optimizer::new(OptimizerConfig {
 //!     name: OptimizerName::Lion,

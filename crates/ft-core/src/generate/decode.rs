@@ -149,10 +149,11 @@ impl<'a> From<&'a Network> for SampledModel<'a> {
 /// error of `on_token`; a signal that requests a stop; a KV cache too small for one request.
 ///
 /// ```no_run
-/// use ft::generate::{Settings, generate};
-/// # use ft::{hf, ops::Dtype};
+/// use ft_core::generate::{Settings, generate};
+/// # use ft_core::hf;
+/// # use ft_ops::Dtype;
 ///
-/// # fn main() -> ft::base::Result<()> {
+/// # fn main() -> ft_base::Result<()> {
 /// # let device = candle_core::Device::Cpu;
 /// let opened = hf::open("model".as_ref(), Dtype::Bf16, &device)?;
 /// let prompts = [opened.tokenizer.encode("Once upon a time", true)?];

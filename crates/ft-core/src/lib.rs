@@ -1,0 +1,34 @@
+//! The library below the program `ft`: model directories, training step, objectives, decoding, adapters. The crate `ft`
+//! exports these modules; its documentation describes how they work together.
+
+#![warn(missing_docs)]
+// Outside of tests only errors may end the program: clippy denies calls that panic.
+#![cfg_attr(
+    not(test),
+    deny(
+        clippy::unwrap_used,
+        clippy::expect_used,
+        clippy::panic,
+        clippy::unreachable,
+        clippy::todo,
+        clippy::unimplemented
+    )
+)]
+
+pub mod hf; // Hugging Face model directories, PEFT adapters
+pub mod generate; // decoding: KV cache, sampling
+pub mod engine; // the step: forward, backward, sinks, accumulation, clipping
+pub mod rlhf; // objectives of preferences, rewards and RL
+pub mod distill; // objective of distillation: outputs of a teacher in, loss and gradient out
+pub mod sft; // supervised objective: hidden states in, loss and gradient out
+pub mod optim; // optimizers, schedules and the block schedule
+pub mod model; // one decoder block with options; one file per family
+pub mod source; // placement and loading of a layer's weights
+pub mod quant; // storage types of frozen weights: int8, int4, nf4
+pub mod peft; // adapters on a linear
+
+// The crates below the modules.
+use ft_base as base;
+use ft_data as data;
+use ft_formats as formats;
+use ft_ops as ops;

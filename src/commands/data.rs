@@ -7,14 +7,14 @@ use crate::data::{Dataset, Stats};
 use crate::recipe::Recipe;
 use crate::setup::ModelDir;
 use crate::setup::prompts::PromptSet;
-use crate::setup::rows::Rows;
+use crate::setup::rows::RecipeRows;
 use crate::setup::rows::{formats, local, rendered_later, spec};
 use serde_json::{Value, json};
 
 /// Reads all rows. Errors: an invalid model directory or row.
 pub fn counts(recipe: &Recipe) -> Result<Value> {
     let model = ModelDir::of_recipe(recipe)?;
-    let Rows { train, eval, questions } = Rows::read(recipe, &model)?;
+    let RecipeRows { train, eval, questions } = RecipeRows::read(recipe, &model)?;
     if let Some(questions) = questions {
         return Ok(json!({
             "train": {"rows": questions.train.len()},
@@ -50,11 +50,11 @@ fn of(rows: &Dataset) -> Value {
 /// The output of `ft data`: `rows` rendered rows with the trained tokens marked, and the counts.
 pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
     let model = ModelDir::of_recipe(recipe)?;
-    let Rows {
+    let RecipeRows {
         train: dataset,
         eval,
         questions,
-    } = Rows::read(recipe, &model)?;
+    } = RecipeRows::read(recipe, &model)?;
     let mut out: String = formats(recipe, &dataset, eval.as_ref())
         .iter()
         .map(|line| format!("format {}\n", visible(line)))

@@ -8,8 +8,8 @@ use crate::ops;
 use crate::plan::memory_plan::Verdict;
 use crate::plan::{Plan, RunPlan};
 use crate::recipe::{ModelInit, ModelRef, Recipe};
-use crate::setup::defaults::Before;
-use crate::setup::rows::{self, Rows};
+use crate::setup::defaults::ResumedValues;
+use crate::setup::rows::{self, RecipeRows};
 use crate::setup::{self, ModelDir};
 use crate::train::directory;
 use crate::train::header;
@@ -89,7 +89,7 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
     } else {
         None
     };
-    let stored = setup::Stored::find(&dir, &spec, recipe.model.init)?;
+    let stored = setup::StoredWeights::find(&dir, &spec, recipe.model.init)?;
     let RunPlan {
         recipe: settled,
         adapters,
@@ -97,7 +97,14 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
         stream,
         memory,
         ..
-    } = RunPlan::new(recipe, &spec, rows.as_ref(), &stored, &Before::default(), &device)?;
+    } = RunPlan::new(
+        recipe,
+        &spec,
+        rows.as_ref(),
+        &stored,
+        &ResumedValues::default(),
+        &device,
+    )?;
     let mut notes = Vec::new();
     match (&rows, &stream) {
         (Some(rows), Some(stream)) => {
@@ -220,7 +227,7 @@ fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
 }
 
 /// Reads rows with the tokenizer of the local model directory: a hub id would download the full model.
-fn read(recipe: &Recipe, dir: &Path) -> Result<Rows> {
+fn read(recipe: &Recipe, dir: &Path) -> Result<RecipeRows> {
     let here = ModelRef::Dir(dir.to_path_buf());
-    Rows::read(recipe, &ModelDir::of_recipe_at(recipe, &here)?)
+    RecipeRows::read(recipe, &ModelDir::of_recipe_at(recipe, &here)?)
 }

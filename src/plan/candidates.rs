@@ -3,7 +3,7 @@
 use super::Inputs;
 use super::model::Model;
 use crate::engine::Active;
-use crate::setup::{Retired, Turn};
+use crate::setup::{InactiveElements, Turn};
 use crate::source::StoragePolicy;
 use std::collections::BTreeMap;
 
@@ -68,7 +68,7 @@ fn corners<'a>(points: &[Point<'a>]) -> Vec<Point<'a>> {
 /// One turn for each of these sets, after all other sets were trained.
 pub fn turns_of(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Vec<Turn> {
     let retired = |active: &Active| {
-        let mut retired = Retired::default();
+        let mut retired = InactiveElements::default();
         let is_inactive = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
         for layer in 0..model.layers() {
             for p in model.layer(layer).filter(|p| is_inactive(&p.name)) {
@@ -98,7 +98,7 @@ mod tests {
     use crate::model::{families, shapes};
     use crate::plan::tests::inputs;
     use crate::recipe::Dtype;
-    use crate::setup::Retired;
+    use crate::setup::InactiveElements;
     use crate::source::{Placement, StoragePolicy};
 
     fn layer(l: usize) -> Active {
@@ -110,7 +110,7 @@ mod tests {
         let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
         let mut inputs = inputs(layer(0), crate::engine::Gradients::Keep);
         let turn = |(i, l): (usize, &usize)| Turn {
-            retired: Retired {
+            retired: InactiveElements {
                 dense: 100 * i as u64,
                 quantized: 0,
             },

@@ -9,7 +9,7 @@ use crate::plan::Plan;
 use crate::plan::advice;
 use crate::plan::search::{Base, PlanContext, PlannedStrategy};
 use crate::recipe::{Activations, Chunk, FrozenWeights, PackedWeights, Recipe, Tier};
-use crate::setup::Stored;
+use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::defaults;
 use crate::setup::defaults::Choice;
@@ -85,7 +85,7 @@ pub fn forecast(
     adapters: &Adapters,
     schedule: &ActiveSchedule,
     rows: Option<&RowSizes>,
-    stored: &Stored,
+    stored: &StoredWeights,
     device: &Device,
 ) -> Result<MemoryPlan> {
     let gpu = ops::device::memory(device)?;

@@ -8,10 +8,10 @@ use crate::hf::AdapterSet;
 use crate::model::Spec;
 use crate::recipe::Recipe;
 use crate::setup::active_schedule::ActiveSchedule;
-use crate::setup::defaults::{self, Before, Choice};
+use crate::setup::defaults::{self, Choice, ResumedValues};
 use crate::setup::row_sizes::RowSizes;
-use crate::setup::rows::{self, Rows};
-use crate::setup::{Stored, adapters, allocation};
+use crate::setup::rows::{self, RecipeRows};
+use crate::setup::{StoredWeights, adapters, allocation};
 use candle_core::Device;
 
 /// A run with all its decisions.
@@ -35,9 +35,9 @@ impl<'a> RunPlan<'a> {
     pub fn new(
         recipe: &Recipe,
         spec: &Spec,
-        rows: Option<&'a Rows>,
-        stored: &Stored,
-        before: &Before,
+        rows: Option<&'a RecipeRows>,
+        stored: &StoredWeights,
+        before: &ResumedValues,
         device: &Device,
     ) -> Result<Self> {
         let lengths = rows.map(|rows| rows.train.lengths());

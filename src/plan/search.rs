@@ -10,7 +10,7 @@ use crate::ops::prepacked::{self, Orders};
 use crate::peft::Adapter;
 use crate::plan::memory_plan::Limits;
 use crate::recipe::{Activations, Chunk, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
-use crate::setup::Stored;
+use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
 use crate::setup::prompts::needs_reference_copy;
@@ -33,7 +33,7 @@ pub(super) struct PlanContext<'a> {
     pub schedule: &'a ActiveSchedule,
     /// `None`: every row has the largest length.
     pub rows: Option<&'a RowSizes>,
-    pub stored: &'a Stored,
+    pub stored: &'a StoredWeights,
     pub on_gpu: bool,
     /// Loaded beside the model.
     pub teacher: Option<&'a TeacherSpec>,

@@ -7,7 +7,7 @@ use crate::hf::AdapterSet;
 use crate::model::Spec;
 use crate::optim::{BlockSchedule, Masks, Optimizer};
 use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
-use crate::setup::{Retired, Turn};
+use crate::setup::{InactiveElements, Turn};
 use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -242,7 +242,7 @@ impl Blocks {
         let count = steps.div_ceil(s.switch_every.max(1)).max(1);
         let long = count > ROUNDS * s.blocks.len() as u64;
         let sets = if long { s.possible() } else { s.turns(count) };
-        let retired: Vec<Retired> = self
+        let retired: Vec<InactiveElements> = self
             .sizes
             .iter()
             .map(|block| inactive_storage(block, storage))
@@ -252,12 +252,12 @@ impl Blocks {
         if long {
             sets.iter().flatten().for_each(|b| trained[*b] = true);
         }
-        let mut turns: BTreeMap<Vec<usize>, (Retired, bool)> = BTreeMap::new();
+        let mut turns: BTreeMap<Vec<usize>, (InactiveElements, bool)> = BTreeMap::new();
         let end = sets.len() - 1;
         for (i, set) in sets.into_iter().enumerate() {
             let corrected = self.corrected(&set);
             let found = (0..trained.len()).filter(|b| trained[*b] && !set.contains(b) && !corrected(*b));
-            let found = found.fold(Retired::default(), |sum, b| Retired {
+            let found = found.fold(InactiveElements::default(), |sum, b| InactiveElements {
                 dense: sum.dense + retired[b].dense,
                 quantized: sum.quantized + retired[b].quantized,
             });
@@ -290,7 +290,7 @@ impl Blocks {
         if self.correction == Correction::None {
             return turns;
         }
-        let mut alike: BTreeMap<(u64, Vec<Retired>), Vec<Found>> = BTreeMap::new();
+        let mut alike: BTreeMap<(u64, Vec<InactiveElements>), Vec<Found>> = BTreeMap::new();
         for turn in turns {
             let names = turn.0.iter().flat_map(|b| &self.schedule.blocks[*b].params);
             let shape = Active::new(names.cloned()).shape();
@@ -355,10 +355,10 @@ impl Blocks {
 }
 
 /// Blocks that are active together, the elements deactivated before them, and whether another set follows.
-type Found = (Vec<usize>, Retired, bool);
+type Found = (Vec<usize>, InactiveElements, bool);
 
 /// Elements of a block when it is inactive, by storage: dense or quantized.
-fn inactive_storage(block: &[(Arc<str>, u64)], storage: &StoragePolicy) -> Retired {
+fn inactive_storage(block: &[(Arc<str>, u64)], storage: &StoragePolicy) -> InactiveElements {
     let quantized = |name: &Arc<str>| storage.quantized().contains_key(name);
     let sum = |wanted: bool| {
         block
@@ -367,7 +367,7 @@ fn inactive_storage(block: &[(Arc<str>, u64)], storage: &StoragePolicy) -> Retir
             .map(|(_, n)| n)
             .sum()
     };
-    Retired {
+    InactiveElements {
         dense: sum(false),
         quantized: sum(true),
     }

@@ -30,13 +30,13 @@ const ENOUGH_STEPS: f64 = 1000.0;
 
 /// Values from `resolved.toml` of the run that is resumed.
 #[derive(Debug, Default)]
-pub struct Before {
+pub struct ResumedValues {
     values: BTreeMap<String, String>,
     /// The file comes from a version without `auto` for these keys.
     older: bool,
 }
 
-impl Before {
+impl ResumedValues {
     /// Reads the values. `resume` as in `train::Options`. Empty for a new run, or if the file does not exist.
     ///
     /// Errors: the file cannot be read.
@@ -70,7 +70,12 @@ pub fn run_of<'a>(recipe: &'a Recipe, from: Option<&'a Path>) -> &'a Path {
 
 /// Returns the recipe with all `auto` keys resolved, and the choices. `lengths`: tokens of each row; without them the
 /// values for runs of unknown size stay.
-pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[usize]>, before: &Before) -> (Recipe, Vec<Choice>) {
+pub fn settle(
+    recipe: &Recipe,
+    spec: &Spec,
+    lengths: Option<&[usize]>,
+    before: &ResumedValues,
+) -> (Recipe, Vec<Choice>) {
     let (mut settled, open) = (recipe.clone(), recipe.open);
     let mut choices = Vec::new();
     let mut choose = |key: &'static str, found: Option<f64>, now: f64, why: String| {
@@ -130,7 +135,13 @@ pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[usize]>, before: &
 }
 
 /// Chooses the steps per block if `tune.block.switch_every` is `auto`; `rows` is the number of training rows.
-pub fn settle_blocks(recipe: &mut Recipe, spec: &Spec, rows: usize, steps: u64, before: &Before) -> Option<Choice> {
+pub fn settle_blocks(
+    recipe: &mut Recipe,
+    spec: &Spec,
+    rows: usize,
+    steps: u64,
+    before: &ResumedValues,
+) -> Option<Choice> {
     let block = &mut recipe.tune.block;
     if recipe.tune.method != Method::Block || block.switch_every.is_some() {
         return None;
@@ -394,7 +405,7 @@ mod tests {
         let file = dir.path().join("resolved.toml");
         let read = |text: &str| {
             std::fs::write(&file, text).unwrap();
-            Before::read(&r, &Some(None)).unwrap()
+            ResumedValues::read(&r, &Some(None)).unwrap()
         };
         let new = read(
             "[data]\npacking_length = 77\n[tune.block]\nswitch_every = 9\n[optimizer]\nlearning_rate = 3.3e-4\n\

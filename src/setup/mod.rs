@@ -15,4 +15,4 @@ pub mod active_schedule;
 mod turn;
 
 pub use model::*;
-pub use turn::{Retired, Turn};
+pub use turn::{InactiveElements, Turn};

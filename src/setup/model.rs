@@ -162,10 +162,10 @@ impl ModelDir {
     }
 
     /// How the files store the weights.
-    pub fn stored(&self, init: ModelInit) -> Result<Stored> {
+    pub fn stored(&self, init: ModelInit) -> Result<StoredWeights> {
         match init {
-            ModelInit::Random => Ok(Stored::random()),
-            ModelInit::Pretrained => Stored::of(&*self.weights()?, &self.spec),
+            ModelInit::Random => Ok(StoredWeights::random()),
+            ModelInit::Pretrained => StoredWeights::of(&*self.weights()?, &self.spec),
         }
     }
 
@@ -374,14 +374,14 @@ impl ModelDir {
 
 /// How the files of a model store its weights.
 #[derive(Debug, Default)]
-pub struct Stored {
+pub struct StoredWeights {
     /// Weights that are quantized in the files, with their formats.
     pub codes: BTreeMap<Arc<str>, Format>,
     /// Bytes per value when a weight is read for quantization; `None` if the files are not available.
     pub number_bytes: Option<u64>,
 }
 
-impl Stored {
+impl StoredWeights {
     /// Inspects the files in `dir`, if they exist; random weights are f32. Reads headers only.
     pub fn find(dir: &Path, spec: &Spec, init: ModelInit) -> Result<Self> {
         match init {

@@ -10,14 +10,14 @@ use crate::setup::ModelDir;
 use crate::setup::prompts::{self, PromptSet};
 
 /// Tokenized rows of a recipe.
-pub struct Rows {
+pub struct RecipeRows {
     pub train: Dataset,
     pub eval: Option<Dataset>,
     /// Prompts of an RL stage.
     pub questions: Option<PromptSet>,
 }
 
-impl Rows {
+impl RecipeRows {
     pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<Self> {
         if prompts::reinforces(recipe) {
             let (train, eval, questions) = prompts::read(recipe, model)?;

@@ -182,7 +182,7 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
     let (dir, spec) = setup::read_spec(path, &d.teacher_revision, crate::recipe::ModelInit::Pretrained)
         .map_err(|e| e.or_at("distill.teacher"))?;
     let (dtype, mut storage) = storage(recipe, &spec)?;
-    for (name, format) in setup::Stored::find(&dir, &spec, ModelInit::Pretrained)?.codes {
+    for (name, format) in setup::StoredWeights::find(&dir, &spec, ModelInit::Pretrained)?.codes {
         storage.set(name, Some(format));
     }
     let states = if d.hidden_weight > 0.0 {

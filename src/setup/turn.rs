@@ -5,13 +5,13 @@ use crate::source::Placement;
 
 /// Elements of parameters that were trained earlier in the run and are inactive now.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Retired {
+pub struct InactiveElements {
     pub dense: u64,
     /// Elements of quantized parameters.
     pub quantized: u64,
 }
 
-impl Retired {
+impl InactiveElements {
     /// Bytes in the model's type and of the low part of fp32 masters. With weights on the disk both are read back on
     /// demand.
     pub fn bytes(self, place: Placement, (stored, master): (u64, u64)) -> u64 {
@@ -27,7 +27,7 @@ impl Retired {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Turn {
     pub active: Active,
-    pub retired: Retired,
+    pub retired: InactiveElements,
     /// True if another set becomes active after it.
     pub leaves: bool,
 }
@@ -37,7 +37,7 @@ impl Turn {
     pub fn alone(active: Active) -> Self {
         Self {
             active,
-            retired: Retired::default(),
+            retired: InactiveElements::default(),
             leaves: false,
         }
     }

@@ -15,9 +15,9 @@ use crate::recipe::{self, Method};
 use crate::report::{Reporter, StepMetrics};
 use crate::setup::active_schedule::{self, ActiveSchedule};
 use crate::setup::allocation;
-use crate::setup::defaults::{self, Before};
+use crate::setup::defaults::{self, ResumedValues};
 use crate::setup::locate;
-use crate::setup::rows::{self, Rows};
+use crate::setup::rows::{self, RecipeRows};
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
 use crate::train::directory;
@@ -75,10 +75,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let mut model = ModelDir::of_recipe(recipe)?;
     model.untie_for(recipe)?;
     model.check_weights(recipe.model.init)?;
-    let rows = Rows::read(recipe, &model)?;
+    let rows = RecipeRows::read(recipe, &model)?;
 
     // ---- all decisions: values of `auto` keys, adapters, schedule of active parameters, memory
-    let before = Before::read(recipe, &options.resume)?;
+    let before = ResumedValues::read(recipe, &options.resume)?;
     let stored = model.stored(recipe.model.init)?;
     let RunPlan {
         recipe: settled,
@@ -96,7 +96,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let Some(stream) = stream else {
         return Err(Error::internal("a run has no rows"));
     };
-    let Rows { train, eval, questions } = &rows;
+    let RecipeRows { train, eval, questions } = &rows;
     let (loaded, open, recipe) = (&defaults::record(loaded, &choices), recipe, &settled);
     let (total_steps, params) = (stream.steps(), model.spec.params());
     stage::check(recipe, &model, train)?;

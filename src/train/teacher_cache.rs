@@ -20,7 +20,7 @@ use crate::recipe::Recipe;
 use crate::report;
 use crate::setup;
 use crate::setup::ModelDir;
-use crate::setup::rows::Rows;
+use crate::setup::rows::RecipeRows;
 use crate::setup::teacher;
 use crate::train::inputs;
 use half::f16;
@@ -126,7 +126,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     signal::install()?;
     let model = ModelDir::of_recipe(recipe)?;
     let opened = teacher::open(recipe, &model)?;
-    let rows = Rows::read(recipe, &model)?.train;
+    let rows = RecipeRows::read(recipe, &model)?.train;
     opened.check_rows(&rows)?;
     let d = &recipe.distill;
     let common = opened.common(&model.spec);

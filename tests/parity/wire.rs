@@ -14,7 +14,7 @@ use ft::ops::{CpuBackend, step};
 use ft::optim::{Optimizer, Schedule, Update};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
 use ft::setup::ModelDir;
-use ft::setup::rows::{Rows, stream};
+use ft::setup::rows::{RecipeRows, stream};
 use ft::sft::CausalLm;
 use ft::source::StoragePolicy;
 use ft::train::stage;
@@ -228,7 +228,7 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
         .unwrap_or_else(|e| panic!("{e}"))
         .recipe;
     let described = ModelDir::open(&recipe.model.path.to_string(), "main", None).unwrap_or_else(|e| panic!("{e}"));
-    let rows = ft::setup::rows::Rows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
+    let rows = ft::setup::rows::RecipeRows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
     let examples = rows.train.examples.into_iter();
     examples
         .map(|e| Document {
@@ -265,7 +265,7 @@ fn described(recipe: &Recipe) -> ModelDir {
 /// The documents of each preference row, as in a training run.
 pub fn preference_rows(model: &Path, file: &Path, lines: &str) -> Vec<Vec<Document>> {
     let recipe = preference_recipe(model, file, lines);
-    let rows = Rows::read(&recipe, &described(&recipe)).unwrap_or_else(|e| panic!("{e}"));
+    let rows = RecipeRows::read(&recipe, &described(&recipe)).unwrap_or_else(|e| panic!("{e}"));
     let parts = |row| {
         rows.train.parts(row).map(|e| Document {
             ids: e.ids,
@@ -289,7 +289,7 @@ pub struct Preferred {
 pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str, score: Option<&[f64]>) -> Preferred {
     let recipe = preference_recipe(policy, rows, lines);
     let model = described(&recipe);
-    let rows = Rows::read(&recipe, &model).unwrap_or_else(|e| panic!("{e}"));
+    let rows = RecipeRows::read(&recipe, &model).unwrap_or_else(|e| panic!("{e}"));
     let setting = stage::StageContext {
         recipe: &recipe,
         spec: &model.spec,

@@ -21,7 +21,7 @@ use crate::ops::step_stats::{StepStats, StepSums};
 use crate::sft::CausalLm;
 use candle_core::Tensor;
 use hidden::Hidden;
-pub use teacher::{Stored, Teacher};
+pub use teacher::{StoredOutputs, Teacher};
 
 /// Parameters of the divergence between the distributions; see `ops::distill`.
 #[derive(Debug, Clone, Copy, PartialEq)]

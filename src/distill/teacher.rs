@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// Precomputed outputs of a teacher for the trained tokens of a batch.
-pub trait Stored {
+pub trait StoredOutputs {
     /// One row per trained token, in order.
     ///
     /// # Errors
@@ -27,7 +27,7 @@ pub enum Teacher {
     /// A network beside the student.
     Live(Box<Live>),
     /// Stored distributions.
-    Stored(Box<dyn Stored>),
+    Stored(Box<dyn StoredOutputs>),
 }
 
 /// A network, and its states for the last batch: objectives need the same batch several times.

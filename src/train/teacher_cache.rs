@@ -11,7 +11,7 @@ use crate::base::signal::{Conduct, Stop};
 use crate::base::{Error, Result, files, paths, progress, signal, staging};
 use crate::data::batch::Example;
 use crate::data::{Batch, Dataset, IGNORE};
-use crate::distill::{self, Stored};
+use crate::distill::{self, StoredOutputs};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
@@ -562,7 +562,7 @@ impl Cache {
     }
 }
 
-impl Stored for Cache {
+impl StoredOutputs for Cache {
     fn of(&self, batch: &Batch) -> Result<TopK> {
         let mut top = TopK {
             k: self.k,

@@ -120,7 +120,7 @@ pub fn of(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
 }
 
 /// Bytes to hash: values of a parameter, or a part of its quantized data.
-struct Job<'a> {
+struct HashJob<'a> {
     info: &'a TensorInfo,
     /// Number format of the values; `None`: raw bytes.
     dtype: Option<StoredDtype>,
@@ -131,11 +131,11 @@ struct Job<'a> {
 fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let handles: Vec<File> = weights.files().iter().map(|p| files::open(p)).collect::<Result<_>>()?;
     let params = spec.params();
-    let mut jobs: Vec<Job> = Vec::new();
+    let mut jobs: Vec<HashJob> = Vec::new();
     let mut split = |info, dtype: Option<StoredDtype>, total: usize| {
         for first in (0..total.max(1)).step_by(PIECE) {
             let count = PIECE.min(total - first);
-            jobs.push(Job {
+            jobs.push(HashJob {
                 info,
                 dtype,
                 first,
@@ -181,7 +181,7 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
         split(info, Some(info.dtype), info.count());
         parts.push((format!("{} {head}", p.name), info.count().max(1).div_ceil(PIECE)));
     }
-    let hash = |(raw, rounded): &mut (Vec<u8>, Vec<u8>), job: &Job| -> Result<([u8; 32], [u8; 32])> {
+    let hash = |(raw, rounded): &mut (Vec<u8>, Vec<u8>), job: &HashJob| -> Result<([u8; 32], [u8; 32])> {
         let size = job.dtype.map_or(1, StoredDtype::size);
         raw.resize(job.count * size, 0);
         handles[job.info.file]

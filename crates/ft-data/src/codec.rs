@@ -4,7 +4,7 @@ use ft_base::Result;
 use ft_formats::{ChatTemplate, Tokenizer};
 use serde_json::Value;
 
-pub use ft_formats::template::{Job, Rendered};
+pub use ft_formats::template::{RenderJob, Rendered};
 pub use ft_formats::tokenizer::IdsAndOffsets;
 
 /// Converts text to token ids and back.
@@ -65,7 +65,7 @@ pub trait ChatRender: Send + Sync {
     }
 
     /// Renders many conversations at once, for each request of each job. For `None` or a missing text use `render`.
-    fn render_many(&self, _jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+    fn render_many(&self, _jobs: &[RenderJob]) -> Vec<Vec<Option<Rendered>>> {
         Vec::new()
     }
 
@@ -125,7 +125,7 @@ impl ChatRender for ChatTemplate {
         }
     }
 
-    fn render_many(&self, jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+    fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<Rendered>>> {
         self.render_many(jobs)
     }
 

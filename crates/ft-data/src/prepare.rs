@@ -1,6 +1,6 @@
 //! Requests the renderings of many rows at once: a request to the rendering process costs as much as rendering a row.
 
-use super::codec::{ChatRender, Job, Rendered};
+use super::codec::{ChatRender, RenderJob, Rendered};
 use super::encode::Encoder;
 use super::rows::Sample;
 use ft_base::Result;
@@ -12,7 +12,7 @@ pub(super) const ROWS: usize = 64;
 /// A chat template with cached renderings of one conversation.
 pub(super) struct Prepared<'a> {
     template: &'a dyn ChatRender,
-    job: Option<Job<'a>>,
+    job: Option<RenderJob<'a>>,
     texts: Vec<Option<Rendered>>,
 }
 
@@ -23,7 +23,7 @@ pub(super) fn prepare<'a>(
     samples: &'a [Result<Sample>],
 ) -> Vec<Prepared<'a>> {
     let job = |sample: &'a Result<Sample>| match sample {
-        Ok(Sample::Chat(chat)) => Some(Job {
+        Ok(Sample::Chat(chat)) => Some(RenderJob {
             messages: &chat.messages,
             tools: chat.tools.as_ref(),
             asks: encoder.asks(chat),
@@ -34,15 +34,15 @@ pub(super) fn prepare<'a>(
 }
 
 /// One for each job; a place without one asks the template itself.
-pub(super) fn of_jobs<'a>(template: &'a dyn ChatRender, jobs: Vec<Option<Job<'a>>>) -> Vec<Prepared<'a>> {
-    let given: Vec<Job> = jobs.iter().flatten().cloned().collect();
+pub(super) fn of_jobs<'a>(template: &'a dyn ChatRender, jobs: Vec<Option<RenderJob<'a>>>) -> Vec<Prepared<'a>> {
+    let given: Vec<RenderJob> = jobs.iter().flatten().cloned().collect();
     let answers = if given.is_empty() {
         Vec::new()
     } else {
         template.render_many(&given)
     };
     let mut answers = answers.into_iter();
-    let prepared = |job: Option<Job<'a>>| Prepared {
+    let prepared = |job: Option<RenderJob<'a>>| Prepared {
         template,
         texts: job.as_ref().and_then(|_| answers.next()).unwrap_or_default(),
         job,

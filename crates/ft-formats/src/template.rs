@@ -60,7 +60,7 @@ pub struct Rendered {
 
 /// A conversation and what is wanted of it: its first messages, and whether a generation prompt follows.
 #[derive(Debug, Clone)]
-pub struct Job<'a> {
+pub struct RenderJob<'a> {
     /// The conversation: objects with `role` and `content`.
     pub messages: &'a [Value],
     /// The tools that the template may list.
@@ -239,7 +239,7 @@ impl ChatTemplate {
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<Rendered> {
-        let job = Job {
+        let job = RenderJob {
             messages,
             tools,
             asks: vec![(messages.len(), add_generation_prompt)],
@@ -252,7 +252,7 @@ impl ChatTemplate {
     }
 
     /// The texts of many conversations at once; `None` where `render` has the error.
-    pub fn render_many(&self, jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+    pub fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<Rendered>>> {
         // A process that ended while it worked on several: which one it was shows when they are rendered one by one.
         let answers = self.answers(jobs).unwrap_or_default();
         answers
@@ -267,7 +267,7 @@ impl ChatTemplate {
     }
 
     /// Answers to each job, to each of its asks. Errors: the process could not be started, or ended.
-    fn answers(&self, jobs: &[Job]) -> Result<Vec<Vec<Answer>>> {
+    fn answers(&self, jobs: &[RenderJob]) -> Result<Vec<Vec<Answer>>> {
         match pool::answers(self, jobs) {
             None => Ok(jobs
                 .iter()
@@ -319,7 +319,7 @@ impl Program {
         })
     }
 
-    fn answer(&self, tokens: &Map<String, Value>, job: &Job) -> Vec<Answer> {
+    fn answer(&self, tokens: &Map<String, Value>, job: &RenderJob) -> Vec<Answer> {
         answer(&self.parsed, tokens, job.messages, job.tools, &job.asks)
     }
 }

@@ -245,7 +245,7 @@ fn run(
     let (v, d) = dims2(head.tensor, "the head")?;
     floats(h, "the hidden states", |h| {
         head.with_rows("the head", |head| {
-            let job = cpu::Job {
+            let job = cpu::CrossEntropyJob {
                 h,
                 head,
                 targets,
@@ -262,7 +262,7 @@ fn run(
 /// The GPU versions.
 #[cfg(feature = "cuda")]
 mod gpu {
-    use super::super::cuda::cross_entropy::{Job, Wanted, run};
+    use super::super::cuda::cross_entropy::{CrossEntropyJob, Wanted, run};
     use super::super::cuda::memory::to_f32_vec;
     use super::*;
     use candle_core::DType;
@@ -280,7 +280,7 @@ mod gpu {
         let totals = step_stats
             .losses()?
             .ok_or_else(|| Error::internal("the statistics of a step are not on the GPU"))?;
-        let job = Job {
+        let job = CrossEntropyJob {
             h,
             head,
             trained: &trained,
@@ -309,7 +309,7 @@ mod gpu {
         let trained = trained_rows(h, head, targets, softcap)?;
         let each = Tensor::zeros(targets.len(), DType::F32, h.device())?;
         let totals = Tensor::zeros(2, DType::F64, h.device())?;
-        let job = Job {
+        let job = CrossEntropyJob {
             h,
             head,
             trained: &trained,

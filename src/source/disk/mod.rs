@@ -27,7 +27,7 @@ use crate::ops::transfer::CopyTimes;
 use crate::quant::{Format, Weight};
 use candle_core::{DType, Device, Tensor};
 use numbers::Files;
-use pool::{Buffers, DoubleBuffer, Job, Loader};
+use pool::{Buffers, DoubleBuffer, Loader, ReaderJob};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
@@ -104,7 +104,7 @@ pub struct Disk {
     /// Active parameters; all of them are in `Shared::in_memory`.
     active: Mutex<BTreeSet<Arc<str>>>,
     options: Options,
-    jobs: Option<mpsc::Sender<Job>>,
+    jobs: Option<mpsc::Sender<ReaderJob>>,
     reader: Option<JoinHandle<()>>,
 }
 
@@ -152,7 +152,7 @@ impl Disk {
             let tensor = shared.load(shared.param(name)?)?;
             shared.in_memory().insert(name.clone(), tensor);
         }
-        let (jobs, queue) = mpsc::channel::<Job>();
+        let (jobs, queue) = mpsc::channel::<ReaderJob>();
         let reader = std::thread::Builder::new()
             .name("reader".into())
             .spawn(move || queue.into_iter().for_each(|job| job()))
@@ -173,7 +173,7 @@ impl Disk {
         })
     }
 
-    fn send(&self, job: Job) {
+    fn send(&self, job: ReaderJob) {
         if let Some(Err(mpsc::SendError(job))) = self.jobs.as_ref().map(|jobs| jobs.send(job)) {
             // The reader thread has ended: read on the calling thread.
             job();

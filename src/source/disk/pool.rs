@@ -22,7 +22,7 @@ pub(super) trait Loader: Send + Sync + 'static {
 }
 
 /// A job for the reader thread.
-pub(super) type Job = Box<dyn FnOnce() + Send>;
+pub(super) type ReaderJob = Box<dyn FnOnce() + Send>;
 
 enum SlotState {
     Empty,
@@ -124,7 +124,7 @@ impl<L: Loader> DoubleBuffer<L> {
     }
 
     /// Prefetches `key` on the reader thread if a slot is free; `get` returns the error, if any.
-    pub fn prefetch(&self, key: L::Key, send: impl FnOnce(Job)) {
+    pub fn prefetch(&self, key: L::Key, send: impl FnOnce(ReaderJob)) {
         let shared = &*self.0;
         let mut slots = shared.lock();
         let now = clock(&slots);
@@ -271,7 +271,7 @@ mod tests {
     }
 
     /// A reader that runs each job at once, on another thread.
-    fn now(job: Job) {
+    fn now(job: ReaderJob) {
         std::thread::spawn(job).join().unwrap();
     }
 

@@ -3,7 +3,7 @@
 use super::Want;
 use super::rows::{Judgement, Sides, understand};
 use crate::batch::Example;
-use crate::codec::{ChatRender, Job};
+use crate::codec::{ChatRender, RenderJob};
 use crate::dataset::Origin;
 use crate::encode::Encoder;
 use crate::faults::Tried;
@@ -99,7 +99,7 @@ impl PairEncoder<'_> {
         for (row, talks) in rows.iter().zip(&talks) {
             let tools = row.as_ref().ok().and_then(Judgement::tools);
             jobs.extend(talks.iter().map(|(messages, prompt)| {
-                Some(Job {
+                Some(RenderJob {
                     messages,
                     tools,
                     asks: vec![(messages.len(), *prompt)],

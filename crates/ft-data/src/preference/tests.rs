@@ -1,7 +1,7 @@
 //! End-to-end tests of preference rows: tokens as in TRL, truncation, refused rows, mismatched pairs.
 
 use super::*;
-use crate::codec::{Job, Rendered};
+use crate::codec::{RenderJob, Rendered};
 use crate::testing::{Jinja, Words, files};
 use crate::{BatchStream, IGNORE, Length, StreamSpec};
 use crate::{Render, TrainOn};
@@ -261,16 +261,16 @@ impl ChatRender for Counting {
         self.inner.render(messages, tools, prompt)
     }
 
-    fn render_many(&self, jobs: &[Job]) -> Vec<Vec<Option<Rendered>>> {
+    fn render_many(&self, jobs: &[RenderJob]) -> Vec<Vec<Option<Rendered>>> {
         let mut asked = self.asked.lock().unwrap();
         asked[1] += 1;
         asked[2] += jobs.len();
-        let text = |job: &Job, (upto, prompt): &(usize, bool)| {
+        let text = |job: &RenderJob, (upto, prompt): &(usize, bool)| {
             let text = self.inner.render(&job.messages[..*upto], job.tools, *prompt).ok()?;
             let generation = Vec::new();
             Some(Rendered { text, generation })
         };
-        let answers = |job: &Job| job.asks.iter().map(|ask| text(job, ask)).collect();
+        let answers = |job: &RenderJob| job.asks.iter().map(|ask| text(job, ask)).collect();
         jobs.iter().map(answers).collect()
     }
 }

@@ -1,7 +1,7 @@
 //! The processes that render chat templates: started when they are needed, kept for the next conversations.
 
 use super::wire::{JobText, Reader, Request};
-use super::{Answer, ChatTemplate, Job};
+use super::{Answer, ChatTemplate, RenderJob};
 use crate::jinja;
 use ft_base::worker::{self, Worker};
 use ft_base::{Error, Result};
@@ -63,7 +63,7 @@ fn take() -> (Busy, Option<Renderer>) {
 /// Answers of a process; `None`: the conversations are to be rendered in this one.
 ///
 /// Errors: no process could be started, or it ended.
-pub(super) fn answers(template: &ChatTemplate, jobs: &[Job]) -> Option<Result<Vec<Vec<Answer>>>> {
+pub(super) fn answers(template: &ChatTemplate, jobs: &[RenderJob]) -> Option<Result<Vec<Vec<Answer>>>> {
     if !worker::is_available() {
         return None;
     }
@@ -102,7 +102,7 @@ pub(super) fn answers(template: &ChatTemplate, jobs: &[Job]) -> Option<Result<Ve
 }
 
 impl Renderer {
-    fn ask(&mut self, template: &ChatTemplate, jobs: &[Job], out: &mut Vec<Vec<Answer>>) -> Result<()> {
+    fn ask(&mut self, template: &ChatTemplate, jobs: &[RenderJob], out: &mut Vec<Vec<Answer>>) -> Result<()> {
         let Some(first) = jobs.first() else { return Ok(()) };
         let program = template.program(first.tools);
         let is_new = self.programs.insert(program.id);

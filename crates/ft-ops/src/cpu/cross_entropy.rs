@@ -15,7 +15,7 @@ pub(crate) const PIECE: usize = 4096;
 pub(crate) const BLOCK: usize = 2048;
 
 /// The inputs. `sizes` are (D, V); `cap` 0 means no softcap.
-pub(crate) struct Job<'a> {
+pub(crate) struct CrossEntropyJob<'a> {
     pub h: &'a [f32],
     pub head: WeightRows<'a>,
     pub targets: &'a [u32],
@@ -203,7 +203,7 @@ pub(super) fn back(
 /// Runs with a head that is in memory as a whole. `trained` are the rows of h that have a target; `each` is called
 /// with them in order.
 pub(crate) fn run(
-    job: &Job<'_>,
+    job: &CrossEntropyJob<'_>,
     trained: &[usize],
     chunk: usize,
     mut gradients: Option<&mut Gradients>,

@@ -134,7 +134,7 @@ fn rows(
 /// The GPU versions.
 #[cfg(feature = "cuda")]
 pub(super) mod gpu {
-    use super::super::super::cuda::cross_entropy_parts::{Job, run};
+    use super::super::super::cuda::cross_entropy_parts::{PieceJob, run};
     use super::super::super::cuda::memory::to_f32_vec;
     use super::*;
     use candle_core::DType;
@@ -150,7 +150,7 @@ pub(super) mod gpu {
         let totals = step_stats
             .losses()?
             .ok_or_else(|| Error::internal("the statistics of a step are not on the GPU"))?;
-        let job = Job {
+        let job = PieceJob {
             h,
             trained: &trained,
             targets,
@@ -186,7 +186,7 @@ pub(super) mod gpu {
         let trained = head.trained_rows(h, targets, &Options::losses(softcap, 0))?;
         let each = Tensor::zeros(targets.len(), DType::F32, h.device())?;
         let totals = Tensor::zeros(2, DType::F64, h.device())?;
-        let job = Job {
+        let job = PieceJob {
             h,
             trained: &trained,
             targets,

@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 /// The inputs and outputs.
-pub(crate) struct Job<'a> {
+pub(crate) struct CrossEntropyJob<'a> {
     /// `[N, D]`
     pub h: &'a Tensor,
     /// `[V, D]`
@@ -35,7 +35,7 @@ pub(crate) struct Wanted {
 }
 
 /// Returns dh `[N, D]` of the type of h, and dw `[V, D]` f32, each if requested.
-pub(crate) fn run(job: &Job, wanted: Option<Wanted>) -> Result<(Option<Tensor>, Option<Tensor>)> {
+pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<Wanted>) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let gpu = Gpu::of(job.h, "the hidden states")?;
     let kind = Kind::of(job.h, "the hidden states")?;
     let (n, d) = job.h.dims2()?;
@@ -160,7 +160,7 @@ impl Buffers<'_> {
         head: Matrix,
         (rows, count): (u64, usize),
         (targets, weights): (u64, u64),
-        job: &Job,
+        job: &CrossEntropyJob,
         wanted: Option<Wanted>,
     ) -> Result<()> {
         let logits = Matrix::new(self.logits, Kind::F32, self.stride);

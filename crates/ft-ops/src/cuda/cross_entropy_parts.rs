@@ -13,7 +13,7 @@ use ft_base::{Error, Result};
 const SEEN: usize = 6;
 
 /// The inputs and outputs.
-pub(crate) struct Job<'a> {
+pub(crate) struct PieceJob<'a> {
     /// `[N, D]`
     pub h: &'a Tensor,
     /// Rows of h that have a target, ascending.
@@ -32,7 +32,7 @@ pub(crate) struct Job<'a> {
 }
 
 /// Returns dh `[N, D]` of the type of h if its factor is given.
-pub(crate) fn run(job: &Job, head: &Pieces, scale: Option<f32>) -> Result<Option<Tensor>> {
+pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<Option<Tensor>> {
     let gpu = Gpu::of(job.h, "the hidden states")?;
     let kind = Kind::of(job.h, "the hidden states")?;
     let (n, d) = job.h.dims2()?;
@@ -193,7 +193,7 @@ impl Places<'_> {
     }
 
     /// Computes losses, correct predictions and entropies of all rows; `rows` are their indices in h.
-    fn finish(&self, job: &Job, rows: u64) -> Result<()> {
+    fn finish(&self, job: &PieceJob, rows: u64) -> Result<()> {
         let loss = self.gpu.empty(self.count, DType::F64)?;
         let correct = self.gpu.empty(self.count, DType::U32)?;
         let (loss, correct) = (address(&loss, "losses")?, address(&correct, "hits")?);

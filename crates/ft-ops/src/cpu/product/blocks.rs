@@ -8,13 +8,13 @@ use super::super::with_scratch;
 use super::fma::{AccumulateFrom, MicroTile};
 use super::grid::{KC, NC_KC, grid, part};
 use super::pack::{self, Panel, PanelLayout};
-use super::{CInit, Job, Matrix, Operand, VectorIsa, skinny};
+use super::{CInit, Matrix, Operand, ProductJob, VectorIsa, skinny};
 use rayon::prelude::*;
 
 /// With at most this many columns an f32 A is read in place: packing costs more than it saves.
 const FEW_COLUMNS: usize = 64;
 
-pub(super) fn run(job: &Job, isa: VectorIsa) {
+pub(super) fn run(job: &ProductJob, isa: VectorIsa) {
     if skinny::run(job, isa) {
         return;
     }
@@ -29,7 +29,7 @@ pub(super) fn run(job: &Job, isa: VectorIsa) {
     });
 }
 
-fn block(job: &Job, isa: VectorIsa, (r0, rows): (usize, usize), (c0, columns): (usize, usize)) {
+fn block(job: &ProductJob, isa: VectorIsa, (r0, rows): (usize, usize), (c0, columns): (usize, usize)) {
     let (_, n, k) = job.sizes;
     let (mr, nr, lanes) = isa.micro_tile();
     let rank = job.fused_lora.as_ref().map_or(0, |r| r.rank);

@@ -5,7 +5,7 @@
 //! (the backend `Portable`, or a large rank).
 
 use super::super::Shared;
-use super::{CInit, CpuBackend, Job, Matrix, Operand, Rounding, Sizes, gemv, product_on, run};
+use super::{CInit, CpuBackend, Matrix, Operand, ProductJob, Rounding, Sizes, gemv, product_on, run};
 
 /// A larger rank would evict the packed A from the cache.
 pub(super) const MAX_RANK: usize = 64;
@@ -32,9 +32,9 @@ pub(super) struct FusedLoraShared<'a> {
 
 impl<'a> FusedLoraShared<'a> {
     /// Returns the product that computes u, without its scale.
-    pub(super) fn job(&self, of: &Job<'a>) -> Job<'a> {
+    pub(super) fn job(&self, of: &ProductJob<'a>) -> ProductJob<'a> {
         let (m, _, k) = of.sizes;
-        Job {
+        ProductJob {
             sizes: (m, self.rank, k),
             c: self.u,
             start: CInit::Zero,
@@ -91,7 +91,7 @@ pub(crate) fn product_with(
     if let CInit::Bias(bias) = start {
         assert!(bias.len() == n);
     }
-    let job = Job {
+    let job = ProductJob {
         sizes,
         c: Shared::new(c),
         start,

@@ -6,7 +6,7 @@ use super::super::dequantize::dequantize;
 #[cfg(target_arch = "x86_64")]
 use super::super::dequantize::dots;
 use super::super::math::{LANES, dot, dot_bf16, dot_lanes, round_to_bf16, sum_lanes, vectorized};
-use super::{CInit, Job, Matrix, Operand, VectorIsa};
+use super::{CInit, Matrix, Operand, ProductJob, VectorIsa};
 use crate::quantized::QMatrixView;
 use half::bf16;
 use rayon::prelude::*;
@@ -21,7 +21,7 @@ const PIECE: usize = 512;
 
 /// True if this path can compute `job`. `rounds`: operands are rounded to bf16. The few rows of A are rounded in
 /// advance; an f32 B is rounded only where it is packed, so it does not fit.
-pub(super) fn fits(job: &Job, rounds: bool) -> bool {
+pub(super) fn fits(job: &ProductJob, rounds: bool) -> bool {
     if rounds && matches!(job.b.values, Operand::F32(_)) {
         return false;
     }
@@ -34,7 +34,7 @@ pub(super) fn fits(job: &Job, rounds: bool) -> bool {
     job.sizes.0 <= most && f32_rows && job.b.k_contiguous && start
 }
 
-pub(super) fn run(job: &Job, isa: Option<VectorIsa>, rounds: bool) {
+pub(super) fn run(job: &ProductJob, isa: Option<VectorIsa>, rounds: bool) {
     let (m, n, k) = job.sizes;
     let Operand::F32(a) = job.a.values else { return };
     if rounds {
@@ -43,7 +43,7 @@ pub(super) fn run(job: &Job, isa: Option<VectorIsa>, rounds: bool) {
             round_to_bf16(to, &a[i * job.a.stride..][..k]);
         }
         let a = Matrix::k_inner(Operand::F32(&rows), k);
-        return run(&Job { a, ..*job }, isa, false);
+        return run(&ProductJob { a, ..*job }, isa, false);
     }
     let c: Shared = job.c;
     let arranged = arranged(job, isa, a);
@@ -70,7 +70,7 @@ pub(super) fn run(job: &Job, isa: Option<VectorIsa>, rounds: bool) {
 }
 
 /// The rows of A in the order that `dots` reads (dequantization in registers). None if `dots` cannot be used.
-fn arranged(job: &Job, isa: Option<VectorIsa>, a: &[f32]) -> Option<Vec<f32>> {
+fn arranged(job: &ProductJob, isa: Option<VectorIsa>, a: &[f32]) -> Option<Vec<f32>> {
     #[cfg(target_arch = "x86_64")]
     if let Operand::Quantized(view) = &job.b.values
         && isa == Some(VectorIsa::Avx512)
@@ -102,7 +102,7 @@ fn dot_in_registers(arranged: Option<&[f32]>, view: &QMatrixView<'_>, row: usize
 
 /// Computes columns `first..first + count` of C for all rows.
 fn quantized(
-    job: &Job,
+    job: &ProductJob,
     isa: Option<VectorIsa>,
     a: &[f32],
     arranged: Option<&[f32]>,

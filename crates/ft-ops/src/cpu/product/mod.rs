@@ -173,7 +173,7 @@ pub(crate) type Sizes = (usize, usize, usize);
 
 /// One product, before it is cut into blocks.
 #[derive(Clone, Copy)]
-struct Job<'a> {
+struct ProductJob<'a> {
     sizes: Sizes,
     c: Shared,
     start: CInit<'a>,
@@ -213,7 +213,7 @@ fn product_on(
     if let CInit::Bias(bias) = start {
         assert!(bias.len() == n);
     }
-    let job = Job {
+    let job = ProductJob {
         sizes,
         c: Shared::new(c),
         start,
@@ -225,7 +225,7 @@ fn product_on(
 }
 
 /// Runs a job whose operands were checked; none of its sizes is 0.
-fn run(backend: CpuBackend, job: &Job, rounding: Rounding) {
+fn run(backend: CpuBackend, job: &ProductJob, rounding: Rounding) {
     let backend = backend.for_rounding(rounding);
     let (isa, rounds) = (backend.vector_isa(), backend.packs_bf16());
     if gemv::fits(job, rounds) {

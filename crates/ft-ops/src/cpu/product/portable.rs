@@ -5,7 +5,7 @@ use super::super::math::widen_slice;
 use super::super::with_scratch;
 use super::grid::{grid, part};
 use super::task_gemm::PackedOperand;
-use super::{CInit, Job, Matrix, Operand};
+use super::{CInit, Matrix, Operand, ProductJob};
 use rayon::prelude::*;
 
 /// Elements of k that are widened at a time.
@@ -98,7 +98,7 @@ pub(super) fn unpacked(operand: &PackedOperand) -> (*const f32, usize, usize) {
     )
 }
 
-pub(super) fn run(job: &Job) {
+pub(super) fn run(job: &ProductJob) {
     let (m, n, k) = job.sizes;
     let (down, across) = grid(m, n, rayon::current_num_threads());
     // Depends on the shape alone, because the cut of k decides the order of the sum.

@@ -5,7 +5,7 @@
 use super::super::with_scratch;
 use super::fma::{AccumulateFrom, MicroTile};
 use super::grid::part;
-use super::{CInit, Job, Operand, VectorIsa};
+use super::{CInit, Operand, ProductJob, VectorIsa};
 use rayon::prelude::*;
 
 /// Largest number of vectors of the skinny operand.
@@ -26,7 +26,7 @@ struct RowMajor<'a> {
 }
 
 /// Returns the skinny operand, the wide one, and whether the skinny one is B. None if the job is of another kind.
-fn operands<'a>(job: &Job<'a>) -> Option<(RowMajor<'a>, RowMajor<'a>, bool)> {
+fn operands<'a>(job: &ProductJob<'a>) -> Option<(RowMajor<'a>, RowMajor<'a>, bool)> {
     let (m, n, _) = job.sizes;
     let (Operand::F32(a), Operand::F32(b)) = (job.a.values, job.b.values) else {
         return None;
@@ -40,7 +40,7 @@ fn operands<'a>(job: &Job<'a>) -> Option<(RowMajor<'a>, RowMajor<'a>, bool)> {
 }
 
 /// Runs the job and returns true if it is skinny; else returns false.
-pub(super) fn run(job: &Job, isa: VectorIsa) -> bool {
+pub(super) fn run(job: &ProductJob, isa: VectorIsa) -> bool {
     let Some((skinny, wide, skinny_is_b)) = operands(job) else {
         return false;
     };

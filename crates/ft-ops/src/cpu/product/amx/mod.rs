@@ -20,7 +20,7 @@ mod tests;
 pub(super) mod tile_kernels;
 
 use super::grid::part;
-use super::{CInit, CpuBackend, Job, Matrix};
+use super::{CInit, CpuBackend, Matrix, ProductJob};
 use buffer::{Buffer, with_buffers};
 use pack::Format;
 use rayon::prelude::*;
@@ -99,7 +99,7 @@ pub(super) fn emulate() -> bool {
 }
 
 /// Computes a job on `Amx` or `Avx512Bf16`.
-pub(super) fn run(job: &Job, backend: CpuBackend) {
+pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
     let (m, n, k) = job.sizes;
     let c = job.c;
     let filled = match job.start {
@@ -291,7 +291,7 @@ fn pack_extra(m: &Matrix, (first, count): (usize, usize), rank: usize, depth: De
 #[allow(clippy::too_many_arguments)]
 fn multiply_packed(
     backend: CpuBackend,
-    job: &Job,
+    job: &ProductJob,
     a: PackedView,
     b: PackedView,
     (n0, n_len): (usize, usize),
@@ -323,7 +323,7 @@ fn multiply_packed(
 
 struct BlockTask<'a> {
     backend: CpuBackend,
-    job: &'a Job<'a>,
+    job: &'a ProductJob<'a>,
     a: PackedView,
     b: PackedView,
     n0: usize,

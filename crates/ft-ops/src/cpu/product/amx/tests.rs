@@ -3,7 +3,7 @@
 use super::super::super::Shared;
 use super::super::super::storage::Values;
 use super::super::{
-    CInit, CpuBackend, FusedLora, Job, Matrix, Operand, PrepackedWeight, Rounding, WeightRows, product_on,
+    CInit, CpuBackend, FusedLora, Matrix, Operand, PrepackedWeight, ProductJob, Rounding, WeightRows, product_on,
     product_with, testable,
 };
 use crate::oracle::{flat, random};
@@ -46,7 +46,7 @@ fn check(backend: CpuBackend, (m, n, k): (usize, usize, usize)) {
         let start = [CInit::Zero, CInit::C, CInit::Bias(&bias)][kind % 3];
         let mut c = vec![if kind % 3 == 1 { 0.25 } else { f32::NAN }; m * n];
         super::run(
-            &Job {
+            &ProductJob {
                 sizes: (m, n, k),
                 c: Shared::new(&mut c),
                 start,
@@ -178,7 +178,7 @@ fn codes_on(backend: CpuBackend) {
                 let (n, k) = if backward { (i, o) } else { (o, i) };
                 let mut c = vec![f32::NAN; tokens * n];
                 super::run(
-                    &Job {
+                    &ProductJob {
                         sizes: (tokens, n, k),
                         c: Shared::new(&mut c),
                         start: CInit::Zero,
@@ -228,7 +228,7 @@ fn odd_numbers(backend: CpuBackend) {
     let identity: Vec<f32> = (0..32 * 32).map(|i| if i % 33 == 0 { 1.0 } else { 0.0 }).collect();
     let mut c = vec![0f32; 32 * 32];
     super::run(
-        &Job {
+        &ProductJob {
             sizes: (32, 32, 32),
             c: Shared::new(&mut c),
             start: CInit::Zero,
@@ -260,7 +260,7 @@ fn threads_on(backend: CpuBackend) {
         let mut c = vec![0f32; m * n];
         pool.install(|| {
             super::run(
-                &Job {
+                &ProductJob {
                     sizes: (m, n, k),
                     c: Shared::new(&mut c),
                     start: CInit::Zero,

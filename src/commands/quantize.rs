@@ -196,7 +196,7 @@ impl Errors {
         let (rows, columns) = quantized.dims();
         let mut row = vec![0f32; columns];
         for r in 0..rows {
-            quantized.decode_row(r, &mut row);
+            quantized.dequantize_row(r, &mut row);
             for (x, y) in values[r * columns..].iter().zip(&row) {
                 self.weights += f64::from(*x).powi(2);
                 self.change += f64::from(x - y).powi(2);

@@ -392,7 +392,7 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
             let values = update::to_f32_vec(&weight).unwrap();
             let values = quant::encode(&values, (rows, columns), int8, Dtype::F32)
                 .unwrap()
-                .decode();
+                .dequantize();
             update::set(&weight, &values).unwrap();
         }
     }

@@ -119,17 +119,17 @@ impl QMatrix {
     }
 
     /// Dequantizes row `row`, `[I]`. Panics outside the weight.
-    pub fn decode_row(&self, row: usize, to: &mut [f32]) {
-        self.decode_into(row, 0, to)
+    pub fn dequantize_row(&self, row: usize, to: &mut [f32]) {
+        self.dequantize_into(row, 0, to)
     }
 
     /// Dequantizes columns `start..start + to.len()` of row `row`. Panics outside the weight.
-    pub fn decode_into(&self, row: usize, start: usize, to: &mut [f32]) {
+    pub fn dequantize_into(&self, row: usize, start: usize, to: &mut [f32]) {
         self.view().dequantize(row, start, to)
     }
 
     /// Dequantizes the whole weight, `[O · I]`: for exports, tests and error measurements; products do not need it.
-    pub fn decode(&self) -> Vec<f32> {
+    pub fn dequantize(&self) -> Vec<f32> {
         let mut out = vec![0f32; self.rows * self.columns];
         if self.columns > 0 {
             let view = self.view();

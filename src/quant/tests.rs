@@ -58,7 +58,7 @@ fn round_trips_stay_within_half_a_step() {
         let values = hard(rows, columns);
         for format in Format::ALL.into_iter().filter(|f| *f != Format::Nf4 { double: true }) {
             let quantized = encode(&values, (rows, columns), format, Dtype::F32).unwrap();
-            for (at, (got, want)) in quantized.decode().iter().zip(&values).enumerate() {
+            for (at, (got, want)) in quantized.dequantize().iter().zip(&values).enumerate() {
                 let bound = half_step(format, &values, columns, at) * 1.00001 + 1e-12;
                 assert!(
                     (got - want).abs() <= bound,
@@ -79,7 +79,12 @@ fn double_quantization_stays_within_its_error() {
     let absmax: Vec<f32> = values.chunks(64).map(largest).collect();
     let mean = absmax.iter().sum::<f32>() / absmax.len() as f32;
     let mut different = 0;
-    for (block, (a, b)) in plain.decode().chunks(64).zip(double.decode().chunks(64)).enumerate() {
+    for (block, (a, b)) in plain
+        .dequantize()
+        .chunks(64)
+        .zip(double.dequantize().chunks(64))
+        .enumerate()
+    {
         let range = absmax[block / 256 * 256..]
             .iter()
             .take(256)
@@ -97,8 +102,8 @@ fn double_quantization_stays_within_its_error() {
 fn decoded_values_of_a_bf16_model_are_rounded_once() {
     let values = hard(20, 192);
     for format in Format::ALL {
-        let exact = encode(&values, (20, 192), format, Dtype::F32).unwrap().decode();
-        let rounded = encode(&values, (20, 192), format, Dtype::Bf16).unwrap().decode();
+        let exact = encode(&values, (20, 192), format, Dtype::F32).unwrap().dequantize();
+        let rounded = encode(&values, (20, 192), format, Dtype::Bf16).unwrap().dequantize();
         for (a, b) in exact.iter().zip(&rounded) {
             assert_eq!(bf16::from_f32(*a).to_f32().to_bits(), b.to_bits(), "{format}");
         }
@@ -111,12 +116,12 @@ fn rows_and_parts_of_rows_are_those_of_the_whole() {
     let values = hard(rows, columns);
     for format in Format::ALL {
         let quantized = encode(&values, (rows, columns), format, Dtype::Bf16).unwrap();
-        let all = quantized.decode();
+        let all = quantized.dequantize();
         let mut row = vec![0f32; columns];
-        quantized.decode_row(4, &mut row);
+        quantized.dequantize_row(4, &mut row);
         assert_eq!(row, all[4 * columns..5 * columns]);
         let mut part = vec![0f32; 100];
-        quantized.decode_into(5, 31, &mut part);
+        quantized.dequantize_into(5, 31, &mut part);
         assert_eq!(part, all[5 * columns + 31..][..100]);
     }
 }
@@ -152,7 +157,7 @@ fn parts_go_to_a_file_and_back() {
             assert_eq!(quantized.bytes(), sizes.iter().map(|(_, n)| *n as u64).sum::<u64>());
             let take = |name: &str| Ok(parts.iter().find(|p| p.name == name).unwrap().bytes.to_vec());
             let again = QMatrix::from_parts(format, (rows, columns), Dtype::Bf16, take).unwrap();
-            assert_eq!(again.decode(), quantized.decode());
+            assert_eq!(again.dequantize(), quantized.dequantize());
         }
     }
 }
@@ -199,7 +204,7 @@ fn what_cannot_be_coded_is_refused() {
         assert!(
             encode::<f32>(&[], (0, 128), format, Dtype::F32)
                 .unwrap()
-                .decode()
+                .dequantize()
                 .is_empty()
         );
     }
@@ -234,7 +239,7 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
     for format in Format::ALL {
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let quantized = encode(&values, (o, i), format, dtype).unwrap();
-            let mut dense = tensor(quantized.decode(), (o, i));
+            let mut dense = tensor(quantized.dequantize(), (o, i));
             if dtype == Dtype::Bf16 {
                 dense = dense.to_dtype(candle_core::DType::BF16).unwrap();
             }

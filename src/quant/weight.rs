@@ -116,7 +116,7 @@ impl Weight {
             Weight::Quantized(quantized) => {
                 let mut values = vec![0f32; n * quantized.dims().1];
                 for (row, to) in values.chunks_exact_mut(quantized.dims().1.max(1)).enumerate() {
-                    quantized.decode_row(first + row, to);
+                    quantized.dequantize_row(first + row, to);
                 }
                 Ok(values)
             }

@@ -84,7 +84,7 @@ pub(super) fn requantize(
         .map_init(
             || vec![0f32; width],
             |buffer, (row, values)| {
-                quantized.decode_row(row, buffer);
+                quantized.dequantize_row(row, buffer);
                 let pairs = values.iter().zip(buffer.iter());
                 pairs.fold((0.0, 0.0), |(lost, all), (x, y)| {
                     let (x, d) = (*x as f64, (*x - *y) as f64);

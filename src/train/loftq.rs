@@ -99,7 +99,7 @@ fn one(task: &Task, w: MatRef<'_, f64>, iterations: usize, dtype: Dtype) -> Resu
     for _ in 1..iterations {
         let rest = algebra::values((w - change(&pair, rows, columns, lora.scale)).as_ref());
         let codes = quant::encode(&rest, (rows, columns), format, dtype)?;
-        q = algebra::matrix(&codes.decode(), rows, columns);
+        q = algebra::matrix(&codes.dequantize(), rows, columns);
         target = Some(rest);
         pair = start::pissa((w - &q).as_ref(), lora.rank(), lora.scale, 0, 0, 0)?;
     }

@@ -1,6 +1,7 @@
 //! The kernels on the CPU: each `emulate/tests/NAME.cpp` is compiled with a C++ compiler (`CXX`, else c++, g++ or
 //! clang++) and run for several seeds, plain and under the address and undefined-behavior sanitizers. See
-//! `emulate/README.md`. Without a C++ compiler the tests print a message and pass.
+//! `emulate/README.md`. A program is compiled again only if a source is newer. Without a C++ compiler the tests print a
+//! message and pass.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -8,6 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
+use std::time::SystemTime;
 
 /// Defines one test for each file of `emulate/tests`.
 macro_rules! emulated {
@@ -110,6 +112,15 @@ fn has_sanitizers(compiler: &str, scratch: &Path) -> bool {
     })
 }
 
+/// When a file, or the newest file in a folder, was changed.
+fn changed(path: &Path) -> SystemTime {
+    if !path.is_dir() {
+        return fs::metadata(path).unwrap().modified().unwrap();
+    }
+    let inside = fs::read_dir(path).unwrap().map(|entry| changed(&entry.unwrap().path()));
+    inside.max().unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
 fn said(output: &Output) -> String {
     format!(
         "{}{}",
@@ -123,7 +134,9 @@ fn check(name: &str, sanitized: bool) {
         eprintln!("skipped: no C++ compiler");
         return;
     };
-    let scratch = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    // Each compiler has its own programs.
+    let scratch = Path::new(env!("CARGO_TARGET_TMPDIR")).join(compiler.replace('/', "_"));
+    fs::create_dir_all(&scratch).unwrap();
     if sanitized && !has_sanitizers(compiler, &scratch) {
         eprintln!("skipped: {compiler} has no sanitizers");
         return;
@@ -135,8 +148,14 @@ fn check(name: &str, sanitized: bool) {
     };
     let source = folder().join("tests").join(format!("{name}.cpp"));
     let program = scratch.join(format!("{name}-{kind}"));
-    let built = compile(compiler, &source, flags, &program);
-    assert!(built.status.success(), "{name} does not compile:\n{}", said(&built));
+    // This program too: the flags are in it.
+    let sources = [folder(), folder().join("../cuda"), env::current_exe().unwrap()];
+    if !program.exists() || sources.iter().any(|source| changed(source) >= changed(&program)) {
+        let unfinished = program.with_extension("new");
+        let built = compile(compiler, &source, flags, &unfinished);
+        assert!(built.status.success(), "{name} does not compile:\n{}", said(&built));
+        fs::rename(&unfinished, &program).unwrap();
+    }
     let ran = Command::new(&program)
         .args(seeds)
         .env("ASAN_OPTIONS", "detect_leaks=0")

@@ -8,8 +8,10 @@
 use std::cell::RefCell;
 use std::sync::OnceLock;
 
-/// 8 tile registers of 16 rows x 16 words.
-type Registers = [[[u32; 16]; 16]; 8];
+/// 16 rows x 16 words.
+type Tile = [[u32; 16]; 16];
+/// 8 tile registers.
+type Registers = [Tile; 8];
 
 thread_local! {
     static REGISTERS: RefCell<Registers> = const { RefCell::new([[[0; 16]; 16]; 8]) };
@@ -33,15 +35,18 @@ pub(super) fn install() -> bool {
 }
 
 extern "C" fn handler(_: i32, _: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid context; the bytes at its instruction pointer were just executed.
+    // SAFETY: the kernel passes a valid context; the bytes at its instruction pointer were just executed, and more code
+    // follows them.
     unsafe {
         let gregs = &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs;
-        let code = std::slice::from_raw_parts(gregs[libc::REG_RIP as usize] as *const u8, 12);
-        match execute(code, gregs) {
-            Some(length) => gregs[libc::REG_RIP as usize] += length as i64,
-            None => {
-                libc::signal(libc::SIGILL, libc::SIG_DFL);
-            }
+        let next = |gregs: &[i64]| std::slice::from_raw_parts(gregs[libc::REG_RIP as usize] as *const u8, 12);
+        let start = gregs[libc::REG_RIP as usize];
+        // The AMX instructions behind it too: a signal takes longer than most of them.
+        while let Some(length) = execute(next(gregs), gregs) {
+            gregs[libc::REG_RIP as usize] += length as i64;
+        }
+        if gregs[libc::REG_RIP as usize] == start {
+            libc::signal(libc::SIGILL, libc::SIG_DFL);
         }
     }
 }
@@ -82,19 +87,26 @@ unsafe fn execute(code: &[u8], gregs: &[i64]) -> Option<usize> {
         }
         (0x5C, 2, false) => {
             let (a, b) = (tiles[(modrm & 7) as usize], tiles[(!(second >> 3) & 7) as usize]);
-            for (sums, a) in tiles[register].iter_mut().zip(&a) {
-                for (a, b) in a.iter().zip(&b) {
-                    for (sum, b) in sums.iter_mut().zip(b) {
-                        let wide = |half: u32| f32::from_bits(half << 16);
-                        let products = wide(*a) * wide(*b) + wide(a >> 16) * wide(b >> 16);
-                        *sum = (f32::from_bits(*sum) + products).to_bits();
-                    }
-                }
-            }
+            // SAFETY: only kernels for CPUs with AVX-512 contain the instruction.
+            unsafe { multiply(&mut tiles[register], &a, &b) };
             Some(5)
         }
         _ => None,
     })
+}
+
+/// Adds the product of two tiles of bf16 pairs to `sums`.
+#[target_feature(enable = "avx512f")]
+fn multiply(sums: &mut Tile, a: &Tile, b: &Tile) {
+    let wide = |half: u32| f32::from_bits(half << 16);
+    for (sums, a) in sums.iter_mut().zip(a) {
+        for (a, b) in a.iter().zip(b) {
+            for (sum, b) in sums.iter_mut().zip(b) {
+                let products = wide(*a) * wide(*b) + wide(a >> 16) * wide(b >> 16);
+                *sum = (f32::from_bits(*sum) + products).to_bits();
+            }
+        }
+    }
 }
 
 struct Address {

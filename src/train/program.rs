@@ -6,7 +6,7 @@ use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
 use crate::engine::Engine;
 use crate::hf::{self, Fingerprint};
-use crate::ops::transfer::Copier;
+use crate::ops::transfer::{Copier, CopyTimes};
 use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::memory_plan::{self, MemoryPlan};
@@ -281,6 +281,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let lr_schedule = Schedule::new(&recipe.schedule, total_steps);
     let mut active = active_schedule.active(start_step + 1);
     let mut watch = Watch::new(recipe, model.spec.vocab);
+    let mut slow_copies = false;
     for step in start_step + 1..=total_steps {
         run.directory.check()?;
         let switches = active_schedule.switches_at(step);
@@ -321,6 +322,14 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
         };
+        let copied = copies(&engine)?;
+        if copied.refused > 0 && !std::mem::replace(&mut slow_copies, true) {
+            run.reporter.warn(&format!(
+                "the system refuses to page-lock {} of host memory: weights are copied to the GPU more slowly, and not \
+                 during computation; raise the limit of locked memory (`ulimit -l`)",
+                crate::base::units::bytes(copied.refused)
+            ));
+        }
         run.pace.step = Some(started.elapsed());
         run.expect_signal_after(step);
         trained_tokens += report.totals.trained;
@@ -334,7 +343,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             trained_tokens,
             peak_memory_bytes: peak_memory(&device)?,
             active_block: active_schedule.label(step),
-            more: [engine.objective.metrics(), run.feed.metrics(), copies(&engine)?].concat(),
+            more: [engine.objective.metrics(), run.feed.metrics(), copy_metrics(&copied)].concat(),
         };
         let every = recipe.train.logging_steps.max(1) as u64;
         run.reporter.step(&metrics, step % every == 0 || step == total_steps);
@@ -414,18 +423,23 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     })
 }
 
-/// Milliseconds of the step's host-device copies, and the fraction that overlapped with computation.
-fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
+/// The step's host-device copies.
+fn copies(engine: &Engine) -> Result<CopyTimes> {
     let inputs = engine.input_offload.as_ref().map(Copier::times).transpose()?.flatten();
     let mut sum = engine.store.upload_times()?.unwrap_or_default();
     if let Some(inputs) = inputs {
         sum.copying += inputs.copying;
         sum.waiting += inputs.waiting;
     }
-    let hidden = sum
-        .hidden()
-        .map(|hidden| vec![("copy_ms", sum.copying), ("copy_hidden", hidden)]);
-    Ok(hidden.unwrap_or_default())
+    Ok(sum)
+}
+
+/// Milliseconds of the copies, and the fraction that overlapped with computation.
+fn copy_metrics(copied: &CopyTimes) -> Vec<(&'static str, f64)> {
+    let hidden = copied.hidden();
+    hidden.map_or_else(Vec::new, |hidden| {
+        vec![("copy_ms", copied.copying), ("copy_hidden", hidden)]
+    })
 }
 
 /// Peak memory so far: of GPU tensors, or of this process on the CPU.

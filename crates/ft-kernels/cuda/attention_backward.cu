@@ -46,23 +46,28 @@ __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, floa
     const size_t q_stride = static_cast<size_t>(form.heads) * size;
     const size_t k_stride = static_cast<size_t>(form.kv_heads) * size;
 
-    const int all_steps = (tile.high - tile.low + BM - 1) / BM * heads;
-    // The head and the query of the next copy.
-    int head = first_head, next = tile.low;
+    const int steps = (tile.high - tile.low + BM - 1) / BM, all_steps = steps * heads;
+    // The next copy: its query, and that row of lse and delta (the host checks that their size fits in 32 bits).
+    const Copier<E> copier;
+    int next = tile.low;
+    uint32_t row = (tile.other + tile.low) * form.heads + first_head;
     auto load = [&](int step) {
-        const int stage = step % STAGES, query = next;
-        const size_t first = (static_cast<size_t>(tile.other) + query) * q_stride + static_cast<size_t>(head) * size;
-        load_rows<E, BM>(sq + stage * BM * E, p.q + first, q_stride, tile.high - query, size);
-        load_rows<E, BM>(sd + stage * BM * E, p.dout + first, q_stride, tile.high - query, size);
-        for (int i = threadIdx.x; i < 2 * BM; i += THREADS) {
-            const int row = i % BM;
-            const bool there = query + row < tile.high;
-            const float* from = i < BM ? p.lse : p.delta;
-            const size_t place = (static_cast<size_t>(tile.other) + query + row) * form.heads + head;
-            ptx::copy4(ptx::address(stats + stage * 2 * BM + i), there ? from + place : from, there);
+        const int stage = step % STAGES, given = tile.high - next;
+        const size_t from = static_cast<size_t>(row + copier.row * form.heads) * size + copier.chunk * 8;
+        copier.template copy<BM>(sq + stage * BM * E, p.q + from, q_stride, given, size);
+        copier.template copy<BM>(sd + stage * BM * E, p.dout + from, q_stride, given, size);
+        if (threadIdx.x < 2 * BM) {
+            const int stat_row = static_cast<int>(threadIdx.x) % BM;
+            ptx::copy4(ptx::address(stats + stage * 2 * BM + threadIdx.x),
+                       (threadIdx.x < BM ? p.lse : p.delta) + (row + stat_row * form.heads), stat_row < given);
         }
         next += BM;
-        if (next >= tile.high) next = tile.low, head++;
+        row += BM * form.heads;
+        if (next >= tile.high) {
+            // The first query of the next head.
+            next = tile.low;
+            row += 1 - steps * BM * form.heads;
+        }
     };
     const size_t own = tile.token * k_stride + static_cast<size_t>(kv_head) * size;
     load_rows<E, BN>(sk, p.k + own, k_stride, tile.rows, size);
@@ -79,6 +84,7 @@ __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, floa
     }
     float acc_k[1][OT][4] = {}, acc_v[1][OT][4] = {};
     const Scores scores(form);
+    const float rest = scores.rest();
 #pragma unroll
     for (int step = 0; step < STAGES - 1; step++) {
         if (step < all_steps) load(step);
@@ -102,7 +108,13 @@ __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, floa
         const float* stat = stats + stage * 2 * BM;
         uint32_t wp[1][KT][4], ws[1][KT][4];
         {
-            float s[1][NT][4] = {}, ds[1][NT][4] = {};
+            // dP - delta: the sum begins with -delta.
+            float s[1][NT][4] = {}, ds[1][NT][4];
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) ds[0][n][c] = -stat[BM + n * 8 + lane % 4 * 2 + c % 2];
+            }
             if constexpr (IN_REGISTERS) {
                 fragments_by_rows<E, NT>(s[0], k_fragments, tq);
                 fragments_by_rows<E, NT>(ds[0], v_fragments, td);
@@ -113,18 +125,13 @@ __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, floa
             const int key = tile.place + own_row + lane / 4;
             const bool masked = query < tile.place + own_row + 15 || query + BM > tile.high ||
                                 query + BM - 1 >= tile.place + own_row + form.window;
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-#pragma unroll
-                for (int c = 0; c < 4; c++) ds[0][n][c] -= stat[BM + n * 8 + lane % 4 * 2 + c % 2];
-            }
-            scores.apply(s[0]);
+            scores.apply_cap(s[0]);
             scores.slopes(ds[0], s[0]);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
-                    s[0][n][c] = ptx::exp2(s[0][n][c] - stat[n * 8 + lane % 4 * 2 + c % 2] * LOG2E);
+                    s[0][n][c] = ptx::exp2(s[0][n][c] * rest - stat[n * 8 + lane % 4 * 2 + c % 2] * LOG2E);
                     ds[0][n][c] *= s[0][n][c];
                 }
             }
@@ -226,6 +233,7 @@ __device__ __forceinline__ void queries(const Backward& p, bf16* dq, const Tile*
     }
     float acc[1][OT][4] = {};
     const Scores scores(form);
+    const float rest = scores.rest();
     const int steps = (tile.high - tile.low + BN - 1) / BN;
 #pragma unroll
     for (int step = 0; step < STAGES - 1; step++) {
@@ -249,7 +257,12 @@ __device__ __forceinline__ void queries(const Backward& p, bf16* dq, const Tile*
         const bf16 *tk = sk + step % STAGES * BN * E, *tv = sv + step % STAGES * BN * E;
         uint32_t w[1][KT][4];
         if (own_row < tile.rows) {
-            float s[1][NT][4] = {}, ds[1][NT][4] = {};
+            float s[1][NT][4] = {}, ds[1][NT][4];
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) ds[0][n][c] = -delta[c / 2];
+            }
             if constexpr (IN_REGISTERS) {
                 fragments_by_rows<E, NT>(s[0], q_fragments, tk);
                 fragments_by_rows<E, NT>(ds[0], d_fragments, tv);
@@ -260,12 +273,11 @@ __device__ __forceinline__ void queries(const Backward& p, bf16* dq, const Tile*
             const int query = tile.place + own_row + lane / 4;
             const bool masked = key + BN - 1 > tile.place + own_row || key + BN > tile.high ||
                                 tile.place + own_row + 15 - key >= form.window;
-            scores.apply(s[0]);
+            scores.apply_cap(s[0]);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int c = 0; c < 4; c++)
-                    ds[0][n][c] = (ds[0][n][c] - delta[c / 2]) * ptx::exp2(s[0][n][c] - lse[c / 2]);
+                for (int c = 0; c < 4; c++) ds[0][n][c] *= ptx::exp2(s[0][n][c] * rest - lse[c / 2]);
             }
             scores.slopes(ds[0], s[0]);
             if (masked) {

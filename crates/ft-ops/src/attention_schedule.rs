@@ -122,6 +122,8 @@ impl Documents<'_> {
 
 impl Tiles {
     fn sorted(mut tiles: Vec<AttentionTile>) -> Self {
+        // A kernel visits at least one row: it waits for the copies of its own rows together with the first ones.
+        debug_assert!(tiles.iter().all(|t| t.rows > 0 && t.low < t.high));
         tiles.sort_by_key(|t| std::cmp::Reverse(t.high - t.low));
         Self(tiles)
     }
@@ -282,6 +284,31 @@ mod tests {
         let rows: Vec<usize> = (0..=16).map(|row| 2048 * row).collect();
         assert_eq!(parts(&rows, 4, 2 * 132), 1);
         assert_eq!(parts(&[0], 4, 2 * 132), 1);
+    }
+
+    #[test]
+    fn the_planner_counts_at_least_as_many_parts() {
+        let mut random = 1u64;
+        for tokens in [1, 100, 512, 2048, 8192, 32_768] {
+            for _ in 0..50 {
+                let mut documents = vec![0];
+                while documents[documents.len() - 1] < tokens {
+                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    let len = 1 + (random >> 33) as usize % (tokens >> (random >> 60)).max(1);
+                    documents.push((documents[documents.len() - 1] + len).min(tokens));
+                }
+                for (heads, kv_heads, window) in [(32, 8, None), (14, 2, None), (8, 1, Some(300)), (4, 4, None)] {
+                    let list = Documents {
+                        queries: &documents,
+                        keys: &documents,
+                        window,
+                    };
+                    let parts = list.key_tiles(64).parts(kv_heads, heads / kv_heads, 2 * 148);
+                    let counted = crate::attention::gpu_backward_parts(heads, kv_heads, tokens);
+                    assert!(parts <= counted, "{tokens} tokens: {parts} parts, {counted} counted");
+                }
+            }
+        }
     }
 
     #[test]

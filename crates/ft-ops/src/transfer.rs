@@ -13,6 +13,8 @@ pub struct CopyTimes {
     pub copying: f64,
     /// Waiting for copies.
     pub waiting: f64,
+    /// Bytes of host memory that the system refused to page-lock: their copies are slower, and overlap with nothing.
+    pub refused: u64,
 }
 
 impl CopyTimes {
@@ -167,7 +169,11 @@ mod tests {
 
     #[test]
     fn the_hidden_part_is_what_did_not_wait() {
-        let times = |copying, waiting| CopyTimes { copying, waiting };
+        let times = |copying, waiting| CopyTimes {
+            copying,
+            waiting,
+            refused: 0,
+        };
         assert_eq!(times(10.0, 2.5).hidden(), Some(0.75));
         assert_eq!(times(10.0, 12.0).hidden(), Some(0.0));
         assert_eq!(times(0.0, 0.0).hidden(), None);

@@ -3,12 +3,21 @@
 
 use super::cpu::storage::{Values, expect_dims, floats, tensor, values};
 use super::cpu::update as cpu;
-use candle_core::{CpuStorage, DType, InplaceOp1, InplaceOp2, Layout, Tensor};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Shape, Tensor};
 use ft_base::rng::Rng;
 use ft_base::{Error, Result};
 use half::bf16;
 use std::ops::Range;
 use std::sync::Mutex;
+
+/// Returns zeros. On a GPU whose memory is fragmented, unlike candle's function, this one tries again.
+pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return super::cuda::Gpu::on(device)?.zeros(shape, dtype);
+    }
+    Ok(Tensor::zeros(shape, dtype, device)?)
+}
 
 /// Runs `f` on the f32 elements of `t`.
 pub fn with_slice<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {

@@ -26,6 +26,11 @@ struct Pool {
     uint64_t threshold = 0;
 };
 
+/// A freed block, and its place in the order of its stream.
+struct Freed {
+    uint64_t address, time;
+};
+
 struct State {
     uint64_t arena = 0, next = 0;
     Pool first;
@@ -35,7 +40,11 @@ struct State {
     std::map<uint64_t, Pool*> pool_of;
     std::set<uint64_t> registered;
     /// Freed blocks by stream and size. The next allocation of the stream takes the newest one at once.
-    std::map<std::pair<const Stream*, size_t>, std::vector<uint64_t>> free;
+    std::map<std::pair<const Stream*, size_t>, std::vector<Freed>> free;
+    /// Blocks that a trim returned to the device, by size.
+    std::map<size_t, std::vector<uint64_t>> returned;
+    /// Bytes of the blocks in `free`.
+    size_t idle = 0;
 };
 
 State& state() {
@@ -106,17 +115,24 @@ std::shared_ptr<Memory> allocate(size_t size, const Stream* stream) {
     Pool& pool = *s.pool;
     size_t counted = (size + UNIT - 1) / UNIT * UNIT;
     size_t limit = pool.most ? std::min(pool.most, total()) : total();
-    if (pool.used + counted > limit) return nullptr;
     size_t block = block_size(size);
     auto& free = s.free[{stream, block}];
+    // The worst case of a pool: freed memory serves allocations of the same size only, until it is trimmed.
+    bool fragmented = setting("SOFT_CUDA_FRAGMENTED", 0) == 1 && free.empty();
+    if (pool.used + counted + (fragmented ? s.idle : 0) > limit) return nullptr;
+    auto& returned = s.returned[block];
     uint64_t at;
-    if (free.empty()) {
+    if (!free.empty()) {
+        at = free.back().address;
+        free.pop_back();
+        s.idle -= block;
+    } else if (!returned.empty()) {
+        at = returned.back();
+        returned.pop_back();
+    } else {
         at = s.next;
         s.next += block;
         if (s.next > s.arena + ARENA) return nullptr;
-    } else {
-        at = free.back();
-        free.pop_back();
     }
     pool.used += counted;
     pool.most_used = std::max(pool.most_used, pool.used);
@@ -138,7 +154,9 @@ std::shared_ptr<Memory> forget(uint64_t address, const Stream* stream) {
     memory->freed = true;
     s.pool_of[address]->used -= (memory->size + UNIT - 1) / UNIT * UNIT;
     s.pool_of.erase(address);
-    s.free[{stream, block_size(memory->size)}].push_back(address - GUARD);
+    size_t block = block_size(memory->size);
+    s.free[{stream, block}].push_back({address - GUARD, stream ? stream->queued + 1 : 0});
+    s.idle += block;
     return memory;
 }
 
@@ -272,6 +290,7 @@ int cuMemHostRegister_v2(void* place, size_t size, unsigned) {
     if (!place || size == 0) return refuse(INVALID_VALUE, "cuMemHostRegister: no bytes");
     if (overlaps(state().host, address, size))
         return refuse(ALREADY_REGISTERED, "cuMemHostRegister: a part of the memory is page-locked");
+    if (setting("SOFT_CUDA_REFUSE_LOCK", 0) == 1) return OUT_OF_MEMORY;
     auto memory = memory_at(address, size, false);
     state().host[address] = memory;
     state().registered.insert(address);
@@ -353,6 +372,7 @@ int cuMemGetInfo_v2(size_t* free, size_t* all) {
 
 int cuDeviceGetMemPool(void** pool, int) {
     SOFT_CALL;
+    if (setting("SOFT_CUDA_POOLS", 1) == 0) return refuse(NOT_SUPPORTED, "cuDeviceGetMemPool: the device has no pools");
     *pool = state().pool;
     return SUCCESS;
 }
@@ -378,6 +398,28 @@ int cuMemPoolCreate(void** pool, const void* description) {
     Pool* made = new Pool;
     made->most = wanted->most;
     *pool = made;
+    return SUCCESS;
+}
+
+int cuMemPoolTrimTo(void* handle, size_t) {
+    SOFT_CALL;
+    State& s = state();
+    for (auto& [key, blocks] : s.free) {
+        auto [stream, size] = key;
+        std::vector<Freed> kept;
+        for (const Freed& block : blocks) {
+            // A block whose free has not run stays.
+            if (stream && stream->executed < block.time) {
+                kept.push_back(block);
+                continue;
+            }
+            s.returned[size].push_back(block.address);
+            s.idle -= size;
+        }
+        blocks = kept;
+    }
+    Pool& pool = *static_cast<Pool*>(handle);
+    pool.reserved = (pool.used + SEGMENT - 1) / SEGMENT * SEGMENT;
     return SUCCESS;
 }
 

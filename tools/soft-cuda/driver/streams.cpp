@@ -218,6 +218,11 @@ void synchronize_all() {
     for (auto& stream : state().streams) synchronize(*stream);
 }
 
+int& failure() {
+    static int code = SUCCESS;
+    return code;
+}
+
 bool complete(const Access& access) { return reached(state().host, access); }
 
 }  // namespace soft
@@ -252,7 +257,7 @@ int cuStreamSynchronize(void* handle) {
     if (skipped("sync")) return SUCCESS;
     count("wait of the host", "cuStreamSynchronize", 0);
     synchronize(*stream);
-    return SUCCESS;
+    return failure();
 }
 
 int cuStreamIsCapturing(void*, int* status) {
@@ -318,7 +323,7 @@ int cuEventSynchronize(void* handle) {
     count("wait of the host", "cuEventSynchronize", 0);
     execute(*event->record->stream, event->record->count);
     merge(state().host, event->record->clock);
-    return SUCCESS;
+    return failure();
 }
 
 int cuEventElapsedTime_v2(float* milliseconds, void* from, void* to) {

@@ -51,7 +51,7 @@ impl Block {
             let (y, parts) = self.mlp_piece(x1, ctx, keep)?;
             return Ok((y, parts.into_iter().collect()));
         }
-        let y = x1.zeros_like()?;
+        let y = update::zeros(x1.shape(), x1.dtype(), x1.device())?;
         let mut saved = SavedPieces::new();
         for (i, piece) in all.iter().enumerate() {
             let (part, parts) = self.mlp_piece(&rows(x1, piece)?, &ctx.piece(i), keep)?;
@@ -101,7 +101,8 @@ impl Block {
         let dh = if all.len() == 1 {
             self.mlp_piece_backward(x1, saved.next(), &dy, ctx, needs, sink)?
         } else {
-            let dh = if needs.dh { Some(x1.zeros_like()?) } else { None };
+            let zeros = || update::zeros(x1.shape(), x1.dtype(), x1.device());
+            let dh = needs.dh.then(zeros).transpose()?;
             let mut sums = Sums::new(sink);
             for (i, piece) in all.iter().enumerate() {
                 let (x1, dy) = (rows(x1, piece)?, rows(&dy, piece)?);

@@ -232,7 +232,7 @@ impl Optimizer {
             (DType::BF16, Master::F32) => {
                 let low = match self.low.remove(name) {
                     Some(low) => low.to_device(weight.device())?,
-                    None => Tensor::zeros(weight.elem_count(), DType::I16, weight.device())?,
+                    None => update::zeros(weight.elem_count(), DType::I16, weight.device())?,
                 };
                 let part = take(&low)?;
                 self.low.insert(name.to_string(), low);
@@ -278,7 +278,7 @@ impl Optimizer {
         }
         match (weight.dtype(), self.settings.master) {
             (DType::BF16, Master::F32) => {
-                let low = Tensor::zeros(values.len(), DType::I16, weight.device())?;
+                let low = update::zeros(values.len(), DType::I16, weight.device())?;
                 step::split(values, weight, &low)?;
                 self.low.insert(name.to_string(), low);
                 Ok(())

@@ -328,6 +328,8 @@ pub(crate) fn backward(
     if n == 0 {
         return Ok((dq, dk, dv));
     }
+    // The kernels count rows of lse in 32 bits.
+    narrow(n * spec.heads, "attention")?;
     let delta = gpu.empty((n, spec.heads), DType::F32)?;
     let delta_place = address(&delta, "the row sums of attention")?;
     let [q, k, v, dout, o] = inputs.map(Arg::Address);

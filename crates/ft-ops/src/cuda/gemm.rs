@@ -131,6 +131,7 @@ pub(crate) unsafe fn gemm_scaled(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
         )
-        .map_err(|e| failed(&e))
+        .map_err(|e| failed(&e))?;
     }
+    gpu.check("a product of matrices")
 }

@@ -6,7 +6,9 @@
 //! by `Device::new_cuda_with_stream`, once, and cloned.
 
 use candle_core::cuda::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
-use candle_core::cuda::cudarc::driver::{CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
+use candle_core::cuda::cudarc::driver::{
+    CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, result,
+};
 use candle_core::cuda::cudarc::nvrtc::Ptx;
 use candle_core::cuda::{CudaStorageSlice, DeviceId};
 use candle_core::op::BackpropOp;
@@ -239,51 +241,68 @@ impl Gpu {
             shared_mem_bytes: grid.shared,
         };
         // SAFETY: promised by the caller.
-        unsafe { builder.launch(config) }
-            .map(|_| ())
-            .map_err(|e| failed(function, e))
+        unsafe { builder.launch(config) }.map_err(|e| failed(function, e))?;
+        self.check(function)
+    }
+
+    /// With `FT_CUDA_SYNC=1`: waits for the work that was queued, so that its error has the right name. Otherwise a
+    /// later call reports it, under its own name.
+    fn check(&self, what: &str) -> Result<()> {
+        static WANTED: OnceLock<bool> = OnceLock::new();
+        match WANTED.get_or_init(|| std::env::var_os("FT_CUDA_SYNC").is_some_and(|v| v == "1")) {
+            true => self.device.cuda_stream().synchronize().map_err(|e| failed(what, e)),
+            false => Ok(()),
+        }
     }
 
     /// Returns the kernel, loaded once per device.
     pub(crate) fn function(&self, module: &'static str, function: &str) -> Result<CudaFunction> {
         let mut loaded = loaded()?;
         let loaded = loaded.entry(self.device.id()).or_default();
-        if let Some(found) = loaded.functions.get(function) {
+        if !loaded.contains_key(module) {
+            let binary = ft_kernels::module(module)
+                .ok_or_else(|| Error::internal(format!("this build has no CUDA module `{module}`")))?;
+            let context = self.device.cuda_stream().context().clone();
+            let code = context.load_module(Ptx::from_binary(binary.to_vec())).map_err(|e| {
+                failed(module, e).hint(
+                    "the GPU must have compute capability 8.0 or more, and the driver must be as new as the toolkit of \
+                     this build: see `device::gpus`",
+                )
+            })?;
+            let functions = HashMap::new();
+            loaded.insert(module, Loaded { code, functions });
+        }
+        let Some(Loaded { code, functions }) = loaded.get_mut(module) else {
+            return Err(Error::internal("a CUDA module vanished").at(module));
+        };
+        if let Some(found) = functions.get(function) {
             return Ok(found.clone());
         }
-        let code = match loaded.modules.get(module) {
-            Some(code) => code.clone(),
-            None => {
-                let binary = ft_kernels::module(module)
-                    .ok_or_else(|| Error::internal(format!("this build has no CUDA module `{module}`")))?;
-                let code = self
-                    .device
-                    .cuda_stream()
-                    .context()
-                    .load_module(Ptx::from_binary(binary.to_vec()))
-                    .map_err(|e| {
-                        failed(module, e).hint(
-                            "the GPU must have compute capability 8.0 or more, and the driver must be as new as the \
-                             toolkit of this build: see `device::gpus`",
-                        )
-                    })?;
-                loaded.modules.insert(module, code.clone());
-                code
-            }
-        };
         let found = code.load_function(function).map_err(|e| failed(function, e))?;
-        loaded.functions.insert(function.to_string(), found.clone());
+        functions.insert(function.to_string(), found.clone());
         Ok(found)
     }
 
-    /// Returns an uninitialized tensor, which the caller must write before it is read.
+    /// Returns an uninitialized tensor, which the caller must write before it is read. If there is no memory, the pool
+    /// is trimmed first, then it is an error.
     pub(crate) fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
         // A tensor without elements still needs an address.
         let n = shape.elem_count().max(1);
+        let slice = match self.allocate(n, dtype) {
+            Err(e) if crate::device::out_of_memory(&e) => {
+                device::trim(&self.device)?;
+                self.allocate(n, dtype).map_err(|e| self.full(n, dtype, e))?
+            }
+            other => other?,
+        };
+        Ok(self.wrap(slice, shape))
+    }
+
+    fn allocate(&self, n: usize, dtype: DType) -> Result<CudaStorageSlice> {
         let device = &self.device;
         // SAFETY: every caller is an operation that fills the tensor.
-        let slice = unsafe {
+        Ok(unsafe {
             match dtype {
                 DType::F32 => CudaStorageSlice::F32(device.alloc::<f32>(n)?),
                 DType::BF16 => CudaStorageSlice::BF16(device.alloc::<bf16>(n)?),
@@ -293,13 +312,34 @@ impl Gpu {
                 DType::U8 => CudaStorageSlice::U8(device.alloc::<u8>(n)?),
                 other => return Err(Error::unsupported("no GPU memory for this element type").found(other.as_str())),
             }
+        })
+    }
+
+    /// An out-of-memory error with the state of the pool.
+    fn full(&self, n: usize, dtype: DType, e: Error) -> Error {
+        let wanted = ft_base::units::bytes((n * dtype.size_in_bytes()) as u64);
+        let Ok(memory) = device::memory(&self.device) else {
+            return e;
         };
-        Ok(self.wrap(slice, shape))
+        let [used, reserved, free] = [memory.used, memory.reserved, memory.free].map(ft_base::units::bytes);
+        Error::out_of_memory(format!("the GPU has no memory for a tensor of {wanted}"))
+            .found(format!(
+                "tensors of {used}, {reserved} reserved for them, {free} of the GPU free"
+            ))
+            .cause(e)
     }
 
     /// Returns a tensor of zeros.
     pub(crate) fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
-        Ok(Tensor::zeros(shape, dtype, &Device::Cuda(self.device.clone()))?)
+        let tensor = self.empty(shape, dtype)?;
+        let (to, bytes) = (address(&tensor, "zeros")?, tensor.elem_count() * dtype.size_in_bytes());
+        let stream = self.device.cuda_stream();
+        stream.context().bind_to_thread().map_err(|e| failed("zeros", e))?;
+        if bytes > 0 {
+            // SAFETY: the tensor has this number of bytes, and zero bytes are zero in every type.
+            unsafe { result::memset_d8_async(to, 0, bytes, stream.cu_stream()) }.map_err(|e| failed("zeros", e))?;
+        }
+        Ok(tensor)
     }
 
     /// Uploads u32 values to the device.
@@ -329,15 +369,17 @@ impl Gpu {
     }
 }
 
-/// Modules and kernels that are loaded on one device.
-#[derive(Default)]
+/// A module that is loaded, and its kernels.
 struct Loaded {
-    modules: HashMap<&'static str, Arc<CudaModule>>,
+    code: Arc<CudaModule>,
     functions: HashMap<String, CudaFunction>,
 }
 
-fn loaded() -> Result<MutexGuard<'static, HashMap<DeviceId, Loaded>>> {
-    static LOADED: OnceLock<Mutex<HashMap<DeviceId, Loaded>>> = OnceLock::new();
+/// The modules of each device, by name.
+type Modules = HashMap<DeviceId, HashMap<&'static str, Loaded>>;
+
+fn loaded() -> Result<MutexGuard<'static, Modules>> {
+    static LOADED: OnceLock<Mutex<Modules>> = OnceLock::new();
     LOADED
         .get_or_init(Mutex::default)
         .lock()

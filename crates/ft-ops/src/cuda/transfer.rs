@@ -9,7 +9,7 @@ use crate::transfer::CopyTimes;
 use candle_core::cuda::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice, result, sys};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use ft_base::{Error, Result};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 fn failed(e: impl std::fmt::Debug) -> Error {
@@ -73,6 +73,8 @@ pub(crate) struct Copier {
     stream: Arc<CudaStream>,
     /// Page-locked host tensors, by address; each is kept alive while it is locked.
     locked: Mutex<BTreeMap<usize, Tensor>>,
+    /// Host tensors that the system refused to page-lock, and their bytes since the last call of `times`.
+    refused: Mutex<(BTreeSet<usize>, u64)>,
     /// Free pinned memory, by size. All copies run on one stream, so a new write comes after the old read.
     free: Mutex<BTreeMap<usize, Vec<Pinned>>>,
     /// Copies whose times are not read yet: start of the copy, its end, and the point where the compute stream
@@ -98,6 +100,7 @@ impl Copier {
             gpu,
             stream,
             locked: Mutex::default(),
+            refused: Mutex::default(),
             free: Mutex::default(),
             timed: Mutex::default(),
         })
@@ -137,7 +140,8 @@ impl Copier {
     /// Page-locks the memory of `host`. If the system refuses, copies are slower but still correct.
     fn lock_in_memory(&self, host: &Tensor, from: usize, len: usize) -> Result<()> {
         let mut locked = lock(&self.locked);
-        if locked.contains_key(&from) {
+        let mut refused = lock(&self.refused);
+        if locked.contains_key(&from) || refused.0.contains(&from) {
             return Ok(());
         }
         self.stream.context().bind_to_thread().map_err(failed)?;
@@ -145,6 +149,9 @@ impl Copier {
         let code = unsafe { sys::cuMemHostRegister_v2(from as *mut _, len, 0) };
         if code == sys::CUresult::CUDA_SUCCESS {
             locked.insert(from, host.clone());
+        } else {
+            refused.0.insert(from);
+            refused.1 += len as u64;
         }
         Ok(())
     }
@@ -152,6 +159,7 @@ impl Copier {
     /// Unlocks the memory of a tensor, after all copies that read it are complete.
     pub(crate) fn forget(&self, host: &Tensor) -> Result<()> {
         let from = host_bytes(host)?.0 as usize;
+        lock(&self.refused).0.remove(&from);
         if let Some(tensor) = lock(&self.locked).remove(&from) {
             self.stream.synchronize().map_err(failed)?;
             // SAFETY: it was page-locked by this copier, and its tensor still lives.
@@ -237,7 +245,10 @@ impl Copier {
     }
 
     pub(crate) fn times(&self) -> Result<CopyTimes> {
-        let mut sum = CopyTimes::default();
+        let mut sum = CopyTimes {
+            refused: std::mem::take(&mut lock(&self.refused).1),
+            ..CopyTimes::default()
+        };
         for (started, arrived, stood) in std::mem::take(&mut *lock(&self.timed)) {
             let copying = f64::from(started.elapsed_ms(&arrived).map_err(failed)?);
             // Negative if the tensor arrived before the compute stream needed it.

@@ -118,6 +118,16 @@ impl<'a> LayerMemory<'a> {
         )
     }
 
+    /// Bytes of the partial sums of dk and dv on a GPU, in f32; the kernels for f32 tensors have none.
+    fn gpu_partial_sums(&self) -> u64 {
+        let LayerMemorySettings { spec, tokens, .. } = self.settings;
+        let parts = attention::gpu_backward_parts(spec.heads, spec.kv_heads, tokens);
+        match self.settings.on_gpu && self.settings.element == 2 && parts > 1 {
+            true => (2 * 4 * parts * tokens * spec.kv_width()) as u64,
+            false => 0,
+        }
+    }
+
     /// Bytes of `[N, width]`.
     pub(in crate::model) fn bytes(&self, width: usize) -> u64 {
         self.settings.element * (self.settings.tokens * width) as u64
@@ -347,7 +357,10 @@ impl<'a> LayerMemory<'a> {
         };
         let dq = l.alloc(LayerWork, self.nq);
         let spec = self.settings.spec;
-        let parts = attention::backward_parts(spec.heads, spec.kv_heads, self.settings.documents.max(1)) as u64;
+        let parts = match self.settings.on_gpu {
+            true => 1,
+            false => attention::backward_parts(spec.heads, spec.kv_heads, self.settings.documents.max(1)) as u64,
+        };
         let partial = [
             l.alloc(LayerWork, parts * self.nkv),
             l.alloc(LayerWork, parts * self.nkv),
@@ -355,6 +368,7 @@ impl<'a> LayerMemory<'a> {
         let (dk, dv) = match parts {
             1 => {
                 let [dk, dv] = partial;
+                l.touch(LayerWork, self.gpu_partial_sums());
                 (dk, dv)
             }
             _ => {

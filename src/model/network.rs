@@ -5,6 +5,7 @@ use super::block::{Block, Projections};
 use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
+use super::rope::RopeTables;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
@@ -38,6 +39,7 @@ pub struct Network {
     pub mlp_tokens: Option<usize>,
     /// True while the adapters are disabled.
     adapters_disabled: AtomicBool,
+    rope_tables: RopeTables,
 }
 
 /// A network whose weights can be trained.
@@ -75,6 +77,7 @@ impl Network {
             device,
             mlp_tokens: None,
             adapters_disabled: AtomicBool::new(false),
+            rope_tables: RopeTables::default(),
         }
     }
 
@@ -98,15 +101,9 @@ impl Network {
         documents: &'a [usize],
         dropout: Option<Dropout>,
     ) -> Result<Context<'a>> {
-        let ropes = self
-            .spec
-            .ropes
-            .iter()
-            .map(|r| r.tables(positions, &self.device))
-            .collect::<Result<_>>()?;
         Ok(Context {
             documents,
-            ropes,
+            ropes: self.rope_tables.gather(&self.spec.ropes, positions, &self.device)?,
             dropout,
             observer: None,
             mlp_tokens: self.mlp_tokens,

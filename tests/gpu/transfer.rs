@@ -42,7 +42,6 @@ fn what_is_sent_arrives_before_it_is_used() {
                 update::add_assign(&total, &here).unwrap();
                 update::add_assign(&want, &sources[i % 6]).unwrap();
             }
-            // Waits for the copies itself.
             let times = copier.times().unwrap().unwrap();
             assert!(times.copying >= 0.0 && times.waiting <= times.copying, "{times:?}");
             assert_eq!(flat(&total), flat(&want));

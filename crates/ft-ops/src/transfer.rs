@@ -130,7 +130,7 @@ impl Copier {
         }
     }
 
-    /// Returns the times of the copies to the device since the last call; waits for them. `None` if host and device
+    /// Returns the times of the copies to the device that were completed since the last call. `None` if host and device
     /// are the same.
     pub fn times(&self) -> Result<Option<CopyTimes>> {
         #[cfg(feature = "cuda")]

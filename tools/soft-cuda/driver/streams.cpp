@@ -326,6 +326,14 @@ int cuEventSynchronize(void* handle) {
     return failure();
 }
 
+int cuEventQuery(void* handle) {
+    SOFT_CALL;
+    Event* event = static_cast<Event*>(handle);
+    if (!state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventQuery: not an event");
+    if (!event->record || event->record->when >= 0) return SUCCESS;
+    return NOT_READY;
+}
+
 int cuEventElapsedTime_v2(float* milliseconds, void* from, void* to) {
     SOFT_CALL;
     Event *start = static_cast<Event*>(from), *end = static_cast<Event*>(to);

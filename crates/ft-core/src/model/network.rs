@@ -6,6 +6,7 @@ use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
 use super::projections::Projections;
+use super::rope::RopeTables;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
@@ -39,6 +40,7 @@ pub struct Network {
     pub mlp_tokens: Option<usize>,
     /// True while the adapters are disabled.
     adapters_disabled: AtomicBool,
+    rope_tables: RopeTables,
 }
 
 /// A network whose weights can be trained.
@@ -76,6 +78,7 @@ impl Network {
             device,
             mlp_tokens: None,
             adapters_disabled: AtomicBool::new(false),
+            rope_tables: RopeTables::default(),
         }
     }
 
@@ -99,15 +102,9 @@ impl Network {
         documents: &'a [usize],
         dropout: Option<Dropout>,
     ) -> Result<Context<'a>> {
-        let ropes = self
-            .spec
-            .ropes
-            .iter()
-            .map(|r| r.tables(positions, &self.device))
-            .collect::<Result<_>>()?;
         Ok(Context {
             documents,
-            ropes,
+            ropes: self.rope_tables.gather(&self.spec.ropes, positions, &self.device)?,
             dropout,
             observer: None,
             mlp_tokens: self.mlp_tokens,

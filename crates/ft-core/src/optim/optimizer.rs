@@ -158,6 +158,7 @@ impl Optimizer {
         for u in updates {
             if let Some(state) = self.states.get_mut(u.name) {
                 state.step += 1;
+                state.updated = self.now;
             }
         }
         for (u, tensors) in updates.iter().zip(&tensors) {
@@ -182,6 +183,13 @@ impl Optimizer {
             self.put_back(u, tensors)?;
         }
         Ok(())
+    }
+
+    /// Corrects the counts of updates after `gate` has disabled those of `step`.
+    pub fn take_back(&mut self, step: u64) {
+        for state in self.states.values_mut().filter(|state| state.updated == step) {
+            (state.step, state.updated) = (state.step - 1, 0);
+        }
     }
 
     /// A stateless update by `lr` against the gradient or its sign, without decay or clipping; `gate` can disable it.

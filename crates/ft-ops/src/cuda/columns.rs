@@ -36,12 +36,15 @@ pub(crate) fn sums(
     let parts = rows.div_ceil(part);
     let partial = gpu.empty((parts, columns), DType::F32)?;
     let sum = gpu.empty(columns, DType::F32)?;
-    let name = format!(
-        "column_{}_{}_{}",
-        if product.is_some() { "products" } else { "sums" },
+    let name = [
+        if product.is_some() {
+            "column_products_"
+        } else {
+            "column_sums_"
+        },
         kind.name(),
-        if packed { "packed" } else { "single" }
-    );
+        if packed { "_packed" } else { "_single" },
+    ];
     let grid = Grid {
         blocks: (across, parts),
         threads: (ACROSS as u32, DOWN as u32),
@@ -57,7 +60,7 @@ pub(crate) fn sums(
         Arg::size(part),
     ];
     // SAFETY: a and b are [rows, columns], factor [rows], partial [parts, columns].
-    unsafe { gpu.launch("columns", &name, grid, &args)? };
+    unsafe { gpu.launch("columns", name, grid, &args)? };
     let args = [
         Arg::Address(address(&partial, "partial sums")?),
         Arg::Address(address(&sum, "a sum")?),

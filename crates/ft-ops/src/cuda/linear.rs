@@ -35,11 +35,12 @@ pub(crate) fn forward(
 pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
     let (rows, outputs) = y.dims2()?;
     let kind = Kind::of(y, "y of a linear")?;
-    let name = format!(
-        "rows_{}_{}",
+    let name = [
+        "rows_",
         kind.name(),
-        Kind::of(bias, "the bias of a linear")?.name()
-    );
+        "_",
+        Kind::of(bias, "the bias of a linear")?.name(),
+    ];
     let args = [
         Arg::Address(address(bias, "the bias of a linear")?),
         Arg::Address(address(y, "y of a linear")?),
@@ -49,7 +50,7 @@ pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
     let mut grid = Grid::line(outputs.div_ceil(256), 256);
     grid.blocks.1 = rows.min(1024);
     // SAFETY: `bias` has `outputs` elements, y is [rows, outputs].
-    unsafe { gpu.launch("elementwise", &name, grid, &args) }
+    unsafe { gpu.launch("elementwise", name, grid, &args) }
 }
 
 /// Computes `x [N, I]·wᵀ` in f32 for any type of x: logits.

@@ -6,6 +6,7 @@
 //! by `Device::new_cuda_with_stream`, once, and cloned.
 
 use candle_core::cuda::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
+use candle_core::cuda::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MOST_SHARED;
 use candle_core::cuda::cudarc::driver::{
     CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, result,
 };
@@ -16,6 +17,8 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor
 use ft_base::{Error, Result};
 use half::bf16;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 pub(crate) mod adafactor;
@@ -187,14 +190,20 @@ impl Gpu {
             .max(1) as usize)
     }
 
-    /// Queues the kernel `function` of `cuda/MODULE.cu`.
+    /// Queues the kernel `name` of `cuda/MODULE.cu`.
     ///
     /// # Safety
     /// The arguments match the parameters of the kernel in order and type, and the kernel may access every address
     /// among them.
-    pub(crate) unsafe fn launch(&self, module: &'static str, function: &str, grid: Grid, args: &[Arg]) -> Result<()> {
+    pub(crate) unsafe fn launch(
+        &self,
+        module: &'static str,
+        name: impl Into<Name>,
+        grid: Grid,
+        args: &[Arg],
+    ) -> Result<()> {
         // SAFETY: promised by the caller; no structure is passed.
-        unsafe { self.launch_with(module, function, grid, args, None::<&[u32; 1]>) }
+        unsafe { self.launch_with(module, name, grid, args, None::<&[u32; 1]>) }
     }
 
     /// As `launch`, with a last argument that is passed by value.
@@ -204,24 +213,25 @@ impl Gpu {
     pub(crate) unsafe fn launch_with<T: DeviceRepr>(
         &self,
         module: &'static str,
-        function: &str,
+        name: impl Into<Name>,
         grid: Grid,
         args: &[Arg],
         last: Option<&T>,
     ) -> Result<()> {
+        let name = name.into();
         const MOST: (usize, usize) = (i32::MAX as usize, 65_535);
         if grid.blocks.0 == 0 || grid.blocks.1 == 0 {
             return Ok(());
         }
         if grid.blocks.0 > MOST.0 || grid.blocks.1 > MOST.1 {
             return Err(
-                Error::unsupported(format!("a tensor is too large for the kernel `{function}`"))
+                Error::unsupported(format!("a tensor is too large for the kernel `{name}`"))
                     .found(format!("{:?} blocks", grid.blocks)),
             );
         }
-        let function_handle = self.function(module, function)?;
+        let function = self.function(module, name, grid.shared)?;
         let stream = self.device.cuda_stream();
-        let mut builder = stream.launch_builder(&function_handle);
+        let mut builder = stream.launch_builder(function);
         for arg in args {
             match arg {
                 Arg::Address(x) | Arg::U64(x) => builder.arg(x),
@@ -241,13 +251,13 @@ impl Gpu {
             shared_mem_bytes: grid.shared,
         };
         // SAFETY: promised by the caller.
-        unsafe { builder.launch(config) }.map_err(|e| failed(function, e))?;
-        self.check(function)
+        unsafe { builder.launch(config) }.map_err(|e| failed(name, e))?;
+        self.check(name)
     }
 
     /// With `FT_CUDA_SYNC=1`: waits for the work that was queued, so that its error has the right name. Otherwise a
     /// later call reports it, under its own name.
-    fn check(&self, what: &str) -> Result<()> {
+    fn check(&self, what: impl fmt::Display) -> Result<()> {
         static WANTED: OnceLock<bool> = OnceLock::new();
         match WANTED.get_or_init(|| std::env::var_os("FT_CUDA_SYNC").is_some_and(|v| v == "1")) {
             true => self.device.cuda_stream().synchronize().map_err(|e| failed(what, e)),
@@ -255,32 +265,47 @@ impl Gpu {
         }
     }
 
-    /// Returns the kernel, loaded once per device.
-    pub(crate) fn function(&self, module: &'static str, function: &str) -> Result<CudaFunction> {
-        let mut loaded = loaded()?;
-        let loaded = loaded.entry(self.device.id()).or_default();
-        if !loaded.contains_key(module) {
-            let binary = ft_kernels::module(module)
-                .ok_or_else(|| Error::internal(format!("this build has no CUDA module `{module}`")))?;
-            let context = self.device.cuda_stream().context().clone();
-            let code = context.load_module(Ptx::from_binary(binary.to_vec())).map_err(|e| {
-                failed(module, e).hint(
-                    "the GPU must have compute capability 8.0 or more, and the driver must be as new as the toolkit of \
-                     this build: see `device::gpus`",
-                )
-            })?;
-            let functions = HashMap::new();
-            loaded.insert(module, Loaded { code, functions });
-        }
-        let Some(Loaded { code, functions }) = loaded.get_mut(module) else {
-            return Err(Error::internal("a CUDA module vanished").at(module));
+    /// Returns the kernel, loaded once per device, with permission for `shared` bytes of dynamic shared memory.
+    fn function(&self, module: &'static str, name: Name, shared: u32) -> Result<&'static CudaFunction> {
+        /// A launch can have as much without permission.
+        const USUAL_SHARED: u32 = 48 << 10;
+        let mut guard = loaded()?;
+        let loaded = &mut *guard;
+        let place = match loaded.kernels.entry((self.device.id(), module, name)) {
+            Entry::Occupied(found) => found.into_mut(),
+            Entry::Vacant(place) => {
+                let code = self.module(&mut loaded.modules, module)?;
+                let text = name.to_string();
+                let function = code.load_function(&text).map_err(|e| failed(&text, e))?;
+                // Kernels live as long as the process.
+                place.insert((Box::leak(Box::new(function)), USUAL_SHARED))
+            }
         };
-        if let Some(found) = functions.get(function) {
-            return Ok(found.clone());
+        let (function, permitted) = place;
+        if shared > *permitted {
+            function.set_attribute(MOST_SHARED, shared as i32).map_err(|e| {
+                Error::unsupported(format!("the GPU has too little shared memory for `{name}`")).cause(e)
+            })?;
+            *permitted = shared;
         }
-        let found = code.load_function(function).map_err(|e| failed(function, e))?;
-        functions.insert(function.to_string(), found.clone());
-        Ok(found)
+        Ok(function)
+    }
+
+    fn module(&self, loaded: &mut Modules, module: &'static str) -> Result<Arc<CudaModule>> {
+        let place = match loaded.entry((self.device.id(), module)) {
+            Entry::Occupied(found) => return Ok(found.get().clone()),
+            Entry::Vacant(place) => place,
+        };
+        let binary = ft_kernels::module(module)
+            .ok_or_else(|| Error::internal(format!("this build has no CUDA module `{module}`")))?;
+        let context = self.device.cuda_stream().context().clone();
+        let code = context.load_module(Ptx::from_binary(binary.to_vec())).map_err(|e| {
+            failed(module, e).hint(
+                "the GPU must have compute capability 8.0 or more, and the driver must be as new as the toolkit of \
+                 this build: see `device::gpus`",
+            )
+        })?;
+        Ok(place.insert(code).clone())
     }
 
     /// Returns an uninitialized tensor, which the caller must write before it is read. If there is no memory, the pool
@@ -369,24 +394,54 @@ impl Gpu {
     }
 }
 
-/// A module that is loaded, and its kernels.
-struct Loaded {
-    code: Arc<CudaModule>,
-    functions: HashMap<String, CudaFunction>,
+/// The name of a kernel, in parts: a launch does not build a string.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Name([&'static str; Name::PARTS]);
+
+impl Name {
+    const PARTS: usize = 8;
 }
 
-/// The modules of each device, by name.
-type Modules = HashMap<DeviceId, HashMap<&'static str, Loaded>>;
+impl From<&'static str> for Name {
+    fn from(whole: &'static str) -> Self {
+        Self::from([whole])
+    }
+}
 
-fn loaded() -> Result<MutexGuard<'static, Modules>> {
-    static LOADED: OnceLock<Mutex<Modules>> = OnceLock::new();
+impl<const N: usize> From<[&'static str; N]> for Name {
+    fn from(given: [&'static str; N]) -> Self {
+        const { assert!(N <= Name::PARTS) };
+        let mut parts = [""; Name::PARTS];
+        parts[..N].copy_from_slice(&given);
+        Self(parts)
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.0.iter().try_for_each(|part| f.write_str(part))
+    }
+}
+
+type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
+
+/// What is loaded on the devices, by device and module.
+#[derive(Default)]
+struct Loaded {
+    modules: Modules,
+    /// With the dynamic shared memory that a launch may have.
+    kernels: HashMap<(DeviceId, &'static str, Name), (&'static CudaFunction, u32)>,
+}
+
+fn loaded() -> Result<MutexGuard<'static, Loaded>> {
+    static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
     LOADED
         .get_or_init(Mutex::default)
         .lock()
         .map_err(|_| Error::internal("another thread failed while it used the list of CUDA kernels"))
 }
 
-fn failed(what: &str, e: impl std::fmt::Display) -> Error {
+fn failed(what: impl fmt::Display, e: impl fmt::Display) -> Error {
     let text = e.to_string();
     Error::device(format!("CUDA failed on `{what}`"), &text).cause(text)
 }

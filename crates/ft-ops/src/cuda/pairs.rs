@@ -57,9 +57,9 @@ pub(crate) fn copy(copies: &[Copy<'_>], dtype: DType) -> Result<()> {
         }
         let mut grid = Grid::line(most.div_ceil(PACK * 256).clamp(1, 256), 256);
         grid.blocks.1 = part.len();
-        let name = format!("copy_pairs_{}", kind.name());
+        let name = ["copy_pairs_", kind.name()];
         // SAFETY: every matrix lies inside of its tensor, as checked above.
-        unsafe { gpu.launch_with("pairs", &name, grid, &[] as &[Arg], Some(&jobs))? };
+        unsafe { gpu.launch_with("pairs", name, grid, &[] as &[Arg], Some(&jobs))? };
     }
     Ok(())
 }

@@ -55,23 +55,32 @@ fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> 
     let (table, shares) = table(&tensors)?;
     let parts = gpu.upload_bytes(&table)?;
     let partial = gpu.empty(shares, DType::F64)?;
-    let place = address(&partial, "partial sums")?;
     let args = [
         Arg::Address(address(&parts, "a table of tensors")?),
         Arg::small(tensors.len(), "a list of tensors")?,
-        Arg::Address(place),
+        Arg::Address(address(&partial, "partial sums")?),
     ];
     // SAFETY: the table describes the tensors, which live until the launch is queued; `partial` has one element per
     // share.
     unsafe { gpu.launch("reduce", kernel, Grid::line(shares, 256), &args)? };
+    totals(&gpu, &partial, total, add)
+}
+
+/// Computes the sum of the f64 `partial`, which is added to the f64 `total` (one element) or overwrites it.
+fn totals(gpu: &Gpu, partial: &Tensor, total: &Tensor, add: bool) -> Result<()> {
     let args = [
-        Arg::Address(place),
-        Arg::size(shares),
+        Arg::Address(address_of(partial, "partial sums", DType::F64)?),
+        Arg::size(partial.elem_count()),
         Arg::Address(address_of(total, "a total", DType::F64)?),
         Arg::I32(add as i32),
     ];
-    // SAFETY: as above.
+    // SAFETY: the sizes are those of the tensors.
     unsafe { gpu.launch("reduce", "reduce_totals", Grid::line(1, 1024), &args) }
+}
+
+/// Sets the f64 `total` (one element) to the sum of the f64 `numbers`.
+pub(crate) fn total(numbers: &Tensor, total: &Tensor) -> Result<()> {
+    totals(&Gpu::of(numbers, "numbers that are summed")?, numbers, total, false)
 }
 
 fn one(kernel: &'static str, t: &Tensor) -> Result<f64> {

@@ -249,7 +249,13 @@ impl Copier {
             refused: std::mem::take(&mut lock(&self.refused).1),
             ..CopyTimes::default()
         };
-        for (started, arrived, stood) in std::mem::take(&mut *lock(&self.timed)) {
+        let mut timed = lock(&self.timed);
+        // In order: those of a step that is queued are left for the next call.
+        let complete = timed
+            .iter()
+            .take_while(|(_, arrived, stood)| arrived.is_complete() && stood.is_complete());
+        let complete = complete.count();
+        for (started, arrived, stood) in timed.drain(..complete) {
             let copying = f64::from(started.elapsed_ms(&arrived).map_err(failed)?);
             // Negative if the tensor arrived before the compute stream needed it.
             let waiting = f64::from(stood.elapsed_ms(&arrived).map_err(failed)?);

@@ -13,6 +13,9 @@ mod attention;
 #[path = "gpu/device.rs"]
 mod device;
 #[cfg(feature = "cuda")]
+#[path = "gpu/engine.rs"]
+mod engine;
+#[cfg(feature = "cuda")]
 #[path = "gpu/quantized.rs"]
 mod quantized;
 #[cfg(feature = "cuda")]

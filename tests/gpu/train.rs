@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::env;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
 use tempfile::TempDir;
 
 /// Settings of each run in addition to the shared ones. The type is bf16 unless a run sets it.
@@ -157,6 +157,16 @@ const RUNS: [(&str, &[&str]); 29] = [
 
 /// Runs `ft` with a visible or a hidden GPU.
 fn ft(arguments: &[&str], on_gpu: bool) -> String {
+    let out = run_ft(arguments, on_gpu);
+    assert!(
+        out.status.success(),
+        "{arguments:?}\n{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+    String::from_utf8_lossy(&out.stdout).into_owned()
+}
+
+fn run_ft(arguments: &[&str], on_gpu: bool) -> Output {
     let place = |name: &str, built: &str| env::var(name).unwrap_or_else(|_| built.to_string());
     let mut command = Command::new(place("FT_BIN", env!("CARGO_BIN_EXE_ft")));
     command
@@ -167,13 +177,7 @@ fn ft(arguments: &[&str], on_gpu: bool) -> String {
     if !on_gpu {
         command.env("CUDA_VISIBLE_DEVICES", "");
     }
-    let out = command.output().unwrap();
-    assert!(
-        out.status.success(),
-        "{arguments:?}\n{}",
-        String::from_utf8_lossy(&out.stderr)
-    );
-    String::from_utf8_lossy(&out.stdout).into_owned()
+    command.output().unwrap()
 }
 
 /// Number of steps of a run.
@@ -309,6 +313,53 @@ fn a_run_that_was_stopped_goes_on_bit_for_bit() {
             assert_eq!(number(a, "loss").to_bits(), number(b, "loss").to_bits(), "{name}");
         }
     });
+}
+
+/// Losses and norms are read after the next step was queued. With a save after every step they are read at once.
+#[test]
+fn a_step_that_is_not_finite_leaves_the_state_before_it() {
+    let Some(_gpu) = gpu() else { return };
+    let states = ["train.save_steps=100", "train.save_steps=1"].map(|save| {
+        let dir = TempDir::new().unwrap();
+        let place = format!("train.output_dir={}", dir.path().display());
+        let out = run_ft(
+            &[
+                "train",
+                "--recipe",
+                "recipes/quickstart.toml",
+                "model.device=cuda:0",
+                "tune.method=full",
+                "optimizer.learning_rate=1e15",
+                "schedule.name=constant",
+                "schedule.warmup_ratio=0",
+                "train.max_steps=4",
+                "train.batch_size=1",
+                "train.sample_prompts=[]",
+                "data.eval=[]",
+                "train.predict_with_generate=false",
+                save,
+                &place,
+            ],
+            true,
+        );
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(1), "{said}");
+        assert!(said.contains("the weights were not changed by this step"), "{said}");
+        let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
+        assert_eq!(read("metrics.jsonl").lines().count(), 1);
+        let stop = read("events.jsonl").lines().last().unwrap().to_string();
+        assert_eq!(serde_json::from_str::<Value>(&stop).unwrap()["step"], 2, "{stop}");
+        let saved = std::fs::read_dir(dir.path().join("checkpoint-1")).unwrap();
+        let tensors = saved.map(|entry| entry.unwrap().path());
+        let tensors = tensors.filter(|path| path.extension().is_some_and(|e| e == "safetensors"));
+        let mut tensors: Vec<_> = tensors
+            .map(|path| (path.file_name().unwrap().to_owned(), std::fs::read(&path).unwrap()))
+            .collect();
+        tensors.sort();
+        assert!(!tensors.is_empty());
+        tensors
+    });
+    assert!(states[0] == states[1], "the saved states differ");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use super::update;
 use candle_core::{DType, Device, Tensor};
 use ft_base::Result;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
 /// The accumulated statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -31,6 +31,8 @@ pub struct StepStats {
     host: Cell<StepSums>,
     /// f64 `[4]` on a GPU: loss, correct, squares; and 0 as long as an earlier pass was finite (`follow`).
     device: Option<Tensor>,
+    /// On a GPU, of the last list of gradients: sums of squares of their parts, and the size of each gradient.
+    parts: RefCell<Option<(Tensor, Vec<usize>)>>,
 }
 
 /// Sums that may be on their way from the device.
@@ -66,6 +68,7 @@ impl StepStats {
         Ok(Self {
             host: Cell::default(),
             device,
+            parts: RefCell::default(),
         })
     }
 
@@ -83,7 +86,10 @@ impl StepStats {
     pub fn add_squares_of(&self, gradients: &[&Tensor]) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(squares) = self.squares()? {
-            return super::cuda::reduce::add_squares(gradients, &squares);
+            let parts = super::cuda::reduce::add_squares(gradients, &squares)?;
+            let sizes = gradients.iter().map(|gradient| gradient.elem_count()).collect();
+            self.parts.replace(Some((parts, sizes)));
+            return Ok(());
         }
         for gradient in gradients {
             self.add(StepSums {
@@ -92,6 +98,15 @@ impl StepStats {
             });
         }
         Ok(())
+    }
+
+    /// Returns the indices of the gradients of the last `add_squares_of` on a GPU that were not finite; synchronizes.
+    pub fn non_finite(&self) -> Result<Vec<usize>> {
+        #[cfg(feature = "cuda")]
+        if let Some((parts, sizes)) = &*self.parts.borrow() {
+            return super::cuda::reduce::non_finite(parts, sizes);
+        }
+        Ok(Vec::new())
     }
 
     /// Returns the GPU accumulators of losses and correct predictions: f64 `[2]`.

@@ -74,7 +74,7 @@ pub struct Accumulate<'a> {
     /// By name: the weight and its f32 gradient sum.
     pub sums: BTreeMap<String, (Tensor, Tensor)>,
     /// Names in order of arrival.
-    order: Vec<String>,
+    pub(super) order: Vec<String>,
     /// Updates of corrected parameters.
     pub corrections: Corrections,
 }

@@ -72,6 +72,8 @@ pub struct QueuedStep {
     /// Of the first pass of `NormFirst`.
     first: Option<PendingSums>,
     sums: PendingSums,
+    /// Names of the gradients in the order of `StepStats::non_finite`.
+    names: Vec<String>,
 }
 
 impl QueuedStep {
@@ -93,7 +95,12 @@ impl QueuedStep {
             return Ok(StepReport { totals, grad_norm });
         }
         Err(match self.gradients {
-            Gradients::Keep => non_finite(&[], self.step),
+            Gradients::Keep => {
+                let found = self.step_stats.non_finite()?.into_iter();
+                let mut names: Vec<String> = found.filter_map(|i| self.names.get(i).cloned()).collect();
+                names.sort();
+                non_finite(&names, self.step)
+            }
             // Updates that the GPU skipped. The CPU has already returned an error at that gradient.
             Gradients::Fused | Gradients::NormFirst => held_back(self.step),
         })
@@ -225,7 +232,7 @@ impl Engine {
             may_stop,
             ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
-        let mut first = None;
+        let (mut first, mut names) = (None, Vec::new());
         let (totals, sums) = match gradients {
             Gradients::Keep => {
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
@@ -239,6 +246,7 @@ impl Engine {
                 // so this step must not count one.
                 before.map(QueuedStep::report).transpose()?;
                 if on_device {
+                    names = sink.order.clone();
                     let coefficient = device_coefficient(&step_stats, self.max_grad_norm)?;
                     let gate = FoundInf {
                         coefficient: coefficient.as_ref(),
@@ -317,6 +325,7 @@ impl Engine {
             step_stats,
             first,
             sums,
+            names,
         })
     }
 }

@@ -5,6 +5,7 @@ use candle_core::cuda::cudarc::driver::{CudaEvent, DeviceRepr, PinnedHostSlice, 
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 use half::bf16;
+use std::cell::OnceCell;
 use std::sync::{Mutex, PoisonError};
 
 fn failed(e: impl std::fmt::Debug) -> Error {
@@ -63,6 +64,8 @@ pub(crate) struct Download {
     /// None only after `drop`.
     host: Option<PinnedHostSlice<f64>>,
     done: CudaEvent,
+    /// After the first `wait`.
+    numbers: OnceCell<[f64; 4]>,
 }
 
 /// Pinned memory for downloads: to allocate it takes longer than a step should wait.
@@ -95,15 +98,22 @@ impl Download {
         // SAFETY: both have four elements; the memory is not used again before `done`.
         unsafe { result::memcpy_dtoh_async(to, from, stream.cu_stream()) }.map_err(failed)?;
         let done = stream.record_event(None).map_err(failed)?;
-        Ok(Self { host: Some(host), done })
+        Ok(Self {
+            host: Some(host),
+            done,
+            numbers: OnceCell::new(),
+        })
     }
 
     /// Waits for the copy.
     pub(crate) fn wait(&self) -> Result<[f64; Self::LENGTH]> {
+        if let Some(numbers) = self.numbers.get() {
+            return Ok(*numbers);
+        }
         self.done.synchronize().map_err(failed)?;
         let numbers = self.host.as_ref().map(PinnedHostSlice::as_slice).transpose();
         match numbers.map_err(failed)? {
-            Some(&[a, b, c, d]) => Ok([a, b, c, d]),
+            Some(&[a, b, c, d]) => Ok(*self.numbers.get_or_init(|| [a, b, c, d])),
             _ => Err(Error::internal("numbers of a device are incomplete")),
         }
     }
@@ -112,7 +122,7 @@ impl Download {
 impl Drop for Download {
     fn drop(&mut self) {
         if let Some(host) = self.host.take()
-            && self.done.synchronize().is_ok()
+            && (self.numbers.get().is_some() || self.done.synchronize().is_ok())
         {
             FREE.lock().unwrap_or_else(PoisonError::into_inner).push(host);
         }

@@ -45,12 +45,10 @@ fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize)> {
     Ok((table, shares.count()))
 }
 
-/// Computes the sum of `kernel` over all elements. The f64 `total` (one element) is incremented or overwritten.
-fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> Result<()> {
-    let Some(first) = tensors.first() else {
-        return Ok(());
-    };
-    let gpu = Gpu::of(first, "a tensor that is summed")?;
+/// Computes the sum of `kernel` over all elements. The f64 `total` (one element) is incremented or overwritten. Returns
+/// the sum of each share, f64.
+fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> Result<Tensor> {
+    let gpu = Gpu::of(total, "a total")?;
     let tensors: Vec<&Tensor> = tensors.iter().copied().filter(|t| t.elem_count() > 0).collect();
     let (table, shares) = table(&tensors)?;
     let parts = gpu.upload_bytes(&table)?;
@@ -63,7 +61,8 @@ fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> 
     // SAFETY: the table describes the tensors, which live until the launch is queued; `partial` has one element per
     // share.
     unsafe { gpu.launch("reduce", kernel, Grid::line(shares, 256), &args)? };
-    totals(&gpu, &partial, total, add)
+    totals(&gpu, &partial, total, add)?;
+    Ok(partial)
 }
 
 /// Computes the sum of the f64 `partial`, which is added to the f64 `total` (one element) or overwrites it.
@@ -103,9 +102,24 @@ pub(crate) fn all_finite(t: &Tensor) -> Result<bool> {
     Ok(one("count_odd", t)? == 0.0)
 }
 
-/// Adds the squares of all elements of f32 or bf16 tensors to the f64 `total` (one element).
-pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<()> {
+/// Adds the squares of all elements of f32 or bf16 tensors to the f64 `total` (one element). Returns the sum of each
+/// share for `non_finite`.
+pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<Tensor> {
     run("sum_squares", tensors, total, true)
+}
+
+/// Returns the indices of the tensors, of these sizes, whose squares were not finite. Synchronizes with the GPU.
+pub(crate) fn non_finite(sums: &Tensor, sizes: &[usize]) -> Result<Vec<usize>> {
+    let sums = read::<f64>(sums, "sums of squares", DType::F64)?;
+    let mut shares = sums.iter();
+    let mut is_finite = |n: &usize| {
+        shares
+            .by_ref()
+            .take(n.div_ceil(SHARE))
+            .fold(true, |all, x| all && x.is_finite())
+    };
+    let finite: Vec<bool> = sizes.iter().map(&mut is_finite).collect();
+    Ok((0..sizes.len()).filter(|i| !finite[*i]).collect())
 }
 
 /// Computes `min(1, max / (√squares + 1e-6))` as an f32 tensor of one element; `squares` f64.

@@ -4,7 +4,7 @@ use crate::support::{KINDS, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::ops::low_rank::LowRank;
 use ft::ops::pairs::{self, Pair};
-use ft::ops::{linear, update};
+use ft::ops::{adapters, linear, update};
 use ft::quant::Weight;
 use half::bf16;
 
@@ -187,7 +187,7 @@ fn stacked_pairs_are_plain_products() {
                     w = (w - product(&a0.cpu, &b0.cpu)).unwrap();
                 }
                 let w = (w * f64::from(scale)).unwrap();
-                let y = stack.up(k, &u).unwrap();
+                let y = stack.up(k, &u, dtype).unwrap();
                 assert_eq!(y.dtype(), dtype);
                 assert_close(&y, &linear::forward(&x.cpu, &w, None).unwrap(), tolerance);
                 stack.back_down(k, &dy.gpu, &du).unwrap();
@@ -216,6 +216,59 @@ fn stacked_pairs_are_plain_products() {
             for (got, want) in stack.grads_a(&du, &x.gpu).unwrap().iter().zip(&wanted_a) {
                 assert_close(got, want, tolerance);
             }
+        }
+    }
+}
+
+#[test]
+fn adapter_operations_are_plain_products() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        for (n, blocks, size) in [(5, 3, 7), (70, 6, 16)] {
+            let c = blocks * size;
+            let (x, dy) = (gpu.random((n, c), dtype, 1), gpu.random((n, c), dtype, 2));
+            let (v, bias) = (gpu.random(c, DType::F32, 3), gpu.random(c, dtype, 4));
+            let scaled = x.cpu.broadcast_mul(&v.cpu).unwrap();
+            let y = adapters::scale_columns(&x.gpu, &v.gpu, None, dtype).unwrap();
+            assert_close(&y, &scaled, tolerance);
+            let y = adapters::scale_columns(&x.gpu, &v.gpu, Some(&bias.gpu), dtype).unwrap();
+            assert_close(&y, &scaled.broadcast_add(&bias.cpu).unwrap(), tolerance);
+            let sums = adapters::sum_products(&x.gpu, &dy.gpu).unwrap();
+            assert_close(&sums, &(&x.cpu * &dy.cpu).unwrap().sum(0).unwrap(), 1e-4);
+
+            let d = gpu.random((blocks, size, size), DType::F32, 5);
+            let apart = |t: &Tensor| {
+                let t = t.reshape((n, blocks, size)).unwrap();
+                t.transpose(0, 1).unwrap().contiguous().unwrap()
+            };
+            let together = |t: Tensor| {
+                t.transpose(0, 1)
+                    .unwrap()
+                    .contiguous()
+                    .unwrap()
+                    .reshape((n, c))
+                    .unwrap()
+            };
+            for transposed in [false, true] {
+                let y = gpu.random((n, c), dtype, 6);
+                adapters::add_blocks(&y.gpu, &x.gpu, &d.gpu, transposed).unwrap();
+                let d = if transposed {
+                    d.cpu.transpose(1, 2).unwrap().contiguous().unwrap()
+                } else {
+                    d.cpu.clone()
+                };
+                let want = (&y.cpu + together(apart(&x.cpu).matmul(&d).unwrap())).unwrap();
+                assert_close(&y.gpu, &want, tolerance);
+            }
+            let dr = adapters::blocks_gradient(&x.gpu, &dy.gpu, size).unwrap();
+            let x_t = apart(&x.cpu).transpose(1, 2).unwrap().contiguous().unwrap();
+            assert_close(&dr, &x_t.matmul(&apart(&dy.cpu)).unwrap(), 1e-4);
+
+            let triangles = gpu.random((blocks, size * (size - 1) / 2), DType::F32, 7);
+            let q = adapters::skew(&triangles.gpu, size).unwrap();
+            assert_close(&q, &adapters::skew(&triangles.cpu, size).unwrap(), 0.0);
+            let back = adapters::skew_gradient(&d.gpu).unwrap();
+            assert_close(&back, &adapters::skew_gradient(&d.cpu).unwrap(), 1e-6);
         }
     }
 }

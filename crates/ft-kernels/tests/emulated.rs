@@ -32,6 +32,7 @@ macro_rules! emulated {
 
 emulated! {
     adafactor
+    adapters
     columns
     cross_entropy
     cross_entropy_parts

@@ -38,6 +38,7 @@ macro_rules! on_gpu {
     };
 }
 
+pub mod adapters;
 pub mod attention;
 pub mod quantized;
 pub mod cross_entropy;

@@ -177,11 +177,17 @@ impl PairStack {
         gpu::product(sizes, Columns::all(x), a, Columns::from(u, p.first), p.scale, false)
     }
 
-    /// Computes u·Bᵀ of a pair, `[N, O]`, from `u [N, T]`.
-    pub fn up(&self, pair: usize, u: &Tensor) -> Result<Tensor> {
+    /// The copy of A of a pair, `[R, I]`.
+    pub fn a(&self, pair: usize) -> Result<Tensor> {
+        let p = &self.pairs[pair];
+        Ok(self.a.narrow(0, p.first, p.rank)?)
+    }
+
+    /// Computes u·Bᵀ of a pair, `[N, O]` in type `to` (that of u, or f32), from `u [N, T]`.
+    pub fn up(&self, pair: usize, u: &Tensor, to: DType) -> Result<Tensor> {
         let p = &self.pairs[pair];
         let (rows, outputs) = (u.dim(0)?, p.b.dim(0)?);
-        let y = gpu::empty((rows, outputs), u.dtype(), u.device())?;
+        let y = gpu::empty((rows, outputs), to, u.device())?;
         let (u, b) = (Columns::from(u, p.first), Columns::all(&p.b).t());
         gpu::product((rows, outputs, p.width), u, b, Columns::all(&y), 1.0, false)?;
         Ok(y)

@@ -10,9 +10,9 @@
 pub mod memory;
 
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
-use super::linear::{Dx, Linear};
+use super::linear::Linear;
 use super::mlp::SavedPieces;
-use super::projections::{Projections, SavedLow};
+use super::projections::{Projections, SavedLow, add_residual};
 use super::spec::Spec;
 use crate::base::Result;
 use crate::ops::rope::Direction;
@@ -145,10 +145,7 @@ impl Block {
         let (y, low_out) = self.o_proj.forward_one(&o, ctx)?;
         let (x1, y) = match &self.attention_post_norm {
             Some(norm) => (update::add(x, &self.norm(norm, &y)?)?, Some(y)),
-            None => {
-                update::add_assign(&y, x)?;
-                (y, None)
-            }
+            None => (add_residual(y, x, &low_out)?, None),
         };
         Ok((
             x1,
@@ -215,7 +212,7 @@ impl Block {
         drop(y);
         let d_o = self
             .o_proj
-            .backward(Some(&o), low_out, vec![d_out], ctx, Dx::new(need_do), sink)?;
+            .backward(Some(&o), low_out, vec![d_out], ctx, need_do, sink)?;
         let Some(d_o) = d_o else { return Ok(None) };
         let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
         drop((q, k, v, o, lse, d_o));
@@ -233,7 +230,7 @@ impl Block {
         };
         let dh = self
             .attention_in
-            .backward(h.as_ref(), low_in, vec![dq, dk, dv], ctx, Dx::new(need_dh), sink)?;
+            .backward(h.as_ref(), low_in, vec![dq, dk, dv], ctx, need_dh, sink)?;
         drop(h);
         let Some(dh) = dh else { return Ok(None) };
         let dx = self.norm_backward(&self.input_norm, x, &dh, sink)?;

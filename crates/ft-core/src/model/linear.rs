@@ -6,7 +6,7 @@ use super::contracts::{Context, GradSink, Param};
 use crate::base::Result;
 use crate::ops::low_rank::LowRank;
 use crate::ops::{linear, update};
-use crate::peft::{Adapter, BackwardInput, Frozen, Lora};
+use crate::peft::{Adapter, BackwardInput, Dora, Frozen, Lora};
 use crate::quant::Weight;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -40,6 +40,20 @@ impl Frozen for Linear {
 
     fn product(&self, x: &Tensor) -> Result<Tensor> {
         self.weight.forward(x, None)
+    }
+
+    /// On a GPU W and the bias are added to `change`: it is small, and bf16 would round most of it away beside a result.
+    fn forward_plus(&self, x: &Tensor, change: Tensor) -> Result<Tensor> {
+        if !x.device().is_cuda() {
+            let y = Frozen::forward(self, x)?;
+            update::add_assign(&y, &change)?;
+            return Ok(y);
+        }
+        self.weight.forward_add(&change, x)?;
+        if let Some(bias) = &self.bias {
+            update::add_rows(&change, &bias.tensor)?;
+        }
+        Ok(change)
     }
 
     fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>> {
@@ -79,21 +93,16 @@ impl Linear {
         }
     }
 
-    /// As `forward`, added to `y` `[N, O]`, which is the product of its LoRA pair. The bias comes last: a small `y` must
-    /// not be rounded away beside it.
-    pub(super) fn forward_added(&self, y: Tensor, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        ctx.seen(&self.name, x)?;
-        self.weight.forward_add(&y, x)?;
-        if let Some(bias) = &self.bias {
-            update::add_rows(&y, &bias.tensor)?;
-        }
-        Ok(y)
-    }
-
     /// The LoRA pair, if `Projections` computes it: on a GPU.
     pub(super) fn pair_on_gpu(&self) -> Option<&Lora> {
+        let lora = self.adapter.as_ref()?.lora()?;
+        let plain = lora.start.is_none() || self.dora().is_none();
+        (plain && lora.a.device().is_cuda()).then_some(lora)
+    }
+
+    pub(super) fn dora(&self) -> Option<&Dora> {
         match self.adapter.as_deref() {
-            Some(Adapter::Lora(lora)) if lora.a.device().is_cuda() => Some(lora),
+            Some(Adapter::Dora(dora)) => Some(dora),
             _ => None,
         }
     }
@@ -122,40 +131,31 @@ impl Linear {
         dx: Dx<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let Some(adapter) = &self.adapter else {
-            return self.backward_base(x, dy, dx, sink);
-        };
-        let (dx, gradients) = adapter.backward(BackwardInput {
-            base: self,
-            x: x.filter(|_| self.adapter_wanted(sink)),
-            dy,
-            dx,
-            dropout: ctx.dropout,
-        })?;
-        for g in gradients {
-            if sink.wants(&g.param.name) {
-                sink.take(&g.param, g.gradient)?;
+        let dx = match &self.adapter {
+            None => Frozen::backward(self, dy, dx)?,
+            Some(adapter) => {
+                let for_gradients = x.filter(|_| self.adapter_wanted(sink));
+                let (dx, gradients) = adapter.backward(BackwardInput {
+                    base: self,
+                    x: for_gradients,
+                    dy,
+                    dx,
+                    dropout: ctx.dropout,
+                })?;
+                for g in gradients {
+                    if sink.wants(&g.param.name) {
+                        sink.take(&g.param, g.gradient)?;
+                    }
+                }
+                dx
             }
-        }
-        self.own_gradients(x, dy, sink)?;
-        Ok(dx)
-    }
-
-    /// As `backward`, without the adapter.
-    pub(super) fn backward_base(
-        &self,
-        x: Option<&Tensor>,
-        dy: &Tensor,
-        dx: Dx<'_>,
-        sink: &mut dyn GradSink,
-    ) -> Result<Option<Tensor>> {
-        let dx = Frozen::backward(self, dy, dx)?;
+        };
         self.own_gradients(x, dy, sink)?;
         Ok(dx)
     }
 
     /// Passes the gradients of weight and bias to the sink.
-    fn own_gradients(&self, x: Option<&Tensor>, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
+    pub(super) fn own_gradients(&self, x: Option<&Tensor>, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
         if let Some(x) = x.filter(|_| sink.wants(&self.name)) {
             let param = Param {
                 name: self.name.clone(),

@@ -7,9 +7,8 @@ pub(super) mod memory;
 
 use super::block::Block;
 use super::contracts::{Context, GradSink};
-use super::linear::Dx;
 use super::pieces::{Sums, pieces, rows};
-use super::projections::SavedLow;
+use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
 use crate::ops::{glu, update};
 use candle_core::Tensor;
@@ -67,11 +66,15 @@ impl Block {
         drop(h);
         let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
         let parts = keep.then_some(parts);
-        let (mut y, low_out) = self.down_proj.forward_one(&m, ctx)?;
-        if let Some(norm) = &self.mlp_post_norm {
-            y = self.norm(norm, &y)?;
-        }
-        update::add_assign(&y, x1)?;
+        let (y, low_out) = self.down_proj.forward_one(&m, ctx)?;
+        let y = match &self.mlp_post_norm {
+            Some(norm) => {
+                let y = self.norm(norm, &y)?;
+                update::add_assign(&y, x1)?;
+                y
+            }
+            None => add_residual(y, x1, &low_out)?,
+        };
         let low = [low_in, low_out];
         Ok((y, parts.map(|parts| SavedPiece { parts, low })))
     }
@@ -155,7 +158,7 @@ impl Block {
         };
         let dm = self
             .down_proj
-            .backward(m.as_ref(), low_out, vec![d_down], ctx, Dx::new(needs.dm()), sink)?;
+            .backward(m.as_ref(), low_out, vec![d_down], ctx, needs.dm(), sink)?;
         drop(m);
         let Some(dm) = dm else { return Ok(None) };
         let mut parts = parts.into_iter();
@@ -165,6 +168,6 @@ impl Block {
         let (d_gate, d_up) = glu::backward_in_place(gate, up, &dm, self.spec.activation)?;
         drop(dm);
         self.mlp_in
-            .backward(h.as_ref(), low_in, vec![d_gate, d_up], ctx, Dx::new(needs.dh), sink)
+            .backward(h.as_ref(), low_in, vec![d_gate, d_up], ctx, needs.dh, sink)
     }
 }

@@ -4,14 +4,17 @@
 //! is saved with the activations. The product of a pair comes before the product with W: it is small, and bf16 would
 //! round most of it away if it were added to a result.
 //!
-//! Letters: N tokens, I input features, O output features, T columns of u (`ops::pairs`).
+//! DoRA without dropout is computed with them: y = g ⊙ (x·Wᵀ + u·Bᵀ) + b with g = m / ‖V‖; the sum is f32 until y is
+//! rounded.
+//!
+//! Letters: N tokens, I input features, O output features, R rank, T columns of u (`ops::pairs`).
 
 use super::contracts::{Context, GradSink};
 use super::linear::{Dx, Linear};
 use crate::base::{Error, Result};
 use crate::ops::pairs::{self, PairStack};
-use crate::ops::update;
-use crate::peft::Lora;
+use crate::ops::{adapters, update};
+use crate::peft::{Frozen, Gradient, Lora};
 use candle_core::{DType, Tensor};
 
 /// Linears with one input, each with one result; or one linear whose result is cut into parts (Phi-3).
@@ -23,8 +26,25 @@ pub struct Projections {
     pairs: Option<PairStack>,
 }
 
-/// u of the LoRA pairs, `[N, T]`, if it was computed for all of them.
-pub(super) type SavedLow = Option<Tensor>;
+/// What the backward pass of the LoRA pairs reuses.
+pub(super) struct Low {
+    /// `[N, T]`
+    u: Tensor,
+    /// For each pair: g `[O]` and the output `[N, O]` if it is DoRA.
+    dora: Vec<Option<(Tensor, Tensor)>>,
+}
+
+/// `Low`, if the pairs were computed together.
+pub(super) type SavedLow = Option<Low>;
+
+/// Adds the residual stream `x` to `y`, `[N, D]` each: in place, unless `y` is an output that was saved.
+pub(super) fn add_residual(y: Tensor, x: &Tensor, low: &SavedLow) -> Result<Tensor> {
+    if low.as_ref().is_some_and(|low| low.dora.iter().any(Option::is_some)) {
+        return update::add(&y, x);
+    }
+    update::add_assign(&y, x)?;
+    Ok(y)
+}
 
 impl Projections {
     /// One linear for each part.
@@ -80,9 +100,10 @@ impl Projections {
         self.linears.iter().filter_map(|l| Some((l, l.pair_on_gpu()?)))
     }
 
-    /// The stack, unless dropout is used and a start is subtracted: the start has no dropout.
+    /// The stack, unless a part of an adapter has dropout and another has not: a subtracted start, and W under DoRA.
     fn pairs(&self, ctx: &Context) -> Option<&PairStack> {
-        let apart = |(_, lora): (_, &Lora)| lora.start.is_some() && lora.mask.drops(ctx.dropout);
+        let apart =
+            |(l, lora): (&Linear, &Lora)| (lora.start.is_some() || l.dora().is_some()) && lora.mask.drops(ctx.dropout);
         self.pairs.as_ref().filter(|_| !self.members().any(apart))
     }
 
@@ -102,17 +123,48 @@ impl Projections {
         Ok(u)
     }
 
-    /// `x` `[N, I]` to the parts, `[N, ·]` each, and u.
+    /// g `[O]` of pair `i`, if it is DoRA.
+    fn factors(&self, pairs: &PairStack, i: usize, linear: &Linear) -> Result<Option<Tensor>> {
+        let Some(dora) = linear.dora() else { return Ok(None) };
+        let a = pairs.a(i)?;
+        let across = Tensor::zeros((a.dim(0)?, linear.dims().0), DType::F32, a.device())?;
+        linear.weight.forward_add(&across, &a)?;
+        Ok(Some(dora.factors(linear, &across)?))
+    }
+
+    /// The output of a linear with pair `i`, `[N, O]`, and what DoRA saves.
+    fn forward_pair(
+        &self,
+        pairs: &PairStack,
+        i: usize,
+        linear: &Linear,
+        (x, u): (&Tensor, &Tensor),
+        ctx: &Context,
+    ) -> Result<(Tensor, Option<(Tensor, Tensor)>)> {
+        ctx.seen(&linear.name, x)?;
+        let Some(g) = self.factors(pairs, i, linear)? else {
+            return Ok((linear.forward_plus(x, pairs.up(i, u, x.dtype())?)?, None));
+        };
+        let sum = pairs.up(i, u, DType::F32)?;
+        linear.weight.forward_add(&sum, x)?;
+        let bias = linear.bias.as_ref().map(|b| &b.tensor);
+        let y = adapters::scale_columns(&sum, &g, bias, x.dtype())?;
+        Ok((y.clone(), Some((g, y))))
+    }
+
+    /// `x` `[N, I]` to the parts, `[N, ·]` each, and what the backward pass reuses.
     pub(super) fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Vec<Tensor>, SavedLow)> {
-        let pairs = self.pairs(ctx);
-        let u = pairs.map(|p| self.down(p, x, ctx)).transpose()?;
         let mut parts = Vec::with_capacity(self.linears.len());
-        let mut next = 0;
+        let mut low = match self.pairs(ctx) {
+            Some(pairs) => Some((pairs, self.down(pairs, x, ctx)?, Vec::new())),
+            None => None,
+        };
         for linear in &self.linears {
-            parts.push(match (pairs, &u, linear.pair_on_gpu()) {
-                (Some(pairs), Some(u), Some(_)) => {
-                    next += 1;
-                    linear.forward_added(pairs.up(next - 1, u)?, x, ctx)?
+            parts.push(match &mut low {
+                Some((pairs, u, dora)) if linear.pair_on_gpu().is_some() => {
+                    let (y, saved) = self.forward_pair(pairs, dora.len(), linear, (x, u), ctx)?;
+                    dora.push(saved);
+                    y
                 }
                 _ => linear.forward(x, ctx)?,
             });
@@ -127,36 +179,35 @@ impl Projections {
             };
             parts = self.widths.iter().map(part).collect::<Result<_>>()?;
         }
-        Ok((parts, u))
+        Ok((parts, low.map(|(_, u, dora)| Low { u, dora })))
     }
 
-    /// As `forward`, for a single linear: `[N, O]`, and u.
+    /// As `forward`, for a single linear: `[N, O]`.
     pub(super) fn forward_one(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SavedLow)> {
-        let (mut parts, u) = self.forward(x, ctx)?;
+        let (mut parts, low) = self.forward(x, ctx)?;
         match (parts.pop(), parts.is_empty()) {
-            (Some(y), true) => Ok((y, u)),
+            (Some(y), true) => Ok((y, low)),
             _ => Err(Error::internal("a single linear has several parts")),
         }
     }
 
-    /// Sums `∂x` over the parts; drops `dys` one by one. `x` is needed only if `wanted`; u is computed again if it was not
-    /// saved.
+    /// Sums `∂x` over the parts; drops `dys` one by one. `x` is needed only if `wanted`. What was not saved is computed
+    /// again.
     pub(super) fn backward(
         &self,
         x: Option<&Tensor>,
-        u: SavedLow,
+        saved: SavedLow,
         mut dys: Vec<Tensor>,
         ctx: &Context,
-        dx: Dx<'_>,
+        need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         if !self.widths.is_empty() {
             dys = vec![Tensor::cat(&dys, 1)?.contiguous()?];
         }
         let mut total: Option<Tensor> = None;
-        let need_dx = dx.needed();
         let low = match self.pairs(ctx) {
-            Some(pairs) => self.low_backward(pairs, x, u, &dys, ctx, need_dx, sink)?,
+            Some(pairs) => self.low_backward(pairs, x, saved, &mut dys, (ctx, need_dx), sink)?,
             None => None,
         };
         let mut next = 0;
@@ -167,7 +218,10 @@ impl Projections {
             let dx = total.as_ref().map_or(Dx::new(need_dx), Dx::AddTo);
             match &low {
                 Some(low) if linear.pair_on_gpu().is_some() => {
-                    total = linear.backward_base(x, &dy, dx, sink)?;
+                    total = Frozen::backward(linear, &dy, dx)?;
+                    if linear.dora().is_none() {
+                        linear.own_gradients(x, &dy, sink)?;
+                    }
                     low.gradients_b(next, linear, &dy, sink)?;
                     next += 1;
                 }
@@ -180,32 +234,62 @@ impl Projections {
         Ok(total)
     }
 
+    /// The part of the pairs. Replaces `dys` of DoRA linears by the gradients of x·Wᵀ + u·Bᵀ.
     fn low_backward<'a>(
         &self,
         pairs: &'a PairStack,
         x: Option<&'a Tensor>,
-        u: SavedLow,
-        dys: &[Tensor],
-        ctx: &Context,
-        need_dx: bool,
-        sink: &dyn GradSink,
+        saved: SavedLow,
+        dys: &mut [Tensor],
+        (ctx, need_dx): (&Context, bool),
+        sink: &mut dyn GradSink,
     ) -> Result<Option<LowBackward<'a>>> {
-        let x = x.filter(|_| self.members().any(|(l, _)| l.adapter_wanted(sink)));
-        if x.is_none() && !need_dx {
+        let adapters_x = x.filter(|_| self.members().any(|(l, _)| l.adapter_wanted(sink)));
+        if adapters_x.is_none() && !need_dx {
             return Ok(None);
         }
-        let with_pair = |(l, _): &(&Linear, &Tensor)| l.pair_on_gpu().is_some();
+        let low = match (adapters_x, saved) {
+            (_, Some(low)) => Some(low),
+            (Some(x), None) if self.members().any(|(l, _)| l.dora().is_some()) => self.forward(x, ctx)?.1,
+            (Some(x), None) => Some(Low {
+                u: self.down(pairs, x, ctx)?,
+                dora: Vec::new(),
+            }),
+            (None, None) => None,
+        };
         let rows = dys.first().map_or(Ok(0), |dy| dy.dim(0))?;
         let du = pairs.columns(rows)?;
-        for (i, (_, dy)) in self.linears.iter().zip(dys).filter(with_pair).enumerate() {
+        let mut i = 0;
+        for (linear, dy) in self.linears.iter().zip(dys) {
+            if linear.pair_on_gpu().is_none() {
+                continue;
+            }
+            if let Some(dora) = linear.dora() {
+                let bias = linear.bias.as_ref().map(|b| &b.tensor);
+                let g = match low.as_ref().and_then(|low| low.dora.get(i)?.as_ref()) {
+                    Some((g, y)) => {
+                        if adapters_x.is_some() && sink.wants(&dora.name) {
+                            let Gradient { param, gradient } = dora.magnitude_gradient(dy, y, bias)?;
+                            sink.take(&param, gradient)?;
+                        }
+                        g.clone()
+                    }
+                    None => match self.factors(pairs, i, linear)? {
+                        Some(g) => g,
+                        None => return Err(Error::internal("a DoRA adapter has no factors")),
+                    },
+                };
+                linear.own_gradients(x, dy, sink)?;
+                *dy = adapters::scale_columns(dy, &g, None, dy.dtype())?;
+            }
             pairs.back_down(i, dy, &du)?;
+            i += 1;
         }
-        let dx = need_dx.then(|| self.back_up(pairs, &du, ctx)).transpose()?;
-        let x = match (x, u) {
-            (None, _) => None,
-            (Some(x), Some(u)) => Some((x, u)),
-            (Some(x), None) => Some((x, self.down(pairs, x, ctx)?)),
+        let dx = match need_dx {
+            true => Some(self.back_up(pairs, &du, ctx)?),
+            false => None,
         };
+        let x = adapters_x.zip(low.map(|low| low.u));
         Ok(Some(LowBackward { pairs, du, dx, x }))
     }
 

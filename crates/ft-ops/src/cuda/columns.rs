@@ -18,6 +18,20 @@ pub(crate) fn sums(
     gpu: &Gpu,
     a: &Tensor,
     product: Option<(&Tensor, &Tensor)>,
+    sizes: (usize, usize),
+) -> Result<Tensor> {
+    sum(gpu, a, product.map(|(b, factor)| (b, Some(factor))), sizes)
+}
+
+/// Sums the rows of `a · b`, `[rows, columns]` each, of one type. Returns `[columns]` f32.
+pub(crate) fn products(gpu: &Gpu, a: &Tensor, b: &Tensor, sizes: (usize, usize)) -> Result<Tensor> {
+    sum(gpu, a, Some((b, None)), sizes)
+}
+
+fn sum(
+    gpu: &Gpu,
+    a: &Tensor,
+    product: Option<(&Tensor, Option<&Tensor>)>,
     (rows, columns): (usize, usize),
 ) -> Result<Tensor> {
     if rows == 0 || columns == 0 {
@@ -26,7 +40,10 @@ pub(crate) fn sums(
     let kind = Kind::of(a, "a summed matrix")?;
     let first = address(a, "a summed matrix")?;
     let (second, factor) = match product {
-        Some((b, factor)) => (address(b, "a summed matrix")?, address(factor, "factors of rows")?),
+        Some((b, factor)) => {
+            let factor = factor.map_or(Ok(0), |f| address(f, "factors of rows"))?;
+            (address(b, "a summed matrix")?, factor)
+        }
         None => (0, 0),
     };
     let packed = columns.is_multiple_of(PACK) && aligned(&[first, second]);

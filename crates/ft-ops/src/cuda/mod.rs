@@ -22,6 +22,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 pub(crate) mod adafactor;
+pub(crate) mod adapters;
 pub(crate) mod attention;
 pub(crate) mod quantized;
 mod columns;

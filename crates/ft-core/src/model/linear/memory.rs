@@ -20,10 +20,21 @@ impl LayerMemory<'_> {
         4 * (self.settings.tokens as u64 * cost.per_token + cost.whole)
     }
 
-    /// On a GPU: u of the LoRA pairs of linears with one input. A subtracted start doubles it.
+    /// On a GPU: u of the LoRA pairs of linears with one input. A subtracted start doubles it. DoRA also keeps the
+    /// outputs that are not saved otherwise.
     pub(in crate::model) fn low(&self, l: &mut Ledger, linears: &[LinearShape]) -> Allocation {
-        let costs = linears.iter().filter_map(|&linear| self.adapter(linear));
-        let columns: usize = costs.map(|c| if c.fixed > 0 { 2 * c.rank } else { c.rank }).sum();
+        let saved = |name: &str| match name {
+            "self_attn.q_proj" | "self_attn.k_proj" => self.settings.spec.qk_norm,
+            "self_attn.o_proj" | "mlp.down_proj" => false,
+            _ => !self.settings.spec.fused_projections,
+        };
+        let columns = |&(name, input, output): &LinearShape| match self.adapter((name, input, output)) {
+            Some(c) if c.widens && !saved(name) => c.rank + output,
+            Some(c) if c.fixed > 0 => 2 * c.rank,
+            Some(c) => c.rank,
+            None => 0,
+        };
+        let columns: usize = linears.iter().map(columns).sum();
         l.alloc(LayerWork, if self.settings.on_gpu { self.bytes(columns) } else { 0 })
     }
 
@@ -57,7 +68,7 @@ impl LayerMemory<'_> {
         if quantized && !(self.settings.active)(&weight) {
             bytes += quantized::work_bytes(output, input, bf16);
         }
-        if bf16 && self.adapter(linear).is_some_and(|c| c.widens) {
+        if bf16 && self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens) {
             bytes += quantized::work_bytes(output, input, false);
         }
         if self.settings.on_gpu {

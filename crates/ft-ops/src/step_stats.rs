@@ -32,6 +32,7 @@ pub struct StepStats {
     /// f64 `[4]` on a GPU: loss, correct, squares; and 0 as long as an earlier pass was finite (`follow`).
     device: Option<Tensor>,
     /// On a GPU, of the last list of gradients: sums of squares of their parts, and the size of each gradient.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a GPU has parts"))]
     parts: RefCell<Option<(Tensor, Vec<usize>)>>,
 }
 

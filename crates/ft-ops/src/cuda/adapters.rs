@@ -47,14 +47,10 @@ pub(crate) fn scale_columns(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: D
         false => [Arg::size(n), Arg::size(0)],
     };
     let [x_at, v_at, bias_at, y_at] = places.map(Arg::Address);
-    let name = format!(
-        "scale_columns_{}_{}",
-        Kind::of(x, NAME)?.name(),
-        Kind::of(&y, NAME)?.name()
-    );
+    let name = ["scale_columns_", Kind::of(x, NAME)?.name(), "_", Kind::of(&y, NAME)?.name()];
     let args = [x_at, v_at, bias_at, y_at, count, Arg::size(columns), packs];
     // SAFETY: x and y are [rows, columns], v and the bias [columns].
-    unsafe { gpu.launch("adapters", &name, grid(n, PACK), &args)? };
+    unsafe { gpu.launch("adapters", name, grid(n, PACK), &args)? };
     Ok(y)
 }
 
@@ -103,7 +99,7 @@ pub(crate) fn skew_gradient(dq: &Tensor, (k, size): (usize, usize)) -> Result<Te
     Ok(triangles)
 }
 
-fn blocks(kernel: &str, gpu: &Gpu, from: &Tensor, to: &Tensor, n: usize, size: usize) -> Result<()> {
+fn blocks(kernel: &'static str, gpu: &Gpu, from: &Tensor, to: &Tensor, n: usize, size: usize) -> Result<()> {
     let args = [
         Arg::Address(address_of(from, NAME, DType::F32)?),
         Arg::Address(address_of(to, NAME, DType::F32)?),

@@ -4,7 +4,7 @@
 use crate::support::{flat, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::ops::device::{self, limit, memory, open, out_of_memory};
-use ft::ops::transfer::Copier;
+use ft::ops::transfer::{Copier, HostMemory};
 use ft::ops::update;
 use std::env;
 use std::process::Command;
@@ -112,12 +112,12 @@ fn memory_that_cannot_be_page_locked_is_counted_once() {
     let copier = Copier::new(&device).unwrap();
     let host = ft::ops::oracle::random(50_000, 1);
     for refused in [200_000, 0] {
-        let there = copier.receive(copier.send(&host, true).unwrap()).unwrap();
+        let there = copier.receive(copier.send(&host, HostMemory::Stable).unwrap()).unwrap();
         assert_eq!(flat(&there), flat(&host));
         assert_eq!(copier.times().unwrap().unwrap().refused, refused);
     }
     copier.forget(&host).unwrap();
-    copier.receive(copier.send(&host, true).unwrap()).unwrap();
+    copier.receive(copier.send(&host, HostMemory::Stable).unwrap()).unwrap();
     assert_eq!(copier.times().unwrap().unwrap().refused, 200_000);
 }
 

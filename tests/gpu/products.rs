@@ -133,7 +133,10 @@ fn a_small_lora_product_arrives_as_in_peft() {
     let base = linear::forward(&x.cpu, &w.cpu, None).unwrap();
     let rounded = |x: f32| bf16::from_f32(x).to_f32();
     let (y, base) = (flat(&y), flat(&base));
-    let peft: Vec<f32> = base.iter().map(|&base| rounded(rounded(base) + rounded(0.01))).collect();
+    let peft: Vec<f32> = base
+        .iter()
+        .map(|&base| rounded(rounded(base) + rounded(0.01)))
+        .collect();
     let mean = |of: &[f32]| of.iter().zip(&base).map(|(y, base)| f64::from(y - base)).sum::<f64>() / base.len() as f64;
     let (found, expected) = (mean(&y), mean(&peft));
     assert!(expected > 0.002, "{expected} of 0.01 arrives in PEFT");

@@ -47,7 +47,12 @@ pub(crate) fn scale_columns(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: D
         false => [Arg::size(n), Arg::size(0)],
     };
     let [x_at, v_at, bias_at, y_at] = places.map(Arg::Address);
-    let name = ["scale_columns_", Kind::of(x, NAME)?.name(), "_", Kind::of(&y, NAME)?.name()];
+    let name = [
+        "scale_columns_",
+        Kind::of(x, NAME)?.name(),
+        "_",
+        Kind::of(&y, NAME)?.name(),
+    ];
     let args = [x_at, v_at, bias_at, y_at, count, Arg::size(columns), packs];
     // SAFETY: x and y are [rows, columns], v and the bias [columns].
     unsafe { gpu.launch("adapters", name, grid(n, PACK), &args)? };

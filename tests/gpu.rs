@@ -10,6 +10,12 @@ mod activations;
 #[path = "gpu/attention.rs"]
 mod attention;
 #[cfg(feature = "cuda")]
+#[path = "gpu/device.rs"]
+mod device;
+#[cfg(feature = "cuda")]
+#[path = "gpu/engine.rs"]
+mod engine;
+#[cfg(feature = "cuda")]
 #[path = "gpu/quantized.rs"]
 mod quantized;
 #[cfg(feature = "cuda")]

@@ -7,6 +7,7 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
 use crate::model::contracts::GradSinkMemory;
+use crate::model::rope::RopeTables;
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
 use crate::model::{Spec, tokens};
 use crate::ops::attention;
@@ -101,11 +102,16 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
     };
     let tokens = inputs.tokens as u64;
     let rope: u64 = spec.ropes.iter().map(|r| 8 * r.inv_freq.len() as u64).sum();
+    // On a GPU also the tables from which the rows of a micro-batch are gathered.
+    let positions = match inputs.on_gpu {
+        true => RopeTables::rows(inputs.longest) as u64,
+        false => 0,
+    };
     let held = [
-        // ids, positions, targets of every micro-batch; the rope tables of one.
+        // ids, positions, targets of every micro-batch; cos and sin of one.
         l.alloc(
             MemoryKind::Data,
-            12 * tokens * inputs.micro_batches as u64 + rope * tokens,
+            12 * tokens * inputs.micro_batches as u64 + rope * (tokens + positions),
         ),
         l.alloc(MemoryKind::Scratch, scratch(spec, inputs, bf16)),
         l.alloc(
@@ -282,7 +288,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     // The gradient of trained rows of the head is taken from the gradient of the whole head.
     let to_head = sink.wants(head) || sink.wants(&tokens::name_of(head));
     let d_head = to_head.then(|| sink.compute(l, head));
-    let chunk = CausalLm::chunk_for(spec.vocab, to_head).min(inputs.tokens) as u64;
+    let chunk = CausalLm::chunk_for(spec.vocab, to_head, inputs.on_gpu).min(inputs.tokens) as u64;
     let sums = sums_bytes(spec.vocab);
     let logits = match weights::head_chunk(spec, inputs.strategy.placement, sink.active) {
         // The hidden states of the trained tokens, and their gradient.

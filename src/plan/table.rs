@@ -160,7 +160,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
         Method::Block => "optimizer of the active block",
         _ => "optimizer",
     };
-    let chunk = CausalLm::chunk_for(spec.vocab, head_trained(spec, inputs)).min(inputs.tokens);
+    let chunk = CausalLm::chunk_for(spec.vocab, head_trained(spec, inputs), inputs.on_gpu).min(inputs.tokens);
     let stored = &model.stored;
     let gradients = match inputs.strategy.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",

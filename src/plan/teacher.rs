@@ -6,7 +6,7 @@ use crate::base::ledger::{Ledger, MemoryKind};
 use crate::engine::Active;
 use crate::model::Spec;
 use crate::model::block::memory::LayerMemory;
-use crate::ops::cross_entropy::{MOST_TOKENS, PIECE};
+use crate::ops::cross_entropy::{PIECE, most_tokens};
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::teacher::TeacherSpec;
 use crate::source::Placement;
@@ -69,10 +69,11 @@ impl TeacherSpec {
         (own.strategy.mlp_tokens, own.strategy.offload_inputs) = (None, false);
         let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
         let work = layer_work(&self.model(), &own);
+        let tokens = inputs.tokens.min(most_tokens(inputs.on_gpu));
         let rows = match weights::head_chunk(&self.spec, self.place, &Self::nothing()) {
             // A second copy of the trained tokens, and a chunk of logits.
-            Some(_) => state + 4 * (PIECE.min(self.spec.vocab) * inputs.tokens.min(MOST_TOKENS)) as u64,
-            None => 4 * (inputs.tokens.min(MOST_TOKENS) * self.spec.hidden) as u64,
+            Some(_) => state + 4 * (PIECE.min(self.spec.vocab) * tokens) as u64,
+            None => 4 * (tokens * self.spec.hidden) as u64,
         };
         (state * (1 + self.states as u64), work.max(rows))
     }

@@ -100,6 +100,8 @@ fn a_gpu_holds_narrow_activations_and_the_host_is_apart() {
     let gpu = forecast(&spec(), &recipe, &inputs);
     assert_eq!(2 * line(&gpu, "layer_inputs"), line(&cpu, "layer_inputs"));
     assert_eq!(line(&gpu, "gradients"), line(&cpu, "gradients"));
+    // 1024 tokens of logits instead of 512; see `lines_follow_the_published_formula`.
+    assert_eq!(line(&gpu, "logits"), 1024 * (1064 * 4 + 16) + 2048 * (2 * 64 * 2 + 8));
     assert_eq!((cpu.peak_host_bytes, line(&gpu, "scratch")), (None, 0));
     assert!(gpu.peak_host_bytes.is_some_and(|host| host >= 1000));
     assert!(gpu.peak_bytes < cpu.peak_bytes);
@@ -396,7 +398,8 @@ fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
 
 #[test]
 fn a_bf16_weight_that_is_multiplied_in_f32_is_widened_on_a_gpu() {
-    let recipe = recipe("[tune]\nmethod = \"block\"");
+    // DoRA without dropout has copies of its pair in the type of W.
+    let recipe = recipe("[tune]\nmethod = \"lora\"\n[tune.lora]\nlora_dropout = 0.1");
     let work = |on_gpu: bool, widens: bool| {
         let mut inputs = inputs(layer(2), Gradients::Keep);
         (inputs.tokens, inputs.longest, inputs.documents) = (10, 10, 1);

@@ -66,7 +66,7 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
         let layer = |packed: f64| 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
         let above = (layers - lowest) as f64;
         let recomputed = (above - inputs.strategy.saved_layers as f64).max(0.0);
-        let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()));
+        let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()), inputs.on_gpu);
         let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
         let head = |packed: f64| 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
         let streamed = weights::head_chunk(spec, inputs.strategy.placement, active).is_some();

@@ -11,6 +11,7 @@ use crate::formats::weights::Weights;
 use crate::hf::{self, Fingerprint};
 use crate::hub;
 use crate::model::{Network, Spec, TokenRows, TrainableNetwork, families, shapes};
+use crate::ops::transfer::HostMemory;
 use crate::ops::{self, update};
 use crate::quant::Format;
 use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
@@ -229,7 +230,7 @@ impl ModelDir {
             Placement::Device => return self.load(storage, init, seed, device),
             Placement::Host => {
                 let host = self.resident(storage, init, seed, &Device::Cpu)?.ready_to_travel()?;
-                return self.upload(Arc::new(host), true, device);
+                return self.upload(Arc::new(host), HostMemory::Stable, device);
             }
             Placement::Disk { head_rows } => head_rows,
         };
@@ -260,13 +261,13 @@ impl ModelDir {
         if device.is_cpu() {
             Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
         } else {
-            self.upload(store, false, device)
+            self.upload(store, HostMemory::Reused, device)
         }
     }
 
-    /// Wraps a store on the host so that its weights are uploaded to `device`; `stable` as in `Uploaded::new`.
-    fn upload(&self, host: Arc<dyn TrainableStore>, stable: bool, device: &Device) -> Result<TrainableNetwork> {
-        let store = Uploaded::new(host, self.spec.head_name(), stable, device)?;
+    /// Wraps a store on the host so that its weights are uploaded to `device`; `memory` as in `Uploaded::new`.
+    fn upload(&self, host: Arc<dyn TrainableStore>, memory: HostMemory, device: &Device) -> Result<TrainableNetwork> {
+        let store = Uploaded::new(host, self.spec.head_name(), memory, device)?;
         Ok(TrainableNetwork::new(
             self.spec.clone(),
             Arc::new(store),

@@ -1,22 +1,22 @@
 //! `ft train`: recipe, data, model and plan, then the optimizer steps, then `final/`.
 
 use crate::base::signal::{Conduct, Stop};
-use crate::base::{Error, ErrorKind, Result, memory, progress, signal};
+use crate::base::{Error, ErrorKind, Result, progress, signal};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
 use crate::engine::Engine;
 use crate::hf::{self, Fingerprint};
-use crate::ops::transfer::Copier;
 use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::memory_plan::{self, MemoryPlan};
 use crate::plan::{Plan, RunPlan};
 use crate::recipe::{self, Method};
-use crate::report::{Reporter, StepMetrics};
+use crate::report::Reporter;
 use crate::setup::active_schedule::{self, ActiveSchedule};
 use crate::setup::allocation;
 use crate::setup::defaults::{self, ResumedValues};
 use crate::setup::locate;
+use crate::setup::prompts;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
@@ -26,11 +26,10 @@ use crate::train::header::{header, trained_elements};
 use crate::train::learning::{self, Watch};
 use crate::train::next;
 use crate::train::owner;
-use crate::train::running::{Budget, Pace, Run};
+use crate::train::running::{self, Budget, Pace, Run, UnreadStep};
 use crate::train::stage::{self, Stage};
 use crate::train::starts::{self, AdapterInitContext};
 use crate::train::state::{self, RunFingerprint};
-use candle_core::Device;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -281,6 +280,9 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let lr_schedule = Schedule::new(&recipe.schedule, total_steps);
     let mut active = active_schedule.active(start_step + 1);
     let mut watch = Watch::new(recipe, model.spec.vocab);
+    // On a GPU the numbers of a step are read after the next one is queued. A rollout waits for the device anyway.
+    let late = device.is_cuda() && !prompts::reinforces(recipe);
+    let mut unread: Option<UnreadStep> = None;
     for step in start_step + 1..=total_steps {
         run.directory.check()?;
         let switches = active_schedule.switches_at(step);
@@ -306,14 +308,21 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         let window = match run.feed.window(step - 1, &engine) {
             Ok(window) => window,
             Err(e) => {
+                if let Some(before) = unread.take() {
+                    run.log_step(&mut engine, before, &mut watch)?;
+                }
                 // A rollout takes long: a signal during it saves the state and stops.
                 run.stop_if_asked(&engine, step - 1)?;
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
         };
         let lr = learning::rate(recipe, &lr_schedule, &active_schedule, step);
-        let report = match engine.step_or_stop(step, &window, &active, lr, true) {
-            Ok(report) => report,
+        let queued = engine.queue_step(step, &window, &active, lr, true, unread.as_ref().map(|u| &u.queued));
+        if let Some(before) = unread.take() {
+            run.log_step(&mut engine, before, &mut watch)?;
+        }
+        let queued = match queued {
+            Ok(queued) => queued,
             Err(e) => {
                 if matches!(e.kind(), ErrorKind::Signal(_)) {
                     run.stop_if_asked(&engine, step - 1)?;
@@ -321,27 +330,32 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
         };
-        run.pace.step = Some(started.elapsed());
         run.expect_signal_after(step);
-        trained_tokens += report.totals.trained;
-        let metrics = StepMetrics {
+        let this = UnreadStep {
             step,
             epoch: run.feed.epoch_after(step),
-            loss: report.totals.loss(),
             learning_rate: lr,
-            grad_norm: report.grad_norm,
-            tokens_per_second: report.totals.tokens as f64 / started.elapsed().as_secs_f64(),
-            trained_tokens,
-            peak_memory_bytes: peak_memory(&device)?,
-            active_block: active_schedule.label(step),
-            more: [engine.objective.metrics(), run.feed.metrics(), copies(&engine)?].concat(),
+            trained_before: trained_tokens,
+            label: active_schedule.label(step),
+            print: step.is_multiple_of(recipe.train.logging_steps.max(1) as u64) || step == total_steps,
+            more: [engine.objective.metrics(), run.feed.metrics()].concat(),
+            started,
+            queued,
         };
-        let every = recipe.train.logging_steps.max(1) as u64;
-        run.reporter.step(&metrics, step % every == 0 || step == total_steps);
-        if let Some(warning) = watch.step(metrics.loss, lr, metrics.grad_norm) {
-            run.reporter.warn(&warning);
+        trained_tokens += this.queued.trained();
+        let due = |every: u64| every > 0 && step.is_multiple_of(every);
+        // Before anything else looks at the state, its step is complete and found to be finite.
+        let read_now = !late
+            || step == total_steps
+            || due(recipe.train.save_steps as u64)
+            || due(recipe.train.eval_steps as u64)
+            || active_schedule.switches_at(step + 1)
+            || signal::received().is_some();
+        if !read_now {
+            unread = Some(this);
+            continue;
         }
-        run.facts.trained_tokens = trained_tokens;
+        run.log_step(&mut engine, this, &mut watch)?;
         for sample in run.feed.samples() {
             run.reporter.sample(&sample);
         }
@@ -388,7 +402,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     };
     let final_dir = finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?;
     said.iter().for_each(|line| run.reporter.note(line));
-    let peak = peak_memory(&device)?;
+    let peak = running::peak_memory(&device)?;
     drop(engine);
     owner::remove_scratch(&run_dir)?;
     if final_dir.is_some() {
@@ -412,26 +426,6 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         resolved: loaded.resolved.clone(),
         peak_memory_bytes: peak,
     })
-}
-
-/// Milliseconds of the step's host-device copies, and the fraction that overlapped with computation.
-fn copies(engine: &Engine) -> Result<Vec<(&'static str, f64)>> {
-    let inputs = engine.input_offload.as_ref().map(Copier::times).transpose()?.flatten();
-    let mut sum = engine.store.upload_times()?.unwrap_or_default();
-    if let Some(inputs) = inputs {
-        sum.copying += inputs.copying;
-        sum.waiting += inputs.waiting;
-    }
-    let hidden = sum
-        .hidden()
-        .map(|hidden| vec![("copy_ms", sum.copying), ("copy_hidden", hidden)]);
-    Ok(hidden.unwrap_or_default())
-}
-
-/// Peak memory so far: of GPU tensors, or of this process on the CPU.
-fn peak_memory(device: &Device) -> Result<u64> {
-    let gpu = ops::device::memory(device)?;
-    Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
 }
 
 fn facts(

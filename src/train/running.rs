@@ -6,14 +6,16 @@ use crate::base::units::bytes;
 use crate::base::{Error, Result, memory, progress, signal, units};
 use crate::checkpoint;
 use crate::data::Dataset;
-use crate::engine::{self, Engine, Gradients};
+use crate::engine::{self, Engine, Gradients, QueuedStep};
 use crate::ops;
+use crate::ops::transfer::{Copier, CopyTimes};
 use crate::plan::Plan;
 use crate::recipe::Recipe;
-use crate::report::{self, EvalMetrics, Reporter};
+use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::train::directory::Directory;
+use crate::train::learning::Watch;
 use crate::train::samples;
 use crate::train::stage::BatchSource;
 use crate::train::state::{self, RunFingerprint};
@@ -83,6 +85,10 @@ pub struct Pace {
     pub saved: u64,
     pub step: Option<Duration>,
     pub save: Option<Duration>,
+    /// When the numbers of the last step were known.
+    pub read: Option<Instant>,
+    /// The user was warned of slow copies.
+    pub slow_copies: bool,
 }
 
 impl Pace {
@@ -144,7 +150,90 @@ impl Pace {
     }
 }
 
+/// The step's host-device copies.
+fn copies(engine: &Engine) -> Result<CopyTimes> {
+    let inputs = engine.input_offload.as_ref().map(Copier::times).transpose()?.flatten();
+    let mut sum = engine.store.upload_times()?.unwrap_or_default();
+    if let Some(inputs) = inputs {
+        sum.copying += inputs.copying;
+        sum.waiting += inputs.waiting;
+    }
+    Ok(sum)
+}
+
+/// Milliseconds of the copies, and the fraction that overlapped with computation.
+fn copy_metrics(copied: &CopyTimes) -> Vec<(&'static str, f64)> {
+    let hidden = copied.hidden();
+    hidden.map_or_else(Vec::new, |hidden| {
+        vec![("copy_ms", copied.copying), ("copy_hidden", hidden)]
+    })
+}
+
+/// Peak memory so far: of GPU tensors, or of this process on the CPU.
+pub fn peak_memory(device: &Device) -> Result<u64> {
+    let gpu = ops::device::memory(device)?;
+    Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
+}
+
+/// A step whose losses may not be known yet.
+pub struct UnreadStep {
+    pub step: u64,
+    pub epoch: f64,
+    pub learning_rate: f64,
+    /// Trained tokens of the run before this step.
+    pub trained_before: u64,
+    pub label: Option<String>,
+    /// A line on the terminal too.
+    pub print: bool,
+    /// Metrics of the stage.
+    pub more: Vec<(&'static str, f64)>,
+    pub started: Instant,
+    pub queued: QueuedStep,
+}
+
 impl Run<'_> {
+    /// Waits for the numbers of a step, and writes its line of metrics.
+    ///
+    /// Errors: a loss or a gradient was not finite; see `failed`.
+    pub fn log_step(&mut self, engine: &mut Engine, unread: UnreadStep, watch: &mut Watch) -> Result<()> {
+        let (step, before) = (unread.step, unread.trained_before);
+        let report = match engine.finish(&unread.queued) {
+            Ok(report) => report,
+            Err(e) => return Err(self.failed(engine, step, before, e)),
+        };
+        // A step that was queued during the one before begins when that one ends.
+        let started = self.pace.read.map_or(unread.started, |read| read.max(unread.started));
+        self.pace.read = Some(Instant::now());
+        self.pace.step = Some(started.elapsed());
+        let trained_tokens = before + report.totals.trained;
+        let copied = copies(engine)?;
+        if copied.refused > 0 && !std::mem::replace(&mut self.pace.slow_copies, true) {
+            self.reporter.warn(&format!(
+                "the system refuses to page-lock {} of host memory: weights are copied to the GPU more slowly, and not \
+                 during computation; raise the limit of locked memory (`ulimit -l`)",
+                bytes(copied.refused)
+            ));
+        }
+        let metrics = StepMetrics {
+            step,
+            epoch: unread.epoch,
+            loss: report.totals.loss(),
+            learning_rate: unread.learning_rate,
+            grad_norm: report.grad_norm,
+            tokens_per_second: report.totals.tokens as f64 / started.elapsed().as_secs_f64(),
+            trained_tokens,
+            peak_memory_bytes: peak_memory(&engine.network.device)?,
+            active_block: unread.label,
+            more: [unread.more, copy_metrics(&copied)].concat(),
+        };
+        self.reporter.step(&metrics, unread.print);
+        if let Some(warning) = watch.step(metrics.loss, metrics.learning_rate, metrics.grad_norm) {
+            self.reporter.warn(&warning);
+        }
+        self.facts.trained_tokens = trained_tokens;
+        Ok(())
+    }
+
     /// Registers the effect of a signal during step `step`.
     pub fn expect_signal(&self, step: u64, gives_up: bool) {
         signal::conduct(Conduct::Stop(self.pace.within(step, gives_up)));

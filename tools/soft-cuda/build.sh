@@ -80,7 +80,7 @@ candle() {
   mv "$target.new" "$target"
 }
 
-library cuda libcuda.so.1 "$here"/driver/{streams,memory,launch,device,faults}.cpp
+library cuda libcuda.so.1 "$here"/driver/{streams,memory,launch,device,faults,counts}.cpp
 library cublas libcublas.so.13 "$here"/driver/cublas.cpp
 library curand libcurand.so.10 "$here"/driver/curand.cpp
 for name in cublasLt nvrtc cudart; do empty "$name"; done

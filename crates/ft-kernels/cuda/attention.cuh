@@ -65,23 +65,39 @@ struct Cursor {
     }
 };
 
+/// Which chunks a thread copies: `chunk` of the rows `row`, `row + PASS` and so on.
+template <int E>
+struct Copier {
+    // Rows of one pass; with 12 chunks a row a quarter of the threads rests, so that passes stay alike.
+    static constexpr int CHUNKS = E / 8, PASS = E == 96 ? 8 : THREADS / CHUNKS;
+    int row, chunk;
+    __device__ __forceinline__ Copier()
+        : row(static_cast<int>(threadIdx.x) / CHUNKS), chunk(static_cast<int>(threadIdx.x) % CHUNKS) {}
+
+    /// Starts the copies to a tile of ROWS rows, of which `given` exist; the rest is zero. `at`: the first own chunk,
+    /// `stride`: elements between rows. Rows that do not exist are not read.
+    template <int ROWS>
+    __device__ __forceinline__ void copy(bf16* tile, const bf16* at, size_t stride, int given, int size) const {
+        static_assert(ROWS % PASS == 0, "whole passes");
+        if (PASS * CHUNKS < THREADS && row >= PASS) return;
+        const uint32_t to = ptx::address(tile + spot<E>(row, chunk));
+        const int last = chunk * 8 < size ? given - row : 0;
+#pragma unroll
+        for (int first = 0; first < ROWS; first += PASS) {
+            // `spot` repeats after 8 rows.
+            const uint32_t place =
+                PASS % 8 == 0 ? to + 2 * E * first : ptx::address(tile + spot<E>(first + row, chunk));
+            ptx::copy16(place, at, first < last);
+            at += PASS * stride;
+        }
+    }
+};
+
 /// Starts copying ROWS rows, `stride` elements apart, of which `given` exist; the rest is zero.
 template <int E, int ROWS>
 __device__ __forceinline__ void load_rows(bf16* tile, const bf16* from, size_t stride, int given, int size) {
-    // Rows of one pass; with 12 chunks a row a quarter of the threads rests, so that passes stay alike.
-    constexpr int CHUNKS = E / 8, PASS = E == 96 ? 8 : THREADS / CHUNKS;
-    static_assert(ROWS % PASS == 0, "whole passes");
-    const int row = static_cast<int>(threadIdx.x) / CHUNKS, chunk = static_cast<int>(threadIdx.x) % CHUNKS;
-    if (PASS * CHUNKS < THREADS && row >= PASS) return;
-    const uint32_t to = ptx::address(tile);
-    const bool inside = chunk * 8 < size;
-    const bf16* at = from + row * stride + chunk * 8;
-#pragma unroll
-    for (int first = 0; first < ROWS; first += PASS) {
-        const bool there = inside && first + row < given;
-        ptx::copy16(to + 2 * spot<E>(first + row, chunk), there ? at : from, there);
-        at += PASS * stride;
-    }
+    const Copier<E> own;
+    own.template copy<ROWS>(tile, from + own.row * stride + own.chunk * 8, stride, given, size);
 }
 
 /// acc[m] += rows `row + 16 m`.. of `a` times the transpose of the first 8 NT rows of `b`.
@@ -104,6 +120,32 @@ __device__ __forceinline__ void rows_by_rows(float (&acc)[MT][NT][4], const bf16
                 ptx::mma(acc[m][2 * n], fa[m], fb[0], fb[1]);
                 ptx::mma(acc[m][2 * n + 1], fa[m], fb[2], fb[3]);
             }
+        }
+    }
+}
+
+/// 16 rows of `a` from `row` on, as left factors that stay in registers: each step reads only the right ones.
+template <int E>
+__device__ __forceinline__ void load_fragments(uint32_t (&fragments)[E / 16][4], const bf16* a, int row) {
+    const int lane = threadIdx.x % 32;
+    const Cursor<E> left(a, row + (lane & 15), lane >> 4);
+#pragma unroll
+    for (int k = 0; k < E / 16; k++) ptx::ldmatrix(fragments[k], left.at(0, 2 * k));
+}
+
+/// acc += the rows of `load_fragments` times the transpose of the first 8 NT rows of `b`.
+template <int E, int NT>
+__device__ __forceinline__ void fragments_by_rows(float (&acc)[NT][4], const uint32_t (&fragments)[E / 16][4], const bf16* b) {
+    const int lane = threadIdx.x % 32;
+    const Cursor<E> right(b, (lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1);
+#pragma unroll
+    for (int k = 0; k < E / 16; k++) {
+#pragma unroll
+        for (int n = 0; n < NT / 2; n++) {
+            uint32_t fb[4];
+            ptx::ldmatrix(fb, right.at(n * 16, 2 * k));
+            ptx::mma(acc[2 * n], fragments[k], fb[0], fb[1]);
+            ptx::mma(acc[2 * n + 1], fragments[k], fb[2], fb[3]);
         }
     }
 }
@@ -158,6 +200,7 @@ __device__ __forceinline__ void put_rows(bf16* tile, int row, int chunk, const f
 /// From q·k to scores times log2 e, and back down for the gradient.
 struct Scores {
     float factor, cap, to_tanh, from_tanh;
+    __device__ __forceinline__ float rest() const { return cap == 0.0f ? factor : 1.0f; }
     __device__ __forceinline__ explicit Scores(const Form& form)
         : factor(form.scale * LOG2E),
           cap(form.cap * LOG2E),
@@ -173,6 +216,14 @@ struct Scores {
                 for (int c = 0; c < 4; c++) s[n][c] *= factor;
             }
         } else {
+            apply_cap(s);
+        }
+    }
+
+    /// As `apply`, without the factor if there is no cap: then the scores still have to be multiplied by `rest()`.
+    template <int NT>
+    __device__ __forceinline__ void apply_cap(float (&s)[NT][4]) const {
+        if (cap != 0.0f) {
             // cap tanh(x). The absolute error of the tanh is about 1e-7, and differences of scores are what counts.
 #pragma unroll
             for (int n = 0; n < NT; n++) {

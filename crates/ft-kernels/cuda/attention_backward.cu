@@ -6,6 +6,9 @@
 // It makes S^T = K Q^T and dP^T = V dO^T, so that P^T and dS^T are at once the left factors of dV += P^T dO and
 // dK += dS^T Q. With several parts each leaves unrounded sums, which `attention_sum_parts` adds in their order.
 // `queries`: a block owns 64 queries and walks over the keys they see: dQ += dS K.
+// IN_REGISTERS: each warp keeps its 16 own rows (K and V, or Q and dO) in registers, and their shared memory becomes
+// that of the staged rows. That is a fifth to a quarter less shared-memory traffic, and two blocks fit on an SM of any
+// GPU. Heads of 256 have no registers left for it.
 
 #include "attention.cuh"
 
@@ -17,16 +20,18 @@ struct Backward {
 };
 
 /// EO: columns of dk and dv that a block makes (the rest is another block's: registers are full at 128).
-template <int E, int EO, int BM, int STAGES>
+/// BM: queries of a stage.
+template <int E, int EO, int BM, int STAGES, bool IN_REGISTERS>
 __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, float* partial_dk, float* partial_dv,
                                      int tokens, const Tile* tiles, const Form& form) {
     constexpr int BN = 64, NT = BM / 8, KT = BM / 16, OT = EO / 8, COLUMNS = E / EO;
     DYNAMIC_SHARED(memory);
     bf16* sk = reinterpret_cast<bf16*>(memory);
     bf16* sv = sk + BN * E;
-    bf16* sq = sv + BN * E;
+    bf16* sq = IN_REGISTERS ? sk : sv + BN * E;
     bf16* sd = sq + STAGES * BM * E;
     float* stats = reinterpret_cast<float*>(sd + STAGES * BM * E);
+    static_assert(!IN_REGISTERS || STAGES * BM >= BN, "own rows and staged rows take turns");
 
     const int lane = threadIdx.x % 32, own_row = static_cast<int>(threadIdx.x / 32) * 16;
     int at = blockIdx.x;
@@ -42,63 +47,91 @@ __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, floa
     const size_t k_stride = static_cast<size_t>(form.kv_heads) * size;
 
     const int steps = (tile.high - tile.low + BM - 1) / BM, all_steps = steps * heads;
+    // The next copy: its query, and that row of lse and delta (the host checks that their size fits in 32 bits).
+    const Copier<E> copier;
+    int next = tile.low;
+    uint32_t row = (tile.other + tile.low) * form.heads + first_head;
     auto load = [&](int step) {
-        const int stage = step % STAGES, head = first_head + step / steps, query = tile.low + step % steps * BM;
-        const size_t first = (static_cast<size_t>(tile.other) + query) * q_stride + static_cast<size_t>(head) * size;
-        load_rows<E, BM>(sq + stage * BM * E, p.q + first, q_stride, tile.high - query, size);
-        load_rows<E, BM>(sd + stage * BM * E, p.dout + first, q_stride, tile.high - query, size);
-        for (int i = threadIdx.x; i < 2 * BM; i += THREADS) {
-            const int row = i % BM;
-            const bool there = query + row < tile.high;
-            const float* from = i < BM ? p.lse : p.delta;
-            const size_t place = (static_cast<size_t>(tile.other) + query + row) * form.heads + head;
-            ptx::copy4(ptx::address(stats + stage * 2 * BM + i), there ? from + place : from, there);
+        const int stage = step % STAGES, given = tile.high - next;
+        const size_t from = static_cast<size_t>(row + copier.row * form.heads) * size + copier.chunk * 8;
+        copier.template copy<BM>(sq + stage * BM * E, p.q + from, q_stride, given, size);
+        copier.template copy<BM>(sd + stage * BM * E, p.dout + from, q_stride, given, size);
+        if (threadIdx.x < 2 * BM) {
+            const int stat_row = static_cast<int>(threadIdx.x) % BM;
+            ptx::copy4(ptx::address(stats + stage * 2 * BM + threadIdx.x),
+                       (threadIdx.x < BM ? p.lse : p.delta) + (row + stat_row * form.heads), stat_row < given);
+        }
+        next += BM;
+        row += BM * form.heads;
+        if (next >= tile.high) {
+            // The first query of the next head.
+            next = tile.low;
+            row += 1 - steps * BM * form.heads;
         }
     };
     const size_t own = tile.token * k_stride + static_cast<size_t>(kv_head) * size;
     load_rows<E, BN>(sk, p.k + own, k_stride, tile.rows, size);
     load_rows<E, BN>(sv, p.v + own, k_stride, tile.rows, size);
 
+    uint32_t k_fragments[IN_REGISTERS ? E / 16 : 1][4], v_fragments[IN_REGISTERS ? E / 16 : 1][4];
+    if constexpr (IN_REGISTERS) {
+        ptx::commit();
+        ptx::wait<0>();
+        __syncthreads();
+        load_fragments<E>(k_fragments, sk, own_row);
+        load_fragments<E>(v_fragments, sv, own_row);
+        __syncthreads();
+    }
     float acc_k[1][OT][4] = {}, acc_v[1][OT][4] = {};
     const Scores scores(form);
-    if (STAGES == 2) {
-        load(0);
+    const float rest = scores.rest();
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; step++) {
+        if (step < all_steps) load(step);
         ptx::commit();
     }
-    for (int step = 0; step < all_steps; step++) {
-        if (STAGES == 2) {
-            if (step + 1 < all_steps) load(step + 1);
-            ptx::commit();
-            ptx::wait<1>();
-        } else {
+    for (int step = 0, query = tile.low; step < all_steps; step++) {
+        if (STAGES == 1) {
+            __syncthreads();
             load(step);
             ptx::commit();
-            ptx::wait<0>();
         }
+        ptx::wait<(STAGES > 1 ? STAGES - 2 : 0)>();
+        // The copies of every thread are complete, and no thread reads the previous stage, which is filled next.
         __syncthreads();
-        const int stage = step % STAGES, query = tile.low + step % steps * BM;
+        if (STAGES > 1) {
+            if (step + STAGES - 1 < all_steps) load(step + STAGES - 1);
+            ptx::commit();
+        }
+        const int stage = step % STAGES;
         const bf16 *tq = sq + stage * BM * E, *td = sd + stage * BM * E;
         const float* stat = stats + stage * 2 * BM;
         uint32_t wp[1][KT][4], ws[1][KT][4];
         {
-            float s[1][NT][4] = {}, ds[1][NT][4] = {};
-            rows_by_rows<E, 1, NT>(s, sk, own_row, tq);
-            rows_by_rows<E, 1, NT>(ds, sv, own_row, td);
-            const int key = tile.place + own_row + lane / 4;
-            const bool masked = query < tile.place + own_row + 15 || query + BM > tile.high ||
-                                query + BM - 1 >= tile.place + own_row + form.window;
+            // dP - delta: the sum begins with -delta.
+            float s[1][NT][4] = {}, ds[1][NT][4];
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int c = 0; c < 4; c++) ds[0][n][c] -= stat[BM + n * 8 + lane % 4 * 2 + c % 2];
+                for (int c = 0; c < 4; c++) ds[0][n][c] = -stat[BM + n * 8 + lane % 4 * 2 + c % 2];
             }
-            scores.apply(s[0]);
+            if constexpr (IN_REGISTERS) {
+                fragments_by_rows<E, NT>(s[0], k_fragments, tq);
+                fragments_by_rows<E, NT>(ds[0], v_fragments, td);
+            } else {
+                rows_by_rows<E, 1, NT>(s, sk, own_row, tq);
+                rows_by_rows<E, 1, NT>(ds, sv, own_row, td);
+            }
+            const int key = tile.place + own_row + lane / 4;
+            const bool masked = query < tile.place + own_row + 15 || query + BM > tile.high ||
+                                query + BM - 1 >= tile.place + own_row + form.window;
+            scores.apply_cap(s[0]);
             scores.slopes(ds[0], s[0]);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
-                    s[0][n][c] = ptx::exp2(s[0][n][c] - stat[n * 8 + lane % 4 * 2 + c % 2] * LOG2E);
+                    s[0][n][c] = ptx::exp2(s[0][n][c] * rest - stat[n * 8 + lane % 4 * 2 + c % 2] * LOG2E);
                     ds[0][n][c] *= s[0][n][c];
                 }
             }
@@ -117,9 +150,12 @@ __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, floa
         }
         weights_by_rows<E, 1, KT, OT>(acc_v, wp, td, chunk);
         weights_by_rows<E, 1, KT, OT>(acc_k, ws, tq, chunk);
-        __syncthreads();
+        query += BM;
+        if (query >= tile.high) query = tile.low;
     }
+    // Other warps may still read the rows that this one overwrites.
     ptx::wait<0>();
+    __syncthreads();
 
     if (form.parts > 1) {
 #pragma unroll
@@ -152,14 +188,15 @@ __device__ __forceinline__ void keys(const Backward& p, bf16* dk, bf16* dv, floa
     }
 }
 
-template <int E, int BN, int STAGES>
+template <int E, int BN, int STAGES, bool IN_REGISTERS>
 __device__ __forceinline__ void queries(const Backward& p, bf16* dq, const Tile* tiles, const Form& form) {
     constexpr int BM = 64, NT = BN / 8, KT = BN / 16, OT = E / 8;
     DYNAMIC_SHARED(memory);
     bf16* sq = reinterpret_cast<bf16*>(memory);
     bf16* sd = sq + BM * E;
-    bf16* sk = sd + BM * E;
+    bf16* sk = IN_REGISTERS ? sq : sd + BM * E;
     bf16* sv = sk + STAGES * BN * E;
+    static_assert(!IN_REGISTERS || STAGES * BN >= BM, "own rows and staged rows take turns");
 
     const int lane = threadIdx.x % 32, own_row = static_cast<int>(threadIdx.x / 32) * 16;
     const int head = static_cast<int>(blockIdx.x) % form.heads, kv_head = head / (form.heads / form.kv_heads);
@@ -185,40 +222,62 @@ __device__ __forceinline__ void queries(const Backward& p, bf16* dq, const Tile*
         lse[half] = row < tile.rows ? p.lse[from] * LOG2E : 0.0f;
         delta[half] = row < tile.rows ? p.delta[from] : 0.0f;
     }
+    uint32_t q_fragments[IN_REGISTERS ? E / 16 : 1][4], d_fragments[IN_REGISTERS ? E / 16 : 1][4];
+    if constexpr (IN_REGISTERS) {
+        ptx::commit();
+        ptx::wait<0>();
+        __syncthreads();
+        load_fragments<E>(q_fragments, sq, own_row);
+        load_fragments<E>(d_fragments, sd, own_row);
+        __syncthreads();
+    }
     float acc[1][OT][4] = {};
     const Scores scores(form);
+    const float rest = scores.rest();
     const int steps = (tile.high - tile.low + BN - 1) / BN;
-    if (STAGES == 2) {
-        load(0);
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; step++) {
+        if (step < steps) load(step);
         ptx::commit();
     }
     for (int step = 0; step < steps; step++) {
-        if (STAGES == 2) {
-            if (step + 1 < steps) load(step + 1);
-            ptx::commit();
-            ptx::wait<1>();
-        } else {
+        if (STAGES == 1) {
+            __syncthreads();
             load(step);
             ptx::commit();
-            ptx::wait<0>();
         }
+        ptx::wait<(STAGES > 1 ? STAGES - 2 : 0)>();
+        // As in `keys`.
         __syncthreads();
+        if (STAGES > 1) {
+            if (step + STAGES - 1 < steps) load(step + STAGES - 1);
+            ptx::commit();
+        }
         const int key = tile.low + step * BN;
         const bf16 *tk = sk + step % STAGES * BN * E, *tv = sv + step % STAGES * BN * E;
         uint32_t w[1][KT][4];
         if (own_row < tile.rows) {
-            float s[1][NT][4] = {}, ds[1][NT][4] = {};
-            rows_by_rows<E, 1, NT>(s, sq, own_row, tk);
-            rows_by_rows<E, 1, NT>(ds, sd, own_row, tv);
-            const int query = tile.place + own_row + lane / 4;
-            const bool masked = key + BN - 1 > tile.place + own_row || key + BN > tile.high ||
-                                tile.place + own_row + 15 - key >= form.window;
-            scores.apply(s[0]);
+            float s[1][NT][4] = {}, ds[1][NT][4];
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int c = 0; c < 4; c++)
-                    ds[0][n][c] = (ds[0][n][c] - delta[c / 2]) * ptx::exp2(s[0][n][c] - lse[c / 2]);
+                for (int c = 0; c < 4; c++) ds[0][n][c] = -delta[c / 2];
+            }
+            if constexpr (IN_REGISTERS) {
+                fragments_by_rows<E, NT>(s[0], q_fragments, tk);
+                fragments_by_rows<E, NT>(ds[0], d_fragments, tv);
+            } else {
+                rows_by_rows<E, 1, NT>(s, sq, own_row, tk);
+                rows_by_rows<E, 1, NT>(ds, sd, own_row, tv);
+            }
+            const int query = tile.place + own_row + lane / 4;
+            const bool masked = key + BN - 1 > tile.place + own_row || key + BN > tile.high ||
+                                tile.place + own_row + 15 - key >= form.window;
+            scores.apply_cap(s[0]);
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) ds[0][n][c] *= ptx::exp2(s[0][n][c] * rest - lse[c / 2]);
             }
             scores.slopes(ds[0], s[0]);
             if (masked) {
@@ -234,9 +293,9 @@ __device__ __forceinline__ void queries(const Backward& p, bf16* dq, const Tile*
             pack_weights<KT>(w[0], ds[0]);
             weights_by_rows<E, 1, KT, OT>(acc, w, tk, 0);
         }
-        __syncthreads();
     }
     ptx::wait<0>();
+    __syncthreads();
 
     put_rows<E, OT>(sq, own_row, 0, acc[0], form.scale, form.scale);
     __syncwarp();
@@ -265,34 +324,36 @@ extern "C" __global__ void __launch_bounds__(128)
     if (threadIdx.x % 32 == 0) delta[row] = sum;
 }
 
-// Grid: tiles x K x parts x (E / EO). Shared memory: 2 E (128 + 2 STAGES BM) + 8 STAGES BM bytes.
-#define KEYS(E, EO, BM, STAGES)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(128) attention_keys_##E(                                          \
+// Grid: tiles x K x parts x (E / EO). Shared memory: 4 E STAGES BM + 8 STAGES BM bytes, and 256 E if not IN_REGISTERS.
+// BLOCKS: at least so many fit on an SM.
+#define KEYS(E, EO, BM, STAGES, IN_REGISTERS, BLOCKS)                                                              \
+    extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention_keys_##E(                                  \
         const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, const __nv_bfloat16* dout,         \
         const float* lse, const float* delta, __nv_bfloat16* dk, __nv_bfloat16* dv, float* partial_dk,             \
         float* partial_dv, int tokens, const attention::Tile* tiles, attention::Form form) {                       \
         const attention::Backward p = {q, k, v, dout, lse, delta};                                                 \
-        attention::keys<E, EO, BM, STAGES>(p, dk, dv, partial_dk, partial_dv, tokens, tiles, form);                \
+        attention::keys<E, EO, BM, STAGES, IN_REGISTERS>(p, dk, dv, partial_dk, partial_dv, tokens, tiles, form);  \
     }
 
-// Grid: tiles x H. Shared memory: 2 E (128 + 2 STAGES BN) bytes.
-#define QUERIES(E, BN, STAGES)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(128) attention_queries_##E(                                       \
+// Grid: tiles x H. Shared memory: 4 E STAGES BN bytes, and 256 E if not IN_REGISTERS.
+#define QUERIES(E, BN, STAGES, IN_REGISTERS, BLOCKS)                                                               \
+    extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention_queries_##E(                               \
         const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, const __nv_bfloat16* dout,         \
         const float* lse, const float* delta, __nv_bfloat16* dq, const attention::Tile* tiles,                     \
         attention::Form form) {                                                                                    \
         const attention::Backward p = {q, k, v, dout, lse, delta};                                                 \
-        attention::queries<E, BN, STAGES>(p, dq, tiles, form);                                                     \
+        attention::queries<E, BN, STAGES, IN_REGISTERS>(p, dq, tiles, form);                                       \
     }
 
-KEYS(64, 64, 64, 2)
-KEYS(96, 96, 32, 2)
-KEYS(128, 128, 32, 2)
-KEYS(256, 128, 32, 1)
-QUERIES(64, 64, 2)
-QUERIES(96, 64, 2)
-QUERIES(128, 32, 2)
-QUERIES(256, 32, 1)
+KEYS(64, 64, 32, 2, true, 2)
+KEYS(96, 96, 32, 2, true, 2)
+KEYS(128, 128, 16, 4, true, 2)
+KEYS(256, 128, 32, 1, false, 1)
+QUERIES(64, 32, 2, true, 3)
+QUERIES(96, 32, 2, true, 2)
+QUERIES(128, 32, 2, true, 2)
+QUERIES(256, 32, 1, false, 1)
+
 
 // to[i] = sum over the parts of partial[part n + i], in their order.
 extern "C" __global__ void __launch_bounds__(256)

@@ -3,8 +3,8 @@
 
 constexpr int ACROSS = 32, DOWN = 8;
 
-// partial[part][c] = sum over the rows r of the part of a[r][c], or of a[r][c] b[r][c] factor[r]. A block is
-// ACROSS x DOWN threads; blockIdx.x counts ACROSS V columns, blockIdx.y the parts, each of `part` rows.
+// partial[part][c] = sum over the rows r of the part of a[r][c], or of a[r][c] b[r][c] factor[r] (1 if `factor` is null).
+// A block is ACROSS x DOWN threads; blockIdx.x counts ACROSS V columns, blockIdx.y the parts, each of `part` rows.
 template <typename T, int V, bool PRODUCT>
 __device__ __forceinline__ void partial_sums(
     const T* a, const T* b, const float* factor, float* partial, i64 rows, i64 columns, i64 part) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void partial_sums(
             if (PRODUCT) {
                 float q[V];
                 load<V>(b + row * columns + column, q);
-                const float f = factor[row];
+                const float f = factor ? factor[row] : 1.0f;
 #pragma unroll
                 for (int j = 0; j < V; j++) p[j] *= q[j] * f;
             }

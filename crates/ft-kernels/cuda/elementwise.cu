@@ -94,6 +94,32 @@ ROWS(f32, bf16)
 ROWS(bf16, f32)
 ROWS(bf16, bf16)
 
+// Each row of y [rows, columns], n elements in total, gets the bias added. A pack does not cross rows.
+template <typename T, typename B>
+__device__ __forceinline__ void add_rows(const B* bias, T* y, i64 n, i64 columns, i64 packs) {
+    constexpr int V = sizeof(T) > sizeof(B) ? Full<B>::V : Full<T>::V;
+    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
+    for (i64 i = first; i < packs; i += step) {
+        float p[V], q[V];
+        load<V>(y + i * V, p);
+        load<V>(bias + i * V % columns, q);
+#pragma unroll
+        for (int j = 0; j < V; j++) p[j] += q[j];
+        store<V>(y + i * V, p);
+    }
+    for (i64 i = packs * V + first; i < n; i += step) narrow(widen(y[i]) + widen(bias[i % columns]), y[i]);
+}
+
+#define ADD_ROWS(T, B)                                                                                       \
+    extern "C" __global__ void add_rows_##T##_##B(const B* bias, T* y, i64 n, i64 columns, i64 packs) { \
+        add_rows<T, B>(bias, y, n, columns, packs);                                                          \
+    }
+
+ADD_ROWS(f32, f32)
+ADD_ROWS(f32, bf16)
+ADD_ROWS(bf16, f32)
+ADD_ROWS(bf16, bf16)
+
 // y = x / (1 - p) where the number of the element is at least p, else 0; `keep` is 1 / (1 - p). y may be x.
 template <typename T>
 __device__ __forceinline__ void dropout(const T* x, T* y, u64 key, float p, float keep, i64 n, i64 packs) {

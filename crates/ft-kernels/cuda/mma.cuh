@@ -64,7 +64,7 @@ __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], uint32_t row) {
 #endif
 }
 
-/// Starts a copy of 16 bytes to shared memory; zeros if not `given` (then `from` is not read, but must be an address).
+/// Starts a copy of 16 bytes to shared memory; zeros if not `given`: then `from` is not read.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool given) {
 #ifdef EMULATE
     emulate::cp_async(emulate::shared_at(to), from, 16, given ? 16 : 0);

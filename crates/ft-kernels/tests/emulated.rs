@@ -32,6 +32,7 @@ macro_rules! emulated {
 
 emulated! {
     adafactor
+    adapters
     columns
     cross_entropy
     cross_entropy_parts
@@ -40,6 +41,7 @@ emulated! {
     embedding
     glu
     optimizer
+    pairs
     part
     reduce
     rms_norm

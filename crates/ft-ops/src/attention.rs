@@ -87,6 +87,20 @@ pub fn backward_parts(heads: usize, kv_heads: usize, documents: usize) -> usize 
     attention_backward::parts(heads, kv_heads, documents)
 }
 
+/// Returns the largest number of partial sums of dk and of dv that the backward pass on a GPU keeps for a batch of
+/// `tokens`, however they are divided into documents.
+pub fn gpu_backward_parts(heads: usize, kv_heads: usize, tokens: usize) -> usize {
+    /// Blocks of the largest GPU at a time, and keys of a block.
+    const SLOTS: f64 = 320.0;
+    const KEYS: f64 = 64.0;
+    // The heaviest block visits the longest document, h tokens, all of them together h²/128 and the other tokens; its
+    // share is largest for h = sqrt(128 N). See `Tiles::parts`.
+    let share = 1.0 / (2.0 * (tokens as f64 / (2.0 * KEYS)).sqrt() - 1.0).max(1.0);
+    let group = heads / kv_heads.max(1);
+    let parts = (1..=group).find(|p| group.is_multiple_of(*p) && SLOTS * share <= (kv_heads * p) as f64);
+    parts.unwrap_or(group)
+}
+
 /// Checks that `documents` are non-decreasing offsets from 0 to `tokens`.
 fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
     let whole = documents.first() == Some(&0) && documents.last() == Some(&tokens);

@@ -122,8 +122,21 @@ impl Documents<'_> {
 
 impl Tiles {
     fn sorted(mut tiles: Vec<AttentionTile>) -> Self {
+        // A kernel visits at least one row: it waits for the copies of its own rows together with the first ones.
+        debug_assert!(tiles.iter().all(|t| t.rows > 0 && t.low < t.high));
         tiles.sort_by_key(|t| std::cmp::Reverse(t.high - t.low));
         Self(tiles)
+    }
+
+    /// Returns the number of parts into which the `group` query heads of a key head are divided, for a GPU that runs
+    /// `slots` blocks at a time; a tile is `blocks` blocks for each part. The smallest number with which the heaviest
+    /// block takes no longer than an even share of all the work: then the last blocks end at about the same time.
+    pub(crate) fn parts(&self, blocks: usize, group: usize, slots: usize) -> usize {
+        let visited = self.0.iter().map(|t| t.high - t.low);
+        let (heaviest, all) = (visited.clone().max().unwrap_or(0), visited.sum::<usize>());
+        (1..=group)
+            .find(|parts| group.is_multiple_of(*parts) && heaviest * slots <= all * blocks * parts)
+            .unwrap_or(group)
     }
 
     /// Splits the visited ranges into pieces of at most `keys`. Returns the pieces, how to join them, and the
@@ -249,6 +262,53 @@ mod tests {
             window: None,
         };
         assert!(documents.check().is_err());
+    }
+
+    #[test]
+    fn heads_are_divided_until_the_heaviest_block_is_an_even_share() {
+        let parts = |documents: &[usize], group, slots| {
+            let documents = Documents {
+                queries: documents,
+                keys: documents,
+                window: None,
+            };
+            documents.key_tiles(64).parts(8, group, slots)
+        };
+        // One document of 2048 tokens, 8 key heads: 256 blocks, of which the heaviest has twice the mean work.
+        assert_eq!(parts(&[0, 2048], 4, 2 * 64), 1);
+        assert_eq!(parts(&[0, 2048], 4, 2 * 128), 2);
+        assert_eq!(parts(&[0, 2048], 4, 2 * 132), 2);
+        assert_eq!(parts(&[0, 512], 4, 2 * 132), 4);
+        // Only divisors of the group.
+        assert_eq!(parts(&[0, 2048], 7, 2 * 132), 7);
+        let rows: Vec<usize> = (0..=16).map(|row| 2048 * row).collect();
+        assert_eq!(parts(&rows, 4, 2 * 132), 1);
+        assert_eq!(parts(&[0], 4, 2 * 132), 1);
+    }
+
+    #[test]
+    fn the_planner_counts_at_least_as_many_parts() {
+        let mut random = 1u64;
+        for tokens in [1, 100, 512, 2048, 8192, 32_768] {
+            for _ in 0..50 {
+                let mut documents = vec![0];
+                while documents[documents.len() - 1] < tokens {
+                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    let len = 1 + (random >> 33) as usize % (tokens >> (random >> 60)).max(1);
+                    documents.push((documents[documents.len() - 1] + len).min(tokens));
+                }
+                for (heads, kv_heads, window) in [(32, 8, None), (14, 2, None), (8, 1, Some(300)), (4, 4, None)] {
+                    let list = Documents {
+                        queries: &documents,
+                        keys: &documents,
+                        window,
+                    };
+                    let parts = list.key_tiles(64).parts(kv_heads, heads / kv_heads, 2 * 148);
+                    let counted = crate::attention::gpu_backward_parts(heads, kv_heads, tokens);
+                    assert!(parts <= counted, "{tokens} tokens: {parts} parts, {counted} counted");
+                }
+            }
+        }
     }
 
     #[test]

@@ -33,6 +33,20 @@ pub fn gather(table: &Tensor, ids: &[u32], scale: f32) -> Result<Tensor> {
     tensor(y, (ids.len(), d))
 }
 
+/// Returns the rows `ids` of several f32 tables `[V, D]`: `[N, D]` each.
+///
+/// # Errors
+/// An id that is not below V.
+pub fn gather_each(tables: &[Tensor], ids: &[u32]) -> Result<Vec<Tensor>> {
+    for table in tables {
+        check(ids, dims2(table, "a table")?.0)?;
+    }
+    if let Some(first) = tables.first() {
+        on_gpu!(first, super::cuda::embedding::gather_each(tables, ids));
+    }
+    tables.iter().map(|table| gather(table, ids, 1.0)).collect()
+}
+
 /// Adds `scale · dx[n]` to row `ids[n]` of dw, f32 `[V, D]`, in place, for each n in order; dx `[N, D]`.
 pub fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32) -> Result<()> {
     let (v, d) = dims2(dw, "the gradient of the embedding")?;

@@ -38,6 +38,7 @@ macro_rules! on_gpu {
     };
 }
 
+pub mod adapters;
 pub mod attention;
 pub mod quantized;
 pub mod cross_entropy;
@@ -50,6 +51,7 @@ pub mod linear;
 pub mod low_rank;
 pub mod master;
 pub mod paged;
+pub mod pairs;
 pub mod index_subset;
 pub mod prepacked;
 pub mod rms_norm;

@@ -5,7 +5,7 @@ use super::cpu::step::adafactor::{self, Direction};
 use super::cpu::step::code::{self, SIGNED, UNSIGNED};
 use super::cpu::step::{self as cpu, Ready, rules};
 use super::cpu::storage::{expect_dims, floats};
-use super::update::with_mut;
+use super::update::{self, with_mut};
 use candle_core::{DType, Device, Tensor};
 use ft_base::rng::Rng;
 use ft_base::{Error, Result};
@@ -59,11 +59,11 @@ impl Moment {
     pub fn zeros(n: usize, int8: bool, device: &Device) -> Result<Self> {
         Ok(if int8 {
             Self::Int8 {
-                codes: Tensor::zeros(n, DType::U8, device)?,
-                scales: Tensor::zeros(n.div_ceil(BLOCK), DType::F32, device)?,
+                codes: update::zeros(n, DType::U8, device)?,
+                scales: update::zeros(n.div_ceil(BLOCK), DType::F32, device)?,
             }
         } else {
-            Self::F32(Tensor::zeros(n, DType::F32, device)?)
+            Self::F32(update::zeros(n, DType::F32, device)?)
         })
     }
 

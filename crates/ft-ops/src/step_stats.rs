@@ -2,8 +2,8 @@
 
 use super::update;
 use candle_core::{DType, Device, Tensor};
-use ft_base::{Error, Result};
-use std::cell::Cell;
+use ft_base::Result;
+use std::cell::{Cell, RefCell};
 
 /// The accumulated statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -29,21 +29,46 @@ impl StepSums {
 /// Accumulates the statistics on the device that produces them.
 pub struct StepStats {
     host: Cell<StepSums>,
-    /// f64 `[3]` on a GPU: loss, correct, squares.
+    /// f64 `[4]` on a GPU: loss, correct, squares; and 0 as long as an earlier pass was finite (`follow`).
     device: Option<Tensor>,
+    /// On a GPU, of the last list of gradients: sums of squares of their parts, and the size of each gradient.
+    parts: RefCell<Option<(Tensor, Vec<usize>)>>,
+}
+
+/// Sums that may be on their way from the device.
+pub struct PendingSums {
+    host: StepSums,
+    #[cfg(feature = "cuda")]
+    device: Option<super::cuda::memory::Download>,
+}
+
+impl PendingSums {
+    /// The sums; on a GPU after the work that was queued before `start_reading`.
+    ///
+    /// # Errors
+    /// The device has failed.
+    pub fn wait(&self) -> Result<StepSums> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            let [loss, correct, squares, _] = device.wait()?;
+            return Ok(self.host.plus(StepSums { loss, correct, squares }));
+        }
+        Ok(self.host)
+    }
 }
 
 impl StepStats {
     /// Sums of zero, on this device.
     pub fn new(device: &Device) -> Result<Self> {
         let device = if device.is_cuda() {
-            Some(Tensor::zeros(3, DType::F64, device)?)
+            Some(Tensor::zeros(4, DType::F64, device)?)
         } else {
             None
         };
         Ok(Self {
             host: Cell::default(),
             device,
+            parts: RefCell::default(),
         })
     }
 
@@ -61,7 +86,10 @@ impl StepStats {
     pub fn add_squares_of(&self, gradients: &[&Tensor]) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(squares) = self.squares()? {
-            return super::cuda::reduce::add_squares(gradients, &squares);
+            let parts = super::cuda::reduce::add_squares(gradients, &squares)?;
+            let sizes = gradients.iter().map(|gradient| gradient.elem_count()).collect();
+            self.parts.replace(Some((parts, sizes)));
+            return Ok(());
         }
         for gradient in gradients {
             self.add(StepSums {
@@ -70,6 +98,15 @@ impl StepStats {
             });
         }
         Ok(())
+    }
+
+    /// Returns the indices of the gradients of the last `add_squares_of` on a GPU that were not finite; synchronizes.
+    pub fn non_finite(&self) -> Result<Vec<usize>> {
+        #[cfg(feature = "cuda")]
+        if let Some((parts, sizes)) = &*self.parts.borrow() {
+            return super::cuda::reduce::non_finite(parts, sizes);
+        }
+        Ok(Vec::new())
     }
 
     /// Returns the GPU accumulators of losses and correct predictions: f64 `[2]`.
@@ -84,7 +121,17 @@ impl StepStats {
         Ok(self.device.as_ref().map(|t| t.narrow(0, 2, 1)).transpose()?)
     }
 
-    /// Returns all sums on a GPU, f64 `[3]`: a step with this guard (`step::FoundInf`) changes nothing once one is not
+    /// Extends `gate` to the sums of an earlier pass, which the host need not have read.
+    pub fn follow(&self, earlier: &StepStats) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let (Some(own), Some(earlier)) = (&self.device, &earlier.device) {
+            return super::cuda::reduce::total(earlier, &own.narrow(0, 3, 1)?);
+        }
+        let _ = earlier;
+        Ok(())
+    }
+
+    /// Returns all sums on a GPU, f64 `[4]`: a step with this guard (`step::FoundInf`) changes nothing once one is not
     /// finite.
     pub fn gate(&self) -> Option<&Tensor> {
         self.device.as_ref()
@@ -95,16 +142,21 @@ impl StepStats {
         self.device.is_none().then(|| self.host.get())
     }
 
+    /// Starts to read the sums so far, without synchronization.
+    pub fn start_reading(&self) -> Result<PendingSums> {
+        Ok(PendingSums {
+            host: self.host.get(),
+            #[cfg(feature = "cuda")]
+            device: match &self.device {
+                Some(device) => Some(super::cuda::memory::Download::start(device)?),
+                None => None,
+            },
+        })
+    }
+
     /// Returns the sums so far; synchronizes with the device.
     pub fn read(&self) -> Result<StepSums> {
-        let host = self.host.get();
-        let Some(device) = &self.device else {
-            return Ok(host);
-        };
-        match device.to_vec1::<f64>()?[..] {
-            [loss, correct, squares] => Ok(host.plus(StepSums { loss, correct, squares })),
-            _ => Err(Error::internal("the statistics of a step are incomplete")),
-        }
+        self.start_reading()?.wait()
     }
 }
 

@@ -13,12 +13,41 @@ pub struct CopyTimes {
     pub copying: f64,
     /// Waiting for copies.
     pub waiting: f64,
+    /// Bytes of host memory that the system refused to page-lock: their copies are slower, and overlap with nothing.
+    pub refused: u64,
 }
 
 impl CopyTimes {
     /// Returns the fraction of the copy time that overlapped with computation.
     pub fn hidden(&self) -> Option<f64> {
         (self.copying > 0.0).then(|| (1.0 - self.waiting / self.copying).clamp(0.0, 1.0))
+    }
+}
+
+/// What happens to the memory of a host tensor after it is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostMemory {
+    /// It is neither changed nor freed while the copier lives: a GPU reads it directly.
+    Stable,
+    /// It is not freed while the copier lives, and changed only after `Arriving::read`: a GPU reads it directly.
+    Reused,
+    /// Anything: its bytes are copied before `send` returns.
+    Temporary,
+}
+
+/// A copy to a GPU that reads the memory of a host tensor.
+#[derive(Debug, Clone)]
+pub struct HostRead(#[cfg(feature = "cuda")] super::cuda::transfer::HostRead);
+
+impl HostRead {
+    /// Waits until the memory is no longer read.
+    ///
+    /// # Errors
+    /// The GPU has failed.
+    pub fn wait(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        super::cuda::transfer::wait(&self.0)?;
+        Ok(())
     }
 }
 
@@ -47,6 +76,17 @@ enum Waiting {
     Gpu(super::cuda::transfer::Offloaded),
 }
 
+impl Arriving {
+    /// The copy, if it reads the memory of the host tensor.
+    pub fn read(&self) -> Option<HostRead> {
+        match &self.0 {
+            OnDevice::Here(_) => None,
+            #[cfg(feature = "cuda")]
+            OnDevice::Gpu(arriving) => arriving.read().map(HostRead),
+        }
+    }
+}
+
 impl Copier {
     /// A copy engine for this device; on a CPU it makes plain copies.
     ///
@@ -68,21 +108,20 @@ impl Copier {
         &self.device
     }
 
-    /// Starts the upload of a contiguous host tensor. `stable`: its memory is neither changed nor freed while the
-    /// copier lives; then a GPU reads it directly.
-    pub fn send(&self, host: &Tensor, stable: bool) -> Result<Arriving> {
+    /// Starts the upload of a contiguous host tensor.
+    pub fn send(&self, host: &Tensor, memory: HostMemory) -> Result<Arriving> {
         if !host.device().is_cpu() {
             return Err(Error::unsupported("only a host tensor can be copied to a device"));
         }
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
-            return Ok(Arriving(OnDevice::Gpu(gpu.send(host, stable)?)));
+            return Ok(Arriving(OnDevice::Gpu(gpu.send(host, memory)?)));
         }
-        let _ = stable;
+        let _ = memory;
         Ok(Arriving(OnDevice::Here(host.copy()?)))
     }
 
-    /// Revokes `stable` of an earlier `send`: the memory of this tensor may be changed or freed.
+    /// Revokes `HostMemory::Stable` of an earlier `send`: the memory of this tensor may be changed or freed.
     pub fn forget(&self, host: &Tensor) -> Result<()> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -128,7 +167,7 @@ impl Copier {
         }
     }
 
-    /// Returns the times of the copies to the device since the last call; waits for them. `None` if host and device
+    /// Returns the times of the copies to the device that were completed since the last call. `None` if host and device
     /// are the same.
     pub fn times(&self) -> Result<Option<CopyTimes>> {
         #[cfg(feature = "cuda")]
@@ -154,7 +193,7 @@ mod tests {
     fn what_is_sent_or_parked_is_a_copy() {
         let copier = Copier::new(&Device::Cpu).unwrap();
         let host = Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu).unwrap();
-        let sent = copier.receive(copier.send(&host, true).unwrap()).unwrap();
+        let sent = copier.receive(copier.send(&host, HostMemory::Stable).unwrap()).unwrap();
         let mut offloaded = copier.offload(host.clone()).unwrap();
         copier.release(&mut offloaded).unwrap();
         super::super::update::with_slice_mut(&host, |x| x.fill(0.0)).unwrap();
@@ -167,7 +206,11 @@ mod tests {
 
     #[test]
     fn the_hidden_part_is_what_did_not_wait() {
-        let times = |copying, waiting| CopyTimes { copying, waiting };
+        let times = |copying, waiting| CopyTimes {
+            copying,
+            waiting,
+            refused: 0,
+        };
         assert_eq!(times(10.0, 2.5).hidden(), Some(0.75));
         assert_eq!(times(10.0, 12.0).hidden(), Some(0.0));
         assert_eq!(times(0.0, 0.0).hidden(), None);

@@ -3,12 +3,21 @@
 
 use super::cpu::storage::{Values, expect_dims, floats, tensor, values};
 use super::cpu::update as cpu;
-use candle_core::{CpuStorage, DType, InplaceOp1, InplaceOp2, Layout, Tensor};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Shape, Tensor};
 use ft_base::rng::Rng;
 use ft_base::{Error, Result};
 use half::bf16;
 use std::ops::Range;
 use std::sync::Mutex;
+
+/// Returns zeros. On a GPU whose memory is fragmented, unlike candle's function, this one tries again.
+pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return super::cuda::Gpu::on(device)?.zeros(shape, dtype);
+    }
+    Ok(Tensor::zeros(shape, dtype, device)?)
+}
 
 /// Runs `f` on the f32 elements of `t`.
 pub fn with_slice<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
@@ -64,6 +73,20 @@ pub fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     expect_dims(g, "a tensor that is added", acc.dims())?;
     on_gpu!(acc, super::cuda::elementwise::add_assign(acc, g));
     with_slices(acc, g, cpu::add_assign)
+}
+
+/// Adds `row [C]` to every row of `t [N, C]` on a GPU; each f32 or bf16.
+///
+/// # Errors
+/// A tensor on the CPU, where a product starts with its bias.
+pub fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
+    expect_dims(
+        row,
+        "a row that is added",
+        &t.dims()[t.dims().len().saturating_sub(1)..],
+    )?;
+    on_gpu!(t, super::cuda::elementwise::add_rows(t, row));
+    Err(Error::unsupported("rows are added on a GPU only"))
 }
 
 /// Computes `t *= factor`, f32, on a GPU also bf16.

@@ -99,8 +99,17 @@ void product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S beta)
             for (size_t p = 0; p < k; p++) add_scaled(sum.data(), a.line<T>(p), column[p], m);
         }
         R* out = c.line<R>(j);
-        // C is not read if beta is 0.
-        for (size_t i = 0; i < m; i++) store(out[i], beta == S(0) ? alpha * sum[i] : alpha * sum[i] + beta * value(out[i]));
+        for (size_t i = 0; i < m; i++) {
+            // C is not read if beta is 0. As cuBLAS 13.1 on an H100: the product is rounded to the type of C before it is
+            // added to C, and the sum is rounded again.
+            R product;
+            store(product, alpha * sum[i]);
+            if (beta == S(0)) {
+                out[i] = product;
+            } else {
+                store(out[i], value(product) + beta * value(out[i]));
+            }
+        }
     }
 }
 
@@ -152,6 +161,10 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
     Stream* stream = stream_of(handle.stream);
     if (!stream) stop("%s: the stream was destroyed", name);
     stream->computes = true;
+    const char* type = c.type == BF16 ? "bf16" : a.type == BF16 ? "bf16 to f32" : a.type == F32 ? "f32" : "f64";
+    count("product (operations)", type, 2 * batch.count * c.rows * c.columns * a.columns);
+    size_t moved = a.extent() + b.extent() + (beta == S(0) ? 1 : 2) * c.extent();
+    count("product (bytes of operands)", type, batch.count * moved);
     enqueue(*stream, std::move(operation));
     return BLAS_SUCCESS;
 }

@@ -50,7 +50,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
         case 16: *value = 108; return SUCCESS;      // multiprocessors
         case 75: *value = sm / 10; return SUCCESS;  // compute capability
         case 76: *value = sm % 10; return SUCCESS;
-        case 115: *value = 1; return SUCCESS;  // memory pools
+        case 115: *value = static_cast<int>(setting("SOFT_CUDA_POOLS", 1)); return SUCCESS;  // memory pools
         default: return refuse(INVALID_VALUE, "cuDeviceGetAttribute: attribute %d is not implemented", attribute);
     }
 }
@@ -75,8 +75,9 @@ int cuCtxSetCurrent(void* context) {
 int cuCtxSynchronize() {
     SOFT_CALL;
     if (!current) return refuse(INVALID_CONTEXT, "cuCtxSynchronize: this thread has no context");
+    count("wait of the host", "cuCtxSynchronize", 0);
     synchronize_all();
-    return SUCCESS;
+    return failure();
 }
 
 int cuCtxDestroy_v2(void*) { return refuse(NOT_SUPPORTED, "cuCtxDestroy is not implemented"); }
@@ -97,6 +98,7 @@ static const char* name_of(int code) {
         case INVALID_HANDLE: return "CUDA_ERROR_INVALID_HANDLE";
         case NOT_FOUND: return "CUDA_ERROR_NOT_FOUND";
         case NOT_READY: return "CUDA_ERROR_NOT_READY";
+        case ILLEGAL_ADDRESS: return "CUDA_ERROR_ILLEGAL_ADDRESS";
         case ALREADY_REGISTERED: return "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED";
         case NOT_REGISTERED: return "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED";
         case NOT_SUPPORTED: return "CUDA_ERROR_NOT_SUPPORTED";

@@ -28,6 +28,7 @@ enum Code : int {
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
+    ILLEGAL_ADDRESS = 700,
     ALREADY_REGISTERED = 712,
     NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
@@ -113,8 +114,14 @@ void execute(Stream& stream, uint64_t count);
 /// Executes all operations of a stream; later calls come after them.
 void synchronize(Stream& stream);
 void synchronize_all();
+/// The error of a kernel that failed (SOFT_CUDA_FAIL): every later synchronization returns it.
+int& failure();
 /// True if the order of the calls and the events says that an earlier access comes before the next call.
 bool complete(const Access& access);
+
+// counts.cpp
+/// Counts a call for SOFT_CUDA_COUNT. The size is in blocks, floating-point operations or bytes.
+void count(const char* kind, const std::string& name, uint64_t size);
 
 // memory.cpp
 /// The allocation that contains these bytes, or null; the order is that of the calls.

@@ -183,6 +183,12 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
                  static_cast<unsigned long long>(address), parameter.align);
         operation.uses.push_back({memory, parameter.kind == Parameter::OUTPUT});
     }
+    const char* fails = std::getenv("SOFT_CUDA_FAIL");
+    if (fails && std::strcmp(fails, kernel.name) == 0) {
+        operation.run = [] { failure() = ILLEGAL_ADDRESS; };
+        enqueue(*stream, std::move(operation));
+        return SUCCESS;
+    }
     operation.run = [&kernel, launch, arguments, name = operation.name] {
         std::vector<void*> places;
         for (auto& argument : *arguments) places.push_back(argument.data());
@@ -192,6 +198,7 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
     };
     catch_faults();
     stream->computes = true;
+    count("launch (blocks)", operation.name, uint64_t(grid_x) * grid_y * grid_z);
     enqueue(*stream, std::move(operation));
     return SUCCESS;
 }

@@ -26,6 +26,11 @@ struct Pool {
     uint64_t threshold = 0;
 };
 
+/// A freed block, and its place in the order of its stream.
+struct Freed {
+    uint64_t address, time;
+};
+
 struct State {
     uint64_t arena = 0, next = 0;
     Pool first;
@@ -35,7 +40,11 @@ struct State {
     std::map<uint64_t, Pool*> pool_of;
     std::set<uint64_t> registered;
     /// Freed blocks by stream and size. The next allocation of the stream takes the newest one at once.
-    std::map<std::pair<const Stream*, size_t>, std::vector<uint64_t>> free;
+    std::map<std::pair<const Stream*, size_t>, std::vector<Freed>> free;
+    /// Blocks that a trim returned to the device, by size.
+    std::map<size_t, std::vector<uint64_t>> returned;
+    /// Bytes of the blocks in `free`.
+    size_t idle = 0;
 };
 
 State& state() {
@@ -106,17 +115,24 @@ std::shared_ptr<Memory> allocate(size_t size, const Stream* stream) {
     Pool& pool = *s.pool;
     size_t counted = (size + UNIT - 1) / UNIT * UNIT;
     size_t limit = pool.most ? std::min(pool.most, total()) : total();
-    if (pool.used + counted > limit) return nullptr;
     size_t block = block_size(size);
     auto& free = s.free[{stream, block}];
+    // The worst case of a pool: freed memory serves allocations of the same size only, until it is trimmed.
+    bool fragmented = setting("SOFT_CUDA_FRAGMENTED", 0) == 1 && free.empty();
+    if (pool.used + counted + (fragmented ? s.idle : 0) > limit) return nullptr;
+    auto& returned = s.returned[block];
     uint64_t at;
-    if (free.empty()) {
+    if (!free.empty()) {
+        at = free.back().address;
+        free.pop_back();
+        s.idle -= block;
+    } else if (!returned.empty()) {
+        at = returned.back();
+        returned.pop_back();
+    } else {
         at = s.next;
         s.next += block;
         if (s.next > s.arena + ARENA) return nullptr;
-    } else {
-        at = free.back();
-        free.pop_back();
     }
     pool.used += counted;
     pool.most_used = std::max(pool.most_used, pool.used);
@@ -138,7 +154,9 @@ std::shared_ptr<Memory> forget(uint64_t address, const Stream* stream) {
     memory->freed = true;
     s.pool_of[address]->used -= (memory->size + UNIT - 1) / UNIT * UNIT;
     s.pool_of.erase(address);
-    s.free[{stream, block_size(memory->size)}].push_back(address - GUARD);
+    size_t block = block_size(memory->size);
+    s.free[{stream, block}].push_back({address - GUARD, stream ? stream->queued + 1 : 0});
+    s.idle += block;
     return memory;
 }
 
@@ -211,6 +229,7 @@ int cuMemAllocAsync(uint64_t* out, size_t size, void* stream_handle) {
     if (size == 0) return SUCCESS;
     auto memory = allocate(size, stream);
     if (!memory) return OUT_OF_MEMORY;
+    count("memory (bytes)", "allocation", size);
     *out = memory->address;
     // What is allocated is a use, but the memory is not live before it runs.
     enqueue(*stream, {"allocation", {}, [memory] { begin(*memory); }});
@@ -271,6 +290,7 @@ int cuMemHostRegister_v2(void* place, size_t size, unsigned) {
     if (!place || size == 0) return refuse(INVALID_VALUE, "cuMemHostRegister: no bytes");
     if (overlaps(state().host, address, size))
         return refuse(ALREADY_REGISTERED, "cuMemHostRegister: a part of the memory is page-locked");
+    if (setting("SOFT_CUDA_REFUSE_LOCK", 0) == 1) return OUT_OF_MEMORY;
     auto memory = memory_at(address, size, false);
     state().host[address] = memory;
     state().registered.insert(address);
@@ -288,6 +308,7 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t size, void* strea
     ON_DEVICE(memory, to, size, "cuMemcpyHtoDAsync");
     std::shared_ptr<Memory> host;
     if (int code = host_memory(from, size, "cuMemcpyHtoDAsync", host)) return code;
+    count("copy (bytes)", host ? "page-locked to the device" : "pageable to the device", size);
     if (host) {
         // Page-locked: read when the copy runs.
         enqueue(*stream, {"copy to the device", {{host, false}, {memory, true}}, [=] { std::memcpy(bytes(to), from, size); }});
@@ -307,6 +328,7 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, void* stream_hand
     std::shared_ptr<Memory> host;
     if (int code = host_memory(to, size, "cuMemcpyDtoHAsync", host)) return code;
     auto copy = [=] { std::memcpy(to, bytes(from), size); };
+    count("copy (bytes)", host ? "to page-locked memory" : "to pageable memory", size);
     if (host) {
         // What is read before the copy has run is poison, unless an earlier copy still needs it.
         if (!is_pending(*host)) std::memset(to, POISON, size);
@@ -315,6 +337,7 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, void* stream_hand
     }
     // Pageable: the call returns after the copy.
     enqueue(*stream, {"copy to the host", {{memory, false}}, copy});
+    count("wait of the host", "copy to pageable memory", 0);
     synchronize(*stream);
     return SUCCESS;
 }
@@ -324,6 +347,7 @@ int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, void* stream_h
     if (size == 0 || skipped("copy")) return SUCCESS;
     ON_DEVICE(target, to, size, "cuMemcpyDtoDAsync");
     ON_DEVICE(source, from, size, "cuMemcpyDtoDAsync");
+    count("copy (bytes)", "on the device", size);
     if (from < to + size && to < from + size) stop("cuMemcpyDtoDAsync: source and destination overlap");
     enqueue(*stream, {"copy on the device", {{source, false}, {target, true}},
                       [=] { std::memcpy(bytes(to), bytes(from), size); }});
@@ -334,6 +358,7 @@ int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, void* stream_
     STREAM("cuMemsetD8Async");
     if (size == 0 || skipped("memset")) return SUCCESS;
     ON_DEVICE(memory, to, size, "cuMemsetD8Async");
+    count("memory (bytes)", "memset", size);
     enqueue(*stream, {"memset", {{memory, true}}, [=] { std::memset(bytes(to), value, size); }});
     return SUCCESS;
 }
@@ -347,6 +372,7 @@ int cuMemGetInfo_v2(size_t* free, size_t* all) {
 
 int cuDeviceGetMemPool(void** pool, int) {
     SOFT_CALL;
+    if (setting("SOFT_CUDA_POOLS", 1) == 0) return refuse(NOT_SUPPORTED, "cuDeviceGetMemPool: the device has no pools");
     *pool = state().pool;
     return SUCCESS;
 }
@@ -372,6 +398,28 @@ int cuMemPoolCreate(void** pool, const void* description) {
     Pool* made = new Pool;
     made->most = wanted->most;
     *pool = made;
+    return SUCCESS;
+}
+
+int cuMemPoolTrimTo(void* handle, size_t) {
+    SOFT_CALL;
+    State& s = state();
+    for (auto& [key, blocks] : s.free) {
+        auto [stream, size] = key;
+        std::vector<Freed> kept;
+        for (const Freed& block : blocks) {
+            // A block whose free has not run stays.
+            if (stream && stream->executed < block.time) {
+                kept.push_back(block);
+                continue;
+            }
+            s.returned[size].push_back(block.address);
+            s.idle -= size;
+        }
+        blocks = kept;
+    }
+    Pool& pool = *static_cast<Pool*>(handle);
+    pool.reserved = (pool.used + SEGMENT - 1) / SEGMENT * SEGMENT;
     return SUCCESS;
 }
 

@@ -218,6 +218,11 @@ void synchronize_all() {
     for (auto& stream : state().streams) synchronize(*stream);
 }
 
+int& failure() {
+    static int code = SUCCESS;
+    return code;
+}
+
 bool complete(const Access& access) { return reached(state().host, access); }
 
 }  // namespace soft
@@ -250,8 +255,9 @@ int cuStreamSynchronize(void* handle) {
     Stream* stream = stream_of(handle);
     if (!stream) return refuse(INVALID_HANDLE, "cuStreamSynchronize: not a stream");
     if (skipped("sync")) return SUCCESS;
+    count("wait of the host", "cuStreamSynchronize", 0);
     synchronize(*stream);
-    return SUCCESS;
+    return failure();
 }
 
 int cuStreamIsCapturing(void*, int* status) {
@@ -300,6 +306,7 @@ int cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
     Stream* stream = stream_of(stream_handle);
     if (!stream || !state().events.count(event))
         return refuse(INVALID_HANDLE, "cuStreamWaitEvent: not an event or stream");
+    count("wait of a stream", "cuStreamWaitEvent", 0);
     // An event that was never recorded is complete.
     if (!event->record || skipped("wait")) return SUCCESS;
     merge(stream->clock, event->record->clock);
@@ -313,9 +320,18 @@ int cuEventSynchronize(void* handle) {
     Event* event = static_cast<Event*>(handle);
     if (!state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventSynchronize: not an event");
     if (!event->record || skipped("sync")) return SUCCESS;
+    count("wait of the host", "cuEventSynchronize", 0);
     execute(*event->record->stream, event->record->count);
     merge(state().host, event->record->clock);
-    return SUCCESS;
+    return failure();
+}
+
+int cuEventQuery(void* handle) {
+    SOFT_CALL;
+    Event* event = static_cast<Event*>(handle);
+    if (!state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventQuery: not an event");
+    if (!event->record || event->record->when >= 0) return SUCCESS;
+    return NOT_READY;
 }
 
 int cuEventElapsedTime_v2(float* milliseconds, void* from, void* to) {

@@ -65,8 +65,11 @@ impl Distill {
     }
 
     /// Tokens per chunk: the logits of both models exist for one chunk.
-    pub fn chunk_for(vocab: usize, teacher: usize, trained: bool) -> usize {
-        CausalLm::chunk_for(vocab + teacher.min(vocab), trained)
+    pub fn chunk_for(vocab: usize, teacher: usize, trained: bool, on_gpu: bool) -> usize {
+        /// On a GPU the divergence is composed of tensor operations: that many tensors as large as the logits exist.
+        const COMPOSED: usize = 6;
+        let both = vocab + teacher.min(vocab);
+        CausalLm::chunk_for(if on_gpu { COMPOSED * both } else { both }, trained, on_gpu)
     }
 }
 
@@ -90,7 +93,7 @@ pub fn likeliest(
     let ctx = network.context(&batch.positions, &batch.documents, None)?;
     let h = network.hidden_states(&batch.ids, &ctx)?;
     let head = network.head()?;
-    let chunk = CausalLm::chunk_for(network.spec.vocab, false);
+    let chunk = Distill::chunk_for(network.spec.vocab, 0, false, h.device().is_cuda());
     with_matrix(&head.weight, |matrix| {
         let side = Side {
             h: &h,
@@ -121,7 +124,7 @@ impl Objective for Distill {
             beta: self.terms.beta,
             temperature: self.terms.temperature,
             alpha: self.terms.alpha,
-            chunk: Self::chunk_for(vocab, teacher, need.dw),
+            chunk: Self::chunk_for(vocab, teacher, need.dw, h.device().is_cuda()),
             scale: need.scale,
             need_dh: need.dh,
             need_dw: need.dw,

@@ -12,5 +12,5 @@ mod strategy;
 pub use active::Active;
 pub use hook::StepHook;
 pub use pass::{Pass, Totals, evaluate};
-pub use step::{Engine, Gradients, StepReport};
+pub use step::{Engine, Gradients, QueuedStep, StepReport};
 pub use strategy::StepStrategy;

@@ -8,7 +8,7 @@ use crate::model::spec::EMBEDDING;
 use crate::model::{Context, GradSink, Gradient, Layer, Need, Network, Objective, TokenRows};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::{Arriving, Copier, Offloaded};
-use crate::ops::{embedding, rms_norm};
+use crate::ops::{embedding, rms_norm, update};
 use crate::peft::Dropout;
 use crate::source::Group;
 use candle_core::{DType, Tensor};
@@ -372,7 +372,7 @@ fn embedding_gradient(
     let table = network.embedding()?;
     let dw = match tied {
         Some(dw) => dw,
-        None => Tensor::zeros(table.tensor.shape(), DType::F32, &network.device)?,
+        None => update::zeros(table.tensor.shape(), DType::F32, &network.device)?,
     };
     embedding::scatter_add(&dw, &batch.ids, dx, network.spec.embedding_scale)?;
     sink.take(&table, dw)

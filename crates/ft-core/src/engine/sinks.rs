@@ -74,7 +74,7 @@ pub struct Accumulate<'a> {
     /// By name: the weight and its f32 gradient sum.
     pub sums: BTreeMap<String, (Tensor, Tensor)>,
     /// Names in order of arrival.
-    order: Vec<String>,
+    pub(super) order: Vec<String>,
     /// Updates of corrected parameters.
     pub corrections: Corrections,
 }
@@ -114,8 +114,8 @@ impl<'a> Accumulate<'a> {
         Ok(names)
     }
 
-    /// Updates every weight with its accumulated gradient times `coefficient`.
-    pub fn update(&mut self, coefficient: f32) -> Result<()> {
+    /// Updates every weight with its accumulated gradient times `coefficient`; `gate` can disable it.
+    pub fn update(&mut self, coefficient: f32, gate: FoundInf) -> Result<()> {
         if self.active.is_masked() {
             // One after the other: each update copies a part of its weight.
             while let Some((name, (weight, gradient))) = self.sums.pop_first() {
@@ -125,7 +125,7 @@ impl<'a> Accumulate<'a> {
                     gradient: &gradient,
                     subset: self.active.subset(&name, weight.elem_count()),
                 };
-                self.optimizer.update_all(&[update], self.lr, coefficient)?;
+                self.optimizer.update_gated(&[update], self.lr, coefficient, gate)?;
             }
             return Ok(());
         }
@@ -139,7 +139,7 @@ impl<'a> Accumulate<'a> {
                 subset: None,
             })
             .collect();
-        self.optimizer.update_all(&updates, self.lr, coefficient)
+        self.optimizer.update_gated(&updates, self.lr, coefficient, gate)
     }
 }
 
@@ -183,6 +183,8 @@ pub struct FusedUpdate<'a> {
     pub lr: f64,
     /// Clipping factor: known in advance, or 1.
     pub coefficient: f32,
+    /// On a GPU: a clipping factor that the host does not know.
+    pub further: Option<&'a Tensor>,
     /// Losses and squares. On a GPU no weight changes after the first non-finite value; the host does not wait for it.
     pub step_stats: &'a StepStats,
     /// Updates of corrected parameters.
@@ -212,8 +214,8 @@ impl GradSink for FusedUpdate<'_> {
             subset,
         };
         let gate = FoundInf {
+            coefficient: self.further,
             finite: self.step_stats.gate(),
-            ..FoundInf::default()
         };
         self.optimizer.update_gated(&[update], self.lr, self.coefficient, gate)
     }

@@ -8,11 +8,14 @@ use super::strategy::StepStrategy;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::{Network, Objective, TrainableNetwork};
-use crate::ops::step_stats::{StepStats, StepSums};
+use crate::ops::step::FoundInf;
+use crate::ops::step_stats::{PendingSums, StepStats, StepSums};
 use crate::ops::transfer::Copier;
+use crate::ops::update;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
 use crate::source::{Prepacking, TrainableStore};
+use candle_core::Tensor;
 use std::sync::Arc;
 
 /// Lifetime of gradients between backward pass and update.
@@ -57,6 +60,51 @@ pub struct Engine {
     pub seed: u64,
     /// Runs around each update.
     pub step_hook: Option<Box<dyn StepHook>>,
+}
+
+/// A step whose work is queued on the device. On a GPU the host may queue the next one before it reads the result with
+/// `Engine::finish`: nothing waits then, and a step that is not finite holds back its update and all later ones.
+pub struct QueuedStep {
+    step: u64,
+    gradients: Gradients,
+    totals: Totals,
+    step_stats: StepStats,
+    /// Of the first pass of `NormFirst`.
+    first: Option<PendingSums>,
+    sums: PendingSums,
+    /// Names of the gradients in the order of `StepStats::non_finite`.
+    names: Vec<String>,
+}
+
+impl QueuedStep {
+    /// Number of trained tokens.
+    pub fn trained(&self) -> u64 {
+        self.totals.trained
+    }
+
+    /// Errors: a loss or a gradient is not finite.
+    fn report(&self) -> Result<StepReport> {
+        if let Some(first) = &self.first
+            && !numbers(first)?.1.is_finite()
+        {
+            return Err(non_finite(&[], self.step));
+        }
+        let (sums, grad_norm) = numbers(&self.sums)?;
+        if grad_norm.is_finite() {
+            let totals = self.totals.with(sums);
+            return Ok(StepReport { totals, grad_norm });
+        }
+        Err(match self.gradients {
+            Gradients::Keep => {
+                let found = self.step_stats.non_finite()?.into_iter();
+                let mut names: Vec<String> = found.filter_map(|i| self.names.get(i).cloned()).collect();
+                names.sort();
+                non_finite(&names, self.step)
+            }
+            // Updates that the GPU skipped. The CPU has already returned an error at that gradient.
+            Gradients::Fused | Gradients::NormFirst => held_back(self.step),
+        })
+    }
 }
 
 /// The result of a step.
@@ -111,7 +159,8 @@ impl Engine {
     /// # Errors
     /// A loss or gradient is not finite; with stored gradients the active weights are then unchanged.
     pub fn step(&mut self, step: u64, batches: &[Batch], active: &Active, lr: f64) -> Result<StepReport> {
-        self.step_or_stop(step, batches, active, lr, false)
+        let queued = self.queue_step(step, batches, active, lr, false, None)?;
+        self.finish(&queued)
     }
 
     /// A hook needs all gradients at the update.
@@ -127,23 +176,36 @@ impl Engine {
         self.effective_gradients() == Gradients::Keep && active.corrected().next().is_none()
     }
 
-    /// As `step`; if `may_stop` is set and `changes_last` holds, a signal ends it at the next layer.
+    /// Queues step number `step`; on a CPU it is complete then. `before`: the step before, if its result was not read
+    /// yet. If `may_stop` is set and `changes_last` holds, a signal ends the step at the next layer.
     ///
     /// # Errors
-    /// Kind `Signal` if the step was abandoned: the state is that of the previous step.
-    pub fn step_or_stop(
+    /// As `step`; those of `before` too. Kind `Signal` if the step was abandoned: the state is that of the previous
+    /// step.
+    pub fn queue_step(
         &mut self,
         step: u64,
         batches: &[Batch],
         active: &Active,
         lr: f64,
         may_stop: bool,
-    ) -> Result<StepReport> {
-        let report = self.run_step(step, batches, active, lr, may_stop && self.changes_last(active));
+        before: Option<&QueuedStep>,
+    ) -> Result<QueuedStep> {
+        let may_stop = may_stop && self.changes_last(active);
+        let queued = self.run_step(step, batches, active, lr, may_stop, before);
         for rows in &self.network.tokens {
             rows.place(&self.network)?;
         }
-        report
+        queued
+    }
+
+    /// Returns the result of a step, when its losses and its norm are known.
+    ///
+    /// # Errors
+    /// A loss or gradient was not finite. With stored gradients (`Gradients::Keep`) weights and optimizer states are
+    /// those before the step.
+    pub fn finish(&mut self, queued: &QueuedStep) -> Result<StepReport> {
+        queued.report().inspect_err(|_| self.optimizer.take_back(queued.step))
     }
 
     fn run_step(
@@ -153,9 +215,15 @@ impl Engine {
         active: &Active,
         lr: f64,
         may_stop: bool,
-    ) -> Result<StepReport> {
+        before: Option<&QueuedStep>,
+    ) -> Result<QueuedStep> {
         let (network, seed, gradients) = (&self.network, self.seed, self.effective_gradients());
         let step_stats = StepStats::new(&network.device)?;
+        if let Some(before) = before {
+            step_stats.follow(&before.step_stats)?;
+        }
+        // A hook needs the factor of the gradients on the host; corrections have sums of their own.
+        let on_device = network.device.is_cuda() && self.step_hook.is_none() && active.corrected().next().is_none();
         self.optimizer.begin(step);
         let pass = Pass {
             saved_layers: self.strategy.saved_layers,
@@ -164,7 +232,8 @@ impl Engine {
             may_stop,
             ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
-        match gradients {
+        let (mut first, mut names) = (None, Vec::new());
+        let (totals, sums) = match gradients {
             Gradients::Keep => {
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
                 let totals = pass.window(batches, &mut sink)?;
@@ -172,41 +241,62 @@ impl Engine {
                     hook.before_update(&|name| sink.gradient(name))?;
                 }
                 sink.add_squares(&step_stats)?;
-                let (sums, grad_norm) = read(&step_stats)?;
-                if !grad_norm.is_finite() {
-                    return Err(non_finite(&sink.non_finite()?, step));
+                let sums = step_stats.start_reading()?;
+                // Its numbers arrived while this step was queued. After an error its count of updates is taken back,
+                // so this step must not count one.
+                before.map(QueuedStep::report).transpose()?;
+                if on_device {
+                    names = sink.order.clone();
+                    let coefficient = device_coefficient(&step_stats, self.max_grad_norm)?;
+                    let gate = FoundInf {
+                        coefficient: coefficient.as_ref(),
+                        finite: step_stats.gate(),
+                    };
+                    sink.update(1.0, gate)?;
+                } else {
+                    let (_, grad_norm) = numbers(&sums)?;
+                    if !grad_norm.is_finite() {
+                        return Err(non_finite(&sink.non_finite()?, step));
+                    }
+                    if !sink.corrections.finite()? {
+                        return Err(non_finite(&[], step));
+                    }
+                    let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
+                    sink.update(coefficient, FoundInf::default())?;
+                    if let Some(hook) = &mut self.step_hook {
+                        hook.after_update(step, &|name| sink.gradient(name), coefficient)?;
+                    }
                 }
-                if !sink.corrections.finite()? {
-                    return Err(non_finite(&[], step));
-                }
-                let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
-                sink.update(coefficient)?;
-                if let Some(hook) = &mut self.step_hook {
-                    hook.after_update(step, &|name| sink.gradient(name), coefficient)?;
-                }
-                Ok(StepReport {
-                    totals: totals.with(sums),
-                    grad_norm,
-                })
+                (totals, sums)
             }
             Gradients::Fused | Gradients::NormFirst => {
-                let mut coefficient = 1.0;
+                let (mut coefficient, mut further) = (1.0, None);
                 if gradients == Gradients::NormFirst {
-                    let first = StepStats::new(&network.device)?;
+                    let norm_stats = StepStats::new(&network.device)?;
                     let mut norm = Norm {
                         active,
-                        step_stats: &first,
+                        step_stats: &norm_stats,
                     };
                     let norm_pass = Pass {
-                        step_stats: &first,
+                        step_stats: &norm_stats,
                         ..pass
                     };
                     norm_pass.window(batches, &mut norm)?;
-                    let (_, grad_norm) = read(&first)?;
-                    if !grad_norm.is_finite() {
-                        return Err(non_finite(&[], step));
+                    let sums = norm_stats.start_reading()?;
+                    if on_device {
+                        if let Some(before) = before {
+                            norm_stats.follow(&before.step_stats)?;
+                        }
+                        step_stats.follow(&norm_stats)?;
+                        further = device_coefficient(&norm_stats, self.max_grad_norm)?;
+                    } else {
+                        let (_, grad_norm) = numbers(&sums)?;
+                        if !grad_norm.is_finite() {
+                            return Err(non_finite(&[], step));
+                        }
+                        coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                     }
-                    coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
+                    first = Some(sums);
                 }
                 let optimizer = &mut self.optimizer;
                 let mut sink = FusedUpdate {
@@ -214,32 +304,47 @@ impl Engine {
                     optimizer,
                     lr,
                     coefficient,
+                    further: further.as_ref(),
                     step_stats: &step_stats,
                     corrections: Corrections::default(),
                 };
                 let totals = pass.window(batches, &mut sink)?;
                 let corrected = sink.corrections;
-                let (sums, grad_norm) = read(&step_stats)?;
-                // Updates that the GPU skipped. The CPU has already returned an error at that gradient.
-                if !grad_norm.is_finite() || !corrected.finite()? {
+                let sums = step_stats.start_reading()?;
+                if !corrected.finite()? {
+                    numbers(&sums)?;
                     return Err(held_back(step));
                 }
-                Ok(StepReport {
-                    totals: totals.with(sums),
-                    grad_norm,
-                })
+                (totals, sums)
             }
-        }
+        };
+        Ok(QueuedStep {
+            step,
+            gradients,
+            totals,
+            step_stats,
+            first,
+            sums,
+            names,
+        })
     }
 }
 
-/// Reads the sums of a step and the global gradient norm. Errors: a loss that is not finite.
-fn read(step_stats: &StepStats) -> Result<(StepSums, f64)> {
-    let sums = step_stats.read()?;
+/// Waits for the sums of a pass; returns them with the global gradient norm. Errors: a loss that is not finite.
+fn numbers(pending: &PendingSums) -> Result<(StepSums, f64)> {
+    let sums = pending.wait()?;
     if sums.loss.is_finite() {
         Ok((sums, sums.squares.sqrt()))
     } else {
         Err(pass::non_finite_loss(sums.loss))
+    }
+}
+
+/// The clipping factor of the squares so far, on the GPU.
+fn device_coefficient(step_stats: &StepStats, max: f64) -> Result<Option<Tensor>> {
+    match step_stats.squares()?.filter(|_| max > 0.0) {
+        Some(squares) => Ok(Some(update::clip_coefficient(&squares, max)?)),
+        None => Ok(None),
     }
 }
 

@@ -9,8 +9,8 @@
 
 use crate::base::{Error, Result};
 use crate::model::{KvStore, Spec};
-use crate::ops::attention;
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
+use crate::ops::{attention, update};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -152,7 +152,7 @@ impl Whole {
         if self.kv.is_none() || need > self.room {
             // Grows in units of a page: a chat can outgrow the capacity that its first turn requested.
             self.room = self.room.max(need.next_multiple_of(PAGE));
-            let room = || Tensor::zeros((self.room, width), k.dtype(), k.device());
+            let room = || update::zeros((self.room, width), k.dtype(), k.device());
             let new = (room()?, room()?);
             if let Some((k, v)) = self.views()?.filter(|_| self.len > 0) {
                 new.0.slice_set(&k, 0, 0)?;

@@ -10,8 +10,9 @@
 pub mod memory;
 
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
-use super::linear::{Dx, Linear};
+use super::linear::Linear;
 use super::mlp::SavedPieces;
+use super::projections::{Projections, SavedLow, add_residual};
 use super::spec::Spec;
 use crate::base::Result;
 use crate::ops::rope::Direction;
@@ -31,7 +32,7 @@ pub struct Block {
     /// q, k and v.
     pub attention_in: Projections,
     /// The output projection of the attention.
-    pub o_proj: Linear,
+    pub o_proj: Projections,
     /// Norm of each query head, if the family has it.
     pub q_norm: Option<Param>,
     /// Norm of each key head, if the family has it.
@@ -39,7 +40,7 @@ pub struct Block {
     /// gate and up.
     pub mlp_in: Projections,
     /// The output projection of the MLP.
-    pub down_proj: Linear,
+    pub down_proj: Projections,
     /// The norm before the attention.
     pub input_norm: Param,
     /// The norm after the attention, if the family has it.
@@ -48,14 +49,6 @@ pub struct Block {
     pub mlp_norm: Param,
     /// The norm after the MLP, if the family has it.
     pub mlp_post_norm: Option<Param>,
-}
-
-/// Several projections of one input: q, k, v, or gate and up; one matrix each, or one fused matrix (Phi-3).
-pub enum Projections {
-    /// One linear for each part.
-    Separate(Vec<Linear>),
-    /// One linear, and the widths of its parts.
-    Fused(Linear, Vec<usize>),
 }
 
 /// Saved activations of the attention half.
@@ -69,6 +62,8 @@ struct SavedAttention {
     lse: Tensor,
     /// Output of o_proj, if a norm follows it.
     y: Option<Tensor>,
+    /// u of the LoRA pairs of q, k, v, and of o_proj.
+    low: [SavedLow; 2],
 }
 
 /// Saved activations of a block, `[N, ·]`. The outputs of its norms and of the gate are cheap to recompute.
@@ -80,70 +75,15 @@ pub struct SavedActivations {
     parts: SavedPieces,
 }
 
-impl Projections {
-    pub(super) fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Vec<Tensor>> {
-        match self {
-            Self::Separate(linears) => linears.iter().map(|l| l.forward(x, ctx)).collect(),
-            Self::Fused(linear, widths) => {
-                let y = linear.forward(x, ctx)?;
-                let mut start = 0;
-                let mut parts = Vec::with_capacity(widths.len());
-                for &width in widths {
-                    parts.push(y.narrow(1, start, width)?.contiguous()?);
-                    start += width;
-                }
-                Ok(parts)
-            }
-        }
-    }
-
-    /// Sums `∂x` over the parts; drops `dys` one by one. `x` is needed only if `wanted`.
-    pub(super) fn backward(
-        &self,
-        x: Option<&Tensor>,
-        dys: Vec<Tensor>,
-        ctx: &Context,
-        need_dx: bool,
-        sink: &mut dyn GradSink,
-    ) -> Result<Option<Tensor>> {
-        match self {
-            Self::Separate(linears) => {
-                let mut total: Option<Tensor> = None;
-                for (linear, dy) in linears.iter().zip(dys) {
-                    let dx = total.as_ref().map_or(Dx::new(need_dx), Dx::AddTo);
-                    total = linear.backward(x, &dy, ctx, dx, sink)?;
-                }
-                Ok(total)
-            }
-            Self::Fused(linear, _) => {
-                let dy = Tensor::cat(&dys, 1)?.contiguous()?;
-                drop(dys);
-                linear.backward(x, &dy, ctx, Dx::new(need_dx), sink)
-            }
-        }
-    }
-
-    pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
-        match self {
-            Self::Separate(linears) => linears.iter().any(|l| l.wanted(sink)),
-            Self::Fused(linear, _) => linear.wanted(sink),
-        }
-    }
-}
-
 impl Block {
     /// Its linears in model order, each with its module name: `model.layers.0.self_attn.q_proj`.
     pub fn into_linears(self) -> Vec<(String, Linear)> {
-        let many = |p: Projections| match p {
-            Projections::Separate(linears) => linears,
-            Projections::Fused(linear, _) => vec![linear],
-        };
-        let mut all = many(self.attention_in);
-        all.push(self.o_proj);
-        all.extend(many(self.mlp_in));
-        all.push(self.down_proj);
         let module = |l: &Linear| l.name.trim_end_matches(".weight").to_string();
-        all.into_iter().map(|l| (module(&l), l)).collect()
+        [self.attention_in, self.o_proj, self.mlp_in, self.down_proj]
+            .into_iter()
+            .flat_map(Projections::into_linears)
+            .map(|l| (module(&l), l))
+            .collect()
     }
 
     pub(super) fn norm(&self, w: &Param, x: &Tensor) -> Result<Tensor> {
@@ -168,7 +108,7 @@ impl Block {
             scale: self.spec.attention_scale,
             softcap: self.spec.attention_softcap,
             window: self.spec.layers[self.index].window,
-            bf16: self.o_proj.weight.is_bf16(),
+            bf16: self.o_proj.is_bf16(),
         }
     }
 
@@ -185,7 +125,8 @@ impl Block {
         cache: Option<&mut dyn KvStore>,
     ) -> Result<(Tensor, SavedAttention)> {
         let h = self.norm(&self.input_norm, x)?;
-        let mut qkv = self.attention_in.forward(&h, ctx)?.into_iter();
+        let (qkv, low_in) = self.attention_in.forward(&h, ctx)?;
+        let mut qkv = qkv.into_iter();
         let (Some(q), Some(k), Some(v)) = (qkv.next(), qkv.next(), qkv.next()) else {
             return Err(crate::base::Error::internal("attention needs three projections"));
         };
@@ -201,13 +142,10 @@ impl Block {
             None => attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?,
             Some(cache) => cache.attend(self.index, &q, &k, &v, &spec)?,
         };
-        let y = self.o_proj.forward(&o, ctx)?;
+        let (y, low_out) = self.o_proj.forward_one(&o, ctx)?;
         let (x1, y) = match &self.attention_post_norm {
             Some(norm) => (update::add(x, &self.norm(norm, &y)?)?, Some(y)),
-            None => {
-                update::add_assign(&y, x)?;
-                (y, None)
-            }
+            None => (add_residual(y, x, &low_out)?, None),
         };
         Ok((
             x1,
@@ -219,6 +157,7 @@ impl Block {
                 o,
                 lse,
                 y,
+                low: [low_in, low_out],
             },
         ))
     }
@@ -258,6 +197,7 @@ impl Block {
             o,
             lse,
             y,
+            low: [low_in, low_out],
         } = saved;
         let need_dh = need_dx || sink.wants(&self.input_norm.name);
         let qk_wanted = [&self.q_norm, &self.k_norm]
@@ -270,8 +210,9 @@ impl Block {
             _ => dx1.clone(),
         };
         drop(y);
-        let d_o = self.o_proj.backward(Some(&o), &d_out, ctx, Dx::new(need_do), sink)?;
-        drop(d_out);
+        let d_o = self
+            .o_proj
+            .backward(Some(&o), low_out, vec![d_out], ctx, need_do, sink)?;
         let Some(d_o) = d_o else { return Ok(None) };
         let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
         drop((q, k, v, o, lse, d_o));
@@ -289,7 +230,7 @@ impl Block {
         };
         let dh = self
             .attention_in
-            .backward(h.as_ref(), vec![dq, dk, dv], ctx, need_dh, sink)?;
+            .backward(h.as_ref(), low_in, vec![dq, dk, dv], ctx, need_dh, sink)?;
         drop(h);
         let Some(dh) = dh else { return Ok(None) };
         let dx = self.norm_backward(&self.input_norm, x, &dh, sink)?;

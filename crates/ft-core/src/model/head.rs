@@ -112,12 +112,17 @@ impl Head<'_> {
         }
     }
 
+    /// Tokens per chunk of logits for these hidden states.
+    fn chunk(&self, h: &Tensor, trained: bool) -> Result<usize> {
+        Ok(cross_entropy::chunk_for(self.vocab()?, trained, h.device().is_cuda()))
+    }
+
     /// Log-probability of each target, `[N]`; 0 where the target is `IGNORE`. `h` `[N, D]`.
     ///
     /// # Errors
     /// A target outside the vocabulary (`Argument`).
     pub fn log_probs(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
-        let chunk = cross_entropy::chunk_for(self.vocab()?, false);
+        let chunk = self.chunk(h, false)?;
         match &self.weight {
             HeadWeight::Whole(w) => cross_entropy::token_log_probs(h, w.as_dense()?, targets, self.softcap, chunk),
             HeadWeight::Streamed(head) => with_pieces(head, |pieces| {
@@ -136,7 +141,7 @@ impl Head<'_> {
         }
         let options = cross_entropy::Options {
             softcap: self.softcap,
-            chunk: cross_entropy::chunk_for(self.vocab()?, need.dw),
+            chunk: self.chunk(h, need.dw)?,
             scale: need.scale,
             need_dh: need.dh,
             need_dw: need.dw,
@@ -163,7 +168,7 @@ impl Head<'_> {
     /// # Errors
     /// A target outside the vocabulary (`Argument`).
     pub fn entropies(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
-        let chunk = cross_entropy::chunk_for(self.vocab()?, false);
+        let chunk = self.chunk(h, false)?;
         match &self.weight {
             HeadWeight::Whole(w) => cross_entropy::token_entropies(h, w.dense()?, targets, self.softcap, chunk),
             HeadWeight::Streamed(head) => with_pieces(head, |pieces| {

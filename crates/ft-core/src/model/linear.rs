@@ -4,9 +4,9 @@ pub(super) mod memory;
 
 use super::contracts::{Context, GradSink, Param};
 use crate::base::Result;
-use crate::ops::linear;
 use crate::ops::low_rank::LowRank;
-use crate::peft::{Adapter, BackwardInput, Frozen};
+use crate::ops::{linear, update};
+use crate::peft::{Adapter, BackwardInput, Dora, Frozen, Lora};
 use crate::quant::Weight;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -40,6 +40,20 @@ impl Frozen for Linear {
 
     fn product(&self, x: &Tensor) -> Result<Tensor> {
         self.weight.forward(x, None)
+    }
+
+    /// On a GPU W and the bias are added to `change`: it is small, and bf16 would round most of it away beside a result.
+    fn forward_plus(&self, x: &Tensor, change: Tensor) -> Result<Tensor> {
+        if !x.device().is_cuda() {
+            let y = Frozen::forward(self, x)?;
+            update::add_assign(&y, &change)?;
+            return Ok(y);
+        }
+        self.weight.forward_add(&change, x)?;
+        if let Some(bias) = &self.bias {
+            update::add_rows(&change, &bias.tensor)?;
+        }
+        Ok(change)
     }
 
     fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>> {
@@ -79,12 +93,26 @@ impl Linear {
         }
     }
 
+    /// The LoRA pair, if `Projections` computes it: on a GPU.
+    pub(super) fn pair_on_gpu(&self) -> Option<&Lora> {
+        let lora = self.adapter.as_ref()?.lora()?;
+        let plain = lora.start.is_none() || self.dora().is_none();
+        (plain && lora.a.device().is_cuda()).then_some(lora)
+    }
+
+    pub(super) fn dora(&self) -> Option<&Dora> {
+        match self.adapter.as_deref() {
+            Some(Adapter::Dora(dora)) => Some(dora),
+            _ => None,
+        }
+    }
+
     /// True if any parameter of this linear gets a gradient.
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
         sink.wants(&self.name) || self.bias.as_ref().is_some_and(|b| sink.wants(&b.name)) || self.adapter_wanted(sink)
     }
 
-    fn adapter_wanted(&self, sink: &dyn GradSink) -> bool {
+    pub(super) fn adapter_wanted(&self, sink: &dyn GradSink) -> bool {
         let wants = |a: &Arc<Adapter>| a.parts().iter().any(|p| sink.wants(&p.name));
         self.adapter.as_ref().is_some_and(wants)
     }
@@ -122,6 +150,12 @@ impl Linear {
                 dx
             }
         };
+        self.own_gradients(x, dy, sink)?;
+        Ok(dx)
+    }
+
+    /// Passes the gradients of weight and bias to the sink.
+    pub(super) fn own_gradients(&self, x: Option<&Tensor>, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
         if let Some(x) = x.filter(|_| sink.wants(&self.name)) {
             let param = Param {
                 name: self.name.clone(),
@@ -135,7 +169,7 @@ impl Linear {
         if let Some(bias) = self.bias.as_ref().filter(|b| sink.wants(&b.name)) {
             sink.take(bias, linear::grad_bias(dy)?)?;
         }
-        Ok(dx)
+        Ok(())
     }
 }
 

@@ -7,14 +7,22 @@ pub(super) mod memory;
 
 use super::block::Block;
 use super::contracts::{Context, GradSink};
-use super::linear::Dx;
 use super::pieces::{Sums, pieces, rows};
+use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
 use crate::ops::{glu, update};
 use candle_core::Tensor;
 
-/// gate and up of each piece; empty if they were not saved.
-pub(super) type SavedPieces = Vec<Vec<Tensor>>;
+/// Saved activations of a piece.
+pub(super) struct SavedPiece {
+    /// gate and up
+    parts: Vec<Tensor>,
+    /// u of the LoRA pairs of gate and up, and of down.
+    low: [SavedLow; 2],
+}
+
+/// Saved activations of each piece; empty if they were not saved.
+pub(super) type SavedPieces = Vec<SavedPiece>;
 
 /// Gradients that the backward pass of an MLP must compute.
 #[derive(Clone, Copy)]
@@ -42,7 +50,7 @@ impl Block {
             let (y, parts) = self.mlp_piece(x1, ctx, keep)?;
             return Ok((y, parts.into_iter().collect()));
         }
-        let y = x1.zeros_like()?;
+        let y = update::zeros(x1.shape(), x1.dtype(), x1.device())?;
         let mut saved = SavedPieces::new();
         for (i, piece) in all.iter().enumerate() {
             let (part, parts) = self.mlp_piece(&rows(x1, piece)?, &ctx.piece(i), keep)?;
@@ -52,18 +60,23 @@ impl Block {
         Ok((y, saved))
     }
 
-    fn mlp_piece(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<Vec<Tensor>>)> {
+    fn mlp_piece(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<SavedPiece>)> {
         let h = self.norm(&self.mlp_norm, x1)?;
-        let parts = self.mlp_in.forward(&h, ctx)?;
+        let (parts, low_in) = self.mlp_in.forward(&h, ctx)?;
         drop(h);
         let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
         let parts = keep.then_some(parts);
-        let mut y = self.down_proj.forward(&m, ctx)?;
-        if let Some(norm) = &self.mlp_post_norm {
-            y = self.norm(norm, &y)?;
-        }
-        update::add_assign(&y, x1)?;
-        Ok((y, parts))
+        let (y, low_out) = self.down_proj.forward_one(&m, ctx)?;
+        let y = match &self.mlp_post_norm {
+            Some(norm) => {
+                let y = self.norm(norm, &y)?;
+                update::add_assign(&y, x1)?;
+                y
+            }
+            None => add_residual(y, x1, &low_out)?,
+        };
+        let low = [low_in, low_out];
+        Ok((y, parts.map(|parts| SavedPiece { parts, low })))
     }
 
     /// Maps `dy` `[N, D]` to `∂x1` if needed; passes weight gradients to `sink`. Recomputes `parts` if empty.
@@ -91,7 +104,8 @@ impl Block {
         let dh = if all.len() == 1 {
             self.mlp_piece_backward(x1, saved.next(), &dy, ctx, needs, sink)?
         } else {
-            let dh = if needs.dh { Some(x1.zeros_like()?) } else { None };
+            let zeros = || update::zeros(x1.shape(), x1.dtype(), x1.device());
+            let dh = needs.dh.then(zeros).transpose()?;
             let mut sums = Sums::new(sink);
             for (i, piece) in all.iter().enumerate() {
                 let (x1, dy) = (rows(x1, piece)?, rows(&dy, piece)?);
@@ -113,20 +127,23 @@ impl Block {
     fn mlp_piece_backward(
         &self,
         x1: &Tensor,
-        parts: Option<Vec<Tensor>>,
+        saved: Option<SavedPiece>,
         dy: &Tensor,
         ctx: &Context,
         needs: Needs,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let h = if needs.inputs || parts.is_none() {
+        let h = if needs.inputs || saved.is_none() {
             Some(self.norm(&self.mlp_norm, x1)?)
         } else {
             None
         };
-        let parts = match (parts, &h) {
-            (Some(parts), _) => parts,
-            (None, Some(h)) => self.mlp_in.forward(h, ctx)?,
+        let (parts, low_in, low_out) = match (saved, &h) {
+            (Some(SavedPiece { parts, low: [a, b] }), _) => (parts, a, b),
+            (None, Some(h)) => {
+                let (parts, low) = self.mlp_in.forward(h, ctx)?;
+                (parts, low, None)
+            }
             (None, None) => return Ok(None),
         };
         let h = h.filter(|_| needs.inputs);
@@ -136,13 +153,13 @@ impl Block {
             None
         };
         let d_down = match (&self.mlp_post_norm, &m) {
-            (Some(norm), Some(m)) => self.norm_backward(norm, &self.down_proj.forward(m, ctx)?, dy, sink)?,
+            (Some(norm), Some(m)) => self.norm_backward(norm, &self.down_proj.forward_one(m, ctx)?.0, dy, sink)?,
             _ => dy.clone(),
         };
         let dm = self
             .down_proj
-            .backward(m.as_ref(), &d_down, ctx, Dx::new(needs.dm()), sink)?;
-        drop((m, d_down));
+            .backward(m.as_ref(), low_out, vec![d_down], ctx, needs.dm(), sink)?;
+        drop(m);
         let Some(dm) = dm else { return Ok(None) };
         let mut parts = parts.into_iter();
         let (Some(gate), Some(up)) = (parts.next(), parts.next()) else {
@@ -151,6 +168,6 @@ impl Block {
         let (d_gate, d_up) = glu::backward_in_place(gate, up, &dm, self.spec.activation)?;
         drop(dm);
         self.mlp_in
-            .backward(h.as_ref(), vec![d_gate, d_up], ctx, needs.dh, sink)
+            .backward(h.as_ref(), low_in, vec![d_gate, d_up], ctx, needs.dh, sink)
     }
 }

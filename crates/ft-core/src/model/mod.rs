@@ -12,6 +12,7 @@ pub mod linear;
 pub mod mlp;
 pub mod network;
 pub mod pieces;
+pub mod projections;
 pub mod rope;
 pub mod shapes;
 pub mod spec;

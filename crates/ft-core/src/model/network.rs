@@ -1,10 +1,12 @@
 //! The whole model: embedding, blocks, final norm, head, and the adapters on their linears.
 //! A block is created from its weights when it is needed, and dropped afterwards.
 
-use super::block::{Block, Projections};
+use super::block::Block;
 use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
+use super::projections::Projections;
+use super::rope::RopeTables;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
@@ -38,6 +40,7 @@ pub struct Network {
     pub mlp_tokens: Option<usize>,
     /// True while the adapters are disabled.
     adapters_disabled: AtomicBool,
+    rope_tables: RopeTables,
 }
 
 /// A network whose weights can be trained.
@@ -75,6 +78,7 @@ impl Network {
             device,
             mlp_tokens: None,
             adapters_disabled: AtomicBool::new(false),
+            rope_tables: RopeTables::default(),
         }
     }
 
@@ -98,15 +102,9 @@ impl Network {
         documents: &'a [usize],
         dropout: Option<Dropout>,
     ) -> Result<Context<'a>> {
-        let ropes = self
-            .spec
-            .ropes
-            .iter()
-            .map(|r| r.tables(positions, &self.device))
-            .collect::<Result<_>>()?;
         Ok(Context {
             documents,
-            ropes,
+            ropes: self.rope_tables.gather(&self.spec.ropes, positions, &self.device)?,
             dropout,
             observer: None,
             mlp_tokens: self.mlp_tokens,
@@ -229,28 +227,31 @@ impl Network {
         };
         let when = |present: bool, name: &str| if present { norm(name).map(Some) } else { Ok(None) };
         let (q, kv, i) = (spec.query_width(), spec.kv_width(), spec.intermediate);
-        let attention_in = if spec.fused_projections {
-            Projections::Fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
+        let mut attention_in = if spec.fused_projections {
+            Projections::fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
         } else {
             let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
-            Projections::Separate(names.iter().map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
+            Projections::separate(names.iter().map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
         };
-        let mlp_in = if spec.fused_projections {
-            Projections::Fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i])
+        let mut mlp_in = if spec.fused_projections {
+            Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i])
         } else {
             let names = ["mlp.gate_proj", "mlp.up_proj"];
-            Projections::Separate(names.iter().map(|n| linear(n, spec.mlp_bias)).collect::<Result<_>>()?)
+            Projections::separate(names.iter().map(|n| linear(n, spec.mlp_bias)).collect::<Result<_>>()?)
         };
         let sandwich = spec.sandwich_norms;
+        let mut o_proj = Projections::separate(vec![linear("self_attn.o_proj", spec.o_bias)?]);
+        let mut down_proj = Projections::separate(vec![linear("mlp.down_proj", spec.mlp_bias)?]);
+        Projections::copy_pairs([&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj])?;
         Ok(Block {
             _weights: weights.clone(),
             index,
             attention_in,
-            o_proj: linear("self_attn.o_proj", spec.o_bias)?,
+            o_proj,
             q_norm: when(spec.qk_norm, "self_attn.q_norm")?,
             k_norm: when(spec.qk_norm, "self_attn.k_norm")?,
             mlp_in,
-            down_proj: linear("mlp.down_proj", spec.mlp_bias)?,
+            down_proj,
             input_norm: norm("input_layernorm")?,
             attention_post_norm: when(sandwich, "post_attention_layernorm")?,
             mlp_norm: norm(if sandwich {

@@ -2,8 +2,10 @@
 //! linear, YaRN (Peng et al. 2023, arXiv 2309.00071, section 3), Llama 3.
 
 use crate::base::{Error, Result};
+use crate::ops::embedding;
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
+use std::sync::{Mutex, PoisonError};
 
 /// Rope frequencies of one kind of layer.
 #[derive(Debug, Clone, PartialEq)]
@@ -92,24 +94,55 @@ impl Rope {
     }
 
     /// cos and sin of `positions`, each `[N, R/2]`.
-    pub fn tables(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
-        let half = self.inv_freq.len();
+    fn of(&self, positions: impl ExactSizeIterator<Item = u32>, device: &Device) -> Result<(Tensor, Tensor)> {
+        let shape = (positions.len(), self.inv_freq.len());
         let (mut cos, mut sin) = (
-            Vec::with_capacity(positions.len() * half),
-            Vec::with_capacity(positions.len() * half),
+            Vec::with_capacity(shape.0 * shape.1),
+            Vec::with_capacity(shape.0 * shape.1),
         );
-        for &p in positions {
+        for p in positions {
             for &f in &self.inv_freq {
                 let (s, c) = (p as f32 * f).sin_cos();
                 cos.push(c * self.attention_factor);
                 sin.push(s * self.attention_factor);
             }
         }
-        let shape = (positions.len(), half);
         Ok((
             Tensor::from_vec(cos, shape, device)?,
             Tensor::from_vec(sin, shape, device)?,
         ))
+    }
+}
+
+/// cos and sin of the first positions on a GPU, for each rope: computed and uploaded once, and again with more positions
+/// when a later one is needed. The rows of a batch are gathered from them.
+#[derive(Default)]
+pub struct RopeTables(Mutex<Vec<Tensor>>);
+
+impl RopeTables {
+    /// Number of positions in the tables, if `longest` are needed.
+    pub fn rows(longest: usize) -> usize {
+        longest.next_multiple_of(1024)
+    }
+
+    /// For each rope cos and sin of `positions`, `[N, R/2]`.
+    pub fn gather(&self, ropes: &[Rope], positions: &[u32], device: &Device) -> Result<Vec<(Tensor, Tensor)>> {
+        if device.is_cpu() {
+            return ropes.iter().map(|r| r.of(positions.iter().copied(), device)).collect();
+        }
+        let needed = positions.iter().max().map_or(0, |last| *last as usize + 1);
+        // cos and sin of the first rope, then of the second.
+        let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if tables.first().is_none_or(|table| table.dims()[0] < needed) {
+            tables.clear();
+            for rope in ropes {
+                let (cos, sin) = rope.of(0..Self::rows(needed) as u32, device)?;
+                tables.extend([cos, sin]);
+            }
+        }
+        let rows = embedding::gather_each(&tables, positions)?;
+        let pairs = rows.chunks_exact(2);
+        Ok(pairs.map(|pair| (pair[0].clone(), pair[1].clone())).collect())
     }
 }
 

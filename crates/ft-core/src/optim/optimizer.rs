@@ -158,6 +158,7 @@ impl Optimizer {
         for u in updates {
             if let Some(state) = self.states.get_mut(u.name) {
                 state.step += 1;
+                state.updated = self.now;
             }
         }
         for (u, tensors) in updates.iter().zip(&tensors) {
@@ -182,6 +183,13 @@ impl Optimizer {
             self.put_back(u, tensors)?;
         }
         Ok(())
+    }
+
+    /// Corrects the counts of updates after `gate` has disabled those of `step`.
+    pub fn take_back(&mut self, step: u64) {
+        for state in self.states.values_mut().filter(|state| state.updated == step) {
+            (state.step, state.updated) = (state.step - 1, 0);
+        }
     }
 
     /// A stateless update by `lr` against the gradient or its sign, without decay or clipping; `gate` can disable it.
@@ -232,7 +240,7 @@ impl Optimizer {
             (DType::BF16, Master::F32) => {
                 let low = match self.low.remove(name) {
                     Some(low) => low.to_device(weight.device())?,
-                    None => Tensor::zeros(weight.elem_count(), DType::I16, weight.device())?,
+                    None => update::zeros(weight.elem_count(), DType::I16, weight.device())?,
                 };
                 let part = take(&low)?;
                 self.low.insert(name.to_string(), low);
@@ -278,7 +286,7 @@ impl Optimizer {
         }
         match (weight.dtype(), self.settings.master) {
             (DType::BF16, Master::F32) => {
-                let low = Tensor::zeros(values.len(), DType::I16, weight.device())?;
+                let low = update::zeros(values.len(), DType::I16, weight.device())?;
                 step::split(values, weight, &low)?;
                 self.low.insert(name.to_string(), low);
                 Ok(())

@@ -58,6 +58,8 @@ pub(super) fn bytes(settings: &OptimizerConfig, shape: &[usize]) -> u64 {
 pub(super) struct State {
     /// Number of updates so far.
     pub(super) step: u64,
+    /// The run's step of the last update; 0 after a restore.
+    pub(super) updated: u64,
     pub(super) first: Option<Moment>,
     pub(super) second: Option<Moment>,
 }
@@ -69,6 +71,7 @@ impl State {
         let zeros = |n: Option<usize>| n.map(|n| Moment::zeros(n, int8, device)).transpose();
         Ok(Self {
             step: 0,
+            updated: 0,
             first: zeros(first)?,
             second: zeros(second)?,
         })
@@ -124,7 +127,12 @@ impl State {
         let (first, second) = (moment("m")?, moment("v")?);
         match parts.into_keys().next() {
             Some(name) => Err(Error::format("an optimizer state has an unknown part").at(name)),
-            None => Ok(Self { step, first, second }),
+            None => Ok(Self {
+                step,
+                updated: 0,
+                first,
+                second,
+            }),
         }
     }
 }

@@ -96,13 +96,16 @@ impl AdapterMethod for Adalora {
     }
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
-        let y = base.forward(x)?;
         if self.rank() == 0 {
-            return Ok(y);
+            return base.forward(x);
         }
         let u = linear::forward(&self.mask.dropped(x, dropout)?, &self.a.tensor, None)?;
         let h = small::scale_columns(&u, &self.e.tensor)?;
         update::scale_assign(&h, self.scale)?;
+        if x.device().is_cuda() {
+            return base.forward_plus(x, linear::forward(&h, &self.b.tensor, None)?);
+        }
+        let y = base.forward(x)?;
         linear::forward_add(&y, &h, &self.b.tensor)?;
         Ok(y)
     }

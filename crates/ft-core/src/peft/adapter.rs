@@ -88,7 +88,7 @@ pub struct Cost {
     pub per_token: u64,
     /// Temporary elements in total.
     pub whole: u64,
-    /// True if it multiplies f32 activations with W: on a GPU a bf16 W is then widened, block by block.
+    /// True if it multiplies f32 matrices with W: on a GPU with dropout a bf16 W is then widened, block by block.
     pub widens: bool,
 }
 

@@ -10,7 +10,8 @@ use super::frozen::{Dx, Frozen};
 use super::lora::Lora;
 use super::small;
 use crate::base::Result;
-use crate::ops::{linear, update};
+use crate::ops::adapters::DoraNorm;
+use crate::ops::{adapters, linear, update};
 use candle_core::Tensor;
 use std::sync::{Arc, OnceLock};
 
@@ -72,6 +73,36 @@ impl Dora {
         let cross = ((across * b)?.sum(1)? * (2.0 * s))?;
         let own = ((own * b)?.sum(1)? * (s * s))?;
         Ok(((self.squares(base)? + cross)? + own)?.maximum(0f32)?.sqrt()?)
+    }
+
+    /// On a GPU: m / ‖V‖ of each row, `[O]`, from A·Wᵀ `[R, O]` f32.
+    pub fn factors(&self, base: &dyn Frozen, across: &Tensor) -> Result<Tensor> {
+        let Lora { a, b, scale, .. } = &self.lora;
+        let norm = DoraNorm {
+            across,
+            own: &linear::forward(b, &linear::forward(a, a, None)?, None)?,
+            b,
+            squares: &self.squares(base)?,
+            scale: *scale,
+        };
+        norm.factors(&self.magnitude)
+    }
+
+    /// On a GPU, without dropout: the gradient of m, from `dy` and the output `y` of the linear, `[N, O]` each. The
+    /// direction of a row is (y - b)·‖V‖ / m.
+    pub fn magnitude_gradient(&self, dy: &Tensor, y: &Tensor, bias: Option<&Tensor>) -> Result<Gradient> {
+        let mut sum = adapters::sum_products(dy, y)?;
+        if let Some(bias) = bias {
+            let share = (bias.to_dtype(sum.dtype())? * linear::grad_bias(dy)?)?;
+            sum = (sum - share)?;
+        }
+        Ok(Gradient {
+            param: Param {
+                name: self.name.clone(),
+                tensor: self.magnitude.clone(),
+            },
+            gradient: (sum / &self.magnitude)?,
+        })
     }
 
     /// x·Wᵀ + s·(x·Aᵀ)·Bᵀ without dropout or bias, `[N, O]`.

@@ -4,6 +4,7 @@
 
 use crate::base::Result;
 use crate::ops::low_rank::LowRank;
+use crate::ops::update;
 use candle_core::Tensor;
 
 /// Destination of `∂x`.
@@ -39,6 +40,13 @@ pub trait Frozen {
 
     /// `x` `[N, I]` to `x·Wᵀ` `[N, O]`.
     fn product(&self, x: &Tensor) -> Result<Tensor>;
+
+    /// As `forward`, plus `change` `[N, O]`, the product of an adapter.
+    fn forward_plus(&self, x: &Tensor, change: Tensor) -> Result<Tensor> {
+        let y = self.forward(x)?;
+        update::add_assign(&y, &change)?;
+        Ok(y)
+    }
 
     /// `dy` `[N, O]` to `dy·W` `[N, I]`, if it is needed.
     fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>>;

@@ -68,6 +68,9 @@ impl AdapterMethod for Loha {
     }
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+        if x.device().is_cuda() {
+            return base.forward_plus(x, linear::forward(x, &self.delta()?, None)?);
+        }
         let y = base.forward(x)?;
         linear::forward_add(&y, x, &self.delta()?)?;
         Ok(y)

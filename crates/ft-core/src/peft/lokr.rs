@@ -168,13 +168,11 @@ impl AdapterMethod for Lokr {
     }
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
-        let y = base.forward(x)?;
         let (n, a, b) = (x.dim(0)?, self.first.dims().0, self.second.dims().0);
         let q = linear::forward(&self.middle(x, &self.second.matrix()?)?, &self.first.matrix()?, None)?; // [N·B, A]
         let change = Self::turned(&q, n, b, a)?.reshape((n, a * b))?;
         update::scale_assign(&change, self.scale)?;
-        update::add_assign(&y, &change)?;
-        Ok(y)
+        base.forward_plus(x, change)
     }
 
     fn backward(&self, back: BackwardInput<'_>) -> Result<BackwardOutput> {

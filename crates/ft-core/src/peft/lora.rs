@@ -13,6 +13,7 @@ use super::small::{self, Mask};
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
 use crate::ops::low_rank::LowRank;
+use crate::ops::pairs::Pair;
 use crate::ops::{linear, update};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -89,6 +90,15 @@ impl Lora {
     /// R
     pub fn rank(&self) -> usize {
         self.a.dims().first().copied().unwrap_or(0)
+    }
+
+    /// The matrices, for the products of `ops::pairs`.
+    pub fn matrices(&self) -> Pair<'_> {
+        Pair {
+            matrices: (&self.a, &self.b),
+            start: self.start.as_ref().map(|(a, b)| (a, b)),
+            scale: self.scale,
+        }
     }
 
     /// Adds the LoRA output to `y` `[N, O]` in place; `x` is `[N, I]`.
@@ -208,7 +218,8 @@ impl Lora {
         ]
     }
 
-    fn pair(&self) -> [Param; 2] {
+    /// A and B with their parameter names.
+    pub fn pair(&self) -> [Param; 2] {
         [
             Param {
                 name: self.a_name.clone(),

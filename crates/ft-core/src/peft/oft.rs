@@ -8,7 +8,7 @@ use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout
 use super::frozen::{Dx, Frozen};
 use super::small;
 use crate::base::{Error, Result};
-use crate::ops::update;
+use crate::ops::{adapters, update};
 use candle_core::{DType, Tensor};
 
 /// How R is computed from Q.
@@ -69,19 +69,7 @@ impl Oft {
 
     /// Q, `[K, S, S]`.
     fn skew(&self) -> Result<Tensor> {
-        let (k, s) = (self.blocks(), self.block);
-        let from = update::to_f32_vec(&self.triangles.tensor)?;
-        let mut q = vec![0f32; k * s * s];
-        let mut next = from.iter();
-        for block in q.chunks_exact_mut(s * s) {
-            for row in 0..s {
-                for (column, &value) in (row + 1..s).zip(&mut next) {
-                    block[row * s + column] = value;
-                    block[column * s + row] = -value;
-                }
-            }
-        }
-        Ok(Tensor::from_vec(q, (k, s, s), self.triangles.tensor.device())?)
+        adapters::skew(&self.triangles.tensor, self.block)
     }
 
     /// The identity in every block.
@@ -95,26 +83,43 @@ impl Oft {
     fn rotation(&self) -> Result<(Tensor, Vec<Tensor>)> {
         let q = self.skew()?;
         match self.cayley {
-            Cayley::Neumann(terms) => {
-                let highest = Cayley::power(terms);
-                let mut r = self.identity()?;
-                let mut powers = Vec::new();
-                for p in 1..=highest {
-                    let next = match powers.last() {
-                        None => q.clone(),
-                        Some(last) => q.matmul(last)?,
-                    };
-                    r = (r + (&next * factor(p, highest))?)?;
-                    powers.push(next);
-                }
-                Ok((r, powers))
-            }
+            Cayley::Neumann(terms) => self.series(q, terms, self.identity()?),
             Cayley::Exact => {
                 let inverse = inverses(&(self.identity()? + &q)?)?;
                 let r = (self.identity()? - q)?.matmul(&inverse)?;
                 Ok((r, vec![inverse]))
             }
         }
+    }
+
+    /// R - I on a GPU; otherwise as `rotation`.
+    fn turn(&self) -> Result<(Tensor, Vec<Tensor>)> {
+        match self.cayley {
+            Cayley::Neumann(terms) => {
+                let q = self.skew()?;
+                let zero = q.zeros_like()?;
+                self.series(q, terms, zero)
+            }
+            Cayley::Exact => {
+                let (r, intermediates) = self.rotation()?;
+                Ok(((r - self.identity()?)?, intermediates))
+            }
+        }
+    }
+
+    /// Adds the terms of the series to `r`; also returns the powers of Q.
+    fn series(&self, q: Tensor, terms: usize, mut r: Tensor) -> Result<(Tensor, Vec<Tensor>)> {
+        let highest = Cayley::power(terms);
+        let mut powers = Vec::new();
+        for p in 1..=highest {
+            let next = match powers.last() {
+                None => q.clone(),
+                Some(last) => q.matmul(last)?,
+            };
+            r = (r + (&next * factor(p, highest))?)?;
+            powers.push(next);
+        }
+        Ok((r, powers))
     }
 
     /// Converts the gradient of R `[K, S, S]` to that of the triangles.
@@ -143,17 +148,9 @@ impl Oft {
                 left.matmul(dr)?.matmul(&right)?.neg()?
             }
         };
-        let s = self.block;
-        let whole = update::to_f32_vec(&dq)?;
-        let mut out = Vec::with_capacity(self.triangles.tensor.elem_count());
-        for block in whole.chunks_exact((s * s).max(1)) {
-            for row in 0..s {
-                out.extend((row + 1..s).map(|column| block[row * s + column] - block[column * s + row]));
-            }
-        }
         Ok(Gradient {
             param: self.triangles.clone(),
-            gradient: Tensor::from_vec(out, self.triangles.tensor.shape(), dr.device())?,
+            gradient: adapters::skew_gradient(&dq)?,
         })
     }
 
@@ -170,6 +167,32 @@ impl Oft {
         let rotated = self.by_block(x)?.matmul(r)?; // [K, N, S]
         let rotated = rotated.transpose(0, 1)?.contiguous()?.reshape(x.shape())?;
         Ok(rotated.to_dtype(x.dtype())?)
+    }
+
+    /// `turned` is `∂y·W`, `[N, I]`. The products with R - I add to copies: a small rotation is not rounded away within R.
+    fn backward_on_gpu(&self, b: BackwardInput<'_>, turned: Tensor) -> Result<BackwardOutput> {
+        let (d, intermediates) = self.turn()?;
+        let gradients = match b.x {
+            Some(x) => {
+                let dr = adapters::blocks_gradient(x, &turned, self.block)?;
+                let r = match self.cayley {
+                    Cayley::Exact => (&d + self.identity()?)?,
+                    Cayley::Neumann(_) => d.clone(), // not used
+                };
+                vec![self.gradient(&r, &intermediates, &dr)?]
+            }
+            None => Vec::new(),
+        };
+        let dx = match b.dx {
+            Dx::NotNeeded => return Ok((None, gradients)),
+            Dx::New => turned.copy()?,
+            Dx::AddTo(sum) => {
+                update::add_assign(sum, &turned)?;
+                sum.clone()
+            }
+        };
+        adapters::add_blocks(&dx, &turned, &d, true)?;
+        Ok((Some(dx), gradients))
     }
 }
 
@@ -222,6 +245,11 @@ impl AdapterMethod for Oft {
     }
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
+        if x.device().is_cuda() {
+            let y = x.copy()?;
+            adapters::add_blocks(&y, x, &self.turn()?.0, false)?;
+            return base.forward(&y);
+        }
         base.forward(&self.rotate(x, &self.rotation()?.0)?)
     }
 
@@ -232,6 +260,9 @@ impl AdapterMethod for Oft {
         let Some(turned) = b.base.backward(b.dy, Dx::New)? else {
             return Ok((None, Vec::new()));
         };
+        if turned.device().is_cuda() {
+            return self.backward_on_gpu(b, turned);
+        }
         let (r, intermediates) = self.rotation()?;
         let gradients = match b.x {
             Some(x) => {

@@ -3,13 +3,16 @@
 
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
-use crate::ops::{linear, update};
+use crate::ops::{adapters, linear, update};
 use candle_core::{DType, Device, Tensor};
 
 use super::adapter::Dropout;
 
 /// Scales the columns of `x` `[N, C]` by `v` (C elements, f32), in the type of x.
 pub fn scale_columns(x: &Tensor, v: &Tensor) -> Result<Tensor> {
+    if x.device().is_cuda() {
+        return adapters::scale_columns(x, v, None, x.dtype());
+    }
     let scaled = x.to_dtype(DType::F32)?.broadcast_mul(&v.flatten_all()?)?;
     Ok(scaled.to_dtype(x.dtype())?)
 }
@@ -21,6 +24,9 @@ pub fn scale_rows(x: &Tensor, v: &Tensor) -> Result<Tensor> {
 
 /// Sums `a ⊙ b` (`[N, C]` each) over the rows, to `[C]`, f32.
 pub fn sum_product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if a.device().is_cuda() {
+        return adapters::sum_products(a, b);
+    }
     linear::grad_bias(&(a.to_dtype(DType::F32)? * b.to_dtype(DType::F32)?)?)
 }
 

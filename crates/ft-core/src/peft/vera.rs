@@ -7,7 +7,7 @@ use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::Result;
-use crate::ops::{linear, update};
+use crate::ops::linear;
 use candle_core::Tensor;
 
 /// The shared random pair of a model.
@@ -80,9 +80,7 @@ impl AdapterMethod for Vera {
     }
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, dropout: Option<Dropout>) -> Result<Tensor> {
-        let y = base.forward(x)?;
-        update::add_assign(&y, &self.change(&self.mask.dropped(x, dropout)?)?)?;
-        Ok(y)
+        base.forward_plus(x, self.change(&self.mask.dropped(x, dropout)?)?)
     }
 
     fn backward(&self, back: BackwardInput<'_>) -> Result<BackwardOutput> {

@@ -16,8 +16,8 @@ pub struct CausalLm {
 
 impl CausalLm {
     /// Tokens per chunk for a projection to `vocab` rows; `trained`: the projection is trained.
-    pub fn chunk_for(vocab: usize, trained: bool) -> usize {
-        cross_entropy::chunk_for(vocab, trained)
+    pub fn chunk_for(vocab: usize, trained: bool, on_gpu: bool) -> usize {
+        cross_entropy::chunk_for(vocab, trained, on_gpu)
     }
 
     /// The objective for a model with `vocab` output ids.
@@ -35,7 +35,7 @@ impl Objective for CausalLm {
         need: Need,
         step_stats: &StepStats,
     ) -> Result<LossGradients> {
-        let chunk = Self::chunk_for(self.vocab, need.dw);
+        let chunk = Self::chunk_for(self.vocab, need.dw, h.device().is_cuda());
         let options = cross_entropy::Options {
             softcap: head.softcap,
             chunk,

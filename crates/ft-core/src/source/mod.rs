@@ -14,7 +14,7 @@ pub mod uploaded;
 
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
-use crate::ops::transfer::CopyTimes;
+use crate::ops::transfer::{CopyTimes, HostRead};
 use crate::quant::Weight;
 use candle_core::Tensor;
 use half::bf16;
@@ -85,9 +85,21 @@ impl ParamInfo {
 #[derive(Debug, Default)]
 pub struct GroupWeights {
     weights: BTreeMap<Arc<str>, Weight>,
+    /// Copies that may still read the memory of the weights.
+    reads: Mutex<Vec<HostRead>>,
 }
 
 impl GroupWeights {
+    /// A source that reuses the memory of this group waits for `read` first.
+    pub fn read_by(&self, read: Option<HostRead>) {
+        lock(&self.reads).extend(read);
+    }
+
+    /// Returns the copies of `read_by`.
+    pub(crate) fn take_reads(&self) -> Vec<HostRead> {
+        std::mem::take(&mut *lock(&self.reads))
+    }
+
     /// Inserts a weight, dense or quantized.
     pub fn insert(&mut self, name: Arc<str>, weight: impl Into<Weight>) {
         self.weights.insert(name, weight.into());

@@ -452,7 +452,7 @@ impl TrainableStore for Resident {
         let tensor = self.tensor(name)?;
         match tensor.dtype() {
             DType::BF16 => {
-                let half = Tensor::zeros(values.len(), DType::I16, tensor.device())?;
+                let half = update::zeros(values.len(), DType::I16, tensor.device())?;
                 step::split(&values, &tensor, &half)?;
                 // Inactive parameters keep it on the host.
                 low.put_low(name, half.to_device(&Device::Cpu)?);

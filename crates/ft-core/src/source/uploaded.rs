@@ -12,7 +12,7 @@ use super::{
 };
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
-use crate::ops::transfer::{Arriving, Copier, CopyTimes};
+use crate::ops::transfer::{Arriving, Copier, CopyTimes, HostMemory};
 use crate::ops::update;
 use crate::quant::{DeviceQMatrix, Weight};
 use candle_core::{DType, Device, Tensor};
@@ -25,8 +25,8 @@ pub struct Uploaded {
     /// A source on the host.
     host: Arc<dyn TrainableStore>,
     copier: Copier,
-    /// True if the memory of its weights never moves: a GPU may read it directly.
-    stable: bool,
+    /// The memory of its layers.
+    memory: HostMemory,
     /// Parameters on the device: the active ones, and those that are always there.
     on_device: Mutex<BTreeMap<Arc<str>, Tensor>>,
     always_on_device: Vec<Arc<str>>,
@@ -60,16 +60,17 @@ enum Transfer {
 type Assemble = Box<dyn FnOnce(Vec<Tensor>) -> Result<DeviceQMatrix> + Send>;
 
 impl Uploaded {
-    /// `host` is a source on the host; `stable`: the memory of its frozen weights never changes. `head` is the name of
-    /// the output projection (LM head): it stays on the device unless `host` streams it in pieces.
-    pub fn new(host: Arc<dyn TrainableStore>, head: &str, stable: bool, device: &Device) -> Result<Self> {
+    /// `host` is a source on the host; `memory` is that of its frozen weights (`Reused`: it waits for
+    /// `GroupWeights::read_by`). `head` is the name of the output projection (LM head): it stays on the device unless
+    /// `host` streams it in pieces.
+    pub fn new(host: Arc<dyn TrainableStore>, head: &str, memory: HostMemory, device: &Device) -> Result<Self> {
         let streamed = host.streamed(head).is_some();
         let always = host.params().iter().filter(|p| stays_on_device(p, head, streamed));
         let always_on_device: Vec<Arc<str>> = always.map(|p| p.name.clone()).collect();
         let source = Self {
             host,
             copier: Copier::new(device)?,
-            stable,
+            memory,
             on_device: Mutex::default(),
             always_on_device,
             active: Mutex::default(),
@@ -93,24 +94,21 @@ impl Uploaded {
                 self.host.fetch(group)?.get(name)?.1
             }
         };
-        self.copier.receive(self.copier.send(&host, false)?)
+        self.copier.receive(self.copier.send(&host, HostMemory::Temporary)?)
     }
 
     fn start(&self, group: Group) -> Result<Content> {
         let on_device = lock(&self.on_device).clone();
         let host = self.host.fetch(group)?;
         let mut parts = Vec::new();
+        let send = |tensor: &Tensor| send_from(&self.copier, &host, tensor, self.memory);
         for (name, weight) in host.iter() {
             let part = match (on_device.get(name), weight) {
                 (Some(tensor), _) => Transfer::OnDevice(tensor.clone()),
-                (None, Weight::Dense(tensor)) => Transfer::InFlight(self.copier.send(tensor, self.stable)?),
-                (None, Weight::Prepacked(w)) => Transfer::InFlight(self.copier.send(w.tensor(), self.stable)?),
+                (None, Weight::Dense(tensor)) => Transfer::InFlight(send(tensor)?),
+                (None, Weight::Prepacked(w)) => Transfer::InFlight(send(w.tensor())?),
                 (None, Weight::DeviceQuantized(codes)) => {
-                    let sent = codes
-                        .tensors()
-                        .into_iter()
-                        .map(|t| self.copier.send(t, self.stable))
-                        .collect::<Result<_>>()?;
+                    let sent = codes.tensors().into_iter().map(send).collect::<Result<_>>()?;
                     let codes = codes.clone();
                     Transfer::Quantized(Box::new(move |here| codes.with_tensors(here)), sent)
                 }
@@ -118,7 +116,7 @@ impl Uploaded {
                     let sent = codes
                         .tensors(&Device::Cpu)?
                         .iter()
-                        .map(|t| self.copier.send(t, false))
+                        .map(|t| self.copier.send(t, HostMemory::Temporary))
                         .collect::<Result<_>>()?;
                     let (format, dims) = (codes.format(), codes.dims());
                     let (decoded, offset) = (codes.decoded(), codes.nested_offset());
@@ -128,7 +126,7 @@ impl Uploaded {
             };
             parts.push((name.clone(), part));
         }
-        // The host buffer is free again, so the source can read the next layer into it.
+        // The source can read the next layer into the buffer when the copies no longer read it.
         drop(host);
         if let Group::Layer(layer) = group
             && let Some(next) = lock(&self.order).follow(layer)
@@ -287,7 +285,7 @@ impl WeightSource for Uploaded {
         let count = rows.len();
         let index = Tensor::from_vec(rows, count, table.device())?;
         let picked = table.index_select(&index, 0)?;
-        let picked = self.copier.receive(self.copier.send(&picked, false)?)?;
+        let picked = self.copier.receive(self.copier.send(&picked, HostMemory::Temporary)?)?;
         Ok((picked, indices))
     }
 
@@ -297,6 +295,7 @@ impl WeightSource for Uploaded {
             host,
             name: name.into(),
             copier: &self.copier,
+            memory: self.memory,
         }))
     }
 }
@@ -306,6 +305,7 @@ struct UploadedPieces<'a> {
     host: Box<dyn StreamedMatrix + 'a>,
     name: Arc<str>,
     copier: &'a Copier,
+    memory: HostMemory,
 }
 
 impl StreamedMatrix for UploadedPieces<'_> {
@@ -314,9 +314,10 @@ impl StreamedMatrix for UploadedPieces<'_> {
     }
 
     fn piece(&self, first: usize) -> Result<Arc<GroupWeights>> {
-        let host = self.host.piece(first)?.get(&self.name)?.1;
+        let host = self.host.piece(first)?;
         let mut weights = GroupWeights::default();
-        let piece = self.copier.receive(self.copier.send(&host.contiguous()?, false)?)?;
+        let sent = send_from(self.copier, &host, &host.get(&self.name)?.1, self.memory)?;
+        let piece = self.copier.receive(sent)?;
         weights.insert(self.name.clone(), piece);
         Ok(Arc::new(weights))
     }
@@ -331,7 +332,7 @@ impl TrainableStore for Uploaded {
         let mut low_bits = DeviceLowBits::new(low, self.copier.device());
         // Quantized data of active parameters is not needed; it is recomputed at deactivation.
         for param in self.host.params().iter().filter(|p| names.contains(&&*p.name)) {
-            if self.stable
+            if self.memory == HostMemory::Stable
                 && let Ok((_, Weight::DeviceQuantized(codes))) = self.host.fetch(param.group)?.weight(&param.name)
             {
                 codes.tensors().into_iter().try_for_each(|t| self.copier.forget(t))?;
@@ -413,6 +414,15 @@ impl TrainableStore for Uploaded {
     fn upload_times(&self) -> Result<Option<CopyTimes>> {
         self.copier.times()
     }
+}
+
+/// Starts the upload of a tensor of `group`.
+fn send_from(copier: &Copier, group: &GroupWeights, tensor: &Tensor, memory: HostMemory) -> Result<Arriving> {
+    let sent = copier.send(tensor, memory)?;
+    if memory == HostMemory::Reused {
+        group.read_by(sent.read());
+    }
+    Ok(sent)
 }
 
 /// Copies a device tensor into the memory of a host tensor.

@@ -6,16 +6,18 @@ using bf16 = __nv_bfloat16;
 
 struct Kernel {
     int size, out, query_rows, key_stages, key_rows, query_stages;
+    /// Bytes of own rows beside the staged ones: 0 if they stay in registers.
+    int own;
     void (*keys)(const bf16*, const bf16*, const bf16*, const bf16*, const float*, const float*, bf16*, bf16*, float*,
                  float*, int, const Tile*, Form);
     void (*queries)(const bf16*, const bf16*, const bf16*, const bf16*, const float*, const float*, bf16*, const Tile*, Form);
 };
 // As in src/ops/cuda/attention.rs.
 const Kernel KERNELS[] = {
-    {64, 64, 64, 2, 64, 2, attention_keys_64, attention_queries_64},
-    {96, 96, 32, 2, 64, 2, attention_keys_96, attention_queries_96},
-    {128, 128, 32, 2, 32, 2, attention_keys_128, attention_queries_128},
-    {256, 128, 32, 1, 32, 1, attention_keys_256, attention_queries_256},
+    {64, 64, 32, 2, 32, 2, 0, attention_keys_64, attention_queries_64},
+    {96, 96, 32, 2, 32, 2, 0, attention_keys_96, attention_queries_96},
+    {128, 128, 16, 4, 32, 2, 0, attention_keys_128, attention_queries_128},
+    {256, 128, 32, 1, 32, 1, 256 * 256, attention_keys_256, attention_queries_256},
 };
 
 const Kernel& kernel_for(int size) {
@@ -39,7 +41,7 @@ void backward(const Case& c, int parts, uint64_t seed) {
     emulate::Buffer<Tile> work(tiles.size());
     copy_into(work, tiles);
     emulate::launch(kernel.queries, dim3(static_cast<unsigned>(tiles.size()) * c.heads), dim3(128),
-                    2 * kernel.size * (128 + 2 * kernel.query_stages * kernel.key_rows), seed, p.q.data, p.k.data,
+                    kernel.own + 4 * kernel.size * kernel.query_stages * kernel.key_rows, seed, p.q.data, p.k.data,
                     p.v.data, p.dout.data, lse.data, delta.data, dq.data, work.data, c.form());
 
     auto own = key_tiles(c, 64);
@@ -48,7 +50,7 @@ void backward(const Case& c, int parts, uint64_t seed) {
     emulate::Buffer<float> partial_dk(parts > 1 ? dk.n * parts : 0), partial_dv(partial_dk.n);
     int stages = kernel.key_stages * kernel.query_rows;
     emulate::launch(kernel.keys, dim3(static_cast<unsigned>(own.size()) * c.kv_heads * parts * (kernel.size / kernel.out)),
-                    dim3(128), 2 * kernel.size * (128 + 2 * stages) + 8 * stages, seed, p.q.data, p.k.data, p.v.data,
+                    dim3(128), kernel.own + 4 * kernel.size * stages + 8 * stages, seed, p.q.data, p.k.data, p.v.data,
                     p.dout.data, lse.data, delta.data, dk.data, dv.data, partial_dk.data, partial_dv.data, c.nk(),
                     list.data, c.form(1, parts));
     if (parts > 1) {

@@ -49,6 +49,23 @@ void bias_rows(void (*kernel)(const B*, T*, i64, i64), uint64_t seed) {
     check("rows", y, want, sizeof(T) == 2 ? 4e-3 : 0);
 }
 
+template <class T, class B>
+void added_rows(void (*kernel)(const B*, T*, i64, i64, i64), uint64_t seed) {
+    constexpr int V = sizeof(T) == 4 && sizeof(B) == 4 ? 4 : 8;
+    for (int columns : {5, 48}) {
+        const int rows = 7, n = rows * columns;
+        Buffer<B> bias(columns);
+        Buffer<T> y(n);
+        fill(bias, seed);
+        fill(y, seed + 1);
+        std::vector<double> one = values(bias), want = values(y);
+        for (int i = 0; i < n; i++) want[i] += one[i % columns];
+        const i64 packs = columns % V == 0 ? n / V : 0;
+        launch(kernel, dim3(2), dim3(32), 0, seed, (const B*)bias.data, y.data, (i64)n, (i64)columns, packs);
+        check("added rows", y, want, tolerance<T>());
+    }
+}
+
 /// The numbers of `base/rng.rs` for the key 0x0123456789abcdef, made by ft itself.
 static uint64_t number(uint64_t key, uint64_t index) {
     auto mixed = [](uint64_t z) {
@@ -92,6 +109,10 @@ int main(int argc, char** argv) {
         bias_rows(rows_f32_bf16, seed);
         bias_rows(rows_bf16_f32, seed);
         bias_rows(rows_bf16_bf16, seed);
+        added_rows(add_rows_f32_f32, seed);
+        added_rows(add_rows_f32_bf16, seed);
+        added_rows(add_rows_bf16_f32, seed);
+        added_rows(add_rows_bf16_bf16, seed);
         drops(dropout_f32, seed);
         drops(dropout_bf16, seed);
 

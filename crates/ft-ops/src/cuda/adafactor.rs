@@ -99,7 +99,7 @@ impl Common {
         let [keep, take] = [Arg::F32(beta2 as f32), Arg::F32((1.0 - beta2) as f32)];
         let g = Arg::Address(gradient);
 
-        let launch = |kernel: &str, grid: Grid, args: &[Arg], factor: bool| {
+        let launch = |kernel: &'static str, grid: Grid, args: &[Arg], factor: bool| {
             let factor = if factor { &self.factor[..] } else { &[] };
             let args = [args, &self.finite, factor].concat();
             // SAFETY: the sizes of gradient, weight and means were checked above against each other; the buffers of

@@ -5,10 +5,9 @@
 
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, elementwise, narrow};
 use crate::attention::Spec;
-use crate::attention_schedule::{AttentionTile, Documents, Join, Tiles};
+use crate::attention_schedule::{AttentionTile, Documents, Join};
 use candle_core::cuda::DeviceId;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
-use candle_core::cuda::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MOST_SHARED;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 use std::collections::VecDeque;
@@ -61,15 +60,25 @@ struct Compiled {
     staged_queries: usize,
     /// dq: keys of all pipeline stages together. A block has 64 queries.
     staged_keys: usize,
+    /// Backward: the own rows of a block stay in registers, not in shared memory.
+    in_registers: bool,
+}
+
+impl Compiled {
+    /// Shared memory of a backward kernel with `staged` rows in all stages together.
+    fn backward_bytes(&self, staged: usize) -> usize {
+        let own = if self.in_registers { 0 } else { ROWS };
+        2 * self.size * 2 * (own + staged)
+    }
 }
 
 /// Same values as at the end of `attention_forward.cu` and `attention_backward.cu`.
 #[rustfmt::skip]
 const BF16: [Compiled; 4] = [
-    Compiled { size: 64, queries: 128, keys: 64, split_keys: 64, columns: 64, staged_queries: 128, staged_keys: 128 },
-    Compiled { size: 96, queries: 128, keys: 32, split_keys: 64, columns: 96, staged_queries: 64, staged_keys: 128 },
-    Compiled { size: 128, queries: 128, keys: 32, split_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64 },
-    Compiled { size: 256, queries: 64, keys: 32, split_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32 },
+    Compiled { size: 64, queries: 128, keys: 64, split_keys: 64, columns: 64, staged_queries: 64, staged_keys: 64, in_registers: true },
+    Compiled { size: 96, queries: 128, keys: 32, split_keys: 64, columns: 96, staged_queries: 64, staged_keys: 64, in_registers: true },
+    Compiled { size: 128, queries: 128, keys: 32, split_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64, in_registers: true },
+    Compiled { size: 256, queries: 64, keys: 32, split_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32, in_registers: false },
 ];
 /// Head size and rows of a tile, as at the end of `attention_f32.cu`.
 const F32: [(usize, usize); 3] = [(64, 32), (128, 32), (256, 16)];
@@ -78,8 +87,10 @@ const LARGEST: usize = 256;
 /// Rows of a tile unless `Compiled` says otherwise, and threads of a block.
 const ROWS: usize = 64;
 const THREADS: u32 = 128;
-/// Number of blocks that fill a large GPU.
+/// Number of blocks of the split forward pass that fill a large GPU.
 const ENOUGH_BLOCKS: usize = 256;
+/// Blocks of a backward kernel that run on a multiprocessor at the same time.
+const BLOCKS_OF_SM: usize = 2;
 /// With at most this many queries in every document, the keys are split over several blocks.
 const FEW_QUERIES: usize = 16;
 /// Smallest number of keys for a block of its own.
@@ -116,39 +127,86 @@ fn elements(t: &Tensor, name: &str, kind: Kind) -> Result<u64> {
     address_of(t, name, kind.dtype())
 }
 
-/// Uploads a work list to the device. The tensor must live until the launch is queued; its memory is freed in
-/// stream order. Every layer of a step uses the same few lists, so the last ones are cached.
-fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Result<Tensor> {
-    const KEPT: usize = 8;
-    type Lists = VecDeque<(DeviceId, Vec<u8>, Tensor)>;
-    static LISTS: Mutex<Lists> = Mutex::new(VecDeque::new());
-    let bytes: Vec<u8> = rows.flatten().flat_map(i32::to_ne_bytes).collect();
-    let id = gpu.device().id();
-    let mut lists = LISTS
-        .lock()
-        .map_err(|_| Error::internal("another thread failed while it used the lists of attention"))?;
-    let known = lists.iter().find(|(on, of, _)| *on == id && *of == bytes);
-    if let Some((_, _, list)) = known {
-        return Ok(list.clone());
-    }
-    let list = gpu.upload_bytes(&bytes)?;
-    if lists.len() == KEPT {
-        lists.pop_front();
-    }
-    lists.push_back((id, bytes, list.clone()));
-    Ok(list)
+/// Which work list of some documents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum List {
+    /// Tiles of queries: rows of a tile, rows of a query.
+    Queries(usize, usize),
+    /// Tiles of keys: rows of a tile.
+    Keys(usize),
+    /// Tiles of queries whose keys are split: rows of a query, heads.
+    Split(usize, usize),
 }
 
-/// Queues a kernel that needs more shared memory than the default limit, with the form as its last argument.
-///
-/// # Safety
-/// As `Gpu::launch`.
-unsafe fn launch(gpu: &Gpu, module: &'static str, name: &str, grid: Grid, args: &[Arg], form: &Form) -> Result<()> {
-    gpu.function(module, name)?
-        .set_attribute(MOST_SHARED, grid.shared as i32)
-        .map_err(|e| Error::unsupported(format!("the GPU has too little shared memory for `{name}`")).cause(e))?;
-    // SAFETY: promised by the caller.
-    unsafe { gpu.launch_with(module, name, grid, args, Some(form)) }
+/// A work list on the device. It must live until the launch is queued; its memory is freed in stream order.
+#[derive(Clone)]
+struct Work {
+    tiles: Tensor,
+    count: usize,
+    /// Of split tiles: how to join them, the number of joins, the rows of partial results.
+    joins: Option<(Tensor, usize, usize)>,
+}
+
+impl Work {
+    fn tiles(&self) -> Result<Arg> {
+        Ok(Arg::Address(address(&self.tiles, "a list of tiles")?))
+    }
+}
+
+fn upload<const N: usize>(gpu: &Gpu, rows: impl Iterator<Item = [i32; N]>) -> Result<Tensor> {
+    gpu.upload_bytes(&rows.flatten().flat_map(i32::to_ne_bytes).collect::<Vec<u8>>())
+}
+
+impl Documents<'_> {
+    /// Every layer of a step uses the same few lists, so the last ones are cached.
+    fn work(&self, gpu: &Gpu, list: List) -> Result<Work> {
+        const KEPT: usize = 8;
+        type Key = (DeviceId, List, Option<usize>, Vec<usize>, Vec<usize>);
+        static LISTS: Mutex<VecDeque<(Key, Work)>> = Mutex::new(VecDeque::new());
+        let device = gpu.device().id();
+        let mut lists = LISTS
+            .lock()
+            .map_err(|_| Error::internal("another thread failed while it used the lists of attention"))?;
+        let known = lists.iter().find(|((on, of, window, queries, keys), _)| {
+            (*on, *of, *window) == (device, list, self.window) && queries == self.queries && keys == self.keys
+        });
+        if let Some((_, work)) = known {
+            return Ok(work.clone());
+        }
+        let (tiles, joins) = match list {
+            List::Queries(rows, pack) => (self.query_tiles(rows, pack), None),
+            List::Keys(rows) => (self.key_tiles(rows), None),
+            List::Split(pack, heads) => {
+                let tiles = self.query_tiles(ROWS, pack);
+                let all_keys: usize = tiles.0.iter().map(|t| t.high - t.low).sum();
+                let keys = (all_keys * heads).div_ceil(ENOUGH_BLOCKS);
+                let (tiles, joins, slots) = tiles.split(keys.max(SPLIT).next_multiple_of(ROWS));
+                let list = upload(gpu, joins.iter().map(Join::numbers))?;
+                (tiles, Some((list, joins.len(), slots)))
+            }
+        };
+        let work = Work {
+            count: tiles.0.len(),
+            tiles: upload(gpu, tiles.0.iter().map(AttentionTile::numbers))?,
+            joins,
+        };
+        if lists.len() == KEPT {
+            lists.pop_front();
+        }
+        let key = (device, list, self.window, self.queries.to_vec(), self.keys.to_vec());
+        lists.push_back((key, work.clone()));
+        Ok(work)
+    }
+}
+
+/// A head size in the names of kernels.
+fn size_name(size: usize) -> &'static str {
+    match size {
+        64 => "64",
+        96 => "96",
+        128 => "128",
+        _ => "256",
+    }
 }
 
 fn grid(blocks: usize, threads: u32, shared: usize) -> Grid {
@@ -200,26 +258,26 @@ pub(crate) fn forward(
     match kind {
         Kind::F32 => {
             let (size, rows) = plain(spec)?;
-            let (_list, tiles, count) = documents.query_tiles(rows, 1).upload(&gpu)?;
+            let work = documents.work(&gpu, List::Queries(rows, 1))?;
             let shared = 4 * rows * (3 * (size + 4) + rows + 1);
-            let grid = grid(count * spec.heads, 8 * rows as u32, shared);
-            let args = [q, k, v, to_o, to_lse, Arg::Address(tiles)];
-            let name = format!("attention_f32_forward_{size}");
+            let grid = grid(work.count * spec.heads, 8 * rows as u32, shared);
+            let args = [q, k, v, to_o, to_lse, work.tiles()?];
+            let name = ["attention_f32_forward_", size_name(size)];
             // SAFETY: the tiles lie inside the tensors, whose shapes were checked.
-            unsafe { launch(&gpu, PLAIN, &name, grid, &args, &Form::new(spec, 1, 1)?)? };
+            unsafe { gpu.launch_with(PLAIN, name, grid, &args, Some(&Form::new(spec, 1, 1)?))? };
         }
         Kind::Bf16 if documents.longest_query() <= FEW_QUERIES => {
             decode(&gpu, [q, k, v], [to_o, to_lse], spec, &documents)?
         }
         Kind::Bf16 => {
             let compiled = compiled(spec)?;
-            let (_list, tiles, count) = documents.query_tiles(compiled.queries, 1).upload(&gpu)?;
+            let work = documents.work(&gpu, List::Queries(compiled.queries, 1))?;
             let shared = 2 * compiled.size * (compiled.queries + 2 * compiled.keys);
-            let grid = grid(count * spec.heads, THREADS, shared);
-            let args = [q, k, v, to_o, to_lse, Arg::Address(tiles)];
-            let name = format!("attention_forward_{}", compiled.size);
+            let grid = grid(work.count * spec.heads, THREADS, shared);
+            let args = [q, k, v, to_o, to_lse, work.tiles()?];
+            let name = ["attention_forward_", size_name(compiled.size)];
             // SAFETY: as above.
-            unsafe { launch(&gpu, FORWARD, &name, grid, &args, &Form::new(spec, 1, 1)?)? };
+            unsafe { gpu.launch_with(FORWARD, name, grid, &args, Some(&Form::new(spec, 1, 1)?))? };
         }
     }
     Ok((o, lse))
@@ -232,45 +290,39 @@ fn decode(gpu: &Gpu, inputs: [Arg; 3], outputs: [Arg; 2], spec: &Spec, documents
     let group = spec.heads / spec.kv_heads;
     let pack = if group <= ROWS { group } else { 1 };
     let heads = spec.heads / pack;
-    let tiles = documents.query_tiles(ROWS, pack);
-    let all_keys: usize = tiles.0.iter().map(|t| t.high - t.low).sum();
-    let keys = (all_keys * heads)
-        .div_ceil(ENOUGH_BLOCKS)
-        .max(SPLIT)
-        .next_multiple_of(ROWS);
-    let (tiles, joins, slots) = tiles.split(keys);
-    let (_tiles, tiles, count) = tiles.upload(gpu)?;
-    let joins_list = upload(gpu, joins.iter().map(Join::numbers))?;
-    let partial = gpu.empty((heads, slots, spec.head_dim), DType::F32)?;
-    let partial_lse = gpu.empty((heads, slots), DType::F32)?;
+    let work = documents.work(gpu, List::Split(pack, heads))?;
+    let Some((joins, joined, slots)) = &work.joins else {
+        return Err(Error::internal("a list of split tiles has no joins"));
+    };
+    let partial = gpu.empty((heads, *slots, spec.head_dim), DType::F32)?;
+    let partial_lse = gpu.empty((heads, *slots), DType::F32)?;
     let partial = [
         address(&partial, "partial results of attention")?,
         address(&partial_lse, "partial results of attention")?,
     ]
     .map(Arg::Address);
     let form = Form::new(spec, pack, 1)?;
-    let slots = Arg::small(slots, "the number of rows")?;
+    let slots = Arg::small(*slots, "the number of rows")?;
 
     let shared = 2 * compiled.size * (ROWS + 2 * compiled.split_keys);
     let [q, k, v] = inputs;
-    let args = [q, k, v, partial[0], partial[1], Arg::Address(tiles), slots];
-    let name = format!("attention_split_{}", compiled.size);
+    let args = [q, k, v, partial[0], partial[1], work.tiles()?, slots];
+    let name = ["attention_split_", size_name(compiled.size)];
     // SAFETY: the tiles lie inside the tensors, and every tile has its own slots of the partial results.
-    unsafe { launch(gpu, FORWARD, &name, grid(count * heads, THREADS, shared), &args, &form)? };
-    let list = Arg::Address(address(&joins_list, "a list of rows")?);
+    unsafe {
+        gpu.launch_with(
+            FORWARD,
+            name,
+            grid(work.count * heads, THREADS, shared),
+            &args,
+            Some(&form),
+        )?
+    };
+    let list = Arg::Address(address(joins, "a list of rows")?);
     let args = [outputs[0], outputs[1], partial[0], partial[1], list, slots];
-    let grid = grid(joins.len() * heads, THREADS, 0);
+    let grid = grid(joined * heads, THREADS, 0);
     // SAFETY: the joins refer to the slots that the previous kernel writes.
-    unsafe { launch(gpu, FORWARD, "attention_join", grid, &args, &form) }
-}
-
-impl Tiles {
-    /// Uploads the list; returns the tensor, its address and its length.
-    fn upload(&self, gpu: &Gpu) -> Result<(Tensor, u64, usize)> {
-        let list = upload(gpu, self.0.iter().map(AttentionTile::numbers))?;
-        let place = address(&list, "a list of tiles")?;
-        Ok((list, place, self.0.len()))
-    }
+    unsafe { gpu.launch_with(FORWARD, "attention_join", grid, &args, Some(&form)) }
 }
 
 /// Returns dq, dk, dv of the types of q, k, v. Queries and keys are the same tokens; the caller checked shapes and
@@ -316,6 +368,8 @@ pub(crate) fn backward(
     if n == 0 {
         return Ok((dq, dk, dv));
     }
+    // The kernels count rows of lse in 32 bits.
+    narrow(n * spec.heads, "attention")?;
     let delta = gpu.empty((n, spec.heads), DType::F32)?;
     let delta_place = address(&delta, "the row sums of attention")?;
     let [q, k, v, dout, o] = inputs.map(Arg::Address);
@@ -352,62 +406,58 @@ pub(crate) fn backward(
         let form = Form::new(spec, 1, 1)?;
         let shared = 4 * rows * (4 * (size + 4) + 2 * (rows + 1));
         let threads = 8 * rows as u32;
-        let (_queries, tiles, count) = documents.query_tiles(rows, 1).upload(&gpu)?;
-        let args = [&read[..], &[to_dq, Arg::Address(tiles)]].concat();
-        let name = format!("attention_f32_queries_{size}");
+        let work = documents.work(&gpu, List::Queries(rows, 1))?;
+        let args = [&read[..], &[to_dq, work.tiles()?]].concat();
+        let name = ["attention_f32_queries_", size_name(size)];
         // SAFETY: the tiles lie inside the tensors, whose shapes were checked.
         unsafe {
-            launch(
-                &gpu,
+            gpu.launch_with(
                 PLAIN,
-                &name,
-                grid(count * spec.heads, threads, shared),
+                name,
+                grid(work.count * spec.heads, threads, shared),
                 &args,
-                &form,
+                Some(&form),
             )?
         };
-        let (_keys, tiles, count) = documents.key_tiles(rows).upload(&gpu)?;
-        let args = [&read[..], &to_dkv[..], &[Arg::Address(tiles)]].concat();
-        let name = format!("attention_f32_keys_{size}");
+        let work = documents.work(&gpu, List::Keys(rows))?;
+        let args = [&read[..], &to_dkv[..], &[work.tiles()?]].concat();
+        let name = ["attention_f32_keys_", size_name(size)];
         // SAFETY: as above.
         unsafe {
-            launch(
-                &gpu,
+            gpu.launch_with(
                 PLAIN,
-                &name,
-                grid(count * spec.kv_heads, threads, shared),
+                name,
+                grid(work.count * spec.kv_heads, threads, shared),
                 &args,
-                &form,
+                Some(&form),
             )?
         };
         return Ok((dq, dk, dv));
     }
 
     let compiled = compiled(spec)?;
-    let (_queries, tiles, count) = documents.query_tiles(ROWS, 1).upload(&gpu)?;
-    let args = [&read[..], &[to_dq, Arg::Address(tiles)]].concat();
-    let shared = 2 * compiled.size * (2 * ROWS + 2 * compiled.staged_keys);
-    let name = format!("attention_queries_{}", compiled.size);
+    let work = documents.work(&gpu, List::Queries(ROWS, 1))?;
+    let args = [&read[..], &[to_dq, work.tiles()?]].concat();
+    let shared = compiled.backward_bytes(compiled.staged_keys);
+    let name = ["attention_queries_", size_name(compiled.size)];
     let form = Form::new(spec, 1, 1)?;
     // SAFETY: as above.
     unsafe {
-        launch(
-            &gpu,
+        gpu.launch_with(
             BACKWARD,
-            &name,
-            grid(count * spec.heads, THREADS, shared),
+            name,
+            grid(work.count * spec.heads, THREADS, shared),
             &args,
-            &form,
+            Some(&form),
         )?
     };
 
-    let (_keys, tiles, count) = documents.key_tiles(ROWS).upload(&gpu)?;
-    let group = spec.heads / spec.kv_heads;
-    let blocks = count * spec.kv_heads * (compiled.size / compiled.columns);
-    // Depends on shapes alone: sums keep their order on any GPU.
-    let parts = (1..=group)
-        .find(|p| group.is_multiple_of(*p) && blocks * p >= ENOUGH_BLOCKS)
-        .unwrap_or(group);
+    let tiles = documents.key_tiles(ROWS);
+    let blocks_of_tile = spec.kv_heads * (compiled.size / compiled.columns);
+    let slots = BLOCKS_OF_SM * gpu.multiprocessors()?;
+    let parts = tiles.parts(blocks_of_tile, spec.heads / spec.kv_heads, slots);
+    let work = documents.work(&gpu, List::Keys(ROWS))?;
+    let blocks = work.count * blocks_of_tile;
     let width = spec.kv_heads * spec.head_dim;
     let partial = match parts {
         1 => None,
@@ -427,21 +477,20 @@ pub(crate) fn backward(
         &read[..],
         &to_dkv[..],
         &places.map(Arg::Address)[..],
-        &[Arg::small(n, "the number of tokens")?, Arg::Address(tiles)],
+        &[Arg::small(n, "the number of tokens")?, work.tiles()?],
     ]
     .concat();
-    let shared = 2 * compiled.size * (2 * ROWS + 2 * compiled.staged_queries) + 8 * compiled.staged_queries;
-    let name = format!("attention_keys_{}", compiled.size);
+    let shared = compiled.backward_bytes(compiled.staged_queries) + 8 * compiled.staged_queries;
+    let name = ["attention_keys_", size_name(compiled.size)];
     let form = Form::new(spec, 1, parts)?;
     // SAFETY: as above; with several parts each has its own [n, K·E] of the partial sums.
     unsafe {
-        launch(
-            &gpu,
+        gpu.launch_with(
             BACKWARD,
-            &name,
+            name,
             grid(blocks * parts, THREADS, shared),
             &args,
-            &form,
+            Some(&form),
         )?
     };
     if parts > 1 {

@@ -18,6 +18,20 @@ pub(crate) fn sums(
     gpu: &Gpu,
     a: &Tensor,
     product: Option<(&Tensor, &Tensor)>,
+    sizes: (usize, usize),
+) -> Result<Tensor> {
+    sum(gpu, a, product.map(|(b, factor)| (b, Some(factor))), sizes)
+}
+
+/// Sums the rows of `a · b`, `[rows, columns]` each, of one type. Returns `[columns]` f32.
+pub(crate) fn products(gpu: &Gpu, a: &Tensor, b: &Tensor, sizes: (usize, usize)) -> Result<Tensor> {
+    sum(gpu, a, Some((b, None)), sizes)
+}
+
+fn sum(
+    gpu: &Gpu,
+    a: &Tensor,
+    product: Option<(&Tensor, Option<&Tensor>)>,
     (rows, columns): (usize, usize),
 ) -> Result<Tensor> {
     if rows == 0 || columns == 0 {
@@ -26,7 +40,10 @@ pub(crate) fn sums(
     let kind = Kind::of(a, "a summed matrix")?;
     let first = address(a, "a summed matrix")?;
     let (second, factor) = match product {
-        Some((b, factor)) => (address(b, "a summed matrix")?, address(factor, "factors of rows")?),
+        Some((b, factor)) => {
+            let factor = factor.map_or(Ok(0), |f| address(f, "factors of rows"))?;
+            (address(b, "a summed matrix")?, factor)
+        }
         None => (0, 0),
     };
     let packed = columns.is_multiple_of(PACK) && aligned(&[first, second]);
@@ -36,12 +53,15 @@ pub(crate) fn sums(
     let parts = rows.div_ceil(part);
     let partial = gpu.empty((parts, columns), DType::F32)?;
     let sum = gpu.empty(columns, DType::F32)?;
-    let name = format!(
-        "column_{}_{}_{}",
-        if product.is_some() { "products" } else { "sums" },
+    let name = [
+        if product.is_some() {
+            "column_products_"
+        } else {
+            "column_sums_"
+        },
         kind.name(),
-        if packed { "packed" } else { "single" }
-    );
+        if packed { "_packed" } else { "_single" },
+    ];
     let grid = Grid {
         blocks: (across, parts),
         threads: (ACROSS as u32, DOWN as u32),
@@ -57,7 +77,7 @@ pub(crate) fn sums(
         Arg::size(part),
     ];
     // SAFETY: a and b are [rows, columns], factor [rows], partial [parts, columns].
-    unsafe { gpu.launch("columns", &name, grid, &args)? };
+    unsafe { gpu.launch("columns", name, grid, &args)? };
     let args = [
         Arg::Address(address(&partial, "partial sums")?),
         Arg::Address(address(&sum, "a sum")?),

@@ -251,10 +251,10 @@ impl Places<'_> {
         let args = self.args(start, first, part.1)?;
         let more = [Arg::F32(scale), Arg::Address(weights)];
         let args: Vec<Arg> = args.into_iter().chain(more).collect();
-        let kernel = format!("cross_entropy_turn_{}", self.kind.name());
+        let kernel = ["cross_entropy_turn_", self.kind.name()];
         let grid = self.grid(tokens, part.1);
         // SAFETY: as in `survey`; every row was finished.
-        unsafe { self.gpu.launch("cross_entropy_parts", &kernel, grid, &args)? };
+        unsafe { self.gpu.launch("cross_entropy_parts", kernel, grid, &args)? };
         // bf16 fills the first half of each row.
         let stride = match self.kind {
             Kind::F32 => self.stride,

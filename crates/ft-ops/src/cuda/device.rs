@@ -1,11 +1,14 @@
-//! A GPU: one stream, its own memory pool with a limit, and statistics of the pool.
+//! A GPU: one stream, its own memory pool with a limit, and statistics of the pool. A GPU without memory pools (some
+//! virtual GPUs) allocates synchronously, without a limit.
 
 use crate::device::{DeviceMemory, Gpu};
 use candle_core::cuda::cudarc::cublas::sys::cublasGetVersion_v2;
 use candle_core::cuda::cudarc::driver::{CudaContext, result, sys};
 use candle_core::{CudaDevice, Device};
 use ft_base::{Error, Result};
+use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
 use sys::CUmemPool_attribute_enum as Attribute;
 
 fn driver(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
@@ -15,8 +18,20 @@ fn driver(what: &str) -> impl Fn(result::DriverError) -> Error + '_ {
     }
 }
 
-/// Opens GPU `ordinal` with its own stream; freed memory stays in the pool.
+/// Opens GPU `ordinal` with its own stream; freed memory stays in the pool. Every call returns the same device:
+/// tensors of two devices cannot be mixed, and addresses are only valid in the order of one stream.
 pub(crate) fn open(ordinal: usize) -> Result<Device> {
+    static OPENED: Mutex<BTreeMap<usize, Device>> = Mutex::new(BTreeMap::new());
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(device) = opened.get(&ordinal) {
+        return Ok(device.clone());
+    }
+    let device = create(ordinal)?;
+    opened.insert(ordinal, device.clone());
+    Ok(device)
+}
+
+fn create(ordinal: usize) -> Result<Device> {
     let found = CudaContext::device_count().map_err(|e| {
         Error::new("the CUDA driver does not respond")
             .found(format!("{e:?}"))
@@ -34,9 +49,17 @@ pub(crate) fn open(ordinal: usize) -> Result<Device> {
     if let Device::Cuda(device) = &device {
         // SAFETY: no tensor exists yet, and every tensor of this device is used on its one stream only.
         unsafe { device.disable_event_tracking() };
-        keep_freed_memory(device)?;
+        if has_pools(device)? {
+            keep_freed_memory(device)?;
+        }
     }
     Ok(device)
+}
+
+fn has_pools(device: &CudaDevice) -> Result<bool> {
+    const POOLS: sys::CUdevice_attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+    let context = device.cuda_stream().context().clone();
+    Ok(context.attribute(POOLS).map_err(driver("querying the memory pools"))? > 0)
 }
 
 fn pool(device: &CudaDevice) -> Result<sys::CUmemoryPool> {
@@ -66,11 +89,22 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     set(pool(device)?, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
 }
 
-/// Returns current and peak usage of the pool.
+/// Returns current and peak usage of the pool; without pools that of the whole GPU, now.
 pub(crate) fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
-    let pool = pool(device)?;
     let context = device.cuda_stream().context().clone();
     let (free, total) = context.mem_get_info().map_err(driver("querying free memory"))?;
+    if !has_pools(device)? {
+        let used = total.saturating_sub(free) as u64;
+        return Ok(DeviceMemory {
+            used,
+            peak_used: used,
+            reserved: used,
+            peak_reserved: used,
+            free: free as u64,
+            total: total as u64,
+        });
+    }
+    let pool = pool(device)?;
     Ok(DeviceMemory {
         used: get(pool, Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
         peak_used: get(pool, Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
@@ -81,8 +115,28 @@ pub(crate) fn memory(device: &CudaDevice) -> Result<DeviceMemory> {
     })
 }
 
-/// Replaces the pool by one of at most `bytes`. Code, library workspaces and the context are not included.
+/// Returns memory that the pool reserves without a tensor in it to the GPU, after all queued work. Memory of the pool
+/// can be free and still too fragmented for a large tensor.
+pub(crate) fn trim(device: &CudaDevice) -> Result<()> {
+    device
+        .cuda_stream()
+        .synchronize()
+        .map_err(driver("waiting for the GPU"))?;
+    if !has_pools(device)? {
+        return Ok(());
+    }
+    // SAFETY: the pool of an open device; only memory without allocations is released.
+    unsafe { result::mem_pool::trim_to(pool(device)?, 0) }.map_err(driver("trimming the memory pool"))
+}
+
+/// Replaces the pool by one for tensors of `bytes`; the pool rounds up and fragments, so its own limit is a little
+/// higher. Code, library workspaces and the context are not included.
 pub(crate) fn limit(device: &CudaDevice, bytes: u64) -> Result<()> {
+    const LEAST_ROOM: u64 = 64 << 20;
+    if !has_pools(device)? {
+        return Ok(());
+    }
+    let most = bytes.saturating_add((bytes / 100 * 3).max(LEAST_ROOM));
     let context = device.cuda_stream().context().clone();
     // SAFETY: all zeros is a valid description; the relevant fields are set below. In every version of the header a
     // location is two ints: its type and the device number.
@@ -93,7 +147,7 @@ pub(crate) fn limit(device: &CudaDevice, bytes: u64) -> Result<()> {
         (&mut wanted.location as *mut sys::CUmemLocation)
             .cast::<[i32; 2]>()
             .write([on_device, context.ordinal() as i32]);
-        wanted.maxSize = bytes as usize;
+        wanted.maxSize = usize::try_from(most).unwrap_or(usize::MAX);
         let pool = result::mem_pool::create(&wanted).map_err(driver("making a memory pool"))?;
         sys::cuDeviceSetMemPool(context.cu_device(), pool)
             .result()

@@ -29,9 +29,9 @@ pub(crate) fn cast(t: &Tensor, kind: Kind) -> Result<Tensor> {
     let places = [address(t, NAME)?, address(&y, NAME)?];
     let [count, packs] = counts(n, 8, &places);
     let args = [Arg::Address(places[0]), Arg::Address(places[1]), count, packs];
-    let name = format!("cast_{}_{}", from.name(), kind.name());
+    let name = ["cast_", from.name(), "_", kind.name()];
     // SAFETY: both have n elements of these types.
-    unsafe { gpu.launch("elementwise", &name, grid(n, 8), &args)? };
+    unsafe { gpu.launch("elementwise", name, grid(n, 8), &args)? };
     Ok(y)
 }
 
@@ -45,12 +45,12 @@ fn add_into(y: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     let places = [address(a, NAME)?, address(b, NAME)?, address(y, NAME)?];
     let [count, packs] = counts(n, pack, &places);
     let args = [places[0], places[1], places[2]].map(Arg::Address);
-    let name = format!("add_{}_{}", kinds.0.name(), kinds.1.name());
+    let name = ["add_", kinds.0.name(), "_", kinds.1.name()];
     // SAFETY: all have n elements (checked by the callers); a thread writes only positions that no other thread reads.
     unsafe {
         gpu.launch(
             "elementwise",
-            &name,
+            name,
             grid(n, pack),
             &[args[0], args[1], args[2], count, packs],
         )
@@ -70,6 +70,32 @@ pub(crate) fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     add_into(acc, acc, g)
 }
 
+/// Adds `row` `[C]` to every row of `t` `[N, C]`.
+pub(crate) fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
+    const NAME: &str = "a tensor to which a row is added";
+    let gpu = Gpu::of(t, NAME)?;
+    let (kind, of) = (Kind::of(t, NAME)?, Kind::of(row, "a row that is added")?);
+    let (rows, columns) = t.dims2()?;
+    let pack = kind.pack().max(of.pack());
+    let places = [address(row, "a row that is added")?, address(t, NAME)?];
+    // A pack must not cross rows.
+    let packs = if columns.is_multiple_of(pack) && aligned(&places) {
+        rows * columns / pack
+    } else {
+        0
+    };
+    let args = [
+        Arg::Address(places[0]),
+        Arg::Address(places[1]),
+        Arg::size(rows * columns),
+        Arg::size(columns),
+        Arg::size(packs),
+    ];
+    let name = ["add_rows_", kind.name(), "_", of.name()];
+    // SAFETY: `row` has `columns` elements, t is [rows, columns].
+    unsafe { gpu.launch("elementwise", name, grid(rows * columns, pack), &args) }
+}
+
 /// Computes `t *= factor`.
 pub(crate) fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     const NAME: &str = "a tensor that is scaled";
@@ -80,14 +106,7 @@ pub(crate) fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     let [count, packs] = counts(n, kind.pack(), &[place]);
     let args = [Arg::Address(place), Arg::F32(factor), count, packs];
     // SAFETY: t has n elements of this type.
-    unsafe {
-        gpu.launch(
-            "elementwise",
-            &format!("scale_{}", kind.name()),
-            grid(n, kind.pack()),
-            &args,
-        )
-    }
+    unsafe { gpu.launch("elementwise", ["scale_", kind.name()], grid(n, kind.pack()), &args) }
 }
 
 /// Zeroes the elements of `t` whose random number is below `p`, and multiplies the others by `keep`.
@@ -108,12 +127,5 @@ pub(crate) fn dropout_assign(t: &Tensor, key: u64, p: f32, keep: f32) -> Result<
         packs,
     ];
     // SAFETY: t has n elements of this type.
-    unsafe {
-        gpu.launch(
-            "elementwise",
-            &format!("dropout_{}", kind.name()),
-            grid(n, kind.pack()),
-            &args,
-        )
-    }
+    unsafe { gpu.launch("elementwise", ["dropout_", kind.name()], grid(n, kind.pack()), &args) }
 }

@@ -19,14 +19,29 @@ fn packs(kind: Kind, d: usize, from: u64, to: u64) -> usize {
 
 /// Returns rows `ids` of a table with `d` columns, times `scale`, of the type of the table.
 pub(crate) fn gather(table: &Tensor, ids: &[u32], scale: f32, d: usize) -> Result<Tensor> {
+    let ids_there = Gpu::of(table, "the embedding table")?.upload_u32(ids)?;
+    rows(table, &ids_there, scale, d)
+}
+
+/// Returns rows `ids` of each table. The ids are uploaded once.
+pub(crate) fn gather_each(tables: &[Tensor], ids: &[u32]) -> Result<Vec<Tensor>> {
+    let Some(first) = tables.first() else {
+        return Ok(Vec::new());
+    };
+    let ids = Gpu::of(first, "a table")?.upload_u32(ids)?;
+    let each = tables.iter().map(|table| rows(table, &ids, 1.0, table.dims()[1]));
+    each.collect()
+}
+
+fn rows(table: &Tensor, ids: &Tensor, scale: f32, d: usize) -> Result<Tensor> {
     let gpu = Gpu::of(table, "the embedding table")?;
-    let y = gpu.empty((ids.len(), d), table.dtype())?;
-    let ids_there = gpu.upload_u32(ids)?;
-    let place = address(&ids_there, "token ids")?;
+    let count = ids.elem_count();
+    let y = gpu.empty((count, d), table.dtype())?;
+    let place = address(ids, "token ids")?;
     let kind = Kind::of(table, "the embedding table")?;
     let (from, to) = (address(table, "the embedding table")?, address(&y, "embeddings")?);
     // SAFETY: the caller checked that every id is a row.
-    unsafe { gather_rows(&gpu, kind, from, (place, ids.len()), scale, d, to)? };
+    unsafe { gather_rows(&gpu, kind, from, (place, count), scale, d, to)? };
     Ok(y)
 }
 
@@ -53,7 +68,7 @@ pub(super) unsafe fn gather_rows(
     ];
     let grid = Grid::line(count, threads(d, kind.pack()));
     // SAFETY: promised by the caller.
-    unsafe { gpu.launch("embedding", &format!("gather_{}", kind.name()), grid, &args) }
+    unsafe { gpu.launch("embedding", ["gather_", kind.name()], grid, &args) }
 }
 
 /// Computes `to[rows[n]] = from[n]`.
@@ -77,7 +92,7 @@ pub(super) unsafe fn put_rows(
     ];
     let grid = Grid::line(count, threads(d, kind.pack()));
     // SAFETY: promised by the caller.
-    unsafe { gpu.launch("embedding", &format!("put_rows_{}", kind.name()), grid, &args) }
+    unsafe { gpu.launch("embedding", ["put_rows_", kind.name()], grid, &args) }
 }
 
 /// Groups the positions in `ids` by id: returns the distinct ids, the start of the positions of each, and the
@@ -117,11 +132,7 @@ pub(crate) fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32, d: 
     let packed = d.is_multiple_of(PACK) && aligned(&places);
     let pack = if packed { PACK } else { 1 };
     let threads = threads(d, pack).min(128);
-    let name = format!(
-        "scatter_add_{}_{}",
-        kind.name(),
-        if packed { "packed" } else { "single" }
-    );
+    let name = ["scatter_add_", kind.name(), if packed { "_packed" } else { "_single" }];
     let grid = Grid {
         blocks: (distinct.len(), d.div_ceil(pack * threads as usize)),
         threads: (threads, 1),
@@ -137,5 +148,5 @@ pub(crate) fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32, d: 
         Arg::size(d),
     ];
     // SAFETY: the caller checked the ids and the shapes; each block owns its part of a row.
-    unsafe { gpu.launch("embedding", &name, grid, &args) }
+    unsafe { gpu.launch("embedding", name, grid, &args) }
 }

@@ -54,20 +54,65 @@ impl Matrix {
 /// The addresses are matrices of these sizes in the memory of this GPU, and C does not overlap A and B.
 pub(crate) unsafe fn gemm(
     gpu: &Gpu,
-    (m, n, k): (usize, usize, usize),
+    sizes: (usize, usize, usize),
     a: Matrix,
     b: Matrix,
     c: Matrix,
     add: bool,
 ) -> Result<()> {
-    if m == 0 || n == 0 {
+    // SAFETY: promised by the caller.
+    unsafe { gemm_scaled(gpu, sizes, a, b, c, 1.0, add) }
+}
+
+/// As `gemm`, with `alpha · A · B`.
+///
+/// # Safety
+/// As `gemm`.
+pub(crate) unsafe fn gemm_scaled(
+    gpu: &Gpu,
+    sizes: (usize, usize, usize),
+    a: Matrix,
+    b: Matrix,
+    c: Matrix,
+    alpha: f32,
+    add: bool,
+) -> Result<()> {
+    let one = Batch {
+        count: 1,
+        steps: [0; 3],
+    };
+    // SAFETY: promised by the caller.
+    unsafe { gemm_batched(gpu, sizes, [a, b, c], alpha, add, one) }
+}
+
+/// Several products of one shape.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Batch {
+    pub count: usize,
+    /// Elements from one A, B and C to the next.
+    pub steps: [usize; 3],
+}
+
+/// As `gemm_scaled`, for each of a batch.
+///
+/// # Safety
+/// As `gemm`, for each product.
+pub(crate) unsafe fn gemm_batched(
+    gpu: &Gpu,
+    (m, n, k): (usize, usize, usize),
+    [a, b, c]: [Matrix; 3],
+    alpha: f32,
+    add: bool,
+    batch: Batch,
+) -> Result<()> {
+    if m == 0 || n == 0 || batch.count == 0 {
         return Ok(());
     }
     if a.kind != b.kind || c.transposed {
         return Err(Error::shape("the matrices of a product have different dtypes"));
     }
     let size = |x| narrow(x, "a matrix");
-    let (alpha, beta) = (1f32, if add { 1f32 } else { 0f32 });
+    let beta = if add { 1f32 } else { 0f32 };
     let number = |x: &f32| (x as *const f32).cast::<c_void>();
     let device = gpu.device();
     let failed = |e: &dyn std::fmt::Debug| {
@@ -93,6 +138,35 @@ pub(crate) unsafe fn gemm(
         )
         .result()
         .map_err(|e| failed(&e))?;
+        if batch.count > 1 {
+            let [a_step, b_step, c_step] = batch.steps.map(|step| step as i64);
+            return result::gemm_strided_batched_ex(
+                handle,
+                b.operation(),
+                a.operation(),
+                size(n)?,
+                size(m)?,
+                size(k)?,
+                number(&alpha),
+                b.address as *const c_void,
+                b.data_type(),
+                size(b.stride)?,
+                b_step,
+                a.address as *const c_void,
+                a.data_type(),
+                size(a.stride)?,
+                a_step,
+                number(&beta),
+                c.address as *mut c_void,
+                c.data_type(),
+                size(c.stride)?,
+                c_step,
+                size(batch.count)?,
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+            )
+            .map_err(|e| failed(&e));
+        }
         result::gemm_ex(
             handle,
             b.operation(),
@@ -114,6 +188,7 @@ pub(crate) unsafe fn gemm(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
         )
-        .map_err(|e| failed(&e))
+        .map_err(|e| failed(&e))?;
     }
+    gpu.check("a product of matrices")
 }

@@ -14,7 +14,7 @@ fn prefix(act: Activation) -> &'static str {
     }
 }
 
-fn run(inputs: &[&Tensor], outputs: &[&Tensor], act: Activation, direction: &str) -> Result<()> {
+fn run(inputs: &[&Tensor], outputs: &[&Tensor], act: Activation, direction: &'static str) -> Result<()> {
     let gpu = Gpu::of(inputs[0], "gate of a gated unit")?;
     let kind = Kind::of(inputs[0], "gate of a gated unit")?;
     let places: Vec<u64> = inputs
@@ -25,15 +25,15 @@ fn run(inputs: &[&Tensor], outputs: &[&Tensor], act: Activation, direction: &str
     let n = inputs[0].elem_count();
     let mut args: Vec<Arg> = places.iter().map(|p| Arg::Address(*p)).collect();
     args.extend(counts(n, kind.pack(), &places));
-    let name = format!("{}_{direction}_{}", prefix(act), kind.name());
+    let name = [prefix(act), direction, kind.name()];
     // SAFETY: all have n elements of one type (shapes were checked by the caller).
-    unsafe { gpu.launch("glu", &name, grid(n, kind.pack()), &args) }
+    unsafe { gpu.launch("glu", name, grid(n, kind.pack()), &args) }
 }
 
 /// Computes `act(gate) · up`.
 pub(crate) fn forward(gate: &Tensor, up: &Tensor, act: Activation) -> Result<Tensor> {
     let y = Gpu::of(gate, "gate of a gated unit")?.empty(gate.shape(), gate.dtype())?;
-    run(&[gate, up], &[&y], act, "forward")?;
+    run(&[gate, up], &[&y], act, "_forward_")?;
     Ok(y)
 }
 
@@ -42,6 +42,6 @@ pub(crate) fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation)
     let gpu = Gpu::of(gate, "gate of a gated unit")?;
     let dgate = gpu.empty(gate.shape(), gate.dtype())?;
     let dup = gpu.empty(gate.shape(), gate.dtype())?;
-    run(&[gate, up, dy], &[&dgate, &dup], act, "backward")?;
+    run(&[gate, up, dy], &[&dgate, &dup], act, "_backward_")?;
     Ok((dgate, dup))
 }

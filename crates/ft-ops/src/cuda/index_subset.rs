@@ -12,7 +12,7 @@ fn numbers(subset: &IndexSubset) -> [u64; 5] {
     [start as u64, subset.len as u64, subset.n as u64, key, half as u64]
 }
 
-fn run(kernel: &str, from: &Tensor, to: &Tensor, subset: &IndexSubset) -> Result<()> {
+fn run(kernel: &'static str, from: &Tensor, to: &Tensor, subset: &IndexSubset) -> Result<()> {
     const NAME: &str = "a part of a tensor";
     if subset.len == 0 {
         return Ok(());
@@ -22,9 +22,9 @@ fn run(kernel: &str, from: &Tensor, to: &Tensor, subset: &IndexSubset) -> Result
         Arg::Address(address_of(from, NAME, from.dtype())?),
         Arg::Address(address_of(to, NAME, from.dtype())?),
     ];
-    let name = format!("{kernel}_{}", from.dtype().size_in_bytes());
+    let name = [kernel, if from.dtype().size_in_bytes() == 2 { "_2" } else { "_4" }];
     // SAFETY: the caller checked the sizes; every index lies inside the whole tensor and occurs once.
-    unsafe { gpu.launch_with("part", &name, Grid::stride(subset.len), &args, Some(&numbers(subset))) }
+    unsafe { gpu.launch_with("part", name, Grid::stride(subset.len), &args, Some(&numbers(subset))) }
 }
 
 /// Gathers the elements of `whole` (f32, bf16 or i16) at `subset`.

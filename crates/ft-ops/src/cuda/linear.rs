@@ -35,11 +35,12 @@ pub(crate) fn forward(
 pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
     let (rows, outputs) = y.dims2()?;
     let kind = Kind::of(y, "y of a linear")?;
-    let name = format!(
-        "rows_{}_{}",
+    let name = [
+        "rows_",
         kind.name(),
-        Kind::of(bias, "the bias of a linear")?.name()
-    );
+        "_",
+        Kind::of(bias, "the bias of a linear")?.name(),
+    ];
     let args = [
         Arg::Address(address(bias, "the bias of a linear")?),
         Arg::Address(address(y, "y of a linear")?),
@@ -49,7 +50,7 @@ pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
     let mut grid = Grid::line(outputs.div_ceil(256), 256);
     grid.blocks.1 = rows.min(1024);
     // SAFETY: `bias` has `outputs` elements, y is [rows, outputs].
-    unsafe { gpu.launch("elementwise", &name, grid, &args) }
+    unsafe { gpu.launch("elementwise", name, grid, &args) }
 }
 
 /// Computes `x [N, I]·wᵀ` in f32 for any type of x: logits.
@@ -81,6 +82,16 @@ pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &Tensor, sizes: (usize, usi
     forward_into(&Gpu::of(x, "x of a linear")?, y, x, w, sizes, true)
 }
 
+/// Rows of a part: in 16-byte units every part of the weight and of the result is aligned, which cuBLAS needs for its
+/// fast kernels.
+fn part_rows(inputs: usize) -> usize {
+    const UNIT: usize = 64;
+    match TILE / inputs {
+        rows if rows >= UNIT => rows / UNIT * UNIT,
+        rows => rows.max(1),
+    }
+}
+
 fn forward_into(
     gpu: &Gpu,
     y: &Tensor,
@@ -98,7 +109,7 @@ fn forward_into(
     // A large weight of the other type is cast in parts, never as a whole.
     let step = match Kind::of(w, "the weight of a linear")? == kind {
         true => outputs,
-        false => (TILE / inputs).max(1),
+        false => part_rows(inputs),
     };
     for first in (0..outputs).step_by(step.max(1)) {
         let count = step.min(outputs - first);
@@ -195,4 +206,16 @@ pub(crate) fn grad_weight(
 /// Sums dy `[N, O]` over its rows: `[O]` f32.
 pub(crate) fn grad_bias(dy: &Tensor) -> Result<Tensor> {
     columns::sums(&Gpu::of(dy, "dy of a linear")?, dy, None, dy.dims2()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_cast_weight_are_aligned() {
+        assert_eq!(part_rows(4864), TILE / 4864 / 64 * 64);
+        assert!(part_rows(4864).is_multiple_of(64) && part_rows(4864) * 4864 <= TILE);
+        assert_eq!((part_rows(TILE / 3), part_rows(2 * TILE)), (3, 1));
+    }
 }

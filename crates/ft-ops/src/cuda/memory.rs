@@ -1,10 +1,12 @@
 //! Copies between host and GPU.
 
 use super::{Gpu, address_of};
-use candle_core::cuda::cudarc::driver::{DeviceRepr, result};
+use candle_core::cuda::cudarc::driver::{CudaEvent, DeviceRepr, PinnedHostSlice, result};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 use half::bf16;
+use std::cell::OnceCell;
+use std::sync::{Mutex, PoisonError};
 
 fn failed(e: impl std::fmt::Debug) -> Error {
     let text = format!("{e:?}");
@@ -54,5 +56,75 @@ pub(crate) fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
     match t.dtype() {
         DType::BF16 => Ok(read::<bf16>(t, NAME, DType::BF16)?.iter().map(|x| x.to_f32()).collect()),
         _ => read::<f32>(t, NAME, DType::F32),
+    }
+}
+
+/// Four f64 on their way to the host.
+pub(crate) struct Download {
+    /// None only after `drop`.
+    host: Option<PinnedHostSlice<f64>>,
+    done: CudaEvent,
+    /// After the first `wait`.
+    numbers: OnceCell<[f64; 4]>,
+}
+
+/// Pinned memory for downloads: to allocate it takes longer than a step should wait.
+static FREE: Mutex<Vec<PinnedHostSlice<f64>>> = Mutex::new(Vec::new());
+
+impl Download {
+    const LENGTH: usize = 4;
+
+    /// Starts the copy of an f64 tensor of four elements after the work that is queued now.
+    pub(crate) fn start(t: &Tensor) -> Result<Self> {
+        const NAME: &str = "numbers that are read";
+        /// Any context can use the memory.
+        const PORTABLE: u32 = 1;
+        let from = address_of(t, NAME, DType::F64)?;
+        if t.elem_count() != Self::LENGTH {
+            return Err(Error::shape(format!("{NAME} have the wrong size"))
+                .found(t.elem_count())
+                .expected(Self::LENGTH));
+        }
+        let gpu = Gpu::of(t, NAME)?;
+        let stream = gpu.device().cuda_stream();
+        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut host = match free {
+            Some(host) => host,
+            // SAFETY: it is filled before it is read.
+            None => unsafe { stream.context().alloc_pinned_with_flags(Self::LENGTH, PORTABLE) }.map_err(failed)?,
+        };
+        stream.context().bind_to_thread().map_err(failed)?;
+        let to = host.as_mut_slice().map_err(failed)?;
+        // SAFETY: both have four elements; the memory is not used again before `done`.
+        unsafe { result::memcpy_dtoh_async(to, from, stream.cu_stream()) }.map_err(failed)?;
+        let done = stream.record_event(None).map_err(failed)?;
+        Ok(Self {
+            host: Some(host),
+            done,
+            numbers: OnceCell::new(),
+        })
+    }
+
+    /// Waits for the copy.
+    pub(crate) fn wait(&self) -> Result<[f64; Self::LENGTH]> {
+        if let Some(numbers) = self.numbers.get() {
+            return Ok(*numbers);
+        }
+        self.done.synchronize().map_err(failed)?;
+        let numbers = self.host.as_ref().map(PinnedHostSlice::as_slice).transpose();
+        match numbers.map_err(failed)? {
+            Some(&[a, b, c, d]) => Ok(*self.numbers.get_or_init(|| [a, b, c, d])),
+            _ => Err(Error::internal("numbers of a device are incomplete")),
+        }
+    }
+}
+
+impl Drop for Download {
+    fn drop(&mut self) {
+        if let Some(host) = self.host.take()
+            && (self.numbers.get().is_some() || self.done.synchronize().is_ok())
+        {
+            FREE.lock().unwrap_or_else(PoisonError::into_inner).push(host);
+        }
     }
 }

@@ -5,7 +5,11 @@
 //! complete before later work starts, and memory is freed in stream order too. Therefore a device must be created
 //! by `Device::new_cuda_with_stream`, once, and cloned.
 
-use candle_core::cuda::cudarc::driver::{CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
+use candle_core::cuda::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
+use candle_core::cuda::cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MOST_SHARED;
+use candle_core::cuda::cudarc::driver::{
+    CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, result,
+};
 use candle_core::cuda::cudarc::nvrtc::Ptx;
 use candle_core::cuda::{CudaStorageSlice, DeviceId};
 use candle_core::op::BackpropOp;
@@ -13,9 +17,12 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor
 use ft_base::{Error, Result};
 use half::bf16;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 pub(crate) mod adafactor;
+pub(crate) mod adapters;
 pub(crate) mod attention;
 pub(crate) mod quantized;
 mod columns;
@@ -28,6 +35,7 @@ pub(crate) mod gemm;
 pub(crate) mod glu;
 pub(crate) mod linear;
 pub(crate) mod memory;
+pub(crate) mod pairs;
 pub(crate) mod index_subset;
 pub(crate) mod reduce;
 pub(crate) mod rms_norm;
@@ -174,14 +182,29 @@ impl Gpu {
         &self.device
     }
 
-    /// Queues the kernel `function` of `cuda/MODULE.cu`.
+    /// Returns the number of multiprocessors (SMs).
+    pub(crate) fn multiprocessors(&self) -> Result<usize> {
+        const COUNT: Attribute = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let count = self.device.cuda_stream().context().attribute(COUNT);
+        Ok(count
+            .map_err(|e| failed("reading the number of multiprocessors", e))?
+            .max(1) as usize)
+    }
+
+    /// Queues the kernel `name` of `cuda/MODULE.cu`.
     ///
     /// # Safety
     /// The arguments match the parameters of the kernel in order and type, and the kernel may access every address
     /// among them.
-    pub(crate) unsafe fn launch(&self, module: &'static str, function: &str, grid: Grid, args: &[Arg]) -> Result<()> {
+    pub(crate) unsafe fn launch(
+        &self,
+        module: &'static str,
+        name: impl Into<Name>,
+        grid: Grid,
+        args: &[Arg],
+    ) -> Result<()> {
         // SAFETY: promised by the caller; no structure is passed.
-        unsafe { self.launch_with(module, function, grid, args, None::<&[u32; 1]>) }
+        unsafe { self.launch_with(module, name, grid, args, None::<&[u32; 1]>) }
     }
 
     /// As `launch`, with a last argument that is passed by value.
@@ -191,24 +214,25 @@ impl Gpu {
     pub(crate) unsafe fn launch_with<T: DeviceRepr>(
         &self,
         module: &'static str,
-        function: &str,
+        name: impl Into<Name>,
         grid: Grid,
         args: &[Arg],
         last: Option<&T>,
     ) -> Result<()> {
+        let name = name.into();
         const MOST: (usize, usize) = (i32::MAX as usize, 65_535);
         if grid.blocks.0 == 0 || grid.blocks.1 == 0 {
             return Ok(());
         }
         if grid.blocks.0 > MOST.0 || grid.blocks.1 > MOST.1 {
             return Err(
-                Error::unsupported(format!("a tensor is too large for the kernel `{function}`"))
+                Error::unsupported(format!("a tensor is too large for the kernel `{name}`"))
                     .found(format!("{:?} blocks", grid.blocks)),
             );
         }
-        let function_handle = self.function(module, function)?;
+        let function = self.function(module, name, grid.shared)?;
         let stream = self.device.cuda_stream();
-        let mut builder = stream.launch_builder(&function_handle);
+        let mut builder = stream.launch_builder(function);
         for arg in args {
             match arg {
                 Arg::Address(x) | Arg::U64(x) => builder.arg(x),
@@ -228,51 +252,83 @@ impl Gpu {
             shared_mem_bytes: grid.shared,
         };
         // SAFETY: promised by the caller.
-        unsafe { builder.launch(config) }
-            .map(|_| ())
-            .map_err(|e| failed(function, e))
+        unsafe { builder.launch(config) }.map_err(|e| failed(name, e))?;
+        self.check(name)
     }
 
-    /// Returns the kernel, loaded once per device.
-    pub(crate) fn function(&self, module: &'static str, function: &str) -> Result<CudaFunction> {
-        let mut loaded = loaded()?;
-        let loaded = loaded.entry(self.device.id()).or_default();
-        if let Some(found) = loaded.functions.get(function) {
-            return Ok(found.clone());
+    /// With `FT_CUDA_SYNC=1`: waits for the work that was queued, so that its error has the right name. Otherwise a
+    /// later call reports it, under its own name.
+    fn check(&self, what: impl fmt::Display) -> Result<()> {
+        static WANTED: OnceLock<bool> = OnceLock::new();
+        match WANTED.get_or_init(|| std::env::var_os("FT_CUDA_SYNC").is_some_and(|v| v == "1")) {
+            true => self.device.cuda_stream().synchronize().map_err(|e| failed(what, e)),
+            false => Ok(()),
         }
-        let code = match loaded.modules.get(module) {
-            Some(code) => code.clone(),
-            None => {
-                let binary = ft_kernels::module(module)
-                    .ok_or_else(|| Error::internal(format!("this build has no CUDA module `{module}`")))?;
-                let code = self
-                    .device
-                    .cuda_stream()
-                    .context()
-                    .load_module(Ptx::from_binary(binary.to_vec()))
-                    .map_err(|e| {
-                        failed(module, e).hint(
-                            "the GPU must have compute capability 8.0 or more, and the driver must be as new as the \
-                             toolkit of this build: see `device::gpus`",
-                        )
-                    })?;
-                loaded.modules.insert(module, code.clone());
-                code
+    }
+
+    /// Returns the kernel, loaded once per device, with permission for `shared` bytes of dynamic shared memory.
+    fn function(&self, module: &'static str, name: Name, shared: u32) -> Result<&'static CudaFunction> {
+        /// A launch can have as much without permission.
+        const USUAL_SHARED: u32 = 48 << 10;
+        let mut guard = loaded()?;
+        let loaded = &mut *guard;
+        let place = match loaded.kernels.entry((self.device.id(), module, name)) {
+            Entry::Occupied(found) => found.into_mut(),
+            Entry::Vacant(place) => {
+                let code = self.module(&mut loaded.modules, module)?;
+                let text = name.to_string();
+                let function = code.load_function(&text).map_err(|e| failed(&text, e))?;
+                // Kernels live as long as the process.
+                place.insert((Box::leak(Box::new(function)), USUAL_SHARED))
             }
         };
-        let found = code.load_function(function).map_err(|e| failed(function, e))?;
-        loaded.functions.insert(function.to_string(), found.clone());
-        Ok(found)
+        let (function, permitted) = place;
+        if shared > *permitted {
+            function.set_attribute(MOST_SHARED, shared as i32).map_err(|e| {
+                Error::unsupported(format!("the GPU has too little shared memory for `{name}`")).cause(e)
+            })?;
+            *permitted = shared;
+        }
+        Ok(function)
     }
 
-    /// Returns an uninitialized tensor, which the caller must write before it is read.
+    fn module(&self, loaded: &mut Modules, module: &'static str) -> Result<Arc<CudaModule>> {
+        let place = match loaded.entry((self.device.id(), module)) {
+            Entry::Occupied(found) => return Ok(found.get().clone()),
+            Entry::Vacant(place) => place,
+        };
+        let binary = ft_kernels::module(module)
+            .ok_or_else(|| Error::internal(format!("this build has no CUDA module `{module}`")))?;
+        let context = self.device.cuda_stream().context().clone();
+        let code = context.load_module(Ptx::from_binary(binary.to_vec())).map_err(|e| {
+            failed(module, e).hint(
+                "the GPU must have compute capability 8.0 or more, and the driver must be as new as the toolkit of \
+                 this build: see `device::gpus`",
+            )
+        })?;
+        Ok(place.insert(code).clone())
+    }
+
+    /// Returns an uninitialized tensor, which the caller must write before it is read. If there is no memory, the pool
+    /// is trimmed first, then it is an error.
     pub(crate) fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let shape = shape.into();
         // A tensor without elements still needs an address.
         let n = shape.elem_count().max(1);
+        let slice = match self.allocate(n, dtype) {
+            Err(e) if crate::device::out_of_memory(&e) => {
+                device::trim(&self.device)?;
+                self.allocate(n, dtype).map_err(|e| self.full(n, dtype, e))?
+            }
+            other => other?,
+        };
+        Ok(self.wrap(slice, shape))
+    }
+
+    fn allocate(&self, n: usize, dtype: DType) -> Result<CudaStorageSlice> {
         let device = &self.device;
         // SAFETY: every caller is an operation that fills the tensor.
-        let slice = unsafe {
+        Ok(unsafe {
             match dtype {
                 DType::F32 => CudaStorageSlice::F32(device.alloc::<f32>(n)?),
                 DType::BF16 => CudaStorageSlice::BF16(device.alloc::<bf16>(n)?),
@@ -282,13 +338,34 @@ impl Gpu {
                 DType::U8 => CudaStorageSlice::U8(device.alloc::<u8>(n)?),
                 other => return Err(Error::unsupported("no GPU memory for this element type").found(other.as_str())),
             }
+        })
+    }
+
+    /// An out-of-memory error with the state of the pool.
+    fn full(&self, n: usize, dtype: DType, e: Error) -> Error {
+        let wanted = ft_base::units::bytes((n * dtype.size_in_bytes()) as u64);
+        let Ok(memory) = device::memory(&self.device) else {
+            return e;
         };
-        Ok(self.wrap(slice, shape))
+        let [used, reserved, free] = [memory.used, memory.reserved, memory.free].map(ft_base::units::bytes);
+        Error::out_of_memory(format!("the GPU has no memory for a tensor of {wanted}"))
+            .found(format!(
+                "tensors of {used}, {reserved} reserved for them, {free} of the GPU free"
+            ))
+            .cause(e)
     }
 
     /// Returns a tensor of zeros.
     pub(crate) fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
-        Ok(Tensor::zeros(shape, dtype, &Device::Cuda(self.device.clone()))?)
+        let tensor = self.empty(shape, dtype)?;
+        let (to, bytes) = (address(&tensor, "zeros")?, tensor.elem_count() * dtype.size_in_bytes());
+        let stream = self.device.cuda_stream();
+        stream.context().bind_to_thread().map_err(|e| failed("zeros", e))?;
+        if bytes > 0 {
+            // SAFETY: the tensor has this number of bytes, and zero bytes are zero in every type.
+            unsafe { result::memset_d8_async(to, 0, bytes, stream.cu_stream()) }.map_err(|e| failed("zeros", e))?;
+        }
+        Ok(tensor)
     }
 
     /// Uploads u32 values to the device.
@@ -318,22 +395,54 @@ impl Gpu {
     }
 }
 
-/// Modules and kernels that are loaded on one device.
-#[derive(Default)]
-struct Loaded {
-    modules: HashMap<&'static str, Arc<CudaModule>>,
-    functions: HashMap<String, CudaFunction>,
+/// The name of a kernel, in parts: a launch does not build a string.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Name([&'static str; Name::PARTS]);
+
+impl Name {
+    const PARTS: usize = 8;
 }
 
-fn loaded() -> Result<MutexGuard<'static, HashMap<DeviceId, Loaded>>> {
-    static LOADED: OnceLock<Mutex<HashMap<DeviceId, Loaded>>> = OnceLock::new();
+impl From<&'static str> for Name {
+    fn from(whole: &'static str) -> Self {
+        Self::from([whole])
+    }
+}
+
+impl<const N: usize> From<[&'static str; N]> for Name {
+    fn from(given: [&'static str; N]) -> Self {
+        const { assert!(N <= Name::PARTS) };
+        let mut parts = [""; Name::PARTS];
+        parts[..N].copy_from_slice(&given);
+        Self(parts)
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.0.iter().try_for_each(|part| f.write_str(part))
+    }
+}
+
+type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
+
+/// What is loaded on the devices, by device and module.
+#[derive(Default)]
+struct Loaded {
+    modules: Modules,
+    /// With the dynamic shared memory that a launch may have.
+    kernels: HashMap<(DeviceId, &'static str, Name), (&'static CudaFunction, u32)>,
+}
+
+fn loaded() -> Result<MutexGuard<'static, Loaded>> {
+    static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
     LOADED
         .get_or_init(Mutex::default)
         .lock()
         .map_err(|_| Error::internal("another thread failed while it used the list of CUDA kernels"))
 }
 
-fn failed(what: &str, e: impl std::fmt::Display) -> Error {
+fn failed(what: impl fmt::Display, e: impl fmt::Display) -> Error {
     let text = e.to_string();
     Error::device(format!("CUDA failed on `{what}`"), &text).cause(text)
 }

@@ -5,7 +5,7 @@ use super::elementwise::cast;
 use super::gemm::{Matrix, gemm};
 use super::linear::bias_rows;
 use super::memory::{to_f32_vec, write};
-use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, narrow};
+use super::{Arg, Gpu, Grid, Kind, Name, address, address_of, aligned, narrow};
 use crate::quantized::{QTensors, ScaleTensors, TILE};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
@@ -16,6 +16,8 @@ use std::sync::{Mutex, OnceLock};
 
 /// Largest number of tokens of the single-kernel product.
 const FEW: usize = 8;
+/// `FEW` in the names of kernels.
+const MOST: &str = "_8";
 const WARPS: usize = 4;
 /// Blocks of W start at multiples of this number of rows or columns.
 const STEP: usize = 128;
@@ -93,7 +95,7 @@ fn table_on(gpu: &Gpu, table: &'static [f32; 256]) -> Result<u64> {
 ///
 /// # Safety
 /// As `Gpu::launch`.
-unsafe fn launch(gpu: &Gpu, kernel: &str, grid: Grid, args: &[Arg], weight: &Weight) -> Result<()> {
+unsafe fn launch(gpu: &Gpu, kernel: impl Into<Name>, grid: Grid, args: &[Arg], weight: &Weight) -> Result<()> {
     // SAFETY: promised by the caller.
     unsafe {
         match weight {
@@ -125,9 +127,9 @@ fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, 
         Arg::small(width, "a row of a weight")?,
         Arg::Address(address_of(to, "a dequantized weight", kind.dtype())?),
     ];
-    let kernel = format!("decode_{format}_{}", kind.name());
+    let kernel = ["decode_", format, "_", kind.name()];
     // SAFETY: the part lies inside W, whose tensors were checked on construction, and fits into `to`.
-    unsafe { launch(gpu, &kernel, Grid::stride(count * width / 8 + 1), &args, &weight) }
+    unsafe { launch(gpu, kernel, Grid::stride(count * width / 8 + 1), &args, &weight) }
 }
 
 /// Returns dequantized rows in f32 on the host. Synchronizes with the GPU.
@@ -203,11 +205,11 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()>
     // Columns in 16 bytes of quantized data.
     let wide = if format == "int8" { 16 } else { 32 };
     let form = match inputs.is_multiple_of(wide) && aligned(&[from, codes]) {
-        true => "packed",
-        false => "single",
+        true => "_packed",
+        false => "_single",
     };
-    let most = if n == 1 { 1 } else { FEW };
-    let kernel = format!("few_{format}_{}_{most}_{form}", kind.name());
+    let most = if n == 1 { "_1" } else { MOST };
+    let kernel = ["few_", format, "_", kind.name(), most, form];
     let args = [
         Arg::size(outputs),
         Arg::Address(from),
@@ -217,7 +219,7 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()>
     ];
     let grid = Grid::line(outputs.div_ceil(WARPS), 32 * WARPS as u32);
     // SAFETY: x is [n, inputs], y [n, outputs], n at most FEW; the tensors of W were checked on construction.
-    unsafe { launch(gpu, &kernel, grid, &args, &weight) }
+    unsafe { launch(gpu, kernel, grid, &args, &weight) }
 }
 
 /// Computes `dy·w` for `dy [N, O]`: `[N, I]` of the type of dy.

@@ -45,33 +45,41 @@ fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize)> {
     Ok((table, shares.count()))
 }
 
-/// Computes the sum of `kernel` over all elements. The f64 `total` (one element) is incremented or overwritten.
-fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> Result<()> {
-    let Some(first) = tensors.first() else {
-        return Ok(());
-    };
-    let gpu = Gpu::of(first, "a tensor that is summed")?;
+/// Computes the sum of `kernel` over all elements. The f64 `total` (one element) is incremented or overwritten. Returns
+/// the sum of each share, f64.
+fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> Result<Tensor> {
+    let gpu = Gpu::of(total, "a total")?;
     let tensors: Vec<&Tensor> = tensors.iter().copied().filter(|t| t.elem_count() > 0).collect();
     let (table, shares) = table(&tensors)?;
     let parts = gpu.upload_bytes(&table)?;
     let partial = gpu.empty(shares, DType::F64)?;
-    let place = address(&partial, "partial sums")?;
     let args = [
         Arg::Address(address(&parts, "a table of tensors")?),
         Arg::small(tensors.len(), "a list of tensors")?,
-        Arg::Address(place),
+        Arg::Address(address(&partial, "partial sums")?),
     ];
     // SAFETY: the table describes the tensors, which live until the launch is queued; `partial` has one element per
     // share.
     unsafe { gpu.launch("reduce", kernel, Grid::line(shares, 256), &args)? };
+    totals(&gpu, &partial, total, add)?;
+    Ok(partial)
+}
+
+/// Computes the sum of the f64 `partial`, which is added to the f64 `total` (one element) or overwrites it.
+fn totals(gpu: &Gpu, partial: &Tensor, total: &Tensor, add: bool) -> Result<()> {
     let args = [
-        Arg::Address(place),
-        Arg::size(shares),
+        Arg::Address(address_of(partial, "partial sums", DType::F64)?),
+        Arg::size(partial.elem_count()),
         Arg::Address(address_of(total, "a total", DType::F64)?),
         Arg::I32(add as i32),
     ];
-    // SAFETY: as above.
+    // SAFETY: the sizes are those of the tensors.
     unsafe { gpu.launch("reduce", "reduce_totals", Grid::line(1, 1024), &args) }
+}
+
+/// Sets the f64 `total` (one element) to the sum of the f64 `numbers`.
+pub(crate) fn total(numbers: &Tensor, total: &Tensor) -> Result<()> {
+    totals(&Gpu::of(numbers, "numbers that are summed")?, numbers, total, false)
 }
 
 fn one(kernel: &'static str, t: &Tensor) -> Result<f64> {
@@ -94,9 +102,24 @@ pub(crate) fn all_finite(t: &Tensor) -> Result<bool> {
     Ok(one("count_odd", t)? == 0.0)
 }
 
-/// Adds the squares of all elements of f32 or bf16 tensors to the f64 `total` (one element).
-pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<()> {
+/// Adds the squares of all elements of f32 or bf16 tensors to the f64 `total` (one element). Returns the sum of each
+/// share for `non_finite`.
+pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<Tensor> {
     run("sum_squares", tensors, total, true)
+}
+
+/// Returns the indices of the tensors, of these sizes, whose squares were not finite. Synchronizes with the GPU.
+pub(crate) fn non_finite(sums: &Tensor, sizes: &[usize]) -> Result<Vec<usize>> {
+    let sums = read::<f64>(sums, "sums of squares", DType::F64)?;
+    let mut shares = sums.iter();
+    let mut is_finite = |n: &usize| {
+        shares
+            .by_ref()
+            .take(n.div_ceil(SHARE))
+            .fold(true, |all, x| all && x.is_finite())
+    };
+    let finite: Vec<bool> = sizes.iter().map(&mut is_finite).collect();
+    Ok((0..sizes.len()).filter(|i| !finite[*i]).collect())
 }
 
 /// Computes `min(1, max / (√squares + 1e-6))` as an f32 tensor of one element; `squares` f64.

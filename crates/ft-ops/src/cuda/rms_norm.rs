@@ -1,6 +1,6 @@
 //! RMSNorm on a GPU.
 
-use super::{Arg, Gpu, Grid, Kind, address, aligned, columns};
+use super::{Arg, Gpu, Grid, Kind, Name, address, aligned, columns};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -9,7 +9,7 @@ const LANES: usize = 16;
 const THREADS: usize = 256;
 
 /// Returns the kernel name and its grid, for `rows` of `size` elements.
-fn plan(direction: &str, kinds: (Kind, Kind), rows: usize, size: usize, addresses: &[u64]) -> (String, Grid) {
+fn plan(direction: &'static str, kinds: (Kind, Kind), rows: usize, size: usize, addresses: &[u64]) -> (Name, Grid) {
     let packed = size.is_multiple_of(kinds.0.pack()) && aligned(addresses);
     let pack = if packed { kinds.0.pack() } else { 1 };
     // A row with more than 4 packs per thread uses the wide kernel.
@@ -18,14 +18,15 @@ fn plan(direction: &str, kinds: (Kind, Kind), rows: usize, size: usize, addresse
         true => Grid::line(rows, size.div_ceil(pack).div_ceil(32).clamp(1, 8) as u32 * 32),
         false => Grid::line(rows.div_ceil(THREADS / LANES), THREADS as u32),
     };
-    let name = format!(
-        "rms_norm_{direction}_{}_{}_{}_{}",
-        if wide { "wide" } else { "narrow" },
+    let name = [
+        direction,
+        if wide { "_wide_" } else { "_narrow_" },
         kinds.0.name(),
+        "_",
         kinds.1.name(),
-        if packed { "packed" } else { "single" }
-    );
-    (name, grid)
+        if packed { "_packed" } else { "_single" },
+    ];
+    (name.into(), grid)
 }
 
 /// The last arguments of both kernels.
@@ -50,10 +51,10 @@ pub(crate) fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Resul
         address(w, "the weight of a norm")?,
         address(&y, "y of a norm")?,
     ];
-    let (name, grid) = plan("forward", kinds, rows, size, &places);
+    let (name, grid) = plan("rms_norm_forward", kinds, rows, size, &places);
     let args = [&places.map(Arg::Address)[..], &numbers(rows, size, eps, plus_one)?[..]].concat();
     // SAFETY: x and y are rows of `size` elements, w is one row.
-    unsafe { gpu.launch("rms_norm", &name, grid, &args)? };
+    unsafe { gpu.launch("rms_norm", name, grid, &args)? };
     Ok(y)
 }
 
@@ -79,7 +80,7 @@ pub(crate) fn backward(
         address(&dy, "dy of a norm")?,
         address(&dx, "dx of a norm")?,
     ];
-    let (name, grid) = plan("backward", kinds, rows, size, &places);
+    let (name, grid) = plan("rms_norm_backward", kinds, rows, size, &places);
     let inverse_place = match &inverse {
         Some(inverse) => address(inverse, "the inverse of a norm")?,
         None => 0,
@@ -91,7 +92,7 @@ pub(crate) fn backward(
     ]
     .concat();
     // SAFETY: as in `forward`; `inverse` has an element for each row or is null.
-    unsafe { gpu.launch("rms_norm", &name, grid, &args)? };
+    unsafe { gpu.launch("rms_norm", name, grid, &args)? };
     let dw = inverse
         .map(|inverse| columns::sums(&gpu, &dy, Some((x, &inverse)), (rows, size)))
         .transpose()?;

@@ -28,7 +28,7 @@ pub(crate) fn apply(
     let packed = half.is_multiple_of(pack) && head.is_multiple_of(pack) && aligned(&places) && aligned(&[to]);
     let work = (width / head) * (half / if packed { pack } else { 1 });
     let threads = work.div_ceil(32).clamp(1, 8) as u32 * 32;
-    let name = format!("rope_{}_{}", kind.name(), if packed { "packed" } else { "single" });
+    let name = ["rope_", kind.name(), if packed { "_packed" } else { "_single" }];
     let args = [
         Arg::Address(places[0]),
         Arg::Address(places[1]),
@@ -40,6 +40,6 @@ pub(crate) fn apply(
         Arg::Address(to),
     ];
     // SAFETY: the shapes were checked by the caller; y has the shape of x.
-    unsafe { gpu.launch("rope", &name, Grid::line(tokens, threads), &args)? };
+    unsafe { gpu.launch("rope", name, Grid::line(tokens, threads), &args)? };
     Ok(y)
 }

@@ -107,8 +107,8 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
     let mut numbers = [[0f32; 3]; GROUPS];
     numbers[..groups.len()].copy_from_slice(groups);
     let (kernel, tables) = match items.iter().any(is_quantized) {
-        true => (format!("{kernel}_codes"), code_tables(gpu)?),
-        false => (kernel.to_string(), 0),
+        true => ([kernel, "_codes"], code_tables(gpu)?),
+        false => ([kernel, ""], 0),
     };
     with_table(gpu, table, |table| {
         let args = [
@@ -125,7 +125,7 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
         ];
         let grid = Grid::line(shares.count(), 256);
         // SAFETY: the table describes tensors of these sizes, which live until the launch is queued.
-        unsafe { gpu.launch_with("optimizer", &kernel, grid, &args, Some(&numbers)) }
+        unsafe { gpu.launch_with("optimizer", kernel, grid, &args, Some(&numbers)) }
     })
 }
 

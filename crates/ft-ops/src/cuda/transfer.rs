@@ -5,11 +5,11 @@
 //! memory of a tensor that is offloaded is freed after a wait for the copy.
 
 use super::{Gpu, address};
-use crate::transfer::CopyTimes;
+use crate::transfer::{CopyTimes, HostMemory};
 use candle_core::cuda::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice, result, sys};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use ft_base::{Error, Result};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 fn failed(e: impl std::fmt::Debug) -> Error {
@@ -30,11 +30,45 @@ const MOST_TIMED: usize = 4096;
 /// Pinned host memory.
 type Pinned = PinnedHostSlice<u8>;
 
+/// Pinned buffers of one size, for memory that is not page-locked. The oldest is in front.
+struct Ring {
+    bytes: usize,
+    most: usize,
+    /// With the end of the last copy that reads each.
+    buffers: VecDeque<(Pinned, CudaEvent)>,
+}
+
+/// For small tensors, and for pieces of large ones: together 136 MiB at most.
+fn rings() -> [Mutex<Ring>; 2] {
+    [(1 << 17, 64), (8 << 20, 16)].map(|(bytes, most)| {
+        let buffers = VecDeque::new();
+        Mutex::new(Ring { bytes, most, buffers })
+    })
+}
+
+/// A copy that reads host memory.
+pub(crate) type HostRead = Arc<CudaEvent>;
+
+/// Waits for the copy.
+pub(crate) fn wait(read: &HostRead) -> Result<()> {
+    read.synchronize().map_err(failed)
+}
+
 /// A tensor during its copy to the GPU.
 pub(crate) struct Arriving {
     /// None after `receive`.
-    tensor: Option<(Tensor, CudaEvent, CudaEvent)>,
+    tensor: Option<(Tensor, CudaEvent, Arc<CudaEvent>)>,
     computing: Arc<CudaStream>,
+    /// True if the copy reads the memory of the host tensor.
+    in_place: bool,
+}
+
+impl Arriving {
+    /// The copy, if it reads the memory of the host tensor.
+    pub(crate) fn read(&self) -> Option<HostRead> {
+        let tensor = self.tensor.as_ref().filter(|_| self.in_place);
+        tensor.map(|(_, _, arrived)| arrived.clone())
+    }
 }
 
 impl Drop for Arriving {
@@ -73,11 +107,14 @@ pub(crate) struct Copier {
     stream: Arc<CudaStream>,
     /// Page-locked host tensors, by address; each is kept alive while it is locked.
     locked: Mutex<BTreeMap<usize, Tensor>>,
+    /// Host tensors that the system refused to page-lock, and their bytes since the last call of `times`.
+    refused: Mutex<(BTreeSet<usize>, u64)>,
     /// Free pinned memory, by size. All copies run on one stream, so a new write comes after the old read.
     free: Mutex<BTreeMap<usize, Vec<Pinned>>>,
     /// Copies whose times are not read yet: start of the copy, its end, and the point where the compute stream
     /// waited for it.
-    timed: Mutex<Vec<(CudaEvent, CudaEvent, CudaEvent)>>,
+    timed: Mutex<Vec<(CudaEvent, Arc<CudaEvent>, CudaEvent)>>,
+    staging: [Mutex<Ring>; 2],
 }
 
 impl Drop for Copier {
@@ -98,60 +135,101 @@ impl Copier {
             gpu,
             stream,
             locked: Mutex::default(),
+            refused: Mutex::default(),
             free: Mutex::default(),
             timed: Mutex::default(),
+            staging: rings(),
         })
     }
 
     /// Starts the upload of a contiguous host tensor; see `ops::transfer`.
-    pub(crate) fn send(&self, host: &Tensor, stable: bool) -> Result<Arriving> {
+    pub(crate) fn send(&self, host: &Tensor, memory: HostMemory) -> Result<Arriving> {
         let (from, len) = host_bytes(host)?;
-        if stable && len >= LEAST_LOCKED {
-            self.lock_in_memory(host, from as usize, len)?;
-        }
-        // SAFETY: the tensor holds this number of bytes. From memory that is not page-locked the driver copies
-        // before it returns; page-locked memory stays alive by the promise of the caller.
+        let in_place = memory != HostMemory::Temporary && len >= LEAST_LOCKED && self.lock_in_memory(host)?;
+        // SAFETY: the tensor holds this number of bytes. Page-locked memory stays alive and unchanged by the promise of
+        // the caller; other memory is read before `send` returns.
         let bytes = unsafe { std::slice::from_raw_parts(from, len) };
         let tensor = self.gpu.empty(host.dims(), host.dtype())?;
-        self.copy_to(tensor, bytes)
+        self.copy_to(tensor, bytes, in_place)
     }
 
-    /// Starts the copy of the bytes to a new tensor.
-    fn copy_to(&self, tensor: Tensor, bytes: &[u8]) -> Result<Arriving> {
+    /// Starts the copy of the bytes to a new tensor. `locked`: they are page-locked.
+    fn copy_to(&self, tensor: Tensor, bytes: &[u8], locked: bool) -> Result<Arriving> {
         let to = address(&tensor, "a tensor that is sent")?;
         let computing = self.gpu.device().cuda_stream();
         // Earlier work that is still queued may read the memory of this allocation.
         self.stream.join(&computing).map_err(failed)?;
         let started = self.stream.record_event(TIMED).map_err(failed)?;
-        if !bytes.is_empty() {
+        if !locked {
+            self.stage(to, bytes)?;
+        } else if !bytes.is_empty() {
             // SAFETY: the tensor has space for the bytes.
             unsafe { result::memcpy_htod_async(to, bytes, self.stream.cu_stream()) }.map_err(failed)?;
         }
         let arrived = self.stream.record_event(TIMED).map_err(failed)?;
         Ok(Arriving {
-            tensor: Some((tensor, started, arrived)),
+            tensor: Some((tensor, started, Arc::new(arrived))),
             computing,
+            in_place: locked,
         })
     }
 
-    /// Page-locks the memory of `host`. If the system refuses, copies are slower but still correct.
-    fn lock_in_memory(&self, host: &Tensor, from: usize, len: usize) -> Result<()> {
-        let mut locked = lock(&self.locked);
-        if locked.contains_key(&from) {
-            return Ok(());
-        }
-        self.stream.context().bind_to_thread().map_err(failed)?;
-        // SAFETY: the memory belongs to the tensor, of which a clone is kept until it is unlocked.
-        let code = unsafe { sys::cuMemHostRegister_v2(from as *mut _, len, 0) };
-        if code == sys::CUresult::CUDA_SUCCESS {
-            locked.insert(from, host.clone());
+    /// Starts the copy of bytes that are not page-locked, through pinned buffers.
+    fn stage(&self, to: u64, bytes: &[u8]) -> Result<()> {
+        let ring = &self.staging[usize::from(bytes.len() > lock(&self.staging[0]).bytes)];
+        let mut ring = lock(ring);
+        for (to, piece) in (to..).step_by(ring.bytes).zip(bytes.chunks(ring.bytes)) {
+            let is_free = ring.buffers.front().is_some_and(|(_, read)| read.is_complete());
+            let oldest = match is_free || ring.buffers.len() == ring.most {
+                true => ring.buffers.pop_front(),
+                false => None,
+            };
+            let mut buffer = match oldest {
+                Some((buffer, read)) => {
+                    read.synchronize().map_err(failed)?;
+                    buffer
+                }
+                None => self.new_pinned(ring.bytes)?,
+            };
+            buffer.as_mut_slice().map_err(failed)?[..piece.len()].copy_from_slice(piece);
+            let from = &buffer.as_slice().map_err(failed)?[..piece.len()];
+            // SAFETY: the target has space for the bytes; the buffer is used again after `read` only.
+            unsafe { result::memcpy_htod_async(to, from, self.stream.cu_stream()) }.map_err(failed)?;
+            let read = self.stream.record_event(None).map_err(failed)?;
+            ring.buffers.push_back((buffer, read));
         }
         Ok(())
     }
 
+    /// Page-locks the whole memory of which `host` is a part. If the system refuses, copies are slower but still correct.
+    fn lock_in_memory(&self, host: &Tensor) -> Result<bool> {
+        let (from, len) = host_storage(host)?;
+        let from = from as usize;
+        let mut locked = lock(&self.locked);
+        if locked.contains_key(&from) {
+            return Ok(true);
+        }
+        let mut refused = lock(&self.refused);
+        if refused.0.contains(&from) {
+            return Ok(false);
+        }
+        self.stream.context().bind_to_thread().map_err(failed)?;
+        // SAFETY: the memory belongs to the tensor, of which a clone is kept until it is unlocked.
+        let code = unsafe { sys::cuMemHostRegister_v2(from as *mut _, len, 0) };
+        let done = code == sys::CUresult::CUDA_SUCCESS;
+        if done {
+            locked.insert(from, host.clone());
+        } else {
+            refused.0.insert(from);
+            refused.1 += len as u64;
+        }
+        Ok(done)
+    }
+
     /// Unlocks the memory of a tensor, after all copies that read it are complete.
     pub(crate) fn forget(&self, host: &Tensor) -> Result<()> {
-        let from = host_bytes(host)?.0 as usize;
+        let from = host_storage(host)?.0 as usize;
+        lock(&self.refused).0.remove(&from);
         if let Some(tensor) = lock(&self.locked).remove(&from) {
             self.stream.synchronize().map_err(failed)?;
             // SAFETY: it was page-locked by this copier, and its tensor still lives.
@@ -216,7 +294,7 @@ impl Copier {
         };
         let tensor = self.gpu.empty(offloaded.shape.as_slice(), offloaded.dtype)?;
         let len = tensor.elem_count() * offloaded.dtype.size_in_bytes();
-        let arriving = self.copy_to(tensor, &host.as_slice().map_err(failed)?[..len])?;
+        let arriving = self.copy_to(tensor, &host.as_slice().map_err(failed)?[..len], true)?;
         lock(&self.free).entry(host.len()).or_default().push(host);
         Ok(arriving)
     }
@@ -226,6 +304,10 @@ impl Copier {
         if let Some(found) = lock(&self.free).get_mut(&len).and_then(Vec::pop) {
             return Ok(found);
         }
+        self.new_pinned(len)
+    }
+
+    fn new_pinned(&self, len: usize) -> Result<Pinned> {
         // SAFETY: it is filled before it is read.
         unsafe { self.stream.context().alloc_pinned_with_flags::<u8>(len, 0) }.map_err(|e| {
             let text = format!("{e:?}");
@@ -237,8 +319,17 @@ impl Copier {
     }
 
     pub(crate) fn times(&self) -> Result<CopyTimes> {
-        let mut sum = CopyTimes::default();
-        for (started, arrived, stood) in std::mem::take(&mut *lock(&self.timed)) {
+        let mut sum = CopyTimes {
+            refused: std::mem::take(&mut lock(&self.refused).1),
+            ..CopyTimes::default()
+        };
+        let mut timed = lock(&self.timed);
+        // In order: those of a step that is queued are left for the next call.
+        let complete = timed
+            .iter()
+            .take_while(|(_, arrived, stood)| arrived.is_complete() && stood.is_complete());
+        let complete = complete.count();
+        for (started, arrived, stood) in timed.drain(..complete) {
             let copying = f64::from(started.elapsed_ms(&arrived).map_err(failed)?);
             // Negative if the tensor arrived before the compute stream needed it.
             let waiting = f64::from(stood.elapsed_ms(&arrived).map_err(failed)?);
@@ -249,22 +340,32 @@ impl Copier {
     }
 }
 
-/// Returns address and length in bytes of a host tensor. The address is valid as long as the tensor lives.
+/// Returns address and length in bytes of a contiguous host tensor. The address is valid as long as the tensor lives.
 fn host_bytes(t: &Tensor) -> Result<(*const u8, usize)> {
-    let (storage, layout) = t.storage_and_layout();
+    let (_, layout) = t.storage_and_layout();
     let Some((start, end)) = layout.contiguous_offsets() else {
         return Err(Error::shape("a tensor that is sent is not contiguous"));
     };
+    let size = t.dtype().size_in_bytes();
+    let (first, _) = host_storage(t)?;
+    Ok((first.wrapping_add(start * size), (end - start) * size))
+}
+
+/// Returns address and length in bytes of the memory of which a host tensor is a part.
+fn host_storage(t: &Tensor) -> Result<(*const u8, usize)> {
+    fn whole<T>(v: &[T]) -> (*const u8, usize) {
+        (v.as_ptr().cast(), size_of_val(v))
+    }
+    let (storage, _) = t.storage_and_layout();
     let Storage::Cpu(storage) = &*storage else {
         return Err(Error::shape("a tensor that is sent is not on the host"));
     };
-    let first = match storage {
-        CpuStorage::F32(v) => v[start..end].as_ptr().cast(),
-        CpuStorage::BF16(v) => v[start..end].as_ptr().cast(),
-        CpuStorage::I16(v) => v[start..end].as_ptr().cast(),
-        CpuStorage::U8(v) => v[start..end].as_ptr().cast(),
-        CpuStorage::U32(v) => v[start..end].as_ptr().cast(),
+    Ok(match storage {
+        CpuStorage::F32(v) => whole(v),
+        CpuStorage::BF16(v) => whole(v),
+        CpuStorage::I16(v) => whole(v),
+        CpuStorage::U8(v) => whole(v),
+        CpuStorage::U32(v) => whole(v),
         _ => return Err(Error::shape("a tensor of this dtype cannot be sent to a GPU").found(t.dtype().as_str())),
-    };
-    Ok((first, (end - start) * t.dtype().size_in_bytes()))
+    })
 }

@@ -56,6 +56,7 @@ struct SavedAttentionMemory {
     o: Allocation,
     lse: Allocation,
     y: Option<Allocation>,
+    low: Vec<Allocation>,
 }
 
 /// As `SavedActivations`.
@@ -75,6 +76,7 @@ impl SavedAttentionMemory {
             o: to(self.o),
             lse: to(self.lse),
             y: self.y.map(&mut to),
+            low: self.low.into_iter().map(&mut to).collect(),
         }
     }
 
@@ -83,6 +85,7 @@ impl SavedAttentionMemory {
         l.free_all(self.qkv);
         l.free_all([self.o, self.lse]);
         l.free_all(self.y);
+        l.free_all(self.low);
     }
 }
 
@@ -113,6 +116,16 @@ impl<'a> LayerMemory<'a> {
             },
             self.index,
         )
+    }
+
+    /// Bytes of the partial sums of dk and dv on a GPU, in f32; the kernels for f32 tensors have none.
+    fn gpu_partial_sums(&self) -> u64 {
+        let LayerMemorySettings { spec, tokens, .. } = self.settings;
+        let parts = attention::gpu_backward_parts(spec.heads, spec.kv_heads, tokens);
+        match self.settings.on_gpu && self.settings.element == 2 && parts > 1 {
+            true => (2 * 4 * parts * tokens * spec.kv_width()) as u64,
+            false => 0,
+        }
     }
 
     /// Bytes of `[N, width]`.
@@ -158,6 +171,7 @@ impl<'a> LayerMemory<'a> {
     fn attention(&self, l: &mut Ledger) -> (Allocation, SavedAttentionMemory) {
         let (linears, o_proj) = self.linears(true);
         let h = l.alloc(LayerWork, self.nd);
+        let low_in = self.low(l, &linears);
         let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
         l.free(h);
         let v = qkv.pop();
@@ -173,6 +187,7 @@ impl<'a> LayerMemory<'a> {
         qkv.extend(v);
         let o = l.alloc(LayerWork, self.nq);
         let lse = l.alloc(LayerWork, self.lse);
+        let low_out = self.low(l, &[o_proj]);
         let mut x1 = self.linear(l, o_proj);
         let mut y = None;
         if self.settings.spec.sandwich_norms {
@@ -182,11 +197,21 @@ impl<'a> LayerMemory<'a> {
             l.free(normed);
         }
         l.free_all(before);
-        (x1, SavedAttentionMemory { raw, qkv, o, lse, y })
+        let low = vec![low_in, low_out];
+        let saved = SavedAttentionMemory {
+            raw,
+            qkv,
+            o,
+            lse,
+            y,
+            low,
+        };
+        (x1, saved)
     }
 
     /// From the layer's input to its output; the returned output is held.
     pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<SavedActivationsMemory>) {
+        let copies = self.pair_copies(l);
         let (x1, attention) = self.attention(l);
         let attention = if keep {
             Some(attention.relabel(l))
@@ -195,6 +220,7 @@ impl<'a> LayerMemory<'a> {
             None
         };
         let (y, parts) = self.mlp(l, keep);
+        l.free(copies);
         let Some(attention) = attention else {
             l.free(x1);
             return (y, None);
@@ -264,6 +290,7 @@ impl<'a> LayerMemory<'a> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
+        let copies = self.pair_copies(l);
         let attention_needed = need_dx || self.attention_wanted(sink);
         let (x1, kept, parts) = match kept {
             Some(kept) => (kept.x1, kept.attention, kept.parts),
@@ -280,7 +307,7 @@ impl<'a> LayerMemory<'a> {
         };
         let dx1 = self.mlp_backward(l, parts, dy, attention_needed, sink);
         l.free(x1);
-        match (kept, dx1) {
+        let dx = match (kept, dx1) {
             (Some(kept), Some(dx1)) => self.attention_backward(l, kept, dx1, need_dx, sink),
             (kept, dx1) => {
                 if let Some(kept) = kept {
@@ -289,7 +316,9 @@ impl<'a> LayerMemory<'a> {
                 l.free_all(dx1);
                 None
             }
-        }
+        };
+        l.free(copies);
+        dx
     }
 
     fn attention_backward(
@@ -300,7 +329,14 @@ impl<'a> LayerMemory<'a> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        let SavedAttentionMemory { raw, qkv, o, lse, y } = saved;
+        let SavedAttentionMemory {
+            raw,
+            qkv,
+            o,
+            lse,
+            y,
+            low,
+        } = saved;
         let (linears, o_proj) = self.linears(true);
         let need_dh = need_dx || self.wants(sink, "input_layernorm");
         let qk_wanted = self.wants(sink, "self_attn.q_norm") || self.wants(sink, "self_attn.k_norm");
@@ -316,11 +352,15 @@ impl<'a> LayerMemory<'a> {
             l.free_all(raw);
             l.free_all(qkv);
             l.free_all([o, lse, dx1]);
+            l.free_all(low);
             return None;
         };
         let dq = l.alloc(LayerWork, self.nq);
         let spec = self.settings.spec;
-        let parts = attention::backward_parts(spec.heads, spec.kv_heads, self.settings.documents.max(1)) as u64;
+        let parts = match self.settings.on_gpu {
+            true => 1,
+            false => attention::backward_parts(spec.heads, spec.kv_heads, self.settings.documents.max(1)) as u64,
+        };
         let partial = [
             l.alloc(LayerWork, parts * self.nkv),
             l.alloc(LayerWork, parts * self.nkv),
@@ -328,6 +368,7 @@ impl<'a> LayerMemory<'a> {
         let (dk, dv) = match parts {
             1 => {
                 let [dk, dv] = partial;
+                l.touch(LayerWork, self.gpu_partial_sums());
                 (dk, dv)
             }
             _ => {
@@ -355,6 +396,7 @@ impl<'a> LayerMemory<'a> {
         let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
         let h = wanted.then(|| l.alloc(LayerWork, self.nd));
         let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
+        l.free_all(low);
         l.free_all(h);
         let dx = dh.map(|dh| {
             let dx = self.norm_backward(l, "input_layernorm", self.nd, sink);

@@ -20,6 +20,43 @@ impl LayerMemory<'_> {
         4 * (self.settings.tokens as u64 * cost.per_token + cost.whole)
     }
 
+    /// On a GPU: u of the LoRA pairs of linears with one input. A subtracted start doubles it. DoRA also keeps the
+    /// outputs that are not saved otherwise.
+    pub(in crate::model) fn low(&self, l: &mut Ledger, linears: &[LinearShape]) -> Allocation {
+        let saved = |name: &str| match name {
+            "self_attn.q_proj" | "self_attn.k_proj" => self.settings.spec.qk_norm,
+            "self_attn.o_proj" | "mlp.down_proj" => false,
+            _ => !self.settings.spec.fused_projections,
+        };
+        let columns = |&(name, input, output): &LinearShape| match self.adapter((name, input, output)) {
+            Some(c) if c.widens && !saved(name) => c.rank + output,
+            Some(c) if c.fixed > 0 => 2 * c.rank,
+            Some(c) => c.rank,
+            None => 0,
+        };
+        let columns: usize = linears.iter().map(columns).sum();
+        l.alloc(LayerWork, if self.settings.on_gpu { self.bytes(columns) } else { 0 })
+    }
+
+    /// On a GPU: copies of the LoRA pairs in the type of the activations, while the layer computes.
+    pub(in crate::model) fn pair_copies(&self, l: &mut Ledger) -> Allocation {
+        let costs = self.settings.spec.linears().into_iter();
+        let costs = costs.filter_map(|linear| self.adapter((linear.name, linear.input, linear.output)));
+        let elements = |c: &Cost| {
+            let trained: usize = c.trained.iter().map(|(_, dims)| dims.iter().product::<usize>()).sum();
+            trained as u64 + 2 * c.fixed
+        };
+        let all: u64 = costs.filter(|c| c.rank > 0).map(elements).sum();
+        l.alloc(
+            LayerWork,
+            if self.settings.on_gpu {
+                self.settings.element * all
+            } else {
+                0
+            },
+        )
+    }
+
     /// A product with a weight of another type than the activation. On a GPU the weight is dequantized, or widened from
     /// bf16 to f32, block by block; on the CPU both happen during packing.
     fn decode(&self, l: &mut Ledger, linear: LinearShape) {
@@ -31,7 +68,7 @@ impl LayerMemory<'_> {
         if quantized && !(self.settings.active)(&weight) {
             bytes += quantized::work_bytes(output, input, bf16);
         }
-        if bf16 && self.adapter(linear).is_some_and(|c| c.widens) {
+        if bf16 && self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens) {
             bytes += quantized::work_bytes(output, input, false);
         }
         if self.settings.on_gpu {

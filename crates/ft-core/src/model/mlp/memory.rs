@@ -7,7 +7,7 @@ use super::Needs;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 
-/// As `SavedPieces`.
+/// As `SavedPieces`: gate and up, then u of the LoRA pairs.
 pub(in crate::model) type SavedPiecesMemory = Vec<Vec<Allocation>>;
 
 impl LayerMemory<'_> {
@@ -38,18 +38,26 @@ impl LayerMemory<'_> {
     fn mlp_piece(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<Vec<Allocation>>) {
         let (linears, down) = self.linears(false);
         let h = l.alloc(LayerWork, self.nd);
+        let low = self.low(l, &linears);
         let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
+        parts.push(low);
         l.free(h);
         let m = l.alloc(LayerWork, self.ni);
         if !keep {
             l.free_all(std::mem::take(&mut parts));
         }
+        let low = self.low(l, &[down]);
         let mut y = self.linear(l, down);
         if self.settings.spec.sandwich_norms {
             let normed = l.alloc(LayerWork, self.nd);
             l.free(std::mem::replace(&mut y, normed));
         }
         l.free(m);
+        if keep {
+            parts.push(low);
+        } else {
+            l.free(low);
+        }
         let parts = keep.then(|| parts.into_iter().map(|p| l.relabel(p, Activations)).collect());
         (y, parts)
     }
@@ -123,7 +131,13 @@ impl LayerMemory<'_> {
         let sandwich = self.settings.spec.sandwich_norms;
         let (linears, down) = self.linears(false);
         let mut h = (needs.inputs || parts.is_none()).then(|| l.alloc(LayerWork, self.nd));
-        let parts = parts.unwrap_or_else(|| self.projections(l, &linears, &[self.ni, self.ni]));
+        let mut parts = parts.unwrap_or_else(|| {
+            let low = self.low(l, &linears);
+            let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
+            parts.push(low);
+            parts
+        });
+        let low = parts.split_off(2);
         if !needs.inputs {
             l.free_all(h.take());
         }
@@ -139,6 +153,7 @@ impl LayerMemory<'_> {
         l.free_all(d_down);
         let Some(dm) = dm else {
             l.free_all(parts);
+            l.free_all(low);
             l.free_all(h);
             return None;
         };
@@ -152,6 +167,7 @@ impl LayerMemory<'_> {
         };
         l.free(dm);
         let dh = self.projections_backward(l, &linears, dys, needs.dh, sink);
+        l.free_all(low);
         l.free_all(h);
         dh
     }

@@ -2,6 +2,7 @@
 //! allocated once and reused.
 
 use crate::base::{Error, Result};
+use crate::ops::transfer::HostRead;
 use crate::source::{GroupWeights, SLOTS, lock, tensor_bytes};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -35,6 +36,8 @@ struct Slot<K> {
     key: Option<K>,
     content: SlotState,
     buffers: Buffers,
+    /// Copies that may still read the buffers.
+    reads: Vec<HostRead>,
     /// True if the slot was prefetched, and not fetched since.
     prefetched: bool,
     /// Time of the last request (a counter).
@@ -48,6 +51,13 @@ impl<K> Slot<K> {
             SlotState::Loading => false,
             SlotState::Ready(handle) => Arc::strong_count(handle) == 1,
             _ => true,
+        }
+    }
+
+    /// Replaces the content; keeps the copies that may still read its memory.
+    fn empty(&mut self, content: SlotState) {
+        if let SlotState::Ready(handle) = std::mem::replace(&mut self.content, content) {
+            self.reads.extend(handle.take_reads());
         }
     }
 }
@@ -98,12 +108,12 @@ impl<L: Loader> DoubleBuffer<L> {
             slots.push(Slot::new());
             slots.len() - 1
         });
-        let mut buffers = begin(&mut slots, at, key, false);
+        let (mut buffers, reads) = begin(&mut slots, at, key, false);
         drop(slots);
         let filled = shared
             .loader
             .prepare(key, &mut buffers)
-            .and_then(|()| shared.loader.fill(key, &buffers));
+            .and_then(|()| shared.fill(key, &buffers, &reads));
         let mut slots = shared.lock();
         let slot = &mut slots[at];
         slot.buffers = buffers;
@@ -135,12 +145,12 @@ impl<L: Loader> DoubleBuffer<L> {
         let Some(at) = shared.choose(&mut slots, false) else {
             return;
         };
-        let mut buffers = begin(&mut slots, at, key, true);
+        let (mut buffers, reads) = begin(&mut slots, at, key, true);
         drop(slots);
         let prepared = shared.loader.prepare(key, &mut buffers);
         let shared = self.0.clone();
         let job = move || {
-            let filled = prepared.and_then(|()| shared.loader.fill(key, &buffers));
+            let filled = prepared.and_then(|()| shared.fill(key, &buffers, &reads));
             let mut slots = shared.lock();
             let slot = &mut slots[at];
             slot.buffers = buffers;
@@ -163,7 +173,8 @@ impl<L: Loader> DoubleBuffer<L> {
                 // The memory is still in use: the last reader frees it.
                 slot.buffers.clear();
             }
-            (slot.key, slot.content, slot.prefetched) = (None, SlotState::Empty, false);
+            slot.empty(SlotState::Empty);
+            (slot.key, slot.prefetched) = (None, false);
         }
     }
 
@@ -181,6 +192,7 @@ impl<K> Slot<K> {
             key: None,
             content: SlotState::Empty,
             buffers: Buffers::new(),
+            reads: Vec::new(),
             prefetched: false,
             last: 0,
         }
@@ -190,6 +202,12 @@ impl<K> Slot<K> {
 impl<L: Loader> Shared<L> {
     fn lock(&self) -> MutexGuard<'_, Vec<Slot<L::Key>>> {
         lock(&self.slots)
+    }
+
+    /// Fills buffers that no copy reads any more.
+    fn fill(&self, key: L::Key, buffers: &Buffers, reads: &[HostRead]) -> Result<GroupWeights> {
+        reads.iter().try_for_each(HostRead::wait)?;
+        self.loader.fill(key, buffers)
     }
 
     /// Waits until no load is running.
@@ -223,13 +241,14 @@ fn clock<K>(slots: &[Slot<K>]) -> u64 {
     slots.iter().map(|p| p.last).max().unwrap_or(0) + 1
 }
 
-/// Assigns the slot to `key` and marks it as loading; returns its memory for the loader.
-fn begin<K>(slots: &mut [Slot<K>], at: usize, key: K, prefetched: bool) -> Buffers {
+/// Assigns the slot to `key` and marks it as loading; returns its memory for the loader, and what may still read it.
+fn begin<K>(slots: &mut [Slot<K>], at: usize, key: K, prefetched: bool) -> (Buffers, Vec<HostRead>) {
     let now = clock(slots);
     let slot = &mut slots[at];
-    (slot.key, slot.content) = (Some(key), SlotState::Loading);
+    slot.empty(SlotState::Loading);
+    slot.key = Some(key);
     (slot.prefetched, slot.last) = (prefetched, now);
-    std::mem::take(&mut slot.buffers)
+    (std::mem::take(&mut slot.buffers), std::mem::take(&mut slot.reads))
 }
 
 #[cfg(test)]

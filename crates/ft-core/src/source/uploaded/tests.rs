@@ -35,7 +35,7 @@ fn resident(dtype: Dtype) -> Resident {
 }
 
 fn uploaded(dtype: Dtype) -> Uploaded {
-    Uploaded::new(Arc::new(resident(dtype)), "head", true, &Device::Cpu).unwrap()
+    Uploaded::new(Arc::new(resident(dtype)), "head", HostMemory::Stable, &Device::Cpu).unwrap()
 }
 
 fn flat(t: &Tensor) -> Vec<f32> {
@@ -162,7 +162,13 @@ fn codes_travel_as_they_are() {
             host.with_originals(move |p, _| Ok(originals.in_memory(&p.name).unwrap()))
         };
         let here = make();
-        let there = Uploaded::new(Arc::new(make().ready_to_travel().unwrap()), "head", true, &Device::Cpu).unwrap();
+        let there = Uploaded::new(
+            Arc::new(make().ready_to_travel().unwrap()),
+            "head",
+            HostMemory::Stable,
+            &Device::Cpu,
+        )
+        .unwrap();
         let rows = |s: &dyn WeightSource| {
             let (_, weight) = s.fetch(Group::Layer(1)).unwrap().weight(NAME).unwrap();
             assert_eq!(weight.format(), Some(format));
@@ -269,7 +275,7 @@ fn the_source_behind_reads_each_layer_ahead_and_none_for_nothing() {
     for lowest in [0, 2] {
         let asked: Arc<Mutex<Vec<(bool, usize)>>> = Arc::default();
         let watched = Watched(resident(Dtype::F32), asked.clone());
-        let there = Uploaded::new(Arc::new(watched), "head", false, &Device::Cpu).unwrap();
+        let there = Uploaded::new(Arc::new(watched), "head", HostMemory::Temporary, &Device::Cpu).unwrap();
         for _ in 0..2 {
             up_and_down(&there, lowest);
         }
@@ -305,7 +311,7 @@ fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
     };
     let there = Disk::open(params(), Weights::open_file(&file).unwrap(), options).unwrap();
     let (there, here) = (
-        Uploaded::new(Arc::new(there), "head", false, &Device::Cpu).unwrap(),
+        Uploaded::new(Arc::new(there), "head", HostMemory::Temporary, &Device::Cpu).unwrap(),
         resident(dtype),
     );
     for lowest in [0, 3, 0] {

@@ -1,0 +1,369 @@
+//! Linears with one input: q, k, v, or gate and up, or a single one.
+//!
+//! On a GPU the LoRA pairs of all of them are computed together, from copies in the type of the activations, and u = x·Aᵀ
+//! is saved with the activations. The product of a pair comes before the product with W: it is small, and bf16 would
+//! round most of it away if it were added to a result.
+//!
+//! DoRA without dropout is computed with them: y = g ⊙ (x·Wᵀ + u·Bᵀ) + b with g = m / ‖V‖; the sum is f32 until y is
+//! rounded.
+//!
+//! Letters: N tokens, I input features, O output features, R rank, T columns of u (`ops::pairs`).
+
+use super::contracts::{Context, GradSink};
+use super::linear::{Dx, Linear};
+use crate::base::{Error, Result};
+use crate::ops::pairs::{self, PairStack};
+use crate::ops::{adapters, update};
+use crate::peft::{Frozen, Gradient, Lora};
+use candle_core::{DType, Tensor};
+
+/// Linears with one input, each with one result; or one linear whose result is cut into parts (Phi-3).
+pub struct Projections {
+    linears: Vec<Linear>,
+    /// The widths of the parts of a fused linear; else empty.
+    widths: Vec<usize>,
+    /// On a GPU: the LoRA pairs.
+    pairs: Option<PairStack>,
+}
+
+/// What the backward pass of the LoRA pairs reuses.
+pub(super) struct Low {
+    /// `[N, T]`
+    u: Tensor,
+    /// For each pair: g `[O]` and the output `[N, O]` if it is DoRA.
+    dora: Vec<Option<(Tensor, Tensor)>>,
+}
+
+/// `Low`, if the pairs were computed together.
+pub(super) type SavedLow = Option<Low>;
+
+/// Adds the residual stream `x` to `y`, `[N, D]` each: in place, unless `y` is an output that was saved.
+pub(super) fn add_residual(y: Tensor, x: &Tensor, low: &SavedLow) -> Result<Tensor> {
+    if low.as_ref().is_some_and(|low| low.dora.iter().any(Option::is_some)) {
+        return update::add(&y, x);
+    }
+    update::add_assign(&y, x)?;
+    Ok(y)
+}
+
+impl Projections {
+    /// One linear for each part.
+    pub fn separate(linears: Vec<Linear>) -> Self {
+        Self {
+            linears,
+            widths: Vec::new(),
+            pairs: None,
+        }
+    }
+
+    /// One linear, and the widths of its parts.
+    pub fn fused(linear: Linear, widths: Vec<usize>) -> Self {
+        Self {
+            widths,
+            ..Self::separate(vec![linear])
+        }
+    }
+
+    /// Copies the LoRA pairs of these groups for their products, if they are on a GPU.
+    pub(super) fn copy_pairs(groups: [&mut Self; 4]) -> Result<()> {
+        let groups: Vec<_> = groups.into_iter().filter(|g| g.members().next().is_some()).collect();
+        let Some(first) = groups.first() else { return Ok(()) };
+        let dtype = if first.is_bf16() { DType::BF16 } else { DType::F32 };
+        let matrices: Vec<Vec<_>> = (groups.iter())
+            .map(|g| g.members().map(|(_, lora)| lora.matrices()).collect())
+            .collect();
+        let stacks = pairs::stacks(&matrices, dtype)?;
+        drop(matrices);
+        for (group, stack) in groups.into_iter().zip(stacks) {
+            group.pairs = Some(stack);
+        }
+        Ok(())
+    }
+
+    /// The linears, in model order.
+    pub fn into_linears(self) -> Vec<Linear> {
+        self.linears
+    }
+
+    /// True if the first weight is bf16.
+    pub fn is_bf16(&self) -> bool {
+        self.linears.first().is_some_and(|l| l.weight.is_bf16())
+    }
+
+    /// True if any parameter gets a gradient.
+    pub fn wanted(&self, sink: &dyn GradSink) -> bool {
+        self.linears.iter().any(|l| l.wanted(sink))
+    }
+
+    /// The linears whose LoRA pair is in the stack, in its order.
+    fn members(&self) -> impl Iterator<Item = (&Linear, &Lora)> {
+        self.linears.iter().filter_map(|l| Some((l, l.pair_on_gpu()?)))
+    }
+
+    /// The stack, unless a part of an adapter has dropout and another has not: a subtracted start, and W under DoRA.
+    fn pairs(&self, ctx: &Context) -> Option<&PairStack> {
+        let apart =
+            |(l, lora): (&Linear, &Lora)| (lora.start.is_some() || l.dora().is_some()) && lora.mask.drops(ctx.dropout);
+        self.pairs.as_ref().filter(|_| !self.members().any(apart))
+    }
+
+    fn drops(&self, ctx: &Context) -> bool {
+        self.members().any(|(_, lora)| lora.mask.drops(ctx.dropout))
+    }
+
+    /// u = s · x·Aᵀ of all pairs, `[N, T]`. Each adapter has a dropout mask of its own.
+    fn down(&self, pairs: &PairStack, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        if !self.drops(ctx) {
+            return pairs.down(x);
+        }
+        let u = pairs.columns(x.dim(0)?)?;
+        for (i, (_, lora)) in self.members().enumerate() {
+            pairs.down_one(i, &lora.mask.dropped(x, ctx.dropout)?, &u)?;
+        }
+        Ok(u)
+    }
+
+    /// g `[O]` of pair `i`, if it is DoRA.
+    fn factors(&self, pairs: &PairStack, i: usize, linear: &Linear) -> Result<Option<Tensor>> {
+        let Some(dora) = linear.dora() else { return Ok(None) };
+        let a = pairs.a(i)?;
+        let across = Tensor::zeros((a.dim(0)?, linear.dims().0), DType::F32, a.device())?;
+        linear.weight.forward_add(&across, &a)?;
+        Ok(Some(dora.factors(linear, &across)?))
+    }
+
+    /// The output of a linear with pair `i`, `[N, O]`, and what DoRA saves.
+    fn forward_pair(
+        &self,
+        pairs: &PairStack,
+        i: usize,
+        linear: &Linear,
+        (x, u): (&Tensor, &Tensor),
+        ctx: &Context,
+    ) -> Result<(Tensor, Option<(Tensor, Tensor)>)> {
+        ctx.seen(&linear.name, x)?;
+        let Some(g) = self.factors(pairs, i, linear)? else {
+            return Ok((linear.forward_plus(x, pairs.up(i, u, x.dtype())?)?, None));
+        };
+        let sum = pairs.up(i, u, DType::F32)?;
+        linear.weight.forward_add(&sum, x)?;
+        let bias = linear.bias.as_ref().map(|b| &b.tensor);
+        let y = adapters::scale_columns(&sum, &g, bias, x.dtype())?;
+        Ok((y.clone(), Some((g, y))))
+    }
+
+    /// `x` `[N, I]` to the parts, `[N, ·]` each, and what the backward pass reuses.
+    pub(super) fn forward(&self, x: &Tensor, ctx: &Context) -> Result<(Vec<Tensor>, SavedLow)> {
+        let mut parts = Vec::with_capacity(self.linears.len());
+        let mut low = match self.pairs(ctx) {
+            Some(pairs) => Some((pairs, self.down(pairs, x, ctx)?, Vec::new())),
+            None => None,
+        };
+        for linear in &self.linears {
+            parts.push(match &mut low {
+                Some((pairs, u, dora)) if linear.pair_on_gpu().is_some() => {
+                    let (y, saved) = self.forward_pair(pairs, dora.len(), linear, (x, u), ctx)?;
+                    dora.push(saved);
+                    y
+                }
+                _ => linear.forward(x, ctx)?,
+            });
+        }
+        if let [y] = &parts[..]
+            && !self.widths.is_empty()
+        {
+            let mut start = 0;
+            let part = |&width: &usize| {
+                start += width;
+                Ok(y.narrow(1, start - width, width)?.contiguous()?)
+            };
+            parts = self.widths.iter().map(part).collect::<Result<_>>()?;
+        }
+        Ok((parts, low.map(|(_, u, dora)| Low { u, dora })))
+    }
+
+    /// As `forward`, for a single linear: `[N, O]`.
+    pub(super) fn forward_one(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SavedLow)> {
+        let (mut parts, low) = self.forward(x, ctx)?;
+        match (parts.pop(), parts.is_empty()) {
+            (Some(y), true) => Ok((y, low)),
+            _ => Err(Error::internal("a single linear has several parts")),
+        }
+    }
+
+    /// Sums `∂x` over the parts; drops `dys` one by one. `x` is needed only if `wanted`. What was not saved is computed
+    /// again.
+    pub(super) fn backward(
+        &self,
+        x: Option<&Tensor>,
+        saved: SavedLow,
+        mut dys: Vec<Tensor>,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        if !self.widths.is_empty() {
+            dys = vec![Tensor::cat(&dys, 1)?.contiguous()?];
+        }
+        let mut total: Option<Tensor> = None;
+        let low = match self.pairs(ctx) {
+            Some(pairs) => self.low_backward(pairs, x, saved, &mut dys, (ctx, need_dx), sink)?,
+            None => None,
+        };
+        let mut next = 0;
+        if let Some(low) = &low {
+            total = low.dx.clone();
+        }
+        for (linear, dy) in self.linears.iter().zip(dys) {
+            let dx = total.as_ref().map_or(Dx::new(need_dx), Dx::AddTo);
+            match &low {
+                Some(low) if linear.pair_on_gpu().is_some() => {
+                    total = Frozen::backward(linear, &dy, dx)?;
+                    if linear.dora().is_none() {
+                        linear.own_gradients(x, &dy, sink)?;
+                    }
+                    low.gradients_b(next, linear, &dy, sink)?;
+                    next += 1;
+                }
+                _ => total = linear.backward(x, &dy, ctx, dx, sink)?,
+            }
+        }
+        if let Some(low) = low {
+            low.gradients_a(self, ctx, sink)?;
+        }
+        Ok(total)
+    }
+
+    /// The part of the pairs. Replaces `dys` of DoRA linears by the gradients of x·Wᵀ + u·Bᵀ.
+    fn low_backward<'a>(
+        &self,
+        pairs: &'a PairStack,
+        x: Option<&'a Tensor>,
+        saved: SavedLow,
+        dys: &mut [Tensor],
+        (ctx, need_dx): (&Context, bool),
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<LowBackward<'a>>> {
+        let adapters_x = x.filter(|_| self.members().any(|(l, _)| l.adapter_wanted(sink)));
+        if adapters_x.is_none() && !need_dx {
+            return Ok(None);
+        }
+        let low = match (adapters_x, saved) {
+            (_, Some(low)) => Some(low),
+            (Some(x), None) if self.members().any(|(l, _)| l.dora().is_some()) => self.forward(x, ctx)?.1,
+            (Some(x), None) => Some(Low {
+                u: self.down(pairs, x, ctx)?,
+                dora: Vec::new(),
+            }),
+            (None, None) => None,
+        };
+        let rows = dys.first().map_or(Ok(0), |dy| dy.dim(0))?;
+        let du = pairs.columns(rows)?;
+        let mut i = 0;
+        for (linear, dy) in self.linears.iter().zip(dys) {
+            if linear.pair_on_gpu().is_none() {
+                continue;
+            }
+            if let Some(dora) = linear.dora() {
+                let bias = linear.bias.as_ref().map(|b| &b.tensor);
+                let g = match low.as_ref().and_then(|low| low.dora.get(i)?.as_ref()) {
+                    Some((g, y)) => {
+                        if adapters_x.is_some() && sink.wants(&dora.name) {
+                            let Gradient { param, gradient } = dora.magnitude_gradient(dy, y, bias)?;
+                            sink.take(&param, gradient)?;
+                        }
+                        g.clone()
+                    }
+                    None => match self.factors(pairs, i, linear)? {
+                        Some(g) => g,
+                        None => return Err(Error::internal("a DoRA adapter has no factors")),
+                    },
+                };
+                linear.own_gradients(x, dy, sink)?;
+                *dy = adapters::scale_columns(dy, &g, None, dy.dtype())?;
+            }
+            pairs.back_down(i, dy, &du)?;
+            i += 1;
+        }
+        let dx = match need_dx {
+            true => Some(self.back_up(pairs, &du, ctx)?),
+            false => None,
+        };
+        let x = adapters_x.zip(low.map(|low| low.u));
+        Ok(Some(LowBackward { pairs, du, dx, x }))
+    }
+
+    /// ∂x through the pairs, `[N, I]`.
+    fn back_up(&self, pairs: &PairStack, du: &Tensor, ctx: &Context) -> Result<Tensor> {
+        if !self.drops(ctx) {
+            return pairs.back_up(du);
+        }
+        let mut total: Option<Tensor> = None;
+        for (i, (_, lora)) in self.members().enumerate() {
+            let through = pairs.back_up_one(i, du)?;
+            lora.mask.assign(&through, ctx.dropout)?;
+            match &total {
+                Some(total) => update::add_assign(total, &through)?,
+                None => total = Some(through),
+            }
+        }
+        total.ok_or_else(|| Error::internal("a stack of LoRA pairs is empty"))
+    }
+}
+
+/// The backward pass through the pairs: what their gradients need.
+struct LowBackward<'a> {
+    pairs: &'a PairStack,
+    /// `[N, T]`
+    du: Tensor,
+    /// `[N, I]`, if it is needed.
+    dx: Option<Tensor>,
+    /// x `[N, I]` and u `[N, T]`, if gradients are needed.
+    x: Option<(&'a Tensor, Tensor)>,
+}
+
+impl LowBackward<'_> {
+    /// Passes the gradient of B of pair `i` to the sink.
+    fn gradients_b(&self, i: usize, linear: &Linear, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
+        let (Some((_, u)), Some(lora)) = (&self.x, linear.pair_on_gpu()) else {
+            return Ok(());
+        };
+        let [_, b] = lora.pair();
+        if !sink.wants(&b.name) {
+            return Ok(());
+        }
+        match sink.sum(&b.name) {
+            Some(sum) => self.pairs.grad_b(i, dy, u, Some(&sum)).map(|_| ()),
+            None => sink.take(&b, self.pairs.grad_b(i, dy, u, None)?),
+        }
+    }
+
+    /// Passes the gradients of A of all pairs to the sink.
+    fn gradients_a(self, of: &Projections, ctx: &Context, sink: &mut dyn GradSink) -> Result<()> {
+        let Some((x, _)) = &self.x else { return Ok(()) };
+        let names = |sink: &dyn GradSink| of.members().any(|(_, lora)| sink.sum(&lora.a_name).is_some());
+        let mut together = match of.drops(ctx) || names(sink) {
+            true => Vec::new(),
+            false => self.pairs.grads_a(&self.du, x)?,
+        }
+        .into_iter();
+        for (i, (_, lora)) in of.members().enumerate() {
+            let ([a, _], known) = (lora.pair(), together.next());
+            if !sink.wants(&a.name) {
+                continue;
+            }
+            let sum = sink.sum(&a.name);
+            let gradient = match known {
+                Some(gradient) => gradient,
+                None => {
+                    let x = lora.mask.dropped(x, ctx.dropout)?;
+                    self.pairs.grad_a(i, &self.du, &x, sum.as_ref())?
+                }
+            };
+            if sum.is_none() {
+                sink.take(&a, gradient)?;
+            }
+        }
+        Ok(())
+    }
+}

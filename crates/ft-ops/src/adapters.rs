@@ -1,0 +1,114 @@
+//! Operations of adapters other than LoRA. Those without a CPU version belong to code that only a GPU runs.
+//!
+//! Letters: N tokens, C columns, O output features, R rank, I = K·S features in K blocks of S.
+
+use super::update;
+use candle_core::{DType, Tensor};
+use ft_base::{Error, Result};
+
+fn gpu_only<T>() -> Result<T> {
+    Err(Error::unsupported("this operation of an adapter exists on a GPU only"))
+}
+
+/// Computes `x ⊙ v + bias`, `[N, C]` in type `to`, from x f32 or bf16, `v [C]` f32 and `bias [C]`. On a GPU only.
+pub fn scale_columns(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: DType) -> Result<Tensor> {
+    on_gpu!(x, super::cuda::adapters::scale_columns(x, v, bias, to));
+    let _ = (v, bias, to);
+    gpu_only()
+}
+
+/// Sums `a ⊙ b` (`[N, C]` each) over the rows, `[C]` f32. On a GPU only.
+pub fn sum_products(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    on_gpu!(a, super::cuda::adapters::sum_products(a, b));
+    let _ = b;
+    gpu_only()
+}
+
+/// The row norms of DoRA: what ‖V‖² consists of, f32.
+#[derive(Debug, Clone, Copy)]
+pub struct DoraNorm<'a> {
+    /// A·Wᵀ, `[R, O]`
+    pub across: &'a Tensor,
+    /// B·A·Aᵀ, `[O, R]`
+    pub own: &'a Tensor,
+    /// B, `[O, R]`
+    pub b: &'a Tensor,
+    /// ‖W‖² of each row, `[O]`
+    pub squares: &'a Tensor,
+    /// s
+    pub scale: f32,
+}
+
+impl DoraNorm<'_> {
+    /// Computes `m / ‖V‖`, `[O]` f32, from the magnitudes `m [O]`. On a GPU only.
+    pub fn factors(&self, m: &Tensor) -> Result<Tensor> {
+        on_gpu!(m, super::cuda::adapters::dora_factors(self, m));
+        gpu_only()
+    }
+}
+
+/// Builds skew-symmetric blocks `[K, S, S]` from their upper triangles `[K, S·(S-1)/2]`, row by row, f32.
+pub fn skew(triangles: &Tensor, size: usize) -> Result<Tensor> {
+    on_gpu!(triangles, super::cuda::adapters::skew(triangles, size));
+    let k = triangles.dim(0)?;
+    let from = update::to_f32_vec(triangles)?;
+    let mut q = vec![0f32; k * size * size];
+    let mut next = from.iter();
+    for block in q.chunks_exact_mut((size * size).max(1)) {
+        for row in 0..size {
+            for (column, &value) in (row + 1..size).zip(&mut next) {
+                block[row * size + column] = value;
+                block[column * size + row] = -value;
+            }
+        }
+    }
+    Ok(Tensor::from_vec(q, (k, size, size), triangles.device())?)
+}
+
+/// The gradient of the triangles `[K, S·(S-1)/2]` from that of the blocks, `dq [K, S, S]` f32.
+pub fn skew_gradient(dq: &Tensor) -> Result<Tensor> {
+    let (k, s, _) = dq.dims3()?;
+    on_gpu!(dq, super::cuda::adapters::skew_gradient(dq, (k, s)));
+    let whole = update::to_f32_vec(dq)?;
+    let mut out = Vec::with_capacity(k * s * s.saturating_sub(1) / 2);
+    for block in whole.chunks_exact((s * s).max(1)) {
+        for row in 0..s {
+            out.extend((row + 1..s).map(|column| block[row * s + column] - block[column * s + row]));
+        }
+    }
+    let triangle = out.len() / k.max(1);
+    Ok(Tensor::from_vec(out, (k, triangle), dq.device())?)
+}
+
+/// Computes `y [N, I] += x·D`, or `x·Dᵀ`, with D block-diagonal: `d [K, S, S]`, x of the type of y. On a GPU only.
+pub fn add_blocks(y: &Tensor, x: &Tensor, d: &Tensor, transposed: bool) -> Result<()> {
+    on_gpu!(y, super::cuda::adapters::add_blocks(y, x, d, transposed));
+    let _ = (x, d, transposed);
+    gpu_only()
+}
+
+/// Computes the diagonal blocks of xᵀ·dy, `[K, S, S]` f32, from `x` and `dy` `[N, I]`, in blocks of `size`. On a GPU
+/// only.
+pub fn blocks_gradient(x: &Tensor, dy: &Tensor, size: usize) -> Result<Tensor> {
+    on_gpu!(x, super::cuda::adapters::blocks_gradient(x, dy, size));
+    let _ = (dy, size);
+    gpu_only()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oracle::{flat, random};
+
+    #[test]
+    fn triangles_and_skew_blocks() {
+        let triangles = random((3, 6), 1);
+        let q = skew(&triangles, 4).unwrap();
+        assert_eq!(q.dims(), [3, 4, 4]);
+        let opposite = q.transpose(1, 2).unwrap().neg().unwrap();
+        assert_eq!(flat(&q), flat(&opposite.contiguous().unwrap()));
+        let twice = (&triangles * 2.0).unwrap();
+        assert_eq!(flat(&skew_gradient(&q).unwrap()), flat(&twice));
+        assert!(scale_columns(&triangles, &triangles, None, DType::F32).is_err());
+    }
+}

@@ -1,0 +1,135 @@
+//! The device itself: its pool, failed kernels, page-locked memory. Settings of a driver hold for a process, so most
+//! tests run in a process of their own.
+
+use crate::support::{flat, gpu};
+use candle_core::{DType, Device, Tensor};
+use ft::ops::device::{self, limit, memory, open, out_of_memory};
+use ft::ops::transfer::Copier;
+use ft::ops::update;
+use std::env;
+use std::process::Command;
+
+const CHILD: &str = "FT_GPU_CHILD";
+
+/// Returns the device in the process of its own, with these environment variables; elsewhere starts that process.
+/// `soft`: only on the driver of `tools/soft-cuda`, which has these settings.
+fn alone(name: &str, settings: &[(&str, &str)], soft: bool) -> Option<Device> {
+    if env::var(CHILD).is_ok_and(|child| child == name) {
+        return Some(open("cuda:0").unwrap().device);
+    }
+    gpu()?;
+    if soft && device::gpus().unwrap()[0].name != "software CUDA driver" {
+        return None;
+    }
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", &format!("device::{name}"), "--nocapture"]);
+    let out = command
+        .env(CHILD, name)
+        .envs(settings.iter().copied())
+        .output()
+        .unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(String::from_utf8_lossy(&out.stdout).contains("1 passed"));
+    None
+}
+
+/// A tensor of so many MiB.
+fn tensor(mib: usize, device: &Device) -> ft::base::Result<Tensor> {
+    update::zeros(mib << 18, DType::F32, device)
+}
+
+#[test]
+fn a_process_has_one_device() {
+    let Some(gpu) = gpu() else { return };
+    assert!(open("cuda:0").unwrap().device.same_device(&gpu.device));
+    assert!(open("cuda:99").is_err());
+}
+
+#[test]
+fn zeros_are_zeros() {
+    let Some(gpu) = gpu() else { return };
+    for dtype in [DType::F32, DType::BF16, DType::U32] {
+        let t = update::zeros((3, 5), dtype, &gpu.device).unwrap();
+        assert_eq!((t.dims(), t.dtype()), (&[3, 5][..], dtype));
+        assert!(flat(&t).iter().all(|x| *x == 0.0));
+    }
+    assert_eq!(update::zeros((0, 5), DType::F32, &gpu.device).unwrap().elem_count(), 0);
+}
+
+#[test]
+fn a_fragmented_pool_is_trimmed_and_a_full_one_says_what_it_has() {
+    let name = "a_fragmented_pool_is_trimmed_and_a_full_one_says_what_it_has";
+    let Some(device) = alone(name, &[("SOFT_CUDA_FRAGMENTED", "1")], false) else {
+        return;
+    };
+    // The pool has room for 128 MiB.
+    limit(&device, 64 << 20).unwrap();
+    drop(tensor(60, &device).unwrap());
+    let (a, b) = (tensor(40, &device).unwrap(), tensor(44, &device).unwrap());
+    assert_eq!(memory(&device).unwrap().unwrap().used, 84 << 20);
+    let e = tensor(60, &device).unwrap_err();
+    assert!(out_of_memory(&e), "{e:?}");
+    let text = e.to_string();
+    assert!(
+        text.contains("60.0 MiB") && text.contains("84.0 MiB") && text.contains("reserved"),
+        "{text}"
+    );
+    drop((a, b));
+    assert!(tensor(60, &device).is_ok());
+}
+
+#[test]
+fn a_failed_kernel_is_named() {
+    let settings = [("SOFT_CUDA_FAIL", "scale_f32"), ("FT_CUDA_SYNC", "1")];
+    let Some(device) = alone("a_failed_kernel_is_named", &settings, true) else {
+        return;
+    };
+    let t = tensor(1, &device).unwrap();
+    let e = update::scale_assign(&t, 2.0).unwrap_err().to_string();
+    assert!(e.contains("`scale_f32`"), "{e}");
+}
+
+#[test]
+fn without_the_setting_a_later_call_fails() {
+    let Some(device) = alone(
+        "without_the_setting_a_later_call_fails",
+        &[("SOFT_CUDA_FAIL", "scale_f32")],
+        true,
+    ) else {
+        return;
+    };
+    let t = tensor(1, &device).unwrap();
+    update::scale_assign(&t, 2.0).unwrap();
+    assert!(update::to_f32_vec(&t).is_err());
+}
+
+#[test]
+fn memory_that_cannot_be_page_locked_is_counted_once() {
+    let name = "memory_that_cannot_be_page_locked_is_counted_once";
+    let Some(device) = alone(name, &[("SOFT_CUDA_REFUSE_LOCK", "1")], true) else {
+        return;
+    };
+    let copier = Copier::new(&device).unwrap();
+    let host = ft::ops::oracle::random(50_000, 1);
+    for refused in [200_000, 0] {
+        let there = copier.receive(copier.send(&host, true).unwrap()).unwrap();
+        assert_eq!(flat(&there), flat(&host));
+        assert_eq!(copier.times().unwrap().unwrap().refused, refused);
+    }
+    copier.forget(&host).unwrap();
+    copier.receive(copier.send(&host, true).unwrap()).unwrap();
+    assert_eq!(copier.times().unwrap().unwrap().refused, 200_000);
+}
+
+#[test]
+fn a_gpu_without_memory_pools_is_used() {
+    let name = "a_gpu_without_memory_pools_is_used";
+    let Some(device) = alone(name, &[("SOFT_CUDA_POOLS", "0")], true) else {
+        return;
+    };
+    limit(&device, 1 << 30).unwrap();
+    let t = tensor(2, &device).unwrap();
+    update::scale_assign(&t, 2.0).unwrap();
+    assert!(flat(&t).iter().all(|x| *x == 0.0));
+    assert!(memory(&device).unwrap().unwrap().used >= 2 << 20);
+}

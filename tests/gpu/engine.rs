@@ -1,0 +1,106 @@
+//! Optimizer steps whose losses and norms are read after the next step is queued.
+
+use crate::support::gpu;
+use candle_core::Device;
+use ft::data::{Batch, Example};
+use ft::engine::{Active, Engine, Gradients, StepStrategy};
+use ft::model::{TrainableNetwork, families, shapes};
+use ft::ops::Dtype;
+use ft::optim::Optimizer;
+use ft::optim::config::OptimizerConfig;
+use ft::sft::CausalLm;
+use ft::source::Resident;
+use std::sync::Arc;
+
+/// How a step treats gradients, and its clipping.
+const WAYS: [(Gradients, f64); 3] = [
+    (Gradients::Keep, 0.5),
+    (Gradients::Fused, 0.0),
+    (Gradients::NormFirst, 0.5),
+];
+
+fn engine(device: &Device, (gradients, max_grad_norm): (Gradients, f64)) -> (Engine, Active) {
+    let spec = families::read(&shapes::config("shape:tiny").unwrap().unwrap()).unwrap();
+    let (params, vocab) = (spec.params(), spec.vocab);
+    let source = Resident::random(params.clone(), 1, 0.02, 1.0, Dtype::F32, device).unwrap();
+    let active = Active::new(params.iter().map(|p| p.name.to_string()));
+    let model = TrainableNetwork::new(spec, Arc::new(source), device.clone());
+    let strategy = StepStrategy {
+        gradients,
+        ..StepStrategy::new(Dtype::F32)
+    };
+    let optimizer = Optimizer::new(OptimizerConfig::default());
+    let mut engine = Engine::new(model, Box::new(CausalLm::new(vocab)), optimizer, strategy, &active).unwrap();
+    engine.max_grad_norm = max_grad_norm;
+    (engine, active)
+}
+
+fn batch(step: u64) -> [Batch; 1] {
+    let row = Example {
+        ids: (0..24).map(|t| (37 * t + 5 * step as u32) % 896).collect(),
+        trained: vec![true; 24],
+    };
+    [Batch::from_examples([&row])]
+}
+
+/// All weights, and how many updates each optimizer state counts.
+fn state(engine: &Engine, active: &Active) -> (Vec<u32>, Vec<u64>) {
+    let mut weights = Vec::new();
+    for name in active.names() {
+        let add = &mut |some: &[f32]| {
+            weights.extend(some.iter().map(|x| x.to_bits()));
+            Ok(())
+        };
+        engine.exact(name, add).unwrap();
+    }
+    (weights, engine.optimizer.saved().map(|state| state.step).collect())
+}
+
+#[test]
+fn numbers_that_are_read_late_are_the_same() {
+    let Some(gpu) = gpu() else { return };
+    for way in WAYS {
+        let (mut at_once, active) = engine(&gpu.device, way);
+        let (mut late, _) = engine(&gpu.device, way);
+        let (mut want, mut found, mut before) = (Vec::new(), Vec::new(), None);
+        for step in 1..=3 {
+            want.push(at_once.step(step, &batch(step), &active, 1e-3).unwrap());
+            let queued = late.queue_step(step, &batch(step), &active, 1e-3, false, before.as_ref());
+            if let Some(before) = before.replace(queued.unwrap()) {
+                found.push(late.finish(&before).unwrap());
+            }
+        }
+        found.extend(before.map(|last| late.finish(&last).unwrap()));
+        for (want, found) in want.iter().zip(&found) {
+            assert_eq!(want.totals, found.totals, "{way:?}");
+            assert_eq!(want.grad_norm.to_bits(), found.grad_norm.to_bits(), "{way:?}");
+        }
+        assert_eq!(found.len(), 3);
+        assert!(state(&at_once, &active) == state(&late, &active), "{way:?}");
+    }
+}
+
+#[test]
+fn after_a_step_that_is_not_finite_nothing_changes() {
+    let Some(gpu) = gpu() else { return };
+    for way in WAYS {
+        let (mut engine, active) = engine(&gpu.device, way);
+        // The weights are as large as the rate then, and products of two overflow.
+        engine.step(1, &batch(1), &active, 1e15).unwrap();
+        let after = state(&engine, &active);
+        let bad = engine.queue_step(2, &batch(2), &active, 1e-3, false, None).unwrap();
+        let next = engine.queue_step(3, &batch(3), &active, 1e-3, false, Some(&bad));
+        assert_eq!(next.is_err(), way.0 == Gradients::Keep);
+        let error = engine.finish(&bad).unwrap_err().to_string();
+        assert!(error.contains("not finite"), "{error}");
+        if let Ok(next) = next {
+            assert!(engine.finish(&next).is_err());
+        }
+        let (weights, counts) = state(&engine, &active);
+        assert!(weights == after.0, "{way:?}");
+        // With the other ways the state of a failed run is not saved.
+        if way.0 == Gradients::Keep {
+            assert_eq!(counts, after.1);
+        }
+    }
+}

@@ -334,16 +334,11 @@ fn the_tools_of_this_file_work() {
 #[test]
 fn the_rooms_are_those_of_lib() {
     let lib = FOLDERS.map(|f| fs::read_to_string(root().join(f).join("lib.rs")).unwrap());
-    let declared: BTreeSet<&str> = plain(&lib.concat())
+    let lib = plain(&lib.concat());
+    let declared: BTreeSet<&str> = lib
         .lines()
         .filter_map(|l| l.trim().strip_prefix("pub mod "))
         .filter_map(|l| l.split(';').next())
-        .map(|room| {
-            ROOMS
-                .into_iter()
-                .find(|r| *r == room)
-                .unwrap_or("a room that is not in tests/tidy.rs")
-        })
         .collect();
     assert_eq!(declared, BTreeSet::from(ROOMS));
     let map = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
@@ -446,22 +441,13 @@ fn calls_std_fs(line: &str) -> bool {
 /// Checks that product code has no forbidden words, except in the allowed paths.
 #[test]
 fn forbidden_words() {
+    let speak = &["src/cli/", "src/report/"];
     // Word, whole word only, paths where it is allowed, rule.
     let rules: [(&str, bool, &[&str], &str); 5] = [
         ("println!", true, &["src/cli/"], "only cli prints"),
         ("print!", true, &["src/cli/"], "only cli prints"),
-        (
-            "eprintln!",
-            true,
-            &["src/cli/", "src/report/"],
-            "only cli and report speak",
-        ),
-        (
-            "eprint!",
-            true,
-            &["src/cli/", "src/report/"],
-            "only cli and report speak",
-        ),
+        ("eprintln!", true, speak, "only cli and report speak"),
+        ("eprint!", true, speak, "only cli and report speak"),
         (
             "OpenOptions",
             true,

@@ -9,7 +9,7 @@ use ft::ops::oracle::random;
 use ft::ops::transfer::{Copier, HostMemory};
 use ft::ops::update;
 use ft::source::disk::{Options, write_random};
-use ft::source::{Disk, Group, ParamInfo, Resident, StoragePolicy, Sublayer, TrainableStore, Uploaded, WeightSource};
+use ft::source::{Disk, Group, ParamInfo, Resident, StoragePolicy, Sublayer, Uploaded, WeightSource};
 use std::sync::Arc;
 
 /// Elements of a tensor that is page-locked, and of one that is too small for it.

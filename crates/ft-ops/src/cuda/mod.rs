@@ -19,6 +19,7 @@ use half::bf16;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 pub(crate) mod adafactor;
@@ -396,11 +397,15 @@ impl Gpu {
 }
 
 /// The name of a kernel, in parts: a launch does not build a string.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Name([&'static str; Name::PARTS]);
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Name {
+    parts: [&'static str; Name::PARTS],
+    /// FNV-1a of the parts, faster than the hash of a list of strings.
+    hash: u64,
+}
 
 impl Name {
-    const PARTS: usize = 8;
+    const PARTS: usize = 6;
 }
 
 impl From<&'static str> for Name {
@@ -414,13 +419,25 @@ impl<const N: usize> From<[&'static str; N]> for Name {
         const { assert!(N <= Name::PARTS) };
         let mut parts = [""; Name::PARTS];
         parts[..N].copy_from_slice(&given);
-        Self(parts)
+        let mut hash = 0xcbf2_9ce4_8422_2325;
+        for part in given {
+            for byte in part.as_bytes() {
+                hash = (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+            }
+        }
+        Self { parts, hash }
+    }
+}
+
+impl Hash for Name {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
     }
 }
 
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.0.iter().try_for_each(|part| f.write_str(part))
+        self.parts.iter().try_for_each(|part| f.write_str(part))
     }
 }
 

@@ -112,14 +112,16 @@ pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<Tensor>
 pub(crate) fn non_finite(sums: &Tensor, sizes: &[usize]) -> Result<Vec<usize>> {
     let sums = read::<f64>(sums, "sums of squares", DType::F64)?;
     let mut shares = sums.iter();
-    let mut is_finite = |n: &usize| {
+    // Goes through all shares of a tensor: the next one begins after them.
+    let mut faults = |n: &usize| {
         shares
             .by_ref()
             .take(n.div_ceil(SHARE))
-            .fold(true, |all, x| all && x.is_finite())
+            .filter(|x| !x.is_finite())
+            .count()
     };
-    let finite: Vec<bool> = sizes.iter().map(&mut is_finite).collect();
-    Ok((0..sizes.len()).filter(|i| !finite[*i]).collect())
+    let faults: Vec<usize> = sizes.iter().map(&mut faults).collect();
+    Ok((0..sizes.len()).filter(|i| faults[*i] > 0).collect())
 }
 
 /// Computes `min(1, max / (√squares + 1e-6))` as an f32 tensor of one element; `squares` f64.

@@ -3,7 +3,7 @@
 use super::update;
 use candle_core::{DType, Device, Tensor};
 use ft_base::Result;
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 
 /// The accumulated statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -32,8 +32,8 @@ pub struct StepStats {
     /// f64 `[4]` on a GPU: loss, correct, squares; and 0 as long as an earlier pass was finite (`follow`).
     device: Option<Tensor>,
     /// On a GPU, of the last list of gradients: sums of squares of their parts, and the size of each gradient.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only a GPU has parts"))]
-    parts: RefCell<Option<(Tensor, Vec<usize>)>>,
+    #[cfg(feature = "cuda")]
+    parts: std::cell::RefCell<Option<(Tensor, Vec<usize>)>>,
 }
 
 /// Sums that may be on their way from the device.
@@ -69,7 +69,8 @@ impl StepStats {
         Ok(Self {
             host: Cell::default(),
             device,
-            parts: RefCell::default(),
+            #[cfg(feature = "cuda")]
+            parts: Default::default(),
         })
     }
 

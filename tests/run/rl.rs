@@ -162,7 +162,7 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
         &[
             "the prompt is too long",
             "rows.jsonl:",
-            "8 of `rlhf.max_completion_length`",
+            "plus 8 for the answer",
             "at most 40",
         ],
     );

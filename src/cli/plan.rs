@@ -4,6 +4,7 @@ use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::commands::plan::plan;
+use crate::plan::gpu_time::{GPUS, GpuRates};
 use crate::report;
 
 /// Forecast the memory of a recipe; allocates nothing
@@ -11,6 +12,7 @@ use crate::report;
 #[command(after_help = "Examples:
   ft plan recipes/quickstart.toml
   ft plan --recipe my.toml --budget 24GiB            does it fit?
+  ft plan --recipe my.toml --device-like 4090        does it fit there, and how fast is it?
   ft plan --recipe my.toml tune.method=lora --json")]
 pub struct Args {
     #[command(flatten)]
@@ -18,6 +20,9 @@ pub struct Args {
     /// Most memory to use, in place of the recipe's `memory.budget`
     #[arg(long, value_name = "SIZE", value_parser = super::parse_bytes)]
     pub budget: Option<u64>,
+    /// Plan for a GPU of this kind: the memory that it has, the estimated time of a step
+    #[arg(long, value_name = "GPU", value_parser = clap::builder::PossibleValuesParser::new(GPUS.map(|gpu| gpu.name)))]
+    pub device_like: Option<String>,
     /// Print one JSON object: every line in bytes, the total as `peak_bytes`
     #[arg(long)]
     pub json: bool,
@@ -28,13 +33,21 @@ pub fn run(mut args: Args) -> Result<i32> {
     if args.budget.is_some() {
         loaded.recipe.memory.budget = args.budget;
     }
-    let planned = plan(&loaded.recipe)?;
+    let like: Option<&'static GpuRates> = args
+        .device_like
+        .as_ref()
+        .and_then(|name| GPUS.iter().find(|gpu| gpu.name == name));
+    let planned = plan(&loaded.recipe, like)?;
     planned.notes.iter().for_each(|line| super::note(line));
     if args.json {
         out(planned.json())?
     } else {
         out_text(planned.plan.table_within(report::result_width()))?;
-        for text in [planned.verdict.text, planned.disk.text()] {
+        let time = like.map(|gpu| planned.time_text(gpu));
+        for text in [planned.verdict.text.clone(), planned.disk.text()]
+            .into_iter()
+            .chain(time)
+        {
             let width = report::result_width().unwrap_or(usize::MAX / 2);
             report::wrapped(&text, width, 2, false).iter().try_for_each(out)?;
         }

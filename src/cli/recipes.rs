@@ -326,7 +326,7 @@ mod tests {
             let mut recipe = plan::with_shapes(&recipe);
             recipe.model.device = "cuda:0".into();
             recipe.memory.budget = Some(((size as f64 - 1.0) * 1e9) as u64);
-            let planned = plan::plan(&recipe).unwrap();
+            let planned = plan::plan(&recipe, None).unwrap();
             assert!(planned.plan.peak_bytes <= recipe.memory.budget.unwrap(), "{name}");
         }
     }

@@ -5,8 +5,9 @@ use crate::base::{Result, files, memory};
 use crate::data::describe::visible;
 use crate::model::shapes;
 use crate::ops;
+use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::Verdict;
-use crate::plan::{Plan, RunPlan};
+use crate::plan::{Model, Plan, RunPlan};
 use crate::recipe::{ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
@@ -22,6 +23,8 @@ pub struct RecipePlan {
     pub plan: Plan,
     pub verdict: Verdict,
     pub disk: Space,
+    /// The time of a step, if it is planned for a GPU of which the speed is known.
+    pub time: Option<(&'static str, StepTime)>,
     /// Assumptions of the plan.
     pub notes: Vec<String>,
     /// The run does not fit this machine.
@@ -69,14 +72,56 @@ impl RecipePlan {
             "directory": self.disk.directory,
             "fits": self.disk.fits(),
         });
+        if let Some((gpu, time)) = &self.time {
+            let parts: serde_json::Map<String, Value> = time
+                .parts()
+                .iter()
+                .map(|(name, seconds)| ((*name).into(), json!(seconds)))
+                .collect();
+            out["time"] = json!({
+                "device_like": gpu, "step_seconds": time.seconds(), "tokens_per_second": time.tokens_per_second(),
+                "limit": time.limit(), "parts_seconds": parts, "calls_seconds": time.calls, "copies_seconds": time.copies,
+            });
+        }
         out
     }
 }
 
-/// Plans a recipe. Loads no weights.
+impl RecipePlan {
+    /// The time of a step on this GPU, in one line.
+    pub fn time_text(&self, gpu: &GpuRates) -> String {
+        let Some((_, time)) = &self.time else {
+            return format!("time like {}: not known for a model in f32", gpu.name);
+        };
+        let all = time.seconds();
+        let mut parts = time.parts().map(|(name, seconds)| (name, seconds / all));
+        parts.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let named: Vec<String> = parts
+            .iter()
+            .filter(|part| part.1 >= 0.01)
+            .map(|(name, share)| format!("{name} {:.0} %", 100.0 * share))
+            .collect();
+        let source = if gpu.measured {
+            ""
+        } else {
+            "; from data sheets, not measured"
+        };
+        format!(
+            "time like {}: about {all:.3} s a step, {:.0} tokens/s, limited by {} ({}{source})",
+            gpu.name,
+            time.tokens_per_second(),
+            time.limit(),
+            named.join(", "),
+        )
+    }
+}
+
+/// Plans a recipe. Loads no weights. `like`: plan for a GPU of this kind, and within its memory if the recipe has no budget.
 ///
 /// Errors: an invalid config or data file, or a plan above a budget of the recipe.
-pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
+pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePlan> {
+    let like_recipe = like.map(|gpu| on_gpu(recipe, gpu));
+    let recipe = like_recipe.as_ref().unwrap_or(recipe);
     let (dir, mut spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision, recipe.model.init)?;
     spec.tied = setup::stays_tied(recipe, &spec)?;
     // The recipe may name a GPU of another machine.
@@ -122,6 +167,10 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
         )),
     }
     let recipe = &settled;
+    let time = like.and_then(|gpu| {
+        let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
+        gpu_time::step_time(&model, recipe, &memory.inputs, gpu).map(|time| (gpu.name, time))
+    });
     let given = u64::try_from(recipe.train.max_steps).ok();
     let steps = stream
         .as_ref()
@@ -150,6 +199,7 @@ pub fn plan(recipe: &Recipe) -> Result<RecipePlan> {
         plan: memory.plan,
         verdict,
         disk,
+        time,
         notes,
         refused: does_not_fit,
     })
@@ -181,7 +231,7 @@ pub fn fit(recipe: &Recipe) -> Result<Fitted> {
         Some(gpu) => Some(gpu.free),
         None => memory::available(),
     };
-    let planned = plan(&recipe)?;
+    let planned = plan(&recipe, None)?;
     let peak = planned.plan.peak_bytes;
     let lost = |key: &str, values: &[&str]| {
         let choices = planned.plan.choices.iter();
@@ -221,6 +271,16 @@ pub fn with_shapes(recipe: &Recipe) -> Recipe {
     recipe
 }
 
+/// The recipe for a GPU that this machine may not have.
+fn on_gpu(recipe: &Recipe, gpu: &GpuRates) -> Recipe {
+    let mut recipe = recipe.clone();
+    if !recipe.model.device.starts_with("cuda") {
+        recipe.model.device = "cuda:0".into();
+    }
+    recipe.memory.budget.get_or_insert(gpu.memory);
+    recipe
+}
+
 fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
     let files = recipe.data.train.iter().chain(&recipe.data.eval);
     dir.join("tokenizer.json").is_file() && files.into_iter().all(|f| Path::new(f).is_file())
@@ -230,4 +290,59 @@ fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
 fn read(recipe: &Recipe, dir: &Path) -> Result<RecipeRows> {
     let here = ModelRef::Dir(dir.to_path_buf());
     RecipeRows::read(recipe, &ModelDir::of_recipe_at(recipe, &here)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::gpu_time::GPUS;
+
+    /// Steps of docs/benchmarks-gpu.md, measured on an H100 with 2048 tokens a row and saved activations.
+    #[test]
+    fn the_estimated_time_is_near_the_measured_one() {
+        let measured = [
+            ("llama-3.1-8b", "lora", 1, 0.1345),
+            ("llama-3.1-8b", "block", 1, 2048.0 / 21_939.0),
+            ("qwen2.5-0.5b", "lora", 8, 0.1326),
+            ("qwen2.5-0.5b", "lora", 1, 0.0297),
+            ("qwen2.5-0.5b", "full", 8, 0.1548),
+        ];
+        for (shape, method, rows, seconds) in measured {
+            let text = format!(
+                "[model]\npath = \"shape:{shape}\"\ndtype = \"bf16\"\n[data]\ntrain = \"-\"\nmax_length = 2048\n\
+                 packing = false\n[tune]\nmethod = \"{method}\"\n[tune.lora]\nr = 16\n[train]\nbatch_size = {rows}\n\
+                 gradient_accumulation_steps = 1\nmax_grad_norm = 0.0\n[memory]\nactivations = \"keep\"\ntier = \"device\"\n"
+            );
+            let recipe = crate::recipe::parse(&text, "test", &[]).unwrap().recipe;
+            let planned = plan(&recipe, Some(&GPUS[0])).unwrap();
+            let (_, time) = planned.time.unwrap();
+            let ratio = time.seconds() / seconds;
+            println!(
+                "{shape} {method} {rows}: {:.4} s, measured {seconds:.4}, ratio {ratio:.3}",
+                time.seconds()
+            );
+            assert!(
+                (0.9..1.1).contains(&ratio),
+                "{shape} {method}: {time:?}, measured {seconds}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_gpu_sets_the_budget_and_a_slower_one_takes_longer() {
+        let text = "[model]\npath = \"shape:llama-3.1-8b\"\ndtype = \"bf16\"\n[data]\ntrain = \"-\"\nmax_length = 2048\n\
+                    [tune]\nmethod = \"block\"\n[train]\nbatch_size = 1\n";
+        let recipe = crate::recipe::parse(text, "test", &[]).unwrap().recipe;
+        let seconds = GPUS.map(|gpu| {
+            let like = GPUS.iter().find(|g| g.name == gpu.name);
+            let planned = plan(&recipe, like).unwrap();
+            assert!(planned.plan.peak_bytes <= gpu.memory, "{}", gpu.name);
+            planned.time.unwrap().1.seconds()
+        });
+        assert!(
+            seconds[1] <= seconds[0] && seconds[0] < seconds[2] && seconds[2] < seconds[3],
+            "{seconds:?}"
+        );
+        assert!(seconds[3] < seconds[4], "{seconds:?}");
+    }
 }

@@ -5,9 +5,9 @@ use crate::base::{Error, Result, files, memory};
 use crate::engine::{Gradients, StepStrategy};
 use crate::model::{Adapters, Spec};
 use crate::ops::{self, prepacked::Orders};
-use crate::plan::Plan;
 use crate::plan::advice;
 use crate::plan::search::{Base, PlanContext, PlannedStrategy};
+use crate::plan::{Inputs, Plan};
 use crate::recipe::{Activations, Chunk, FrozenWeights, PackedWeights, Recipe, Tier};
 use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -29,6 +29,8 @@ const OF_FREE: u64 = 8;
 pub struct MemoryPlan {
     pub plan: Plan,
     pub strategy: StepStrategy,
+    /// The inputs of the plan, with this strategy.
+    pub inputs: Inputs,
     /// Set if the run does not fit: the error to report.
     pub refused: Option<Refused>,
     pub limits: Limits,
@@ -121,6 +123,7 @@ pub fn forecast(
         None
     };
     Ok(MemoryPlan {
+        inputs: setting.base(recipe, chosen.lossy)?.inputs(&chosen.strategy),
         strategy: chosen.strategy,
         plan: chosen.plan,
         refused,

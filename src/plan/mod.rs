@@ -9,6 +9,7 @@
 
 mod advice;
 mod candidates;
+pub mod gpu_time;
 pub mod memory_plan;
 mod model;
 pub mod run_plan;

@@ -48,7 +48,7 @@ pub(super) struct Base<'a> {
 }
 
 impl Base<'_> {
-    fn inputs(&self, strategy: &StepStrategy) -> Inputs {
+    pub(super) fn inputs(&self, strategy: &StepStrategy) -> Inputs {
         Inputs {
             strategy: strategy.clone(),
             ..self.inputs.clone()

@@ -23,7 +23,7 @@ const THREAD_RATE: f64 = 50e9;
 const TILES_RATE: f64 = 500e9;
 const GPU_RATE: f64 = 200e12;
 /// Bytes per second from the disk.
-const DISK_RATE: f64 = 1e9;
+pub(super) const DISK_RATE: f64 = 1e9;
 /// Bytes per second from the host to a GPU.
 const LINK_RATE: f64 = 20e9;
 /// If computation and reading overlap, this fraction of the shorter one does not.
@@ -97,7 +97,13 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
 
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
 /// twice.
-fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &crate::engine::Active, lowest: usize) -> f64 {
+pub(super) fn bytes_read(
+    model: &Model,
+    recipe: &Recipe,
+    inputs: &Inputs,
+    active: &crate::engine::Active,
+    lowest: usize,
+) -> f64 {
     if inputs.strategy.placement == Placement::Device {
         return 0.0;
     }

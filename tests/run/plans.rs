@@ -405,7 +405,7 @@ fn a_plan_of_a_thousand_layers_takes_no_time() {
         let once = || {
             let started = std::time::Instant::now();
             // If no strategy fits, changes are planned too.
-            let planned = ft::commands::plan::plan(&recipe);
+            let planned = ft::commands::plan::plan(&recipe, None);
             assert_eq!(planned.is_err(), more.iter().any(|s| s == "memory.budget=40MiB"));
             started.elapsed().as_secs_f64()
         };

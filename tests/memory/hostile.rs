@@ -81,7 +81,7 @@ fn open(dir: &Path) {
             "[model]\npath = \"{path}\"\ndevice = \"cpu\"\n[data]\ntrain = \"{path}/none.jsonl\"\nmax_length = 512\n\
              [tune]\nmethod = \"{method}\"\n[memory]\nbudget = \"1TiB\"\n"
         );
-        let _ = plan(&recipe::parse(&text, "r.toml", &[]).unwrap().recipe);
+        let _ = plan(&recipe::parse(&text, "r.toml", &[]).unwrap().recipe, None);
     }
 }
 

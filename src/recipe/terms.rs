@@ -28,7 +28,7 @@ pub const TERMS: &[(&str, Term)] = &[
     ("data::Spec::max_length", Key(Data::max_length)),
     ("data::Spec::train_on", Key(Data::train_on)),
     ("RowFormat::PromptCompletion", Value(Data::format, "prompt-completion")),
-    ("RowFormat::ShareGpt", Value(Data::format, "sharegpt")),
+    ("RowFormat::Sharegpt", Value(Data::format, "sharegpt")),
     ("RowFormat::Text", Value(Data::format, "text")),
     ("Render::Chat", Value(Data::render, "chat")),
     ("Render::Plain", Value(Data::render, "plain")),

@@ -60,7 +60,7 @@ fn one(i: usize, value: &Value) -> Result<Value> {
                 .found(format!("fields {}", names.join(", ")))
                 .expected("role, content");
             return Err(if fields.contains_key("from") {
-                error.hint("fields `from` and `value` are read with `RowFormat::ShareGpt`")
+                error.hint("fields `from` and `value` are read with `RowFormat::Sharegpt`")
             } else {
                 error
             });
@@ -72,7 +72,7 @@ fn one(i: usize, value: &Value) -> Result<Value> {
             .expected(ROLES.join(", "));
         return Err(match sharegpt_role(&role) {
             Some(name) => error.hint(format!(
-                "`{role}` is `{name}` in ShareGPT: `RowFormat::ShareGpt` reads such rows"
+                "`{role}` is `{name}` in ShareGPT: `RowFormat::Sharegpt` reads such rows"
             )),
             None => error.hint("rename the role, for example to `user` or `assistant`"),
         });

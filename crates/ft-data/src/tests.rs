@@ -193,16 +193,12 @@ fn hostile_messages_are_refused_with_their_number() {
     );
     refused(
         with(json!({"role": "gpt", "content": "x"})),
-        &[
-            "message 2",
-            "`gpt` is `assistant` in ShareGPT",
-            "data.format = \"sharegpt\"",
-        ],
+        &["message 2", "`gpt` is `assistant` in ShareGPT", "`RowFormat::Sharegpt`"],
     );
     refused(with(json!({"role": 1, "content": "x"})), &["message 2", "role"]);
     refused(
         with(json!({"from": "gpt", "value": "x"})),
-        &["message 2", "no `role`", "sharegpt"],
+        &["message 2", "no `role`", "`RowFormat::Sharegpt`"],
     );
     refused(with(json!("hello")), &["message 2", "a string"]);
     refused(

@@ -1,7 +1,7 @@
 //! Adapters on a linear: shapes, init, forward, backward, merge; one small file per kind.
 //! Depends on one matrix and its adapter only. Independent of layers, optimizers, files.
 //!
-//! The settings have the names of PEFT. A DoRA adapter on the attention of a model:
+//! The settings have the names of PEFT. A rank-stabilized LoRA adapter on the attention of a model:
 //!
 //! ```
 //! use ft_core::peft::LoraConfig;
@@ -13,7 +13,7 @@
 //! let config = LoraConfig {
 //!     r: 4,
 //!     lora_alpha: 8.0,
-//!     use_dora: true,
+//!     use_rslora: true,
 //!     target_modules: vec!["q_proj".into(), "v_proj".into()],
 //!     rank_pattern: vec![("v_proj".into(), 8)],
 //!     ..LoraConfig::default()

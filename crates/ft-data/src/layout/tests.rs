@@ -97,7 +97,7 @@ fn rows_that_can_be_read_in_two_ways_are_refused() {
     for (value, parts) in [
         (
             json!({"question": "q", "answer": "a", "text": "t"}),
-            &["two ways", "data.format = \"text\""][..],
+            &["two ways", "`RowFormat::Text`"][..],
         ),
         (
             json!({"question": "q", "problem": "p", "answer": "a", "solution": "s"}),
@@ -158,7 +158,10 @@ fn answers_that_are_marked_as_bad_are_not_learned() {
             json!({"messages": [message("user", "a"), message("assistant", "b")], "label": label}),
         ] {
             let e = learned(value, Render::Auto, true).unwrap_err().to_string();
-            assert!(e.contains("marks this answer as bad") && e.contains("kto"), "{e}");
+            assert!(
+                e.contains("marks this answer as bad") && e.contains("Want::Judged"),
+                "{e}"
+            );
         }
     }
     assert!(
@@ -187,7 +190,10 @@ fn the_rendering_follows_the_template_the_key_and_the_rows() {
     ));
     assert_eq!(rendering(pair(), Render::Chat, true).unwrap(), Rendering::Template);
     let e = rendering(pair(), Render::Chat, false).unwrap_err();
-    assert!(e.exit_code() == 2 && e.to_string().contains("no chat template"), "{e}");
+    assert!(
+        e.exit_code() == 2 && e.to_string().contains("needs a chat template"),
+        "{e}"
+    );
     for (prompt, completion) in [
         ("<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\n", "c"),
         ("p", "c<|im_end|>"),

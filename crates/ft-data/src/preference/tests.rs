@@ -146,7 +146,7 @@ fn equal_sides_mixed_margins_and_foreign_rows_are_refused_with_their_line() {
         (
             r#"{"prompt": "a", "completion": " b", "label": true}"#,
             Want::Pairs,
-            "train.stage = \"kto\"",
+            "`Want::Judged`",
         ),
         (r#"{"messages": []}"#, Want::Pairs, "not a preference row"),
     ] {

@@ -18,7 +18,7 @@ run() { # NAME SETTINGS...
   out_dir=$(mktemp -d)
   step "$name" "${KIT_BUDGET_LIMIT:-150}" bash -c '"$FT_BIN" train --recipe recipes/quickstart.toml "train.output_dir=$1" "${@:2}" &&
     python3 tools/gpu-kit/budget.py "$1"' _ "$out_dir/run" model.device=cuda:0 model.dtype=bf16 "data.train=$rows/rows.jsonl" \
-    'data.eval=[]' data.max_length=2048 train.max_steps=3 train.batch_size=1 train.save_steps=0 train.logging_steps=1 \
+    'data.eval=[]' "data.max_length=${KIT_TOKENS:-2048}" train.max_steps=3 train.batch_size=1 train.save_steps=0 train.logging_steps=1 \
     train.predict_with_generate=false 'train.sample_prompts=[]' "$@" || true
   rm -rf "$out_dir"
 }

@@ -11,8 +11,8 @@ cargo build --release --features cuda --bin ft --test gpu --bench step --message
   name=$(basename "$program" | sed 's/-[0-9a-f]\{16\}$//')
   ln -sf "$program" "$OUT/bin/$name"
 done
-export KIT_BIN=$OUT/bin KIT_STEPS=1 KIT_NO_PEER=1 KIT_MODULES="transfer loss" KIT_LIST="small lora 1 64 none
-small block 1 64 all" KIT_SHAPE=tiny KIT_BUDGETS=1 FT_GPU_RUNS=lora
+export KIT_BIN=$OUT/bin KIT_STEPS=1 KIT_NO_PEER=1 KIT_MODULES="transfer updates" KIT_LIST="small lora 1 64 none
+small block 1 64 all" KIT_SHAPE=tiny KIT_BUDGETS=1 KIT_METHODS=block KIT_TOKENS=128 FT_GPU_RUNS=lora
 fail() {
   echo "rehearsal: $1" >&2
   tail -n 30 "$OUT"/*.log >&2

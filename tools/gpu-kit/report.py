@@ -62,6 +62,9 @@ if speed:
 profiles = of("5-profile")
 for line in profiles:
     result = line.get("result") or {}
+    if not isinstance(result, dict):
+        print(f"### Profile\n\n{result}\n")
+        continue
     print(f"### Profile: {line['name']}\n")
     if not result.get("kernels"):
         print(outcome(line) + "\n")
@@ -75,6 +78,6 @@ budgets = of("6-budgets")
 if budgets:
     print("### Budgets\n")
     keys = ("tokens_per_s", "peak_mib", "forecast_mib", "copy_hidden")
-    results = [(b["name"], outcome(b), b.get("result") or {}) for b in budgets]
+    results = [(b["name"], outcome(b), b["result"] if isinstance(b.get("result"), dict) else {}) for b in budgets]
     table(["run", "result", "tokens/s", "peak MiB", "forecast MiB", "copies hidden"],
           [(name, text, *(result.get(key, "-") for key in keys)) for name, text, result in results])

@@ -7,7 +7,8 @@ use ft::base::allocator;
 use ft::base::rng::{Rng, Stream};
 use ft::ops::glu::Activation;
 use ft::ops::low_rank::{self, Base, LowRank};
-use ft::ops::{attention, glu, linear, rms_norm};
+use ft::ops::{Dtype, attention, glu, linear, rms_norm};
+use ft::quant::{Format, Weight, encode};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
@@ -176,6 +177,40 @@ fn deltas(c: &mut Criterion) {
     }
 }
 
+/// Products with dense and with quantized weights. For few tokens there are as many weights as do not fit in the cache, as in
+/// a model.
+fn quantized(c: &mut Criterion) {
+    for n in [512, 1, 4, 8] {
+        let (i, o) = (896, 4864);
+        let copies = if n <= 8 { 24 } else { 1 };
+        let (x, dy, w) = (random(n, i, 1), random(n, o, 2), random(o, i, 3));
+        let values: Vec<f32> = w.flatten_all().and_then(|w| w.to_vec1()).expect("values");
+        let dense = || Weight::from(w.to_dtype(DType::BF16).expect("a tensor"));
+        let of = |format: Option<Format>| match format {
+            None => dense(),
+            Some(format) => encode(&values, (o, i), format, Dtype::Bf16).expect("codes").into(),
+        };
+        let mut group = c.benchmark_group(format!("quantized product {n} x {i} x {o}"));
+        group.throughput(Throughput::Elements(2 * (n * i * o) as u64));
+        for format in [None].into_iter().chain(Format::ALL.into_iter().map(Some)) {
+            let name = format.map_or("bf16".to_string(), |format| format.to_string());
+            let weights: Vec<Weight> = (0..copies).map(|_| of(format)).collect();
+            let mut turn = 0;
+            let mut next = || {
+                turn += 1;
+                &weights[turn % copies]
+            };
+            group.bench_function(BenchmarkId::new("forward", &name), |b| {
+                b.iter(|| next().forward(&x, None).expect("y"))
+            });
+            group.bench_function(BenchmarkId::new("backward input", &name), |b| {
+                b.iter(|| next().backward_input(&dy).expect("dx"))
+            });
+        }
+        group.finish();
+    }
+}
+
 fn attentions(c: &mut Criterion) {
     for n in [512, 2048] {
         let (heads, kv_heads, head_dim) = (14, 2, 64);
@@ -240,6 +275,6 @@ fn elementwise(c: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = Criterion::default().sample_size(10).warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(2));
-    targets = products, deltas, attentions, elementwise
+    targets = products, deltas, quantized, attentions, elementwise
 }
 criterion_main!(benches);

@@ -157,6 +157,17 @@ fn shape(name: &str, cap: u64, settings: &[&str], compare: bool) {
 }
 
 #[test]
+fn a_small_shape_learns_the_same_from_the_disk() {
+    shape("small", CAP, &["tune.block.partition=layer"], true);
+    shape(
+        "small",
+        CAP,
+        &["tune.block.partition=module", "optimizer.state=int8"],
+        true,
+    );
+}
+
+#[test]
 #[ignore = "minutes, and 3 GB of disk"]
 fn a_1_5b_shape_by_layers_under_1_6_gib() {
     shape("qwen2.5-1.5b", 1638 * MIB, &["tune.block.partition=layer"], true);

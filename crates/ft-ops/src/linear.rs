@@ -313,46 +313,4 @@ mod tests {
         let e = forward(&not_contiguous, &w, None).unwrap_err();
         assert!(e.to_string().contains("not contiguous"), "{e}");
     }
-
-    /// Returns the CPU seconds of this process, all threads.
-    fn cpu_seconds() -> f64 {
-        let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: `t` is a valid output address.
-        unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut t) };
-        t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
-    }
-
-    /// Run with `--ignored --nocapture` alone on the machine.
-    #[test]
-    #[ignore = "a measurement"]
-    fn speed() {
-        let time = |name: &str, flops: f64, f: &dyn Fn() -> Tensor| {
-            let (mut wall, mut cpu) = (f64::MAX, f64::MAX);
-            for _ in 0..5 {
-                let (t, c) = (std::time::Instant::now(), cpu_seconds());
-                std::hint::black_box(f());
-                (wall, cpu) = (wall.min(t.elapsed().as_secs_f64()), cpu.min(cpu_seconds() - c));
-            }
-            let rate = |seconds: f64| flops / seconds / 1e9;
-            eprintln!("{name}: {:.1} GFLOP/s, {:.1} a CPU second", rate(wall), rate(cpu));
-        };
-        for (n, i, o) in [(512, 896, 4864), (512, 4864, 896), (512, 896, 16), (1, 896, 4864)] {
-            let flops = 2.0 * (n * i * o) as f64;
-            let (x, dy) = (random((n, i), 1), random((n, o), 2));
-            let (narrow, wide) = bf16_pair((o, i), 3);
-            for (dtype, w) in [("f32", &wide), ("bf16", &narrow)] {
-                let name = format!("{n}x{i}x{o} {dtype}");
-                time(&format!("{name} forward"), flops, &|| forward(&x, w, None).unwrap());
-                time(&format!("{name} backward_input"), flops, &|| {
-                    backward_input(&dy, w).unwrap()
-                });
-            }
-            time(&format!("{n}x{i}x{o} grad_weight"), flops, &|| {
-                grad_weight(&dy, &x, DType::F32).unwrap()
-            });
-            time(&format!("{n}x{i}x{o} candle f32"), flops, &|| {
-                x.matmul(&wide.t().unwrap()).unwrap()
-            });
-        }
-    }
 }

@@ -43,7 +43,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         out(planned.json())?
     } else {
         out_text(planned.plan.table_within(report::result_width()))?;
-        let time = like.map(|gpu| planned.time_text(gpu));
+        let time = planned.time.as_ref().map(|time| time.text());
         for text in [planned.verdict.text.clone(), planned.disk.text()]
             .into_iter()
             .chain(time)

@@ -7,11 +7,12 @@ use crate::model::shapes;
 use crate::ops;
 use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::Verdict;
-use crate::plan::{Model, Plan, RunPlan};
+use crate::plan::{Model, Plan, PlanDevice, RunPlan};
 use crate::recipe::{ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::{self, ModelDir};
+use crate::source::Placement;
 use crate::train::directory;
 use crate::train::header;
 use crate::train::learning;
@@ -23,8 +24,8 @@ pub struct RecipePlan {
     pub plan: Plan,
     pub verdict: Verdict,
     pub disk: Space,
-    /// The time of a step, if it is planned for a GPU of which the speed is known.
-    pub time: Option<(&'static str, StepTime)>,
+    /// For the GPU that `plan` is given.
+    pub time: Option<GpuEstimate>,
     /// Assumptions of the plan.
     pub notes: Vec<String>,
     /// The run does not fit this machine.
@@ -72,51 +73,66 @@ impl RecipePlan {
             "directory": self.disk.directory,
             "fits": self.disk.fits(),
         });
-        if let Some((gpu, time)) = &self.time {
-            let parts: serde_json::Map<String, Value> = time
-                .parts()
-                .iter()
-                .map(|(name, seconds)| ((*name).into(), json!(seconds)))
-                .collect();
-            out["time"] = json!({
-                "device_like": gpu, "step_seconds": time.seconds(), "tokens_per_second": time.tokens_per_second(),
-                "limit": time.limit(), "parts_seconds": parts, "calls_seconds": time.calls, "copies_seconds": time.copies,
-            });
+        if let Some(time) = self.time.as_ref().and_then(GpuEstimate::json) {
+            out["time"] = time;
         }
         out
     }
 }
 
-impl RecipePlan {
-    /// The time of a step on this GPU, in one line.
-    pub fn time_text(&self, gpu: &GpuRates) -> String {
-        let Some((_, time)) = &self.time else {
-            return format!("time like {}: not known for a model in f32", gpu.name);
+/// The time of a step on a GPU that this machine may not have.
+pub struct GpuEstimate {
+    pub gpu: &'static GpuRates,
+    /// Or why it is not known.
+    pub time: std::result::Result<StepTime, &'static str>,
+}
+
+impl GpuEstimate {
+    /// One line of text.
+    pub fn text(&self) -> String {
+        let name = self.gpu.name;
+        let time = match &self.time {
+            Ok(time) => time,
+            Err(why) => return format!("time like {name}: not known for {why}"),
         };
-        let all = time.seconds();
-        let mut parts = time.parts().map(|(name, seconds)| (name, seconds / all));
+        let seconds = time.seconds();
+        let mut parts: Vec<(&str, f64)> = time.parts().map(|(part, s)| (part, s / seconds)).collect();
         parts.sort_by(|a, b| b.1.total_cmp(&a.1));
-        let named: Vec<String> = parts
-            .iter()
-            .filter(|part| part.1 >= 0.01)
-            .map(|(name, share)| format!("{name} {:.0} %", 100.0 * share))
+        let shares = parts.iter().filter(|part| part.1 >= 0.01);
+        let named: Vec<String> = shares
+            .map(|(part, share)| format!("{part} {:.0} %", 100.0 * share))
             .collect();
-        let source = if gpu.measured {
-            ""
-        } else {
-            "; from data sheets, not measured"
+        let source = (!self.gpu.measured).then(|| "from data sheets, not measured".to_string());
+        let details: Vec<String> = [named.join(", ")]
+            .into_iter()
+            .chain(source)
+            .filter(|d| !d.is_empty())
+            .collect();
+        let details = match details.is_empty() {
+            true => String::new(),
+            false => format!(" ({})", details.join("; ")),
         };
         format!(
-            "time like {}: about {all:.3} s a step, {:.0} tokens/s, limited by {} ({}{source})",
-            gpu.name,
+            "time like {name}: about {seconds:.3} s a step, {:.0} tokens/s, limited by {}{details}",
             time.tokens_per_second(),
             time.limit(),
-            named.join(", "),
         )
+    }
+
+    fn json(&self) -> Option<Value> {
+        let time = self.time.as_ref().ok()?;
+        let parts: serde_json::Map<String, Value> = time
+            .parts()
+            .map(|(name, seconds)| (name.into(), json!(seconds)))
+            .collect();
+        Some(json!({
+            "device_like": self.gpu.name, "step_seconds": time.seconds(), "tokens_per_second": time.tokens_per_second(),
+            "limit": time.limit(), "parts_seconds": parts, "calls_seconds": time.calls, "copies_seconds": time.copies,
+        }))
     }
 }
 
-/// Plans a recipe. Loads no weights. `like`: plan for a GPU of this kind, and within its memory if the recipe has no budget.
+/// Plans a recipe. Loads no weights. `like`: plan for a GPU of this kind, within its memory and the budget of the recipe.
 ///
 /// Errors: an invalid config or data file, or a plan above a budget of the recipe.
 pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePlan> {
@@ -125,9 +141,10 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
     let (dir, mut spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision, recipe.model.init)?;
     spec.tied = setup::stays_tied(recipe, &spec)?;
     // The recipe may name a GPU of another machine.
-    let device = match recipe.model.device.as_str() {
-        "auto" => ops::device::open("auto")?.device,
-        _ => Device::Cpu,
+    let device = match (like, recipe.model.device.as_str()) {
+        (Some(gpu), _) => PlanDevice::like(gpu),
+        (None, "auto") => PlanDevice::of(&ops::device::open("auto")?.device)?,
+        (None, _) => PlanDevice::of(&Device::Cpu)?,
     };
     let rows = if rows_are_here(recipe, &dir) {
         Some(read(recipe, &dir)?)
@@ -167,10 +184,20 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
         )),
     }
     let recipe = &settled;
-    let time = like.and_then(|gpu| {
+    let time = like.map(|gpu| {
         let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
-        gpu_time::step_time(&model, recipe, &memory.inputs, gpu).map(|time| (gpu.name, time))
+        let time = match gpu_time::not_known(recipe, &memory.inputs) {
+            Some(why) => Err(why),
+            None => Ok(gpu_time::step_time(&model, recipe, &memory.inputs)),
+        };
+        GpuEstimate { gpu, time }
     });
+    if like.is_some() && recipe.memory.host_budget.is_none() {
+        notes.push("the host memory is that of this machine: `memory.host_budget` sets another".into());
+    }
+    if like.is_some() && matches!(memory.strategy.placement, Placement::Disk { .. }) {
+        notes.push("the time assumes a disk that reads 1 GB/s".into());
+    }
     let given = u64::try_from(recipe.train.max_steps).ok();
     let steps = stream
         .as_ref()
@@ -277,7 +304,8 @@ fn on_gpu(recipe: &Recipe, gpu: &GpuRates) -> Recipe {
     if !recipe.model.device.starts_with("cuda") {
         recipe.model.device = "cuda:0".into();
     }
-    recipe.memory.budget.get_or_insert(gpu.memory);
+    let budget = recipe.memory.budget.unwrap_or(u64::MAX);
+    recipe.memory.budget = Some(budget.min(gpu.memory));
     recipe
 }
 
@@ -297,48 +325,136 @@ mod tests {
     use super::*;
     use crate::plan::gpu_time::GPUS;
 
+    fn recipe(text: &str) -> Recipe {
+        let text = format!("[data]\ntrain = \"-\"\nmax_length = 2048\n{text}");
+        crate::recipe::parse(&text, "test", &[]).unwrap().recipe
+    }
+
+    fn of_step(shape: &str, tune: &str, rows: usize, memory: &str) -> Recipe {
+        recipe(&format!(
+            "packing = false\n[model]\npath = \"shape:{shape}\"\ndtype = \"bf16\"\n[tune]\n{tune}\n[train]\n\
+             batch_size = {rows}\ngradient_accumulation_steps = 1\nmax_grad_norm = 0.0\n[memory]\n{memory}\n"
+        ))
+    }
+
+    fn like_h100(recipe: &Recipe) -> StepTime {
+        plan(recipe, Some(&GPUS[0])).unwrap().time.unwrap().time.unwrap()
+    }
+
     /// Steps of docs/benchmarks-gpu.md, measured on an H100 with 2048 tokens a row and saved activations.
     #[test]
     fn the_estimated_time_is_near_the_measured_one() {
         let measured = [
-            ("llama-3.1-8b", "lora", 1, 0.1345),
-            ("llama-3.1-8b", "block", 1, 2048.0 / 21_939.0),
-            ("qwen2.5-0.5b", "lora", 8, 0.1326),
-            ("qwen2.5-0.5b", "lora", 1, 0.0297),
-            ("qwen2.5-0.5b", "full", 8, 0.1548),
+            ("llama-3.1-8b", "lora", 1, 15_103.0),
+            ("llama-3.1-8b", "block", 1, 21_749.0),
+            ("qwen2.5-0.5b", "lora", 8, 123_467.0),
+            ("qwen2.5-0.5b", "lora", 1, 69_306.0),
+            ("qwen2.5-0.5b", "full", 8, 105_635.0),
         ];
-        for (shape, method, rows, seconds) in measured {
-            let text = format!(
-                "[model]\npath = \"shape:{shape}\"\ndtype = \"bf16\"\n[data]\ntrain = \"-\"\nmax_length = 2048\n\
-                 packing = false\n[tune]\nmethod = \"{method}\"\n[tune.lora]\nr = 16\n[train]\nbatch_size = {rows}\n\
-                 gradient_accumulation_steps = 1\nmax_grad_norm = 0.0\n[memory]\nactivations = \"keep\"\ntier = \"device\"\n"
-            );
-            let recipe = crate::recipe::parse(&text, "test", &[]).unwrap().recipe;
-            let planned = plan(&recipe, Some(&GPUS[0])).unwrap();
-            let (_, time) = planned.time.unwrap();
-            let ratio = time.seconds() / seconds;
-            println!(
-                "{shape} {method} {rows}: {:.4} s, measured {seconds:.4}, ratio {ratio:.3}",
-                time.seconds()
-            );
+        for (shape, method, rows, tokens_per_second) in measured {
+            let tune = format!("method = \"{method}\"");
+            let time = like_h100(&of_step(
+                shape,
+                &tune,
+                rows,
+                "activations = \"keep\"\ntier = \"device\"",
+            ));
+            let ratio = tokens_per_second / time.tokens_per_second();
             assert!(
                 (0.9..1.1).contains(&ratio),
-                "{shape} {method}: {time:?}, measured {seconds}"
+                "{shape} {method} {rows}: {ratio:.3} {time:?}"
             );
         }
     }
 
+    /// The last layer of an 8B model in 8 GiB: 7 900 tokens/s, with the weights in host memory.
+    #[test]
+    fn copies_of_weights_take_the_measured_time() {
+        let last = of_step(
+            "llama-3.1-8b",
+            "method = \"freeze\"\nfreeze = { trainable_layers = 1 }",
+            1,
+            "budget = \"8GiB\"\nhost_budget = \"100GiB\"",
+        );
+        let time = like_h100(&last);
+        let ratio = 7_900.0 / time.tokens_per_second();
+        assert!((0.9..1.1).contains(&ratio), "{ratio:.3} {time:?}");
+        assert_eq!(time.limit(), "copies of weights");
+    }
+
+    /// Of fewer adapted linears fewer pairs are computed; other adapters and f32 have no known time.
+    #[test]
+    fn the_time_counts_the_adapters_of_the_run() {
+        let lora = |keys: &str| {
+            of_step(
+                "qwen2.5-0.5b",
+                &format!("method = \"lora\"\nlora = {{ {keys} }}"),
+                8,
+                "tier = \"device\"",
+            )
+        };
+        let adapters = |keys: &str| {
+            let time = like_h100(&lora(keys));
+            time.parts().find(|(name, _)| *name == "adapters").unwrap().1
+        };
+        let (all, some) = (
+            adapters("r = 16"),
+            adapters("target_modules = [\"q_proj\", \"v_proj\"]"),
+        );
+        let few = adapters("layers_to_transform = [22, 23]");
+        assert!(some < all / 3.0 && few < all / 10.0 && few > 0.0, "{all} {some} {few}");
+        for (keys, dtype) in [
+            ("use_dora = true", "bf16"),
+            ("peft_type = \"oft\"", "bf16"),
+            ("r = 16", "f32"),
+        ] {
+            let mut recipe = lora(keys);
+            recipe.model.dtype = crate::recipe::Dtype::parse(dtype).unwrap();
+            let planned = plan(&recipe, Some(&GPUS[0])).unwrap();
+            assert!(planned.json()["time"].is_null());
+            let text = planned.time.unwrap().text();
+            assert!(text.starts_with("time like h100: not known for "), "{text}");
+        }
+    }
+
+    /// The smaller of both is the limit; the text has no empty list of parts.
+    #[test]
+    fn the_budget_is_that_of_the_recipe_and_of_the_gpu() {
+        let planned = |budget: &str| {
+            let recipe = of_step(
+                "qwen2.5-0.5b",
+                "method = \"lora\"",
+                1,
+                &format!("budget = \"{budget}\""),
+            );
+            plan(&recipe, GPUS.iter().find(|gpu| gpu.name == "4090")).unwrap()
+        };
+        assert!(planned("4GiB").verdict.text.contains("of a budget of 4.0 GiB"));
+        let above = planned("40GiB");
+        assert!(
+            above.verdict.text.contains("of a budget of 23.0 GiB"),
+            "{}",
+            above.verdict.text
+        );
+        assert!(above.notes.iter().any(|note| note.contains("`memory.host_budget`")));
+        let (gpu, time) = (&GPUS[0], Ok(StepTime::default()));
+        let text = GpuEstimate { gpu, time }.text();
+        assert!(!text.contains("()") && text.contains("limited by"), "{text}");
+    }
+
     #[test]
     fn a_gpu_sets_the_budget_and_a_slower_one_takes_longer() {
-        let text = "[model]\npath = \"shape:llama-3.1-8b\"\ndtype = \"bf16\"\n[data]\ntrain = \"-\"\nmax_length = 2048\n\
-                    [tune]\nmethod = \"block\"\n[train]\nbatch_size = 1\n";
-        let recipe = crate::recipe::parse(text, "test", &[]).unwrap().recipe;
-        let seconds = GPUS.map(|gpu| {
-            let like = GPUS.iter().find(|g| g.name == gpu.name);
-            let planned = plan(&recipe, like).unwrap();
-            assert!(planned.plan.peak_bytes <= gpu.memory, "{}", gpu.name);
-            planned.time.unwrap().1.seconds()
-        });
+        let recipe = recipe(
+            "[model]\npath = \"shape:llama-3.1-8b\"\ndtype = \"bf16\"\n[tune]\nmethod = \"block\"\n[train]\nbatch_size = 1\n",
+        );
+        let seconds: Vec<f64> = GPUS
+            .iter()
+            .map(|gpu| {
+                let planned = plan(&recipe, Some(gpu)).unwrap();
+                assert!(planned.plan.peak_bytes <= gpu.memory, "{}", gpu.name);
+                planned.time.unwrap().time.unwrap().seconds()
+            })
+            .collect();
         assert!(
             seconds[1] <= seconds[0] && seconds[0] < seconds[2] && seconds[2] < seconds[3],
             "{seconds:?}"

@@ -1,14 +1,18 @@
 //! Estimates the time of a training step on a GPU: operations, bytes and calls are counted, and divided by the rates that
 //! ft reaches. Letters as in `plan`.
 //!
-//! The rates of the H100 are measured (docs/benchmarks-gpu.md): the estimate is within 10 % of the steps measured there.
-//! Rates of other GPUs are those of data sheets, times the fraction that the H100 reaches.
+//! Bandwidth, link and peak of the products of the H100 are measured. `CALL`, `CALLS` and `ELEMENTWISE` are fitted to the
+//! five steps in docs/benchmarks-gpu.md: the estimate is within 10 % of them. Products and bandwidth of other GPUs are those
+//! of data sheets, times the fraction that the H100 reaches; their attention rates are guesses.
 
 use super::model::Model;
-use super::{Inputs, time};
+use super::{Inputs, time, weights};
 use crate::engine::{Active, Gradients};
+use crate::model::pieces::pieces;
+use crate::peft::Cost;
 use crate::recipe::{Dtype, Recipe};
-use crate::source::Placement;
+use crate::sft::CausalLm;
+use crate::source::{Group, ParamInfo, Placement, Sublayer};
 
 /// The speed of a GPU in a computer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,18 +32,21 @@ pub struct GpuRates {
 }
 
 const GIB: u64 = 1 << 30;
-/// Seconds that the host needs for one kernel or product, with the allocation of its result (measured).
+/// Seconds that the host needs for one kernel or product, with the allocation of its result (fitted).
 const CALL: f64 = 15e-6;
-/// Kernels and products of a layer, forward and backward, and of the pairs of LoRA in addition.
+/// Kernels and products, forward and backward: of a layer, of each further chunk of its MLP, of a LoRA pair in addition.
 const CALLS: [f64; 2] = [20.0, 28.0];
-const ADAPTER_CALLS: [f64; 2] = [11.0, 20.0];
+const CHUNK_CALLS: [f64; 2] = [5.0, 9.0];
+const PAIR_CALLS: [f64; 2] = [11.0 / 7.0, 20.0 / 7.0];
 /// Elements of each token that norms, RoPE, the gated unit and additions read and write, in units of I and of D.
 const ELEMENTWISE: [[f64; 2]; 2] = [[6.0, 14.0], [5.0, 15.0]];
 /// Bytes that AdamW and the norm of the gradients read and write for each trained parameter.
 const UPDATE: f64 = 32.0;
+/// Products with f32 operands, without TF32, take this many times as long (data sheets: 14 to 16; not measured).
+const F32_PRODUCTS: f64 = 15.0;
 
 /// The GPUs of `ft plan --device-like`.
-pub const GPUS: [GpuRates; 5] = [
+pub static GPUS: [GpuRates; 5] = [
     GpuRates {
         name: "h100",
         memory: 78 * GIB,
@@ -87,120 +94,114 @@ pub const GPUS: [GpuRates; 5] = [
     },
 ];
 
-/// The estimated time of an optimizer step, in seconds; the mean over the parts of the model that are trained in turn.
+/// Names of the parts of a step that the GPU computes one after the other.
+const PARTS: [&str; 6] = [
+    "products",
+    "attention",
+    "adapters",
+    "norms and activations",
+    "head and loss",
+    "update",
+];
+
+impl GpuRates {
+    /// The rates of the GPU with this name; of an H100 if it is not in the list.
+    pub fn of_name(name: &str) -> &'static Self {
+        let name = name.to_lowercase();
+        GPUS.iter().find(|gpu| name.contains(gpu.name)).unwrap_or(&GPUS[0])
+    }
+}
+
+/// The estimated time of an optimizer step, in seconds; the mean over the sets of parameters that are trained in turn.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct StepTime {
-    pub tokens: f64,
-    /// On the GPU.
-    pub products: f64,
-    pub attention: f64,
-    pub adapters: f64,
-    pub elementwise: f64,
-    pub head: f64,
-    pub update: f64,
+    tokens: f64,
+    parts: [f64; PARTS.len()],
     /// Of the host, for the calls of the driver.
     pub calls: f64,
-    /// Copies of weights to the GPU.
+    /// Copies of weights and layer inputs between host and GPU.
     pub copies: f64,
+    seconds: f64,
 }
 
 impl StepTime {
     /// The parts that the GPU computes one after the other, by name.
-    pub fn parts(&self) -> [(&'static str, f64); 6] {
-        [
-            ("products", self.products),
-            ("attention", self.attention),
-            ("adapters", self.adapters),
-            ("norms and activations", self.elementwise),
-            ("head and loss", self.head),
-            ("update", self.update),
-        ]
+    pub fn parts(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        PARTS.into_iter().zip(self.parts)
     }
 
-    fn computing(&self) -> f64 {
-        self.parts().iter().map(|part| part.1).sum()
-    }
-
-    /// Computation, calls and copies overlap: the longest decides.
     pub fn seconds(&self) -> f64 {
-        self.computing().max(self.calls).max(self.copies)
+        self.seconds
     }
 
     pub fn tokens_per_second(&self) -> f64 {
-        self.tokens / self.seconds().max(f64::MIN_POSITIVE)
+        self.tokens / self.seconds.max(f64::MIN_POSITIVE)
     }
 
     /// What limits the step.
     pub fn limit(&self) -> &'static str {
-        match self.seconds() {
-            all if all <= self.computing() => "computation",
-            all if all <= self.calls => "calls of the host",
-            _ => "copies of weights",
+        let computing: f64 = self.parts.iter().sum();
+        if computing >= self.calls.max(self.copies) {
+            "computation"
+        } else if self.calls >= self.copies {
+            "calls of the host"
+        } else {
+            "copies of weights"
         }
     }
 
-    fn each(self, f: impl Fn(f64) -> f64) -> Self {
-        Self {
-            tokens: f(self.tokens),
-            products: f(self.products),
-            attention: f(self.attention),
-            adapters: f(self.adapters),
-            elementwise: f(self.elementwise),
-            head: f(self.head),
-            update: f(self.update),
-            calls: f(self.calls),
-            copies: f(self.copies),
-        }
-    }
-
-    fn plus(self, b: Self) -> Self {
-        Self {
-            tokens: self.tokens + b.tokens,
-            products: self.products + b.products,
-            attention: self.attention + b.attention,
-            adapters: self.adapters + b.adapters,
-            elementwise: self.elementwise + b.elementwise,
-            head: self.head + b.head,
-            update: self.update + b.update,
-            calls: self.calls + b.calls,
-            copies: self.copies + b.copies,
-        }
+    fn add(&mut self, other: &Self, times: f64) {
+        self.tokens += times * other.tokens;
+        self.parts
+            .iter_mut()
+            .zip(other.parts)
+            .for_each(|(part, more)| *part += times * more);
+        self.calls += times * other.calls;
+        self.copies += times * other.copies;
+        self.seconds += times * other.seconds;
     }
 }
 
-/// Estimates a step; `None` for a model in f32, whose products have other rates.
-pub fn step_time(model: &Model, recipe: &Recipe, inputs: &Inputs, gpu: &GpuRates) -> Option<StepTime> {
-    if recipe.model.dtype != Dtype::Bf16 || inputs.turns.is_empty() {
-        return None;
+/// Says why the time of this run cannot be estimated.
+pub fn not_known(recipe: &Recipe, inputs: &Inputs) -> Option<&'static str> {
+    // Of all adapters, only LoRA has a rank and multiplies W in its own type.
+    if recipe.model.dtype != Dtype::Bf16 {
+        Some("a model in f32")
+    } else if inputs.adapters.values().any(|cost| cost.rank == 0 || cost.widens) {
+        Some("adapters other than LoRA")
+    } else {
+        None
     }
-    let passes = match inputs.strategy.gradients {
-        Gradients::NormFirst => 2.0,
-        _ => 1.0,
-    };
-    let turns = inputs.turns.iter().map(|turn| {
-        let batch = micro_batch(model, recipe, inputs, gpu, &turn.active);
-        let trained = model.sum_trained(&turn.active, |name| model.elements(name)) as f64;
-        StepTime {
-            tokens: (inputs.tokens * inputs.micro_batches) as f64,
-            update: trained * UPDATE / gpu.bandwidth,
-            ..batch.each(|x| x * passes * inputs.micro_batches as f64)
-        }
-    });
-    let sum = turns.fold(StepTime::default(), StepTime::plus);
-    Some(sum.each(|x| x / inputs.turns.len() as f64))
 }
 
-/// One forward and backward pass.
-fn micro_batch(model: &Model, recipe: &Recipe, inputs: &Inputs, gpu: &GpuRates, active: &Active) -> StepTime {
-    let (spec, strategy) = (model.spec, &inputs.strategy);
+/// Estimates a step; `not_known` says when this is only good for ranking settings.
+pub fn step_time(model: &Model, recipe: &Recipe, inputs: &Inputs) -> StepTime {
+    let mut mean = StepTime::default();
+    for turn in inputs.turns.iter() {
+        let time = turn_time(model, recipe, inputs, &turn.active);
+        mean.add(&time, 1.0 / inputs.turns.len() as f64);
+    }
+    mean
+}
+
+/// A step that trains this set of parameters.
+pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> StepTime {
+    let (spec, strategy, gpu) = (model.spec, &inputs.strategy, inputs.gpu_rates);
     let (n, element) = (inputs.tokens as f64, inputs.element as f64);
     let layers = spec.layers.len();
     let lowest = active.lowest_layer(layers);
+    let recomputed = lowest..layers.saturating_sub(strategy.saved_layers).max(lowest);
     let above = (layers - lowest) as f64;
-    let forward = layers as f64 + (above - strategy.saved_layers as f64).max(0.0);
-    // A product reads both matrices once, and writes its result.
-    let product = |i: f64, o: f64, result: f64| {
-        2.0 * n * i * o / gpu.products + (element * (n * i + i * o) + result * n * o) / gpu.bandwidth
+    let forward = (layers + recomputed.len()) as f64;
+    let both = |[once, back]: [f64; 2]| forward * once + above * back;
+    let products_per_second = match recipe.model.dtype {
+        Dtype::Bf16 => gpu.products,
+        Dtype::F32 => gpu.products / F32_PRODUCTS,
+    };
+    // A product reads its input, writes its result, and reads the weight once for each chunk of tokens.
+    let product = |i: f64, o: f64, result: f64, chunks: f64| {
+        let bytes = element * (n * i + chunks * i * o) + result * n * o;
+        2.0 * n * i * o / products_per_second + bytes / gpu.bandwidth
     };
     // A quantized weight is dequantized to memory before each product.
     let dequantized = if strategy.storage.quantized().is_empty() {
@@ -208,53 +209,98 @@ fn micro_batch(model: &Model, recipe: &Recipe, inputs: &Inputs, gpu: &GpuRates, 
     } else {
         3.0
     };
-    let (mut products, mut adapters) = ([0.0; 2], [0.0; 2]);
-    let mut adapted = false;
+    let mlp_chunks = pieces(inputs.tokens, strategy.mlp_tokens).len() as f64;
+    let mut products = [0.0; 2];
     for linear in spec.linears() {
         let (i, o) = (linear.input as f64, linear.output as f64);
-        let extra = dequantized * i * o / gpu.bandwidth;
-        products[0] += product(i, o, element) + extra;
-        products[1] += product(o, i, element) + extra;
-        let module = format!("model.layers.0.{}", linear.name);
-        if inputs.adapters.contains_key(&module) {
-            adapted = true;
-            adapters[0] += element * n * (i + o) / gpu.bandwidth;
-            adapters[1] += element * n * (i + 2.0 * o) / gpu.bandwidth;
-        }
+        let chunks = match linear.sublayer {
+            Sublayer::Mlp => mlp_chunks,
+            _ => 1.0,
+        };
+        let extra = chunks * dequantized * i * o / gpu.bandwidth;
+        products[0] += product(i, o, element, chunks) + extra;
+        products[1] += product(o, i, element, chunks) + extra;
     }
     // Half of the scores are masked.
     let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;
     let attention = [scores / gpu.attention[0], 2.5 * scores / gpu.attention[1]];
     let elementwise =
         ELEMENTWISE.map(|[i, d]| element * n * (i * spec.intermediate as f64 + d * spec.hidden as f64) / gpu.bandwidth);
-    let both = |[once, back]: [f64; 2]| forward * once + above * back;
-    // Gradients of trained weights: products with f32 results.
-    let wanted = |p: &crate::source::ParamInfo| if active.wants(&p.name) { p.elements() as u64 } else { 0 };
-    let head_trained = active.contains(spec.head_name());
+    let (mut adapters, mut pair_calls) = (0.0, 0.0);
+    for (module, cost) in inputs.adapters.iter() {
+        let [i, o] = widths(cost);
+        let layer = layer_of(module).unwrap_or(lowest);
+        let (times, back) = (
+            if recomputed.contains(&layer) { 2.0 } else { 1.0 },
+            if layer >= lowest { 1.0 } else { 0.0 },
+        );
+        adapters += element * n * (times * (i + o) + back * (i + 2.0 * o)) / gpu.bandwidth;
+        pair_calls += times * PAIR_CALLS[0] + back * PAIR_CALLS[1];
+    }
+    // Gradients of trained weights are products with f32 results, summed over the chunks of tokens.
+    let gradients =
+        |elements: f64, chunks: f64| 2.0 * n * elements / products_per_second + 8.0 * chunks * elements / gpu.bandwidth;
+    let in_layers = |p: &ParamInfo| matches!(p.group, Group::Layer(_)) && active.wants(&p.name);
+    let trained_in_layers = model.sum(active, |p| if in_layers(p) { p.elements() as u64 } else { 0 }) as f64;
     let (v, d) = (spec.vocab as f64, spec.hidden as f64);
-    let head_elements = if head_trained { v * d } else { 0.0 };
-    let trained = (model.sum(active, wanted) as f64 - head_elements).max(0.0);
-    let gradients = |elements: f64| 2.0 * n * elements / gpu.products + 8.0 * elements / gpu.bandwidth;
-    let loss = 10.0 * v * n / gpu.bandwidth;
-    let head = product(d, v, 4.0) + product(v, d, element) + loss + gradients(head_elements);
-    let calls = if adapted {
-        [CALLS[0] + ADAPTER_CALLS[0], CALLS[1] + ADAPTER_CALLS[1]]
-    } else {
-        CALLS
+    let head_trained = active.contains(spec.head_name());
+    let chunk = CausalLm::chunk_for(spec.vocab, head_trained, true).max(1);
+    let chunks = inputs.tokens.div_ceil(chunk) as f64;
+    // The loss uses a head that is copied in parts twice.
+    let passes_of_head = match weights::head_chunk(spec, strategy.placement, active) {
+        Some(_) => 2.0,
+        None => 1.0,
     };
+    let mut head = passes_of_head * product(d, v, 4.0, chunks) + product(v, d, element, chunks);
+    head += 10.0 * v * n / gpu.bandwidth;
+    if head_trained {
+        head += gradients(v * d, chunks);
+    }
+    let more_chunks = (mlp_chunks - 1.0) * both(CHUNK_CALLS);
+    let calls = CALL * (both(CALLS) + more_chunks + pair_calls);
     let from = match strategy.placement {
         Placement::Host => gpu.link,
         _ => time::DISK_RATE.min(gpu.link),
     };
+    let offloaded = if strategy.offload_inputs {
+        2.0 * above * element * n * d
+    } else {
+        0.0
+    };
+    let copies = time::bytes_read(model, recipe, inputs, active, lowest) / from + offloaded / gpu.link;
+    let passes = match strategy.gradients {
+        Gradients::NormFirst => 2.0,
+        _ => 1.0,
+    };
+    let times = passes * inputs.micro_batches as f64;
+    let trained = model.sum_trained(active, |name| model.elements(name)) as f64;
+    let parts = [
+        times * (both(products) + gradients(trained_in_layers, mlp_chunks)),
+        times * both(attention),
+        times * adapters,
+        times * both(elementwise),
+        times * head,
+        trained * UPDATE / gpu.bandwidth,
+    ];
+    let (calls, copies) = (times * calls, times * copies);
     StepTime {
-        tokens: 0.0,
-        products: both(products) + gradients(trained),
-        attention: both(attention),
-        adapters: both(adapters),
-        elementwise: both(elementwise),
-        head,
-        update: 0.0,
-        calls: CALL * both(calls),
-        copies: time::bytes_read(model, recipe, inputs, active, lowest) / from,
+        tokens: (inputs.tokens * inputs.micro_batches) as f64,
+        parts,
+        calls,
+        copies,
+        // Computation and calls overlap, and most of the copies.
+        seconds: time::overlapping(parts.iter().sum::<f64>().max(calls), copies),
     }
+}
+
+/// I and O of the linear of a LoRA pair, A `[R, I]` and B `[O, R]`.
+fn widths(cost: &Cost) -> [f64; 2] {
+    match &cost.trained[..] {
+        [(_, a), (_, b), ..] => [a.last(), b.first()].map(|n| n.map_or(0.0, |n| *n as f64)),
+        _ => [0.0; 2],
+    }
+}
+
+fn layer_of(module: &str) -> Option<usize> {
+    module.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
 }

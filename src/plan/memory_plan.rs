@@ -4,8 +4,10 @@ use crate::base::units::bytes;
 use crate::base::{Error, Result, files, memory};
 use crate::engine::{Gradients, StepStrategy};
 use crate::model::{Adapters, Spec};
+use crate::ops::device::DeviceMemory;
 use crate::ops::{self, prepacked::Orders};
 use crate::plan::advice;
+use crate::plan::gpu_time::GpuRates;
 use crate::plan::search::{Base, PlanContext, PlannedStrategy};
 use crate::plan::{Inputs, Plan};
 use crate::recipe::{Activations, Chunk, FrozenWeights, PackedWeights, Recipe, Tier};
@@ -18,7 +20,7 @@ use crate::setup::rewards;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher;
 use crate::source::Placement;
-use candle_core::Device;
+use candle_core::{Device, DeviceLocation};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -77,6 +79,32 @@ impl Limits {
     }
 }
 
+/// The device that a run is planned for.
+pub struct PlanDevice {
+    /// The memory of the GPU of this machine; `None`: a CPU, or a GPU that this machine does not have.
+    gpu: Option<DeviceMemory>,
+    rates: &'static GpuRates,
+}
+
+impl PlanDevice {
+    /// Errors: a driver that does not answer.
+    pub fn of(device: &Device) -> Result<Self> {
+        let name = match device.location() {
+            DeviceLocation::Cuda { gpu_id } => ops::device::gpus()?.into_iter().nth(gpu_id).map(|gpu| gpu.name),
+            _ => None,
+        };
+        Ok(Self {
+            gpu: ops::device::memory(device)?,
+            rates: GpuRates::of_name(&name.unwrap_or_default()),
+        })
+    }
+
+    /// A GPU that this machine may not have.
+    pub fn like(rates: &'static GpuRates) -> Self {
+        Self { gpu: None, rates }
+    }
+}
+
 /// Plans the largest micro-batch of a run over these rows; without rows, full ones. A recipe with a GPU is planned for
 /// a GPU even if there is none. `stored`: how the files store the weights.
 ///
@@ -88,9 +116,9 @@ pub fn forecast(
     schedule: &ActiveSchedule,
     rows: Option<&RowSizes>,
     stored: &StoredWeights,
-    device: &Device,
+    device: &PlanDevice,
 ) -> Result<MemoryPlan> {
-    let gpu = ops::device::memory(device)?;
+    let gpu = device.gpu;
     let on_gpu = recipe.model.device.starts_with("cuda") || gpu.is_some();
     if recipe.memory.host_budget.is_some() && !on_gpu {
         return Err(Error::usage("`memory.host_budget` has no effect on a CPU")
@@ -111,6 +139,7 @@ pub fn forecast(
         rows,
         stored,
         on_gpu,
+        gpu_rates: device.rates,
         teacher: teacher.as_ref(),
         judges: &judges,
     };
@@ -123,8 +152,8 @@ pub fn forecast(
         None
     };
     Ok(MemoryPlan {
-        inputs: setting.base(recipe, chosen.lossy)?.inputs(&chosen.strategy),
-        strategy: chosen.strategy,
+        strategy: chosen.inputs.strategy.clone(),
+        inputs: chosen.inputs,
         plan: chosen.plan,
         refused,
         limits,
@@ -168,7 +197,7 @@ impl MemoryPlan {
 impl PlanContext<'_> {
     /// The chosen values of open settings, with reasons.
     fn choices(&self, recipe: &Recipe, limits: Limits, chosen: &PlannedStrategy) -> Result<Vec<Choice>> {
-        let strategy = &chosen.strategy;
+        let strategy = &chosen.inputs.strategy;
         let base = self.base(recipe, chosen.lossy)?;
         let least = |allowed: &dyn Fn(&StepStrategy) -> bool| self.least(recipe, &base, allowed);
         let mut all = Vec::new();

@@ -21,7 +21,7 @@ mod time;
 mod weights;
 
 pub use candidates::turns_of;
-pub use memory_plan::MemoryPlan;
+pub use memory_plan::{MemoryPlan, PlanDevice};
 pub use model::{Costs, Model};
 pub use run_plan::RunPlan;
 pub use table::{Line, Plan};
@@ -40,6 +40,7 @@ use crate::setup::row_sizes::Evaluation;
 use crate::setup::teacher::TeacherSpec;
 use crate::source::Placement;
 use candidates::candidates;
+use gpu_time::{GPUS, GpuRates};
 use std::sync::Arc;
 
 /// Code pages loaded at first use (1.6 to 1.9 MiB in the steps of `tests/memory`), stacks, small heap blocks.
@@ -64,6 +65,8 @@ pub struct Inputs {
     pub element: u64,
     /// Tensors are on a GPU; the program, its rows and inactive masters are on the host.
     pub on_gpu: bool,
+    /// The speed of this GPU.
+    pub gpu_rates: &'static GpuRates,
     /// Every set of parameters that is active at one time, with the elements trained before it.
     pub turns: Arc<[Turn]>,
     /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
@@ -98,6 +101,7 @@ impl Inputs {
             threads: rayon::current_num_threads(),
             element: 4,
             on_gpu: false,
+            gpu_rates: &GPUS[0],
             turns,
             file_bytes: recipe.model.dtype.bytes(),
             adapters,

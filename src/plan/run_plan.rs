@@ -1,7 +1,7 @@
 //! Every decision of a run that is made before weights are loaded. `ft plan` and `ft train` share it, so that their plans
 //! are equal.
 
-use super::memory_plan::{self, MemoryPlan};
+use super::memory_plan::{self, MemoryPlan, PlanDevice};
 use crate::base::Result;
 use crate::data::order::BatchStream;
 use crate::hf::AdapterSet;
@@ -12,7 +12,6 @@ use crate::setup::defaults::{self, Choice, ResumedValues};
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::{StoredWeights, adapters, allocation};
-use candle_core::Device;
 
 /// A run with all its decisions.
 pub struct RunPlan<'a> {
@@ -38,7 +37,7 @@ impl<'a> RunPlan<'a> {
         rows: Option<&'a RecipeRows>,
         stored: &StoredWeights,
         before: &ResumedValues,
-        device: &Device,
+        device: &PlanDevice,
     ) -> Result<Self> {
         let lengths = rows.map(|rows| rows.train.lengths());
         let (mut recipe, mut choices) = defaults::settle(recipe, spec, lengths.as_deref(), before);

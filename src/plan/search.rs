@@ -8,6 +8,7 @@ use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::{self, Orders};
 use crate::peft::Adapter;
+use crate::plan::gpu_time::GpuRates;
 use crate::plan::memory_plan::Limits;
 use crate::recipe::{Activations, Chunk, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
 use crate::setup::StoredWeights;
@@ -35,6 +36,7 @@ pub(super) struct PlanContext<'a> {
     pub rows: Option<&'a RowSizes>,
     pub stored: &'a StoredWeights,
     pub on_gpu: bool,
+    pub gpu_rates: &'static GpuRates,
     /// Loaded beside the model.
     pub teacher: Option<&'a TeacherSpec>,
     pub judges: &'a Arc<[RewardModelSpec]>,
@@ -58,7 +60,8 @@ impl Base<'_> {
 
 /// The chosen strategy, which may or may not fit.
 pub(super) struct PlannedStrategy {
-    pub strategy: StepStrategy,
+    /// The inputs of the plan, with the strategy.
+    pub inputs: Inputs,
     /// The lossy storage of frozen weights, if the recipe leaves the storage open and the lossless one does not fit.
     pub lossy: Option<FrozenWeights>,
     pub plan: Plan,
@@ -130,14 +133,14 @@ impl PlanContext<'_> {
                 .found("a CPU run: host memory and device memory are the same")
                 .hint("use `recompute`: it needs the least memory"));
         }
-        let seconds = |strategy: &StepStrategy| super::seconds_of(&base.model, recipe, &base.inputs(strategy));
+        let seconds = |inputs: &Inputs| super::seconds_of(&base.model, recipe, inputs);
         let mut strategies: Vec<(f64, StepStrategy)> = Vec::new();
         for strategy in self.strategies(recipe, base)? {
             let at_best = StepStrategy {
                 saved_layers: most,
                 ..strategy.clone()
             };
-            strategies.push((seconds(&at_best), strategy));
+            strategies.push((seconds(&base.inputs(&at_best)), strategy));
         }
         // A stable sort: of equally fast strategies the first one is chosen.
         strategies.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -147,7 +150,8 @@ impl PlanContext<'_> {
                 break;
             }
             let (strategy, plan, fits) = self.most_saved(recipe, base, strategy, limits, least..=most);
-            let seconds = seconds(&strategy);
+            let inputs = base.inputs(&strategy);
+            let seconds = seconds(&inputs);
             let better = best.as_ref().is_none_or(|b| match (fits, b.fits) {
                 (true, true) => seconds < b.seconds,
                 (false, false) => b.is_above(&plan, limits),
@@ -155,7 +159,7 @@ impl PlanContext<'_> {
             });
             if better {
                 best = Some(PlannedStrategy {
-                    strategy,
+                    inputs,
                     lossy,
                     plan,
                     seconds,
@@ -387,7 +391,7 @@ impl PlanContext<'_> {
         };
         let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy);
         inputs.file_bytes = self.stored.number_bytes.unwrap_or(inputs.file_bytes);
-        inputs.on_gpu = self.on_gpu;
+        (inputs.on_gpu, inputs.gpu_rates) = (self.on_gpu, self.gpu_rates);
         inputs.reference = needs_reference_copy(recipe);
         if prompts::reinforces(recipe) {
             // At most this many answers are generated at a time.

@@ -62,6 +62,7 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
         threads: 1,
         element: 4,
         on_gpu: false,
+        gpu_rates: &gpu_time::GPUS[0],
         turns: [Turn::alone(active)].into(),
         evaluation: Evaluation::default(),
         teacher: None,

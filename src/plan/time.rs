@@ -1,12 +1,12 @@
-//! Estimates the time of a step by counting operations: good for ranking settings, not as an absolute time.
+//! Estimates the time of a step by counting operations, to rank settings. On a GPU it is the time of `gpu_time`.
 //!
 //! Letters as in `plan`. A product of N tokens with a weight of p elements costs 2·N·p operations, and packing the
 //! weight costs as much as `PACKED_TOKENS` more tokens.
 
 use super::candidates::candidates;
 use super::model::Model;
-use super::{Inputs, weights};
-use crate::engine::Gradients;
+use super::{Inputs, gpu_time, weights};
+use crate::engine::{Active, Gradients};
 use crate::model::Spec;
 use crate::model::pieces::pieces;
 use crate::ops::prepacked::{self, Orders};
@@ -18,18 +18,20 @@ use crate::source::{Placement, Sublayer};
 /// first kernel on Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).
 const PACKED_TOKENS: f64 = 75.0;
 const PACKED_TOKENS_TILES: f64 = 200.0;
-/// Operations per second of one thread, of one thread with a tile unit, and of a GPU.
+/// Operations per second of one thread, and of one thread with a tile unit.
 const THREAD_RATE: f64 = 50e9;
 const TILES_RATE: f64 = 500e9;
-const GPU_RATE: f64 = 200e12;
 /// Bytes per second from the disk.
 pub(super) const DISK_RATE: f64 = 1e9;
-/// Bytes per second from the host to a GPU.
-const LINK_RATE: f64 = 20e9;
 /// If computation and reading overlap, this fraction of the shorter one does not.
 const NOT_HIDDEN: f64 = 0.1;
 
-/// Seconds of one optimizer step of the slowest active set on a typical machine.
+/// The time of computation and of reading that overlap.
+pub(super) fn overlapping(work: f64, read: f64) -> f64 {
+    work.max(read) + NOT_HIDDEN * work.min(read)
+}
+
+/// Seconds of one optimizer step of the slowest active set on a typical CPU, or on the GPU of `inputs`.
 pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
     seconds_of(
         &Model::new(spec, &inputs.strategy.storage, &inputs.adapters),
@@ -40,70 +42,63 @@ pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
 
 /// As `seconds`, for a model that was inspected before with the storage and the adapters of `inputs`.
 pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
+    // Of equal sets the lowest one is the slowest; `candidates` always contains it.
+    let sets = candidates(model, inputs, (0, 0))
+        .into_iter()
+        .map(|turn| match inputs.on_gpu {
+            true => gpu_time::turn_time(model, recipe, inputs, &turn.active).seconds(),
+            false => cpu_seconds(model, recipe, inputs, &turn.active),
+        });
+    sets.fold(0.0, f64::max)
+}
+
+fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> f64 {
     let spec = model.spec;
-    let tiles = prepacked::is_of_use() && !inputs.on_gpu && recipe.model.dtype == Dtype::Bf16;
+    let tiles = prepacked::is_of_use() && recipe.model.dtype == Dtype::Bf16;
     let packed = if tiles { PACKED_TOKENS_TILES } else { PACKED_TOKENS };
     let orders = inputs.strategy.packed_copies.as_ref().map(|c| c.orders);
     let forward = if orders.is_some() { 0.0 } else { packed };
     let backward = if orders == Some(Orders::Both) { 0.0 } else { packed };
-    // Of equal sets the lowest one is the slowest; `candidates` always contains it.
-    let sets = candidates(model, inputs, (0, 0)).into_iter().map(|turn| {
-        let active = &turn.active;
-        let layers = spec.layers.len();
-        let lowest = active.lowest_layer(layers);
-        let n = inputs.tokens as f64;
-        let (mut attention, mut mlp) = (0.0, 0.0);
-        for linear in spec.linears() {
-            let elements = (linear.input * linear.output) as f64;
-            match linear.sublayer {
-                Sublayer::Mlp => mlp += elements,
-                _ => attention += elements,
-            }
+    let layers = spec.layers.len();
+    let lowest = active.lowest_layer(layers);
+    let n = inputs.tokens as f64;
+    let (mut attention, mut mlp) = (0.0, 0.0);
+    for linear in spec.linears() {
+        let elements = (linear.input * linear.output) as f64;
+        match linear.sublayer {
+            Sublayer::Mlp => mlp += elements,
+            _ => attention += elements,
         }
-        let count = pieces(inputs.tokens, inputs.strategy.mlp_tokens).len() as f64;
-        // Half of the scores are masked.
-        let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;
-        let layer = |packed: f64| 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
-        let above = (layers - lowest) as f64;
-        let recomputed = (above - inputs.strategy.saved_layers as f64).max(0.0);
-        let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()), inputs.on_gpu);
-        let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
-        let head = |packed: f64| 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
-        let streamed = weights::head_chunk(spec, inputs.strategy.placement, active).is_some();
-        let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
-        let trained = 2.0 * n * wanted as f64;
-        // The loss uses a chunked head twice.
-        let through = layer(forward) * (layers as f64 + recomputed) + layer(backward) * above;
-        let loss = head(forward) * if streamed { 2.0 } else { 1.0 } + head(backward);
-        let work = through + loss + trained;
-        let rate = match inputs.on_gpu {
-            true => GPU_RATE,
-            false if tiles => TILES_RATE * inputs.threads as f64,
-            false => THREAD_RATE * inputs.threads as f64,
-        };
-        let from = match inputs.strategy.placement {
-            Placement::Host => LINK_RATE,
-            _ => DISK_RATE,
-        };
-        let (work, read) = (work / rate, bytes_read(model, recipe, inputs, active, lowest) / from);
-        work.max(read) + NOT_HIDDEN * work.min(read)
-    });
+    }
+    let count = pieces(inputs.tokens, inputs.strategy.mlp_tokens).len() as f64;
+    // Half of the scores are masked.
+    let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;
+    let layer = |packed: f64| 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
+    let above = (layers - lowest) as f64;
+    let recomputed = (above - inputs.strategy.saved_layers as f64).max(0.0);
+    let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()), false);
+    let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
+    let head = |packed: f64| 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
+    let streamed = weights::head_chunk(spec, inputs.strategy.placement, active).is_some();
+    let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
+    let trained = 2.0 * n * wanted as f64;
+    // The loss uses a chunked head twice.
+    let through = layer(forward) * (layers as f64 + recomputed) + layer(backward) * above;
+    let loss = head(forward) * if streamed { 2.0 } else { 1.0 } + head(backward);
+    let work = through + loss + trained;
+    let rate = if tiles { TILES_RATE } else { THREAD_RATE };
+    let work = work / (rate * inputs.threads as f64);
+    let read = bytes_read(model, recipe, inputs, active, lowest) / DISK_RATE;
     let passes = match inputs.strategy.gradients {
         Gradients::NormFirst => 2.0,
         _ => 1.0,
     };
-    sets.fold(0.0, f64::max) * inputs.micro_batches as f64 * passes
+    overlapping(work, read) * inputs.micro_batches as f64 * passes
 }
 
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
 /// twice.
-pub(super) fn bytes_read(
-    model: &Model,
-    recipe: &Recipe,
-    inputs: &Inputs,
-    active: &crate::engine::Active,
-    lowest: usize,
-) -> f64 {
+pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, lowest: usize) -> f64 {
     if inputs.strategy.placement == Placement::Device {
         return 0.0;
     }

@@ -9,7 +9,7 @@ use crate::hf::{self, Fingerprint};
 use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::memory_plan::{self, MemoryPlan};
-use crate::plan::{Plan, RunPlan};
+use crate::plan::{Plan, PlanDevice, RunPlan};
 use crate::recipe::{self, Method};
 use crate::report::Reporter;
 use crate::setup::active_schedule::{self, ActiveSchedule};
@@ -91,7 +91,14 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             refused,
             ..
         },
-    } = RunPlan::new(recipe, &model.spec, Some(&rows), &stored, &before, &device)?;
+    } = RunPlan::new(
+        recipe,
+        &model.spec,
+        Some(&rows),
+        &stored,
+        &before,
+        &PlanDevice::of(&device)?,
+    )?;
     let Some(stream) = stream else {
         return Err(Error::internal("a run has no rows"));
     };

@@ -339,6 +339,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,
+        gpu_rates: &ft::plan::gpu_time::GPUS[0],
         turns: [Turn::alone(active)].into(),
         evaluation: Evaluation::default(),
         teacher: None,

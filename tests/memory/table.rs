@@ -165,6 +165,7 @@ fn measure(case: &Case, file: &Path) -> Value {
         threads: rayon::current_num_threads(),
         element: 4,
         on_gpu: false,
+        gpu_rates: &ft::plan::gpu_time::GPUS[0],
         turns: plan::turns_of(&Model::new(&spec, &storage, &costs), &storage, active.clone()).into(),
         evaluation: Evaluation::default(),
         file_bytes: 2,

@@ -4,7 +4,8 @@
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
-step ceilings 90 python3 tools/gpu-kit/ceilings.py || echo "no ceilings"
+failed=0
+if [ -z "${KIT_NO_PEER:-}" ]; then step ceilings 90 python3 tools/gpu-kit/ceilings.py || failed=$((failed + 1)); fi
 # SIZE METHOD BATCH SEQUENCE KEPT; KEPT is `all` or `none`: the layers with saved activations.
 list=${KIT_LIST:-"llama-3.1-8b lora 1 2048 none
 llama-3.1-8b lora 1 2048 all
@@ -19,8 +20,10 @@ while read -r size method batch seq kept; do
   [ "$kept" = all ] || ours+=(--keep 0)
   theirs=(--size "$size" --method "$method" --batch "$batch" --seq "$seq" --steps "${KIT_STEPS:-5}")
   [ "$kept" != all ] || theirs+=(--no-checkpointing)
-  step "ft $size $method $batch x $seq keep=$kept" 90 "$bin/step" "${ours[@]}" < /dev/null || true
+  step "ft $size $method $batch x $seq keep=$kept" 90 "$bin/step" "${ours[@]}" < /dev/null || failed=$((failed + 1))
   if [ -z "${KIT_NO_PEER:-}" ]; then
-    step "torch $size $method $batch x $seq keep=$kept" 90 python3 benches/peer_gpu.py "${theirs[@]}" < /dev/null || true
+    step "torch $size $method $batch x $seq keep=$kept" 90 python3 benches/peer_gpu.py "${theirs[@]}" < /dev/null \
+      || failed=$((failed + 1))
   fi
 done <<< "$list"
+[ "$failed" -eq 0 ] || stop "$failed measurements failed"

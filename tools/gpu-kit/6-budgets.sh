@@ -3,6 +3,7 @@
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
+failed=0
 # A shape without data trains on random tokens.
 run() { # NAME SETTINGS...
   local name=$1 out_dir
@@ -11,7 +12,7 @@ run() { # NAME SETTINGS...
   step "$name" "${KIT_BUDGET_LIMIT:-150}" bash -c '"$FT_BIN" train --recipe recipes/quickstart.toml "train.output_dir=$1" "${@:2}" &&
     python3 tools/gpu-kit/budget.py "$1"' _ "$out_dir/run" model.device=cuda:0 model.dtype=bf16 'data.train=[]' \
     'data.eval=[]' "data.max_length=${KIT_TOKENS:-2048}" train.max_steps=3 train.batch_size=1 train.save_steps=0 train.logging_steps=1 \
-    train.predict_with_generate=false 'train.sample_prompts=[]' "$@" || true
+    train.predict_with_generate=false 'train.sample_prompts=[]' "$@" || failed=$((failed + 1))
   rm -rf "$out_dir"
 }
 for budget in ${KIT_BUDGETS:-24 16 12 8}; do
@@ -19,3 +20,4 @@ for budget in ${KIT_BUDGETS:-24 16 12 8}; do
     run "$method in $budget GiB" "model.path=shape:${KIT_SHAPE:-llama-3.1-8b}" "tune.method=$method" "memory.budget=${budget}GiB"
   done
 done
+[ "$failed" -eq 0 ] || stop "$failed runs failed or needed more than their forecast"

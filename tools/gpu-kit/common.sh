@@ -26,7 +26,7 @@ fi
 export FT_BIN=$bin/ft FT_ROOT=$PWD FT_REQUIRE_GPU=1 HF_HUB_OFFLINE=1 NO_COLOR=1
 
 # CUDA libraries: those of the loader, of PyTorch's packages, or of a toolkit.
-if ldd "$FT_BIN" | grep -q 'not found'; then
+if ldd "$FT_BIN" | grep 'not found' > /dev/null; then
   packages=$(python3 -c 'import nvidia, os; print(os.path.join(list(nvidia.__path__)[0], "cu13", "lib"))' 2> /dev/null || true)
   export LD_LIBRARY_PATH=${packages:+$packages:}${CUDA_HOME:-/usr/local/cuda}/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 fi
@@ -37,7 +37,7 @@ note() {
 }
 
 # step NAME SECONDS COMMAND...: runs a command. The last line of its output that is a JSON object becomes its result.
-# Returns the exit code of the command; 124 means that it ran into the limit.
+# Returns the exit code of the command; 124 means that it ran into the limit. Tests of which none ran are a failure.
 step() {
   local name=$1 most=$2 rc=0 start left output=$OUT/.step
   shift 2
@@ -50,9 +50,10 @@ step() {
   [ "$most" -le "$left" ] || most=$left
   start=$(date +%s.%N)
   timeout --kill-after=5 "$most" "$@" > "$output" 2>&1 || rc=$?
-  python3 - "$script" "$name" "$rc" "$start" "$output" >> "$results" <<'PY'
+  python3 - "$script" "$name" "$rc" "$start" "$output" >> "$results" <<'PY' || rc=$?
 import json, re, sys, time
 script, name, rc, start, path = sys.argv[1:]
+rc = int(rc)
 text = open(path, errors="replace").read()
 result = None
 for line in reversed(text.splitlines()):
@@ -66,11 +67,14 @@ counts = re.findall(r"test result: \w+\. (\d+) passed; (\d+) failed", text)
 if counts:
     result = {"passed": sum(int(p) for p, _ in counts), "failed": sum(int(f) for _, f in counts),
               "names": re.findall(r"^test (\S+) \.\.\. FAILED", text, re.M)}
+    if result["passed"] == 0:
+        rc = rc or 1
     runs = re.findall(r"failed runs: (\[.*?\])", text)
     if runs:
         result["runs"] = runs
-print(json.dumps({"script": script, "name": name, "rc": int(rc), "seconds": round(time.time() - float(start), 2),
+print(json.dumps({"script": script, "name": name, "rc": rc, "seconds": round(time.time() - float(start), 2),
                   "result": result}))
+sys.exit(rc)
 PY
   { echo "=== $name (rc $rc): $*"; cat "$output"; } >> "$log"
   tail -n 1 "$results"
@@ -97,6 +101,8 @@ gpu = out("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--forma
 commit = open(".gpu/commit").read().strip() if os.path.exists(".gpu/commit") else out("git", "rev-parse", "HEAD")
 cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), platform.processor())
 print(json.dumps({"gpu": gpu, "cpu": cpu, "cores": os.cpu_count(), "commit": commit,
-                  "date": datetime.date.today().isoformat()}))
+                  "date": datetime.date.today().isoformat(),
+                  "settings": {k: v for k, v in sorted(os.environ.items())
+                               if k == "FT_GPU_RUNS" or k.startswith("KIT_") and k != "KIT_BIN"}}))
 PY
 )"

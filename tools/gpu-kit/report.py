@@ -9,6 +9,9 @@ lines = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in
 machines = [line["result"] for line in lines if line["name"] == "machine"]
 for machine in machines[:1]:
     print(f"Device: {machine['gpu']}; {machine['cores']} cores of {machine['cpu']}; commit {machine['commit'][:7]}; {machine['date']}.\n")
+    settings = {key: value for one in machines for key, value in one["settings"].items()}
+    if settings:
+        print("Settings: " + ", ".join(f"`{key}={' / '.join(value.splitlines())}`" for key, value in sorted(settings.items())) + ".\n")
 
 
 def of(script):
@@ -70,8 +73,9 @@ for line in profiles:
         print(outcome(line) + "\n")
         continue
     total = result["ms"] or 1.0
-    table(["kernel", "count", "ms", "share", "GB/s"],
-          [(f"`{name}`", k["count"], k["ms"], f"{k['ms'] / total:.1%}", round(k["gbytes"] / k["ms"] * 1e3) if k["ms"] else "-")
+    table(["kernel", "count", "ms", "share", "GB/s", "tensor cores"],
+          [(f"`{name}`", k["count"], k["ms"], f"{k['ms'] / total:.1%}", round(k["gbytes"] / k["ms"] * 1e3) if k["ms"] else "-",
+            "-" if k["tensor"] is None else f"{k['tensor']:.0f} %")
            for name, k in list(result["kernels"].items())[:25]])
 
 budgets = of("6-budgets")

@@ -108,9 +108,10 @@ impl GpuEstimate {
             .chain(source)
             .filter(|d| !d.is_empty())
             .collect();
-        let details = match details.is_empty() {
-            true => String::new(),
-            false => format!(" ({})", details.join("; ")),
+        let details = if details.is_empty() {
+            String::new()
+        } else {
+            format!(" ({})", details.join("; "))
         };
         format!(
             "time like {name}: about {seconds:.3} s a step, {:.0} tokens/s, limited by {}{details}",

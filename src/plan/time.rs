@@ -43,12 +43,13 @@ pub fn seconds(spec: &Spec, recipe: &Recipe, inputs: &Inputs) -> f64 {
 /// As `seconds`, for a model that was inspected before with the storage and the adapters of `inputs`.
 pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
     // Of equal sets the lowest one is the slowest; `candidates` always contains it.
-    let sets = candidates(model, inputs, (0, 0))
-        .into_iter()
-        .map(|turn| match inputs.on_gpu {
-            true => gpu_time::turn_time(model, recipe, inputs, &turn.active).seconds(),
-            false => cpu_seconds(model, recipe, inputs, &turn.active),
-        });
+    let sets = candidates(model, inputs, (0, 0)).into_iter().map(|turn| {
+        if inputs.on_gpu {
+            gpu_time::turn_time(model, recipe, inputs, &turn.active).seconds()
+        } else {
+            cpu_seconds(model, recipe, inputs, &turn.active)
+        }
+    });
     sets.fold(0.0, f64::max)
 }
 

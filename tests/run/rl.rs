@@ -164,6 +164,8 @@ fn prompts_and_rewards_that_are_wrong_are_refused_before_anything_is_written() {
             "rows.jsonl:",
             "plus 8 for the answer",
             "at most 40",
+            "`data.max_length`",
+            "`rlhf.max_completion_length`",
         ],
     );
     refused(

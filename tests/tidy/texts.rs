@@ -1,10 +1,13 @@
-//! The texts of the library name no recipe key, no flag and no subcommand: `recipe::terms` has them.
+//! The texts of the library name no recipe key, no flag and no subcommand: `recipe::terms` has them. No file has a marker
+//! of a merge.
 
-use super::{assert_none, has_word, literals, product};
+use super::{assert_none, has_word, literals, product, root};
 use clap::CommandFactory;
 use ft::cli::Cli;
 use ft::recipe::table::{TABLES, keys};
 use ft::recipe::terms::TERMS;
+use std::fs;
+use std::path::Path;
 
 /// The string literals of product code with their places, of the program or of the library.
 fn texts(of_program: bool) -> Vec<(String, String)> {
@@ -77,4 +80,44 @@ fn each_term_is_in_the_library_alone() {
         &faults,
         "a term of `recipe::terms` is unused, or is in a text of the program",
     );
+}
+
+/// Every file of the repository: nothing below hidden folders (except `.ci`), and no build output.
+fn files(folder: &Path, found: &mut Vec<std::path::PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().to_string();
+        let is_link = fs::symlink_metadata(&path).unwrap().is_symlink();
+        match name.as_str() {
+            "target" | "runs" => {}
+            hidden if hidden.starts_with('.') && hidden != ".ci" && path.is_dir() => {}
+            _ if is_link => {}
+            _ if path.is_dir() => files(&path, found),
+            _ => found.push(path),
+        }
+    }
+}
+
+#[test]
+fn no_file_has_a_marker_of_a_merge() {
+    let mut paths = Vec::new();
+    files(root(), &mut paths);
+    assert!(
+        paths.iter().any(|path| path.ends_with("docs/lab-book.md"))
+            && paths.iter().any(|path| path.ends_with(".ci/run"))
+    );
+    // A line of seven equals signs alone, or of seven `<` or `>` before a name.
+    let is_marker = |line: &str| {
+        line == "=".repeat(7)
+            || ["<", ">", "|"]
+                .iter()
+                .any(|c| line.starts_with(&format!("{} ", c.repeat(7))))
+    };
+    let mut faults = Vec::new();
+    for path in paths {
+        let Ok(text) = fs::read_to_string(&path) else { continue };
+        let marked = text.lines().enumerate().filter(|(_, line)| is_marker(line));
+        faults.extend(marked.map(|(i, line)| format!("{}:{}: {line}", path.display(), i + 1)));
+    }
+    assert_none(&faults, "a merge was committed with its markers");
 }

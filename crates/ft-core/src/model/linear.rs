@@ -42,7 +42,7 @@ impl Frozen for Linear {
         self.weight.forward(x, None)
     }
 
-    /// On a GPU W and the bias are added to `change`: it is small, and bf16 would round most of it away beside a result.
+    /// On a GPU the product with W and the bias are added in place to `change`.
     fn forward_plus(&self, x: &Tensor, change: Tensor) -> Result<Tensor> {
         if !x.device().is_cuda() {
             let y = Frozen::forward(self, x)?;

@@ -1,8 +1,8 @@
 //! Linears with one input: q, k, v, or gate and up, or a single one.
 //!
 //! On a GPU the LoRA pairs of all of them are computed together, from copies in the type of the activations, and u = x·Aᵀ
-//! is saved with the activations. The product of a pair comes before the product with W: it is small, and bf16 would
-//! round most of it away if it were added to a result.
+//! is saved with the activations. The product with W is added to the product of a pair, in one buffer; cuBLAS rounds each
+//! product to bf16 before it adds, in either order.
 //!
 //! DoRA without dropout is computed with them: y = g ⊙ (x·Wᵀ + u·Bᵀ) + b with g = m / ‖V‖; the sum is f32 until y is
 //! rounded.

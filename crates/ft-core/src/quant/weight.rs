@@ -199,8 +199,8 @@ impl Weight {
         if let Some(base) = self.base() {
             return Ok(low_rank::forward(x, base, bias, low)?.0);
         }
-        // The product of the pair comes first: it is small, and bf16 would round most of it away if it were added to
-        // the product of the base.
+        // Both products write one buffer. Their order does not change the rounding: cuBLAS rounds a product to bf16
+        // before it adds it to a bf16 result.
         let y = linear::forward(&low.down(x)?, low.b, bias)?;
         self.forward_add(&y, x)?;
         Ok(y)

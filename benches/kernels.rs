@@ -6,7 +6,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use ft::base::allocator;
 use ft::base::rng::{Rng, Stream};
 use ft::ops::glu::Activation;
-use ft::ops::low_rank::{self, Base, LowRank};
+use ft::ops::low_rank::{self, BaseWeight, LowRank};
 use ft::ops::{Dtype, attention, glu, linear, rms_norm};
 use ft::quant::{Format, Weight, encode};
 use std::hint::black_box;
@@ -158,7 +158,7 @@ fn deltas(c: &mut Criterion) {
             })
         });
         group.bench_function("forward fused", |b| {
-            b.iter(|| low_rank::forward(&x, Base::Dense((&w).into()), None, low).expect("y"))
+            b.iter(|| low_rank::forward(&x, BaseWeight::Dense((&w).into()), None, low).expect("y"))
         });
         group.bench_function("backward without LoRA", |b| {
             b.iter(|| linear::backward_input(&dy, &w).expect("dx"))
@@ -171,7 +171,7 @@ fn deltas(c: &mut Criterion) {
             })
         });
         group.bench_function("backward fused", |b| {
-            b.iter(|| low_rank::backward(&dy, Base::Dense((&w).into()), None, low).expect("dx"))
+            b.iter(|| low_rank::backward(&dy, BaseWeight::Dense((&w).into()), None, low).expect("dx"))
         });
         group.finish();
     }

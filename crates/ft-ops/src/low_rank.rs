@@ -23,7 +23,7 @@ pub struct LowRank<'a> {
 
 /// The base weight `[O, I]`.
 #[derive(Clone, Copy)]
-pub enum Base<'a> {
+pub enum BaseWeight<'a> {
     /// An f32 or bf16 weight.
     Dense(Dense<'a>),
     /// A quantized weight.
@@ -64,27 +64,27 @@ impl LowRank<'_> {
     }
 }
 
-impl Base<'_> {
+impl BaseWeight<'_> {
     /// Runs `f` on the elements of the weight, which must be `[outputs, inputs]`.
     fn with<R>(&self, (outputs, inputs): (usize, usize), f: impl FnOnce(WeightRows<'_>) -> Result<R>) -> Result<R> {
         match self {
-            Base::Dense(w) => {
+            BaseWeight::Dense(w) => {
                 expect_dims(w.tensor, "the weight of a linear", &[outputs, inputs])?;
                 w.with_rows("the weight of a linear", f)
             }
-            Base::Quantized(view) if (view.rows, view.columns) != (outputs, inputs) => {
+            BaseWeight::Quantized(view) if (view.rows, view.columns) != (outputs, inputs) => {
                 Err(ft_base::Error::shape("the weight of a linear has the wrong shape")
                     .found(format!("[{}, {}]", view.rows, view.columns))
                     .expected(format!("[{outputs}, {inputs}]")))
             }
-            Base::Quantized(view) => f(WeightRows::new(Operand::Quantized(*view), inputs)),
+            BaseWeight::Quantized(view) => f(WeightRows::new(Operand::Quantized(*view), inputs)),
         }
     }
 }
 
 /// Computes y `[N, O]` and u = s · x·Aᵀ `[N, R]`, both f32, from `x [N, I]` and `bias [O]` f32 or bf16. Errors:
 /// shapes that do not fit, tensors that are not contiguous or not on the CPU.
-pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
+pub fn forward(x: &Tensor, w: BaseWeight<'_>, bias: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
     let (rank, inputs, outputs) = low.sizes()?;
     let rows = dims2(x, "x of a linear")?.0;
     expect_dims(x, "x of a linear", &[rows, inputs])?;
@@ -122,7 +122,7 @@ pub fn forward(x: &Tensor, w: Base<'_>, bias: Option<&Tensor>, low: LowRank<'_>)
 ///
 /// # Errors
 /// As `forward`. `sum` must not share storage with `dy`.
-pub fn backward(dy: &Tensor, w: Base<'_>, sum: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
+pub fn backward(dy: &Tensor, w: BaseWeight<'_>, sum: Option<&Tensor>, low: LowRank<'_>) -> Result<(Tensor, Tensor)> {
     let (rank, inputs, outputs) = low.sizes()?;
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, outputs])?;
@@ -212,12 +212,12 @@ mod tests {
                 }
                 let dtype = if view.bf16 { DType::BF16 } else { DType::F32 };
                 let w = tensor(decoded, (o, i)).unwrap().to_dtype(dtype).unwrap();
-                let (y, u) = forward(&x, Base::Quantized(view), None, low).unwrap();
-                let (want, want_u) = forward(&x, Base::Dense((&w).into()), None, low).unwrap();
+                let (y, u) = forward(&x, BaseWeight::Quantized(view), None, low).unwrap();
+                let (want, want_u) = forward(&x, BaseWeight::Dense((&w).into()), None, low).unwrap();
                 assert_close(&y, &want, 1e-5);
                 assert_close(&u, &want_u, 1e-5);
-                let (dx, du) = backward(&dy, Base::Quantized(view), None, low).unwrap();
-                let (want, want_du) = backward(&dy, Base::Dense((&w).into()), None, low).unwrap();
+                let (dx, du) = backward(&dy, BaseWeight::Quantized(view), None, low).unwrap();
+                let (want, want_du) = backward(&dy, BaseWeight::Dense((&w).into()), None, low).unwrap();
                 assert_close(&dx, &want, 1e-5);
                 assert_close(&du, &want_du, 1e-5);
             }
@@ -236,8 +236,8 @@ mod tests {
                 b: &b,
                 scale: 2.0,
             };
-            let (y, u) = forward(&x, Base::Dense((&w).into()), None, low).unwrap();
-            let (dx, du) = backward(&dy, Base::Dense((&w).into()), None, low).unwrap();
+            let (y, u) = forward(&x, BaseWeight::Dense((&w).into()), None, low).unwrap();
+            let (dx, du) = backward(&dy, BaseWeight::Dense((&w).into()), None, low).unwrap();
             vec![y, u, dx, du]
         });
     }
@@ -262,7 +262,7 @@ mod tests {
                     b: &narrow_b,
                     scale: 0.7,
                 };
-                let (y, u) = forward(&x, Base::Dense((&w).into()), Some(&bias), low).unwrap();
+                let (y, u) = forward(&x, BaseWeight::Dense((&w).into()), Some(&bias), low).unwrap();
                 let want = linear::forward(&x, &w, Some(&bias)).unwrap();
                 assert_close(&u, &parts.down(&narrow(&x)).unwrap(), 1e-5);
                 parts.add_up(&want, &narrow(&u)).unwrap();
@@ -277,7 +277,7 @@ mod tests {
                         }
                         None => linear::backward_input(&dy, &w).unwrap(),
                     };
-                    let (dx, du) = backward(&dy, Base::Dense((&w).into()), start.as_ref(), low).unwrap();
+                    let (dx, du) = backward(&dy, BaseWeight::Dense((&w).into()), start.as_ref(), low).unwrap();
                     assert_close(&du, &parts.back_down(&narrow(&dy)).unwrap(), 1e-5);
                     parts.add_back_up(&want, &narrow(&du)).unwrap();
                     assert_close(&dx, &want, 1e-5);

@@ -5,7 +5,7 @@ use super::format::Format;
 use super::qmatrix::QMatrix;
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
-use crate::ops::low_rank::{self, Base, LowRank};
+use crate::ops::low_rank::{self, BaseWeight, LowRank};
 use crate::ops::prepacked::{Dense, Prepacked};
 use crate::ops::{linear, quantized, update};
 use candle_core::{DType, Device, Tensor};
@@ -185,11 +185,11 @@ impl Weight {
     }
 
     /// Returns the base weight for a fused LoRA product, which exists on the CPU only.
-    fn base(&self) -> Option<Base<'_>> {
+    fn base(&self) -> Option<BaseWeight<'_>> {
         match self {
-            Weight::Dense(tensor) => tensor.device().is_cpu().then_some(Base::Dense(tensor.into())),
-            Weight::Prepacked(weight) => Some(Base::Dense((&**weight).into())),
-            Weight::Quantized(quantized) => Some(Base::Quantized(quantized.view())),
+            Weight::Dense(tensor) => tensor.device().is_cpu().then_some(BaseWeight::Dense(tensor.into())),
+            Weight::Prepacked(weight) => Some(BaseWeight::Dense((&**weight).into())),
+            Weight::Quantized(quantized) => Some(BaseWeight::Quantized(quantized.view())),
             Weight::DeviceQuantized(_) => None,
         }
     }

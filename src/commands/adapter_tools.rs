@@ -3,7 +3,7 @@
 use crate::base::{Error, Result, files};
 use crate::formats::adapter::{self, AdapterConfig, AdapterKind, Key, Targets};
 use crate::formats::weights::Weights;
-use crate::hf::{self, Base};
+use crate::hf::{self, BaseHashes};
 use crate::model::Adapters;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
@@ -229,7 +229,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
         return Err(Error::usage("output directory is not empty").at_path(out));
     }
     let mut pairs: BTreeMap<String, (Vec<Tensor>, Vec<Tensor>)> = BTreeMap::new();
-    let mut base: Option<(Base, &Path)> = None;
+    let mut base: Option<(BaseHashes, &Path)> = None;
     let mut first: Option<(AdapterConfig, &Path)> = None;
     for (dir, weight) in adapters {
         let (config, weights) = open(dir)?;

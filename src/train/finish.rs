@@ -4,7 +4,7 @@ use crate::base::{Error, Result};
 use crate::engine::Engine;
 use crate::formats::adapter::AdapterConfig;
 use crate::formats::writer::Values;
-use crate::hf::{self, Base, ModelExport};
+use crate::hf::{self, BaseHashes, ModelExport};
 use crate::model::Adapters;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::ops::update;
@@ -30,7 +30,7 @@ pub struct TrainedModel<'a> {
     pub engine: &'a Engine,
     pub prepared: &'a hf::AdapterSet,
     /// The fingerprint of the base weights.
-    pub print: &'a Base,
+    pub print: &'a BaseHashes,
 }
 
 /// Writes `out` (`final/` of a run) atomically. A run on random weights of a shape writes nothing. `note` receives

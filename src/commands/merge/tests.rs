@@ -119,9 +119,9 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
         &adapters,
         &BTreeMap::new(),
         &base,
-        &hf::Base {
+        &hf::BaseHashes {
             sampled: "blake3:of another".into(),
-            ..hf::Base::default()
+            ..hf::BaseHashes::default()
         },
     )
     .unwrap();

@@ -1,6 +1,6 @@
 //! A PEFT adapter directory: `adapter_config.json`, `adapter_model.safetensors`, a short README.
 
-use super::fingerprint::{self, Base};
+use super::fingerprint::{self, BaseHashes};
 use super::load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, rank_of};
 use super::{TOKENIZER, copy_beside};
 use crate::base::staging::Staging;
@@ -31,7 +31,7 @@ pub fn adapter(
     adapters: &Adapters,
     whole: &BTreeMap<String, Tensor>,
     base_dir: &Path,
-    base: &Base,
+    base: &BaseHashes,
 ) -> Result<PathBuf> {
     adapter_over(out, config, adapters, whole, base_dir, &mut |_| Ok(base.clone()))
 }
@@ -46,7 +46,7 @@ pub fn adapter_over(
     adapters: &Adapters,
     whole: &BTreeMap<String, Tensor>,
     base_dir: &Path,
-    base: &mut dyn FnMut(&Path) -> Result<Base>,
+    base: &mut dyn FnMut(&Path) -> Result<BaseHashes>,
 ) -> Result<PathBuf> {
     if adapters.is_empty() {
         return Err(Error::new("there is no adapter to save").at_path(out));

@@ -26,9 +26,9 @@ fn lora_key(module: &str, side: &str) -> String {
 
 /// Without full parameters beside the adapters.
 fn write(out: &Path, config: &AdapterConfig, adapters: &Adapters, base: &Path, print: &str) -> Result<PathBuf> {
-    let named = Base {
+    let named = BaseHashes {
         sampled: print.into(),
-        ..Base::default()
+        ..BaseHashes::default()
     };
     adapter(out, config, adapters, &BTreeMap::new(), base, &named)
 }
@@ -96,7 +96,7 @@ fn an_adapter_comes_back_as_it_was() {
             "{readme}"
         );
     }
-    let named = |sampled: &str| Base {
+    let named = |sampled: &str| BaseHashes {
         weights: "blake3-all:1".into(),
         sampled: sampled.into(),
     };
@@ -189,7 +189,7 @@ fn half_precision_adapters_are_widened() {
                 .all(|l| bits(&l.lora().unwrap().a).iter().all(|b| f32::from_bits(*b) == 0.75))
         );
     }
-    let anything = Base {
+    let anything = BaseHashes {
         weights: "anything".into(),
         sampled: "anything".into(),
     };
@@ -336,12 +336,12 @@ fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
 
 #[test]
 fn adapters_of_older_versions_are_compared_as_they_can_be() {
-    let base = |weights: &str, sampled: &str| Base {
+    let base = |weights: &str, sampled: &str| BaseHashes {
         weights: weights.into(),
         sampled: sampled.into(),
     };
     let now = base("blake3-all:1", "blake3:7");
-    assert!(now.agrees(&base("blake3-all:1", "blake3:7")) && now.agrees(&Base::default()));
+    assert!(now.agrees(&base("blake3-all:1", "blake3:7")) && now.agrees(&BaseHashes::default()));
     assert!(
         !now.agrees(&base("blake3-all:2", "blake3:7")),
         "all numbers count where both know them"
@@ -401,7 +401,7 @@ fn whole_modules_and_pickles() {
         &adapters(&config, |_| (2, 3.0)),
         &whole,
         dir.path(),
-        &Base::default(),
+        &BaseHashes::default(),
     )
     .unwrap();
     let read = load_adapter(&out, &untied).unwrap();

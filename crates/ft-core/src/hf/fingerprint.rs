@@ -48,7 +48,7 @@ pub struct Fingerprint {
 
 /// The base model named in an adapter's file; unknown hashes are empty.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Base {
+pub struct BaseHashes {
     /// As `Fingerprint::weights`.
     pub weights: String,
     /// As `Fingerprint::sampled`.
@@ -57,17 +57,17 @@ pub struct Base {
 
 impl Fingerprint {
     /// The part of the fingerprint that an adapter stores.
-    pub fn base(&self) -> Base {
-        Base {
+    pub fn base(&self) -> BaseHashes {
+        BaseHashes {
             weights: self.weights.clone(),
             sampled: self.sampled.clone(),
         }
     }
 }
 
-impl Base {
+impl BaseHashes {
     /// True if both may be the same weights: compares `weights` if both have it, else `sampled` if both have it.
-    pub fn agrees(&self, other: &Base) -> bool {
+    pub fn agrees(&self, other: &BaseHashes) -> bool {
         let both = |a: &str, b: &str| !a.is_empty() && !b.is_empty();
         if both(&self.weights, &other.weights) {
             return self.weights == other.weights;
@@ -397,20 +397,20 @@ impl Files {
 }
 
 /// The base model named in an adapter's file.
-pub fn base_of(weights: &Weights) -> Option<Base> {
+pub fn base_of(weights: &Weights) -> Option<BaseHashes> {
     let text = |key: &str| weights.metadata().get(key).cloned().unwrap_or_default();
-    let base = Base {
+    let base = BaseHashes {
         weights: text(WEIGHTS),
         sampled: text(SAMPLED),
     };
-    (base != Base::default()).then_some(base)
+    (base != BaseHashes::default()).then_some(base)
 }
 
 /// Checks that the adapter in `dir` was trained on this base model. Adapters without a fingerprint pass.
 ///
 /// # Errors
 /// The adapter was trained on another base model.
-pub fn check_base(dir: &Path, base: &Base) -> Result<()> {
+pub fn check_base(dir: &Path, base: &BaseHashes) -> Result<()> {
     let path = dir.join(adapter::WEIGHTS);
     let weights = Weights::open_file(&path)?;
     match base_of(&weights) {

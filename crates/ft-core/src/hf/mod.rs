@@ -16,7 +16,7 @@ mod tie;
 pub use adapter::{adapter, adapter_over, plain_lora, pruned};
 pub use classifier::{SCORE, as_classifier};
 pub use fingerprint::of as fingerprint_of;
-pub use fingerprint::{Base, Fingerprint, base_of, check_base, fingerprint};
+pub use fingerprint::{BaseHashes, Fingerprint, base_of, check_base, fingerprint};
 pub use load_adapter::{LoadedAdapter, load_adapter};
 pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 pub use merged::{Weighted, merged};

@@ -2,7 +2,7 @@
 
 use crate::base::units::bytes;
 use crate::base::{Error, Result};
-use crate::plan::memory_plan::{Limits, Refused};
+use crate::plan::memory_plan::{MemoryLimits, Refusal};
 use crate::plan::search::{PlanContext, PlannedStrategy, fits, over};
 use crate::recipe::*;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -41,7 +41,12 @@ struct AdvisedChange {
 }
 
 /// Returns the error of a run that does not fit, with the cheapest changes that make it fit.
-pub(super) fn refused(setting: &PlanContext, recipe: &Recipe, limits: Limits, chosen: &PlannedStrategy) -> Refused {
+pub(super) fn refused(
+    setting: &PlanContext,
+    recipe: &Recipe,
+    limits: MemoryLimits,
+    chosen: &PlannedStrategy,
+) -> Refusal {
     let plan = &chosen.plan;
     let most = plan.lines.iter().max_by_key(|l| l.at_peak);
     let most = most.map_or(String::new(), |l| {
@@ -77,13 +82,13 @@ pub(super) fn refused(setting: &PlanContext, recipe: &Recipe, limits: Limits, ch
             (error, given)
         }
     };
-    Refused {
+    Refusal {
         error: error.hint(hint(setting, recipe, limits, chosen)),
         by_budget,
     }
 }
 
-fn hint(setting: &PlanContext, recipe: &Recipe, limits: Limits, chosen: &PlannedStrategy) -> String {
+fn hint(setting: &PlanContext, recipe: &Recipe, limits: MemoryLimits, chosen: &PlannedStrategy) -> String {
     // A change that cannot be planned is not suggested.
     let tried = |change: Change| {
         let chosen = plan(setting, &change.recipe, limits).ok()?;
@@ -176,7 +181,7 @@ fn apart(one: &Change, two: &Change) -> bool {
 }
 
 /// Plans a changed recipe.
-fn plan(setting: &PlanContext, recipe: &Recipe, limits: Limits) -> Result<PlannedStrategy> {
+fn plan(setting: &PlanContext, recipe: &Recipe, limits: MemoryLimits) -> Result<PlannedStrategy> {
     let spec = setting.spec;
     let prepared = adapters::of(recipe, spec)?;
     let schedule = ActiveSchedule::new(recipe, spec, &spec.params(), &prepared)?;

@@ -8,7 +8,7 @@ use crate::ops::device::DeviceMemory;
 use crate::ops::{self, prepacked::Orders};
 use crate::plan::advice;
 use crate::plan::gpu_time::GpuRates;
-use crate::plan::search::{Base, PlanContext, PlannedStrategy};
+use crate::plan::search::{PlanBase, PlanContext, PlannedStrategy};
 use crate::plan::{Inputs, Plan};
 use crate::recipe::{Activations, Chunk, FrozenWeights, PackedWeights, Recipe, Tier};
 use crate::setup::StoredWeights;
@@ -34,8 +34,8 @@ pub struct MemoryPlan {
     /// The inputs of the plan, with this strategy.
     pub inputs: Inputs,
     /// Set if the run does not fit: the error to report.
-    pub refused: Option<Refused>,
-    pub limits: Limits,
+    pub refused: Option<Refusal>,
+    pub limits: MemoryLimits,
 }
 
 /// States if the run fits in the memory of this machine now.
@@ -46,7 +46,7 @@ pub struct Verdict {
     pub text: String,
 }
 
-pub struct Refused {
+pub struct Refusal {
     pub error: Error,
     /// True if the recipe's budget is too small, false if the machine is.
     pub by_budget: bool,
@@ -54,14 +54,14 @@ pub struct Refused {
 
 /// Available memory: the goal of the search, and the hard limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Limits {
+pub struct MemoryLimits {
     pub goal: Option<u64>,
     pub most: Option<u64>,
     /// Host memory beside a GPU.
     pub host: Option<u64>,
 }
 
-impl Limits {
+impl MemoryLimits {
     fn of(recipe: &Recipe, gpu_free: Option<u64>, on_gpu: bool) -> Self {
         let free = memory::available();
         // The plan includes the current memory of this process.
@@ -143,7 +143,7 @@ pub fn forecast(
         teacher: teacher.as_ref(),
         judges: &judges,
     };
-    let limits = Limits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
+    let limits = MemoryLimits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
     let mut chosen = setting.choose(recipe, limits)?;
     chosen.plan.choices = setting.choices(recipe, limits, &chosen)?;
     let refused = if !chosen.fits {
@@ -196,7 +196,7 @@ impl MemoryPlan {
 
 impl PlanContext<'_> {
     /// The chosen values of open settings, with reasons.
-    fn choices(&self, recipe: &Recipe, limits: Limits, chosen: &PlannedStrategy) -> Result<Vec<Choice>> {
+    fn choices(&self, recipe: &Recipe, limits: MemoryLimits, chosen: &PlannedStrategy) -> Result<Vec<Choice>> {
         let strategy = &chosen.inputs.strategy;
         let base = self.base(recipe, chosen.lossy)?;
         let least = |allowed: &dyn Fn(&StepStrategy) -> bool| self.least(recipe, &base, allowed);
@@ -221,7 +221,7 @@ impl PlanContext<'_> {
         if recipe.memory.frozen_weights == FrozenWeights::Auto {
             match chosen.lossy {
                 Some(lossy) => {
-                    let exact: Base = self.base(recipe, None)?;
+                    let exact: PlanBase = self.base(recipe, None)?;
                     let least = self.least(recipe, &exact, |_| true)?;
                     say(
                         "memory.frozen_weights",

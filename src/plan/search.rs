@@ -9,7 +9,7 @@ use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::{self, Orders};
 use crate::peft::Adapter;
 use crate::plan::gpu_time::GpuRates;
-use crate::plan::memory_plan::Limits;
+use crate::plan::memory_plan::MemoryLimits;
 use crate::recipe::{Activations, Chunk, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
 use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -43,13 +43,13 @@ pub(super) struct PlanContext<'a> {
 }
 
 /// Data that all plans of a recipe with one storage share, so the model is inspected once.
-pub(super) struct Base<'a> {
+pub(super) struct PlanBase<'a> {
     model: Model<'a>,
     /// Only the strategy is open.
     inputs: Inputs,
 }
 
-impl Base<'_> {
+impl PlanBase<'_> {
     pub(super) fn inputs(&self, strategy: &StepStrategy) -> Inputs {
         Inputs {
             strategy: strategy.clone(),
@@ -71,13 +71,13 @@ pub(super) struct PlannedStrategy {
 
 impl PlannedStrategy {
     /// True if `other` exceeds the limits by less.
-    fn is_above(&self, other: &Plan, limits: Limits) -> bool {
+    fn is_above(&self, other: &Plan, limits: MemoryLimits) -> bool {
         over(other, limits) < over(&self.plan, limits)
     }
 }
 
 /// Bytes by which a plan exceeds the limits of device and host, and its peak.
-pub(super) fn over(plan: &Plan, limits: Limits) -> (u64, u64) {
+pub(super) fn over(plan: &Plan, limits: MemoryLimits) -> (u64, u64) {
     let above = |bytes: u64, most: Option<u64>| most.map_or(0, |most| bytes.saturating_sub(most));
     let host = above(plan.peak_host_bytes.unwrap_or(0), limits.host);
     (above(plan.peak_bytes, limits.most) + host, plan.peak_bytes)
@@ -92,7 +92,7 @@ pub(super) fn fits(plan: &Plan, goal: Option<u64>, host: Option<u64>) -> bool {
 impl PlanContext<'_> {
     /// Returns the fastest lossless strategy within the goal; else the fastest that fits at all; else the same with
     /// quantized weights of ever fewer bits; else the smallest.
-    pub fn choose(&self, recipe: &Recipe, limits: Limits) -> Result<PlannedStrategy> {
+    pub fn choose(&self, recipe: &Recipe, limits: MemoryLimits) -> Result<PlannedStrategy> {
         let mut smallest: Option<PlannedStrategy> = None;
         for lossy in self.storages(recipe) {
             let base = self.base(recipe, lossy)?;
@@ -101,7 +101,7 @@ impl PlanContext<'_> {
                 goals.insert(0, limits.goal);
             }
             for goal in goals {
-                let found = self.fastest(recipe, &base, lossy, Limits { goal, ..limits })?;
+                let found = self.fastest(recipe, &base, lossy, MemoryLimits { goal, ..limits })?;
                 if found.fits {
                     return Ok(found);
                 }
@@ -117,9 +117,9 @@ impl PlanContext<'_> {
     fn fastest(
         &self,
         recipe: &Recipe,
-        base: &Base,
+        base: &PlanBase,
         lossy: Option<FrozenWeights>,
-        limits: Limits,
+        limits: MemoryLimits,
     ) -> Result<PlannedStrategy> {
         let layers = self.spec.layers.len();
         let (least, most) = match recipe.memory.activations {
@@ -175,9 +175,9 @@ impl PlanContext<'_> {
     fn most_saved(
         &self,
         recipe: &Recipe,
-        base: &Base,
+        base: &PlanBase,
         mut strategy: StepStrategy,
-        limits: Limits,
+        limits: MemoryLimits,
         range: std::ops::RangeInclusive<usize>,
     ) -> (StepStrategy, Plan, bool) {
         let mut plan = |saved_layers| {
@@ -247,7 +247,7 @@ impl PlanContext<'_> {
     }
 
     /// All strategies that the recipe allows, the simplest first; the number of saved layers is open.
-    fn strategies(&self, recipe: &Recipe, base: &Base) -> Result<Vec<StepStrategy>> {
+    fn strategies(&self, recipe: &Recipe, base: &PlanBase) -> Result<Vec<StepStrategy>> {
         let choose = |keep_fits| {
             let all_active = recipe.tune.method == Method::Full;
             let micro_batches = recipe.train.gradient_accumulation_steps;
@@ -364,16 +364,16 @@ impl PlanContext<'_> {
     }
 
     /// The shared data of all plans of `recipe` with one storage.
-    pub fn base(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<Base<'_>> {
+    pub fn base(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<PlanBase<'_>> {
         let storage = self.policy(recipe, lossy)?;
         let costs = super::costs(self.adapters);
-        Ok(Base {
+        Ok(PlanBase {
             model: Model::new(self.spec, &storage, &costs),
             inputs: self.measured(recipe, storage, costs),
         })
     }
 
-    pub fn plan(&self, recipe: &Recipe, base: &Base, strategy: &StepStrategy) -> Plan {
+    pub fn plan(&self, recipe: &Recipe, base: &PlanBase, strategy: &StepStrategy) -> Plan {
         super::forecast_of(&base.model, recipe, &base.inputs(strategy))
     }
 
@@ -416,7 +416,12 @@ impl PlanContext<'_> {
     }
 
     /// The smallest peak of all strategies of this kind.
-    pub fn least(&self, recipe: &Recipe, base: &Base, allowed: impl Fn(&StepStrategy) -> bool) -> Result<Option<Plan>> {
+    pub fn least(
+        &self,
+        recipe: &Recipe,
+        base: &PlanBase,
+        allowed: impl Fn(&StepStrategy) -> bool,
+    ) -> Result<Option<Plan>> {
         let saved_layers = match recipe.memory.activations {
             Activations::Keep => self.spec.layers.len(),
             _ => 0,

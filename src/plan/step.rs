@@ -206,10 +206,10 @@ fn attention_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
 
 fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
     // With offloading, two layer inputs are on the device at a time: one in a copy, one in use.
-    let parked = if inputs.strategy.offload_inputs { 2 } else { 0 };
+    let offloaded = if inputs.strategy.offload_inputs { 2 } else { 0 };
     let here = l.alloc(
         MemoryKind::LayerInputs,
-        parked * inputs.element * (inputs.tokens * model.spec.hidden) as u64,
+        offloaded * inputs.element * (inputs.tokens * model.spec.hidden) as u64,
     );
     pass(l, model, recipe, inputs, sink, micro);
     l.free(here);

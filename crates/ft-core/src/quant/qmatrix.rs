@@ -33,7 +33,7 @@ pub(super) enum BlockScales {
 }
 
 /// A named part of a quantized weight, little-endian, as in a file.
-pub struct Part<'a> {
+pub struct MatrixPart<'a> {
     /// `codes`, `scales`, `absmax`, `nested_absmax` or `nested_offset`.
     pub name: &'static str,
     /// The values.
@@ -140,12 +140,12 @@ impl QMatrix {
     }
 
     /// Serializes the weight to named parts, in the order of `Format::parts`; `from_parts` is the inverse.
-    pub fn parts(&self) -> Vec<Part<'_>> {
-        let owned = |name, bytes: Vec<u8>| Part {
+    pub fn parts(&self) -> Vec<MatrixPart<'_>> {
+        let owned = |name, bytes: Vec<u8>| MatrixPart {
             name,
             bytes: Cow::Owned(bytes),
         };
-        let borrowed = |name, bytes| Part {
+        let borrowed = |name, bytes| MatrixPart {
             name,
             bytes: Cow::Borrowed(bytes),
         };

@@ -7,7 +7,7 @@ pub(super) mod memory;
 
 use super::block::Block;
 use super::contracts::{Context, GradSink};
-use super::pieces::{Sums, pieces, rows};
+use super::pieces::{GradientSums, pieces, rows};
 use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
 use crate::ops::{glu, update};
@@ -106,7 +106,7 @@ impl Block {
         } else {
             let zeros = || update::zeros(x1.shape(), x1.dtype(), x1.device());
             let dh = needs.dh.then(zeros).transpose()?;
-            let mut sums = Sums::new(sink);
+            let mut sums = GradientSums::new(sink);
             for (i, piece) in all.iter().enumerate() {
                 let (x1, dy) = (rows(x1, piece)?, rows(&dy, piece)?);
                 let part = self.mlp_piece_backward(&x1, saved.next(), &dy, &ctx.piece(i), needs, &mut sums)?;

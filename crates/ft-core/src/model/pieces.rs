@@ -21,13 +21,13 @@ pub fn rows(x: &Tensor, piece: &Range<usize>) -> Result<Tensor> {
 }
 
 /// Accumulates gradients over the pieces; `finish` passes the sums on.
-pub struct Sums<'a> {
+pub struct GradientSums<'a> {
     sink: &'a mut dyn GradSink,
     sums: BTreeMap<String, (Param, Tensor)>,
     order: Vec<String>,
 }
 
-impl<'a> Sums<'a> {
+impl<'a> GradientSums<'a> {
     /// No sums yet; `sink` gets each whole gradient in `finish`.
     pub fn new(sink: &'a mut dyn GradSink) -> Self {
         Self {
@@ -48,7 +48,7 @@ impl<'a> Sums<'a> {
     }
 }
 
-impl GradSink for Sums<'_> {
+impl GradSink for GradientSums<'_> {
     fn wants(&self, name: &str) -> bool {
         self.sink.wants(name)
     }
@@ -69,13 +69,13 @@ impl GradSink for Sums<'_> {
     }
 }
 
-/// Simulates the memory of `Sums`.
-pub(super) struct SumsMemory<'a> {
+/// Simulates the memory of `GradientSums`.
+pub(super) struct GradientSumsMemory<'a> {
     sink: &'a mut dyn GradSinkMemory,
     sums: BTreeMap<String, Allocation>,
 }
 
-impl<'a> SumsMemory<'a> {
+impl<'a> GradientSumsMemory<'a> {
     pub fn new(sink: &'a mut dyn GradSinkMemory) -> Self {
         Self {
             sink,
@@ -90,7 +90,7 @@ impl<'a> SumsMemory<'a> {
     }
 }
 
-impl GradSinkMemory for SumsMemory<'_> {
+impl GradSinkMemory for GradientSumsMemory<'_> {
     fn wants(&self, name: &str) -> bool {
         self.sink.wants(name)
     }

@@ -2,7 +2,7 @@
 
 use super::super::block::memory::LayerMemory;
 use super::super::contracts::GradSinkMemory;
-use super::super::pieces::{SumsMemory, pieces};
+use super::super::pieces::{GradientSumsMemory, pieces};
 use super::Needs;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
@@ -95,7 +95,7 @@ impl LayerMemory<'_> {
             self.mlp_piece_backward(l, parts.pop(), needs, sink)
         } else {
             let dh = needs.dh.then(|| l.alloc(LayerWork, self.nd));
-            let mut sums = SumsMemory::new(sink);
+            let mut sums = GradientSumsMemory::new(sink);
             // The second chunk adds to the sums of the first; later chunks are like the second, with fewer saved
             // tensors.
             let mut parts = parts.into_iter();

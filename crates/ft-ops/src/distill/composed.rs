@@ -274,7 +274,7 @@ pub(super) fn likeliest(
     chunk: usize,
 ) -> Result<TopK> {
     let here = Here::new(side)?;
-    let mut found = cpu::Chosen::default();
+    let mut found = cpu::TopLogProbs::default();
     for tokens in chosen.chunks(chunk.max(1)) {
         let rows: Vec<u32> = tokens.iter().map(|n| *n as u32).collect();
         let rows = here.rows(&Tensor::from_vec(rows, tokens.len(), here.h.device())?)?;

@@ -18,7 +18,7 @@ use ft_base::Result;
 use rows::{Live, Student, cap_rows};
 
 pub(crate) use stored::TopK;
-pub(crate) use top::{Chosen, Selection};
+pub(crate) use top::{Selection, TopLogProbs};
 
 /// Returns rows of a head: arguments are the first row and the number of rows.
 pub(crate) type Piece<'a> = dyn Fn(usize, usize) -> Result<Tensor> + 'a;
@@ -309,8 +309,8 @@ pub(crate) fn likeliest(
     k: usize,
     temperature: f32,
     chunk: usize,
-) -> Result<Chosen> {
-    let mut out = Chosen::default();
+) -> Result<TopLogProbs> {
+    let mut out = TopLogProbs::default();
     let all = chosen.len();
     let chunk = chunk.clamp(1, all.max(1));
     // Logits are used once: none are saved.

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 /// Rows of k ids (ascending), their log-probabilities, and the logarithm of the rest (-infinity if there is none).
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct Chosen {
+pub(crate) struct TopLogProbs {
     pub ids: Vec<u32>,
     pub log_probs: Vec<f32>,
     pub rest: Vec<f32>,
@@ -110,7 +110,7 @@ impl Selection {
     }
 
     /// Adds the results of all tokens to `out`; NaN if a logit was not finite.
-    pub(crate) fn finish(self, out: &mut Chosen) {
+    pub(crate) fn finish(self, out: &mut TopLogProbs) {
         for (best, blocks) in self.rows.iter().zip(self.blocks.chunks(self.per.max(1))) {
             let present: Vec<BlockSum> = blocks
                 .iter()

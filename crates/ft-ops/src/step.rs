@@ -3,7 +3,7 @@
 
 use super::cpu::step::adafactor::{self, Direction};
 use super::cpu::step::code::{self, SIGNED, UNSIGNED};
-use super::cpu::step::{self as cpu, Ready, rules};
+use super::cpu::step::{self as cpu, PreparedRule, rules};
 use super::cpu::storage::{expect_dims, floats};
 use super::update::{self, with_mut};
 use candle_core::{DType, Device, Tensor};
@@ -153,24 +153,24 @@ fn one(rule: Rule, item: &Item, coefficient: f32) -> Result<()> {
     floats(item.gradient, "a gradient", |g| {
         let ready = match rule {
             Rule::Adamw { betas, eps } => {
-                Ready::Adamw(rules::Adamw::new(lr, betas, eps, decay, item.step, coefficient))
+                PreparedRule::Adamw(rules::Adamw::new(lr, betas, eps, decay, item.step, coefficient))
             }
-            Rule::Sgd { momentum } => Ready::Sgd(rules::Sgd {
+            Rule::Sgd { momentum } => PreparedRule::Sgd(rules::Sgd {
                 lr: lr as f32,
                 momentum: momentum as f32,
                 weight_decay: decay as f32,
                 first: item.step == 1,
                 coefficient,
             }),
-            Rule::Lion { betas: [b1, b2] } => Ready::Lion(rules::Lion {
+            Rule::Lion { betas: [b1, b2] } => PreparedRule::Lion(rules::Lion {
                 lr: lr as f32,
                 keep: (1.0 - lr * decay) as f32,
                 b1: b1 as f32,
                 b2: b2 as f32,
                 coefficient,
             }),
-            Rule::Sign => Ready::Sign(lr as f32),
-            Rule::Adafactor => Ready::Adafactor(factored(item, g, coefficient)?),
+            Rule::Sign => PreparedRule::Sign(lr as f32),
+            Rule::Adafactor => PreparedRule::Adafactor(factored(item, g, coefficient)?),
         };
         // The means of Adafactor are already updated; the pass over the weight needs no moments.
         let kept = |moment| if rule == Rule::Adafactor { None } else { moment };

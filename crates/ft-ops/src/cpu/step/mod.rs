@@ -34,7 +34,7 @@ pub(crate) enum Moment<'a> {
 }
 
 /// An update rule with all values that do not depend on the element precomputed.
-pub(crate) enum Ready {
+pub(crate) enum PreparedRule {
     Adamw(rules::Adamw),
     Sgd(rules::Sgd),
     Lion(rules::Lion),
@@ -99,7 +99,7 @@ struct Task<'a> {
 
 /// Updates one parameter. All slices have the length of `gradient`; a moment that the rule does not use is
 /// `Moment::None`.
-pub(crate) fn run(rule: &Ready, mut weight: Weight, gradient: &[f32], mut m: Moment, mut v: Moment) {
+pub(crate) fn run(rule: &PreparedRule, mut weight: Weight, gradient: &[f32], mut m: Moment, mut v: Moment) {
     let tasks: Vec<Task> = gradient
         .chunks(CHUNK)
         .enumerate()
@@ -114,7 +114,7 @@ pub(crate) fn run(rule: &Ready, mut weight: Weight, gradient: &[f32], mut m: Mom
     tasks.into_par_iter().for_each(|task| one(rule, task));
 }
 
-fn one(rule: &Ready, mut task: Task) {
+fn one(rule: &PreparedRule, mut task: Task) {
     let (mut wide, mut first, mut second) = ([0f32; BLOCK], [0f32; BLOCK], [0f32; BLOCK]);
     let mut at = 0;
     for g in task.gradient.chunks(BLOCK) {
@@ -142,14 +142,14 @@ fn one(rule: &Ready, mut task: Task) {
     }
 }
 
-fn apply(rule: &Ready, first: usize, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
+fn apply(rule: &PreparedRule, first: usize, w: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32]) {
     match rule {
-        Ready::Adamw(s) => rules::adamw(s, w, g, m, v),
-        Ready::Sgd(s) if m.is_empty() => rules::sgd(s, w, g),
-        Ready::Sgd(s) => rules::momentum(s, w, g, m),
-        Ready::Lion(s) => rules::lion(s, w, g, m),
-        Ready::Sign(lr) => rules::descend(*lr, w, g),
-        Ready::Adafactor(d) => adafactor::apply(d, first, w, g),
+        PreparedRule::Adamw(s) => rules::adamw(s, w, g, m, v),
+        PreparedRule::Sgd(s) if m.is_empty() => rules::sgd(s, w, g),
+        PreparedRule::Sgd(s) => rules::momentum(s, w, g, m),
+        PreparedRule::Lion(s) => rules::lion(s, w, g, m),
+        PreparedRule::Sign(lr) => rules::descend(*lr, w, g),
+        PreparedRule::Adafactor(d) => adafactor::apply(d, first, w, g),
     }
 }
 

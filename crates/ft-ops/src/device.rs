@@ -4,7 +4,7 @@ use candle_core::Device;
 use ft_base::{Error, ErrorKind, Result};
 
 /// A device that is ready for use, and a note for the user about the choice.
-pub struct Opened {
+pub struct OpenedDevice {
     /// The device.
     pub device: Device,
     /// A note for the user, for example why `auto` chose the CPU.
@@ -88,8 +88,8 @@ pub fn toolkit() -> Option<i32> {
 ///
 /// # Errors
 /// A GPU requested by name that cannot be used; an unknown name.
-pub fn open(name: &str) -> Result<Opened> {
-    let cpu = |note| Opened {
+pub fn open(name: &str) -> Result<OpenedDevice> {
+    let cpu = |note| OpenedDevice {
         device: Device::Cpu,
         note,
     };
@@ -101,7 +101,7 @@ pub fn open(name: &str) -> Result<Opened> {
         _ => ordinal(name)?,
     };
     match (gpu(ordinal), name) {
-        (Ok(device), _) => Ok(Opened { device, note: None }),
+        (Ok(device), _) => Ok(OpenedDevice { device, note: None }),
         (Err(e), "auto") => Ok(cpu(Some(format!("no GPU is used: {e}")))),
         (Err(e), _) => Err(e.or_at("device::open")),
     }

@@ -284,7 +284,7 @@ fn what_is_corrected_costs_no_state_but_the_way_to_the_bottom() {
         let recipe = recipe(&format!(
             "[tune]\nmethod = \"block\"\n[optimizer]\nmaster = \"{master}\""
         ));
-        let active = layer(3).correcting(Some(corrected(scope)));
+        let active = layer(3).with_corrections(Some(corrected(scope)));
         forecast(&spec(), &recipe, &inputs(active, Gradients::Keep))
     };
     let plain = forecast(

@@ -342,7 +342,7 @@ impl Blocks {
                     scale: self.scale,
                     sign: self.correction == Correction::Signsgd,
                 };
-                Active::new(names).correcting(Some(corrected))
+                Active::new(names).with_corrections(Some(corrected))
             }
             Correction::Lora => {
                 let lowest = s.blocks[first].params.iter().map(|n| group_of(n)).min();

@@ -145,7 +145,7 @@ impl<'a> AdvantageComputer<'a> {
                 })
             };
             match start {
-                Some(Reference::WithoutAdapters) => network.without_adapters(|| reference(network))?,
+                Some(Reference::WithoutAdapters) => network.with_adapters_disabled(|| reference(network))?,
                 Some(Reference::Copy(copy)) => reference(copy)?,
                 None => {}
             }

@@ -99,7 +99,7 @@ impl Active {
     }
 
     /// Adds parameters that are corrected beside the active ones.
-    pub fn correcting(mut self, corrected: Option<Corrected>) -> Self {
+    pub fn with_corrections(mut self, corrected: Option<Corrected>) -> Self {
         let lowest = corrected.iter().flat_map(|c| &c.names).map(|n| group_of(n)).min();
         self.lowest = lowest.map_or(self.lowest, |l| l.min(self.lowest));
         self.corrected = corrected.map(Arc::new);
@@ -214,7 +214,7 @@ mod tests {
             scale: 1.0,
             sign: true,
         };
-        let both = a(&["model.layers.3.mlp.up_proj.weight"]).correcting(Some(corrected));
+        let both = a(&["model.layers.3.mlp.up_proj.weight"]).with_corrections(Some(corrected));
         assert_eq!(both.lowest(), Group::Layer(1));
         assert_eq!(both.layers().collect::<Vec<_>>(), [1, 3]);
         assert!(both.wants("model.layers.1.mlp.up_proj.weight") && !both.contains("model.layers.1.mlp.up_proj.weight"));

@@ -83,7 +83,7 @@ impl Network {
     }
 
     /// Runs `f` with the adapters disabled.
-    pub fn without_adapters<R>(&self, f: impl FnOnce() -> R) -> R {
+    pub fn with_adapters_disabled<R>(&self, f: impl FnOnce() -> R) -> R {
         let before = self.adapters_disabled.swap(true, Ordering::Relaxed);
         let result = f();
         self.adapters_disabled.store(before, Ordering::Relaxed);

@@ -19,9 +19,9 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64
     let mut alike: BTreeMap<Likeness, Vec<Point>> = BTreeMap::new();
     for turn in inputs.turns.iter() {
         let kinds = turn.active.layers().map(|l| model.kind(l)).collect();
-        let retired = turn.retired.bytes(inputs.strategy.placement, bytes);
-        let point = (turn.active.lowest_layer(layers) as u64, retired, turn);
-        let key = (turn.active.shape(), kinds, turn.leaves);
+        let inactive = turn.inactive.bytes(inputs.strategy.placement, bytes);
+        let point = (turn.active.lowest_layer(layers) as u64, inactive, turn);
+        let key = (turn.active.shape(), kinds, turn.deactivates);
         alike.entry(key).or_default().push(point);
     }
     // Layers below this one save no activations, so memory grows more slowly there.
@@ -29,12 +29,12 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64
     let mut out = Vec::new();
     for mut points in alike.into_values() {
         // Sorted by layer; of one layer only the turn with the most inactive bytes is needed.
-        points.sort_by_key(|(layer, retired, _)| (*layer, std::cmp::Reverse(*retired)));
+        points.sort_by_key(|(layer, inactive, _)| (*layer, std::cmp::Reverse(*inactive)));
         let mut most = None;
-        points.retain(|(_, retired, _)| {
-            let more = most.is_none_or(|m| *retired > m);
+        points.retain(|(_, inactive, _)| {
+            let more = most.is_none_or(|m| *inactive > m);
             if more {
-                most = Some(*retired);
+                most = Some(*inactive);
             }
             more
         });
@@ -67,26 +67,26 @@ fn corners<'a>(points: &[Point<'a>]) -> Vec<Point<'a>> {
 
 /// One turn for each of these sets, after all other sets were trained.
 pub fn turns_of(model: &Model, storage: &StoragePolicy, sets: Vec<Active>) -> Vec<Turn> {
-    let retired = |active: &Active| {
-        let mut retired = InactiveElements::default();
+    let inactive = |active: &Active| {
+        let mut inactive = InactiveElements::default();
         let is_inactive = |name: &str| !active.wants(name) && sets.iter().any(|s| s.wants(name));
         for layer in 0..model.layers() {
             for p in model.layer(layer).filter(|p| is_inactive(&p.name)) {
                 if storage.of(&p).is_quantized() {
-                    retired.quantized += p.elements() as u64
+                    inactive.quantized += p.elements() as u64
                 } else {
-                    retired.dense += p.elements() as u64
+                    inactive.dense += p.elements() as u64
                 }
             }
         }
         let outside = model.outside().iter().filter(|p| is_inactive(&p.name));
-        retired.dense += outside.map(|p| p.elements() as u64).sum::<u64>();
-        retired
+        inactive.dense += outside.map(|p| p.elements() as u64).sum::<u64>();
+        inactive
     };
     let turn = |active: &Active| Turn {
         active: active.clone(),
-        retired: retired(active),
-        leaves: sets.len() > 1,
+        inactive: inactive(active),
+        deactivates: sets.len() > 1,
     };
     sets.iter().map(turn).collect()
 }
@@ -110,11 +110,11 @@ mod tests {
         let spec = families::read(&shapes::config("shape:qwen2.5-1.5b").unwrap().unwrap()).unwrap();
         let mut inputs = inputs(layer(0), crate::engine::Gradients::Keep);
         let turn = |(i, l): (usize, &usize)| Turn {
-            retired: InactiveElements {
+            inactive: InactiveElements {
                 dense: 100 * i as u64,
                 quantized: 0,
             },
-            leaves: true,
+            deactivates: true,
             ..Turn::alone(layer(*l))
         };
         inputs.turns = order.iter().enumerate().map(turn).collect();
@@ -156,8 +156,12 @@ mod tests {
     #[test]
     fn any_sum_is_largest_in_a_corner() {
         let turn = Turn::alone(layer(0));
-        let retired = [3, 9, 10, 40, 41, 55, 56, 57];
-        let points: Vec<Point> = retired.iter().enumerate().map(|(i, r)| (i as u64, *r, &turn)).collect();
+        let inactive = [3, 9, 10, 40, 41, 55, 56, 57];
+        let points: Vec<Point> = inactive
+            .iter()
+            .enumerate()
+            .map(|(i, r)| (i as u64, *r, &turn))
+            .collect();
         let hull = corners(&points);
         for factor in 0..60i64 {
             let best = |points: &[Point]| points.iter().map(|p| p.1 as i64 - factor * p.0 as i64).max();

@@ -269,12 +269,12 @@ fn of_turn(
     ));
     held.push(ledger.alloc(
         MemoryKind::InactiveMasters,
-        turn.retired.bytes(inputs.strategy.placement, (stored, master)),
+        turn.inactive.bytes(inputs.strategy.placement, (stored, master)),
     ));
     if inputs.reference {
         held.push(ledger.alloc(MemoryKind::Reference, stored * model.parameters()));
     }
-    if turn.leaves {
+    if turn.deactivates {
         weights::deactivate(&mut ledger, model, inputs, active, (stored, master));
     }
     if let Some(teacher) = &inputs.teacher {

@@ -242,7 +242,7 @@ impl Blocks {
         let count = steps.div_ceil(s.switch_every.max(1)).max(1);
         let long = count > ROUNDS * s.blocks.len() as u64;
         let sets = if long { s.possible() } else { s.turns(count) };
-        let retired: Vec<InactiveElements> = self
+        let inactive: Vec<InactiveElements> = self
             .sizes
             .iter()
             .map(|block| inactive_storage(block, storage))
@@ -258,29 +258,29 @@ impl Blocks {
             let corrected = self.corrected(&set);
             let found = (0..trained.len()).filter(|b| trained[*b] && !set.contains(b) && !corrected(*b));
             let found = found.fold(InactiveElements::default(), |sum, b| InactiveElements {
-                dense: sum.dense + retired[b].dense,
-                quantized: sum.quantized + retired[b].quantized,
+                dense: sum.dense + inactive[b].dense,
+                quantized: sum.quantized + inactive[b].quantized,
             });
             (0..trained.len())
                 .filter(|b| corrected(*b))
                 .chain(set.iter().copied())
                 .for_each(|b| trained[b] = true);
             // If a set occurs twice, the later turn has more trained blocks.
-            let leaves = long || i < end;
-            let kept = turns.entry(set).or_insert((found, leaves));
-            *kept = (found, kept.1 || leaves);
+            let deactivates = long || i < end;
+            let kept = turns.entry(set).or_insert((found, deactivates));
+            *kept = (found, kept.1 || deactivates);
         }
         let alone = turns.len() == 1;
         let turns: Vec<Found> = turns
             .into_iter()
-            .map(|(set, (retired, leaves))| (set, retired, leaves && !alone))
+            .map(|(set, (inactive, deactivates))| (set, inactive, deactivates && !alone))
             .collect();
         let turns = self.fewer(turns, storage).into_iter();
         turns
-            .map(|(set, retired, leaves)| Turn {
+            .map(|(set, inactive, deactivates)| Turn {
                 active: self.set(&set, None),
-                retired,
-                leaves,
+                inactive,
+                deactivates,
             })
             .collect()
     }
@@ -427,7 +427,7 @@ mod tests {
         let turns = schedule.turns(steps, &StoragePolicy::dense(Dtype::Bf16));
         let found = turns
             .iter()
-            .map(|t| (t.active.lowest_layer(99), t.retired.dense, t.leaves));
+            .map(|t| (t.active.lowest_layer(99), t.inactive.dense, t.deactivates));
         found.collect()
     }
 

@@ -27,9 +27,9 @@ impl InactiveElements {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Turn {
     pub active: Active,
-    pub retired: InactiveElements,
+    pub inactive: InactiveElements,
     /// True if another set becomes active after it.
-    pub leaves: bool,
+    pub deactivates: bool,
 }
 
 impl Turn {
@@ -37,8 +37,8 @@ impl Turn {
     pub fn alone(active: Active) -> Self {
         Self {
             active,
-            retired: InactiveElements::default(),
-            leaves: false,
+            inactive: InactiveElements::default(),
+            deactivates: false,
         }
     }
 }

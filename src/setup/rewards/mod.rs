@@ -20,7 +20,7 @@ use std::path::Path;
 use std::time::Duration;
 
 /// An answer to score.
-pub struct Judged<'a> {
+pub struct RewardInput<'a> {
     pub prompt: &'a Prompt,
     /// The answer without special tokens.
     pub text: &'a str,
@@ -123,7 +123,7 @@ impl RewardKind {
     }
 
     /// The score of a reward that uses only the text.
-    fn score(&self, answer: &Judged) -> f64 {
+    fn score(&self, answer: &RewardInput) -> f64 {
         let known = answer.prompt.answer.as_ref().unwrap_or(&Value::Null);
         match self {
             Self::Exact => checks::exact(answer.text, known),
@@ -221,7 +221,7 @@ impl Rewards {
     }
 
     /// Returns `[rewards][answers]`; NaN if a reward gives no score for an answer.
-    pub fn scores(&mut self, answers: &[Judged]) -> Result<Vec<Vec<f64>>> {
+    pub fn scores(&mut self, answers: &[RewardInput]) -> Result<Vec<Vec<f64>>> {
         let one = |reward: &mut Reward| match &mut reward.judge {
             Judge::Text(kind) => Ok(answers.iter().map(|a| kind.score(a)).collect()),
             Judge::Model(model) => model.scores(answers),
@@ -245,7 +245,7 @@ impl Rewards {
 }
 
 /// The JSON that a reward program receives: the row, the prompt and the answer.
-fn row(answer: &Judged) -> Value {
+fn row(answer: &RewardInput) -> Value {
     let mut row = answer.prompt.columns.clone();
     if let Some(known) = &answer.prompt.answer {
         row.entry("answer").or_insert_with(|| known.clone());

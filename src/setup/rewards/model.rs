@@ -2,7 +2,7 @@
 //! stage `reward` writes such directories, and so does `AutoModelForSequenceClassification` of transformers with one
 //! label.
 
-use super::Judged;
+use super::RewardInput;
 use crate::base::{Error, Result};
 use crate::data::encode::Encoder;
 use crate::data::{Batch, Example};
@@ -90,7 +90,7 @@ impl RewardModel {
     }
 
     /// The score at the last token of the conversation, or of prompt and answer.
-    pub fn scores(&self, answers: &[Judged]) -> Result<Vec<f64>> {
+    pub fn scores(&self, answers: &[RewardInput]) -> Result<Vec<f64>> {
         let encoder = Encoder {
             codec: &self.described.tokenizer,
             template: self.described.template(),

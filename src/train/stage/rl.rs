@@ -20,7 +20,7 @@ use crate::recipe::{Method, ModelInit, Recipe, RolloutWeights};
 use crate::rlhf::advantage::moments;
 use crate::setup::ModelDir;
 use crate::setup::prompts::{answers_of_rollout, base_is_frozen, needs_reference_copy, steps_of_rollout};
-use crate::setup::rewards::{Judged, Reward, Rewards};
+use crate::setup::rewards::{Reward, RewardInput, Rewards};
 use crate::source;
 use candle_core::Device;
 use serde_json::{Value, json};
@@ -173,11 +173,11 @@ impl Rollouts<'_> {
                 .decode(&answer.ids[..answer.ids.len() - stop], true)
         };
         let texts = answers.iter().map(text).collect::<Result<Vec<_>>>()?;
-        let judged: Vec<Judged> = prompts
+        let judged: Vec<RewardInput> = prompts
             .iter()
             .zip(answers)
             .zip(&texts)
-            .map(|((prompt, answer), text)| Judged {
+            .map(|((prompt, answer), text)| RewardInput {
                 prompt,
                 text,
                 tokens: answer.ids.len(),

@@ -7,7 +7,7 @@
 
 use super::columns::{LABEL, PROMPT, REFERENCE};
 use super::losses::{Pair, Pairwise, Side, Terms};
-use super::unpaired::{self, Judged, Kto};
+use super::unpaired::{self, JudgedAnswer, Kto};
 use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::{Batch, IGNORE};
@@ -205,7 +205,7 @@ impl Preferences {
                 continue;
             }
             at.push(d);
-            answers.push(Judged {
+            answers.push(JudgedAnswer {
                 ratio,
                 desirable: label > 0.0,
             });

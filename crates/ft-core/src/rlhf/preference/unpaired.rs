@@ -23,7 +23,7 @@ pub struct Kto {
 
 /// A judged answer.
 #[derive(Debug, Clone, Copy)]
-pub struct Judged {
+pub struct JudgedAnswer {
     /// log π - log π_ref of the answer.
     pub ratio: f64,
     /// True if the answer is desirable.
@@ -31,7 +31,7 @@ pub struct Judged {
 }
 
 /// Sum of the losses, the derivative for each ratio, and the KL estimate. `mismatched`: log-ratios of mismatched pairs.
-pub fn evaluate(kto: &Kto, answers: &[Judged], mismatched: &[f64]) -> (f64, Vec<f64>, f64) {
+pub fn evaluate(kto: &Kto, answers: &[JudgedAnswer], mismatched: &[f64]) -> (f64, Vec<f64>, f64) {
     let kl = match kto.loss {
         JudgedLoss::Kto => (mismatched.iter().sum::<f64>() / mismatched.len().max(1) as f64).max(0.0),
         JudgedLoss::ApoZeroUnpaired => 0.0,
@@ -64,11 +64,11 @@ mod tests {
                 desirable_weight: 1.0,
                 undesirable_weight: 1.3,
             };
-            let answers = |by: f64, at: usize| -> Vec<Judged> {
+            let answers = |by: f64, at: usize| -> Vec<JudgedAnswer> {
                 [(0.5, true), (-1.0, false), (2.0, false)]
                     .iter()
                     .enumerate()
-                    .map(|(i, &(ratio, desirable))| Judged {
+                    .map(|(i, &(ratio, desirable))| JudgedAnswer {
                         ratio: ratio + if i == at { by } else { 0.0 },
                         desirable,
                     })

@@ -8,7 +8,7 @@ mod report;
 pub use report::{Measure, Report};
 
 use crate::base::{Error, Result, progress, signal};
-use crate::commands::named::{self, Named};
+use crate::commands::named::{self, ModelAndAdapter};
 use crate::data::order::eval_batches;
 use crate::data::peek::{self, RowKind};
 use crate::data::{Batch, Dataset};
@@ -53,7 +53,7 @@ struct EvaluatedModel {
     network: Network,
     score: Option<Tensor>,
     adapter: bool,
-    named: Named,
+    named: ModelAndAdapter,
 }
 
 fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<EvaluatedModel> {

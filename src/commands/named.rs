@@ -9,7 +9,7 @@ use crate::setup::locate::{NamedKind, locate};
 use std::path::{Path, PathBuf};
 
 /// A base model with or without an adapter.
-pub struct Named {
+pub struct ModelAndAdapter {
     /// A directory, a hub id or a shape.
     pub model: String,
     pub adapter: Option<PathBuf>,
@@ -24,8 +24,8 @@ pub struct Named {
 /// Finds the model and the adapter for these names.
 ///
 /// Errors: as `locate`; two adapters; the base of an adapter is not available.
-pub fn find(model: &str, adapter: Option<&Path>) -> Result<Named> {
-    let mut out = Named {
+pub fn find(model: &str, adapter: Option<&Path>) -> Result<ModelAndAdapter> {
+    let mut out = ModelAndAdapter {
         model: model.to_string(),
         adapter: None,
         template: None,
@@ -64,8 +64,8 @@ pub fn find(model: &str, adapter: Option<&Path>) -> Result<Named> {
 /// adapters. Accepts runs, checkpoints and hub ids too.
 ///
 /// Errors: as `find`; `model` is an adapter.
-pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBuf, Vec<PathBuf>, Named)> {
-    let mut out = Named {
+pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBuf, Vec<PathBuf>, ModelAndAdapter)> {
+    let mut out = ModelAndAdapter {
         model: String::new(),
         adapter: None,
         template: None,
@@ -93,7 +93,7 @@ pub fn directories(model: Option<&Path>, adapters: &[PathBuf]) -> Result<(PathBu
     }
 }
 
-impl Named {
+impl ModelAndAdapter {
     fn note(&mut self, written: &str, taken: &str) {
         self.notes.push(format!("{written}: {taken}"));
     }

@@ -242,7 +242,7 @@ pub enum Fit {
     No,
 }
 
-pub struct Fitted {
+pub struct MachineFit {
     pub fit: Fit,
     pub peak: u64,
     /// The restrictions that the planner chose to make it fit.
@@ -252,7 +252,7 @@ pub struct Fitted {
 /// Checks a recipe with built-in shapes as models. Reads and downloads nothing.
 ///
 /// Errors: settings that contradict each other.
-pub fn fit(recipe: &Recipe) -> Result<Fitted> {
+pub fn fit(recipe: &Recipe) -> Result<MachineFit> {
     let recipe = with_shapes(recipe);
     let gpu = ops::device::memory(&ops::device::open("auto")?.device)?;
     let free = match gpu {
@@ -277,7 +277,7 @@ pub fn fit(recipe: &Recipe) -> Result<Fitted> {
         false => Fit::Fits,
     };
     let remark = [disk, fewer].into_iter().flatten().collect::<Vec<_>>().join(", ");
-    Ok(Fitted {
+    Ok(MachineFit {
         fit,
         peak,
         remark: Some(remark).filter(|r| !r.is_empty() && fit != Fit::No),

@@ -22,12 +22,12 @@ pub struct TeacherModel {
 }
 
 /// Fingerprints of a teacher: `now` from all weights, `before` from a part of them, as in older versions.
-pub struct Named {
+pub struct TeacherFingerprint {
     pub now: String,
     pub before: String,
 }
 
-impl Named {
+impl TeacherFingerprint {
     /// A source with only one fingerprint.
     pub fn only(name: &str) -> Self {
         Self {
@@ -146,10 +146,10 @@ impl TeacherModel {
     }
 
     /// Fingerprint of the teacher's weights and their storage types.
-    pub fn fingerprint(&self) -> Result<Named> {
+    pub fn fingerprint(&self) -> Result<TeacherFingerprint> {
         let print = self.model.fingerprint()?;
         let storage = self.storage.describe();
-        Ok(Named {
+        Ok(TeacherFingerprint {
             now: format!("{} {storage}", print.exact),
             before: format!("{} {storage}", print.sampled),
         })

@@ -13,7 +13,7 @@ use crate::engine::Engine;
 use crate::generate::{Request, Settings, rollout};
 use crate::recipe::Recipe;
 use crate::setup;
-use crate::setup::teacher::{self, Named, TeacherModel};
+use crate::setup::teacher::{self, TeacherFingerprint, TeacherModel};
 use crate::train::teacher_cache;
 
 /// Errors: the teacher or its stored outputs do not fit the student and its rows.
@@ -35,7 +35,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let (teacher, matched, fingerprint) = match &d.teacher_cache {
         Some(dir) => {
             let cache = teacher_cache::open(dir.as_ref(), recipe, setting.model, setting.train)?;
-            let key = Named::only(cache.key());
+            let key = TeacherFingerprint::only(cache.key());
             (Teacher::Stored(Box::new(cache)), None, key)
         }
         None => {
@@ -94,7 +94,7 @@ struct DistillSource<'a> {
     /// Tokens per batch of the evaluation.
     eval_tokens: usize,
     /// Fingerprint of the teacher or of its stored outputs; a resumed run must have the same.
-    fingerprint: Named,
+    fingerprint: TeacherFingerprint,
     students: Option<Students>,
     answered: TeacherCounts,
 }

@@ -5,7 +5,7 @@
 use candle_core::Device;
 use ft::base::Result;
 use ft::data::order::{BatchStream, Length, StreamSpec};
-use ft::data::{self, ChatRender, Dataset, Render, RowFormat, TrainOn};
+use ft::data::{self, ChatRender, Dataset, Render, Source, TrainOn};
 use ft::engine::{Active, Engine, StepStrategy};
 use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
 use ft::{hf, ops::Dtype, peft::LoraConfig, sft::CausalLm};
@@ -16,8 +16,7 @@ fn main() -> Result<()> {
     let mut opened = hf::open(base, Dtype::F32, &Device::Cpu)?;
     let network = &mut opened.model.network;
     let spec = data::Spec {
-        files: &["assets/world/train.jsonl".to_string()],
-        format: RowFormat::Auto,
+        sources: &[Source::new(vec!["assets/world/train.jsonl".to_string()])],
         render: Render::Auto,
         max_length: 128,
         train_on: TrainOn::Assistant,

@@ -7,7 +7,7 @@
 //! ```
 //! use candle_core::Device;
 //! use ft::base::Result;
-//! use ft::data::{self, Batch, Dataset, Render, RowFormat, TrainOn};
+//! use ft::data::{self, Batch, Dataset, Render, TrainOn};
 //! use ft::engine::{Active, Engine, StepStrategy};
 //! use ft::generate::{Settings, generate};
 //! use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
@@ -22,8 +22,7 @@
 //!
 //! // Rows of a file, as token ids with a loss mask.
 //! let spec = data::Spec {
-//!     files: &["assets/world/eval.jsonl".to_string()],
-//!     format: RowFormat::Auto,
+//!     sources: &[data::Source::new(vec!["assets/world/eval.jsonl".to_string()])],
 //!     render: Render::Auto,
 //!     max_length: 128,
 //!     train_on: TrainOn::Assistant,

@@ -1,8 +1,9 @@
-//! `ft data`: shows rendered rows with the trained tokens marked, and the counts.
+//! `ft data`: shows rendered rows with the trained tokens marked, and the counts; rows and statistics as JSON.
 
-use super::out::{out, out_text};
+use super::out::{out, out_raw, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
+use crate::commands::data;
 use crate::report;
 
 /// Show rendered rows with the trained tokens marked, and the counts
@@ -10,28 +11,34 @@ use crate::report;
 #[command(after_help = "Examples:
   ft data recipes/quickstart.toml
   ft data --recipe my.toml --rows 20 data.train_on=all
-  ft data my.toml --json                             rows, tokens, trained tokens, cut rows")]
+  ft data my.toml --json | head -1                   one row per line: ids, mask, spans, text
+  ft data my.toml --stats                            rows, tokens, lengths and cut rows of each source
+  ft data my.toml --stats --json                     the same as one JSON object")]
 pub struct Args {
     #[command(flatten)]
     pub recipe: RecipeArgs,
-    /// Number of rows to show
-    #[arg(long, value_name = "N", default_value_t = 3)]
-    pub rows: usize,
-    /// Print the counts as one JSON object, without rows
+    /// Number of rows to show [default: 3; with --json: all]
+    #[arg(long, value_name = "N")]
+    pub rows: Option<usize>,
+    /// Print rows as JSON, one per line: token ids, loss mask, spans of trained tokens, text
     #[arg(long)]
     pub json: bool,
+    /// Print statistics without rows: lengths, tokens, cut rows, for each source; with --json as one object
+    #[arg(long, conflicts_with = "rows")]
+    pub stats: bool,
 }
+
+/// Rows that are shown without `--rows`.
+const SHOWN: usize = 3;
 
 pub fn run(mut args: Args) -> Result<i32> {
     let loaded = args.recipe.load_and_warn()?;
-    if args.json {
-        out(crate::commands::data::counts(&loaded.recipe)?)?;
-        return Ok(0);
+    let recipe = &loaded.recipe;
+    match (args.stats, args.json) {
+        (true, true) => out(data::counts(recipe)?)?,
+        (true, false) => out_raw(&data::statistics(recipe)?)?,
+        (false, true) => data::rows(recipe, args.rows.unwrap_or(usize::MAX), &mut |row| out(row))?,
+        (false, false) => out_text(data::describe(recipe, args.rows.unwrap_or(SHOWN), report::style().color)?)?,
     }
-    out_text(crate::commands::data::describe(
-        &loaded.recipe,
-        args.rows,
-        report::style().color,
-    )?)?;
     Ok(0)
 }

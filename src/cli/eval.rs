@@ -117,7 +117,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         }
     };
     if let Some(data) = &args.data {
-        recipe.data.train = vec![data.clone()];
+        recipe.data.set_train(vec![data.clone()]);
     } else if args.recipe.recipe.is_none() {
         return Err(Error::usage("no rows are given")
             .expected("`--data FILE`, or `--recipe FILE` with `data.eval`")

@@ -194,7 +194,7 @@ fn list(as_json: bool) -> Result<()> {
 fn assets_of(recipe: &Recipe) -> Vec<&'static (&'static str, &'static [u8])> {
     let models = [Some(&recipe.model.path), recipe.distill.teacher.as_ref()];
     let models = models.into_iter().flatten().map(ModelRef::to_string);
-    let files = recipe.data.train.iter().chain(&recipe.data.eval).cloned();
+    let files = recipe.data.train_paths().chain(&recipe.data.eval).cloned();
     let named: Vec<String> = models.chain(files).collect();
     let is_named = |path: &str| named.iter().any(|n| Path::new(path).starts_with(n));
     ASSETS.iter().filter(|(path, _)| is_named(path)).collect()

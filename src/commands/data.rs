@@ -3,12 +3,15 @@
 use crate::base::Result;
 use crate::data::describe;
 use crate::data::describe::visible;
+use crate::data::prompts::Prompt;
+use crate::data::summary::{self, Summary};
 use crate::data::{Dataset, Stats};
 use crate::recipe::Recipe;
 use crate::setup::ModelDir;
 use crate::setup::prompts::PromptSet;
 use crate::setup::rows::RecipeRows;
-use crate::setup::rows::{formats, local, rendered_later, spec};
+use crate::setup::rows::{formats, rendered_later, spec};
+use crate::setup::sources::{RowSet, sources};
 use serde_json::{Value, json};
 
 /// Reads all rows. Errors: an invalid model directory or row.
@@ -16,9 +19,10 @@ pub fn counts(recipe: &Recipe) -> Result<Value> {
     let model = ModelDir::of_recipe(recipe)?;
     let RecipeRows { train, eval, questions } = RecipeRows::read(recipe, &model)?;
     if let Some(questions) = questions {
+        let lengths = |prompts: &[Prompt]| prompts.iter().map(|p| p.ids.len()).sum::<usize>();
         return Ok(json!({
-            "train": {"rows": questions.train.len()},
-            "eval": {"rows": questions.eval.len()},
+            "train": {"rows": questions.train.len(), "tokens": lengths(&questions.train)},
+            "eval": {"rows": questions.eval.len(), "tokens": lengths(&questions.eval)},
             "max_length": recipe.data.max_length,
         }));
     }
@@ -44,7 +48,46 @@ fn of(rows: &Dataset) -> Value {
         "rows": rows.examples.len(), "tokens": tokens, "trained_tokens": trained_tokens,
         "truncated_rows": truncated_rows, "truncated_tokens": truncated_tokens, "dropped_rows": dropped_rows,
         "longest": longest, "shortest": shortest,
+        "sources": summary::summaries(rows).iter().map(Summary::json).collect::<Vec<_>>(),
     })
+}
+
+/// The output of `ft data --stats`: a table of the sources and a histogram, for training and for evaluation.
+pub fn statistics(recipe: &Recipe) -> Result<String> {
+    let model = ModelDir::of_recipe(recipe)?;
+    let RecipeRows { train, eval, questions } = RecipeRows::read(recipe, &model)?;
+    let mut out = String::new();
+    if let Some(questions) = questions {
+        return describe_prompts(&questions, &model, 0);
+    }
+    for (name, rows) in [("training", Some(&train)), ("evaluation", eval.as_ref())] {
+        if let Some(rows) = rows {
+            out += &format!("{name} rows\n{}\n", visible(&summary::table(&summary::summaries(rows))));
+        }
+    }
+    Ok(out)
+}
+
+/// Passes the first `rows` training rows to `each`, as JSON.
+pub fn rows(recipe: &Recipe, rows: usize, each: &mut dyn FnMut(Value) -> Result<()>) -> Result<()> {
+    let model = ModelDir::of_recipe(recipe)?;
+    let read = RecipeRows::read(recipe, &model)?;
+    if let Some(questions) = read.questions {
+        for prompt in questions.train.iter().take(rows) {
+            let place = if prompt.place.is_line { "line" } else { "row" };
+            each(json!({
+                "file": &*prompt.place.file, place: prompt.place.number, "ids": prompt.ids,
+                "text": model.tokenizer.decode(&prompt.ids, false)?, "answer": prompt.answer,
+            }))?;
+        }
+        return Ok(());
+    }
+    let sources = sources(recipe, RowSet::Train)?;
+    let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
+    for index in 0..read.train.examples.len().min(rows) {
+        each(summary::row(&read.train, &spec, &model.tokenizer, index)?)?;
+    }
+    Ok(())
 }
 
 /// The output of `ft data`: `rows` rendered rows with the trained tokens marked, and the counts.
@@ -78,7 +121,7 @@ fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &ModelDir, rows: usi
     describe::describe(
         dataset,
         &spec(
-            &local(&recipe.data.train)?,
+            &sources(recipe, RowSet::Train)?,
             &recipe.data,
             recipe.train.stage,
             model.spec.vocab,

@@ -18,6 +18,7 @@ use crate::recipe::{Dtype, Recipe, Stage};
 use crate::report as terminal;
 use crate::rlhf::preference::Reward;
 use crate::setup::rows;
+use crate::setup::sources::{RowSet, sources};
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
 use crate::train::stage::preference;
@@ -102,9 +103,8 @@ fn kind_of(recipe: &Recipe, request: &Request) -> Result<RowKind> {
         stage if stage.is_preference() && !request.all_rows => return Ok(RowKind::Pairs),
         _ => {}
     }
-    let files = rows::local(files(recipe, request))?;
-    match files.first() {
-        Some(file) => peek::kind(file, recipe.data.format, &recipe.rl.answer_column),
+    match sources(recipe, rows_of(recipe, request))?.first() {
+        Some(source) => peek::kind(source, &recipe.rl.answer_column),
         None => Err(no_rows()),
     }
 }
@@ -114,12 +114,20 @@ fn no_rows() -> Error {
         .hint("give `--data FILE`, or a recipe with `data.eval` or `data.eval_fraction`")
 }
 
-/// Names of the files to read, in full or in part.
-fn files<'a>(recipe: &'a Recipe, request: &Request) -> &'a [String] {
+/// The rows to read, in full or in part.
+fn rows_of(recipe: &Recipe, request: &Request) -> RowSet<'static> {
     if request.all_rows || recipe.data.eval.is_empty() {
-        &recipe.data.train
+        RowSet::Train
     } else {
-        &recipe.data.eval
+        RowSet::Eval
+    }
+}
+
+/// Names of the files, for messages.
+fn files(recipe: &Recipe, request: &Request) -> Vec<String> {
+    match rows_of(recipe, request) {
+        RowSet::Eval => recipe.data.eval.clone(),
+        _ => recipe.data.train_paths().cloned().collect(),
     }
 }
 
@@ -131,7 +139,7 @@ fn read(opened: &EvaluatedModel, recipe: &Recipe, request: &Request, stage: Stag
     if held_out && recipe.data.eval_fraction == 0.0 {
         return Err(no_rows());
     }
-    let rows = rows::read(&recipe, files(&recipe, request), &opened.described)?;
+    let rows = rows::read(&recipe, rows_of(&recipe, request), &opened.described)?;
     if held_out {
         Ok(rows.split(recipe.data.eval_fraction, recipe.train.seed)?.1)
     } else {
@@ -152,9 +160,9 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<
     let objective = CausalLm::new(described.spec.vocab);
     let batches = eval_batches(&rows, BATCH_TOKENS).map(Ok);
     let count = rows.examples.len();
-    let totals = totals(network, &objective, batches, count, files(recipe, request))?;
-    let local = rows::local(files(recipe, request))?;
-    let spec = rows::spec(&local, &recipe.data, stage, described.spec.vocab);
+    let totals = totals(network, &objective, batches, count, &files(recipe, request))?;
+    let sources = sources(recipe, rows_of(recipe, request))?;
+    let spec = rows::spec(&sources, &recipe.data, stage, described.spec.vocab);
     let mut questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
     let (all, most) = (questions.len(), described.spec.max_positions);
     questions.retain(|q| q.prompt.len() < most);
@@ -184,7 +192,7 @@ fn reward(opened: &EvaluatedModel, score: &Tensor, recipe: &Recipe, request: &Re
     let pairs = read(opened, recipe, request, Stage::Reward)?;
     let batches = pair_batches(&pairs);
     let count = 2 * pairs.examples.len();
-    let totals = totals(&opened.network, &reward, batches, count, files(recipe, request))?;
+    let totals = totals(&opened.network, &reward, batches, count, &files(recipe, request))?;
     let means = reward.metrics();
     let mean = |name| {
         means

@@ -294,7 +294,7 @@ pub fn with_shapes(recipe: &Recipe) -> Recipe {
     recipe.model.path = shape_of(&recipe.model.path);
     recipe.model.init = ModelInit::Random;
     recipe.distill.teacher = recipe.distill.teacher.as_ref().map(shape_of);
-    recipe.data.train = vec!["-".into()];
+    recipe.data.set_train(vec!["-".into()]);
     recipe.data.eval = Vec::new();
     recipe
 }
@@ -311,8 +311,7 @@ fn on_gpu(recipe: &Recipe, gpu: &GpuRates) -> Recipe {
 }
 
 fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
-    let files = recipe.data.train.iter().chain(&recipe.data.eval);
-    dir.join("tokenizer.json").is_file() && files.into_iter().all(|f| Path::new(f).is_file())
+    dir.join("tokenizer.json").is_file() && recipe.data.is_here()
 }
 
 /// Reads rows with the tokenizer of the local model directory: a hub id would download the full model.

@@ -8,13 +8,13 @@
 use crate::base::units::bytes;
 use crate::base::{Error, Result, progress, signal};
 use crate::data::order::eval_batches;
-use crate::data::{Batch, Dataset, dataset};
+use crate::data::{Batch, Dataset, Source, dataset};
 use crate::engine::Totals;
 use crate::formats::weights::Weights;
 use crate::model::{Context, Layer, Need, Network, Objective};
 use crate::ops::step_stats::StepStats;
 use crate::quant::{self, Format, Weight};
-use crate::recipe::{Dtype, Render, RowFormat, TrainOn};
+use crate::recipe::{Dtype, Render, TrainOn};
 use crate::setup::ModelDir;
 use crate::sft::CausalLm;
 use crate::source::policy::is_projection;
@@ -72,10 +72,9 @@ pub fn dense_bytes(weights: &Weights, params: &[ParamInfo]) -> u64 {
 /// Errors: an invalid model or invalid rows; a loss that is not finite.
 pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, tokens: usize) -> Result<Sensitivity> {
     let device = Device::Cpu;
-    let files = [data.display().to_string()];
+    let sources = [Source::new(vec![data.display().to_string()])];
     let spec = dataset::Spec {
-        files: &files,
-        format: RowFormat::Auto,
+        sources: &sources,
         render: Render::Auto,
         max_length: model.spec.max_positions.min(BATCH_TOKENS),
         train_on: TrainOn::Assistant,

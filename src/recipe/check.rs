@@ -70,7 +70,8 @@ impl Values {
 pub fn default_of(key: &Key) -> Value {
     let empty = match key.kind {
         Kind::Texts => Value::List(Vec::new()),
-        Kind::Map(_) => Value::Map(Vec::new()),
+        Kind::Map(_) | Kind::Fields(_) => Value::Map(Vec::new()),
+        Kind::Tables(_) => Value::Tables(Vec::new()),
         _ => Value::Text(String::new()),
     };
     let source = format!("value = {}", key.default);
@@ -150,7 +151,7 @@ pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>)
 /// True if `path` is a user-defined name in the table of `key`.
 fn is_in_map(key: &Key, path: &str) -> bool {
     let below = path.strip_prefix(key.path.0).is_some_and(|rest| rest.starts_with('.'));
-    below && matches!(key.kind, Kind::Map(_))
+    below && matches!(key.kind, Kind::Map(_) | Kind::Fields(_))
 }
 
 /// Adds one entry of a table with user-defined names.
@@ -164,19 +165,36 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
     let value = match &written.value {
         WrittenValue::Table => {
             return Err(fault(
-                Error::usage(format!("`{name}` in `{path}` is a table"))
-                    .hint("write the name in quotes: `\"layers.0.\" = \"bf16\"`"),
+                Error::usage(format!("`{name}` in `{path}` is a table")).hint(match entry.key.kind {
+                    Kind::Map(_) => "write the name in quotes: `\"layers.0.\" = \"bf16\"`",
+                    _ => "write the name of a column in quotes: `prompt = \"question\"`",
+                }),
             ));
         }
         _ => as_text(draft, written).unwrap_or_default(),
     };
-    let Kind::Map(names) = entry.key.kind else {
-        return Ok(());
-    };
-    if name.is_empty() || !names.contains(&value.as_str()) {
-        return Err(fault(Error::usage(format!(
-            "`{value}` is not a value of `{path}` (for `{name}`)"
-        ))));
+    match entry.key.kind {
+        Kind::Map(names) if name.is_empty() || !names.contains(&value.as_str()) => {
+            return Err(fault(Error::usage(format!(
+                "`{value}` is not a value of `{path}` (for `{name}`)"
+            ))));
+        }
+        Kind::Fields(names) if !names.contains(&name.as_str()) => {
+            let error = Error::usage(format!("`{name}` is not a name of `{path}`"));
+            let other_way = names.contains(&value.as_str());
+            let hint = match other_way {
+                true => Some(format!("write `{value} = \"{name}\"`: the column is on the right")),
+                false => suggest::value(path, &name, names),
+            };
+            return Err(fault(match hint {
+                Some(hint) => error.hint(hint),
+                None => error,
+            }));
+        }
+        Kind::Fields(_) if value.is_empty() => {
+            return Err(fault(Error::usage(format!("`{name}` in `{path}` is not the name of a column"))));
+        }
+        _ => {}
     }
     let origin = match written.key_at {
         TextPosition::File(_) => Origin::Recipe,
@@ -212,7 +230,7 @@ fn unknown(draft: &Draft, written: &WrittenKey) -> Problem {
         Some((name, table)) => (name.clone(), table.join(".")),
         None => (String::new(), String::new()),
     };
-    let is_table = matches!(written.value, WrittenValue::Table | WrittenValue::Tables);
+    let is_table = matches!(written.value, WrittenValue::Table | WrittenValue::Tables(_));
     let what = match (is_table, table.is_empty()) {
         (true, _) => format!("unknown table `[{path}]`"),
         (false, true) => format!("unknown key `{name}` outside of any table"),
@@ -244,6 +262,8 @@ pub fn expectation(key: &Key) -> String {
         Kind::Pairs => "a list of pairs of whole numbers such as `[[1, 2], [3, 6]]`".into(),
         Kind::Size => "a size such as `24GiB`".into(),
         Kind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
+        Kind::Fields(names) => format!("a table with some of {}, each with a column", names.join(", ")),
+        Kind::Tables(_) => "a list of tables".into(),
     };
     match key.accepts_auto() {
         true => format!("`auto`, or {accepted}"),
@@ -402,8 +422,27 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
             }
         }
         // The entries follow one by one.
-        Kind::Map(_) => match written.value {
+        Kind::Map(_) | Kind::Fields(_) => match written.value {
             WrittenValue::Table => Ok(Value::Map(Vec::new())),
+            _ => Err(wrong_type()),
+        },
+        Kind::Tables(keys) => match &written.value {
+            WrittenValue::Tables(tables) => {
+                let read = |table: &Vec<WrittenKey>| one_table(draft, keys, written, table);
+                let (mut out, mut problems) = (Vec::new(), Vec::new());
+                for table in tables.iter().map(read) {
+                    match table {
+                        Ok(table) => out.push(table),
+                        Err(faults) => problems.extend(faults),
+                    }
+                }
+                if problems.is_empty() {
+                    Ok(Value::Tables(out))
+                } else {
+                    Err(problems)
+                }
+            }
+            WrittenValue::List(items) if items.is_empty() => Ok(Value::Tables(Vec::new())),
             _ => Err(wrong_type()),
         },
         Kind::Size => match &written.value {
@@ -416,6 +455,58 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
             _ => Err(wrong_type()),
         },
     }
+}
+
+/// The values of one table in a list of tables.
+fn one_table(
+    draft: &Draft,
+    keys: &'static [Key],
+    list: &WrittenKey,
+    table: &[WrittenKey],
+) -> Result<Vec<(&'static str, Value)>, Vec<Problem>> {
+    let mut values = Values::defaults(keys.iter());
+    let mut problems = Vec::new();
+    for written in table {
+        let path = [list.path.clone(), written.path.clone()].concat().join(".");
+        let entry = values.0.iter_mut().find(|e| e.key.path.0 == path || is_in_map(e.key, &path));
+        let Some(entry) = entry else {
+            let name = written.path.first().map_or("", String::as_str);
+            let names = keys.iter().map(|key| key.name);
+            let error = Error::usage(format!("unknown key `{}` in `{}`", written.dotted(), list.dotted()))
+                .at(draft.show(&written.key_at));
+            let hint = match suggest::nearest(name, names.clone()) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None => format!("the keys are {}", names.collect::<Vec<_>>().join(", ")),
+            };
+            problems.push(Problem::new(&written.key_at, error.hint(hint)));
+            continue;
+        };
+        let whole = WrittenKey {
+            path: path.split('.').map(str::to_string).collect(),
+            ..written.clone()
+        };
+        if entry.key.path.0 != path {
+            problems.extend(put(draft, entry, &whole).err());
+            continue;
+        }
+        match convert(draft, entry.key, &whole) {
+            Ok(value) => {
+                entry.value = value;
+                entry.origin = Origin::Recipe;
+            }
+            Err(faults) => problems.extend(faults),
+        }
+    }
+    let missing = |e: &&Entry| e.key.default.is_empty() && !e.written();
+    if let Some(entry) = values.0.iter().find(missing).filter(|_| problems.is_empty()) {
+        let error = Error::usage(format!("a table of `{}` has no `{}`", list.dotted(), entry.key.name));
+        problems.push(Problem::new(&list.value_at, error.at(draft.show(&list.value_at))));
+    }
+    if !problems.is_empty() {
+        return Err(problems);
+    }
+    let written = values.0.into_iter().filter(Entry::written);
+    Ok(written.map(|e| (e.key.name, e.value)).collect())
 }
 
 fn as_number(value: &WrittenValue) -> Option<f64> {

@@ -3,7 +3,7 @@
 
 use crate::base::Error;
 use std::ops::Range;
-use toml_edit::{Document, Item, Value};
+use toml_edit::{Document, Item, TableLike, Value};
 
 /// A position: a byte offset in the file, or the index of an argument.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -37,8 +37,8 @@ pub enum WrittenValue {
     Flag(bool),
     List(Vec<(WrittenValue, TextPosition)>),
     Table,
-    /// `[[name]]`, or a list that contains tables.
-    Tables,
+    /// `[[name]]`, or a list of tables: the keys of each, with paths inside the table.
+    Tables(Vec<Vec<WrittenKey>>),
     Date,
 }
 
@@ -52,7 +52,7 @@ impl WrittenValue {
             WrittenValue::Flag(b) => format!("`{b}`"),
             WrittenValue::List(l) => format!("a list of {}", l.len()),
             WrittenValue::Table => "a table".into(),
-            WrittenValue::Tables => "a list of tables".into(),
+            WrittenValue::Tables(_) => "a list of tables".into(),
             WrittenValue::Date => "a date".into(),
         }
     }
@@ -96,14 +96,7 @@ impl<'a> Draft<'a> {
         };
         match Document::parse(text) {
             Ok(document) => {
-                let mut path = Vec::new();
-                for (key, item) in document.iter() {
-                    let at = document
-                        .get_key_value(key)
-                        .and_then(|(k, _)| k.span())
-                        .map_or(0, |s| s.start);
-                    draft.item(&mut path, key, TextPosition::File(at), item);
-                }
+                draft.written = keys_of(document.as_table());
                 draft.written.sort_by(|a, b| a.key_at.cmp(&b.key_at));
             }
             Err(e) => {
@@ -144,38 +137,6 @@ impl<'a> Draft<'a> {
         }
     }
 
-    fn item(&mut self, path: &mut Vec<String>, key: &str, key_at: TextPosition, item: &Item) {
-        let start = |span: Option<Range<usize>>| span.map_or(key_at.clone(), |s| TextPosition::File(s.start));
-        path.push(key.to_string());
-        let (value, value_at) = match item {
-            Item::Value(Value::InlineTable(t)) => (WrittenValue::Table, start(t.span())),
-            Item::Value(v) => (typed(v), start(v.span())),
-            Item::Table(t) => (WrittenValue::Table, start(t.span())),
-            Item::ArrayOfTables(t) => (WrittenValue::Tables, start(t.span())),
-            Item::None => {
-                path.pop();
-                return;
-            }
-        };
-        let is_table = matches!(value, WrittenValue::Table);
-        self.written.push(WrittenKey {
-            path: path.clone(),
-            key_at,
-            value,
-            value_at,
-        });
-        if is_table && let Some(table) = item.as_table_like() {
-            for (name, inner) in table.iter() {
-                let at = table
-                    .get_key_value(name)
-                    .and_then(|(k, _)| k.span())
-                    .map_or(0, |s| s.start);
-                self.item(path, name, TextPosition::File(at), inner);
-            }
-        }
-        path.pop();
-    }
-
     fn argument(&mut self, index: usize) {
         let argument = &self.arguments[index];
         let place = TextPosition::Argument(index);
@@ -190,7 +151,7 @@ impl<'a> Draft<'a> {
         let path: Vec<String> = key.trim().split('.').map(|p| p.trim().to_string()).collect();
         let parsed = raw.parse::<Value>();
         let value = match &parsed {
-            Ok(v) => typed(v),
+            Ok(v) => typed(v, &place),
             // A quote or a bracket means that the value is TOML; anything else is a bare word.
             Err(e) if raw.starts_with(['"', '\'', '[', '{']) => {
                 let error = Error::usage("argument's value is not valid TOML")
@@ -202,29 +163,67 @@ impl<'a> Draft<'a> {
             Err(_) => WrittenValue::Text(raw.to_string()),
         };
         let lines = match &parsed {
-            Ok(Value::InlineTable(table)) => table.iter().map(|(k, v)| (k.to_string(), typed(v))).collect(),
+            Ok(Value::InlineTable(table)) => keys_of(table),
             _ => Vec::new(),
         };
-        let mut push = |path: Vec<String>, value: WrittenValue| {
-            self.written.push(WrittenKey {
-                path,
-                key_at: place.clone(),
-                value: at_argument(value, &place),
-                value_at: place.clone(),
-            })
+        let own = WrittenKey {
+            path: path.clone(),
+            key_at: place.clone(),
+            value,
+            value_at: place.clone(),
         };
-        push(path.clone(), value);
-        for (name, value) in lines {
-            push(path.iter().cloned().chain([name]).collect(), value);
-        }
+        let inside = lines.into_iter().map(|line| WrittenKey {
+            path: path.iter().cloned().chain(line.path.clone()).collect(),
+            ..line
+        });
+        let at_place = |key: WrittenKey| key.at_argument(&place);
+        self.written.extend(std::iter::once(own).chain(inside).map(at_place));
     }
+}
+
+/// All keys of a table and of the tables in it.
+fn keys_of(table: &dyn TableLike) -> Vec<WrittenKey> {
+    let mut out = Vec::new();
+    for (name, item) in table.iter() {
+        let at = table
+            .get_key_value(name)
+            .and_then(|(k, _)| k.span())
+            .map_or(0, |s| s.start);
+        let key_at = TextPosition::File(at);
+        let start = |span: Option<Range<usize>>| span.map_or(key_at.clone(), |s| TextPosition::File(s.start));
+        let (value, value_at) = match item {
+            Item::Value(v) => (typed(v, &key_at), start(v.span())),
+            Item::Table(t) => (WrittenValue::Table, start(t.span())),
+            Item::ArrayOfTables(list) => {
+                let tables = list.iter().map(|t| keys_of(t)).collect();
+                (WrittenValue::Tables(tables), start(list.span()))
+            }
+            Item::None => continue,
+        };
+        let inside = match (&value, item.as_table_like()) {
+            (WrittenValue::Table, Some(inner)) => keys_of(inner),
+            _ => Vec::new(),
+        };
+        out.push(WrittenKey {
+            path: vec![name.to_string()],
+            key_at,
+            value,
+            value_at,
+        });
+        out.extend(inside.into_iter().map(|mut key| {
+            key.path.insert(0, name.to_string());
+            key
+        }));
+    }
+    out
 }
 
 fn one_line(message: &str) -> String {
     message.lines().map(str::trim).collect::<Vec<_>>().join("; ")
 }
 
-fn typed(value: &Value) -> WrittenValue {
+/// `key`: the position of the key, for parts of the value without an own one.
+fn typed(value: &Value, key: &TextPosition) -> WrittenValue {
     match value {
         Value::String(s) => WrittenValue::Text(s.value().clone()),
         Value::Integer(i) => WrittenValue::Integer(*i.value()),
@@ -232,16 +231,33 @@ fn typed(value: &Value) -> WrittenValue {
         Value::Boolean(b) => WrittenValue::Flag(*b.value()),
         Value::Datetime(_) => WrittenValue::Date,
         Value::InlineTable(_) => WrittenValue::Table,
-        Value::Array(a) if a.iter().any(Value::is_inline_table) => WrittenValue::Tables,
+        Value::Array(a) if !a.is_empty() && a.iter().all(Value::is_inline_table) => {
+            let tables = a.iter().filter_map(Value::as_inline_table);
+            WrittenValue::Tables(tables.map(|t| keys_of(t)).collect())
+        }
         Value::Array(a) => WrittenValue::List(
             a.iter()
-                .map(|v| (typed(v), TextPosition::File(v.span().map_or(0, |s| s.start))))
+                .map(|v| {
+                    let at = v.span().map_or(key.clone(), |s| TextPosition::File(s.start));
+                    (typed(v, key), at)
+                })
                 .collect(),
         ),
     }
 }
 
-/// Replaces the spans in an argument's value: its position is the whole argument.
+impl WrittenKey {
+    /// Replaces the spans in an argument: its position is the whole argument.
+    fn at_argument(self, place: &TextPosition) -> Self {
+        Self {
+            path: self.path,
+            key_at: place.clone(),
+            value: at_argument(self.value, place),
+            value_at: place.clone(),
+        }
+    }
+}
+
 fn at_argument(value: WrittenValue, place: &TextPosition) -> WrittenValue {
     match value {
         WrittenValue::List(items) => WrittenValue::List(
@@ -250,6 +266,10 @@ fn at_argument(value: WrittenValue, place: &TextPosition) -> WrittenValue {
                 .map(|(v, _)| (at_argument(v, place), place.clone()))
                 .collect(),
         ),
+        WrittenValue::Tables(tables) => {
+            let keys = |table: Vec<WrittenKey>| table.into_iter().map(|key| key.at_argument(place)).collect();
+            WrittenValue::Tables(tables.into_iter().map(keys).collect())
+        }
         other => other,
     }
 }

@@ -8,7 +8,8 @@ use super::value::Value;
 use crate::base::Error;
 
 /// Pairs of keys that set the same thing in two ways.
-const RIVALS: [(KeyPath, KeyPath); 2] = [
+const RIVALS: [(KeyPath, KeyPath); 3] = [
+    (Data::train, Data::sources),
     (Data::eval, Data::eval_fraction),
     (ScheduleKeys::warmup_steps, ScheduleKeys::warmup_ratio),
 ];
@@ -19,6 +20,7 @@ fn is_set(values: &Values, key: KeyPath) -> bool {
         e.written()
             && match &e.value {
                 Value::List(l) => !l.is_empty(),
+                Value::Tables(l) => !l.is_empty(),
                 Value::Number(x) => *x > 0.0,
                 Value::Integer(_) => true,
                 _ => false,

@@ -61,6 +61,13 @@ impl LoadedRecipe {
         }
         self.resolved = resolved::settle(&self.resolved, key, value, why);
     }
+
+    /// Writes remarks into `resolved`, as comments below the header of a table.
+    pub fn remark(&mut self, table: &str, lines: &[String]) {
+        let header = format!("[{table}]\n");
+        let comments: String = lines.iter().map(|line| format!("# {}\n", line.replace(['\n', '\r'], " "))).collect();
+        self.resolved = self.resolved.replacen(&header, &format!("{header}{comments}"), 1);
+    }
 }
 
 /// Returns the numbers and texts of a TOML text by dotted path, for `resolved.toml` of a run.

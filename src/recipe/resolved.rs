@@ -3,7 +3,7 @@
 use super::check::{Entry, Origin, Values, expectation};
 use super::lower::unused;
 use super::table::{Key, Settings, TABLES, keys};
-use super::value::Value;
+use super::value::{Kind, Value};
 
 /// A value as TOML.
 pub fn toml(value: &Value) -> String {
@@ -18,6 +18,13 @@ pub fn toml(value: &Value) -> String {
         Value::Map(m) => {
             let lines = m.iter().map(|(k, v)| format!("{} = {}", quoted(k), quoted(v)));
             format!("{{ {} }}", lines.collect::<Vec<_>>().join(", "))
+        }
+        Value::Tables(tables) => {
+            let one = |table: &Vec<(&str, Value)>| {
+                let keys: Vec<String> = table.iter().map(|(name, v)| format!("{name} = {}", toml(v))).collect();
+                format!("{{ {} }}", keys.join(", "))
+            };
+            format!("[{}]", tables.iter().map(one).collect::<Vec<_>>().join(", "))
         }
         Value::Integers(l) => format!("{l:?}"),
         Value::Numbers(l) => format!("[{}]", l.iter().map(|x| number(*x)).collect::<Vec<_>>().join(", ")),
@@ -105,6 +112,15 @@ pub fn reference() -> String {
         out.push_str("| key | accepted values | default | reason for the default | effect |\n|---|---|---|---|---|\n");
         for key in keys().filter(|k| k.table == *table) {
             out.push_str(&row(key));
+        }
+        let lists = keys().filter(|k| k.table == *table).filter_map(|k| match k.kind {
+            Kind::Tables(keys) => Some((k, keys)),
+            _ => None,
+        });
+        for (key, keys) in lists {
+            out.push_str(&format!("\n### [[{}]]\n\n{}\n\n", key.path, key.doc));
+            out.push_str("| key | accepted values | default | reason for the default | effect |\n|---|---|---|---|---|\n");
+            keys.iter().for_each(|key| out.push_str(&row(key)));
         }
     }
     out

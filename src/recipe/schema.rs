@@ -105,6 +105,16 @@ fn kind(key: &Key) -> Map<String, Value> {
         }
         Kind::Size => json!({"type": "string", "examples": ["auto", "24GiB"]}),
         Kind::Map(names) => json!({"type": "object", "additionalProperties": {"enum": names}}),
+        Kind::Fields(names) => {
+            let columns: Map<String, Value> = names.iter().map(|n| (n.to_string(), json!({"type": "string"}))).collect();
+            json!({"type": "object", "additionalProperties": false, "properties": columns})
+        }
+        Kind::Tables(keys) => {
+            let properties: Map<String, Value> = keys.iter().map(|k| (k.name.to_string(), property(k))).collect();
+            let required: Vec<&str> = keys.iter().filter(|k| k.default.is_empty()).map(|k| k.name).collect();
+            let item = json!({"type": "object", "additionalProperties": false, "properties": properties, "required": required});
+            json!({"type": "array", "items": item})
+        }
     };
     let out = match key.kind {
         Kind::Integer | Kind::Number | Kind::Pairs if key.accepts_auto() => json!({"anyOf": [{"const": "auto"}, out]}),

@@ -211,6 +211,7 @@ pub mod distill;
 pub mod model;
 pub mod preference;
 pub mod rl;
+pub mod sources;
 pub mod train;
 pub mod tune;
 
@@ -247,6 +248,7 @@ pub fn find(path: &str) -> Option<&'static Key> {
 /// Contradictions between keys.
 pub fn check(settings: &Settings, faults: &mut Faults) {
     model::check(settings, faults);
+    sources::check(settings, faults);
     tune::check(settings, faults);
     adapters::check(settings, faults);
     preference::check(settings, faults);

@@ -23,8 +23,15 @@ pub enum Term {
 
 /// What a text of the library says, and what the program says.
 pub const TERMS: &[(&str, Term)] = &[
-    ("data::Spec::files", Key(Data::train)),
-    ("data::Spec::format", Key(Data::format)),
+    ("data::Source::files", Key(Data::train)),
+    ("data::Source::format", Key(Data::format)),
+    ("data::Source::text_unit", Key(Data::text_unit)),
+    ("Mapping::columns", Key(Data::columns)),
+    ("Mapping::roles", Key(Data::roles)),
+    ("Mapping::prompt_template", Key(Data::prompt_template)),
+    ("Mapping::system_prompt", Key(Data::system_prompt)),
+    ("DatasetPart::config", Key(Data::config)),
+    ("DatasetPart::split", Key(Data::split)),
     ("data::Spec::max_length", Key(Data::max_length)),
     ("data::Spec::train_on", Key(Data::train_on)),
     ("RowFormat::PromptCompletion", Value(Data::format, "prompt-completion")),

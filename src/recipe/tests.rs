@@ -173,7 +173,9 @@ fn another(key: &Key) -> String {
         Kind::Integers | Kind::Numbers => "[1, 2]".into(),
         Kind::Pairs => "[[1, 2], [3, 6]]".into(),
         Kind::Size => "2GiB".into(),
-        Kind::Map(_) => "{ \"layers.0.\" = \"bf16\" }".into(),
+        Kind::Map(names) => format!("{{ \"layers.0.\" = {:?} }}", names[0]),
+        Kind::Fields(names) => format!("{{ {} = \"a.b[0]\" }}", names[0]),
+        Kind::Tables(_) => "[{ path = \"a.jsonl\" }, { path = [\"b\"], columns = { prompt = \"q\" } }]".into(),
     }
 }
 

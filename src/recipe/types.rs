@@ -1,6 +1,6 @@
 //! The typed recipe: sections of the table, and settings of the library that `lower` makes of sections.
 
-pub use super::table::{adapters::*, distill::*, model::*, preference::*, rl::*, train::*, tune::*};
+pub use super::table::{adapters::*, distill::*, model::*, preference::*, rl::*, sources::*, train::*, tune::*};
 pub use crate::distill::hidden::HiddenLoss;
 pub use crate::ops::Dtype;
 pub use crate::optim::config::{
@@ -16,7 +16,7 @@ pub use crate::rlhf::grpo::{GrpoLoss, ImportanceLevel};
 pub use crate::rlhf::preference::config::{FDivergence, JudgedLoss, PairLoss};
 pub use crate::source::policy::WeightStorage;
 pub use ft_base::Named;
-pub use ft_data::{Render, RowFormat, TrainOn};
+pub use ft_data::{ChatRole, ColumnRole, Render, RowFormat, TextUnit, TrainOn};
 
 #[derive(Debug, Clone)]
 pub struct Recipe {

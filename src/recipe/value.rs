@@ -1,7 +1,9 @@
 //! The values of keys: as TOML types (`Value`), and as the types of the fields of a section (`Setting`).
 
+use super::table::Key;
 use super::types::{Named, WeightStorage};
 use crate::base::units;
+use ft_data::{ChatRole, ColumnRole};
 
 /// The values that a key accepts.
 #[derive(Debug, Clone, Copy)]
@@ -27,6 +29,10 @@ pub enum Kind {
     Size,
     /// A table from user-defined texts to one of these names.
     Map(&'static [&'static str]),
+    /// A table from some of these names to texts.
+    Fields(&'static [&'static str]),
+    /// A list of tables with these keys.
+    Tables(&'static [Key]),
 }
 
 /// A value of one of these kinds; `auto` is a text.
@@ -42,6 +48,8 @@ pub enum Value {
     Pair([f64; 2]),
     Pairs(Vec<(usize, usize)>),
     Map(Vec<(String, String)>),
+    /// The written keys of each table.
+    Tables(Vec<Vec<(&'static str, Value)>>),
 }
 
 /// The type of a field of a section. `By` keeps the implementation for enums apart from the others.
@@ -121,6 +129,8 @@ settings! {
     Option<u64>: Kind::Size, Value::Text(t) => units::parse_bytes(t).ok();
     Chunk: Kind::Integer, Value::Integer(n) => usize::try_from(*n).map_or(Chunk::Auto, Chunk::of);
     f64: Kind::Number, Value::Number(x) => *x;
+    /// `None` is `auto`.
+    Option<f64>: Kind::Number, Value::Number(x) => Some(*x);
     [f64; 2]: Kind::Pair, Value::Pair(p) => *p;
     Vec<String>: Kind::Texts, Value::List(l) => l.clone();
     Vec<usize>: Kind::Integers, Value::Integers(l) => l.clone();
@@ -129,4 +139,8 @@ settings! {
     Option<Vec<(usize, usize)>>: Kind::Pairs, Value::Pairs(l) => Some(l.clone());
     Vec<(String, WeightStorage)>: Kind::Map(WeightStorage::NAMES),
         Value::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), WeightStorage::parse(t)?))).collect();
+    Vec<(String, ChatRole)>: Kind::Map(ChatRole::NAMES),
+        Value::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), ChatRole::parse(t)?))).collect();
+    Vec<(ColumnRole, String)>: Kind::Fields(ColumnRole::NAMES),
+        Value::Map(m) => m.iter().filter_map(|(name, t)| Some((ColumnRole::parse(name)?, t.clone()))).collect();
 }

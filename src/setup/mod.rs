@@ -10,6 +10,7 @@ pub mod prompts;
 pub mod rewards;
 pub mod row_sizes;
 pub mod rows;
+pub mod sources;
 pub mod teacher;
 pub mod active_schedule;
 mod turn;

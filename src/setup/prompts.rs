@@ -4,17 +4,19 @@ use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
 use crate::data::prompts::{Prompt, Prompts};
-use crate::data::{Dataset, Example};
+use crate::data::{Dataset, Example, Mixture};
 use crate::recipe::{Method, Recipe, Stage, TrainOn};
 use crate::setup::ModelDir;
 use crate::setup::rewards;
-use crate::setup::rows::local;
+use crate::setup::sources::{RowSet, sources};
 
 /// Prompts for training, and held-out prompts (may be empty).
 #[derive(Debug, Default)]
 pub struct PromptSet {
     pub train: Vec<Prompt>,
     pub eval: Vec<Prompt>,
+    /// How the training prompts of weighted sources are mixed.
+    pub mixture: Option<Mixture>,
 }
 
 /// True if the recipe has an RL stage.
@@ -76,10 +78,9 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
     };
     let window = recipe.data.max_length.min(model.spec.max_positions);
     let room = recipe.rl.max_completion_length;
-    let load = |named: &[String]| {
+    let load = |rows: RowSet| {
         Prompts::load(
-            &local(named)?,
-            recipe.data.format,
+            &sources(recipe, rows)?,
             recipe.data.render,
             &encoder,
             &recipe.rl.answer_column,
@@ -87,21 +88,23 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
             room,
         )
     };
-    if recipe.data.train.is_empty() {
+    if !recipe.data.has_train() {
         return Err(Error::usage("training with rewards needs prompts").hint("set `data.train`"));
     }
-    let train = load(&recipe.data.train)?;
+    let train = load(RowSet::Train)?;
     let (mut hash, mut eval_hash) = (train.fingerprint, None);
-    let readings = train.readings;
+    let (readings, mut origins) = (train.readings, train.origins);
     let mut questions = PromptSet {
         train: train.rows,
-        eval: Vec::new(),
+        ..PromptSet::default()
     };
     if !recipe.data.eval.is_empty() {
-        let eval = load(&recipe.data.eval)?;
+        let eval = load(RowSet::Eval)?;
         (questions.eval, eval_hash) = (eval.rows, Some(eval.fingerprint));
     } else if recipe.data.eval_fraction > 0.0 {
         let is_eval = held_out(questions.train.len(), recipe.data.eval_fraction, recipe.train.seed)?;
+        let mut kept = is_eval.iter();
+        origins.retain(|_| kept.next() == Some(&false));
         for (prompt, is_eval) in std::mem::take(&mut questions.train).into_iter().zip(is_eval) {
             let part = if is_eval {
                 &mut questions.eval
@@ -114,6 +117,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
         eval_hash = Some(hash.clone());
         hash = format!("{hash} less {}", questions.eval.len());
     }
+    questions.mixture = Mixture::new(&train.shares, &origins);
     rewards::check(&recipe.rl, &questions.train)?;
     rewards::check(&recipe.rl, &questions.eval)?;
     let stand_in = |prompts: &[Prompt], hash: String| {

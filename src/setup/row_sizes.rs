@@ -1,12 +1,13 @@
 //! Sizes of the micro-batches of a run, from the lengths of its rows, for a recipe and for changes of it.
 
-use crate::data::Dataset;
+use crate::data::{Dataset, Mixture};
 use crate::data::batch::Example;
 use crate::data::order::{BatchStream, Largest, Order, StreamSpec};
 use crate::recipe::{Recipe, Stage};
 use crate::setup::prompts;
 use crate::setup::rows;
 use std::cell::RefCell;
+use std::sync::Arc;
 
 /// An evaluation: forward passes over batches, or answers that are written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -49,6 +50,7 @@ pub struct RowSizes {
     answered: usize,
     /// Whether rows may be shuffled; grouped ones are not.
     shuffle: bool,
+    mixture: Option<Arc<Mixture>>,
     /// Cache of results: the planner asks again for each strategy.
     found: RefCell<Vec<(StreamSpec, Option<Sizes>)>>,
 }
@@ -79,6 +81,7 @@ impl RowSizes {
             eval,
             answered,
             shuffle: stream.spec().shuffle,
+            mixture: stream.mixture(),
             found: RefCell::default(),
         }
     }
@@ -142,7 +145,7 @@ impl RowSizes {
         let data_bytes = lengths.iter().map(|n| 5 * *n as u64 + 80).sum();
         let answers = prompts::reinforces(recipe).then(|| largest_of_answers(&lengths, recipe));
         let shuffle = spec.shuffle && self.shuffle;
-        let order = Order::new(lengths, StreamSpec { shuffle, ..spec }).ok()?;
+        let order = Order::mixed(lengths, StreamSpec { shuffle, ..spec }, self.mixture.clone()).ok()?;
         let steps = order.steps();
         let micro_batches = match answers {
             Some(_) => spec.accumulation as u64,

@@ -3,11 +3,11 @@
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
 use crate::data::preference::Want;
-use crate::data::{self, Dataset, Reading, dataset, reading};
-use crate::hub;
+use crate::data::{self, Dataset, Reading, Source, dataset, reading};
 use crate::recipe::{self, JudgedLoss, Recipe, Render, RowFormat, Stage, TrainOn};
 use crate::setup::ModelDir;
 use crate::setup::prompts::{self, PromptSet};
+use crate::setup::sources::{RowSet, sources};
 
 /// Tokenized rows of a recipe.
 pub struct RecipeRows {
@@ -24,8 +24,8 @@ impl RecipeRows {
             let questions = Some(questions);
             return Ok(Self { train, eval, questions });
         }
-        let read = |named: &[String]| read(recipe, named, model);
-        if model.is_shape() && recipe.data.train.is_empty() {
+        let read = |rows: RowSet| read(recipe, rows, model);
+        if model.is_shape() && !recipe.data.has_train() {
             let (rows, length) = (random_rows(recipe), recipe.data.max_length);
             let train = Dataset::random(rows, length, model.spec.vocab, recipe.train.seed);
             return Ok(Self {
@@ -34,9 +34,9 @@ impl RecipeRows {
                 questions: None,
             });
         }
-        let train = read(&recipe.data.train)?;
+        let train = read(RowSet::Train)?;
         let (train, eval) = if !recipe.data.eval.is_empty() {
-            (train, Some(read(&recipe.data.eval)?))
+            (train, Some(read(RowSet::Eval)?))
         } else if recipe.data.eval_fraction > 0.0 {
             let (train, eval) = train.split(recipe.data.eval_fraction, recipe.train.seed)?;
             (train, Some(eval))
@@ -52,10 +52,10 @@ impl RecipeRows {
     }
 }
 
-/// Reads the rows of these files in the recipe's format.
-pub fn read(recipe: &Recipe, named: &[String], model: &ModelDir) -> Result<Dataset> {
-    let files = local(named)?;
-    let spec = spec(&files, &recipe.data, recipe.train.stage, model.spec.vocab);
+/// Reads these rows of a recipe.
+pub fn read(recipe: &Recipe, rows: RowSet, model: &ModelDir) -> Result<Dataset> {
+    let sources = sources(recipe, rows)?;
+    let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
     match preference_form(recipe.train.stage) {
         Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
         None => Dataset::load(&spec, &model.tokenizer, model.template()),
@@ -149,22 +149,11 @@ fn random_rows(recipe: &Recipe) -> usize {
     (steps * window).min(1 << 16)
 }
 
-/// Returns files unchanged; hub data sets as files of the hub cache.
-pub fn local(named: &[String]) -> Result<Vec<String>> {
-    let mut files = Vec::new();
-    for name in named {
-        let found = hub::resolve_dataset_file(name, "main", true)?;
-        files.extend(found.into_iter().map(|f| f.display().to_string()));
-    }
-    Ok(files)
-}
-
-/// How `files` are read in a stage. Pre-training takes texts as they are, unless asked, and trains every token of a row.
-pub fn spec<'a>(files: &'a [String], data: &recipe::Data, stage: Stage, embedding_rows: usize) -> dataset::Spec<'a> {
+/// How `sources` are read in a stage. Pre-training takes texts as they are, unless asked, and trains every token of a row.
+pub fn spec<'a>(sources: &'a [Source], data: &recipe::Data, stage: Stage, embedding_rows: usize) -> dataset::Spec<'a> {
     let pretrain = stage == Stage::Pretrain;
     dataset::Spec {
-        files,
-        format: data.format,
+        sources,
         render: match data.render {
             Render::Auto if pretrain => Render::Plain,
             render => render,

@@ -103,7 +103,9 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         return Err(Error::internal("a run has no rows"));
     };
     let RecipeRows { train, eval, questions } = &rows;
-    let (loaded, open, recipe) = (&defaults::record(loaded, &choices), recipe, &settled);
+    let mut loaded = defaults::record(loaded, &choices);
+    loaded.remark("data", &rows::formats(recipe, train, eval.as_ref()));
+    let (loaded, open, recipe) = (&loaded, recipe, &settled);
     let (total_steps, params) = (stream.steps(), model.spec.params());
     stage::check(recipe, &model, train)?;
     learning::check(recipe, &active_schedule, total_steps)?;

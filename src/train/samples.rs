@@ -10,7 +10,8 @@ use crate::recipe::{Recipe, Render};
 use crate::setup::ModelDir;
 use crate::setup::row_sizes::SAMPLE_TOKENS;
 use crate::setup::rows;
-use serde_json::json;
+use crate::setup::sources::{self, RowSet};
+use serde_json::{Value, json};
 
 /// Rows per decoding batch.
 const ROWS: usize = 64;
@@ -30,7 +31,10 @@ pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine) -> Result<Vec
     for prompt in prompts {
         encoded.push(match &model.template {
             Some(template) if recipe.data.render != Render::Plain => {
-                let messages = [json!({"role": "user", "content": prompt})];
+                let system = recipe.data.system_prompt.as_ref();
+                let system = system.map(|text| json!({"role": "system", "content": text}));
+                let asked = json!({"role": "user", "content": prompt});
+                let messages: Vec<Value> = system.into_iter().chain([asked]).collect();
                 model
                     .tokenizer
                     .encode(&template.render(&messages, None, true)?, false)?
@@ -54,13 +58,12 @@ pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine) -> Result<Vec
 /// Fraction of the rows with an answer that greedy decoding answers exactly (ignoring white space at both ends).
 pub fn accuracy(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Dataset) -> Result<f64> {
     // Held-out rows come from the training files.
-    let files = if recipe.data.eval.is_empty() {
-        &recipe.data.train
-    } else {
-        &recipe.data.eval
+    let set = match recipe.data.eval.is_empty() {
+        true => RowSet::Train,
+        false => RowSet::Eval,
     };
-    let files = &crate::setup::rows::local(files)?;
-    let spec = rows::spec(files, &recipe.data, recipe.train.stage, model.spec.vocab);
+    let sources = sources::sources(recipe, set)?;
+    let spec = rows::spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
     let questions = rows.questions(&spec, &model.tokenizer, model.template(), usize::MAX)?;
     exact_matches(model, &engine.network, &questions)
 }

@@ -19,6 +19,7 @@ use crate::peft::{self, Adapter, Dora, Frozen, Lora};
 use crate::recipe::{CordaArithmetic, LoraInit, Method, PeftType, Recipe};
 use crate::setup::ModelDir;
 use crate::setup::rows;
+use crate::setup::sources::RowSet;
 use crate::source::TrainableStore;
 use crate::train::inputs;
 use crate::train::loftq;
@@ -295,7 +296,7 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::A
     let rows = if settings.data.is_empty() {
         s.train
     } else {
-        own = rows::read(s.recipe, &settings.data, s.model)?;
+        own = rows::read(s.recipe, RowSet::Files(&settings.data), s.model)?;
         &own
     };
     let key = cache::key(s.recipe, s.base, rows, network)?;

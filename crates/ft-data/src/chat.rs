@@ -52,17 +52,21 @@ fn one(i: usize, value: &Value) -> Result<Value> {
         .map(|(k, v)| (k.clone(), v.clone()))
         .collect();
     let role = match out.get("role") {
-        Some(Value::String(role)) => role.clone(),
+        Some(Value::String(role)) => standard(role).map_or(role.clone(), str::to_string),
         Some(other) => return Err(bad(i, "has a role that is not a string").found(kind(other))),
         None => {
             let names: Vec<&str> = fields.keys().map(String::as_str).collect();
             let error = bad(i, "has no `role`")
                 .found(format!("fields {}", names.join(", ")))
                 .expected("role, content");
-            return Err(if fields.contains_key("from") {
-                error.hint("fields `from` and `value` are read with `RowFormat::Sharegpt`")
-            } else {
-                error
+            return Err(match &names[..] {
+                _ if fields.contains_key("from") => {
+                    error.hint("fields `from` and `value` are read with `RowFormat::Sharegpt`")
+                }
+                [role, content, ..] => error.hint(format!(
+                    "name the fields of a message: `Mapping::columns = {{ role = \"{role}\", content = \"{content}\" }}`"
+                )),
+                _ => error,
             });
         }
     };
@@ -70,13 +74,12 @@ fn one(i: usize, value: &Value) -> Result<Value> {
         let error = bad(i, "has an unknown role")
             .found(format!("`{}`", clip(&role)))
             .expected(ROLES.join(", "));
-        return Err(match sharegpt_role(&role) {
-            Some(name) => error.hint(format!(
-                "`{role}` is `{name}` in ShareGPT: `RowFormat::Sharegpt` reads such rows"
-            )),
-            None => error.hint("rename the role, for example to `user` or `assistant`"),
-        });
+        return Err(error.hint(format!(
+            "write `Mapping::roles = {{ {} = \"user\" }}`, or another of system, user, assistant, tool",
+            Value::from(clip(&role))
+        )));
     }
+    out.insert("role".into(), Value::String(role.clone()));
     let calls = out
         .get("tool_calls")
         .and_then(Value::as_array)
@@ -146,12 +149,7 @@ pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
     for (i, turn) in list.iter().enumerate() {
         let Some(from) = turn.get("from") else {
             if turn.get("role").is_some() {
-                let mut turn = turn.clone();
-                let name = turn.get("role").and_then(Value::as_str).and_then(sharegpt_role);
-                if let Some(name) = name {
-                    turn["role"] = name.into();
-                }
-                out.push(one(i, &turn)?);
+                out.push(one(i, turn)?);
                 continue;
             }
             return Err(bad(i, "has no `from`")
@@ -165,14 +163,18 @@ pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
                 .expected("a string"));
         };
         let name = from.as_str().unwrap_or_default();
-        out.push(match sharegpt_role(name).unwrap_or(name) {
+        out.push(match standard(name).unwrap_or(name) {
             role @ ("user" | "assistant" | "system" | "tool") => message(role, text),
             "function" => message("tool", text),
             "function_call" => call(i, text)?,
             _ => {
                 return Err(bad(i, "has an unknown `from`")
                     .found(clip(&from.to_string()))
-                    .expected("human, gpt, system, tool, function_call"));
+                    .expected("human, gpt, system, tool, function_call")
+                    .hint(format!(
+                        "write `Mapping::roles = {{ {} = \"user\" }}`, or another of system, user, assistant, tool",
+                        Value::from(clip(name))
+                    )));
             }
         });
     }
@@ -180,6 +182,13 @@ pub(super) fn sharegpt(list: &[Value]) -> Result<Vec<Value>> {
         return Err(Error::format("the conversation is empty").expected("at least one message"));
     }
     Ok(out)
+}
+
+/// The standard role of a role name: in other letters, or a usual name of the same role.
+fn standard(name: &str) -> Option<&'static str> {
+    let lower = name.to_ascii_lowercase();
+    let known = ROLES.into_iter().find(|role| *role == lower);
+    known.or_else(|| sharegpt_role(name))
 }
 
 /// The standard role of a ShareGPT role name.

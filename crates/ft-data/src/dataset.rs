@@ -5,12 +5,14 @@ use super::codec::{ChatRender, TextCodec};
 use super::encode::{Encoded, Encoder, Question};
 use super::faults::{BadRows, Tried};
 use super::layout::{Layout, Purpose, Rules};
+use super::mixture::{Share, source_of};
 use super::preference::Preference;
 use super::prepare;
-use super::read::{self, Row};
+use super::read::Row;
 use super::reading::Reading;
 use super::rows::{self, Sample};
-use crate::{Render, RowFormat, TrainOn};
+use super::source::{self, Source};
+use crate::{Render, TrainOn};
 use ft_base::rng::{Rng, Stream};
 use ft_base::units::count;
 use ft_base::{Error, Result, progress, signal};
@@ -25,13 +27,11 @@ pub(super) const CHUNK_ROWS: usize = 512;
 /// Text bytes of such a chunk; chunks of long rows have fewer rows.
 const CHUNK_BYTES: usize = 32 << 20;
 
-/// Files to read, and the options.
+/// The sources to read, and the options.
 #[derive(Debug, Clone)]
 pub struct Spec<'a> {
-    /// Paths of the files, in order.
-    pub files: &'a [String],
-    /// Format of the rows; `Auto`: decided per file from its columns.
-    pub format: RowFormat,
+    /// The files with their columns, in order.
+    pub sources: &'a [Source],
     /// How conversations become text.
     pub render: Render,
     /// Longest row in tokens.
@@ -70,32 +70,7 @@ impl<'a> Spec<'a> {
             codec: encoder.codec,
             answer: "",
         };
-        let mut readings = Vec::new();
-        for (file, path) in self.files.iter().enumerate() {
-            let mut found: Option<(Reading, Arc<Layout>)> = None;
-            read::read_rows(path, &mut |row| {
-                let row = match row {
-                    Ok(row) => row,
-                    Err(e) => return bad.add(e),
-                };
-                if found.is_none() {
-                    let layout = Layout::find(&row, self.format, purpose, &rules)?;
-                    found = Some((Reading::new(path, layout.clone(), &row), Arc::new(layout)));
-                }
-                let Some((reading, layout)) = &mut found else {
-                    return Ok(());
-                };
-                reading.see(&row);
-                let origin = Origin {
-                    file: file as u32,
-                    number: row.place.number,
-                    is_line: row.place.is_line,
-                };
-                each(row, layout, origin, bad)
-            })?;
-            readings.extend(found.map(|(reading, _)| reading));
-        }
-        Ok(readings)
+        source::rows(self.sources, purpose, &rules, bad, each)
     }
 }
 
@@ -197,7 +172,7 @@ impl Stats {
 /// Tokenized rows in file order.
 ///
 /// ```no_run
-/// use ft_data::{Batch, ChatRender, Dataset, Render, RowFormat, Spec, TrainOn};
+/// use ft_data::{Batch, ChatRender, Dataset, Render, Source, Spec, TrainOn};
 /// use ft_formats::{ChatTemplate, Tokenizer};
 /// use std::path::Path;
 ///
@@ -206,8 +181,7 @@ impl Stats {
 /// let tokenizer = Tokenizer::load(dir)?;
 /// let template = ChatTemplate::from_dir(dir, &tokenizer)?;
 /// let spec = Spec {
-///     files: &["train.jsonl".to_string()],
-///     format: RowFormat::Auto,
+///     sources: &[Source::new(vec!["train.jsonl".to_string()])],
 ///     render: Render::Auto,
 ///     max_length: 2048,
 ///     train_on: TrainOn::Assistant,
@@ -232,6 +206,8 @@ pub struct Dataset {
     pub readings: Vec<Reading>,
     /// For preference rows: the documents of each example. Else empty.
     pub preferences: Vec<Preference>,
+    /// The sources of the rows, in the order of their files.
+    pub shares: Vec<Share>,
     /// Consecutive rows belong together: no epoch shuffles them.
     pub grouped: bool,
     /// Hash of ids and masks: equal for equal rows, different after any change.
@@ -263,7 +239,7 @@ impl Dataset {
             encoder: spec.encoder(codec, template),
             chunk: Vec::new(),
             bytes: 0,
-            out: Dataset::default(),
+            out: Dataset::of_sources(spec),
         };
         let mut bad = BadRows::new();
         let encoder = spec.encoder(codec, template);
@@ -280,6 +256,23 @@ impl Dataset {
             Err(nothing_to_train(spec, &out.stats))
         } else {
             Ok(out)
+        }
+    }
+
+    /// No rows yet.
+    pub(super) fn of_sources(spec: &Spec) -> Self {
+        Self {
+            shares: source::shares(spec.sources),
+            ..Self::default()
+        }
+    }
+
+    /// Counts a row of a source.
+    pub(super) fn count(&mut self, origin: Origin, truncated: bool) {
+        let source = source_of(&self.shares, origin);
+        if let Some(share) = self.shares.get_mut(source) {
+            share.rows += 1;
+            share.truncated += usize::from(truncated);
         }
     }
 
@@ -338,11 +331,13 @@ impl Dataset {
         let held_out = is_eval.iter().filter(|held| **held).count();
         let mut eval = Dataset {
             readings: self.readings.clone(),
+            shares: self.shares.clone(),
             ..Dataset::default()
         };
         let mut train = Dataset {
             stats: self.stats.clone(),
             readings: std::mem::take(&mut self.readings),
+            shares: std::mem::take(&mut self.shares),
             ..Dataset::default()
         };
         let mut preferences = self.preferences.drain(..);
@@ -396,7 +391,8 @@ impl Dataset {
 }
 
 pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
-    let files = spec.files.join(", ");
+    let names: Vec<&str> = spec.sources.iter().map(|source| source.name.as_str()).collect();
+    let files = names.join(", ");
     if stats.rows == 0 {
         return Error::format("the data has no rows").at(files).found("0 rows");
     }
@@ -448,6 +444,7 @@ impl Loader<'_> {
         for (row, (_, _, origin)) in encoded.into_iter().zip(self.chunk.drain(..)) {
             let Some(row) = kept(row, bad)? else { continue };
             self.out.stats.add(&row);
+            self.out.count(origin, row.cut > 0);
             if row.example.trained.contains(&true) {
                 self.out.examples.push(row.example);
                 self.out.origins.push(origin);

@@ -2,6 +2,7 @@
 
 use super::codec::TextCodec;
 use super::dataset::{Dataset, Spec, Stats};
+use super::source;
 use ft_base::Result;
 use ft_base::units::count;
 use std::fmt::Write;
@@ -21,7 +22,7 @@ const BAR: usize = 40;
 pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usize, color: bool) -> Result<String> {
     let mut out = String::new();
     for (row, (example, origin)) in dataset.examples.iter().zip(&dataset.origins).enumerate().take(rows) {
-        let file = spec.files.get(origin.file as usize).map_or("", String::as_str);
+        let file = source::file(spec.sources, origin.file);
         let at = if origin.is_line { ":" } else { ":row " };
         let trained = example.trained.iter().filter(|&&t| t).count();
         let title = format!(
@@ -104,7 +105,7 @@ fn counts(stats: &Stats) -> String {
 }
 
 /// Histogram of row lengths; the upper limit doubles from bin to bin.
-fn histogram(lengths: impl Iterator<Item = usize>) -> String {
+pub(super) fn histogram(lengths: impl Iterator<Item = usize>) -> String {
     let mut bins: Vec<usize> = Vec::new();
     for length in lengths {
         let bin = length.max(1).next_power_of_two().trailing_zeros() as usize;

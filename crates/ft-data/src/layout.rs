@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 /// Columns that contain a prompt. `input` is a prompt only if there is no other one; else it is appended to it.
 pub(super) const PROMPTS: [&str; 6] = ["prompt", "instruction", "question", "problem", "query", "input"];
 /// Columns that contain an answer.
-const ANSWERS: [&str; 5] = ["completion", "output", "answer", "solution", "response"];
+pub(super) const ANSWERS: [&str; 5] = ["completion", "output", "answer", "solution", "response"];
 /// Column names that belong together, if a row has several prompts or several answers.
 const PAIRS: [(&str, &str); 8] = [
     ("prompt", "completion"),
@@ -102,6 +102,16 @@ pub struct Layout {
     pub answer: Option<String>,
     /// The column with the system message.
     pub system: String,
+    /// The system message of rows without one.
+    pub system_prompt: Option<String>,
+    /// The well-known data set that has these columns.
+    pub preset: Option<&'static str>,
+    /// The known answer is the part of its column after this mark.
+    pub after: Option<&'static str>,
+    /// Columns that are read under another name, with the path of their values in the file.
+    pub from: Vec<(String, String)>,
+    /// Columns of the file from which these values come.
+    pub used: Vec<String>,
 }
 
 impl Layout {
@@ -132,6 +142,11 @@ impl Layout {
             extras: Vec::new(),
             answer: None,
             system: SYSTEMS[0].to_string(),
+            system_prompt: None,
+            preset: None,
+            after: None,
+            from: Vec::new(),
+            used: Vec::new(),
         }
     }
 
@@ -217,6 +232,11 @@ impl Layout {
             out.push(("tools", vec!["tools"]));
         }
         out
+    }
+
+    /// Names of all columns that are read.
+    pub(super) fn columns(&self) -> Vec<&str> {
+        self.roles().into_iter().flat_map(|(_, columns)| columns).collect()
     }
 
     /// True if the column is read.
@@ -334,7 +354,10 @@ impl Fields<'_> {
                 Error::format("cannot determine which column is the prompt and which is the answer")
                     .found(format!("{} and {}", prompts.join(", "), answers.join(", ")))
                     .expected("one of each")
-                    .hint("name them `prompt` and `completion`, or remove the columns that are neither"),
+                    .hint(format!(
+                        "name them: `Mapping::columns = {{ prompt = \"{}\", completion = \"{}\" }}`",
+                        prompts[0], answers[0]
+                    )),
             ),
         }
     }
@@ -368,10 +391,14 @@ impl Fields<'_> {
                 }
             }
             RowFormat::Alpaca => {
+                let prompt = match self.has("prompt") && !self.has("instruction") {
+                    true => "prompt",
+                    false => "instruction",
+                };
                 let answer = ANSWERS.into_iter().filter(|name| self.has(name)).collect::<Vec<_>>();
                 match (&answer[..], self.has("output")) {
-                    ([answer], false) => Ok(self.pair_layout(format, "instruction", answer)),
-                    _ => Ok(self.pair_layout(format, "instruction", "output")),
+                    ([answer], false) => Ok(self.pair_layout(format, prompt, answer)),
+                    _ => Ok(self.pair_layout(format, prompt, "output")),
                 }
             }
             RowFormat::Preference | RowFormat::Prompt => Err(for_another_stage(format, self.0)),
@@ -399,10 +426,10 @@ impl Fields<'_> {
             .collect();
         match &texts[..] {
             [] => "rows need columns of text, or a list of messages".to_string(),
-            [only] => format!("rename `{only}` to `text` to train on all of it"),
+            [only] => format!("write `Mapping::columns = {{ text = \"{only}\" }}` to train on all of it"),
             [first, second, ..] => format!(
-                "rename the column of the prompt to `prompt` and that of the answer to `completion`, for example \
-                 `{first}` and `{second}`; in csv the names are the first line"
+                "name the columns of the prompt and of the answer, for example `Mapping::columns = {{ prompt = \"{first}\", \
+                 completion = \"{second}\" }}`; in csv the first line has the names"
             ),
         }
     }
@@ -457,7 +484,7 @@ impl Fields<'_> {
                 return Err(Error::format("cannot determine which column is the prompt")
                     .found(prompts.join(", "))
                     .expected("one")
-                    .hint("name it `prompt`, or remove the others"));
+                    .hint(format!("name it: `Mapping::columns = {{ prompt = \"{}\" }}`", prompts[0])));
             }
         }
         if !self.has("chosen") && !self.has("rejected") {
@@ -504,7 +531,10 @@ impl Fields<'_> {
             _ => Err(Error::format("cannot determine which column is the prompt")
                 .found(names(self.0))
                 .expected(format!("one of {}", PROMPTS.join(", ")))
-                .hint("rename the column of the prompt to `prompt`")),
+                .hint(match self.0.keys().next() {
+                    Some(first) => format!("name it: `Mapping::columns = {{ prompt = \"{first}\" }}`"),
+                    None => "rows need a column with a prompt".to_string(),
+                })),
         }
     }
 }
@@ -521,7 +551,10 @@ pub(super) fn not_a_preference(fields: &Map<String, Value>) -> Error {
     Error::format("this is not a preference row")
         .found(names(fields))
         .expected("prompt, chosen, rejected (text or messages; optional margin), or prompt, completion, label")
-        .hint("rename the fields; stages `sft` and `pretrain` use rows with one answer")
+        .hint(
+            "name the columns: `Mapping::columns = { prompt = \"...\", chosen = \"...\", rejected = \"...\" }`; stages \
+             `sft` and `pretrain` use rows with one answer",
+        )
 }
 
 fn for_another_stage(format: RowFormat, fields: &Map<String, Value>) -> Error {

@@ -5,8 +5,11 @@
 //! order). Micro-batch m contains units m*B to (m+1)*B, across the end of an epoch if necessary; a window is the G
 //! micro-batches of one optimizer step.
 
+mod epochs;
+
 use super::batch::{Batch, Example};
 use super::dataset::Dataset;
+use super::mixture::Mixture;
 use super::pack::{Bin, pack};
 use ft_base::rng::{Rng, Stream};
 use ft_base::{Error, Result, progress};
@@ -59,13 +62,26 @@ enum Units {
     Bins(Vec<Bin>),
 }
 
+impl Units {
+    fn len(&self) -> u64 {
+        match self {
+            Units::Rows(rows) => rows.len() as u64,
+            Units::Bins(bins) => bins.len() as u64,
+        }
+    }
+}
+
 /// The rows of each micro-batch, computed from the row lengths only.
 #[derive(Debug)]
 pub struct Order {
     spec: StreamSpec,
     lengths: Vec<usize>,
-    /// Units per epoch: the same in every epoch.
+    /// Units of the first epoch. Packed rows of a mixture can have another number of bins in each epoch; otherwise the
+    /// number is the same in every epoch.
     units: u64,
+    mixture: Option<Arc<Mixture>>,
+    /// Packed rows of a mixture: the number of units before each epoch, as far as it is known.
+    starts: Mutex<Vec<u64>>,
     /// The most recent epochs: a micro-batch may extend into the next one.
     epochs: Mutex<VecDeque<(u64, Arc<Units>)>>,
 }
@@ -112,7 +128,7 @@ impl<'a> BatchStream<'a> {
         };
         Ok(Self {
             examples: &dataset.examples,
-            order: Order::new(dataset.examples.iter().map(|e| e.ids.len()).collect(), spec)?,
+            order: Order::mixed(dataset.lengths(), spec, dataset.mixture().filter(|_| !dataset.grouped).map(Arc::new))?,
         })
     }
 
@@ -138,6 +154,14 @@ impl Order {
     /// # Errors
     /// No rows, a batch size or accumulation of zero, a number of epochs that is not positive.
     pub fn new(lengths: Vec<usize>, spec: StreamSpec) -> Result<Self> {
+        Self::mixed(lengths, spec, None)
+    }
+
+    /// The order of rows of these lengths, from sources with weights.
+    ///
+    /// # Errors
+    /// As for `new`.
+    pub fn mixed(lengths: Vec<usize>, spec: StreamSpec, mixture: Option<Arc<Mixture>>) -> Result<Self> {
         if lengths.is_empty() {
             return Err(Error::format("the data has no rows"));
         }
@@ -157,14 +181,18 @@ impl Order {
             spec,
             lengths,
             units: 0,
+            mixture,
+            starts: Mutex::new(vec![0]),
             epochs: Mutex::default(),
         };
         let _phase = progress::phase("ordering rows", 0, "");
-        order.units = match &*order.epoch(0) {
-            Units::Rows(rows) => rows.len(),
-            Units::Bins(bins) => bins.len(),
-        } as u64;
+        order.units = order.epoch(0).len();
         Ok(order)
+    }
+
+    /// How the rows of weighted sources are mixed.
+    pub fn mixture(&self) -> Option<Arc<Mixture>> {
+        self.mixture.clone()
     }
 
     /// The settings of the stream.
@@ -236,7 +264,11 @@ impl Order {
     /// Packing density: tokens in the bins of an epoch divided by their capacity; 1 without packing.
     pub fn density(&self) -> f64 {
         if self.spec.packing {
-            self.lengths.iter().sum::<usize>() as f64 / (self.units as f64 * self.spec.max_length as f64)
+            let tokens = match &*self.epoch(0) {
+                Units::Bins(bins) => bins.iter().map(|bin| self.tokens_of(bin)).sum(),
+                Units::Rows(rows) => self.tokens_of(rows),
+            };
+            tokens as f64 / (self.units as f64 * self.spec.max_length as f64)
         } else {
             1.0
         }
@@ -252,7 +284,8 @@ impl Order {
         match self.spec.length {
             Length::Steps(steps) => steps.saturating_mul(self.units_per_window()),
             // 0.1 * 30 is slightly above 3 in floating point: it must not become a fourth row.
-            Length::Epochs(epochs) => (epochs * self.units as f64 - 1e-6).ceil().max(1.0) as u64,
+            Length::Epochs(epochs) if self.is_even() => (epochs * self.units as f64 - 1e-6).ceil().max(1.0) as u64,
+            Length::Epochs(epochs) => self.units_of(epochs),
         }
     }
 
@@ -269,7 +302,10 @@ impl Order {
     /// Epochs done after `steps` steps, e.g. 1.5. A step larger than the data counts as several epochs.
     pub fn epoch_after(&self, steps: u64) -> f64 {
         let seen = steps.saturating_mul(self.units_per_window()).min(self.total_units());
-        seen as f64 / self.units as f64
+        match self.is_even() {
+            true => seen as f64 / self.units as f64,
+            false => self.epochs_of(seen),
+        }
     }
 
     /// Rows of micro-batch `index` (from 0), in order. Fewer than B units only at the end of a run by epochs; after
@@ -284,9 +320,10 @@ impl Order {
         let mut out = Vec::new();
         let mut unit = first;
         while unit < end {
-            let epoch = self.epoch(unit / self.units);
-            let from = (unit % self.units) as usize;
-            let n = (end - unit).min(self.units - from as u64) as usize;
+            let epoch = self.epoch_of(unit);
+            let from = (unit - self.start(epoch)) as usize;
+            let epoch = self.epoch(epoch);
+            let n = (end - unit).min(epoch.len() - from as u64) as usize;
             match &*epoch {
                 Units::Rows(rows) => out.extend_from_slice(&rows[from..from + n]),
                 Units::Bins(bins) => out.extend(bins[from..from + n].iter().flatten()),
@@ -314,7 +351,9 @@ impl Order {
             return units.clone();
         }
         let n = self.lengths.len();
-        let order = if self.spec.shuffle {
+        let order = if let Some(mixture) = &self.mixture {
+            mixture.epoch(self.spec.seed, epoch, self.spec.shuffle)
+        } else if self.spec.shuffle {
             Rng::new(self.spec.seed, Stream::Shuffle, &[epoch]).permutation(n)
         } else {
             (0..n).collect()

@@ -1,6 +1,8 @@
 //! Determines the kind of rows in a file from its first row, for commands that accept all kinds.
 
+use super::mapping::ColumnRole;
 use super::read;
+use super::source::Source;
 use crate::RowFormat;
 use ft_base::{Error, Result};
 use serde_json::Value;
@@ -18,24 +20,32 @@ pub enum RowKind {
     Prompts,
 }
 
-/// The kind of the rows in the file at `path`; `answer` is the column with known answers.
+/// The kind of the rows of `source`; `answer` is the column with known answers.
 ///
 /// # Errors
-/// The file cannot be read.
-pub fn kind(path: &str, format: RowFormat, answer: &str) -> Result<RowKind> {
+/// A file cannot be read; there is no file.
+pub fn kind(source: &Source, answer: &str) -> Result<RowKind> {
+    let path = source.files.first().ok_or_else(|| Error::usage("there is no file with rows"))?;
+    let format = source.format;
+    let mapped = |role| source.mapping.columns.iter().any(|(known, _)| *known == role);
     let mut found = None;
     let enough = || Error::new("the first row is enough");
-    let read = read::read_rows(path, &mut |row| {
+    let read = read::read_rows(path, source.text_unit, &mut |row| {
         let row = row?;
-        let has = |name: &str| row.fields.get(name).is_some_and(|v| !v.is_null());
-        let sides = has("chosen") && has("rejected");
-        let judged = matches!(row.fields.get("label"), Some(Value::Bool(_))) && has("completion");
+        let has = |role: ColumnRole| {
+            mapped(role) || row.fields.get(role.name()).is_some_and(|v| !v.is_null())
+        };
+        use ColumnRole::{Answer, Chosen, Completion, Label, Prompt, Rejected};
+        let sides = has(Chosen) && has(Rejected);
+        let flag = mapped(Label) || matches!(row.fields.get("label"), Some(Value::Bool(_)));
+        let judged = flag && has(Completion);
+        let known = mapped(Answer) || row.fields.get(answer).is_some_and(|v| !v.is_null());
         found = Some(match format {
             RowFormat::Prompt => RowKind::Prompts,
             RowFormat::Preference | RowFormat::Auto if judged => RowKind::Judged,
             RowFormat::Preference => RowKind::Pairs,
             RowFormat::Auto if sides => RowKind::Pairs,
-            RowFormat::Auto if has("prompt") && has(answer) && !has("completion") => RowKind::Prompts,
+            RowFormat::Auto if has(Prompt) && known && !has(Completion) => RowKind::Prompts,
             _ => RowKind::Text,
         });
         Err(enough())
@@ -58,7 +68,11 @@ mod tests {
         let file = dir.path().join("rows.jsonl");
         let of = |row: &str, format| {
             std::fs::write(&file, format!("{row}\n{row}\n")).unwrap();
-            kind(file.to_str().unwrap(), format, "answer").unwrap()
+            let source = Source {
+                format,
+                ..Source::new(vec![file.to_str().unwrap().to_string()])
+            };
+            kind(&source, "answer").unwrap()
         };
         use RowFormat::{Auto, Messages, Preference, Prompt};
         let messages = r#"{"messages": [{"role": "user", "content": "a"}]}"#;
@@ -81,6 +95,6 @@ mod tests {
         );
         assert_eq!(of(messages, Messages), RowKind::Text);
         assert_eq!(of(messages, Prompt), RowKind::Prompts);
-        assert!(kind("/no/such/file.jsonl", Auto, "answer").is_err());
+        assert!(kind(&Source::new(vec!["/no/such/file.jsonl".into()]), "answer").is_err());
     }
 }

@@ -5,13 +5,15 @@
 //! the known answer.
 
 use super::chat;
-use super::dataset::unless_stopped;
+use super::dataset::{Origin, unless_stopped};
 use super::encode::Encoder;
 use super::faults::BadRows;
 use super::layout::{self, Layout, Purpose, Rules};
+use super::mixture::Share;
 use super::read::{self, Row};
 use super::reading::Reading;
 use super::rows::{self, Chat, Sample};
+use super::source::{self, Source};
 use crate::{Render, RowFormat};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
@@ -73,6 +75,10 @@ impl Prompt {
 pub struct Prompts {
     /// The prompts, in file order.
     pub rows: Vec<Prompt>,
+    /// Origin of each prompt.
+    pub origins: Vec<Origin>,
+    /// The sources of the prompts.
+    pub shares: Vec<Share>,
     /// Description of how each file was read.
     pub readings: Vec<Reading>,
     /// Hash of ids and columns.
@@ -86,15 +92,17 @@ impl Prompts {
     /// A row without a prompt (with its place), no rows, a prompt that leaves fewer than `room` tokens of `window` for
     /// the answer, a signal.
     pub fn load(
-        files: &[String],
-        format: RowFormat,
+        sources: &[Source],
         render: Render,
         encoder: &Encoder,
         answer: &str,
         window: usize,
         room: usize,
     ) -> Result<Self> {
-        let mut out = Self::default();
+        let mut out = Self {
+            shares: source::shares(sources),
+            ..Self::default()
+        };
         let mut hasher = blake3::Hasher::new();
         let mut bad = BadRows::new();
         let rules = Rules {
@@ -103,42 +111,28 @@ impl Prompts {
             codec: encoder.codec,
             answer,
         };
-        for path in files {
-            let mut found: Option<Reading> = None;
-            read::read_rows(path, &mut |row| {
-                unless_stopped()?;
-                let row = match row {
-                    Ok(row) => row,
-                    Err(e) => return bad.add(e),
-                };
-                if found.is_none() {
-                    let layout = Layout::find(&row, format, Purpose::Ask, &rules)?;
-                    found = Some(Reading::new(path, layout, &row));
-                }
-                let Some(reading) = &mut found else {
-                    return Ok(());
-                };
-                reading.see(&row);
-                let prompt = one(&row, &reading.layout, encoder, answer).map_err(|e| e.or_at(&row.place));
-                let prompt = match prompt {
-                    Ok(prompt) if prompt.ids.len() + room > window => return bad.add(too_long(&prompt, window, room)),
-                    Ok(prompt) => prompt,
-                    Err(e) => return bad.add(e),
-                };
-                bad.good();
-                prompt.ids.iter().for_each(|id| {
-                    hasher.update(&id.to_le_bytes());
-                });
-                hasher.update(Value::Object(row.fields).to_string().as_bytes());
-                out.rows.push(prompt);
-                Ok(())
-            })?;
-            out.readings.extend(found);
-        }
+        out.readings = source::rows(sources, Purpose::Ask, &rules, &mut bad, &mut |row, layout, origin, bad| {
+            unless_stopped()?;
+            let prompt = one(&row, layout, encoder, answer).map_err(|e| e.or_at(&row.place));
+            let prompt = match prompt {
+                Ok(prompt) if prompt.ids.len() + room > window => return bad.add(too_long(&prompt, window, room)),
+                Ok(prompt) => prompt,
+                Err(e) => return bad.add(e),
+            };
+            bad.good();
+            prompt.ids.iter().for_each(|id| {
+                hasher.update(&id.to_le_bytes());
+            });
+            hasher.update(Value::Object(row.fields).to_string().as_bytes());
+            out.rows.push(prompt);
+            out.origins.push(origin);
+            Ok(())
+        })?;
         bad.end()?;
         if out.rows.is_empty() {
+            let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
             return Err(Error::format("the data has no rows")
-                .at(files.join(", "))
+                .at(names.join(", "))
                 .found("0 rows"));
         }
         out.fingerprint = hasher.finalize().to_hex().to_string();
@@ -184,7 +178,15 @@ fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Pr
         }
         Sample::Text(_) => return Err(none()),
     };
-    let column = row.fields.get(answer).filter(|v| !v.is_null()).cloned();
+    let column = row.fields.get(answer).or(row.rest.get(answer));
+    let column = column.filter(|v| !v.is_null()).cloned();
+    let column = match (&column, layout.after) {
+        (Some(Value::String(text)), Some(mark)) => {
+            let last = text.rsplit(mark).next().unwrap_or_default();
+            Some(Value::String(last.trim().to_string()))
+        }
+        _ => column,
+    };
     let known = match layout.format {
         RowFormat::Prompt => column,
         _ => column.or(Some(Value::String(question.answer))),
@@ -201,7 +203,7 @@ fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Pr
         },
         said,
         answer: known,
-        columns: row.fields.clone(),
+        columns: row.columns(),
         place: row.place.clone(),
     })
 }

@@ -3,6 +3,7 @@
 use super::layout::{LISTS, Layout, Rendering, is_like_a_prompt};
 use super::read::Row;
 use crate::RowFormat;
+use ft_base::units;
 use serde_json::Value;
 use std::collections::BTreeSet;
 
@@ -15,6 +16,8 @@ pub struct Reading {
     pub layout: Layout,
     /// Columns that are not null in at least one row of the file.
     seen: BTreeSet<String>,
+    /// The number of rows that are not used, with the reason.
+    skipped: Vec<(&'static str, usize)>,
     /// True if the texts of the first row are concatenated without white space between them.
     touching: bool,
 }
@@ -36,6 +39,7 @@ impl Reading {
             file: file.to_string(),
             layout,
             seen: BTreeSet::new(),
+            skipped: Vec::new(),
             touching,
         }
     }
@@ -47,34 +51,64 @@ impl Reading {
             // A judged answer among pairs.
             layout.answer = Some("completion".to_string());
         }
-        for (name, value) in &row.fields {
+        for (name, value) in row.fields.iter().chain(&row.rest) {
             if !value.is_null() && !self.seen.contains(name) {
                 self.seen.insert(name.clone());
             }
         }
     }
 
+    pub(super) fn skip(&mut self, why: &'static str) {
+        match self.skipped.iter_mut().find(|(known, _)| *known == why) {
+            Some((_, rows)) => *rows += 1,
+            None => self.skipped.push((why, 1)),
+        }
+    }
+
+    /// Number of rows that are not used, with the reason.
+    pub fn skipped(&self) -> &[(&'static str, usize)] {
+        &self.skipped
+    }
+
     /// Columns of the file that are not used.
     pub fn unused(&self) -> Vec<&str> {
+        let used = &self.layout.used;
         let all = self.seen.iter().map(String::as_str);
-        all.filter(|name| !self.layout.reads(name)).collect()
+        all.filter(|name| !self.layout.reads(name) && !used.iter().any(|u| u == name))
+            .collect()
+    }
+
+    /// The column of the file that is read as `column`.
+    fn shown<'a>(&'a self, column: &'a str) -> &'a str {
+        let from = self.layout.from.iter().find(|(name, _)| name == column);
+        from.map_or(column, |(_, path)| path)
     }
 
     /// Format, columns and rendering. `rest` describes what happens to unused columns.
     pub fn describe(&self, rest: &str) -> String {
         let mut parts: Vec<String> = Vec::new();
         for (role, columns) in self.layout.roles() {
-            let there: Vec<&str> = columns.into_iter().filter(|c| self.seen.contains(*c)).collect();
+            let there = columns.into_iter().filter(|c| self.seen.contains(*c));
+            let there: Vec<&str> = there.map(|column| self.shown(column)).collect();
             match &there[..] {
                 [] => {}
                 [column] if *column == role => parts.push(role.to_string()),
                 columns => parts.push(format!("{role} from {}", columns.join(" and "))),
             }
         }
+        if self.layout.system_prompt.is_some() {
+            parts.push("rows without a system message get `Mapping::system_prompt`".to_string());
+        }
         let mut out = format!("{}: {}", self.layout.format.name(), parts.join(", "));
+        if let Some(preset) = self.layout.preset {
+            out = format!("{} ({preset}): {}", self.layout.format.name(), parts.join(", "));
+        }
         let unused = self.unused();
         if !unused.is_empty() {
             out += &format!("; {rest}: {}", unused.join(", "));
+        }
+        for (why, rows) in &self.skipped {
+            out += &format!("; {} skipped: {why}", units::counted(*rows, "row"));
         }
         match self.layout.rendering {
             Rendering::Template => out += "; rendered with the chat template",

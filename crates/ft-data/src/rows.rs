@@ -119,7 +119,16 @@ pub(super) fn with_system(
     layout: &Layout,
 ) -> Result<(Vec<Value>, bool)> {
     let Some(system) = optional(fields, &layout.system)? else {
-        return Ok((messages, false));
+        let has_own = messages
+            .first()
+            .is_some_and(|m| matches!(chat::role(m), "system" | "developer"));
+        return Ok(match &layout.system_prompt {
+            Some(system) if !has_own => {
+                messages.insert(0, chat::message("system", system));
+                (messages, true)
+            }
+            _ => (messages, false),
+        });
     };
     match messages
         .first()

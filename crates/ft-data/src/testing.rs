@@ -4,6 +4,7 @@ use super::codec::{ChatRender, IdsAndOffsets, TextCodec};
 use super::layout::{Layout, Purpose, Rules};
 use super::read::{Row, RowPosition};
 use super::rows::{self, Sample};
+use super::source::Source;
 use crate::{Render, RowFormat};
 use ft_base::Result;
 use ft_formats::{ChatTemplate, Tokenizer};
@@ -25,6 +26,7 @@ pub(crate) fn row(value: Value) -> Row {
             number: 3,
             is_line: true,
         },
+        rest: serde_json::Map::new(),
     }
 }
 
@@ -48,6 +50,16 @@ pub(crate) fn understand(row: &Row, format: RowFormat) -> Result<Sample> {
 pub(crate) struct Files {
     _dir: tempfile::TempDir,
     pub paths: Vec<String>,
+    /// All files as one source.
+    pub sources: Vec<Source>,
+}
+
+impl Files {
+    /// The rows have this format.
+    pub(crate) fn read_as(mut self, format: RowFormat) -> Self {
+        self.sources[0].format = format;
+        self
+    }
 }
 
 pub(crate) fn files(contents: &[(&str, &str)]) -> Files {
@@ -58,7 +70,11 @@ pub(crate) fn files(contents: &[(&str, &str)]) -> Files {
         ft_base::files::write_atomic(&path, text.as_bytes()).unwrap();
         paths.push(path.to_str().unwrap().to_string());
     }
-    Files { _dir: dir, paths }
+    Files {
+        _dir: dir,
+        sources: vec![Source::new(paths.clone())],
+        paths,
+    }
 }
 
 /// A byte-level tokenizer like those of real models.

@@ -51,7 +51,7 @@ fn formats_are_told_from_the_fields_of_the_first_row() {
     }
     refused(
         json!({"heading": "a", "body": "b"}),
-        &["fields heading, body", "instruction, output", "rename"],
+        &["fields heading, body", "instruction, output", "`Mapping::columns = { prompt = \"heading\", completion = \"body\" }`"],
     );
     refused(json!({}), &["no fields"]);
     refused(
@@ -189,13 +189,13 @@ fn hostile_messages_are_refused_with_their_number() {
     );
     refused(
         with(json!({"role": "robot", "content": "x"})),
-        &["message 2", "unknown role", "`robot`"],
-    );
-    refused(
-        with(json!({"role": "gpt", "content": "x"})),
-        &["message 2", "`gpt` is `assistant` in ShareGPT", "`RowFormat::Sharegpt`"],
+        &["message 2", "unknown role", "`robot`", "`Mapping::roles = { \"robot\" = \"user\" }`"],
     );
     refused(with(json!({"role": 1, "content": "x"})), &["message 2", "role"]);
+    refused(
+        with(json!({"speaker": "A", "say": "x"})),
+        &["message 2", "`Mapping::columns = { role = \"speaker\", content = \"say\" }`"],
+    );
     refused(
         with(json!({"from": "gpt", "value": "x"})),
         &["message 2", "no `role`", "`RowFormat::Sharegpt`"],
@@ -226,8 +226,7 @@ fn hostile_messages_are_refused_with_their_number() {
 
 fn spec(files: &Files, max_length: usize) -> Spec<'_> {
     Spec {
-        files: &files.paths,
-        format: RowFormat::Auto,
+        sources: &files.sources,
         render: Render::Plain,
         max_length,
         train_on: TrainOn::Assistant,

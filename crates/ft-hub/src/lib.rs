@@ -29,10 +29,12 @@ mod errors;
 mod http;
 #[cfg(feature = "hub")]
 mod model;
+mod select;
 mod settings;
 #[cfg(feature = "hub")]
 mod store;
 
+pub use select::{DatasetPart, select};
 pub use settings::HubSettings;
 
 use ft_base::{Error, Result, paths};
@@ -90,25 +92,30 @@ pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
 }
 
 /// The local data files for `path`: an existing path is returned unchanged (readers refuse a directory); else a hub
-/// data set, as `org/name` (the files of its train split) or `org/name:file.jsonl`.
+/// data set, as `org/name` (the files of `part`) or `org/name:file.jsonl`.
 ///
 /// # Errors
-/// Neither a file nor an id (`NotFound`); a data set without a file that is clearly its train split (`NotFound`); no
+/// Neither a file nor an id (`NotFound`); a data set without such a part (`NotFound`); no
 /// access or no network (`Network`).
-pub fn resolve_dataset_file(path: &str, revision: &str, progress: bool) -> Result<Vec<PathBuf>> {
+pub fn resolve_dataset_file(path: &str, revision: &str, part: &DatasetPart, progress: bool) -> Result<Vec<PathBuf>> {
     if Path::new(path).exists() {
         return Ok(vec![PathBuf::from(path)]);
     }
     let mut settings = HubSettings::from_env();
     settings.progress &= progress;
-    resolve_dataset_with(&settings, path, revision)
+    resolve_dataset_with(&settings, path, revision, part)
 }
 
 /// As `resolve_dataset_file`, with explicit settings instead of those from the environment.
 ///
 /// # Errors
 /// As for `resolve_dataset_file`.
-pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) -> Result<Vec<PathBuf>> {
+pub fn resolve_dataset_with(
+    settings: &HubSettings,
+    path: &str,
+    revision: &str,
+    part: &DatasetPart,
+) -> Result<Vec<PathBuf>> {
     if Path::new(path).exists() {
         return Ok(vec![PathBuf::from(path)]);
     }
@@ -124,9 +131,12 @@ pub fn resolve_dataset_with(settings: &HubSettings, path: &str, revision: &str) 
     }
     check_revision(revision)?;
     #[cfg(feature = "hub")]
-    return dataset::resolve(settings, id, file, revision).map_err(|e| not_here("file", id, e));
+    return dataset::resolve(settings, id, file, revision, part).map_err(|e| not_here("file", id, e));
     #[cfg(not(feature = "hub"))]
-    Err(no_feature(settings, id))
+    {
+        let _ = part;
+        Err(no_feature(settings, id))
+    }
 }
 
 /// Error texts of a hub id that was not found or could not be looked up: it may have been meant as a path.
@@ -222,11 +232,16 @@ fn check_revision(revision: &str) -> Result<()> {
 }
 
 /// File extensions of supported data files, those with the most structure first.
-const DATA_KINDS: [&str; 6] = ["parquet", "jsonl", "ndjson", "json", "csv", "tsv"];
+const DATA_KINDS: [&str; 8] = ["parquet", "jsonl", "ndjson", "json", "csv", "tsv", "txt", "md"];
 
-/// The extension of a supported data file.
+/// The extension of a supported data file; a text file may be compressed.
 fn data_kind(path: &str) -> Option<&'static str> {
     let lower = path.to_lowercase();
+    let inner = lower.strip_suffix(".gz").or(lower.strip_suffix(".zst"));
+    if inner.is_some_and(|inner| inner.ends_with(".parquet")) {
+        return None;
+    }
+    let lower = inner.unwrap_or(&lower);
     DATA_KINDS.into_iter().find(|kind| lower.ends_with(&format!(".{kind}")))
 }
 

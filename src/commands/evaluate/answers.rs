@@ -1,14 +1,14 @@
 //! Evaluates answers: log-probabilities of given answers, and answers that the model generates.
 
 use super::report::{Measure, Report};
-use super::{EvaluatedModel, Request, files, open, pair_batches, read, stop_if_asked, totals};
+use super::{EvaluatedModel, Request, files, open, pair_batches, read, rows_of, stop_if_asked, totals};
 use crate::base::{Error, Result, progress};
 use crate::data::prompts::Prompts;
 use crate::data::{Dataset, Encoder, IGNORE};
 use crate::model::Network;
 use crate::recipe::{Recipe, Stage, TrainOn};
 use crate::setup::rewards::checks;
-use crate::setup::rows;
+use crate::setup::sources::sources;
 use crate::sft::CausalLm;
 use crate::train::samples;
 
@@ -64,7 +64,7 @@ pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Res
     let objective = CausalLm::new(opened.described.spec.vocab);
     let batches = crate::data::order::eval_batches(&chosen, super::BATCH_TOKENS).map(Ok);
     let count = chosen.examples.len();
-    let totals = totals(&opened.network, &objective, batches, count, files(recipe, request))?;
+    let totals = totals(&opened.network, &objective, batches, count, &files(recipe, request))?;
     let found = log_probs(&opened.network, &set)?;
     let whole = margins(&found, |(sum, _)| *sum);
     let tokenwise = margins(&found, |(sum, n)| sum / (*n).max(1) as f64);
@@ -136,7 +136,7 @@ pub fn judged(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Re
             &objective,
             batches.into_iter(),
             count,
-            files(recipe, request),
+            &files(recipe, request),
         )
     };
     let (desirable, undesirable) = (good.len(), bad.len());
@@ -166,9 +166,8 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
     let window = recipe.data.max_length.min(described.spec.max_positions);
     let longest = request.max_new_tokens.min(window / 2).max(1);
     let column = &recipe.rl.answer_column;
-    let named = rows::local(files(recipe, request))?;
-    let (format, render) = (recipe.data.format, recipe.data.render);
-    let all = Prompts::load(&named, format, render, &encoder, column, window, longest)?;
+    let sources = sources(recipe, rows_of(recipe, request))?;
+    let all = Prompts::load(&sources, recipe.data.render, &encoder, column, window, longest)?;
     let mut known = all.rows;
     if !request.all_rows && recipe.data.eval.is_empty() {
         if recipe.data.eval_fraction == 0.0 {
@@ -181,7 +180,7 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
     known.retain(|p| p.answer.is_some());
     if known.is_empty() {
         return Err(Error::new("no row has a known answer")
-            .at(named.join(", "))
+            .at(files(recipe, request).join(", "))
             .expected(format!("a field `{column}`"))
             .hint("name the field with `rlhf.answer_column=NAME`"));
     }

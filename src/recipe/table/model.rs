@@ -85,9 +85,10 @@ section! {
 section! {
     /// The rows, their format, and the trained tokens.
     pub struct Data in "data" {
-        /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet), relative to the current directory; or a hub
-        /// data set: `org/name`, `org/name:file.jsonl`.
-        train: Vec<String>;
+        /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet, txt, md; also .gz and .zst), folders or patterns
+        /// such as `data/*.jsonl`, relative to the current directory; or a hub data set: `org/name`,
+        /// `org/name:file.jsonl`.
+        train: Vec<String> = [], "give it, or `sources`";
         /// File or list of files to evaluate on.
         eval: Vec<String> = [], "no evaluation by default";
         /// Fraction of the train rows that are held out for evaluation, in place of `eval`.
@@ -96,6 +97,30 @@ section! {
         format: RowFormat = "auto",
             "detected from the columns of the first row of a file; `ft data` shows the format, the columns that are \
              read and the columns that are ignored";
+        /// The column of each use, for columns without a usual name: `{ prompt = "question", completion = "answers.text[0]" }`.
+        /// `role` and `content` are the fields of a message.
+        columns: Vec<(ColumnRole, String)> = {}, "found by their names; `ft data` shows what is read";
+        /// Roles of messages with unusual names: `{ Customer = "user", Agent = "assistant" }`.
+        roles: Vec<(String, ChatRole)> = {}, "`human`, `gpt`, `bot`, `model` and the like are known";
+        /// The prompt as a text with columns in braces: `"{context}\n\nQuestion: {question}"`; `{{` and `}}` are braces.
+        prompt_template: Option<String> = "", "the prompt is one column";
+        /// The system message of conversations without one.
+        system_prompt: Option<String> = "", "conversations stay as they are";
+        /// The part of a text file (`.txt`, `.md`) that is a row: `line`, `paragraph` (up to a blank line) or `file`.
+        text_unit: TextUnit = "auto", "`line` for `.txt`, as in Hugging Face datasets; `file` for `.md`";
+        /// Number of rows to read from the training files, from the first one; `0`: all.
+        limit: usize = 0, "all rows", in from(0);
+        /// Configuration of a hub data set, such as `main`.
+        config: Option<String> = "", "the only one; if there are several, they are listed";
+        /// Split of a hub data set or of a folder, for training.
+        split: String = "train", "the rows that are meant for training";
+        /// Split of a hub data set or of a folder in `eval`.
+        eval_split: String = "auto", "`validation`, else `test`";
+        /// Branch, tag or commit of hub data sets.
+        revision: String = "main", "the current version";
+        /// Several sources with their own settings and weights, in place of `train`; a setting that is left out is that of
+        /// `[data]`.
+        sources: Vec<SourceKeys> = [], "give it, or `train`";
         /// How a prompt and an answer (plain texts) are joined. `chat`: as a user and an assistant message, with the
         /// chat template; `plain`: concatenated; `auto`: `chat` if the model has a template and the stage is not
         /// `pretrain`. Conversations always use the template, text rows never.
@@ -145,6 +170,23 @@ impl Data {
     pub fn evaluates(&self) -> bool {
         !self.eval.is_empty() || self.eval_fraction > 0.0
     }
+
+    /// True if the recipe names training rows.
+    pub fn has_train(&self) -> bool {
+        !(self.train.is_empty() && self.sources.is_empty())
+    }
+
+    /// Files, folders, patterns and hub ids with training rows.
+    pub fn train_paths(&self) -> impl Iterator<Item = &String> {
+        let sources = self.sources.iter().flat_map(|source| &source.path);
+        self.train.iter().chain(sources)
+    }
+
+    /// Replaces the training rows by these files, for an evaluation of all their rows.
+    pub fn set_train(&mut self, files: Vec<String>) {
+        (self.train, self.sources, self.limit) = (files, Vec::new(), 0);
+        self.split.clone_from(&self.eval_split);
+    }
 }
 
 fn valid_device(device: &str) -> bool {
@@ -169,7 +211,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         );
     }
     // A built-in shape is for plans and benchmarks, which need no data.
-    if data.train.is_empty() && !model.path.is_shape() {
+    if data.train.is_empty() && data.sources.is_empty() && !model.path.is_shape() {
         faults.add(
             &[Data::train],
             Error::usage("`data.train` is missing").hint("write a file: `[data] train = \"data/train.jsonl\"`"),
@@ -191,6 +233,9 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         (Train::output_dir, s.train.output_dir.is_empty()),
         (Model::revision, model.revision.is_empty()),
         (Data::chat_template, data.chat_template.is_none()),
+        (Data::split, data.split.is_empty()),
+        (Data::eval_split, data.eval_split.is_empty()),
+        (Data::revision, data.revision.is_empty()),
     ] {
         if empty {
             faults.add(

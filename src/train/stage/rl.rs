@@ -12,6 +12,7 @@ use super::{BatchSource, Stage, StageContext};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress};
 use crate::data::Batch;
+use crate::data::Mixture;
 use crate::data::prompts::Prompt;
 use crate::engine::Engine;
 use crate::generate::{self, Answer, Formats, Limits, QuantizedCopy, Request};
@@ -34,6 +35,7 @@ struct Rollouts<'a> {
     recipe: &'a Recipe,
     model: &'a ModelDir,
     prompts: &'a [Prompt],
+    mixture: Option<&'a Mixture>,
     eval: &'a [Prompt],
     rewards: Rewards,
     /// Metric names of the mean and the standard deviation of each reward.
@@ -70,6 +72,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
             recipe,
             model: setting.model,
             prompts: &questions.train,
+            mixture: questions.mixture.as_ref(),
             eval: &questions.eval,
             names: rewards.0.iter().map(name).collect(),
             rewards,
@@ -123,19 +126,23 @@ impl Rollouts<'_> {
 
     /// The prompts of rollout number `rollout`, each once.
     fn chosen(&self, rollout: u64) -> Vec<usize> {
-        let (seed, n) = (self.recipe.train.seed, self.prompts.len() as u64);
+        let (seed, shuffle) = (self.recipe.train.seed, self.recipe.data.shuffle);
+        let n = self.mixture.map_or(self.prompts.len(), Mixture::len) as u64;
         let count = (answers_of_rollout(self.recipe) / self.recipe.rl.num_generations) as u64;
         let mut order: Option<(u64, Vec<usize>)> = None;
         (rollout * count..(rollout + 1) * count)
             .map(|unit| {
                 let (epoch, at) = (unit / n, (unit % n) as usize);
-                if !self.recipe.data.shuffle {
+                if !shuffle && self.mixture.is_none() {
                     return at;
                 }
                 match &order {
                     Some((e, order)) if *e == epoch => order[at],
                     _ => {
-                        let new = Rng::new(seed, Stream::Shuffle, &[epoch]).permutation(n as usize);
+                        let new = match self.mixture {
+                            Some(mixture) => mixture.epoch(seed, epoch, shuffle),
+                            None => Rng::new(seed, Stream::Shuffle, &[epoch]).permutation(n as usize),
+                        };
                         let first = new[at];
                         order = Some((epoch, new));
                         first

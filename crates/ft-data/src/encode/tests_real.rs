@@ -2,7 +2,7 @@
 
 use super::{Encoder, spans};
 use crate::codec::ChatRender;
-use crate::read::read_rows;
+use crate::read::{TextUnit, read_rows};
 use crate::rows::Sample;
 use crate::testing::{goldens, real, understand};
 use crate::{RowFormat, TrainOn};
@@ -13,7 +13,7 @@ use std::path::Path;
 
 fn samples(path: &Path) -> Vec<Sample> {
     let mut out = Vec::new();
-    read_rows(path.to_str().unwrap(), &mut |row| {
+    read_rows(path.to_str().unwrap(), TextUnit::Auto, &mut |row| {
         out.push(understand(&row?, RowFormat::Auto)?);
         Ok(())
     })

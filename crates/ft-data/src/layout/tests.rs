@@ -24,10 +24,9 @@ fn learned(value: Value, render: Render, template: bool) -> Result<(Sample, Layo
     Ok((rows::understand(&row, &layout)?, layout))
 }
 
-fn spec<'a>(files: &'a Files, format: RowFormat, render: Render) -> Spec<'a> {
+fn spec(files: &Files, render: Render) -> Spec<'_> {
     Spec {
-        files: &files.paths,
-        format,
+        sources: &files.sources,
         render,
         max_length: 4096,
         train_on: TrainOn::Assistant,
@@ -37,10 +36,10 @@ fn spec<'a>(files: &'a Files, format: RowFormat, render: Render) -> Spec<'a> {
 
 /// The lines that describe a data set, without the folder of its files.
 fn described(rows: &[(&str, &str)], format: RowFormat, render: Render, template: bool) -> Result<Vec<String>> {
-    let f = files(rows);
+    let f = files(rows).read_as(format);
     let jinja = Jinja::new(QWEN);
     let template = template.then_some(&jinja as &dyn ChatRender);
-    let data = Dataset::load(&spec(&f, format, render), &Words::chatml(), template)?;
+    let data = Dataset::load(&spec(&f, render), &Words::chatml(), template)?;
     let folder = std::path::Path::new(&f.paths[0])
         .parent()
         .unwrap()
@@ -109,9 +108,9 @@ fn rows_that_can_be_read_in_two_ways_are_refused() {
         ),
         (
             json!({"title": "t", "body": "b"}),
-            &["cannot determine the format", "`prompt`", "`title` and `body`"],
+            &["cannot determine the format", "{ prompt = \"title\", completion = \"body\" }"],
         ),
-        (json!({"body": "b", "n": 1}), &["rename `body` to `text`"]),
+        (json!({"body": "b", "n": 1}), &["`Mapping::columns = { text = \"body\" }`"]),
         (
             json!({"prompt": "q", "chosen": "a", "rejected": "b"}),
             &["format `preference`", "`dpo`"],
@@ -144,7 +143,7 @@ fn rows_that_can_be_read_in_two_ways_are_refused() {
         .unwrap_err()
         .to_string();
     assert!(
-        e.contains("a prompt (prompt, instruction, question") && e.contains("rename"),
+        e.contains("a prompt (prompt, instruction, question") && e.contains("Mapping::columns"),
         "{e}"
     );
 }
@@ -288,7 +287,7 @@ fn files_are_described_with_every_column() {
 fn what_may_not_be_meant_is_warned_about() {
     let warnings = |text: &str| {
         let f = files(&[("a.jsonl", text)]);
-        let data = Dataset::load(&spec(&f, RowFormat::Auto, Render::Auto), &Words::chatml(), None).unwrap();
+        let data = Dataset::load(&spec(&f, Render::Auto), &Words::chatml(), None).unwrap();
         data.readings[0].warnings().join("\n")
     };
     assert!(warnings(r#"{"prompt": "p ", "completion": "c", "context": "x"}"#).contains("context are not used"));
@@ -301,7 +300,7 @@ fn all_bad_rows_are_counted() {
     let mut text = "{\"text\": \"fine\"}\n".repeat(600);
     text.push_str("{\"text\": \"cut \\ud83d\"}\n[1]\n{\"txt\": 1}\nnot json\n");
     let f = files(&[("a.jsonl", &text)]);
-    let load = || Dataset::load(&spec(&f, RowFormat::Auto, Render::Auto), &Words::chatml(), None);
+    let load = || Dataset::load(&spec(&f, Render::Auto), &Words::chatml(), None);
     let e = load().unwrap_err().to_string();
     assert!(e.starts_with("4 of 604 rows cannot be used"), "{e}");
     for part in ["a.jsonl:601:", "a.jsonl:602", "a.jsonl:603", "a.jsonl:604:"] {
@@ -316,8 +315,8 @@ fn prompts_to_answer_come_from_every_common_column() {
         let f = files(&[("a.jsonl", text)]);
         let jinja = Jinja::new(QWEN);
         let codec = Words::chatml();
-        let encoder = spec(&f, RowFormat::Auto, render).encoder(&codec, template.then_some(&jinja as &dyn ChatRender));
-        let prompts = Prompts::load(&f.paths, RowFormat::Auto, render, &encoder, "answer", 4096, 1)?;
+        let encoder = spec(&f, render).encoder(&codec, template.then_some(&jinja as &dyn ChatRender));
+        let prompts = Prompts::load(&f.sources, render, &encoder, "answer", 4096, 1)?;
         let line = lines(&prompts.readings, "not used").remove(0);
         let text = codec.decode(&prompts.rows[0].ids)?;
         Ok::<_, Error>((prompts.rows.into_iter().next().unwrap(), line, text))

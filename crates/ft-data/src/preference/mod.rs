@@ -72,23 +72,23 @@ impl Preference {
 /// A broken row, equal sides, a prompt that fills `max_length` (each with its place), margins in some rows only, no
 /// rows, nothing to train, a signal that asks to stop.
 pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Dataset> {
-    if !matches!(spec.format, RowFormat::Auto | RowFormat::Preference) {
+    let formats = spec.sources.iter().map(|source| source.format);
+    if let Some(format) = formats
+        .into_iter()
+        .find(|format| !matches!(format, RowFormat::Auto | RowFormat::Preference))
+    {
         return Err(Error::usage("this stage trains on preference rows")
-            .at("data::Spec::format")
-            .found(format!("`{}`", spec.format.name()))
+            .at("data::Source::format")
+            .found(format!("`{}`", format.name()))
             .expected("`preference`, or `auto`"));
     }
-    let spec = Spec {
-        format: RowFormat::Preference,
-        ..spec.clone()
-    };
     let mut loader = Loader {
         encoder: encode::PairEncoder {
             encoder: spec.encoder(codec, template),
             want,
         },
         chunk: Vec::new(),
-        out: Dataset::default(),
+        out: Dataset::of_sources(spec),
         rejected: Vec::new(),
         margins: None,
     };
@@ -114,7 +114,7 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
     }
     out.finish();
     if out.examples.is_empty() {
-        Err(nothing_to_train(&spec, &out.stats))
+        Err(nothing_to_train(spec, &out.stats))
     } else {
         Ok(out)
     }
@@ -155,6 +155,8 @@ impl Loader<'_> {
             let cut: usize = unit.sides.iter().map(|s| s.cut).sum();
             let longest = unit.sides.iter().map(|s| s.example.ids.len() + s.cut).max();
             stats.longest_written = stats.longest_written.max(longest.unwrap_or(0));
+            self.out.count(origin, cut > 0);
+            let stats = &mut self.out.stats;
             if cut > 0 && self.encoder.want == Want::WholePairs {
                 stats.dropped_rows += 1;
                 stats.dropped_by_truncation += 1;
@@ -268,9 +270,11 @@ impl Dataset {
                 .expected("2 or more: KTO estimates the KL divergence from the reference with answers of other rows")
                 .hint("raise `StreamSpec::batch_size`, or use `JudgedLoss::ApoZeroUnpaired`"));
         }
-        let order: Vec<usize> = match seed {
-            Some(seed) => Rng::new(seed, Stream::Shuffle, &[u64::MAX]).permutation(n),
-            None => (0..n).collect(),
+        let order: Vec<usize> = match (self.mixture(), seed) {
+            // The weights apply once: the answers of a group do not change from epoch to epoch.
+            (Some(mixture), seed) => mixture.epoch(seed.unwrap_or(0), 0, seed.is_some()),
+            (None, Some(seed)) => Rng::new(seed, Stream::Shuffle, &[u64::MAX]).permutation(n),
+            (None, None) => (0..n).collect(),
         };
         let mut out = Dataset {
             stats: self.stats.clone(),

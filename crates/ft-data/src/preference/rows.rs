@@ -274,7 +274,8 @@ fn refuse_leftover(fields: &Map<String, Value>, layout: &Layout) -> Result<()> {
         ))
         .expected(format!("the prompt in one of {}", PROMPTS.join(", ")))
         .hint(format!(
-            "rename `{name}` to `prompt` if it is the prompt; remove it if the answers begin with their prompt"
+            "write `Mapping::columns = {{ prompt = \"{name}\" }}` if it is the prompt; remove it if the answers begin with \
+             their prompt"
         ))),
     }
 }

@@ -1,21 +1,37 @@
-//! Reads files to rows: jsonl, json, csv, parquet. A row is a JSON object with its place.
+//! Reads files to rows: jsonl, json, csv, parquet, text; also compressed. A row is a JSON object with its place.
 //! Rows are passed on one at a time; no reader holds all rows of a file.
 
 mod json;
 mod parquet;
 mod table;
+mod text;
 
 #[cfg(test)]
 mod tests;
 
-use ft_base::{Error, Result, files, progress};
+use ft_base::{Error, Result, files, named, progress};
 use serde_json::{Map, Value};
 use std::fmt;
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
 /// Largest row in bytes: a longer one is a file without line breaks, not a row.
 pub(crate) const MAX_ROW_BYTES: usize = 64 << 20;
+
+named!(
+    /// The part of a text file (`.txt`, `.md`) that is a row.
+    TextUnit {
+        /// A line of `.txt`, all of `.md`.
+        Auto = "auto",
+        /// The whole file.
+        File = "file",
+        /// Each line that is not blank.
+        Line = "line",
+        /// Lines up to a blank one.
+        Paragraph = "paragraph",
+    }
+);
 
 /// Position of a row in its file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,13 +61,30 @@ pub struct Row {
     pub fields: Map<String, Value>,
     /// Position in the file.
     pub place: RowPosition,
+    /// Columns that are not read, because others are read in their place.
+    pub rest: Map<String, Value>,
 }
 
 impl Row {
+    fn of(fields: Map<String, Value>, place: RowPosition) -> Self {
+        Self {
+            fields,
+            place,
+            rest: Map::new(),
+        }
+    }
+
+    /// All columns of the file's row, under their names in the file.
+    pub(crate) fn columns(&self) -> Map<String, Value> {
+        let mut all = self.fields.clone();
+        all.extend(self.rest.clone());
+        all
+    }
+
     /// Converts a value that must be an object. Errors: it is not.
     fn new(value: Value, place: RowPosition) -> Result<Self> {
         match value {
-            Value::Object(fields) => Ok(Self { fields, place }),
+            Value::Object(fields) => Ok(Self::of(fields, place)),
             other => Err(Error::format("the row is not an object")
                 .at(&place)
                 .found(format!("{}: {}", kind(&other), clip(&other.to_string())))
@@ -65,37 +98,82 @@ impl Row {
 pub(crate) type Each<'a> = dyn FnMut(Result<Row>) -> Result<()> + 'a;
 
 /// Passes each row of a file to `each`, in order. The extension selects the reader; `.json` may contain an array or
-/// lines. A broken row is passed to `each` as an error (place, clipped row) if the rows after it can be read.
+/// lines; `.gz` and `.zst` behind it are decompressed. A broken row is passed to `each` as an error (place, clipped row)
+/// if the rows after it can be read.
 ///
 /// Errors: the file cannot be read, or not beyond a row; or `each` stops the reading.
-pub(crate) fn read_rows(path: &str, each: &mut Each) -> Result<()> {
+pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut Each) -> Result<()> {
     let file = Path::new(path);
-    let extension = file
-        .extension()
-        .map(|e| e.to_string_lossy().to_ascii_lowercase())
-        .unwrap_or_default();
     if file.is_dir() {
         return Err(Error::format("this is a directory, not a data file")
             .at_path(file)
-            .hint("name the files in `data::Spec::files`: `[\"a.jsonl\", \"b.jsonl\"]`"));
+            .hint("name the files in `data::Source::files`: `[\"a.jsonl\", \"b.jsonl\"]`"));
     }
+    let name = file.file_name().map(|n| n.to_string_lossy().to_ascii_lowercase());
+    let name = name.unwrap_or_default();
+    let (name, compression) = match name.rsplit_once('.') {
+        Some((inner, "gz")) => (inner, Some(Compression::Gzip)),
+        Some((inner, "zst")) => (inner, Some(Compression::Zstd)),
+        _ => (name.as_str(), None),
+    };
+    let extension = name.rsplit_once('.').map_or("", |(_, extension)| extension);
     // Rows are tokenized between two reads.
     let phase = progress::bytes(progress::about("reading", file), files::size(file).unwrap_or(0));
-    let open = || Ok::<_, Error>(phase.reader(files::open(file)?));
-    match extension.as_str() {
-        "jsonl" | "ndjson" => json::read_lines(path, open()?, each),
-        "json" => json::read_json(path, open()?, each),
-        "csv" => table::read_table(path, open()?, b',', each),
-        "tsv" => table::read_table(path, open()?, b'\t', each),
-        "parquet" => parquet::read_parquet(path, files::open(file)?, each),
+    let open = || -> Result<Box<dyn Read + '_>> {
+        let plain = phase.reader(files::open(file)?);
+        Ok(match compression {
+            None => Box::new(plain),
+            Some(Compression::Gzip) => Box::new(flate2::read::MultiGzDecoder::new(plain)),
+            Some(Compression::Zstd) => {
+                let decoder = zstd::Decoder::new(plain);
+                Box::new(decoder.map_err(|e| json::cannot_read(path, e))?)
+            }
+        })
+    };
+    match (extension, compression) {
+        ("jsonl" | "ndjson", _) => json::read_lines(path, open()?, each),
+        ("json", _) => json::read_json(path, open()?, each),
+        ("csv", _) => table::read_table(path, open()?, b',', each),
+        ("tsv", _) => table::read_table(path, open()?, b'\t', each),
+        ("txt", _) => text::read_text(path, open()?, unit, each),
+        ("md", _) => {
+            let unit = match unit {
+                TextUnit::Auto => TextUnit::File,
+                unit => unit,
+            };
+            text::read_text(path, open()?, unit, each)
+        }
+        ("parquet", None) => parquet::read_parquet(path, files::open(file)?, each),
         _ => Err(Error::unsupported("unknown kind of data file")
             .at_path(file)
-            .found(match extension.as_str() {
+            .found(match extension {
                 "" => "no extension".to_string(),
                 e => format!("extension .{e}"),
             })
-            .expected("jsonl, json, csv, tsv or parquet")
-            .hint("convert the file, or unpack it first if it is compressed")),
+            .expected(format!("{}; a text file may be compressed (.gz, .zst)", KINDS.join(", ")))
+            .hint("convert the file, or rename it if its extension is wrong")),
+    }
+}
+
+/// File extensions of data files.
+pub(crate) const KINDS: [&str; 8] = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "txt", "md"];
+
+#[derive(Debug, Clone, Copy)]
+enum Compression {
+    Gzip,
+    Zstd,
+}
+
+/// True for the name of a file that `read_rows` reads.
+pub fn is_data_file(path: &Path) -> bool {
+    let name = path.file_name().map(|n| n.to_string_lossy().to_ascii_lowercase());
+    let name = name.unwrap_or_default();
+    let inner = name.strip_suffix(".gz").or(name.strip_suffix(".zst"));
+    let kind = |name: &str| name.rsplit_once('.').map(|(_, kind)| kind.to_string());
+    match (inner, kind(inner.unwrap_or(&name))) {
+        (Some(_), Some(kind)) if kind == "parquet" => false,
+        (_, Some(kind)) => KINDS.contains(&kind.as_str()),
+        (_, None) => false,
     }
 }
 

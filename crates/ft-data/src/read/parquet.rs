@@ -29,10 +29,7 @@ pub(super) fn read_parquet(path: &str, file: File, each: &mut Each) -> Result<()
             return Ok(());
         };
         let fields = object(record, 0).map_err(|e| e.or_at(&place));
-        each(fields.map(|fields| Row {
-            fields,
-            place: place.clone(),
-        }))?;
+        each(fields.map(|fields| Row::of(fields, place.clone())))?;
     }
 }
 

@@ -81,10 +81,7 @@ pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut 
         match &header {
             None => header = Some(check_header(cells?, &place)?),
             Some(names) => each(cells.and_then(|cells| {
-                Ok(Row {
-                    fields: fields(names, cells, &place)?,
-                    place: place.clone(),
-                })
+                Ok(Row::of(fields(names, cells, &place)?, place.clone()))
             }))?,
         }
     }

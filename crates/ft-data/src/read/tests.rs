@@ -1,6 +1,6 @@
 //! Tests of the readers with valid and broken files.
 
-use super::{MAX_ROW_BYTES, read_rows};
+use super::{MAX_ROW_BYTES, TextUnit, read_rows};
 use ft_base::Result;
 use serde_json::{Value, json};
 
@@ -11,7 +11,7 @@ fn read(name: &str, bytes: &[u8]) -> Result<Vec<(Value, String)>> {
     std::fs::write(&path, bytes).unwrap();
     let folder = format!("{}/", dir.path().display());
     let mut out = Vec::new();
-    read_rows(path.to_str().unwrap(), &mut |row| {
+    read_rows(path.to_str().unwrap(), TextUnit::Auto, &mut |row| {
         let row = row?;
         out.push((Value::Object(row.fields), row.place.to_string().replace(&folder, "")));
         Ok(())
@@ -137,7 +137,7 @@ fn an_error_of_the_caller_ends_the_reading() {
         };
         ft_base::files::write_atomic(&path, bytes).unwrap();
         let mut seen = 0;
-        let e = read_rows(path.to_str().unwrap(), &mut |_| {
+        let e = read_rows(path.to_str().unwrap(), TextUnit::Auto, &mut |_| {
             seen += 1;
             match seen {
                 2 => Err(ft_base::Error::new("enough")),
@@ -171,17 +171,68 @@ fn csv_has_a_header_quotes_and_line_numbers() {
 #[test]
 fn other_files_are_refused_by_name() {
     refused(
-        "t.txt",
+        "t.bin",
         b"x",
-        &["t.txt", "extension .txt", "jsonl, json, csv, tsv or parquet"],
+        &["t.bin", "extension .bin", "jsonl, ndjson, json, csv, tsv, parquet, txt, md"],
     );
-    refused("t.jsonl.gz", b"x", &["extension .gz"]);
+    refused("t.parquet.gz", b"x", &["extension .parquet", "a text file may be compressed"]);
+    refused("t.jsonl.gz", b"x", &["t.jsonl.gz", "cannot read the file"]);
+    refused("t.jsonl.zst", b"x", &["t.jsonl.zst", "cannot read the file"]);
     refused("t.parquet", b"x", &["t.parquet", "parquet"]);
     let dir = tempfile::tempdir().unwrap();
-    let e = read_rows(dir.path().to_str().unwrap(), &mut |_| Ok(())).unwrap_err();
+    let e = read_rows(dir.path().to_str().unwrap(), TextUnit::Auto, &mut |_| Ok(())).unwrap_err();
     assert!(e.to_string().contains("directory"), "{e}");
-    let e = read_rows("not/there.jsonl", &mut |_| Ok(())).unwrap_err().to_string();
+    let e = read_rows("not/there.jsonl", TextUnit::Auto, &mut |_| Ok(())).unwrap_err().to_string();
     assert!(e.contains("no file `") && e.contains("not/there.jsonl"), "{e}");
+}
+
+#[test]
+fn compressed_files_are_read_to_their_end() {
+    use std::io::Write;
+    let text: String = (0..3000).map(|i| format!("{{\"text\": \"row {i}\"}}\n")).collect();
+    let gzip = |text: &str| {
+        let mut out = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        out.write_all(text.as_bytes()).unwrap();
+        out.finish().unwrap()
+    };
+    // Two parts, as `cat a.gz b.gz` makes.
+    let parts = [gzip(&text), gzip("{\"text\": \"last\"}\n")].concat();
+    let zst = zstd::encode_all(text.as_bytes(), 1).unwrap();
+    let found = read("t.jsonl.gz", &parts).unwrap();
+    assert_eq!((found.len(), found[3000].1.as_str()), (3001, "t.jsonl.gz:3001"));
+    assert_eq!(rows("t.jsonl.zst", &zst).len(), 3000);
+    assert_eq!(rows("T.TXT.GZ", &gzip("a\nb")), [json!({"text": "a"}), json!({"text": "b"})]);
+    for (name, bytes) in [("t.jsonl.gz", &parts), ("t.jsonl.zst", &zst)] {
+        refused(name, &bytes[..bytes.len() / 3], &[name, "cannot read the file"]);
+    }
+}
+
+#[test]
+fn a_text_file_has_lines_paragraphs_or_one_row() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = "\u{feff}# One\r\ntwo\r\n\r\n \nthree\n\n\nfour\n";
+    let read = |name: &str, unit| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        let mut out = Vec::new();
+        read_rows(path.to_str().unwrap(), unit, &mut |row| {
+            let row = row?;
+            out.push((row.fields["text"].as_str().unwrap().to_string(), row.place.number));
+            Ok(())
+        })
+        .unwrap();
+        out
+    };
+    let of = |rows: &[(&str, u64)]| rows.iter().map(|(t, n)| (t.to_string(), *n)).collect::<Vec<_>>();
+    let lines = of(&[("# One", 1), ("two", 2), ("three", 5), ("four", 8)]);
+    assert_eq!(read("a.txt", TextUnit::Auto), lines);
+    assert_eq!(read("a.md", TextUnit::Line), lines);
+    let paragraphs = of(&[("# One\r\ntwo", 1), ("three", 5), ("four", 8)]);
+    assert_eq!(read("a.txt", TextUnit::Paragraph), paragraphs);
+    let whole = of(&[(&text[3..], 1)]);
+    assert_eq!(read("a.txt", TextUnit::File), whole);
+    assert_eq!(read("a.md", TextUnit::Auto), whole);
+    refused("t.txt", b"good\ncaf\xe9\n", &["t.txt:2:4", "UTF-8"]);
 }
 
 mod parquet_files {

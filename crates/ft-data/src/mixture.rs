@@ -1,0 +1,204 @@
+//! The rows of an epoch if sources have weights.
+//!
+//! An epoch has as many rows as the sources have together; each source gives its share of them. A source gives all its
+//! rows, in a new order each time, before it gives one of them again; it continues in the next epoch where it stopped in
+//! the last one. So each row of a source is used equally often, and the rows of an epoch are a function of (seed, epoch).
+
+use super::dataset::{Dataset, Origin};
+use ft_base::rng::{Rng, Stream};
+
+/// Separates the orders of the sources from the orders of epochs.
+const OF_SOURCES: u64 = u64::MAX - 1;
+
+/// The name of a source, and the share of its rows in an epoch.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Share {
+    /// The name in reports.
+    pub name: String,
+    /// Number of files.
+    pub files: usize,
+    /// As `Source::weight`.
+    pub weight: Option<f64>,
+    /// Rows read, with those that are not used.
+    pub rows: usize,
+    /// Rows that are cut at the longest length.
+    pub truncated: usize,
+}
+
+/// The index of the source of a row.
+pub fn source_of(shares: &[Share], origin: Origin) -> usize {
+    let mut end = 0;
+    let is_in = |share: &Share| {
+        end += share.files;
+        (origin.file as usize) < end
+    };
+    shares.iter().position(is_in).unwrap_or(0)
+}
+
+/// Sources with weights.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mixture {
+    /// The rows of each source.
+    rows: Vec<Vec<usize>>,
+    /// The number of rows that each source gives to an epoch.
+    counts: Vec<usize>,
+}
+
+impl Mixture {
+    /// The mixture of rows with these origins. `None`: no source has a weight, or only one has rows.
+    pub fn new(shares: &[Share], origins: &[Origin]) -> Option<Self> {
+        let mut rows: Vec<Vec<usize>> = vec![Vec::new(); shares.len()];
+        if shares.iter().all(|share| share.weight.is_none()) {
+            return None;
+        }
+        for (row, origin) in origins.iter().enumerate() {
+            rows[source_of(shares, *origin)].push(row);
+        }
+        let weights = shares.iter().map(|share| share.weight.unwrap_or(1.0));
+        let (rows, weights): (Vec<Vec<usize>>, Vec<f64>) =
+            rows.into_iter().zip(weights).filter(|(rows, _)| !rows.is_empty()).unzip();
+        (rows.len() > 1).then(|| Self {
+            counts: counts(origins.len(), &weights),
+            rows,
+        })
+    }
+
+    /// Rows of an epoch.
+    pub fn len(&self) -> usize {
+        self.counts.iter().sum()
+    }
+
+    /// True if an epoch has no rows.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The rows of an epoch, in order. Without `shuffle` the sources are in file order, and evenly mixed.
+    pub fn epoch(&self, seed: u64, epoch: u64, shuffle: bool) -> Vec<usize> {
+        // The place of a row in the epoch, as a fraction of its source's share.
+        let mut placed: Vec<(f64, usize)> = Vec::with_capacity(self.len());
+        for (source, (rows, &count)) in self.rows.iter().zip(&self.counts).enumerate() {
+            let n = rows.len() as u64;
+            let mut cycle: Option<(u64, Vec<usize>)> = None;
+            for i in 0..count as u64 {
+                let unit = epoch * count as u64 + i;
+                let at = (unit % n) as usize;
+                let row = if !shuffle {
+                    rows[at]
+                } else {
+                    let now = match cycle.take() {
+                        Some((known, order)) if known == unit / n => (known, order),
+                        _ => {
+                            let keys = [OF_SOURCES, source as u64, unit / n];
+                            (unit / n, Rng::new(seed, Stream::Shuffle, &keys).permutation(rows.len()))
+                        }
+                    };
+                    let row = rows[now.1[at]];
+                    cycle = Some(now);
+                    row
+                };
+                placed.push(((i as f64 + 0.5) / count as f64, row));
+            }
+        }
+        if shuffle {
+            let order = Rng::new(seed, Stream::Shuffle, &[epoch]).permutation(placed.len());
+            return order.into_iter().map(|at| placed[at].1).collect();
+        }
+        // Stable: equal places keep the order of the sources.
+        placed.sort_by(|a, b| a.0.total_cmp(&b.0));
+        placed.into_iter().map(|(_, row)| row).collect()
+    }
+}
+
+/// Splits `n` in proportion to the weights: exact up to one, and at least one for each (if there are so many).
+fn counts(n: usize, weights: &[f64]) -> Vec<usize> {
+    let total: f64 = weights.iter().sum();
+    let exact: Vec<f64> = weights.iter().map(|w| n as f64 * w / total).collect();
+    let mut counts: Vec<usize> = exact.iter().map(|x| (x.floor() as usize).max(1)).collect();
+    let mut by_rest: Vec<usize> = (0..weights.len()).collect();
+    by_rest.sort_by(|&a, &b| (exact[b] - exact[b].floor()).total_cmp(&(exact[a] - exact[a].floor())));
+    let mut next = by_rest.iter().cycle();
+    while counts.iter().sum::<usize>() < n {
+        if let Some(&source) = next.next() {
+            counts[source] += 1;
+        }
+    }
+    while counts.iter().sum::<usize>() > n.max(weights.len()) {
+        let largest = counts.iter_mut().max();
+        if let Some(largest) = largest {
+            *largest -= 1;
+        }
+    }
+    counts
+}
+
+impl Dataset {
+    /// How the rows of weighted sources are mixed; `None`: each row once in an epoch.
+    pub fn mixture(&self) -> Option<Mixture> {
+        Mixture::new(&self.shares, &self.origins)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two sources of these numbers of rows; the first one has two files.
+    fn mixture(rows: [usize; 2], weights: [f64; 2]) -> Mixture {
+        let share = |files, weight| Share {
+            files,
+            weight: Some(weight),
+            ..Share::default()
+        };
+        let origin = |file| Origin {
+            file,
+            number: 1,
+            is_line: true,
+        };
+        let first = (0..rows[0]).map(|i| origin((i % 2) as u32));
+        let origins: Vec<Origin> = first.chain((0..rows[1]).map(|_| origin(2))).collect();
+        Mixture::new(&[share(2, weights[0]), share(1, weights[1])], &origins).unwrap()
+    }
+
+    #[test]
+    fn counts_are_in_proportion_and_complete() {
+        assert_eq!(counts(10, &[1.0, 1.0]), [5, 5]);
+        assert_eq!(counts(10, &[0.7, 0.3]), [7, 3]);
+        assert_eq!(counts(10, &[1.0, 1.0, 1.0]).iter().sum::<usize>(), 10);
+        assert_eq!(counts(10, &[1e9, 1e-9]), [9, 1]);
+        assert_eq!(counts(7, &[3.0, 2.0, 1.0]).iter().sum::<usize>(), 7);
+    }
+
+    #[test]
+    fn every_row_of_a_source_is_used_equally_often() {
+        for shuffle in [true, false] {
+            let mixture = mixture([90, 10], [1.0, 1.0]);
+            assert_eq!(mixture.len(), 100);
+            let mut used = vec![0; 100];
+            for epoch in 0..9 {
+                let rows = mixture.epoch(7, epoch, shuffle);
+                assert_eq!(rows.iter().filter(|row| **row < 90).count(), 50);
+                rows.iter().for_each(|row| used[*row] += 1);
+                // A function of seed and epoch only.
+                assert_eq!(rows, mixture.epoch(7, epoch, shuffle));
+            }
+            assert!(used[..90].iter().all(|n| *n == 5) && used[90..].iter().all(|n| *n == 45), "{used:?}");
+        }
+        let rows = mixture([4, 2], [2.0, 1.0]).epoch(0, 0, false);
+        assert_eq!(rows, [0, 4, 1, 2, 5, 3]);
+    }
+
+    #[test]
+    fn without_weights_there_is_no_mixture() {
+        let share = Share {
+            files: 1,
+            ..Share::default()
+        };
+        let origin = Origin {
+            file: 0,
+            number: 1,
+            is_line: true,
+        };
+        assert_eq!(Mixture::new(&[share.clone(), share], &[origin, Origin { file: 1, ..origin }]), None);
+    }
+}

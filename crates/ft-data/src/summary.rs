@@ -1,0 +1,228 @@
+//! Rows of a data set as JSON, and statistics of its sources: rows, tokens, quantiles of lengths, a histogram.
+
+use super::batch::Example;
+use super::codec::TextCodec;
+use super::dataset::{Dataset, Spec};
+use super::mixture::source_of;
+use super::source;
+use ft_base::Result;
+use ft_base::units::count;
+use serde_json::{Value, json};
+use std::ops::Range;
+
+/// Lengths that are reported, as fractions of the rows.
+const QUANTILES: [(&str, f64); 7] = [
+    ("min", 0.0),
+    ("p10", 0.1),
+    ("p50", 0.5),
+    ("p90", 0.9),
+    ("p95", 0.95),
+    ("p99", 0.99),
+    ("max", 1.0),
+];
+
+/// One row: its place, ids, loss mask, ranges of trained tokens, and text. A pair has two `documents`.
+///
+/// # Errors
+/// A token that cannot be decoded.
+pub fn row(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, index: usize) -> Result<Value> {
+    let (example, origin) = (&dataset.examples[index], dataset.origins[index]);
+    let mask: Vec<u8> = example.trained.iter().map(|&t| t.into()).collect();
+    let mut out = json!({
+        "file": source::file(spec.sources, origin.file),
+        "ids": example.ids, "mask": mask, "spans": pairs(spans(&example.trained)), "text": codec.decode(&example.ids)?,
+    });
+    out[if origin.is_line { "line" } else { "row" }] = origin.number.into();
+    let documents = dataset.documents(index);
+    if documents.len() > 1 {
+        out["documents"] = pairs(documents);
+    }
+    Ok(out)
+}
+
+fn pairs(ranges: Vec<Range<usize>>) -> Value {
+    ranges.into_iter().map(|range| json!([range.start, range.end])).collect()
+}
+
+/// The ranges of trained tokens.
+fn spans(trained: &[bool]) -> Vec<Range<usize>> {
+    let mut out: Vec<Range<usize>> = Vec::new();
+    for (at, _) in trained.iter().enumerate().filter(|(_, trained)| **trained) {
+        match out.last_mut() {
+            Some(last) if last.end == at => last.end += 1,
+            _ => out.push(at..at + 1),
+        }
+    }
+    out
+}
+
+/// Numbers of the rows of one source, or of all.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Summary {
+    /// The name of the source.
+    pub name: String,
+    /// Rows in the files, with those that are not used.
+    pub read: usize,
+    /// Rows that are cut at the longest length.
+    pub truncated: usize,
+    /// Tokens that are targets.
+    pub trained_tokens: u64,
+    /// Lengths of the rows that are used, ascending.
+    lengths: Vec<usize>,
+}
+
+impl Summary {
+    fn new<'a>(name: &str, examples: impl Iterator<Item = &'a Example>) -> Self {
+        let mut out = Self {
+            name: name.to_string(),
+            read: 0,
+            truncated: 0,
+            trained_tokens: 0,
+            lengths: Vec::new(),
+        };
+        for example in examples {
+            out.trained_tokens += example.trained.iter().filter(|t| **t).count() as u64;
+            out.lengths.push(example.ids.len());
+        }
+        out.lengths.sort_unstable();
+        out
+    }
+
+    /// Tokens of the rows that are used.
+    pub fn tokens(&self) -> u64 {
+        self.lengths.iter().sum::<usize>() as u64
+    }
+
+    /// The length that this fraction of the rows does not exceed.
+    fn quantile(&self, fraction: f64) -> usize {
+        let rank = (fraction * self.lengths.len() as f64).ceil() as usize;
+        self.lengths.get(rank.saturating_sub(1)).copied().unwrap_or(0)
+    }
+
+    /// Upper limits, each twice the one before, with the numbers of rows.
+    fn histogram(&self) -> Vec<(usize, usize)> {
+        let limit = |length: &usize| (*length).max(1).next_power_of_two();
+        let bins = self.lengths.chunk_by(|a, b| limit(a) == limit(b));
+        bins.map(|bin| (limit(&bin[0]), bin.len())).collect()
+    }
+
+    fn share(&self) -> f64 {
+        self.truncated as f64 / self.read.max(1) as f64
+    }
+
+    /// All numbers as JSON.
+    pub fn json(&self) -> Value {
+        let rows = self.lengths.len();
+        let lengths: serde_json::Map<String, Value> = QUANTILES
+            .iter()
+            .map(|(name, fraction)| (name.to_string(), self.quantile(*fraction).into()))
+            .collect();
+        json!({
+            "source": self.name, "rows": rows, "rows_read": self.read, "tokens": self.tokens(),
+            "trained_tokens": self.trained_tokens, "mean_length": self.tokens() as f64 / rows.max(1) as f64,
+            "length": lengths, "histogram": self.histogram(), "truncated_rows": self.truncated,
+            "truncated_share": self.share(),
+        })
+    }
+}
+
+/// The numbers of each source, then of all rows if there are several sources.
+pub fn summaries(dataset: &Dataset) -> Vec<Summary> {
+    let mut out = Vec::new();
+    for (index, share) in dataset.shares.iter().enumerate() {
+        let rows = dataset.examples.iter().zip(&dataset.origins);
+        let own = rows.filter(|(_, origin)| source_of(&dataset.shares, **origin) == index);
+        out.push(Summary {
+            read: share.rows,
+            truncated: share.truncated,
+            ..Summary::new(&share.name, own.map(|(example, _)| example))
+        });
+    }
+    if out.len() != 1 {
+        out.push(Summary {
+            read: dataset.stats.rows,
+            truncated: dataset.stats.truncated_rows,
+            ..Summary::new("all", dataset.examples.iter())
+        });
+    }
+    out
+}
+
+/// The summaries as a table, and the histogram of the last one.
+pub fn table(summaries: &[Summary]) -> String {
+    let mut heads = vec!["rows", "tokens", "trained", "mean"];
+    heads.extend(QUANTILES.map(|(name, _)| name));
+    heads.push("cut");
+    let mut lines = vec![(String::new(), heads.iter().map(|head| head.to_string()).collect::<Vec<_>>())];
+    for summary in summaries {
+        let rows = summary.lengths.len();
+        let mut cells = vec![
+            count(rows as u64),
+            count(summary.tokens()),
+            count(summary.trained_tokens),
+            count(summary.tokens() / rows.max(1) as u64),
+        ];
+        cells.extend(QUANTILES.map(|(_, fraction)| count(summary.quantile(fraction) as u64)));
+        cells.push(format!("{:.1} %", 100.0 * summary.share()));
+        lines.push((summary.name.clone(), cells));
+    }
+    let first = lines.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+    let width = |at: usize| lines.iter().map(|(_, cells)| cells[at].len()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..heads.len()).map(width).collect();
+    let mut out = String::new();
+    for (name, cells) in &lines {
+        let cells: Vec<String> = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
+        out += &format!("{name:<first$}  {}\n", cells.join("  "));
+    }
+    if let Some(last) = summaries.last() {
+        out.push('\n');
+        out += &super::describe::histogram(last.lengths.iter().copied());
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mapping::Mapping;
+    use crate::source::Source;
+    use crate::testing::{Words, files};
+    use crate::{ColumnRole, Render, TrainOn};
+
+    #[test]
+    fn sources_are_counted_apart_and_together() {
+        let a = "{\"text\": \"one two three four five six\"}\n{\"text\": \"one\"}\n";
+        let mut f = files(&[("a.jsonl", a), ("b.csv", "q,a\nask me,I answer\n")]);
+        let second = Source {
+            mapping: Mapping {
+                columns: vec![(ColumnRole::Prompt, "q".into()), (ColumnRole::Completion, "a".into())],
+                ..Mapping::default()
+            },
+            ..Source::new(f.paths.split_off(1))
+        };
+        f.sources = vec![Source::new(f.paths.clone()), second];
+        let spec = Spec {
+            sources: &f.sources,
+            render: Render::Plain,
+            max_length: 5,
+            train_on: TrainOn::Assistant,
+            embedding_rows: 1000,
+        };
+        let codec = Words::chatml();
+        let data = Dataset::load(&spec, &codec, None).unwrap();
+        let found = summaries(&data);
+        let numbers = |s: &Summary| (s.lengths.clone(), s.read, s.truncated);
+        assert_eq!(numbers(&found[0]), (vec![2, 5], 2, 1));
+        assert_eq!((found[1].lengths.len(), found[1].truncated), (1, 0));
+        assert_eq!((found[2].name.as_str(), found[2].read, found[2].truncated), ("all", 3, 1));
+        assert_eq!(found[0].json()["length"]["p50"], 2);
+        assert_eq!(found[0].json()["truncated_share"], 0.5);
+        assert_eq!(found[0].histogram(), [(2, 1), (8, 1)]);
+        let table = table(&found);
+        assert!(table.contains("50.0 %") && table.contains("p99") && table.contains("tokens per row"), "{table}");
+        let shown = row(&data, &spec, &codec, 2).unwrap();
+        assert_eq!((&shown["line"], &shown["spans"][0][1]), (&json!(2), &json!(shown["ids"].as_array().unwrap().len())));
+        assert_eq!(shown["mask"][0], 0);
+        assert!(shown["file"].as_str().unwrap().ends_with("b.csv") && shown["text"].as_str().unwrap().contains("ask me"));
+    }
+}

@@ -1,0 +1,197 @@
+//! The sources of a recipe: which files are read, and how.
+
+use crate::base::{Error, Result, files};
+use crate::data::source::{Source, is_data_file};
+use crate::hub::{self, DatasetPart};
+use crate::recipe::{Data, Recipe, RowFormat, TextUnit};
+use std::path::{Path, PathBuf};
+
+/// Rows of a recipe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowSet<'a> {
+    Train,
+    Eval,
+    /// Rows of these files, read like those of `data.train`.
+    Files(&'a [String]),
+}
+
+/// Where the files of one source are.
+struct Place<'a> {
+    revision: &'a str,
+    part: DatasetPart<'a>,
+}
+
+/// The splits for an evaluation if the recipe names none; the empty name stands for files without names of splits.
+const EVAL_SPLITS: [&str; 3] = ["validation", "test", ""];
+
+/// The sources of these rows, with their files. Hub data sets are downloaded.
+///
+/// Errors: a file, a configuration or a split that does not exist, a pattern or a folder without data files.
+pub fn sources(recipe: &Recipe, rows: RowSet) -> Result<Vec<Source>> {
+    let data = &recipe.data;
+    let plain = |paths: &[String], limit: usize, splits: &[&str]| -> Result<Vec<Source>> {
+        let place = Place {
+            revision: &data.revision,
+            part: DatasetPart {
+                config: data.config.as_deref(),
+                splits,
+            },
+        };
+        let one = |path: &String| {
+            Ok(Source {
+                name: path.clone(),
+                format: data.format,
+                mapping: data.mapping(),
+                text_unit: data.text_unit,
+                ..Source::new(find(path, &place)?)
+            })
+        };
+        let mut sources = paths.iter().map(one).collect::<Result<Vec<_>>>()?;
+        limit_together(&mut sources, limit);
+        Ok(sources)
+    };
+    if rows == RowSet::Eval {
+        return match data.eval_split.as_str() {
+            "auto" => plain(&data.eval, 0, &EVAL_SPLITS),
+            split => plain(&data.eval, 0, &[split]),
+        }
+        .map_err(|e| match e.what().contains("split") {
+            true => e.hint("name the split in `data.eval_split`, or the file: `org/name:path/in/the/repository.jsonl`"),
+            false => e,
+        });
+    }
+    let splits = match data.split.as_str() {
+        "auto" => &EVAL_SPLITS[..],
+        split => &[split][..],
+    };
+    if let RowSet::Files(paths) = rows {
+        return plain(paths, 0, splits);
+    }
+    let mut out = plain(&data.train, data.limit, splits)?;
+    for keys in &data.sources {
+        let split = [keys.split.as_deref().unwrap_or(&data.split)];
+        let place = Place {
+            revision: keys.revision.as_deref().unwrap_or(&data.revision),
+            part: DatasetPart {
+                config: keys.config.as_deref().or(data.config.as_deref()),
+                splits: &split,
+            },
+        };
+        let mut files = Vec::new();
+        for path in &keys.path {
+            files.extend(find(path, &place)?);
+        }
+        let limit = keys.limit.unwrap_or(data.limit);
+        out.push(Source {
+            name: keys.path.join(", "),
+            format: match keys.format {
+                RowFormat::Auto => data.format,
+                format => format,
+            },
+            mapping: keys.mapping(data),
+            text_unit: match keys.text_unit {
+                TextUnit::Auto => data.text_unit,
+                unit => unit,
+            },
+            limit: (limit > 0).then_some(limit),
+            weight: keys.weight,
+            ..Source::new(files)
+        });
+    }
+    Ok(out)
+}
+
+/// `data.limit` counts the rows of all files of `data.train`.
+fn limit_together(sources: &mut Vec<Source>, limit: usize) {
+    if limit == 0 || sources.is_empty() {
+        return;
+    }
+    let files = sources.iter().flat_map(|source| source.files.clone()).collect();
+    let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
+    let all = Source {
+        name: names.join(", "),
+        files,
+        limit: Some(limit),
+        ..sources[0].clone()
+    };
+    *sources = vec![all];
+}
+
+/// The files of a path: a file, a folder, a pattern, or a hub data set.
+fn find(path: &str, place: &Place) -> Result<Vec<String>> {
+    let here = Path::new(path);
+    let found = if here.is_dir() {
+        folder(here, place)?
+    } else if !here.exists() && path.contains(['*', '?', '[']) {
+        pattern(path)?
+    } else {
+        hub::resolve_dataset_file(path, place.revision, &place.part, true)?
+    };
+    Ok(found.into_iter().map(|file| file.display().to_string()).collect())
+}
+
+/// The data files in a folder; if it has none, those in the folders below it.
+fn folder(path: &Path, place: &Place) -> Result<Vec<PathBuf>> {
+    let mut names = Vec::new();
+    inside(path, path, 0, &mut names)?;
+    let top: Vec<String> = names.iter().filter(|name| !name.contains('/')).cloned().collect();
+    let names = match place.part.config {
+        None if top.iter().any(|name| is_data_file(Path::new(name))) => top,
+        _ => names,
+    };
+    let chosen = hub::select(&names, &place.part).map_err(|e| e.or_at(path.display()))?;
+    Ok(chosen.into_iter().map(|name| path.join(name)).collect())
+}
+
+/// Names of files, relative to `root`, down to three folders.
+fn inside(root: &Path, path: &Path, depth: usize, out: &mut Vec<String>) -> Result<()> {
+    for entry in files::list(path)? {
+        if entry.is_dir() && depth < 3 {
+            inside(root, &entry, depth + 1, out)?;
+        } else if let Ok(name) = entry.strip_prefix(root) {
+            out.push(name.to_string_lossy().replace('\\', "/"));
+        }
+    }
+    Ok(())
+}
+
+/// The data files that a pattern such as `data/*.jsonl` matches, in the order of their names.
+fn pattern(path: &str) -> Result<Vec<PathBuf>> {
+    let matches = glob::glob(path).map_err(|e| {
+        Error::usage("the pattern is not valid")
+            .at(path)
+            .cause(e)
+            .hint("`*` and `?` stand for characters of one name, `**` for folders, `[ab]` for one of these characters")
+    })?;
+    let mut found = Vec::new();
+    let mut others = 0;
+    for file in matches {
+        let file = file.map_err(|e| Error::io("cannot read the folder").at(path).cause(e))?;
+        match file.is_file() && is_data_file(&file) {
+            true => found.push(file),
+            false => others += 1,
+        }
+    }
+    found.sort();
+    if found.is_empty() {
+        return Err(Error::not_found("no data file matches the pattern")
+            .at(path)
+            .found(match others {
+                0 => "nothing".to_string(),
+                n => format!("{n} folders or files of other kinds"),
+            })
+            .hint("check the folder and the file extension; the path is relative to the current directory"));
+    }
+    Ok(found)
+}
+
+impl Data {
+    /// True if all training and evaluation files are on this machine.
+    pub fn is_here(&self) -> bool {
+        let paths = self.train_paths().chain(&self.eval);
+        paths.into_iter().all(|path| {
+            let here = Path::new(path);
+            here.exists() || path.contains(['*', '?', '[']) && pattern(path).is_ok()
+        })
+    }
+}

@@ -22,8 +22,10 @@ pub mod codec;
 pub mod dataset;
 pub mod describe;
 pub mod encode;
+mod examples;
 mod faults;
 mod layout;
+mod load;
 pub mod order;
 mod pack;
 pub mod peek;
@@ -33,6 +35,8 @@ pub mod prompts;
 mod read;
 pub mod reading;
 mod rows;
+pub mod streaming;
+pub mod tokens;
 
 #[cfg(test)]
 mod testing;
@@ -40,12 +44,15 @@ mod testing;
 mod tests;
 
 pub use batch::{Batch, Columns, Example, IGNORE};
-pub use choices::{Render, RowFormat, TrainOn};
+pub use choices::{Long, Render, RowFormat, TrainOn};
 pub use codec::{ChatRender, TextCodec};
 pub use dataset::{Dataset, Origin, Spec, Stats};
 pub use encode::{Encoder, Question};
+pub use examples::Examples;
 pub use layout::{Layout, Rendering};
 pub use order::{BatchStream, Length, StreamSpec, eval_batches};
 pub use read::{Row, RowPosition};
 pub use reading::Reading;
 pub use rows::{Chat, Sample};
+pub use streaming::RowStream;
+pub use tokens::TokenCache;

@@ -5,10 +5,10 @@
 //! the known answer.
 
 use super::chat;
-use super::dataset::unless_stopped;
 use super::encode::Encoder;
 use super::faults::BadRows;
 use super::layout::{self, Layout, Purpose, Rules};
+use super::load::unless_stopped;
 use super::read::{self, Row};
 use super::reading::Reading;
 use super::rows::{self, Chat, Sample};

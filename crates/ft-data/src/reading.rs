@@ -54,6 +54,17 @@ impl Reading {
         }
     }
 
+    /// Columns that are not null in at least one row.
+    pub(super) fn columns(&self) -> Vec<String> {
+        self.seen.iter().cloned().collect()
+    }
+
+    /// A reading of the first row, with the columns of the whole file.
+    pub(super) fn with_columns(mut self, columns: &[String]) -> Self {
+        self.seen = columns.iter().cloned().collect();
+        self
+    }
+
     /// Columns of the file that are not used.
     pub fn unused(&self) -> Vec<&str> {
         let all = self.seen.iter().map(String::as_str);

@@ -6,7 +6,7 @@ use super::describe::describe;
 use super::layout::Purpose;
 use super::rows::{Chat, Sample};
 use super::testing::*;
-use crate::{Render, RowFormat, TrainOn};
+use crate::{Long, Render, RowFormat, TrainOn};
 use ft_base::Result;
 use serde_json::{Value, json};
 
@@ -230,6 +230,8 @@ fn spec(files: &Files, max_length: usize) -> Spec<'_> {
         format: RowFormat::Auto,
         render: Render::Plain,
         max_length,
+        long: Long::Auto,
+        overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 100_000,
     }
@@ -256,7 +258,7 @@ const MIXED: [(&str, &str); 3] = [
 fn each_file_has_its_own_format_and_the_order_is_that_of_the_files() {
     let f = files(&MIXED);
     let data = load(&f, 100).unwrap();
-    let lengths: Vec<usize> = data.examples.iter().map(|e| e.ids.len()).collect();
+    let lengths: Vec<usize> = data.lengths().iter().map(|n| *n as usize).collect();
     // system: im_start system \n You help . im_end \n; user: im_start user \n hi im_end \n; assistant the same.
     assert_eq!(lengths, [4, 2, 5, 20]);
     let places: Vec<_> = data.origins.iter().map(|o| (o.file, o.number, o.is_line)).collect();

@@ -1,12 +1,12 @@
 //! Tests of column layouts: roles, refused rows, and the description of a file.
 
 use super::*;
-use crate::TrainOn;
 use crate::dataset::{Dataset, Spec};
 use crate::prompts::{Prompts, Said};
 use crate::reading::lines;
 use crate::rows::{self, Sample};
 use crate::testing::{Files, Jinja, QWEN, Words, files, row};
+use crate::{Long, TrainOn};
 use serde_json::{Value, json};
 
 /// Reads a row for training; `template`: the model has a chat template.
@@ -30,6 +30,8 @@ fn spec<'a>(files: &'a Files, format: RowFormat, render: Render) -> Spec<'a> {
         format,
         render,
         max_length: 4096,
+        long: Long::Auto,
+        overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1 << 20,
     }

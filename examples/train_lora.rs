@@ -5,7 +5,7 @@
 use candle_core::Device;
 use ft::base::Result;
 use ft::data::order::{BatchStream, Length, StreamSpec};
-use ft::data::{self, ChatRender, Dataset, Render, Source, TrainOn};
+use ft::data::{self, ChatRender, Dataset, Long, Render, Source, TrainOn};
 use ft::engine::{Active, Engine, StepStrategy};
 use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
 use ft::{hf, ops::Dtype, peft::LoraConfig, sft::CausalLm};
@@ -19,6 +19,8 @@ fn main() -> Result<()> {
         sources: &[Source::new(vec!["assets/world/train.jsonl".to_string()])],
         render: Render::Auto,
         max_length: 128,
+        long: Long::Auto,
+        overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: network.spec.vocab,
     };
@@ -51,7 +53,7 @@ fn main() -> Result<()> {
     let schedule = Schedule::new(&ScheduleConfig::default(), stream.steps());
     for step in 1..=stream.steps() {
         let lr = 1e-3 * schedule.multiplier(step);
-        let report = engine.step(step, &stream.window(step - 1), &active, lr)?;
+        let report = engine.step(step, &stream.window(step - 1)?, &active, lr)?;
         println!("step {step}: loss {:.4}", report.totals.loss());
     }
 

@@ -7,7 +7,7 @@
 //! ```
 //! use candle_core::Device;
 //! use ft::base::Result;
-//! use ft::data::{self, Batch, Dataset, Render, TrainOn};
+//! use ft::data::{self, Batch, Dataset, Long, Render, TrainOn};
 //! use ft::engine::{Active, Engine, StepStrategy};
 //! use ft::generate::{Settings, generate};
 //! use ft::optim::{Optimizer, OptimizerConfig, Schedule, ScheduleConfig};
@@ -25,6 +25,8 @@
 //!     sources: &[data::Source::new(vec!["assets/world/eval.jsonl".to_string()])],
 //!     render: Render::Auto,
 //!     max_length: 128,
+//!     long: Long::Auto,
+//!     overlap: 1,
 //!     train_on: TrainOn::Assistant,
 //!     embedding_rows: network.spec.vocab,
 //! };
@@ -46,7 +48,7 @@
 //!
 //! // Two steps of one micro-batch each.
 //! let schedule = Schedule::new(&ScheduleConfig::default(), 2);
-//! for (step, rows) in (1..=2).zip(rows.examples.chunks(4)) {
+//! for (step, rows) in (1..=2).zip(rows.examples.head(8)?.chunks(4)) {
 //!     let lr = 1e-3 * schedule.multiplier(step);
 //!     let report = engine.step(step, &[Batch::from_examples(rows)], &active, lr)?;
 //!     assert!(report.totals.loss() > 0.0);

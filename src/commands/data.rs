@@ -27,13 +27,13 @@ pub fn counts(recipe: &Recipe) -> Result<Value> {
         }));
     }
     Ok(json!({
-        "train": of(&train),
-        "eval": eval.as_ref().map(of),
+        "train": of(&train)?,
+        "eval": eval.as_ref().map(of).transpose()?,
         "max_length": recipe.data.max_length,
     }))
 }
 
-fn of(rows: &Dataset) -> Value {
+fn of(rows: &Dataset) -> Result<Value> {
     let Stats {
         tokens,
         trained_tokens,
@@ -44,12 +44,12 @@ fn of(rows: &Dataset) -> Value {
         shortest,
         ..
     } = rows.stats;
-    json!({
+    Ok(json!({
         "rows": rows.examples.len(), "tokens": tokens, "trained_tokens": trained_tokens,
         "truncated_rows": truncated_rows, "truncated_tokens": truncated_tokens, "dropped_rows": dropped_rows,
         "longest": longest, "shortest": shortest,
-        "sources": summary::summaries(rows).iter().map(Summary::json).collect::<Vec<_>>(),
-    })
+        "sources": summary::summaries(rows)?.iter().map(Summary::json).collect::<Vec<_>>(),
+    }))
 }
 
 /// The output of `ft data --stats`: a table of the sources and a histogram, for training and for evaluation.
@@ -62,7 +62,10 @@ pub fn statistics(recipe: &Recipe) -> Result<String> {
     }
     for (name, rows) in [("training", Some(&train)), ("evaluation", eval.as_ref())] {
         if let Some(rows) = rows {
-            out += &format!("{name} rows\n{}\n", visible(&summary::table(&summary::summaries(rows))));
+            out += &format!(
+                "{name} rows\n{}\n",
+                visible(&summary::table(&summary::summaries(rows)?))
+            );
         }
     }
     Ok(out)

@@ -158,7 +158,7 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<
         terminal::warn(&line);
     }
     let objective = CausalLm::new(described.spec.vocab);
-    let batches = eval_batches(&rows, BATCH_TOKENS).map(Ok);
+    let batches = eval_batches(&rows, BATCH_TOKENS);
     let count = rows.examples.len();
     let totals = totals(network, &objective, batches, count, &files(recipe, request))?;
     let sources = sources(recipe, rows_of(recipe, request))?;

@@ -8,7 +8,7 @@
 use crate::base::units::bytes;
 use crate::base::{Error, Result, progress, signal};
 use crate::data::order::eval_batches;
-use crate::data::{Batch, Dataset, Source, dataset};
+use crate::data::{Batch, Dataset, Long, Source, dataset};
 use crate::engine::Totals;
 use crate::formats::weights::Weights;
 use crate::model::{Context, Layer, Need, Network, Objective};
@@ -77,6 +77,8 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
         sources: &sources,
         render: Render::Auto,
         max_length: model.spec.max_positions.min(BATCH_TOKENS),
+        long: Long::Auto,
+        overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: model.spec.vocab,
     };
@@ -85,11 +87,11 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
     let batches: Vec<Batch> = eval_batches(&rows, BATCH_TOKENS.min(tokens.max(1)))
         .take_while(|batch| {
             let fits = left > 0;
-            left = left.saturating_sub(batch.ids.len());
+            left = left.saturating_sub(batch.as_ref().map_or(0, Batch::len));
             fits
         })
-        .filter(|batch| batch.trained() > 0)
-        .collect();
+        .filter(|batch| batch.as_ref().map_or(true, |b| b.trained() > 0))
+        .collect::<Result<_>>()?;
     let policy = StoragePolicy::dense(decoded);
     let weights = model.weights()?;
     let exact = Resident::load(model.spec.params(), &weights, |p| policy.of(p), &device)?;

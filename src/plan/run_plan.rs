@@ -39,7 +39,9 @@ impl<'a> RunPlan<'a> {
         before: &ResumedValues,
         device: &PlanDevice,
     ) -> Result<Self> {
-        let lengths = rows.map(|rows| rows.train.lengths());
+        // Of rows that are read during the run only the first ones are known.
+        let known = rows.filter(|_| !recipe.data.streaming);
+        let lengths = known.map(|rows| rows.train.lengths());
         let (mut recipe, mut choices) = defaults::settle(recipe, spec, lengths.as_deref(), before);
         let stream = match rows {
             Some(rows) => {
@@ -57,7 +59,10 @@ impl<'a> RunPlan<'a> {
         }
         let active_schedule = ActiveSchedule::new(&recipe, spec, &spec.params(), &adapters)?;
         let eval = rows.and_then(|rows| rows.eval.as_ref());
-        let sizes = stream.as_ref().map(|stream| RowSizes::new(&recipe, stream, eval));
+        let sizes = stream
+            .as_ref()
+            .map(|stream| RowSizes::new(&recipe, stream, eval))
+            .transpose()?;
         let sets = &adapters.adapters;
         let mut memory = memory_plan::forecast(&recipe, spec, sets, &active_schedule, sizes.as_ref(), stored, device)?;
         memory.plan.choices.splice(0..0, choices.iter().cloned());

@@ -106,7 +106,10 @@ fn kind(key: &Key) -> Map<String, Value> {
         Kind::Size => json!({"type": "string", "examples": ["auto", "24GiB"]}),
         Kind::Map(names) => json!({"type": "object", "additionalProperties": {"enum": names}}),
         Kind::Fields(names) => {
-            let columns: Map<String, Value> = names.iter().map(|n| (n.to_string(), json!({"type": "string"}))).collect();
+            let columns: Map<String, Value> = names
+                .iter()
+                .map(|n| (n.to_string(), json!({"type": "string"})))
+                .collect();
             json!({"type": "object", "additionalProperties": false, "properties": columns})
         }
         Kind::Tables(keys) => {

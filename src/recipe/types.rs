@@ -16,7 +16,7 @@ pub use crate::rlhf::grpo::{GrpoLoss, ImportanceLevel};
 pub use crate::rlhf::preference::config::{FDivergence, JudgedLoss, PairLoss};
 pub use crate::source::policy::WeightStorage;
 pub use ft_base::Named;
-pub use ft_data::{ChatRole, ColumnRole, Render, RowFormat, TextUnit, TrainOn};
+pub use ft_data::{ChatRole, ColumnRole, Long, Render, RowFormat, TextUnit, TrainOn};
 
 #[derive(Debug, Clone)]
 pub struct Recipe {

@@ -120,6 +120,8 @@ settings! {
     /// `None` is the empty text.
     Option<String>: Kind::Text, Value::Text(t) => Some(t.clone()).filter(|t| !t.is_empty());
     bool: Kind::Flag, Value::Flag(b) => *b;
+    /// `None` is `auto`.
+    Option<bool>: Kind::Flag, Value::Flag(b) => Some(*b);
     i64: Kind::Integer, Value::Integer(i) => *i;
     u64: Kind::Integer, Value::Integer(i) => u64::try_from(*i).unwrap_or(0);
     usize: Kind::Integer, Value::Integer(i) => usize::try_from(*i).unwrap_or(0);

@@ -70,12 +70,7 @@ pub fn run_of<'a>(recipe: &'a Recipe, from: Option<&'a Path>) -> &'a Path {
 
 /// Returns the recipe with all `auto` keys resolved, and the choices. `lengths`: tokens of each row; without them the
 /// values for runs of unknown size stay.
-pub fn settle(
-    recipe: &Recipe,
-    spec: &Spec,
-    lengths: Option<&[usize]>,
-    before: &ResumedValues,
-) -> (Recipe, Vec<Choice>) {
+pub fn settle(recipe: &Recipe, spec: &Spec, lengths: Option<&[u32]>, before: &ResumedValues) -> (Recipe, Vec<Choice>) {
     let (mut settled, open) = (recipe.clone(), recipe.open);
     let mut choices = Vec::new();
     let mut choose = |key: &'static str, found: Option<f64>, now: f64, why: String| {
@@ -247,10 +242,10 @@ enum Goal {
 }
 
 impl Step {
-    fn of(recipe: &Recipe, lengths: &[usize]) -> Self {
+    fn of(recipe: &Recipe, lengths: &[u32]) -> Self {
         let (data, train) = (&recipe.data, &recipe.train);
         let n = lengths.len() as f64;
-        let mean = (lengths.iter().sum::<usize>() as f64 / n).max(1.0);
+        let mean = (lengths.iter().map(|n| u64::from(*n)).sum::<u64>() as f64 / n).max(1.0);
         let batch = train.batch_size as f64;
         let own = recipe.open.gradient_accumulation_steps;
         let (rows, goal) = match u64::try_from(train.max_steps) {
@@ -308,7 +303,7 @@ mod tests {
     }
 
     /// (accumulation, tokens of a packed row) for `n` rows of `tokens`.
-    fn step(more: &str, n: usize, tokens: usize) -> (usize, usize) {
+    fn step(more: &str, n: usize, tokens: u32) -> (usize, usize) {
         let step = Step::of(&recipe(more), &vec![tokens; n]);
         (step.accumulation, step.length)
     }
@@ -354,7 +349,7 @@ mod tests {
             let mut last = 0.0;
             for n in (1..14).map(|i| 3usize.pow(i)) {
                 let (accumulation, length) = step("", n, tokens);
-                let fits = (length / tokens).max(1);
+                let fits = (length / tokens as usize).max(1);
                 let steps = 3.0 * n as f64 / (accumulation * fits) as f64;
                 assert!(steps >= last * 0.9, "{n} rows of {tokens}: {steps} after {last}");
                 assert!(n < 25 || steps >= 70.0, "{n} rows of {tokens}: {steps}");

@@ -4,7 +4,7 @@ use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
 use crate::data::prompts::{Prompt, Prompts};
-use crate::data::{Dataset, Example, Mixture};
+use crate::data::{Dataset, Example, Mixture, mixture};
 use crate::recipe::{Method, Recipe, Stage, TrainOn};
 use crate::setup::ModelDir;
 use crate::setup::rewards;
@@ -117,7 +117,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
         eval_hash = Some(hash.clone());
         hash = format!("{hash} less {}", questions.eval.len());
     }
-    questions.mixture = Mixture::new(&train.shares, &origins);
+    questions.mixture = Mixture::new(&train.shares, mixture::rows_of(&train.shares, &origins));
     rewards::check(&recipe.rl, &questions.train)?;
     rewards::check(&recipe.rl, &questions.eval)?;
     let stand_in = |prompts: &[Prompt], hash: String| {

@@ -1,8 +1,9 @@
 //! Sizes of the micro-batches of a run, from the lengths of its rows, for a recipe and for changes of it.
 
-use crate::data::{Dataset, Mixture};
+use crate::base::Result;
 use crate::data::batch::Example;
 use crate::data::order::{BatchStream, Largest, Order, StreamSpec};
+use crate::data::{Dataset, Mixture};
 use crate::recipe::{Recipe, Stage};
 use crate::setup::prompts;
 use crate::setup::rows;
@@ -35,6 +36,9 @@ pub struct Sizes {
     pub data_bytes: u64,
 }
 
+/// Bytes of memory for a row of a token file: its length, and its place in the orders of two epochs.
+const ROW_OF_FILE: u64 = 4 + 2 * 8;
+
 /// Rows that an evaluation answers per batch (`samples`, `stage::rl`).
 const ANSWERED: usize = 64;
 
@@ -43,11 +47,13 @@ const BYTES: usize = 4;
 
 /// The lengths of the rows of a run.
 pub struct RowSizes {
-    lengths: Vec<usize>,
+    lengths: Arc<[u32]>,
     /// Lengths of the held-out rows.
-    eval: Vec<usize>,
+    eval: Vec<u32>,
     /// The longest of these with an answer of the model.
     answered: usize,
+    /// Whether the rows are in a token file.
+    in_file: bool,
     /// Whether rows may be shuffled; grouped ones are not.
     shuffle: bool,
     mixture: Option<Arc<Mixture>>,
@@ -57,33 +63,50 @@ pub struct RowSizes {
 
 impl RowSizes {
     /// The row lengths for `recipe`: with on-policy distillation a row is as long as its longest possible answer.
-    pub fn new(recipe: &Recipe, stream: &BatchStream, eval: Option<&Dataset>) -> Self {
-        let length = |row: &Example| {
-            if recipe.train.stage == Stage::Distill && recipe.distill.lmbda > 0.0 {
+    pub fn new(recipe: &Recipe, stream: &BatchStream, eval: Option<&Dataset>) -> Result<Self> {
+        let answers = recipe.train.stage == Stage::Distill && recipe.distill.lmbda > 0.0;
+        let lengths = if answers {
+            let length = |row: &Example| {
                 let last = row.trained.iter().rposition(|t| *t).unwrap_or(0);
                 let first = row.trained[..last].iter().rposition(|t| !*t).map_or(0, |i| i + 1);
                 let answered = (first + recipe.distill.max_new_tokens).min(recipe.data.max_length);
-                row.ids.len().max(answered)
-            } else {
-                row.ids.len()
-            }
+                row.ids.len().max(answered) as u32
+            };
+            let rows = stream.examples().iter();
+            rows.map(|row| row.map(|row| length(&row))).collect::<Result<_>>()?
+        } else {
+            stream.examples().lengths()
         };
-        let eval = eval.map_or(&[][..], |e| &e.examples);
+        // Of rows that are read during the run only the first ones are known.
+        let lengths: Arc<[u32]> = match recipe.data.streaming {
+            true => lengths.iter().copied().chain([recipe.data.max_length as u32]).collect(),
+            false => lengths,
+        };
         let answered = |row: &Example| {
             let trained = row.trained.iter().filter(|t| **t).count();
             row.ids.len() + (BYTES - 1) * trained
         };
-        let answered = eval.iter().map(answered).max().unwrap_or(0);
-        let mut eval: Vec<usize> = eval.iter().map(|e| e.ids.len()).collect();
+        // A token file is read for it only if the answers are needed.
+        let mut longest = 0;
+        if let Some(eval) = eval
+            && (recipe.train.predict_with_generate || eval.examples.in_memory().is_some())
+        {
+            for row in eval.examples.iter() {
+                longest = longest.max(answered(&*row?));
+            }
+        }
+        let answered = longest;
+        let mut eval: Vec<u32> = eval.map_or(Vec::new(), |e| e.lengths().to_vec());
         eval.sort_unstable_by(|a, b| b.cmp(a));
-        Self {
-            lengths: stream.examples().iter().map(length).collect(),
+        Ok(Self {
+            lengths,
             eval,
             answered,
+            in_file: stream.examples().in_memory().is_none(),
             shuffle: stream.spec().shuffle,
             mixture: stream.mixture(),
             found: RefCell::default(),
-        }
+        })
     }
 
     pub fn count(&self) -> usize {
@@ -93,7 +116,7 @@ impl RowSizes {
     /// The sizes of an evaluation of `recipe`.
     pub fn evaluation(&self, recipe: &Recipe) -> Evaluation {
         let stage = recipe.train.stage;
-        let lengths = self.eval.iter().map(|n| (*n).min(recipe.data.max_length));
+        let lengths = self.eval.iter().map(|n| (*n as usize).min(recipe.data.max_length));
         let longest = lengths.clone().max().unwrap_or(0);
         // Batches are filled up to a number of tokens; batches of preferences up to a number of rows.
         let tokens = if stage.is_preference() {
@@ -141,8 +164,16 @@ impl RowSizes {
     }
 
     fn find(&self, recipe: &Recipe, spec: StreamSpec) -> Option<Sizes> {
-        let lengths: Vec<usize> = self.lengths.iter().map(|n| (*n).min(recipe.data.max_length)).collect();
-        let data_bytes = lengths.iter().map(|n| 5 * *n as u64 + 80).sum();
+        let most = recipe.data.max_length as u32;
+        let lengths: Arc<[u32]> = if self.lengths.iter().all(|n| *n <= most) {
+            self.lengths.clone()
+        } else {
+            self.lengths.iter().map(|n| (*n).min(most)).collect()
+        };
+        let data_bytes = match self.in_file {
+            true => lengths.len() as u64 * ROW_OF_FILE,
+            false => lengths.iter().map(|n| 5 * u64::from(*n) + 80).sum(),
+        };
         let answers = prompts::reinforces(recipe).then(|| largest_of_answers(&lengths, recipe));
         let shuffle = spec.shuffle && self.shuffle;
         let order = Order::mixed(lengths, StreamSpec { shuffle, ..spec }, self.mixture.clone()).ok()?;
@@ -162,8 +193,8 @@ impl RowSizes {
 
 /// A micro-batch can contain any answers of a rollout. Worst case: those to the longest prompts, each with all its
 /// answers.
-fn largest_of_answers(lengths: &[usize], recipe: &Recipe) -> Largest {
-    let mut lengths = lengths.to_vec();
+fn largest_of_answers(lengths: &[u32], recipe: &Recipe) -> Largest {
+    let mut lengths: Vec<usize> = lengths.iter().map(|n| *n as usize).collect();
     lengths.sort_unstable_by(|a, b| b.cmp(a));
     let (rows, group) = (recipe.train.batch_size, recipe.rl.num_generations.max(1));
     let answers = lengths.iter().cycle().flat_map(|n| std::iter::repeat_n(*n, group));
@@ -189,7 +220,7 @@ mod tests {
         let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
         let (train, eval) = (set(lengths), set(eval));
         let stream = BatchStream::new(&train, rows::stream(&recipe, lengths.len())).unwrap();
-        (RowSizes::new(&recipe, &stream, Some(&eval)), recipe)
+        (RowSizes::new(&recipe, &stream, Some(&eval)).unwrap(), recipe)
     }
 
     #[test]

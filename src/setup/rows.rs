@@ -3,11 +3,13 @@
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
 use crate::data::preference::Want;
-use crate::data::{self, Dataset, Reading, Source, dataset, reading};
-use crate::recipe::{self, JudgedLoss, Recipe, Render, RowFormat, Stage, TrainOn};
+use crate::data::{self, Dataset, Reading, Source, TokenCache, dataset, reading};
+use crate::recipe::{self, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
+use crate::report;
 use crate::setup::ModelDir;
 use crate::setup::prompts::{self, PromptSet};
 use crate::setup::sources::{RowSet, sources};
+use std::path::{Path, PathBuf};
 
 /// Tokenized rows of a recipe.
 pub struct RecipeRows {
@@ -34,7 +36,13 @@ impl RecipeRows {
                 questions: None,
             });
         }
-        let train = read(RowSet::Train)?;
+        let train = if recipe.data.streaming {
+            let sources = sources(recipe, RowSet::Train)?;
+            let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
+            Dataset::sample(&spec, &model.tokenizer, model.template(), recipe.data.shuffle_window)?
+        } else {
+            read(RowSet::Train)?
+        };
         let (train, eval) = if !recipe.data.eval.is_empty() {
             (train, Some(read(RowSet::Eval)?))
         } else if recipe.data.eval_fraction > 0.0 {
@@ -58,8 +66,30 @@ pub fn read(recipe: &Recipe, rows: RowSet, model: &ModelDir) -> Result<Dataset> 
     let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
     match preference_form(recipe.train.stage) {
         Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
-        None => Dataset::load(&spec, &model.tokenizer, model.template()),
+        None => load(recipe, &spec, model),
     }
+}
+
+/// Directory of token files, beside the run directories: runs share it.
+const TOKEN_CACHE: &str = ".ft-tokens";
+/// Smallest data that is cached if the recipe does not decide it. Tokenizing takes seconds below this size.
+const LEAST_CACHED: u64 = 16 << 20;
+
+fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Dataset> {
+    let data = &recipe.data;
+    if data.cache == Some(false) {
+        return Dataset::load(spec, &model.tokenizer, model.template());
+    }
+    let runs = Path::new(&recipe.train.output_dir).parent().unwrap_or(Path::new(""));
+    let cache = TokenCache {
+        dir: &match &data.cache_dir {
+            Some(dir) if dir != "auto" => PathBuf::from(dir),
+            _ => runs.join(TOKEN_CACHE),
+        },
+        least_bytes: if data.cache == Some(true) { 0 } else { LEAST_CACHED },
+        note: &report::note,
+    };
+    Dataset::load_cached(spec, &model.tokenizer, model.template(), &cache)
 }
 
 /// Formats, columns and rendering of the files: one line for all files that are read in the same way.
@@ -159,6 +189,11 @@ pub fn spec<'a>(sources: &'a [Source], data: &recipe::Data, stage: Stage, embedd
             render => render,
         },
         max_length: data.max_length,
+        long: match data.long {
+            Long::Auto if pretrain => Long::Split,
+            long => long,
+        },
+        overlap: data.overlap,
         train_on: if pretrain { TrainOn::All } else { data.train_on },
         embedding_rows,
     }

@@ -107,7 +107,7 @@ impl TeacherModel {
 
     /// Errors: rows that are too long for the teacher, or ids that it does not have.
     pub fn check_rows(&self, rows: &Dataset) -> Result<()> {
-        let longest = rows.examples.iter().map(|e| e.ids.len()).max().unwrap_or(0);
+        let longest = rows.lengths().iter().copied().max().unwrap_or(0) as usize;
         if longest > self.model.spec.max_positions {
             return Err(
                 Error::new("rows are longer than the teacher's maximum number of positions")
@@ -116,7 +116,10 @@ impl TeacherModel {
                     .expected(format!("at most {}", self.model.spec.max_positions)),
             );
         }
-        let highest = rows.examples.iter().flat_map(|e| &e.ids).max().copied().unwrap_or(0);
+        let mut highest = 0;
+        for row in rows.examples.iter() {
+            highest = highest.max(row?.ids.iter().copied().max().unwrap_or(0));
+        }
         if highest as usize >= self.model.spec.vocab {
             return Err(
                 Error::new("the rows contain a token for which the teacher has no embedding")

@@ -55,8 +55,12 @@ pub fn header(
     let turns = learning::blocks_trained(recipe, schedule, steps);
     let turns = turns.map_or(String::new(), |(turns, all)| format!(", {turns} of {all} blocks"));
     let packed = if recipe.data.packing {
+        let fill = match recipe.data.streaming {
+            true => String::new(),
+            false => format!(" ({:.1} % filled)", 100.0 * stream.density()),
+        };
         format!(
-            "packed rows of up to {} tokens",
+            "packed rows of up to {} tokens{fill}",
             count(recipe.data.packing_length as u64)
         )
     } else {
@@ -85,12 +89,17 @@ pub fn header(
         ),
         (
             "data",
-            format!(
-                "{} rows, {} tokens, {} of them trained{eval}",
-                count(train.examples.len() as u64),
-                count(train.stats.tokens),
-                count(train.stats.trained_tokens)
-            ),
+            if recipe.data.streaming {
+                let window = count(recipe.data.shuffle_window as u64);
+                format!("rows are read during the run, {window} at a time{eval}")
+            } else {
+                format!(
+                    "{} rows, {} tokens, {} of them trained{eval}",
+                    count(train.examples.len() as u64),
+                    count(train.stats.tokens),
+                    count(train.stats.trained_tokens)
+                )
+            },
         ),
     ];
     lines.extend(formats.into_iter().map(|line| ("format", visible(&line))));

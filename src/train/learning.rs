@@ -60,7 +60,7 @@ fn plural(steps: u64) -> String {
 
 /// How often the run sees each row, as text; `None` for RL stages.
 pub fn seen(recipe: &Recipe, stream: &BatchStream) -> Option<String> {
-    if prompts::reinforces(recipe) || stream.steps() == 0 {
+    if prompts::reinforces(recipe) || recipe.data.streaming || stream.steps() == 0 {
         return None;
     }
     let times = stream.epoch_after(stream.steps());
@@ -103,7 +103,7 @@ pub fn warnings(recipe: &Recipe, schedule: &ActiveSchedule, stream: &BatchStream
         });
     }
     let (step, epoch) = (stream.units_per_window(), stream.units_per_epoch());
-    if !prompts::reinforces(recipe) && step > epoch {
+    if !prompts::reinforces(recipe) && !recipe.data.streaming && step > epoch {
         all.push(format!(
             "one step uses rows more than once: it has {} × {} = {} rows, the data {}{}; lower `train.batch_size` or \
              `train.gradient_accumulation_steps`",

@@ -203,7 +203,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             recipe,
             model: &model,
             objective: &CausalLm::new(model.spec.vocab),
-            train: &train.flat(),
+            train: &*train.flat()?,
             base: &facts.base,
             cache: &run_dir.parent().unwrap_or(Path::new("")).join(START_CACHE),
             store: &*loaded_model.store,

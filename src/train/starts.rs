@@ -224,8 +224,8 @@ fn from_weights(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
 }
 
 /// The first rows of the training data, in batches.
-fn first_rows(train: &Dataset, rows: usize) -> Vec<Batch> {
-    inputs::batches(&train.examples[..rows.min(train.examples.len())])
+fn first_rows(train: &Dataset, rows: usize) -> Result<Vec<Batch>> {
+    Ok(inputs::batches(&train.examples.head(rows)?))
 }
 
 /// EVA result for one linear: directions `[candidates, I]`, explained variance of each, first linear with the same
@@ -239,7 +239,7 @@ struct Directions {
 
 fn eva(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::AdapterSet) -> Result<()> {
     let (batches, rho) = (
-        first_rows(s.train, s.recipe.tune.lora.init_samples),
+        first_rows(s.train, s.recipe.tune.lora.init_samples)?,
         s.recipe.tune.lora.eva.rho,
     );
     let progress = Progress::new("eva", network);
@@ -305,7 +305,7 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::A
         return place(s.recipe, network, prepared, pairs);
     }
     let (method, arithmetic) = (settings.method, settings.compatible);
-    let examples = &rows.examples[..settings.samples.min(rows.examples.len())];
+    let examples = &rows.examples.head(settings.samples)?;
     let batches = match arithmetic {
         CordaArithmetic::Ft => inputs::batches(examples),
         // PEFT normalizes each row separately.
@@ -492,7 +492,7 @@ impl GradSink for Gradients<'_> {
 
 fn from_gradient(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     let rows = s.recipe.tune.lora.init_samples.min(s.train.examples.len());
-    let batch = Batch::from_examples(&s.train.examples[..rows]);
+    let batch = Batch::from_examples(s.train.examples.head(rows)?);
     (s.note)(&format!("lora_ga: the gradient of {rows} rows"));
     let active = Active::new(network.adapters.keys().map(|m| format!("{m}.weight")));
     let mut sink = Gradients {

@@ -92,16 +92,17 @@ impl CacheKey {
     }
 }
 
-/// Splits the rows of the recipe into shards; duplicate documents appear once.
-fn shards(rows: &Dataset) -> Vec<Vec<&Example>> {
+/// Splits the rows of the recipe (their numbers) into shards; duplicate documents appear once.
+fn shards(rows: &Dataset) -> Result<Vec<Vec<usize>>> {
     let mut seen = std::collections::HashSet::new();
-    let (mut out, mut last, mut tokens): (Vec<Vec<&Example>>, Vec<&Example>, usize) = (Vec::new(), Vec::new(), 0);
-    for e in &rows.examples {
+    let (mut out, mut last, mut tokens): (Vec<Vec<usize>>, Vec<usize>, usize) = (Vec::new(), Vec::new(), 0);
+    for (row, e) in rows.examples.iter().enumerate() {
+        let e = e?;
         let trained = e.trained.iter().filter(|t| **t).count();
-        if trained == 0 || !seen.insert(hash_of(e)) {
+        if trained == 0 || !seen.insert(hash_of(&e)) {
             continue;
         }
-        last.push(e);
+        last.push(row);
         tokens += trained;
         if tokens >= SHARD_TOKENS {
             out.push(std::mem::take(&mut last));
@@ -111,7 +112,7 @@ fn shards(rows: &Dataset) -> Vec<Vec<&Example>> {
     if !last.is_empty() {
         out.push(last);
     }
-    out
+    Ok(out)
 }
 
 fn shard_path(dir: &Path, index: usize) -> PathBuf {
@@ -144,7 +145,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     if !holds(out, &facts.key) {
         facts.name_teacher(named.now);
     }
-    let shards = shards(&rows);
+    let shards = shards(&rows)?;
     if shards.is_empty() {
         return Err(Error::new("the rows have no trained tokens").hint("look at them with `ft data --recipe R`"));
     }
@@ -192,7 +193,8 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
             Some(network) => network,
             empty => empty.insert(opened.load(recipe, &scratch, &setup::device(&recipe.model.device)?)?),
         };
-        let owned: Vec<Example> = documents.iter().map(|e| (*e).clone()).collect();
+        let owned = documents.iter().map(|&row| Ok(rows.examples.get(row)?.into_owned()));
+        let owned: Vec<Example> = owned.collect::<Result<_>>()?;
         let mut top = TopK {
             k: facts.k,
             ..TopK::default()
@@ -218,7 +220,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
         }
         report.tokens += top.rest.len();
         report.top_k_mass += top.rest.iter().map(|r| 1.0 - (*r as f64).exp()).sum::<f64>();
-        write_shard(&path, documents, &top, &facts)?;
+        write_shard(&path, &owned, &top, &facts)?;
         report.bytes += files::size(&path)?;
         note(&format!("{} of {} shards", index + 1, shards.len()));
     }
@@ -265,7 +267,7 @@ fn holds(out: &Path, key: &str) -> bool {
     shards.any(|p| Weights::open_file(&p).is_ok_and(|w| w.metadata().get("ft_key").is_some_and(|k| k == key)))
 }
 
-fn write_shard(path: &Path, documents: &[&Example], top: &TopK, facts: &CacheKey) -> Result<()> {
+fn write_shard(path: &Path, documents: &[Example], top: &TopK, facts: &CacheKey) -> Result<()> {
     let (tokens, k) = (top.rest.len(), top.k);
     let plan = |name: &str, dtype, shape: Vec<usize>| TensorPlan {
         name: name.into(),
@@ -280,7 +282,7 @@ fn write_shard(path: &Path, documents: &[&Example], top: &TopK, facts: &CacheKey
         plan("log_probs", StoredDtype::F16, vec![tokens, k]),
         plan("rest", StoredDtype::F32, vec![tokens]),
     ];
-    let entry = |e: &&Example| {
+    let entry = |e: &Example| {
         let count = e.trained.iter().skip(1).filter(|t| **t).count() as u32;
         let mut bytes = hash_of(e).to_vec();
         bytes.extend(count.to_le_bytes());

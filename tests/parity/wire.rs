@@ -229,8 +229,9 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
         .recipe;
     let described = ModelDir::open(&recipe.model.path.to_string(), "main", None).unwrap_or_else(|e| panic!("{e}"));
     let rows = ft::setup::rows::RecipeRows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
-    let examples = rows.train.examples.into_iter();
+    let examples = rows.train.examples.head(usize::MAX).unwrap();
     examples
+        .into_iter()
         .map(|e| Document {
             ids: e.ids,
             trained: e.trained,
@@ -267,7 +268,7 @@ pub fn preference_rows(model: &Path, file: &Path, lines: &str) -> Vec<Vec<Docume
     let recipe = preference_recipe(model, file, lines);
     let rows = RecipeRows::read(&recipe, &described(&recipe)).unwrap_or_else(|e| panic!("{e}"));
     let parts = |row| {
-        rows.train.parts(row).map(|e| Document {
+        rows.train.parts(row).unwrap().into_iter().map(|e| Document {
             ids: e.ids,
             trained: e.trained,
         })

@@ -368,7 +368,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<()> {
     file.commit()
 }
 
-/// A text file to which lines are appended (metrics, events).
+/// A file to which lines or bytes are appended (metrics, events, tokens).
 pub struct AppendFile {
     file: File,
     path: PathBuf,
@@ -394,6 +394,23 @@ impl AppendFile {
         })
     }
 
+    /// As `open`; drops everything after the first `length` bytes.
+    ///
+    /// # Errors
+    /// As for `open`.
+    pub fn continue_at(path: &Path, length: u64) -> Result<Self> {
+        let out = Self::open(path)?;
+        out.file.set_len(length).map_err(|e| io("shorten the file", path, e))?;
+        Ok(out)
+    }
+
+    /// Appends bytes.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file
+            .write_all(bytes)
+            .map_err(|e| io("append to the file", &self.path, e))
+    }
+
     /// Appends one line in a single write.
     pub fn line(&mut self, text: &str) -> Result<()> {
         self.file
@@ -401,7 +418,7 @@ impl AppendFile {
             .map_err(|e| io("append to the file", &self.path, e))
     }
 
-    /// Makes all lines written so far durable.
+    /// Makes everything written so far durable.
     pub fn sync(&mut self) -> Result<()> {
         self.file.sync_data().map_err(|e| io("sync the file", &self.path, e))
     }

@@ -5,7 +5,9 @@
 use super::signal;
 use super::{Error, Result};
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::io::Read;
+use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -64,6 +66,26 @@ impl Seen {
 
 static OPEN: Mutex<Vec<Arc<Counter>>> = Mutex::new(Vec::new());
 
+thread_local! {
+    static IS_QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// While it exists, phases of this thread are not shown: work in the background.
+#[must_use]
+pub struct Quiet(PhantomData<*const ()>);
+
+/// See `Quiet`.
+pub fn quiet() -> Quiet {
+    IS_QUIET.set(true);
+    Quiet(PhantomData)
+}
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        IS_QUIET.set(false);
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -78,7 +100,9 @@ fn open(label: Cow<'static, str>, total: u64, unit: Unit, part: bool) -> Phase {
         total: AtomicU64::new(total),
         note: Mutex::default(),
     });
-    lock(&OPEN).push(counter.clone());
+    if !IS_QUIET.get() {
+        lock(&OPEN).push(counter.clone());
+    }
     Phase(counter)
 }
 

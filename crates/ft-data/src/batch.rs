@@ -5,6 +5,7 @@
 
 pub use ft_base::IGNORE;
 use ft_base::{Error, Result};
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 /// One tokenized row.
@@ -63,12 +64,13 @@ pub struct Batch {
 
 impl Batch {
     /// Concatenates the examples, each a document of its own; the targets are the ids, shifted by one.
-    pub fn from_examples<'a>(examples: impl IntoIterator<Item = &'a Example>) -> Self {
+    pub fn from_examples(examples: impl IntoIterator<Item: Borrow<Example>>) -> Self {
         let mut batch = Batch {
             documents: vec![0],
             ..Default::default()
         };
         for e in examples {
+            let e = e.borrow();
             let t = e.ids.len();
             batch.ids.extend_from_slice(&e.ids);
             batch.positions.extend(0..t as u32);

@@ -23,3 +23,16 @@ named!(
     /// Which tokens of a row are targets.
     TrainOn { Assistant = "assistant", Completion = "completion", All = "all" }
 );
+named!(
+    /// What happens to rows of more than `max_length` tokens.
+    Long {
+        /// Rows of plain text are split, others truncated.
+        Auto = "auto",
+        /// Pieces of `max_length` tokens, each a row.
+        Split = "split",
+        /// The first `max_length` tokens are kept.
+        Truncate = "truncate",
+        /// The row is left out.
+        Drop = "drop",
+    }
+);

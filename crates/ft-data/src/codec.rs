@@ -41,6 +41,11 @@ pub trait TextCodec: Send + Sync {
 
     /// Ids at which generation stops.
     fn stop_ids(&self) -> &[u32];
+
+    /// A text that contains everything on which the ids depend. `None`: tokenized rows are not cached.
+    fn identity(&self) -> Option<String> {
+        None
+    }
 }
 
 /// Renders a conversation to text.
@@ -71,6 +76,11 @@ pub trait ChatRender: Send + Sync {
 
     /// No rendering follows for a while: idle workers may exit.
     fn rest(&self) {}
+
+    /// A text that contains everything on which the texts depend. `None`: tokenized rows are not cached.
+    fn identity(&self) -> Option<String> {
+        None
+    }
 }
 
 impl TextCodec for Tokenizer {
@@ -105,6 +115,10 @@ impl TextCodec for Tokenizer {
     fn stop_ids(&self) -> &[u32] {
         self.stop_ids()
     }
+
+    fn identity(&self) -> Option<String> {
+        self.identity()
+    }
 }
 
 impl ChatRender for ChatTemplate {
@@ -131,5 +145,9 @@ impl ChatRender for ChatTemplate {
 
     fn rest(&self) {
         self.rest();
+    }
+
+    fn identity(&self) -> Option<String> {
+        self.identity()
     }
 }

@@ -2,30 +2,27 @@
 
 use super::batch::Example;
 use super::codec::{ChatRender, TextCodec};
-use super::encode::{Encoded, Encoder, Question};
-use super::faults::{BadRows, Tried};
+use super::encode::{Encoder, Fitted, Question};
+use super::examples::Examples;
+use super::faults::BadRows;
 use super::layout::{Layout, Purpose, Rules};
-use super::mixture::{Share, source_of};
+use super::load::{InMemory, nothing_to_train, read_into};
+use super::mixture::{self, Share};
 use super::preference::Preference;
-use super::prepare;
 use super::read::Row;
 use super::reading::Reading;
-use super::rows::{self, Sample};
+use super::rows;
 use super::source::{self, Source};
-use crate::{Render, TrainOn};
+use super::tokens::{TokenCache, hash_row};
+use crate::{Long, Render, TrainOn};
 use ft_base::rng::{Rng, Stream};
 use ft_base::units::count;
-use ft_base::{Error, Result, progress, signal};
-use rayon::prelude::*;
+use ft_base::{Error, Result, progress};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// Receives a row with its layout and origin; bad rows are counted.
 pub(super) type EachRow<'a> = dyn FnMut(Row, &Arc<Layout>, Origin, &mut BadRows) -> Result<()> + 'a;
-
-/// Rows that are read before they are tokenized in parallel.
-pub(super) const CHUNK_ROWS: usize = 512;
-/// Text bytes of such a chunk; chunks of long rows have fewer rows.
-const CHUNK_BYTES: usize = 32 << 20;
 
 /// The sources to read, and the options.
 #[derive(Debug, Clone)]
@@ -36,6 +33,10 @@ pub struct Spec<'a> {
     pub render: Render,
     /// Longest row in tokens.
     pub max_length: usize,
+    /// What happens to longer rows.
+    pub long: Long,
+    /// Tokens that a piece of a split row repeats from the piece before it, from 1 to `max_length - 1`.
+    pub overlap: usize,
     /// The parts of a conversation that are trained.
     pub train_on: TrainOn,
     /// Rows of the model's embedding.
@@ -54,7 +55,8 @@ impl<'a> Spec<'a> {
         }
     }
 
-    /// Passes each row to `each` with its file's layout and its origin; broken rows go to `bad`.
+    /// Passes each row to `each` with its file's layout and its origin; broken rows go to `bad`. Returns how each file
+    /// that has rows was read, with its index over all sources.
     ///
     /// Errors: a file that cannot be read, or whose first row gives no layout.
     pub(super) fn rows(
@@ -63,14 +65,44 @@ impl<'a> Spec<'a> {
         encoder: &Encoder,
         bad: &mut BadRows,
         each: &mut EachRow<'_>,
-    ) -> Result<Vec<Reading>> {
-        let rules = Rules {
+    ) -> Result<Vec<(usize, Reading)>> {
+        source::rows(self.sources, purpose, &self.rules(encoder), bad, each)
+    }
+
+    /// The paths of the files of all sources, in order.
+    pub(super) fn files(&self) -> impl Iterator<Item = &'a str> {
+        let sources = self.sources.iter();
+        sources.flat_map(|source| source.files.iter().map(String::as_str))
+    }
+
+    /// Everything on which the tokens depend, except the files, as text for a fingerprint.
+    pub(super) fn settings(&self) -> String {
+        let settings = |source: &Source| Source {
+            name: String::new(),
+            files: vec![String::new(); source.files.len()],
+            weight: None,
+            ..source.clone()
+        };
+        let sources: Vec<Source> = self.sources.iter().map(settings).collect();
+        let spec = Spec {
+            sources: &sources,
+            ..self.clone()
+        };
+        format!("{spec:?}")
+    }
+
+    pub(super) fn rules<'b>(&self, encoder: &Encoder<'b>) -> Rules<'b> {
+        Rules {
             render: self.render,
             template: encoder.template,
             codec: encoder.codec,
             answer: "",
-        };
-        source::rows(self.sources, purpose, &rules, bad, each)
+        }
+    }
+
+    /// How the rows of file `index` (over all sources) are read, from its first row. Errors: as `rows`.
+    pub(super) fn first_reading(&self, index: usize, encoder: &Encoder) -> Result<Option<Reading>> {
+        source::first_reading(self.sources, index, Purpose::Learn, &self.rules(encoder))
     }
 }
 
@@ -86,7 +118,8 @@ pub struct Origin {
 }
 
 /// Counts of a data set. Dropped rows are counted in `rows` and `dropped_rows` only.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Stats {
     /// Rows read.
     pub rows: usize,
@@ -98,7 +131,17 @@ pub struct Stats {
     pub truncated_rows: usize,
     /// Tokens removed from these rows.
     pub truncated_tokens: u64,
-    /// Dropped rows: no token is trained.
+    /// Split rows: longer than `max_length`.
+    pub split_rows: usize,
+    /// Pieces of these rows.
+    pub pieces: usize,
+    /// Pieces without a trained token, which are left out.
+    pub untrained_pieces: usize,
+    /// Rows left out because they are longer than `max_length`.
+    pub long_rows: usize,
+    /// Tokens of these rows.
+    pub long_tokens: u64,
+    /// Dropped rows: no token is trained, or longer than `max_length`.
     pub dropped_rows: usize,
     /// Dropped rows whose trained part was beyond `max_length`.
     pub dropped_by_truncation: usize,
@@ -113,28 +156,48 @@ pub struct Stats {
 }
 
 impl Stats {
-    fn add(&mut self, row: &Encoded) {
+    pub(super) fn add(&mut self, row: &Fitted) {
         self.rows += 1;
-        self.longest_written = self.longest_written.max(row.example.ids.len() + row.cut);
+        self.longest_written = self.longest_written.max(row.written);
         if row.cut > 0 {
             self.truncated_rows += 1;
             self.truncated_tokens += row.cut as u64;
         }
-        if row.example.trained.contains(&true) {
+        let trained = row.pieces.iter().filter(|p| p.trained.contains(&true)).count();
+        if row.pieces.len() > 1 {
+            self.split_rows += 1;
+            self.pieces += row.pieces.len();
+            self.untrained_pieces += row.pieces.len() - trained;
+        }
+        if trained > 0 {
             self.open_turns += row.open_turns;
+            return;
+        }
+        self.dropped_rows += 1;
+        if row.pieces.is_empty() {
+            self.long_rows += 1;
+            self.long_tokens += row.written as u64;
         } else {
-            self.dropped_rows += 1;
-            self.dropped_by_truncation += usize::from(row.trained_before_cut > 0);
+            self.dropped_by_truncation += usize::from(row.trained > 0);
         }
     }
 
-    /// Computes the counts that depend on the examples only.
-    fn measure(&mut self, examples: &[Example]) {
-        let lengths = || examples.iter().map(|e| e.ids.len());
-        self.tokens = lengths().sum::<usize>() as u64;
-        self.longest = lengths().max().unwrap_or(0);
-        self.shortest = lengths().min().unwrap_or(0);
-        self.trained_tokens = examples.iter().flat_map(|e| &e.trained).filter(|&&t| t).count() as u64;
+    /// Sets the counts of `measure` to zero.
+    fn forget_tokens(&mut self) {
+        (self.tokens, self.trained_tokens) = (0, 0);
+        (self.longest, self.shortest) = (0, 0);
+    }
+
+    /// Counts an example.
+    pub(super) fn measure(&mut self, length: usize, trained: u64) {
+        self.shortest = if self.tokens == 0 {
+            length
+        } else {
+            self.shortest.min(length)
+        };
+        self.longest = self.longest.max(length);
+        self.tokens += length as u64;
+        self.trained_tokens += trained;
     }
 
     /// Warnings to show once, before the run; empty if no row was changed.
@@ -150,10 +213,32 @@ impl Stats {
                 count(self.longest_written as u64),
             ));
         }
-        if self.dropped_rows > 0 {
+        if self.split_rows > 0 {
+            let left_out = match self.untrained_pieces {
+                0 => String::new(),
+                n => format!("; {} pieces have no token to train and are skipped", count(n as u64)),
+            };
+            out.push(format!(
+                "{} of {} rows are longer than max_length = {max_length} and are split into {} pieces{left_out} \
+                 (longest row: {} tokens)",
+                count(self.split_rows as u64),
+                count(self.rows as u64),
+                count(self.pieces as u64),
+                count(self.longest_written as u64),
+            ));
+        }
+        if self.long_rows > 0 {
+            out.push(format!(
+                "{} of {} rows are longer than max_length = {max_length} and are left out, with {} tokens",
+                count(self.long_rows as u64),
+                count(self.rows as u64),
+                count(self.long_tokens),
+            ));
+        }
+        if self.dropped_rows > self.long_rows {
             out.push(format!(
                 "{} of {} rows have no token to train and are skipped ({} because of max_length)",
-                count(self.dropped_rows as u64),
+                count((self.dropped_rows - self.long_rows) as u64),
                 count(self.rows as u64),
                 count(self.dropped_by_truncation as u64),
             ));
@@ -172,7 +257,7 @@ impl Stats {
 /// Tokenized rows in file order.
 ///
 /// ```no_run
-/// use ft_data::{Batch, ChatRender, Dataset, Render, Source, Spec, TrainOn};
+/// use ft_data::{Batch, ChatRender, Dataset, Long, Render, Source, Spec, TrainOn};
 /// use ft_formats::{ChatTemplate, Tokenizer};
 /// use std::path::Path;
 ///
@@ -184,21 +269,23 @@ impl Stats {
 ///     sources: &[Source::new(vec!["train.jsonl".to_string()])],
 ///     render: Render::Auto,
 ///     max_length: 2048,
+///     long: Long::Auto,
+///     overlap: 1,
 ///     train_on: TrainOn::Assistant,
 ///     embedding_rows: tokenizer.vocab_size(),
 /// };
 /// let rows = Dataset::load(&spec, &tokenizer, template.as_ref().map(|t| t as &dyn ChatRender))?;
 /// let (train, eval) = rows.split(0.05, 0)?;
 /// println!("{} rows, {} of them for evaluation", train.stats.rows, eval.stats.rows);
-/// let batch = Batch::from_examples(&train.examples[..4]);
+/// let batch = Batch::from_examples(train.examples.head(4)?);
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct Dataset {
     /// The tokenized rows.
-    pub examples: Vec<Example>,
-    /// Origin of each example.
+    pub examples: Examples,
+    /// Origin of each example in memory; see `origin`.
     pub origins: Vec<Origin>,
     /// Counts of rows and tokens.
     pub stats: Stats,
@@ -226,31 +313,21 @@ impl Dataset {
         Self::from_examples((0..rows).map(example).collect())
     }
 
-    /// Reads and tokenizes all rows.
+    /// Reads and tokenizes all rows. They stay in memory.
     ///
     /// # Errors
     /// A broken row (with its place), no rows, nothing to train, a signal that asks to stop.
     pub fn load(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
-        if spec.max_length < 2 {
-            return Err(Error::usage("rows of fewer than 2 tokens cannot be trained")
-                .found(format!("max_length = {}", spec.max_length)));
-        }
-        let mut loader = Loader {
-            encoder: spec.encoder(codec, template),
-            chunk: Vec::new(),
-            bytes: 0,
-            out: Dataset::of_sources(spec),
+        let mut rows = InMemory::new(spec);
+        let readings = read_into(spec, codec, template, 0, &mut rows)?;
+        let mut out = Dataset {
+            examples: rows.examples.into(),
+            origins: rows.origins,
+            stats: rows.stats,
+            shares: rows.shares,
+            readings: source::readings(readings),
+            ..Dataset::default()
         };
-        let mut bad = BadRows::new();
-        let encoder = spec.encoder(codec, template);
-        let readings = spec.rows(Purpose::Learn, &encoder, &mut bad, &mut |row, layout, origin, bad| {
-            loader.push(row, layout, origin, bad)
-        })?;
-        loader.flush(&mut bad)?;
-        bad.end()?;
-        template.iter().for_each(|t| t.rest());
-        let mut out = loader.out;
-        out.readings = readings;
         out.finish();
         if out.examples.is_empty() {
             Err(nothing_to_train(spec, &out.stats))
@@ -269,16 +346,36 @@ impl Dataset {
 
     /// Counts a row of a source.
     pub(super) fn count(&mut self, origin: Origin, truncated: bool) {
-        let source = source_of(&self.shares, origin);
-        if let Some(share) = self.shares.get_mut(source) {
-            share.rows += 1;
-            share.truncated += usize::from(truncated);
+        mixture::count(&mut self.shares, origin, truncated);
+    }
+
+    /// As `load`; a large data set is tokenized once, to files in `cache`, and stays there.
+    ///
+    /// # Errors
+    /// As for `load`; the cache cannot be written.
+    pub fn load_cached(
+        spec: &Spec,
+        codec: &dyn TextCodec,
+        template: Option<&dyn ChatRender>,
+        cache: &TokenCache,
+    ) -> Result<Self> {
+        match cache.load(spec, codec, template)? {
+            Some(rows) => Ok(rows),
+            None => Self::load(spec, codec, template),
         }
     }
 
+    /// The file and row of an example.
+    ///
+    /// # Errors
+    /// The token file cannot be read.
+    pub fn origin(&self, row: usize) -> Result<Origin> {
+        Ok(self.examples.origin(row)?.unwrap_or_else(|| self.origins[row]))
+    }
+
     /// Number of tokens of each row.
-    pub fn lengths(&self) -> Vec<usize> {
-        self.examples.iter().map(|e| e.ids.len()).collect()
+    pub fn lengths(&self) -> Arc<[u32]> {
+        self.examples.lengths()
     }
 
     /// A data set of given examples.
@@ -295,24 +392,23 @@ impl Dataset {
                 longest_written: examples.iter().map(|e| e.ids.len()).max().unwrap_or(0),
                 ..Stats::default()
             },
-            examples,
+            examples: examples.into(),
             ..Self::default()
         };
         out.finish();
         out
     }
 
+    /// Counts the tokens of rows in memory, and computes the fingerprint.
     pub(super) fn finish(&mut self) {
         let _phase = progress::phase("counting tokens", 0, "");
-        self.stats.measure(&self.examples);
+        self.stats.forget_tokens();
         let mut hasher = blake3::Hasher::new();
-        for e in &self.examples {
-            hasher.update(&(e.ids.len() as u64).to_le_bytes());
-            e.ids.iter().for_each(|id| {
-                hasher.update(&id.to_le_bytes());
-            });
-            let mask: Vec<u8> = e.trained.iter().map(|&t| t.into()).collect();
-            hasher.update(&mask);
+        let mut buffer = Vec::new();
+        for e in self.examples.in_memory().unwrap_or_default() {
+            let trained = e.trained.iter().filter(|&&t| t).count();
+            self.stats.measure(e.ids.len(), trained as u64);
+            hash_row(&mut hasher, e, &mut buffer);
         }
         self.preferences.iter().for_each(|p| p.hash(&mut hasher));
         self.fingerprint = hasher.finalize().to_hex().to_string();
@@ -323,38 +419,73 @@ impl Dataset {
     ///
     /// # Errors
     /// The fraction is not between 0 and 1, or there are fewer than two rows.
-    pub fn split(mut self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
-        let mut rows = self.origins.clone();
+    pub fn split(self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
+        let origins = match self.examples.file() {
+            Some(_) => (0..self.examples.len())
+                .map(|row| self.origin(row))
+                .collect::<Result<_>>()?,
+            None => self.origins.clone(),
+        };
+        let mut rows = origins.clone();
         rows.sort_unstable();
         rows.dedup();
         let is_eval = held_out(rows.len(), fraction, seed)?;
         let held_out = is_eval.iter().filter(|held| **held).count();
-        let mut eval = Dataset {
-            readings: self.readings.clone(),
-            shares: self.shares.clone(),
-            ..Dataset::default()
+        let of_eval = |origin: &Origin| rows.binary_search(origin).is_ok_and(|row| is_eval[row]);
+        let part = |eval: bool| -> Result<Dataset> {
+            let rows = (0..origins.len()).filter(|&row| of_eval(&origins[row]) == eval);
+            let rows: Vec<u32> = rows.map(|row| row as u32).collect();
+            let pick = |row: &u32| *row as usize;
+            let mut out = Dataset {
+                examples: self.examples.select(rows.clone()),
+                readings: self.readings.clone(),
+                shares: self.shares.clone(),
+                preferences: match &self.preferences[..] {
+                    [] => Vec::new(),
+                    all => rows.iter().map(|row| all[pick(row)]).collect(),
+                },
+                origins: match self.examples.file() {
+                    Some(_) => Vec::new(),
+                    None => rows.iter().map(|row| origins[pick(row)]).collect(),
+                },
+                ..Dataset::default()
+            };
+            // The counts of truncated and dropped rows stay with the training part.
+            if eval {
+                out.stats.rows = held_out;
+                let longest = out.examples.lengths().iter().max().copied();
+                out.stats.longest_written = longest.unwrap_or(0) as usize;
+            } else {
+                out.stats = Stats {
+                    rows: self.stats.rows - held_out,
+                    ..self.stats.clone()
+                };
+            }
+            out.finish_all()?;
+            Ok(out)
         };
-        let mut train = Dataset {
-            stats: self.stats.clone(),
-            readings: std::mem::take(&mut self.readings),
-            shares: std::mem::take(&mut self.shares),
-            ..Dataset::default()
-        };
-        let mut preferences = self.preferences.drain(..);
-        for (example, origin) in self.examples.drain(..).zip(self.origins.drain(..)) {
-            let is_eval = rows.binary_search(&origin).is_ok_and(|row| is_eval[row]);
-            let part = if is_eval { &mut eval } else { &mut train };
-            part.examples.push(example);
-            part.origins.push(origin);
-            part.preferences.extend(preferences.next());
+        Ok((part(false)?, part(true)?))
+    }
+
+    /// As `finish`, also for rows in a file.
+    fn finish_all(&mut self) -> Result<()> {
+        if self.examples.file().is_none() {
+            self.finish();
+            return Ok(());
         }
-        // The counts of truncated and dropped rows stay with the training part.
-        train.stats.rows -= held_out;
-        eval.stats.rows = held_out;
-        eval.stats.longest_written = eval.examples.iter().map(|e| e.ids.len()).max().unwrap_or(0);
-        train.finish();
-        eval.finish();
-        Ok((train, eval))
+        let phase = progress::phase("counting tokens", self.examples.len(), "rows");
+        self.stats.forget_tokens();
+        let mut hasher = blake3::Hasher::new();
+        let mut buffer = Vec::new();
+        for row in 0..self.examples.len() {
+            let e = self.examples.get(row)?;
+            let trained = e.trained.iter().filter(|&&t| t).count();
+            self.stats.measure(e.ids.len(), trained as u64);
+            hash_row(&mut hasher, &e, &mut buffer);
+            phase.advance(1)?;
+        }
+        self.fingerprint = hasher.finalize().to_hex().to_string();
+        Ok(())
     }
 
     /// The first `limit` questions of this data set's rows, in file order, read from the files again.
@@ -370,17 +501,22 @@ impl Dataset {
         limit: usize,
     ) -> Result<Vec<Question>> {
         let encoder = spec.encoder(codec, template);
-        let mut origins = self.origins.iter().peekable();
+        let mut next = 0;
         let mut out = Vec::new();
         let mut full = false;
         let mut bad = BadRows::new();
         let result = spec.rows(Purpose::Learn, &encoder, &mut bad, &mut |row, layout, origin, _| {
-            if out.len() >= limit || origins.peek().is_none() {
+            if out.len() >= limit || next >= self.examples.len() {
                 // Ends the reading; the error is discarded below.
                 full = true;
                 return Err(Error::new("enough questions"));
             }
-            if origins.next_if(|&&o| o == origin).is_some() {
+            let first = next;
+            // The pieces of a split row have the same origin.
+            while next < self.examples.len() && self.origin(next)? == origin {
+                next += 1;
+            }
+            if next > first {
                 let question = encoder.question(&rows::understand(&row, layout)?);
                 out.extend(question.map_err(|e| e.within(&row.place))?);
             }
@@ -388,117 +524,6 @@ impl Dataset {
         });
         if full { Ok(out) } else { result.map(|_| out) }
     }
-}
-
-pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
-    let names: Vec<&str> = spec.sources.iter().map(|source| source.name.as_str()).collect();
-    let files = names.join(", ");
-    if stats.rows == 0 {
-        return Error::format("the data has no rows").at(files).found("0 rows");
-    }
-    let hint = if stats.dropped_by_truncation > 0 {
-        format!(
-            "raise `data::Spec::max_length`; the longest row has {} tokens",
-            stats.longest_written
-        )
-    } else {
-        "look at the encoded rows; check `data::Spec::train_on` and the assistant messages or completions".to_string()
-    };
-    Error::format("nothing in the data would be trained")
-        .at(files)
-        .found(format!(
-            "{} rows, {} without a token to train, {} of them because of max_length = {}",
-            stats.rows, stats.dropped_rows, stats.dropped_by_truncation, spec.max_length
-        ))
-        .expected("at least one trained token")
-        .hint(hint)
-}
-
-/// Collects rows in chunks and tokenizes a chunk on all cores; keeps the order of the file.
-struct Loader<'a> {
-    encoder: Encoder<'a>,
-    chunk: Vec<(Row, Arc<Layout>, Origin)>,
-    bytes: usize,
-    out: Dataset,
-}
-
-impl Loader<'_> {
-    fn push(&mut self, row: Row, layout: &Arc<Layout>, origin: Origin, bad: &mut BadRows) -> Result<()> {
-        let size = |v: &serde_json::Value| v.as_str().map_or(1024, str::len);
-        self.bytes += row.fields.values().map(size).sum::<usize>();
-        self.chunk.push((row, layout.clone(), origin));
-        if self.chunk.len() >= CHUNK_ROWS || self.bytes >= CHUNK_BYTES {
-            self.flush(bad)?;
-        }
-        Ok(())
-    }
-
-    fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
-        let encoder = &self.encoder;
-        let tried = Tried::new(bad);
-        let encoded: Vec<Option<Result<Encoded>>> = self
-            .chunk
-            .par_chunks(prepare::ROWS)
-            .flat_map_iter(|group| encode_group(encoder, group, &tried))
-            .collect();
-        for (row, (_, _, origin)) in encoded.into_iter().zip(self.chunk.drain(..)) {
-            let Some(row) = kept(row, bad)? else { continue };
-            self.out.stats.add(&row);
-            self.out.count(origin, row.cut > 0);
-            if row.example.trained.contains(&true) {
-                self.out.examples.push(row.example);
-                self.out.origins.push(origin);
-            }
-        }
-        self.bytes = 0;
-        unless_stopped()
-    }
-}
-
-/// Returns an encoded row, or counts its error. Errors: no row is good.
-pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Option<T>> {
-    match row {
-        None => bad.end().map(|()| None),
-        Some(Err(e)) => bad.add(e).map(|()| None),
-        Some(Ok(row)) => {
-            bad.good();
-            Ok(Some(row))
-        }
-    }
-}
-
-/// Encodes a few rows that are rendered with one request. `None`: skipped, because no earlier row was good and the time
-/// limit has passed.
-fn encode_group(
-    encoder: &Encoder,
-    group: &[(Row, Arc<Layout>, Origin)],
-    tried: &Tried,
-) -> Vec<Option<Result<Encoded>>> {
-    if !tried.go_on() {
-        return group.iter().map(|_| None).collect();
-    }
-    let samples: Vec<Result<Sample>> = group
-        .iter()
-        .map(|(row, layout, _)| rows::understand(row, layout))
-        .collect();
-    let prepared = encoder.template.map(|t| prepare::prepare(encoder, t, &samples));
-    let one = |(i, (row, layout, _)): (usize, &(Row, Arc<Layout>, Origin))| {
-        if !tried.go_on() {
-            return None;
-        }
-        let encoder = Encoder {
-            template: prepared.as_ref().and_then(|p| p.get(i)).map(|p| p as &dyn ChatRender),
-            ..*encoder
-        };
-        let encoded = match &samples[i] {
-            Ok(sample) => encoder.encode(sample).map_err(|e| e.within(&row.place)),
-            // Errors are not cloneable: compute it again.
-            Err(_) => rows::understand(row, layout).and_then(|sample| encoder.encode(&sample)),
-        };
-        tried.note(&encoded);
-        Some(encoded)
-    };
-    group.iter().enumerate().map(one).collect()
 }
 
 /// Selects the held-out rows among `n`, by the seed: at least one, and not all.
@@ -523,10 +548,4 @@ pub fn held_out(n: usize, fraction: f64, seed: u64) -> Result<Vec<bool>> {
         held[*row] = true;
     }
     Ok(held)
-}
-
-/// Errors: a signal asks to stop.
-pub(super) fn unless_stopped() -> Result<()> {
-    let stopped = |s| Error::signal(s, "stopped during the reading of the data; nothing was trained yet");
-    signal::received().map_or(Ok(()), |s| Err(stopped(s)))
 }

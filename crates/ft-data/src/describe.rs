@@ -21,7 +21,8 @@ const BAR: usize = 40;
 /// A token that cannot be decoded.
 pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usize, color: bool) -> Result<String> {
     let mut out = String::new();
-    for (row, (example, origin)) in dataset.examples.iter().zip(&dataset.origins).enumerate().take(rows) {
+    for (row, example) in dataset.examples.iter().enumerate().take(rows) {
+        let (example, origin) = (example?, dataset.origin(row)?);
         let file = source::file(spec.sources, origin.file);
         let at = if origin.is_line { ":" } else { ":row " };
         let trained = example.trained.iter().filter(|&&t| t).count();
@@ -42,7 +43,7 @@ pub fn describe(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, rows: usi
         let _ = writeln!(out, "{OPEN}trained{CLOSE} not trained\n");
     }
     out.push_str(&counts(&dataset.stats));
-    out.push_str(&histogram(dataset.examples.iter().map(|e| e.ids.len())));
+    out.push_str(&histogram(dataset.lengths().iter().map(|n| *n as usize)));
     for warning in dataset.stats.warnings(spec.max_length) {
         let _ = writeln!(out, "warning: {warning}");
     }
@@ -94,12 +95,18 @@ fn counts(stats: &Stats) -> String {
             "shortest, longest",
             format!("{}, {}", count(stats.shortest as u64), count(stats.longest as u64)),
         ),
+        ("rows split", count(stats.split_rows as u64)),
+        ("pieces of them", count(stats.pieces as u64)),
         ("rows truncated", count(stats.truncated_rows as u64)),
         ("tokens truncated", count(stats.truncated_tokens)),
         ("rows skipped", count(stats.dropped_rows as u64)),
     ];
+    // Splitting is the exception: without it the lines are left out.
+    let shown =
+        |(name, _): &&(&str, String)| stats.split_rows > 0 || !name.ends_with(" split") && *name != "pieces of them";
     lines
         .iter()
+        .filter(shown)
         .map(|(name, value)| format!("{name:<18} {value}\n"))
         .collect()
 }

@@ -31,6 +31,11 @@ impl BadRows {
         self.good += 1;
     }
 
+    /// True if no row was bad so far.
+    pub(crate) fn is_clean(&self) -> bool {
+        self.bad == 0
+    }
+
     /// True if it is useless to try more rows.
     pub(crate) fn hopeless(&self) -> bool {
         self.good == 0 && (self.bad >= HOPELESS_ROWS || self.since.elapsed() > HOPELESS_TIME)

@@ -22,8 +22,10 @@ pub mod codec;
 pub mod dataset;
 pub mod describe;
 pub mod encode;
+mod examples;
 mod faults;
 mod layout;
+mod load;
 pub mod mapping;
 pub mod mixture;
 pub mod order;
@@ -37,6 +39,8 @@ pub mod reading;
 mod rows;
 pub mod source;
 pub mod summary;
+pub mod streaming;
+pub mod tokens;
 
 #[cfg(test)]
 mod testing;
@@ -44,10 +48,11 @@ mod testing;
 mod tests;
 
 pub use batch::{Batch, Columns, Example, IGNORE};
-pub use choices::{Render, RowFormat, TrainOn};
+pub use choices::{Long, Render, RowFormat, TrainOn};
 pub use codec::{ChatRender, TextCodec};
 pub use dataset::{Dataset, Origin, Spec, Stats};
 pub use encode::{Encoder, Question};
+pub use examples::Examples;
 pub use layout::{Layout, Rendering};
 pub use mapping::{ChatRole, ColumnRole, Mapping};
 pub use mixture::{Mixture, Share};
@@ -56,3 +61,5 @@ pub use read::{Row, RowPosition, TextUnit};
 pub use reading::Reading;
 pub use rows::{Chat, Sample};
 pub use source::Source;
+pub use streaming::RowStream;
+pub use tokens::TokenCache;

@@ -5,6 +5,7 @@
 //! the last one. So each row of a source is used equally often, and the rows of an epoch are a function of (seed, epoch).
 
 use super::dataset::{Dataset, Origin};
+use ft_base::Result;
 use ft_base::rng::{Rng, Stream};
 
 /// Separates the orders of the sources from the orders of epochs.
@@ -25,6 +26,15 @@ pub struct Share {
     pub truncated: usize,
 }
 
+/// Counts a row of a source.
+pub(crate) fn count(shares: &mut [Share], origin: Origin, truncated: bool) {
+    let source = source_of(shares, origin);
+    if let Some(share) = shares.get_mut(source) {
+        share.rows += 1;
+        share.truncated += usize::from(truncated);
+    }
+}
+
 /// The index of the source of a row.
 pub fn source_of(shares: &[Share], origin: Origin) -> usize {
     let mut end = 0;
@@ -35,30 +45,38 @@ pub fn source_of(shares: &[Share], origin: Origin) -> usize {
     shares.iter().position(is_in).unwrap_or(0)
 }
 
+/// The rows of each source.
+pub fn rows_of(shares: &[Share], origins: &[Origin]) -> Vec<Vec<u32>> {
+    let mut rows = vec![Vec::new(); shares.len()];
+    for (row, origin) in origins.iter().enumerate() {
+        rows[source_of(shares, *origin)].push(row as u32);
+    }
+    rows
+}
+
 /// Sources with weights.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mixture {
     /// The rows of each source.
-    rows: Vec<Vec<usize>>,
+    rows: Vec<Vec<u32>>,
     /// The number of rows that each source gives to an epoch.
     counts: Vec<usize>,
 }
 
 impl Mixture {
-    /// The mixture of rows with these origins. `None`: no source has a weight, or only one has rows.
-    pub fn new(shares: &[Share], origins: &[Origin]) -> Option<Self> {
-        let mut rows: Vec<Vec<usize>> = vec![Vec::new(); shares.len()];
+    /// The mixture of these rows of each source. `None`: no source has a weight, or only one has rows.
+    pub fn new(shares: &[Share], rows: Vec<Vec<u32>>) -> Option<Self> {
         if shares.iter().all(|share| share.weight.is_none()) {
             return None;
         }
-        for (row, origin) in origins.iter().enumerate() {
-            rows[source_of(shares, *origin)].push(row);
-        }
         let weights = shares.iter().map(|share| share.weight.unwrap_or(1.0));
-        let (rows, weights): (Vec<Vec<usize>>, Vec<f64>) =
-            rows.into_iter().zip(weights).filter(|(rows, _)| !rows.is_empty()).unzip();
+        let (rows, weights): (Vec<Vec<u32>>, Vec<f64>) = rows
+            .into_iter()
+            .zip(weights)
+            .filter(|(rows, _)| !rows.is_empty())
+            .unzip();
         (rows.len() > 1).then(|| Self {
-            counts: counts(origins.len(), &weights),
+            counts: counts(rows.iter().map(Vec::len).sum(), &weights),
             rows,
         })
     }
@@ -74,9 +92,9 @@ impl Mixture {
     }
 
     /// The rows of an epoch, in order. Without `shuffle` the sources are in file order, and evenly mixed.
-    pub fn epoch(&self, seed: u64, epoch: u64, shuffle: bool) -> Vec<usize> {
+    pub fn epoch(&self, seed: u64, epoch: u64, shuffle: bool) -> Vec<u32> {
         // The place of a row in the epoch, as a fraction of its source's share.
-        let mut placed: Vec<(f64, usize)> = Vec::with_capacity(self.len());
+        let mut placed: Vec<(f64, u32)> = Vec::with_capacity(self.len());
         for (source, (rows, &count)) in self.rows.iter().zip(&self.counts).enumerate() {
             let n = rows.len() as u64;
             let mut cycle: Option<(u64, Vec<usize>)> = None;
@@ -134,8 +152,34 @@ fn counts(n: usize, weights: &[f64]) -> Vec<usize> {
 
 impl Dataset {
     /// How the rows of weighted sources are mixed; `None`: each row once in an epoch.
-    pub fn mixture(&self) -> Option<Mixture> {
-        Mixture::new(&self.shares, &self.origins)
+    ///
+    /// # Errors
+    /// The token file cannot be read.
+    pub fn mixture(&self) -> Result<Option<Mixture>> {
+        if self.grouped || self.shares.iter().all(|share| share.weight.is_none()) {
+            return Ok(None);
+        }
+        let n = self.examples.len();
+        if self.examples.in_memory().is_some() {
+            return Ok(Mixture::new(&self.shares, rows_of(&self.shares, &self.origins)));
+        }
+        // A token file has the rows of a source one after another: a binary search finds the end.
+        let mut rows: Vec<Vec<u32>> = vec![Vec::new(); self.shares.len()];
+        let mut first = 0;
+        for (source, rows) in rows.iter_mut().enumerate() {
+            let (mut end, mut after) = (first, n);
+            while end < after {
+                let middle = end + (after - end) / 2;
+                if source_of(&self.shares, self.origin(middle)?) <= source {
+                    end = middle + 1;
+                } else {
+                    after = middle;
+                }
+            }
+            *rows = (first as u32..end as u32).collect();
+            first = end;
+        }
+        Ok(Mixture::new(&self.shares, rows))
     }
 }
 
@@ -157,7 +201,8 @@ mod tests {
         };
         let first = (0..rows[0]).map(|i| origin((i % 2) as u32));
         let origins: Vec<Origin> = first.chain((0..rows[1]).map(|_| origin(2))).collect();
-        Mixture::new(&[share(2, weights[0]), share(1, weights[1])], &origins).unwrap()
+        let shares = [share(2, weights[0]), share(1, weights[1])];
+        Mixture::new(&shares, rows_of(&shares, &origins)).unwrap()
     }
 
     #[test]
@@ -178,11 +223,14 @@ mod tests {
             for epoch in 0..9 {
                 let rows = mixture.epoch(7, epoch, shuffle);
                 assert_eq!(rows.iter().filter(|row| **row < 90).count(), 50);
-                rows.iter().for_each(|row| used[*row] += 1);
+                rows.iter().for_each(|row| used[*row as usize] += 1);
                 // A function of seed and epoch only.
                 assert_eq!(rows, mixture.epoch(7, epoch, shuffle));
             }
-            assert!(used[..90].iter().all(|n| *n == 5) && used[90..].iter().all(|n| *n == 45), "{used:?}");
+            assert!(
+                used[..90].iter().all(|n| *n == 5) && used[90..].iter().all(|n| *n == 45),
+                "{used:?}"
+            );
         }
         let rows = mixture([4, 2], [2.0, 1.0]).epoch(0, 0, false);
         assert_eq!(rows, [0, 4, 1, 2, 5, 3]);
@@ -199,6 +247,8 @@ mod tests {
             number: 1,
             is_line: true,
         };
-        assert_eq!(Mixture::new(&[share.clone(), share], &[origin, Origin { file: 1, ..origin }]), None);
+        let origins = [origin, Origin { file: 1, ..origin }];
+        let shares = [share.clone(), share];
+        assert_eq!(Mixture::new(&shares, rows_of(&shares, &origins)), None);
     }
 }

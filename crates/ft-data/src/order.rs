@@ -9,10 +9,12 @@ mod epochs;
 
 use super::batch::{Batch, Example};
 use super::dataset::Dataset;
+use super::examples::Examples;
 use super::mixture::Mixture;
-use super::pack::{Bin, pack};
+use super::pack::{Bins, pack};
 use ft_base::rng::{Rng, Stream};
 use ft_base::{Error, Result, progress};
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -58,8 +60,8 @@ pub struct StreamSpec {
 /// The units of one epoch, in order.
 #[derive(Debug)]
 enum Units {
-    Rows(Vec<usize>),
-    Bins(Vec<Bin>),
+    Rows(Vec<u32>),
+    Bins(Bins),
 }
 
 impl Units {
@@ -75,7 +77,7 @@ impl Units {
 #[derive(Debug)]
 pub struct Order {
     spec: StreamSpec,
-    lengths: Vec<usize>,
+    lengths: Arc<[u32]>,
     /// Units of the first epoch. Packed rows of a mixture can have another number of bins in each epoch; otherwise the
     /// number is the same in every epoch.
     units: u64,
@@ -89,7 +91,7 @@ pub struct Order {
 /// Micro-batches of a data set; see the module documentation.
 #[derive(Debug)]
 pub struct BatchStream<'a> {
-    examples: &'a [Example],
+    examples: &'a Examples,
     order: Order,
 }
 
@@ -128,22 +130,36 @@ impl<'a> BatchStream<'a> {
         };
         Ok(Self {
             examples: &dataset.examples,
-            order: Order::mixed(dataset.lengths(), spec, dataset.mixture().filter(|_| !dataset.grouped).map(Arc::new))?,
+            order: Order::mixed(dataset.lengths(), spec, dataset.mixture()?.map(Arc::new))?,
         })
     }
 
     /// The examples in file order.
-    pub fn examples(&self) -> &'a [Example] {
+    pub fn examples(&self) -> &'a Examples {
         self.examples
     }
 
+    /// The examples of micro-batch `index`, from 0.
+    ///
+    /// # Errors
+    /// The token file cannot be read.
+    pub fn micro_batch(&self, index: u64) -> Result<Vec<Cow<'a, Example>>> {
+        self.rows(index).into_iter().map(|row| self.examples.get(row)).collect()
+    }
+
     /// Micro-batch `index`, from 0.
-    pub fn batch(&self, index: u64) -> Batch {
-        Batch::from_examples(self.rows(index).into_iter().map(|row| &self.examples[row]))
+    ///
+    /// # Errors
+    /// As for `micro_batch`.
+    pub fn batch(&self, index: u64) -> Result<Batch> {
+        Ok(Batch::from_examples(self.micro_batch(index)?))
     }
 
     /// The micro-batches of step `step`, from 0.
-    pub fn window(&self, step: u64) -> Vec<Batch> {
+    ///
+    /// # Errors
+    /// As for `micro_batch`.
+    pub fn window(&self, step: u64) -> Result<Vec<Batch>> {
         self.window_indices(step).map(|index| self.batch(index)).collect()
     }
 }
@@ -153,7 +169,7 @@ impl Order {
     ///
     /// # Errors
     /// No rows, a batch size or accumulation of zero, a number of epochs that is not positive.
-    pub fn new(lengths: Vec<usize>, spec: StreamSpec) -> Result<Self> {
+    pub fn new(lengths: impl Into<Arc<[u32]>>, spec: StreamSpec) -> Result<Self> {
         Self::mixed(lengths, spec, None)
     }
 
@@ -161,9 +177,15 @@ impl Order {
     ///
     /// # Errors
     /// As for `new`.
-    pub fn mixed(lengths: Vec<usize>, spec: StreamSpec, mixture: Option<Arc<Mixture>>) -> Result<Self> {
+    pub fn mixed(lengths: impl Into<Arc<[u32]>>, spec: StreamSpec, mixture: Option<Arc<Mixture>>) -> Result<Self> {
+        let lengths = lengths.into();
         if lengths.is_empty() {
             return Err(Error::format("the data has no rows"));
+        }
+        if u32::try_from(lengths.len()).is_err() {
+            return Err(Error::unsupported("a data set has too many rows")
+                .found(lengths.len())
+                .expected(format!("at most {}", u32::MAX)));
         }
         if spec.batch_size == 0 || spec.accumulation == 0 {
             return Err(Error::usage(
@@ -201,7 +223,7 @@ impl Order {
     }
 
     /// Number of tokens of each row.
-    pub fn lengths(&self) -> &[usize] {
+    pub fn lengths(&self) -> &[u32] {
         &self.lengths
     }
 
@@ -215,7 +237,7 @@ impl Order {
             return self.exactly_largest();
         }
         let units: Vec<(usize, usize)> = match &*self.epoch(0) {
-            Units::Rows(rows) => rows.iter().map(|row| (self.lengths[*row], 1)).collect(),
+            Units::Rows(rows) => rows.iter().map(|row| (self.length(*row), 1)).collect(),
             Units::Bins(bins) => bins.iter().map(|bin| (self.tokens_of(bin), bin.len())).collect(),
         };
         let count = self.spec.batch_size;
@@ -226,13 +248,17 @@ impl Order {
         let fewest = units.iter().map(|u| u.1).min().unwrap_or(1);
         Largest {
             tokens: (count / tokens.len()).saturating_mul(all).saturating_add(rest),
-            longest: self.lengths.iter().copied().max().unwrap_or(1),
+            longest: self.lengths.iter().copied().max().unwrap_or(1) as usize,
             documents: count.saturating_mul(fewest),
         }
     }
 
-    fn tokens_of(&self, rows: &[usize]) -> usize {
-        rows.iter().map(|row| self.lengths[*row]).sum()
+    fn length(&self, row: u32) -> usize {
+        self.lengths[row as usize] as usize
+    }
+
+    fn tokens_of(&self, rows: &[u32]) -> usize {
+        rows.iter().map(|row| self.length(*row)).sum()
     }
 
     fn exactly_largest(&self) -> Largest {
@@ -243,10 +269,10 @@ impl Order {
         };
         let mut sizes = Vec::new();
         for index in 0..self.micro_batches().max(1) {
-            let rows = self.rows(index);
+            let rows = self.numbers(index);
             let tokens = self.tokens_of(&rows);
             largest.tokens = largest.tokens.max(tokens);
-            let longest = rows.iter().map(|row| self.lengths[*row]).max();
+            let longest = rows.iter().map(|row| self.length(*row)).max();
             largest.longest = largest.longest.max(longest.unwrap_or(0));
             sizes.push((tokens, rows.len()));
         }
@@ -264,7 +290,7 @@ impl Order {
     /// Packing density: tokens in the bins of an epoch divided by their capacity; 1 without packing.
     pub fn density(&self) -> f64 {
         if self.spec.packing {
-            let tokens = match &*self.epoch(0) {
+            let tokens: usize = match &*self.epoch(0) {
                 Units::Bins(bins) => bins.iter().map(|bin| self.tokens_of(bin)).sum(),
                 Units::Rows(rows) => self.tokens_of(rows),
             };
@@ -311,6 +337,10 @@ impl Order {
     /// Rows of micro-batch `index` (from 0), in order. Fewer than B units only at the end of a run by epochs; after
     /// that end the stream continues with full micro-batches.
     pub fn rows(&self, index: u64) -> Vec<usize> {
+        self.numbers(index).into_iter().map(|row| row as usize).collect()
+    }
+
+    fn numbers(&self, index: u64) -> Vec<u32> {
         let b = self.spec.batch_size as u64;
         let first = index * b;
         let end = match self.total_units() {
@@ -326,7 +356,7 @@ impl Order {
             let n = (end - unit).min(epoch.len() - from as u64) as usize;
             match &*epoch {
                 Units::Rows(rows) => out.extend_from_slice(&rows[from..from + n]),
-                Units::Bins(bins) => out.extend(bins[from..from + n].iter().flatten()),
+                Units::Bins(bins) => out.extend_from_slice(bins.rows(from, from + n)),
             }
             unit += n as u64;
         }
@@ -351,12 +381,13 @@ impl Order {
             return units.clone();
         }
         let n = self.lengths.len();
-        let order = if let Some(mixture) = &self.mixture {
+        let order: Vec<u32> = if let Some(mixture) = &self.mixture {
             mixture.epoch(self.spec.seed, epoch, self.spec.shuffle)
         } else if self.spec.shuffle {
-            Rng::new(self.spec.seed, Stream::Shuffle, &[epoch]).permutation(n)
+            let shuffled = Rng::new(self.spec.seed, Stream::Shuffle, &[epoch]).permutation(n);
+            shuffled.into_iter().map(|row| row as u32).collect()
         } else {
-            (0..n).collect()
+            (0..n as u32).collect()
         };
         let units = Arc::new(if self.spec.packing {
             Units::Bins(pack(&order, &self.lengths, self.spec.max_length))
@@ -369,19 +400,25 @@ impl Order {
     }
 }
 
-/// Batches for an evaluation: rows in file order, at most `max_tokens` per batch (a longer row is a batch alone).
-pub fn eval_batches(dataset: &Dataset, max_tokens: usize) -> impl Iterator<Item = Batch> + '_ {
-    let mut rest = dataset.examples.as_slice();
+/// Batches for an evaluation: rows in file order, at most `max_tokens` per batch (a longer row is a batch alone). An
+/// error is that of `Examples::get`.
+pub fn eval_batches(dataset: &Dataset, max_tokens: usize) -> impl Iterator<Item = Result<Batch>> + '_ {
+    let lengths = dataset.lengths();
+    let mut from = 0;
     std::iter::from_fn(move || {
         let mut tokens = 0;
-        let fits = rest.iter().take_while(|e| {
-            tokens += e.ids.len();
+        let fits = lengths[from..].iter().take_while(|n| {
+            tokens += **n as usize;
             tokens <= max_tokens
         });
-        let n = fits.count().max(1).min(rest.len());
-        let (now, later) = rest.split_at(n);
-        rest = later;
-        (!now.is_empty()).then(|| Batch::from_examples(now))
+        let n = fits.count().max(1).min(lengths.len() - from);
+        let rows = from..from + n;
+        from += n;
+        let batch = |rows: Range<usize>| -> Result<Batch> {
+            let rows: Vec<_> = rows.map(|row| dataset.examples.get(row)).collect::<Result<_>>()?;
+            Ok(Batch::from_examples(rows))
+        };
+        (n > 0).then(|| batch(rows))
     })
 }
 
@@ -420,8 +457,8 @@ mod tests {
         let rows: Vec<_> = (0..6).map(|m| stream.rows(m)).collect();
         assert_eq!(rows, [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]);
         assert_eq!((stream.steps(), stream.micro_batches()), (3, 6));
-        assert_eq!(stream.window(1), vec![stream.batch(2), stream.batch(3)]);
-        assert_eq!(stream.batch(2).documents, vec![0, 6, 8]);
+        assert_eq!(stream.window(1).unwrap(), [2, 3].map(|m| stream.batch(m).unwrap()));
+        assert_eq!(stream.batch(2).unwrap().documents, vec![0, 6, 8]);
         assert_eq!(stream.epoch_after(2), 1.6);
     }
 
@@ -436,7 +473,7 @@ mod tests {
         ] {
             let stream = BatchStream::new(&data, spec(batch_size, accumulation, Length::Epochs(epochs))).unwrap();
             assert_eq!(stream.steps(), steps);
-            let windows: Vec<_> = (0..steps).map(|s| stream.window(s)).collect();
+            let windows: Vec<_> = (0..steps).map(|s| stream.window(s).unwrap()).collect();
             let shape = |w: &Vec<Batch>| w.iter().map(|b| b.documents.len() - 1).collect::<Vec<_>>();
             assert_eq!(shape(windows.last().unwrap()), last);
             let rows: usize = windows.iter().flat_map(shape).sum();
@@ -494,7 +531,7 @@ mod tests {
             let stream = BatchStream::new(&data, s).unwrap();
             let mut documents = Vec::new();
             for m in 0..stream.micro_batches() {
-                let b = stream.batch(m);
+                let b = stream.batch(m).unwrap();
                 assert!(!packing || b.len() <= 16);
                 for d in b.documents.windows(2) {
                     let range = d[0]..d[1];
@@ -515,12 +552,17 @@ mod tests {
     #[test]
     fn evaluation_batches_keep_the_file_order_and_hold_each_row_once() {
         let data = dataset(20);
-        let batches: Vec<Batch> = eval_batches(&data, 12).collect();
+        let batches: Vec<Batch> = eval_batches(&data, 12).collect::<Result<_>>().unwrap();
         assert!(batches.iter().all(|b| b.len() <= 12) && batches.len() < 20);
         let ids: Vec<u32> = batches.iter().flat_map(|b| b.ids.clone()).collect();
         assert_eq!(
             ids,
-            data.examples.iter().flat_map(|e| e.ids.clone()).collect::<Vec<_>>()
+            data.examples
+                .in_memory()
+                .unwrap()
+                .iter()
+                .flat_map(|e| e.ids.clone())
+                .collect::<Vec<_>>()
         );
         assert_eq!(eval_batches(&data, 1).count(), 20);
         assert_eq!(eval_batches(&Dataset::default(), 1).count(), 0);
@@ -544,7 +586,7 @@ mod tests {
                 ..spec(batch_size, 1, length)
             };
             let stream = BatchStream::new(&data, s).unwrap();
-            let batches = (0..stream.micro_batches()).map(|m| stream.batch(m));
+            let batches = (0..stream.micro_batches()).map(|m| stream.batch(m).unwrap());
             let tokens = batches.map(|b| b.len()).max().unwrap();
             let found = stream.largest();
             assert_eq!((found.tokens, found.longest), (tokens, 8), "{s:?}");
@@ -567,7 +609,7 @@ mod tests {
             ..spec(500, 1, Length::Steps(1 << 40))
         };
         let stream = BatchStream::new(&data, packed).unwrap();
-        let all: usize = stream.lengths().iter().sum();
+        let all = stream.lengths().iter().sum::<u32>() as usize;
         let (full, rest) = (
             500 / stream.units_per_epoch() as usize,
             500 % stream.units_per_epoch() as usize,

@@ -17,7 +17,7 @@ pub struct Reading {
     /// Columns that are not null in at least one row of the file.
     seen: BTreeSet<String>,
     /// The number of rows that are not used, with the reason.
-    skipped: Vec<(&'static str, usize)>,
+    skipped: Vec<(String, usize)>,
     /// True if the texts of the first row are concatenated without white space between them.
     touching: bool,
 }
@@ -58,16 +58,28 @@ impl Reading {
         }
     }
 
-    pub(super) fn skip(&mut self, why: &'static str) {
-        match self.skipped.iter_mut().find(|(known, _)| *known == why) {
+    pub(super) fn skip(&mut self, why: &str) {
+        match self.skipped.iter_mut().find(|(known, _)| known == why) {
             Some((_, rows)) => *rows += 1,
-            None => self.skipped.push((why, 1)),
+            None => self.skipped.push((why.to_string(), 1)),
         }
     }
 
     /// Number of rows that are not used, with the reason.
-    pub fn skipped(&self) -> &[(&'static str, usize)] {
+    pub fn skipped(&self) -> &[(String, usize)] {
         &self.skipped
+    }
+
+    /// Columns that are not null in at least one row.
+    pub(super) fn columns(&self) -> Vec<String> {
+        self.seen.iter().cloned().collect()
+    }
+
+    /// A reading of the first row, with the columns and the skipped rows of the whole file.
+    pub(super) fn with(mut self, columns: &[String], skipped: &[(String, usize)]) -> Self {
+        self.seen = columns.iter().cloned().collect();
+        self.skipped = skipped.to_vec();
+        self
     }
 
     /// Columns of the file that are not used.

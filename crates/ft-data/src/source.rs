@@ -106,8 +106,86 @@ impl OpenFile {
     }
 }
 
-/// Ends the reading of a source that has a limit; never shown.
-const ENOUGH: &str = "enough rows of this source";
+/// The readings of files, without the indices of the files.
+pub(crate) fn readings(of_files: Vec<(usize, Reading)>) -> Vec<Reading> {
+    of_files.into_iter().map(|(_, reading)| reading).collect()
+}
+
+/// Reads the rows of some files in any order of the files: each file's layout follows from its first row.
+pub(crate) struct Files {
+    sources: Vec<Source>,
+    open: Vec<Option<OpenFile>>,
+}
+
+impl Files {
+    pub(crate) fn new(sources: &[Source]) -> Self {
+        let files = sources.iter().map(|source| source.files.len()).sum();
+        Self {
+            sources: sources.to_vec(),
+            open: std::iter::repeat_with(|| None).take(files).collect(),
+        }
+    }
+
+    pub(crate) fn sources(&self) -> &[Source] {
+        &self.sources
+    }
+
+    /// A row of file `file` with its usual columns. `None`: the row is not used.
+    ///
+    /// Errors: the first row of a file gives no layout; the row is broken.
+    pub(crate) fn row(&mut self, file: usize, row: Row, rules: &Rules) -> Result<Option<(Row, Arc<Layout>)>> {
+        let open = match &mut self.open[file] {
+            Some(open) => open,
+            none => {
+                let (source, _) = of_file(&self.sources, file)?;
+                let Some(open) = OpenFile::new(source, &row, Purpose::Learn, rules)? else {
+                    return Ok(None);
+                };
+                none.insert(open)
+            }
+        };
+        match open.mapper.apply(row)? {
+            Mapped::Row(row) => Ok(Some((row, open.layout.clone()))),
+            Mapped::Skipped(_) => Ok(None),
+        }
+    }
+}
+
+/// The source of a file, and the path of the file, by its index over all sources.
+fn of_file(sources: &[Source], index: usize) -> Result<(&Source, &str)> {
+    let mut files = sources
+        .iter()
+        .flat_map(|source| source.files.iter().map(move |file| (source, file.as_str())));
+    let missing = || Error::internal("a file is not in the list of files").found(index);
+    files.nth(index).ok_or_else(missing)
+}
+
+/// How the rows of file `index` (over all sources) are read. `None`: no row is used.
+///
+/// Errors: as `rows`.
+pub(crate) fn first_reading(
+    sources: &[Source],
+    index: usize,
+    purpose: Purpose,
+    rules: &Rules,
+) -> Result<Option<Reading>> {
+    let (source, path) = of_file(sources, index)?;
+    let mut found = None;
+    let result = read::read_rows(path, source.text_unit, &mut |row| {
+        found = OpenFile::new(source, &row?, purpose, rules)?;
+        match found {
+            Some(_) => Err(Error::new(ENOUGH)),
+            None => Ok(()),
+        }
+    });
+    match result {
+        Err(e) if e.what() != ENOUGH => Err(e),
+        _ => Ok(found.map(|file| file.reading)),
+    }
+}
+
+/// Ends the reading of a file; never shown.
+pub(crate) const ENOUGH: &str = "enough rows of this source";
 
 /// Passes each row of the sources to `each` with its file's layout and its origin; broken rows go to `bad`.
 ///
@@ -118,7 +196,7 @@ pub(crate) fn rows(
     rules: &Rules,
     bad: &mut BadRows,
     each: &mut EachRow<'_>,
-) -> Result<Vec<Reading>> {
+) -> Result<Vec<(usize, Reading)>> {
     let mut readings = Vec::new();
     let files = sources.iter().map(|source| source.files.len());
     let firsts = files.scan(0, |next, n| Some(std::mem::replace(next, *next + n)));
@@ -150,7 +228,7 @@ pub(crate) fn rows(
                 Err(e) if e.what() == ENOUGH => {}
                 result => result?,
             }
-            readings.extend(open.map(|file| file.reading));
+            readings.extend(open.map(|file| (first + index, file.reading)));
         }
     }
     Ok(readings)

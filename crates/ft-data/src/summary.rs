@@ -26,7 +26,7 @@ const QUANTILES: [(&str, f64); 7] = [
 /// # Errors
 /// A token that cannot be decoded.
 pub fn row(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, index: usize) -> Result<Value> {
-    let (example, origin) = (&dataset.examples[index], dataset.origins[index]);
+    let (example, origin) = (dataset.examples.get(index)?, dataset.origin(index)?);
     let mask: Vec<u8> = example.trained.iter().map(|&t| t.into()).collect();
     let mut out = json!({
         "file": source::file(spec.sources, origin.file),
@@ -41,7 +41,10 @@ pub fn row(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, index: usize) 
 }
 
 fn pairs(ranges: Vec<Range<usize>>) -> Value {
-    ranges.into_iter().map(|range| json!([range.start, range.end])).collect()
+    ranges
+        .into_iter()
+        .map(|range| json!([range.start, range.end]))
+        .collect()
 }
 
 /// The ranges of trained tokens.
@@ -72,20 +75,19 @@ pub struct Summary {
 }
 
 impl Summary {
-    fn new<'a>(name: &str, examples: impl Iterator<Item = &'a Example>) -> Self {
-        let mut out = Self {
+    fn new(name: &str, read: usize, truncated: usize) -> Self {
+        Self {
             name: name.to_string(),
-            read: 0,
-            truncated: 0,
+            read,
+            truncated,
             trained_tokens: 0,
             lengths: Vec::new(),
-        };
-        for example in examples {
-            out.trained_tokens += example.trained.iter().filter(|t| **t).count() as u64;
-            out.lengths.push(example.ids.len());
         }
-        out.lengths.sort_unstable();
-        out
+    }
+
+    fn add(&mut self, example: &Example) {
+        self.trained_tokens += example.trained.iter().filter(|t| **t).count() as u64;
+        self.lengths.push(example.ids.len());
     }
 
     /// Tokens of the rows that are used.
@@ -127,25 +129,26 @@ impl Summary {
 }
 
 /// The numbers of each source, then of all rows if there are several sources.
-pub fn summaries(dataset: &Dataset) -> Vec<Summary> {
-    let mut out = Vec::new();
-    for (index, share) in dataset.shares.iter().enumerate() {
-        let rows = dataset.examples.iter().zip(&dataset.origins);
-        let own = rows.filter(|(_, origin)| source_of(&dataset.shares, **origin) == index);
-        out.push(Summary {
-            read: share.rows,
-            truncated: share.truncated,
-            ..Summary::new(&share.name, own.map(|(example, _)| example))
-        });
-    }
+///
+/// # Errors
+/// The token file cannot be read.
+pub fn summaries(dataset: &Dataset) -> Result<Vec<Summary>> {
+    let shares = dataset.shares.iter();
+    let mut out: Vec<Summary> = shares.map(|s| Summary::new(&s.name, s.rows, s.truncated)).collect();
     if out.len() != 1 {
-        out.push(Summary {
-            read: dataset.stats.rows,
-            truncated: dataset.stats.truncated_rows,
-            ..Summary::new("all", dataset.examples.iter())
-        });
+        let stats = &dataset.stats;
+        out.push(Summary::new("all", stats.rows, stats.truncated_rows));
     }
-    out
+    let last = out.len() - 1;
+    for (row, example) in dataset.examples.iter().enumerate() {
+        let example = example?;
+        if last > 0 {
+            out[source_of(&dataset.shares, dataset.origin(row)?)].add(&example);
+        }
+        out[last].add(&example);
+    }
+    out.iter_mut().for_each(|summary| summary.lengths.sort_unstable());
+    Ok(out)
 }
 
 /// The summaries as a table, and the histogram of the last one.
@@ -153,7 +156,10 @@ pub fn table(summaries: &[Summary]) -> String {
     let mut heads = vec!["rows", "tokens", "trained", "mean"];
     heads.extend(QUANTILES.map(|(name, _)| name));
     heads.push("cut");
-    let mut lines = vec![(String::new(), heads.iter().map(|head| head.to_string()).collect::<Vec<_>>())];
+    let mut lines = vec![(
+        String::new(),
+        heads.iter().map(|head| head.to_string()).collect::<Vec<_>>(),
+    )];
     for summary in summaries {
         let rows = summary.lengths.len();
         let mut cells = vec![
@@ -171,7 +177,11 @@ pub fn table(summaries: &[Summary]) -> String {
     let widths: Vec<usize> = (0..heads.len()).map(width).collect();
     let mut out = String::new();
     for (name, cells) in &lines {
-        let cells: Vec<String> = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
+        let cells: Vec<String> = cells
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell:>width$}"))
+            .collect();
         out += &format!("{name:<first$}  {}\n", cells.join("  "));
     }
     if let Some(last) = summaries.last() {
@@ -187,7 +197,7 @@ mod tests {
     use crate::mapping::Mapping;
     use crate::source::Source;
     use crate::testing::{Words, files};
-    use crate::{ColumnRole, Render, TrainOn};
+    use crate::{ColumnRole, Long, Render, TrainOn};
 
     #[test]
     fn sources_are_counted_apart_and_together() {
@@ -205,24 +215,37 @@ mod tests {
             sources: &f.sources,
             render: Render::Plain,
             max_length: 5,
+            long: Long::Truncate,
+            overlap: 1,
             train_on: TrainOn::Assistant,
             embedding_rows: 1000,
         };
         let codec = Words::chatml();
         let data = Dataset::load(&spec, &codec, None).unwrap();
-        let found = summaries(&data);
+        let found = summaries(&data).unwrap();
         let numbers = |s: &Summary| (s.lengths.clone(), s.read, s.truncated);
         assert_eq!(numbers(&found[0]), (vec![2, 5], 2, 1));
         assert_eq!((found[1].lengths.len(), found[1].truncated), (1, 0));
-        assert_eq!((found[2].name.as_str(), found[2].read, found[2].truncated), ("all", 3, 1));
+        assert_eq!(
+            (found[2].name.as_str(), found[2].read, found[2].truncated),
+            ("all", 3, 1)
+        );
         assert_eq!(found[0].json()["length"]["p50"], 2);
         assert_eq!(found[0].json()["truncated_share"], 0.5);
         assert_eq!(found[0].histogram(), [(2, 1), (8, 1)]);
         let table = table(&found);
-        assert!(table.contains("50.0 %") && table.contains("p99") && table.contains("tokens per row"), "{table}");
+        assert!(
+            table.contains("50.0 %") && table.contains("p99") && table.contains("tokens per row"),
+            "{table}"
+        );
         let shown = row(&data, &spec, &codec, 2).unwrap();
-        assert_eq!((&shown["line"], &shown["spans"][0][1]), (&json!(2), &json!(shown["ids"].as_array().unwrap().len())));
+        assert_eq!(
+            (&shown["line"], &shown["spans"][0][1]),
+            (&json!(2), &json!(shown["ids"].as_array().unwrap().len()))
+        );
         assert_eq!(shown["mask"][0], 0);
-        assert!(shown["file"].as_str().unwrap().ends_with("b.csv") && shown["text"].as_str().unwrap().contains("ask me"));
+        assert!(
+            shown["file"].as_str().unwrap().ends_with("b.csv") && shown["text"].as_str().unwrap().contains("ask me")
+        );
     }
 }

@@ -6,7 +6,7 @@ use super::describe::describe;
 use super::layout::Purpose;
 use super::rows::{Chat, Sample};
 use super::testing::*;
-use crate::{Render, RowFormat, TrainOn};
+use crate::{Long, Render, RowFormat, TrainOn};
 use ft_base::Result;
 use serde_json::{Value, json};
 
@@ -51,7 +51,11 @@ fn formats_are_told_from_the_fields_of_the_first_row() {
     }
     refused(
         json!({"heading": "a", "body": "b"}),
-        &["fields heading, body", "instruction, output", "`Mapping::columns = { prompt = \"heading\", completion = \"body\" }`"],
+        &[
+            "fields heading, body",
+            "instruction, output",
+            "`Mapping::columns = { prompt = \"heading\", completion = \"body\" }`",
+        ],
     );
     refused(json!({}), &["no fields"]);
     refused(
@@ -189,12 +193,20 @@ fn hostile_messages_are_refused_with_their_number() {
     );
     refused(
         with(json!({"role": "robot", "content": "x"})),
-        &["message 2", "unknown role", "`robot`", "`Mapping::roles = { \"robot\" = \"user\" }`"],
+        &[
+            "message 2",
+            "unknown role",
+            "`robot`",
+            "`Mapping::roles = { \"robot\" = \"user\" }`",
+        ],
     );
     refused(with(json!({"role": 1, "content": "x"})), &["message 2", "role"]);
     refused(
         with(json!({"speaker": "A", "say": "x"})),
-        &["message 2", "`Mapping::columns = { role = \"speaker\", content = \"say\" }`"],
+        &[
+            "message 2",
+            "`Mapping::columns = { role = \"speaker\", content = \"say\" }`",
+        ],
     );
     refused(
         with(json!({"from": "gpt", "value": "x"})),
@@ -229,6 +241,8 @@ fn spec(files: &Files, max_length: usize) -> Spec<'_> {
         sources: &files.sources,
         render: Render::Plain,
         max_length,
+        long: Long::Auto,
+        overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 100_000,
     }
@@ -255,7 +269,7 @@ const MIXED: [(&str, &str); 3] = [
 fn each_file_has_its_own_format_and_the_order_is_that_of_the_files() {
     let f = files(&MIXED);
     let data = load(&f, 100).unwrap();
-    let lengths: Vec<usize> = data.examples.iter().map(|e| e.ids.len()).collect();
+    let lengths: Vec<usize> = data.lengths().iter().map(|n| *n as usize).collect();
     // system: im_start system \n You help . im_end \n; user: im_start user \n hi im_end \n; assistant the same.
     assert_eq!(lengths, [4, 2, 5, 20]);
     let places: Vec<_> = data.origins.iter().map(|o| (o.file, o.number, o.is_line)).collect();

@@ -215,6 +215,15 @@ impl ChatTemplate {
         &self.default.source
     }
 
+    /// A text that contains everything on which rendered texts depend. `None`: they depend on the clock too.
+    pub fn identity(&self) -> Option<String> {
+        let programs = [Some(&self.default), self.tools.as_ref()];
+        let sources: Vec<&str> = programs.into_iter().flatten().map(|p| p.source.as_str()).collect();
+        let timed = sources.iter().any(|source| source.contains("strftime_now"));
+        let tokens = Value::Object(self.tokens.clone());
+        (!timed).then(|| format!("{tokens} {sources:?}"))
+    }
+
     /// The text of a conversation. `messages` are objects with `role` and `content` (and what else the template looks
     /// at); `tools` is a list of JSON schemas.
     ///

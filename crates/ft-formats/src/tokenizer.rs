@@ -143,6 +143,15 @@ impl Tokenizer {
         })
     }
 
+    /// A text that contains everything on which ids and masks depend. `None`: the library cannot print the tokenizer.
+    pub fn identity(&self) -> Option<String> {
+        let named: Vec<String> = self.named.iter().map(|named| format!("{named:?}")).collect();
+        let mut special: Vec<u32> = self.special.iter().copied().collect();
+        special.sort_unstable();
+        let inner = self.inner.to_string(false).ok()?;
+        Some(format!("{} {special:?} {:?} {inner}", named.join(" "), self.stop))
+    }
+
     /// A message for the user if the files of the model name different end tokens.
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()

@@ -4,7 +4,7 @@ use super::report::{Measure, Report};
 use super::{EvaluatedModel, Request, files, open, pair_batches, read, rows_of, stop_if_asked, totals};
 use crate::base::{Error, Result, progress};
 use crate::data::prompts::Prompts;
-use crate::data::{Dataset, Encoder, IGNORE};
+use crate::data::{Dataset, Encoder, Example, IGNORE};
 use crate::model::Network;
 use crate::recipe::{Recipe, Stage, TrainOn};
 use crate::setup::rewards::checks;
@@ -57,12 +57,11 @@ fn margins(found: &[(f64, usize)], of: impl Fn(&(f64, usize)) -> f64) -> Vec<f64
 /// Evaluates pairs: which answer is more likely, and with a reference the change in likelihood.
 pub fn pairs(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<Report> {
     let set = read(opened, recipe, request, Stage::Dpo)?;
-    let chosen: Vec<_> = (0..set.examples.len())
-        .filter_map(|row| set.parts(row).next())
-        .collect();
-    let chosen = Dataset::from_examples(chosen);
+    let first = |row| Ok(set.parts(row)?.into_iter().next());
+    let chosen: Vec<Option<Example>> = (0..set.examples.len()).map(first).collect::<Result<_>>()?;
+    let chosen = Dataset::from_examples(chosen.into_iter().flatten().collect());
     let objective = CausalLm::new(opened.described.spec.vocab);
-    let batches = crate::data::order::eval_batches(&chosen, super::BATCH_TOKENS).map(Ok);
+    let batches = crate::data::order::eval_batches(&chosen, super::BATCH_TOKENS);
     let count = chosen.examples.len();
     let totals = totals(&opened.network, &objective, batches, count, &files(recipe, request))?;
     let found = log_probs(&opened.network, &set)?;
@@ -120,16 +119,17 @@ pub fn judged(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Re
     let set = read(opened, recipe, request, Stage::Kto)?;
     let objective = CausalLm::new(opened.described.spec.vocab);
     let is_good: Vec<bool> = set.preferences.iter().map(|p| p.label).collect();
-    let of = |good: bool| -> Vec<_> {
+    let of = |good: bool| -> Result<Vec<Example>> {
         let rows = (0..set.examples.len()).filter(|row| is_good[*row] == good);
-        rows.filter_map(|row| set.parts(row).next()).collect()
+        let firsts: Vec<Option<Example>> = rows
+            .map(|row| Ok(set.parts(row)?.into_iter().next()))
+            .collect::<Result<_>>()?;
+        Ok(firsts.into_iter().flatten().collect())
     };
-    let (good, bad) = (of(true), of(false));
+    let (good, bad) = (of(true)?, of(false)?);
     let loss = |examples: Vec<_>| {
         let rows = Dataset::from_examples(examples);
-        let batches: Vec<_> = crate::data::order::eval_batches(&rows, super::BATCH_TOKENS)
-            .map(Ok)
-            .collect();
+        let batches: Vec<_> = crate::data::order::eval_batches(&rows, super::BATCH_TOKENS).collect();
         let count = rows.examples.len();
         totals(
             &opened.network,

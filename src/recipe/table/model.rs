@@ -128,8 +128,25 @@ section! {
             "a chat model uses its template at inference too; rows that contain the markers of a template are \
              rendered already";
         /// Most tokens in a row.
-        max_length: usize = 2048, "enough for most instruction rows; longer rows are cut, counted and reported",
+        max_length: usize = 2048, "enough for most instruction rows; longer rows are counted and reported (`data.long`)",
             in between(2, 1 << 31);
+        /// Rows longer than `max_length`: `truncate` keeps the first tokens; `drop` leaves the row out; `split` makes
+        /// several rows of it. Pairs and prompts cannot be split.
+        long: Long = "auto", "rows of plain text, and all rows in the stage `pretrain`, are split; others are truncated";
+        /// Tokens that a piece of a split row repeats from the end of the piece before it, as context; they are not
+        /// trained again.
+        overlap: usize = 1, "every token is trained once, and a piece repeats as little as possible", in from(1);
+        /// Stores the tokens of the rows in files that runs share: rows are tokenized once, and need little memory. In
+        /// the stages `sft`, `pretrain` and `distill`.
+        cache: Option<bool> = "auto", "`true` if the data files have 16 MiB or more: tokenizing takes seconds below that";
+        /// Directory of these files. They can be removed at any time between runs.
+        cache_dir: Option<String> = "auto", "`.ft-tokens` beside the run directory";
+        /// Reads rows during training in place of before it, for data that is too large to tokenize first. Needs
+        /// `train.max_steps`.
+        streaming: bool = false, "an exact shuffle of all rows, a run by epochs, and all rows checked before the first step";
+        /// Number of rows that are read, shuffled and packed together.
+        shuffle_window: usize = 10000, "neighboring rows are separated, and the rows of a window fit in memory",
+            in between(1, 1 << 31);
         /// Several rows in one sequence of at most `packing_length` tokens; positions restart at each row.
         packing: bool = true, "no time is lost on padding; documents never attend to each other";
         /// Most tokens in a packed row, never above `max_length`; a longer row is not packed with others. No effect
@@ -286,6 +303,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 .expected("`auto`, 64 or 128"),
         ),
     }
+    check_rows(s, faults);
     let (packed, most) = (data.packing_length, data.max_length);
     if packed > most {
         faults.add(
@@ -293,6 +311,87 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
             Error::usage("`data.packing_length` is above `data.max_length`")
                 .found(packed)
                 .expected(format!("at most {most}, or `auto`")),
+        );
+    }
+}
+
+/// True if rows may be split.
+fn splits(s: &Settings) -> bool {
+    match s.data.long {
+        Long::Auto => s.train.stage == Stage::Pretrain || matches!(s.data.format, RowFormat::Auto | RowFormat::Text),
+        long => long == Long::Split,
+    }
+}
+
+/// Settings for rows that are long, cached or streamed.
+fn check_rows(s: &Settings, faults: &mut Faults) {
+    let (data, stage) = (&s.data, s.train.stage);
+    if data.overlap >= data.max_length {
+        faults.add(
+            &[Data::overlap, Data::max_length],
+            Error::usage("`data.overlap` is not below `data.max_length`: the pieces of a row would not end")
+                .found(data.overlap)
+                .expected(format!("at most {}", data.max_length - 1)),
+        );
+    }
+    let separate = stage.is_preference() || stage.is_rl();
+    if separate && data.long == Long::Split {
+        faults.add(
+            &[Data::long, Train::stage],
+            Error::usage(format!(
+                "`data.long = \"split\"` has no meaning with `train.stage = \"{}\"`",
+                stage.name()
+            ))
+            .found("rows of which both parts are needed: a prompt and its answers")
+            .hint("use `truncate` or `drop`"),
+        );
+    }
+    if separate && data.cache == Some(true) {
+        faults.add(
+            &[Data::cache, Train::stage],
+            Error::usage(format!(
+                "`data.cache = true` has no meaning with `train.stage = \"{}\"`",
+                stage.name()
+            ))
+            .found("rows of pairs and prompts, which stay in memory")
+            .hint("remove it"),
+        );
+    }
+    if !data.streaming {
+        return;
+    }
+    if !matches!(stage, Stage::Sft | Stage::Pretrain) {
+        faults.add(
+            &[Data::streaming, Train::stage],
+            Error::usage(format!(
+                "`data.streaming` has no meaning with `train.stage = \"{}\"`",
+                stage.name()
+            ))
+            .found("a stage that looks at all rows before the first step")
+            .expected("`sft` or `pretrain`")
+            .hint("for large data sets `data.cache` needs little memory too"),
+        );
+    }
+    if s.train.max_steps < 0 {
+        faults.add(
+            &[Data::streaming, Train::max_steps],
+            Error::usage("`data.streaming` needs `train.max_steps`")
+                .found("a run by epochs: the number of rows is not known before the run")
+                .hint("set the number of steps, such as `train.max_steps = 10000`"),
+        );
+    }
+    if data.eval_fraction > 0.0 {
+        faults.add(
+            &[Data::streaming, Data::eval_fraction],
+            Error::usage("`data.eval_fraction` needs all rows before the run, and `data.streaming` does not read them")
+                .hint("name a file in `data.eval`"),
+        );
+    }
+    if data.cache == Some(true) {
+        faults.add(
+            &[Data::streaming, Data::cache],
+            Error::usage("`data.cache = true` and `data.streaming = true` contradict each other")
+                .hint("keep one of them"),
         );
     }
 }
@@ -315,6 +414,13 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         Memory::double_quantization if !stored(&["auto", "nf4"]) && s.distill.teacher_weights != FrozenWeights::Nf4 => {
             frozen()
         }
+        Data::shuffle_window if !data.streaming => Some("data.streaming = false".into()),
+        Data::overlap if !splits(s) => Some(match data.long {
+            Long::Auto => Data::format.is(data.format.name()),
+            long => Data::long.is(long.name()),
+        }),
+        Data::cache_dir if data.cache == Some(false) => Some("data.cache = false".into()),
+        Data::cache_dir if data.streaming => Some("data.streaming = true".into()),
         Data::packing_length if !data.packing => Some("data.packing = false".into()),
         Data::train_on if data.train_on == TrainOn::All => None,
         Data::train_on if s.train.stage == Stage::Pretrain => Some(Train::stage.is("pretrain")),

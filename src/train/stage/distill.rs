@@ -15,6 +15,7 @@ use crate::recipe::Recipe;
 use crate::setup;
 use crate::setup::teacher::{self, TeacherFingerprint, TeacherModel};
 use crate::train::teacher_cache;
+use std::borrow::Cow;
 
 /// Errors: the teacher or its stored outputs do not fit the student and its rows.
 pub(super) fn check(recipe: &Recipe, model: &setup::ModelDir, train: &Dataset) -> Result<()> {
@@ -50,7 +51,6 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         objective: Box::new(Distill::new(teacher, terms, matched, setting.spec.vocab)?),
         feed: Box::new(DistillSource {
             stream: setting.stream,
-            examples: &setting.train.examples,
             eval: setting.eval,
             eval_tokens: recipe.train.batch_size * recipe.data.max_length,
             fingerprint,
@@ -89,7 +89,6 @@ fn matched(
 
 struct DistillSource<'a> {
     stream: BatchStream<'a>,
-    examples: &'a [Example],
     eval: Option<&'a Dataset>,
     /// Tokens per batch of the evaluation.
     eval_tokens: usize,
@@ -145,12 +144,15 @@ impl Students {
     fn answer(
         &self,
         step: u64,
-        micro: &[Vec<&Example>],
+        micro: Vec<Vec<Cow<Example>>>,
         engine: &Engine,
         answered: &mut TeacherCounts,
     ) -> Result<Vec<Vec<Example>>> {
         let chance = Rng::new(self.seed, Stream::Sampling, &[0x6f6e_706f, step]);
-        let mut rows: Vec<Vec<Example>> = micro.iter().map(|m| m.iter().map(|e| (*e).clone()).collect()).collect();
+        let mut rows: Vec<Vec<Example>> = micro
+            .into_iter()
+            .map(|m| m.into_iter().map(Cow::into_owned).collect())
+            .collect();
         let places = rows
             .iter()
             .enumerate()
@@ -205,23 +207,17 @@ impl BatchSource for DistillSource<'_> {
 
     fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>> {
         let Some(students) = &self.students else {
-            return Ok(self.stream.window(step));
+            return self.stream.window(step);
         };
-        let rows = |index| {
-            self.stream
-                .rows(index)
-                .into_iter()
-                .map(|row| &self.examples[row])
-                .collect()
-        };
-        let micro: Vec<Vec<&Example>> = self.stream.window_indices(step).map(rows).collect();
-        let rows = students.answer(step, &micro, engine, &mut self.answered)?;
+        let indices = self.stream.window_indices(step);
+        let rows = indices.map(|index| self.stream.micro_batch(index));
+        let rows = students.answer(step, rows.collect::<Result<_>>()?, engine, &mut self.answered)?;
         Ok(rows.iter().map(Batch::from_examples).collect())
     }
 
     fn eval(&self) -> Result<Vec<Batch>> {
         let batches = self.eval.map(|eval| eval_batches(eval, self.eval_tokens).collect());
-        Ok(batches.unwrap_or_default())
+        batches.unwrap_or(Ok(Vec::new()))
     }
 
     fn state(&self, _: u64) -> Result<Option<Vec<u8>>> {

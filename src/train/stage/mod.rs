@@ -103,7 +103,7 @@ pub fn check(recipe: &Recipe, model: &ModelDir, train: &Dataset) -> Result<()> {
 /// Creates the stage of a recipe.
 pub fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     match setting.recipe.train.stage {
-        recipe::Stage::Pretrain | recipe::Stage::Sft => Ok(sft::open(setting)),
+        recipe::Stage::Pretrain | recipe::Stage::Sft => sft::open(setting),
         recipe::Stage::Ppo | recipe::Stage::Grpo => rl::open(setting),
         stage if stage.is_preference() => preference::open(setting),
         recipe::Stage::Distill => distill::open(setting),

@@ -100,7 +100,7 @@ struct PreferenceSource<'a> {
 
 /// Builds the batch of these rows of a set; `reference`: log-probabilities of the set's documents.
 pub fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result<Batch> {
-    let mut batch = set.batch(rows);
+    let mut batch = set.batch(rows)?;
     let (mut prompts, mut margins, mut labels) = (Vec::new(), Vec::new(), Vec::new());
     let mut references = Vec::new();
     for &row in rows {

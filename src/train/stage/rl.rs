@@ -140,7 +140,10 @@ impl Rollouts<'_> {
                     Some((e, order)) if *e == epoch => order[at],
                     _ => {
                         let new = match self.mixture {
-                            Some(mixture) => mixture.epoch(seed, epoch, shuffle),
+                            Some(mixture) => {
+                                let rows = mixture.epoch(seed, epoch, shuffle);
+                                rows.into_iter().map(|row| row as usize).collect()
+                            }
                             None => Rng::new(seed, Stream::Shuffle, &[epoch]).permutation(n as usize),
                         };
                         let first = new[at];

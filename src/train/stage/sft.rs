@@ -1,42 +1,110 @@
 //! Stages `pretrain` and `sft`: rows of files, mean cross-entropy.
 
 use super::{BatchSource, Stage, StageContext};
-use crate::base::Result;
+use crate::base::{Error, Result};
 use crate::data::order::{BatchStream, eval_batches};
-use crate::data::{Batch, Dataset};
+use crate::data::{Batch, Dataset, RowStream};
 use crate::engine::Engine;
+use crate::setup::rows;
+use crate::setup::sources::{RowSet, sources};
 use crate::sft::CausalLm;
 
+/// The rows of a run: all of them in an order, or read during the run.
+enum Rows<'a> {
+    Set(BatchStream<'a>),
+    Stream(RowStream<'a>),
+}
+
 struct SftSource<'a> {
-    stream: BatchStream<'a>,
+    rows: Rows<'a>,
     eval: Option<&'a Dataset>,
     /// Tokens per batch of the evaluation.
     eval_tokens: usize,
+    /// With packing: the tokens for which a micro-batch has space.
+    capacity: Option<usize>,
+    /// Tokens, and space for tokens, since the last report.
+    used: (usize, usize),
 }
 
-pub(super) fn open<'a>(setting: StageContext<'a>) -> Stage<'a> {
-    let recipe = setting.recipe;
-    Stage {
+pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
+    let (recipe, model) = (setting.recipe, setting.model);
+    let rows = if recipe.data.streaming {
+        let sources = sources(recipe, RowSet::Train)?;
+        let spec = rows::spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
+        let (order, window) = (setting.stream.spec(), recipe.data.shuffle_window);
+        let stream = RowStream::new(&spec, &model.tokenizer, model.template(), order, window)?;
+        Rows::Stream(stream)
+    } else {
+        Rows::Set(setting.stream)
+    };
+    Ok(Stage {
         objective: Box::new(CausalLm::new(setting.spec.vocab)),
         feed: Box::new(SftSource {
-            stream: setting.stream,
+            rows,
             eval: setting.eval,
             eval_tokens: recipe.train.batch_size * recipe.data.max_length,
+            capacity: recipe
+                .data
+                .packing
+                .then_some(recipe.data.packing_length * recipe.train.batch_size),
+            used: (0, 0),
         }),
-    }
+    })
 }
 
 impl BatchSource for SftSource<'_> {
     fn epoch_after(&self, steps: u64) -> f64 {
-        self.stream.epoch_after(steps)
+        match &self.rows {
+            Rows::Set(stream) => stream.epoch_after(steps),
+            Rows::Stream(stream) => stream.epoch() as f64,
+        }
     }
 
     fn window(&mut self, step: u64, _: &Engine) -> Result<Vec<Batch>> {
-        Ok(self.stream.window(step))
+        let window = match &mut self.rows {
+            Rows::Set(stream) => stream.window(step)?,
+            Rows::Stream(stream) => stream.step(step)?,
+        };
+        if let Some(capacity) = self.capacity {
+            self.used.0 += window.iter().map(Batch::len).sum::<usize>();
+            self.used.1 += capacity * window.len();
+        }
+        Ok(window)
     }
 
     fn eval(&self) -> Result<Vec<Batch>> {
         let batches = self.eval.map(|eval| eval_batches(eval, self.eval_tokens).collect());
-        Ok(batches.unwrap_or_default())
+        batches.unwrap_or(Ok(Vec::new()))
+    }
+
+    fn state(&self, steps: u64) -> Result<Option<Vec<u8>>> {
+        match &self.rows {
+            Rows::Set(_) => Ok(None),
+            Rows::Stream(stream) => stream.state(steps).map(Some),
+        }
+    }
+
+    fn restore(&mut self, state: &[u8]) -> Result<()> {
+        match &mut self.rows {
+            Rows::Set(_) => Err(
+                Error::new("the checkpoint has a position in rows that are read during the run")
+                    .hint("set `data.streaming` as in the run that wrote it"),
+            ),
+            Rows::Stream(stream) => stream.restore(state),
+        }
+    }
+
+    fn metrics(&mut self) -> Vec<(&'static str, f64)> {
+        let mut out = Vec::new();
+        let (tokens, space) = std::mem::take(&mut self.used);
+        if space > 0 {
+            out.push(("packing_fill", tokens as f64 / space as f64));
+        }
+        if let Rows::Stream(stream) = &mut self.rows {
+            let counts = stream.take_counts();
+            out.push(("truncated_rows", counts.truncated_rows as f64));
+            out.push(("dropped_rows", counts.dropped_rows as f64));
+        }
+        out
     }
 }

@@ -13,6 +13,7 @@
 //! The first token of a row is never trained: it has no context.
 
 mod literal;
+mod long;
 mod spans;
 
 #[cfg(test)]
@@ -32,6 +33,8 @@ use crate::TrainOn;
 use ft_base::{Error, Result};
 use serde_json::Value;
 use std::ops::Range;
+
+pub(super) use long::Fitted;
 
 /// Encodes samples to examples.
 #[derive(Clone, Copy)]
@@ -83,15 +86,7 @@ impl Encoder<'_> {
     /// # Errors
     /// A conversation without a chat template, a template error, two BOS tokens, an id outside the embedding.
     pub fn encode(&self, sample: &Sample) -> Result<Encoded> {
-        let mut row = match sample {
-            Sample::Text(text) => self.text(text)?,
-            Sample::PromptCompletion { prompt, completion } => self.completion(prompt, completion)?,
-            Sample::Chat(chat) => self.chat(chat)?,
-        };
-        if let Some(first) = row.trained.first_mut() {
-            *first = false;
-        }
-        self.check(&row.ids)?;
+        let mut row = self.masked(sample)?;
         let count = |mask: &[bool]| mask.iter().filter(|&&t| t).count();
         let trained_before_cut = count(&row.trained);
         let cut = row.ids.len().saturating_sub(self.max_length);
@@ -106,6 +101,20 @@ impl Encoder<'_> {
             trained_before_cut,
             open_turns: row.open_turns,
         })
+    }
+
+    /// The whole row. Errors: as in `encode`.
+    fn masked(&self, sample: &Sample) -> Result<Masked> {
+        let mut row = match sample {
+            Sample::Text(text) => self.text(text)?,
+            Sample::PromptCompletion { prompt, completion } => self.completion(prompt, completion)?,
+            Sample::Chat(chat) => self.chat(chat)?,
+        };
+        if let Some(first) = row.trained.first_mut() {
+            *first = false;
+        }
+        self.check(&row.ids)?;
+        Ok(row)
     }
 
     pub(super) fn eos(&self) -> Result<u32> {

@@ -1,12 +1,12 @@
 //! Tests of column layouts: roles, refused rows, and the description of a file.
 
 use super::*;
-use crate::TrainOn;
 use crate::dataset::{Dataset, Spec};
 use crate::prompts::{Prompts, Said};
 use crate::reading::lines;
 use crate::rows::{self, Sample};
 use crate::testing::{Files, Jinja, QWEN, Words, files, row};
+use crate::{Long, TrainOn};
 use serde_json::{Value, json};
 
 /// Reads a row for training; `template`: the model has a chat template.
@@ -29,6 +29,8 @@ fn spec(files: &Files, render: Render) -> Spec<'_> {
         sources: &files.sources,
         render,
         max_length: 4096,
+        long: Long::Auto,
+        overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1 << 20,
     }
@@ -108,9 +110,15 @@ fn rows_that_can_be_read_in_two_ways_are_refused() {
         ),
         (
             json!({"title": "t", "body": "b"}),
-            &["cannot determine the format", "{ prompt = \"title\", completion = \"body\" }"],
+            &[
+                "cannot determine the format",
+                "{ prompt = \"title\", completion = \"body\" }",
+            ],
         ),
-        (json!({"body": "b", "n": 1}), &["`Mapping::columns = { text = \"body\" }`"]),
+        (
+            json!({"body": "b", "n": 1}),
+            &["`Mapping::columns = { text = \"body\" }`"],
+        ),
         (
             json!({"prompt": "q", "chosen": "a", "rejected": "b"}),
             &["format `preference`", "`dpo`"],

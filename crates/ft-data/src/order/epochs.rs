@@ -60,7 +60,7 @@ mod tests {
     use super::super::{Length, StreamSpec};
     use super::*;
     use crate::dataset::Origin;
-    use crate::mixture::{Mixture, Share};
+    use crate::mixture::{Mixture, Share, rows_of};
     use std::sync::Arc;
 
     /// 40 long rows and 60 short ones, which fill half of each epoch.
@@ -85,8 +85,9 @@ mod tests {
             is_line: true,
         };
         let origins: Vec<Origin> = (0..100).map(origin).collect();
-        let mixture = Mixture::new(&[share.clone(), share], &origins).map(Arc::new);
-        let lengths = (0..100).map(|i| if i < 40 { 9 + i % 13 } else { 2 + i % 5 }).collect();
+        let shares = [share.clone(), share];
+        let mixture = Mixture::new(&shares, rows_of(&shares, &origins)).map(Arc::new);
+        let lengths: Vec<u32> = (0..100).map(|i| if i < 40 { 9 + i % 13 } else { 2 + i % 5 }).collect();
         Order::mixed(lengths, spec, mixture).unwrap()
     }
 

@@ -16,12 +16,14 @@ mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{CHUNK_ROWS, Dataset, Origin, Spec, kept, nothing_to_train, unless_stopped};
+use super::dataset::{Dataset, Origin, Spec};
 use super::faults::{BadRows, Tried};
 use super::layout::{Layout, Purpose};
+use super::load::{CHUNK_ROWS, kept, nothing_to_train, unless_stopped};
 use super::prepare;
 use super::read::Row;
-use crate::RowFormat;
+use super::source;
+use crate::{Long, RowFormat};
 use encode::{Side, Unit};
 use ft_base::rng::{Rng, Stream};
 use ft_base::{Error, Result};
@@ -89,6 +91,8 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
         },
         chunk: Vec::new(),
         out: Dataset::of_sources(spec),
+        examples: Vec::new(),
+        long: spec.long,
         rejected: Vec::new(),
         margins: None,
     };
@@ -106,12 +110,14 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
     bad.end()?;
     template.iter().for_each(|t| t.rest());
     let mut out = loader.out;
-    out.readings = readings;
+    out.readings = source::readings(readings);
+    let mut examples = loader.examples;
     for (example, preference, origin) in loader.rejected {
-        out.examples.push(example);
+        examples.push(example);
         out.preferences.push(preference);
         out.origins.push(origin);
     }
+    out.examples = examples.into();
     out.finish();
     if out.examples.is_empty() {
         Err(nothing_to_train(spec, &out.stats))
@@ -124,6 +130,9 @@ struct Loader<'a> {
     encoder: encode::PairEncoder<'a>,
     chunk: Vec<(Row, Arc<Layout>, Origin)>,
     out: Dataset,
+    /// The examples of `out`.
+    examples: Vec<Example>,
+    long: Long,
     /// Rejected sides of pairs that become judged answers: they are placed after all others, so that the two answers to
     /// a prompt are not adjacent.
     rejected: Vec<(Example, Preference, Origin)>,
@@ -157,6 +166,12 @@ impl Loader<'_> {
             stats.longest_written = stats.longest_written.max(longest.unwrap_or(0));
             self.out.count(origin, cut > 0);
             let stats = &mut self.out.stats;
+            if cut > 0 && self.long == Long::Drop {
+                stats.dropped_rows += 1;
+                stats.long_rows += 1;
+                stats.long_tokens += unit.sides.iter().map(|s| s.example.ids.len() + s.cut).sum::<usize>() as u64;
+                continue;
+            }
             if cut > 0 && self.encoder.want == Want::WholePairs {
                 stats.dropped_rows += 1;
                 stats.dropped_by_truncation += 1;
@@ -204,7 +219,7 @@ impl Loader<'_> {
                 self.rejected.push((example, preference(n, false), origin));
             } else if judged {
                 self.out.preferences.push(preference(n, label || paired));
-                self.out.examples.push(example);
+                self.examples.push(example);
                 self.out.origins.push(origin);
             } else {
                 if side == 0 {
@@ -215,7 +230,7 @@ impl Loader<'_> {
             }
         }
         if !judged {
-            self.out.examples.push(whole);
+            self.examples.push(whole);
             self.out.origins.push(origin);
         }
     }
@@ -224,7 +239,7 @@ impl Loader<'_> {
 impl Dataset {
     /// Ranges of the documents of an example.
     pub fn documents(&self, row: usize) -> Vec<Range<usize>> {
-        let whole = self.examples[row].ids.len();
+        let whole = self.examples.length(row);
         match self.preferences.get(row) {
             Some(p) if p.first < whole => vec![0..p.first, p.first..whole],
             _ => std::iter::once(0..whole).collect(),
@@ -232,27 +247,43 @@ impl Dataset {
     }
 
     /// The documents of an example as separate examples.
-    pub fn parts(&self, row: usize) -> impl Iterator<Item = Example> + '_ {
-        let e = &self.examples[row];
-        self.documents(row).into_iter().map(|d| Example {
+    ///
+    /// # Errors
+    /// As `Examples::get`.
+    pub fn parts(&self, row: usize) -> Result<Vec<Example>> {
+        let e = self.examples.get(row)?;
+        let part = |d: Range<usize>| Example {
             ids: e.ids[d.clone()].to_vec(),
             trained: e.trained[d].to_vec(),
-        })
+        };
+        Ok(self.documents(row).into_iter().map(part).collect())
     }
 
     /// A data set with each document as an example, for code that does not handle pairs.
-    pub fn flat(&self) -> Cow<'_, Dataset> {
+    ///
+    /// # Errors
+    /// As `Examples::get`.
+    pub fn flat(&self) -> Result<Cow<'_, Dataset>> {
         if self.preferences.is_empty() {
-            return Cow::Borrowed(self);
+            return Ok(Cow::Borrowed(self));
         }
-        let rows = 0..self.examples.len();
-        Cow::Owned(Dataset::from_examples(rows.flat_map(|row| self.parts(row)).collect()))
+        let mut parts = Vec::new();
+        for row in 0..self.examples.len() {
+            parts.extend(self.parts(row)?);
+        }
+        Ok(Cow::Owned(Dataset::from_examples(parts)))
     }
 
     /// The concatenated documents of these rows: the documents of a row are adjacent.
-    pub fn batch(&self, rows: &[usize]) -> Batch {
-        let parts: Vec<Example> = rows.iter().flat_map(|&row| self.parts(row)).collect();
-        Batch::from_examples(&parts)
+    ///
+    /// # Errors
+    /// As `Examples::get`.
+    pub fn batch(&self, rows: &[usize]) -> Result<Batch> {
+        let mut parts = Vec::new();
+        for &row in rows {
+            parts.extend(self.parts(row)?);
+        }
+        Ok(Batch::from_examples(&parts))
     }
 
     /// Judged answers, each followed by its prompt with the answer of the previous row in its group of `group` rows
@@ -262,7 +293,7 @@ impl Dataset {
     ///
     /// # Errors
     /// Groups of one row, or a row with two answers.
-    pub fn mismatched(mut self, group: usize, max_length: usize, seed: Option<u64>) -> Result<Self> {
+    pub fn mismatched(self, group: usize, max_length: usize, seed: Option<u64>) -> Result<Self> {
         let n = self.examples.len();
         if group < 2 || n < 2 {
             return Err(Error::usage("KTO needs at least two rows in a micro-batch")
@@ -270,9 +301,12 @@ impl Dataset {
                 .expected("2 or more: KTO estimates the KL divergence from the reference with answers of other rows")
                 .hint("raise `StreamSpec::batch_size`, or use `JudgedLoss::ApoZeroUnpaired`"));
         }
-        let order: Vec<usize> = match (self.mixture(), seed) {
+        let order: Vec<usize> = match (self.mixture()?, seed) {
             // The weights apply once: the answers of a group do not change from epoch to epoch.
-            (Some(mixture), seed) => mixture.epoch(seed.unwrap_or(0), 0, seed.is_some()),
+            (Some(mixture), seed) => {
+                let rows = mixture.epoch(seed.unwrap_or(0), 0, seed.is_some());
+                rows.into_iter().map(|row| row as usize).collect()
+            }
             (None, Some(seed)) => Rng::new(seed, Stream::Shuffle, &[u64::MAX]).permutation(n),
             (None, None) => (0..n).collect(),
         };
@@ -282,6 +316,7 @@ impl Dataset {
             grouped: true,
             ..Dataset::default()
         };
+        let mut examples = Vec::new();
         for first in (0..n).step_by(group) {
             // A single row at the end uses the row before its group.
             let rows = &order[first..n.min(first + group)];
@@ -291,20 +326,21 @@ impl Dataset {
                     len => rows[(i + len - 1) % len],
                 };
                 let (mine, theirs) = (self.preferences[row], self.preferences[other]);
-                let mut example = self.examples[row].clone();
-                let answer = &self.examples[other].ids[theirs.prompt..];
+                let mut example = self.examples.get(row)?.into_owned();
+                let theirs_row = self.examples.get(other)?;
+                let answer = &theirs_row.ids[theirs.prompt..];
                 let room = max_length.saturating_sub(mine.prompt).min(answer.len());
                 example.ids.extend_from_within(..mine.prompt);
                 example.ids.extend_from_slice(&answer[..room]);
                 example
                     .trained
                     .extend((0..mine.prompt + room).map(|t| t >= mine.prompt.max(1)));
-                out.examples.push(example);
+                examples.push(example);
                 out.preferences.push(mine);
                 out.origins.push(self.origins[row]);
             }
         }
-        self.examples.clear();
+        out.examples = examples.into();
         out.finish();
         Ok(out)
     }

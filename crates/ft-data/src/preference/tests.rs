@@ -4,7 +4,7 @@ use super::*;
 use crate::codec::{RenderJob, Rendered};
 use crate::testing::{Jinja, Words, files};
 use crate::{BatchStream, IGNORE, Length, StreamSpec};
-use crate::{Render, TrainOn};
+use crate::{Long, Render, TrainOn};
 use serde_json::Value;
 
 const CHATML: &str = r#"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
@@ -16,6 +16,8 @@ fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<
         sources: &files.sources,
         render: Render::Plain,
         max_length,
+        long: Long::Auto,
+        overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1000,
     };
@@ -24,7 +26,7 @@ fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<
 
 /// Documents of an example as text, with trained tokens in brackets.
 fn shown(words: &Words, data: &Dataset, row: usize) -> Vec<String> {
-    let parts = data.parts(row).map(|e| {
+    let parts = data.parts(row).unwrap().into_iter().map(|e| {
         let tokens = words.tokens(&e.ids);
         let marked = tokens.iter().zip(&e.trained).map(|(t, &trained)| match trained {
             true => format!("[{t}]"),
@@ -65,10 +67,10 @@ fn a_pair_becomes_two_documents_of_one_example() {
             label: true
         }
     );
-    let batch = data.batch(&[1, 0]);
+    let batch = data.batch(&[1, 0]).unwrap();
     assert_eq!(batch.documents.len(), 5);
     assert_eq!(batch.targets.iter().filter(|&&t| t != IGNORE).count(), 3 + 3 + 3 + 2);
-    let flat = data.flat();
+    let flat = data.flat().unwrap();
     assert_eq!((flat.examples.len(), flat.stats.tokens), (4, data.stats.tokens));
 
     let data = read(&words, &rows, Want::PairsAndPrompts, 64).unwrap();
@@ -289,6 +291,8 @@ fn the_renderings_of_64_rows_are_asked_for_at_once() {
         sources: &files.sources,
         render: Render::Plain,
         max_length: 64,
+        long: Long::Auto,
+        overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1000,
     };
@@ -298,7 +302,7 @@ fn the_renderings_of_64_rows_are_asked_for_at_once() {
     };
     let data = load(&spec, Want::Pairs, &words, Some(&template)).unwrap();
     let plain = read(&words, &lines, Want::Pairs, 64).unwrap();
-    assert_eq!(data.examples, plain.examples);
+    assert_eq!(data.examples.in_memory(), plain.examples.in_memory());
     assert_eq!(data.preferences, plain.preferences);
     let [single, requests, renderings] = *template.asked.lock().unwrap();
     assert_eq!((requests, renderings), (4, 600));

@@ -150,7 +150,10 @@ pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut Each) -> Result<(
                 "" => "no extension".to_string(),
                 e => format!("extension .{e}"),
             })
-            .expected(format!("{}; a text file may be compressed (.gz, .zst)", KINDS.join(", ")))
+            .expected(format!(
+                "{}; a text file may be compressed (.gz, .zst)",
+                KINDS.join(", ")
+            ))
             .hint("convert the file, or rename it if its extension is wrong")),
     }
 }

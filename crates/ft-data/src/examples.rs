@@ -1,0 +1,157 @@
+//! The tokenized rows of a data set: in memory, or in a token file that is read row by row.
+
+use super::batch::Example;
+use super::dataset::Origin;
+use super::tokens::TokenFile;
+use ft_base::Result;
+use std::borrow::Cow;
+use std::sync::Arc;
+
+/// Tokenized rows in file order.
+#[derive(Debug, Clone)]
+pub struct Examples(Store);
+
+#[derive(Debug, Clone)]
+enum Store {
+    Memory(Vec<Example>),
+    File {
+        file: Arc<TokenFile>,
+        /// Row numbers in the file; `None`: all rows.
+        rows: Option<Arc<[u32]>>,
+        lengths: Arc<[u32]>,
+    },
+}
+
+impl Default for Examples {
+    fn default() -> Self {
+        Vec::new().into()
+    }
+}
+
+impl From<Vec<Example>> for Examples {
+    fn from(rows: Vec<Example>) -> Self {
+        Self(Store::Memory(rows))
+    }
+}
+
+impl Examples {
+    /// All rows of a token file.
+    pub(super) fn of_file(file: TokenFile, lengths: Vec<u32>) -> Self {
+        Self(Store::File {
+            file: Arc::new(file),
+            rows: None,
+            lengths: lengths.into(),
+        })
+    }
+
+    /// Some rows of the same file. `rows`: numbers below `self.len()`.
+    pub(super) fn select(&self, rows: Vec<u32>) -> Self {
+        match &self.0 {
+            Store::Memory(all) => rows
+                .iter()
+                .map(|&row| all[row as usize].clone())
+                .collect::<Vec<_>>()
+                .into(),
+            Store::File { file, lengths, .. } => Self(Store::File {
+                file: file.clone(),
+                lengths: rows.iter().map(|&row| lengths[row as usize]).collect(),
+                rows: Some(rows.iter().map(|&row| self.number(row as usize)).collect()),
+            }),
+        }
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        match &self.0 {
+            Store::Memory(rows) => rows.len(),
+            Store::File { lengths, .. } => lengths.len(),
+        }
+    }
+
+    /// True without rows.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Tokens of a row; `row` < `len`.
+    pub fn length(&self, row: usize) -> usize {
+        match &self.0 {
+            Store::Memory(rows) => rows[row].ids.len(),
+            Store::File { lengths, .. } => lengths[row] as usize,
+        }
+    }
+
+    /// Tokens of each row.
+    pub fn lengths(&self) -> Arc<[u32]> {
+        match &self.0 {
+            Store::Memory(rows) => rows.iter().map(|e| e.ids.len() as u32).collect(),
+            Store::File { lengths, .. } => lengths.clone(),
+        }
+    }
+
+    /// The number of a row in its file.
+    fn number(&self, row: usize) -> u32 {
+        match &self.0 {
+            Store::File { rows: Some(rows), .. } => rows[row],
+            _ => row as u32,
+        }
+    }
+
+    /// A row; `row` < `len`.
+    ///
+    /// # Errors
+    /// The token file cannot be read.
+    pub fn get(&self, row: usize) -> Result<Cow<'_, Example>> {
+        match &self.0 {
+            Store::Memory(rows) => Ok(Cow::Borrowed(&rows[row])),
+            Store::File { file, .. } => file.example(self.number(row)).map(Cow::Owned),
+        }
+    }
+
+    /// The place of a row in the data files. `None`: the rows are in memory, and the data set has their places.
+    pub(super) fn origin(&self, row: usize) -> Result<Option<Origin>> {
+        match &self.0 {
+            Store::Memory(_) => Ok(None),
+            Store::File { file, .. } => file.entry(self.number(row)).map(|entry| Some(entry.origin)),
+        }
+    }
+
+    /// The file with the rows, if they are not in memory.
+    pub(super) fn file(&self) -> Option<&TokenFile> {
+        match &self.0 {
+            Store::Memory(_) => None,
+            Store::File { file, .. } => Some(file),
+        }
+    }
+
+    /// All rows in order; an error is that of `get`.
+    pub fn iter(&self) -> impl Iterator<Item = Result<Cow<'_, Example>>> {
+        (0..self.len()).map(|row| self.get(row))
+    }
+
+    /// The first `n` rows, or all if there are fewer.
+    ///
+    /// # Errors
+    /// As for `get`.
+    pub fn head(&self, n: usize) -> Result<Vec<Example>> {
+        self.iter().take(n).map(|row| row.map(Cow::into_owned)).collect()
+    }
+
+    /// The rows, if they are in memory.
+    pub fn in_memory(&self) -> Option<&[Example]> {
+        match &self.0 {
+            Store::Memory(rows) => Some(rows),
+            Store::File { .. } => None,
+        }
+    }
+}
+
+/// Tests of this crate index rows that are in memory.
+#[cfg(test)]
+impl std::ops::Deref for Examples {
+    type Target = [Example];
+
+    fn deref(&self) -> &[Example] {
+        self.in_memory().unwrap()
+    }
+}

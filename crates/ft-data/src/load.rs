@@ -1,0 +1,246 @@
+//! Reads rows in chunks and tokenizes a chunk on all cores.
+
+use super::batch::Example;
+use super::codec::{ChatRender, TextCodec};
+use super::dataset::{Origin, Spec, Stats};
+use super::encode::{Encoder, Fitted};
+use super::faults::{BadRows, Tried};
+use super::layout::{Layout, Purpose};
+use super::mixture::{self, Share};
+use super::prepare;
+use super::read::Row;
+use super::reading::Reading;
+use super::rows::{self, Sample};
+use super::source;
+use ft_base::{Error, Result, signal};
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// Rows that are read before they are tokenized in parallel.
+pub(super) const CHUNK_ROWS: usize = 512;
+/// Text bytes of such a chunk; chunks of long rows have fewer rows.
+const CHUNK_BYTES: usize = 32 << 20;
+
+pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
+    let names: Vec<&str> = spec.sources.iter().map(|source| source.name.as_str()).collect();
+    let files = names.join(", ");
+    if stats.rows == 0 {
+        return Error::format("the data has no rows").at(files).found("0 rows");
+    }
+    let hint = if stats.dropped_by_truncation > 0 {
+        format!(
+            "raise `data::Spec::max_length`; the longest row has {} tokens",
+            stats.longest_written
+        )
+    } else {
+        "look at the encoded rows; check `data::Spec::train_on` and the assistant messages or completions".to_string()
+    };
+    Error::format("nothing in the data would be trained")
+        .at(files)
+        .found(format!(
+            "{} rows, {} without a token to train, {} of them because of max_length = {}",
+            stats.rows, stats.dropped_rows, stats.dropped_by_truncation, spec.max_length
+        ))
+        .expected("at least one trained token")
+        .hint(hint)
+}
+
+/// Receives tokenized rows in the order of the files.
+pub(super) trait Sink {
+    fn row(&mut self, row: Fitted, origin: Origin) -> Result<()>;
+
+    /// Called after some rows. `read`: rows of the files up to here; `clean`: no row was bad.
+    fn chunk(&mut self, read: u64, clean: bool) -> Result<()>;
+}
+
+pub(super) struct InMemory {
+    pub examples: Vec<Example>,
+    pub origins: Vec<Origin>,
+    pub stats: Stats,
+    pub shares: Vec<Share>,
+}
+
+impl InMemory {
+    pub(super) fn new(spec: &Spec) -> Self {
+        Self {
+            examples: Vec::new(),
+            origins: Vec::new(),
+            stats: Stats::default(),
+            shares: source::shares(spec.sources),
+        }
+    }
+}
+
+impl Sink for InMemory {
+    fn row(&mut self, row: Fitted, origin: Origin) -> Result<()> {
+        self.stats.add(&row);
+        mixture::count(&mut self.shares, origin, row.cut > 0);
+        for piece in row.pieces.into_iter().filter(|p| p.trained.contains(&true)) {
+            self.examples.push(piece);
+            self.origins.push(origin);
+        }
+        Ok(())
+    }
+
+    fn chunk(&mut self, _: u64, _: bool) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Reads all rows, and tokenizes those after the first `skip`.
+///
+/// Errors: as `Dataset::load`, except that rows without a target are no error here.
+pub(super) fn read_into(
+    spec: &Spec,
+    codec: &dyn TextCodec,
+    template: Option<&dyn ChatRender>,
+    skip: u64,
+    sink: &mut dyn Sink,
+) -> Result<Vec<(usize, Reading)>> {
+    if spec.max_length < 2 {
+        return Err(Error::usage("rows of fewer than 2 tokens cannot be trained")
+            .found(format!("max_length = {}", spec.max_length)));
+    }
+    let mut loader = Loader {
+        spec,
+        encoder: spec.encoder(codec, template),
+        chunk: Vec::new(),
+        bytes: 0,
+        read: 0,
+        skip,
+        sink,
+    };
+    let mut bad = BadRows::new();
+    let encoder = spec.encoder(codec, template);
+    let readings = spec.rows(Purpose::Learn, &encoder, &mut bad, &mut |row, layout, origin, bad| {
+        loader.push(row, layout, origin, bad)
+    })?;
+    loader.flush(&mut bad)?;
+    bad.end()?;
+    template.iter().for_each(|t| t.rest());
+    Ok(readings)
+}
+
+/// Collects rows in chunks and tokenizes a chunk on all cores; keeps the order of the file.
+struct Loader<'a> {
+    spec: &'a Spec<'a>,
+    encoder: Encoder<'a>,
+    chunk: Vec<(Row, Arc<Layout>, Origin)>,
+    bytes: usize,
+    /// Rows read.
+    read: u64,
+    /// The first rows, which the sink has.
+    skip: u64,
+    sink: &'a mut dyn Sink,
+}
+
+impl Loader<'_> {
+    fn push(&mut self, row: Row, layout: &Arc<Layout>, origin: Origin, bad: &mut BadRows) -> Result<()> {
+        self.read += 1;
+        if self.read <= self.skip {
+            bad.good();
+            return unless_stopped();
+        }
+        let size = |v: &serde_json::Value| v.as_str().map_or(1024, str::len);
+        self.bytes += row.fields.values().map(size).sum::<usize>();
+        self.chunk.push((row, layout.clone(), origin));
+        if self.chunk.len() >= CHUNK_ROWS || self.bytes >= CHUNK_BYTES {
+            self.flush(bad)?;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
+        let (spec, encoder) = (self.spec, &self.encoder);
+        let encoded = encode_all(spec, encoder, &self.chunk, bad);
+        for (row, (_, _, origin)) in encoded.into_iter().zip(self.chunk.drain(..)) {
+            let Some(row) = kept(row, bad)? else { continue };
+            self.sink.row(row, origin)?;
+        }
+        self.bytes = 0;
+        self.sink.chunk(self.read, bad.is_clean())?;
+        unless_stopped()
+    }
+}
+
+/// Encodes rows on all cores. `None`: skipped, see `encode_group`.
+fn encode_all(
+    spec: &Spec,
+    encoder: &Encoder,
+    rows: &[(Row, Arc<Layout>, Origin)],
+    bad: &BadRows,
+) -> Vec<Option<Result<Fitted>>> {
+    let tried = Tried::new(bad);
+    rows.par_chunks(prepare::ROWS)
+        .flat_map_iter(|group| encode_group(spec, encoder, group, &tried))
+        .collect()
+}
+
+/// Encodes rows on all cores. Errors: those of bad rows, all in one.
+pub(super) fn encode(
+    spec: &Spec,
+    encoder: &Encoder,
+    rows: &[(Row, Arc<Layout>, Origin)],
+    bad: &mut BadRows,
+) -> Result<Vec<Fitted>> {
+    let mut out = Vec::with_capacity(rows.len());
+    for row in encode_all(spec, encoder, rows, bad) {
+        out.extend(kept(row, bad)?);
+    }
+    bad.end()?;
+    Ok(out)
+}
+
+/// Returns an encoded row, or counts its error. Errors: no row is good.
+pub(super) fn kept<T>(row: Option<Result<T>>, bad: &mut BadRows) -> Result<Option<T>> {
+    match row {
+        None => bad.end().map(|()| None),
+        Some(Err(e)) => bad.add(e).map(|()| None),
+        Some(Ok(row)) => {
+            bad.good();
+            Ok(Some(row))
+        }
+    }
+}
+
+/// Encodes a few rows that are rendered with one request. `None`: skipped, because no earlier row was good and the time
+/// limit has passed.
+fn encode_group(
+    spec: &Spec,
+    encoder: &Encoder,
+    group: &[(Row, Arc<Layout>, Origin)],
+    tried: &Tried,
+) -> Vec<Option<Result<Fitted>>> {
+    if !tried.go_on() {
+        return group.iter().map(|_| None).collect();
+    }
+    let samples: Vec<Result<Sample>> = group
+        .iter()
+        .map(|(row, layout, _)| rows::understand(row, layout))
+        .collect();
+    let prepared = encoder.template.map(|t| prepare::prepare(encoder, t, &samples));
+    let one = |(i, (row, layout, _)): (usize, &(Row, Arc<Layout>, Origin))| {
+        if !tried.go_on() {
+            return None;
+        }
+        let encoder = Encoder {
+            template: prepared.as_ref().and_then(|p| p.get(i)).map(|p| p as &dyn ChatRender),
+            ..*encoder
+        };
+        let fit = |sample: &Sample| encoder.fit(sample, spec.long, spec.overlap);
+        let encoded = match &samples[i] {
+            Ok(sample) => fit(sample).map_err(|e| e.within(&row.place)),
+            // Errors are not cloneable: compute it again.
+            Err(_) => rows::understand(row, layout).and_then(|sample| fit(&sample)),
+        };
+        tried.note(&encoded);
+        Some(encoded)
+    };
+    group.iter().enumerate().map(one).collect()
+}
+
+/// Errors: a signal asks to stop.
+pub(super) fn unless_stopped() -> Result<()> {
+    let stopped = |s| Error::signal(s, "stopped during the reading of the data; nothing was trained yet");
+    signal::received().map_or(Ok(()), |s| Err(stopped(s)))
+}

@@ -1,0 +1,283 @@
+use super::*;
+use crate::codec::IdsAndOffsets;
+use crate::mapping::Mapping;
+use crate::source::Source;
+use crate::testing::{Files, files, real};
+use crate::{BatchStream, ColumnRole, Length, Long, Render, StreamSpec, TrainOn};
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A real tokenizer that counts its texts and fails, as if the process ended, when none are left.
+struct Counting {
+    inner: ft_formats::Tokenizer,
+    texts: AtomicUsize,
+    most: usize,
+}
+
+impl Counting {
+    fn new(most: usize) -> Self {
+        Self {
+            inner: real(),
+            texts: AtomicUsize::new(0),
+            most,
+        }
+    }
+
+    fn texts(&self) -> usize {
+        self.texts.swap(0, Ordering::Relaxed)
+    }
+}
+
+impl TextCodec for Counting {
+    fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {
+        if self.texts.fetch_add(1, Ordering::Relaxed) >= self.most {
+            return Err(Error::usage("stopped by the test"));
+        }
+        self.inner.encode(text, add_special)
+    }
+    fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<IdsAndOffsets> {
+        self.inner.encode_with_offsets(text, add_special)
+    }
+    fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.inner.decode(ids, false)
+    }
+    fn bos_id(&self) -> Option<u32> {
+        self.inner.bos_id()
+    }
+    fn eos_id(&self) -> Option<u32> {
+        self.inner.eos_id()
+    }
+    fn is_special(&self, id: u32) -> bool {
+        self.inner.is_special(id)
+    }
+    fn vocab_size(&self) -> usize {
+        self.inner.vocab_size()
+    }
+    fn stop_ids(&self) -> &[u32] {
+        self.inner.stop_ids()
+    }
+    fn identity(&self) -> Option<String> {
+        self.inner.identity()
+    }
+}
+
+const ROWS: usize = 1800;
+
+fn rows() -> Files {
+    let row = |i: usize| format!("{{\"text\": \"row {i} {}\", \"id\": {i}}}\n", "and on ".repeat(i % 9));
+    let (first, second): (String, String) = ((0..ROWS / 3).map(row).collect(), (ROWS / 3..ROWS).map(row).collect());
+    files(&[("a.jsonl", &first), ("b.jsonl", &second)])
+}
+
+fn spec(files: &Files) -> Spec<'_> {
+    Spec {
+        sources: &files.sources,
+        render: Render::Auto,
+        max_length: 16,
+        long: Long::Auto,
+        overlap: 1,
+        train_on: TrainOn::Assistant,
+        embedding_rows: 1 << 20,
+    }
+}
+
+struct Place {
+    dir: tempfile::TempDir,
+    notes: RefCell<Vec<String>>,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self {
+            dir: tempfile::tempdir().unwrap(),
+            notes: RefCell::default(),
+        }
+    }
+
+    fn load(&self, spec: &Spec, codec: &dyn TextCodec) -> Result<Dataset> {
+        let cache = TokenCache {
+            dir: self.dir.path(),
+            least_bytes: 0,
+            note: &|line| self.notes.borrow_mut().push(line.to_string()),
+        };
+        Dataset::load_cached(spec, codec, None, &cache)
+    }
+
+    /// The only data set in the cache.
+    fn set(&self) -> PathBuf {
+        let sets = files::list(self.dir.path()).unwrap();
+        assert_eq!(sets.len(), 1);
+        sets[0].clone()
+    }
+}
+
+/// Everything of the two sets is equal.
+fn assert_same(cached: &Dataset, memory: &Dataset) {
+    assert!(cached.examples.file().is_some() && memory.examples.file().is_none());
+    assert_eq!(cached.examples.len(), memory.examples.len());
+    assert_eq!(cached.lengths(), memory.lengths());
+    assert_eq!(
+        (&cached.stats, &cached.fingerprint, &cached.readings),
+        (&memory.stats, &memory.fingerprint, &memory.readings)
+    );
+    assert_eq!(cached.shares, memory.shares);
+    assert_eq!(cached.mixture().unwrap(), memory.mixture().unwrap());
+    for row in 0..memory.examples.len() {
+        assert_eq!(cached.examples.get(row).unwrap(), memory.examples.get(row).unwrap());
+        assert_eq!(cached.origin(row).unwrap(), memory.origin(row).unwrap());
+    }
+}
+
+#[test]
+fn sources_with_columns_and_weights_are_cached() {
+    let (mut files, place, codec) = (rows(), Place::new(), Counting::new(usize::MAX));
+    let renamed = Mapping {
+        columns: vec![(ColumnRole::Text, "text".into())],
+        ..Mapping::default()
+    };
+    files.sources = (0..2).map(|i| Source::new(vec![files.paths[i].clone()])).collect();
+    files.sources[0].weight = Some(3.0);
+    files.sources[0].limit = Some(50);
+    files.sources[1].mapping = renamed;
+    let memory = Dataset::load(&spec(&files), &codec, None).unwrap();
+    assert_same(&place.load(&spec(&files), &codec).unwrap(), &memory);
+    assert!(memory.mixture().unwrap().is_some() && codec.texts() > 0);
+    // Another weight is not another set.
+    files.sources[0].weight = None;
+    let cached = place.load(&spec(&files), &codec).unwrap();
+    assert_eq!(codec.texts(), 0);
+    assert_eq!(
+        (cached.fingerprint, cached.shares[0].weight),
+        (memory.fingerprint, None)
+    );
+}
+
+#[test]
+fn a_cached_set_is_the_set_in_memory_and_is_tokenized_once() {
+    let (files, place, codec) = (rows(), Place::new(), Counting::new(usize::MAX));
+    let memory = Dataset::load(&spec(&files), &codec, None).unwrap();
+    assert!(memory.stats.split_rows > 0 && codec.texts() >= ROWS);
+    let first = place.load(&spec(&files), &codec).unwrap();
+    assert!(codec.texts() >= ROWS);
+    assert_same(&first, &memory);
+    assert!(chunks(&place.set()).len() > 2);
+    let second = place.load(&spec(&files), &codec).unwrap();
+    assert!(codec.texts() < 10, "the rows are tokenized again");
+    assert_same(&second, &memory);
+
+    // The order of a run, and its batches.
+    let order = StreamSpec {
+        batch_size: 3,
+        accumulation: 2,
+        packing: true,
+        max_length: 16,
+        shuffle: true,
+        seed: 5,
+        length: Length::Epochs(2.0),
+    };
+    let stream = |set| BatchStream::new(set, order).unwrap();
+    let (a, b) = (stream(&second), stream(&memory));
+    assert_eq!(a.steps(), b.steps());
+    assert!((0..a.steps()).all(|step| a.window(step).unwrap() == b.window(step).unwrap()));
+
+    // Held-out rows; the pieces of a row stay together.
+    let ((train, eval), (train_too, eval_too)) = (second.split(0.2, 3).unwrap(), memory.split(0.2, 3).unwrap());
+    assert_same(&train, &train_too);
+    assert_same(&eval, &eval_too);
+    let evals: Vec<Origin> = (0..eval.examples.len()).map(|row| eval.origin(row).unwrap()).collect();
+    assert!((0..train.examples.len()).all(|row| !evals.contains(&train.origin(row).unwrap())));
+    assert!(place.notes.borrow().is_empty());
+}
+
+#[test]
+fn a_stopped_cache_continues_after_its_last_complete_part() {
+    let (files, place) = (rows(), Place::new());
+    let memory = Dataset::load(&spec(&files), &real(), None).unwrap();
+    let e = place.load(&spec(&files), &Counting::new(1100)).unwrap_err();
+    assert!(e.to_string().contains("stopped by the test"), "{e}");
+    let done = chunks(&place.set()).last().unwrap().read as usize;
+    assert_eq!(done, 1024);
+    // A process that ends during a write leaves a part of it.
+    for name in [TOKENS, INDEX, CHUNKS] {
+        let path = place.set().join(name);
+        let mut bytes = files::read(&path).unwrap();
+        bytes.extend(b"{\"re");
+        files::write_atomic(&path, &bytes).unwrap();
+    }
+    let codec = Counting::new(usize::MAX);
+    assert_same(&place.load(&spec(&files), &codec).unwrap(), &memory);
+    let texts = codec.texts();
+    assert!((ROWS - done..ROWS - done + 10).contains(&texts), "{texts}");
+}
+
+#[test]
+fn a_damaged_file_is_found_and_written_again_with_one_note() {
+    let (files, place) = (rows(), Place::new());
+    let memory = Dataset::load(&spec(&files), &real(), None).unwrap();
+    place.load(&spec(&files), &real()).unwrap();
+    for (n, name) in [TOKENS, INDEX, TOKENS].into_iter().enumerate() {
+        let path = place.set().join(name);
+        let mut bytes = files::read(&path).unwrap();
+        let middle = bytes.len() / 2;
+        match n {
+            2 => bytes.truncate(middle),
+            _ => bytes[middle] ^= 4,
+        }
+        files::write_atomic(&path, &bytes).unwrap();
+        let codec = Counting::new(usize::MAX);
+        assert_same(&place.load(&spec(&files), &codec).unwrap(), &memory);
+        // The parts before the damage are kept.
+        assert!(codec.texts() < ROWS);
+        assert_eq!(place.notes.borrow().len(), n + 1);
+        assert!(place.notes.borrow()[n].contains("is damaged"));
+    }
+    // Without a note: a directory that was removed, or a manifest that was never written.
+    files::remove_file(&place.set().join(super::ROWS)).unwrap();
+    assert_same(&place.load(&spec(&files), &real()).unwrap(), &memory);
+    files::remove_dir_all(&place.set()).unwrap();
+    assert_same(&place.load(&spec(&files), &real()).unwrap(), &memory);
+    assert_eq!(place.notes.borrow().len(), 3);
+}
+
+#[test]
+fn another_setting_or_file_is_another_set_and_small_files_are_not_cached() {
+    let (files, place) = (rows(), Place::new());
+    let sets = || files::list(place.dir.path()).unwrap().len();
+    place.load(&spec(&files), &real()).unwrap();
+    let other = Spec {
+        max_length: 17,
+        ..spec(&files)
+    };
+    place.load(&other, &real()).unwrap();
+    assert_eq!(sets(), 2);
+    let text = files::read_text(Path::new(&files.paths[1])).unwrap() + "{\"text\": \"one more\"}\n";
+    files::write_atomic(Path::new(&files.paths[1]), text.as_bytes()).unwrap();
+    let more = place.load(&spec(&files), &real()).unwrap();
+    assert_eq!((sets(), more.stats.rows), (3, ROWS + 1));
+    let cache = TokenCache {
+        dir: place.dir.path(),
+        least_bytes: 1 << 20,
+        note: &|_| (),
+    };
+    let small = Dataset::load_cached(&spec(&files), &real(), None, &cache).unwrap();
+    assert!(small.examples.file().is_none() && sets() == 3);
+}
+
+#[test]
+fn bad_rows_are_reported_at_every_start() {
+    let text: String = (0..1500)
+        .map(|i| {
+            if i == 1200 {
+                "{}\n".into()
+            } else {
+                format!("{{\"text\": \"row {i}\"}}\n")
+            }
+        })
+        .collect();
+    let (files, place) = (files(&[("a.jsonl", &text)]), Place::new());
+    for _ in 0..2 {
+        let e = place.load(&spec(&files), &real()).unwrap_err().to_string();
+        assert!(e.contains("a.jsonl:1201"), "{e}");
+    }
+    assert_eq!(chunks(&place.set()).last().unwrap().read, 1024);
+}

@@ -31,6 +31,7 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients, StepStrategy};
 use crate::generate;
 use crate::model::{Adapters, Spec};
+use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
 use crate::peft::start::cost;
 use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
@@ -233,16 +234,23 @@ fn of_turn(
     });
     // Corrected parameters need the low 16 bits of their masters too.
     let corrected = model.sum_corrected(active, |name| master * model.elements(name));
-    // Weights for the device start on the host: all of them, or two layers that were read ahead.
+    // Weights for a GPU start on the host: all of them, or two layers that were read ahead. Pinned buffers copy those
+    // that cannot be page-locked.
     let on_host: u64 = match inputs.strategy.placement {
-        Placement::Host => model.sum(active, |p| inputs.strategy.storage.of(p).bytes(&p.shape)),
-        Placement::Disk { .. } if inputs.on_gpu => weights::resident(
-            model,
-            &inputs.strategy.storage,
-            stored,
-            inputs.strategy.placement,
-            active,
-        ),
+        Placement::Host => {
+            let all = model.sum(active, |p| inputs.strategy.storage.of(p).bytes(&p.shape));
+            all + STAGING_BYTES
+        }
+        Placement::Disk { .. } if inputs.on_gpu => {
+            let ahead = weights::resident(
+                model,
+                &inputs.strategy.storage,
+                stored,
+                inputs.strategy.placement,
+                active,
+            );
+            ahead + STAGING_BYTES
+        }
         _ => 0,
     };
 

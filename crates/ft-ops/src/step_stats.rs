@@ -62,7 +62,7 @@ impl StepStats {
     /// Sums of zero, on this device.
     pub fn new(device: &Device) -> Result<Self> {
         let device = if device.is_cuda() {
-            Some(Tensor::zeros(4, DType::F64, device)?)
+            Some(update::zeros(4, DType::F64, device)?)
         } else {
             None
         };

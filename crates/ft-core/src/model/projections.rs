@@ -127,7 +127,7 @@ impl Projections {
     fn factors(&self, pairs: &PairStack, i: usize, linear: &Linear) -> Result<Option<Tensor>> {
         let Some(dora) = linear.dora() else { return Ok(None) };
         let a = pairs.a(i)?;
-        let across = Tensor::zeros((a.dim(0)?, linear.dims().0), DType::F32, a.device())?;
+        let across = update::zeros((a.dim(0)?, linear.dims().0), DType::F32, a.device())?;
         linear.weight.forward_add(&across, &a)?;
         Ok(Some(dora.factors(linear, &across)?))
     }
@@ -148,7 +148,7 @@ impl Projections {
         let sum = pairs.up(i, u, DType::F32)?;
         linear.weight.forward_add(&sum, x)?;
         let bias = linear.bias.as_ref().map(|b| &b.tensor);
-        let y = adapters::scale_columns(&sum, &g, bias, x.dtype())?;
+        let y = adapters::scale_and_shift(&sum, &g, bias, x.dtype())?;
         Ok((y.clone(), Some((g, y))))
     }
 
@@ -280,7 +280,7 @@ impl Projections {
                     },
                 };
                 linear.own_gradients(x, dy, sink)?;
-                *dy = adapters::scale_columns(dy, &g, None, dy.dtype())?;
+                *dy = adapters::scale_columns(dy, &g)?;
             }
             pairs.back_down(i, dy, &du)?;
             i += 1;

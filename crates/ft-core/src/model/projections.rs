@@ -341,8 +341,8 @@ impl LowBackward<'_> {
     /// Passes the gradients of A of all pairs to the sink.
     fn gradients_a(self, of: &Projections, ctx: &Context, sink: &mut dyn GradSink) -> Result<()> {
         let Some((x, _)) = &self.x else { return Ok(()) };
-        let names = |sink: &dyn GradSink| of.members().any(|(_, lora)| sink.sum(&lora.a_name).is_some());
-        let mut together = match of.drops(ctx) || names(sink) {
+        let summed = of.members().any(|(_, lora)| sink.sum(&lora.a_name).is_some());
+        let mut together = match of.drops(ctx) || summed {
             true => Vec::new(),
             false => self.pairs.grads_a(&self.du, x)?,
         }

@@ -102,12 +102,7 @@ impl AdapterMethod for Adalora {
         let u = linear::forward(&self.mask.dropped(x, dropout)?, &self.a.tensor, None)?;
         let h = adapters::scale_columns(&u, &self.e.tensor)?;
         update::scale_assign(&h, self.scale)?;
-        if x.device().is_cuda() {
-            return base.forward_plus(x, linear::forward(&h, &self.b.tensor, None)?);
-        }
-        let y = base.forward(x)?;
-        linear::forward_add(&y, &h, &self.b.tensor)?;
-        Ok(y)
+        base.forward_plus_product(x, &h, &self.b.tensor)
     }
 
     fn backward(&self, back: BackwardInput<'_>) -> Result<BackwardOutput> {

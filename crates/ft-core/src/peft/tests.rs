@@ -29,6 +29,10 @@ impl Frozen for Plain {
         linear::forward(x, &self.w, None)
     }
 
+    fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
+        update::add_assign(y, &self.forward(x)?)
+    }
+
     fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>> {
         Ok(match dx {
             Dx::NotNeeded => None,

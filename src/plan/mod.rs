@@ -164,8 +164,8 @@ impl Inputs {
         generate::cache_bytes(spec, tokens, self.on_gpu.then_some(self.element)) + 8 * spec.vocab as u64
     }
 
-    /// `answers` answers that are decoded together, of `tokens` tokens each: their KV cache, and the work
-    /// memory of a layer during prefill.
+    /// `answers` answers that are decoded together, of `tokens` tokens each: their KV cache, the copies of
+    /// the adapters, and the work memory of a layer during prefill.
     fn answers(&self, model: &Model, answers: usize, tokens: usize) -> u64 {
         if answers == 0 {
             return 0;
@@ -173,7 +173,13 @@ impl Inputs {
         let mut own = self.clone();
         own.tokens = (answers * tokens).min(generate::Limits::default().prefill_tokens);
         (own.longest, own.strategy.offload_inputs) = (tokens, false);
-        answers as u64 * self.answer(model.spec, tokens) + teacher::layer_work(model, &own)
+        // On a GPU all LoRA pairs are copied in the type of the activations.
+        let copies = if self.on_gpu {
+            self.element * model.adapter_elements()
+        } else {
+            0
+        };
+        answers as u64 * self.answer(model.spec, tokens) + copies + teacher::layer_work(model, &own)
     }
 }
 

@@ -31,6 +31,7 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients, StepStrategy};
 use crate::generate;
 use crate::model::{Adapters, Spec};
+use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
 use crate::peft::start::cost;
 use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
@@ -167,8 +168,8 @@ impl Inputs {
         generate::cache_bytes(spec, tokens, self.on_gpu.then_some(self.element)) + 8 * spec.vocab as u64
     }
 
-    /// `answers` answers that are decoded together, of `tokens` tokens each: their KV cache, and the work
-    /// memory of a layer during prefill.
+    /// `answers` answers that are decoded together, of `tokens` tokens each: their KV cache, the copies of
+    /// the adapters, and the work memory of a layer during prefill.
     fn answers(&self, model: &Model, answers: usize, tokens: usize) -> u64 {
         if answers == 0 {
             return 0;
@@ -176,7 +177,13 @@ impl Inputs {
         let mut own = self.clone();
         own.tokens = (answers * tokens).min(generate::Limits::default().prefill_tokens);
         (own.longest, own.strategy.offload_inputs) = (tokens, false);
-        answers as u64 * self.answer(model.spec, tokens) + teacher::layer_work(model, &own)
+        // On a GPU all LoRA pairs are copied in the type of the activations.
+        let copies = if self.on_gpu {
+            self.element * model.adapter_elements()
+        } else {
+            0
+        };
+        answers as u64 * self.answer(model.spec, tokens) + copies + teacher::layer_work(model, &own)
     }
 }
 
@@ -237,16 +244,23 @@ fn of_turn(
     });
     // Corrected parameters need the low 16 bits of their masters too.
     let corrected = model.sum_corrected(active, |name| master * model.elements(name));
-    // Weights for the device start on the host: all of them, or two layers that were read ahead.
+    // Weights for a GPU start on the host: all of them, or two layers that were read ahead. Pinned buffers copy those
+    // that cannot be page-locked.
     let on_host: u64 = match inputs.strategy.placement {
-        Placement::Host => model.sum(active, |p| inputs.strategy.storage.of(p).bytes(&p.shape)),
-        Placement::Disk { .. } if inputs.on_gpu => weights::resident(
-            model,
-            &inputs.strategy.storage,
-            stored,
-            inputs.strategy.placement,
-            active,
-        ),
+        Placement::Host => {
+            let all = model.sum(active, |p| inputs.strategy.storage.of(p).bytes(&p.shape));
+            all + STAGING_BYTES
+        }
+        Placement::Disk { .. } if inputs.on_gpu => {
+            let ahead = weights::resident(
+                model,
+                &inputs.strategy.storage,
+                stored,
+                inputs.strategy.placement,
+                active,
+            );
+            ahead + STAGING_BYTES
+        }
         _ => 0,
     };
 

@@ -7,6 +7,7 @@ use crate::engine::Active;
 use crate::model::Spec;
 use crate::model::block::memory::LayerMemory;
 use crate::ops::cross_entropy::{PIECE, most_tokens};
+use crate::ops::transfer::STAGING_BYTES;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::teacher::TeacherSpec;
 use crate::source::Placement;
@@ -37,13 +38,12 @@ impl TeacherSpec {
         Model::new(&self.spec, &self.storage, &BTreeMap::new())
     }
 
-    /// Bytes on the host if the device is a GPU: resident weights, or weights read ahead.
+    /// Bytes on the host if the device is a GPU: resident weights, or weights read ahead, and pinned buffers.
     pub(super) fn on_host(&self, on_gpu: bool) -> u64 {
+        let model = self.model();
         match self.place {
-            Placement::Host => self
-                .model()
-                .sum(&Self::nothing(), |p| self.storage.of(p).bytes(&p.shape)),
-            Placement::Disk { .. } if on_gpu => self.weights(),
+            Placement::Host => STAGING_BYTES + model.sum(&Self::nothing(), |p| self.storage.of(p).bytes(&p.shape)),
+            Placement::Disk { .. } if on_gpu => STAGING_BYTES + self.weights(),
             _ => 0,
         }
     }

@@ -204,7 +204,11 @@ fn everything_that_is_held_is_given_back() {
         tied: true,
         ..spec()
     };
-    let recipe = recipe("[tune]\nmethod = \"lora\"\n[tune.lora]\nlora_dropout = 0.1");
+    let recipes = ["0.0", "0.1"].map(|dropout| {
+        recipe(&format!(
+            "[tune]\nmethod = \"lora\"\n[tune.lora]\nlora_dropout = {dropout}"
+        ))
+    });
     let name = |l: usize, part: &str| format!("model.layers.{l}.{part}");
     let sets = [
         vec![
@@ -233,13 +237,23 @@ fn everything_that_is_held_is_given_back() {
             whole: 5,
             widens: true,
         };
-        Arc::make_mut(&mut inputs.adapters).insert(name(3, "self_attn.qkv_proj"), cost);
+        for module in ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.down_proj"] {
+            Arc::make_mut(&mut inputs.adapters).insert(name(3, module), cost.clone());
+        }
         inputs.micro_batches = 2;
-        for keep in [0, 2, 6] {
-            inputs.strategy.saved_layers = keep;
+        for (keep, on_gpu, r) in [
+            (0, false, 1),
+            (2, false, 1),
+            (6, false, 1),
+            (0, true, 0),
+            (2, true, 0),
+            (0, true, 1),
+        ] {
+            (inputs.strategy.saved_layers, inputs.on_gpu) = (keep, on_gpu);
+            let recipe = &recipes[r];
             let mut ledger = Ledger::default();
             let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
-            step::walk(&mut ledger, &model, &recipe, &inputs, &inputs.turns[0].active);
+            step::walk(&mut ledger, &model, recipe, &inputs, &inputs.turns[0].active);
             assert_eq!(ledger.total(), 0, "{:?}", inputs.turns[0].active);
         }
     }

@@ -274,7 +274,9 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     };
     run.facts.trained_tokens = trained_tokens;
     run.expect_signal_after(start_step);
-    let eval_due = |step: u64| recipe.train.eval_steps > 0 && step.is_multiple_of(recipe.train.eval_steps as u64);
+    let due = |step: u64, every: usize| every > 0 && step.is_multiple_of(every as u64);
+    let eval_due = |step: u64| due(step, recipe.train.eval_steps);
+    let save_due = |step: u64| due(step, recipe.train.save_steps);
     if start_step == 0 && total_steps > 0 {
         run.samples(&engine, "before")?;
         run.evaluate(&engine, 0)?;
@@ -352,12 +354,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             queued,
         };
         trained_tokens += this.queued.trained();
-        let due = |every: u64| every > 0 && step.is_multiple_of(every);
         // Before anything else looks at the state, its step is complete and found to be finite.
         let read_now = !late
             || step == total_steps
-            || due(recipe.train.save_steps as u64)
-            || due(recipe.train.eval_steps as u64)
+            || save_due(step)
+            || eval_due(step)
             || active_schedule.switches_at(step + 1)
             || signal::received().is_some();
         if !read_now {
@@ -369,8 +370,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             run.reporter.sample(&sample);
         }
 
-        let every = recipe.train.save_steps as u64;
-        if every > 0 && step % every == 0 {
+        if save_due(step) {
             run.save(&engine, step)?;
         }
         run.stop_if_asked(&engine, step)?;

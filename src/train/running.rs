@@ -10,7 +10,7 @@ use crate::engine::{self, Engine, Gradients, QueuedStep};
 use crate::ops;
 use crate::ops::transfer::{Copier, CopyTimes};
 use crate::plan::Plan;
-use crate::recipe::Recipe;
+use crate::recipe::{self, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
@@ -203,8 +203,9 @@ impl Run<'_> {
         };
         // A step that was queued during the one before begins when that one ends.
         let started = self.pace.read.map_or(unread.started, |read| read.max(unread.started));
-        self.pace.read = Some(Instant::now());
-        self.pace.step = Some(started.elapsed());
+        let now = Instant::now();
+        let elapsed = now.duration_since(started);
+        (self.pace.read, self.pace.step) = (Some(now), Some(elapsed));
         let trained_tokens = before + report.totals.trained;
         let copied = copies(engine)?;
         if copied.refused > 0 && !std::mem::replace(&mut self.pace.slow_copies, true) {
@@ -220,7 +221,7 @@ impl Run<'_> {
             loss: report.totals.loss(),
             learning_rate: unread.learning_rate,
             grad_norm: report.grad_norm,
-            tokens_per_second: report.totals.tokens as f64 / started.elapsed().as_secs_f64(),
+            tokens_per_second: report.totals.tokens as f64 / elapsed.as_secs_f64(),
             trained_tokens,
             peak_memory_bytes: peak_memory(&engine.network.device)?,
             active_block: unread.label,
@@ -409,6 +410,7 @@ impl Run<'_> {
             Ok(())
         };
         if let Err(save) = saved {
+            let save = recipe::in_program_terms(&save.to_string());
             self.reporter
                 .warn(&format!("the state before the failed step could not be saved: {save}"));
         }

@@ -232,9 +232,9 @@ fn adapter_operations_are_plain_products() {
             let (x, dy) = (gpu.random((n, c), dtype, 1), gpu.random((n, c), dtype, 2));
             let (v, bias) = (gpu.random(c, DType::F32, 3), gpu.random(c, dtype, 4));
             let scaled = x.cpu.broadcast_mul(&v.cpu).unwrap();
-            let y = adapters::scale_columns(&x.gpu, &v.gpu, None, dtype).unwrap();
+            let y = adapters::scale_and_shift(&x.gpu, &v.gpu, None, dtype).unwrap();
             assert_close(&y, &scaled, tolerance);
-            let y = adapters::scale_columns(&x.gpu, &v.gpu, Some(&bias.gpu), dtype).unwrap();
+            let y = adapters::scale_and_shift(&x.gpu, &v.gpu, Some(&bias.gpu), dtype).unwrap();
             assert_close(&y, &scaled.broadcast_add(&bias.cpu).unwrap(), tolerance);
             let sums = adapters::sum_products(&x.gpu, &dy.gpu).unwrap();
             assert_close(&sums, &(&x.cpu * &dy.cpu).unwrap().sum(0).unwrap(), 1e-4);

@@ -16,7 +16,7 @@ constexpr float LN2 = 0.6931471805599453f;
 /// Threads of a block of the bf16 kernels.
 constexpr int THREADS = 128;
 
-/// As `Form` of src/ops/cuda/attention.rs.
+/// As `Form` of crates/ft-ops/src/cuda/attention.rs.
 struct Form {
     int heads, kv_heads, size;
     /// Query i sees the keys j with i - window < j <= i.

@@ -7,8 +7,8 @@
 // dK += dS^T Q. With several parts each leaves unrounded sums, which `attention_sum_parts` adds in their order.
 // `queries`: a block owns 64 queries and walks over the keys they see: dQ += dS K.
 // IN_REGISTERS: each warp keeps its 16 own rows (K and V, or Q and dO) in registers, and their shared memory becomes
-// that of the staged rows. That is a fifth to a quarter less shared-memory traffic, and two blocks fit on an SM of any
-// GPU. Heads of 256 have no registers left for it.
+// that of the staged rows. By count, a fifth to a quarter fewer bytes go through shared memory, and the shared memory of
+// an SM suffices for two blocks on any GPU. Heads of 256 have no registers left for it.
 
 #include "attention.cuh"
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ void nibbles(const u8* codes, i64 place, int (&code)[
 
 // A format gives C neighbouring columns of a row, which share a scale, by `pack`. C is 1, or a power of two that
 // divides the first column and the number of columns and is at most WIDE, the columns of 16 bytes. The structures are
-// filled by src/ops/cuda/coded.rs.
+// filled by crates/ft-ops/src/cuda/quantized.rs.
 
 // Columns that share a scale: 1 << shift, or all of a row.
 __device__ __forceinline__ i64 scale_of(i64 row, int column, int columns, int shift) {

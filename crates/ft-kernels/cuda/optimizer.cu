@@ -4,7 +4,7 @@
 
 constexpr int V = 4, GROUPS = 16;
 
-// As `Entry` of src/ops/cuda/optimizer.rs.
+// Filled by `entry` of crates/ft-ops/src/cuda/step.rs.
 struct Entry {
     void* weight;
     unsigned short* low;

@@ -1,8 +1,8 @@
 // A part of a tensor, gathered and put back: places in a row (around the end), or scattered by a computed permutation.
 #include "random.cuh"
 
-// As `Places` of src/ops/cuda/part.rs. `start` < `n`; `half` is half the bits of a scattered place, 0 where places lie
-// in a row.
+// Filled by crates/ft-ops/src/cuda/index_subset.rs. `start` < `n`; `half` is half the bits of a scattered place, 0
+// where places lie in a row.
 struct Places {
     i64 start, len, n;
     u64 key, half;

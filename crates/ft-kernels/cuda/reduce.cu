@@ -1,7 +1,7 @@
 // Sum of squares, and count of what is not finite, over many tensors, in two stages with a fixed order.
 #include "many.cuh"
 
-// As `Part` of src/ops/cuda/reduce.rs.
+// As `Part` of crates/ft-ops/src/cuda/reduce.rs.
 struct Part {
     const void* data;
     i64 n;

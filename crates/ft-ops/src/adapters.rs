@@ -2,7 +2,7 @@
 //!
 //! Letters: N tokens, C columns, O output features, R rank, I = K·S features in K blocks of S.
 
-use super::update;
+use super::{linear, update};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
@@ -10,18 +10,26 @@ fn gpu_only<T>() -> Result<T> {
     Err(Error::unsupported("this operation of an adapter exists on a GPU only"))
 }
 
-/// Computes `x ⊙ v + bias`, `[N, C]` in type `to`, from x f32 or bf16, `v [C]` f32 and `bias [C]`. On a GPU only.
-pub fn scale_columns(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: DType) -> Result<Tensor> {
-    on_gpu!(x, super::cuda::adapters::scale_columns(x, v, bias, to));
-    let _ = (v, bias, to);
-    gpu_only()
+/// Scales the columns of `x` `[N, C]` (f32, on a GPU also bf16) by the C elements of `v` f32, in the type of x.
+pub fn scale_columns(x: &Tensor, v: &Tensor) -> Result<Tensor> {
+    scale_and_shift(x, v, None, x.dtype())
 }
 
-/// Sums `a ⊙ b` (`[N, C]` each) over the rows, `[C]` f32. On a GPU only.
+/// Computes `x ⊙ v + bias`, `[N, C]` in type `to`, from x f32 or bf16; `v` f32 and `bias` have C elements.
+pub fn scale_and_shift(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: DType) -> Result<Tensor> {
+    on_gpu!(x, super::cuda::adapters::scale_and_shift(x, v, bias, to));
+    let scaled = x.to_dtype(DType::F32)?.broadcast_mul(&v.flatten_all()?)?;
+    let sum = match bias {
+        Some(bias) => scaled.broadcast_add(&bias.to_dtype(DType::F32)?)?,
+        None => scaled,
+    };
+    Ok(sum.to_dtype(to)?)
+}
+
+/// Sums `a ⊙ b` (`[N, C]` each) over the rows, `[C]` f32.
 pub fn sum_products(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     on_gpu!(a, super::cuda::adapters::sum_products(a, b));
-    let _ = b;
-    gpu_only()
+    linear::grad_bias(&(a.to_dtype(DType::F32)? * b.to_dtype(DType::F32)?)?)
 }
 
 /// The row norms of DoRA: what ‖V‖² consists of, f32.
@@ -109,6 +117,20 @@ mod tests {
         assert_eq!(flat(&q), flat(&opposite.contiguous().unwrap()));
         let twice = (&triangles * 2.0).unwrap();
         assert_eq!(flat(&skew_gradient(&q).unwrap()), flat(&twice));
-        assert!(scale_columns(&triangles, &triangles, None, DType::F32).is_err());
+        let one = Tensor::new(&[[1f32, 2.0, 3.0]], triangles.device()).unwrap();
+        let want = [0.0, 1.0, 2.0, -1.0, 0.0, 3.0, -2.0, -3.0, 0.0];
+        assert_eq!(flat(&skew(&one, 3).unwrap()), want);
+    }
+
+    #[test]
+    fn columns_are_scaled_and_shifted() {
+        let row = |row: &[f32]| Tensor::new(row, &candle_core::Device::Cpu).unwrap();
+        let x = row(&[1.0, 2.0, 3.0, 4.0]).reshape((2, 2)).unwrap();
+        let (v, bias) = (row(&[2.0, -1.0]), row(&[0.5, 1.0]));
+        assert_eq!(flat(&scale_columns(&x, &v).unwrap()), [2.0, -2.0, 6.0, -4.0]);
+        let shifted = scale_and_shift(&x, &v, Some(&bias), DType::BF16).unwrap();
+        assert_eq!(shifted.dtype(), DType::BF16);
+        assert_eq!(update::to_f32_vec(&shifted).unwrap(), [2.5, -1.0, 6.5, -3.0]);
+        assert_eq!(flat(&sum_products(&x, &x).unwrap()), [10.0, 20.0]);
     }
 }

@@ -48,6 +48,13 @@ impl Join {
 /// Sorted with the heaviest tile first, so that the last blocks of a launch are short.
 pub(crate) struct Tiles(pub Vec<AttentionTile>);
 
+/// Numbers of rows that tiles visit.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Visited {
+    pub heaviest: usize,
+    pub all: usize,
+}
+
 /// Documents as offsets, as in `ops::attention::forward`.
 pub(crate) struct Documents<'a> {
     pub queries: &'a [usize],
@@ -128,15 +135,12 @@ impl Tiles {
         Self(tiles)
     }
 
-    /// Returns the number of parts into which the `group` query heads of a key head are divided, for a GPU that runs
-    /// `slots` blocks at a time; a tile is `blocks` blocks for each part. The smallest number with which the heaviest
-    /// block takes no longer than an even share of all the work: then the last blocks end at about the same time.
-    pub(crate) fn parts(&self, blocks: usize, group: usize, slots: usize) -> usize {
-        let visited = self.0.iter().map(|t| t.high - t.low);
-        let (heaviest, all) = (visited.clone().max().unwrap_or(0), visited.sum::<usize>());
-        (1..=group)
-            .find(|parts| group.is_multiple_of(*parts) && heaviest * slots <= all * blocks * parts)
-            .unwrap_or(group)
+    pub(crate) fn visited(&self) -> Visited {
+        let rows = self.0.iter().map(|t| t.high - t.low);
+        Visited {
+            heaviest: rows.clone().max().unwrap_or(0),
+            all: rows.sum(),
+        }
     }
 
     /// Splits the visited ranges into pieces of at most `keys`. Returns the pieces, how to join them, and the
@@ -163,6 +167,17 @@ impl Tiles {
             slots += splits * tile.rows;
         }
         (Tiles(pieces), joins, slots)
+    }
+}
+
+impl Visited {
+    /// Returns the number of parts into which the `group` query heads of a key head are divided, for a GPU that runs
+    /// `slots` blocks at a time; a tile is `blocks` blocks for each part. The smallest number with which the heaviest
+    /// block takes no longer than an even share of all the work: then the last blocks end at about the same time.
+    pub(crate) fn parts(self, blocks: usize, group: usize, slots: usize) -> usize {
+        (1..=group)
+            .find(|parts| group.is_multiple_of(*parts) && self.heaviest * slots <= self.all * blocks * parts)
+            .unwrap_or(group)
     }
 }
 
@@ -272,7 +287,7 @@ mod tests {
                 keys: documents,
                 window: None,
             };
-            documents.key_tiles(64).parts(8, group, slots)
+            documents.key_tiles(64).visited().parts(8, group, slots)
         };
         // One document of 2048 tokens, 8 key heads: 256 blocks, of which the heaviest has twice the mean work.
         assert_eq!(parts(&[0, 2048], 4, 2 * 64), 1);
@@ -303,7 +318,7 @@ mod tests {
                         keys: &documents,
                         window,
                     };
-                    let parts = list.key_tiles(64).parts(kv_heads, heads / kv_heads, 2 * 148);
+                    let parts = list.key_tiles(64).visited().parts(kv_heads, heads / kv_heads, 2 * 148);
                     let counted = crate::attention::gpu_backward_parts(heads, kv_heads, tokens);
                     assert!(parts <= counted, "{tokens} tokens: {parts} parts, {counted} counted");
                 }

@@ -253,6 +253,7 @@ mod gpu {
     use super::super::cuda::cross_entropy::{CrossEntropyJob, Wanted, run};
     use super::super::cuda::memory::to_f32_vec;
     use super::*;
+    use crate::update;
     use candle_core::DType;
 
     pub(super) fn forward_backward(
@@ -295,8 +296,8 @@ mod gpu {
         chunk: usize,
     ) -> Result<Vec<f32>> {
         let trained = trained_rows(h, head, targets, softcap)?;
-        let each = Tensor::zeros(targets.len(), DType::F32, h.device())?;
-        let totals = Tensor::zeros(2, DType::F64, h.device())?;
+        let each = update::zeros(targets.len(), DType::F32, h.device())?;
+        let totals = update::zeros(2, DType::F64, h.device())?;
         let job = CrossEntropyJob {
             h,
             head,

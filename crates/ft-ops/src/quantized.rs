@@ -12,6 +12,8 @@ use candle_core::Tensor;
 use ft_base::Result;
 
 mod tensors;
+#[cfg(feature = "cuda")]
+pub(crate) use tensors::part_rows;
 pub use tensors::{QTensors, ScaleTensors, TILE, work_bytes};
 
 pub use super::cpu::dequantize::NF4_TABLE;

@@ -62,7 +62,7 @@ impl StepStats {
     /// Sums of zero, on this device.
     pub fn new(device: &Device) -> Result<Self> {
         let device = if device.is_cuda() {
-            Some(Tensor::zeros(4, DType::F64, device)?)
+            Some(update::zeros(4, DType::F64, device)?)
         } else {
             None
         };
@@ -123,10 +123,10 @@ impl StepStats {
         Ok(self.device.as_ref().map(|t| t.narrow(0, 2, 1)).transpose()?)
     }
 
-    /// Extends `gate` to the sums of an earlier pass, which the host need not have read.
-    pub fn follow(&self, earlier: &StepStats) -> Result<()> {
+    /// Extends `gate` to the sums of an earlier pass, if there is one; the host need not have read them.
+    pub fn follow(&self, earlier: Option<&StepStats>) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if let (Some(own), Some(earlier)) = (&self.device, &earlier.device) {
+        if let (Some(own), Some(earlier)) = (&self.device, earlier.and_then(|earlier| earlier.device.as_ref())) {
             return super::cuda::reduce::total(earlier, &own.narrow(0, 3, 1)?);
         }
         let _ = earlier;

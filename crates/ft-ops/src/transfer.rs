@@ -6,6 +6,11 @@
 use candle_core::{Device, Tensor};
 use ft_base::{Error, Result};
 
+/// Size and number of the pinned buffers of a copier to a GPU: for small tensors, and for pieces of large ones.
+pub(crate) const STAGING: [(usize, usize); 2] = [(1 << 17, 64), (8 << 20, 16)];
+/// Largest host memory of the pinned buffers of a copier to a GPU.
+pub const STAGING_BYTES: u64 = (STAGING[0].0 * STAGING[0].1 + STAGING[1].0 * STAGING[1].1) as u64;
+
 /// Time of the copies to the device, and time that the computation waited for them, in milliseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct CopyTimes {

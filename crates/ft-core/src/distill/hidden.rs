@@ -198,7 +198,7 @@ impl Hidden {
         }
         if let Some(dx) = dx.filter(|_| need.dh) {
             // Tokens that are not trained take the appended row of zeros.
-            let rows = Tensor::cat(&[&dx, &Tensor::zeros((1, d), DType::F32, device)?], 0)?;
+            let rows = Tensor::cat(&[&dx, &update::zeros((1, d), DType::F32, device)?], 0)?;
             let mut from = vec![m as u32; n];
             trained.iter().zip(0..).for_each(|(n, i)| from[*n as usize] = i);
             let from = Tensor::from_vec(from, n, device)?;

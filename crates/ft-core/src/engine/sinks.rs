@@ -9,6 +9,7 @@ use crate::ops::{index_subset, update};
 use crate::optim::{Optimizer, Update};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Corrections of inactive parameters.
 #[derive(Default)]
@@ -74,7 +75,7 @@ pub struct Accumulate<'a> {
     /// By name: the weight and its f32 gradient sum.
     pub sums: BTreeMap<String, (Tensor, Tensor)>,
     /// Names in order of arrival.
-    pub(super) order: Vec<String>,
+    pub(super) order: Vec<Arc<str>>,
     /// Updates of corrected parameters.
     pub corrections: Corrections,
 }
@@ -94,7 +95,7 @@ impl<'a> Accumulate<'a> {
 
     /// Adds the squares of all gradients to `step_stats` in order of arrival: on the CPU bit-equal to `Norm`.
     pub fn add_squares(&self, step_stats: &StepStats) -> Result<()> {
-        let gradients = self.order.iter().filter_map(|name| self.sums.get(name));
+        let gradients = self.order.iter().filter_map(|name| self.sums.get(&**name));
         step_stats.add_squares_of(&gradients.map(|(_, gradient)| gradient).collect::<Vec<_>>())
     }
 
@@ -157,9 +158,9 @@ impl GradSink for Accumulate<'_> {
         match self.sums.get(&*param.name) {
             Some((_, sum)) => update::add_assign(sum, &gradient),
             None => {
-                let name = param.name.to_string();
-                self.order.push(name.clone());
-                self.sums.insert(name, (param.tensor.clone(), gradient));
+                self.order.push(param.name.clone());
+                self.sums
+                    .insert(param.name.to_string(), (param.tensor.clone(), gradient));
                 Ok(())
             }
         }

@@ -5,7 +5,7 @@ use super::hook::StepHook;
 use super::pass::{self, Pass, Totals};
 use super::sinks::{Accumulate, Corrections, FusedUpdate, Norm};
 use super::strategy::StepStrategy;
-use crate::base::{Error, Result};
+use crate::base::{Error, ErrorKind, Result};
 use crate::data::Batch;
 use crate::model::{Network, Objective, TrainableNetwork};
 use crate::ops::step::FoundInf;
@@ -73,7 +73,7 @@ pub struct QueuedStep {
     first: Option<PendingSums>,
     sums: PendingSums,
     /// Names of the gradients in the order of `StepStats::non_finite`.
-    names: Vec<String>,
+    names: Vec<Arc<str>>,
 }
 
 impl QueuedStep {
@@ -97,7 +97,8 @@ impl QueuedStep {
         Err(match self.gradients {
             Gradients::Keep => {
                 let found = self.step_stats.non_finite()?.into_iter();
-                let mut names: Vec<String> = found.filter_map(|i| self.names.get(i).cloned()).collect();
+                let names = found.filter_map(|i| self.names.get(i));
+                let mut names: Vec<String> = names.map(|name| name.to_string()).collect();
                 names.sort();
                 non_finite(&names, self.step)
             }
@@ -205,7 +206,15 @@ impl Engine {
     /// A loss or gradient was not finite. With stored gradients (`Gradients::Keep`) weights and optimizer states are
     /// those before the step.
     pub fn finish(&mut self, queued: &QueuedStep) -> Result<StepReport> {
-        queued.report().inspect_err(|_| self.optimizer.take_back(queued.step))
+        let report = queued.report();
+        // Without stored gradients the updates before the first value that is not finite were made.
+        if let Err(e) = &report
+            && e.kind() == ErrorKind::NonFinite
+            && queued.gradients == Gradients::Keep
+        {
+            self.optimizer.take_back(queued.step);
+        }
+        report
     }
 
     fn run_step(
@@ -219,9 +228,12 @@ impl Engine {
     ) -> Result<QueuedStep> {
         let (network, seed, gradients) = (&self.network, self.seed, self.effective_gradients());
         let step_stats = StepStats::new(&network.device)?;
-        if let Some(before) = before {
-            step_stats.follow(&before.step_stats)?;
-        }
+        // The sums whose guard holds back this pass too.
+        let mut earlier = before.map(|before| &before.step_stats);
+        let norm_stats = match gradients {
+            Gradients::NormFirst => Some(StepStats::new(&network.device)?),
+            _ => None,
+        };
         // A hook needs the factor of the gradients on the host; corrections have sums of their own.
         let on_device = network.device.is_cuda() && self.step_hook.is_none() && active.corrected().next().is_none();
         self.optimizer.begin(step);
@@ -235,6 +247,7 @@ impl Engine {
         let (mut first, mut names) = (None, Vec::new());
         let (totals, sums) = match gradients {
             Gradients::Keep => {
+                step_stats.follow(earlier)?;
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
                 let totals = pass.window(batches, &mut sink)?;
                 if let Some(hook) = &mut self.step_hook {
@@ -242,17 +255,17 @@ impl Engine {
                 }
                 sink.add_squares(&step_stats)?;
                 let sums = step_stats.start_reading()?;
-                // Its numbers arrived while this step was queued. After an error its count of updates is taken back,
-                // so this step must not count one.
+                // The device finished the step before while this one was queued. If it failed, `finish` takes its count of
+                // updates back, so this step must not count one.
                 before.map(QueuedStep::report).transpose()?;
                 if on_device {
-                    names = sink.order.clone();
                     let coefficient = device_coefficient(&step_stats, self.max_grad_norm)?;
                     let gate = FoundInf {
                         coefficient: coefficient.as_ref(),
                         finite: step_stats.gate(),
                     };
                     sink.update(1.0, gate)?;
+                    names = sink.order;
                 } else {
                     let (_, grad_norm) = numbers(&sums)?;
                     if !grad_norm.is_finite() {
@@ -271,24 +284,21 @@ impl Engine {
             }
             Gradients::Fused | Gradients::NormFirst => {
                 let (mut coefficient, mut further) = (1.0, None);
-                if gradients == Gradients::NormFirst {
-                    let norm_stats = StepStats::new(&network.device)?;
+                if let Some(norm_stats) = &norm_stats {
                     let mut norm = Norm {
                         active,
-                        step_stats: &norm_stats,
+                        step_stats: norm_stats,
                     };
                     let norm_pass = Pass {
-                        step_stats: &norm_stats,
+                        step_stats: norm_stats,
                         ..pass
                     };
                     norm_pass.window(batches, &mut norm)?;
                     let sums = norm_stats.start_reading()?;
+                    norm_stats.follow(earlier)?;
+                    earlier = Some(norm_stats);
                     if on_device {
-                        if let Some(before) = before {
-                            norm_stats.follow(&before.step_stats)?;
-                        }
-                        step_stats.follow(&norm_stats)?;
-                        further = device_coefficient(&norm_stats, self.max_grad_norm)?;
+                        further = device_coefficient(norm_stats, self.max_grad_norm)?;
                     } else {
                         let (_, grad_norm) = numbers(&sums)?;
                         if !grad_norm.is_finite() {
@@ -298,6 +308,7 @@ impl Engine {
                     }
                     first = Some(sums);
                 }
+                step_stats.follow(earlier)?;
                 let optimizer = &mut self.optimizer;
                 let mut sink = FusedUpdate {
                     active,
@@ -312,6 +323,7 @@ impl Engine {
                 let corrected = sink.corrections;
                 let sums = step_stats.start_reading()?;
                 if !corrected.finite()? {
+                    // If a loss is not finite, that is the error.
                     numbers(&sums)?;
                     return Err(held_back(step));
                 }
@@ -358,7 +370,7 @@ fn clip_coefficient(norm: f64, max: f64) -> f32 {
 }
 
 fn non_finite(names: &[String], step: u64) -> Error {
-    let shown = names.iter().take(5).cloned().collect::<Vec<_>>().join(", ");
+    let shown = names[..names.len().min(5)].join(", ");
     Error::non_finite(format!(
         "a gradient is not finite at step {step}; the weights were not changed by this step"
     ))
@@ -389,8 +401,8 @@ mod tests {
     use crate::source::Resident;
     use candle_core::Device;
 
-    /// Two steps of SGD on one micro-batch: the change of every weight, and the reported norm.
-    fn way(gradients: Gradients, max_grad_norm: f64) -> (Vec<f32>, f64) {
+    /// A small model, trained with SGD, and its parameters.
+    fn engine(gradients: Gradients) -> (Engine, Active) {
         let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
         let (params, vocab) = (spec.params(), spec.vocab);
         let settings = OptimizerConfig {
@@ -405,7 +417,23 @@ mod tests {
             ..StepStrategy::new(Dtype::F32)
         };
         let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
-        let mut engine = Engine::new(model, objective, optimizer, strategy, &active).unwrap();
+        (
+            Engine::new(model, objective, optimizer, strategy, &active).unwrap(),
+            active,
+        )
+    }
+
+    fn batches() -> [Batch; 1] {
+        let row = Example {
+            ids: (0..24).map(|t| (37 * t + 5) % 4096).collect(),
+            trained: vec![true; 24],
+        };
+        [Batch::from_examples([&row])]
+    }
+
+    /// Two steps of SGD on one micro-batch: the change of every weight, and the reported norm.
+    fn way(gradients: Gradients, max_grad_norm: f64) -> (Vec<f32>, f64) {
+        let (mut engine, active) = engine(gradients);
         engine.max_grad_norm = max_grad_norm;
         let weights = |engine: &Engine| {
             let mut all = Vec::new();
@@ -419,14 +447,9 @@ mod tests {
             all
         };
         let before = weights(&engine);
-        let row = Example {
-            ids: (0..24).map(|t| (37 * t + 5) % 4096).collect(),
-            trained: vec![true; 24],
-        };
-        let batches = [Batch::from_examples([&row])];
         let mut norm = 0.0;
         for step in 1..=2 {
-            norm = engine.step(step, &batches, &active, 0.1).unwrap().grad_norm;
+            norm = engine.step(step, &batches(), &active, 0.1).unwrap().grad_norm;
         }
         let moved = weights(&engine).iter().zip(&before).map(|(a, b)| a - b).collect();
         (moved, norm)
@@ -448,5 +471,28 @@ mod tests {
         let (kept, twice) = (way(Gradients::Keep, max), way(Gradients::NormFirst, max));
         assert!(distance(&kept.0, &fused.0) > 0.3 * size, "nothing was clipped");
         assert!(twice == kept, "in two passes");
+    }
+
+    #[test]
+    fn a_step_that_was_held_back_is_not_counted() {
+        for (gradients, counted) in [(Gradients::Keep, 1), (Gradients::Fused, 2), (Gradients::NormFirst, 2)] {
+            let (mut engine, active) = engine(gradients);
+            engine.step(1, &batches(), &active, 0.1).unwrap();
+            let mut queued = engine.queue_step(2, &batches(), &active, 0.1, false, None).unwrap();
+            // As a GPU reports it, after it has skipped the updates.
+            let sums = StepStats::new(&Device::Cpu).unwrap();
+            sums.add(StepSums {
+                squares: f64::NAN,
+                ..StepSums::default()
+            });
+            queued.sums = sums.start_reading().unwrap();
+            let error = engine.finish(&queued).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::NonFinite);
+            let counts: Vec<u64> = engine.optimizer.saved().map(|state| state.step).collect();
+            assert!(
+                !counts.is_empty() && counts.iter().all(|count| *count == counted),
+                "{gradients:?}"
+            );
+        }
     }
 }

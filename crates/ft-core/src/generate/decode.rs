@@ -360,7 +360,7 @@ pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], same_bits: bo
         .collect::<candle_core::Result<_>>()?;
     if same_bits && last.len() < MANY {
         let (rows, width) = (MANY - last.len(), network.spec.hidden);
-        last.push(Tensor::zeros((rows, width), x.dtype(), x.device())?);
+        last.push(update::zeros((rows, width), x.dtype(), x.device())?);
     }
     let last = if wanted.len() == x.dims()[0] {
         x

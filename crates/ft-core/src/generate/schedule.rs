@@ -125,7 +125,12 @@ impl<'a> Schedule<'a> {
         }
     }
 
-    pub fn run(mut self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<Sequence>)> {
+    pub fn run(self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<Sequence>)> {
+        let network = self.policy.network;
+        network.with_fixed_adapters(|| self.run_all(on_token))
+    }
+
+    fn run_all(mut self, on_token: &mut OnToken) -> Result<(Vec<Answer>, Speed, Option<Sequence>)> {
         if self.settings.max_new_tokens == 0 {
             self.waiting.clear();
         }

@@ -42,18 +42,12 @@ impl Frozen for Linear {
         self.weight.forward(x, None)
     }
 
-    /// On a GPU the product with W and the bias are added in place to `change`.
-    fn forward_plus(&self, x: &Tensor, change: Tensor) -> Result<Tensor> {
-        if !x.device().is_cuda() {
-            let y = Frozen::forward(self, x)?;
-            update::add_assign(&y, &change)?;
-            return Ok(y);
+    fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
+        self.weight.forward_add(y, x)?;
+        match &self.bias {
+            Some(bias) => update::add_rows(y, &bias.tensor),
+            None => Ok(()),
         }
-        self.weight.forward_add(&change, x)?;
-        if let Some(bias) = &self.bias {
-            update::add_rows(&change, &bias.tensor)?;
-        }
-        Ok(change)
     }
 
     fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>> {

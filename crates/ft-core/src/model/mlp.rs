@@ -17,7 +17,7 @@ use candle_core::Tensor;
 pub(super) struct SavedPiece {
     /// gate and up
     parts: Vec<Tensor>,
-    /// u of the LoRA pairs of gate and up, and of down.
+    /// u of the LoRA pairs of gate and up, and of down if no norm follows it.
     low: [SavedLow; 2],
 }
 
@@ -65,18 +65,22 @@ impl Block {
         let (parts, low_in) = self.mlp_in.forward(&h, ctx)?;
         drop(h);
         let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
-        let parts = keep.then_some(parts);
+        let saved = keep.then_some((parts, low_in));
         let (y, low_out) = self.down_proj.forward_one(&m, ctx)?;
-        let y = match &self.mlp_post_norm {
+        let (y, low_out) = match &self.mlp_post_norm {
+            // The backward pass needs y: it computes down again.
             Some(norm) => {
                 let y = self.norm(norm, &y)?;
                 update::add_assign(&y, x1)?;
-                y
+                (y, None)
             }
-            None => add_residual(y, x1, &low_out)?,
+            None => (add_residual(y, x1, &low_out)?, low_out),
         };
-        let low = [low_in, low_out];
-        Ok((y, parts.map(|parts| SavedPiece { parts, low })))
+        let piece = |(parts, low_in)| SavedPiece {
+            parts,
+            low: [low_in, low_out],
+        };
+        Ok((y, saved.map(piece)))
     }
 
     /// Maps `dy` `[N, D]` to `∂x1` if needed; passes weight gradients to `sink`. Recomputes `parts` if empty.
@@ -152,9 +156,12 @@ impl Block {
         } else {
             None
         };
-        let d_down = match (&self.mlp_post_norm, &m) {
-            (Some(norm), Some(m)) => self.norm_backward(norm, &self.down_proj.forward_one(m, ctx)?.0, dy, sink)?,
-            _ => dy.clone(),
+        let (d_down, low_out) = match (&self.mlp_post_norm, &m) {
+            (Some(norm), Some(m)) => {
+                let (y, low_out) = self.down_proj.forward_one(m, ctx)?;
+                (self.norm_backward(norm, &y, dy, sink)?, low_out)
+            }
+            _ => (dy.clone(), low_out),
         };
         let dm = self
             .down_proj

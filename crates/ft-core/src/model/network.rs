@@ -5,7 +5,7 @@ use super::block::Block;
 use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
-use super::projections::Projections;
+use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use super::tokens::TokenRows;
@@ -16,8 +16,8 @@ use crate::source::{Group, GroupWeights, TrainableStore, WeightSource};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Adapters by the module name of their linear: `model.layers.0.self_attn.q_proj`.
 pub type Adapters = BTreeMap<String, Arc<Adapter>>;
@@ -41,6 +41,8 @@ pub struct Network {
     /// True while the adapters are disabled.
     adapters_disabled: AtomicBool,
     rope_tables: RopeTables,
+    /// The copies of LoRA pairs by layer, while the adapters are fixed.
+    pair_copies: Mutex<Option<BTreeMap<usize, Option<LayerPairs>>>>,
 }
 
 /// A network whose weights can be trained.
@@ -79,6 +81,7 @@ impl Network {
             mlp_tokens: None,
             adapters_disabled: AtomicBool::new(false),
             rope_tables: RopeTables::default(),
+            pair_copies: Mutex::default(),
         }
     }
 
@@ -87,6 +90,15 @@ impl Network {
         let before = self.adapters_disabled.swap(true, Ordering::Relaxed);
         let result = f();
         self.adapters_disabled.store(before, Ordering::Relaxed);
+        result
+    }
+
+    /// Runs `f`, which changes no adapter and does not disable any: on a GPU the LoRA pairs of a layer are copied once.
+    pub fn with_fixed_adapters<R>(&self, f: impl FnOnce() -> R) -> R {
+        let set = |copies| *self.pair_copies.lock().unwrap_or_else(PoisonError::into_inner) = copies;
+        set(Some(BTreeMap::new()));
+        let result = f();
+        set(None);
         result
     }
 
@@ -242,7 +254,12 @@ impl Network {
         let sandwich = spec.sandwich_norms;
         let mut o_proj = Projections::separate(vec![linear("self_attn.o_proj", spec.o_bias)?]);
         let mut down_proj = Projections::separate(vec![linear("mlp.down_proj", spec.mlp_bias)?]);
-        Projections::copy_pairs([&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj])?;
+        let groups = [&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
+        let mut copies = self.pair_copies.lock().unwrap_or_else(PoisonError::into_inner);
+        match copies.as_mut() {
+            Some(copies) => Projections::copy_pairs(groups, copies.entry(index).or_default())?,
+            None => Projections::copy_pairs(groups, &mut None)?,
+        }
         Ok(Block {
             _weights: weights.clone(),
             index,

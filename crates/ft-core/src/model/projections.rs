@@ -16,6 +16,7 @@ use crate::ops::pairs::{self, PairStack};
 use crate::ops::{adapters, update};
 use crate::peft::{Frozen, Gradient, Lora};
 use candle_core::{DType, Tensor};
+use std::sync::Arc;
 
 /// Linears with one input, each with one result; or one linear whose result is cut into parts (Phi-3).
 pub struct Projections {
@@ -23,8 +24,11 @@ pub struct Projections {
     /// The widths of the parts of a fused linear; else empty.
     widths: Vec<usize>,
     /// On a GPU: the LoRA pairs.
-    pairs: Option<PairStack>,
+    pairs: Option<Arc<PairStack>>,
 }
+
+/// The LoRA pairs of the four groups of linears of a layer, if they have any.
+pub(super) type LayerPairs = [Option<Arc<PairStack>>; 4];
 
 /// What the backward pass of the LoRA pairs reuses.
 pub(super) struct Low {
@@ -64,9 +68,21 @@ impl Projections {
         }
     }
 
-    /// Copies the LoRA pairs of these groups for their products, if they are on a GPU.
-    pub(super) fn copy_pairs(groups: [&mut Self; 4]) -> Result<()> {
-        let groups: Vec<_> = groups.into_iter().filter(|g| g.members().next().is_some()).collect();
+    /// Copies the LoRA pairs of these groups for their products, if they are on a GPU. `known`: the copies, if they were
+    /// made before.
+    pub(super) fn copy_pairs(mut groups: [&mut Self; 4], known: &mut Option<LayerPairs>) -> Result<()> {
+        if let Some(known) = known {
+            for (group, pairs) in groups.into_iter().zip(known) {
+                group.pairs = pairs.clone();
+            }
+            return Ok(());
+        }
+        Self::copy(groups.iter_mut().filter(|g| g.members().next().is_some()).collect())?;
+        *known = Some(groups.map(|group| group.pairs.clone()));
+        Ok(())
+    }
+
+    fn copy(groups: Vec<&mut &mut Self>) -> Result<()> {
         let Some(first) = groups.first() else { return Ok(()) };
         let dtype = if first.is_bf16() { DType::BF16 } else { DType::F32 };
         let matrices: Vec<Vec<_>> = (groups.iter())
@@ -75,7 +91,7 @@ impl Projections {
         let stacks = pairs::stacks(&matrices, dtype)?;
         drop(matrices);
         for (group, stack) in groups.into_iter().zip(stacks) {
-            group.pairs = Some(stack);
+            group.pairs = Some(Arc::new(stack));
         }
         Ok(())
     }
@@ -104,7 +120,7 @@ impl Projections {
     fn pairs(&self, ctx: &Context) -> Option<&PairStack> {
         let apart =
             |(l, lora): (&Linear, &Lora)| (lora.start.is_some() || l.dora().is_some()) && lora.mask.drops(ctx.dropout);
-        self.pairs.as_ref().filter(|_| !self.members().any(apart))
+        self.pairs.as_deref().filter(|_| !self.members().any(apart))
     }
 
     fn drops(&self, ctx: &Context) -> bool {
@@ -127,7 +143,7 @@ impl Projections {
     fn factors(&self, pairs: &PairStack, i: usize, linear: &Linear) -> Result<Option<Tensor>> {
         let Some(dora) = linear.dora() else { return Ok(None) };
         let a = pairs.a(i)?;
-        let across = Tensor::zeros((a.dim(0)?, linear.dims().0), DType::F32, a.device())?;
+        let across = update::zeros((a.dim(0)?, linear.dims().0), DType::F32, a.device())?;
         linear.weight.forward_add(&across, &a)?;
         Ok(Some(dora.factors(linear, &across)?))
     }
@@ -148,7 +164,7 @@ impl Projections {
         let sum = pairs.up(i, u, DType::F32)?;
         linear.weight.forward_add(&sum, x)?;
         let bias = linear.bias.as_ref().map(|b| &b.tensor);
-        let y = adapters::scale_columns(&sum, &g, bias, x.dtype())?;
+        let y = adapters::scale_and_shift(&sum, &g, bias, x.dtype())?;
         Ok((y.clone(), Some((g, y))))
     }
 
@@ -280,7 +296,7 @@ impl Projections {
                     },
                 };
                 linear.own_gradients(x, dy, sink)?;
-                *dy = adapters::scale_columns(dy, &g, None, dy.dtype())?;
+                *dy = adapters::scale_columns(dy, &g)?;
             }
             pairs.back_down(i, dy, &du)?;
             i += 1;
@@ -341,8 +357,8 @@ impl LowBackward<'_> {
     /// Passes the gradients of A of all pairs to the sink.
     fn gradients_a(self, of: &Projections, ctx: &Context, sink: &mut dyn GradSink) -> Result<()> {
         let Some((x, _)) = &self.x else { return Ok(()) };
-        let names = |sink: &dyn GradSink| of.members().any(|(_, lora)| sink.sum(&lora.a_name).is_some());
-        let mut together = match of.drops(ctx) || names(sink) {
+        let summed = of.members().any(|(_, lora)| sink.sum(&lora.a_name).is_some());
+        let mut together = match of.drops(ctx) || summed {
             true => Vec::new(),
             false => self.pairs.grads_a(&self.du, x)?,
         }

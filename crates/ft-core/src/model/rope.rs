@@ -134,11 +134,11 @@ impl RopeTables {
         // cos and sin of the first rope, then of the second.
         let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if tables.first().is_none_or(|table| table.dims()[0] < needed) {
+            // Frees the old ones first. After an error there are none.
             tables.clear();
-            for rope in ropes {
-                let (cos, sin) = rope.of(0..Self::rows(needed) as u32, device)?;
-                tables.extend([cos, sin]);
-            }
+            let pairs = ropes.iter().map(|rope| rope.of(0..Self::rows(needed) as u32, device));
+            let pairs: Vec<(Tensor, Tensor)> = pairs.collect::<Result<_>>()?;
+            tables.extend(pairs.into_iter().flat_map(|(cos, sin)| [cos, sin]));
         }
         let rows = embedding::gather_each(&tables, positions)?;
         let pairs = rows.chunks_exact(2);

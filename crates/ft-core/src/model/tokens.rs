@@ -116,10 +116,6 @@ impl TokenRows {
 
     /// A gradient of zeros, `[T, D]`.
     pub fn zeros(&self) -> Result<Tensor> {
-        Ok(Tensor::zeros(
-            self.param.tensor.shape(),
-            DType::F32,
-            self.param.tensor.device(),
-        )?)
+        update::zeros(self.param.tensor.shape(), DType::F32, self.param.tensor.device())
     }
 }

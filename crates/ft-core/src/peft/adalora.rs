@@ -7,7 +7,7 @@ use super::adapter::{AdapterMethod, AdapterShape, BackwardInput, BackwardOutput,
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::{Error, Result};
-use crate::ops::{linear, update};
+use crate::ops::{adapters, linear, update};
 use candle_core::{Device, Tensor};
 
 /// An AdaLoRA adapter: A, B and a vector of singular values.
@@ -100,14 +100,9 @@ impl AdapterMethod for Adalora {
             return base.forward(x);
         }
         let u = linear::forward(&self.mask.dropped(x, dropout)?, &self.a.tensor, None)?;
-        let h = small::scale_columns(&u, &self.e.tensor)?;
+        let h = adapters::scale_columns(&u, &self.e.tensor)?;
         update::scale_assign(&h, self.scale)?;
-        if x.device().is_cuda() {
-            return base.forward_plus(x, linear::forward(&h, &self.b.tensor, None)?);
-        }
-        let y = base.forward(x)?;
-        linear::forward_add(&y, &h, &self.b.tensor)?;
-        Ok(y)
+        base.forward_plus_product(x, &h, &self.b.tensor)
     }
 
     fn backward(&self, back: BackwardInput<'_>) -> Result<BackwardOutput> {
@@ -117,15 +112,15 @@ impl AdapterMethod for Adalora {
         }
         let dh = linear::backward_input(back.dy, &self.b.tensor)?; // [N, R]
         update::scale_assign(&dh, self.scale)?;
-        let du = small::scale_columns(&dh, &self.e.tensor)?;
+        let du = adapters::scale_columns(&dh, &self.e.tensor)?;
         let mut gradients = Vec::new();
         if let Some(x) = back.x {
             let x = self.mask.dropped(x, back.dropout)?;
             let u = linear::forward(&x, &self.a.tensor, None)?;
-            let h = small::scale_columns(&u, &self.e.tensor)?;
+            let h = adapters::scale_columns(&u, &self.e.tensor)?;
             update::scale_assign(&h, self.scale)?;
             let f32 = self.a.tensor.dtype();
-            let e = small::sum_product(&dh, &u)?.reshape(self.e.tensor.shape())?;
+            let e = adapters::sum_products(&dh, &u)?.reshape(self.e.tensor.shape())?;
             for (part, gradient) in [
                 (&self.a, linear::grad_weight(&du, &x, f32)?),
                 (&self.b, linear::grad_weight(back.dy, &h, f32)?),

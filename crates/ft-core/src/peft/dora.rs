@@ -131,7 +131,7 @@ impl AdapterMethod for Dora {
         let plain = base.product(&dropped)?;
         let with = plain.copy()?;
         self.lora.add_to(&with, &dropped, None)?;
-        let change = (small::scale_columns(&with, &g)? - plain)?;
+        let change = (adapters::scale_columns(&with, &g)? - plain)?;
         update::add_assign(&y, &change)?;
         Ok(y)
     }
@@ -139,7 +139,7 @@ impl AdapterMethod for Dora {
     fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {
         let norm = self.norm(b.base)?;
         let g = (&self.magnitude / &norm)?;
-        let scaled = small::scale_columns(b.dy, &g)?; // gradient with respect to the direction
+        let scaled = adapters::scale_columns(b.dy, &g)?; // gradient with respect to the direction
         let drops = self.lora.mask.drops(b.dropout);
         let dropped = match b.x {
             Some(x) => Some(self.lora.mask.dropped(x, b.dropout)?),
@@ -167,7 +167,7 @@ impl AdapterMethod for Dora {
         };
         let mut out = grads.map(|g| self.lora.gradient_parts(g)).unwrap_or_default();
         if let Some(x) = &dropped {
-            let sum = small::sum_product(b.dy, &self.direction(b.base, x)?)?;
+            let sum = adapters::sum_products(b.dy, &self.direction(b.base, x)?)?;
             out.push(Gradient {
                 param: Param {
                     name: self.name.clone(),

@@ -1,10 +1,10 @@
 //! The frozen linear under an adapter, with any storage type of its weight.
 //!
-//! Letters: N tokens, I input features, O output features.
+//! Letters: N tokens, I input features, O output features, R rank.
 
 use crate::base::Result;
 use crate::ops::low_rank::LowRank;
-use crate::ops::update;
+use crate::ops::{linear, update};
 use candle_core::Tensor;
 
 /// Destination of `∂x`.
@@ -41,10 +41,28 @@ pub trait Frozen {
     /// `x` `[N, I]` to `x·Wᵀ` `[N, O]`.
     fn product(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// As `forward`, plus `change` `[N, O]`, the product of an adapter.
+    /// `y` `[N, O]` += `x·Wᵀ + b`.
+    fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()>;
+
+    /// As `forward`, plus `change` `[N, O]`, the product of an adapter. On a GPU W and the bias are added to `change`: it
+    /// is small, and bf16 would round most of it away beside a result.
     fn forward_plus(&self, x: &Tensor, change: Tensor) -> Result<Tensor> {
+        if x.device().is_cuda() {
+            self.forward_add(&change, x)?;
+            return Ok(change);
+        }
         let y = self.forward(x)?;
         update::add_assign(&y, &change)?;
+        Ok(y)
+    }
+
+    /// As `forward_plus` with `u·Bᵀ`, for `u` `[N, R]` and `b` `[O, R]`.
+    fn forward_plus_product(&self, x: &Tensor, u: &Tensor, b: &Tensor) -> Result<Tensor> {
+        if x.device().is_cuda() {
+            return self.forward_plus(x, linear::forward(u, b, None)?);
+        }
+        let y = self.forward(x)?;
+        linear::forward_add(&y, u, b)?;
         Ok(y)
     }
 

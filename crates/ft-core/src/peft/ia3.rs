@@ -7,7 +7,7 @@ use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout
 use super::frozen::{Dx, Frozen};
 use super::small;
 use crate::base::Result;
-use crate::ops::update;
+use crate::ops::{adapters, update};
 use candle_core::Tensor;
 
 /// An (IA)³ adapter: factors of the output, or of the input.
@@ -49,9 +49,9 @@ impl AdapterMethod for Ia3 {
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
         if self.feedforward {
-            base.forward(&small::scale_columns(x, &self.factors.tensor)?)
+            base.forward(&adapters::scale_columns(x, &self.factors.tensor)?)
         } else {
-            small::scale_columns(&base.forward(x)?, &self.factors.tensor)
+            adapters::scale_columns(&base.forward(x)?, &self.factors.tensor)
         }
     }
 
@@ -60,10 +60,10 @@ impl AdapterMethod for Ia3 {
         if !self.feedforward {
             let dx = match b.dx {
                 Dx::NotNeeded => None,
-                dx => b.base.backward(&small::scale_columns(b.dy, factors)?, dx)?,
+                dx => b.base.backward(&adapters::scale_columns(b.dy, factors)?, dx)?,
             };
             let gradient = match b.x {
-                Some(x) => vec![self.gradient(small::sum_product(b.dy, &b.base.forward(x)?)?)?],
+                Some(x) => vec![self.gradient(adapters::sum_products(b.dy, &b.base.forward(x)?)?)?],
                 None => Vec::new(),
             };
             return Ok((dx, gradient));
@@ -75,14 +75,14 @@ impl AdapterMethod for Ia3 {
             return Ok((None, Vec::new()));
         };
         let gradient = match b.x {
-            Some(x) => vec![self.gradient(small::sum_product(&scaled, x)?)?],
+            Some(x) => vec![self.gradient(adapters::sum_products(&scaled, x)?)?],
             None => Vec::new(),
         };
         let dx = match b.dx {
             Dx::NotNeeded => None,
-            Dx::New => Some(small::scale_columns(&scaled, factors)?),
+            Dx::New => Some(adapters::scale_columns(&scaled, factors)?),
             Dx::AddTo(sum) => {
-                update::add_assign(sum, &small::scale_columns(&scaled, factors)?)?;
+                update::add_assign(sum, &adapters::scale_columns(&scaled, factors)?)?;
                 Some(sum.clone())
             }
         };
@@ -91,7 +91,7 @@ impl AdapterMethod for Ia3 {
 
     fn merged(&self, w: &Tensor) -> Result<Tensor> {
         if self.feedforward {
-            small::scale_columns(w, &self.factors.tensor)
+            adapters::scale_columns(w, &self.factors.tensor)
         } else {
             small::scale_rows(w, &self.factors.tensor)
         }

@@ -68,12 +68,7 @@ impl AdapterMethod for Loha {
     }
 
     fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
-        if x.device().is_cuda() {
-            return base.forward_plus(x, linear::forward(x, &self.delta()?, None)?);
-        }
-        let y = base.forward(x)?;
-        linear::forward_add(&y, x, &self.delta()?)?;
-        Ok(y)
+        base.forward_plus_product(x, x, &self.delta()?)
     }
 
     fn backward(&self, b: BackwardInput<'_>) -> Result<BackwardOutput> {

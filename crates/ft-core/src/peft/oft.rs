@@ -92,8 +92,8 @@ impl Oft {
         }
     }
 
-    /// R - I on a GPU; otherwise as `rotation`.
-    fn turn(&self) -> Result<(Tensor, Vec<Tensor>)> {
+    /// As `rotation`, with R - I in place of R, for a GPU.
+    fn rotation_change(&self) -> Result<(Tensor, Vec<Tensor>)> {
         match self.cayley {
             Cayley::Neumann(terms) => {
                 let q = self.skew()?;
@@ -169,12 +169,12 @@ impl Oft {
         Ok(rotated.to_dtype(x.dtype())?)
     }
 
-    /// `turned` is `∂y·W`, `[N, I]`. The products with R - I add to copies: a small rotation is not rounded away within R.
-    fn backward_on_gpu(&self, b: BackwardInput<'_>, turned: Tensor) -> Result<BackwardOutput> {
-        let (d, intermediates) = self.turn()?;
+    /// `d_rotated` is `∂y·W`, `[N, I]`. The products with R - I add to copies: a small rotation is not rounded away within R.
+    fn backward_on_gpu(&self, b: BackwardInput<'_>, d_rotated: Tensor) -> Result<BackwardOutput> {
+        let (d, intermediates) = self.rotation_change()?;
         let gradients = match b.x {
             Some(x) => {
-                let dr = adapters::blocks_gradient(x, &turned, self.block)?;
+                let dr = adapters::blocks_gradient(x, &d_rotated, self.block)?;
                 let r = match self.cayley {
                     Cayley::Exact => (&d + self.identity()?)?,
                     Cayley::Neumann(_) => d.clone(), // not used
@@ -185,13 +185,13 @@ impl Oft {
         };
         let dx = match b.dx {
             Dx::NotNeeded => return Ok((None, gradients)),
-            Dx::New => turned.copy()?,
+            Dx::New => d_rotated.copy()?,
             Dx::AddTo(sum) => {
-                update::add_assign(sum, &turned)?;
+                update::add_assign(sum, &d_rotated)?;
                 sum.clone()
             }
         };
-        adapters::add_blocks(&dx, &turned, &d, true)?;
+        adapters::add_blocks(&dx, &d_rotated, &d, true)?;
         Ok((Some(dx), gradients))
     }
 }
@@ -247,7 +247,7 @@ impl AdapterMethod for Oft {
     fn forward(&self, base: &dyn Frozen, x: &Tensor, _: Option<Dropout>) -> Result<Tensor> {
         if x.device().is_cuda() {
             let y = x.copy()?;
-            adapters::add_blocks(&y, x, &self.turn()?.0, false)?;
+            adapters::add_blocks(&y, x, &self.rotation_change()?.0, false)?;
             return base.forward(&y);
         }
         base.forward(&self.rotate(x, &self.rotation()?.0)?)
@@ -257,11 +257,11 @@ impl AdapterMethod for Oft {
         if b.x.is_none() && !b.dx.needed() {
             return Ok((None, Vec::new()));
         }
-        let Some(turned) = b.base.backward(b.dy, Dx::New)? else {
+        let Some(d_rotated) = b.base.backward(b.dy, Dx::New)? else {
             return Ok((None, Vec::new()));
         };
-        if turned.device().is_cuda() {
-            return self.backward_on_gpu(b, turned);
+        if d_rotated.device().is_cuda() {
+            return self.backward_on_gpu(b, d_rotated);
         }
         let (r, intermediates) = self.rotation()?;
         let gradients = match b.x {
@@ -270,7 +270,7 @@ impl AdapterMethod for Oft {
                     .by_block(x)?
                     .transpose(1, 2)?
                     .contiguous()?
-                    .matmul(&self.by_block(&turned)?)?; // [K, S, S]
+                    .matmul(&self.by_block(&d_rotated)?)?; // [K, S, S]
                 vec![self.gradient(&r, &intermediates, &dr)?]
             }
             None => Vec::new(),
@@ -278,9 +278,9 @@ impl AdapterMethod for Oft {
         let back = r.transpose(1, 2)?.contiguous()?;
         let dx = match b.dx {
             Dx::NotNeeded => None,
-            Dx::New => Some(self.rotate(&turned, &back)?),
+            Dx::New => Some(self.rotate(&d_rotated, &back)?),
             Dx::AddTo(sum) => {
-                update::add_assign(sum, &self.rotate(&turned, &back)?)?;
+                update::add_assign(sum, &self.rotate(&d_rotated, &back)?)?;
                 Some(sum.clone())
             }
         };

@@ -3,31 +3,14 @@
 
 use crate::base::Result;
 use crate::base::rng::{Rng, Stream};
-use crate::ops::{adapters, linear, update};
-use candle_core::{DType, Device, Tensor};
+use crate::ops::{linear, update};
+use candle_core::{Device, Tensor};
 
 use super::adapter::Dropout;
-
-/// Scales the columns of `x` `[N, C]` by `v` (C elements, f32), in the type of x.
-pub fn scale_columns(x: &Tensor, v: &Tensor) -> Result<Tensor> {
-    if x.device().is_cuda() {
-        return adapters::scale_columns(x, v, None, x.dtype());
-    }
-    let scaled = x.to_dtype(DType::F32)?.broadcast_mul(&v.flatten_all()?)?;
-    Ok(scaled.to_dtype(x.dtype())?)
-}
 
 /// Scales the rows of `x` `[N, C]` by `v` (N elements).
 pub fn scale_rows(x: &Tensor, v: &Tensor) -> Result<Tensor> {
     Ok(x.broadcast_mul(&v.flatten_all()?.unsqueeze(1)?)?)
-}
-
-/// Sums `a ⊙ b` (`[N, C]` each) over the rows, to `[C]`, f32.
-pub fn sum_product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    if a.device().is_cuda() {
-        return adapters::sum_products(a, b);
-    }
-    linear::grad_bias(&(a.to_dtype(DType::F32)? * b.to_dtype(DType::F32)?)?)
 }
 
 /// `a·b` for `[M, K]` and `[K, C]`.

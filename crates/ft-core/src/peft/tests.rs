@@ -4,7 +4,7 @@ use super::*;
 use crate::base::Result;
 use crate::ops::low_rank::LowRank;
 use crate::ops::oracle::{assert_close, differences, flat, random};
-use crate::ops::{linear, update};
+use crate::ops::{adapters, linear, update};
 use candle_core::{DType, Tensor, Var};
 use std::cell::Cell;
 
@@ -27,6 +27,10 @@ impl Frozen for Plain {
 
     fn product(&self, x: &Tensor) -> Result<Tensor> {
         linear::forward(x, &self.w, None)
+    }
+
+    fn forward_add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
+        update::add_assign(y, &self.forward(x)?)
     }
 
     fn backward(&self, dy: &Tensor, dx: Dx<'_>) -> Result<Option<Tensor>> {
@@ -340,13 +344,13 @@ fn activations_of_another_type_are_scaled_in_f32() {
     let (x, v) = (random((N, I), 30), random(I, 31));
     let x = x.to_dtype(DType::BF16).unwrap();
     let wide = x.to_dtype(DType::F32).unwrap();
-    let scaled = small::scale_columns(&x, &v).unwrap();
+    let scaled = adapters::scale_columns(&x, &v).unwrap();
     assert_eq!(scaled.dtype(), DType::BF16);
-    let want = small::scale_columns(&wide, &v).unwrap();
+    let want = adapters::scale_columns(&wide, &v).unwrap();
     assert_close(&scaled.to_dtype(DType::F32).unwrap(), &want, 1.0 / 256.0);
     assert_close(
-        &small::sum_product(&x, &x).unwrap(),
-        &small::sum_product(&wide, &wide).unwrap(),
+        &adapters::sum_products(&x, &x).unwrap(),
+        &adapters::sum_products(&wide, &wide).unwrap(),
         1e-6,
     );
 }

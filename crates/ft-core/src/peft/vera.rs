@@ -7,7 +7,7 @@ use super::adapter::{AdapterMethod, BackwardInput, BackwardOutput, Cost, Dropout
 use super::frozen::Frozen;
 use super::small::{self, Mask};
 use crate::base::Result;
-use crate::ops::linear;
+use crate::ops::{adapters, linear};
 use candle_core::Tensor;
 
 /// The shared random pair of a model.
@@ -69,8 +69,8 @@ impl Vera {
     /// b ⊙ ((d ⊙ (x·Aᵀ))·Bᵀ), `[N, O]`.
     fn change(&self, x: &Tensor) -> Result<Tensor> {
         let (a, b) = self.pair()?;
-        let h = small::scale_columns(&linear::forward(x, &a, None)?, &self.lambda_d.tensor)?;
-        small::scale_columns(&linear::forward(&h, &b, None)?, &self.lambda_b.tensor)
+        let h = adapters::scale_columns(&linear::forward(x, &a, None)?, &self.lambda_d.tensor)?;
+        adapters::scale_columns(&linear::forward(&h, &b, None)?, &self.lambda_b.tensor)
     }
 }
 
@@ -90,14 +90,14 @@ impl AdapterMethod for Vera {
         }
         let (a, b) = self.pair()?;
         let d = &self.lambda_d.tensor;
-        let dh = linear::backward_input(&small::scale_columns(back.dy, &self.lambda_b.tensor)?, &b)?; // [N, R]
+        let dh = linear::backward_input(&adapters::scale_columns(back.dy, &self.lambda_b.tensor)?, &b)?; // [N, R]
         let mut gradients = Vec::new();
         if let Some(x) = back.x {
             let u = linear::forward(&self.mask.dropped(x, back.dropout)?, &a, None)?;
-            let out = linear::forward(&small::scale_columns(&u, d)?, &b, None)?; // [N, O]
+            let out = linear::forward(&adapters::scale_columns(&u, d)?, &b, None)?; // [N, O]
             for (part, gradient) in [
-                (&self.lambda_b, small::sum_product(back.dy, &out)?),
-                (&self.lambda_d, small::sum_product(&dh, &u)?),
+                (&self.lambda_b, adapters::sum_products(back.dy, &out)?),
+                (&self.lambda_d, adapters::sum_products(&dh, &u)?),
             ] {
                 gradients.push(Gradient {
                     param: part.clone(),
@@ -106,7 +106,7 @@ impl AdapterMethod for Vera {
             }
         }
         if dx.is_some() {
-            let through = linear::backward_input(&small::scale_columns(&dh, d)?, &a)?;
+            let through = linear::backward_input(&adapters::scale_columns(&dh, d)?, &a)?;
             self.mask.add_back(dx.as_ref(), &through, back.dropout)?;
         }
         Ok((dx, gradients))

@@ -1,4 +1,4 @@
-// Attention by plain loops in f64, and the tiles of work as src/ops/cuda/attention.rs makes them.
+// Attention by plain loops in f64, and the tiles of work as crates/ft-ops/src/cuda/attention.rs makes them.
 #pragma once
 
 #include "test.h"

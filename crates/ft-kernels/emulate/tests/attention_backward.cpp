@@ -12,7 +12,7 @@ struct Kernel {
                  float*, int, const Tile*, Form);
     void (*queries)(const bf16*, const bf16*, const bf16*, const bf16*, const float*, const float*, bf16*, const Tile*, Form);
 };
-// As in src/ops/cuda/attention.rs.
+// As in crates/ft-ops/src/cuda/attention.rs.
 const Kernel KERNELS[] = {
     {64, 64, 32, 2, 32, 2, 0, attention_keys_64, attention_queries_64},
     {96, 96, 32, 2, 32, 2, 0, attention_keys_96, attention_queries_96},

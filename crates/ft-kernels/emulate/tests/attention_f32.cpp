@@ -8,7 +8,7 @@ struct Kernel {
     void (*queries)(const float*, const float*, const float*, const float*, const float*, const float*, float*, const Tile*, Form);
     void (*keys)(const float*, const float*, const float*, const float*, const float*, const float*, float*, float*, const Tile*, Form);
 };
-// As in src/ops/cuda/attention.rs.
+// As in crates/ft-ops/src/cuda/attention.rs.
 const Kernel KERNELS[] = {
     {64, 32, attention_f32_forward_64, attention_f32_queries_64, attention_f32_keys_64},
     {128, 32, attention_f32_forward_128, attention_f32_queries_128, attention_f32_keys_128},

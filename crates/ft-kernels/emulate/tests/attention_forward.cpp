@@ -10,7 +10,7 @@ struct Kernel {
     void (*run)(const bf16*, const bf16*, const bf16*, bf16*, float*, const Tile*, Form);
     void (*split)(const bf16*, const bf16*, const bf16*, float*, float*, const Tile*, int, Form);
 };
-// As in src/ops/cuda/attention.rs.
+// As in crates/ft-ops/src/cuda/attention.rs.
 const Kernel KERNELS[] = {
     {64, 128, 64, 64, attention_forward_64, attention_split_64},
     {96, 128, 32, 64, attention_forward_96, attention_split_96},

@@ -4,7 +4,7 @@
 
 using namespace emulate;
 
-/// Lists tensors as src/ops/cuda/reduce.rs does.
+/// Lists tensors as crates/ft-ops/src/cuda/reduce.rs does.
 struct List {
     std::vector<Part> parts;
     u32 shares = 0;

@@ -137,6 +137,7 @@ pub(super) mod gpu {
     use super::super::super::cuda::cross_entropy_parts::{PieceJob, run};
     use super::super::super::cuda::memory::to_f32_vec;
     use super::*;
+    use crate::update;
     use candle_core::DType;
 
     pub(super) fn streamed(
@@ -184,8 +185,8 @@ pub(super) mod gpu {
         which: Which,
     ) -> Result<Vec<f32>> {
         let trained = head.trained_rows(h, targets, &Options::losses(softcap, 0))?;
-        let each = Tensor::zeros(targets.len(), DType::F32, h.device())?;
-        let totals = Tensor::zeros(2, DType::F64, h.device())?;
+        let each = update::zeros(targets.len(), DType::F32, h.device())?;
+        let totals = update::zeros(2, DType::F64, h.device())?;
         let job = PieceJob {
             h,
             trained: &trained,

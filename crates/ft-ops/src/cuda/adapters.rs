@@ -1,38 +1,23 @@
 //! Operations of adapters on a GPU.
 
-use super::elementwise::{cast, counts, grid};
+use super::elementwise::{cast, grid, row_counts};
 use super::gemm::{Batch, Matrix, gemm_batched};
-use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, columns};
+use super::{Arg, Gpu, Grid, Kind, address, address_of, columns};
 use crate::adapters::DoraNorm;
+use crate::cpu::storage::expect_dims;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 const NAME: &str = "a tensor of an adapter";
 
-fn expect(t: &Tensor, dims: &[usize]) -> Result<()> {
-    if t.dims() == dims {
-        return Ok(());
-    }
-    Err(Error::shape("a tensor of an adapter has the wrong shape")
-        .found(format!("{:?}", t.dims()))
-        .expected(format!("{dims:?}")))
-}
-
-pub(crate) fn scale_columns(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: DType) -> Result<Tensor> {
+pub(crate) fn scale_and_shift(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: DType) -> Result<Tensor> {
     const PACK: usize = 8;
     let gpu = Gpu::of(x, NAME)?;
     let (rows, columns) = x.dims2()?;
-    let n = rows * columns;
     let y = gpu.empty((rows, columns), to)?;
     let bias = bias.map(|b| cast(b, Kind::F32)).transpose()?;
     for one in [Some(v), bias.as_ref()].into_iter().flatten() {
-        if one.elem_count() != columns {
-            return Err(
-                Error::shape("a tensor of an adapter does not have one number for each column")
-                    .found(one.elem_count())
-                    .expected(columns),
-            );
-        }
+        expect_dims(&one.flatten_all()?, NAME, &[columns])?;
     }
     let bias_at = bias.as_ref().map_or(Ok(0), |b| address_of(b, NAME, DType::F32))?;
     let places = [
@@ -41,11 +26,7 @@ pub(crate) fn scale_columns(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: D
         bias_at,
         address(&y, NAME)?,
     ];
-    // A pack must not cross rows.
-    let [count, packs] = match columns.is_multiple_of(PACK) && aligned(&places) {
-        true => counts(n, PACK, &places),
-        false => [Arg::size(n), Arg::size(0)],
-    };
+    let [count, packs] = row_counts((rows, columns), PACK, &places);
     let [x_at, v_at, bias_at, y_at] = places.map(Arg::Address);
     let name = [
         "scale_columns_",
@@ -55,12 +36,12 @@ pub(crate) fn scale_columns(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to: D
     ];
     let args = [x_at, v_at, bias_at, y_at, count, Arg::size(columns), packs];
     // SAFETY: x and y are [rows, columns], v and the bias [columns].
-    unsafe { gpu.launch("adapters", name, grid(n, PACK), &args)? };
+    unsafe { gpu.launch("adapters", name, grid(rows * columns, PACK), &args)? };
     Ok(y)
 }
 
 pub(crate) fn sum_products(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    expect(b, a.dims())?;
+    expect_dims(b, NAME, a.dims())?;
     let (gpu, kind) = (Gpu::of(a, NAME)?, Kind::of(a, NAME)?);
     match Kind::of(b, NAME)? == kind {
         true => columns::products(&gpu, a, b, a.dims2()?),
@@ -71,10 +52,10 @@ pub(crate) fn sum_products(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 pub(crate) fn dora_factors(norm: &DoraNorm<'_>, m: &Tensor) -> Result<Tensor> {
     let gpu = Gpu::of(m, NAME)?;
     let (outputs, rank) = norm.b.dims2()?;
-    expect(norm.across, &[rank, outputs])?;
-    expect(norm.own, &[outputs, rank])?;
-    expect(norm.squares, &[outputs])?;
-    expect(m, &[outputs])?;
+    expect_dims(norm.across, NAME, &[rank, outputs])?;
+    expect_dims(norm.own, NAME, &[outputs, rank])?;
+    expect_dims(norm.squares, NAME, &[outputs])?;
+    expect_dims(m, NAME, &[outputs])?;
     let factors = gpu.empty(outputs, DType::F32)?;
     let mut args = Vec::with_capacity(9);
     for t in [norm.across, norm.own, norm.b, norm.squares, m, &factors] {
@@ -89,7 +70,7 @@ pub(crate) fn dora_factors(norm: &DoraNorm<'_>, m: &Tensor) -> Result<Tensor> {
 
 pub(crate) fn skew(triangles: &Tensor, size: usize) -> Result<Tensor> {
     let k = triangles.dim(0)?;
-    expect(triangles, &[k, size * size.saturating_sub(1) / 2])?;
+    expect_dims(triangles, NAME, &[k, size * size.saturating_sub(1) / 2])?;
     let gpu = Gpu::of(triangles, NAME)?;
     let q = gpu.empty((k, size, size), DType::F32)?;
     blocks("skew", &gpu, triangles, &q, q.elem_count(), size)?;
@@ -97,7 +78,7 @@ pub(crate) fn skew(triangles: &Tensor, size: usize) -> Result<Tensor> {
 }
 
 pub(crate) fn skew_gradient(dq: &Tensor, (k, size): (usize, usize)) -> Result<Tensor> {
-    expect(dq, &[k, size, size])?;
+    expect_dims(dq, NAME, &[k, size, size])?;
     let gpu = Gpu::of(dq, NAME)?;
     let triangles = gpu.empty((k, size * size.saturating_sub(1) / 2), DType::F32)?;
     blocks("skew_gradient", &gpu, dq, &triangles, dq.elem_count(), size)?;
@@ -129,8 +110,8 @@ pub(crate) fn add_blocks(y: &Tensor, x: &Tensor, d: &Tensor, transposed: bool) -
     let (rows, features) = x.dims2()?;
     let size = d.dim(1)?;
     let k = count(x, size)?;
-    expect(y, x.dims())?;
-    expect(d, &[k, size, size])?;
+    expect_dims(y, NAME, x.dims())?;
+    expect_dims(d, NAME, &[k, size, size])?;
     let (gpu, kind) = (Gpu::of(x, NAME)?, Kind::of(x, NAME)?);
     let d = cast(d, kind)?;
     let a = Matrix::new(address(x, NAME)?, kind, features);
@@ -150,7 +131,7 @@ pub(crate) fn add_blocks(y: &Tensor, x: &Tensor, d: &Tensor, transposed: bool) -
 pub(crate) fn blocks_gradient(x: &Tensor, dy: &Tensor, size: usize) -> Result<Tensor> {
     let (rows, features) = x.dims2()?;
     let k = count(x, size)?;
-    expect(dy, x.dims())?;
+    expect_dims(dy, NAME, x.dims())?;
     let (gpu, kind) = (Gpu::of(x, NAME)?, Kind::of(x, NAME)?);
     if rows == 0 {
         return gpu.zeros((k, size, size), DType::F32);

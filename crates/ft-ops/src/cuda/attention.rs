@@ -5,7 +5,7 @@
 
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, elementwise, narrow};
 use crate::attention::Spec;
-use crate::attention_schedule::{AttentionTile, Documents, Join};
+use crate::attention_schedule::{AttentionTile, Documents, Join, Visited};
 use candle_core::cuda::DeviceId;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Tensor};
@@ -70,6 +70,18 @@ impl Compiled {
         let own = if self.in_registers { 0 } else { ROWS };
         2 * self.size * 2 * (own + staged)
     }
+
+    /// Shared memory of the kernel for dk and dv: the rows, and lse and delta of the staged queries.
+    fn keys_bytes(&self) -> usize {
+        self.backward_bytes(self.staged_queries) + 8 * self.staged_queries
+    }
+
+    /// Blocks of that kernel that run on a multiprocessor at the same time. Its registers allow two.
+    fn keys_blocks(&self, shared: usize) -> usize {
+        /// What the system takes of each block.
+        const RESERVED: usize = 1 << 10;
+        (shared / (self.keys_bytes() + RESERVED)).clamp(1, 2)
+    }
 }
 
 /// Same values as at the end of `attention_forward.cu` and `attention_backward.cu`.
@@ -89,8 +101,6 @@ const ROWS: usize = 64;
 const THREADS: u32 = 128;
 /// Number of blocks of the split forward pass that fill a large GPU.
 const ENOUGH_BLOCKS: usize = 256;
-/// Blocks of a backward kernel that run on a multiprocessor at the same time.
-const BLOCKS_OF_SM: usize = 2;
 /// With at most this many queries in every document, the keys are split over several blocks.
 const FEW_QUERIES: usize = 16;
 /// Smallest number of keys for a block of its own.
@@ -143,6 +153,7 @@ enum List {
 struct Work {
     tiles: Tensor,
     count: usize,
+    visited: Visited,
     /// Of split tiles: how to join them, the number of joins, the rows of partial results.
     joins: Option<(Tensor, usize, usize)>,
 }
@@ -178,8 +189,7 @@ impl Documents<'_> {
             List::Keys(rows) => (self.key_tiles(rows), None),
             List::Split(pack, heads) => {
                 let tiles = self.query_tiles(ROWS, pack);
-                let all_keys: usize = tiles.0.iter().map(|t| t.high - t.low).sum();
-                let keys = (all_keys * heads).div_ceil(ENOUGH_BLOCKS);
+                let keys = (tiles.visited().all * heads).div_ceil(ENOUGH_BLOCKS);
                 let (tiles, joins, slots) = tiles.split(keys.max(SPLIT).next_multiple_of(ROWS));
                 let list = upload(gpu, joins.iter().map(Join::numbers))?;
                 (tiles, Some((list, joins.len(), slots)))
@@ -187,6 +197,7 @@ impl Documents<'_> {
         };
         let work = Work {
             count: tiles.0.len(),
+            visited: tiles.visited(),
             tiles: upload(gpu, tiles.0.iter().map(AttentionTile::numbers))?,
             joins,
         };
@@ -452,11 +463,11 @@ pub(crate) fn backward(
         )?
     };
 
-    let tiles = documents.key_tiles(ROWS);
-    let blocks_of_tile = spec.kv_heads * (compiled.size / compiled.columns);
-    let slots = BLOCKS_OF_SM * gpu.multiprocessors()?;
-    let parts = tiles.parts(blocks_of_tile, spec.heads / spec.kv_heads, slots);
     let work = documents.work(&gpu, List::Keys(ROWS))?;
+    let blocks_of_tile = spec.kv_heads * (compiled.size / compiled.columns);
+    let sms = gpu.multiprocessors()?;
+    let slots = sms.count * compiled.keys_blocks(sms.shared);
+    let parts = work.visited.parts(blocks_of_tile, spec.heads / spec.kv_heads, slots);
     let blocks = work.count * blocks_of_tile;
     let width = spec.kv_heads * spec.head_dim;
     let partial = match parts {
@@ -480,7 +491,7 @@ pub(crate) fn backward(
         &[Arg::small(n, "the number of tokens")?, work.tiles()?],
     ]
     .concat();
-    let shared = compiled.backward_bytes(compiled.staged_queries) + 8 * compiled.staged_queries;
+    let shared = compiled.keys_bytes();
     let name = ["attention_keys_", size_name(compiled.size)];
     let form = Form::new(spec, 1, parts)?;
     // SAFETY: as above; with several parts each has its own [n, K·E] of the partial sums.

@@ -11,6 +11,15 @@ pub(super) fn counts(n: usize, pack: usize, addresses: &[u64]) -> [Arg; 2] {
     [Arg::size(n), Arg::size(packs)]
 }
 
+/// As `counts`, for a kernel with an operand by column: no pack crosses rows.
+pub(super) fn row_counts((rows, columns): (usize, usize), pack: usize, addresses: &[u64]) -> [Arg; 2] {
+    let n = rows * columns;
+    match columns.is_multiple_of(pack) {
+        true => counts(n, pack, addresses),
+        false => [Arg::size(n), Arg::size(0)],
+    }
+}
+
 /// Returns the grid for a loop over n elements in packs.
 pub(super) fn grid(n: usize, pack: usize) -> Grid {
     Grid::stride(n.div_ceil(pack))
@@ -78,19 +87,9 @@ pub(crate) fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
     let (rows, columns) = t.dims2()?;
     let pack = kind.pack().max(of.pack());
     let places = [address(row, "a row that is added")?, address(t, NAME)?];
-    // A pack must not cross rows.
-    let packs = if columns.is_multiple_of(pack) && aligned(&places) {
-        rows * columns / pack
-    } else {
-        0
-    };
-    let args = [
-        Arg::Address(places[0]),
-        Arg::Address(places[1]),
-        Arg::size(rows * columns),
-        Arg::size(columns),
-        Arg::size(packs),
-    ];
+    let [count, packs] = row_counts((rows, columns), pack, &places);
+    let [row, to] = places.map(Arg::Address);
+    let args = [row, to, count, Arg::size(columns), packs];
     let name = ["add_rows_", kind.name(), "_", of.name()];
     // SAFETY: `row` has `columns` elements, t is [rows, columns].
     unsafe { gpu.launch("elementwise", name, grid(rows * columns, pack), &args) }

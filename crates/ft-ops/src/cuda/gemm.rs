@@ -140,7 +140,7 @@ pub(crate) unsafe fn gemm_batched(
         .map_err(|e| failed(&e))?;
         if batch.count > 1 {
             let [a_step, b_step, c_step] = batch.steps.map(|step| step as i64);
-            return result::gemm_strided_batched_ex(
+            result::gemm_strided_batched_ex(
                 handle,
                 b.operation(),
                 a.operation(),
@@ -165,29 +165,29 @@ pub(crate) unsafe fn gemm_batched(
                 sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
-            .map_err(|e| failed(&e));
+        } else {
+            result::gemm_ex(
+                handle,
+                b.operation(),
+                a.operation(),
+                size(n)?,
+                size(m)?,
+                size(k)?,
+                number(&alpha),
+                b.address as *const c_void,
+                b.data_type(),
+                size(b.stride)?,
+                a.address as *const c_void,
+                a.data_type(),
+                size(a.stride)?,
+                number(&beta),
+                c.address as *mut c_void,
+                c.data_type(),
+                size(c.stride)?,
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+            )
         }
-        result::gemm_ex(
-            handle,
-            b.operation(),
-            a.operation(),
-            size(n)?,
-            size(m)?,
-            size(k)?,
-            number(&alpha),
-            b.address as *const c_void,
-            b.data_type(),
-            size(b.stride)?,
-            a.address as *const c_void,
-            a.data_type(),
-            size(a.stride)?,
-            number(&beta),
-            c.address as *mut c_void,
-            c.data_type(),
-            size(c.stride)?,
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-        )
         .map_err(|e| failed(&e))?;
     }
     gpu.check("a product of matrices")

@@ -5,7 +5,7 @@ use crate::index_subset::IndexSubset;
 use candle_core::Tensor;
 use ft_base::Result;
 
-/// The structure `IndexSubset` of `cuda/part.cu`.
+/// The structure `Places` of `cuda/part.cu`.
 fn numbers(subset: &IndexSubset) -> [u64; 5] {
     let (key, half) = subset.scattered.map_or((0, 0), |permutation| permutation.network());
     let start = subset.start % subset.n.max(1);

@@ -3,7 +3,7 @@
 use super::elementwise::cast;
 use super::gemm::{Matrix, gemm};
 use super::{Arg, Gpu, Grid, Kind, address, address_of, columns};
-use crate::quantized::TILE;
+use crate::quantized::part_rows;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -80,16 +80,6 @@ pub(crate) fn forward_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 /// Computes `y += x·wᵀ`.
 pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &Tensor, sizes: (usize, usize, usize)) -> Result<()> {
     forward_into(&Gpu::of(x, "x of a linear")?, y, x, w, sizes, true)
-}
-
-/// Rows of a part: in 16-byte units every part of the weight and of the result is aligned, which cuBLAS needs for its
-/// fast kernels.
-fn part_rows(inputs: usize) -> usize {
-    const UNIT: usize = 64;
-    match TILE / inputs {
-        rows if rows >= UNIT => rows / UNIT * UNIT,
-        rows => rows.max(1),
-    }
 }
 
 fn forward_into(
@@ -206,16 +196,4 @@ pub(crate) fn grad_weight(
 /// Sums dy `[N, O]` over its rows: `[O]` f32.
 pub(crate) fn grad_bias(dy: &Tensor) -> Result<Tensor> {
     columns::sums(&Gpu::of(dy, "dy of a linear")?, dy, None, dy.dims2()?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_of_a_cast_weight_are_aligned() {
-        assert_eq!(part_rows(4864), TILE / 4864 / 64 * 64);
-        assert!(part_rows(4864).is_multiple_of(64) && part_rows(4864) * 4864 <= TILE);
-        assert_eq!((part_rows(TILE / 3), part_rows(2 * TILE)), (3, 1));
-    }
 }

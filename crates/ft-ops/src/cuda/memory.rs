@@ -1,14 +1,14 @@
 //! Copies between host and GPU.
 
 use super::{Gpu, address_of};
-use candle_core::cuda::cudarc::driver::{CudaEvent, DeviceRepr, PinnedHostSlice, result};
+use candle_core::cuda::cudarc::driver::{CudaEvent, DeviceRepr, PinnedHostSlice, result, sys};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 use half::bf16;
 use std::cell::OnceCell;
 use std::sync::{Mutex, PoisonError};
 
-fn failed(e: impl std::fmt::Debug) -> Error {
+pub(super) fn failed(e: impl std::fmt::Debug) -> Error {
     let text = format!("{e:?}");
     Error::device("a copy between host and GPU failed", &text).found(text)
 }
@@ -77,8 +77,6 @@ impl Download {
     /// Starts the copy of an f64 tensor of four elements after the work that is queued now.
     pub(crate) fn start(t: &Tensor) -> Result<Self> {
         const NAME: &str = "numbers that are read";
-        /// Any context can use the memory.
-        const PORTABLE: u32 = 1;
         let from = address_of(t, NAME, DType::F64)?;
         if t.elem_count() != Self::LENGTH {
             return Err(Error::shape(format!("{NAME} have the wrong size"))
@@ -90,8 +88,13 @@ impl Download {
         let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut host = match free {
             Some(host) => host,
-            // SAFETY: it is filled before it is read.
-            None => unsafe { stream.context().alloc_pinned_with_flags(Self::LENGTH, PORTABLE) }.map_err(failed)?,
+            // SAFETY: it is filled before it is read. Any context can use it.
+            None => unsafe {
+                stream
+                    .context()
+                    .alloc_pinned_with_flags(Self::LENGTH, sys::CU_MEMHOSTALLOC_PORTABLE)
+            }
+            .map_err(failed)?,
         };
         stream.context().bind_to_thread().map_err(failed)?;
         let to = host.as_mut_slice().map_err(failed)?;

@@ -19,7 +19,6 @@ use half::bf16;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 pub(crate) mod adafactor;
@@ -156,6 +155,14 @@ impl Grid {
     }
 }
 
+/// The multiprocessors (SMs) of a GPU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Multiprocessors {
+    pub count: usize,
+    /// Bytes of shared memory of each.
+    pub shared: usize,
+}
+
 /// A device and its stream.
 #[derive(Clone)]
 pub(crate) struct Gpu {
@@ -183,13 +190,22 @@ impl Gpu {
         &self.device
     }
 
-    /// Returns the number of multiprocessors (SMs).
-    pub(crate) fn multiprocessors(&self) -> Result<usize> {
-        const COUNT: Attribute = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-        let count = self.device.cuda_stream().context().attribute(COUNT);
-        Ok(count
-            .map_err(|e| failed("reading the number of multiprocessors", e))?
-            .max(1) as usize)
+    /// Returns the multiprocessors, whose numbers are queried once per device.
+    pub(crate) fn multiprocessors(&self) -> Result<Multiprocessors> {
+        let mut loaded = loaded()?;
+        let place = match loaded.multiprocessors.entry(self.device.id()) {
+            Entry::Occupied(found) => return Ok(*found.get()),
+            Entry::Vacant(place) => place,
+        };
+        let stream = self.device.cuda_stream();
+        let number = |attribute| match stream.context().attribute(attribute) {
+            Ok(n) => Ok(n.max(1) as usize),
+            Err(e) => Err(failed("reading the properties of the GPU", e)),
+        };
+        Ok(*place.insert(Multiprocessors {
+            count: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?,
+        }))
     }
 
     /// Queues the kernel `name` of `cuda/MODULE.cu`.
@@ -397,12 +413,8 @@ impl Gpu {
 }
 
 /// The name of a kernel, in parts: a launch does not build a string.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Name {
-    parts: [&'static str; Name::PARTS],
-    /// FNV-1a of the parts, faster than the hash of a list of strings.
-    hash: u64,
-}
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Name([&'static str; Name::PARTS]);
 
 impl Name {
     const PARTS: usize = 6;
@@ -419,25 +431,13 @@ impl<const N: usize> From<[&'static str; N]> for Name {
         const { assert!(N <= Name::PARTS) };
         let mut parts = [""; Name::PARTS];
         parts[..N].copy_from_slice(&given);
-        let mut hash = 0xcbf2_9ce4_8422_2325;
-        for part in given {
-            for byte in part.as_bytes() {
-                hash = (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
-            }
-        }
-        Self { parts, hash }
-    }
-}
-
-impl Hash for Name {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        state.write_u64(self.hash);
+        Self(parts)
     }
 }
 
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.parts.iter().try_for_each(|part| f.write_str(part))
+        self.0.iter().try_for_each(|part| f.write_str(part))
     }
 }
 
@@ -447,6 +447,7 @@ type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 #[derive(Default)]
 struct Loaded {
     modules: Modules,
+    multiprocessors: HashMap<DeviceId, Multiprocessors>,
     /// With the dynamic shared memory that a launch may have.
     kernels: HashMap<(DeviceId, &'static str, Name), (&'static CudaFunction, u32)>,
 }

@@ -111,17 +111,15 @@ pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<Tensor>
 /// Returns the indices of the tensors, of these sizes, whose squares were not finite. Synchronizes with the GPU.
 pub(crate) fn non_finite(sums: &Tensor, sizes: &[usize]) -> Result<Vec<usize>> {
     let sums = read::<f64>(sums, "sums of squares", DType::F64)?;
-    let mut shares = sums.iter();
-    // Goes through all shares of a tensor: the next one begins after them.
-    let mut faults = |n: &usize| {
-        shares
-            .by_ref()
-            .take(n.div_ceil(SHARE))
-            .filter(|x| !x.is_finite())
-            .count()
-    };
-    let faults: Vec<usize> = sizes.iter().map(&mut faults).collect();
-    Ok((0..sizes.len()).filter(|i| faults[*i] > 0).collect())
+    let (mut rest, mut faults) = (&sums[..], Vec::new());
+    for (i, n) in sizes.iter().enumerate() {
+        let (own, others) = rest.split_at(n.div_ceil(SHARE).min(rest.len()));
+        if !own.iter().all(|x| x.is_finite()) {
+            faults.push(i);
+        }
+        rest = others;
+    }
+    Ok(faults)
 }
 
 /// Computes `min(1, max / (√squares + 1e-6))` as an f32 tensor of one element; `squares` f64.

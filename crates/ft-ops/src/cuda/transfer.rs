@@ -4,18 +4,14 @@
 //! copy to the GPU starts after its target memory is free, and the compute stream waits for it before use. The
 //! memory of a tensor that is offloaded is freed after a wait for the copy.
 
+use super::memory::failed;
 use super::{Gpu, address};
-use crate::transfer::{CopyTimes, HostMemory};
+use crate::transfer::{CopyTimes, HostMemory, STAGING};
 use candle_core::cuda::cudarc::driver::{CudaEvent, CudaStream, PinnedHostSlice, result, sys};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use ft_base::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-fn failed(e: impl std::fmt::Debug) -> Error {
-    let text = format!("{e:?}");
-    Error::device("a copy between host and GPU failed", &text).found(text)
-}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -30,21 +26,9 @@ const MOST_TIMED: usize = 4096;
 /// Pinned host memory.
 type Pinned = PinnedHostSlice<u8>;
 
-/// Pinned buffers of one size, for memory that is not page-locked. The oldest is in front.
-struct Ring {
-    bytes: usize,
-    most: usize,
-    /// With the end of the last copy that reads each.
-    buffers: VecDeque<(Pinned, CudaEvent)>,
-}
-
-/// For small tensors, and for pieces of large ones: together 136 MiB at most.
-fn rings() -> [Mutex<Ring>; 2] {
-    [(1 << 17, 64), (8 << 20, 16)].map(|(bytes, most)| {
-        let buffers = VecDeque::new();
-        Mutex::new(Ring { bytes, most, buffers })
-    })
-}
+/// Pinned buffers of one size, for memory that is not page-locked, with the end of the last copy that reads each. The
+/// oldest is in front.
+type Ring = VecDeque<(Pinned, CudaEvent)>;
 
 /// A copy that reads host memory.
 pub(crate) type HostRead = Arc<CudaEvent>;
@@ -114,6 +98,7 @@ pub(crate) struct Copier {
     /// Copies whose times are not read yet: start of the copy, its end, and the point where the compute stream
     /// waited for it.
     timed: Mutex<Vec<(CudaEvent, Arc<CudaEvent>, CudaEvent)>>,
+    /// As `STAGING`.
     staging: [Mutex<Ring>; 2],
 }
 
@@ -138,7 +123,7 @@ impl Copier {
             refused: Mutex::default(),
             free: Mutex::default(),
             timed: Mutex::default(),
-            staging: rings(),
+            staging: Default::default(),
         })
     }
 
@@ -176,12 +161,13 @@ impl Copier {
 
     /// Starts the copy of bytes that are not page-locked, through pinned buffers.
     fn stage(&self, to: u64, bytes: &[u8]) -> Result<()> {
-        let ring = &self.staging[usize::from(bytes.len() > lock(&self.staging[0]).bytes)];
-        let mut ring = lock(ring);
-        for (to, piece) in (to..).step_by(ring.bytes).zip(bytes.chunks(ring.bytes)) {
-            let is_free = ring.buffers.front().is_some_and(|(_, read)| read.is_complete());
-            let oldest = match is_free || ring.buffers.len() == ring.most {
-                true => ring.buffers.pop_front(),
+        let large = usize::from(bytes.len() > STAGING[0].0);
+        let (size, most) = STAGING[large];
+        let mut ring = lock(&self.staging[large]);
+        for (to, piece) in (to..).step_by(size).zip(bytes.chunks(size)) {
+            let is_free = ring.front().is_some_and(|(_, read)| read.is_complete());
+            let oldest = match is_free || ring.len() == most {
+                true => ring.pop_front(),
                 false => None,
             };
             let mut buffer = match oldest {
@@ -189,14 +175,14 @@ impl Copier {
                     read.synchronize().map_err(failed)?;
                     buffer
                 }
-                None => self.new_pinned(ring.bytes)?,
+                None => self.new_pinned(size)?,
             };
             buffer.as_mut_slice().map_err(failed)?[..piece.len()].copy_from_slice(piece);
             let from = &buffer.as_slice().map_err(failed)?[..piece.len()];
             // SAFETY: the target has space for the bytes; the buffer is used again after `read` only.
             unsafe { result::memcpy_htod_async(to, from, self.stream.cu_stream()) }.map_err(failed)?;
             let read = self.stream.record_event(None).map_err(failed)?;
-            ring.buffers.push_back((buffer, read));
+            ring.push_back((buffer, read));
         }
         Ok(())
     }

@@ -7,7 +7,7 @@
 use super::{Matrix, Options, Output, Side, Teacher, TopK, cpu};
 use crate::linear;
 use crate::step_stats::{StepStats, StepSums};
-use crate::update::to_f32_vec;
+use crate::update::{self, to_f32_vec};
 use candle_core::{D, DType, Tensor};
 use ft_base::{Error, Result};
 
@@ -188,7 +188,7 @@ pub(super) fn forward_backward(
         dh: None,
         dw: options
             .need_dw
-            .then(|| Tensor::zeros((v, d), DType::F32, device))
+            .then(|| update::zeros((v, d), DType::F32, device))
             .transpose()?,
     };
     let (mut sums, mut gradients) = (StepSums::default(), Vec::new());
@@ -255,7 +255,7 @@ pub(super) fn forward_backward(
     step_stats.add(sums);
     if options.need_dh {
         // A row of zeros is the gradient of all tokens that are not trained.
-        gradients.push(Tensor::zeros((1, d), own.h.dtype(), device)?);
+        gradients.push(update::zeros((1, d), own.h.dtype(), device)?);
         let mut from = vec![trained.len() as u32; n];
         trained.iter().zip(0..).for_each(|(n, i)| from[*n] = i);
         let from = Tensor::from_vec(from, n, device)?;

@@ -10,6 +10,17 @@ use ft_base::{Error, Result};
 /// Largest number of elements of W `[O, I]` that a GPU dequantizes at a time.
 pub const TILE: usize = 1 << 25;
 
+/// Rows of a part of W with rows of `inputs` elements: in 16-byte units every part of the weight and of the result is
+/// aligned, which cuBLAS needs for its fast kernels.
+#[cfg(any(test, feature = "cuda"))]
+pub(crate) fn part_rows(inputs: usize) -> usize {
+    const UNIT: usize = 64;
+    match TILE / inputs {
+        rows if rows >= UNIT => rows / UNIT * UNIT,
+        rows => rows.max(1),
+    }
+}
+
 /// Returns the workspace in bytes that products with a weight `[O, I]` need on a GPU, without operands and results.
 pub fn work_bytes(rows: usize, columns: usize, bf16: bool) -> u64 {
     let lines = rows.max(columns).max(1);
@@ -230,5 +241,17 @@ fn slice<T: WithDType, R>(t: &Tensor, f: impl FnOnce(&[T]) -> Result<R>) -> Resu
     match (&*storage, layout.contiguous_offsets()) {
         (Storage::Cpu(storage), Some((start, end))) => f(&storage.as_slice::<T>()?[start..end]),
         _ => Err(Error::unsupported("quantized weights are not supported on this device")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_weight_are_aligned() {
+        assert_eq!(part_rows(4864), TILE / 4864 / 64 * 64);
+        assert!(part_rows(4864).is_multiple_of(64) && part_rows(4864) * 4864 <= TILE);
+        assert_eq!((part_rows(TILE / 3), part_rows(2 * TILE)), (3, 1));
     }
 }

@@ -56,7 +56,7 @@ struct SavedAttentionMemory {
     o: Allocation,
     lse: Allocation,
     y: Option<Allocation>,
-    low: Vec<Allocation>,
+    low: [Allocation; 2],
 }
 
 /// As `SavedActivations`.
@@ -76,7 +76,7 @@ impl SavedAttentionMemory {
             o: to(self.o),
             lse: to(self.lse),
             y: self.y.map(&mut to),
-            low: self.low.into_iter().map(&mut to).collect(),
+            low: self.low.map(&mut to),
         }
     }
 
@@ -195,9 +195,11 @@ impl<'a> LayerMemory<'a> {
             let normed = l.alloc(LayerWork, self.nd);
             x1 = l.alloc(LayerWork, self.nd);
             l.free(normed);
+        } else {
+            x1 = self.add_residual(l, x1, o_proj);
         }
         l.free_all(before);
-        let low = vec![low_in, low_out];
+        let low = [low_in, low_out];
         let saved = SavedAttentionMemory {
             raw,
             qkv,
@@ -249,6 +251,10 @@ impl<'a> LayerMemory<'a> {
             l.free(whole);
             return dx;
         }
+        // DoRA replaces each ∂y by g ⊙ ∂y.
+        let scaled = linears.iter().filter(|&&x| self.output_in_low(x));
+        let scaled = scaled.map(|x| self.bytes(x.2)).max();
+        l.touch(LayerWork, scaled.unwrap_or(0));
         // One ∂x for all: later linears add to it.
         let total = need_dx.then(|| l.alloc(LayerWork, self.bytes(linears[0].1)));
         for (&linear, dy) in linears.iter().zip(dys) {
@@ -335,7 +341,7 @@ impl<'a> LayerMemory<'a> {
             o,
             lse,
             y,
-            low,
+            low: [low_in, low_out],
         } = saved;
         let (linears, o_proj) = self.linears(true);
         let need_dh = need_dx || self.wants(sink, "input_layernorm");
@@ -348,11 +354,11 @@ impl<'a> LayerMemory<'a> {
         });
         let d_o = self.linear_backward(l, o_proj, need_do, sink);
         l.free_all(d_out);
+        l.free(low_out);
         let Some(d_o) = d_o else {
             l.free_all(raw);
             l.free_all(qkv);
-            l.free_all([o, lse, dx1]);
-            l.free_all(low);
+            l.free_all([o, lse, dx1, low_in]);
             return None;
         };
         let dq = l.alloc(LayerWork, self.nq);
@@ -396,7 +402,7 @@ impl<'a> LayerMemory<'a> {
         let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
         let h = wanted.then(|| l.alloc(LayerWork, self.nd));
         let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
-        l.free_all(low);
+        l.free(low_in);
         l.free_all(h);
         let dx = dh.map(|dh| {
             let dx = self.norm_backward(l, "input_layernorm", self.nd, sink);

@@ -20,22 +20,30 @@ impl LayerMemory<'_> {
         4 * (self.settings.tokens as u64 * cost.per_token + cost.whole)
     }
 
-    /// On a GPU: u of the LoRA pairs of linears with one input. A subtracted start doubles it. DoRA also keeps the
-    /// outputs that are not saved otherwise.
+    /// True if this is a DoRA adapter that is computed with the LoRA pairs: `Low` holds the output of the linear.
+    pub(in crate::model) fn output_in_low(&self, linear: LinearShape) -> bool {
+        self.settings.on_gpu && !self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens)
+    }
+
+    /// On a GPU, `Low` of linears with one input: u of the LoRA pairs, which a subtracted start doubles, and for DoRA
+    /// the output and g.
     pub(in crate::model) fn low(&self, l: &mut Ledger, linears: &[LinearShape]) -> Allocation {
-        let saved = |name: &str| match name {
-            "self_attn.q_proj" | "self_attn.k_proj" => self.settings.spec.qk_norm,
-            "self_attn.o_proj" | "mlp.down_proj" => false,
-            _ => !self.settings.spec.fused_projections,
-        };
-        let columns = |&(name, input, output): &LinearShape| match self.adapter((name, input, output)) {
-            Some(c) if c.widens && !saved(name) => c.rank + output,
-            Some(c) if c.fixed > 0 => 2 * c.rank,
-            Some(c) => c.rank,
+        let bytes = |&linear: &LinearShape| match self.adapter(linear) {
+            Some(c) if self.output_in_low(linear) => self.bytes(c.rank + linear.2) + 4 * linear.2 as u64,
+            Some(c) if c.fixed > 0 && !c.widens => self.bytes(2 * c.rank),
+            Some(c) => self.bytes(c.rank),
             None => 0,
         };
-        let columns: usize = linears.iter().map(columns).sum();
-        l.alloc(LayerWork, if self.settings.on_gpu { self.bytes(columns) } else { 0 })
+        let all: u64 = linears.iter().map(bytes).sum();
+        l.alloc(LayerWork, if self.settings.on_gpu { all } else { 0 })
+    }
+
+    /// The sum of a linear and an input of the residual stream: in place, unless `Low` holds the output.
+    pub(in crate::model) fn add_residual(&self, l: &mut Ledger, y: Allocation, linear: LinearShape) -> Allocation {
+        match self.output_in_low(linear) {
+            true => l.alloc(LayerWork, self.bytes(linear.2)),
+            false => y,
+        }
     }
 
     /// On a GPU: copies of the LoRA pairs in the type of the activations, while the layer computes.
@@ -43,8 +51,10 @@ impl LayerMemory<'_> {
         let costs = self.settings.spec.linears().into_iter();
         let costs = costs.filter_map(|linear| self.adapter((linear.name, linear.input, linear.output)));
         let elements = |c: &Cost| {
-            let trained: usize = c.trained.iter().map(|(_, dims)| dims.iter().product::<usize>()).sum();
-            trained as u64 + 2 * c.fixed
+            // The magnitude of DoRA is no matrix. A subtracted start has matrices of its own.
+            let matrices = c.trained.iter().filter(|(_, dims)| dims.len() == 2);
+            let trained: usize = matrices.map(|(_, dims)| dims.iter().product::<usize>()).sum();
+            trained as u64 + if c.widens { 0 } else { c.fixed }
         };
         let all: u64 = costs.filter(|c| c.rank > 0).map(elements).sum();
         l.alloc(
@@ -76,8 +86,22 @@ impl LayerMemory<'_> {
         }
     }
 
+    /// Computes a DoRA linear together with the LoRA pairs: A·Wᵀ, A·Aᵀ and B·A·Aᵀ for g, then the sum in f32.
+    fn dora(&self, l: &mut Ledger, linear: LinearShape, rank: usize) {
+        let (_, _, output) = linear;
+        l.touch(LayerWork, 4 * (rank * (2 * output + rank)) as u64);
+        let sum = l.alloc(LayerWork, 4 * (self.settings.tokens * output) as u64);
+        self.decode(l, linear);
+        l.free(sum);
+    }
+
+    /// The output, unless `Low` holds it.
     pub(in crate::model) fn linear(&self, l: &mut Ledger, linear: LinearShape) -> Allocation {
         let (_, input, output) = linear;
+        if let Some(cost) = self.adapter(linear).filter(|_| self.output_in_low(linear)) {
+            self.dora(l, linear, cost.rank);
+            return l.alloc(LayerWork, 0);
+        }
         let y = l.alloc(LayerWork, self.bytes(output));
         self.decode(l, linear);
         if let Some(cost) = self.adapter(linear) {
@@ -103,8 +127,15 @@ impl LayerMemory<'_> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
+        // DoRA replaces a copy of ∂y by g ⊙ ∂y.
+        let scaled = match self.output_in_low(linear) {
+            true => self.bytes(linear.2),
+            false => 0,
+        };
+        let scaled = l.alloc(LayerWork, scaled);
         let dx = need_dx.then(|| l.alloc(LayerWork, self.bytes(linear.1)));
         self.linear_gradients(l, linear, need_dx, sink);
+        l.free(scaled);
         dx
     }
 
@@ -122,7 +153,9 @@ impl LayerMemory<'_> {
         if let Some(cost) = self.adapter(linear) {
             let wanted = cost.trained.iter().any(|(part, _)| sink.wants(part));
             if wanted || need_dx {
-                l.touch(LayerWork, self.temporary(cost));
+                if !self.output_in_low(linear) {
+                    l.touch(LayerWork, self.temporary(cost));
+                }
                 let du = l.alloc(LayerWork, self.bytes(cost.rank));
                 let mut gradients = Vec::new();
                 if wanted {

@@ -7,7 +7,7 @@ use super::Needs;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 
-/// As `SavedPieces`: gate and up, then u of the LoRA pairs.
+/// As `SavedPieces`: gate and up, then `Low` of both, then that of down if no norm follows it.
 pub(in crate::model) type SavedPiecesMemory = Vec<Vec<Allocation>>;
 
 impl LayerMemory<'_> {
@@ -48,12 +48,15 @@ impl LayerMemory<'_> {
         }
         let low = self.low(l, &[down]);
         let mut y = self.linear(l, down);
-        if self.settings.spec.sandwich_norms {
+        let sandwich = self.settings.spec.sandwich_norms;
+        if sandwich {
             let normed = l.alloc(LayerWork, self.nd);
             l.free(std::mem::replace(&mut y, normed));
+        } else {
+            y = self.add_residual(l, y, down);
         }
         l.free(m);
-        if keep {
+        if keep && !sandwich {
             parts.push(low);
         } else {
             l.free(low);
@@ -137,18 +140,27 @@ impl LayerMemory<'_> {
             parts.push(low);
             parts
         });
-        let low = parts.split_off(2);
+        let mut low = parts.split_off(2);
         if !needs.inputs {
             l.free_all(h.take());
         }
         let m = (needs.down || sandwich).then(|| l.alloc(LayerWork, self.ni));
+        let mut low_out = (low.len() > 1).then(|| low.remove(1));
         let d_down = sandwich.then(|| {
+            low_out = Some(self.low(l, &[down]));
             let y = self.linear(l, down);
             let d = self.norm_backward(l, "post_feedforward_layernorm", self.nd, sink);
             l.free(y);
             d
         });
+        // What was not saved is computed again for the gradients of DoRA.
+        if low_out.is_none() && needs.down && self.output_in_low(down) {
+            low_out = Some(self.low(l, &[down]));
+            let y = self.linear(l, down);
+            l.free(y);
+        }
         let dm = self.linear_backward(l, down, needs.dm(), sink);
+        l.free_all(low_out);
         l.free_all(m);
         l.free_all(d_down);
         let Some(dm) = dm else {

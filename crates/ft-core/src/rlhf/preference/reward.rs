@@ -139,7 +139,7 @@ impl Objective for Reward {
         let dh = if need.dh {
             let of_rows: Vec<f32> = slopes.iter().flat_map(|s| weight.iter().map(move |w| s * w)).collect();
             let of_rows = Tensor::from_vec(of_rows, (slopes.len(), d), h.device())?;
-            let zeros = Tensor::zeros((n, d), DType::F32, h.device())?;
+            let zeros = update::zeros((n, d), DType::F32, h.device())?;
             Some(zeros.index_add(&positions, &of_rows, 0)?.to_dtype(h.dtype())?)
         } else {
             None

@@ -562,19 +562,33 @@ fn data_sets_are_found_by_split_or_by_name() {
     assert_eq!(got.len(), 1);
     assert!(got[0].ends_with("data/train.jsonl") && got[0].starts_with(cache.path()));
     assert!(std::fs::read(&got[0]).unwrap().starts_with(&row));
-    let named = resolve_dataset_with(&settings, &format!("{DATA}:extra/odd name.jsonl"), "main", &DatasetPart::TRAIN).unwrap();
+    let named = resolve_dataset_with(
+        &settings,
+        &format!("{DATA}:extra/odd name.jsonl"),
+        "main",
+        &DatasetPart::TRAIN,
+    )
+    .unwrap();
     assert!(named[0].ends_with("extra/odd name.jsonl"));
     let e = resolve_dataset_with(&settings, &format!("{DATA}:nope.jsonl"), "main", &DatasetPart::TRAIN)
         .unwrap_err()
         .to_string();
     assert!(e.contains("no file `nope.jsonl`"), "{e}");
     settings.offline = true;
-    assert_eq!(resolve_dataset_with(&settings, DATA, "main", &DatasetPart::TRAIN).unwrap(), got);
+    assert_eq!(
+        resolve_dataset_with(&settings, DATA, "main", &DatasetPart::TRAIN).unwrap(),
+        got
+    );
     settings.offline = false;
     hub.put(
         &format!("datasets/{DATA}"),
         BTreeMap::from([("test.csv".to_string(), b"a\n".to_vec())]),
     );
-    let e = resolve_dataset_with(&settings, DATA, "main", &DatasetPart::TRAIN).unwrap_err().to_string();
-    assert!(e.contains("test.csv") && e.contains("name one file"), "{e}");
+    let e = resolve_dataset_with(&settings, DATA, "main", &DatasetPart::TRAIN)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        e.contains("no split `train`") && e.contains("`DatasetPart::split = \"test\"`"),
+        "{e}"
+    );
 }

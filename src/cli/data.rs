@@ -38,7 +38,11 @@ pub fn run(mut args: Args) -> Result<i32> {
         (true, true) => out(data::counts(recipe)?)?,
         (true, false) => out_raw(&data::statistics(recipe)?)?,
         (false, true) => data::rows(recipe, args.rows.unwrap_or(usize::MAX), &mut |row| out(row))?,
-        (false, false) => out_text(data::describe(recipe, args.rows.unwrap_or(SHOWN), report::style().color)?)?,
+        (false, false) => out_text(data::describe(
+            recipe,
+            args.rows.unwrap_or(SHOWN),
+            report::style().color,
+        )?)?,
     }
     Ok(0)
 }

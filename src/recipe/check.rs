@@ -164,12 +164,12 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
     };
     let value = match &written.value {
         WrittenValue::Table => {
-            return Err(fault(
-                Error::usage(format!("`{name}` in `{path}` is a table")).hint(match entry.key.kind {
+            return Err(fault(Error::usage(format!("`{name}` in `{path}` is a table")).hint(
+                match entry.key.kind {
                     Kind::Map(_) => "write the name in quotes: `\"layers.0.\" = \"bf16\"`",
                     _ => "write the name of a column in quotes: `prompt = \"question\"`",
-                }),
-            ));
+                },
+            )));
         }
         _ => as_text(draft, written).unwrap_or_default(),
     };
@@ -192,7 +192,9 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
             }));
         }
         Kind::Fields(_) if value.is_empty() => {
-            return Err(fault(Error::usage(format!("`{name}` in `{path}` is not the name of a column"))));
+            return Err(fault(Error::usage(format!(
+                "`{name}` in `{path}` is not the name of a column"
+            ))));
         }
         _ => {}
     }
@@ -468,7 +470,10 @@ fn one_table(
     let mut problems = Vec::new();
     for written in table {
         let path = [list.path.clone(), written.path.clone()].concat().join(".");
-        let entry = values.0.iter_mut().find(|e| e.key.path.0 == path || is_in_map(e.key, &path));
+        let entry = values
+            .0
+            .iter_mut()
+            .find(|e| e.key.path.0 == path || is_in_map(e.key, &path));
         let Some(entry) = entry else {
             let name = written.path.first().map_or("", String::as_str);
             let names = keys.iter().map(|key| key.name);

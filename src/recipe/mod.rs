@@ -65,7 +65,10 @@ impl LoadedRecipe {
     /// Writes remarks into `resolved`, as comments below the header of a table.
     pub fn remark(&mut self, table: &str, lines: &[String]) {
         let header = format!("[{table}]\n");
-        let comments: String = lines.iter().map(|line| format!("# {}\n", line.replace(['\n', '\r'], " "))).collect();
+        let comments: String = lines
+            .iter()
+            .map(|line| format!("# {}\n", line.replace(['\n', '\r'], " ")))
+            .collect();
         self.resolved = self.resolved.replacen(&header, &format!("{header}{comments}"), 1);
     }
 }

@@ -119,7 +119,9 @@ pub fn reference() -> String {
         });
         for (key, keys) in lists {
             out.push_str(&format!("\n### [[{}]]\n\n{}\n\n", key.path, key.doc));
-            out.push_str("| key | accepted values | default | reason for the default | effect |\n|---|---|---|---|---|\n");
+            out.push_str(
+                "| key | accepted values | default | reason for the default | effect |\n|---|---|---|---|---|\n",
+            );
             keys.iter().for_each(|key| out.push_str(&row(key)));
         }
     }

@@ -15,7 +15,8 @@ pub fn schema() -> Value {
             .map(|key| (key.name.to_string(), property(key)))
             .collect();
         let required: Vec<&str> = table::keys()
-            .filter(|key| key.table == *path && key.default.is_empty())
+            // Rows can also come from `data.sources`.
+            .filter(|key| key.table == *path && key.default.is_empty() && key.path != table::model::Data::train)
             .map(|key| key.name)
             .collect();
         let mut table = object(about);
@@ -106,7 +107,10 @@ fn kind(key: &Key) -> Map<String, Value> {
         Kind::Size => json!({"type": "string", "examples": ["auto", "24GiB"]}),
         Kind::Map(names) => json!({"type": "object", "additionalProperties": {"enum": names}}),
         Kind::Fields(names) => {
-            let columns: Map<String, Value> = names.iter().map(|n| (n.to_string(), json!({"type": "string"}))).collect();
+            let columns: Map<String, Value> = names
+                .iter()
+                .map(|n| (n.to_string(), json!({"type": "string"})))
+                .collect();
             json!({"type": "object", "additionalProperties": false, "properties": columns})
         }
         Kind::Tables(keys) => {

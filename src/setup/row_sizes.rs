@@ -1,8 +1,8 @@
 //! Sizes of the micro-batches of a run, from the lengths of its rows, for a recipe and for changes of it.
 
-use crate::data::{Dataset, Mixture};
 use crate::data::batch::Example;
 use crate::data::order::{BatchStream, Largest, Order, StreamSpec};
+use crate::data::{Dataset, Mixture};
 use crate::recipe::{Recipe, Stage};
 use crate::setup::prompts;
 use crate::setup::rows;

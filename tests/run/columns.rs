@@ -87,8 +87,14 @@ fn bad_rows_are_counted_and_rejected_answers_are_not_learned() {
 /// Two sources with their own columns and weights.
 fn weighted(bench: &Bench) {
     let rows = |name: &str, question: &str, answer: &str, n: usize| {
-        let row = |i: usize| format!("{{\"{question}\": \"Repeat {name} {i}\", \"{answer}\": {{\"all\": [\"{i} {name}\"]}}}}\n");
-        fs::write(bench.path(&format!("{name}.jsonl")), (0..n).map(row).collect::<String>()).unwrap();
+        let row = |i: usize| {
+            format!("{{\"{question}\": \"Repeat {name} {i}\", \"{answer}\": {{\"all\": [\"{i} {name}\"]}}}}\n")
+        };
+        fs::write(
+            bench.path(&format!("{name}.jsonl")),
+            (0..n).map(row).collect::<String>(),
+        )
+        .unwrap();
     };
     rows("one", "ask", "reply", 30);
     rows("two", "body", "said", 12);
@@ -107,7 +113,9 @@ system_prompt = \"Be brief.\"
 weight = 1
 limit = 10
 ";
-    let recipe = recipe.replace("train = \"rows.jsonl\"\n", "").replace("[optimizer]", &format!("{sources}\n[optimizer]"));
+    let recipe = recipe
+        .replace("train = \"rows.jsonl\"\n", "")
+        .replace("[optimizer]", &format!("{sources}\n[optimizer]"));
     fs::write(bench.path("r.toml"), recipe).unwrap();
 }
 
@@ -119,9 +127,17 @@ fn weighted_sources_are_shown_and_resume_to_the_same_bits() {
     assert!(out.status.success(), "{}", said(&out));
     let text = String::from_utf8(out.stdout).unwrap();
     let rows: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!((rows.len(), rows[0]["file"].as_str(), rows[30]["line"].as_u64()), (31, Some("one.jsonl"), Some(1)));
-    assert!(rows[30]["text"].as_str().unwrap().contains("Be brief.") && !text.lines().next().unwrap().contains("brief"));
-    assert_eq!(rows[0]["ids"].as_array().unwrap().len(), rows[0]["mask"].as_array().unwrap().len());
+    assert_eq!(
+        (rows.len(), rows[0]["file"].as_str(), rows[30]["line"].as_u64()),
+        (31, Some("one.jsonl"), Some(1))
+    );
+    assert!(
+        rows[30]["text"].as_str().unwrap().contains("Be brief.") && !text.lines().next().unwrap().contains("brief")
+    );
+    assert_eq!(
+        rows[0]["ids"].as_array().unwrap().len(),
+        rows[0]["mask"].as_array().unwrap().len()
+    );
     let stats = bench.ft(&["data", "r.toml", "--stats", "--json"]);
     let stats: serde_json::Value = serde_json::from_slice(&stats.stdout).unwrap();
     let sources = stats["train"]["sources"].as_array().unwrap();
@@ -129,9 +145,17 @@ fn weighted_sources_are_shown_and_resume_to_the_same_bits() {
     assert_eq!((counts, sources[2]["source"].as_str()), (vec![30, 10, 40], Some("all")));
     let table = bench.ft(&["data", "r.toml", "--stats"]);
     let table = String::from_utf8(table.stdout).unwrap();
-    assert!(table.contains("two.jsonl") && table.contains("tokens per row"), "{table}");
+    assert!(
+        table.contains("two.jsonl") && table.contains("tokens per row"),
+        "{table}"
+    );
 
-    let settings = ["data.packing=true", "tune.method=lora", "train.gradient_accumulation_steps=1", "train.save_steps=4"];
+    let settings = [
+        "data.packing=true",
+        "tune.method=lora",
+        "train.gradient_accumulation_steps=1",
+        "train.save_steps=4",
+    ];
     let run = |name: &str, steps: &str, more: &[&str]| {
         let (name, steps) = (format!("train.output_dir={name}"), format!("train.max_steps={steps}"));
         bench.train(&[&settings[..], &[&name, &steps], more].concat());
@@ -139,17 +163,37 @@ fn weighted_sources_are_shown_and_resume_to_the_same_bits() {
     run("whole", "12", &[]);
     run("broken", "5", &[]);
     run("broken", "12", &["--resume"]);
-    let losses = |run: &str| bench.steps(run).iter().map(|s| s["loss"].to_string()).collect::<Vec<_>>();
+    let losses = |run: &str| {
+        bench
+            .steps(run)
+            .iter()
+            .map(|s| s["loss"].to_string())
+            .collect::<Vec<_>>()
+    };
     assert_eq!(losses("whole"), losses("broken"));
     let resolved = fs::read_to_string(bench.path("whole/resolved.toml")).unwrap();
-    assert!(resolved.contains("# prompt-completion: prompt from ask, completion from reply.all[0]"), "{resolved}");
+    assert!(
+        resolved.contains("# prompt-completion: prompt from ask, completion from reply.all[0]"),
+        "{resolved}"
+    );
     assert!(resolved.contains("weight = 1.0"), "{resolved}");
 
     // One argument in place of the sources.
-    let out = bench.ft(&["data", "r.toml", "data.train=two.jsonl", "data.columns={prompt=\"body\", completion=\"said\"}"]);
+    let out = bench.ft(&[
+        "data",
+        "r.toml",
+        "data.train=two.jsonl",
+        "data.columns={prompt=\"body\", completion=\"said\"}",
+    ]);
     let said = said(&out);
-    assert!(!out.status.success() && said.contains("`said.all` names a field inside it"), "{said}");
+    assert!(
+        !out.status.success() && said.contains("`said.all` names a field inside it"),
+        "{said}"
+    );
     let out = bench.ft(&["data", "r.toml", "data.train=two.jsonl", "data.columns.prompt=boody"]);
     let said = crate::bench::said(&out);
-    assert!(said.contains("`data.columns`") && said.contains("columns body, said"), "{said}");
+    assert!(
+        said.contains("`data.columns`") && said.contains("columns body, said"),
+        "{said}"
+    );
 }

@@ -484,7 +484,10 @@ impl Fields<'_> {
                 return Err(Error::format("cannot determine which column is the prompt")
                     .found(prompts.join(", "))
                     .expected("one")
-                    .hint(format!("name it: `Mapping::columns = {{ prompt = \"{}\" }}`", prompts[0])));
+                    .hint(format!(
+                        "name it: `Mapping::columns = {{ prompt = \"{}\" }}`",
+                        prompts[0]
+                    )));
             }
         }
         if !self.has("chosen") && !self.has("rejected") {

@@ -55,8 +55,11 @@ impl Mixture {
             rows[source_of(shares, *origin)].push(row);
         }
         let weights = shares.iter().map(|share| share.weight.unwrap_or(1.0));
-        let (rows, weights): (Vec<Vec<usize>>, Vec<f64>) =
-            rows.into_iter().zip(weights).filter(|(rows, _)| !rows.is_empty()).unzip();
+        let (rows, weights): (Vec<Vec<usize>>, Vec<f64>) = rows
+            .into_iter()
+            .zip(weights)
+            .filter(|(rows, _)| !rows.is_empty())
+            .unzip();
         (rows.len() > 1).then(|| Self {
             counts: counts(origins.len(), &weights),
             rows,
@@ -182,7 +185,10 @@ mod tests {
                 // A function of seed and epoch only.
                 assert_eq!(rows, mixture.epoch(7, epoch, shuffle));
             }
-            assert!(used[..90].iter().all(|n| *n == 5) && used[90..].iter().all(|n| *n == 45), "{used:?}");
+            assert!(
+                used[..90].iter().all(|n| *n == 5) && used[90..].iter().all(|n| *n == 45),
+                "{used:?}"
+            );
         }
         let rows = mixture([4, 2], [2.0, 1.0]).epoch(0, 0, false);
         assert_eq!(rows, [0, 4, 1, 2, 5, 3]);
@@ -199,6 +205,9 @@ mod tests {
             number: 1,
             is_line: true,
         };
-        assert_eq!(Mixture::new(&[share.clone(), share], &[origin, Origin { file: 1, ..origin }]), None);
+        assert_eq!(
+            Mixture::new(&[share.clone(), share], &[origin, Origin { file: 1, ..origin }]),
+            None
+        );
     }
 }

@@ -128,7 +128,11 @@ impl<'a> BatchStream<'a> {
         };
         Ok(Self {
             examples: &dataset.examples,
-            order: Order::mixed(dataset.lengths(), spec, dataset.mixture().filter(|_| !dataset.grouped).map(Arc::new))?,
+            order: Order::mixed(
+                dataset.lengths(),
+                spec,
+                dataset.mixture().filter(|_| !dataset.grouped).map(Arc::new),
+            )?,
         })
     }
 
@@ -188,11 +192,6 @@ impl Order {
         let _phase = progress::phase("ordering rows", 0, "");
         order.units = order.epoch(0).len();
         Ok(order)
-    }
-
-    /// How the rows of weighted sources are mixed.
-    pub fn mixture(&self) -> Option<Arc<Mixture>> {
-        self.mixture.clone()
     }
 
     /// The settings of the stream.

@@ -25,16 +25,17 @@ pub enum RowKind {
 /// # Errors
 /// A file cannot be read; there is no file.
 pub fn kind(source: &Source, answer: &str) -> Result<RowKind> {
-    let path = source.files.first().ok_or_else(|| Error::usage("there is no file with rows"))?;
+    let path = source
+        .files
+        .first()
+        .ok_or_else(|| Error::usage("there is no file with rows"))?;
     let format = source.format;
     let mapped = |role| source.mapping.columns.iter().any(|(known, _)| *known == role);
     let mut found = None;
     let enough = || Error::new("the first row is enough");
     let read = read::read_rows(path, source.text_unit, &mut |row| {
         let row = row?;
-        let has = |role: ColumnRole| {
-            mapped(role) || row.fields.get(role.name()).is_some_and(|v| !v.is_null())
-        };
+        let has = |role: ColumnRole| mapped(role) || row.fields.get(role.name()).is_some_and(|v| !v.is_null());
         use ColumnRole::{Answer, Chosen, Completion, Label, Prompt, Rejected};
         let sides = has(Chosen) && has(Rejected);
         let flag = mapped(Label) || matches!(row.fields.get("label"), Some(Value::Bool(_)));

@@ -111,23 +111,29 @@ impl Prompts {
             codec: encoder.codec,
             answer,
         };
-        out.readings = source::rows(sources, Purpose::Ask, &rules, &mut bad, &mut |row, layout, origin, bad| {
-            unless_stopped()?;
-            let prompt = one(&row, layout, encoder, answer).map_err(|e| e.or_at(&row.place));
-            let prompt = match prompt {
-                Ok(prompt) if prompt.ids.len() + room > window => return bad.add(too_long(&prompt, window, room)),
-                Ok(prompt) => prompt,
-                Err(e) => return bad.add(e),
-            };
-            bad.good();
-            prompt.ids.iter().for_each(|id| {
-                hasher.update(&id.to_le_bytes());
-            });
-            hasher.update(Value::Object(row.fields).to_string().as_bytes());
-            out.rows.push(prompt);
-            out.origins.push(origin);
-            Ok(())
-        })?;
+        out.readings = source::rows(
+            sources,
+            Purpose::Ask,
+            &rules,
+            &mut bad,
+            &mut |row, layout, origin, bad| {
+                unless_stopped()?;
+                let prompt = one(&row, layout, encoder, answer).map_err(|e| e.or_at(&row.place));
+                let prompt = match prompt {
+                    Ok(prompt) if prompt.ids.len() + room > window => return bad.add(too_long(&prompt, window, room)),
+                    Ok(prompt) => prompt,
+                    Err(e) => return bad.add(e),
+                };
+                bad.good();
+                prompt.ids.iter().for_each(|id| {
+                    hasher.update(&id.to_le_bytes());
+                });
+                hasher.update(Value::Object(row.fields).to_string().as_bytes());
+                out.rows.push(prompt);
+                out.origins.push(origin);
+                Ok(())
+            },
+        )?;
         bad.end()?;
         if out.rows.is_empty() {
             let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();

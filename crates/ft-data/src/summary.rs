@@ -41,7 +41,10 @@ pub fn row(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, index: usize) 
 }
 
 fn pairs(ranges: Vec<Range<usize>>) -> Value {
-    ranges.into_iter().map(|range| json!([range.start, range.end])).collect()
+    ranges
+        .into_iter()
+        .map(|range| json!([range.start, range.end]))
+        .collect()
 }
 
 /// The ranges of trained tokens.
@@ -153,7 +156,10 @@ pub fn table(summaries: &[Summary]) -> String {
     let mut heads = vec!["rows", "tokens", "trained", "mean"];
     heads.extend(QUANTILES.map(|(name, _)| name));
     heads.push("cut");
-    let mut lines = vec![(String::new(), heads.iter().map(|head| head.to_string()).collect::<Vec<_>>())];
+    let mut lines = vec![(
+        String::new(),
+        heads.iter().map(|head| head.to_string()).collect::<Vec<_>>(),
+    )];
     for summary in summaries {
         let rows = summary.lengths.len();
         let mut cells = vec![
@@ -171,7 +177,11 @@ pub fn table(summaries: &[Summary]) -> String {
     let widths: Vec<usize> = (0..heads.len()).map(width).collect();
     let mut out = String::new();
     for (name, cells) in &lines {
-        let cells: Vec<String> = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
+        let cells: Vec<String> = cells
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell:>width$}"))
+            .collect();
         out += &format!("{name:<first$}  {}\n", cells.join("  "));
     }
     if let Some(last) = summaries.last() {
@@ -214,15 +224,26 @@ mod tests {
         let numbers = |s: &Summary| (s.lengths.clone(), s.read, s.truncated);
         assert_eq!(numbers(&found[0]), (vec![2, 5], 2, 1));
         assert_eq!((found[1].lengths.len(), found[1].truncated), (1, 0));
-        assert_eq!((found[2].name.as_str(), found[2].read, found[2].truncated), ("all", 3, 1));
+        assert_eq!(
+            (found[2].name.as_str(), found[2].read, found[2].truncated),
+            ("all", 3, 1)
+        );
         assert_eq!(found[0].json()["length"]["p50"], 2);
         assert_eq!(found[0].json()["truncated_share"], 0.5);
         assert_eq!(found[0].histogram(), [(2, 1), (8, 1)]);
         let table = table(&found);
-        assert!(table.contains("50.0 %") && table.contains("p99") && table.contains("tokens per row"), "{table}");
+        assert!(
+            table.contains("50.0 %") && table.contains("p99") && table.contains("tokens per row"),
+            "{table}"
+        );
         let shown = row(&data, &spec, &codec, 2).unwrap();
-        assert_eq!((&shown["line"], &shown["spans"][0][1]), (&json!(2), &json!(shown["ids"].as_array().unwrap().len())));
+        assert_eq!(
+            (&shown["line"], &shown["spans"][0][1]),
+            (&json!(2), &json!(shown["ids"].as_array().unwrap().len()))
+        );
         assert_eq!(shown["mask"][0], 0);
-        assert!(shown["file"].as_str().unwrap().ends_with("b.csv") && shown["text"].as_str().unwrap().contains("ask me"));
+        assert!(
+            shown["file"].as_str().unwrap().ends_with("b.csv") && shown["text"].as_str().unwrap().contains("ask me")
+        );
     }
 }

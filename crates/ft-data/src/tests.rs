@@ -51,7 +51,11 @@ fn formats_are_told_from_the_fields_of_the_first_row() {
     }
     refused(
         json!({"heading": "a", "body": "b"}),
-        &["fields heading, body", "instruction, output", "`Mapping::columns = { prompt = \"heading\", completion = \"body\" }`"],
+        &[
+            "fields heading, body",
+            "instruction, output",
+            "`Mapping::columns = { prompt = \"heading\", completion = \"body\" }`",
+        ],
     );
     refused(json!({}), &["no fields"]);
     refused(
@@ -189,12 +193,20 @@ fn hostile_messages_are_refused_with_their_number() {
     );
     refused(
         with(json!({"role": "robot", "content": "x"})),
-        &["message 2", "unknown role", "`robot`", "`Mapping::roles = { \"robot\" = \"user\" }`"],
+        &[
+            "message 2",
+            "unknown role",
+            "`robot`",
+            "`Mapping::roles = { \"robot\" = \"user\" }`",
+        ],
     );
     refused(with(json!({"role": 1, "content": "x"})), &["message 2", "role"]);
     refused(
         with(json!({"speaker": "A", "say": "x"})),
-        &["message 2", "`Mapping::columns = { role = \"speaker\", content = \"say\" }`"],
+        &[
+            "message 2",
+            "`Mapping::columns = { role = \"speaker\", content = \"say\" }`",
+        ],
     );
     refused(
         with(json!({"from": "gpt", "value": "x"})),

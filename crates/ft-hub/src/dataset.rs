@@ -1,9 +1,9 @@
 //! Selects the files of a data set repository that contain the wanted rows.
 
+use crate::HubSettings;
 use crate::download::Repository;
 use crate::errors::Wanted;
 use crate::select::{self, DatasetPart};
-use crate::HubSettings;
 use ft_base::Result;
 use std::path::{Path, PathBuf};
 

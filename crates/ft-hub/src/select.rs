@@ -92,7 +92,13 @@ fn stem(base: &str) -> &str {
 /// True for files that describe the data set.
 fn is_about_the_data(name: &str) -> bool {
     let base = name.rsplit('/').next().unwrap_or(name).to_lowercase();
-    let cards = ["dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json"];
+    let cards = [
+        "dataset_infos.json",
+        "dataset_info.json",
+        "dataset_dict.json",
+        "state.json",
+        "config.json",
+    ];
     let texts = ["readme", "license", "requirements"];
     cards.contains(&base.as_str())
         || base.starts_with('.')
@@ -108,12 +114,19 @@ fn is_about_the_data(name: &str) -> bool {
 pub fn select(names: &[String], part: &DatasetPart) -> Result<Vec<String>> {
     let mut files: Vec<File> = names.iter().filter_map(|name| File::new(name)).collect();
     if files.is_empty() {
-        return Err(Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", "))));
+        let error = Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", ")));
+        return Err(match names.iter().any(|name| name.ends_with(".arrow")) {
+            true => error
+                .hint("arrow files are not read: save the rows as parquet, with `to_parquet` of Hugging Face datasets"),
+            false => error,
+        });
     }
     of_config(&mut files, part.config)?;
     let mut files = of_split(files, part.splits)?;
     // Several kinds are copies of the same rows: the kind with the most structure is taken.
-    let best = DATA_KINDS.into_iter().find(|kind| files.iter().any(|file| file.kind == *kind));
+    let best = DATA_KINDS
+        .into_iter()
+        .find(|kind| files.iter().any(|file| file.kind == *kind));
     files.retain(|file| Some(file.kind) == best);
     let mut out: Vec<String> = files.iter().map(|file| file.name.to_string()).collect();
     out.sort();
@@ -132,7 +145,13 @@ fn listed(names: BTreeSet<&str>) -> String {
 
 fn of_config(files: &mut Vec<File>, wanted: Option<&str>) -> Result<()> {
     let configs: BTreeSet<String> = files.iter().map(|file| file.config.clone()).collect();
-    let named = || configs.iter().map(String::as_str).filter(|c| !c.is_empty()).collect::<BTreeSet<_>>();
+    let named = || {
+        configs
+            .iter()
+            .map(String::as_str)
+            .filter(|c| !c.is_empty())
+            .collect::<BTreeSet<_>>()
+    };
     let Some(wanted) = wanted else {
         // Files outside of the folders of configurations are the default.
         if configs.len() > 1 && configs.contains("") {
@@ -147,23 +166,29 @@ fn of_config(files: &mut Vec<File>, wanted: Option<&str>) -> Result<()> {
         return Ok(());
     };
     let lower = wanted.to_lowercase();
-    let is_plain = |config: &str| config.is_empty() && (lower == "default" || configs.len() == 1 && configs.contains(""));
+    let is_plain =
+        |config: &str| config.is_empty() && (lower == "default" || configs.len() == 1 && configs.contains(""));
     let fits = |file: &File| {
         file.config == lower
             || file.config.split('/').any(|folder| folder == lower)
             || is_plain(&file.config) && lower == "default"
-            || file.config.is_empty() && stem(file.name.rsplit('/').next().unwrap_or_default()).split(['-', '_', '.']).any(|w| w.eq_ignore_ascii_case(wanted))
+            || file.config.is_empty()
+                && stem(file.name.rsplit('/').next().unwrap_or_default())
+                    .split(['-', '_', '.'])
+                    .any(|w| w.eq_ignore_ascii_case(wanted))
     };
     if !files.iter().any(fits) {
-        return Err(Error::not_found(format!("the data set has no configuration `{wanted}`"))
-            .found(match named() {
-                names if names.is_empty() => "no folders of configurations".to_string(),
-                names => listed(names),
-            })
-            .hint(match named().first() {
-                Some(first) => format!("name one of these: `DatasetPart::config = \"{first}\"`"),
-                None => "leave out `DatasetPart::config`".to_string(),
-            }));
+        return Err(
+            Error::not_found(format!("the data set has no configuration `{wanted}`"))
+                .found(match named() {
+                    names if names.is_empty() => "no folders of configurations".to_string(),
+                    names => listed(names),
+                })
+                .hint(match named().first() {
+                    Some(first) => format!("name one of these: `DatasetPart::config = \"{first}\"`"),
+                    None => "leave out `DatasetPart::config`".to_string(),
+                }),
+        );
     }
     files.retain(fits);
     Ok(())
@@ -171,7 +196,11 @@ fn of_config(files: &mut Vec<File>, wanted: Option<&str>) -> Result<()> {
 
 fn of_split<'a>(files: Vec<File<'a>>, wanted: &[&str]) -> Result<Vec<File<'a>>> {
     for split in wanted {
-        let written = |file: &&File| file.split.as_ref().is_some_and(|(written, _)| written.eq_ignore_ascii_case(split));
+        let written = |file: &&File| {
+            file.split
+                .as_ref()
+                .is_some_and(|(written, _)| written.eq_ignore_ascii_case(split))
+        };
         if files.iter().any(|file| written(&file)) {
             return Ok(files.into_iter().filter(|file| written(&file)).collect());
         }
@@ -184,10 +213,12 @@ fn of_split<'a>(files: Vec<File<'a>>, wanted: &[&str]) -> Result<Vec<File<'a>>> 
             .collect();
         if names.len() > 1 {
             let first = names.first().copied().unwrap_or_default();
-            return Err(Error::not_found(format!("several splits of the data set are named like `{split}`"))
-                .found(listed(names.clone()))
-                .expected("one of them")
-                .hint(format!("name it: `DatasetPart::split = \"{first}\"`")));
+            return Err(
+                Error::not_found(format!("several splits of the data set are named like `{split}`"))
+                    .found(listed(names.clone()))
+                    .expected("one of them")
+                    .hint(format!("name it: `DatasetPart::split = \"{first}\"`")),
+            );
         }
         if !names.is_empty() {
             return Ok(files.into_iter().filter(|file| fits(&file)).collect());
@@ -201,7 +232,10 @@ fn of_split<'a>(files: Vec<File<'a>>, wanted: &[&str]) -> Result<Vec<File<'a>>> 
         .map(|file| file.split.as_ref().map_or("(none)", |(written, _)| written))
         .collect();
     let error = Error::not_found(format!("the data set has no split `{}`", wanted.join("` or `")));
-    let first = names.iter().find(|name| **name != "(none)").map(|name| name.to_string());
+    let first = names
+        .iter()
+        .find(|name| **name != "(none)")
+        .map(|name| name.to_string());
     let error = error.found(listed(names));
     Err(match first {
         Some(first) => error.hint(format!("name one of these: `DatasetPart::split = \"{first}\"`")),
@@ -224,7 +258,9 @@ mod tests {
 
     fn refused(names: &[&str], config: Option<&str>, splits: &[&str], parts: &[&str]) {
         let e = of(names, config, splits).unwrap_err().to_string();
-        parts.iter().for_each(|part| assert!(e.contains(part), "no {part:?} in: {e}"));
+        parts
+            .iter()
+            .for_each(|part| assert!(e.contains(part), "no {part:?} in: {e}"));
     }
 
     #[test]
@@ -240,10 +276,24 @@ mod tests {
         );
         assert_eq!(train(&["alpaca_data.json", "dataset_infos.json"]), ["alpaca_data.json"]);
         assert_eq!(train(&["train.csv", "train.parquet"]), ["train.parquet"]);
-        assert_eq!(train(&["train.jsonl.gz", "LICENSE.txt", ".github/x.json"]), ["train.jsonl.gz"]);
-        assert_eq!(train(&["squad-train-v1.1.json", "squad-dev-v1.1.json"]), ["squad-train-v1.1.json"]);
-        assert_eq!(train(&["train/0001.parquet", "train/0000.parquet", "test/0000.parquet"]).len(), 2);
-        refused(&["test.jsonl"], None, &["train"], &["no split `train`", "test", "`DatasetPart::split = \"test\"`"]);
+        assert_eq!(
+            train(&["train.jsonl.gz", "LICENSE.txt", ".github/x.json"]),
+            ["train.jsonl.gz"]
+        );
+        assert_eq!(
+            train(&["squad-train-v1.1.json", "squad-dev-v1.1.json"]),
+            ["squad-train-v1.1.json"]
+        );
+        assert_eq!(
+            train(&["train/0001.parquet", "train/0000.parquet", "test/0000.parquet"]).len(),
+            2
+        );
+        refused(
+            &["test.jsonl"],
+            None,
+            &["train"],
+            &["no split `train`", "test", "`DatasetPart::split = \"test\"`"],
+        );
         refused(&["../train.jsonl", "a.bin"], None, &["train"], &["no data files"]);
     }
 
@@ -255,13 +305,31 @@ mod tests {
             "socratic/train-00000-of-00001.parquet",
             "socratic/test-00000-of-00001.parquet",
         ];
-        let parts = ["several configurations", "main, socratic", "`DatasetPart::config = \"main\"`"];
+        let parts = [
+            "several configurations",
+            "main, socratic",
+            "`DatasetPart::config = \"main\"`",
+        ];
         refused(&gsm8k, None, &["train"], &parts);
         assert_eq!(of(&gsm8k, Some("main"), &["train"]).unwrap(), [gsm8k[0]]);
-        assert_eq!(of(&gsm8k, Some("socratic"), &["validation", "test"]).unwrap(), [gsm8k[3]]);
-        refused(&gsm8k, Some("maim"), &["train"], &["no configuration `maim`", "main, socratic"]);
-        assert_eq!(train(&["data/train.parquet", "extra/train.parquet"]), ["data/train.parquet"]);
-        assert_eq!(of(&["en_train.json", "de_train.json"], Some("de"), &["train"]).unwrap(), ["de_train.json"]);
+        assert_eq!(
+            of(&gsm8k, Some("socratic"), &["validation", "test"]).unwrap(),
+            [gsm8k[3]]
+        );
+        refused(
+            &gsm8k,
+            Some("maim"),
+            &["train"],
+            &["no configuration `maim`", "main, socratic"],
+        );
+        assert_eq!(
+            train(&["data/train.parquet", "extra/train.parquet"]),
+            ["data/train.parquet"]
+        );
+        assert_eq!(
+            of(&["en_train.json", "de_train.json"], Some("de"), &["train"]).unwrap(),
+            ["de_train.json"]
+        );
     }
 
     #[test]
@@ -271,7 +339,11 @@ mod tests {
             "data/train_sft-00000-of-00001-cd.parquet",
             "data/test_prefs-00000-of-00001-ef.parquet",
         ];
-        let parts = ["several splits", "train_prefs, train_sft", "`DatasetPart::split = \"train_prefs\"`"];
+        let parts = [
+            "several splits",
+            "train_prefs, train_sft",
+            "`DatasetPart::split = \"train_prefs\"`",
+        ];
         refused(&ultra, None, &["train"], &parts);
         assert_eq!(of(&ultra, None, &["train_sft"]).unwrap(), [ultra[1]]);
         assert_eq!(of(&ultra, None, &["validation", "test", "train"]).unwrap(), [ultra[2]]);

@@ -108,9 +108,15 @@ fn rows_that_can_be_read_in_two_ways_are_refused() {
         ),
         (
             json!({"title": "t", "body": "b"}),
-            &["cannot determine the format", "{ prompt = \"title\", completion = \"body\" }"],
+            &[
+                "cannot determine the format",
+                "{ prompt = \"title\", completion = \"body\" }",
+            ],
         ),
-        (json!({"body": "b", "n": 1}), &["`Mapping::columns = { text = \"body\" }`"]),
+        (
+            json!({"body": "b", "n": 1}),
+            &["`Mapping::columns = { text = \"body\" }`"],
+        ),
         (
             json!({"prompt": "q", "chosen": "a", "rejected": "b"}),
             &["format `preference`", "`dpo`"],

@@ -77,7 +77,12 @@ impl Mapping {
             return Ok(());
         };
         TextTemplate::new(template)?;
-        let twice = [ColumnRole::Prompt, ColumnRole::Messages, ColumnRole::Text, ColumnRole::Input];
+        let twice = [
+            ColumnRole::Prompt,
+            ColumnRole::Messages,
+            ColumnRole::Text,
+            ColumnRole::Input,
+        ];
         match twice.into_iter().find(|role| self.path(*role).is_some()) {
             None => Ok(()),
             Some(role) => Err(Error::usage(format!(
@@ -122,7 +127,13 @@ impl Mapper {
     /// The mapping of the file with this first row.
     ///
     /// Errors: a column that is not there, or that has no use in rows for this purpose.
-    pub(crate) fn new(mapping: &Mapping, row: &Row, format: RowFormat, purpose: Purpose, rules: &Rules) -> Result<Self> {
+    pub(crate) fn new(
+        mapping: &Mapping,
+        row: &Row,
+        format: RowFormat,
+        purpose: Purpose,
+        rules: &Rules,
+    ) -> Result<Self> {
         mapping.check()?;
         let fields = &row.fields;
         let has = |role: ColumnRole| mapping.path(role).is_some();
@@ -143,9 +154,11 @@ impl Mapper {
                 ColumnRole::Role | ColumnRole::Content => continue,
                 ColumnRole::Answer if purpose == Purpose::Ask && !rules.answer.is_empty() => rules.answer,
                 ColumnRole::Answer => {
-                    return Err(Error::usage("`answer` of `Mapping::columns` has no use in rows with answers to train on")
-                        .found(format!("answer = \"{path}\""))
-                        .hint(format!("write `completion = \"{path}\"`: the answer to train on")));
+                    return Err(Error::usage(
+                        "`answer` of `Mapping::columns` has no use in rows with answers to train on",
+                    )
+                    .found(format!("answer = \"{path}\""))
+                    .hint(format!("write `completion = \"{path}\"`: the answer to train on")));
                 }
                 role => role.name(),
             };
@@ -158,6 +171,9 @@ impl Mapper {
             }
         }
         let maps_rows = mapping.columns.len() > usize::from(out.role.is_some()) + usize::from(out.content.is_some());
+        if !maps_rows && out.template.is_none() {
+            refuse_media(fields)?;
+        }
         if !maps_rows && out.template.is_none() && !matches!(format, RowFormat::Text | RowFormat::Alpaca) {
             presets::recognize(&mut out, fields, purpose, rules);
         }
@@ -280,19 +296,27 @@ impl Mapper {
                 _ => path.text(),
             };
             layout.from.push((name.clone(), shown.to_string()));
-            layout.used.push(path.text().split(['.', '[']).next().unwrap_or_default().to_string());
+            layout
+                .used
+                .push(path.text().split(['.', '[']).next().unwrap_or_default().to_string());
             layout.used.push(path.text().to_string());
         }
         if let Some(template) = &self.template {
             let places: Vec<&str> = template.places().map(ColumnPath::text).collect();
-            layout.used.extend(places.iter().map(|path| path.split(['.', '[']).next().unwrap_or(path).to_string()));
+            layout.used.extend(
+                places
+                    .iter()
+                    .map(|path| path.split(['.', '[']).next().unwrap_or(path).to_string()),
+            );
             layout.from.push(("prompt".to_string(), places.join(" and ")));
         }
         if let Some(system) = &self.system_prompt {
             if layout.rendering != Rendering::Template {
-                return Err(Error::usage("`Mapping::system_prompt` needs conversations, or texts that are rendered as such")
-                    .found(format!("rows of format `{}`, read as plain text", layout.format.name()))
-                    .hint("remove it, or use `Render::Chat`; a model without a template needs `ChatTemplate::from_file`"));
+                return Err(Error::usage(
+                    "`Mapping::system_prompt` needs conversations, or texts that are rendered as such",
+                )
+                .found(format!("rows of format `{}`, read as plain text", layout.format.name()))
+                .hint("remove it, or use `Render::Chat`; a model without a template needs `ChatTemplate::from_file`"));
             }
             layout.system_prompt = Some(system.clone());
         }
@@ -344,9 +368,32 @@ fn hidden(mapping: &Mapping) -> Vec<&'static str> {
     out
 }
 
+/// Errors: the row has images, videos or sounds, which a text model would miss.
+fn refuse_media(fields: &Map<String, Value>) -> Result<()> {
+    let is_full = |value: &Value| match value {
+        Value::Array(list) => !list.is_empty(),
+        Value::Object(_) => true,
+        _ => false,
+    };
+    let media = ["images", "image", "videos", "video", "audios", "audio"];
+    match media.into_iter().find(|name| fields.get(*name).is_some_and(is_full)) {
+        None => Ok(()),
+        Some(name) => Err(Error::unsupported("rows with images, videos or sounds are not supported")
+            .found(format!("`{name}`: {}", clip(&fields[name].to_string())))
+            .expected("rows of text")
+            .hint(
+                "to train on the text alone, name its columns: `Mapping::columns = { messages = \"messages\" }`, or \
+                 `{ prompt = \"...\", completion = \"...\" }`",
+            )),
+    }
+}
+
 fn no_column(path: &ColumnPath, fields: &Map<String, Value>) -> Error {
     let names: Vec<&str> = fields.keys().map(String::as_str).collect();
-    let error = Error::usage(format!("the rows have no `{}`, which `Mapping::columns` or `Mapping::prompt_template` names", path.text()));
+    let error = Error::usage(format!(
+        "the rows have no `{}`, which `Mapping::columns` or `Mapping::prompt_template` names",
+        path.text()
+    ));
     let column = path.column(fields);
     if let Some(value) = fields.get(column) {
         return error
@@ -354,7 +401,11 @@ fn no_column(path: &ColumnPath, fields: &Map<String, Value>) -> Error {
             .hint("a path is written as `column.field`, `column[0]` or `column[0].field`");
     }
     let same = names.iter().find(|name| name.eq_ignore_ascii_case(column));
-    let like = same.or_else(|| names.iter().find(|name| name.contains(column) || column.contains(**name)));
+    let like = same.or_else(|| {
+        names
+            .iter()
+            .find(|name| name.contains(column) || column.contains(**name))
+    });
     let error = error.found(format!("columns {}", names.join(", ")));
     match like {
         Some(like) => error.hint(format!("did you mean `{like}`?")),

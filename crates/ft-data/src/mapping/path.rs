@@ -251,7 +251,16 @@ mod tests {
         for path in ["n", "n.x", "answers.none[0]", "answers.text[2]", "answers.text[-3]"] {
             assert_eq!(at(path), Found::Nothing, "{path}");
         }
-        for path in ["z", "a.b", "answers.texts", "a[0]", "answers.text[x]", "answers..text", "answers.text[0", ""] {
+        for path in [
+            "z",
+            "a.b",
+            "answers.texts",
+            "a[0]",
+            "answers.text[x]",
+            "answers..text",
+            "answers.text[0",
+            "",
+        ] {
             assert_eq!(at(path), Found::Missing, "{path}");
         }
     }

@@ -21,7 +21,12 @@ pub(super) enum Convert {
 }
 
 /// Columns with the known answer of a prompt, if no column has the usual name.
-const KNOWN_ANSWERS: [&str; 4] = ["reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer"];
+const KNOWN_ANSWERS: [&str; 4] = [
+    "reward_model.ground_truth",
+    "ground_truth",
+    "final_answer",
+    "expected_answer",
+];
 const HUMAN: &str = "\n\nHuman:";
 const ASSISTANT: &str = "\n\nAssistant:";
 /// Scores of a completion, the more exact one first: the mean of the ratings, and the rating as a whole.
@@ -79,7 +84,9 @@ pub(super) fn recognize(out: &mut Mapper, fields: &Map<String, Value>, purpose: 
             out.convert = Some(Convert::AfterHashes);
         } else if !rules.answer.is_empty() && !fields.contains_key(rules.answer) {
             let paths = KNOWN_ANSWERS.map(ColumnPath::new);
-            let found = paths.into_iter().find(|path| matches!(path.find(fields), Found::Value(_)));
+            let found = paths
+                .into_iter()
+                .find(|path| matches!(path.find(fields), Found::Value(_)));
             out.columns.extend(found.map(|path| (rules.answer.to_string(), path)));
         }
     }

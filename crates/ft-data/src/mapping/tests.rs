@@ -47,7 +47,10 @@ impl Case {
         let template = self.template.then_some(&jinja as &dyn ChatRender);
         let spec = self.spec();
         let short = |text: String| {
-            let text = text.replace("<|im_start|>", "<").replace("<|im_end|>\n", ">").replace("<|im_end|>", ">");
+            let text = text
+                .replace("<|im_start|>", "<")
+                .replace("<|im_end|>\n", ">")
+                .replace("<|im_end|>", ">");
             text.replace("<system\nYou help.>", "").trim().to_string()
         };
         let data = match purpose {
@@ -58,7 +61,10 @@ impl Case {
                 let prompts = Prompts::load(spec.sources, self.render, &encoder, "answer", 4096, 1)?;
                 let text = short(codec.decode(&prompts.rows[0].ids)?);
                 let answer = prompts.rows[0].answer.clone().unwrap_or_default();
-                return Ok((lines(&prompts.readings, "not used").join("\n"), format!("{text} -> {answer}")));
+                return Ok((
+                    lines(&prompts.readings, "not used").join("\n"),
+                    format!("{text} -> {answer}"),
+                ));
             }
         };
         let shown = data.parts(0).map(|e| {
@@ -214,7 +220,10 @@ fn well_known_sets_of_answers_are_read() {
         ),
     ] {
         let (said, seen) = see(row, Purpose::Learn).unwrap_or_else(|e| panic!("{set}: {e}"));
-        let said = said.trim_end_matches(RENDERED).replace("messages: messages;", "messages;").replace("text: text", "text");
+        let said = said
+            .trim_end_matches(RENDERED)
+            .replace("messages: messages;", "messages;")
+            .replace("text: text", "text");
         assert_eq!((said.as_str(), seen), (line, text), "{set}");
     }
 }
@@ -276,7 +285,13 @@ fn well_known_sets_of_pairs_are_read() {
     let row = json!({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"});
     let mut plain = case(&[row], Mapping::default());
     plain.template = false;
-    assert!(plain.see(Purpose::Prefer).unwrap().0.contains("plain text (the answers contain the prompt)"));
+    assert!(
+        plain
+            .see(Purpose::Prefer)
+            .unwrap()
+            .0
+            .contains("plain text (the answers contain the prompt)")
+    );
 }
 
 /// Four sets of prompts.
@@ -321,7 +336,11 @@ fn columns_are_read_under_any_name_and_others_stay_away() {
     let row = json!({"body": "q", "reply": 7, "prompt": "wrong", "answer": "wrong", "text": "wrong",
         "messages": "wrong", "meta": {"who": "s", "extra": ["x"]}, "a": "good", "b": "bad"});
     let see = |mapping: &[(ColumnRole, &str)], purpose| case(std::slice::from_ref(&row), columns(mapping)).see(purpose);
-    let (line, text) = see(&[(Prompt, "body"), (Completion, "reply"), (System, "meta.who")], Purpose::Learn).unwrap();
+    let (line, text) = see(
+        &[(Prompt, "body"), (Completion, "reply"), (System, "meta.who")],
+        Purpose::Learn,
+    )
+    .unwrap();
     assert_eq!(text, format!("<system\ns>{}", chat("q", "7")));
     assert_eq!(
         line.trim_end_matches(RENDERED),
@@ -331,7 +350,12 @@ fn columns_are_read_under_any_name_and_others_stay_away() {
     assert_eq!(see(&with_input, Purpose::Learn).unwrap().1, chat("q\nx", "7"));
     let pairs = [(Prompt, "body"), (Chosen, "a"), (Rejected, "b")];
     assert_eq!(see(&pairs, Purpose::Prefer).unwrap().1, pair("q", "good", "bad"));
-    assert!(see(&[(Text, "body")], Purpose::Learn).unwrap().0.starts_with("text: text from body; not used"));
+    assert!(
+        see(&[(Text, "body")], Purpose::Learn)
+            .unwrap()
+            .0
+            .starts_with("text: text from body; not used")
+    );
 }
 
 #[test]
@@ -344,7 +368,10 @@ fn a_prompt_template_and_a_system_prompt_are_used() {
     };
     let (line, text) = case(&[row.clone()], mapping.clone()).see(Purpose::Learn).unwrap();
     assert_eq!(text, format!("<system\nBe kind.>{}", chat("{T} one ?", "a")));
-    assert!(line.contains("prompt from title and facts.list[0]") && line.contains("get `Mapping::system_prompt`"), "{line}");
+    assert!(
+        line.contains("prompt from title and facts.list[0]") && line.contains("get `Mapping::system_prompt`"),
+        "{line}"
+    );
     // A row's own system message stays.
     let own = json!({"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "q"},
         {"role": "assistant", "content": "a"}]});
@@ -352,10 +379,22 @@ fn a_prompt_template_and_a_system_prompt_are_used() {
         system_prompt: Some("Be kind.".into()),
         ..Mapping::default()
     };
-    assert!(case(&[own], system.clone()).see(Purpose::Learn).unwrap().1.starts_with("<system\nown>"));
+    assert!(
+        case(&[own], system.clone())
+            .see(Purpose::Learn)
+            .unwrap()
+            .1
+            .starts_with("<system\nown>")
+    );
     // For prompts and pairs too.
     let asked = json!({"prompt": "q", "answer": "a"});
-    assert!(case(&[asked], system.clone()).see(Purpose::Ask).unwrap().1.starts_with("<system\nBe kind.>"));
+    assert!(
+        case(&[asked], system.clone())
+            .see(Purpose::Ask)
+            .unwrap()
+            .1
+            .starts_with("<system\nBe kind.>")
+    );
     let pairs = json!({"prompt": "q", "chosen": "a", "rejected": "b"});
     let (_, text) = case(&[pairs], system.clone()).see(Purpose::Prefer).unwrap();
     assert_eq!(text.matches("Be kind.").count(), 2);
@@ -376,7 +415,10 @@ fn a_prompt_template_and_a_system_prompt_are_used() {
 fn turns_have_any_keys_and_any_roles() {
     let turns = json!([{"speaker": "Customer", "say": "q"}, {"speaker": "Agent", "say": "a"}]);
     let mapping = Mapping {
-        roles: vec![("Customer".into(), ChatRole::User), ("Agent".into(), ChatRole::Assistant)],
+        roles: vec![
+            ("Customer".into(), ChatRole::User),
+            ("Agent".into(), ChatRole::Assistant),
+        ],
         ..columns(&[
             (ColumnRole::Messages, "dialog"),
             (ColumnRole::Role, "speaker"),
@@ -385,10 +427,18 @@ fn turns_have_any_keys_and_any_roles() {
     };
     for dialog in [turns.clone(), json!(turns.to_string())] {
         let row = json!({"dialog": dialog, "prompt": "no", "completion": "no"});
-        assert_eq!(case(&[row], mapping.clone()).see(Purpose::Learn).unwrap().1, chat("q", "a"));
+        assert_eq!(
+            case(&[row], mapping.clone()).see(Purpose::Learn).unwrap().1,
+            chat("q", "a")
+        );
     }
     // Usual names of the same roles need no mapping.
-    for [user, assistant] in [["human", "gpt"], ["User", "Assistant"], ["user", "bot"], ["user", "model"]] {
+    for [user, assistant] in [
+        ["human", "gpt"],
+        ["User", "Assistant"],
+        ["user", "bot"],
+        ["user", "model"],
+    ] {
         let row = json!({"messages": [{"role": user, "content": "q"}, {"role": assistant, "content": "a"}]});
         assert_eq!(see(row, Purpose::Learn).unwrap().1, chat("q", "a"));
     }
@@ -399,7 +449,11 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
     use ColumnRole::{Answer, Completion, Prompt, Text};
     let row = json!({"Question": "q", "answers": {"text": ["a"]}, "n": null});
     for (mapping, purpose, parts) in [
-        (vec![(Prompt, "question")], Purpose::Learn, vec!["t.jsonl:1", "no `question`", "did you mean `Question`?"]),
+        (
+            vec![(Prompt, "question")],
+            Purpose::Learn,
+            vec!["t.jsonl:1", "no `question`", "did you mean `Question`?"],
+        ),
         (
             vec![(Prompt, "Question"), (Completion, "answers")],
             Purpose::Learn,
@@ -418,7 +472,10 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
         (
             vec![(Prompt, "Question"), (Answer, "answers.text[0]")],
             Purpose::Learn,
-            vec!["`answer` of `Mapping::columns` has no use", "write `completion = \"answers.text[0]\"`"],
+            vec![
+                "`answer` of `Mapping::columns` has no use",
+                "write `completion = \"answers.text[0]\"`",
+            ],
         ),
         (
             vec![(Prompt, "Question"), (Text, "Question")],
@@ -426,18 +483,41 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
             vec!["not a preference row"],
         ),
         (
-            vec![(Prompt, "Question"), (Completion, "answers.text[0]"), (ColumnRole::Margin, "n")],
+            vec![
+                (Prompt, "Question"),
+                (Completion, "answers.text[0]"),
+                (ColumnRole::Margin, "n"),
+            ],
             Purpose::Learn,
             vec!["`margin = \"n\"` of `Mapping::columns` has no use in rows of format `prompt-completion`"],
         ),
     ] {
-        let e = case(std::slice::from_ref(&row), columns(&mapping)).see(purpose).unwrap_err();
+        let e = case(std::slice::from_ref(&row), columns(&mapping))
+            .see(purpose)
+            .unwrap_err();
         let e = e.to_string();
-        parts.iter().for_each(|part| assert!(e.contains(part), "no {part:?} in: {e}"));
+        parts
+            .iter()
+            .for_each(|part| assert!(e.contains(part), "no {part:?} in: {e}"));
     }
+    let turns = json!([{"role": "user", "content": "<image> q"}, {"role": "assistant", "content": "a"}]);
+    let shown = json!({"messages": turns, "images": [{"path": "x.png"}]});
+    let e = case(&[shown.clone()], Mapping::default())
+        .see(Purpose::Learn)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        e.contains("t.jsonl:1") && e.contains("images") && e.contains("{ messages = \"messages\" }"),
+        "{e}"
+    );
+    let text = columns(&[(ColumnRole::Messages, "messages")]);
+    assert!(case(&[shown], text).see(Purpose::Learn).is_ok());
     // Rows after the first one.
     let good = json!({"q": "q", "a": "a"});
-    let e = case(&[good.clone(), json!({"q": "q"})], columns(&[(Prompt, "q"), (Completion, "a")]));
+    let e = case(
+        &[good.clone(), json!({"q": "q"})],
+        columns(&[(Prompt, "q"), (Completion, "a")]),
+    );
     let e = e.see(Purpose::Learn).unwrap_err().to_string();
     assert!(e.contains("t.jsonl:2") && e.contains("the row has no `a`"), "{e}");
 }
@@ -458,11 +538,17 @@ fn a_limit_ends_the_reading_of_a_source() {
     let mut c = case(&(0..9).map(row).collect::<Vec<_>>(), Mapping::default());
     for (limit, rows) in [(4, 4), (9, 9), (100, 9)] {
         c.files.sources[0].limit = Some(limit);
-        assert_eq!(Dataset::load(&c.spec(), &Words::chatml(), None).unwrap().stats.rows, rows);
+        assert_eq!(
+            Dataset::load(&c.spec(), &Words::chatml(), None).unwrap().stats.rows,
+            rows
+        );
     }
     let second = Source::new(c.files.paths.clone());
     c.files.sources[0].limit = Some(2);
     c.files.sources.push(second);
     let data = Dataset::load(&c.spec(), &Words::chatml(), None).unwrap();
-    assert_eq!((data.stats.rows, data.origins[2].file, data.origins[2].number), (11, 1, 1));
+    assert_eq!(
+        (data.stats.rows, data.origins[2].file, data.origins[2].number),
+        (11, 1, 1)
+    );
 }

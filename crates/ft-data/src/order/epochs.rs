@@ -2,8 +2,15 @@
 //! position of the stream is one number all the same: the units before an epoch follow from the epochs before it.
 
 use super::Order;
+use crate::mixture::Mixture;
+use std::sync::Arc;
 
 impl Order {
+    /// How the rows of weighted sources are mixed.
+    pub fn mixture(&self) -> Option<Arc<Mixture>> {
+        self.mixture.clone()
+    }
+
     /// True if every epoch has the same number of units.
     pub(super) fn is_even(&self) -> bool {
         self.mixture.is_none() || !self.spec.packing
@@ -60,8 +67,7 @@ mod tests {
     use super::super::{Length, StreamSpec};
     use super::*;
     use crate::dataset::Origin;
-    use crate::mixture::{Mixture, Share};
-    use std::sync::Arc;
+    use crate::mixture::Share;
 
     /// 40 long rows and 60 short ones, which fill half of each epoch.
     fn order(packing: bool, length: Length) -> Order {

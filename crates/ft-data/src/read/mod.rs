@@ -150,8 +150,14 @@ pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut Each) -> Result<(
                 "" => "no extension".to_string(),
                 e => format!("extension .{e}"),
             })
-            .expected(format!("{}; a text file may be compressed (.gz, .zst)", KINDS.join(", ")))
-            .hint("convert the file, or rename it if its extension is wrong")),
+            .expected(format!(
+                "{}; a text file may be compressed (.gz, .zst)",
+                KINDS.join(", ")
+            ))
+            .hint(match extension {
+                "arrow" => "save the rows as parquet: `datasets.load_from_disk(FOLDER).to_parquet(\"rows.parquet\")`",
+                _ => "convert the file, or rename it if its extension is wrong",
+            })),
     }
 }
 

@@ -80,9 +80,7 @@ pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut 
         let cells = cells(&record, &place);
         match &header {
             None => header = Some(check_header(cells?, &place)?),
-            Some(names) => each(cells.and_then(|cells| {
-                Ok(Row::of(fields(names, cells, &place)?, place.clone()))
-            }))?,
+            Some(names) => each(cells.and_then(|cells| Ok(Row::of(fields(names, cells, &place)?, place.clone()))))?,
         }
     }
 }

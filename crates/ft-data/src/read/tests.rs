@@ -173,16 +173,26 @@ fn other_files_are_refused_by_name() {
     refused(
         "t.bin",
         b"x",
-        &["t.bin", "extension .bin", "jsonl, ndjson, json, csv, tsv, parquet, txt, md"],
+        &[
+            "t.bin",
+            "extension .bin",
+            "jsonl, ndjson, json, csv, tsv, parquet, txt, md",
+        ],
     );
-    refused("t.parquet.gz", b"x", &["extension .parquet", "a text file may be compressed"]);
+    refused(
+        "t.parquet.gz",
+        b"x",
+        &["extension .parquet", "a text file may be compressed"],
+    );
     refused("t.jsonl.gz", b"x", &["t.jsonl.gz", "cannot read the file"]);
     refused("t.jsonl.zst", b"x", &["t.jsonl.zst", "cannot read the file"]);
     refused("t.parquet", b"x", &["t.parquet", "parquet"]);
     let dir = tempfile::tempdir().unwrap();
     let e = read_rows(dir.path().to_str().unwrap(), TextUnit::Auto, &mut |_| Ok(())).unwrap_err();
     assert!(e.to_string().contains("directory"), "{e}");
-    let e = read_rows("not/there.jsonl", TextUnit::Auto, &mut |_| Ok(())).unwrap_err().to_string();
+    let e = read_rows("not/there.jsonl", TextUnit::Auto, &mut |_| Ok(()))
+        .unwrap_err()
+        .to_string();
     assert!(e.contains("no file `") && e.contains("not/there.jsonl"), "{e}");
 }
 
@@ -201,7 +211,10 @@ fn compressed_files_are_read_to_their_end() {
     let found = read("t.jsonl.gz", &parts).unwrap();
     assert_eq!((found.len(), found[3000].1.as_str()), (3001, "t.jsonl.gz:3001"));
     assert_eq!(rows("t.jsonl.zst", &zst).len(), 3000);
-    assert_eq!(rows("T.TXT.GZ", &gzip("a\nb")), [json!({"text": "a"}), json!({"text": "b"})]);
+    assert_eq!(
+        rows("T.TXT.GZ", &gzip("a\nb")),
+        [json!({"text": "a"}), json!({"text": "b"})]
+    );
     for (name, bytes) in [("t.jsonl.gz", &parts), ("t.jsonl.zst", &zst)] {
         refused(name, &bytes[..bytes.len() / 3], &[name, "cannot read the file"]);
     }

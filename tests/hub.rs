@@ -587,5 +587,8 @@ fn data_sets_are_found_by_split_or_by_name() {
     let e = resolve_dataset_with(&settings, DATA, "main", &DatasetPart::TRAIN)
         .unwrap_err()
         .to_string();
-    assert!(e.contains("test.csv") && e.contains("name one file"), "{e}");
+    assert!(
+        e.contains("no split `train`") && e.contains("`DatasetPart::split = \"test\"`"),
+        "{e}"
+    );
 }

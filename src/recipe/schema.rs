@@ -15,7 +15,8 @@ pub fn schema() -> Value {
             .map(|key| (key.name.to_string(), property(key)))
             .collect();
         let required: Vec<&str> = table::keys()
-            .filter(|key| key.table == *path && key.default.is_empty())
+            // Rows can also come from `data.sources`.
+            .filter(|key| key.table == *path && key.default.is_empty() && key.path != table::model::Data::train)
             .map(|key| key.name)
             .collect();
         let mut table = object(about);

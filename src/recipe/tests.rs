@@ -146,6 +146,7 @@ fn another(key: &Key) -> String {
         (Model::device, "cpu"),
         (Memory::frozen_weights, "bf16"),
         (Memory::group_size, "128"),
+        (Data::prompt_template, "a {x}"),
     ];
     if let Some((_, value)) = special.iter().find(|(path, _)| *path == key.path) {
         return value.to_string();
@@ -173,7 +174,10 @@ fn another(key: &Key) -> String {
         Kind::Integers | Kind::Numbers => "[1, 2]".into(),
         Kind::Pairs => "[[1, 2], [3, 6]]".into(),
         Kind::Size => "2GiB".into(),
-        Kind::Map(names) => format!("{{ \"layers.0.\" = {:?} }}", names[0]),
+        Kind::Map(names) => {
+            let name = names.iter().find(|name| **name == "bf16").unwrap_or(&names[0]);
+            format!("{{ \"layers.0.\" = {name:?} }}")
+        }
         Kind::Fields(names) => format!("{{ {} = \"a.b[0]\" }}", names[0]),
         Kind::Tables(_) => "[{ path = \"a.jsonl\" }, { path = [\"b\"], columns = { prompt = \"q\" } }]".into(),
     }

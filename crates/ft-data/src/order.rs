@@ -212,11 +212,6 @@ impl Order {
         Ok(order)
     }
 
-    /// How the rows of weighted sources are mixed.
-    pub fn mixture(&self) -> Option<Arc<Mixture>> {
-        self.mixture.clone()
-    }
-
     /// The settings of the stream.
     pub fn spec(&self) -> StreamSpec {
         self.spec

@@ -73,7 +73,8 @@ struct OpenFile {
 impl OpenFile {
     /// Decides from the first row that is used. `None`: the row is skipped.
     fn new(source: &Source, row: &Row, purpose: Purpose, rules: &Rules) -> Result<Option<Self>> {
-        let mapper = Mapper::new(&source.mapping, row, source.format, purpose, rules)?;
+        let mapper = Mapper::new(&source.mapping, row, source.format, purpose, rules);
+        let mapper = mapper.map_err(|e| e.or_at(&row.place))?;
         let Mapped::Row(row) = mapper.apply(row.clone())? else {
             return Ok(None);
         };

@@ -284,7 +284,7 @@ mod tests {
         );
         let file = dir.path().join("train.jsonl");
         std::fs::write(&file, "{}").unwrap();
-        let found = resolve_dataset_file(file.to_str().unwrap(), "main", false).unwrap();
+        let found = resolve_dataset_file(file.to_str().unwrap(), "main", &DatasetPart::TRAIN, false).unwrap();
         assert_eq!(found, std::slice::from_ref(&file));
         assert!(
             resolve_model(file.to_str().unwrap(), "main", false)
@@ -296,7 +296,7 @@ mod tests {
         let inside = dir.path().join("rows");
         std::fs::create_dir(&inside).unwrap();
         assert_eq!(
-            resolve_dataset_file(inside.to_str().unwrap(), "main", false).unwrap(),
+            resolve_dataset_file(inside.to_str().unwrap(), "main", &DatasetPart::TRAIN, false).unwrap(),
             [inside]
         );
         for bad in [
@@ -306,7 +306,9 @@ mod tests {
             "org/name:/etc/passwd",
             "nothing",
         ] {
-            let e = resolve_dataset_file(bad, "main", false).unwrap_err().to_string();
+            let e = resolve_dataset_file(bad, "main", &DatasetPart::TRAIN, false)
+                .unwrap_err()
+                .to_string();
             assert!(e.contains("no file `") && e.contains(bad), "{e}");
         }
         assert_eq!(

@@ -114,7 +114,12 @@ fn is_about_the_data(name: &str) -> bool {
 pub fn select(names: &[String], part: &DatasetPart) -> Result<Vec<String>> {
     let mut files: Vec<File> = names.iter().filter_map(|name| File::new(name)).collect();
     if files.is_empty() {
-        return Err(Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", "))));
+        let error = Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", ")));
+        return Err(match names.iter().any(|name| name.ends_with(".arrow")) {
+            true => error
+                .hint("arrow files are not read: save the rows as parquet, with `to_parquet` of Hugging Face datasets"),
+            false => error,
+        });
     }
     of_config(&mut files, part.config)?;
     let mut files = of_split(files, part.splits)?;

@@ -87,8 +87,8 @@ section! {
     pub struct Data in "data" {
         /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet, txt, md; also .gz and .zst), folders or patterns
         /// such as `data/*.jsonl`, relative to the current directory; or a hub data set: `org/name`,
-        /// `org/name:file.jsonl`.
-        train: Vec<String> = [], "give it, or `sources`";
+        /// `org/name:file.jsonl`. Not with `sources`.
+        train: Vec<String>;
         /// File or list of files to evaluate on.
         eval: Vec<String> = [], "no evaluation by default";
         /// Fraction of the train rows that are held out for evaluation, in place of `eval`.

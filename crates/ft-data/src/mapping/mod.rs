@@ -171,6 +171,9 @@ impl Mapper {
             }
         }
         let maps_rows = mapping.columns.len() > usize::from(out.role.is_some()) + usize::from(out.content.is_some());
+        if !maps_rows && out.template.is_none() {
+            refuse_media(fields)?;
+        }
         if !maps_rows && out.template.is_none() && !matches!(format, RowFormat::Text | RowFormat::Alpaca) {
             presets::recognize(&mut out, fields, purpose, rules);
         }
@@ -363,6 +366,26 @@ fn hidden(mapping: &Mapping) -> Vec<&'static str> {
         out.push("text");
     }
     out
+}
+
+/// Errors: the row has images, videos or sounds, which a text model would miss.
+fn refuse_media(fields: &Map<String, Value>) -> Result<()> {
+    let is_full = |value: &Value| match value {
+        Value::Array(list) => !list.is_empty(),
+        Value::Object(_) => true,
+        _ => false,
+    };
+    let media = ["images", "image", "videos", "video", "audios", "audio"];
+    match media.into_iter().find(|name| fields.get(*name).is_some_and(is_full)) {
+        None => Ok(()),
+        Some(name) => Err(Error::unsupported("rows with images, videos or sounds are not supported")
+            .found(format!("`{name}`: {}", clip(&fields[name].to_string())))
+            .expected("rows of text")
+            .hint(
+                "to train on the text alone, name its columns: `Mapping::columns = { messages = \"messages\" }`, or \
+                 `{ prompt = \"...\", completion = \"...\" }`",
+            )),
+    }
 }
 
 fn no_column(path: &ColumnPath, fields: &Map<String, Value>) -> Error {

@@ -502,6 +502,18 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
             .iter()
             .for_each(|part| assert!(e.contains(part), "no {part:?} in: {e}"));
     }
+    let turns = json!([{"role": "user", "content": "<image> q"}, {"role": "assistant", "content": "a"}]);
+    let shown = json!({"messages": turns, "images": [{"path": "x.png"}]});
+    let e = case(&[shown.clone()], Mapping::default())
+        .see(Purpose::Learn)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        e.contains("t.jsonl:1") && e.contains("images") && e.contains("{ messages = \"messages\" }"),
+        "{e}"
+    );
+    let text = columns(&[(ColumnRole::Messages, "messages")]);
+    assert!(case(&[shown], text).see(Purpose::Learn).is_ok());
     // Rows after the first one.
     let good = json!({"q": "q", "a": "a"});
     let e = case(

@@ -2,8 +2,15 @@
 //! position of the stream is one number all the same: the units before an epoch follow from the epochs before it.
 
 use super::Order;
+use crate::mixture::Mixture;
+use std::sync::Arc;
 
 impl Order {
+    /// How the rows of weighted sources are mixed.
+    pub fn mixture(&self) -> Option<Arc<Mixture>> {
+        self.mixture.clone()
+    }
+
     /// True if every epoch has the same number of units.
     pub(super) fn is_even(&self) -> bool {
         self.mixture.is_none() || !self.spec.packing

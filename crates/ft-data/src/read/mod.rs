@@ -154,7 +154,10 @@ pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut Each) -> Result<(
                 "{}; a text file may be compressed (.gz, .zst)",
                 KINDS.join(", ")
             ))
-            .hint("convert the file, or rename it if its extension is wrong")),
+            .hint(match extension {
+                "arrow" => "save the rows as parquet: `datasets.load_from_disk(FOLDER).to_parquet(\"rows.parquet\")`",
+                _ => "convert the file, or rename it if its extension is wrong",
+            })),
     }
 }
 

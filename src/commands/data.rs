@@ -36,6 +36,9 @@ fn of(rows: &Dataset) -> Value {
         truncated_rows,
         truncated_tokens,
         dropped_rows,
+        split_rows,
+        pieces,
+        long_rows,
         longest,
         shortest,
         ..
@@ -43,6 +46,7 @@ fn of(rows: &Dataset) -> Value {
     json!({
         "rows": rows.examples.len(), "tokens": tokens, "trained_tokens": trained_tokens,
         "truncated_rows": truncated_rows, "truncated_tokens": truncated_tokens, "dropped_rows": dropped_rows,
+        "split_rows": split_rows, "pieces": pieces, "long_rows": long_rows,
         "longest": longest, "shortest": shortest,
     })
 }

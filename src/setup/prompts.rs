@@ -3,7 +3,7 @@
 use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
-use crate::data::prompts::{Prompt, Prompts};
+use crate::data::prompts::{Prompt, Prompts, Room};
 use crate::data::{Dataset, Example};
 use crate::recipe::{Method, Recipe, Stage, TrainOn};
 use crate::setup::ModelDir;
@@ -83,8 +83,11 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
             recipe.data.render,
             &encoder,
             &recipe.rl.answer_column,
-            window,
-            room,
+            Room {
+                window,
+                answer: room,
+                long: recipe.data.long,
+            },
         )
     };
     if recipe.data.train.is_empty() {
@@ -92,7 +95,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
     }
     let train = load(&recipe.data.train)?;
     let (mut hash, mut eval_hash) = (train.fingerprint, None);
-    let readings = train.readings;
+    let (readings, dropped) = (train.readings, train.dropped);
     let mut questions = PromptSet {
         train: train.rows,
         eval: Vec::new(),
@@ -125,6 +128,10 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
     let eval = eval_hash.map(|hash| stand_in(&questions.eval, hash));
     let mut train = stand_in(&questions.train, hash);
     train.readings = readings;
+    // Counted as in rows for supervised training.
+    train.stats.rows += dropped.0;
+    (train.stats.dropped_rows, train.stats.long_rows) = (dropped.0, dropped.0);
+    train.stats.long_tokens = dropped.1;
     Ok((train, eval, questions))
 }
 

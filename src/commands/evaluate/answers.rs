@@ -3,7 +3,7 @@
 use super::report::{Measure, Report};
 use super::{EvaluatedModel, Request, files, open, pair_batches, read, stop_if_asked, totals};
 use crate::base::{Error, Result, progress};
-use crate::data::prompts::Prompts;
+use crate::data::prompts::{Prompts, Room};
 use crate::data::{Dataset, Encoder, Example, IGNORE};
 use crate::model::Network;
 use crate::recipe::{Recipe, Stage, TrainOn};
@@ -168,7 +168,12 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
     let column = &recipe.rl.answer_column;
     let named = rows::local(files(recipe, request))?;
     let (format, render) = (recipe.data.format, recipe.data.render);
-    let all = Prompts::load(&named, format, render, &encoder, column, window, longest)?;
+    let room = Room {
+        window,
+        answer: longest,
+        long: recipe.data.long,
+    };
+    let all = Prompts::load(&named, format, render, &encoder, column, room)?;
     let mut known = all.rows;
     if !request.all_rows && recipe.data.eval.is_empty() {
         if recipe.data.eval_fraction == 0.0 {

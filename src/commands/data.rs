@@ -40,6 +40,9 @@ fn of(rows: &Dataset) -> Result<Value> {
         truncated_rows,
         truncated_tokens,
         dropped_rows,
+        split_rows,
+        pieces,
+        long_rows,
         longest,
         shortest,
         ..
@@ -47,6 +50,7 @@ fn of(rows: &Dataset) -> Result<Value> {
     Ok(json!({
         "rows": rows.examples.len(), "tokens": tokens, "trained_tokens": trained_tokens,
         "truncated_rows": truncated_rows, "truncated_tokens": truncated_tokens, "dropped_rows": dropped_rows,
+        "split_rows": split_rows, "pieces": pieces, "long_rows": long_rows,
         "longest": longest, "shortest": shortest,
         "sources": summary::summaries(rows)?.iter().map(Summary::json).collect::<Vec<_>>(),
     }))

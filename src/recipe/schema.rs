@@ -121,7 +121,9 @@ fn kind(key: &Key) -> Map<String, Value> {
         }
     };
     let out = match key.kind {
-        Kind::Integer | Kind::Number | Kind::Pairs if key.accepts_auto() => json!({"anyOf": [{"const": "auto"}, out]}),
+        Kind::Flag | Kind::Integer | Kind::Number | Kind::Pairs if key.accepts_auto() => {
+            json!({"anyOf": [{"const": "auto"}, out]})
+        }
         _ => out,
     };
     match out {

@@ -34,6 +34,7 @@ pub const TERMS: &[(&str, Term)] = &[
     ("DatasetPart::split", Key(Data::split)),
     ("data::Spec::max_length", Key(Data::max_length)),
     ("data::Spec::train_on", Key(Data::train_on)),
+    ("Long::Drop", Value(Data::long, "drop")),
     ("TokenCache::dir", Key(Data::cache_dir)),
     ("RowFormat::PromptCompletion", Value(Data::format, "prompt-completion")),
     ("RowFormat::Sharegpt", Value(Data::format, "sharegpt")),

@@ -44,6 +44,12 @@ eval = "data/eval.jsonl"
 format = "auto"
 render = "auto"
 max_length = 2048
+long = "auto"
+overlap = 1
+cache = "auto"
+cache_dir = "auto"
+streaming = false
+shuffle_window = 10000
 packing = true
 packing_length = "auto"
 train_on = "assistant"
@@ -191,6 +197,9 @@ fn every_key_reaches_the_recipe() {
         let mut arguments = vec![format!("{}={}", key.path, another(key))];
         if key.path == Train::eval_steps {
             arguments.push("data.eval_fraction=0.2".into());
+        }
+        if key.path == Data::streaming {
+            arguments.push("train.max_steps=3".into());
         }
         let changed = parse(LEAST, "r.toml", &arguments).unwrap();
         assert_ne!(

@@ -95,3 +95,41 @@ fn preference_keys_belong_to_their_stages() {
         sft.warnings
     );
 }
+
+#[test]
+fn rows_are_split_cached_or_streamed_where_it_has_a_meaning() {
+    let dpo = "train.stage=dpo";
+    let e = bad(LEAST, &[dpo, "data.long=split"]);
+    assert!(e.contains("`data.long = \"split\"` has no meaning"), "{e}");
+    good(LEAST, &[dpo, "data.long=drop"]);
+    let e = bad(LEAST, &[dpo, "data.cache=true"]);
+    assert!(e.contains("`data.cache = true` has no meaning"), "{e}");
+    let e = bad(LEAST, &["data.overlap=64", "data.max_length=64"]);
+    assert!(e.contains("at most 63"), "{e}");
+    let l = good(LEAST, &["data.overlap=5", "data.long=truncate"]);
+    assert!(
+        l.warnings[0].contains("`data.overlap` has no effect"),
+        "{:?}",
+        l.warnings
+    );
+    let l = good(LEAST, &["data.shuffle_window=5"]);
+    assert!(
+        l.warnings[0].contains("`data.shuffle_window` has no effect"),
+        "{:?}",
+        l.warnings
+    );
+    let (streaming, steps) = ("data.streaming=true", "train.max_steps=9");
+    let e = bad(LEAST, &[streaming]);
+    assert!(e.contains("`data.streaming` needs `train.max_steps`"), "{e}");
+    let e = bad(LEAST, &[streaming, steps, "data.eval_fraction=0.1"]);
+    assert!(e.contains("name a file in `data.eval`"), "{e}");
+    let e = bad(LEAST, &[streaming, steps, dpo]);
+    assert!(e.contains("`data.streaming` has no meaning"), "{e}");
+    let e = bad(LEAST, &[streaming, steps, "data.cache=true"]);
+    assert!(e.contains("contradict"), "{e}");
+    assert!(
+        good(LEAST, &[streaming, steps, "data.shuffle_window=5"])
+            .warnings
+            .is_empty()
+    );
+}

@@ -3,7 +3,7 @@
 use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
-use crate::data::prompts::{Prompt, Prompts};
+use crate::data::prompts::{Prompt, Prompts, Room};
 use crate::data::{Dataset, Example, Mixture, mixture};
 use crate::recipe::{Method, Recipe, Stage, TrainOn};
 use crate::setup::ModelDir;
@@ -84,8 +84,11 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
             recipe.data.render,
             &encoder,
             &recipe.rl.answer_column,
-            window,
-            room,
+            Room {
+                window,
+                answer: room,
+                long: recipe.data.long,
+            },
         )
     };
     if !recipe.data.has_train() {
@@ -93,7 +96,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
     }
     let train = load(RowSet::Train)?;
     let (mut hash, mut eval_hash) = (train.fingerprint, None);
-    let (readings, mut origins) = (train.readings, train.origins);
+    let (readings, mut origins, dropped) = (train.readings, train.origins, train.dropped);
     let mut questions = PromptSet {
         train: train.rows,
         ..PromptSet::default()
@@ -129,6 +132,10 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
     let eval = eval_hash.map(|hash| stand_in(&questions.eval, hash));
     let mut train = stand_in(&questions.train, hash);
     train.readings = readings;
+    // Counted as in rows for supervised training.
+    train.stats.rows += dropped.0;
+    (train.stats.dropped_rows, train.stats.long_rows) = (dropped.0, dropped.0);
+    train.stats.long_tokens = dropped.1;
     Ok((train, eval, questions))
 }
 

@@ -1,7 +1,7 @@
 //! The rows of a recipe: reads them for a run, or shows them to the user.
 
 use crate::base::Result;
-use crate::data::order::{Length, StreamSpec};
+use crate::data::order::{BatchStream, Length, StreamSpec};
 use crate::data::preference::Want;
 use crate::data::{self, Dataset, Reading, Source, TokenCache, dataset, reading};
 use crate::recipe::{self, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
@@ -9,6 +9,7 @@ use crate::report;
 use crate::setup::ModelDir;
 use crate::setup::prompts::{self, PromptSet};
 use crate::setup::sources::{RowSet, sources};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// Tokenized rows of a recipe.
@@ -109,6 +110,21 @@ pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<
     }
     let lines = reading::lines(&readings, rest).into_iter();
     lines.map(|line| recipe::in_program_terms(&line)).collect()
+}
+
+/// What became of the rows, for `events.jsonl`. Rows that are read during the run are counted in its metrics.
+pub fn counts(recipe: &Recipe, train: &Dataset, stream: &BatchStream) -> Value {
+    if recipe.data.streaming {
+        return json!({"streaming": true, "shuffle_window": recipe.data.shuffle_window});
+    }
+    let stats = &train.stats;
+    json!({
+        "rows": stats.rows, "examples": train.examples.len(), "tokens": stats.tokens,
+        "trained_tokens": stats.trained_tokens, "split_rows": stats.split_rows, "pieces": stats.pieces,
+        "truncated_rows": stats.truncated_rows, "truncated_tokens": stats.truncated_tokens,
+        "dropped_rows": stats.dropped_rows, "long_rows": stats.long_rows,
+        "packing_fill": recipe.data.packing.then(|| stream.density()),
+    })
 }
 
 /// Warns about later prompts that the chat template renders although it rendered no training row. `None`: there are

@@ -163,6 +163,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         &params,
     );
     reporter.header(&lines);
+    reporter.event("data", rows::counts(recipe, train, &stream));
     for line in &directory.notes {
         reporter.note(line);
         reporter.event("directory", json!({ "message": line }));

@@ -253,7 +253,10 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
 }
 
 /// Keys that may differ between a run and its resume.
-const FREE: [&str; 10] = [
+const FREE: [&str; 12] = [
+    // The tokens are the same with and without a cache.
+    "data.cache",
+    "data.cache_dir",
     "train.logging_steps",
     "train.eval_steps",
     "train.save_steps",

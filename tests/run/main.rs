@@ -11,6 +11,7 @@ mod columns;
 mod equal;
 mod export;
 mod hostile;
+mod large;
 mod learning;
 mod optimizers;
 mod plans;

@@ -146,6 +146,36 @@ mod tests {
         assert!(packed(&[], &[], 5).is_empty());
     }
 
+    /// Lengths as those of instruction data: log-normal, with a median of 200 tokens, cut at the capacity.
+    #[test]
+    fn realistic_lengths_fill_the_bins() {
+        let (rng, n, capacity) = (Rng::new(9, Stream::Init, &[]), 20_000, 2048);
+        let draw = |i: usize| (200.0 * f64::from(rng.normal(i as u64)).exp()).clamp(5.0, capacity as f64) as u32;
+        let lengths: Vec<u32> = (0..n).map(draw).collect();
+        let order: Vec<u32> = (0..n as u32).collect();
+        let all = lengths.iter().map(|n| *n as usize).sum::<usize>() as f64;
+        let fill = |bins: usize| all / (bins * capacity) as f64;
+        let whole = fill(pack(&order, &lengths, capacity).len());
+        let windows = order
+            .chunks(10_000)
+            .map(|rows| pack(rows, &lengths, capacity).len())
+            .sum();
+        // The next row in the last bin if it fits, else in a new one.
+        let (mut bins, mut left) = (0, 0);
+        for length in lengths.iter().map(|n| *n as usize) {
+            if length > left {
+                (bins, left) = (bins + 1, capacity);
+            }
+            left -= length;
+        }
+        println!(
+            "fill {whole:.5}, windows {:.5}, next fit {:.4}",
+            fill(windows),
+            fill(bins)
+        );
+        assert!(whole > 0.999 && fill(windows) > 0.998 && fill(bins) < 0.93);
+    }
+
     /// The definition, row by row: among the bins with enough space the one with the least, the first of them.
     #[test]
     fn the_bins_are_those_of_the_definition() {

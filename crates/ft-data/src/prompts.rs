@@ -15,7 +15,7 @@ use super::read::{self, Row};
 use super::reading::Reading;
 use super::rows::{self, Chat, Sample};
 use super::source::{self, Source};
-use crate::{Render, RowFormat};
+use crate::{Long, Render, RowFormat};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 
@@ -71,6 +71,17 @@ impl Prompt {
     }
 }
 
+/// The space for a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// Most tokens of a prompt with its answer.
+    pub window: usize,
+    /// Tokens that a prompt must leave for the answer.
+    pub answer: usize,
+    /// A longer prompt: `Drop` leaves it out; otherwise it is an error.
+    pub long: Long,
+}
+
 /// All prompts of the files.
 #[derive(Debug, Clone, Default)]
 pub struct Prompts {
@@ -82,6 +93,8 @@ pub struct Prompts {
     pub shares: Vec<Share>,
     /// Description of how each file was read.
     pub readings: Vec<Reading>,
+    /// Prompts that were left out because they are too long, and their tokens.
+    pub dropped: (usize, u64),
     /// Hash of ids and columns.
     pub fingerprint: String,
 }
@@ -90,15 +103,13 @@ impl Prompts {
     /// Reads all rows of these files. `answer` names the column with the known answer.
     ///
     /// # Errors
-    /// A row without a prompt (with its place), no rows, a prompt that leaves fewer than `room` tokens of `window` for
-    /// the answer, a signal.
+    /// A row without a prompt (with its place), no rows, a prompt that leaves no room for the answer, a signal.
     pub fn load(
         sources: &[Source],
         render: Render,
         encoder: &Encoder,
         answer: &str,
-        window: usize,
-        room: usize,
+        room: Room,
     ) -> Result<Self> {
         let mut out = Self {
             shares: source::shares(sources),
@@ -121,7 +132,15 @@ impl Prompts {
                 unless_stopped()?;
                 let prompt = one(&row, layout, encoder, answer).map_err(|e| e.or_at(&row.place));
                 let prompt = match prompt {
-                    Ok(prompt) if prompt.ids.len() + room > window => return bad.add(too_long(&prompt, window, room)),
+                    Ok(prompt) if prompt.ids.len() + room.answer > room.window => {
+                        if room.long != Long::Drop {
+                            return bad.add(too_long(&prompt, room));
+                        }
+                        bad.good();
+                        out.dropped.0 += 1;
+                        out.dropped.1 += prompt.ids.len() as u64;
+                        return Ok(());
+                    }
                     Ok(prompt) => prompt,
                     Err(e) => return bad.add(e),
                 };
@@ -139,23 +158,30 @@ impl Prompts {
         bad.end()?;
         if out.rows.is_empty() {
             let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
-            return Err(Error::format("the data has no rows")
-                .at(names.join(", "))
-                .found("0 rows"));
+            let found = match out.dropped.0 {
+                0 => "0 rows".to_string(),
+                n => format!("{n} rows, all of them too long"),
+            };
+            return Err(Error::format("the data has no rows").at(names.join(", ")).found(found));
         }
         out.fingerprint = hasher.finalize().to_hex().to_string();
         Ok(out)
     }
 }
 
-fn too_long(prompt: &Prompt, window: usize, room: usize) -> Error {
+fn too_long(prompt: &Prompt, room: Room) -> Error {
     Error::format("the prompt is too long: no tokens are left for the answer")
         .at(&prompt.place)
-        .found(format!("{} tokens, plus {room} for the answer", prompt.ids.len()))
-        .expected(format!(
-            "at most {window} together (`data::Spec::max_length`, and the context length of the model)"
+        .found(format!(
+            "{} tokens, plus {} for the answer",
+            prompt.ids.len(),
+            room.answer
         ))
-        .hint("raise `data::Spec::max_length`, lower the limit of the answer, or remove the row")
+        .expected(format!(
+            "at most {} together (`data::Spec::max_length`, and the context length of the model)",
+            room.window
+        ))
+        .hint("raise `data::Spec::max_length`, lower the limit of the answer, or leave such rows out with `Long::Drop`")
 }
 
 fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Prompt> {

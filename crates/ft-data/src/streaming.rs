@@ -52,6 +52,8 @@ pub struct RowStream<'a> {
     /// Rows in the current window, and its units that are not used yet.
     rows: u64,
     units: VecDeque<Vec<Example>>,
+    /// Origins of the examples of the window, in the order of the files.
+    origins: Vec<Origin>,
     reader: Option<Receiver<(usize, Result<Row>)>>,
     /// Positions before the steps that were requested last.
     before: VecDeque<(u64, Position)>,
@@ -99,6 +101,7 @@ impl<'a> RowStream<'a> {
             position: Position::default(),
             rows: 0,
             units: VecDeque::new(),
+            origins: Vec::new(),
             reader: None,
             before: VecDeque::new(),
             counts: Stats::default(),
@@ -237,6 +240,7 @@ impl<'a> RowStream<'a> {
         for (row, (_, _, origin)) in rows.into_iter().zip(chunk) {
             found.row(row, origin)?;
         }
+        self.origins = std::mem::take(&mut found.origins);
         add(&mut self.counts, &found.stats);
         let Position { epoch, row, .. } = self.position;
         let n = found.examples.len();
@@ -395,6 +399,7 @@ impl Dataset {
         }
         let counts = stream.take_counts();
         let mut out = Dataset::from_examples(examples);
+        out.origins = stream.origins;
         out.stats = Stats {
             tokens: out.stats.tokens,
             trained_tokens: out.stats.trained_tokens,
@@ -551,6 +556,8 @@ mod tests {
         let (files, codec) = (rows(57), real());
         let sample = Dataset::sample(&spec(&files), &codec, None, 10).unwrap();
         assert_eq!((sample.stats.rows, sample.readings.len()), (10, 2));
+        assert_eq!(sample.origin(0).unwrap().number, 1);
+        assert!(sample.origins.len() == sample.examples.len() && sample.origins.len() > 10);
         let text = files.paths[1].clone();
         let broken = ft_base::files::read_text(Path::new(&text)).unwrap() + "{\"other\": 1}\n";
         ft_base::files::write_atomic(Path::new(&text), broken.as_bytes()).unwrap();

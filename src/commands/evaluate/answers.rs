@@ -3,7 +3,7 @@
 use super::report::{Measure, Report};
 use super::{EvaluatedModel, Request, files, open, pair_batches, read, rows_of, stop_if_asked, totals};
 use crate::base::{Error, Result, progress};
-use crate::data::prompts::Prompts;
+use crate::data::prompts::{Prompts, Room};
 use crate::data::{Dataset, Encoder, Example, IGNORE};
 use crate::model::Network;
 use crate::recipe::{Recipe, Stage, TrainOn};
@@ -167,7 +167,12 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
     let longest = request.max_new_tokens.min(window / 2).max(1);
     let column = &recipe.rl.answer_column;
     let sources = sources(recipe, rows_of(recipe, request))?;
-    let all = Prompts::load(&sources, recipe.data.render, &encoder, column, window, longest)?;
+    let room = Room {
+        window,
+        answer: longest,
+        long: recipe.data.long,
+    };
+    let all = Prompts::load(&sources, recipe.data.render, &encoder, column, room)?;
     let mut known = all.rows;
     if !request.all_rows && recipe.data.eval.is_empty() {
         if recipe.data.eval_fraction == 0.0 {

@@ -2,12 +2,18 @@
 
 use super::*;
 use crate::dataset::{Dataset, Spec};
-use crate::prompts::{Prompts, Said};
+use crate::prompts::{Prompts, Room, Said};
 use crate::reading::lines;
 use crate::rows::{self, Sample};
 use crate::testing::{Files, Jinja, QWEN, Words, files, row};
 use crate::{Long, TrainOn};
 use serde_json::{Value, json};
+
+const WIDE: Room = Room {
+    window: 4096,
+    answer: 1,
+    long: Long::Auto,
+};
 
 /// Reads a row for training; `template`: the model has a chat template.
 fn learned(value: Value, render: Render, template: bool) -> Result<(Sample, Layout)> {
@@ -324,7 +330,7 @@ fn prompts_to_answer_come_from_every_common_column() {
         let jinja = Jinja::new(QWEN);
         let codec = Words::chatml();
         let encoder = spec(&f, render).encoder(&codec, template.then_some(&jinja as &dyn ChatRender));
-        let prompts = Prompts::load(&f.sources, render, &encoder, "answer", 4096, 1)?;
+        let prompts = Prompts::load(&f.sources, render, &encoder, "answer", WIDE)?;
         let line = lines(&prompts.readings, "not used").remove(0);
         let text = codec.decode(&prompts.rows[0].ids)?;
         Ok::<_, Error>((prompts.rows.into_iter().next().unwrap(), line, text))

@@ -3,7 +3,7 @@
 use super::*;
 use crate::dataset::{Dataset, Spec};
 use crate::preference::{self, Want};
-use crate::prompts::Prompts;
+use crate::prompts::{Prompts, Room};
 use crate::reading::lines;
 use crate::source::Source;
 use crate::testing::{Files, Jinja, QWEN, Words, files};
@@ -60,7 +60,12 @@ impl Case {
             Purpose::Prefer => preference::load(&spec, Want::Pairs, &codec, template)?,
             Purpose::Ask => {
                 let encoder = spec.encoder(&codec, template);
-                let prompts = Prompts::load(spec.sources, self.render, &encoder, "answer", 4096, 1)?;
+                let room = Room {
+                    window: 4096,
+                    answer: 1,
+                    long: Long::Auto,
+                };
+                let prompts = Prompts::load(spec.sources, self.render, &encoder, "answer", room)?;
                 let text = short(codec.decode(&prompts.rows[0].ids)?);
                 let answer = prompts.rows[0].answer.clone().unwrap_or_default();
                 return Ok((

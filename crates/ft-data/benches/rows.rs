@@ -1,42 +1,23 @@
-//! Times the reading and tokenizing of many rows: `cargo bench --bench rows -- --help`.
+//! Times the reading and tokenizing of many rows: `cargo bench -p ft-data --bench rows -- MODEL DIR [ROWS [memory]]`.
+//! MODEL: a directory with a tokenizer. DIR: for the rows and the token cache; each run starts with an empty cache.
+//! `memory`: all tokens stay in memory.
 //!
 //! Makes rows of plain text from the words of the files in `docs/`, and reads them as a run does: first without token
 //! cache files, then with them, then in a run's order. Prints one line of JSON: seconds and rows per second and core of
 //! each, the rate of the `tokenizers` crate for the same texts, and the peak memory before that comparison.
 
-use clap::Parser;
-use ft::base::memory::peak_resident;
-use ft::base::rng::{Rng, Stream};
-use ft::data::order::{BatchStream, Length, StreamSpec};
-use ft::data::{Dataset, Long, Render, Source, Spec, TokenCache, TrainOn};
-use ft::formats::Tokenizer;
+use ft_base::memory::peak_resident;
+use ft_base::rng::{Rng, Stream};
+use ft_data::order::{BatchStream, Length, StreamSpec};
+use ft_data::{Dataset, Long, Render, Source, Spec, TokenCache, TrainOn};
+use ft_formats::Tokenizer;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-#[derive(Parser)]
-struct Options {
-    /// Directory with a tokenizer.
-    #[arg(long, default_value = "assets/tiny")]
-    model: PathBuf,
-    #[arg(long, default_value_t = 1_000_000)]
-    rows: usize,
-    /// Words of a row.
-    #[arg(long, default_value_t = 90)]
-    words: usize,
-    /// Directory for the rows and the token cache.
-    #[arg(long)]
-    dir: PathBuf,
-    #[arg(long, default_value_t = 2)]
-    threads: usize,
-    /// Keep all tokens in memory, without cache files.
-    #[arg(long)]
-    memory: bool,
-    /// Passed by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
-}
+/// Words of a row.
+const WORDS: usize = 90;
 
 fn text(words: &[String], rng: &Rng, row: usize, n: usize) -> String {
     // Passages of the documents, so that words follow each other as in a text.
@@ -49,8 +30,9 @@ fn text(words: &[String], rng: &Rng, row: usize, n: usize) -> String {
     out + &row.to_string()
 }
 
-fn write_rows(o: &Options, path: &Path) -> Vec<String> {
-    let mut files: Vec<PathBuf> = fs::read_dir("docs").unwrap().map(|e| e.unwrap().path()).collect();
+fn write_rows(rows: usize, path: &Path) -> Vec<String> {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let mut files: Vec<PathBuf> = fs::read_dir(docs).unwrap().map(|e| e.unwrap().path()).collect();
     files.retain(|f| f.extension().is_some_and(|e| e == "md"));
     files.sort();
     let all: String = files.iter().map(|f| fs::read_to_string(f).unwrap()).collect();
@@ -58,8 +40,8 @@ fn write_rows(o: &Options, path: &Path) -> Vec<String> {
     let rng = Rng::new(1, Stream::Init, &[]);
     let mut out = std::io::BufWriter::new(fs::File::create(path).unwrap());
     let mut first = Vec::new();
-    for row in 0..o.rows {
-        let text = text(&words, &rng, row, o.words);
+    for row in 0..rows {
+        let text = text(&words, &rng, row, WORDS);
         writeln!(out, "{}", serde_json::json!({ "text": text })).unwrap();
         if first.len() < 20_000 {
             first.push(text);
@@ -70,14 +52,17 @@ fn write_rows(o: &Options, path: &Path) -> Vec<String> {
 }
 
 fn main() {
-    let o = Options::parse();
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(o.threads)
-        .build_global()
-        .unwrap();
-    fs::create_dir_all(&o.dir).unwrap();
-    let (rows, cache) = (o.dir.join("rows.jsonl"), o.dir.join("tokens"));
-    let texts = write_rows(&o, &rows);
+    let arguments: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
+    let [model, dir, more @ ..] = &arguments[..] else {
+        return eprintln!("usage: MODEL DIR [ROWS [memory]]");
+    };
+    let (model, dir) = (Path::new(model), Path::new(dir));
+    let count = more.first().map_or(1_000_000, |n| n.parse().unwrap());
+    let memory = more.get(1).is_some_and(|word| word == "memory");
+    fs::create_dir_all(dir).unwrap();
+    let (rows, cache) = (dir.join("rows.jsonl"), dir.join("tokens"));
+    let _ = fs::remove_dir_all(&cache);
+    let texts = write_rows(count, &rows);
     let bytes: usize = texts.iter().map(String::len).sum();
     let sources = [Source::new(vec![rows.display().to_string()])];
     let spec = Spec {
@@ -91,13 +76,13 @@ fn main() {
     };
     let load = || {
         let started = Instant::now();
-        let tokenizer = Tokenizer::load(&o.model).unwrap();
+        let tokenizer = Tokenizer::load(model).unwrap();
         let cache = TokenCache {
             dir: &cache,
             least_bytes: 0,
             note: &|line| eprintln!("{line}"),
         };
-        let rows = match o.memory {
+        let rows = match memory {
             true => Dataset::load(&spec, &tokenizer, None).unwrap(),
             false => Dataset::load_cached(&spec, &tokenizer, None, &cache).unwrap(),
         };
@@ -123,7 +108,7 @@ fn main() {
     let ordered = started.elapsed().as_secs_f64();
     let peak = peak_resident();
     // The same texts with the library alone.
-    let tokenizer = tokenizers::Tokenizer::from_file(o.model.join("tokenizer.json")).unwrap();
+    let tokenizer = tokenizers::Tokenizer::from_file(model.join("tokenizer.json")).unwrap();
     let started = Instant::now();
     let threads = rayon::current_num_threads() as f64;
     let encoded = tokenizer.encode_batch_fast(texts.clone(), true).unwrap();
@@ -132,8 +117,8 @@ fn main() {
     println!(
         "{}",
         serde_json::json!({
-            "rows": o.rows, "tokens": tokens, "bytes_per_row": bytes / texts.len(), "threads": threads,
-            "first_seconds": first, "first_rows_per_second_and_core": rate(o.rows, first),
+            "rows": count, "tokens": tokens, "bytes_per_row": bytes / texts.len(), "threads": threads,
+            "first_seconds": first, "first_rows_per_second_and_core": rate(count, first),
             "library_rows_per_second_and_core": rate(encoded.len(), library),
             "second_seconds": second, "order_and_first_step_seconds": ordered,
             "first_step_tokens": window.iter().map(|b| b.len()).sum::<usize>(), "density": stream.density(),

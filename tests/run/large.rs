@@ -1,0 +1,99 @@
+//! Rows in a token cache, and rows that are read during the run.
+
+use crate::bench::Bench;
+use crate::resume::assert_same;
+use std::fs;
+use std::time::{Duration, Instant};
+
+/// Rows of text, some longer than 64 tokens, and a few for the evaluation.
+fn texts(bench: &Bench) {
+    let row = |i: usize| format!("{{\"text\": \"row {i} {}\"}}\n", "goes on and on ".repeat(1 + i % 30));
+    fs::write(bench.path("a.jsonl"), (0..120).map(row).collect::<String>()).unwrap();
+    fs::write(bench.path("b.jsonl"), (120..150).map(row).collect::<String>()).unwrap();
+}
+
+const BASE: [&str; 6] = [
+    "data.train=[\"a.jsonl\", \"b.jsonl\"]",
+    "data.max_length=64",
+    "data.packing=true",
+    "tune.method=lora",
+    "train.batch_size=1",
+    "train.gradient_accumulation_steps=2",
+];
+
+#[test]
+fn a_run_with_a_token_cache_is_the_run_in_memory_and_the_cache_can_be_removed() {
+    let bench = Bench::new();
+    texts(&bench);
+    let more = ["data.eval_fraction=0.1", "train.eval_steps=3", "train.max_steps=6"];
+    let run = |out: &str, cache: &str| {
+        let out = format!("train.output_dir={out}");
+        bench.train(&[&BASE[..], &more, &[&out, cache]].concat());
+    };
+    run("memory", "data.cache=false");
+    assert!(!bench.path(".ft-tokens").exists());
+    run("first", "data.cache=true");
+    run("second", "data.cache=true");
+    assert_same(&bench, "memory", "first");
+    assert_same(&bench, "memory", "second");
+    let steps = bench.steps("first");
+    let fill = steps[0]["packing_fill"].as_f64().unwrap();
+    assert!(fill > 0.5 && fill <= 1.0, "{fill}");
+    let events = bench.lines("first/events.jsonl");
+    let data = events.iter().find(|e| e["event"] == "data").unwrap();
+    assert!(
+        data["split_rows"].as_u64().unwrap() > 0 && data["truncated_rows"] == 0,
+        "{data}"
+    );
+    let sets = || fs::read_dir(bench.path(".ft-tokens")).unwrap().count();
+    assert_eq!(sets(), 1);
+    fs::remove_dir_all(bench.path(".ft-tokens")).unwrap();
+    run("third", "data.cache=true");
+    assert_same(&bench, "memory", "third");
+    // `ft data` counts the same rows.
+    let ft = |cache: &str| {
+        let arguments = [&["data", "--recipe", "r.toml", "--rows", "1"][..], &BASE, &[cache]].concat();
+        let out = bench.ft(&arguments);
+        assert!(out.status.success());
+        String::from_utf8(out.stdout).unwrap()
+    };
+    let shown = ft("data.cache=true");
+    assert_eq!(shown, ft("data.cache=false"));
+    assert!(
+        shown.contains("rows split") && shown.contains("are split into"),
+        "{shown}"
+    );
+}
+
+#[test]
+fn a_run_that_reads_its_rows_resumes_to_the_same_bits() {
+    let bench = Bench::new();
+    texts(&bench);
+    fs::copy(bench.path("b.jsonl"), bench.path("eval.jsonl")).unwrap();
+    let more = [
+        "data.streaming=true",
+        "data.shuffle_window=40",
+        "data.eval=eval.jsonl",
+        "train.eval_steps=40",
+        "train.max_steps=120",
+        "train.save_steps=3",
+    ];
+    let with = |out: &'static str| [&BASE[..], &more, &[out]].concat();
+    bench.train(&with("train.output_dir=whole"));
+    let steps = bench.steps("whole");
+    assert!(steps.last().unwrap()["epoch"].as_f64().unwrap() >= 1.0);
+    assert!(
+        steps
+            .iter()
+            .all(|s| s["truncated_rows"] == 0.0 && s["dropped_rows"] == 0.0)
+    );
+    let mut child = bench.start(&with("train.output_dir=broken"));
+    let started = Instant::now();
+    while !bench.path("broken/checkpoint-6/manifest.json").exists() && started.elapsed() < Duration::from_secs(120) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    bench.train(&[&with("train.output_dir=broken")[..], &["--resume"]].concat());
+    assert_same(&bench, "whole", "broken");
+}

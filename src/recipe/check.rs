@@ -71,6 +71,7 @@ pub fn default_of(key: &Key) -> Value {
     let empty = match key.kind {
         Kind::Texts => Value::List(Vec::new()),
         Kind::Map(_) => Value::Map(Vec::new()),
+        Kind::Free => Value::Free(serde_json::Map::new()),
         _ => Value::Text(String::new()),
     };
     let source = format!("value = {}", key.default);
@@ -150,17 +151,38 @@ pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>)
 /// True if `path` is a user-defined name in the table of `key`.
 fn is_in_map(key: &Key, path: &str) -> bool {
     let below = path.strip_prefix(key.path.0).is_some_and(|rest| rest.starts_with('.'));
-    below && matches!(key.kind, Kind::Map(_))
+    below && matches!(key.kind, Kind::Map(_) | Kind::Free)
 }
 
 /// Adds one entry of a table with user-defined names.
 fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Problem> {
     let path = entry.key.path.0;
     let name = written.dotted()[path.len() + 1..].to_string();
+    let key = entry.key;
     let fault = |error: Error| {
-        let error = error.at(draft.show(&written.value_at)).expected(expectation(entry.key));
+        let error = error.at(draft.show(&written.value_at)).expected(expectation(key));
         Problem::new(&written.value_at, error)
     };
+    let origin = match written.key_at {
+        TextPosition::File(_) => Origin::Recipe,
+        TextPosition::Argument(_) => Origin::Argument,
+    };
+    if let Value::Free(map) = &mut entry.value {
+        let below = written.path.get(path.split('.').count()..).unwrap_or_default();
+        let value = match (&written.value, draft.raw_value(&written.value_at)) {
+            // A bare word that looks like a date.
+            (WrittenValue::Date, Some(raw)) => Some(raw.into()),
+            (value, _) => value.json(),
+        };
+        let Some(value) = value else {
+            return Err(fault(
+                Error::usage(format!("`{name}` in `{path}` has the wrong type")).found(written.value.describe()),
+            ));
+        };
+        put_free(map, below, value);
+        (entry.origin, entry.place) = (origin, Some(written.value_at.clone()));
+        return Ok(());
+    }
     let value = match &written.value {
         WrittenValue::Table => {
             return Err(fault(
@@ -178,10 +200,6 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
             "`{value}` is not a value of `{path}` (for `{name}`)"
         ))));
     }
-    let origin = match written.key_at {
-        TextPosition::File(_) => Origin::Recipe,
-        TextPosition::Argument(_) => Origin::Argument,
-    };
     let Value::Map(map) = &mut entry.value else {
         return Ok(());
     };
@@ -189,6 +207,24 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
     map.push((name, value));
     (entry.origin, entry.place) = (origin, Some(written.value_at.clone()));
     Ok(())
+}
+
+/// Puts a value at a path of names; a table that an argument names again keeps its other values.
+fn put_free(map: &mut serde_json::Map<String, serde_json::Value>, path: &[String], value: serde_json::Value) {
+    match path {
+        [] => {}
+        [name] if value.is_object() => drop(map.entry(name.clone()).or_insert(value)),
+        [name] => drop(map.insert(name.clone(), value)),
+        [name, rest @ ..] => {
+            let inner = map.entry(name.clone()).or_insert_with(|| serde_json::json!({}));
+            if !inner.is_object() {
+                *inner = serde_json::json!({});
+            }
+            if let serde_json::Value::Object(inner) = inner {
+                put_free(inner, rest, value);
+            }
+        }
+    }
 }
 
 fn check_table(draft: &Draft, written: &WrittenKey) -> Result<(), Error> {
@@ -244,6 +280,7 @@ pub fn expectation(key: &Key) -> String {
         Kind::Pairs => "a list of pairs of whole numbers such as `[[1, 2], [3, 6]]`".into(),
         Kind::Size => "a size such as `24GiB`".into(),
         Kind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
+        Kind::Free => "a table of names and values (texts, numbers, `true`, `false`, lists)".into(),
     };
     match key.accepts_auto() {
         true => format!("`auto`, or {accepted}"),
@@ -404,6 +441,10 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
         // The entries follow one by one.
         Kind::Map(_) => match written.value {
             WrittenValue::Table => Ok(Value::Map(Vec::new())),
+            _ => Err(wrong_type()),
+        },
+        Kind::Free => match written.value {
+            WrittenValue::Table => Ok(Value::Free(serde_json::Map::new())),
             _ => Err(wrong_type()),
         },
         Kind::Size => match &written.value {

@@ -3,7 +3,7 @@
 
 use crate::base::Error;
 use std::ops::Range;
-use toml_edit::{Document, Item, Value};
+use toml_edit::{Document, InlineTable, Item, Value};
 
 /// A position: a byte offset in the file, or the index of an argument.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,6 +55,19 @@ impl WrittenValue {
             WrittenValue::Tables => "a list of tables".into(),
             WrittenValue::Date => "a date".into(),
         }
+    }
+
+    /// The value as JSON, a table without its entries. `None`: a date, a number that is not finite, a list of tables.
+    pub fn json(&self) -> Option<serde_json::Value> {
+        Some(match self {
+            WrittenValue::Text(t) => t.as_str().into(),
+            WrittenValue::Integer(i) => (*i).into(),
+            WrittenValue::Number(x) => serde_json::Number::from_f64(*x)?.into(),
+            WrittenValue::Flag(b) => (*b).into(),
+            WrittenValue::List(l) => serde_json::Value::Array(l.iter().map(|(v, _)| v.json()).collect::<Option<_>>()?),
+            WrittenValue::Table => serde_json::json!({}),
+            WrittenValue::Tables | WrittenValue::Date => return None,
+        })
     }
 }
 
@@ -201,10 +214,10 @@ impl<'a> Draft<'a> {
             }
             Err(_) => WrittenValue::Text(raw.to_string()),
         };
-        let lines = match &parsed {
-            Ok(Value::InlineTable(table)) => table.iter().map(|(k, v)| (k.to_string(), typed(v))).collect(),
-            _ => Vec::new(),
-        };
+        let mut lines = Vec::new();
+        if let Ok(Value::InlineTable(table)) = &parsed {
+            entries(&path, table, &mut lines);
+        }
         let mut push = |path: Vec<String>, value: WrittenValue| {
             self.written.push(WrittenKey {
                 path,
@@ -213,9 +226,18 @@ impl<'a> Draft<'a> {
                 value_at: place.clone(),
             })
         };
-        push(path.clone(), value);
-        for (name, value) in lines {
-            push(path.iter().cloned().chain([name]).collect(), value);
+        push(path, value);
+        lines.into_iter().for_each(|(path, value)| push(path, value));
+    }
+}
+
+/// The entries of an inline table and of the tables in it, with their paths.
+fn entries(path: &[String], table: &InlineTable, out: &mut Vec<(Vec<String>, WrittenValue)>) {
+    for (name, value) in table {
+        let path: Vec<String> = path.iter().cloned().chain([name.to_string()]).collect();
+        out.push((path.clone(), typed(value)));
+        if let Value::InlineTable(inner) = value {
+            entries(&path, inner, out);
         }
     }
 }

@@ -105,6 +105,7 @@ fn kind(key: &Key) -> Map<String, Value> {
         }
         Kind::Size => json!({"type": "string", "examples": ["auto", "24GiB"]}),
         Kind::Map(names) => json!({"type": "object", "additionalProperties": {"enum": names}}),
+        Kind::Free => json!({"type": "object", "additionalProperties": true}),
     };
     let out = match key.kind {
         Kind::Integer | Kind::Number | Kind::Pairs if key.accepts_auto() => json!({"anyOf": [{"const": "auto"}, out]}),

@@ -174,6 +174,7 @@ fn another(key: &Key) -> String {
         Kind::Pairs => "[[1, 2], [3, 6]]".into(),
         Kind::Size => "2GiB".into(),
         Kind::Map(_) => "{ \"layers.0.\" = \"bf16\" }".into(),
+        Kind::Free => "{ a = 1, b = { c = [\"x\", 0.5], d = false } }".into(),
     }
 }
 

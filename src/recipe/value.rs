@@ -2,6 +2,7 @@
 
 use super::types::{Named, WeightStorage};
 use crate::base::units;
+use serde_json::Map as JsonMap;
 
 /// The values that a key accepts.
 #[derive(Debug, Clone, Copy)]
@@ -27,6 +28,8 @@ pub enum Kind {
     Size,
     /// A table from user-defined texts to one of these names.
     Map(&'static [&'static str]),
+    /// A table from user-defined names to texts, numbers, flags, lists and tables.
+    Free,
 }
 
 /// A value of one of these kinds; `auto` is a text.
@@ -42,6 +45,7 @@ pub enum Value {
     Pair([f64; 2]),
     Pairs(Vec<(usize, usize)>),
     Map(Vec<(String, String)>),
+    Free(JsonMap<String, serde_json::Value>),
 }
 
 /// The type of a field of a section. `By` keeps the implementation for enums apart from the others.
@@ -127,6 +131,7 @@ settings! {
     Vec<f64>: Kind::Numbers, Value::Numbers(l) => l.clone();
     /// `None` is `auto`.
     Option<Vec<(usize, usize)>>: Kind::Pairs, Value::Pairs(l) => Some(l.clone());
+    JsonMap<String, serde_json::Value>: Kind::Free, Value::Free(m) => m.clone();
     Vec<(String, WeightStorage)>: Kind::Map(WeightStorage::NAMES),
         Value::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), WeightStorage::parse(t)?))).collect();
 }

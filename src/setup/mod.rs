@@ -13,6 +13,7 @@ pub mod rows;
 pub mod teacher;
 pub mod active_schedule;
 mod turn;
+pub mod vocabulary;
 
 pub use model::*;
 pub use turn::{InactiveElements, Turn};

@@ -57,7 +57,7 @@ impl ChatTemplate {
     fn with_defaults(&self, program: &Program) -> String {
         let mut out = String::new();
         for (name, value) in self.kwargs.iter().filter(|(name, _)| program.parsed.reads(name)) {
-            let set = format!("{{%- set {name} = {value} %}}");
+            let set = format!("{{%- set {name} = {} %}}", literal(value));
             // A special token is always defined.
             out.push_str(&match self.tokens.contains(name) {
                 true => set,
@@ -69,5 +69,21 @@ impl ChatTemplate {
             out.push('\n');
         }
         out + &program.source
+    }
+}
+
+/// A value as Jinja writes it: as JSON, except for null.
+fn literal(value: &Value) -> String {
+    let text = |name: &str| Value::from(name).to_string();
+    match value {
+        Value::Null => "none".into(),
+        Value::Array(list) => format!("[{}]", list.iter().map(literal).collect::<Vec<_>>().join(", ")),
+        Value::Object(map) => {
+            let entries = map
+                .iter()
+                .map(|(name, value)| format!("{}: {}", text(name), literal(value)));
+            format!("{{{}}}", entries.collect::<Vec<_>>().join(", "))
+        }
+        other => other.to_string(),
     }
 }

@@ -107,7 +107,7 @@ mod tests {
                 for name in ["e", "head"] {
                     weights.require(name, &[wanted.len() / 3, 3]).unwrap();
                     assert_eq!(weights.read_f32(name).unwrap(), wanted, "{dtype} {first}");
-                    for (at, count) in [(0, 1), (3, 7), (10, 8), (wanted.len() - 1, 1)] {
+                    for (at, count) in [(0, 1), (3, 7), (5, wanted.len() - 5), (wanted.len() - 1, 1)] {
                         let mut out = vec![0.0; count];
                         weights.read_f32_at(name, at, &mut out).unwrap();
                         assert_eq!(out, wanted[at..at + count], "{dtype} {first} {at}");

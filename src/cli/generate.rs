@@ -58,7 +58,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE", requires = "chat")]
     pub chat_template: Option<String>,
     /// A variable of the chat template, such as enable_thinking=false; may be repeated
-    #[arg(long, value_name = "NAME=VALUE", requires = "chat")]
+    #[arg(hide_short_help = true, long, value_name = "NAME=VALUE", requires = "chat")]
     pub template_kwarg: Vec<String>,
     /// auto, cpu or cuda:0 [default: auto]
     #[arg(long, value_name = "DEVICE")]

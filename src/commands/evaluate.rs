@@ -62,7 +62,7 @@ fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<Evalua
     let changes = TextChanges {
         template: request.recipe.data.chat_template.clone().or(named.template.clone()),
         kwargs: request.recipe.data.template_kwargs.clone(),
-        adapter: named.adapter.clone(),
+        adapters: named.adapter.iter().cloned().collect(),
         ..TextChanges::default()
     };
     let described = ModelDir::open(&named.model, &request.recipe.model.revision, &changes)?;

@@ -92,7 +92,7 @@ impl Writer {
         let changes = TextChanges {
             template: template.map(str::to_string).or(named.template.clone()),
             kwargs,
-            adapter: named.adapter.clone(),
+            adapters: named.adapter.iter().cloned().collect(),
             ..TextChanges::default()
         };
         let described = ModelDir::open(&named.model, "main", &changes)?;

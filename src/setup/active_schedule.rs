@@ -409,7 +409,7 @@ fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<Active> 
         })
         .map(|p| p.name.to_string())
         .collect();
-    if chosen.is_empty() {
+    if chosen.is_empty() && recipe.tune.rows.is_empty() {
         return Err(Error::usage("method `freeze` trains nothing")
             .hint("set `tune.freeze.trainable_layers` or name parameters in `tune.freeze.trainable`"));
     }

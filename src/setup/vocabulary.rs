@@ -30,8 +30,8 @@ pub struct TextChanges {
     pub missing_rows: bool,
     /// The number of rows stays a multiple of a power of two.
     pub rounds_up: bool,
-    /// An adapter whose tokens the model gets too.
-    pub adapter: Option<PathBuf>,
+    /// Adapters whose tokens the model gets too.
+    pub adapters: Vec<PathBuf>,
 }
 
 /// The value of `data.new_tokens` that stands for tokens without a row.
@@ -67,7 +67,11 @@ impl TextChanges {
             missing_rows: data.new_tokens.iter().any(|text| text == MISSING),
             // PEFT makes a base as long as the tokenizer before it loads an adapter.
             rounds_up: recipe.tune.method != Method::Lora,
-            adapter: adapter.map(|dir| locate::adapter_directory(dir)).transpose()?,
+            adapters: adapter
+                .map(|dir| locate::adapter_directory(dir))
+                .transpose()?
+                .into_iter()
+                .collect(),
         })
     }
 
@@ -97,10 +101,10 @@ impl TextChanges {
                         ));
                     }
                     end = own.turn_end(tokenizer);
-                    own.template(tokenizer)?
+                    own.template(tokenizer)?.trusted(report::warn)
                 }
                 None => ChatTemplate::from_file(Path::new(name), tokenizer)
-                    .map_err(|e| recipe_names(e, name))?
+                    .map_err(|e| with_names(e, name))?
                     .trusted(report::warn),
             }),
         };
@@ -121,7 +125,7 @@ impl TextChanges {
 }
 
 /// Adds the names of ft's own templates to the error for a file that does not exist.
-fn recipe_names(error: Error, name: &str) -> Error {
+fn with_names(error: Error, name: &str) -> Error {
     if Path::new(name).exists() || name.contains('/') {
         return error;
     }
@@ -148,14 +152,19 @@ impl NewRows {
     /// Errors: a token without a row that nobody asked for.
     pub fn add(changes: &TextChanges, tokenizer: &mut Tokenizer, dir: &Path, stored: usize) -> Result<Option<Self>> {
         let mut tokens = changes.tokens.clone();
-        if let Some(adapter) = &changes.adapter {
-            let listed = Tokenizer::listed_from(adapter, 0)?.into_iter().map(|(_, token)| token);
-            let new: Vec<NewToken> = listed.filter(|t| tokenizer.token_to_id(&t.text).is_none()).collect();
-            tokens.retain(|own| new.iter().all(|t| t.text != own.text));
-            tokens.splice(0..0, new);
+        let mut of_adapters: Vec<(u32, NewToken)> = Vec::new();
+        for adapter in &changes.adapters {
+            let listed = Tokenizer::listed_from(adapter, 0)?;
+            let has_row = |id: u32| (id as usize) < stored;
+            let new = listed.into_iter().filter(|(_, t)| !tokenizer.token_to_id(&t.text).is_some_and(has_row));
+            of_adapters.extend(new);
             Tokenizer::ends_of(adapter)?
                 .into_iter()
                 .for_each(|id| tokenizer.add_stop(id));
+        }
+        for (_, token) in of_adapters.iter().rev() {
+            tokens.retain(|own| own.text != token.text);
+            tokens.insert(0, token.clone());
         }
         let without_row = match tokenizer.vocab_size() > stored {
             true => Tokenizer::listed_from(dir, stored)?,
@@ -196,6 +205,14 @@ impl NewRows {
         }
         let (texts, pieces): (Vec<NewToken>, Vec<Vec<u32>>) = new.into_iter().unzip();
         let ids = tokenizer.add_tokens(&texts)?;
+        let moved = |(id, token): &&(u32, NewToken)| tokenizer.token_to_id(&token.text) != Some(*id);
+        if let Some((id, token)) = of_adapters.iter().find(moved) {
+            return Err(Error::unsupported("a new token of an adapter has another id in this model")
+                .at_path(dir)
+                .found(format!("`{}` is {:?}", token.text, tokenizer.token_to_id(&token.text)))
+                .expected(id)
+                .hint("use the base model of the adapter; adapters that are merged together must have the same new tokens"));
+        }
         let follows = ids.windows(2).all(|pair| pair[1] == pair[0] + 1);
         if !follows || ids.first().is_none_or(|id| *id as usize > stored) {
             return Err(
@@ -250,6 +267,22 @@ impl NewRows {
         }
         Ok(())
     }
+}
+
+/// The tokenizer of a model with the tokens of these adapters, and the new rows; `None`: there are none.
+///
+/// Errors: as for `NewRows::add`.
+pub fn of_adapters(model: &Path, adapters: Vec<PathBuf>, stored: usize) -> Result<Option<(Tokenizer, NewRows)>> {
+    if !model.join("tokenizer.json").is_file() {
+        return Ok(None);
+    }
+    let mut tokenizer = Tokenizer::load(model)?;
+    let changes = TextChanges {
+        adapters,
+        ..TextChanges::default()
+    };
+    let rows = NewRows::add(&changes, &mut tokenizer, model, stored)?;
+    Ok(rows.map(|rows| (tokenizer, rows)))
 }
 
 /// The mean of rows, `[D]`.

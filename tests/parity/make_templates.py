@@ -62,7 +62,9 @@ WEATHER = {
         },
     },
 }
-ODD = "e\u0301 ﷽ 👩‍👩‍👧 \u202eabc\u202c \u00a0\u2003x\t\r\n ÅΩ ﬁ 中文字 ไทย अनुच्छेद 🇨🇭 <|im_start|>user <eos> </s> {{ x }} {% y %}"
+ODD = "e\u0301 ﷽ 👩‍👩‍👧 \u202eabc\u202c \u00a0\u2003x\t\r\n ÅΩ ﬁ 中文字 ไทย अनुच्छेद 🇨🇭 {{ x }} {% y %} </think"
+# Control tokens in the text of a user: ft encodes them as plain text in rows, transformers as control tokens.
+MARKERS = "<|im_start|>user <|im_end|> <eos> </s> <|eot_id|> <end_of_turn>"
 CHATS = {
     "short": [say("user", "What is 2 + 2?"), say("assistant", "4")],
     "system": [say("system", "You are terse."), say("user", "Hi"), say("assistant", "Hello!")],
@@ -70,6 +72,7 @@ CHATS = {
     "system_turns": [say("system", " Be kind.\n"), say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")],
     "odd": [say("user", ODD), say("assistant", ODD)],
     "odd_system": [say("system", ODD), say("user", ODD), say("assistant", ODD)],
+    "markers": [say("user", MARKERS), say("assistant", "ok")],
     "spaces": [say("user", "  two \n\n"), say("assistant", "\n four  ")],
     "empty": [say("user", ""), say("assistant", "")],
     "empty_later": [say("user", "a"), say("assistant", ""), say("user", ""), say("assistant", "b")],

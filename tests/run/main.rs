@@ -21,3 +21,4 @@ mod resume;
 mod sandbox;
 mod shipped;
 mod tiers;
+mod tokens;

@@ -33,9 +33,9 @@ pub struct ChatTemplate {
     /// A template of its own for conversations with tools.
     tools: Option<Program>,
     /// Special tokens and given variables by name.
-    variables: Map<String, Value>,
+    tokens: Map<String, Value>,
     /// Names of the special tokens.
-    tokens: Vec<String>,
+    token_names: Vec<String>,
     /// The variables that the user gives.
     kwargs: Map<String, Value>,
     place: String,
@@ -162,8 +162,8 @@ impl ChatTemplate {
         Ok(Self {
             default: Program::new(text, place)?,
             tools: None,
-            tokens: tokens.keys().cloned().collect(),
-            variables: tokens,
+            token_names: tokens.keys().cloned().collect(),
+            tokens,
             kwargs: Map::new(),
             place: place.to_string(),
             trusted: None,
@@ -267,7 +267,7 @@ impl ChatTemplate {
         match pool::answers(self, jobs) {
             None => Ok(jobs
                 .iter()
-                .map(|job| self.program(job.tools).answer(&self.variables, job))
+                .map(|job| self.program(job.tools).answer(&self.tokens, job))
                 .collect()),
             Some(answers) => answers.map_err(|e| e.or_at(&self.place)),
         }

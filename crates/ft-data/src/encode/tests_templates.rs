@@ -19,6 +19,8 @@ struct Count {
     same: usize,
     refused: usize,
     masks: usize,
+    /// Tokens across the border of a block.
+    across: usize,
     /// Turns that ft found without generation blocks.
     found: usize,
     lost: usize,
@@ -81,7 +83,8 @@ fn real_templates_are_rendered_as_by_transformers() {
         }
         count.same += 1;
         let ends_with_an_answer = messages.last().is_some_and(|m| m["role"] == "assistant");
-        if case["prompt"] == true || !ends_with_an_answer {
+        // In rows, ft encodes control tokens in the text of a user as plain text.
+        if case["prompt"] == true || !ends_with_an_answer || case["chat"] == "markers" {
             continue;
         }
         let sample = understand(
@@ -101,7 +104,8 @@ fn real_templates_are_rendered_as_by_transformers() {
         };
         let example = match (encoder.encode(&sample), case["mask"].as_array()) {
             (Ok(encoded), _) => encoded.example,
-            (Err(_), None) => {
+            (Err(e), None) => {
+                println!("{place}: {}", e.to_string().replace('\n', " "));
                 count.lost += 1;
                 continue;
             }
@@ -115,8 +119,13 @@ fn real_templates_are_rendered_as_by_transformers() {
             faults.push(format!("{place}: the row has other ids"));
         } else if let Some(mask) = case["mask"].as_array() {
             let wanted: Vec<bool> = mask.iter().enumerate().map(|(i, m)| *m == 1 && i > 0).collect();
-            if example.trained == wanted {
+            let differ: Vec<usize> = (0..own.len()).filter(|i| example.trained[*i] != wanted[*i]).collect();
+            // A token across the border of a block (a tokenizer of another family splits the markers): transformers
+            // trains it, ft does not.
+            let across = |i: &usize| wanted[*i] && example.trained.get(i + 1) == Some(&true);
+            if differ.iter().all(across) {
                 count.masks += 1;
+                count.across += differ.len();
             } else {
                 let at = example
                     .trained
@@ -139,8 +148,8 @@ fn real_templates_are_rendered_as_by_transformers() {
     }
     for (name, c) in &counts {
         println!(
-            "{name}: {} same, {} refused by both, {} masks, {} rows without blocks, {} refused by ft",
-            c.same, c.refused, c.masks, c.found, c.lost
+            "{name}: {} same, {} refused by both, {} masks ({} tokens across), {} rows without blocks, {} refused by ft",
+            c.same, c.refused, c.masks, c.across, c.found, c.lost
         );
     }
     println!("{} templates, {} differences", counts.len(), faults.len());

@@ -21,7 +21,7 @@ impl ChatTemplate {
             );
         }
         for (name, value) in kwargs {
-            self.variables.insert(name.clone(), value.clone());
+            self.tokens.insert(name.clone(), value.clone());
         }
         self.kwargs.extend(kwargs.clone());
         Ok(self)
@@ -59,7 +59,7 @@ impl ChatTemplate {
         for (name, value) in self.kwargs.iter().filter(|(name, _)| program.parsed.reads(name)) {
             let set = format!("{{%- set {name} = {} %}}", literal(value));
             // A special token is always defined.
-            out.push_str(&match self.tokens.contains(name) {
+            out.push_str(&match self.token_names.contains(name) {
                 true => set,
                 false => format!("{{%- if {name} is not defined %}}{set}{{%- endif %}}"),
             });

@@ -55,9 +55,12 @@ pub struct Args {
     /// How a prompt and an answer (plain texts) are joined, as `data.render`: auto, chat or plain
     #[arg(long, hide_short_help = true, value_name = "HOW", value_parser = render)]
     pub render: Option<Render>,
-    /// A Jinja file in place of the model's chat template
+    /// A Jinja file in place of the model's chat template, or the name of a format, as `data.chat_template`
     #[arg(long, hide_short_help = true, value_name = "FILE")]
     pub chat_template: Option<String>,
+    /// A variable of the chat template, such as enable_thinking=false; may be repeated
+    #[arg(long, hide_short_help = true, value_name = "NAME=VALUE")]
+    pub template_kwarg: Vec<String>,
     /// Pairs: the reference model of implicit rewards [default: the model without its adapter]
     #[arg(long, hide_short_help = true, value_name = "MODEL")]
     pub reference: Option<String>,
@@ -138,6 +141,10 @@ pub fn run(mut args: Args) -> Result<i32> {
     if args.chat_template.is_some() {
         recipe.data.chat_template = args.chat_template.clone();
     }
+    recipe
+        .data
+        .template_kwargs
+        .extend(super::template_kwargs(&args.template_kwarg)?);
     let report = evaluate(&Request {
         model: &model,
         adapter: args.adapter.as_deref(),

@@ -54,9 +54,12 @@ pub struct Args {
     /// Seed of the sampling
     #[arg(hide_short_help = true, long, value_name = "N", default_value_t = 42)]
     pub seed: u64,
-    /// A Jinja file in place of the model's chat template
+    /// A Jinja file in place of the model's chat template, or the name of a format, as `data.chat_template`
     #[arg(long, value_name = "FILE", requires = "chat")]
     pub chat_template: Option<String>,
+    /// A variable of the chat template, such as enable_thinking=false; may be repeated
+    #[arg(hide_short_help = true, long, value_name = "NAME=VALUE", requires = "chat")]
+    pub template_kwarg: Vec<String>,
     /// auto, cpu or cuda:0 [default: auto]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
@@ -122,7 +125,8 @@ pub fn run(args: Args) -> Result<i32> {
     };
     let model = args.model.to_string_lossy();
     let template = args.chat_template.as_deref();
-    let mut writer = Writer::open(&model, args.adapter.as_deref(), template, &holding, choice)?;
+    let kwargs = super::template_kwargs(&args.template_kwarg)?;
+    let mut writer = Writer::open(&model, args.adapter.as_deref(), template, kwargs, &holding, choice)?;
     writer.notes.iter().for_each(|line| super::note(line));
     if !args.chat {
         return end(&writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_raw)?);

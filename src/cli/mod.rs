@@ -211,6 +211,19 @@ fn style_of_terminal() -> Style {
     }
 }
 
+/// Reads `--template-kwarg NAME=VALUE`: values as in a recipe.
+fn template_kwargs(given: &[String]) -> Result<serde_json::Map<String, serde_json::Value>> {
+    let values: Vec<String> = given
+        .iter()
+        .map(|text| format!("data.template_kwargs.{text}"))
+        .collect();
+    let least = "[model]\npath = \"-\"\n[data]\ntrain = [\"-\"]\n";
+    Ok(recipe::parse(least, "the command line", &values)?
+        .recipe
+        .data
+        .template_kwargs)
+}
+
 /// Parses `--dtype`.
 fn parse_dtype(text: &str) -> std::result::Result<crate::recipe::Dtype, String> {
     crate::recipe::Dtype::parse(text).ok_or_else(|| "expected f32 or bf16".to_string())

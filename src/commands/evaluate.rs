@@ -19,6 +19,7 @@ use crate::report as terminal;
 use crate::rlhf::preference::Reward;
 use crate::setup::rows;
 use crate::setup::sources::{RowSet, sources};
+use crate::setup::vocabulary::TextChanges;
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
 use crate::train::stage::preference;
@@ -59,8 +60,13 @@ struct EvaluatedModel {
 
 fn open(model: &str, adapter: Option<&Path>, request: &Request) -> Result<EvaluatedModel> {
     let named = named::find(model, adapter)?;
-    let template = request.recipe.data.chat_template.clone().or(named.template.clone());
-    let described = ModelDir::open(&named.model, &request.recipe.model.revision, template.as_deref())?;
+    let changes = TextChanges {
+        template: request.recipe.data.chat_template.clone().or(named.template.clone()),
+        kwargs: request.recipe.data.template_kwargs.clone(),
+        adapters: named.adapter.iter().cloned().collect(),
+        ..TextChanges::default()
+    };
+    let described = ModelDir::open(&named.model, &request.recipe.model.revision, &changes)?;
     let device = setup::device(request.device)?;
     let (network, score) = described.infer_scored(named.adapter.as_deref(), request.dtype, &device)?;
     Ok(EvaluatedModel {

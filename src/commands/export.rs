@@ -15,7 +15,7 @@ use crate::setup::active_schedule;
 use crate::setup::adapters;
 use crate::setup::allocation;
 use crate::setup::locate::{self, NamedKind};
-use crate::setup::{self, ModelDir};
+use crate::setup::{self, ModelDir, vocabulary};
 use crate::sft::CausalLm;
 use crate::source::Placement;
 use crate::source::StoragePolicy;
@@ -125,6 +125,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     let recipe = &pin_resumed_choices(&written.recipe, &Some(Some(dir.to_path_buf())))?;
     let device = Device::Cpu;
     let model = ModelDir::of_recipe(recipe).map_err(|e| e.after("the base model of the checkpoint is needed"))?;
+    let recipe = &vocabulary::settle(recipe, model.new_rows.as_ref(), &model.spec);
     if model.is_shape() {
         return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
     }

@@ -7,8 +7,9 @@ use crate::generate::{Formats, KvDtype, Limits, QuantizedCopy, Request, SampledM
 use crate::model::Network;
 use crate::quant::Format;
 use crate::recipe::Dtype;
+use crate::setup::vocabulary::TextChanges;
 use crate::setup::{ModelDir, device};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// Sampling settings.
@@ -78,17 +79,23 @@ impl GeneratedText {
 
 impl Writer {
     /// Opens `model`: a model directory, a hub id, an adapter directory, a run or a checkpoint. `template`: a Jinja
-    /// file that replaces the model's own template. Errors: an invalid model, adapter or template.
+    /// file or a name that replaces the model's own template; `kwargs`: its variables. Errors: an invalid model, adapter or template.
     pub fn open(
         model: &str,
         adapter: Option<&Path>,
         template: Option<&str>,
+        kwargs: Map<String, Value>,
         holding: &Holding,
         choice: SamplingSettings,
     ) -> Result<Self> {
         let named = named::find(model, adapter)?;
-        let template = template.map(str::to_string).or(named.template.clone());
-        let described = ModelDir::open(&named.model, "main", template.as_deref())?;
+        let changes = TextChanges {
+            template: template.map(str::to_string).or(named.template.clone()),
+            kwargs,
+            adapters: named.adapter.iter().cloned().collect(),
+            ..TextChanges::default()
+        };
+        let described = ModelDir::open(&named.model, "main", &changes)?;
         let place = device(holding.device.as_deref().unwrap_or("auto"))?;
         let network = described.infer(named.adapter.as_deref(), holding.dtype, &place)?;
         let quantized = holding.weights.map(|w| QuantizedCopy::new(&network, Formats::of(w)));

@@ -10,6 +10,7 @@ use crate::hf::{self, Weighted};
 use crate::model::spec::LM_HEAD;
 use crate::model::{Adapters, Network, Spec, families};
 use crate::ops::{linear, update};
+use crate::setup::vocabulary::NewRows;
 use crate::source::{Group, GroupWeights, ParamInfo, StreamedMatrix, WeightSource};
 use candle_core::{Device, Tensor};
 use std::path::Path;
@@ -65,8 +66,12 @@ fn logits(
     adapters: Adapters,
     folded: Vec<Weighted>,
     score: Option<&Tensor>,
+    new: Option<&NewRows>,
 ) -> Result<Vec<f32>> {
     let mut weights = Weights::open(dir)?;
+    if let Some(new) = new {
+        new.place(&mut weights)?;
+    }
     if !spec.tied && weights.info(LM_HEAD).is_none() {
         // The adapter unties a tied model.
         weights = hf::untied_weights(weights)?;
@@ -108,10 +113,17 @@ pub struct LogitDifference {
 
 /// Compares the logits (or scores). A single adapter of weight 1
 /// (without full modules or rows) runs beside the base as in training; other sums are merged in f32.
-/// `untied`: an adapter has separate embedding and head matrices for a tied model.
-pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path, untied: bool) -> Result<LogitDifference> {
+/// `new`: rows of new tokens, which the files of the base do not have. `untied`: an adapter has separate embedding and head matrices for a tied model.
+pub fn difference(
+    base: &Path,
+    adapters: Vec<Weighted>,
+    merged: &Path,
+    untied: bool,
+    new: Option<&NewRows>,
+) -> Result<LogitDifference> {
     let mut spec = families::read(&Config::load(base)?)?;
     spec.tied &= !untied;
+    spec.vocab = new.map_or(spec.vocab, |new| new.vocab);
     let score = adapters.iter().find_map(|a| a.adapter.score.clone());
     let stored = match score {
         Some(_) => {
@@ -123,12 +135,17 @@ pub fn difference(base: &Path, adapters: Vec<Weighted>, merged: &Path, untied: b
         None => None,
     };
     let beside = match adapters.as_slice() {
-        [one] if one.weight == 1.0 && one.adapter.whole.is_empty() && one.adapter.rows.is_empty() => {
-            logits(base, &spec, one.adapter.adapters.clone(), Vec::new(), score.as_ref())?
-        }
-        _ => logits(base, &spec, Adapters::new(), adapters, score.as_ref())?,
+        [one] if one.weight == 1.0 && one.adapter.whole.is_empty() && one.adapter.rows.is_empty() => logits(
+            base,
+            &spec,
+            one.adapter.adapters.clone(),
+            Vec::new(),
+            score.as_ref(),
+            new,
+        )?,
+        _ => logits(base, &spec, Adapters::new(), adapters, score.as_ref(), new)?,
     };
-    let after = logits(merged, &spec, Adapters::new(), Vec::new(), stored.as_ref())?;
+    let after = logits(merged, &spec, Adapters::new(), Vec::new(), stored.as_ref(), None)?;
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0f32, |m, x| m.max(x.abs()));
     Ok(LogitDifference {
         largest_change: largest(&mut beside.iter().zip(&after).map(|(a, b)| a - b)),

@@ -5,7 +5,7 @@ use crate::checkpoint;
 use crate::commands::logits;
 use crate::formats::StoredDtype;
 use crate::formats::config::Config;
-use crate::formats::tokenizer::Tokenizer;
+use crate::formats::tokenizer::{self, Tokenizer};
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::hf::{self, Directory, Weighted};
@@ -13,7 +13,7 @@ use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Spec, families};
 use crate::ops::update;
 use crate::recipe::Dtype;
-use crate::setup::locate;
+use crate::setup::{locate, vocabulary};
 use crate::source::{ParamInfo, stored};
 use crate::train::stage::preference::pad_id;
 use candle_core::Tensor;
@@ -58,6 +58,12 @@ pub fn merge(
     refuse_codes(&spec, &weights)?;
     refuse_strangers(&spec, &weights)?;
     let base = hf::fingerprint_of(&spec, &weights)?.base();
+    let dirs = adapter_dirs.iter().map(|(dir, _)| dir.clone()).collect();
+    let new = vocabulary::of_adapters(model_dir, dirs, spec.vocab)?;
+    if let Some((_, rows)) = &new {
+        spec.vocab = rows.vocab;
+        rows.place(&mut weights)?;
+    }
     let tied = spec.clone();
     for (dir, _) in adapter_dirs {
         spec.tied &= !hf::unties(dir, &tied)?;
@@ -94,6 +100,9 @@ pub fn merge(
         });
     }
     let mut raw = config.raw.clone();
+    if new.is_some() {
+        raw.insert("vocab_size".into(), spec.vocab.into());
+    }
     if untied {
         raw.insert("tie_word_embeddings".into(), false.into());
     }
@@ -133,6 +142,16 @@ pub fn merge(
         (None, Some(score)) => sink(Values::F32(&update::to_f32_vec(score)?)),
         (None, None) => Err(Error::new("no such parameter").at(&plan.name)),
     })?;
+    if let Some((tokenizer, _)) = &new {
+        tokenizer::write_files(&out, &tokenizer.files_with_added(model_dir)?)?;
+    }
+    if let Some(settings) = adapter_dirs
+        .iter()
+        .map(|(dir, _)| dir.join("generation_config.json"))
+        .rfind(|f| f.is_file())
+    {
+        files::copy_atomic(&settings, &out.join("generation_config.json"))?;
+    }
 
     let mut dtypes: Vec<_> = tensors.iter().map(|t| t.dtype.name()).collect();
     dtypes.sort_unstable();
@@ -145,7 +164,7 @@ pub fn merge(
             .count(),
         dtypes,
         rounding: rounding.ratio(),
-        logits: logits::difference(model_dir, adapters, &out, untied)?,
+        logits: logits::difference(model_dir, adapters, &out, untied, new.as_ref().map(|(_, rows)| rows))?,
         out,
         bytes,
     })

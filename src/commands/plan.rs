@@ -11,7 +11,7 @@ use crate::plan::{Model, Plan, PlanDevice, RunPlan};
 use crate::recipe::{ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
-use crate::setup::{self, ModelDir};
+use crate::setup::{self, ModelDir, vocabulary};
 use crate::source::Placement;
 use crate::train::directory;
 use crate::train::header;
@@ -147,11 +147,16 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
         (None, "auto") => PlanDevice::of(&ops::device::open("auto")?.device)?,
         (None, _) => PlanDevice::of(&Device::Cpu)?,
     };
-    let rows = if rows_are_here(recipe, &dir) {
-        Some(read(recipe, &dir)?)
+    // The local model directory: a hub id would download the full model.
+    let (rows, recipe) = if rows_are_here(recipe, &dir) {
+        let model = ModelDir::of_recipe_at(recipe, &ModelRef::Dir(dir.clone()))?;
+        spec.vocab = model.spec.vocab;
+        let recipe = vocabulary::settle(recipe, model.new_rows.as_ref(), &spec);
+        (Some(RecipeRows::read(&recipe, &model)?), recipe)
     } else {
-        None
+        (None, recipe.clone())
     };
+    let recipe = &recipe;
     let stored = setup::StoredWeights::find(&dir, &spec, recipe.model.init)?;
     let RunPlan {
         recipe: settled,
@@ -312,12 +317,6 @@ fn on_gpu(recipe: &Recipe, gpu: &GpuRates) -> Recipe {
 
 fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
     dir.join("tokenizer.json").is_file() && recipe.data.is_here()
-}
-
-/// Reads rows with the tokenizer of the local model directory: a hub id would download the full model.
-fn read(recipe: &Recipe, dir: &Path) -> Result<RecipeRows> {
-    let here = ModelRef::Dir(dir.to_path_buf());
-    RecipeRows::read(recipe, &ModelDir::of_recipe_at(recipe, &here)?)
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use crate::hf::Directory;
 use crate::model::families;
 use crate::quant::{self, Format, QMatrix};
 use crate::recipe::Dtype;
+use crate::setup::vocabulary::TextChanges;
 use crate::setup::{ModelDir, locate};
 use crate::source::ParamInfo;
 use crate::source::policy::is_projection;
@@ -79,7 +80,7 @@ pub fn quantize(request: &Request) -> Result<Report> {
             (all.map(|p| (p.name.clone(), request.to)).collect(), None)
         }
         Some((budget, data)) => {
-            let model = ModelDir::open(&request.model.to_string_lossy(), "main", None)?;
+            let model = ModelDir::open(&request.model.to_string_lossy(), "main", &TextChanges::default())?;
             let measured = sensitivity::measure(&model, data, request.to, decoded, request.calibration_tokens)?;
             let choice = measured.choose(&weights, &params, budget)?;
             (choice.formats.clone(), Some((measured, choice)))

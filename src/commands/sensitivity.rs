@@ -429,7 +429,12 @@ mod tests {
     #[test]
     fn the_loss_is_that_of_all_batches() {
         let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-        let model = ModelDir::open(&assets.join("tiny").to_string_lossy(), "main", None).unwrap();
+        let model = ModelDir::open(
+            &assets.join("tiny").to_string_lossy(),
+            "main",
+            &crate::setup::vocabulary::TextChanges::default(),
+        )
+        .unwrap();
         let rows = assets.join("world/eval.jsonl");
         let measured = measure(&model, &rows, Format::Int4 { group: 64 }, Dtype::F32, 600).unwrap();
         assert!(measured.batches.len() > 1);

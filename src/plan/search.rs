@@ -306,7 +306,7 @@ impl PlanContext<'_> {
     /// The prepacked copies for these orders.
     fn packed_copies(&self, recipe: &Recipe, orders: Orders) -> PackedCopies {
         // Rows that train change in a matrix that is frozen otherwise.
-        let rows_train = !recipe.tune.lora.trainable_token_indices.is_empty();
+        let rows_train = !recipe.tune.lora.trainable_token_indices.is_empty() || !recipe.tune.rows.is_empty();
         PackedCopies {
             orders,
             head: (!rows_train).then(|| self.spec.head_name().to_string()),

@@ -72,6 +72,7 @@ pub fn default_of(key: &Key) -> Value {
         Kind::Texts => Value::List(Vec::new()),
         Kind::Map(_) | Kind::Fields(_) => Value::Map(Vec::new()),
         Kind::Tables(_) => Value::Tables(Vec::new()),
+        Kind::Free => Value::Free(serde_json::Map::new()),
         _ => Value::Text(String::new()),
     };
     let source = format!("value = {}", key.default);
@@ -151,17 +152,38 @@ pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>)
 /// True if `path` is a user-defined name in the table of `key`.
 fn is_in_map(key: &Key, path: &str) -> bool {
     let below = path.strip_prefix(key.path.0).is_some_and(|rest| rest.starts_with('.'));
-    below && matches!(key.kind, Kind::Map(_) | Kind::Fields(_))
+    below && matches!(key.kind, Kind::Map(_) | Kind::Fields(_) | Kind::Free)
 }
 
 /// Adds one entry of a table with user-defined names.
 fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Problem> {
     let path = entry.key.path.0;
     let name = written.dotted()[path.len() + 1..].to_string();
+    let key = entry.key;
     let fault = |error: Error| {
-        let error = error.at(draft.show(&written.value_at)).expected(expectation(entry.key));
+        let error = error.at(draft.show(&written.value_at)).expected(expectation(key));
         Problem::new(&written.value_at, error)
     };
+    let origin = match written.key_at {
+        TextPosition::File(_) => Origin::Recipe,
+        TextPosition::Argument(_) => Origin::Argument,
+    };
+    if let Value::Free(map) = &mut entry.value {
+        let below = written.path.get(path.split('.').count()..).unwrap_or_default();
+        let value = match (&written.value, draft.raw_value(&written.value_at)) {
+            // A bare word that looks like a date.
+            (WrittenValue::Date, Some(raw)) => Some(raw.into()),
+            (value, _) => value.json(),
+        };
+        let Some(value) = value else {
+            return Err(fault(
+                Error::usage(format!("`{name}` in `{path}` has the wrong type")).found(written.value.describe()),
+            ));
+        };
+        put_free(map, below, value);
+        (entry.origin, entry.place) = (origin, Some(written.value_at.clone()));
+        return Ok(());
+    }
     let value = match &written.value {
         WrittenValue::Table => {
             return Err(fault(Error::usage(format!("`{name}` in `{path}` is a table")).hint(
@@ -198,10 +220,6 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
         }
         _ => {}
     }
-    let origin = match written.key_at {
-        TextPosition::File(_) => Origin::Recipe,
-        TextPosition::Argument(_) => Origin::Argument,
-    };
     let Value::Map(map) = &mut entry.value else {
         return Ok(());
     };
@@ -209,6 +227,24 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
     map.push((name, value));
     (entry.origin, entry.place) = (origin, Some(written.value_at.clone()));
     Ok(())
+}
+
+/// Puts a value at a path of names; a table that an argument names again keeps its other values.
+fn put_free(map: &mut serde_json::Map<String, serde_json::Value>, path: &[String], value: serde_json::Value) {
+    match path {
+        [] => {}
+        [name] if value.is_object() => drop(map.entry(name.clone()).or_insert(value)),
+        [name] => drop(map.insert(name.clone(), value)),
+        [name, rest @ ..] => {
+            let inner = map.entry(name.clone()).or_insert_with(|| serde_json::json!({}));
+            if !inner.is_object() {
+                *inner = serde_json::json!({});
+            }
+            if let serde_json::Value::Object(inner) = inner {
+                put_free(inner, rest, value);
+            }
+        }
+    }
 }
 
 fn check_table(draft: &Draft, written: &WrittenKey) -> Result<(), Error> {
@@ -266,6 +302,7 @@ pub fn expectation(key: &Key) -> String {
         Kind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
         Kind::Fields(names) => format!("a table with some of {}, each with a column", names.join(", ")),
         Kind::Tables(_) => "a list of tables".into(),
+        Kind::Free => "a table of names and values (texts, numbers, `true`, `false`, lists)".into(),
     };
     match key.accepts_auto() {
         true => format!("`auto`, or {accepted}"),
@@ -445,6 +482,10 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
                 }
             }
             WrittenValue::List(items) if items.is_empty() => Ok(Value::Tables(Vec::new())),
+            _ => Err(wrong_type()),
+        },
+        Kind::Free => match written.value {
+            WrittenValue::Table => Ok(Value::Free(serde_json::Map::new())),
             _ => Err(wrong_type()),
         },
         Kind::Size => match &written.value {

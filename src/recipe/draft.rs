@@ -56,6 +56,19 @@ impl WrittenValue {
             WrittenValue::Date => "a date".into(),
         }
     }
+
+    /// The value as JSON, a table without its entries. `None`: a date, a number that is not finite, a list of tables.
+    pub fn json(&self) -> Option<serde_json::Value> {
+        Some(match self {
+            WrittenValue::Text(t) => t.as_str().into(),
+            WrittenValue::Integer(i) => (*i).into(),
+            WrittenValue::Number(x) => serde_json::Number::from_f64(*x)?.into(),
+            WrittenValue::Flag(b) => (*b).into(),
+            WrittenValue::List(l) => serde_json::Value::Array(l.iter().map(|(v, _)| v.json()).collect::<Option<_>>()?),
+            WrittenValue::Table => serde_json::json!({}),
+            WrittenValue::Tables(_) | WrittenValue::Date => return None,
+        })
+    }
 }
 
 /// An error with its position; errors are sorted by position before they are shown.

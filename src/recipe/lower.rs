@@ -175,6 +175,8 @@ pub fn lower(mut s: Settings, values: &Values) -> Recipe {
             block: s.tune.block.into(),
             lora: s.tune.lora.into(),
             freeze: s.tune.freeze,
+            new_tokens: s.tune.new_tokens,
+            rows: Vec::new(),
         },
         optimizer: s.optimizer.into(),
         schedule: s.schedule.into(),

@@ -116,7 +116,7 @@ pub fn value_for(name: &str, key: &str, value: &str) -> Option<String> {
             format!("\"{value}\"")
         }),
         Kind::Flag => is_flag.then(|| value.to_string()),
-        Kind::Map(_) | Kind::Fields(_) | Kind::Tables(_) => None,
+        Kind::Map(_) | Kind::Fields(_) | Kind::Tables(_) | Kind::Free => None,
         _ => is_number.then(|| value.to_string()),
     }
 }

@@ -26,6 +26,7 @@ pub fn toml(value: &Value) -> String {
             };
             format!("[{}]", tables.iter().map(one).collect::<Vec<_>>().join(", "))
         }
+        Value::Free(m) => free(&serde_json::Value::Object(m.clone())),
         Value::Integers(l) => format!("{l:?}"),
         Value::Numbers(l) => format!("[{}]", l.iter().map(|x| number(*x)).collect::<Vec<_>>().join(", ")),
         Value::Pairs(l) => {
@@ -33,6 +34,26 @@ pub fn toml(value: &Value) -> String {
             format!("[{}]", pairs.join(", "))
         }
         Value::Pair([a, b]) => format!("[{}, {}]", number(*a), number(*b)),
+    }
+}
+
+/// A value of a free table as TOML.
+fn free(value: &serde_json::Value) -> String {
+    use serde_json::Value as Json;
+    let quoted = |t: &str| toml_edit::Value::from(t).to_string().trim().to_string();
+    match value {
+        Json::Object(m) if m.is_empty() => "{}".into(),
+        Json::Object(m) => {
+            let lines = m.iter().map(|(k, v)| format!("{} = {}", quoted(k), free(v)));
+            format!("{{ {} }}", lines.collect::<Vec<_>>().join(", "))
+        }
+        Json::Array(l) => format!("[{}]", l.iter().map(free).collect::<Vec<_>>().join(", ")),
+        Json::String(t) => quoted(t),
+        Json::Number(n) => match n.as_i64() {
+            Some(i) => i.to_string(),
+            None => number(n.as_f64().unwrap_or(0.0)),
+        },
+        Json::Bool(_) | Json::Null => value.to_string(),
     }
 }
 

@@ -119,6 +119,7 @@ fn kind(key: &Key) -> Map<String, Value> {
             let item = json!({"type": "object", "additionalProperties": false, "properties": properties, "required": required});
             json!({"type": "array", "items": item})
         }
+        Kind::Free => json!({"type": "object", "additionalProperties": true}),
     };
     let out = match key.kind {
         Kind::Flag | Kind::Integer | Kind::Number | Kind::Pairs if key.accepts_auto() => {

@@ -186,6 +186,7 @@ fn another(key: &Key) -> String {
         }
         Kind::Fields(names) => format!("{{ {} = \"a.b[0]\" }}", names[0]),
         Kind::Tables(_) => "[{ path = \"a.jsonl\" }, { path = [\"b\"], columns = { prompt = \"q\" } }]".into(),
+        Kind::Free => "{ a = 1, b = { c = [\"x\", 0.5], d = false } }".into(),
     }
 }
 
@@ -486,8 +487,56 @@ fn keys_without_effect_are_warned_of() {
 }
 
 #[test]
+fn a_free_table_has_any_values() {
+    let text = format!(
+        "{LEAST}[data.template_kwargs]\nenable_thinking = false\nlevels = [1, 2.5, \"x\"]\n[data.template_kwargs.deep]\na = {{ b = 1 }}\n"
+    );
+    let l = good(
+        &text,
+        &[
+            "data.template_kwargs.date=2025-01-02",
+            "data.template_kwargs.deep.c=true",
+        ],
+    );
+    let wanted = serde_json::json!({"enable_thinking": false, "levels": [1, 2.5, "x"], "deep": {"a": {"b": 1}, "c": true}, "date": "2025-01-02"});
+    assert_eq!(serde_json::Value::Object(l.recipe.data.template_kwargs.clone()), wanted);
+    let again = again(&l.values.iter().cloned().collect()).unwrap();
+    assert_eq!(again.recipe.data.template_kwargs, l.recipe.data.template_kwargs);
+    // A table as an argument replaces that of the recipe.
+    let l = good(&text, &["data.template_kwargs={ a = 1, b = { c = \"d\" } }"]);
+    assert_eq!(
+        serde_json::Value::Object(l.recipe.data.template_kwargs),
+        serde_json::json!({"a": 1, "b": {"c": "d"}})
+    );
+    let e = bad(
+        &format!("{LEAST}template_kwargs = {{ a = 2025-01-02, messages = [] }}\n"),
+        &[],
+    );
+    assert!(
+        e.contains("`a` in `data.template_kwargs` has the wrong type\n  --> r.toml:5:26"),
+        "{e}"
+    );
+    let e = bad(LEAST, &["data.template_kwargs.messages=1"]);
+    assert!(
+        e.contains("`messages` in `data.template_kwargs` comes from the rows"),
+        "{e}"
+    );
+    let e = bad(LEAST, &["data.new_tokens=[\"a\"]", "data.new_special_tokens=[\"a\"]"]);
+    assert!(e.contains("`a` is given twice"), "{e}");
+    let e = bad(
+        LEAST,
+        &["data.new_tokens=[\"a\"]", "tune.method=lora", "tune.new_tokens=none"],
+    );
+    assert!(e.contains("no place for new rows"), "{e}");
+}
+
+#[test]
 fn the_resolved_recipe_reads_back_to_the_same_recipe() {
     for overrides in [
+        vec![
+            "data.template_kwargs={ a = [1, \"b\"], c = { d = 0.5 } }",
+            "data.new_tokens=[\"x\"]",
+        ],
         vec![
             "schedule.warmup_steps=5",
             "optimizer.learning_rate=3.3e-7",

@@ -49,6 +49,9 @@ pub struct Tune {
     pub block: BlockConfig,
     pub lora: LoraConfig,
     pub freeze: Freeze,
+    pub new_tokens: NewTokens,
+    /// Rows of embedding and head that train in every step, without adapters (`setup::vocabulary`).
+    pub rows: Vec<u32>,
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use super::table::Key;
 use super::types::{Named, WeightStorage};
 use crate::base::units;
 use ft_data::{ChatRole, ColumnRole};
+use serde_json::Map as JsonMap;
 
 /// The values that a key accepts.
 #[derive(Debug, Clone, Copy)]
@@ -33,6 +34,8 @@ pub enum Kind {
     Fields(&'static [&'static str]),
     /// A list of tables with these keys.
     Tables(&'static [Key]),
+    /// A table from user-defined names to texts, numbers, flags, lists and tables.
+    Free,
 }
 
 /// A value of one of these kinds; `auto` is a text.
@@ -50,6 +53,7 @@ pub enum Value {
     Map(Vec<(String, String)>),
     /// The written keys of each table.
     Tables(Vec<Vec<(&'static str, Value)>>),
+    Free(JsonMap<String, serde_json::Value>),
 }
 
 /// The type of a field of a section. `By` keeps the implementation for enums apart from the others.
@@ -139,6 +143,7 @@ settings! {
     Vec<f64>: Kind::Numbers, Value::Numbers(l) => l.clone();
     /// `None` is `auto`.
     Option<Vec<(usize, usize)>>: Kind::Pairs, Value::Pairs(l) => Some(l.clone());
+    JsonMap<String, serde_json::Value>: Kind::Free, Value::Free(m) => m.clone();
     Vec<(String, WeightStorage)>: Kind::Map(WeightStorage::NAMES),
         Value::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), WeightStorage::parse(t)?))).collect();
     Vec<(String, ChatRole)>: Kind::Map(ChatRole::NAMES),

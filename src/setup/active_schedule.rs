@@ -44,10 +44,16 @@ impl ActiveSchedule {
         let tune = &recipe.tune;
         Ok(match tune.method {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),
-            Method::Freeze => Self::Static(frozen(recipe, spec, params)?),
+            Method::Freeze => {
+                let layers = frozen(recipe, spec, params)?;
+                let rows = prepared.trained_rows();
+                Self::Static(Active::new(layers.names().map(str::to_string).chain(rows)))
+            }
             Method::Lora => Self::Static(Active::new(prepared.trained())),
             Method::Block => {
-                let schedule = BlockSchedule::new(&tune.block, params, spec.tied, recipe.train.seed)?;
+                let mut schedule = BlockSchedule::new(&tune.block, params, spec.tied, recipe.train.seed)?;
+                let rows: BTreeSet<String> = prepared.trained_rows().collect();
+                schedule.always.extend(rows.iter().cloned());
                 let recipe::BlockConfig {
                     correction,
                     correction_scope: scope,
@@ -70,7 +76,7 @@ impl ActiveSchedule {
                     correction,
                     scope,
                     scale,
-                    adapters: prepared.trained().collect(),
+                    adapters: prepared.trained().filter(|name| !rows.contains(name)).collect(),
                 }))
             }
         })
@@ -403,7 +409,7 @@ fn frozen(recipe: &Recipe, spec: &Spec, params: &[ParamInfo]) -> Result<Active> 
         })
         .map(|p| p.name.to_string())
         .collect();
-    if chosen.is_empty() {
+    if chosen.is_empty() && recipe.tune.rows.is_empty() {
         return Err(Error::usage("method `freeze` trains nothing")
             .hint("set `tune.freeze.trainable_layers` or name parameters in `tune.freeze.trainable`"));
     }

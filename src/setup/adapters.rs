@@ -4,6 +4,7 @@
 use crate::base::{Error, Result};
 use crate::hf::{self, LoadedAdapter};
 use crate::model::Spec;
+use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::peft::Adapter;
 use crate::recipe::{Correction, Method, Recipe};
 use crate::setup::locate;
@@ -20,22 +21,57 @@ pub fn of(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
         Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(hf::AdapterSet {
             config: None,
             whole: Vec::new(),
-            rows: Vec::new(),
+            rows: rows(recipe, spec),
             ..fresh_or_given(recipe, spec)?
         }),
-        _ => Ok(hf::AdapterSet::default()),
+        _ => Ok(hf::AdapterSet {
+            rows: rows(recipe, spec),
+            ..hf::AdapterSet::default()
+        }),
+    }
+}
+
+/// The rows that train without adapters.
+fn rows(recipe: &Recipe, spec: &Spec) -> Vec<hf::TrainedRows> {
+    let ids = &recipe.tune.rows;
+    let tables: &[&str] = if spec.tied { &[EMBEDDING] } else { &[EMBEDDING, LM_HEAD] };
+    let tables = tables.iter().filter(|_| !ids.is_empty());
+    tables.map(|table| (table.to_string(), ids.clone(), None)).collect()
+}
+
+/// Errors: the recipe adds a token that the given adapter has no row for.
+fn check_new_tokens(recipe: &Recipe, loaded: &LoadedAdapter) -> Result<()> {
+    if !recipe.data.adds_tokens() || loaded.whole.contains_key(EMBEDDING) {
+        return Ok(());
+    }
+    let has = |id: usize| {
+        loaded
+            .rows
+            .values()
+            .any(|(ids, _)| ids.iter().any(|own| *own as usize == id))
+    };
+    match recipe.tune.lora.trainable_token_indices.iter().find(|id| !has(**id)) {
+        None => Ok(()),
+        Some(id) => Err(
+            Error::new("the adapter has no row for a new token, and a given adapter gets none")
+                .at("tune.lora.adapter")
+                .found(format!("token {id}"))
+                .hint("merge the adapter first (`ft merge`), and add the tokens to the merged model"),
+        ),
     }
 }
 
 fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
     if let Some(dir) = &recipe.tune.lora.adapter {
+        let loaded = hf::load_adapter(&locate::adapter_directory(dir)?, spec)?;
+        check_new_tokens(recipe, &loaded)?;
         let LoadedAdapter {
             mut config,
             mut adapters,
             whole,
             rows,
             score,
-        } = hf::load_adapter(&locate::adapter_directory(dir)?, spec)?;
+        } = loaded;
         if score.is_some() {
             return Err(
                 Error::new("the adapter belongs to a reward model and cannot be trained further")

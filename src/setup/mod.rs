@@ -14,6 +14,7 @@ pub mod sources;
 pub mod teacher;
 pub mod active_schedule;
 mod turn;
+pub mod vocabulary;
 
 pub use model::*;
 pub use turn::{InactiveElements, Turn};

@@ -17,6 +17,7 @@ use crate::quant::Format;
 use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
 use crate::report;
 use crate::setup::locate::model_config;
+use crate::setup::vocabulary::{NewRows, TextChanges};
 use crate::source::Placement;
 use crate::source::{Disk, Resident, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
 use candle_core::{Device, Tensor};
@@ -33,6 +34,10 @@ pub struct ModelDir {
     pub spec: Spec,
     pub tokenizer: Tokenizer,
     pub template: Option<ChatTemplate>,
+    /// The token that ends a turn of a template by name, which the files of the model do not name as an end.
+    pub turn_end: Option<u32>,
+    /// Rows that the files of the model do not have.
+    pub new_rows: Option<NewRows>,
     /// Opened at first use.
     weights: OnceLock<Arc<Weights>>,
 }
@@ -45,57 +50,57 @@ impl ModelDir {
 
     /// As `of_recipe`, for another place of the model.
     pub fn of_recipe_at(recipe: &Recipe, model: &ModelRef) -> Result<Self> {
-        let template = recipe.data.chat_template.as_deref();
-        Self::read(model, &recipe.model.revision, recipe.model.init, template)
+        let changes = TextChanges::of_recipe(recipe)?;
+        Self::read(model, &recipe.model.revision, recipe.model.init, &changes)
     }
 
-    /// Opens a model by its name. `template`: a Jinja file that replaces the model's own template.
+    /// Opens a model by its name.
     ///
     /// Errors: an invalid directory; a tokenizer with more ids than the embedding has rows.
-    pub fn open(name: &str, revision: &str, template: Option<&str>) -> Result<Self> {
-        Self::read(&ModelRef::new(name), revision, ModelInit::Pretrained, template)
+    pub fn open(name: &str, revision: &str, changes: &TextChanges) -> Result<Self> {
+        Self::read(&ModelRef::new(name), revision, ModelInit::Pretrained, changes)
     }
 
-    pub fn read(named: &ModelRef, revision: &str, init: ModelInit, template: Option<&str>) -> Result<Self> {
+    pub fn read(named: &ModelRef, revision: &str, init: ModelInit, changes: &TextChanges) -> Result<Self> {
         let path = &named.to_string();
         if let Some(config) = shapes::config(path)? {
-            return Ok(Self {
-                named: named.clone(),
-                dir: PathBuf::from(path),
-                spec: families::read(&config)?,
-                config,
-                tokenizer: Tokenizer::bytes()?,
-                template: None,
-                weights: OnceLock::new(),
-            });
+            let tokenizer = Tokenizer::bytes()?;
+            return Self::changed(named, PathBuf::from(path), config, tokenizer, changes);
         }
         let dir = hub::resolve_model(path, revision, true)?;
         let config = read_config(&dir, init)?;
-        let spec = families::read(&config)?;
         if config.get("auto_map").is_some() {
             report::warn(&format!(
                 "{} refers to custom code (`auto_map`): ft never runs code of a model directory, and loads the model \
                  as `{}`",
                 config.path.display(),
-                spec.model_type
+                families::read(&config)?.model_type
             ));
         }
         let phase = progress::phase("reading the tokenizer", 0, "");
         let tokenizer = Tokenizer::load(&dir)?;
         drop(phase);
+        Self::changed(named, dir, config, tokenizer, changes)
+    }
+
+    /// Applies the changes of the user to tokenizer, embedding and template.
+    fn changed(
+        named: &ModelRef,
+        dir: PathBuf,
+        config: Config,
+        mut tokenizer: Tokenizer,
+        changes: &TextChanges,
+    ) -> Result<Self> {
+        let mut spec = families::read(&config)?;
         let warnings = spec.warnings.iter().map(String::as_str);
         warnings.chain(tokenizer.warning()).for_each(warn_once);
-        if tokenizer.vocab_size() > spec.vocab {
-            return Err(Error::new("the tokenizer has more tokens than the embedding has rows")
-                .at_path(&dir)
-                .found(format!("{} tokens", tokenizer.vocab_size()))
-                .expected(format!("at most {} (vocab_size of config.json)", spec.vocab))
-                .hint("use the tokenizer that belongs to this model, or resize the model's embedding first"));
+        let new_rows = NewRows::add(changes, &mut tokenizer, &dir, spec.vocab)?;
+        if let Some(new) = &new_rows {
+            spec.vocab = new.vocab;
         }
-        let template = match template {
-            Some(file) => Some(ChatTemplate::from_file(Path::new(file), &tokenizer)?.trusted(report::warn)),
-            None => ChatTemplate::from_dir(&dir, &tokenizer)?,
-        };
+        let (template, turn_end) = changes.template(&dir, &tokenizer)?;
+        let turn_end = turn_end.filter(|id| !tokenizer.stop_ids().contains(id));
+        turn_end.into_iter().for_each(|id| tokenizer.add_stop(id));
         Ok(Self {
             named: named.clone(),
             dir,
@@ -103,6 +108,8 @@ impl ModelDir {
             spec,
             tokenizer,
             template,
+            turn_end,
+            new_rows,
             weights: OnceLock::new(),
         })
     }
@@ -128,7 +135,10 @@ impl ModelDir {
     }
 
     fn open_weights(&self) -> Result<Weights> {
-        let weights = Weights::open(&self.dir)?;
+        let mut weights = Weights::open(&self.dir)?;
+        if let Some(new) = &self.new_rows {
+            new.place(&mut weights)?;
+        }
         if !self.spec.tied && families::read(&self.config)?.tied {
             hf::untied_weights(weights)
         } else {
@@ -136,9 +146,22 @@ impl ModelDir {
         }
     }
 
-    /// The fingerprint of the model as its files define it, also if `untie_for` changed it for an adapter.
+    /// The fingerprint of the model as its files define it, also if `untie_for` or new tokens changed it.
     pub fn fingerprint(&self) -> Result<Fingerprint> {
-        hf::fingerprint_of(&families::read(&self.config)?, &*self.weights()?)
+        let spec = families::read(&self.config)?;
+        match self.new_rows {
+            None => hf::fingerprint_of(&spec, &*self.weights()?),
+            Some(_) => hf::fingerprint_of(&spec, &Weights::open(&self.dir)?),
+        }
+    }
+
+    /// The contents of `config.json` for the changed vocabulary.
+    pub fn raw_config(&self) -> serde_json::Map<String, serde_json::Value> {
+        let mut raw = self.config.raw.clone();
+        if self.new_rows.is_some() {
+            raw.insert("vocab_size".into(), self.spec.vocab.into());
+        }
+        raw
     }
 
     /// The chat template as a trait object of `data`.
@@ -333,6 +356,7 @@ impl ModelDir {
             spec.tied = true;
         }
         let print = match adapter {
+            Some(_) if self.new_rows.is_some() => Some(self.fingerprint()?.base()),
             Some(_) => Some(hf::fingerprint_of(&spec, &weights)?.base()),
             None => None,
         };
@@ -341,7 +365,11 @@ impl ModelDir {
             && hf::unties(dir, &spec)?
         {
             spec.tied = false;
-            weights = Arc::new(hf::untied_weights(Weights::open(&self.dir)?)?);
+            let mut own = Weights::open(&self.dir)?;
+            if let Some(new) = &self.new_rows {
+                new.place(&mut own)?;
+            }
+            weights = Arc::new(hf::untied_weights(own)?);
         }
         let mut kinds = spec
             .params()
@@ -438,7 +466,7 @@ pub fn read_spec(model: &ModelRef, revision: &str, init: ModelInit) -> Result<(P
 }
 
 /// Shows a warning once: config and tokenizer are read several times in a run.
-fn warn_once(warning: &str) {
+pub(super) fn warn_once(warning: &str) {
     static SHOWN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     if SHOWN
         .lock()

@@ -8,6 +8,7 @@ use crate::formats::Tokenizer;
 use crate::model::{Network, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::recipe::{Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
+use crate::setup::vocabulary::TextChanges;
 use crate::setup::{self, ModelDir};
 use crate::source::Placement;
 use crate::source::StoragePolicy;
@@ -59,8 +60,13 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     if path.is_shape() {
         return Err(Error::usage("a built-in shape has random weights: it cannot be a teacher").at("distill.teacher"));
     }
-    let teacher = ModelDir::read(path, &d.teacher_revision, ModelInit::Pretrained, None)
-        .map_err(|e| e.or_at("distill.teacher"))?;
+    let teacher = ModelDir::read(
+        path,
+        &d.teacher_revision,
+        ModelInit::Pretrained,
+        &TextChanges::default(),
+    )
+    .map_err(|e| e.or_at("distill.teacher"))?;
     check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
     teacher.check_weights(ModelInit::Pretrained)?;
     let (dtype, mut storage) = storage(recipe, &teacher.spec)?;

@@ -3,10 +3,11 @@
 use crate::base::{Error, Result};
 use crate::engine::Engine;
 use crate::formats::adapter::AdapterConfig;
+use crate::formats::tokenizer;
 use crate::formats::writer::Values;
 use crate::hf::{self, BaseHashes, ModelExport};
-use crate::model::Adapters;
 use crate::model::spec::{EMBEDDING, LM_HEAD};
+use crate::model::{Adapters, TokenRows};
 use crate::ops::update;
 use crate::peft::lora::scaling;
 use crate::peft::ranks;
@@ -43,11 +44,14 @@ pub fn export(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) ->
         return Ok(None);
     }
     if let Some(out) = adapter(trained, out, note)? {
-        return with_template(recipe, model, out).map(Some);
+        return with_text_files(recipe, model, out).map(Some);
     }
     let scores = recipe.train.stage == Stage::Reward;
     let out = base(out, scores, recipe.model.dtype, model, engine, &mut |name, sink| {
         let module = name.strip_suffix(".weight").unwrap_or(name);
+        if let Some(rows) = engine.network.tokens.iter().find(|rows| &*rows.table == name) {
+            return with_rows(engine, rows, sink);
+        }
         let Some(lora) = engine.network.adapters.get(module).and_then(|a| a.lora()) else {
             return as_stored(engine, name, sink);
         };
@@ -57,7 +61,7 @@ pub fn export(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) ->
         values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
         sink(Values::F32(&values))
     })?;
-    with_template(recipe, model, out).map(Some)
+    with_text_files(recipe, model, out).map(Some)
 }
 
 /// Writes a model directory with the run's parameters; with `scores` that of a reward model.
@@ -72,7 +76,7 @@ fn base(
     let mut parts = ModelExport {
         out,
         base_dir: &model.dir,
-        config: model.config.raw.clone(),
+        config: model.raw_config(),
         tied: model.spec.tied,
         dtype,
         params: engine.network.source.params(),
@@ -170,6 +174,17 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Re
     .map(Some)
 }
 
+/// Passes a matrix with its trained rows to `sink`: a copy on the host does not have them.
+fn with_rows(engine: &Engine, rows: &TokenRows, sink: &mut dyn FnMut(Values) -> Result<()>) -> Result<()> {
+    let mut values = exact(engine, &rows.table)?;
+    let width = values.len() / engine.network.source.param(&rows.table)?.shape[0].max(1);
+    let new = update::to_f32_vec(&rows.param.tensor)?;
+    for (&id, row) in rows.ids.iter().zip(new.chunks_exact(width.max(1))) {
+        values[id as usize * width..][..width].copy_from_slice(row);
+    }
+    sink(Values::F32(&values))
+}
+
 /// Returns the exact values of a weight.
 fn exact(engine: &Engine, name: &str) -> Result<Vec<f32>> {
     let mut values = Vec::new();
@@ -262,9 +277,23 @@ fn compressed(
     Ok((config, plain))
 }
 
-/// Writes the chat template of the recipe, if it has one, into the result.
-fn with_template(recipe: &Recipe, model: &ModelDir, out: PathBuf) -> Result<PathBuf> {
-    let own = model.template.as_ref().filter(|_| recipe.data.chat_template.is_some());
-    own.map_or(Ok(()), |template| hf::set_chat_template(&out, template.source()))?;
+/// Writes what the recipe changes beside the weights: chat template, new tokens, the end of a turn.
+fn with_text_files(recipe: &Recipe, model: &ModelDir, out: PathBuf) -> Result<PathBuf> {
+    if let Some(template) = &model.template
+        && (recipe.data.chat_template.is_some() || template.has_kwargs())
+    {
+        hf::set_chat_template(&out, &template.source_with_kwargs())?;
+        if let Some(tools) = template.tools_source_with_kwargs() {
+            hf::set_tools_template(&out, &tools)?;
+        }
+    }
+    for dir in [out.clone(), out.join("base")] {
+        if dir.is_dir() {
+            tokenizer::write_files(&dir, &model.tokenizer.files_with_added(&model.dir)?)?;
+        }
+    }
+    if model.turn_end.is_some() {
+        hf::set_stop_ids(&out, &model.raw_config(), model.tokenizer.stop_ids())?;
+    }
     Ok(out)
 }

@@ -18,6 +18,7 @@ use crate::setup::defaults::{self, ResumedValues};
 use crate::setup::locate;
 use crate::setup::prompts;
 use crate::setup::rows::{self, RecipeRows};
+use crate::setup::vocabulary;
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
 use crate::train::directory;
@@ -72,6 +73,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
 
     // ---- model directory and data: all input errors are found before anything is written
     let mut model = ModelDir::of_recipe(recipe)?;
+    let recipe = &vocabulary::settle(recipe, model.new_rows.as_ref(), &model.spec);
     model.untie_for(recipe)?;
     model.check_weights(recipe.model.init)?;
     let rows = RecipeRows::read(recipe, &model)?;

@@ -7,6 +7,7 @@ use candle_core::Device;
 use ft::commands::plan::plan;
 use ft::recipe;
 use ft::setup::ModelDir;
+use ft::setup::vocabulary::TextChanges;
 use serde_json::{Map, Value, json};
 use std::fs;
 use std::path::Path;
@@ -72,7 +73,7 @@ fn keys(config: &Map<String, Value>) -> Vec<String> {
 /// Whatever comes of it: only memory, time and panics count.
 fn open(dir: &Path) {
     let path = dir.to_string_lossy().into_owned();
-    if let Ok(described) = ModelDir::open(&path, "main", None) {
+    if let Ok(described) = ModelDir::open(&path, "main", &TextChanges::default()) {
         let _ = described.check_weights(ft::recipe::ModelInit::Pretrained);
         let _ = described.infer(None, None, &Device::Cpu);
     }

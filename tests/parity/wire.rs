@@ -15,6 +15,7 @@ use ft::optim::{Optimizer, Schedule, Update};
 use ft::recipe::{self, Dtype, ModelInit, Recipe};
 use ft::setup::ModelDir;
 use ft::setup::rows::{RecipeRows, stream};
+use ft::setup::vocabulary::TextChanges;
 use ft::sft::CausalLm;
 use ft::source::StoragePolicy;
 use ft::train::stage;
@@ -47,7 +48,8 @@ fn open(dir: &Path, adapter: Option<&Path>) -> Network {
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path).unwrap_or_else(|e| panic!("{e}"));
     }
-    let model = ModelDir::open(dir.to_str().unwrap(), "main", None).unwrap_or_else(|e| panic!("{e}"));
+    let model =
+        ModelDir::open(dir.to_str().unwrap(), "main", &TextChanges::default()).unwrap_or_else(|e| panic!("{e}"));
     model
         .infer(adapter, Some(Dtype::F32), &Device::Cpu)
         .unwrap_or_else(|e| panic!("{e}"))
@@ -227,7 +229,8 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
     let recipe = recipe::parse(&text, "parity", &[])
         .unwrap_or_else(|e| panic!("{e}"))
         .recipe;
-    let described = ModelDir::open(&recipe.model.path.to_string(), "main", None).unwrap_or_else(|e| panic!("{e}"));
+    let described = ModelDir::open(&recipe.model.path.to_string(), "main", &TextChanges::default())
+        .unwrap_or_else(|e| panic!("{e}"));
     let rows = ft::setup::rows::RecipeRows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
     let examples = rows.train.examples.head(usize::MAX).unwrap();
     examples
@@ -260,7 +263,7 @@ fn preference_recipe(model: &Path, rows: &Path, lines: &str) -> Recipe {
 }
 
 fn described(recipe: &Recipe) -> ModelDir {
-    ModelDir::open(&recipe.model.path.to_string(), "main", None).unwrap_or_else(|e| panic!("{e}"))
+    ModelDir::open(&recipe.model.path.to_string(), "main", &TextChanges::default()).unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// The documents of each preference row, as in a training run.
@@ -303,7 +306,7 @@ pub fn preference_step(policy: &Path, reference: &Path, rows: &Path, lines: &str
         questions: None,
     };
     let stage::Stage { mut feed, objective } = stage::open(setting).unwrap_or_else(|e| panic!("{e}"));
-    let model = ModelDir::open(reference.to_str().unwrap(), "main", None).unwrap();
+    let model = ModelDir::open(reference.to_str().unwrap(), "main", &TextChanges::default()).unwrap();
     let model = model.load(
         &StoragePolicy::dense(Dtype::F32),
         ModelInit::Pretrained,

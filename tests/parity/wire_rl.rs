@@ -7,6 +7,7 @@ use ft::model::Network;
 use ft::ops::update;
 use ft::recipe::{self, Dtype};
 use ft::setup::ModelDir;
+use ft::setup::vocabulary::TextChanges;
 use ft::train::stage::advantages::{self, AdvantageComputer};
 use ft::train::stage::rollout_buffer::{self, Trajectory};
 use std::collections::BTreeMap;
@@ -58,7 +59,7 @@ pub fn rl(dir: &Path, rollout: &Rollout) -> Lessons {
     let recipe = recipe::parse(&text, "parity", &[])
         .unwrap_or_else(|e| panic!("{e}\n{text}"))
         .recipe;
-    let model = ModelDir::open(dir.to_str().unwrap(), "main", None).unwrap();
+    let model = ModelDir::open(dir.to_str().unwrap(), "main", &TextChanges::default()).unwrap();
     let mut network: Network = model.infer(None, Some(Dtype::F32), &Device::Cpu).unwrap();
     let objective = advantages::objective(&recipe, model.spec.hidden, &Device::Cpu).unwrap();
     network.objective_params = objective.params();

@@ -22,3 +22,4 @@ mod resume;
 mod sandbox;
 mod shipped;
 mod tiers;
+mod tokens;

@@ -38,7 +38,7 @@ fn ask(child: &mut Child, request: &str) -> Vec<u8> {
     answer
 }
 
-const HELLO: &str = r#"{"program":1,"source":"Hi {{ messages[0].content }}{{ strftime_now('%Y')[:2] }}","tokens":{},
+const HELLO: &str = r#"{"program":1,"source":"Hi {{ messages[0].content }}{{ strftime_now('%Y')[:2] }}","variables":{},
     "jobs":[{"messages":[{"content":"ü"}],"tools":null,"asks":[[1,false]]}]}"#;
 
 #[test]
@@ -79,7 +79,12 @@ fn the_process_is_confined_and_ends_with_its_input() {
 
 #[test]
 fn a_request_that_cannot_be_read_ends_the_process() {
-    for request in ["", "{}", "[1]", r#"{"program":7,"source":null,"tokens":{},"jobs":[]}"#] {
+    for request in [
+        "",
+        "{}",
+        "[1]",
+        r#"{"program":7,"source":null,"variables":{},"jobs":[]}"#,
+    ] {
         let mut child = worker();
         let mut input = child.stdin.take().unwrap();
         let _ = input.write_all(&(request.len() as u64).to_le_bytes());

@@ -4,6 +4,8 @@
 //! limits work, nesting and output. It runs in its own process (`pool`, `wire`) with limits on memory and time. Its input
 //! and output are those of transformers 5.
 
+mod kwargs;
+pub mod named;
 mod pool;
 mod wire;
 
@@ -30,7 +32,12 @@ pub struct ChatTemplate {
     default: Program,
     /// A template of its own for conversations with tools.
     tools: Option<Program>,
+    /// Special tokens and given variables by name.
     tokens: Map<String, Value>,
+    /// Names of the special tokens.
+    token_names: Vec<String>,
+    /// The variables that the user gives.
+    kwargs: Map<String, Value>,
     place: String,
     /// The user's own file: it may be rendered here if no process can be started, and this says so.
     trusted: Option<Trusted>,
@@ -108,14 +115,7 @@ impl ChatTemplate {
         if !path.exists() {
             return Err(paths::missing("file", path));
         }
-        let place = path.display().to_string();
-        Ok(Self {
-            default: Program::new(&files::read_text(path)?, &place)?,
-            tools: None,
-            tokens: tokens(tokenizer),
-            place,
-            trusted: None,
-        })
+        Self::from_text(&files::read_text(path)?, &path.display().to_string(), tokenizer)
     }
 
     /// A template text; `place` is named in errors.
@@ -123,13 +123,7 @@ impl ChatTemplate {
     /// # Errors
     /// A syntax error; a feature that the interpreter does not support.
     pub fn from_text(text: &str, place: &str, tokenizer: &Tokenizer) -> Result<Self> {
-        Ok(Self {
-            default: Program::new(text, place)?,
-            tools: None,
-            tokens: tokens(tokenizer),
-            place: place.to_string(),
-            trusted: None,
-        })
+        Self::with_tokens(text, place, tokens(tokenizer))
     }
 
     /// For a file that the user chose: if no process can be started, it is rendered in this one, with one call of
@@ -168,7 +162,9 @@ impl ChatTemplate {
         Ok(Self {
             default: Program::new(text, place)?,
             tools: None,
+            token_names: tokens.keys().cloned().collect(),
             tokens,
+            kwargs: Map::new(),
             place: place.to_string(),
             trusted: None,
         })
@@ -328,20 +324,21 @@ impl Program {
         })
     }
 
-    fn answer(&self, tokens: &Map<String, Value>, job: &RenderJob) -> Vec<Answer> {
-        answer(&self.parsed, tokens, job.messages, job.tools, &job.asks)
+    fn answer(&self, variables: &Map<String, Value>, job: &RenderJob) -> Vec<Answer> {
+        answer(&self.parsed, variables, job.messages, job.tools, &job.asks)
     }
 }
 
 /// What a template sees and prints for the beginnings of a conversation.
 fn answer(
     template: &jinja::Template,
-    tokens: &Map<String, Value>,
+    given: &Map<String, Value>,
     messages: &[Value],
     tools: Option<&Value>,
     asks: &[(usize, bool)],
 ) -> Vec<Answer> {
-    let mut variables: Vec<(&str, &Value)> = tokens.iter().map(|(name, text)| (&**name, text)).collect();
+    // The first variable of a name counts.
+    let mut variables: Vec<(&str, &Value)> = given.iter().map(|(name, value)| (&**name, value)).collect();
     variables.push(("tools", tools.unwrap_or(&Value::Null)));
     variables.push(("documents", &Value::Null));
     let messages: Cow<[Value]> = if messages.iter().any(has_reasoning) {

@@ -15,7 +15,9 @@ use tokenizers::AddedToken;
 use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
+mod added;
 mod rebuilt;
+pub use added::{NewToken, write_files};
 use rebuilt::Class;
 
 /// Largest `tokenizer.json`, bytes.
@@ -41,6 +43,8 @@ pub struct Tokenizer {
     size: usize,
     conflict: Option<String>,
     warning: Option<String>,
+    /// Tokens that its files do not have.
+    added: Vec<(u32, NewToken)>,
 }
 
 const ROLES: [&str; 7] = [
@@ -59,15 +63,23 @@ impl Tokenizer {
     /// # Errors
     /// No `tokenizer.json` (`NotFound`); a damaged file, or one of a newer version of the tokenizer library (`Format`).
     pub fn load(dir: &Path) -> Result<Self> {
+        Self::load_below(dir, usize::MAX)
+    }
+
+    /// As `load`, without the added tokens from id `first` on.
+    ///
+    /// # Errors
+    /// As for `load`.
+    pub fn load_below(dir: &Path, first: usize) -> Result<Self> {
         let path = dir.join("tokenizer.json");
-        let mut inner = read_tokenizer(dir, &path)?;
+        let mut inner = read_tokenizer(dir, &path, first)?;
         let config = match optional(dir, "tokenizer_config.json")? {
             Some(map) => map,
             None => Map::new(),
         };
         let map = optional(dir, "special_tokens_map.json")?.unwrap_or_default();
         let warning = as_its_class(dir, &mut inner, &config)?;
-        add_listed(&mut inner, &config);
+        add_listed(&mut inner, &config, first);
         let mut named = Vec::new();
         for role in ROLES {
             if let Some(text) = content(config.get(role)).or_else(|| content(map.get(role))) {
@@ -140,6 +152,7 @@ impl Tokenizer {
             size,
             conflict,
             warning,
+            added: Vec::new(),
         })
     }
 
@@ -191,6 +204,7 @@ impl Tokenizer {
             named: vec![("eos_token", SpecialToken { text, id })],
             conflict: None,
             warning: None,
+            added: Vec::new(),
         })
     }
 
@@ -293,7 +307,7 @@ fn failed(text: &str, e: tokenizers::Error) -> Error {
     Error::new("cannot tokenize the text").found(clip(text)).cause(e)
 }
 
-fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
+fn read_tokenizer(dir: &Path, path: &Path, first: usize) -> Result<tokenizers::Tokenizer> {
     if !path.exists() {
         let error = Error::not_found("model directory has no `tokenizer.json`").at_path(dir);
         let old = [
@@ -323,6 +337,10 @@ fn read_tokenizer(dir: &Path, path: &Path) -> Result<tokenizers::Tokenizer> {
     if text.starts_with(b"version https://git-lfs") {
         return Err(header::lfs_pointer(path, bytes));
     }
+    let text = match first {
+        usize::MAX => text,
+        first => added::without(path, first)?,
+    };
     let bad = |cause: String| {
         Error::format("`tokenizer.json` cannot be read")
             .at_path(path)
@@ -393,13 +411,14 @@ fn is_plain(inner: &tokenizers::Tokenizer, token: &str) -> bool {
 }
 
 /// Adds the tokens of `added_tokens_decoder` that `tokenizer.json` lacks, if their ids fit.
-fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>) {
+fn add_listed(inner: &mut tokenizers::Tokenizer, config: &Map<String, Value>, first: usize) {
     let Some(Value::Object(listed)) = config.get("added_tokens_decoder") else {
         return;
     };
     let mut sorted: Vec<(u32, &Value)> = listed
         .iter()
         .filter_map(|(id, v)| Some((id.parse().ok()?, v)))
+        .filter(|(id, _): &(u32, _)| (*id as usize) < first)
         .collect();
     sorted.sort_by_key(|(id, _)| *id);
     for (id, value) in sorted {

@@ -94,6 +94,8 @@ pub struct Weights {
     handles: Vec<File>,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: HashMap<String, String>,
+    /// By the stored name of the tensor.
+    patches: BTreeMap<String, Patch>,
 }
 
 impl Weights {
@@ -158,6 +160,7 @@ impl Weights {
             handles,
             tensors,
             metadata,
+            patches: BTreeMap::new(),
         })
     }
 
@@ -316,8 +319,9 @@ impl Weights {
 
     /// Reads bytes of a tensor, starting at its byte `at`.
     fn read_exact(&self, info: &TensorInfo, at: u64, out: &mut [u8]) -> Result<()> {
+        let stored = self.stored_part(info, at, out.len());
         self.handles[info.file]
-            .read_exact_at(out, info.offset + at)
+            .read_exact_at(&mut out[..stored], info.offset + at)
             .map_err(|e| {
                 let error = Error::io(format!("cannot read tensor `{}`", info.name))
                     .at_path(&self.paths[info.file])
@@ -328,7 +332,9 @@ impl Weights {
                     }
                     _ => error,
                 }
-            })
+            })?;
+        self.patch(info, at, out);
+        Ok(())
     }
 
     /// Merged metadata of all files.
@@ -347,6 +353,9 @@ impl Weights {
     }
 }
 
+mod rows;
 mod stream;
+use rows::Patch;
+
 #[cfg(test)]
 mod tests;

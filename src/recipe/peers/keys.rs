@@ -24,7 +24,10 @@ pub const KEYS: &[(&str, &str)] = &[
     ("token hf_token hub_token hf_hub_token use_auth_token hf_use_auth_token", "set the environment variable HF_TOKEN: a recipe must not contain secrets"),
     ("local_files_only offline", "set the environment variable HF_HUB_OFFLINE=1"),
     ("subfolder", "there is no key for this: give the local directory in `model.path`"),
-    ("add_tokens add_special_tokens new_special_tokens_config special_tokens additional_special_tokens tokens added_tokens_overrides resize_vocab resize_token_embeddings_to_32x resize_model_vocab mean_resizing_embeddings shrink_embeddings init_special_tokens embed_method eos_token pad_token bos_token unk_token padding_value fix_untrained_tokens split_special_tokens eot_tokens", "ft does not change the vocabulary: add tokens to the model directory first; `tune.lora.trainable_token_indices` trains the rows of such tokens"),
+    ("add_tokens tokens new_tokens", "data.new_tokens"),
+    ("add_special_tokens special_tokens additional_special_tokens new_special_tokens", "data.new_special_tokens"),
+    ("resize_vocab resize_token_embeddings_to_32x resize_model_vocab mean_resizing_embeddings shrink_embeddings init_special_tokens new_special_tokens_config embed_method fix_untrained_tokens", "write `data.new_tokens`: their rows are made, as the mean of the rows of the pieces of their texts, and trained (`tune.new_tokens`)"),
+    ("added_tokens_overrides eos_token pad_token bos_token unk_token padding_value split_special_tokens eot_tokens", "there is no key for this: `tokenizer_config.json` and `generation_config.json` of the model say which tokens begin and end a text; `data.new_special_tokens` adds tokens"),
     ("use_cache use_kv_cache cache_implementation", "there is no key for this: training has no KV cache; `ft generate --kv-cache` sets the type of the KV cache"),
 
     // Memory and quantization.
@@ -57,7 +60,9 @@ pub const KEYS: &[(&str, &str)] = &[
     ("assistant_only_loss completion_only_loss train_on_inputs train_on_prompt train_on_responses_only mask_prompt mask_history roles_to_train train_on_last_step_only message_field_training message_field_training_detail train_on_eos train_on_eot train_on_completion_only", "write `data.train_on`: `\"assistant\"` trains every assistant turn with its end, `\"completion\"` the last answer only, `\"all\"` every token"),
     ("shuffle_dataset disable_shuffling shuffle_data shuffle_merged_datasets shuffle_before_merging_datasets curriculum_sampling", "data.shuffle"),
     ("chat_template_path chat_template_jinja template conversation_template data.template prompt_template", "data.chat_template"),
-    ("chat_template_kwargs enable_thinking preserve_thinking split_thinking template_thinking_key tool_format field_thinking", "there is no key for this: `data.chat_template` may name a Jinja file of your own"),
+    ("chat_template_kwargs template_kwargs", "data.template_kwargs"),
+    ("enable_thinking", "write `data.template_kwargs = { enable_thinking = false }`"),
+    ("preserve_thinking split_thinking template_thinking_key tool_format field_thinking", "there is no key for this: `data.template_kwargs` sets variables of the template, and `data.chat_template` may name a Jinja file of your own"),
     ("default_system default_system_message data.system", "data.system_prompt"),
     ("drop_system_message system_format", "there is no key for this: a system message of a row stays; `data.system_prompt` is for rows without one"),
     ("dataset_format data_format formatting prompt_format .format .type data.type data.kind data.dataset_type conversation", "data.format"),

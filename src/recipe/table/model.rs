@@ -159,8 +159,18 @@ section! {
             "the model learns the answers, not the prompts; every token of a text row is trained";
         /// A new order in each epoch, from (seed, epoch). `false` reads rows in the order of the file.
         shuffle: bool = true, "neighboring rows of a file are often similar";
-        /// `auto` or a path to a Jinja file.
+        /// `auto`, a path to a Jinja file, or the name of a format: `chatml`, `qwen2.5`, `qwen3`, `llama3`, `llama3.1`,
+        /// `gemma`, `phi3`, `phi4`, `mistral`, `zephyr`, `alpaca`. Another template than the model's is saved in `final/`.
         chat_template: Option<String> = "auto", "the template of the model";
+        /// Variables of the chat template, such as `{ enable_thinking = false }`, in training, evaluation, rollouts and
+        /// sample answers. The template in `final/` has them as defaults.
+        template_kwargs: serde_json::Map<String, serde_json::Value> = {}, "the defaults of the template";
+        /// Tokens that are added to the vocabulary. Each gets a row in the embedding and in the head: the mean of the
+        /// rows of the tokens that its text was before. `auto` stands for tokens that the tokenizer has and the
+        /// embedding has no row for. `tune.new_tokens` decides how they are trained.
+        new_tokens: Vec<String> = [], "the vocabulary of the model";
+        /// As `new_tokens`, for control tokens: they are left out of decoded text, as `special` tokens of transformers.
+        new_special_tokens: Vec<String> = [], "the vocabulary of the model";
     }
 }
 
@@ -183,6 +193,11 @@ impl Memory {
 }
 
 impl Data {
+    /// True if the recipe adds tokens to the vocabulary.
+    pub fn adds_tokens(&self) -> bool {
+        !self.new_tokens.is_empty() || !self.new_special_tokens.is_empty()
+    }
+
     /// True if the recipe has evaluation rows.
     pub fn evaluates(&self) -> bool {
         !self.eval.is_empty() || self.eval_fraction > 0.0
@@ -205,6 +220,9 @@ impl Data {
         self.split.clone_from(&self.eval_split);
     }
 }
+
+/// Variables of a template that a row sets.
+const FROM_ROWS: [&str; 3] = ["messages", "tools", "add_generation_prompt"];
 
 fn valid_device(device: &str) -> bool {
     match device.strip_prefix("cuda") {
@@ -304,6 +322,26 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         ),
     }
     check_rows(s, faults);
+    let mut texts: Vec<&String> = data.new_tokens.iter().chain(&data.new_special_tokens).collect();
+    texts.sort_unstable();
+    if let Some(pair) = texts.windows(2).find(|pair| pair[0] == pair[1]) {
+        faults.add(
+            &[Data::new_tokens, Data::new_special_tokens],
+            Error::usage(format!("the new token `{}` is given twice", pair[0]))
+                .hint("list it once, in `data.new_tokens` or in `data.new_special_tokens`"),
+        );
+    }
+    if let Some(name) = data
+        .template_kwargs
+        .keys()
+        .find(|name| FROM_ROWS.contains(&name.as_str()))
+    {
+        faults.add(
+            &[Data::template_kwargs],
+            Error::usage(format!("`{name}` in `data.template_kwargs` comes from the rows"))
+                .expected("a variable that the template reads, such as `enable_thinking`"),
+        );
+    }
     let (packed, most) = (data.packing_length, data.max_length);
     if packed > most {
         faults.add(

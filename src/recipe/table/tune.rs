@@ -2,6 +2,17 @@
 
 use super::*;
 
+named!(
+    /// What is trained for new tokens.
+    NewTokens {
+        /// Only their rows of embedding and head.
+        Rows = "rows",
+        /// The whole embedding and head.
+        Matrix = "matrix",
+        /// Nothing.
+        None = "none",
+    }
+);
 named!(Method { Full = "full", Block = "block", Lora = "lora", Freeze = "freeze" });
 
 section! {
@@ -9,6 +20,10 @@ section! {
     pub struct TuneKeys in "tune" {
         /// `full`: all parameters at once; `block`: one block at a time; `lora`: adapters; `freeze`: the last layers.
         method: Method = "block", "trains all layers with the memory of one";
+        /// For tokens of `data.new_tokens`: `rows` trains their rows of embedding and head in every step (with adapters:
+        /// `trainable_token_indices` of PEFT); `matrix` trains the whole embedding and head (with adapters:
+        /// `modules_to_save`); `none` leaves the rows as they are made.
+        new_tokens: NewTokens = "rows", "the new rows need training, the others know their tokens";
         with block: BlockKeys;
         with freeze: Freeze;
         with lora: LoraKeys;
@@ -106,11 +121,42 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let TuneKeys {
         method, freeze, block, ..
     } = &s.tune;
-    if *method == Method::Freeze && freeze.trainable_layers == 0 && freeze.trainable.is_empty() {
+    let adds = s.data.adds_tokens() && s.tune.new_tokens != NewTokens::None;
+    if *method == Method::Freeze && freeze.trainable_layers == 0 && freeze.trainable.is_empty() && !adds {
         faults.add(
             &[Freeze::trainable_layers, Freeze::trainable, TuneKeys::method],
             Error::usage("`tune.method = \"freeze\"` with nothing to train")
                 .hint("set `tune.freeze.trainable_layers` or `tune.freeze.trainable`"),
+        );
+    }
+    let lora = &s.tune.lora;
+    if *method == Method::Lora && s.data.adds_tokens() && s.tune.new_tokens == NewTokens::None {
+        faults.add(
+            &[
+                TuneKeys::new_tokens,
+                Data::new_tokens,
+                Data::new_special_tokens,
+                TuneKeys::method,
+            ],
+            Error::usage("an adapter directory has no place for new rows that are not trained")
+                .found(TuneKeys::new_tokens.is("none"))
+                .hint("set `tune.new_tokens` to `rows` or `matrix`, or add the tokens with another `tune.method`"),
+        );
+    }
+    let rows = s.tune.new_tokens == NewTokens::Rows && lora.adapter.is_none();
+    if *method == Method::Lora && s.data.adds_tokens() && rows && lora.peft_type != PeftType::Lora {
+        faults.add(
+            &[
+                TuneKeys::new_tokens,
+                Data::new_tokens,
+                Data::new_special_tokens,
+                LoraKeys::peft_type,
+            ],
+            Error::usage(format!(
+                "adapters of the type `{}` cannot have single rows of the embedding: PEFT has them for LoRA only",
+                lora.peft_type.name()
+            ))
+            .hint("set `tune.new_tokens = \"matrix\"`, or `tune.lora.peft_type = \"lora\"`"),
         );
     }
     if *method == Method::Block && block.partition == Partition::Ratio && block.correction != Correction::None {
@@ -128,6 +174,8 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
 /// The setting because of which a key has no effect.
 pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
     match key {
+        TuneKeys::new_tokens if !s.data.adds_tokens() => Some("data.new_tokens = []".into()),
+        TuneKeys::new_tokens if s.tune.method == Method::Full => Some(TuneKeys::method.is("full")),
         BlockKeys::layers_per_block if s.tune.block.partition == Partition::Ratio => {
             Some(BlockKeys::partition.is("ratio"))
         }

@@ -12,6 +12,7 @@ use crate::model::{Network, Spec};
 use crate::recipe::{Dtype, ModelInit, TrainOn};
 use crate::rlhf::preference::reward::scores;
 use crate::setup::ModelDir;
+use crate::setup::vocabulary::TextChanges;
 use crate::source::StoragePolicy;
 use candle_core::{Device, Tensor};
 
@@ -49,7 +50,7 @@ fn no_score(described: &ModelDir) -> Error {
 impl RewardModel {
     /// Reads the directory without loading the weights. Errors: it is not a reward model.
     pub fn describe(dir: &str) -> Result<ModelDir> {
-        let mut described = ModelDir::open(dir, "main", None)?;
+        let mut described = ModelDir::open(dir, "main", &TextChanges::default())?;
         if !described.has_score(&Weights::open(&described.dir)?)? {
             return Err(no_score(&described));
         }

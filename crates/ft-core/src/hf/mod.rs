@@ -26,7 +26,8 @@ pub use new_adapters::{AdapterSet, TrainedRows, adapters_to_fill, new_adapters, 
 pub use open::{OpenModel, open};
 pub use tie::{untied_weights, unties};
 
-use crate::base::{Result, files};
+use crate::base::{Error, Result, files};
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// Tokenizer files of a model.
@@ -72,6 +73,38 @@ fn copy_beside(from: &Path, to: &Path, names: &[&str]) -> Result<()> {
 /// The file cannot be written.
 pub fn set_chat_template(dir: &Path, text: &str) -> Result<()> {
     files::write_atomic(&dir.join(CHAT_TEMPLATE), text.as_bytes())
+}
+
+/// As `set_chat_template`, for the template of conversations with tools.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn set_tools_template(dir: &Path, text: &str) -> Result<()> {
+    let dir = dir.join("additional_chat_templates");
+    files::create_dir_all(&dir)?;
+    files::write_atomic(&dir.join("tool_use.jinja"), text.as_bytes())
+}
+
+/// Writes the ids that end an answer into `generation_config.json` of an exported directory. `config`: the contents of
+/// `config.json`, for a directory without generation settings.
+///
+/// # Errors
+/// The file cannot be read or written.
+pub fn set_stop_ids(dir: &Path, config: &Map<String, Value>, ids: &[u32]) -> Result<()> {
+    let path = dir.join("generation_config.json");
+    let bad = |e: serde_json::Error| Error::format("file is not valid JSON").at_path(&path).cause(e);
+    let mut map: Map<String, Value> = match path.is_file() {
+        true => serde_json::from_str(&files::read_text(&path)?).map_err(bad)?,
+        false => {
+            let kept = config
+                .iter()
+                .filter(|(key, _)| ["bos_token_id", "pad_token_id"].contains(&key.as_str()));
+            kept.map(|(key, value)| (key.clone(), value.clone())).collect()
+        }
+    };
+    map.insert("eos_token_id".into(), ids.into());
+    let text = serde_json::to_string_pretty(&map).map_err(bad)?;
+    files::write_atomic(&path, format!("{text}\n").as_bytes())
 }
 
 #[cfg(test)]

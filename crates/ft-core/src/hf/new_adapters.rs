@@ -4,6 +4,7 @@
 use super::load_adapter::{alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 use crate::base::{Error, Result, suggest};
 use crate::formats::adapter::{AdapterConfig, AdapterKind, Allocation, Targets};
+use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::config::{LoraInit, PeftType};
 use crate::peft::lora::{fresh, scaling};
@@ -58,11 +59,15 @@ impl AdapterSet {
     /// Names of all parameters that train.
     pub fn trained(&self) -> impl Iterator<Item = String> + '_ {
         let parts = self.adapters.values().flat_map(|a| a.parts());
-        let rows = self.rows.iter().map(|(table, ..)| tokens::name_of(table));
         parts
             .map(|p| p.name.to_string())
             .chain(self.whole.iter().cloned())
-            .chain(rows)
+            .chain(self.trained_rows())
+    }
+
+    /// Names of the parameters of trained rows.
+    pub fn trained_rows(&self) -> impl Iterator<Item = String> + '_ {
+        self.rows.iter().map(|(table, ..)| tokens::name_of(table))
     }
 }
 
@@ -118,7 +123,7 @@ pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, se
         adapters.insert(site.module.clone(), Arc::new(adapter));
     }
     Ok(AdapterSet {
-        whole: whole(&config, spec)?,
+        whole: whole(&mut config, spec)?,
         rows: rows(lora, &mut config, spec)?,
         adapters,
         config: Some(config),
@@ -295,17 +300,34 @@ fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Ve
     Ok(tables.map(|t| (t, ids.clone(), None)).collect())
 }
 
-/// Errors: a module that does not exist, or that shares its weights with the embedding.
-fn whole(config: &AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
+/// Names of the parameters that train whole. The tied embedding and head are one parameter, which PEFT keeps tied with
+/// `ensure_weight_tying`.
+///
+/// Errors: a module that does not exist; the tied matrix, in an adapter of a type for which PEFT does not keep it tied.
+fn whole(config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
     let field = "LoraConfig::modules_to_save";
+    let is_head = |module: &str| targets::ends(LM_HEAD.trim_end_matches(".weight"), module);
+    if spec.tied && config.modules_to_save.iter().any(|m| is_head(m)) {
+        config.modules_to_save.retain(|m| !is_head(m));
+        if saved_whole(&config.modules_to_save, spec)
+            .iter()
+            .all(|n| n != EMBEDDING)
+        {
+            config.modules_to_save.push("embed_tokens".into());
+        }
+    }
     for module in &config.modules_to_save {
         let found = saved_whole(std::slice::from_ref(module), spec);
-        if spec.tied && (module == "lm_head" || found.iter().any(|n| n == spec.head_name())) {
-            return Err(Error::new(format!(
-                "`{module}` cannot be trained together with adapters: its weights are tied (embedding and output head)"
-            ))
-            .at(field)
-            .hint("leave it out, or train without adapters"));
+        if spec.tied && found.iter().any(|n| n == EMBEDDING) {
+            if config.kind != AdapterKind::Lora {
+                return Err(Error::unsupported(format!(
+                    "`{module}` cannot be trained beside an adapter of this type: its weights are tied (embedding and \
+                     output head), and PEFT keeps them tied for LoRA only"
+                ))
+                .at(field)
+                .hint("leave it out, set `LoraConfig::peft_type` to LoRA, or train without adapters"));
+            }
+            config.ensure_weight_tying = true;
         }
         if found.is_empty() {
             let params = spec.params();

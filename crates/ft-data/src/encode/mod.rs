@@ -23,6 +23,8 @@ mod tests_chat;
 #[cfg(test)]
 mod tests_real;
 #[cfg(test)]
+mod tests_templates;
+#[cfg(test)]
 mod tests_turns;
 
 use super::batch::Example;

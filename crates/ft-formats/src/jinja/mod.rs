@@ -60,6 +60,12 @@ impl Template {
         self.tree.marks_generation
     }
 
+    /// True if the template reads a variable of this name.
+    pub(crate) fn reads(&self, name: &str) -> bool {
+        let at = self.tree.names.iter().position(|n| **n == *name);
+        at.is_some_and(|at| self.tree.reads.contains(&(at as ast::Name)))
+    }
+
     /// The texts of a conversation's beginnings: `variables` are those of every rendering, `asks` says for each how many
     /// messages it has and whether it ends with a generation prompt.
     ///

@@ -3,7 +3,7 @@
 use super::ast::{Body, Expr, ExprKind, For, Macro, Name, Stmt, StmtKind, Target};
 use super::fail::{Done, Fail, begin, charge};
 use super::lexer::{self, Token};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// Deepest nesting of blocks; CPython allows 20 loops in each other.
@@ -16,6 +16,8 @@ const BRACKETS: usize = 60;
 pub(super) struct Tree {
     pub body: Body,
     pub names: Vec<Arc<str>>,
+    /// Names that it reads.
+    pub reads: HashSet<Name>,
     /// It has `{% generation %}`.
     pub marks_generation: bool,
 }
@@ -65,6 +67,12 @@ pub(super) fn parse(source: &str) -> Done<Tree> {
     super::scopes::resolve(&mut body)?;
     Ok(Tree {
         body,
+        reads: parser
+            .uses
+            .iter()
+            .filter(|(_, read)| *read)
+            .map(|(name, _)| *name)
+            .collect(),
         names: parser.names,
         marks_generation: parser.marks_generation,
     })

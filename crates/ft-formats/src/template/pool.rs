@@ -109,7 +109,7 @@ impl Renderer {
         let request = Request {
             program: program.id,
             source: is_new.then_some(&*program.source),
-            tokens: &template.tokens,
+            variables: &template.tokens,
             jobs: jobs
                 .iter()
                 .map(|job| JobText {

@@ -298,3 +298,103 @@ fn without_a_process_only_a_file_of_the_user_is_rendered_and_a_warning_says_so()
         "{said:?}"
     );
 }
+
+#[test]
+fn given_variables_reach_the_template_and_are_saved_with_it() {
+    let text =
+        "  {%- if enable_thinking is defined and not enable_thinking %}off{% endif %}{{ date }} {{ bos_token }}\n";
+    let chat = [json!({"role": "user", "content": "hi"})];
+    let kwargs =
+        json!({"enable_thinking": false, "date": "a \"b\"\n\\ ü", "bos_token": "B", "l": [1, 0.5, "x"], "m": 3});
+    let kwargs = kwargs.as_object().unwrap();
+    let plain = template(text);
+    assert_eq!(plain.render(&chat, None, false).unwrap(), " <s>");
+    assert!(plain.source_with_kwargs() == text && !plain.has_kwargs());
+    let given = template(text).with_kwargs(kwargs).unwrap();
+    let wanted = "offa \"b\"\n\\ ü B";
+    assert_eq!(given.render(&chat, None, false).unwrap(), wanted);
+    assert_eq!(given.unread_kwargs(), ["l", "m"]);
+    assert!(given.has_kwargs());
+    // The saved text has them as defaults, and other values replace them.
+    let saved = given.source_with_kwargs();
+    assert!(!saved.contains("set l") && saved.ends_with(text), "{saved}");
+    assert_eq!(template(&saved).render(&chat, None, false).unwrap(), wanted);
+    let other = json!({"enable_thinking": true, "date": "d"});
+    let other = template(&saved).with_kwargs(other.as_object().unwrap()).unwrap();
+    assert_eq!(other.render(&chat, None, false).unwrap(), "d B");
+    assert!(other.unread_kwargs().is_empty());
+    let error = template(text)
+        .with_kwargs(json!({"messages": []}).as_object().unwrap())
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("`messages` is a part of the conversation"),
+        "{error}"
+    );
+}
+
+#[test]
+fn both_templates_of_a_model_get_the_variables() {
+    let config = json!({"chat_template": [{"name": "default", "template": "{{ a }}"}, {"name": "tool_use", "template": "T{{ a }}{{ b }}"}]});
+    let dir = tempfile::tempdir().unwrap();
+    write_tokenizer(dir.path(), config);
+    let tokenizer = Tokenizer::load(dir.path()).unwrap();
+    let kwargs = json!({"a": [true, {"k": null}], "b": 1.5e-9});
+    let both = ChatTemplate::from_dir(dir.path(), &tokenizer).unwrap().unwrap();
+    let both = both.with_kwargs(kwargs.as_object().unwrap()).unwrap();
+    assert!(both.unread_kwargs().is_empty());
+    let chat = [json!({"role": "user", "content": "hi"})];
+    let tools = json!([{}]);
+    assert_eq!(both.render(&chat, None, false).unwrap(), "[True, {'k': None}]");
+    let saved = both.tools_source_with_kwargs().unwrap();
+    let wanted = both.render(&chat, Some(&tools), false).unwrap();
+    assert_eq!(wanted, "T[True, {'k': None}]1.5e-09");
+    assert_eq!(template(&saved).render(&chat, None, false).unwrap(), wanted);
+}
+
+#[test]
+fn templates_have_names() {
+    for own in named::NAMED {
+        let tokenizer = tokenizer(json!({}));
+        let chat = [
+            json!({"role": "user", "content": "2+2?"}),
+            json!({"role": "assistant", "content": "4"}),
+        ];
+        let template = own.template(&tokenizer).unwrap();
+        let text = template.render(&chat, None, false).unwrap();
+        assert!(text.contains("2+2?") && text.contains('4'), "{}: {text:?}", own.name);
+        let prompt = template.render(&chat[..1], None, true).unwrap();
+        assert!(text.starts_with(&prompt), "{}: {prompt:?} {text:?}", own.name);
+        // Without a marker in the vocabulary there is nothing to stop at.
+        assert!(own.turn_end(&tokenizer).is_none() && own.missing(&tokenizer).len() == own.markers.len());
+        assert_eq!(named::find(own.name).unwrap().name, own.name);
+    }
+    assert_eq!(named::find("Llama3_1").unwrap().name, "llama3.1");
+    assert_eq!(named::find("qwen25").unwrap().name, "qwen2.5");
+    assert!(named::find("./chatml").is_none() && named::find("chatml.jinja").is_none() && named::find("x").is_none());
+}
+
+/// `tests/parity/make_templates.py`: the texts of the real templates.
+#[test]
+fn templates_by_name_render_as_the_real_ones() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/goldens/templates.json");
+    let golden: Value = serde_json::from_str(&files::read_text(&path).unwrap()).unwrap();
+    let tokenizer = tokenizer(json!({}));
+    let cases = golden["named"].as_array().unwrap();
+    for case in cases {
+        let name = case["name"].as_str().unwrap();
+        let template = named::find(name).unwrap().template(&tokenizer).unwrap();
+        let template = template.with_kwargs(case["kwargs"].as_object().unwrap()).unwrap();
+        let messages = golden["chats"][case["chat"].as_str().unwrap()].as_array().unwrap();
+        let tools = (case["tools"] == true).then_some(&golden["tools"]);
+        let got = template.render(messages, tools, case["prompt"] == true).unwrap();
+        // The tokens of this tokenizer in place of those of the real ones.
+        let wanted = case["text"].as_str().unwrap();
+        let wanted = wanted.replace("<|begin_of_text|>", "<s>").replace("<bos>", "<s>");
+        let wanted = match name {
+            "phi3" => wanted.replace("<|im_end|>", "<end>"),
+            _ => wanted,
+        };
+        assert_eq!(got, wanted, "{name} {}", case["chat"]);
+    }
+    assert!(cases.len() > 200);
+}

@@ -25,7 +25,7 @@ const FLUSH_AFTER: Duration = Duration::from_secs(1);
 pub(super) struct Request<'a> {
     pub program: u64,
     pub source: Option<&'a str>,
-    pub tokens: &'a Map<String, Value>,
+    pub variables: &'a Map<String, Value>,
     pub jobs: Vec<JobText<'a>>,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct JobText<'a> {
 struct OwnRequest {
     program: u64,
     source: Option<String>,
-    tokens: Map<String, Value>,
+    variables: Map<String, Value>,
     jobs: Vec<OwnJob>,
 }
 
@@ -93,7 +93,13 @@ pub fn serve() -> i32 {
         };
         let (mut out, mut since) = (Vec::new(), Instant::now());
         for job in request.jobs {
-            let answers = answer(program, &request.tokens, &job.messages, job.tools.as_ref(), &job.asks);
+            let answers = answer(
+                program,
+                &request.variables,
+                &job.messages,
+                job.tools.as_ref(),
+                &job.asks,
+            );
             put_job(&mut out, &answers);
             if out.len() > FLUSH_BYTES || since.elapsed() > FLUSH_AFTER {
                 if output.write_all(&out).and_then(|()| output.flush()).is_err() {

@@ -168,3 +168,53 @@ fn the_tokenizer_of_bytes_carries_every_text() {
     }
     assert_eq!(bytes.stop_ids(), [bytes.eos_id().unwrap()]);
 }
+
+#[test]
+fn added_tokens_are_those_of_the_saved_files() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny");
+    let mut tokenizer = Tokenizer::load(&dir).unwrap();
+    let before = tokenizer.vocab_size();
+    let token = |text: &str, special| NewToken {
+        text: text.into(),
+        special,
+    };
+    let ids = tokenizer
+        .add_tokens(&[token("<think>", true), token("Δx y", false), token("<|im_end|>", true)])
+        .unwrap();
+    assert_eq!(ids[..2], [before as u32, before as u32 + 1]);
+    assert_eq!(Some(ids[2]), tokenizer.token_to_id("<|im_end|>"));
+    assert!(tokenizer.is_special(ids[0]) && !tokenizer.is_special(ids[1]));
+    let text = "a<think>b Δx yz";
+    let encoded = tokenizer.encode(text, false).unwrap();
+    assert!(encoded.contains(&ids[0]) && encoded.contains(&ids[1]), "{encoded:?}");
+    let copy = tempfile::tempdir().unwrap();
+    for file in files::list(&dir).unwrap() {
+        if file.extension().is_some_and(|e| e == "json" || e == "jinja") {
+            std::fs::copy(&file, copy.path().join(file.file_name().unwrap())).unwrap();
+        }
+    }
+    write_files(copy.path(), &tokenizer.files_with_added(&dir).unwrap()).unwrap();
+    let read = Tokenizer::load(copy.path()).unwrap();
+    assert_eq!(read.vocab_size(), before + 2);
+    assert_eq!(read.encode(text, false).unwrap(), encoded);
+    assert!(read.is_special(ids[0]) && !read.is_special(ids[1]));
+    assert_eq!(
+        read.decode(&encoded, true).unwrap(),
+        tokenizer.decode(&encoded, true).unwrap()
+    );
+    let listed = Tokenizer::listed_from(copy.path(), before).unwrap();
+    assert_eq!(
+        listed,
+        [(ids[0], token("<think>", true)), (ids[1], token("Δx y", false))]
+    );
+    let below = Tokenizer::load_below(copy.path(), before).unwrap();
+    assert_eq!(below.vocab_size(), before);
+    assert_eq!(
+        below.encode(text, false).unwrap(),
+        Tokenizer::load(&dir).unwrap().encode(text, false).unwrap()
+    );
+    // A second time they are known.
+    let mut again = Tokenizer::load(copy.path()).unwrap();
+    assert_eq!(again.add_tokens(&[token("<think>", true)]).unwrap(), ids[..1]);
+    assert!(again.files_with_added(copy.path()).unwrap().is_empty());
+}

@@ -118,7 +118,8 @@ impl Weights {
     fn read_and_forget(&self, name: &str, at: u64, out: &mut [u8]) -> Result<()> {
         let info = self.must(name)?;
         self.read_exact(info, at, out)?;
-        files::forget(&self.handles[info.file], info.offset + at, out.len() as u64);
+        let stored = self.stored_part(info, at, out.len());
+        files::forget(&self.handles[info.file], info.offset + at, stored as u64);
         Ok(())
     }
 

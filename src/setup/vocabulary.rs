@@ -1,0 +1,353 @@
+//! What a user changes in the vocabulary and the chat template of a model: new tokens with their rows in embedding and
+//! head, another template, variables of the template.
+//!
+//! Letters: D hidden size.
+
+use crate::base::{Error, Result};
+use crate::formats::template::named;
+use crate::formats::tokenizer::NewToken;
+use crate::formats::weights::Weights;
+use crate::formats::{ChatTemplate, Tokenizer};
+use crate::model::Spec;
+use crate::model::spec::{EMBEDDING, LM_HEAD};
+use crate::recipe::{self, Method, Recipe};
+use crate::report;
+use crate::setup::locate;
+use crate::setup::model::warn_once;
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+
+/// The changes of a user.
+#[derive(Debug, Clone, Default)]
+pub struct TextChanges {
+    /// A Jinja file, or a name of `formats::template::named`.
+    pub template: Option<String>,
+    /// Variables of the template.
+    pub kwargs: Map<String, Value>,
+    /// New tokens.
+    pub tokens: Vec<NewToken>,
+    /// Makes rows for tokens of the tokenizer that have none.
+    pub missing_rows: bool,
+    /// The number of rows stays a multiple of a power of two.
+    pub rounds_up: bool,
+    /// Adapters whose tokens the model gets too.
+    pub adapters: Vec<PathBuf>,
+}
+
+/// The value of `data.new_tokens` that stands for tokens without a row.
+const MISSING: &str = "auto";
+/// Rows of an embedding are added up to a multiple of at most this.
+const ROWS: usize = 128;
+/// Tokens that an error message lists.
+const SHOWN: usize = 20;
+
+impl TextChanges {
+    /// Errors: the adapter that the recipe continues to train does not exist.
+    pub fn of_recipe(recipe: &Recipe) -> Result<Self> {
+        let data = &recipe.data;
+        let tokens = |list: &[String], special: bool| -> Vec<NewToken> {
+            let texts = list.iter().filter(|text| *text != MISSING || special);
+            texts
+                .map(|text| NewToken {
+                    text: text.clone(),
+                    special,
+                })
+                .collect()
+        };
+        let adapter = recipe
+            .tune
+            .lora
+            .adapter
+            .as_ref()
+            .filter(|_| recipe.tune.method == Method::Lora);
+        Ok(Self {
+            template: data.chat_template.clone(),
+            kwargs: data.template_kwargs.clone(),
+            tokens: [tokens(&data.new_special_tokens, true), tokens(&data.new_tokens, false)].concat(),
+            missing_rows: data.new_tokens.iter().any(|text| text == MISSING),
+            // PEFT makes a base as long as the tokenizer before it loads an adapter.
+            rounds_up: recipe.tune.method != Method::Lora,
+            adapters: adapter
+                .map(|dir| locate::adapter_directory(dir))
+                .transpose()?
+                .into_iter()
+                .collect(),
+        })
+    }
+
+    /// The template with its variables, `None` if the model has none and no other is given. Also returns the token that
+    /// ends a turn, if the template is one of ft's own.
+    pub fn template(&self, dir: &Path, tokenizer: &Tokenizer) -> Result<(Option<ChatTemplate>, Option<u32>)> {
+        let mut end = None;
+        let template = match &self.template {
+            None => ChatTemplate::from_dir(dir, tokenizer)?,
+            Some(name) => Some(match named::find(name) {
+                Some(own) => {
+                    let missing = own.missing(tokenizer);
+                    if !missing.is_empty() {
+                        let shown = |with: &str| {
+                            missing
+                                .iter()
+                                .map(|m| format!("{with}{m}{with}"))
+                                .collect::<Vec<_>>()
+                                .join(", ")
+                        };
+                        warn_once(&format!(
+                            "the tokenizer splits {} of the template `{}` into pieces; `data.new_special_tokens = \
+                             [{}]` makes a token of each",
+                            shown("`"),
+                            own.name,
+                            shown("\"")
+                        ));
+                    }
+                    end = own.turn_end(tokenizer);
+                    own.template(tokenizer)?.trusted(report::warn)
+                }
+                None => ChatTemplate::from_file(Path::new(name), tokenizer)
+                    .map_err(|e| with_names(e, name))?
+                    .trusted(report::warn),
+            }),
+        };
+        let Some(template) = template else {
+            if !self.kwargs.is_empty() {
+                warn_once("`data.template_kwargs` has no effect: the model has no chat template");
+            }
+            return Ok((None, None));
+        };
+        let template = template.with_kwargs(&self.kwargs)?;
+        for name in template.unread_kwargs() {
+            warn_once(&format!(
+                "the chat template does not read `{name}` of `data.template_kwargs`: it has no effect"
+            ));
+        }
+        Ok((Some(template), end))
+    }
+}
+
+/// Adds the names of ft's own templates to the error for a file that does not exist.
+fn with_names(error: Error, name: &str) -> Error {
+    if Path::new(name).exists() || name.contains('/') {
+        return error;
+    }
+    let names: Vec<&str> = named::NAMED.iter().map(|t| t.name).collect();
+    error.expected(format!("a Jinja file, or one of {}", names.join(", ")))
+}
+
+/// Rows of embedding and head for tokens that the files of a model have no rows for.
+#[derive(Debug)]
+pub struct NewRows {
+    /// The new tokens, without gaps.
+    pub ids: Vec<u32>,
+    /// The tokens that the text of each was before.
+    pieces: Vec<Vec<u32>>,
+    /// Rows of the files.
+    stored: usize,
+    /// Rows of the model.
+    pub vocab: usize,
+}
+
+impl NewRows {
+    /// Adds the new tokens to the tokenizer of `dir`, whose embedding has `stored` rows. `None`: there is none.
+    ///
+    /// Errors: a token without a row that nobody asked for.
+    pub fn add(changes: &TextChanges, tokenizer: &mut Tokenizer, dir: &Path, stored: usize) -> Result<Option<Self>> {
+        let mut tokens = changes.tokens.clone();
+        let mut of_adapters: Vec<(u32, NewToken)> = Vec::new();
+        for adapter in &changes.adapters {
+            let listed = Tokenizer::listed_from(adapter, 0)?;
+            let has_row = |id: u32| (id as usize) < stored;
+            let new = listed.into_iter().filter(|(_, t)| !tokenizer.token_to_id(&t.text).is_some_and(has_row));
+            of_adapters.extend(new);
+            Tokenizer::ends_of(adapter)?
+                .into_iter()
+                .for_each(|id| tokenizer.add_stop(id));
+        }
+        for (_, token) in of_adapters.iter().rev() {
+            tokens.retain(|own| own.text != token.text);
+            tokens.insert(0, token.clone());
+        }
+        let without_row = match tokenizer.vocab_size() > stored {
+            true => Tokenizer::listed_from(dir, stored)?,
+            false => Vec::new(),
+        };
+        let asked = |text: &str| changes.missing_rows || tokens.iter().any(|t| t.text == text);
+        let unasked: Vec<&str> = without_row
+            .iter()
+            .map(|(_, t)| t.text.as_str())
+            .filter(|t| !asked(t))
+            .collect();
+        if stored + without_row.len() < tokenizer.vocab_size() || !unasked.is_empty() {
+            return Err(without_rows(tokenizer, dir, stored, &unasked));
+        }
+        let plain = match without_row.is_empty() {
+            true => None,
+            false => Some(Tokenizer::load_below(dir, stored)?),
+        };
+        let mut new: Vec<(NewToken, Vec<u32>)> = Vec::new();
+        for token in without_row.into_iter().map(|(_, token)| token).chain(tokens) {
+            let known = tokenizer.token_to_id(&token.text);
+            if let Some(id) = known.filter(|id| (*id as usize) < stored) {
+                warn_once(&format!(
+                    "`{}` is a token of the model already ({id}): it gets no new row",
+                    token.text
+                ));
+            } else if new.iter().all(|(t, _)| t.text != token.text) {
+                let pieces = plain.as_ref().unwrap_or(tokenizer).encode(&token.text, false)?;
+                if pieces.is_empty() {
+                    return Err(Error::usage("the tokenizer removes the text of a new token")
+                        .found(format!("{:?}", token.text)));
+                }
+                new.push((token, pieces));
+            }
+        }
+        if new.is_empty() {
+            return Ok(None);
+        }
+        let (texts, pieces): (Vec<NewToken>, Vec<Vec<u32>>) = new.into_iter().unzip();
+        let ids = tokenizer.add_tokens(&texts)?;
+        let moved = |(id, token): &&(u32, NewToken)| tokenizer.token_to_id(&token.text) != Some(*id);
+        if let Some((id, token)) = of_adapters.iter().find(moved) {
+            return Err(Error::unsupported("a new token of an adapter has another id in this model")
+                .at_path(dir)
+                .found(format!("`{}` is {:?}", token.text, tokenizer.token_to_id(&token.text)))
+                .expected(id)
+                .hint("use the base model of the adapter; adapters that are merged together must have the same new tokens"));
+        }
+        let follows = ids.windows(2).all(|pair| pair[1] == pair[0] + 1);
+        if !follows || ids.first().is_none_or(|id| *id as usize > stored) {
+            return Err(
+                Error::unsupported("the ids of the new tokens do not follow the rows of the embedding")
+                    .at_path(dir)
+                    .found(format!("{ids:?}, {stored} rows"))
+                    .hint(
+                        "the vocabulary of this tokenizer has gaps: add the tokens with the tool that made the model",
+                    ),
+            );
+        }
+        let needed = tokenizer.vocab_size();
+        let unit = if changes.rounds_up && needed > stored {
+            1 << stored.trailing_zeros().min(ROWS.trailing_zeros())
+        } else {
+            1
+        };
+        Ok(Some(Self {
+            vocab: stored.max(needed.next_multiple_of(unit)),
+            ids,
+            pieces,
+            stored,
+        }))
+    }
+
+    /// Makes the rows in the weights of the model: a row is the mean of the rows of its pieces.
+    ///
+    /// Errors: the embedding cannot be read.
+    pub fn place(&self, weights: &mut Weights) -> Result<()> {
+        for table in [EMBEDDING, LM_HEAD] {
+            let Some(width) = weights.info(table).and_then(|info| info.shape.get(1).copied()) else {
+                continue;
+            };
+            let mut values = Vec::with_capacity(self.pieces.len() * width);
+            for pieces in &self.pieces {
+                values.extend(mean(pieces, width, &mut |id, out| {
+                    weights.read_f32_at(table, id as usize * width, out)
+                })?);
+            }
+            // Rows that no token has are as likely as the new tokens at the start, so never the most likely ones.
+            let first = self.ids.first().map_or(self.stored, |id| *id as usize);
+            let rest = self.vocab.saturating_sub((first + self.ids.len()).max(self.stored));
+            if rest > 0 {
+                let all: Vec<u32> = (0..self.ids.len() as u32).collect();
+                let row = mean(&all, width, &mut |id, out| {
+                    out.copy_from_slice(&values[id as usize * width..][..width]);
+                    Ok(())
+                })?;
+                (0..rest).for_each(|_| values.extend(&row));
+            }
+            weights.with_rows(table, first, &values)?;
+        }
+        Ok(())
+    }
+}
+
+/// The tokenizer of a model with the tokens of these adapters, and the new rows; `None`: there are none.
+///
+/// Errors: as for `NewRows::add`.
+pub fn of_adapters(model: &Path, adapters: Vec<PathBuf>, stored: usize) -> Result<Option<(Tokenizer, NewRows)>> {
+    if !model.join("tokenizer.json").is_file() {
+        return Ok(None);
+    }
+    let mut tokenizer = Tokenizer::load(model)?;
+    let changes = TextChanges {
+        adapters,
+        ..TextChanges::default()
+    };
+    let rows = NewRows::add(&changes, &mut tokenizer, model, stored)?;
+    Ok(rows.map(|rows| (tokenizer, rows)))
+}
+
+/// The mean of rows, `[D]`.
+fn mean(ids: &[u32], width: usize, read: &mut dyn FnMut(u32, &mut [f32]) -> Result<()>) -> Result<Vec<f32>> {
+    let (mut sum, mut row) = (vec![0f64; width], vec![0f32; width]);
+    for &id in ids {
+        read(id, &mut row)?;
+        sum.iter_mut().zip(&row).for_each(|(sum, x)| *sum += f64::from(*x));
+    }
+    Ok(sum.iter().map(|x| (x / ids.len().max(1) as f64) as f32).collect())
+}
+
+fn without_rows(tokenizer: &Tokenizer, dir: &Path, stored: usize, unasked: &[&str]) -> Error {
+    let error = Error::new("the tokenizer has more tokens than the embedding has rows")
+        .at_path(dir)
+        .found(format!("{} tokens", tokenizer.vocab_size()))
+        .expected(format!("at most {stored} (vocab_size of config.json)"));
+    if unasked.is_empty() {
+        return error.hint("use the tokenizer that belongs to this model");
+    }
+    let mut shown: Vec<String> = unasked.iter().take(SHOWN).map(|text| format!("`{text}`")).collect();
+    if unasked.len() > SHOWN {
+        shown.push(format!("and {} more", unasked.len() - SHOWN));
+    }
+    error.hint(format!(
+        "{} have no row: `data.new_tokens = \"{MISSING}\"` makes and trains one for each, or use the tokenizer that \
+         belongs to this model",
+        shown.join(", ")
+    ))
+}
+
+/// The recipe with the rows of the new tokens among the trained parameters.
+pub fn settle(recipe: &Recipe, new: Option<&NewRows>, spec: &Spec) -> Recipe {
+    let mut recipe = recipe.clone();
+    let Some(new) = new else { return recipe };
+    let tune = &mut recipe.tune;
+    let embeds = tune.block.include_embedding && tune.method == Method::Block;
+    let ids = new.ids.iter().map(|id| *id as usize);
+    let tables: &[&str] = if spec.tied { &[EMBEDDING] } else { &[EMBEDDING, LM_HEAD] };
+    let tables = tables.iter().map(|table| table.to_string());
+    match (tune.new_tokens, tune.method) {
+        (recipe::NewTokens::None, _) | (_, Method::Full) => {}
+        (recipe::NewTokens::Matrix, Method::Lora) => {
+            for module in ["embed_tokens", "lm_head"] {
+                if !tune.lora.modules_to_save.iter().any(|m| m == module) {
+                    tune.lora.modules_to_save.push(module.into());
+                }
+            }
+        }
+        (recipe::NewTokens::Matrix, Method::Block) => tune.block.always_active.extend(tables),
+        (recipe::NewTokens::Matrix, Method::Freeze) => tune.freeze.trainable.extend(tables),
+        (_, Method::Lora) => {
+            let lora = &mut tune.lora;
+            let whole = lora
+                .modules_to_save
+                .iter()
+                .any(|m| m == "embed_tokens" || m == "lm_head");
+            let known = lora.trainable_token_indices.clone();
+            if !whole {
+                lora.trainable_token_indices
+                    .extend(ids.filter(|id| !known.contains(id)));
+            }
+        }
+        (_, Method::Block | Method::Freeze) if !embeds => tune.rows.extend(new.ids.iter().copied()),
+        (_, Method::Block | Method::Freeze) => {}
+    }
+    recipe
+}

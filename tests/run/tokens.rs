@@ -1,0 +1,325 @@
+//! New tokens: their rows, how they train, and the directories that contain them. The numbers are those of transformers
+//! and PEFT (`tests/parity/make_new_tokens.py`).
+
+use crate::bench::{Bench, copy_all, goldens, number, said};
+use ft::formats::weights::Weights;
+use ft::formats::{Tokenizer, tokenizer::NewToken};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+const NORMAL: &str = "data.new_tokens=[\"Δspan\", \"river-bank\"]";
+const SPECIAL: &str = "data.new_special_tokens=[\"<tool>\", \"</tool>\"]";
+const RUN: [&str; 11] = [
+    NORMAL,
+    SPECIAL,
+    "data.train=tokens.jsonl",
+    "data.shuffle=false",
+    "optimizer.name=sgd",
+    "schedule.name=constant",
+    "schedule.warmup_steps=0",
+    "train.max_grad_norm=0.0",
+    "train.batch_size=3",
+    "train.gradient_accumulation_steps=1",
+    "train.output_dir=run",
+];
+const METHODS: [(&str, &[&str]); 4] = [
+    ("alone", &["tune.method=freeze", "tune.freeze.trainable_layers=0"]),
+    ("full", &["tune.method=full"]),
+    ("lora_rows", &["tune.method=lora", "tune.lora.r=2"]),
+    (
+        "lora_matrix",
+        &["tune.method=lora", "tune.lora.r=2", "tune.new_tokens=matrix"],
+    ),
+];
+
+fn bench(model: &str) -> Bench {
+    let bench = Bench::new();
+    fs::remove_dir_all(bench.path("model")).unwrap();
+    copy_all(&goldens().join("training/models").join(model), &bench.path("model"));
+    copy_all(&goldens().join("tokenizers/chat"), &bench.path("model"));
+    fs::copy(goldens().join("new_tokens/rows.jsonl"), bench.path("tokens.jsonl")).unwrap();
+    bench
+}
+
+fn eval(bench: &Bench, model: &str) -> f64 {
+    let out = bench.ft(&[
+        "eval",
+        "--model",
+        model,
+        "--data",
+        "tokens.jsonl",
+        "--dtype",
+        "f32",
+        "--json",
+    ]);
+    assert!(out.status.success(), "{}", said(&out));
+    number(&serde_json::from_slice::<Value>(&out.stdout).unwrap(), "loss")
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+#[track_caller]
+fn near(got: f64, wanted: f64, most: f64, place: &str) {
+    assert!(
+        (got - wanted).abs() <= most * wanted.abs().max(1.0),
+        "{place}: {got}, {wanted}"
+    );
+}
+
+#[test]
+fn losses_and_rows_are_those_of_transformers_and_peft() {
+    let golden = json(&goldens().join("new_tokens/golden.json"));
+    for model in ["llama", "qwen3"] {
+        let bench = bench(model);
+        let ids: Vec<u64> = golden["models"][model]["ids"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|i| i.as_u64().unwrap())
+            .collect();
+        for (name, settings) in METHODS {
+            let place = format!("{model} {name}");
+            let wanted = &golden["models"][model][name];
+            let losses: Vec<f64> = wanted["losses"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|x| x.as_f64().unwrap())
+                .collect();
+            let steps = format!("train.max_steps={}", losses.len());
+            let rate = format!("optimizer.learning_rate={}", golden["rates"][name]);
+            bench.train(&[&RUN[..], settings, &[&*steps, &*rate, "--overwrite"]].concat());
+            let own: Vec<f64> = bench.steps("run").iter().map(|s| number(s, "loss")).collect();
+            assert_eq!(own.len(), losses.len(), "{place}");
+            own.iter().zip(&losses).for_each(|(a, b)| near(*a, *b, 2e-5, &place));
+            let adapter = name.starts_with("lora");
+            let file = if adapter {
+                "adapter_model.safetensors"
+            } else {
+                "model.safetensors"
+            };
+            let weights = Weights::open_file(&bench.path("run/final").join(file)).unwrap();
+            for (table, rows) in wanted["rows"].as_object().unwrap() {
+                let rows = rows.as_array().unwrap();
+                let module = if table == "lm_head" {
+                    "lm_head".to_string()
+                } else {
+                    format!("model.{table}")
+                };
+                let stored = match name {
+                    "lora_rows" => format!("base_model.model.{module}.token_adapter.trainable_tokens_delta"),
+                    "lora_matrix" => format!("base_model.model.{module}.weight"),
+                    _ => format!("{module}.weight"),
+                };
+                let values = weights.read_f32(&stored).unwrap();
+                let width = weights.info(&stored).unwrap().shape[1];
+                let first = if name == "lora_rows" { 0 } else { ids[0] as usize };
+                for (i, row) in rows.iter().enumerate() {
+                    for (j, x) in row.as_array().unwrap().iter().enumerate() {
+                        near(
+                            f64::from(values[(first + i) * width + j]),
+                            x.as_f64().unwrap(),
+                            1e-5,
+                            &place,
+                        );
+                    }
+                }
+            }
+            // What is saved has the vocabulary, and gives the same loss again.
+            let tokenizer = Tokenizer::load(&bench.path("run/final"));
+            assert_eq!(tokenizer.unwrap().token_to_id("<tool>"), Some(ids[0] as u32), "{place}");
+            let after = eval(&bench, "run/final");
+            if let Some(wanted) = wanted["loss_after"].as_f64() {
+                near(after, wanted, 2e-5, &place);
+                assert_eq!(json(&bench.path("run/final/config.json"))["vocab_size"], 384);
+            }
+            if adapter {
+                let out = bench.ft(&["merge", "--adapter", "run/final", "--out", "merged"]);
+                assert!(out.status.success(), "{place}: {}", said(&out));
+                near(eval(&bench, "merged"), after, 2e-5, &place);
+                fs::remove_dir_all(bench.path("merged")).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_resumed_run_has_the_same_rows() {
+    let bench = bench("qwen3");
+    for settings in [METHODS[0].1, METHODS[2].1, &["tune.method=block"]] {
+        let usual = [&RUN[..], settings, &["optimizer.learning_rate=1e-2"]].concat();
+        bench.train(&[&usual[..], &["train.max_steps=4", "train.save_steps=2", "--overwrite"]].concat());
+        let whole = crate::bench::files(&bench.path("run/final"));
+        bench.train(
+            &[
+                &usual[..],
+                &[
+                    "train.max_steps=4",
+                    "train.save_steps=2",
+                    "--resume",
+                    "run/checkpoint-2",
+                ],
+            ]
+            .concat(),
+        );
+        assert!(whole == crate::bench::files(&bench.path("run/final")), "{settings:?}");
+        // The state after step 4 as a directory of its own.
+        let out = bench.ft(&["export", "run/checkpoint-4", "--out", "exported"]);
+        assert!(out.status.success(), "{}", said(&out));
+        near(eval(&bench, "exported"), eval(&bench, "run/final"), 1e-6, "exported");
+        fs::remove_dir_all(bench.path("exported")).unwrap();
+    }
+}
+
+#[test]
+fn tokens_without_a_row_get_one_when_asked() {
+    let bench = bench("llama");
+    let mut tokenizer = Tokenizer::load(&bench.path("model")).unwrap();
+    let tokens = ["<a>", "<b>"].map(|text| NewToken {
+        text: text.into(),
+        special: false,
+    });
+    tokenizer.add_tokens(&tokens).unwrap();
+    let files = tokenizer.files_with_added(&bench.path("model")).unwrap();
+    ft::formats::tokenizer::write_files(&bench.path("model"), &files).unwrap();
+    let out = bench.ft(&["train", "--recipe", "r.toml", "train.max_steps=1"]);
+    assert_eq!(out.status.code(), Some(1));
+    let text = said(&out);
+    assert!(
+        text.contains("more tokens than the embedding has rows") && text.contains("`<a>`, `<b>` have no row"),
+        "{text}"
+    );
+    assert!(text.contains("data.new_tokens = \"auto\""), "{text}");
+    bench.train(&[
+        "data.new_tokens=auto",
+        "tune.method=full",
+        "train.max_steps=1",
+        "train.output_dir=run",
+    ]);
+    assert_eq!(json(&bench.path("run/final/config.json"))["vocab_size"], 384);
+    // The same tokens by name; a known token gets no row.
+    let arguments = [
+        "data.new_tokens=[\"<b>\", \"<a>\", \"the\"]",
+        "tune.method=lora",
+        "train.max_steps=1",
+        "train.output_dir=lora",
+    ];
+    let out = bench.ft(&[&["train", "--recipe", "r.toml"], &arguments[..]].concat());
+    assert!(out.status.success(), "{}", said(&out));
+    let ids = json(&bench.path("lora/final/adapter_config.json"))["trainable_token_indices"]["embed_tokens"].clone();
+    assert_eq!(
+        ids.as_array().unwrap().len(),
+        if said(&out).contains("`the` is a token") { 2 } else { 3 }
+    );
+}
+
+#[test]
+fn variables_of_the_template_reach_training_and_generation() {
+    let bench = bench("llama");
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'user' and tone is defined %}({{ tone }}) {% endif %}\
+                    {{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    fs::write(bench.path("model/chat_template.jinja"), template).unwrap();
+    let kwargs = "data.template_kwargs={ tone = \"low\", unread = [1, 2] }";
+    let out = bench.ft(&["data", "--recipe", "r.toml", "--rows", "1", kwargs]);
+    assert!(
+        String::from_utf8_lossy(&out.stdout).contains("(low) "),
+        "{}",
+        said(&out)
+    );
+    assert!(said(&out).contains("does not read `unread`"), "{}", said(&out));
+    for method in ["tune.method=full", "tune.method=lora"] {
+        bench.train(&[
+            kwargs,
+            method,
+            "train.max_steps=1",
+            "train.output_dir=run",
+            "--overwrite",
+        ]);
+        let saved = fs::read_to_string(bench.path("run/final/chat_template.jinja")).unwrap();
+        assert!(
+            saved.ends_with(template) && saved.contains("set tone = \"low\"") && !saved.contains("set unread"),
+            "{saved}"
+        );
+        let loss = |more: &[&str]| {
+            let out = bench.ft(&[
+                &["eval", "--model", "run/final", "--data", "rows.jsonl", "--json"],
+                more,
+            ]
+            .concat());
+            assert!(out.status.success(), "{}", said(&out));
+            number(&serde_json::from_slice::<Value>(&out.stdout).unwrap(), "loss")
+        };
+        assert_eq!(loss(&[]), loss(&["--template-kwarg", "tone=low"]));
+        assert_ne!(loss(&[]), loss(&["--template-kwarg", "tone=high"]));
+        let chat = [
+            "generate",
+            "--model",
+            "run/final",
+            "--chat",
+            "--prompt",
+            "Hi",
+            "--max-new-tokens",
+            "2",
+        ];
+        let out = bench.ft(&[
+            &chat[..],
+            &["--template-kwarg", "tone=high", "--template-kwarg", "other=1"],
+        ]
+        .concat());
+        assert!(
+            out.status.success() && said(&out).contains("does not read `other`"),
+            "{}",
+            said(&out)
+        );
+    }
+    // Another value is another run.
+    let out = bench.ft(&[
+        "train",
+        "--recipe",
+        "r.toml",
+        "tune.method=lora",
+        "train.max_steps=2",
+        "train.output_dir=run",
+        "--resume",
+    ]);
+    assert!(
+        !out.status.success() && said(&out).contains("template_kwargs"),
+        "{}",
+        said(&out)
+    );
+}
+
+#[test]
+fn a_format_by_name_is_saved_with_the_end_of_its_turns() {
+    let bench = bench("llama");
+    for name in ["chat_template.jinja", "generation_config.json"] {
+        fs::remove_file(bench.path("model").join(name)).ok();
+    }
+    let out = bench.ft(&["data", "--recipe", "r.toml", "--rows", "1", "data.chat_template=gemma"]);
+    let text = said(&out);
+    assert!(
+        text.contains("splits `<end_of_turn>`, `<start_of_turn>` of the template `gemma` into pieces"),
+        "{text}"
+    );
+    let new = "data.new_special_tokens=[\"<end_of_turn>\", \"<start_of_turn>\"]";
+    for method in ["tune.method=full", "tune.method=lora"] {
+        bench.train(&[
+            "data.chat_template=gemma",
+            new,
+            method,
+            "train.max_steps=1",
+            "train.output_dir=run",
+            "--overwrite",
+        ]);
+        let tokenizer = Tokenizer::load(&bench.path("run/final")).unwrap();
+        let end = tokenizer.token_to_id("<end_of_turn>").unwrap();
+        assert!(tokenizer.stop_ids().contains(&end), "{:?}", tokenizer.stop_ids());
+        let saved = fs::read_to_string(bench.path("run/final/chat_template.jinja")).unwrap();
+        assert!(saved.contains("<start_of_turn>"), "{saved}");
+    }
+    let out = bench.ft(&["data", "--recipe", "r.toml", "data.chat_template=gemmma"]);
+    assert!(said(&out).contains("one of chatml, qwen2.5"), "{}", said(&out));
+}

@@ -7,10 +7,10 @@ use crate::base::{Error, Result, progress};
 use crate::model::Network;
 use crate::ops::Dtype;
 use crate::ops::update;
-use crate::quant::{self, Format, QMatrix, Weight};
+use crate::quant::{self, Format, Weight};
 use crate::source::policy::is_projection;
 use crate::source::{Group, GroupWeights, InMemory, WeightSource};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
 /// See the module.
@@ -18,7 +18,7 @@ pub struct QuantizedCopy {
     network: Network,
     /// The source of `network`.
     weights: Arc<InMemory>,
-    head: Option<QMatrix>,
+    head: Option<Weight>,
     formats: Formats,
 }
 
@@ -45,19 +45,13 @@ impl QuantizedCopy {
     /// Quantizes the current weights.
     ///
     /// # Errors
-    /// A GPU; an embedding that is streamed from disk; weights that are not finite.
+    /// An embedding that is streamed from disk; weights that are not finite.
     pub fn new(of: &Network, formats: Formats) -> Result<Self> {
-        let hint = "use unquantized weights for rollouts";
-        if !of.device.is_cpu() {
-            return Err(
-                Error::unsupported("rollouts with quantized weights are not supported on a GPU yet").hint(hint),
-            );
-        }
         if of.source.streamed(of.spec.head_name()).is_some() {
             return Err(Error::unsupported(
                 "rollouts with quantized weights need the embedding in memory, but it is streamed from disk",
             )
-            .hint(hint));
+            .hint("use unquantized weights for rollouts"));
         }
         let weights = Arc::new(InMemory::new(of.source.params().to_vec()));
         let mut network = Network::new((*of.spec).clone(), weights.clone(), of.device.clone());
@@ -97,11 +91,13 @@ impl QuantizedCopy {
                 let old = known.as_ref().filter(|_| !changed(&p.name));
                 let stored = match (weight.dense(), old) {
                     (_, Some(old)) => old.weight(&p.name)?.1,
-                    (Ok(tensor), _) if is_projection(p) => encode(tensor, self.formats.projections)
-                        .map_err(|e| e.or_at(&*p.name))?
-                        .into(),
-                    // A tensor that the source does not keep in memory is copied: its buffer will be reused.
-                    (Ok(tensor), _) if of.source.in_memory(&p.name).is_none() => tensor.copy()?.into(),
+                    (Ok(tensor), _) if is_projection(p) => {
+                        encode(tensor, self.formats.projections).map_err(|e| e.or_at(&*p.name))?
+                    }
+                    // A tensor of the host that the source does not keep is copied: its buffer will be reused.
+                    (Ok(tensor), _) if of.device.is_cpu() && of.source.in_memory(&p.name).is_none() => {
+                        tensor.copy()?.into()
+                    }
                     _ => weight,
                 };
                 out.insert(name, stored);
@@ -119,8 +115,8 @@ impl QuantizedCopy {
 
     /// Returns the bytes of the quantized weights: the memory of the copy in addition to the exact weights.
     pub fn bytes(&self) -> u64 {
-        let quantized = |w: &Weight| if let Weight::Quantized(c) = w { c.bytes() } else { 0 };
-        self.weights.sum(quantized) + self.head.as_ref().map_or(0, QMatrix::bytes)
+        let quantized = |w: &Weight| if w.format().is_some() { w.bytes() } else { 0 };
+        self.weights.sum(quantized) + self.head.as_ref().map_or(0, Weight::bytes)
     }
 }
 
@@ -133,10 +129,12 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
     }
 }
 
-fn encode(tensor: &Tensor, format: Format) -> Result<QMatrix> {
-    let dims = tensor.dims2()?;
-    match tensor.dtype() {
-        DType::BF16 => update::with_bf16(tensor, |v| quant::encode(v, dims, format, Dtype::Bf16))?,
-        _ => update::with_slice(tensor, |v| quant::encode(v, dims, format, Dtype::F32))?,
-    }
+/// Quantizes on the host; the result is on the device of `tensor`.
+fn encode(tensor: &Tensor, format: Format) -> Result<Weight> {
+    let (dims, host) = (tensor.dims2()?, tensor.to_device(&Device::Cpu)?);
+    let quantized = match tensor.dtype() {
+        DType::BF16 => update::with_bf16(&host, |v| quant::encode(v, dims, format, Dtype::Bf16))?,
+        _ => update::with_slice(&host, |v| quant::encode(v, dims, format, Dtype::F32))?,
+    };
+    Weight::coded_on(quantized?, tensor.device())
 }

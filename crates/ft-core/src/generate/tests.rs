@@ -286,9 +286,7 @@ fn no_limit_changes_an_answer() {
         tokens as u64 + shared_once(&requests)
     );
     assert!(speed.prefill_tokens < tokens as u64 / 2);
-    let row = Layout::new(&network.spec, None, &Device::Cpu, DType::F32)
-        .unwrap()
-        .bytes(128);
+    let row = Layout::new(&network.spec, None, &Device::Cpu, DType::F32).bytes(128);
     for (rows, cache_bytes, prefill_tokens, share_prefixes) in [
         (1, u64::MAX, 1000, true),
         (3, u64::MAX, 1000, false),
@@ -369,7 +367,7 @@ fn a_session_reads_only_what_is_new() {
 /// Returns the logits after the last token of a prompt, `[V]`.
 fn logits<'a>(policy: impl Into<SampledModel<'a>>, prompt: &[u32]) -> Vec<f32> {
     let policy = policy.into();
-    let layout = Layout::new(&policy.network.spec, None, &Device::Cpu, DType::F32).unwrap();
+    let layout = Layout::new(&policy.network.spec, None, &Device::Cpu, DType::F32);
     let part = NewTokens {
         sequence: Sequence::new(&layout, Vec::new(), 0, 64),
         tokens: prompt,

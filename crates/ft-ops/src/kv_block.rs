@@ -7,6 +7,7 @@ use candle_core::Tensor;
 use ft_base::{Error, Result};
 
 /// Room for the keys or the values of some tokens of one layer.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct KvBlock {
     /// u8 `[room, W]`: signed bytes.
     pub(crate) codes: Tensor,

@@ -4,8 +4,8 @@
 
 use super::policy::is_projection;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy, StreamedMatrix, TrainableStore,
-    WeightSource, lock,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy, StreamedMatrix,
+    TrainableStore, WeightSource, lock,
 };
 use crate::base::Result;
 use crate::formats::weights::Weights;

@@ -7,8 +7,8 @@ mod order;
 use super::requantize::Exact;
 use super::resident::send;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, SLOTS, StreamedMatrix,
-    TrainableStore, WeightSource, distinct, lock, stays_on_device, tensor_bytes,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, SLOTS, StreamedMatrix, TrainableStore,
+    WeightSource, distinct, lock, stays_on_device, tensor_bytes,
 };
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;

@@ -149,7 +149,10 @@ impl<'a> Model<'a> {
     /// The pieces of `ids` ids: first id and width.
     fn pieces(&self, ids: usize) -> Vec<(usize, usize)> {
         let size = if self.parts { PIECE } else { ids.max(1) };
-        (0..ids).step_by(size).map(|first| (first, size.min(ids - first))).collect()
+        (0..ids)
+            .step_by(size)
+            .map(|first| (first, size.min(ids - first)))
+            .collect()
     }
 
     fn hidden(&self, start: usize) -> Result<gemm::Matrix> {
@@ -177,7 +180,11 @@ impl<'a> Model<'a> {
             .as_ref()
             .ok_or_else(|| Error::internal("a part of the output head is missing"))?;
         let offset = ((first - start) * self.d * self.kind.bytes()) as u64;
-        Ok(gemm::Matrix::new(address(rows, "the head")? + offset, self.kind, self.d))
+        Ok(gemm::Matrix::new(
+            address(rows, "the head")? + offset,
+            self.kind,
+            self.d,
+        ))
     }
 
     fn product_into(
@@ -249,15 +256,11 @@ struct Group<'a> {
 }
 
 impl<'a> Group<'a> {
-    fn new(
-        gpu: &'a Gpu,
-        job: &'a DistillJob<'a>,
-        tokens: &[usize],
-        first: usize,
-        parts: bool,
-    ) -> Result<Self> {
+    fn new(gpu: &'a Gpu, job: &'a DistillJob<'a>, tokens: &[usize], first: usize, parts: bool) -> Result<Self> {
         let count = tokens.len();
-        let step = if parts { PIECE_TOKENS.min(count) } else { count };
+        // The logits of two models take as much as those of one.
+        let models = if matches!(job.teacher, Teacher::Live(_)) { 2 } else { 1 };
+        let step = if parts { (PIECE_TOKENS / models).min(count) } else { count };
         let mut numbers: Vec<u32> = tokens.iter().map(|row| *row as u32).collect();
         numbers.extend(tokens.iter().map(|row| job.targets[*row]));
         let (other, stored) = match job.teacher {
@@ -400,13 +403,24 @@ impl<'a> Group<'a> {
         ];
         let grid = Self::grid(tokens.1, width);
         // SAFETY: rows of logits with their targets; pieces come in order, the first one first.
-        unsafe { self.gpu.launch("cross_entropy_parts", "cross_entropy_survey", grid, &args)? };
+        unsafe {
+            self.gpu
+                .launch("cross_entropy_parts", "cross_entropy_survey", grid, &args)?
+        };
         let (k, ids, picked) = match &self.stored {
             Some(s) => (s.k, Self::at(&s.ids, start * s.k)?, Self::at(&s.picked, start * s.k)?),
             None => (0, Arg::Address(0), Arg::Address(0)),
         };
         let soft = self.soft(start)?;
-        self.soft_survey(logits, soft, tokens.1, piece, self.own.stride, Self::cap(self.job.student), (k, ids, picked))
+        self.soft_survey(
+            logits,
+            soft,
+            tokens.1,
+            piece,
+            self.own.stride,
+            Self::cap(self.job.student),
+            (k, ids, picked),
+        )
     }
 
     fn survey_teacher(&mut self, tokens: (usize, usize), piece: (usize, usize)) -> Result<()> {
@@ -414,7 +428,15 @@ impl<'a> Group<'a> {
         let other = self.teacher()?;
         let (logits, stride) = (other.product(gpu, tokens, piece, false)?, other.stride);
         let none = (0, Arg::Address(0), Arg::Address(0));
-        self.soft_survey(logits, self.their_soft(tokens.0)?, tokens.1, piece, stride, self.their_cap(), none)
+        self.soft_survey(
+            logits,
+            self.their_soft(tokens.0)?,
+            tokens.1,
+            piece,
+            stride,
+            self.their_cap(),
+            none,
+        )
     }
 
     #[allow(clippy::too_many_arguments)]

@@ -263,10 +263,7 @@ pub fn likeliest(
     }
     check_temperature(temperature)?;
     let chosen: Vec<usize> = (0..targets.len()).filter(|n| targets[*n] != IGNORE).collect();
-    on_gpu!(
-        side.h,
-        on_gpu::likeliest(side, &chosen, common, k, temperature, chunk)
-    );
+    on_gpu!(side.h, on_gpu::likeliest(side, &chosen, common, k, temperature, chunk));
     let found = side.on_cpu("teacher", |side| {
         cpu::likeliest(side, &chosen, common, k, temperature, chunk)
     })?;

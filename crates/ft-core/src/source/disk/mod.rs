@@ -139,12 +139,12 @@ impl Disk {
         for p in &params {
             if let Some((layout, format)) = stored::find(&weights, &p.name)? {
                 if !is_projection(p) {
-                    return Err(
-                        Error::unsupported("an embedding or a head that is quantized in the files is not read from disk")
-                            .at(&*p.name)
-                            .found(format)
-                            .hint("hold the weights in memory: `Placement::Device`"),
-                    );
+                    return Err(Error::unsupported(
+                        "an embedding or a head that is quantized in the files is not read from disk",
+                    )
+                    .at(&*p.name)
+                    .found(format)
+                    .hint("hold the weights in memory: `Placement::Device`"));
                 }
                 in_files.insert(p.name.clone(), stored::Checked::new(&weights, p, layout, format)?);
                 quantized.insert(p.name.clone(), format);

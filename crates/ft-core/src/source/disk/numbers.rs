@@ -28,12 +28,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    pub fn new(
-        weights: Weights,
-        stored: BTreeMap<Arc<str>, Checked>,
-        dtype: Dtype,
-        trained: &Path,
-    ) -> Result<Self> {
+    pub fn new(weights: Weights, stored: BTreeMap<Arc<str>, Checked>, dtype: Dtype, trained: &Path) -> Result<Self> {
         Ok(Self {
             weights: weights.streamed(),
             stored,

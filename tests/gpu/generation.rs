@@ -93,7 +93,7 @@ fn quantized_copies_answer_as_on_the_cpu() {
     ];
     for (dtype, most) in [(Dtype::F32, 1e-4), (Dtype::Bf16, 0.25)] {
         let (here, there) = (network(dtype, &Device::Cpu), network(dtype, &gpu.device));
-        for format in formats {
+        for format in formats.into_iter().take(if short() { 2 } else { 3 }) {
             let copy = |network| QuantizedCopy::new(network, Formats::of(format)).unwrap();
             let (here, mut copied) = (copy(&here), copy(&there));
             assert_eq!(here.bytes(), copied.bytes());

@@ -521,7 +521,11 @@ fn empty_nf4_checkpoint(model: &Path) {
         }
         let format = ft::quant::Format::Nf4 { double: true };
         for part in tensors(Layout::Bitsandbytes, format, &p.name, (p.shape[0], p.shape[1])) {
-            let (dtype, element) = if part.dtype == StoredDtype::U8 { ("U8", 1) } else { ("F32", 4) };
+            let (dtype, element) = if part.dtype == StoredDtype::U8 {
+                ("U8", 1)
+            } else {
+                ("F32", 4)
+            };
             add(&part.name, dtype, element, &part.shape);
         }
     }
@@ -544,11 +548,21 @@ fn a_model_of_70b_in_4_bits_trains_beside_24_gib() {
     fs::write(model.join("config.json"), shape.to_string()).unwrap();
     empty_nf4_checkpoint(&model);
     let path = format!("model.path={}", model.display());
-    let base = [&path, "tune.method=lora", "tune.lora.r=16", "model.device=cuda:0", "model.dtype=bf16"];
+    let base = [
+        &path,
+        "tune.method=lora",
+        "tune.lora.r=16",
+        "model.device=cuda:0",
+        "model.dtype=bf16",
+    ];
     let plan = |host: &str| {
         let host = format!("memory.host_budget={host}");
         let more = ["plan", "--recipe", "s.toml", "--budget", "23GiB", "--json", &host];
-        fs::write(bench.path("s.toml"), "[model]\npath = \"shape:small\"\n[data]\nmax_length = 2048\n").unwrap();
+        fs::write(
+            bench.path("s.toml"),
+            "[model]\npath = \"shape:small\"\n[data]\nmax_length = 2048\n",
+        )
+        .unwrap();
         chosen(&bench.ft(&[&more[..], &base].concat()))
     };
     let (peak, choice) = plan("64GiB");

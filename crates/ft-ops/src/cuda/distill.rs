@@ -260,7 +260,11 @@ impl<'a> Group<'a> {
         let count = tokens.len();
         // The logits of two models take as much as those of one.
         let models = if matches!(job.teacher, Teacher::Live(_)) { 2 } else { 1 };
-        let step = if parts { (PIECE_TOKENS / models).min(count) } else { count };
+        let step = if parts {
+            (PIECE_TOKENS / models).min(count)
+        } else {
+            count
+        };
         let mut numbers: Vec<u32> = tokens.iter().map(|row| *row as u32).collect();
         numbers.extend(tokens.iter().map(|row| job.targets[*row]));
         let (other, stored) = match job.teacher {

@@ -55,7 +55,6 @@ pub const TERMS: &[(&str, Term)] = &[
     ("load them as f32", Text("use `--dtype f32`")),
     ("device::open", Key(Model::device)),
     ("device::gpus", Text("ft doctor")),
-    ("compute on the CPU", Text("set `model.device = \"cpu\"`")),
     ("shapes::config", Key(Model::path)),
     (
         "initialize new weights",

@@ -560,7 +560,7 @@ fn a_model_of_70b_in_4_bits_trains_beside_24_gib() {
         let more = ["plan", "--recipe", "s.toml", "--budget", "23GiB", "--json", &host];
         fs::write(
             bench.path("s.toml"),
-            "[model]\npath = \"shape:small\"\n[data]\nmax_length = 2048\n",
+            "[model]\npath = \"shape:small\"\n[data]\ntrain = \"none.jsonl\"\nmax_length = 2048\n",
         )
         .unwrap();
         chosen(&bench.ft(&[&more[..], &base].concat()))

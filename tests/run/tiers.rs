@@ -166,7 +166,25 @@ fn loftq_learns_the_same_from_the_disk() {
         "tune.lora.loftq_iter=3",
         "memory.frozen_weights=nf4",
     ];
-    assert_equal(&bench, "loftq", &settings);
+    let run = |tier: &str| {
+        let (place, out) = (format!("memory.tier={tier}"), format!("train.output_dir={tier}"));
+        bench.train(
+            &[
+                &settings[..],
+                &["train.max_steps=4", "train.save_steps=0", &place, &out],
+            ]
+            .concat(),
+        );
+        // The adapter names the directory of its base weights.
+        let mut files = files(&bench.path(tier).join("final"));
+        files.retain(|(name, _)| name.ends_with(".safetensors"));
+        (curve(&bench, tier), files)
+    };
+    let (here, there) = (run("device"), run("disk"));
+    assert_eq!(here.0, there.0);
+    // The adapter, and the dequantized weights to which it belongs.
+    assert_eq!(here.1.len(), 2);
+    assert!(here.1 == there.1);
 }
 
 /// Files that `ft quantize` wrote, in both layouts, are read layer by layer, as the model and as the teacher.

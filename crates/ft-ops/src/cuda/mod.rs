@@ -31,6 +31,7 @@ pub(crate) mod cross_entropy;
 pub(crate) mod cross_entropy_parts;
 pub(crate) mod device;
 pub(crate) mod distill;
+mod distill_model;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod gemm;

@@ -13,8 +13,14 @@ mod attention;
 #[path = "gpu/device.rs"]
 mod device;
 #[cfg(feature = "cuda")]
+#[path = "gpu/distill.rs"]
+mod distill;
+#[cfg(feature = "cuda")]
 #[path = "gpu/engine.rs"]
 mod engine;
+#[cfg(feature = "cuda")]
+#[path = "gpu/generation.rs"]
+mod generation;
 #[cfg(feature = "cuda")]
 #[path = "gpu/quantized.rs"]
 mod quantized;
@@ -30,6 +36,9 @@ mod steps;
 #[cfg(feature = "cuda")]
 #[path = "gpu/support.rs"]
 mod support;
+#[cfg(feature = "cuda")]
+#[path = "gpu/tiers.rs"]
+mod tiers;
 #[cfg(feature = "cuda")]
 #[path = "gpu/train.rs"]
 mod train;

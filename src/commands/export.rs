@@ -155,7 +155,7 @@ pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
     checkpoint::check_space(out, bytes)?;
     let scratch = Scratch::beside(&out.with_extension("weights"))?;
     let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
-    let placement = if fits || starts::requantizes_base(recipe) {
+    let placement = if fits {
         Placement::Device
     } else {
         Placement::Disk { head_rows: None }

@@ -346,7 +346,13 @@ fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs)
         RolloutWeights::Int8 => matrices,
         RolloutWeights::Int4 => matrices * 9 / 16,
     };
-    let held = ledger.alloc(MemoryKind::Rollout, codes);
+    // The copy is complete on the device, also if the weights are not there.
+    let embedding = match (codes, inputs.strategy.placement.travels()) {
+        (0, _) | (_, None) => 0,
+        _ if !inputs.on_gpu => 0,
+        _ => inputs.element * (model.spec.vocab * model.spec.hidden) as u64,
+    };
+    let held = ledger.alloc(MemoryKind::Rollout, codes + embedding);
     ledger.moment("the rollout");
     // Keys and values of every token of every answer.
     let answers = inputs.answers(model, inputs.rollout, inputs.longest);

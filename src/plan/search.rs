@@ -10,7 +10,7 @@ use crate::ops::prepacked::{self, Orders};
 use crate::peft::Adapter;
 use crate::plan::gpu_time::GpuRates;
 use crate::plan::memory_plan::MemoryLimits;
-use crate::recipe::{Activations, Chunk, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Stage, Tier};
+use crate::recipe::{Activations, Chunk, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Tier};
 use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
@@ -326,25 +326,15 @@ impl PlanContext<'_> {
             Chunk::Of(rows) => vec![Placement::Disk {
                 head_rows: Some(rows.next_multiple_of(PIECE)),
             }],
-            // In this case the divergence needs the whole head.
-            Chunk::Auto if self.on_gpu && recipe.train.stage == Stage::Distill => {
-                vec![Placement::Disk { head_rows: None }]
-            }
             Chunk::Auto => [None, Some(PIECE)]
                 .map(|head_rows| Placement::Disk { head_rows })
                 .to_vec(),
         };
-        let (on_gpu, codes_in_files) = (self.on_gpu, !self.stored.codes.is_empty());
+        let on_gpu = self.on_gpu;
         match recipe.memory.tier {
             // On a CPU the host's memory is the device's.
             Tier::Device => Ok(vec![Placement::Device]),
             Tier::Host if !on_gpu => Ok(vec![Placement::Device]),
-            Tier::Auto if codes_in_files => Ok(vec![Placement::Device]),
-            Tier::Host | Tier::Disk if codes_in_files => Err(Error::new(
-                "the model files are quantized: reading such weights layer by layer is not supported yet",
-            )
-            .at("memory.tier")
-            .hint("use `memory.tier = \"device\"`, or give the unquantized model and `memory.frozen_weights`")),
             // These corrections change every weight, but only trained parameters are written back to the disk.
             Tier::Auto if corrects_all(recipe) => Ok(vec![Placement::Device]),
             Tier::Host | Tier::Disk if corrects_all(recipe) => Err(Error::usage(format!(

@@ -63,10 +63,8 @@ pub const TERMS: &[(&str, Term)] = &[
     ("lower the learning rate", Text("lower `optimizer.learning_rate`")),
     ("Dtype::F32", Value(Model::dtype, "f32")),
     ("load them as f32", Text("use `--dtype f32`")),
-    ("Limits::kv_cache", Text("--kv-cache")),
     ("device::open", Key(Model::device)),
     ("device::gpus", Text("ft doctor")),
-    ("compute on the CPU", Text("set `model.device = \"cpu\"`")),
     ("shapes::config", Key(Model::path)),
     (
         "initialize new weights",
@@ -76,10 +74,6 @@ pub const TERMS: &[(&str, Term)] = &[
     ("Placement::Device", Value(Memory::tier, "device")),
     ("StorageRules::overrides", Key(Memory::overrides)),
     ("disk::Options::head_rows", Key(Memory::head_chunk)),
-    (
-        "keep the whole output heads in GPU memory",
-        Text("set `memory.head_chunk = 0`"),
-    ),
     (
         "keep the layer inputs on the device",
         Text("set `memory.activations = \"recompute\"`"),

@@ -70,18 +70,7 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
     teacher.check_weights(ModelInit::Pretrained)?;
     let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
-    let stored = teacher.stored(ModelInit::Pretrained)?.codes;
-    if d.teacher_tier == TeacherTier::Disk && !stored.is_empty() {
-        return Err(Error::new(
-            "the teacher's files are quantized: reading such weights layer by layer is not supported yet",
-        )
-        .at("distill.teacher_tier")
-        .hint(
-            "use `distill.teacher_tier = \"device\"`, or give the unquantized teacher and \
-               `distill.teacher_weights`",
-        ));
-    }
-    for (name, format) in stored {
+    for (name, format) in teacher.stored(ModelInit::Pretrained)?.codes {
         storage.set(name, Some(format));
     }
     if d.hidden_weight > 0.0 {
@@ -237,10 +226,7 @@ fn place(recipe: &Recipe, on_gpu: bool) -> Placement {
         // On a CPU, host memory is device memory.
         TeacherTier::Host if !on_gpu => Placement::Device,
         TeacherTier::Host => Placement::Host,
-        // On a GPU the divergence needs the whole head.
-        TeacherTier::Disk => Placement::Disk {
-            head_rows: (!on_gpu).then_some(PIECE),
-        },
+        TeacherTier::Disk => Placement::Disk { head_rows: Some(PIECE) },
     }
 }
 

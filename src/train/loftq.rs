@@ -45,12 +45,7 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
         let found = each(&jobs, |(t, _)| t, |(task, w)| one(task, w.as_ref(), iterations, dtype))?;
         for ((task, _), found) in jobs.iter().zip(&found) {
             if let Some(values) = &found.codes {
-                let store = s.store.requantize().ok_or_else(|| {
-                    Error::unsupported("a quantized weight that does not stay on the device cannot be requantized")
-                        .at(&*task.linear.name)
-                        .hint("set `memory.tier = \"device\"`, or `tune.lora.loftq_iter = 1`")
-                })?;
-                store.requantize(&task.linear.name, values)?;
+                s.store.requantize(&task.linear.name, values)?;
             }
             set(task.lora()?, &found.pair)?;
             before += found.error_before;

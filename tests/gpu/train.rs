@@ -173,7 +173,7 @@ const RUNS: [(&str, &[&str]); 29] = [
 ];
 
 /// Runs `ft` with a visible or a hidden GPU.
-fn ft(arguments: &[&str], on_gpu: bool) -> String {
+pub fn ft(arguments: &[&str], on_gpu: bool) -> String {
     let out = run_ft(arguments, on_gpu);
     assert!(
         out.status.success(),
@@ -222,7 +222,7 @@ fn each_run(check: impl Fn(&str, &'static [&'static str])) {
 }
 
 /// Returns the step lines of a run on `device`.
-fn train(device: &str, settings: &[&str], out: &Path) -> Vec<Value> {
+pub fn train(device: &str, settings: &[&str], out: &Path) -> Vec<Value> {
     let (device, place) = (
         format!("model.device={device}"),
         format!("train.output_dir={}", out.display()),
@@ -263,11 +263,11 @@ fn train(device: &str, settings: &[&str], out: &Path) -> Vec<Value> {
     lines.filter(|l| l.get("loss").is_some()).collect()
 }
 
-fn number(line: &Value, key: &str) -> f64 {
+pub fn number(line: &Value, key: &str) -> f64 {
     line[key].as_f64().unwrap_or_else(|| panic!("no {key} in {line}"))
 }
 
-fn close(here: f64, there: f64, tolerance: f64, what: &str) {
+pub fn close(here: f64, there: f64, tolerance: f64, what: &str) {
     let difference = (here - there).abs();
     assert!(difference <= tolerance * here.abs(), "{what}: CPU {here}, GPU {there}");
 }

@@ -501,3 +501,78 @@ fn tokens_in_pieces_learn_the_same() {
         }
     }
 }
+
+/// The header of a checkpoint of bitsandbytes with the tensors of a model, and no data.
+fn empty_nf4_checkpoint(model: &Path) {
+    use ft::formats::StoredDtype;
+    use ft::source::stored::{Layout, tensors};
+    let config = ft::formats::config::Config::read(model).unwrap();
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    let mut add = |name: &str, dtype: &str, element: usize, shape: &[usize]| {
+        let start = end;
+        end += element * shape.iter().product::<usize>();
+        let tensor = json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]});
+        header.insert(name.to_string(), tensor);
+    };
+    for p in ft::model::families::read(&config).unwrap().params() {
+        if !ft::source::policy::is_projection(&p) {
+            add(&p.name, "BF16", 2, &p.shape);
+            continue;
+        }
+        let format = ft::quant::Format::Nf4 { double: true };
+        for part in tensors(Layout::Bitsandbytes, format, &p.name, (p.shape[0], p.shape[1])) {
+            let (dtype, element) = if part.dtype == StoredDtype::U8 {
+                ("U8", 1)
+            } else {
+                ("F32", 4)
+            };
+            add(&part.name, dtype, element, &part.shape);
+        }
+    }
+    let text = serde_json::to_string(&header).unwrap();
+    let file = fs::File::create(model.join("model.safetensors")).unwrap();
+    let bytes = [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    std::io::Write::write_all(&mut &file, &bytes).unwrap();
+    // A sparse file: only the header takes space.
+    file.set_len((bytes.len() + end) as u64).unwrap();
+}
+
+#[test]
+fn a_model_of_70b_in_4_bits_trains_beside_24_gib() {
+    let bench = Bench::new();
+    let model = bench.path("llama-70b-4bit");
+    fs::create_dir_all(&model).unwrap();
+    let mut shape = config("llama", 128256, 8192, 80, [64, 8, 128], 28672, false);
+    shape["quantization_config"] =
+        json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"});
+    fs::write(model.join("config.json"), shape.to_string()).unwrap();
+    empty_nf4_checkpoint(&model);
+    let path = format!("model.path={}", model.display());
+    let base = [
+        &path,
+        "tune.method=lora",
+        "tune.lora.r=16",
+        "model.device=cuda:0",
+        "model.dtype=bf16",
+    ];
+    let plan = |host: &str| {
+        let host = format!("memory.host_budget={host}");
+        let more = ["plan", "--recipe", "s.toml", "--budget", "23GiB", "--json", &host];
+        fs::write(
+            bench.path("s.toml"),
+            "[model]\npath = \"shape:small\"\n[data]\ntrain = \"none.jsonl\"\nmax_length = 2048\n",
+        )
+        .unwrap();
+        chosen(&bench.ft(&[&more[..], &base].concat()))
+    };
+    let (peak, choice) = plan("64GiB");
+    assert_eq!(choice("memory.tier"), "host");
+    assert!(peak < 23 << 30, "{peak}");
+    let (peak, choice) = plan("16GiB");
+    assert_eq!(choice("memory.tier"), "disk");
+    assert!(peak < 23 << 30, "{peak}");
+    // Nothing but adapters can be trained.
+    let all = ["plan", "--recipe", "s.toml", &path, "tune.method=block"];
+    let all = said(&bench.ft(&all));
+    assert!(all.contains("only adapters can be trained"), "{all}");
+}

@@ -155,6 +155,80 @@ fn weights_that_are_codes_while_they_do_not_train_learn_the_same_from_the_disk()
     }
 }
 
+/// LoftQ quantizes some weights again: on the disk their new data is in files of the run.
+#[test]
+fn loftq_learns_the_same_from_the_disk() {
+    let bench = Bench::new();
+    let settings = [
+        "tune.method=lora",
+        "tune.lora.r=4",
+        "tune.lora.init_lora_weights=loftq",
+        "tune.lora.loftq_iter=3",
+        "memory.frozen_weights=nf4",
+    ];
+    let run = |tier: &str| {
+        let (place, out) = (format!("memory.tier={tier}"), format!("train.output_dir={tier}"));
+        bench.train(
+            &[
+                &settings[..],
+                &["train.max_steps=4", "train.save_steps=0", &place, &out],
+            ]
+            .concat(),
+        );
+        // The adapter names the directory of its base weights.
+        let mut files = files(&bench.path(tier).join("final"));
+        files.retain(|(name, _)| name.ends_with(".safetensors"));
+        (curve(&bench, tier), files)
+    };
+    let (here, there) = (run("device"), run("disk"));
+    assert_eq!(here.0, there.0);
+    // The adapter, and the dequantized weights to which it belongs.
+    assert_eq!(here.1.len(), 2);
+    assert!(here.1 == there.1);
+}
+
+/// Files that `ft quantize` wrote, in both layouts, are read layer by layer, as the model and as the teacher.
+#[test]
+fn quantized_files_learn_the_same_from_the_disk() {
+    let bench = Bench::new();
+    for format in ["nf4", "int4"] {
+        let made = bench.ft(&["quantize", "--model", "model", "--to", format, "--out", format]);
+        assert!(made.status.success(), "{}", said(&made));
+        let path = format!("model.path={format}");
+        assert_equal(
+            &bench,
+            &format!("of-{format}"),
+            &[&path, "tune.method=lora", "tune.lora.r=4"],
+        );
+        let teacher = format!("distill.teacher={format}");
+        let run = |tier: &str| {
+            let (run, tier) = (
+                format!("{format}-taught-{tier}"),
+                format!("distill.teacher_tier={tier}"),
+            );
+            let out = format!("train.output_dir={run}");
+            let stage = [
+                "train.stage=distill",
+                "tune.method=full",
+                "train.max_steps=3",
+                "train.save_steps=0",
+            ];
+            bench.train(&[&stage[..], &[&teacher, &tier, &out]].concat());
+            curve(&bench, &run)
+        };
+        assert_eq!(run("device"), run("disk"), "{format}");
+        let all = bench.ft(&[
+            "train",
+            "--recipe",
+            "r.toml",
+            &path,
+            "tune.method=full",
+            "memory.tier=disk",
+        ]);
+        assert!(said(&all).contains("only adapters can be trained"), "{}", said(&all));
+    }
+}
+
 /// Quantization is temporary: `final/` holds the exact values of trained and of never trained parameters.
 #[test]
 fn codes_never_reach_the_final_weights() {

@@ -12,6 +12,14 @@ struct Peak {
     int at;
 };
 
+// Of the logits of a row so far: as in `Peak`, with the place in the whole vocabulary, and the target's logit.
+struct Seen {
+    float max, sum, mean;
+    int at;
+    float wanted;
+    u32 bad;
+};
+
 // The larger of two; of equals the earlier.
 __device__ __forceinline__ void join(float& max, int& at, float other, int place) {
     if (other > max || (other == max && place < at)) {

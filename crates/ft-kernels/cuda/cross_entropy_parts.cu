@@ -2,14 +2,6 @@
 // on, and come once more for the gradient. What is known of a row meanwhile stands in a `Seen`.
 #include "cross_entropy.cuh"
 
-// Of the logits of a row so far: as in `Peak`, with the place in the whole vocabulary, and the target's logit.
-struct Seen {
-    float max, sum, mean;
-    int at;
-    float wanted;
-    u32 bad;
-};
-
 // Part `first .. first + width` of the vocabulary of each row. Nothing is known before the first part.
 extern "C" __global__ void cross_entropy_survey(
     const float* logits, const u32* targets, Seen* seen, int width, i64 stride, i64 first, float cap) {

@@ -37,9 +37,11 @@ emulated! {
     cross_entropy
     cross_entropy_parts
     decode
+    distill
     elementwise
     embedding
     glu
+    kv_block
     optimizer
     pairs
     part

@@ -47,6 +47,7 @@ pub mod distill;
 mod dtype;
 pub mod embedding;
 pub mod glu;
+pub mod kv_block;
 pub mod linear;
 pub mod low_rank;
 pub mod master;

@@ -66,10 +66,7 @@ impl Distill {
 
     /// Tokens per chunk: the logits of both models exist for one chunk.
     pub fn chunk_for(vocab: usize, teacher: usize, trained: bool, on_gpu: bool) -> usize {
-        /// On a GPU the divergence is composed of tensor operations: that many tensors as large as the logits exist.
-        const COMPOSED: usize = 6;
-        let both = vocab + teacher.min(vocab);
-        CausalLm::chunk_for(if on_gpu { COMPOSED * both } else { both }, trained, on_gpu)
+        CausalLm::chunk_for(vocab + teacher.min(vocab), trained, on_gpu)
     }
 }
 

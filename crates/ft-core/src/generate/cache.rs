@@ -2,11 +2,11 @@
 //! tokens (a common prompt prefix) are in runs that several sequences read without a copy.
 //!
 //! On the CPU a run is pages of `PAGE` tokens, as f32, bf16 or int8. Attention always reads the stored values, so a
-//! token gives the same result whether it was added together with its neighbors or after them. On a GPU a run is
-//! one buffer in the type of the activations, and the runs of all rows are concatenated for every step.
+//! token gives the same result whether it was added together with its neighbors or after them. On a GPU see `device_cache`.
 //!
 //! Layers with a sliding window store every token too; attention itself reads only the window.
 
+use super::device_cache::{DeviceForm, DeviceLayer, together};
 use crate::base::{Error, Result};
 use crate::model::{KvStore, Spec};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
@@ -25,10 +25,8 @@ fn form(spec: &Spec, stored: Option<KvDtype>) -> Form {
 /// Bytes of the KV cache of one text of `tokens` tokens and of its attention, in the default storage type. `element`: on
 /// a GPU the bytes of an activation.
 pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
-    let layout = match element {
-        Some(element) => Layout::of(spec, None, element as usize),
-        None => Layout::of(spec, Some(form(spec, None)), 0),
-    };
+    let dtype = |element| if element == 2 { DType::BF16 } else { DType::F32 };
+    let layout = Layout::of(spec, None, element.map(dtype));
     layout.bytes(tokens) + layout.step_bytes(tokens)
 }
 
@@ -38,45 +36,32 @@ pub struct Layout {
     layers: usize,
     /// W
     width: usize,
-    /// `None`: tensors on a GPU.
-    form: Option<Form>,
-    /// On a GPU: bytes of an element.
-    element: usize,
+    /// Of the pages on the CPU.
+    form: Form,
+    /// On a GPU: the form there, and the type of the activations.
+    device: Option<(DeviceForm, DType)>,
 }
 
 impl Layout {
-    /// `stored` defaults to f32; on a GPU the storage type is `activations`, the output type of the layers.
-    ///
-    /// # Errors
-    /// A type that is not supported on this device.
-    pub fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Result<Self> {
-        let form = match (device.is_cpu(), stored) {
-            (true, stored) => Some(form(spec, stored)),
-            (false, None) => None,
-            (false, Some(_)) => {
-                return Err(
-                    Error::unsupported("on a GPU the KV cache always has the dtype of the activations")
-                        .hint("leave out `Limits::kv_cache`"),
-                );
-            }
-        };
-        Ok(Self::of(spec, form, activations.size_in_bytes()))
+    /// `stored` defaults to f32; on a GPU to `activations`, the output type of the layers.
+    pub fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
+        Self::of(spec, stored, (!device.is_cpu()).then_some(activations))
     }
 
-    fn of(spec: &Spec, form: Option<Form>, element: usize) -> Self {
+    fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>) -> Self {
         Self {
             layers: spec.layers.len(),
             width: spec.kv_width(),
-            form,
-            element,
+            form: form(spec, stored),
+            device: on_gpu.map(|activations| (DeviceForm::new(spec, stored, activations), activations)),
         }
     }
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        let layer = match &self.form {
-            Some(form) => tokens.div_ceil(PAGE) as u64 * form.page_bytes(),
-            None => (2 * self.element * tokens * self.width) as u64,
+        let layer = match &self.device {
+            None => tokens.div_ceil(PAGE) as u64 * self.form.page_bytes(),
+            Some((form, _)) => form.bytes(tokens, self.width),
         };
         self.layers as u64 * layer
     }
@@ -84,16 +69,16 @@ impl Layout {
     /// Returns the bytes that attention needs in addition to the runs for a text of `tokens` tokens, shared ones
     /// included: on a GPU the keys and values of one layer are concatenated.
     pub fn step_bytes(&self, tokens: usize) -> u64 {
-        match &self.form {
-            Some(_) => 0,
-            None => (2 * self.element * tokens * self.width) as u64,
+        match &self.device {
+            None => 0,
+            Some((_, activations)) => DeviceForm::Dense(*activations).bytes(tokens, self.width),
         }
     }
 
     fn run(&self, room: usize) -> Run {
-        let layer = || match self.form {
-            Some(_) => Layer::Pages(Vec::new()),
-            None => Layer::Whole(Whole { room, kv: None, len: 0 }),
+        let layer = || match self.device {
+            None => Layer::Pages(Vec::new()),
+            Some((form, _)) => Layer::Device(form.layer(room)),
         };
         Run {
             layers: (0..self.layers).map(|_| layer()).collect(),
@@ -111,7 +96,7 @@ impl Run {
     fn len(&self) -> usize {
         match self.layers.first() {
             Some(Layer::Pages(pages)) => pages.iter().map(Page::len).sum(),
-            Some(Layer::Whole(whole)) => whole.len,
+            Some(Layer::Device(layer)) => layer.len(),
             None => 0,
         }
     }
@@ -119,13 +104,13 @@ impl Run {
 
 enum Layer {
     Pages(Vec<Page>),
-    Whole(Whole),
+    Device(DeviceLayer),
 }
 
 impl Layer {
     fn truncate(&mut self, len: usize) {
         match self {
-            Layer::Whole(whole) => whole.len = whole.len.min(len),
+            Layer::Device(layer) => layer.truncate(len),
             Layer::Pages(pages) => {
                 let mut left = len;
                 for page in pages.iter_mut() {
@@ -138,50 +123,12 @@ impl Layer {
     }
 }
 
-/// Keys and values `[room, W]`; the first `len` tokens are filled.
-struct Whole {
-    room: usize,
-    kv: Option<(Tensor, Tensor)>,
-    len: usize,
-}
-
-impl Whole {
-    fn push(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
-        let (tokens, width) = k.dims2()?;
-        let need = self.len + tokens;
-        if self.kv.is_none() || need > self.room {
-            // Grows in units of a page: a chat can outgrow the capacity that its first turn requested.
-            self.room = self.room.max(need.next_multiple_of(PAGE));
-            let room = || update::zeros((self.room, width), k.dtype(), k.device());
-            let new = (room()?, room()?);
-            if let Some((k, v)) = self.views()?.filter(|_| self.len > 0) {
-                new.0.slice_set(&k, 0, 0)?;
-                new.1.slice_set(&v, 0, 0)?;
-            }
-            self.kv = Some(new);
-        }
-        if let Some((keys, values)) = &self.kv {
-            keys.slice_set(k, 0, self.len)?;
-            values.slice_set(v, 0, self.len)?;
-        }
-        self.len += tokens;
-        Ok(())
-    }
-
-    fn views(&self) -> Result<Option<(Tensor, Tensor)>> {
-        match &self.kv {
-            Some((k, v)) => Ok(Some((k.narrow(0, 0, self.len)?, v.narrow(0, 0, self.len)?))),
-            None => Ok(None),
-        }
-    }
-}
-
 /// The cached tokens of one text.
 pub struct Sequence {
     /// The shared runs, from the first token on.
     shared: Vec<Arc<Run>>,
     own: Run,
-    form: Option<Form>,
+    form: Form,
     /// Number of tokens, shared ones included.
     len: usize,
 }
@@ -213,7 +160,7 @@ impl Sequence {
     pub fn empty(&self, room: usize) -> Self {
         let layer = |layer: &Layer| match layer {
             Layer::Pages(_) => Layer::Pages(Vec::new()),
-            Layer::Whole(_) => Layer::Whole(Whole { room, kv: None, len: 0 }),
+            Layer::Device(layer) => Layer::Device(layer.empty(room)),
         };
         Self {
             shared: Vec::new(),
@@ -267,19 +214,19 @@ impl<'a> Step<'a> {
         let rows = self.sequences.iter_mut().zip(self.documents.windows(2));
         if !k.device().is_cpu() {
             for (sequence, d) in rows {
-                if let Some(Layer::Whole(whole)) = sequence.own.layers.get_mut(layer) {
+                if let Some(Layer::Device(layer)) = sequence.own.layers.get_mut(layer) {
                     let new = |t: &Tensor| t.narrow(0, d[0], d[1] - d[0]);
-                    whole.push(&new(k)?, &new(v)?)?;
+                    layer.push(&new(k)?, &new(v)?)?;
                 }
             }
             return Ok(());
         }
         let width = k.dims2()?.1;
-        crate::ops::update::with_slice(k, |k| {
-            crate::ops::update::with_slice(v, |v| {
+        update::with_slice(k, |k| {
+            update::with_slice(v, |v| {
                 for (sequence, d) in rows {
-                    if let (Some(form), Some(Layer::Pages(pages))) = (sequence.form, sequence.own.layers.get_mut(layer))
-                    {
+                    let form = sequence.form;
+                    if let Some(Layer::Pages(pages)) = sequence.own.layers.get_mut(layer) {
                         for t in d[0]..d[1] {
                             if pages.last().is_none_or(Page::is_full) {
                                 pages.push(Page::new(form));
@@ -294,22 +241,20 @@ impl<'a> Step<'a> {
         })?
     }
 
-    fn whole(&self, layer: usize, q: &Tensor, spec: &attention::Spec) -> Result<(Tensor, Tensor)> {
-        let (mut keys, mut values, mut offsets) = (Vec::new(), Vec::new(), vec![0]);
+    /// Attention on a GPU; `k`: keys of the new tokens.
+    fn on_device(&self, layer: usize, q: &Tensor, k: &Tensor, spec: &attention::Spec) -> Result<(Tensor, Tensor)> {
+        let (mut layers, mut offsets) = (Vec::new(), vec![0]);
         for sequence in &self.sequences {
             let mut end = offsets[offsets.len() - 1];
             for run in sequence.runs() {
-                if let Some(Layer::Whole(whole)) = run.layers.get(layer)
-                    && let Some((k, v)) = whole.views()?
-                {
-                    keys.push(k);
-                    values.push(v);
-                    end += whole.len;
+                if let Some(Layer::Device(layer)) = run.layers.get(layer) {
+                    end += layer.len();
+                    layers.push(layer);
                 }
             }
             offsets.push(end);
         }
-        let (k, v) = (Tensor::cat(&keys, 0)?, Tensor::cat(&values, 0)?);
+        let (k, v) = together(&layers, k)?;
         attention::forward(q, &k, &v, spec, self.documents, &offsets)
     }
 }
@@ -339,7 +284,7 @@ impl KvStore for Step<'_> {
         }
         self.push(layer, k, v, spec)?;
         if !q.device().is_cpu() {
-            return self.whole(layer, q, spec);
+            return self.on_device(layer, q, k, spec);
         }
         let rows = self.sequences.iter().zip(self.documents.windows(2));
         let documents: Vec<Document> = rows
@@ -365,14 +310,23 @@ mod tests {
 
     #[test]
     fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_puts_one_layer_together() {
-        let layout = |element| Layout {
+        let layout = |form, activations| Layout {
             layers: 3,
             width: 8,
-            form: None,
-            element,
+            form: Form {
+                stored: KvDtype::F32,
+                kv_heads: 2,
+                head_dim: 4,
+            },
+            device: Some((form, activations)),
         };
-        let (wide, narrow) = (layout(4), layout(2));
+        let wide = layout(DeviceForm::Dense(DType::F32), DType::F32);
+        let narrow = layout(DeviceForm::Dense(DType::BF16), DType::BF16);
+        let int8 = layout(DeviceForm::Int8(2, 4), DType::BF16);
         assert_eq!((wide.bytes(10), narrow.bytes(10)), (3 * 2 * 4 * 80, 3 * 2 * 2 * 80));
         assert_eq!((wide.step_bytes(10), narrow.step_bytes(10)), (2 * 4 * 80, 2 * 2 * 80));
+        // A byte for each number, and a scale for each head.
+        assert_eq!(int8.bytes(10), 3 * 2 * (80 + 10 * 2 * 4));
+        assert_eq!(int8.step_bytes(10), narrow.step_bytes(10));
     }
 }

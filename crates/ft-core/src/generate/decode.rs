@@ -7,7 +7,7 @@ use crate::base::{Error, Result, progress};
 use crate::model::Network;
 use crate::ops::paged::KvDtype;
 use crate::ops::update;
-use crate::quant::{self, QMatrix};
+use crate::quant::Weight;
 use crate::source::Group;
 use candle_core::Tensor;
 
@@ -131,7 +131,7 @@ pub struct SampledModel<'a> {
     /// The network, with its adapters.
     pub network: &'a Network,
     /// A quantized copy of the output projection.
-    pub head: Option<&'a QMatrix>,
+    pub head: Option<&'a Weight>,
 }
 
 impl<'a> From<&'a Network> for SampledModel<'a> {
@@ -369,7 +369,7 @@ pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], same_bits: bo
     };
     let h = network.normalize(&last)?;
     let logits = match policy.head {
-        Some(head) => quant::forward(&h, head, None)?,
+        Some(head) => head.forward(&h, None)?,
         None => network.head()?.logits(&h)?,
     };
     let mut logits = update::to_f32_vec(&logits)?;

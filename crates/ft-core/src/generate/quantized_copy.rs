@@ -3,14 +3,14 @@
 //! the exact weights: `Answer::log_probs` are those of the copy, and a loss also computes those of the exact weights.
 
 use super::decode::SampledModel;
-use crate::base::{Error, Result, progress};
+use crate::base::{Result, progress};
 use crate::model::Network;
 use crate::ops::Dtype;
 use crate::ops::update;
-use crate::quant::{self, Format, QMatrix, Weight};
+use crate::quant::{self, Format, Weight};
 use crate::source::policy::is_projection;
-use crate::source::{Group, GroupWeights, InMemory, WeightSource};
-use candle_core::{DType, Tensor};
+use crate::source::{Group, GroupWeights, InMemory, ParamInfo, WeightSource};
+use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
 /// See the module.
@@ -18,7 +18,7 @@ pub struct QuantizedCopy {
     network: Network,
     /// The source of `network`.
     weights: Arc<InMemory>,
-    head: Option<QMatrix>,
+    head: Option<Weight>,
     formats: Formats,
 }
 
@@ -45,21 +45,9 @@ impl QuantizedCopy {
     /// Quantizes the current weights.
     ///
     /// # Errors
-    /// A GPU; an embedding that is streamed from disk; weights that are not finite.
+    /// Weights that are not finite.
     pub fn new(of: &Network, formats: Formats) -> Result<Self> {
-        let hint = "use unquantized weights for rollouts";
-        if !of.device.is_cpu() {
-            return Err(
-                Error::unsupported("rollouts with quantized weights are not supported on a GPU yet").hint(hint),
-            );
-        }
-        if of.source.streamed(of.spec.head_name()).is_some() {
-            return Err(Error::unsupported(
-                "rollouts with quantized weights need the embedding in memory, but it is streamed from disk",
-            )
-            .hint(hint));
-        }
-        let weights = Arc::new(InMemory::new(of.source.params().to_vec()));
+        let weights = Arc::new(InMemory::over(of.source.clone()));
         let mut network = Network::new((*of.spec).clone(), weights.clone(), of.device.clone());
         network.spec = of.spec.clone();
         let mut copy = Self {
@@ -80,14 +68,24 @@ impl QuantizedCopy {
     pub fn refresh(&mut self, of: &Network, changed: &dyn Fn(&str) -> bool) -> Result<()> {
         self.network.adapters = of.adapters.clone();
         let params = of.source.params();
+        // With a head that is streamed in pieces, the embedding is read row by row too.
+        let streams = of.source.streamed(of.spec.head_name()).is_some();
+        let stays_below = |p: &ParamInfo| {
+            let head = &*p.name == of.spec.head_name();
+            streams && (head || p.group == Group::Embedding && of.source.in_memory(&p.name).is_none())
+        };
+        if streams {
+            self.head = None;
+        }
         let mut kinds: Vec<Group> = params.iter().map(|p| p.group).collect();
         kinds.dedup();
         let phase = progress::phase("quantizing weights", kinds.len(), "layers");
         for group in kinds {
             phase.add(1);
             let known = self.weights.fetch(group).ok();
-            let own = || params.iter().filter(|p| p.group == group);
-            if known.is_some() && !own().any(|p| changed(&p.name)) {
+            let own = || params.iter().filter(|p| p.group == group && !stays_below(p));
+            let complete = known.as_ref().is_some_and(|k| k.iter().count() == own().count());
+            if complete && !own().any(|p| changed(&p.name)) {
                 continue;
             }
             let weights = of.source.fetch(group)?;
@@ -95,13 +93,16 @@ impl QuantizedCopy {
             for p in own() {
                 let (name, weight) = weights.weight(&p.name)?;
                 let old = known.as_ref().filter(|_| !changed(&p.name));
+                let old = old.and_then(|group| group.weight(&p.name).ok());
                 let stored = match (weight.dense(), old) {
-                    (_, Some(old)) => old.weight(&p.name)?.1,
-                    (Ok(tensor), _) if is_projection(p) => encode(tensor, self.formats.projections)
-                        .map_err(|e| e.or_at(&*p.name))?
-                        .into(),
-                    // A tensor that the source does not keep in memory is copied: its buffer will be reused.
-                    (Ok(tensor), _) if of.source.in_memory(&p.name).is_none() => tensor.copy()?.into(),
+                    (_, Some((_, old))) => old,
+                    (Ok(tensor), _) if is_projection(p) => {
+                        encode(tensor, self.formats.projections).map_err(|e| e.or_at(&*p.name))?
+                    }
+                    // A tensor of the host that the source does not keep is copied: its buffer will be reused.
+                    (Ok(tensor), _) if of.device.is_cpu() && of.source.in_memory(&p.name).is_none() => {
+                        tensor.copy()?.into()
+                    }
                     _ => weight,
                 };
                 out.insert(name, stored);
@@ -119,8 +120,8 @@ impl QuantizedCopy {
 
     /// Returns the bytes of the quantized weights: the memory of the copy in addition to the exact weights.
     pub fn bytes(&self) -> u64 {
-        let quantized = |w: &Weight| if let Weight::Quantized(c) = w { c.bytes() } else { 0 };
-        self.weights.sum(quantized) + self.head.as_ref().map_or(0, QMatrix::bytes)
+        let quantized = |w: &Weight| if w.format().is_some() { w.bytes() } else { 0 };
+        self.weights.sum(quantized) + self.head.as_ref().map_or(0, Weight::bytes)
     }
 }
 
@@ -133,10 +134,12 @@ impl<'a> From<&'a QuantizedCopy> for SampledModel<'a> {
     }
 }
 
-fn encode(tensor: &Tensor, format: Format) -> Result<QMatrix> {
-    let dims = tensor.dims2()?;
-    match tensor.dtype() {
-        DType::BF16 => update::with_bf16(tensor, |v| quant::encode(v, dims, format, Dtype::Bf16))?,
-        _ => update::with_slice(tensor, |v| quant::encode(v, dims, format, Dtype::F32))?,
-    }
+/// Quantizes on the host; the result is on the device of `tensor`.
+fn encode(tensor: &Tensor, format: Format) -> Result<Weight> {
+    let (dims, host) = (tensor.dims2()?, tensor.to_device(&Device::Cpu)?);
+    let quantized = match tensor.dtype() {
+        DType::BF16 => update::with_bf16(&host, |v| quant::encode(v, dims, format, Dtype::Bf16))?,
+        _ => update::with_slice(&host, |v| quant::encode(v, dims, format, Dtype::F32))?,
+    };
+    Weight::coded_on(quantized?, tensor.device())
 }

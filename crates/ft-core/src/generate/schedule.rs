@@ -86,7 +86,7 @@ impl<'a> Schedule<'a> {
                 limits.kv_cache,
                 &policy.network.device,
                 policy.network.final_norm()?.tensor.dtype(),
-            )?,
+            ),
             nodes: tree.nodes.iter().map(|_| PrefixState::Out).collect(),
             users: tree.nodes.iter().map(|n| n.users).collect(),
             waiting: tree.order.iter().copied().collect(),

@@ -286,9 +286,7 @@ fn no_limit_changes_an_answer() {
         tokens as u64 + shared_once(&requests)
     );
     assert!(speed.prefill_tokens < tokens as u64 / 2);
-    let row = Layout::new(&network.spec, None, &Device::Cpu, DType::F32)
-        .unwrap()
-        .bytes(128);
+    let row = Layout::new(&network.spec, None, &Device::Cpu, DType::F32).bytes(128);
     for (rows, cache_bytes, prefill_tokens, share_prefixes) in [
         (1, u64::MAX, 1000, true),
         (3, u64::MAX, 1000, false),
@@ -369,7 +367,7 @@ fn a_session_reads_only_what_is_new() {
 /// Returns the logits after the last token of a prompt, `[V]`.
 fn logits<'a>(policy: impl Into<SampledModel<'a>>, prompt: &[u32]) -> Vec<f32> {
     let policy = policy.into();
-    let layout = Layout::new(&policy.network.spec, None, &Device::Cpu, DType::F32).unwrap();
+    let layout = Layout::new(&policy.network.spec, None, &Device::Cpu, DType::F32);
     let part = NewTokens {
         sequence: Sequence::new(&layout, Vec::new(), 0, 64),
         tokens: prompt,
@@ -441,4 +439,40 @@ fn a_coded_copy_computes_with_decoded_weights_and_is_refreshed() {
             .iter()
             .all(|a| a.ids.len() == 6 && a.log_probs.iter().all(|x| *x < 0.0))
     );
+}
+
+/// On the disk a head in chunks stays there, and rows of the embedding are read one by one.
+#[test]
+fn a_coded_copy_of_layers_of_the_disk_reads_the_head_in_chunks() {
+    use crate::formats::weights::Weights;
+    use crate::ops::cross_entropy::PIECE;
+    use crate::quant::Format;
+    use crate::source::{Disk, StoragePolicy, disk};
+    let dir = tempfile::TempDir::new().unwrap();
+    let formats = Formats {
+        projections: Format::Int8 { group: 0 },
+        head: None,
+    };
+    let resident = network(spec(), Dtype::F32);
+    let whole = QuantizedCopy::new(&resident, formats).unwrap();
+    let file = dir.path().join("model.safetensors");
+    disk::write_random(&file, &spec().params(), 11, spec().initializer_range, 1.0, Dtype::F32).unwrap();
+    let options = disk::Options {
+        dtype: Dtype::F32,
+        storage: StoragePolicy::dense(Dtype::F32),
+        device: Device::Cpu,
+        trained: dir.path().join("trained"),
+        codes: dir.path().join("codes.safetensors"),
+        head: spec().head_name().to_string(),
+        head_rows: Some(PIECE),
+    };
+    let source = Disk::open(spec().params(), Weights::open_file(&file).unwrap(), options).unwrap();
+    let streamed = Network::new(spec(), Arc::new(source), Device::Cpu);
+    let mut copy = QuantizedCopy::new(&streamed, Formats::of(Format::Int8 { group: 0 })).unwrap();
+    assert_eq!(copy.bytes(), whole.bytes());
+    for prompt in prompts() {
+        assert_eq!(logits(&copy, &prompt), logits(&whole, &prompt));
+    }
+    copy.refresh(&streamed, &|name| name.contains("layers.0.")).unwrap();
+    assert_eq!(logits(&copy, &prompts()[0]), logits(&whole, &prompts()[0]));
 }

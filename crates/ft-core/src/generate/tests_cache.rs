@@ -38,7 +38,7 @@ fn a_smaller_cache_only_rounds() {
     let network = network(spec(), Dtype::F32);
     for stored in [KvDtype::Bf16, KvDtype::Int8] {
         for prompt in prompts() {
-            let layout = |stored| Layout::new(&network.spec, stored, &Device::Cpu, DType::F32).unwrap();
+            let layout = |stored| Layout::new(&network.spec, stored, &Device::Cpu, DType::F32);
             let part = NewTokens {
                 sequence: Sequence::new(&layout(Some(stored)), Vec::new(), 0, 64),
                 tokens: &prompt,

@@ -1,4 +1,4 @@
-//! Weights that are all in memory.
+//! Weights in memory.
 
 use super::{Group, GroupWeights, ParamInfo, StreamedMatrix, WeightSource, lock, no_such};
 use crate::base::{Error, Result};
@@ -7,11 +7,12 @@ use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A source whose weights are all in memory, frozen.
-#[derive(Debug)]
+/// A source whose weights are in memory, frozen.
 pub struct InMemory {
     params: Vec<ParamInfo>,
     groups: Mutex<BTreeMap<Group, Arc<GroupWeights>>>,
+    /// Reads matrices that are not in memory, in rows or in pieces.
+    below: Option<Arc<dyn WeightSource>>,
 }
 
 impl InMemory {
@@ -20,6 +21,15 @@ impl InMemory {
         Self {
             params,
             groups: Mutex::default(),
+            below: None,
+        }
+    }
+
+    /// As `new`, for the weights of `below`: matrices of groups without them are read from there.
+    pub fn over(below: Arc<dyn WeightSource>) -> Self {
+        Self {
+            below: Some(below.clone()),
+            ..Self::new(below.params().to_vec())
         }
     }
 
@@ -59,11 +69,15 @@ impl WeightSource for InMemory {
     }
 
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
-        let table = self.in_memory(name).ok_or_else(|| no_such(name))?;
-        Ok((table, ids.to_vec()))
+        match (self.in_memory(name), &self.below) {
+            (Some(table), _) => Ok((table, ids.to_vec())),
+            (None, Some(below)) => below.rows(name, ids),
+            (None, None) => Err(no_such(name)),
+        }
     }
 
-    fn streamed(&self, _: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
-        None
+    fn streamed(&self, name: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
+        let below = self.below.as_ref().filter(|_| self.in_memory(name).is_none())?;
+        below.streamed(name)
     }
 }

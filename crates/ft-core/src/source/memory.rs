@@ -46,9 +46,9 @@ impl WeightMemory<'_> {
         let stored = match self.placement {
             Placement::Device => Some(l.alloc(MemoryKind::Weights, bytes)),
             Placement::Host => Some(l.alloc(MemoryKind::HostWeights, bytes)),
-            // The quantized data is written to a separate file before any weight is held.
+            // What is not quantized in the files is written to a separate file before any weight is held.
             Placement::Disk { .. } => {
-                if storage.is_quantized() {
+                if storage.is_quantized() && self.file_bytes > 0 {
                     l.touch(self.staging(), bytes);
                 }
                 None

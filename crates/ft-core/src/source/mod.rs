@@ -229,20 +229,15 @@ pub trait TrainableStore: WeightSource {
     /// Restores the exact f32 value of an inactive parameter from the tensor of its name in `saved`.
     fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()>;
 
-    /// Access to the quantized weights, if they stay on the device.
-    fn requantize(&self) -> Option<&dyn Requantize>;
-
-    /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
-    fn upload_times(&self) -> Result<Option<CopyTimes>>;
-}
-
-/// Quantized weights that can be replaced.
-pub trait Requantize {
-    /// Quantizes `values` (one per element) as the new values of a quantized weight, and drops the old data.
+    /// Quantizes `values` (one per element) as the new values of a frozen quantized weight, and drops the old data. `read`
+    /// still returns the original values.
     ///
     /// # Errors
     /// The weight is not quantized.
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()>;
+
+    /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
+    fn upload_times(&self) -> Result<Option<CopyTimes>>;
 }
 
 /// True for the parameters that a source with slow storage always keeps on the device: the head group, and the output
@@ -274,6 +269,10 @@ fn tensor_bytes(t: &Tensor) -> u64 {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn not_quantized(name: &str) -> Error {
+    Error::new("a weight that is not quantized cannot be requantized").at(name)
 }
 
 fn no_such(name: &str) -> Error {

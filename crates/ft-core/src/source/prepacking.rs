@@ -4,7 +4,7 @@
 
 use super::policy::is_projection;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantize, Requantized, StoragePolicy, StreamedMatrix,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy, StreamedMatrix,
     TrainableStore, WeightSource, lock,
 };
 use crate::base::Result;
@@ -178,8 +178,8 @@ impl TrainableStore for Prepacking {
         Ok(recoded)
     }
 
-    fn requantize(&self) -> Option<&dyn Requantize> {
-        self.below.requantize()
+    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
+        self.below.requantize(name, values)
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {

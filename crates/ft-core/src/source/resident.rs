@@ -2,8 +2,8 @@
 
 use super::requantize::{Exact, encode, requantize};
 use super::{
-    Group, GroupWeights, InMemory, MasterLowBits, Numbers, NumbersSink, ParamInfo, Requantize, Requantized,
-    StreamedMatrix, TrainableStore, WeightSource, lock, no_such, stored,
+    Group, GroupWeights, InMemory, MasterLowBits, Numbers, NumbersSink, ParamInfo, Requantized, StreamedMatrix,
+    TrainableStore, WeightSource, lock, no_such, not_quantized, stored,
 };
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result, progress, units};
@@ -461,21 +461,14 @@ impl TrainableStore for Resident {
             _ => update::set(&tensor, &values),
         }
     }
-    fn requantize(&self) -> Option<&dyn Requantize> {
-        Some(self)
+
+    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
+        let p = self.param(name)?;
+        let &(format, dtype) = self.quantized.get(name).ok_or_else(|| not_quantized(name))?;
+        self.replace(p, code(values, p, format, dtype, &self.device)?)
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {
         Ok(None)
-    }
-}
-
-impl Requantize for Resident {
-    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
-        let p = self.param(name)?;
-        let Some(&(format, dtype)) = self.quantized.get(name) else {
-            return Err(Error::new("a weight that is not quantized cannot be requantized").at(name));
-        };
-        self.replace(p, code(values, p, format, dtype, &self.device)?)
     }
 }

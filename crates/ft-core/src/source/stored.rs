@@ -152,19 +152,42 @@ fn state(quantized: &QMatrix) -> Value {
 /// # Errors
 /// A tensor whose size does not match the shape; a block size or a table that is not NF4's.
 pub fn read(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format, decoded: Dtype) -> Result<QMatrix> {
-    let &[rows, columns] = p.shape.as_slice() else {
-        return Err(Error::format("only a matrix can be quantized").at(&*p.name));
-    };
-    let mut offset = None;
-    if layout == Layout::Bitsandbytes {
-        offset = check_state(weights, p, (rows, columns))?;
+    Checked::new(weights, p, layout, format)?.read(weights, p, decoded)
+}
+
+/// A quantized parameter of the files whose description was checked, so that it can be read many times.
+pub(super) struct Checked {
+    layout: Layout,
+    format: Format,
+    /// The offset of the absmax codes of bitsandbytes.
+    offset: Option<f64>,
+}
+
+impl Checked {
+    /// Errors: as `read`, except for sizes.
+    pub fn new(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format) -> Result<Self> {
+        let offset = match layout {
+            Layout::Ft => None,
+            Layout::Bitsandbytes => check_state(weights, p, matrix(p)?)?,
+        };
+        Ok(Self { layout, format, offset })
     }
-    let take = |part: &str| match (tensor_name(layout, &p.name, part), offset) {
-        (Some(tensor), _) => weights.read_bytes(&tensor),
-        (None, Some(offset)) => Ok((offset as f32).to_le_bytes().to_vec()),
-        (None, None) => Err(Error::format("`nested_offset` is missing")),
-    };
-    QMatrix::from_parts(format, (rows, columns), decoded, take).map_err(|e| e.or_at(&*p.name))
+
+    pub fn read(&self, weights: &Weights, p: &ParamInfo, decoded: Dtype) -> Result<QMatrix> {
+        let take = |part: &str| match (tensor_name(self.layout, &p.name, part), self.offset) {
+            (Some(tensor), _) => weights.read_bytes(&tensor),
+            (None, Some(offset)) => Ok((offset as f32).to_le_bytes().to_vec()),
+            (None, None) => Err(Error::format("`nested_offset` is missing")),
+        };
+        QMatrix::from_parts(self.format, matrix(p)?, decoded, take).map_err(|e| e.or_at(&*p.name))
+    }
+}
+
+fn matrix(p: &ParamInfo) -> Result<(usize, usize)> {
+    match p.shape.as_slice() {
+        &[rows, columns] => Ok((rows, columns)),
+        _ => Err(Error::format("only a matrix can be quantized").at(&*p.name)),
+    }
 }
 
 /// Checks the quantization state; returns the offset of the absmax codes, if any.

@@ -7,8 +7,8 @@ mod order;
 use super::requantize::Exact;
 use super::resident::send;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantize, Requantized, SLOTS, StreamedMatrix,
-    TrainableStore, WeightSource, distinct, lock, stays_on_device, tensor_bytes,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, SLOTS, StreamedMatrix, TrainableStore,
+    WeightSource, distinct, lock, stays_on_device, tensor_bytes,
 };
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
@@ -180,6 +180,16 @@ impl Uploaded {
         });
     }
 
+    /// Releases the page-locked quantized data of a parameter, which is replaced next.
+    fn forget_codes(&self, param: &ParamInfo) -> Result<()> {
+        if self.memory == HostMemory::Stable
+            && let Ok((_, Weight::DeviceQuantized(codes))) = self.host.fetch(param.group)?.weight(&param.name)
+        {
+            codes.tensors().into_iter().try_for_each(|t| self.copier.forget(t))?;
+        }
+        Ok(())
+    }
+
     fn is_active(&self, name: &str) -> bool {
         lock(&self.active).iter().any(|n| &**n == name)
     }
@@ -332,11 +342,7 @@ impl TrainableStore for Uploaded {
         let mut low_bits = DeviceLowBits::new(low, self.copier.device());
         // Quantized data of active parameters is not needed; it is recomputed at deactivation.
         for param in self.host.params().iter().filter(|p| names.contains(&&*p.name)) {
-            if self.memory == HostMemory::Stable
-                && let Ok((_, Weight::DeviceQuantized(codes))) = self.host.fetch(param.group)?.weight(&param.name)
-            {
-                codes.tensors().into_iter().try_for_each(|t| self.copier.forget(t))?;
-            }
+            self.forget_codes(param)?;
         }
         self.host.activate(names, &mut low_bits)?;
         let params = self.host.params();
@@ -407,8 +413,11 @@ impl TrainableStore for Uploaded {
         Ok(())
     }
 
-    fn requantize(&self) -> Option<&dyn Requantize> {
-        None
+    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
+        self.forget_codes(self.host.param(name)?)?;
+        self.host.requantize(name, values)?;
+        lock(&self.slots).clear();
+        Ok(())
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {

@@ -25,12 +25,17 @@ impl Pieces<'_> {
     /// Calls `f` for every part, with its first row.
     pub(crate) fn each(&self, mut f: impl FnMut(usize, &Tensor) -> Result<()>) -> Result<()> {
         for first in (0..self.rows).step_by(self.rows_of_part) {
-            let part = (self.part)(first)?;
-            let count = self.rows_of_part.min(self.rows - first);
-            expect_dims(&part, "a part of the head", &[count, self.width])?;
-            f(first, &part)?;
+            f(first, &self.checked(first)?)?;
         }
         Ok(())
+    }
+
+    /// Returns the part that begins at row `first`.
+    pub(crate) fn checked(&self, first: usize) -> Result<Tensor> {
+        let part = (self.part)(first)?;
+        let count = self.rows_of_part.min(self.rows - first);
+        expect_dims(&part, "a part of the head", &[count, self.width])?;
+        Ok(part)
     }
 
     /// Returns the rows that have a target, after all checks.

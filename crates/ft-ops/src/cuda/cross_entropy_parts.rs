@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 /// 32-bit words of the statistics of a row: `Seen` of the kernels.
-const SEEN: usize = 6;
+pub(super) const SEEN: usize = 6;
 
 /// The inputs and outputs.
 pub(crate) struct PieceJob<'a> {

@@ -11,8 +11,6 @@
 //! q + beta p (Agarwal et al. 2024, arXiv 2306.13649, section 3). It is not multiplied by T². The cross-entropy is
 //! over all V ids at T = 1.
 
-#[cfg(any(test, feature = "cuda"))]
-mod composed;
 #[cfg(test)]
 mod tests;
 
@@ -115,7 +113,7 @@ impl Side<'_> {
         }
     }
 
-    fn in_parts(&self) -> bool {
+    pub(crate) fn in_parts(&self) -> bool {
         matches!(self.head, Matrix::Parts(_))
     }
 
@@ -151,10 +149,7 @@ impl Side<'_> {
             let known = held.borrow().as_ref().map(|(at, _)| *at);
             if known != Some(start) {
                 held.replace(None);
-                let part = (parts.part)(start)?;
-                let rows = parts.rows_of_part.min(parts.rows - start);
-                expect_dims(&part, "a part of the head", &[rows, width])?;
-                held.replace(Some((start, part)));
+                held.replace(Some((start, parts.checked(start)?)));
             }
             let held = held.borrow();
             let (_, part) = held
@@ -175,7 +170,7 @@ impl Side<'_> {
 }
 
 /// Computes loss and gradients. Adds to `step_stats` the loss (not finite if a logit is not), and the number of tokens
-/// whose target has the student's largest logit. On a GPU heads must be in memory as a whole.
+/// whose target has the student's largest logit.
 ///
 /// # Errors
 /// Shapes that do not fit, targets outside the vocabulary, settings out of range, stored rows that do not match the
@@ -205,7 +200,7 @@ pub fn forward_backward(
     };
     on_gpu!(
         student.h,
-        composed::forward_backward(student, teacher, targets, &trained, common, options, step_stats)
+        on_gpu::forward_backward(student, teacher, targets, &trained, common, options, step_stats)
     );
     let terms = cpu::Terms {
         beta: options.beta,
@@ -268,10 +263,7 @@ pub fn likeliest(
     }
     check_temperature(temperature)?;
     let chosen: Vec<usize> = (0..targets.len()).filter(|n| targets[*n] != IGNORE).collect();
-    on_gpu!(
-        side.h,
-        composed::likeliest(side, &chosen, common, k, temperature, chunk)
-    );
+    on_gpu!(side.h, on_gpu::likeliest(side, &chosen, common, k, temperature, chunk));
     let found = side.on_cpu("teacher", |side| {
         cpu::likeliest(side, &chosen, common, k, temperature, chunk)
     })?;
@@ -281,6 +273,72 @@ pub fn likeliest(
         log_probs: found.log_probs,
         rest: found.rest,
     })
+}
+
+#[cfg(feature = "cuda")]
+mod on_gpu {
+    use super::*;
+    use crate::cuda::distill::{DistillJob, each_logits, run};
+
+    pub(super) fn forward_backward(
+        student: &Side,
+        teacher: &Teacher,
+        targets: &[u32],
+        trained: &[usize],
+        common: usize,
+        options: &Options,
+        step_stats: &StepStats,
+    ) -> Result<Output> {
+        let found = run(&DistillJob {
+            student,
+            teacher,
+            targets,
+            trained,
+            common,
+            options,
+        })?;
+        let mut sum = Sum::default();
+        for (i, divergence) in found.divergence.iter().enumerate() {
+            let row = cpu::Row {
+                divergence: f64::from(*divergence),
+                cross_entropy: f64::from(found.cross_entropy[i]),
+                correct: found.correct[i] != 0.0,
+            };
+            sum.add(&row, options.alpha as f64);
+        }
+        step_stats.add(sum.sums);
+        Ok(Output {
+            trained: trained.len(),
+            divergence: sum.divergence,
+            cross_entropy: sum.cross_entropy,
+            dh: found.dh,
+            dw: found.dw,
+        })
+    }
+
+    /// The host selects from the logits.
+    pub(super) fn likeliest(
+        side: &Side,
+        chosen: &[usize],
+        common: usize,
+        k: usize,
+        temperature: f32,
+        chunk: usize,
+    ) -> Result<TopK> {
+        let mut found = cpu::Chosen::default();
+        let cap = side.softcap.unwrap_or(0.0);
+        let mut selection = cpu::Selection::new(chosen.len(), common, k, temperature, cap);
+        each_logits(side, chosen, common, chunk, |start, logits, first, width| {
+            selection.survey(start, logits, first, width)
+        })?;
+        selection.finish(&mut found);
+        Ok(TopK {
+            k: k.min(common),
+            ids: found.ids,
+            log_probs: found.log_probs,
+            rest: found.rest,
+        })
+    }
 }
 
 #[derive(Default)]

@@ -110,7 +110,7 @@ fn matches_autograd() {
                 let grads = (&loss * 0.25).unwrap().backward().unwrap();
                 let own = side(&h, &head, cap);
                 let other = Teacher::Live(side(&teacher[0], &teacher[1], Some(3.0)));
-                let (sums, on_gpu) = (step_stats(), step_stats());
+                let sums = step_stats();
                 let out = forward_backward(&own, &other, &targets, &o, &sums).unwrap();
                 let read = |t: &Tensor| t.to_scalar::<f32>().unwrap() as f64;
                 let near = |a: f64, b: f64| (a - b).abs() <= 2e-5 * b.abs().max(0.1);
@@ -123,29 +123,9 @@ fn matches_autograd() {
                 assert!(near(sums.read().unwrap().loss, read(&loss)));
                 assert_close(out.dh.as_ref().unwrap(), grads.get(&h).unwrap(), 2e-5);
                 assert_close(out.dw.as_ref().unwrap(), grads.get(&head).unwrap(), 2e-5);
-
-                // The composed form for GPUs.
-                let trained: Vec<usize> = (0..n).filter(|i| targets[*i] != IGNORE).collect();
-                let same = composed_form(&own, &other, &targets, &trained, v.min(vt), &o, &on_gpu);
-                assert!(near(same.divergence, out.divergence) && near(same.cross_entropy, out.cross_entropy));
-                assert_eq!(sums.read().unwrap().correct, on_gpu.read().unwrap().correct);
-                assert_close(&same.dh.unwrap(), &out.dh.unwrap(), 2e-5);
-                assert_close(&same.dw.unwrap(), &out.dw.unwrap(), 2e-5);
             }
         }
     }
-}
-
-fn composed_form(
-    own: &Side,
-    other: &Teacher,
-    targets: &[u32],
-    trained: &[usize],
-    common: usize,
-    o: &Options,
-    step_stats: &StepStats,
-) -> Output {
-    super::composed::forward_backward(own, other, targets, trained, common, o, step_stats).unwrap()
 }
 
 #[test]
@@ -209,20 +189,6 @@ fn all_stored_ids_are_the_whole_teacher_and_fewer_say_less() {
                 assert!((out.divergence - whole.divergence).abs() < 2e-5 * whole.divergence);
                 assert_close(out.dh.as_ref().unwrap(), whole.dh.as_ref().unwrap(), 1e-4);
             }
-            let trained: Vec<usize> = (0..n).filter(|i| targets[*i] != IGNORE).collect();
-            let same = composed_form(
-                &side(&h, &head, None),
-                &other,
-                &targets,
-                &trained,
-                vt,
-                &o,
-                &step_stats(),
-            );
-            assert!((same.divergence - out.divergence).abs() < 2e-5 * out.divergence.max(0.1));
-            assert_close(&same.dh.unwrap(), out.dh.as_ref().unwrap(), 5e-5);
-            let found = super::composed::likeliest(&teacher, &trained, vt, k, 1.5, 4).unwrap();
-            assert_eq!(found.ids, top.ids);
         }
     }
 }

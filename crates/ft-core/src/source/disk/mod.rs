@@ -11,11 +11,12 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-use super::requantize::{Exact, requantize};
+use super::policy::is_projection;
+use super::requantize::{Exact, encode, requantize};
 use super::resident::{RandomWeights, check_names, draw, send};
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantize, Requantized, StoragePolicy, StreamedMatrix,
-    TrainableStore, WeightSource, distinct, lock, no_such, stays_on_device, tensor_bytes,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy, StreamedMatrix,
+    TrainableStore, WeightSource, distinct, lock, no_such, not_quantized, stays_on_device, stored, tensor_bytes,
 };
 use crate::base::{Error, Result, files};
 use crate::formats::StoredDtype;
@@ -130,11 +131,29 @@ impl Disk {
         let streamed = options.head_rows.is_some();
         let always = params.iter().filter(|p| stays_on_device(p, &options.head, streamed));
         let always_in_memory: Vec<Arc<str>> = always.map(|p| p.name.clone()).collect();
-        let mut files = Files::new(weights, options.dtype, &options.trained)?;
-        let quantized = options.storage.quantized().clone();
-        if !quantized.is_empty() {
-            let formats = params.iter().filter_map(|p| Some((p, *quantized.get(&p.name)?)));
-            files.make_codes(&formats.collect::<Vec<_>>(), &options.codes)?;
+        let mut quantized = options.storage.quantized().clone();
+        let formats = params.iter().filter_map(|p| Some((p, *quantized.get(&p.name)?)));
+        let mut to_code: Vec<(&ParamInfo, Format)> = formats.collect();
+        // What the files hold quantized stays as it is.
+        let mut in_files = BTreeMap::new();
+        for p in &params {
+            if let Some((layout, format)) = stored::find(&weights, &p.name)? {
+                if !is_projection(p) {
+                    return Err(Error::unsupported(
+                        "an embedding or a head that is quantized in the files is not read from disk",
+                    )
+                    .at(&*p.name)
+                    .found(format)
+                    .hint("hold the weights in memory: `Placement::Device`"));
+                }
+                in_files.insert(p.name.clone(), stored::Checked::new(&weights, p, layout, format)?);
+                quantized.insert(p.name.clone(), format);
+            }
+        }
+        to_code.retain(|(p, _)| !in_files.contains_key(&p.name));
+        let mut files = Files::new(weights, in_files, options.dtype, &options.trained)?;
+        if !to_code.is_empty() {
+            files.make_codes(&to_code, &options.codes)?;
         }
         let shared = Arc::new(Shared {
             params,
@@ -463,8 +482,13 @@ impl TrainableStore for Disk {
         self.pieces.forget();
         Ok(())
     }
-    fn requantize(&self) -> Option<&dyn Requantize> {
-        None
+
+    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
+        let format = *self.shared.quantized.get(name).ok_or_else(|| not_quantized(name))?;
+        let codes = encode(values, self.shared.param(name)?, format, self.options.dtype)?;
+        self.shared.files.write_codes(name, &codes)?;
+        self.layers.forget();
+        Ok(())
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {

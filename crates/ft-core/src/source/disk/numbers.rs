@@ -9,24 +9,29 @@ use crate::ops::Dtype;
 use crate::ops::update;
 use crate::quant::{Format, QMatrix};
 use crate::source::requantize::{Exact, encode};
+use crate::source::stored::Checked;
 use crate::source::{Numbers, NumbersSink, ParamInfo};
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
+use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 pub(super) struct Files {
     weights: Weights,
     store: Store,
-    /// Quantized weights of the checkpoint.
+    /// Weights that the checkpoint holds quantized.
+    stored: BTreeMap<Arc<str>, Checked>,
+    /// Other weights of the checkpoint, quantized by `make_codes`.
     codes: Option<Weights>,
     dtype: Dtype,
 }
 
 impl Files {
-    pub fn new(weights: Weights, dtype: Dtype, trained: &Path) -> Result<Self> {
+    pub fn new(weights: Weights, stored: BTreeMap<Arc<str>, Checked>, dtype: Dtype, trained: &Path) -> Result<Self> {
         Ok(Self {
             weights: weights.streamed(),
+            stored,
             store: Store::create(trained)?,
             codes: None,
             dtype,
@@ -82,11 +87,12 @@ impl Files {
 
     /// Reads a quantized weight.
     pub fn quantized(&self, p: &ParamInfo, format: Format) -> Result<QMatrix> {
-        let trained = self.store.open(&p.name)?;
-        let (file, first) = match (&trained, &self.codes) {
-            (Some(file), _) => (file, CODES),
-            (None, Some(file)) => (file, &*p.name),
-            (None, None) => return Err(Error::new("there is no quantized data for this weight").at(&*p.name)),
+        let own = self.store.open(&p.name)?;
+        let (file, first) = match (&own, self.stored.get(&p.name), &self.codes) {
+            (Some(file), ..) => (file, CODES),
+            (None, Some(stored), _) => return stored.read(&self.weights, p, self.dtype),
+            (None, None, Some(file)) => (file, &*p.name),
+            (None, None, None) => return Err(Error::new("there is no quantized data for this weight").at(&*p.name)),
         };
         let &[rows, columns] = p.shape.as_slice() else {
             return Err(Error::new("only a matrix can be quantized").at(&*p.name));
@@ -103,7 +109,8 @@ impl Files {
 
     /// Calls `f` with the file that contains `name`, and the tensor's name in that file.
     fn with<R>(&self, name: &str, f: impl FnOnce(&Weights, &str) -> Result<R>) -> Result<R> {
-        match self.store.open(name)? {
+        // A weight that was only requantized has its exact values in the checkpoint.
+        match self.store.open(name)?.filter(|file| file.info(WEIGHT).is_some()) {
             Some(file) => f(&file, WEIGHT),
             None => f(&self.weights, name),
         }
@@ -150,7 +157,12 @@ impl Files {
 
     /// Stores a trained parameter.
     pub fn write(&self, name: &str, exact: &Exact, codes: Option<&QMatrix>) -> Result<()> {
-        exact.send(&mut |numbers| self.store.write(name, numbers, codes))
+        exact.send(&mut |numbers| self.store.write(name, Some(numbers), codes))
+    }
+
+    /// Replaces the quantized data of a parameter that was not trained.
+    pub fn write_codes(&self, name: &str, codes: &QMatrix) -> Result<()> {
+        self.store.write(name, None, Some(codes))
     }
 
     /// Restores the exact values from tensor `name` of `saved`.

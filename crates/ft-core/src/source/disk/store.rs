@@ -1,4 +1,5 @@
-//! Files for trained parameters that are inactive now: one file per parameter, with its exact f32 value.
+//! Files for trained parameters that are inactive now: one file per parameter, with its exact f32 value. LoftQ writes
+//! files with new quantized data only.
 //!
 //! A bf16 weight and the low 16 bits of its fp32 master are two tensors of the file: later fetches read the weight
 //! only, further training and checkpoints read both. The files are scratch files of the running process: a resumed run
@@ -56,22 +57,22 @@ impl Store {
         }
     }
 
-    /// Stores all elements of a parameter, and its quantized data if it is stored quantized.
-    pub fn write(&self, name: &str, numbers: Numbers, codes: Option<&QMatrix>) -> Result<()> {
-        let (count, dtype, low) = match numbers {
-            Numbers::F32(v) => (v.len(), StoredDtype::F32, None),
-            Numbers::Bf16(v, low) => (v.len(), StoredDtype::Bf16, low),
+    /// Stores all elements of a parameter if it was trained, and its quantized data if it is stored quantized.
+    pub fn write(&self, name: &str, numbers: Option<Numbers>, codes: Option<&QMatrix>) -> Result<()> {
+        let (mut plans, low) = match numbers {
+            None => (Vec::new(), None),
+            Some(Numbers::F32(v)) => (plans(v.len(), StoredDtype::F32, false), None),
+            Some(Numbers::Bf16(v, low)) => (plans(v.len(), StoredDtype::Bf16, low.is_some()), low),
         };
         let parts = codes.map(QMatrix::parts).unwrap_or_default();
-        let mut plans = plans(count, dtype, low.is_some());
         plans.extend(parts.iter().map(|part| TensorPlan {
             name: part_name(CODES, part.name),
             dtype: StoredDtype::U8,
             shape: vec![part.bytes.len()],
         }));
         self.put(name, &plans, &mut |plan, sink| match (plan.name.as_str(), numbers) {
-            (WEIGHT, Numbers::F32(v)) => sink(Values::F32(v)),
-            (WEIGHT, Numbers::Bf16(v, _)) => sink(Values::Bf16(v)),
+            (WEIGHT, Some(Numbers::F32(v))) => sink(Values::F32(v)),
+            (WEIGHT, Some(Numbers::Bf16(v, _))) => sink(Values::Bf16(v)),
             (LOW, _) => low.unwrap_or_default().chunks(STEP).try_for_each(|part| {
                 let bytes: Vec<u8> = part.iter().flat_map(|x| x.to_le_bytes()).collect();
                 sink(Values::Raw(&bytes))

@@ -260,3 +260,111 @@ fn what_is_wrong_is_told() {
     let e = disk.fetch(Group::Layer(4)).unwrap_err().to_string();
     assert!(e.contains("model.layers.4") && e.contains("shorter"), "{e}");
 }
+
+/// A file with quantized projections, in either layout: nothing is quantized again, and LoftQ can replace the data.
+#[test]
+fn weights_that_are_quantized_in_the_files_come_as_they_are() {
+    for layout in [stored::Layout::Bitsandbytes, stored::Layout::Ft] {
+        let format = match layout {
+            stored::Layout::Bitsandbytes => Format::Nf4 { double: true },
+            stored::Layout::Ft => Format::Int4 { group: 64 },
+        };
+        let dir = TempDir::new().unwrap();
+        let all = params(true);
+        let plain = resident(Dtype::Bf16, true);
+        let is_coded = |p: &ParamInfo| crate::source::policy::is_projection(p);
+        let quantized = |p: &ParamInfo| {
+            let (_, values) = plain.fetch(p.group).unwrap().get(&p.name).unwrap();
+            encode(&flat(&values), p, format, Dtype::Bf16).unwrap()
+        };
+        let mut plans = Vec::new();
+        let mut data: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+        for p in &all {
+            if is_coded(p) {
+                let codes = quantized(p);
+                for plan in stored::tensors(layout, format, &p.name, codes.dims()) {
+                    data.insert(
+                        plan.name.clone(),
+                        stored::bytes(layout, &codes, &p.name, &plan).unwrap(),
+                    );
+                    plans.push(plan);
+                }
+            } else {
+                let (_, values) = plain.fetch(p.group).unwrap().get(&p.name).unwrap();
+                let bytes = flat(&values)
+                    .iter()
+                    .flat_map(|x| bf16::from_f32(*x).to_le_bytes())
+                    .collect();
+                data.insert(p.name.to_string(), bytes);
+                plans.push(TensorPlan {
+                    name: p.name.to_string(),
+                    dtype: StoredDtype::Bf16,
+                    shape: p.shape.clone(),
+                });
+            }
+        }
+        let file = dir.path().join("model.safetensors");
+        write_file(&file, &plans, &[], |plan, sink| sink(Values::Raw(&data[&plan.name]))).unwrap();
+        let disk = open(dir.path(), Dtype::Bf16, true, Some(PIECE)).unwrap();
+        assert!(!dir.path().join("codes.safetensors").exists());
+        for _ in 0..2 {
+            for p in all.iter().filter(|p| is_coded(p)) {
+                let (_, weight) = disk.fetch(p.group).unwrap().weight(&p.name).unwrap();
+                assert_eq!(weight.format(), Some(format));
+                assert_eq!(weight.rows(0, D).unwrap(), quantized(p).dequantize(), "{}", p.name);
+            }
+        }
+        // New data for one weight; the others stay.
+        let [first, second] = [&all[1], &all[4]];
+        assert!(is_coded(first) && is_coded(second));
+        let values: Vec<f32> = (0..first.elements()).map(|i| i as f32 / 50.0).collect();
+        disk.requantize(&first.name, &values).unwrap();
+        let rows = |p: &ParamInfo| {
+            let (_, weight) = disk.fetch(p.group).unwrap().weight(&p.name).unwrap();
+            weight.rows(0, D).unwrap()
+        };
+        let want = encode(&values, first, format, Dtype::Bf16).unwrap().dequantize();
+        assert_eq!(rows(first), want);
+        assert_eq!(rows(second), quantized(second).dequantize());
+        assert!(disk.requantize("norm.weight", &[0.0; D]).is_err());
+    }
+}
+
+/// Requantization does not touch the exact values, which an export and LoftQ itself read.
+#[test]
+fn requantized_weights_keep_their_exact_values_in_the_checkpoint() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("model.safetensors");
+    write_random(&file, &params(true), SEED.0, SEED.1, SEED.2, Dtype::Bf16).unwrap();
+    let mut storage = StoragePolicy::dense(Dtype::Bf16);
+    let name: Arc<str> = "model.layers.1.a.weight".into();
+    storage.set(name.clone(), Some(Format::Int8 { group: 0 }));
+    let options = Options {
+        dtype: Dtype::Bf16,
+        storage,
+        device: Device::Cpu,
+        trained: dir.path().join("trained"),
+        codes: dir.path().join("codes.safetensors"),
+        head: "embed".into(),
+        head_rows: None,
+    };
+    let disk = Disk::open(params(true), Weights::open_file(&file).unwrap(), options).unwrap();
+    let read = || {
+        let mut all = Vec::new();
+        disk.read(&name, &mut |numbers| {
+            if let Numbers::Bf16(values, low) = numbers {
+                assert!(low.is_none());
+                all.extend(values.iter().map(|x| x.to_f32()));
+            }
+            Ok(())
+        })
+        .unwrap();
+        all
+    };
+    let before = read();
+    assert_eq!(before.len(), 3 * D * D);
+    disk.requantize(&name, &vec![0.5; before.len()]).unwrap();
+    let (_, weight) = disk.fetch(Group::Layer(1)).unwrap().weight(&name).unwrap();
+    assert!(weight.rows(0, D).unwrap().iter().all(|x| (x - 0.5).abs() < 1e-2));
+    assert_eq!(read(), before);
+}

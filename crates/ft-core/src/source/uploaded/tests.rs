@@ -246,8 +246,8 @@ impl TrainableStore for Watched {
         self.0.restore(name, saved, low)
     }
 
-    fn requantize(&self) -> Option<&dyn Requantize> {
-        None
+    fn requantize(&self, _: &str, _: &[f32]) -> Result<()> {
+        Ok(())
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {

@@ -1,0 +1,101 @@
+//! Training runs whose weights are not on the device, or that need more than one model: LoftQ, files that are quantized
+//! already, distillation. The place of the weights changes nothing.
+
+use crate::support::{gpu, short};
+use crate::train::{close, ft, number, train};
+use serde_json::Value;
+use std::path::Path;
+use tempfile::TempDir;
+
+const LORA: [&str; 2] = ["tune.method=lora", "optimizer.learning_rate=1e-3"];
+
+fn losses(lines: &[Value]) -> Vec<f64> {
+    lines.iter().map(|line| number(line, "loss")).collect()
+}
+
+/// Trains with the weights on the device, in host memory and on the disk.
+fn places(dir: &Path, settings: &[&str]) -> [Vec<f64>; 3] {
+    ["device", "host", "disk"].map(|tier| {
+        let place = format!("memory.tier={tier}");
+        losses(&train("cuda:0", &[settings, &[&place]].concat(), &dir.join(tier)))
+    })
+}
+
+fn assert_equal(got: &[Vec<f64>; 3], here: &[f64], what: &str) {
+    assert!(got[0].iter().all(|loss| loss.is_finite()), "{what}: {:?}", got[0]);
+    assert!(got[0] == got[1] && got[0] == got[2], "{what}: {got:?}");
+    for (there, here) in got[0].iter().zip(here) {
+        close(*here, *there, 1e-2, what);
+    }
+}
+
+#[test]
+fn loftq_starts_alike_wherever_the_weights_are() {
+    let Some(_gpu) = gpu() else { return };
+    let loftq = [
+        "memory.frozen_weights=int4",
+        "tune.lora.init_lora_weights=loftq",
+        "tune.lora.loftq_iter=2",
+    ];
+    let dir = TempDir::new().unwrap();
+    let settings = [&LORA[..], &loftq].concat();
+    let here = losses(&train("cpu", &settings, &dir.path().join("cpu")));
+    assert_equal(&places(dir.path(), &settings), &here, "LoftQ");
+}
+
+#[test]
+fn files_that_are_quantized_are_read_layer_by_layer() {
+    let Some(_gpu) = gpu() else { return };
+    let formats: &[&str] = if short() { &["nf4"] } else { &["nf4", "int4"] };
+    for format in formats {
+        let dir = TempDir::new().unwrap();
+        let model = dir.path().join("model").display().to_string();
+        ft(
+            &["quantize", "--model", "assets/tiny", "--to", format, "--out", &model],
+            false,
+        );
+        let path = format!("model.path={model}");
+        let settings = [&LORA[..], &[&path]].concat();
+        let here = losses(&train("cpu", &settings, &dir.path().join("cpu")));
+        assert_equal(&places(dir.path(), &settings), &here, format);
+    }
+}
+
+/// The teacher is the student in 4 bits.
+#[test]
+fn distillation_is_that_of_the_cpu_and_of_heads_in_parts() {
+    let Some(_gpu) = gpu() else { return };
+    let methods: &[&str] = match short() {
+        true => &["tune.method=lora"],
+        false => &["tune.method=lora", "tune.method=full"],
+    };
+    for method in methods {
+        let dir = TempDir::new().unwrap();
+        let base = [
+            *method,
+            "train.stage=distill",
+            "distill.teacher=assets/tiny",
+            "distill.teacher_weights=int4",
+            "distill.alpha=0.3",
+            "distill.beta=0.5",
+        ];
+        let run = |device: &str, name: &str, more: &[&str]| {
+            let lines = train(device, &[&base[..], more].concat(), &dir.path().join(name));
+            let parts = lines.iter().map(|line| number(line, "divergence"));
+            (losses(&lines), parts.collect::<Vec<_>>())
+        };
+        let (here, there) = (run("cpu", "cpu", &[]), run("cuda:0", "gpu", &[]));
+        let disk = [
+            "memory.tier=disk",
+            "memory.head_chunk=4096",
+            "distill.teacher_tier=disk",
+        ];
+        // A head that trains is held whole.
+        let streamed = run("cuda:0", "disk", &disk);
+        for (i, loss) in here.0.iter().enumerate() {
+            close(*loss, there.0[i], 1e-2, method);
+            close(here.1[i], there.1[i], 5e-2, method);
+            close(there.0[i], streamed.0[i], 1e-3, &format!("{method}, heads in parts"));
+        }
+    }
+}

@@ -28,7 +28,14 @@ pub(super) struct Model<'a> {
 
 impl<'a> Model<'a> {
     /// `ids`: V or C. `parts`: logits exist for one piece of the vocabulary.
-    pub fn new(gpu: &Gpu, side: &Side<'a>, tokens: &[usize], ids: usize, step: usize, parts: bool) -> Result<Self> {
+    pub(super) fn new(
+        gpu: &Gpu,
+        side: &Side<'a>,
+        tokens: &[usize],
+        ids: usize,
+        step: usize,
+        parts: bool,
+    ) -> Result<Self> {
         const NAME: &str = "the hidden states";
         let (kind, d) = (Kind::of(side.h, NAME)?, side.h.dims2()?.1);
         let hidden = match tokens.len() == side.h.dims2()?.0 {
@@ -58,7 +65,7 @@ impl<'a> Model<'a> {
     }
 
     /// The pieces of `ids` ids: first id and width.
-    pub fn pieces(&self, ids: usize) -> Vec<(usize, usize)> {
+    pub(super) fn pieces(&self, ids: usize) -> Vec<(usize, usize)> {
         let size = if self.parts { PIECE } else { ids.max(1) };
         (0..ids)
             .step_by(size)
@@ -66,14 +73,14 @@ impl<'a> Model<'a> {
             .collect()
     }
 
-    pub fn hidden(&self, start: usize) -> Result<gemm::Matrix> {
+    pub(super) fn hidden(&self, start: usize) -> Result<gemm::Matrix> {
         let offset = (start * self.d * self.kind.bytes()) as u64;
         let from = address(&self.hidden, "the hidden states")?;
         Ok(gemm::Matrix::new(from + offset, self.kind, self.d))
     }
 
     /// The head from row `first` on, inside one piece. Memory of a part is freed on this stream, after the work on it.
-    pub fn head(&mut self, first: usize) -> Result<gemm::Matrix> {
+    pub(super) fn head(&mut self, first: usize) -> Result<gemm::Matrix> {
         let start = match self.matrix {
             Matrix::Whole(_) => 0,
             Matrix::Parts(parts) => first / parts.rows_of_part * parts.rows_of_part,
@@ -98,7 +105,7 @@ impl<'a> Model<'a> {
         ))
     }
 
-    pub fn product_into(
+    pub(super) fn product_into(
         &mut self,
         gpu: &Gpu,
         (start, count): (usize, usize),
@@ -113,7 +120,13 @@ impl<'a> Model<'a> {
     }
 
     /// Computes the logits of some tokens for a piece, unless they are still there; returns their address.
-    pub fn product(&mut self, gpu: &Gpu, tokens: (usize, usize), piece: (usize, usize), again: bool) -> Result<u64> {
+    pub(super) fn product(
+        &mut self,
+        gpu: &Gpu,
+        tokens: (usize, usize),
+        piece: (usize, usize),
+        again: bool,
+    ) -> Result<u64> {
         let to = address(&self.logits, "logits")?;
         if !again || self.parts {
             self.product_into(gpu, tokens, piece, to, self.stride)?;

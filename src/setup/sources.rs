@@ -188,8 +188,8 @@ fn pattern(path: &str) -> Result<Vec<PathBuf>> {
 impl Data {
     /// True if all training and evaluation files are on this machine.
     pub fn is_here(&self) -> bool {
-        let paths = self.train_paths().chain(&self.eval);
-        paths.into_iter().all(|path| {
+        let mut paths = self.train_paths().chain(&self.eval);
+        paths.all(|path| {
             let here = Path::new(path);
             here.exists() || path.contains(['*', '?', '[']) && pattern(path).is_ok()
         })

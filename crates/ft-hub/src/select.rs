@@ -80,7 +80,7 @@ impl<'a> File<'a> {
 /// The name of a file without kind, number of the part and hash: `train-00000-of-00002-ab12.parquet` is `train`.
 fn stem(base: &str) -> &str {
     let mut stem = base;
-    for end in [".gz", ".zst"].into_iter().chain(DATA_KINDS.map(|kind| kind)) {
+    for end in [".gz", ".zst"].into_iter().chain(DATA_KINDS) {
         stem = stem.strip_suffix(end).unwrap_or(stem).trim_end_matches('.');
     }
     if let Some((before, _)) = stem.split_once("-of-") {
@@ -166,12 +166,10 @@ fn of_config(files: &mut Vec<File>, wanted: Option<&str>) -> Result<()> {
         return Ok(());
     };
     let lower = wanted.to_lowercase();
-    let is_plain =
-        |config: &str| config.is_empty() && (lower == "default" || configs.len() == 1 && configs.contains(""));
     let fits = |file: &File| {
         file.config == lower
             || file.config.split('/').any(|folder| folder == lower)
-            || is_plain(&file.config) && lower == "default"
+            || file.config.is_empty() && lower == "default"
             || file.config.is_empty()
                 && stem(file.name.rsplit('/').next().unwrap_or_default())
                     .split(['-', '_', '.'])

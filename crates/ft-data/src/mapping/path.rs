@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn a_path_finds_columns_fields_and_items() {
         let row = row();
-        let at = |path: &str| ColumnPath::new(path).find(&row).clone();
+        let at = |path: &str| ColumnPath::new(path).find(&row);
         for (path, value) in [
             ("a", json!("x")),
             ("b.c", json!("dotted")),

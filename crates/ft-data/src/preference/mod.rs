@@ -74,11 +74,8 @@ impl Preference {
 /// A broken row, equal sides, a prompt that fills `max_length` (each with its place), margins in some rows only, no
 /// rows, nothing to train, a signal that asks to stop.
 pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Dataset> {
-    let formats = spec.sources.iter().map(|source| source.format);
-    if let Some(format) = formats
-        .into_iter()
-        .find(|format| !matches!(format, RowFormat::Auto | RowFormat::Preference))
-    {
+    let mut formats = spec.sources.iter().map(|source| source.format);
+    if let Some(format) = formats.find(|format| !matches!(format, RowFormat::Auto | RowFormat::Preference)) {
         return Err(Error::usage("this stage trains on preference rows")
             .at("data::Source::format")
             .found(format!("`{}`", format.name()))

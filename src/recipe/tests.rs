@@ -513,7 +513,7 @@ fn a_free_table_has_any_values() {
         &[],
     );
     assert!(
-        e.contains("`a` in `data.template_kwargs` has the wrong type\n  --> r.toml:5:26"),
+        e.contains("`a` in `data.template_kwargs` has the wrong type\n  --> r.toml:5:25"),
         "{e}"
     );
     let e = bad(LEAST, &["data.template_kwargs.messages=1"]);

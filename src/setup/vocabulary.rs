@@ -149,14 +149,16 @@ pub struct NewRows {
 impl NewRows {
     /// Adds the new tokens to the tokenizer of `dir`, whose embedding has `stored` rows. `None`: there is none.
     ///
-    /// Errors: a token without a row that nobody asked for.
+    /// Errors: a token without a row that the changes do not list.
     pub fn add(changes: &TextChanges, tokenizer: &mut Tokenizer, dir: &Path, stored: usize) -> Result<Option<Self>> {
         let mut tokens = changes.tokens.clone();
         let mut of_adapters: Vec<(u32, NewToken)> = Vec::new();
         for adapter in &changes.adapters {
             let listed = Tokenizer::listed_from(adapter, 0)?;
             let has_row = |id: u32| (id as usize) < stored;
-            let new = listed.into_iter().filter(|(_, t)| !tokenizer.token_to_id(&t.text).is_some_and(has_row));
+            let new = listed
+                .into_iter()
+                .filter(|(_, t)| !tokenizer.token_to_id(&t.text).is_some_and(has_row));
             of_adapters.extend(new);
             Tokenizer::ends_of(adapter)?
                 .into_iter()

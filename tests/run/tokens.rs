@@ -276,20 +276,21 @@ fn variables_of_the_template_reach_training_and_generation() {
         );
     }
     // Another value is another run.
-    let out = bench.ft(&[
-        "train",
-        "--recipe",
-        "r.toml",
-        "tune.method=lora",
-        "train.max_steps=2",
-        "train.output_dir=run",
-        "--resume",
-    ]);
+    let usual = ["tune.method=lora", "train.save_steps=1", "train.output_dir=run"];
+    bench.train(&[&usual[..], &[kwargs, "train.max_steps=2", "--overwrite"]].concat());
+    let more = [
+        &["train", "--recipe", "r.toml"],
+        &usual[..],
+        &["train.max_steps=3", "--resume"],
+    ]
+    .concat();
+    let out = bench.ft(&more);
     assert!(
         !out.status.success() && said(&out).contains("template_kwargs"),
         "{}",
         said(&out)
     );
+    bench.train(&[&more[3..], &[kwargs]].concat());
 }
 
 #[test]

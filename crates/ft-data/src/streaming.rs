@@ -294,7 +294,7 @@ fn read_ahead(files: Vec<String>, order: StreamSpec, epoch: u64, skip: u64) -> R
                     return Ok(());
                 }
                 open = send.send((file, row)).is_ok();
-                // Ends the reading; nobody sees this error.
+                // Ends the reading; the error has no reader.
                 if open {
                     Ok(())
                 } else {

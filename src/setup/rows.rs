@@ -88,6 +88,7 @@ fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Datas
             _ => runs.join(TOKEN_CACHE),
         },
         least_bytes: if data.cache == Some(true) { 0 } else { LEAST_CACHED },
+        required: data.cache == Some(true),
         note: &report::note,
     };
     Dataset::load_cached(spec, &model.tokenizer, model.template(), &cache)

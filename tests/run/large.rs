@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 /// Rows of text, some longer than 64 tokens, and a few for the evaluation.
 fn texts(bench: &Bench) {
     let row = |i: usize| format!("{{\"text\": \"row {i} {}\"}}\n", "goes on and on ".repeat(1 + i % 30));
-    fs::write(bench.path("a.jsonl"), (0..120).map(row).collect::<String>()).unwrap();
-    fs::write(bench.path("b.jsonl"), (120..150).map(row).collect::<String>()).unwrap();
+    fs::write(bench.path("a.jsonl"), (0..40).map(row).collect::<String>()).unwrap();
+    fs::write(bench.path("b.jsonl"), (40..60).map(row).collect::<String>()).unwrap();
 }
 
 const BASE: [&str; 6] = [
@@ -72,10 +72,10 @@ fn a_run_that_reads_its_rows_resumes_to_the_same_bits() {
     fs::copy(bench.path("b.jsonl"), bench.path("eval.jsonl")).unwrap();
     let more = [
         "data.streaming=true",
-        "data.shuffle_window=40",
+        "data.shuffle_window=15",
         "data.eval=eval.jsonl",
         "train.eval_steps=40",
-        "train.max_steps=120",
+        "train.max_steps=80",
         "train.save_steps=3",
     ];
     let with = |out: &'static str| [&BASE[..], &more, &[out]].concat();

@@ -111,6 +111,18 @@ pub fn size(path: &Path) -> Result<u64> {
     Ok(fs::metadata(path).map_err(|e| io("check the file", path, e))?.len())
 }
 
+/// Identifies the present content of a file without reading it: its path without links, its size, and its time of
+/// change.
+pub fn stamp(path: &Path) -> Result<String> {
+    let check = |e| io("check the file", path, e);
+    let place = fs::canonicalize(path).map_err(check)?;
+    let meta = fs::metadata(&place).map_err(check)?;
+    let changed = meta.modified().ok();
+    let changed = changed.and_then(|t| t.duration_since(std::time::UNIX_EPOCH).ok());
+    let nanoseconds = changed.map_or(0, |t| t.as_nanos());
+    Ok(format!("{} {} {nanoseconds}", place.display(), meta.len()))
+}
+
 /// Creates a directory and its parents. It may exist already.
 pub fn create_dir_all(path: &Path) -> Result<()> {
     fs::create_dir_all(path).map_err(|e| io("create the directory", path, e))

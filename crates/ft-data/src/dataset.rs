@@ -419,7 +419,7 @@ impl Dataset {
     ///
     /// # Errors
     /// The fraction is not between 0 and 1, or there are fewer than two rows.
-    pub fn split(self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
+    pub fn split(mut self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
         let origins = match self.examples.file() {
             Some(_) => (0..self.examples.len())
                 .map(|row| self.origin(row))
@@ -432,22 +432,23 @@ impl Dataset {
         let is_eval = held_out(rows.len(), fraction, seed)?;
         let held_out = is_eval.iter().filter(|held| **held).count();
         let of_eval = |origin: &Origin| rows.binary_search(origin).is_ok_and(|row| is_eval[row]);
-        let part = |eval: bool| -> Result<Dataset> {
+        let examples = std::mem::take(&mut self.examples);
+        let [train, eval] = examples.split(&|row| of_eval(&origins[row]));
+        let part = |eval: bool, examples: Examples| -> Result<Dataset> {
             let rows = (0..origins.len()).filter(|&row| of_eval(&origins[row]) == eval);
-            let rows: Vec<u32> = rows.map(|row| row as u32).collect();
-            let pick = |row: &u32| *row as usize;
+            let rows: Vec<usize> = rows.collect();
             let mut out = Dataset {
-                examples: self.examples.select(rows.clone()),
                 readings: self.readings.clone(),
                 shares: self.shares.clone(),
                 preferences: match &self.preferences[..] {
                     [] => Vec::new(),
-                    all => rows.iter().map(|row| all[pick(row)]).collect(),
+                    all => rows.iter().map(|&row| all[row]).collect(),
                 },
-                origins: match self.examples.file() {
+                origins: match examples.file() {
                     Some(_) => Vec::new(),
-                    None => rows.iter().map(|row| origins[pick(row)]).collect(),
+                    None => rows.iter().map(|&row| origins[row]).collect(),
                 },
+                examples,
                 ..Dataset::default()
             };
             // The counts of truncated and dropped rows stay with the training part.
@@ -464,7 +465,7 @@ impl Dataset {
             out.finish_all()?;
             Ok(out)
         };
-        Ok((part(false)?, part(true)?))
+        Ok((part(false, train)?, part(true, eval)?))
     }
 
     /// As `finish`, also for rows in a file.

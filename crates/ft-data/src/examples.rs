@@ -44,18 +44,24 @@ impl Examples {
         })
     }
 
-    /// Some rows of the same file. `rows`: numbers below `self.len()`.
-    pub(super) fn select(&self, rows: Vec<u32>) -> Self {
-        match &self.0 {
-            Store::Memory(all) => rows
-                .iter()
-                .map(|&row| all[row as usize].clone())
-                .collect::<Vec<_>>()
-                .into(),
-            Store::File { file, lengths, .. } => Self(Store::File {
-                file: file.clone(),
-                lengths: rows.iter().map(|&row| lengths[row as usize]).collect(),
-                rows: Some(rows.iter().map(|&row| self.number(row as usize)).collect()),
+    /// The rows for which `second` is false, and the others.
+    pub(super) fn split(self, second: &dyn Fn(usize) -> bool) -> [Self; 2] {
+        match self.0 {
+            Store::Memory(all) => {
+                let mut parts = [Vec::new(), Vec::new()];
+                for (row, example) in all.into_iter().enumerate() {
+                    parts[usize::from(second(row))].push(example);
+                }
+                parts.map(Self::from)
+            }
+            Store::File { file, rows, lengths } => [false, true].map(|part| {
+                let own: Vec<usize> = (0..lengths.len()).filter(|&row| second(row) == part).collect();
+                let number = |row: usize| rows.as_ref().map_or(row as u32, |rows| rows[row]);
+                Self(Store::File {
+                    file: file.clone(),
+                    rows: Some(own.iter().map(|&row| number(row)).collect()),
+                    lengths: own.iter().map(|&row| lengths[row]).collect(),
+                })
             }),
         }
     }

@@ -183,9 +183,7 @@ impl Order {
             return Err(Error::format("the data has no rows"));
         }
         if u32::try_from(lengths.len()).is_err() {
-            return Err(Error::unsupported("a data set has too many rows")
-                .found(lengths.len())
-                .expected(format!("at most {}", u32::MAX)));
+            return Err(Error::unsupported("a data set has too many rows").found(lengths.len()));
         }
         if spec.batch_size == 0 || spec.accumulation == 0 {
             return Err(Error::usage(
@@ -409,11 +407,8 @@ pub fn eval_batches(dataset: &Dataset, max_tokens: usize) -> impl Iterator<Item 
         let n = fits.count().max(1).min(lengths.len() - from);
         let rows = from..from + n;
         from += n;
-        let batch = |rows: Range<usize>| -> Result<Batch> {
-            let rows: Vec<_> = rows.map(|row| dataset.examples.get(row)).collect::<Result<_>>()?;
-            Ok(Batch::from_examples(rows))
-        };
-        (n > 0).then(|| batch(rows))
+        let rows = || rows.map(|row| dataset.examples.get(row)).collect::<Result<Vec<_>>>();
+        (n > 0).then(|| rows().map(Batch::from_examples))
     })
 }
 

@@ -104,13 +104,7 @@ impl Prompts {
     ///
     /// # Errors
     /// A row without a prompt (with its place), no rows, a prompt that leaves no room for the answer, a signal.
-    pub fn load(
-        sources: &[Source],
-        render: Render,
-        encoder: &Encoder,
-        answer: &str,
-        room: Room,
-    ) -> Result<Self> {
+    pub fn load(sources: &[Source], render: Render, encoder: &Encoder, answer: &str, room: Room) -> Result<Self> {
         let mut out = Self {
             shares: source::shares(sources),
             ..Self::default()

@@ -299,7 +299,7 @@ fn read_ahead(sources: Vec<Source>, order: StreamSpec, epoch: u64, skip: u64) ->
                         return Ok(());
                     }
                     open = send.send((file, row)).is_ok();
-                    // Ends the reading; nobody sees this error.
+                    // Ends the reading; the error has no reader.
                     if open {
                         Ok(())
                     } else {

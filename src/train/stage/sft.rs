@@ -12,7 +12,7 @@ use crate::sft::CausalLm;
 /// The rows of a run: all of them in an order, or read during the run.
 enum Rows<'a> {
     Set(BatchStream<'a>),
-    Stream(RowStream<'a>),
+    Stream(Box<RowStream<'a>>),
 }
 
 struct SftSource<'a> {
@@ -33,7 +33,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         let spec = rows::spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
         let (order, window) = (setting.stream.spec(), recipe.data.shuffle_window);
         let stream = RowStream::new(&spec, &model.tokenizer, model.template(), order, window)?;
-        Rows::Stream(stream)
+        Rows::Stream(Box::new(stream))
     } else {
         Rows::Set(setting.stream)
     };

@@ -3,9 +3,8 @@
 use super::FORMAT;
 use crate::dataset::Spec;
 use crate::{ChatRender, TextCodec};
-use ft_base::{Error, Result, files};
+use ft_base::{Result, files};
 use std::path::Path;
-use std::time::UNIX_EPOCH;
 
 /// Bytes of all data files.
 pub(super) fn bytes(spec: &Spec) -> Result<u64> {
@@ -34,12 +33,7 @@ pub(super) fn of(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatR
     text(&template);
     text(&spec.settings());
     for path in spec.files() {
-        let cannot = |e| Error::io("cannot check the file").at(path).cause(e);
-        let place = std::fs::canonicalize(path).map_err(cannot)?;
-        let meta = std::fs::metadata(&place).map_err(cannot)?;
-        let changed = meta.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok());
-        text(&place.to_string_lossy());
-        text(&format!("{} {:?}", meta.len(), changed.map(|t| t.as_nanos())));
+        text(&files::stamp(Path::new(path))?);
     }
     Ok(Some(hasher.finalize().to_hex()[..32].to_string()))
 }

@@ -51,7 +51,9 @@ pub struct TokenCache<'a> {
     pub dir: &'a Path,
     /// Data files of fewer bytes in all are tokenized at each start, in memory.
     pub least_bytes: u64,
-    /// Receives a line about a damaged file.
+    /// False: if the directory cannot be made, rows are tokenized in memory, with a line for `note`.
+    pub required: bool,
+    /// Receives a line about a cache that cannot be used.
     pub note: &'a dyn Fn(&str),
 }
 
@@ -272,7 +274,13 @@ impl TokenCache<'_> {
             return Ok(None);
         };
         let dir = self.dir.join(key);
-        files::create_dir_all(&dir)?;
+        match files::create_dir_all(&dir) {
+            Err(e) if !self.required => {
+                (self.note)(&format!("no token cache: {}", e.line()));
+                return Ok(None);
+            }
+            made => made?,
+        }
         if let Some(found) = finished(&dir) {
             if let Some(rows) = self.open(&dir, &found, spec, codec, template)? {
                 return Ok(Some(rows));

@@ -1,3 +1,5 @@
+//! Tests of the token cache: equal to memory, stopped, damaged, other settings.
+
 use super::*;
 use crate::codec::IdsAndOffsets;
 use crate::mapping::Mapping;
@@ -98,6 +100,7 @@ impl Place {
         let cache = TokenCache {
             dir: self.dir.path(),
             least_bytes: 0,
+            required: true,
             note: &|line| self.notes.borrow_mut().push(line.to_string()),
         };
         Dataset::load_cached(spec, codec, None, &cache)
@@ -257,10 +260,25 @@ fn another_setting_or_file_is_another_set_and_small_files_are_not_cached() {
     let cache = TokenCache {
         dir: place.dir.path(),
         least_bytes: 1 << 20,
+        required: true,
         note: &|_| (),
     };
     let small = Dataset::load_cached(&spec(&files), &real(), None, &cache).unwrap();
     assert!(small.examples.file().is_none() && sets() == 3);
+    // A place where no directory can be made.
+    let blocked = place.dir.path().join("file");
+    ft_base::files::write_atomic(&blocked, b"").unwrap();
+    let notes = RefCell::new(Vec::new());
+    let mut cache = TokenCache {
+        dir: &blocked,
+        least_bytes: 0,
+        required: false,
+        note: &|line| notes.borrow_mut().push(line.to_string()),
+    };
+    let memory = Dataset::load_cached(&spec(&files), &real(), None, &cache).unwrap();
+    assert!(memory.examples.file().is_none() && notes.borrow()[0].contains("no token cache"));
+    cache.required = true;
+    assert!(Dataset::load_cached(&spec(&files), &real(), None, &cache).is_err());
 }
 
 #[test]

@@ -325,7 +325,7 @@ mod on_gpu {
         temperature: f32,
         chunk: usize,
     ) -> Result<TopK> {
-        let mut found = cpu::Chosen::default();
+        let mut found = cpu::TopLogProbs::default();
         let cap = side.softcap.unwrap_or(0.0);
         let mut selection = cpu::Selection::new(chosen.len(), common, k, temperature, cap);
         each_logits(side, chosen, common, chunk, |start, logits, first, width| {

@@ -1,4 +1,4 @@
-//! Times the reading and tokenizing of many rows: `cargo bench -p ft-data --bench rows -- MODEL DIR [ROWS [memory]]`.
+//! Times the reading and tokenizing of many rows: `cargo bench --bench rows -- MODEL DIR [ROWS [memory]]`.
 //! MODEL: a directory with a tokenizer. DIR: for the rows and the token cache; each run starts with an empty cache.
 //! `memory`: all tokens stay in memory.
 //!
@@ -6,11 +6,11 @@
 //! cache files, then with them, then in a run's order. Prints one line of JSON: seconds and rows per second and core of
 //! each, the rate of the `tokenizers` crate for the same texts, and the peak memory before that comparison.
 
-use ft_base::memory::peak_resident;
-use ft_base::rng::{Rng, Stream};
-use ft_data::order::{BatchStream, Length, StreamSpec};
-use ft_data::{Dataset, Long, Render, Source, Spec, TokenCache, TrainOn};
-use ft_formats::Tokenizer;
+use ft::base::memory::peak_resident;
+use ft::base::rng::{Rng, Stream};
+use ft::data::order::{BatchStream, Length, StreamSpec};
+use ft::data::{Dataset, Long, Render, Source, Spec, TokenCache, TrainOn};
+use ft::formats::Tokenizer;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ fn text(words: &[String], rng: &Rng, row: usize, n: usize) -> String {
 }
 
 fn write_rows(rows: usize, path: &Path) -> Vec<String> {
-    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
     let mut files: Vec<PathBuf> = fs::read_dir(docs).unwrap().map(|e| e.unwrap().path()).collect();
     files.retain(|f| f.extension().is_some_and(|e| e == "md"));
     files.sort();
@@ -80,6 +80,7 @@ fn main() {
         let cache = TokenCache {
             dir: &cache,
             least_bytes: 0,
+            required: true,
             note: &|line| eprintln!("{line}"),
         };
         let rows = match memory {

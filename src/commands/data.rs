@@ -3,7 +3,7 @@
 use crate::base::Result;
 use crate::data::describe;
 use crate::data::describe::visible;
-use crate::data::{Dataset, Stats};
+use crate::data::{Dataset, Screened, Stats};
 use crate::recipe::Recipe;
 use crate::setup::ModelDir;
 use crate::setup::prompts::PromptSet;
@@ -14,19 +14,41 @@ use serde_json::{Value, json};
 /// Reads all rows. Errors: an invalid model directory or row.
 pub fn counts(recipe: &Recipe) -> Result<Value> {
     let model = ModelDir::of_recipe(recipe)?;
-    let RecipeRows { train, eval, questions } = RecipeRows::read(recipe, &model)?;
+    let RecipeRows {
+        train,
+        eval,
+        questions,
+        screened,
+    } = RecipeRows::read(recipe, &model)?;
+    let dropped = screened.as_ref().map(screened_json);
     if let Some(questions) = questions {
         return Ok(json!({
             "train": {"rows": questions.train.len()},
             "eval": {"rows": questions.eval.len()},
             "max_length": recipe.data.max_length,
+            "screened": dropped,
         }));
     }
     Ok(json!({
         "train": of(&train),
         "eval": eval.as_ref().map(of),
         "max_length": recipe.data.max_length,
+        "screened": dropped,
     }))
+}
+
+/// Counts of dropped rows, and the agreement of the judges.
+fn screened_json(screened: &Screened) -> Value {
+    let [judges, evaluation, same, near] = screened.counts();
+    let agreement = screened.agreement.as_ref().map(|a| {
+        json!({
+            "rows": a.voted, "share": a.share, "unanimous": a.unanimous, "krippendorff_alpha": a.alpha,
+        })
+    });
+    json!({
+        "rows": screened.rows, "judges": judges, "evaluation": evaluation, "exact_duplicates": same,
+        "near_duplicates": near, "agreement": agreement,
+    })
 }
 
 fn of(rows: &Dataset) -> Value {
@@ -54,6 +76,7 @@ pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
         train: dataset,
         eval,
         questions,
+        screened,
     } = RecipeRows::read(recipe, &model)?;
     let mut out: String = formats(recipe, &dataset, eval.as_ref())
         .iter()
@@ -64,6 +87,12 @@ pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
     }
     let has_template = model.template.is_some();
     if let Some(warning) = rendered_later(&dataset, eval.as_ref(), recipe, has_template) {
+        out += &format!("warning: {warning}\n");
+    }
+    for line in screened.iter().flat_map(Screened::lines) {
+        out += &format!("screen {}\n", visible(&line));
+    }
+    for warning in screened.iter().flat_map(Screened::warnings) {
         out += &format!("warning: {warning}\n");
     }
     out.push('\n');

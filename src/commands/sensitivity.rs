@@ -80,6 +80,7 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
         max_length: model.spec.max_positions.min(BATCH_TOKENS),
         train_on: TrainOn::Assistant,
         embedding_rows: model.spec.vocab,
+        screen: None,
     };
     let rows = Dataset::load(&spec, &model.tokenizer, model.template())?;
     let mut left = tokens;

@@ -4,7 +4,7 @@ use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
 use crate::data::prompts::{Prompt, Prompts};
-use crate::data::{Dataset, Example};
+use crate::data::{Dataset, Example, Screen};
 use crate::recipe::{Method, Recipe, Stage, TrainOn};
 use crate::setup::ModelDir;
 use crate::setup::rewards;
@@ -66,7 +66,11 @@ pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
 /// each row is as long as its prompt with the longest possible answer.
 ///
 /// Errors: an invalid row or reward; a prompt that leaves no room for its answer.
-pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Dataset>, PromptSet)> {
+pub fn read(
+    recipe: &Recipe,
+    model: &ModelDir,
+    screen: Option<&Screen>,
+) -> Result<(Dataset, Option<Dataset>, PromptSet)> {
     let encoder = Encoder {
         codec: &model.tokenizer,
         template: model.template(),
@@ -76,7 +80,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
     };
     let window = recipe.data.max_length.min(model.spec.max_positions);
     let room = recipe.rl.max_completion_length;
-    let load = |named: &[String]| {
+    let load = |named: &[String], screen: Option<&Screen>| {
         Prompts::load(
             &local(named)?,
             recipe.data.format,
@@ -85,12 +89,13 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
             &recipe.rl.answer_column,
             window,
             room,
+            screen,
         )
     };
     if recipe.data.train.is_empty() {
         return Err(Error::usage("training with rewards needs prompts").hint("set `data.train`"));
     }
-    let train = load(&recipe.data.train)?;
+    let train = load(&recipe.data.train, screen)?;
     let (mut hash, mut eval_hash) = (train.fingerprint, None);
     let readings = train.readings;
     let mut questions = PromptSet {
@@ -98,7 +103,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
         eval: Vec::new(),
     };
     if !recipe.data.eval.is_empty() {
-        let eval = load(&recipe.data.eval)?;
+        let eval = load(&recipe.data.eval, None)?;
         (questions.eval, eval_hash) = (eval.rows, Some(eval.fingerprint));
     } else if recipe.data.eval_fraction > 0.0 {
         let is_eval = held_out(questions.train.len(), recipe.data.eval_fraction, recipe.train.seed)?;

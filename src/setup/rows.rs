@@ -3,7 +3,7 @@
 use crate::base::Result;
 use crate::data::order::{Length, StreamSpec};
 use crate::data::preference::Want;
-use crate::data::{self, Dataset, Reading, dataset, reading};
+use crate::data::{self, Dataset, Reading, Screen, Screened, dataset, reading};
 use crate::hub;
 use crate::recipe::{self, JudgedLoss, Recipe, Render, RowFormat, Stage, TrainOn};
 use crate::setup::ModelDir;
@@ -15,16 +15,23 @@ pub struct RecipeRows {
     pub eval: Option<Dataset>,
     /// Prompts of an RL stage.
     pub questions: Option<PromptSet>,
+    /// The training rows that were dropped.
+    pub screened: Option<Screened>,
 }
 
 impl RecipeRows {
     pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<Self> {
+        let screen = screen(recipe)?;
+        let screened = || screen.as_ref().map(Screen::report);
         if prompts::reinforces(recipe) {
-            let (train, eval, questions) = prompts::read(recipe, model)?;
-            let questions = Some(questions);
-            return Ok(Self { train, eval, questions });
+            let (train, eval, questions) = prompts::read(recipe, model, screen.as_ref())?;
+            return Ok(Self {
+                train,
+                eval,
+                questions: Some(questions),
+                screened: screened(),
+            });
         }
-        let read = |named: &[String]| read(recipe, named, model);
         if model.is_shape() && recipe.data.train.is_empty() {
             let (rows, length) = (random_rows(recipe), recipe.data.max_length);
             let train = Dataset::random(rows, length, model.spec.vocab, recipe.train.seed);
@@ -32,11 +39,12 @@ impl RecipeRows {
                 train,
                 eval: None,
                 questions: None,
+                screened: None,
             });
         }
-        let train = read(&recipe.data.train)?;
+        let train = read_screened(recipe, &recipe.data.train, model, screen.as_ref())?;
         let (train, eval) = if !recipe.data.eval.is_empty() {
-            (train, Some(read(&recipe.data.eval)?))
+            (train, Some(read(recipe, &recipe.data.eval, model)?))
         } else if recipe.data.eval_fraction > 0.0 {
             let (train, eval) = train.split(recipe.data.eval_fraction, recipe.train.seed)?;
             (train, Some(eval))
@@ -48,18 +56,37 @@ impl RecipeRows {
             train: completed(train)?,
             eval: eval.map(completed).transpose()?,
             questions: None,
+            screened: screened(),
         })
     }
 }
 
 /// Reads the rows of these files in the recipe's format.
 pub fn read(recipe: &Recipe, named: &[String], model: &ModelDir) -> Result<Dataset> {
+    read_screened(recipe, named, model, None)
+}
+
+/// As `read`, without the rows that the screen drops.
+fn read_screened(recipe: &Recipe, named: &[String], model: &ModelDir, screen: Option<&Screen>) -> Result<Dataset> {
     let files = local(named)?;
-    let spec = spec(&files, &recipe.data, recipe.train.stage, model.spec.vocab);
+    let spec = dataset::Spec {
+        screen,
+        ..spec(&files, &recipe.data, recipe.train.stage, model.spec.vocab)
+    };
     match preference_form(recipe.train.stage) {
         Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
         None => Dataset::load(&spec, &model.tokenizer, model.template()),
     }
+}
+
+/// What drops training rows; `None`: nothing does. Errors: a file of `data.decontaminate` cannot be read.
+fn screen(recipe: &Recipe) -> Result<Option<Screen>> {
+    let keys = &recipe.data.quality;
+    let at = |e: crate::base::Error| match keys.decontaminate.is_empty() {
+        true => e,
+        false => e.after("`data.decontaminate`"),
+    };
+    Screen::new(keys.screen(local(&keys.decontaminate).map_err(at)?)).map_err(at)
 }
 
 /// Formats, columns and rendering of the files: one line for all files that are read in the same way.
@@ -172,6 +199,7 @@ pub fn spec<'a>(files: &'a [String], data: &recipe::Data, stage: Stage, embeddin
         max_length: data.max_length,
         train_on: if pretrain { TrainOn::All } else { data.train_on },
         embedding_rows,
+        screen: None,
     }
 }
 

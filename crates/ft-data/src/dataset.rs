@@ -10,6 +10,7 @@ use super::prepare;
 use super::read::{self, Row};
 use super::reading::Reading;
 use super::rows::{self, Sample};
+use super::screen::Screen;
 use crate::{Render, RowFormat, TrainOn};
 use ft_base::rng::{Rng, Stream};
 use ft_base::units::count;
@@ -40,6 +41,8 @@ pub struct Spec<'a> {
     pub train_on: TrainOn,
     /// Rows of the model's embedding.
     pub embedding_rows: usize,
+    /// Drops rows before they are tokenized.
+    pub screen: Option<&'a Screen>,
 }
 
 impl<'a> Spec<'a> {
@@ -71,6 +74,8 @@ impl<'a> Spec<'a> {
             answer: "",
         };
         let mut readings = Vec::new();
+        // Rows that wait for the screen, which handles many at a time.
+        let (mut waiting, mut bytes): (Vec<(Row, Placed)>, usize) = (Vec::new(), 0);
         for (file, path) in self.files.iter().enumerate() {
             let mut found: Option<(Reading, Arc<Layout>)> = None;
             read::read_rows(path, &mut |row| {
@@ -80,7 +85,8 @@ impl<'a> Spec<'a> {
                 };
                 if found.is_none() {
                     let layout = Layout::find(&row, self.format, purpose, &rules)?;
-                    found = Some((Reading::new(path, layout.clone(), &row), Arc::new(layout)));
+                    let judged = self.screen.map_or(&[][..], Screen::columns);
+                    found = Some((Reading::new(path, layout.clone(), &row).judged_by(judged), Arc::new(layout)));
                 }
                 let Some((reading, layout)) = &mut found else {
                     return Ok(());
@@ -91,12 +97,57 @@ impl<'a> Spec<'a> {
                     number: row.place.number,
                     is_line: row.place.is_line,
                 };
-                each(row, layout, origin, bad)
+                let Some(screen) = self.screen else {
+                    return each(row, layout, origin, bad);
+                };
+                bytes += text_bytes(&row);
+                waiting.push((row, Placed(layout.clone(), origin)));
+                if waiting.len() >= CHUNK_ROWS || bytes >= CHUNK_BYTES {
+                    bytes = 0;
+                    screened(screen, &mut waiting, bad, each)?;
+                }
+                Ok(())
             })?;
             readings.extend(found.map(|(reading, _)| reading));
         }
+        if let Some(screen) = self.screen {
+            screened(screen, &mut waiting, bad, each)?;
+        }
         Ok(readings)
     }
+}
+
+/// The layout and the origin of a row that waits for the screen.
+struct Placed(Arc<Layout>, Origin);
+
+impl AsRef<Layout> for Placed {
+    fn as_ref(&self) -> &Layout {
+        &self.0
+    }
+}
+
+/// Passes the rows that the screen keeps to `each`; the errors of votes go to `bad`.
+fn screened(
+    screen: &Screen,
+    waiting: &mut Vec<(Row, Placed)>,
+    bad: &mut BadRows,
+    each: &mut EachRow<'_>,
+) -> Result<()> {
+    let keep = screen.keep(waiting);
+    for ((row, Placed(layout, origin)), keep) in waiting.drain(..).zip(keep) {
+        match keep {
+            Ok(true) => each(row, &layout, origin, bad)?,
+            Ok(false) => {}
+            Err(e) => bad.add(e)?,
+        }
+    }
+    unless_stopped()
+}
+
+/// Approximate bytes of the texts of a row.
+fn text_bytes(row: &Row) -> usize {
+    let size = |v: &serde_json::Value| v.as_str().map_or(1024, str::len);
+    row.fields.values().map(size).sum()
 }
 
 /// The file and row of an example.
@@ -212,6 +263,7 @@ impl Stats {
 ///     max_length: 2048,
 ///     train_on: TrainOn::Assistant,
 ///     embedding_rows: tokenizer.vocab_size(),
+///     screen: None,
 /// };
 /// let rows = Dataset::load(&spec, &tokenizer, template.as_ref().map(|t| t as &dyn ChatRender))?;
 /// let (train, eval) = rows.split(0.05, 0)?;
@@ -375,6 +427,11 @@ impl Dataset {
         limit: usize,
     ) -> Result<Vec<Question>> {
         let encoder = spec.encoder(codec, template);
+        // The origins name the rows that were kept.
+        let spec = Spec {
+            screen: None,
+            ..spec.clone()
+        };
         let mut origins = self.origins.iter().peekable();
         let mut out = Vec::new();
         let mut full = false;
@@ -397,6 +454,12 @@ impl Dataset {
 
 pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     let files = spec.files.join(", ");
+    let screened = spec.screen.map(Screen::report).unwrap_or_default();
+    if stats.rows == 0 && !screened.dropped.is_empty() {
+        return Error::format("no row is left to train")
+            .at(files)
+            .found(screened.lines().join("; "));
+    }
     if stats.rows == 0 {
         return Error::format("the data has no rows").at(files).found("0 rows");
     }
@@ -428,8 +491,7 @@ struct Loader<'a> {
 
 impl Loader<'_> {
     fn push(&mut self, row: Row, layout: &Arc<Layout>, origin: Origin, bad: &mut BadRows) -> Result<()> {
-        let size = |v: &serde_json::Value| v.as_str().map_or(1024, str::len);
-        self.bytes += row.fields.values().map(size).sum::<usize>();
+        self.bytes += text_bytes(&row);
         self.chunk.push((row, layout.clone(), origin));
         if self.chunk.len() >= CHUNK_ROWS || self.bytes >= CHUNK_BYTES {
             self.flush(bad)?;

@@ -33,6 +33,7 @@ pub mod prompts;
 mod read;
 pub mod reading;
 mod rows;
+pub mod screen;
 
 #[cfg(test)]
 mod testing;
@@ -49,3 +50,4 @@ pub use order::{BatchStream, Length, StreamSpec, eval_batches};
 pub use read::{Row, RowPosition};
 pub use reading::Reading;
 pub use rows::{Chat, Sample};
+pub use screen::{Dedup, Screen, ScreenSpec, Screened};

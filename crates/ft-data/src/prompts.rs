@@ -12,6 +12,7 @@ use super::layout::{self, Layout, Purpose, Rules};
 use super::read::{self, Row};
 use super::reading::Reading;
 use super::rows::{self, Chat, Sample};
+use super::screen::Screen;
 use crate::{Render, RowFormat};
 use ft_base::{Error, Result};
 use serde_json::{Map, Value};
@@ -80,11 +81,12 @@ pub struct Prompts {
 }
 
 impl Prompts {
-    /// Reads all rows of these files. `answer` names the column with the known answer.
+    /// Reads all rows of these files. `answer` names the column with the known answer; `screen` drops rows.
     ///
     /// # Errors
     /// A row without a prompt (with its place), no rows, a prompt that leaves fewer than `room` tokens of `window` for
     /// the answer, a signal.
+    #[allow(clippy::too_many_arguments)]
     pub fn load(
         files: &[String],
         format: RowFormat,
@@ -93,6 +95,7 @@ impl Prompts {
         answer: &str,
         window: usize,
         room: usize,
+        screen: Option<&Screen>,
     ) -> Result<Self> {
         let mut out = Self::default();
         let mut hasher = blake3::Hasher::new();
@@ -113,12 +116,18 @@ impl Prompts {
                 };
                 if found.is_none() {
                     let layout = Layout::find(&row, format, Purpose::Ask, &rules)?;
-                    found = Some(Reading::new(path, layout, &row));
+                    let judged = screen.map_or(&[][..], Screen::columns);
+                    found = Some(Reading::new(path, layout, &row).judged_by(judged));
                 }
                 let Some(reading) = &mut found else {
                     return Ok(());
                 };
                 reading.see(&row);
+                match screen.map_or(Ok(true), |screen| screen.keeps(&row, &reading.layout)) {
+                    Ok(true) => {}
+                    Ok(false) => return Ok(()),
+                    Err(e) => return bad.add(e),
+                }
                 let prompt = one(&row, &reading.layout, encoder, answer).map_err(|e| e.or_at(&row.place));
                 let prompt = match prompt {
                     Ok(prompt) if prompt.ids.len() + room > window => return bad.add(too_long(&prompt, window, room)),

@@ -17,6 +17,8 @@ pub struct Reading {
     seen: BTreeSet<String>,
     /// True if the texts of the first row are concatenated without white space between them.
     touching: bool,
+    /// Columns with the votes of judges.
+    judges: Vec<String>,
 }
 
 impl Reading {
@@ -37,7 +39,14 @@ impl Reading {
             layout,
             seen: BTreeSet::new(),
             touching,
+            judges: Vec::new(),
         }
+    }
+
+    /// The same, with columns that hold votes of judges.
+    pub(super) fn judged_by(mut self, columns: &[String]) -> Self {
+        self.judges = columns.to_vec();
+        self
     }
 
     pub(super) fn see(&mut self, row: &Row) {
@@ -57,7 +66,8 @@ impl Reading {
     /// Columns of the file that are not used.
     pub fn unused(&self) -> Vec<&str> {
         let all = self.seen.iter().map(String::as_str);
-        all.filter(|name| !self.layout.reads(name)).collect()
+        all.filter(|name| !self.layout.reads(name) && !self.judges.iter().any(|j| j == name))
+            .collect()
     }
 
     /// Format, columns and rendering. `rest` describes what happens to unused columns.
@@ -72,6 +82,9 @@ impl Reading {
             }
         }
         let mut out = format!("{}: {}", self.layout.format.name(), parts.join(", "));
+        if !self.judges.is_empty() {
+            out += &format!("; votes from {}", self.judges.join(", "));
+        }
         let unused = self.unused();
         if !unused.is_empty() {
             out += &format!("; {rest}: {}", unused.join(", "));

@@ -232,6 +232,7 @@ fn spec(files: &Files, max_length: usize) -> Spec<'_> {
         max_length,
         train_on: TrainOn::Assistant,
         embedding_rows: 100_000,
+        screen: None,
     }
 }
 

@@ -168,7 +168,7 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
     let column = &recipe.rl.answer_column;
     let named = rows::local(files(recipe, request))?;
     let (format, render) = (recipe.data.format, recipe.data.render);
-    let all = Prompts::load(&named, format, render, &encoder, column, window, longest)?;
+    let all = Prompts::load(&named, format, render, &encoder, column, window, longest, None)?;
     let mut known = all.rows;
     if !request.all_rows && recipe.data.eval.is_empty() {
         if recipe.data.eval_fraction == 0.0 {

@@ -119,6 +119,7 @@ section! {
         shuffle: bool = true, "neighboring rows of a file are often similar";
         /// `auto` or a path to a Jinja file.
         chat_template: Option<String> = "auto", "the template of the model";
+        with quality: Quality;
     }
 }
 

@@ -32,6 +32,7 @@ fn spec<'a>(files: &'a Files, format: RowFormat, render: Render) -> Spec<'a> {
         max_length: 4096,
         train_on: TrainOn::Assistant,
         embedding_rows: 1 << 20,
+        screen: None,
     }
 }
 
@@ -317,7 +318,7 @@ fn prompts_to_answer_come_from_every_common_column() {
         let jinja = Jinja::new(QWEN);
         let codec = Words::chatml();
         let encoder = spec(&f, RowFormat::Auto, render).encoder(&codec, template.then_some(&jinja as &dyn ChatRender));
-        let prompts = Prompts::load(&f.paths, RowFormat::Auto, render, &encoder, "answer", 4096, 1)?;
+        let prompts = Prompts::load(&f.paths, RowFormat::Auto, render, &encoder, "answer", 4096, 1, None)?;
         let line = lines(&prompts.readings, "not used").remove(0);
         let text = codec.decode(&prompts.rows[0].ids)?;
         Ok::<_, Error>((prompts.rows.into_iter().next().unwrap(), line, text))

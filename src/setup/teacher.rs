@@ -7,7 +7,7 @@ use crate::engine::StepStrategy;
 use crate::formats::Tokenizer;
 use crate::model::{Network, Spec};
 use crate::ops::cross_entropy::PIECE;
-use crate::recipe::{Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
+use crate::recipe::{Alignment, Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
 use crate::setup::{self, ModelDir};
 use crate::source::Placement;
 use crate::source::StoragePolicy;
@@ -61,7 +61,9 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     }
     let teacher = ModelDir::read(path, &d.teacher_revision, ModelInit::Pretrained, None)
         .map_err(|e| e.or_at("distill.teacher"))?;
-    check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
+    if d.alignment == Alignment::None {
+        check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
+    }
     teacher.check_weights(ModelInit::Pretrained)?;
     let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
     let stored = teacher.stored(ModelInit::Pretrained)?.codes;
@@ -168,6 +170,8 @@ pub struct TeacherSpec {
     pub states: usize,
     /// Rows that the student answers together; 0: none.
     pub answers: usize,
+    /// It has another tokenizer.
+    pub aligned: bool,
 }
 
 /// Describes the teacher from its config alone, for the plan; `None` if there is no teacher.
@@ -201,6 +205,7 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
         } else {
             0
         },
+        aligned: d.alignment != Alignment::None,
     }))
 }
 
@@ -242,8 +247,8 @@ fn check_tokenizers(student: &Tokenizer, teacher: &Tokenizer) -> Result<()> {
             .found(found)
             .expected(expected)
             .hint(
-                "a divergence compares the probabilities of the same tokens: use a teacher of the student's family, or \
-                 train on the teacher's answers with `train.stage = \"sft\"`",
+                "`distill.alignment = \"gold\"` aligns the tokens by their text; token for token needs a teacher of the \
+                 student's family; or train on the teacher's answers with `train.stage = \"sft\"`",
             ))
     };
     let show = |token: Option<String>| token.map_or("no token".to_string(), |t| format!("{t:?}"));

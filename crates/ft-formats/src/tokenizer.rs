@@ -16,6 +16,7 @@ use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 mod rebuilt;
+mod token_bytes;
 use rebuilt::Class;
 
 /// Largest `tokenizer.json`, bytes.

@@ -24,7 +24,7 @@ named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host
 section! {
     /// The model and its computation.
     pub struct Model in "model" {
-        /// Hub id, local directory, or `shape:NAME` (seeded random weights of a built-in shape, for plans and
+        /// Hub id (`org/name`, `org/name@revision`), local directory, or `shape:NAME` (seeded random weights of a built-in shape, for plans and
         /// benchmarks).
         path: ModelRef;
         /// Branch, tag or commit of a hub model.
@@ -163,6 +163,23 @@ fn valid_device(device: &str) -> bool {
 /// Contradictions.
 pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let (model, memory, data) = (&s.model, &s.memory, &s.data);
+    let teacher = s.distill.teacher.as_ref();
+    for (name, key, revision, other) in [
+        (Some(&model.path), Model::path, &model.revision, Model::revision),
+        (teacher, Distill::teacher, &s.distill.teacher_revision, Distill::teacher_revision),
+    ] {
+        if let Some((_, own)) = name.and_then(ModelRef::with_revision)
+            && revision != "main"
+            && *revision != own
+        {
+            faults.add(
+                &[key, other],
+                Error::usage(format!("`{key}` and `{other}` name different revisions"))
+                    .found(format!("`{own}` and `{revision}`"))
+                    .hint(format!("remove `{other}`")),
+            );
+        }
+    }
     if model.path.is_empty() {
         faults.add(
             &[Model::path],

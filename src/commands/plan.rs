@@ -283,6 +283,7 @@ fn on_gpu(recipe: &Recipe, gpu: &GpuRates) -> Recipe {
 
 fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
     let files = recipe.data.train.iter().chain(&recipe.data.eval);
+    let files = files.chain(&recipe.data.quality.decontaminate);
     dir.join("tokenizer.json").is_file() && files.into_iter().all(|f| Path::new(f).is_file())
 }
 

@@ -78,10 +78,17 @@ impl Aligner {
             }
         }
         if out.counts[2] == 0 {
-            return Err(Error::new("no answer has the same text for the teacher and for the student")
-                .at("distill.teacher")
-                .found(format!("{} trained tokens, none of them in a common span", count(out.counts[0])))
-                .hint("compare the rows of both: `ft data --recipe R`, and the same with `model.path` of the teacher"));
+            return Err(
+                Error::new("no answer has the same text for the teacher and for the student")
+                    .at("distill.teacher")
+                    .found(format!(
+                        "{} trained tokens, none of them in a common span",
+                        count(out.counts[0])
+                    ))
+                    .hint(
+                        "compare the rows of both: `ft data --recipe R`, and the same with `model.path` of the teacher",
+                    ),
+            );
         }
         if recipe.distill.alignment == Alignment::Gold {
             let mut ends: Vec<_> = ends.into_iter().collect();
@@ -97,7 +104,10 @@ impl Aligner {
     pub fn describe(&self) -> String {
         let [trained, aligned, spans] = self.counts;
         let shared = self.shared.as_ref().map_or(String::new(), |s| {
-            format!("; {} ids have the same text in both vocabularies", count(s.pairs.len() as u64))
+            format!(
+                "; {} ids have the same text in both vocabularies",
+                count(s.pairs.len() as u64)
+            )
         });
         format!(
             "alignment with the teacher's tokens: {} spans with {:.1} % of the trained tokens{shared}",
@@ -120,12 +130,16 @@ impl Aligner {
 
     /// The teacher's row for a row that the student answered: its own prompt, and the text of the answer.
     fn answered(&self, own: &Example) -> Result<Option<Example>> {
-        let Some(run) = runs(&own.trained).pop() else { return Ok(None) };
+        let Some(run) = runs(&own.trained).pop() else {
+            return Ok(None);
+        };
         let Some(row) = self.prompts.get(&hash(&own.ids[..run.start], &[])) else {
             return Ok(None);
         };
         let example = &self.examples[*row as usize];
-        let Some(last) = runs(&example.trained).pop() else { return Ok(None) };
+        let Some(last) = runs(&example.trained).pop() else {
+            return Ok(None);
+        };
         let bytes = |id: &u32| self.student.get(*id as usize).cloned().unwrap_or_default();
         let text: Vec<u8> = own.ids[run.clone()].iter().flat_map(bytes).collect();
         // A character that the student did not finish has no text.

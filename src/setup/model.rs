@@ -423,7 +423,7 @@ pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
     match &recipe.tune.lora.adapter {
         Some(dir) if spec.tied && recipe.tune.method == Method::Lora => {
             Ok(!hf::unties(&adapter_directory(dir)?, spec)?)
-        },
+        }
         _ => Ok(spec.tied),
     }
 }

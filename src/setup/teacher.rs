@@ -90,6 +90,22 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
     })
 }
 
+/// Errors: the teacher has another tokenizer, so its outputs cannot be stored.
+pub fn refuse_alignment(recipe: &Recipe) -> Result<()> {
+    match recipe.distill.alignment {
+        Alignment::None => Ok(()),
+        other => Err(
+            Error::usage("outputs of a teacher with another tokenizer cannot be stored")
+                .at("distill.alignment")
+                .found(format!("`{}`", other.name()))
+                .expected(
+                    "`none`: stored outputs are the most likely ids of each token, a span needs whole distributions",
+                )
+                .hint("train with `distill.teacher`, without `distill.teacher_cache`"),
+        ),
+    }
+}
+
 /// Pairs of layers whose hidden states are compared.
 pub fn layer_map(recipe: &Recipe, student: &Spec, teacher: &Spec) -> Result<Vec<(usize, usize)>> {
     let (s, t) = (student.layers.len(), teacher.layers.len());

@@ -16,7 +16,7 @@ use crate::formats::dtype::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::ops::distill::TopK;
-use crate::recipe::{Alignment, Recipe};
+use crate::recipe::Recipe;
 use crate::report;
 use crate::setup;
 use crate::setup::ModelDir;
@@ -124,14 +124,8 @@ fn shard_path(dir: &Path, index: usize) -> PathBuf {
 /// other settings; a signal (finished shards stay, the next call continues).
 pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Report> {
     signal::install()?;
-    if recipe.distill.alignment != Alignment::None {
-        return Err(Error::usage("outputs of a teacher with another tokenizer cannot be stored")
-            .at("distill.alignment")
-            .found(format!("`{}`", recipe.distill.alignment.name()))
-            .expected("`none`: stored outputs hold the most likely ids of each token, and a span needs whole distributions")
-            .hint("train with `distill.teacher`, without `distill.teacher_cache`"));
-    }
     let model = ModelDir::of_recipe(recipe)?;
+    teacher::refuse_alignment(recipe)?;
     let opened = teacher::open(recipe, &model)?;
     let rows = RecipeRows::read(recipe, &model)?.train;
     opened.check_rows(&rows)?;

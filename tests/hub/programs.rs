@@ -59,7 +59,11 @@ impl World {
 
     fn good(&self, arguments: &[&str]) -> String {
         let out = self.ft(arguments);
-        assert!(out.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&out.stderr));
+        assert!(
+            out.status.success(),
+            "{arguments:?}: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
         String::from_utf8(out.stdout).unwrap()
     }
 
@@ -76,16 +80,43 @@ fn models_and_adapters_of_the_hub_are_used_by_their_ids() {
     // The adapter names its base, with the revision of the training.
     let config = std::fs::read_to_string(world.dir.path().join("run/final/adapter_config.json")).unwrap();
     let config: Value = serde_json::from_str(&config).unwrap();
-    assert_eq!((&config["base_model_name_or_path"], &config["revision"]), (&MODEL.into(), &COMMIT.into()));
+    assert_eq!(
+        (&config["base_model_name_or_path"], &config["revision"]),
+        (&MODEL.into(), &COMMIT.into())
+    );
 
     world.good(&["merge", "--adapter", &format!("{ADAPTER}@{COMMIT}"), "--out", "by-id"]);
     world.good(&["merge", "--model", tiny, "--adapter", "run/final", "--out", "by-path"]);
     assert_eq!(world.weights("by-id"), world.weights("by-path"));
-    world.good(&["merge", "--model", MODEL, "--adapter", &format!("{ADAPTER}=0.5"), "--out", "half"]);
-    world.good(&["merge", "--model", tiny, "--adapter", "run/final=0.5", "--out", "half-by-path"]);
+    world.good(&[
+        "merge",
+        "--model",
+        MODEL,
+        "--adapter",
+        &format!("{ADAPTER}=0.5"),
+        "--out",
+        "half",
+    ]);
+    world.good(&[
+        "merge",
+        "--model",
+        tiny,
+        "--adapter",
+        "run/final=0.5",
+        "--out",
+        "half-by-path",
+    ]);
     assert_eq!(world.weights("half"), world.weights("half-by-path"));
 
-    world.good(&["quantize", "--model", &format!("{MODEL}@main"), "--to", "int8", "--out", "q"]);
+    world.good(&[
+        "quantize",
+        "--model",
+        &format!("{MODEL}@main"),
+        "--to",
+        "int8",
+        "--out",
+        "q",
+    ]);
     world.good(&["quantize", "--model", tiny, "--to", "int8", "--out", "q-by-path"]);
     assert_eq!(world.weights("q"), world.weights("q-by-path"));
 
@@ -98,7 +129,8 @@ fn models_and_adapters_of_the_hub_are_used_by_their_ids() {
     assert!(world.good(&["adapter", "diff", ADAPTER, "run"]).contains("identical"));
     world.good(&["adapter", "combine", &format!("{ADAPTER}=0.5"), "--out", "combined"]);
 
-    let answer = |arguments: &[&str]| world.good(&[&["generate", "--prompt", "a", "--max-new-tokens", "4"], arguments].concat());
+    let answer =
+        |arguments: &[&str]| world.good(&[&["generate", "--prompt", "a", "--max-new-tokens", "4"], arguments].concat());
     assert_eq!(
         answer(&["--model", MODEL, "--adapter", ADAPTER]),
         answer(&["--model", tiny, "--adapter", "run/final"])
@@ -110,10 +142,17 @@ fn a_run_starts_from_an_adapter_and_a_teacher_of_the_hub() {
     let world = World::new();
     let given = format!("tune.lora.adapter={ADAPTER}");
     world.good(&["train", "r.toml", &given, "train.max_steps=0", "train.output_dir=again"]);
-    let tensors = |name: &str| std::fs::read(world.dir.path().join(name).join("final/adapter_model.safetensors")).unwrap();
+    let tensors =
+        |name: &str| std::fs::read(world.dir.path().join(name).join("final/adapter_model.safetensors")).unwrap();
     assert_eq!(tensors("again"), tensors("run"));
     let teacher = format!("distill.teacher={MODEL}@{COMMIT}");
-    world.good(&["train", "r.toml", "train.stage=distill", &teacher, "train.output_dir=distilled"]);
+    world.good(&[
+        "train",
+        "r.toml",
+        "train.stage=distill",
+        &teacher,
+        "train.output_dir=distilled",
+    ]);
     let resolved = std::fs::read_to_string(world.dir.path().join("distilled/resolved.toml")).unwrap();
     assert!(resolved.contains(COMMIT), "{resolved}");
 }
@@ -121,11 +160,25 @@ fn a_run_starts_from_an_adapter_and_a_teacher_of_the_hub() {
 #[test]
 fn wrong_revisions_are_named() {
     let world = World::new();
-    let out = world.ft(&["merge", "--model", MODEL, "--adapter", &format!("{ADAPTER}@v9"), "--out", "x"]);
+    let out = world.ft(&[
+        "merge",
+        "--model",
+        MODEL,
+        "--adapter",
+        &format!("{ADAPTER}@v9"),
+        "--out",
+        "x",
+    ]);
     let said = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.code() == Some(1) && said.contains(ADAPTER) && said.contains("v9"), "{said}");
+    assert!(
+        out.status.code() == Some(1) && said.contains(ADAPTER) && said.contains("v9"),
+        "{said}"
+    );
     assert!(!world.dir.path().join("x").exists());
     let out = world.ft(&["train", "r.toml", "model.revision=v2"]);
     let said = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.code() == Some(2) && said.contains("name different revisions"), "{said}");
+    assert!(
+        out.status.code() == Some(2) && said.contains("name different revisions"),
+        "{said}"
+    );
 }

@@ -564,7 +564,16 @@ pub fn aligned(case: &AlignedCase) -> (f64, Vec<f64>, Vec<f64>) {
     let student = side(&tensors[0], &tensors[1], &own, case.softcap);
     let teacher = side(&tensors[2], &tensors[3], &other, case.teacher_softcap);
     let teacher_labels = targets(case.teacher_labels);
-    let out = forward_backward(&student, &teacher, &labels, &teacher_labels, &spans, &options, &step_stats).unwrap();
+    let out = forward_backward(
+        &student,
+        &teacher,
+        &labels,
+        &teacher_labels,
+        &spans,
+        &options,
+        &step_stats,
+    )
+    .unwrap();
     let loss = step_stats.read().unwrap().loss / trained;
     let dw = out.dw.map_or(Vec::new(), |dw| values(&dw));
     (loss, values(&out.dh.unwrap()), dw)

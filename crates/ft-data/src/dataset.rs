@@ -11,6 +11,7 @@ use super::read::{self, Row};
 use super::reading::Reading;
 use super::rows::{self, Sample};
 use super::screen::Screen;
+use super::screen::waiting::{Placed, screened};
 use crate::{Render, RowFormat, TrainOn};
 use ft_base::rng::{Rng, Stream};
 use ft_base::units::count;
@@ -86,7 +87,10 @@ impl<'a> Spec<'a> {
                 if found.is_none() {
                     let layout = Layout::find(&row, self.format, purpose, &rules)?;
                     let judged = self.screen.map_or(&[][..], Screen::columns);
-                    found = Some((Reading::new(path, layout.clone(), &row).judged_by(judged), Arc::new(layout)));
+                    found = Some((
+                        Reading::new(path, layout.clone(), &row).judged_by(judged),
+                        Arc::new(layout),
+                    ));
                 }
                 let Some((reading, layout)) = &mut found else {
                     return Ok(());
@@ -115,33 +119,6 @@ impl<'a> Spec<'a> {
         }
         Ok(readings)
     }
-}
-
-/// The layout and the origin of a row that waits for the screen.
-struct Placed(Arc<Layout>, Origin);
-
-impl AsRef<Layout> for Placed {
-    fn as_ref(&self) -> &Layout {
-        &self.0
-    }
-}
-
-/// Passes the rows that the screen keeps to `each`; the errors of votes go to `bad`.
-fn screened(
-    screen: &Screen,
-    waiting: &mut Vec<(Row, Placed)>,
-    bad: &mut BadRows,
-    each: &mut EachRow<'_>,
-) -> Result<()> {
-    let keep = screen.keep(waiting);
-    for ((row, Placed(layout, origin)), keep) in waiting.drain(..).zip(keep) {
-        match keep {
-            Ok(true) => each(row, &layout, origin, bad)?,
-            Ok(false) => {}
-            Err(e) => bad.add(e)?,
-        }
-    }
-    unless_stopped()
 }
 
 /// Approximate bytes of the texts of a row.

@@ -166,7 +166,12 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let teacher = s.distill.teacher.as_ref();
     for (name, key, revision, other) in [
         (Some(&model.path), Model::path, &model.revision, Model::revision),
-        (teacher, Distill::teacher, &s.distill.teacher_revision, Distill::teacher_revision),
+        (
+            teacher,
+            Distill::teacher,
+            &s.distill.teacher_revision,
+            Distill::teacher_revision,
+        ),
     ] {
         if let Some((_, own)) = name.and_then(ModelRef::with_revision)
             && revision != "main"

@@ -121,7 +121,15 @@ impl Aligned {
         let found = self.rows.of(batch)?;
         if found.spans.is_empty() {
             // Only the cross-entropy is left: the teacher's side is not read.
-            return aligned::forward_backward(student, student, &batch.targets, &batch.targets, &[], &options, step_stats);
+            return aligned::forward_backward(
+                student,
+                student,
+                &batch.targets,
+                &batch.targets,
+                &[],
+                &options,
+                step_stats,
+            );
         }
         let shared = self.rows.shared();
         options.comparison = shared.map_or(Comparison::Sorted, Comparison::Matched);

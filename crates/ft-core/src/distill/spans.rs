@@ -18,7 +18,11 @@ pub fn align(student: &[u32], teacher: &[u32], bytes: (&TokenBytes, &TokenBytes)
     if a == b {
         (a, b) = (0, 0);
     }
-    let same = own.text[a..].iter().zip(&theirs.text[b..]).take_while(|(x, y)| x == y).count();
+    let same = own.text[a..]
+        .iter()
+        .zip(&theirs.text[b..])
+        .take_while(|(x, y)| x == y)
+        .count();
     let (mut out, mut from, mut at) = (Vec::new(), (0, 0), (0, 0));
     while at.0 < own.ends.len() && at.1 < theirs.ends.len() {
         let ends = (own.ends[at.0].saturating_sub(a), theirs.ends[at.1].saturating_sub(b));
@@ -122,16 +126,34 @@ mod tests {
 
     #[test]
     fn spans_end_where_both_tokenizers_have_a_boundary() {
-        assert_eq!(aligned(&["Hu", "gging", " Face"], &["Hug", "ging", " Face"]), [(0..2, 0..2), (2..3, 2..3)]);
-        assert_eq!(aligned(&["ab", "c", "d"], &["a", "b", "cd"]), [(0..1, 0..2), (1..3, 2..3)]);
+        assert_eq!(
+            aligned(&["Hu", "gging", " Face"], &["Hug", "ging", " Face"]),
+            [(0..2, 0..2), (2..3, 2..3)]
+        );
+        assert_eq!(
+            aligned(&["ab", "c", "d"], &["a", "b", "cd"]),
+            [(0..1, 0..2), (1..3, 2..3)]
+        );
         // The end of the answer; several special tokens.
-        assert_eq!(aligned(&["ab", "<end>"], &["a", "b", "<eot>", "<x>"]), [(0..1, 0..2), (1..2, 2..3)]);
+        assert_eq!(
+            aligned(&["ab", "<end>"], &["a", "b", "<eot>", "<x>"]),
+            [(0..1, 0..2), (1..2, 2..3)]
+        );
         assert_eq!(aligned(&["ab", "<end>"], &["ab"]), [(0..1, 0..1)]);
         // Parts of a character.
-        let bytes = (vec![vec![0xc3], vec![0xa9], b"x".to_vec()], vec!["é".as_bytes().to_vec(), b"x".to_vec()]);
-        assert_eq!(align(&[0, 1, 2], &[0, 1], (&bytes.0, &bytes.1)), [(0..2, 0..1), (2..3, 1..2)]);
+        let bytes = (
+            vec![vec![0xc3], vec![0xa9], b"x".to_vec()],
+            vec!["é".as_bytes().to_vec(), b"x".to_vec()],
+        );
+        assert_eq!(
+            align(&[0, 1, 2], &[0, 1], (&bytes.0, &bytes.1)),
+            [(0..2, 0..1), (2..3, 1..2)]
+        );
         // A space before the text.
-        assert_eq!(aligned(&["ab", " c", "<e>"], &[" ab", " c", "<f>"]), [(0..1, 0..1), (1..2, 1..2), (2..3, 2..3)]);
+        assert_eq!(
+            aligned(&["ab", " c", "<e>"], &[" ab", " c", "<f>"]),
+            [(0..1, 0..1), (1..2, 1..2), (2..3, 2..3)]
+        );
         assert_eq!(aligned(&["ab"], &[" ", "ab"]), [(0..1, 0..2)]);
     }
 
@@ -146,7 +168,10 @@ mod tests {
 
     #[test]
     fn ids_with_the_same_text_are_shared() {
-        let (own, other) = (vocabulary(&["a", "b", " c", "<end>", "a"]), vocabulary(&["<eot>", " c", "a", "d", "a"]));
+        let (own, other) = (
+            vocabulary(&["a", "b", " c", "<end>", "a"]),
+            vocabulary(&["<eot>", " c", "a", "d", "a"]),
+        );
         let pairs = shared(&own, &other, &[(3, 0), (3, 0)]).pairs;
         assert_eq!(pairs, [(2, 1), (3, 0), (4, 4)]);
     }

@@ -38,11 +38,13 @@ impl Judges {
         for column in &self.columns {
             let Some(value) = row.fields.get(column) else {
                 let names: Vec<&str> = row.fields.keys().map(String::as_str).collect();
-                return Err(Error::format(format!("the column `{column}` with a judge's vote is missing"))
-                    .at(&row.place)
-                    .found(format!("columns {}", names.join(", ")))
-                    .expected("a vote, or null")
-                    .hint("correct `Judges::columns`"));
+                return Err(
+                    Error::format(format!("the column `{column}` with a judge's vote is missing"))
+                        .at(&row.place)
+                        .found(format!("columns {}", names.join(", ")))
+                        .expected("a vote, or null")
+                        .hint("correct `Judges::columns`"),
+                );
             };
             let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
             for value in list {
@@ -184,7 +186,9 @@ impl Tally {
 
 impl Agreement {
     pub(super) fn text(&self) -> String {
-        let alpha = self.alpha.map_or(String::new(), |a| format!(", Krippendorff's alpha {a:.3}"));
+        let alpha = self
+            .alpha
+            .map_or(String::new(), |a| format!(", Krippendorff's alpha {a:.3}"));
         format!(
             "judges: votes on {} of {} rows, {:.1} % of the votes agree with the row, {} rows unanimous{alpha}",
             count(self.voted as u64),

@@ -8,8 +8,10 @@ pub mod judges;
 mod near;
 mod overlap;
 mod parts;
+pub mod stats;
 #[cfg(test)]
 mod tests;
+pub(crate) mod waiting;
 
 use super::layout::Layout;
 use super::read::{Row, RowPosition};
@@ -262,7 +264,8 @@ impl Screen {
             .collect();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let rows = rows.iter().zip(prints);
-        rows.map(|((row, _), print)| self.decide(row, print, &mut state)).collect()
+        rows.map(|((row, _), print)| self.decide(row, print, &mut state))
+            .collect()
     }
 
     /// As `keep`, for one row.
@@ -325,7 +328,12 @@ impl Screen {
         if self.spec.dedup == Dedup::None {
             return None;
         }
-        let State { exact: seen, kept, near: signatures, .. } = state;
+        let State {
+            exact: seen,
+            kept,
+            near: signatures,
+            ..
+        } = state;
         if let Some(first) = seen.get(&exact) {
             return kept.get(*first as usize).cloned().map(Reason::Same);
         }

@@ -85,7 +85,9 @@ impl Signatures {
     pub(super) fn find(&self, row: &Signature, threshold: f64) -> Option<(u32, f64)> {
         let mut best: Option<(u32, f64)> = None;
         for (band, rows) in self.bands.iter().enumerate() {
-            let Some(&other) = rows.get(&row.band(band)) else { continue };
+            let Some(&other) = rows.get(&row.band(band)) else {
+                continue;
+            };
             if best.is_some_and(|(known, _)| known == other) {
                 continue;
             }

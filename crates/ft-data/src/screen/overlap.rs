@@ -14,7 +14,17 @@ use std::collections::HashMap;
 /// Fewest words of an evaluation text that is compared.
 pub(super) const FEWEST: usize = 8;
 /// Fields of evaluation rows that are no text of the task.
-const FRAME: [&str; 9] = ["system", "system_prompt", "tools", "role", "from", "id", "source", "url", "type"];
+const FRAME: [&str; 9] = [
+    "system",
+    "system_prompt",
+    "tools",
+    "role",
+    "from",
+    "id",
+    "source",
+    "url",
+    "type",
+];
 
 #[derive(Debug)]
 pub(super) struct Overlap {
@@ -57,7 +67,9 @@ impl Overlap {
                 let index = out.rows.len() as u32;
                 out.rows.push(row.place.clone());
                 let mut texts = Vec::new();
-                row.fields.iter().for_each(|(key, value)| collect(key, value, &mut texts));
+                row.fields
+                    .iter()
+                    .for_each(|(key, value)| collect(key, value, &mut texts));
                 for text in texts {
                     let words = words(text);
                     out.texts += 1;

@@ -40,7 +40,10 @@ fn load(files: &Files, screen: &Screen) -> Dataset {
 
 /// A text of `n` words from a counter, so that two texts share words only if they share numbers.
 fn text(first: usize, n: usize) -> String {
-    (first..first + n).map(|i| format!("word{i}")).collect::<Vec<_>>().join(" ")
+    (first..first + n)
+        .map(|i| format!("word{i}"))
+        .collect::<Vec<_>>()
+        .join(" ")
 }
 
 #[test]
@@ -51,7 +54,10 @@ fn exact_duplicates_are_dropped_in_all_formats_and_across_files() {
             "{\"prompt\": \"q\", \"completion\": \"a\"}\n{\"prompt\": \"q\", \"completion\": \"b\"}\n\
              {\"prompt\": \"q\", \"completion\": \"a\", \"id\": 3}\n",
         ),
-        ("b.jsonl", "{\"question\": \"q\", \"answer\": \"b\"}\n{\"question\": \"q\", \"answer\": \"c\"}\n"),
+        (
+            "b.jsonl",
+            "{\"question\": \"q\", \"answer\": \"b\"}\n{\"question\": \"q\", \"answer\": \"c\"}\n",
+        ),
     ]);
     let screen = dedup(Dedup::Exact);
     let data = load(&f, &screen);
@@ -63,7 +69,9 @@ fn exact_duplicates_are_dropped_in_all_formats_and_across_files() {
     assert!(line.starts_with("dropped 2 of 5 rows: exact duplicates"), "{line}");
     assert!(line.contains("a.jsonl:3 is ") && line.contains("a.jsonl:1"), "{line}");
     // The questions of the kept rows are read from the files without the screen.
-    let all = data.questions(&spec(&f, Some(&screen)), &Words::chatml(), None, 10).unwrap();
+    let all = data
+        .questions(&spec(&f, Some(&screen)), &Words::chatml(), None, 10)
+        .unwrap();
     assert_eq!(all.len(), 3);
 }
 
@@ -162,7 +170,10 @@ fn rows_of_the_evaluation_file_are_dropped() {
     let system = text(900, 20);
     let eval: String = (0..12)
         .map(|i| {
-            let question = format!("Read this carefully and then answer with one letter only please my friend: {}", text(50 * i, 13));
+            let question = format!(
+                "Read this carefully and then answer with one letter only please my friend: {}",
+                text(50 * i, 13)
+            );
             json!({"messages": [{"role": "system", "content": system}, {"role": "user", "content": question},
                                 {"role": "assistant", "content": "B"}]})
             .to_string()
@@ -192,12 +203,19 @@ fn rows_of_the_evaluation_file_are_dropped() {
     assert_eq!(*words, text(50, 13));
     // The answers are too short.
     assert_eq!(report.evaluation_texts, (24, 12));
-    assert!(report.warnings()[0].contains("12 of 24 texts"), "{:?}", report.warnings());
+    assert!(
+        report.warnings()[0].contains("12 of 24 texts"),
+        "{:?}",
+        report.warnings()
+    );
 }
 
 #[test]
 fn short_evaluation_texts_and_scripts_without_spaces() {
-    let f = files(&[("eval.csv", "question,answer\nHow many legs does a very old spider have?,8\n这是一个关于数学的中文问题,1\n")]);
+    let f = files(&[(
+        "eval.csv",
+        "question,answer\nHow many legs does a very old spider have?,8\n这是一个关于数学的中文问题,1\n",
+    )]);
     let screen = screen(ScreenSpec {
         evaluation: f.paths.clone(),
         ..ScreenSpec::default()
@@ -273,8 +291,11 @@ fn alpha_is_that_of_the_published_example() {
 }
 
 #[test]
-fn wrong_votes_are_told_with_their_row() {
-    let f = files(&[("p.jsonl", "{\"prompt\": \"q\", \"chosen\": \"x\", \"rejected\": \"y\", \"a\": \"left\"}\n")]);
+fn wrong_votes_are_reported_with_their_row() {
+    let f = files(&[(
+        "p.jsonl",
+        "{\"prompt\": \"q\", \"chosen\": \"x\", \"rejected\": \"y\", \"a\": \"left\"}\n",
+    )]);
     let of = |column: &str| {
         let screen = screen(ScreenSpec {
             judges: Some(Judges {
@@ -287,7 +308,10 @@ fn wrong_votes_are_told_with_their_row() {
         e.unwrap_err().to_string()
     };
     let e = of("a");
-    assert!(e.contains("`a` is not a vote") && e.contains("p.jsonl:1") && e.contains("\"left\""), "{e}");
+    assert!(
+        e.contains("`a` is not a vote") && e.contains("p.jsonl:1") && e.contains("\"left\""),
+        "{e}"
+    );
     let e = of("b");
     assert!(e.contains("the column `b` with a judge's vote is missing"), "{e}");
 }

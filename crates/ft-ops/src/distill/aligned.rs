@@ -116,7 +116,9 @@ pub fn forward_backward(
         }
     }
     if options.need_dw && student.in_parts() {
-        return Err(Error::unsupported("an output head that is read in parts cannot be trained"));
+        return Err(Error::unsupported(
+            "an output head that is read in parts cannot be trained",
+        ));
     }
     let units = units(spans, targets, teacher_targets, &chosen)?;
     let masks = masks(options.comparison, v, vt)?;
@@ -366,7 +368,11 @@ fn compare(
         };
         out.distance = tokens * distance;
         // d distance / d ln factor.
-        let along = g.iter().zip(&q).map(|(g, q)| f64::from(*g) * f64::from(*q)).sum::<f64>() as f32;
+        let along = g
+            .iter()
+            .zip(&q)
+            .map(|(g, q)| f64::from(*g) * f64::from(*q))
+            .sum::<f64>() as f32;
         for (row, id) in z.chunks(v).take(ids.len() - 1).zip(ids) {
             let mut slope = softmax(row, o.temperature);
             let clamped = slope[*id as usize] < LEAST;
@@ -377,15 +383,24 @@ fn compare(
             }
             slopes.push(slope);
         }
-        slopes.push(q.iter().zip(&last).zip(&g).map(|((q, p), g)| q * g - p * along).collect());
+        slopes.push(
+            q.iter()
+                .zip(&last)
+                .zip(&g)
+                .map(|((q, p), g)| q * g - p * along)
+                .collect(),
+        );
     }
     let weight = (1.0 - o.alpha) * tokens as f32 / o.temperature;
     for (i, (row, id)) in z.chunks_mut(v).zip(ids).enumerate() {
         let hard = softmax(row, 1.0);
         out.cross_entropy -= log_probability(row, *id as usize);
-        let best = row.iter().enumerate().fold((0, f32::NEG_INFINITY), |best, (i, x)| {
-            if *x > best.1 { (i, *x) } else { best }
-        });
+        let best = row.iter().enumerate().fold(
+            (0, f32::NEG_INFINITY),
+            |best, (i, x)| {
+                if *x > best.1 { (i, *x) } else { best }
+            },
+        );
         out.correct += f64::from(u8::from(best.0 == *id as usize));
         for (j, x) in row.iter_mut().enumerate() {
             let mut slope = slopes.get(i).map_or(0.0, |s| weight * s[j]);

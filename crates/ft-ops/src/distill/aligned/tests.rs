@@ -31,7 +31,11 @@ fn run(shared: Option<&SharedIds>, chunk: usize, in_parts: bool) -> (f64, Tensor
     let (own_pieces, other_pieces) = (pieces(v, 4, &own_part), pieces(vt, 3, &other_part));
     let side = |h, head, pieces| Side {
         h,
-        head: if in_parts { Matrix::Parts(pieces) } else { Matrix::Whole(head) },
+        head: if in_parts {
+            Matrix::Parts(pieces)
+        } else {
+            Matrix::Whole(head)
+        },
         softcap: Some(5.0),
     };
     let options = AlignedOptions {
@@ -64,7 +68,10 @@ fn run(shared: Option<&SharedIds>, chunk: usize, in_parts: bool) -> (f64, Tensor
 #[test]
 fn heads_in_parts_and_other_chunks_give_the_same() {
     let shared = SharedIds {
-        pairs: (0..3000).map(|i| (i + 5, 2 * i % 4990)).filter(|p| p.1 < 4900 && p.0 < 2400).collect(),
+        pairs: (0..3000)
+            .map(|i| (i + 5, 2 * i % 4990))
+            .filter(|p| p.1 < 4900 && p.0 < 2400)
+            .collect(),
     };
     for shared in [None, Some(&shared)] {
         let (loss, dh, dw) = run(shared, 100, false);
@@ -104,6 +111,8 @@ fn spans_that_do_not_fit_are_refused() {
     ] {
         assert!(units(&bad, &own, &other, &[0, 1]).is_err(), "{bad:?}");
     }
-    let shared = SharedIds { pairs: vec![(1, 1), (1, 2)] };
+    let shared = SharedIds {
+        pairs: vec![(1, 1), (1, 2)],
+    };
     assert!(masks(Comparison::Matched(&shared), 5, 5).is_err());
 }

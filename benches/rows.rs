@@ -73,6 +73,7 @@ fn main() {
         overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1 << 20,
+        screen: None,
     };
     let load = || {
         let started = Instant::now();

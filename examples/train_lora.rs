@@ -23,6 +23,7 @@ fn main() -> Result<()> {
         overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: network.spec.vocab,
+        screen: None,
     };
     let template = opened.template.as_ref().map(|t| t as &dyn ChatRender);
     let rows = Dataset::load(&spec, &opened.tokenizer, template)?;

@@ -6,6 +6,8 @@
 mod lies;
 #[path = "hub/plan.rs"]
 mod plan;
+#[path = "hub/programs.rs"]
+mod programs;
 
 use ft::formats::{Config, StoredDtype, TensorPlan, Tokenizer, Values, Weights, writer};
 use ft::hub::{DatasetPart, HubSettings, resolve_dataset_with, resolve_with};

@@ -23,7 +23,7 @@ pub struct Args {
 enum Action {
     /// Show the trained modules, the size and the base model of an adapter
     Show {
-        /// PEFT adapter directory
+        /// PEFT adapter: directory, run, or hub id
         dir: PathBuf,
         /// One JSON object
         #[arg(long)]
@@ -31,9 +31,9 @@ enum Action {
     },
     /// Show the differences between two adapters
     Diff {
-        /// PEFT adapter directory
+        /// PEFT adapter: directory, run, or hub id
         a: PathBuf,
-        /// Another PEFT adapter directory
+        /// Another PEFT adapter
         b: PathBuf,
         /// One JSON object
         #[arg(long)]
@@ -41,7 +41,7 @@ enum Action {
     },
     /// Combine LoRA adapters of one base model: the weighted sum of their weight changes
     Combine {
-        /// Adapter directories, each with its weight [default: 1]; a negative weight subtracts the adapter
+        /// Adapters (directories, runs, hub ids), each with its weight [default: 1]; a negative weight subtracts the adapter
         #[arg(value_name = "DIR[=WEIGHT]", required = true, value_parser = super::parse_weighted)]
         adapters: Vec<(PathBuf, f32)>,
         /// New adapter directory
@@ -56,7 +56,7 @@ enum Action {
 pub fn run(args: Args) -> Result<i32> {
     match args.action {
         Action::Show { dir, json } => {
-            let shown = tools::show(&dir)?;
+            let shown = tools::show(&tools::find(&dir)?)?;
             if json {
                 out(shown.json())?;
                 return Ok(0);
@@ -82,7 +82,7 @@ pub fn run(args: Args) -> Result<i32> {
             }
         }
         Action::Diff { a, b, json } => {
-            let found = tools::diff(&a, &b)?;
+            let found = tools::diff(&tools::find(&a)?, &tools::find(&b)?)?;
             if json {
                 out(found.json())?;
                 return Ok(0);
@@ -99,6 +99,8 @@ pub fn run(args: Args) -> Result<i32> {
             out: to,
             rank,
         } => {
+            let found = adapters.iter().map(|(name, w)| Ok((tools::find(name)?, *w)));
+            let adapters = found.collect::<Result<Vec<_>>>()?;
             let report = tools::combine(&adapters, &to, rank)?;
             if let Some(lost) = report.lost {
                 super::note(&format!(

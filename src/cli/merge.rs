@@ -16,6 +16,7 @@ use std::path::PathBuf;
   ft merge --model base --adapter runs/lora/final --out merged --dtype f32
   ft merge --model base --adapter skill=0.7 --adapter style=0.3 --out both
   ft merge --model base --adapter habit=-1 --out without
+  ft merge --model Qwen/Qwen3-0.6B --adapter someone/skill@v2 --out merged     a hub id may name its revision
 
 The sum is computed in f32; --dtype is only the type of the stored weights.")]
 pub struct Args {

@@ -8,6 +8,7 @@ use crate::model::Adapters;
 use crate::peft::lora::scaling;
 use crate::peft::start::algebra;
 use crate::peft::{Adapter, Lora, Mask};
+use crate::setup::locate;
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,6 +39,16 @@ impl Shown {
             "settings": self.settings.iter().cloned().collect::<BTreeMap<_, _>>(),
             "modules": self.modules,
         })
+    }
+}
+
+/// The directory of an adapter: a directory, a run, or a hub id.
+///
+/// Errors: as `locate::adapter_directory`.
+pub fn find(name: &Path) -> Result<PathBuf> {
+    match name.is_dir() && !locate::is_run(name) {
+        true => Ok(name.to_path_buf()),
+        false => locate::adapter_directory(&name.to_string_lossy()),
     }
 }
 

@@ -1,11 +1,12 @@
 //! `ft data`: the rows of a recipe as the model reads them, and their counts.
 
 use crate::base::Result;
+use crate::commands::row_stats;
 use crate::data::describe;
 use crate::data::describe::visible;
 use crate::data::prompts::Prompt;
 use crate::data::summary::{self, Summary};
-use crate::data::{Dataset, Stats};
+use crate::data::{Dataset, Screened, Stats};
 use crate::recipe::Recipe;
 use crate::setup::ModelDir;
 use crate::setup::prompts::PromptSet;
@@ -17,20 +18,42 @@ use serde_json::{Value, json};
 /// Reads all rows. Errors: an invalid model directory or row.
 pub fn counts(recipe: &Recipe) -> Result<Value> {
     let model = ModelDir::of_recipe(recipe)?;
-    let RecipeRows { train, eval, questions } = RecipeRows::read(recipe, &model)?;
+    let RecipeRows {
+        train,
+        eval,
+        questions,
+        screened,
+    } = RecipeRows::read(recipe, &model)?;
+    let dropped = screened.as_ref().map(screened_json);
     if let Some(questions) = questions {
         let lengths = |prompts: &[Prompt]| prompts.iter().map(|p| p.ids.len()).sum::<usize>();
         return Ok(json!({
             "train": {"rows": questions.train.len(), "tokens": lengths(&questions.train)},
             "eval": {"rows": questions.eval.len(), "tokens": lengths(&questions.eval)},
             "max_length": recipe.data.max_length,
+            "screened": dropped,
         }));
     }
     Ok(json!({
         "train": of(&train)?,
         "eval": eval.as_ref().map(of).transpose()?,
         "max_length": recipe.data.max_length,
+        "screened": dropped,
     }))
+}
+
+/// Counts of dropped rows, and the agreement of the judges.
+fn screened_json(screened: &Screened) -> Value {
+    let [judges, evaluation, same, near] = screened.counts();
+    let agreement = screened.agreement.as_ref().map(|a| {
+        json!({
+            "rows": a.voted, "share": a.share, "unanimous": a.unanimous, "krippendorff_alpha": a.alpha,
+        })
+    });
+    json!({
+        "rows": screened.rows, "judges": judges, "evaluation": evaluation, "exact_duplicates": same,
+        "near_duplicates": near, "agreement": agreement,
+    })
 }
 
 fn of(rows: &Dataset) -> Result<Value> {
@@ -59,7 +82,12 @@ fn of(rows: &Dataset) -> Result<Value> {
 /// The output of `ft data --stats`: a table of the sources and a histogram, for training and for evaluation.
 pub fn statistics(recipe: &Recipe) -> Result<String> {
     let model = ModelDir::of_recipe(recipe)?;
-    let RecipeRows { train, eval, questions } = RecipeRows::read(recipe, &model)?;
+    let RecipeRows {
+        train,
+        eval,
+        questions,
+        screened,
+    } = RecipeRows::read(recipe, &model)?;
     let mut out = String::new();
     if let Some(questions) = questions {
         return describe_prompts(&questions, &model, 0);
@@ -71,6 +99,13 @@ pub fn statistics(recipe: &Recipe) -> Result<String> {
                 visible(&summary::table(&summary::summaries(rows)?))
             );
         }
+    }
+    out += "texts\n";
+    for line in row_stats::of(recipe)?.lines() {
+        out += &format!("{}\n", visible(&line));
+    }
+    for line in screened.iter().flat_map(Screened::lines) {
+        out += &format!("screen {}\n", visible(&line));
     }
     Ok(out)
 }
@@ -104,6 +139,7 @@ pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
         train: dataset,
         eval,
         questions,
+        screened,
     } = RecipeRows::read(recipe, &model)?;
     let mut out: String = formats(recipe, &dataset, eval.as_ref())
         .iter()
@@ -114,6 +150,12 @@ pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
     }
     let has_template = model.template.is_some();
     if let Some(warning) = rendered_later(&dataset, eval.as_ref(), recipe, has_template) {
+        out += &format!("warning: {warning}\n");
+    }
+    for line in screened.iter().flat_map(Screened::lines) {
+        out += &format!("screen {}\n", visible(&line));
+    }
+    for warning in screened.iter().flat_map(Screened::warnings) {
         out += &format!("warning: {warning}\n");
     }
     out.push('\n');

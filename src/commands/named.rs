@@ -141,8 +141,12 @@ fn base_of(dir: &Path) -> Result<String> {
             .at_path(dir)
             .hint(format!("give it: `--model BASE --adapter {}`", dir.display())));
     };
-    if Path::new(&base).is_dir() || (hub::is_id(&base) && !paths::is_meant(&base)) {
+    if Path::new(&base).is_dir() {
         return Ok(base);
+    }
+    if hub::is_id(&base) && !paths::is_meant(&base) {
+        let revision = config.revision.filter(|r| !r.is_empty() && r != "main");
+        return Ok(revision.map_or(base.clone(), |r| format!("{base}@{r}")));
     }
     Err(paths::missing("directory", Path::new(&base))
         .after("the base model of the adapter is needed")

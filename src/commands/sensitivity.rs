@@ -81,6 +81,7 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
         overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: model.spec.vocab,
+        screen: None,
     };
     let rows = Dataset::load(&spec, &model.tokenizer, model.template())?;
     let mut left = tokens;

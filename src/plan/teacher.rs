@@ -67,15 +67,22 @@ impl TeacherSpec {
         own.strategy.storage = self.storage.clone();
         own.strategy.placement = self.place;
         (own.strategy.mlp_tokens, own.strategy.offload_inputs) = (None, false);
-        let state = inputs.element * (inputs.tokens * self.spec.hidden) as u64;
+        let mut sorting = 0;
+        if self.aligned {
+            // Assumed: the tokenizers differ by a quarter.
+            (own.tokens, own.longest) = (own.tokens * 5 / 4, own.longest * 5 / 4);
+            // Each thread sorts the distributions of a span: probabilities, slopes and keys of both models.
+            sorting = 72 * (rayon::current_num_threads() * self.spec.vocab) as u64;
+        }
+        let state = inputs.element * (own.tokens * self.spec.hidden) as u64;
         let work = layer_work(&self.model(), &own);
-        let tokens = inputs.tokens.min(most_tokens(inputs.on_gpu));
+        let tokens = own.tokens.min(most_tokens(inputs.on_gpu));
         let rows = match weights::head_chunk(&self.spec, self.place, &Self::nothing()) {
             // A second copy of the trained tokens, and a chunk of logits.
             Some(_) => state + 4 * (PIECE.min(self.spec.vocab) * tokens) as u64,
             None => 4 * (tokens * self.spec.hidden) as u64,
         };
-        (state * (1 + self.states as u64), work.max(rows))
+        (state * (1 + self.states as u64), work.max(rows + sorting))
     }
 }
 

@@ -158,6 +158,12 @@ pub fn lower(mut s: Settings, values: &Values) -> Recipe {
     if open.packing_length {
         s.data.packing_length = s.data.max_length;
     }
+    if let Some((id, revision)) = s.model.path.with_revision() {
+        (s.model.path, s.model.revision) = (id, revision);
+    }
+    if let Some((id, revision)) = s.distill.teacher.as_ref().and_then(|t| t.with_revision()) {
+        (s.distill.teacher, s.distill.teacher_revision) = (Some(id), revision);
+    }
     if s.model.path.is_shape() {
         s.model.init = ModelInit::Random;
     }

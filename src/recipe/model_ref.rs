@@ -14,14 +14,15 @@ pub enum ModelRef {
     Shape(String),
     /// A local directory, which may not exist.
     Dir(PathBuf),
-    /// A hub id: `owner/name`.
+    /// A hub id: `owner/name`, or `owner/name@revision`.
     Hub(String),
 }
 
 impl ModelRef {
     /// An existing directory wins over a hub id with the same name.
     pub fn new(text: &str) -> Self {
-        let local = Path::new(text).is_dir() || paths::is_meant(text) || !hub::is_id(text);
+        let id = hub::split_revision(text).map_or(text, |(id, _)| id);
+        let local = Path::new(text).is_dir() || paths::is_meant(id) || !hub::is_id(id);
         match text.starts_with(shapes::PREFIX) {
             true => Self::Shape(text.into()),
             false if local => Self::Dir(text.into()),
@@ -40,6 +41,13 @@ impl ModelRef {
             Self::Dir(dir) => dir.is_dir(),
             Self::Hub(_) => false,
         }
+    }
+
+    /// The id and the revision of a hub id that names its revision.
+    pub fn with_revision(&self) -> Option<(Self, String)> {
+        let Self::Hub(text) = self else { return None };
+        let (id, revision) = hub::split_revision(text)?;
+        Some((Self::Hub(id.into()), revision.into()))
     }
 
     pub fn is_empty(&self) -> bool {
@@ -99,7 +107,10 @@ mod tests {
         for dir in ["assets/tiny", "./Qwen/model", "/models/qwen", "~/models/qwen", ""] {
             assert_eq!(ModelRef::new(dir), ModelRef::Dir(dir.into()), "{dir}");
         }
-        for text in ["Qwen/Qwen2.5-0.5B", "shape:tiny", "assets/tiny"] {
+        let tagged = ModelRef::new("Qwen/Qwen2.5-0.5B@v1");
+        assert_eq!(tagged.with_revision(), Some((hub.clone(), "v1".into())));
+        assert_eq!(hub.with_revision(), None);
+        for text in ["Qwen/Qwen2.5-0.5B", "shape:tiny", "assets/tiny", "Qwen/Qwen2.5-0.5B@v1"] {
             assert_eq!(ModelRef::new(text).to_string(), text);
         }
     }

@@ -210,6 +210,7 @@ pub mod adapters;
 pub mod distill;
 pub mod model;
 pub mod preference;
+pub mod quality;
 pub mod rl;
 pub mod sources;
 pub mod train;
@@ -265,6 +266,7 @@ pub fn unused(settings: &Settings, key: KeyPath) -> Option<String> {
         .or_else(|| adapters::unused(settings, key))
         .or_else(|| train::unused(settings, key))
         .or_else(|| distill::unused(settings, key))
+        .or_else(|| quality::unused(settings, key))
 }
 
 /// Tables in the order in which they are printed, each with its subject.
@@ -272,6 +274,7 @@ pub const TABLES: &[(&str, &str)] = &[
     Model::TABLE,
     Memory::TABLE,
     Data::TABLE,
+    JudgeKeys::TABLE,
     TuneKeys::TABLE,
     BlockKeys::TABLE,
     LoraKeys::TABLE,

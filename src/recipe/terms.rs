@@ -7,6 +7,7 @@ use super::table::adapters::LoraKeys as Lora;
 use super::table::distill::Distill;
 use super::table::model::{Data, Memory, Model};
 use super::table::preference::Preference;
+use super::table::quality::{JudgeKeys, Quality};
 use super::table::train::Train;
 use super::table::tune::BlockKeys as Block;
 use Term::{Key, Text, Value};
@@ -104,6 +105,9 @@ pub const TERMS: &[(&str, Term)] = &[
     ("BlockConfig::layers_per_block", Key(Block::layers_per_block)),
     ("BlockConfig::always_active", Key(Block::always_active)),
     ("BlockConfig::importance", Key(Block::importance)),
+    ("Judges::columns", Key(JudgeKeys::columns)),
+    ("ScreenSpec::threshold", Key(Quality::dedup_threshold)),
+    ("ScreenSpec::ngram", Key(Quality::decontaminate_ngram)),
     ("Teacher::live", Key(Distill::teacher)),
     ("Teacher::Stored", Key(Distill::teacher_cache)),
     ("Hidden::new", Key(Distill::hidden_weight)),

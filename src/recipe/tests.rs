@@ -173,8 +173,8 @@ fn another(key: &Key) -> String {
             other.unwrap().to_string()
         }
         Kind::Flag => (key.default == "false").to_string(),
-        Kind::Integer => number(&[0.0, 1.0, 2.0, 3.0]),
-        Kind::Number => number(&[0.5, 0.25, 3.0]),
+        Kind::Integer => number(&[0.0, 1.0, 2.0, 3.0, 16.0]),
+        Kind::Number => number(&[0.5, 0.25, 3.0, 0.75]),
         Kind::Pair => "[0.5, 0.6]".into(),
         Kind::Texts => "[\"x=2\"]".into(),
         Kind::Integers | Kind::Numbers => "[1, 2]".into(),

@@ -1,6 +1,8 @@
 //! The typed recipe: sections of the table, and settings of the library that `lower` makes of sections.
 
-pub use super::table::{adapters::*, distill::*, model::*, preference::*, rl::*, sources::*, train::*, tune::*};
+pub use super::table::{
+    adapters::*, distill::*, model::*, preference::*, quality::*, rl::*, sources::*, train::*, tune::*,
+};
 pub use crate::distill::hidden::HiddenLoss;
 pub use crate::ops::Dtype;
 pub use crate::optim::config::{

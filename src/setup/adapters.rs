@@ -81,6 +81,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
             );
         }
         config.base_model_name_or_path = Some(recipe.model.path.to_string());
+        config.revision = base_revision(recipe);
         adapters.values_mut().for_each(|a| set_dropout(a, recipe));
         config.lora_dropout = recipe.tune.lora.lora_dropout;
         return Ok(hf::AdapterSet {
@@ -95,12 +96,22 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
                 .collect(),
         });
     }
-    hf::adapters_to_fill(
+    let mut set = hf::adapters_to_fill(
         &recipe.tune.lora,
         spec,
         Some(recipe.model.path.to_string()),
         recipe.train.seed,
-    )
+    )?;
+    if let Some(config) = &mut set.config {
+        config.revision = base_revision(recipe);
+    }
+    Ok(set)
+}
+
+/// The revision of a base model from the hub, if it is not the default one.
+fn base_revision(recipe: &Recipe) -> Option<String> {
+    let revision = &recipe.model.revision;
+    (!recipe.model.path.is_local() && revision != "main").then(|| revision.clone())
 }
 
 /// Sets the dropout of a given adapter to the value of the recipe.

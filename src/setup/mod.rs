@@ -2,6 +2,7 @@
 //! rewards; values for `auto` keys; the parameters that are active in each step. Loads no weights of the trained model.
 
 pub mod adapters;
+pub mod alignment;
 pub mod allocation;
 pub mod defaults;
 pub mod locate;

@@ -16,7 +16,7 @@ use crate::ops::{self, update};
 use crate::quant::Format;
 use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
 use crate::report;
-use crate::setup::locate::model_config;
+use crate::setup::locate::{adapter_directory, model_config};
 use crate::setup::vocabulary::{NewRows, TextChanges};
 use crate::source::Placement;
 use crate::source::{Disk, Resident, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
@@ -449,7 +449,9 @@ impl StoredWeights {
 /// True if embedding and head of the recipe's model stay tied with the adapter that it continues to train.
 pub fn stays_tied(recipe: &Recipe, spec: &Spec) -> Result<bool> {
     match &recipe.tune.lora.adapter {
-        Some(dir) if spec.tied && recipe.tune.method == Method::Lora => Ok(!hf::unties(Path::new(dir), spec)?),
+        Some(dir) if spec.tied && recipe.tune.method == Method::Lora => {
+            Ok(!hf::unties(&adapter_directory(dir)?, spec)?)
+        }
         _ => Ok(spec.tied),
     }
 }

@@ -4,7 +4,7 @@ use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
 use crate::data::prompts::{Prompt, Prompts, Room};
-use crate::data::{Dataset, Example, Mixture, mixture};
+use crate::data::{Dataset, Example, Mixture, Screen, mixture};
 use crate::recipe::{Method, Recipe, Stage, TrainOn};
 use crate::setup::ModelDir;
 use crate::setup::rewards;
@@ -68,7 +68,11 @@ pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
 /// each row is as long as its prompt with the longest possible answer.
 ///
 /// Errors: an invalid row or reward; a prompt that leaves no room for its answer.
-pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Dataset>, PromptSet)> {
+pub fn read(
+    recipe: &Recipe,
+    model: &ModelDir,
+    screen: Option<&Screen>,
+) -> Result<(Dataset, Option<Dataset>, PromptSet)> {
     let encoder = Encoder {
         codec: &model.tokenizer,
         template: model.template(),
@@ -78,7 +82,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
     };
     let window = recipe.data.max_length.min(model.spec.max_positions);
     let room = recipe.rl.max_completion_length;
-    let load = |rows: RowSet| {
+    let load = |rows: RowSet, screen: Option<&Screen>| {
         Prompts::load(
             &sources(recipe, rows)?,
             recipe.data.render,
@@ -89,12 +93,13 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
                 answer: room,
                 long: recipe.data.long,
             },
+            screen,
         )
     };
     if !recipe.data.has_train() {
         return Err(Error::usage("training with rewards needs prompts").hint("set `data.train`"));
     }
-    let train = load(RowSet::Train)?;
+    let train = load(RowSet::Train, screen)?;
     let (mut hash, mut eval_hash) = (train.fingerprint, None);
     let (readings, mut origins, dropped) = (train.readings, train.origins, train.dropped);
     let mut questions = PromptSet {
@@ -102,7 +107,7 @@ pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<(Dataset, Option<Datase
         ..PromptSet::default()
     };
     if !recipe.data.eval.is_empty() {
-        let eval = load(RowSet::Eval)?;
+        let eval = load(RowSet::Eval, None)?;
         (questions.eval, eval_hash) = (eval.rows, Some(eval.fingerprint));
     } else if recipe.data.eval_fraction > 0.0 {
         let is_eval = held_out(questions.train.len(), recipe.data.eval_fraction, recipe.train.seed)?;

@@ -3,8 +3,8 @@
 use crate::base::Result;
 use crate::data::order::{BatchStream, Length, StreamSpec};
 use crate::data::preference::Want;
-use crate::data::{self, Dataset, Reading, Source, TokenCache, dataset, reading};
-use crate::recipe::{self, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
+use crate::data::{self, Dataset, Reading, Screen, Screened, Source, TokenCache, dataset, reading};
+use crate::recipe::{self, Alignment, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
 use crate::report;
 use crate::setup::ModelDir;
 use crate::setup::prompts::{self, PromptSet};
@@ -18,16 +18,23 @@ pub struct RecipeRows {
     pub eval: Option<Dataset>,
     /// Prompts of an RL stage.
     pub questions: Option<PromptSet>,
+    /// The training rows that were dropped.
+    pub screened: Option<Screened>,
 }
 
 impl RecipeRows {
     pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<Self> {
+        let screen = screen(recipe)?;
+        let screened = || screen.as_ref().map(Screen::report);
         if prompts::reinforces(recipe) {
-            let (train, eval, questions) = prompts::read(recipe, model)?;
-            let questions = Some(questions);
-            return Ok(Self { train, eval, questions });
+            let (train, eval, questions) = prompts::read(recipe, model, screen.as_ref())?;
+            return Ok(Self {
+                train,
+                eval,
+                questions: Some(questions),
+                screened: screened(),
+            });
         }
-        let read = |rows: RowSet| read(recipe, rows, model);
         if model.is_shape() && !recipe.data.has_train() {
             let (rows, length) = (random_rows(recipe), recipe.data.max_length);
             let train = Dataset::random(rows, length, model.spec.vocab, recipe.train.seed);
@@ -35,6 +42,7 @@ impl RecipeRows {
                 train,
                 eval: None,
                 questions: None,
+                screened: None,
             });
         }
         let train = if recipe.data.streaming {
@@ -42,10 +50,10 @@ impl RecipeRows {
             let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
             Dataset::sample(&spec, &model.tokenizer, model.template(), recipe.data.shuffle_window)?
         } else {
-            read(RowSet::Train)?
+            read_screened(recipe, RowSet::Train, model, screen.as_ref())?
         };
         let (train, eval) = if !recipe.data.eval.is_empty() {
-            (train, Some(read(RowSet::Eval)?))
+            (train, Some(read(recipe, RowSet::Eval, model)?))
         } else if recipe.data.eval_fraction > 0.0 {
             let (train, eval) = train.split(recipe.data.eval_fraction, recipe.train.seed)?;
             (train, Some(eval))
@@ -57,14 +65,30 @@ impl RecipeRows {
             train: completed(train)?,
             eval: eval.map(completed).transpose()?,
             questions: None,
+            screened: screened(),
         })
     }
 }
 
 /// Reads these rows of a recipe.
 pub fn read(recipe: &Recipe, rows: RowSet, model: &ModelDir) -> Result<Dataset> {
+    read_screened(recipe, rows, model, None)
+}
+
+/// As `read`, without the rows that the screen drops.
+fn read_screened(recipe: &Recipe, rows: RowSet, model: &ModelDir, screen: Option<&Screen>) -> Result<Dataset> {
     let sources = sources(recipe, rows)?;
     let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
+    let spec = dataset::Spec {
+        screen,
+        // The pieces of a row would begin at other texts for a teacher with another tokenizer.
+        long: match recipe.distill.alignment {
+            Alignment::None => spec.long,
+            _ if spec.long == Long::Auto => Long::Truncate,
+            _ => spec.long,
+        },
+        ..spec
+    };
     match preference_form(recipe.train.stage) {
         Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
         None => load(recipe, &spec, model),
@@ -92,6 +116,18 @@ fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Datas
         note: &report::note,
     };
     Dataset::load_cached(spec, &model.tokenizer, model.template(), &cache)
+}
+
+/// What drops training rows; `None`: nothing does. Errors: a file of `data.decontaminate` cannot be read.
+fn screen(recipe: &Recipe) -> Result<Option<Screen>> {
+    let keys = &recipe.data.quality;
+    let at = |e: crate::base::Error| match keys.decontaminate.is_empty() {
+        true => e,
+        false => e.after("`data.decontaminate`"),
+    };
+    let sources = sources(recipe, RowSet::Files(&keys.decontaminate)).map_err(at)?;
+    let files = sources.into_iter().flat_map(|source| source.files).collect();
+    Screen::new(keys.screen(files)).map_err(at)
 }
 
 /// Formats, columns and rendering of the files: one line for all files that are read in the same way.
@@ -213,6 +249,7 @@ pub fn spec<'a>(sources: &'a [Source], data: &recipe::Data, stage: Stage, embedd
         overlap: data.overlap,
         train_on: if pretrain { TrainOn::All } else { data.train_on },
         embedding_rows,
+        screen: None,
     }
 }
 

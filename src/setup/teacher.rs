@@ -7,7 +7,7 @@ use crate::engine::StepStrategy;
 use crate::formats::Tokenizer;
 use crate::model::{Network, Spec};
 use crate::ops::cross_entropy::PIECE;
-use crate::recipe::{Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
+use crate::recipe::{Alignment, Dtype, FrozenWeights, ModelInit, Recipe, Stage, TeacherTier};
 use crate::setup::vocabulary::TextChanges;
 use crate::setup::{self, ModelDir};
 use crate::source::Placement;
@@ -67,7 +67,9 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
         &TextChanges::default(),
     )
     .map_err(|e| e.or_at("distill.teacher"))?;
-    check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
+    if d.alignment == Alignment::None {
+        check_tokenizers(&model.tokenizer, &teacher.tokenizer).map_err(|e| e.or_at("distill.teacher"))?;
+    }
     teacher.check_weights(ModelInit::Pretrained)?;
     let (dtype, mut storage) = storage(recipe, &teacher.spec)?;
     for (name, format) in teacher.stored(ModelInit::Pretrained)?.codes {
@@ -81,6 +83,22 @@ pub fn open(recipe: &Recipe, model: &ModelDir) -> Result<TeacherModel> {
         dtype,
         storage,
     })
+}
+
+/// Errors: the teacher has another tokenizer, so its outputs cannot be stored.
+pub fn refuse_alignment(recipe: &Recipe) -> Result<()> {
+    match recipe.distill.alignment {
+        Alignment::None => Ok(()),
+        other => Err(
+            Error::usage("outputs of a teacher with another tokenizer cannot be stored")
+                .at("distill.alignment")
+                .found(format!("`{}`", other.name()))
+                .expected(
+                    "`none`: stored outputs are the most likely ids of each token, a span needs whole distributions",
+                )
+                .hint("train with `distill.teacher`, without `distill.teacher_cache`"),
+        ),
+    }
 }
 
 /// Pairs of layers whose hidden states are compared.
@@ -166,6 +184,8 @@ pub struct TeacherSpec {
     pub states: usize,
     /// Rows that the student answers together; 0: none.
     pub answers: usize,
+    /// It has another tokenizer.
+    pub aligned: bool,
 }
 
 /// Describes the teacher from its config alone, for the plan; `None` if there is no teacher.
@@ -199,6 +219,7 @@ pub fn spec(recipe: &Recipe, student: &Spec, on_gpu: bool) -> Result<Option<Teac
         } else {
             0
         },
+        aligned: d.alignment != Alignment::None,
     }))
 }
 
@@ -237,8 +258,8 @@ fn check_tokenizers(student: &Tokenizer, teacher: &Tokenizer) -> Result<()> {
             .found(found)
             .expected(expected)
             .hint(
-                "a divergence compares the probabilities of the same tokens: use a teacher of the student's family, or \
-                 train on the teacher's answers with `train.stage = \"sft\"`",
+                "`distill.alignment = \"gold\"` aligns the tokens by their text; token for token needs a teacher of the \
+                 student's family; or train on the teacher's answers with `train.stage = \"sft\"`",
             ))
     };
     let show = |token: Option<String>| token.map_or("no token".to_string(), |t| format!("{t:?}"));

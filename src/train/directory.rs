@@ -3,6 +3,7 @@
 use crate::base::lock::{self, RunLock};
 use crate::base::{Error, Result, files, staging};
 use crate::checkpoint::{self, LoadedState};
+use crate::data::Screened;
 use crate::model::Spec;
 use crate::ops::CpuBackend;
 use crate::plan::Plan;
@@ -259,6 +260,13 @@ pub fn describe(run_dir: &Path, loaded: &recipe::LoadedRecipe, plan: &Plan) -> R
     files::write_atomic(&run_dir.join("resolved.toml"), loaded.resolved.as_bytes())?;
     files::write_atomic(&run_dir.join("plan.json"), format!("{:#}\n", plan.json()).as_bytes())?;
     report::write_environment(run_dir, CpuBackend::current().name())
+}
+
+/// Writes the list of dropped training rows, one object a line; no file if nothing is screened.
+pub fn list_dropped(run_dir: &Path, screened: Option<&Screened>) -> Result<()> {
+    let Some(screened) = screened else { return Ok(()) };
+    let text: String = screened.dropped.iter().map(|d| format!("{}\n", d.json())).collect();
+    files::write_atomic(&run_dir.join(owner::DROPPED), text.as_bytes())
 }
 
 /// Bytes that a run writes: checkpoints (one more than the limit) and `final/`. `elements`: all elements it trains.

@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 
 pub const MANIFEST: &str = "run.json";
 pub const FINAL: &str = "final";
+/// Training rows that were dropped, and why.
+pub const DROPPED: &str = "dropped_rows.jsonl";
 /// Number of processes that the manifest keeps.
 const PROCESSES: usize = 256;
 
@@ -19,7 +21,7 @@ const PROCESSES: usize = 256;
 const SCRATCH: [&str; 3] = [setup::TRAINED, setup::DRAWN, setup::TEACHER];
 
 /// Files of a run, except checkpoints and `final/`.
-const FILES: [&str; 9] = [
+const FILES: [&str; 10] = [
     MANIFEST,
     setup::CODES,
     "recipe.toml",
@@ -29,6 +31,7 @@ const FILES: [&str; 9] = [
     "metrics.jsonl",
     "events.jsonl",
     "samples.jsonl",
+    DROPPED,
 ];
 
 /// True for names that ft uses in a run directory, except those of checkpoints.

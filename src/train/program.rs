@@ -4,6 +4,7 @@ use crate::base::signal::{Conduct, Stop};
 use crate::base::{Error, ErrorKind, Result, progress, signal};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
+use crate::data::describe::visible;
 use crate::engine::Engine;
 use crate::hf::{self, Fingerprint};
 use crate::ops::{self, update};
@@ -104,7 +105,12 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let Some(stream) = stream else {
         return Err(Error::internal("a run has no rows"));
     };
-    let RecipeRows { train, eval, questions } = &rows;
+    let RecipeRows {
+        train,
+        eval,
+        questions,
+        screened,
+    } = &rows;
     let mut loaded = defaults::record(loaded, &choices);
     loaded.remark("data", &rows::formats(recipe, train, eval.as_ref()));
     let (loaded, open, recipe) = (&loaded, recipe, &settled);
@@ -152,8 +158,9 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     }
     directory.begin();
     directory::describe(&run_dir, loaded, &plan)?;
+    directory::list_dropped(&run_dir, screened.as_ref())?;
     let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
-    let lines = header(
+    let mut lines = header(
         recipe,
         &model,
         train,
@@ -164,6 +171,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         elements,
         &params,
     );
+    let dropped = screened.iter().flat_map(|s| s.lines());
+    lines.extend(dropped.map(|line| ("screen", visible(&line))));
     reporter.header(&lines);
     reporter.event("data", rows::counts(recipe, train, &stream));
     for line in &directory.notes {
@@ -181,6 +190,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             model.template.is_some(),
             model.spec.max_positions,
         ))
+        .chain(screened.iter().flat_map(|s| s.warnings()))
         .chain(learning::warnings(recipe, &active_schedule, &stream))
         .chain(prepared.warnings.clone())
         .chain(model.tokenizer.end_conflict().map(str::to_string))

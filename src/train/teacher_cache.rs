@@ -126,6 +126,7 @@ fn shard_path(dir: &Path, index: usize) -> PathBuf {
 pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Report> {
     signal::install()?;
     let model = ModelDir::of_recipe(recipe)?;
+    teacher::refuse_alignment(recipe)?;
     let opened = teacher::open(recipe, &model)?;
     let rows = RecipeRows::read(recipe, &model)?.train;
     opened.check_rows(&rows)?;

@@ -2,7 +2,7 @@
 
 use crate::support::{all_close, close, ft, goldens, json, numbers, path, text, training_model};
 use crate::training::{recipe, steps};
-use crate::wire::{self, Distillation};
+use crate::wire::{self, AlignedCase, Distillation};
 use serde_json::Value;
 use std::fs;
 use tempfile::TempDir;
@@ -50,6 +50,57 @@ fn divergences_are_those_of_trl() {
                 close(loss, case["loss"].as_f64().unwrap(), 1e-5, &what("loss"));
                 all_close(&dh, &numbers(&case["dh"]), 1e-5, &what("dh"));
                 all_close(&dw, &numbers(&case["dw"]), 1e-5, &what("dW"));
+            }
+        }
+    }
+}
+
+/// ULD and GOLD; whole heads, and heads in parts.
+#[test]
+fn losses_of_another_tokenizer_are_those_of_trl() {
+    let golden = json(&goldens().join("distill/aligned.json"));
+    for set in golden["sets"].as_array().unwrap() {
+        let sizes: Vec<usize> = integers(&set["sizes"]).iter().map(|n| *n as usize).collect();
+        let data = ["h", "head", "teacher_h", "teacher_head"].map(|name| narrow(&set[name]));
+        let (labels, teacher_labels) = (integers(&set["labels"]), integers(&set["teacher_labels"]));
+        let lists = |key: &str| set[key].as_array().unwrap().iter().map(integers).collect::<Vec<_>>();
+        let spans: Vec<[usize; 4]> = lists("spans")
+            .iter()
+            .map(|s| [s[0], s[1], s[2], s[3]].map(|x| x as usize))
+            .collect();
+        let shared: Vec<(u32, u32)> = lists("shared").iter().map(|p| (p[0] as u32, p[1] as u32)).collect();
+        let cases = set["cases"].as_array().unwrap();
+        assert_eq!(cases.len(), 15);
+        for case in cases {
+            let number = |key: &str| case[key].as_f64().map(|x| x as f32);
+            for (chunk, parts) in [(3, None), (100, None), (4, Some(ft::ops::cross_entropy::PIECE))] {
+                let (loss, dh, dw) = wire::aligned(&AlignedCase {
+                    sizes: [sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]],
+                    h: &data[0],
+                    head: &data[1],
+                    teacher_h: &data[2],
+                    teacher_head: &data[3],
+                    labels: &labels,
+                    teacher_labels: &teacher_labels,
+                    spans: &spans,
+                    shared: (case["comparison"] == "gold").then(|| shared.clone()),
+                    beta: number("beta").unwrap(),
+                    temperature: number("temperature").unwrap(),
+                    alpha: number("alpha").unwrap(),
+                    softcap: number("softcap"),
+                    teacher_softcap: number("teacher_softcap"),
+                    chunk,
+                    parts,
+                });
+                let what = |part: &str| {
+                    let terms = ["comparison", "beta", "temperature", "alpha"].map(|k| format!("{k} {}", case[k]));
+                    format!("{sizes:?} {terms:?} chunk {chunk} parts {parts:?}: {part}")
+                };
+                close(loss, case["loss"].as_f64().unwrap(), 1e-5, &what("loss"));
+                all_close(&dh, &numbers(&case["dh"]), 1e-5, &what("dh"));
+                if parts.is_none() {
+                    all_close(&dw, &numbers(&case["dw"]), 1e-5, &what("dW"));
+                }
             }
         }
     }

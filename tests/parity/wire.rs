@@ -487,3 +487,98 @@ pub fn hidden_distance(
         values(&out.objective_params[0].gradient),
     )
 }
+
+/// One case of a distillation from a teacher with another tokenizer: sizes N, D, V, Nt, Dt, Vt, and row-major values.
+pub struct AlignedCase<'a> {
+    pub sizes: [usize; 6],
+    pub h: &'a [f32],
+    pub head: &'a [f32],
+    pub teacher_h: &'a [f32],
+    pub teacher_head: &'a [f32],
+    /// A negative label means not trained.
+    pub labels: &'a [i64],
+    pub teacher_labels: &'a [i64],
+    /// Rows of the student, then of the teacher.
+    pub spans: &'a [[usize; 4]],
+    /// Shared ids of student and teacher; `None`: distributions are compared by rank.
+    pub shared: Option<Vec<(u32, u32)>>,
+    pub beta: f32,
+    pub temperature: f32,
+    pub alpha: f32,
+    pub softcap: Option<f32>,
+    pub teacher_softcap: Option<f32>,
+    pub chunk: usize,
+    /// Rows of a part of the heads; `None`: whole heads.
+    pub parts: Option<usize>,
+}
+
+/// Mean loss, and its gradients with respect to the hidden states and the head (empty for heads in parts).
+pub fn aligned(case: &AlignedCase) -> (f64, Vec<f64>, Vec<f64>) {
+    use distill::aligned::{AlignedOptions, Comparison, SharedIds, Span, forward_backward};
+    let [n, d, v, nt, dt, vt] = case.sizes;
+    let tensors = [
+        matrix(case.h, n, d),
+        matrix(case.head, v, d),
+        matrix(case.teacher_h, nt, dt),
+        matrix(case.teacher_head, vt, dt),
+    ];
+    let labels = targets(case.labels);
+    let trained = labels.iter().filter(|t| **t != IGNORE).count() as f64;
+    let spans: Vec<Span> = case
+        .spans
+        .iter()
+        .map(|s| Span {
+            student: s[0]..s[1],
+            teacher: s[2]..s[3],
+        })
+        .collect();
+    let shared = case.shared.clone().map(|pairs| SharedIds { pairs });
+    let options = AlignedOptions {
+        comparison: shared.as_ref().map_or(Comparison::Sorted, Comparison::Matched),
+        beta: case.beta,
+        temperature: case.temperature,
+        alpha: case.alpha,
+        chunk: case.chunk,
+        scale: 1.0 / trained,
+        need_dh: true,
+        need_dw: case.parts.is_none(),
+    };
+    let step_stats = StepStats::new(&Device::Cpu).unwrap();
+    let part = |head: &Tensor, first: usize| {
+        let rows = head.dim(0).unwrap();
+        let count = case.parts.unwrap_or(rows).min(rows - first);
+        Ok(head.narrow(0, first, count).unwrap())
+    };
+    let (own, other) = (|first| part(&tensors[1], first), |first| part(&tensors[3], first));
+    let pieces = |rows, width, part| ft::ops::cross_entropy::Pieces {
+        rows,
+        width,
+        rows_of_part: case.parts.unwrap_or(rows),
+        part,
+    };
+    let (own, other) = (pieces(v, d, &own), pieces(vt, dt, &other));
+    let side = |h, head, pieces, softcap| distill::Side {
+        h,
+        head: match case.parts {
+            Some(_) => distill::Matrix::Parts(pieces),
+            None => distill::Matrix::Whole(head),
+        },
+        softcap,
+    };
+    let student = side(&tensors[0], &tensors[1], &own, case.softcap);
+    let teacher = side(&tensors[2], &tensors[3], &other, case.teacher_softcap);
+    let teacher_labels = targets(case.teacher_labels);
+    let out = forward_backward(
+        &student,
+        &teacher,
+        &labels,
+        &teacher_labels,
+        &spans,
+        &options,
+        &step_stats,
+    )
+    .unwrap();
+    let loss = step_stats.read().unwrap().loss / trained;
+    let dw = out.dw.map_or(Vec::new(), |dw| values(&dw));
+    (loss, values(&out.dh.unwrap()), dw)
+}

@@ -1,6 +1,7 @@
 //! Complete runs of the `ft` program: equal results, recovery, refused inputs.
 
 mod adapters;
+mod aligned;
 mod bench;
 mod caps;
 mod quantized;
@@ -20,6 +21,7 @@ mod quickstart;
 mod rl;
 mod resume;
 mod sandbox;
+mod screen;
 mod shipped;
 mod tiers;
 mod tokens;

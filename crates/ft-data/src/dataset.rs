@@ -12,6 +12,7 @@ use super::preference::Preference;
 use super::read::Row;
 use super::reading::Reading;
 use super::rows;
+use super::screen::Screen;
 use super::source::{self, Source};
 use super::tokens::{TokenCache, hash_row};
 use crate::{Long, Render, TrainOn};
@@ -41,6 +42,8 @@ pub struct Spec<'a> {
     pub train_on: TrainOn,
     /// Rows of the model's embedding.
     pub embedding_rows: usize,
+    /// Drops rows before they are tokenized.
+    pub screen: Option<&'a Screen>,
 }
 
 impl<'a> Spec<'a> {
@@ -66,7 +69,7 @@ impl<'a> Spec<'a> {
         bad: &mut BadRows,
         each: &mut EachRow<'_>,
     ) -> Result<Vec<(usize, Reading)>> {
-        source::rows(self.sources, purpose, &self.rules(encoder), bad, each)
+        source::rows(self.sources, purpose, &self.rules(encoder), self.screen, bad, each)
     }
 
     /// The paths of the files of all sources, in order.
@@ -86,6 +89,7 @@ impl<'a> Spec<'a> {
         let sources: Vec<Source> = self.sources.iter().map(settings).collect();
         let spec = Spec {
             sources: &sources,
+            screen: None,
             ..self.clone()
         };
         format!("{spec:?}")
@@ -273,6 +277,7 @@ impl Stats {
 ///     overlap: 1,
 ///     train_on: TrainOn::Assistant,
 ///     embedding_rows: tokenizer.vocab_size(),
+///     screen: None,
 /// };
 /// let rows = Dataset::load(&spec, &tokenizer, template.as_ref().map(|t| t as &dyn ChatRender))?;
 /// let (train, eval) = rows.split(0.05, 0)?;
@@ -502,6 +507,11 @@ impl Dataset {
         limit: usize,
     ) -> Result<Vec<Question>> {
         let encoder = spec.encoder(codec, template);
+        // The origins name the rows that were kept.
+        let spec = Spec {
+            screen: None,
+            ..spec.clone()
+        };
         let mut next = 0;
         let mut out = Vec::new();
         let mut full = false;

@@ -11,6 +11,7 @@ use super::prepare;
 use super::read::Row;
 use super::reading::Reading;
 use super::rows::{self, Sample};
+use super::screen::Screen;
 use super::source;
 use ft_base::{Error, Result, signal};
 use rayon::prelude::*;
@@ -19,11 +20,23 @@ use std::sync::Arc;
 /// Rows that are read before they are tokenized in parallel.
 pub(super) const CHUNK_ROWS: usize = 512;
 /// Text bytes of such a chunk; chunks of long rows have fewer rows.
-const CHUNK_BYTES: usize = 32 << 20;
+pub(super) const CHUNK_BYTES: usize = 32 << 20;
+
+/// Approximate bytes of the texts of a row.
+pub(super) fn text_bytes(row: &Row) -> usize {
+    let size = |v: &serde_json::Value| v.as_str().map_or(1024, str::len);
+    row.fields.values().map(size).sum()
+}
 
 pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
     let names: Vec<&str> = spec.sources.iter().map(|source| source.name.as_str()).collect();
     let files = names.join(", ");
+    let screened = spec.screen.map(Screen::report).unwrap_or_default();
+    if stats.rows == 0 && !screened.dropped.is_empty() {
+        return Error::format("no row is left to train")
+            .at(files)
+            .found(screened.lines().join("; "));
+    }
     if stats.rows == 0 {
         return Error::format("the data has no rows").at(files).found("0 rows");
     }
@@ -141,8 +154,7 @@ impl Loader<'_> {
             bad.good();
             return unless_stopped();
         }
-        let size = |v: &serde_json::Value| v.as_str().map_or(1024, str::len);
-        self.bytes += row.fields.values().map(size).sum::<usize>();
+        self.bytes += text_bytes(&row);
         self.chunk.push((row, layout.clone(), origin));
         if self.chunk.len() >= CHUNK_ROWS || self.bytes >= CHUNK_BYTES {
             self.flush(bad)?;

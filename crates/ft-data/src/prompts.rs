@@ -14,6 +14,7 @@ use super::mixture::Share;
 use super::read::{self, Row};
 use super::reading::Reading;
 use super::rows::{self, Chat, Sample};
+use super::screen::Screen;
 use super::source::{self, Source};
 use crate::{Long, Render, RowFormat};
 use ft_base::{Error, Result};
@@ -100,11 +101,18 @@ pub struct Prompts {
 }
 
 impl Prompts {
-    /// Reads all rows of these files. `answer` names the column with the known answer.
+    /// Reads all rows of these files. `answer` names the column with the known answer; `screen` drops rows.
     ///
     /// # Errors
     /// A row without a prompt (with its place), no rows, a prompt that leaves no room for the answer, a signal.
-    pub fn load(sources: &[Source], render: Render, encoder: &Encoder, answer: &str, room: Room) -> Result<Self> {
+    pub fn load(
+        sources: &[Source],
+        render: Render,
+        encoder: &Encoder,
+        answer: &str,
+        room: Room,
+        screen: Option<&Screen>,
+    ) -> Result<Self> {
         let mut out = Self {
             shares: source::shares(sources),
             ..Self::default()
@@ -121,6 +129,7 @@ impl Prompts {
             sources,
             Purpose::Ask,
             &rules,
+            screen,
             &mut bad,
             &mut |row, layout, origin, bad| {
                 unless_stopped()?;

@@ -20,6 +20,8 @@ pub struct Reading {
     skipped: Vec<(String, usize)>,
     /// True if the texts of the first row are concatenated without white space between them.
     touching: bool,
+    /// Columns with the votes of judges.
+    judges: Vec<String>,
 }
 
 impl Reading {
@@ -41,7 +43,13 @@ impl Reading {
             seen: BTreeSet::new(),
             skipped: Vec::new(),
             touching,
+            judges: Vec::new(),
         }
+    }
+
+    /// The same, with columns that hold votes of judges.
+    pub(super) fn set_judges(&mut self, columns: &[String]) {
+        self.judges = columns.to_vec();
     }
 
     pub(super) fn see(&mut self, row: &Row) {
@@ -86,8 +94,11 @@ impl Reading {
     pub fn unused(&self) -> Vec<&str> {
         let used = &self.layout.used;
         let all = self.seen.iter().map(String::as_str);
-        all.filter(|name| !self.layout.reads(name) && !used.iter().any(|u| u == name))
-            .collect()
+        all.filter(|name| {
+            let is_used = used.iter().any(|u| u == name) || self.judges.iter().any(|j| j == name);
+            !self.layout.reads(name) && !is_used
+        })
+        .collect()
     }
 
     /// The column of the file that is read as `column`.
@@ -114,6 +125,9 @@ impl Reading {
         let mut out = format!("{}: {}", self.layout.format.name(), parts.join(", "));
         if let Some(preset) = self.layout.preset {
             out = format!("{} ({preset}): {}", self.layout.format.name(), parts.join(", "));
+        }
+        if !self.judges.is_empty() {
+            out += &format!("; votes from {}", self.judges.join(", "));
         }
         let unused = self.unused();
         if !unused.is_empty() {

@@ -3,11 +3,14 @@
 use super::dataset::{EachRow, Origin};
 use super::faults::BadRows;
 use super::layout::{Layout, Purpose, Rules};
+use super::load::{CHUNK_BYTES, CHUNK_ROWS, text_bytes};
 use super::mapping::{Mapped, Mapper, Mapping};
 use super::mixture::Share;
 pub use super::read::is_data_file;
 use super::read::{self, Row, TextUnit};
 use super::reading::Reading;
+use super::screen::Screen;
+use super::screen::waiting::{Placed, screened};
 use crate::RowFormat;
 use ft_base::{Error, Result};
 use std::sync::Arc;
@@ -195,10 +198,25 @@ pub(crate) fn rows(
     sources: &[Source],
     purpose: Purpose,
     rules: &Rules,
+    screen: Option<&Screen>,
     bad: &mut BadRows,
     each: &mut EachRow<'_>,
 ) -> Result<Vec<(usize, Reading)>> {
     let mut readings = Vec::new();
+    // Rows that wait for the screen, which handles many at a time.
+    let (mut waiting, mut bytes): (Vec<(Row, Placed)>, usize) = (Vec::new(), 0);
+    let mut next = |row: Row, layout: &Arc<Layout>, origin: Origin, bad: &mut BadRows| -> Result<()> {
+        let Some(screen) = screen else {
+            return each(row, layout, origin, bad);
+        };
+        bytes += text_bytes(&row);
+        waiting.push((row, Placed(layout.clone(), origin)));
+        if waiting.len() >= CHUNK_ROWS || bytes >= CHUNK_BYTES {
+            bytes = 0;
+            screened(screen, &mut waiting, bad, each)?;
+        }
+        Ok(())
+    };
     let files = sources.iter().map(|source| source.files.len());
     let firsts = files.scan(0, |next, n| Some(std::mem::replace(next, *next + n)));
     for (source, first) in sources.iter().zip(firsts) {
@@ -219,9 +237,12 @@ pub(crate) fn rows(
                 };
                 if open.is_none() {
                     open = OpenFile::new(source, &row, purpose, rules)?;
+                    if let (Some(file), Some(screen)) = (&mut open, screen) {
+                        file.reading.set_judges(screen.columns());
+                    }
                 }
                 match &mut open {
-                    Some(file) => file.row(row, (first + index) as u32, bad, each),
+                    Some(file) => file.row(row, (first + index) as u32, bad, &mut next),
                     None => Ok(()),
                 }
             });
@@ -231,6 +252,9 @@ pub(crate) fn rows(
             }
             readings.extend(open.map(|file| (first + index, file.reading)));
         }
+    }
+    if let Some(screen) = screen {
+        screened(screen, &mut waiting, bad, each)?;
     }
     Ok(readings)
 }

@@ -77,6 +77,14 @@ impl<'a> RowStream<'a> {
                 "`StreamSpec::batch_size`, `StreamSpec::accumulation` and the window must be at least 1",
             ));
         }
+        if spec.screen.is_some() {
+            return Err(
+                Error::usage("a stream of rows cannot drop rows by comparison with others")
+                    .found("`Spec::screen`")
+                    .expected("`None`: the rows that it would compare are not in memory")
+                    .hint("load the rows before the run"),
+            );
+        }
         if let Some(source) = spec.sources.iter().find(|source| source.weight.is_some()) {
             return Err(Error::usage("a source of a stream of rows cannot have a weight")
                 .at(&source.name)
@@ -92,6 +100,7 @@ impl<'a> RowStream<'a> {
             files: Files::new(spec.sources),
             spec: Spec {
                 sources: &[],
+                screen: None,
                 ..spec.clone()
             },
             codec,
@@ -435,6 +444,7 @@ mod tests {
             overlap: 1,
             train_on: TrainOn::Assistant,
             embedding_rows: 1 << 20,
+            screen: None,
         }
     }
 

@@ -219,6 +219,7 @@ mod tests {
             overlap: 1,
             train_on: TrainOn::Assistant,
             embedding_rows: 1000,
+            screen: None,
         };
         let codec = Words::chatml();
         let data = Dataset::load(&spec, &codec, None).unwrap();

@@ -245,6 +245,7 @@ fn spec(files: &Files, max_length: usize) -> Spec<'_> {
         overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 100_000,
+        screen: None,
     }
 }
 

@@ -17,6 +17,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 mod added;
 mod rebuilt;
+mod token_bytes;
 pub use added::{NewToken, write_files};
 use rebuilt::Class;
 

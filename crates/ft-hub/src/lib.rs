@@ -40,7 +40,8 @@ pub use settings::HubSettings;
 use ft_base::{Error, Result, paths};
 use std::path::{Path, PathBuf};
 
-/// Returns a local directory unchanged; else downloads the missing files of the model with this hub id.
+/// Returns a local directory unchanged; else downloads the missing files of the model or adapter with this hub id. The id
+/// may name its revision: `org/name@v1.0`; then `revision` must be `main`.
 ///
 /// # Errors
 /// Neither a directory nor an id; not found; no access; no network and not cached.
@@ -58,6 +59,7 @@ pub fn resolve_model(path: &str, revision: &str, progress: bool) -> Result<PathB
 /// # Errors
 /// As for `resolve_model`.
 pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Result<PathBuf> {
+    let (path, revision) = with_revision(path, revision)?;
     if Path::new(path).is_dir() {
         return Ok(PathBuf::from(path));
     }
@@ -83,6 +85,7 @@ pub fn resolve_with(settings: &HubSettings, path: &str, revision: &str) -> Resul
 /// As for `resolve_model`.
 pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
     let settings = HubSettings::from_env();
+    let (path, revision) = with_revision(path, revision)?;
     #[cfg(feature = "hub")]
     if !Path::new(path).exists() && is_id(path) && !paths::is_meant(path) {
         check_revision(revision)?;
@@ -211,6 +214,29 @@ pub fn is_id(text: &str) -> bool {
     matches!(text.split_once('/'), Some((org, name)) if part(org) && part(name))
 }
 
+/// Splits `org/name@revision`. `None`: the text is not a hub id with a revision.
+pub fn split_revision(text: &str) -> Option<(&str, &str)> {
+    let (id, revision) = text.split_once('@')?;
+    (is_id(id) && !revision.is_empty() && !paths::is_meant(id)).then_some((id, revision))
+}
+
+/// The id and the revision for a name that may contain a revision.
+///
+/// Errors: two revisions.
+fn with_revision<'a>(path: &'a str, revision: &'a str) -> Result<(&'a str, &'a str)> {
+    match split_revision(path) {
+        Some((id, own)) if !Path::new(path).exists() => {
+            if revision == "main" || revision == own {
+                return Ok((id, own));
+            }
+            Err(Error::usage("the hub id has a revision, and another one is given")
+                .found(format!("`{path}` and `{revision}`"))
+                .expected("one revision"))
+        }
+        _ => Ok((path, revision)),
+    }
+}
+
 /// True for a path inside a repository: no `..`, not absolute.
 fn is_inside(path: &str) -> bool {
     !path.is_empty()
@@ -270,6 +296,19 @@ mod tests {
         ] {
             assert!(!is_id(bad), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_revision_follows_the_id() {
+        assert_eq!(split_revision("org/name@v1.0"), Some(("org/name", "v1.0")));
+        assert_eq!(split_revision("org/name@refs/pr/3"), Some(("org/name", "refs/pr/3")));
+        for other in ["org/name", "org/name@", "name@v1", "./org/name@v1", "/a/b@c"] {
+            assert_eq!(split_revision(other), None, "{other}");
+        }
+        assert_eq!(with_revision("a/b@v1", "main").unwrap(), ("a/b", "v1"));
+        assert_eq!(with_revision("a/b", "v2").unwrap(), ("a/b", "v2"));
+        let e = with_revision("a/b@v1", "v2").unwrap_err();
+        assert!(e.to_string().contains("`a/b@v1` and `v2`"), "{e}");
     }
 
     #[test]

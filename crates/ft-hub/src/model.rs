@@ -33,6 +33,8 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, revision: &str) -> Resul
         None => match repository.optional("adapter_config.json")? {
             Some(path) => {
                 repository.required("adapter_model.safetensors")?;
+                // The template of the adapter's training.
+                repository.optional("chat_template.jinja")?;
                 return directory(&path);
             }
             None => return Err(absent(&repository, "config.json", wanted, settings)),

@@ -172,7 +172,7 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
         answer: longest,
         long: recipe.data.long,
     };
-    let all = Prompts::load(&sources, recipe.data.render, &encoder, column, room)?;
+    let all = Prompts::load(&sources, recipe.data.render, &encoder, column, room, None)?;
     let mut known = all.rows;
     if !request.all_rows && recipe.data.eval.is_empty() {
         if recipe.data.eval_fraction == 0.0 {

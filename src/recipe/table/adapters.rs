@@ -62,7 +62,7 @@ section! {
         /// With such initializations the adapter is saved as a plain LoRA of twice the rank. A number compresses it to
         /// that rank; the error is reported.
         save_rank: usize = 0, "no loss", in between(0, 1 << 20);
-        /// Start from this PEFT adapter directory; its config gives type, rank, targets and flags.
+        /// Start from this PEFT adapter: directory, run, or hub id (`org/name`, `org/name@revision`); its config gives type, rank, targets and flags.
         adapter: Option<String> = "", "a new adapter";
         with corda: CordaKeys;
         with eva: EvaKeys;

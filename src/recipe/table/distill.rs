@@ -7,14 +7,23 @@ named!(
     TeacherTier { Device = "device", Host = "host", Disk = "disk" }
 );
 
+named!(
+    /// How the tokens of a teacher with another tokenizer are compared with those of the student.
+    Alignment { None = "none", Uld = "uld", Gold = "gold" }
+);
+
 section! {
     /// Distillation (`train.stage = "distill"`): a teacher trains the model of the recipe. See docs/distillation.md.
     pub struct Distill in "distill", when Train::stage = ["distill"] {
-        /// The teacher: hub id or local directory, of any family, with the same tokenizer. `ft distill cache` needs it;
+        /// The teacher: hub id or local directory, of any family, with the same tokenizer, or with `alignment`. `ft distill cache` needs it;
         /// training too, unless `teacher_cache` is set.
         teacher: Option<ModelRef> = "", "stored outputs can replace it";
         /// Branch, tag or commit of a hub teacher.
         teacher_revision: String = "main", "the default branch of every hub repository";
+        /// A teacher with another tokenizer: the tokens of both are grouped to spans of the same text. `uld` compares the
+        /// probabilities by rank; `gold` compares those of equal tokens, and the others by rank. `none`: the tokenizer
+        /// must be the same.
+        alignment: Alignment = "none", "token for token, the most exact";
         /// Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` apply to all its
         /// weights.
         teacher_weights: FrozenWeights = "auto", "as `model.dtype`: nothing is lost";
@@ -78,6 +87,29 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 .found("the lengths of generated answers are not known in advance"),
         );
     }
+    if keys.alignment != Alignment::None && stored {
+        faults.add(
+            &[Distill::alignment, Distill::teacher_cache],
+            Error::usage("stored outputs of a teacher cannot be aligned with another tokenizer")
+                .found("they hold the most likely ids of each token, and a span needs whole distributions")
+                .hint("give `distill.teacher` without `distill.teacher_cache`"),
+        );
+    }
+    if keys.alignment != Alignment::None && s.data.long == Long::Split {
+        faults.add(
+            &[Distill::alignment, Data::long],
+            Error::usage("the pieces of a split row cannot be aligned with another tokenizer")
+                .found("`data.long = \"split\"`: the teacher's pieces of a row begin at other texts")
+                .hint("use `truncate` or `drop`"),
+        );
+    }
+    if keys.alignment != Alignment::None && keys.hidden_weight > 0.0 {
+        faults.add(
+            &[Distill::alignment, Distill::hidden_weight],
+            Error::usage("hidden states of a teacher with another tokenizer belong to other tokens")
+                .hint("set `distill.hidden_weight = 0`"),
+        );
+    }
     if keys.hidden_weight > 0.0 && stored {
         faults.add(
             &[Distill::hidden_weight, Distill::teacher_cache],
@@ -99,6 +131,7 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
             .teacher_cache
             .as_ref()
             .map(|cache| format!("distill.teacher_cache = {cache:?}")),
+        Distill::beta if keys.alignment == Alignment::Uld => Some(Distill::alignment.is("uld")),
         Distill::teacher_revision => {
             let local = keys.teacher.as_ref().filter(|t| t.is_local());
             local.map(|teacher| Distill::teacher.is(&teacher.to_string()))

@@ -24,7 +24,7 @@ named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host
 section! {
     /// The model and its computation.
     pub struct Model in "model" {
-        /// Hub id, local directory, or `shape:NAME` (seeded random weights of a built-in shape, for plans and
+        /// Hub id (`org/name`, `org/name@revision`), local directory, or `shape:NAME` (seeded random weights of a built-in shape, for plans and
         /// benchmarks).
         path: ModelRef;
         /// Branch, tag or commit of a hub model.
@@ -171,6 +171,7 @@ section! {
         new_tokens: Vec<String> = [], "the vocabulary of the model";
         /// As `new_tokens`, for control tokens: they are left out of decoded text, as `special` tokens of transformers.
         new_special_tokens: Vec<String> = [], "the vocabulary of the model";
+        with quality: Quality;
     }
 }
 
@@ -239,6 +240,28 @@ fn valid_device(device: &str) -> bool {
 /// Contradictions.
 pub(super) fn check(s: &Settings, faults: &mut Faults) {
     let (model, memory, data) = (&s.model, &s.memory, &s.data);
+    let teacher = s.distill.teacher.as_ref();
+    for (name, key, revision, other) in [
+        (Some(&model.path), Model::path, &model.revision, Model::revision),
+        (
+            teacher,
+            Distill::teacher,
+            &s.distill.teacher_revision,
+            Distill::teacher_revision,
+        ),
+    ] {
+        if let Some((_, own)) = name.and_then(ModelRef::with_revision)
+            && revision != "main"
+            && *revision != own
+        {
+            faults.add(
+                &[key, other],
+                Error::usage(format!("`{key}` and `{other}` name different revisions"))
+                    .found(format!("`{own}` and `{revision}`"))
+                    .hint(format!("remove `{other}`")),
+            );
+        }
+    }
     if model.path.is_empty() {
         faults.add(
             &[Model::path],
@@ -423,6 +446,23 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
             &[Data::streaming, Data::eval_fraction],
             Error::usage("`data.eval_fraction` needs all rows before the run, and `data.streaming` does not read them")
                 .hint("name a file in `data.eval`"),
+        );
+    }
+    let quality = &data.quality;
+    if quality.drops_rows() {
+        faults.add(
+            &[Data::streaming, Quality::dedup],
+            Error::usage("`data.dedup`, `data.decontaminate` and `data.judges` need all rows before the run")
+                .found("`data.streaming = true`, which reads them during the run")
+                .hint("remove `data.streaming`, or drop the rows from the files"),
+        );
+    }
+    if data.sources.iter().any(|source| source.weight.is_some()) {
+        faults.add(
+            &[Data::streaming, Data::sources],
+            Error::usage("`weight` in `data.sources` needs the number of rows of each source before the run")
+                .found("`data.streaming = true`, which reads them during the run")
+                .hint("remove `weight`, or `data.streaming`"),
         );
     }
     if data.cache == Some(true) {

@@ -11,8 +11,10 @@ use crate::distill::hidden::Hidden;
 use crate::distill::{Distill, Teacher, Terms};
 use crate::engine::Engine;
 use crate::generate::{Request, Settings, rollout};
-use crate::recipe::Recipe;
+use crate::recipe::{Alignment, Recipe};
+use crate::report;
 use crate::setup;
+use crate::setup::alignment::Aligner;
 use crate::setup::teacher::{self, TeacherFingerprint, TeacherModel};
 use crate::train::teacher_cache;
 use std::borrow::Cow;
@@ -21,7 +23,14 @@ use std::borrow::Cow;
 pub(super) fn check(recipe: &Recipe, model: &setup::ModelDir, train: &Dataset) -> Result<()> {
     match &recipe.distill.teacher_cache {
         Some(dir) => teacher_cache::open(dir.as_ref(), recipe, model, train).map(drop),
-        None => teacher::open(recipe, model)?.check_rows(train),
+        None => {
+            let opened = teacher::open(recipe, model)?;
+            match recipe.distill.alignment {
+                Alignment::None => opened.check_rows(train),
+                // Its rows are tokenized again, with its tokenizer.
+                Alignment::Uld | Alignment::Gold => Ok(()),
+            }
+        }
     }
 }
 
@@ -43,7 +52,17 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
             let opened = teacher::open(recipe, setting.model)?;
             let matched = matched(recipe, setting.model, &opened, setting.device)?;
             let network = opened.load(recipe, &setting.run_dir.join(setup::TEACHER), setting.device)?;
-            (Teacher::live(network), matched, opened.fingerprint()?)
+            let mut named = opened.fingerprint()?;
+            let teacher = match d.alignment {
+                Alignment::None => Teacher::live(network),
+                kind => {
+                    let rows = Aligner::new(recipe, setting.model, &opened.model, setting.train)?;
+                    report::note(&rows.describe());
+                    named = TeacherFingerprint::only(&format!("{} {}", named.now, kind.name()));
+                    Teacher::aligned(network, Box::new(rows))
+                }
+            };
+            (teacher, matched, named)
         }
     };
     let students = (d.lmbda > 0.0).then(|| Students::new(recipe, setting.model));

@@ -20,12 +20,12 @@ use crate::quant::Format;
 use crate::recipe::{Method, ModelInit, Recipe, RolloutWeights};
 use crate::rlhf::advantage::moments;
 use crate::setup::ModelDir;
+use crate::setup::locate::adapter_directory;
 use crate::setup::prompts::{answers_of_rollout, base_is_frozen, needs_reference_copy, steps_of_rollout};
 use crate::setup::rewards::{Reward, RewardInput, Rewards};
 use crate::source;
 use candle_core::Device;
 use serde_json::{Value, json};
-use std::path::Path;
 use std::time::Instant;
 
 /// Prompts per batch of an evaluation.
@@ -100,7 +100,8 @@ fn reference(recipe: &Recipe, model: &ModelDir, device: &Device) -> Result<Refer
         ModelInit::Pretrained => {
             let adapter = recipe.tune.lora.adapter.as_deref();
             let adapter = adapter.filter(|_| recipe.tune.method == Method::Lora);
-            model.infer(adapter.map(Path::new), Some(dtype), device)?
+            let adapter = adapter.map(adapter_directory).transpose()?;
+            model.infer(adapter.as_deref(), Some(dtype), device)?
         }
         init => {
             let storage = source::StoragePolicy::dense(dtype);

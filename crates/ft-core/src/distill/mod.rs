@@ -7,6 +7,7 @@
 //! teacher is not evaluated.
 
 pub mod hidden;
+pub mod spans;
 mod teacher;
 #[cfg(test)]
 mod tests;
@@ -16,12 +17,13 @@ use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::model::head::{HeadWeight, with_pieces};
 use crate::model::{Head, LossGradients, Need, Network, Objective, Param};
+use crate::ops::distill::aligned::{self, AlignedOptions, Comparison};
 use crate::ops::distill::{self as ops, Matrix, Side};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::sft::CausalLm;
 use candle_core::Tensor;
 use hidden::Hidden;
-pub use teacher::{StoredOutputs, Teacher};
+pub use teacher::{Aligned, AlignedBatch, AlignedRows, StoredOutputs, Teacher};
 
 /// Parameters of the divergence between the distributions; see `ops::distill`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -50,7 +52,11 @@ impl Distill {
     /// Hidden states are requested, but only outputs of the teacher are stored.
     pub fn new(teacher: Teacher, terms: Terms, hidden: Option<Hidden>, vocab: usize) -> Result<Self> {
         if hidden.is_some() && teacher.network().is_none() {
-            return Err(Error::usage("stored outputs of a teacher have no hidden states")
+            let what = match teacher {
+                Teacher::Aligned(_) => "the tokens of a teacher with another tokenizer have other hidden states",
+                _ => "stored outputs of a teacher have no hidden states",
+            };
+            return Err(Error::usage(what)
                 .at("Teacher::Stored")
                 .hint("use `Teacher::live` instead, or leave out `Hidden::new`"));
         }
@@ -101,6 +107,43 @@ pub fn likeliest(
     })
 }
 
+impl Aligned {
+    fn evaluate<'a>(
+        &'a self,
+        student: &Side,
+        batch: &Batch,
+        mut options: AlignedOptions<'a>,
+        step_stats: &StepStats,
+    ) -> Result<ops::Output> {
+        let found = self.rows.of(batch)?;
+        if found.spans.is_empty() {
+            // Only the cross-entropy is left: the teacher's side is not read.
+            return aligned::forward_backward(
+                student,
+                student,
+                &batch.targets,
+                &batch.targets,
+                &[],
+                &options,
+                step_stats,
+            );
+        }
+        let shared = self.rows.shared();
+        options.comparison = shared.map_or(Comparison::Sorted, Comparison::Matched);
+        let states = self.live.states(&found.teacher)?;
+        let head = self.live.network.head()?;
+        with_matrix(&head.weight, |matrix| {
+            let side = Side {
+                h: &states.last,
+                head: matrix,
+                softcap: head.softcap,
+            };
+            let targets = (&batch.targets, &found.teacher.targets);
+            aligned::forward_backward(student, &side, targets.0, targets.1, &found.spans, &options, step_stats)
+        })
+    }
+}
+
 impl Objective for Distill {
     fn evaluate(
         &self,
@@ -138,6 +181,22 @@ impl Objective for Distill {
                     let common = rows.common();
                     let other = ops::Teacher::Stored { top: &top, common };
                     ops::forward_backward(&student, &other, &batch.targets, &options(0), step_stats)
+                }
+                Teacher::Aligned(other) => {
+                    let teacher = other.live.network.spec.vocab;
+                    // The teacher's logits are not cut to common ids, and both are copied to the host.
+                    let chunk = CausalLm::chunk_for(2 * (vocab + teacher), need.dw, h.device().is_cuda());
+                    let options = AlignedOptions {
+                        comparison: Comparison::Sorted,
+                        beta: self.terms.beta,
+                        temperature: self.terms.temperature,
+                        alpha: self.terms.alpha,
+                        chunk,
+                        scale: need.scale,
+                        need_dh: need.dh,
+                        need_dw: need.dw,
+                    };
+                    other.evaluate(&student, batch, options, step_stats)
                 }
                 Teacher::Live(live) => {
                     let states = live.states(batch)?;

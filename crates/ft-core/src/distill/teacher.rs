@@ -4,6 +4,7 @@ use crate::base::Result;
 use crate::data::Batch;
 use crate::model::{Layer, Network};
 use crate::ops::distill::TopK;
+use crate::ops::distill::aligned::{SharedIds, Span};
 use crate::source::Group;
 use candle_core::Tensor;
 use std::cell::RefCell;
@@ -28,6 +29,8 @@ pub enum Teacher {
     Live(Box<Live>),
     /// Stored distributions.
     Stored(Box<dyn StoredOutputs>),
+    /// A network with another tokenizer.
+    Aligned(Box<Aligned>),
 }
 
 /// A network, and its states for the last batch: objectives need the same batch several times.
@@ -35,6 +38,32 @@ pub struct Live {
     pub network: Network,
     wanted: BTreeSet<usize>,
     seen: RefCell<Option<(Batch, Rc<States>)>>,
+}
+
+/// The rows of a batch in the tokens of a teacher with another tokenizer.
+pub trait AlignedRows {
+    /// The same rows for the teacher, and the spans in which both have the same text.
+    ///
+    /// # Errors
+    /// A document that is not known.
+    fn of(&self, batch: &Batch) -> Result<AlignedBatch>;
+
+    /// Ids that stand for the same text in both vocabularies; `None`: probabilities are compared by rank.
+    fn shared(&self) -> Option<&SharedIds>;
+}
+
+/// A batch for the teacher.
+pub struct AlignedBatch {
+    /// Its documents; some of the student's may be missing.
+    pub teacher: Batch,
+    /// Rows of both batches whose next tokens cover the same bytes, in order.
+    pub spans: Vec<Span>,
+}
+
+/// A network with another tokenizer, and its rows.
+pub struct Aligned {
+    pub(super) live: Live,
+    pub(super) rows: Box<dyn AlignedRows>,
 }
 
 /// Hidden states of a batch.
@@ -48,18 +77,20 @@ pub struct States {
 impl Teacher {
     /// A teacher that computes its outputs in each step.
     pub fn live(network: Network) -> Self {
-        Self::Live(Box::new(Live {
-            network,
-            wanted: BTreeSet::new(),
-            seen: RefCell::default(),
-        }))
+        Self::Live(Box::new(Live::new(network)))
     }
 
-    /// The network of a live teacher.
+    /// A teacher with another tokenizer, that computes its outputs in each step.
+    pub fn aligned(network: Network, rows: Box<dyn AlignedRows>) -> Self {
+        let live = Live::new(network);
+        Self::Aligned(Box::new(Aligned { live, rows }))
+    }
+
+    /// The network of a live teacher with the tokens of the student.
     pub fn network(&self) -> Option<&Network> {
         match self {
             Self::Live(live) => Some(&live.network),
-            Self::Stored(_) => None,
+            Self::Stored(_) | Self::Aligned(_) => None,
         }
     }
 
@@ -73,6 +104,14 @@ impl Teacher {
 }
 
 impl Live {
+    fn new(network: Network) -> Self {
+        Self {
+            network,
+            wanted: BTreeSet::new(),
+            seen: RefCell::default(),
+        }
+    }
+
     /// The teacher's states for a batch: one forward pass, layer by layer; saves only the requested states.
     pub(super) fn states(&self, batch: &Batch) -> Result<Rc<States>> {
         if let Some((known, states)) = &*self.seen.borrow()

@@ -39,6 +39,7 @@ fn spec(files: &Files, render: Render) -> Spec<'_> {
         overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1 << 20,
+        screen: None,
     }
 }
 
@@ -330,7 +331,7 @@ fn prompts_to_answer_come_from_every_common_column() {
         let jinja = Jinja::new(QWEN);
         let codec = Words::chatml();
         let encoder = spec(&f, render).encoder(&codec, template.then_some(&jinja as &dyn ChatRender));
-        let prompts = Prompts::load(&f.sources, render, &encoder, "answer", WIDE)?;
+        let prompts = Prompts::load(&f.sources, render, &encoder, "answer", WIDE, None)?;
         let line = lines(&prompts.readings, "not used").remove(0);
         let text = codec.decode(&prompts.rows[0].ids)?;
         Ok::<_, Error>((prompts.rows.into_iter().next().unwrap(), line, text))

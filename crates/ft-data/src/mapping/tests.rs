@@ -40,6 +40,7 @@ impl Case {
             overlap: 1,
             train_on: TrainOn::Assistant,
             embedding_rows: 1 << 20,
+            screen: None,
         }
     }
 
@@ -65,7 +66,7 @@ impl Case {
                     answer: 1,
                     long: Long::Auto,
                 };
-                let prompts = Prompts::load(spec.sources, self.render, &encoder, "answer", room)?;
+                let prompts = Prompts::load(spec.sources, self.render, &encoder, "answer", room, None)?;
                 let text = short(codec.decode(&prompts.rows[0].ids)?);
                 let answer = prompts.rows[0].answer.clone().unwrap_or_default();
                 return Ok((

@@ -20,6 +20,7 @@ fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<
         overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1000,
+        screen: None,
     };
     load(&spec, want, words, Some(&Jinja::new(CHATML)))
 }
@@ -295,6 +296,7 @@ fn the_renderings_of_64_rows_are_asked_for_at_once() {
         overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1000,
+        screen: None,
     };
     let template = Counting {
         inner: Jinja::new(CHATML),

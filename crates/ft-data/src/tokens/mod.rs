@@ -267,7 +267,8 @@ impl TokenCache<'_> {
         codec: &dyn TextCodec,
         template: Option<&dyn ChatRender>,
     ) -> Result<Option<Dataset>> {
-        if key::bytes(spec)? < self.least_bytes {
+        // Which rows the screen dropped, and why, is reported at each start.
+        if spec.screen.is_some() || key::bytes(spec)? < self.least_bytes {
             return Ok(None);
         }
         let Some(key) = key::of(spec, codec, template)? else {

@@ -80,6 +80,7 @@ fn spec(files: &Files) -> Spec<'_> {
         overlap: 1,
         train_on: TrainOn::Assistant,
         embedding_rows: 1 << 20,
+        screen: None,
     }
 }
 

@@ -11,6 +11,7 @@
 //! q + beta p (Agarwal et al. 2024, arXiv 2306.13649, section 3). It is not multiplied by T². The cross-entropy is
 //! over all V ids at T = 1.
 
+pub mod aligned;
 #[cfg(test)]
 mod tests;
 

@@ -1,0 +1,353 @@
+//! Drops rows before they are tokenized: rows on which judges disagree, rows that also appear in an evaluation file, and
+//! duplicates. Works on the columns that the layout of a file reads, so all row formats are handled alike.
+//!
+//! The decision for a row depends on the rows before it only: the first row of a group of duplicates is kept. What can
+//! be computed from a row alone is computed in parallel.
+
+pub mod judges;
+mod near;
+mod overlap;
+mod parts;
+pub mod stats;
+#[cfg(test)]
+mod tests;
+pub(crate) mod waiting;
+
+use super::layout::Layout;
+use super::read::{Row, RowPosition};
+use ft_base::named;
+use ft_base::units::count;
+use ft_base::{Error, Result};
+use judges::{Agreement, Judges, Tally};
+use near::{Signature, Signatures};
+use overlap::Overlap;
+use rayon::prelude::*;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+named!(
+    /// Which repeated rows are dropped.
+    Dedup {
+        /// No row is dropped.
+        None = "none",
+        /// Rows with the same texts.
+        Exact = "exact",
+        /// Also rows with nearly the same words.
+        Near = "near",
+    }
+);
+
+/// Settings of a screen.
+#[derive(Debug, Clone)]
+pub struct ScreenSpec {
+    /// Which repeated rows are dropped.
+    pub dedup: Dedup,
+    /// `Dedup::Near`: smallest Jaccard similarity of two duplicates.
+    pub threshold: f64,
+    /// Files with evaluation rows; a row that shares `ngram` consecutive words with one of them is dropped.
+    pub evaluation: Vec<String>,
+    /// Words of such a sequence.
+    pub ngram: usize,
+    /// Votes of several judges about each row.
+    pub judges: Option<Judges>,
+}
+
+impl Default for ScreenSpec {
+    fn default() -> Self {
+        Self {
+            dedup: Dedup::None,
+            threshold: 0.8,
+            evaluation: Vec::new(),
+            ngram: 13,
+            judges: None,
+        }
+    }
+}
+
+/// Why a row was dropped.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Reason {
+    /// The judges disagree, or contradict the label of the row: the share of votes for it.
+    Judges(f64),
+    /// It shares these words with a row of the evaluation files.
+    Evaluation {
+        /// The evaluation row.
+        row: RowPosition,
+        /// The shared words.
+        words: String,
+    },
+    /// It has the same texts as this earlier row.
+    Same(RowPosition),
+    /// It has nearly the same words as this earlier row; with the estimated similarity.
+    Near(RowPosition, f64),
+}
+
+/// A row that was dropped.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Dropped {
+    /// Its place.
+    pub row: RowPosition,
+    /// Why.
+    pub reason: Reason,
+}
+
+impl Dropped {
+    /// One line of a list of dropped rows.
+    pub fn json(&self) -> Value {
+        let row = self.row.to_string();
+        match &self.reason {
+            Reason::Judges(share) => json!({"row": row, "reason": "judges", "agreement": share}),
+            Reason::Evaluation { row: other, words } => {
+                json!({"row": row, "reason": "evaluation", "other": other.to_string(), "words": words})
+            }
+            Reason::Same(other) => json!({"row": row, "reason": "same", "other": other.to_string()}),
+            Reason::Near(other, similarity) => {
+                json!({"row": row, "reason": "near", "other": other.to_string(), "similarity": similarity})
+            }
+        }
+    }
+}
+
+/// What a screen did.
+#[derive(Debug, Clone, Default)]
+pub struct Screened {
+    /// Rows that it saw.
+    pub rows: usize,
+    /// The dropped rows, in order.
+    pub dropped: Vec<Dropped>,
+    /// Agreement of the judges over all rows.
+    pub agreement: Option<Agreement>,
+    /// Texts of the evaluation files, and those with too few words to be compared.
+    pub evaluation_texts: (usize, usize),
+}
+
+impl Screened {
+    /// Number of dropped rows for each reason: judges, evaluation, same, near.
+    pub fn counts(&self) -> [usize; 4] {
+        let mut out = [0; 4];
+        for d in &self.dropped {
+            out[match d.reason {
+                Reason::Judges(_) => 0,
+                Reason::Evaluation { .. } => 1,
+                Reason::Same(_) => 2,
+                Reason::Near(..) => 3,
+            }] += 1;
+        }
+        out
+    }
+
+    /// The counts in words, with an example of each; empty if nothing was screened.
+    pub fn lines(&self) -> Vec<String> {
+        let mut out = Vec::new();
+        if let Some(a) = &self.agreement {
+            out.push(a.text());
+        }
+        let names = [
+            "rows on which the judges disagree",
+            "rows that share words with the evaluation files",
+            "exact duplicates",
+            "near duplicates",
+        ];
+        for (kind, (n, name)) in self.counts().into_iter().zip(names).enumerate() {
+            let first = self.dropped.iter().find(|d| match d.reason {
+                Reason::Judges(_) => kind == 0,
+                Reason::Evaluation { .. } => kind == 1,
+                Reason::Same(_) => kind == 2,
+                Reason::Near(..) => kind == 3,
+            });
+            let Some(first) = first else { continue };
+            let example = match &first.reason {
+                Reason::Judges(share) => format!("{} ({:.0} % of the votes)", first.row, 100.0 * share),
+                Reason::Evaluation { row, words } => format!("{} and {row}: \"{words}\"", first.row),
+                Reason::Same(other) => format!("{} is {other}", first.row),
+                Reason::Near(other, similarity) => {
+                    format!("{} is like {other}, similarity {similarity:.2}", first.row)
+                }
+            };
+            out.push(format!(
+                "dropped {} of {} rows: {name} (e.g. {example})",
+                count(n as u64),
+                count(self.rows as u64)
+            ));
+        }
+        out
+    }
+
+    /// Warnings for the user.
+    pub fn warnings(&self) -> Vec<String> {
+        let (all, short) = self.evaluation_texts;
+        let mut out = Vec::new();
+        if short > 0 {
+            out.push(format!(
+                "{} of {} texts of the evaluation files have fewer than {} words: they are too short to be compared",
+                count(short as u64),
+                count(all as u64),
+                overlap::FEWEST
+            ));
+        }
+        out
+    }
+}
+
+/// Decides which rows are dropped. One screen may read several data sets: they are screened together.
+#[derive(Debug)]
+pub struct Screen {
+    spec: ScreenSpec,
+    overlap: Option<Overlap>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    out: Screened,
+    exact: HashMap<[u8; 16], u32>,
+    near: Option<Signatures>,
+    /// The rows that `exact` and `near` refer to.
+    kept: Vec<RowPosition>,
+    tally: Tally,
+}
+
+/// What is computed from a row alone.
+struct Print {
+    votes: Result<Option<judges::Votes>>,
+    shared: Option<(RowPosition, String)>,
+    exact: [u8; 16],
+    near: Option<Signature>,
+}
+
+impl Screen {
+    /// Reads the evaluation files. `None`: the settings drop nothing.
+    ///
+    /// # Errors
+    /// An evaluation file cannot be read; settings out of range.
+    pub fn new(spec: ScreenSpec) -> Result<Option<Self>> {
+        if spec.dedup == Dedup::None && spec.evaluation.is_empty() && spec.judges.is_none() {
+            return Ok(None);
+        }
+        if !(near::LEAST..=1.0).contains(&spec.threshold) {
+            return Err(Error::usage("the similarity of near duplicates is out of range")
+                .at("ScreenSpec::threshold")
+                .found(spec.threshold)
+                .expected(format!("{} to 1", near::LEAST)));
+        }
+        let overlap = match spec.evaluation.is_empty() {
+            true => None,
+            false => Some(Overlap::read(&spec.evaluation, spec.ngram)?),
+        };
+        let mut state = State::default();
+        if let Some(overlap) = &overlap {
+            state.out.evaluation_texts = (overlap.texts, overlap.short);
+        }
+        state.near = (spec.dedup == Dedup::Near).then(Signatures::default);
+        Ok(Some(Self {
+            spec,
+            overlap,
+            state: Mutex::new(state),
+        }))
+    }
+
+    /// Columns that the judges of a row wrote.
+    pub(crate) fn columns(&self) -> &[String] {
+        self.spec.judges.as_ref().map_or(&[], |j| &j.columns)
+    }
+
+    /// For each row: whether it is kept, or the error of its votes.
+    pub(crate) fn keep<'a, L>(&self, rows: &'a [(Row, L)]) -> Vec<Result<bool>>
+    where
+        L: AsRef<Layout> + Sync,
+        Row: Sync,
+    {
+        let prints: Vec<Print> = rows
+            .par_iter()
+            .map(|(row, layout)| self.print(row, layout.as_ref()))
+            .collect();
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let rows = rows.iter().zip(prints);
+        rows.map(|((row, _), print)| self.decide(row, print, &mut state))
+            .collect()
+    }
+
+    fn print(&self, row: &Row, layout: &Layout) -> Print {
+        let parts = parts::of(row, layout);
+        let shared = self.overlap.as_ref().and_then(|o| o.find(&parts));
+        Print {
+            votes: match &self.spec.judges {
+                Some(judges) => judges.votes(row).map(Some),
+                None => Ok(None),
+            },
+            shared: shared.map(|(row, words)| (row.clone(), words)),
+            exact: match self.spec.dedup {
+                Dedup::None => [0; 16],
+                _ => parts::hash(&parts),
+            },
+            near: (self.spec.dedup == Dedup::Near).then(|| Signature::of(&parts)),
+        }
+    }
+
+    fn decide(&self, row: &Row, print: Print, state: &mut State) -> Result<bool> {
+        let votes = print.votes?;
+        state.out.rows += 1;
+        let reason = self.reason(votes, print.shared, print.exact, print.near, &row.place, state);
+        let kept = reason.is_none();
+        let dropped = reason.map(|reason| Dropped {
+            row: row.place.clone(),
+            reason,
+        });
+        state.out.dropped.extend(dropped);
+        Ok(kept)
+    }
+
+    fn reason(
+        &self,
+        votes: Option<judges::Votes>,
+        shared: Option<(RowPosition, String)>,
+        exact: [u8; 16],
+        near: Option<Signature>,
+        place: &RowPosition,
+        state: &mut State,
+    ) -> Option<Reason> {
+        if let (Some(judges), Some(votes)) = (&self.spec.judges, votes) {
+            state.tally.add(&votes);
+            if let Some(share) = votes.share
+                && share < judges.min_agreement
+            {
+                return Some(Reason::Judges(share));
+            }
+        }
+        if let Some((row, words)) = shared {
+            return Some(Reason::Evaluation { row, words });
+        }
+        if self.spec.dedup == Dedup::None {
+            return None;
+        }
+        let State {
+            exact: seen,
+            kept,
+            near: signatures,
+            ..
+        } = state;
+        if let Some(first) = seen.get(&exact) {
+            return kept.get(*first as usize).cloned().map(Reason::Same);
+        }
+        if let (Some(signatures), Some(signature)) = (signatures, near) {
+            if let Some((first, similarity)) = signatures.find(&signature, self.spec.threshold) {
+                let first = kept.get(first as usize).cloned();
+                return first.map(|first| Reason::Near(first, similarity));
+            }
+            signatures.push(&signature);
+        }
+        seen.insert(exact, kept.len() as u32);
+        kept.push(place.clone());
+        None
+    }
+
+    /// What was dropped so far.
+    pub fn report(&self) -> Screened {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        Screened {
+            agreement: self.spec.judges.as_ref().map(|_| state.tally.agreement()),
+            ..state.out.clone()
+        }
+    }
+}

@@ -1,0 +1,341 @@
+use super::judges::Judges;
+use super::waiting::Placed;
+use super::*;
+use crate::dataset::Origin;
+use crate::layout::Purpose;
+use crate::preference::{self, Want};
+use crate::prompts::{Prompts, Room};
+use crate::testing::{Files, Words, files, layout, row};
+use crate::{ChatRender, Dataset, Encoder, Long, Render, RowFormat, Spec, TrainOn};
+use serde_json::json;
+use std::sync::Arc;
+
+fn screen(spec: ScreenSpec) -> Screen {
+    Screen::new(spec).unwrap().unwrap()
+}
+
+fn dedup(dedup: Dedup) -> Screen {
+    screen(ScreenSpec {
+        dedup,
+        ..ScreenSpec::default()
+    })
+}
+
+fn spec<'a>(files: &'a Files, screen: Option<&'a Screen>) -> Spec<'a> {
+    Spec {
+        sources: &files.sources,
+        render: Render::Plain,
+        max_length: 1000,
+        long: Long::Auto,
+        overlap: 1,
+        train_on: TrainOn::Assistant,
+        embedding_rows: 100_000,
+        screen,
+    }
+}
+
+fn lines(data: &Dataset) -> Vec<u64> {
+    data.origins.iter().map(|o| o.number).collect()
+}
+
+fn load(files: &Files, screen: &Screen) -> Dataset {
+    Dataset::load(&spec(files, Some(screen)), &Words::chatml(), None::<&dyn ChatRender>).unwrap()
+}
+
+/// A text of `n` words from a counter, so that two texts share words only if they share numbers.
+fn text(first: usize, n: usize) -> String {
+    (first..first + n)
+        .map(|i| format!("word{i}"))
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+#[test]
+fn exact_duplicates_are_dropped_in_all_formats_and_across_files() {
+    let f = files(&[
+        (
+            "a.jsonl",
+            "{\"prompt\": \"q\", \"completion\": \"a\"}\n{\"prompt\": \"q\", \"completion\": \"b\"}\n\
+             {\"prompt\": \"q\", \"completion\": \"a\", \"id\": 3}\n",
+        ),
+        (
+            "b.jsonl",
+            "{\"question\": \"q\", \"answer\": \"b\"}\n{\"question\": \"q\", \"answer\": \"c\"}\n",
+        ),
+    ]);
+    let screen = dedup(Dedup::Exact);
+    let data = load(&f, &screen);
+    let kept: Vec<_> = data.origins.iter().map(|o| (o.file, o.number)).collect();
+    assert_eq!(kept, [(0, 1), (0, 2), (1, 2)]);
+    let report = screen.report();
+    assert_eq!((report.rows, report.counts()), (5, [0, 0, 2, 0]));
+    let line = report.lines().remove(0);
+    assert!(line.starts_with("dropped 2 of 5 rows: exact duplicates"), "{line}");
+    assert!(line.contains("a.jsonl:3 is ") && line.contains("a.jsonl:1"), "{line}");
+    // The questions of the kept rows are read from the files without the screen.
+    let all = data
+        .questions(&spec(&f, Some(&screen)), &Words::chatml(), None, 10)
+        .unwrap();
+    assert_eq!(all.len(), 3);
+}
+
+#[test]
+fn near_duplicates_are_dropped_above_the_threshold() {
+    let words: Vec<String> = (0..100).map(|i| format!("w{i}")).collect();
+    let mut other = words.clone();
+    // One of 100 words changes 5 of 96 sequences: similarity 91 / 101 = 0.90.
+    other[50] = "changed".into();
+    let near = other.join(" ").to_uppercase();
+    for i in [20, 35, 65, 80] {
+        other[i] = format!("x{i}");
+    }
+    // 25 of 96: similarity 71 / 121 = 0.59.
+    let far = other.join(" ");
+    let rows: Vec<String> = [&words.join(" "), &near, &far, &words.join(",  ")]
+        .iter()
+        .map(|t| json!({ "text": t }).to_string() + "\n")
+        .collect();
+    let f = files(&[("a.jsonl", &rows.concat())]);
+    let screen = dedup(Dedup::Near);
+    assert_eq!(lines(&load(&f, &screen)), [1, 3]);
+    let report = screen.report();
+    assert_eq!(report.counts(), [0, 0, 0, 2]);
+    let Reason::Near(first, similarity) = &report.dropped[0].reason else {
+        panic!()
+    };
+    assert!(first.number == 1 && (similarity - 0.90).abs() < 0.1, "{similarity}");
+    // Exact duplicates only: the words are compared as written.
+    assert_eq!(lines(&load(&f, &dedup(Dedup::Exact))), [1, 2, 3, 4]);
+}
+
+/// The estimate has the announced error, and the bands find the pairs.
+#[test]
+fn the_similarity_is_estimated() {
+    let of = |text: &str| {
+        let row = row(json!({ "text": text }));
+        let layout = layout(&row, RowFormat::Auto, Purpose::Learn).unwrap();
+        Signature::of(&parts::of(&row, &layout))
+    };
+    let (mut sum, mut found, n) = (0.0, 0, 50);
+    for i in 0..n {
+        // 400 and 400 sequences, 356 in common: 356 / 444 = 0.802.
+        let (a, b) = (text(10_000 * i, 404), text(10_000 * i + 44, 404));
+        let mut signatures = Signatures::default();
+        signatures.push(&of(&a));
+        if let Some((_, similarity)) = signatures.find(&of(&b), 0.0) {
+            sum += similarity;
+            found += 1;
+        }
+    }
+    assert!(found >= n - 1, "{found}");
+    assert!((sum / found as f64 - 0.802).abs() < 0.02, "{}", sum / found as f64);
+}
+
+#[test]
+fn pairs_labels_and_prompts_are_compared_by_their_roles() {
+    let (a, b) = (text(0, 30), text(100, 30));
+    let pair = |chosen: &str, rejected: &str| {
+        json!({"prompt": text(200, 9), "chosen": chosen, "rejected": rejected}).to_string() + "\n"
+    };
+    let f = files(&[("p.jsonl", &[pair(&a, &b), pair(&b, &a), pair(&a, &b)].concat())]);
+    for kind in [Dedup::Exact, Dedup::Near] {
+        let screen = dedup(kind);
+        let spec = spec(&f, Some(&screen));
+        let data = preference::load(&spec, Want::Pairs, &Words::chatml(), None).unwrap();
+        assert_eq!(lines(&data), [1, 2], "swapped sides are another preference");
+    }
+    let judged = |label: bool| json!({"prompt": "q", "completion": a, "label": label}).to_string() + "\n";
+    let f = files(&[("j.jsonl", &[judged(true), judged(false), judged(true)].concat())]);
+    let screen = dedup(Dedup::Near);
+    let data = preference::load(&spec(&f, Some(&screen)), Want::Judged, &Words::chatml(), None).unwrap();
+    assert_eq!(lines(&data), [1, 2]);
+    let ask = |prompt: &str| json!({"prompt": prompt, "answer": "4"}).to_string() + "\n";
+    let f = files(&[("q.jsonl", &[ask("2+2?"), ask("3+1?"), ask("2+2?")].concat())]);
+    let screen = dedup(Dedup::Exact);
+    let codec = Words::chatml();
+    let encoder: Encoder = spec(&f, None).encoder(&codec, None);
+    let room = Room {
+        window: 100,
+        answer: 1,
+        long: Long::Auto,
+    };
+    let prompts = Prompts::load(&f.sources, Render::Plain, &encoder, "answer", room, Some(&screen)).unwrap();
+    let kept: Vec<u64> = prompts.rows.iter().map(|p| p.place.number).collect();
+    assert_eq!(kept, [1, 2]);
+}
+
+#[test]
+fn rows_of_the_evaluation_file_are_dropped() {
+    let system = text(900, 20);
+    let eval: String = (0..12)
+        .map(|i| {
+            let question = format!(
+                "Read this carefully and then answer with one letter only please my friend: {}",
+                text(50 * i, 13)
+            );
+            json!({"messages": [{"role": "system", "content": system}, {"role": "user", "content": question},
+                                {"role": "assistant", "content": "B"}]})
+            .to_string()
+                + "\n"
+        })
+        .collect();
+    let f = files(&[("eval.jsonl", &eval)]);
+    let rows = [
+        // 12 shared words, 13 shared words with other punctuation, the instruction alone, the system text alone.
+        json!({"prompt": text(50, 12), "completion": "x"}),
+        json!({"prompt": format!("So: {}!", text(50, 13).replace(' ', ", ").to_uppercase()), "completion": "x"}),
+        json!({"prompt": "Read this carefully and then answer with one letter only please my friend: and more", "completion": "x"}),
+        json!({"prompt": system, "completion": "x"}),
+    ];
+    let train: String = rows.iter().map(|r| r.to_string() + "\n").collect();
+    let g = files(&[("train.jsonl", &train)]);
+    let screen = screen(ScreenSpec {
+        evaluation: f.paths.clone(),
+        ..ScreenSpec::default()
+    });
+    assert_eq!(lines(&load(&g, &screen)), [1, 3, 4]);
+    let report = screen.report();
+    let Reason::Evaluation { row, words } = &report.dropped[0].reason else {
+        panic!()
+    };
+    assert_eq!(row.number, 2);
+    assert_eq!(*words, text(50, 13));
+    // The answers are too short.
+    assert_eq!(report.evaluation_texts, (24, 12));
+    assert!(
+        report.warnings()[0].contains("12 of 24 texts"),
+        "{:?}",
+        report.warnings()
+    );
+}
+
+#[test]
+fn short_evaluation_texts_and_scripts_without_spaces() {
+    let f = files(&[(
+        "eval.csv",
+        "question,answer\nHow many legs does a very old spider have?,8\n这是一个关于数学的中文问题,1\n",
+    )]);
+    let screen = screen(ScreenSpec {
+        evaluation: f.paths.clone(),
+        ..ScreenSpec::default()
+    });
+    let of = |text: &str| {
+        let row = row(json!({ "text": text }));
+        let layout = layout(&row, RowFormat::Auto, Purpose::Learn).unwrap();
+        let origin = Origin {
+            file: 0,
+            number: 1,
+            is_line: true,
+        };
+        let waiting = [(row, Placed(Arc::new(layout), origin))];
+        screen.keep(&waiting).remove(0).unwrap()
+    };
+    assert!(!of("Question: how many legs does a very old spider have"));
+    assert!(of("How many legs does a very young spider have?"));
+    assert!(!of("问：这是一个关于数学的中文问题。"));
+    assert!(of("这是另一个关于数学的中文"));
+    let e = Screen::new(ScreenSpec {
+        evaluation: vec!["no.jsonl".into()],
+        ..ScreenSpec::default()
+    });
+    assert!(e.unwrap_err().to_string().contains("no.jsonl"));
+}
+
+fn voted(rows: &[Value], min_agreement: f64) -> (Vec<u64>, Screened) {
+    let text: String = rows.iter().map(|r| r.to_string() + "\n").collect();
+    let f = files(&[("p.jsonl", &text)]);
+    let screen = screen(ScreenSpec {
+        judges: Some(Judges {
+            columns: vec!["j1".into(), "j2".into(), "j3".into()],
+            min_agreement,
+        }),
+        ..ScreenSpec::default()
+    });
+    let data = preference::load(&spec(&f, Some(&screen)), Want::Pairs, &Words::chatml(), None).unwrap();
+    assert!(data.readings[0].unused().is_empty());
+    assert!(data.readings[0].describe("not used").contains("votes from j1, j2, j3"));
+    (lines(&data), screen.report())
+}
+
+#[test]
+fn pairs_on_which_judges_disagree_are_dropped() {
+    let pair = |a: Value, b: Value, c: Value| json!({"prompt": "q", "chosen": "x", "rejected": "y", "j1": a, "j2": b, "j3": c});
+    let rows = [
+        pair(json!("chosen"), json!("chosen"), json!("chosen")),
+        pair(json!(true), json!(1), json!("rejected")),
+        // All agree, against the row.
+        pair(json!("rejected"), json!(0), json!(false)),
+        // Scores; a tie counts half; no vote.
+        pair(json!({"chosen": 8, "rejected": 3}), json!("tie"), json!(null)),
+    ];
+    let (kept, report) = voted(&rows, 0.6);
+    assert_eq!(kept, [1, 2, 4]);
+    assert_eq!(report.counts(), [1, 0, 0, 0]);
+    assert_eq!(report.dropped[0].reason, Reason::Judges(0.0));
+    let (kept, _) = voted(&rows, 0.7);
+    assert_eq!(kept, [1, 4]);
+    let agreement = report.agreement.unwrap();
+    assert_eq!((agreement.rows, agreement.voted, agreement.unanimous), (4, 4, 2));
+    assert!((agreement.share - (1.0 + 2.0 / 3.0 + 0.0 + 0.75) / 4.0).abs() < 1e-12);
+}
+
+/// The example of Krippendorff 2011, "Computing Krippendorff's Alpha-Reliability", section C: four observers, missing
+/// values, nominal data: 0.743.
+#[test]
+fn alpha_is_that_of_the_published_example() {
+    let units = [
+        "111.", "2232", "3333", "3333", "2222", "1234", "4444", "1121", "2222", ".555", "..11", "..3.",
+    ];
+    let mut tally = judges::Tally::default();
+    for unit in units {
+        let cast: Vec<String> = unit.chars().filter(|c| *c != '.').map(|c| c.to_string()).collect();
+        tally.add(&judges::Votes { cast, share: Some(1.0) });
+    }
+    let alpha = tally.agreement().alpha.unwrap();
+    assert!((alpha - 0.743).abs() < 5e-4, "{alpha}");
+}
+
+#[test]
+fn wrong_votes_are_reported_with_their_row() {
+    let f = files(&[(
+        "p.jsonl",
+        "{\"prompt\": \"q\", \"chosen\": \"x\", \"rejected\": \"y\", \"a\": \"left\"}\n",
+    )]);
+    let of = |column: &str| {
+        let screen = screen(ScreenSpec {
+            judges: Some(Judges {
+                columns: vec![column.into()],
+                min_agreement: 0.5,
+            }),
+            ..ScreenSpec::default()
+        });
+        let e = preference::load(&spec(&f, Some(&screen)), Want::Pairs, &Words::chatml(), None);
+        e.unwrap_err().to_string()
+    };
+    let e = of("a");
+    assert!(
+        e.contains("`a` is not a vote") && e.contains("p.jsonl:1") && e.contains("\"left\""),
+        "{e}"
+    );
+    let e = of("b");
+    assert!(e.contains("the column `b` with a judge's vote is missing"), "{e}");
+}
+
+/// The result does not depend on the number of threads, nor on how many rows wait together.
+#[test]
+fn the_result_is_deterministic() {
+    let rows: String = (0..1500)
+        .map(|i| json!({ "text": text(i / 3 * 7, 20) }).to_string() + "\n")
+        .collect();
+    let f = files(&[("a.jsonl", &rows)]);
+    let of = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| {
+            let screen = dedup(Dedup::Near);
+            (lines(&load(&f, &screen)), screen.report().dropped)
+        })
+    };
+    let (one, four) = (of(1), of(4));
+    assert_eq!(one, four);
+    assert_eq!(one.0.len(), 500);
+}

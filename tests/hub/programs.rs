@@ -1,0 +1,184 @@
+//! Subcommands that get hub ids in place of directories.
+
+use super::{COMMIT, Hub};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Output;
+
+const MODEL: &str = "tester/base";
+const ADAPTER: &str = "tester/skill";
+
+/// The files of a directory.
+fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    let files = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let named = |path: std::path::PathBuf| {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        (name, std::fs::read(path).unwrap())
+    };
+    files.filter(|path| path.is_file()).map(named).collect()
+}
+
+struct World {
+    hub: Hub,
+    dir: tempfile::TempDir,
+}
+
+impl World {
+    /// A hub with a model, and with an adapter that was trained on it.
+    fn new() -> Self {
+        let (hub, dir) = (Hub::start(), tempfile::tempdir().unwrap());
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        hub.put(&format!("models/{MODEL}"), files(&root.join("assets/tiny")));
+        let world = Self { hub, dir };
+        let rows = root.join("assets/world/train.jsonl");
+        let recipe = format!(
+            "[model]\npath = \"{MODEL}@{COMMIT}\"\ndtype = \"f32\"\n[data]\ntrain = \"{}\"\nmax_length = 64\n\
+             [tune]\nmethod = \"lora\"\n[tune.lora]\nr = 2\ninit_lora_weights = \"gaussian\"\n\
+             [train]\nmax_steps = 1\n",
+            rows.display()
+        );
+        std::fs::write(world.dir.path().join("r.toml"), recipe).unwrap();
+        world.good(&["train", "r.toml", "train.output_dir=run"]);
+        let adapter = files(&world.dir.path().join("run/final"));
+        world.hub.put(&format!("models/{ADAPTER}"), adapter);
+        world
+    }
+
+    fn ft(&self, arguments: &[&str]) -> Output {
+        std::process::Command::new(env!("CARGO_BIN_EXE_ft"))
+            .args(arguments)
+            .current_dir(self.dir.path())
+            .env("HF_HUB_CACHE", self.dir.path().join("cache"))
+            .env("HF_ENDPOINT", &self.hub.address)
+            .env_remove("HF_HUB_OFFLINE")
+            .env_remove("HF_TOKEN")
+            .output()
+            .unwrap()
+    }
+
+    fn good(&self, arguments: &[&str]) -> String {
+        let out = self.ft(arguments);
+        assert!(
+            out.status.success(),
+            "{arguments:?}: {}",
+            String::from_utf8_lossy(&out.stderr)
+        );
+        String::from_utf8(out.stdout).unwrap()
+    }
+
+    fn weights(&self, name: &str) -> Vec<u8> {
+        std::fs::read(self.dir.path().join(name).join("model.safetensors")).unwrap()
+    }
+}
+
+#[test]
+fn models_and_adapters_of_the_hub_are_used_by_their_ids() {
+    let world = World::new();
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
+    let tiny = tiny.to_str().unwrap();
+    // The adapter names its base, with the revision of the training.
+    let config = std::fs::read_to_string(world.dir.path().join("run/final/adapter_config.json")).unwrap();
+    let config: Value = serde_json::from_str(&config).unwrap();
+    assert_eq!(
+        (&config["base_model_name_or_path"], &config["revision"]),
+        (&MODEL.into(), &COMMIT.into())
+    );
+
+    world.good(&["merge", "--adapter", &format!("{ADAPTER}@{COMMIT}"), "--out", "by-id"]);
+    world.good(&["merge", "--model", tiny, "--adapter", "run/final", "--out", "by-path"]);
+    assert_eq!(world.weights("by-id"), world.weights("by-path"));
+    world.good(&[
+        "merge",
+        "--model",
+        MODEL,
+        "--adapter",
+        &format!("{ADAPTER}=0.5"),
+        "--out",
+        "half",
+    ]);
+    world.good(&[
+        "merge",
+        "--model",
+        tiny,
+        "--adapter",
+        "run/final=0.5",
+        "--out",
+        "half-by-path",
+    ]);
+    assert_eq!(world.weights("half"), world.weights("half-by-path"));
+
+    world.good(&[
+        "quantize",
+        "--model",
+        &format!("{MODEL}@main"),
+        "--to",
+        "int8",
+        "--out",
+        "q",
+    ]);
+    world.good(&["quantize", "--model", tiny, "--to", "int8", "--out", "q-by-path"]);
+    assert_eq!(world.weights("q"), world.weights("q-by-path"));
+
+    world.good(&["export", ADAPTER, "--out", "copied"]);
+    assert!(world.dir.path().join("copied/adapter_model.safetensors").is_file());
+    world.good(&["export", MODEL, "--out", "exported", "--dtype", "f32"]);
+
+    let shown = world.good(&["adapter", "show", ADAPTER, "--json"]);
+    assert_eq!(serde_json::from_str::<Value>(&shown).unwrap()["base"], MODEL);
+    assert!(world.good(&["adapter", "diff", ADAPTER, "run"]).contains("identical"));
+    world.good(&["adapter", "combine", &format!("{ADAPTER}=0.5"), "--out", "combined"]);
+
+    let answer =
+        |arguments: &[&str]| world.good(&[&["generate", "--prompt", "a", "--max-new-tokens", "4"], arguments].concat());
+    assert_eq!(
+        answer(&["--model", MODEL, "--adapter", ADAPTER]),
+        answer(&["--model", tiny, "--adapter", "run/final"])
+    );
+}
+
+#[test]
+fn a_run_starts_from_an_adapter_and_a_teacher_of_the_hub() {
+    let world = World::new();
+    let given = format!("tune.lora.adapter={ADAPTER}");
+    world.good(&["train", "r.toml", &given, "train.max_steps=0", "train.output_dir=again"]);
+    let tensors =
+        |name: &str| std::fs::read(world.dir.path().join(name).join("final/adapter_model.safetensors")).unwrap();
+    assert_eq!(tensors("again"), tensors("run"));
+    let teacher = format!("distill.teacher={MODEL}@{COMMIT}");
+    world.good(&[
+        "train",
+        "r.toml",
+        "train.stage=distill",
+        &teacher,
+        "train.output_dir=distilled",
+    ]);
+    let resolved = std::fs::read_to_string(world.dir.path().join("distilled/resolved.toml")).unwrap();
+    assert!(resolved.contains(COMMIT), "{resolved}");
+}
+
+#[test]
+fn wrong_revisions_are_named() {
+    let world = World::new();
+    let out = world.ft(&[
+        "merge",
+        "--model",
+        MODEL,
+        "--adapter",
+        &format!("{ADAPTER}@v9"),
+        "--out",
+        "x",
+    ]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(
+        out.status.code() == Some(1) && said.contains(ADAPTER) && said.contains("v9"),
+        "{said}"
+    );
+    assert!(!world.dir.path().join("x").exists());
+    let out = world.ft(&["train", "r.toml", "model.revision=v2"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(
+        out.status.code() == Some(2) && said.contains("name different revisions"),
+        "{said}"
+    );
+}

@@ -11,7 +11,7 @@ use std::path::Path;
 /// Errors: a size that differs from that of the weights.
 pub(super) fn check(config: &Config, dir: &Path) -> Result<()> {
     match Weights::open(dir) {
-        Ok(weights) => compare(config, &weights),
+        Ok(weights) => compare(config.language_model().as_ref().unwrap_or(config), &weights),
         Err(_) => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with h = norm(x1).
+//! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with h = [norm] x1.
 //!
 //! The MLP handles tokens independently, so it can process them in pieces: of the wide tensors `[N, I]` (gate, up,
 //! their product, its gradient) only one piece exists at a time. Outputs and input gradients are bit-equal.
@@ -61,7 +61,7 @@ impl Block {
     }
 
     fn mlp_piece(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<SavedPiece>)> {
-        let h = self.norm(&self.mlp_norm, x1)?;
+        let h = self.normed(&self.mlp_norm, x1)?;
         let (parts, low_in) = self.mlp_in.forward(&h, ctx)?;
         drop(h);
         let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
@@ -73,7 +73,7 @@ impl Block {
                 update::add_assign(&y, x1)?;
                 y
             }
-            None => add_residual(y, x1, &low_out)?,
+            None => add_residual(y, x1, &low_out, self.spec.residual_scale)?,
         };
         let low = [low_in, low_out];
         Ok((y, parts.map(|parts| SavedPiece { parts, low })))
@@ -90,7 +90,7 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
-        let dh = need_dx || sink.wants(&self.mlp_norm.name);
+        let dh = need_dx || self.mlp_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
         let needs = Needs {
             inputs: self.mlp_in.wanted(sink),
             down: self.down_proj.wanted(sink),
@@ -118,7 +118,7 @@ impl Block {
             dh
         };
         let Some(dh) = dh else { return Ok(None) };
-        let dx = self.norm_backward(&self.mlp_norm, x1, &dh, sink)?;
+        let dx = self.normed_backward(&self.mlp_norm, x1, dh, sink)?;
         update::add_assign(&dx, &dy)?;
         Ok(need_dx.then_some(dx))
     }
@@ -134,7 +134,7 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let h = if needs.inputs || saved.is_none() {
-            Some(self.norm(&self.mlp_norm, x1)?)
+            Some(self.normed(&self.mlp_norm, x1)?)
         } else {
             None
         };
@@ -154,7 +154,7 @@ impl Block {
         };
         let d_down = match (&self.mlp_post_norm, &m) {
             (Some(norm), Some(m)) => self.norm_backward(norm, &self.down_proj.forward_one(m, ctx)?.0, dy, sink)?,
-            _ => dy.clone(),
+            _ => self.scaled_gradient(dy)?,
         };
         let dm = self
             .down_proj

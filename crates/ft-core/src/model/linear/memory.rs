@@ -24,9 +24,14 @@ impl LayerMemory<'_> {
     /// outputs that are not saved otherwise.
     pub(in crate::model) fn low(&self, l: &mut Ledger, linears: &[LinearShape]) -> Allocation {
         let saved = |name: &str| match name {
-            "self_attn.q_proj" | "self_attn.k_proj" => self.settings.spec.qk_norm,
-            "self_attn.o_proj" | "mlp.down_proj" => false,
-            _ => !self.settings.spec.fused_projections,
+            "self_attn.q_proj" | "self_attn.k_proj" => self.settings.spec.qk_norm.is_some_and(|n| !n.after_rope),
+            name => ![
+                "self_attn.qkv_proj",
+                "self_attn.o_proj",
+                "mlp.gate_up_proj",
+                "mlp.down_proj",
+            ]
+            .contains(&name),
         };
         let columns = |&(name, input, output): &LinearShape| match self.adapter((name, input, output)) {
             Some(c) if c.widens && !saved(name) => c.rank + output,

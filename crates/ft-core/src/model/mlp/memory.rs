@@ -37,18 +37,19 @@ impl LayerMemory<'_> {
 
     fn mlp_piece(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<Vec<Allocation>>) {
         let (linears, down) = self.linears(false);
-        let h = l.alloc(LayerWork, self.nd);
+        let names = self.settings.spec.norms;
+        let h = names.before_mlp.map(|_| l.alloc(LayerWork, self.nd));
         let low = self.low(l, &linears);
         let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
         parts.push(low);
-        l.free(h);
+        l.free_all(h);
         let m = l.alloc(LayerWork, self.ni);
         if !keep {
             l.free_all(std::mem::take(&mut parts));
         }
         let low = self.low(l, &[down]);
         let mut y = self.linear(l, down);
-        if self.settings.spec.sandwich_norms {
+        if names.after_mlp.is_some() {
             let normed = l.alloc(LayerWork, self.nd);
             l.free(std::mem::replace(&mut y, normed));
         }
@@ -71,15 +72,10 @@ impl LayerMemory<'_> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        let sandwich = self.settings.spec.sandwich_norms;
-        let norm = if sandwich {
-            "pre_feedforward_layernorm"
-        } else {
-            "post_attention_layernorm"
-        };
+        let names = self.settings.spec.norms;
         let (linears, down) = self.linears(false);
-        let post_wanted = sandwich && self.wants(sink, "post_feedforward_layernorm");
-        let dh = need_dx || self.wants(sink, norm);
+        let post_wanted = names.after_mlp.is_some_and(|n| self.wants(sink, n));
+        let dh = need_dx || names.before_mlp.is_some_and(|n| self.wants(sink, n));
         let needs = Needs {
             inputs: linears.iter().any(|&x| self.linear_wanted(sink, x)),
             down: self.linear_wanted(sink, down),
@@ -107,11 +103,7 @@ impl LayerMemory<'_> {
             sums.finish(l);
             dh
         };
-        let dx = dh.map(|dh| {
-            let dx = self.norm_backward(l, norm, self.nd, sink);
-            l.free(dh);
-            dx
-        });
+        let dx = dh.map(|dh| self.normed_backward(l, names.before_mlp, dh, sink));
         l.free(dy);
         if need_dx {
             dx
@@ -128,9 +120,10 @@ impl LayerMemory<'_> {
         needs: Needs,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        let sandwich = self.settings.spec.sandwich_norms;
+        let names = self.settings.spec.norms;
         let (linears, down) = self.linears(false);
-        let mut h = (needs.inputs || parts.is_none()).then(|| l.alloc(LayerWork, self.nd));
+        let has_h = names.before_mlp.is_some() && (needs.inputs || parts.is_none());
+        let mut h = has_h.then(|| l.alloc(LayerWork, self.nd));
         let mut parts = parts.unwrap_or_else(|| {
             let low = self.low(l, &linears);
             let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
@@ -141,13 +134,16 @@ impl LayerMemory<'_> {
         if !needs.inputs {
             l.free_all(h.take());
         }
-        let m = (needs.down || sandwich).then(|| l.alloc(LayerWork, self.ni));
-        let d_down = sandwich.then(|| {
-            let y = self.linear(l, down);
-            let d = self.norm_backward(l, "post_feedforward_layernorm", self.nd, sink);
-            l.free(y);
-            d
-        });
+        let m = (needs.down || names.after_mlp.is_some()).then(|| l.alloc(LayerWork, self.ni));
+        let d_down = match names.after_mlp {
+            Some(norm) => {
+                let y = self.linear(l, down);
+                let d = self.norm_backward(l, norm, self.nd, sink);
+                l.free(y);
+                Some(d)
+            }
+            None => self.scaled_gradient(l),
+        };
         let dm = self.linear_backward(l, down, needs.dm(), sink);
         l.free_all(m);
         l.free_all(d_down);

@@ -37,6 +37,7 @@ fn all_families_have_goldens() {
         "exaone4",
         "gemma",
         "gemma2",
+        "gemma3",
         "gemma3_text",
         "glm4",
         "granite",
@@ -44,16 +45,19 @@ fn all_families_have_goldens() {
         "llama",
         "ministral3",
         "mistral",
+        "mistral3",
         "olmo2",
         "olmo3",
         "phi3",
         "qwen2",
+        "qwen2_5_vl",
         "qwen3",
+        "qwen3_vl",
         "seed_oss",
         "smollm3",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 33);
+    assert_eq!(variants().len(), 37);
 }
 
 #[test]

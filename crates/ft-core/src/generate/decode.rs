@@ -220,7 +220,7 @@ pub fn answer<'a>(
     on_token: &mut OnToken,
 ) -> Result<(Vec<Answer>, Speed)> {
     let policy = policy.into();
-    check(policy.network, requests, settings)?;
+    check(policy.network, requests)?;
     // Progress in answers is more useful than in tokens, unless there is only one answer.
     let phase = match requests.len() {
         1 => progress::phase("generating", settings.max_new_tokens, "tokens"),
@@ -250,7 +250,7 @@ impl Session {
         on_token: &mut OnToken,
     ) -> Result<(Answer, Speed)> {
         let (policy, requests) = (policy.into(), std::slice::from_ref(request));
-        check(policy.network, requests, settings)?;
+        check(policy.network, requests)?;
         let known = self.ids.iter().zip(&request.prompt).take_while(|(a, b)| a == b).count();
         // The last token is computed again, because its logits are needed.
         let known = known.min(request.prompt.len() - 1);
@@ -272,14 +272,9 @@ impl Session {
     }
 }
 
-fn check(network: &Network, requests: &[Request], settings: &Settings) -> Result<()> {
+fn check(network: &Network, requests: &[Request]) -> Result<()> {
     let spec = &network.spec;
-    // The cache holds rotated keys: a sequence cannot become a long document while it grows.
-    let most = spec
-        .ropes
-        .iter()
-        .filter_map(|rope| Some(rope.long.as_ref()?.beyond))
-        .min();
+    let most = spec.decoded_positions();
     for (row, Request { prompt, .. }) in requests.iter().enumerate() {
         let place = format!("prompt {}", row + 1);
         if prompt.is_empty() {
@@ -287,29 +282,13 @@ fn check(network: &Network, requests: &[Request], settings: &Settings) -> Result
                 .at(place)
                 .hint("give it some text to continue"));
         }
-        if prompt.len() > spec.max_positions {
+        if prompt.len() > most {
             return Err(
                 Error::argument("the prompt is longer than the context length of the model")
                     .at(place)
                     .found(format!("{} tokens", prompt.len()))
-                    .expected(format!("at most {}", spec.max_positions)),
+                    .expected(format!("at most {most}")),
             );
-        }
-        let end = (prompt.len() + settings.max_new_tokens).min(spec.max_positions);
-        if let Some(most) = most.filter(|most| end > *most) {
-            return Err(Error::unsupported(
-                "this model rotates positions differently in long texts, which is not supported in decoding",
-            )
-            .at(place)
-            .found(format!(
-                "{} tokens of the prompt and {} new ones",
-                prompt.len(),
-                settings.max_new_tokens
-            ))
-            .expected(format!(
-                "at most {most} together (`original_max_position_embeddings` of rope type `longrope`)"
-            ))
-            .hint("use a shorter prompt or fewer new tokens"));
         }
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= spec.vocab) {
             return Err(

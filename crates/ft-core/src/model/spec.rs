@@ -203,6 +203,18 @@ impl Spec {
         self.kv_heads * self.head_dim
     }
 
+    /// True if transformers has a sequence classifier of this family: the form of a reward model.
+    pub fn has_classifier(&self) -> bool {
+        !self.multimodal && !["granite", "ernie4_5"].contains(&self.model_type.as_str())
+    }
+
+    /// Longest sequence in tokens that can be decoded. The cache holds rotated keys, so a sequence cannot become a long
+    /// document of its rope while it grows.
+    pub fn decoded_positions(&self) -> usize {
+        let long = self.ropes.iter().filter_map(|rope| Some(rope.long.as_ref()?.beyond));
+        long.min().unwrap_or(usize::MAX).min(self.max_positions)
+    }
+
     /// Name of the output projection (LM head).
     pub fn head_name(&self) -> &'static str {
         if self.tied { EMBEDDING } else { LM_HEAD }

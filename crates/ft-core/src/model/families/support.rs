@@ -1,5 +1,5 @@
 //! The support matrix: families, checkpoints that people know, options, and what an unsupported type would need.
-//! docs/models.md and `ft models` print it.
+//! docs/models.md shows it.
 
 use super::{Config, Error};
 
@@ -14,7 +14,6 @@ pub struct Family {
     pub options: &'static str,
 }
 
-/// The options of this page in one place.
 const fn family(model_type: &'static str, checkpoints: &'static str, options: &'static str) -> Family {
     Family {
         model_type,
@@ -271,7 +270,7 @@ pub(super) fn unsupported(config: &Config, model_type: &str) -> Error {
     }
 }
 
-/// The support matrix as Markdown.
+/// The support matrix as Markdown: the supported families, then the others.
 pub fn table() -> String {
     let mut out = String::from("| `model_type` | checkpoints | what is special |\n|---|---|---|\n");
     for f in FAMILIES {

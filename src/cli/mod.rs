@@ -13,6 +13,7 @@ mod eval;
 mod export;
 mod generate;
 mod merge;
+mod models;
 mod out;
 mod plan;
 mod quantize;
@@ -73,6 +74,7 @@ enum Command {
     Distill(distill::Args),
     Adapter(adapter::Args),
     Doctor(doctor::Args),
+    Models(models::Args),
     Recipes(recipes::Args),
 }
 
@@ -163,6 +165,7 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Distill(args) => distill::run(args),
         Command::Adapter(args) => adapter::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Models(args) => models::run(args),
         Command::Recipes(args) => recipes::run(args),
     }
 }

@@ -170,7 +170,7 @@ fn texts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> Result<
     let sources = sources(recipe, rows_of(recipe, request))?;
     let spec = rows::spec(&sources, &recipe.data, stage, described.spec.vocab);
     let mut questions = rows.questions(&spec, &described.tokenizer, described.template(), usize::MAX)?;
-    let (all, most) = (questions.len(), described.spec.max_positions);
+    let (all, most) = (questions.len(), described.spec.decoded_positions());
     questions.retain(|q| q.prompt.len() < most);
     if questions.len() < all {
         terminal::warn(&format!(

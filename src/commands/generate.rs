@@ -168,7 +168,7 @@ impl Writer {
     }
 
     fn room(&self, tokens: usize) -> Result<()> {
-        let most = self.network.spec.max_positions;
+        let most = self.network.spec.decoded_positions();
         if tokens <= most {
             Ok(())
         } else {

@@ -7,7 +7,7 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
 use crate::model::contracts::GradSinkMemory;
-use crate::model::rope::RopeTables;
+use crate::model::rope::{Rope, RopeTables};
 use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
 use crate::model::{Spec, tokens};
 use crate::ops::attention;
@@ -101,7 +101,12 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
         alike: Vec::new(),
     };
     let tokens = inputs.tokens as u64;
-    let rope: u64 = spec.ropes.iter().map(|r| 8 * r.inv_freq.len() as u64).sum();
+    let rope = |tables: fn(&Rope) -> usize| -> u64 {
+        spec.ropes
+            .iter()
+            .map(|r| 8 * (r.inv_freq.len() * tables(r)) as u64)
+            .sum()
+    };
     // On a GPU also the tables from which the rows of a micro-batch are gathered.
     let positions = match inputs.on_gpu {
         true => RopeTables::rows(inputs.longest) as u64,
@@ -111,7 +116,7 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
         // ids, positions, targets of every micro-batch; cos and sin of one.
         l.alloc(
             MemoryKind::Data,
-            12 * tokens * inputs.micro_batches as u64 + rope * (tokens + positions),
+            12 * tokens * inputs.micro_batches as u64 + rope(|_| 1) * tokens + rope(Rope::tables) * positions,
         ),
         l.alloc(MemoryKind::Scratch, scratch(spec, inputs, bf16)),
         l.alloc(

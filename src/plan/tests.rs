@@ -2,9 +2,10 @@
 
 use super::*;
 use crate::model::rope::Rope;
-use crate::model::spec::LayerSpec;
+use crate::model::spec::{LayerSpec, NormNames, QkNorm};
 use crate::ops::glu::Activation;
 use crate::ops::prepacked::Orders;
+use crate::ops::rope::Pairing;
 use crate::peft::Cost;
 use crate::recipe;
 use crate::source::{PackedCopies, StoragePolicy};
@@ -21,23 +22,29 @@ pub(super) fn spec() -> Spec {
         head_dim: 8,
         norm_eps: 1e-6,
         norm_plus_one: false,
-        sandwich_norms: false,
-        qk_norm: false,
+        norms: NormNames::BEFORE,
+        qk_norm: None,
         qkv_bias: false,
         o_bias: false,
         mlp_bias: false,
-        fused_projections: false,
+        fused_qkv: false,
+        fused_gate_up: false,
         activation: Activation::Silu,
         attention_scale: 0.4,
         attention_softcap: None,
         logit_softcap: None,
+        logit_scale: 1.0,
         embedding_scale: 1.0,
+        residual_scale: 1.0,
+        pairing: Pairing::Halves,
         tied: false,
+        multimodal: false,
         warnings: Vec::new(),
-        layers: vec![LayerSpec { window: None, rope: 0 }; 6],
+        layers: vec![LayerSpec::default(); 6],
         ropes: vec![Rope {
             inv_freq: vec![1.0; 4],
             attention_factor: 1.0,
+            ..Rope::default()
         }],
         max_positions: 4096,
         initializer_range: 0.02,
@@ -197,9 +204,10 @@ fn the_worst_block_counts_and_a_lower_one_keeps_more_inputs() {
 #[test]
 fn everything_that_is_held_is_given_back() {
     let spec = Spec {
-        sandwich_norms: true,
-        qk_norm: true,
-        fused_projections: true,
+        norms: NormNames::SANDWICH,
+        qk_norm: Some(QkNorm::HEADS),
+        fused_qkv: true,
+        fused_gate_up: true,
         kv_heads: 2,
         tied: true,
         ..spec()

@@ -18,8 +18,8 @@ use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
 use crate::report;
 use crate::setup::locate::{adapter_directory, model_config};
 use crate::setup::vocabulary::{NewRows, TextChanges};
-use crate::source::Placement;
 use crate::source::{Disk, Resident, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
+use crate::source::{ParamInfo, Placement};
 use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -210,6 +210,14 @@ impl ModelDir {
         let source = match init {
             ModelInit::Pretrained => {
                 let weights = self.weights()?;
+                let f16 = |p: &ParamInfo| weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::F16);
+                if storage.dtype() == ops::Dtype::Bf16 && params.iter().any(f16) {
+                    warn_once(&format!(
+                        "{} has f16 weights: bf16 keeps 8 of their 11 bits and rounds each weight by up to 0.2 %; \
+                         `model.dtype = \"f32\"` keeps every value",
+                        self.dir.display()
+                    ));
+                }
                 let source = Resident::load(params, &weights, |p| storage.of(p), device)?;
                 source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu))
             }

@@ -80,7 +80,7 @@ pub fn read(
         max_length: recipe.data.max_length,
         embedding_rows: model.spec.vocab,
     };
-    let window = recipe.data.max_length.min(model.spec.max_positions);
+    let window = recipe.data.max_length.min(model.spec.decoded_positions());
     let room = recipe.rl.max_completion_length;
     let load = |rows: RowSet, screen: Option<&Screen>| {
         Prompts::load(

@@ -67,10 +67,12 @@ fn rope_matches_the_cpu() {
                 gpu.random((n, half), DType::F32, 3),
             );
             for direction in [rope::Direction::Forward, rope::Direction::Backward] {
-                let y = rope::apply(&x.gpu, &cos.gpu, &sin.gpu, e, direction).unwrap();
-                let want = rope::apply(&x.cpu, &cos.cpu, &sin.cpu, e, direction).unwrap();
-                assert_eq!(y.dtype(), dtype);
-                assert_close(&y, &want, tolerance);
+                for pairing in [rope::Pairing::Halves, rope::Pairing::Neighbors] {
+                    let y = rope::apply(&x.gpu, (&cos.gpu, &sin.gpu), e, pairing, direction).unwrap();
+                    let want = rope::apply(&x.cpu, (&cos.cpu, &sin.cpu), e, pairing, direction).unwrap();
+                    assert_eq!(y.dtype(), dtype);
+                    assert_close(&y, &want, tolerance);
+                }
             }
         }
     }

@@ -9,6 +9,7 @@ use ft::base::ledger::{Allocation, Ledger, MemoryKind};
 use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
+use ft::model::spec::{NormNames, QkNorm};
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
 use ft::source::{Resident, StoragePolicy};
@@ -49,16 +50,38 @@ impl GradSinkMemory for Drops {
     }
 }
 
-/// One layer; `rich`: norms everywhere, one matrix for q, k, v, shared key heads.
-fn spec(intermediate: usize, rich: bool) -> Spec {
+/// The options of a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Options {
+    Plain,
+    /// Norms everywhere, one matrix for q, k, v, shared key heads.
+    Rich,
+    /// Norms after each half, and over all heads together.
+    After,
+    /// Norms of rotated heads; a factor of what each half adds.
+    Scaled,
+}
+
+fn spec(intermediate: usize, options: Options) -> Spec {
+    let rich = options == Options::Rich;
     let mut spec = families::read(&shapes::config("shape:tiny").unwrap().unwrap()).unwrap();
     spec.layers.truncate(1);
     (spec.vocab, spec.hidden, spec.intermediate) = (16, HIDDEN, intermediate);
     (spec.heads, spec.kv_heads, spec.head_dim) = (4, if rich { 2 } else { 4 }, HIDDEN / 4);
-    (spec.sandwich_norms, spec.qk_norm, spec.fused_projections) = (rich, rich, rich);
+    (spec.fused_qkv, spec.fused_gate_up) = (rich, rich);
+    (spec.norms, spec.qk_norm) = match options {
+        Options::Plain => (NormNames::BEFORE, None),
+        Options::Rich => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
+        Options::After => (NormNames::AFTER, Some(QkNorm::WHOLE)),
+        Options::Scaled => (NormNames::BEFORE, Some(QkNorm::ROTATED)),
+    };
+    if options == Options::Scaled {
+        spec.residual_scale = 0.5;
+    }
     spec.ropes = vec![Rope {
         inv_freq: vec![0.5; HIDDEN / 8],
         attention_factor: 1.0,
+        ..Rope::default()
     }];
     spec
 }
@@ -144,14 +167,14 @@ fn a_layer_allocates_what_is_stated_beside_it() {
     let mut wrong = Vec::new();
     // With a narrow MLP the peak is in the attention half.
     for intermediate in [32, 512] {
-        for rich in [false, true] {
+        for options in [Options::Plain, Options::Rich, Options::After, Options::Scaled] {
             for mlp_tokens in [None, Some(200)] {
-                let found = pool.install(|| compare(&spec(intermediate, rich), mlp_tokens));
+                let found = pool.install(|| compare(&spec(intermediate, options), mlp_tokens));
                 let tensors =
                     found.map(|(measured, stated)| (measured as f64 / one as f64, stated as f64 / one as f64));
-                println!("I {intermediate}, rich {rich}, {mlp_tokens:?}: {tensors:.2?} tensors of [N, D]");
+                println!("I {intermediate}, {options:?}, {mlp_tokens:?}: {tensors:.2?} tensors of [N, D]");
                 if found.iter().any(|(m, s)| (*m as i64 - *s as i64).abs() > one / 2) {
-                    wrong.push(format!("I {intermediate}, rich {rich}, {mlp_tokens:?}: {tensors:.2?}"));
+                    wrong.push(format!("I {intermediate}, {options:?}, {mlp_tokens:?}: {tensors:.2?}"));
                 }
             }
         }

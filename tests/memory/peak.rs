@@ -8,12 +8,13 @@ use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients, StepStrategy};
 use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
-use ft::model::spec::{LayerSpec, Spec};
+use ft::model::spec::{LayerSpec, NormNames, QkNorm, Spec};
 use ft::model::{Adapters, TrainableNetwork};
 use ft::ops::CpuBackend;
 use ft::ops::cross_entropy::PIECE;
 use ft::ops::glu::Activation;
 use ft::ops::prepacked::Orders;
+use ft::ops::rope::Pairing;
 use ft::optim::Optimizer;
 use ft::peft::{Adapter, Cost, Lora, Mask, lora};
 use ft::plan::{self, Inputs};
@@ -116,6 +117,7 @@ const SHAPES: [Shape; 5] = [
 fn spec(s: &Shape) -> Spec {
     let head_dim = s.hidden / s.heads;
     Spec {
+        multimodal: false,
         warnings: Vec::new(),
         model_type: "test".into(),
         vocab: s.vocab,
@@ -126,22 +128,27 @@ fn spec(s: &Shape) -> Spec {
         head_dim,
         norm_eps: 1e-6,
         norm_plus_one: false,
-        sandwich_norms: s.rich,
-        qk_norm: s.rich,
+        norms: if s.rich { NormNames::SANDWICH } else { NormNames::BEFORE },
+        qk_norm: s.rich.then_some(QkNorm::HEADS),
         qkv_bias: false,
         o_bias: false,
         mlp_bias: false,
-        fused_projections: s.rich,
+        fused_qkv: s.rich,
+        fused_gate_up: s.rich,
         activation: Activation::Silu,
         attention_scale: 1.0 / (head_dim as f32).sqrt(),
         attention_softcap: None,
         logit_softcap: None,
+        logit_scale: 1.0,
         embedding_scale: 1.0,
+        residual_scale: 1.0,
+        pairing: Pairing::Halves,
         tied: s.rich,
-        layers: vec![LayerSpec { window: None, rope: 0 }; s.layers],
+        layers: vec![LayerSpec::default(); s.layers],
         ropes: vec![Rope {
             inv_freq: (0..head_dim / 2).map(|i| 0.5f32.powi(i as i32)).collect(),
             attention_factor: 1.0,
+            ..Rope::default()
         }],
         max_positions: 4096,
         initializer_range: 0.02,

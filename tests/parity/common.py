@@ -143,7 +143,7 @@ def randomize(model, seed, matrix=0.15, attention=0.3, embedding=0.4, norm=0.1, 
             elif name.endswith(".bias"):
                 parameter.copy_(noise * bias)
             elif "embed" in name:
-                parameter.copy_(noise * (embedding / model.config.hidden_size**0.5 if gemma else embedding))
+                parameter.copy_(noise * (embedding / model.config.get_text_config().hidden_size**0.5 if gemma else embedding))
             elif "lm_head" in name or "q_proj" in name or "k_proj" in name or "qkv_proj" in name:
                 parameter.copy_(noise * attention)
             else:

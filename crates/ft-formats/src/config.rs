@@ -63,6 +63,24 @@ impl Config {
         }
     }
 
+    /// Of a multimodal model: the keys of its language model (`text_config`), and those of the whole model that the
+    /// language model lacks. Old files have all keys at the top.
+    pub fn language_model(&self) -> Option<Config> {
+        let inner = self.get("text_config").and_then(Value::as_object);
+        if inner.is_none() && self.get("vision_config").is_none() {
+            return None;
+        }
+        let mut raw = self.raw.clone();
+        raw.retain(|key, _| !key.ends_with("_config") || key == "quantization_config");
+        // The type of the whole model is not that of its language model.
+        raw.remove("model_type");
+        raw.extend(inner.cloned().unwrap_or_default());
+        Some(Config {
+            raw,
+            path: self.path.clone(),
+        })
+    }
+
     /// `model_type`: the family of the model.
     pub fn model_type(&self) -> Result<&str> {
         self.str("model_type")

@@ -11,7 +11,7 @@ use std::path::Path;
 /// Errors: a size that differs from that of the weights.
 pub(super) fn check(config: &Config, dir: &Path) -> Result<()> {
     match Weights::open(dir) {
-        Ok(weights) => compare(config, &weights),
+        Ok(weights) => compare(config.language_model().as_ref().unwrap_or(config), &weights),
         Err(_) => Ok(()),
     }
 }
@@ -58,7 +58,10 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
     if let Some((name, rows, _)) = matrix(in_first("mlp.gate_up_proj")) {
         same("intermediate_size", number("intermediate_size"), &name, rows / 2)?;
     }
-    if let Some((name, size)) = in_first("self_attn.q_norm").and_then(|(n, s)| Some((n, *s.first()?))) {
+    // The norm of q is over one head, or over all heads together.
+    let query_rows = matrix(in_first("self_attn.q_proj")).map(|(_, rows, _)| rows);
+    let query_norm = in_first("self_attn.q_norm").and_then(|(n, s)| Some((n, *s.first()?)));
+    if let Some((name, size)) = query_norm.filter(|(_, size)| query_rows != Some(*size)) {
         same("head_dim", number("head_dim"), &name, size)?;
     }
     // Number of heads times head size; without an explicit head size, the family defines it.

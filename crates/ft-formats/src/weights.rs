@@ -86,6 +86,23 @@ fn decode<T: Number>(dtype: StoredDtype, raw: &[u8], out: &mut [T]) {
     }
 }
 
+/// Prefixes of the language model and of its head in a multimodal checkpoint, of transformers 5 and of transformers 4.
+const LANGUAGE_MODEL: [[&str; 2]; 2] = [
+    ["model.language_model.", "lm_head."],
+    ["language_model.model.", "language_model.lm_head."],
+];
+/// The same prefixes in a text-only checkpoint.
+const TEXT_ONLY: [&str; 2] = ["model.", "lm_head."];
+/// Prefixes of the other parts of a multimodal checkpoint.
+const OTHER_PARTS: [&str; 6] = [
+    "visual.",
+    "model.visual.",
+    "vision_tower.",
+    "model.vision_tower.",
+    "multi_modal_projector.",
+    "model.multi_modal_projector.",
+];
+
 /// All tensors of one or several safetensors files.
 #[derive(Debug)]
 pub struct Weights {
@@ -96,6 +113,10 @@ pub struct Weights {
     metadata: HashMap<String, String>,
     /// By the stored name of the tensor.
     patches: BTreeMap<String, Patch>,
+    /// The prefixes of `TEXT_ONLY` in these files.
+    prefixes: [&'static str; 2],
+    /// Tensors of a multimodal checkpoint outside its language model.
+    other_parts: Vec<TensorInfo>,
 }
 
 impl Weights {
@@ -109,6 +130,47 @@ impl Weights {
         if let Some(map) = shards.map {
             out.agrees_with(&map, &dir.join(index::INDEX))?;
         }
+        Ok(out.language_model())
+    }
+
+    /// Gives the tensors of a multimodal checkpoint the names of a text-only one; `TensorInfo::name` stays the stored
+    /// name. Sets the tensors of other parts aside.
+    fn language_model(mut self) -> Self {
+        let is_other = |name: &str| OTHER_PARTS.iter().any(|prefix| name.starts_with(prefix));
+        let all = std::mem::take(&mut self.tensors);
+        let wrapped = |[prefix, _]: &[&str; 2]| all.keys().any(|name| name.starts_with(prefix));
+        self.prefixes = LANGUAGE_MODEL.into_iter().find(wrapped).unwrap_or(TEXT_ONLY);
+        for (name, info) in all {
+            if is_other(&name) {
+                self.other_parts.push(info);
+                continue;
+            }
+            let mut pairs = self.prefixes.iter().zip(TEXT_ONLY);
+            let renamed = pairs.find_map(|(prefix, text)| Some(format!("{text}{}", name.strip_prefix(prefix)?)));
+            self.tensors.insert(renamed.unwrap_or(name), info);
+        }
+        self
+    }
+
+    /// The name in these files of a tensor with this name in a text-only checkpoint.
+    pub fn stored_name(&self, name: &str) -> String {
+        let mut pairs = self.prefixes.iter().zip(TEXT_ONLY);
+        let stored = pairs.find_map(|(prefix, text)| Some(format!("{prefix}{}", name.strip_prefix(text)?)));
+        stored.unwrap_or_else(|| name.to_string())
+    }
+
+    /// The tensors of a multimodal checkpoint outside its language model.
+    pub fn other_parts(&self) -> &[TensorInfo] {
+        &self.other_parts
+    }
+
+    /// The stored bytes of one of `other_parts`.
+    ///
+    /// # Errors
+    /// A failed read (`Io`).
+    pub fn read_other(&self, info: &TensorInfo) -> Result<Vec<u8>> {
+        let mut out = Vec::with_capacity(info.bytes as usize);
+        self.pieces(info, |piece| out.extend_from_slice(piece))?;
         Ok(out)
     }
 
@@ -161,6 +223,8 @@ impl Weights {
             tensors,
             metadata,
             patches: BTreeMap::new(),
+            prefixes: TEXT_ONLY,
+            other_parts: Vec::new(),
         })
     }
 
@@ -284,10 +348,7 @@ impl Weights {
     /// # Errors
     /// No such tensor (`Format`); a failed read (`Io`).
     pub fn read_bytes(&self, name: &str) -> Result<Vec<u8>> {
-        let info = self.must(name)?;
-        let mut out = Vec::with_capacity(info.bytes as usize);
-        self.pieces(info, |piece| out.extend_from_slice(piece))?;
-        Ok(out)
+        self.read_other(self.must(name)?)
     }
 
     fn read_whole<T: Number>(&self, name: &str) -> Result<Vec<T>> {

@@ -1,9 +1,9 @@
-// Rotary positions, paired as in Hugging Face: element i of a head turns with element i + half; elements from 2 half on
-// pass through. x and y [tokens, width] are heads of `head` elements; cos and sin [tokens, half] f32. `sign` -1 is the
+// Rotary positions: element i of a head turns with element i + half, or (NEIGHBORS) element 2i with 2i + 1; elements from
+// 2 half on pass through. x and y [tokens, width] are heads of `head` elements; cos and sin [tokens, half] f32. `sign` -1 is the
 // transpose. One block for each token.
 #include "common.cuh"
 
-template <typename T, int V>
+template <typename T, int V, bool NEIGHBORS>
 __device__ __forceinline__ void turn(
     const T* x, const float* cos, const float* sin, float sign, int width, int head, int half, T* y) {
     const i64 token = blockIdx.x;
@@ -15,18 +15,19 @@ __device__ __forceinline__ void turn(
     for (int work = threadIdx.x; work < heads * parts; work += blockDim.x) {
         const int h = work / parts, i = (work - h * parts) * V;
         float a[V], b[V], c[V], s[V];
-        load<V>(x + h * head + i, a);
-        load<V>(x + h * head + half + i, b);
+        const int first = h * head + (NEIGHBORS ? 2 * i : i), second = first + (NEIGHBORS ? 1 : half);
+        load<V>(x + first, a);
+        load<V>(x + second, b);
         load<V>(cos + i, c);
         load<V>(sin + i, s);
 #pragma unroll
         for (int j = 0; j < V; j++) {
-            const float turned = s[j] * sign, first = a[j];
-            a[j] = first * c[j] - b[j] * turned;
-            b[j] = b[j] * c[j] + first * turned;
+            const float turned = s[j] * sign, before = a[j];
+            a[j] = before * c[j] - b[j] * turned;
+            b[j] = b[j] * c[j] + before * turned;
         }
-        store<V>(y + h * head + i, a);
-        store<V>(y + h * head + half + i, b);
+        store<V>(y + first, a);
+        store<V>(y + second, b);
     }
     const int rest = head - 2 * half;
     for (int work = threadIdx.x; work < heads * rest; work += blockDim.x) {
@@ -35,13 +36,15 @@ __device__ __forceinline__ void turn(
     }
 }
 
-#define ROPE(NAME, T, V)                                                                                         \
-    extern "C" __global__ void NAME(                                                                             \
+#define ROPE(NAME, T, V, NEIGHBORS)                                                                        \
+    extern "C" __global__ void NAME(                                                                       \
         const T* x, const float* cos, const float* sin, float sign, int width, int head, int half, T* y) { \
-        turn<T, V>(x, cos, sin, sign, width, head, half, y);                                                     \
+        turn<T, V, NEIGHBORS>(x, cos, sin, sign, width, head, half, y);                                    \
     }
 
-ROPE(rope_f32_packed, float, 4)
-ROPE(rope_f32_single, float, 1)
-ROPE(rope_bf16_packed, bf16, 8)
-ROPE(rope_bf16_single, bf16, 1)
+ROPE(rope_f32_packed, float, 4, false)
+ROPE(rope_f32_single, float, 1, false)
+ROPE(rope_f32_neighbors, float, 1, true)
+ROPE(rope_bf16_packed, bf16, 8, false)
+ROPE(rope_bf16_single, bf16, 1, false)
+ROPE(rope_bf16_neighbors, bf16, 1, true)

@@ -163,7 +163,7 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
         max_length: recipe.data.max_length,
         embedding_rows: described.spec.vocab,
     };
-    let window = recipe.data.max_length.min(described.spec.max_positions);
+    let window = recipe.data.max_length.min(described.spec.decoded_positions());
     let longest = request.max_new_tokens.min(window / 2).max(1);
     let column = &recipe.rl.answer_column;
     let sources = sources(recipe, rows_of(recipe, request))?;

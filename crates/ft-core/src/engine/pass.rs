@@ -8,7 +8,7 @@ use crate::model::spec::EMBEDDING;
 use crate::model::{Context, GradSink, Gradient, Layer, Need, Network, Objective, TokenRows};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::{Arriving, Copier, Offloaded};
-use crate::ops::{embedding, rms_norm, update};
+use crate::ops::{embedding, update};
 use crate::peft::Dropout;
 use crate::source::Group;
 use candle_core::{DType, Tensor};
@@ -288,15 +288,7 @@ impl<'a> Pass<'a> {
             }
         }
         let Some(dh) = out.dh.take() else { return Ok(()) };
-        let spec = &network.spec;
-        let (mut dx, dw) = rms_norm::backward(
-            &x,
-            &norm.tensor,
-            &dh,
-            spec.norm_eps,
-            spec.norm_plus_one,
-            sink.wants(&norm.name),
-        )?;
+        let (mut dx, dw) = network.normalize_backward(&norm, &x, &dh, sink.wants(&norm.name))?;
         if let Some(dw) = dw {
             sink.take(&norm, dw)?;
         }

@@ -274,6 +274,7 @@ impl Session {
 
 fn check(network: &Network, requests: &[Request]) -> Result<()> {
     let spec = &network.spec;
+    let most = spec.decoded_positions();
     for (row, Request { prompt, .. }) in requests.iter().enumerate() {
         let place = format!("prompt {}", row + 1);
         if prompt.is_empty() {
@@ -281,12 +282,12 @@ fn check(network: &Network, requests: &[Request]) -> Result<()> {
                 .at(place)
                 .hint("give it some text to continue"));
         }
-        if prompt.len() > spec.max_positions {
+        if prompt.len() > most {
             return Err(
                 Error::argument("the prompt is longer than the context length of the model")
                     .at(place)
                     .found(format!("{} tokens", prompt.len()))
-                    .expected(format!("at most {}", spec.max_positions)),
+                    .expected(format!("at most {most}")),
             );
         }
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= spec.vocab) {

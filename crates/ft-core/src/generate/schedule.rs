@@ -191,7 +191,7 @@ impl<'a> Schedule<'a> {
             .prompt
             .len()
             .saturating_add(self.settings.max_new_tokens);
-        whole.min(self.policy.network.spec.max_positions) - shared
+        whole.min(self.policy.network.spec.decoded_positions()) - shared
     }
 
     fn is_out(&self, node: usize) -> bool {
@@ -350,7 +350,7 @@ impl<'a> Schedule<'a> {
                 leaving[r] = true;
                 continue;
             }
-            leaving[r] = answer.ids.len() >= self.settings.max_new_tokens || length >= spec.max_positions;
+            leaving[r] = answer.ids.len() >= self.settings.max_new_tokens || length >= spec.decoded_positions();
             on_token(request, drawn.id)?;
             self.rows[r].last = Some(drawn.id);
         }

@@ -7,9 +7,10 @@ use crate::base::Error;
 use crate::data::{Batch, Example};
 use crate::model::Network;
 use crate::model::rope::Rope;
-use crate::model::spec::{LayerSpec, Spec};
+use crate::model::spec::{LayerSpec, NormNames, QkNorm, Spec};
 use crate::ops::Dtype;
 use crate::ops::glu::Activation;
+use crate::ops::rope::Pairing;
 use crate::source::Resident;
 use candle_core::{DType, Device};
 use std::sync::Arc;
@@ -20,6 +21,7 @@ pub(super) const VOCAB: usize = 61;
 /// layer with a window shorter than the prompts.
 pub(super) fn spec() -> Spec {
     Spec {
+        multimodal: false,
         warnings: Vec::new(),
         model_type: "test".into(),
         vocab: VOCAB,
@@ -30,24 +32,32 @@ pub(super) fn spec() -> Spec {
         head_dim: 8,
         norm_eps: 1e-6,
         norm_plus_one: false,
-        sandwich_norms: false,
-        qk_norm: true,
+        norms: NormNames::BEFORE,
+        qk_norm: Some(QkNorm::HEADS),
         qkv_bias: true,
         o_bias: false,
         mlp_bias: false,
-        fused_projections: false,
+        fused_qkv: false,
+        fused_gate_up: false,
         activation: Activation::Silu,
         attention_scale: 0.4,
         attention_softcap: Some(5.0),
         logit_softcap: Some(8.0),
+        logit_scale: 1.0,
         embedding_scale: 1.0,
+        residual_scale: 1.0,
+        pairing: Pairing::Halves,
         tied: true,
         layers: [None, Some(4), None]
-            .map(|window| LayerSpec { window, rope: 0 })
+            .map(|window| LayerSpec {
+                window,
+                ..LayerSpec::default()
+            })
             .to_vec(),
         ropes: vec![Rope {
             inv_freq: vec![1.0, 0.3, 0.1, 0.03],
             attention_factor: 1.0,
+            ..Rope::default()
         }],
         max_positions: 128,
         initializer_range: 0.3,

@@ -296,6 +296,9 @@ fn computes(s: &Spec) -> String {
         s.embedding_scale,
         s.tied,
     );
+    if (s.logit_scale, s.residual_scale) != (1.0, 1.0) {
+        out.push_str(&format!(" logits {:?} residual {:?}", s.logit_scale, s.residual_scale));
+    }
     for layer in &s.layers {
         out.push_str(&format!(" layer {:?} {}", layer.window, layer.rope));
     }

@@ -45,8 +45,11 @@ const TOKENIZER: [&str; 10] = [
 ];
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// Files copied with the weights: sampling settings and license.
-const BESIDE: [&str; 7] = [
+/// Files copied with the weights: settings of images and of sampling, license.
+const BESIDE: [&str; 10] = [
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "generation_config.json",
     "LICENSE",
     "LICENSE.txt",

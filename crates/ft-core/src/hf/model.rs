@@ -3,8 +3,8 @@
 use super::{BESIDE, TOKENIZER, copy_beside, set_chat_template};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
-use crate::formats::StoredDtype;
 use crate::formats::writer::{self, TensorPlan, Values};
+use crate::formats::{StoredDtype, Weights};
 use crate::model::spec::LM_HEAD;
 use crate::ops::Dtype;
 use crate::source::ParamInfo;
@@ -87,7 +87,10 @@ impl Directory<'_> {
     pub fn write(&self, fill: &mut TensorFill) -> Result<PathBuf> {
         let staging = Staging::create(self.out)?;
         let dir = staging.path();
-        writer::write_model(dir, self.tensors, self.shard_bytes, fill)?;
+        match self.multimodal_base()? {
+            None => writer::write_model(dir, self.tensors, self.shard_bytes, fill)?,
+            Some(base) => self.write_multimodal(dir, &base, fill)?,
+        };
         let path = dir.join("config.json");
         let text = serde_json::to_string_pretty(self.config)
             .map_err(|e| Error::new("cannot write the config").at_path(&path).cause(e))?;
@@ -98,6 +101,38 @@ impl Directory<'_> {
             set_chat_template(dir, text)?;
         }
         staging.commit()
+    }
+}
+
+impl Directory<'_> {
+    /// The weights of the base model, if it is multimodal.
+    fn multimodal_base(&self) -> Result<Option<Weights>> {
+        let wrapped = ["text_config", "vision_config"]
+            .iter()
+            .any(|key| self.config.contains_key(*key));
+        wrapped.then(|| Weights::open(self.base_dir)).transpose()
+    }
+
+    /// Writes the language model under the names of the base model, and its other parts unchanged.
+    fn write_multimodal(&self, dir: &Path, base: &Weights, fill: &mut TensorFill) -> Result<Vec<PathBuf>> {
+        let renamed = self.tensors.iter().map(|plan| TensorPlan {
+            name: base.stored_name(&plan.name),
+            ..plan.clone()
+        });
+        let others = base.other_parts().iter().map(|info| TensorPlan {
+            name: info.name.clone(),
+            dtype: info.dtype,
+            shape: info.shape.clone(),
+        });
+        let all: Vec<TensorPlan> = renamed.chain(others).collect();
+        let (mut own, mut others) = (self.tensors.iter(), base.other_parts().iter());
+        writer::write_model(dir, &all, self.shard_bytes, |plan, sink| match own.next() {
+            Some(own) => fill(own, sink),
+            None => match others.next() {
+                Some(info) => sink(Values::Raw(&base.read_other(info)?)),
+                None => Err(Error::not_found("no such tensor").at(&plan.name)),
+            },
+        })
     }
 }
 

@@ -1,11 +1,11 @@
 //! The decoder block: attention half and MLP half, each with a forward and an explicit backward pass.
 //!
 //! ```text
-//! x1 = x  + [norm] o_proj(attention(rope([norm] q), rope([norm] k), v))    with q, k, v from norm(x)
-//! x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))               with h = norm(x1)
+//! x1 = x  + [norm] o_proj(attention([norm] rope([norm] q), [norm] rope([norm] k), v))    with q, k, v from [norm] x
+//! x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))                             with h = [norm] x1
 //! ```
 //!
-//! Norms in brackets exist in some families only.
+//! Norms in brackets exist in some families only; Granite multiplies what is added to x and x1 by a constant.
 
 pub mod memory;
 
@@ -13,8 +13,8 @@ use super::contracts::{Context, GradSink, KvStore, Layer, Param};
 use super::linear::Linear;
 use super::mlp::SavedPieces;
 use super::projections::{Projections, SavedLow, add_residual};
-use super::spec::Spec;
-use crate::base::Result;
+use super::spec::{LayerSpec, Spec};
+use crate::base::{Error, Result};
 use crate::ops::rope::Direction;
 use crate::ops::{attention, rms_norm, rope, update};
 use crate::source::GroupWeights;
@@ -41,12 +41,12 @@ pub struct Block {
     pub mlp_in: Projections,
     /// The output projection of the MLP.
     pub down_proj: Projections,
-    /// The norm before the attention.
-    pub input_norm: Param,
+    /// The norm before the attention, if the family has it.
+    pub input_norm: Option<Param>,
     /// The norm after the attention, if the family has it.
     pub attention_post_norm: Option<Param>,
-    /// The norm before the MLP.
-    pub mlp_norm: Param,
+    /// The norm before the MLP, if the family has it.
+    pub mlp_norm: Option<Param>,
     /// The norm after the MLP, if the family has it.
     pub mlp_post_norm: Option<Param>,
 }
@@ -100,6 +100,10 @@ impl Block {
         Ok(dx)
     }
 
+    fn norm_follows_rope(&self) -> bool {
+        self.spec.qk_norm.is_some_and(|norm| norm.after_rope)
+    }
+
     fn attention_spec(&self) -> attention::Spec {
         attention::Spec {
             heads: self.spec.heads,
@@ -112,9 +116,44 @@ impl Block {
         }
     }
 
-    fn rotate(&self, x: &Tensor, ctx: &Context, direction: Direction) -> Result<Tensor> {
-        let (cos, sin) = &ctx.ropes[self.spec.layers[self.index].rope];
-        rope::apply(x, cos, sin, self.spec.head_dim, direction)
+    /// Rotates q and k.
+    fn rotate(&self, q: &Tensor, k: &Tensor, ctx: &Context, direction: Direction) -> Result<(Tensor, Tensor)> {
+        let LayerSpec { rope, query_rope, .. } = self.spec.layers[self.index];
+        let turn = |x: &Tensor, rope: usize| {
+            let (cos, sin) = &ctx.ropes[rope];
+            rope::apply(x, (cos, sin), self.spec.head_dim, self.spec.pairing, direction)
+        };
+        Ok((turn(q, query_rope.unwrap_or(rope))?, turn(k, rope)?))
+    }
+
+    /// The input of a half after its norm, if it has one.
+    pub(super) fn normed(&self, w: &Option<Param>, x: &Tensor) -> Result<Tensor> {
+        match w {
+            Some(w) => self.norm(w, x),
+            None => Ok(x.clone()),
+        }
+    }
+
+    /// Backward of `normed`.
+    pub(super) fn normed_backward(
+        &self,
+        w: &Option<Param>,
+        x: &Tensor,
+        dy: Tensor,
+        sink: &mut dyn GradSink,
+    ) -> Result<Tensor> {
+        match w {
+            Some(w) => self.norm_backward(w, x, &dy, sink),
+            None => Ok(dy),
+        }
+    }
+
+    /// The gradient of the output of a half, before its factor.
+    pub(super) fn scaled_gradient(&self, dy: &Tensor) -> Result<Tensor> {
+        match self.spec.residual_scale {
+            1.0 => Ok(dy.clone()),
+            scale => Ok((dy * f64::from(scale))?),
+        }
     }
 
     /// The attention half: `[N, D]` to `[N, D]`, and the activations to save.
@@ -124,19 +163,26 @@ impl Block {
         ctx: &Context,
         cache: Option<&mut dyn KvStore>,
     ) -> Result<(Tensor, SavedAttention)> {
-        let h = self.norm(&self.input_norm, x)?;
+        let h = self.normed(&self.input_norm, x)?;
         let (qkv, low_in) = self.attention_in.forward(&h, ctx)?;
         let mut qkv = qkv.into_iter();
         let (Some(q), Some(k), Some(v)) = (qkv.next(), qkv.next(), qkv.next()) else {
-            return Err(crate::base::Error::internal("attention needs three projections"));
+            return Err(Error::internal("attention needs three projections"));
         };
         drop(h);
-        let (q, k, raw) = match (&self.q_norm, &self.k_norm) {
-            (Some(qn), Some(kn)) => (self.norm(qn, &q)?, self.norm(kn, &k)?, Some((q, k))),
-            _ => (q, k, None),
+        let both = |q: Tensor, k: Tensor| match (&self.q_norm, &self.k_norm) {
+            (Some(qn), Some(kn)) => Ok::<_, Error>((self.norm(qn, &q)?, self.norm(kn, &k)?, Some((q, k)))),
+            _ => Ok((q, k, None)),
         };
-        let q = self.rotate(&q, ctx, Direction::Forward)?;
-        let k = self.rotate(&k, ctx, Direction::Forward)?;
+        let (q, k, raw) = if self.norm_follows_rope() {
+            let rotated = self.rotate(&q, &k, ctx, Direction::Forward)?;
+            drop((q, k));
+            both(rotated.0, rotated.1)?
+        } else {
+            let (q, k, raw) = both(q, k)?;
+            let (q, k) = self.rotate(&q, &k, ctx, Direction::Forward)?;
+            (q, k, raw)
+        };
         let spec = self.attention_spec();
         let (o, lse) = match cache {
             None => attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?,
@@ -145,7 +191,7 @@ impl Block {
         let (y, low_out) = self.o_proj.forward_one(&o, ctx)?;
         let (x1, y) = match &self.attention_post_norm {
             Some(norm) => (update::add(x, &self.norm(norm, &y)?)?, Some(y)),
-            None => (add_residual(y, x, &low_out)?, None),
+            None => (add_residual(y, x, &low_out, self.spec.residual_scale)?, None),
         };
         Ok((
             x1,
@@ -170,7 +216,7 @@ impl Block {
 
     fn attention_wanted(&self, sink: &dyn GradSink) -> bool {
         let norms = [
-            Some(&self.input_norm),
+            self.input_norm.as_ref(),
             self.q_norm.as_ref(),
             self.k_norm.as_ref(),
             self.attention_post_norm.as_ref(),
@@ -199,7 +245,7 @@ impl Block {
             y,
             low: [low_in, low_out],
         } = saved;
-        let need_dh = need_dx || sink.wants(&self.input_norm.name);
+        let need_dh = need_dx || self.input_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
         let qk_wanted = [&self.q_norm, &self.k_norm]
             .into_iter()
             .flatten()
@@ -207,24 +253,33 @@ impl Block {
         let need_do = need_dh || qk_wanted || self.attention_in.wanted(sink);
         let d_out = match (&self.attention_post_norm, &y) {
             (Some(norm), Some(y)) => self.norm_backward(norm, y, &dx1, sink)?,
-            _ => dx1.clone(),
+            _ => self.scaled_gradient(&dx1)?,
         };
         drop(y);
         let d_o = self
             .o_proj
             .backward(Some(&o), low_out, vec![d_out], ctx, need_do, sink)?;
         let Some(d_o) = d_o else { return Ok(None) };
-        let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
+        let (mut dq, mut dk, dv) =
+            attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
         drop((q, k, v, o, lse, d_o));
-        let mut dq = self.rotate(&dq, ctx, Direction::Backward)?;
-        let mut dk = self.rotate(&dk, ctx, Direction::Backward)?;
-        if let (Some((raw_q, raw_k)), Some(qn), Some(kn)) = (&raw, &self.q_norm, &self.k_norm) {
-            dq = self.norm_backward(qn, raw_q, &dq, sink)?;
-            dk = self.norm_backward(kn, raw_k, &dk, sink)?;
+        let mut unnorm = |dq: &mut Tensor, dk: &mut Tensor| -> Result<()> {
+            if let (Some((raw_q, raw_k)), Some(qn), Some(kn)) = (&raw, &self.q_norm, &self.k_norm) {
+                *dq = self.norm_backward(qn, raw_q, dq, sink)?;
+                *dk = self.norm_backward(kn, raw_k, dk, sink)?;
+            }
+            Ok(())
+        };
+        if self.norm_follows_rope() {
+            unnorm(&mut dq, &mut dk)?;
+            (dq, dk) = self.rotate(&dq, &dk, ctx, Direction::Backward)?;
+        } else {
+            (dq, dk) = self.rotate(&dq, &dk, ctx, Direction::Backward)?;
+            unnorm(&mut dq, &mut dk)?;
         }
         drop(raw);
         let h = if self.attention_in.wanted(sink) {
-            Some(self.norm(&self.input_norm, x)?)
+            Some(self.normed(&self.input_norm, x)?)
         } else {
             None
         };
@@ -233,7 +288,7 @@ impl Block {
             .backward(h.as_ref(), low_in, vec![dq, dk, dv], ctx, need_dh, sink)?;
         drop(h);
         let Some(dh) = dh else { return Ok(None) };
-        let dx = self.norm_backward(&self.input_norm, x, &dh, sink)?;
+        let dx = self.normed_backward(&self.input_norm, x, dh, sink)?;
         update::add_assign(&dx, &dx1)?;
         Ok(need_dx.then_some(dx))
     }

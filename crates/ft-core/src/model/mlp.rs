@@ -1,4 +1,4 @@
-//! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with h = norm(x1).
+//! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with h = [norm] x1.
 //!
 //! The MLP handles tokens independently, so it can process them in pieces: of the wide tensors `[N, I]` (gate, up,
 //! their product, its gradient) only one piece exists at a time. Outputs and input gradients are bit-equal.
@@ -61,7 +61,7 @@ impl Block {
     }
 
     fn mlp_piece(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<SavedPiece>)> {
-        let h = self.norm(&self.mlp_norm, x1)?;
+        let h = self.normed(&self.mlp_norm, x1)?;
         let (parts, low_in) = self.mlp_in.forward(&h, ctx)?;
         drop(h);
         let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
@@ -74,7 +74,7 @@ impl Block {
                 update::add_assign(&y, x1)?;
                 (y, None)
             }
-            None => (add_residual(y, x1, &low_out)?, low_out),
+            None => (add_residual(y, x1, &low_out, self.spec.residual_scale)?, low_out),
         };
         let piece = |(parts, low_in)| SavedPiece {
             parts,
@@ -94,7 +94,7 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
-        let dh = need_dx || sink.wants(&self.mlp_norm.name);
+        let dh = need_dx || self.mlp_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
         let needs = Needs {
             inputs: self.mlp_in.wanted(sink),
             down: self.down_proj.wanted(sink),
@@ -122,7 +122,7 @@ impl Block {
             dh
         };
         let Some(dh) = dh else { return Ok(None) };
-        let dx = self.norm_backward(&self.mlp_norm, x1, &dh, sink)?;
+        let dx = self.normed_backward(&self.mlp_norm, x1, dh, sink)?;
         update::add_assign(&dx, &dy)?;
         Ok(need_dx.then_some(dx))
     }
@@ -138,7 +138,7 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let h = if needs.inputs || saved.is_none() {
-            Some(self.norm(&self.mlp_norm, x1)?)
+            Some(self.normed(&self.mlp_norm, x1)?)
         } else {
             None
         };
@@ -161,7 +161,7 @@ impl Block {
                 let (y, low_out) = self.down_proj.forward_one(m, ctx)?;
                 (self.norm_backward(norm, &y, dy, sink)?, low_out)
             }
-            _ => (dy.clone(), low_out),
+            _ => (self.scaled_gradient(dy)?, low_out),
         };
         let dm = self
             .down_proj

@@ -10,7 +10,7 @@ use super::rope::RopeTables;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
-use crate::ops::{embedding, rms_norm};
+use crate::ops::{embedding, rms_norm, update};
 use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, TrainableStore, WeightSource};
 use candle_core::{Device, Tensor};
@@ -116,7 +116,9 @@ impl Network {
     ) -> Result<Context<'a>> {
         Ok(Context {
             documents,
-            ropes: self.rope_tables.gather(&self.spec.ropes, positions, &self.device)?,
+            ropes: self
+                .rope_tables
+                .gather(&self.spec.ropes, positions, documents, &self.device)?,
             dropout,
             observer: None,
             mlp_tokens: self.mlp_tokens,
@@ -142,10 +144,35 @@ impl Network {
         param(&*self.source.fetch(Group::Head)?, FINAL_NORM)
     }
 
+    /// The weight of the final norm times the factor of the logits: the head is linear, so the factor can be applied to
+    /// its input.
+    fn final_scale(&self, norm: &Param) -> Result<Tensor> {
+        match self.spec.logit_scale {
+            1.0 => Ok(norm.tensor.clone()),
+            scale => Ok((&norm.tensor * f64::from(scale))?),
+        }
+    }
+
     /// Hidden states after the final norm, `[N, D]`.
     pub fn normalize(&self, x: &Tensor) -> Result<Tensor> {
-        let w = self.final_norm()?;
-        rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
+        let w = self.final_scale(&self.final_norm()?)?;
+        rms_norm::forward(x, &w, self.spec.norm_eps, self.spec.norm_plus_one)
+    }
+
+    /// Backward of `normalize`: `∂x`, and `∂w` f32 `[D]` if `need_dw`.
+    pub fn normalize_backward(
+        &self,
+        norm: &Param,
+        x: &Tensor,
+        dh: &Tensor,
+        need_dw: bool,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let (w, spec) = (self.final_scale(norm)?, &self.spec);
+        let (dx, dw) = rms_norm::backward(x, &w, dh, spec.norm_eps, spec.norm_plus_one, need_dw)?;
+        if let (Some(dw), true) = (&dw, spec.logit_scale != 1.0) {
+            update::scale_assign(dw, spec.logit_scale)?;
+        }
+        Ok((dx, dw))
     }
 
     /// The output projection; that of a tied model is the embedding.
@@ -237,21 +264,20 @@ impl Network {
                 adapter,
             })
         };
-        let when = |present: bool, name: &str| if present { norm(name).map(Some) } else { Ok(None) };
+        let when = |name: Option<&str>| name.map(norm).transpose();
         let (q, kv, i) = (spec.query_width(), spec.kv_width(), spec.intermediate);
-        let mut attention_in = if spec.fused_projections {
+        let mut attention_in = if spec.fused_qkv {
             Projections::fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
         } else {
             let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
             Projections::separate(names.iter().map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
         };
-        let mut mlp_in = if spec.fused_projections {
+        let mut mlp_in = if spec.fused_gate_up {
             Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i])
         } else {
             let names = ["mlp.gate_proj", "mlp.up_proj"];
             Projections::separate(names.iter().map(|n| linear(n, spec.mlp_bias)).collect::<Result<_>>()?)
         };
-        let sandwich = spec.sandwich_norms;
         let mut o_proj = Projections::separate(vec![linear("self_attn.o_proj", spec.o_bias)?]);
         let mut down_proj = Projections::separate(vec![linear("mlp.down_proj", spec.mlp_bias)?]);
         let groups = [&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
@@ -265,18 +291,14 @@ impl Network {
             index,
             attention_in,
             o_proj,
-            q_norm: when(spec.qk_norm, "self_attn.q_norm")?,
-            k_norm: when(spec.qk_norm, "self_attn.k_norm")?,
+            q_norm: when(spec.qk_norm.map(|n| n.names[0]))?,
+            k_norm: when(spec.qk_norm.map(|n| n.names[1]))?,
             mlp_in,
             down_proj,
-            input_norm: norm("input_layernorm")?,
-            attention_post_norm: when(sandwich, "post_attention_layernorm")?,
-            mlp_norm: norm(if sandwich {
-                "pre_feedforward_layernorm"
-            } else {
-                "post_attention_layernorm"
-            })?,
-            mlp_post_norm: when(sandwich, "post_feedforward_layernorm")?,
+            input_norm: when(spec.norms.before_attention)?,
+            attention_post_norm: when(spec.norms.after_attention)?,
+            mlp_norm: when(spec.norms.before_mlp)?,
+            mlp_post_norm: when(spec.norms.after_mlp)?,
             spec: self.spec.clone(),
         })
     }

@@ -41,10 +41,14 @@ pub(super) struct Low {
 /// `Low`, if the pairs were computed together.
 pub(super) type SavedLow = Option<Low>;
 
-/// Adds the residual stream `x` to `y`, `[N, D]` each: in place, unless `y` is an output that was saved.
-pub(super) fn add_residual(y: Tensor, x: &Tensor, low: &SavedLow) -> Result<Tensor> {
-    if low.as_ref().is_some_and(|low| low.dora.iter().any(Option::is_some)) {
-        return update::add(&y, x);
+/// Computes x + `scale` · y, `[N, D]` each: in `y`, unless it is an output that was saved.
+pub(super) fn add_residual(y: Tensor, x: &Tensor, low: &SavedLow, scale: f32) -> Result<Tensor> {
+    let saved = low.as_ref().is_some_and(|low| low.dora.iter().any(Option::is_some));
+    match (saved, scale) {
+        (true, 1.0) => return update::add(&y, x),
+        (true, _) => return update::add(&(y * f64::from(scale))?, x),
+        (false, 1.0) => {}
+        (false, _) => update::scale_assign(&y, scale)?,
     }
     update::add_assign(&y, x)?;
     Ok(y)

@@ -1,5 +1,6 @@
 //! Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) with the scalings that checkpoints use:
-//! linear, YaRN (Peng et al. 2023, arXiv 2309.00071, section 3), Llama 3.
+//! linear, YaRN (Peng et al. 2023, arXiv 2309.00071, section 3), Llama 3, LongRoPE (Ding et al. 2024, arXiv 2402.13753),
+//! dynamic NTK up to the context length of the model.
 
 use crate::base::{Error, Result};
 use crate::ops::embedding;
@@ -8,12 +9,34 @@ use serde_json::{Map, Value};
 use std::sync::{Mutex, PoisonError};
 
 /// Rope frequencies of one kind of layer.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rope {
     /// `[R/2]`
     pub inv_freq: Vec<f32>,
-    /// Factor of cos and sin (YaRN).
+    /// Factor of cos and sin (YaRN, LongRoPE).
     pub attention_factor: f32,
+    /// Longer documents have other frequencies.
+    pub long: Option<LongDocuments>,
+    /// Ministral 3: queries grow with their position.
+    pub growth: Option<Growth>,
+}
+
+/// The frequencies of long documents.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LongDocuments {
+    /// Documents with more tokens than this are long.
+    pub beyond: usize,
+    /// `[R/2]`; `None`: they depend on the length of the document, which ft does not support.
+    pub inv_freq: Option<Vec<f32>>,
+}
+
+/// Factor 1 + beta · ln(1 + ⌊position / original⌋) of the queries, as in Llama 4.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Growth {
+    /// The strength.
+    pub beta: f32,
+    /// The context length of the pretraining.
+    pub original: f32,
 }
 
 /// Rope parameters and their place in the config, for errors.
@@ -71,40 +94,94 @@ impl Rope {
             .map(|i| 1.0 / (theta as f32).powf(i as f32 / dim as f32))
             .collect();
         match kind.unwrap_or("default") {
-            "default" => Ok(Self {
-                inv_freq: inv,
-                attention_factor: 1.0,
-            }),
+            // mrope: the sections of a token of text have the same position.
+            "default" | "mrope" => Ok(Self::plain(inv)),
             "linear" => {
                 let factor = r.positive("factor")? as f32;
+                Ok(Self::plain(inv.iter().map(|f| f / factor).collect()))
+            }
+            "llama3" => Ok(Self::plain(llama3(&r, &inv)?)),
+            "dynamic" => {
+                r.positive("factor")?;
                 Ok(Self {
-                    inv_freq: inv.iter().map(|f| f / factor).collect(),
-                    attention_factor: 1.0,
+                    long: Some(LongDocuments {
+                        beyond: max_positions,
+                        inv_freq: None,
+                    }),
+                    ..Self::plain(inv)
                 })
             }
-            "llama3" => Ok(Self {
-                inv_freq: llama3(&r, &inv)?,
-                attention_factor: 1.0,
-            }),
+            "longrope" => longrope(&r, &inv, max_positions),
             "yarn" => yarn(&r, &inv, dim, theta, max_positions),
             other => Err(Error::unsupported(format!("rope type `{other}` is not supported"))
                 .at(place)
-                .expected("default, linear, yarn or llama3")),
+                .expected("default, linear, dynamic, yarn, llama3 or longrope")),
         }
     }
 
-    /// cos and sin of `positions`, each `[N, R/2]`.
-    fn of(&self, positions: impl ExactSizeIterator<Item = u32>, device: &Device) -> Result<(Tensor, Tensor)> {
+    /// Frequencies without scaling.
+    pub fn plain(inv_freq: Vec<f32>) -> Self {
+        Self {
+            inv_freq,
+            attention_factor: 1.0,
+            ..Self::default()
+        }
+    }
+
+    /// No rotation: an angle of 0, for layers without positions.
+    pub fn none() -> Self {
+        Self::plain(vec![0.0])
+    }
+
+    /// The number of tables with a row for each position.
+    pub fn tables(&self) -> usize {
+        1 + usize::from(self.long.as_ref().is_some_and(|long| long.inv_freq.is_some()))
+    }
+
+    /// Which tokens are in long documents. `documents`: where each one starts, and the end.
+    fn in_long(&self, positions: &[u32], documents: &[usize]) -> Result<Vec<bool>> {
+        let mut out = vec![false; positions.len()];
+        let Some(long) = &self.long else { return Ok(out) };
+        for range in documents.windows(2).map(|ends| ends[0]..ends[1]) {
+            let tokens = positions[range.clone()]
+                .iter()
+                .max()
+                .map_or(0, |last| *last as usize + 1);
+            if tokens <= long.beyond {
+                continue;
+            }
+            if long.inv_freq.is_none() {
+                return Err(Error::unsupported(
+                    "rope type `dynamic` beyond `max_position_embeddings` is not supported",
+                )
+                .found(format!("a document of {tokens} tokens"))
+                .expected(format!("at most {}", long.beyond))
+                .hint(
+                    "use shorter documents: beyond this length the frequencies depend on the length of each document",
+                ));
+            }
+            out[range].fill(true);
+        }
+        Ok(out)
+    }
+
+    /// cos and sin of positions, each `[N, R/2]`; with each position whether its document is long.
+    fn of(&self, positions: impl ExactSizeIterator<Item = (u32, bool)>, device: &Device) -> Result<(Tensor, Tensor)> {
+        let of_long = self.long.as_ref().and_then(|long| long.inv_freq.as_ref());
         let shape = (positions.len(), self.inv_freq.len());
         let (mut cos, mut sin) = (
             Vec::with_capacity(shape.0 * shape.1),
             Vec::with_capacity(shape.0 * shape.1),
         );
-        for p in positions {
-            for &f in &self.inv_freq {
+        for (p, long) in positions {
+            let grown = self
+                .growth
+                .map_or(1.0, |g| 1.0 + g.beta * (p as f32 / g.original).floor().ln_1p());
+            let factor = self.attention_factor * grown;
+            for &f in of_long.filter(|_| long).unwrap_or(&self.inv_freq) {
                 let (s, c) = (p as f32 * f).sin_cos();
-                cos.push(c * self.attention_factor);
-                sin.push(s * self.attention_factor);
+                cos.push(c * factor);
+                sin.push(s * factor);
             }
         }
         Ok((
@@ -125,24 +202,52 @@ impl RopeTables {
         longest.next_multiple_of(1024)
     }
 
-    /// For each rope cos and sin of `positions`, `[N, R/2]`.
-    pub fn gather(&self, ropes: &[Rope], positions: &[u32], device: &Device) -> Result<Vec<(Tensor, Tensor)>> {
+    /// For each rope cos and sin of `positions`, `[N, R/2]`; `documents`: where each document starts, and the end.
+    pub fn gather(
+        &self,
+        ropes: &[Rope],
+        positions: &[u32],
+        documents: &[usize],
+        device: &Device,
+    ) -> Result<Vec<(Tensor, Tensor)>> {
         if device.is_cpu() {
-            return ropes.iter().map(|r| r.of(positions.iter().copied(), device)).collect();
+            let of = |r: &Rope| {
+                let long = r.in_long(positions, documents)?;
+                r.of(positions.iter().copied().zip(long), device)
+            };
+            return ropes.iter().map(of).collect();
         }
         let needed = positions.iter().max().map_or(0, |last| *last as usize + 1);
         // cos and sin of the first rope, then of the second.
         let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if tables.first().is_none_or(|table| table.dims()[0] < needed) {
+        let ready = |(table, rope): (&Tensor, &Rope)| table.dims()[0] >= needed * rope.tables();
+        if tables.is_empty() || !tables.iter().step_by(2).zip(ropes).all(ready) {
             // Frees the old ones first. After an error there are none.
             tables.clear();
-            let pairs = ropes.iter().map(|rope| rope.of(0..Self::rows(needed) as u32, device));
-            let pairs: Vec<(Tensor, Tensor)> = pairs.collect::<Result<_>>()?;
+            // The rows of long documents follow the others.
+            let of_rope = |rope: &Rope| {
+                let of_table = |t: usize| (0..Self::rows(needed) as u32).map(move |p| (p, t > 0));
+                let rows: Vec<_> = (0..rope.tables()).flat_map(of_table).collect();
+                rope.of(rows.into_iter(), device)
+            };
+            let pairs: Vec<(Tensor, Tensor)> = ropes.iter().map(of_rope).collect::<Result<_>>()?;
             tables.extend(pairs.into_iter().flat_map(|(cos, sin)| [cos, sin]));
         }
-        let rows = embedding::gather_each(&tables, positions)?;
-        let pairs = rows.chunks_exact(2);
-        Ok(pairs.map(|pair| (pair[0].clone(), pair[1].clone())).collect())
+        if ropes.iter().all(|rope| rope.long.is_none()) {
+            let rows = embedding::gather_each(&tables, positions)?;
+            let pairs = rows.chunks_exact(2);
+            return Ok(pairs.map(|pair| (pair[0].clone(), pair[1].clone())).collect());
+        }
+        let mut out = Vec::with_capacity(ropes.len());
+        for (rope, pair) in ropes.iter().zip(tables.chunks_exact(2)) {
+            let long = rope.in_long(positions, documents)?;
+            let second = (pair[0].dims()[0] / rope.tables()) as u32;
+            let row = |(p, long): (&u32, bool)| if long { p + second } else { *p };
+            let rows: Vec<u32> = positions.iter().zip(long).map(row).collect();
+            let rows = embedding::gather_each(pair, &rows)?;
+            out.push((rows[0].clone(), rows[1].clone()));
+        }
+        Ok(out)
     }
 }
 
@@ -202,7 +307,40 @@ fn yarn(r: &Reader, inv: &[f32], dim: usize, theta: f64, max_positions: usize) -
         })
         .collect();
     Ok(Rope {
-        inv_freq,
         attention_factor: attention_factor as f32,
+        ..Rope::plain(inv_freq)
+    })
+}
+
+/// LongRoPE: each frequency is divided by a number from the config; documents beyond the context length of the
+/// pretraining have other numbers.
+fn longrope(r: &Reader, inv: &[f32], max_positions: usize) -> Result<Rope> {
+    let original = r.positive("original_max_position_embeddings")?;
+    let factor = r.opt("factor")?.unwrap_or(max_positions as f64 / original);
+    let attention_factor = match r.opt("attention_factor")? {
+        Some(factor) => factor,
+        None if factor <= 1.0 => 1.0,
+        None => (1.0 + factor.ln() / original.ln()).sqrt(),
+    };
+    let divided = |key: &str| -> Result<Vec<f32>> {
+        let wrong = || {
+            Error::format(format!("rope option `{key}` must be a list of positive numbers"))
+                .at(r.place)
+                .expected(format!("{} numbers", inv.len()))
+        };
+        let list = r.map.get(key).and_then(Value::as_array).ok_or_else(wrong)?;
+        let numbers: Vec<f32> = list.iter().filter_map(Value::as_f64).map(|x| x as f32).collect();
+        if numbers.len() != inv.len() || list.len() != inv.len() || !numbers.iter().all(|x| *x > 0.0 && x.is_finite()) {
+            return Err(wrong().found(format!("{} entries", list.len())));
+        }
+        Ok(inv.iter().zip(numbers).map(|(f, by)| f / by).collect())
+    };
+    Ok(Rope {
+        attention_factor: attention_factor as f32,
+        long: Some(LongDocuments {
+            beyond: original as usize,
+            inv_freq: Some(divided("long_factor")?),
+        }),
+        ..Rope::plain(divided("short_factor")?)
     })
 }

@@ -2,6 +2,7 @@
 
 use super::rope::Rope;
 use crate::ops::glu::Activation;
+use crate::ops::rope::Pairing;
 use crate::peft::targets::Site;
 use crate::source::{Group, ParamInfo, Sublayer};
 
@@ -26,18 +27,20 @@ pub struct Spec {
     pub norm_eps: f64,
     /// Gemma: a norm multiplies by 1 + w.
     pub norm_plus_one: bool,
-    /// Gemma: norms also after attention and after the MLP.
-    pub sandwich_norms: bool,
-    /// Norms on each query and key head.
-    pub qk_norm: bool,
+    /// The norms around the two halves of a layer.
+    pub norms: NormNames,
+    /// Norms of the queries and keys.
+    pub qk_norm: Option<QkNorm>,
     /// Biases on q, k and v.
     pub qkv_bias: bool,
     /// A bias on the output projection of the attention.
     pub o_bias: bool,
     /// Biases on the projections of the MLP.
     pub mlp_bias: bool,
-    /// Phi-3: one projection for q, k, v and one for gate and up.
-    pub fused_projections: bool,
+    /// Phi-3: one projection for q, k and v.
+    pub fused_qkv: bool,
+    /// Phi-3, GLM-4: one projection for gate and up.
+    pub fused_gate_up: bool,
     /// The activation of the gate.
     pub activation: Activation,
     /// Factor of the scores before the softmax.
@@ -46,8 +49,14 @@ pub struct Spec {
     pub attention_softcap: Option<f32>,
     /// Logits z become cap · tanh(z / cap).
     pub logit_softcap: Option<f32>,
+    /// Factor of the logits, applied to the output of the final norm.
+    pub logit_scale: f32,
     /// Factor of the embedding's output.
     pub embedding_scale: f32,
+    /// Granite: factor of what a half of a layer adds to the residual stream.
+    pub residual_scale: f32,
+    /// Which elements of a head are rotated together.
+    pub pairing: Pairing,
     /// The output projection is the embedding.
     pub tied: bool,
     /// The options of each layer.
@@ -58,17 +67,96 @@ pub struct Spec {
     pub max_positions: usize,
     /// Standard deviation of random weights.
     pub initializer_range: f32,
+    /// The language model of a multimodal model: its files have other tensors too, and other names.
+    pub multimodal: bool,
     /// Notes for the user, e.g. a key of the config that has no effect.
     pub warnings: Vec<String>,
 }
 
 /// The options in which layers of one model can differ.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LayerSpec {
     /// Sliding window in tokens; `None`: full causal attention.
     pub window: Option<usize>,
     /// Index into `Spec::ropes`.
     pub rope: usize,
+    /// As `rope`, for the queries, if it is another one (Ministral 3).
+    pub query_rope: Option<usize>,
+}
+
+/// Names of the norms of a layer; `None`: the family has no norm there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NormNames {
+    /// On the input of the attention.
+    pub before_attention: Option<&'static str>,
+    /// On the output of the attention.
+    pub after_attention: Option<&'static str>,
+    /// On the input of the MLP.
+    pub before_mlp: Option<&'static str>,
+    /// On the output of the MLP.
+    pub after_mlp: Option<&'static str>,
+}
+
+impl NormNames {
+    /// Llama: before each half.
+    pub const BEFORE: Self = Self {
+        before_attention: Some("input_layernorm"),
+        after_attention: None,
+        before_mlp: Some("post_attention_layernorm"),
+        after_mlp: None,
+    };
+    /// OLMo 2: after each half.
+    pub const AFTER: Self = Self {
+        before_attention: None,
+        after_attention: Some("post_attention_layernorm"),
+        before_mlp: None,
+        after_mlp: Some("post_feedforward_layernorm"),
+    };
+    /// Gemma 2: before and after each half.
+    pub const SANDWICH: Self = Self {
+        before_attention: Some("input_layernorm"),
+        after_attention: Some("post_attention_layernorm"),
+        before_mlp: Some("pre_feedforward_layernorm"),
+        after_mlp: Some("post_feedforward_layernorm"),
+    };
+    /// GLM-4: as `SANDWICH`, under other names.
+    pub const SANDWICH_GLM4: Self = Self {
+        before_attention: Some("input_layernorm"),
+        after_attention: Some("post_self_attn_layernorm"),
+        before_mlp: Some("post_attention_layernorm"),
+        after_mlp: Some("post_mlp_layernorm"),
+    };
+}
+
+/// Norms of the queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QkNorm {
+    /// The names of the norm of q and of the norm of k.
+    pub names: [&'static str; 2],
+    /// One norm over all heads; else one over each head, with the same weight.
+    pub whole: bool,
+    /// After the rotation; else before it.
+    pub after_rope: bool,
+}
+
+impl QkNorm {
+    /// Qwen3, Gemma 3: on each head, before the rotation.
+    pub const HEADS: Self = Self {
+        names: ["self_attn.q_norm", "self_attn.k_norm"],
+        whole: false,
+        after_rope: false,
+    };
+    /// OLMo 2: over all heads together, before the rotation.
+    pub const WHOLE: Self = Self {
+        whole: true,
+        ..Self::HEADS
+    };
+    /// Hunyuan: on each head, after the rotation.
+    pub const ROTATED: Self = Self {
+        names: ["self_attn.query_layernorm", "self_attn.key_layernorm"],
+        whole: false,
+        after_rope: true,
+    };
 }
 
 /// Name of the token embedding.
@@ -115,6 +203,18 @@ impl Spec {
         self.kv_heads * self.head_dim
     }
 
+    /// True if transformers has a sequence classifier of this family: the form of a reward model.
+    pub fn has_classifier(&self) -> bool {
+        !self.multimodal && !["granite", "ernie4_5"].contains(&self.model_type.as_str())
+    }
+
+    /// Longest sequence in tokens that can be decoded. The cache holds rotated keys, so a sequence cannot become a long
+    /// document of its rope while it grows.
+    pub fn decoded_positions(&self) -> usize {
+        let long = self.ropes.iter().filter_map(|rope| Some(rope.long.as_ref()?.beyond));
+        long.min().unwrap_or(usize::MAX).min(self.max_positions)
+    }
+
     /// Name of the output projection (LM head).
     pub fn head_name(&self) -> &'static str {
         if self.tied { EMBEDDING } else { LM_HEAD }
@@ -135,7 +235,7 @@ impl Spec {
         let qkv = linear(Sublayer::Attention, self.qkv_bias);
         let o = linear(Sublayer::Attention, self.o_bias);
         let mlp = linear(Sublayer::Mlp, self.mlp_bias);
-        let mut linears = if self.fused_projections {
+        let mut linears = if self.fused_qkv {
             vec![qkv("self_attn.qkv_proj", d, q + 2 * kv)]
         } else {
             vec![
@@ -145,7 +245,7 @@ impl Spec {
             ]
         };
         linears.push(o("self_attn.o_proj", q, d));
-        if self.fused_projections {
+        if self.fused_gate_up {
             linears.push(mlp("mlp.gate_up_proj", d, 2 * i));
         } else {
             linears.extend([mlp("mlp.gate_proj", d, i), mlp("mlp.up_proj", d, i)]);
@@ -159,18 +259,27 @@ impl Spec {
         let norm = |name, size, sublayer| NormSpec { name, size, sublayer };
         let (d, attention, mlp) = (self.hidden, Sublayer::Attention, Sublayer::Mlp);
         let mut norms = Vec::new();
-        if self.qk_norm {
-            norms.push(norm("self_attn.q_norm", self.head_dim, attention));
-            norms.push(norm("self_attn.k_norm", self.head_dim, attention));
+        if let Some(QkNorm {
+            names: [q, k], whole, ..
+        }) = self.qk_norm
+        {
+            let (heads, kv_heads) = if whole { (self.heads, self.kv_heads) } else { (1, 1) };
+            norms.push(norm(q, heads * self.head_dim, attention));
+            norms.push(norm(k, kv_heads * self.head_dim, attention));
         }
-        norms.push(norm("input_layernorm", d, attention));
-        if self.sandwich_norms {
-            norms.push(norm("post_attention_layernorm", d, attention));
-            norms.push(norm("pre_feedforward_layernorm", d, mlp));
-            norms.push(norm("post_feedforward_layernorm", d, mlp));
-        } else {
-            norms.push(norm("post_attention_layernorm", d, mlp));
-        }
+        let names = &self.norms;
+        norms.extend(
+            [names.before_attention, names.after_attention]
+                .into_iter()
+                .flatten()
+                .map(|n| norm(n, d, attention)),
+        );
+        norms.extend(
+            [names.before_mlp, names.after_mlp]
+                .into_iter()
+                .flatten()
+                .map(|n| norm(n, d, mlp)),
+        );
         norms
     }
 

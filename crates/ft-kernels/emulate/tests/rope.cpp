@@ -7,7 +7,7 @@ using namespace emulate;
 template <class T>
 void turns(
     void (*kernel)(const T*, const float*, const float*, float, int, int, int, T*), int heads, int head, int half,
-    uint64_t seed) {
+    uint64_t seed, bool neighbors = false) {
     const int tokens = 5, width = heads * head;
     Buffer<T> x(tokens * width), y(tokens * width);
     Buffer<float> cos(tokens * half), sin(tokens * half);
@@ -19,7 +19,7 @@ void turns(
         for (int t = 0; t < tokens; t++) {
             for (int h = 0; h < heads; h++) {
                 for (int i = 0; i < half; i++) {
-                    const int a = t * width + h * head + i, b = a + half;
+                    const int a = t * width + h * head + (neighbors ? 2 * i : i), b = a + (neighbors ? 1 : half);
                     const double c = cos[t * half + i], s = sin[t * half + i] * sign;
                     want[a] = from[a] * c - from[b] * s;
                     want[b] = from[b] * c + from[a] * s;
@@ -43,6 +43,9 @@ int main(int argc, char** argv) {
         turns(rope_bf16_packed, 2, 24, 8, seed);
         turns(rope_bf16_single, 7, 12, 6, seed);
         turns(rope_bf16_single, 2, 11, 3, seed);
+        turns(rope_f32_neighbors, 3, 16, 8, seed, true);
+        turns(rope_f32_neighbors, 2, 11, 3, seed, true);
+        turns(rope_bf16_neighbors, 5, 64, 16, seed, true);
     }
     return verdict();
 }

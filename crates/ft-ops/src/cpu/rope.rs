@@ -1,6 +1,7 @@
 //! Rotary position embeddings on slices.
 
 use super::math::{fma, vectorized};
+use crate::rope::Pairing;
 use rayon::prelude::*;
 
 /// Tokens per task.
@@ -14,6 +15,7 @@ pub(crate) fn apply(
     sin: &[f32],
     sign: f32,
     (width, head, half): (usize, usize, usize),
+    pairing: Pairing,
     y: &mut [f32],
 ) {
     if y.is_empty() {
@@ -29,7 +31,10 @@ pub(crate) fn apply(
             let tokens = y.chunks_exact_mut(width).zip(x.chunks_exact(width));
             let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
             for ((y, x), (cos, sin)) in tokens.zip(angles) {
-                turn(x, cos, sin, sign, head, y);
+                match pairing {
+                    Pairing::Halves => turn(x, cos, sin, sign, head, y),
+                    Pairing::Neighbors => turn_neighbors(x, cos, sin, sign, head, y),
+                }
             }
         });
 }
@@ -52,4 +57,21 @@ fn turn_body<const FMA: bool>(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, he
 }
 vectorized!(
     fn turn(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) = turn_body
+);
+
+#[inline(always)]
+fn turn_neighbors_body<const FMA: bool>(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) {
+    for (y, x) in y.chunks_exact_mut(head).zip(x.chunks_exact(head)) {
+        let (x, rest) = x.split_at(2 * cos.len());
+        let (y, copied) = y.split_at_mut(2 * cos.len());
+        let pairs = y.as_chunks_mut::<2>().0.iter_mut().zip(x.as_chunks::<2>().0);
+        for ((y, [a, b]), (cos, sin)) in pairs.zip(cos.iter().zip(sin)) {
+            let s = sin * sign;
+            *y = [fma::<FMA>(-b, s, a * cos), fma::<FMA>(*a, s, b * cos)];
+        }
+        copied.copy_from_slice(rest);
+    }
+}
+vectorized!(
+    fn turn_neighbors(x: &[f32], cos: &[f32], sin: &[f32], sign: f32, head: usize, y: &mut [f32]) = turn_neighbors_body
 );

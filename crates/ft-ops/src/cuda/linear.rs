@@ -53,6 +53,30 @@ pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
     unsafe { gpu.launch("elementwise", name, grid, &args) }
 }
 
+/// Computes `x [N, I]·wᵀ` in f32 for any type of x: logits.
+pub(crate) fn forward_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let gpu = Gpu::of(x, "x of a linear")?;
+    let kind = Kind::of(x, "x of a linear")?;
+    let ((rows, inputs), (outputs, _)) = (x.dims2()?, w.dims2()?);
+    if inputs == 0 || rows == 0 {
+        return gpu.zeros((rows, outputs), DType::F32);
+    }
+    let (w, y) = (cast(w, kind)?, gpu.empty((rows, outputs), DType::F32)?);
+    let (a, b) = (matrix(x, "x of a linear", inputs)?, matrix(&w, "a weight", inputs)?);
+    // SAFETY: [N, I] · [I, O] into [N, O].
+    unsafe {
+        gemm(
+            &gpu,
+            (rows, outputs, inputs),
+            a,
+            b.t(),
+            matrix(&y, "logits", outputs)?,
+            false,
+        )?
+    };
+    Ok(y)
+}
+
 /// Computes `y += x·wᵀ`.
 pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &Tensor, sizes: (usize, usize, usize)) -> Result<()> {
     forward_into(&Gpu::of(x, "x of a linear")?, y, x, w, sizes, true)

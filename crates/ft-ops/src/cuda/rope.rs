@@ -1,6 +1,7 @@
 //! Rotary position embeddings on a GPU.
 
 use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
+use crate::rope::Pairing;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -11,6 +12,7 @@ pub(crate) fn apply(
     sin: &Tensor,
     sign: f32,
     (tokens, width, head, half): (usize, usize, usize, usize),
+    pairing: Pairing,
 ) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a rotation")?;
     let kind = Kind::of(x, "x of a rotation")?;
@@ -25,10 +27,16 @@ pub(crate) fn apply(
     ];
     let to = address(&y, "y of a rotation")?;
     let pack = kind.pack();
-    let packed = half.is_multiple_of(pack) && head.is_multiple_of(pack) && aligned(&places) && aligned(&[to]);
+    let halves = pairing == Pairing::Halves;
+    let packed = halves && half.is_multiple_of(pack) && head.is_multiple_of(pack) && aligned(&places) && aligned(&[to]);
     let work = (width / head) * (half / if packed { pack } else { 1 });
     let threads = work.div_ceil(32).clamp(1, 8) as u32 * 32;
-    let name = ["rope_", kind.name(), if packed { "_packed" } else { "_single" }];
+    let form = match (halves, packed) {
+        (true, true) => "_packed",
+        (true, false) => "_single",
+        (false, _) => "_neighbors",
+    };
+    let name = ["rope_", kind.name(), form];
     let args = [
         Arg::Address(places[0]),
         Arg::Address(places[1]),

@@ -9,7 +9,7 @@ use crate::base::ledger::{Allocation, Ledger};
 use crate::model::Spec;
 use crate::ops::attention;
 use crate::peft::Cost;
-use crate::source::StoragePolicy;
+use crate::source::{StoragePolicy, Sublayer};
 use std::collections::BTreeMap;
 
 /// Settings on which the memory of a layer depends.
@@ -159,7 +159,7 @@ impl<'a> LayerMemory<'a> {
         linears: &[LinearShape],
         widths: &[u64],
     ) -> Vec<Allocation> {
-        if !self.settings.spec.fused_projections {
+        if linears.len() > 1 {
             return linears.iter().map(|&x| self.linear(l, x)).collect();
         }
         let y = self.linear(l, linears[0]);
@@ -170,27 +170,30 @@ impl<'a> LayerMemory<'a> {
 
     fn attention(&self, l: &mut Ledger) -> (Allocation, SavedAttentionMemory) {
         let (linears, o_proj) = self.linears(true);
-        let h = l.alloc(LayerWork, self.nd);
+        let names = self.settings.spec.norms;
+        let h = names.before_attention.map(|_| l.alloc(LayerWork, self.nd));
         let low_in = self.low(l, &linears);
         let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
-        l.free(h);
+        l.free_all(h);
         let v = qkv.pop();
         let mut raw = Vec::new();
-        if self.settings.spec.qk_norm {
+        if self.settings.spec.qk_norm.is_some() {
             raw = std::mem::replace(
                 &mut qkv,
                 vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)],
             );
         }
+        // The rotation writes new tensors.
         let before = qkv;
         let mut qkv = vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)];
+        l.free_all(before);
         qkv.extend(v);
         let o = l.alloc(LayerWork, self.nq);
         let lse = l.alloc(LayerWork, self.lse);
         let low_out = self.low(l, &[o_proj]);
         let mut x1 = self.linear(l, o_proj);
         let mut y = None;
-        if self.settings.spec.sandwich_norms {
+        if names.after_attention.is_some() {
             y = Some(x1);
             let normed = l.alloc(LayerWork, self.nd);
             x1 = l.alloc(LayerWork, self.nd);
@@ -198,7 +201,6 @@ impl<'a> LayerMemory<'a> {
         } else {
             x1 = self.add_residual(l, x1, o_proj);
         }
-        l.free_all(before);
         let low = [low_in, low_out];
         let saved = SavedAttentionMemory {
             raw,
@@ -244,7 +246,7 @@ impl<'a> LayerMemory<'a> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        if self.settings.spec.fused_projections {
+        if linears.len() == 1 {
             let whole = l.alloc(LayerWork, self.bytes(linears[0].2));
             l.free_all(dys);
             let dx = self.linear_backward(l, linears[0], need_dx, sink);
@@ -277,14 +279,31 @@ impl<'a> LayerMemory<'a> {
         dx
     }
 
+    /// As `Block::normed_backward`; `dy` is freed.
+    pub(in crate::model) fn normed_backward(
+        &self,
+        l: &mut Ledger,
+        norm: Option<&str>,
+        dy: Allocation,
+        sink: &mut dyn GradSinkMemory,
+    ) -> Allocation {
+        let Some(norm) = norm else { return dy };
+        let dx = self.norm_backward(l, norm, self.nd, sink);
+        l.free(dy);
+        dx
+    }
+
+    /// As `Block::scaled_gradient`.
+    pub(in crate::model) fn scaled_gradient(&self, l: &mut Ledger) -> Option<Allocation> {
+        (self.settings.spec.residual_scale != 1.0).then(|| l.alloc(LayerWork, self.nd))
+    }
+
     fn attention_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
         let (mut linears, o_proj) = self.linears(true);
         linears.push(o_proj);
-        let mut norms = vec!["input_layernorm", "self_attn.q_norm", "self_attn.k_norm"];
-        if self.settings.spec.sandwich_norms {
-            norms.push("post_attention_layernorm");
-        }
-        linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.iter().any(|n| self.wants(sink, n))
+        let norms = self.settings.spec.norms();
+        let mut of_attention = norms.iter().filter(|n| n.sublayer == Sublayer::Attention);
+        linears.iter().any(|&x| self.linear_wanted(sink, x)) || of_attention.any(|n| self.wants(sink, n.name))
     }
 
     /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
@@ -344,14 +363,18 @@ impl<'a> LayerMemory<'a> {
             low: [low_in, low_out],
         } = saved;
         let (linears, o_proj) = self.linears(true);
-        let need_dh = need_dx || self.wants(sink, "input_layernorm");
-        let qk_wanted = self.wants(sink, "self_attn.q_norm") || self.wants(sink, "self_attn.k_norm");
+        let (names, qk_norm) = (self.settings.spec.norms, self.settings.spec.qk_norm);
+        let need_dh = need_dx || names.before_attention.is_some_and(|n| self.wants(sink, n));
+        let qk_wanted = qk_norm.is_some_and(|norm| norm.names.iter().any(|n| self.wants(sink, n)));
         let need_do = need_dh || qk_wanted || linears.iter().any(|&x| self.linear_wanted(sink, x));
-        let d_out = y.map(|y| {
-            let d = self.norm_backward(l, "post_attention_layernorm", self.nd, sink);
-            l.free(y);
-            d
-        });
+        let d_out = match (y, names.after_attention) {
+            (Some(y), Some(norm)) => {
+                let d = self.norm_backward(l, norm, self.nd, sink);
+                l.free(y);
+                Some(d)
+            }
+            _ => self.scaled_gradient(l),
+        };
         let d_o = self.linear_backward(l, o_proj, need_do, sink);
         l.free_all(d_out);
         l.free(low_out);
@@ -388,28 +411,29 @@ impl<'a> LayerMemory<'a> {
         };
         l.free_all(qkv);
         l.free_all([o, lse, d_o]);
-        // The inverse rotation writes new tensors; the tensors before it live until the end.
-        let before = [dq, dk];
-        let mut dq = l.alloc(LayerWork, self.nq);
-        let mut dk = l.alloc(LayerWork, self.nkv);
-        if self.settings.spec.qk_norm {
-            let normed = self.norm_backward(l, "self_attn.q_norm", self.nq, sink);
-            l.free(std::mem::replace(&mut dq, normed));
-            let normed = self.norm_backward(l, "self_attn.k_norm", self.nkv, sink);
-            l.free(std::mem::replace(&mut dk, normed));
+        let (mut dq, mut dk) = (dq, dk);
+        let norms = [qk_norm.filter(|n| n.after_rope), qk_norm.filter(|n| !n.after_rope)];
+        for (step, norm) in norms.into_iter().enumerate() {
+            if step == 1 {
+                // The inverse rotation writes new tensors.
+                let rotated = [l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)];
+                l.free_all([dq, dk]);
+                [dq, dk] = rotated;
+            }
+            if let Some(norm) = norm {
+                let normed = self.norm_backward(l, norm.names[0], self.nq, sink);
+                l.free(std::mem::replace(&mut dq, normed));
+                let normed = self.norm_backward(l, norm.names[1], self.nkv, sink);
+                l.free(std::mem::replace(&mut dk, normed));
+            }
         }
         l.free_all(raw);
         let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
-        let h = wanted.then(|| l.alloc(LayerWork, self.nd));
+        let h = (wanted && names.before_attention.is_some()).then(|| l.alloc(LayerWork, self.nd));
         let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
         l.free(low_in);
         l.free_all(h);
-        let dx = dh.map(|dh| {
-            let dx = self.norm_backward(l, "input_layernorm", self.nd, sink);
-            l.free(dh);
-            dx
-        });
-        l.free_all(before);
+        let dx = dh.map(|dh| self.normed_backward(l, names.before_attention, dh, sink));
         l.free(dx1);
         if need_dx {
             dx

@@ -1,6 +1,6 @@
 //! Gemma 2: soft caps, norms before and after each half, sliding windows in every second layer.
 
-use super::{Config, Result, Spec};
+use super::{Config, NormNames, Result, Spec};
 use crate::base::Error;
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
@@ -16,7 +16,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 /// Options that Gemma 2 and 3 share.
 pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norm_plus_one = true;
-    spec.sandwich_norms = true;
+    spec.norms = NormNames::SANDWICH;
     spec.tied = config.bool_or("tie_word_embeddings", true)?;
     spec.activation = super::activation(config, "hidden_activation", "gelu_pytorch_tanh")?;
     spec.embedding_scale = (spec.hidden as f32).sqrt();
@@ -30,9 +30,7 @@ pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
             .found(scalar));
     }
     spec.attention_scale = scalar.powf(-0.5) as f32;
-    let bias = config.bool_or("attention_bias", false)?;
-    (spec.qkv_bias, spec.o_bias) = (bias, bias);
-    Ok(())
+    super::attention_biases(config, spec, false)
 }
 
 /// Reads a soft cap; null disables it.

@@ -1,14 +1,14 @@
 //! Gemma 3, text only: norms on q and k, five sliding-window layers per full-attention layer, a separate rope for the
 //! sliding-window layers.
 
-use super::{Config, Result, Spec};
+use super::{Config, QkNorm, Result, Spec};
 use crate::base::Error;
 use crate::model::rope::Rope;
 use serde_json::{Map, Value, json};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::gemma2::shared(config, spec)?;
-    spec.qk_norm = true;
+    spec.qk_norm = Some(QkNorm::HEADS);
     // transformers reads this key and never applies it; ft does the same. An invalid value is still refused.
     if let Some(cap) = super::gemma2::softcap(config, "attn_logit_softcapping", None)? {
         spec.warnings.push(format!(

@@ -3,8 +3,7 @@
 use super::{Config, Result, Spec};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
-    let bias = config.bool_or("attention_bias", false)?;
-    (spec.qkv_bias, spec.o_bias) = (bias, bias);
+    super::attention_biases(config, spec, false)?;
     spec.mlp_bias = config.bool_or("mlp_bias", false)?;
     spec.ropes = vec![super::rope(config, spec, 10_000.0)?];
     Ok(())

@@ -3,23 +3,36 @@
 //! Unknown options are copied unchanged by export; options that are known to change the mathematics and are not
 //! supported are refused by name.
 
+mod ernie4_5;
+mod exaone4;
+mod gemma;
 mod gemma2;
 mod gemma3_text;
+mod glm4;
+mod granite;
+mod hunyuan_v1_dense;
 mod llama;
+mod ministral3;
 mod mistral;
+mod olmo2;
+mod olmo3;
 mod phi3;
 mod qwen2;
 mod qwen3;
+mod seed_oss;
+mod smollm3;
+mod support;
+mod wrapped;
 
 use super::rope::Rope;
-use super::spec::{LayerSpec, Spec};
+use super::spec::{LayerSpec, NormNames, QkNorm, Spec};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
 use crate::ops::glu::Activation;
+use crate::ops::rope::Pairing;
 use serde_json::{Map, Value, json};
 
-/// Supported values of `model_type`.
-pub const NAMES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"];
+pub use support::{FAMILIES, Family, NAMES, table};
 
 /// Reads the sizes and options of a model from its config.
 ///
@@ -27,21 +40,37 @@ pub const NAMES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "g
 /// An unknown `model_type`; an option of this config that ft does not support.
 pub fn read(config: &Config) -> Result<Spec> {
     let place = config.path.display().to_string();
-    let model_type = config.model_type()?;
-    if !NAMES.contains(&model_type) {
-        return Err(unsupported(config, model_type, &place));
+    let outer = config.model_type()?;
+    if !NAMES.contains(&outer) {
+        return Err(support::unsupported(config, outer));
     }
-    refuse_unsupported(config, &place)?;
+    let language_model = wrapped::language_model(config, outer)?;
+    let multimodal = language_model.is_some();
+    let config = language_model.as_ref().unwrap_or(config);
+    let model_type = config.model_type()?;
+    refuse_unsupported(config, model_type, &place)?;
     let mut spec = common(config, model_type)?;
+    spec.multimodal = multimodal;
     match model_type {
-        "llama" => llama::apply(config, &mut spec)?,
-        "mistral" => mistral::apply(config, &mut spec)?,
-        "qwen2" => qwen2::apply(config, &mut spec)?,
-        "qwen3" => qwen3::apply(config, &mut spec)?,
+        "ernie4_5" => ernie4_5::apply(config, &mut spec)?,
+        "exaone4" => exaone4::apply(config, &mut spec)?,
+        "gemma" => gemma::apply(config, &mut spec)?,
         "gemma2" => gemma2::apply(config, &mut spec)?,
         "gemma3_text" => gemma3_text::apply(config, &mut spec)?,
+        "glm4" => glm4::apply(config, &mut spec)?,
+        "granite" => granite::apply(config, &mut spec)?,
+        "hunyuan_v1_dense" => hunyuan_v1_dense::apply(config, &mut spec)?,
+        "llama" => llama::apply(config, &mut spec)?,
+        "ministral3" => ministral3::apply(config, &mut spec)?,
+        "mistral" => mistral::apply(config, &mut spec)?,
+        "olmo2" => olmo2::apply(config, &mut spec)?,
+        "olmo3" => olmo3::apply(config, &mut spec)?,
         "phi3" => phi3::apply(config, &mut spec)?,
-        other => return Err(unsupported(config, other, &place)),
+        "qwen2" | "qwen2_5_vl_text" => qwen2::apply(config, &mut spec)?,
+        "qwen3" | "qwen3_vl_text" => qwen3::apply(config, &mut spec)?,
+        "seed_oss" => seed_oss::apply(config, &mut spec)?,
+        "smollm3" => smollm3::apply(config, &mut spec)?,
+        other => return Err(support::unsupported(config, other)),
     }
     check(&spec, &place)?;
     Ok(spec)
@@ -60,29 +89,6 @@ const LARGEST: [(&str, usize); 7] = [
 ];
 /// Largest number of parameters of the whole model; their bytes can be added without overflow.
 const PARAMETERS: u128 = 1 << 48;
-
-/// The error for an unsupported family, with the nearest supported name.
-fn unsupported(config: &Config, model_type: &str, place: &str) -> Error {
-    let e = Error::unsupported(format!("model type `{model_type}` is not supported"))
-        .at(place)
-        .expected(format!("one of {}", NAMES.join(", ")));
-    let near = |name: &&&str| strsim::jaro_winkler(name, model_type);
-    let close = NAMES.iter().max_by(|a, b| near(a).total_cmp(&near(b)));
-    let inner = config
-        .get("text_config")
-        .and_then(|t| t.get("model_type"))
-        .and_then(Value::as_str);
-    match (inner, close) {
-        (Some(inner), _) if NAMES.contains(&inner) => e.hint(format!(
-            "this is a multimodal model; its language model is a `{inner}`: give a text-only checkpoint of that type"
-        )),
-        (Some(_), _) => e.hint("this is a multimodal model: ft trains language models only"),
-        (None, Some(name)) if near(&name) > 0.75 => e.hint(format!(
-            "`{name}` has a similar name, but other layers: ft does not substitute it"
-        )),
-        _ => e,
-    }
-}
 
 fn common(config: &Config, model_type: &str) -> Result<Spec> {
     // Check before the sizes are used.
@@ -115,24 +121,55 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         head_dim,
         norm_eps: config.opt_f64("rms_norm_eps")?.unwrap_or(1e-6),
         norm_plus_one: false,
-        sandwich_norms: false,
-        qk_norm: false,
+        norms: NormNames::BEFORE,
+        qk_norm: None,
         qkv_bias: false,
         o_bias: false,
         mlp_bias: false,
-        fused_projections: false,
+        fused_qkv: false,
+        fused_gate_up: false,
         activation: activation(config, "hidden_act", "silu")?,
         attention_scale: 1.0 / (head_dim as f32).sqrt(),
         attention_softcap: None,
         logit_softcap: None,
+        logit_scale: 1.0,
         embedding_scale: 1.0,
+        residual_scale: 1.0,
+        pairing: Pairing::Halves,
         tied: config.bool_or("tie_word_embeddings", false)?,
+        multimodal: false,
         warnings: Vec::new(),
-        layers: vec![LayerSpec { window: None, rope: 0 }; layers],
+        layers: vec![LayerSpec::default(); layers],
         ropes: Vec::new(),
         max_positions: config.opt_usize("max_position_embeddings")?.unwrap_or(usize::MAX),
         initializer_range: config.opt_f64("initializer_range")?.unwrap_or(0.02) as f32,
     })
+}
+
+/// Sets the head size of a family whose default is not hidden / heads.
+fn default_head_dim(config: &Config, spec: &mut Spec, default: usize) -> Result<()> {
+    if !config.raw.contains_key("head_dim") {
+        spec.head_dim = default;
+        spec.attention_scale = 1.0 / (default as f32).sqrt();
+    }
+    Ok(())
+}
+
+/// `attention_bias`: biases on all four projections of the attention.
+fn attention_biases(config: &Config, spec: &mut Spec, default: bool) -> Result<()> {
+    let bias = config.bool_or("attention_bias", default)?;
+    (spec.qkv_bias, spec.o_bias) = (bias, bias);
+    Ok(())
+}
+
+/// A positive factor.
+fn factor(config: &Config, key: &str, default: f64) -> Result<f32> {
+    match config.opt_f64(key)?.unwrap_or(default) {
+        x if x > 0.0 && (x as f32).is_finite() && x as f32 > 0.0 => Ok(x as f32),
+        found => Err(Error::format(format!("`{key}` must be positive"))
+            .at(config.path.display())
+            .found(found)),
+    }
 }
 
 fn activation(config: &Config, key: &str, default: &str) -> Result<Activation> {
@@ -245,13 +282,24 @@ fn place(config: &Config, key: &str) -> String {
 }
 
 /// Refuses options that change the computation and that no supported family uses.
-fn refuse_unsupported(config: &Config, place: &str) -> Result<()> {
+fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<()> {
+    let own: &[&str] = match model_type {
+        "granite" => &[
+            "embedding_multiplier",
+            "residual_multiplier",
+            "attention_multiplier",
+            "logits_scaling",
+        ],
+        "smollm3" => &["no_rope_layers"],
+        "seed_oss" => &seed_oss::DROPOUT,
+        _ => &[],
+    };
     let zero = |v: &Value| v.as_f64() == Some(0.0);
     let one = |v: &Value| v.as_f64() == Some(1.0);
     let off = |v: &Value| v == &Value::Bool(false);
     type Harmless<'a> = &'a dyn Fn(&Value) -> bool;
     let never: Harmless = &|_| false;
-    let table: [(&str, Harmless); 24] = [
+    let options: [(&str, Harmless); 24] = [
         ("quantization_config", &crate::source::stored::supported),
         ("attention_dropout", &zero),
         ("resid_pdrop", &zero),
@@ -277,10 +325,10 @@ fn refuse_unsupported(config: &Config, place: &str) -> Result<()> {
         ("clip_qkv", never),
         ("no_rope_layers", never),
     ];
-    for (key, harmless) in table {
+    for (key, harmless) in options {
         match config.get(key) {
             None | Some(Value::Null) => {}
-            Some(v) if harmless(v) => {}
+            Some(v) if own.contains(&key) || harmless(v) => {}
             Some(v) => {
                 return Err(Error::unsupported(format!(
                     "config option `{key}` changes the model and is not supported"

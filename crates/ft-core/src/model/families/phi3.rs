@@ -1,14 +1,25 @@
-//! Phi-3: one projection for q, k, v, one for gate and up; optional window in every layer.
+//! Phi-3, Phi-3.5 and Phi-4: one projection for q, k, v, one for gate and up; optional window in every layer; LongRoPE.
 
 use super::{Config, Result, Spec};
+use crate::model::rope::Rope;
+use serde_json::json;
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
-    spec.fused_projections = true;
+    (spec.fused_qkv, spec.fused_gate_up) = (true, true);
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
     let window = config.opt_usize("sliding_window")?;
     for layer in &mut spec.layers {
         layer.window = window;
     }
-    spec.ropes = vec![super::rope(config, spec, 10_000.0)?];
+    let mut parameters = super::rope_parameters(config, None, 10_000.0)?;
+    let kind = parameters.get("rope_type").or_else(|| parameters.get("type"));
+    // Old configs call LongRoPE `su` or `yarn`.
+    if kind.is_some_and(|kind| kind == "su" || kind == "yarn") {
+        parameters.insert("rope_type".into(), json!("longrope"));
+    }
+    let original = parameters.entry("original_max_position_embeddings");
+    original.or_insert(json!(4096));
+    let place = super::place(config, "rope");
+    spec.ropes = vec![Rope::new(&parameters, spec.head_dim, spec.max_positions, &place)?];
     Ok(())
 }

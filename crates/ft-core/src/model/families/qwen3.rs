@@ -1,11 +1,10 @@
 //! Qwen3: norms on q and k per head, optional biases, sliding windows as in Qwen2.
 
-use super::{Config, Result, Spec};
+use super::{Config, QkNorm, Result, Spec};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
-    spec.qk_norm = true;
-    let bias = config.bool_or("attention_bias", false)?;
-    (spec.qkv_bias, spec.o_bias) = (bias, bias);
+    spec.qk_norm = Some(QkNorm::HEADS);
+    super::attention_biases(config, spec, false)?;
     // transformers' default if the key is missing is 128, not hidden / heads.
     if config.opt_usize("head_dim")?.is_none() {
         spec.head_dim = 128;

@@ -37,26 +37,26 @@ impl LayerMemory<'_> {
 
     fn mlp_piece(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<Vec<Allocation>>) {
         let (linears, down) = self.linears(false);
-        let h = l.alloc(LayerWork, self.nd);
+        let names = self.settings.spec.norms;
+        let h = names.before_mlp.map(|_| l.alloc(LayerWork, self.nd));
         let low = self.low(l, &linears);
         let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
         parts.push(low);
-        l.free(h);
+        l.free_all(h);
         let m = l.alloc(LayerWork, self.ni);
         if !keep {
             l.free_all(std::mem::take(&mut parts));
         }
         let low = self.low(l, &[down]);
         let mut y = self.linear(l, down);
-        let sandwich = self.settings.spec.sandwich_norms;
-        if sandwich {
+        if names.after_mlp.is_some() {
             let normed = l.alloc(LayerWork, self.nd);
             l.free(std::mem::replace(&mut y, normed));
         } else {
             y = self.add_residual(l, y, down);
         }
         l.free(m);
-        if keep && !sandwich {
+        if keep && names.after_mlp.is_none() {
             parts.push(low);
         } else {
             l.free(low);
@@ -74,15 +74,10 @@ impl LayerMemory<'_> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        let sandwich = self.settings.spec.sandwich_norms;
-        let norm = if sandwich {
-            "pre_feedforward_layernorm"
-        } else {
-            "post_attention_layernorm"
-        };
+        let names = self.settings.spec.norms;
         let (linears, down) = self.linears(false);
-        let post_wanted = sandwich && self.wants(sink, "post_feedforward_layernorm");
-        let dh = need_dx || self.wants(sink, norm);
+        let post_wanted = names.after_mlp.is_some_and(|n| self.wants(sink, n));
+        let dh = need_dx || names.before_mlp.is_some_and(|n| self.wants(sink, n));
         let needs = Needs {
             inputs: linears.iter().any(|&x| self.linear_wanted(sink, x)),
             down: self.linear_wanted(sink, down),
@@ -110,11 +105,7 @@ impl LayerMemory<'_> {
             sums.finish(l);
             dh
         };
-        let dx = dh.map(|dh| {
-            let dx = self.norm_backward(l, norm, self.nd, sink);
-            l.free(dh);
-            dx
-        });
+        let dx = dh.map(|dh| self.normed_backward(l, names.before_mlp, dh, sink));
         l.free(dy);
         if need_dx {
             dx
@@ -131,9 +122,10 @@ impl LayerMemory<'_> {
         needs: Needs,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        let sandwich = self.settings.spec.sandwich_norms;
+        let names = self.settings.spec.norms;
         let (linears, down) = self.linears(false);
-        let mut h = (needs.inputs || parts.is_none()).then(|| l.alloc(LayerWork, self.nd));
+        let has_h = names.before_mlp.is_some() && (needs.inputs || parts.is_none());
+        let mut h = has_h.then(|| l.alloc(LayerWork, self.nd));
         let mut parts = parts.unwrap_or_else(|| {
             let low = self.low(l, &linears);
             let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
@@ -144,15 +136,18 @@ impl LayerMemory<'_> {
         if !needs.inputs {
             l.free_all(h.take());
         }
-        let m = (needs.down || sandwich).then(|| l.alloc(LayerWork, self.ni));
+        let m = (needs.down || names.after_mlp.is_some()).then(|| l.alloc(LayerWork, self.ni));
         let mut low_out = (low.len() > 1).then(|| low.remove(1));
-        let d_down = sandwich.then(|| {
-            low_out = Some(self.low(l, &[down]));
-            let y = self.linear(l, down);
-            let d = self.norm_backward(l, "post_feedforward_layernorm", self.nd, sink);
-            l.free(y);
-            d
-        });
+        let d_down = match names.after_mlp {
+            Some(norm) => {
+                low_out = Some(self.low(l, &[down]));
+                let y = self.linear(l, down);
+                let d = self.norm_backward(l, norm, self.nd, sink);
+                l.free(y);
+                Some(d)
+            }
+            None => self.scaled_gradient(l),
+        };
         // What was not saved is computed again for the gradients of DoRA.
         if low_out.is_none() && needs.down && self.output_in_low(down) {
             low_out = Some(self.low(l, &[down]));

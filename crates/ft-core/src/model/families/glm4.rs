@@ -1,0 +1,28 @@
+//! GLM-4 (0414): norms before and after each half, neighboring elements of half a head are rotated, one projection for
+//! gate and up.
+
+use super::{Config, NormNames, Result, Spec};
+use crate::model::rope::Rope;
+use crate::ops::rope::Pairing;
+use serde_json::json;
+
+pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+    spec.norms = NormNames::SANDWICH_GLM4;
+    spec.pairing = Pairing::Neighbors;
+    spec.fused_gate_up = true;
+    spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1.5625e-7);
+    spec.qkv_bias = config.bool_or("attention_bias", true)?;
+    super::default_head_dim(config, spec, 128)?;
+    if !config.raw.contains_key("num_key_value_heads") {
+        spec.kv_heads = 2;
+    }
+    let mut parameters = super::rope_parameters(config, None, 10_000.0)?;
+    parameters.entry("partial_rotary_factor").or_insert(json!(0.5));
+    spec.ropes = vec![Rope::new(
+        &parameters,
+        spec.head_dim,
+        spec.max_positions,
+        &super::place(config, "rope"),
+    )?];
+    Ok(())
+}

@@ -1,0 +1,300 @@
+//! The support matrix: families, checkpoints that people know, options, and what an unsupported type would need.
+//! docs/models.md shows it.
+
+use super::{Config, Error};
+
+/// A supported family.
+#[derive(Debug, Clone, Copy)]
+pub struct Family {
+    /// `model_type` of the config.
+    pub model_type: &'static str,
+    /// Checkpoints of this type.
+    pub checkpoints: &'static str,
+    /// What differs from Llama, and the options of the config.
+    pub options: &'static str,
+}
+
+const fn family(model_type: &'static str, checkpoints: &'static str, options: &'static str) -> Family {
+    Family {
+        model_type,
+        checkpoints,
+        options,
+    }
+}
+
+/// The supported families, in alphabetic order.
+pub const FAMILIES: [Family; 24] = [
+    family(
+        "ernie4_5",
+        "baidu/ERNIE-4.5-0.3B-PT",
+        "rotates neighboring elements; optional biases",
+    ),
+    family(
+        "exaone4",
+        "LGAI-EXAONE/EXAONE-4.0-1.2B, -32B",
+        "norms after each half, norms on q and k, sliding windows, full attention without positions",
+    ),
+    family(
+        "gemma",
+        "google/gemma-2b, gemma-7b, codegemma",
+        "Gemma norms, scaled embedding, GELU",
+    ),
+    family(
+        "gemma2",
+        "google/gemma-2-2b-it, -9b-it, -27b-it",
+        "norms before and after each half, soft caps, sliding windows",
+    ),
+    family(
+        "gemma3",
+        "google/gemma-3-4b-it, -12b-it, -27b-it, medgemma",
+        "the language model (`gemma3_text`); vision tensors are kept",
+    ),
+    family(
+        "gemma3_text",
+        "google/gemma-3-270m, gemma-3-1b-it",
+        "as gemma2 without soft caps of the scores; norms on q and k, two ropes",
+    ),
+    family(
+        "glm4",
+        "zai-org/GLM-4-9B-0414, -32B-0414",
+        "rotates neighboring elements of half a head; norms around each half",
+    ),
+    family(
+        "granite",
+        "ibm-granite/granite-3.3-2b-instruct, -8b-instruct",
+        "factors of embedding, scores, residual stream and logits",
+    ),
+    family(
+        "hunyuan_v1_dense",
+        "tencent/Hunyuan-0.5B-Instruct to -7B-Instruct",
+        "norms on the rotated heads of q and k",
+    ),
+    family(
+        "llama",
+        "Llama 1 to 3.3, SmolLM2, TinyLlama, Yi, DeepSeek-R1-Distill-Llama",
+        "optional biases; rope linear, dynamic, yarn, llama3, longrope",
+    ),
+    family(
+        "ministral3",
+        "the language model of mistralai/Ministral-3-3B to -14B",
+        "queries that grow with their position, rope yarn",
+    ),
+    family(
+        "mistral",
+        "Mistral 7B, Mistral Nemo, Mistral Small 24B (2501)",
+        "sliding windows",
+    ),
+    family(
+        "mistral3",
+        "mistralai/Mistral-Small-3.1-24B, -3.2-24B, Ministral-3",
+        "the language model (`mistral` or `ministral3`); vision tensors are kept",
+    ),
+    family(
+        "olmo2",
+        "allenai/OLMo-2-0425-1B, -1124-7B, -0325-32B",
+        "norms after each half, norms of q and k over all heads",
+    ),
+    family(
+        "olmo3",
+        "allenai/Olmo-3-1025-7B, Olmo-3-32B",
+        "as olmo2, with sliding windows and rope yarn in the other layers",
+    ),
+    family(
+        "phi3",
+        "microsoft/Phi-3-mini, Phi-3.5-mini-instruct, Phi-4, Phi-4-mini-instruct",
+        "fused projections, partial rotation, sliding windows, rope longrope",
+    ),
+    family(
+        "qwen2",
+        "Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+        "biases on q, k and v; sliding windows",
+    ),
+    family(
+        "qwen2_5_vl",
+        "Qwen/Qwen2.5-VL-3B-Instruct to -72B-Instruct",
+        "the language model, for text; vision tensors are kept",
+    ),
+    family("qwen2_5_vl_text", "the language model of qwen2_5_vl", "as qwen2; mrope"),
+    family(
+        "qwen3",
+        "Qwen/Qwen3-0.6B to Qwen3-32B, Qwen3-4B-Instruct-2507",
+        "norms on q and k; sliding windows",
+    ),
+    family(
+        "qwen3_vl",
+        "Qwen/Qwen3-VL-2B-Instruct to -32B-Instruct",
+        "the language model, for text; vision tensors are kept",
+    ),
+    family("qwen3_vl_text", "the language model of qwen3_vl", "as qwen3; mrope"),
+    family(
+        "seed_oss",
+        "ByteDance-Seed/Seed-OSS-36B-Instruct",
+        "biases on q, k and v; its dropout is not applied",
+    ),
+    family("smollm3", "HuggingFaceTB/SmolLM3-3B", "layers without positions"),
+];
+
+/// Supported values of `model_type`.
+pub const NAMES: [&str; FAMILIES.len()] = {
+    let mut names = [""; FAMILIES.len()];
+    let mut i = 0;
+    while i < names.len() {
+        names[i] = FAMILIES[i].model_type;
+        i += 1;
+    }
+    names
+};
+
+/// Types that are not supported, with what they would need.
+const REFUSED: [(&str, &[&str]); 14] = [
+    (
+        "mixture-of-experts layers",
+        &[
+            "mixtral",
+            "qwen2_moe",
+            "qwen3_moe",
+            "qwen3_vl_moe",
+            "olmoe",
+            "granitemoe",
+            "phimoe",
+            "ernie4_5_moe",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "hunyuan_v1_moe",
+            "dbrx",
+            "exaone_moe",
+            "minimax_m2",
+        ],
+    ),
+    (
+        "mixture-of-experts layers, attention sinks and MXFP4 weights",
+        &["gpt_oss"],
+    ),
+    (
+        "mixture-of-experts layers and latent attention",
+        &["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"],
+    ),
+    (
+        "mixture-of-experts layers and chunked attention",
+        &["llama4", "llama4_text"],
+    ),
+    (
+        "linear attention layers",
+        &[
+            "qwen3_5",
+            "qwen3_5_text",
+            "qwen3_next",
+            "kimi_linear",
+            "qwen3_5_moe",
+            "minimax",
+        ],
+    ),
+    (
+        "convolution or state-space layers",
+        &[
+            "lfm2",
+            "mamba",
+            "mamba2",
+            "falcon_h1",
+            "jamba",
+            "nemotron_h",
+            "granitemoehybrid",
+            "bamba",
+            "zamba2",
+            "recurrent_gemma",
+        ],
+    ),
+    (
+        "per-layer embeddings and layers that share keys and values",
+        &["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"],
+    ),
+    (
+        "LayerNorm and a block whose halves are parallel",
+        &[
+            "cohere", "cohere2", "phi", "falcon", "gpt_neox", "gptj", "codegen", "stablelm",
+        ],
+    ),
+    (
+        "LayerNorm and an MLP without a gate",
+        &["starcoder2", "nemotron", "gpt_bigcode", "bloom", "mpt"],
+    ),
+    (
+        "LayerNorm, learned positions and an MLP without a gate",
+        &["gpt2", "gpt_neo", "opt", "xglm", "biogpt"],
+    ),
+    ("norms without weights", &["olmo"]),
+    (
+        "parts that only exist as code in the model directory",
+        &["baichuan", "internlm2", "chatglm", "minicpm", "qwen"],
+    ),
+    (
+        "an encoder: ft trains decoders",
+        &[
+            "t5",
+            "mt5",
+            "bart",
+            "t5gemma",
+            "bert",
+            "roberta",
+            "modernbert",
+            "xlm-roberta",
+            "whisper",
+        ],
+    ),
+    ("cross-attention to images", &["mllama", "idefics", "mllama_text_model"]),
+];
+
+/// The error for an unsupported type: what it would need, or the nearest supported name.
+pub(super) fn unsupported(config: &Config, model_type: &str) -> Error {
+    let e = Error::unsupported(format!("model type `{model_type}` is not supported"))
+        .at(config.path.display())
+        .expected(format!("one of {}", NAMES.join(", ")));
+    if let Some((needs, _)) = REFUSED.iter().find(|(_, types)| types.contains(&model_type)) {
+        return e.hint(format!("it would need {needs}"));
+    }
+    let near = |name: &&&str| strsim::jaro_winkler(name, model_type);
+    let close = NAMES.iter().max_by(|a, b| near(a).total_cmp(&near(b)));
+    let inner = config
+        .get("text_config")
+        .and_then(|t| t.get("model_type"))
+        .and_then(|t| t.as_str());
+    match (inner, close) {
+        (Some(inner), _) if NAMES.contains(&inner) => e.hint(format!(
+            "this is a multimodal model; its language model is a `{inner}`: give a text-only checkpoint of that type"
+        )),
+        (Some(_), _) => e.hint("this is a multimodal model whose language model ft does not have"),
+        (None, Some(name)) if near(&name) > 0.75 => e.hint(format!(
+            "`{name}` has a similar name, but other layers: ft does not substitute it"
+        )),
+        _ => e,
+    }
+}
+
+/// The support matrix as Markdown: the supported families, then the others.
+pub fn table() -> String {
+    let mut out = String::from("| `model_type` | checkpoints | what is special |\n|---|---|---|\n");
+    for f in FAMILIES {
+        out += &format!("| `{}` | {} | {} |\n", f.model_type, f.checkpoints, f.options);
+    }
+    out += "\nNot supported, and what would be needed:\n\n| needs | `model_type` |\n|---|---|\n";
+    for (needs, types) in REFUSED {
+        out += &format!("| {needs} | `{}` |\n", types.join("`, `"));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_type_is_listed_twice() {
+        let mut all: Vec<&str> = NAMES.to_vec();
+        assert!(all.is_sorted());
+        all.extend(REFUSED.iter().flat_map(|(_, types)| types.iter()));
+        let count = all.len();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), count);
+    }
+}

@@ -266,7 +266,7 @@ fn batches(s: &Shape) -> Vec<Batch> {
         trained: vec![true; s.length],
     };
     (0..s.micro_batches)
-        .map(|_| Batch::from_examples(&(0..s.rows).map(row).collect::<Vec<_>>()))
+        .map(|_| Batch::from_examples((0..s.rows).map(row).collect::<Vec<_>>()))
         .collect()
 }
 

@@ -180,7 +180,7 @@ fn measure(case: &Case, file: &Path) -> Value {
             .collect(),
         trained: vec![true; length],
     };
-    let batches = [Batch::from_examples(&(0..count).map(row).collect::<Vec<_>>())];
+    let batches = [Batch::from_examples((0..count).map(row).collect::<Vec<_>>())];
     let optimizer = Optimizer::new(recipe.optimizer.clone());
     let objective = Box::new(CausalLm::new(spec.vocab));
     let mut engine = Engine::new(model, objective, optimizer, strategy, &active[0]).unwrap();

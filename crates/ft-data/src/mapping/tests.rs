@@ -374,7 +374,9 @@ fn a_prompt_template_and_a_system_prompt_are_used() {
         system_prompt: Some("Be kind.".into()),
         ..columns(&[(ColumnRole::Completion, "reply")])
     };
-    let (line, text) = case(&[row.clone()], mapping.clone()).see(Purpose::Learn).unwrap();
+    let (line, text) = case(std::slice::from_ref(&row), mapping.clone())
+        .see(Purpose::Learn)
+        .unwrap();
     assert_eq!(text, format!("<system\nBe kind.>{}", chat("{T} one ?", "a")));
     assert!(
         line.contains("prompt from title and facts.list[0]") && line.contains("get `Mapping::system_prompt`"),
@@ -510,7 +512,7 @@ fn what_cannot_be_read_is_refused_with_a_hint() {
     }
     let turns = json!([{"role": "user", "content": "<image> q"}, {"role": "assistant", "content": "a"}]);
     let shown = json!({"messages": turns, "images": [{"path": "x.png"}]});
-    let e = case(&[shown.clone()], Mapping::default())
+    let e = case(std::slice::from_ref(&shown), Mapping::default())
         .see(Purpose::Learn)
         .unwrap_err()
         .to_string();

@@ -253,7 +253,7 @@ impl Screen {
     }
 
     /// For each row: whether it is kept, or the error of its votes.
-    pub(crate) fn keep<'a, L>(&self, rows: &'a [(Row, L)]) -> Vec<Result<bool>>
+    pub(crate) fn keep<L>(&self, rows: &[(Row, L)]) -> Vec<Result<bool>>
     where
         L: AsRef<Layout> + Sync,
         Row: Sync,

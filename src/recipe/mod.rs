@@ -21,6 +21,8 @@ mod value;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod tests_generated;
+#[cfg(test)]
 mod tests_stages;
 
 pub use lower::ACCUMULATION;

@@ -1,0 +1,47 @@
+//! Files that are made from the tables of the code are up to date.
+
+use super::resolved::reference;
+use super::schema::schema;
+use crate::base::files;
+use std::path::Path;
+
+/// Compares a generated file with the repository; `FT_BLESS` writes it.
+fn up_to_date(file: &str, now: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+    if std::env::var_os("FT_BLESS").is_some() {
+        files::write_atomic(&path, now.as_bytes()).unwrap();
+    }
+    let kept = files::read_text(&path).unwrap();
+    assert!(kept == now, "{file} is stale: run `FT_BLESS=1 cargo test`");
+}
+
+#[test]
+fn the_list_of_models_is_up_to_date() {
+    let now = format!(
+        "# Models\n\nFamilies by `model_type` of `config.json`. `ft models` prints this page, which a test makes from the same \
+         table.\n\n{}{MODELS}",
+        crate::model::families::table()
+    );
+    up_to_date("docs/models.md", &now);
+}
+
+const MODELS: &str = "
+- An option of a config that changes the mathematics is supported or refused by its name. Dropout must be 0.
+- rope: `default`, `linear`, `llama3`, `yarn`, `longrope`, `dynamic`. `dynamic` equals `default` up to `max_position_embeddings`; longer
+  documents are refused. `longrope`: a document longer than `original_max_position_embeddings` has the other frequencies, as in
+  transformers; in decoding this is the longest text, because keys in the cache are already rotated.
+- Multimodal models train on text; positions are those of a model without images. `final/` has the tensors of the other parts
+  unchanged, under the names of the base model. Reward models and LoRA adapters of multimodal models are refused.
+- Reward models need a sequence classifier in transformers; `granite` and `ernie4_5` have none.
+- Checkpoints in f16 load: f32 keeps every value, bf16 rounds each weight by up to 0.2 %.
+";
+
+#[test]
+fn the_reference_is_up_to_date() {
+    up_to_date("docs/recipe.md", &reference());
+}
+
+#[test]
+fn the_schema_is_up_to_date() {
+    up_to_date("docs/recipe.schema.json", &format!("{:#}\n", schema()));
+}

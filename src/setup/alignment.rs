@@ -105,6 +105,19 @@ impl Aligner {
         Ok(out)
     }
 
+    /// A warning if most of the rows is not aligned.
+    pub fn warning(&self) -> Option<String> {
+        let [trained, aligned, _] = self.counts;
+        (2 * aligned < trained).then(|| {
+            format!(
+                "only {} of {} trained tokens are in spans with the same text for the teacher: the others do not learn \
+                 from it; compare the rows of both with `ft data`, and the same with `model.path` of the teacher",
+                count(aligned),
+                count(trained)
+            )
+        })
+    }
+
     /// How much of the rows is aligned.
     pub fn describe(&self) -> String {
         let [trained, aligned, spans] = self.counts;

@@ -69,6 +69,8 @@ impl ModelDir {
         }
         let dir = hub::resolve_model(path, revision, true)?;
         let config = read_config(&dir, init)?;
+        // A family that is not supported is named before anything else is missed.
+        families::read(&config)?;
         if config.get("auto_map").is_some() {
             report::warn(&format!(
                 "{} refers to custom code (`auto_map`): ft never runs code of a model directory, and loads the model \

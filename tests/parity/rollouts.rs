@@ -12,7 +12,7 @@ fn rows(name: &str) -> Vec<Value> {
 
 fn names() -> Vec<String> {
     let names = directories(&goldens().join("families"));
-    assert_eq!(names.len(), 18);
+    assert_eq!(names.len(), 37);
     names
 }
 

@@ -155,6 +155,7 @@ fn weighted_sources_are_shown_and_resume_to_the_same_bits() {
         "tune.method=lora",
         "train.gradient_accumulation_steps=1",
         "train.save_steps=4",
+        "schedule.name=constant",
     ];
     let run = |name: &str, steps: &str, more: &[&str]| {
         let (name, steps) = (format!("train.output_dir={name}"), format!("train.max_steps={steps}"));

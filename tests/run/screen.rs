@@ -21,7 +21,7 @@ fn dropped_rows_are_shown_counted_and_listed() {
         "data.dedup=exact",
         "data.decontaminate=test.jsonl",
     ];
-    let data = bench.ft(&[&["data", "--recipe", "r.toml", "--json"], &settings[..]].concat());
+    let data = bench.ft(&[&["data", "--recipe", "r.toml", "--stats", "--json"], &settings[..]].concat());
     assert!(data.status.success(), "{}", said(&data));
     let counts: Value = serde_json::from_slice(&data.stdout).unwrap();
     assert_eq!(counts["train"]["rows"], 3);

@@ -10,6 +10,16 @@ use crate::ops::update;
 use std::collections::BTreeMap;
 use testing::{adapter_config, adapters, base, names, numbers};
 
+/// A base model with a tokenizer of two tokens.
+fn model(dir: &Path, tied: bool, dtype: StoredDtype) -> PathBuf {
+    let base = base(dir, tied, dtype);
+    let tokenizer = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": null, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}"#;
+    std::fs::write(base.join("tokenizer.json"), tokenizer).unwrap();
+    base
+}
+
 fn expected(name: &str, p: &ParamInfo, adapters: &Adapters) -> Vec<f32> {
     let mut w = numbers(name, p.elements());
     if let Some(adapter) = name.strip_suffix(".weight").and_then(|m| adapters.get(m)) {
@@ -50,7 +60,7 @@ fn merging_adds_the_delta_and_touches_nothing_else() {
     .enumerate()
     {
         let d = dir.path().join(i.to_string());
-        let base = base(&d, true, stored);
+        let base = model(&d, true, stored);
         let print = hf::fingerprint(&base).unwrap().base();
         let adapter = hf::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
         hf::set_chat_template(&adapter, "trained with this").unwrap();
@@ -104,7 +114,7 @@ fn merging_refuses_what_it_must_not_touch_or_does_not_know() {
     let d = dir.path();
     let config = adapter_config();
     let adapters = adapters(&config, |_| (2, 3.0));
-    let base = base(d, true, StoredDtype::F32);
+    let base = model(d, true, StoredDtype::F32);
     let print = hf::fingerprint(&base).unwrap().base();
     let adapter = hf::adapter(&d.join("adapter"), &config, &adapters, &BTreeMap::new(), &base, &print).unwrap();
     let error = |out: &str| merge(&base, &one(&adapter), &d.join(out), None).unwrap_err();

@@ -58,6 +58,7 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
                 kind => {
                     let rows = Aligner::new(recipe, setting.model, &opened.model, setting.train)?;
                     report::note(&rows.describe());
+                    rows.warning().iter().for_each(|line| report::warn(line));
                     named = TeacherFingerprint::only(&format!("{} {}", named.now, kind.name()));
                     Teacher::aligned(network, Box::new(rows))
                 }

@@ -36,7 +36,10 @@ pub(crate) fn numbers(name: &str, n: usize) -> Vec<f32> {
         .bytes()
         .fold(7u32, |h, b| h.wrapping_mul(31).wrapping_add(u32::from(b)));
     (0..n)
-        .map(|i| bf16::from_f32((seed.wrapping_add(i as u32 * 2_654_435_761) >> 8) as f32 / 3e7 - 0.25).to_f32())
+        .map(|i| {
+            bf16::from_f32((seed.wrapping_add((i as u32).wrapping_mul(2_654_435_761)) >> 8) as f32 / 3e7 - 0.25)
+                .to_f32()
+        })
         .collect()
 }
 

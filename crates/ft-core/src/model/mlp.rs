@@ -1,4 +1,4 @@
-//! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with h = [norm] x1.
+//! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with `h = [norm] x1`.
 //!
 //! The MLP handles tokens independently, so it can process them in pieces: of the wide tensors `[N, I]` (gate, up,
 //! their product, its gradient) only one piece exists at a time. Outputs and input gradients are bit-equal.

@@ -80,15 +80,14 @@ impl<'a> RowStream<'a> {
         if spec.screen.is_some() {
             return Err(
                 Error::usage("a stream of rows cannot drop rows by comparison with others")
-                    .found("`Spec::screen`")
-                    .expected("`None`: the rows that it would compare are not in memory")
+                    .found("settings that drop rows; the rows to compare with are not in memory")
                     .hint("load the rows before the run"),
             );
         }
         if let Some(source) = spec.sources.iter().find(|source| source.weight.is_some()) {
             return Err(Error::usage("a source of a stream of rows cannot have a weight")
                 .at(&source.name)
-                .found("`Source::weight`: its share of an epoch depends on its number of rows, which is not known")
+                .found("a weight: its share of an epoch depends on its number of rows, which is not known")
                 .hint("leave out the weights, or load the rows before the run"));
         }
         if !matches!(order.length, Length::Steps(_)) {

@@ -37,7 +37,7 @@ fn usual(word: &str) -> Option<&'static str> {
 
 /// What the path of a file says.
 #[derive(Debug)]
-struct File<'a> {
+struct ListedFile<'a> {
     name: &'a str,
     kind: &'static str,
     config: String,
@@ -45,7 +45,7 @@ struct File<'a> {
     split: Option<(String, &'static str)>,
 }
 
-impl<'a> File<'a> {
+impl<'a> ListedFile<'a> {
     fn new(name: &'a str) -> Option<Self> {
         let kind = data_kind(name).filter(|_| is_inside(name) && !is_about_the_data(name))?;
         let lower = name.to_lowercase();
@@ -112,7 +112,7 @@ fn is_about_the_data(name: &str) -> bool {
 /// No data files; several configurations and none is named; no such configuration or split; a name that fits several
 /// splits.
 pub fn select(names: &[String], part: &DatasetPart) -> Result<Vec<String>> {
-    let mut files: Vec<File> = names.iter().filter_map(|name| File::new(name)).collect();
+    let mut files: Vec<ListedFile> = names.iter().filter_map(|name| ListedFile::new(name)).collect();
     if files.is_empty() {
         let error = Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", ")));
         return Err(match names.iter().any(|name| name.ends_with(".arrow")) {
@@ -143,7 +143,7 @@ fn listed(names: BTreeSet<&str>) -> String {
     }
 }
 
-fn of_config(files: &mut Vec<File>, wanted: Option<&str>) -> Result<()> {
+fn of_config(files: &mut Vec<ListedFile>, wanted: Option<&str>) -> Result<()> {
     let configs: BTreeSet<String> = files.iter().map(|file| file.config.clone()).collect();
     let named = || {
         configs
@@ -166,7 +166,7 @@ fn of_config(files: &mut Vec<File>, wanted: Option<&str>) -> Result<()> {
         return Ok(());
     };
     let lower = wanted.to_lowercase();
-    let fits = |file: &File| {
+    let fits = |file: &ListedFile| {
         file.config == lower
             || file.config.split('/').any(|folder| folder == lower)
             || file.config.is_empty() && lower == "default"
@@ -192,9 +192,9 @@ fn of_config(files: &mut Vec<File>, wanted: Option<&str>) -> Result<()> {
     Ok(())
 }
 
-fn of_split<'a>(files: Vec<File<'a>>, wanted: &[&str]) -> Result<Vec<File<'a>>> {
+fn of_split<'a>(files: Vec<ListedFile<'a>>, wanted: &[&str]) -> Result<Vec<ListedFile<'a>>> {
     for split in wanted {
-        let written = |file: &&File| {
+        let written = |file: &&ListedFile| {
             file.split
                 .as_ref()
                 .is_some_and(|(written, _)| written.eq_ignore_ascii_case(split))
@@ -203,7 +203,7 @@ fn of_split<'a>(files: Vec<File<'a>>, wanted: &[&str]) -> Result<Vec<File<'a>>> 
             return Ok(files.into_iter().filter(|file| written(&file)).collect());
         }
         let usual = usual(&split.to_lowercase());
-        let fits = |file: &&File| usual.is_some() && file.split.as_ref().map(|(_, usual)| *usual) == usual;
+        let fits = |file: &&ListedFile| usual.is_some() && file.split.as_ref().map(|(_, usual)| *usual) == usual;
         let names: BTreeSet<&str> = files
             .iter()
             .filter(fits)

@@ -1,3 +1,5 @@
+//! Tests of the order of rows: steps, epochs, resuming, the largest micro-batch.
+
 use super::*;
 
 /// n rows; row i has i % 7 + 2 tokens with ids 100 i, 100 i + 1, ...

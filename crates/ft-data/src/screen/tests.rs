@@ -1,3 +1,5 @@
+//! Tests of the rows that are dropped: duplicates, rows of evaluation files, votes of judges.
+
 use super::judges::Judges;
 use super::waiting::Placed;
 use super::*;

@@ -11,8 +11,10 @@ fn rows(name: &str) -> Vec<Value> {
 }
 
 fn names() -> Vec<String> {
-    let names = directories(&goldens().join("families"));
-    assert_eq!(names.len(), 37);
+    let mut names = directories(&goldens().join("families"));
+    // Its context of 32 tokens is shorter than the prompts: longer documents are refused for `dynamic`.
+    names.retain(|name| name != "llama_rope_dynamic");
+    assert_eq!(names.len(), 36);
     names
 }
 

@@ -425,26 +425,12 @@ impl Dataset {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{Files, files, real};
-    use crate::{Long, Render, TrainOn};
+    use crate::testing::{Files, files, real, short_rows as spec};
 
     fn rows(n: usize) -> Files {
         let row = |i: usize| format!("{{\"text\": \"row {i} {}\"}}\n", "and on ".repeat(i % 6));
         let (a, b): (String, String) = ((0..n / 4).map(row).collect(), (n / 4..n).map(row).collect());
         files(&[("a.jsonl", &a), ("b.jsonl", &b)])
-    }
-
-    fn spec(files: &Files) -> Spec<'_> {
-        Spec {
-            sources: &files.sources,
-            render: Render::Auto,
-            max_length: 16,
-            long: Long::Auto,
-            overlap: 1,
-            train_on: TrainOn::Assistant,
-            embedding_rows: 1 << 20,
-            screen: None,
-        }
     }
 
     fn order(packing: bool, shuffle: bool) -> StreamSpec {

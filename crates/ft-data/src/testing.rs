@@ -5,7 +5,7 @@ use super::layout::{Layout, Purpose, Rules};
 use super::read::{Row, RowPosition};
 use super::rows::{self, Sample};
 use super::source::Source;
-use crate::{Render, RowFormat};
+use crate::{Long, Render, RowFormat, Spec, TrainOn};
 use ft_base::Result;
 use ft_formats::{ChatTemplate, Tokenizer};
 use serde_json::Value;
@@ -52,6 +52,20 @@ pub(crate) struct Files {
     pub paths: Vec<String>,
     /// All files as one source.
     pub sources: Vec<Source>,
+}
+
+/// Rows of at most 16 tokens; longer texts are split.
+pub(crate) fn short_rows(files: &Files) -> Spec<'_> {
+    Spec {
+        sources: &files.sources,
+        render: Render::Auto,
+        max_length: 16,
+        long: Long::Auto,
+        overlap: 1,
+        train_on: TrainOn::Assistant,
+        embedding_rows: 1 << 20,
+        screen: None,
+    }
 }
 
 impl Files {

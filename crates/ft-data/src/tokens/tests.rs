@@ -4,8 +4,8 @@ use super::*;
 use crate::codec::IdsAndOffsets;
 use crate::mapping::Mapping;
 use crate::source::Source;
-use crate::testing::{Files, files, real};
-use crate::{BatchStream, ColumnRole, Length, Long, Render, StreamSpec, TrainOn};
+use crate::testing::{Files, files, real, short_rows as spec};
+use crate::{BatchStream, ColumnRole, Length, StreamSpec};
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -69,19 +69,6 @@ fn rows() -> Files {
     let row = |i: usize| format!("{{\"text\": \"row {i} {}\", \"id\": {i}}}\n", "and on ".repeat(i % 9));
     let (first, second): (String, String) = ((0..ROWS / 3).map(row).collect(), (ROWS / 3..ROWS).map(row).collect());
     files(&[("a.jsonl", &first), ("b.jsonl", &second)])
-}
-
-fn spec(files: &Files) -> Spec<'_> {
-    Spec {
-        sources: &files.sources,
-        render: Render::Auto,
-        max_length: 16,
-        long: Long::Auto,
-        overlap: 1,
-        train_on: TrainOn::Assistant,
-        embedding_rows: 1 << 20,
-        screen: None,
-    }
 }
 
 struct Place {

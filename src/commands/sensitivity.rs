@@ -28,7 +28,7 @@ use std::sync::Arc;
 const BATCH_TOKENS: usize = 2048;
 
 /// The attention or MLP half of a layer.
-pub type Unit = (usize, Sublayer);
+pub type SublayerId = (usize, Sublayer);
 
 pub struct Sensitivity {
     /// Candidates from the largest down; `None` means unquantized.
@@ -37,7 +37,7 @@ pub struct Sensitivity {
     pub base: f64,
     pub tokens: usize,
     /// Rise of the loss for each candidate; 0 for unquantized.
-    pub rises: BTreeMap<Unit, Vec<f64>>,
+    pub rises: BTreeMap<SublayerId, Vec<f64>>,
     network: Network,
     /// The weights of the files.
     exact: Resident,
@@ -49,7 +49,7 @@ pub struct Sensitivity {
 
 pub struct FormatChoice {
     /// Index of the candidate of each unit.
-    pub units: BTreeMap<Unit, usize>,
+    pub units: BTreeMap<SublayerId, usize>,
     pub formats: BTreeMap<Arc<str>, Format>,
     pub bytes: u64,
     pub budget: u64,
@@ -222,7 +222,7 @@ impl Sensitivity {
     }
 
     /// The loss when every unit uses its chosen candidate.
-    fn loss_of(&self, units: &BTreeMap<Unit, usize>) -> Result<f64> {
+    fn loss_of(&self, units: &BTreeMap<SublayerId, usize>) -> Result<f64> {
         for layer in 0..self.network.layers() {
             self.put(layer, |p| {
                 self.formats[units.get(&(layer, p.sublayer)).copied().unwrap_or(0)]
@@ -238,7 +238,7 @@ impl Sensitivity {
     ///
     /// Errors: even the smallest format for all weights exceeds the budget.
     pub fn choose(&self, weights: &Weights, params: &[ParamInfo], budget: u64) -> Result<FormatChoice> {
-        let mut costs: BTreeMap<Unit, Vec<u64>> = BTreeMap::new();
+        let mut costs: BTreeMap<SublayerId, Vec<u64>> = BTreeMap::new();
         let mut fixed = 0;
         for p in params {
             let own = weights.info(&p.name).map_or(0, |i| i.bytes);
@@ -254,7 +254,7 @@ impl Sensitivity {
             }
         }
         let last = self.formats.len() - 1;
-        let smallest: BTreeMap<Unit, usize> = costs.keys().map(|u| (*u, last)).collect();
+        let smallest: BTreeMap<SublayerId, usize> = costs.keys().map(|u| (*u, last)).collect();
         let smallest_bytes = fixed + total(&costs, &smallest);
         if smallest_bytes > budget {
             return Err(Error::new("the model does not fit the budget in the smallest format")
@@ -327,7 +327,7 @@ impl Sensitivity {
     }
 }
 
-fn total(costs: &BTreeMap<Unit, Vec<u64>>, units: &BTreeMap<Unit, usize>) -> u64 {
+fn total(costs: &BTreeMap<SublayerId, Vec<u64>>, units: &BTreeMap<SublayerId, usize>) -> u64 {
     costs
         .iter()
         .map(|(unit, c)| c[units.get(unit).copied().unwrap_or(0)])
@@ -336,9 +336,13 @@ fn total(costs: &BTreeMap<Unit, Vec<u64>>, units: &BTreeMap<Unit, usize>) -> u64
 
 /// Returns the candidate of each unit: the least sum of rises within `budget`. The smallest candidates must fit into
 /// it.
-fn allot(rises: &BTreeMap<Unit, Vec<f64>>, costs: &BTreeMap<Unit, Vec<u64>>, budget: u64) -> BTreeMap<Unit, usize> {
-    let at = |lambda: f64| -> BTreeMap<Unit, usize> {
-        let best = |(unit, costs): (&Unit, &Vec<u64>)| {
+fn allot(
+    rises: &BTreeMap<SublayerId, Vec<f64>>,
+    costs: &BTreeMap<SublayerId, Vec<u64>>,
+    budget: u64,
+) -> BTreeMap<SublayerId, usize> {
+    let at = |lambda: f64| -> BTreeMap<SublayerId, usize> {
+        let best = |(unit, costs): (&SublayerId, &Vec<u64>)| {
             let price = |i: usize| rises.get(unit).map_or(0.0, |r| r[i]) + lambda * costs[i] as f64;
             let best = (0..costs.len()).min_by(|a, b| price(*a).total_cmp(&price(*b)));
             (*unit, best.unwrap_or(0))
@@ -370,8 +374,8 @@ fn allot(rises: &BTreeMap<Unit, Vec<f64>>, costs: &BTreeMap<Unit, Vec<u64>>, bud
         let steps = chosen
             .iter()
             .flat_map(|(unit, now)| (0..*now).map(move |to| (*unit, *now, to)));
-        let gain = |(unit, now, to): &(Unit, usize, usize)| rises.get(unit).map_or(0.0, |r| r[*now] - r[*to]);
-        let fits = |(unit, now, to): &(Unit, usize, usize)| costs[unit][*to] <= costs[unit][*now] + left;
+        let gain = |(unit, now, to): &(SublayerId, usize, usize)| rises.get(unit).map_or(0.0, |r| r[*now] - r[*to]);
+        let fits = |(unit, now, to): &(SublayerId, usize, usize)| costs[unit][*to] <= costs[unit][*now] + left;
         let best = steps.filter(fits).max_by(|a, b| gain(a).total_cmp(&gain(b)));
         match best.filter(|step| gain(step) > 0.0) {
             Some((unit, _, to)) => chosen.insert(unit, to),
@@ -385,7 +389,7 @@ mod tests {
     use super::*;
 
     /// Units with random rises and sizes; the candidates are 16, 8 and 4 bits.
-    fn problem(seed: u64, n: usize) -> (BTreeMap<Unit, Vec<f64>>, BTreeMap<Unit, Vec<u64>>) {
+    fn problem(seed: u64, n: usize) -> (BTreeMap<SublayerId, Vec<f64>>, BTreeMap<SublayerId, Vec<u64>>) {
         use crate::base::rng::{Rng, Stream};
         let rng = Rng::new(seed, Stream::Init, &[]);
         let (mut rises, mut costs) = (BTreeMap::new(), BTreeMap::new());
@@ -399,7 +403,7 @@ mod tests {
         (rises, costs)
     }
 
-    fn rise(rises: &BTreeMap<Unit, Vec<f64>>, units: &BTreeMap<Unit, usize>) -> f64 {
+    fn rise(rises: &BTreeMap<SublayerId, Vec<f64>>, units: &BTreeMap<SublayerId, usize>) -> f64 {
         units.iter().map(|(u, c)| rises[u][*c]).sum()
     }
 

@@ -3,7 +3,7 @@
 
 use super::draft::{Draft, Problem, TextPosition, WrittenKey, WrittenValue};
 use super::table::{Key, KeyPath, Range, TABLES};
-use super::value::{Kind, Setting, Value};
+use super::value::{Setting, Value, ValueKind};
 use super::{peers, suggest};
 use crate::base::{Error, units};
 
@@ -69,10 +69,10 @@ impl Values {
 /// The default of a key; for a required key the empty value of its kind.
 pub fn default_of(key: &Key) -> Value {
     let empty = match key.kind {
-        Kind::Texts => Value::List(Vec::new()),
-        Kind::Map(_) | Kind::Fields(_) => Value::Map(Vec::new()),
-        Kind::Tables(_) => Value::Tables(Vec::new()),
-        Kind::Free => Value::Free(serde_json::Map::new()),
+        ValueKind::Texts => Value::List(Vec::new()),
+        ValueKind::Map(_) | ValueKind::Fields(_) => Value::Map(Vec::new()),
+        ValueKind::Tables(_) => Value::Tables(Vec::new()),
+        ValueKind::Free => Value::Free(serde_json::Map::new()),
         _ => Value::Text(String::new()),
     };
     let source = format!("value = {}", key.default);
@@ -152,7 +152,7 @@ pub fn check(draft: &mut Draft, values: &mut Values, warnings: &mut Vec<String>)
 /// True if `path` is a user-defined name in the table of `key`.
 fn is_in_map(key: &Key, path: &str) -> bool {
     let below = path.strip_prefix(key.path.0).is_some_and(|rest| rest.starts_with('.'));
-    below && matches!(key.kind, Kind::Map(_) | Kind::Fields(_) | Kind::Free)
+    below && matches!(key.kind, ValueKind::Map(_) | ValueKind::Fields(_) | ValueKind::Free)
 }
 
 /// Adds one entry of a table with user-defined names.
@@ -188,7 +188,7 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
         WrittenValue::Table => {
             return Err(fault(Error::usage(format!("`{name}` in `{path}` is a table")).hint(
                 match entry.key.kind {
-                    Kind::Map(_) => "write the name in quotes: `\"layers.0.\" = \"bf16\"`",
+                    ValueKind::Map(_) => "write the name in quotes: `\"layers.0.\" = \"bf16\"`",
                     _ => "write the name of a column in quotes: `prompt = \"question\"`",
                 },
             )));
@@ -196,12 +196,12 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
         _ => as_text(draft, written).unwrap_or_default(),
     };
     match entry.key.kind {
-        Kind::Map(names) if name.is_empty() || !names.contains(&value.as_str()) => {
+        ValueKind::Map(names) if name.is_empty() || !names.contains(&value.as_str()) => {
             return Err(fault(Error::usage(format!(
                 "`{value}` is not a value of `{path}` (for `{name}`)"
             ))));
         }
-        Kind::Fields(names) if !names.contains(&name.as_str()) => {
+        ValueKind::Fields(names) if !names.contains(&name.as_str()) => {
             let error = Error::usage(format!("`{name}` is not a name of `{path}`"));
             let other_way = names.contains(&value.as_str());
             let hint = match other_way {
@@ -213,7 +213,7 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
                 None => error,
             }));
         }
-        Kind::Fields(_) if value.is_empty() => {
+        ValueKind::Fields(_) if value.is_empty() => {
             return Err(fault(Error::usage(format!(
                 "`{name}` in `{path}` is not the name of a column"
             ))));
@@ -287,22 +287,22 @@ fn unknown(draft: &Draft, written: &WrittenKey) -> Problem {
 pub fn expectation(key: &Key) -> String {
     let Range { min, max, .. } = key.range;
     let accepted = match key.kind {
-        Kind::Text => "a string".into(),
-        Kind::Name(names) => format!("one of {}", names.join(", ")),
-        Kind::Flag => "`true` or `false`".into(),
-        Kind::Integer if max.is_finite() => format!("a whole number from {min} to {max}"),
-        Kind::Integer => format!("a whole number, at least {min}"),
-        Kind::Number => format!("a number{}", limits(key.range)),
-        Kind::Pair => format!("a list of two numbers, each{}", limits(key.range)),
-        Kind::Texts => "a string or a list of strings".into(),
-        Kind::Integers => "a list of whole numbers, each at least 0".into(),
-        Kind::Numbers => "a list of numbers".into(),
-        Kind::Pairs => "a list of pairs of whole numbers such as `[[1, 2], [3, 6]]`".into(),
-        Kind::Size => "a size such as `24GiB`".into(),
-        Kind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
-        Kind::Fields(names) => format!("a table with some of {}, each with a column", names.join(", ")),
-        Kind::Tables(_) => "a list of tables".into(),
-        Kind::Free => "a table of names and values (texts, numbers, `true`, `false`, lists)".into(),
+        ValueKind::Text => "a string".into(),
+        ValueKind::Name(names) => format!("one of {}", names.join(", ")),
+        ValueKind::Flag => "`true` or `false`".into(),
+        ValueKind::Integer if max.is_finite() => format!("a whole number from {min} to {max}"),
+        ValueKind::Integer => format!("a whole number, at least {min}"),
+        ValueKind::Number => format!("a number{}", limits(key.range)),
+        ValueKind::Pair => format!("a list of two numbers, each{}", limits(key.range)),
+        ValueKind::Texts => "a string or a list of strings".into(),
+        ValueKind::Integers => "a list of whole numbers, each at least 0".into(),
+        ValueKind::Numbers => "a list of numbers".into(),
+        ValueKind::Pairs => "a list of pairs of whole numbers such as `[[1, 2], [3, 6]]`".into(),
+        ValueKind::Size => "a size such as `24GiB`".into(),
+        ValueKind::Map(names) => format!("a table of names, each with one of {}", names.join(", ")),
+        ValueKind::Fields(names) => format!("a table with some of {}, each with a column", names.join(", ")),
+        ValueKind::Tables(_) => "a list of tables".into(),
+        ValueKind::Free => "a table of names and values (texts, numbers, `true`, `false`, lists)".into(),
     };
     match key.accepts_auto() {
         true => format!("`auto`, or {accepted}"),
@@ -357,8 +357,8 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
         return Ok(Value::Text("auto".into()));
     }
     match key.kind {
-        Kind::Text => as_text(draft, written).map(Value::Text).ok_or_else(wrong_type),
-        Kind::Name(names) => {
+        ValueKind::Text => as_text(draft, written).map(Value::Text).ok_or_else(wrong_type),
+        ValueKind::Name(names) => {
             let Some(text) = as_text(draft, written) else {
                 return Err(wrong_type());
             };
@@ -371,21 +371,21 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
                 None => error,
             }))
         }
-        Kind::Flag => match written.value {
+        ValueKind::Flag => match written.value {
             WrittenValue::Flag(b) => Ok(Value::Flag(b)),
             _ => Err(wrong_type()),
         },
-        Kind::Integer => match written.value {
+        ValueKind::Integer => match written.value {
             WrittenValue::Integer(i) if key.range.contains(i as f64) => Ok(Value::Integer(i)),
             WrittenValue::Integer(i) => Err(out_of_range(i.to_string())),
             _ => Err(wrong_type()),
         },
-        Kind::Number => match as_number(&written.value) {
+        ValueKind::Number => match as_number(&written.value) {
             Some(x) if key.range.contains(x) => Ok(Value::Number(x)),
             Some(x) => Err(out_of_range(x.to_string())),
             None => Err(wrong_type()),
         },
-        Kind::Pair => {
+        ValueKind::Pair => {
             let WrittenValue::List(items) = &written.value else {
                 return Err(wrong_type());
             };
@@ -396,7 +396,7 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
                 _ => Err(wrong_type()),
             }
         }
-        Kind::Pairs => {
+        ValueKind::Pairs => {
             let pair = |v: &WrittenValue| match v {
                 WrittenValue::List(items) => match &items[..] {
                     [(a, _), (b, _)] => Some((whole(a)?, whole(b)?)),
@@ -412,14 +412,14 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
                 _ => Err(wrong_type()),
             }
         }
-        Kind::Integers => {
+        ValueKind::Integers => {
             let all = match &written.value {
                 WrittenValue::List(items) => items.iter().map(|(v, _)| whole(v)).collect(),
                 single => whole(single).map(|i| vec![i]),
             };
             all.map(Value::Integers).ok_or_else(wrong_type)
         }
-        Kind::Numbers => {
+        ValueKind::Numbers => {
             let numbers: Option<Vec<f64>> = match &written.value {
                 WrittenValue::List(items) => items.iter().map(|(v, _)| as_number(v)).collect(),
                 single => as_number(single).map(|x| vec![x]),
@@ -427,7 +427,7 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
             let finite = numbers.filter(|l| l.iter().all(|x| x.is_finite()));
             finite.map(Value::Numbers).ok_or_else(wrong_type)
         }
-        Kind::Texts => {
+        ValueKind::Texts => {
             if let WrittenValue::List(items) = &written.value {
                 let mut out = Vec::new();
                 let mut problems = Vec::new();
@@ -461,11 +461,11 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
             }
         }
         // The entries follow one by one.
-        Kind::Map(_) | Kind::Fields(_) => match written.value {
+        ValueKind::Map(_) | ValueKind::Fields(_) => match written.value {
             WrittenValue::Table => Ok(Value::Map(Vec::new())),
             _ => Err(wrong_type()),
         },
-        Kind::Tables(keys) => match &written.value {
+        ValueKind::Tables(keys) => match &written.value {
             WrittenValue::Tables(tables) => {
                 let read = |table: &Vec<WrittenKey>| one_table(draft, keys, written, table);
                 let (mut out, mut problems) = (Vec::new(), Vec::new());
@@ -484,11 +484,11 @@ fn convert(draft: &Draft, key: &Key, written: &WrittenKey) -> Result<Value, Vec<
             WrittenValue::List(items) if items.is_empty() => Ok(Value::Tables(Vec::new())),
             _ => Err(wrong_type()),
         },
-        Kind::Free => match written.value {
+        ValueKind::Free => match written.value {
             WrittenValue::Table => Ok(Value::Free(serde_json::Map::new())),
             _ => Err(wrong_type()),
         },
-        Kind::Size => match &written.value {
+        ValueKind::Size => match &written.value {
             WrittenValue::Integer(i) if *i > 0 => Ok(Value::Text(i.to_string())),
             WrittenValue::Text(t) => match units::parse_bytes(t) {
                 Ok(n) if n > 0 => Ok(Value::Text(t.trim().to_string())),

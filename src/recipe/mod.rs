@@ -39,7 +39,7 @@ use draft::{Draft, Problem};
 use std::collections::BTreeMap;
 use std::path::Path;
 use table::{Section, Settings};
-use value::Kind;
+use value::ValueKind;
 
 /// A recipe that passed every check.
 #[derive(Debug, Clone)]
@@ -92,7 +92,7 @@ pub fn written(text: &str) -> BTreeMap<String, String> {
 
 /// Formats a number as TOML for this key.
 pub fn number(key: &str, value: f64) -> String {
-    let whole = table::find(key).is_some_and(|k| matches!(k.kind, Kind::Integer));
+    let whole = table::find(key).is_some_and(|k| matches!(k.kind, ValueKind::Integer));
     if whole {
         format!("{value:.0}")
     } else {

@@ -1,6 +1,6 @@
 //! A model as a recipe or a flag names it.
 
-use super::value::{ByKind, Kind, Setting, Value};
+use super::value::{ByKind, Setting, Value, ValueKind};
 use crate::base::paths;
 use crate::hub;
 use crate::model::shapes;
@@ -78,7 +78,7 @@ impl fmt::Display for ModelRef {
 }
 
 impl Setting<ByKind> for ModelRef {
-    const KIND: Kind = Kind::Text;
+    const KIND: ValueKind = ValueKind::Text;
     fn read(value: &Value) -> Self {
         match value {
             Value::Text(text) => Self::new(text),
@@ -89,7 +89,7 @@ impl Setting<ByKind> for ModelRef {
 
 /// `None` is the empty text.
 impl Setting<ByKind> for Option<ModelRef> {
-    const KIND: Kind = Kind::Text;
+    const KIND: ValueKind = ValueKind::Text;
     fn read(value: &Value) -> Self {
         Some(ModelRef::read(value)).filter(|model| !model.is_empty())
     }

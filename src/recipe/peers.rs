@@ -5,7 +5,7 @@ mod keys;
 mod values;
 
 use super::table;
-use super::value::Kind;
+use super::value::ValueKind;
 
 /// Names of ft's own keys with another meaning in other tools: here a row of `keys` has priority.
 const SHADOWED: [&str; 1] = ["alpha"];
@@ -110,13 +110,13 @@ pub fn value_for(name: &str, key: &str, value: &str) -> Option<String> {
     let is_number = value.parse::<f64>().is_ok();
     let is_flag = ["true", "false"].contains(&value);
     match kind {
-        Kind::Text | Kind::Name(_) | Kind::Texts | Kind::Size => Some(if value.starts_with('[') {
+        ValueKind::Text | ValueKind::Name(_) | ValueKind::Texts | ValueKind::Size => Some(if value.starts_with('[') {
             value.to_string()
         } else {
             format!("\"{value}\"")
         }),
-        Kind::Flag => is_flag.then(|| value.to_string()),
-        Kind::Map(_) | Kind::Fields(_) | Kind::Tables(_) | Kind::Free => None,
+        ValueKind::Flag => is_flag.then(|| value.to_string()),
+        ValueKind::Map(_) | ValueKind::Fields(_) | ValueKind::Tables(_) | ValueKind::Free => None,
         _ => is_number.then(|| value.to_string()),
     }
 }
@@ -171,7 +171,7 @@ mod tests {
     fn every_value_is_accepted_or_explained() {
         for (path, names, answer) in values::VALUES {
             let key = table::find(path).unwrap();
-            if let Kind::Name(accepted) = key.kind {
+            if let ValueKind::Name(accepted) = key.kind {
                 for name in names.split('|') {
                     assert!(!accepted.contains(&name), "`{name}` is a value of `{path}`");
                 }

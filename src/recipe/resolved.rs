@@ -3,7 +3,7 @@
 use super::check::{Entry, Origin, Values, expectation};
 use super::lower::unused;
 use super::table::{Key, Settings, TABLES, keys};
-use super::value::{Kind, Value};
+use super::value::{Value, ValueKind};
 
 /// A value as TOML.
 pub fn toml(value: &Value) -> String {
@@ -135,7 +135,7 @@ pub fn reference() -> String {
             out.push_str(&row(key));
         }
         let lists = keys().filter(|k| k.table == *table).filter_map(|k| match k.kind {
-            Kind::Tables(keys) => Some((k, keys)),
+            ValueKind::Tables(keys) => Some((k, keys)),
             _ => None,
         });
         for (key, keys) in lists {

@@ -1,7 +1,7 @@
 //! The JSON schema of a recipe, for editors: made from the table of keys.
 
 use super::table::{self, Key, Range};
-use super::value::Kind;
+use super::value::ValueKind;
 use serde_json::{Map, Value, json};
 
 /// The schema, draft 2020-12, with type, range, default, reason and description of every key.
@@ -90,39 +90,41 @@ fn as_json(item: &toml_edit::Item) -> Option<Value> {
 fn kind(key: &Key) -> Map<String, Value> {
     let Range { min, max, .. } = key.range;
     let out = match key.kind {
-        Kind::Text => json!({"type": "string"}),
-        Kind::Name(names) => json!({"enum": names}),
-        Kind::Flag => json!({"type": "boolean"}),
-        Kind::Integer if max.is_finite() => json!({"type": "integer", "minimum": min as i64, "maximum": max as i64}),
-        Kind::Integer => json!({"type": "integer", "minimum": min as i64}),
-        Kind::Number => number(key.range),
-        Kind::Pair => json!({"type": "array", "items": number(key.range), "minItems": 2, "maxItems": 2}),
-        Kind::Texts => json!({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
-        Kind::Integers => json!({"type": "array", "items": {"type": "integer", "minimum": 0}}),
-        Kind::Numbers => json!({"type": "array", "items": {"type": "number"}}),
-        Kind::Pairs => {
+        ValueKind::Text => json!({"type": "string"}),
+        ValueKind::Name(names) => json!({"enum": names}),
+        ValueKind::Flag => json!({"type": "boolean"}),
+        ValueKind::Integer if max.is_finite() => {
+            json!({"type": "integer", "minimum": min as i64, "maximum": max as i64})
+        }
+        ValueKind::Integer => json!({"type": "integer", "minimum": min as i64}),
+        ValueKind::Number => number(key.range),
+        ValueKind::Pair => json!({"type": "array", "items": number(key.range), "minItems": 2, "maxItems": 2}),
+        ValueKind::Texts => json!({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+        ValueKind::Integers => json!({"type": "array", "items": {"type": "integer", "minimum": 0}}),
+        ValueKind::Numbers => json!({"type": "array", "items": {"type": "number"}}),
+        ValueKind::Pairs => {
             let pair = json!({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2});
             json!({"type": "array", "items": pair})
         }
-        Kind::Size => json!({"type": "string", "examples": ["auto", "24GiB"]}),
-        Kind::Map(names) => json!({"type": "object", "additionalProperties": {"enum": names}}),
-        Kind::Fields(names) => {
+        ValueKind::Size => json!({"type": "string", "examples": ["auto", "24GiB"]}),
+        ValueKind::Map(names) => json!({"type": "object", "additionalProperties": {"enum": names}}),
+        ValueKind::Fields(names) => {
             let columns: Map<String, Value> = names
                 .iter()
                 .map(|n| (n.to_string(), json!({"type": "string"})))
                 .collect();
             json!({"type": "object", "additionalProperties": false, "properties": columns})
         }
-        Kind::Tables(keys) => {
+        ValueKind::Tables(keys) => {
             let properties: Map<String, Value> = keys.iter().map(|k| (k.name.to_string(), property(k))).collect();
             let required: Vec<&str> = keys.iter().filter(|k| k.default.is_empty()).map(|k| k.name).collect();
             let item = json!({"type": "object", "additionalProperties": false, "properties": properties, "required": required});
             json!({"type": "array", "items": item})
         }
-        Kind::Free => json!({"type": "object", "additionalProperties": true}),
+        ValueKind::Free => json!({"type": "object", "additionalProperties": true}),
     };
     let out = match key.kind {
-        Kind::Flag | Kind::Integer | Kind::Number | Kind::Pairs if key.accepts_auto() => {
+        ValueKind::Flag | ValueKind::Integer | ValueKind::Number | ValueKind::Pairs if key.accepts_auto() => {
             json!({"anyOf": [{"const": "auto"}, out]})
         }
         _ => out,

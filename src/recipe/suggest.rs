@@ -4,7 +4,7 @@ use super::draft::WrittenValue;
 use super::peers;
 use super::table::{Key, KeyPath, TABLES, keys};
 use super::types::{BlockKeys, Freeze, LoraKeys};
-use super::value::Kind;
+use super::value::ValueKind;
 pub use crate::base::suggest::nearest;
 
 /// The hint for the unknown key or table at `path`.
@@ -104,14 +104,14 @@ pub fn type_hint(key: &Key, typed: &WrittenValue) -> Option<String> {
     }
     let is_text = matches!(typed, WrittenValue::Text(_));
     match key.kind {
-        Kind::Flag => match text.as_str() {
+        ValueKind::Flag => match text.as_str() {
             "true" | "false" if is_text => Some("write it without quotes".into()),
             "1" | "yes" | "on" | "y" => Some("write `true`".into()),
             "0" | "no" | "off" | "n" => Some("write `false`".into()),
             _ => None,
         },
-        Kind::Name(names) => value(key.path.0, &text, names),
-        Kind::Text | Kind::Texts => None,
+        ValueKind::Name(names) => value(key.path.0, &text, names),
+        ValueKind::Text | ValueKind::Texts => None,
         _ => (is_text && text.parse::<f64>().is_ok()).then(|| "write it without quotes".into()),
     }
 }

@@ -8,7 +8,7 @@ use super::check::Values;
 use super::lower::Faults;
 use super::model_ref::ModelRef;
 use super::types::*;
-use super::value::{Chunk, Kind, Setting};
+use super::value::{Chunk, Setting, ValueKind};
 use crate::base::Error;
 use ft_base::named;
 use std::fmt;
@@ -45,7 +45,7 @@ pub struct Key {
     pub path: KeyPath,
     pub table: &'static str,
     pub name: &'static str,
-    pub kind: Kind,
+    pub kind: ValueKind,
     /// Range of a number.
     pub range: Range,
     /// TOML text; empty means that the key is required.
@@ -58,7 +58,7 @@ pub struct Key {
 impl Key {
     /// True if the key accepts `auto` in place of a value of its kind.
     pub fn accepts_auto(&self) -> bool {
-        self.default == "\"auto\"" && !matches!(self.kind, Kind::Text | Kind::Name(_))
+        self.default == "\"auto\"" && !matches!(self.kind, ValueKind::Text | ValueKind::Name(_))
     }
 }
 

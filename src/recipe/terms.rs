@@ -168,7 +168,7 @@ fn replace(text: &str, name: &str, term: &str) -> String {
 mod tests {
     use super::*;
     use crate::recipe::table;
-    use crate::recipe::value::Kind;
+    use crate::recipe::value::ValueKind;
 
     #[test]
     fn terms_replace_whole_names() {
@@ -186,9 +186,9 @@ mod tests {
                 Key(key) => assert!(table::find(key.0).is_some(), "{name}"),
                 Value(key, value) => {
                     let key = table::find(key.0).unwrap();
-                    let named = matches!(key.kind, Kind::Name(names) if names.contains(&value));
+                    let named = matches!(key.kind, ValueKind::Name(names) if names.contains(&value));
                     let auto = value == "auto" && key.accepts_auto();
-                    assert!(named || auto || matches!(key.kind, Kind::Text), "{name}");
+                    assert!(named || auto || matches!(key.kind, ValueKind::Text), "{name}");
                 }
                 Text(text) => {
                     for code in text.split('`').skip(1).step_by(2) {

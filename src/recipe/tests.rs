@@ -167,26 +167,26 @@ fn another(key: &Key) -> String {
             .to_string()
     };
     match key.kind {
-        Kind::Text => "x".into(),
-        Kind::Name(names) => {
+        ValueKind::Text => "x".into(),
+        ValueKind::Name(names) => {
             let other = names.iter().find(|name| format!("{name:?}") != key.default);
             other.unwrap().to_string()
         }
-        Kind::Flag => (key.default == "false").to_string(),
-        Kind::Integer => number(&[0.0, 1.0, 2.0, 3.0, 16.0]),
-        Kind::Number => number(&[0.5, 0.25, 3.0, 0.75]),
-        Kind::Pair => "[0.5, 0.6]".into(),
-        Kind::Texts => "[\"x=2\"]".into(),
-        Kind::Integers | Kind::Numbers => "[1, 2]".into(),
-        Kind::Pairs => "[[1, 2], [3, 6]]".into(),
-        Kind::Size => "2GiB".into(),
-        Kind::Map(names) => {
+        ValueKind::Flag => (key.default == "false").to_string(),
+        ValueKind::Integer => number(&[0.0, 1.0, 2.0, 3.0, 16.0]),
+        ValueKind::Number => number(&[0.5, 0.25, 3.0, 0.75]),
+        ValueKind::Pair => "[0.5, 0.6]".into(),
+        ValueKind::Texts => "[\"x=2\"]".into(),
+        ValueKind::Integers | ValueKind::Numbers => "[1, 2]".into(),
+        ValueKind::Pairs => "[[1, 2], [3, 6]]".into(),
+        ValueKind::Size => "2GiB".into(),
+        ValueKind::Map(names) => {
             let name = names.iter().find(|name| **name == "bf16").unwrap_or(&names[0]);
             format!("{{ \"layers.0.\" = {name:?} }}")
         }
-        Kind::Fields(names) => format!("{{ {} = \"a.b[0]\" }}", names[0]),
-        Kind::Tables(_) => "[{ path = \"a.jsonl\" }, { path = [\"b\"], columns = { prompt = \"q\" } }]".into(),
-        Kind::Free => "{ a = 1, b = { c = [\"x\", 0.5], d = false } }".into(),
+        ValueKind::Fields(names) => format!("{{ {} = \"a.b[0]\" }}", names[0]),
+        ValueKind::Tables(_) => "[{ path = \"a.jsonl\" }, { path = [\"b\"], columns = { prompt = \"q\" } }]".into(),
+        ValueKind::Free => "{ a = 1, b = { c = [\"x\", 0.5], d = false } }".into(),
     }
 }
 
@@ -277,7 +277,7 @@ fn conditions_name_values_of_other_keys() {
         let other = table::find(other.0).unwrap();
         for value in values {
             let accepted = match other.kind {
-                Kind::Name(names) => names.contains(value),
+                ValueKind::Name(names) => names.contains(value),
                 _ => other.accepts_auto() && *value == "auto",
             };
             assert!(accepted, "`{value}` is not a value of `{}`", other.path);

@@ -8,7 +8,7 @@ use serde_json::Map as JsonMap;
 
 /// The values that a key accepts.
 #[derive(Debug, Clone, Copy)]
-pub enum Kind {
+pub enum ValueKind {
     Text,
     /// One of these names.
     Name(&'static [&'static str]),
@@ -59,7 +59,7 @@ pub enum Value {
 /// The type of a field of a section. `By` keeps the implementation for enums apart from the others.
 pub trait Setting<By> {
     /// The values that a key of this type accepts.
-    const KIND: Kind;
+    const KIND: ValueKind;
     /// Converts `value`, which is of kind `KIND` or `auto`, to the typed value.
     fn read(value: &Value) -> Self;
 }
@@ -68,7 +68,7 @@ pub struct ByName;
 pub struct ByKind;
 
 impl<T: Named> Setting<ByName> for T {
-    const KIND: Kind = Kind::Name(T::NAMES);
+    const KIND: ValueKind = ValueKind::Name(T::NAMES);
     fn read(value: &Value) -> Self {
         match value {
             Value::Text(name) => T::of(name),
@@ -109,7 +109,7 @@ impl Chunk {
 macro_rules! settings {
     ($($(#[doc = $doc:literal])? $type:ty: $kind:expr, $value:pat => $typed:expr;)+) => {
         $($(#[doc = $doc])? impl Setting<ByKind> for $type {
-            const KIND: Kind = $kind;
+            const KIND: ValueKind = $kind;
             fn read(value: &Value) -> Self {
                 match value {
                     $value => $typed,
@@ -120,34 +120,34 @@ macro_rules! settings {
     };
 }
 settings! {
-    String: Kind::Text, Value::Text(t) => t.clone();
+    String: ValueKind::Text, Value::Text(t) => t.clone();
     /// `None` is the empty text.
-    Option<String>: Kind::Text, Value::Text(t) => Some(t.clone()).filter(|t| !t.is_empty());
-    bool: Kind::Flag, Value::Flag(b) => *b;
+    Option<String>: ValueKind::Text, Value::Text(t) => Some(t.clone()).filter(|t| !t.is_empty());
+    bool: ValueKind::Flag, Value::Flag(b) => *b;
     /// `None` is `auto`.
-    Option<bool>: Kind::Flag, Value::Flag(b) => Some(*b);
-    i64: Kind::Integer, Value::Integer(i) => *i;
-    u64: Kind::Integer, Value::Integer(i) => u64::try_from(*i).unwrap_or(0);
-    usize: Kind::Integer, Value::Integer(i) => usize::try_from(*i).unwrap_or(0);
+    Option<bool>: ValueKind::Flag, Value::Flag(b) => Some(*b);
+    i64: ValueKind::Integer, Value::Integer(i) => *i;
+    u64: ValueKind::Integer, Value::Integer(i) => u64::try_from(*i).unwrap_or(0);
+    usize: ValueKind::Integer, Value::Integer(i) => usize::try_from(*i).unwrap_or(0);
     /// `None` is `auto`.
-    Option<usize>: Kind::Integer, Value::Integer(i) => usize::try_from(*i).ok();
+    Option<usize>: ValueKind::Integer, Value::Integer(i) => usize::try_from(*i).ok();
     /// Bytes; `None` is `auto`.
-    Option<u64>: Kind::Size, Value::Text(t) => units::parse_bytes(t).ok();
-    Chunk: Kind::Integer, Value::Integer(n) => usize::try_from(*n).map_or(Chunk::Auto, Chunk::of);
-    f64: Kind::Number, Value::Number(x) => *x;
+    Option<u64>: ValueKind::Size, Value::Text(t) => units::parse_bytes(t).ok();
+    Chunk: ValueKind::Integer, Value::Integer(n) => usize::try_from(*n).map_or(Chunk::Auto, Chunk::of);
+    f64: ValueKind::Number, Value::Number(x) => *x;
     /// `None` is `auto`.
-    Option<f64>: Kind::Number, Value::Number(x) => Some(*x);
-    [f64; 2]: Kind::Pair, Value::Pair(p) => *p;
-    Vec<String>: Kind::Texts, Value::List(l) => l.clone();
-    Vec<usize>: Kind::Integers, Value::Integers(l) => l.clone();
-    Vec<f64>: Kind::Numbers, Value::Numbers(l) => l.clone();
+    Option<f64>: ValueKind::Number, Value::Number(x) => Some(*x);
+    [f64; 2]: ValueKind::Pair, Value::Pair(p) => *p;
+    Vec<String>: ValueKind::Texts, Value::List(l) => l.clone();
+    Vec<usize>: ValueKind::Integers, Value::Integers(l) => l.clone();
+    Vec<f64>: ValueKind::Numbers, Value::Numbers(l) => l.clone();
     /// `None` is `auto`.
-    Option<Vec<(usize, usize)>>: Kind::Pairs, Value::Pairs(l) => Some(l.clone());
-    JsonMap<String, serde_json::Value>: Kind::Free, Value::Free(m) => m.clone();
-    Vec<(String, WeightStorage)>: Kind::Map(WeightStorage::NAMES),
+    Option<Vec<(usize, usize)>>: ValueKind::Pairs, Value::Pairs(l) => Some(l.clone());
+    JsonMap<String, serde_json::Value>: ValueKind::Free, Value::Free(m) => m.clone();
+    Vec<(String, WeightStorage)>: ValueKind::Map(WeightStorage::NAMES),
         Value::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), WeightStorage::parse(t)?))).collect();
-    Vec<(String, ChatRole)>: Kind::Map(ChatRole::NAMES),
+    Vec<(String, ChatRole)>: ValueKind::Map(ChatRole::NAMES),
         Value::Map(m) => m.iter().filter_map(|(name, t)| Some((name.clone(), ChatRole::parse(t)?))).collect();
-    Vec<(ColumnRole, String)>: Kind::Fields(ColumnRole::NAMES),
+    Vec<(ColumnRole, String)>: ValueKind::Fields(ColumnRole::NAMES),
         Value::Map(m) => m.iter().filter_map(|(name, t)| Some((ColumnRole::parse(name)?, t.clone()))).collect();
 }

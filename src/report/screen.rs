@@ -5,7 +5,7 @@
 //! of standard error are ignored: a closed terminal does not end a run.
 
 use super::layout::{ascii, clipped, columns, fit, visible, wrapped};
-use crate::base::progress::{self, Seen, Unit};
+use crate::base::progress::{self, ProgressUnit, Seen};
 use crate::base::signal::{self, Notice};
 use crate::base::units;
 use std::io::{IsTerminal, Write};
@@ -329,11 +329,11 @@ fn plain_line(open: &[Seen]) -> String {
 /// `12 of 40 batches`, `12.0 MiB of 1.0 GiB`
 fn amount(seen: &Seen, of: &str) -> String {
     let number = |n| match seen.unit {
-        Unit::Bytes => units::bytes(n),
-        Unit::Count(_) => units::count(n),
+        ProgressUnit::Bytes => units::bytes(n),
+        ProgressUnit::Count(_) => units::count(n),
     };
     let unit = match seen.unit {
-        Unit::Count(unit) if !unit.is_empty() => format!(" {unit}"),
+        ProgressUnit::Count(unit) if !unit.is_empty() => format!(" {unit}"),
         _ => String::new(),
     };
     match (seen.done, seen.total) {
@@ -381,7 +381,7 @@ fn progress_line(open: &[Seen], room: usize, unicode: bool) -> String {
 /// The phase that contains the current one: `answering 64/200 questions`. Training itself is not shown.
 fn around(open: &[Seen]) -> Option<String> {
     let mut phases = open.iter().rev().filter(|s| !s.part);
-    let outer = phases.nth(1).filter(|s| s.unit != Unit::Count("steps"))?;
+    let outer = phases.nth(1).filter(|s| s.unit != ProgressUnit::Count("steps"))?;
     Some(format!("{} {}", outer.label, amount(outer, "/")).trim_end().to_string())
 }
 
@@ -409,7 +409,7 @@ fn spinner(elapsed: Duration) -> String {
 mod tests {
     use super::*;
 
-    fn seen(label: &str, done: u64, total: u64, unit: Unit, part: bool) -> Seen {
+    fn seen(label: &str, done: u64, total: u64, unit: ProgressUnit, part: bool) -> Seen {
         Seen {
             label: label.into(),
             unit,
@@ -422,11 +422,11 @@ mod tests {
     }
 
     fn training() -> Vec<Seen> {
-        let mut head = seen("training", 7, 120, Unit::Count("steps"), false);
+        let mut head = seen("training", 7, 120, ProgressUnit::Count("steps"), false);
         head.note = "loss 2.5000  eta 1m 05s".into();
-        let mut layer = seen("layers", 20, 72, Unit::Count(""), true);
+        let mut layer = seen("layers", 20, 72, ProgressUnit::Count(""), true);
         layer.note = "backward 30/36".into();
-        vec![head, seen("micro-batch", 11, 40, Unit::Count(""), true), layer]
+        vec![head, seen("micro-batch", 11, 40, ProgressUnit::Count(""), true), layer]
     }
 
     #[test]
@@ -446,12 +446,12 @@ mod tests {
         );
         let line = progress_line(&training(), 119, false);
         assert!(line.contains("loss 2.5000  eta 1m 05s  1m 05s"), "{line}");
-        let long = [seen(&"x".repeat(300), 5, 0, Unit::Bytes, false)];
+        let long = [seen(&"x".repeat(300), 5, 0, ProgressUnit::Bytes, false)];
         assert!(columns(&progress_line(&long, 59, true)) <= 59);
         let inner = [
             training().remove(0),
-            seen("answering", 64, 200, Unit::Count("questions"), false),
-            seen("generating", 3, 64, Unit::Count("answers"), false),
+            seen("answering", 64, 200, ProgressUnit::Count("questions"), false),
+            seen("generating", 3, 64, ProgressUnit::Count("answers"), false),
         ];
         let line = progress_line(&inner, 100, false);
         assert!(
@@ -459,14 +459,20 @@ mod tests {
             "{line}"
         );
         assert!(!line.contains("training"), "{line}");
-        let evil = [seen("reading a\x1b[2Jb\n.jsonl", 5, 0, Unit::Bytes, false)];
+        let evil = [seen("reading a\x1b[2Jb\n.jsonl", 5, 0, ProgressUnit::Bytes, false)];
         let line = progress_line(&evil, 79, true);
         assert!(!line.contains(['\x1b', '\n']), "{line:?}");
     }
 
     #[test]
     fn a_log_gets_plain_lines() {
-        let reading = [seen("reading rows.jsonl", 12 << 20, 57 << 20, Unit::Bytes, false)];
+        let reading = [seen(
+            "reading rows.jsonl",
+            12 << 20,
+            57 << 20,
+            ProgressUnit::Bytes,
+            false,
+        )];
         assert_eq!(
             plain_line(&reading),
             "reading rows.jsonl: 12.0 MiB of 57.0 MiB, 1m 05s\n"
@@ -486,8 +492,8 @@ mod tests {
         assert!(text.starts_with(" (micro-batch 12 of 40, about 2m "), "{text}");
         assert_eq!(details(&[], Some(Some(Duration::from_secs(3)))), "");
         let early = [
-            seen("training", 0, 9, Unit::Count(""), false),
-            seen("micro-batch", 0, 40, Unit::Count(""), true),
+            seen("training", 0, 9, ProgressUnit::Count(""), false),
+            seen("micro-batch", 0, 40, ProgressUnit::Count(""), true),
         ];
         let text = details(&early, Some(Some(Duration::from_secs(125))));
         assert!(

@@ -4,7 +4,7 @@ use crate::support::{Gpu, flat, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::base::rng::{Permutation, Rng, Stream};
 use ft::ops::index_subset::{self, IndexSubset};
-use ft::ops::step::{self, FoundInf, Item, Moment, Precision, Rule};
+use ft::ops::step::{self, FoundInf, Moment, ParameterStep, Precision, Rule};
 
 const RULES: [Rule; 5] = [
     Rule::Adamw {
@@ -64,8 +64,8 @@ impl Parameter {
         }
     }
 
-    fn item(&self, weight_decay: f64, step: u64) -> Item<'_> {
-        Item {
+    fn item(&self, weight_decay: f64, step: u64) -> ParameterStep<'_> {
+        ParameterStep {
             weight: &self.weight,
             precision: match self.form {
                 Form::Whole => Precision::Whole,
@@ -116,7 +116,7 @@ fn parameters(gpu: &Gpu, rule: Rule, int8: bool, device: &Device) -> Vec<Paramet
 fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate: FoundInf) {
     for k in 1..=steps {
         // Two groups: with and without weight decay.
-        let items: Vec<Item> = parameters
+        let items: Vec<ParameterStep> = parameters
             .iter()
             .enumerate()
             .map(|(i, p)| p.item(if i % 2 == 0 { 0.1 } else { 0.0 }, k))

@@ -198,7 +198,7 @@ pub fn int8_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Vec<Vec
     let (weight, first, second) = (tensor(start), zeros(), zeros());
     let mut out = Vec::new();
     for (k, gradient) in gradients.iter().enumerate() {
-        let item = step::Item {
+        let item = step::ParameterStep {
             weight: &weight,
             precision: step::Precision::Whole,
             gradient: &tensor(gradient),

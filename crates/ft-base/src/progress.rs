@@ -15,7 +15,7 @@ use std::time::Instant;
 
 /// The counted unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unit {
+pub enum ProgressUnit {
     /// `batches`, `tensors`, `layers`
     Count(&'static str),
     /// Bytes, shown as MB and GB.
@@ -25,7 +25,7 @@ pub enum Unit {
 #[derive(Debug)]
 struct Counter {
     label: Cow<'static, str>,
-    unit: Unit,
+    unit: ProgressUnit,
     /// True if its fraction is a part of the next unit of the enclosing phase.
     part: bool,
     started: Instant,
@@ -44,7 +44,7 @@ pub struct Seen {
     /// The name of the phase: `evaluating`.
     pub label: String,
     /// The unit of `done` and `total`.
-    pub unit: Unit,
+    pub unit: ProgressUnit,
     /// True if it counts a part of one unit of the enclosing phase.
     pub part: bool,
     /// The time at which the phase was opened.
@@ -90,7 +90,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn open(label: Cow<'static, str>, total: u64, unit: Unit, part: bool) -> Phase {
+fn open(label: Cow<'static, str>, total: u64, unit: ProgressUnit, part: bool) -> Phase {
     let counter = Arc::new(Counter {
         label,
         unit,
@@ -108,17 +108,17 @@ fn open(label: Cow<'static, str>, total: u64, unit: Unit, part: bool) -> Phase {
 
 /// Opens a phase of `total` units (0: unknown), such as `saving`, `evaluating`.
 pub fn phase(label: impl Into<Cow<'static, str>>, total: usize, unit: &'static str) -> Phase {
-    open(label.into(), total as u64, Unit::Count(unit), false)
+    open(label.into(), total as u64, ProgressUnit::Count(unit), false)
 }
 
 /// Opens a phase of `total` bytes (0: unknown).
 pub fn bytes(label: impl Into<Cow<'static, str>>, total: u64) -> Phase {
-    open(label.into(), total, Unit::Bytes, false)
+    open(label.into(), total, ProgressUnit::Bytes, false)
 }
 
 /// Opens a phase that is a part of one unit of the enclosing phase, such as the micro-batches of a step.
 pub fn part(label: &'static str, total: usize) -> Phase {
-    open(label.into(), total as u64, Unit::Count(""), true)
+    open(label.into(), total as u64, ProgressUnit::Count(""), true)
 }
 
 /// A label such as `reading rows.jsonl`.
@@ -237,7 +237,7 @@ mod tests {
     fn seen(label: &str, done: u64, total: u64, part: bool) -> Seen {
         Seen {
             label: label.into(),
-            unit: Unit::Count("x"),
+            unit: ProgressUnit::Count("x"),
             part,
             started: Instant::now(),
             done,

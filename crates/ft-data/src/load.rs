@@ -114,7 +114,7 @@ pub(super) fn read_into(
         return Err(Error::usage("rows of fewer than 2 tokens cannot be trained")
             .found(format!("max_length = {}", spec.max_length)));
     }
-    let mut loader = Loader {
+    let mut loader = SampleLoader {
         spec,
         encoder: spec.encoder(codec, template),
         chunk: Vec::new(),
@@ -135,7 +135,7 @@ pub(super) fn read_into(
 }
 
 /// Collects rows in chunks and tokenizes a chunk on all cores; keeps the order of the file.
-struct Loader<'a> {
+struct SampleLoader<'a> {
     spec: &'a Spec<'a>,
     encoder: Encoder<'a>,
     chunk: Vec<(Row, Arc<Layout>, Origin)>,
@@ -147,7 +147,7 @@ struct Loader<'a> {
     sink: &'a mut dyn Sink,
 }
 
-impl Loader<'_> {
+impl SampleLoader<'_> {
     fn push(&mut self, row: Row, layout: &Arc<Layout>, origin: Origin, bad: &mut BadRows) -> Result<()> {
         self.read += 1;
         if self.read <= self.skip {

@@ -10,7 +10,7 @@ use serde_json::Value;
 pub(super) const ROWS: usize = 64;
 
 /// A chat template with cached renderings of one conversation.
-pub(super) struct Prepared<'a> {
+pub(super) struct CachedRenderings<'a> {
     template: &'a dyn ChatRender,
     job: Option<RenderJob<'a>>,
     texts: Vec<Option<Rendered>>,
@@ -21,7 +21,7 @@ pub(super) fn prepare<'a>(
     encoder: &Encoder<'a>,
     template: &'a dyn ChatRender,
     samples: &'a [Result<Sample>],
-) -> Vec<Prepared<'a>> {
+) -> Vec<CachedRenderings<'a>> {
     let job = |sample: &'a Result<Sample>| match sample {
         Ok(Sample::Chat(chat)) => Some(RenderJob {
             messages: &chat.messages,
@@ -34,7 +34,7 @@ pub(super) fn prepare<'a>(
 }
 
 /// One for each job; a place without one asks the template itself.
-pub(super) fn of_jobs<'a>(template: &'a dyn ChatRender, jobs: Vec<Option<RenderJob<'a>>>) -> Vec<Prepared<'a>> {
+pub(super) fn of_jobs<'a>(template: &'a dyn ChatRender, jobs: Vec<Option<RenderJob<'a>>>) -> Vec<CachedRenderings<'a>> {
     let given: Vec<RenderJob> = jobs.iter().flatten().cloned().collect();
     let answers = if given.is_empty() {
         Vec::new()
@@ -42,7 +42,7 @@ pub(super) fn of_jobs<'a>(template: &'a dyn ChatRender, jobs: Vec<Option<RenderJ
         template.render_many(&given)
     };
     let mut answers = answers.into_iter();
-    let prepared = |job: Option<RenderJob<'a>>| Prepared {
+    let prepared = |job: Option<RenderJob<'a>>| CachedRenderings {
         template,
         texts: job.as_ref().and_then(|_| answers.next()).unwrap_or_default(),
         job,
@@ -50,7 +50,7 @@ pub(super) fn of_jobs<'a>(template: &'a dyn ChatRender, jobs: Vec<Option<RenderJ
     jobs.into_iter().map(prepared).collect()
 }
 
-impl Prepared<'_> {
+impl CachedRenderings<'_> {
     fn find(&self, messages: &[Value], tools: Option<&Value>, prompt: bool) -> Option<&Rendered> {
         let job = self.job.as_ref()?;
         let is_same = std::ptr::eq(messages.as_ptr(), job.messages.as_ptr())
@@ -65,7 +65,7 @@ impl Prepared<'_> {
     }
 }
 
-impl ChatRender for Prepared<'_> {
+impl ChatRender for CachedRenderings<'_> {
     fn render(&self, messages: &[Value], tools: Option<&Value>, add_generation_prompt: bool) -> Result<String> {
         match self.find(messages, tools, add_generation_prompt) {
             Some(rendered) => Ok(rendered.text.clone()),

@@ -22,7 +22,7 @@ use serde_json::{Map, Value};
 
 /// The text or the messages before the answer.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Said {
+pub enum PromptContent {
     /// Plain text to continue.
     Text(String),
     /// A conversation.
@@ -40,7 +40,7 @@ pub struct Prompt {
     /// `[T]`, up to and including the generation prompt.
     pub ids: Vec<u32>,
     /// The prompt before encoding.
-    pub said: Said,
+    pub said: PromptContent,
     /// The prompt as in the row: a text, or messages.
     pub shown: Value,
     /// A text, a number, or a list of correct answers.
@@ -55,11 +55,11 @@ impl Prompt {
     /// The conversation with `answer` as its end; `None` for a plain text prompt.
     pub fn answered(&self, answer: &str) -> Sample {
         match &self.said {
-            Said::Text(text) => Sample::PromptCompletion {
+            PromptContent::Text(text) => Sample::PromptCompletion {
                 prompt: text.clone(),
                 completion: answer.to_string(),
             },
-            Said::Chat { messages, tools } => {
+            PromptContent::Chat { messages, tools } => {
                 let mut messages = messages.clone();
                 messages.push(chat::message("assistant", answer));
                 Sample::Chat(Chat {
@@ -203,12 +203,12 @@ fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Pr
     let written = layout.prompt.as_deref().and_then(|name| row.fields.get(name));
     let is_text = written.is_some_and(|v| v.is_string() && !layout::is_turns(v));
     let said = match sample {
-        Sample::PromptCompletion { prompt, .. } => Said::Text(prompt),
+        Sample::PromptCompletion { prompt, .. } => PromptContent::Text(prompt),
         Sample::Chat(chat) => {
             let last = chat.messages.iter().rposition(|m| chat::role(m) == "assistant");
             let mut messages = chat.messages;
             messages.truncate(last.unwrap_or(0));
-            Said::Chat {
+            PromptContent::Chat {
                 messages,
                 tools: chat.tools,
             }
@@ -235,8 +235,8 @@ fn one(row: &Row, layout: &Layout, encoder: &Encoder, answer: &str) -> Result<Pr
         ids: question.prompt,
         shown: match &said {
             _ if is_text => Value::String(rows::prompt_text(&row.fields, layout)?),
-            Said::Text(text) => Value::String(text.clone()),
-            Said::Chat { messages, .. } => Value::Array(messages.clone()),
+            PromptContent::Text(text) => Value::String(text.clone()),
+            PromptContent::Chat { messages, .. } => Value::Array(messages.clone()),
         },
         said,
         answer: known,

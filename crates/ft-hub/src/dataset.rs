@@ -2,7 +2,7 @@
 
 use crate::HubSettings;
 use crate::download::Repository;
-use crate::errors::Wanted;
+use crate::errors::RequestedObject;
 use crate::select::{self, DatasetPart};
 use ft_base::Result;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ pub(crate) fn resolve(
     revision: &str,
     part: &DatasetPart,
 ) -> Result<Vec<PathBuf>> {
-    let wanted = Wanted {
+    let wanted = RequestedObject {
         kind: "data set",
         id,
         revision,

@@ -1,6 +1,6 @@
 //! Downloads files of one repository into the cache; resumes and verifies them.
 
-use crate::errors::{Wanted, explain, not_cached};
+use crate::errors::{RequestedObject, explain, not_cached};
 use crate::http::{Answer, Client, Fault, encode, next_page};
 use crate::store::{Blob, Hash, Store, is_commit};
 use crate::{HubSettings, HubStatus, is_inside};
@@ -46,7 +46,7 @@ pub(super) fn ask(settings: &HubSettings) -> HubStatus {
 pub(crate) struct Repository<'a> {
     client: Client,
     settings: &'a HubSettings,
-    wanted: Wanted<'a>,
+    wanted: RequestedObject<'a>,
     store: Store,
     /// `models` or `datasets`.
     plural: &'static str,
@@ -62,7 +62,7 @@ impl<'a> Repository<'a> {
     /// Opens a repository: asks the hub for its file list, unless offline.
     ///
     /// Errors: no access, or not found. Without a network it continues offline if the revision is cached.
-    pub(crate) fn open(settings: &'a HubSettings, plural: &'static str, wanted: Wanted<'a>) -> Result<Self> {
+    pub(crate) fn open(settings: &'a HubSettings, plural: &'static str, wanted: RequestedObject<'a>) -> Result<Self> {
         let mut out = Self {
             client: Client::new(settings)?,
             settings,
@@ -165,7 +165,7 @@ impl<'a> Repository<'a> {
 
     /// A file of the repository in the cache; `None` if the repository does not have it.
     pub(crate) fn optional(&self, file: &str) -> Result<Option<PathBuf>> {
-        let wanted = Wanted {
+        let wanted = RequestedObject {
             file: Some(file),
             ..self.wanted
         };
@@ -198,7 +198,7 @@ impl<'a> Repository<'a> {
 
     /// A file that must exist.
     pub(crate) fn required(&self, file: &str) -> Result<PathBuf> {
-        let wanted = Wanted {
+        let wanted = RequestedObject {
             file: Some(file),
             ..self.wanted
         };
@@ -217,7 +217,7 @@ impl<'a> Repository<'a> {
     }
 
     /// Downloads the content of a file into the cache; continues an earlier attempt.
-    fn fill(&self, file: &str, blob: &Blob, wanted: Wanted) -> Result<()> {
+    fn fill(&self, file: &str, blob: &Blob, wanted: RequestedObject) -> Result<()> {
         let mut partial = self.store.partial(blob)?;
         if self.store.has(blob) {
             return Ok(());

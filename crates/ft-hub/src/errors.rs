@@ -6,7 +6,7 @@ use ft_base::{Error, ErrorKind};
 
 /// The requested object.
 #[derive(Clone, Copy)]
-pub(crate) struct Wanted<'a> {
+pub(crate) struct RequestedObject<'a> {
     /// `"model"` or `"data set"`.
     pub kind: &'static str,
     pub id: &'a str,
@@ -14,8 +14,8 @@ pub(crate) struct Wanted<'a> {
     pub file: Option<&'a str>,
 }
 
-pub(crate) fn explain(e: &Fault, wanted: Wanted, settings: &HubSettings) -> Error {
-    let Wanted {
+pub(crate) fn explain(e: &Fault, wanted: RequestedObject, settings: &HubSettings) -> Error {
+    let RequestedObject {
         kind,
         id,
         revision,
@@ -77,7 +77,7 @@ pub(crate) fn explain(e: &Fault, wanted: Wanted, settings: &HubSettings) -> Erro
 }
 
 /// The error if offline and not cached.
-pub(crate) fn not_cached(wanted: Wanted, settings: &HubSettings) -> Error {
+pub(crate) fn not_cached(wanted: RequestedObject, settings: &HubSettings) -> Error {
     let what = match wanted.file {
         Some(file) => format!(
             "`{file}` of the {} `{}` is not in the local cache",

@@ -2,7 +2,7 @@
 
 use crate::HubSettings;
 use crate::download::Repository;
-use crate::errors::{Wanted, not_cached};
+use crate::errors::{RequestedObject, not_cached};
 use ft_base::{Error, Result};
 use ft_formats::index;
 use std::collections::BTreeSet;
@@ -21,7 +21,7 @@ const OPTIONAL: [&str; 8] = [
 ];
 
 pub(crate) fn resolve(settings: &HubSettings, id: &str, revision: &str) -> Result<PathBuf> {
-    let wanted = Wanted {
+    let wanted = RequestedObject {
         kind: "model",
         id,
         revision,
@@ -49,7 +49,7 @@ pub(crate) fn resolve(settings: &HubSettings, id: &str, revision: &str) -> Resul
 }
 
 pub(crate) fn resolve_config(settings: &HubSettings, id: &str, revision: &str) -> Result<PathBuf> {
-    let wanted = Wanted {
+    let wanted = RequestedObject {
         kind: "model",
         id,
         revision,
@@ -68,7 +68,12 @@ fn directory(file: &Path) -> Result<PathBuf> {
         .ok_or_else(|| Error::internal("a downloaded file has no directory").at_path(file))
 }
 
-fn weights(repository: &Repository<'_>, directory: &Path, wanted: Wanted, settings: &HubSettings) -> Result<()> {
+fn weights(
+    repository: &Repository<'_>,
+    directory: &Path,
+    wanted: RequestedObject,
+    settings: &HubSettings,
+) -> Result<()> {
     if repository.optional(index::SINGLE)?.is_some() {
         return Ok(());
     }
@@ -90,10 +95,10 @@ fn weights(repository: &Repository<'_>, directory: &Path, wanted: Wanted, settin
 }
 
 /// The error for a repository that cannot be used as a model.
-fn absent(repository: &Repository<'_>, file: &str, wanted: Wanted, settings: &HubSettings) -> Error {
+fn absent(repository: &Repository<'_>, file: &str, wanted: RequestedObject, settings: &HubSettings) -> Error {
     if repository.is_offline() {
         let file = Some(file);
-        return not_cached(Wanted { file, ..wanted }, settings);
+        return not_cached(RequestedObject { file, ..wanted }, settings);
     }
     let names = repository.names().unwrap_or_default();
     let has = |end: &str| names.iter().find(|n| n.ends_with(end));

@@ -95,7 +95,7 @@ pub fn forward_backward<'w>(
     let head = head.into();
     let ((n, d), (v, _)) = (dims2(h, "the hidden states")?, dims2(head.tensor, "the head")?);
     on_gpu!(h, {
-        let wanted = super::cuda::cross_entropy::Wanted {
+        let wanted = super::cuda::cross_entropy::GradientOptions {
             scale: options.scale as f32,
             dh: options.need_dh,
             dw: options.need_dw,
@@ -250,7 +250,7 @@ fn run(
 /// The GPU versions.
 #[cfg(feature = "cuda")]
 mod gpu {
-    use super::super::cuda::cross_entropy::{CrossEntropyJob, Wanted, run};
+    use super::super::cuda::cross_entropy::{CrossEntropyJob, GradientOptions, run};
     use super::super::cuda::memory::to_f32_vec;
     use super::*;
     use crate::update;
@@ -261,7 +261,7 @@ mod gpu {
         head: &Tensor,
         targets: &[u32],
         options: &Options,
-        wanted: Option<Wanted>,
+        wanted: Option<GradientOptions>,
         step_stats: &StepStats,
     ) -> Result<Output> {
         let trained = trained_rows(h, head, targets, options.softcap)?;

@@ -90,7 +90,7 @@ pub enum Precision<'a> {
 
 /// One parameter of a list. Tensors are contiguous and on one device.
 #[derive(Debug, Clone, Copy)]
-pub struct Item<'a> {
+pub struct ParameterStep<'a> {
     /// f32 or bf16, n elements.
     pub weight: &'a Tensor,
     /// How the weight keeps small updates.
@@ -122,13 +122,13 @@ pub struct FoundInf<'a> {
 ///
 /// # Errors
 /// A tensor whose size, type or device does not match its weight.
-pub fn step(rule: Rule, items: &[Item], coefficient: f32) -> Result<()> {
+pub fn step(rule: Rule, items: &[ParameterStep], coefficient: f32) -> Result<()> {
     step_gated(rule, items, coefficient, FoundInf::default())
 }
 
 /// As `step`; on a GPU in one launch without synchronization. A step that the guard skips still counts as a step of
 /// the state.
-pub fn step_gated(rule: Rule, items: &[Item], coefficient: f32, gate: FoundInf) -> Result<()> {
+pub fn step_gated(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
     let Some(first) = items.first() else {
         return Ok(());
     };
@@ -147,7 +147,7 @@ pub fn step_gated(rule: Rule, items: &[Item], coefficient: f32, gate: FoundInf) 
     items.iter().try_for_each(|item| one(rule, item, coefficient * further))
 }
 
-fn one(rule: Rule, item: &Item, coefficient: f32) -> Result<()> {
+fn one(rule: Rule, item: &ParameterStep, coefficient: f32) -> Result<()> {
     expect_dims(item.gradient, "a gradient", item.weight.dims())?;
     let (lr, decay) = (item.lr, item.weight_decay);
     floats(item.gradient, "a gradient", |g| {
@@ -196,7 +196,7 @@ fn one(rule: Rule, item: &Item, coefficient: f32) -> Result<()> {
     })
 }
 
-fn factored(item: &Item, g: &[f32], coefficient: f32) -> Result<Direction> {
+fn factored(item: &ParameterStep, g: &[f32], coefficient: f32) -> Result<Direction> {
     let (lr, decay, t) = (item.lr, item.weight_decay, item.step);
     match (item.first, item.second, item.weight.dims()) {
         (Some(Moment::F32(rows)), Some(Moment::F32(columns)), &[r, c]) => {
@@ -238,7 +238,7 @@ fn with_moment(
     }
 }
 
-fn with_weight(item: &Item, f: impl FnOnce(cpu::Weight) -> Result<()>) -> Result<()> {
+fn with_weight(item: &ParameterStep, f: impl FnOnce(cpu::Weight) -> Result<()>) -> Result<()> {
     match item.precision {
         Precision::Whole => with_mut(item.weight, |w: &mut [f32]| f(cpu::Weight::F32(w)))?,
         Precision::Halves(low) => {

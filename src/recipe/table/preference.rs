@@ -3,7 +3,7 @@
 use super::*;
 
 /// The values of `rlhf.loss_type`; each stage accepts its own.
-const LOSS: Kind = Kind::Name(&{
+const LOSS: ValueKind = ValueKind::Name(&{
     let pairs = PairLoss::NAMES.len();
     let mut names = ["auto"; 1 + PairLoss::NAMES.len() + JudgedLoss::NAMES.len()];
     let mut i = 1;

@@ -38,7 +38,7 @@ section! {
 }
 
 impl Setting<ByKind> for Vec<SourceKeys> {
-    const KIND: Kind = Kind::Tables(SourceKeys::KEYS);
+    const KIND: ValueKind = ValueKind::Tables(SourceKeys::KEYS);
 
     fn read(value: &Value) -> Self {
         let Value::Tables(tables) = value else {

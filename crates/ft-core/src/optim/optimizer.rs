@@ -6,7 +6,7 @@ use super::state::{self, State};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::ops::index_subset::{self, IndexSubset};
-use crate::ops::step::{self, FoundInf, Item, Precision, Rule};
+use crate::ops::step::{self, FoundInf, ParameterStep, Precision, Rule};
 use crate::ops::update;
 use crate::source::MasterLowBits;
 use candle_core::{DType, Device, Tensor};
@@ -164,7 +164,7 @@ impl Optimizer {
         for (u, tensors) in updates.iter().zip(&tensors) {
             let Some(state) = self.states.get(u.name) else { continue };
             let vector = u.weight.rank() < 2;
-            items.push(Item {
+            items.push(ParameterStep {
                 weight: &tensors.weight,
                 precision: tensors.precision(),
                 gradient: u.gradient,
@@ -203,7 +203,7 @@ impl Optimizer {
         gate: FoundInf,
     ) -> Result<()> {
         let tensors = self.tensors_for(name, weight, None)?;
-        let item = Item {
+        let item = ParameterStep {
             weight,
             precision: tensors.precision(),
             gradient,

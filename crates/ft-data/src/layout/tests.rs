@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dataset::{Dataset, Spec};
-use crate::prompts::{Prompts, Room, Said};
+use crate::prompts::{PromptContent, Prompts, Room};
 use crate::reading::lines;
 use crate::rows::{self, Sample};
 use crate::testing::{Files, Jinja, QWEN, Words, files, row};
@@ -338,7 +338,7 @@ fn prompts_to_answer_come_from_every_common_column() {
     };
     let (prompt, line, text) = load(r#"{"question": "q", "answer": "4", "level": 1}"#, Render::Auto, true).unwrap();
     assert_eq!(prompt.answer, Some(json!("4")));
-    assert!(matches!(prompt.said, Said::Chat { .. }));
+    assert!(matches!(prompt.said, PromptContent::Chat { .. }));
     assert_eq!(prompt.shown, json!("q"));
     assert!(
         text.ends_with("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"),
@@ -357,7 +357,10 @@ fn prompts_to_answer_come_from_every_common_column() {
     );
 
     let (prompt, _, text) = load(r#"{"prompt": "go on", "answer": 1}"#, Render::Plain, true).unwrap();
-    assert_eq!((prompt.said, text.as_str()), (Said::Text("go on".into()), "go on"));
+    assert_eq!(
+        (prompt.said, text.as_str()),
+        (PromptContent::Text("go on".into()), "go on")
+    );
     let (prompt, _, _) = load(r#"{"query": "q"}"#, Render::Auto, true).unwrap();
     assert_eq!(prompt.answer, None);
     let e = load(r#"{"system": "s", "prompt": "q"}"#, Render::Plain, true)

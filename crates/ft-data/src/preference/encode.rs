@@ -8,7 +8,7 @@ use crate::dataset::Origin;
 use crate::encode::Encoder;
 use crate::faults::Tried;
 use crate::layout::Layout;
-use crate::prepare::{self, Prepared};
+use crate::prepare::{self, CachedRenderings};
 use crate::read::Row;
 use ft_base::{Error, Result};
 use serde_json::Value;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 type Talk = (Vec<Value>, bool);
 
 /// A tokenized row.
-pub(super) struct Unit {
+pub(super) struct TokenizedRow {
     /// Chosen and rejected, or the judged answer.
     pub sides: Vec<Side>,
     /// Number of prompt tokens, the same in all sides.
@@ -86,7 +86,7 @@ impl PairEncoder<'_> {
         &self,
         group: &[(Row, Arc<Layout>, Origin)],
         tried: &Tried,
-    ) -> Vec<Option<Result<Unit>>> {
+    ) -> Vec<Option<Result<TokenizedRow>>> {
         if !tried.go_on() {
             return group.iter().map(|_| None).collect();
         }
@@ -130,7 +130,13 @@ impl PairEncoder<'_> {
     }
 
     /// Errors: what is wrong with the row, with its place.
-    fn unit(&self, row: &Row, judgement: &Judgement, talks: &[Talk], prepared: &[Prepared]) -> Result<Unit> {
+    fn unit(
+        &self,
+        row: &Row,
+        judgement: &Judgement,
+        talks: &[Talk],
+        prepared: &[CachedRenderings],
+    ) -> Result<TokenizedRow> {
         let (whole, prompt, margin, label) = match judgement {
             Judgement::Pair { sides, margin } => {
                 let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
@@ -180,7 +186,7 @@ impl PairEncoder<'_> {
                 cut,
             }
         });
-        Ok(Unit {
+        Ok(TokenizedRow {
             sides: sides.collect(),
             prompt,
             margin,
@@ -193,7 +199,7 @@ impl PairEncoder<'_> {
         &self,
         sides: &Sides<N>,
         talks: &[Talk],
-        prepared: &[Prepared],
+        prepared: &[CachedRenderings],
     ) -> Result<([Vec<u32>; N], usize)> {
         let encoder = &self.encoder;
         let mut whole = [const { Vec::new() }; N];

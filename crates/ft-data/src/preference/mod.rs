@@ -24,7 +24,7 @@ use super::prepare;
 use super::read::Row;
 use super::source;
 use crate::{Long, RowFormat};
-use encode::{Side, Unit};
+use encode::{Side, TokenizedRow};
 use ft_base::rng::{Rng, Stream};
 use ft_base::{Error, Result};
 use rayon::prelude::*;
@@ -81,7 +81,7 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
             .found(format!("`{}`", format.name()))
             .expected("`preference`, or `auto`"));
     }
-    let mut loader = Loader {
+    let mut loader = PairLoader {
         encoder: encode::PairEncoder {
             encoder: spec.encoder(codec, template),
             want,
@@ -123,7 +123,7 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
     }
 }
 
-struct Loader<'a> {
+struct PairLoader<'a> {
     encoder: encode::PairEncoder<'a>,
     chunk: Vec<(Row, Arc<Layout>, Origin)>,
     out: Dataset,
@@ -137,12 +137,12 @@ struct Loader<'a> {
     margins: Option<bool>,
 }
 
-impl Loader<'_> {
+impl PairLoader<'_> {
     fn flush(&mut self, bad: &mut BadRows) -> Result<()> {
         let encoder = &self.encoder;
         let chunk = std::mem::take(&mut self.chunk);
         let tried = Tried::new(bad);
-        let units: Vec<Option<Result<Unit>>> = chunk
+        let units: Vec<Option<Result<TokenizedRow>>> = chunk
             .par_chunks(prepare::ROWS)
             .flat_map_iter(|group| encoder.encode_group(group, &tried))
             .collect();
@@ -191,8 +191,8 @@ impl Loader<'_> {
         unless_stopped()
     }
 
-    fn push(&mut self, unit: Unit, origin: Origin) {
-        let Unit {
+    fn push(&mut self, unit: TokenizedRow, origin: Origin) {
+        let TokenizedRow {
             sides,
             prompt,
             margin,

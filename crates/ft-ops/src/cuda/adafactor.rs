@@ -3,8 +3,8 @@
 //! Letters: R rows and C columns of a matrix; a vector has no rows, and its elements are columns.
 
 use super::reduce::SHARE;
-use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
-use crate::step::{FoundInf, Item, Moment, Precision};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
+use crate::step::{FoundInf, Moment, ParameterStep, Precision};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
@@ -14,7 +14,7 @@ const STRIPES: usize = 128;
 const THREADS: usize = 256;
 
 /// Updates the parameters in place.
-pub(crate) fn run(items: &[Item], coefficient: f32, gate: FoundInf) -> Result<()> {
+pub(crate) fn run(items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
     let scalar = |t: Option<&Tensor>, dtype| t.map_or(Ok(0), |t| address_of(t, "a number of an optimizer step", dtype));
     let finite = [
         Arg::Address(scalar(gate.finite, DType::F64)?),
@@ -44,7 +44,7 @@ fn wrong(what: &str) -> Error {
 
 /// Returns the second moment of a parameter, f32: the address of the row means (0 for a vector) and of the other
 /// means; R and C.
-fn moments(item: &Item) -> Result<(u64, u64, usize, usize)> {
+fn moments(item: &ParameterStep) -> Result<(u64, u64, usize, usize)> {
     let place = |t: &Tensor, n: usize| match t.elem_count() == n {
         true => address_of(t, "an optimizer state", DType::F32),
         false => Err(wrong("a state of another size").found(t.elem_count()).expected(n)),
@@ -63,8 +63,8 @@ fn moments(item: &Item) -> Result<(u64, u64, usize, usize)> {
 
 /// Returns the weight arguments of `change` in `cuda/weight.cuh`: address, address of the low 16 bits, random key
 /// and form. `gradient` is read together with the weight.
-fn weight(item: &Item, gradient: u64) -> Result<[Arg; 4]> {
-    let kind = Kind::of(item.weight, "a weight")?;
+fn weight(item: &ParameterStep, gradient: u64) -> Result<[Arg; 4]> {
+    let kind = FloatType::of(item.weight, "a weight")?;
     let (low, key, random) = match item.precision {
         Precision::Whole => (0, 0, false),
         Precision::Halves(low) if low.elem_count() == item.weight.elem_count() => (
@@ -75,16 +75,16 @@ fn weight(item: &Item, gradient: u64) -> Result<[Arg; 4]> {
         Precision::Halves(_) => return Err(wrong("tensors of different sizes")),
         Precision::Stochastic(rng) => (0, rng.key(), true),
     };
-    if (kind == Kind::F32) != matches!(item.precision, Precision::Whole) {
+    if (kind == FloatType::F32) != matches!(item.precision, Precision::Whole) {
         return Err(wrong("a weight whose dtype differs from its precision setting"));
     }
     let place = address(item.weight, "a weight")?;
-    let form = (kind == Kind::Bf16) as i32 | (aligned(&[place, low, gradient]) as i32) << 2 | (random as i32) << 3;
+    let form = (kind == FloatType::Bf16) as i32 | (aligned(&[place, low, gradient]) as i32) << 2 | (random as i32) << 3;
     Ok([Arg::Address(place), Arg::Address(low), Arg::U64(key), Arg::I32(form)])
 }
 
 impl Common {
-    fn step(&self, item: &Item) -> Result<()> {
+    fn step(&self, item: &ParameterStep) -> Result<()> {
         let gpu = Gpu::of(item.weight, "a weight")?;
         let n = item.weight.elem_count();
         if item.gradient.elem_count() != n {

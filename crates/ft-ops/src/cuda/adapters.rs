@@ -2,7 +2,7 @@
 
 use super::elementwise::{cast, grid, row_counts};
 use super::gemm::{Batch, Matrix, gemm_batched};
-use super::{Arg, Gpu, Grid, Kind, address, address_of, columns};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, columns};
 use crate::adapters::DoraNorm;
 use crate::cpu::storage::expect_dims;
 use candle_core::{DType, Tensor};
@@ -15,7 +15,7 @@ pub(crate) fn scale_and_shift(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to:
     let gpu = Gpu::of(x, NAME)?;
     let (rows, columns) = x.dims2()?;
     let y = gpu.empty((rows, columns), to)?;
-    let bias = bias.map(|b| cast(b, Kind::F32)).transpose()?;
+    let bias = bias.map(|b| cast(b, FloatType::F32)).transpose()?;
     for one in [Some(v), bias.as_ref()].into_iter().flatten() {
         expect_dims(&one.flatten_all()?, NAME, &[columns])?;
     }
@@ -30,9 +30,9 @@ pub(crate) fn scale_and_shift(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to:
     let [x_at, v_at, bias_at, y_at] = places.map(Arg::Address);
     let name = [
         "scale_columns_",
-        Kind::of(x, NAME)?.name(),
+        FloatType::of(x, NAME)?.name(),
         "_",
-        Kind::of(&y, NAME)?.name(),
+        FloatType::of(&y, NAME)?.name(),
     ];
     let args = [x_at, v_at, bias_at, y_at, count, Arg::size(columns), packs];
     // SAFETY: x and y are [rows, columns], v and the bias [columns].
@@ -42,10 +42,10 @@ pub(crate) fn scale_and_shift(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to:
 
 pub(crate) fn sum_products(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     expect_dims(b, NAME, a.dims())?;
-    let (gpu, kind) = (Gpu::of(a, NAME)?, Kind::of(a, NAME)?);
-    match Kind::of(b, NAME)? == kind {
+    let (gpu, kind) = (Gpu::of(a, NAME)?, FloatType::of(a, NAME)?);
+    match FloatType::of(b, NAME)? == kind {
         true => columns::products(&gpu, a, b, a.dims2()?),
-        false => columns::products(&gpu, &cast(a, Kind::F32)?, &cast(b, Kind::F32)?, a.dims2()?),
+        false => columns::products(&gpu, &cast(a, FloatType::F32)?, &cast(b, FloatType::F32)?, a.dims2()?),
     }
 }
 
@@ -112,7 +112,7 @@ pub(crate) fn add_blocks(y: &Tensor, x: &Tensor, d: &Tensor, transposed: bool) -
     let k = count(x, size)?;
     expect_dims(y, NAME, x.dims())?;
     expect_dims(d, NAME, &[k, size, size])?;
-    let (gpu, kind) = (Gpu::of(x, NAME)?, Kind::of(x, NAME)?);
+    let (gpu, kind) = (Gpu::of(x, NAME)?, FloatType::of(x, NAME)?);
     let d = cast(d, kind)?;
     let a = Matrix::new(address(x, NAME)?, kind, features);
     let b = Matrix {
@@ -132,14 +132,14 @@ pub(crate) fn blocks_gradient(x: &Tensor, dy: &Tensor, size: usize) -> Result<Te
     let (rows, features) = x.dims2()?;
     let k = count(x, size)?;
     expect_dims(dy, NAME, x.dims())?;
-    let (gpu, kind) = (Gpu::of(x, NAME)?, Kind::of(x, NAME)?);
+    let (gpu, kind) = (Gpu::of(x, NAME)?, FloatType::of(x, NAME)?);
     if rows == 0 {
         return gpu.zeros((k, size, size), DType::F32);
     }
     let gradient = gpu.empty((k, size, size), DType::F32)?;
     let a = Matrix::new(address(x, NAME)?, kind, features).t();
     let b = Matrix::new(address_of(dy, NAME, x.dtype())?, kind, features);
-    let c = Matrix::new(address(&gradient, NAME)?, Kind::F32, size);
+    let c = Matrix::new(address(&gradient, NAME)?, FloatType::F32, size);
     let batch = Batch {
         count: k,
         steps: [size, size, size * size],

@@ -3,7 +3,7 @@
 //! bf16 uses the tensor cores if the head size is a multiple of 8 up to 256. Other bf16 heads and f32 use the plain
 //! f32 kernels, with heads of up to 256. Shapes and letters as in `ops::attention`.
 
-use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, elementwise, narrow};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, elementwise, narrow};
 use crate::attention::Spec;
 use crate::attention_schedule::{AttentionTile, Documents, Join, Visited};
 use candle_core::cuda::DeviceId;
@@ -129,11 +129,11 @@ fn plain(spec: &Spec) -> Result<(usize, usize)> {
 }
 
 /// True if the tensor-core kernels support these tensors. They move rows in units of 16 bytes.
-fn on_tensor_cores(spec: &Spec, kind: Kind, addresses: &[u64]) -> bool {
-    kind == Kind::Bf16 && spec.head_dim.is_multiple_of(8) && aligned(addresses)
+fn on_tensor_cores(spec: &Spec, kind: FloatType, addresses: &[u64]) -> bool {
+    kind == FloatType::Bf16 && spec.head_dim.is_multiple_of(8) && aligned(addresses)
 }
 
-fn elements(t: &Tensor, name: &str, kind: Kind) -> Result<u64> {
+fn elements(t: &Tensor, name: &str, kind: FloatType) -> Result<u64> {
     address_of(t, name, kind.dtype())
 }
 
@@ -237,7 +237,7 @@ pub(crate) fn forward(
     k_documents: &[usize],
 ) -> Result<(Tensor, Tensor)> {
     let gpu = Gpu::of(q, "the queries")?;
-    let kind = Kind::of(q, "the queries")?;
+    let kind = FloatType::of(q, "the queries")?;
     let documents = Documents {
         queries: q_documents,
         keys: k_documents,
@@ -249,8 +249,8 @@ pub(crate) fn forward(
         elements(k, "the keys", kind)?,
         elements(v, "the values", kind)?,
     ];
-    if kind == Kind::Bf16 && !on_tensor_cores(spec, kind, &inputs) {
-        let [q, k, v] = [q, k, v].map(|t| elementwise::cast(t, Kind::F32));
+    if kind == FloatType::Bf16 && !on_tensor_cores(spec, kind, &inputs) {
+        let [q, k, v] = [q, k, v].map(|t| elementwise::cast(t, FloatType::F32));
         let (o, lse) = forward(&q?, &k?, &v?, spec, q_documents, k_documents)?;
         return Ok((elementwise::cast(&o, kind)?, lse));
     }
@@ -267,7 +267,7 @@ pub(crate) fn forward(
     let [q, k, v] = inputs.map(Arg::Address);
     let [to_o, to_lse] = outputs.map(Arg::Address);
     match kind {
-        Kind::F32 => {
+        FloatType::F32 => {
             let (size, rows) = plain(spec)?;
             let work = documents.work(&gpu, List::Queries(rows, 1))?;
             let shared = 4 * rows * (3 * (size + 4) + rows + 1);
@@ -277,10 +277,10 @@ pub(crate) fn forward(
             // SAFETY: the tiles lie inside the tensors, whose shapes were checked.
             unsafe { gpu.launch_with(PLAIN, name, grid, &args, Some(&Form::new(spec, 1, 1)?))? };
         }
-        Kind::Bf16 if documents.longest_query() <= FEW_QUERIES => {
+        FloatType::Bf16 if documents.longest_query() <= FEW_QUERIES => {
             decode(&gpu, [q, k, v], [to_o, to_lse], spec, &documents)?
         }
-        Kind::Bf16 => {
+        FloatType::Bf16 => {
             let compiled = compiled(spec)?;
             let work = documents.work(&gpu, List::Queries(compiled.queries, 1))?;
             let shared = 2 * compiled.size * (compiled.queries + 2 * compiled.keys);
@@ -350,7 +350,7 @@ pub(crate) fn backward(
     documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let gpu = Gpu::of(q, "the queries")?;
-    let kind = Kind::of(q, "the queries")?;
+    let kind = FloatType::of(q, "the queries")?;
     let dout = &elementwise::cast(dout, kind)?;
     let inputs = [
         elements(q, "the queries", kind)?,
@@ -359,8 +359,8 @@ pub(crate) fn backward(
         elements(dout, "the gradient of attention", kind)?,
         elements(o, "the output of attention", kind)?,
     ];
-    if kind == Kind::Bf16 && !on_tensor_cores(spec, kind, &inputs) {
-        let [q, k, v, o, dout] = [q, k, v, o, dout].map(|t| elementwise::cast(t, Kind::F32));
+    if kind == FloatType::Bf16 && !on_tensor_cores(spec, kind, &inputs) {
+        let [q, k, v, o, dout] = [q, k, v, o, dout].map(|t| elementwise::cast(t, FloatType::F32));
         let (dq, dk, dv) = backward(&q?, &k?, &v?, &o?, lse, &dout?, spec, documents)?;
         let [dq, dk, dv] = [dq, dk, dv].map(|t| elementwise::cast(&t, kind));
         return Ok((dq?, dk?, dv?));
@@ -392,8 +392,8 @@ pub(crate) fn backward(
     ];
 
     let (module, delta_name) = match kind {
-        Kind::F32 => (PLAIN, "attention_f32_delta"),
-        Kind::Bf16 => (BACKWARD, "attention_delta"),
+        FloatType::F32 => (PLAIN, "attention_f32_delta"),
+        FloatType::Bf16 => (BACKWARD, "attention_delta"),
     };
     let args = [
         Arg::Address(delta_place),
@@ -412,7 +412,7 @@ pub(crate) fn backward(
         )?
     };
 
-    if kind == Kind::F32 {
+    if kind == FloatType::F32 {
         let (size, rows) = plain(spec)?;
         let form = Form::new(spec, 1, 1)?;
         let shared = 4 * rows * (4 * (size + 4) + 2 * (rows + 1));

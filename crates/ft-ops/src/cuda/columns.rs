@@ -1,6 +1,6 @@
 //! Column sums of a matrix, in two stages with a fixed order.
 
-use super::{Arg, Gpu, Grid, Kind, address, aligned};
+use super::{Arg, FloatType, Gpu, Grid, address, aligned};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -37,7 +37,7 @@ fn sum(
     if rows == 0 || columns == 0 {
         return gpu.zeros(columns, DType::F32);
     }
-    let kind = Kind::of(a, "a summed matrix")?;
+    let kind = FloatType::of(a, "a summed matrix")?;
     let first = address(a, "a summed matrix")?;
     let (second, factor) = match product {
         Some((b, factor)) => {

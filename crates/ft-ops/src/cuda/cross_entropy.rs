@@ -3,7 +3,7 @@
 use super::elementwise::cast;
 use super::embedding::{gather_rows, put_rows};
 use super::gemm::{Matrix, gemm};
-use super::{Arg, Gpu, Grid, Kind, address, address_of};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
@@ -28,16 +28,16 @@ pub(crate) struct CrossEntropyJob<'a> {
 
 /// The gradients to compute, and their factor.
 #[derive(Clone, Copy)]
-pub(crate) struct Wanted {
+pub(crate) struct GradientOptions {
     pub scale: f32,
     pub dh: bool,
     pub dw: bool,
 }
 
 /// Returns dh `[N, D]` of the type of h, and dw `[V, D]` f32, each if requested.
-pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<Wanted>) -> Result<(Option<Tensor>, Option<Tensor>)> {
+pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<GradientOptions>) -> Result<(Option<Tensor>, Option<Tensor>)> {
     let gpu = Gpu::of(job.h, "the hidden states")?;
-    let kind = Kind::of(job.h, "the hidden states")?;
+    let kind = FloatType::of(job.h, "the hidden states")?;
     let (n, d) = job.h.dims2()?;
     let v = job.head.dims2()?.0;
     let trained = job.trained.len();
@@ -119,7 +119,7 @@ pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<Wanted>) -> Result<(Opti
         )?;
         let dlogits = buffers.gradients();
         if let Some(dw) = dw_place {
-            let dw = Matrix::new(dw, Kind::F32, d);
+            let dw = Matrix::new(dw, FloatType::F32, d);
             // SAFETY: [V, count] · [count, D]; the first chunk overwrites dw.
             unsafe { gemm(&gpu, (v, d, count), dlogits.t(), hidden, dw, start > 0)? };
         }
@@ -142,7 +142,7 @@ pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<Wanted>) -> Result<(Opti
 /// `[chunk]`.
 struct Buffers<'a> {
     gpu: &'a Gpu,
-    kind: Kind,
+    kind: FloatType,
     d: usize,
     v: usize,
     stride: usize,
@@ -161,15 +161,15 @@ impl Buffers<'_> {
         (rows, count): (u64, usize),
         (targets, weights): (u64, u64),
         job: &CrossEntropyJob,
-        wanted: Option<Wanted>,
+        wanted: Option<GradientOptions>,
     ) -> Result<()> {
-        let logits = Matrix::new(self.logits, Kind::F32, self.stride);
+        let logits = Matrix::new(self.logits, FloatType::F32, self.stride);
         // SAFETY: [count, D] · [D, V] into rows of `stride` elements.
         unsafe { gemm(self.gpu, (count, self.v, self.d), hidden, head.t(), logits, false)? };
         let kernel = match (wanted, self.kind) {
             (None, _) => "cross_entropy_loss",
-            (Some(_), Kind::F32) => "cross_entropy_f32",
-            (Some(_), Kind::Bf16) => "cross_entropy_bf16",
+            (Some(_), FloatType::F32) => "cross_entropy_f32",
+            (Some(_), FloatType::Bf16) => "cross_entropy_bf16",
         };
         let threads = self.v.div_ceil(4).div_ceil(32).clamp(1, 16) as u32 * 32;
         let args = [
@@ -213,8 +213,8 @@ impl Buffers<'_> {
     /// Returns the gradient of the logits, which overwrites the logits; bf16 fills the first half of each row.
     fn gradients(&self) -> Matrix {
         let stride = match self.kind {
-            Kind::F32 => self.stride,
-            Kind::Bf16 => 2 * self.stride,
+            FloatType::F32 => self.stride,
+            FloatType::Bf16 => 2 * self.stride,
         };
         Matrix::new(self.logits, self.kind, stride)
     }

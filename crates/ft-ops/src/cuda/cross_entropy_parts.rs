@@ -4,7 +4,7 @@
 use super::elementwise::cast;
 use super::embedding::{gather_rows, put_rows};
 use super::gemm::{Matrix, gemm};
-use super::{Arg, Gpu, Grid, Kind, address, address_of};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use crate::cross_entropy::{PIECE, PIECE_TOKENS, Pieces};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -34,7 +34,7 @@ pub(crate) struct PieceJob<'a> {
 /// Returns dh `[N, D]` of the type of h if its factor is given.
 pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<Option<Tensor>> {
     let gpu = Gpu::of(job.h, "the hidden states")?;
-    let kind = Kind::of(job.h, "the hidden states")?;
+    let kind = FloatType::of(job.h, "the hidden states")?;
     let (n, d) = job.h.dims2()?;
     let count = job.trained.len();
     if count == 0 || d == 0 {
@@ -66,7 +66,7 @@ pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<O
     let step = PIECE_TOKENS.min(count);
     let logits = gpu.empty(step * stride, DType::F32)?;
     let seen = gpu.empty(count * SEEN, DType::U32)?;
-    let places = Places {
+    let places = ChunkAddresses {
         gpu: &gpu,
         kind,
         d,
@@ -105,9 +105,9 @@ pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<O
 }
 
 /// Addresses and sizes: hidden states `[count, D]`, logits `[step, stride]`, targets and row statistics `[count]`.
-struct Places<'a> {
+struct ChunkAddresses<'a> {
     gpu: &'a Gpu,
-    kind: Kind,
+    kind: FloatType,
     d: usize,
     count: usize,
     step: usize,
@@ -122,7 +122,7 @@ struct Places<'a> {
 /// Rows of the head: the address of the first, and their number.
 type Part = (u64, usize);
 
-impl Places<'_> {
+impl ChunkAddresses<'_> {
     /// Calls `f` for every piece of the head and every group of tokens: first token, number of tokens, first row of
     /// the piece, and the piece. The work that `f` queues completes before the memory of the piece is reused,
     /// because it is freed on this stream.
@@ -149,7 +149,7 @@ impl Places<'_> {
     /// Computes the logits of some tokens for a piece of the head.
     fn product(&self, start: usize, tokens: usize, (head, width): Part) -> Result<()> {
         let head = Matrix::new(head, self.kind, self.d).t();
-        let logits = Matrix::new(self.logits, Kind::F32, self.stride);
+        let logits = Matrix::new(self.logits, FloatType::F32, self.stride);
         // SAFETY: [tokens, D] · [D, width] into rows of `stride` elements.
         unsafe {
             gemm(
@@ -257,12 +257,12 @@ impl Places<'_> {
         unsafe { self.gpu.launch("cross_entropy_parts", kernel, grid, &args)? };
         // bf16 fills the first half of each row.
         let stride = match self.kind {
-            Kind::F32 => self.stride,
-            Kind::Bf16 => 2 * self.stride,
+            FloatType::F32 => self.stride,
+            FloatType::Bf16 => 2 * self.stride,
         };
         let dlogits = Matrix::new(self.logits, self.kind, stride);
         let head = Matrix::new(part.0, self.kind, self.d);
-        let to = Matrix::new(dh + (4 * start * self.d) as u64, Kind::F32, self.d);
+        let to = Matrix::new(dh + (4 * start * self.d) as u64, FloatType::F32, self.d);
         // SAFETY: [tokens, width] · [width, D] into rows of dh.
         unsafe { gemm(self.gpu, (tokens, self.d, part.1), dlogits, head, to, first > 0) }
     }

@@ -10,7 +10,7 @@ use super::elementwise::cast;
 use super::embedding::put_rows;
 use super::gemm::{self, gemm};
 use super::memory::to_f32_vec;
-use super::{Arg, Gpu, Grid, Kind, address};
+use super::{Arg, FloatType, Gpu, Grid, address};
 use crate::cross_entropy::PIECE_TOKENS;
 use crate::distill::{Options, Side, Teacher, TopK};
 use candle_core::{DType, Tensor};
@@ -45,7 +45,7 @@ pub(crate) struct Found {
 pub(crate) fn run(job: &DistillJob) -> Result<Found> {
     let (h, options) = (job.student.h, job.options);
     let gpu = Gpu::of(h, "the hidden states")?;
-    let kind = Kind::of(h, "the hidden states")?;
+    let kind = FloatType::of(h, "the hidden states")?;
     let ((n, d), v) = (h.dims2()?, job.student.sizes()?.0);
     let parts = job.student.in_parts() || matches!(job.teacher, Teacher::Live(side) if side.in_parts());
     let mut found = Found {
@@ -475,21 +475,21 @@ impl<'a> Group<'a> {
         ];
         let (kind, d) = (self.own.kind, self.own.d);
         let (kernel, stride) = match kind {
-            Kind::F32 => ("distill_turn_f32", self.own.stride),
+            FloatType::F32 => ("distill_turn_f32", self.own.stride),
             // bf16 fills the first half of each row.
-            Kind::Bf16 => ("distill_turn_bf16", 2 * self.own.stride),
+            FloatType::Bf16 => ("distill_turn_bf16", 2 * self.own.stride),
         };
         self.launch(kernel, Self::grid(count, width), &args)?;
         let dlogits = gemm::Matrix::new(ours, kind, stride);
         if let Some(dw) = dw {
             let to = address(dw, "dw")? + (4 * first * d) as u64;
-            let (to, hidden) = (gemm::Matrix::new(to, Kind::F32, d), self.own.hidden(start)?);
+            let (to, hidden) = (gemm::Matrix::new(to, FloatType::F32, d), self.own.hidden(start)?);
             // SAFETY: [width, count] · [count, D] into rows of dw, which starts as zeros.
             unsafe { gemm(gpu, (width, d, count), dlogits.t(), hidden, to, true)? };
         }
         if let Some(sum) = sum {
             let to = address(sum, "dh")? + (4 * start * d) as u64;
-            let (to, head) = (gemm::Matrix::new(to, Kind::F32, d), self.own.head(first)?);
+            let (to, head) = (gemm::Matrix::new(to, FloatType::F32, d), self.own.head(first)?);
             // SAFETY: [count, width] · [width, D] into rows of the sum.
             unsafe { gemm(gpu, (count, d, width), dlogits, head, to, first > 0)? };
         }

@@ -3,7 +3,7 @@
 use super::elementwise::cast;
 use super::embedding::gather_rows;
 use super::gemm::{self, gemm};
-use super::{Gpu, Kind, address};
+use super::{FloatType, Gpu, address};
 use crate::cross_entropy::PIECE;
 use crate::distill::{Matrix, Side};
 use candle_core::{DType, Tensor};
@@ -12,7 +12,7 @@ use ft_base::{Error, Result};
 /// One model with the hidden states of a group of tokens.
 pub(super) struct Model<'a> {
     matrix: Matrix<'a>,
-    pub kind: Kind,
+    pub kind: FloatType,
     pub d: usize,
     /// The rows `[tokens, D]`.
     hidden: Tensor,
@@ -37,7 +37,7 @@ impl<'a> Model<'a> {
         parts: bool,
     ) -> Result<Self> {
         const NAME: &str = "the hidden states";
-        let (kind, d) = (Kind::of(side.h, NAME)?, side.h.dims2()?.1);
+        let (kind, d) = (FloatType::of(side.h, NAME)?, side.h.dims2()?.1);
         let hidden = match tokens.len() == side.h.dims2()?.0 {
             true => side.h.clone(),
             false => {
@@ -114,7 +114,7 @@ impl<'a> Model<'a> {
         stride: usize,
     ) -> Result<()> {
         let (hidden, head) = (self.hidden(start)?, self.head(first)?.t());
-        let logits = gemm::Matrix::new(to, Kind::F32, stride);
+        let logits = gemm::Matrix::new(to, FloatType::F32, stride);
         // SAFETY: [count, D] · [D, width] into rows of `stride` elements.
         unsafe { gemm(gpu, (count, width, self.d), hidden, head, logits, false) }
     }

@@ -1,6 +1,6 @@
 //! Elementwise operations on a GPU.
 
-use super::{Arg, Gpu, Grid, Kind, address, aligned};
+use super::{Arg, FloatType, Gpu, Grid, address, aligned};
 use candle_core::Tensor;
 use ft_base::Result;
 
@@ -26,9 +26,9 @@ pub(super) fn grid(n: usize, pack: usize) -> Grid {
 }
 
 /// Returns `t` as `kind`: `t` itself or a copy.
-pub(crate) fn cast(t: &Tensor, kind: Kind) -> Result<Tensor> {
+pub(crate) fn cast(t: &Tensor, kind: FloatType) -> Result<Tensor> {
     const NAME: &str = "a tensor whose type is changed";
-    let from = Kind::of(t, NAME)?;
+    let from = FloatType::of(t, NAME)?;
     if from == kind {
         return Ok(t.clone());
     }
@@ -48,7 +48,7 @@ pub(crate) fn cast(t: &Tensor, kind: Kind) -> Result<Tensor> {
 fn add_into(y: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     const NAME: &str = "a tensor that is added";
     let gpu = Gpu::of(a, NAME)?;
-    let kinds = (Kind::of(a, NAME)?, Kind::of(b, NAME)?);
+    let kinds = (FloatType::of(a, NAME)?, FloatType::of(b, NAME)?);
     let pack = kinds.0.pack().max(kinds.1.pack());
     let n = a.elem_count();
     let places = [address(a, NAME)?, address(b, NAME)?, address(y, NAME)?];
@@ -83,7 +83,7 @@ pub(crate) fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
 pub(crate) fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
     const NAME: &str = "a tensor to which a row is added";
     let gpu = Gpu::of(t, NAME)?;
-    let (kind, of) = (Kind::of(t, NAME)?, Kind::of(row, "a row that is added")?);
+    let (kind, of) = (FloatType::of(t, NAME)?, FloatType::of(row, "a row that is added")?);
     let (rows, columns) = t.dims2()?;
     let pack = kind.pack().max(of.pack());
     let places = [address(row, "a row that is added")?, address(t, NAME)?];
@@ -99,7 +99,7 @@ pub(crate) fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
 pub(crate) fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     const NAME: &str = "a tensor that is scaled";
     let gpu = Gpu::of(t, NAME)?;
-    let kind = Kind::of(t, NAME)?;
+    let kind = FloatType::of(t, NAME)?;
     let n = t.elem_count();
     let place = address(t, NAME)?;
     let [count, packs] = counts(n, kind.pack(), &[place]);
@@ -112,7 +112,7 @@ pub(crate) fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
 pub(crate) fn dropout_assign(t: &Tensor, key: u64, p: f32, keep: f32) -> Result<()> {
     const NAME: &str = "a tensor with dropout";
     let gpu = Gpu::of(t, NAME)?;
-    let kind = Kind::of(t, NAME)?;
+    let kind = FloatType::of(t, NAME)?;
     let n = t.elem_count();
     let place = address(t, NAME)?;
     let [count, packs] = counts(n, kind.pack(), &[place]);

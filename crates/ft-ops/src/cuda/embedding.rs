@@ -1,6 +1,6 @@
 //! Gather and scatter of rows by index on a GPU.
 
-use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -10,7 +10,7 @@ fn threads(d: usize, pack: usize) -> u32 {
 }
 
 /// Returns the number of 16-byte packs in a row: 0 if a row may be unaligned.
-fn packs(kind: Kind, d: usize, from: u64, to: u64) -> usize {
+fn packs(kind: FloatType, d: usize, from: u64, to: u64) -> usize {
     match d.is_multiple_of(kind.pack()) && aligned(&[from, to]) {
         true => d / kind.pack(),
         false => 0,
@@ -38,7 +38,7 @@ fn rows(table: &Tensor, ids: &Tensor, scale: f32, d: usize) -> Result<Tensor> {
     let count = ids.elem_count();
     let y = gpu.empty((count, d), table.dtype())?;
     let place = address(ids, "token ids")?;
-    let kind = Kind::of(table, "the embedding table")?;
+    let kind = FloatType::of(table, "the embedding table")?;
     let (from, to) = (address(table, "the embedding table")?, address(&y, "embeddings")?);
     // SAFETY: the caller checked that every id is a row.
     unsafe { gather_rows(&gpu, kind, from, (place, count), scale, d, to)? };
@@ -51,7 +51,7 @@ fn rows(table: &Tensor, ids: &Tensor, scale: f32, d: usize) -> Result<Tensor> {
 /// The addresses are matrices of `d` columns of this kind; every id is a row of the first.
 pub(super) unsafe fn gather_rows(
     gpu: &Gpu,
-    kind: Kind,
+    kind: FloatType,
     from: u64,
     (ids, count): (u64, usize),
     scale: f32,
@@ -77,7 +77,7 @@ pub(super) unsafe fn gather_rows(
 /// As `gather_rows`; no row occurs twice.
 pub(super) unsafe fn put_rows(
     gpu: &Gpu,
-    kind: Kind,
+    kind: FloatType,
     from: u64,
     (rows, count): (u64, usize),
     d: usize,
@@ -120,7 +120,7 @@ pub(crate) fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32, d: 
     }
     const PACK: usize = 4;
     let gpu = Gpu::of(dx, "dx of the embedding")?;
-    let kind = Kind::of(dx, "dx of the embedding")?;
+    let kind = FloatType::of(dx, "dx of the embedding")?;
     let (distinct, starts, order) = by_id(ids);
     let numbers = gpu.upload_u32(&[&distinct[..], &starts, &order].concat())?;
     let first = address(&numbers, "token ids")?;

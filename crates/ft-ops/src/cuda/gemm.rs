@@ -1,6 +1,6 @@
 //! Matrix products with cuBLAS: operands f32 or bf16, sums always f32, no TF32.
 
-use super::{Gpu, Kind, narrow};
+use super::{FloatType, Gpu, narrow};
 use candle_core::cuda::cudarc::cublas::{result, sys};
 use ft_base::{Error, Result};
 use std::ffi::c_void;
@@ -9,7 +9,7 @@ use std::ffi::c_void;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Matrix {
     pub address: u64,
-    pub kind: Kind,
+    pub kind: FloatType,
     /// Distance between rows, in elements.
     pub stride: usize,
     /// True if the transpose is stored.
@@ -17,7 +17,7 @@ pub(crate) struct Matrix {
 }
 
 impl Matrix {
-    pub(crate) fn new(address: u64, kind: Kind, stride: usize) -> Self {
+    pub(crate) fn new(address: u64, kind: FloatType, stride: usize) -> Self {
         Self {
             address,
             kind,
@@ -35,8 +35,8 @@ impl Matrix {
 
     fn data_type(self) -> sys::cudaDataType_t {
         match self.kind {
-            Kind::F32 => sys::cudaDataType_t::CUDA_R_32F,
-            Kind::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+            FloatType::F32 => sys::cudaDataType_t::CUDA_R_32F,
+            FloatType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
         }
     }
 

@@ -1,7 +1,7 @@
 //! Gated linear units on a GPU.
 
 use super::elementwise::{counts, grid};
-use super::{Arg, Gpu, Kind};
+use super::{Arg, FloatType, Gpu};
 use crate::glu::Activation;
 use candle_core::Tensor;
 use ft_base::Result;
@@ -16,7 +16,7 @@ fn prefix(act: Activation) -> &'static str {
 
 fn run(inputs: &[&Tensor], outputs: &[&Tensor], act: Activation, direction: &'static str) -> Result<()> {
     let gpu = Gpu::of(inputs[0], "gate of a gated unit")?;
-    let kind = Kind::of(inputs[0], "gate of a gated unit")?;
+    let kind = FloatType::of(inputs[0], "gate of a gated unit")?;
     let places: Vec<u64> = inputs
         .iter()
         .chain(outputs)

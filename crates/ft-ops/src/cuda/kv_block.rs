@@ -1,6 +1,6 @@
 //! Keys and values as int8 on a GPU.
 
-use super::{Arg, Gpu, Grid, Kind, address, address_of};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use crate::kv_block::KvBlock;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -30,7 +30,7 @@ fn places(block: &KvBlock, first: usize) -> Result<[Arg; 2]> {
 
 pub(crate) fn put(block: &KvBlock, first: usize, x: &Tensor) -> Result<()> {
     const THREADS: usize = 256;
-    let (gpu, kind) = (Gpu::of(x, NAME)?, Kind::of(x, NAME)?);
+    let (gpu, kind) = (Gpu::of(x, NAME)?, FloatType::of(x, NAME)?);
     let rows = x.elem_count() / block.head_dim;
     let [codes, scales] = places(block, first)?;
     let args = [
@@ -46,7 +46,7 @@ pub(crate) fn put(block: &KvBlock, first: usize, x: &Tensor) -> Result<()> {
 }
 
 pub(crate) fn get(block: &KvBlock, y: &Tensor) -> Result<()> {
-    let (gpu, kind) = (Gpu::of(y, NAME)?, Kind::of(y, NAME)?);
+    let (gpu, kind) = (Gpu::of(y, NAME)?, FloatType::of(y, NAME)?);
     let count = y.elem_count();
     if count == 0 {
         return Ok(());

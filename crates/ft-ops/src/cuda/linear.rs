@@ -2,13 +2,13 @@
 
 use super::elementwise::cast;
 use super::gemm::{Matrix, gemm};
-use super::{Arg, Gpu, Grid, Kind, address, address_of, columns};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, columns};
 use crate::quantized::part_rows;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
 fn matrix(t: &Tensor, name: &str, columns: usize) -> Result<Matrix> {
-    Ok(Matrix::new(address(t, name)?, Kind::of(t, name)?, columns))
+    Ok(Matrix::new(address(t, name)?, FloatType::of(t, name)?, columns))
 }
 
 /// Computes `x·wᵀ + bias`, of the type of x; sizes are `(N, O, I)`.
@@ -19,7 +19,7 @@ pub(crate) fn forward(
     (rows, outputs, inputs): (usize, usize, usize),
 ) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a linear")?;
-    let kind = Kind::of(x, "x of a linear")?;
+    let kind = FloatType::of(x, "x of a linear")?;
     let y = match inputs {
         0 => gpu.zeros((rows, outputs), kind.dtype())?,
         _ => gpu.empty((rows, outputs), kind.dtype())?,
@@ -34,12 +34,12 @@ pub(crate) fn forward(
 /// Sets every row of y `[N, O]` to the bias `[O]`.
 pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
     let (rows, outputs) = y.dims2()?;
-    let kind = Kind::of(y, "y of a linear")?;
+    let kind = FloatType::of(y, "y of a linear")?;
     let name = [
         "rows_",
         kind.name(),
         "_",
-        Kind::of(bias, "the bias of a linear")?.name(),
+        FloatType::of(bias, "the bias of a linear")?.name(),
     ];
     let args = [
         Arg::Address(address(bias, "the bias of a linear")?),
@@ -56,7 +56,7 @@ pub(super) fn bias_rows(gpu: &Gpu, bias: &Tensor, y: &Tensor) -> Result<()> {
 /// Computes `x [N, I]·wᵀ` in f32 for any type of x: logits.
 pub(crate) fn forward_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a linear")?;
-    let kind = Kind::of(x, "x of a linear")?;
+    let kind = FloatType::of(x, "x of a linear")?;
     let ((rows, inputs), (outputs, _)) = (x.dims2()?, w.dims2()?);
     if inputs == 0 || rows == 0 {
         return gpu.zeros((rows, outputs), DType::F32);
@@ -93,11 +93,11 @@ fn forward_into(
     if inputs == 0 {
         return Ok(());
     }
-    let kind = Kind::of(x, "x of a linear")?;
+    let kind = FloatType::of(x, "x of a linear")?;
     let a = matrix(x, "x of a linear", inputs)?;
     let c = matrix(y, "y of a linear", outputs)?;
     // A large weight of the other type is cast in parts, never as a whole.
-    let step = match Kind::of(w, "the weight of a linear")? == kind {
+    let step = match FloatType::of(w, "the weight of a linear")? == kind {
         true => outputs,
         false => part_rows(inputs),
     };
@@ -122,7 +122,7 @@ pub(crate) fn backward_input(
     (rows, inputs, outputs): (usize, usize, usize),
 ) -> Result<Tensor> {
     let gpu = Gpu::of(dy, "dy of a linear")?;
-    let dtype = Kind::of(dy, "dy of a linear")?.dtype();
+    let dtype = FloatType::of(dy, "dy of a linear")?.dtype();
     if outputs == 0 {
         return gpu.zeros((rows, inputs), dtype);
     }
@@ -147,7 +147,7 @@ fn backward_into(
     if outputs == 0 {
         return Ok(());
     }
-    let w = cast(w, Kind::of(dy, "dy of a linear")?)?;
+    let w = cast(w, FloatType::of(dy, "dy of a linear")?)?;
     let (a, b) = (
         matrix(dy, "dy of a linear", outputs)?,
         matrix(&w, "the weight of a linear", inputs)?,
@@ -174,18 +174,18 @@ pub(crate) fn grad_weight(
         return Ok(dw);
     }
     // Uses the wider of the two types, so that an f32 gradient with bf16 activations keeps its precision.
-    let kinds = (Kind::of(dy, "dy of a linear")?, Kind::of(x, "x of a linear")?);
-    let kind = if kinds == (Kind::Bf16, Kind::Bf16) {
-        Kind::Bf16
+    let kinds = (FloatType::of(dy, "dy of a linear")?, FloatType::of(x, "x of a linear")?);
+    let kind = if kinds == (FloatType::Bf16, FloatType::Bf16) {
+        FloatType::Bf16
     } else {
-        Kind::F32
+        FloatType::F32
     };
     let (dy, x) = (cast(dy, kind)?, cast(x, kind)?);
     let a = matrix(&dy, "dy of a linear", outputs)?.t();
     let b = matrix(&x, "x of a linear", inputs)?;
     let c = Matrix::new(
         address_of(&dw, "the gradient of a weight", DType::F32)?,
-        Kind::F32,
+        FloatType::F32,
         inputs,
     );
     // SAFETY: the sizes were checked by the caller.

@@ -48,24 +48,24 @@ pub(crate) mod transfer;
 
 /// Element type of an activation or weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum FloatType {
     F32,
     Bf16,
 }
 
-impl Kind {
+impl FloatType {
     /// The name in kernel names.
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Kind::F32 => "f32",
-            Kind::Bf16 => "bf16",
+            FloatType::F32 => "f32",
+            FloatType::Bf16 => "bf16",
         }
     }
 
     pub(crate) fn bytes(self) -> usize {
         match self {
-            Kind::F32 => 4,
-            Kind::Bf16 => 2,
+            FloatType::F32 => 4,
+            FloatType::Bf16 => 2,
         }
     }
 
@@ -76,16 +76,16 @@ impl Kind {
 
     pub(crate) fn dtype(self) -> DType {
         match self {
-            Kind::F32 => DType::F32,
-            Kind::Bf16 => DType::BF16,
+            FloatType::F32 => DType::F32,
+            FloatType::Bf16 => DType::BF16,
         }
     }
 
     /// Returns f32 or bf16, else an error that calls the tensor `name`.
     pub(crate) fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.dtype() {
-            DType::F32 => Ok(Kind::F32),
-            DType::BF16 => Ok(Kind::Bf16),
+            DType::F32 => Ok(FloatType::F32),
+            DType::BF16 => Ok(FloatType::Bf16),
             _ => Err(wrong_type(t, name, "f32 or bf16")),
         }
     }
@@ -448,15 +448,15 @@ type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
 /// What is loaded on the devices, by device and module.
 #[derive(Default)]
-struct Loaded {
+struct LoadedModules {
     modules: Modules,
     multiprocessors: HashMap<DeviceId, Multiprocessors>,
     /// With the dynamic shared memory that a launch may have.
     kernels: HashMap<(DeviceId, &'static str, Name), (&'static CudaFunction, u32)>,
 }
 
-fn loaded() -> Result<MutexGuard<'static, Loaded>> {
-    static LOADED: OnceLock<Mutex<Loaded>> = OnceLock::new();
+fn loaded() -> Result<MutexGuard<'static, LoadedModules>> {
+    static LOADED: OnceLock<Mutex<LoadedModules>> = OnceLock::new();
     LOADED
         .get_or_init(Mutex::default)
         .lock()

@@ -1,7 +1,7 @@
 //! LoRA pairs on a GPU: copies of their matrices, and products with columns of a matrix.
 
 use super::gemm::{Matrix, gemm_scaled};
-use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned, narrow};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, narrow};
 use crate::pairs::{Columns, Copy};
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Device, Tensor};
@@ -28,7 +28,7 @@ pub(crate) fn empty(dims: (usize, usize), dtype: DType, device: &Device) -> Resu
 pub(crate) fn copy(copies: &[Copy<'_>], dtype: DType) -> Result<()> {
     const NAME: &str = "a matrix of an adapter";
     let Some(first) = copies.first() else { return Ok(()) };
-    let (gpu, kind) = (Gpu::of(first.from, NAME)?, Kind::of(&first.to, NAME)?);
+    let (gpu, kind) = (Gpu::of(first.from, NAME)?, FloatType::of(&first.to, NAME)?);
     for part in copies.chunks(MOST) {
         let mut jobs = Copies([[0; WORDS]; MOST]);
         let mut most = 0;
@@ -76,7 +76,7 @@ pub(crate) fn product(
     const NAME: &str = "an operand of a LoRA product";
     // Lines in memory, and elements of each that the product uses.
     let matrix = |of: Columns<'_>, lines: usize, used: usize| -> Result<Matrix> {
-        let (kind, stride) = (Kind::of(of.of, NAME)?, of.of.dim(1)?);
+        let (kind, stride) = (FloatType::of(of.of, NAME)?, of.of.dim(1)?);
         if used > stride || lines > 0 && of.first + (lines - 1) * stride + used > of.of.elem_count() {
             return Err(Error::shape("the matrices of a LoRA product do not fit")
                 .found(format!("{:?}", of.of.dims()))

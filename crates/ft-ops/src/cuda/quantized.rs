@@ -5,7 +5,7 @@ use super::elementwise::cast;
 use super::gemm::{Matrix, gemm};
 use super::linear::bias_rows;
 use super::memory::{to_f32_vec, write};
-use super::{Arg, Gpu, Grid, Kind, Name, address, address_of, aligned, narrow};
+use super::{Arg, FloatType, Gpu, Grid, Name, address, address_of, aligned, narrow};
 use crate::quantized::{QTensors, ScaleTensors, TILE};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
@@ -106,8 +106,8 @@ unsafe fn launch(gpu: &Gpu, kernel: impl Into<Name>, grid: Grid, args: &[Arg], w
 }
 
 /// Returns the type of the dequantized values.
-fn decoded(w: &QTensors) -> Kind {
-    if w.bf16 { Kind::Bf16 } else { Kind::F32 }
+fn decoded(w: &QTensors) -> FloatType {
+    if w.bf16 { FloatType::Bf16 } else { FloatType::F32 }
 }
 
 /// A range of rows or of columns of W: `(first, count)`.
@@ -150,7 +150,7 @@ fn step(lines: usize, length: usize) -> usize {
 /// Computes `x·wᵀ + bias` for `x [N, I]`: `[N, O]` of the type of x.
 pub(crate) fn forward(x: &Tensor, w: &QTensors, bias: Option<&Tensor>) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a linear")?;
-    let (n, dtype) = (x.dims()[0], Kind::of(x, "x of a linear")?.dtype());
+    let (n, dtype) = (x.dims()[0], FloatType::of(x, "x of a linear")?.dtype());
     let y = match w.columns {
         0 => gpu.zeros((n, w.rows), dtype)?,
         _ => gpu.empty((n, w.rows), dtype)?,
@@ -172,12 +172,16 @@ fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> R
     if n == 0 || outputs == 0 || inputs == 0 {
         return Ok(());
     }
-    let kind = Kind::of(x, "x of a linear")?;
+    let kind = FloatType::of(x, "x of a linear")?;
     if n <= FEW && kind == decoded(w) && y.dtype() == kind.dtype() {
         return few(gpu, y, x, w, add);
     }
     let a = Matrix::new(address(x, "x of a linear")?, kind, inputs);
-    let to = Matrix::new(address(y, "y of a linear")?, Kind::of(y, "y of a linear")?, outputs);
+    let to = Matrix::new(
+        address(y, "y of a linear")?,
+        FloatType::of(y, "y of a linear")?,
+        outputs,
+    );
     let step = step(outputs, inputs);
     let tile = gpu.empty(step * inputs, decoded(w).dtype())?;
     for first in (0..outputs).step_by(step) {
@@ -225,7 +229,7 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()>
 /// Computes `dy·w` for `dy [N, O]`: `[N, I]` of the type of dy.
 pub(crate) fn backward_input(dy: &Tensor, w: &QTensors) -> Result<Tensor> {
     let gpu = Gpu::of(dy, "dy of a linear")?;
-    let (n, dtype) = (dy.dims()[0], Kind::of(dy, "dy of a linear")?.dtype());
+    let (n, dtype) = (dy.dims()[0], FloatType::of(dy, "dy of a linear")?.dtype());
     if w.rows == 0 {
         return gpu.zeros((n, w.columns), dtype);
     }
@@ -245,9 +249,13 @@ fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, add: bool) -
     if n == 0 || outputs == 0 || inputs == 0 {
         return Ok(());
     }
-    let kind = Kind::of(dy, "dy of a linear")?;
+    let kind = FloatType::of(dy, "dy of a linear")?;
     let a = Matrix::new(address(dy, "dy of a linear")?, kind, outputs);
-    let to = Matrix::new(address(dx, "dx of a linear")?, Kind::of(dx, "dx of a linear")?, inputs);
+    let to = Matrix::new(
+        address(dx, "dx of a linear")?,
+        FloatType::of(dx, "dx of a linear")?,
+        inputs,
+    );
     let step = step(inputs, outputs);
     let tile = gpu.empty(outputs * step, decoded(w).dtype())?;
     for from in (0..inputs).step_by(step) {

@@ -1,7 +1,7 @@
 //! Sums of squares, and counts of non-finite elements, over many tensors in one launch.
 
 use super::memory::read;
-use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
@@ -36,7 +36,7 @@ fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize)> {
     for t in tensors {
         let n = t.elem_count();
         let place = address(t, NAME)?;
-        let form = (Kind::of(t, NAME)? == Kind::Bf16) as u32 | (aligned(&[place]) as u32) << 1;
+        let form = (FloatType::of(t, NAME)? == FloatType::Bf16) as u32 | (aligned(&[place]) as u32) << 1;
         table.extend(place.to_ne_bytes());
         table.extend((n as i64).to_ne_bytes());
         table.extend(shares.next(n)?.to_ne_bytes());

@@ -1,6 +1,6 @@
 //! RMSNorm on a GPU.
 
-use super::{Arg, Gpu, Grid, Kind, Name, address, aligned, columns};
+use super::{Arg, FloatType, Gpu, Grid, Name, address, aligned, columns};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -9,7 +9,13 @@ const LANES: usize = 16;
 const THREADS: usize = 256;
 
 /// Returns the kernel name and its grid, for `rows` of `size` elements.
-fn plan(direction: &'static str, kinds: (Kind, Kind), rows: usize, size: usize, addresses: &[u64]) -> (Name, Grid) {
+fn plan(
+    direction: &'static str,
+    kinds: (FloatType, FloatType),
+    rows: usize,
+    size: usize,
+    addresses: &[u64],
+) -> (Name, Grid) {
     let packed = size.is_multiple_of(kinds.0.pack()) && aligned(addresses);
     let pack = if packed { kinds.0.pack() } else { 1 };
     // A row with more than 4 packs per thread uses the wide kernel.
@@ -42,7 +48,10 @@ fn numbers(rows: usize, size: usize, eps: f64, plus_one: bool) -> Result<[Arg; 4
 /// x is cut into rows of `w.len()` elements, which divides its size.
 pub(crate) fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a norm")?;
-    let kinds = (Kind::of(x, "x of a norm")?, Kind::of(w, "the weight of a norm")?);
+    let kinds = (
+        FloatType::of(x, "x of a norm")?,
+        FloatType::of(w, "the weight of a norm")?,
+    );
     let size = w.elem_count();
     let rows = x.elem_count() / size;
     let y = gpu.empty(x.shape(), x.dtype())?;
@@ -68,7 +77,10 @@ pub(crate) fn backward(
     need_dw: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let gpu = Gpu::of(x, "x of a norm")?;
-    let kinds = (Kind::of(x, "x of a norm")?, Kind::of(w, "the weight of a norm")?);
+    let kinds = (
+        FloatType::of(x, "x of a norm")?,
+        FloatType::of(w, "the weight of a norm")?,
+    );
     let dy = super::elementwise::cast(dy, kinds.0)?;
     let size = w.elem_count();
     let rows = x.elem_count() / size;

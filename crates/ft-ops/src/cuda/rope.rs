@@ -1,6 +1,6 @@
 //! Rotary position embeddings on a GPU.
 
-use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
 use crate::rope::Pairing;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
@@ -15,7 +15,7 @@ pub(crate) fn apply(
     pairing: Pairing,
 ) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a rotation")?;
-    let kind = Kind::of(x, "x of a rotation")?;
+    let kind = FloatType::of(x, "x of a rotation")?;
     let y = gpu.empty((tokens, width), x.dtype())?;
     if width == 0 {
         return Ok(y);

@@ -2,11 +2,11 @@
 
 use super::memory::write;
 use super::reduce::Shares;
-use super::{Arg, Gpu, Grid, Kind, address, address_of, aligned};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
 use crate::cpu::step::code::{SIGNED, UNSIGNED};
 use crate::cpu::step::rules::Adamw;
 use crate::master;
-use crate::step::{BLOCK, FoundInf, Item, Moment, Precision, Rule};
+use crate::step::{BLOCK, FoundInf, Moment, ParameterStep, Precision, Rule};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -20,7 +20,7 @@ const GROUPS: usize = 16;
 
 /// Returns the numbers that differ between parameters. AdamW: 1 - lr · decay, step size, root of the second
 /// correction. SGD: lr, decay, 1 in the first step or without momentum, else 0. Lion: 1 - lr · decay, lr. Sign: lr.
-fn numbers(rule: Rule, item: &Item) -> [f32; 3] {
+fn numbers(rule: Rule, item: &ParameterStep) -> [f32; 3] {
     let (lr, decay) = (item.lr, item.weight_decay);
     match rule {
         Rule::Adamw { betas, eps } => {
@@ -48,22 +48,22 @@ fn plan(rule: Rule) -> Result<(&'static str, [f32; 3], (bool, bool))> {
 }
 
 /// Updates the parameters in place.
-pub(crate) fn run(rule: Rule, items: &[Item], coefficient: f32, gate: FoundInf) -> Result<()> {
+pub(crate) fn run(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
     if rule == Rule::Adafactor {
         return super::adafactor::run(items, coefficient, gate);
     }
     // 8-bit states use separate kernels.
-    let (quantized, plain): (Vec<Item>, Vec<Item>) = items.iter().copied().partition(is_quantized);
+    let (quantized, plain): (Vec<ParameterStep>, Vec<ParameterStep>) = items.iter().copied().partition(is_quantized);
     run_alike(rule, &plain, coefficient, gate)?;
     run_alike(rule, &quantized, coefficient, gate)
 }
 
-fn is_quantized(item: &Item) -> bool {
+fn is_quantized(item: &ParameterStep) -> bool {
     matches!(item.first, Some(Moment::Int8 { .. }))
 }
 
 /// Updates parameters that all have 8-bit states, or all none.
-fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: FoundInf) -> Result<()> {
+fn run_alike(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: FoundInf) -> Result<()> {
     let mut rest = items;
     while let Some(first) = rest.first() {
         // Takes as many parameters as share at most GROUPS triples of numbers.
@@ -90,7 +90,14 @@ fn run_alike(rule: Rule, items: &[Item], coefficient: f32, gate: FoundInf) -> Re
     Ok(())
 }
 
-fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficient: f32, gate: FoundInf) -> Result<()> {
+fn launch(
+    gpu: &Gpu,
+    rule: Rule,
+    items: &[ParameterStep],
+    groups: &[[f32; 3]],
+    coefficient: f32,
+    gate: FoundInf,
+) -> Result<()> {
     let (kernel, [b1, b2, eps], moments) = plan(rule)?;
     let mut shares = Shares::default();
     let mut table = Vec::with_capacity(80 * items.len());
@@ -130,7 +137,13 @@ fn launch(gpu: &Gpu, rule: Rule, items: &[Item], groups: &[[f32; 3]], coefficien
 }
 
 /// Adds one `Entry` of the kernel to the table.
-fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, table: &mut Vec<u8>) -> Result<()> {
+fn entry(
+    item: &ParameterStep,
+    moments: (bool, bool),
+    group: usize,
+    shares: &mut Shares,
+    table: &mut Vec<u8>,
+) -> Result<()> {
     let n = item.weight.elem_count();
     let wrong = |what: &str| Error::shape(format!("an optimizer step was given {what}"));
     let sized = |t: &Tensor, name: &str| match t.elem_count() == n {
@@ -152,13 +165,13 @@ fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, 
             }),
         Some(Moment::Int8 { scales, .. }) => Err(wrong("scales of another tensor").found(scales.elem_count())),
     };
-    let kind = Kind::of(item.weight, "a weight")?;
+    let kind = FloatType::of(item.weight, "a weight")?;
     let (low, key, random) = match item.precision {
         Precision::Whole => (None, 0, false),
         Precision::Halves(low) => (Some(low), 0, false),
         Precision::Stochastic(rng) => (None, rng.key(), true),
     };
-    if (kind == Kind::F32) != matches!(item.precision, Precision::Whole) {
+    if (kind == FloatType::F32) != matches!(item.precision, Precision::Whole) {
         return Err(wrong("a weight whose dtype differs from its precision setting"));
     }
     if (item.first.is_some(), item.second.is_some()) != moments {
@@ -184,8 +197,8 @@ fn entry(item: &Item, moments: (bool, bool), group: usize, shares: &mut Shares, 
         first_scales,
         second_scales,
     ];
-    let form = (kind == Kind::Bf16) as u32
-        | ((Kind::of(item.gradient, "a gradient")? == Kind::Bf16) as u32) << 1
+    let form = (kind == FloatType::Bf16) as u32
+        | ((FloatType::of(item.gradient, "a gradient")? == FloatType::Bf16) as u32) << 1
         | (aligned(&places) as u32) << 2
         | (random as u32) << 3
         | (group as u32) << 8;

@@ -75,7 +75,7 @@ pub struct AlignedOptions<'a> {
 }
 
 /// A span, or a trained token outside of all spans.
-struct Unit {
+struct AlignedUnit {
     student: Range<usize>,
     teacher: Range<usize>,
 }
@@ -137,13 +137,13 @@ pub fn forward_backward(
     while !rest.is_empty() {
         // A span is not cut.
         let mut count = 0;
-        let fits = |u: &&Unit| {
+        let fits = |u: &&AlignedUnit| {
             count += u.student.len().max(u.teacher.len());
             count <= options.chunk.max(1)
         };
         let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
         rest = later;
-        let rows = |of: fn(&Unit) -> &Range<usize>| -> Vec<u32> {
+        let rows = |of: fn(&AlignedUnit) -> &Range<usize>| -> Vec<u32> {
             now.iter().flat_map(|u| of(u).clone()).map(|r| r as u32).collect()
         };
         let (own, theirs) = (rows(|u| &u.student), rows(|u| &u.teacher));
@@ -217,9 +217,9 @@ pub fn forward_backward(
 /// The spans, and the trained tokens between them.
 ///
 /// Errors: a span contains a token that is not trained; spans overlap or are not in order.
-fn units(spans: &[Span], targets: &[u32], teacher_targets: &[u32], chosen: &[usize]) -> Result<Vec<Unit>> {
-    let (mut out, mut next, mut after): (Vec<Unit>, usize, usize) = (Vec::new(), 0, 0);
-    let single = |n: usize| Unit {
+fn units(spans: &[Span], targets: &[u32], teacher_targets: &[u32], chosen: &[usize]) -> Result<Vec<AlignedUnit>> {
+    let (mut out, mut next, mut after): (Vec<AlignedUnit>, usize, usize) = (Vec::new(), 0, 0);
+    let single = |n: usize| AlignedUnit {
         student: n..n + 1,
         teacher: 0..0,
     };
@@ -238,7 +238,7 @@ fn units(spans: &[Span], targets: &[u32], teacher_targets: &[u32], chosen: &[usi
         }
         next += span.student.len();
         after = span.student.end;
-        out.push(Unit {
+        out.push(AlignedUnit {
             student: span.student.clone(),
             teacher: span.teacher.clone(),
         });

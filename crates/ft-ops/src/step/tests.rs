@@ -21,7 +21,7 @@ const RULES: [Rule; 6] = [
 const SHAPE: (usize, usize) = (67, 301);
 
 #[derive(Clone, Copy, PartialEq)]
-enum Kind {
+enum PrecisionCase {
     Whole,
     Halves,
     Stochastic(u64),
@@ -41,10 +41,10 @@ fn moments(rule: Rule, int8: bool) -> (Option<Moment>, Option<Moment>) {
 }
 
 /// Runs `steps` steps on one weight. Returns its exact values, and the weight in its storage type.
-fn run(rule: Rule, int8: bool, kind: Kind, steps: u64, lr: f64, decay: f64) -> (Vec<f32>, Tensor) {
+fn run(rule: Rule, int8: bool, kind: PrecisionCase, steps: u64, lr: f64, decay: f64) -> (Vec<f32>, Tensor) {
     let start = random(SHAPE, 1);
     let (weight, low) = match kind {
-        Kind::Whole => (start, None),
+        PrecisionCase::Whole => (start, None),
         _ => {
             let weight = start.to_dtype(DType::BF16).unwrap();
             (
@@ -57,11 +57,13 @@ fn run(rule: Rule, int8: bool, kind: Kind, steps: u64, lr: f64, decay: f64) -> (
     for step_number in 1..=steps {
         let gradient = random(SHAPE, 100 + step_number);
         let precision = match (kind, &low) {
-            (Kind::Halves, Some(low)) => Precision::Halves(low),
-            (Kind::Stochastic(seed), _) => Precision::Stochastic(Rng::new(seed, Stream::Rounding, &[step_number])),
+            (PrecisionCase::Halves, Some(low)) => Precision::Halves(low),
+            (PrecisionCase::Stochastic(seed), _) => {
+                Precision::Stochastic(Rng::new(seed, Stream::Rounding, &[step_number]))
+            }
             _ => Precision::Whole,
         };
-        let item = Item {
+        let item = ParameterStep {
             weight: &weight,
             precision,
             gradient: &gradient,
@@ -74,7 +76,7 @@ fn run(rule: Rule, int8: bool, kind: Kind, steps: u64, lr: f64, decay: f64) -> (
         step(rule, &[item], 0.7).unwrap();
     }
     let exact = match (kind, &low) {
-        (Kind::Halves, Some(low)) => join(&weight, low).unwrap(),
+        (PrecisionCase::Halves, Some(low)) => join(&weight, low).unwrap(),
         _ => flat(&weight.to_dtype(DType::F32).unwrap()),
     };
     (exact, weight)
@@ -152,7 +154,7 @@ fn every_rule_is_that_of_its_paper() {
         for decay in [0.0, 0.1] {
             let decay = if rule == Rule::Sign { 0.0 } else { decay };
             let want = plain(rule, 5, 0.01, decay);
-            let (got, _) = run(rule, false, Kind::Whole, 5, 0.01, decay);
+            let (got, _) = run(rule, false, PrecisionCase::Whole, 5, 0.01, decay);
             let error = distance(&got, &want) / way(&want);
             assert!(error < 2e-5, "{rule:?} {error}");
         }
@@ -173,7 +175,7 @@ fn halves_are_the_master_bit_for_bit() {
                 let gradient = random(SHAPE, 100 + number);
                 let item = |weight, precision, state| {
                     let (first, second): &(Option<Moment>, Option<Moment>) = state;
-                    Item {
+                    ParameterStep {
                         weight,
                         precision,
                         gradient: &gradient,
@@ -206,7 +208,11 @@ fn halves_are_the_master_bit_for_bit() {
 fn results_do_not_depend_on_the_number_of_threads() {
     for rule in RULES {
         for int8 in [false, true] {
-            for kind in [Kind::Whole, Kind::Halves, Kind::Stochastic(3)] {
+            for kind in [
+                PrecisionCase::Whole,
+                PrecisionCase::Halves,
+                PrecisionCase::Stochastic(3),
+            ] {
                 assert_same_on_any_threads(|| {
                     let (exact, weight) = run(rule, int8, kind, 3, 0.01, 0.1);
                     let n = exact.len();
@@ -221,12 +227,12 @@ fn results_do_not_depend_on_the_number_of_threads() {
 #[test]
 fn eight_bits_stay_near_f32() {
     for (rule, most) in [(RULES[0], 0.03), (RULES[2], 0.03), (RULES[3], 0.25)] {
-        let want: Vec<f64> = run(rule, false, Kind::Whole, 30, 0.01, 0.0)
+        let want: Vec<f64> = run(rule, false, PrecisionCase::Whole, 30, 0.01, 0.0)
             .0
             .iter()
             .map(|x| *x as f64)
             .collect();
-        let (got, _) = run(rule, true, Kind::Whole, 30, 0.01, 0.0);
+        let (got, _) = run(rule, true, PrecisionCase::Whole, 30, 0.01, 0.0);
         let error = distance(&got, &want) / way(&want);
         assert!(error > 1e-6 && error < most, "{rule:?} {error}");
     }
@@ -252,7 +258,7 @@ fn rounding_at_random_is_right_on_average() {
     let mut mean = vec![0f64; start.len()];
     let mut moved = 0;
     for seed in 0..draws {
-        let (got, _) = run(rule, false, Kind::Stochastic(seed), 1, lr, 0.0);
+        let (got, _) = run(rule, false, PrecisionCase::Stochastic(seed), 1, lr, 0.0);
         moved += got.iter().zip(&start).filter(|(a, b)| **a as f64 != **b).count();
         mean.iter_mut()
             .zip(got)
@@ -281,7 +287,7 @@ fn what_does_not_fit_is_refused() {
     let moment = |n| Moment::zeros(n, false, &Device::Cpu).unwrap();
     let (right, wrong) = (moment(32), moment(31));
     let narrow = weight.to_dtype(DType::BF16).unwrap();
-    let item = |weight, gradient, first| Item {
+    let item = |weight, gradient, first| ParameterStep {
         weight,
         precision: Precision::Whole,
         gradient,

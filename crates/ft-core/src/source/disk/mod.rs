@@ -28,7 +28,7 @@ use crate::ops::transfer::CopyTimes;
 use crate::quant::{Format, Weight};
 use candle_core::{DType, Device, Tensor};
 use numbers::Files;
-use pool::{Buffers, DoubleBuffer, Loader, ReaderJob};
+use pool::{Buffers, DoubleBuffer, ItemLoader, ReaderJob};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
@@ -250,7 +250,7 @@ impl Shared {
 /// Loads whole layers: parameters that are not in memory are read into the buffers, in the order of the layer's parameters.
 struct Layers(Arc<Shared>);
 
-impl Loader for Layers {
+impl ItemLoader for Layers {
     type Key = Group;
 
     fn prepare(&self, group: Group, buffers: &mut Buffers) -> Result<()> {
@@ -292,7 +292,7 @@ struct Pieces {
     rows: usize,
 }
 
-impl Loader for Pieces {
+impl ItemLoader for Pieces {
     type Key = usize;
 
     fn prepare(&self, _: usize, buffers: &mut Buffers) -> Result<()> {

@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 pub(super) type Buffers = BTreeMap<usize, Tensor>;
 
 /// Loads an item into the buffers of a slot.
-pub(super) trait Loader: Send + Sync + 'static {
+pub(super) trait ItemLoader: Send + Sync + 'static {
     type Key: Copy + Eq + Send + 'static;
 
     /// Allocates missing buffers. The requesting thread calls it, so that one thread allocates all memory.
@@ -62,15 +62,15 @@ impl<K> Slot<K> {
     }
 }
 
-struct Shared<L: Loader> {
+struct Shared<L: ItemLoader> {
     loader: L,
     slots: Mutex<Vec<Slot<L::Key>>>,
     changed: Condvar,
 }
 
-pub(super) struct DoubleBuffer<L: Loader>(Arc<Shared<L>>);
+pub(super) struct DoubleBuffer<L: ItemLoader>(Arc<Shared<L>>);
 
-impl<L: Loader> DoubleBuffer<L> {
+impl<L: ItemLoader> DoubleBuffer<L> {
     pub fn new(loader: L) -> Self {
         Self(Arc::new(Shared {
             loader,
@@ -199,7 +199,7 @@ impl<K> Slot<K> {
     }
 }
 
-impl<L: Loader> Shared<L> {
+impl<L: ItemLoader> Shared<L> {
     fn lock(&self) -> MutexGuard<'_, Vec<Slot<L::Key>>> {
         lock(&self.slots)
     }
@@ -263,7 +263,7 @@ mod tests {
         filled: AtomicUsize,
     }
 
-    impl Loader for Arc<Numbered> {
+    impl ItemLoader for Arc<Numbered> {
         type Key = u32;
 
         fn prepare(&self, _: u32, buffers: &mut Buffers) -> Result<()> {

@@ -211,15 +211,18 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     };
     let mlp_chunks = pieces(inputs.tokens, strategy.mlp_tokens).len() as f64;
     let mut products = [0.0; 2];
-    for linear in spec.linears() {
+    let linears = |(l, count): (usize, usize)| spec.linears(l).into_iter().map(move |linear| (linear, count));
+    for (linear, count) in spec.kinds().into_iter().flat_map(linears) {
+        // Of the mean layer.
+        let share = count as f64 / layers as f64;
         let (i, o) = (linear.input as f64, linear.output as f64);
         let chunks = match linear.sublayer {
             Sublayer::Mlp => mlp_chunks,
             _ => 1.0,
         };
         let extra = chunks * dequantized * i * o / gpu.bandwidth;
-        products[0] += product(i, o, element, chunks) + extra;
-        products[1] += product(o, i, element, chunks) + extra;
+        products[0] += share * (product(i, o, element, chunks) + extra);
+        products[1] += share * (product(o, i, element, chunks) + extra);
     }
     // Half of the scores are masked.
     let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;

@@ -15,8 +15,10 @@ pub type Costs = Arc<BTreeMap<String, Cost>>;
 
 pub struct Model<'a> {
     pub spec: &'a Spec,
-    /// Parameters of layer 0 by their names within the layer; every layer has them.
-    below: Vec<(String, ParamInfo)>,
+    /// Parameters of each kind of layer (`Spec::kinds`) by their names within the layer.
+    below: Vec<Vec<(String, ParamInfo)>>,
+    /// For each layer its index in `below`.
+    below_of: Vec<usize>,
     /// Embedding, final norm, head.
     outside: Vec<ParamInfo>,
     /// Shapes of the adapters' matrices.
@@ -44,27 +46,25 @@ pub enum Stretch {
 
 impl<'a> Model<'a> {
     pub fn new(spec: &'a Spec, storage: &StoragePolicy, adapters: &BTreeMap<String, Cost>) -> Self {
-        let mut one = spec.clone();
-        one.layers.truncate(1);
-        Self::of(spec, one.params(), storage, adapters)
-    }
-
-    /// Every layer of `spec` has the parameters that layer 0 has in `params`.
-    pub(super) fn of(
-        spec: &'a Spec,
-        params: Vec<ParamInfo>,
-        storage: &StoragePolicy,
-        adapters: &BTreeMap<String, Cost>,
-    ) -> Self {
         let layers = spec.layers.len();
-        let (mut below, mut outside) = (Vec::new(), Vec::new());
-        for p in params {
+        let kinds: Vec<usize> = spec.kinds().into_iter().map(|(first, _)| first).collect();
+        let mut few = spec.clone();
+        few.layers = kinds.iter().map(|&first| spec.layers[first]).collect();
+        let (mut below, mut outside) = (vec![Vec::new(); kinds.len()], Vec::new());
+        for p in few.params() {
             match p.group {
-                Group::Layer(_) => below.push((p.name.trim_start_matches("model.layers.0.").to_string(), p)),
+                Group::Layer(l) => below[l].push((p.name.splitn(4, '.').nth(3).unwrap_or_default().to_string(), p)),
                 _ => outside.push(p),
             }
         }
         let mut hashers = vec![DefaultHasher::new(); layers];
+        let mut below_of = vec![0; layers];
+        for (l, (hasher, of)) in hashers.iter_mut().zip(&mut below_of).enumerate() {
+            *of = (few.layers.iter())
+                .position(|kind| kind.mixer == spec.layers[l].mixer)
+                .unwrap_or(0);
+            of.hash(hasher);
+        }
         let mut at = |name: &str, what: &dyn Fn(&str, &mut DefaultHasher)| {
             let Some((layer, rest)) = name.strip_prefix("model.layers.").and_then(|n| n.split_once('.')) else {
                 return;
@@ -93,6 +93,7 @@ impl<'a> Model<'a> {
         Self {
             spec,
             below,
+            below_of,
             outside,
             adapters: shapes,
             kinds: hashers.into_iter().map(|h| h.finish()).collect(),
@@ -109,9 +110,14 @@ impl<'a> Model<'a> {
         self.spec.layers.len()
     }
 
+    fn below_of_layer(&self, layer: usize) -> &[(String, ParamInfo)] {
+        let kind = self.below_of.get(layer).copied().unwrap_or(0);
+        self.below.get(kind).map_or(&[], Vec::as_slice)
+    }
+
     /// The parameters of a layer.
     pub fn layer(&self, layer: usize) -> impl Iterator<Item = ParamInfo> {
-        self.below.iter().map(move |(below, p)| ParamInfo {
+        self.below_of_layer(layer).iter().map(move |(below, p)| ParamInfo {
             name: format!("model.layers.{layer}.{below}").into(),
             group: Group::Layer(layer),
             ..p.clone()
@@ -125,9 +131,17 @@ impl<'a> Model<'a> {
 
     /// Number of parameters of the whole model, without adapters.
     pub fn parameters(&self) -> u64 {
-        let layer: u64 = self.below.iter().map(|(_, p)| p.elements() as u64).sum();
+        let layer = |l: usize| {
+            self.below_of_layer(l)
+                .iter()
+                .map(|(_, p)| p.elements() as u64)
+                .sum::<u64>()
+        };
         let outside: u64 = self.outside.iter().map(|p| p.elements() as u64).sum();
-        layer * self.layers() as u64 + outside
+        (self.spec.kinds().into_iter())
+            .map(|(first, count)| layer(first) * count as u64)
+            .sum::<u64>()
+            + outside
     }
 
     /// Elements of all adapters that train.
@@ -146,7 +160,11 @@ impl<'a> Model<'a> {
             return Some(shape);
         }
         match name.strip_prefix("model.layers.").and_then(|n| n.split_once('.')) {
-            Some((_, rest)) => self.below.iter().find(|(b, _)| b == rest).map(|(_, p)| &p.shape[..]),
+            Some((l, rest)) => self
+                .below_of_layer(l.parse().ok()?)
+                .iter()
+                .find(|(b, _)| b == rest)
+                .map(|(_, p)| &p.shape[..]),
             None => self.outside.iter().find(|p| &*p.name == name).map(|p| &p.shape[..]),
         }
     }
@@ -158,7 +176,7 @@ impl<'a> Model<'a> {
 
     /// Elements of the largest parameter or adapter matrix.
     pub fn largest(&self) -> u64 {
-        let params = self.below.iter().map(|(_, p)| p).chain(&self.outside);
+        let params = self.below.iter().flatten().map(|(_, p)| p).chain(&self.outside);
         let adapters = self.adapters.values().map(|s| s.iter().product::<usize>());
         params.map(ParamInfo::elements).chain(adapters).max().unwrap_or(0) as u64
     }

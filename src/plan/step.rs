@@ -7,11 +7,13 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
 use crate::model::contracts::GradSinkMemory;
+use crate::model::delta_net;
 use crate::model::rope::{Rope, RopeTables};
-use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Mixer};
 use crate::model::{Spec, tokens};
 use crate::ops::attention;
 use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, sums_bytes};
+use crate::ops::delta_rule;
 use crate::ops::linear::{self, ProductSizes};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
@@ -175,7 +177,10 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     if inputs.on_gpu {
         return 0;
     }
-    let linears = || spec.linears().into_iter().map(|l| (l.input, l.output));
+    let linears = || {
+        let all = spec.kinds().into_iter().flat_map(|(first, _)| spec.linears(first));
+        all.map(|l| (l.input, l.output))
+    };
     let widest = linears().map(|(input, output)| input.max(output)).max().unwrap_or(0);
     let largest = linears().map(|(input, output)| input * output).max().unwrap_or(0);
     let ranks = inputs.adapters.values().map(|c| c.rank);
@@ -186,7 +191,12 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
         largest_weight: largest.max(spec.vocab * spec.hidden),
         rank: ranks.filter(|rank| linear::can_fuse(*rank)).max().unwrap_or(0),
     };
-    let elements = products.thread_elements().max(attention_scratch(spec, inputs, bf16));
+    let delta_net = match spec.layers.iter().any(|layer| layer.mixer == Mixer::DeltaNet) {
+        true => delta_rule::scratch(&delta_net::heads(&spec.delta_net), inputs.longest),
+        false => 0,
+    };
+    let mixers = attention_scratch(spec, inputs, bf16).max(delta_net);
+    let elements = products.thread_elements().max(mixers);
     let tiles = if bf16 { products.tile_bytes() } else { 0 };
     inputs.threads as u64 * (linear::gemm_bytes() + 4 * elements as u64) + tiles
 }

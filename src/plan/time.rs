@@ -64,8 +64,10 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     let lowest = active.lowest_layer(layers);
     let n = inputs.tokens as f64;
     let (mut attention, mut mlp) = (0.0, 0.0);
-    for linear in spec.linears() {
-        let elements = (linear.input * linear.output) as f64;
+    let linears = |(l, count): (usize, usize)| spec.linears(l).into_iter().map(move |linear| (linear, count));
+    for (linear, count) in spec.kinds().into_iter().flat_map(linears) {
+        // Of the mean layer.
+        let elements = (linear.input * linear.output * count) as f64 / layers as f64;
         match linear.sublayer {
             Sublayer::Mlp => mlp += elements,
             _ => attention += elements,

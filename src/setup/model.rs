@@ -203,6 +203,7 @@ impl ModelDir {
         seed: u64,
         device: &Device,
     ) -> Result<TrainableNetwork> {
+        self.spec.runs_on(!device.is_cpu())?;
         let store = Arc::new(self.resident(storage, init, seed, device)?);
         Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
     }
@@ -257,6 +258,7 @@ impl ModelDir {
         run_dir: &Path,
         device: &Device,
     ) -> Result<TrainableNetwork> {
+        self.spec.runs_on(!device.is_cpu())?;
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
         let storage = &strategy.storage;
         let head_rows = match strategy.placement {
@@ -388,6 +390,7 @@ impl ModelDir {
         let all_bf16 = kinds.all(|dtype| dtype == StoredDtype::Bf16 || !dtype.is_weight());
         let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
         let storage = StoragePolicy::dense(dtype.unwrap_or(stored));
+        spec.runs_on(!device.is_cpu())?;
         let source = Resident::load(spec.params(), &weights, |p| storage.of(p), device)?;
         let mut network = Network::new(spec.clone(), Arc::new(source), device.clone());
         if let (Some(dir), Some(print)) = (adapter, &print) {

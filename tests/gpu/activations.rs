@@ -80,10 +80,10 @@ fn rope_matches_the_cpu() {
 
 #[test]
 fn gated_units_match_the_cpu() {
-    use glu::Activation::{Gelu, GeluTanh, Silu};
+    use glu::Activation::{Gelu, GeluTanh, Sigmoid, Silu};
     let Some(gpu) = gpu() else { return };
     for (dtype, tolerance) in KINDS {
-        for act in [Silu, GeluTanh, Gelu] {
+        for act in [Silu, GeluTanh, Gelu, Sigmoid] {
             for shape in [(3, 7), (33, 1000), (1, 1), (1024, 4864)] {
                 let (gate, up) = (gpu.random(shape, dtype, 1), gpu.random(shape, dtype, 2));
                 let dy = gpu.random(shape, dtype, 3);

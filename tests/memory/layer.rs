@@ -9,7 +9,7 @@ use ft::base::ledger::{Allocation, Ledger, MemoryKind};
 use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
-use ft::model::spec::{NormNames, QkNorm};
+use ft::model::spec::{DeltaNetSpec, Mixer, NormNames, QkNorm};
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
 use ft::source::{Resident, StoragePolicy};
@@ -60,6 +60,11 @@ enum Options {
     After,
     /// Norms of rotated heads; a factor of what each half adds.
     Scaled,
+    /// Attention with an output gate.
+    Gated,
+    /// Gated DeltaNet, with projections of its own or ordered by key head.
+    Delta,
+    DeltaByKeyHead,
 }
 
 fn spec(intermediate: usize, options: Options) -> Spec {
@@ -70,11 +75,23 @@ fn spec(intermediate: usize, options: Options) -> Spec {
     (spec.heads, spec.kv_heads, spec.head_dim) = (4, if rich { 2 } else { 4 }, HIDDEN / 4);
     (spec.fused_qkv, spec.fused_gate_up) = (rich, rich);
     (spec.norms, spec.qk_norm) = match options {
-        Options::Plain => (NormNames::BEFORE, None),
+        Options::Plain | Options::Gated | Options::Delta | Options::DeltaByKeyHead => (NormNames::BEFORE, None),
         Options::Rich => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
         Options::After => (NormNames::AFTER, Some(QkNorm::WHOLE)),
         Options::Scaled => (NormNames::BEFORE, Some(QkNorm::ROTATED)),
     };
+    spec.output_gate = options == Options::Gated;
+    if matches!(options, Options::Delta | Options::DeltaByKeyHead) {
+        spec.layers[0].mixer = Mixer::DeltaNet;
+        spec.delta_net = DeltaNetSpec {
+            key_heads: 2,
+            value_heads: 4,
+            key_dim: HIDDEN / 4,
+            value_dim: HIDDEN / 4,
+            kernel: 4,
+            by_key_head: options == Options::DeltaByKeyHead,
+        };
+    }
     if options == Options::Scaled {
         spec.residual_scale = 0.5;
     }
@@ -167,7 +184,15 @@ fn a_layer_allocates_what_is_stated_beside_it() {
     let mut wrong = Vec::new();
     // With a narrow MLP the peak is in the attention half.
     for intermediate in [32, 512] {
-        for options in [Options::Plain, Options::Rich, Options::After, Options::Scaled] {
+        for options in [
+            Options::Plain,
+            Options::Rich,
+            Options::After,
+            Options::Scaled,
+            Options::Gated,
+            Options::Delta,
+            Options::DeltaByKeyHead,
+        ] {
             for mlp_tokens in [None, Some(200)] {
                 let found = pool.install(|| compare(&spec(intermediate, options), mlp_tokens));
                 let tensors =

@@ -8,7 +8,7 @@ use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients, StepStrategy};
 use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
-use ft::model::spec::{LayerSpec, NormNames, QkNorm, Spec};
+use ft::model::spec::{DeltaNetSpec, LayerSpec, Mixer, NormNames, QkNorm, Spec};
 use ft::model::{Adapters, TrainableNetwork};
 use ft::ops::CpuBackend;
 use ft::ops::cross_entropy::PIECE;
@@ -42,10 +42,12 @@ struct Shape {
     micro_batches: usize,
     /// Every option of a block at once: norms everywhere, one matrix for q, k, v, shared key heads, tied.
     rich: bool,
+    /// Gated DeltaNet in all layers but the last, attention with an output gate there.
+    hybrid: bool,
 }
 
 /// Activations: many tokens, narrow weights. Weights: few tokens, wide weights.
-const SHAPES: [Shape; 5] = [
+const SHAPES: [Shape; 6] = [
     Shape {
         name: "activations",
         hidden: 128,
@@ -58,6 +60,7 @@ const SHAPES: [Shape; 5] = [
         length: 256,
         micro_batches: 1,
         rich: false,
+        hybrid: false,
     },
     Shape {
         name: "weights",
@@ -71,6 +74,7 @@ const SHAPES: [Shape; 5] = [
         length: 64,
         micro_batches: 1,
         rich: false,
+        hybrid: false,
     },
     Shape {
         name: "rich",
@@ -84,6 +88,7 @@ const SHAPES: [Shape; 5] = [
         length: 300,
         micro_batches: 1,
         rich: true,
+        hybrid: false,
     },
     Shape {
         name: "two micro-batches",
@@ -97,6 +102,7 @@ const SHAPES: [Shape; 5] = [
         length: 192,
         micro_batches: 2,
         rich: false,
+        hybrid: false,
     },
     // A head of several pieces.
     Shape {
@@ -111,11 +117,38 @@ const SHAPES: [Shape; 5] = [
         length: 128,
         micro_batches: 1,
         rich: false,
+        hybrid: false,
+    },
+    Shape {
+        name: "hybrid",
+        hidden: 128,
+        intermediate: 256,
+        heads: 4,
+        kv_heads: 2,
+        vocab: 512,
+        layers: 4,
+        rows: 6,
+        length: 256,
+        micro_batches: 1,
+        rich: false,
+        hybrid: true,
     },
 ];
 
 fn spec(s: &Shape) -> Spec {
     let head_dim = s.hidden / s.heads;
+    let mut layers = vec![LayerSpec::default(); s.layers];
+    for layer in layers.iter_mut().take(s.layers - 1) {
+        layer.mixer = if s.hybrid { Mixer::DeltaNet } else { Mixer::Attention };
+    }
+    let delta_net = DeltaNetSpec {
+        key_heads: 2,
+        value_heads: 4,
+        key_dim: 32,
+        value_dim: 32,
+        kernel: 4,
+        by_key_head: false,
+    };
     Spec {
         multimodal: false,
         warnings: Vec::new(),
@@ -130,6 +163,8 @@ fn spec(s: &Shape) -> Spec {
         norm_plus_one: false,
         norms: if s.rich { NormNames::SANDWICH } else { NormNames::BEFORE },
         qk_norm: s.rich.then_some(QkNorm::HEADS),
+        output_gate: s.hybrid,
+        delta_net,
         qkv_bias: false,
         o_bias: false,
         mlp_bias: false,
@@ -144,7 +179,7 @@ fn spec(s: &Shape) -> Spec {
         residual_scale: 1.0,
         pairing: Pairing::Halves,
         tied: s.rich,
-        layers: vec![LayerSpec::default(); s.layers],
+        layers,
         ropes: vec![Rope {
             inv_freq: (0..head_dim / 2).map(|i| 0.5f32.powi(i as i32)).collect(),
             attention_factor: 1.0,

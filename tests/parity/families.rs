@@ -52,12 +52,15 @@ fn all_families_have_goldens() {
         "qwen2",
         "qwen2_5_vl",
         "qwen3",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_next",
         "qwen3_vl",
         "seed_oss",
         "smollm3",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 37);
+    assert_eq!(variants().len(), 40);
 }
 
 #[test]

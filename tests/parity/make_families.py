@@ -47,6 +47,10 @@ QWEN_VISION_IDS = dict(image_token_id=124, video_token_id=125, vision_start_toke
 NARROW = {key: value for key, value in SILU.items() if key != "head_dim"}
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
 
+HYBRID = WIDE | dict(num_attention_heads=2, num_key_value_heads=1, intermediate_size=24, hidden_act="silu", attention_bias=False, rope_theta=100.0, partial_rotary_factor=0.5, num_hidden_layers=3,
+                    full_attention_interval=3, linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=12,
+                    linear_num_key_heads=2, linear_num_value_heads=4)
+
 # Each: the config as transformers 4 wrote it. Options of this script:
 #   weights   take the weights of that variant;  stored  type on disk;  shards  split the file
 #   tokenizer the tokenizer directory
@@ -145,6 +149,18 @@ VARIANTS = {
         vision_config=dict(
             model_type="qwen3_vl", depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, out_hidden_size=32,
             num_position_embeddings=4, deepstack_visual_indexes=[]))),
+    # Gated DeltaNet: value heads that share key heads, documents longer than its convolution and shorter.
+    "qwen3_5_text": dict(stored="bf16", config=HYBRID | dict(
+        model_type="qwen3_5_text", tie_word_embeddings=True)),
+    "qwen3_5": dict(stored="bf16", config=QWEN_VISION_IDS | dict(
+        model_type="qwen3_5", tie_word_embeddings=False, text_config=HYBRID | dict(
+            model_type="qwen3_5_text", num_hidden_layers=2, full_attention_interval=2, linear_num_value_heads=2,
+            mtp_num_hidden_layers=1, attn_output_gate=True, attention_bias=True),
+        vision_config=dict(
+            model_type="qwen3_5_vision", depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, out_hidden_size=32,
+            num_position_embeddings=4))),
+    "qwen3_next": dict(stored="bf16", config=HYBRID | dict(num_hidden_layers=2, full_attention_interval=2,
+        model_type="qwen3_next", tie_word_embeddings=False, num_experts=0, mlp_only_layers=[], decoder_sparse_step=1)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -155,7 +171,8 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
                  "glm4": "Glm4ForCausalLM", "ministral3": "Ministral3ForCausalLM",
                  "gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration",
-                 "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+                 "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_5_text": "Qwen3_5ForCausalLM",
+                 "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_next": "Qwen3NextForCausalLM", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 
 
 def config_v4(config, stored, encoder):

@@ -93,8 +93,9 @@ const LANGUAGE_MODEL: [[&str; 2]; 2] = [
 ];
 /// The same prefixes in a text-only checkpoint.
 const TEXT_ONLY: [&str; 2] = ["model.", "lm_head."];
-/// Prefixes of the other parts of a multimodal checkpoint.
-const OTHER_PARTS: [&str; 6] = [
+/// Prefixes of the other parts of a multimodal checkpoint, and of the layers for multi-token prediction.
+const OTHER_PARTS: [&str; 7] = [
+    "mtp.",
     "visual.",
     "model.visual.",
     "vision_tower.",

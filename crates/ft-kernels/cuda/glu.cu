@@ -46,6 +46,14 @@ struct Gelu {
     }
 };
 
+struct Sigmoid {
+    static __device__ __forceinline__ float value(float x) { return sigmoid(x); }
+    static __device__ __forceinline__ Curve curve(float x) {
+        const float s = sigmoid(x);
+        return {s, s * sigmoid(-x)};
+    }
+};
+
 template <typename F, typename T>
 __device__ __forceinline__ void forward(const T* gate, const T* up, T* y, i64 n, i64 packs) {
     constexpr int V = Full<T>::V;
@@ -103,3 +111,5 @@ GLU(gelu_tanh, GeluTanh, f32)
 GLU(gelu_tanh, GeluTanh, bf16)
 GLU(gelu, Gelu, f32)
 GLU(gelu, Gelu, bf16)
+GLU(sigmoid, Sigmoid, f32)
+GLU(sigmoid, Sigmoid, bf16)

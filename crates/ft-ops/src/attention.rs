@@ -102,7 +102,7 @@ pub fn gpu_backward_parts(heads: usize, kv_heads: usize, tokens: usize) -> usize
 }
 
 /// Checks that `documents` are non-decreasing offsets from 0 to `tokens`.
-fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
+pub(crate) fn check_documents(documents: &[usize], tokens: usize) -> Result<()> {
     let whole = documents.first() == Some(&0) && documents.last() == Some(&tokens);
     if whole && documents.is_sorted() {
         Ok(())

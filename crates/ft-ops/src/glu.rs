@@ -15,6 +15,8 @@ pub enum Activation {
     GeluTanh,
     /// `x Φ(x)` with the exact error function.
     Gelu,
+    /// `1 / (1 + e^-x)`: the output gate of an attention.
+    Sigmoid,
 }
 
 /// Computes `act(gate) · up` in the shape of gate.
@@ -154,7 +156,7 @@ mod tests {
     #[test]
     fn slopes_match_differences() {
         let (gate, up, dy) = (random((1, 8), 4), random((1, 8), 5), random((1, 8), 6));
-        for act in ALL {
+        for act in ALL.into_iter().chain([Activation::Sigmoid]) {
             let slope = differences(&gate, 1e-2, |g| {
                 let y = forward(g, &up, act)?;
                 let dot: f64 = flat(&y).iter().zip(flat(&dy)).map(|(y, d)| *y as f64 * d as f64).sum();

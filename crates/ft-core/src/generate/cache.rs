@@ -5,10 +5,15 @@
 //! token gives the same result whether it was added together with its neighbors or after them. On a GPU see `device_cache`.
 //!
 //! Layers with a sliding window store every token too; attention itself reads only the window.
+//!
+//! A Gated DeltaNet layer has a state in the place of keys and values: that after the last token of the run. A sequence that
+//! continues a run begins with a copy of it. A state cannot go back to an earlier token.
 
 use super::device_cache::{DeviceForm, DeviceLayer, together};
 use crate::base::{Error, Result};
-use crate::model::{KvStore, Spec};
+use crate::model::delta_net;
+use crate::model::spec::Mixer;
+use crate::model::{DeltaState, KvStore, Spec};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
 use crate::ops::{attention, update};
 use candle_core::{DType, Device, Tensor};
@@ -33,7 +38,9 @@ pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
 /// The layout of the cache of a network.
 #[derive(Debug, Clone)]
 pub struct Layout {
-    layers: usize,
+    mixers: Vec<Mixer>,
+    /// Bytes of the state of a Gated DeltaNet layer.
+    state: u64,
     /// W
     width: usize,
     /// Of the pages on the CPU.
@@ -50,7 +57,8 @@ impl Layout {
 
     fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>) -> Self {
         Self {
-            layers: spec.layers.len(),
+            mixers: spec.layers.iter().map(|layer| layer.mixer).collect(),
+            state: delta_net::state_bytes(&spec.delta_net),
             width: spec.kv_width(),
             form: form(spec, stored),
             device: on_gpu.map(|activations| (DeviceForm::new(spec, stored, activations), activations)),
@@ -63,7 +71,8 @@ impl Layout {
             None => tokens.div_ceil(PAGE) as u64 * self.form.page_bytes(),
             Some((form, _)) => form.bytes(tokens, self.width),
         };
-        self.layers as u64 * layer
+        let recurrent = self.mixers.iter().filter(|m| **m == Mixer::DeltaNet).count() as u64;
+        (self.mixers.len() as u64 - recurrent) * layer + recurrent * self.state
     }
 
     /// Returns the bytes that attention needs in addition to the runs for a text of `tokens` tokens, shared ones
@@ -76,12 +85,14 @@ impl Layout {
     }
 
     fn run(&self, room: usize) -> Run {
-        let layer = || match self.device {
-            None => Layer::Pages(Vec::new()),
-            Some((form, _)) => Layer::Device(form.layer(room)),
+        let layer = |mixer: &Mixer| match (mixer, self.device) {
+            (Mixer::DeltaNet, _) => Layer::Recurrent(None),
+            (Mixer::Attention, None) => Layer::Pages(Vec::new()),
+            (Mixer::Attention, Some((form, _))) => Layer::Device(form.layer(room)),
         };
         Run {
-            layers: (0..self.layers).map(|_| layer()).collect(),
+            layers: self.mixers.iter().map(layer).collect(),
+            len: 0,
         }
     }
 }
@@ -89,28 +100,22 @@ impl Layout {
 /// Consecutive tokens, with keys and values of every layer.
 pub struct Run {
     layers: Vec<Layer>,
-}
-
-impl Run {
-    /// Returns the number of tokens.
-    fn len(&self) -> usize {
-        match self.layers.first() {
-            Some(Layer::Pages(pages)) => pages.iter().map(Page::len).sum(),
-            Some(Layer::Device(layer)) => layer.len(),
-            None => 0,
-        }
-    }
+    /// Number of tokens.
+    len: usize,
 }
 
 enum Layer {
     Pages(Vec<Page>),
     Device(DeviceLayer),
+    /// The state after the last token of the run.
+    Recurrent(Option<DeltaState>),
 }
 
 impl Layer {
     fn truncate(&mut self, len: usize) {
         match self {
             Layer::Device(layer) => layer.truncate(len),
+            Layer::Recurrent(_) => {}
             Layer::Pages(pages) => {
                 let mut left = len;
                 for page in pages.iter_mut() {
@@ -136,9 +141,17 @@ pub struct Sequence {
 impl Sequence {
     /// Creates a sequence after the tokens of `shared` (`len` in all), with a capacity of `room` own tokens.
     pub fn new(layout: &Layout, shared: Vec<Arc<Run>>, len: usize, room: usize) -> Self {
+        let mut own = layout.run(room);
+        if let Some(last) = shared.last() {
+            for (layer, before) in own.layers.iter_mut().zip(&last.layers) {
+                if let (Layer::Recurrent(state), Layer::Recurrent(before)) = (layer, before) {
+                    state.clone_from(before);
+                }
+            }
+        }
         Self {
             shared,
-            own: layout.run(room),
+            own,
             form: layout.form,
             len,
         }
@@ -148,12 +161,18 @@ impl Sequence {
         self.len
     }
 
+    /// True if `truncate` can remove the tokens from index `len` on.
+    pub fn can_truncate(&self, len: usize) -> bool {
+        len >= self.len || !self.own.layers.iter().any(|layer| matches!(layer, Layer::Recurrent(_)))
+    }
+
     /// Removes all tokens from index `len` on, but never shared ones.
     pub fn truncate(&mut self, len: usize) {
-        let shared = self.len - self.own.len();
-        let own = len.saturating_sub(shared);
+        let shared = self.len - self.own.len;
+        let own = len.saturating_sub(shared).min(self.own.len);
         self.own.layers.iter_mut().for_each(|layer| layer.truncate(own));
-        self.len = shared + self.own.len();
+        self.own.len = own;
+        self.len = shared + own;
     }
 
     /// Returns an empty sequence of the same layout.
@@ -161,11 +180,13 @@ impl Sequence {
         let layer = |layer: &Layer| match layer {
             Layer::Pages(_) => Layer::Pages(Vec::new()),
             Layer::Device(layer) => Layer::Device(layer.empty(room)),
+            Layer::Recurrent(_) => Layer::Recurrent(None),
         };
         Self {
             shared: Vec::new(),
             own: Run {
                 layers: self.own.layers.iter().map(layer).collect(),
+                len: 0,
             },
             form: self.form,
             len: 0,
@@ -207,6 +228,7 @@ impl<'a> Step<'a> {
     pub fn finish(self) {
         for (sequence, d) in self.sequences.into_iter().zip(self.documents.windows(2)) {
             sequence.len += d[1] - d[0];
+            sequence.own.len += d[1] - d[0];
         }
     }
 
@@ -302,6 +324,23 @@ impl KvStore for Step<'_> {
             .collect();
         paged::attend(q, &documents, spec)
     }
+
+    fn states(&mut self, layer: usize) -> Result<Vec<Option<DeltaState>>> {
+        let state = |s: &&mut Sequence| match s.own.layers.get(layer) {
+            Some(Layer::Recurrent(state)) => Ok(state.clone()),
+            _ => Err(Error::shape("the cache has no state of this layer").found(layer)),
+        };
+        self.sequences.iter().map(state).collect()
+    }
+
+    fn set_states(&mut self, layer: usize, states: Vec<DeltaState>) -> Result<()> {
+        for (sequence, state) in self.sequences.iter_mut().zip(states) {
+            if let Some(Layer::Recurrent(own)) = sequence.own.layers.get_mut(layer) {
+                *own = Some(state);
+            }
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -311,7 +350,8 @@ mod tests {
     #[test]
     fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_puts_one_layer_together() {
         let layout = |form, activations| Layout {
-            layers: 3,
+            mixers: vec![Mixer::Attention; 3],
+            state: 0,
             width: 8,
             form: Form {
                 stored: KvDtype::F32,

@@ -254,7 +254,7 @@ impl Session {
         let known = self.ids.iter().zip(&request.prompt).take_while(|(a, b)| a == b).count();
         // The last token is computed again, because its logits are needed.
         let known = known.min(request.prompt.len() - 1);
-        let mut cache = self.cache.take().filter(|_| known > 0);
+        let mut cache = self.cache.take().filter(|cache| known > 0 && cache.can_truncate(known));
         if let Some(cache) = &mut cache {
             cache.truncate(known);
         }

@@ -22,4 +22,6 @@ mod tests;
 #[cfg(test)]
 mod tests_cache;
 #[cfg(test)]
+mod tests_hybrid;
+#[cfg(test)]
 mod tests_rows;

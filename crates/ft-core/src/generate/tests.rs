@@ -7,7 +7,7 @@ use crate::base::Error;
 use crate::data::{Batch, Example};
 use crate::model::Network;
 use crate::model::rope::Rope;
-use crate::model::spec::{LayerSpec, NormNames, QkNorm, Spec};
+use crate::model::spec::{DeltaNetSpec, LayerSpec, NormNames, QkNorm, Spec};
 use crate::ops::Dtype;
 use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
@@ -34,6 +34,8 @@ pub(super) fn spec() -> Spec {
         norm_plus_one: false,
         norms: NormNames::BEFORE,
         qk_norm: Some(QkNorm::HEADS),
+        output_gate: false,
+        delta_net: DeltaNetSpec::default(),
         qkv_bias: true,
         o_bias: false,
         mlp_bias: false,

@@ -11,8 +11,12 @@ pub fn as_classifier(config: &mut Map<String, Value>, pad_id: Option<u32>) {
     if let Some(Value::Array(names)) = config.get_mut("architectures") {
         for name in names.iter_mut() {
             if let Some(family) = name.as_str().and_then(|n| n.strip_suffix("ForCausalLM")) {
-                // transformers uses another name for the text model of Gemma 3 here.
-                let family = if family == "Gemma3" { "Gemma3Text" } else { family };
+                // transformers uses other names for these text models here.
+                let family = match family {
+                    "Gemma3" => "Gemma3Text",
+                    "Qwen3_5" => "Qwen3_5Text",
+                    _ => family,
+                };
                 *name = json!(format!("{family}ForSequenceClassification"));
             }
         }

@@ -12,6 +12,7 @@ use crate::formats::StoredDtype;
 use crate::formats::adapter;
 use crate::formats::config::Config;
 use crate::formats::weights::{TensorInfo, Weights};
+use crate::model::spec::Mixer;
 use crate::model::{Spec, families};
 use crate::source::stored;
 use half::{bf16, f16};
@@ -301,6 +302,10 @@ fn computes(s: &Spec) -> String {
     }
     for layer in &s.layers {
         out.push_str(&format!(" layer {:?} {}", layer.window, layer.rope));
+    }
+    if s.layers.iter().any(|layer| layer.mixer == Mixer::DeltaNet) {
+        let mixers: Vec<Mixer> = s.layers.iter().map(|layer| layer.mixer).collect();
+        out.push_str(&format!(" {:?} gate {} {mixers:?}", s.delta_net, s.output_gate));
     }
     for rope in &s.ropes {
         // The last bits of powers may differ between machines.

@@ -105,9 +105,9 @@ impl Directory<'_> {
 }
 
 impl Directory<'_> {
-    /// The weights of the base model, if it is multimodal.
+    /// The weights of the base model, if it has other parts than a language model.
     fn multimodal_base(&self) -> Result<Option<Weights>> {
-        let wrapped = ["text_config", "vision_config"]
+        let wrapped = ["text_config", "vision_config", "mtp_num_hidden_layers"]
             .iter()
             .any(|key| self.config.contains_key(*key));
         wrapped.then(|| Weights::open(self.base_dir)).transpose()

@@ -47,6 +47,7 @@ pub struct OpenModel {
 pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
     let config = Config::load(dir)?;
     let spec = families::read(&config)?;
+    spec.runs_on(!device.is_cpu())?;
     let tokenizer = Tokenizer::load(dir)?;
     let template = ChatTemplate::from_dir(dir, &tokenizer)?;
     let storage = StoragePolicy::dense(dtype);

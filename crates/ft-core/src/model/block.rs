@@ -1,20 +1,22 @@
 //! The decoder block: attention half and MLP half, each with a forward and an explicit backward pass.
 //!
 //! ```text
-//! x1 = x  + [norm] o_proj(attention([norm] rope([norm] q), [norm] rope([norm] k), v))    with q, k, v from [norm] x
+//! x1 = x  + [norm] o_proj([gate] attention([norm] rope([norm] q), [norm] rope([norm] k), v))    with q, k, v from [norm] x
 //! x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))                             with h = [norm] x1
 //! ```
 //!
-//! Norms in brackets exist in some families only; Granite multiplies what is added to x and x1 by a constant.
+//! In some layers Gated DeltaNet (`delta_net`) is in the place of the attention. Norms and the gate in brackets exist in some families only; Granite multiplies what is added to x and x1 by a constant.
 
 pub mod memory;
 
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
+use super::delta_net::{DeltaNet, SavedDeltaNet};
 use super::linear::Linear;
 use super::mlp::SavedPieces;
 use super::projections::{Projections, SavedLow, add_residual};
 use super::spec::{LayerSpec, Spec};
 use crate::base::{Error, Result};
+use crate::ops::glu::{self, Activation};
 use crate::ops::rope::Direction;
 use crate::ops::{attention, rms_norm, rope, update};
 use crate::source::GroupWeights;
@@ -29,7 +31,7 @@ pub struct Block {
     pub spec: Arc<Spec>,
     /// The layer, from 0.
     pub index: usize,
-    /// q, k and v.
+    /// q, k and v; the input projections of Gated DeltaNet.
     pub attention_in: Projections,
     /// The output projection of the attention.
     pub o_proj: Projections,
@@ -37,6 +39,8 @@ pub struct Block {
     pub q_norm: Option<Param>,
     /// Norm of each key head, if the family has it.
     pub k_norm: Option<Param>,
+    /// The other weights of Gated DeltaNet, if the layer has it in the place of attention.
+    pub delta_net: Option<DeltaNet>,
     /// gate and up.
     pub mlp_in: Projections,
     /// The output projection of the MLP.
@@ -55,6 +59,8 @@ pub struct Block {
 struct SavedAttention {
     /// q and k before their norms, if they have norms.
     raw: Option<(Tensor, Tensor)>,
+    /// The gate of the output.
+    gate: Option<Tensor>,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -66,9 +72,15 @@ struct SavedAttention {
     low: [SavedLow; 2],
 }
 
+/// Saved activations of the half that mixes tokens.
+enum SavedMixer {
+    Attention(SavedAttention),
+    DeltaNet(SavedDeltaNet),
+}
+
 /// Saved activations of a block, `[N, ·]`. The outputs of its norms and of the gate are cheap to recompute.
 pub struct SavedActivations {
-    attention: SavedAttention,
+    mixer: SavedMixer,
     /// The residual stream between the halves.
     x1: Tensor,
     /// gate and up of each piece of the tokens.
@@ -98,6 +110,34 @@ impl Block {
             sink.take(w, dw)?;
         }
         Ok(dx)
+    }
+
+    /// Cuts the output of q_proj `[N, H·2E]` into the queries and their gate, `[N, H·E]` each.
+    fn split_gate(&self, q: Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        if !self.spec.output_gate {
+            return Ok((q, None));
+        }
+        let (n, heads, e) = (q.dim(0)?, self.spec.heads, self.spec.head_dim);
+        let both = q.reshape((n, heads, 2 * e))?;
+        let part =
+            |first: usize| -> Result<Tensor> { Ok(both.narrow(2, first, e)?.contiguous()?.reshape((n, heads * e))?) };
+        Ok((part(0)?, Some(part(e)?)))
+    }
+
+    /// The inverse of `split_gate`, for gradients.
+    fn join_gate(&self, dq: Tensor, d_gate: Option<Tensor>) -> Result<Tensor> {
+        let Some(d_gate) = d_gate else { return Ok(dq) };
+        let (n, heads, e) = (dq.dim(0)?, self.spec.heads, self.spec.head_dim);
+        let parts = [dq.reshape((n, heads, e))?, d_gate.reshape((n, heads, e))?];
+        Ok(Tensor::cat(&parts, 2)?.contiguous()?.reshape((n, 2 * heads * e))?)
+    }
+
+    /// `o · sigmoid(gate)`, if there is a gate.
+    fn gated(gate: &Option<Tensor>, o: &Tensor) -> Result<Tensor> {
+        match gate {
+            Some(gate) => glu::forward(gate, o, Activation::Sigmoid),
+            None => Ok(o.clone()),
+        }
     }
 
     fn norm_follows_rope(&self) -> bool {
@@ -156,7 +196,21 @@ impl Block {
         }
     }
 
-    /// The attention half: `[N, D]` to `[N, D]`, and the activations to save.
+    /// The half that mixes tokens: `[N, D]` to `[N, D]`, and the activations to save.
+    fn mixer(&self, x: &Tensor, ctx: &Context, cache: Option<&mut dyn KvStore>) -> Result<(Tensor, SavedMixer)> {
+        match &self.delta_net {
+            Some(net) => {
+                let (x1, saved) = self.delta_net(net, x, ctx, cache)?;
+                Ok((x1, SavedMixer::DeltaNet(saved)))
+            }
+            None => {
+                let (x1, saved) = self.attention(x, ctx, cache)?;
+                Ok((x1, SavedMixer::Attention(saved)))
+            }
+        }
+    }
+
+    /// As `mixer`, for attention.
     fn attention(
         &self,
         x: &Tensor,
@@ -170,6 +224,7 @@ impl Block {
             return Err(Error::internal("attention needs three projections"));
         };
         drop(h);
+        let (q, gate) = self.split_gate(q)?;
         let both = |q: Tensor, k: Tensor| match (&self.q_norm, &self.k_norm) {
             (Some(qn), Some(kn)) => Ok::<_, Error>((self.norm(qn, &q)?, self.norm(kn, &k)?, Some((q, k)))),
             _ => Ok((q, k, None)),
@@ -188,7 +243,9 @@ impl Block {
             None => attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?,
             Some(cache) => cache.attend(self.index, &q, &k, &v, &spec)?,
         };
-        let (y, low_out) = self.o_proj.forward_one(&o, ctx)?;
+        let gated = Self::gated(&gate, &o)?;
+        let (y, low_out) = self.o_proj.forward_one(&gated, ctx)?;
+        drop(gated);
         let (x1, y) = match &self.attention_post_norm {
             Some(norm) => (update::add(x, &self.norm(norm, &y)?)?, Some(y)),
             None => (add_residual(y, x, &low_out, self.spec.residual_scale)?, None),
@@ -197,6 +254,7 @@ impl Block {
             x1,
             SavedAttention {
                 raw,
+                gate,
                 q,
                 k,
                 v,
@@ -210,7 +268,7 @@ impl Block {
 
     /// Decoding: as `forward`, with the KV cache of earlier tokens.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
-        let x1 = self.attention(x, ctx, Some(cache))?.0;
+        let x1 = self.mixer(x, ctx, Some(cache))?.0;
         Ok(self.mlp(&x1, ctx, false)?.0)
     }
 
@@ -224,6 +282,7 @@ impl Block {
         self.attention_in.wanted(sink)
             || self.o_proj.wanted(sink)
             || norms.into_iter().flatten().any(|n| sink.wants(&n.name))
+            || self.delta_net.as_ref().is_some_and(|net| net.wanted(sink))
     }
 
     fn attention_backward(
@@ -237,6 +296,7 @@ impl Block {
     ) -> Result<Option<Tensor>> {
         let SavedAttention {
             raw,
+            gate,
             q,
             k,
             v,
@@ -256,10 +316,23 @@ impl Block {
             _ => self.scaled_gradient(&dx1)?,
         };
         drop(y);
+        let gated = match self.o_proj.wanted(sink) {
+            true => Some(Self::gated(&gate, &o)?),
+            false => None,
+        };
         let d_o = self
             .o_proj
-            .backward(Some(&o), low_out, vec![d_out], ctx, need_do, sink)?;
+            .backward(gated.as_ref(), low_out, vec![d_out], ctx, need_do, sink)?;
+        drop(gated);
         let Some(d_o) = d_o else { return Ok(None) };
+        let (d_gate, d_o) = match gate {
+            Some(gate) => {
+                let (d_gate, ungated) = glu::backward(&gate, &o, &d_o, Activation::Sigmoid)?;
+                drop(d_o);
+                (Some(d_gate), ungated)
+            }
+            None => (None, d_o),
+        };
         let (mut dq, mut dk, dv) =
             attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
         drop((q, k, v, o, lse, d_o));
@@ -278,6 +351,7 @@ impl Block {
             unnorm(&mut dq, &mut dk)?;
         }
         drop(raw);
+        let dq = self.join_gate(dq, d_gate)?;
         let h = if self.attention_in.wanted(sink) {
             Some(self.normed(&self.input_norm, x)?)
         } else {
@@ -298,14 +372,14 @@ impl Layer for Block {
     type SavedActivations = SavedActivations;
 
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let x1 = self.attention(x, ctx, None)?.0;
+        let x1 = self.mixer(x, ctx, None)?.0;
         Ok(self.mlp(&x1, ctx, false)?.0)
     }
 
     fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SavedActivations)> {
-        let (x1, attention) = self.attention(x, ctx, None)?;
+        let (x1, mixer) = self.mixer(x, ctx, None)?;
         let (y, parts) = self.mlp(&x1, ctx, true)?;
-        Ok((y, SavedActivations { attention, x1, parts }))
+        Ok((y, SavedActivations { mixer, x1, parts }))
     }
 
     fn vjp(
@@ -317,20 +391,25 @@ impl Layer for Block {
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let (x1, attention, parts) = match saved {
-            Some(saved) => (saved.x1, saved.attention, saved.parts),
+        let (x1, mixer, parts) = match saved {
+            Some(saved) => (saved.x1, saved.mixer, saved.parts),
             None => {
-                let (x1, attention) = self.attention(x, ctx, None)?;
-                (x1, attention, SavedPieces::new())
+                let (x1, mixer) = self.mixer(x, ctx, None)?;
+                (x1, mixer, SavedPieces::new())
             }
         };
         // If no parameter in or below the attention half is trained, its activations are dropped.
         let attention_needed = need_dx || self.attention_wanted(sink);
-        let attention = attention_needed.then_some(attention);
+        let mixer = attention_needed.then_some(mixer);
         let dx1 = self.mlp_backward(&x1, parts, dy, ctx, attention_needed, sink)?;
         drop(x1);
-        match (attention, dx1) {
-            (Some(saved), Some(dx1)) => self.attention_backward(x, saved, dx1, ctx, need_dx, sink),
+        match (mixer, dx1, &self.delta_net) {
+            (Some(SavedMixer::Attention(saved)), Some(dx1), _) => {
+                self.attention_backward(x, saved, dx1, ctx, need_dx, sink)
+            }
+            (Some(SavedMixer::DeltaNet(saved)), Some(dx1), Some(net)) => {
+                self.delta_net_backward(net, x, saved, dx1, ctx, need_dx, sink)
+            }
             _ => Ok(None),
         }
     }

@@ -62,6 +62,25 @@ pub trait KvStore {
     /// Appends keys and values `[N, K·E]` of the new tokens of layer `layer`. Their queries `[N, H·E]` attend to all
     /// tokens of their documents. Returns o and lse as `ops::attention::forward` does.
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)>;
+
+    /// For each document the state of a Gated DeltaNet layer; `None` before its first token.
+    fn states(&mut self, layer: usize) -> Result<Vec<Option<DeltaState>>> {
+        Err(Error::internal("this cache has no recurrent states").at(format!("layer {layer}")))
+    }
+
+    /// Replaces the states of a Gated DeltaNet layer, one for each document.
+    fn set_states(&mut self, layer: usize, _states: Vec<DeltaState>) -> Result<()> {
+        Err(Error::internal("this cache has no recurrent states").at(format!("layer {layer}")))
+    }
+}
+
+/// What a Gated DeltaNet layer keeps of the tokens so far, instead of keys and values.
+#[derive(Debug, Clone)]
+pub struct DeltaState {
+    /// The last inputs of the convolution, `[kernel - 1, channels]`.
+    pub inputs: Tensor,
+    /// State of all heads, f32 `[1, V·P·Q]`.
+    pub state: Tensor,
 }
 
 /// The data of a batch that layers need.

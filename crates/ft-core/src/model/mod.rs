@@ -6,6 +6,7 @@
 
 pub mod block;
 pub mod contracts;
+pub mod delta_net;
 pub mod families;
 pub mod head;
 pub mod linear;
@@ -18,7 +19,9 @@ pub mod shapes;
 pub mod spec;
 pub mod tokens;
 
-pub use contracts::{Context, GradSink, Gradient, KvStore, Layer, LossGradients, Need, Objective, Observer, Param};
+pub use contracts::{
+    Context, DeltaState, GradSink, Gradient, KvStore, Layer, LossGradients, Need, Objective, Observer, Param,
+};
 pub use head::Head;
 pub use network::{Adapters, Network, TrainableNetwork};
 pub use spec::Spec;

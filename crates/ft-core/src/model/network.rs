@@ -3,11 +3,12 @@
 
 use super::block::Block;
 use super::contracts::{Context, Param};
+use super::delta_net::DeltaNet;
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
-use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
+use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Mixer, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
 use crate::ops::{embedding, rms_norm, update};
@@ -266,7 +267,12 @@ impl Network {
         };
         let when = |name: Option<&str>| name.map(norm).transpose();
         let (q, kv, i) = (spec.query_width(), spec.kv_width(), spec.intermediate);
-        let mut attention_in = if spec.fused_qkv {
+        let is_delta_net = spec.layers[index].mixer == Mixer::DeltaNet;
+        let mut attention_in = if is_delta_net {
+            let all = spec.linears(index).into_iter();
+            let own = all.filter(|l| l.name.starts_with("linear_attn.in_"));
+            Projections::separate(own.map(|l| linear(l.name, false)).collect::<Result<_>>()?)
+        } else if spec.fused_qkv {
             Projections::fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
         } else {
             let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
@@ -278,7 +284,22 @@ impl Network {
             let names = ["mlp.gate_proj", "mlp.up_proj"];
             Projections::separate(names.iter().map(|n| linear(n, spec.mlp_bias)).collect::<Result<_>>()?)
         };
-        let mut o_proj = Projections::separate(vec![linear("self_attn.o_proj", spec.o_bias)?]);
+        let out = match is_delta_net {
+            true => linear("linear_attn.out_proj", false)?,
+            false => linear("self_attn.o_proj", spec.o_bias)?,
+        };
+        let mut o_proj = Projections::separate(vec![out]);
+        let other = |name: &str| param(&weights, &format!("model.layers.{index}.linear_attn.{name}"));
+        let delta_net = match is_delta_net {
+            true => Some(DeltaNet {
+                conv: other("conv1d.weight")?,
+                a_log: other("A_log")?,
+                dt_bias: other("dt_bias")?,
+                norm: other("norm.weight")?,
+            }),
+            false => None,
+        };
+        let qk_norm = spec.qk_norm.filter(|_| !is_delta_net);
         let mut down_proj = Projections::separate(vec![linear("mlp.down_proj", spec.mlp_bias)?]);
         let groups = [&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
         let mut copies = self.pair_copies.lock().unwrap_or_else(PoisonError::into_inner);
@@ -291,8 +312,9 @@ impl Network {
             index,
             attention_in,
             o_proj,
-            q_norm: when(spec.qk_norm.map(|n| n.names[0]))?,
-            k_norm: when(spec.qk_norm.map(|n| n.names[1]))?,
+            q_norm: when(qk_norm.map(|n| n.names[0]))?,
+            k_norm: when(qk_norm.map(|n| n.names[1]))?,
+            delta_net,
             mlp_in,
             down_proj,
             input_norm: when(spec.norms.before_attention)?,

@@ -1,6 +1,7 @@
 //! The numbers that define a model: read once from `config.json`, used by layers, planner and export.
 
 use super::rope::Rope;
+use crate::base::{Error, Result};
 use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
 use crate::peft::targets::Site;
@@ -31,6 +32,10 @@ pub struct Spec {
     pub norms: NormNames,
     /// Norms of the queries and keys.
     pub qk_norm: Option<QkNorm>,
+    /// Qwen3.5: q_proj also computes, beside each query head, the gate of its output: o · sigmoid(gate).
+    pub output_gate: bool,
+    /// Sizes of the layers with linear attention.
+    pub delta_net: DeltaNetSpec,
     /// Biases on q, k and v.
     pub qkv_bias: bool,
     /// A bias on the output projection of the attention.
@@ -82,6 +87,52 @@ pub struct LayerSpec {
     pub rope: usize,
     /// As `rope`, for the queries, if it is another one (Ministral 3).
     pub query_rope: Option<usize>,
+    /// What mixes the tokens.
+    pub mixer: Mixer,
+}
+
+/// The half of a layer that mixes tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Mixer {
+    /// Softmax attention.
+    #[default]
+    Attention,
+    /// Gated DeltaNet: linear attention with a recurrent state.
+    DeltaNet,
+}
+
+/// Sizes of Gated DeltaNet.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DeltaNetSpec {
+    /// Heads of q and k.
+    pub key_heads: usize,
+    /// Heads of v; each key head serves value_heads / key_heads of them.
+    pub value_heads: usize,
+    /// Elements of a head of q and k.
+    pub key_dim: usize,
+    /// Elements of a head of v.
+    pub value_dim: usize,
+    /// Tokens that the convolution sees.
+    pub kernel: usize,
+    /// Qwen3-Next: two projections, `in_proj_qkvz` and `in_proj_ba`, whose rows are ordered by key head.
+    pub by_key_head: bool,
+}
+
+impl DeltaNetSpec {
+    /// Width of q, and of k.
+    pub fn key_width(&self) -> usize {
+        self.key_heads * self.key_dim
+    }
+
+    /// Width of v, of the gate z, and of the output.
+    pub fn value_width(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
+
+    /// Width of q, k and v together: the channels of the convolution.
+    pub fn channels(&self) -> usize {
+        2 * self.key_width() + self.value_width()
+    }
 }
 
 /// Names of the norms of a layer; `None`: the family has no norm there.
@@ -193,6 +244,22 @@ pub struct NormSpec {
 }
 
 impl Spec {
+    /// Checks that every layer can run on a device: a GPU, or the CPU.
+    ///
+    /// # Errors
+    /// A layer whose operations have no kernels for a GPU.
+    pub fn runs_on(&self, gpu: bool) -> Result<()> {
+        match self.layers.iter().position(|layer| layer.mixer == Mixer::DeltaNet) {
+            Some(layer) if gpu => Err(
+                Error::unsupported("linear attention (Gated DeltaNet) does not run on a GPU")
+                    .at(format!("{}, layer {layer}", self.model_type))
+                    .found("a GPU: its convolution and its delta rule have CPU code only")
+                    .expected("the CPU"),
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// H·E
     pub fn query_width(&self) -> usize {
         self.heads * self.head_dim
@@ -215,14 +282,30 @@ impl Spec {
         long.min().unwrap_or(usize::MAX).min(self.max_positions)
     }
 
+    /// The layers by their parameters: the first layer of each kind, and the number of its layers.
+    pub fn kinds(&self) -> Vec<(usize, usize)> {
+        let mut kinds: Vec<(usize, usize)> = Vec::new();
+        for (l, layer) in self.layers.iter().enumerate() {
+            match kinds
+                .iter_mut()
+                .find(|(first, _)| self.layers[*first].mixer == layer.mixer)
+            {
+                Some((_, count)) => *count += 1,
+                None => kinds.push((l, 1)),
+            }
+        }
+        kinds
+    }
+
     /// Name of the output projection (LM head).
     pub fn head_name(&self) -> &'static str {
         if self.tied { EMBEDDING } else { LM_HEAD }
     }
 
-    /// The linears of one layer.
-    pub fn linears(&self) -> Vec<LinearSpec> {
+    /// The linears of layer `layer`.
+    pub fn linears(&self, layer: usize) -> Vec<LinearSpec> {
         let (d, i, q, kv) = (self.hidden, self.intermediate, self.query_width(), self.kv_width());
+        let q_out = if self.output_gate { 2 * q } else { q };
         let linear = |sublayer, bias| {
             move |name, input, output| LinearSpec {
                 name,
@@ -235,16 +318,32 @@ impl Spec {
         let qkv = linear(Sublayer::Attention, self.qkv_bias);
         let o = linear(Sublayer::Attention, self.o_bias);
         let mlp = linear(Sublayer::Mlp, self.mlp_bias);
-        let mut linears = if self.fused_qkv {
-            vec![qkv("self_attn.qkv_proj", d, q + 2 * kv)]
-        } else {
-            vec![
-                qkv("self_attn.q_proj", d, q),
+        let plain = linear(Sublayer::Attention, false);
+        let DeltaNetSpec { value_heads, .. } = self.delta_net;
+        let (channels, value) = (self.delta_net.channels(), self.delta_net.value_width());
+        let mut linears = match self.layers[layer].mixer {
+            Mixer::DeltaNet if self.delta_net.by_key_head => vec![
+                plain("linear_attn.in_proj_qkvz", d, channels + value),
+                plain("linear_attn.in_proj_ba", d, 2 * value_heads),
+                plain("linear_attn.out_proj", value, d),
+            ],
+            Mixer::DeltaNet => vec![
+                plain("linear_attn.in_proj_qkv", d, channels),
+                plain("linear_attn.in_proj_z", d, value),
+                plain("linear_attn.in_proj_b", d, value_heads),
+                plain("linear_attn.in_proj_a", d, value_heads),
+                plain("linear_attn.out_proj", value, d),
+            ],
+            Mixer::Attention if self.fused_qkv => {
+                vec![qkv("self_attn.qkv_proj", d, q + 2 * kv), o("self_attn.o_proj", q, d)]
+            }
+            Mixer::Attention => vec![
+                qkv("self_attn.q_proj", d, q_out),
                 qkv("self_attn.k_proj", d, kv),
                 qkv("self_attn.v_proj", d, kv),
-            ]
+                o("self_attn.o_proj", q, d),
+            ],
         };
-        linears.push(o("self_attn.o_proj", q, d));
         if self.fused_gate_up {
             linears.push(mlp("mlp.gate_up_proj", d, 2 * i));
         } else {
@@ -254,14 +353,18 @@ impl Spec {
         linears
     }
 
-    /// The norms of one layer.
-    pub fn norms(&self) -> Vec<NormSpec> {
+    /// The norms of layer `layer`.
+    pub fn norms(&self, layer: usize) -> Vec<NormSpec> {
         let norm = |name, size, sublayer| NormSpec { name, size, sublayer };
         let (d, attention, mlp) = (self.hidden, Sublayer::Attention, Sublayer::Mlp);
         let mut norms = Vec::new();
+        let delta_net = self.layers[layer].mixer == Mixer::DeltaNet;
+        if delta_net {
+            norms.push(norm("linear_attn.norm", self.delta_net.value_dim, attention));
+        }
         if let Some(QkNorm {
             names: [q, k], whole, ..
-        }) = self.qk_norm
+        }) = self.qk_norm.filter(|_| !delta_net)
         {
             let (heads, kv_heads) = if whole { (self.heads, self.kv_heads) } else { (1, 1) };
             norms.push(norm(q, heads * self.head_dim, attention));
@@ -299,7 +402,7 @@ impl Spec {
         )];
         for l in 0..self.layers.len() {
             let group = Group::Layer(l);
-            for linear in self.linears() {
+            for linear in self.linears(l) {
                 let name = format!("model.layers.{l}.{}", linear.name);
                 let shape = vec![linear.output, linear.input];
                 all.push(param(format!("{name}.weight"), shape, group, linear.sublayer));
@@ -312,7 +415,21 @@ impl Spec {
                     ));
                 }
             }
-            for norm in self.norms() {
+            if self.layers[l].mixer == Mixer::DeltaNet {
+                let DeltaNetSpec {
+                    value_heads, kernel, ..
+                } = self.delta_net;
+                let others = [
+                    ("conv1d.weight", vec![self.delta_net.channels(), 1, kernel]),
+                    ("dt_bias", vec![value_heads]),
+                    ("A_log", vec![value_heads]),
+                ];
+                for (name, shape) in others {
+                    let name = format!("model.layers.{l}.linear_attn.{name}");
+                    all.push(param(name, shape, group, Sublayer::Attention));
+                }
+            }
+            for norm in self.norms(l) {
                 let name = format!("model.layers.{l}.{}.weight", norm.name);
                 all.push(param(name, vec![norm.size], group, norm.sublayer));
             }
@@ -338,7 +455,7 @@ impl Spec {
     pub fn sites(&self) -> Vec<Site> {
         (0..self.layers.len())
             .flat_map(|l| {
-                self.linears().into_iter().map(move |linear| Site {
+                self.linears(l).into_iter().map(move |linear| Site {
                     module: format!("model.layers.{l}.{}", linear.name),
                     input: linear.input,
                     output: linear.output,

@@ -43,7 +43,10 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
         match recipe.partition {
             Partition::Layer => blocks.push(part_of(label, &|_| true)),
             Partition::Module => {
-                for (name, sublayer) in [("self_attn", Sublayer::Attention), ("mlp", Sublayer::Mlp)] {
+                let linear = inside.iter().any(|p| p.name.contains(".linear_attn."));
+                let softmax = inside.iter().any(|p| p.name.contains(".self_attn."));
+                let mixer = if linear && !softmax { "linear_attn" } else { "self_attn" };
+                for (name, sublayer) in [(mixer, Sublayer::Attention), ("mlp", Sublayer::Mlp)] {
                     blocks.push(part_of(format!("{label}.{name}"), &|p| p.sublayer == sublayer));
                 }
             }

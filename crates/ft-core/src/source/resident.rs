@@ -201,6 +201,12 @@ fn element(p: &ParamInfo, index: u64, random: RandomWeights) -> impl Fn(usize) -
     let RandomWeights { seed, std, norm } = random;
     let rng = Rng::new(seed, Stream::Init, &[index]);
     let (vector, bias) = (p.is_vector(), p.name.ends_with(".bias"));
+    // This norm multiplies by w in every family.
+    let norm = if p.name.ends_with("linear_attn.norm.weight") {
+        1.0
+    } else {
+        norm
+    };
     move |i| match (vector, bias) {
         (_, true) => 0.0,
         (true, false) => norm,

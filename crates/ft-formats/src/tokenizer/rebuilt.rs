@@ -15,6 +15,9 @@ use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper, PreTokenizerWr
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
+/// That of Qwen3.5: combining marks belong to words.
+const QWEN3_5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
 /// Tokenizer classes that build their own pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Class {
@@ -22,6 +25,7 @@ pub(super) enum Class {
     CodeLlama,
     Gemma,
     Qwen2,
+    Qwen3_5,
     Gpt2,
     GptNeox,
 }
@@ -33,6 +37,7 @@ impl Class {
             "CodeLlamaTokenizer" => Self::CodeLlama,
             "GemmaTokenizer" => Self::Gemma,
             "Qwen2Tokenizer" => Self::Qwen2,
+            "Qwen3_5Tokenizer" => Self::Qwen3_5,
             "GPT2Tokenizer" => Self::Gpt2,
             "GPTNeoXTokenizer" => Self::GptNeox,
             _ => return None,
@@ -45,6 +50,7 @@ impl Class {
             Self::CodeLlama => "CodeLlamaTokenizer",
             Self::Gemma => "GemmaTokenizer",
             Self::Qwen2 => "Qwen2Tokenizer",
+            Self::Qwen3_5 => "Qwen3_5Tokenizer",
             Self::Gpt2 => "GPT2Tokenizer",
             Self::GptNeox => "GPTNeoXTokenizer",
         }
@@ -58,9 +64,11 @@ impl Class {
         match model_type {
             // The class declared in their configs is known to be wrong.
             Some("qwen2") => Some(Self::Qwen2),
+            Some("qwen3_5") => Some(Self::Qwen3_5),
             Some("phi3" | "mistral") => None,
             _ if declared_class == Some(Self::Llama) && byte_level => None,
-            Some("qwen3") if declared.is_none() => Some(Self::Qwen2),
+            Some("qwen3" | "qwen3_next") if declared.is_none() => Some(Self::Qwen2),
+            Some("qwen3_5_text") if declared.is_none() => Some(Self::Qwen3_5),
             Some("gemma" | "gemma2" | "gemma3" | "gemma3_text") if declared.is_none() => Some(Self::Gemma),
             _ => declared_class,
         }
@@ -213,8 +221,9 @@ fn pipeline(class: Class, config: &Map<String, Value>) -> Pipeline {
             pieces(false),
             Some(unk()),
         ),
-        Class::Qwen2 => {
-            let split = json!({"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": false});
+        Class::Qwen2 | Class::Qwen3_5 => {
+            let words = if class == Class::Qwen2 { QWEN2 } else { QWEN3_5 };
+            let split = json!({"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": false});
             let level = level(prefix.unwrap_or(false), false);
             bytes(
                 json!({"type": "NFC"}),

@@ -28,6 +28,11 @@ static const Exact GELU = {
     [](double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)) + x * std::exp(-0.5 * x * x) / std::sqrt(2 * M_PI); },
 };
 
+static const Exact SIGMOID = {
+    logistic,
+    [](double x) { return logistic(x) * logistic(-x); },
+};
+
 template <class T>
 void both(
     void (*forward)(const T*, const T*, T*, i64, i64), void (*backward)(const T*, const T*, const T*, T*, T*, i64, i64),
@@ -78,6 +83,8 @@ int main(int argc, char** argv) {
         both(gelu_tanh_forward_bf16, gelu_tanh_backward_bf16, GELU_TANH, seed);
         both(gelu_forward_f32, gelu_backward_f32, GELU, seed);
         both(gelu_forward_bf16, gelu_backward_bf16, GELU, seed);
+        both(sigmoid_forward_f32, sigmoid_backward_f32, SIGMOID, seed);
+        both(sigmoid_forward_bf16, sigmoid_backward_bf16, SIGMOID, seed);
         far(silu_forward_f32, silu_backward_f32, seed);
         far(gelu_tanh_forward_f32, gelu_tanh_backward_f32, seed);
         far(gelu_forward_f32, gelu_backward_f32, seed);

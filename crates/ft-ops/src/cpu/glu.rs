@@ -22,6 +22,7 @@ trait Function {
 struct Silu;
 struct GeluTanh;
 struct Gelu;
+struct Sigmoid;
 
 impl Function for Silu {
     #[inline(always)]
@@ -34,6 +35,18 @@ impl Function for Silu {
         let s = sigmoid::<FMA>(x);
         let rest = sigmoid::<FMA>(-x);
         (x * s, s + x * s * rest)
+    }
+}
+
+impl Function for Sigmoid {
+    #[inline(always)]
+    fn value<const FMA: bool>(x: f32) -> f32 {
+        sigmoid::<FMA>(x)
+    }
+    #[inline(always)]
+    fn slope<const FMA: bool>(x: f32) -> (f32, f32) {
+        let s = sigmoid::<FMA>(x);
+        (s, s * sigmoid::<FMA>(-x))
     }
 }
 
@@ -76,6 +89,7 @@ pub(crate) fn forward(gate: &[f32], up: &[f32], act: Activation, y: &mut [f32]) 
         Activation::Silu => silu,
         Activation::GeluTanh => gelu_tanh,
         Activation::Gelu => gelu,
+        Activation::Sigmoid => logistic,
     };
     y.par_chunks_mut(CHUNK)
         .zip(gate.par_chunks(CHUNK).zip(up.par_chunks(CHUNK)))
@@ -87,6 +101,7 @@ pub(crate) fn backward(gate: &[f32], up: &[f32], dy: &[f32], act: Activation, dg
         Activation::Silu => silu_backward,
         Activation::GeluTanh => gelu_tanh_backward,
         Activation::Gelu => gelu_backward,
+        Activation::Sigmoid => logistic_backward,
     };
     dgate
         .par_chunks_mut(CHUNK)
@@ -102,6 +117,7 @@ pub(crate) fn backward_in_place(gate: &mut [f32], up: &mut [f32], dy: &[f32], ac
         Activation::Silu => silu_backward,
         Activation::GeluTanh => gelu_tanh_backward,
         Activation::Gelu => gelu_backward,
+        Activation::Sigmoid => logistic_backward,
     };
     let chunks = gate.par_chunks_mut(CHUNK).zip(up.par_chunks_mut(CHUNK));
     chunks.zip(dy.par_chunks(CHUNK)).for_each(|((gate, up), dy)| {
@@ -173,3 +189,10 @@ for_function!(
     gelu_tanh_backward_body
 );
 for_function!(Gelu, gelu, gelu_body, gelu_backward, gelu_backward_body);
+for_function!(
+    Sigmoid,
+    logistic,
+    logistic_body,
+    logistic_backward,
+    logistic_backward_body
+);

@@ -11,6 +11,7 @@ fn prefix(act: Activation) -> &'static str {
         Activation::Silu => "silu",
         Activation::GeluTanh => "gelu_tanh",
         Activation::Gelu => "gelu",
+        Activation::Sigmoid => "sigmoid",
     }
 }
 

@@ -2,11 +2,13 @@
 //! same order. The planner simulates a step with it.
 
 use super::super::contracts::GradSinkMemory;
+use super::super::delta_net::memory::SavedDeltaNetMemory;
 use super::super::linear::memory::LinearShape;
 use super::super::mlp::memory::SavedPiecesMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::Spec;
+use crate::model::spec::Mixer;
 use crate::ops::attention;
 use crate::peft::Cost;
 use crate::source::{StoragePolicy, Sublayer};
@@ -40,7 +42,7 @@ pub struct LayerMemorySettings<'a> {
 /// Simulates the memory of `Block`.
 pub struct LayerMemory<'a> {
     pub(in crate::model) settings: LayerMemorySettings<'a>,
-    index: usize,
+    pub(in crate::model) index: usize,
     /// Bytes of `[N, D]`, q, k, gate and lse. N: all tokens, or those of an MLP chunk.
     pub(in crate::model) nd: u64,
     nq: u64,
@@ -52,6 +54,7 @@ pub struct LayerMemory<'a> {
 /// As `SavedAttention`.
 struct SavedAttentionMemory {
     raw: Vec<Allocation>,
+    gate: Option<Allocation>,
     qkv: Vec<Allocation>,
     o: Allocation,
     lse: Allocation,
@@ -59,9 +62,31 @@ struct SavedAttentionMemory {
     low: [Allocation; 2],
 }
 
+/// As `SavedMixer`.
+enum SavedMixerMemory {
+    Attention(SavedAttentionMemory),
+    DeltaNet(SavedDeltaNetMemory),
+}
+
+impl SavedMixerMemory {
+    fn relabel(self, l: &mut Ledger) -> Self {
+        match self {
+            Self::Attention(saved) => Self::Attention(saved.relabel(l)),
+            Self::DeltaNet(saved) => Self::DeltaNet(saved.relabel(l)),
+        }
+    }
+
+    fn free(self, l: &mut Ledger) {
+        match self {
+            Self::Attention(saved) => saved.free(l),
+            Self::DeltaNet(saved) => saved.free(l),
+        }
+    }
+}
+
 /// As `SavedActivations`.
 pub struct SavedActivationsMemory {
-    attention: SavedAttentionMemory,
+    mixer: SavedMixerMemory,
     x1: Allocation,
     parts: SavedPiecesMemory,
 }
@@ -72,6 +97,7 @@ impl SavedAttentionMemory {
         let mut to = |tensor| l.relabel(tensor, Activations);
         Self {
             raw: self.raw.into_iter().map(&mut to).collect(),
+            gate: self.gate.map(&mut to),
             qkv: self.qkv.into_iter().map(&mut to).collect(),
             o: to(self.o),
             lse: to(self.lse),
@@ -82,6 +108,7 @@ impl SavedAttentionMemory {
 
     fn free(self, l: &mut Ledger) {
         l.free_all(self.raw);
+        l.free_all(self.gate);
         l.free_all(self.qkv);
         l.free_all([self.o, self.lse]);
         l.free_all(self.y);
@@ -139,13 +166,13 @@ impl<'a> LayerMemory<'a> {
 
     /// The linears of a half that read the norm's output, and the one that writes to the residual stream.
     pub(in crate::model) fn linears(&self, attention: bool) -> (Vec<LinearShape>, LinearShape) {
-        let part = if attention { "self_attn." } else { "mlp." };
+        let half = if attention { Sublayer::Attention } else { Sublayer::Mlp };
         let mut all: Vec<LinearShape> = self
             .settings
             .spec
-            .linears()
+            .linears(self.index)
             .into_iter()
-            .filter(|linear| linear.name.starts_with(part))
+            .filter(|linear| linear.sublayer == half)
             .map(|linear| (linear.name, linear.input, linear.output))
             .collect();
         let last = all.pop().unwrap_or(("", 0, 0));
@@ -175,6 +202,12 @@ impl<'a> LayerMemory<'a> {
         let low_in = self.low(l, &linears);
         let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
         l.free_all(h);
+        let mut gate = None;
+        if self.settings.spec.output_gate {
+            let both = std::mem::replace(&mut qkv[0], l.alloc(LayerWork, self.nq));
+            gate = Some(l.alloc(LayerWork, self.nq));
+            l.free(both);
+        }
         let v = qkv.pop();
         let mut raw = Vec::new();
         if self.settings.spec.qk_norm.is_some() {
@@ -190,8 +223,10 @@ impl<'a> LayerMemory<'a> {
         qkv.extend(v);
         let o = l.alloc(LayerWork, self.nq);
         let lse = l.alloc(LayerWork, self.lse);
+        let gated = gate.is_some().then(|| l.alloc(LayerWork, self.nq));
         let low_out = self.low(l, &[o_proj]);
         let mut x1 = self.linear(l, o_proj);
+        l.free_all(gated);
         let mut y = None;
         if names.after_attention.is_some() {
             y = Some(x1);
@@ -204,6 +239,7 @@ impl<'a> LayerMemory<'a> {
         let low = [low_in, low_out];
         let saved = SavedAttentionMemory {
             raw,
+            gate,
             qkv,
             o,
             lse,
@@ -213,24 +249,38 @@ impl<'a> LayerMemory<'a> {
         (x1, saved)
     }
 
+    fn is_delta_net(&self) -> bool {
+        self.settings.spec.layers[self.index].mixer == Mixer::DeltaNet
+    }
+
+    /// As `Block::mixer`.
+    fn mixer(&self, l: &mut Ledger) -> (Allocation, SavedMixerMemory) {
+        if self.is_delta_net() {
+            let (x1, saved) = self.delta_net(l);
+            return (x1, SavedMixerMemory::DeltaNet(saved));
+        }
+        let (x1, saved) = self.attention(l);
+        (x1, SavedMixerMemory::Attention(saved))
+    }
+
     /// From the layer's input to its output; the returned output is held.
     pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<SavedActivationsMemory>) {
         let copies = self.pair_copies(l);
-        let (x1, attention) = self.attention(l);
-        let attention = if keep {
-            Some(attention.relabel(l))
+        let (x1, mixer) = self.mixer(l);
+        let mixer = if keep {
+            Some(mixer.relabel(l))
         } else {
-            attention.free(l);
+            mixer.free(l);
             None
         };
         let (y, parts) = self.mlp(l, keep);
         l.free(copies);
-        let Some(attention) = attention else {
+        let Some(mixer) = mixer else {
             l.free(x1);
             return (y, None);
         };
         let x1 = l.relabel(x1, Activations);
-        (y, Some(SavedActivationsMemory { attention, x1, parts }))
+        (y, Some(SavedActivationsMemory { mixer, x1, parts }))
     }
 
     pub(in crate::model) fn wants(&self, sink: &dyn GradSinkMemory, below: &str) -> bool {
@@ -301,9 +351,11 @@ impl<'a> LayerMemory<'a> {
     fn attention_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
         let (mut linears, o_proj) = self.linears(true);
         linears.push(o_proj);
-        let norms = self.settings.spec.norms();
+        let norms = self.settings.spec.norms(self.index);
         let mut of_attention = norms.iter().filter(|n| n.sublayer == Sublayer::Attention);
-        linears.iter().any(|&x| self.linear_wanted(sink, x)) || of_attention.any(|n| self.wants(sink, n.name))
+        linears.iter().any(|&x| self.linear_wanted(sink, x))
+            || of_attention.any(|n| self.wants(sink, n.name))
+            || (self.is_delta_net() && self.delta_wanted(sink))
     }
 
     /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
@@ -318,10 +370,10 @@ impl<'a> LayerMemory<'a> {
         let copies = self.pair_copies(l);
         let attention_needed = need_dx || self.attention_wanted(sink);
         let (x1, kept, parts) = match kept {
-            Some(kept) => (kept.x1, kept.attention, kept.parts),
+            Some(kept) => (kept.x1, kept.mixer, kept.parts),
             None => {
-                let (x1, attention) = self.attention(l);
-                (x1, attention, SavedPiecesMemory::new())
+                let (x1, mixer) = self.mixer(l);
+                (x1, mixer, SavedPiecesMemory::new())
             }
         };
         let kept = if attention_needed {
@@ -333,7 +385,10 @@ impl<'a> LayerMemory<'a> {
         let dx1 = self.mlp_backward(l, parts, dy, attention_needed, sink);
         l.free(x1);
         let dx = match (kept, dx1) {
-            (Some(kept), Some(dx1)) => self.attention_backward(l, kept, dx1, need_dx, sink),
+            (Some(SavedMixerMemory::Attention(kept)), Some(dx1)) => {
+                self.attention_backward(l, kept, dx1, need_dx, sink)
+            }
+            (Some(SavedMixerMemory::DeltaNet(kept)), Some(dx1)) => self.delta_net_backward(l, kept, dx1, need_dx, sink),
             (kept, dx1) => {
                 if let Some(kept) = kept {
                     kept.free(l);
@@ -356,6 +411,7 @@ impl<'a> LayerMemory<'a> {
     ) -> Option<Allocation> {
         let SavedAttentionMemory {
             raw,
+            gate,
             qkv,
             o,
             lse,
@@ -375,15 +431,23 @@ impl<'a> LayerMemory<'a> {
             }
             _ => self.scaled_gradient(l),
         };
+        let gated = (gate.is_some() && self.linear_wanted(sink, o_proj)).then(|| l.alloc(LayerWork, self.nq));
         let d_o = self.linear_backward(l, o_proj, need_do, sink);
         l.free_all(d_out);
         l.free(low_out);
-        let Some(d_o) = d_o else {
+        l.free_all(gated);
+        let Some(mut d_o) = d_o else {
             l.free_all(raw);
+            l.free_all(gate);
             l.free_all(qkv);
             l.free_all([o, lse, dx1, low_in]);
             return None;
         };
+        let d_gate = gate.map(|gate| {
+            let [d_gate, ungated] = [l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nq)];
+            l.free_all([gate, std::mem::replace(&mut d_o, ungated)]);
+            d_gate
+        });
         let dq = l.alloc(LayerWork, self.nq);
         let spec = self.settings.spec;
         let parts = match self.settings.on_gpu {
@@ -428,6 +492,10 @@ impl<'a> LayerMemory<'a> {
             }
         }
         l.free_all(raw);
+        if let Some(d_gate) = d_gate {
+            let both = l.alloc(LayerWork, 2 * self.nq);
+            l.free_all([std::mem::replace(&mut dq, both), d_gate]);
+        }
         let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
         let h = (wanted && names.before_attention.is_some()).then(|| l.alloc(LayerWork, self.nd));
         let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);

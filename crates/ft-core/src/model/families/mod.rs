@@ -19,13 +19,14 @@ mod olmo3;
 mod phi3;
 mod qwen2;
 mod qwen3;
+mod qwen3_5;
 mod seed_oss;
 mod smollm3;
 mod support;
 mod wrapped;
 
 use super::rope::Rope;
-use super::spec::{LayerSpec, NormNames, QkNorm, Spec};
+use super::spec::{DeltaNetSpec, LayerSpec, LinearSpec, Mixer, NormNames, QkNorm, Spec};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
 use crate::ops::glu::Activation;
@@ -68,6 +69,8 @@ pub fn read(config: &Config) -> Result<Spec> {
         "phi3" => phi3::apply(config, &mut spec)?,
         "qwen2" | "qwen2_5_vl_text" => qwen2::apply(config, &mut spec)?,
         "qwen3" | "qwen3_vl_text" => qwen3::apply(config, &mut spec)?,
+        "qwen3_5_text" => qwen3_5::apply(config, &mut spec)?,
+        "qwen3_next" => qwen3_5::apply_next(config, &mut spec)?,
         "seed_oss" => seed_oss::apply(config, &mut spec)?,
         "smollm3" => smollm3::apply(config, &mut spec)?,
         other => return Err(support::unsupported(config, other)),
@@ -123,6 +126,8 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         norm_plus_one: false,
         norms: NormNames::BEFORE,
         qk_norm: None,
+        output_gate: false,
+        delta_net: DeltaNetSpec::default(),
         qkv_bias: false,
         o_bias: false,
         mlp_bias: false,
@@ -365,9 +370,10 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
             return Err(out_of_range(key, n, most, place));
         }
     }
-    let matrices: u128 = spec.linears().iter().map(|l| l.input as u128 * l.output as u128).sum();
+    let matrix = |l: LinearSpec| l.input as u128 * l.output as u128;
+    let matrices = |(l, count): (usize, usize)| count as u128 * spec.linears(l).into_iter().map(matrix).sum::<u128>();
     let tables = 2 * spec.vocab as u128 * spec.hidden as u128;
-    let parameters = matrices * spec.layers.len() as u128 + tables;
+    let parameters = spec.kinds().into_iter().map(matrices).sum::<u128>() + tables;
     if parameters > PARAMETERS {
         return Err(Error::format("the sizes make a model that is too large")
             .at(place)

@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 24] = [
+pub const FAMILIES: [Family; 27] = [
     family(
         "ernie4_5",
         "baidu/ERNIE-4.5-0.3B-PT",
@@ -121,6 +121,21 @@ pub const FAMILIES: [Family; 24] = [
         "norms on q and k; sliding windows",
     ),
     family(
+        "qwen3_5",
+        "Qwen/Qwen3.5-0.8B, -2B, -4B, -9B, -27B",
+        "the language model (`qwen3_5_text`); vision and `mtp` tensors are kept; CPU only",
+    ),
+    family(
+        "qwen3_5_text",
+        "the language model of qwen3_5",
+        "Gated DeltaNet in three of four layers, gated attention, partial rotation, Gemma norms; CPU only",
+    ),
+    family(
+        "qwen3_next",
+        "only with `num_experts` = 0",
+        "as qwen3_5_text, with fused projections; CPU only",
+    ),
+    family(
         "qwen3_vl",
         "Qwen/Qwen3-VL-2B-Instruct to -32B-Instruct",
         "the language model, for text; vision tensors are kept",
@@ -178,17 +193,7 @@ const REFUSED: [(&str, &[&str]); 14] = [
         "mixture-of-experts layers and chunked attention",
         &["llama4", "llama4_text"],
     ),
-    (
-        "linear attention layers",
-        &[
-            "qwen3_5",
-            "qwen3_5_text",
-            "qwen3_next",
-            "kimi_linear",
-            "qwen3_5_moe",
-            "minimax",
-        ],
-    ),
+    ("linear attention layers", &["kimi_linear", "qwen3_5_moe", "minimax"]),
     (
         "convolution or state-space layers",
         &[

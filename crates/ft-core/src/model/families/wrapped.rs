@@ -11,6 +11,7 @@ fn inner_types(model_type: &str) -> &'static [&'static str] {
         "gemma3" => &["gemma3_text"],
         "mistral3" => &["mistral", "ministral3"],
         "qwen2_5_vl" => &["qwen2_5_vl_text"],
+        "qwen3_5" => &["qwen3_5_text"],
         "qwen3_vl" => &["qwen3_vl_text"],
         _ => &[],
     }
@@ -63,6 +64,9 @@ fn defaults(inner: &str) -> Map<String, Value> {
             "vocab_size": 152_064, "hidden_size": 8192, "intermediate_size": 29_568, "num_hidden_layers": 80,
             "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32_768,
             "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "max_window_layers": 80}),
+        "qwen3_5_text" => json!({
+            "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768}),
         "qwen3_vl_text" => json!({
             "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128_000,

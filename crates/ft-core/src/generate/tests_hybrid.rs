@@ -1,0 +1,100 @@
+//! Decoding with Gated DeltaNet layers: the cache against recomputation, shared prefixes, and a chat that goes back.
+
+use super::tests::{argmax, full_logits, network as of_spec, prompts, settings, spec};
+use super::*;
+use crate::model::Network;
+use crate::model::spec::{DeltaNetSpec, Mixer, Spec};
+use crate::ops::{Dtype, update};
+
+fn network(by_key_head: bool) -> Network {
+    let mut layers = spec().layers;
+    layers.push(layers[2]);
+    for (layer, mixer) in layers
+        .iter_mut()
+        .zip([Mixer::DeltaNet, Mixer::DeltaNet, Mixer::Attention, Mixer::DeltaNet])
+    {
+        layer.mixer = mixer;
+    }
+    let network = of_spec(
+        Spec {
+            layers,
+            output_gate: true,
+            delta_net: DeltaNetSpec {
+                key_heads: 2,
+                value_heads: 4,
+                key_dim: 8,
+                value_dim: 6,
+                kernel: 4,
+                by_key_head,
+            },
+            ..spec()
+        },
+        Dtype::F32,
+    );
+    // A slow decay: the state matters.
+    for p in network.spec.params().iter().filter(|p| p.name.ends_with("A_log")) {
+        update::set(&network.source.in_memory(&p.name).unwrap(), &vec![-3.0; p.elements()]).unwrap();
+    }
+    network
+}
+
+fn run(network: &Network, prompts: &[Vec<u32>], settings: &Settings) -> Vec<Vec<u32>> {
+    generate(network, prompts, settings, &mut |_, _| Ok(())).unwrap()
+}
+
+#[test]
+fn rows_together_are_rows_alone_and_recomputed() {
+    for by_key_head in [false, true] {
+        let network = network(by_key_head);
+        let mut prompts = prompts();
+        // Longer than a chunk, and with a common prefix.
+        let long: Vec<u32> = (0..80).map(|i| (i * i * 3 % 61) as u32).collect();
+        prompts.extend([long.clone(), [&long[..40], &[7, 8, 9]].concat()]);
+        let together = run(&network, &prompts, &settings(20));
+        let pieces = Settings {
+            limits: Limits {
+                prefill_tokens: 9,
+                ..Limits::default()
+            },
+            ..settings(20)
+        };
+        assert_eq!(run(&network, &prompts, &pieces), together);
+        for (prompt, got) in prompts.into_iter().zip(&together) {
+            assert_eq!(run(&network, std::slice::from_ref(&prompt), &settings(20))[0], *got);
+            let mut ids = prompt.clone();
+            for _ in 0..20 {
+                ids.push(argmax(&full_logits(&network, &ids)));
+            }
+            assert_eq!(ids[prompt.len()..], got[..]);
+        }
+    }
+}
+
+#[test]
+fn a_session_goes_on_from_its_state_and_never_back() {
+    let network = network(false);
+    let settings = settings(9);
+    let mut session = Session::default();
+    let mut ids = prompts()[2].clone();
+    let mut shared = Vec::new();
+    for turn in 0..4 {
+        let request = Request {
+            prompt: ids.clone(),
+            number: 0,
+        };
+        let alone = rollout(&network, std::slice::from_ref(&request), &settings).unwrap();
+        let (answer, speed) = session
+            .answer(&network, &request, &settings, &mut |_, _| Ok(()))
+            .unwrap();
+        assert_eq!(answer.ids, alone[0].ids);
+        shared.push(speed.shared_tokens);
+        ids.extend(&answer.ids);
+        ids.extend([turn, 5, 9]);
+        if turn == 2 {
+            ids = prompts()[2][..6].to_vec();
+            ids.push(1);
+        }
+    }
+    // As in a model with attention alone, except for the last turn: it begins anew.
+    assert_eq!(shared, [0, 20, 32, 0]);
+}

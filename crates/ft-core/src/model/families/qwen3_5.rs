@@ -1,0 +1,210 @@
+//! Qwen3.5 and Qwen3-Next: Gated DeltaNet layers, and layers with gated attention.
+
+use super::{Config, DeltaNetSpec, LARGEST, Mixer, QkNorm, Result, Spec, out_of_range, place};
+use crate::base::Error;
+use crate::model::rope::Rope;
+use crate::ops::glu::Activation;
+use serde_json::{Value, json};
+
+pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+    spec.norm_plus_one = true;
+    spec.qk_norm = Some(QkNorm::HEADS);
+    spec.output_gate = true;
+    super::attention_biases(config, spec, false)?;
+    super::default_head_dim(config, spec, 256)?;
+    if !config.bool_or("attn_output_gate", true)? {
+        return Err(
+            Error::unsupported("an attention without output gate is not supported in this family")
+                .at(place(config, "attn_output_gate")),
+        );
+    }
+    if spec.activation != Activation::Silu {
+        return Err(
+            Error::unsupported("the convolution of linear attention has another activation than silu")
+                .at(place(config, "hidden_act")),
+        );
+    }
+    let mut rope = super::rope_parameters(config, None, 10_000.0)?;
+    rope.entry("partial_rotary_factor").or_insert(json!(0.25));
+    spec.ropes = vec![Rope::new(
+        &rope,
+        spec.head_dim,
+        spec.max_positions,
+        &place(config, "rope"),
+    )?];
+    let size = |key: &str, default: usize| {
+        let most = LARGEST
+            .iter()
+            .find(|(k, _)| *k == "head_dim")
+            .map_or(0, |(_, most)| *most);
+        match config.opt_usize(key)?.unwrap_or(default) {
+            n if (1..=most).contains(&n) => Ok(n),
+            n => Err(out_of_range(key, n, most, &config.path.display().to_string())),
+        }
+    };
+    spec.delta_net = DeltaNetSpec {
+        key_heads: size("linear_num_key_heads", 16)?,
+        value_heads: size("linear_num_value_heads", 32)?,
+        key_dim: size("linear_key_head_dim", 128)?,
+        value_dim: size("linear_value_head_dim", 128)?,
+        kernel: size("linear_conv_kernel_dim", 4)?,
+        by_key_head: false,
+    };
+    let DeltaNetSpec {
+        key_heads,
+        value_heads,
+        kernel,
+        ..
+    } = spec.delta_net;
+    if !value_heads.is_multiple_of(key_heads) {
+        return Err(
+            Error::format("linear_num_value_heads is not a multiple of linear_num_key_heads")
+                .at(config.path.display())
+                .found(format!("{value_heads} and {key_heads}")),
+        );
+    }
+    if kernel < 2 {
+        return Err(Error::unsupported("a convolution over a single token is not supported")
+            .at(place(config, "linear_conv_kernel_dim"))
+            .found(kernel));
+    }
+    mixers(config, spec)
+}
+
+/// Qwen3-Next without experts: the same layers, other projections.
+pub fn apply_next(config: &Config, spec: &mut Spec) -> Result<()> {
+    // transformers' default if the key is missing is 512.
+    if config.get("num_experts").and_then(Value::as_u64) != Some(0) {
+        return Err(Error::unsupported("mixture-of-experts layers are not supported")
+            .at(place(config, "num_experts"))
+            .expected("0"));
+    }
+    apply(config, spec)?;
+    spec.delta_net.by_key_head = true;
+    Ok(())
+}
+
+/// Which layers have attention: `layer_types`, or every n-th layer.
+fn mixers(config: &Config, spec: &mut Spec) -> Result<()> {
+    let types = match config.get("layer_types") {
+        None => None,
+        Some(Value::Array(list)) if list.len() == spec.layers.len() => Some(list),
+        Some(_) => {
+            return Err(Error::format("`layer_types` must name every layer")
+                .at(place(config, "layer_types"))
+                .expected(format!("{} entries", spec.layers.len())));
+        }
+    };
+    let interval = config.opt_usize("full_attention_interval")?.unwrap_or(4);
+    if interval == 0 {
+        return Err(Error::format("`full_attention_interval` is 0").at(config.path.display()));
+    }
+    for (l, layer) in spec.layers.iter_mut().enumerate() {
+        let name = types.map_or(Some(""), |types| types[l].as_str());
+        layer.mixer = match name {
+            Some("linear_attention") => Mixer::DeltaNet,
+            Some("full_attention") => Mixer::Attention,
+            Some("") if types.is_none() && (l + 1).is_multiple_of(interval) => Mixer::Attention,
+            Some("") if types.is_none() => Mixer::DeltaNet,
+            found => {
+                return Err(Error::unsupported("layer type is not supported")
+                    .at(place(config, "layer_types"))
+                    .found(found.unwrap_or("no name"))
+                    .expected("full_attention or linear_attention"));
+            }
+        };
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::families;
+    use std::path::Path;
+
+    fn read(model_type: &str, changes: Value) -> Result<Spec> {
+        let mut config = json!({
+            "model_type": model_type, "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8});
+        let map = config.as_object_mut().unwrap();
+        map.extend(changes.as_object().unwrap().clone());
+        families::read(&Config::from_map(map.clone(), Path::new("config.json")))
+    }
+
+    #[test]
+    fn every_fourth_layer_has_attention() {
+        let spec = read("qwen3_5_text", json!({})).unwrap();
+        let mixers: Vec<bool> = spec.layers.iter().map(|l| l.mixer == Mixer::Attention).collect();
+        assert_eq!(mixers, [false, false, false, true, false, false, false, true]);
+        assert_eq!(spec.kinds(), [(0, 6), (3, 2)]);
+        // A quarter of a head of 32 is rotated.
+        assert_eq!(spec.ropes[0].inv_freq.len(), 4);
+        let shapes = |l: usize| -> Vec<(&str, usize, usize)> {
+            spec.linears(l).iter().map(|l| (l.name, l.input, l.output)).collect()
+        };
+        assert_eq!(
+            shapes(0)[..5],
+            [
+                ("linear_attn.in_proj_qkv", 64, 96),
+                ("linear_attn.in_proj_z", 64, 32),
+                ("linear_attn.in_proj_b", 64, 4),
+                ("linear_attn.in_proj_a", 64, 4),
+                ("linear_attn.out_proj", 32, 64),
+            ]
+        );
+        // q_proj has the gate too.
+        assert_eq!(shapes(3)[0], ("self_attn.q_proj", 64, 256));
+        let next = read("qwen3_next", json!({"num_experts": 0, "full_attention_interval": 2})).unwrap();
+        assert_eq!(next.linears(0)[0].output, 96 + 32);
+        assert_eq!(next.kinds(), [(0, 4), (1, 4)]);
+    }
+
+    #[test]
+    fn other_options_are_refused_by_name() {
+        for (model_type, changes, name) in [
+            ("qwen3_5_text", json!({"hidden_act": "gelu"}), "hidden_act"),
+            ("qwen3_5_text", json!({"attn_output_gate": false}), "attn_output_gate"),
+            (
+                "qwen3_5_text",
+                json!({"linear_conv_kernel_dim": 1}),
+                "linear_conv_kernel_dim",
+            ),
+            (
+                "qwen3_5_text",
+                json!({"linear_num_key_heads": 3}),
+                "linear_num_key_heads",
+            ),
+            ("qwen3_5_text", json!({"linear_key_head_dim": 0}), "linear_key_head_dim"),
+            (
+                "qwen3_5_text",
+                json!({"full_attention_interval": 0}),
+                "full_attention_interval",
+            ),
+            (
+                "qwen3_5_text",
+                json!({"layer_types": ["full_attention"]}),
+                "layer_types",
+            ),
+            (
+                "qwen3_5_text",
+                json!({"layer_types": vec!["chunked_attention"; 8]}),
+                "layer_types",
+            ),
+            ("qwen3_5_text", json!({"num_experts": 4}), "num_experts"),
+            ("qwen3_next", json!({}), "num_experts"),
+            ("qwen3_next", json!({"num_experts": 512}), "num_experts"),
+        ] {
+            let e = read(model_type, changes).unwrap_err().to_string();
+            assert!(e.contains(name), "{name}: {e}");
+        }
+    }
+
+    #[test]
+    fn a_gpu_is_refused_by_name() {
+        let spec = read("qwen3_5_text", json!({})).unwrap();
+        assert!(spec.runs_on(false).is_ok());
+        assert!(spec.runs_on(true).unwrap_err().to_string().contains("Gated DeltaNet"));
+    }
+}

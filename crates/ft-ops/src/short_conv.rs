@@ -1,0 +1,144 @@
+//! Causal depthwise convolution over the last K tokens of a document, then SiLU: `y_t = silu(Σ_k w_k ⊙ x_{t-K+1+k})`.
+//! What comes before the first token of a document is 0.
+//!
+//! x and y `[N, C]`, w `[C, 1, K]` as in a file of the model.
+
+use super::attention::check_documents;
+use super::cpu::short_conv as cpu;
+use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten, values, wrong_shape};
+use candle_core::Tensor;
+use ft_base::{Error, Result};
+
+/// Returns C and K.
+fn sizes(x: &Tensor, w: &Tensor, documents: &[usize]) -> Result<(usize, usize)> {
+    let (tokens, channels) = dims2(x, "x of a convolution")?;
+    check_documents(documents, tokens)?;
+    match *w.dims() {
+        [c, 1, kernel] if c == channels && kernel > 0 => Ok((c, kernel)),
+        _ => Err(wrong_shape(
+            w,
+            "the weight of a convolution",
+            &format!("[{channels}, 1, K]"),
+        )),
+    }
+}
+
+fn cpu_only(x: &Tensor) -> Result<()> {
+    match x.device().is_cpu() {
+        true => Ok(()),
+        false => Err(Error::unsupported(
+            "this GPU build has no kernel for the convolution of linear attention",
+        )),
+    }
+}
+
+/// Returns w in f32, transposed to `[K, C]`.
+fn taps(w: &Tensor, kernel: usize) -> Result<Vec<f32>> {
+    let w = values(w, "the weight of a convolution", |w| Ok(w.to_f32()))?;
+    Ok((0..kernel)
+        .flat_map(|k| w.iter().skip(k).step_by(kernel).copied())
+        .collect())
+}
+
+/// Computes y from x.
+///
+/// # Errors
+/// Shapes or offsets that do not fit; a GPU.
+pub fn forward(x: &Tensor, w: &Tensor, documents: &[usize]) -> Result<Tensor> {
+    let (channels, kernel) = sizes(x, w, documents)?;
+    cpu_only(x)?;
+    let taps = taps(w, kernel)?;
+    let mut y = unwritten(x.elem_count());
+    floats(x, "x of a convolution", |x| {
+        cpu::forward(x, &taps, channels, documents, &mut y);
+        Ok(())
+    })?;
+    tensor(y, x.shape())
+}
+
+/// Computes dx, and dw f32 `[C, 1, K]` if `need_dw`, from dy `[N, C]`.
+///
+/// # Errors
+/// As `forward`.
+pub fn backward(
+    x: &Tensor,
+    w: &Tensor,
+    dy: &Tensor,
+    documents: &[usize],
+    need_dw: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let (channels, kernel) = sizes(x, w, documents)?;
+    expect_dims(dy, "dy of a convolution", x.dims())?;
+    cpu_only(x)?;
+    let taps = taps(w, kernel)?;
+    let mut dx = unwritten(x.elem_count());
+    let dw = floats(x, "x of a convolution", |x| {
+        floats(dy, "dy of a convolution", |dy| {
+            let mut du = unwritten(x.len());
+            cpu::before_silu(x, &taps, channels, documents, dy, &mut du);
+            cpu::backward(&du, &taps, channels, documents, &mut dx);
+            Ok(need_dw.then(|| cpu::weight_gradient(x, &du, channels, kernel, documents)))
+        })
+    })?;
+    let dw = dw.map(|dw| tensor(dw, w.shape())).transpose()?;
+    Ok((tensor(dx, x.shape())?, dw))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oracle::{assert_close, assert_same_on_any_threads, random};
+    use candle_core::Var;
+
+    fn composed(x: &Tensor, w: &Tensor, documents: &[usize]) -> Tensor {
+        let (channels, _, kernel) = w.dims3().unwrap();
+        let mut parts = Vec::new();
+        for d in documents.windows(2).filter(|d| d[1] > d[0]) {
+            let n = d[1] - d[0];
+            let zeros = Tensor::zeros((kernel - 1, channels), x.dtype(), x.device()).unwrap();
+            let padded = Tensor::cat(&[&zeros, &x.narrow(0, d[0], n).unwrap()], 0).unwrap();
+            let mut sum = x.narrow(0, d[0], n).unwrap().zeros_like().unwrap();
+            for k in 0..kernel {
+                let w = w.narrow(2, k, 1).unwrap().reshape((1, channels)).unwrap();
+                sum = (sum + padded.narrow(0, k, n).unwrap().broadcast_mul(&w).unwrap()).unwrap();
+            }
+            let half = ((&sum * 0.5).unwrap().tanh().unwrap() * 0.5).unwrap();
+            parts.push((sum * (half + 0.5).unwrap()).unwrap());
+        }
+        Tensor::cat(&parts, 0).unwrap()
+    }
+
+    #[test]
+    fn matches_autograd() {
+        for (documents, channels, kernel) in [
+            (vec![0, 9], 7, 4),
+            (vec![0, 1, 1, 3, 200, 261], 40, 4),
+            (vec![0, 5], 3, 1),
+            (vec![0, 2, 70], 130, 6),
+        ] {
+            let n = *documents.last().unwrap();
+            let x = Var::from_tensor(&random((n, channels), 1)).unwrap();
+            let w = Var::from_tensor(&random((channels, 1, kernel), 2)).unwrap();
+            let dy = random((n, channels), 3);
+            let want = composed(&x, &w, &documents);
+            let grads = (&want * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+            assert_close(&forward(&x, &w, &documents).unwrap(), &want, 1e-5);
+            let (dx, dw) = backward(&x, &w, &dy, &documents, true).unwrap();
+            assert_close(&dx, grads.get(&x).unwrap(), 1e-5);
+            assert_close(&dw.unwrap(), grads.get(&w).unwrap(), 1e-5);
+            assert_same_on_any_threads(|| {
+                let (dx, dw) = backward(&x, &w, &dy, &documents, true).unwrap();
+                vec![forward(&x, &w, &documents).unwrap(), dx, dw.unwrap()]
+            });
+        }
+    }
+
+    #[test]
+    fn wrong_shapes_are_errors() {
+        let (x, w) = (random((4, 6), 1), random((6, 1, 3), 2));
+        assert!(forward(&x, &random((5, 1, 3), 1), &[0, 4]).is_err());
+        assert!(forward(&x, &random((6, 3), 1), &[0, 4]).is_err());
+        assert!(forward(&x, &w, &[0, 3]).is_err());
+        assert!(backward(&x, &w, &random((3, 6), 1), &[0, 4], true).is_err());
+    }
+}

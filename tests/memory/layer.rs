@@ -9,7 +9,7 @@ use ft::base::ledger::{Allocation, Ledger, MemoryKind};
 use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
-use ft::model::spec::{DeltaNetSpec, Mixer, NormNames, QkNorm};
+use ft::model::spec::{DeltaNetSpec, LayerNormParams, Mixer, NormNames, QkNorm};
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
 use ft::source::{Resident, StoragePolicy};
@@ -65,6 +65,8 @@ enum Options {
     /// Gated DeltaNet, with projections of its own or ordered by key head.
     Delta,
     DeltaByKeyHead,
+    /// LayerNorms, parallel halves, an MLP without a gate.
+    Parallel,
 }
 
 fn spec(intermediate: usize, options: Options) -> Spec {
@@ -79,6 +81,7 @@ fn spec(intermediate: usize, options: Options) -> Spec {
         Options::Rich => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
         Options::After => (NormNames::AFTER, Some(QkNorm::WHOLE)),
         Options::Scaled => (NormNames::BEFORE, Some(QkNorm::ROTATED)),
+        Options::Parallel => (NormNames::SHARED, Some(QkNorm::OWN_WEIGHTS)),
     };
     spec.output_gate = options == Options::Gated;
     if matches!(options, Options::Delta | Options::DeltaByKeyHead) {
@@ -91,6 +94,11 @@ fn spec(intermediate: usize, options: Options) -> Spec {
             kernel: 4,
             by_key_head: options == Options::DeltaByKeyHead,
         };
+    }
+    if options == Options::Parallel {
+        spec.layer_norm = Some(LayerNormParams::BOTH);
+        spec.parallel = true;
+        spec.plain_mlp = Some(["mlp.up_proj", "mlp.down_proj"]);
     }
     if options == Options::Scaled {
         spec.residual_scale = 0.5;
@@ -189,6 +197,7 @@ fn a_layer_allocates_what_is_stated_beside_it() {
             Options::Rich,
             Options::After,
             Options::Scaled,
+            Options::Parallel,
             Options::Gated,
             Options::Delta,
             Options::DeltaByKeyHead,

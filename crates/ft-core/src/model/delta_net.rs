@@ -229,7 +229,7 @@ impl Block {
             low: [low_in, low_out],
         } = saved;
         let (sizes, eps) = (&self.spec.delta_net, self.spec.norm_eps);
-        let need_dh = need_dx || self.input_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
+        let need_dh = need_dx || self.input_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let need_dy = need_dh || net.wanted(sink) || self.attention_in.wanted(sink);
         let d_out = self.scaled_gradient(&dx1)?;
         let normed = rms_norm::forward(&o, &net.norm.tensor, eps, false)?;

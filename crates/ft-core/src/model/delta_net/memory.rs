@@ -105,7 +105,7 @@ impl LayerMemory<'_> {
         let (linears, out_proj) = self.linears(true);
         let [channels, value, heads, _] = self.delta_parts();
         let before = self.settings.spec.norms.before_attention;
-        let need_dh = need_dx || before.is_some_and(|n| self.wants(sink, n));
+        let need_dh = need_dx || before.is_some_and(|n| self.norm_wanted(sink, n));
         let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
         let d_out = self.scaled_gradient(l);
         let normed = l.alloc(LayerWork, value);

@@ -403,7 +403,7 @@ fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
 }
 
 /// Families whose heads may be rotated in part.
-const PARTIAL_ROTATION: [&str; 4] = ["glm4", "nemotron", "phi3", "stablelm"];
+const PARTIAL_ROTATION: [&str; 6] = ["glm4", "nemotron", "phi3", "qwen3_5_text", "qwen3_next", "stablelm"];
 
 fn check(spec: &Spec, place: &str) -> Result<()> {
     let sizes = [

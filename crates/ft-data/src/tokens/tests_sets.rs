@@ -22,7 +22,7 @@ fn judged() -> Files {
         0 => format!("{{\"prompt\": \"ask {i}\", \"chosen\": \" yes\", \"rejected\": \" no\"}}\n"),
         _ => format!(
             "{{\"prompt\": \"ask {i}\", \"completion\": \" it is\", \"label\": {}}}\n",
-            i % 2 == 0
+            i.is_multiple_of(2)
         ),
     };
     files(&[("p.jsonl", &(0..ROWS).map(row).collect::<String>())])

@@ -48,6 +48,7 @@ long = "auto"
 overlap = 1
 cache = "auto"
 cache_dir = "auto"
+cache_limit = "auto"
 streaming = false
 shuffle_window = 10000
 packing = true

@@ -535,13 +535,15 @@ pub fn aligned(case: &AlignedCase) -> (f64, Vec<f64>, Vec<f64>) {
     let shared = case.shared.clone().map(|pairs| SharedIds { pairs });
     let options = AlignedOptions {
         comparison: shared.as_ref().map_or(Comparison::Sorted, Comparison::Matched),
-        beta: case.beta,
-        temperature: case.temperature,
-        alpha: case.alpha,
-        chunk: case.chunk,
-        scale: 1.0 / trained,
-        need_dh: true,
-        need_dw: case.parts.is_none(),
+        common: distill::Options {
+            beta: case.beta,
+            temperature: case.temperature,
+            alpha: case.alpha,
+            chunk: case.chunk,
+            scale: 1.0 / trained,
+            need_dh: true,
+            need_dw: case.parts.is_none(),
+        },
     };
     let step_stats = StepStats::new(&Device::Cpu).unwrap();
     let part = |head: &Tensor, first: usize| {

@@ -85,7 +85,7 @@ section! {
 section! {
     /// The rows, their format, and the trained tokens.
     pub struct Data in "data" {
-        /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet, txt, md; also .gz and .zst), folders or patterns
+        /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet, arrow, txt, md; also .gz and .zst), folders or patterns
         /// such as `data/*.jsonl`, relative to the current directory; or a hub data set: `org/name`,
         /// `org/name:file.jsonl`. Not with `sources`.
         train: Vec<String>;
@@ -137,10 +137,13 @@ section! {
         /// trained again.
         overlap: usize = 1, "every token is trained once, and a piece repeats as little as possible", in from(1);
         /// Stores the tokens of the rows in files that runs share: rows are tokenized once, and need little memory. In
-        /// the stages `sft`, `pretrain` and `distill`.
+        /// all stages but `grpo` and `ppo`.
         cache: Option<bool> = "auto", "`true` if the data files have 16 MiB or more: tokenizing takes seconds below that";
         /// Directory of these files. They can be removed at any time between runs.
         cache_dir: Option<String> = "auto", "`.ft-tokens` beside the run directory";
+        /// Most bytes of these files. Beyond it the files of the data sets that no run used for the longest time are
+        /// removed when new ones are written; those of a run in progress stay.
+        cache_limit: Option<u64> = "auto", "half of the space that the files and the free part of the disk have together";
         /// Reads rows during training in place of before it, for data that is too large to tokenize first. Needs
         /// `train.max_steps`.
         streaming: bool = false, "an exact shuffle of all rows, a run by epochs, and all rows checked before the first step";
@@ -474,6 +477,29 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
     }
 }
 
+/// True for the path of one data file on this machine: it has no configurations and splits.
+fn is_file(path: &String) -> bool {
+    let is_pattern = path.contains(['*', '?', '[', ':']);
+    !is_pattern && ft_data::source::is_data_file(path.as_ref())
+}
+
+/// The training files, as the reason why a key has no effect.
+fn files_of(data: &Data) -> String {
+    let paths: Vec<&String> = data.train_paths().collect();
+    let key = if data.train.is_empty() {
+        Data::sources
+    } else {
+        Data::train
+    };
+    format!("{key} = {paths:?}")
+}
+
+/// True for a data file that has columns: it is not a text.
+fn has_columns(path: &String) -> bool {
+    let name = path.trim_end_matches(".gz").trim_end_matches(".zst");
+    ft_data::source::is_data_file(path.as_ref()) && ![".txt", ".md"].iter().any(|kind| name.ends_with(kind))
+}
+
 /// The setting because of which a key has no effect.
 pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
     let (model, memory, data) = (&s.model, &s.memory, &s.data);
@@ -492,13 +518,20 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         Memory::double_quantization if !stored(&["auto", "nf4"]) && s.distill.teacher_weights != FrozenWeights::Nf4 => {
             frozen()
         }
+        Data::config | Data::split | Data::revision if data.has_train() && data.train_paths().all(is_file) => {
+            Some(files_of(data))
+        }
+        Data::eval_split if data.eval.iter().all(is_file) => Some(format!("data.eval = {:?}", data.eval)),
+        Data::text_unit if data.has_train() && data.train_paths().chain(&data.eval).all(has_columns) => {
+            Some(files_of(data))
+        }
         Data::shuffle_window if !data.streaming => Some("data.streaming = false".into()),
         Data::overlap if !splits(s) => Some(match data.long {
             Long::Auto => Data::format.is(data.format.name()),
             long => Data::long.is(long.name()),
         }),
-        Data::cache_dir if data.cache == Some(false) => Some("data.cache = false".into()),
-        Data::cache_dir if data.streaming => Some("data.streaming = true".into()),
+        Data::cache_dir | Data::cache_limit if data.cache == Some(false) => Some("data.cache = false".into()),
+        Data::cache_dir | Data::cache_limit if data.streaming => Some("data.streaming = true".into()),
         Data::packing_length if !data.packing => Some("data.packing = false".into()),
         Data::train_on if data.train_on == TrainOn::All => None,
         Data::train_on if s.train.stage == Stage::Pretrain => Some(Train::stage.is("pretrain")),

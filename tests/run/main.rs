@@ -12,6 +12,7 @@ mod columns;
 mod composition;
 mod equal;
 mod export;
+mod families;
 mod hostile;
 mod large;
 mod learning;

@@ -10,6 +10,7 @@ use super::rope::RopeTables;
 use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
+use crate::ops::quantized::Products;
 use crate::ops::{embedding, rms_norm, update};
 use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, TrainableStore, WeightSource};
@@ -38,6 +39,8 @@ pub struct Network {
     pub device: Device,
     /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
+    /// How a GPU multiplies with frozen int8 weights.
+    pub products: Products,
     /// True while the adapters are disabled.
     adapters_disabled: AtomicBool,
     rope_tables: RopeTables,
@@ -79,6 +82,7 @@ impl Network {
             objective_params: Vec::new(),
             device,
             mlp_tokens: None,
+            products: Products::Dequantized,
             adapters_disabled: AtomicBool::new(false),
             rope_tables: RopeTables::default(),
             pair_copies: Mutex::default(),
@@ -257,6 +261,7 @@ impl Network {
             let adapters_disabled = self.adapters_disabled.load(Ordering::Relaxed);
             let adapter = self.adapters.get(&module).filter(|_| !adapters_disabled).cloned();
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
+            let weight = weight.with_products(self.products);
             Ok(Linear {
                 name,
                 weight,

@@ -43,6 +43,7 @@ emulated! {
     embedding
     glu
     kv_block
+    layer_norm
     optimizer
     pairs
     part

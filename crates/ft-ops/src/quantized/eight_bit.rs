@@ -6,7 +6,6 @@
 //!
 //! `Fp8` converts the codes of W to e4m3 for each product. docs/quantization.md has the errors.
 
-use super::{QTensors, ScaleTensors};
 use candle_core::Device;
 use ft_base::{Error, Result, named};
 
@@ -95,16 +94,13 @@ pub(crate) fn part(tokens: usize, outputs: usize, inputs: usize) -> usize {
     outputs.min((most / STEP * STEP).max(STEP))
 }
 
-impl QTensors {
+#[cfg(feature = "cuda")]
+impl super::QTensors {
     /// The scales of the rows, if products have 8-bit operands.
-    #[cfg(feature = "cuda")]
     pub(crate) fn eight_bit(&self) -> Option<&candle_core::Tensor> {
+        let fits = self.products.fit(self.rows, self.columns);
         match &self.scales {
-            ScaleTensors::Int8 { group, scales, .. }
-                if *group >= self.columns && self.products.fit(self.rows, self.columns) =>
-            {
-                Some(scales)
-            }
+            super::ScaleTensors::Int8 { group, scales, .. } if fits && *group >= self.columns => Some(scales),
             _ => None,
         }
     }

@@ -7,6 +7,7 @@ use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::{self, Orders};
+use crate::ops::quantized::Products;
 use crate::peft::Adapter;
 use crate::plan::gpu_time::GpuRates;
 use crate::plan::memory_plan::MemoryLimits;
@@ -212,7 +213,9 @@ impl PlanContext<'_> {
             && self.stored.codes.is_empty()
             && !corrects_all(recipe)
             && !starts(recipe, LoraInit::LoraGa);
-        if open {
+        if open && recipe.memory.frozen_products != Products::Dequantized {
+            vec![Some(FrozenWeights::Int8)]
+        } else if open {
             vec![None, Some(FrozenWeights::Int8), Some(FrozenWeights::Nf4)]
         } else {
             vec![None]
@@ -245,6 +248,12 @@ impl PlanContext<'_> {
                 );
             }
             storage.set(name.clone(), Some(*format));
+        }
+        if !storage.products_apply() {
+            return Err(Error::unsupported("no projection has products of 8-bit operands")
+                .at("memory.frozen_products")
+                .expected("frozen projections that are stored as int8 with one scale per row")
+                .hint("set `memory.frozen_weights = \"int8\"`, or remove `memory.frozen_products`"));
         }
         self.check_start(recipe, &storage)?;
         Ok(storage)

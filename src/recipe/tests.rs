@@ -416,6 +416,24 @@ fn what_is_not_built_is_refused_by_name() {
 }
 
 #[test]
+fn products_in_8_bits_need_frozen_int8_weights_and_a_gpu() {
+    good(LEAST, &["memory.frozen_products=int8"]);
+    good(LEAST, &["memory.frozen_products=fp8", "memory.frozen_weights=int8"]);
+    for (setting, text) in [
+        ("tune.method=full", "every weight is trained"),
+        ("model.device=cpu", "a run on the CPU"),
+        ("memory.frozen_weights=nf4", "stored as nf4"),
+        ("memory.group_size=128", "groups of columns"),
+    ] {
+        let e = bad(LEAST, &["memory.frozen_products=int8", setting]);
+        assert!(
+            e.contains("`memory.frozen_products = \"int8\"` is not possible here") && e.contains(text),
+            "{e}"
+        );
+    }
+}
+
+#[test]
 fn contradictions_name_both_keys() {
     let e = bad(LEAST, &["train.eval_steps=5"]);
     assert!(e.contains("`train.eval_steps` needs rows"), "{e}");

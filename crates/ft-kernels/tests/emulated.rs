@@ -38,6 +38,7 @@ emulated! {
     cross_entropy_parts
     decode
     distill
+    eight_bit
     elementwise
     embedding
     glu

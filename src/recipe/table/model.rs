@@ -1,6 +1,7 @@
 //! Model, memory and data.
 
 use super::*;
+use crate::ops::quantized::Products;
 use crate::recipe::peers;
 use crate::source::policy::StorageRules;
 
@@ -58,6 +59,11 @@ section! {
         group_size: Option<usize> = "auto", "a whole row for `int8`, 64 for `int4`", in from(1);
         /// `nf4`: the scales of the blocks are stored in 8 bits.
         double_quantization: bool = true, "0.4 bits per weight less, as in QLoRA";
+        /// On a GPU: how products with frozen projections that are stored as int8 with one scale per row are computed, for
+        /// more than 8 tokens. `dequantized`: W is dequantized to `model.dtype`. `int8` and `fp8`: tensor cores multiply
+        /// W with activations and gradients in 8 bits, with one scale per token; faster, and each product has an error of 1 to
+        /// 5 %. `fp8` needs compute capability 8.9. With `frozen_weights = "auto"` the projections are stored as int8.
+        frozen_products: Products = "dequantized", "operands are rounded once at most, to `model.dtype`";
         /// Where inactive weights are stored: on the `device`, in the memory of the `host` (the same on a CPU), or on
         /// the `disk`. On the `disk` they are read layer by layer, and trained weights are stored in files of the run.
         /// Results are bit-identical.
@@ -186,6 +192,7 @@ impl Memory {
             overrides: self.overrides.clone(),
             group_size: self.group_size,
             double_quantization: self.double_quantization,
+            products: self.frozen_products,
         }
     }
 
@@ -332,6 +339,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
             .hint(format!("unquantized weights are `{dtype}` here")),
         );
     }
+    check_products(s, faults);
     match memory.group_size {
         None | Some(128) => {}
         Some(64) if !memory.storages().any(|s| s == "int8") => {}
@@ -375,6 +383,49 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
             Error::usage("`data.packing_length` is above `data.max_length`")
                 .found(packed)
                 .expected(format!("at most {most}, or `auto`")),
+        );
+    }
+}
+
+/// Products of 8-bit operands need frozen weights that are stored as int8 with one scale per row, and a GPU.
+fn check_products(s: &Settings, faults: &mut Faults) {
+    let (memory, products) = (&s.memory, s.memory.frozen_products);
+    if products == Products::Dequantized {
+        return;
+    }
+    let mut refuse = |keys: &[KeyPath], found: String, hint: &str| {
+        let what = format!(
+            "`memory.frozen_products = \"{}\"` is not possible here",
+            products.name()
+        );
+        faults.add(keys, Error::usage(what).found(found).hint(hint));
+    };
+    if s.tune.method == Method::Full {
+        refuse(
+            &[Memory::frozen_products, TuneKeys::method],
+            "every weight is trained: `tune.method = \"full\"`".into(),
+            "train adapters, blocks or some layers; or remove it",
+        );
+    }
+    if s.model.device == "cpu" {
+        refuse(
+            &[Memory::frozen_products, Model::device],
+            "a run on the CPU".into(),
+            "remove it: the products of the CPU dequantize while they pack",
+        );
+    }
+    if !memory.storages().any(|storage| storage == "auto" || storage == "int8") {
+        refuse(
+            &[Memory::frozen_products, Memory::frozen_weights],
+            format!("weights that are stored as {}", memory.frozen_weights.name()),
+            "set `memory.frozen_weights = \"int8\"`",
+        );
+    }
+    if memory.group_size.is_some() {
+        refuse(
+            &[Memory::frozen_products, Memory::group_size],
+            "scales for groups of columns".into(),
+            "remove `memory.group_size`: a whole row shares a scale",
         );
     }
 }

@@ -12,6 +12,7 @@ use super::spec::{EMBEDDING, LM_HEAD, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
 use crate::ops::embedding;
+use crate::ops::quantized::Products;
 use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, TrainableStore, WeightSource};
 use candle_core::{DType, Device, Tensor};
@@ -39,6 +40,8 @@ pub struct Network {
     pub device: Device,
     /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
+    /// How a GPU multiplies with frozen int8 weights.
+    pub products: Products,
     /// True while the adapters are disabled.
     adapters_disabled: AtomicBool,
     rope_tables: RopeTables,
@@ -80,6 +83,7 @@ impl Network {
             objective_params: Vec::new(),
             device,
             mlp_tokens: None,
+            products: Products::Dequantized,
             adapters_disabled: AtomicBool::new(false),
             rope_tables: RopeTables::default(),
             pair_copies: Mutex::default(),
@@ -244,6 +248,7 @@ impl Network {
             let adapters_disabled = self.adapters_disabled.load(Ordering::Relaxed);
             let adapter = self.adapters.get(&module).filter(|_| !adapters_disabled).cloned();
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
+            let weight = weight.with_products(self.products);
             Ok(Linear {
                 name,
                 weight,

@@ -30,6 +30,7 @@ pub(crate) mod cross_entropy;
 pub(crate) mod cross_entropy_parts;
 pub(crate) mod device;
 pub(crate) mod distill;
+mod eight_bit;
 mod distill_model;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;

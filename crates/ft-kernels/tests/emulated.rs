@@ -42,6 +42,7 @@ emulated! {
     embedding
     glu
     kv_block
+    layer_norm
     optimizer
     pairs
     part
@@ -55,9 +56,10 @@ emulated! {
 }
 
 const PLAIN: &[&str] = &["-O2"];
+/// Little optimization, and lines without variables: compiling takes longer than running.
 const SANITIZED: &[&str] = &[
-    "-O1",
-    "-g",
+    "-Og",
+    "-g1",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",

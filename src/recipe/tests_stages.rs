@@ -102,7 +102,8 @@ fn rows_are_split_cached_or_streamed_where_it_has_a_meaning() {
     let e = bad(LEAST, &[dpo, "data.long=split"]);
     assert!(e.contains("`data.long = \"split\"` has no meaning"), "{e}");
     good(LEAST, &[dpo, "data.long=drop"]);
-    let e = bad(LEAST, &[dpo, "data.cache=true"]);
+    good(LEAST, &[dpo, "data.cache=true"]);
+    let e = bad(LEAST, &["train.stage=grpo", "rlhf.rewards=exact", "data.cache=true"]);
     assert!(e.contains("`data.cache = true` has no meaning"), "{e}");
     let e = bad(LEAST, &["data.overlap=64", "data.max_length=64"]);
     assert!(e.contains("at most 63"), "{e}");

@@ -461,14 +461,14 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
             .hint("use `truncate` or `drop`"),
         );
     }
-    if separate && data.cache == Some(true) {
+    if stage.is_rl() && data.cache == Some(true) {
         faults.add(
             &[Data::cache, Train::stage],
             Error::usage(format!(
                 "`data.cache = true` has no meaning with `train.stage = \"{}\"`",
                 stage.name()
             ))
-            .found("rows of pairs and prompts, which stay in memory")
+            .found("prompts, which stay in memory with all columns")
             .hint("remove it"),
         );
     }

@@ -39,6 +39,8 @@ fn all_families_have_goldens() {
         "gemma2",
         "gemma3",
         "gemma3_text",
+        "gemma4",
+        "gemma4_text",
         "glm4",
         "granite",
         "hunyuan_v1_dense",
@@ -57,7 +59,7 @@ fn all_families_have_goldens() {
         "smollm3",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 37);
+    assert_eq!(variants().len(), 40);
 }
 
 #[test]

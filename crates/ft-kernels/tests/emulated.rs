@@ -52,6 +52,7 @@ emulated! {
     attention_forward
     attention_backward
     attention_f32
+    attention_sinks
 }
 
 const PLAIN: &[&str] = &["-O2"];

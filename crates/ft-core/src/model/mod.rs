@@ -11,10 +11,12 @@ pub mod head;
 pub mod linear;
 pub mod mlp;
 pub mod network;
+mod per_layer;
 pub mod pieces;
 pub mod projections;
 pub mod rope;
 pub mod shapes;
+pub mod shared;
 pub mod spec;
 pub mod tokens;
 

@@ -2,12 +2,13 @@
 //! A block is created from its weights when it is needed, and dropped afterwards.
 
 use super::block::Block;
+use super::block::per_layer::PerLayerInput;
 use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
-use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
+use super::spec::{ATTENTION_SINKS, EMBEDDING, FINAL_NORM, KeySource, LAYER_SCALAR, LM_HEAD, PER_LAYER, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
 use crate::ops::{embedding, rms_norm, update};
@@ -41,6 +42,8 @@ pub struct Network {
     /// True while the adapters are disabled.
     adapters_disabled: AtomicBool,
     rope_tables: RopeTables,
+    /// The factors of the layers that were read: a factor never changes.
+    scales: Mutex<BTreeMap<usize, f32>>,
     /// The copies of LoRA pairs by layer, while the adapters are fixed.
     pair_copies: Mutex<Option<BTreeMap<usize, Option<LayerPairs>>>>,
 }
@@ -63,7 +66,7 @@ impl TrainableNetwork {
     }
 }
 
-fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
+pub(super) fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
     let (name, tensor) = weights.get(name)?;
     Ok(Param { name, tensor })
 }
@@ -81,6 +84,7 @@ impl Network {
             mlp_tokens: None,
             adapters_disabled: AtomicBool::new(false),
             rope_tables: RopeTables::default(),
+            scales: Mutex::default(),
             pair_copies: Mutex::default(),
         }
     }
@@ -122,14 +126,23 @@ impl Network {
             dropout,
             observer: None,
             mlp_tokens: self.mlp_tokens,
+            shared: Rc::default(),
         })
     }
 
-    /// `[N]` ids to `[N, D]`.
+    /// `[N]` ids to `[N, D]`. Sets the per-layer inputs of `ctx`, if the family has them.
     ///
     /// # Errors
     /// An id outside the vocabulary (`Argument`); a failed read of the weights.
-    pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
+    pub fn embed(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
+        let x = self.embedded(ids)?;
+        if let Some(inputs) = self.per_layer_inputs(ids, &x)? {
+            ctx.shared.set_inputs(inputs);
+        }
+        Ok(x)
+    }
+
+    pub(super) fn embedded(&self, ids: &[u32]) -> Result<Tensor> {
         let (table, ids) = self.source.rows(EMBEDDING, ids)?;
         embedding::gather(&table, &ids, self.spec.embedding_scale)
     }
@@ -265,12 +278,17 @@ impl Network {
             })
         };
         let when = |name: Option<&str>| name.map(norm).transpose();
-        let (q, kv, i) = (spec.query_width(), spec.kv_width(), spec.intermediate);
+        let (q, kv, i) = (
+            spec.query_width(index),
+            spec.kv_width(index),
+            spec.intermediate_of(index),
+        );
         let mut attention_in = if spec.fused_qkv {
             Projections::fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
         } else {
-            let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
-            Projections::separate(names.iter().map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
+            let all = spec.linears(index);
+            let names = all.iter().map(|l| l.name).take_while(|n| *n != "self_attn.o_proj");
+            Projections::separate(names.map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
         };
         let mut mlp_in = if spec.fused_gate_up {
             Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i])
@@ -280,7 +298,22 @@ impl Network {
         };
         let mut o_proj = Projections::separate(vec![linear("self_attn.o_proj", spec.o_bias)?]);
         let mut down_proj = Projections::separate(vec![linear("mlp.down_proj", spec.mlp_bias)?]);
-        let groups = [&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
+        let mut groups = vec![&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
+        let mut per_layer = None;
+        if let Some(of) = spec.per_layer {
+            let one = |name| Ok::<_, Error>(Projections::separate(vec![linear(name, false)?]));
+            let input = per_layer.insert(PerLayerInput {
+                width: of.width,
+                gate: one(PER_LAYER[0])?,
+                projection: one(PER_LAYER[1])?,
+                norm: norm(PER_LAYER[2])?,
+            });
+            groups.extend([&mut input.gate, &mut input.projection]);
+        }
+        let sinks = spec.attention_sinks.then_some(ATTENTION_SINKS);
+        let sinks = sinks.map(|name| param(&weights, &format!("model.layers.{index}.{name}")));
+        let sinks = sinks.transpose()?;
+        let own_keys = !matches!(spec.layers[index].keys, KeySource::Layer(_));
         let mut copies = self.pair_copies.lock().unwrap_or_else(PoisonError::into_inner);
         match copies.as_mut() {
             Some(copies) => Projections::copy_pairs(groups, copies.entry(index).or_default())?,
@@ -292,15 +325,34 @@ impl Network {
             attention_in,
             o_proj,
             q_norm: when(spec.qk_norm.map(|n| n.names[0]))?,
-            k_norm: when(spec.qk_norm.map(|n| n.names[1]))?,
+            k_norm: when(spec.qk_norm.filter(|_| own_keys).map(|n| n.names[1]))?,
+            sinks,
             mlp_in,
             down_proj,
             input_norm: when(spec.norms.before_attention)?,
             attention_post_norm: when(spec.norms.after_attention)?,
             mlp_norm: when(spec.norms.before_mlp)?,
             mlp_post_norm: when(spec.norms.after_mlp)?,
+            per_layer,
+            scale: self.layer_scale(index, &weights)?,
             spec: self.spec.clone(),
         })
+    }
+
+    /// The factor of the output of a layer.
+    fn layer_scale(&self, index: usize, weights: &GroupWeights) -> Result<f32> {
+        if !self.spec.layer_scalar {
+            return Ok(1.0);
+        }
+        let mut known = self.scales.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(scale) = known.get(&index) {
+            return Ok(*scale);
+        }
+        let name = format!("model.layers.{index}.{LAYER_SCALAR}");
+        let values = update::to_f32_vec(&param(weights, &name)?.tensor)?;
+        let scale = values.first().copied().unwrap_or(1.0);
+        known.insert(index, scale);
+        Ok(scale)
     }
 
     /// Hidden states of all tokens after the final norm, `[N, D]`: no gradients, no saved activations.
@@ -320,7 +372,7 @@ impl Network {
     ) -> Result<Tensor> {
         use super::contracts::Layer;
         self.source.prefetch(Group::Layer(0));
-        let mut x = self.embed(ids)?;
+        let mut x = self.embed(ids, ctx)?;
         let phase = progress::part("layer", self.layers());
         for l in 0..self.layers() {
             phase.set(l as u64);

@@ -7,6 +7,7 @@ use super::super::mlp::memory::SavedPiecesMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::Spec;
+use crate::model::spec::{ATTENTION_SINKS, KeySource, PER_LAYER};
 use crate::ops::attention;
 use crate::peft::Cost;
 use crate::source::{StoragePolicy, Sublayer};
@@ -40,7 +41,7 @@ pub struct LayerMemorySettings<'a> {
 /// Simulates the memory of `Block`.
 pub struct LayerMemory<'a> {
     pub(in crate::model) settings: LayerMemorySettings<'a>,
-    index: usize,
+    pub(in crate::model) index: usize,
     /// Bytes of `[N, D]`, q, k, gate and lse. N: all tokens, or those of an MLP chunk.
     pub(in crate::model) nd: u64,
     nq: u64,
@@ -51,6 +52,7 @@ pub struct LayerMemory<'a> {
 
 /// As `SavedAttention`.
 struct SavedAttentionMemory {
+    /// Of q and k; then of v.
     raw: Vec<Allocation>,
     qkv: Vec<Allocation>,
     o: Allocation,
@@ -64,6 +66,7 @@ pub struct SavedActivationsMemory {
     attention: SavedAttentionMemory,
     x1: Allocation,
     parts: SavedPiecesMemory,
+    x2: Option<Allocation>,
 }
 
 impl SavedAttentionMemory {
@@ -100,9 +103,9 @@ impl<'a> LayerMemory<'a> {
             settings,
             index,
             nd: bytes(spec.hidden),
-            nq: bytes(spec.query_width()),
-            nkv: bytes(spec.kv_width()),
-            ni: bytes(spec.intermediate),
+            nq: bytes(spec.query_width(index)),
+            nkv: bytes(spec.kv_width(index)),
+            ni: bytes(spec.intermediate_of(index)),
             lse: 4 * (tokens * spec.heads) as u64,
         }
     }
@@ -121,9 +124,9 @@ impl<'a> LayerMemory<'a> {
     /// Bytes of the partial sums of dk and dv on a GPU, in f32; the kernels for f32 tensors have none.
     fn gpu_partial_sums(&self) -> u64 {
         let LayerMemorySettings { spec, tokens, .. } = self.settings;
-        let parts = attention::gpu_backward_parts(spec.heads, spec.kv_heads, tokens);
+        let parts = attention::gpu_backward_parts(spec.heads, spec.kv_heads_of(self.index), tokens);
         match self.settings.on_gpu && self.settings.element == 2 && parts > 1 {
-            true => (2 * 4 * parts * tokens * spec.kv_width()) as u64,
+            true => (2 * 4 * parts * tokens * spec.kv_width(self.index)) as u64,
             false => 0,
         }
     }
@@ -143,7 +146,7 @@ impl<'a> LayerMemory<'a> {
         let mut all: Vec<LinearShape> = self
             .settings
             .spec
-            .linears()
+            .linears(self.index)
             .into_iter()
             .filter(|linear| linear.name.starts_with(part))
             .map(|linear| (linear.name, linear.input, linear.output))
@@ -159,7 +162,7 @@ impl<'a> LayerMemory<'a> {
         linears: &[LinearShape],
         widths: &[u64],
     ) -> Vec<Allocation> {
-        if linears.len() > 1 {
+        if linears.len() == widths.len() {
             return linears.iter().map(|&x| self.linear(l, x)).collect();
         }
         let y = self.linear(l, linears[0]);
@@ -173,20 +176,34 @@ impl<'a> LayerMemory<'a> {
         let names = self.settings.spec.norms;
         let h = names.before_attention.map(|_| l.alloc(LayerWork, self.nd));
         let low_in = self.low(l, &linears);
-        let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
+        let keys = self.settings.spec.layers[self.index].keys;
+        let widths = [self.nq, self.nkv, self.nkv];
+        let (made, heads) = match keys {
+            KeySource::Own => (3, 2),
+            KeySource::KeysOnly => (2, 2),
+            KeySource::Layer(_) => (1, 1),
+        };
+        let mut qkv = self.projections(l, &linears, &widths[..made]);
         l.free_all(h);
-        let v = qkv.pop();
+        let mut v = qkv.drain(heads..).next();
+        let mut raw_v = None;
+        if self.settings.spec.value_norm && heads == 2 {
+            let normed = l.alloc(LayerWork, self.nkv);
+            raw_v = v.replace(normed);
+        }
+        let pair = |l: &mut Ledger| -> Vec<Allocation> {
+            let widths = widths[..heads].iter();
+            widths.map(|width| l.alloc(LayerWork, *width)).collect()
+        };
         let mut raw = Vec::new();
         if self.settings.spec.qk_norm.is_some() {
-            raw = std::mem::replace(
-                &mut qkv,
-                vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)],
-            );
+            raw = std::mem::replace(&mut qkv, pair(l));
         }
         // The rotation writes new tensors.
         let before = qkv;
-        let mut qkv = vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)];
+        let mut qkv = pair(l);
         l.free_all(before);
+        raw.extend(raw_v);
         qkv.extend(v);
         let o = l.alloc(LayerWork, self.nq);
         let lse = l.alloc(LayerWork, self.lse);
@@ -223,14 +240,84 @@ impl<'a> LayerMemory<'a> {
             attention.free(l);
             None
         };
-        let (y, parts) = self.mlp(l, keep);
+        let (x2, parts) = self.mlp(l, keep);
+        let (y, x2) = self.end(l, x2);
         l.free(copies);
         let Some(attention) = attention else {
             l.free(x1);
+            l.free_all(x2);
             return (y, None);
         };
         let x1 = l.relabel(x1, Activations);
-        (y, Some(SavedActivationsMemory { attention, x1, parts }))
+        let x2 = x2.map(|x2| l.relabel(x2, Activations));
+        (
+            y,
+            Some(SavedActivationsMemory {
+                attention,
+                x1,
+                parts,
+                x2,
+            }),
+        )
+    }
+
+    /// The linears that read the per-layer input, if there is one: gate and projection.
+    fn per_layer(&self) -> Option<[LinearShape; 2]> {
+        let spec = self.settings.spec;
+        let width = spec.per_layer?.width;
+        Some([(PER_LAYER[0], spec.hidden, width), (PER_LAYER[1], width, spec.hidden)])
+    }
+
+    /// As `Block::end`: the output, and x2 if it is another tensor.
+    fn end(&self, l: &mut Ledger, x2: Allocation) -> (Allocation, Option<Allocation>) {
+        let Some([gate, projection]) = self.per_layer() else {
+            return (x2, None);
+        };
+        let narrow = self.bytes(gate.2);
+        let low = self.low(l, &[gate]);
+        let g = self.linear(l, gate);
+        let (input, m) = (l.alloc(LayerWork, narrow), l.alloc(LayerWork, narrow));
+        l.free_all([low, input, g]);
+        let low = self.low(l, &[projection]);
+        let z = self.linear(l, projection);
+        let y = l.alloc(LayerWork, self.nd);
+        l.free_all([low, z, m]);
+        (y, Some(x2))
+    }
+
+    /// As `Block::per_layer_backward`; `dy` is freed.
+    fn per_layer_backward(
+        &self,
+        l: &mut Ledger,
+        [gate, projection]: [LinearShape; 2],
+        dy: Allocation,
+        need_dx: bool,
+        sink: &mut dyn GradSinkMemory,
+    ) -> Option<Allocation> {
+        let narrow = self.bytes(gate.2);
+        let input = l.alloc(LayerWork, narrow);
+        let low_in = self.low(l, &[gate]);
+        let g = self.linear(l, gate);
+        let m = l.alloc(LayerWork, narrow);
+        let low_out = self.low(l, &[projection]);
+        let z = self.linear(l, projection);
+        let dz = self.norm_backward(l, PER_LAYER[2], self.nd, sink);
+        l.free(z);
+        // The gradient of the per-layer input is small: it counts always.
+        let dm = self.linear_backward(l, projection, true, sink);
+        l.free_all([dz, low_out, m]);
+        l.free_all(dm);
+        let dx = self.linear_backward(l, gate, need_dx, sink);
+        l.free_all([input, g, low_in, dy]);
+        dx
+    }
+
+    fn mlp_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
+        let (mut linears, down) = self.linears(false);
+        linears.push(down);
+        let names = self.settings.spec.norms;
+        let mut norms = [names.before_mlp, names.after_mlp].into_iter().flatten();
+        linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.any(|n| self.wants(sink, n))
     }
 
     pub(in crate::model) fn wants(&self, sink: &dyn GradSinkMemory, below: &str) -> bool {
@@ -246,7 +333,7 @@ impl<'a> LayerMemory<'a> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        if linears.len() == 1 {
+        if linears.len() < dys.len() {
             let whole = l.alloc(LayerWork, self.bytes(linears[0].2));
             l.free_all(dys);
             let dx = self.linear_backward(l, linears[0], need_dx, sink);
@@ -301,9 +388,11 @@ impl<'a> LayerMemory<'a> {
     fn attention_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
         let (mut linears, o_proj) = self.linears(true);
         linears.push(o_proj);
-        let norms = self.settings.spec.norms();
+        let norms = self.settings.spec.norms(self.index);
         let mut of_attention = norms.iter().filter(|n| n.sublayer == Sublayer::Attention);
-        linears.iter().any(|&x| self.linear_wanted(sink, x)) || of_attention.any(|n| self.wants(sink, n.name))
+        linears.iter().any(|&x| self.linear_wanted(sink, x))
+            || of_attention.any(|n| self.wants(sink, n.name))
+            || sink.wants(&self.name(ATTENTION_SINKS))
     }
 
     /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
@@ -317,11 +406,19 @@ impl<'a> LayerMemory<'a> {
     ) -> Option<Allocation> {
         let copies = self.pair_copies(l);
         let attention_needed = need_dx || self.attention_wanted(sink);
-        let (x1, kept, parts) = match kept {
-            Some(kept) => (kept.x1, kept.attention, kept.parts),
+        let per_layer = self.per_layer();
+        let (x1, kept, parts, x2) = match kept {
+            Some(kept) => (kept.x1, kept.attention, kept.parts, kept.x2),
             None => {
                 let (x1, attention) = self.attention(l);
-                (x1, attention, SavedPiecesMemory::new())
+                let (x2, parts) = match per_layer {
+                    Some(_) => {
+                        let (x2, parts) = self.mlp(l, true);
+                        (Some(x2), parts)
+                    }
+                    None => (None, SavedPiecesMemory::new()),
+                };
+                (x1, attention, parts, x2)
             }
         };
         let kept = if attention_needed {
@@ -330,6 +427,25 @@ impl<'a> LayerMemory<'a> {
             kept.free(l);
             None
         };
+        let mut dy = dy;
+        if self.settings.spec.layer_scalar {
+            let scaled = l.alloc(LayerWork, self.nd);
+            l.free(std::mem::replace(&mut dy, scaled));
+        }
+        if let Some(linears) = per_layer {
+            let need_dx2 = attention_needed || self.mlp_wanted(sink);
+            let below = self.per_layer_backward(l, linears, dy, need_dx2, sink);
+            l.free_all(x2);
+            let Some(below) = below else {
+                l.free_all(parts.into_iter().flatten());
+                if let Some(kept) = kept {
+                    kept.free(l);
+                }
+                l.free_all([x1, copies]);
+                return None;
+            };
+            dy = below;
+        }
         let dx1 = self.mlp_backward(l, parts, dy, attention_needed, sink);
         l.free(x1);
         let dx = match (kept, dx1) {
@@ -365,7 +481,9 @@ impl<'a> LayerMemory<'a> {
         let (linears, o_proj) = self.linears(true);
         let (names, qk_norm) = (self.settings.spec.norms, self.settings.spec.qk_norm);
         let need_dh = need_dx || names.before_attention.is_some_and(|n| self.wants(sink, n));
-        let qk_wanted = qk_norm.is_some_and(|norm| norm.names.iter().any(|n| self.wants(sink, n)));
+        let sinks = self.name(ATTENTION_SINKS);
+        let qk_wanted =
+            qk_norm.is_some_and(|norm| norm.names.iter().any(|n| self.wants(sink, n))) || sink.wants(&sinks);
         let need_do = need_dh || qk_wanted || linears.iter().any(|&x| self.linear_wanted(sink, x));
         let d_out = match (y, names.after_attention) {
             (Some(y), Some(norm)) => {
@@ -384,11 +502,17 @@ impl<'a> LayerMemory<'a> {
             l.free_all([o, lse, dx1, low_in]);
             return None;
         };
-        let dq = l.alloc(LayerWork, self.nq);
         let spec = self.settings.spec;
+        if spec.attention_sinks {
+            sink.give(l, &sinks);
+        }
+        let dq = l.alloc(LayerWork, self.nq);
         let parts = match self.settings.on_gpu {
             true => 1,
-            false => attention::backward_parts(spec.heads, spec.kv_heads, self.settings.documents.max(1)) as u64,
+            false => {
+                let documents = self.settings.documents.max(1);
+                attention::backward_parts(spec.heads, spec.kv_heads_of(self.index), documents) as u64
+            }
         };
         let partial = [
             l.alloc(LayerWork, parts * self.nkv),
@@ -411,26 +535,42 @@ impl<'a> LayerMemory<'a> {
         };
         l.free_all(qkv);
         l.free_all([o, lse, d_o]);
-        let (mut dq, mut dk) = (dq, dk);
+        let keys = spec.layers[self.index].keys;
+        let (mut dq, mut dk, mut dv) = (dq, Some(dk), Some(dv));
+        if matches!(keys, KeySource::Layer(_)) {
+            // Added to those of the other layers.
+            l.free_all([dk.take(), dv.take()].into_iter().flatten());
+        }
         let norms = [qk_norm.filter(|n| n.after_rope), qk_norm.filter(|n| !n.after_rope)];
         for (step, norm) in norms.into_iter().enumerate() {
             if step == 1 {
                 // The inverse rotation writes new tensors.
-                let rotated = [l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)];
-                l.free_all([dq, dk]);
-                [dq, dk] = rotated;
+                let rotated = l.alloc(LayerWork, self.nq);
+                let rotated_k = dk.as_ref().map(|_| l.alloc(LayerWork, self.nkv));
+                l.free(std::mem::replace(&mut dq, rotated));
+                l.free_all(std::mem::replace(&mut dk, rotated_k));
             }
             if let Some(norm) = norm {
                 let normed = self.norm_backward(l, norm.names[0], self.nq, sink);
                 l.free(std::mem::replace(&mut dq, normed));
-                let normed = self.norm_backward(l, norm.names[1], self.nkv, sink);
-                l.free(std::mem::replace(&mut dk, normed));
+                if let Some(dk) = &mut dk {
+                    let normed = self.norm_backward(l, norm.names[1], self.nkv, sink);
+                    l.free(std::mem::replace(dk, normed));
+                }
             }
         }
         l.free_all(raw);
+        if let Some(dv) = dv.as_mut().filter(|_| spec.value_norm) {
+            let normed = l.alloc(LayerWork, self.nkv);
+            l.free(std::mem::replace(dv, normed));
+        }
+        if keys == KeySource::KeysOnly {
+            l.free_all(dv.take());
+        }
         let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
         let h = (wanted && names.before_attention.is_some()).then(|| l.alloc(LayerWork, self.nd));
-        let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
+        let dys = [Some(dq), dk, dv].into_iter().flatten().collect();
+        let dh = self.projections_backward(l, &linears, dys, need_dh, sink);
         l.free(low_in);
         l.free_all(h);
         let dx = dh.map(|dh| self.normed_backward(l, names.before_attention, dh, sink));

@@ -9,7 +9,7 @@ use ft::base::ledger::{Allocation, Ledger, MemoryKind};
 use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
-use ft::model::spec::{KeySource, NormNames, PerLayerSpec, QkNorm};
+use ft::model::spec::{KeySource, LayerNormParams, NormNames, PerLayerSpec, QkNorm};
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
 use ft::source::{Resident, StoragePolicy};
@@ -62,6 +62,8 @@ enum Options {
     Scaled,
     /// Gemma 4: the keys are the values, norms of v, a per-layer input, a factor.
     PerLayer,
+    /// LayerNorms, parallel halves, an MLP without a gate.
+    Parallel,
 }
 
 fn spec(intermediate: usize, options: Options) -> Spec {
@@ -77,11 +79,17 @@ fn spec(intermediate: usize, options: Options) -> Spec {
         Options::After => (NormNames::AFTER, Some(QkNorm::WHOLE)),
         Options::Scaled => (NormNames::BEFORE, Some(QkNorm::ROTATED)),
         Options::PerLayer => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
+        Options::Parallel => (NormNames::SHARED, Some(QkNorm::OWN_WEIGHTS)),
     };
     if options == Options::PerLayer {
         (spec.value_norm, spec.layer_scalar) = (true, true);
         spec.per_layer = Some(PerLayerSpec { vocab: 16, width: 16 });
         spec.layers[0].keys = KeySource::KeysOnly;
+    }
+    if options == Options::Parallel {
+        spec.layer_norm = Some(LayerNormParams::BOTH);
+        spec.parallel = true;
+        spec.plain_mlp = Some(["mlp.up_proj", "mlp.down_proj"]);
     }
     if options == Options::Scaled {
         spec.residual_scale = 0.5;
@@ -177,8 +185,14 @@ fn a_layer_allocates_what_is_stated_beside_it() {
     let mut wrong = Vec::new();
     // With a narrow MLP the peak is in the attention half.
     for intermediate in [32, 512] {
-        let all = [Options::Plain, Options::Rich, Options::After, Options::Scaled];
-        for options in all.into_iter().chain([Options::PerLayer]) {
+        for options in [
+            Options::Plain,
+            Options::Rich,
+            Options::After,
+            Options::Scaled,
+            Options::PerLayer,
+            Options::Parallel,
+        ] {
             for mlp_tokens in [None, Some(200)] {
                 let found = pool.install(|| compare(&spec(intermediate, options), mlp_tokens));
                 let tensors =

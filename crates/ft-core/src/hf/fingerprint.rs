@@ -303,6 +303,12 @@ fn computes(s: &Spec) -> String {
     if s.attention_sinks {
         out.push_str(" sinks");
     }
+    if let Some(params) = s.layer_norm {
+        out.push_str(&format!(" layer_norm {params:?}"));
+    }
+    if s.parallel {
+        out.push_str(" parallel");
+    }
     for layer in &s.layers {
         out.push_str(&format!(" layer {:?} {}", layer.window, layer.rope));
         if layer.keys != KeySource::Own {

@@ -11,6 +11,7 @@ pub mod head;
 pub mod linear;
 pub mod mlp;
 pub mod network;
+pub mod norm;
 mod per_layer;
 pub mod pieces;
 pub mod projections;

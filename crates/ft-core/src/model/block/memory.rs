@@ -64,7 +64,7 @@ struct SavedAttentionMemory {
 /// As `SavedActivations`.
 pub struct SavedActivationsMemory {
     attention: SavedAttentionMemory,
-    x1: Allocation,
+    x1: Option<Allocation>,
     parts: SavedPiecesMemory,
     x2: Option<Allocation>,
 }
@@ -142,27 +142,27 @@ impl<'a> LayerMemory<'a> {
 
     /// The linears of a half that read the norm's output, and the one that writes to the residual stream.
     pub(in crate::model) fn linears(&self, attention: bool) -> (Vec<LinearShape>, LinearShape) {
-        let part = if attention { "self_attn." } else { "mlp." };
+        let part = if attention { Sublayer::Attention } else { Sublayer::Mlp };
         let mut all: Vec<LinearShape> = self
             .settings
             .spec
             .linears(self.index)
             .into_iter()
-            .filter(|linear| linear.name.starts_with(part))
+            .filter(|linear| linear.sublayer == part && !PER_LAYER.contains(&linear.name))
             .map(|linear| (linear.name, linear.input, linear.output))
             .collect();
         let last = all.pop().unwrap_or(("", 0, 0));
         (all, last)
     }
 
-    /// Several linears with one input: q, k, v, or gate and up.
+    /// Several linears with one input: q, k, v, or gate and up; or one linear with parts of these widths.
     pub(in crate::model) fn projections(
         &self,
         l: &mut Ledger,
         linears: &[LinearShape],
         widths: &[u64],
     ) -> Vec<Allocation> {
-        if linears.len() == widths.len() {
+        if linears.len() > 1 || widths.len() == 1 {
             return linears.iter().map(|&x| self.linear(l, x)).collect();
         }
         let y = self.linear(l, linears[0]);
@@ -240,15 +240,22 @@ impl<'a> LayerMemory<'a> {
             attention.free(l);
             None
         };
+        let input = self.mlp_input(l);
         let (x2, parts) = self.mlp(l, keep);
+        l.free_all(input);
+        let x1 = match keep && !self.settings.spec.parallel {
+            true => Some(l.relabel(x1, Activations)),
+            false => {
+                l.free(x1);
+                None
+            }
+        };
         let (y, x2) = self.end(l, x2);
         l.free(copies);
         let Some(attention) = attention else {
-            l.free(x1);
             l.free_all(x2);
             return (y, None);
         };
-        let x1 = l.relabel(x1, Activations);
         let x2 = x2.map(|x2| l.relabel(x2, Activations));
         (
             y,
@@ -261,70 +268,29 @@ impl<'a> LayerMemory<'a> {
         )
     }
 
-    /// The linears that read the per-layer input, if there is one: gate and projection.
-    fn per_layer(&self) -> Option<[LinearShape; 2]> {
-        let spec = self.settings.spec;
-        let width = spec.per_layer?.width;
-        Some([(PER_LAYER[0], spec.hidden, width), (PER_LAYER[1], width, spec.hidden)])
-    }
-
-    /// As `Block::end`: the output, and x2 if it is another tensor.
-    fn end(&self, l: &mut Ledger, x2: Allocation) -> (Allocation, Option<Allocation>) {
-        let Some([gate, projection]) = self.per_layer() else {
-            return (x2, None);
-        };
-        let narrow = self.bytes(gate.2);
-        let low = self.low(l, &[gate]);
-        let g = self.linear(l, gate);
-        let (input, m) = (l.alloc(LayerWork, narrow), l.alloc(LayerWork, narrow));
-        l.free_all([low, input, g]);
-        let low = self.low(l, &[projection]);
-        let z = self.linear(l, projection);
-        let y = l.alloc(LayerWork, self.nd);
-        l.free_all([low, z, m]);
-        (y, Some(x2))
-    }
-
-    /// As `Block::per_layer_backward`; `dy` is freed.
-    fn per_layer_backward(
-        &self,
-        l: &mut Ledger,
-        [gate, projection]: [LinearShape; 2],
-        dy: Allocation,
-        need_dx: bool,
-        sink: &mut dyn GradSinkMemory,
-    ) -> Option<Allocation> {
-        let narrow = self.bytes(gate.2);
-        let input = l.alloc(LayerWork, narrow);
-        let low_in = self.low(l, &[gate]);
-        let g = self.linear(l, gate);
-        let m = l.alloc(LayerWork, narrow);
-        let low_out = self.low(l, &[projection]);
-        let z = self.linear(l, projection);
-        let dz = self.norm_backward(l, PER_LAYER[2], self.nd, sink);
-        l.free(z);
-        // The gradient of the per-layer input is small: it counts always.
-        let dm = self.linear_backward(l, projection, true, sink);
-        l.free_all([dz, low_out, m]);
-        l.free_all(dm);
-        let dx = self.linear_backward(l, gate, need_dx, sink);
-        l.free_all([input, g, low_in, dy]);
-        dx
-    }
-
     fn mlp_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
         let (mut linears, down) = self.linears(false);
         linears.push(down);
         let names = self.settings.spec.norms;
         let mut norms = [names.before_mlp, names.after_mlp].into_iter().flatten();
-        linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.any(|n| self.wants(sink, n))
+        linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.any(|n| self.norm_wanted(sink, n))
     }
 
     pub(in crate::model) fn wants(&self, sink: &dyn GradSinkMemory, below: &str) -> bool {
         sink.wants(&self.name(&format!("{below}.weight")))
     }
 
-    /// Frees `dys` one by one.
+    /// True if a parameter of this norm gets a gradient.
+    pub(in crate::model) fn norm_wanted(&self, sink: &dyn GradSinkMemory, below: &str) -> bool {
+        self.wants(sink, below) || sink.wants(&self.name(&format!("{below}.bias")))
+    }
+
+    /// The output of a norm that both halves read.
+    fn mlp_input(&self, l: &mut Ledger) -> Option<Allocation> {
+        self.settings.spec.parallel.then(|| l.alloc(LayerWork, self.nd))
+    }
+
+    /// Frees `dys` one by one. Several `dys` of one linear are joined.
     pub(in crate::model) fn projections_backward(
         &self,
         l: &mut Ledger,
@@ -333,7 +299,12 @@ impl<'a> LayerMemory<'a> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
-        if linears.len() < dys.len() {
+        if linears.len() == 1 && dys.len() == 1 {
+            let dx = self.linear_backward(l, linears[0], need_dx, sink);
+            l.free_all(dys);
+            return dx;
+        }
+        if linears.len() == 1 {
             let whole = l.alloc(LayerWork, self.bytes(linears[0].2));
             l.free_all(dys);
             let dx = self.linear_backward(l, linears[0], need_dx, sink);
@@ -362,7 +333,12 @@ impl<'a> LayerMemory<'a> {
         sink: &mut dyn GradSinkMemory,
     ) -> Allocation {
         let dx = l.alloc(LayerWork, bytes);
-        sink.give(l, &self.name(&format!("{below}.weight")));
+        // The gradient of the weight of a LayerNorm on a GPU: the normalized input.
+        let normalized = self.settings.on_gpu && self.settings.spec.layer_norm.is_some() && self.wants(sink, below);
+        l.touch(LayerWork, if normalized { bytes } else { 0 });
+        for part in ["weight", "bias"] {
+            sink.give(l, &self.name(&format!("{below}.{part}")));
+        }
         dx
     }
 
@@ -391,7 +367,7 @@ impl<'a> LayerMemory<'a> {
         let norms = self.settings.spec.norms(self.index);
         let mut of_attention = norms.iter().filter(|n| n.sublayer == Sublayer::Attention);
         linears.iter().any(|&x| self.linear_wanted(sink, x))
-            || of_attention.any(|n| self.wants(sink, n.name))
+            || of_attention.any(|n| self.norm_wanted(sink, n.name))
             || sink.wants(&self.name(ATTENTION_SINKS))
     }
 
@@ -418,6 +394,13 @@ impl<'a> LayerMemory<'a> {
                     }
                     None => (None, SavedPiecesMemory::new()),
                 };
+                let x1 = match self.settings.spec.parallel {
+                    true => {
+                        l.free(x1);
+                        None
+                    }
+                    false => Some(x1),
+                };
                 (x1, attention, parts, x2)
             }
         };
@@ -441,20 +424,34 @@ impl<'a> LayerMemory<'a> {
                 if let Some(kept) = kept {
                     kept.free(l);
                 }
-                l.free_all([x1, copies]);
+                l.free_all(x1);
+                l.free(copies);
                 return None;
             };
             dy = below;
         }
-        let dx1 = self.mlp_backward(l, parts, dy, attention_needed, sink);
-        l.free(x1);
-        let dx = match (kept, dx1) {
-            (Some(kept), Some(dx1)) => self.attention_backward(l, kept, dx1, need_dx, sink),
-            (kept, dx1) => {
-                if let Some(kept) = kept {
-                    kept.free(l);
-                }
-                l.free_all(dx1);
+        let spec = self.settings.spec;
+        let input_wanted = || spec.norms.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
+        let need_input = match spec.parallel {
+            false => attention_needed,
+            true => need_dx || input_wanted(),
+        };
+        let input = self.mlp_input(l);
+        let d_input = self.mlp_backward(l, parts, need_input, sink);
+        l.free_all(input);
+        l.free_all(x1);
+        let (dx1, d_shared) = match (d_input, spec.parallel) {
+            (Some(dx1), false) => {
+                l.free(dy);
+                (dx1, None)
+            }
+            (d_shared, _) => (dy, d_shared),
+        };
+        let dx = match kept {
+            Some(kept) => self.attention_backward(l, kept, (dx1, d_shared), need_dx, sink),
+            None => {
+                l.free(dx1);
+                l.free_all(d_shared);
                 None
             }
         };
@@ -466,7 +463,7 @@ impl<'a> LayerMemory<'a> {
         &self,
         l: &mut Ledger,
         saved: SavedAttentionMemory,
-        dx1: Allocation,
+        (dx1, d_shared): (Allocation, Option<Allocation>),
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
@@ -480,10 +477,10 @@ impl<'a> LayerMemory<'a> {
         } = saved;
         let (linears, o_proj) = self.linears(true);
         let (names, qk_norm) = (self.settings.spec.norms, self.settings.spec.qk_norm);
-        let need_dh = need_dx || names.before_attention.is_some_and(|n| self.wants(sink, n));
+        let need_dh = need_dx || names.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
         let sinks = self.name(ATTENTION_SINKS);
-        let qk_wanted =
-            qk_norm.is_some_and(|norm| norm.names.iter().any(|n| self.wants(sink, n))) || sink.wants(&sinks);
+        let qk_wanted = qk_norm.is_some_and(|norm| norm.names.iter().any(|n| self.norm_wanted(sink, n)));
+        let qk_wanted = qk_wanted || sink.wants(&sinks);
         let need_do = need_dh || qk_wanted || linears.iter().any(|&x| self.linear_wanted(sink, x));
         let d_out = match (y, names.after_attention) {
             (Some(y), Some(norm)) => {
@@ -500,6 +497,7 @@ impl<'a> LayerMemory<'a> {
             l.free_all(raw);
             l.free_all(qkv);
             l.free_all([o, lse, dx1, low_in]);
+            l.free_all(d_shared);
             return None;
         };
         let spec = self.settings.spec;
@@ -575,6 +573,7 @@ impl<'a> LayerMemory<'a> {
         l.free_all(h);
         let dx = dh.map(|dh| self.normed_backward(l, names.before_attention, dh, sink));
         l.free(dx1);
+        l.free_all(d_shared);
         if need_dx {
             dx
         } else {

@@ -6,9 +6,12 @@
 //!
 //! All of it but x2 is narrow, so its activations are computed again in the backward pass.
 
+mod memory;
+
 use super::Block;
 use crate::base::Result;
-use crate::model::contracts::{Context, GradSink, Param};
+use crate::model::contracts::{Context, GradSink};
+use crate::model::norm::Norm;
 use crate::model::projections::Projections;
 use crate::ops::{glu, update};
 use candle_core::Tensor;
@@ -22,14 +25,14 @@ pub struct PerLayerInput {
     /// From P to the hidden states.
     pub projection: Projections,
     /// The norm of what is added.
-    pub norm: Param,
+    pub norm: Norm,
 }
 
 impl PerLayerInput {
     fn wanted(&self, ctx: &Context, sink: &dyn GradSink) -> bool {
         self.gate.wanted(sink)
             || self.projection.wanted(sink)
-            || sink.wants(&self.norm.name)
+            || self.norm.wanted(sink)
             || ctx.shared.wants_input_gradients()
     }
 }

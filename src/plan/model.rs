@@ -15,10 +15,10 @@ pub type Costs = Arc<BTreeMap<String, Cost>>;
 
 pub struct Model<'a> {
     pub spec: &'a Spec,
-    /// Parameters of each kind of layer (`Spec::kinds`) by their names within the layer.
-    below: Vec<Vec<(String, ParamInfo)>>,
-    /// For each layer its index in `below`.
-    below_of: Vec<usize>,
+    /// For each layer the first one with the same parameters.
+    alike: Vec<usize>,
+    /// Parameters of each of these first layers by their names within the layer.
+    below: BTreeMap<usize, Vec<(String, ParamInfo)>>,
     /// Embedding, final norm, head.
     outside: Vec<ParamInfo>,
     /// Shapes of the adapters' matrices.
@@ -47,23 +47,20 @@ pub enum Stretch {
 impl<'a> Model<'a> {
     pub fn new(spec: &'a Spec, storage: &StoragePolicy, adapters: &BTreeMap<String, Cost>) -> Self {
         let layers = spec.layers.len();
-        let kinds: Vec<usize> = spec.kinds().into_iter().map(|(first, _)| first).collect();
-        let mut few = spec.clone();
-        few.layers = kinds.iter().map(|&first| spec.layers[first]).collect();
-        let (mut below, mut outside) = (vec![Vec::new(); kinds.len()], Vec::new());
-        for p in few.params() {
-            match p.group {
-                Group::Layer(l) => below[l].push((p.name.splitn(4, '.').nth(3).unwrap_or_default().to_string(), p)),
-                _ => outside.push(p),
-            }
+        let alike = spec.alike();
+        let mut below = BTreeMap::new();
+        for &first in &alike {
+            below.entry(first).or_insert_with(|| {
+                let prefix = format!("model.layers.{first}.");
+                let params = spec.layer_params(first).into_iter();
+                params
+                    .map(|p| (p.name.trim_start_matches(&prefix).to_string(), p))
+                    .collect()
+            });
         }
         let mut hashers = vec![DefaultHasher::new(); layers];
-        let mut below_of = vec![0; layers];
-        for (l, (hasher, of)) in hashers.iter_mut().zip(&mut below_of).enumerate() {
-            *of = (few.layers.iter())
-                .position(|kind| kind.mixer == spec.layers[l].mixer)
-                .unwrap_or(0);
-            of.hash(hasher);
+        for (hasher, (l, first)) in hashers.iter_mut().zip(alike.iter().enumerate()) {
+            (first, spec.shares_keys(l)).hash(hasher);
         }
         let mut at = |name: &str, what: &dyn Fn(&str, &mut DefaultHasher)| {
             let Some((layer, rest)) = name.strip_prefix("model.layers.").and_then(|n| n.split_once('.')) else {
@@ -92,9 +89,9 @@ impl<'a> Model<'a> {
         }
         Self {
             spec,
+            alike,
             below,
-            below_of,
-            outside,
+            outside: spec.params_outside(),
             adapters: shapes,
             kinds: hashers.into_iter().map(|h| h.finish()).collect(),
             stored: storage.describe(),
@@ -110,18 +107,18 @@ impl<'a> Model<'a> {
         self.spec.layers.len()
     }
 
-    fn below_of_layer(&self, layer: usize) -> &[(String, ParamInfo)] {
-        let kind = self.below_of.get(layer).copied().unwrap_or(0);
-        self.below.get(kind).map_or(&[], Vec::as_slice)
-    }
-
     /// The parameters of a layer.
     pub fn layer(&self, layer: usize) -> impl Iterator<Item = ParamInfo> {
-        self.below_of_layer(layer).iter().map(move |(below, p)| ParamInfo {
+        self.below_of(layer).iter().map(move |(below, p)| ParamInfo {
             name: format!("model.layers.{layer}.{below}").into(),
             group: Group::Layer(layer),
             ..p.clone()
         })
+    }
+
+    fn below_of(&self, layer: usize) -> &[(String, ParamInfo)] {
+        let first = self.alike.get(layer);
+        first.and_then(|first| self.below.get(first)).map_or(&[], Vec::as_slice)
     }
 
     /// Parameters outside of the layers: the embedding comes before the layers, the others after them.
@@ -131,17 +128,10 @@ impl<'a> Model<'a> {
 
     /// Number of parameters of the whole model, without adapters.
     pub fn parameters(&self) -> u64 {
-        let layer = |l: usize| {
-            self.below_of_layer(l)
-                .iter()
-                .map(|(_, p)| p.elements() as u64)
-                .sum::<u64>()
-        };
+        let elements = |(_, p): &(String, ParamInfo)| p.elements() as u64;
+        let layer = |l: usize| -> u64 { self.below_of(l).iter().map(elements).sum() };
         let outside: u64 = self.outside.iter().map(|p| p.elements() as u64).sum();
-        (self.spec.kinds().into_iter())
-            .map(|(first, count)| layer(first) * count as u64)
-            .sum::<u64>()
-            + outside
+        (0..self.layers()).map(layer).sum::<u64>() + outside
     }
 
     /// Elements of all adapters that train.
@@ -160,11 +150,10 @@ impl<'a> Model<'a> {
             return Some(shape);
         }
         match name.strip_prefix("model.layers.").and_then(|n| n.split_once('.')) {
-            Some((l, rest)) => self
-                .below_of_layer(l.parse().ok()?)
-                .iter()
-                .find(|(b, _)| b == rest)
-                .map(|(_, p)| &p.shape[..]),
+            Some((layer, rest)) => {
+                let mut params = self.below_of(layer.parse().ok()?).iter();
+                params.find(|(b, _)| b == rest).map(|(_, p)| &p.shape[..])
+            }
             None => self.outside.iter().find(|p| &*p.name == name).map(|p| &p.shape[..]),
         }
     }
@@ -176,7 +165,7 @@ impl<'a> Model<'a> {
 
     /// Elements of the largest parameter or adapter matrix.
     pub fn largest(&self) -> u64 {
-        let params = self.below.iter().flatten().map(|(_, p)| p).chain(&self.outside);
+        let params = self.below.values().flatten().map(|(_, p)| p).chain(&self.outside);
         let adapters = self.adapters.values().map(|s| s.iter().product::<usize>());
         params.map(ParamInfo::elements).chain(adapters).max().unwrap_or(0) as u64
     }

@@ -2,6 +2,7 @@
 
 use super::Inputs;
 use super::model::{Model, Stretch};
+use super::shared::Shared;
 use super::weights;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients};
@@ -9,7 +10,7 @@ use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivat
 use crate::model::contracts::GradSinkMemory;
 use crate::model::delta_net;
 use crate::model::rope::{Rope, RopeTables};
-use crate::model::spec::{EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, LM_HEAD, Mixer};
+use crate::model::spec::{EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, LM_HEAD, LayerSpec, Mixer};
 use crate::model::{Spec, tokens};
 use crate::ops::attention;
 use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, sums_bytes};
@@ -18,7 +19,7 @@ use crate::ops::linear::{self, ProductSizes};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::Group;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
 const MASKED: u64 = 4;
@@ -177,9 +178,12 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     if inputs.on_gpu {
         return 0;
     }
+    let firsts: BTreeSet<usize> = spec.alike().into_iter().collect();
     let linears = || {
-        let all = spec.kinds().into_iter().flat_map(|(first, _)| spec.linears(first));
-        all.map(|l| (l.input, l.output))
+        firsts
+            .iter()
+            .flat_map(|l| spec.linears(*l))
+            .map(|l| (l.input, l.output))
     };
     let widest = linears().map(|(input, output)| input.max(output)).max().unwrap_or(0);
     let largest = linears().map(|(input, output)| input * output).max().unwrap_or(0);
@@ -191,32 +195,32 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
         largest_weight: largest.max(spec.vocab * spec.hidden),
         rank: ranks.filter(|rank| linear::can_fuse(*rank)).max().unwrap_or(0),
     };
-    let delta_net = match spec.layers.iter().any(|layer| layer.mixer == Mixer::DeltaNet) {
-        true => delta_rule::scratch(&delta_net::heads(&spec.delta_net), inputs.longest),
-        false => 0,
-    };
-    let mixers = attention_scratch(spec, inputs, bf16).max(delta_net);
+    let mixers = mixer_scratch(spec, inputs, bf16);
     let elements = products.thread_elements().max(mixers);
     let tiles = if bf16 { products.tile_bytes() } else { 0 };
     inputs.threads as u64 * (linear::gemm_bytes() + 4 * elements as u64) + tiles
 }
 
-/// Elements that one thread needs for attention.
-fn attention_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
-    let form = |window: Option<usize>| attention::Spec {
-        heads: spec.heads,
-        kv_heads: spec.kv_heads,
-        head_dim: spec.head_dim,
-        scale: spec.attention_scale,
-        softcap: spec.attention_softcap,
-        window,
-        bf16,
+/// Elements that one thread needs for attention or for Gated DeltaNet.
+fn mixer_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
+    let scratch = |(mixer, window, kv_heads, head_dim)| match mixer {
+        Mixer::DeltaNet(sizes) => delta_rule::scratch(&delta_net::heads(&sizes), inputs.longest),
+        Mixer::Attention => {
+            let form = attention::Spec {
+                heads: spec.heads,
+                kv_heads,
+                head_dim,
+                scale: spec.attention_scale,
+                softcap: spec.attention_softcap,
+                window,
+                bf16,
+            };
+            attention::scratch(&form, inputs.longest)
+        }
     };
-    let windows: BTreeSet<Option<usize>> = spec.layers.iter().map(|s| s.window).collect();
-    let scratch = windows
-        .into_iter()
-        .map(|w| attention::scratch(&form(w), inputs.longest));
-    scratch.max().unwrap_or(0)
+    let of_layer = |(l, s): (usize, &LayerSpec)| (s.mixer, s.window, spec.kv_heads_of(l), spec.head_dim_of(l));
+    let different: HashSet<_> = spec.layers.iter().enumerate().map(of_layer).collect();
+    different.into_iter().map(scratch).max().unwrap_or(0)
 }
 
 fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
@@ -259,6 +263,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         );
     }
     let keep_from = layers.saturating_sub(inputs.strategy.saved_layers);
+    let mut shared = Shared::new(l, spec, inputs);
     let mut waiting: Vec<Waiting> = Vec::new();
     let mut before = l.sizes();
     for stretch in model.stretches(active, &[lowest, lowest + 1, keep_from]) {
@@ -278,6 +283,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             (false, _) => MemoryKind::LayerWork,
         };
         let x = l.alloc(kind, nd);
+        shared.forward(l, layer);
         let (y, kept) = block(layer).forward(l, keep);
         l.free(y);
         if layer >= lowest {
@@ -328,6 +334,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     }
     let Some(d_hidden) = d_hidden else {
         l.free(x);
+        shared.free(l);
         return;
     };
     let mut dx = l.alloc(MemoryKind::LayerWork, nd);
@@ -335,6 +342,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     sink.give(l, FINAL_NORM_BIAS);
     l.free_all([x, d_hidden]);
 
+    shared.start_backward(l, to_embedding);
     let mut gradients = 0;
     while let Some(next) = waiting.pop() {
         let (layer, x, kept) = match next {
@@ -349,17 +357,24 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         l.moment(format!("the backward pass of layer {layer}"));
         let before = l.sizes()[MemoryKind::Gradients];
         let need_dx = layer > lowest || to_embedding;
+        shared.backward(l, layer, lowest);
         let below = block(layer).vjp(l, kept, dx, need_dx, sink);
+        shared.done(l, layer);
         l.free(x);
         gradients = l.sizes()[MemoryKind::Gradients].saturating_sub(before);
         match below {
             Some(below) => dx = below,
             None => {
                 l.free_all(tied);
+                shared.free(l);
                 return;
             }
         }
     }
+    if to_embedding {
+        shared.end(l, sink);
+    }
+    shared.free(l);
     if to_embedding && sink.wants(EMBEDDING) {
         l.moment("the gradient of the embedding");
         let gradient = tied.take().unwrap_or_else(|| sink.compute(l, EMBEDDING));

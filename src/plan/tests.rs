@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::model::rope::Rope;
-use crate::model::spec::{DeltaNetSpec, LayerSpec, NormNames, QkNorm};
+use crate::model::spec::{LayerSpec, NormNames, QkNorm};
 use crate::ops::glu::Activation;
 use crate::ops::prepacked::Orders;
 use crate::ops::rope::Pairing;
@@ -26,7 +26,10 @@ pub(super) fn spec() -> Spec {
         norms: NormNames::BEFORE,
         qk_norm: None,
         output_gate: false,
-        delta_net: DeltaNetSpec::default(),
+        attention_sinks: false,
+        value_norm: false,
+        per_layer: None,
+        layer_scalar: false,
         qkv_bias: false,
         o_bias: false,
         mlp_bias: false,

@@ -9,6 +9,7 @@ use super::{Inputs, gpu_time, weights};
 use crate::engine::{Active, Gradients};
 use crate::model::Spec;
 use crate::model::pieces::pieces;
+use crate::model::spec::Mixer;
 use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Method, Recipe};
 use crate::sft::CausalLm;
@@ -64,10 +65,9 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     let lowest = active.lowest_layer(layers);
     let n = inputs.tokens as f64;
     let (mut attention, mut mlp) = (0.0, 0.0);
-    let linears = |(l, count): (usize, usize)| spec.linears(l).into_iter().map(move |linear| (linear, count));
-    for (linear, count) in spec.kinds().into_iter().flat_map(linears) {
-        // Of the mean layer.
-        let elements = (linear.input * linear.output * count) as f64 / layers as f64;
+    // The mean of all layers.
+    for linear in spec.alike().into_iter().flat_map(|l| spec.linears(l)) {
+        let elements = (linear.input * linear.output) as f64 / layers as f64;
         match linear.sublayer {
             Sublayer::Mlp => mlp += elements,
             _ => attention += elements,
@@ -75,7 +75,9 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     }
     let count = pieces(inputs.tokens, inputs.strategy.mlp_tokens).len() as f64;
     // Half of the scores are masked.
-    let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;
+    let with_attention = (0..layers).filter(|l| spec.layers[*l].mixer == Mixer::Attention);
+    let query_width = with_attention.map(|l| spec.query_width(l) as f64).sum::<f64>() / layers as f64;
+    let scores = 2.0 * n * inputs.longest as f64 * query_width;
     let layer = |packed: f64| 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
     let above = (layers - lowest) as f64;
     let recomputed = (above - inputs.strategy.saved_layers as f64).max(0.0);

@@ -41,6 +41,8 @@ fn all_families_have_goldens() {
         "gemma2",
         "gemma3",
         "gemma3_text",
+        "gemma4",
+        "gemma4_text",
         "glm4",
         "granite",
         "hunyuan_v1_dense",

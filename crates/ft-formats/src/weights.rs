@@ -94,7 +94,7 @@ const LANGUAGE_MODEL: [[&str; 2]; 2] = [
 /// The same prefixes in a text-only checkpoint.
 const TEXT_ONLY: [&str; 2] = ["model.", "lm_head."];
 /// Prefixes of the other parts of a multimodal checkpoint, and of the layers for multi-token prediction.
-const OTHER_PARTS: [&str; 7] = [
+const OTHER_PARTS: [&str; 10] = [
     "mtp.",
     "visual.",
     "model.visual.",
@@ -102,6 +102,9 @@ const OTHER_PARTS: [&str; 7] = [
     "model.vision_tower.",
     "multi_modal_projector.",
     "model.multi_modal_projector.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
 ];
 
 /// All tensors of one or several safetensors files.

@@ -12,20 +12,12 @@
 use super::device_cache::{DeviceForm, DeviceLayer, together};
 use crate::base::{Error, Result};
 use crate::model::delta_net;
-use crate::model::spec::Mixer;
+use crate::model::spec::{KeySource, LayerSpec, Mixer};
 use crate::model::{DeltaState, KvStore, Spec};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
 use crate::ops::{attention, update};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
-
-fn form(spec: &Spec, stored: Option<KvDtype>) -> Form {
-    Form {
-        stored: stored.unwrap_or(KvDtype::F32),
-        kv_heads: spec.kv_heads,
-        head_dim: spec.head_dim,
-    }
-}
 
 /// Bytes of the KV cache of one text of `tokens` tokens and of its attention, in the default storage type. `element`: on
 /// a GPU the bytes of an activation.
@@ -35,18 +27,60 @@ pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
     layout.bytes(tokens) + layout.step_bytes(tokens)
 }
 
+/// What the cache has of one layer.
+#[derive(Debug, Clone, Copy)]
+enum LayerLayout {
+    Keys {
+        /// Of the pages on the CPU.
+        form: Form,
+        /// On a GPU: the form there.
+        device: Option<DeviceForm>,
+    },
+    /// The layer reads the keys and values of another layer.
+    Nothing,
+    /// The state of a Gated DeltaNet layer, of this many bytes.
+    State(u64),
+}
+
+impl LayerLayout {
+    /// W
+    fn width(&self) -> usize {
+        match self {
+            Self::Keys { form, .. } => form.kv_heads * form.head_dim,
+            Self::Nothing | Self::State(_) => 0,
+        }
+    }
+
+    fn bytes(&self, tokens: usize) -> u64 {
+        match self {
+            Self::Keys { form, device: None } => tokens.div_ceil(PAGE) as u64 * form.page_bytes(),
+            Self::Keys {
+                device: Some(device), ..
+            } => device.bytes(tokens, self.width()),
+            Self::Nothing => 0,
+            Self::State(bytes) => *bytes,
+        }
+    }
+
+    /// The layer of an empty run.
+    fn layer(&self, room: usize) -> Layer {
+        match self {
+            Self::Keys { form, device: None } => Layer::Pages(*form, Vec::new()),
+            Self::Keys {
+                device: Some(device), ..
+            } => Layer::Device(device.layer(room)),
+            Self::Nothing => Layer::Nothing,
+            Self::State(_) => Layer::State(None),
+        }
+    }
+}
+
 /// The layout of the cache of a network.
 #[derive(Debug, Clone)]
 pub struct Layout {
-    mixers: Vec<Mixer>,
-    /// Bytes of the state of a Gated DeltaNet layer.
-    state: u64,
-    /// W
-    width: usize,
-    /// Of the pages on the CPU.
-    form: Form,
-    /// On a GPU: the form there, and the type of the activations.
-    device: Option<(DeviceForm, DType)>,
+    layers: Vec<LayerLayout>,
+    /// On a GPU: the type of the activations.
+    activations: Option<DType>,
 }
 
 impl Layout {
@@ -56,48 +90,49 @@ impl Layout {
     }
 
     fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>) -> Self {
+        let layer = |(l, of): (usize, &LayerSpec)| match (of.mixer, of.keys) {
+            (Mixer::DeltaNet(sizes), _) => LayerLayout::State(delta_net::state_bytes(&sizes)),
+            (Mixer::Attention, KeySource::Layer(_)) => LayerLayout::Nothing,
+            (Mixer::Attention, _) => {
+                let (kv_heads, head_dim) = (spec.kv_heads_of(l), spec.head_dim_of(l));
+                LayerLayout::Keys {
+                    form: Form {
+                        stored: stored.unwrap_or(KvDtype::F32),
+                        kv_heads,
+                        head_dim,
+                    },
+                    device: on_gpu.map(|activations| DeviceForm::new((kv_heads, head_dim), stored, activations)),
+                }
+            }
+        };
         Self {
-            mixers: spec.layers.iter().map(|layer| layer.mixer).collect(),
-            state: delta_net::state_bytes(&spec.delta_net),
-            width: spec.kv_width(),
-            form: form(spec, stored),
-            device: on_gpu.map(|activations| (DeviceForm::new(spec, stored, activations), activations)),
+            layers: spec.layers.iter().enumerate().map(layer).collect(),
+            activations: on_gpu,
         }
     }
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        let layer = match &self.device {
-            None => tokens.div_ceil(PAGE) as u64 * self.form.page_bytes(),
-            Some((form, _)) => form.bytes(tokens, self.width),
-        };
-        let recurrent = self.mixers.iter().filter(|m| **m == Mixer::DeltaNet).count() as u64;
-        (self.mixers.len() as u64 - recurrent) * layer + recurrent * self.state
+        self.layers.iter().map(|layer| layer.bytes(tokens)).sum()
     }
 
     /// Returns the bytes that attention needs in addition to the runs for a text of `tokens` tokens, shared ones
     /// included: on a GPU the keys and values of one layer are concatenated.
     pub fn step_bytes(&self, tokens: usize) -> u64 {
-        match &self.device {
-            None => 0,
-            Some((_, activations)) => DeviceForm::Dense(*activations).bytes(tokens, self.width),
-        }
+        let widest = self.layers.iter().map(LayerLayout::width).max().unwrap_or(0);
+        self.activations
+            .map_or(0, |activations| DeviceForm::Dense(activations).bytes(tokens, widest))
     }
 
     fn run(&self, room: usize) -> Run {
-        let layer = |mixer: &Mixer| match (mixer, self.device) {
-            (Mixer::DeltaNet, _) => Layer::Recurrent(None),
-            (Mixer::Attention, None) => Layer::Pages(Vec::new()),
-            (Mixer::Attention, Some((form, _))) => Layer::Device(form.layer(room)),
-        };
         Run {
-            layers: self.mixers.iter().map(layer).collect(),
+            layers: self.layers.iter().map(|layer| layer.layer(room)).collect(),
             len: 0,
         }
     }
 }
 
-/// Consecutive tokens, with keys and values of every layer.
+/// Consecutive tokens, with the keys and values or the state of every layer.
 pub struct Run {
     layers: Vec<Layer>,
     /// Number of tokens.
@@ -105,18 +140,20 @@ pub struct Run {
 }
 
 enum Layer {
-    Pages(Vec<Page>),
+    Pages(Form, Vec<Page>),
     Device(DeviceLayer),
+    /// The layer reads the keys and values of another layer.
+    Nothing,
     /// The state after the last token of the run.
-    Recurrent(Option<DeltaState>),
+    State(Option<DeltaState>),
 }
 
 impl Layer {
     fn truncate(&mut self, len: usize) {
         match self {
             Layer::Device(layer) => layer.truncate(len),
-            Layer::Recurrent(_) => {}
-            Layer::Pages(pages) => {
+            Layer::Nothing | Layer::State(_) => {}
+            Layer::Pages(_, pages) => {
                 let mut left = len;
                 for page in pages.iter_mut() {
                     page.truncate(left);
@@ -133,7 +170,6 @@ pub struct Sequence {
     /// The shared runs, from the first token on.
     shared: Vec<Arc<Run>>,
     own: Run,
-    form: Form,
     /// Number of tokens, shared ones included.
     len: usize,
 }
@@ -144,17 +180,12 @@ impl Sequence {
         let mut own = layout.run(room);
         if let Some(last) = shared.last() {
             for (layer, before) in own.layers.iter_mut().zip(&last.layers) {
-                if let (Layer::Recurrent(state), Layer::Recurrent(before)) = (layer, before) {
+                if let (Layer::State(state), Layer::State(before)) = (layer, before) {
                     state.clone_from(before);
                 }
             }
         }
-        Self {
-            shared,
-            own,
-            form: layout.form,
-            len,
-        }
+        Self { shared, own, len }
     }
 
     pub fn len(&self) -> usize {
@@ -163,7 +194,7 @@ impl Sequence {
 
     /// True if `truncate` can remove the tokens from index `len` on.
     pub fn can_truncate(&self, len: usize) -> bool {
-        len >= self.len || !self.own.layers.iter().any(|layer| matches!(layer, Layer::Recurrent(_)))
+        len >= self.len || !self.own.layers.iter().any(|layer| matches!(layer, Layer::State(_)))
     }
 
     /// Removes all tokens from index `len` on, but never shared ones.
@@ -178,9 +209,10 @@ impl Sequence {
     /// Returns an empty sequence of the same layout.
     pub fn empty(&self, room: usize) -> Self {
         let layer = |layer: &Layer| match layer {
-            Layer::Pages(_) => Layer::Pages(Vec::new()),
+            Layer::Pages(form, _) => Layer::Pages(*form, Vec::new()),
             Layer::Device(layer) => Layer::Device(layer.empty(room)),
-            Layer::Recurrent(_) => Layer::Recurrent(None),
+            Layer::Nothing => Layer::Nothing,
+            Layer::State(_) => Layer::State(None),
         };
         Self {
             shared: Vec::new(),
@@ -188,7 +220,6 @@ impl Sequence {
                 layers: self.own.layers.iter().map(layer).collect(),
                 len: 0,
             },
-            form: self.form,
             len: 0,
         }
     }
@@ -247,11 +278,10 @@ impl<'a> Step<'a> {
         update::with_slice(k, |k| {
             update::with_slice(v, |v| {
                 for (sequence, d) in rows {
-                    let form = sequence.form;
-                    if let Some(Layer::Pages(pages)) = sequence.own.layers.get_mut(layer) {
+                    if let Some(Layer::Pages(form, pages)) = sequence.own.layers.get_mut(layer) {
                         for t in d[0]..d[1] {
                             if pages.last().is_none_or(Page::is_full) {
-                                pages.push(Page::new(form));
+                                pages.push(Page::new(*form));
                             }
                             if let Some(page) = pages.last_mut() {
                                 page.push(&k[t * width..][..width], &v[t * width..][..width], spec);
@@ -263,8 +293,8 @@ impl<'a> Step<'a> {
         })?
     }
 
-    /// Attention on a GPU; `k`: keys of the new tokens.
-    fn on_device(&self, layer: usize, q: &Tensor, k: &Tensor, spec: &attention::Spec) -> Result<(Tensor, Tensor)> {
+    /// Attention on a GPU.
+    fn on_device(&self, layer: usize, q: &Tensor, spec: &attention::Spec) -> Result<(Tensor, Tensor)> {
         let (mut layers, mut offsets) = (Vec::new(), vec![0]);
         for sequence in &self.sequences {
             let mut end = offsets[offsets.len() - 1];
@@ -276,7 +306,7 @@ impl<'a> Step<'a> {
             }
             offsets.push(end);
         }
-        let (k, v) = together(&layers, k)?;
+        let (k, v) = together(&layers, spec.kv_heads * spec.head_dim, q)?;
         attention::forward(q, &k, &v, spec, self.documents, &offsets)
     }
 }
@@ -286,15 +316,14 @@ impl KvStore for Step<'_> {
         &mut self,
         layer: usize,
         q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        new: Option<(&Tensor, &Tensor)>,
         spec: &attention::Spec,
     ) -> Result<(Tensor, Tensor)> {
         let want = [
             self.documents.last().copied().unwrap_or(0),
             spec.kv_heads * spec.head_dim,
         ];
-        for t in [k, v] {
+        for t in new.into_iter().flat_map(|(k, v)| [k, v]) {
             if t.dims() != want {
                 return Err(Error::shape("keys or values of a decoding step have the wrong shape")
                     .found(format!("{:?}", t.dims()))
@@ -304,9 +333,11 @@ impl KvStore for Step<'_> {
         if self.sequences.iter().any(|s| layer >= s.own.layers.len()) {
             return Err(Error::shape("the KV cache does not have this layer").found(layer));
         }
-        self.push(layer, k, v, spec)?;
+        if let Some((k, v)) = new {
+            self.push(layer, k, v, spec)?;
+        }
         if !q.device().is_cpu() {
-            return self.on_device(layer, q, k, spec);
+            return self.on_device(layer, q, spec);
         }
         let rows = self.sequences.iter().zip(self.documents.windows(2));
         let documents: Vec<Document> = rows
@@ -315,7 +346,7 @@ impl KvStore for Step<'_> {
                 pages: sequence
                     .runs()
                     .filter_map(|run| match run.layers.get(layer) {
-                        Some(Layer::Pages(pages)) => Some(pages),
+                        Some(Layer::Pages(_, pages)) => Some(pages),
                         _ => None,
                     })
                     .flatten()
@@ -327,7 +358,7 @@ impl KvStore for Step<'_> {
 
     fn states(&mut self, layer: usize) -> Result<Vec<Option<DeltaState>>> {
         let state = |s: &&mut Sequence| match s.own.layers.get(layer) {
-            Some(Layer::Recurrent(state)) => Ok(state.clone()),
+            Some(Layer::State(state)) => Ok(state.clone()),
             _ => Err(Error::shape("the cache has no state of this layer").found(layer)),
         };
         self.sequences.iter().map(state).collect()
@@ -335,7 +366,7 @@ impl KvStore for Step<'_> {
 
     fn set_states(&mut self, layer: usize, states: Vec<DeltaState>) -> Result<()> {
         for (sequence, state) in self.sequences.iter_mut().zip(states) {
-            if let Some(Layer::Recurrent(own)) = sequence.own.layers.get_mut(layer) {
+            if let Some(Layer::State(own)) = sequence.own.layers.get_mut(layer) {
                 *own = Some(state);
             }
         }
@@ -349,16 +380,19 @@ mod tests {
 
     #[test]
     fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_puts_one_layer_together() {
-        let layout = |form, activations| Layout {
-            mixers: vec![Mixer::Attention; 3],
-            state: 0,
-            width: 8,
-            form: Form {
-                stored: KvDtype::F32,
-                kv_heads: 2,
-                head_dim: 4,
-            },
-            device: Some((form, activations)),
+        let layout = |form, activations| {
+            let layer = LayerLayout::Keys {
+                form: Form {
+                    stored: KvDtype::F32,
+                    kv_heads: 2,
+                    head_dim: 4,
+                },
+                device: Some(form),
+            };
+            Layout {
+                layers: vec![layer; 3],
+                activations: Some(activations),
+            }
         };
         let wide = layout(DeviceForm::Dense(DType::F32), DType::F32);
         let narrow = layout(DeviceForm::Dense(DType::BF16), DType::BF16);
@@ -368,5 +402,23 @@ mod tests {
         // A byte for each number, and a scale for each head.
         assert_eq!(int8.bytes(10), 3 * 2 * (80 + 10 * 2 * 4));
         assert_eq!(int8.step_bytes(10), narrow.step_bytes(10));
+    }
+
+    #[test]
+    fn a_state_has_one_size_and_a_layer_with_the_keys_of_another_has_none() {
+        let form = Form {
+            stored: KvDtype::F32,
+            kv_heads: 2,
+            head_dim: 4,
+        };
+        let keys = LayerLayout::Keys { form, device: None };
+        let layout = |layers: &[LayerLayout]| Layout {
+            layers: layers.to_vec(),
+            activations: None,
+        };
+        let all = layout(&[keys, LayerLayout::Nothing, LayerLayout::State(100), keys]);
+        for tokens in [1, 10, 1000] {
+            assert_eq!(all.bytes(tokens), layout(&[keys, keys]).bytes(tokens) + 100);
+        }
     }
 }

@@ -7,7 +7,7 @@ use crate::base::Error;
 use crate::data::{Batch, Example};
 use crate::model::Network;
 use crate::model::rope::Rope;
-use crate::model::spec::{DeltaNetSpec, LayerSpec, NormNames, QkNorm, Spec};
+use crate::model::spec::{LayerSpec, NormNames, QkNorm, Spec};
 use crate::ops::Dtype;
 use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
@@ -36,7 +36,10 @@ pub(super) fn spec() -> Spec {
         norms: NormNames::BEFORE,
         qk_norm: Some(QkNorm::HEADS),
         output_gate: false,
-        delta_net: DeltaNetSpec::default(),
+        attention_sinks: true,
+        value_norm: false,
+        per_layer: None,
+        layer_scalar: false,
         qkv_bias: true,
         o_bias: false,
         mlp_bias: false,

@@ -9,24 +9,20 @@ use crate::ops::{Dtype, update};
 fn network(by_key_head: bool) -> Network {
     let mut layers = spec().layers;
     layers.push(layers[2]);
-    for (layer, mixer) in layers
-        .iter_mut()
-        .zip([Mixer::DeltaNet, Mixer::DeltaNet, Mixer::Attention, Mixer::DeltaNet])
-    {
-        layer.mixer = mixer;
+    for l in [0, 1, 3] {
+        layers[l].mixer = Mixer::DeltaNet(DeltaNetSpec {
+            key_heads: 2,
+            value_heads: 4,
+            key_dim: 8,
+            value_dim: 6,
+            kernel: 4,
+            by_key_head,
+        });
     }
     let network = of_spec(
         Spec {
             layers,
             output_gate: true,
-            delta_net: DeltaNetSpec {
-                key_heads: 2,
-                value_heads: 4,
-                key_dim: 8,
-                value_dim: 6,
-                kernel: 4,
-                by_key_head,
-            },
             ..spec()
         },
         Dtype::F32,

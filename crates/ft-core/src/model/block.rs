@@ -1,29 +1,30 @@
-//! The decoder block: attention half and MLP half, each with a forward and an explicit backward pass.
+//! The decoder block: a half that mixes tokens and an MLP half, each with a forward and an explicit backward pass.
 //!
 //! ```text
 //! x1 = x  + [norm] o_proj([gate] attention([norm] rope([norm] q), [norm] rope([norm] k), v))    with q, k, v from [norm] x
 //! x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))                             with h = [norm] x1
 //! ```
 //!
-//! In some layers Gated DeltaNet (`delta_net`) is in the place of the attention. Norms and the gate in brackets exist in
-//! some families only; Granite multiplies what is added to x and x1 by a constant. If the halves are parallel, both read
-//! the same h = [norm] x.
+//! The first half is `attention`, or in some layers Gated DeltaNet (`delta_net`) in its place. Norms and the gate in brackets
+//! exist in some families only; Granite multiplies what is added to x and x1 by a constant. If the halves are parallel, both
+//! read the same h = [norm] x. Gemma 4 has a third part (`per_layer`).
 
 pub mod memory;
+pub mod per_layer;
 
-use super::contracts::{Context, GradSink, KvStore, Layer};
+use super::attention::SavedAttention;
+use super::contracts::{Context, GradSink, KvStore, Layer, Param};
 use super::delta_net::{DeltaNet, SavedDeltaNet};
 use super::linear::Linear;
 use super::mlp::SavedPieces;
 use super::norm::Norm;
-use super::projections::{Projections, SavedLow, add_residual};
-use super::spec::{LayerSpec, Spec};
+use super::projections::Projections;
+use super::spec::Spec;
 use crate::base::{Error, Result};
-use crate::ops::glu::{self, Activation};
-use crate::ops::rope::Direction;
-use crate::ops::{attention, rope, update};
+use crate::ops::update;
 use crate::source::GroupWeights;
 use candle_core::Tensor;
+use per_layer::PerLayerInput;
 use std::sync::Arc;
 
 /// A decoder layer, with its weights on the device.
@@ -36,12 +37,14 @@ pub struct Block {
     pub index: usize,
     /// q, k and v; the input projections of Gated DeltaNet.
     pub attention_in: Projections,
-    /// The output projection of the attention.
+    /// The output projection of the attention, or of Gated DeltaNet.
     pub o_proj: Projections,
-    /// Norm of each query head, if the family has it.
+    /// Attention: the norm of each query head, if the family has it.
     pub q_norm: Option<Norm>,
-    /// Norm of each key head, if the family has it.
+    /// Attention: the norm of each key head, if the family has it.
     pub k_norm: Option<Norm>,
+    /// The attention sinks, if the family has them.
+    pub sinks: Option<Param>,
     /// The other weights of Gated DeltaNet, if the layer has it in the place of attention.
     pub delta_net: Option<DeltaNet>,
     /// gate and up, or up alone.
@@ -56,23 +59,10 @@ pub struct Block {
     pub mlp_norm: Option<Norm>,
     /// The norm after the MLP, if the family has it.
     pub mlp_post_norm: Option<Norm>,
-}
-
-/// Saved activations of the attention half.
-struct SavedAttention {
-    /// q and k before their norms, if they have norms.
-    raw: Option<(Tensor, Tensor)>,
-    /// The gate of the output.
-    gate: Option<Tensor>,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    /// Output of o_proj, if a norm follows it.
-    y: Option<Tensor>,
-    /// u of the LoRA pairs of q, k, v, and of o_proj.
-    low: [SavedLow; 2],
+    /// The part that reads the per-layer input, if the family has it.
+    pub per_layer: Option<PerLayerInput>,
+    /// Factor of the output of the layer.
+    pub scale: f32,
 }
 
 /// Saved activations of the half that mixes tokens.
@@ -88,14 +78,17 @@ pub struct SavedActivations {
     x1: Option<Tensor>,
     /// gate and up of each piece of the tokens.
     parts: SavedPieces,
+    /// The output of the MLP half, if the layer has a per-layer input.
+    x2: Option<Tensor>,
 }
 
 impl Block {
     /// Its linears in model order, each with its module name: `model.layers.0.self_attn.q_proj`.
     pub fn into_linears(self) -> Vec<(String, Linear)> {
         let module = |l: &Linear| l.name.trim_end_matches(".weight").to_string();
-        [self.attention_in, self.o_proj, self.mlp_in, self.down_proj]
-            .into_iter()
+        let mut all = vec![self.attention_in, self.o_proj, self.mlp_in, self.down_proj];
+        all.extend(self.per_layer.into_iter().flat_map(|p| [p.gate, p.projection]));
+        all.into_iter()
             .flat_map(Projections::into_linears)
             .map(|l| (module(&l), l))
             .collect()
@@ -114,60 +107,6 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
         norm.backward(x, dy, &self.spec, sink)
-    }
-
-    /// Cuts the output of q_proj `[N, H·2E]` into the queries and their gate, `[N, H·E]` each.
-    fn split_gate(&self, q: Tensor) -> Result<(Tensor, Option<Tensor>)> {
-        if !self.spec.output_gate {
-            return Ok((q, None));
-        }
-        let (n, heads, e) = (q.dim(0)?, self.spec.heads, self.spec.head_dim);
-        let both = q.reshape((n, heads, 2 * e))?;
-        let part =
-            |first: usize| -> Result<Tensor> { Ok(both.narrow(2, first, e)?.contiguous()?.reshape((n, heads * e))?) };
-        Ok((part(0)?, Some(part(e)?)))
-    }
-
-    /// The inverse of `split_gate`, for gradients.
-    fn join_gate(&self, dq: Tensor, d_gate: Option<Tensor>) -> Result<Tensor> {
-        let Some(d_gate) = d_gate else { return Ok(dq) };
-        let (n, heads, e) = (dq.dim(0)?, self.spec.heads, self.spec.head_dim);
-        let parts = [dq.reshape((n, heads, e))?, d_gate.reshape((n, heads, e))?];
-        Ok(Tensor::cat(&parts, 2)?.contiguous()?.reshape((n, 2 * heads * e))?)
-    }
-
-    /// `o · sigmoid(gate)`, if there is a gate.
-    fn gated(gate: &Option<Tensor>, o: &Tensor) -> Result<Tensor> {
-        match gate {
-            Some(gate) => glu::forward(gate, o, Activation::Sigmoid),
-            None => Ok(o.clone()),
-        }
-    }
-
-    fn norm_follows_rope(&self) -> bool {
-        self.spec.qk_norm.is_some_and(|norm| norm.after_rope)
-    }
-
-    fn attention_spec(&self) -> attention::Spec {
-        attention::Spec {
-            heads: self.spec.heads,
-            kv_heads: self.spec.kv_heads,
-            head_dim: self.spec.head_dim,
-            scale: self.spec.attention_scale,
-            softcap: self.spec.attention_softcap,
-            window: self.spec.layers[self.index].window,
-            bf16: self.o_proj.is_bf16(),
-        }
-    }
-
-    /// Rotates q and k.
-    fn rotate(&self, q: &Tensor, k: &Tensor, ctx: &Context, direction: Direction) -> Result<(Tensor, Tensor)> {
-        let LayerSpec { rope, query_rope, .. } = self.spec.layers[self.index];
-        let turn = |x: &Tensor, rope: usize| {
-            let (cos, sin) = &ctx.ropes[rope];
-            rope::apply(x, (cos, sin), self.spec.head_dim, self.spec.pairing, direction)
-        };
-        Ok((turn(q, query_rope.unwrap_or(rope))?, turn(k, rope)?))
     }
 
     /// The input of a half after its norm, if it has one.
@@ -228,69 +167,21 @@ impl Block {
         }
     }
 
-    /// As `mixer`, for attention.
-    fn attention(
-        &self,
-        x: &Tensor,
-        ctx: &Context,
-        cache: Option<&mut dyn KvStore>,
-    ) -> Result<(Tensor, SavedAttention)> {
-        let h = self.normed(&self.input_norm, x)?;
-        let (qkv, low_in) = self.attention_in.forward(&h, ctx)?;
-        let mut qkv = qkv.into_iter();
-        let (Some(q), Some(k), Some(v)) = (qkv.next(), qkv.next(), qkv.next()) else {
-            return Err(Error::internal("attention needs three projections"));
-        };
-        drop(h);
-        let (q, gate) = self.split_gate(q)?;
-        let both = |q: Tensor, k: Tensor| match (&self.q_norm, &self.k_norm) {
-            (Some(qn), Some(kn)) => Ok::<_, Error>((self.norm(qn, &q)?, self.norm(kn, &k)?, Some((q, k)))),
-            _ => Ok((q, k, None)),
-        };
-        let (q, k, raw) = if self.norm_follows_rope() {
-            let rotated = self.rotate(&q, &k, ctx, Direction::Forward)?;
-            drop((q, k));
-            both(rotated.0, rotated.1)?
-        } else {
-            let (q, k, raw) = both(q, k)?;
-            let (q, k) = self.rotate(&q, &k, ctx, Direction::Forward)?;
-            (q, k, raw)
-        };
-        let spec = self.attention_spec();
-        let (o, lse) = match cache {
-            None => attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?,
-            Some(cache) => cache.attend(self.index, &q, &k, &v, &spec)?,
-        };
-        let gated = Self::gated(&gate, &o)?;
-        let (y, low_out) = self.o_proj.forward_one(&gated, ctx)?;
-        drop(gated);
-        let (x1, y) = match &self.attention_post_norm {
-            Some(norm) => (update::add(x, &self.norm(norm, &y)?)?, Some(y)),
-            None => (add_residual(y, x, &low_out, self.spec.residual_scale)?, None),
-        };
-        Ok((
-            x1,
-            SavedAttention {
-                raw,
-                gate,
-                q,
-                k,
-                v,
-                o,
-                lse,
-                y,
-                low: [low_in, low_out],
-            },
-        ))
+    /// Stores what later layers read.
+    fn share(&self, saved: &SavedMixer, ctx: &Context) {
+        match saved {
+            SavedMixer::Attention(saved) => self.share_keys(saved, ctx),
+            SavedMixer::DeltaNet(_) => {}
+        }
     }
 
     /// Decoding: as `forward`, with the KV cache of earlier tokens.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
         let x1 = self.mixer(x, ctx, Some(cache))?.0;
-        Ok(self.mlp_after(x, &x1, ctx, false)?.0)
+        self.end(&self.mlp_after(x, &x1, ctx, false)?.0, ctx)
     }
 
-    fn attention_wanted(&self, sink: &dyn GradSink) -> bool {
+    fn mixer_wanted(&self, sink: &dyn GradSink) -> bool {
         let norms = [
             self.input_norm.as_ref(),
             self.q_norm.as_ref(),
@@ -300,6 +191,7 @@ impl Block {
         self.attention_in.wanted(sink)
             || self.o_proj.wanted(sink)
             || norms.into_iter().flatten().any(|norm| norm.wanted(sink))
+            || self.sinks_wanted(sink)
             || self.delta_net.as_ref().is_some_and(|net| net.wanted(sink))
     }
 
@@ -318,107 +210,28 @@ impl Block {
             (SavedMixer::DeltaNet(_), None) => Err(Error::internal("saved activations of another layer")),
         }
     }
-
-    /// `d_shared`: the gradient of the MLP at the output of the norm that both halves read.
-    fn attention_backward(
-        &self,
-        x: &Tensor,
-        saved: SavedAttention,
-        (dx1, d_shared): (Tensor, Option<Tensor>),
-        ctx: &Context,
-        need_dx: bool,
-        sink: &mut dyn GradSink,
-    ) -> Result<Option<Tensor>> {
-        let SavedAttention {
-            raw,
-            gate,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            y,
-            low: [low_in, low_out],
-        } = saved;
-        let need_dh = need_dx || self.input_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
-        let qk_wanted = [&self.q_norm, &self.k_norm]
-            .into_iter()
-            .flatten()
-            .any(|norm| norm.wanted(sink));
-        let need_do = need_dh || qk_wanted || self.attention_in.wanted(sink);
-        let d_out = match (&self.attention_post_norm, &y) {
-            (Some(norm), Some(y)) => self.norm_backward(norm, y, &dx1, sink)?,
-            _ => self.scaled_gradient(&dx1)?,
-        };
-        drop(y);
-        let gated = match self.o_proj.wanted(sink) {
-            true => Some(Self::gated(&gate, &o)?),
-            false => None,
-        };
-        let d_o = self
-            .o_proj
-            .backward(gated.as_ref(), low_out, vec![d_out], ctx, need_do, sink)?;
-        drop(gated);
-        let Some(d_o) = d_o else { return Ok(None) };
-        let (d_gate, d_o) = match gate {
-            Some(gate) => {
-                let (d_gate, ungated) = glu::backward(&gate, &o, &d_o, Activation::Sigmoid)?;
-                drop(d_o);
-                (Some(d_gate), ungated)
-            }
-            None => (None, d_o),
-        };
-        let (mut dq, mut dk, dv) =
-            attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
-        drop((q, k, v, o, lse, d_o));
-        let mut unnorm = |dq: &mut Tensor, dk: &mut Tensor| -> Result<()> {
-            if let (Some((raw_q, raw_k)), Some(qn), Some(kn)) = (&raw, &self.q_norm, &self.k_norm) {
-                *dq = self.norm_backward(qn, raw_q, dq, sink)?;
-                *dk = self.norm_backward(kn, raw_k, dk, sink)?;
-            }
-            Ok(())
-        };
-        if self.norm_follows_rope() {
-            unnorm(&mut dq, &mut dk)?;
-            (dq, dk) = self.rotate(&dq, &dk, ctx, Direction::Backward)?;
-        } else {
-            (dq, dk) = self.rotate(&dq, &dk, ctx, Direction::Backward)?;
-            unnorm(&mut dq, &mut dk)?;
-        }
-        drop(raw);
-        let dq = self.join_gate(dq, d_gate)?;
-        let h = if self.attention_in.wanted(sink) {
-            Some(self.normed(&self.input_norm, x)?)
-        } else {
-            None
-        };
-        let dh = self
-            .attention_in
-            .backward(h.as_ref(), low_in, vec![dq, dk, dv], ctx, need_dh, sink)?;
-        drop(h);
-        let Some(dh) = dh else { return Ok(None) };
-        if let Some(d_shared) = d_shared {
-            update::add_assign(&dh, &d_shared)?;
-        }
-        let dx = self.normed_backward(&self.input_norm, x, dh, sink)?;
-        update::add_assign(&dx, &dx1)?;
-        Ok(need_dx.then_some(dx))
-    }
 }
 
 impl Layer for Block {
     type SavedActivations = SavedActivations;
 
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let x1 = self.mixer(x, ctx, None)?.0;
-        Ok(self.mlp_after(x, &x1, ctx, false)?.0)
+        let (x1, mixer) = self.mixer(x, ctx, None)?;
+        self.share(&mixer, ctx);
+        drop(mixer);
+        let x2 = self.mlp_after(x, &x1, ctx, false)?.0;
+        drop(x1);
+        self.end(&x2, ctx)
     }
 
     fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SavedActivations)> {
         let (x1, mixer) = self.mixer(x, ctx, None)?;
-        let (y, parts) = self.mlp_after(x, &x1, ctx, true)?;
+        self.share(&mixer, ctx);
+        let (x2, parts) = self.mlp_after(x, &x1, ctx, true)?;
+        let y = self.end(&x2, ctx)?;
         let x1 = Some(x1).filter(|_| !self.spec.parallel);
-        Ok((y, SavedActivations { mixer, x1, parts }))
+        let x2 = self.per_layer.is_some().then_some(x2);
+        Ok((y, SavedActivations { mixer, x1, parts, x2 }))
     }
 
     fn vjp(
@@ -430,18 +243,35 @@ impl Layer for Block {
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let (x1, mixer, parts) = match saved {
-            Some(saved) => (saved.x1, saved.mixer, saved.parts),
+        // The layers that read them are done.
+        ctx.shared.drop_keys(self.index);
+        let (x1, mixer, parts, x2) = match saved {
+            Some(saved) => (saved.x1, saved.mixer, saved.parts, saved.x2),
             None => {
                 let (x1, mixer) = self.mixer(x, ctx, None)?;
-                (Some(x1).filter(|_| !self.spec.parallel), mixer, SavedPieces::new())
+                let (x2, parts) = match self.per_layer {
+                    None => (None, SavedPieces::new()),
+                    Some(_) => {
+                        let (x2, parts) = self.mlp_after(x, &x1, ctx, true)?;
+                        (Some(x2), parts)
+                    }
+                };
+                (Some(x1).filter(|_| !self.spec.parallel), mixer, parts, x2)
             }
         };
-        // If no parameter in or below the attention half is trained, its activations are dropped.
-        let attention_needed = need_dx || self.attention_wanted(sink);
-        let mixer = attention_needed.then_some(mixer);
+        // If no parameter in or below the first half is trained, its activations are dropped.
+        let mixer_needed = need_dx || self.mixer_wanted(sink);
+        let mixer = mixer_needed.then_some(mixer);
+        let mut dy = self.unscaled(dy)?;
+        if let (Some(p), Some(x2)) = (&self.per_layer, x2) {
+            let need_dx2 = mixer_needed || self.mlp_wanted(sink);
+            dy = match self.per_layer_backward(p, &x2, dy, ctx, need_dx2, sink)? {
+                Some(dy) => dy,
+                None => return Ok(None),
+            };
+        }
         let need_input = match x1 {
-            Some(_) => attention_needed,
+            Some(_) => mixer_needed,
             None => need_dx || self.input_norm.as_ref().is_some_and(|norm| norm.wanted(sink)),
         };
         let input = self.mlp_input(x, x1.as_ref())?;

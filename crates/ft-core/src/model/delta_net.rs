@@ -21,6 +21,8 @@ use candle_core::{DType, Tensor};
 
 /// The weights of Gated DeltaNet beside its projections.
 pub struct DeltaNet {
+    /// Its sizes.
+    pub sizes: DeltaNetSpec,
     /// The convolution, `[C, 1, K]`.
     pub conv: Param,
     /// Logarithm of the decay rates, `[V]`.
@@ -143,7 +145,7 @@ impl Block {
         ctx: &Context,
         cache: Option<&mut dyn KvStore>,
     ) -> Result<(Tensor, SavedDeltaNet)> {
-        let sizes = &self.spec.delta_net;
+        let sizes = &net.sizes;
         let h = self.normed(&self.input_norm, x)?;
         let (parts, low_in) = self.attention_in.forward(&h, ctx)?;
         drop(h);
@@ -173,7 +175,7 @@ impl Block {
         documents: &[usize],
         cache: &mut dyn KvStore,
     ) -> Result<Tensor> {
-        let sizes = &self.spec.delta_net;
+        let sizes = &net.sizes;
         let (before, channels, heads) = (sizes.kernel - 1, sizes.channels(), heads(sizes));
         let states = cache.states(self.index)?;
         // Each document with the inputs before it; those of a new one are 0.
@@ -228,7 +230,7 @@ impl Block {
             o,
             low: [low_in, low_out],
         } = saved;
-        let (sizes, eps) = (&self.spec.delta_net, self.spec.norm_eps);
+        let (sizes, eps) = (&net.sizes, self.spec.norm_eps);
         let need_dh = need_dx || self.input_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let need_dy = need_dh || net.wanted(sink) || self.attention_in.wanted(sink);
         let d_out = self.scaled_gradient(&dx1)?;

@@ -4,6 +4,7 @@
 //! Letters: N tokens of a batch (all documents concatenated), D hidden size, H query heads, K key/value
 //! heads, E head size, I intermediate size, V vocabulary rows, R rotary size.
 
+mod attention;
 pub mod block;
 pub mod contracts;
 pub mod delta_net;
@@ -13,10 +14,12 @@ pub mod linear;
 pub mod mlp;
 pub mod network;
 pub mod norm;
+mod per_layer;
 pub mod pieces;
 pub mod projections;
 pub mod rope;
 pub mod shapes;
+pub mod shared;
 pub mod spec;
 pub mod tokens;
 

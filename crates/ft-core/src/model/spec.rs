@@ -1,11 +1,15 @@
 //! The numbers that define a model: read once from `config.json`, used by layers, planner and export.
 
+mod params;
+
+pub use params::*;
+
 use super::rope::Rope;
 use crate::base::{Error, Result};
 use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
-use crate::peft::targets::Site;
-use crate::source::{Group, ParamInfo, Sublayer};
+use std::collections::HashMap;
+use std::mem::discriminant;
 
 /// Options of the decoder block. Families differ only in these values.
 #[derive(Debug, Clone)]
@@ -36,8 +40,14 @@ pub struct Spec {
     pub qk_norm: Option<QkNorm>,
     /// Qwen3.5: q_proj also computes, beside each query head, the gate of its output: o · sigmoid(gate).
     pub output_gate: bool,
-    /// Sizes of the layers with linear attention.
-    pub delta_net: DeltaNetSpec,
+    /// gpt-oss: each head has a learned logit in the denominator of its softmax.
+    pub attention_sinks: bool,
+    /// Gemma 4: a norm without weights on each head of v.
+    pub value_norm: bool,
+    /// Gemma 4: each layer reads an input that depends on the token.
+    pub per_layer: Option<PerLayerSpec>,
+    /// Gemma 4: the output of a layer is multiplied by a constant that the files have.
+    pub layer_scalar: bool,
     /// Biases on q, k and v.
     pub qkv_bias: bool,
     /// A bias on the output projection of the attention.
@@ -87,28 +97,36 @@ pub struct Spec {
 /// The options in which layers of one model can differ.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LayerSpec {
+    /// What mixes the tokens. The options of keys, windows and ropes are those of attention.
+    pub mixer: Mixer,
     /// Sliding window in tokens; `None`: full causal attention.
     pub window: Option<usize>,
     /// Index into `Spec::ropes`.
     pub rope: usize,
     /// As `rope`, for the queries, if it is another one (Ministral 3).
     pub query_rope: Option<usize>,
-    /// What mixes the tokens.
-    pub mixer: Mixer,
+    /// E of this layer, if it is not that of the model (Gemma 4: layers with full attention).
+    pub head_dim: Option<usize>,
+    /// K of this layer, if it is not that of the model.
+    pub kv_heads: Option<usize>,
+    /// I of this layer, if it is not that of the model.
+    pub intermediate: Option<usize>,
+    /// Where its keys and values come from.
+    pub keys: KeySource,
 }
 
 /// The half of a layer that mixes tokens.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Mixer {
     /// Softmax attention.
     #[default]
     Attention,
     /// Gated DeltaNet: linear attention with a recurrent state.
-    DeltaNet,
+    DeltaNet(DeltaNetSpec),
 }
 
 /// Sizes of Gated DeltaNet.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeltaNetSpec {
     /// Heads of q and k.
     pub key_heads: usize,
@@ -139,6 +157,27 @@ impl DeltaNetSpec {
     pub fn channels(&self) -> usize {
         2 * self.key_width() + self.value_width()
     }
+}
+
+/// The per-layer inputs: rows of a table, to which a projection of the embedding is added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PerLayerSpec {
+    /// Rows of the table.
+    pub vocab: usize,
+    /// P: width of the input of one layer.
+    pub width: usize,
+}
+
+/// The origin of the keys and values of a layer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum KeySource {
+    /// Projections of its own.
+    #[default]
+    Own,
+    /// Gemma 4: the values are the output of the projection of the keys.
+    KeysOnly,
+    /// Gemma 4: the keys and values of this earlier layer.
+    Layer(usize),
 }
 
 /// The parameters of LayerNorms.
@@ -246,67 +285,13 @@ impl QkNorm {
     };
 }
 
-/// Name of the token embedding.
-pub const EMBEDDING: &str = "model.embed_tokens.weight";
-/// Name of the final norm.
-pub const FINAL_NORM: &str = "model.norm.weight";
-/// Name of the bias of the final norm.
-pub const FINAL_NORM_BIAS: &str = "model.norm.bias";
-/// Name of the output projection of a model that is not tied.
-pub const LM_HEAD: &str = "lm_head.weight";
-
-/// A linear of a layer.
-#[derive(Debug, Clone, Copy)]
-pub struct LinearSpec {
-    /// The name below the layer.
-    pub name: &'static str,
-    /// I: input features.
-    pub input: usize,
-    /// O: output features.
-    pub output: usize,
-    /// True if it has a bias.
-    pub bias: bool,
-    /// The half of the layer.
-    pub sublayer: Sublayer,
-}
-
-/// A norm of a layer.
-#[derive(Debug, Clone, Copy)]
-pub struct NormSpec {
-    /// The name below the layer.
-    pub name: &'static str,
-    /// E: elements that are normalized together.
-    pub size: usize,
-    /// Heads with a weight of their own; `None`: one weight for all.
-    pub heads: Option<usize>,
-    /// True if it has a weight.
-    pub weight: bool,
-    /// True if it has a bias.
-    pub bias: bool,
-    /// The half of the layer.
-    pub sublayer: Sublayer,
-}
-
-impl NormSpec {
-    /// The names of its parameters below `name`, and their shapes.
-    fn params(&self, name: &str) -> Vec<(String, Vec<usize>)> {
-        let shape = match self.heads {
-            None => vec![self.size],
-            Some(heads) => vec![heads, self.size],
-        };
-        let parts = [(self.weight, "weight"), (self.bias, "bias")];
-        let params = parts.map(|(has, part)| has.then(|| (format!("{name}.{part}"), shape.clone())));
-        params.into_iter().flatten().collect()
-    }
-}
-
 impl Spec {
     /// Checks that every layer can run on a device: a GPU, or the CPU.
     ///
     /// # Errors
     /// A layer whose operations have no kernels for a GPU.
     pub fn runs_on(&self, gpu: bool) -> Result<()> {
-        match self.layers.iter().position(|layer| layer.mixer == Mixer::DeltaNet) {
+        match self.layers.iter().position(|layer| layer.mixer != Mixer::Attention) {
             Some(layer) if gpu => Err(
                 Error::unsupported("linear attention (Gated DeltaNet) does not run on a GPU")
                     .at(format!("{}, layer {layer}", self.model_type))
@@ -317,19 +302,58 @@ impl Spec {
         }
     }
 
-    /// H·E
-    pub fn query_width(&self) -> usize {
-        self.heads * self.head_dim
+    /// E of layer `layer`.
+    pub fn head_dim_of(&self, layer: usize) -> usize {
+        self.layers[layer].head_dim.unwrap_or(self.head_dim)
     }
 
-    /// K·E
-    pub fn kv_width(&self) -> usize {
-        self.kv_heads * self.head_dim
+    /// K of layer `layer`.
+    pub fn kv_heads_of(&self, layer: usize) -> usize {
+        self.layers[layer].kv_heads.unwrap_or(self.kv_heads)
+    }
+
+    /// I of layer `layer`.
+    pub fn intermediate_of(&self, layer: usize) -> usize {
+        self.layers[layer].intermediate.unwrap_or(self.intermediate)
+    }
+
+    /// H·E of layer `layer`.
+    pub fn query_width(&self, layer: usize) -> usize {
+        self.heads * self.head_dim_of(layer)
+    }
+
+    /// K·E of layer `layer`.
+    pub fn kv_width(&self, layer: usize) -> usize {
+        self.kv_heads_of(layer) * self.head_dim_of(layer)
+    }
+
+    /// True if a later layer reads the keys and values of layer `layer`.
+    pub fn shares_keys(&self, layer: usize) -> bool {
+        self.layers.iter().any(|l| l.keys == KeySource::Layer(layer))
+    }
+
+    /// True if layer `layer` has attention sinks.
+    pub fn has_sinks(&self, layer: usize) -> bool {
+        self.attention_sinks && self.layers[layer].mixer == Mixer::Attention
+    }
+
+    /// For each layer the first layer with the same parameters: same names, same shapes.
+    pub fn alike(&self) -> Vec<usize> {
+        let parameters = |layer: &LayerSpec| {
+            let sizes = (layer.head_dim, layer.kv_heads, layer.intermediate);
+            (layer.mixer, sizes, discriminant(&layer.keys))
+        };
+        let mut first = HashMap::new();
+        let layers = self.layers.iter().enumerate();
+        layers
+            .map(|(l, layer)| *first.entry(parameters(layer)).or_insert(l))
+            .collect()
     }
 
     /// True if ft can save a reward model: transformers has a sequence classifier of this family, for text only.
     pub fn has_classifier(&self) -> bool {
-        !self.multimodal && !["cohere", "cohere2", "granite", "ernie4_5"].contains(&self.model_type.as_str())
+        let none = ["cohere", "cohere2", "granite", "ernie4_5", "gemma4_text"];
+        !self.multimodal && !none.contains(&self.model_type.as_str())
     }
 
     /// Longest sequence in tokens that can be decoded. The cache holds rotated keys, so a sequence cannot become a long
@@ -337,219 +361,5 @@ impl Spec {
     pub fn decoded_positions(&self) -> usize {
         let long = self.ropes.iter().filter_map(|rope| Some(rope.long.as_ref()?.beyond));
         long.min().unwrap_or(usize::MAX).min(self.max_positions)
-    }
-
-    /// The layers by their parameters: the first layer of each kind, and the number of its layers.
-    pub fn kinds(&self) -> Vec<(usize, usize)> {
-        let mut kinds: Vec<(usize, usize)> = Vec::new();
-        for (l, layer) in self.layers.iter().enumerate() {
-            match kinds
-                .iter_mut()
-                .find(|(first, _)| self.layers[*first].mixer == layer.mixer)
-            {
-                Some((_, count)) => *count += 1,
-                None => kinds.push((l, 1)),
-            }
-        }
-        kinds
-    }
-
-    /// Name of the output projection (LM head).
-    pub fn head_name(&self) -> &'static str {
-        if self.tied { EMBEDDING } else { LM_HEAD }
-    }
-
-    /// The linears of layer `layer`.
-    pub fn linears(&self, layer: usize) -> Vec<LinearSpec> {
-        let (d, i, q, kv) = (self.hidden, self.intermediate, self.query_width(), self.kv_width());
-        let q_out = if self.output_gate { 2 * q } else { q };
-        let linear = |sublayer, bias| {
-            move |name, input, output| LinearSpec {
-                name,
-                input,
-                output,
-                bias,
-                sublayer,
-            }
-        };
-        let qkv = linear(Sublayer::Attention, self.qkv_bias);
-        let o = linear(Sublayer::Attention, self.o_bias);
-        let mlp = linear(Sublayer::Mlp, self.mlp_bias);
-        let plain = linear(Sublayer::Attention, false);
-        let DeltaNetSpec { value_heads, .. } = self.delta_net;
-        let (channels, value) = (self.delta_net.channels(), self.delta_net.value_width());
-        let mut linears = match self.layers[layer].mixer {
-            Mixer::DeltaNet if self.delta_net.by_key_head => vec![
-                plain("linear_attn.in_proj_qkvz", d, channels + value),
-                plain("linear_attn.in_proj_ba", d, 2 * value_heads),
-                plain("linear_attn.out_proj", value, d),
-            ],
-            Mixer::DeltaNet => vec![
-                plain("linear_attn.in_proj_qkv", d, channels),
-                plain("linear_attn.in_proj_z", d, value),
-                plain("linear_attn.in_proj_b", d, value_heads),
-                plain("linear_attn.in_proj_a", d, value_heads),
-                plain("linear_attn.out_proj", value, d),
-            ],
-            Mixer::Attention if self.fused_qkv => {
-                vec![qkv("self_attn.qkv_proj", d, q + 2 * kv), o("self_attn.o_proj", q, d)]
-            }
-            Mixer::Attention => vec![
-                qkv("self_attn.q_proj", d, q_out),
-                qkv("self_attn.k_proj", d, kv),
-                qkv("self_attn.v_proj", d, kv),
-                o("self_attn.o_proj", q, d),
-            ],
-        };
-        match self.plain_mlp {
-            Some([up, down]) => linears.extend([mlp(up, d, i), mlp(down, i, d)]),
-            None if self.fused_gate_up => {
-                linears.extend([mlp("mlp.gate_up_proj", d, 2 * i), mlp("mlp.down_proj", i, d)]);
-            }
-            None => linears.extend([
-                mlp("mlp.gate_proj", d, i),
-                mlp("mlp.up_proj", d, i),
-                mlp("mlp.down_proj", i, d),
-            ]),
-        }
-        linears
-    }
-
-    fn norm(&self, name: &'static str, size: usize, sublayer: Sublayer) -> NormSpec {
-        NormSpec {
-            name,
-            size,
-            heads: None,
-            weight: self.layer_norm.is_none_or(|params| params.weight),
-            bias: self.layer_norm.is_some_and(|params| params.bias),
-            sublayer,
-        }
-    }
-
-    /// The final norm.
-    pub fn final_norm(&self) -> NormSpec {
-        self.norm("model.norm", self.hidden, Sublayer::Other)
-    }
-
-    /// The norms of layer `layer`.
-    pub fn norms(&self, layer: usize) -> Vec<NormSpec> {
-        let norm = |name, size, sublayer| self.norm(name, size, sublayer);
-        let (d, attention, mlp) = (self.hidden, Sublayer::Attention, Sublayer::Mlp);
-        let mut norms = Vec::new();
-        let delta_net = self.layers[layer].mixer == Mixer::DeltaNet;
-        if delta_net {
-            norms.push(norm("linear_attn.norm", self.delta_net.value_dim, attention));
-        }
-        if let Some(QkNorm {
-            names: [q, k],
-            whole,
-            own_weights,
-            ..
-        }) = self.qk_norm.filter(|_| !delta_net)
-        {
-            for (name, heads) in [(q, self.heads), (k, self.kv_heads)] {
-                let size = if whole { heads * self.head_dim } else { self.head_dim };
-                norms.push(NormSpec {
-                    heads: own_weights.then_some(heads),
-                    ..norm(name, size, attention)
-                });
-            }
-        }
-        let names = &self.norms;
-        norms.extend(
-            [names.before_attention, names.after_attention]
-                .into_iter()
-                .flatten()
-                .map(|n| norm(n, d, attention)),
-        );
-        norms.extend(
-            [names.before_mlp, names.after_mlp]
-                .into_iter()
-                .flatten()
-                .map(|n| norm(n, d, mlp)),
-        );
-        norms
-    }
-
-    /// Every parameter under its Hugging Face name, from the embedding to the head.
-    pub fn params(&self) -> Vec<ParamInfo> {
-        let param = |name: String, shape: Vec<usize>, group, sublayer| ParamInfo {
-            name: name.into(),
-            shape,
-            group,
-            sublayer,
-        };
-        let mut all = vec![param(
-            EMBEDDING.into(),
-            vec![self.vocab, self.hidden],
-            Group::Embedding,
-            Sublayer::Other,
-        )];
-        for l in 0..self.layers.len() {
-            let group = Group::Layer(l);
-            for linear in self.linears(l) {
-                let name = format!("model.layers.{l}.{}", linear.name);
-                let shape = vec![linear.output, linear.input];
-                all.push(param(format!("{name}.weight"), shape, group, linear.sublayer));
-                if linear.bias {
-                    all.push(param(
-                        format!("{name}.bias"),
-                        vec![linear.output],
-                        group,
-                        linear.sublayer,
-                    ));
-                }
-            }
-            if self.layers[l].mixer == Mixer::DeltaNet {
-                let DeltaNetSpec {
-                    value_heads, kernel, ..
-                } = self.delta_net;
-                let others = [
-                    ("conv1d.weight", vec![self.delta_net.channels(), 1, kernel]),
-                    ("dt_bias", vec![value_heads]),
-                    ("A_log", vec![value_heads]),
-                ];
-                for (name, shape) in others {
-                    let name = format!("model.layers.{l}.linear_attn.{name}");
-                    all.push(param(name, shape, group, Sublayer::Attention));
-                }
-            }
-            for norm in self.norms(l) {
-                let params = norm.params(&format!("model.layers.{l}.{}", norm.name));
-                all.extend(
-                    params
-                        .into_iter()
-                        .map(|(name, shape)| param(name, shape, group, norm.sublayer)),
-                );
-            }
-        }
-        let norm = self.final_norm();
-        all.extend(
-            norm.params(norm.name)
-                .into_iter()
-                .map(|(name, shape)| param(name, shape, Group::Head, norm.sublayer)),
-        );
-        if !self.tied {
-            all.push(param(
-                LM_HEAD.into(),
-                vec![self.vocab, self.hidden],
-                Group::Head,
-                Sublayer::Other,
-            ));
-        }
-        all
-    }
-
-    /// Every linear of the decoder layers, in order: the possible places of adapters.
-    pub fn sites(&self) -> Vec<Site> {
-        (0..self.layers.len())
-            .flat_map(|l| {
-                self.linears(l).into_iter().map(move |linear| Site {
-                    module: format!("model.layers.{l}.{}", linear.name),
-                    input: linear.input,
-                    output: linear.output,
-                })
-            })
-            .collect()
     }
 }

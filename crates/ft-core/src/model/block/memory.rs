@@ -1,6 +1,7 @@
 //! Memory of a decoder layer: each tensor that `Block` allocates and frees in its forward and backward pass, in the
 //! same order. The planner simulates a step with it.
 
+use super::super::attention::memory::SavedAttentionMemory;
 use super::super::contracts::GradSinkMemory;
 use super::super::delta_net::memory::SavedDeltaNetMemory;
 use super::super::linear::memory::LinearShape;
@@ -8,8 +9,7 @@ use super::super::mlp::memory::SavedPiecesMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::Spec;
-use crate::model::spec::Mixer;
-use crate::ops::attention;
+use crate::model::spec::{ATTENTION_SINKS, Mixer, PER_LAYER};
 use crate::peft::Cost;
 use crate::source::{StoragePolicy, Sublayer};
 use std::collections::BTreeMap;
@@ -45,21 +45,10 @@ pub struct LayerMemory<'a> {
     pub(in crate::model) index: usize,
     /// Bytes of `[N, D]`, q, k, gate and lse. N: all tokens, or those of an MLP chunk.
     pub(in crate::model) nd: u64,
-    nq: u64,
-    nkv: u64,
+    pub(in crate::model) nq: u64,
+    pub(in crate::model) nkv: u64,
     pub(in crate::model) ni: u64,
-    lse: u64,
-}
-
-/// As `SavedAttention`.
-struct SavedAttentionMemory {
-    raw: Vec<Allocation>,
-    gate: Option<Allocation>,
-    qkv: Vec<Allocation>,
-    o: Allocation,
-    lse: Allocation,
-    y: Option<Allocation>,
-    low: [Allocation; 2],
+    pub(in crate::model) lse: u64,
 }
 
 /// As `SavedMixer`.
@@ -89,31 +78,7 @@ pub struct SavedActivationsMemory {
     mixer: SavedMixerMemory,
     x1: Option<Allocation>,
     parts: SavedPiecesMemory,
-}
-
-impl SavedAttentionMemory {
-    /// Moves the tensors to the kind of saved activations.
-    fn relabel(self, l: &mut Ledger) -> Self {
-        let mut to = |tensor| l.relabel(tensor, Activations);
-        Self {
-            raw: self.raw.into_iter().map(&mut to).collect(),
-            gate: self.gate.map(&mut to),
-            qkv: self.qkv.into_iter().map(&mut to).collect(),
-            o: to(self.o),
-            lse: to(self.lse),
-            y: self.y.map(&mut to),
-            low: self.low.map(&mut to),
-        }
-    }
-
-    fn free(self, l: &mut Ledger) {
-        l.free_all(self.raw);
-        l.free_all(self.gate);
-        l.free_all(self.qkv);
-        l.free_all([self.o, self.lse]);
-        l.free_all(self.y);
-        l.free_all(self.low);
-    }
+    x2: Option<Allocation>,
 }
 
 impl<'a> LayerMemory<'a> {
@@ -127,9 +92,9 @@ impl<'a> LayerMemory<'a> {
             settings,
             index,
             nd: bytes(spec.hidden),
-            nq: bytes(spec.query_width()),
-            nkv: bytes(spec.kv_width()),
-            ni: bytes(spec.intermediate),
+            nq: bytes(spec.query_width(index)),
+            nkv: bytes(spec.kv_width(index)),
+            ni: bytes(spec.intermediate_of(index)),
             lse: 4 * (tokens * spec.heads) as u64,
         }
     }
@@ -143,16 +108,6 @@ impl<'a> LayerMemory<'a> {
             },
             self.index,
         )
-    }
-
-    /// Bytes of the partial sums of dk and dv on a GPU, in f32; the kernels for f32 tensors have none.
-    fn gpu_partial_sums(&self) -> u64 {
-        let LayerMemorySettings { spec, tokens, .. } = self.settings;
-        let parts = attention::gpu_backward_parts(spec.heads, spec.kv_heads, tokens);
-        match self.settings.on_gpu && self.settings.element == 2 && parts > 1 {
-            true => (2 * 4 * parts * tokens * spec.kv_width()) as u64,
-            false => 0,
-        }
     }
 
     /// Bytes of `[N, width]`.
@@ -172,7 +127,7 @@ impl<'a> LayerMemory<'a> {
             .spec
             .linears(self.index)
             .into_iter()
-            .filter(|linear| linear.sublayer == half)
+            .filter(|linear| linear.sublayer == half && !PER_LAYER.contains(&linear.name))
             .map(|linear| (linear.name, linear.input, linear.output))
             .collect();
         let last = all.pop().unwrap_or(("", 0, 0));
@@ -195,72 +150,18 @@ impl<'a> LayerMemory<'a> {
         parts
     }
 
-    fn attention(&self, l: &mut Ledger) -> (Allocation, SavedAttentionMemory) {
-        let (linears, o_proj) = self.linears(true);
-        let names = self.settings.spec.norms;
-        let h = names.before_attention.map(|_| l.alloc(LayerWork, self.nd));
-        let low_in = self.low(l, &linears);
-        let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
-        l.free_all(h);
-        let mut gate = None;
-        if self.settings.spec.output_gate {
-            let both = std::mem::replace(&mut qkv[0], l.alloc(LayerWork, self.nq));
-            gate = Some(l.alloc(LayerWork, self.nq));
-            l.free(both);
-        }
-        let v = qkv.pop();
-        let mut raw = Vec::new();
-        if self.settings.spec.qk_norm.is_some() {
-            raw = std::mem::replace(
-                &mut qkv,
-                vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)],
-            );
-        }
-        // The rotation writes new tensors.
-        let before = qkv;
-        let mut qkv = vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)];
-        l.free_all(before);
-        qkv.extend(v);
-        let o = l.alloc(LayerWork, self.nq);
-        let lse = l.alloc(LayerWork, self.lse);
-        let gated = gate.is_some().then(|| l.alloc(LayerWork, self.nq));
-        let low_out = self.low(l, &[o_proj]);
-        let mut x1 = self.linear(l, o_proj);
-        l.free_all(gated);
-        let mut y = None;
-        if names.after_attention.is_some() {
-            y = Some(x1);
-            let normed = l.alloc(LayerWork, self.nd);
-            x1 = l.alloc(LayerWork, self.nd);
-            l.free(normed);
-        } else {
-            x1 = self.add_residual(l, x1, o_proj);
-        }
-        let low = [low_in, low_out];
-        let saved = SavedAttentionMemory {
-            raw,
-            gate,
-            qkv,
-            o,
-            lse,
-            y,
-            low,
-        };
-        (x1, saved)
-    }
-
-    fn is_delta_net(&self) -> bool {
-        self.settings.spec.layers[self.index].mixer == Mixer::DeltaNet
-    }
-
     /// As `Block::mixer`.
     fn mixer(&self, l: &mut Ledger) -> (Allocation, SavedMixerMemory) {
-        if self.is_delta_net() {
-            let (x1, saved) = self.delta_net(l);
-            return (x1, SavedMixerMemory::DeltaNet(saved));
+        match self.settings.spec.layers[self.index].mixer {
+            Mixer::Attention => {
+                let (x1, saved) = self.attention(l);
+                (x1, SavedMixerMemory::Attention(saved))
+            }
+            Mixer::DeltaNet(sizes) => {
+                let (x1, saved) = self.delta_net(l, sizes);
+                (x1, SavedMixerMemory::DeltaNet(saved))
+            }
         }
-        let (x1, saved) = self.attention(l);
-        (x1, SavedMixerMemory::Attention(saved))
     }
 
     /// From the layer's input to its output; the returned output is held.
@@ -274,20 +175,31 @@ impl<'a> LayerMemory<'a> {
             None
         };
         let input = self.mlp_input(l);
-        let (y, parts) = self.mlp(l, keep);
+        let (x2, parts) = self.mlp(l, keep);
         l.free_all(input);
+        let x1 = match keep && !self.settings.spec.parallel {
+            true => Some(l.relabel(x1, Activations)),
+            false => {
+                l.free(x1);
+                None
+            }
+        };
+        let (y, x2) = self.end(l, x2);
         l.free(copies);
         let Some(mixer) = mixer else {
-            l.free(x1);
+            l.free_all(x2);
             return (y, None);
         };
-        let x1 = if self.settings.spec.parallel {
-            l.free(x1);
-            None
-        } else {
-            Some(l.relabel(x1, Activations))
-        };
-        (y, Some(SavedActivationsMemory { mixer, x1, parts }))
+        let x2 = x2.map(|x2| l.relabel(x2, Activations));
+        (y, Some(SavedActivationsMemory { mixer, x1, parts, x2 }))
+    }
+
+    fn mlp_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
+        let (mut linears, down) = self.linears(false);
+        linears.push(down);
+        let names = self.settings.spec.norms;
+        let mut norms = [names.before_mlp, names.after_mlp].into_iter().flatten();
+        linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.any(|n| self.norm_wanted(sink, n))
     }
 
     pub(in crate::model) fn wants(&self, sink: &dyn GradSinkMemory, below: &str) -> bool {
@@ -375,14 +287,17 @@ impl<'a> LayerMemory<'a> {
         (self.settings.spec.residual_scale != 1.0).then(|| l.alloc(LayerWork, self.nd))
     }
 
-    fn attention_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
+    fn mixer_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
         let (mut linears, o_proj) = self.linears(true);
         linears.push(o_proj);
         let norms = self.settings.spec.norms(self.index);
         let mut of_attention = norms.iter().filter(|n| n.sublayer == Sublayer::Attention);
         linears.iter().any(|&x| self.linear_wanted(sink, x))
             || of_attention.any(|n| self.norm_wanted(sink, n.name))
-            || (self.is_delta_net() && self.delta_wanted(sink))
+            || match self.settings.spec.layers[self.index].mixer {
+                Mixer::Attention => sink.wants(&self.name(ATTENTION_SINKS)),
+                Mixer::DeltaNet(_) => self.delta_wanted(sink),
+            }
     }
 
     /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
@@ -395,11 +310,19 @@ impl<'a> LayerMemory<'a> {
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
         let copies = self.pair_copies(l);
-        let attention_needed = need_dx || self.attention_wanted(sink);
-        let (x1, kept, parts) = match kept {
-            Some(kept) => (kept.x1, kept.mixer, kept.parts),
+        let mixer_needed = need_dx || self.mixer_wanted(sink);
+        let per_layer = self.per_layer();
+        let (x1, kept, parts, x2) = match kept {
+            Some(kept) => (kept.x1, kept.mixer, kept.parts, kept.x2),
             None => {
                 let (x1, mixer) = self.mixer(l);
+                let (x2, parts) = match per_layer {
+                    Some(_) => {
+                        let (x2, parts) = self.mlp(l, true);
+                        (Some(x2), parts)
+                    }
+                    None => (None, SavedPiecesMemory::new()),
+                };
                 let x1 = match self.settings.spec.parallel {
                     true => {
                         l.free(x1);
@@ -407,19 +330,39 @@ impl<'a> LayerMemory<'a> {
                     }
                     false => Some(x1),
                 };
-                (x1, mixer, SavedPiecesMemory::new())
+                (x1, mixer, parts, x2)
             }
         };
-        let kept = if attention_needed {
+        let kept = if mixer_needed {
             Some(kept)
         } else {
             kept.free(l);
             None
         };
+        let mut dy = dy;
+        if self.settings.spec.layer_scalar {
+            let scaled = l.alloc(LayerWork, self.nd);
+            l.free(std::mem::replace(&mut dy, scaled));
+        }
+        if let Some(linears) = per_layer {
+            let need_dx2 = mixer_needed || self.mlp_wanted(sink);
+            let below = self.per_layer_backward(l, linears, dy, need_dx2, sink);
+            l.free_all(x2);
+            let Some(below) = below else {
+                l.free_all(parts.into_iter().flatten());
+                if let Some(kept) = kept {
+                    kept.free(l);
+                }
+                l.free_all(x1);
+                l.free(copies);
+                return None;
+            };
+            dy = below;
+        }
         let spec = self.settings.spec;
         let input_wanted = || spec.norms.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
         let need_input = match spec.parallel {
-            false => attention_needed,
+            false => mixer_needed,
             true => need_dx || input_wanted(),
         };
         let input = self.mlp_input(l);
@@ -444,117 +387,5 @@ impl<'a> LayerMemory<'a> {
         };
         l.free(copies);
         dx
-    }
-
-    fn attention_backward(
-        &self,
-        l: &mut Ledger,
-        saved: SavedAttentionMemory,
-        (dx1, d_shared): (Allocation, Option<Allocation>),
-        need_dx: bool,
-        sink: &mut dyn GradSinkMemory,
-    ) -> Option<Allocation> {
-        let SavedAttentionMemory {
-            raw,
-            gate,
-            qkv,
-            o,
-            lse,
-            y,
-            low: [low_in, low_out],
-        } = saved;
-        let (linears, o_proj) = self.linears(true);
-        let (names, qk_norm) = (self.settings.spec.norms, self.settings.spec.qk_norm);
-        let need_dh = need_dx || names.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
-        let qk_wanted = qk_norm.is_some_and(|norm| norm.names.iter().any(|n| self.norm_wanted(sink, n)));
-        let need_do = need_dh || qk_wanted || linears.iter().any(|&x| self.linear_wanted(sink, x));
-        let d_out = match (y, names.after_attention) {
-            (Some(y), Some(norm)) => {
-                let d = self.norm_backward(l, norm, self.nd, sink);
-                l.free(y);
-                Some(d)
-            }
-            _ => self.scaled_gradient(l),
-        };
-        let gated = (gate.is_some() && self.linear_wanted(sink, o_proj)).then(|| l.alloc(LayerWork, self.nq));
-        let d_o = self.linear_backward(l, o_proj, need_do, sink);
-        l.free_all(d_out);
-        l.free(low_out);
-        l.free_all(gated);
-        let Some(mut d_o) = d_o else {
-            l.free_all(raw);
-            l.free_all(gate);
-            l.free_all(qkv);
-            l.free_all([o, lse, dx1, low_in]);
-            l.free_all(d_shared);
-            return None;
-        };
-        let d_gate = gate.map(|gate| {
-            let [d_gate, ungated] = [l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nq)];
-            l.free_all([gate, std::mem::replace(&mut d_o, ungated)]);
-            d_gate
-        });
-        let dq = l.alloc(LayerWork, self.nq);
-        let spec = self.settings.spec;
-        let parts = match self.settings.on_gpu {
-            true => 1,
-            false => attention::backward_parts(spec.heads, spec.kv_heads, self.settings.documents.max(1)) as u64,
-        };
-        let partial = [
-            l.alloc(LayerWork, parts * self.nkv),
-            l.alloc(LayerWork, parts * self.nkv),
-        ];
-        let (dk, dv) = match parts {
-            1 => {
-                let [dk, dv] = partial;
-                l.touch(LayerWork, self.gpu_partial_sums());
-                (dk, dv)
-            }
-            _ => {
-                let [k, v] = partial;
-                let dk = l.alloc(LayerWork, self.nkv);
-                l.free(k);
-                let dv = l.alloc(LayerWork, self.nkv);
-                l.free(v);
-                (dk, dv)
-            }
-        };
-        l.free_all(qkv);
-        l.free_all([o, lse, d_o]);
-        let (mut dq, mut dk) = (dq, dk);
-        let norms = [qk_norm.filter(|n| n.after_rope), qk_norm.filter(|n| !n.after_rope)];
-        for (step, norm) in norms.into_iter().enumerate() {
-            if step == 1 {
-                // The inverse rotation writes new tensors.
-                let rotated = [l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)];
-                l.free_all([dq, dk]);
-                [dq, dk] = rotated;
-            }
-            if let Some(norm) = norm {
-                let normed = self.norm_backward(l, norm.names[0], self.nq, sink);
-                l.free(std::mem::replace(&mut dq, normed));
-                let normed = self.norm_backward(l, norm.names[1], self.nkv, sink);
-                l.free(std::mem::replace(&mut dk, normed));
-            }
-        }
-        l.free_all(raw);
-        if let Some(d_gate) = d_gate {
-            let both = l.alloc(LayerWork, 2 * self.nq);
-            l.free_all([std::mem::replace(&mut dq, both), d_gate]);
-        }
-        let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
-        let h = (wanted && names.before_attention.is_some()).then(|| l.alloc(LayerWork, self.nd));
-        let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
-        l.free(low_in);
-        l.free_all(h);
-        let dx = dh.map(|dh| self.normed_backward(l, names.before_attention, dh, sink));
-        l.free(dx1);
-        l.free_all(d_shared);
-        if need_dx {
-            dx
-        } else {
-            l.free_all(dx);
-            None
-        }
     }
 }

@@ -2,11 +2,13 @@
 
 use super::super::block::memory::LayerMemory;
 use super::super::contracts::GradSinkMemory;
+use super::super::spec::DeltaNetSpec;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 
 /// As `SavedDeltaNet`.
 pub(in crate::model) struct SavedDeltaNetMemory {
+    sizes: DeltaNetSpec,
     /// qkv, z, b, a.
     parts: Vec<Allocation>,
     o: Allocation,
@@ -18,6 +20,7 @@ impl SavedDeltaNetMemory {
     pub fn relabel(self, l: &mut Ledger) -> Self {
         let mut to = |tensor| l.relabel(tensor, Activations);
         Self {
+            sizes: self.sizes,
             parts: self.parts.into_iter().map(&mut to).collect(),
             o: to(self.o),
             low: self.low.map(&mut to),
@@ -35,8 +38,7 @@ const NORM: &str = "linear_attn.norm";
 
 impl LayerMemory<'_> {
     /// Bytes of qkv, z, b and a.
-    fn delta_parts(&self) -> [u64; 4] {
-        let sizes = &self.settings.spec.delta_net;
+    fn delta_parts(&self, sizes: &DeltaNetSpec) -> [u64; 4] {
         [
             sizes.channels(),
             sizes.value_width(),
@@ -58,9 +60,9 @@ impl LayerMemory<'_> {
             .any(|n| sink.wants(&self.name(&format!("linear_attn.{n}"))))
     }
 
-    pub(in crate::model) fn delta_net(&self, l: &mut Ledger) -> (Allocation, SavedDeltaNetMemory) {
+    pub(in crate::model) fn delta_net(&self, l: &mut Ledger, sizes: DeltaNetSpec) -> (Allocation, SavedDeltaNetMemory) {
         let (linears, out_proj) = self.linears(true);
-        let [channels, value, ..] = self.delta_parts();
+        let [channels, value, ..] = self.delta_parts(&sizes);
         let h = self
             .settings
             .spec
@@ -70,8 +72,9 @@ impl LayerMemory<'_> {
         let low_in = self.low(l, &linears);
         let mut parts: Vec<Allocation> = linears.iter().map(|&x| self.linear(l, x)).collect();
         l.free_all(h);
-        if self.settings.spec.delta_net.by_key_head {
-            let raw = std::mem::replace(&mut parts, self.delta_parts().map(|w| l.alloc(LayerWork, w)).into());
+        if sizes.by_key_head {
+            let cut = self.delta_parts(&sizes).map(|w| l.alloc(LayerWork, w));
+            let raw = std::mem::replace(&mut parts, cut.into());
             l.touch(LayerWork, channels);
             l.free_all(raw);
         }
@@ -86,7 +89,8 @@ impl LayerMemory<'_> {
         l.free(y);
         let x1 = self.add_residual(l, out, out_proj);
         let low = [low_in, low_out];
-        (x1, SavedDeltaNetMemory { parts, o, low })
+        let saved = SavedDeltaNetMemory { sizes, parts, o, low };
+        (x1, saved)
     }
 
     pub(in crate::model) fn delta_net_backward(
@@ -98,12 +102,13 @@ impl LayerMemory<'_> {
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
         let SavedDeltaNetMemory {
+            sizes,
             parts,
             o,
             low: [low_in, low_out],
         } = saved;
         let (linears, out_proj) = self.linears(true);
-        let [channels, value, heads, _] = self.delta_parts();
+        let [channels, value, heads, _] = self.delta_parts(&sizes);
         let before = self.settings.spec.norms.before_attention;
         let need_dh = need_dx || before.is_some_and(|n| self.norm_wanted(sink, n));
         let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
@@ -146,7 +151,7 @@ impl LayerMemory<'_> {
         let mut dys = vec![d_qkv];
         dys.extend(z);
         dys.extend(d_gates);
-        if self.settings.spec.delta_net.by_key_head {
+        if sizes.by_key_head {
             l.touch(LayerWork, channels);
             let joined = linears.iter().map(|x| l.alloc(LayerWork, self.bytes(x.2))).collect();
             l.free_all(std::mem::replace(&mut dys, joined));

@@ -7,6 +7,11 @@ use crate::ops::glu::Activation;
 use serde_json::{Value, json};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+    read(config, spec, false)
+}
+
+/// `by_key_head`: the projections of Gated DeltaNet are ordered by key head.
+fn read(config: &Config, spec: &mut Spec, by_key_head: bool) -> Result<()> {
     spec.norm_plus_one = true;
     spec.qk_norm = Some(QkNorm::HEADS);
     spec.output_gate = true;
@@ -42,20 +47,20 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
             n => Err(out_of_range(key, n, most, &config.path.display().to_string())),
         }
     };
-    spec.delta_net = DeltaNetSpec {
+    let sizes = DeltaNetSpec {
         key_heads: size("linear_num_key_heads", 16)?,
         value_heads: size("linear_num_value_heads", 32)?,
         key_dim: size("linear_key_head_dim", 128)?,
         value_dim: size("linear_value_head_dim", 128)?,
         kernel: size("linear_conv_kernel_dim", 4)?,
-        by_key_head: false,
+        by_key_head,
     };
     let DeltaNetSpec {
         key_heads,
         value_heads,
         kernel,
         ..
-    } = spec.delta_net;
+    } = sizes;
     if !value_heads.is_multiple_of(key_heads) {
         return Err(
             Error::format("linear_num_value_heads is not a multiple of linear_num_key_heads")
@@ -68,7 +73,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
             .at(place(config, "linear_conv_kernel_dim"))
             .found(kernel));
     }
-    mixers(config, spec)
+    mixers(config, spec, sizes)
 }
 
 /// Qwen3-Next without experts: the same layers, other projections.
@@ -79,13 +84,11 @@ pub fn apply_next(config: &Config, spec: &mut Spec) -> Result<()> {
             .at(place(config, "num_experts"))
             .expected("0"));
     }
-    apply(config, spec)?;
-    spec.delta_net.by_key_head = true;
-    Ok(())
+    read(config, spec, true)
 }
 
 /// Which layers have attention: `layer_types`, or every n-th layer.
-fn mixers(config: &Config, spec: &mut Spec) -> Result<()> {
+fn mixers(config: &Config, spec: &mut Spec, sizes: DeltaNetSpec) -> Result<()> {
     let types = match config.get("layer_types") {
         None => None,
         Some(Value::Array(list)) if list.len() == spec.layers.len() => Some(list),
@@ -102,10 +105,10 @@ fn mixers(config: &Config, spec: &mut Spec) -> Result<()> {
     for (l, layer) in spec.layers.iter_mut().enumerate() {
         let name = types.map_or(Some(""), |types| types[l].as_str());
         layer.mixer = match name {
-            Some("linear_attention") => Mixer::DeltaNet,
+            Some("linear_attention") => Mixer::DeltaNet(sizes),
             Some("full_attention") => Mixer::Attention,
             Some("") if types.is_none() && (l + 1).is_multiple_of(interval) => Mixer::Attention,
-            Some("") if types.is_none() => Mixer::DeltaNet,
+            Some("") if types.is_none() => Mixer::DeltaNet(sizes),
             found => {
                 return Err(Error::unsupported("layer type is not supported")
                     .at(place(config, "layer_types"))
@@ -123,7 +126,7 @@ mod tests {
     use crate::model::families;
     use std::path::Path;
 
-    fn read(model_type: &str, changes: Value) -> Result<Spec> {
+    fn read_config(model_type: &str, changes: Value) -> Result<Spec> {
         let mut config = json!({
             "model_type": model_type, "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
             "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -135,10 +138,10 @@ mod tests {
 
     #[test]
     fn every_fourth_layer_has_attention() {
-        let spec = read("qwen3_5_text", json!({})).unwrap();
+        let spec = read_config("qwen3_5_text", json!({})).unwrap();
         let mixers: Vec<bool> = spec.layers.iter().map(|l| l.mixer == Mixer::Attention).collect();
         assert_eq!(mixers, [false, false, false, true, false, false, false, true]);
-        assert_eq!(spec.kinds(), [(0, 6), (3, 2)]);
+        assert_eq!(spec.alike(), [0, 0, 0, 3, 0, 0, 0, 3]);
         // A quarter of a head of 32 is rotated.
         assert_eq!(spec.ropes[0].inv_freq.len(), 4);
         let shapes = |l: usize| -> Vec<(&str, usize, usize)> {
@@ -156,9 +159,9 @@ mod tests {
         );
         // q_proj has the gate too.
         assert_eq!(shapes(3)[0], ("self_attn.q_proj", 64, 256));
-        let next = read("qwen3_next", json!({"num_experts": 0, "full_attention_interval": 2})).unwrap();
+        let next = read_config("qwen3_next", json!({"num_experts": 0, "full_attention_interval": 2})).unwrap();
         assert_eq!(next.linears(0)[0].output, 96 + 32);
-        assert_eq!(next.kinds(), [(0, 4), (1, 4)]);
+        assert_eq!(next.alike(), [0, 1, 0, 1, 0, 1, 0, 1]);
     }
 
     #[test]
@@ -196,14 +199,14 @@ mod tests {
             ("qwen3_next", json!({}), "num_experts"),
             ("qwen3_next", json!({"num_experts": 512}), "num_experts"),
         ] {
-            let e = read(model_type, changes).unwrap_err().to_string();
+            let e = read_config(model_type, changes).unwrap_err().to_string();
             assert!(e.contains(name), "{name}: {e}");
         }
     }
 
     #[test]
     fn a_gpu_is_refused_by_name() {
-        let spec = read("qwen3_5_text", json!({})).unwrap();
+        let spec = read_config("qwen3_5_text", json!({})).unwrap();
         assert!(spec.runs_on(false).is_ok());
         assert!(spec.runs_on(true).unwrap_err().to_string().contains("Gated DeltaNet"));
     }

@@ -1,0 +1,328 @@
+//! The parameters of a model: their names and shapes, layer by layer.
+
+use super::{KeySource, Mixer, PerLayerSpec, QkNorm, Spec};
+use crate::peft::targets::Site;
+use crate::source::{Group, ParamInfo, Sublayer};
+
+/// Name of the token embedding.
+pub const EMBEDDING: &str = "model.embed_tokens.weight";
+/// Name of the final norm.
+pub const FINAL_NORM: &str = "model.norm.weight";
+/// Name of the bias of the final norm.
+pub const FINAL_NORM_BIAS: &str = "model.norm.bias";
+/// Name of the output projection of a model that is not tied.
+pub const LM_HEAD: &str = "lm_head.weight";
+
+/// Name of the table of the per-layer inputs, `[rows, L·P]`. It is never trained, and only rows of it are read.
+pub const PER_LAYER_TABLE: &str = "model.embed_tokens_per_layer.weight";
+/// Name of the projection of the embedding that is added to the rows of the table, `[L·P, D]`.
+pub const PER_LAYER_PROJECTION: &str = "model.per_layer_model_projection.weight";
+/// Name of the norm of that projection, `[P]`.
+pub const PER_LAYER_NORM: &str = "model.per_layer_projection_norm.weight";
+/// Names of the linears and of the norm of a layer that read its per-layer input.
+pub const PER_LAYER: [&str; 3] = [
+    "per_layer_input_gate",
+    "per_layer_projection",
+    "post_per_layer_input_norm",
+];
+/// Name of the sinks of a layer, `[H]`.
+pub const ATTENTION_SINKS: &str = "self_attn.sinks";
+/// Name of the factor of a layer. It is never trained.
+pub const LAYER_SCALAR: &str = "layer_scalar";
+
+/// True if the parameter of this name is never trained.
+pub fn is_constant(name: &str) -> bool {
+    name == PER_LAYER_TABLE || name.rsplit('.').next() == Some(LAYER_SCALAR)
+}
+
+/// A linear of a layer.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearSpec {
+    /// The name below the layer.
+    pub name: &'static str,
+    /// I: input features.
+    pub input: usize,
+    /// O: output features.
+    pub output: usize,
+    /// True if it has a bias.
+    pub bias: bool,
+    /// The half of the layer.
+    pub sublayer: Sublayer,
+}
+
+/// A norm of a layer.
+#[derive(Debug, Clone, Copy)]
+pub struct NormSpec {
+    /// The name below the layer.
+    pub name: &'static str,
+    /// E: elements that are normalized together.
+    pub size: usize,
+    /// Heads with a weight of their own; `None`: one weight for all.
+    pub heads: Option<usize>,
+    /// True if it has a weight.
+    pub weight: bool,
+    /// True if it has a bias.
+    pub bias: bool,
+    /// The half of the layer.
+    pub sublayer: Sublayer,
+}
+
+fn param(name: String, shape: Vec<usize>, group: Group, sublayer: Sublayer) -> ParamInfo {
+    ParamInfo {
+        name: name.into(),
+        shape,
+        group,
+        sublayer,
+    }
+}
+
+impl NormSpec {
+    /// The names of its parameters below `name`, and their shapes.
+    fn params(&self, name: &str) -> Vec<(String, Vec<usize>)> {
+        let shape = match self.heads {
+            None => vec![self.size],
+            Some(heads) => vec![heads, self.size],
+        };
+        let parts = [(self.weight, "weight"), (self.bias, "bias")];
+        let params = parts.map(|(has, part)| has.then(|| (format!("{name}.{part}"), shape.clone())));
+        params.into_iter().flatten().collect()
+    }
+}
+
+impl Spec {
+    /// Name of the output projection (LM head).
+    pub fn head_name(&self) -> &'static str {
+        if self.tied { EMBEDDING } else { LM_HEAD }
+    }
+
+    /// The linears of layer `layer`.
+    pub fn linears(&self, layer: usize) -> Vec<LinearSpec> {
+        let (d, i) = (self.hidden, self.intermediate_of(layer));
+        let (q, kv) = (self.query_width(layer), self.kv_width(layer));
+        let q_out = if self.output_gate { 2 * q } else { q };
+        let linear = |sublayer, bias| {
+            move |name, input, output| LinearSpec {
+                name,
+                input,
+                output,
+                bias,
+                sublayer,
+            }
+        };
+        let qkv = linear(Sublayer::Attention, self.qkv_bias);
+        let o = linear(Sublayer::Attention, self.o_bias);
+        let mlp = linear(Sublayer::Mlp, self.mlp_bias);
+        let plain = linear(Sublayer::Attention, false);
+        let mut linears = match self.layers[layer].mixer {
+            Mixer::DeltaNet(sizes) => {
+                let (channels, value, heads) = (sizes.channels(), sizes.value_width(), sizes.value_heads);
+                let mut own = match sizes.by_key_head {
+                    true => vec![
+                        plain("linear_attn.in_proj_qkvz", d, channels + value),
+                        plain("linear_attn.in_proj_ba", d, 2 * heads),
+                    ],
+                    false => vec![
+                        plain("linear_attn.in_proj_qkv", d, channels),
+                        plain("linear_attn.in_proj_z", d, value),
+                        plain("linear_attn.in_proj_b", d, heads),
+                        plain("linear_attn.in_proj_a", d, heads),
+                    ],
+                };
+                own.push(plain("linear_attn.out_proj", value, d));
+                own
+            }
+            Mixer::Attention => {
+                let mut own = vec![
+                    qkv("self_attn.q_proj", d, q_out),
+                    qkv("self_attn.k_proj", d, kv),
+                    qkv("self_attn.v_proj", d, kv),
+                ];
+                own.truncate(match self.layers[layer].keys {
+                    KeySource::Own => 3,
+                    KeySource::KeysOnly => 2,
+                    KeySource::Layer(_) => 1,
+                });
+                if self.fused_qkv {
+                    own = vec![qkv("self_attn.qkv_proj", d, q + 2 * kv)];
+                }
+                own.push(o("self_attn.o_proj", q, d));
+                own
+            }
+        };
+        match self.plain_mlp {
+            Some([up, down]) => linears.extend([mlp(up, d, i), mlp(down, i, d)]),
+            None if self.fused_gate_up => {
+                linears.extend([mlp("mlp.gate_up_proj", d, 2 * i), mlp("mlp.down_proj", i, d)]);
+            }
+            None => linears.extend([
+                mlp("mlp.gate_proj", d, i),
+                mlp("mlp.up_proj", d, i),
+                mlp("mlp.down_proj", i, d),
+            ]),
+        }
+        if let Some(PerLayerSpec { width, .. }) = self.per_layer {
+            let plain = linear(Sublayer::Mlp, false);
+            linears.extend([plain(PER_LAYER[0], d, width), plain(PER_LAYER[1], width, d)]);
+        }
+        linears
+    }
+
+    fn norm(&self, name: &'static str, size: usize, sublayer: Sublayer) -> NormSpec {
+        NormSpec {
+            name,
+            size,
+            heads: None,
+            weight: self.layer_norm.is_none_or(|params| params.weight),
+            bias: self.layer_norm.is_some_and(|params| params.bias),
+            sublayer,
+        }
+    }
+
+    /// The final norm.
+    pub fn final_norm(&self) -> NormSpec {
+        self.norm("model.norm", self.hidden, Sublayer::Other)
+    }
+
+    /// The norms of layer `layer`.
+    pub fn norms(&self, layer: usize) -> Vec<NormSpec> {
+        let norm = |name, size, sublayer| self.norm(name, size, sublayer);
+        let (d, attention, mlp) = (self.hidden, Sublayer::Attention, Sublayer::Mlp);
+        let mut norms = Vec::new();
+        let mixer = self.layers[layer].mixer;
+        if let Mixer::DeltaNet(sizes) = mixer {
+            norms.push(norm("linear_attn.norm", sizes.value_dim, attention));
+        }
+        if let Some(QkNorm {
+            names: [q, k],
+            whole,
+            own_weights,
+            ..
+        }) = self.qk_norm.filter(|_| mixer == Mixer::Attention)
+        {
+            let e = self.head_dim_of(layer);
+            for (name, heads) in [(q, self.heads), (k, self.kv_heads_of(layer))] {
+                if name == k && matches!(self.layers[layer].keys, KeySource::Layer(_)) {
+                    continue;
+                }
+                norms.push(NormSpec {
+                    heads: own_weights.then_some(heads),
+                    ..norm(name, if whole { heads * e } else { e }, attention)
+                });
+            }
+        }
+        let names = &self.norms;
+        norms.extend(
+            [names.before_attention, names.after_attention]
+                .into_iter()
+                .flatten()
+                .map(|n| norm(n, d, attention)),
+        );
+        norms.extend(
+            [names.before_mlp, names.after_mlp]
+                .into_iter()
+                .flatten()
+                .map(|n| norm(n, d, mlp)),
+        );
+        if self.per_layer.is_some() {
+            norms.push(norm(PER_LAYER[2], d, mlp));
+        }
+        norms
+    }
+
+    /// Every parameter of layer `layer` under its Hugging Face name.
+    pub fn layer_params(&self, layer: usize) -> Vec<ParamInfo> {
+        let group = Group::Layer(layer);
+        let mut all = Vec::new();
+        for linear in self.linears(layer) {
+            let name = format!("model.layers.{layer}.{}", linear.name);
+            let shape = vec![linear.output, linear.input];
+            all.push(param(format!("{name}.weight"), shape, group, linear.sublayer));
+            if linear.bias {
+                let shape = vec![linear.output];
+                all.push(param(format!("{name}.bias"), shape, group, linear.sublayer));
+            }
+        }
+        if let Mixer::DeltaNet(sizes) = self.layers[layer].mixer {
+            let others = [
+                ("conv1d.weight", vec![sizes.channels(), 1, sizes.kernel]),
+                ("dt_bias", vec![sizes.value_heads]),
+                ("A_log", vec![sizes.value_heads]),
+            ];
+            for (name, shape) in others {
+                let name = format!("model.layers.{layer}.linear_attn.{name}");
+                all.push(param(name, shape, group, Sublayer::Attention));
+            }
+        }
+        for norm in self.norms(layer) {
+            for (name, shape) in norm.params(&format!("model.layers.{layer}.{}", norm.name)) {
+                all.push(param(name, shape, group, norm.sublayer));
+            }
+        }
+        if self.has_sinks(layer) {
+            let name = format!("model.layers.{layer}.{ATTENTION_SINKS}");
+            all.push(param(name, vec![self.heads], group, Sublayer::Attention));
+        }
+        if self.layer_scalar {
+            let name = format!("model.layers.{layer}.{LAYER_SCALAR}");
+            all.push(param(name, vec![1], group, Sublayer::Other));
+        }
+        all
+    }
+
+    /// Every parameter under its Hugging Face name, from the embedding to the head.
+    pub fn params(&self) -> Vec<ParamInfo> {
+        let mut all = vec![self.embedding_param()];
+        all.extend((0..self.layers.len()).flat_map(|l| self.layer_params(l)));
+        all.extend(self.params_after());
+        all
+    }
+
+    /// The token embedding.
+    fn embedding_param(&self) -> ParamInfo {
+        let shape = vec![self.vocab, self.hidden];
+        param(EMBEDDING.into(), shape, Group::Embedding, Sublayer::Other)
+    }
+
+    /// The parameters that belong to no layer.
+    pub fn params_outside(&self) -> Vec<ParamInfo> {
+        let mut all = vec![self.embedding_param()];
+        all.extend(self.params_after());
+        all
+    }
+
+    /// The parameters after the layers.
+    fn params_after(&self) -> Vec<ParamInfo> {
+        let other = |name: &str, shape: &[usize], group| param(name.into(), shape.to_vec(), group, Sublayer::Other);
+        let norm = self.final_norm();
+        let params = norm.params(norm.name).into_iter();
+        let mut all: Vec<ParamInfo> = params.map(|(name, shape)| other(&name, &shape, Group::Head)).collect();
+        if let Some(PerLayerSpec { vocab, width }) = self.per_layer {
+            let wide = self.layers.len() * width;
+            all.push(other(PER_LAYER_PROJECTION, &[wide, self.hidden], Group::Head));
+            all.push(other(PER_LAYER_NORM, &[width], Group::Head));
+            all.push(other(PER_LAYER_TABLE, &[vocab, wide], Group::Table));
+        }
+        if !self.tied {
+            all.push(param(
+                LM_HEAD.into(),
+                vec![self.vocab, self.hidden],
+                Group::Head,
+                Sublayer::Other,
+            ));
+        }
+        all
+    }
+
+    /// Every linear of the decoder layers, in order: the possible places of adapters.
+    pub fn sites(&self) -> Vec<Site> {
+        (0..self.layers.len())
+            .flat_map(|l| {
+                self.linears(l).into_iter().map(move |linear| Site {
+                    module: format!("model.layers.{l}.{}", linear.name),
+                    input: linear.input,
+                    output: linear.output,
+                })
+            })
+            .collect()
+    }
+}

@@ -11,7 +11,8 @@ __device__ __forceinline__ void apply(T* o, float* lse, const S* sinks, i64 rows
     const float before = real ? lse[row] : 0.0f, sink = real ? widen(sinks[row % heads]) : 0.0f;
     const float most = fmaxf(before, sink);
     const float total = most + logf(expf(before - most) + expf(sink - most));
-    const float factor = expf(before - total);
+    // The difference of total and before would have their rounding errors.
+    const float factor = 1.0f / (1.0f + expf(sink - before));
     // Every lane has read lse before one of them writes it.
     __syncthreads();
     if (!real) return;

@@ -49,9 +49,10 @@ pub fn apply(o: &Tensor, lse: &Tensor, sinks: &Tensor) -> Result<()> {
     update::with_slice_mut(lse, |lse| {
         factors = (lse.par_iter_mut().enumerate())
             .map(|(i, lse)| {
-                let before = *lse;
-                *lse = log_sum(before, sinks[i % heads]);
-                (before - *lse).exp()
+                let (before, sink) = (*lse, sinks[i % heads]);
+                *lse = log_sum(before, sink);
+                // The difference of lse' and lse would have their rounding errors.
+                1.0 / (1.0 + (sink - before).exp())
             })
             .collect();
     })?;

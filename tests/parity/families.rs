@@ -68,7 +68,7 @@ fn all_families_have_goldens() {
         "starcoder2",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 56);
+    assert_eq!(variants().len(), 59);
 }
 
 #[test]

@@ -175,9 +175,9 @@ impl StoragePolicy {
     }
 }
 
-/// True if this is the weight matrix of a linear in a decoder layer.
+/// True if this is the weight matrix of a linear in a decoder layer (the weight of a convolution has three dimensions).
 pub fn is_projection(param: &ParamInfo) -> bool {
-    matches!(param.group, Group::Layer(_)) && !param.is_vector()
+    matches!(param.group, Group::Layer(_)) && param.shape.len() == 2 && !param.is_vector()
 }
 
 /// True if `pattern` is a prefix of the name, with or without `model.`; with `*` it must match the whole name.

@@ -2,13 +2,16 @@
 //! tokens (a common prompt prefix) are in runs that several sequences read without a copy.
 //!
 //! On the CPU a run is pages of `PAGE` tokens, as f32, bf16 or int8. Attention always reads the stored values, so a
-//! token gives the same result whether it was added together with its neighbors or after them. On a GPU see `device_cache`.
+//! token gives the same result whether it was added together with its neighbors or after them. On a GPU a run is blocks
+//! (`device_cache`), which attention reads in place; only a step of whole new texts reads the new keys and values as they
+//! are, if the cache stores the same numbers.
 //!
 //! Layers with a sliding window store every token too; attention itself reads only the window.
 
-use super::device_cache::{DeviceForm, DeviceLayer, together};
+use super::device_cache::{DeviceLayer, device_form};
 use crate::base::{Error, Result};
 use crate::model::{KvStore, Spec};
+use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
 use crate::ops::{attention, update};
 use candle_core::{DType, Device, Tensor};
@@ -34,12 +37,11 @@ pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
 #[derive(Debug, Clone)]
 pub struct Layout {
     layers: usize,
-    /// W
-    width: usize,
-    /// Of the pages on the CPU.
+    /// Of the pages on the CPU, or of the blocks on a GPU.
     form: Form,
-    /// On a GPU: the form there, and the type of the activations.
-    device: Option<(DeviceForm, DType)>,
+    /// H
+    heads: usize,
+    on_gpu: bool,
 }
 
 impl Layout {
@@ -51,34 +53,37 @@ impl Layout {
     fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>) -> Self {
         Self {
             layers: spec.layers.len(),
-            width: spec.kv_width(),
-            form: form(spec, stored),
-            device: on_gpu.map(|activations| (DeviceForm::new(spec, stored, activations), activations)),
+            form: match on_gpu {
+                None => form(spec, stored),
+                Some(activations) => device_form(spec, stored, activations),
+            },
+            heads: spec.heads,
+            on_gpu: on_gpu.is_some(),
         }
     }
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        let layer = match &self.device {
-            None => tokens.div_ceil(PAGE) as u64 * self.form.page_bytes(),
-            Some((form, _)) => form.bytes(tokens, self.width),
+        let layer = match self.on_gpu {
+            false => tokens.div_ceil(PAGE) as u64 * self.form.page_bytes(),
+            true => KvBlock::bytes(self.form, tokens),
         };
         self.layers as u64 * layer
     }
 
-    /// Returns the bytes that attention needs in addition to the runs for a text of `tokens` tokens, shared ones
-    /// included: on a GPU the keys and values of one layer are concatenated.
+    /// Returns the bytes that attention needs in addition to the runs for a new token of a text of `tokens` tokens, shared
+    /// ones included.
     pub fn step_bytes(&self, tokens: usize) -> u64 {
-        match &self.device {
-            None => 0,
-            Some((_, activations)) => DeviceForm::Dense(*activations).bytes(tokens, self.width),
+        match self.on_gpu {
+            false => 0,
+            true => kv_block::step_bytes(self.heads, self.form.head_dim, tokens),
         }
     }
 
     fn run(&self, room: usize) -> Run {
-        let layer = || match self.device {
-            None => Layer::Pages(Vec::new()),
-            Some((form, _)) => Layer::Device(form.layer(room)),
+        let layer = || match self.on_gpu {
+            false => Layer::Pages(Vec::new()),
+            true => Layer::Device(DeviceLayer::new(self.form, room)),
         };
         Run {
             layers: (0..self.layers).map(|_| layer()).collect(),
@@ -99,6 +104,27 @@ impl Run {
             Some(Layer::Device(layer)) => layer.len(),
             None => 0,
         }
+    }
+
+    /// The blocks on a GPU, of every layer.
+    fn parts(&self) -> Vec<KvPart<'_>> {
+        let layers: Vec<Vec<(usize, &KvBlock)>> = self
+            .layers
+            .iter()
+            .map(|layer| match layer {
+                Layer::Device(layer) => layer.parts().collect(),
+                Layer::Pages(_) => Vec::new(),
+            })
+            .collect();
+        let longest = layers.iter().max_by_key(|layer| layer.len());
+        let tokens = longest.into_iter().flatten().map(|part| part.0);
+        tokens
+            .enumerate()
+            .map(|(i, tokens)| KvPart {
+                tokens,
+                layers: layers.iter().map(|layer| layer.get(i).map(|part| part.1)).collect(),
+            })
+            .collect()
     }
 }
 
@@ -189,10 +215,14 @@ pub struct Step<'a> {
     sequences: Vec<&'a mut Sequence>,
     /// Offsets of the sequences in the new tokens, `[sequences + 1]`.
     documents: &'a [usize],
+    /// On a GPU.
+    on_gpu: Option<KvStep>,
+    /// No sequence has tokens of an earlier step.
+    fresh: bool,
 }
 
 impl<'a> Step<'a> {
-    pub fn new(sequences: Vec<&'a mut Sequence>, documents: &'a [usize]) -> Result<Self> {
+    pub fn new(mut sequences: Vec<&'a mut Sequence>, documents: &'a [usize], device: &Device) -> Result<Self> {
         if documents.len() != sequences.len() + 1 {
             return Err(
                 Error::shape("a decoding step and its KV cache have different numbers of rows")
@@ -200,7 +230,37 @@ impl<'a> Step<'a> {
                     .expected(sequences.len()),
             );
         }
-        Ok(Self { sequences, documents })
+        let fresh = sequences.iter().all(|s| s.len == 0);
+        let on_gpu = match device.is_cpu() {
+            true => None,
+            false => Some(Self::reserve(&mut sequences, documents, device)?),
+        };
+        Ok(Self {
+            sequences,
+            documents,
+            on_gpu,
+            fresh,
+        })
+    }
+
+    /// Makes room for the new tokens on a GPU.
+    fn reserve(sequences: &mut [&mut Sequence], documents: &[usize], device: &Device) -> Result<KvStep> {
+        for (sequence, d) in sequences.iter_mut().zip(documents.windows(2)) {
+            for layer in &mut sequence.own.layers {
+                if let Layer::Device(layer) = layer {
+                    layer.reserve(d[1] - d[0], device)?;
+                }
+            }
+        }
+        let texts: Vec<KvDocument> = sequences
+            .iter()
+            .zip(documents.windows(2))
+            .map(|(sequence, d)| KvDocument {
+                queries: d[0]..d[1],
+                parts: sequence.runs().flat_map(Run::parts).collect(),
+            })
+            .collect();
+        KvStep::new(&texts, device)
     }
 
     /// Adds the new tokens to the lengths, after all layers have processed them.
@@ -212,15 +272,6 @@ impl<'a> Step<'a> {
 
     fn push(&mut self, layer: usize, k: &Tensor, v: &Tensor, spec: &attention::Spec) -> Result<()> {
         let rows = self.sequences.iter_mut().zip(self.documents.windows(2));
-        if !k.device().is_cpu() {
-            for (sequence, d) in rows {
-                if let Some(Layer::Device(layer)) = sequence.own.layers.get_mut(layer) {
-                    let new = |t: &Tensor| t.narrow(0, d[0], d[1] - d[0]);
-                    layer.push(&new(k)?, &new(v)?)?;
-                }
-            }
-            return Ok(());
-        }
         let width = k.dims2()?.1;
         update::with_slice(k, |k| {
             update::with_slice(v, |v| {
@@ -239,23 +290,6 @@ impl<'a> Step<'a> {
                 }
             })
         })?
-    }
-
-    /// Attention on a GPU; `k`: keys of the new tokens.
-    fn on_device(&self, layer: usize, q: &Tensor, k: &Tensor, spec: &attention::Spec) -> Result<(Tensor, Tensor)> {
-        let (mut layers, mut offsets) = (Vec::new(), vec![0]);
-        for sequence in &self.sequences {
-            let mut end = offsets[offsets.len() - 1];
-            for run in sequence.runs() {
-                if let Some(Layer::Device(layer)) = run.layers.get(layer) {
-                    end += layer.len();
-                    layers.push(layer);
-                }
-            }
-            offsets.push(end);
-        }
-        let (k, v) = together(&layers, k)?;
-        attention::forward(q, &k, &v, spec, self.documents, &offsets)
     }
 }
 
@@ -282,10 +316,20 @@ impl KvStore for Step<'_> {
         if self.sequences.iter().any(|s| layer >= s.own.layers.len()) {
             return Err(Error::shape("the KV cache does not have this layer").found(layer));
         }
-        self.push(layer, k, v, spec)?;
-        if !q.device().is_cpu() {
-            return self.on_device(layer, q, k, spec);
+        if let Some(step) = &self.on_gpu {
+            step.put(layer, k, v)?;
+            // The cache reads back what it was given, unless it rounds.
+            let same = |s: &&mut Sequence| match s.form.stored {
+                KvDtype::F32 => k.dtype() == DType::F32,
+                KvDtype::Bf16 => k.dtype() == DType::BF16,
+                KvDtype::Int8 => false,
+            };
+            if self.fresh && self.sequences.iter().all(same) {
+                return attention::forward(q, k, v, spec, self.documents, self.documents);
+            }
+            return step.attend(layer, q, spec);
         }
+        self.push(layer, k, v, spec)?;
         let rows = self.sequences.iter().zip(self.documents.windows(2));
         let documents: Vec<Document> = rows
             .map(|(sequence, d)| Document {
@@ -309,24 +353,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_puts_one_layer_together() {
-        let layout = |form, activations| Layout {
+    fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_has_partial_results() {
+        let layout = |stored| Layout {
             layers: 3,
-            width: 8,
             form: Form {
-                stored: KvDtype::F32,
+                stored,
                 kv_heads: 2,
                 head_dim: 4,
             },
-            device: Some((form, activations)),
+            heads: 6,
+            on_gpu: true,
         };
-        let wide = layout(DeviceForm::Dense(DType::F32), DType::F32);
-        let narrow = layout(DeviceForm::Dense(DType::BF16), DType::BF16);
-        let int8 = layout(DeviceForm::Int8(2, 4), DType::BF16);
+        let (wide, narrow) = (layout(KvDtype::F32), layout(KvDtype::Bf16));
+        let int8 = layout(KvDtype::Int8);
         assert_eq!((wide.bytes(10), narrow.bytes(10)), (3 * 2 * 4 * 80, 3 * 2 * 2 * 80));
-        assert_eq!((wide.step_bytes(10), narrow.step_bytes(10)), (2 * 4 * 80, 2 * 2 * 80));
         // A byte for each number, and a scale for each head.
         assert_eq!(int8.bytes(10), 3 * 2 * (80 + 10 * 2 * 4));
-        assert_eq!(int8.step_bytes(10), narrow.step_bytes(10));
+        // o and lse of each head, of two pieces and of ten.
+        assert_eq!((wide.step_bytes(10), int8.step_bytes(10)), (2 * 6 * 20, 2 * 6 * 20));
+        assert_eq!(narrow.step_bytes(2200), 10 * 6 * 20);
     }
 }

@@ -90,6 +90,11 @@ impl Block {
         rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
     }
 
+    /// The norm of the output of a half, added to the residual stream.
+    pub(super) fn norm_plus(&self, w: &Param, y: &Tensor, x: &Tensor) -> Result<Tensor> {
+        rms_norm::forward_plus(y, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one, x)
+    }
+
     /// Backward of a norm: passes the weight's gradient to the sink, returns `∂x`.
     pub(super) fn norm_backward(&self, w: &Param, x: &Tensor, dy: &Tensor, sink: &mut dyn GradSink) -> Result<Tensor> {
         let need_dw = sink.wants(&w.name);
@@ -134,18 +139,23 @@ impl Block {
         }
     }
 
-    /// Backward of `normed`.
+    /// Backward of a half from its input on: the gradient `dh` after its norm, and `past` of the residual stream beside it.
     pub(super) fn normed_backward(
         &self,
         w: &Option<Param>,
         x: &Tensor,
-        dy: Tensor,
+        dh: Tensor,
+        past: &Tensor,
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
-        match w {
-            Some(w) => self.norm_backward(w, x, &dy, sink),
-            None => Ok(dy),
-        }
+        let Some(w) = w else {
+            update::add_assign(&dh, past)?;
+            return Ok(dh);
+        };
+        let (eps, plus_one, need_dw) = (self.spec.norm_eps, self.spec.norm_plus_one, sink.wants(&w.name));
+        let (dx, dw) = rms_norm::backward_plus(x, &w.tensor, &dh, eps, plus_one, need_dw, past)?;
+        dw.map_or(Ok(()), |dw| sink.take(w, dw))?;
+        Ok(dx)
     }
 
     /// The gradient of the output of a half, before its factor.
@@ -190,7 +200,7 @@ impl Block {
         };
         let (y, low_out) = self.o_proj.forward_one(&o, ctx)?;
         let (x1, y) = match &self.attention_post_norm {
-            Some(norm) => (update::add(x, &self.norm(norm, &y)?)?, Some(y)),
+            Some(norm) => (self.norm_plus(norm, &y, x)?, Some(y)),
             None => (add_residual(y, x, &low_out, self.spec.residual_scale)?, None),
         };
         Ok((
@@ -288,8 +298,7 @@ impl Block {
             .backward(h.as_ref(), low_in, vec![dq, dk, dv], ctx, need_dh, sink)?;
         drop(h);
         let Some(dh) = dh else { return Ok(None) };
-        let dx = self.normed_backward(&self.input_norm, x, dh, sink)?;
-        update::add_assign(&dx, &dx1)?;
+        let dx = self.normed_backward(&self.input_norm, x, dh, &dx1, sink)?;
         Ok(need_dx.then_some(dx))
     }
 }

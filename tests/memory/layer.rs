@@ -9,7 +9,7 @@ use ft::base::ledger::{Allocation, Ledger, MemoryKind};
 use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
-use ft::model::spec::{NormNames, QkNorm};
+use ft::model::spec::{LayerNormParams, NormNames, QkNorm};
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
 use ft::source::{Resident, StoragePolicy};
@@ -60,6 +60,8 @@ enum Options {
     After,
     /// Norms of rotated heads; a factor of what each half adds.
     Scaled,
+    /// LayerNorms, parallel halves, an MLP without a gate.
+    Parallel,
 }
 
 fn spec(intermediate: usize, options: Options) -> Spec {
@@ -74,7 +76,13 @@ fn spec(intermediate: usize, options: Options) -> Spec {
         Options::Rich => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
         Options::After => (NormNames::AFTER, Some(QkNorm::WHOLE)),
         Options::Scaled => (NormNames::BEFORE, Some(QkNorm::ROTATED)),
+        Options::Parallel => (NormNames::SHARED, Some(QkNorm::OWN_WEIGHTS)),
     };
+    if options == Options::Parallel {
+        spec.layer_norm = Some(LayerNormParams::BOTH);
+        spec.parallel = true;
+        spec.plain_mlp = Some(["mlp.up_proj", "mlp.down_proj"]);
+    }
     if options == Options::Scaled {
         spec.residual_scale = 0.5;
     }
@@ -167,7 +175,13 @@ fn a_layer_allocates_what_is_stated_beside_it() {
     let mut wrong = Vec::new();
     // With a narrow MLP the peak is in the attention half.
     for intermediate in [32, 512] {
-        for options in [Options::Plain, Options::Rich, Options::After, Options::Scaled] {
+        for options in [
+            Options::Plain,
+            Options::Rich,
+            Options::After,
+            Options::Scaled,
+            Options::Parallel,
+        ] {
             for mlp_tokens in [None, Some(200)] {
                 let found = pool.install(|| compare(&spec(intermediate, options), mlp_tokens));
                 let tensors =

@@ -11,6 +11,7 @@ mod chat;
 mod columns;
 mod equal;
 mod export;
+mod families;
 mod hostile;
 mod large;
 mod learning;

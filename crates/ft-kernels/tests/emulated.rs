@@ -42,6 +42,7 @@ emulated! {
     embedding
     glu
     kv_block
+    layer_norm
     optimizer
     pairs
     part

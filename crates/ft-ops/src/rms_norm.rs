@@ -28,16 +28,12 @@ fn scale(w: &Tensor, plus_one: bool) -> Result<Vec<f32>> {
 
 /// Normalizes x `[N, rows·E]` with w `[E]` f32 or bf16; the result has the shape and type of x.
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
-    forward_past(x, w, eps, plus_one, None)
+    forward_plus(x, w, eps, plus_one, None)
 }
 
 /// As `forward`, plus what the residual stream carries past the norm.
-pub fn forward_plus(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool, past: &Tensor) -> Result<Tensor> {
-    expect_dims(past, "what passes by a norm", x.dims())?;
-    forward_past(x, w, eps, plus_one, Some(past))
-}
-
-fn forward_past(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool, past: Option<&Tensor>) -> Result<Tensor> {
+pub fn forward_plus(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool, past: Option<&Tensor>) -> Result<Tensor> {
+    past.map_or(Ok(()), |past| expect_dims(past, "what passes by a norm", x.dims()))?;
     check(x, w)?;
     on_gpu!(x, super::cuda::rms_norm::forward(x, w, eps, plus_one, past));
     let scale = scale(w, plus_one)?;
@@ -63,7 +59,7 @@ pub fn backward(
     plus_one: bool,
     need_dw: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    backward_past(x, w, dy, eps, plus_one, need_dw, None)
+    backward_plus(x, w, dy, eps, plus_one, need_dw, None)
 }
 
 /// As `backward`; `dx` plus the gradient of what the residual stream carries past the norm.
@@ -74,21 +70,9 @@ pub fn backward_plus(
     eps: f64,
     plus_one: bool,
     need_dw: bool,
-    past: &Tensor,
-) -> Result<(Tensor, Option<Tensor>)> {
-    expect_dims(past, "what passes by a norm", x.dims())?;
-    backward_past(x, w, dy, eps, plus_one, need_dw, Some(past))
-}
-
-fn backward_past(
-    x: &Tensor,
-    w: &Tensor,
-    dy: &Tensor,
-    eps: f64,
-    plus_one: bool,
-    need_dw: bool,
     past: Option<&Tensor>,
 ) -> Result<(Tensor, Option<Tensor>)> {
+    past.map_or(Ok(()), |past| expect_dims(past, "what passes by a norm", x.dims()))?;
     check(x, w)?;
     expect_dims(dy, "dy of a norm", x.dims())?;
     on_gpu!(
@@ -143,9 +127,9 @@ mod tests {
                 assert_close(&again, &dx, 0.0);
                 assert!(none.is_none());
                 let past = random((n, d), 4);
-                let y = forward_plus(&x, &w, eps, plus_one, &past).unwrap();
+                let y = forward_plus(&x, &w, eps, plus_one, Some(&past)).unwrap();
                 assert_close(&y, &(want + &past).unwrap(), 1e-5);
-                let (plus, _) = backward_plus(&x, &w, &dy, eps, plus_one, false, &past).unwrap();
+                let (plus, _) = backward_plus(&x, &w, &dy, eps, plus_one, false, Some(&past)).unwrap();
                 assert_close(&plus, &(dx + &past).unwrap(), 0.0);
             }
         }

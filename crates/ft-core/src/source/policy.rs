@@ -147,7 +147,7 @@ impl StoragePolicy {
 
 /// True if this is the weight matrix of a linear in a decoder layer.
 pub fn is_projection(param: &ParamInfo) -> bool {
-    matches!(param.group, Group::Layer(_)) && param.shape.len() == 2
+    matches!(param.group, Group::Layer(_)) && !param.is_vector()
 }
 
 /// True if `pattern` is a prefix of the name, with or without `model.`; with `*` it must match the whole name.

@@ -36,6 +36,7 @@ pub(crate) mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod gemm;
 pub(crate) mod glu;
+pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod memory;
 pub(crate) mod pairs;

@@ -136,7 +136,12 @@ fn folder(path: &Path, place: &Place) -> Result<Vec<PathBuf>> {
     inside(path, path, 0, &mut names)?;
     let top: Vec<String> = names.iter().filter(|name| !name.contains('/')).cloned().collect();
     let names = match place.part.config {
-        None if top.iter().any(|name| is_data_file(Path::new(name)) && !hub::is_about_the_data(name)) => top,
+        None if top
+            .iter()
+            .any(|name| is_data_file(Path::new(name)) && !hub::is_about_the_data(name)) =>
+        {
+            top
+        }
         _ => names,
     };
     let chosen = hub::select(&names, &place.part).map_err(|e| e.or_at(path.display()))?;

@@ -48,9 +48,11 @@ fn rms_norm_matches_the_cpu() {
                     let want = rms_norm::forward_plus(&x.cpu, &w.weight(), eps, plus_one, Some(&past.cpu)).unwrap();
                     assert_close(&y, &want, tolerance);
                     let (dx, _) =
-                        rms_norm::backward_plus(&x.gpu, &w.gpu, &dy.gpu, eps, plus_one, false, Some(&past.gpu)).unwrap();
+                        rms_norm::backward_plus(&x.gpu, &w.gpu, &dy.gpu, eps, plus_one, false, Some(&past.gpu))
+                            .unwrap();
                     let (want_dx, _) =
-                        rms_norm::backward_plus(&x.cpu, &w.weight(), &dy.cpu, eps, plus_one, false, Some(&past.cpu)).unwrap();
+                        rms_norm::backward_plus(&x.cpu, &w.weight(), &dy.cpu, eps, plus_one, false, Some(&past.cpu))
+                            .unwrap();
                     assert_close(&dx, &want_dx, tolerance);
                 }
             }

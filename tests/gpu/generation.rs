@@ -2,16 +2,20 @@
 
 use crate::support::{Gpu, KINDS, assert_close, assert_same_bits, flat, gpu, short};
 use candle_core::{DType, Device, Tensor};
+use ft::formats::Config;
 use ft::generate::{Answer, Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Settings, answer};
 use ft::hf;
-use ft::model::Network;
+use ft::model::{Network, families};
 use ft::ops::attention;
 use ft::ops::device::memory;
 use ft::ops::kv_block::{KvBlock, KvDocument, KvPart, KvStep};
 use ft::ops::paged::{self, Document, Form, PAGE, Page};
 use ft::quant::Format;
 use ft::recipe::Dtype;
+use ft::source::Resident;
+use serde_json::json;
 use std::path::Path;
+use std::sync::Arc;
 
 fn network(dtype: Dtype, device: &Device) -> Network {
     let root = std::env::var("FT_ROOT").unwrap_or_else(|_| env!("CARGO_MANIFEST_DIR").to_string());
@@ -82,6 +86,36 @@ fn caches_of_every_type_are_those_of_the_cpu() {
         let off = difference(&answers(&there, kv_cache), &answers(&here, kv_cache), false, "");
         println!("bf16 model, {kv_cache:?}: differs from the CPU by {off:.1e}");
         assert!(off <= 0.25, "{kv_cache:?}: {off}");
+    }
+}
+
+/// Layers of two head sizes, the last two with the keys and values of earlier layers, as in Gemma 4.
+fn shared_keys(dtype: Dtype, device: &Device) -> Network {
+    let config = json!({
+        "model_type": "gemma4_text", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "global_head_dim": 512, "sliding_window": 20,
+        "max_position_embeddings": 256, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 256,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    });
+    let config = Config::from_map(config.as_object().unwrap().clone(), Path::new("config.json"));
+    let spec = families::read(&config).unwrap();
+    let source = Resident::random(spec.params(), 5, 0.1, 0.8, dtype, device).unwrap();
+    Network::new(spec, Arc::new(source), device.clone())
+}
+
+#[test]
+fn shared_keys_and_layers_of_different_heads_answer_as_on_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, most) in [(Dtype::F32, 1e-4), (Dtype::Bf16, 0.25)] {
+        let (here, there) = (shared_keys(dtype, &Device::Cpu), shared_keys(dtype, &gpu.device));
+        for kv_cache in [None, Some(KvDtype::Bf16), Some(KvDtype::Int8)] {
+            let (want, got) = (answers(&here, kv_cache), answers(&there, kv_cache));
+            let off = difference(&got, &want, dtype == Dtype::F32 && kv_cache.is_none(), "shared keys");
+            println!("{dtype:?} model, {kv_cache:?}: differs from the CPU by {off:.1e}");
+            let most = if kv_cache.is_none() { most } else { 5e-3f32.max(most) };
+            assert!(off <= most, "{dtype:?} {kv_cache:?}: {off}");
+        }
     }
 }
 
@@ -261,7 +295,7 @@ fn attention_on_blocks_is_that_on_pages() {
     ];
     for (dtype, tolerance) in KINDS {
         for stored in STORED.into_iter().filter(|s| dtype == DType::F32 || *s != KvDtype::F32) {
-            for (heads, kv_heads, head_dim) in [(4, 2, 64), (7, 1, 40), (8, 1, 128), (2, 2, 12)] {
+            for (heads, kv_heads, head_dim) in [(4, 2, 64), (7, 1, 40), (8, 1, 128), (2, 2, 12), (2, 1, 512)] {
                 let (form, _) = forms(stored, heads, kv_heads, head_dim);
                 let spec = || forms(stored, heads, kv_heads, head_dim).1;
                 let cases = [

@@ -78,7 +78,11 @@ fn every_method_trains_layers_that_are_not_those_of_llama() {
         for (name, settings) in methods {
             train(&bench, name, settings);
         }
-        assert_eq!(curve(&bench, "full"), curve(&bench, "chunks"), "{family}");
+        // The sums of the gradients have another order.
+        for (whole, chunks) in bench.steps("full").iter().zip(bench.steps("chunks")) {
+            let (whole, chunks) = (number(whole, "loss"), number(&chunks, "loss"));
+            assert!((whole - chunks).abs() < 1e-6 * whole, "{family}: {whole} {chunks}");
+        }
         for method in ["full", "lora"] {
             let disk = format!("{method}-disk");
             let method_key = format!("tune.method={method}");

@@ -9,6 +9,7 @@ mod directory;
 mod distill;
 mod chat;
 mod columns;
+mod composition;
 mod equal;
 mod export;
 mod families;

@@ -266,7 +266,11 @@ const DATA_KINDS: [&str; 10] = [
 fn data_kind(path: &str) -> Option<&'static str> {
     let lower = path.to_lowercase();
     let inner = lower.strip_suffix(".gz").or(lower.strip_suffix(".zst"));
-    let binary = |inner: &str| [".parquet", ".arrow", ".feather"].iter().any(|kind| inner.ends_with(kind));
+    let binary = |inner: &str| {
+        [".parquet", ".arrow", ".feather"]
+            .iter()
+            .any(|kind| inner.ends_with(kind))
+    };
     if inner.is_some_and(binary) {
         return None;
     }

@@ -116,9 +116,7 @@ pub fn is_about_the_data(name: &str) -> bool {
 pub fn select(names: &[String], part: &DatasetPart) -> Result<Vec<String>> {
     let mut files: Vec<ListedFile> = names.iter().filter_map(|name| ListedFile::new(name)).collect();
     if files.is_empty() {
-        return Err(
-            Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", ")))
-        );
+        return Err(Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", "))));
     }
     of_config(&mut files, part.config)?;
     let mut files = of_split(files, part.splits)?;
@@ -272,7 +270,12 @@ mod tests {
         ];
         assert_eq!(train(&names), names[2..4]);
         assert_eq!(of(&names, None, &["test"]).unwrap(), names[1..2]);
-        let cached = ["cache-0123.arrow", "dataset_info.json", "rows-test.arrow", "rows-train-00000-of-00001.arrow"];
+        let cached = [
+            "cache-0123.arrow",
+            "dataset_info.json",
+            "rows-test.arrow",
+            "rows-train-00000-of-00001.arrow",
+        ];
         assert_eq!(train(&cached), cached[3..]);
     }
 

@@ -309,6 +309,7 @@ __device__ __forceinline__ void plain_cached(const float* q, float* partial, flo
 ALL_CACHED(64, 32)
 ALL_CACHED(128, 32)
 ALL_CACHED(256, 16)
+ALL_CACHED(512, 8)
 
 // Grid: tokens x (H / pack), 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
@@ -320,6 +321,7 @@ extern "C" __global__ void __launch_bounds__(128)
 PLAIN(64, 32)
 PLAIN(128, 32)
 PLAIN(256, 16)
+PLAIN(512, 8)
 
 // delta [N, H] = sum over a head of dout o; a warp for a row of `size` elements, `rows` = N H. 128 threads.
 extern "C" __global__ void __launch_bounds__(128)

@@ -38,6 +38,7 @@ emulated! {
     cross_entropy_parts
     decode
     distill
+    eight_bit
     elementwise
     embedding
     glu
@@ -53,12 +54,14 @@ emulated! {
     attention_forward
     attention_backward
     attention_f32
+    attention_sinks
 }
 
 const PLAIN: &[&str] = &["-O2"];
+/// Little optimization, and lines without variables: compiling takes longer than running.
 const SANITIZED: &[&str] = &[
-    "-O1",
-    "-g",
+    "-Og",
+    "-g1",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",

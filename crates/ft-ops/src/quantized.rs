@@ -11,7 +11,11 @@ use super::update::with_slices;
 use candle_core::Tensor;
 use ft_base::Result;
 
+mod eight_bit;
 mod tensors;
+#[cfg(feature = "cuda")]
+pub(crate) use eight_bit::part;
+pub use eight_bit::{FEW, Products};
 #[cfg(feature = "cuda")]
 pub(crate) use tensors::part_rows;
 pub use tensors::{QTensors, ScaleTensors, TILE, work_bytes};

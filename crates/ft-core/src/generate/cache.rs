@@ -10,20 +10,13 @@
 
 use super::device_cache::{DeviceLayer, device_form};
 use crate::base::{Error, Result};
+use crate::model::spec::{KeySource, LayerSpec};
 use crate::model::{KvStore, Spec};
 use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
 use crate::ops::{attention, update};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
-
-fn form(spec: &Spec, stored: Option<KvDtype>) -> Form {
-    Form {
-        stored: stored.unwrap_or(KvDtype::F32),
-        kv_heads: spec.kv_heads,
-        head_dim: spec.head_dim,
-    }
-}
 
 /// Bytes of the KV cache of one text of `tokens` tokens and of its attention, in the default storage type. `element`: on
 /// a GPU the bytes of an activation.
@@ -33,12 +26,19 @@ pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
     layout.bytes(tokens) + layout.step_bytes(tokens)
 }
 
+/// The layout of the cache of one layer.
+#[derive(Debug, Clone, Copy)]
+struct LayerLayout {
+    /// False if the layer reads the keys and values of another layer.
+    stores: bool,
+    /// Of the pages on the CPU, or of the blocks on a GPU.
+    form: Form,
+}
+
 /// The layout of the cache of a network.
 #[derive(Debug, Clone)]
 pub struct Layout {
-    layers: usize,
-    /// Of the pages on the CPU, or of the blocks on a GPU.
-    form: Form,
+    layers: Arc<[LayerLayout]>,
     /// H
     heads: usize,
     on_gpu: bool,
@@ -51,12 +51,22 @@ impl Layout {
     }
 
     fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>) -> Self {
+        let layer = |(l, of): (usize, &LayerSpec)| {
+            let heads = (spec.kv_heads_of(l), spec.head_dim_of(l));
+            LayerLayout {
+                stores: !matches!(of.keys, KeySource::Layer(_)),
+                form: match on_gpu {
+                    None => Form {
+                        stored: stored.unwrap_or(KvDtype::F32),
+                        kv_heads: heads.0,
+                        head_dim: heads.1,
+                    },
+                    Some(activations) => device_form(heads, stored, activations),
+                },
+            }
+        };
         Self {
-            layers: spec.layers.len(),
-            form: match on_gpu {
-                None => form(spec, stored),
-                Some(activations) => device_form(spec, stored, activations),
-            },
+            layers: spec.layers.iter().enumerate().map(layer).collect(),
             heads: spec.heads,
             on_gpu: on_gpu.is_some(),
         }
@@ -64,29 +74,31 @@ impl Layout {
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        let layer = match self.on_gpu {
-            false => tokens.div_ceil(PAGE) as u64 * self.form.page_bytes(),
-            true => KvBlock::bytes(self.form, tokens),
+        let layer = |of: &LayerLayout| match self.on_gpu {
+            _ if !of.stores => 0,
+            false => tokens.div_ceil(PAGE) as u64 * of.form.page_bytes(),
+            true => KvBlock::bytes(of.form, tokens),
         };
-        self.layers as u64 * layer
+        self.layers.iter().map(layer).sum()
     }
 
     /// Returns the bytes that attention needs in addition to the runs for a new token of a text of `tokens` tokens, shared
     /// ones included.
     pub fn step_bytes(&self, tokens: usize) -> u64 {
+        let layer = |of: &LayerLayout| kv_block::step_bytes(self.heads, of.form.head_dim, tokens);
         match self.on_gpu {
             false => 0,
-            true => kv_block::step_bytes(self.heads, self.form.head_dim, tokens),
+            true => self.layers.iter().map(layer).max().unwrap_or(0),
         }
     }
 
     fn run(&self, room: usize) -> Run {
-        let layer = || match self.on_gpu {
+        let layer = |of: &LayerLayout| match self.on_gpu {
             false => Layer::Pages(Vec::new()),
-            true => Layer::Device(DeviceLayer::new(self.form, room)),
+            true => Layer::Device(DeviceLayer::new(of.form, room)),
         };
         Run {
-            layers: (0..self.layers).map(|_| layer()).collect(),
+            layers: self.layers.iter().map(layer).collect(),
         }
     }
 }
@@ -154,7 +166,7 @@ pub struct Sequence {
     /// The shared runs, from the first token on.
     shared: Vec<Arc<Run>>,
     own: Run,
-    form: Form,
+    layers: Arc<[LayerLayout]>,
     /// Number of tokens, shared ones included.
     len: usize,
 }
@@ -165,7 +177,7 @@ impl Sequence {
         Self {
             shared,
             own: layout.run(room),
-            form: layout.form,
+            layers: layout.layers.clone(),
             len,
         }
     }
@@ -193,7 +205,7 @@ impl Sequence {
             own: Run {
                 layers: self.own.layers.iter().map(layer).collect(),
             },
-            form: self.form,
+            layers: self.layers.clone(),
             len: 0,
         }
     }
@@ -246,8 +258,8 @@ impl<'a> Step<'a> {
     /// Makes room for the new tokens on a GPU.
     fn reserve(sequences: &mut [&mut Sequence], documents: &[usize], device: &Device) -> Result<KvStep> {
         for (sequence, d) in sequences.iter_mut().zip(documents.windows(2)) {
-            for layer in &mut sequence.own.layers {
-                if let Layer::Device(layer) = layer {
+            for (layer, of) in sequence.own.layers.iter_mut().zip(sequence.layers.iter()) {
+                if let (Layer::Device(layer), true) = (layer, of.stores) {
                     layer.reserve(d[1] - d[0], device)?;
                 }
             }
@@ -276,11 +288,11 @@ impl<'a> Step<'a> {
         update::with_slice(k, |k| {
             update::with_slice(v, |v| {
                 for (sequence, d) in rows {
-                    let form = sequence.form;
-                    if let Some(Layer::Pages(pages)) = sequence.own.layers.get_mut(layer) {
+                    let of = sequence.layers.get(layer);
+                    if let (Some(Layer::Pages(pages)), Some(of)) = (sequence.own.layers.get_mut(layer), of) {
                         for t in d[0]..d[1] {
                             if pages.last().is_none_or(Page::is_full) {
-                                pages.push(Page::new(form));
+                                pages.push(Page::new(of.form));
                             }
                             if let Some(page) = pages.last_mut() {
                                 page.push(&k[t * width..][..width], &v[t * width..][..width], spec);
@@ -298,15 +310,14 @@ impl KvStore for Step<'_> {
         &mut self,
         layer: usize,
         q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        new: Option<(&Tensor, &Tensor)>,
         spec: &attention::Spec,
     ) -> Result<(Tensor, Tensor)> {
         let want = [
             self.documents.last().copied().unwrap_or(0),
             spec.kv_heads * spec.head_dim,
         ];
-        for t in [k, v] {
+        for t in new.into_iter().flat_map(|(k, v)| [k, v]) {
             if t.dims() != want {
                 return Err(Error::shape("keys or values of a decoding step have the wrong shape")
                     .found(format!("{:?}", t.dims()))
@@ -317,19 +328,23 @@ impl KvStore for Step<'_> {
             return Err(Error::shape("the KV cache does not have this layer").found(layer));
         }
         if let Some(step) = &self.on_gpu {
-            step.put(layer, k, v)?;
-            // The cache reads back what it was given, unless it rounds.
-            let same = |s: &&mut Sequence| match s.form.stored {
-                KvDtype::F32 => k.dtype() == DType::F32,
-                KvDtype::Bf16 => k.dtype() == DType::BF16,
-                KvDtype::Int8 => false,
-            };
-            if self.fresh && self.sequences.iter().all(same) {
-                return attention::forward(q, k, v, spec, self.documents, self.documents);
+            if let Some((k, v)) = new {
+                step.put(layer, k, v)?;
+                // The cache reads back what it was given, unless it rounds.
+                let same = |s: &&mut Sequence| match s.layers[layer].form.stored {
+                    KvDtype::F32 => k.dtype() == DType::F32,
+                    KvDtype::Bf16 => k.dtype() == DType::BF16,
+                    KvDtype::Int8 => false,
+                };
+                if self.fresh && self.sequences.iter().all(same) {
+                    return attention::forward(q, k, v, spec, self.documents, self.documents);
+                }
             }
             return step.attend(layer, q, spec);
         }
-        self.push(layer, k, v, spec)?;
+        if let Some((k, v)) = new {
+            self.push(layer, k, v, spec)?;
+        }
         let rows = self.sequences.iter().zip(self.documents.windows(2));
         let documents: Vec<Document> = rows
             .map(|(sequence, d)| Document {
@@ -354,15 +369,20 @@ mod tests {
 
     #[test]
     fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_has_partial_results() {
-        let layout = |stored| Layout {
-            layers: 3,
-            form: Form {
-                stored,
-                kv_heads: 2,
-                head_dim: 4,
-            },
-            heads: 6,
-            on_gpu: true,
+        let layout = |stored| {
+            let layer = LayerLayout {
+                stores: true,
+                form: Form {
+                    stored,
+                    kv_heads: 2,
+                    head_dim: 4,
+                },
+            };
+            Layout {
+                layers: [layer; 3].into(),
+                heads: 6,
+                on_gpu: true,
+            }
         };
         let (wide, narrow) = (layout(KvDtype::F32), layout(KvDtype::Bf16));
         let int8 = layout(KvDtype::Int8);

@@ -1,14 +1,13 @@
 //! The KV cache of a layer on a GPU: blocks in the type of the activations, bf16 or int8, in which attention reads it.
 
 use crate::base::Result;
-use crate::model::Spec;
 use crate::ops::kv_block::KvBlock;
 use crate::ops::paged::{Form, KvDtype, PAGE};
 use candle_core::{DType, Device};
 
 /// How keys and values are stored. `stored` defaults to the type of the activations; f32 in a bf16 model would hold the
 /// same numbers.
-pub fn device_form(spec: &Spec, stored: Option<KvDtype>, activations: DType) -> Form {
+pub fn device_form((kv_heads, head_dim): (usize, usize), stored: Option<KvDtype>, activations: DType) -> Form {
     let stored = match (stored, activations) {
         (Some(KvDtype::Int8), _) => KvDtype::Int8,
         (Some(KvDtype::Bf16), _) | (_, DType::BF16) => KvDtype::Bf16,
@@ -16,8 +15,8 @@ pub fn device_form(spec: &Spec, stored: Option<KvDtype>, activations: DType) -> 
     };
     Form {
         stored,
-        kv_heads: spec.kv_heads,
-        head_dim: spec.head_dim,
+        kv_heads,
+        head_dim,
     }
 }
 

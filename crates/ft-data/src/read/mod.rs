@@ -11,6 +11,7 @@ mod text;
 mod tests;
 
 use ft_base::{Error, Result, files, named, progress};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::io::Read;
@@ -35,14 +36,28 @@ named!(
 );
 
 /// Position of a row in its file.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowPosition {
     /// The path of the file.
+    #[serde(with = "shared_text")]
     pub file: Arc<str>,
     /// The line or row, from 1.
     pub number: u64,
     /// True if the number counts lines (from 1), false if it counts rows (from 1).
     pub is_line: bool,
+}
+
+mod shared_text {
+    use super::Arc;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(text: &Arc<str>, s: S) -> Result<S::Ok, S::Error> {
+        s.serialize_str(text)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Arc<str>, D::Error> {
+        String::deserialize(d).map(Arc::from)
+    }
 }
 
 impl fmt::Display for RowPosition {

@@ -13,15 +13,17 @@ const Kernel KERNELS[] = {
     {64, 32, attention_f32_forward_64, attention_f32_queries_64, attention_f32_keys_64},
     {128, 32, attention_f32_forward_128, attention_f32_queries_128, attention_f32_keys_128},
     {256, 16, attention_f32_forward_256, attention_f32_queries_256, attention_f32_keys_256},
+    {512, 8, attention_f32_forward_512, attention_f32_queries_512, attention_f32_keys_512},
 };
 
 template <class S>
 void cached(const Case& c, int room, int keys, uint64_t seed) {
     typedef void (*Function)(const float*, float*, float*, const KvBlock*, const Tile*, int, Form);
-    const Function all[3][3] = {
+    const Function all[4][3] = {
         {attention_f32_cached_int8_64, attention_f32_cached_bf16_64, attention_f32_cached_f32_64},
         {attention_f32_cached_int8_128, attention_f32_cached_bf16_128, attention_f32_cached_f32_128},
         {attention_f32_cached_int8_256, attention_f32_cached_bf16_256, attention_f32_cached_f32_256},
+        {attention_f32_cached_int8_512, attention_f32_cached_bf16_512, attention_f32_cached_f32_512},
     };
     int at = 0;
     while (KERNELS[at].size < c.size) at++;
@@ -87,6 +89,12 @@ int main(int argc, char** argv) {
         }
         Case odd = {"size 7", 3, 1, 7, {5, 33}, {5, 33}, 0.4f, 0, 9};
         run(odd, true, seed);
+        Case large = {"size 512", 2, 1, 512, {5, 21}, {5, 21}, 0.05f, 0, 9};
+        run(large, true, seed);
+        Case pages = {"rows 512", 4, 2, 512, {1, 6}, {30, 41}, 0.05f, 0, 0, 12};
+        cached<float>(pages, 17, 16, seed);
+        cached<__nv_bfloat16>(pages, 100, 8, seed);
+        cached<signed char>(pages, 33, 100, seed);
     }
     return emulate::verdict();
 }

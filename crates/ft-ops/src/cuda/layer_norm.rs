@@ -59,9 +59,11 @@ pub(crate) fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2
     // SAFETY: as in `forward`.
     unsafe { gpu.launch("layer_norm", name, grid, &args)? };
     let sizes = (x.elem_count() / norm.width(), norm.width());
-    let shaped = |sum: Tensor, of: Option<&Tensor>| match of {
-        Some(of) => Ok(sum.reshape(of.shape())?),
-        None => Ok(sum),
+    let shaped = |sum: Tensor, of: Option<&Tensor>| -> Result<Tensor> {
+        match of {
+            Some(of) => Ok(sum.reshape(of.shape())?),
+            None => Ok(sum),
+        }
     };
     let dw = match need[0] {
         true => {

@@ -48,7 +48,7 @@ impl LayerMemory<'_> {
 
     /// On a GPU: copies of the LoRA pairs in the type of the activations, while the layer computes.
     pub(in crate::model) fn pair_copies(&self, l: &mut Ledger) -> Allocation {
-        let costs = self.settings.spec.linears().into_iter();
+        let costs = self.settings.spec.linears(self.index).into_iter();
         let costs = costs.filter_map(|linear| self.adapter((linear.name, linear.input, linear.output)));
         let elements = |c: &Cost| {
             // The magnitude of DoRA is no matrix. A subtracted start has matrices of its own.
@@ -76,7 +76,11 @@ impl LayerMemory<'_> {
         let bf16 = self.settings.storage.dtype() == Dtype::Bf16;
         let mut bytes = 0;
         if quantized && !(self.settings.active)(&weight) {
-            bytes += quantized::work_bytes(output, input, bf16);
+            let products = self.settings.storage.products_of(&weight);
+            bytes += match products.work_bytes(self.settings.tokens, output, input) {
+                0 => quantized::work_bytes(output, input, bf16),
+                eight_bit => eight_bit,
+            };
         }
         if bf16 && self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens) {
             bytes += quantized::work_bytes(output, input, false);

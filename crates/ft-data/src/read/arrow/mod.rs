@@ -89,7 +89,9 @@ pub(super) fn read_arrow(path: &str, file: File, size: u64, phase: &Phase, each:
             (2, Some(fields)) => {
                 let id = header.i64(0).unwrap_or(0);
                 let data = header.table(1).ok_or_else(broken)?;
-                let Some(field) = with_dictionary(fields, id) else { continue };
+                let Some(field) = with_dictionary(fields, id) else {
+                    continue;
+                };
                 let mut body = messages.body(data, first, length)?;
                 let values = body.column(field, true)?;
                 let parts = dictionaries.entry(id).or_default();
@@ -124,7 +126,9 @@ pub(super) fn read_arrow(path: &str, file: File, size: u64, phase: &Phase, each:
 
 /// The column, or the column inside another one, with this dictionary.
 fn with_dictionary(fields: &[Field], id: i64) -> Option<&Field> {
-    let own = fields.iter().find(|field| field.dictionary.is_some_and(|(own, _)| own == id));
+    let own = fields
+        .iter()
+        .find(|field| field.dictionary.is_some_and(|(own, _)| own == id));
     own.or_else(|| fields.iter().find_map(|field| with_dictionary(&field.children, id)))
 }
 
@@ -252,7 +256,9 @@ impl Body<'_> {
         self.left.1 = self.left.1.checked_sub(size).ok_or_else(broken)?;
         let mut out = Vec::new();
         let read = catch_panic(|| match codec {
-            0 => lz4_flex::frame::FrameDecoder::new(bytes).take(size).read_to_end(&mut out),
+            0 => lz4_flex::frame::FrameDecoder::new(bytes)
+                .take(size)
+                .read_to_end(&mut out),
             _ => zstd::Decoder::new(bytes)?.take(size).read_to_end(&mut out),
         });
         match read {

@@ -50,16 +50,24 @@ pub(super) struct Field {
 /// The columns of a file. Errors: a type that is not supported, broken metadata.
 pub(super) fn read(schema: Table) -> Result<Vec<Field>> {
     if schema.i16(0).unwrap_or(0) != 0 {
-        return Err(Error::unsupported("the numbers of the file are big-endian").hint("save the rows again on this machine"));
+        return Err(
+            Error::unsupported("the numbers of the file are big-endian").hint("save the rows again on this machine")
+        );
     }
     let mut left = MAX_FIELDS;
     fields(schema.tables(1), 0, &mut left)
 }
 
+fn broken(found: impl std::fmt::Display) -> Error {
+    Error::format("the list of columns is broken")
+        .found(found)
+        .hint("check that the file is complete, or save the rows again")
+}
+
 fn fields(tables: Option<Vec<Table>>, depth: usize, left: &mut usize) -> Result<Vec<Field>> {
-    let tables = tables.ok_or_else(|| Error::format("the list of columns is broken"))?;
+    let tables = tables.ok_or_else(|| broken("a column outside of the metadata"))?;
     if depth > MAX_DEPTH || tables.len() > *left {
-        return Err(Error::format("the list of columns is broken").found("too many columns inside others"));
+        return Err(broken("too many columns inside others"));
     }
     *left -= tables.len();
     tables.into_iter().map(|table| field(table, depth, left)).collect()
@@ -80,7 +88,7 @@ fn field(table: Table, depth: usize, left: &mut usize) -> Result<Field> {
     };
     let entries = kind != Kind::Map || children[..].first().is_some_and(|entry| entry.children.len() == 2);
     if !wanted || !entries {
-        return Err(Error::format("the list of columns is broken").found(format!("column `{name}`")));
+        return Err(broken(format!("column `{name}`")));
     }
     let dictionary = table.table(4).map(|of| {
         let index = of.table(1).and_then(int);

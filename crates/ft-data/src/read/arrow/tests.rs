@@ -48,13 +48,20 @@ fn all_types_are_read_as_pyarrow_reads_them() {
 
 #[test]
 fn a_cut_file_is_refused_at_every_length() {
-    for name in ["types.arrow", "types-lz4.arrow", "saved/train/data-00000-of-00002.arrow"] {
+    for name in [
+        "types.arrow",
+        "types-lz4.arrow",
+        "saved/train/data-00000-of-00002.arrow",
+    ] {
         let whole = golden(name);
         let rows = of_bytes(&whole).unwrap().len();
         assert!(rows > 0);
         for length in (0..whole.len()).step_by(37).chain([whole.len() - 1]) {
             let e = of_bytes(&whole[..length]).unwrap_err().to_string();
-            assert!(e.contains("cannot read the Arrow data") && e.contains("t.arrow"), "{length}: {e}");
+            assert!(
+                e.contains("cannot read the Arrow data") && e.contains("t.arrow"),
+                "{length}: {e}"
+            );
         }
     }
 }
@@ -69,7 +76,10 @@ fn damaged_bits_give_rows_or_one_error() {
             bytes[at] ^= 1 << (at % 8);
             // A bit of a number is another number: Arrow files have no checksums.
             if let Err(e) = of_bytes(&bytes) {
-                assert!(e.to_string().contains("t.arrow") && e.to_string().contains("hint:"), "{e}");
+                assert!(
+                    e.to_string().contains("t.arrow") && e.to_string().contains("hint:"),
+                    "{e}"
+                );
                 refused += 1;
             }
         }

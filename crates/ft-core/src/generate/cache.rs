@@ -74,28 +74,34 @@ impl Layout {
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        let layer = |of: &LayerLayout| match self.on_gpu {
-            _ if !of.stores => 0,
-            false => tokens.div_ceil(PAGE) as u64 * of.form.page_bytes(),
-            true => KvBlock::bytes(of.form, tokens),
+        let layer = |of: &LayerLayout| {
+            if self.on_gpu {
+                KvBlock::bytes(of.form, tokens)
+            } else {
+                tokens.div_ceil(PAGE) as u64 * of.form.page_bytes()
+            }
         };
-        self.layers.iter().map(layer).sum()
+        self.layers.iter().filter(|of| of.stores).map(layer).sum()
     }
 
     /// Returns the bytes that attention needs in addition to the runs for a new token of a text of `tokens` tokens, shared
     /// ones included.
     pub fn step_bytes(&self, tokens: usize) -> u64 {
         let layer = |of: &LayerLayout| kv_block::step_bytes(self.heads, of.form.head_dim, tokens);
-        match self.on_gpu {
-            false => 0,
-            true => self.layers.iter().map(layer).max().unwrap_or(0),
+        if self.on_gpu {
+            self.layers.iter().map(layer).max().unwrap_or(0)
+        } else {
+            0
         }
     }
 
     fn run(&self, room: usize) -> Run {
-        let layer = |of: &LayerLayout| match self.on_gpu {
-            false => Layer::Pages(Vec::new()),
-            true => Layer::Device(DeviceLayer::new(of.form, room)),
+        let layer = |of: &LayerLayout| {
+            if self.on_gpu {
+                Layer::Device(DeviceLayer::new(of.form, room))
+            } else {
+                Layer::Pages(Vec::new())
+            }
         };
         Run {
             layers: self.layers.iter().map(layer).collect(),
@@ -243,9 +249,10 @@ impl<'a> Step<'a> {
             );
         }
         let fresh = sequences.iter().all(|s| s.len == 0);
-        let on_gpu = match device.is_cpu() {
-            true => None,
-            false => Some(Self::reserve(&mut sequences, documents, device)?),
+        let on_gpu = if device.is_cpu() {
+            None
+        } else {
+            Some(Self::reserve(&mut sequences, documents, device)?)
         };
         Ok(Self {
             sequences,

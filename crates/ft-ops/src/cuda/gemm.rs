@@ -41,9 +41,10 @@ impl Matrix {
     }
 
     fn operation(self) -> sys::cublasOperation_t {
-        match self.transposed {
-            false => sys::cublasOperation_t::CUBLAS_OP_N,
-            true => sys::cublasOperation_t::CUBLAS_OP_T,
+        if self.transposed {
+            sys::cublasOperation_t::CUBLAS_OP_T
+        } else {
+            sys::cublasOperation_t::CUBLAS_OP_N
         }
     }
 }

@@ -20,9 +20,10 @@ pub(super) fn plan(
     let pack = if packed { kinds.0.pack() } else { 1 };
     // A row with more than 4 packs per thread uses the wide kernel.
     let wide = size > 4 * LANES * pack;
-    let grid = match wide {
-        true => Grid::line(rows, size.div_ceil(pack).div_ceil(32).clamp(1, 8) as u32 * 32),
-        false => Grid::line(rows.div_ceil(THREADS / LANES), THREADS as u32),
+    let grid = if wide {
+        Grid::line(rows, size.div_ceil(pack).div_ceil(32).clamp(1, 8) as u32 * 32)
+    } else {
+        Grid::line(rows.div_ceil(THREADS / LANES), THREADS as u32)
     };
     let name = [
         direction,

@@ -43,6 +43,17 @@ fn rms_norm_matches_the_cpu() {
                     assert!(none.is_none());
                     assert_same_bits(&again, &dx);
                     assert_same_bits(&run(true).1.unwrap(), &dw);
+                    let past = gpu.random((n, d), dtype, 4);
+                    let y = rms_norm::forward_plus(&x.gpu, &w.gpu, eps, plus_one, Some(&past.gpu)).unwrap();
+                    let want = rms_norm::forward_plus(&x.cpu, &w.weight(), eps, plus_one, Some(&past.cpu)).unwrap();
+                    assert_close(&y, &want, tolerance);
+                    let (dx, _) =
+                        rms_norm::backward_plus(&x.gpu, &w.gpu, &dy.gpu, eps, plus_one, false, Some(&past.gpu))
+                            .unwrap();
+                    let (want_dx, _) =
+                        rms_norm::backward_plus(&x.cpu, &w.weight(), &dy.cpu, eps, plus_one, false, Some(&past.cpu))
+                            .unwrap();
+                    assert_close(&dx, &want_dx, tolerance);
                 }
             }
         }

@@ -6,8 +6,9 @@ use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients, StepStrategy};
 use ft::model::{TrainableNetwork, families, shapes};
 use ft::ops::Dtype;
+use ft::ops::device::memory;
 use ft::optim::Optimizer;
-use ft::optim::config::OptimizerConfig;
+use ft::optim::config::{OptimizerConfig, OptimizerName, StateDtype};
 use ft::sft::CausalLm;
 use ft::source::Resident;
 use std::sync::Arc;
@@ -19,17 +20,26 @@ const WAYS: [(Gradients, f64); 3] = [
     (Gradients::NormFirst, 0.5),
 ];
 
-fn engine(device: &Device, (gradients, max_grad_norm): (Gradients, f64)) -> (Engine, Active) {
+fn engine(device: &Device, way: (Gradients, f64)) -> (Engine, Active) {
+    engine_with(device, way, Dtype::F32, OptimizerConfig::default())
+}
+
+fn engine_with(
+    device: &Device,
+    (gradients, max_grad_norm): (Gradients, f64),
+    dtype: Dtype,
+    config: OptimizerConfig,
+) -> (Engine, Active) {
     let spec = families::read(&shapes::config("shape:tiny").unwrap().unwrap()).unwrap();
     let (params, vocab) = (spec.params(), spec.vocab);
-    let source = Resident::random(params.clone(), 1, 0.02, 1.0, Dtype::F32, device).unwrap();
+    let source = Resident::random(params.clone(), 1, 0.02, 1.0, dtype, device).unwrap();
     let active = Active::new(params.iter().map(|p| p.name.to_string()));
     let model = TrainableNetwork::new(spec, Arc::new(source), device.clone());
     let strategy = StepStrategy {
         gradients,
-        ..StepStrategy::new(Dtype::F32)
+        ..StepStrategy::new(dtype)
     };
-    let optimizer = Optimizer::new(OptimizerConfig::default());
+    let optimizer = Optimizer::new(config);
     let mut engine = Engine::new(model, Box::new(CausalLm::new(vocab)), optimizer, strategy, &active).unwrap();
     engine.max_grad_norm = max_grad_norm;
     (engine, active)
@@ -77,6 +87,38 @@ fn numbers_that_are_read_late_are_the_same() {
         }
         assert_eq!(found.len(), 3);
         assert!(state(&at_once, &active) == state(&late, &active), "{way:?}");
+    }
+}
+
+/// Memory that a step takes is free after it: neither the tensors nor the peak grow from step to step.
+#[test]
+fn twenty_steps_leave_the_pool_as_it_was() {
+    let Some(gpu) = gpu() else { return };
+    let adafactor = OptimizerConfig {
+        name: OptimizerName::Adafactor,
+        ..OptimizerConfig::default()
+    };
+    let int8 = OptimizerConfig {
+        state: StateDtype::Int8,
+        ..OptimizerConfig::default()
+    };
+    let ways = WAYS.map(|way| (way, Dtype::Bf16, OptimizerConfig::default()));
+    let further = [
+        (WAYS[0], Dtype::F32, OptimizerConfig::default()),
+        (WAYS[0], Dtype::Bf16, int8),
+        (WAYS[0], Dtype::Bf16, adafactor),
+    ];
+    for (way, dtype, config) in ways.into_iter().chain(further) {
+        let (mut engine, active) = engine_with(&gpu.device, way, dtype, config.clone());
+        let mut pool = Vec::new();
+        for step in 1..=20 {
+            engine.step(step, &batch(step), &active, 1e-4).unwrap();
+            gpu.device.synchronize().unwrap();
+            let memory = memory(&gpu.device).unwrap().unwrap();
+            pool.push((memory.used, memory.peak_used));
+        }
+        // The first steps create optimizer state and tables of addresses.
+        assert!(pool[3..].iter().all(|p| *p == pool[3]), "{way:?} {config:?}: {pool:?}");
     }
 }
 

@@ -65,9 +65,10 @@ fn files_that_are_quantized_are_read_layer_by_layer() {
 #[test]
 fn distillation_is_that_of_the_cpu_and_of_heads_in_parts() {
     let Some(_gpu) = gpu() else { return };
-    let methods: &[&str] = match short() {
-        true => &["tune.method=lora"],
-        false => &["tune.method=lora", "tune.method=full"],
+    let methods: &[&str] = if short() {
+        &["tune.method=lora"]
+    } else {
+        &["tune.method=lora", "tune.method=full"]
     };
     for method in methods {
         let dir = TempDir::new().unwrap();

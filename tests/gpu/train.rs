@@ -280,9 +280,10 @@ fn every_method_loses_what_it_loses_on_the_cpu() {
         let here = train("cpu", settings, &dir.path().join("cpu"));
         let there = train("cuda:0", settings, &dir.path().join("gpu"));
         assert_eq!((here.len(), there.len()), (steps(), steps()), "{name}");
-        let (loss, norm) = match settings.contains(&"model.dtype=f32") {
-            true => (1e-4, 1e-3),
-            false => (1e-2, 5e-2),
+        let (loss, norm) = if settings.contains(&"model.dtype=f32") {
+            (1e-4, 1e-3)
+        } else {
+            (1e-2, 5e-2)
         };
         for (a, b) in here.iter().zip(&there) {
             let what = format!("{name}, step {}", a["step"]);

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "target/soft/release"
 # Calls of candle that ft does not make are not ft's to test.
-OURS = re.compile(r"ft_ops::cuda|ft_ops::transfer|ft_ops::device|ft::source::uploaded|ft::source::disk")
+OURS = re.compile(r"ft_ops::cuda|ft_ops::transfer|ft_ops::device|ft_core::source::(uploaded|disk)")
 # They serve many callers: the caller is the place.
 HELPERS = re.compile(r"cuda::gemm::gemm|cuda::memory::|cuda::Gpu::")
 ORDERS = ["late", "early", "random:1"]

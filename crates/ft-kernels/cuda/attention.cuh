@@ -5,6 +5,7 @@
 // Scores are kept times log2 e, so that every exponential is one ex2.
 #pragma once
 
+#include "kv.cuh"
 #include "mma.cuh"
 
 namespace attention {
@@ -24,7 +25,7 @@ struct Form {
     float scale;
     /// 0: none.
     float cap;
-    /// Query heads that share the rows of a tile (split forward pass; else 1).
+    /// Query heads that share the rows of a tile (on a KV cache; else 1).
     int pack;
     /// Parts into which the query heads of a key head are shared out (backward, keys).
     int parts;
@@ -36,7 +37,8 @@ struct __align__(16) Tile {
     int token, rows;
     /// Place of the first own token.
     int place;
-    /// The token of the other side that stands at place 0.
+    /// The token of the other side that stands at place 0. Of a KV cache the number of the block: places count from
+    /// its first token.
     int other;
     /// Places of the other side to visit, `high` excluded.
     int low, high;
@@ -194,6 +196,95 @@ __device__ __forceinline__ void put_rows(bf16* tile, int row, int chunk, const f
         const uint32_t lower = ptx::pack(acc[n][2] * second, acc[n][3] * second);
         *reinterpret_cast<uint32_t*>(tile + spot<E>(own, chunk + n) + column) = upper;
         *reinterpret_cast<uint32_t*>(tile + spot<E>(own + 8, chunk + n) + column) = lower;
+    }
+}
+
+__device__ __forceinline__ float widened(float x) { return x; }
+__device__ __forceinline__ float widened(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widened(signed char x) { return static_cast<float>(x); }
+
+/// Keys or values of one key head as f32, bf16 or int8: rows `stride` elements apart.
+template <class S>
+struct Source {
+    const S* rows;
+    size_t stride;
+    /// int8: the scale of row r is `scales[r * heads + head]`.
+    const float* scales;
+    int heads, head;
+
+    /// Of the block of a KV cache.
+    __device__ __forceinline__ Source(const void* numbers, const float* scales, int head, const Form& form)
+        : Source(static_cast<const S*>(numbers), 0, head, form) {
+        this->scales = scales;
+    }
+    /// Of a tensor, from row `first` on.
+    __device__ __forceinline__ Source(const S* numbers, size_t first, int head, const Form& form)
+        : stride(static_cast<size_t>(form.kv_heads) * form.size), scales(nullptr), heads(form.kv_heads), head(head) {
+        rows = numbers + first * stride + static_cast<size_t>(head) * form.size;
+    }
+
+    __device__ __forceinline__ float scale(int row) const { return scales[static_cast<size_t>(row) * heads + head]; }
+    __device__ __forceinline__ float value(int row, int column) const {
+        const float x = widened(rows[row * stride + column]);
+        return sizeof(S) == 1 ? x * scale(row) : x;
+    }
+
+    /// Starts copying ROWS rows from row `first` on, of which `given` exist, to a tile of rows of E elements.
+    template <int E, int ROWS>
+    __device__ __forceinline__ void load(bf16* tile, int first, int given, int size) const {
+        if constexpr (sizeof(S) == 2) {
+            load_rows<E, ROWS>(tile, rows + first * stride, stride, given, size);
+        } else {
+            struct __align__(8) Eight {
+                S at[8];
+            };
+            for (int i = threadIdx.x; i < ROWS * (E / 8); i += THREADS) {
+                const int row = i / (E / 8), chunk = i % (E / 8);
+                uint4 to = make_uint4(0, 0, 0, 0);
+                if (row < given && chunk * 8 < size) {
+                    const Eight codes = *reinterpret_cast<const Eight*>(rows + (first + row) * stride + chunk * 8);
+                    const float by = scale(first + row);
+                    auto two = [&](int c) { return ptx::pack(widened(codes.at[c]) * by, widened(codes.at[c + 1]) * by); };
+                    to = make_uint4(two(0), two(2), two(4), two(6));
+                }
+                *reinterpret_cast<uint4*>(tile + spot<E>(row, chunk)) = to;
+            }
+        }
+    }
+};
+
+/// Where the partial results of a token stand: row r of its rows in slot `starts[first + s] + r`, for each split s.
+struct Join {
+    int first, splits;
+};
+
+__device__ __forceinline__ void put_number(float x, float& to) { to = x; }
+__device__ __forceinline__ void put_number(float x, bf16& to) { to = __float2bfloat16(x); }
+
+/// Puts the parts of each query together. A warp for a row, a block for the `pack` heads of a token.
+template <class T>
+__device__ __forceinline__ void join_parts(T* o, float* lse, const float* partial, const float* partial_lse,
+                                           const Join* joins, const int* starts, int slots, const Form& form) {
+    const int heads = form.heads / form.pack, size = form.size, pack = form.pack;
+    const size_t token = blockIdx.x / heads;
+    const int block_head = static_cast<int>(blockIdx.x) % heads, lane = threadIdx.x % 32;
+    const Join join = joins[token];
+    for (int row = threadIdx.x / 32; row < pack; row += THREADS / 32) {
+        auto slot = [&](int s) { return static_cast<size_t>(block_head) * slots + starts[join.first + s] + row; };
+        float top = -INFINITY;
+        for (int s = 0; s < join.splits; s++) top = fmaxf(top, partial_lse[slot(s)]);
+        float sum = 0.0f;
+        for (int s = 0; s < join.splits; s++) sum += ptx::exp2((partial_lse[slot(s)] - top) * LOG2E);
+        const size_t to = token * form.heads + block_head * pack + row;
+        if (lane == 0) lse[to] = top + log2f(sum) * LN2;
+        for (int column = lane; column < size; column += 32) {
+            float acc = 0.0f;
+            for (int s = 0; s < join.splits; s++) {
+                const size_t at = slot(s);
+                acc += ptx::exp2((partial_lse[at] - top) * LOG2E) * partial[at * size + column];
+            }
+            put_number(acc / sum, o[to * size + column]);
+        }
     }
 }
 

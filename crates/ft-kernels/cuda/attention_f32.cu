@@ -20,6 +20,15 @@ struct Plain {
         }
     }
 
+    /// Copies `given` rows of `size` elements, which `at(row, column)` gives; the rest is zero.
+    template <class F>
+    static __device__ __forceinline__ void load(float* tile, int given, int size, F at) {
+        for (int i = threadIdx.x; i < T * E; i += BLOCK) {
+            const int row = i / E, column = i % E;
+            tile[row * STRIDE + column] = row < given && column < size ? at(row, column) : 0.0f;
+        }
+    }
+
     /// Products of an own row with the other rows part, part + 8, ..
     static __device__ __forceinline__ void dots(float (&out)[SHARE], const float* own, const float* other) {
         const int part = threadIdx.x % LANES;
@@ -92,30 +101,29 @@ __device__ __forceinline__ float lanes_sum(float x) {
     return x;
 }
 
-template <int E, int T>
-__device__ __forceinline__ void plain_forward(const float* q, const float* k, const float* v, float* o, float* lse,
-                                              const Tile* tiles, const Form& form) {
+/// SPLIT: as in attention_forward.cu; o and lse are partial results then.
+template <int E, int T, bool SPLIT, class S>
+__device__ __forceinline__ void plain_forward(const float* q, const Source<S>& keys, const Source<S>& values, float* o,
+                                              float* lse, const Tile& tile, int block_head, int slots, const Form& form) {
     using P = Plain<E, T>;
     DYNAMIC_SHARED(memory);
     float* sq = reinterpret_cast<float*>(memory);
     float *sk = sq + T * P::STRIDE, *sv = sk + T * P::STRIDE, *weights = sv + T * P::STRIDE;
-    const int row = threadIdx.x / 8, part = threadIdx.x % 8;
-    const int head = static_cast<int>(blockIdx.x) % form.heads, kv_head = head / (form.heads / form.kv_heads);
-    const Tile tile = tiles[blockIdx.x / form.heads];
-    const size_t q_stride = static_cast<size_t>(form.heads) * form.size;
-    const size_t k_stride = static_cast<size_t>(form.kv_heads) * form.size;
-    const size_t own = tile.token * q_stride + static_cast<size_t>(head) * form.size;
-    const size_t others = tile.other * k_stride + static_cast<size_t>(kv_head) * form.size;
-    P::load(sq, q + own, q_stride, tile.rows, form.size);
+    const int row = threadIdx.x / 8, part = threadIdx.x % 8, pack = SPLIT ? form.pack : 1;
+    // The head of a row among all rows of q, and among those of the results.
+    auto own = [&](int r) {
+        return static_cast<size_t>(tile.token + r / pack) * form.heads + block_head * pack + r % pack;
+    };
+    P::load(sq, tile.rows, form.size, [&](int r, int column) { return q[own(r) * form.size + column]; });
     float* mine = weights + row * (T + 1);
-    const int at = tile.place + row;
+    const int at = tile.place + row / pack;
     const ExactScores scores(form);
     float top = -INFINITY, sum = 0.0f;
     float4 acc[P::COLUMNS] = {};
     for (int key = tile.low; key < tile.high; key += T) {
         __syncthreads();
-        P::load(sk, k + others + key * k_stride, k_stride, tile.high - key, form.size);
-        P::load(sv, v + others + key * k_stride, k_stride, tile.high - key, form.size);
+        P::load(sk, tile.high - key, form.size, [&](int r, int column) { return keys.value(key + r, column); });
+        P::load(sv, tile.high - key, form.size, [&](int r, int column) { return values.value(key + r, column); });
         __syncthreads();
         float s[P::SHARE], highest = top;
         P::dots(s, sq + row * P::STRIDE, sk);
@@ -143,8 +151,10 @@ __device__ __forceinline__ void plain_forward(const float* q, const float* k, co
     }
     sum = lanes_sum(sum);
     if (row >= tile.rows) return;
-    P::store(o + own + row * q_stride, acc, 1.0f / sum, form.size);
-    if (part == 0) lse[(static_cast<size_t>(tile.token) + row) * form.heads + head] = (top + log2f(sum)) * LN2;
+    const size_t to = SPLIT ? static_cast<size_t>(block_head) * slots + tile.slot + row : own(row);
+    // Only a part of the keys can hold none that a row sees.
+    P::store(o + to * form.size, acc, sum == 0.0f ? 0.0f : 1.0f / sum, form.size);
+    if (part == 0) lse[to] = (top + log2f(sum)) * LN2;
 }
 
 template <int E, int T>
@@ -245,16 +255,34 @@ __device__ __forceinline__ void plain_keys(const float* q, const float* k, const
     P::store(dv + own + row * k_stride, acc_v, 1.0f, form.size);
 }
 
+/// Block: a tile of queries on a part of block `tile.other` of the cache, for the heads of one key head.
+template <int E, int T, class S>
+__device__ __forceinline__ void plain_cached(const float* q, float* partial, float* partial_lse, const KvBlock* blocks,
+                                             const Tile* tiles, int slots, const Form& form) {
+    const int heads = form.heads / form.pack, block_head = static_cast<int>(blockIdx.x) % heads;
+    const int kv_head = block_head * form.pack / (form.heads / form.kv_heads);
+    const Tile tile = tiles[blockIdx.x / heads];
+    const KvBlock& block = blocks[tile.other];
+    const Source<S> keys(block.keys, block.key_scales, kv_head, form);
+    const Source<S> values(block.values, block.value_scales, kv_head, form);
+    plain_forward<E, T, true>(q, keys, values, partial, partial_lse, tile, block_head, slots, form);
+}
+
 }  // namespace attention
 
 // 8 T threads, two blocks at a time at least: left to itself the compiler saves registers for more, and spills.
 // Shared memory in floats: T (3 (E + 4) + T + 1), backward T (4 (E + 4) + 2 (T + 1)).
-// Grids: tiles x H, tiles x H, tiles x K.
+// Grids: tiles x H, tiles x H, tiles x K; cached: tiles x (H / pack).
 #define PLAIN(E, T)                                                                                                 \
     extern "C" __global__ void __launch_bounds__(8 * T, 2) attention_f32_forward_##E(                               \
         const float* q, const float* k, const float* v, float* o, float* lse, const attention::Tile* tiles,         \
         attention::Form form) {                                                                                     \
-        attention::plain_forward<E, T>(q, k, v, o, lse, tiles, form);                                               \
+        using namespace attention;                                                                                  \
+        const int head = static_cast<int>(blockIdx.x) % form.heads, kv_head = head / (form.heads / form.kv_heads);  \
+        const Tile tile = tiles[blockIdx.x / form.heads];                                                           \
+        const Source<float> keys(k, static_cast<size_t>(tile.other), kv_head, form);                                \
+        const Source<float> values(v, static_cast<size_t>(tile.other), kv_head, form);                              \
+        plain_forward<E, T, false>(q, keys, values, o, lse, tile, head, 0, form);                                   \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(8 * T, 2) attention_f32_queries_##E(                               \
         const float* q, const float* k, const float* v, const float* dout, const float* lse, const float* delta,    \
@@ -266,6 +294,29 @@ __device__ __forceinline__ void plain_keys(const float* q, const float* k, const
         float* dk, float* dv, const attention::Tile* tiles, attention::Form form) {                                 \
         attention::plain_keys<E, T>(q, k, v, dout, lse, delta, dk, dv, tiles, form);                                \
     }
+
+#define CACHED(E, T, STORED, S)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(8 * T, 2) attention_f32_cached_##STORED##_##E(                     \
+        const float* q, float* partial, float* partial_lse, const KvBlock* blocks, const attention::Tile* tiles,    \
+        int slots, attention::Form form) {                                                                          \
+        attention::plain_cached<E, T, S>(q, partial, partial_lse, blocks, tiles, slots, form);                      \
+    }
+#define ALL_CACHED(E, T)             \
+    CACHED(E, T, f32, float)         \
+    CACHED(E, T, bf16, __nv_bfloat16) \
+    CACHED(E, T, int8, signed char)
+
+ALL_CACHED(64, 32)
+ALL_CACHED(128, 32)
+ALL_CACHED(256, 16)
+ALL_CACHED(512, 8)
+
+// Grid: tokens x (H / pack), 128 threads.
+extern "C" __global__ void __launch_bounds__(128)
+    attention_f32_join(float* o, float* lse, const float* partial, const float* partial_lse,
+                       const attention::Join* joins, const int* starts, int slots, attention::Form form) {
+    attention::join_parts(o, lse, partial, partial_lse, joins, starts, slots, form);
+}
 
 PLAIN(64, 32)
 PLAIN(128, 32)

@@ -2,16 +2,16 @@
 //
 // A block owns 64 MT rows of queries of one head, a warp 16 MT of them. It walks over the keys in tiles of BN; scores and probabilities stay in registers.
 // The next keys load while the probabilities are made, the next values while the next scores are. With SPLIT
-// (few queries on many keys) a block walks over a part of the keys only, for all heads of a key head at once (row r is
-// head r % pack of query r / pack), and leaves an unrounded o and its lse; `attention_join` puts the parts together in
-// their order.
+// (queries on a KV cache) a block walks over a part of a block of the cache, for all heads of a key head at once (row r
+// is head r % pack of query r / pack), and leaves an unrounded o and its lse; `attention_join` puts the parts of a query
+// together in their order. Queries of several texts share a tile if all of them see all of its keys.
 
 #include "attention.cuh"
 
 namespace attention {
 
 struct Pointers {
-    const bf16 *q, *k, *v;
+    const bf16* q;
     bf16* o;
     float* lse;
     /// SPLIT: [H / pack, slots, size] and [H / pack, slots].
@@ -19,8 +19,9 @@ struct Pointers {
     int slots;
 };
 
-template <int E, int MT, int BN, bool SPLIT>
-__device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int block_head, const Form& form) {
+template <int E, int MT, int BN, bool SPLIT, class S>
+__device__ __forceinline__ void forward(const Pointers& p, const Source<S>& keys, const Source<S>& values,
+                                        const Tile& tile, int block_head, const Form& form) {
     constexpr int BM = 64 * MT, NT = BN / 8, KT = BN / 16, OT = E / 8;
     DYNAMIC_SHARED(memory);
     bf16* sq = reinterpret_cast<bf16*>(memory);
@@ -29,9 +30,7 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
 
     const int lane = threadIdx.x % 32, first_row = static_cast<int>(threadIdx.x / 32) * 16 * MT;
     const int pack = SPLIT ? form.pack : 1, size = form.size;
-    const int kv_head = block_head * pack / (form.heads / form.kv_heads);
     const size_t q_stride = static_cast<size_t>(form.heads) * size;
-    const size_t k_stride = static_cast<size_t>(form.kv_heads) * size;
     // Element of q and o at which row r of the tile starts.
     auto row_start = [&](int r) {
         return (tile.token + r / pack) * q_stride + static_cast<size_t>(block_head * pack + r % pack) * size;
@@ -43,14 +42,12 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
         const bool there = row < tile.rows && chunk * 8 < size;
         ptx::copy16(ptx::address(sq) + 2 * spot<E>(row, chunk), there ? p.q + row_start(row) + chunk * 8 : p.q, there);
     }
-    const bf16* k = p.k + tile.other * k_stride + static_cast<size_t>(kv_head) * size;
-    const bf16* v = p.v + tile.other * k_stride + static_cast<size_t>(kv_head) * size;
-    auto load = [&](bf16* to, const bf16* from, int key) {
-        load_rows<E, BN>(to, from + key * k_stride, k_stride, tile.high - key, size);
+    auto load = [&](bf16* to, const Source<S>& from, int key) {
+        from.template load<E, BN>(to, key, tile.high - key, size);
     };
-    load(sk, k, tile.low);
+    load(sk, keys, tile.low);
     ptx::commit();
-    load(sv, v, tile.low);
+    load(sv, values, tile.low);
     ptx::commit();
 
     // Running maximum and sum of the 2 MT rows that this thread has a share in.
@@ -76,7 +73,7 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
         float s[MT][NT][4] = {};
         if (working) rows_by_rows<E, MT, NT>(s, sq, first_row, sk);
         __syncthreads();
-        if (key + BN < tile.high) load(sk, k, key + BN);
+        if (key + BN < tile.high) load(sk, keys, key + BN);
         ptx::commit();
 
         uint32_t w[MT][KT][4];
@@ -136,7 +133,7 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
         __syncthreads();
         if (working) weights_by_rows<E, MT, KT, OT>(acc, w, sv, 0);
         __syncthreads();
-        if (key + BN < tile.high) load(sv, v, key + BN);
+        if (key + BN < tile.high) load(sv, values, key + BN);
         ptx::commit();
     }
     ptx::wait<0>();
@@ -181,68 +178,59 @@ __device__ __forceinline__ void forward(const Pointers& p, const Tile& tile, int
     }
 }
 
-/// A row of queries whose keys were split: `splits` partial rows, `rows` apart.
-struct Join {
-    int token, rows, slot, splits;
-};
+/// Block: a tile of queries on a part of block `tile.other` of the cache, for the heads of one key head.
+template <int E, int BN, class S>
+__device__ __forceinline__ void cached(const bf16* q, float* partial, float* partial_lse, const KvBlock* blocks,
+                                       const Tile* tiles, int slots, const Form& form) {
+    const int heads = form.heads / form.pack, block_head = static_cast<int>(blockIdx.x) % heads;
+    const int kv_head = block_head * form.pack / (form.heads / form.kv_heads);
+    const Tile tile = tiles[blockIdx.x / heads];
+    const KvBlock& block = blocks[tile.other];
+    const Pointers p = {q, nullptr, nullptr, partial, partial_lse, slots};
+    const Source<S> keys(block.keys, block.key_scales, kv_head, form);
+    const Source<S> values(block.values, block.value_scales, kv_head, form);
+    forward<E, 1, BN, true>(p, keys, values, tile, block_head, form);
+}
 
 }  // namespace attention
 
-// Grid: tiles x H (split: tiles x H / pack), the heads of a tile side by side. Shared memory: 2 E (64 MT + 2 BN) bytes.
+// Grid: tiles x H (cached: tiles x H / pack), the heads of a tile side by side. Shared memory: 2 E (64 MT + 2 BN) bytes.
 #define FORWARD(E, MT, BN)                                                                                            \
     extern "C" __global__ void __launch_bounds__(128) attention_forward_##E(                                          \
         const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, __nv_bfloat16* o, float* lse,         \
         const attention::Tile* tiles, attention::Form form) {                                                        \
-        const int heads = form.heads;                                                                                 \
-        const attention::Pointers p = {q, k, v, o, lse, nullptr, nullptr, 0};                                         \
-        attention::forward<E, MT, BN, false>(p, tiles[blockIdx.x / heads], static_cast<int>(blockIdx.x) % heads, form); \
+        using namespace attention;                                                                                    \
+        const int head = static_cast<int>(blockIdx.x) % form.heads, kv_head = head / (form.heads / form.kv_heads);    \
+        const Tile tile = tiles[blockIdx.x / form.heads];                                                             \
+        const Pointers p = {q, o, lse, nullptr, nullptr, 0};                                                          \
+        const Source<bf16> keys(k, static_cast<size_t>(tile.other), kv_head, form);                                   \
+        const Source<bf16> values(v, static_cast<size_t>(tile.other), kv_head, form);                                 \
+        forward<E, MT, BN, false>(p, keys, values, tile, head, form);                                                 \
     }
 
-#define SPLIT(E, BN)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(128) attention_split_##E(                                            \
-        const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, float* partial, float* partial_lse,   \
+#define CACHED(E, BN, STORED, S)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(128) attention_cached_##STORED##_##E(                                \
+        const __nv_bfloat16* q, float* partial, float* partial_lse, const KvBlock* blocks,                            \
         const attention::Tile* tiles, int slots, attention::Form form) {                                             \
-        const int heads = form.heads / form.pack;                                                                     \
-        const attention::Pointers p = {q, k, v, nullptr, nullptr, partial, partial_lse, slots};                       \
-        attention::forward<E, 1, BN, true>(p, tiles[blockIdx.x / heads], static_cast<int>(blockIdx.x) % heads, form); \
+        attention::cached<E, BN, S>(q, partial, partial_lse, blocks, tiles, slots, form);                             \
     }
 
 FORWARD(64, 2, 64)
 FORWARD(96, 2, 32)
 FORWARD(128, 2, 32)
 FORWARD(256, 1, 32)
-SPLIT(64, 64)
-SPLIT(96, 64)
-SPLIT(128, 64)
-SPLIT(256, 32)
+CACHED(64, 64, bf16, __nv_bfloat16)
+CACHED(96, 64, bf16, __nv_bfloat16)
+CACHED(128, 64, bf16, __nv_bfloat16)
+CACHED(256, 32, bf16, __nv_bfloat16)
+CACHED(64, 64, int8, signed char)
+CACHED(96, 64, int8, signed char)
+CACHED(128, 64, int8, signed char)
+CACHED(256, 32, int8, signed char)
 
-// Grid: joins x (H / pack), 128 threads: a warp for a row.
+// Grid: tokens x (H / pack), 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
     attention_join(__nv_bfloat16* o, float* lse, const float* partial, const float* partial_lse,
-                   const attention::Join* joins, int slots, attention::Form form) {
-    using namespace attention;
-    const int heads = form.heads / form.pack, size = form.size, pack = form.pack;
-    const Join join = joins[blockIdx.x / heads];
-    const int block_head = static_cast<int>(blockIdx.x) % heads, lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < join.rows; row += 4) {
-        const size_t first = static_cast<size_t>(block_head) * slots + join.slot + row;
-        float top = -INFINITY;
-        for (int s = 0; s < join.splits; s++) top = fmaxf(top, partial_lse[first + static_cast<size_t>(s) * join.rows]);
-        float sum = 0.0f, acc[8] = {};
-        for (int s = 0; s < join.splits; s++) {
-            const size_t at = first + static_cast<size_t>(s) * join.rows;
-            const float weight = ptx::exp2((partial_lse[at] - top) * LOG2E);
-            sum += weight;
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                if (lane + 32 * i < size) acc[i] += weight * partial[at * size + lane + 32 * i];
-        }
-        const size_t token = join.token + row / pack;
-        const int head = block_head * pack + row % pack;
-        if (lane == 0) lse[token * form.heads + head] = top + log2f(sum) * LN2;
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (lane + 32 * i < size)
-                o[(token * form.heads + head) * size + lane + 32 * i] = __float2bfloat16(acc[i] / sum);
-    }
+                   const attention::Join* joins, const int* starts, int slots, attention::Form form) {
+    attention::join_parts(o, lse, partial, partial_lse, joins, starts, slots, form);
 }

@@ -115,6 +115,13 @@ __device__ __forceinline__ S lane_sum(S x) {
     return x;
 }
 
+// The largest over a warp, in each lane.
+__device__ __forceinline__ float lane_max(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
+}
+
 // Sum over a block of whole warps, at most 32 of them; every thread gets it. `shared` has 32 places and may be used
 // again at once.
 template <typename S>

@@ -68,8 +68,7 @@ __device__ __forceinline__ int place(const u32* ids, int k, u32 id) {
 }
 
 __device__ __forceinline__ float block_max(float x, float* shared) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    x = lane_max(x);
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
     __syncthreads();
     for (int w = 0; w < (int)blockDim.x / 32; w++) x = fmaxf(x, shared[w]);

@@ -149,8 +149,7 @@ __device__ __forceinline__ float encode(
     for (int j = 0; j < EIGHT; j++) {
         if (j < count) most = fmaxf(most, fabsf(x[j]));
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+    most = lane_max(most);
 #pragma unroll
     for (int j = 0; j < EIGHT; j++) {
         if (j >= count) continue;

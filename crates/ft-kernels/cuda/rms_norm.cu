@@ -1,10 +1,21 @@
-// RMSNorm: y = x r w with r = 1 / sqrt(mean(x²) + eps), over rows of `size` elements; `one` is added to w (Gemma).
+// RMSNorm: y = x r w with r = 1 / sqrt(mean(x²) + eps), over rows of `size` elements; `one` is added to w (Gemma). What
+// the residual stream carries past the norm (`past`, or null) is added to the result before it is rounded.
 //
 // A row is read twice; the second time it is still in the cache.
 #include "norm.cuh"
 
+template <int V, typename T>
+__device__ __forceinline__ void add_past(const T* past, int i, float (&x)[V]) {
+    if (!past) return;
+    float p[V];
+    load<V>(past + i, p);
+#pragma unroll
+    for (int j = 0; j < V; j++) x[j] += p[j];
+}
+
 template <typename T, typename W, int V, bool WIDE>
-__device__ __forceinline__ void forward(const T* x, const W* w, T* y, i64 rows, int size, float eps, float one) {
+__device__ __forceinline__ void forward(
+    const T* x, const W* w, const T* past, T* y, i64 rows, int size, float eps, float one) {
     __shared__ float shared[32];
     typedef Team<WIDE> team;
     // Teams beyond the last row compute it again: all lanes of a warp take part in the sums.
@@ -12,6 +23,7 @@ __device__ __forceinline__ void forward(const T* x, const W* w, T* y, i64 rows, 
     const i64 at = (mine ? team::row() : rows - 1) * size;
     x += at;
     y += at;
+    if (past) past += at;
     const int first = team::lane() * V, step = team::count() * V;
     float squares = 0;
     for (int i = first; i < size; i += step) {
@@ -28,6 +40,7 @@ __device__ __forceinline__ void forward(const T* x, const W* w, T* y, i64 rows, 
         load<V>(w + i, q);
 #pragma unroll
         for (int j = 0; j < V; j++) p[j] = p[j] * r * (q[j] + one);
+        add_past<V>(past, i, p);
         store<V>(y + i, p);
     }
 }
@@ -35,7 +48,7 @@ __device__ __forceinline__ void forward(const T* x, const W* w, T* y, i64 rows, 
 // dx = dy w r - x r³ sum(dy w x) / size; r of each row goes to `inverse` if that is there.
 template <typename T, typename W, int V, bool WIDE>
 __device__ __forceinline__ void backward(
-    const T* x, const W* w, const T* dy, T* dx, float* inverse, i64 rows, int size, float eps, float one) {
+    const T* x, const W* w, const T* dy, const T* past, T* dx, float* inverse, i64 rows, int size, float eps, float one) {
     __shared__ float shared[32];
     typedef Team<WIDE> team;
     const bool mine = team::row() < rows;
@@ -43,6 +56,7 @@ __device__ __forceinline__ void backward(
     x += row * size;
     dy += row * size;
     dx += row * size;
+    if (past) past += row * size;
     const int first = team::lane() * V, step = team::count() * V;
     float squares = 0, dot = 0;
     for (int i = first; i < size; i += step) {
@@ -67,18 +81,20 @@ __device__ __forceinline__ void backward(
         load<V>(dy + i, d);
 #pragma unroll
         for (int j = 0; j < V; j++) d[j] = d[j] * (q[j] + one) * r - p[j] * pull;
+        add_past<V>(past, i, d);
         store<V>(dx + i, d);
     }
 }
 
 #define NORM(NAME, T, W, V, WIDE)                                                                                  \
     extern "C" __global__ void rms_norm_forward_##NAME(                                                            \
-        const T* x, const W* w, T* y, i64 rows, int size, float eps, float one) {                                  \
-        forward<T, W, V, WIDE>(x, w, y, rows, size, eps, one);                                                     \
+        const T* x, const W* w, const T* past, T* y, i64 rows, int size, float eps, float one) {                   \
+        forward<T, W, V, WIDE>(x, w, past, y, rows, size, eps, one);                                               \
     }                                                                                                              \
     extern "C" __global__ void rms_norm_backward_##NAME(                                                           \
-        const T* x, const W* w, const T* dy, T* dx, float* inverse, i64 rows, int size, float eps, float one) {    \
-        backward<T, W, V, WIDE>(x, w, dy, dx, inverse, rows, size, eps, one);                                      \
+        const T* x, const W* w, const T* dy, const T* past, T* dx, float* inverse, i64 rows, int size, float eps,  \
+        float one) {                                                                                               \
+        backward<T, W, V, WIDE>(x, w, dy, past, dx, inverse, rows, size, eps, one);                                \
     }
 
 NORMS(f32, f32, 4)

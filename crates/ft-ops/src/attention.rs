@@ -62,7 +62,7 @@ impl Spec {
         CpuBackend::current().rounds(self.rounding())
     }
 
-    fn query_width(&self) -> usize {
+    pub(crate) fn query_width(&self) -> usize {
         self.heads * self.head_dim
     }
 

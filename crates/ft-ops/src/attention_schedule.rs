@@ -11,7 +11,7 @@ pub(crate) struct AttentionTile {
     pub rows: usize,
     /// Position of the first own token.
     pub place: usize,
-    /// Token of the other side at position 0.
+    /// Token of the other side at position 0; of a KV cache the number of the block.
     pub other: usize,
     /// Range of positions of the other side to visit.
     pub low: usize,
@@ -27,21 +27,6 @@ impl AttentionTile {
             self.token, self.rows, self.place, self.other, self.low, self.high, self.slot, 0,
         ]
         .map(|n| n as i32)
-    }
-}
-
-/// Same layout as `attention::Join`: the rows of a tile whose keys were split.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Join {
-    pub token: usize,
-    pub rows: usize,
-    pub slot: usize,
-    pub splits: usize,
-}
-
-impl Join {
-    pub(crate) fn numbers(&self) -> [i32; 4] {
-        [self.token, self.rows, self.slot, self.splits].map(|n| n as i32)
     }
 }
 
@@ -73,11 +58,6 @@ impl Documents<'_> {
                 .expected(format!("at most {MOST}")));
         }
         Ok(())
-    }
-
-    /// Returns the number of queries of the longest document.
-    pub(crate) fn longest_query(&self) -> usize {
-        self.queries.windows(2).map(|d| d[1] - d[0]).max().unwrap_or(0)
     }
 
     /// Returns tiles of up to `rows` rows (each query is `pack` rows), with the keys that they attend to.
@@ -141,32 +121,6 @@ impl Tiles {
             heaviest: rows.clone().max().unwrap_or(0),
             all: rows.sum(),
         }
-    }
-
-    /// Splits the visited ranges into pieces of at most `keys`. Returns the pieces, how to join them, and the
-    /// number of rows of partial results.
-    pub(crate) fn split(&self, keys: usize) -> (Tiles, Vec<Join>, usize) {
-        let (mut pieces, mut joins, mut slots) = (Vec::new(), Vec::new(), 0);
-        for tile in &self.0 {
-            let splits = (tile.high - tile.low).div_ceil(keys);
-            joins.push(Join {
-                token: tile.token,
-                rows: tile.rows,
-                slot: slots,
-                splits,
-            });
-            for piece in 0..splits {
-                let low = tile.low + piece * keys;
-                pieces.push(AttentionTile {
-                    low,
-                    high: (low + keys).min(tile.high),
-                    slot: slots + piece * tile.rows,
-                    ..*tile
-                });
-            }
-            slots += splits * tile.rows;
-        }
-        (Tiles(pieces), joins, slots)
     }
 }
 
@@ -245,9 +199,7 @@ mod tests {
                 keys: &k,
                 window,
             };
-            assert_eq!(documents.longest_query(), 70);
             check(&q, &k, window, &documents.query_tiles(64, 1), true);
-            check(&q, &k, window, &documents.query_tiles(64, 1).split(32).0, true);
         }
     }
 
@@ -267,10 +219,6 @@ mod tests {
             [0, 3, 7, 0, 0, 10, 0, 0],
         ];
         assert_eq!(numbers, [want[1], want[0], want[2]]);
-        let (_, joins, slots) = tiles.split(32);
-        let numbers: Vec<[i32; 4]> = joins.iter().map(Join::numbers).collect();
-        assert_eq!(numbers, [[67, 6, 0, 3], [3, 64, 18, 2], [0, 3, 146, 1]]);
-        assert_eq!(slots, 149);
         let too_many = [0, (1 << 28) + 1];
         let documents = Documents {
             queries: &too_many,
@@ -325,30 +273,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn pieces_have_their_own_slots() {
-        let (q, k) = (vec![0, 2, 42], vec![0, 300, 400]);
-        let documents = Documents {
-            queries: &q,
-            keys: &k,
-            window: None,
-        };
-        let tiles = documents.query_tiles(64, 4);
-        assert!(tiles.0.iter().all(|t| t.rows <= 64 && t.rows.is_multiple_of(4)));
-        assert_eq!(tiles.0.iter().map(|t| t.rows).sum::<usize>(), 4 * 42);
-        assert!(tiles.0.is_sorted_by_key(|t| std::cmp::Reverse(t.high - t.low)));
-        let (pieces, joins, slots) = tiles.split(128);
-        let mut used = vec![0; slots];
-        for join in &joins {
-            for piece in 0..join.splits {
-                let slot = join.slot + piece * join.rows;
-                let of = |t: &&AttentionTile| t.slot == slot && t.token == join.token && t.rows == join.rows;
-                assert_eq!(pieces.0.iter().filter(of).count(), 1);
-                used[slot..slot + join.rows].iter_mut().for_each(|u| *u += 1);
-            }
-        }
-        assert!(used.iter().all(|u| *u == 1));
     }
 }

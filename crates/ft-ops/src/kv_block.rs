@@ -1,71 +1,168 @@
-//! Keys or values of some tokens of a KV cache on a GPU, as int8: one scale for each head of a token, absmax / 127. On the
-//! CPU a KV cache has pages (`paged`), with the same bytes and scales.
+//! The KV cache of a layer on a GPU: blocks of tokens in f32, bf16 or int8 (a scale for each head of a token, absmax / 127),
+//! and the steps that add tokens to them and attend to them in place. A block can belong to several documents: a common
+//! prompt is stored once, and is read once for all queries of a step that fit into a tile. On the CPU a KV cache has
+//! pages (`paged`), with the same values.
 //!
-//! Letters: K heads of E elements, W = K·E.
+//! Letters: N new tokens, K heads of E elements, W = K·E.
 
-use candle_core::Tensor;
+use crate::attention::Spec;
+use crate::paged::{Form, KvDtype};
+use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
+use std::ops::Range;
 
-/// Room for the keys or the values of some tokens of one layer.
+/// Smallest number of keys for which attention is split over blocks of threads.
+pub(crate) const SPLIT: usize = 256;
+
+/// Room for the keys and values of some tokens of one layer.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct KvBlock {
-    /// u8 `[room, W]`: signed bytes.
-    pub(crate) codes: Tensor,
-    /// f32 `[room, K]`
-    pub(crate) scales: Tensor,
-    /// E
-    pub(crate) head_dim: usize,
+    pub(crate) form: Form,
+    /// f32, bf16 or (signed bytes) u8, `[room, W]`.
+    pub(crate) keys: Tensor,
+    pub(crate) values: Tensor,
+    /// int8: f32 `[room, K]` of keys and of values.
+    pub(crate) scales: Option<(Tensor, Tensor)>,
 }
 
 impl KvBlock {
-    /// Room for `room` tokens, on the device of `x` `[tokens, W]`, with heads of `head_dim` elements.
+    /// Room for `room` tokens.
     ///
     /// # Errors
-    /// `x` is not on a GPU.
-    pub fn new(x: &Tensor, room: usize, head_dim: usize) -> Result<Self> {
-        on_gpu!(x, super::cuda::kv_block::empty(x, room, head_dim));
-        let _ = (room, head_dim);
+    /// `device` is not a GPU; no memory.
+    pub fn new(form: Form, room: usize, device: &Device) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if device.is_cuda() {
+            let gpu = super::cuda::Gpu::on(device)?;
+            let (width, dtype) = (form.kv_heads * form.head_dim, dtype(form.stored));
+            let scales = || gpu.empty((room, form.kv_heads), DType::F32);
+            return Ok(Self {
+                form,
+                keys: gpu.empty((room, width), dtype)?,
+                values: gpu.empty((room, width), dtype)?,
+                scales: match form.stored {
+                    KvDtype::Int8 => Some((scales()?, scales()?)),
+                    KvDtype::F32 | KvDtype::Bf16 => None,
+                },
+            });
+        }
+        let _ = (form, room, device);
         gpu_only()
     }
 
     /// The number of tokens for which there is room.
     pub fn room(&self) -> usize {
-        self.codes.dims()[0]
+        self.keys.dims()[0]
     }
 
-    /// Bytes of a block of `tokens` tokens with `heads` heads of `head_dim` elements.
-    pub fn bytes(tokens: usize, heads: usize, head_dim: usize) -> u64 {
-        (tokens * heads * (head_dim + 4)) as u64
+    /// Bytes of the keys and values of `tokens` tokens.
+    pub fn bytes(form: Form, tokens: usize) -> u64 {
+        let scale = if form.stored == KvDtype::Int8 { 4 } else { 0 };
+        let head = form.head_dim * dtype(form.stored).size_in_bytes() + scale;
+        (2 * tokens * form.kv_heads * head) as u64
     }
+}
 
-    /// Quantizes `x` `[tokens, W]`, f32 or bf16, as the tokens from index `first` on.
+fn dtype(stored: KvDtype) -> DType {
+    match stored {
+        KvDtype::F32 => DType::F32,
+        KvDtype::Bf16 => DType::BF16,
+        KvDtype::Int8 => DType::U8,
+    }
+}
+
+/// The first `tokens` tokens of a block, of every layer.
+pub struct KvPart<'a> {
+    /// The number of tokens.
+    pub tokens: usize,
+    /// The block of each layer; `None` for a layer that has none.
+    pub layers: Vec<Option<&'a KvBlock>>,
+}
+
+/// New tokens of a document, and all parts of the document with the new tokens as the last ones.
+pub struct KvDocument<'a> {
+    /// The rows of the new tokens in the batch.
+    pub queries: Range<usize>,
+    /// In order.
+    pub parts: Vec<KvPart<'a>>,
+}
+
+impl KvDocument<'_> {
+    pub(crate) fn tokens(&self) -> usize {
+        self.parts.iter().map(|part| part.tokens).sum()
+    }
+}
+
+/// Bytes that the attention of one new token on `tokens` tokens needs besides the blocks: partial results.
+pub fn step_bytes(heads: usize, head_dim: usize, tokens: usize) -> u64 {
+    let pieces = tokens.div_ceil(SPLIT) + 1;
+    (4 * pieces * heads * (head_dim + 1)) as u64
+}
+
+/// A pass of new tokens through the layers: where the tokens of its documents are stored. The table is on the GPU, for
+/// all layers.
+pub struct KvStep {
+    #[cfg(feature = "cuda")]
+    tables: super::cuda::kv_block::Tables,
+}
+
+impl KvStep {
+    /// For the documents of a step.
     ///
     /// # Errors
-    /// Tokens for which there is no room; another width.
-    pub fn put(&self, first: usize, x: &Tensor) -> Result<()> {
-        self.check(first, x)?;
-        on_gpu!(x, super::cuda::kv_block::put(self, first, x));
+    /// Queries that are not consecutive, more queries than tokens, more tokens than a block has; not a GPU.
+    pub fn new(documents: &[KvDocument], device: &Device) -> Result<Self> {
+        let mut at = 0;
+        for d in documents {
+            let blocks = || {
+                d.parts
+                    .iter()
+                    .flat_map(|p| p.layers.iter().flatten().map(|block| (p.tokens, block)))
+            };
+            let fits = blocks().all(|(tokens, block)| tokens <= block.room());
+            if d.queries.start != at || d.queries.end < at || d.queries.len() > d.tokens() || !fits {
+                return Err(Error::shape("new tokens do not match the KV cache")
+                    .found(format!("tokens {:?} of a text of {}", d.queries, d.tokens()))
+                    .expected(format!("tokens from {at} on, for which the blocks have room")));
+            }
+            at = d.queries.end;
+        }
+        #[cfg(feature = "cuda")]
+        if device.is_cuda() {
+            let tables = super::cuda::kv_block::Tables::new(documents, device)?;
+            return Ok(Self { tables });
+        }
+        let _ = device;
         gpu_only()
     }
 
-    /// Dequantizes the first tokens into `y` `[tokens, W]`, f32 or bf16.
+    /// Stores keys and values `[N, W]` of the new tokens of a layer, f32 or bf16.
+    ///
+    /// # Errors
+    /// Shapes or types that do not fit, a layer without a block.
+    pub fn put(&self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        return self.tables.put(layer, k, v);
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (layer, k, v);
+            gpu_only()
+        }
+    }
+
+    /// Causal attention of the queries `[N, H·E]` on the tokens of their documents in a layer: o and lse.
     ///
     /// # Errors
     /// As `put`.
-    pub fn get(&self, y: &Tensor) -> Result<()> {
-        self.check(0, y)?;
-        on_gpu!(y, super::cuda::kv_block::get(self, y));
-        gpu_only()
-    }
-
-    fn check(&self, first: usize, x: &Tensor) -> Result<()> {
-        let ([room, width], (tokens, found)) = ([self.room(), self.codes.dims()[1]], x.dims2()?);
-        if found == width && first + tokens <= room {
-            return Ok(());
+    pub fn attend(&self, layer: usize, q: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)> {
+        spec.check()?;
+        #[cfg(feature = "cuda")]
+        return super::cuda::attention_cached::attend(&self.tables, layer, q, spec);
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (layer, q);
+            gpu_only()
         }
-        Err(Error::shape("tokens do not fit into a block of the KV cache")
-            .found(format!("tokens {first} to {}, width {found}", first + tokens))
-            .expected(format!("at most {room} tokens of width {width}")))
     }
 }
 

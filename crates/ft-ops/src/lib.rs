@@ -71,6 +71,8 @@ mod cpu;
 mod cuda;
 #[cfg(any(test, feature = "cuda"))]
 mod attention_schedule;
+#[cfg(any(test, feature = "cuda"))]
+mod cached_schedule;
 
 pub use cpu::product::CpuBackend;
 pub use dtype::Dtype;

@@ -3,6 +3,7 @@
 
 use super::cpu::rms_norm as cpu;
 use super::cpu::storage::{expect_dims, floats, tensor, unwritten, values, wrong_shape};
+use super::update;
 use candle_core::Tensor;
 use ft_base::Result;
 
@@ -27,15 +28,26 @@ fn scale(w: &Tensor, plus_one: bool) -> Result<Vec<f32>> {
 
 /// Normalizes x `[N, rows·E]` with w `[E]` f32 or bf16; the result has the shape and type of x.
 pub fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
+    forward_plus(x, w, eps, plus_one, None)
+}
+
+/// As `forward`, plus what the residual stream carries past the norm.
+pub fn forward_plus(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool, past: Option<&Tensor>) -> Result<Tensor> {
+    past.map_or(Ok(()), |past| expect_dims(past, "what passes by a norm", x.dims()))?;
     check(x, w)?;
-    on_gpu!(x, super::cuda::rms_norm::forward(x, w, eps, plus_one));
+    on_gpu!(x, super::cuda::rms_norm::forward(x, w, eps, plus_one, past));
     let scale = scale(w, plus_one)?;
     let mut y = unwritten(x.elem_count());
     floats(x, "x of a norm", |x| {
         cpu::forward(x, &scale, eps as f32, &mut y);
         Ok(())
     })?;
-    tensor(y, x.shape())
+    plus(tensor(y, x.shape())?, past)
+}
+
+fn plus(y: Tensor, past: Option<&Tensor>) -> Result<Tensor> {
+    past.map_or(Ok(()), |past| update::add_assign(&y, past))?;
+    Ok(y)
 }
 
 /// Computes `dx` with the shape and type of x, and `dw [E]` f32 if `need_dw`.
@@ -47,9 +59,26 @@ pub fn backward(
     plus_one: bool,
     need_dw: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
+    backward_plus(x, w, dy, eps, plus_one, need_dw, None)
+}
+
+/// As `backward`; `dx` plus the gradient of what the residual stream carries past the norm.
+pub fn backward_plus(
+    x: &Tensor,
+    w: &Tensor,
+    dy: &Tensor,
+    eps: f64,
+    plus_one: bool,
+    need_dw: bool,
+    past: Option<&Tensor>,
+) -> Result<(Tensor, Option<Tensor>)> {
+    past.map_or(Ok(()), |past| expect_dims(past, "what passes by a norm", x.dims()))?;
     check(x, w)?;
     expect_dims(dy, "dy of a norm", x.dims())?;
-    on_gpu!(x, super::cuda::rms_norm::backward(x, w, dy, eps, plus_one, need_dw));
+    on_gpu!(
+        x,
+        super::cuda::rms_norm::backward(x, w, dy, eps, plus_one, need_dw, past)
+    );
     let scale = scale(w, plus_one)?;
     let mut dx = unwritten(x.elem_count());
     let dw = floats(x, "x of a norm", |x| {
@@ -58,7 +87,7 @@ pub fn backward(
         })
     })?;
     let dw = dw.map(|dw| tensor(dw, scale.len())).transpose()?;
-    Ok((tensor(dx, x.shape())?, dw))
+    Ok((plus(tensor(dx, x.shape())?, past)?, dw))
 }
 
 #[cfg(test)]
@@ -97,6 +126,11 @@ mod tests {
                 let (again, none) = backward(&x, &w, &dy, eps, plus_one, false).unwrap();
                 assert_close(&again, &dx, 0.0);
                 assert!(none.is_none());
+                let past = random((n, d), 4);
+                let y = forward_plus(&x, &w, eps, plus_one, Some(&past)).unwrap();
+                assert_close(&y, &(want + &past).unwrap(), 1e-5);
+                let (plus, _) = backward_plus(&x, &w, &dy, eps, plus_one, false, Some(&past)).unwrap();
+                assert_close(&plus, &(dx + &past).unwrap(), 0.0);
             }
         }
     }

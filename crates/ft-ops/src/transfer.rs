@@ -100,9 +100,10 @@ impl Copier {
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self {
             #[cfg(feature = "cuda")]
-            gpu: match device.is_cuda() {
-                true => Some(super::cuda::transfer::Copier::new(device)?),
-                false => None,
+            gpu: if device.is_cuda() {
+                Some(super::cuda::transfer::Copier::new(device)?)
+            } else {
+                None
             },
             device: device.clone(),
         })

@@ -3,6 +3,7 @@
 #include "driver.h"
 #include "faults.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -37,16 +38,20 @@ float e4m3(uint8_t code) {
 template <class S, class F>
 void product(uint64_t a, uint64_t b, uint64_t d, const Layout& in_a, const Layout& in_b, const Layout& out, F value) {
     const size_t m = out.rows, n = out.columns, k = in_a.rows;
-    std::vector<S> rows(m * k), column(k);
+    S values[256];
+    for (int code = 0; code < 256; code++) values[code] = value(uint8_t(code));
+    // Aᵀ by rows of k: the inner loop runs over results, so each sum keeps its order.
+    std::vector<S> rows(m * k), sums(m);
     for (size_t i = 0; i < m; i++)
-        for (size_t p = 0; p < k; p++) rows[i * k + p] = value(reinterpret_cast<const uint8_t*>(a)[i * in_a.stride + p]);
+        for (size_t p = 0; p < k; p++) rows[p * m + i] = values[reinterpret_cast<const uint8_t*>(a)[i * in_a.stride + p]];
     for (size_t j = 0; j < n; j++) {
-        for (size_t p = 0; p < k; p++) column[p] = value(reinterpret_cast<const uint8_t*>(b)[j * in_b.stride + p]);
-        for (size_t i = 0; i < m; i++) {
-            S sum = 0;
-            for (size_t p = 0; p < k; p++) sum += rows[i * k + p] * column[p];
-            reinterpret_cast<S*>(d)[j * out.stride + i] = sum;
+        std::fill(sums.begin(), sums.end(), S(0));
+        for (size_t p = 0; p < k; p++) {
+            const S factor = values[reinterpret_cast<const uint8_t*>(b)[j * in_b.stride + p]];
+            const S* row = &rows[p * m];
+            for (size_t i = 0; i < m; i++) sums[i] += row[i] * factor;
         }
+        std::copy(sums.begin(), sums.end(), reinterpret_cast<S*>(d) + j * out.stride);
     }
 }
 

@@ -2,18 +2,21 @@
 //! tokens (a common prompt prefix) are in runs that several sequences read without a copy.
 //!
 //! On the CPU a run is pages of `PAGE` tokens, as f32, bf16 or int8. Attention always reads the stored values, so a
-//! token gives the same result whether it was added together with its neighbors or after them. On a GPU see `device_cache`.
+//! token gives the same result whether it was added together with its neighbors or after them. On a GPU a run is blocks
+//! (`device_cache`), which attention reads in place; only a step of whole new texts reads the new keys and values as they
+//! are, if the cache stores the same numbers.
 //!
 //! Layers with a sliding window store every token too; attention itself reads only the window.
 //!
 //! A Gated DeltaNet layer has a state in the place of keys and values: that after the last token of the run. A sequence that
 //! continues a run begins with a copy of it. A state cannot go back to an earlier token.
 
-use super::device_cache::{DeviceForm, DeviceLayer, together};
+use super::device_cache::{DeviceLayer, device_form};
 use crate::base::{Error, Result};
 use crate::model::delta_net;
 use crate::model::spec::{KeySource, LayerSpec, Mixer};
 use crate::model::{DeltaState, KvStore, Spec};
+use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
 use crate::ops::{attention, update};
 use candle_core::{DType, Device, Tensor};
@@ -30,12 +33,8 @@ pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
 /// What the cache has of one layer.
 #[derive(Debug, Clone, Copy)]
 enum LayerLayout {
-    Keys {
-        /// Of the pages on the CPU.
-        form: Form,
-        /// On a GPU: the form there.
-        device: Option<DeviceForm>,
-    },
+    /// Keys and values, in pages on the CPU or blocks on a GPU.
+    Keys(Form),
     /// The layer reads the keys and values of another layer.
     Nothing,
     /// The state of a Gated DeltaNet layer, of this many bytes.
@@ -43,32 +42,20 @@ enum LayerLayout {
 }
 
 impl LayerLayout {
-    /// W
-    fn width(&self) -> usize {
+    fn bytes(&self, tokens: usize, on_gpu: bool) -> u64 {
         match self {
-            Self::Keys { form, .. } => form.kv_heads * form.head_dim,
-            Self::Nothing | Self::State(_) => 0,
-        }
-    }
-
-    fn bytes(&self, tokens: usize) -> u64 {
-        match self {
-            Self::Keys { form, device: None } => tokens.div_ceil(PAGE) as u64 * form.page_bytes(),
-            Self::Keys {
-                device: Some(device), ..
-            } => device.bytes(tokens, self.width()),
+            Self::Keys(form) if on_gpu => KvBlock::bytes(*form, tokens),
+            Self::Keys(form) => tokens.div_ceil(PAGE) as u64 * form.page_bytes(),
             Self::Nothing => 0,
             Self::State(bytes) => *bytes,
         }
     }
 
     /// The layer of an empty run.
-    fn layer(&self, room: usize) -> Layer {
+    fn layer(&self, room: usize, on_gpu: bool) -> Layer {
         match self {
-            Self::Keys { form, device: None } => Layer::Pages(*form, Vec::new()),
-            Self::Keys {
-                device: Some(device), ..
-            } => Layer::Device(device.layer(room)),
+            Self::Keys(form) if on_gpu => Layer::Device(DeviceLayer::new(*form, room)),
+            Self::Keys(form) => Layer::Pages(*form, Vec::new()),
             Self::Nothing => Layer::Nothing,
             Self::State(_) => Layer::State(None),
         }
@@ -79,8 +66,9 @@ impl LayerLayout {
 #[derive(Debug, Clone)]
 pub struct Layout {
     layers: Vec<LayerLayout>,
-    /// On a GPU: the type of the activations.
-    activations: Option<DType>,
+    /// H
+    heads: usize,
+    on_gpu: bool,
 }
 
 impl Layout {
@@ -94,39 +82,42 @@ impl Layout {
             (Mixer::DeltaNet(sizes), _) => LayerLayout::State(delta_net::state_bytes(&sizes)),
             (Mixer::Attention, KeySource::Layer(_)) => LayerLayout::Nothing,
             (Mixer::Attention, _) => {
-                let (kv_heads, head_dim) = (spec.kv_heads_of(l), spec.head_dim_of(l));
-                LayerLayout::Keys {
-                    form: Form {
+                let heads = (spec.kv_heads_of(l), spec.head_dim_of(l));
+                LayerLayout::Keys(match on_gpu {
+                    None => Form {
                         stored: stored.unwrap_or(KvDtype::F32),
-                        kv_heads,
-                        head_dim,
+                        kv_heads: heads.0,
+                        head_dim: heads.1,
                     },
-                    device: on_gpu.map(|activations| DeviceForm::new((kv_heads, head_dim), stored, activations)),
-                }
+                    Some(activations) => device_form(heads, stored, activations),
+                })
             }
         };
         Self {
             layers: spec.layers.iter().enumerate().map(layer).collect(),
-            activations: on_gpu,
+            heads: spec.heads,
+            on_gpu: on_gpu.is_some(),
         }
     }
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        self.layers.iter().map(|layer| layer.bytes(tokens)).sum()
+        self.layers.iter().map(|layer| layer.bytes(tokens, self.on_gpu)).sum()
     }
 
-    /// Returns the bytes that attention needs in addition to the runs for a text of `tokens` tokens, shared ones
-    /// included: on a GPU the keys and values of one layer are concatenated.
+    /// Returns the bytes that attention needs in addition to the runs for a new token of a text of `tokens` tokens, shared
+    /// ones included.
     pub fn step_bytes(&self, tokens: usize) -> u64 {
-        let widest = self.layers.iter().map(LayerLayout::width).max().unwrap_or(0);
-        self.activations
-            .map_or(0, |activations| DeviceForm::Dense(activations).bytes(tokens, widest))
+        let layer = |of: &LayerLayout| match of {
+            LayerLayout::Keys(form) if self.on_gpu => kv_block::step_bytes(self.heads, form.head_dim, tokens),
+            _ => 0,
+        };
+        self.layers.iter().map(layer).max().unwrap_or(0)
     }
 
     fn run(&self, room: usize) -> Run {
         Run {
-            layers: self.layers.iter().map(|layer| layer.layer(room)).collect(),
+            layers: self.layers.iter().map(|layer| layer.layer(room, self.on_gpu)).collect(),
             len: 0,
         }
     }
@@ -137,6 +128,29 @@ pub struct Run {
     layers: Vec<Layer>,
     /// Number of tokens.
     len: usize,
+}
+
+impl Run {
+    /// The blocks on a GPU, of every layer.
+    fn parts(&self) -> Vec<KvPart<'_>> {
+        let layers: Vec<Vec<(usize, &KvBlock)>> = self
+            .layers
+            .iter()
+            .map(|layer| match layer {
+                Layer::Device(layer) => layer.parts().collect(),
+                Layer::Pages(..) | Layer::Nothing | Layer::State(_) => Vec::new(),
+            })
+            .collect();
+        let longest = layers.iter().max_by_key(|layer| layer.len());
+        let tokens = longest.into_iter().flatten().map(|part| part.0);
+        tokens
+            .enumerate()
+            .map(|(i, tokens)| KvPart {
+                tokens,
+                layers: layers.iter().map(|layer| layer.get(i).map(|part| part.1)).collect(),
+            })
+            .collect()
+    }
 }
 
 enum Layer {
@@ -241,10 +255,14 @@ pub struct Step<'a> {
     sequences: Vec<&'a mut Sequence>,
     /// Offsets of the sequences in the new tokens, `[sequences + 1]`.
     documents: &'a [usize],
+    /// On a GPU.
+    on_gpu: Option<KvStep>,
+    /// No sequence has tokens of an earlier step.
+    fresh: bool,
 }
 
 impl<'a> Step<'a> {
-    pub fn new(sequences: Vec<&'a mut Sequence>, documents: &'a [usize]) -> Result<Self> {
+    pub fn new(mut sequences: Vec<&'a mut Sequence>, documents: &'a [usize], device: &Device) -> Result<Self> {
         if documents.len() != sequences.len() + 1 {
             return Err(
                 Error::shape("a decoding step and its KV cache have different numbers of rows")
@@ -252,7 +270,38 @@ impl<'a> Step<'a> {
                     .expected(sequences.len()),
             );
         }
-        Ok(Self { sequences, documents })
+        let fresh = sequences.iter().all(|s| s.len == 0);
+        let on_gpu = if device.is_cpu() {
+            None
+        } else {
+            Some(Self::reserve(&mut sequences, documents, device)?)
+        };
+        Ok(Self {
+            sequences,
+            documents,
+            on_gpu,
+            fresh,
+        })
+    }
+
+    /// Makes room for the new tokens on a GPU.
+    fn reserve(sequences: &mut [&mut Sequence], documents: &[usize], device: &Device) -> Result<KvStep> {
+        for (sequence, d) in sequences.iter_mut().zip(documents.windows(2)) {
+            for layer in &mut sequence.own.layers {
+                if let Layer::Device(layer) = layer {
+                    layer.reserve(d[1] - d[0], device)?;
+                }
+            }
+        }
+        let texts: Vec<KvDocument> = sequences
+            .iter()
+            .zip(documents.windows(2))
+            .map(|(sequence, d)| KvDocument {
+                queries: d[0]..d[1],
+                parts: sequence.runs().flat_map(Run::parts).collect(),
+            })
+            .collect();
+        KvStep::new(&texts, device)
     }
 
     /// Adds the new tokens to the lengths, after all layers have processed them.
@@ -265,15 +314,6 @@ impl<'a> Step<'a> {
 
     fn push(&mut self, layer: usize, k: &Tensor, v: &Tensor, spec: &attention::Spec) -> Result<()> {
         let rows = self.sequences.iter_mut().zip(self.documents.windows(2));
-        if !k.device().is_cpu() {
-            for (sequence, d) in rows {
-                if let Some(Layer::Device(layer)) = sequence.own.layers.get_mut(layer) {
-                    let new = |t: &Tensor| t.narrow(0, d[0], d[1] - d[0]);
-                    layer.push(&new(k)?, &new(v)?)?;
-                }
-            }
-            return Ok(());
-        }
         let width = k.dims2()?.1;
         update::with_slice(k, |k| {
             update::with_slice(v, |v| {
@@ -291,23 +331,6 @@ impl<'a> Step<'a> {
                 }
             })
         })?
-    }
-
-    /// Attention on a GPU.
-    fn on_device(&self, layer: usize, q: &Tensor, spec: &attention::Spec) -> Result<(Tensor, Tensor)> {
-        let (mut layers, mut offsets) = (Vec::new(), vec![0]);
-        for sequence in &self.sequences {
-            let mut end = offsets[offsets.len() - 1];
-            for run in sequence.runs() {
-                if let Some(Layer::Device(layer)) = run.layers.get(layer) {
-                    end += layer.len();
-                    layers.push(layer);
-                }
-            }
-            offsets.push(end);
-        }
-        let (k, v) = together(&layers, spec.kv_heads * spec.head_dim, q)?;
-        attention::forward(q, &k, &v, spec, self.documents, &offsets)
     }
 }
 
@@ -333,11 +356,26 @@ impl KvStore for Step<'_> {
         if self.sequences.iter().any(|s| layer >= s.own.layers.len()) {
             return Err(Error::shape("the KV cache does not have this layer").found(layer));
         }
+        if let Some(step) = &self.on_gpu {
+            if let Some((k, v)) = new {
+                step.put(layer, k, v)?;
+                // The cache reads back what it was given, unless it rounds.
+                let same = |s: &&mut Sequence| match &s.own.layers[layer] {
+                    Layer::Device(layer) => match layer.stored() {
+                        KvDtype::F32 => k.dtype() == DType::F32,
+                        KvDtype::Bf16 => k.dtype() == DType::BF16,
+                        KvDtype::Int8 => false,
+                    },
+                    Layer::Pages(..) | Layer::Nothing | Layer::State(_) => false,
+                };
+                if self.fresh && self.sequences.iter().all(same) {
+                    return attention::forward(q, k, v, spec, self.documents, self.documents);
+                }
+            }
+            return step.attend(layer, q, spec);
+        }
         if let Some((k, v)) = new {
             self.push(layer, k, v, spec)?;
-        }
-        if !q.device().is_cpu() {
-            return self.on_device(layer, q, spec);
         }
         let rows = self.sequences.iter().zip(self.documents.windows(2));
         let documents: Vec<Document> = rows
@@ -379,29 +417,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_puts_one_layer_together() {
-        let layout = |form, activations| {
-            let layer = LayerLayout::Keys {
-                form: Form {
-                    stored: KvDtype::F32,
-                    kv_heads: 2,
-                    head_dim: 4,
-                },
-                device: Some(form),
-            };
+    fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_has_partial_results() {
+        let layout = |stored| {
+            let layer = LayerLayout::Keys(Form {
+                stored,
+                kv_heads: 2,
+                head_dim: 4,
+            });
             Layout {
                 layers: vec![layer; 3],
-                activations: Some(activations),
+                heads: 6,
+                on_gpu: true,
             }
         };
-        let wide = layout(DeviceForm::Dense(DType::F32), DType::F32);
-        let narrow = layout(DeviceForm::Dense(DType::BF16), DType::BF16);
-        let int8 = layout(DeviceForm::Int8(2, 4), DType::BF16);
+        let (wide, narrow) = (layout(KvDtype::F32), layout(KvDtype::Bf16));
+        let int8 = layout(KvDtype::Int8);
         assert_eq!((wide.bytes(10), narrow.bytes(10)), (3 * 2 * 4 * 80, 3 * 2 * 2 * 80));
-        assert_eq!((wide.step_bytes(10), narrow.step_bytes(10)), (2 * 4 * 80, 2 * 2 * 80));
         // A byte for each number, and a scale for each head.
         assert_eq!(int8.bytes(10), 3 * 2 * (80 + 10 * 2 * 4));
-        assert_eq!(int8.step_bytes(10), narrow.step_bytes(10));
+        // o and lse of each head, of two pieces and of ten.
+        assert_eq!((wide.step_bytes(10), int8.step_bytes(10)), (2 * 6 * 20, 2 * 6 * 20));
+        assert_eq!(narrow.step_bytes(2200), 10 * 6 * 20);
     }
 
     #[test]
@@ -411,10 +447,11 @@ mod tests {
             kv_heads: 2,
             head_dim: 4,
         };
-        let keys = LayerLayout::Keys { form, device: None };
+        let keys = LayerLayout::Keys(form);
         let layout = |layers: &[LayerLayout]| Layout {
             layers: layers.to_vec(),
-            activations: None,
+            heads: 6,
+            on_gpu: false,
         };
         let all = layout(&[keys, LayerLayout::Nothing, LayerLayout::State(100), keys]);
         for tokens in [1, 10, 1000] {

@@ -338,7 +338,7 @@ pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], same_bits: bo
         documents.push(MANY);
     }
     let sequences = parts.iter_mut().map(|p| &mut p.sequence).chain(padding.as_mut());
-    let mut cache = Step::new(sequences.collect(), &documents)?;
+    let mut cache = Step::new(sequences.collect(), &documents, &network.device)?;
     let ctx = network.context(&positions, &documents, None)?;
     let mut x = network.embed(&ids, &ctx)?;
     for layer in 0..network.layers() {

@@ -50,7 +50,7 @@ fn a_smaller_cache_only_rounds() {
             let positions: Vec<u32> = (0..prompt.len() as u32).collect();
             let ctx = network.context(&positions, &documents, None).unwrap();
             let mut sequence = Sequence::new(&layout(None), Vec::new(), 0, 64);
-            let cache = Step::new(vec![&mut sequence], &documents).unwrap();
+            let cache = Step::new(vec![&mut sequence], &documents, &Device::Cpu).unwrap();
             let mut cache = Rounded { cache, stored };
             let mut x = network.embed(&prompt, &ctx).unwrap();
             for layer in 0..network.layers() {

@@ -178,7 +178,7 @@ impl Block {
         let (y, low_out) = self.o_proj.forward_one(&gated, ctx)?;
         drop(gated);
         let (x1, y) = match &self.attention_post_norm {
-            Some(norm) => (update::add(x, &self.norm(norm, &y)?)?, Some(y)),
+            Some(norm) => (self.norm_plus(norm, &y, x)?, Some(y)),
             None => (add_residual(y, x, &low_out, self.spec.residual_scale)?, None),
         };
         Ok((
@@ -319,8 +319,7 @@ impl Block {
         if let Some(d_shared) = d_shared {
             update::add_assign(&dh, &d_shared)?;
         }
-        let dx = self.normed_backward(&self.input_norm, x, dh, sink)?;
-        update::add_assign(&dx, &dx1)?;
+        let dx = self.normed_backward(&self.input_norm, x, dh, Some(&dx1), sink)?;
         Ok(need_dx.then_some(dx))
     }
 }

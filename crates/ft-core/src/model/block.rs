@@ -98,6 +98,11 @@ impl Block {
         norm.forward(x, &self.spec)
     }
 
+    /// The norm of the output of a half, added to the residual stream.
+    pub(super) fn norm_plus(&self, norm: &Norm, y: &Tensor, x: &Tensor) -> Result<Tensor> {
+        norm.forward_plus(y, Some(x), &self.spec)
+    }
+
     /// Backward of a norm: passes the gradients of its parameters to the sink, returns `∂x`.
     pub(super) fn norm_backward(
         &self,
@@ -117,17 +122,19 @@ impl Block {
         }
     }
 
-    /// Backward of `normed`.
+    /// Backward of a half from its input on: the gradient `dh` after its norm, and that of the residual stream beside it.
     pub(super) fn normed_backward(
         &self,
         norm: &Option<Norm>,
         x: &Tensor,
-        dy: Tensor,
+        dh: Tensor,
+        past: Option<&Tensor>,
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
-        match norm {
-            Some(norm) => self.norm_backward(norm, x, &dy, sink),
-            None => Ok(dy),
+        match (norm, past) {
+            (Some(norm), _) => norm.backward_plus(x, &dh, past, &self.spec, sink),
+            (None, Some(past)) => update::add_assign(&dh, past).map(|()| dh),
+            (None, None) => Ok(dh),
         }
     }
 
@@ -283,7 +290,6 @@ impl Layer for Block {
             return self.mixer_backward(x, saved, (dy, d_input), ctx, need_dx, sink);
         }
         let Some(dx1) = d_input else { return Ok(None) };
-        update::add_assign(&dx1, &dy)?;
         drop(dy);
         self.mixer_backward(x, saved, (dx1, None), ctx, need_dx, sink)
     }

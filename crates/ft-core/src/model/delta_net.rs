@@ -282,8 +282,7 @@ impl Block {
             .backward(h.as_ref(), low_in, dys, ctx, need_dh, sink)?;
         drop(h);
         let Some(dh) = dh else { return Ok(None) };
-        let dx = self.normed_backward(&self.input_norm, x, dh, sink)?;
-        update::add_assign(&dx, &dx1)?;
+        let dx = self.normed_backward(&self.input_norm, x, dh, Some(&dx1), sink)?;
         Ok(need_dx.then_some(dx))
     }
 }

@@ -92,11 +92,7 @@ impl Block {
         let (y, low_out) = self.down_proj.forward_one(&m, ctx)?;
         let (y, low_out) = match &self.mlp_post_norm {
             // The backward pass needs y: it computes down again.
-            Some(norm) => {
-                let y = self.norm(norm, &y)?;
-                update::add_assign(&y, x1)?;
-                (y, None)
-            }
+            Some(norm) => (self.norm_plus(norm, &y, x1)?, None),
             None => (add_residual(y, x1, &low_out, self.spec.residual_scale)?, low_out),
         };
         let piece = |(parts, low_in)| SavedPiece {
@@ -152,7 +148,8 @@ impl Block {
             dh
         };
         let Some(dh) = dh else { return Ok(None) };
-        let dx = self.normed_backward(&self.mlp_norm, x, dh, sink)?;
+        let past = (!self.spec.parallel).then_some(dy);
+        let dx = self.normed_backward(&self.mlp_norm, x, dh, past, sink)?;
         Ok(need_dx.then_some(dx))
     }
 

@@ -63,25 +63,48 @@ impl Norm {
 
     /// Normalizes x `[N, ·]`.
     pub(super) fn forward(&self, x: &Tensor, spec: &Spec) -> Result<Tensor> {
+        self.forward_plus(x, None, spec)
+    }
+
+    /// As `forward`, plus what the residual stream carries past the norm.
+    pub(super) fn forward_plus(&self, x: &Tensor, past: Option<&Tensor>, spec: &Spec) -> Result<Tensor> {
         let [weight, bias] = self.parameters(spec.norm_plus_one)?;
         match (spec.layer_norm, &weight) {
-            (Some(_), _) => layer_norm::forward(x, &self.layer_norm(&weight, &bias, spec)),
-            (None, Some(weight)) => rms_norm::forward(x, weight, spec.norm_eps, spec.norm_plus_one),
+            (Some(_), _) => {
+                let y = layer_norm::forward(x, &self.layer_norm(&weight, &bias, spec))?;
+                past.map_or(Ok(()), |past| update::add_assign(&y, past))?;
+                Ok(y)
+            }
+            (None, Some(weight)) => rms_norm::forward_plus(x, weight, spec.norm_eps, spec.norm_plus_one, past),
             (None, None) => Err(no_weight()),
         }
     }
 
     /// Passes the gradients of the parameters to the sink, returns `∂x`.
     pub(crate) fn backward(&self, x: &Tensor, dy: &Tensor, spec: &Spec, sink: &mut dyn GradSink) -> Result<Tensor> {
+        self.backward_plus(x, dy, None, spec, sink)
+    }
+
+    /// As `backward`, plus the gradient of what the residual stream carries past the norm.
+    pub(super) fn backward_plus(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+        past: Option<&Tensor>,
+        spec: &Spec,
+        sink: &mut dyn GradSink,
+    ) -> Result<Tensor> {
         let [weight, bias] = self.parameters(spec.norm_plus_one)?;
         let need = [&self.weight, &self.bias].map(|p| p.as_ref().is_some_and(|p| sink.wants(&p.name)));
         let (dx, gradients) = match (spec.layer_norm, &weight) {
             (Some(_), _) => {
                 let got = layer_norm::backward(x, &self.layer_norm(&weight, &bias, spec), dy, need)?;
+                past.map_or(Ok(()), |past| update::add_assign(&got.dx, past))?;
                 (got.dx, [got.dw, got.db])
             }
             (None, Some(weight)) => {
-                let (dx, dw) = rms_norm::backward(x, weight, dy, spec.norm_eps, spec.norm_plus_one, need[0])?;
+                let (eps, plus_one) = (spec.norm_eps, spec.norm_plus_one);
+                let (dx, dw) = rms_norm::backward_plus(x, weight, dy, eps, plus_one, need[0], past)?;
                 (dx, [dw, None])
             }
             (None, None) => return Err(no_weight()),

@@ -16,6 +16,32 @@ const Kernel KERNELS[] = {
     {512, 8, attention_f32_forward_512, attention_f32_queries_512, attention_f32_keys_512},
 };
 
+template <class S>
+void cached(const Case& c, int room, int keys, uint64_t seed) {
+    typedef void (*Function)(const float*, float*, float*, const KvBlock*, const Tile*, int, Form);
+    const Function all[4][3] = {
+        {attention_f32_cached_int8_64, attention_f32_cached_bf16_64, attention_f32_cached_f32_64},
+        {attention_f32_cached_int8_128, attention_f32_cached_bf16_128, attention_f32_cached_f32_128},
+        {attention_f32_cached_int8_256, attention_f32_cached_bf16_256, attention_f32_cached_f32_256},
+        {attention_f32_cached_int8_512, attention_f32_cached_bf16_512, attention_f32_cached_f32_512},
+    };
+    int at = 0;
+    while (KERNELS[at].size < c.size) at++;
+    const int rows = KERNELS[at].rows, pack = c.heads / c.kv_heads;
+    Cached<float, S> cache(c, room, rows, pack, keys);
+    bool values = false;
+    Problem<float> p(c, [&](emulate::Buffer<float>& t) {
+        values ? cache.put(c, t, cache.v, cache.v_scales) : cache.put(c, t, cache.k, cache.k_scales);
+        values = true;
+    });
+    emulate::Buffer<float> o(p.o.size()), lse(p.lse.size());
+    cache.run(c, p, all[at][sizeof(S) / 2], attention_f32_join, 8 * rows, 4 * rows * (3 * (KERNELS[at].size + 4) + rows + 1),
+              pack, seed, o, lse);
+    const std::string name = std::to_string(sizeof(S)) + " bytes, " + std::to_string(room) + "/" + std::to_string(keys);
+    check(c, (name + " o").c_str(), o, p.o, 2e-6);
+    check(c, (name + " lse").c_str(), lse, p.lse, 2e-6);
+}
+
 void run(const Case& c, bool backward, uint64_t seed) {
     Problem<float> p(c);
     const Kernel* kernel = KERNELS;
@@ -56,10 +82,19 @@ int main(int argc, char** argv) {
     for (uint64_t seed : emulate::seeds(argc, argv)) {
         for (const Case& c : training_cases()) run(c, true, seed);
         for (const Case& c : cached_cases()) run(c, false, seed);
+        for (const Case& c : decoding_cases()) {
+            cached<float>(c, 33, 64, seed);
+            cached<__nv_bfloat16>(c, 1000, 32, seed);
+            cached<signed char>(c, 64, 1000, seed);
+        }
         Case odd = {"size 7", 3, 1, 7, {5, 33}, {5, 33}, 0.4f, 0, 9};
         run(odd, true, seed);
         Case large = {"size 512", 2, 1, 512, {5, 21}, {5, 21}, 0.05f, 0, 9};
         run(large, true, seed);
+        Case pages = {"rows 512", 4, 2, 512, {1, 6}, {30, 41}, 0.05f, 0, 0, 12};
+        cached<float>(pages, 17, 16, seed);
+        cached<__nv_bfloat16>(pages, 100, 8, seed);
+        cached<signed char>(pages, 33, 100, seed);
     }
     return emulate::verdict();
 }

@@ -1,44 +1,68 @@
-// Keys and values as int8: the codes and scales of the definition, and back.
+// New tokens go into the blocks of a KV cache: as they are, rounded to bf16, or as codes and scales.
 #include "kinds.h"
 #include "../../cuda/kv_block.cu"
 
 using namespace emulate;
 
-template <class T>
-void round_trip(
-    void (*quantize)(const T*, signed char*, float*, i64, int),
-    void (*dequantize)(const signed char*, const float*, T*, i64, int), int rows, int size, uint64_t seed) {
-    Buffer<T> x((size_t)rows * size), y((size_t)rows * size);
-    Buffer<signed char> codes((size_t)rows * size);
-    Buffer<float> scales(rows);
-    fill(x, seed + 1);
-    // A row of zeros, and a row with a number that is not finite.
-    for (int i = 0; i < size; i++) narrow(0.0f, x[i]);
-    if (rows > 1) narrow(seed % 2 ? INFINITY : NAN, x[size + size / 2]);
-    launch(quantize, dim3((rows + 3) / 4), dim3(128), 0, seed, (const T*)x.data, codes.data, scales.data, (i64)rows, size);
-    launch(
-        dequantize, dim3(3), dim3(64), 0, seed, (const signed char*)codes.data, (const float*)scales.data, y.data,
-        (i64)rows * size, size);
-    for (int r = 0; r < rows; r++) {
+template <class T, class S>
+struct Side {
+    Buffer<T> x;
+    Buffer<S> numbers;
+    Buffer<float> scales;
+
+    Side(int tokens, int room, int heads, int size, uint64_t seed)
+        : x((size_t)tokens * heads * size), numbers((size_t)room * heads * size), scales((size_t)room * heads) {
+        fill(x, seed);
+        // A row of zeros, and a row with a number that is not finite.
+        for (int i = 0; i < size; i++) narrow(0.0f, x[i]);
+        if (x.n > (size_t)size) narrow(seed % 2 ? INFINITY : NAN, x[size + size / 2]);
+    }
+
+    /// Row `from` of x was stored as row `to`.
+    void check(size_t from, size_t to, int size) {
+        const T* own = x.data + from * size;
         float most = 0;
         bool wrong = false;
         for (int i = 0; i < size; i++) {
-            const float v = widen(x[r * size + i]);
-            most = std::fmax(most, std::fabs(v));
-            wrong |= !std::isfinite(v);
+            most = std::fmax(most, std::fabs(widen(own[i])));
+            wrong |= !std::isfinite(widen(own[i]));
         }
-        expect(wrong ? std::isnan(scales[r]) : scales[r] == most / 127.0f, "scale");
+        if (sizeof(S) == 1) expect(wrong ? std::isnan(scales[to]) : scales[to] == most / 127.0f, "scale");
         for (int i = 0; i < size; i++) {
-            if (wrong) {
-                expect(std::isnan(widen(y[r * size + i])), "a row that is not finite stays so");
-                continue;
+            const S got = numbers[to * size + i];
+            if constexpr (sizeof(S) == 1) {
+                const float by = most > 0 ? 127.0f / most : 0.0f;
+                expect(wrong || got == (int)std::nearbyint(widen(own[i]) * by), "code");
+            } else {
+                S want;
+                narrow(widen(own[i]), want);
+                expect(std::memcmp(&got, &want, sizeof(S)) == 0, "number");
             }
-            const float by = most > 0 ? 127.0f / most : 0.0f;
-            const int want = (int)std::nearbyint(widen(x[r * size + i]) * by);
-            expect(codes[r * size + i] == want, "code");
-            T back;
-            narrow(want * (most / 127.0f), back);
-            expect(widen(back) == widen(y[r * size + i]), "value");
+        }
+    }
+};
+
+/// Tokens in turn to two blocks, from the end of each.
+template <class T, class S>
+void run(void (*kernel)(const T*, const T*, const KvBlock*, const KvPlace*, i64, int, int), int tokens, int heads, int size,
+         uint64_t seed) {
+    const int room = tokens + 2;
+    Side<T, S> k(tokens, 2 * room, heads, size, seed + 1), v(tokens, 2 * room, heads, size, seed + 2);
+    Buffer<KvBlock> blocks(2);
+    Buffer<KvPlace> places(tokens);
+    auto row = [&](const KvPlace& place) { return (size_t)(place.block * room + place.token) * heads; };
+    for (int b = 0; b < 2; b++) {
+        const size_t at = row({b, 0});
+        blocks[b] = {k.numbers.data + at * size, v.numbers.data + at * size, k.scales.data + at, v.scales.data + at};
+    }
+    for (int t = 0; t < tokens; t++) places[t] = {t % 2, room - 1 - t / 2};
+    const i64 rows = (i64)tokens * heads;
+    launch(kernel, dim3((unsigned)(2 * rows + 3) / 4), dim3(128), 0, seed, (const T*)k.x.data, (const T*)v.x.data,
+           (const KvBlock*)blocks.data, (const KvPlace*)places.data, rows, heads, size);
+    for (int t = 0; t < tokens; t++) {
+        for (int h = 0; h < heads; h++) {
+            k.check((size_t)t * heads + h, row(places[t]) + h, size);
+            v.check((size_t)t * heads + h, row(places[t]) + h, size);
         }
     }
 }
@@ -46,9 +70,11 @@ void round_trip(
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
         for (int size : {1, 16, 33, 128}) {
-            round_trip(kv_quantize_f32, kv_dequantize_f32, 9, size, seed);
-            round_trip(kv_quantize_bf16, kv_dequantize_bf16, 6, size, seed);
-            round_trip(kv_quantize_f32, kv_dequantize_f32, 1, size, seed);
+            run<float, float>(kv_put_f32_f32, 3, 2, size, seed);
+            run<float, bf16>(kv_put_f32_bf16, 1, 3, size, seed);
+            run<float, signed char>(kv_put_f32_int8, 9, 1, size, seed);
+            run<bf16, bf16>(kv_put_bf16_bf16, 2, 4, size, seed);
+            run<bf16, signed char>(kv_put_bf16_int8, 5, 2, size, seed);
         }
     }
     return verdict();

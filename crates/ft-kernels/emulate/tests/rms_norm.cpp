@@ -1,25 +1,26 @@
-// RMSNorm: whole rows and heads, packed and not, the root of each row, Gemma's 1 + w.
+// RMSNorm: whole rows and heads, packed and not, the root of each row, Gemma's 1 + w, what passes by the norm.
 #include "kinds.h"
 #include "../../cuda/rms_norm.cu"
 
 using namespace emulate;
 
 template <class T, class W>
-using Forward = void (*)(const T*, const W*, T*, i64, int, float, float);
+using Forward = void (*)(const T*, const W*, const T*, T*, i64, int, float, float);
 template <class T, class W>
-using Backward = void (*)(const T*, const W*, const T*, T*, float*, i64, int, float, float);
+using Backward = void (*)(const T*, const W*, const T*, const T*, T*, float*, i64, int, float, float);
 
 template <class T, class W>
 void norms(Forward<T, W> forward, Backward<T, W> backward, bool wide, int rows, int size, uint64_t seed) {
     for (float one : {0.0f, 1.0f}) {
         const float eps = 1e-3f;
         const int n = rows * size;
-        Buffer<T> x(n), dy(n), y(n), dx(n);
+        Buffer<T> x(n), dy(n), past(n), y(n), dx(n);
         Buffer<W> w(size);
         Buffer<float> inverse(rows);
         fill(x, seed + 1);
         fill(w, seed + 2);
         fill(dy, seed + 3);
+        fill(past, seed + 4);
         std::vector<double> p = values(x), q = values(w), d = values(dy), want(n), want_dx(n), want_inverse(rows);
         for (int r = 0; r < rows; r++) {
             double squares = 0, dot = 0;
@@ -37,16 +38,24 @@ void norms(Forward<T, W> forward, Backward<T, W> backward, bool wide, int rows, 
         }
         const int threads = wide ? 64 : 128;
         const dim3 grid(wide ? rows : (rows + threads / LANES - 1) / (threads / LANES));
-        const T *px = x.data, *pd = dy.data;
+        const T *px = x.data, *pd = dy.data, *none = nullptr, *by = past.data;
         const W* pw = w.data;
-        launch(forward, grid, dim3(threads), 0, seed, px, pw, y.data, (i64)rows, size, eps, one);
+        launch(forward, grid, dim3(threads), 0, seed, px, pw, none, y.data, (i64)rows, size, eps, one);
         check("y", y, want, tolerance<T>());
-        launch(backward, grid, dim3(threads), 0, seed, px, pw, pd, dx.data, inverse.data, (i64)rows, size, eps, one);
+        launch(backward, grid, dim3(threads), 0, seed, px, pw, pd, none, dx.data, inverse.data, (i64)rows, size, eps, one);
         check("dx", dx, want_dx, sizeof(T) == 4 ? 5e-6 : 4e-3);
         check("1 / rms", inverse, want_inverse, 1e-6);
         Buffer<T> again(n);
-        launch(backward, grid, dim3(threads), 0, seed, px, pw, pd, again.data, (float*)nullptr, (i64)rows, size, eps, one);
+        launch(backward, grid, dim3(threads), 0, seed, px, pw, pd, none, again.data, (float*)nullptr, (i64)rows, size, eps, one);
         same("dx without the roots", again, dx);
+        for (int i = 0; i < n; i++) {
+            want[i] += widen(past[i]);
+            want_dx[i] += widen(past[i]);
+        }
+        launch(forward, grid, dim3(threads), 0, seed, px, pw, by, y.data, (i64)rows, size, eps, one);
+        check("y and what passes by", y, want, tolerance<T>());
+        launch(backward, grid, dim3(threads), 0, seed, px, pw, pd, by, dx.data, inverse.data, (i64)rows, size, eps, one);
+        check("dx and what passes by", dx, want_dx, sizeof(T) == 4 ? 5e-6 : 4e-3);
     }
 }
 

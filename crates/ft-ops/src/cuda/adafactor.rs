@@ -45,9 +45,12 @@ fn wrong(what: &str) -> Error {
 /// Returns the second moment of a parameter, f32: the address of the row means (0 for a vector) and of the other
 /// means; R and C.
 fn moments(item: &ParameterStep) -> Result<(u64, u64, usize, usize)> {
-    let place = |t: &Tensor, n: usize| match t.elem_count() == n {
-        true => address_of(t, "an optimizer state", DType::F32),
-        false => Err(wrong("a state of another size").found(t.elem_count()).expected(n)),
+    let place = |t: &Tensor, n: usize| {
+        if t.elem_count() == n {
+            address_of(t, "an optimizer state", DType::F32)
+        } else {
+            Err(wrong("a state of another size").found(t.elem_count()).expected(n))
+        }
     };
     match (item.first, item.second, item.weight.dims()) {
         (Some(Moment::F32(rows)), Some(Moment::F32(columns)), &[r, c]) => {

@@ -43,9 +43,10 @@ pub(crate) fn scale_and_shift(x: &Tensor, v: &Tensor, bias: Option<&Tensor>, to:
 pub(crate) fn sum_products(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     expect_dims(b, NAME, a.dims())?;
     let (gpu, kind) = (Gpu::of(a, NAME)?, FloatType::of(a, NAME)?);
-    match FloatType::of(b, NAME)? == kind {
-        true => columns::products(&gpu, a, b, a.dims2()?),
-        false => columns::products(&gpu, &cast(a, FloatType::F32)?, &cast(b, FloatType::F32)?, a.dims2()?),
+    if FloatType::of(b, NAME)? == kind {
+        columns::products(&gpu, a, b, a.dims2()?)
+    } else {
+        columns::products(&gpu, &cast(a, FloatType::F32)?, &cast(b, FloatType::F32)?, a.dims2()?)
     }
 }
 

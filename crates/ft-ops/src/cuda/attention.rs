@@ -5,7 +5,7 @@
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, elementwise, narrow};
 use crate::attention::Spec;
-use crate::attention_schedule::{AttentionTile, Documents, Join, Visited};
+use crate::attention_schedule::{AttentionTile, Documents, Visited};
 use candle_core::cuda::DeviceId;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{DType, Tensor};
@@ -16,7 +16,7 @@ use std::sync::Mutex;
 /// Same layout as `attention::Form` in `cuda/attention.cuh`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
-struct Form {
+pub(super) struct Form {
     heads: i32,
     kv_heads: i32,
     size: i32,
@@ -31,7 +31,7 @@ struct Form {
 unsafe impl DeviceRepr for Form {}
 
 impl Form {
-    fn new(spec: &Spec, pack: usize, parts: usize) -> Result<Self> {
+    pub(super) fn new(spec: &Spec, pack: usize, parts: usize) -> Result<Self> {
         /// No document is longer, and twice this number still fits in 32 bits.
         const NO_WINDOW: usize = 1 << 30;
         Ok(Self {
@@ -50,11 +50,11 @@ impl Form {
 /// The kernels of one head size, with the tile rows that were compiled in.
 struct Compiled {
     size: usize,
-    /// Forward: queries per block, keys per step. A block of the split pass has 64 queries.
+    /// Forward: queries per block, keys per step. On a KV cache a block has 64 rows of queries.
     queries: usize,
     keys: usize,
-    /// Keys per step of the split forward pass.
-    split_keys: usize,
+    /// Keys per step on a KV cache.
+    cached_keys: usize,
     /// dk and dv: columns per block, and queries of all pipeline stages together. A block has 64 keys.
     columns: usize,
     staged_queries: usize,
@@ -87,10 +87,10 @@ impl Compiled {
 /// Same values as at the end of `attention_forward.cu` and `attention_backward.cu`.
 #[rustfmt::skip]
 const BF16: [Compiled; 4] = [
-    Compiled { size: 64, queries: 128, keys: 64, split_keys: 64, columns: 64, staged_queries: 64, staged_keys: 64, in_registers: true },
-    Compiled { size: 96, queries: 128, keys: 32, split_keys: 64, columns: 96, staged_queries: 64, staged_keys: 64, in_registers: true },
-    Compiled { size: 128, queries: 128, keys: 32, split_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64, in_registers: true },
-    Compiled { size: 256, queries: 64, keys: 32, split_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32, in_registers: false },
+    Compiled { size: 64, queries: 128, keys: 64, cached_keys: 64, columns: 64, staged_queries: 64, staged_keys: 64, in_registers: true },
+    Compiled { size: 96, queries: 128, keys: 32, cached_keys: 64, columns: 96, staged_queries: 64, staged_keys: 64, in_registers: true },
+    Compiled { size: 128, queries: 128, keys: 32, cached_keys: 64, columns: 128, staged_queries: 64, staged_keys: 64, in_registers: true },
+    Compiled { size: 256, queries: 64, keys: 32, cached_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32, in_registers: false },
 ];
 /// Head size and rows of a tile, as at the end of `attention_f32.cu`.
 const F32: [(usize, usize); 4] = [(64, 32), (128, 32), (256, 16), (512, 8)];
@@ -100,17 +100,11 @@ const LARGEST_BF16: usize = 256;
 
 /// Rows of a tile unless `Compiled` says otherwise, and threads of a block.
 const ROWS: usize = 64;
-const THREADS: u32 = 128;
-/// Number of blocks of the split forward pass that fill a large GPU.
-const ENOUGH_BLOCKS: usize = 256;
-/// With at most this many queries in every document, the keys are split over several blocks.
-const FEW_QUERIES: usize = 16;
-/// Smallest number of keys for a block of its own.
-const SPLIT: usize = 256;
+pub(super) const THREADS: u32 = 128;
 
-const FORWARD: &str = "attention_forward";
+pub(super) const FORWARD: &str = "attention_forward";
 const BACKWARD: &str = "attention_backward";
-const PLAIN: &str = "attention_f32";
+pub(super) const PLAIN: &str = "attention_f32";
 
 fn too_large(spec: &Spec) -> Error {
     Error::unsupported("an attention head is too large for the GPU")
@@ -130,8 +124,46 @@ fn plain(spec: &Spec) -> Result<(usize, usize)> {
         .ok_or_else(|| too_large(spec))
 }
 
+/// The kernels of attention on a KV cache for a head size.
+pub(super) struct CachedKernels {
+    /// In their names.
+    pub size: &'static str,
+    /// Rows of a tile.
+    pub rows: usize,
+    pub threads: u32,
+    pub shared: usize,
+}
+
+pub(super) fn cached_kernels(spec: &Spec, kind: FloatType) -> Result<CachedKernels> {
+    Ok(match kind {
+        FloatType::F32 => {
+            let (size, rows) = plain(spec)?;
+            CachedKernels {
+                size: size_name(size),
+                rows,
+                threads: 8 * rows as u32,
+                shared: plain_bytes(size, rows),
+            }
+        }
+        FloatType::Bf16 => {
+            let compiled = compiled(spec)?;
+            CachedKernels {
+                size: size_name(compiled.size),
+                rows: ROWS,
+                threads: THREADS,
+                shared: 2 * compiled.size * (ROWS + 2 * compiled.cached_keys),
+            }
+        }
+    })
+}
+
+/// Shared memory of the f32 forward pass.
+fn plain_bytes(size: usize, rows: usize) -> usize {
+    4 * rows * (3 * (size + 4) + rows + 1)
+}
+
 /// True if the tensor-core kernels support these tensors. They move rows in units of 16 bytes.
-fn on_tensor_cores(spec: &Spec, kind: FloatType, addresses: &[u64]) -> bool {
+pub(super) fn on_tensor_cores(spec: &Spec, kind: FloatType, addresses: &[u64]) -> bool {
     kind == FloatType::Bf16 && spec.head_dim.is_multiple_of(8) && spec.head_dim <= LARGEST_BF16 && aligned(addresses)
 }
 
@@ -146,8 +178,6 @@ enum List {
     Queries(usize, usize),
     /// Tiles of keys: rows of a tile.
     Keys(usize),
-    /// Tiles of queries whose keys are split: rows of a query, heads.
-    Split(usize, usize),
 }
 
 /// A work list on the device. It must live until the launch is queued; its memory is freed in stream order.
@@ -156,8 +186,6 @@ struct Work {
     tiles: Tensor,
     count: usize,
     visited: Visited,
-    /// Of split tiles: how to join them, the number of joins, the rows of partial results.
-    joins: Option<(Tensor, usize, usize)>,
 }
 
 impl Work {
@@ -186,22 +214,14 @@ impl Documents<'_> {
         if let Some((_, work)) = known {
             return Ok(work.clone());
         }
-        let (tiles, joins) = match list {
-            List::Queries(rows, pack) => (self.query_tiles(rows, pack), None),
-            List::Keys(rows) => (self.key_tiles(rows), None),
-            List::Split(pack, heads) => {
-                let tiles = self.query_tiles(ROWS, pack);
-                let keys = (tiles.visited().all * heads).div_ceil(ENOUGH_BLOCKS);
-                let (tiles, joins, slots) = tiles.split(keys.max(SPLIT).next_multiple_of(ROWS));
-                let list = upload(gpu, joins.iter().map(Join::numbers))?;
-                (tiles, Some((list, joins.len(), slots)))
-            }
+        let tiles = match list {
+            List::Queries(rows, pack) => self.query_tiles(rows, pack),
+            List::Keys(rows) => self.key_tiles(rows),
         };
         let work = Work {
             count: tiles.0.len(),
             visited: tiles.visited(),
             tiles: upload(gpu, tiles.0.iter().map(AttentionTile::numbers))?,
-            joins,
         };
         if lists.len() == KEPT {
             lists.pop_front();
@@ -223,7 +243,7 @@ fn size_name(size: usize) -> &'static str {
     }
 }
 
-fn grid(blocks: usize, threads: u32, shared: usize) -> Grid {
+pub(super) fn grid(blocks: usize, threads: u32, shared: usize) -> Grid {
     Grid {
         shared: shared as u32,
         ..Grid::line(blocks, threads)
@@ -273,15 +293,11 @@ pub(crate) fn forward(
         FloatType::F32 => {
             let (size, rows) = plain(spec)?;
             let work = documents.work(&gpu, List::Queries(rows, 1))?;
-            let shared = 4 * rows * (3 * (size + 4) + rows + 1);
-            let grid = grid(work.count * spec.heads, 8 * rows as u32, shared);
+            let grid = grid(work.count * spec.heads, 8 * rows as u32, plain_bytes(size, rows));
             let args = [q, k, v, to_o, to_lse, work.tiles()?];
             let name = ["attention_f32_forward_", size_name(size)];
             // SAFETY: the tiles lie inside the tensors, whose shapes were checked.
             unsafe { gpu.launch_with(PLAIN, name, grid, &args, Some(&Form::new(spec, 1, 1)?))? };
-        }
-        FloatType::Bf16 if documents.longest_query() <= FEW_QUERIES => {
-            decode(&gpu, [q, k, v], [to_o, to_lse], spec, &documents)?
         }
         FloatType::Bf16 => {
             let compiled = compiled(spec)?;
@@ -295,48 +311,6 @@ pub(crate) fn forward(
         }
     }
     Ok((o, lse))
-}
-
-/// Split-KV attention for few queries and many keys: the query heads of a key head share the rows of a tile, and
-/// the keys are split over blocks.
-fn decode(gpu: &Gpu, inputs: [Arg; 3], outputs: [Arg; 2], spec: &Spec, documents: &Documents<'_>) -> Result<()> {
-    let compiled = compiled(spec)?;
-    let group = spec.heads / spec.kv_heads;
-    let pack = if group <= ROWS { group } else { 1 };
-    let heads = spec.heads / pack;
-    let work = documents.work(gpu, List::Split(pack, heads))?;
-    let Some((joins, joined, slots)) = &work.joins else {
-        return Err(Error::internal("a list of split tiles has no joins"));
-    };
-    let partial = gpu.empty((heads, *slots, spec.head_dim), DType::F32)?;
-    let partial_lse = gpu.empty((heads, *slots), DType::F32)?;
-    let partial = [
-        address(&partial, "partial results of attention")?,
-        address(&partial_lse, "partial results of attention")?,
-    ]
-    .map(Arg::Address);
-    let form = Form::new(spec, pack, 1)?;
-    let slots = Arg::small(*slots, "the number of rows")?;
-
-    let shared = 2 * compiled.size * (ROWS + 2 * compiled.split_keys);
-    let [q, k, v] = inputs;
-    let args = [q, k, v, partial[0], partial[1], work.tiles()?, slots];
-    let name = ["attention_split_", size_name(compiled.size)];
-    // SAFETY: the tiles lie inside the tensors, and every tile has its own slots of the partial results.
-    unsafe {
-        gpu.launch_with(
-            FORWARD,
-            name,
-            grid(work.count * heads, THREADS, shared),
-            &args,
-            Some(&form),
-        )?
-    };
-    let list = Arg::Address(address(joins, "a list of rows")?);
-    let args = [outputs[0], outputs[1], partial[0], partial[1], list, slots];
-    let grid = grid(joined * heads, THREADS, 0);
-    // SAFETY: the joins refer to the slots that the previous kernel writes.
-    unsafe { gpu.launch_with(FORWARD, "attention_join", grid, &args, Some(&form)) }
 }
 
 /// Returns dq, dk, dv of the types of q, k, v. Queries and keys are the same tokens; the caller checked shapes and

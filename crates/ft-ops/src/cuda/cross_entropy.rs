@@ -97,13 +97,12 @@ pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<GradientOptions>) -> Res
         // Contiguous rows need no copy.
         let together = rows[count - 1] - rows[0] + 1 == count;
         let offset = rows[0] as u64 * row_bytes;
-        let hidden = match together {
-            true => h + offset,
-            false => {
-                // SAFETY: the rows lie in h, `gathered` has space for a chunk.
-                unsafe { gather_rows(&gpu, kind, h, row_numbers, 1.0, d, buffers.gathered)? };
-                buffers.gathered
-            }
+        let hidden = if together {
+            h + offset
+        } else {
+            // SAFETY: the rows lie in h, `gathered` has space for a chunk.
+            unsafe { gather_rows(&gpu, kind, h, row_numbers, 1.0, d, buffers.gathered)? };
+            buffers.gathered
         };
         let hidden = Matrix::new(hidden, kind, d);
         buffers.losses(

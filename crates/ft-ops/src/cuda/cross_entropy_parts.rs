@@ -52,15 +52,14 @@ pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<O
     let weights = weights.as_ref().map(|w| address(w, "weights of tokens")).transpose()?;
 
     // No copy is needed if every row has a target.
-    let gathered = match count == n {
-        true => job.h.clone(),
-        false => {
-            let to = gpu.empty((count, d), kind.dtype())?;
-            let (from, place) = (address(job.h, "the hidden states")?, address(&to, "gathered rows")?);
-            // SAFETY: the rows lie in h, the copy has space for all of them.
-            unsafe { gather_rows(&gpu, kind, from, (rows, count), 1.0, d, place)? };
-            to
-        }
+    let gathered = if count == n {
+        job.h.clone()
+    } else {
+        let to = gpu.empty((count, d), kind.dtype())?;
+        let (from, place) = (address(job.h, "the hidden states")?, address(&to, "gathered rows")?);
+        // SAFETY: the rows lie in h, the copy has space for all of them.
+        unsafe { gather_rows(&gpu, kind, from, (rows, count), 1.0, d, place)? };
+        to
     };
     let stride = PIECE.min(head.rows).next_multiple_of(8);
     let step = PIECE_TOKENS.min(count);

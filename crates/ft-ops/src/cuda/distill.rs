@@ -56,9 +56,10 @@ pub(crate) fn run(job: &DistillJob) -> Result<Found> {
     if d == 0 {
         return Err(Error::shape("the hidden states have no columns"));
     }
-    let size = match parts {
-        true => job.trained.len().max(1),
-        false => options.chunk.max(1),
+    let size = if parts {
+        job.trained.len().max(1)
+    } else {
+        options.chunk.max(1)
     };
     let mut first = 0;
     for tokens in job.trained.chunks(size) {
@@ -83,10 +84,7 @@ pub(crate) fn each_logits(
     mut f: impl FnMut(usize, &mut [f32], usize, usize),
 ) -> Result<()> {
     let gpu = Gpu::of(side.h, "the hidden states")?;
-    let step = match side.in_parts() {
-        true => PIECE_TOKENS,
-        false => chunk.max(1),
-    };
+    let step = if side.in_parts() { PIECE_TOKENS } else { chunk.max(1) };
     let mut model = Model::new(&gpu, side, chosen, common, 0, side.in_parts())?;
     for (first, width) in model.pieces(common) {
         for start in (0..chosen.len()).step_by(step) {

@@ -38,16 +38,15 @@ impl<'a> Model<'a> {
     ) -> Result<Self> {
         const NAME: &str = "the hidden states";
         let (kind, d) = (FloatType::of(side.h, NAME)?, side.h.dims2()?.1);
-        let hidden = match tokens.len() == side.h.dims2()?.0 {
-            true => side.h.clone(),
-            false => {
-                let numbers = gpu.upload_u32(&tokens.iter().map(|n| *n as u32).collect::<Vec<_>>())?;
-                let to = gpu.empty((tokens.len(), d), kind.dtype())?;
-                let rows = (address(&numbers, "trained tokens")?, tokens.len());
-                // SAFETY: the rows lie in h, the copy has space for all of them.
-                unsafe { gather_rows(gpu, kind, address(side.h, NAME)?, rows, 1.0, d, address(&to, NAME)?)? };
-                to
-            }
+        let hidden = if tokens.len() == side.h.dims2()?.0 {
+            side.h.clone()
+        } else {
+            let numbers = gpu.upload_u32(&tokens.iter().map(|n| *n as u32).collect::<Vec<_>>())?;
+            let to = gpu.empty((tokens.len(), d), kind.dtype())?;
+            let rows = (address(&numbers, "trained tokens")?, tokens.len());
+            // SAFETY: the rows lie in h, the copy has space for all of them.
+            unsafe { gather_rows(gpu, kind, address(side.h, NAME)?, rows, 1.0, d, address(&to, NAME)?)? };
+            to
         };
         // Rows of logits are aligned to 32 bytes.
         let stride = if parts { PIECE.min(ids) } else { ids }.next_multiple_of(8);

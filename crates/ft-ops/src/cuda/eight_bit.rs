@@ -90,8 +90,10 @@ fn quantize(gpu: &Gpu, x: &Tensor, factors: Option<&Tensor>, operand: Operand) -
         Arg::Address(address(&scales, NAME)?),
     ];
     let name = ["quantize_", operand.name(), "_", kind.name()];
+    // A short row has no work for more warps.
+    let threads = (k / kind.pack()).next_multiple_of(32).clamp(32, 256);
     // SAFETY: x and the codes are [rows, k], `factors` has k elements or is null, `scales` has one element for each row.
-    unsafe { gpu.launch("eight_bit", name, Grid::line(rows, 256), &args)? };
+    unsafe { gpu.launch("eight_bit", name, Grid::line(rows, threads as u32), &args)? };
     Ok(Quantized { codes, scales, rows, k })
 }
 

@@ -14,9 +14,10 @@ pub(super) fn counts(n: usize, pack: usize, addresses: &[u64]) -> [Arg; 2] {
 /// As `counts`, for a kernel with an operand by column: no pack crosses rows.
 pub(super) fn row_counts((rows, columns): (usize, usize), pack: usize, addresses: &[u64]) -> [Arg; 2] {
     let n = rows * columns;
-    match columns.is_multiple_of(pack) {
-        true => counts(n, pack, addresses),
-        false => [Arg::size(n), Arg::size(0)],
+    if columns.is_multiple_of(pack) {
+        counts(n, pack, addresses)
+    } else {
+        [Arg::size(n), Arg::size(0)]
     }
 }
 

@@ -11,9 +11,10 @@ fn threads(d: usize, pack: usize) -> u32 {
 
 /// Returns the number of 16-byte packs in a row: 0 if a row may be unaligned.
 fn packs(kind: FloatType, d: usize, from: u64, to: u64) -> usize {
-    match d.is_multiple_of(kind.pack()) && aligned(&[from, to]) {
-        true => d / kind.pack(),
-        false => 0,
+    if d.is_multiple_of(kind.pack()) && aligned(&[from, to]) {
+        d / kind.pack()
+    } else {
+        0
     }
 }
 

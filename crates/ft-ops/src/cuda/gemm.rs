@@ -41,9 +41,10 @@ impl Matrix {
     }
 
     fn operation(self) -> sys::cublasOperation_t {
-        match self.transposed {
-            false => sys::cublasOperation_t::CUBLAS_OP_N,
-            true => sys::cublasOperation_t::CUBLAS_OP_T,
+        if self.transposed {
+            sys::cublasOperation_t::CUBLAS_OP_T
+        } else {
+            sys::cublasOperation_t::CUBLAS_OP_N
         }
     }
 }
@@ -138,55 +139,39 @@ pub(crate) unsafe fn gemm_batched(
         )
         .result()
         .map_err(|e| failed(&e))?;
-        if batch.count > 1 {
-            let [a_step, b_step, c_step] = batch.steps.map(|step| step as i64);
-            result::gemm_strided_batched_ex(
-                handle,
-                b.operation(),
-                a.operation(),
-                size(n)?,
-                size(m)?,
-                size(k)?,
-                number(&alpha),
-                b.address as *const c_void,
-                b.data_type(),
-                size(b.stride)?,
-                b_step,
-                a.address as *const c_void,
-                a.data_type(),
-                size(a.stride)?,
-                a_step,
-                number(&beta),
-                c.address as *mut c_void,
-                c.data_type(),
-                size(c.stride)?,
-                c_step,
-                size(batch.count)?,
-                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-            )
-        } else {
-            result::gemm_ex(
-                handle,
-                b.operation(),
-                a.operation(),
-                size(n)?,
-                size(m)?,
-                size(k)?,
-                number(&alpha),
-                b.address as *const c_void,
-                b.data_type(),
-                size(b.stride)?,
-                a.address as *const c_void,
-                a.data_type(),
-                size(a.stride)?,
-                number(&beta),
-                c.address as *mut c_void,
-                c.data_type(),
-                size(c.stride)?,
-                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-            )
+        // A batch has a step after the stride of each matrix, and its count.
+        macro_rules! product {
+            ($function:ident $(, $a_step:expr, $b_step:expr, $c_step:expr, $count:expr)?) => {
+                result::$function(
+                    handle,
+                    b.operation(),
+                    a.operation(),
+                    size(n)?,
+                    size(m)?,
+                    size(k)?,
+                    number(&alpha),
+                    b.address as *const c_void,
+                    b.data_type(),
+                    size(b.stride)?,
+                    $($b_step,)?
+                    a.address as *const c_void,
+                    a.data_type(),
+                    size(a.stride)?,
+                    $($a_step,)?
+                    number(&beta),
+                    c.address as *mut c_void,
+                    c.data_type(),
+                    size(c.stride)?,
+                    $($c_step, $count,)?
+                    sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                    sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+                )
+            };
+        }
+        let [a_step, b_step, c_step] = batch.steps.map(|step| step as i64);
+        match batch.count {
+            1 => product!(gemm_ex),
+            count => product!(gemm_strided_batched_ex, a_step, b_step, c_step, size(count)?),
         }
         .map_err(|e| failed(&e))?;
     }

@@ -1,64 +1,191 @@
-//! Keys and values as int8 on a GPU.
+//! The tables of a step on a KV cache, and new keys and values.
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of};
-use crate::kv_block::KvBlock;
-use candle_core::{DType, Tensor};
+use crate::attention_schedule::AttentionTile;
+use crate::cached_schedule::{CachedDocument, TileSizes, schedule};
+use crate::kv_block::{KvBlock, KvDocument};
+use crate::paged::{Form, KvDtype};
+use candle_core::{Device, Tensor};
 use ft_base::{Error, Result};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 const NAME: &str = "a block of the KV cache";
 
-pub(crate) fn empty(x: &Tensor, room: usize, head_dim: usize) -> Result<KvBlock> {
-    let gpu = Gpu::of(x, NAME)?;
-    let width = x.dims2()?.1;
-    if head_dim == 0 || !width.is_multiple_of(head_dim) {
-        return Err(Error::shape("the width of keys is not a number of heads").found(width));
+/// The stored type in kernel names.
+pub(super) fn stored_name(stored: KvDtype) -> &'static str {
+    match stored {
+        KvDtype::F32 => "f32",
+        KvDtype::Bf16 => "bf16",
+        KvDtype::Int8 => "int8",
     }
-    Ok(KvBlock {
-        codes: gpu.empty((room, width), DType::U8)?,
-        scales: gpu.empty((room, width / head_dim), DType::F32)?,
-        head_dim,
-    })
 }
 
-/// Addresses of codes and scales of the tokens from `first` on.
-fn places(block: &KvBlock, first: usize) -> Result<[Arg; 2]> {
-    let (codes, scales) = (&block.codes, &block.scales);
-    let codes_at = address_of(codes, NAME, DType::U8)? + (first * codes.dims()[1]) as u64;
-    let scales_at = address_of(scales, NAME, DType::F32)? + (4 * first * scales.dims()[1]) as u64;
-    Ok([Arg::Address(codes_at), Arg::Address(scales_at)])
+/// Tiles on the device, as `CachedTiles`.
+pub(super) struct Work {
+    pub tiles: u64,
+    pub joins: u64,
+    pub starts: u64,
+    pub count: usize,
+    pub slots: usize,
+    /// Holds all three.
+    _lists: Tensor,
 }
 
-pub(crate) fn put(block: &KvBlock, first: usize, x: &Tensor) -> Result<()> {
-    const THREADS: usize = 256;
-    let (gpu, kind) = (Gpu::of(x, NAME)?, FloatType::of(x, NAME)?);
-    let rows = x.elem_count() / block.head_dim;
-    let [codes, scales] = places(block, first)?;
-    let args = [
-        Arg::Address(address(x, NAME)?),
-        codes,
-        scales,
-        Arg::size(rows),
-        Arg::small(block.head_dim, "a head")?,
-    ];
-    let grid = Grid::line(rows.div_ceil(THREADS / 32), THREADS as u32);
-    // SAFETY: the caller checked that the tokens lie in the block.
-    unsafe { gpu.launch("kv_block", ["kv_quantize_", kind.name()], grid, &args) }
+type WorkLists = HashMap<(Option<usize>, TileSizes), Arc<Work>>;
+
+/// Where the tokens of a step are stored, on the device.
+pub(crate) struct Tables {
+    pub(super) gpu: Gpu,
+    /// `KvBlock[layers][blocks]`, then `KvPlace[N]`, as in `cuda/kv.cuh`.
+    table: Tensor,
+    /// Of each layer; `None` without a block.
+    forms: Vec<Option<Form>>,
+    blocks: usize,
+    /// N
+    pub(super) tokens: usize,
+    documents: Vec<CachedDocument>,
+    work: Mutex<WorkLists>,
+    /// The memory of all blocks.
+    _memory: Vec<Tensor>,
 }
 
-pub(crate) fn get(block: &KvBlock, y: &Tensor) -> Result<()> {
-    let (gpu, kind) = (Gpu::of(y, NAME)?, FloatType::of(y, NAME)?);
-    let count = y.elem_count();
-    if count == 0 {
-        return Ok(());
+/// Addresses as `KvBlock` of `cuda/kv.cuh` has them.
+fn addresses(block: &KvBlock) -> Result<[u64; 4]> {
+    let scales = match &block.scales {
+        Some((keys, values)) => [address(keys, NAME)?, address(values, NAME)?],
+        None => [0; 2],
+    };
+    Ok([
+        address(&block.keys, NAME)?,
+        address(&block.values, NAME)?,
+        scales[0],
+        scales[1],
+    ])
+}
+
+impl Tables {
+    /// The caller checked that the queries are consecutive and that the tokens lie in the blocks.
+    pub(crate) fn new(documents: &[KvDocument], device: &Device) -> Result<Self> {
+        const BYTES: usize = size_of::<[u64; 4]>();
+        let gpu = Gpu::on(device)?;
+        let mut numbers: HashMap<u64, usize> = HashMap::new();
+        let (mut parts, mut own) = (Vec::new(), Vec::new());
+        for d in documents {
+            let mut blocks = Vec::new();
+            for part in &d.parts {
+                let Some(first) = part.layers.iter().flatten().next() else {
+                    continue;
+                };
+                let number = *numbers.entry(address(&first.keys, NAME)?).or_insert(parts.len());
+                if number == parts.len() {
+                    parts.push(part);
+                }
+                blocks.push((number, part.tokens));
+            }
+            own.push(CachedDocument {
+                queries: d.queries.clone(),
+                blocks,
+            });
+        }
+        let layers = parts.iter().map(|part| part.layers.len()).max().unwrap_or(0);
+        let mut bytes = vec![0; layers * parts.len() * BYTES];
+        let (mut forms, mut memory) = (vec![None; layers], Vec::new());
+        for (number, part) in parts.iter().enumerate() {
+            for (layer, block) in part.layers.iter().enumerate() {
+                let Some(block) = block else { continue };
+                let entry = addresses(block)?.map(u64::to_ne_bytes).concat();
+                bytes[(layer * parts.len() + number) * BYTES..][..BYTES].copy_from_slice(&entry);
+                if forms[layer].replace(block.form).is_some_and(|form| form != block.form) {
+                    return Err(Error::internal("the blocks of a layer differ in their form"));
+                }
+                memory.extend([block.keys.clone(), block.values.clone()]);
+                memory.extend(block.scales.iter().flat_map(|(k, v)| [k.clone(), v.clone()]));
+            }
+        }
+        for d in &own {
+            // The new tokens are the last ones.
+            let mut skipped = d.blocks.iter().map(|b| b.1).sum::<usize>() - d.queries.len();
+            for &(block, tokens) in &d.blocks {
+                for token in skipped.min(tokens)..tokens {
+                    bytes.extend([block as i32, token as i32].map(i32::to_ne_bytes).concat());
+                }
+                skipped = skipped.saturating_sub(tokens);
+            }
+        }
+        Ok(Self {
+            table: gpu.upload_bytes(&bytes)?,
+            gpu,
+            forms,
+            blocks: parts.len(),
+            tokens: own.last().map_or(0, |d| d.queries.end),
+            documents: own,
+            work: Mutex::default(),
+            _memory: memory,
+        })
     }
-    let [codes, scales] = places(block, 0)?;
-    let args = [
-        codes,
-        scales,
-        Arg::Address(address(y, NAME)?),
-        Arg::size(count),
-        Arg::small(block.head_dim, "a head")?,
-    ];
-    // SAFETY: as above; y has `count` elements.
-    unsafe { gpu.launch("kv_block", ["kv_dequantize_", kind.name()], Grid::stride(count), &args) }
+
+    /// The form of a layer and its table of blocks.
+    pub(super) fn layer(&self, layer: usize) -> Result<(Form, Arg)> {
+        let form = self.forms.get(layer).copied().flatten();
+        let form = form.ok_or_else(|| Error::shape("the KV cache does not have this layer").found(layer))?;
+        let at = address(&self.table, NAME)? + (layer * self.blocks * size_of::<[u64; 4]>()) as u64;
+        Ok((form, Arg::Address(at)))
+    }
+
+    /// The work of the layers with this window, uploaded once.
+    pub(super) fn work(&self, window: Option<usize>, sizes: TileSizes) -> Result<Arc<Work>> {
+        let mut known = self.work.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(work) = known.get(&(window, sizes)) {
+            return Ok(work.clone());
+        }
+        let list = schedule(&self.documents, window, sizes);
+        let tiles = list.tiles.iter().flat_map(AttentionTile::numbers);
+        let numbers: Vec<i32> = tiles
+            .chain(list.joins.iter().flatten().copied())
+            .chain(list.starts)
+            .collect();
+        let lists = self
+            .gpu
+            .upload_bytes(&numbers.into_iter().flat_map(i32::to_ne_bytes).collect::<Vec<u8>>())?;
+        let at = address(&lists, "a list of tiles")?;
+        let joins = at + (list.tiles.len() * size_of::<[i32; 8]>()) as u64;
+        let work = Arc::new(Work {
+            tiles: at,
+            joins,
+            starts: joins + (list.joins.len() * size_of::<[i32; 2]>()) as u64,
+            count: list.tiles.len(),
+            slots: list.slots,
+            _lists: lists,
+        });
+        known.insert((window, sizes), work.clone());
+        Ok(work)
+    }
+
+    pub(crate) fn put(&self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {
+        const THREADS: usize = 256;
+        let (form, blocks) = self.layer(layer)?;
+        let kind = FloatType::of(k, "the keys")?;
+        let want = [self.tokens, form.kv_heads * form.head_dim];
+        if k.dims() != want || v.dims() != want || form.stored == KvDtype::F32 && kind == FloatType::Bf16 {
+            return Err(Error::shape("keys and values do not match the KV cache")
+                .found(format!("{:?} and {:?}", k.dims(), v.dims()))
+                .expected(format!("{want:?}")));
+        }
+        let places = (self.forms.len() * self.blocks * size_of::<[u64; 4]>()) as u64;
+        let rows = self.tokens * form.kv_heads;
+        let args = [
+            Arg::Address(address(k, "the keys")?),
+            Arg::Address(address_of(v, "the values", k.dtype())?),
+            blocks,
+            Arg::Address(address(&self.table, NAME)? + places),
+            Arg::size(rows),
+            Arg::small(form.kv_heads, "the number of heads")?,
+            Arg::small(form.head_dim, "a head")?,
+        ];
+        let grid = Grid::line((2 * rows).div_ceil(THREADS / 32), THREADS as u32);
+        let name = ["kv_put_", kind.name(), "_", stored_name(form.stored)];
+        // SAFETY: the table has a place in a block for every token.
+        unsafe { self.gpu.launch("kv_block", name, grid, &args) }
+    }
 }

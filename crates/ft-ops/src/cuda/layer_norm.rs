@@ -65,22 +65,22 @@ pub(crate) fn backward(x: &Tensor, norm: &LayerNorm, dy: &Tensor, need: [bool; 2
             None => Ok(sum),
         }
     };
-    let dw = match need[0] {
-        true => {
-            // The normalized x: a norm without parameters.
-            let plain = LayerNorm {
-                weight: None,
-                bias: None,
-                ..*norm
-            };
-            let sum = columns::products(&gpu, &dy, &forward(x, &plain)?, sizes)?;
-            Some(shaped(sum, norm.weight)?)
-        }
-        false => None,
+    let dw = if need[0] {
+        // The normalized x: a norm without parameters.
+        let plain = LayerNorm {
+            weight: None,
+            bias: None,
+            ..*norm
+        };
+        let sum = columns::products(&gpu, &dy, &forward(x, &plain)?, sizes)?;
+        Some(shaped(sum, norm.weight)?)
+    } else {
+        None
     };
-    let db = match need[1] {
-        true => Some(shaped(columns::sums(&gpu, &dy, None, sizes)?, norm.bias)?),
-        false => None,
+    let db = if need[1] {
+        Some(shaped(columns::sums(&gpu, &dy, None, sizes)?, norm.bias)?)
+    } else {
+        None
     };
     Ok(Gradients { dx, dw, db })
 }

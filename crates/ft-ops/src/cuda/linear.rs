@@ -97,9 +97,10 @@ fn forward_into(
     let a = matrix(x, "x of a linear", inputs)?;
     let c = matrix(y, "y of a linear", outputs)?;
     // A large weight of the other type is cast in parts, never as a whole.
-    let step = match FloatType::of(w, "the weight of a linear")? == kind {
-        true => outputs,
-        false => part_rows(inputs),
+    let step = if FloatType::of(w, "the weight of a linear")? == kind {
+        outputs
+    } else {
+        part_rows(inputs)
     };
     for first in (0..outputs).step_by(step.max(1)) {
         let count = step.min(outputs - first);

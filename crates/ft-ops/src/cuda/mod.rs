@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 pub(crate) mod adafactor;
 pub(crate) mod adapters;
 pub(crate) mod attention;
+pub(crate) mod attention_cached;
 pub(crate) mod attention_sinks;
 pub(crate) mod quantized;
 mod columns;
@@ -283,9 +284,10 @@ impl Gpu {
     /// later call reports it, under its own name.
     fn check(&self, what: impl fmt::Display) -> Result<()> {
         static WANTED: OnceLock<bool> = OnceLock::new();
-        match WANTED.get_or_init(|| std::env::var_os("FT_CUDA_SYNC").is_some_and(|v| v == "1")) {
-            true => self.device.cuda_stream().synchronize().map_err(|e| failed(what, e)),
-            false => Ok(()),
+        if *WANTED.get_or_init(|| std::env::var_os("FT_CUDA_SYNC").is_some_and(|v| v == "1")) {
+            self.device.cuda_stream().synchronize().map_err(|e| failed(what, e))
+        } else {
+            Ok(())
         }
     }
 

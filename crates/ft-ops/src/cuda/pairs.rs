@@ -88,9 +88,12 @@ pub(crate) fn product(
             ..Matrix::new(first, kind, stride)
         })
     };
-    let lines = |of: &Columns<'_>, rows: usize, columns: usize| match of.transposed {
-        false => (rows, columns),
-        true => (columns, rows),
+    let lines = |of: &Columns<'_>, rows: usize, columns: usize| {
+        if of.transposed {
+            (columns, rows)
+        } else {
+            (rows, columns)
+        }
     };
     let ((a_lines, a_used), (b_lines, b_used)) = (lines(&a, m, k), lines(&b, k, n));
     let gpu = Gpu::of(c.of, NAME)?;

@@ -210,9 +210,10 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()>
     let codes = address(&w.codes, "a quantized weight")?;
     // Columns in 16 bytes of quantized data.
     let wide = if format == "int8" { 16 } else { 32 };
-    let form = match inputs.is_multiple_of(wide) && aligned(&[from, codes]) {
-        true => "_packed",
-        false => "_single",
+    let form = if inputs.is_multiple_of(wide) && aligned(&[from, codes]) {
+        "_packed"
+    } else {
+        "_single"
     };
     let most = if n == 1 { "_1" } else { MOST };
     let kernel = ["few_", format, "_", kind.name(), most, form];

@@ -20,9 +20,10 @@ pub(super) fn plan(
     let pack = if packed { kinds.0.pack() } else { 1 };
     // A row with more than 4 packs per thread uses the wide kernel.
     let wide = size > 4 * LANES * pack;
-    let grid = match wide {
-        true => Grid::line(rows, size.div_ceil(pack).div_ceil(32).clamp(1, 8) as u32 * 32),
-        false => Grid::line(rows.div_ceil(THREADS / LANES), THREADS as u32),
+    let grid = if wide {
+        Grid::line(rows, size.div_ceil(pack).div_ceil(32).clamp(1, 8) as u32 * 32)
+    } else {
+        Grid::line(rows.div_ceil(THREADS / LANES), THREADS as u32)
     };
     let name = [
         direction,
@@ -45,8 +46,14 @@ fn numbers(rows: usize, size: usize, eps: f64, plus_one: bool) -> Result<[Arg; 4
     ])
 }
 
+/// The address of what passes by a norm, in the type of its results; 0: nothing.
+fn past_place(past: &Option<Tensor>) -> Result<u64> {
+    past.as_ref()
+        .map_or(Ok(0), |past| address(past, "what passes by a norm"))
+}
+
 /// x is cut into rows of `w.len()` elements, which divides its size.
-pub(crate) fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Result<Tensor> {
+pub(crate) fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool, past: Option<&Tensor>) -> Result<Tensor> {
     let gpu = Gpu::of(x, "x of a norm")?;
     let kinds = (
         FloatType::of(x, "x of a norm")?,
@@ -55,14 +62,16 @@ pub(crate) fn forward(x: &Tensor, w: &Tensor, eps: f64, plus_one: bool) -> Resul
     let size = w.elem_count();
     let rows = x.elem_count() / size;
     let y = gpu.empty(x.shape(), x.dtype())?;
+    let past = past.map(|past| super::elementwise::cast(past, kinds.0)).transpose()?;
     let places = [
         address(x, "x of a norm")?,
         address(w, "the weight of a norm")?,
+        past_place(&past)?,
         address(&y, "y of a norm")?,
     ];
     let (name, grid) = plan("rms_norm_forward", kinds, rows, size, &places);
     let args = [&places.map(Arg::Address)[..], &numbers(rows, size, eps, plus_one)?[..]].concat();
-    // SAFETY: x and y are rows of `size` elements, w is one row.
+    // SAFETY: x, y and `past` are rows of `size` elements, w is one row.
     unsafe { gpu.launch("rms_norm", name, grid, &args)? };
     Ok(y)
 }
@@ -75,6 +84,7 @@ pub(crate) fn backward(
     eps: f64,
     plus_one: bool,
     need_dw: bool,
+    past: Option<&Tensor>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let gpu = Gpu::of(x, "x of a norm")?;
     let kinds = (
@@ -85,11 +95,13 @@ pub(crate) fn backward(
     let size = w.elem_count();
     let rows = x.elem_count() / size;
     let dx = gpu.empty(x.shape(), x.dtype())?;
+    let past = past.map(|past| super::elementwise::cast(past, kinds.0)).transpose()?;
     let inverse = need_dw.then(|| gpu.empty(rows, DType::F32)).transpose()?;
     let places = [
         address(x, "x of a norm")?,
         address(w, "the weight of a norm")?,
         address(&dy, "dy of a norm")?,
+        past_place(&past)?,
         address(&dx, "dx of a norm")?,
     ];
     let (name, grid) = plan("rms_norm_backward", kinds, rows, size, &places);

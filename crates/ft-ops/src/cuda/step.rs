@@ -113,9 +113,10 @@ fn launch(
     let common = [b1, b2, eps, coefficient];
     let mut numbers = [[0f32; 3]; GROUPS];
     numbers[..groups.len()].copy_from_slice(groups);
-    let (kernel, tables) = match items.iter().any(is_quantized) {
-        true => ([kernel, "_codes"], code_tables(gpu)?),
-        false => ([kernel, ""], 0),
+    let (kernel, tables) = if items.iter().any(is_quantized) {
+        ([kernel, "_codes"], code_tables(gpu)?)
+    } else {
+        ([kernel, ""], 0)
     };
     with_table(gpu, table, |table| {
         let args = [
@@ -146,9 +147,12 @@ fn entry(
 ) -> Result<()> {
     let n = item.weight.elem_count();
     let wrong = |what: &str| Error::shape(format!("an optimizer step was given {what}"));
-    let sized = |t: &Tensor, name: &str| match t.elem_count() == n {
-        true => address(t, name),
-        false => Err(wrong("tensors of different sizes").found(t.elem_count()).expected(n)),
+    let sized = |t: &Tensor, name: &str| {
+        if t.elem_count() == n {
+            address(t, name)
+        } else {
+            Err(wrong("tensors of different sizes").found(t.elem_count()).expected(n))
+        }
     };
     // Address of the moment, and of its scales if it is quantized.
     let state = |moment: Option<&Moment>, name: &str| match moment {

@@ -166,9 +166,10 @@ impl Copier {
         let mut ring = lock(&self.staging[large]);
         for (to, piece) in (to..).step_by(size).zip(bytes.chunks(size)) {
             let is_free = ring.front().is_some_and(|(_, read)| read.is_complete());
-            let oldest = match is_free || ring.len() == most {
-                true => ring.pop_front(),
-                false => None,
+            let oldest = if is_free || ring.len() == most {
+                ring.pop_front()
+            } else {
+                None
             };
             let mut buffer = match oldest {
                 Some((buffer, read)) => {

@@ -58,9 +58,10 @@ impl Products {
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => {
                 let compute = crate::cuda::device::compute(device)?;
-                match compute >= self.least_compute() {
-                    true => Ok(()),
-                    false => Err(refused(format!("compute capability {}.{}", compute.0, compute.1))),
+                if compute >= self.least_compute() {
+                    Ok(())
+                } else {
+                    Err(refused(format!("compute capability {}.{}", compute.0, compute.1)))
                 }
             }
             _ => Err(refused("the CPU".into())),

@@ -104,10 +104,9 @@ impl LayerMemory<'_> {
         l.free_all(gated);
         let mut y = None;
         if names.after_attention.is_some() {
+            // The norm adds the residual stream.
             y = Some(x1);
-            let normed = l.alloc(LayerWork, self.nd);
             x1 = l.alloc(LayerWork, self.nd);
-            l.free(normed);
         } else {
             x1 = self.add_residual(l, x1, o_proj);
         }

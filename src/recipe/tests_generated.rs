@@ -33,6 +33,7 @@ const MODELS: &str = "
 - Multimodal models train on text; positions are those of a model without images. `final/` has the tensors of the other parts
   unchanged, under the names of the base model. Reward models and LoRA adapters of multimodal models are refused.
 - Reward models need a sequence classifier in transformers; `granite` and `ernie4_5` have none.
+- Quantized checkpoints load: bitsandbytes, FP8, GPTQ, AWQ, compressed-tensors, ModelOpt FP8 ([quantization.md](quantization.md#files-of-other-tools)).
 - Checkpoints in f16 load: f32 keeps every value, bf16 rounds each weight by up to 0.2 %.
 ";
 

@@ -81,6 +81,7 @@ fn main() {
         let cache = TokenCache {
             dir: &cache,
             least_bytes: 0,
+            most_bytes: None,
             required: true,
             note: &|line| eprintln!("{line}"),
         };

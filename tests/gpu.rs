@@ -16,6 +16,9 @@ mod device;
 #[path = "gpu/distill.rs"]
 mod distill;
 #[cfg(feature = "cuda")]
+#[path = "gpu/eight_bit.rs"]
+mod eight_bit;
+#[cfg(feature = "cuda")]
 #[path = "gpu/engine.rs"]
 mod engine;
 #[cfg(feature = "cuda")]

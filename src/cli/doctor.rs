@@ -208,19 +208,54 @@ fn features_line(features: &[&str]) -> Line {
 
 /// One line for each GPU that this build can use, or the reason for computing on the CPU.
 fn devices() -> Vec<Line> {
+    let driver = installed_driver();
     if !device::HAS_CUDA {
-        let driver = Path::new("/proc/driver/nvidia/version").exists();
-        return vec![if driver {
-            not_ok(
+        return vec![match driver {
+            Some(driver) => not_ok(
                 Level::Warn,
                 "device",
-                "cpu (an NVIDIA driver is installed, but this build does not use it)",
-                "build with `cargo build --release --features cuda`",
-            )
-        } else {
-            ok("device", "cpu")
+                format!("cpu (the NVIDIA driver {driver} is installed, but this build does not use it)"),
+                &match device::cuda_of(&driver).map(device::version) {
+                    Some(cuda) => {
+                        format!("build with `cargo build --release --features cuda` and CUDA {cuda} or older")
+                    }
+                    None => "build with `cargo build --release --features cuda`".into(),
+                },
+            ),
+            None => ok("device", "cpu"),
         }];
     }
+    let mut lines: Vec<Line> = device::toolkit()
+        .map(|cuda| cuda_line(cuda, driver))
+        .into_iter()
+        .collect();
+    lines.extend(gpus());
+    lines
+}
+
+/// The CUDA version of this build, and the driver that it needs.
+fn cuda_line(cuda: i32, driver: Option<String>) -> Line {
+    let needed = device::driver_of(cuda).map_or(String::new(), |first| format!(": needs driver {first} or newer"));
+    let here = driver.map_or(String::new(), |driver| format!("; driver {driver} is installed"));
+    ok(
+        "cuda",
+        format!("built with CUDA {}{needed}{here}", device::version(cuda)),
+    )
+}
+
+/// The version of the kernel module, such as `550.54.15`.
+fn installed_driver() -> Option<String> {
+    driver_in(&files::read_text(Path::new("/proc/driver/nvidia/version")).ok()?)
+}
+
+/// Finds `550.54.15` in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar 5 ...`.
+fn driver_in(text: &str) -> Option<String> {
+    let number = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+    text.lines().next()?.split_whitespace().find(number).map(String::from)
+}
+
+/// The GPUs, or why there are none.
+fn gpus() -> Vec<Line> {
     match device::gpus() {
         Err(e) => vec![not_ok(
             Level::Warn,
@@ -427,6 +462,21 @@ fn ask(settings: &HubSettings) -> HubStatus {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_installed_driver_is_compared_with_the_build() {
+        let text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: gcc 12.2.0\n";
+        assert_eq!(driver_in(text).unwrap(), "550.54.15");
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build";
+        assert_eq!(driver_in(open).unwrap(), "580.95.05");
+        assert_eq!(driver_in("\n580.1"), None);
+        let line = cuda_line(12040, driver_in(text)).value;
+        assert_eq!(
+            line,
+            "built with CUDA 12.4: needs driver 550.54.14 or newer; driver 550.54.15 is installed"
+        );
+        assert_eq!(cuda_line(14000, None).value, "built with CUDA 14.0");
+    }
 
     #[test]
     fn every_line_that_is_not_ok_has_a_fix() {

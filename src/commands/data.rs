@@ -1,6 +1,7 @@
 //! `ft data`: the rows of a recipe as the model reads them, and their counts.
 
 use crate::base::Result;
+use crate::base::units::counted;
 use crate::commands::row_stats;
 use crate::data::describe;
 use crate::data::describe::visible;
@@ -25,13 +26,17 @@ pub fn counts(recipe: &Recipe) -> Result<Value> {
         screened,
     } = RecipeRows::read(recipe, &model)?;
     let dropped = screened.as_ref().map(screened_json);
+    let texts = row_stats::of(recipe)?.json();
     if let Some(questions) = questions {
         let lengths = |prompts: &[Prompt]| prompts.iter().map(|p| p.ids.len()).sum::<usize>();
         return Ok(json!({
-            "train": {"rows": questions.train.len(), "tokens": lengths(&questions.train)},
+            "train": {
+                "rows": questions.train.len(), "tokens": lengths(&questions.train), "long_rows": train.stats.long_rows,
+            },
             "eval": {"rows": questions.eval.len(), "tokens": lengths(&questions.eval)},
             "max_length": recipe.data.max_length,
             "screened": dropped,
+            "texts": texts,
         }));
     }
     Ok(json!({
@@ -39,6 +44,7 @@ pub fn counts(recipe: &Recipe) -> Result<Value> {
         "eval": eval.as_ref().map(of).transpose()?,
         "max_length": recipe.data.max_length,
         "screened": dropped,
+        "texts": texts,
     }))
 }
 
@@ -89,10 +95,11 @@ pub fn statistics(recipe: &Recipe) -> Result<String> {
         screened,
     } = RecipeRows::read(recipe, &model)?;
     let mut out = String::new();
-    if let Some(questions) = questions {
-        return describe_prompts(&questions, &model, 0);
+    if let Some(questions) = &questions {
+        out += &describe_prompts(questions, &train.stats, &model, 0)?;
     }
-    for (name, rows) in [("training", Some(&train)), ("evaluation", eval.as_ref())] {
+    let sets = [("training", Some(&train)), ("evaluation", eval.as_ref())];
+    for (name, rows) in sets.into_iter().filter(|_| questions.is_none()) {
         if let Some(rows) = rows {
             out += &format!(
                 "{name} rows\n{}\n",
@@ -160,7 +167,7 @@ pub fn describe(recipe: &Recipe, rows: usize, color: bool) -> Result<String> {
     }
     out.push('\n');
     out += &match questions {
-        Some(questions) => describe_prompts(&questions, &model, rows)?,
+        Some(questions) => describe_prompts(&questions, &dataset.stats, &model, rows)?,
         None => describe_rows(recipe, &dataset, &model, rows, color)?,
     };
     Ok(out)
@@ -182,7 +189,7 @@ fn describe_rows(recipe: &Recipe, dataset: &Dataset, model: &ModelDir, rows: usi
 }
 
 /// The output of `ft data` for prompts: some prompts with their known answers, and the counts.
-fn describe_prompts(questions: &PromptSet, model: &ModelDir, rows: usize) -> Result<String> {
+fn describe_prompts(questions: &PromptSet, stats: &Stats, model: &ModelDir, rows: usize) -> Result<String> {
     let mut out = String::new();
     for prompt in questions.train.iter().take(rows) {
         let text = visible(&model.tokenizer.decode(&prompt.ids, false)?);
@@ -199,5 +206,11 @@ fn describe_prompts(questions: &PromptSet, model: &ModelDir, rows: usize) -> Res
         questions.train.len(),
         questions.eval.len()
     ));
+    if stats.long_rows > 0 {
+        out += &format!(
+            "{} left out: no tokens are left for the answer (`data.max_length`, `data.long`)\n",
+            counted(stats.long_rows, "prompt")
+        );
+    }
     Ok(out)
 }

@@ -441,6 +441,26 @@ mod tests {
         assert!(!text.contains("()") && text.contains("limited by"), "{text}");
     }
 
+    /// The storage follows from the products; a GPU without the type is refused.
+    #[test]
+    fn products_in_8_bits_are_faster_and_take_less_memory() {
+        let of = |products: &str| {
+            let memory = format!("activations = \"keep\"\nfrozen_products = \"{products}\"");
+            of_step("llama-3.1-8b", "method = \"lora\"", 4, &memory)
+        };
+        let on = |products: &str, gpu: &str| plan(&of(products), GPUS.iter().find(|g| g.name == gpu));
+        for (products, gpu) in [("int8", "h100"), ("int8", "a100"), ("fp8", "h100")] {
+            let (exact, with) = (on("dequantized", gpu).unwrap(), on(products, gpu).unwrap());
+            let seconds = |plan: &RecipePlan| plan.time.as_ref().unwrap().time.as_ref().unwrap().seconds();
+            assert!(seconds(&with) < 0.9 * seconds(&exact), "{products} {gpu}");
+            assert!(with.plan.peak_bytes < exact.plan.peak_bytes, "{products} {gpu}");
+            let text = with.json().to_string();
+            assert!(text.contains(&format!("their products in {products}")), "{text}");
+        }
+        let refused = on("fp8", "a100").err().unwrap().to_string();
+        assert!(refused.contains("a100") && refused.contains("8.9"), "{refused}");
+    }
+
     #[test]
     fn a_gpu_sets_the_budget_and_a_slower_one_takes_longer() {
         let recipe = recipe(

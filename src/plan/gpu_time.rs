@@ -3,12 +3,15 @@
 //!
 //! Bandwidth, link and peak of the products of the H100 are measured. `CALL`, `CALLS` and `ELEMENTWISE` are fitted to the
 //! five steps in docs/benchmarks-gpu.md: the estimate is within 10 % of them. Products and bandwidth of other GPUs are those
-//! of data sheets, times the fraction that the H100 reaches; their attention rates are guesses.
+//! of data sheets, times the fraction that the H100 reaches; their attention rates are guesses. The rates of 8-bit operands
+//! are predictions for every GPU.
 
 use super::model::Model;
 use super::{Inputs, time, weights};
+use crate::base::{Error, Result};
 use crate::engine::{Active, Gradients};
 use crate::model::pieces::pieces;
+use crate::ops::quantized::Products;
 use crate::peft::Cost;
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
@@ -22,6 +25,9 @@ pub struct GpuRates {
     pub memory: u64,
     /// FLOP/s of a bf16 product that is not limited by its bytes.
     products: f64,
+    /// The same for int8 and for e4m3 operands: the dense rates of data sheets (TOPS: H100 and H200 1979 and 1979, A100 624,
+    /// RTX 4090 661 and 330 with f32 sums, RTX 3090 284) times the fraction 0.81 that the H100 and the A100 reach in bf16.
+    eight_bit: [f64; 2],
     /// FLOP/s of causal attention with bf16 inputs; a backward pass counts 2.5 times the operations of a forward pass.
     attention: [f64; 2],
     /// Bytes per second of the GPU's memory, and from page-locked host memory.
@@ -44,6 +50,8 @@ const ELEMENTWISE: [[f64; 2]; 2] = [[6.0, 14.0], [5.0, 15.0]];
 const UPDATE: f64 = 32.0;
 /// Products with f32 operands, without TF32, take this many times as long (data sheets: 14 to 16; not measured).
 const F32_PRODUCTS: f64 = 15.0;
+/// Calls that a product of 8-bit operands makes besides it: quantize, convert or transpose, scale.
+const EIGHT_BIT_CALLS: f64 = 3.0;
 
 /// The GPUs of `ft plan --device-like`.
 pub static GPUS: [GpuRates; 5] = [
@@ -51,6 +59,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "h100",
         memory: 78 * GIB,
         products: 800e12,
+        eight_bit: [1600e12, 1600e12],
         attention: [219e12, 192e12],
         bandwidth: 2.9e12,
         link: 52e9,
@@ -60,6 +69,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "h200",
         memory: 139 * GIB,
         products: 800e12,
+        eight_bit: [1600e12, 1600e12],
         attention: [219e12, 192e12],
         bandwidth: 4.16e12,
         link: 52e9,
@@ -69,6 +79,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "a100",
         memory: 78 * GIB,
         products: 253e12,
+        eight_bit: [505e12, 0.0],
         attention: [147e12, 97e12],
         bandwidth: 1.77e12,
         link: 24e9,
@@ -78,6 +89,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "4090",
         memory: 23 * GIB,
         products: 134e12,
+        eight_bit: [534e12, 267e12],
         attention: [107e12, 86e12],
         bandwidth: 873e9,
         link: 24e9,
@@ -87,6 +99,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "3090",
         memory: 23 * GIB,
         products: 57.5e12,
+        eight_bit: [230e12, 0.0],
         attention: [46e12, 37e12],
         bandwidth: 811e9,
         link: 24e9,
@@ -109,6 +122,20 @@ impl GpuRates {
     pub fn of_name(name: &str) -> &'static Self {
         let name = name.to_lowercase();
         GPUS.iter().find(|gpu| name.contains(gpu.name)).unwrap_or(&GPUS[0])
+    }
+
+    /// # Errors
+    /// Products that this GPU does not have.
+    pub fn check(&self, products: Products) -> Result<()> {
+        if products != Products::Fp8 || self.eight_bit[1] > 0.0 {
+            return Ok(());
+        }
+        let (major, minor) = products.least_compute();
+        Err(Error::unsupported("products in fp8 are not available on this GPU")
+            .at("memory.frozen_products")
+            .found(self.name)
+            .expected(format!("compute capability {major}.{minor} or more"))
+            .hint("use `int8`"))
     }
 }
 
@@ -203,12 +230,21 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         let bytes = element * (n * i + chunks * i * o) + result * n * o;
         2.0 * n * i * o / products_per_second + bytes / gpu.bandwidth
     };
-    // A quantized weight is dequantized to memory before each product.
-    let dequantized = if strategy.storage.quantized().is_empty() {
-        0.0
-    } else {
-        3.0
+    // Bytes for each element of W that is dequantized, converted or transposed to memory before a product.
+    let products_of = strategy.storage.products();
+    let changed = match products_of {
+        _ if strategy.storage.quantized().is_empty() => [0.0; 2],
+        Products::Dequantized => [3.0; 2],
+        Products::Int8 => [0.0, 2.0],
+        Products::Fp8 => [2.0; 2],
     };
+    // Operands of one byte: x is read, its codes are written and read, and the sums are written and read.
+    let eight_bit = |i: f64, o: f64, chunks: f64| {
+        let rate = gpu.eight_bit[usize::from(products_of == Products::Fp8)];
+        let bytes = n * ((element + 2.0) * i + (8.0 + element) * o) + chunks * i * o;
+        2.0 * n * i * o / rate + bytes / gpu.bandwidth
+    };
+    let mut eight_bit_calls = 0.0;
     let mlp_chunks = pieces(inputs.tokens, strategy.mlp_tokens).len() as f64;
     let mut products = [0.0; 2];
     for linear in spec.linears() {
@@ -217,9 +253,16 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
             Sublayer::Mlp => mlp_chunks,
             _ => 1.0,
         };
-        let extra = chunks * dequantized * i * o / gpu.bandwidth;
-        products[0] += product(i, o, element, chunks) + extra;
-        products[1] += product(o, i, element, chunks) + extra;
+        let extra = changed.map(|bytes| chunks * bytes * i * o / gpu.bandwidth);
+        let [once, back] = match products_of {
+            Products::Dequantized => [product(i, o, element, chunks), product(o, i, element, chunks)],
+            _ => [eight_bit(i, o, chunks), eight_bit(o, i, chunks)],
+        };
+        products[0] += once + extra[0];
+        products[1] += back + extra[1];
+        if products_of != Products::Dequantized {
+            eight_bit_calls += EIGHT_BIT_CALLS * chunks;
+        }
     }
     // Half of the scores are masked.
     let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;
@@ -257,7 +300,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         head += gradients(v * d, chunks);
     }
     let more_chunks = (mlp_chunks - 1.0) * both(CHUNK_CALLS);
-    let calls = CALL * (both(CALLS) + more_chunks + pair_calls);
+    let calls = CALL * (both(CALLS) + more_chunks + pair_calls + both([eight_bit_calls; 2]));
     let from = match strategy.placement {
         Placement::Host => gpu.link,
         _ => time::DISK_RATE.min(gpu.link),

@@ -5,7 +5,7 @@ use crate::base::{Error, Result, files, memory};
 use crate::engine::{Gradients, StepStrategy};
 use crate::model::{Adapters, Spec};
 use crate::ops::device::DeviceMemory;
-use crate::ops::{self, prepacked::Orders};
+use crate::ops::{self, prepacked::Orders, quantized::Products};
 use crate::plan::advice;
 use crate::plan::gpu_time::GpuRates;
 use crate::plan::search::{PlanBase, PlanContext, PlannedStrategy};
@@ -126,6 +126,10 @@ pub fn forecast(
             .found("a CPU run: host memory and device memory are the same")
             .hint("set `memory.budget`"));
     }
+    match on_gpu {
+        true => device.rates.check(recipe.memory.frozen_products)?,
+        false => recipe.memory.frozen_products.check(&Device::Cpu)?,
+    }
     let teacher = teacher::spec(recipe, spec, on_gpu)?;
     let judges = if prompts::reinforces(recipe) {
         rewards::costs(&recipe.rl)?.into()
@@ -220,6 +224,11 @@ impl PlanContext<'_> {
         }
         if recipe.memory.frozen_weights == FrozenWeights::Auto {
             match chosen.lossy {
+                Some(lossy) if recipe.memory.frozen_products != Products::Dequantized => say(
+                    "memory.frozen_weights",
+                    lossy.name().into(),
+                    "`memory.frozen_products` needs it".into(),
+                ),
                 Some(lossy) => {
                     let exact: PlanBase = self.base(recipe, None)?;
                     let least = self.least(recipe, &exact, |_| true)?;

@@ -7,10 +7,13 @@ use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::{self, Orders};
+use crate::ops::quantized::Products;
 use crate::peft::Adapter;
 use crate::plan::gpu_time::GpuRates;
 use crate::plan::memory_plan::MemoryLimits;
-use crate::recipe::{Activations, Chunk, Correction, Dtype, FrozenWeights, Method, PackedWeights, Recipe, Tier};
+use crate::recipe::{
+    Activations, Chunk, Correction, Dtype, FrozenWeights, LoraInit, Method, PackedWeights, PeftType, Recipe, Tier,
+};
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
 use crate::setup::prompts::needs_reference_copy;
@@ -208,8 +211,11 @@ impl PlanContext<'_> {
         let open = recipe.memory.frozen_weights == FrozenWeights::Auto
             && recipe.tune.method != Method::Full
             && (self.stored.codes.is_empty() || self.stored.is_decoded(recipe.tune.method))
-            && !corrects_all(recipe);
-        if open {
+            && !corrects_all(recipe)
+            && !starts(recipe, LoraInit::LoraGa);
+        if open && recipe.memory.frozen_products != Products::Dequantized {
+            vec![Some(FrozenWeights::Int8)]
+        } else if open {
             vec![None, Some(FrozenWeights::Int8), Some(FrozenWeights::Nf4)]
         } else {
             vec![None]
@@ -254,7 +260,37 @@ impl PlanContext<'_> {
             }
             storage.set(name.clone(), Some(*format));
         }
+        if !storage.products_apply() {
+            return Err(Error::unsupported("no projection has products of 8-bit operands")
+                .at("memory.frozen_products")
+                .expected("frozen projections that are stored as int8 with one scale per row")
+                .hint("set `memory.frozen_weights = \"int8\"`, or remove `memory.frozen_products`"));
+        }
+        self.check_start(recipe, &storage)?;
         Ok(storage)
+    }
+
+    /// Errors: quantized weights from which the new adapters cannot start.
+    fn check_start(&self, recipe: &Recipe, storage: &StoragePolicy) -> Result<()> {
+        let key = "`tune.lora.init_lora_weights";
+        if starts(recipe, LoraInit::Loftq) && !self.stored.codes.is_empty() {
+            return Err(
+                Error::usage(format!("{key} = \"loftq\"` needs the weights before quantization"))
+                    .found("quantized files")
+                    .hint("give the model's unquantized weights, with `memory.frozen_weights = \"nf4\"`"),
+            );
+        }
+        let format = |module: &String| storage.quantized().get(format!("{module}.weight").as_str());
+        if starts(recipe, LoraInit::LoraGa)
+            && let Some(format) = self.adapters.keys().find_map(format)
+        {
+            return Err(
+                Error::usage(format!("{key} = \"lora_ga\"` needs gradients of unquantized weights"))
+                    .found(format)
+                    .hint("use `memory.frozen_weights = \"auto\"` and unquantized files, or another initialization"),
+            );
+        }
+        Ok(())
     }
 
     /// All strategies that the recipe allows, the simplest first; the number of saved layers is open.
@@ -436,6 +472,13 @@ impl PlanContext<'_> {
         });
         Ok(plans.min_by_key(|plan| plan.peak_bytes))
     }
+}
+
+/// True if new adapters have this initialization.
+fn starts(recipe: &Recipe, init: LoraInit) -> bool {
+    let lora = &recipe.tune.lora;
+    let fresh = lora.adapter.is_none() && lora.peft_type == PeftType::Lora;
+    recipe.tune.method == Method::Lora && fresh && lora.init_lora_weights == init
 }
 
 /// True if a correction changes every weight.

@@ -8,7 +8,7 @@ use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
 use crate::model::contracts::GradSinkMemory;
 use crate::model::rope::{Rope, RopeTables};
-use crate::model::spec::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use crate::model::spec::{EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, LM_HEAD};
 use crate::model::{Spec, tokens};
 use crate::ops::attention;
 use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, sums_bytes};
@@ -283,7 +283,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         _ => "the loss of a later micro-batch",
     });
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
-    let dh = lowest < layers || to_embedding || sink.wants(FINAL_NORM);
+    let dh = lowest < layers || to_embedding || sink.wants(FINAL_NORM) || sink.wants(FINAL_NORM_BIAS);
     if let Some((_, work)) = inputs.teacher.as_ref().map(|t| t.forward(inputs)) {
         l.touch(MemoryKind::Teacher, work);
     }
@@ -322,6 +322,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     };
     let mut dx = l.alloc(MemoryKind::LayerWork, nd);
     sink.give(l, FINAL_NORM);
+    sink.give(l, FINAL_NORM_BIAS);
     l.free_all([x, d_hidden]);
 
     let mut gradients = 0;

@@ -27,7 +27,7 @@ mod tests_stages;
 
 pub use lower::ACCUMULATION;
 pub use model_ref::ModelRef;
-pub use resolved::reference;
+pub use resolved::{reference, without_paths};
 pub use schema::schema;
 pub use terms::in_program_terms;
 pub use types::*;

@@ -37,6 +37,19 @@ pub fn toml(value: &Value) -> String {
     }
 }
 
+/// The tables of `data.sources`, as the values of a recipe have them, without the keys that say where the files are.
+pub fn without_paths(sources: &str) -> String {
+    let Ok(mut value) = sources.parse::<toml_edit::Value>() else {
+        return sources.to_string();
+    };
+    for table in value.as_array_mut().into_iter().flat_map(|tables| tables.iter_mut()) {
+        for key in ["path", "config", "split", "revision"] {
+            table.as_inline_table_mut().and_then(|table| table.remove(key));
+        }
+    }
+    value.to_string()
+}
+
 /// A value of a free table as TOML.
 fn free(value: &serde_json::Value) -> String {
     use serde_json::Value as Json;

@@ -48,6 +48,7 @@ long = "auto"
 overlap = 1
 cache = "auto"
 cache_dir = "auto"
+cache_limit = "auto"
 streaming = false
 shuffle_window = 10000
 packing = true
@@ -412,6 +413,24 @@ fn arguments_replace_and_bare_words_are_text() {
 #[test]
 fn what_is_not_built_is_refused_by_name() {
     assert!(bad(LEAST, &["memory.frozen_weights=f32"]).contains("not supported yet"));
+}
+
+#[test]
+fn products_in_8_bits_need_frozen_int8_weights_and_a_gpu() {
+    good(LEAST, &["memory.frozen_products=int8"]);
+    good(LEAST, &["memory.frozen_products=fp8", "memory.frozen_weights=int8"]);
+    for (setting, text) in [
+        ("tune.method=full", "every weight is trained"),
+        ("model.device=cpu", "a run on the CPU"),
+        ("memory.frozen_weights=nf4", "stored as nf4"),
+        ("memory.group_size=128", "groups of columns"),
+    ] {
+        let e = bad(LEAST, &["memory.frozen_products=int8", setting]);
+        assert!(
+            e.contains("`memory.frozen_products = \"int8\"` is not possible here") && e.contains(text),
+            "{e}"
+        );
+    }
 }
 
 #[test]

@@ -31,10 +31,14 @@ const MODELS: &str = "
   documents are refused. `longrope`: a document longer than `original_max_position_embeddings` has the other frequencies, as in
   transformers; in decoding this is the longest text, because keys in the cache are already rotated.
 - Multimodal models train on text; positions are those of a model without images. `final/` has the tensors of the other parts
-  unchanged, under the names of the base model. Reward models and LoRA adapters of multimodal models are refused.
-- Reward models need a sequence classifier in transformers; `granite` and `ernie4_5` have none.
+  unchanged, under the names of the base model. Adapters have the module names of the multimodal class, and
+  `tune.lora.target_modules` means the language model only. Reward models of multimodal models are refused: ft writes the
+  classifier of a text-only model (of Gemma 3: `gemma3_text`).
+- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `granite` and `ernie4_5` have none.
+- `partial_rotary_factor` is an option of `glm4`, `nemotron`, `phi3` and `stablelm`; transformers does not apply it elsewhere.
 - Quantized checkpoints load: bitsandbytes, FP8, GPTQ, AWQ, compressed-tensors, ModelOpt FP8 ([quantization.md](quantization.md#files-of-other-tools)).
-- Checkpoints in f16 load: f32 keeps every value, bf16 rounds each weight by up to 0.2 %.
+- Checkpoints in f16 load: f32 keeps every value, bf16 rounds each weight by up to 0.2 %. f16 is not a type of training: it
+  needs loss scaling, and kernels for f16.
 ";
 
 #[test]

@@ -102,7 +102,8 @@ fn rows_are_split_cached_or_streamed_where_it_has_a_meaning() {
     let e = bad(LEAST, &[dpo, "data.long=split"]);
     assert!(e.contains("`data.long = \"split\"` has no meaning"), "{e}");
     good(LEAST, &[dpo, "data.long=drop"]);
-    let e = bad(LEAST, &[dpo, "data.cache=true"]);
+    good(LEAST, &[dpo, "data.cache=true"]);
+    let e = bad(LEAST, &["train.stage=grpo", "rlhf.rewards=exact", "data.cache=true"]);
     assert!(e.contains("`data.cache = true` has no meaning"), "{e}");
     let e = bad(LEAST, &["data.overlap=64", "data.max_length=64"]);
     assert!(e.contains("at most 63"), "{e}");
@@ -131,5 +132,32 @@ fn rows_are_split_cached_or_streamed_where_it_has_a_meaning() {
         good(LEAST, &[streaming, steps, "data.shuffle_window=5"])
             .warnings
             .is_empty()
+    );
+}
+
+#[test]
+fn keys_of_hub_data_sets_and_texts_have_no_effect_on_other_files() {
+    let keys = [
+        "data.config=main",
+        "data.split=test",
+        "data.revision=v1",
+        "data.text_unit=line",
+    ];
+    let with = |train: &str, keys: &[&str]| {
+        let text = format!("[model]\npath = \"m\"\n[data]\ntrain = {train}\n");
+        good(&text, keys).warnings
+    };
+    let warned = with("\"a.jsonl\"", &keys);
+    assert_eq!(warned.len(), 4, "{warned:?}");
+    let reason = "has no effect with `data.train = [\"a.jsonl\"]`";
+    assert!(warned.iter().all(|line| line.contains(reason)), "{warned:?}");
+    for train in ["\"org/name\"", "[\"a.jsonl\", \"folder\"]", "\"data/*.txt\""] {
+        assert!(with(train, &keys).is_empty(), "{train}");
+    }
+    assert_eq!(with("\"a.txt.gz\"", &keys).len(), 3);
+    let warned = with("\"a.jsonl\"", &["data.eval_split=test", "data.eval=b.parquet"]);
+    assert!(
+        warned.len() == 1 && warned[0].contains("`data.eval_split`"),
+        "{warned:?}"
     );
 }

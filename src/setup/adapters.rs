@@ -16,10 +16,6 @@ use std::sync::Arc;
 /// fit.
 pub fn of(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
     match recipe.tune.method {
-        Method::Lora if spec.multimodal => Err(Error::new("adapters of a multimodal model are not supported")
-            .at("tune.method")
-            .found(&spec.model_type)
-            .hint("use \"block\", \"freeze\" or \"full\", or a text-only checkpoint of this family")),
         Method::Lora => fresh_or_given(recipe, spec),
         // A block run merges its adapters at the end, so no config is saved.
         Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(hf::AdapterSet {

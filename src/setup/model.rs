@@ -259,8 +259,10 @@ impl ModelDir {
         run_dir: &Path,
         device: &Device,
     ) -> Result<TrainableNetwork> {
+        strategy.storage.products().check(device)?;
         let mut loaded = self.place(strategy, recipe, run_dir, device)?;
         loaded.network.mlp_tokens = strategy.mlp_tokens;
+        loaded.network.products = strategy.storage.products();
         Ok(loaded)
     }
 

@@ -1,7 +1,7 @@
 //! Sizes of the micro-batches of a run, from the lengths of its rows, for a recipe and for changes of it.
 
 use crate::base::Result;
-use crate::data::batch::Example;
+use crate::data::Measure;
 use crate::data::order::{BatchStream, Largest, Order, StreamSpec};
 use crate::data::{Dataset, Mixture};
 use crate::recipe::{Recipe, Stage};
@@ -66,14 +66,11 @@ impl RowSizes {
     pub fn new(recipe: &Recipe, stream: &BatchStream, eval: Option<&Dataset>) -> Result<Self> {
         let answers = recipe.train.stage == Stage::Distill && recipe.distill.lmbda > 0.0;
         let lengths = if answers {
-            let length = |row: &Example| {
-                let last = row.trained.iter().rposition(|t| *t).unwrap_or(0);
-                let first = row.trained[..last].iter().rposition(|t| !*t).map_or(0, |i| i + 1);
-                let answered = (first + recipe.distill.max_new_tokens).min(recipe.data.max_length);
-                row.ids.len().max(answered) as u32
+            let length = |row: &Measure| {
+                let answered = row.answer as usize + recipe.distill.max_new_tokens;
+                row.length.max(answered.min(recipe.data.max_length) as u32)
             };
-            let rows = stream.examples().iter();
-            rows.map(|row| row.map(|row| length(&row))).collect::<Result<_>>()?
+            stream.examples().measures()?.iter().map(length).collect()
         } else {
             stream.examples().lengths()
         };
@@ -82,20 +79,11 @@ impl RowSizes {
             true => lengths.iter().copied().chain([recipe.data.max_length as u32]).collect(),
             false => lengths,
         };
-        let answered = |row: &Example| {
-            let trained = row.trained.iter().filter(|t| **t).count();
-            row.ids.len() + (BYTES - 1) * trained
+        let answered = |row: &Measure| row.length as usize + (BYTES - 1) * row.trained as usize;
+        let answered = match eval {
+            Some(eval) => eval.examples.measures()?.iter().map(answered).max().unwrap_or(0),
+            None => 0,
         };
-        // A token file is read for it only if the answers are needed.
-        let mut longest = 0;
-        if let Some(eval) = eval
-            && (recipe.train.predict_with_generate || eval.examples.in_memory().is_some())
-        {
-            for row in eval.examples.iter() {
-                longest = longest.max(answered(&*row?));
-            }
-        }
-        let answered = longest;
         let mut eval: Vec<u32> = eval.map_or(Vec::new(), |e| e.lengths().to_vec());
         eval.sort_unstable_by(|a, b| b.cmp(a));
         Ok(Self {
@@ -208,6 +196,7 @@ fn largest_of_answers(lengths: &[u32], recipe: &Recipe) -> Largest {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::Example;
     use crate::recipe;
 
     fn sizes(text: &str, lengths: &[usize], eval: &[usize]) -> (RowSizes, Recipe) {

@@ -89,10 +89,7 @@ fn read_screened(recipe: &Recipe, rows: RowSet, model: &ModelDir, screen: Option
         },
         ..spec
     };
-    match preference_form(recipe.train.stage) {
-        Some(want) => data::preference::load(&spec, want, &model.tokenizer, model.template()),
-        None => load(recipe, &spec, model),
-    }
+    load(recipe, &spec, model)
 }
 
 /// Directory of token files, beside the run directories: runs share it.
@@ -101,9 +98,13 @@ const TOKEN_CACHE: &str = ".ft-tokens";
 const LEAST_CACHED: u64 = 16 << 20;
 
 fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Dataset> {
-    let data = &recipe.data;
+    let (data, want) = (&recipe.data, preference_form(recipe.train.stage));
+    let (codec, template) = (&model.tokenizer, model.template());
     if data.cache == Some(false) {
-        return Dataset::load(spec, &model.tokenizer, model.template());
+        return match want {
+            Some(want) => data::preference::load(spec, want, codec, template),
+            None => Dataset::load(spec, codec, template),
+        };
     }
     let runs = Path::new(&recipe.train.output_dir).parent().unwrap_or(Path::new(""));
     let cache = TokenCache {
@@ -112,10 +113,14 @@ fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Datas
             _ => runs.join(TOKEN_CACHE),
         },
         least_bytes: if data.cache == Some(true) { 0 } else { LEAST_CACHED },
+        most_bytes: data.cache_limit,
         required: data.cache == Some(true),
         note: &report::note,
     };
-    Dataset::load_cached(spec, &model.tokenizer, model.template(), &cache)
+    match want {
+        Some(want) => data::preference::load_cached(spec, want, codec, template, &cache),
+        None => Dataset::load_cached(spec, codec, template, &cache),
+    }
 }
 
 /// What drops training rows; `None`: nothing does. Errors: a file of `data.decontaminate` cannot be read.

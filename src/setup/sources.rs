@@ -136,11 +136,27 @@ fn folder(path: &Path, place: &Place) -> Result<Vec<PathBuf>> {
     inside(path, path, 0, &mut names)?;
     let top: Vec<String> = names.iter().filter(|name| !name.contains('/')).cloned().collect();
     let names = match place.part.config {
-        None if top.iter().any(|name| is_data_file(Path::new(name))) => top,
+        None if top
+            .iter()
+            .any(|name| is_data_file(Path::new(name)) && !hub::is_about_the_data(name)) =>
+        {
+            top
+        }
         _ => names,
     };
     let chosen = hub::select(&names, &place.part).map_err(|e| e.or_at(path.display()))?;
-    Ok(chosen.into_iter().map(|name| path.join(name)).collect())
+    let chosen = chosen.into_iter().map(|name| path.join(name));
+    Ok(chosen.filter(|file| is_current(file)).collect())
+}
+
+/// False for an Arrow file of an earlier `save_to_disk` into the same folder: `state.json` names those of the last one.
+fn is_current(file: &Path) -> bool {
+    let state = files::read_text(&file.with_file_name("state.json")).unwrap_or_default();
+    let state: serde_json::Value = serde_json::from_str(&state).unwrap_or_default();
+    let name = file.file_name().map(|name| name.to_string_lossy());
+    let is_named = |of: &serde_json::Value| of["filename"].as_str() == name.as_deref();
+    let named = state["_data_files"].as_array();
+    named.is_none_or(|named| file.extension().is_none_or(|kind| kind != "arrow") || named.iter().any(is_named))
 }
 
 /// Names of files, relative to `root`, down to three folders.
@@ -193,5 +209,30 @@ impl Data {
             let here = Path::new(path);
             here.exists() || path.contains(['*', '?', '[']) && pattern(path).is_ok()
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_of_hugging_face_datasets_are_found() {
+        let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/goldens/arrow");
+        let of = |folder: &str, split: &str| {
+            let path = goldens.join(folder);
+            let text = format!("[model]\npath = \"m\"\n[data]\ntrain = {path:?}\nsplit = {split:?}\n");
+            let recipe = crate::recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
+            let files = sources(&recipe, RowSet::Train).unwrap().remove(0).files;
+            let name = |file: &String| Path::new(file).strip_prefix(&path).unwrap().display().to_string();
+            files.iter().map(name).collect::<Vec<_>>()
+        };
+        let shards = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"];
+        assert_eq!(of("saved/train", "train"), shards);
+        assert_eq!(of("saved", "train"), shards.map(|name| format!("train/{name}")));
+        assert_eq!(of("saved", "test"), ["test/data-00000-of-00001.arrow"]);
+        let cached = |folder: &str, split: &str| of(&format!("cached/{folder}"), split);
+        assert_eq!(cached("org___rows/default/0.0.0/0123abcd", "test"), ["rows-test.arrow"]);
+        assert_eq!(cached("org___rows", "train").len(), 2);
     }
 }

@@ -10,6 +10,7 @@ use crate::engine::Engine;
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::ops::update;
+use crate::recipe;
 use crate::setup::active_schedule::ActiveSchedule;
 use candle_core::{DType, Tensor};
 use serde_json::{Value, json};
@@ -253,10 +254,11 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
 }
 
 /// Keys that may differ between a run and its resume.
-const FREE: [&str; 12] = [
+const FREE: [&str; 13] = [
     // The tokens are the same with and without a cache.
     "data.cache",
     "data.cache_dir",
+    "data.cache_limit",
     "train.logging_steps",
     "train.eval_steps",
     "train.save_steps",
@@ -274,8 +276,9 @@ pub const RANDOM: &str = "random";
 
 /// Keys that hold paths: the path may change if a hash proves that the content is the same.
 const MODEL_PATHS: [&str; 2] = ["model.path", "model.revision"];
-const DATA_PATHS: [&str; 1] = ["data.train"];
-const EVAL_PATHS: [&str; 1] = ["data.eval"];
+const DATA_PATHS: [&str; 4] = ["data.train", "data.config", "data.split", "data.revision"];
+const EVAL_PATHS: [&str; 2] = ["data.eval", "data.eval_split"];
+const SOURCES: &str = "data.sources";
 /// Keys that the stage compares: it saves the teacher's fingerprint in its state.
 const TEACHER_PATHS: [&str; 3] = ["distill.teacher", "distill.teacher_revision", "distill.teacher_cache"];
 
@@ -291,6 +294,10 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
     let mut differences = Vec::new();
     for (key, now) in &new.recipe {
         match old.recipe.get(key) {
+            Some(was)
+                if key == SOURCES
+                    && old.data == new.data
+                    && recipe::without_paths(was) == recipe::without_paths(now) => {}
             Some(was) if was != now && !FREE.contains(&key.as_str()) && !moved(key) => {
                 differences.push(format!("{key}: {was} -> {now}"))
             }
@@ -346,6 +353,27 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(e.contains("train.seed: 1 -> 2") && e.contains("training rows"), "{e}");
+    }
+
+    #[test]
+    fn sources_may_move_and_keep_their_weights() {
+        let facts = |sources: &str, data: &str| RunFingerprint {
+            recipe: [("data.sources".to_string(), sources.to_string())].into(),
+            data: data.into(),
+            ..RunFingerprint::default()
+        };
+        let source = |path: &str, weight: &str| format!("[{{ path = [\"{path}\"], weight = {weight} }}]");
+        let old = facts(&source("a.jsonl", "2.0"), "aa");
+        check_same(&old, &facts(&source("moved/a.jsonl", "2.0"), "aa")).unwrap();
+        check_same(
+            &old,
+            &facts("[{ path = [\"org/name\"], split = \"train\", weight = 2.0 }]", "aa"),
+        )
+        .unwrap();
+        let weight = check_same(&old, &facts(&source("a.jsonl", "3.0"), "aa")).unwrap_err();
+        assert!(weight.to_string().contains("data.sources"), "{weight}");
+        let rows = check_same(&old, &facts(&source("moved/a.jsonl", "2.0"), "bb")).unwrap_err();
+        assert!(rows.to_string().contains("2 differences"), "{rows}");
     }
 
     #[test]

@@ -129,7 +129,7 @@ pub fn cache(recipe: &Recipe, out: &Path, note: &mut dyn FnMut(&str)) -> Result<
     teacher::refuse_alignment(recipe)?;
     let opened = teacher::open(recipe, &model)?;
     let rows = RecipeRows::read(recipe, &model)?.train;
-    opened.check_rows(&rows)?;
+    opened.check_rows(&rows, model.spec.vocab)?;
     let d = &recipe.distill;
     let common = opened.common(&model.spec);
     let mut facts = CacheKey {

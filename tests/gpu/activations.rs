@@ -2,6 +2,7 @@
 
 use crate::support::{KINDS, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Tensor};
+use ft::ops::layer_norm::{self, LayerNorm};
 use ft::ops::{embedding, glu, rms_norm, rope};
 
 #[test]
@@ -49,6 +50,56 @@ fn rms_norm_matches_the_cpu() {
 }
 
 #[test]
+fn layer_norm_matches_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    // (tokens, width of x, heads with parameters, size)
+    let shapes = [
+        (5, 64, 1, 64),
+        (7, 96, 4, 24),
+        (3, 37, 1, 37),
+        (301, 896, 1, 896),
+        (70, 2048, 16, 128),
+        (9, 8192, 1, 8192),
+    ];
+    for (dtype, tolerance) in KINDS {
+        for (n, d, heads, size) in shapes {
+            for stored in [dtype, DType::F32] {
+                let (x, dy) = (gpu.random((n, d), dtype, 1), gpu.random((n, d), dtype, 3));
+                let (w, b) = (
+                    gpu.random((heads, size), stored, 2),
+                    gpu.random((heads, size), stored, 4),
+                );
+                let (w_cpu, b_cpu) = (w.weight(), b.weight());
+                for (kind, plus_one) in [(0, false), (1, true), (2, false)] {
+                    let norm = |w, b| LayerNorm {
+                        size,
+                        weight: Some(w).filter(|_| kind < 2),
+                        bias: Some(b).filter(|_| kind < 1),
+                        eps: 1e-5,
+                        plus_one,
+                    };
+                    let (on_gpu, on_cpu) = (norm(&w.gpu, &b.gpu), norm(&w_cpu, &b_cpu));
+                    let y = layer_norm::forward(&x.gpu, &on_gpu).unwrap();
+                    assert_eq!(y.dtype(), dtype);
+                    assert_close(&y, &layer_norm::forward(&x.cpu, &on_cpu).unwrap(), tolerance);
+                    let got = layer_norm::backward(&x.gpu, &on_gpu, &dy.gpu, [true; 2]).unwrap();
+                    let want = layer_norm::backward(&x.cpu, &on_cpu, &dy.cpu, [true; 2]).unwrap();
+                    assert_close(&got.dx, &want.dx, tolerance);
+                    for (got, want) in [(got.dw, want.dw), (got.db, want.db)] {
+                        assert_eq!(got.is_some(), want.is_some());
+                        if let (Some(got), Some(want)) = (got, want) {
+                            assert_eq!(got.dtype(), DType::F32);
+                            // bf16 rounds the normalized x.
+                            assert_close(&got, &want, if dtype == DType::BF16 { 4e-3 } else { 1e-4 });
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn rope_matches_the_cpu() {
     let Some(gpu) = gpu() else { return };
     let shapes = [
@@ -80,10 +131,10 @@ fn rope_matches_the_cpu() {
 
 #[test]
 fn gated_units_match_the_cpu() {
-    use glu::Activation::{Gelu, GeluTanh, Silu};
+    use glu::Activation::{Gelu, GeluTanh, Relu2, Silu};
     let Some(gpu) = gpu() else { return };
     for (dtype, tolerance) in KINDS {
-        for act in [Silu, GeluTanh, Gelu] {
+        for act in [Silu, GeluTanh, Gelu, Relu2] {
             for shape in [(3, 7), (33, 1000), (1, 1), (1024, 4864)] {
                 let (gate, up) = (gpu.random(shape, dtype, 1), gpu.random(shape, dtype, 2));
                 let dy = gpu.random(shape, dtype, 3);
@@ -93,6 +144,11 @@ fn gated_units_match_the_cpu() {
                 let (want_gate, want_up) = glu::backward(&gate.cpu, &up.cpu, &dy.cpu, act).unwrap();
                 assert_close(&dgate, &want_gate, tolerance);
                 assert_close(&dup, &want_up, tolerance);
+                let y = glu::activate(&gate.gpu, act).unwrap();
+                assert_close(&y, &glu::activate(&gate.cpu, act).unwrap(), tolerance);
+                let dx = glu::activate_backward(gate.gpu.clone(), &dy.gpu, act).unwrap();
+                let want = glu::activate_backward(gate.cpu.copy().unwrap(), &dy.cpu, act).unwrap();
+                assert_close(&dx, &want, tolerance);
             }
         }
         // A view whose start is not aligned to 16 bytes.

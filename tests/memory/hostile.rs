@@ -1,8 +1,8 @@
 //! A `config.json` of a few bytes must not ask for memory that the weights do not account for: every number of the tiny
 //! model's config is changed to absurd ones, with the weights and without them.
 
-use crate::ALONE;
 use crate::counting::{LIMIT, LIVE, MOST};
+use crate::{RESULT, case};
 use candle_core::Device;
 use ft::commands::plan::plan;
 use ft::recipe;
@@ -11,12 +11,9 @@ use ft::setup::vocabulary::TextChanges;
 use serde_json::{Map, Value, json};
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-const CASE: &str = "FT_TEST_HOSTILE";
-const DONE: &str = "cases: ";
 /// What a case may take: the tiny model has 1.7 MiB of weights.
 const MOST_BYTES: usize = 64 << 20;
 const LONGEST: Duration = Duration::from_secs(20);
@@ -177,28 +174,23 @@ fn mutate(families: &[&str]) -> usize {
 #[test]
 #[ignore = "a process of its own: a broken case ends it"]
 fn child() {
-    let Ok(families) = std::env::var(CASE) else { return };
-    println!("{DONE}{}", mutate(&families.split(',').collect::<Vec<_>>()));
+    let Some(families) = case() else { return };
+    println!("{RESULT}{}", mutate(&families.split(',').collect::<Vec<_>>()));
 }
 
 fn all_of(families: &str) {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let out = Command::new(std::env::current_exe().unwrap())
-        .args(["hostile::child", "--exact", "--ignored", "--nocapture"])
-        .env(CASE, families)
-        .env("RAYON_NUM_THREADS", "2")
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&out.stdout);
-    let last: Vec<&str> = said.lines().rev().take(5).collect();
-    let errors = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success(), "{last:?}\n{errors}");
-    let count: usize = said.lines().find_map(|l| l.strip_prefix(DONE)?.parse().ok()).unwrap();
+    let count: usize = match crate::child("hostile::child", families) {
+        Ok(count) => count.parse().unwrap(),
+        Err(said) => {
+            let last: Vec<&str> = said.lines().rev().take(8).collect();
+            panic!("{last:?}")
+        }
+    };
     assert!(count > 600, "{count} cases");
 }
 
 /// Every family: a minute.
 #[test]
 fn numbers_of_a_config_take_no_memory_that_the_weights_do_not_have() {
-    all_of("llama,mistral,qwen2,qwen3,gemma2,gemma3_text,phi3");
+    all_of("llama,mistral,qwen2,qwen3,gemma2,gemma3_text,phi3,cohere_qk_norm,starcoder2");
 }

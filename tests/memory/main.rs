@@ -1,4 +1,5 @@
-//! The forecast against what is measured: an allocator that counts, and the memory of the process.
+//! The forecast against what is measured: an allocator that counts, and the memory of the process. Everything is measured
+//! in a process of its own, so that the tests can run side by side.
 
 mod counting;
 mod hostile;
@@ -7,5 +8,38 @@ mod peak;
 mod stages;
 mod table;
 
-/// One test at a time: another one beside it would be counted too.
-static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+use std::process::Command;
+
+/// The case of a child; a child without one does nothing.
+const CASE: &str = "FT_TEST_MEMORY_CASE";
+/// Starts the line with the result of a child.
+const RESULT: &str = "measured: ";
+
+/// The case of this process, if `child` started it.
+fn case() -> Option<String> {
+    std::env::var(CASE).ok()
+}
+
+/// Runs an ignored test in a process of its own: its result, or all of its output.
+fn child(test: &str, case: &str) -> Result<String, String> {
+    let out = Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--ignored", "--nocapture"])
+        .env(CASE, case)
+        .env("RAYON_NUM_THREADS", "2")
+        .env("HF_HUB_OFFLINE", "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&out.stdout);
+    match said.lines().find_map(|line| line.split_once(RESULT)) {
+        Some((_, result)) if out.status.success() => Ok(result.to_string()),
+        _ => Err(format!("{said}\n{}", String::from_utf8_lossy(&out.stderr))),
+    }
+}
+
+/// As `child`, for a test that must pass; prints its result.
+fn passes(test: &str) {
+    match child(test, "all") {
+        Ok(result) => println!("{result}"),
+        Err(said) => panic!("{said}"),
+    }
+}

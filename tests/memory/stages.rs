@@ -3,8 +3,8 @@
 //!
 //! `cargo test --release --test memory stages -- --nocapture` prints the rows.
 
-use crate::ALONE;
 use crate::counting::{LIVE, MOST};
+use crate::{RESULT, case as this_case, child};
 use ft::base::allocator;
 use ft::formats::Config;
 use ft::model::families;
@@ -15,11 +15,7 @@ use ft::train::{Options, train};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::sync::atomic::Ordering::Relaxed;
-
-const CASE: &str = "FT_TEST_STAGE_CASE";
-const RESULT: &str = "measured: ";
 
 const LORA: &str = "[tune]\nmethod = \"lora\"\n[tune.lora]\nr = 16\n";
 const BLOCK: &str = "[tune]\nmethod = \"block\"\nblock.switch_every = 1\n";
@@ -397,8 +393,8 @@ fn measure(case: &Case, dir: &Path) -> Value {
 
 #[test]
 #[ignore = "a process of its own for one run"]
-fn child() {
-    let Ok(text) = std::env::var(CASE) else { return };
+fn run() {
+    let Some(text) = this_case() else { return };
     let (name, dir) = text.split_once('|').unwrap();
     let case = CASES.iter().find(|c| c.name == name).unwrap();
     println!("{RESULT}{}", measure(case, Path::new(dir)));
@@ -408,7 +404,7 @@ fn child() {
 #[test]
 #[ignore = "a process of its own"]
 fn teaches() {
-    let Ok(text) = std::env::var(CASE) else { return };
+    let Some(text) = this_case() else { return };
     let (name, dir) = text.split_once('|').unwrap();
     let case = CASES.iter().find(|c| c.name == name).unwrap();
     std::env::set_current_dir(dir).unwrap();
@@ -419,7 +415,6 @@ fn teaches() {
 
 /// Runs the cases and prints a row for each; those whose forecast is more than a tenth off fail.
 fn compare(cases: &[Case]) {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let mut wrong = Vec::new();
     for case in cases {
         let dir = tempfile::tempdir().unwrap();
@@ -428,7 +423,7 @@ fn compare(cases: &[Case]) {
         if case.settings.contains(&"distill.teacher_cache=cache") {
             alone("stages::teaches", &id).unwrap_or_else(|said| panic!("{said}"));
         }
-        let result = match alone("stages::child", &id) {
+        let result = match alone("stages::run", &id) {
             Ok(result) => result,
             Err(said) => {
                 wrong.push(format!("{}\n{said}", case.name));
@@ -476,7 +471,7 @@ fn budgeted(more: &[&str]) -> recipe::LoadedRecipe {
 #[test]
 #[ignore = "a process of its own"]
 fn above_the_budget() {
-    let Ok(dir) = std::env::var(CASE) else { return };
+    let Some(dir) = this_case() else { return };
     std::env::set_current_dir(dir).unwrap();
     let taken = std::thread::spawn(|| {
         let steps = || {
@@ -512,7 +507,7 @@ fn above_the_budget() {
 #[test]
 #[ignore = "a process of its own"]
 fn below_the_next_budget() {
-    let Ok(case) = std::env::var(CASE) else { return };
+    let Some(case) = this_case() else { return };
     let [dir, budget, steps] = case.split('|').collect::<Vec<_>>()[..] else {
         panic!("{case}")
     };
@@ -527,25 +522,13 @@ fn below_the_next_budget() {
     println!("{RESULT}{}", json!({}));
 }
 
-/// A test of this file in a process of its own: what it says it measured, or all that it said.
+/// As `child`, with a result in JSON.
 fn alone(test: &str, case: &str) -> Result<Value, String> {
-    let out = Command::new(std::env::current_exe().unwrap())
-        .args([test, "--exact", "--ignored", "--nocapture"])
-        .env(CASE, case)
-        .env("RAYON_NUM_THREADS", "2")
-        .env("HF_HUB_OFFLINE", "1")
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&out.stdout);
-    match said.lines().find_map(|l| l.split_once(RESULT)) {
-        Some((_, result)) if out.status.success() => Ok(serde_json::from_str(result).unwrap()),
-        _ => Err(format!("{said}\n{}", String::from_utf8_lossy(&out.stderr))),
-    }
+    child(test, case).map(|result| serde_json::from_str(&result).unwrap())
 }
 
 #[test]
 fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     model(&dir.path().join("model"));
     let at = dir.path().display();

@@ -3,9 +3,9 @@
 //!
 //! `cargo test --release --test memory table::wide -- --ignored --nocapture`
 
-use crate::ALONE;
 use crate::counting::{LIVE, MOST};
 use crate::peak::adapters;
+use crate::{RESULT, case};
 use candle_core::Device;
 use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
@@ -25,12 +25,9 @@ use ft::source::Placement;
 use ft::source::{Disk, ParamInfo, Resident, StoragePolicy, TrainableStore, disk, resident};
 use serde_json::{Value, json};
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-const CASE: &str = "FT_TEST_MEMORY_CASE";
-const RESULT: &str = "measured: ";
 const STORAGES: [&str; 4] = ["bf16", "int8", "int4", "nf4"];
 const TIERS: [&str; 3] = ["device", "disk", "disk, head in pieces"];
 const ACTIVATIONS: [&str; 3] = ["keep", "recompute", "recompute, MLP in pieces"];
@@ -209,7 +206,7 @@ fn measure(case: &Case, file: &Path) -> Value {
 #[test]
 #[ignore = "a process of its own for one row of a table"]
 fn child() {
-    let Ok(text) = std::env::var(CASE) else { return };
+    let Some(text) = case() else { return };
     let words: Vec<&'static str> = text.split('|').map(|w| &*w.to_string().leak()).collect();
     let [model, method, storage, tier, activations, file] = words[..] else {
         panic!("{text}")
@@ -227,7 +224,6 @@ fn child() {
 /// Prints the rows whose indices (method, storage, tier, activations) are wanted; returns those that are more than a tenth
 /// off.
 fn table(model: &'static str, wanted: impl Fn([usize; 4]) -> bool) -> Vec<String> {
-    let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("model.safetensors");
     disk::write_random(&file, &spec(model).params(), 3, 0.02, 1.0, Dtype::Bf16).unwrap();
@@ -270,18 +266,8 @@ fn one(case: &Case, file: &Path) -> Option<String> {
         activations,
     } = case.clone();
     let text = format!("{model}|{method}|{storage}|{tier}|{activations}|{}", file.display());
-    let out = Command::new(std::env::current_exe().unwrap())
-        .args(["table::child", "--exact", "--ignored", "--nocapture"])
-        .env(CASE, text)
-        .env("RAYON_NUM_THREADS", "2")
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&out.stdout);
-    let line = said.lines().find_map(|l| l.split_once(RESULT));
-    let Some((_, result)) = line else {
-        panic!("{said}\n{}", String::from_utf8_lossy(&out.stderr))
-    };
-    let result: Value = serde_json::from_str(result).unwrap();
+    let result = crate::child("table::child", &text).unwrap_or_else(|said| panic!("{said}"));
+    let result: Value = serde_json::from_str(&result).unwrap();
     let number = |key: &str| result[key].as_f64().unwrap();
     let own = number("forecast") - number("process");
     let off = [

@@ -33,6 +33,8 @@ fn all_families_have_goldens() {
         })
         .collect();
     let wanted = [
+        "cohere",
+        "cohere2",
         "ernie4_5",
         "exaone4",
         "gemma",
@@ -46,6 +48,8 @@ fn all_families_have_goldens() {
         "ministral3",
         "mistral",
         "mistral3",
+        "nemotron",
+        "olmo",
         "olmo2",
         "olmo3",
         "phi3",
@@ -55,9 +59,11 @@ fn all_families_have_goldens() {
         "qwen3_vl",
         "seed_oss",
         "smollm3",
+        "stablelm",
+        "starcoder2",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 37);
+    assert_eq!(variants().len(), 53);
 }
 
 #[test]

@@ -46,6 +46,13 @@ QWEN_VISION_IDS = dict(image_token_id=124, video_token_id=125, vision_start_toke
 # Without a head size of its own.
 NARROW = {key: value for key, value in SILU.items() if key != "head_dim"}
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+# Small models: two heads of 8 elements.
+SMALL = {key: value for key, value in NARROW.items() if key != "rms_norm_eps"} | dict(
+    hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
+SMALL_RMS = SMALL | dict(rms_norm_eps=1e-3)
+COHERE = SMALL | dict(layer_norm_eps=1e-2, tie_word_embeddings=True, logit_scale=0.4)
+STABLELM = SMALL | dict(model_type="stablelm", layer_norm_eps=1e-2, tie_word_embeddings=False, partial_rotary_factor=0.5, qk_layernorm=False,
+                        hidden_dropout=0.0)
 
 # Each: the config as transformers 4 wrote it. Options of this script:
 #   weights   take the weights of that variant;  stored  type on disk;  shards  split the file
@@ -145,6 +152,40 @@ VARIANTS = {
         vision_config=dict(
             model_type="qwen3_vl", depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, out_hidden_size=32,
             num_position_embeddings=4, deepstack_visual_indexes=[]))),
+    # LayerNorm, an MLP without a gate, halves that read the same input.
+    "cohere": dict(ablate=dict(logit_scale=1.0), config=COHERE | dict(model_type="cohere", use_qk_norm=False)),
+    "cohere_qk_norm": dict(stored="bf16", ablate=dict(logit_scale=1.0), config=COHERE | dict(
+        model_type="cohere", use_qk_norm=True, attention_bias=True)),
+    "cohere2": dict(stored="bf16", ablate=dict(sliding_window=1000, logit_scale=1.0), config=COHERE | dict(
+        model_type="cohere2", num_hidden_layers=3, sliding_window=6, sliding_window_pattern=2)),
+    "starcoder2": dict(ablate=dict(sliding_window=1000), config=SMALL | dict(
+        model_type="starcoder2", tie_word_embeddings=True, use_bias=True, sliding_window=8, norm_epsilon=1e-2,
+        hidden_act="gelu_pytorch_tanh", residual_dropout=0.0, embedding_dropout=0.0)),
+    "nemotron": dict(stored="bf16", config=SMALL | dict(
+        model_type="nemotron", hidden_act="relu2", tie_word_embeddings=False, attention_bias=True, mlp_bias=True, norm_eps=1e-2,
+        partial_rotary_factor=0.5)),
+    "stablelm": dict(stored="bf16", config=STABLELM | dict(use_qkv_bias=True, use_parallel_residual=False)),
+    "stablelm_parallel": dict(stored="bf16", config=STABLELM | dict(use_qkv_bias=False, use_parallel_residual=True)),
+    "olmo": dict(config=SMALL | dict(model_type="olmo", tie_word_embeddings=False, clip_qkv=None)),
+    # Optional biases.
+    "olmo2_bias": dict(stored="bf16", config=SMALL_RMS | dict(model_type="olmo2", tie_word_embeddings=False, attention_bias=True)),
+    "olmo3_bias": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="olmo3", tie_word_embeddings=True, attention_bias=True, sliding_window=6, layer_types=["sliding_attention", "full_attention"])),
+    "smollm3_bias": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="smollm3", tie_word_embeddings=True, attention_bias=True, mlp_bias=True, no_rope_layers=[1, 1], use_sliding_window=False,
+        sliding_window=None)),
+    "gemma_bias": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="gemma", head_dim=8, tie_word_embeddings=True, attention_bias=True, hidden_act="gelu")),
+    "gemma2_bias": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="gemma2", head_dim=8, tie_word_embeddings=False, attention_bias=True, hidden_activation="gelu_pytorch_tanh", sliding_window=8,
+        query_pre_attn_scalar=8, attn_logit_softcapping=None, final_logit_softcapping=None)),
+    "hunyuan_bias": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="hunyuan_v1_dense", head_dim=8, tie_word_embeddings=True, attention_bias=True)),
+    "seed_oss_bias": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="seed_oss", head_dim=8, tie_word_embeddings=True, attention_bias=True, attention_out_bias=True, mlp_bias=True,
+        residual_dropout=0.0)),
+    "glm4_rotary": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="glm4", head_dim=8, tie_word_embeddings=False, attention_bias=False, partial_rotary_factor=0.75)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -155,7 +196,9 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM",
                  "glm4": "Glm4ForCausalLM", "ministral3": "Ministral3ForCausalLM",
                  "gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration",
-                 "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+                 "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration",
+                 "cohere": "CohereForCausalLM", "cohere2": "Cohere2ForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
+                 "nemotron": "NemotronForCausalLM", "stablelm": "StableLmForCausalLM", "olmo": "OlmoForCausalLM"}
 
 
 def config_v4(config, stored, encoder):
@@ -255,7 +298,7 @@ def make(index, name, spec):
     assert max(noise.values()) < 2e-5, noise
     for key, gradient in gradients.items():
         assert gradient.abs().max() > 1e-4, (key, gradient.abs().max())
-    eps = {} if "text_config" in v4 else {"rms_norm_eps": 1e-6}
+    eps = {key: 1e-6 for key in ["rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"] if key in v4}
     for key, value in (eps | spec.get("ablate", {})).items():
         changed = measure(load(directory, **{key: value}), docs)[0]
         assert max(relative(a, b) for a, b in zip(changed, logits)) > 1e-3, f"{key} must matter"

@@ -23,10 +23,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// One document: its ids, and which of them are trained.
-pub struct Document {
-    pub ids: Vec<u32>,
-    pub trained: Vec<bool>,
-}
+pub type Document = Example;
 
 /// The results of one forward and backward pass over concatenated documents.
 pub struct Measured {
@@ -56,14 +53,7 @@ fn open(dir: &Path, adapter: Option<&Path>) -> Network {
 }
 
 fn batch(documents: &[Document]) -> Batch {
-    let examples: Vec<Example> = documents
-        .iter()
-        .map(|d| Example {
-            ids: d.ids.clone(),
-            trained: d.trained.clone(),
-        })
-        .collect();
-    Batch::from_examples(&examples)
+    Batch::from_examples(documents)
 }
 
 fn logits_of(network: &Network, batch: &Batch) -> Vec<Vec<f64>> {
@@ -229,17 +219,8 @@ pub fn rows(model: &Path, file: &Path, stage: &str) -> Vec<Document> {
     let recipe = recipe::parse(&text, "parity", &[])
         .unwrap_or_else(|e| panic!("{e}"))
         .recipe;
-    let described = ModelDir::open(&recipe.model.path.to_string(), "main", &TextChanges::default())
-        .unwrap_or_else(|e| panic!("{e}"));
-    let rows = ft::setup::rows::RecipeRows::read(&recipe, &described).unwrap_or_else(|e| panic!("{e}"));
-    let examples = rows.train.examples.head(usize::MAX).unwrap();
-    examples
-        .into_iter()
-        .map(|e| Document {
-            ids: e.ids,
-            trained: e.trained,
-        })
-        .collect()
+    let rows = RecipeRows::read(&recipe, &described(&recipe)).unwrap_or_else(|e| panic!("{e}"));
+    rows.train.examples.head(usize::MAX).unwrap()
 }
 
 /// A recipe for these rows and this model.
@@ -270,13 +251,9 @@ fn described(recipe: &Recipe) -> ModelDir {
 pub fn preference_rows(model: &Path, file: &Path, lines: &str) -> Vec<Vec<Document>> {
     let recipe = preference_recipe(model, file, lines);
     let rows = RecipeRows::read(&recipe, &described(&recipe)).unwrap_or_else(|e| panic!("{e}"));
-    let parts = |row| {
-        rows.train.parts(row).unwrap().into_iter().map(|e| Document {
-            ids: e.ids,
-            trained: e.trained,
-        })
-    };
-    (0..rows.train.examples.len()).map(|row| parts(row).collect()).collect()
+    (0..rows.train.examples.len())
+        .map(|row| rows.train.parts(row).unwrap())
+        .collect()
 }
 
 /// The result of the first step of a preference stage.
@@ -535,13 +512,15 @@ pub fn aligned(case: &AlignedCase) -> (f64, Vec<f64>, Vec<f64>) {
     let shared = case.shared.clone().map(|pairs| SharedIds { pairs });
     let options = AlignedOptions {
         comparison: shared.as_ref().map_or(Comparison::Sorted, Comparison::Matched),
-        beta: case.beta,
-        temperature: case.temperature,
-        alpha: case.alpha,
-        chunk: case.chunk,
-        scale: 1.0 / trained,
-        need_dh: true,
-        need_dw: case.parts.is_none(),
+        common: distill::Options {
+            beta: case.beta,
+            temperature: case.temperature,
+            alpha: case.alpha,
+            chunk: case.chunk,
+            scale: 1.0 / trained,
+            need_dh: true,
+            need_dw: case.parts.is_none(),
+        },
     };
     let step_stats = StepStats::new(&Device::Cpu).unwrap();
     let part = |head: &Tensor, first: usize| {

@@ -143,6 +143,8 @@ fn weighted_sources_are_shown_and_resume_to_the_same_bits() {
     let sources = stats["train"]["sources"].as_array().unwrap();
     let counts: Vec<_> = sources.iter().map(|s| s["rows"].as_u64().unwrap()).collect();
     assert_eq!((counts, sources[2]["source"].as_str()), (vec![30, 10, 40], Some("all")));
+    let texts = stats["texts"].as_object().unwrap();
+    assert!(texts.values().any(|role| role["texts"] == 40), "{texts:?}");
     let table = bench.ft(&["data", "r.toml", "--stats"]);
     let table = String::from_utf8(table.stdout).unwrap();
     assert!(
@@ -163,6 +165,11 @@ fn weighted_sources_are_shown_and_resume_to_the_same_bits() {
     };
     run("whole", "12", &[]);
     run("broken", "5", &[]);
+    // The files may move: the rows are the same.
+    fs::create_dir(bench.path("moved")).unwrap();
+    fs::rename(bench.path("one.jsonl"), bench.path("moved/one.jsonl")).unwrap();
+    let recipe = fs::read_to_string(bench.path("r.toml")).unwrap();
+    fs::write(bench.path("r.toml"), recipe.replace("one.js*", "moved/one.jsonl")).unwrap();
     run("broken", "12", &["--resume"]);
     let losses = |run: &str| {
         bench

@@ -97,3 +97,37 @@ fn a_run_that_reads_its_rows_resumes_to_the_same_bits() {
     bench.train(&[&with("train.output_dir=broken")[..], &["--resume"]].concat());
     assert_same(&bench, "whole", "broken");
 }
+
+#[test]
+fn preference_stages_with_a_token_cache_are_those_in_memory() {
+    let bench = Bench::new();
+    let row = |i: usize| format!("{{\"prompt\": \"ask {i}\", \"chosen\": \" yes {i}\", \"rejected\": \" no\"}}\n");
+    fs::write(bench.path("p.jsonl"), (0..24).map(row).collect::<String>()).unwrap();
+    for stage in ["dpo", "orpo", "kto"] {
+        let run = |out: &str, cache: &str| {
+            let (stage, out) = (
+                format!("train.stage={stage}"),
+                format!("train.output_dir={stage}-{out}"),
+            );
+            bench.train(&[
+                "data.train=p.jsonl",
+                "data.render=plain",
+                "data.eval_fraction=0.2",
+                "tune.method=lora",
+                "train.batch_size=2",
+                "train.gradient_accumulation_steps=1",
+                "train.max_steps=3",
+                &stage,
+                &out,
+                cache,
+            ]);
+        };
+        run("memory", "data.cache=false");
+        run("first", "data.cache=true");
+        run("second", "data.cache=true");
+        assert_same(&bench, &format!("{stage}-memory"), &format!("{stage}-first"));
+        assert_same(&bench, &format!("{stage}-memory"), &format!("{stage}-second"));
+    }
+    // The three stages train other parts of the rows.
+    assert_eq!(fs::read_dir(bench.path(".ft-tokens")).unwrap().count(), 3);
+}

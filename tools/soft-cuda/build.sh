@@ -82,8 +82,9 @@ candle() {
 
 library cuda libcuda.so.1 "$here"/driver/{streams,memory,launch,device,faults,counts}.cpp
 library cublas libcublas.so.13 "$here"/driver/cublas.cpp
+library cublasLt libcublasLt.so.13 "$here"/driver/cublaslt.cpp
 library curand libcurand.so.10 "$here"/driver/curand.cpp
-for name in cublasLt nvrtc cudart; do empty "$name"; done
+for name in nvrtc cudart; do empty "$name"; done
 # Modules, two at a time.
 running=()
 for step in candle "$cuda"/*.cu; do

@@ -9,6 +9,65 @@ use std::path::{Path, PathBuf};
 /// Name of the lock file.
 pub const NAME: &str = "run.lock";
 
+/// Name of the file that marks a directory as used.
+const USED: &str = "used";
+
+/// Marks a directory as used: many processes hold the mark, and a process that removes the directory holds it alone. Its
+/// time of change is that of the last use. Held until this value is dropped.
+#[derive(Debug)]
+pub struct UseMark {
+    file: File,
+    path: PathBuf,
+}
+
+impl UseMark {
+    fn open(directory: &Path) -> Result<Self> {
+        let path = directory.join(USED);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        let opened = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(&path);
+        let file = opened.map_err(|e| Error::io("cannot mark the directory as used").at_path(&path).cause(e))?;
+        Ok(Self { file, path })
+    }
+
+    /// Marks a directory as used now, and makes it if it does not exist.
+    ///
+    /// # Errors
+    /// The mark cannot be written.
+    pub fn hold(directory: &Path) -> Result<Self> {
+        loop {
+            files::create_dir_all(directory)?;
+            let mark = Self::open(directory)?;
+            // A disk without locks has no other processes that remove the directory.
+            let _ = mark.file.lock_shared();
+            let _ = mark.file.set_modified(std::time::SystemTime::now());
+            // Another process may have removed it before.
+            if mark.path.exists() {
+                return Ok(mark);
+            }
+        }
+    }
+
+    /// The mark, if no process holds it.
+    pub fn alone(directory: &Path) -> Option<Self> {
+        let mark = Self::open(directory).ok()?;
+        mark.file.try_lock().is_ok().then_some(mark)
+    }
+
+    /// The time of the last use.
+    pub fn last(directory: &Path) -> Option<std::time::SystemTime> {
+        directory.join(USED).metadata().and_then(|of| of.modified()).ok()
+    }
+
+    /// Removes the mark.
+    ///
+    /// # Errors
+    /// The file cannot be removed.
+    pub fn remove(self) -> Result<()> {
+        files::remove_file(&self.path)
+    }
+}
+
 /// The lock is held until this value is dropped.
 #[derive(Debug)]
 pub struct RunLock {

@@ -6,20 +6,21 @@ use super::encode::{Encoder, Fitted, Question};
 use super::examples::Examples;
 use super::faults::BadRows;
 use super::layout::{Layout, Purpose, Rules};
-use super::load::{InMemory, nothing_to_train, read_into};
-use super::mixture::{self, Share};
+use super::load::{InMemory, read_into};
+use super::mixture::Share;
 use super::preference::Preference;
 use super::read::Row;
 use super::reading::Reading;
 use super::rows;
 use super::screen::Screen;
 use super::source::{self, Source};
-use super::tokens::{TokenCache, hash_row};
+use super::tokens::{Request, TokenCache, hash_row};
 use crate::{Long, Render, TrainOn};
 use ft_base::rng::{Rng, Stream};
 use ft_base::units::count;
 use ft_base::{Error, Result, progress};
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Receives a row with its layout and origin; bad rows are counted.
@@ -105,8 +106,8 @@ impl<'a> Spec<'a> {
     }
 
     /// How the rows of file `index` (over all sources) are read, from its first row. Errors: as `rows`.
-    pub(super) fn first_reading(&self, index: usize, encoder: &Encoder) -> Result<Option<Reading>> {
-        source::first_reading(self.sources, index, Purpose::Learn, &self.rules(encoder))
+    pub(super) fn first_reading(&self, index: usize, purpose: Purpose, encoder: &Encoder) -> Result<Option<Reading>> {
+        source::first_reading(self.sources, index, purpose, &self.rules(encoder))
     }
 }
 
@@ -325,33 +326,7 @@ impl Dataset {
     pub fn load(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
         let mut rows = InMemory::new(spec);
         let readings = read_into(spec, codec, template, 0, &mut rows)?;
-        let mut out = Dataset {
-            examples: rows.examples.into(),
-            origins: rows.origins,
-            stats: rows.stats,
-            shares: rows.shares,
-            readings: source::readings(readings),
-            ..Dataset::default()
-        };
-        out.finish();
-        if out.examples.is_empty() {
-            Err(nothing_to_train(spec, &out.stats))
-        } else {
-            Ok(out)
-        }
-    }
-
-    /// No rows yet.
-    pub(super) fn of_sources(spec: &Spec) -> Self {
-        Self {
-            shares: source::shares(spec.sources),
-            ..Self::default()
-        }
-    }
-
-    /// Counts a row of a source.
-    pub(super) fn count(&mut self, origin: Origin, truncated: bool) {
-        mixture::count(&mut self.shares, origin, truncated);
+        rows.dataset(spec, readings)
     }
 
     /// As `load`; a large data set is tokenized once, to files in `cache`, and stays there.
@@ -364,7 +339,13 @@ impl Dataset {
         template: Option<&dyn ChatRender>,
         cache: &TokenCache,
     ) -> Result<Self> {
-        match cache.load(spec, codec, template)? {
+        let request = Request {
+            spec,
+            codec,
+            template,
+            want: None,
+        };
+        match cache.load(&request)? {
             Some(rows) => Ok(rows),
             None => Self::load(spec, codec, template),
         }
@@ -376,6 +357,21 @@ impl Dataset {
     /// The token file cannot be read.
     pub fn origin(&self, row: usize) -> Result<Origin> {
         Ok(self.examples.origin(row)?.unwrap_or_else(|| self.origins[row]))
+    }
+
+    /// The file and row of each example.
+    ///
+    /// # Errors
+    /// The token file cannot be read.
+    pub fn all_origins(&self) -> Result<Cow<'_, [Origin]>> {
+        match self.examples.in_memory() {
+            Some(_) => Ok(Cow::Borrowed(&self.origins)),
+            None => {
+                let mut out = Vec::with_capacity(self.examples.len());
+                self.examples.entries(&mut |entry| out.push(entry.origin))?;
+                Ok(Cow::Owned(out))
+            }
+        }
     }
 
     /// Number of tokens of each row.
@@ -425,12 +421,7 @@ impl Dataset {
     /// # Errors
     /// The fraction is not between 0 and 1, or there are fewer than two rows.
     pub fn split(mut self, fraction: f64, seed: u64) -> Result<(Self, Self)> {
-        let origins = match self.examples.file() {
-            Some(_) => (0..self.examples.len())
-                .map(|row| self.origin(row))
-                .collect::<Result<_>>()?,
-            None => self.origins.clone(),
-        };
+        let origins = self.all_origins()?.into_owned();
         let mut rows = origins.clone();
         rows.sort_unstable();
         rows.dedup();
@@ -467,31 +458,20 @@ impl Dataset {
                     ..self.stats.clone()
                 };
             }
-            out.finish_all()?;
+            out.stats.forget_tokens();
+            for row in out.examples.measures()? {
+                out.stats.measure(row.length as usize, row.trained.into());
+            }
+            // The tokens are not read for it: the rows are those of the whole set with these numbers.
+            let mut hasher = blake3::Hasher::new();
+            hasher.update(self.fingerprint.as_bytes());
+            rows.iter().for_each(|row| {
+                hasher.update(&(*row as u64).to_le_bytes());
+            });
+            out.fingerprint = hasher.finalize().to_hex().to_string();
             Ok(out)
         };
         Ok((part(false, train)?, part(true, eval)?))
-    }
-
-    /// As `finish`, also for rows in a file.
-    fn finish_all(&mut self) -> Result<()> {
-        if self.examples.file().is_none() {
-            self.finish();
-            return Ok(());
-        }
-        let phase = progress::phase("counting tokens", self.examples.len(), "rows");
-        self.stats.forget_tokens();
-        let mut hasher = blake3::Hasher::new();
-        let mut buffer = Vec::new();
-        for row in 0..self.examples.len() {
-            let e = self.examples.get(row)?;
-            let trained = e.trained.iter().filter(|&&t| t).count();
-            self.stats.measure(e.ids.len(), trained as u64);
-            hash_row(&mut hasher, &e, &mut buffer);
-            phase.advance(1)?;
-        }
-        self.fingerprint = hasher.finalize().to_hex().to_string();
-        Ok(())
     }
 
     /// The first `limit` questions of this data set's rows, in file order, read from the files again.

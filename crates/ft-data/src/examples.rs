@@ -2,7 +2,7 @@
 
 use super::batch::Example;
 use super::dataset::Origin;
-use super::tokens::TokenFile;
+use super::tokens::{Entry, TokenFile};
 use ft_base::Result;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -10,6 +10,30 @@ use std::sync::Arc;
 /// Tokenized rows in file order.
 #[derive(Debug, Clone)]
 pub struct Examples(Store);
+
+/// Sizes of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Measure {
+    /// Tokens.
+    pub length: u32,
+    /// Tokens that are targets.
+    pub trained: u32,
+    /// The first target of the last answer.
+    pub answer: u32,
+}
+
+impl Measure {
+    /// Counts the tokens of a row.
+    pub fn of(row: &Example) -> Self {
+        let last = row.trained.iter().rposition(|t| *t).unwrap_or(0);
+        let before = row.trained[..last].iter().rposition(|t| !*t);
+        Self {
+            length: row.ids.len() as u32,
+            trained: row.trained.iter().filter(|t| **t).count() as u32,
+            answer: before.map_or(0, |at| at as u32 + 1),
+        }
+    }
+}
 
 #[derive(Debug, Clone)]
 enum Store {
@@ -35,11 +59,11 @@ impl From<Vec<Example>> for Examples {
 }
 
 impl Examples {
-    /// All rows of a token file.
-    pub(super) fn of_file(file: TokenFile, lengths: Vec<u32>) -> Self {
+    /// All rows of a token file, in order, or in the order of these numbers.
+    pub(super) fn of_file(file: TokenFile, rows: Option<Vec<u32>>, lengths: Vec<u32>) -> Self {
         Self(Store::File {
             file: Arc::new(file),
-            rows: None,
+            rows: rows.map(Into::into),
             lengths: lengths.into(),
         })
     }
@@ -120,6 +144,30 @@ impl Examples {
             Store::Memory(_) => Ok(None),
             Store::File { file, .. } => file.entry(self.number(row)).map(|entry| Some(entry.origin)),
         }
+    }
+
+    /// Calls `each` with the entries of all rows, in order; not at all if the rows are in memory.
+    pub(super) fn entries(&self, each: &mut dyn FnMut(Entry)) -> Result<()> {
+        match &self.0 {
+            Store::Memory(_) => Ok(()),
+            Store::File {
+                file, rows: Some(rows), ..
+            } => file.entries_of(rows.iter().copied(), each),
+            Store::File { file, lengths, .. } => file.entries_of(0..lengths.len() as u32, each),
+        }
+    }
+
+    /// The sizes of each row; the tokens of a file are not read.
+    ///
+    /// # Errors
+    /// The token file cannot be read.
+    pub fn measures(&self) -> Result<Vec<Measure>> {
+        if let Store::Memory(rows) = &self.0 {
+            return Ok(rows.iter().map(Measure::of).collect());
+        }
+        let mut out = Vec::with_capacity(self.len());
+        self.entries(&mut |entry| out.push(entry.measure))?;
+        Ok(out)
     }
 
     /// The file with the rows, if they are not in memory.

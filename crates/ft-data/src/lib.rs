@@ -53,7 +53,7 @@ pub use choices::{Long, Render, RowFormat, TrainOn};
 pub use codec::{ChatRender, TextCodec};
 pub use dataset::{Dataset, Origin, Spec, Stats};
 pub use encode::{Encoder, Question};
-pub use examples::Examples;
+pub use examples::{Examples, Measure};
 pub use layout::{Layout, Rendering};
 pub use mapping::{ChatRole, ColumnRole, Mapping};
 pub use mixture::{Mixture, Share};

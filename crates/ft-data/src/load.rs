@@ -2,11 +2,12 @@
 
 use super::batch::Example;
 use super::codec::{ChatRender, TextCodec};
-use super::dataset::{Origin, Spec, Stats};
+use super::dataset::{Dataset, Origin, Spec, Stats};
 use super::encode::{Encoder, Fitted};
 use super::faults::{BadRows, Tried};
 use super::layout::{Layout, Purpose};
 use super::mixture::{self, Share};
+use super::preference::Preference;
 use super::prepare;
 use super::read::Row;
 use super::reading::Reading;
@@ -58,12 +59,48 @@ pub(super) fn nothing_to_train(spec: &Spec, stats: &Stats) -> Error {
         .hint(hint)
 }
 
+/// A tokenized row, or a part of one.
+pub(super) struct Tokenized {
+    pub example: Example,
+    pub origin: Origin,
+    pub side: Option<PreferenceSide>,
+}
+
+/// What a row of preferences has beside its tokens.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct PreferenceSide {
+    pub preference: Preference,
+    /// It is placed after all rows that are not: the two answers to a prompt are not adjacent.
+    pub is_last: bool,
+    pub has_margin: bool,
+}
+
 /// Receives tokenized rows in the order of the files.
 pub(super) trait Sink {
-    fn row(&mut self, row: Fitted, origin: Origin) -> Result<()>;
+    fn stats(&mut self) -> &mut Stats;
+
+    /// Counts a row of a source.
+    fn count(&mut self, origin: Origin, truncated: bool);
+
+    fn push(&mut self, row: Tokenized);
 
     /// Called after some rows. `read`: rows of the files up to here; `clean`: no row was bad.
     fn chunk(&mut self, read: u64, clean: bool) -> Result<()>;
+
+    /// Whether the rows of preferences that it has received have a margin; `None`: there are none.
+    fn margins(&self) -> Option<bool> {
+        None
+    }
+}
+
+/// Passes the pieces of a row that train a token to the sink, and counts the row.
+pub(super) fn push(sink: &mut dyn Sink, row: Fitted, origin: Origin) {
+    sink.stats().add(&row);
+    sink.count(origin, row.cut > 0);
+    for example in row.pieces.into_iter().filter(|p| p.trained.contains(&true)) {
+        let side = None;
+        sink.push(Tokenized { example, origin, side });
+    }
 }
 
 pub(super) struct InMemory {
@@ -71,6 +108,8 @@ pub(super) struct InMemory {
     pub origins: Vec<Origin>,
     pub stats: Stats,
     pub shares: Vec<Share>,
+    preferences: Vec<Preference>,
+    last: Vec<Tokenized>,
 }
 
 impl InMemory {
@@ -80,19 +119,53 @@ impl InMemory {
             origins: Vec::new(),
             stats: Stats::default(),
             shares: source::shares(spec.sources),
+            preferences: Vec::new(),
+            last: Vec::new(),
         }
+    }
+
+    fn add(&mut self, row: Tokenized) {
+        self.examples.push(row.example);
+        self.origins.push(row.origin);
+        self.preferences.extend(row.side.map(|side| side.preference));
+    }
+
+    /// Errors: nothing is trained.
+    pub(super) fn dataset(mut self, spec: &Spec, readings: Vec<(usize, Reading)>) -> Result<Dataset> {
+        for row in std::mem::take(&mut self.last) {
+            self.add(row);
+        }
+        let mut out = Dataset {
+            examples: self.examples.into(),
+            origins: self.origins,
+            stats: self.stats,
+            shares: self.shares,
+            preferences: self.preferences,
+            readings: source::readings(readings),
+            ..Dataset::default()
+        };
+        out.finish();
+        if out.examples.is_empty() {
+            return Err(nothing_to_train(spec, &out.stats));
+        }
+        Ok(out)
     }
 }
 
 impl Sink for InMemory {
-    fn row(&mut self, row: Fitted, origin: Origin) -> Result<()> {
-        self.stats.add(&row);
-        mixture::count(&mut self.shares, origin, row.cut > 0);
-        for piece in row.pieces.into_iter().filter(|p| p.trained.contains(&true)) {
-            self.examples.push(piece);
-            self.origins.push(origin);
+    fn stats(&mut self) -> &mut Stats {
+        &mut self.stats
+    }
+
+    fn count(&mut self, origin: Origin, truncated: bool) {
+        mixture::count(&mut self.shares, origin, truncated);
+    }
+
+    fn push(&mut self, row: Tokenized) {
+        match row.side {
+            Some(side) if side.is_last => self.last.push(row),
+            _ => self.add(row),
         }
-        Ok(())
     }
 
     fn chunk(&mut self, _: u64, _: bool) -> Result<()> {
@@ -167,7 +240,7 @@ impl SampleLoader<'_> {
         let encoded = encode_all(spec, encoder, &self.chunk, bad);
         for (row, (_, _, origin)) in encoded.into_iter().zip(self.chunk.drain(..)) {
             let Some(row) = kept(row, bad)? else { continue };
-            self.sink.row(row, origin)?;
+            push(self.sink, row, origin);
         }
         self.bytes = 0;
         self.sink.chunk(self.read, bad.is_clean())?;

@@ -159,27 +159,7 @@ impl Dataset {
         if self.grouped || self.shares.iter().all(|share| share.weight.is_none()) {
             return Ok(None);
         }
-        let n = self.examples.len();
-        if self.examples.in_memory().is_some() {
-            return Ok(Mixture::new(&self.shares, rows_of(&self.shares, &self.origins)));
-        }
-        // A token file has the rows of a source one after another: a binary search finds the end.
-        let mut rows: Vec<Vec<u32>> = vec![Vec::new(); self.shares.len()];
-        let mut first = 0;
-        for (source, rows) in rows.iter_mut().enumerate() {
-            let (mut end, mut after) = (first, n);
-            while end < after {
-                let middle = end + (after - end) / 2;
-                if source_of(&self.shares, self.origin(middle)?) <= source {
-                    end = middle + 1;
-                } else {
-                    after = middle;
-                }
-            }
-            *rows = (first as u32..end as u32).collect();
-            first = end;
-        }
-        Ok(Mixture::new(&self.shares, rows))
+        Ok(Mixture::new(&self.shares, rows_of(&self.shares, &self.all_origins()?)))
     }
 }
 

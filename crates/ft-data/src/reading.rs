@@ -87,6 +87,11 @@ impl Reading {
     pub(super) fn with(mut self, columns: &[String], skipped: &[(String, usize)]) -> Self {
         self.seen = columns.iter().cloned().collect();
         self.skipped = skipped.to_vec();
+        let has = |name: &str| self.seen.contains(name);
+        if self.layout.format == RowFormat::Preference && has("label") && has("completion") {
+            // As in `see`.
+            self.layout.answer.get_or_insert_with(|| "completion".to_string());
+        }
         self
     }
 

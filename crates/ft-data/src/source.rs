@@ -189,7 +189,29 @@ pub(crate) fn first_reading(
 }
 
 /// Ends the reading of a file; never shown.
-pub(crate) const ENOUGH: &str = "enough rows of this source";
+const ENOUGH: &str = "enough rows of this source";
+
+/// Passes the rows of these files of a source to `each`, with the index of their file, up to the limit of the source.
+///
+/// Errors: a file that cannot be read; or `each` stops the reading.
+pub(crate) fn limited(
+    source: &Source,
+    files: &[String],
+    each: &mut dyn FnMut(usize, Result<Row>) -> Result<()>,
+) -> Result<()> {
+    let mut left = source.limit.unwrap_or(usize::MAX);
+    for (index, path) in files.iter().enumerate() {
+        let read = read::read_rows(path, source.text_unit, &mut |row| {
+            left = left.checked_sub(1).ok_or_else(|| Error::new(ENOUGH))?;
+            each(index, row)
+        });
+        match read {
+            Err(e) if e.what() == ENOUGH => return Ok(()),
+            read => read?,
+        }
+    }
+    Ok(())
+}
 
 /// Passes each row of the sources to `each` with its file's layout and its origin; broken rows go to `bad`.
 ///
@@ -220,38 +242,26 @@ pub(crate) fn rows(
     let files = sources.iter().map(|source| source.files.len());
     let firsts = files.scan(0, |next, n| Some(std::mem::replace(next, *next + n)));
     for (source, first) in sources.iter().zip(firsts) {
-        let mut left = source.limit.unwrap_or(usize::MAX);
-        for (index, path) in source.files.iter().enumerate() {
-            if left == 0 {
-                break;
+        let mut open: Vec<Option<OpenFile>> = source.files.iter().map(|_| None).collect();
+        limited(source, &source.files, &mut |index, row| {
+            let row = match row {
+                Ok(row) => row,
+                Err(e) => return bad.add(e),
+            };
+            let open = &mut open[index];
+            if open.is_none() {
+                *open = OpenFile::new(source, &row, purpose, rules)?;
+                if let (Some(file), Some(screen)) = (&mut *open, screen) {
+                    file.reading.set_judges(screen.columns());
+                }
             }
-            let mut open: Option<OpenFile> = None;
-            let result = read::read_rows(path, source.text_unit, &mut |row| {
-                if left == 0 {
-                    return Err(Error::new(ENOUGH));
-                }
-                left -= 1;
-                let row = match row {
-                    Ok(row) => row,
-                    Err(e) => return bad.add(e),
-                };
-                if open.is_none() {
-                    open = OpenFile::new(source, &row, purpose, rules)?;
-                    if let (Some(file), Some(screen)) = (&mut open, screen) {
-                        file.reading.set_judges(screen.columns());
-                    }
-                }
-                match &mut open {
-                    Some(file) => file.row(row, (first + index) as u32, bad, &mut next),
-                    None => Ok(()),
-                }
-            });
-            match result {
-                Err(e) if e.what() == ENOUGH => {}
-                result => result?,
+            match open {
+                Some(file) => file.row(row, (first + index) as u32, bad, &mut next),
+                None => Ok(()),
             }
-            readings.extend(open.map(|file| (first + index, file.reading)));
-        }
+        })?;
+        let read = open.into_iter().enumerate();
+        readings.extend(read.filter_map(|(index, file)| Some((first + index, file?.reading))));
     }
     if let Some(screen) = screen {
         screened(screen, &mut waiting, bad, each)?;

@@ -10,11 +10,12 @@ use super::codec::{ChatRender, TextCodec};
 use super::dataset::{Dataset, Origin, Spec, Stats};
 use super::encode::Fitted;
 use super::faults::BadRows;
-use super::load::{self, InMemory, Sink};
+use super::layout::Purpose;
+use super::load::{self, InMemory};
 use super::order::{Length, StreamSpec};
 use super::pack::pack;
-use super::read::{self, Row};
-use super::source::{self, ENOUGH, Files, Source};
+use super::read::Row;
+use super::source::{self, Files, Source};
 use ft_base::rng::{Rng, Stream};
 use ft_base::{Error, Result, files, progress};
 use serde::{Deserialize, Serialize};
@@ -246,7 +247,7 @@ impl<'a> RowStream<'a> {
         let rows: Vec<Fitted> = load::encode(&spec, &encoder, &chunk, &mut bad)?;
         let mut found = InMemory::new(&spec);
         for (row, (_, _, origin)) in rows.into_iter().zip(chunk) {
-            found.row(row, origin)?;
+            load::push(&mut found, row, origin);
         }
         self.origins = std::mem::take(&mut found.origins);
         add(&mut self.counts, &found.stats);
@@ -293,38 +294,20 @@ fn read_ahead(sources: Vec<Source>, order: StreamSpec, epoch: u64, skip: u64) ->
         };
         let mut left = skip;
         for Part { source, files, first } in order.into_iter().map(|part| &parts[part]) {
-            let mut rows = source.limit.unwrap_or(usize::MAX);
-            for (index, path) in files.iter().enumerate() {
-                let file = first + index;
-                let mut open = true;
-                let read = read::read_rows(path, source.text_unit, &mut |row| {
-                    if rows == 0 {
-                        return Err(Error::new(ENOUGH));
-                    }
-                    rows -= 1;
-                    if left > 0 {
-                        left -= 1;
-                        return Ok(());
-                    }
-                    open = send.send((file, row)).is_ok();
-                    // Ends the reading; the error has no reader.
-                    if open {
-                        Ok(())
-                    } else {
-                        Err(Error::new("the stream has ended"))
-                    }
-                });
-                if !open {
-                    return;
+            let mut file = *first;
+            let read = source::limited(source, files, &mut |index, row| {
+                file = first + index;
+                if left > 0 {
+                    left -= 1;
+                    return Ok(());
                 }
-                match read {
-                    Err(e) if e.what() == ENOUGH => break,
-                    Err(e) => {
-                        let _ = send.send((file, Err(e)));
-                        return;
-                    }
-                    Ok(()) => {}
-                }
+                // Without a receiver the reading ends, and its error too.
+                let sent = send.send((file, row));
+                sent.map_err(|_| Error::new("the stream has ended"))
+            });
+            if let Err(e) = read {
+                let _ = send.send((file, Err(e)));
+                return;
             }
         }
     });
@@ -379,7 +362,7 @@ impl Dataset {
         text(&template.and_then(|t| t.identity()).unwrap_or_default());
         let mut readings = Vec::new();
         for (index, path) in spec.files().enumerate() {
-            readings.extend(spec.first_reading(index, &encoder)?);
+            readings.extend(spec.first_reading(index, Purpose::Learn, &encoder)?);
             let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy();
             text(&format!("{name} {}", files::size(Path::new(path))?));
         }

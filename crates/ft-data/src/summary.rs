@@ -1,8 +1,8 @@
 //! Rows of a data set as JSON, and statistics of its sources: rows, tokens, quantiles of lengths, a histogram.
 
-use super::batch::Example;
 use super::codec::TextCodec;
 use super::dataset::{Dataset, Spec};
+use super::examples::Measure;
 use super::mixture::source_of;
 use super::source;
 use ft_base::Result;
@@ -85,9 +85,9 @@ impl Summary {
         }
     }
 
-    fn add(&mut self, example: &Example) {
-        self.trained_tokens += example.trained.iter().filter(|t| **t).count() as u64;
-        self.lengths.push(example.ids.len());
+    fn add(&mut self, row: &Measure) {
+        self.trained_tokens += u64::from(row.trained);
+        self.lengths.push(row.length as usize);
     }
 
     /// Tokens of the rows that are used.
@@ -140,12 +140,12 @@ pub fn summaries(dataset: &Dataset) -> Result<Vec<Summary>> {
         out.push(Summary::new("all", stats.rows, stats.truncated_rows));
     }
     let last = out.len() - 1;
-    for (row, example) in dataset.examples.iter().enumerate() {
-        let example = example?;
+    let origins = dataset.all_origins()?;
+    for (row, origin) in dataset.examples.measures()?.iter().zip(&*origins) {
         if last > 0 {
-            out[source_of(&dataset.shares, dataset.origin(row)?)].add(&example);
+            out[source_of(&dataset.shares, *origin)].add(row);
         }
-        out[last].add(&example);
+        out[last].add(row);
     }
     out.iter_mut().for_each(|summary| summary.lengths.sort_unstable());
     Ok(out)

@@ -9,7 +9,7 @@ mod read;
 mod write;
 
 pub use allocation::Allocation;
-pub use keys::{Key, PREFIX, VERA, below, file_key, parse};
+pub use keys::{Key, PREFIX, VERA, below, file_key, parse, unwrapped, wrapped};
 
 use crate::{header, json_kind, read_json_object};
 use ft_base::{Error, Result, files, paths};
@@ -105,6 +105,8 @@ pub struct AdapterConfig {
     pub base_model_name_or_path: Option<String>,
     /// The revision of the base model.
     pub revision: Option<String>,
+    /// The base model is multimodal: its module names are those of the whole model. Not in the file.
+    pub multimodal: bool,
     /// `CAUSAL_LM`, `SEQ_CLS` and similar.
     pub task_type: Option<String>,
     /// `true`, `false` or a name: the initialization of A and B.
@@ -134,6 +136,7 @@ impl Default for AdapterConfig {
             layers_pattern: Vec::new(),
             base_model_name_or_path: None,
             revision: None,
+            multimodal: false,
             task_type: Some("CAUSAL_LM".into()),
             init_lora_weights: Value::Bool(true),
             peft_version: None,
@@ -382,6 +385,7 @@ impl AdapterConfig {
             layers_pattern: c.texts("layers_pattern")?,
             base_model_name_or_path: c.text("base_model_name_or_path")?,
             revision: c.text("revision")?,
+            multimodal: false,
             task_type: c.text("task_type")?,
             init_lora_weights: init,
             peft_version: c.text("peft_version")?,

@@ -52,15 +52,17 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
         same("vocab_size", number("vocab_size"), &name, rows)?;
         same("hidden_size", number("hidden_size"), &name, columns)?;
     }
-    if let Some((name, rows, _)) = matrix(in_first("mlp.gate_proj")) {
-        same("intermediate_size", number("intermediate_size"), &name, rows)?;
+    for part in ["mlp.gate_proj", "mlp.up_proj", "mlp.c_fc"] {
+        if let Some((name, rows, _)) = matrix(in_first(part)) {
+            same("intermediate_size", number("intermediate_size"), &name, rows)?;
+        }
     }
     if let Some((name, rows, _)) = matrix(in_first("mlp.gate_up_proj")) {
         same("intermediate_size", number("intermediate_size"), &name, rows / 2)?;
     }
     // The norm of q is over one head, or over all heads together.
     let query_rows = matrix(in_first("self_attn.q_proj")).map(|(_, rows, _)| rows);
-    let query_norm = in_first("self_attn.q_norm").and_then(|(n, s)| Some((n, *s.first()?)));
+    let query_norm = in_first("self_attn.q_norm").and_then(|(n, s)| Some((n, *s.last()?)));
     if let Some((name, size)) = query_norm.filter(|(_, size)| query_rows != Some(*size)) {
         same("head_dim", number("head_dim"), &name, size)?;
     }

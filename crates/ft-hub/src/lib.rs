@@ -34,7 +34,7 @@ mod settings;
 #[cfg(feature = "hub")]
 mod store;
 
-pub use select::{DatasetPart, select};
+pub use select::{DatasetPart, is_about_the_data, select};
 pub use settings::HubSettings;
 
 use ft_base::{Error, Result, paths};
@@ -258,13 +258,20 @@ fn check_revision(revision: &str) -> Result<()> {
 }
 
 /// File extensions of supported data files, those with the most structure first.
-const DATA_KINDS: [&str; 8] = ["parquet", "jsonl", "ndjson", "json", "csv", "tsv", "txt", "md"];
+const DATA_KINDS: [&str; 10] = [
+    "parquet", "arrow", "feather", "jsonl", "ndjson", "json", "csv", "tsv", "txt", "md",
+];
 
 /// The extension of a supported data file; a text file may be compressed.
 fn data_kind(path: &str) -> Option<&'static str> {
     let lower = path.to_lowercase();
     let inner = lower.strip_suffix(".gz").or(lower.strip_suffix(".zst"));
-    if inner.is_some_and(|inner| inner.ends_with(".parquet")) {
+    let binary = |inner: &str| {
+        [".parquet", ".arrow", ".feather"]
+            .iter()
+            .any(|kind| inner.ends_with(kind))
+    };
+    if inner.is_some_and(binary) {
         return None;
     }
     let lower = inner.unwrap_or(&lower);

@@ -89,8 +89,8 @@ fn stem(base: &str) -> &str {
     stem.trim_end_matches(|c: char| c.is_ascii_digit() || c == '-')
 }
 
-/// True for files that describe the data set.
-fn is_about_the_data(name: &str) -> bool {
+/// True for files that describe the data set, or that Hugging Face datasets derived from it.
+pub fn is_about_the_data(name: &str) -> bool {
     let base = name.rsplit('/').next().unwrap_or(name).to_lowercase();
     let cards = [
         "dataset_infos.json",
@@ -103,6 +103,8 @@ fn is_about_the_data(name: &str) -> bool {
     cards.contains(&base.as_str())
         || base.starts_with('.')
         || texts.iter().any(|text| base.starts_with(text))
+        // Results of `map` and `filter` in the cache of Hugging Face datasets.
+        || base.starts_with("cache-") && base.ends_with(".arrow")
         || name.split('/').any(|folder| folder.starts_with('.'))
 }
 
@@ -114,12 +116,7 @@ fn is_about_the_data(name: &str) -> bool {
 pub fn select(names: &[String], part: &DatasetPart) -> Result<Vec<String>> {
     let mut files: Vec<ListedFile> = names.iter().filter_map(|name| ListedFile::new(name)).collect();
     if files.is_empty() {
-        let error = Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", ")));
-        return Err(match names.iter().any(|name| name.ends_with(".arrow")) {
-            true => error
-                .hint("arrow files are not read: save the rows as parquet, with `to_parquet` of Hugging Face datasets"),
-            false => error,
-        });
+        return Err(Error::not_found("there are no data files").found(format!("no {} file", DATA_KINDS.join(", "))));
     }
     of_config(&mut files, part.config)?;
     let mut files = of_split(files, part.splits)?;
@@ -259,6 +256,27 @@ mod tests {
         parts
             .iter()
             .for_each(|part| assert!(e.contains(part), "no {part:?} in: {e}"));
+    }
+
+    #[test]
+    fn folders_of_hugging_face_datasets_have_splits() {
+        let names = [
+            "dataset_dict.json",
+            "test/data-00000-of-00001.arrow",
+            "train/data-00000-of-00002.arrow",
+            "train/data-00001-of-00002.arrow",
+            "train/dataset_info.json",
+            "train/state.json",
+        ];
+        assert_eq!(train(&names), names[2..4]);
+        assert_eq!(of(&names, None, &["test"]).unwrap(), names[1..2]);
+        let cached = [
+            "cache-0123.arrow",
+            "dataset_info.json",
+            "rows-test.arrow",
+            "rows-train-00000-of-00001.arrow",
+        ];
+        assert_eq!(train(&cached), cached[3..]);
     }
 
     #[test]

@@ -1,4 +1,5 @@
-// Gated linear units: y = act(gate) up, and dgate = dy up act'(gate), dup = dy act(gate).
+// Gated linear units: y = act(gate) up, and dgate = dy up act'(gate), dup = dy act(gate); the function alone: y = act(x),
+// and dx = dy act'(x).
 // Packs as in elementwise.cu.
 #include "common.cuh"
 
@@ -46,6 +47,13 @@ struct Gelu {
     }
 };
 
+struct Relu2 {
+    static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x * x; }
+    static __device__ __forceinline__ Curve curve(float x) {
+        return x < 0.0f ? Curve{0.0f, 0.0f} : Curve{x * x, 2.0f * x};
+    }
+};
+
 template <typename F, typename T>
 __device__ __forceinline__ void forward(const T* gate, const T* up, T* y, i64 n, i64 packs) {
     constexpr int V = Full<T>::V;
@@ -87,6 +95,35 @@ __device__ __forceinline__ void backward(const T* gate, const T* up, const T* dy
     }
 }
 
+template <typename F, typename T>
+__device__ __forceinline__ void alone(const T* x, T* y, i64 n, i64 packs) {
+    constexpr int V = Full<T>::V;
+    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
+    for (i64 i = first; i < packs; i += step) {
+        float p[V];
+        load<V>(x + i * V, p);
+#pragma unroll
+        for (int j = 0; j < V; j++) p[j] = F::value(p[j]);
+        store<V>(y + i * V, p);
+    }
+    for (i64 i = packs * V + first; i < n; i += step) narrow(F::value(widen(x[i])), y[i]);
+}
+
+template <typename F, typename T>
+__device__ __forceinline__ void alone_backward(const T* x, const T* dy, T* dx, i64 n, i64 packs) {
+    constexpr int V = Full<T>::V;
+    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
+    for (i64 i = first; i < packs; i += step) {
+        float p[V], d[V];
+        load<V>(x + i * V, p);
+        load<V>(dy + i * V, d);
+#pragma unroll
+        for (int j = 0; j < V; j++) p[j] = d[j] * F::curve(p[j]).slope;
+        store<V>(dx + i * V, p);
+    }
+    for (i64 i = packs * V + first; i < n; i += step) narrow(widen(dy[i]) * F::curve(widen(x[i])).slope, dx[i]);
+}
+
 #define GLU(NAME, F, T)                                                                                             \
     extern "C" __global__ void NAME##_forward_##T(const T* gate, const T* up, T* y, i64 n, i64 packs) { \
         forward<F, T>(gate, up, y, n, packs);                                                                       \
@@ -94,6 +131,12 @@ __device__ __forceinline__ void backward(const T* gate, const T* up, const T* dy
     extern "C" __global__ void NAME##_backward_##T(                                                                 \
         const T* gate, const T* up, const T* dy, T* dgate, T* dup, i64 n, i64 packs) {                              \
         backward<F, T>(gate, up, dy, dgate, dup, n, packs);                                                         \
+    }                                                                                                               \
+    extern "C" __global__ void NAME##_alone_forward_##T(const T* x, T* y, i64 n, i64 packs) {                       \
+        alone<F, T>(x, y, n, packs);                                                                                \
+    }                                                                                                               \
+    extern "C" __global__ void NAME##_alone_backward_##T(const T* x, const T* dy, T* dx, i64 n, i64 packs) {        \
+        alone_backward<F, T>(x, dy, dx, n, packs);                                                                  \
     }
 
 typedef float f32;
@@ -103,3 +146,5 @@ GLU(gelu_tanh, GeluTanh, f32)
 GLU(gelu_tanh, GeluTanh, bf16)
 GLU(gelu, Gelu, f32)
 GLU(gelu, Gelu, bf16)
+GLU(relu2, Relu2, f32)
+GLU(relu2, Relu2, bf16)

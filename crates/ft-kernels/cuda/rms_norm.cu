@@ -1,23 +1,7 @@
 // RMSNorm: y = x r w with r = 1 / sqrt(mean(x²) + eps), over rows of `size` elements; `one` is added to w (Gemma).
 //
-// "narrow" gives a row (a head) to 16 neighbouring lanes, "wide" gives it to a block. A row is read twice; the second
-// time it is still in the cache.
-#include "common.cuh"
-
-constexpr int LANES = 16;
-
-// The threads that share a row.
-template <bool WIDE>
-struct Team {
-    static __device__ __forceinline__ int lane() { return WIDE ? threadIdx.x : threadIdx.x % LANES; }
-    static __device__ __forceinline__ int count() { return WIDE ? blockDim.x : LANES; }
-    static __device__ __forceinline__ i64 row() {
-        return WIDE ? (i64)blockIdx.x : ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
-    }
-    static __device__ __forceinline__ float sum(float x, float* shared) {
-        return WIDE ? block_sum(x, shared) : lane_sum<LANES>(x);
-    }
-};
+// A row is read twice; the second time it is still in the cache.
+#include "norm.cuh"
 
 template <typename T, typename W, int V, bool WIDE>
 __device__ __forceinline__ void forward(const T* x, const W* w, T* y, i64 rows, int size, float eps, float one) {
@@ -97,13 +81,6 @@ __device__ __forceinline__ void backward(
         backward<T, W, V, WIDE>(x, w, dy, dx, inverse, rows, size, eps, one);                                      \
     }
 
-#define NORMS(T, W, V)                           \
-    NORM(wide_##T##_##W##_packed, T, W, V, true)    \
-    NORM(narrow_##T##_##W##_packed, T, W, V, false) \
-    NORM(wide_##T##_##W##_single, T, W, 1, true)    \
-    NORM(narrow_##T##_##W##_single, T, W, 1, false)
-
-typedef float f32;
 NORMS(f32, f32, 4)
 NORMS(f32, bf16, 4)
 NORMS(bf16, f32, 8)

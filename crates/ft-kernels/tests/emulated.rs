@@ -38,10 +38,12 @@ emulated! {
     cross_entropy_parts
     decode
     distill
+    eight_bit
     elementwise
     embedding
     glu
     kv_block
+    layer_norm
     optimizer
     pairs
     part
@@ -55,9 +57,10 @@ emulated! {
 }
 
 const PLAIN: &[&str] = &["-O2"];
+/// Little optimization, and lines without variables: compiling takes longer than running.
 const SANITIZED: &[&str] = &[
-    "-O1",
-    "-g",
+    "-Og",
+    "-g1",
     "-fno-omit-frame-pointer",
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",

@@ -56,10 +56,12 @@ impl Gpu {
                 self.compute.0, self.compute.1
             ));
         }
-        if let Some(toolkit) = toolkit.filter(|t| t / 1000 > self.driver / 1000) {
+        // candle's kernels are PTX of the toolkit, which an older driver refuses, also within a major version.
+        if let Some(toolkit) = toolkit.filter(|t| *t > self.driver) {
+            let needed = driver_of(toolkit).map_or(String::new(), |n| format!(" to {n} or newer"));
             problems.push(format!(
-                "the driver supports CUDA up to {}, this build uses {}: update the driver, or build with an older \
-                 toolkit",
+                "the driver supports CUDA up to {0}, this build uses {1}: update the driver{needed}, or build with CUDA {0} \
+                 or older",
                 version(self.driver),
                 version(toolkit)
             ));
@@ -71,6 +73,36 @@ impl Gpu {
 /// Formats `13000` as `13.0`.
 pub fn version(number: i32) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)
+}
+
+/// CUDA versions, and the first Linux driver for each (table 3 of the release notes of the CUDA toolkit).
+const DRIVERS: [(i32, &str); 10] = [
+    (12_000, "525.60.13"),
+    (12_010, "530.30.02"),
+    (12_020, "535.54.03"),
+    (12_030, "545.23.06"),
+    (12_040, "550.54.14"),
+    (12_050, "555.42.02"),
+    (12_060, "560.28.03"),
+    (12_080, "570.26"),
+    (12_090, "575.51.03"),
+    (13_000, "580.65.06"),
+];
+
+/// Returns the first driver for this CUDA version, if it is known.
+pub fn driver_of(toolkit: i32) -> Option<&'static str> {
+    DRIVERS
+        .iter()
+        .find(|(cuda, _)| *cuda == toolkit)
+        .map(|(_, driver)| *driver)
+}
+
+/// Returns the highest known CUDA version that a driver such as `550.54.15` supports.
+pub fn cuda_of(driver: &str) -> Option<i32> {
+    let numbers = |text: &str| -> Option<Vec<u32>> { text.split('.').map(|n| n.parse().ok()).collect() };
+    let installed = numbers(driver)?;
+    let older = |(_, first): &&(i32, &str)| numbers(first).is_some_and(|first| first <= installed);
+    DRIVERS.iter().rev().find(older).map(|(cuda, _)| *cuda)
 }
 
 /// True if this build can use NVIDIA GPUs.
@@ -198,8 +230,16 @@ mod tests {
             driver: 12040,
             cublas: 0,
         };
-        assert!(gpu.problems(None).is_empty() && gpu.problems(Some(12080)).is_empty());
-        assert!(gpu.problems(Some(13000))[0].contains("up to 12.4, this build uses 13.0"));
+        assert!(gpu.problems(None).is_empty() && gpu.problems(Some(12040)).is_empty());
+        let text = &gpu.problems(Some(13000))[0];
+        assert!(
+            text.contains("up to 12.4, this build uses 13.0") && text.contains("580.65.06"),
+            "{text}"
+        );
+        // A minor version is too much too.
+        assert!(gpu.problems(Some(12080))[0].contains("570.26 or newer, or build with CUDA 12.4"));
+        let cuda = ["550.54.15", "550.40", "580.159.04", "525.60.13", "470.82.01", "x"].map(cuda_of);
+        assert_eq!(cuda, [Some(12040), Some(12030), Some(13000), Some(12000), None, None]);
         gpu.compute = (7, 5);
         assert!(gpu.problems(None)[0].contains("7.5 is too old"));
     }

@@ -1,4 +1,4 @@
-//! Gated linear unit: `y = act(gate) · up`, elementwise, all `[N, I]` of one type.
+//! Gated linear unit: `y = act(gate) · up`, elementwise, all `[N, I]` of one type; and the function alone, `y = act(x)`.
 
 use super::cpu::glu as cpu;
 use super::cpu::storage::{expect_dims, floats, tensor, unwritten};
@@ -15,6 +15,8 @@ pub enum Activation {
     GeluTanh,
     /// `x Φ(x)` with the exact error function.
     Gelu,
+    /// `max(x, 0)²`
+    Relu2,
 }
 
 /// Computes `act(gate) · up` in the shape of gate.
@@ -63,13 +65,37 @@ pub fn backward_in_place(gate: Tensor, up: Tensor, dy: &Tensor, act: Activation)
     Ok((gate, up))
 }
 
+/// Computes `act(x)`.
+pub fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
+    on_gpu!(x, super::cuda::glu::activate(x, act));
+    let mut y = unwritten(x.elem_count());
+    floats(x, "x of an activation", |x| {
+        cpu::activate(x, act, &mut y);
+        Ok(())
+    })?;
+    tensor(y, x.shape())
+}
+
+/// Backward of `activate` for an x that is no longer needed: on the CPU dx overwrites it. x and dy must not share storage.
+pub fn activate_backward(x: Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
+    expect_dims(dy, "dy of an activation", x.dims())?;
+    on_gpu!(&x, super::cuda::glu::activate_backward(&x, dy, act));
+    with_slices(&x, dy, |x, dy| cpu::activate_backward(x, dy, act))?;
+    Ok(x)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::oracle::{assert_close, assert_same_on_any_threads, differences, flat, random};
     use candle_core::{Device, Var};
 
-    const ALL: [Activation; 3] = [Activation::Silu, Activation::GeluTanh, Activation::Gelu];
+    const ALL: [Activation; 4] = [
+        Activation::Silu,
+        Activation::GeluTanh,
+        Activation::Gelu,
+        Activation::Relu2,
+    ];
 
     /// `x / (1 + e^-2z)` with z the argument of the tanh; candle has no exact GELU with an exact derivative.
     fn composed(x: &Tensor, act: Activation) -> Tensor {
@@ -170,13 +196,17 @@ mod tests {
         let gate = Tensor::new(&[[-200f32, 200.0, -1e30, f32::NAN]], &Device::Cpu).unwrap();
         let one = gate.ones_like().unwrap();
         for act in ALL {
+            let (large, slope) = match act {
+                Activation::Relu2 => (40_000.0, 400.0),
+                _ => (200.0, 1.0),
+            };
             let y = flat(&forward(&gate, &one, act).unwrap());
             assert_eq!(y[0].abs(), 0.0, "{act:?}");
-            assert_eq!((y[1], y[2].abs()), (200.0, 0.0), "{act:?}");
+            assert_eq!((y[1], y[2].abs()), (large, 0.0), "{act:?}");
             assert!(y[3].is_nan());
             let (d, _) = backward(&gate, &one, &one, act).unwrap();
             let d = flat(&d);
-            assert_eq!((d[0].abs(), d[1], d[2].abs()), (0.0, 1.0, 0.0), "{act:?}");
+            assert_eq!((d[0].abs(), d[1], d[2].abs()), (0.0, slope, 0.0), "{act:?}");
             assert!(d[3].is_nan());
         }
     }
@@ -189,6 +219,25 @@ mod tests {
                 let (a, b) = backward(&gate, &up, &dy, act).unwrap();
                 vec![forward(&gate, &up, act).unwrap(), a, b]
             });
+        }
+    }
+
+    /// The function alone is a gated unit whose up is 1.
+    #[test]
+    fn alone_is_with_an_up_of_one() {
+        for act in ALL {
+            let (x, dy) = (random((40, 999), 7), random((40, 999), 9));
+            let one = x.ones_like().unwrap();
+            assert_eq!(
+                flat(&activate(&x, act).unwrap()),
+                flat(&forward(&x, &one, act).unwrap())
+            );
+            let want = flat(&backward(&x, &one, &dy, act).unwrap().0);
+            assert_eq!(
+                flat(&activate_backward(x.copy().unwrap(), &dy, act).unwrap()),
+                want,
+                "{act:?}"
+            );
         }
     }
 }

@@ -11,8 +11,12 @@ use super::update::with_slices;
 use candle_core::Tensor;
 use ft_base::Result;
 
+mod eight_bit;
 mod scaled;
 mod tensors;
+#[cfg(feature = "cuda")]
+pub(crate) use eight_bit::part;
+pub use eight_bit::{FEW, Products};
 pub use scaled::{CodeType, ProductType, ScaleType, ScaledData, ScaledKind};
 #[cfg(feature = "cuda")]
 pub(crate) use tensors::part_rows;

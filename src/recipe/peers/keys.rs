@@ -13,7 +13,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("fp16 float16 half fp16_full_eval fp16_opt_level half_precision_backend", "ft does not train in f16: use `model.dtype = \"bf16\"` (the same memory, no loss scaling) or `\"f32\"`"),
     ("bf16_full_eval", "evaluation uses `model.dtype`, like training"),
     ("tf32 cast_lm_head_to_fp32 upcast_layernorm upcast_lmhead_output upcast_modules fp32_norms fp32_norm_classes embeddings_skip_upcast float32_mixed_precision", "there is no key for this: sums, norms, the loss and optimizer states are always f32; `model.dtype` is the type of the weights"),
-    ("fp8 fp8_* load_in_fp8 float8_kv_cache", "ft has no fp8: `memory.frozen_weights = \"int8\"` stores frozen weights in as many bits"),
+    ("fp8 fp8_* load_in_fp8 float8_kv_cache", "ft has fp8 for products with frozen weights only, on a GPU: `memory.frozen_products = \"fp8\"`; `memory.frozen_weights = \"int8\"` stores them in as many bits"),
     ("use_cpu no_cuda device_map gpu_ids cuda model.device_map gpus n_gpu", "model.device"),
     ("train_from_scratch reinit_weights init_weights_randomly from_scratch", "model.init"),
     ("trust_remote_code auto_map", "there is no key for this: ft never runs code of a model directory"),

@@ -1,6 +1,7 @@
 //! Model, memory and data.
 
 use super::*;
+use crate::ops::quantized::Products;
 use crate::recipe::peers;
 use crate::source::policy::StorageRules;
 
@@ -58,6 +59,11 @@ section! {
         group_size: Option<usize> = "auto", "a whole row for `int8`, 64 for `int4`", in from(1);
         /// `nf4`: the scales of the blocks are stored in 8 bits.
         double_quantization: bool = true, "0.4 bits per weight less, as in QLoRA";
+        /// On a GPU: how products with frozen projections that are stored as int8 with one scale per row are computed, for
+        /// more than 8 tokens. `dequantized`: W is dequantized to `model.dtype`. `int8` and `fp8`: tensor cores multiply
+        /// W with activations and gradients in 8 bits, with one scale per token; faster, and each product has an error of 1 to
+        /// 5 %. `fp8` needs compute capability 8.9. With `frozen_weights = "auto"` the projections are stored as int8.
+        frozen_products: Products = "dequantized", "operands are rounded once at most, to `model.dtype`";
         /// Where inactive weights are stored: on the `device`, in the memory of the `host` (the same on a CPU), or on
         /// the `disk`. On the `disk` they are read layer by layer, and trained weights are stored in files of the run.
         /// Results are bit-identical.
@@ -85,7 +91,7 @@ section! {
 section! {
     /// The rows, their format, and the trained tokens.
     pub struct Data in "data" {
-        /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet, txt, md; also .gz and .zst), folders or patterns
+        /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet, arrow, txt, md; also .gz and .zst), folders or patterns
         /// such as `data/*.jsonl`, relative to the current directory; or a hub data set: `org/name`,
         /// `org/name:file.jsonl`. Not with `sources`.
         train: Vec<String>;
@@ -137,10 +143,13 @@ section! {
         /// trained again.
         overlap: usize = 1, "every token is trained once, and a piece repeats as little as possible", in from(1);
         /// Stores the tokens of the rows in files that runs share: rows are tokenized once, and need little memory. In
-        /// the stages `sft`, `pretrain` and `distill`.
+        /// all stages but `grpo` and `ppo`.
         cache: Option<bool> = "auto", "`true` if the data files have 16 MiB or more: tokenizing takes seconds below that";
         /// Directory of these files. They can be removed at any time between runs.
         cache_dir: Option<String> = "auto", "`.ft-tokens` beside the run directory";
+        /// Most bytes of these files. Beyond it the files of the data sets that no run used for the longest time are
+        /// removed when new ones are written; those of a run in progress stay.
+        cache_limit: Option<u64> = "auto", "half of the space that the files and the free part of the disk have together";
         /// Reads rows during training in place of before it, for data that is too large to tokenize first. Needs
         /// `train.max_steps`.
         streaming: bool = false, "an exact shuffle of all rows, a run by epochs, and all rows checked before the first step";
@@ -183,6 +192,7 @@ impl Memory {
             overrides: self.overrides.clone(),
             group_size: self.group_size,
             double_quantization: self.double_quantization,
+            products: self.frozen_products,
         }
     }
 
@@ -329,6 +339,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
             .hint(format!("unquantized weights are `{dtype}` here")),
         );
     }
+    check_products(s, faults);
     match memory.group_size {
         None | Some(128) => {}
         Some(64) if !memory.storages().any(|s| s == "int8") => {}
@@ -376,6 +387,49 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     }
 }
 
+/// Products of 8-bit operands need frozen weights that are stored as int8 with one scale per row, and a GPU.
+fn check_products(s: &Settings, faults: &mut Faults) {
+    let (memory, products) = (&s.memory, s.memory.frozen_products);
+    if products == Products::Dequantized {
+        return;
+    }
+    let mut refuse = |keys: &[KeyPath], found: String, hint: &str| {
+        let what = format!(
+            "`memory.frozen_products = \"{}\"` is not possible here",
+            products.name()
+        );
+        faults.add(keys, Error::usage(what).found(found).hint(hint));
+    };
+    if s.tune.method == Method::Full {
+        refuse(
+            &[Memory::frozen_products, TuneKeys::method],
+            "every weight is trained: `tune.method = \"full\"`".into(),
+            "train adapters, blocks or some layers; or remove it",
+        );
+    }
+    if s.model.device == "cpu" {
+        refuse(
+            &[Memory::frozen_products, Model::device],
+            "a run on the CPU".into(),
+            "remove it: the products of the CPU dequantize while they pack",
+        );
+    }
+    if !memory.storages().any(|storage| storage == "auto" || storage == "int8") {
+        refuse(
+            &[Memory::frozen_products, Memory::frozen_weights],
+            format!("weights that are stored as {}", memory.frozen_weights.name()),
+            "set `memory.frozen_weights = \"int8\"`",
+        );
+    }
+    if memory.group_size.is_some() {
+        refuse(
+            &[Memory::frozen_products, Memory::group_size],
+            "scales for groups of columns".into(),
+            "remove `memory.group_size`: a whole row shares a scale",
+        );
+    }
+}
+
 /// True if rows may be split.
 fn splits(s: &Settings) -> bool {
     match s.data.long {
@@ -407,14 +461,14 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
             .hint("use `truncate` or `drop`"),
         );
     }
-    if separate && data.cache == Some(true) {
+    if stage.is_rl() && data.cache == Some(true) {
         faults.add(
             &[Data::cache, Train::stage],
             Error::usage(format!(
                 "`data.cache = true` has no meaning with `train.stage = \"{}\"`",
                 stage.name()
             ))
-            .found("rows of pairs and prompts, which stay in memory")
+            .found("prompts, which stay in memory with all columns")
             .hint("remove it"),
         );
     }
@@ -474,6 +528,29 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
     }
 }
 
+/// True for the path of one data file on this machine: it has no configurations and splits.
+fn is_file(path: &String) -> bool {
+    let is_pattern = path.contains(['*', '?', '[', ':']);
+    !is_pattern && ft_data::source::is_data_file(path.as_ref())
+}
+
+/// The training files, as the reason why a key has no effect.
+fn files_of(data: &Data) -> String {
+    let paths: Vec<&String> = data.train_paths().collect();
+    let key = if data.train.is_empty() {
+        Data::sources
+    } else {
+        Data::train
+    };
+    format!("{key} = {paths:?}")
+}
+
+/// True for a data file that has columns: it is not a text.
+fn has_columns(path: &String) -> bool {
+    let name = path.trim_end_matches(".gz").trim_end_matches(".zst");
+    ft_data::source::is_data_file(path.as_ref()) && ![".txt", ".md"].iter().any(|kind| name.ends_with(kind))
+}
+
 /// The setting because of which a key has no effect.
 pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
     let (model, memory, data) = (&s.model, &s.memory, &s.data);
@@ -492,13 +569,20 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         Memory::double_quantization if !stored(&["auto", "nf4"]) && s.distill.teacher_weights != FrozenWeights::Nf4 => {
             frozen()
         }
+        Data::config | Data::split | Data::revision if data.has_train() && data.train_paths().all(is_file) => {
+            Some(files_of(data))
+        }
+        Data::eval_split if data.eval.iter().all(is_file) => Some(format!("data.eval = {:?}", data.eval)),
+        Data::text_unit if data.has_train() && data.train_paths().chain(&data.eval).all(has_columns) => {
+            Some(files_of(data))
+        }
         Data::shuffle_window if !data.streaming => Some("data.streaming = false".into()),
         Data::overlap if !splits(s) => Some(match data.long {
             Long::Auto => Data::format.is(data.format.name()),
             long => Data::long.is(long.name()),
         }),
-        Data::cache_dir if data.cache == Some(false) => Some("data.cache = false".into()),
-        Data::cache_dir if data.streaming => Some("data.streaming = true".into()),
+        Data::cache_dir | Data::cache_limit if data.cache == Some(false) => Some("data.cache = false".into()),
+        Data::cache_dir | Data::cache_limit if data.streaming => Some("data.streaming = true".into()),
         Data::packing_length if !data.packing => Some("data.packing = false".into()),
         Data::train_on if data.train_on == TrainOn::All => None,
         Data::train_on if s.train.stage == Stage::Pretrain => Some(Train::stage.is("pretrain")),

@@ -26,7 +26,7 @@ pub(super) fn check(recipe: &Recipe, model: &setup::ModelDir, train: &Dataset) -
         None => {
             let opened = teacher::open(recipe, model)?;
             match recipe.distill.alignment {
-                Alignment::None => opened.check_rows(train),
+                Alignment::None => opened.check_rows(train, model.spec.vocab),
                 // Its rows are tokenized again, with its tokenizer.
                 Alignment::Uld | Alignment::Gold => Ok(()),
             }

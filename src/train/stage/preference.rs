@@ -66,12 +66,14 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     if recipe.train.stage == recipe::Stage::Reward {
         let spec = setting.spec;
         if !spec.has_classifier() {
-            return Err(Error::new(
-                "transformers has no sequence classifier of this family: the reward model could not be saved",
-            )
-            .at("train.stage")
-            .found(&spec.model_type)
-            .hint("train the reward model from another family; it may judge answers of this one"));
+            let reason = match spec.multimodal {
+                true => "a reward model from a multimodal model is not supported: ft writes text-only classifiers",
+                false => "transformers has no sequence classifier of this family: the reward model could not be saved",
+            };
+            return Err(Error::new(reason)
+                .at("train.stage")
+                .found(&spec.model_type)
+                .hint("train the reward model from another family; it may judge answers of this one"));
         }
         let reward = Reward::new(
             spec.hidden,

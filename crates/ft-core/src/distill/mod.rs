@@ -160,15 +160,16 @@ impl Objective for Distill {
             HeadWeight::Whole(w) => w.dense()?.dim(0)?,
             HeadWeight::Streamed(head) => head.rows,
         };
-        let options = |teacher: usize| ops::Options {
+        let options = |chunk: usize| ops::Options {
             beta: self.terms.beta,
             temperature: self.terms.temperature,
             alpha: self.terms.alpha,
-            chunk: Self::chunk_for(vocab, teacher, need.dw, h.device().is_cuda()),
+            chunk,
             scale: need.scale,
             need_dh: need.dh,
             need_dw: need.dw,
         };
+        let chunk_for = |teacher| Self::chunk_for(vocab, teacher, need.dw, h.device().is_cuda());
         let out = with_matrix(&head.weight, |matrix| {
             let student = Side {
                 h,
@@ -180,7 +181,8 @@ impl Objective for Distill {
                     let top = rows.of(batch)?;
                     let common = rows.common();
                     let other = ops::Teacher::Stored { top: &top, common };
-                    ops::forward_backward(&student, &other, &batch.targets, &options(0), step_stats)
+                    let options = options(chunk_for(0));
+                    ops::forward_backward(&student, &other, &batch.targets, &options, step_stats)
                 }
                 Teacher::Aligned(other) => {
                     let teacher = other.live.network.spec.vocab;
@@ -188,13 +190,7 @@ impl Objective for Distill {
                     let chunk = CausalLm::chunk_for(2 * (vocab + teacher), need.dw, h.device().is_cuda());
                     let options = AlignedOptions {
                         comparison: Comparison::Sorted,
-                        beta: self.terms.beta,
-                        temperature: self.terms.temperature,
-                        alpha: self.terms.alpha,
-                        chunk,
-                        scale: need.scale,
-                        need_dh: need.dh,
-                        need_dw: need.dw,
+                        common: options(chunk),
                     };
                     other.evaluate(&student, batch, options, step_stats)
                 }
@@ -207,7 +203,7 @@ impl Objective for Distill {
                             head: matrix,
                             softcap: head.softcap,
                         };
-                        let options = options(live.network.spec.vocab);
+                        let options = options(chunk_for(live.network.spec.vocab));
                         ops::forward_backward(
                             &student,
                             &ops::Teacher::Live(side),

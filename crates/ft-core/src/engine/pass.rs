@@ -258,7 +258,7 @@ impl<'a> Pass<'a> {
         let need_dx = lowest < layers || active.lowest() == Group::Embedding;
         let at_the_end = Need {
             dw: sink.wants(&head.name) || network.tokens.iter().any(|t| t.table == head.name && t.wanted(sink)),
-            ..need(need_dx || sink.wants(&norm.name))
+            ..need(need_dx || norm.wanted(sink))
         };
         let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, step_stats)?;
         if let Some(sums) = step_stats.known().filter(|s| !s.loss.is_finite()) {
@@ -288,10 +288,7 @@ impl<'a> Pass<'a> {
             }
         }
         let Some(dh) = out.dh.take() else { return Ok(()) };
-        let (mut dx, dw) = network.normalize_backward(&norm, &x, &dh, sink.wants(&norm.name))?;
-        if let Some(dw) = dw {
-            sink.take(&norm, dw)?;
-        }
+        let mut dx = norm.backward(&x, &dh, &network.spec, sink)?;
         drop((x, dh));
 
         // Backward, down to the lowest active layer.

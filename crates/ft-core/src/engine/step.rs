@@ -132,6 +132,7 @@ impl Engine {
     ) -> Result<Self> {
         let TrainableNetwork { mut network, mut store } = model;
         network.mlp_tokens = strategy.mlp_tokens;
+        network.products = strategy.storage.products();
         network.objective_params = objective.params();
         if let Some(copies) = &strategy.packed_copies {
             store = Arc::new(Prepacking::new(store, copies.clone(), first.names()));

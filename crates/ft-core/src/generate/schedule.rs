@@ -85,7 +85,7 @@ impl<'a> Schedule<'a> {
                 &policy.network.spec,
                 limits.kv_cache,
                 &policy.network.device,
-                policy.network.final_norm()?.tensor.dtype(),
+                policy.network.dtype()?,
             ),
             nodes: tree.nodes.iter().map(|_| PrefixState::Out).collect(),
             users: tree.nodes.iter().map(|n| n.users).collect(),

@@ -54,7 +54,12 @@ pub fn adapter_over(
     let mut tensors: Vec<(String, Tensor)> = Vec::new();
     for (module, adapter) in adapters {
         check(config, module, adapter)?;
-        tensors.extend(adapter.parts().into_iter().map(|p| (file_key(&p.name), p.tensor)));
+        tensors.extend(
+            adapter
+                .parts()
+                .into_iter()
+                .map(|p| (file_key(&config.name_in_file(&p.name)), p.tensor)),
+        );
     }
     let shared = adapters.values().find_map(|a| match &**a {
         Adapter::Vera(vera) => Some(&vera.shared),
@@ -64,7 +69,11 @@ pub fn adapter_over(
         let pair = [shared.a.clone(), shared.b.clone()];
         tensors.extend(VERA.into_iter().map(String::from).zip(pair));
     }
-    tensors.extend(whole.iter().map(|(name, t)| (file_key(name), t.clone())));
+    tensors.extend(
+        whole
+            .iter()
+            .map(|(name, t)| (file_key(&config.name_in_file(name)), t.clone())),
+    );
 
     let list: Vec<TensorPlan> = tensors
         .iter()
@@ -204,6 +213,7 @@ fn readme(c: &AdapterConfig, modules: usize) -> String {
     let size = if size.is_empty() { "On".to_string() } else { size };
     let (class, labels) = match c.task_type.as_deref() {
         Some(SEQUENCE_CLASSIFIER) => ("AutoModelForSequenceClassification", ", num_labels=1"),
+        _ if c.multimodal => ("AutoModelForImageTextToText", ""),
         _ => ("AutoModelForCausalLM", ""),
     };
     format!(

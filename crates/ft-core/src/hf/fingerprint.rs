@@ -299,6 +299,12 @@ fn computes(s: &Spec) -> String {
     if (s.logit_scale, s.residual_scale) != (1.0, 1.0) {
         out.push_str(&format!(" logits {:?} residual {:?}", s.logit_scale, s.residual_scale));
     }
+    if let Some(params) = s.layer_norm {
+        out.push_str(&format!(" layer_norm {params:?}"));
+    }
+    if s.parallel {
+        out.push_str(" parallel");
+    }
     for layer in &s.layers {
         out.push_str(&format!(" layer {:?} {}", layer.window, layer.rope));
     }

@@ -3,7 +3,7 @@
 use super::build::{self, LinearTensors};
 use super::classifier::SCORE;
 use crate::base::{Error, Result, files};
-use crate::formats::adapter::{self, AdapterConfig, Key};
+use crate::formats::adapter::{self, AdapterConfig, Key, unwrapped};
 use crate::formats::weights::Weights;
 use crate::formats::{header, index};
 use crate::model::{Adapters, Spec, spec};
@@ -40,7 +40,15 @@ pub struct LoadedAdapter {
 /// Any error of `AdapterConfig::load`; a pickle beside the weights; and, in one error, every tensor that is missing,
 /// unexpected, of another shape or rank, on a module that the model does not have, or not finite.
 pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
-    let config = AdapterConfig::load(dir)?;
+    let mut config = AdapterConfig::load(dir)?;
+    config.multimodal = spec.multimodal;
+    let own = |name: String| if spec.multimodal { unwrapped(&name) } else { name };
+    if let adapter::AdapterKind::Adalora(allocation) = &mut config.kind {
+        for (module, _) in &mut allocation.kept {
+            *module = own(std::mem::take(module));
+        }
+    }
+    let config = config;
     refuse_pickles(dir)?;
     let path = dir.join(adapter::WEIGHTS);
     let weights = Weights::open_file(&path)?;
@@ -63,7 +71,12 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
         if adapter::VERA.contains(&name) && matches!(config.kind, adapter::AdapterKind::Vera { .. }) {
             continue;
         }
-        match adapter::parse(name, &config.kind, config.use_dora) {
+        let key = adapter::parse(name, &config.kind, config.use_dora).map(|key| match key {
+            Key::Of(module, below) => Key::Of(own(module), below),
+            Key::Rows(module) => Key::Rows(own(module)),
+            Key::Whole(parameter) => Key::Whole(own(parameter)),
+        });
+        match key {
             Some(Key::Of(module, below)) => {
                 if let Some(first) = found.entry(module).or_default().insert(below, name.to_string()) {
                     faults.push(format!("{name}: the same tensor as {first}"));
@@ -153,7 +166,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             adapters.insert(module.clone(), Arc::new(adapter));
         }
     }
-    for site in targets::matching(&unsaved(&config, &sites), &choice(&config))? {
+    for site in chosen_by(&config, &sites, &|sites| targets::matching(sites, &choice(&config)))? {
         if !found.contains_key(&site.module) {
             faults.push(format!(
                 "{}: a target of the config, but its tensors are missing",
@@ -199,6 +212,25 @@ pub fn choice(config: &AdapterConfig) -> TargetSelection<'_> {
         exclude: config.exclude_modules.as_ref(),
         layers: config.layers_to_transform.as_deref(),
     }
+}
+
+/// The sites outside `modules_to_save` that `choose` selects by their names in the model that PEFT loads.
+pub fn chosen_by(
+    config: &AdapterConfig,
+    sites: &[Site],
+    choose: &dyn Fn(&[Site]) -> Result<Vec<Site>>,
+) -> Result<Vec<Site>> {
+    let open = unsaved(config, sites);
+    let named: Vec<Site> = open
+        .iter()
+        .map(|site| Site {
+            module: config.name_in_file(&site.module),
+            ..site.clone()
+        })
+        .collect();
+    let chosen = choose(&named)?;
+    let kept = named.iter().zip(open).filter(|(named, _)| chosen.contains(named));
+    Ok(kept.map(|(_, site)| site).collect())
 }
 
 /// The sites outside `modules_to_save`: modules that are saved whole never have an adapter.
@@ -300,7 +332,7 @@ fn refuse_pickles(dir: &Path) -> Result<()> {
 /// # Errors
 /// A pattern of `rank_pattern` is not a regular expression.
 pub fn rank_of(config: &AdapterConfig, module: &str) -> Result<usize> {
-    Ok(*targets::of_pattern(&config.rank_pattern, module)?.unwrap_or(&config.r))
+    Ok(*targets::of_pattern(&config.rank_pattern, &config.name_in_file(module))?.unwrap_or(&config.r))
 }
 
 /// Alpha of a module: its entry in `alpha_pattern`, else `lora_alpha`.
@@ -308,5 +340,5 @@ pub fn rank_of(config: &AdapterConfig, module: &str) -> Result<usize> {
 /// # Errors
 /// A pattern of `alpha_pattern` is not a regular expression.
 pub fn alpha_of(config: &AdapterConfig, module: &str) -> Result<f64> {
-    Ok(*targets::of_pattern(&config.alpha_pattern, module)?.unwrap_or(&config.lora_alpha))
+    Ok(*targets::of_pattern(&config.alpha_pattern, &config.name_in_file(module))?.unwrap_or(&config.lora_alpha))
 }

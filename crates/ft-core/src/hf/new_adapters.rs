@@ -1,7 +1,7 @@
 //! New adapters for a model: which linears get one, its kind and its initial values, and the other parameters that train
 //! with it.
 
-use super::load_adapter::{alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
+use super::load_adapter::{alpha_of, choice, chosen_by, rank_of, row_tables, saved_whole};
 use crate::base::{Error, Result, suggest};
 use crate::formats::adapter::{AdapterConfig, AdapterKind, Allocation, Targets};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
@@ -102,10 +102,13 @@ pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: 
 pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
     let all = spec.sites();
     let mut config = config_of(lora, base)?;
-    let open = unsaved(&config, &all);
-    let chosen = select(&open, &choice(&config))?;
-    targets::check_pattern(&config.rank_pattern, &chosen, "LoraConfig::rank_pattern")?;
-    targets::check_pattern(&config.alpha_pattern, &chosen, "LoraConfig::alpha_pattern")?;
+    config.multimodal = spec.multimodal;
+    let chosen = chosen_by(&config, &all, &|sites| {
+        let chosen = select(sites, &choice(&config))?;
+        targets::check_pattern(&config.rank_pattern, &chosen, "LoraConfig::rank_pattern")?;
+        targets::check_pattern(&config.alpha_pattern, &chosen, "LoraConfig::alpha_pattern")?;
+        Ok(chosen)
+    })?;
     let warnings = check_ranks(&config, &chosen)?;
     settle_targets(&mut config, &chosen);
     let shared = match config.kind {
@@ -251,6 +254,19 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
     })
 }
 
+/// The modules with these names in the language model of a multimodal model, as a regular expression: the other parts
+/// have modules of the same names.
+fn language_model(names: &[String], layers: Option<Vec<usize>>) -> String {
+    let layers = match layers {
+        Some(layers) => layers.iter().map(usize::to_string).collect::<Vec<_>>().join("|"),
+        None => "[0-9]+".to_string(),
+    };
+    // A name may start anywhere in the path: `q_proj`, `layers.0.mlp.up_proj`.
+    let names: Vec<String> = names.iter().map(|name| name.replace('.', "\\.")).collect();
+    let names = names.join("|");
+    format!(r"(?=model\.language_model\.layers\.(?:{layers})\.)(?:.*\.)?(?:{names})")
+}
+
 /// Replaces `all-linear` by the module names of this model: other loaders may match more modules with it.
 fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
     if config.target_modules == Targets::AllLinear {
@@ -259,6 +275,9 @@ fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
         names.sort();
         names.dedup();
         config.target_modules = Targets::List(names);
+    }
+    if let (true, Targets::List(names)) = (config.multimodal, &config.target_modules) {
+        config.target_modules = Targets::Pattern(language_model(names, config.layers_to_transform.take()));
     }
     if let AdapterKind::Ia3 { feedforward } = &mut config.kind {
         // PEFT requires that the feed-forward modules are among the targets.

@@ -5,18 +5,20 @@
 //! x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))                             with h = [norm] x1
 //! ```
 //!
-//! Norms in brackets exist in some families only; Granite multiplies what is added to x and x1 by a constant.
+//! Norms in brackets exist in some families only; Granite multiplies what is added to x and x1 by a constant. If the
+//! halves are parallel, both read the same h = [norm] x.
 
 pub mod memory;
 
-use super::contracts::{Context, GradSink, KvStore, Layer, Param};
+use super::contracts::{Context, GradSink, KvStore, Layer};
 use super::linear::Linear;
 use super::mlp::SavedPieces;
+use super::norm::Norm;
 use super::projections::{Projections, SavedLow, add_residual};
 use super::spec::{LayerSpec, Spec};
 use crate::base::{Error, Result};
 use crate::ops::rope::Direction;
-use crate::ops::{attention, rms_norm, rope, update};
+use crate::ops::{attention, rope, update};
 use crate::source::GroupWeights;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -34,21 +36,21 @@ pub struct Block {
     /// The output projection of the attention.
     pub o_proj: Projections,
     /// Norm of each query head, if the family has it.
-    pub q_norm: Option<Param>,
+    pub q_norm: Option<Norm>,
     /// Norm of each key head, if the family has it.
-    pub k_norm: Option<Param>,
-    /// gate and up.
+    pub k_norm: Option<Norm>,
+    /// gate and up, or up alone.
     pub mlp_in: Projections,
     /// The output projection of the MLP.
     pub down_proj: Projections,
     /// The norm before the attention, if the family has it.
-    pub input_norm: Option<Param>,
+    pub input_norm: Option<Norm>,
     /// The norm after the attention, if the family has it.
-    pub attention_post_norm: Option<Param>,
+    pub attention_post_norm: Option<Norm>,
     /// The norm before the MLP, if the family has it.
-    pub mlp_norm: Option<Param>,
+    pub mlp_norm: Option<Norm>,
     /// The norm after the MLP, if the family has it.
-    pub mlp_post_norm: Option<Param>,
+    pub mlp_post_norm: Option<Norm>,
 }
 
 /// Saved activations of the attention half.
@@ -69,8 +71,8 @@ struct SavedAttention {
 /// Saved activations of a block, `[N, ·]`. The outputs of its norms and of the gate are cheap to recompute.
 pub struct SavedActivations {
     attention: SavedAttention,
-    /// The residual stream between the halves.
-    x1: Tensor,
+    /// The residual stream between the halves; `None`: they are parallel.
+    x1: Option<Tensor>,
     /// gate and up of each piece of the tokens.
     parts: SavedPieces,
 }
@@ -86,18 +88,19 @@ impl Block {
             .collect()
     }
 
-    pub(super) fn norm(&self, w: &Param, x: &Tensor) -> Result<Tensor> {
-        rms_norm::forward(x, &w.tensor, self.spec.norm_eps, self.spec.norm_plus_one)
+    pub(super) fn norm(&self, norm: &Norm, x: &Tensor) -> Result<Tensor> {
+        norm.forward(x, &self.spec)
     }
 
-    /// Backward of a norm: passes the weight's gradient to the sink, returns `∂x`.
-    pub(super) fn norm_backward(&self, w: &Param, x: &Tensor, dy: &Tensor, sink: &mut dyn GradSink) -> Result<Tensor> {
-        let need_dw = sink.wants(&w.name);
-        let (dx, dw) = rms_norm::backward(x, &w.tensor, dy, self.spec.norm_eps, self.spec.norm_plus_one, need_dw)?;
-        if let Some(dw) = dw {
-            sink.take(w, dw)?;
-        }
-        Ok(dx)
+    /// Backward of a norm: passes the gradients of its parameters to the sink, returns `∂x`.
+    pub(super) fn norm_backward(
+        &self,
+        norm: &Norm,
+        x: &Tensor,
+        dy: &Tensor,
+        sink: &mut dyn GradSink,
+    ) -> Result<Tensor> {
+        norm.backward(x, dy, &self.spec, sink)
     }
 
     fn norm_follows_rope(&self) -> bool {
@@ -127,9 +130,9 @@ impl Block {
     }
 
     /// The input of a half after its norm, if it has one.
-    pub(super) fn normed(&self, w: &Option<Param>, x: &Tensor) -> Result<Tensor> {
-        match w {
-            Some(w) => self.norm(w, x),
+    pub(super) fn normed(&self, norm: &Option<Norm>, x: &Tensor) -> Result<Tensor> {
+        match norm {
+            Some(norm) => self.norm(norm, x),
             None => Ok(x.clone()),
         }
     }
@@ -137,15 +140,29 @@ impl Block {
     /// Backward of `normed`.
     pub(super) fn normed_backward(
         &self,
-        w: &Option<Param>,
+        norm: &Option<Norm>,
         x: &Tensor,
         dy: Tensor,
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
-        match w {
-            Some(w) => self.norm_backward(w, x, &dy, sink),
+        match norm {
+            Some(norm) => self.norm_backward(norm, x, &dy, sink),
             None => Ok(dy),
         }
+    }
+
+    /// What the MLP reads: x1, or if the halves are parallel (`None`), what the attention reads.
+    fn mlp_input(&self, x: &Tensor, x1: Option<&Tensor>) -> Result<Tensor> {
+        match x1 {
+            Some(x1) => Ok(x1.clone()),
+            None => self.normed(&self.input_norm, x),
+        }
+    }
+
+    /// The MLP half after the attention half.
+    fn mlp_after(&self, x: &Tensor, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, SavedPieces)> {
+        let input = self.mlp_input(x, Some(x1).filter(|_| !self.spec.parallel))?;
+        self.mlp(&input, x1, ctx, keep)
     }
 
     /// The gradient of the output of a half, before its factor.
@@ -211,7 +228,7 @@ impl Block {
     /// Decoding: as `forward`, with the KV cache of earlier tokens.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
         let x1 = self.attention(x, ctx, Some(cache))?.0;
-        Ok(self.mlp(&x1, ctx, false)?.0)
+        Ok(self.mlp_after(x, &x1, ctx, false)?.0)
     }
 
     fn attention_wanted(&self, sink: &dyn GradSink) -> bool {
@@ -223,14 +240,15 @@ impl Block {
         ];
         self.attention_in.wanted(sink)
             || self.o_proj.wanted(sink)
-            || norms.into_iter().flatten().any(|n| sink.wants(&n.name))
+            || norms.into_iter().flatten().any(|norm| norm.wanted(sink))
     }
 
+    /// `d_shared`: the gradient of the MLP at the output of the norm that both halves read.
     fn attention_backward(
         &self,
         x: &Tensor,
         saved: SavedAttention,
-        dx1: Tensor,
+        (dx1, d_shared): (Tensor, Option<Tensor>),
         ctx: &Context,
         need_dx: bool,
         sink: &mut dyn GradSink,
@@ -245,11 +263,11 @@ impl Block {
             y,
             low: [low_in, low_out],
         } = saved;
-        let need_dh = need_dx || self.input_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
+        let need_dh = need_dx || self.input_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let qk_wanted = [&self.q_norm, &self.k_norm]
             .into_iter()
             .flatten()
-            .any(|n| sink.wants(&n.name));
+            .any(|norm| norm.wanted(sink));
         let need_do = need_dh || qk_wanted || self.attention_in.wanted(sink);
         let d_out = match (&self.attention_post_norm, &y) {
             (Some(norm), Some(y)) => self.norm_backward(norm, y, &dx1, sink)?,
@@ -288,6 +306,9 @@ impl Block {
             .backward(h.as_ref(), low_in, vec![dq, dk, dv], ctx, need_dh, sink)?;
         drop(h);
         let Some(dh) = dh else { return Ok(None) };
+        if let Some(d_shared) = d_shared {
+            update::add_assign(&dh, &d_shared)?;
+        }
         let dx = self.normed_backward(&self.input_norm, x, dh, sink)?;
         update::add_assign(&dx, &dx1)?;
         Ok(need_dx.then_some(dx))
@@ -299,12 +320,13 @@ impl Layer for Block {
 
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let x1 = self.attention(x, ctx, None)?.0;
-        Ok(self.mlp(&x1, ctx, false)?.0)
+        Ok(self.mlp_after(x, &x1, ctx, false)?.0)
     }
 
     fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SavedActivations)> {
         let (x1, attention) = self.attention(x, ctx, None)?;
-        let (y, parts) = self.mlp(&x1, ctx, true)?;
+        let (y, parts) = self.mlp_after(x, &x1, ctx, true)?;
+        let x1 = Some(x1).filter(|_| !self.spec.parallel);
         Ok((y, SavedActivations { attention, x1, parts }))
     }
 
@@ -321,17 +343,27 @@ impl Layer for Block {
             Some(saved) => (saved.x1, saved.attention, saved.parts),
             None => {
                 let (x1, attention) = self.attention(x, ctx, None)?;
-                (x1, attention, SavedPieces::new())
+                (Some(x1).filter(|_| !self.spec.parallel), attention, SavedPieces::new())
             }
         };
         // If no parameter in or below the attention half is trained, its activations are dropped.
         let attention_needed = need_dx || self.attention_wanted(sink);
         let attention = attention_needed.then_some(attention);
-        let dx1 = self.mlp_backward(&x1, parts, dy, ctx, attention_needed, sink)?;
+        let need_input = match x1 {
+            Some(_) => attention_needed,
+            None => need_dx || self.input_norm.as_ref().is_some_and(|norm| norm.wanted(sink)),
+        };
+        let input = self.mlp_input(x, x1.as_ref())?;
         drop(x1);
-        match (attention, dx1) {
-            (Some(saved), Some(dx1)) => self.attention_backward(x, saved, dx1, ctx, need_dx, sink),
-            _ => Ok(None),
+        let d_input = self.mlp_backward(&input, parts, &dy, ctx, need_input, sink)?;
+        drop(input);
+        let Some(saved) = attention else { return Ok(None) };
+        if self.spec.parallel {
+            return self.attention_backward(x, saved, (dy, d_input), ctx, need_dx, sink);
         }
+        let Some(dx1) = d_input else { return Ok(None) };
+        update::add_assign(&dx1, &dy)?;
+        drop(dy);
+        self.attention_backward(x, saved, (dx1, None), ctx, need_dx, sink)
     }
 }

@@ -1,4 +1,5 @@
-//! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with `h = [norm] x1`.
+//! The MLP half of a block: `x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))` with `h = [norm] x`, or without a
+//! gate `x2 = x1 + [norm] down_proj(act(up_proj(h)))`. x is x1, unless the halves are parallel.
 //!
 //! The MLP handles tokens independently, so it can process them in pieces: of the wide tensors `[N, I]` (gate, up,
 //! their product, its gradient) only one piece exists at a time. Outputs and input gradients are bit-equal.
@@ -15,7 +16,7 @@ use candle_core::Tensor;
 
 /// Saved activations of a piece.
 pub(super) struct SavedPiece {
-    /// gate and up
+    /// gate and up, or up alone
     parts: Vec<Tensor>,
     /// u of the LoRA pairs of gate and up, and of down if no norm follows it.
     low: [SavedLow; 2],
@@ -43,28 +44,50 @@ impl Needs {
 }
 
 impl Block {
-    /// `[N, D]` to `[N, D]`; also returns gate and up if `keep`.
-    pub(super) fn mlp(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, SavedPieces)> {
+    /// The product of gate and up after the activation, `[N, I]`.
+    fn activated(&self, parts: &[Tensor]) -> Result<Tensor> {
+        match parts {
+            [up] => glu::activate(up, self.spec.activation),
+            [gate, up] => glu::forward(gate, up, self.spec.activation),
+            _ => Err(Error::internal("an MLP needs one or two projections")),
+        }
+    }
+
+    /// Backward of `activated`.
+    fn activated_backward(&self, parts: Vec<Tensor>, dm: &Tensor) -> Result<Vec<Tensor>> {
+        let mut parts = parts.into_iter();
+        match (parts.next(), parts.next()) {
+            (Some(up), None) => Ok(vec![glu::activate_backward(up, dm, self.spec.activation)?]),
+            (Some(gate), Some(up)) => {
+                let (d_gate, d_up) = glu::backward_in_place(gate, up, dm, self.spec.activation)?;
+                Ok(vec![d_gate, d_up])
+            }
+            _ => Err(Error::internal("an MLP needs one or two projections")),
+        }
+    }
+
+    /// Input x and residual stream x1, `[N, D]` each, to `[N, D]`; also returns gate and up if `keep`.
+    pub(super) fn mlp(&self, x: &Tensor, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, SavedPieces)> {
         let all = pieces(x1.dims()[0], ctx.mlp_tokens);
         if all.len() == 1 {
-            let (y, parts) = self.mlp_piece(x1, ctx, keep)?;
+            let (y, parts) = self.mlp_piece(x, x1, ctx, keep)?;
             return Ok((y, parts.into_iter().collect()));
         }
         let y = update::zeros(x1.shape(), x1.dtype(), x1.device())?;
         let mut saved = SavedPieces::new();
         for (i, piece) in all.iter().enumerate() {
-            let (part, parts) = self.mlp_piece(&rows(x1, piece)?, &ctx.piece(i), keep)?;
+            let (part, parts) = self.mlp_piece(&rows(x, piece)?, &rows(x1, piece)?, &ctx.piece(i), keep)?;
             y.slice_set(&part, 0, piece.start)?;
             saved.extend(parts);
         }
         Ok((y, saved))
     }
 
-    fn mlp_piece(&self, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<SavedPiece>)> {
-        let h = self.normed(&self.mlp_norm, x1)?;
+    fn mlp_piece(&self, x: &Tensor, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<SavedPiece>)> {
+        let h = self.normed(&self.mlp_norm, x)?;
         let (parts, low_in) = self.mlp_in.forward(&h, ctx)?;
         drop(h);
-        let m = glu::forward(&parts[0], &parts[1], self.spec.activation)?;
+        let m = self.activated(&parts)?;
         let saved = keep.then_some((parts, low_in));
         let (y, low_out) = self.down_proj.forward_one(&m, ctx)?;
         let (y, low_out) = match &self.mlp_post_norm {
@@ -83,18 +106,19 @@ impl Block {
         Ok((y, saved.map(piece)))
     }
 
-    /// Maps `dy` `[N, D]` to `∂x1` if needed; passes weight gradients to `sink`. Recomputes `parts` if empty.
+    /// Maps `dy` `[N, D]` to `∂x` through the MLP if needed; passes weight gradients to `sink`. Recomputes `parts` if
+    /// empty.
     pub(super) fn mlp_backward(
         &self,
-        x1: &Tensor,
+        x: &Tensor,
         parts: SavedPieces,
-        dy: Tensor,
+        dy: &Tensor,
         ctx: &Context,
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
-        let dh = need_dx || self.mlp_norm.as_ref().is_some_and(|n| sink.wants(&n.name));
+        let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
+        let dh = need_dx || self.mlp_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let needs = Needs {
             inputs: self.mlp_in.wanted(sink),
             down: self.down_proj.wanted(sink),
@@ -103,17 +127,17 @@ impl Block {
         if !needs.dm() && !needs.down && !post_wanted {
             return Ok(None);
         }
-        let all = pieces(x1.dims()[0], ctx.mlp_tokens);
+        let all = pieces(x.dims()[0], ctx.mlp_tokens);
         let mut saved = parts.into_iter();
         let dh = if all.len() == 1 {
-            self.mlp_piece_backward(x1, saved.next(), &dy, ctx, needs, sink)?
+            self.mlp_piece_backward(x, saved.next(), dy, ctx, needs, sink)?
         } else {
-            let zeros = || update::zeros(x1.shape(), x1.dtype(), x1.device());
+            let zeros = || update::zeros(x.shape(), x.dtype(), x.device());
             let dh = needs.dh.then(zeros).transpose()?;
             let mut sums = GradientSums::new(sink);
             for (i, piece) in all.iter().enumerate() {
-                let (x1, dy) = (rows(x1, piece)?, rows(&dy, piece)?);
-                let part = self.mlp_piece_backward(&x1, saved.next(), &dy, &ctx.piece(i), needs, &mut sums)?;
+                let (x, dy) = (rows(x, piece)?, rows(dy, piece)?);
+                let part = self.mlp_piece_backward(&x, saved.next(), &dy, &ctx.piece(i), needs, &mut sums)?;
                 if let (Some(dh), Some(part)) = (&dh, part) {
                     dh.slice_set(&part, 0, piece.start)?;
                 }
@@ -122,15 +146,14 @@ impl Block {
             dh
         };
         let Some(dh) = dh else { return Ok(None) };
-        let dx = self.normed_backward(&self.mlp_norm, x1, dh, sink)?;
-        update::add_assign(&dx, &dy)?;
+        let dx = self.normed_backward(&self.mlp_norm, x, dh, sink)?;
         Ok(need_dx.then_some(dx))
     }
 
     /// Returns the gradient with respect to h, the output of the norm, if it is needed.
     fn mlp_piece_backward(
         &self,
-        x1: &Tensor,
+        x: &Tensor,
         saved: Option<SavedPiece>,
         dy: &Tensor,
         ctx: &Context,
@@ -138,7 +161,7 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let h = if needs.inputs || saved.is_none() {
-            Some(self.normed(&self.mlp_norm, x1)?)
+            Some(self.normed(&self.mlp_norm, x)?)
         } else {
             None
         };
@@ -152,7 +175,7 @@ impl Block {
         };
         let h = h.filter(|_| needs.inputs);
         let m = if needs.down || self.mlp_post_norm.is_some() {
-            Some(glu::forward(&parts[0], &parts[1], self.spec.activation)?)
+            Some(self.activated(&parts)?)
         } else {
             None
         };
@@ -168,13 +191,8 @@ impl Block {
             .backward(m.as_ref(), low_out, vec![d_down], ctx, needs.dm(), sink)?;
         drop(m);
         let Some(dm) = dm else { return Ok(None) };
-        let mut parts = parts.into_iter();
-        let (Some(gate), Some(up)) = (parts.next(), parts.next()) else {
-            return Err(Error::internal("an MLP needs two projections"));
-        };
-        let (d_gate, d_up) = glu::backward_in_place(gate, up, &dm, self.spec.activation)?;
+        let d_parts = self.activated_backward(parts, &dm)?;
         drop(dm);
-        self.mlp_in
-            .backward(h.as_ref(), low_in, vec![d_gate, d_up], ctx, needs.dh, sink)
+        self.mlp_in.backward(h.as_ref(), low_in, d_parts, ctx, needs.dh, sink)
     }
 }

@@ -11,6 +11,7 @@ pub mod head;
 pub mod linear;
 pub mod mlp;
 pub mod network;
+pub mod norm;
 pub mod pieces;
 pub mod projections;
 pub mod rope;

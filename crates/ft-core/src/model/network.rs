@@ -5,15 +5,17 @@ use super::block::Block;
 use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
+use super::norm::Norm;
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
-use super::spec::{EMBEDDING, FINAL_NORM, LM_HEAD, Spec};
+use super::spec::{EMBEDDING, LM_HEAD, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
-use crate::ops::{embedding, rms_norm, update};
+use crate::ops::embedding;
+use crate::ops::quantized::Products;
 use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, TrainableStore, WeightSource};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,6 +40,8 @@ pub struct Network {
     pub device: Device,
     /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
+    /// How a GPU multiplies with frozen int8 weights.
+    pub products: Products,
     /// True while the adapters are disabled.
     adapters_disabled: AtomicBool,
     rope_tables: RopeTables,
@@ -79,6 +83,7 @@ impl Network {
             objective_params: Vec::new(),
             device,
             mlp_tokens: None,
+            products: Products::Dequantized,
             adapters_disabled: AtomicBool::new(false),
             rope_tables: RopeTables::default(),
             pair_copies: Mutex::default(),
@@ -139,40 +144,21 @@ impl Network {
         param(&*self.source.fetch(Group::Embedding)?, EMBEDDING)
     }
 
-    /// The weight of the final norm, `[D]`.
-    pub fn final_norm(&self) -> Result<Param> {
-        param(&*self.source.fetch(Group::Head)?, FINAL_NORM)
+    /// The type of the weights that are not quantized.
+    pub fn dtype(&self) -> Result<DType> {
+        Ok(self.source.rows(EMBEDDING, &[0])?.0.dtype())
     }
 
-    /// The weight of the final norm times the factor of the logits: the head is linear, so the factor can be applied to
-    /// its input.
-    fn final_scale(&self, norm: &Param) -> Result<Tensor> {
-        match self.spec.logit_scale {
-            1.0 => Ok(norm.tensor.clone()),
-            scale => Ok((&norm.tensor * f64::from(scale))?),
-        }
+    /// The final norm. It has the factor of the logits: the head is linear, so the factor can be applied to its input.
+    pub fn final_norm(&self) -> Result<Norm> {
+        let spec = self.spec.final_norm();
+        let norm = Norm::read(&*self.source.fetch(Group::Head)?, spec.name, &spec)?;
+        Ok(norm.scaled(self.spec.logit_scale))
     }
 
     /// Hidden states after the final norm, `[N, D]`.
     pub fn normalize(&self, x: &Tensor) -> Result<Tensor> {
-        let w = self.final_scale(&self.final_norm()?)?;
-        rms_norm::forward(x, &w, self.spec.norm_eps, self.spec.norm_plus_one)
-    }
-
-    /// Backward of `normalize`: `∂x`, and `∂w` f32 `[D]` if `need_dw`.
-    pub fn normalize_backward(
-        &self,
-        norm: &Param,
-        x: &Tensor,
-        dh: &Tensor,
-        need_dw: bool,
-    ) -> Result<(Tensor, Option<Tensor>)> {
-        let (w, spec) = (self.final_scale(norm)?, &self.spec);
-        let (dx, dw) = rms_norm::backward(x, &w, dh, spec.norm_eps, spec.norm_plus_one, need_dw)?;
-        if let (Some(dw), true) = (&dw, spec.logit_scale != 1.0) {
-            update::scale_assign(dw, spec.logit_scale)?;
-        }
-        Ok((dx, dw))
+        self.final_norm()?.forward(x, &self.spec)
     }
 
     /// The output projection; that of a tied model is the embedding.
@@ -246,7 +232,12 @@ impl Network {
     pub fn block(&self, index: usize) -> Result<Block> {
         let weights = self.source.fetch(Group::Layer(index))?;
         let spec = &self.spec;
-        let norm = |name: &str| param(&weights, &format!("model.layers.{index}.{name}.weight"));
+        let norms = spec.norms();
+        let norm = |name: Option<&str>| {
+            let of = norms.iter().find(|norm| Some(norm.name) == name);
+            of.map(|norm| Norm::read(&weights, &format!("model.layers.{index}.{}", norm.name), norm))
+                .transpose()
+        };
         let linear = |name: &str, bias: bool| -> Result<Linear> {
             let module = format!("model.layers.{index}.{name}");
             let bias = if bias {
@@ -257,6 +248,7 @@ impl Network {
             let adapters_disabled = self.adapters_disabled.load(Ordering::Relaxed);
             let adapter = self.adapters.get(&module).filter(|_| !adapters_disabled).cloned();
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
+            let weight = weight.with_products(self.products);
             Ok(Linear {
                 name,
                 weight,
@@ -264,7 +256,6 @@ impl Network {
                 adapter,
             })
         };
-        let when = |name: Option<&str>| name.map(norm).transpose();
         let (q, kv, i) = (spec.query_width(), spec.kv_width(), spec.intermediate);
         let mut attention_in = if spec.fused_qkv {
             Projections::fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
@@ -272,14 +263,18 @@ impl Network {
             let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
             Projections::separate(names.iter().map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
         };
-        let mut mlp_in = if spec.fused_gate_up {
-            Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i])
-        } else {
-            let names = ["mlp.gate_proj", "mlp.up_proj"];
-            Projections::separate(names.iter().map(|n| linear(n, spec.mlp_bias)).collect::<Result<_>>()?)
+        let mlp = |names: &[&str]| {
+            let linears = names.iter().map(|n| linear(n, spec.mlp_bias));
+            Ok::<_, Error>(Projections::separate(linears.collect::<Result<_>>()?))
+        };
+        let [up, down] = spec.plain_mlp.unwrap_or(["mlp.up_proj", "mlp.down_proj"]);
+        let mut mlp_in = match spec.plain_mlp {
+            Some(_) => mlp(&[up])?,
+            None if spec.fused_gate_up => Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i]),
+            None => mlp(&["mlp.gate_proj", up])?,
         };
         let mut o_proj = Projections::separate(vec![linear("self_attn.o_proj", spec.o_bias)?]);
-        let mut down_proj = Projections::separate(vec![linear("mlp.down_proj", spec.mlp_bias)?]);
+        let mut down_proj = mlp(&[down])?;
         let groups = [&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
         let mut copies = self.pair_copies.lock().unwrap_or_else(PoisonError::into_inner);
         match copies.as_mut() {
@@ -291,14 +286,14 @@ impl Network {
             index,
             attention_in,
             o_proj,
-            q_norm: when(spec.qk_norm.map(|n| n.names[0]))?,
-            k_norm: when(spec.qk_norm.map(|n| n.names[1]))?,
+            q_norm: norm(spec.qk_norm.map(|n| n.names[0]))?,
+            k_norm: norm(spec.qk_norm.map(|n| n.names[1]))?,
             mlp_in,
             down_proj,
-            input_norm: when(spec.norms.before_attention)?,
-            attention_post_norm: when(spec.norms.after_attention)?,
-            mlp_norm: when(spec.norms.before_mlp)?,
-            mlp_post_norm: when(spec.norms.after_mlp)?,
+            input_norm: norm(spec.norms.before_attention)?,
+            attention_post_norm: norm(spec.norms.after_attention)?,
+            mlp_norm: norm(spec.norms.before_mlp)?,
+            mlp_post_norm: norm(spec.norms.after_mlp)?,
             spec: self.spec.clone(),
         })
     }

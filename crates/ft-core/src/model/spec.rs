@@ -25,8 +25,10 @@ pub struct Spec {
     pub head_dim: usize,
     /// Added to the mean square in a norm.
     pub norm_eps: f64,
-    /// Gemma: a norm multiplies by 1 + w.
+    /// Gemma, Nemotron: a norm multiplies by 1 + w.
     pub norm_plus_one: bool,
+    /// The norms are LayerNorms; else RMSNorms.
+    pub layer_norm: Option<LayerNormParams>,
     /// The norms around the two halves of a layer.
     pub norms: NormNames,
     /// Norms of the queries and keys.
@@ -41,7 +43,11 @@ pub struct Spec {
     pub fused_qkv: bool,
     /// Phi-3, GLM-4: one projection for gate and up.
     pub fused_gate_up: bool,
-    /// The activation of the gate.
+    /// An MLP without a gate: the names of its projections.
+    pub plain_mlp: Option<[&'static str; 2]>,
+    /// Both halves of a layer read the same normalized input, and both are added to the input.
+    pub parallel: bool,
+    /// The activation of the gate, or of an MLP without a gate.
     pub activation: Activation,
     /// Factor of the scores before the softmax.
     pub attention_scale: f32,
@@ -84,6 +90,23 @@ pub struct LayerSpec {
     pub query_rope: Option<usize>,
 }
 
+/// The parameters of LayerNorms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerNormParams {
+    /// False: OLMo.
+    pub weight: bool,
+    /// A bias.
+    pub bias: bool,
+}
+
+impl LayerNormParams {
+    /// Weight and bias.
+    pub const BOTH: Self = Self {
+        weight: true,
+        bias: true,
+    };
+}
+
 /// Names of the norms of a layer; `None`: the family has no norm there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NormNames {
@@ -104,6 +127,11 @@ impl NormNames {
         after_attention: None,
         before_mlp: Some("post_attention_layernorm"),
         after_mlp: None,
+    };
+    /// Cohere: one, on the input of both halves.
+    pub const SHARED: Self = Self {
+        before_mlp: None,
+        ..Self::BEFORE
     };
     /// OLMo 2: after each half.
     pub const AFTER: Self = Self {
@@ -133,8 +161,10 @@ impl NormNames {
 pub struct QkNorm {
     /// The names of the norm of q and of the norm of k.
     pub names: [&'static str; 2],
-    /// One norm over all heads; else one over each head, with the same weight.
+    /// One norm over all heads; else one over each head.
     pub whole: bool,
+    /// Each head has a weight of its own; else all heads have the same.
+    pub own_weights: bool,
     /// After the rotation; else before it.
     pub after_rope: bool,
 }
@@ -144,7 +174,13 @@ impl QkNorm {
     pub const HEADS: Self = Self {
         names: ["self_attn.q_norm", "self_attn.k_norm"],
         whole: false,
+        own_weights: false,
         after_rope: false,
+    };
+    /// Cohere: on each head with a weight of its own, before the rotation.
+    pub const OWN_WEIGHTS: Self = Self {
+        own_weights: true,
+        ..Self::HEADS
     };
     /// OLMo 2: over all heads together, before the rotation.
     pub const WHOLE: Self = Self {
@@ -154,8 +190,8 @@ impl QkNorm {
     /// Hunyuan: on each head, after the rotation.
     pub const ROTATED: Self = Self {
         names: ["self_attn.query_layernorm", "self_attn.key_layernorm"],
-        whole: false,
         after_rope: true,
+        ..Self::HEADS
     };
 }
 
@@ -163,6 +199,8 @@ impl QkNorm {
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Name of the final norm.
 pub const FINAL_NORM: &str = "model.norm.weight";
+/// Name of the bias of the final norm.
+pub const FINAL_NORM_BIAS: &str = "model.norm.bias";
 /// Name of the output projection of a model that is not tied.
 pub const LM_HEAD: &str = "lm_head.weight";
 
@@ -186,10 +224,29 @@ pub struct LinearSpec {
 pub struct NormSpec {
     /// The name below the layer.
     pub name: &'static str,
-    /// The number of elements.
+    /// E: elements that are normalized together.
     pub size: usize,
+    /// Heads with a weight of their own; `None`: one weight for all.
+    pub heads: Option<usize>,
+    /// True if it has a weight.
+    pub weight: bool,
+    /// True if it has a bias.
+    pub bias: bool,
     /// The half of the layer.
     pub sublayer: Sublayer,
+}
+
+impl NormSpec {
+    /// The names of its parameters below `name`, and their shapes.
+    fn params(&self, name: &str) -> Vec<(String, Vec<usize>)> {
+        let shape = match self.heads {
+            None => vec![self.size],
+            Some(heads) => vec![heads, self.size],
+        };
+        let parts = [(self.weight, "weight"), (self.bias, "bias")];
+        let params = parts.map(|(has, part)| has.then(|| (format!("{name}.{part}"), shape.clone())));
+        params.into_iter().flatten().collect()
+    }
 }
 
 impl Spec {
@@ -203,9 +260,9 @@ impl Spec {
         self.kv_heads * self.head_dim
     }
 
-    /// True if transformers has a sequence classifier of this family: the form of a reward model.
+    /// True if ft can save a reward model: transformers has a sequence classifier of this family, for text only.
     pub fn has_classifier(&self) -> bool {
-        !self.multimodal && !["granite", "ernie4_5"].contains(&self.model_type.as_str())
+        !self.multimodal && !["cohere", "cohere2", "granite", "ernie4_5"].contains(&self.model_type.as_str())
     }
 
     /// Longest sequence in tokens that can be decoded. The cache holds rotated keys, so a sequence cannot become a long
@@ -245,27 +302,55 @@ impl Spec {
             ]
         };
         linears.push(o("self_attn.o_proj", q, d));
-        if self.fused_gate_up {
-            linears.push(mlp("mlp.gate_up_proj", d, 2 * i));
-        } else {
-            linears.extend([mlp("mlp.gate_proj", d, i), mlp("mlp.up_proj", d, i)]);
+        match self.plain_mlp {
+            Some([up, down]) => linears.extend([mlp(up, d, i), mlp(down, i, d)]),
+            None if self.fused_gate_up => {
+                linears.extend([mlp("mlp.gate_up_proj", d, 2 * i), mlp("mlp.down_proj", i, d)]);
+            }
+            None => linears.extend([
+                mlp("mlp.gate_proj", d, i),
+                mlp("mlp.up_proj", d, i),
+                mlp("mlp.down_proj", i, d),
+            ]),
         }
-        linears.push(mlp("mlp.down_proj", i, d));
         linears
+    }
+
+    fn norm(&self, name: &'static str, size: usize, sublayer: Sublayer) -> NormSpec {
+        NormSpec {
+            name,
+            size,
+            heads: None,
+            weight: self.layer_norm.is_none_or(|params| params.weight),
+            bias: self.layer_norm.is_some_and(|params| params.bias),
+            sublayer,
+        }
+    }
+
+    /// The final norm.
+    pub fn final_norm(&self) -> NormSpec {
+        self.norm("model.norm", self.hidden, Sublayer::Other)
     }
 
     /// The norms of one layer.
     pub fn norms(&self) -> Vec<NormSpec> {
-        let norm = |name, size, sublayer| NormSpec { name, size, sublayer };
+        let norm = |name, size, sublayer| self.norm(name, size, sublayer);
         let (d, attention, mlp) = (self.hidden, Sublayer::Attention, Sublayer::Mlp);
         let mut norms = Vec::new();
         if let Some(QkNorm {
-            names: [q, k], whole, ..
+            names: [q, k],
+            whole,
+            own_weights,
+            ..
         }) = self.qk_norm
         {
-            let (heads, kv_heads) = if whole { (self.heads, self.kv_heads) } else { (1, 1) };
-            norms.push(norm(q, heads * self.head_dim, attention));
-            norms.push(norm(k, kv_heads * self.head_dim, attention));
+            for (name, heads) in [(q, self.heads), (k, self.kv_heads)] {
+                let size = if whole { heads * self.head_dim } else { self.head_dim };
+                norms.push(NormSpec {
+                    heads: own_weights.then_some(heads),
+                    ..norm(name, size, attention)
+                });
+            }
         }
         let names = &self.norms;
         norms.extend(
@@ -313,16 +398,20 @@ impl Spec {
                 }
             }
             for norm in self.norms() {
-                let name = format!("model.layers.{l}.{}.weight", norm.name);
-                all.push(param(name, vec![norm.size], group, norm.sublayer));
+                let params = norm.params(&format!("model.layers.{l}.{}", norm.name));
+                all.extend(
+                    params
+                        .into_iter()
+                        .map(|(name, shape)| param(name, shape, group, norm.sublayer)),
+                );
             }
         }
-        all.push(param(
-            FINAL_NORM.into(),
-            vec![self.hidden],
-            Group::Head,
-            Sublayer::Other,
-        ));
+        let norm = self.final_norm();
+        all.extend(
+            norm.params(norm.name)
+                .into_iter()
+                .map(|(name, shape)| param(name, shape, Group::Head, norm.sublayer)),
+        );
         if !self.tied {
             all.push(param(
                 LM_HEAD.into(),

@@ -163,7 +163,7 @@ impl Optimizer {
         }
         for (u, tensors) in updates.iter().zip(&tensors) {
             let Some(state) = self.states.get(u.name) else { continue };
-            let vector = u.weight.rank() < 2;
+            let vector = crate::source::is_vector(u.name, u.weight.rank());
             items.push(ParameterStep {
                 weight: &tensors.weight,
                 precision: tensors.precision(),

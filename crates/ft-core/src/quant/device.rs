@@ -5,7 +5,7 @@ use super::format::Format;
 use super::qmatrix::{QMatrix, check_format, levels};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
-use crate::ops::quantized::{self, Absmax, QData, ScaleTensors};
+use crate::ops::quantized::{self, Absmax, Products, QData, ScaleTensors};
 use candle_core::{Device, Tensor};
 
 /// A quantized weight `[O, I]` on a device. Immutable; share it in an `Arc`.
@@ -121,6 +121,7 @@ impl DeviceQMatrix {
             codes,
             scales,
             bf16: decoded == Dtype::Bf16,
+            products: Products::Dequantized,
         };
         codes.check()?;
         Ok(Self { format, decoded, codes })
@@ -149,6 +150,14 @@ impl DeviceQMatrix {
             _ => 0.0,
         };
         Self::new(self.format, self.dims(), self.decoded, tensors, offset)
+    }
+
+    /// Returns the same weight with other products. Weights in other formats than int8 with one scale per row are always
+    /// dequantized.
+    pub fn with_products(&self, products: Products) -> Self {
+        let mut changed = self.clone();
+        changed.codes.products = products;
+        changed
     }
 
     /// The quantized format.

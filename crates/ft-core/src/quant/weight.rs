@@ -7,6 +7,7 @@ use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::low_rank::{self, BaseWeight, LowRank};
 use crate::ops::prepacked::{Dense, Prepacked};
+use crate::ops::quantized::Products;
 use crate::ops::{linear, quantized, update};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -61,6 +62,16 @@ impl Weight {
             Ok(quantized.into())
         } else {
             Ok(quantized.to_device(device)?.into())
+        }
+    }
+
+    /// Returns the weight with other products, if it is quantized and on a GPU.
+    pub fn with_products(self, products: Products) -> Self {
+        match self {
+            Weight::DeviceQuantized(placed) if products != Products::Dequantized => {
+                placed.with_products(products).into()
+            }
+            _ => self,
         }
     }
 

@@ -76,8 +76,13 @@ impl ParamInfo {
 
     /// Norm weights and biases: never decayed.
     pub fn is_vector(&self) -> bool {
-        self.shape.len() == 1
+        is_vector(&self.name, self.shape.len())
     }
+}
+
+/// As `ParamInfo::is_vector`. A norm with a weight for each head is a matrix in the file.
+pub fn is_vector(name: &str, dimensions: usize) -> bool {
+    dimensions < 2 || name.ends_with("_norm.weight")
 }
 
 /// The weights of one group, ready for use on the device. A cloned tensor shares its storage, so every holder sees an

@@ -3,6 +3,7 @@
 use super::{Group, ParamInfo};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
+use crate::ops::quantized::Products;
 use crate::quant::{Format, Storage};
 use ft_base::named;
 use std::collections::BTreeMap;
@@ -25,6 +26,8 @@ pub struct StorageRules {
     pub group_size: Option<usize>,
     /// NF4: quantize the scales too.
     pub double_quantization: bool,
+    /// How a GPU multiplies with projections that are stored as int8 with one scale per row.
+    pub products: Products,
 }
 
 impl Default for StorageRules {
@@ -34,6 +37,7 @@ impl Default for StorageRules {
             overrides: Vec::new(),
             group_size: None,
             double_quantization: true,
+            products: Products::Dequantized,
         }
     }
 }
@@ -44,6 +48,7 @@ pub struct StoragePolicy {
     dtype: Dtype,
     /// Shared between clones: the planner makes many.
     quantized: Arc<BTreeMap<Arc<str>, Format>>,
+    products: Products,
 }
 
 impl StoragePolicy {
@@ -52,6 +57,7 @@ impl StoragePolicy {
         Self {
             dtype,
             quantized: Arc::default(),
+            products: Products::Dequantized,
         }
     }
 
@@ -99,12 +105,26 @@ impl StoragePolicy {
         Ok(Self {
             dtype,
             quantized: Arc::new(quantized),
+            products: rules.products,
         })
     }
 
     /// Data type of dense weights and of dequantized values.
     pub fn dtype(&self) -> Dtype {
         self.dtype
+    }
+
+    /// How a GPU multiplies with frozen projections that are stored as int8 with one scale per row.
+    pub fn products(&self) -> Products {
+        self.products
+    }
+
+    /// As `products`, for this parameter: 8-bit operands need a weight in that format.
+    pub fn products_of(&self, name: &str) -> Products {
+        match self.quantized.get(name) {
+            Some(Format::Int8 { group: 0 }) => self.products,
+            _ => Products::Dequantized,
+        }
     }
 
     /// The storage of this parameter while it is frozen.
@@ -129,6 +149,12 @@ impl StoragePolicy {
         };
     }
 
+    /// True if at least one projection has products of 8-bit operands, or none are wanted.
+    pub fn products_apply(&self) -> bool {
+        let row = |format: &Format| matches!(format, Format::Int8 { group: 0 });
+        self.products == Products::Dequantized || self.quantized.values().any(row)
+    }
+
     /// Text for the plan: `bf16; 168 projections nf4`.
     pub fn describe(&self) -> String {
         let mut counts: BTreeMap<String, usize> = BTreeMap::new();
@@ -136,7 +162,11 @@ impl StoragePolicy {
             *counts.entry(format.to_string()).or_default() += 1;
         }
         let counts = counts.iter().map(|(format, n)| format!("; {n} projections {format}"));
-        format!("{}{}", self.dtype.name(), counts.collect::<String>())
+        let products = match self.products {
+            Products::Dequantized => String::new(),
+            other => format!("; their products in {}", other.name()),
+        };
+        format!("{}{}{products}", self.dtype.name(), counts.collect::<String>())
     }
 
     /// Total bytes of all parameters.
@@ -147,7 +177,7 @@ impl StoragePolicy {
 
 /// True if this is the weight matrix of a linear in a decoder layer.
 pub fn is_projection(param: &ParamInfo) -> bool {
-    matches!(param.group, Group::Layer(_)) && param.shape.len() == 2
+    matches!(param.group, Group::Layer(_)) && !param.is_vector()
 }
 
 /// True if `pattern` is a prefix of the name, with or without `model.`; with `*` it must match the whole name.

@@ -19,10 +19,11 @@ use super::codec::{ChatRender, TextCodec};
 use super::dataset::{Dataset, Origin, Spec};
 use super::faults::{BadRows, Tried};
 use super::layout::{Layout, Purpose};
-use super::load::{CHUNK_ROWS, kept, nothing_to_train, unless_stopped};
+use super::load::{CHUNK_ROWS, InMemory, PreferenceSide, Sink, Tokenized, kept, unless_stopped};
 use super::prepare;
 use super::read::Row;
-use super::source;
+use super::reading::Reading;
+use super::tokens::{Request, TokenCache};
 use crate::{Long, RowFormat};
 use encode::{Side, TokenizedRow};
 use ft_base::rng::{Rng, Stream};
@@ -74,6 +75,43 @@ impl Preference {
 /// A broken row, equal sides, a prompt that fills `max_length` (each with its place), margins in some rows only, no
 /// rows, nothing to train, a signal that asks to stop.
 pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Dataset> {
+    let mut rows = InMemory::new(spec);
+    let readings = read_into(spec, want, codec, template, 0, &mut rows)?;
+    rows.dataset(spec, readings)
+}
+
+/// As `load`; a large data set is tokenized once, to files in `cache`, and stays there.
+///
+/// # Errors
+/// As for `load`; the cache cannot be written.
+pub fn load_cached(
+    spec: &Spec,
+    want: Want,
+    codec: &dyn TextCodec,
+    template: Option<&dyn ChatRender>,
+    cache: &TokenCache,
+) -> Result<Dataset> {
+    let request = Request {
+        spec,
+        codec,
+        template,
+        want: Some(want),
+    };
+    match cache.load(&request)? {
+        Some(rows) => Ok(rows),
+        None => load(spec, want, codec, template),
+    }
+}
+
+/// Reads all rows, and tokenizes those after the first `skip`. Errors: as `load`, except that no rows are no error here.
+pub(super) fn read_into(
+    spec: &Spec,
+    want: Want,
+    codec: &dyn TextCodec,
+    template: Option<&dyn ChatRender>,
+    skip: u64,
+    sink: &mut dyn Sink,
+) -> Result<Vec<(usize, Reading)>> {
     let mut formats = spec.sources.iter().map(|source| source.format);
     if let Some(format) = formats.find(|format| !matches!(format, RowFormat::Auto | RowFormat::Preference)) {
         return Err(Error::usage("this stage trains on preference rows")
@@ -87,15 +125,19 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
             want,
         },
         chunk: Vec::new(),
-        out: Dataset::of_sources(spec),
-        examples: Vec::new(),
+        read: 0,
         long: spec.long,
-        rejected: Vec::new(),
-        margins: None,
+        margins: sink.margins(),
+        sink,
     };
     let mut bad = BadRows::new();
     let encoder = spec.encoder(codec, template);
     let readings = spec.rows(Purpose::Prefer, &encoder, &mut bad, &mut |row, layout, origin, bad| {
+        loader.read += 1;
+        if loader.read <= skip {
+            bad.good();
+            return unless_stopped();
+        }
         loader.chunk.push((row, layout.clone(), origin));
         if loader.chunk.len() >= CHUNK_ROWS {
             loader.flush(bad)
@@ -106,35 +148,18 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
     loader.flush(&mut bad)?;
     bad.end()?;
     template.iter().for_each(|t| t.rest());
-    let mut out = loader.out;
-    out.readings = source::readings(readings);
-    let mut examples = loader.examples;
-    for (example, preference, origin) in loader.rejected {
-        examples.push(example);
-        out.preferences.push(preference);
-        out.origins.push(origin);
-    }
-    out.examples = examples.into();
-    out.finish();
-    if out.examples.is_empty() {
-        Err(nothing_to_train(spec, &out.stats))
-    } else {
-        Ok(out)
-    }
+    Ok(readings)
 }
 
 struct PairLoader<'a> {
     encoder: encode::PairEncoder<'a>,
     chunk: Vec<(Row, Arc<Layout>, Origin)>,
-    out: Dataset,
-    /// The examples of `out`.
-    examples: Vec<Example>,
+    /// Rows read.
+    read: u64,
     long: Long,
-    /// Rejected sides of pairs that become judged answers: they are placed after all others, so that the two answers to
-    /// a prompt are not adjacent.
-    rejected: Vec<(Example, Preference, Origin)>,
     /// Whether rows have a margin.
     margins: Option<bool>,
+    sink: &'a mut dyn Sink,
 }
 
 impl PairLoader<'_> {
@@ -156,13 +181,13 @@ impl PairLoader<'_> {
                 )?;
                 continue;
             }
-            let stats = &mut self.out.stats;
+            let stats = self.sink.stats();
             stats.rows += 1;
             let cut: usize = unit.sides.iter().map(|s| s.cut).sum();
             let longest = unit.sides.iter().map(|s| s.example.ids.len() + s.cut).max();
             stats.longest_written = stats.longest_written.max(longest.unwrap_or(0));
-            self.out.count(origin, cut > 0);
-            let stats = &mut self.out.stats;
+            self.sink.count(origin, cut > 0);
+            let stats = self.sink.stats();
             if cut > 0 && self.long == Long::Drop {
                 stats.dropped_rows += 1;
                 stats.long_rows += 1;
@@ -188,6 +213,7 @@ impl PairLoader<'_> {
             }
             self.push(unit, origin);
         }
+        self.sink.chunk(self.read, bad.is_clean())?;
         unless_stopped()
     }
 
@@ -198,38 +224,39 @@ impl PairLoader<'_> {
             margin,
             label,
         } = unit;
-        let preference = |first, label| Preference {
-            first,
-            prompt,
-            margin: margin.unwrap_or(0.0),
-            label,
+        let side_of = |first, label, is_last| PreferenceSide {
+            preference: Preference {
+                first,
+                prompt,
+                margin: margin.unwrap_or(0.0),
+                label,
+            },
+            is_last,
+            has_margin: margin.is_some(),
         };
         let judged = self.encoder.want == Want::Judged;
         let paired = sides.len() == 2;
+        let mut add = |example, side| {
+            let side = Some(side);
+            self.sink.push(Tokenized { example, origin, side });
+        };
+        if judged {
+            for (at, Side { example, .. }) in sides.into_iter().enumerate() {
+                let (rejected, n) = (paired && at == 1, example.ids.len());
+                add(example, side_of(n, !rejected && (label || paired), rejected));
+            }
+            return;
+        }
+        let first = sides.first().map_or(0, |side| side.example.ids.len());
         let mut whole = Example {
             ids: Vec::new(),
             trained: Vec::new(),
         };
-        for (side, Side { example, .. }) in sides.into_iter().enumerate() {
-            let n = example.ids.len();
-            if judged && paired && side == 1 {
-                self.rejected.push((example, preference(n, false), origin));
-            } else if judged {
-                self.out.preferences.push(preference(n, label || paired));
-                self.examples.push(example);
-                self.out.origins.push(origin);
-            } else {
-                if side == 0 {
-                    self.out.preferences.push(preference(n, true));
-                }
-                whole.ids.extend(example.ids);
-                whole.trained.extend(example.trained);
-            }
+        for Side { example, .. } in sides {
+            whole.ids.extend(example.ids);
+            whole.trained.extend(example.trained);
         }
-        if !judged {
-            self.examples.push(whole);
-            self.out.origins.push(origin);
-        }
+        add(whole, side_of(first, true, false));
     }
 }
 
@@ -334,7 +361,7 @@ impl Dataset {
                     .extend((0..mine.prompt + room).map(|t| t >= mine.prompt.max(1)));
                 examples.push(example);
                 out.preferences.push(mine);
-                out.origins.push(self.origins[row]);
+                out.origins.push(self.origin(row)?);
             }
         }
         out.examples = examples.into();

@@ -1,6 +1,7 @@
-//! Reads files to rows: jsonl, json, csv, parquet, text; also compressed. A row is a JSON object with its place.
+//! Reads files to rows: jsonl, json, csv, parquet, Arrow, text; text files also compressed. A row is a JSON object with its place.
 //! Rows are passed on one at a time; no reader holds all rows of a file.
 
+mod arrow;
 mod json;
 mod parquet;
 mod table;
@@ -10,6 +11,7 @@ mod text;
 mod tests;
 
 use ft_base::{Error, Result, files, named, progress};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::io::Read;
@@ -34,14 +36,28 @@ named!(
 );
 
 /// Position of a row in its file.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowPosition {
     /// The path of the file.
+    #[serde(with = "shared_text")]
     pub file: Arc<str>,
     /// The line or row, from 1.
     pub number: u64,
     /// True if the number counts lines (from 1), false if it counts rows (from 1).
     pub is_line: bool,
+}
+
+mod shared_text {
+    use super::Arc;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(text: &Arc<str>, s: S) -> Result<S::Ok, S::Error> {
+        s.serialize_str(text)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Arc<str>, D::Error> {
+        String::deserialize(d).map(Arc::from)
+    }
 }
 
 impl fmt::Display for RowPosition {
@@ -118,7 +134,8 @@ pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut Each) -> Result<(
     };
     let extension = name.rsplit_once('.').map_or("", |(_, extension)| extension);
     // Rows are tokenized between two reads.
-    let phase = progress::bytes(progress::about("reading", file), files::size(file).unwrap_or(0));
+    let size = files::size(file).unwrap_or(0);
+    let phase = progress::bytes(progress::about("reading", file), size);
     let open = || -> Result<Box<dyn Read + '_>> {
         let plain = phase.reader(files::open(file)?);
         Ok(match compression {
@@ -144,6 +161,7 @@ pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut Each) -> Result<(
             text::read_text(path, open()?, unit, each)
         }
         ("parquet", None) => parquet::read_parquet(path, files::open(file)?, each),
+        ("arrow" | "feather", None) => arrow::read_arrow(path, files::open(file)?, size, &phase, each),
         _ => Err(Error::unsupported("unknown kind of data file")
             .at_path(file)
             .found(match extension {
@@ -154,15 +172,14 @@ pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut Each) -> Result<(
                 "{}; a text file may be compressed (.gz, .zst)",
                 KINDS.join(", ")
             ))
-            .hint(match extension {
-                "arrow" => "save the rows as parquet: `datasets.load_from_disk(FOLDER).to_parquet(\"rows.parquet\")`",
-                _ => "convert the file, or rename it if its extension is wrong",
-            })),
+            .hint("convert the file, or rename it if its extension is wrong")),
     }
 }
 
 /// File extensions of data files.
-pub(crate) const KINDS: [&str; 8] = ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "txt", "md"];
+pub(crate) const KINDS: [&str; 10] = [
+    "jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow", "feather", "txt", "md",
+];
 
 #[derive(Debug, Clone, Copy)]
 enum Compression {
@@ -177,7 +194,7 @@ pub fn is_data_file(path: &Path) -> bool {
     let inner = name.strip_suffix(".gz").or(name.strip_suffix(".zst"));
     let kind = |name: &str| name.rsplit_once('.').map(|(_, kind)| kind.to_string());
     match (inner, kind(inner.unwrap_or(&name))) {
-        (Some(_), Some(kind)) if kind == "parquet" => false,
+        (Some(_), Some(kind)) if ["parquet", "arrow", "feather"].contains(&kind.as_str()) => false,
         (_, Some(kind)) => KINDS.contains(&kind.as_str()),
         (_, None) => false,
     }

@@ -176,7 +176,7 @@ fn other_files_are_refused_by_name() {
         &[
             "t.bin",
             "extension .bin",
-            "jsonl, ndjson, json, csv, tsv, parquet, txt, md",
+            "jsonl, ndjson, json, csv, tsv, parquet, arrow, feather, txt, md",
         ],
     );
     refused(

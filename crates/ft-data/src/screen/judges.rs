@@ -134,7 +134,7 @@ pub(super) struct Tally {
 }
 
 /// Agreement of the judges.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Agreement {
     /// Rows with votes, and all rows.
     pub voted: usize,

@@ -22,6 +22,7 @@ use judges::{Agreement, Judges, Tally};
 use near::{Signature, Signatures};
 use overlap::Overlap;
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -66,7 +67,7 @@ impl Default for ScreenSpec {
 }
 
 /// Why a row was dropped.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Reason {
     /// The judges disagree, or contradict the label of the row: the share of votes for it.
     Judges(f64),
@@ -84,7 +85,7 @@ pub enum Reason {
 }
 
 /// A row that was dropped.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Dropped {
     /// Its place.
     pub row: RowPosition,
@@ -110,7 +111,7 @@ impl Dropped {
 }
 
 /// What a screen did.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Screened {
     /// Rows that it saw.
     pub rows: usize,
@@ -206,6 +207,8 @@ struct State {
     /// The rows that `exact` and `near` refer to.
     kept: Vec<RowPosition>,
     tally: Tally,
+    /// The report of an earlier process, which dropped the rows.
+    restored: Option<Screened>,
 }
 
 /// What is computed from a row alone.
@@ -245,6 +248,17 @@ impl Screen {
             overlap,
             state: Mutex::new(state),
         }))
+    }
+
+    /// The settings.
+    pub(crate) fn spec(&self) -> &ScreenSpec {
+        &self.spec
+    }
+
+    /// Reports what an earlier process dropped.
+    pub(crate) fn restore(&self, screened: Screened) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.restored = Some(screened);
     }
 
     /// Columns that the judges of a row wrote.
@@ -345,6 +359,9 @@ impl Screen {
     /// What was dropped so far.
     pub fn report(&self) -> Screened {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(restored) = &state.restored {
+            return restored.clone();
+        }
         Screened {
             agreement: self.spec.judges.as_ref().map(|_| state.tally.agreement()),
             ..state.out.clone()

@@ -1,17 +1,17 @@
 //! Writes the files of a data set, part by part; continues after the last complete part.
 
 use super::{
-    CHUNKS, Chunk, ENTRY_BYTES, Entry, FORMAT, FileReading, Finished, INDEX, ROWS, TOKEN_BYTES, TOKENS, TRAINED,
-    TokenFile,
+    CHUNKS, Chunk, ENTRY_BYTES, Entry, FORMAT, FileReading, Finished, INDEX, PAIR_BYTES, PAIRS, Part, ROWS, Request,
+    TOKEN_BYTES, TOKENS, TRAINED, TokenFile,
 };
-use super::{chunks, example, hash};
+use super::{chunks, example, hash, pairs};
 use crate::batch::Example;
-use crate::dataset::{Origin, Spec};
-use crate::encode::Fitted;
-use crate::load::{self, Sink, nothing_to_train};
+use crate::dataset::{Origin, Stats};
+use crate::examples::Measure;
+use crate::load::{Sink, Tokenized, nothing_to_train};
 use crate::mixture::{Share, source_of};
+use crate::screen::Screen;
 use crate::source;
-use crate::{ChatRender, TextCodec};
 use ft_base::files::{self, AppendFile};
 use ft_base::{Result, progress};
 use std::path::Path;
@@ -22,29 +22,42 @@ const PART_TOKENS: usize = if cfg!(test) { 64 } else { 4 << 20 };
 struct Builder {
     tokens: AppendFile,
     index: AppendFile,
+    /// For preferences.
+    pairs: Option<AppendFile>,
     chunks: AppendFile,
     /// Bytes that are not in a complete part yet.
-    new_tokens: Vec<u8>,
-    new_index: Vec<u8>,
+    new: Part,
     end: Chunk,
     all: Vec<Chunk>,
     hasher: blake3::Hasher,
     shares: Vec<Share>,
+    margins: Option<bool>,
     /// False after a bad row: the load will fail, and rows after it must be read again.
     clean: bool,
 }
 
 /// Tokenizes the rows. Errors: as `Dataset::load`; a file cannot be written.
-pub(super) fn run(dir: &Path, spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<()> {
-    let mut builder = Builder::open(dir, spec)?;
+pub(super) fn run(dir: &Path, request: &Request) -> Result<()> {
+    let mut builder = Builder::open(dir, request)?;
     let skip = builder.end.read;
-    let readings = load::read_into(spec, codec, template, skip, &mut builder)?;
+    let readings = request.read(skip, &mut builder)?;
     builder.finish_part()?;
     if builder.end.rows == 0 {
-        return Err(nothing_to_train(spec, &builder.end.stats));
+        return Err(nothing_to_train(request.spec, &builder.end.stats));
     }
     builder.tokens.sync()?;
     builder.index.sync()?;
+    if let Some(pairs) = &mut builder.pairs {
+        pairs.sync()?;
+        // The rows that are placed last, and what the rows have beside their tokens.
+        let file = TokenFile::open(dir, true)?;
+        let (order, first_last, preferences) = file.preferences(builder.end.rows)?;
+        let mut buffer = Vec::new();
+        for row in order.into_iter().flatten().skip(first_last) {
+            hash_row(&mut builder.hasher, &file.example(row)?, &mut buffer);
+        }
+        preferences.iter().for_each(|p| p.hash(&mut builder.hasher));
+    }
     let finished = Finished {
         format: FORMAT.to_string(),
         fingerprint: builder.hasher.finalize().to_hex().to_string(),
@@ -58,6 +71,7 @@ pub(super) fn run(dir: &Path, spec: &Spec, codec: &dyn TextCodec, template: Opti
             })
             .collect(),
         chunks: builder.all,
+        screened: request.spec.screen.map(Screen::report),
     };
     let text = serde_json::to_vec(&finished).map_err(|e| ft_base::Error::internal("a number of the cache").cause(e))?;
     files::write_atomic(&dir.join(ROWS), &text)
@@ -73,7 +87,7 @@ pub(crate) fn hash_row(hasher: &mut blake3::Hasher, row: &Example, buffer: &mut 
 }
 
 impl Builder {
-    fn open(dir: &Path, spec: &Spec) -> Result<Self> {
+    fn open(dir: &Path, request: &Request) -> Result<Self> {
         let path = |name| dir.join(name);
         let rows = path(ROWS);
         let mut found = chunks(dir);
@@ -81,45 +95,31 @@ impl Builder {
             files::remove_file(&rows)?;
         }
         let mut hasher = blake3::Hasher::new();
-        let kept = match TokenFile::open(dir) {
-            Ok(file) => {
-                let kept = file.intact(&found);
-                hash_again(&file, &found[..kept], &mut hasher)?;
-                kept
-            }
-            Err(_) => 0,
-        };
+        let (mut kept, mut margins) = (0, None);
+        if let Ok(file) = TokenFile::open(dir, request.want.is_some()) {
+            kept = file.intact(&found);
+            margins = hash_again(&file, &found[..kept], &mut hasher)?;
+        }
         found.truncate(kept);
         let mut end = found.last().cloned().unwrap_or_default();
-        end.sources.resize(spec.sources.len(), (0, 0));
+        end.sources.resize(request.spec.sources.len(), (0, 0));
+        let pairs = request
+            .want
+            .map(|_| AppendFile::continue_at(&path(PAIRS), end.rows * PAIR_BYTES as u64));
         let lines: u64 = found.iter().map(|c| line(c).len() as u64).sum();
         Ok(Self {
             tokens: AppendFile::continue_at(&path(TOKENS), end.tokens * TOKEN_BYTES)?,
             index: AppendFile::continue_at(&path(INDEX), end.rows * ENTRY_BYTES as u64)?,
+            pairs: pairs.transpose()?,
             chunks: AppendFile::continue_at(&path(CHUNKS), lines)?,
-            new_tokens: Vec::new(),
-            new_index: Vec::new(),
+            new: Part::default(),
             end,
             all: found,
             hasher,
-            shares: source::shares(spec.sources),
+            shares: source::shares(request.spec.sources),
+            margins,
             clean: true,
         })
-    }
-
-    fn push(&mut self, row: &Example, origin: Origin) {
-        let entry = Entry {
-            first: self.end.tokens,
-            length: row.ids.len() as u32,
-            trained: row.trained.iter().filter(|t| **t).count() as u32,
-            origin,
-        };
-        self.end.stats.measure(entry.length as usize, u64::from(entry.trained));
-        self.new_index.extend(entry.bytes());
-        let word = |(id, trained): (&u32, &bool)| (id | if *trained { TRAINED } else { 0 }).to_le_bytes();
-        self.new_tokens.extend(row.ids.iter().zip(&row.trained).flat_map(word));
-        self.end.tokens += u64::from(entry.length);
-        self.end.rows += 1;
     }
 
     fn finish_part(&mut self) -> Result<()> {
@@ -127,15 +127,17 @@ impl Builder {
         if !self.clean || self.end.read == from.read {
             return Ok(());
         }
-        self.end.hash = hash(&self.new_tokens, &self.new_index);
-        self.tokens.write(&self.new_tokens)?;
-        self.index.write(&self.new_index)?;
-        hash_part(&self.new_tokens, &self.new_index, from.tokens, &mut self.hasher);
+        self.end.hash = hash(&self.new);
+        self.tokens.write(&self.new[0])?;
+        self.index.write(&self.new[1])?;
+        if let Some(pairs) = &mut self.pairs {
+            pairs.write(&self.new[2])?;
+        }
+        hash_part(&self.new, from.tokens, &mut self.hasher);
         // The line comes after the bytes for which it vouches.
         self.chunks.write(line(&self.end).as_bytes())?;
         self.all.push(self.end.clone());
-        self.new_tokens.clear();
-        self.new_index.clear();
+        self.new = Part::default();
         Ok(())
     }
 }
@@ -144,54 +146,82 @@ fn line(chunk: &Chunk) -> String {
     serde_json::to_string(chunk).unwrap_or_default() + "\n"
 }
 
-/// Adds the rows of a part, which starts at token `first`, to a fingerprint.
-fn hash_part(tokens: &[u8], index: &[u8], first: u64, hasher: &mut blake3::Hasher) {
+/// Adds the rows of a part, which starts at token `first`, to a fingerprint, except those that are placed last. Returns
+/// whether its preferences have margins.
+fn hash_part([tokens, index, sides]: &Part, first: u64, hasher: &mut blake3::Hasher) -> Option<bool> {
     let mut buffer = Vec::new();
+    let mut sides = sides.as_chunks().0.iter().map(pairs::of);
+    let mut margins = None;
     for entry in index.as_chunks().0.iter().map(Entry::of) {
+        let side = sides.next();
+        margins = side.map(|side| side.has_margin);
+        if side.is_some_and(|side| side.is_last) {
+            continue;
+        }
         let from = ((entry.first - first) * TOKEN_BYTES) as usize;
-        let bytes = &tokens[from..from + entry.length as usize * TOKEN_BYTES as usize];
+        let bytes = &tokens[from..from + entry.measure.length as usize * TOKEN_BYTES as usize];
         hash_row(hasher, &example(bytes), &mut buffer);
     }
+    margins
 }
 
-fn hash_again(file: &TokenFile, chunks: &[Chunk], hasher: &mut blake3::Hasher) -> Result<()> {
+fn hash_again(file: &TokenFile, chunks: &[Chunk], hasher: &mut blake3::Hasher) -> Result<Option<bool>> {
     let phase = progress::phase("reading the token cache", chunks.len(), "parts");
-    let mut from = Chunk::default();
+    let (mut from, mut margins) = (Chunk::default(), None);
     for chunk in chunks {
-        let (tokens, index) = file.part(&from, chunk).map_err(|e| file.cannot_read(e))?;
-        hash_part(&tokens, &index, from.tokens, hasher);
+        let part = file.part(&from, chunk).map_err(|e| file.cannot_read(e))?;
+        margins = hash_part(&part, from.tokens, hasher).or(margins);
         from = chunk.clone();
         phase.advance(1)?;
     }
-    Ok(())
+    Ok(margins)
 }
 
 impl Sink for Builder {
-    fn row(&mut self, row: Fitted, origin: Origin) -> Result<()> {
-        self.end.stats.add(&row);
+    fn stats(&mut self) -> &mut Stats {
+        &mut self.end.stats
+    }
+
+    fn count(&mut self, origin: Origin, truncated: bool) {
         let source = source_of(&self.shares, origin);
-        if let Some((rows, truncated)) = self.end.sources.get_mut(source) {
+        if let Some((rows, cut)) = self.end.sources.get_mut(source) {
             *rows += 1;
-            *truncated += usize::from(row.cut > 0);
+            *cut += usize::from(truncated);
         }
-        for piece in row.pieces.iter().filter(|p| p.trained.contains(&true)) {
-            self.push(piece, origin);
-        }
-        Ok(())
+    }
+
+    fn push(&mut self, row: Tokenized) {
+        let Tokenized { example, origin, side } = row;
+        let entry = Entry {
+            first: self.end.tokens,
+            measure: Measure::of(&example),
+            origin,
+        };
+        let Measure { length, trained, .. } = entry.measure;
+        self.end.stats.measure(length as usize, trained.into());
+        let word = |(id, trained): (&u32, &bool)| (id | if *trained { TRAINED } else { 0 }).to_le_bytes();
+        self.new[0].extend(example.ids.iter().zip(&example.trained).flat_map(word));
+        self.new[1].extend(entry.bytes());
+        self.new[2].extend(side.iter().flat_map(pairs::bytes));
+        self.end.tokens += u64::from(length);
+        self.end.rows += 1;
     }
 
     fn chunk(&mut self, rows: u64, clean: bool) -> Result<()> {
         self.clean &= clean;
         if !self.clean {
             // The load will fail: its rows are only checked.
-            self.new_tokens.clear();
-            self.new_index.clear();
+            self.new = Part::default();
             return Ok(());
         }
         self.end.read = rows;
-        if self.new_tokens.len() as u64 >= PART_TOKENS as u64 * TOKEN_BYTES {
+        if self.new[0].len() as u64 >= PART_TOKENS as u64 * TOKEN_BYTES {
             self.finish_part()?;
         }
         Ok(())
+    }
+
+    fn margins(&self) -> Option<bool> {
+        self.margins
     }
 }

@@ -1,8 +1,8 @@
 //! Everything on which the tokens of a data set depend, as one hash.
 
-use super::FORMAT;
+use super::{FORMAT, Request};
 use crate::dataset::Spec;
-use crate::{ChatRender, TextCodec};
+use crate::screen::Screen;
 use ft_base::{Result, files};
 use std::path::Path;
 
@@ -15,12 +15,13 @@ pub(super) fn bytes(spec: &Spec) -> Result<u64> {
 ///
 /// A file is identified by its path, size and time of change: a hash of 100 GB of text would take minutes at each
 /// start. An editor or a download that changes a file changes its time.
-pub(super) fn of(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Option<String>> {
-    let template = match template {
+pub(super) fn of(request: &Request) -> Result<Option<String>> {
+    let spec = request.spec;
+    let template = match request.template {
         None => Some(String::new()),
         Some(template) => template.identity(),
     };
-    let (Some(codec), Some(template)) = (codec.identity(), template) else {
+    let (Some(codec), Some(template)) = (request.codec.identity(), template) else {
         return Ok(None);
     };
     let mut hasher = blake3::Hasher::new();
@@ -32,7 +33,13 @@ pub(super) fn of(spec: &Spec, codec: &dyn TextCodec, template: Option<&dyn ChatR
     text(&codec);
     text(&template);
     text(&spec.settings());
-    for path in spec.files() {
+    text(&format!("{:?}", request.want));
+    let screen = spec.screen.map(Screen::spec);
+    text(&format!("{screen:?}"));
+    let evaluation = screen
+        .into_iter()
+        .flat_map(|screen| screen.evaluation.iter().map(String::as_str));
+    for path in spec.files().chain(evaluation) {
         text(&files::stamp(Path::new(path))?);
     }
     Ok(Some(hasher.finalize().to_hex()[..32].to_string()))

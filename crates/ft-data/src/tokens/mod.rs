@@ -4,28 +4,39 @@
 //!
 //! - `tokens`: for each token 4 bytes, little-endian: the id, and in bit 31 whether it is trained;
 //! - `index`: for each row 32 bytes (`Entry`);
+//! - `pairs`: for each row of preferences 16 bytes (`pairs`);
 //! - `chunks.jsonl`: for each part of both files its end and a hash. What stands there is complete, so that a stopped
 //!   writer continues after the last part, and a damaged part is found;
-//! - `rows.json`: counts and the fingerprint, written last.
+//! - `rows.json`: counts, the fingerprint, and which rows were dropped before, written last;
+//! - `used`: the time of the last use; locked while a process reads the files (`limit`).
 //!
 //! The files are read with positioned reads and are not mapped: pages of a mapped file count as memory of the process,
 //! and a run with a memory budget would stop because of them.
 
 mod build;
 mod key;
+mod limit;
+mod pairs;
 
 pub(super) use build::hash_row;
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_sets;
 
 use super::batch::Example;
 use super::dataset::{Dataset, Origin, Spec, Stats};
-use super::examples::Examples;
+use super::examples::{Examples, Measure};
+use super::layout::Purpose;
+use super::load::{self, Sink};
+use super::preference::{self, Want};
 use super::reading::Reading;
+use super::screen::Screened;
 use super::source;
 use super::{ChatRender, TextCodec};
-use ft_base::{Error, Result, files, lock::RunLock, progress};
+use ft_base::lock::{RunLock, UseMark};
+use ft_base::{Error, Result, files, progress};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -38,11 +49,13 @@ const INDEX: &str = "index";
 const CHUNKS: &str = "chunks.jsonl";
 const ROWS: &str = "rows.json";
 /// Version of the files; another one is another key.
-const FORMAT: &str = "ft token cache 1";
+const FORMAT: &str = "ft token cache 2";
 /// Marks a trained token.
 const TRAINED: u32 = 1 << 31;
 const TOKEN_BYTES: u64 = 4;
 const ENTRY_BYTES: usize = 32;
+const PAIRS: &str = "pairs";
+const PAIR_BYTES: usize = 16;
 
 /// Where token files are stored, and for which data sets.
 #[derive(Clone, Copy)]
@@ -51,19 +64,40 @@ pub struct TokenCache<'a> {
     pub dir: &'a Path,
     /// Data files of fewer bytes in all are tokenized at each start, in memory.
     pub least_bytes: u64,
+    /// Most bytes of all data sets; beyond it those that were not used for the longest time are removed. `None`: half of
+    /// the space that the directory and the free part of its disk have together.
+    pub most_bytes: Option<u64>,
     /// False: if the directory cannot be made, rows are tokenized in memory, with a line for `note`.
     pub required: bool,
     /// Receives a line about a cache that cannot be used.
     pub note: &'a dyn Fn(&str),
 }
 
-/// Position and origin of a row.
+/// The rows that are wanted: their files, how they are encoded, and for preferences the part of a row that is used.
+pub(super) struct Request<'a> {
+    pub spec: &'a Spec<'a>,
+    pub codec: &'a dyn TextCodec,
+    pub template: Option<&'a dyn ChatRender>,
+    pub want: Option<Want>,
+}
+
+impl Request<'_> {
+    /// Reads all rows, and tokenizes those after the first `skip`.
+    fn read(&self, skip: u64, sink: &mut dyn Sink) -> Result<Vec<(usize, Reading)>> {
+        let (spec, codec, template) = (self.spec, self.codec, self.template);
+        match self.want {
+            None => load::read_into(spec, codec, template, skip, sink),
+            Some(want) => preference::read_into(spec, want, codec, template, skip, sink),
+        }
+    }
+}
+
+/// Position, sizes and origin of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Entry {
     /// Index of its first token.
     pub first: u64,
-    pub length: u32,
-    pub trained: u32,
+    pub measure: Measure,
     pub origin: Origin,
 }
 
@@ -71,11 +105,12 @@ impl Entry {
     fn bytes(&self) -> [u8; ENTRY_BYTES] {
         let mut out = [0; ENTRY_BYTES];
         out[..8].copy_from_slice(&self.first.to_le_bytes());
-        out[8..12].copy_from_slice(&self.length.to_le_bytes());
-        out[12..16].copy_from_slice(&self.trained.to_le_bytes());
+        out[8..12].copy_from_slice(&self.measure.length.to_le_bytes());
+        out[12..16].copy_from_slice(&self.measure.trained.to_le_bytes());
         out[16..24].copy_from_slice(&self.origin.number.to_le_bytes());
         out[24..28].copy_from_slice(&self.origin.file.to_le_bytes());
-        out[28..].copy_from_slice(&u32::from(self.origin.is_line).to_le_bytes());
+        let last = u32::from(self.origin.is_line) | self.measure.answer << 1;
+        out[28..].copy_from_slice(&last.to_le_bytes());
         out
     }
 
@@ -84,12 +119,15 @@ impl Entry {
         let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
         Self {
             first: long(0),
-            length: word(8),
-            trained: word(12),
+            measure: Measure {
+                length: word(8),
+                trained: word(12),
+                answer: word(28) >> 1,
+            },
             origin: Origin {
                 number: long(16),
                 file: word(24),
-                is_line: word(28) != 0,
+                is_line: word(28) & 1 != 0,
             },
         }
     }
@@ -132,6 +170,8 @@ struct Finished {
     /// For each file that has rows.
     readings: Vec<FileReading>,
     chunks: Vec<Chunk>,
+    /// What was dropped before.
+    screened: Option<Screened>,
 }
 
 /// Tokens and index of a data set.
@@ -139,15 +179,25 @@ struct Finished {
 pub(super) struct TokenFile {
     tokens: File,
     index: File,
+    /// For preferences.
+    pairs: Option<File>,
     dir: PathBuf,
+    /// No other process removes the files.
+    _used: Option<UseMark>,
 }
 
+/// The bytes of a part of the files: tokens, index, pairs.
+type Part = [Vec<u8>; 3];
+
 impl TokenFile {
-    fn open(dir: &Path) -> Result<Self> {
+    fn open(dir: &Path, has_pairs: bool) -> Result<Self> {
+        let pairs = has_pairs.then(|| files::open(&dir.join(PAIRS)));
         Ok(Self {
             tokens: files::open(&dir.join(TOKENS))?,
             index: files::open(&dir.join(INDEX))?,
+            pairs: pairs.transpose()?,
             dir: dir.to_path_buf(),
+            _used: None,
         })
     }
 
@@ -169,36 +219,47 @@ impl TokenFile {
 
     pub(super) fn example(&self, row: u32) -> Result<Example> {
         let entry = self.entry(row)?;
-        let mut bytes = vec![0; entry.length as usize * TOKEN_BYTES as usize];
+        let mut bytes = vec![0; entry.measure.length as usize * TOKEN_BYTES as usize];
         self.tokens
             .read_exact_at(&mut bytes, entry.first * TOKEN_BYTES)
             .map_err(|e| self.cannot_read(e))?;
         Ok(example(&bytes))
     }
 
-    /// Calls `each` with all entries, in order.
-    pub(super) fn entries(&self, rows: u64, each: &mut dyn FnMut(Entry)) -> Result<()> {
-        let mut from = 0;
-        let mut bytes = vec![0; ENTRY_BYTES << 15];
-        while from < rows {
-            let n = (rows - from).min(1 << 15) as usize;
-            let part = &mut bytes[..n * ENTRY_BYTES];
-            self.index
-                .read_exact_at(part, from * ENTRY_BYTES as u64)
-                .map_err(|e| self.cannot_read(e))?;
-            part.as_chunks().0.iter().for_each(|entry| each(Entry::of(entry)));
-            from += n as u64;
+    /// Calls `each` with the entries of these rows. Rows that are near each other are read at once.
+    pub(super) fn entries_of(&self, rows: impl Iterator<Item = u32>, each: &mut dyn FnMut(Entry)) -> Result<()> {
+        let size = self.index.metadata().map_err(|e| self.cannot_read(e))?.len();
+        let (mut first, mut block) = (0, Vec::new());
+        for row in rows {
+            let at = u64::from(row) * ENTRY_BYTES as u64;
+            let end = at + ENTRY_BYTES as u64;
+            if at < first || end > first + block.len() as u64 {
+                first = at;
+                block.resize((size.saturating_sub(at) as usize).min(ENTRY_BYTES << 15), 0);
+                let read = self.index.read_exact_at(&mut block, first);
+                read.map_err(|e| self.cannot_read(e))?;
+            }
+            let entry = block[(at - first) as usize..].first_chunk();
+            each(Entry::of(entry.unwrap_or(&[0; ENTRY_BYTES])));
         }
         Ok(())
     }
 
-    /// The bytes between the ends of two parts: tokens, then index.
-    fn part(&self, from: &Chunk, to: &Chunk) -> std::io::Result<(Vec<u8>, Vec<u8>)> {
-        let mut tokens = vec![0; ((to.tokens - from.tokens) * TOKEN_BYTES) as usize];
-        let mut index = vec![0; (to.rows - from.rows) as usize * ENTRY_BYTES];
-        self.tokens.read_exact_at(&mut tokens, from.tokens * TOKEN_BYTES)?;
-        self.index.read_exact_at(&mut index, from.rows * ENTRY_BYTES as u64)?;
-        Ok((tokens, index))
+    /// The bytes between the ends of two parts.
+    fn part(&self, from: &Chunk, to: &Chunk) -> std::io::Result<Part> {
+        let rows = (to.rows - from.rows) as usize;
+        let mut out = [
+            vec![0; ((to.tokens - from.tokens) * TOKEN_BYTES) as usize],
+            vec![0; rows * ENTRY_BYTES],
+            Vec::new(),
+        ];
+        self.tokens.read_exact_at(&mut out[0], from.tokens * TOKEN_BYTES)?;
+        self.index.read_exact_at(&mut out[1], from.rows * ENTRY_BYTES as u64)?;
+        if let Some(pairs) = &self.pairs {
+            out[2].resize(rows * PAIR_BYTES, 0);
+            pairs.read_exact_at(&mut out[2], from.rows * PAIR_BYTES as u64)?;
+        }
+        Ok(out)
     }
 
     /// Number of parts, from the first, whose bytes have their hashes.
@@ -209,10 +270,7 @@ impl TokenFile {
             let (zero, to) = (Chunk::default(), &chunks[i]);
             let from = if i == 0 { &zero } else { &chunks[i - 1] };
             let grows = from.tokens <= to.tokens && from.rows <= to.rows;
-            let whole = grows
-                && self
-                    .part(from, to)
-                    .is_ok_and(|(tokens, index)| hash(&tokens, &index) == to.hash);
+            let whole = grows && self.part(from, to).is_ok_and(|part| hash(&part) == to.hash);
             phase.add((to.tokens.saturating_sub(from.tokens)) * TOKEN_BYTES);
             whole
         };
@@ -229,10 +287,11 @@ fn example(bytes: &[u8]) -> Example {
     }
 }
 
-fn hash(tokens: &[u8], index: &[u8]) -> String {
+fn hash(part: &Part) -> String {
     let mut hasher = blake3::Hasher::new();
-    hasher.update(tokens);
-    hasher.update(index);
+    part.iter().for_each(|bytes| {
+        hasher.update(bytes);
+    });
     hasher.finalize().to_hex()[..32].to_string()
 }
 
@@ -261,30 +320,24 @@ impl TokenCache<'_> {
     ///
     /// # Errors
     /// As `Dataset::load`; the cache cannot be written.
-    pub(super) fn load(
-        &self,
-        spec: &Spec,
-        codec: &dyn TextCodec,
-        template: Option<&dyn ChatRender>,
-    ) -> Result<Option<Dataset>> {
-        // Which rows the screen dropped, and why, is reported at each start.
-        if spec.screen.is_some() || key::bytes(spec)? < self.least_bytes {
+    pub(super) fn load(&self, request: &Request) -> Result<Option<Dataset>> {
+        if key::bytes(request.spec)? < self.least_bytes {
             return Ok(None);
         }
-        let Some(key) = key::of(spec, codec, template)? else {
+        let Some(key) = key::of(request)? else {
             return Ok(None);
         };
         let dir = self.dir.join(key);
-        match files::create_dir_all(&dir) {
+        let used = match files::create_dir_all(&dir).and_then(|()| UseMark::hold(&dir)) {
             Err(e) if !self.required => {
                 (self.note)(&format!("no token cache: {}", e.line()));
                 return Ok(None);
             }
-            made => made?,
-        }
+            used => used?,
+        };
         if let Some(found) = finished(&dir) {
-            if let Some(rows) = self.open(&dir, &found, spec, codec, template)? {
-                return Ok(Some(rows));
+            if let Some(rows) = self.open(&dir, &found, request)? {
+                return Ok(Some(rows.in_use(used)));
             }
             (self.note)(&format!(
                 "the token cache {} is damaged: its rows are tokenized again",
@@ -294,59 +347,97 @@ impl TokenCache<'_> {
         let _lock = wait(&dir)?;
         // Another run may have finished it.
         if let Some(found) = finished(&dir)
-            && let Some(rows) = self.open(&dir, &found, spec, codec, template)?
+            && let Some(rows) = self.open(&dir, &found, request)?
         {
-            return Ok(Some(rows));
+            return Ok(Some(rows.in_use(used)));
         }
-        build::run(&dir, spec, codec, template)?;
+        build::run(&dir, request)?;
+        limit::remove_old(self);
         let found = finished(&dir).ok_or_else(|| Error::io("the token cache cannot be read").at_path(&dir))?;
-        self.open(&dir, &found, spec, codec, template)?
-            .ok_or_else(|| {
-                Error::io("the token cache does not have the bytes that were written")
-                    .at_path(&dir)
-                    .hint("check the disk, or name another directory in `TokenCache::dir`")
-            })
-            .map(Some)
+        let rows = self.open(&dir, &found, request)?.ok_or_else(|| {
+            Error::io("the token cache does not have the bytes that were written")
+                .at_path(&dir)
+                .hint("check the disk, or name another directory in `TokenCache::dir`")
+        })?;
+        Ok(Some(rows.in_use(used)))
     }
 
     /// `None`: the files are damaged.
-    fn open(
-        &self,
-        dir: &Path,
-        found: &Finished,
-        spec: &Spec,
-        codec: &dyn TextCodec,
-        template: Option<&dyn ChatRender>,
-    ) -> Result<Option<Dataset>> {
-        let Ok(file) = TokenFile::open(dir) else {
+    fn open(&self, dir: &Path, found: &Finished, request: &Request) -> Result<Option<Opened>> {
+        let spec = request.spec;
+        let Ok(file) = TokenFile::open(dir, request.want.is_some()) else {
             return Ok(None);
         };
         if file.intact(&found.chunks) < found.chunks.len() {
             return Ok(None);
         }
+        let rows = found.chunks.last().map_or(0, |c| c.rows);
         let mut lengths = Vec::new();
-        file.entries(found.chunks.last().map_or(0, |c| c.rows), &mut |entry| {
-            lengths.push(entry.length)
-        })?;
-        let encoder = spec.encoder(codec, template);
+        file.entries_of(0..rows as u32, &mut |entry| lengths.push(entry.measure.length))?;
+        let (order, preferences) = match request.want {
+            Some(_) => {
+                let (order, _, preferences) = file.preferences(rows)?;
+                (order, preferences)
+            }
+            None => (None, Vec::new()),
+        };
+        if let Some(order) = &order {
+            lengths = order.iter().map(|row| lengths[*row as usize]).collect();
+        }
+        let encoder = spec.encoder(request.codec, request.template);
+        let purpose = request.want.map_or(Purpose::Learn, |_| Purpose::Prefer);
         let mut readings = Vec::new();
         for of_file in &found.readings {
-            let reading: Option<Reading> = spec.first_reading(of_file.file, &encoder)?;
+            let reading: Option<Reading> = spec.first_reading(of_file.file, purpose, &encoder)?;
             readings.extend(reading.map(|reading| reading.with(&of_file.columns, &of_file.skipped)));
+        }
+        if let (Some(screen), Some(screened)) = (spec.screen, &found.screened) {
+            readings
+                .iter_mut()
+                .for_each(|reading| reading.set_judges(screen.columns()));
+            screen.restore(screened.clone());
         }
         let counts = found.chunks.last().map_or(&[][..], |c| &c.sources);
         let mut shares = source::shares(spec.sources);
         for (share, (rows, truncated)) in shares.iter_mut().zip(counts) {
             (share.rows, share.truncated) = (*rows, *truncated);
         }
-        Ok(Some(Dataset {
-            examples: Examples::of_file(file, lengths),
+        let rows = Dataset {
             stats: found.stats.clone(),
             fingerprint: found.fingerprint.clone(),
             readings,
             shares,
+            preferences,
             ..Dataset::default()
+        };
+        Ok(Some(Opened {
+            file,
+            order,
+            lengths,
+            rows,
         }))
+    }
+}
+
+/// A data set of the cache, without its examples.
+struct Opened {
+    file: TokenFile,
+    order: Option<Vec<u32>>,
+    lengths: Vec<u32>,
+    rows: Dataset,
+}
+
+impl Opened {
+    /// The data set; its files are not removed while it lives.
+    fn in_use(self, used: UseMark) -> Dataset {
+        let file = TokenFile {
+            _used: Some(used),
+            ..self.file
+        };
+        Dataset {
+            examples: Examples::of_file(file, self.order, self.lengths),
+            ..self.rows
+        }
     }
 }
 

@@ -10,14 +10,14 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A real tokenizer that counts its texts and fails, as if the process ended, when none are left.
-struct Counting {
+pub(super) struct Counting {
     inner: ft_formats::Tokenizer,
     texts: AtomicUsize,
     most: usize,
 }
 
 impl Counting {
-    fn new(most: usize) -> Self {
+    pub(super) fn new(most: usize) -> Self {
         Self {
             inner: real(),
             texts: AtomicUsize::new(0),
@@ -25,7 +25,7 @@ impl Counting {
         }
     }
 
-    fn texts(&self) -> usize {
+    pub(super) fn texts(&self) -> usize {
         self.texts.swap(0, Ordering::Relaxed)
     }
 }
@@ -65,37 +65,46 @@ impl TextCodec for Counting {
 
 const ROWS: usize = 1800;
 
-fn rows() -> Files {
+pub(super) fn rows() -> Files {
     let row = |i: usize| format!("{{\"text\": \"row {i} {}\", \"id\": {i}}}\n", "and on ".repeat(i % 9));
     let (first, second): (String, String) = ((0..ROWS / 3).map(row).collect(), (ROWS / 3..ROWS).map(row).collect());
     files(&[("a.jsonl", &first), ("b.jsonl", &second)])
 }
 
-struct Place {
-    dir: tempfile::TempDir,
-    notes: RefCell<Vec<String>>,
+pub(super) struct Place {
+    pub(super) dir: tempfile::TempDir,
+    pub(super) notes: RefCell<Vec<String>>,
 }
 
 impl Place {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             dir: tempfile::tempdir().unwrap(),
             notes: RefCell::default(),
         }
     }
 
-    fn load(&self, spec: &Spec, codec: &dyn TextCodec) -> Result<Dataset> {
+    pub(super) fn load(&self, spec: &Spec, codec: &dyn TextCodec) -> Result<Dataset> {
+        self.within(u64::MAX, spec, None, codec)
+    }
+
+    /// As `load`, with a limit of the cache, and for preferences.
+    pub(super) fn within(&self, limit: u64, spec: &Spec, want: Option<Want>, codec: &dyn TextCodec) -> Result<Dataset> {
         let cache = TokenCache {
             dir: self.dir.path(),
             least_bytes: 0,
+            most_bytes: Some(limit),
             required: true,
             note: &|line| self.notes.borrow_mut().push(line.to_string()),
         };
-        Dataset::load_cached(spec, codec, None, &cache)
+        match want {
+            Some(want) => preference::load_cached(spec, want, codec, None, &cache),
+            None => Dataset::load_cached(spec, codec, None, &cache),
+        }
     }
 
     /// The only data set in the cache.
-    fn set(&self) -> PathBuf {
+    pub(super) fn set(&self) -> PathBuf {
         let sets = files::list(self.dir.path()).unwrap();
         assert_eq!(sets.len(), 1);
         sets[0].clone()
@@ -103,7 +112,7 @@ impl Place {
 }
 
 /// Everything of the two sets is equal.
-fn assert_same(cached: &Dataset, memory: &Dataset) {
+pub(super) fn assert_same(cached: &Dataset, memory: &Dataset) {
     assert!(cached.examples.file().is_some() && memory.examples.file().is_none());
     assert_eq!(cached.examples.len(), memory.examples.len());
     assert_eq!(cached.lengths(), memory.lengths());
@@ -112,6 +121,8 @@ fn assert_same(cached: &Dataset, memory: &Dataset) {
         (&memory.stats, &memory.fingerprint, &memory.readings)
     );
     assert_eq!(cached.shares, memory.shares);
+    assert_eq!(cached.preferences, memory.preferences);
+    assert_eq!(cached.examples.measures().unwrap(), memory.examples.measures().unwrap());
     assert_eq!(cached.mixture().unwrap(), memory.mixture().unwrap());
     for row in 0..memory.examples.len() {
         assert_eq!(cached.examples.get(row).unwrap(), memory.examples.get(row).unwrap());
@@ -248,6 +259,7 @@ fn another_setting_or_file_is_another_set_and_small_files_are_not_cached() {
     let cache = TokenCache {
         dir: place.dir.path(),
         least_bytes: 1 << 20,
+        most_bytes: None,
         required: true,
         note: &|_| (),
     };
@@ -260,6 +272,7 @@ fn another_setting_or_file_is_another_set_and_small_files_are_not_cached() {
     let mut cache = TokenCache {
         dir: &blocked,
         least_bytes: 0,
+        most_bytes: None,
         required: false,
         note: &|line| notes.borrow_mut().push(line.to_string()),
     };

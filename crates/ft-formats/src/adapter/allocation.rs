@@ -73,11 +73,12 @@ impl Allocation {
         })
     }
 
-    pub(super) fn json(&self) -> Value {
+    /// `named`: the name of a module in the file.
+    pub(super) fn json(&self, named: &dyn Fn(&str) -> String) -> Value {
         let kept: Map<String, Value> = self
             .kept
             .iter()
-            .map(|(m, f)| (format!("{m}.lora_E"), json!(f)))
+            .map(|(m, f)| (format!("{}.lora_E", named(m)), json!(f)))
             .collect();
         json!({
             "beta1": self.beta1,

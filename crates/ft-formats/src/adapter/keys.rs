@@ -44,6 +44,30 @@ pub enum Key {
     Whole(String),
 }
 
+/// Where the language model of a multimodal model is: the names of transformers 5, then those of transformers 4, and the
+/// names of a text-only model.
+const LANGUAGE_MODEL: [(&str, &str); 3] = [
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head", "lm_head"),
+];
+
+/// The name in a multimodal model of a module, or of something below it, of its language model.
+pub fn wrapped(name: &str) -> String {
+    let (outer, inner) = LANGUAGE_MODEL[0];
+    match name.strip_prefix(inner) {
+        Some(rest) => format!("{outer}{rest}"),
+        None => name.to_string(),
+    }
+}
+
+/// The inverse of `wrapped`.
+pub fn unwrapped(name: &str) -> String {
+    let mut pairs = LANGUAGE_MODEL.iter();
+    let found = pairs.find_map(|(outer, inner)| Some(format!("{inner}{}", name.strip_prefix(outer)?)));
+    found.unwrap_or_else(|| name.to_string())
+}
+
 /// The name in the file for an adapter tensor such as `model.layers.0.self_attn.q_proj.lora_A.weight`.
 pub fn file_key(part: &str) -> String {
     format!("{PREFIX}{part}")

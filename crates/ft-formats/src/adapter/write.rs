@@ -1,6 +1,6 @@
 //! Writes `adapter_config.json` in PEFT's form.
 
-use super::{AdapterConfig, AdapterKind, Allocation, Targets};
+use super::{AdapterConfig, AdapterKind, Allocation, Targets, wrapped};
 use serde_json::{Map, Value, json};
 
 /// The PEFT version whose format is written.
@@ -32,6 +32,15 @@ fn object<T>(entries: &[(String, T)], value: impl Fn(&T) -> Value) -> Value {
 }
 
 impl AdapterConfig {
+    /// The name of a module, or of something below it, in the model that PEFT loads.
+    pub fn name_in_file(&self, name: &str) -> String {
+        if self.multimodal {
+            wrapped(name)
+        } else {
+            name.to_string()
+        }
+    }
+
     /// All keys that a loader needs, in alphabetical order as PEFT writes them.
     pub fn to_json(&self) -> Value {
         let mut out = self.common();
@@ -147,7 +156,7 @@ impl AdapterConfig {
 
     fn adalora(&self, allocation: &Allocation) -> Value {
         let mut out = self.lora();
-        let mut own = allocation.json();
+        let mut own = allocation.json(&|module| self.name_in_file(module));
         own["init_r"] = json!(self.r);
         own["peft_type"] = json!("ADALORA");
         if let (Value::Object(out), Value::Object(own)) = (&mut out, own) {

@@ -28,6 +28,34 @@ static const Exact GELU = {
     [](double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)) + x * std::exp(-0.5 * x * x) / std::sqrt(2 * M_PI); },
 };
 
+static const Exact RELU2 = {
+    [](double x) { return x < 0 ? 0 : x * x; },
+    [](double x) { return x < 0 ? 0 : 2 * x; },
+};
+
+template <class T>
+void alone(
+    void (*forward)(const T*, T*, i64, i64), void (*backward)(const T*, const T*, T*, i64, i64), const Exact& exact, uint64_t seed) {
+    for (int n : {3, 64, 2053}) {
+        for (bool packed : {false, true}) {
+            Buffer<T> x(n), dy(n), y(n), dx(n);
+            fill(x, seed + 1, 3.0f);
+            fill(dy, seed + 3);
+            std::vector<double> p = values(x), d = values(dy), want(n), want_dx(n);
+            for (int i = 0; i < n; i++) {
+                want[i] = exact.value(p[i]);
+                want_dx[i] = d[i] * exact.slope(p[i]);
+            }
+            const i64 packs = packed ? n / Full<T>::V : 0;
+            const T *px = x.data, *pd = dy.data;
+            launch(forward, dim3(2), dim3(64), 0, seed, px, y.data, (i64)n, packs);
+            launch(backward, dim3(2), dim3(64), 0, seed, px, pd, dx.data, (i64)n, packs);
+            check("y alone", y, want, tolerance<T>());
+            check("dx alone", dx, want_dx, tolerance<T>());
+        }
+    }
+}
+
 template <class T>
 void both(
     void (*forward)(const T*, const T*, T*, i64, i64), void (*backward)(const T*, const T*, const T*, T*, T*, i64, i64),
@@ -78,6 +106,12 @@ int main(int argc, char** argv) {
         both(gelu_tanh_forward_bf16, gelu_tanh_backward_bf16, GELU_TANH, seed);
         both(gelu_forward_f32, gelu_backward_f32, GELU, seed);
         both(gelu_forward_bf16, gelu_backward_bf16, GELU, seed);
+        both(relu2_forward_f32, relu2_backward_f32, RELU2, seed);
+        both(relu2_forward_bf16, relu2_backward_bf16, RELU2, seed);
+        alone(silu_alone_forward_f32, silu_alone_backward_f32, SILU, seed);
+        alone(gelu_tanh_alone_forward_bf16, gelu_tanh_alone_backward_bf16, GELU_TANH, seed);
+        alone(gelu_alone_forward_f32, gelu_alone_backward_f32, GELU, seed);
+        alone(relu2_alone_forward_bf16, relu2_alone_backward_bf16, RELU2, seed);
         far(silu_forward_f32, silu_backward_f32, seed);
         far(gelu_tanh_forward_f32, gelu_tanh_backward_f32, seed);
         far(gelu_forward_f32, gelu_backward_f32, seed);

@@ -22,6 +22,7 @@ trait Function {
 struct Silu;
 struct GeluTanh;
 struct Gelu;
+struct Relu2;
 
 impl Function for Silu {
     #[inline(always)]
@@ -71,11 +72,24 @@ impl Function for Gelu {
     }
 }
 
+impl Function for Relu2 {
+    #[inline(always)]
+    fn value<const FMA: bool>(x: f32) -> f32 {
+        // NaN passes.
+        if x < 0.0 { 0.0 } else { x * x }
+    }
+    #[inline(always)]
+    fn slope<const FMA: bool>(x: f32) -> (f32, f32) {
+        if x < 0.0 { (0.0, 0.0) } else { (x * x, 2.0 * x) }
+    }
+}
+
 pub(crate) fn forward(gate: &[f32], up: &[f32], act: Activation, y: &mut [f32]) {
     let run = match act {
-        Activation::Silu => silu,
-        Activation::GeluTanh => gelu_tanh,
-        Activation::Gelu => gelu,
+        Activation::Silu => silu::forward,
+        Activation::GeluTanh => gelu_tanh::forward,
+        Activation::Gelu => gelu::forward,
+        Activation::Relu2 => relu2::forward,
     };
     y.par_chunks_mut(CHUNK)
         .zip(gate.par_chunks(CHUNK).zip(up.par_chunks(CHUNK)))
@@ -84,9 +98,10 @@ pub(crate) fn forward(gate: &[f32], up: &[f32], act: Activation, y: &mut [f32]) 
 
 pub(crate) fn backward(gate: &[f32], up: &[f32], dy: &[f32], act: Activation, dgate: &mut [f32], dup: &mut [f32]) {
     let run = match act {
-        Activation::Silu => silu_backward,
-        Activation::GeluTanh => gelu_tanh_backward,
-        Activation::Gelu => gelu_backward,
+        Activation::Silu => silu::backward,
+        Activation::GeluTanh => gelu_tanh::backward,
+        Activation::Gelu => gelu::backward,
+        Activation::Relu2 => relu2::backward,
     };
     dgate
         .par_chunks_mut(CHUNK)
@@ -99,9 +114,10 @@ pub(crate) fn backward(gate: &[f32], up: &[f32], dy: &[f32], act: Activation, dg
 /// As `backward`, with the same bits: dgate overwrites gate, dup overwrites up.
 pub(crate) fn backward_in_place(gate: &mut [f32], up: &mut [f32], dy: &[f32], act: Activation) {
     let run = match act {
-        Activation::Silu => silu_backward,
-        Activation::GeluTanh => gelu_tanh_backward,
-        Activation::Gelu => gelu_backward,
+        Activation::Silu => silu::backward,
+        Activation::GeluTanh => gelu_tanh::backward,
+        Activation::Gelu => gelu::backward,
+        Activation::Relu2 => relu2::backward,
     };
     let chunks = gate.par_chunks_mut(CHUNK).zip(up.par_chunks_mut(CHUNK));
     chunks.zip(dy.par_chunks(CHUNK)).for_each(|((gate, up), dy)| {
@@ -114,6 +130,46 @@ pub(crate) fn backward_in_place(gate: &mut [f32], up: &mut [f32], dy: &[f32], ac
             run(old_gate, old_up, dy, gate, up);
         }
     });
+}
+
+/// The function alone.
+pub(crate) fn activate(x: &[f32], act: Activation, y: &mut [f32]) {
+    let run = match act {
+        Activation::Silu => silu::alone,
+        Activation::GeluTanh => gelu_tanh::alone,
+        Activation::Gelu => gelu::alone,
+        Activation::Relu2 => relu2::alone,
+    };
+    y.par_chunks_mut(CHUNK)
+        .zip(x.par_chunks(CHUNK))
+        .for_each(|(y, x)| run(x, y));
+}
+
+/// Backward of `activate`: dx overwrites x.
+pub(crate) fn activate_backward(x: &mut [f32], dy: &[f32], act: Activation) {
+    let run = match act {
+        Activation::Silu => silu::alone_backward,
+        Activation::GeluTanh => gelu_tanh::alone_backward,
+        Activation::Gelu => gelu::alone_backward,
+        Activation::Relu2 => relu2::alone_backward,
+    };
+    x.par_chunks_mut(CHUNK)
+        .zip(dy.par_chunks(CHUNK))
+        .for_each(|(x, dy)| run(x, dy));
+}
+
+#[inline(always)]
+fn alone_all<const FMA: bool, F: Function>(x: &[f32], y: &mut [f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y = F::value::<FMA>(*x);
+    }
+}
+
+#[inline(always)]
+fn alone_backward_all<const FMA: bool, F: Function>(x: &mut [f32], dy: &[f32]) {
+    for (x, dy) in x.iter_mut().zip(dy) {
+        *x = dy * F::slope::<FMA>(*x).1;
+    }
 }
 
 #[inline(always)]
@@ -140,36 +196,47 @@ fn backward_all<const FMA: bool, F: Function>(
 }
 
 macro_rules! for_function {
-    ($function:ty, $forward:ident, $forward_body:ident, $backward:ident, $backward_body:ident) => {
-        #[inline(always)]
-        fn $forward_body<const FMA: bool>(gate: &[f32], up: &[f32], y: &mut [f32]) {
-            forward_all::<FMA, $function>(gate, up, y)
-        }
-        vectorized!(fn $forward(gate: &[f32], up: &[f32], y: &mut [f32]) = $forward_body);
+    ($module:ident, $function:ty) => {
+        mod $module {
+            use super::*;
 
-        #[inline(always)]
-        fn $backward_body<const FMA: bool>(
-            gate: &[f32],
-            up: &[f32],
-            dy: &[f32],
-            dgate: &mut [f32],
-            dup: &mut [f32],
-        ) {
-            backward_all::<FMA, $function>(gate, up, dy, dgate, dup)
+            #[inline(always)]
+            fn forward_body<const FMA: bool>(gate: &[f32], up: &[f32], y: &mut [f32]) {
+                forward_all::<FMA, $function>(gate, up, y)
+            }
+            vectorized!(pub(super) fn forward(gate: &[f32], up: &[f32], y: &mut [f32]) = forward_body);
+
+            #[inline(always)]
+            fn backward_body<const FMA: bool>(
+                gate: &[f32],
+                up: &[f32],
+                dy: &[f32],
+                dgate: &mut [f32],
+                dup: &mut [f32],
+            ) {
+                backward_all::<FMA, $function>(gate, up, dy, dgate, dup)
+            }
+            vectorized!(
+                pub(super) fn backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32])
+                    = backward_body
+            );
+
+            #[inline(always)]
+            fn alone_body<const FMA: bool>(x: &[f32], y: &mut [f32]) {
+                alone_all::<FMA, $function>(x, y)
+            }
+            vectorized!(pub(super) fn alone(x: &[f32], y: &mut [f32]) = alone_body);
+
+            #[inline(always)]
+            fn alone_backward_body<const FMA: bool>(x: &mut [f32], dy: &[f32]) {
+                alone_backward_all::<FMA, $function>(x, dy)
+            }
+            vectorized!(pub(super) fn alone_backward(x: &mut [f32], dy: &[f32]) = alone_backward_body);
         }
-        vectorized!(
-            fn $backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32])
-                = $backward_body
-        );
     };
 }
 
-for_function!(Silu, silu, silu_body, silu_backward, silu_backward_body);
-for_function!(
-    GeluTanh,
-    gelu_tanh,
-    gelu_tanh_body,
-    gelu_tanh_backward,
-    gelu_tanh_backward_body
-);
-for_function!(Gelu, gelu, gelu_body, gelu_backward, gelu_backward_body);
+for_function!(silu, Silu);
+for_function!(gelu_tanh, GeluTanh);
+for_function!(gelu, Gelu);
+for_function!(relu2, Relu2);

@@ -10,6 +10,7 @@ pub(crate) mod dequantize;
 pub(crate) mod distill;
 pub(crate) mod embedding;
 pub(crate) mod glu;
+pub(crate) mod layer_norm;
 pub(crate) mod math;
 pub(crate) mod paged;
 pub(crate) mod product;

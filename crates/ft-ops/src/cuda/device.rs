@@ -157,6 +157,14 @@ pub(crate) fn limit(device: &CudaDevice, bytes: u64) -> Result<()> {
     set(pool, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)
 }
 
+/// Returns the compute capability.
+pub(crate) fn compute(device: &CudaDevice) -> Result<(i32, i32)> {
+    let context = device.cuda_stream().context().clone();
+    context
+        .compute_capability()
+        .map_err(driver("querying the GPU's capabilities"))
+}
+
 /// Returns every GPU, by ordinal.
 pub(crate) fn all() -> Result<Vec<Gpu>> {
     let count = CudaContext::device_count().map_err(driver("counting the GPUs"))?;

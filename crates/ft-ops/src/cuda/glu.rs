@@ -11,6 +11,7 @@ fn prefix(act: Activation) -> &'static str {
         Activation::Silu => "silu",
         Activation::GeluTanh => "gelu_tanh",
         Activation::Gelu => "gelu",
+        Activation::Relu2 => "relu2",
     }
 }
 
@@ -44,4 +45,18 @@ pub(crate) fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor, act: Activation)
     let dup = gpu.empty(gate.shape(), gate.dtype())?;
     run(&[gate, up, dy], &[&dgate, &dup], act, "_backward_")?;
     Ok((dgate, dup))
+}
+
+/// Computes `act(x)`.
+pub(crate) fn activate(x: &Tensor, act: Activation) -> Result<Tensor> {
+    let y = Gpu::of(x, "x of an activation")?.empty(x.shape(), x.dtype())?;
+    run(&[x], &[&y], act, "_alone_forward_")?;
+    Ok(y)
+}
+
+/// Computes dx of `activate`.
+pub(crate) fn activate_backward(x: &Tensor, dy: &Tensor, act: Activation) -> Result<Tensor> {
+    let dx = Gpu::of(x, "x of an activation")?.empty(x.shape(), x.dtype())?;
+    run(&[x, dy], &[&dx], act, "_alone_backward_")?;
+    Ok(dx)
 }

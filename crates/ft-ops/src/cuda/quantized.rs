@@ -1,12 +1,13 @@
 //! Products with quantized weights on a GPU: W is dequantized block by block into one buffer, and each block is
-//! multiplied by cuBLAS. For a few tokens a single kernel dequantizes in registers.
+//! multiplied by cuBLAS. For a few tokens a single kernel dequantizes in registers. Products of 8-bit operands are in
+//! `eight_bit`.
 
 use super::elementwise::cast;
 use super::gemm::{Matrix, gemm};
 use super::linear::bias_rows;
 use super::memory::{to_f32_vec, write};
-use super::{Arg, FloatType, Gpu, Grid, Name, address, address_of, aligned, narrow};
-use crate::quantized::{CodeType, FP4_TABLE, ProductType, QTensors, ScaleTensors, ScaleType, TILE};
+use super::{Arg, FloatType, Gpu, Grid, Name, address, address_of, aligned, eight_bit, narrow};
+use crate::quantized::{CodeType, FEW, FP4_TABLE, ProductType, QTensors, ScaleTensors, ScaleType, TILE};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -14,8 +15,6 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Mutex, OnceLock};
 
-/// Largest number of tokens of the single-kernel product.
-const FEW: usize = 8;
 /// `FEW` in the names of kernels.
 const MOST: &str = "_8";
 const WARPS: usize = 4;
@@ -233,6 +232,9 @@ fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> R
     if n <= FEW && kind == decoded(w) && y.dtype() == kind.dtype() {
         return few(gpu, y, x, w, add);
     }
+    if eight_bit::applies(x, y, w)? {
+        return eight_bit::forward_into(gpu, y, x, w, add);
+    }
     let a = Matrix::new(address(x, "x of a linear")?, kind, inputs);
     let to = Matrix::new(
         address(y, "y of a linear")?,
@@ -309,6 +311,9 @@ fn backward_into(gpu: &Gpu, dx: &Tensor, dy: &Tensor, w: &QTensors, add: bool) -
     let (n, outputs, inputs) = (dy.dims()[0], w.rows, w.columns);
     if n == 0 || outputs == 0 || inputs == 0 {
         return Ok(());
+    }
+    if eight_bit::applies(dy, dx, w)? {
+        return eight_bit::backward_into(gpu, dx, dy, w, add);
     }
     let kind = FloatType::of(dy, "dy of a linear")?;
     let a = Matrix::new(address(dy, "dy of a linear")?, kind, outputs);

@@ -9,7 +9,7 @@ const LANES: usize = 16;
 const THREADS: usize = 256;
 
 /// Returns the kernel name and its grid, for `rows` of `size` elements.
-fn plan(
+pub(super) fn plan(
     direction: &'static str,
     kinds: (FloatType, FloatType),
     rows: usize,

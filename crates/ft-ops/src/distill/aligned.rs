@@ -16,7 +16,7 @@
 //! A span counts as many times as it has tokens of the student, so that the loss stays a mean over tokens. Logits are
 //! computed on the device, and compared on the host: a distribution is sorted as a whole.
 
-use super::{Matrix, Output, Side, check_temperature, trained};
+use super::{Matrix, Options, Output, Side, check_temperature, trained};
 use crate::linear;
 use crate::step_stats::{StepStats, StepSums};
 use crate::update::to_f32_vec;
@@ -58,20 +58,9 @@ pub enum Comparison<'a> {
 pub struct AlignedOptions<'a> {
     /// The comparison of a span.
     pub comparison: Comparison<'a>,
-    /// Of the Jensen-Shannon divergence of `Comparison::Matched`; as `Options::beta`.
-    pub beta: f32,
-    /// Divides the logits of both models.
-    pub temperature: f32,
-    /// Weight of the cross-entropy; that of the distance is 1 - `alpha`.
-    pub alpha: f32,
-    /// Student tokens per chunk; 0 counts as 1.
-    pub chunk: usize,
-    /// Factor of the gradients (not of the loss): 1 / tokens of the window.
-    pub scale: f64,
-    /// Compute the gradient of h.
-    pub need_dh: bool,
-    /// Compute the gradient of the head.
-    pub need_dw: bool,
+    /// As for teachers with the same tokens. `beta` is that of the divergence of `Comparison::Matched`, `alpha` weighs the
+    /// cross-entropy against the distance, and `chunk` counts tokens of the student.
+    pub common: Options,
 }
 
 /// A span, or a trained token outside of all spans.
@@ -107,15 +96,15 @@ pub fn forward_backward(
     let (vt, _) = teacher.check(teacher_targets.len(), "teacher")?;
     let chosen = trained(targets, v)?;
     trained(teacher_targets, vt)?;
-    check_temperature(options.temperature)?;
-    for (what, value) in [("beta", options.beta), ("alpha", options.alpha)] {
+    check_temperature(options.common.temperature)?;
+    for (what, value) in [("beta", options.common.beta), ("alpha", options.common.alpha)] {
         if !(0.0..=1.0).contains(&value) {
             return Err(Error::argument(format!("`{what}` of a distillation is out of range"))
                 .found(value)
                 .expected("0 to 1"));
         }
     }
-    if options.need_dw && student.in_parts() {
+    if options.common.need_dw && student.in_parts() {
         return Err(Error::unsupported(
             "an output head that is read in parts cannot be trained",
         ));
@@ -128,7 +117,7 @@ pub fn forward_backward(
         divergence: 0.0,
         cross_entropy: 0.0,
         dh: None,
-        dw: match (options.need_dw, &student.head) {
+        dw: match (options.common.need_dw, &student.head) {
             (true, Matrix::Whole(_)) => Some(Tensor::zeros((v, d), DType::F32, device)?),
             _ => None,
         },
@@ -139,7 +128,7 @@ pub fn forward_backward(
         let mut count = 0;
         let fits = |u: &&AlignedUnit| {
             count += u.student.len().max(u.teacher.len());
-            count <= options.chunk.max(1)
+            count <= options.common.chunk.max(1)
         };
         let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
         rest = later;
@@ -172,17 +161,18 @@ pub fn forward_backward(
         for l in losses {
             out.divergence += l.distance;
             out.cross_entropy += l.cross_entropy;
-            sums.loss += options.alpha as f64 * l.cross_entropy + (1.0 - options.alpha as f64) * l.distance;
+            sums.loss +=
+                options.common.alpha as f64 * l.cross_entropy + (1.0 - options.common.alpha as f64) * l.distance;
             sums.correct += l.correct;
         }
-        if !(options.need_dh || options.need_dw) {
+        if !(options.common.need_dh || options.common.need_dw) {
             continue;
         }
         let g = Tensor::from_vec(z, (own.len(), v), device)?.to_dtype(h.dtype())?;
         if let (Some(dw), Matrix::Whole(head)) = (&out.dw, student.head) {
             linear::grad_weight_add(dw, &g, &h, head.dtype())?;
         }
-        if options.need_dh {
+        if options.common.need_dh {
             gradients.push(match student.head {
                 Matrix::Whole(head) => linear::backward_input(&g, head)?,
                 Matrix::Parts(parts) => {
@@ -202,7 +192,7 @@ pub fn forward_backward(
         }
     }
     step_stats.add(sums);
-    if options.need_dh {
+    if options.common.need_dh {
         // A row of zeros is the gradient of all tokens that are not trained.
         gradients.push(Tensor::zeros((1, d), student.h.dtype(), device)?);
         let mut from = vec![chosen.len() as u32; n];
@@ -349,8 +339,8 @@ fn compare(
     // Gradients of the distance at the logits, without the weight of the span.
     let mut slopes: Vec<Vec<f32>> = Vec::new();
     if !teacher_ids.is_empty() {
-        let (factor, last) = merged(z, ids, v, o.temperature);
-        let (teacher_factor, teacher) = merged(t, teacher_ids, vt, o.temperature);
+        let (factor, last) = merged(z, ids, v, o.common.temperature);
+        let (teacher_factor, teacher) = merged(t, teacher_ids, vt, o.common.temperature);
         let q: Vec<f32> = last.iter().map(|x| x * factor).collect();
         let p: Vec<f32> = teacher.iter().map(|x| x * teacher_factor).collect();
         let mut g = vec![0f32; v];
@@ -358,7 +348,7 @@ fn compare(
             None => sorted(&q, &p, 0..v as u32, 0..vt as u32, 1.0, &mut g),
             Some(masks) => {
                 let share = masks.pairs.len() as f32 / vt.max(1) as f32;
-                let mut sum = share as f64 * matched(&q, &p, masks.pairs, o.beta, share, &mut g);
+                let mut sum = share as f64 * matched(&q, &p, masks.pairs, o.common.beta, share, &mut g);
                 if !masks.student.is_empty() && !masks.teacher.is_empty() {
                     let (own, theirs) = (masks.student.iter().copied(), masks.teacher.iter().copied());
                     sum += f64::from(1.0 - share) * sorted(&q, &p, own, theirs, 1.0 - share, &mut g);
@@ -374,7 +364,7 @@ fn compare(
             .map(|(g, q)| f64::from(*g) * f64::from(*q))
             .sum::<f64>() as f32;
         for (row, id) in z.chunks(v).take(ids.len() - 1).zip(ids) {
-            let mut slope = softmax(row, o.temperature);
+            let mut slope = softmax(row, o.common.temperature);
             let clamped = slope[*id as usize] < LEAST;
             slope.iter_mut().for_each(|p| *p *= -along);
             slope[*id as usize] += along;
@@ -391,7 +381,7 @@ fn compare(
                 .collect(),
         );
     }
-    let weight = (1.0 - o.alpha) * tokens as f32 / o.temperature;
+    let weight = (1.0 - o.common.alpha) * tokens as f32 / o.common.temperature;
     for (i, (row, id)) in z.chunks_mut(v).zip(ids).enumerate() {
         let hard = softmax(row, 1.0);
         out.cross_entropy -= log_probability(row, *id as usize);
@@ -404,11 +394,11 @@ fn compare(
         out.correct += f64::from(u8::from(best.0 == *id as usize));
         for (j, x) in row.iter_mut().enumerate() {
             let mut slope = slopes.get(i).map_or(0.0, |s| weight * s[j]);
-            slope += o.alpha * (hard[j] - f32::from(u8::from(j == *id as usize)));
+            slope += o.common.alpha * (hard[j] - f32::from(u8::from(j == *id as usize)));
             if let Some(cap) = softcap {
                 slope *= 1.0 - (*x / cap).powi(2);
             }
-            *x = slope * o.scale as f32;
+            *x = slope * o.common.scale as f32;
         }
     }
     out

@@ -2,7 +2,7 @@
 //! into one bounded buffer, each block for the product that follows; for a few tokens in registers. The dequantized
 //! values are bit-equal to those of the CPU.
 
-use super::{Absmax, BLOCK, NESTED, QData, QMatrixView, ScaledData, ScaledKind};
+use super::{Absmax, BLOCK, NESTED, Products, QData, QMatrixView, ScaledData, ScaledKind};
 use crate::cpu::storage::{dims2, expect_dims};
 use candle_core::{DType, Storage, Tensor, WithDType};
 use ft_base::{Error, Result};
@@ -42,6 +42,8 @@ pub struct QTensors {
     pub scales: ScaleTensors,
     /// Dequantized values are rounded to bf16.
     pub bf16: bool,
+    /// How a GPU multiplies with it.
+    pub products: Products,
 }
 
 /// Scales and their layout, as in `QData`.

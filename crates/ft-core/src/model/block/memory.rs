@@ -62,7 +62,7 @@ struct SavedAttentionMemory {
 /// As `SavedActivations`.
 pub struct SavedActivationsMemory {
     attention: SavedAttentionMemory,
-    x1: Allocation,
+    x1: Option<Allocation>,
     parts: SavedPiecesMemory,
 }
 
@@ -139,27 +139,27 @@ impl<'a> LayerMemory<'a> {
 
     /// The linears of a half that read the norm's output, and the one that writes to the residual stream.
     pub(in crate::model) fn linears(&self, attention: bool) -> (Vec<LinearShape>, LinearShape) {
-        let part = if attention { "self_attn." } else { "mlp." };
+        let part = if attention { Sublayer::Attention } else { Sublayer::Mlp };
         let mut all: Vec<LinearShape> = self
             .settings
             .spec
             .linears()
             .into_iter()
-            .filter(|linear| linear.name.starts_with(part))
+            .filter(|linear| linear.sublayer == part)
             .map(|linear| (linear.name, linear.input, linear.output))
             .collect();
         let last = all.pop().unwrap_or(("", 0, 0));
         (all, last)
     }
 
-    /// Several linears with one input: q, k, v, or gate and up.
+    /// Several linears with one input: q, k, v, or gate and up; or one linear with parts of these widths.
     pub(in crate::model) fn projections(
         &self,
         l: &mut Ledger,
         linears: &[LinearShape],
         widths: &[u64],
     ) -> Vec<Allocation> {
-        if linears.len() > 1 {
+        if linears.len() > 1 || widths.len() == 1 {
             return linears.iter().map(|&x| self.linear(l, x)).collect();
         }
         let y = self.linear(l, linears[0]);
@@ -223,13 +223,20 @@ impl<'a> LayerMemory<'a> {
             attention.free(l);
             None
         };
+        let input = self.mlp_input(l);
         let (y, parts) = self.mlp(l, keep);
+        l.free_all(input);
         l.free(copies);
         let Some(attention) = attention else {
             l.free(x1);
             return (y, None);
         };
-        let x1 = l.relabel(x1, Activations);
+        let x1 = if self.settings.spec.parallel {
+            l.free(x1);
+            None
+        } else {
+            Some(l.relabel(x1, Activations))
+        };
         (y, Some(SavedActivationsMemory { attention, x1, parts }))
     }
 
@@ -237,7 +244,17 @@ impl<'a> LayerMemory<'a> {
         sink.wants(&self.name(&format!("{below}.weight")))
     }
 
-    /// Frees `dys` one by one.
+    /// True if a parameter of this norm gets a gradient.
+    pub(in crate::model) fn norm_wanted(&self, sink: &dyn GradSinkMemory, below: &str) -> bool {
+        self.wants(sink, below) || sink.wants(&self.name(&format!("{below}.bias")))
+    }
+
+    /// The output of a norm that both halves read.
+    fn mlp_input(&self, l: &mut Ledger) -> Option<Allocation> {
+        self.settings.spec.parallel.then(|| l.alloc(LayerWork, self.nd))
+    }
+
+    /// Frees `dys` one by one. Several `dys` of one linear are joined.
     pub(in crate::model) fn projections_backward(
         &self,
         l: &mut Ledger,
@@ -246,6 +263,11 @@ impl<'a> LayerMemory<'a> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
+        if linears.len() == 1 && dys.len() == 1 {
+            let dx = self.linear_backward(l, linears[0], need_dx, sink);
+            l.free_all(dys);
+            return dx;
+        }
         if linears.len() == 1 {
             let whole = l.alloc(LayerWork, self.bytes(linears[0].2));
             l.free_all(dys);
@@ -275,7 +297,12 @@ impl<'a> LayerMemory<'a> {
         sink: &mut dyn GradSinkMemory,
     ) -> Allocation {
         let dx = l.alloc(LayerWork, bytes);
-        sink.give(l, &self.name(&format!("{below}.weight")));
+        // The gradient of the weight of a LayerNorm on a GPU: the normalized input.
+        let normalized = self.settings.on_gpu && self.settings.spec.layer_norm.is_some() && self.wants(sink, below);
+        l.touch(LayerWork, if normalized { bytes } else { 0 });
+        for part in ["weight", "bias"] {
+            sink.give(l, &self.name(&format!("{below}.{part}")));
+        }
         dx
     }
 
@@ -303,7 +330,7 @@ impl<'a> LayerMemory<'a> {
         linears.push(o_proj);
         let norms = self.settings.spec.norms();
         let mut of_attention = norms.iter().filter(|n| n.sublayer == Sublayer::Attention);
-        linears.iter().any(|&x| self.linear_wanted(sink, x)) || of_attention.any(|n| self.wants(sink, n.name))
+        linears.iter().any(|&x| self.linear_wanted(sink, x)) || of_attention.any(|n| self.norm_wanted(sink, n.name))
     }
 
     /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
@@ -321,6 +348,13 @@ impl<'a> LayerMemory<'a> {
             Some(kept) => (kept.x1, kept.attention, kept.parts),
             None => {
                 let (x1, attention) = self.attention(l);
+                let x1 = match self.settings.spec.parallel {
+                    true => {
+                        l.free(x1);
+                        None
+                    }
+                    false => Some(x1),
+                };
                 (x1, attention, SavedPiecesMemory::new())
             }
         };
@@ -330,15 +364,28 @@ impl<'a> LayerMemory<'a> {
             kept.free(l);
             None
         };
-        let dx1 = self.mlp_backward(l, parts, dy, attention_needed, sink);
-        l.free(x1);
-        let dx = match (kept, dx1) {
-            (Some(kept), Some(dx1)) => self.attention_backward(l, kept, dx1, need_dx, sink),
-            (kept, dx1) => {
-                if let Some(kept) = kept {
-                    kept.free(l);
-                }
-                l.free_all(dx1);
+        let spec = self.settings.spec;
+        let input_wanted = || spec.norms.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
+        let need_input = match spec.parallel {
+            false => attention_needed,
+            true => need_dx || input_wanted(),
+        };
+        let input = self.mlp_input(l);
+        let d_input = self.mlp_backward(l, parts, need_input, sink);
+        l.free_all(input);
+        l.free_all(x1);
+        let (dx1, d_shared) = match (d_input, spec.parallel) {
+            (Some(dx1), false) => {
+                l.free(dy);
+                (dx1, None)
+            }
+            (d_shared, _) => (dy, d_shared),
+        };
+        let dx = match kept {
+            Some(kept) => self.attention_backward(l, kept, (dx1, d_shared), need_dx, sink),
+            None => {
+                l.free(dx1);
+                l.free_all(d_shared);
                 None
             }
         };
@@ -350,7 +397,7 @@ impl<'a> LayerMemory<'a> {
         &self,
         l: &mut Ledger,
         saved: SavedAttentionMemory,
-        dx1: Allocation,
+        (dx1, d_shared): (Allocation, Option<Allocation>),
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
@@ -364,8 +411,8 @@ impl<'a> LayerMemory<'a> {
         } = saved;
         let (linears, o_proj) = self.linears(true);
         let (names, qk_norm) = (self.settings.spec.norms, self.settings.spec.qk_norm);
-        let need_dh = need_dx || names.before_attention.is_some_and(|n| self.wants(sink, n));
-        let qk_wanted = qk_norm.is_some_and(|norm| norm.names.iter().any(|n| self.wants(sink, n)));
+        let need_dh = need_dx || names.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
+        let qk_wanted = qk_norm.is_some_and(|norm| norm.names.iter().any(|n| self.norm_wanted(sink, n)));
         let need_do = need_dh || qk_wanted || linears.iter().any(|&x| self.linear_wanted(sink, x));
         let d_out = match (y, names.after_attention) {
             (Some(y), Some(norm)) => {
@@ -382,6 +429,7 @@ impl<'a> LayerMemory<'a> {
             l.free_all(raw);
             l.free_all(qkv);
             l.free_all([o, lse, dx1, low_in]);
+            l.free_all(d_shared);
             return None;
         };
         let dq = l.alloc(LayerWork, self.nq);
@@ -435,6 +483,7 @@ impl<'a> LayerMemory<'a> {
         l.free_all(h);
         let dx = dh.map(|dh| self.normed_backward(l, names.before_attention, dh, sink));
         l.free(dx1);
+        l.free_all(d_shared);
         if need_dx {
             dx
         } else {

@@ -2,9 +2,7 @@
 //! gate and up.
 
 use super::{Config, NormNames, Result, Spec};
-use crate::model::rope::Rope;
 use crate::ops::rope::Pairing;
-use serde_json::json;
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.norms = NormNames::SANDWICH_GLM4;
@@ -16,13 +14,6 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     if !config.raw.contains_key("num_key_value_heads") {
         spec.kv_heads = 2;
     }
-    let mut parameters = super::rope_parameters(config, None, 10_000.0)?;
-    parameters.entry("partial_rotary_factor").or_insert(json!(0.5));
-    spec.ropes = vec![Rope::new(
-        &parameters,
-        spec.head_dim,
-        spec.max_positions,
-        &super::place(config, "rope"),
-    )?];
+    spec.ropes = vec![super::partial_rope(config, spec, 10_000.0, 0.5)?];
     Ok(())
 }

@@ -2,7 +2,6 @@
 
 use super::{Config, QkNorm, Result, Spec};
 use crate::base::Error;
-use crate::model::rope::Rope;
 use serde_json::json;
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
@@ -35,11 +34,6 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         parameters.insert("rope_theta".into(), json!(theta * alpha.powf(e / (e - 2.0))));
         parameters.insert("rope_type".into(), json!("default"));
     }
-    spec.ropes = vec![Rope::new(
-        &parameters,
-        spec.head_dim,
-        spec.max_positions,
-        &super::place(config, "rope"),
-    )?];
+    spec.ropes = vec![super::rope_of(config, spec, &parameters)?];
     Ok(())
 }

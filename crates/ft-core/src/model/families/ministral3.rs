@@ -38,9 +38,6 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     if original < 1.0 {
         return Err(Error::format("`original_max_position_embeddings` must be at least 1").at(&place));
     }
-    if rope.inv_freq.len() * 2 != spec.head_dim {
-        return Err(Error::unsupported("`partial_rotary_factor` is not supported in ministral3").at(&place));
-    }
     let queries = Rope {
         growth: Some(Growth { beta, original }),
         ..rope.clone()

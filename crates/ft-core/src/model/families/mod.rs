@@ -3,6 +3,8 @@
 //! Unknown options are copied unchanged by export; options that are known to change the mathematics and are not
 //! supported are refused by name.
 
+mod cohere;
+mod cohere2;
 mod ernie4_5;
 mod exaone4;
 mod gemma;
@@ -14,6 +16,8 @@ mod hunyuan_v1_dense;
 mod llama;
 mod ministral3;
 mod mistral;
+mod nemotron;
+mod olmo;
 mod olmo2;
 mod olmo3;
 mod phi3;
@@ -21,11 +25,13 @@ mod qwen2;
 mod qwen3;
 mod seed_oss;
 mod smollm3;
+mod stablelm;
+mod starcoder2;
 mod support;
 mod wrapped;
 
 use super::rope::Rope;
-use super::spec::{LayerSpec, NormNames, QkNorm, Spec};
+use super::spec::{LayerNormParams, LayerSpec, NormNames, QkNorm, Spec};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
 use crate::ops::glu::Activation;
@@ -52,6 +58,8 @@ pub fn read(config: &Config) -> Result<Spec> {
     let mut spec = common(config, model_type)?;
     spec.multimodal = multimodal;
     match model_type {
+        "cohere" => cohere::apply(config, &mut spec)?,
+        "cohere2" => cohere2::apply(config, &mut spec)?,
         "ernie4_5" => ernie4_5::apply(config, &mut spec)?,
         "exaone4" => exaone4::apply(config, &mut spec)?,
         "gemma" => gemma::apply(config, &mut spec)?,
@@ -63,6 +71,8 @@ pub fn read(config: &Config) -> Result<Spec> {
         "llama" => llama::apply(config, &mut spec)?,
         "ministral3" => ministral3::apply(config, &mut spec)?,
         "mistral" => mistral::apply(config, &mut spec)?,
+        "nemotron" => nemotron::apply(config, &mut spec)?,
+        "olmo" => olmo::apply(config, &mut spec)?,
         "olmo2" => olmo2::apply(config, &mut spec)?,
         "olmo3" => olmo3::apply(config, &mut spec)?,
         "phi3" => phi3::apply(config, &mut spec)?,
@@ -70,6 +80,8 @@ pub fn read(config: &Config) -> Result<Spec> {
         "qwen3" | "qwen3_vl_text" => qwen3::apply(config, &mut spec)?,
         "seed_oss" => seed_oss::apply(config, &mut spec)?,
         "smollm3" => smollm3::apply(config, &mut spec)?,
+        "stablelm" => stablelm::apply(config, &mut spec)?,
+        "starcoder2" => starcoder2::apply(config, &mut spec)?,
         other => return Err(support::unsupported(config, other)),
     }
     check(&spec, &place)?;
@@ -121,6 +133,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         head_dim,
         norm_eps: config.opt_f64("rms_norm_eps")?.unwrap_or(1e-6),
         norm_plus_one: false,
+        layer_norm: None,
         norms: NormNames::BEFORE,
         qk_norm: None,
         qkv_bias: false,
@@ -128,6 +141,8 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         mlp_bias: false,
         fused_qkv: false,
         fused_gate_up: false,
+        plain_mlp: None,
+        parallel: false,
         activation: activation(config, "hidden_act", "silu")?,
         attention_scale: 1.0 / (head_dim as f32).sqrt(),
         attention_softcap: None,
@@ -162,6 +177,27 @@ fn attention_biases(config: &Config, spec: &mut Spec, default: bool) -> Result<(
     Ok(())
 }
 
+/// LayerNorms with these parameters; `key` is their epsilon.
+fn layer_norms(config: &Config, spec: &mut Spec, key: &str, params: LayerNormParams) -> Result<()> {
+    spec.layer_norm = Some(params);
+    spec.norm_eps = config.opt_f64(key)?.unwrap_or(1e-5);
+    Ok(())
+}
+
+/// Warns of the dropout of a published config.
+fn dropout_is_not_applied(config: &Config, spec: &mut Spec, keys: &[&str]) -> Result<()> {
+    for key in keys {
+        let dropout = config.opt_f64(key)?.unwrap_or(0.0);
+        if dropout != 0.0 {
+            spec.warnings.push(format!(
+                "{}: `{key}` {dropout} is not applied in training; the published model has it for its pretraining",
+                config.path.display()
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// A positive factor.
 fn factor(config: &Config, key: &str, default: f64) -> Result<f32> {
     match config.opt_f64(key)?.unwrap_or(default) {
@@ -177,20 +213,27 @@ fn activation(config: &Config, key: &str, default: &str) -> Result<Activation> {
         "silu" | "swish" => Ok(Activation::Silu),
         "gelu_pytorch_tanh" | "gelu_new" | "gelu_fast" => Ok(Activation::GeluTanh),
         "gelu" => Ok(Activation::Gelu),
+        "relu2" => Ok(Activation::Relu2),
         other => Err(Error::unsupported(format!("activation `{other}` is not supported"))
             .at(format!("{}: {key}", config.path.display()))
-            .expected("silu, gelu or gelu_pytorch_tanh")),
+            .expected("silu, gelu, gelu_pytorch_tanh or relu2")),
     }
 }
 
 /// The single set of rope parameters of most families, in any form of the config.
 fn rope(config: &Config, spec: &Spec, default_theta: f64) -> Result<Rope> {
-    Rope::new(
-        &rope_parameters(config, None, default_theta)?,
-        spec.head_dim,
-        spec.max_positions,
-        &place(config, "rope"),
-    )
+    rope_of(config, spec, &rope_parameters(config, None, default_theta)?)
+}
+
+/// As `rope`, of a family that rotates this part of a head unless its config has another.
+fn partial_rope(config: &Config, spec: &Spec, default_theta: f64, part: f64) -> Result<Rope> {
+    let mut parameters = rope_parameters(config, None, default_theta)?;
+    parameters.entry("partial_rotary_factor").or_insert(json!(part));
+    rope_of(config, spec, &parameters)
+}
+
+fn rope_of(config: &Config, spec: &Spec, parameters: &Map<String, Value>) -> Result<Rope> {
+    Rope::new(parameters, spec.head_dim, spec.max_positions, &place(config, "rope"))
 }
 
 /// Rope parameters in the form of transformers 5 (`rope_parameters`, for all layers or per layer type) or of
@@ -290,8 +333,11 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
             "attention_multiplier",
             "logits_scaling",
         ],
+        "cohere" | "cohere2" => &["logit_scale"],
         "smollm3" => &["no_rope_layers"],
         "seed_oss" => &seed_oss::DROPOUT,
+        "stablelm" => &["use_parallel_residual"],
+        "starcoder2" => &starcoder2::DROPOUT,
         _ => &[],
     };
     let zero = |v: &Value| v.as_f64() == Some(0.0);
@@ -302,12 +348,14 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
     if let Some(quantization) = config.get("quantization_config") {
         crate::source::stored::check_config(quantization, place)?;
     }
-    let options: [(&str, Harmless); 23] = [
+    let options: [(&str, Harmless); 25] = [
         ("attention_dropout", &zero),
         ("resid_pdrop", &zero),
         ("embd_pdrop", &zero),
         ("hidden_dropout", &zero),
         ("attn_pdrop", &zero),
+        ("residual_dropout", &zero),
+        ("embedding_dropout", &zero),
         ("num_experts", &zero),
         ("num_local_experts", &zero),
         ("n_routed_experts", &zero),
@@ -351,6 +399,9 @@ fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
         .expected(format!("1 to {most}"))
 }
 
+/// Families whose heads may be rotated in part.
+const PARTIAL_ROTATION: [&str; 4] = ["glm4", "nemotron", "phi3", "stablelm"];
+
 fn check(spec: &Spec, place: &str) -> Result<()> {
     let sizes = [
         ("vocab_size", spec.vocab),
@@ -384,9 +435,16 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
         );
     }
     if !(spec.norm_eps > 0.0 && spec.norm_eps < 1.0) {
-        return Err(Error::format("`rms_norm_eps` is out of range")
+        return Err(Error::format("the epsilon of the norms is out of range")
             .at(place)
             .found(spec.norm_eps));
+    }
+    let partial = |rope: &Rope| rope.inv_freq.len() * 2 != spec.head_dim && *rope != Rope::none();
+    if spec.ropes.iter().any(partial) && !PARTIAL_ROTATION.contains(&spec.model_type.as_str()) {
+        let message = format!("`partial_rotary_factor` is not supported in {}", spec.model_type);
+        return Err(Error::unsupported(message)
+            .at(place)
+            .hint("transformers does not apply it in this family"));
     }
     if spec.layers.iter().any(|l| l.window == Some(0)) {
         return Err(Error::format("`sliding_window` is 0").at(place));

@@ -1,7 +1,6 @@
 //! Phi-3, Phi-3.5 and Phi-4: one projection for q, k, v, one for gate and up; optional window in every layer; LongRoPE.
 
 use super::{Config, Result, Spec};
-use crate::model::rope::Rope;
 use serde_json::json;
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
@@ -19,7 +18,6 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     }
     let original = parameters.entry("original_max_position_embeddings");
     original.or_insert(json!(4096));
-    let place = super::place(config, "rope");
-    spec.ropes = vec![Rope::new(&parameters, spec.head_dim, spec.max_positions, &place)?];
+    spec.ropes = vec![super::rope_of(config, spec, &parameters)?];
     Ok(())
 }

@@ -11,16 +11,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         spec.kv_heads = 8;
     }
     spec.ropes = vec![super::rope(config, spec, 10_000.0)?];
-    for key in DROPOUT {
-        let dropout = config.opt_f64(key)?.unwrap_or(0.0);
-        if dropout != 0.0 {
-            spec.warnings.push(format!(
-                "{}: `{key}` {dropout} is not applied in training; the published model has it for its pretraining",
-                config.path.display()
-            ));
-        }
-    }
-    Ok(())
+    super::dropout_is_not_applied(config, spec, &DROPOUT)
 }
 
 /// Dropout of the published config, which ft does not apply.

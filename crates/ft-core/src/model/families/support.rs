@@ -23,7 +23,17 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 24] = [
+pub const FAMILIES: [Family; 30] = [
+    family(
+        "cohere",
+        "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
+        "LayerNorms, parallel halves, norms on q and k (R+), a factor of the logits",
+    ),
+    family(
+        "cohere2",
+        "CohereLabs/c4ai-command-r7b-12-2024, c4ai-command-a-03-2025",
+        "as cohere; sliding windows, full attention without positions",
+    ),
     family(
         "ernie4_5",
         "baidu/ERNIE-4.5-0.3B-PT",
@@ -90,6 +100,16 @@ pub const FAMILIES: [Family; 24] = [
         "the language model (`mistral` or `ministral3`); vision tensors are kept",
     ),
     family(
+        "nemotron",
+        "nvidia/Minitron-4B-Base, -8B-Base, Nemotron-4-340B",
+        "LayerNorms with 1 + w, an MLP without a gate, rotation of half a head",
+    ),
+    family(
+        "olmo",
+        "allenai/OLMo-1B-hf, -7B-hf",
+        "LayerNorms without parameters; not `clip_qkv`",
+    ),
+    family(
         "olmo2",
         "allenai/OLMo-2-0425-1B, -1124-7B, -0325-32B",
         "norms after each half, norms of q and k over all heads",
@@ -132,6 +152,16 @@ pub const FAMILIES: [Family; 24] = [
         "biases on q, k and v; its dropout is not applied",
     ),
     family("smollm3", "HuggingFaceTB/SmolLM3-3B", "layers without positions"),
+    family(
+        "stablelm",
+        "stabilityai/stablelm-3b-4e1t, stablelm-2-1_6b, stablelm-zephyr-3b",
+        "LayerNorms, optional parallel halves, rotation of a quarter of a head; not `qk_layernorm` (12B)",
+    ),
+    family(
+        "starcoder2",
+        "bigcode/starcoder2-3b, -7b, -15b",
+        "LayerNorms, an MLP without a gate, biases, sliding windows; its dropout is not applied",
+    ),
 ];
 
 /// Supported values of `model_type`.
@@ -208,21 +238,13 @@ const REFUSED: [(&str, &[&str]); 14] = [
         "per-layer embeddings and layers that share keys and values",
         &["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"],
     ),
+    ("a bias of the LM head", &["phi", "gptj", "codegen"]),
+    ("a matrix with q, k and v of each head in turn", &["gpt_neox", "falcon"]),
     (
-        "LayerNorm and a block whose halves are parallel",
-        &[
-            "cohere", "cohere2", "phi", "falcon", "gpt_neox", "gptj", "codegen", "stablelm",
-        ],
+        "learned positions",
+        &["gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"],
     ),
-    (
-        "LayerNorm and an MLP without a gate",
-        &["starcoder2", "nemotron", "gpt_bigcode", "bloom", "mpt"],
-    ),
-    (
-        "LayerNorm, learned positions and an MLP without a gate",
-        &["gpt2", "gpt_neo", "opt", "xglm", "biogpt"],
-    ),
-    ("norms without weights", &["olmo"]),
+    ("ALiBi positions", &["bloom", "mpt"]),
     (
         "parts that only exist as code in the model directory",
         &["baichuan", "internlm2", "chatglm", "minicpm", "qwen"],

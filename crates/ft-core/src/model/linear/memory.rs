@@ -76,7 +76,11 @@ impl LayerMemory<'_> {
         let bf16 = self.settings.storage.dtype() == Dtype::Bf16;
         let mut bytes = 0;
         if quantized && !(self.settings.active)(&weight) {
-            bytes += quantized::work_bytes(output, input, bf16);
+            let products = self.settings.storage.products_of(&weight);
+            bytes += match products.work_bytes(self.settings.tokens, output, input) {
+                0 => quantized::work_bytes(output, input, bf16),
+                eight_bit => eight_bit,
+            };
         }
         if bf16 && self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens) {
             bytes += quantized::work_bytes(output, input, false);

@@ -7,7 +7,7 @@ use super::Needs;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 
-/// As `SavedPieces`: gate and up, then `Low` of both, then that of down if no norm follows it.
+/// As `SavedPieces`: gate and up, or up alone, then `Low` of both, then that of down if no norm follows it.
 pub(in crate::model) type SavedPiecesMemory = Vec<Vec<Allocation>>;
 
 impl LayerMemory<'_> {
@@ -16,6 +16,11 @@ impl LayerMemory<'_> {
         let all = pieces(self.settings.tokens, self.settings.mlp_tokens);
         let most = all.iter().map(|p| p.len()).max().unwrap_or(0);
         (all.len(), self.piece(most))
+    }
+
+    /// Widths of the results of the first projections: of gate and up, or of up alone.
+    fn widths(&self) -> Vec<u64> {
+        vec![self.ni; if self.settings.spec.plain_mlp.is_some() { 1 } else { 2 }]
     }
 
     /// From x1, which the caller holds, to the layer's output; also gate and up if they are saved.
@@ -40,7 +45,7 @@ impl LayerMemory<'_> {
         let names = self.settings.spec.norms;
         let h = names.before_mlp.map(|_| l.alloc(LayerWork, self.nd));
         let low = self.low(l, &linears);
-        let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
+        let mut parts = self.projections(l, &linears, &self.widths());
         parts.push(low);
         l.free_all(h);
         let m = l.alloc(LayerWork, self.ni);
@@ -65,19 +70,18 @@ impl LayerMemory<'_> {
         (y, parts)
     }
 
-    /// Frees `dy`; the returned `∂x1`, if there is one, is held.
+    /// The caller holds `dy`; the returned `∂x`, if there is one, is held.
     pub(in crate::model) fn mlp_backward(
         &self,
         l: &mut Ledger,
         mut parts: SavedPiecesMemory,
-        dy: Allocation,
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
         let names = self.settings.spec.norms;
         let (linears, down) = self.linears(false);
-        let post_wanted = names.after_mlp.is_some_and(|n| self.wants(sink, n));
-        let dh = need_dx || names.before_mlp.is_some_and(|n| self.wants(sink, n));
+        let post_wanted = names.after_mlp.is_some_and(|n| self.norm_wanted(sink, n));
+        let dh = need_dx || names.before_mlp.is_some_and(|n| self.norm_wanted(sink, n));
         let needs = Needs {
             inputs: linears.iter().any(|&x| self.linear_wanted(sink, x)),
             down: self.linear_wanted(sink, down),
@@ -85,7 +89,6 @@ impl LayerMemory<'_> {
         };
         if !needs.dm() && !needs.down && !post_wanted {
             l.free_all(parts.into_iter().flatten());
-            l.free(dy);
             return None;
         }
         let (count, piece) = self.cut();
@@ -106,7 +109,6 @@ impl LayerMemory<'_> {
             dh
         };
         let dx = dh.map(|dh| self.normed_backward(l, names.before_mlp, dh, sink));
-        l.free(dy);
         if need_dx {
             dx
         } else {
@@ -128,11 +130,11 @@ impl LayerMemory<'_> {
         let mut h = has_h.then(|| l.alloc(LayerWork, self.nd));
         let mut parts = parts.unwrap_or_else(|| {
             let low = self.low(l, &linears);
-            let mut parts = self.projections(l, &linears, &[self.ni, self.ni]);
+            let mut parts = self.projections(l, &linears, &self.widths());
             parts.push(low);
             parts
         });
-        let mut low = parts.split_off(2);
+        let mut low = parts.split_off(self.widths().len());
         if !needs.inputs {
             l.free_all(h.take());
         }
@@ -168,7 +170,7 @@ impl LayerMemory<'_> {
         let dys = if !self.settings.on_gpu {
             parts
         } else {
-            let dys = vec![l.alloc(LayerWork, self.ni), l.alloc(LayerWork, self.ni)];
+            let dys = self.widths().iter().map(|&bytes| l.alloc(LayerWork, bytes)).collect();
             l.free_all(parts);
             dys
         };

@@ -114,7 +114,7 @@ impl Linear {
             input: match module {
                 _ if ends(&["q_proj", "k_proj", "v_proj", "qkv_proj"]) => 0,
                 _ if ends(&["o_proj"]) => 1,
-                _ if ends(&["gate_proj", "up_proj", "gate_up_proj"]) => 2,
+                _ if ends(&["gate_proj", "up_proj", "gate_up_proj", "c_fc"]) => 2,
                 _ => 3,
             },
         })

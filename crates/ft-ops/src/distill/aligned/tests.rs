@@ -40,13 +40,15 @@ fn run(shared: Option<&SharedIds>, chunk: usize, in_parts: bool) -> (f64, Tensor
     };
     let options = AlignedOptions {
         comparison: shared.map_or(Comparison::Sorted, Comparison::Matched),
-        beta: 0.3,
-        temperature: 1.5,
-        alpha: 0.2,
-        chunk,
-        scale: 0.5,
-        need_dh: true,
-        need_dw: !in_parts,
+        common: Options {
+            beta: 0.3,
+            temperature: 1.5,
+            alpha: 0.2,
+            chunk,
+            scale: 0.5,
+            need_dh: true,
+            need_dw: !in_parts,
+        },
     };
     let stats = StepStats::new(&Device::Cpu).unwrap();
     let targets = [7, 4000, IGNORE, 2, 90];

@@ -1,0 +1,112 @@
+//! A norm of a layer, or the final norm: RMSNorm or LayerNorm, with the parameters that its family has.
+
+use super::contracts::{GradSink, Param};
+use super::spec::{NormSpec, Spec};
+use crate::base::{Error, Result};
+use crate::ops::layer_norm::{self, LayerNorm};
+use crate::ops::{rms_norm, update};
+use crate::source::GroupWeights;
+use candle_core::Tensor;
+
+/// A norm with its parameters on the device.
+#[derive(Debug, Clone)]
+pub struct Norm {
+    /// `[E]`, or `[heads, E]`; OLMo has none.
+    pub weight: Option<Param>,
+    /// The shape of the weight; of a LayerNorm.
+    pub bias: Option<Param>,
+    /// E: elements that are normalized together.
+    size: usize,
+    /// Factor of the output.
+    scale: f32,
+}
+
+impl Norm {
+    /// The norm `spec`, whose parameters start with `name`.
+    pub(super) fn read(weights: &GroupWeights, name: &str, spec: &NormSpec) -> Result<Self> {
+        let param = |needed: bool, part: &str| match needed {
+            true => {
+                let (name, tensor) = weights.get(&format!("{name}.{part}"))?;
+                Ok::<_, Error>(Some(Param { name, tensor }))
+            }
+            false => Ok(None),
+        };
+        Ok(Self {
+            weight: param(spec.weight, "weight")?,
+            bias: param(spec.bias, "bias")?,
+            size: spec.size,
+            scale: 1.0,
+        })
+    }
+
+    /// The norm with a factor of its output.
+    pub(super) fn scaled(self, scale: f32) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// True if a parameter gets a gradient.
+    pub fn wanted(&self, sink: &dyn GradSink) -> bool {
+        let mut params = self.weight.iter().chain(&self.bias);
+        params.any(|p| sink.wants(&p.name))
+    }
+
+    /// Weight and bias times the factor of the output.
+    fn parameters(&self, plus_one: bool) -> Result<[Option<Tensor>; 2]> {
+        let times = |param: &Option<Param>, add: f64| match param {
+            Some(p) if self.scale != 1.0 => Ok::<_, Error>(Some(p.tensor.affine(f64::from(self.scale), add)?)),
+            other => Ok(other.as_ref().map(|p| p.tensor.clone())),
+        };
+        let add = if plus_one { f64::from(self.scale) - 1.0 } else { 0.0 };
+        Ok([times(&self.weight, add)?, times(&self.bias, 0.0)?])
+    }
+
+    /// Normalizes x `[N, ·]`.
+    pub(super) fn forward(&self, x: &Tensor, spec: &Spec) -> Result<Tensor> {
+        let [weight, bias] = self.parameters(spec.norm_plus_one)?;
+        match (spec.layer_norm, &weight) {
+            (Some(_), _) => layer_norm::forward(x, &self.layer_norm(&weight, &bias, spec)),
+            (None, Some(weight)) => rms_norm::forward(x, weight, spec.norm_eps, spec.norm_plus_one),
+            (None, None) => Err(no_weight()),
+        }
+    }
+
+    /// Passes the gradients of the parameters to the sink, returns `∂x`.
+    pub(crate) fn backward(&self, x: &Tensor, dy: &Tensor, spec: &Spec, sink: &mut dyn GradSink) -> Result<Tensor> {
+        let [weight, bias] = self.parameters(spec.norm_plus_one)?;
+        let need = [&self.weight, &self.bias].map(|p| p.as_ref().is_some_and(|p| sink.wants(&p.name)));
+        let (dx, gradients) = match (spec.layer_norm, &weight) {
+            (Some(_), _) => {
+                let got = layer_norm::backward(x, &self.layer_norm(&weight, &bias, spec), dy, need)?;
+                (got.dx, [got.dw, got.db])
+            }
+            (None, Some(weight)) => {
+                let (dx, dw) = rms_norm::backward(x, weight, dy, spec.norm_eps, spec.norm_plus_one, need[0])?;
+                (dx, [dw, None])
+            }
+            (None, None) => return Err(no_weight()),
+        };
+        for (param, gradient) in [&self.weight, &self.bias].into_iter().zip(gradients) {
+            if let (Some(param), Some(gradient)) = (param, gradient) {
+                if self.scale != 1.0 {
+                    update::scale_assign(&gradient, self.scale)?;
+                }
+                sink.take(param, gradient)?;
+            }
+        }
+        Ok(dx)
+    }
+
+    fn layer_norm<'a>(&self, weight: &'a Option<Tensor>, bias: &'a Option<Tensor>, spec: &Spec) -> LayerNorm<'a> {
+        LayerNorm {
+            size: self.size,
+            weight: weight.as_ref(),
+            bias: bias.as_ref(),
+            eps: spec.norm_eps,
+            plus_one: spec.norm_plus_one,
+        }
+    }
+}
+
+fn no_weight() -> Error {
+    Error::internal("an RMSNorm has no weight")
+}

@@ -1,0 +1,167 @@
+//! Whole runs of families whose layers differ from Llama: LayerNorms, an MLP without a gate, parallel halves; and of
+//! multimodal models.
+
+use crate::bench::{Bench, copy_all, files, goldens, number, said};
+use crate::tiers::curve;
+use ft::formats::weights::Weights;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs;
+
+/// A bench with the model of a golden file, and texts.
+fn bench(family: &str) -> Bench {
+    let bench = Bench::new();
+    fs::remove_dir_all(bench.path("model")).unwrap();
+    copy_all(&goldens().join("families").join(family), &bench.path("model"));
+    copy_all(&goldens().join("tokenizers/small"), &bench.path("model"));
+    fs::copy(goldens().join("data/eval_text.jsonl"), bench.path("rows.jsonl")).unwrap();
+    bench
+}
+
+const SHORT: [&str; 3] = ["train.max_steps=4", "train.batch_size=2", "data.max_length=64"];
+
+fn train(bench: &Bench, run: &str, settings: &[&str]) {
+    let out = format!("train.output_dir={run}");
+    bench.train(&[&SHORT[..], settings, &[&out]].concat());
+    let losses: Vec<f64> = bench.steps(run).iter().map(|line| number(line, "loss")).collect();
+    assert_eq!(losses.len(), 4, "{run}");
+    assert!(
+        losses.iter().all(|loss| loss.is_finite() && *loss > 0.0),
+        "{run}: {losses:?}"
+    );
+}
+
+fn loss(bench: &Bench, arguments: &[&str]) -> f64 {
+    let out = bench.ft(&[&["eval", "--data", "rows.jsonl", "--json"], arguments].concat());
+    assert!(out.status.success(), "{}", said(&out));
+    let line: Value = serde_json::from_slice(&out.stdout).unwrap();
+    number(&line, "loss")
+}
+
+/// Tensor names of a safetensors file.
+fn names(file: &std::path::Path) -> BTreeSet<String> {
+    let bytes = fs::read(file).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+    let names = header.as_object().unwrap().keys();
+    names.filter(|name| *name != "__metadata__").cloned().collect()
+}
+
+#[test]
+fn every_method_trains_layers_that_are_not_those_of_llama() {
+    for family in ["cohere_qk_norm", "starcoder2", "olmo"] {
+        let bench = bench(family);
+        let methods: [(&str, &[&str]); 7] = [
+            ("full", &["tune.method=full"]),
+            ("chunks", &["tune.method=full", "memory.mlp_chunk=16"]),
+            ("block", &["tune.method=block", "tune.block.switch_every=1"]),
+            (
+                "modules",
+                &[
+                    "tune.method=block",
+                    "tune.block.partition=module",
+                    "tune.block.switch_every=1",
+                ],
+            ),
+            ("lora", &["tune.method=lora", "tune.lora.r=4"]),
+            ("ia3", &["tune.method=lora", "tune.lora.peft_type=ia3"]),
+            (
+                "nf4",
+                &[
+                    "tune.method=lora",
+                    "tune.lora.r=4",
+                    "memory.frozen_weights=nf4",
+                    "model.dtype=bf16",
+                ],
+            ),
+        ];
+        for (name, settings) in methods {
+            train(&bench, name, settings);
+        }
+        // The sums of the gradients have another order.
+        for (whole, chunks) in bench.steps("full").iter().zip(bench.steps("chunks")) {
+            let (whole, chunks) = (number(whole, "loss"), number(&chunks, "loss"));
+            assert!((whole - chunks).abs() < 1e-6 * whole, "{family}: {whole} {chunks}");
+        }
+        for method in ["full", "lora"] {
+            let disk = format!("{method}-disk");
+            let method_key = format!("tune.method={method}");
+            train(&bench, &disk, &[&method_key, "tune.lora.r=4", "memory.tier=disk"]);
+            assert_eq!(curve(&bench, method), curve(&bench, &disk), "{family} {method}");
+            assert!(
+                files(&bench.path(method).join("final")) == files(&bench.path(&disk).join("final")),
+                "{family} {method}"
+            );
+        }
+        assert_eq!(
+            names(&bench.path("full/final/model.safetensors")),
+            names(&bench.path("model/model.safetensors")),
+            "{family}"
+        );
+        let out = bench.ft(&["merge", "--adapter", "lora", "--out", "merged"]);
+        assert!(out.status.success(), "{}", said(&out));
+        let (merged, run) = (loss(&bench, &["--model", "merged"]), loss(&bench, &["--model", "lora"]));
+        assert!((merged - run).abs() < 1e-4 * run, "{family}: {merged} {run}");
+    }
+}
+
+#[test]
+fn the_other_parts_of_a_multimodal_model_stay_as_they_are() {
+    for family in ["gemma3", "qwen2_5_vl"] {
+        let bench = bench(family);
+        train(&bench, "full", &["tune.method=full"]);
+        let [before, after] = ["model", "full/final"].map(|dir| Weights::open(&bench.path(dir)).unwrap());
+        let stored = |weights: &Weights| -> Vec<(String, Vec<u8>)> {
+            let others = weights.other_parts().iter();
+            let mut all: Vec<_> = others
+                .map(|info| (info.name.clone(), weights.read_other(info).unwrap()))
+                .collect();
+            all.sort();
+            all
+        };
+        assert!(!stored(&before).is_empty(), "{family}");
+        assert!(stored(&before) == stored(&after), "{family}");
+        assert_eq!(
+            names(&bench.path("full/final/model.safetensors")),
+            names(&bench.path("model/model.safetensors")),
+            "{family}"
+        );
+    }
+}
+
+/// The names are those of PEFT 0.21 for the multimodal class.
+#[test]
+fn adapters_of_multimodal_models_have_the_names_of_the_whole_model() {
+    let text = fs::read_to_string(goldens().join("multimodal_adapters.json")).unwrap();
+    let golden: Value = serde_json::from_str(&text).unwrap();
+    for (family, wanted) in golden.as_object().unwrap() {
+        let bench = bench(family);
+        train(&bench, "lora", &["tune.method=lora", "tune.lora.r=2"]);
+        let file = bench.path("lora/final/adapter_model.safetensors");
+        let wanted: BTreeSet<String> = serde_json::from_value(wanted.clone()).unwrap();
+        assert_eq!(names(&file), wanted, "{family}");
+        let config = fs::read_to_string(bench.path("lora/final/adapter_config.json")).unwrap();
+        let config: Value = serde_json::from_str(&config).unwrap();
+        let targets = config["target_modules"].as_str().unwrap();
+        assert!(targets.contains(r"model\.language_model\.layers"), "{targets}");
+        // A second run continues from the adapter.
+        train(
+            &bench,
+            "more",
+            &[
+                "tune.method=lora",
+                "tune.lora.adapter=lora/final",
+                "schedule.warmup_steps=0",
+            ],
+        );
+        assert_eq!(
+            names(&bench.path("more/final/adapter_model.safetensors")),
+            wanted,
+            "{family}"
+        );
+        let out = bench.ft(&["merge", "--adapter", "lora", "--out", "merged"]);
+        assert!(out.status.success(), "{}", said(&out));
+        let (merged, run) = (loss(&bench, &["--model", "merged"]), loss(&bench, &["--model", "lora"]));
+        assert!((merged - run).abs() < 1e-2 * run, "{family}: {merged} {run}");
+    }
+}

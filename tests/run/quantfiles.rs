@@ -346,8 +346,7 @@ fn damaged_files_of_other_tools_are_refused() {
         "{}",
         said(&cut)
     );
-    let text = String::from_utf8_lossy(&whole).into_owned();
-    let at = text.find("q_proj.scales").unwrap();
+    let at = whole.windows(13).position(|w| w == b"q_proj.scales").unwrap();
     let mut renamed = whole.clone();
     renamed[at..at + 13].copy_from_slice(b"q_proj.scaleX");
     fs::write(&file, renamed).unwrap();

@@ -46,7 +46,7 @@ pub enum ProductType {
 }
 
 /// 1 / 127 as bitsandbytes writes it, rounded to f32.
-const PER_LEVEL: f32 = 7.874_015_7e-3;
+const PER_LEVEL: f32 = 7.874_016e-3;
 
 /// The arithmetic of a format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -264,7 +264,7 @@ impl ScaledData<'_> {
             let (scale, zero) = self.scale(first + self.order[column] as usize);
             let code = if self.kind.code.is_nibble() {
                 let byte = codes[column / 2];
-                if column % 2 == 0 { byte >> 4 } else { byte & 15 }
+                if column.is_multiple_of(2) { byte >> 4 } else { byte & 15 }
             } else {
                 codes[column]
             };

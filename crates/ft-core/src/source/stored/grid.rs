@@ -1,5 +1,8 @@
 //! Which elements of a weight share a scale: all, a row, a group of columns, or a block.
 
+use crate::base::Error;
+use crate::formats::StoredDtype;
+use crate::formats::weights::{TensorInfo, Weights};
 use crate::ops::quantized::ScaleType;
 
 /// How the scales of a tensor are spread over its weight.
@@ -58,4 +61,23 @@ pub(super) fn grid_of(
         }
         _ => None,
     }
+}
+
+/// The type of scales; `None`: one that ft does not read.
+pub(super) fn scale_type(info: &TensorInfo) -> Option<ScaleType> {
+    match info.dtype {
+        StoredDtype::F32 => Some(ScaleType::F32),
+        StoredDtype::F16 => Some(ScaleType::F16),
+        StoredDtype::Bf16 => Some(ScaleType::Bf16),
+        StoredDtype::F8E8M0 | StoredDtype::U8 => Some(ScaleType::E8m0),
+        _ => None,
+    }
+}
+
+/// The error for scales of another type.
+pub(super) fn wrong_scale(weights: &Weights, info: &TensorInfo) -> Error {
+    Error::unsupported(format!("the scales `{}` have a type that ft does not read", info.name))
+        .at_path(&weights.files()[info.file])
+        .found(info.dtype)
+        .expected("F32, F16, BF16, F8_E8M0 or U8 (exponents)")
 }

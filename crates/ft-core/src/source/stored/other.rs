@@ -13,7 +13,7 @@
 //! | compressed-tensors, ModelOpt | `NAME.weight` I8 or F8_E4M3, `NAME.weight_scale`, `NAME.weight_zero_point` |
 //! | MXFP4 | `NAME_blocks` U8 `[.., G, 16]`, `NAME_scales` U8 `[.., G]` (NAME without `.weight`) |
 
-use super::grid::{Grid, expected_grids, grid_of};
+use super::grid::{Grid, expected_grids, grid_of, scale_type, wrong_scale};
 use super::settings::Settings;
 use super::unpack::{self, Words};
 use crate::base::{Error, Result};
@@ -509,23 +509,6 @@ fn present<'a>(weights: &'a Weights, name: &str) -> Result<&'a TensorInfo> {
         })
         .hint("the file is not complete: download it again, or give the unquantized model")
     })
-}
-
-fn scale_type(info: &TensorInfo) -> Option<ScaleType> {
-    match info.dtype {
-        StoredDtype::F32 => Some(ScaleType::F32),
-        StoredDtype::F16 => Some(ScaleType::F16),
-        StoredDtype::Bf16 => Some(ScaleType::Bf16),
-        StoredDtype::F8E8M0 | StoredDtype::U8 => Some(ScaleType::E8m0),
-        _ => None,
-    }
-}
-
-fn wrong_scale(weights: &Weights, info: &TensorInfo) -> Error {
-    Error::unsupported(format!("the scales `{}` have a type that ft does not read", info.name))
-        .at_path(&weights.files()[info.file])
-        .found(info.dtype)
-        .expected("F32, F16, BF16, F8_E8M0 or U8 (exponents)")
 }
 
 /// The grid of the scales `name` of the weight `info`.

@@ -11,6 +11,7 @@ use crate::data::order::eval_batches;
 use crate::data::{Batch, Dataset, Long, Source, dataset};
 use crate::engine::Totals;
 use crate::formats::weights::Weights;
+use crate::model::shared::SharedStates;
 use crate::model::{Context, Layer, Need, Network, Objective};
 use crate::ops::step_stats::StepStats;
 use crate::quant::{self, Format, Weight};
@@ -22,6 +23,7 @@ use crate::source::{Group, GroupWeights, InMemory, ParamInfo, Resident, StorageP
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// Tokens per batch.
@@ -118,6 +120,9 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
     Ok(out)
 }
 
+/// The input of a layer for a batch, and what the layers of this batch share.
+type State = (Tensor, Rc<SharedStates>);
+
 impl Sensitivity {
     fn run(&mut self) -> Result<()> {
         let mut xs = self.embed()?;
@@ -145,24 +150,30 @@ impl Sensitivity {
                 }
                 self.rises.insert((layer, sublayer), rises);
             }
-            for (x, batch) in xs.iter_mut().zip(&self.batches) {
-                let ctx: Context = self.network.context(&batch.positions, &batch.documents, None)?;
+            for ((x, shared), batch) in xs.iter_mut().zip(&self.batches) {
+                let mut ctx: Context = self.network.context(&batch.positions, &batch.documents, None)?;
+                ctx.shared = shared.clone();
                 *x = self.network.block(layer)?.forward(x, &ctx)?;
             }
         }
         Ok(())
     }
 
-    fn embed(&self) -> Result<Vec<Tensor>> {
-        self.batches.iter().map(|b| self.network.embed(&b.ids)).collect()
+    fn embed(&self) -> Result<Vec<State>> {
+        let embed = |b: &Batch| {
+            let ctx = self.network.context(&b.positions, &b.documents, None)?;
+            Ok((self.network.embed(&b.ids, &ctx)?, ctx.shared))
+        };
+        self.batches.iter().map(embed).collect()
     }
 
     /// Mean loss when the forward pass starts at layer `first` with inputs `xs`.
-    fn loss_from(&self, first: usize, xs: &[Tensor]) -> Result<f64> {
+    fn loss_from(&self, first: usize, xs: &[State]) -> Result<f64> {
         let objective = CausalLm::new(self.network.spec.vocab);
         let (mut totals, step_stats) = (Totals::default(), StepStats::new(&self.network.device)?);
-        for (x, batch) in xs.iter().zip(&self.batches) {
-            let ctx: Context = self.network.context(&batch.positions, &batch.documents, None)?;
+        for ((x, shared), batch) in xs.iter().zip(&self.batches) {
+            let mut ctx: Context = self.network.context(&batch.positions, &batch.documents, None)?;
+            ctx.shared = shared.clone();
             let mut x = x.clone();
             for layer in first..self.network.layers() {
                 x = self.network.block(layer)?.forward(&x, &ctx)?;
@@ -214,7 +225,8 @@ impl Sensitivity {
     /// Sets the weights of the files again.
     fn reset(&self) -> Result<()> {
         let layers = (0..self.network.layers()).map(Group::Layer);
-        let mut groups = layers.chain([Group::Embedding, Group::Head]);
+        let table = self.network.spec.per_layer.map(|_| Group::Table);
+        let mut groups = layers.chain([Group::Embedding, Group::Head]).chain(table);
         groups.try_for_each(|group| {
             self.measured.set(group, self.exact.fetch(group)?);
             Ok(())

@@ -246,8 +246,12 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     };
     let mut eight_bit_calls = 0.0;
     let mlp_chunks = pieces(inputs.tokens, strategy.mlp_tokens).len() as f64;
+    // Means of all layers.
+    let all = spec.layers.len();
+    let mean = |of: &dyn Fn(usize) -> usize| (0..all).map(of).sum::<usize>() as f64 / all as f64;
+    let (query_width, intermediate) = (mean(&|l| spec.query_width(l)), mean(&|l| spec.intermediate_of(l)));
     let mut products = [0.0; 2];
-    for linear in spec.linears() {
+    for linear in spec.alike().into_iter().flat_map(|l| spec.linears(l)) {
         let (i, o) = (linear.input as f64, linear.output as f64);
         let chunks = match linear.sublayer {
             Sublayer::Mlp => mlp_chunks,
@@ -258,17 +262,17 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
             Products::Dequantized => [product(i, o, element, chunks), product(o, i, element, chunks)],
             _ => [eight_bit(i, o, chunks), eight_bit(o, i, chunks)],
         };
-        products[0] += once + extra[0];
-        products[1] += back + extra[1];
+        products[0] += (once + extra[0]) / all as f64;
+        products[1] += (back + extra[1]) / all as f64;
         if products_of != Products::Dequantized {
-            eight_bit_calls += EIGHT_BIT_CALLS * chunks;
+            eight_bit_calls += EIGHT_BIT_CALLS * chunks / all as f64;
         }
     }
     // Half of the scores are masked.
-    let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;
+    let scores = 2.0 * n * inputs.longest as f64 * query_width;
     let attention = [scores / gpu.attention[0], 2.5 * scores / gpu.attention[1]];
     let elementwise =
-        ELEMENTWISE.map(|[i, d]| element * n * (i * spec.intermediate as f64 + d * spec.hidden as f64) / gpu.bandwidth);
+        ELEMENTWISE.map(|[i, d]| element * n * (i * intermediate + d * spec.hidden as f64) / gpu.bandwidth);
     let (mut adapters, mut pair_calls) = (0.0, 0.0);
     for (module, cost) in inputs.adapters.iter() {
         let [i, o] = widths(cost);

@@ -14,6 +14,7 @@ pub mod memory_plan;
 mod model;
 pub mod run_plan;
 mod search;
+mod shared;
 mod step;
 mod table;
 mod teacher;

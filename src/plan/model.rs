@@ -15,8 +15,10 @@ pub type Costs = Arc<BTreeMap<String, Cost>>;
 
 pub struct Model<'a> {
     pub spec: &'a Spec,
-    /// Parameters of layer 0 by their names within the layer; every layer has them.
-    below: Vec<(String, ParamInfo)>,
+    /// For each layer the first one with the same parameters.
+    alike: Vec<usize>,
+    /// Parameters of each of these first layers by their names within the layer.
+    below: BTreeMap<usize, Vec<(String, ParamInfo)>>,
     /// Embedding, final norm, head.
     outside: Vec<ParamInfo>,
     /// Shapes of the adapters' matrices.
@@ -44,27 +46,22 @@ pub enum Stretch {
 
 impl<'a> Model<'a> {
     pub fn new(spec: &'a Spec, storage: &StoragePolicy, adapters: &BTreeMap<String, Cost>) -> Self {
-        let mut one = spec.clone();
-        one.layers.truncate(1);
-        Self::of(spec, one.params(), storage, adapters)
-    }
-
-    /// Every layer of `spec` has the parameters that layer 0 has in `params`.
-    pub(super) fn of(
-        spec: &'a Spec,
-        params: Vec<ParamInfo>,
-        storage: &StoragePolicy,
-        adapters: &BTreeMap<String, Cost>,
-    ) -> Self {
         let layers = spec.layers.len();
-        let (mut below, mut outside) = (Vec::new(), Vec::new());
-        for p in params {
-            match p.group {
-                Group::Layer(_) => below.push((p.name.trim_start_matches("model.layers.0.").to_string(), p)),
-                _ => outside.push(p),
-            }
+        let alike = spec.alike();
+        let mut below = BTreeMap::new();
+        for &first in &alike {
+            below.entry(first).or_insert_with(|| {
+                let prefix = format!("model.layers.{first}.");
+                let params = spec.layer_params(first).into_iter();
+                params
+                    .map(|p| (p.name.trim_start_matches(&prefix).to_string(), p))
+                    .collect()
+            });
         }
         let mut hashers = vec![DefaultHasher::new(); layers];
+        for (hasher, (l, first)) in hashers.iter_mut().zip(alike.iter().enumerate()) {
+            (first, spec.shares_keys(l)).hash(hasher);
+        }
         let mut at = |name: &str, what: &dyn Fn(&str, &mut DefaultHasher)| {
             let Some((layer, rest)) = name.strip_prefix("model.layers.").and_then(|n| n.split_once('.')) else {
                 return;
@@ -92,8 +89,9 @@ impl<'a> Model<'a> {
         }
         Self {
             spec,
+            alike,
             below,
-            outside,
+            outside: spec.params_outside(),
             adapters: shapes,
             kinds: hashers.into_iter().map(|h| h.finish()).collect(),
             stored: storage.describe(),
@@ -111,11 +109,16 @@ impl<'a> Model<'a> {
 
     /// The parameters of a layer.
     pub fn layer(&self, layer: usize) -> impl Iterator<Item = ParamInfo> {
-        self.below.iter().map(move |(below, p)| ParamInfo {
+        self.below_of(layer).iter().map(move |(below, p)| ParamInfo {
             name: format!("model.layers.{layer}.{below}").into(),
             group: Group::Layer(layer),
             ..p.clone()
         })
+    }
+
+    fn below_of(&self, layer: usize) -> &[(String, ParamInfo)] {
+        let first = self.alike.get(layer);
+        first.and_then(|first| self.below.get(first)).map_or(&[], Vec::as_slice)
     }
 
     /// Parameters outside of the layers: the embedding comes before the layers, the others after them.
@@ -125,9 +128,10 @@ impl<'a> Model<'a> {
 
     /// Number of parameters of the whole model, without adapters.
     pub fn parameters(&self) -> u64 {
-        let layer: u64 = self.below.iter().map(|(_, p)| p.elements() as u64).sum();
+        let elements = |(_, p): &(String, ParamInfo)| p.elements() as u64;
+        let layer = |l: usize| -> u64 { self.below_of(l).iter().map(elements).sum() };
         let outside: u64 = self.outside.iter().map(|p| p.elements() as u64).sum();
-        layer * self.layers() as u64 + outside
+        (0..self.layers()).map(layer).sum::<u64>() + outside
     }
 
     /// Elements of all adapters that train.
@@ -146,7 +150,10 @@ impl<'a> Model<'a> {
             return Some(shape);
         }
         match name.strip_prefix("model.layers.").and_then(|n| n.split_once('.')) {
-            Some((_, rest)) => self.below.iter().find(|(b, _)| b == rest).map(|(_, p)| &p.shape[..]),
+            Some((layer, rest)) => {
+                let mut params = self.below_of(layer.parse().ok()?).iter();
+                params.find(|(b, _)| b == rest).map(|(_, p)| &p.shape[..])
+            }
             None => self.outside.iter().find(|p| &*p.name == name).map(|p| &p.shape[..]),
         }
     }
@@ -158,7 +165,7 @@ impl<'a> Model<'a> {
 
     /// Elements of the largest parameter or adapter matrix.
     pub fn largest(&self) -> u64 {
-        let params = self.below.iter().map(|(_, p)| p).chain(&self.outside);
+        let params = self.below.values().flatten().map(|(_, p)| p).chain(&self.outside);
         let adapters = self.adapters.values().map(|s| s.iter().product::<usize>());
         params.map(ParamInfo::elements).chain(adapters).max().unwrap_or(0) as u64
     }

@@ -2,13 +2,14 @@
 
 use super::Inputs;
 use super::model::{Model, Stretch};
+use super::shared::Shared;
 use super::weights;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
 use crate::model::contracts::GradSinkMemory;
 use crate::model::rope::{Rope, RopeTables};
-use crate::model::spec::{EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, LM_HEAD};
+use crate::model::spec::{EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, LM_HEAD, LayerSpec};
 use crate::model::{Spec, tokens};
 use crate::ops::attention;
 use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, sums_bytes};
@@ -175,7 +176,13 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     if inputs.on_gpu {
         return 0;
     }
-    let linears = || spec.linears().into_iter().map(|l| (l.input, l.output));
+    let firsts: BTreeSet<usize> = spec.alike().into_iter().collect();
+    let linears = || {
+        firsts
+            .iter()
+            .flat_map(|l| spec.linears(*l))
+            .map(|l| (l.input, l.output))
+    };
     let widest = linears().map(|(input, output)| input.max(output)).max().unwrap_or(0);
     let largest = linears().map(|(input, output)| input * output).max().unwrap_or(0);
     let ranks = inputs.adapters.values().map(|c| c.rank);
@@ -193,19 +200,18 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
 
 /// Elements that one thread needs for attention.
 fn attention_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
-    let form = |window: Option<usize>| attention::Spec {
+    let form = |(window, kv_heads, head_dim): (Option<usize>, usize, usize)| attention::Spec {
         heads: spec.heads,
-        kv_heads: spec.kv_heads,
-        head_dim: spec.head_dim,
+        kv_heads,
+        head_dim,
         scale: spec.attention_scale,
         softcap: spec.attention_softcap,
         window,
         bf16,
     };
-    let windows: BTreeSet<Option<usize>> = spec.layers.iter().map(|s| s.window).collect();
-    let scratch = windows
-        .into_iter()
-        .map(|w| attention::scratch(&form(w), inputs.longest));
+    let of_layer = |(l, s): (usize, &LayerSpec)| (s.window, spec.kv_heads_of(l), spec.head_dim_of(l));
+    let forms: BTreeSet<_> = spec.layers.iter().enumerate().map(of_layer).collect();
+    let scratch = forms.into_iter().map(|f| attention::scratch(&form(f), inputs.longest));
     scratch.max().unwrap_or(0)
 }
 
@@ -249,6 +255,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         );
     }
     let keep_from = layers.saturating_sub(inputs.strategy.saved_layers);
+    let mut shared = Shared::new(l, spec, inputs);
     let mut waiting: Vec<Waiting> = Vec::new();
     let mut before = l.sizes();
     for stretch in model.stretches(active, &[lowest, lowest + 1, keep_from]) {
@@ -268,6 +275,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             (false, _) => MemoryKind::LayerWork,
         };
         let x = l.alloc(kind, nd);
+        shared.forward(l, layer);
         let (y, kept) = block(layer).forward(l, keep);
         l.free(y);
         if layer >= lowest {
@@ -318,6 +326,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     }
     let Some(d_hidden) = d_hidden else {
         l.free(x);
+        shared.free(l);
         return;
     };
     let mut dx = l.alloc(MemoryKind::LayerWork, nd);
@@ -325,6 +334,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     sink.give(l, FINAL_NORM_BIAS);
     l.free_all([x, d_hidden]);
 
+    shared.start_backward(l, to_embedding);
     let mut gradients = 0;
     while let Some(next) = waiting.pop() {
         let (layer, x, kept) = match next {
@@ -339,17 +349,24 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         l.moment(format!("the backward pass of layer {layer}"));
         let before = l.sizes()[MemoryKind::Gradients];
         let need_dx = layer > lowest || to_embedding;
+        shared.backward(l, layer, lowest);
         let below = block(layer).vjp(l, kept, dx, need_dx, sink);
+        shared.done(l, layer);
         l.free(x);
         gradients = l.sizes()[MemoryKind::Gradients].saturating_sub(before);
         match below {
             Some(below) => dx = below,
             None => {
                 l.free_all(tied);
+                shared.free(l);
                 return;
             }
         }
     }
+    if to_embedding {
+        shared.end(l, sink);
+    }
+    shared.free(l);
     if to_embedding && sink.wants(EMBEDDING) {
         l.moment("the gradient of the embedding");
         let gradient = tied.take().unwrap_or_else(|| sink.compute(l, EMBEDDING));

@@ -64,8 +64,9 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     let lowest = active.lowest_layer(layers);
     let n = inputs.tokens as f64;
     let (mut attention, mut mlp) = (0.0, 0.0);
-    for linear in spec.linears() {
-        let elements = (linear.input * linear.output) as f64;
+    // The mean of all layers.
+    for linear in spec.alike().into_iter().flat_map(|l| spec.linears(l)) {
+        let elements = (linear.input * linear.output) as f64 / layers as f64;
         match linear.sublayer {
             Sublayer::Mlp => mlp += elements,
             _ => attention += elements,
@@ -73,7 +74,8 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     }
     let count = pieces(inputs.tokens, inputs.strategy.mlp_tokens).len() as f64;
     // Half of the scores are masked.
-    let scores = 2.0 * n * (inputs.longest * spec.query_width()) as f64;
+    let query_width = (0..layers).map(|l| spec.query_width(l) as f64).sum::<f64>() / layers as f64;
+    let scores = 2.0 * n * inputs.longest as f64 * query_width;
     let layer = |packed: f64| 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;
     let above = (layers - lowest) as f64;
     let recomputed = (above - inputs.strategy.saved_layers as f64).max(0.0);

@@ -5,6 +5,7 @@ use crate::engine::Active;
 use crate::engine::active::{Corrected, group_of};
 use crate::hf::AdapterSet;
 use crate::model::Spec;
+use crate::model::spec::is_constant;
 use crate::optim::{BlockSchedule, Masks, Optimizer};
 use crate::recipe::{self, Correction, CorrectionScope, Method, Recipe};
 use crate::setup::{InactiveElements, Turn};
@@ -42,6 +43,8 @@ const LARGE_SETS: usize = 8;
 impl ActiveSchedule {
     pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &AdapterSet) -> Result<Self> {
         let tune = &recipe.tune;
+        let trainable = params.iter().filter(|p| !is_constant(&p.name));
+        let params = &trainable.cloned().collect::<Vec<_>>()[..];
         Ok(match tune.method {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),
             Method::Freeze => {

@@ -9,7 +9,7 @@ use crate::formats::tokenizer::NewToken;
 use crate::formats::weights::Weights;
 use crate::formats::{ChatTemplate, Tokenizer};
 use crate::model::Spec;
-use crate::model::spec::{EMBEDDING, LM_HEAD};
+use crate::model::spec::{EMBEDDING, LM_HEAD, PER_LAYER_TABLE};
 use crate::recipe::{self, Method, Recipe};
 use crate::report;
 use crate::setup::locate;
@@ -244,6 +244,11 @@ impl NewRows {
     ///
     /// Errors: the embedding cannot be read.
     pub fn place(&self, weights: &mut Weights) -> Result<()> {
+        if let Some(table) = weights.info(PER_LAYER_TABLE) {
+            return Err(
+                Error::unsupported("new tokens are not supported in a model with per-layer embeddings").at(&table.name),
+            );
+        }
         for table in [EMBEDDING, LM_HEAD] {
             let Some(width) = weights.info(table).and_then(|info| info.shape.get(1).copied()) else {
                 continue;

@@ -125,10 +125,11 @@ pub fn observe(
     arithmetic: CordaArithmetic,
     each: &mut dyn FnMut(usize, &Covariances) -> Result<()>,
 ) -> Result<()> {
-    let mut states = batches
-        .iter()
-        .map(|b| network.embed(&b.ids))
-        .collect::<Result<Vec<Tensor>>>()?;
+    let embed = |b: &Batch| {
+        let ctx = network.context(&b.positions, &b.documents, None)?;
+        Ok((network.embed(&b.ids, &ctx)?, ctx.shared))
+    };
+    let mut states = batches.iter().map(embed).collect::<Result<Vec<_>>>()?;
     for layer in 0..network.layers() {
         let phase = progress::part("batch", batches.len());
         let seen = CovarianceObserver {
@@ -136,9 +137,10 @@ pub fn observe(
             found: RefCell::default(),
         };
         let block = network.block(layer)?;
-        for (batch, x) in batches.iter().zip(&mut states) {
+        for (batch, (x, shared)) in batches.iter().zip(&mut states) {
             let mut ctx = network.context(&batch.positions, &batch.documents, None)?;
             ctx.observer = Some(&seen);
+            ctx.shared = shared.clone();
             *x = block.forward(x, &ctx)?;
             phase.add(1);
         }

@@ -2,7 +2,7 @@
 
 use crate::support::{Gpu, KINDS, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Tensor};
-use ft::ops::attention::{Spec, backward, forward};
+use ft::ops::attention::{Spec, backward, forward, sinks};
 
 fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> Spec {
     Spec {
@@ -52,6 +52,7 @@ fn cases() -> Vec<(Spec, Vec<usize>)> {
         (windowed(spec(4, 1, 256), 33), vec![0, 100, 190]),
         (capped(windowed(spec(2, 1, 256), 128), 50.0), vec![0, 300]),
         (spec(2, 1, 80), vec![0, 90]),
+        (windowed(spec(2, 1, 512), 20), vec![0, 9, 50]),
     ]
 }
 
@@ -124,6 +125,33 @@ fn queries_after_cached_keys_are_aligned_at_the_end() {
             decode(&gpu, spec, dtype, tolerance, &qd, &kd);
             // One query per row on long caches: the keys are split over blocks.
             decode(&gpu, spec, dtype, tolerance, &[0, 1, 2], &[0, 1500, 4097]);
+        }
+    }
+}
+
+#[test]
+fn sinks_match_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        for (n, heads, size) in [(1, 2, 8), (130, 3, 64), (77, 5, 7)] {
+            let (o, dout) = (
+                gpu.random((n, heads * size), dtype, 1),
+                gpu.random((n, heads * size), dtype, 2),
+            );
+            let lse = gpu.random((n, heads), DType::F32, 3);
+            for (s, _) in KINDS {
+                let s = gpu.random(heads, s, 4);
+                let [here, there] = [&lse.cpu, &lse.gpu].map(|t| t.copy().unwrap());
+                let [o_here, o_there] = [&o.cpu, &o.gpu].map(|t| t.copy().unwrap());
+                sinks::apply(&o_here, &here, &s.cpu).unwrap();
+                sinks::apply(&o_there, &there, &s.gpu).unwrap();
+                assert_close(&o_there, &o_here, tolerance);
+                assert_close(&there, &here, 1e-5);
+                let want = sinks::backward(&o_here, &here, &dout.cpu, &s.cpu).unwrap();
+                let run = || sinks::backward(&o_there, &there, &dout.gpu, &s.gpu).unwrap();
+                assert_close(&run(), &want, tolerance);
+                assert_same_bits(&run(), &run());
+            }
         }
     }
 }

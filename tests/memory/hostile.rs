@@ -58,6 +58,11 @@ fn keys(config: &Map<String, Value>) -> Vec<String> {
         "attn_logit_softcapping",
         "sliding_window_pattern",
         "rope_local_base_freq",
+        "global_head_dim",
+        "per_layer_config",
+        "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input",
+        "num_kv_shared_layers",
         "pad_token_id",
         "bos_token_id",
     ];
@@ -192,5 +197,5 @@ fn all_of(families: &str) {
 /// Every family: a minute.
 #[test]
 fn numbers_of_a_config_take_no_memory_that_the_weights_do_not_have() {
-    all_of("llama,mistral,qwen2,qwen3,gemma2,gemma3_text,phi3,cohere_qk_norm,starcoder2");
+    all_of("llama,mistral,qwen2,qwen3,gemma2,gemma3_text,gemma4_text_shared,phi3,cohere_qk_norm,starcoder2");
 }

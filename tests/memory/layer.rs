@@ -9,7 +9,7 @@ use ft::base::ledger::{Allocation, Ledger, MemoryKind};
 use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
-use ft::model::spec::{LayerNormParams, NormNames, QkNorm};
+use ft::model::spec::{KeySource, LayerNormParams, NormNames, PerLayerSpec, QkNorm};
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
 use ft::source::{Resident, StoragePolicy};
@@ -60,6 +60,8 @@ enum Options {
     After,
     /// Norms of rotated heads; a factor of what each half adds.
     Scaled,
+    /// Gemma 4: the keys are the values, norms of v, a per-layer input, a factor.
+    PerLayer,
     /// LayerNorms, parallel halves, an MLP without a gate.
     Parallel,
 }
@@ -76,8 +78,14 @@ fn spec(intermediate: usize, options: Options) -> Spec {
         Options::Rich => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
         Options::After => (NormNames::AFTER, Some(QkNorm::WHOLE)),
         Options::Scaled => (NormNames::BEFORE, Some(QkNorm::ROTATED)),
+        Options::PerLayer => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
         Options::Parallel => (NormNames::SHARED, Some(QkNorm::OWN_WEIGHTS)),
     };
+    if options == Options::PerLayer {
+        (spec.value_norm, spec.layer_scalar) = (true, true);
+        spec.per_layer = Some(PerLayerSpec { vocab: 16, width: 16 });
+        spec.layers[0].keys = KeySource::KeysOnly;
+    }
     if options == Options::Parallel {
         spec.layer_norm = Some(LayerNormParams::BOTH);
         spec.parallel = true;
@@ -106,13 +114,15 @@ fn measured<R>(f: impl FnOnce() -> R) -> (R, u64, u64) {
 /// Measured and stated bytes: of the forward pass, the saving forward pass, the saved activations with the output, the
 /// backward pass with saved activations, and the backward pass that recomputes them.
 fn compare(spec: &Spec, mlp_tokens: Option<usize>) -> [(u64, u64); 5] {
-    let source = Resident::random(spec.params(), 1, 0.02, 1.0, Dtype::F32, &Device::Cpu).unwrap();
+    let source = Resident::random(spec.params(), 1, 0.02, 0.9, Dtype::F32, &Device::Cpu).unwrap();
     let mut network = Network::new(spec.clone(), Arc::new(source), Device::Cpu);
     network.mlp_tokens = mlp_tokens;
     let positions: Vec<u32> = (0..TOKENS as u32).map(|t| t % 256).collect();
     let documents = [0, 256, 512, TOKENS];
     let ctx = network.context(&positions, &documents, None).unwrap();
     let block = network.block(0).unwrap();
+    network.embed(&[0; TOKENS], &ctx).unwrap();
+    ctx.shared.start_backward(0, true).unwrap();
     let zeros = || Tensor::zeros((TOKENS, HIDDEN), DType::F32, &Device::Cpu).unwrap();
     let (x, mut sink) = (zeros(), Drops(spec.clone()));
     let mut run = || {
@@ -188,6 +198,7 @@ fn allocates() {
             Options::Rich,
             Options::After,
             Options::Scaled,
+            Options::PerLayer,
             Options::Parallel,
         ] {
             for mlp_tokens in [None, Some(200)] {

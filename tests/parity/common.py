@@ -135,11 +135,14 @@ def randomize(model, seed, matrix=0.15, attention=0.3, embedding=0.4, norm=0.1, 
     or only noise where the family adds the 1 itself (gemma)."""
     generator = torch.Generator().manual_seed(seed)
     gemma = model.config.model_type.startswith("gemma")
+    gemma4 = model.config.model_type.startswith("gemma4")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                parameter.copy_(noise * norm + (0.0 if gemma else 1.0))
+                # Gemma 4 multiplies its scores by nothing else than the norms.
+                scores = gemma4 and ("q_norm" in name or "k_norm" in name)
+                parameter.copy_(noise * norm + (0.0 if gemma and not gemma4 else 0.6 if scores else 1.0))
             elif name.endswith(".bias"):
                 parameter.copy_(noise * bias)
             elif "embed" in name:
@@ -148,6 +151,9 @@ def randomize(model, seed, matrix=0.15, attention=0.3, embedding=0.4, norm=0.1, 
                 parameter.copy_(noise * attention)
             else:
                 parameter.copy_(noise * matrix)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.6 + 0.8 * torch.rand(buffer.shape, generator=generator))
 
 
 def relative(a, b):

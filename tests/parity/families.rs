@@ -41,6 +41,8 @@ fn all_families_have_goldens() {
         "gemma2",
         "gemma3",
         "gemma3_text",
+        "gemma4",
+        "gemma4_text",
         "glm4",
         "granite",
         "hunyuan_v1_dense",
@@ -63,7 +65,7 @@ fn all_families_have_goldens() {
         "starcoder2",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 53);
+    assert_eq!(variants().len(), 56);
 }
 
 #[test]

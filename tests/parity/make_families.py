@@ -40,6 +40,13 @@ PHI3 = BASE | dict(model_type="phi3", num_attention_heads=2, num_key_value_heads
                    tie_word_embeddings=False, attention_bias=False, resid_pdrop=0.0, embd_pdrop=0.0,
                    original_max_position_embeddings=128, rope_theta=100.0)
 SILU = WIDE | dict(hidden_act="silu", attention_bias=False, rope_theta=100.0)
+GEMMA4 = BASE | dict(model_type="gemma4_text", num_hidden_layers=4, hidden_size=24, intermediate_size=20, head_dim=8, global_head_dim=16, sliding_window=8,
+                     tie_word_embeddings=True, attention_bias=False, hidden_activation="gelu_pytorch_tanh",
+                     rms_norm_eps=2e-3, final_logit_softcapping=6.0, enable_moe_block=False,
+                     layer_types=["sliding_attention", "full_attention"] * 2, rope_parameters=dict(
+                         sliding_attention=dict(rope_type="default", rope_theta=50.0),
+                         full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=2000.0)))
+GEMMA4_SMALL = dict(num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=V, use_double_wide_mlp=True)
 PIXTRAL = dict(model_type="pixtral", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8,
                image_size=16, patch_size=8)
 QWEN_VISION_IDS = dict(image_token_id=124, video_token_id=125, vision_start_token_id=126, vision_end_token_id=127)
@@ -186,6 +193,16 @@ VARIANTS = {
         residual_dropout=0.0)),
     "glm4_rotary": dict(stored="bf16", config=SMALL_RMS | dict(
         model_type="glm4", head_dim=8, tie_word_embeddings=False, attention_bias=False, partial_rotary_factor=0.75)),
+    # As the 31B checkpoint; as E2B and E4B; and E2B with its other parts. The ids of images are not ids of text here: they have
+    # other per-layer inputs.
+    "gemma4_text": dict(ablate=dict(sliding_window=1000), config=GEMMA4 | dict(
+        attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)),
+    "gemma4_text_shared": dict(ablate=dict(sliding_window=1000), config=GEMMA4 | GEMMA4_SMALL),
+    "gemma4": dict(stored="bf16", config=dict(
+        model_type="gemma4", tie_word_embeddings=True, text_config=GEMMA4 | GEMMA4_SMALL, audio_config=None, image_token_id=200,
+        video_token_id=201, audio_token_id=202, vision_config=dict(
+            model_type="gemma4_vision", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, head_dim=8, position_embedding_size=4, patch_size=4))),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -197,6 +214,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "glm4": "Glm4ForCausalLM", "ministral3": "Ministral3ForCausalLM",
                  "gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration",
                  "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration",
+                 "gemma4_text": "Gemma4ForCausalLM", "gemma4": "Gemma4ForConditionalGeneration",
                  "cohere": "CohereForCausalLM", "cohere2": "Cohere2ForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
                  "nemotron": "NemotronForCausalLM", "stablelm": "StableLmForCausalLM", "olmo": "OlmoForCausalLM"}
 
@@ -248,7 +266,9 @@ def measure(model, docs):
     loss = sum(loss_sum(each, labels) for each, (_, labels) in zip(logits, docs)) / trained
     loss.backward()
     gradients = {name.replace("model.language_model.", "model."): p.grad.clone() for name, p in model.named_parameters()
-                 if not name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector."))}
+                 if not name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision."))
+                 # ft does not train this table.
+                 and "embed_tokens_per_layer" not in name}
     return [each.detach() for each in logits], loss.detach(), gradients, trained
 
 

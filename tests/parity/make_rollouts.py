@@ -1,6 +1,6 @@
 """Greedy continuations of prompts of many lengths, some with a common beginning, by every model of make_families.py.
 
-    python make_rollouts.py
+    python make_rollouts.py [VARIANT ...]
 
 Writes goldens/rollouts/VARIANT.jsonl: per prompt its ids, the new ids (the stop id included) and the log-probability of
 each in f32. Each prompt is one unpadded call with eager attention: ft decodes them together.
@@ -8,6 +8,7 @@ each in f32. Each prompt is one unpadded call with eager attention: ft decodes t
 
 import copy
 import json
+import sys
 
 import torch
 import transformers
@@ -56,8 +57,9 @@ def answer(model, ids, stops):
 
 
 def main():
+    chosen = sys.argv[1:] or list(VARIANTS)
     for index, (name, spec) in enumerate(VARIANTS.items()):
-        if name == "phi3_longrope":
+        if name == "phi3_longrope" or name not in chosen:
             continue  # ft decodes 32 tokens, its `original_max_position_embeddings`
         model = model_of(name, spec)
         stops = json.loads((GOLDENS / "families" / name / "generation_config.json").read_text())["eos_token_id"]

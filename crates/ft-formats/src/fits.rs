@@ -60,6 +60,14 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
     if let Some((name, rows, _)) = matrix(in_first("mlp.gate_up_proj")) {
         same("intermediate_size", number("intermediate_size"), &name, rows / 2)?;
     }
+    // In Gemma 4 the layers with full attention have sizes of their own.
+    let sized = ["per_layer_config", "global_head_dim"]
+        .iter()
+        .any(|key| config.get(key).is_some());
+    let first_kind = config.get("layer_types").and_then(|types| types.get(0)?.as_str());
+    if sized && first_kind == Some("full_attention") {
+        return Ok(());
+    }
     // The norm of q is over one head, or over all heads together.
     let query_rows = matrix(in_first("self_attn.q_proj")).map(|(_, rows, _)| rows);
     let query_norm = in_first("self_attn.q_norm").and_then(|(n, s)| Some((n, *s.last()?)));

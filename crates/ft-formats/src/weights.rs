@@ -95,13 +95,16 @@ const LANGUAGE_MODEL: [[&str; 2]; 2] = [
 /// The same prefixes in a text-only checkpoint.
 const TEXT_ONLY: [&str; 2] = ["model.", "lm_head."];
 /// Prefixes of the other parts of a multimodal checkpoint.
-const OTHER_PARTS: [&str; 6] = [
+const OTHER_PARTS: [&str; 9] = [
     "visual.",
     "model.visual.",
     "vision_tower.",
     "model.vision_tower.",
     "multi_modal_projector.",
     "model.multi_modal_projector.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
 ];
 
 /// All tensors of one or several safetensors files.

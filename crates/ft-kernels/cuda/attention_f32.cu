@@ -270,6 +270,7 @@ __device__ __forceinline__ void plain_keys(const float* q, const float* k, const
 PLAIN(64, 32)
 PLAIN(128, 32)
 PLAIN(256, 16)
+PLAIN(512, 8)
 
 // delta [N, H] = sum over a head of dout o; a warp for a row of `size` elements, `rows` = N H. 128 threads.
 extern "C" __global__ void __launch_bounds__(128)

@@ -54,6 +54,7 @@ emulated! {
     attention_forward
     attention_backward
     attention_f32
+    attention_sinks
 }
 
 const PLAIN: &[&str] = &["-O2"];

@@ -5,6 +5,8 @@
 //! q `[Nq, H·E]`, k and v `[Nk, K·E]`, o `[Nq, H·E]`, lse `[Nq, H]`. Query head h uses key head h / (H / K). A
 //! score is `q·k scale`, then `cap tanh(score / cap)` if there is a softcap, then the mask.
 
+pub mod sinks;
+
 use super::cpu::product::task_gemm::{PACK_UNIT, TaskGemm};
 use super::cpu::product::{CpuBackend, Rounding};
 use super::cpu::storage::{expect_dims, expect_f32, floats, tensor};

@@ -126,7 +126,7 @@ impl Live {
         let layers = network.layers();
         let ctx = network.context(&batch.positions, &batch.documents, None)?;
         network.source.prefetch(Group::Layer(0));
-        let mut x = network.embed(&batch.ids)?;
+        let mut x = network.embed(&batch.ids, &ctx)?;
         for l in 0..layers {
             network.source.prefetch(Group::Layer((l + 1) % layers));
             let y = network.block(l)?.forward(&x, &ctx)?;

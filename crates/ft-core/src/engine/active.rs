@@ -49,7 +49,8 @@ pub fn group_of(name: &str) -> Group {
     if let Some(l) = layer {
         return Group::Layer(l);
     }
-    if name.starts_with("model.embed_tokens.") {
+    // The projection of the embedding for the per-layer inputs is used before the layers.
+    if name.starts_with("model.embed_tokens.") || name.starts_with("model.per_layer_") {
         Group::Embedding
     } else {
         Group::Head
@@ -188,7 +189,7 @@ impl Active {
         match self.lowest {
             Group::Embedding => 0,
             Group::Layer(l) => l,
-            Group::Head => layers,
+            Group::Head | Group::Table => layers,
         }
     }
 }

@@ -14,3 +14,6 @@ pub use hook::StepHook;
 pub use pass::{Pass, Totals, evaluate};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
 pub use strategy::StepStrategy;
+
+#[cfg(test)]
+mod shared_tests;

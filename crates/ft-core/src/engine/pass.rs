@@ -213,7 +213,7 @@ impl<'a> Pass<'a> {
         // Forward: save the inputs of the layers that the backward pass visits, and all activations of the uppermost ones.
         let mut inputs = Vec::with_capacity(layers - lowest);
         network.source.prefetch(Group::Layer(0));
-        let mut x = network.embed(&batch.ids)?;
+        let mut x = network.embed(&batch.ids, &ctx)?;
         for l in 0..layers {
             self.unless_stopped()?;
             progress.forward(l);
@@ -292,6 +292,7 @@ impl<'a> Pass<'a> {
         drop((x, dh));
 
         // Backward, down to the lowest active layer.
+        ctx.shared.start_backward(lowest, active.lowest() == Group::Embedding)?;
         for l in (lowest..layers).rev() {
             self.unless_stopped()?;
             progress.backward(l);
@@ -321,6 +322,7 @@ impl<'a> Pass<'a> {
             };
         }
         if active.lowest() == Group::Embedding {
+            network.per_layer_backward(&batch.ids, &dx, &ctx, sink)?;
             for t in network.tokens.iter().filter(|t| &*t.table == EMBEDDING) {
                 if !t.wanted(sink) {
                     continue;

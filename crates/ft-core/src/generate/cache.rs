@@ -8,19 +8,12 @@
 
 use super::device_cache::{DeviceForm, DeviceLayer, together};
 use crate::base::{Error, Result};
+use crate::model::spec::{KeySource, LayerSpec};
 use crate::model::{KvStore, Spec};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
 use crate::ops::{attention, update};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
-
-fn form(spec: &Spec, stored: Option<KvDtype>) -> Form {
-    Form {
-        stored: stored.unwrap_or(KvDtype::F32),
-        kv_heads: spec.kv_heads,
-        head_dim: spec.head_dim,
-    }
-}
 
 /// Bytes of the KV cache of one text of `tokens` tokens and of its attention, in the default storage type. `element`: on
 /// a GPU the bytes of an activation.
@@ -30,16 +23,35 @@ pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
     layout.bytes(tokens) + layout.step_bytes(tokens)
 }
 
-/// The layout of the cache of a network.
-#[derive(Debug, Clone)]
-pub struct Layout {
-    layers: usize,
+/// The layout of the cache of one layer.
+#[derive(Debug, Clone, Copy)]
+struct LayerLayout {
+    /// False if the layer reads the keys and values of another layer.
+    stores: bool,
     /// W
     width: usize,
     /// Of the pages on the CPU.
     form: Form,
-    /// On a GPU: the form there, and the type of the activations.
-    device: Option<(DeviceForm, DType)>,
+    /// On a GPU: the form there.
+    device: Option<DeviceForm>,
+}
+
+impl LayerLayout {
+    fn bytes(&self, tokens: usize) -> u64 {
+        match self.device {
+            _ if !self.stores => 0,
+            None => tokens.div_ceil(PAGE) as u64 * self.form.page_bytes(),
+            Some(form) => form.bytes(tokens, self.width),
+        }
+    }
+}
+
+/// The layout of the cache of a network.
+#[derive(Debug, Clone)]
+pub struct Layout {
+    layers: Arc<[LayerLayout]>,
+    /// On a GPU: the type of the activations.
+    activations: Option<DType>,
 }
 
 impl Layout {
@@ -49,39 +61,45 @@ impl Layout {
     }
 
     fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>) -> Self {
+        let layer = |(l, of): (usize, &LayerSpec)| {
+            let heads = (spec.kv_heads_of(l), spec.head_dim_of(l));
+            LayerLayout {
+                stores: !matches!(of.keys, KeySource::Layer(_)),
+                width: spec.kv_width(l),
+                form: Form {
+                    stored: stored.unwrap_or(KvDtype::F32),
+                    kv_heads: heads.0,
+                    head_dim: heads.1,
+                },
+                device: on_gpu.map(|activations| DeviceForm::new(heads, stored, activations)),
+            }
+        };
         Self {
-            layers: spec.layers.len(),
-            width: spec.kv_width(),
-            form: form(spec, stored),
-            device: on_gpu.map(|activations| (DeviceForm::new(spec, stored, activations), activations)),
+            layers: spec.layers.iter().enumerate().map(layer).collect(),
+            activations: on_gpu,
         }
     }
 
     /// Returns the bytes of a run with a capacity of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> u64 {
-        let layer = match &self.device {
-            None => tokens.div_ceil(PAGE) as u64 * self.form.page_bytes(),
-            Some((form, _)) => form.bytes(tokens, self.width),
-        };
-        self.layers as u64 * layer
+        self.layers.iter().map(|layer| layer.bytes(tokens)).sum()
     }
 
     /// Returns the bytes that attention needs in addition to the runs for a text of `tokens` tokens, shared ones
     /// included: on a GPU the keys and values of one layer are concatenated.
     pub fn step_bytes(&self, tokens: usize) -> u64 {
-        match &self.device {
-            None => 0,
-            Some((_, activations)) => DeviceForm::Dense(*activations).bytes(tokens, self.width),
-        }
+        let widest = self.layers.iter().map(|layer| layer.width).max().unwrap_or(0);
+        self.activations
+            .map_or(0, |activations| DeviceForm::Dense(activations).bytes(tokens, widest))
     }
 
     fn run(&self, room: usize) -> Run {
-        let layer = || match self.device {
+        let layer = |of: &LayerLayout| match of.device {
             None => Layer::Pages(Vec::new()),
-            Some((form, _)) => Layer::Device(form.layer(room)),
+            Some(form) => Layer::Device(form.layer(room)),
         };
         Run {
-            layers: (0..self.layers).map(|_| layer()).collect(),
+            layers: self.layers.iter().map(layer).collect(),
         }
     }
 }
@@ -128,7 +146,7 @@ pub struct Sequence {
     /// The shared runs, from the first token on.
     shared: Vec<Arc<Run>>,
     own: Run,
-    form: Form,
+    layers: Arc<[LayerLayout]>,
     /// Number of tokens, shared ones included.
     len: usize,
 }
@@ -139,7 +157,7 @@ impl Sequence {
         Self {
             shared,
             own: layout.run(room),
-            form: layout.form,
+            layers: layout.layers.clone(),
             len,
         }
     }
@@ -167,7 +185,7 @@ impl Sequence {
             own: Run {
                 layers: self.own.layers.iter().map(layer).collect(),
             },
-            form: self.form,
+            layers: self.layers.clone(),
             len: 0,
         }
     }
@@ -225,11 +243,11 @@ impl<'a> Step<'a> {
         update::with_slice(k, |k| {
             update::with_slice(v, |v| {
                 for (sequence, d) in rows {
-                    let form = sequence.form;
-                    if let Some(Layer::Pages(pages)) = sequence.own.layers.get_mut(layer) {
+                    let of = sequence.layers.get(layer);
+                    if let (Some(Layer::Pages(pages)), Some(of)) = (sequence.own.layers.get_mut(layer), of) {
                         for t in d[0]..d[1] {
                             if pages.last().is_none_or(Page::is_full) {
-                                pages.push(Page::new(form));
+                                pages.push(Page::new(of.form));
                             }
                             if let Some(page) = pages.last_mut() {
                                 page.push(&k[t * width..][..width], &v[t * width..][..width], spec);
@@ -241,8 +259,8 @@ impl<'a> Step<'a> {
         })?
     }
 
-    /// Attention on a GPU; `k`: keys of the new tokens.
-    fn on_device(&self, layer: usize, q: &Tensor, k: &Tensor, spec: &attention::Spec) -> Result<(Tensor, Tensor)> {
+    /// Attention on a GPU.
+    fn on_device(&self, layer: usize, q: &Tensor, spec: &attention::Spec) -> Result<(Tensor, Tensor)> {
         let (mut layers, mut offsets) = (Vec::new(), vec![0]);
         for sequence in &self.sequences {
             let mut end = offsets[offsets.len() - 1];
@@ -254,7 +272,7 @@ impl<'a> Step<'a> {
             }
             offsets.push(end);
         }
-        let (k, v) = together(&layers, k)?;
+        let (k, v) = together(&layers, spec.kv_heads * spec.head_dim, q)?;
         attention::forward(q, &k, &v, spec, self.documents, &offsets)
     }
 }
@@ -264,15 +282,14 @@ impl KvStore for Step<'_> {
         &mut self,
         layer: usize,
         q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        new: Option<(&Tensor, &Tensor)>,
         spec: &attention::Spec,
     ) -> Result<(Tensor, Tensor)> {
         let want = [
             self.documents.last().copied().unwrap_or(0),
             spec.kv_heads * spec.head_dim,
         ];
-        for t in [k, v] {
+        for t in new.into_iter().flat_map(|(k, v)| [k, v]) {
             if t.dims() != want {
                 return Err(Error::shape("keys or values of a decoding step have the wrong shape")
                     .found(format!("{:?}", t.dims()))
@@ -282,9 +299,11 @@ impl KvStore for Step<'_> {
         if self.sequences.iter().any(|s| layer >= s.own.layers.len()) {
             return Err(Error::shape("the KV cache does not have this layer").found(layer));
         }
-        self.push(layer, k, v, spec)?;
+        if let Some((k, v)) = new {
+            self.push(layer, k, v, spec)?;
+        }
         if !q.device().is_cpu() {
-            return self.on_device(layer, q, k, spec);
+            return self.on_device(layer, q, spec);
         }
         let rows = self.sequences.iter().zip(self.documents.windows(2));
         let documents: Vec<Document> = rows
@@ -310,15 +329,21 @@ mod tests {
 
     #[test]
     fn on_a_gpu_a_run_is_as_wide_as_its_elements_and_a_step_puts_one_layer_together() {
-        let layout = |form, activations| Layout {
-            layers: 3,
-            width: 8,
-            form: Form {
-                stored: KvDtype::F32,
-                kv_heads: 2,
-                head_dim: 4,
-            },
-            device: Some((form, activations)),
+        let layout = |form, activations| {
+            let layer = LayerLayout {
+                stores: true,
+                width: 8,
+                form: Form {
+                    stored: KvDtype::F32,
+                    kv_heads: 2,
+                    head_dim: 4,
+                },
+                device: Some(form),
+            };
+            Layout {
+                layers: [layer; 3].into(),
+                activations: Some(activations),
+            }
         };
         let wide = layout(DeviceForm::Dense(DType::F32), DType::F32);
         let narrow = layout(DeviceForm::Dense(DType::BF16), DType::BF16);

@@ -340,7 +340,7 @@ pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], same_bits: bo
     let sequences = parts.iter_mut().map(|p| &mut p.sequence).chain(padding.as_mut());
     let mut cache = Step::new(sequences.collect(), &documents)?;
     let ctx = network.context(&positions, &documents, None)?;
-    let mut x = network.embed(&ids)?;
+    let mut x = network.embed(&ids, &ctx)?;
     for layer in 0..network.layers() {
         network.source.prefetch(Group::Layer((layer + 1) % network.layers()));
         x = network.block(layer)?.forward_cached(&x, &ctx, &mut cache)?;

@@ -4,7 +4,6 @@
 //! Letters: W = K·E, the width of keys; room: tokens for which there is memory.
 
 use crate::base::Result;
-use crate::model::Spec;
 use crate::ops::kv_block::KvBlock;
 use crate::ops::paged::{KvDtype, PAGE};
 use crate::ops::update;
@@ -21,9 +20,9 @@ pub enum DeviceForm {
 
 impl DeviceForm {
     /// `stored` defaults to the type of the activations; f32 in a bf16 model would hold the same numbers.
-    pub fn new(spec: &Spec, stored: Option<KvDtype>, activations: DType) -> Self {
+    pub fn new((heads, head_dim): (usize, usize), stored: Option<KvDtype>, activations: DType) -> Self {
         match stored {
-            Some(KvDtype::Int8) => Self::Int8(spec.kv_heads, spec.head_dim),
+            Some(KvDtype::Int8) => Self::Int8(heads, head_dim),
             Some(KvDtype::Bf16) => Self::Dense(DType::BF16),
             Some(KvDtype::F32) | None => Self::Dense(activations),
         }
@@ -156,8 +155,8 @@ impl DeviceLayer {
     }
 }
 
-/// Puts the keys and values of `layers` together, in order: `[tokens, W]` each, of the type of `like` `[_, W]`.
-pub fn together(layers: &[&DeviceLayer], like: &Tensor) -> Result<(Tensor, Tensor)> {
+/// Puts the keys and values of `layers` together, in order: `[tokens, W]` each, of the type and on the device of `like`.
+pub fn together(layers: &[&DeviceLayer], width: usize, like: &Tensor) -> Result<(Tensor, Tensor)> {
     // The usual case: nothing is converted.
     let dense = |layer: &&DeviceLayer| layer.form == DeviceForm::Dense(like.dtype());
     if layers.iter().all(dense) {
@@ -170,7 +169,6 @@ pub fn together(layers: &[&DeviceLayer], like: &Tensor) -> Result<(Tensor, Tenso
         }
         return Ok((Tensor::cat(&keys, 0)?, Tensor::cat(&values, 0)?));
     }
-    let width = like.dims2()?.1;
     let tokens = layers.iter().map(|layer| layer.len).sum::<usize>();
     let room = || update::zeros((tokens, width), like.dtype(), like.device());
     let all = (room()?, room()?);

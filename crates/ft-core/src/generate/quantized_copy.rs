@@ -72,7 +72,8 @@ impl QuantizedCopy {
         let streams = of.source.streamed(of.spec.head_name()).is_some();
         let stays_below = |p: &ParamInfo| {
             let head = &*p.name == of.spec.head_name();
-            streams && (head || p.group == Group::Embedding && of.source.in_memory(&p.name).is_none())
+            p.group == Group::Table
+                || streams && (head || p.group == Group::Embedding && of.source.in_memory(&p.name).is_none())
         };
         if streams {
             self.head = None;
@@ -82,6 +83,9 @@ impl QuantizedCopy {
         let phase = progress::phase("quantizing weights", kinds.len(), "layers");
         for group in kinds {
             phase.add(1);
+            if group == Group::Table {
+                continue;
+            }
             let known = self.weights.fetch(group).ok();
             let own = || params.iter().filter(|p| p.group == group && !stays_below(p));
             let complete = known.as_ref().is_some_and(|k| k.iter().count() == own().count());

@@ -22,12 +22,12 @@ impl KvStore for Rounded<'_> {
         &mut self,
         layer: usize,
         q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        new: Option<(&Tensor, &Tensor)>,
         spec: &attention::Spec,
     ) -> Result<(Tensor, Tensor)> {
-        let [k, v] = [k, v].map(|t| read_back(t, spec.head_dim, self.stored));
-        self.cache.attend(layer, q, &k, &v, spec)
+        let rounded = |t| read_back(t, spec.head_dim, self.stored);
+        let new = new.map(|(k, v)| (rounded(k), rounded(v)));
+        self.cache.attend(layer, q, new.as_ref().map(|(k, v)| (k, v)), spec)
     }
 }
 
@@ -52,7 +52,7 @@ fn a_smaller_cache_only_rounds() {
             let mut sequence = Sequence::new(&layout(None), Vec::new(), 0, 64);
             let cache = Step::new(vec![&mut sequence], &documents).unwrap();
             let mut cache = Rounded { cache, stored };
-            let mut x = network.embed(&prompt).unwrap();
+            let mut x = network.embed(&prompt, &ctx).unwrap();
             for layer in 0..network.layers() {
                 let block = network.block(layer).unwrap();
                 x = block.forward_cached(&x, &ctx, &mut cache).unwrap();

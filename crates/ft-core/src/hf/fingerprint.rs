@@ -12,6 +12,7 @@ use crate::formats::StoredDtype;
 use crate::formats::adapter;
 use crate::formats::config::Config;
 use crate::formats::weights::{TensorInfo, Weights};
+use crate::model::spec::KeySource;
 use crate::model::{Spec, families};
 use crate::source::stored;
 use half::{bf16, f16};
@@ -299,6 +300,9 @@ fn computes(s: &Spec) -> String {
     if (s.logit_scale, s.residual_scale) != (1.0, 1.0) {
         out.push_str(&format!(" logits {:?} residual {:?}", s.logit_scale, s.residual_scale));
     }
+    if s.attention_sinks {
+        out.push_str(" sinks");
+    }
     if let Some(params) = s.layer_norm {
         out.push_str(&format!(" layer_norm {params:?}"));
     }
@@ -307,6 +311,9 @@ fn computes(s: &Spec) -> String {
     }
     for layer in &s.layers {
         out.push_str(&format!(" layer {:?} {}", layer.window, layer.rope));
+        if layer.keys != KeySource::Own {
+            out.push_str(&format!(" keys {:?}", layer.keys));
+        }
     }
     for rope in &s.ropes {
         // The last bits of powers may differ between machines.

@@ -6,21 +6,24 @@
 //! ```
 //!
 //! Norms in brackets exist in some families only; Granite multiplies what is added to x and x1 by a constant. If the
-//! halves are parallel, both read the same h = [norm] x.
+//! halves are parallel, both read the same h = [norm] x. Gemma 4 has norms of v, layers that read k and v of an earlier
+//! layer (`SharedStates`), and a third part (`per_layer`).
 
 pub mod memory;
+pub mod per_layer;
 
-use super::contracts::{Context, GradSink, KvStore, Layer};
+use super::contracts::{Context, GradSink, KvStore, Layer, Param};
 use super::linear::Linear;
 use super::mlp::SavedPieces;
 use super::norm::Norm;
 use super::projections::{Projections, SavedLow, add_residual};
-use super::spec::{LayerSpec, Spec};
+use super::spec::{KeySource, LayerSpec, Spec};
 use crate::base::{Error, Result};
 use crate::ops::rope::Direction;
-use crate::ops::{attention, rope, update};
+use crate::ops::{attention, rms_norm, rope, update};
 use crate::source::GroupWeights;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
+use per_layer::PerLayerInput;
 use std::sync::Arc;
 
 /// A decoder layer, with its weights on the device.
@@ -39,6 +42,8 @@ pub struct Block {
     pub q_norm: Option<Norm>,
     /// Norm of each key head, if the family has it.
     pub k_norm: Option<Norm>,
+    /// The attention sinks, if the family has them.
+    pub sinks: Option<Param>,
     /// gate and up, or up alone.
     pub mlp_in: Projections,
     /// The output projection of the MLP.
@@ -51,15 +56,24 @@ pub struct Block {
     pub mlp_norm: Option<Norm>,
     /// The norm after the MLP, if the family has it.
     pub mlp_post_norm: Option<Norm>,
+    /// The part that reads the per-layer input, if the family has it.
+    pub per_layer: Option<PerLayerInput>,
+    /// Factor of the output of the layer.
+    pub scale: f32,
 }
+
+/// The queries, and the keys unless they are those of another layer.
+type QueriesKeys = (Tensor, Option<Tensor>);
 
 /// Saved activations of the attention half.
 struct SavedAttention {
     /// q and k before their norms, if they have norms.
-    raw: Option<(Tensor, Tensor)>,
+    raw: Option<QueriesKeys>,
+    /// v before its norm, if it has one.
+    raw_v: Option<Tensor>,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    /// k and v, unless they are those of another layer.
+    kv: Option<(Tensor, Tensor)>,
     o: Tensor,
     lse: Tensor,
     /// Output of o_proj, if a norm follows it.
@@ -75,14 +89,17 @@ pub struct SavedActivations {
     x1: Option<Tensor>,
     /// gate and up of each piece of the tokens.
     parts: SavedPieces,
+    /// The output of the MLP half, if the layer has a per-layer input.
+    x2: Option<Tensor>,
 }
 
 impl Block {
     /// Its linears in model order, each with its module name: `model.layers.0.self_attn.q_proj`.
     pub fn into_linears(self) -> Vec<(String, Linear)> {
         let module = |l: &Linear| l.name.trim_end_matches(".weight").to_string();
-        [self.attention_in, self.o_proj, self.mlp_in, self.down_proj]
-            .into_iter()
+        let mut all = vec![self.attention_in, self.o_proj, self.mlp_in, self.down_proj];
+        all.extend(self.per_layer.into_iter().flat_map(|p| [p.gate, p.projection]));
+        all.into_iter()
             .flat_map(Projections::into_linears)
             .map(|l| (module(&l), l))
             .collect()
@@ -110,8 +127,8 @@ impl Block {
     fn attention_spec(&self) -> attention::Spec {
         attention::Spec {
             heads: self.spec.heads,
-            kv_heads: self.spec.kv_heads,
-            head_dim: self.spec.head_dim,
+            kv_heads: self.spec.kv_heads_of(self.index),
+            head_dim: self.spec.head_dim_of(self.index),
             scale: self.spec.attention_scale,
             softcap: self.spec.attention_softcap,
             window: self.spec.layers[self.index].window,
@@ -120,13 +137,41 @@ impl Block {
     }
 
     /// Rotates q and k.
-    fn rotate(&self, q: &Tensor, k: &Tensor, ctx: &Context, direction: Direction) -> Result<(Tensor, Tensor)> {
+    fn rotate(&self, (q, k): &QueriesKeys, ctx: &Context, direction: Direction) -> Result<QueriesKeys> {
         let LayerSpec { rope, query_rope, .. } = self.spec.layers[self.index];
         let turn = |x: &Tensor, rope: usize| {
             let (cos, sin) = &ctx.ropes[rope];
-            rope::apply(x, (cos, sin), self.spec.head_dim, self.spec.pairing, direction)
+            let head_dim = self.spec.head_dim_of(self.index);
+            rope::apply(x, (cos, sin), head_dim, self.spec.pairing, direction)
         };
-        Ok((turn(q, query_rope.unwrap_or(rope))?, turn(k, rope)?))
+        let k = k.as_ref().map(|k| turn(k, rope)).transpose()?;
+        Ok((turn(q, query_rope.unwrap_or(rope))?, k))
+    }
+
+    /// q and k after their norms, if they have norms.
+    fn normed_heads(&self, (q, k): &QueriesKeys) -> Result<Option<QueriesKeys>> {
+        let Some(norm) = &self.q_norm else { return Ok(None) };
+        let k = match (&self.k_norm, k) {
+            (Some(norm), Some(k)) => Some(self.norm(norm, k)?),
+            _ => None,
+        };
+        Ok(Some((self.norm(norm, q)?, k)))
+    }
+
+    /// The weight of the norm of v: it has none.
+    fn ones(&self, v: &Tensor) -> Result<Tensor> {
+        Ok(Tensor::ones(self.spec.head_dim_of(self.index), DType::F32, v.device())?)
+    }
+
+    fn keys(&self) -> KeySource {
+        self.spec.layers[self.index].keys
+    }
+
+    /// Stores k and v for the layers that read them.
+    fn share(&self, saved: &SavedAttention, ctx: &Context) {
+        if let Some((k, v)) = saved.kv.as_ref().filter(|_| self.spec.shares_keys(self.index)) {
+            ctx.shared.put_keys(self.index, k, v);
+        }
     }
 
     /// The input of a half after its norm, if it has one.
@@ -183,28 +228,46 @@ impl Block {
         let h = self.normed(&self.input_norm, x)?;
         let (qkv, low_in) = self.attention_in.forward(&h, ctx)?;
         let mut qkv = qkv.into_iter();
-        let (Some(q), Some(k), Some(v)) = (qkv.next(), qkv.next(), qkv.next()) else {
-            return Err(Error::internal("attention needs three projections"));
+        let Some(q) = qkv.next() else {
+            return Err(Error::internal("attention needs a projection of the queries"));
+        };
+        let k = qkv.next();
+        let mut v = match self.keys() {
+            KeySource::KeysOnly => k.clone(),
+            _ => qkv.next(),
         };
         drop(h);
-        let both = |q: Tensor, k: Tensor| match (&self.q_norm, &self.k_norm) {
-            (Some(qn), Some(kn)) => Ok::<_, Error>((self.norm(qn, &q)?, self.norm(kn, &k)?, Some((q, k)))),
-            _ => Ok((q, k, None)),
-        };
-        let (q, k, raw) = if self.norm_follows_rope() {
-            let rotated = self.rotate(&q, &k, ctx, Direction::Forward)?;
-            drop((q, k));
-            both(rotated.0, rotated.1)?
-        } else {
-            let (q, k, raw) = both(q, k)?;
-            let (q, k) = self.rotate(&q, &k, ctx, Direction::Forward)?;
-            (q, k, raw)
-        };
+        let mut raw_v = None;
+        if let Some(raw) = v.as_ref().filter(|_| self.spec.value_norm) {
+            let normed = rms_norm::forward(raw, &self.ones(raw)?, self.spec.norm_eps, false)?;
+            raw_v = v.replace(normed);
+        }
+        let (mut qk, mut raw) = ((q, k), None);
+        if self.norm_follows_rope() {
+            qk = self.rotate(&qk, ctx, Direction::Forward)?;
+        }
+        if let Some(normed) = self.normed_heads(&qk)? {
+            raw = Some(std::mem::replace(&mut qk, normed));
+        }
+        if !self.norm_follows_rope() {
+            qk = self.rotate(&qk, ctx, Direction::Forward)?;
+        }
+        let (q, kv) = (qk.0, qk.1.zip(v));
         let spec = self.attention_spec();
-        let (o, lse) = match cache {
-            None => attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?,
-            Some(cache) => cache.attend(self.index, &q, &k, &v, &spec)?,
+        let new = kv.as_ref().map(|(k, v)| (k, v));
+        let (o, lse) = match (cache, new, self.keys()) {
+            (None, Some((k, v)), _) => attention::forward(&q, k, v, &spec, ctx.documents, ctx.documents)?,
+            (None, None, KeySource::Layer(from)) => {
+                let (k, v) = ctx.shared.keys(from)?;
+                attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?
+            }
+            (Some(cache), None, KeySource::Layer(from)) => cache.attend(from, &q, None, &spec)?,
+            (Some(cache), new, _) => cache.attend(self.index, &q, new, &spec)?,
+            (None, None, _) => return Err(Error::internal("attention needs keys and values")),
         };
+        if let Some(sinks) = &self.sinks {
+            attention::sinks::apply(&o, &lse, &sinks.tensor)?;
+        }
         let (y, low_out) = self.o_proj.forward_one(&o, ctx)?;
         let (x1, y) = match &self.attention_post_norm {
             Some(norm) => (update::add(x, &self.norm(norm, &y)?)?, Some(y)),
@@ -214,9 +277,9 @@ impl Block {
             x1,
             SavedAttention {
                 raw,
+                raw_v,
                 q,
-                k,
-                v,
+                kv,
                 o,
                 lse,
                 y,
@@ -228,7 +291,11 @@ impl Block {
     /// Decoding: as `forward`, with the KV cache of earlier tokens.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
         let x1 = self.attention(x, ctx, Some(cache))?.0;
-        Ok(self.mlp_after(x, &x1, ctx, false)?.0)
+        self.end(&self.mlp_after(x, &x1, ctx, false)?.0, ctx)
+    }
+
+    fn sinks_wanted(&self, sink: &dyn GradSink) -> bool {
+        self.sinks.as_ref().is_some_and(|sinks| sink.wants(&sinks.name))
     }
 
     fn attention_wanted(&self, sink: &dyn GradSink) -> bool {
@@ -241,6 +308,7 @@ impl Block {
         self.attention_in.wanted(sink)
             || self.o_proj.wanted(sink)
             || norms.into_iter().flatten().any(|norm| norm.wanted(sink))
+            || self.sinks_wanted(sink)
     }
 
     /// `d_shared`: the gradient of the MLP at the output of the norm that both halves read.
@@ -255,9 +323,9 @@ impl Block {
     ) -> Result<Option<Tensor>> {
         let SavedAttention {
             raw,
+            raw_v,
             q,
-            k,
-            v,
+            kv,
             o,
             lse,
             y,
@@ -268,7 +336,7 @@ impl Block {
             .into_iter()
             .flatten()
             .any(|norm| norm.wanted(sink));
-        let need_do = need_dh || qk_wanted || self.attention_in.wanted(sink);
+        let need_do = need_dh || qk_wanted || self.sinks_wanted(sink) || self.attention_in.wanted(sink);
         let d_out = match (&self.attention_post_norm, &y) {
             (Some(norm), Some(y)) => self.norm_backward(norm, y, &dx1, sink)?,
             _ => self.scaled_gradient(&dx1)?,
@@ -278,32 +346,69 @@ impl Block {
             .o_proj
             .backward(Some(&o), low_out, vec![d_out], ctx, need_do, sink)?;
         let Some(d_o) = d_o else { return Ok(None) };
-        let (mut dq, mut dk, dv) =
-            attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
+        let (k, v) = match (kv, self.keys()) {
+            (Some(kv), _) => kv,
+            (None, KeySource::Layer(from)) => ctx.shared.keys(from)?,
+            (None, _) => return Err(Error::internal("attention needs keys and values")),
+        };
+        if let Some(sinks) = self.sinks.as_ref().filter(|s| sink.wants(&s.name)) {
+            sink.take(sinks, attention::sinks::backward(&o, &lse, &d_o, &sinks.tensor)?)?;
+        }
+        let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
         drop((q, k, v, o, lse, d_o));
-        let mut unnorm = |dq: &mut Tensor, dk: &mut Tensor| -> Result<()> {
-            if let (Some((raw_q, raw_k)), Some(qn), Some(kn)) = (&raw, &self.q_norm, &self.k_norm) {
-                *dq = self.norm_backward(qn, raw_q, dq, sink)?;
-                *dk = self.norm_backward(kn, raw_k, dk, sink)?;
+        let (mut dqk, mut dv) = match self.keys() {
+            KeySource::Layer(from) => {
+                ctx.shared.add_key_gradients(from, dk, dv)?;
+                ((dq, None), None)
+            }
+            _ => {
+                if let Some((more_k, more_v)) = ctx.shared.take_key_gradients(self.index) {
+                    update::add_assign(&dk, &more_k)?;
+                    update::add_assign(&dv, &more_v)?;
+                }
+                ((dq, Some(dk)), Some(dv))
+            }
+        };
+        let mut unnorm = |dqk: &mut QueriesKeys| -> Result<()> {
+            if let (Some((raw_q, raw_k)), Some(qn)) = (&raw, &self.q_norm) {
+                dqk.0 = self.norm_backward(qn, raw_q, &dqk.0, sink)?;
+                if let (Some(raw_k), Some(kn), Some(dk)) = (raw_k, &self.k_norm, &mut dqk.1) {
+                    *dk = self.norm_backward(kn, raw_k, dk, sink)?;
+                }
             }
             Ok(())
         };
         if self.norm_follows_rope() {
-            unnorm(&mut dq, &mut dk)?;
-            (dq, dk) = self.rotate(&dq, &dk, ctx, Direction::Backward)?;
+            unnorm(&mut dqk)?;
+            dqk = self.rotate(&dqk, ctx, Direction::Backward)?;
         } else {
-            (dq, dk) = self.rotate(&dq, &dk, ctx, Direction::Backward)?;
-            unnorm(&mut dq, &mut dk)?;
+            dqk = self.rotate(&dqk, ctx, Direction::Backward)?;
+            unnorm(&mut dqk)?;
         }
         drop(raw);
+        if let (Some(raw), Some(d)) = (&raw_v, &mut dv) {
+            *d = rms_norm::backward(raw, &self.ones(raw)?, d, self.spec.norm_eps, false, false)?.0;
+        }
+        drop(raw_v);
+        let (dq, dk) = dqk;
+        if let (KeySource::KeysOnly, Some(dk)) = (self.keys(), &dk)
+            && let Some(dv) = dv.take()
+        {
+            update::add_assign(dk, &dv)?;
+        }
         let h = if self.attention_in.wanted(sink) {
             Some(self.normed(&self.input_norm, x)?)
         } else {
             None
         };
-        let dh = self
-            .attention_in
-            .backward(h.as_ref(), low_in, vec![dq, dk, dv], ctx, need_dh, sink)?;
+        let dh = self.attention_in.backward(
+            h.as_ref(),
+            low_in,
+            [Some(dq), dk, dv].into_iter().flatten().collect(),
+            ctx,
+            need_dh,
+            sink,
+        )?;
         drop(h);
         let Some(dh) = dh else { return Ok(None) };
         if let Some(d_shared) = d_shared {
@@ -319,15 +424,30 @@ impl Layer for Block {
     type SavedActivations = SavedActivations;
 
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let x1 = self.attention(x, ctx, None)?.0;
-        Ok(self.mlp_after(x, &x1, ctx, false)?.0)
+        let (x1, saved) = self.attention(x, ctx, None)?;
+        self.share(&saved, ctx);
+        drop(saved);
+        let x2 = self.mlp_after(x, &x1, ctx, false)?.0;
+        drop(x1);
+        self.end(&x2, ctx)
     }
 
     fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SavedActivations)> {
         let (x1, attention) = self.attention(x, ctx, None)?;
-        let (y, parts) = self.mlp_after(x, &x1, ctx, true)?;
+        self.share(&attention, ctx);
+        let (x2, parts) = self.mlp_after(x, &x1, ctx, true)?;
+        let y = self.end(&x2, ctx)?;
         let x1 = Some(x1).filter(|_| !self.spec.parallel);
-        Ok((y, SavedActivations { attention, x1, parts }))
+        let x2 = self.per_layer.is_some().then_some(x2);
+        Ok((
+            y,
+            SavedActivations {
+                attention,
+                x1,
+                parts,
+                x2,
+            },
+        ))
     }
 
     fn vjp(
@@ -339,16 +459,33 @@ impl Layer for Block {
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let (x1, attention, parts) = match saved {
-            Some(saved) => (saved.x1, saved.attention, saved.parts),
+        // The layers that read them are done.
+        ctx.shared.drop_keys(self.index);
+        let (x1, attention, parts, x2) = match saved {
+            Some(saved) => (saved.x1, saved.attention, saved.parts, saved.x2),
             None => {
                 let (x1, attention) = self.attention(x, ctx, None)?;
-                (Some(x1).filter(|_| !self.spec.parallel), attention, SavedPieces::new())
+                let (x2, parts) = match self.per_layer {
+                    None => (None, SavedPieces::new()),
+                    Some(_) => {
+                        let (x2, parts) = self.mlp_after(x, &x1, ctx, true)?;
+                        (Some(x2), parts)
+                    }
+                };
+                (Some(x1).filter(|_| !self.spec.parallel), attention, parts, x2)
             }
         };
         // If no parameter in or below the attention half is trained, its activations are dropped.
         let attention_needed = need_dx || self.attention_wanted(sink);
         let attention = attention_needed.then_some(attention);
+        let mut dy = self.unscaled(dy)?;
+        if let (Some(p), Some(x2)) = (&self.per_layer, x2) {
+            let need_dx2 = attention_needed || self.mlp_wanted(sink);
+            dy = match self.per_layer_backward(p, &x2, dy, ctx, need_dx2, sink)? {
+                Some(dy) => dy,
+                None => return Ok(None),
+            };
+        }
         let need_input = match x1 {
             Some(_) => attention_needed,
             None => need_dx || self.input_norm.as_ref().is_some_and(|norm| norm.wanted(sink)),

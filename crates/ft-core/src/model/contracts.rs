@@ -2,6 +2,7 @@
 //! types that they exchange.
 
 use super::head::Head;
+use super::shared::SharedStates;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::base::{Error, Result};
 use crate::data::Batch;
@@ -10,6 +11,7 @@ use crate::ops::step_stats::StepStats;
 use crate::peft::Dropout;
 pub use crate::peft::{Gradient, Param};
 use candle_core::Tensor;
+use std::rc::Rc;
 
 /// Receives each gradient as soon as it is computed.
 pub trait GradSink {
@@ -59,9 +61,16 @@ pub trait GradSinkMemory {
 
 /// KV cache of earlier tokens, for decoding.
 pub trait KvStore {
-    /// Appends keys and values `[N, K·E]` of the new tokens of layer `layer`. Their queries `[N, H·E]` attend to all
-    /// tokens of their documents. Returns o and lse as `ops::attention::forward` does.
-    fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)>;
+    /// Appends keys and values `[N, K·E]` of the new tokens of layer `layer`; `None`: a later layer reads those that
+    /// layer `layer` has appended. Their queries `[N, H·E]` attend to all tokens of their documents. Returns o and lse
+    /// as `ops::attention::forward` does.
+    fn attend(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        new: Option<(&Tensor, &Tensor)>,
+        spec: &Spec,
+    ) -> Result<(Tensor, Tensor)>;
 }
 
 /// The data of a batch that layers need.
@@ -76,6 +85,8 @@ pub struct Context<'a> {
     pub observer: Option<&'a dyn Observer>,
     /// Number of tokens per MLP piece; `None`: all.
     pub mlp_tokens: Option<usize>,
+    /// What several layers use.
+    pub shared: Rc<SharedStates>,
 }
 
 /// Observes a forward pass.
@@ -97,6 +108,7 @@ impl Context<'_> {
             dropout,
             observer: self.observer,
             mlp_tokens: None,
+            shared: self.shared.clone(),
         }
     }
 

@@ -106,6 +106,12 @@ impl Block {
         Ok((y, saved.map(piece)))
     }
 
+    /// True if any parameter of this half gets a gradient.
+    pub(super) fn mlp_wanted(&self, sink: &dyn GradSink) -> bool {
+        let mut norms = [&self.mlp_norm, &self.mlp_post_norm].into_iter().flatten();
+        self.mlp_in.wanted(sink) || self.down_proj.wanted(sink) || norms.any(|norm| norm.wanted(sink))
+    }
+
     /// Maps `dy` `[N, D]` to `∂x` through the MLP if needed; passes weight gradients to `sink`. Recomputes `parts` if
     /// empty.
     pub(super) fn mlp_backward(

@@ -12,10 +12,12 @@ pub mod linear;
 pub mod mlp;
 pub mod network;
 pub mod norm;
+mod per_layer;
 pub mod pieces;
 pub mod projections;
 pub mod rope;
 pub mod shapes;
+pub mod shared;
 pub mod spec;
 pub mod tokens;
 

@@ -2,17 +2,18 @@
 //! A block is created from its weights when it is needed, and dropped afterwards.
 
 use super::block::Block;
+use super::block::per_layer::PerLayerInput;
 use super::contracts::{Context, Param};
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
 use super::norm::Norm;
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
-use super::spec::{EMBEDDING, LM_HEAD, Spec};
+use super::spec::{ATTENTION_SINKS, EMBEDDING, LAYER_SCALAR, LM_HEAD, PER_LAYER, Spec};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
-use crate::ops::embedding;
 use crate::ops::quantized::Products;
+use crate::ops::{embedding, update};
 use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, TrainableStore, WeightSource};
 use candle_core::{DType, Device, Tensor};
@@ -45,6 +46,8 @@ pub struct Network {
     /// True while the adapters are disabled.
     adapters_disabled: AtomicBool,
     rope_tables: RopeTables,
+    /// The factors of the layers that were read: a factor never changes.
+    scales: Mutex<BTreeMap<usize, f32>>,
     /// The copies of LoRA pairs by layer, while the adapters are fixed.
     pair_copies: Mutex<Option<BTreeMap<usize, Option<LayerPairs>>>>,
 }
@@ -67,7 +70,7 @@ impl TrainableNetwork {
     }
 }
 
-fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
+pub(super) fn param(weights: &GroupWeights, name: &str) -> Result<Param> {
     let (name, tensor) = weights.get(name)?;
     Ok(Param { name, tensor })
 }
@@ -86,6 +89,7 @@ impl Network {
             products: Products::Dequantized,
             adapters_disabled: AtomicBool::new(false),
             rope_tables: RopeTables::default(),
+            scales: Mutex::default(),
             pair_copies: Mutex::default(),
         }
     }
@@ -127,14 +131,23 @@ impl Network {
             dropout,
             observer: None,
             mlp_tokens: self.mlp_tokens,
+            shared: Rc::default(),
         })
     }
 
-    /// `[N]` ids to `[N, D]`.
+    /// `[N]` ids to `[N, D]`. Sets the per-layer inputs of `ctx`, if the family has them.
     ///
     /// # Errors
     /// An id outside the vocabulary (`Argument`); a failed read of the weights.
-    pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
+    pub fn embed(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
+        let x = self.embedded(ids)?;
+        if let Some(inputs) = self.per_layer_inputs(ids, &x)? {
+            ctx.shared.set_inputs(inputs);
+        }
+        Ok(x)
+    }
+
+    pub(super) fn embedded(&self, ids: &[u32]) -> Result<Tensor> {
         let (table, ids) = self.source.rows(EMBEDDING, ids)?;
         embedding::gather(&table, &ids, self.spec.embedding_scale)
     }
@@ -232,7 +245,7 @@ impl Network {
     pub fn block(&self, index: usize) -> Result<Block> {
         let weights = self.source.fetch(Group::Layer(index))?;
         let spec = &self.spec;
-        let norms = spec.norms();
+        let norms = spec.norms(index);
         let norm = |name: Option<&str>| {
             let of = norms.iter().find(|norm| Some(norm.name) == name);
             of.map(|norm| Norm::read(&weights, &format!("model.layers.{index}.{}", norm.name), norm))
@@ -256,12 +269,17 @@ impl Network {
                 adapter,
             })
         };
-        let (q, kv, i) = (spec.query_width(), spec.kv_width(), spec.intermediate);
+        let (q, kv, i) = (
+            spec.query_width(index),
+            spec.kv_width(index),
+            spec.intermediate_of(index),
+        );
         let mut attention_in = if spec.fused_qkv {
             Projections::fused(linear("self_attn.qkv_proj", spec.qkv_bias)?, vec![q, kv, kv])
         } else {
-            let names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
-            Projections::separate(names.iter().map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
+            let all = spec.linears(index);
+            let names = all.iter().map(|l| l.name).take_while(|n| *n != "self_attn.o_proj");
+            Projections::separate(names.map(|n| linear(n, spec.qkv_bias)).collect::<Result<_>>()?)
         };
         let mlp = |names: &[&str]| {
             let linears = names.iter().map(|n| linear(n, spec.mlp_bias));
@@ -275,7 +293,21 @@ impl Network {
         };
         let mut o_proj = Projections::separate(vec![linear("self_attn.o_proj", spec.o_bias)?]);
         let mut down_proj = mlp(&[down])?;
-        let groups = [&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
+        let mut groups = vec![&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
+        let mut per_layer = None;
+        if let (Some(of), Some(norm)) = (spec.per_layer, norm(Some(PER_LAYER[2]))?) {
+            let one = |name| Ok::<_, Error>(Projections::separate(vec![linear(name, false)?]));
+            let input = per_layer.insert(PerLayerInput {
+                width: of.width,
+                gate: one(PER_LAYER[0])?,
+                projection: one(PER_LAYER[1])?,
+                norm,
+            });
+            groups.extend([&mut input.gate, &mut input.projection]);
+        }
+        let sinks = spec.attention_sinks.then_some(ATTENTION_SINKS);
+        let sinks = sinks.map(|name| param(&weights, &format!("model.layers.{index}.{name}")));
+        let sinks = sinks.transpose()?;
         let mut copies = self.pair_copies.lock().unwrap_or_else(PoisonError::into_inner);
         match copies.as_mut() {
             Some(copies) => Projections::copy_pairs(groups, copies.entry(index).or_default())?,
@@ -288,14 +320,33 @@ impl Network {
             o_proj,
             q_norm: norm(spec.qk_norm.map(|n| n.names[0]))?,
             k_norm: norm(spec.qk_norm.map(|n| n.names[1]))?,
+            sinks,
             mlp_in,
             down_proj,
             input_norm: norm(spec.norms.before_attention)?,
             attention_post_norm: norm(spec.norms.after_attention)?,
             mlp_norm: norm(spec.norms.before_mlp)?,
             mlp_post_norm: norm(spec.norms.after_mlp)?,
+            per_layer,
+            scale: self.layer_scale(index, &weights)?,
             spec: self.spec.clone(),
         })
+    }
+
+    /// The factor of the output of a layer.
+    fn layer_scale(&self, index: usize, weights: &GroupWeights) -> Result<f32> {
+        if !self.spec.layer_scalar {
+            return Ok(1.0);
+        }
+        let mut known = self.scales.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(scale) = known.get(&index) {
+            return Ok(*scale);
+        }
+        let name = format!("model.layers.{index}.{LAYER_SCALAR}");
+        let values = update::to_f32_vec(&param(weights, &name)?.tensor)?;
+        let scale = values.first().copied().unwrap_or(1.0);
+        known.insert(index, scale);
+        Ok(scale)
     }
 
     /// Hidden states of all tokens after the final norm, `[N, D]`: no gradients, no saved activations.
@@ -315,7 +366,7 @@ impl Network {
     ) -> Result<Tensor> {
         use super::contracts::Layer;
         self.source.prefetch(Group::Layer(0));
-        let mut x = self.embed(ids)?;
+        let mut x = self.embed(ids, ctx)?;
         let phase = progress::part("layer", self.layers());
         for l in 0..self.layers() {
             phase.set(l as u64);

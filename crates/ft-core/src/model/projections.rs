@@ -27,8 +27,8 @@ pub struct Projections {
     pairs: Option<Arc<PairStack>>,
 }
 
-/// The LoRA pairs of the four groups of linears of a layer, if they have any.
-pub(super) type LayerPairs = [Option<Arc<PairStack>>; 4];
+/// The LoRA pairs of the groups of linears of a layer, if they have any.
+pub(super) type LayerPairs = Vec<Option<Arc<PairStack>>>;
 
 /// What the backward pass of the LoRA pairs reuses.
 pub(super) struct Low {
@@ -74,7 +74,7 @@ impl Projections {
 
     /// Copies the LoRA pairs of these groups for their products, if they are on a GPU. `known`: the copies, if they were
     /// made before.
-    pub(super) fn copy_pairs(mut groups: [&mut Self; 4], known: &mut Option<LayerPairs>) -> Result<()> {
+    pub(super) fn copy_pairs(mut groups: Vec<&mut Self>, known: &mut Option<LayerPairs>) -> Result<()> {
         if let Some(known) = known {
             for (group, pairs) in groups.into_iter().zip(known) {
                 group.pairs = pairs.clone();
@@ -82,7 +82,7 @@ impl Projections {
             return Ok(());
         }
         Self::copy(groups.iter_mut().filter(|g| g.members().next().is_some()).collect())?;
-        *known = Some(groups.map(|group| group.pairs.clone()));
+        *known = Some(groups.iter().map(|group| group.pairs.clone()).collect());
         Ok(())
     }
 

@@ -81,6 +81,9 @@ impl Rope {
             .or_else(|| parameters.get("type"))
             .and_then(Value::as_str);
         let theta = r.positive("rope_theta")?;
+        if kind == Some("proportional") {
+            return proportional(&r, head_dim, theta);
+        }
         let partial = r.opt("partial_rotary_factor")?.unwrap_or(1.0);
         let dim = (head_dim as f64 * partial) as usize;
         if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
@@ -115,7 +118,7 @@ impl Rope {
             "yarn" => yarn(&r, &inv, dim, theta, max_positions),
             other => Err(Error::unsupported(format!("rope type `{other}` is not supported"))
                 .at(place)
-                .expected("default, linear, dynamic, yarn, llama3 or longrope")),
+                .expected("default, linear, dynamic, yarn, llama3, longrope or proportional")),
         }
     }
 
@@ -249,6 +252,28 @@ impl RopeTables {
         }
         Ok(out)
     }
+}
+
+/// Gemma 4: frequencies of the whole head, of which only the first are used; the other elements are not rotated.
+fn proportional(r: &Reader, head_dim: usize, theta: f64) -> Result<Rope> {
+    let partial = r.opt("partial_rotary_factor")?.unwrap_or(1.0);
+    let factor = match r.map.get("factor") {
+        Some(_) => r.positive("factor")?,
+        None => 1.0,
+    };
+    if !(0.0..=1.0).contains(&partial) || !head_dim.is_multiple_of(2) {
+        return Err(
+            Error::format("`partial_rotary_factor` must be from 0 to 1, and the head size even")
+                .at(r.place)
+                .found(format!("{partial} and {head_dim}")),
+        );
+    }
+    let rotated = (partial * head_dim as f64 / 2.0).floor() as usize;
+    let frequency = |i: usize| match i < rotated {
+        true => 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32) / factor as f32,
+        false => 0.0,
+    };
+    Ok(Rope::plain((0..head_dim / 2).map(frequency).collect()))
 }
 
 /// Llama 3.1: stretches long wavelengths by `factor`, keeps short ones, interpolates between both.

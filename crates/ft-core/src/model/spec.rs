@@ -5,6 +5,7 @@ use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
 use crate::peft::targets::Site;
 use crate::source::{Group, ParamInfo, Sublayer};
+use std::collections::BTreeMap;
 
 /// Options of the decoder block. Families differ only in these values.
 #[derive(Debug, Clone)]
@@ -33,6 +34,14 @@ pub struct Spec {
     pub norms: NormNames,
     /// Norms of the queries and keys.
     pub qk_norm: Option<QkNorm>,
+    /// gpt-oss: each head has a learned logit in the denominator of its softmax.
+    pub attention_sinks: bool,
+    /// Gemma 4: a norm without weights on each head of v.
+    pub value_norm: bool,
+    /// Gemma 4: each layer reads an input that depends on the token.
+    pub per_layer: Option<PerLayerSpec>,
+    /// Gemma 4: the output of a layer is multiplied by a constant that the files have.
+    pub layer_scalar: bool,
     /// Biases on q, k and v.
     pub qkv_bias: bool,
     /// A bias on the output projection of the attention.
@@ -88,6 +97,35 @@ pub struct LayerSpec {
     pub rope: usize,
     /// As `rope`, for the queries, if it is another one (Ministral 3).
     pub query_rope: Option<usize>,
+    /// E of this layer, if it is not that of the model (Gemma 4: layers with full attention).
+    pub head_dim: Option<usize>,
+    /// K of this layer, if it is not that of the model.
+    pub kv_heads: Option<usize>,
+    /// I of this layer, if it is not that of the model.
+    pub intermediate: Option<usize>,
+    /// Where its keys and values come from.
+    pub keys: KeySource,
+}
+
+/// The per-layer inputs: rows of a table, to which a projection of the embedding is added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PerLayerSpec {
+    /// Rows of the table.
+    pub vocab: usize,
+    /// P: width of the input of one layer.
+    pub width: usize,
+}
+
+/// The origin of the keys and values of a layer.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum KeySource {
+    /// Projections of its own.
+    #[default]
+    Own,
+    /// Gemma 4: the values are the output of the projection of the keys.
+    KeysOnly,
+    /// Gemma 4: the keys and values of this earlier layer.
+    Layer(usize),
 }
 
 /// The parameters of LayerNorms.
@@ -204,6 +242,28 @@ pub const FINAL_NORM_BIAS: &str = "model.norm.bias";
 /// Name of the output projection of a model that is not tied.
 pub const LM_HEAD: &str = "lm_head.weight";
 
+/// Name of the table of the per-layer inputs, `[rows, L·P]`. It is never trained, and only rows of it are read.
+pub const PER_LAYER_TABLE: &str = "model.embed_tokens_per_layer.weight";
+/// Name of the projection of the embedding that is added to the rows of the table, `[L·P, D]`.
+pub const PER_LAYER_PROJECTION: &str = "model.per_layer_model_projection.weight";
+/// Name of the norm of that projection, `[P]`.
+pub const PER_LAYER_NORM: &str = "model.per_layer_projection_norm.weight";
+/// Names of the linears and of the norm of a layer that read its per-layer input.
+pub const PER_LAYER: [&str; 3] = [
+    "per_layer_input_gate",
+    "per_layer_projection",
+    "post_per_layer_input_norm",
+];
+/// Name of the sinks of a layer, `[H]`.
+pub const ATTENTION_SINKS: &str = "self_attn.sinks";
+/// Name of the factor of a layer. It is never trained.
+pub const LAYER_SCALAR: &str = "layer_scalar";
+
+/// True if the parameter of this name is never trained.
+pub fn is_constant(name: &str) -> bool {
+    name == PER_LAYER_TABLE || name.rsplit('.').next() == Some(LAYER_SCALAR)
+}
+
 /// A linear of a layer.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearSpec {
@@ -236,6 +296,15 @@ pub struct NormSpec {
     pub sublayer: Sublayer,
 }
 
+fn param(name: String, shape: Vec<usize>, group: Group, sublayer: Sublayer) -> ParamInfo {
+    ParamInfo {
+        name: name.into(),
+        shape,
+        group,
+        sublayer,
+    }
+}
+
 impl NormSpec {
     /// The names of its parameters below `name`, and their shapes.
     fn params(&self, name: &str) -> Vec<(String, Vec<usize>)> {
@@ -250,19 +319,54 @@ impl NormSpec {
 }
 
 impl Spec {
-    /// H·E
-    pub fn query_width(&self) -> usize {
-        self.heads * self.head_dim
+    /// E of layer `layer`.
+    pub fn head_dim_of(&self, layer: usize) -> usize {
+        self.layers[layer].head_dim.unwrap_or(self.head_dim)
     }
 
-    /// K·E
-    pub fn kv_width(&self) -> usize {
-        self.kv_heads * self.head_dim
+    /// K of layer `layer`.
+    pub fn kv_heads_of(&self, layer: usize) -> usize {
+        self.layers[layer].kv_heads.unwrap_or(self.kv_heads)
+    }
+
+    /// I of layer `layer`.
+    pub fn intermediate_of(&self, layer: usize) -> usize {
+        self.layers[layer].intermediate.unwrap_or(self.intermediate)
+    }
+
+    /// H·E of layer `layer`.
+    pub fn query_width(&self, layer: usize) -> usize {
+        self.heads * self.head_dim_of(layer)
+    }
+
+    /// K·E of layer `layer`.
+    pub fn kv_width(&self, layer: usize) -> usize {
+        self.kv_heads_of(layer) * self.head_dim_of(layer)
+    }
+
+    /// True if a later layer reads the keys and values of layer `layer`.
+    pub fn shares_keys(&self, layer: usize) -> bool {
+        self.layers.iter().any(|l| l.keys == KeySource::Layer(layer))
+    }
+
+    /// For each layer the first layer with the same parameters: same names, same shapes.
+    pub fn alike(&self) -> Vec<usize> {
+        let sizes = |layer: &LayerSpec| {
+            let shared = matches!(layer.keys, KeySource::Layer(_));
+            let keys_only = layer.keys == KeySource::KeysOnly;
+            (layer.head_dim, layer.kv_heads, layer.intermediate, shared, keys_only)
+        };
+        let mut first = BTreeMap::new();
+        let layers = self.layers.iter().enumerate();
+        layers
+            .map(|(l, layer)| *first.entry(sizes(layer)).or_insert(l))
+            .collect()
     }
 
     /// True if ft can save a reward model: transformers has a sequence classifier of this family, for text only.
     pub fn has_classifier(&self) -> bool {
-        !self.multimodal && !["cohere", "cohere2", "granite", "ernie4_5"].contains(&self.model_type.as_str())
+        let none = ["cohere", "cohere2", "granite", "ernie4_5", "gemma4_text"];
+        !self.multimodal && !none.contains(&self.model_type.as_str())
     }
 
     /// Longest sequence in tokens that can be decoded. The cache holds rotated keys, so a sequence cannot become a long
@@ -277,9 +381,10 @@ impl Spec {
         if self.tied { EMBEDDING } else { LM_HEAD }
     }
 
-    /// The linears of one layer.
-    pub fn linears(&self) -> Vec<LinearSpec> {
-        let (d, i, q, kv) = (self.hidden, self.intermediate, self.query_width(), self.kv_width());
+    /// The linears of layer `layer`.
+    pub fn linears(&self, layer: usize) -> Vec<LinearSpec> {
+        let (d, i) = (self.hidden, self.intermediate_of(layer));
+        let (q, kv) = (self.query_width(layer), self.kv_width(layer));
         let linear = |sublayer, bias| {
             move |name, input, output| LinearSpec {
                 name,
@@ -295,11 +400,17 @@ impl Spec {
         let mut linears = if self.fused_qkv {
             vec![qkv("self_attn.qkv_proj", d, q + 2 * kv)]
         } else {
-            vec![
+            let mut own = vec![
                 qkv("self_attn.q_proj", d, q),
                 qkv("self_attn.k_proj", d, kv),
                 qkv("self_attn.v_proj", d, kv),
-            ]
+            ];
+            own.truncate(match self.layers[layer].keys {
+                KeySource::Own => 3,
+                KeySource::KeysOnly => 2,
+                KeySource::Layer(_) => 1,
+            });
+            own
         };
         linears.push(o("self_attn.o_proj", q, d));
         match self.plain_mlp {
@@ -312,6 +423,10 @@ impl Spec {
                 mlp("mlp.up_proj", d, i),
                 mlp("mlp.down_proj", i, d),
             ]),
+        }
+        if let Some(PerLayerSpec { width, .. }) = self.per_layer {
+            let plain = linear(Sublayer::Mlp, false);
+            linears.extend([plain(PER_LAYER[0], d, width), plain(PER_LAYER[1], width, d)]);
         }
         linears
     }
@@ -332,8 +447,8 @@ impl Spec {
         self.norm("model.norm", self.hidden, Sublayer::Other)
     }
 
-    /// The norms of one layer.
-    pub fn norms(&self) -> Vec<NormSpec> {
+    /// The norms of layer `layer`.
+    pub fn norms(&self, layer: usize) -> Vec<NormSpec> {
         let norm = |name, size, sublayer| self.norm(name, size, sublayer);
         let (d, attention, mlp) = (self.hidden, Sublayer::Attention, Sublayer::Mlp);
         let mut norms = Vec::new();
@@ -344,11 +459,14 @@ impl Spec {
             ..
         }) = self.qk_norm
         {
-            for (name, heads) in [(q, self.heads), (k, self.kv_heads)] {
-                let size = if whole { heads * self.head_dim } else { self.head_dim };
+            let e = self.head_dim_of(layer);
+            for (name, heads) in [(q, self.heads), (k, self.kv_heads_of(layer))] {
+                if name == k && matches!(self.layers[layer].keys, KeySource::Layer(_)) {
+                    continue;
+                }
                 norms.push(NormSpec {
                     heads: own_weights.then_some(heads),
-                    ..norm(name, size, attention)
+                    ..norm(name, if whole { heads * e } else { e }, attention)
                 });
             }
         }
@@ -365,53 +483,74 @@ impl Spec {
                 .flatten()
                 .map(|n| norm(n, d, mlp)),
         );
+        if self.per_layer.is_some() {
+            norms.push(norm(PER_LAYER[2], d, mlp));
+        }
         norms
+    }
+
+    /// Every parameter of layer `layer` under its Hugging Face name.
+    pub fn layer_params(&self, layer: usize) -> Vec<ParamInfo> {
+        let group = Group::Layer(layer);
+        let mut all = Vec::new();
+        for linear in self.linears(layer) {
+            let name = format!("model.layers.{layer}.{}", linear.name);
+            let shape = vec![linear.output, linear.input];
+            all.push(param(format!("{name}.weight"), shape, group, linear.sublayer));
+            if linear.bias {
+                let shape = vec![linear.output];
+                all.push(param(format!("{name}.bias"), shape, group, linear.sublayer));
+            }
+        }
+        for norm in self.norms(layer) {
+            for (name, shape) in norm.params(&format!("model.layers.{layer}.{}", norm.name)) {
+                all.push(param(name, shape, group, norm.sublayer));
+            }
+        }
+        if self.attention_sinks {
+            let name = format!("model.layers.{layer}.{ATTENTION_SINKS}");
+            all.push(param(name, vec![self.heads], group, Sublayer::Attention));
+        }
+        if self.layer_scalar {
+            let name = format!("model.layers.{layer}.{LAYER_SCALAR}");
+            all.push(param(name, vec![1], group, Sublayer::Other));
+        }
+        all
     }
 
     /// Every parameter under its Hugging Face name, from the embedding to the head.
     pub fn params(&self) -> Vec<ParamInfo> {
-        let param = |name: String, shape: Vec<usize>, group, sublayer| ParamInfo {
-            name: name.into(),
-            shape,
-            group,
-            sublayer,
-        };
-        let mut all = vec![param(
-            EMBEDDING.into(),
-            vec![self.vocab, self.hidden],
-            Group::Embedding,
-            Sublayer::Other,
-        )];
-        for l in 0..self.layers.len() {
-            let group = Group::Layer(l);
-            for linear in self.linears() {
-                let name = format!("model.layers.{l}.{}", linear.name);
-                let shape = vec![linear.output, linear.input];
-                all.push(param(format!("{name}.weight"), shape, group, linear.sublayer));
-                if linear.bias {
-                    all.push(param(
-                        format!("{name}.bias"),
-                        vec![linear.output],
-                        group,
-                        linear.sublayer,
-                    ));
-                }
-            }
-            for norm in self.norms() {
-                let params = norm.params(&format!("model.layers.{l}.{}", norm.name));
-                all.extend(
-                    params
-                        .into_iter()
-                        .map(|(name, shape)| param(name, shape, group, norm.sublayer)),
-                );
-            }
-        }
+        let mut all = vec![self.embedding_param()];
+        all.extend((0..self.layers.len()).flat_map(|l| self.layer_params(l)));
+        all.extend(self.params_after());
+        all
+    }
+
+    /// The token embedding.
+    fn embedding_param(&self) -> ParamInfo {
+        let shape = vec![self.vocab, self.hidden];
+        param(EMBEDDING.into(), shape, Group::Embedding, Sublayer::Other)
+    }
+
+    /// The parameters that belong to no layer.
+    pub fn params_outside(&self) -> Vec<ParamInfo> {
+        let mut all = vec![self.embedding_param()];
+        all.extend(self.params_after());
+        all
+    }
+
+    /// The parameters after the layers.
+    fn params_after(&self) -> Vec<ParamInfo> {
+        let other = |name: &str, shape: &[usize], group| param(name.into(), shape.to_vec(), group, Sublayer::Other);
         let norm = self.final_norm();
-        all.extend(
-            norm.params(norm.name)
-                .into_iter()
-                .map(|(name, shape)| param(name, shape, Group::Head, norm.sublayer)),
-        );
+        let params = norm.params(norm.name).into_iter();
+        let mut all: Vec<ParamInfo> = params.map(|(name, shape)| other(&name, &shape, Group::Head)).collect();
+        if let Some(PerLayerSpec { vocab, width }) = self.per_layer {
+            let wide = self.layers.len() * width;
+            all.push(other(PER_LAYER_PROJECTION, &[wide, self.hidden], Group::Head));
+            all.push(other(PER_LAYER_NORM, &[width], Group::Head));
+            all.push(other(PER_LAYER_TABLE, &[vocab, wide], Group::Table));
+        }
         if !self.tied {
             all.push(param(
                 LM_HEAD.into(),
@@ -427,7 +566,7 @@ impl Spec {
     pub fn sites(&self) -> Vec<Site> {
         (0..self.layers.len())
             .flat_map(|l| {
-                self.linears().into_iter().map(move |linear| Site {
+                self.linears(l).into_iter().map(move |linear| Site {
                     module: format!("model.layers.{l}.{}", linear.name),
                     input: linear.input,
                     output: linear.output,

@@ -83,6 +83,7 @@ fn windows(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockP
         Group::Layer(_) => true,
         Group::Embedding => recipe.include_embedding || (tied && recipe.include_lm_head),
         Group::Head => recipe.include_lm_head,
+        Group::Table => false,
     };
     let count = Masks::windows(recipe.update_ratio);
     let label = |i| format!("window {} of {count}", i + 1);

@@ -42,6 +42,8 @@ pub enum Group {
     Layer(usize),
     /// The final norm and the output projection.
     Head,
+    /// A table that is never trained: only rows of it are read, so it stays where the inactive weights are.
+    Table,
 }
 
 /// The half of a decoder layer to which a parameter belongs.

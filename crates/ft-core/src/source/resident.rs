@@ -332,6 +332,17 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
         let harmless = name.ends_with("rotary_emb.inv_freq")
             || ["lm_head.weight", "score.weight"].contains(&name)
             || is_beside_quantized(weights, name);
+        // Gemma 4: the files also have keys and values of layers that read those of another layer.
+        let unused = || {
+            let (layer, rest) = name.split_once(".self_attn.")?;
+            let shared = !known.contains(format!("{layer}.self_attn.k_proj.weight").as_str())
+                && known.contains(format!("{layer}.layer_scalar").as_str());
+            let of_keys = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
+                .iter()
+                .any(|part| rest.starts_with(part));
+            Some(shared && of_keys)
+        };
+        let harmless = harmless || unused() == Some(true);
         if !known.contains(name) && !parts.contains(name) && !harmless {
             faults.push(format!("{name}: not a weight of this model"));
         }

@@ -13,6 +13,7 @@ const Kernel KERNELS[] = {
     {64, 32, attention_f32_forward_64, attention_f32_queries_64, attention_f32_keys_64},
     {128, 32, attention_f32_forward_128, attention_f32_queries_128, attention_f32_keys_128},
     {256, 16, attention_f32_forward_256, attention_f32_queries_256, attention_f32_keys_256},
+    {512, 8, attention_f32_forward_512, attention_f32_queries_512, attention_f32_keys_512},
 };
 
 void run(const Case& c, bool backward, uint64_t seed) {
@@ -57,6 +58,8 @@ int main(int argc, char** argv) {
         for (const Case& c : cached_cases()) run(c, false, seed);
         Case odd = {"size 7", 3, 1, 7, {5, 33}, {5, 33}, 0.4f, 0, 9};
         run(odd, true, seed);
+        Case large = {"size 512", 2, 1, 512, {5, 21}, {5, 21}, 0.05f, 0, 9};
+        run(large, true, seed);
     }
     return emulate::verdict();
 }

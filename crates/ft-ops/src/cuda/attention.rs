@@ -1,7 +1,7 @@
 //! Attention on a GPU: launches the kernels in `cuda/attention_*.cu` on the work lists of `attention_schedule`.
 //!
 //! bf16 uses the tensor cores if the head size is a multiple of 8 up to 256. Other bf16 heads and f32 use the plain
-//! f32 kernels, with heads of up to 256. Shapes and letters as in `ops::attention`.
+//! f32 kernels, with heads of up to 512. Shapes and letters as in `ops::attention`.
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned, elementwise, narrow};
 use crate::attention::Spec;
@@ -93,8 +93,10 @@ const BF16: [Compiled; 4] = [
     Compiled { size: 256, queries: 64, keys: 32, split_keys: 32, columns: 128, staged_queries: 32, staged_keys: 32, in_registers: false },
 ];
 /// Head size and rows of a tile, as at the end of `attention_f32.cu`.
-const F32: [(usize, usize); 3] = [(64, 32), (128, 32), (256, 16)];
-const LARGEST: usize = 256;
+const F32: [(usize, usize); 4] = [(64, 32), (128, 32), (256, 16), (512, 8)];
+const LARGEST: usize = 512;
+/// Largest head of the tensor-core kernels.
+const LARGEST_BF16: usize = 256;
 
 /// Rows of a tile unless `Compiled` says otherwise, and threads of a block.
 const ROWS: usize = 64;
@@ -130,7 +132,7 @@ fn plain(spec: &Spec) -> Result<(usize, usize)> {
 
 /// True if the tensor-core kernels support these tensors. They move rows in units of 16 bytes.
 fn on_tensor_cores(spec: &Spec, kind: FloatType, addresses: &[u64]) -> bool {
-    kind == FloatType::Bf16 && spec.head_dim.is_multiple_of(8) && aligned(addresses)
+    kind == FloatType::Bf16 && spec.head_dim.is_multiple_of(8) && spec.head_dim <= LARGEST_BF16 && aligned(addresses)
 }
 
 fn elements(t: &Tensor, name: &str, kind: FloatType) -> Result<u64> {

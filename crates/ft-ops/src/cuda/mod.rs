@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 pub(crate) mod adafactor;
 pub(crate) mod adapters;
 pub(crate) mod attention;
+pub(crate) mod attention_sinks;
 pub(crate) mod quantized;
 mod columns;
 pub(crate) mod cross_entropy;

@@ -7,6 +7,7 @@ use super::super::mlp::memory::SavedPiecesMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::Spec;
+use crate::model::spec::{ATTENTION_SINKS, KeySource, PER_LAYER};
 use crate::ops::attention;
 use crate::peft::Cost;
 use crate::source::{StoragePolicy, Sublayer};
@@ -40,7 +41,7 @@ pub struct LayerMemorySettings<'a> {
 /// Simulates the memory of `Block`.
 pub struct LayerMemory<'a> {
     pub(in crate::model) settings: LayerMemorySettings<'a>,
-    index: usize,
+    pub(in crate::model) index: usize,
     /// Bytes of `[N, D]`, q, k, gate and lse. N: all tokens, or those of an MLP chunk.
     pub(in crate::model) nd: u64,
     nq: u64,
@@ -51,6 +52,7 @@ pub struct LayerMemory<'a> {
 
 /// As `SavedAttention`.
 struct SavedAttentionMemory {
+    /// Of q and k; then of v.
     raw: Vec<Allocation>,
     qkv: Vec<Allocation>,
     o: Allocation,
@@ -64,6 +66,7 @@ pub struct SavedActivationsMemory {
     attention: SavedAttentionMemory,
     x1: Option<Allocation>,
     parts: SavedPiecesMemory,
+    x2: Option<Allocation>,
 }
 
 impl SavedAttentionMemory {
@@ -100,9 +103,9 @@ impl<'a> LayerMemory<'a> {
             settings,
             index,
             nd: bytes(spec.hidden),
-            nq: bytes(spec.query_width()),
-            nkv: bytes(spec.kv_width()),
-            ni: bytes(spec.intermediate),
+            nq: bytes(spec.query_width(index)),
+            nkv: bytes(spec.kv_width(index)),
+            ni: bytes(spec.intermediate_of(index)),
             lse: 4 * (tokens * spec.heads) as u64,
         }
     }
@@ -121,9 +124,9 @@ impl<'a> LayerMemory<'a> {
     /// Bytes of the partial sums of dk and dv on a GPU, in f32; the kernels for f32 tensors have none.
     fn gpu_partial_sums(&self) -> u64 {
         let LayerMemorySettings { spec, tokens, .. } = self.settings;
-        let parts = attention::gpu_backward_parts(spec.heads, spec.kv_heads, tokens);
+        let parts = attention::gpu_backward_parts(spec.heads, spec.kv_heads_of(self.index), tokens);
         match self.settings.on_gpu && self.settings.element == 2 && parts > 1 {
-            true => (2 * 4 * parts * tokens * spec.kv_width()) as u64,
+            true => (2 * 4 * parts * tokens * spec.kv_width(self.index)) as u64,
             false => 0,
         }
     }
@@ -143,9 +146,9 @@ impl<'a> LayerMemory<'a> {
         let mut all: Vec<LinearShape> = self
             .settings
             .spec
-            .linears()
+            .linears(self.index)
             .into_iter()
-            .filter(|linear| linear.sublayer == part)
+            .filter(|linear| linear.sublayer == part && !PER_LAYER.contains(&linear.name))
             .map(|linear| (linear.name, linear.input, linear.output))
             .collect();
         let last = all.pop().unwrap_or(("", 0, 0));
@@ -173,20 +176,34 @@ impl<'a> LayerMemory<'a> {
         let names = self.settings.spec.norms;
         let h = names.before_attention.map(|_| l.alloc(LayerWork, self.nd));
         let low_in = self.low(l, &linears);
-        let mut qkv = self.projections(l, &linears, &[self.nq, self.nkv, self.nkv]);
+        let keys = self.settings.spec.layers[self.index].keys;
+        let widths = [self.nq, self.nkv, self.nkv];
+        let (made, heads) = match keys {
+            KeySource::Own => (3, 2),
+            KeySource::KeysOnly => (2, 2),
+            KeySource::Layer(_) => (1, 1),
+        };
+        let mut qkv = self.projections(l, &linears, &widths[..made]);
         l.free_all(h);
-        let v = qkv.pop();
+        let mut v = qkv.drain(heads..).next();
+        let mut raw_v = None;
+        if self.settings.spec.value_norm && heads == 2 {
+            let normed = l.alloc(LayerWork, self.nkv);
+            raw_v = v.replace(normed);
+        }
+        let pair = |l: &mut Ledger| -> Vec<Allocation> {
+            let widths = widths[..heads].iter();
+            widths.map(|width| l.alloc(LayerWork, *width)).collect()
+        };
         let mut raw = Vec::new();
         if self.settings.spec.qk_norm.is_some() {
-            raw = std::mem::replace(
-                &mut qkv,
-                vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)],
-            );
+            raw = std::mem::replace(&mut qkv, pair(l));
         }
         // The rotation writes new tensors.
         let before = qkv;
-        let mut qkv = vec![l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)];
+        let mut qkv = pair(l);
         l.free_all(before);
+        raw.extend(raw_v);
         qkv.extend(v);
         let o = l.alloc(LayerWork, self.nq);
         let lse = l.alloc(LayerWork, self.lse);
@@ -224,20 +241,39 @@ impl<'a> LayerMemory<'a> {
             None
         };
         let input = self.mlp_input(l);
-        let (y, parts) = self.mlp(l, keep);
+        let (x2, parts) = self.mlp(l, keep);
         l.free_all(input);
+        let x1 = match keep && !self.settings.spec.parallel {
+            true => Some(l.relabel(x1, Activations)),
+            false => {
+                l.free(x1);
+                None
+            }
+        };
+        let (y, x2) = self.end(l, x2);
         l.free(copies);
         let Some(attention) = attention else {
-            l.free(x1);
+            l.free_all(x2);
             return (y, None);
         };
-        let x1 = if self.settings.spec.parallel {
-            l.free(x1);
-            None
-        } else {
-            Some(l.relabel(x1, Activations))
-        };
-        (y, Some(SavedActivationsMemory { attention, x1, parts }))
+        let x2 = x2.map(|x2| l.relabel(x2, Activations));
+        (
+            y,
+            Some(SavedActivationsMemory {
+                attention,
+                x1,
+                parts,
+                x2,
+            }),
+        )
+    }
+
+    fn mlp_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
+        let (mut linears, down) = self.linears(false);
+        linears.push(down);
+        let names = self.settings.spec.norms;
+        let mut norms = [names.before_mlp, names.after_mlp].into_iter().flatten();
+        linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.any(|n| self.norm_wanted(sink, n))
     }
 
     pub(in crate::model) fn wants(&self, sink: &dyn GradSinkMemory, below: &str) -> bool {
@@ -328,9 +364,11 @@ impl<'a> LayerMemory<'a> {
     fn attention_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
         let (mut linears, o_proj) = self.linears(true);
         linears.push(o_proj);
-        let norms = self.settings.spec.norms();
+        let norms = self.settings.spec.norms(self.index);
         let mut of_attention = norms.iter().filter(|n| n.sublayer == Sublayer::Attention);
-        linears.iter().any(|&x| self.linear_wanted(sink, x)) || of_attention.any(|n| self.norm_wanted(sink, n.name))
+        linears.iter().any(|&x| self.linear_wanted(sink, x))
+            || of_attention.any(|n| self.norm_wanted(sink, n.name))
+            || sink.wants(&self.name(ATTENTION_SINKS))
     }
 
     /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
@@ -344,10 +382,18 @@ impl<'a> LayerMemory<'a> {
     ) -> Option<Allocation> {
         let copies = self.pair_copies(l);
         let attention_needed = need_dx || self.attention_wanted(sink);
-        let (x1, kept, parts) = match kept {
-            Some(kept) => (kept.x1, kept.attention, kept.parts),
+        let per_layer = self.per_layer();
+        let (x1, kept, parts, x2) = match kept {
+            Some(kept) => (kept.x1, kept.attention, kept.parts, kept.x2),
             None => {
                 let (x1, attention) = self.attention(l);
+                let (x2, parts) = match per_layer {
+                    Some(_) => {
+                        let (x2, parts) = self.mlp(l, true);
+                        (Some(x2), parts)
+                    }
+                    None => (None, SavedPiecesMemory::new()),
+                };
                 let x1 = match self.settings.spec.parallel {
                     true => {
                         l.free(x1);
@@ -355,7 +401,7 @@ impl<'a> LayerMemory<'a> {
                     }
                     false => Some(x1),
                 };
-                (x1, attention, SavedPiecesMemory::new())
+                (x1, attention, parts, x2)
             }
         };
         let kept = if attention_needed {
@@ -364,6 +410,26 @@ impl<'a> LayerMemory<'a> {
             kept.free(l);
             None
         };
+        let mut dy = dy;
+        if self.settings.spec.layer_scalar {
+            let scaled = l.alloc(LayerWork, self.nd);
+            l.free(std::mem::replace(&mut dy, scaled));
+        }
+        if let Some(linears) = per_layer {
+            let need_dx2 = attention_needed || self.mlp_wanted(sink);
+            let below = self.per_layer_backward(l, linears, dy, need_dx2, sink);
+            l.free_all(x2);
+            let Some(below) = below else {
+                l.free_all(parts.into_iter().flatten());
+                if let Some(kept) = kept {
+                    kept.free(l);
+                }
+                l.free_all(x1);
+                l.free(copies);
+                return None;
+            };
+            dy = below;
+        }
         let spec = self.settings.spec;
         let input_wanted = || spec.norms.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
         let need_input = match spec.parallel {
@@ -412,7 +478,9 @@ impl<'a> LayerMemory<'a> {
         let (linears, o_proj) = self.linears(true);
         let (names, qk_norm) = (self.settings.spec.norms, self.settings.spec.qk_norm);
         let need_dh = need_dx || names.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
+        let sinks = self.name(ATTENTION_SINKS);
         let qk_wanted = qk_norm.is_some_and(|norm| norm.names.iter().any(|n| self.norm_wanted(sink, n)));
+        let qk_wanted = qk_wanted || sink.wants(&sinks);
         let need_do = need_dh || qk_wanted || linears.iter().any(|&x| self.linear_wanted(sink, x));
         let d_out = match (y, names.after_attention) {
             (Some(y), Some(norm)) => {
@@ -432,11 +500,17 @@ impl<'a> LayerMemory<'a> {
             l.free_all(d_shared);
             return None;
         };
-        let dq = l.alloc(LayerWork, self.nq);
         let spec = self.settings.spec;
+        if spec.attention_sinks {
+            sink.give(l, &sinks);
+        }
+        let dq = l.alloc(LayerWork, self.nq);
         let parts = match self.settings.on_gpu {
             true => 1,
-            false => attention::backward_parts(spec.heads, spec.kv_heads, self.settings.documents.max(1)) as u64,
+            false => {
+                let documents = self.settings.documents.max(1);
+                attention::backward_parts(spec.heads, spec.kv_heads_of(self.index), documents) as u64
+            }
         };
         let partial = [
             l.alloc(LayerWork, parts * self.nkv),
@@ -459,26 +533,42 @@ impl<'a> LayerMemory<'a> {
         };
         l.free_all(qkv);
         l.free_all([o, lse, d_o]);
-        let (mut dq, mut dk) = (dq, dk);
+        let keys = spec.layers[self.index].keys;
+        let (mut dq, mut dk, mut dv) = (dq, Some(dk), Some(dv));
+        if matches!(keys, KeySource::Layer(_)) {
+            // Added to those of the other layers.
+            l.free_all([dk.take(), dv.take()].into_iter().flatten());
+        }
         let norms = [qk_norm.filter(|n| n.after_rope), qk_norm.filter(|n| !n.after_rope)];
         for (step, norm) in norms.into_iter().enumerate() {
             if step == 1 {
                 // The inverse rotation writes new tensors.
-                let rotated = [l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nkv)];
-                l.free_all([dq, dk]);
-                [dq, dk] = rotated;
+                let rotated = l.alloc(LayerWork, self.nq);
+                let rotated_k = dk.as_ref().map(|_| l.alloc(LayerWork, self.nkv));
+                l.free(std::mem::replace(&mut dq, rotated));
+                l.free_all(std::mem::replace(&mut dk, rotated_k));
             }
             if let Some(norm) = norm {
                 let normed = self.norm_backward(l, norm.names[0], self.nq, sink);
                 l.free(std::mem::replace(&mut dq, normed));
-                let normed = self.norm_backward(l, norm.names[1], self.nkv, sink);
-                l.free(std::mem::replace(&mut dk, normed));
+                if let Some(dk) = &mut dk {
+                    let normed = self.norm_backward(l, norm.names[1], self.nkv, sink);
+                    l.free(std::mem::replace(dk, normed));
+                }
             }
         }
         l.free_all(raw);
+        if let Some(dv) = dv.as_mut().filter(|_| spec.value_norm) {
+            let normed = l.alloc(LayerWork, self.nkv);
+            l.free(std::mem::replace(dv, normed));
+        }
+        if keys == KeySource::KeysOnly {
+            l.free_all(dv.take());
+        }
         let wanted = linears.iter().any(|&x| self.linear_wanted(sink, x));
         let h = (wanted && names.before_attention.is_some()).then(|| l.alloc(LayerWork, self.nd));
-        let dh = self.projections_backward(l, &linears, vec![dq, dk, dv], need_dh, sink);
+        let dys = [Some(dq), dk, dv].into_iter().flatten().collect();
+        let dh = self.projections_backward(l, &linears, dys, need_dh, sink);
         l.free(low_in);
         l.free_all(h);
         let dx = dh.map(|dh| self.normed_backward(l, names.before_attention, dh, sink));

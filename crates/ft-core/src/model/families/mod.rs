@@ -10,6 +10,7 @@ mod exaone4;
 mod gemma;
 mod gemma2;
 mod gemma3_text;
+mod gemma4_text;
 mod glm4;
 mod granite;
 mod hunyuan_v1_dense;
@@ -31,7 +32,7 @@ mod support;
 mod wrapped;
 
 use super::rope::Rope;
-use super::spec::{LayerNormParams, LayerSpec, NormNames, QkNorm, Spec};
+use super::spec::{LayerNormParams, LayerSpec, NormNames, PerLayerSpec, QkNorm, Spec};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
 use crate::ops::glu::Activation;
@@ -65,6 +66,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "gemma" => gemma::apply(config, &mut spec)?,
         "gemma2" => gemma2::apply(config, &mut spec)?,
         "gemma3_text" => gemma3_text::apply(config, &mut spec)?,
+        "gemma4_text" => gemma4_text::apply(config, &mut spec)?,
         "glm4" => glm4::apply(config, &mut spec)?,
         "granite" => granite::apply(config, &mut spec)?,
         "hunyuan_v1_dense" => hunyuan_v1_dense::apply(config, &mut spec)?,
@@ -90,7 +92,7 @@ pub fn read(config: &Config) -> Result<Spec> {
 
 /// Largest accepted sizes for a config without weights: well above those of any published model. If there are weights,
 /// `formats::fits` checks the sizes against them first.
-const LARGEST: [(&str, usize); 7] = [
+const LARGEST: [(&str, usize); 9] = [
     ("vocab_size", 1 << 24),
     ("hidden_size", 1 << 20),
     ("intermediate_size", 1 << 22),
@@ -98,6 +100,8 @@ const LARGEST: [(&str, usize); 7] = [
     ("num_attention_heads", 1 << 14),
     ("num_key_value_heads", 1 << 14),
     ("head_dim", 1 << 14),
+    ("vocab_size_per_layer_input", 1 << 24),
+    ("hidden_size_per_layer_input", 1 << 20),
 ];
 /// Largest number of parameters of the whole model; their bytes can be added without overflow.
 const PARAMETERS: u128 = 1 << 48;
@@ -105,7 +109,7 @@ const PARAMETERS: u128 = 1 << 48;
 fn common(config: &Config, model_type: &str) -> Result<Spec> {
     // Check before the sizes are used.
     for (key, most) in LARGEST {
-        if let Some(n) = config.opt_usize(key)?.filter(|n| *n > most) {
+        if let Some(n) = config.opt_usize0(key)?.filter(|n| *n > most) {
             return Err(out_of_range(key, n, most, &config.path.display().to_string()));
         }
     }
@@ -136,6 +140,10 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         layer_norm: None,
         norms: NormNames::BEFORE,
         qk_norm: None,
+        attention_sinks: false,
+        value_norm: false,
+        per_layer: None,
+        layer_scalar: false,
         qkv_bias: false,
         o_bias: false,
         mlp_bias: false,
@@ -334,6 +342,7 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
             "logits_scaling",
         ],
         "cohere" | "cohere2" => &["logit_scale"],
+        "gemma4_text" => &["use_bidirectional_attention"],
         "smollm3" => &["no_rope_layers"],
         "seed_oss" => &seed_oss::DROPOUT,
         "stablelm" => &["use_parallel_residual"],
@@ -400,10 +409,10 @@ fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
 }
 
 /// Families whose heads may be rotated in part.
-const PARTIAL_ROTATION: [&str; 4] = ["glm4", "nemotron", "phi3", "stablelm"];
+const PARTIAL_ROTATION: [&str; 5] = ["gemma4_text", "glm4", "nemotron", "phi3", "stablelm"];
 
 fn check(spec: &Spec, place: &str) -> Result<()> {
-    let sizes = [
+    let mut sizes = vec![
         ("vocab_size", spec.vocab),
         ("hidden_size", spec.hidden),
         ("intermediate_size", spec.intermediate),
@@ -412,27 +421,44 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
         ("num_key_value_heads", spec.kv_heads),
         ("head_dim", spec.head_dim),
     ];
+    for l in 0..spec.layers.len() {
+        sizes.push(("head_dim", spec.head_dim_of(l)));
+    }
+    if let Some(PerLayerSpec { vocab, width }) = spec.per_layer {
+        sizes.extend([
+            ("vocab_size_per_layer_input", vocab),
+            ("hidden_size_per_layer_input", width),
+        ]);
+    }
     for (key, n) in sizes {
         let most = LARGEST.iter().find(|(k, _)| *k == key).map_or(0, |(_, most)| *most);
         if n == 0 || n > most {
             return Err(out_of_range(key, n, most, place));
         }
     }
-    let matrices: u128 = spec.linears().iter().map(|l| l.input as u128 * l.output as u128).sum();
-    let tables = 2 * spec.vocab as u128 * spec.hidden as u128;
-    let parameters = matrices * spec.layers.len() as u128 + tables;
+    let of_layer = |l: &usize| -> u128 {
+        let linears = spec.linears(*l);
+        linears.iter().map(|l| l.input as u128 * l.output as u128).sum()
+    };
+    let matrices: u128 = spec.alike().iter().map(of_layer).sum();
+    let per_layer = spec.per_layer.map_or(0, |p| p.vocab as u128 * p.width as u128);
+    let tables = 2 * spec.vocab as u128 * spec.hidden as u128 + per_layer * spec.layers.len() as u128;
+    let parameters = matrices + tables;
     if parameters > PARAMETERS {
         return Err(Error::format("the sizes make a model that is too large")
             .at(place)
             .found(format!("{parameters} parameters"))
             .expected(format!("at most {PARAMETERS}")));
     }
-    if !spec.heads.is_multiple_of(spec.kv_heads) {
-        return Err(
-            Error::format("num_attention_heads is not a multiple of num_key_value_heads")
-                .at(place)
-                .found(format!("{} and {}", spec.heads, spec.kv_heads)),
-        );
+    for l in 0..spec.layers.len() {
+        let kv_heads = spec.kv_heads_of(l);
+        if kv_heads == 0 || !spec.heads.is_multiple_of(kv_heads) {
+            return Err(
+                Error::format("num_attention_heads is not a multiple of num_key_value_heads")
+                    .at(place)
+                    .found(format!("{} and {kv_heads}", spec.heads)),
+            );
+        }
     }
     if !(spec.norm_eps > 0.0 && spec.norm_eps < 1.0) {
         return Err(Error::format("the epsilon of the norms is out of range")

@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 30] = [
+pub const FAMILIES: [Family; 32] = [
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
@@ -63,6 +63,16 @@ pub const FAMILIES: [Family; 30] = [
         "gemma3_text",
         "google/gemma-3-270m, gemma-3-1b-it",
         "as gemma2 without soft caps of the scores; norms on q and k, two ropes",
+    ),
+    family(
+        "gemma4",
+        "google/gemma-4-E2B-it, -E4B-it, -31B-it",
+        "the language model (`gemma4_text`); vision and audio tensors are kept",
+    ),
+    family(
+        "gemma4_text",
+        "the language model of gemma4, without experts",
+        "layers of two sizes, norms of v, shared keys and values, per-layer embeddings",
     ),
     family(
         "glm4",
@@ -196,10 +206,7 @@ const REFUSED: [(&str, &[&str]); 14] = [
             "minimax_m2",
         ],
     ),
-    (
-        "mixture-of-experts layers, attention sinks and MXFP4 weights",
-        &["gpt_oss"],
-    ),
+    ("mixture-of-experts layers and MXFP4 weights", &["gpt_oss"]),
     (
         "mixture-of-experts layers and latent attention",
         &["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"],
@@ -235,8 +242,8 @@ const REFUSED: [(&str, &[&str]); 14] = [
         ],
     ),
     (
-        "per-layer embeddings and layers that share keys and values",
-        &["gemma3n", "gemma3n_text", "gemma4", "gemma4_text"],
+        "AltUp, Laurel blocks and sparse activations",
+        &["gemma3n", "gemma3n_text"],
     ),
     ("a bias of the LM head", &["phi", "gptj", "codegen"]),
     ("a matrix with q, k and v of each head in turn", &["gpt_neox", "falcon"]),

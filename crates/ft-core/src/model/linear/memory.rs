@@ -48,7 +48,7 @@ impl LayerMemory<'_> {
 
     /// On a GPU: copies of the LoRA pairs in the type of the activations, while the layer computes.
     pub(in crate::model) fn pair_copies(&self, l: &mut Ledger) -> Allocation {
-        let costs = self.settings.spec.linears().into_iter();
+        let costs = self.settings.spec.linears(self.index).into_iter();
         let costs = costs.filter_map(|linear| self.adapter((linear.name, linear.input, linear.output)));
         let elements = |c: &Cost| {
             // The magnitude of DoRA is no matrix. A subtracted start has matrices of its own.

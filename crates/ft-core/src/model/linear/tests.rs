@@ -73,6 +73,7 @@ fn adapters_over_codes_are_adapters_over_what_the_codes_stand_for() {
                         dropout: key,
                         observer: None,
                         mlp_tokens: None,
+                        shared: Default::default(),
                     };
                     let mut sink = All::default();
                     let y = linear.forward(&x, &ctx).unwrap();

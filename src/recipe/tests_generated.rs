@@ -34,8 +34,12 @@ const MODELS: &str = "
   unchanged, under the names of the base model. Adapters have the module names of the multimodal class, and
   `tune.lora.target_modules` means the language model only. Reward models of multimodal models are refused: ft writes the
   classifier of a text-only model (of Gemma 3: `gemma3_text`).
-- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `granite` and `ernie4_5` have none.
-- `partial_rotary_factor` is an option of `glm4`, `nemotron`, `phi3` and `stablelm`; transformers does not apply it elsewhere.
+- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `granite`, `ernie4_5` and `gemma4` have none.
+- `partial_rotary_factor` is an option of `gemma4`, `glm4`, `nemotron`, `phi3` and `stablelm`; transformers does not apply it elsewhere.
+- Gemma 4: the table of the per-layer embeddings and the factors of the layers are not trained. Only the rows of a batch are read from the
+  table, from host memory or the disk with `memory.tier`. LoRA on all linears includes `per_layer_input_gate` and `per_layer_projection` of
+  each layer, not the `per_layer_model_projection` before the layers. `enable_moe_block` (26B-A4B) and new tokens are refused.
+  On a GPU the heads of 512 elements (full attention) use the kernels without tensor cores.
 - Quantized checkpoints load: bitsandbytes, FP8, GPTQ, AWQ, compressed-tensors, ModelOpt FP8 ([quantization.md](quantization.md#files-of-other-tools)).
 - Checkpoints in f16 load: f32 keeps every value, bf16 rounds each weight by up to 0.2 %. f16 is not a type of training: it
   needs loss scaling, and kernels for f16.

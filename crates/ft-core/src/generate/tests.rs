@@ -35,7 +35,7 @@ pub(super) fn spec() -> Spec {
         layer_norm: None,
         norms: NormNames::BEFORE,
         qk_norm: Some(QkNorm::HEADS),
-        attention_sinks: true,
+        attention_sinks: false,
         value_norm: false,
         per_layer: None,
         layer_scalar: false,

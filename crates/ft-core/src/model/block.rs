@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Norms in brackets exist in some families only; Granite multiplies what is added to x and x1 by a constant. If the
-//! halves are parallel, both read the same h = [norm] x. Gemma 4 has norms of v, layers that read k and v of an earlier
+//! halves are parallel, both read the same h = norm(x), or x. Gemma 4 has norms of v, layers that read k and v of an earlier
 //! layer (`SharedStates`), and a third part (`per_layer`).
 
 pub mod memory;

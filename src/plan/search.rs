@@ -427,9 +427,10 @@ impl PlanContext<'_> {
             ..StepStrategy::new(recipe.model.dtype)
         };
         let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy);
-        inputs.file_bytes = match self.stored.is_decoded(recipe.tune.method) {
-            true => recipe.model.dtype.bytes(),
-            false => self.stored.number_bytes.unwrap_or(inputs.file_bytes),
+        inputs.file_bytes = if self.stored.is_decoded(recipe.tune.method) {
+            recipe.model.dtype.bytes()
+        } else {
+            self.stored.number_bytes.unwrap_or(inputs.file_bytes)
         };
         (inputs.on_gpu, inputs.gpu_rates) = (self.on_gpu, self.gpu_rates);
         inputs.reference = needs_reference_copy(recipe);

@@ -275,9 +275,10 @@ impl ModelDir {
     ) -> Result<TrainableNetwork> {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
         let storage = &strategy.storage;
-        let decoded = match self.stored(init)?.is_decoded(recipe.tune.method) {
-            true => Some(self.decode(dtype, run_dir)?),
-            false => None,
+        let decoded = if self.stored(init)?.is_decoded(recipe.tune.method) {
+            Some(self.decode(dtype, run_dir)?)
+        } else {
+            None
         };
         let head_rows = match strategy.placement {
             Placement::Device => {
@@ -486,12 +487,15 @@ impl StoredWeights {
             let info = weights.info(&p.name).filter(|_| policy::is_projection(&p));
             all_bf16 &= info.is_none_or(|i| i.dtype == StoredDtype::Bf16);
         }
-        found.number_bytes = Some(match all_bf16 {
+        found.number_bytes = Some(if found.codes.values().any(|format| format.is_read_only()) {
             // While the codes of other tools are reordered, they are in memory twice.
-            _ if found.codes.values().any(|format| format.is_read_only()) => 1,
-            _ if !found.codes.is_empty() => 0,
-            true => Dtype::Bf16.bytes(),
-            false => Dtype::F32.bytes(),
+            1
+        } else if !found.codes.is_empty() {
+            0
+        } else if all_bf16 {
+            Dtype::Bf16.bytes()
+        } else {
+            Dtype::F32.bytes()
         });
         Ok(found)
     }

@@ -207,21 +207,23 @@ fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer) {
     let mut tensors = Vec::new();
     for p in &params {
         let base = p.name.trim_end_matches(".weight");
-        let parts = match policy::is_projection(p) {
-            true => writer(&weights.read_f32(&p.name).unwrap(), (p.shape[0], p.shape[1])),
-            false => {
-                let info = weights.info(&p.name).unwrap();
-                vec![(
-                    "weight",
-                    info.dtype,
-                    info.shape.clone(),
-                    weights.read_bytes(&p.name).unwrap(),
-                )]
-            }
+        let parts = if policy::is_projection(p) {
+            writer(&weights.read_f32(&p.name).unwrap(), (p.shape[0], p.shape[1]))
+        } else {
+            let info = weights.info(&p.name).unwrap();
+            vec![(
+                "weight",
+                info.dtype,
+                info.shape.clone(),
+                weights.read_bytes(&p.name).unwrap(),
+            )]
         };
-        let named = |suffix: &str| match policy::is_projection(p) {
-            true => format!("{base}.{suffix}"),
-            false => p.name.to_string(),
+        let named = |suffix: &str| {
+            if policy::is_projection(p) {
+                format!("{base}.{suffix}")
+            } else {
+                p.name.to_string()
+            }
         };
         tensors.extend(parts.into_iter().map(|(suffix, dtype, shape, bytes)| {
             let name = named(suffix);

@@ -271,9 +271,10 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()>
         _ if format == "int8" => 16,
         _ => 32,
     };
-    let form = match inputs.is_multiple_of(wide) && aligned(&[from, codes]) {
-        true => "_packed",
-        false => "_single",
+    let form = if inputs.is_multiple_of(wide) && aligned(&[from, codes]) {
+        "_packed"
+    } else {
+        "_single"
     };
     let most = if n == 1 { "_1" } else { MOST };
     let kernel = ["few_", format, "_", kind.name(), most, form];

@@ -269,15 +269,15 @@ impl Parts<'_> {
     /// Words `[count]` with whole codes. Errors: the codes do not fill them.
     fn words(&self, codes: usize, of: &str) -> Result<usize> {
         let each = 32 / self.bits();
-        match codes.is_multiple_of(each) {
-            true => Ok(codes / each),
-            false => Err(Error::shape(format!(
-                "the {of} of the quantized weight `{}` do not fill whole words",
-                self.name
-            ))
-            .found(codes)
-            .expected(format!("a multiple of {each}"))),
+        if codes.is_multiple_of(each) {
+            return Ok(codes / each);
         }
+        Err(Error::shape(format!(
+            "the {of} of the quantized weight `{}` do not fill whole words",
+            self.name
+        ))
+        .found(codes)
+        .expected(format!("a multiple of {each}")))
     }
 
     /// The group of each column as stored. Errors: one that does not exist; another order than the format says.
@@ -304,10 +304,8 @@ impl Parts<'_> {
         let usual = groups.iter().all(|g| *g == -1) || groups.iter().enumerate().all(|(i, g)| *g == regular(i));
         let wrong = groups.iter().find(|g| **g < 0 || **g as usize >= self.groups);
         match (self.scaled.ordered, wrong) {
-            (_, _) if usual => Ok(match self.scaled.ordered {
-                true => (0..columns).flat_map(|i| regular(i).to_le_bytes()).collect(),
-                false => Vec::new(),
-            }),
+            (true, _) if usual => Ok((0..columns).flat_map(|i| regular(i).to_le_bytes()).collect()),
+            (false, _) if usual => Ok(Vec::new()),
             (true, None) => Ok(bytes),
             (_, Some(g)) => Err(
                 Error::format(format!("`{}.{suffix}` names a group that does not exist", self.base))
@@ -367,17 +365,16 @@ impl Parts<'_> {
         let (rows, columns) = self.dims;
         let bits = self.bits();
         let words = self.tensor("weight_packed", &INTEGERS, &[rows, (columns * bits).div_ceil(32)])?;
-        let zeros = match self.scaled.zeros {
-            false => Vec::new(),
-            true => {
-                let down = (rows * bits).div_ceil(32);
-                let zeros = self.tensor("weight_zero_point", &INTEGERS, &[down, self.groups])?;
-                let zeros = Words::new(&zeros, self.groups, 0);
-                let each = 32 / bits;
-                unpack::table((rows, self.groups), |row, group| {
-                    (zeros.word(row / each, group) >> (row % each * bits)) as u8 & (255 >> (8 - bits))
-                })
-            }
+        let zeros = if self.scaled.zeros {
+            let down = (rows * bits).div_ceil(32);
+            let zeros = self.tensor("weight_zero_point", &INTEGERS, &[down, self.groups])?;
+            let zeros = Words::new(&zeros, self.groups, 0);
+            let each = 32 / bits;
+            unpack::table((rows, self.groups), |row, group| {
+                (zeros.word(row / each, group) >> (row % each * bits)) as u8 & (255 >> (8 - bits))
+            })
+        } else {
+            Vec::new()
         };
         Ok(Found {
             codes: unpack::rows(&words, (rows, columns), self.stride, bits == 4),

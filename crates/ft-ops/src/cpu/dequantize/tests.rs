@@ -173,9 +173,10 @@ fn by_hand(view: &QMatrixView<'_>, row: usize, column: usize) -> f32 {
             (half(&codes[row * stride..], column) as f64 * scale as f64 + minimum as f64) as f32
         }
         QData::Scaled(s) => {
-            let code = match s.kind.code.is_nibble() {
-                true => half(&s.codes[row * s.stride..], column) as u8,
-                false => s.codes[row * s.stride + column],
+            let code = if s.kind.code.is_nibble() {
+                half(&s.codes[row * s.stride..], column) as u8
+            } else {
+                s.codes[row * s.stride + column]
             };
             let group = s.order.get(column).map_or(column / s.group, |g| *g as usize);
             let at = row * view.columns.div_ceil(s.group) + group;

@@ -13,6 +13,8 @@ mod int8;
 mod preference;
 #[path = "parity/quant.rs"]
 mod quant;
+#[path = "parity/quantfiles.rs"]
+mod quantfiles;
 #[path = "parity/rl.rs"]
 mod rl;
 #[path = "parity/rollouts.rs"]

@@ -12,9 +12,11 @@ use crate::hf::{self, Directory, Weighted};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Spec, families};
 use crate::ops::update;
+use crate::quant::Format;
 use crate::recipe::Dtype;
+use crate::report;
 use crate::setup::{locate, vocabulary};
-use crate::source::{ParamInfo, stored};
+use crate::source::{ParamInfo, resident, stored};
 use crate::train::stage::preference::pad_id;
 use candle_core::Tensor;
 use half::{bf16, f16};
@@ -55,8 +57,9 @@ pub fn merge(
     let config = locate::model_config(model_dir, Config::load)?;
     let mut spec = families::read(&config)?;
     let mut weights = Weights::open(model_dir)?;
-    refuse_codes(&spec, &weights)?;
+    let quantized = refuse_own_codes(&spec, &weights)?;
     refuse_strangers(&spec, &weights)?;
+    let dtype = dtype.or(quantized.map(|_| Dtype::Bf16));
     let base = hf::fingerprint_of(&spec, &weights)?.base();
     let dirs = adapter_dirs.iter().map(|(dir, _)| dir.clone()).collect();
     let new = vocabulary::of_adapters(model_dir, dirs, spec.vocab)?;
@@ -92,14 +95,23 @@ pub fn merge(
     let mut params = spec.params();
     params.retain(|p| score.is_none() || &*p.name != LM_HEAD);
     for p in &params {
-        let info = weights.require(&p.name, &p.shape)?;
+        let of_file = match stored::find(&weights, &p.name)? {
+            Some(_) => StoredDtype::Bf16,
+            None => weights.require(&p.name, &p.shape)?.dtype,
+        };
         tensors.push(TensorPlan {
             name: p.name.to_string(),
-            dtype: dtype.map_or(info.dtype, hf::stored),
+            dtype: dtype.map_or(of_file, hf::stored),
             shape: p.shape.clone(),
         });
     }
     let mut raw = config.raw.clone();
+    if let Some(format) = quantized {
+        raw.remove("quantization_config");
+        report::warn(&format!(
+            "the weights of this model are quantized ({format}): the merged model has their decoded values, not quantized"
+        ));
+    }
     if new.is_some() {
         raw.insert("vocab_size".into(), spec.vocab.into());
     }
@@ -209,12 +221,12 @@ fn write_one(
     let same = weights.info(name).is_some_and(|i| i.dtype == dtype);
     if has_adapter {
         let after = hf::merged(weights, param, adapters)?;
-        rounding.add(&weights.read_f32(name)?, &after, dtype);
+        rounding.add(&hf::merged(weights, param, &[])?, &after, dtype);
         sink(Values::F32(&after))
-    } else if same {
+    } else if same && stored::find(weights, name)?.is_none() {
         sink(Values::Raw(&weights.read_bytes(name)?))
     } else {
-        sink(Values::F32(&weights.read_f32(name)?))
+        sink(Values::F32(&hf::merged(weights, param, &[])?))
     }
 }
 
@@ -260,6 +272,20 @@ pub(super) fn refuse_existing(out: &Path) -> Result<()> {
         .hint("give the name of a directory that does not exist yet"))
 }
 
+/// As `refuse_codes`, except for the weights of other tools, of which there may be no unquantized ones. Returns the
+/// format of one of them.
+fn refuse_own_codes(spec: &Spec, weights: &Weights) -> Result<Option<Format>> {
+    let mut found = None;
+    for p in spec.params() {
+        match stored::find(weights, &p.name)? {
+            Some((_, format)) if format.is_read_only() => found = Some(format),
+            Some(_) => return refuse_codes(spec, weights).map(|()| None),
+            None => {}
+        }
+    }
+    Ok(found)
+}
+
 /// Refuses quantized weights: their rounding would remove the effect of the adapter.
 pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
     for p in spec.params() {
@@ -277,8 +303,18 @@ pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
 /// Refuses weights that this model does not use: they would be lost without notice.
 pub(super) fn refuse_strangers(spec: &Spec, weights: &Weights) -> Result<()> {
     let params = spec.params();
-    let known: HashSet<&str> = params.iter().map(|p| &*p.name).collect();
-    let harmless = |name: &str| name.ends_with("rotary_emb.inv_freq") || (spec.tied && name == "lm_head.weight");
+    let mut known: HashSet<&str> = params.iter().map(|p| &*p.name).collect();
+    let mut parts = Vec::new();
+    for p in &params {
+        if let (Some((layout, format)), &[rows, columns]) = (stored::find(weights, &p.name)?, p.shape.as_slice()) {
+            parts.extend(stored::names(weights, layout, format, &p.name, (rows, columns)));
+        }
+    }
+    known.extend(parts.iter().map(String::as_str));
+    let harmless = |name: &str| {
+        let tied = spec.tied && name == "lm_head.weight";
+        name.ends_with("rotary_emb.inv_freq") || tied || resident::is_beside_quantized(weights, name)
+    };
     let unknown: Vec<&str> = weights.names().filter(|n| !known.contains(n) && !harmless(n)).collect();
     if unknown.is_empty() {
         return Ok(());

@@ -282,6 +282,7 @@ fn of_turn(
             active,
         ),
     ));
+    held.push(weights::reordered(model, inputs, &mut ledger));
     held.push(ledger.alloc(
         MemoryKind::InactiveMasters,
         turn.inactive.bytes(inputs.strategy.placement, (stored, master)),

@@ -14,13 +14,13 @@ use crate::plan::memory_plan::MemoryLimits;
 use crate::recipe::{
     Activations, Chunk, Correction, Dtype, FrozenWeights, LoraInit, Method, PackedWeights, PeftType, Recipe, Tier,
 };
-use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
 use crate::setup::prompts::needs_reference_copy;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher::TeacherSpec;
+use crate::setup::{self, StoredWeights};
 use crate::source::Placement;
 use crate::source::{PackedCopies, StoragePolicy};
 use std::collections::BTreeMap;
@@ -210,7 +210,7 @@ impl PlanContext<'_> {
     fn storages(&self, recipe: &Recipe) -> Vec<Option<FrozenWeights>> {
         let open = recipe.memory.frozen_weights == FrozenWeights::Auto
             && recipe.tune.method != Method::Full
-            && self.stored.codes.is_empty()
+            && (self.stored.codes.is_empty() || self.stored.is_decoded(recipe.tune.method))
             && !corrects_all(recipe)
             && !starts(recipe, LoraInit::LoraGa);
         if open && recipe.memory.frozen_products != Products::Dequantized {
@@ -237,6 +237,17 @@ impl PlanContext<'_> {
                     ))
                     .hint("leave `memory.frozen_weights` at `auto`, or use another correction"),
             );
+        }
+        if self.stored.is_decoded(recipe.tune.method) {
+            if let Some(format) = self.stored.codes.values().next() {
+                setup::warn_once(&format!(
+                    "the weights of this model are quantized ({format}): `tune.method = \"{}\"` trains their decoded \
+                     values, from a copy in {} in the run directory; `tune.method = \"lora\"` keeps them quantized",
+                    recipe.tune.method.name(),
+                    recipe.model.dtype.name()
+                ));
+            }
+            return Ok(storage);
         }
         for (name, format) in &self.stored.codes {
             if recipe.tune.method != Method::Lora {
@@ -416,7 +427,11 @@ impl PlanContext<'_> {
             ..StepStrategy::new(recipe.model.dtype)
         };
         let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy);
-        inputs.file_bytes = self.stored.number_bytes.unwrap_or(inputs.file_bytes);
+        inputs.file_bytes = if self.stored.is_decoded(recipe.tune.method) {
+            recipe.model.dtype.bytes()
+        } else {
+            self.stored.number_bytes.unwrap_or(inputs.file_bytes)
+        };
         (inputs.on_gpu, inputs.gpu_rates) = (self.on_gpu, self.gpu_rates);
         inputs.reference = needs_reference_copy(recipe);
         if prompts::reinforces(recipe) {

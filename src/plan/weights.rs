@@ -6,6 +6,7 @@ use crate::base::ledger::{Allocation, Ledger};
 use crate::engine::Active;
 use crate::model::Spec;
 use crate::model::spec::EMBEDDING;
+use crate::quant::Storage;
 use crate::source::memory::{LayerSlots, WeightMemory, head_slots};
 use crate::source::{Group, ParamInfo, Placement, StoragePolicy};
 
@@ -75,6 +76,22 @@ pub(super) fn resident(
     let head = head_chunk(spec, placement, active)
         .map_or(0, |chunk| head_slots(chunk, (spec.vocab, spec.hidden), value_bytes));
     resident + slots.bytes() + head
+}
+
+/// Bytes of a weight while its codes are reordered, which the disk tier does each time it reads one.
+pub(super) fn reordered(model: &Model, inputs: &Inputs, l: &mut Ledger) -> Allocation {
+    let storage = &inputs.strategy.storage;
+    let mut most = 0;
+    if matches!(inputs.strategy.placement, Placement::Disk { .. }) {
+        model.each(&Active::new([]), |p, _| {
+            if let Storage::Quantized(format, _) = storage.of(p)
+                && format.is_read_only()
+            {
+                most = storage.of(p).bytes(&p.shape).max(most);
+            }
+        });
+    }
+    l.alloc(inputs.weight_memory((0, 0)).staging(), most)
 }
 
 impl Inputs {

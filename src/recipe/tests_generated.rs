@@ -41,6 +41,7 @@ const MODELS: &str = "
   table, from host memory or the disk with `memory.tier`. LoRA on all linears includes `per_layer_input_gate` and `per_layer_projection` of
   each layer, not the `per_layer_model_projection` before the layers. `enable_moe_block` (26B-A4B) and new tokens are refused.
   On a GPU the heads of 512 elements (full attention) use the kernels without tensor cores.
+- Quantized checkpoints load: bitsandbytes, FP8, GPTQ, AWQ, compressed-tensors, ModelOpt FP8 ([quantization.md](quantization.md#files-of-other-tools)).
 - Checkpoints in f16 load: f32 keeps every value, bf16 rounds each weight by up to 0.2 %. f16 is not a type of training: it
   needs loss scaling, and kernels for f16.
 ";

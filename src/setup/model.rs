@@ -1,6 +1,7 @@
 //! Opens the model directory with its config, tokenizer and template: the first step of every program.
 
 use crate::base::{Error, Result, progress, staging};
+use crate::checkpoint;
 use crate::data::codec::ChatRender;
 use crate::engine::StepStrategy;
 use crate::formats::StoredDtype;
@@ -157,12 +158,14 @@ impl ModelDir {
         }
     }
 
-    /// The contents of `config.json` for the changed vocabulary.
+    /// The contents of `config.json` for an export: with the changed vocabulary, in 16 or 32 bits.
     pub fn raw_config(&self) -> serde_json::Map<String, serde_json::Value> {
         let mut raw = self.config.raw.clone();
         if self.new_rows.is_some() {
             raw.insert("vocab_size".into(), self.spec.vocab.into());
         }
+        // What is exported is not quantized.
+        raw.remove("quantization_config");
         raw
     }
 
@@ -204,15 +207,26 @@ impl ModelDir {
         device: &Device,
     ) -> Result<TrainableNetwork> {
         self.spec.runs_on(!device.is_cpu())?;
-        let store = Arc::new(self.resident(storage, init, seed, device)?);
+        let store = Arc::new(self.resident(storage, init, seed, None, device)?);
         Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
     }
 
-    fn resident(&self, storage: &StoragePolicy, init: ModelInit, seed: u64, device: &Device) -> Result<Resident> {
+    /// Reads the weights from `decoded`, if given.
+    fn resident(
+        &self,
+        storage: &StoragePolicy,
+        init: ModelInit,
+        seed: u64,
+        decoded: Option<Weights>,
+        device: &Device,
+    ) -> Result<Resident> {
         let params = self.spec.params();
         let source = match init {
             ModelInit::Pretrained => {
-                let weights = self.weights()?;
+                let weights = match decoded {
+                    Some(weights) => Arc::new(weights),
+                    None => self.weights()?,
+                };
                 let f16 = |p: &ParamInfo| weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::F16);
                 if storage.dtype() == ops::Dtype::Bf16 && params.iter().any(f16) {
                     warn_once(&format!(
@@ -263,16 +277,27 @@ impl ModelDir {
         self.spec.runs_on(!device.is_cpu())?;
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
         let storage = &strategy.storage;
+        let decoded = if self.stored(init)?.is_decoded(recipe.tune.method) {
+            Some(self.decode(dtype, run_dir)?)
+        } else {
+            None
+        };
         let head_rows = match strategy.placement {
-            Placement::Device => return self.load(storage, init, seed, device),
+            Placement::Device => {
+                let store = Arc::new(self.resident(storage, init, seed, decoded, device)?);
+                return Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()));
+            }
             Placement::Host => {
-                let host = self.resident(storage, init, seed, &Device::Cpu)?.ready_to_travel()?;
+                let host = self
+                    .resident(storage, init, seed, decoded, &Device::Cpu)?
+                    .ready_to_travel()?;
                 return self.upload(Arc::new(host), HostMemory::Stable, device);
             }
             Placement::Disk { head_rows } => head_rows,
         };
         let params = self.spec.params();
         let weights = match init {
+            ModelInit::Pretrained if decoded.is_some() => decoded.map_or_else(|| self.open_weights(), Ok)?,
             // The disk tier opens the files again: it sets read hints on its own handles.
             ModelInit::Pretrained => self.open_weights()?,
             ModelInit::Random => {
@@ -302,6 +327,17 @@ impl ModelDir {
         }
     }
 
+    /// Writes the decoded weights of quantized files to a directory of the run: everything but adapters trains them.
+    fn decode(&self, dtype: Dtype, run_dir: &Path) -> Result<Weights> {
+        let (dir, weights, params) = (run_dir.join(DECODED), self.weights()?, self.spec.params());
+        let elements: u64 = params.iter().map(|p| p.elements() as u64).sum();
+        checkpoint::check_space(run_dir, dtype.bytes() * elements)?;
+        staging::scratch(&dir)?;
+        let file = dir.join("model.safetensors");
+        stored::write_decoded(&weights, &params, dtype, &file)?;
+        Weights::open_file(&file)
+    }
+
     /// Wraps a store on the host so that its weights are uploaded to `device`; `memory` as in `Uploaded::new`.
     fn upload(&self, host: Arc<dyn TrainableStore>, memory: HostMemory, device: &Device) -> Result<TrainableNetwork> {
         let store = Uploaded::new(host, self.spec.head_name(), memory, device)?;
@@ -317,6 +353,8 @@ impl ModelDir {
 /// weights.
 pub const TRAINED: &str = "trained";
 pub const DRAWN: &str = "drawn";
+/// Decoded weights of quantized files, if other parameters than adapters are trained.
+pub const DECODED: &str = "decoded";
 /// Scratch directory of a teacher on the disk.
 pub const TEACHER: &str = "teacher";
 /// Quantized data of the weights that are stored quantized.
@@ -452,12 +490,23 @@ impl StoredWeights {
             let info = weights.info(&p.name).filter(|_| policy::is_projection(&p));
             all_bf16 &= info.is_none_or(|i| i.dtype == StoredDtype::Bf16);
         }
-        found.number_bytes = Some(match all_bf16 {
-            _ if !found.codes.is_empty() => 0,
-            true => Dtype::Bf16.bytes(),
-            false => Dtype::F32.bytes(),
+        found.number_bytes = Some(if found.codes.values().any(|format| format.is_read_only()) {
+            // While the codes of other tools are reordered, they are in memory twice.
+            1
+        } else if !found.codes.is_empty() {
+            0
+        } else if all_bf16 {
+            Dtype::Bf16.bytes()
+        } else {
+            Dtype::F32.bytes()
         });
         Ok(found)
+    }
+
+    /// True if a run with this method trains decoded values of the files.
+    pub fn is_decoded(&self, method: Method) -> bool {
+        let other_tools = !self.codes.is_empty() && self.codes.values().all(|format| format.is_read_only());
+        method != Method::Lora && other_tools
     }
 }
 
@@ -483,7 +532,7 @@ pub fn read_spec(model: &ModelRef, revision: &str, init: ModelInit) -> Result<(P
 }
 
 /// Shows a warning once: config and tokenizer are read several times in a run.
-pub(super) fn warn_once(warning: &str) {
+pub(crate) fn warn_once(warning: &str) {
     static SHOWN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     if SHOWN
         .lock()

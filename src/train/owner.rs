@@ -18,7 +18,7 @@ pub const DROPPED: &str = "dropped_rows.jsonl";
 const PROCESSES: usize = 256;
 
 /// Scratch directories in a run directory.
-const SCRATCH: [&str; 3] = [setup::TRAINED, setup::DRAWN, setup::TEACHER];
+const SCRATCH: [&str; 4] = [setup::TRAINED, setup::DRAWN, setup::DECODED, setup::TEACHER];
 
 /// Files of a run, except checkpoints and `final/`.
 const FILES: [&str; 10] = [

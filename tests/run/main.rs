@@ -4,6 +4,7 @@ mod adapters;
 mod aligned;
 mod bench;
 mod caps;
+mod quantfiles;
 mod quantized;
 mod directory;
 mod distill;

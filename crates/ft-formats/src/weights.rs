@@ -8,6 +8,7 @@ use crate::dtype::StoredDtype;
 use crate::{header, index, nearest};
 use ft_base::{Error, Result};
 use half::{bf16, f16};
+use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -121,6 +122,7 @@ pub struct Weights {
     prefixes: [&'static str; 2],
     /// Tensors of a multimodal checkpoint outside its language model.
     other_parts: Vec<TensorInfo>,
+    quantization: Option<Map<String, Value>>,
 }
 
 impl Weights {
@@ -130,7 +132,14 @@ impl Weights {
     /// Missing, damaged or ambiguous files, or links elsewhere; pickles and Git LFS pointers by name.
     pub fn open(dir: &Path) -> Result<Self> {
         let shards = index::find(dir)?;
-        let out = Self::open_all(dir, shards.files)?;
+        let mut out = Self::open_all(dir, shards.files)?;
+        // A config that cannot be read is reported where it is needed.
+        let config = crate::read_json_object(&dir.join("config.json")).unwrap_or_default();
+        let inner = config
+            .get("text_config")
+            .and_then(|inner| inner.get("quantization_config"));
+        let found = config.get("quantization_config").or(inner);
+        out.quantization = found.and_then(Value::as_object).cloned();
         if let Some(map) = shards.map {
             out.agrees_with(&map, &dir.join(index::INDEX))?;
         }
@@ -176,6 +185,11 @@ impl Weights {
         let mut out = Vec::with_capacity(info.bytes as usize);
         self.pieces(info, |piece| out.extend_from_slice(piece))?;
         Ok(out)
+    }
+
+    /// `quantization_config` of the `config.json` beside the files.
+    pub fn quantization(&self) -> Option<&Map<String, Value>> {
+        self.quantization.as_ref()
     }
 
     /// Opens one safetensors file (an adapter, a training state).
@@ -229,6 +243,7 @@ impl Weights {
             patches: BTreeMap::new(),
             prefixes: TEXT_ONLY,
             other_parts: Vec::new(),
+            quantization: None,
         })
     }
 

@@ -8,7 +8,7 @@ typedef unsigned char u8;
 static constexpr int PACK = 8;
 
 // The 16 levels of NF4.
-__device__ __forceinline__ float level(int code) {
+__device__ __forceinline__ float nf4_level(int code) {
     switch (code) {
         case 0: return -1.0f;
         case 1: return -0.6961928009986877f;
@@ -29,9 +29,26 @@ __device__ __forceinline__ float level(int code) {
     }
 }
 
-// Into memory where the lanes of a warp can look up different ones at once.
+// The 16 levels of FP4 of bitsandbytes.
+__device__ __forceinline__ float fp4_level(int code) {
+    float x;
+    switch (code & 7) {
+        case 0: x = 0.0f; break;
+        case 1: x = 0.0052083334885537624f; break;
+        case 2: x = 0.6666666865348816f; break;
+        case 3: x = 1.0f; break;
+        case 4: x = 0.3333333432674408f; break;
+        case 5: x = 0.5f; break;
+        case 6: x = 0.1666666716337204f; break;
+        default: x = 0.25f;
+    }
+    return code < 8 ? x : -x;
+}
+
+// The levels of a format, into memory where the lanes of a warp can look up different ones at once.
+template <typename W>
 __device__ __forceinline__ void fill(float* levels) {
-    if (threadIdx.x < 16) levels[threadIdx.x] = level(threadIdx.x);
+    if (threadIdx.x < 16) levels[threadIdx.x] = W::level(threadIdx.x);
     __syncthreads();
 }
 
@@ -60,6 +77,7 @@ __device__ __forceinline__ i64 scale_of(i64 row, int column, int columns, int sh
 
 struct Int8 {
     static constexpr int WIDE = 16;
+    __device__ __forceinline__ static float level(int) { return 0.0f; }
     const u8* codes;
     const float* scales;
     i64 stride;
@@ -77,6 +95,7 @@ struct Int8 {
 // A bf16 scale in the lower half of a word, a bf16 minimum in the upper.
 struct Int4 {
     static constexpr int WIDE = 32;
+    __device__ __forceinline__ static float level(int) { return 0.0f; }
     const u8* codes;
     const u32* scales;
     i64 stride;
@@ -93,9 +112,11 @@ struct Int4 {
     }
 };
 
-// Blocks of 64 of the flattened weight. `nested` is null where absmax are plain.
-struct Nf4 {
+// Blocks of 64 of the flattened weight: NF4, or the 4-bit floats of bitsandbytes. `nested` is null where absmax are plain.
+template <bool FLOATS>
+struct FourBits {
     static constexpr int WIDE = 32;
+    __device__ __forceinline__ static float level(int code) { return FLOATS ? fp4_level(code) : nf4_level(code); }
     const u8* codes;
     const float* absmax;
     const u8* nested;
@@ -117,6 +138,112 @@ struct Nf4 {
         for (int j = 0; j < C; j++) x[j] = mul(levels[code[j]], scale);
     }
 };
+typedef FourBits<false> Nf4;
+typedef FourBits<true> Fp4;
+
+// Codes and scales of other tools: (level - zero) * scale, rounded as the tool rounds it. `zeros` and `order` may be
+// null; `order` has the group of each column. Scale types: f32, f16, bf16, power of two. Roundings: f32, f16, bf16, twice.
+enum Codes { U4, E2M1, U8, I8, E4M3 };
+
+// For numbers that f16 can hold.
+__device__ __forceinline__ float round_f16(float x) {
+    const u32 bits = bits_of(x);
+    if ((bits & 0x7fffffffu) < 0x38800000u) {
+        // Below 2^-14 the distance of two numbers is 2^-24, as that of f32 above 0.5.
+        const float small = plus(plus(float_of(bits & 0x7fffffffu), 0.5f), -0.5f);
+        return float_of(bits_of(small) | (bits & 0x80000000u));
+    }
+    return float_of((bits + (0x0fffu + (bits >> 13 & 1))) & 0xffffe000u);
+}
+
+__device__ __forceinline__ float half_bits(u32 bits) {
+    const u32 magnitude = (bits & 0x7fffu) << 13;
+    return float_of(bits_of(mul(float_of(magnitude), float_of(0x77800000u))) | (bits & 0x8000u) << 16);
+}
+
+__device__ __forceinline__ float e4m3(int code) {
+    const u32 exponent = code >> 3 & 15, mantissa = code & 7;
+    const float x = exponent == 0 ? mul((float)mantissa, 0.001953125f) : float_of((exponent + 120) << 23 | mantissa << 20);
+    return code < 128 ? x : -x;
+}
+
+template <int CODES>
+struct Scaled {
+    static constexpr int WIDE = 8;
+    static constexpr bool NIBBLE = CODES == U4 || CODES == E2M1;
+    const u8* codes;
+    const u8* scales;
+    const u8* zeros;
+    const u32* order;
+    i64 stride;
+    int columns, shift;
+    int scale_type, product;
+    int middle, unused;
+
+    // The values of E2M1.
+    __device__ __forceinline__ static float level(int code) {
+        const int e = code >> 1 & 3, m = code & 1;
+        const float x = e == 0 ? 0.5f * m : (1.0f + 0.5f * m) * (float)(1 << (e - 1));
+        return code < 8 ? x : -x;
+    }
+
+    __device__ __forceinline__ float scale(i64 at) const {
+        switch (scale_type) {
+            case 0: return reinterpret_cast<const float*>(scales)[at];
+            case 1: return half_bits(scales[2 * at] | (u32)scales[2 * at + 1] << 8);
+            case 2: return float_of(((u32)scales[2 * at] | (u32)scales[2 * at + 1] << 8) << 16);
+            default: return float_of(scales[at] == 0 ? 0x00400000u : (u32)scales[at] << 23);
+        }
+    }
+
+    __device__ __forceinline__ float value(const float* levels, int code, float zero, float scale) const {
+        float x;
+        if (CODES == E2M1) x = levels[code];
+        else if (CODES == I8) x = (float)(signed char)code;
+        else if (CODES == E4M3) x = e4m3(code);
+        else x = (float)code - zero;
+        x = mul(x, scale);
+        switch (product) {
+            case 1: return round_f16(x);
+            case 2: {
+                bf16 rounded;
+                narrow(x, rounded);
+                return widen(rounded);
+            }
+            case 3: return mul(x, 7.874015718698502e-3f);
+            default: return x;
+        }
+    }
+
+    template <int C>
+    __device__ __forceinline__ void pack(const float* levels, i64 row, int column, float (&x)[C]) const {
+        int code[C];
+        if (NIBBLE) {
+            nibbles<C>(codes + row * stride, column, code);
+        } else {
+            const Pack<u8, C> bytes = *reinterpret_cast<const Pack<u8, C>*>(codes + row * stride + column);
+#pragma unroll
+            for (int j = 0; j < C; j++) code[j] = bytes.at[j];
+        }
+        const i64 first = row * (((columns - 1) >> shift) + 1);
+        i64 at = first + (column >> shift);
+        float by = 0.0f, zero = (float)middle;
+#pragma unroll
+        for (int j = 0; j < C; j++) {
+            if (order != nullptr) at = first + order[column + j];
+            if (j == 0 || order != nullptr) {
+                by = scale(at);
+                if (zeros != nullptr) zero = (float)zeros[at];
+            }
+            x[j] = value(levels, code[j], zero, by);
+        }
+    }
+};
+typedef Scaled<U4> ScaledU4;
+typedef Scaled<E2M1> ScaledE2m1;
+typedef Scaled<U8> ScaledU8;
+typedef Scaled<I8> ScaledI8;
+typedef Scaled<E4M3> ScaledE4m3;
 
 // `count` rows from `first` on, `width` columns from `from` on, to `to` [count, width]. C divides `from`, `width` and
 // the columns of the weight.
@@ -137,7 +264,7 @@ __device__ __forceinline__ void decode_packs(
 template <typename W, typename T>
 __device__ __forceinline__ void decode(const W& w, i64 first, i64 count, int from, int width, T* to) {
     __shared__ float levels[16];
-    fill(levels);
+    fill<W>(levels);
     if ((w.columns | from | width) % PACK == 0) {
         decode_packs<PACK>(w, levels, first, count, from, width, to);
     } else {
@@ -150,7 +277,7 @@ __device__ __forceinline__ void decode(const W& w, i64 first, i64 count, int fro
 template <typename W, typename T, int N, int C>
 __device__ __forceinline__ void few(const W& w, i64 outputs, const T* x, T* y, int count, int add) {
     __shared__ float levels[16];
-    fill(levels);
+    fill<W>(levels);
     const i64 row = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (row >= outputs) return;
@@ -212,3 +339,15 @@ KINDS(int4, Int4, f32)
 KINDS(int4, Int4, bf16)
 KINDS(nf4, Nf4, f32)
 KINDS(nf4, Nf4, bf16)
+KINDS(fp4, Fp4, f32)
+KINDS(fp4, Fp4, bf16)
+KINDS(u4, ScaledU4, f32)
+KINDS(u4, ScaledU4, bf16)
+KINDS(e2m1, ScaledE2m1, f32)
+KINDS(e2m1, ScaledE2m1, bf16)
+KINDS(u8, ScaledU8, f32)
+KINDS(u8, ScaledU8, bf16)
+KINDS(i8, ScaledI8, f32)
+KINDS(i8, ScaledI8, bf16)
+KINDS(e4m3, ScaledE4m3, f32)
+KINDS(e4m3, ScaledE4m3, bf16)

@@ -12,15 +12,17 @@ use candle_core::Tensor;
 use ft_base::Result;
 
 mod eight_bit;
+mod scaled;
 mod tensors;
 #[cfg(feature = "cuda")]
 pub(crate) use eight_bit::part;
 pub use eight_bit::{FEW, Products};
+pub use scaled::{CodeType, ProductType, ScaleType, ScaledData, ScaledKind};
 #[cfg(feature = "cuda")]
 pub(crate) use tensors::part_rows;
 pub use tensors::{QTensors, ScaleTensors, TILE, work_bytes};
 
-pub use super::cpu::dequantize::NF4_TABLE;
+pub use super::cpu::dequantize::{FP4_TABLE, NF4_TABLE};
 
 /// Returns the nearest integer, ties to even, for `|x| < 2^22`. (`round_ties_even` is a function call if SSE4.1 is
 /// not guaranteed, and then loops are not vectorized.)
@@ -69,14 +71,18 @@ pub enum QData<'a> {
         /// One scale and minimum per row and group.
         scales: &'a [u32],
     },
-    /// `value = table[code] · absmax`, two codes per byte, the first in the high half; blocks of 64 elements of the
+    /// `value = levels[code] · absmax`, two codes per byte, the first in the high half; blocks of 64 elements of the
     /// flattened weight share an absmax.
     Nf4 {
         /// Two codes per byte.
         codes: &'a [u8],
+        /// The values of the codes: `NF4_TABLE` or `FP4_TABLE`.
+        levels: &'static [f32; 16],
         /// The largest magnitude of each block.
         absmax: Absmax<'a>,
     },
+    /// Codes of another tool.
+    Scaled(ScaledData<'a>),
 }
 
 /// The absmax of each NF4 block, plain or with double quantization.
@@ -131,6 +137,8 @@ pub(crate) enum ScaleRun {
     Int8(usize, f32),
     /// Index of the first 4-bit value, table of the 16 values.
     Nibbles(usize, [f32; 16]),
+    /// First byte, scale and zero point of `QData::Scaled`.
+    Bytes(usize, f32, f32),
 }
 
 impl QMatrixView<'_> {
@@ -157,10 +165,11 @@ impl QMatrixView<'_> {
                 let inside = stride >= columns.div_ceil(2) && codes.len() >= rows * stride;
                 group > 0 && group % 2 == 0 && inside && scales.len() >= rows * groups
             }
-            QData::Nf4 { codes, absmax } => {
+            QData::Nf4 { codes, absmax, .. } => {
                 let n = rows * columns;
                 codes.len() >= n.div_ceil(2) && absmax.blocks() >= n.div_ceil(BLOCK)
             }
+            QData::Scaled(data) => data.fits(rows, columns),
         }
     }
 
@@ -189,10 +198,11 @@ impl QMatrixView<'_> {
                 let n = (group - column % group).min(left);
                 (n, ScaleRun::Nibbles(2 * row * stride + column, self.finish(table)))
             }
-            QData::Nf4 { absmax, .. } => {
+            QData::Scaled(data) => data.run(self.columns, (row, column), left, self.bf16),
+            QData::Nf4 { absmax, levels, .. } => {
                 let at = row * self.columns + column;
                 let scale = absmax.get(at / BLOCK);
-                let mut table = NF4_TABLE;
+                let mut table = *levels;
                 for value in &mut table {
                     *value *= scale;
                 }
@@ -213,6 +223,7 @@ impl QMatrixView<'_> {
     pub(crate) fn bytes(&self) -> &[u8] {
         match self.codes {
             QData::Int8 { codes, .. } | QData::Int4 { codes, .. } | QData::Nf4 { codes, .. } => codes,
+            QData::Scaled(data) => data.codes,
         }
     }
 
@@ -227,6 +238,13 @@ impl QMatrixView<'_> {
             (ScaleRun::Int8(at, scale), bf16) => {
                 let value = self.bytes()[at] as i8 as f32 * scale;
                 if bf16 { round_bf16(value) } else { value }
+            }
+            (ScaleRun::Bytes(at, scale, zero), bf16) => {
+                let mut value = [0.0];
+                if let QData::Scaled(data) = self.codes {
+                    data.bytes(&self.bytes()[at..=at], (scale, zero), bf16, &mut value);
+                }
+                value[0]
             }
             (ScaleRun::Nibbles(at, table), _) => {
                 let byte = self.bytes()[at / 2];

@@ -152,19 +152,19 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
             // Quantized data has no float values: its scales are hashed instead for `sampled`.
             let head = format!("{} {:?} {}", p.name, p.shape, format.tag());
             sampled.put(&head);
-            let scales = ["scales", "absmax"].map(|part| format!("{}.{part}", p.name));
+            let base = p.name.strip_suffix(".weight").unwrap_or(&p.name);
+            let own = ["scales", "absmax"].map(|part| format!("{}.{part}", p.name));
+            let others = ["scales", "weight_scale", "weight_scale_inv", "SCB"].map(|part| format!("{base}.{part}"));
+            let scales = [&own[..], &others].concat();
             if let Some(scales) = scales.iter().find(|n| weights.info(n).is_some()) {
                 sampled.put(&blake3::hash(&weights.read_bytes(scales)?).to_hex());
             }
-            for part in stored::tensors(layout, format, &p.name, (rows, columns)) {
-                let info = weights.info(&part.name).ok_or_else(|| {
-                    Error::not_found(format!("tensor `{}` is missing", part.name)).at_path(&weights.files()[0])
+            for part in stored::names(weights, layout, format, &p.name, (rows, columns)) {
+                let info = weights.info(&part).ok_or_else(|| {
+                    Error::not_found(format!("tensor `{part}` is missing")).at_path(&weights.files()[0])
                 })?;
                 split(info, None, info.bytes as usize);
-                parts.push((
-                    format!("{head} {}", part.name),
-                    (info.bytes as usize).max(1).div_ceil(PIECE),
-                ));
+                parts.push((format!("{head} {part}"), (info.bytes as usize).max(1).div_ceil(PIECE)));
             }
             continue;
         }

@@ -4,7 +4,7 @@ use super::LoadedAdapter;
 use crate::base::{Error, Result};
 use crate::formats::weights::Weights;
 use crate::ops::update;
-use crate::source::ParamInfo;
+use crate::source::{ParamInfo, stored};
 use candle_core::{Device, Tensor};
 
 /// An adapter and the factor of its update: 1 adds it, -1 subtracts it.
@@ -56,8 +56,13 @@ impl Weighted {
 /// # Errors
 /// The tensor is missing or has another shape than the parameter or an adapter.
 pub fn merged(weights: &Weights, param: &ParamInfo, adapters: &[Weighted]) -> Result<Vec<f32>> {
-    weights.require(&param.name, &param.shape)?;
-    let before = weights.read_f32(&param.name)?;
+    let before = match stored::values(weights, param)? {
+        Some(decoded) => decoded,
+        None => {
+            weights.require(&param.name, &param.shape)?;
+            weights.read_f32(&param.name)?
+        }
+    };
     if !adapters.iter().any(|a| a.changes(&param.name)) {
         return Ok(before);
     }

@@ -2,7 +2,7 @@
 
 use super::dynamic;
 use super::format::Format;
-use super::qmatrix::{QMatrix, check_format};
+use super::qmatrix::{QMatrix, check_format, levels};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::quantized::{self, Absmax, Products, QData, ScaleTensors};
@@ -18,7 +18,7 @@ pub struct DeviceQMatrix {
 
 impl QMatrix {
     /// Returns the quantized data as tensors of `device`: data u8, then the scales (f32 for int8 and NF4, u32 for
-    /// int4, u8 and f32 for NF4 with double quantization). They are the input of `DeviceQMatrix::new`, with `nested_offset`.
+    /// int4, u8 and f32 for NF4 with double quantization, u8 and u32 for the codes of other tools). They are the input of `DeviceQMatrix::new`, with `nested_offset`.
     pub fn tensors(&self, device: &Device) -> Result<Vec<Tensor>> {
         let bytes = |v: &[u8]| Tensor::from_slice(v, v.len(), device);
         let floats = |v: &[f32]| Tensor::from_slice(v, v.len(), device);
@@ -27,7 +27,17 @@ impl QMatrix {
             QData::Int4 { codes, scales, .. } => {
                 vec![bytes(codes)?, Tensor::from_slice(scales, scales.len(), device)?]
             }
-            QData::Nf4 { codes, absmax } => match absmax {
+            QData::Scaled(data) => {
+                let mut all = vec![bytes(data.codes)?, bytes(data.scales)?];
+                if !data.zeros.is_empty() {
+                    all.push(bytes(data.zeros)?);
+                }
+                if !data.order.is_empty() {
+                    all.push(Tensor::from_slice(data.order, data.order.len(), device)?);
+                }
+                all
+            }
+            QData::Nf4 { codes, absmax, .. } => match absmax {
                 Absmax::Plain(values) => vec![bytes(codes)?, floats(values)?],
                 Absmax::Double {
                     codes: nested, scales, ..
@@ -85,8 +95,20 @@ impl DeviceQMatrix {
                 group,
                 scales: next()?,
             },
-            Format::Nf4 { double: false } => ScaleTensors::Nf4 { absmax: next()? },
-            Format::Nf4 { double: true } => ScaleTensors::Nf4Double {
+            Format::Scaled(scaled) => ScaleTensors::Scaled {
+                kind: scaled.kind,
+                stride,
+                group,
+                scales: next()?,
+                zeros: scaled.zeros.then(&mut next).transpose()?,
+                order: scaled.ordered.then(&mut next).transpose()?,
+            },
+            Format::Nf4 { double: false } | Format::Fp4 { double: false } => ScaleTensors::Nf4 {
+                levels: levels(format),
+                absmax: next()?,
+            },
+            Format::Nf4 { double: true } | Format::Fp4 { double: true } => ScaleTensors::Nf4Double {
+                levels: levels(format),
                 codes: next()?,
                 table: dynamic::signed(),
                 scales: next()?,
@@ -109,7 +131,13 @@ impl DeviceQMatrix {
     pub fn tensors(&self) -> Vec<&Tensor> {
         let scales = match &self.codes.scales {
             ScaleTensors::Int8 { scales, .. } | ScaleTensors::Int4 { scales, .. } => vec![scales],
-            ScaleTensors::Nf4 { absmax } => vec![absmax],
+            ScaleTensors::Nf4 { absmax, .. } => vec![absmax],
+            ScaleTensors::Scaled {
+                scales, zeros, order, ..
+            } => [Some(scales), zeros.as_ref(), order.as_ref()]
+                .into_iter()
+                .flatten()
+                .collect(),
             ScaleTensors::Nf4Double { codes, scales, .. } => vec![codes, scales],
         };
         [vec![&self.codes.codes], scales].concat()

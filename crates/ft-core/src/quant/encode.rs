@@ -57,6 +57,12 @@ pub fn encode<V: Value>(
         );
     }
     let (codes, scales) = match format {
+        Format::Fp4 { .. } | Format::Scaled(_) => {
+            return Err(Error::unsupported("a weight cannot be quantized to this format")
+                .found(format)
+                .expected(Format::ALL.map(Format::tag).join(", "))
+                .hint("ft only reads this format"));
+        }
         _ if values.is_empty() => empty(format),
         Format::Int8 { .. } => int8(values, columns, format),
         Format::Int4 { .. } => int4(values, columns, format),
@@ -69,7 +75,7 @@ fn empty(format: Format) -> (Vec<u8>, BlockScales) {
     let scales = match format {
         Format::Int8 { .. } | Format::Nf4 { double: false } => BlockScales::F32(Vec::new()),
         Format::Int4 { .. } => BlockScales::Pairs(Vec::new()),
-        Format::Nf4 { double: true } => BlockScales::Double {
+        _ => BlockScales::Double {
             absmax: Vec::new(),
             nested: Vec::new(),
             offset: 0.0,

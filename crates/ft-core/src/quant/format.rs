@@ -1,7 +1,7 @@
 //! The quantization formats, and their sizes in bytes.
 
 use crate::ops::Dtype;
-use crate::ops::quantized::{BLOCK, NESTED};
+use crate::ops::quantized::{BLOCK, CodeType, NESTED, ScaledKind};
 use std::fmt;
 
 /// The quantization format of a weight `[O, I]`.
@@ -24,6 +24,26 @@ pub enum Format {
         /// The absmax are quantized too.
         double: bool,
     },
+    /// As NF4, with the 4-bit floats of bitsandbytes as levels. Read from files only.
+    Fp4 {
+        /// The absmax are quantized too.
+        double: bool,
+    },
+    /// Codes and scales of another tool. Read from files only.
+    Scaled(ScaledFormat),
+}
+
+/// The layout of codes and scales of another tool; `ops::quantized::ScaledData` defines the values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ScaledFormat {
+    /// The arithmetic.
+    pub kind: ScaledKind,
+    /// Columns that share a scale; 0: a whole row.
+    pub group: usize,
+    /// Zero points are stored, one byte per scale.
+    pub zeros: bool,
+    /// The group of each column is stored (`desc_act`, `actorder`).
+    pub ordered: bool,
 }
 
 /// The storage type of a parameter.
@@ -52,7 +72,7 @@ impl Storage {
 }
 
 impl Format {
-    /// All formats.
+    /// All formats that ft quantizes to.
     pub const ALL: [Self; 6] = [
         Format::Int8 { group: 0 },
         Format::Int8 { group: 128 },
@@ -68,15 +88,34 @@ impl Format {
             Format::Int8 { .. } => "int8",
             Format::Int4 { .. } => "int4",
             Format::Nf4 { .. } => "nf4",
+            Format::Fp4 { .. } => "fp4",
+            Format::Scaled(scaled) => match scaled.kind.code {
+                CodeType::U4 => "4-bit codes",
+                CodeType::E2m1 => "mxfp4",
+                CodeType::U8 | CodeType::I8 => "8-bit codes",
+                CodeType::E4m3 => "fp8",
+            },
         }
     }
 
     /// Returns a unique tag with all settings: `int8`, `int8:128`, `int4:64`, `nf4`, `nf4:double`.
     pub fn tag(self) -> String {
         match self {
-            Format::Int8 { group: 0 } | Format::Nf4 { double: false } => self.name().to_string(),
+            Format::Int8 { group: 0 } | Format::Nf4 { double: false } | Format::Fp4 { double: false } => {
+                self.name().to_string()
+            }
             Format::Int8 { group } | Format::Int4 { group } => format!("{}:{group}", self.name()),
-            Format::Nf4 { double: true } => "nf4:double".to_string(),
+            Format::Nf4 { double: true } | Format::Fp4 { double: true } => format!("{}:double", self.name()),
+            Format::Scaled(f) => format!(
+                "{:?}:{}:{:?}:{:?}{}{}",
+                f.kind.code,
+                f.group,
+                f.kind.scale,
+                f.kind.product,
+                if f.zeros { ":zeros" } else { "" },
+                if f.ordered { ":ordered" } else { "" }
+            )
+            .to_lowercase(),
         }
     }
 
@@ -85,12 +124,17 @@ impl Format {
         Self::ALL.into_iter().find(|f| f.tag() == tag)
     }
 
+    /// True if ft reads this format from files of other tools, and cannot quantize to it.
+    pub fn is_read_only(self) -> bool {
+        matches!(self, Format::Fp4 { .. } | Format::Scaled(_))
+    }
+
     /// Returns the number of columns that share a scale, for a weight with `columns` columns.
     pub fn group(self, columns: usize) -> usize {
         match self {
-            Format::Int8 { group: 0 } => columns.max(1),
-            Format::Int8 { group } | Format::Int4 { group } => group,
-            Format::Nf4 { .. } => BLOCK,
+            Format::Int8 { group: 0 } | Format::Scaled(ScaledFormat { group: 0, .. }) => columns.max(1),
+            Format::Int8 { group } | Format::Int4 { group } | Format::Scaled(ScaledFormat { group, .. }) => group,
+            Format::Nf4 { .. } | Format::Fp4 { .. } => BLOCK,
         }
     }
 
@@ -101,8 +145,19 @@ impl Format {
         match self {
             Format::Int8 { .. } => vec![("codes", rows * self.stride(columns)), ("scales", 4 * groups)],
             Format::Int4 { .. } => vec![("codes", rows * self.stride(columns)), ("scales", 4 * groups)],
-            Format::Nf4 { double: false } => vec![("codes", (rows * columns).div_ceil(2)), ("absmax", 4 * blocks)],
-            Format::Nf4 { double: true } => vec![
+            Format::Nf4 { double: false } | Format::Fp4 { double: false } => {
+                vec![("codes", (rows * columns).div_ceil(2)), ("absmax", 4 * blocks)]
+            }
+            Format::Scaled(scaled) => {
+                let mut parts = vec![
+                    ("codes", rows * self.stride(columns)),
+                    ("scales", scaled.kind.scale.bytes() * groups),
+                ];
+                parts.extend(scaled.zeros.then_some(("zeros", groups)));
+                parts.extend(scaled.ordered.then_some(("order", 4 * columns)));
+                parts
+            }
+            Format::Nf4 { double: true } | Format::Fp4 { double: true } => vec![
                 ("codes", (rows * columns).div_ceil(2)),
                 ("absmax", blocks),
                 ("nested_absmax", 4 * blocks.div_ceil(NESTED)),
@@ -122,7 +177,9 @@ impl Format {
         match self {
             Format::Int8 { .. } => columns.next_multiple_of(16),
             Format::Int4 { .. } => columns.div_ceil(2).next_multiple_of(16),
-            Format::Nf4 { .. } => columns.div_ceil(2),
+            Format::Scaled(scaled) if !scaled.kind.code.is_nibble() => columns.next_multiple_of(16),
+            Format::Scaled(_) => columns.div_ceil(2).next_multiple_of(16),
+            Format::Nf4 { .. } | Format::Fp4 { .. } => columns.div_ceil(2),
         }
     }
 }
@@ -136,6 +193,15 @@ impl fmt::Display for Format {
             Format::Int4 { group } => write!(f, "int4 (groups of {group})"),
             Format::Nf4 { double: false } => write!(f, "nf4"),
             Format::Nf4 { double: true } => write!(f, "nf4 (double quantization)"),
+            Format::Fp4 { double: false } => write!(f, "fp4"),
+            Format::Fp4 { double: true } => write!(f, "fp4 (double quantization)"),
+            Format::Scaled(scaled) => {
+                let order = if scaled.ordered { ", columns in any order" } else { "" };
+                match scaled.group {
+                    0 => write!(f, "{} (one scale per row{order})", self.name()),
+                    group => write!(f, "{} (groups of {group}{order})", self.name()),
+                }
+            }
         }
     }
 }

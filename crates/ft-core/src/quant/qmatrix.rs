@@ -1,10 +1,10 @@
 //! A quantized weight.
 
 use super::dynamic;
-use super::format::Format;
+use super::format::{Format, ScaledFormat};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
-use crate::ops::quantized::{Absmax, QData, QMatrixView};
+use crate::ops::quantized::{Absmax, CodeType, FP4_TABLE, NF4_TABLE, ProductType, QData, QMatrixView, ScaledData};
 use rayon::prelude::*;
 use std::borrow::Cow;
 
@@ -30,11 +30,17 @@ pub(super) enum BlockScales {
         nested: Vec<f32>,
         offset: f32,
     },
+    /// Those of a file: bytes of the scales, zero points, the group of each column.
+    Scaled {
+        scales: Vec<u8>,
+        zeros: Vec<u8>,
+        order: Vec<u32>,
+    },
 }
 
 /// A named part of a quantized weight, little-endian, as in a file.
 pub struct MatrixPart<'a> {
-    /// `codes`, `scales`, `absmax`, `nested_absmax` or `nested_offset`.
+    /// `codes`, `scales`, `zeros`, `order`, `absmax`, `nested_absmax` or `nested_offset`.
     pub name: &'static str,
     /// The values.
     pub bytes: Cow<'a, [u8]>,
@@ -83,7 +89,17 @@ impl QMatrix {
     pub(crate) fn view(&self) -> QMatrixView<'_> {
         let (stride, group) = (self.format.stride(self.columns), self.format.group(self.columns));
         let codes = self.codes.as_slice();
+        let levels = levels(self.format);
         let codes = match (&self.scales, self.format) {
+            (BlockScales::Scaled { scales, zeros, order }, Format::Scaled(scaled)) => QData::Scaled(ScaledData {
+                kind: scaled.kind,
+                codes,
+                stride,
+                group,
+                scales,
+                zeros,
+                order,
+            }),
             (BlockScales::Pairs(scales), _) => QData::Int4 {
                 codes,
                 stride,
@@ -98,10 +114,18 @@ impl QMatrix {
             },
             (BlockScales::F32(values), _) => QData::Nf4 {
                 codes,
+                levels,
                 absmax: Absmax::Plain(values),
+            },
+            // No constructor makes scales of another format.
+            (BlockScales::Scaled { .. }, _) => QData::Nf4 {
+                codes: &[],
+                levels,
+                absmax: Absmax::Plain(&[]),
             },
             (BlockScales::Double { absmax, nested, offset }, _) => QData::Nf4 {
                 codes,
+                levels,
                 absmax: Absmax::Double {
                     codes: absmax,
                     table: dynamic::signed(),
@@ -160,6 +184,15 @@ impl QMatrix {
                 parts.push(owned("nested_absmax", floats(nested)));
                 parts.push(owned("nested_offset", offset.to_le_bytes().to_vec()));
             }
+            BlockScales::Scaled { scales, zeros, order } => {
+                parts.push(borrowed("scales", scales));
+                if !zeros.is_empty() {
+                    parts.push(borrowed("zeros", zeros));
+                }
+                if !order.is_empty() {
+                    parts.push(owned("order", order.iter().flat_map(|x| x.to_le_bytes()).collect()));
+                }
+            }
         }
         parts
     }
@@ -190,7 +223,22 @@ impl QMatrix {
         let mut next = || found.next().unwrap_or_default();
         let codes = next();
         let scales = match format {
-            Format::Int8 { .. } | Format::Nf4 { double: false } => BlockScales::F32(finite(&next(), "scales")?),
+            Format::Scaled(scaled) => {
+                let scales = next();
+                let zeros = if scaled.zeros { next() } else { Vec::new() };
+                let order = if scaled.ordered { next() } else { Vec::new() };
+                let order = order
+                    .as_chunks::<4>()
+                    .0
+                    .iter()
+                    .map(|b| u32::from_le_bytes(*b))
+                    .collect();
+                check_scaled(scaled, &codes, &scales, &zeros)?;
+                BlockScales::Scaled { scales, zeros, order }
+            }
+            Format::Int8 { .. } | Format::Nf4 { double: false } | Format::Fp4 { double: false } => {
+                BlockScales::F32(finite(&next(), "scales")?)
+            }
             Format::Int4 { .. } => {
                 let words: Vec<u32> = next()
                     .as_chunks::<4>()
@@ -207,7 +255,7 @@ impl QMatrix {
                 }
                 BlockScales::Pairs(words)
             }
-            Format::Nf4 { double: true } => BlockScales::Double {
+            Format::Nf4 { double: true } | Format::Fp4 { double: true } => BlockScales::Double {
                 absmax: next(),
                 nested: finite(&next(), "nested_absmax")?,
                 offset: finite(&next(), "nested_offset")?[0],
@@ -233,7 +281,9 @@ pub(super) fn check_format(format: Format) -> Result<()> {
     let (group, known): (usize, &[usize]) = match format {
         Format::Int8 { group } => (group, &[0, 128]),
         Format::Int4 { group } => (group, &[64, 128]),
-        Format::Nf4 { .. } => return Ok(()),
+        // A GPU dequantizes up to 32 columns with one scale.
+        Format::Scaled(scaled) => (scaled.group, &[0, 32, 64, 128, 256, 512, 1024]),
+        Format::Nf4 { .. } | Format::Fp4 { .. } => return Ok(()),
     };
     if known.contains(&group) {
         Ok(())
@@ -258,6 +308,45 @@ fn finite(bytes: &[u8], part: &str) -> Result<Vec<f32>> {
     } else {
         Err(not_finite(part))
     }
+}
+
+/// The values of the 4-bit codes of bitsandbytes.
+pub(super) fn levels(format: Format) -> &'static [f32; 16] {
+    match format {
+        Format::Fp4 { .. } => &FP4_TABLE,
+        _ => &NF4_TABLE,
+    }
+}
+
+/// Checks that no value of a weight is infinite or NaN.
+fn check_scaled(scaled: ScaledFormat, codes: &[u8], scales: &[u8], zeros: &[u8]) -> Result<()> {
+    let kind = scaled.kind;
+    let zero = if zeros.is_empty() { kind.code.middle() } else { 0 };
+    let (highest, most) = match kind.code {
+        CodeType::U4 => (15.0f32.max(f32::from(zero)), 15),
+        CodeType::U8 => (255.0, 255),
+        CodeType::I8 => (128.0, 255),
+        CodeType::E2m1 => (6.0, 15),
+        CodeType::E4m3 => (448.0, 255),
+    };
+    let limit = match kind.product {
+        ProductType::F16 => 65_504.0,
+        _ => 1e38,
+    };
+    let count = scales.len() / kind.scale.bytes();
+    // NaN is not below the limit.
+    if !(0..count).all(|at| kind.scale.get(scales, at).abs() * highest <= limit) {
+        return Err(not_finite("scales"));
+    }
+    if zeros.iter().any(|zero| *zero > most) {
+        return Err(Error::format("a zero point is not a code of its weight")
+            .at("part `zeros`")
+            .expected(format!("0 to {most}")));
+    }
+    if kind.code == CodeType::E4m3 && codes.par_iter().any(|code| code & 0x7F == 0x7F) {
+        return Err(Error::non_finite("a quantized weight has a code that is not a number").at("part `codes`"));
+    }
+    Ok(())
 }
 
 fn not_finite(part: &str) -> Error {

@@ -44,7 +44,7 @@ fn half_step(format: Format, values: &[f32], columns: usize, at: usize) -> f32 {
                 .fold((f32::MAX, f32::MIN), |(a, b), x| (a.min(*x), b.max(*x)));
             (most - least + least.abs() / 128.0) / 15.0 / 2.0 * (1.0 + 1.0 / 64.0)
         }
-        Format::Nf4 { .. } => {
+        _ => {
             let block = &values[at / 64 * 64..(at / 64 * 64 + 64).min(values.len())];
             // The widest gap between two levels is the one between -1 and the next level.
             largest(block) * (1.0 - 0.696_192_8) / 2.0

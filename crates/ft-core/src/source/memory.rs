@@ -25,7 +25,7 @@ pub struct WeightMemory<'a> {
 
 impl WeightMemory<'_> {
     /// The kind of memory of a staging buffer, which is on the host.
-    fn staging(&self) -> MemoryKind {
+    pub fn staging(&self) -> MemoryKind {
         if self.on_gpu {
             MemoryKind::HostWeights
         } else {

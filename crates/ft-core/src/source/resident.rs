@@ -315,11 +315,11 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     let mut parts = std::collections::HashSet::new();
     for p in params {
         if let (Some((layout, format)), &[rows, columns]) = (stored::find(weights, &p.name)?, p.shape.as_slice()) {
-            for part in stored::tensors(layout, format, &p.name, (rows, columns)) {
-                if weights.info(&part.name).is_none() {
-                    faults.push(format!("{}: missing", part.name));
+            for part in stored::names(weights, layout, format, &p.name, (rows, columns)) {
+                if weights.info(&part).is_none() {
+                    faults.push(format!("{part}: missing"));
                 }
-                parts.insert(part.name);
+                parts.insert(part);
             }
             continue;
         }
@@ -335,7 +335,9 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
     for name in weights.names() {
         // Old Llama checkpoints contain the rope frequencies; tied ones may contain a copy of the embedding. The score
         // of a reward model is read separately; text generation checks it with `ModelDir::check_weights`.
-        let harmless = name.ends_with("rotary_emb.inv_freq") || ["lm_head.weight", "score.weight"].contains(&name);
+        let harmless = name.ends_with("rotary_emb.inv_freq")
+            || ["lm_head.weight", "score.weight"].contains(&name)
+            || is_beside_quantized(weights, name);
         // Gemma 4: the files also have keys and values of layers that read those of another layer.
         let unused = || {
             let (layer, rest) = name.split_once(".self_attn.")?;
@@ -372,6 +374,18 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
             units::counted(faults.len(), "difference")
         ))
         .hint("check that config.json belongs to these weights"))
+}
+
+/// True for tensors that tools write beside quantized weights, and that change nothing: scales of a quantized KV cache,
+/// and zeros as the bias of a linear without one (old GPTQ files).
+pub fn is_beside_quantized(weights: &Weights, name: &str) -> bool {
+    let cache = name.ends_with(".k_scale") || name.ends_with(".v_scale");
+    let zero = || {
+        let base = name.strip_suffix(".bias");
+        base.is_some_and(|base| weights.info(&format!("{base}.qweight")).is_some())
+            && weights.read_f32(name).is_ok_and(|v| v.iter().all(|x| *x == 0.0))
+    };
+    weights.quantization().is_some() && (cache || zero())
 }
 
 impl WeightSource for Resident {

@@ -1,22 +1,33 @@
-//! Reads and writes weights that a model directory holds quantized, in two layouts.
+//! Reads weights that a model directory holds quantized, and writes them in two layouts. `other` reads those of other
+//! tools.
 //!
-//! `bitsandbytes`, for NF4 (written by transformers with `load_in_4bit`): for a weight NAME `[O, I]` the quantized data
+//! `bitsandbytes`, for NF4 and FP4 (written by transformers with `load_in_4bit`): for a weight NAME `[O, I]` the quantized data
 //! `NAME` U8 `[O·I/2, 1]`, `NAME.absmax`, with double quantization `NAME.nested_absmax` and `NAME.nested_quant_map`,
-//! the table `NAME.quant_map`, and JSON in the bytes of `NAME.quant_state.bitsandbytes__nf4`.
+//! the table `NAME.quant_map`, and JSON in the bytes of `NAME.quant_state.bitsandbytes__nf4` (or `__fp4`).
 //!
 //! `ft`: one tensor for each part of `quant::QMatrix`, `NAME.codes` and so on; `NAME.format` contains the format as text,
 //! for example `int4:64`, padded with spaces.
 
+mod grid;
+mod other;
+mod settings;
+mod unpack;
+
+pub use other::Tool;
+pub use settings::check as check_config;
+
 use super::ParamInfo;
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, progress};
 use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
-use crate::formats::writer::TensorPlan;
+use crate::formats::writer::{TensorPlan, Values, write_file};
 use crate::ops::Dtype;
 use crate::quant::{self, Format, QMatrix};
 use serde_json::{Value, json};
+use std::path::Path;
 
 const STATE: &str = "quant_state.bitsandbytes__nf4";
+const FP4_STATE: &str = "quant_state.bitsandbytes__fp4";
 /// Bytes of the bitsandbytes JSON, padded: its offset is known only after the weight is quantized.
 const STATE_BYTES: usize = 320;
 const FORMAT: &str = "format";
@@ -27,8 +38,10 @@ const FORMAT_BYTES: usize = 16;
 pub enum Layout {
     /// The parts of `quant`.
     Ft,
-    /// The tensors of bitsandbytes.
+    /// The tensors of bitsandbytes, 4 bits.
     Bitsandbytes,
+    /// The tensors of another tool; read only.
+    Other(Tool),
 }
 
 /// Returns layout and format of a parameter that is quantized in the files, or `None`.
@@ -40,9 +53,14 @@ pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
         let double = weights.info(&format!("{name}.nested_absmax")).is_some();
         return Ok(Some((Layout::Bitsandbytes, Format::Nf4 { double })));
     }
+    if weights.info(&format!("{name}.{FP4_STATE}")).is_some() {
+        let double = weights.info(&format!("{name}.nested_absmax")).is_some();
+        return Ok(Some((Layout::Bitsandbytes, Format::Fp4 { double })));
+    }
     let tag = format!("{name}.{FORMAT}");
     if weights.info(&tag).is_none() {
-        return Ok(None);
+        let other = other::find(weights, name)?;
+        return Ok(other.map(|(tool, format)| (Layout::Other(tool), format)));
     }
     let bytes = weights.read_bytes(&tag)?;
     let text = String::from_utf8_lossy(&bytes).trim_end().to_string();
@@ -57,7 +75,18 @@ pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
     }
 }
 
-/// The tensors that hold a quantized parameter `[rows, columns]`.
+/// The names of the tensors that hold a quantized parameter; also of those that are missing.
+pub fn names(weights: &Weights, layout: Layout, format: Format, name: &str, dims: (usize, usize)) -> Vec<String> {
+    match layout {
+        Layout::Other(tool) => other::names(weights, tool, name),
+        _ => tensors(layout, format, name, dims)
+            .into_iter()
+            .map(|t| t.name)
+            .collect(),
+    }
+}
+
+/// The tensors that hold a quantized parameter `[rows, columns]` in a layout that ft writes.
 pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usize, usize)) -> Vec<TensorPlan> {
     let plan = |name: String, dtype, shape: &[usize]| TensorPlan {
         name,
@@ -70,25 +99,33 @@ pub fn tensors(layout: Layout, format: Format, name: &str, (rows, columns): (usi
         let Some(tensor) = tensor else { continue };
         let groups = columns.div_ceil(format.group(columns));
         all.push(match (part, format) {
-            ("codes", Format::Nf4 { .. }) if layout == Layout::Bitsandbytes => {
+            ("codes", Format::Nf4 { .. } | Format::Fp4 { .. }) if layout == Layout::Bitsandbytes => {
                 plan(tensor, StoredDtype::U8, &[bytes, 1])
             }
             ("codes", Format::Nf4 { .. }) => plan(tensor, StoredDtype::U8, &[bytes]),
             ("codes", _) => plan(tensor, StoredDtype::U8, &[rows, format.stride(columns)]),
             ("scales", Format::Int4 { .. }) => plan(tensor, StoredDtype::U32, &[rows, groups]),
             ("scales", _) => plan(tensor, StoredDtype::F32, &[rows, groups]),
-            ("absmax", Format::Nf4 { double: true }) => plan(tensor, StoredDtype::U8, &[bytes]),
+            ("absmax", Format::Nf4 { double: true } | Format::Fp4 { double: true }) => {
+                plan(tensor, StoredDtype::U8, &[bytes])
+            }
             _ => plan(tensor, StoredDtype::F32, &[bytes / 4]),
         });
     }
     match layout {
         Layout::Ft => all.push(plan(format!("{name}.{FORMAT}"), StoredDtype::U8, &[FORMAT_BYTES])),
+        Layout::Other(_) => {}
         Layout::Bitsandbytes => {
             all.push(plan(format!("{name}.quant_map"), StoredDtype::F32, &[16]));
-            if format == (Format::Nf4 { double: true }) {
+            if matches!(format, Format::Nf4 { double: true } | Format::Fp4 { double: true }) {
                 all.push(plan(format!("{name}.nested_quant_map"), StoredDtype::F32, &[256]));
             }
-            all.push(plan(format!("{name}.{STATE}"), StoredDtype::U8, &[STATE_BYTES]));
+            let state = if matches!(format, Format::Fp4 { .. }) {
+                FP4_STATE
+            } else {
+                STATE
+            };
+            all.push(plan(format!("{name}.{state}"), StoredDtype::U8, &[STATE_BYTES]));
         }
     }
     all
@@ -167,13 +204,16 @@ impl Checked {
     /// Errors: as `read`, except for sizes.
     pub fn new(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format) -> Result<Self> {
         let offset = match layout {
-            Layout::Ft => None,
-            Layout::Bitsandbytes => check_state(weights, p, matrix(p)?)?,
+            Layout::Ft | Layout::Other(_) => None,
+            Layout::Bitsandbytes => check_state(weights, p, format, matrix(p)?)?,
         };
         Ok(Self { layout, format, offset })
     }
 
     pub fn read(&self, weights: &Weights, p: &ParamInfo, decoded: Dtype) -> Result<QMatrix> {
+        if let Layout::Other(tool) = self.layout {
+            return other::read(weights, p, matrix(p)?, tool, self.format, decoded);
+        }
         let take = |part: &str| match (tensor_name(self.layout, &p.name, part), self.offset) {
             (Some(tensor), _) => weights.read_bytes(&tensor),
             (None, Some(offset)) => Ok((offset as f32).to_le_bytes().to_vec()),
@@ -191,8 +231,14 @@ fn matrix(p: &ParamInfo) -> Result<(usize, usize)> {
 }
 
 /// Checks the quantization state; returns the offset of the absmax codes, if any.
-fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)) -> Result<Option<f64>> {
-    let place = format!("{}.{STATE}", p.name);
+fn check_state(
+    weights: &Weights,
+    p: &ParamInfo,
+    format: Format,
+    (rows, columns): (usize, usize),
+) -> Result<Option<f64>> {
+    let floats = matches!(format, Format::Fp4 { .. });
+    let place = format!("{}.{}", p.name, if floats { FP4_STATE } else { STATE });
     let bad = |what: &str, found: String| Error::format(what).at(&place).found(found);
     let state: Value = serde_json::from_slice(&weights.read_bytes(&place)?).map_err(|e| {
         Error::format("the quantization state of this weight (`quant_state` of bitsandbytes) is not valid JSON")
@@ -200,15 +246,22 @@ fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)
             .cause(e)
     })?;
     let is = |key: &str, value: Value| state.get(key).is_none_or(|v| *v == value);
-    if !is("quant_type", json!("nf4")) || !is("blocksize", json!(64)) || !is("nested_blocksize", json!(256)) {
-        return Err(bad("this kind of 4-bit weight is not supported", state.to_string())
-            .expected("nf4 in blocks of 64, their absmax in blocks of 256"));
+    if !is("quant_type", json!(format.name())) || !is("blocksize", json!(64)) || !is("nested_blocksize", json!(256)) {
+        return Err(
+            bad("this kind of 4-bit weight is not supported", state.to_string()).expected(format!(
+                "{} in blocks of 64, their absmax in blocks of 256",
+                format.name()
+            )),
+        );
     }
     if !is("shape", json!([rows, columns])) {
         return Err(bad("config.json and the weights are inconsistent", state.to_string())
             .expected(format!("shape [{rows}, {columns}]")));
     }
-    let (table, nested) = quant::tables();
+    let (mut table, nested) = quant::tables();
+    if floats {
+        table = crate::ops::quantized::FP4_TABLE;
+    }
     for (map, own) in [("quant_map", table.as_slice()), ("nested_quant_map", nested.as_slice())] {
         let name = format!("{}.{map}", p.name);
         if weights.info(&name).is_none() {
@@ -216,7 +269,9 @@ fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)
         }
         let theirs = weights.read_f32(&name)?;
         if theirs.len() != own.len() || theirs.iter().zip(own).any(|(a, b)| (a - b).abs() > 1e-6) {
-            return Err(bad("the value table of a 4-bit weight differs from NF4", name));
+            return Err(
+                bad("the value table of a 4-bit weight is not that of bitsandbytes", name).expected(format.name()),
+            );
         }
     }
     Ok(state.get("nested_offset").and_then(Value::as_f64))
@@ -225,7 +280,7 @@ fn check_state(weights: &Weights, p: &ParamInfo, (rows, columns): (usize, usize)
 /// The `quantization_config` of `config.json` for a directory whose projections have these `formats`.
 pub fn config(layout: Layout, formats: &[Format], decoded: Dtype) -> Value {
     match layout {
-        Layout::Ft => {
+        Layout::Ft | Layout::Other(_) => {
             let mut names: Vec<String> = formats.iter().map(|f| f.tag()).collect();
             names.sort();
             names.dedup();
@@ -244,9 +299,51 @@ pub fn config(layout: Layout, formats: &[Format], decoded: Dtype) -> Value {
     }
 }
 
-/// True if `find` can read the weights of this `quantization_config`.
-pub fn supported(config: &Value) -> bool {
-    let is = |key: &str, value: Value| config.get(key) == Some(&value);
-    let nf4 = is("load_in_4bit", json!(true)) && is("bnb_4bit_quant_type", json!("nf4"));
-    is("quant_method", json!("ft")) || (is("quant_method", json!("bitsandbytes")) && nf4)
+/// Writes all parameters to one file, the quantized ones decoded and in `dtype`.
+///
+/// # Errors
+/// As `read`; the file cannot be written.
+pub fn write_decoded(weights: &Weights, params: &[ParamInfo], dtype: Dtype, path: &Path) -> Result<()> {
+    let stored = match dtype {
+        Dtype::F32 => StoredDtype::F32,
+        Dtype::Bf16 => StoredDtype::Bf16,
+    };
+    let mut plans = Vec::new();
+    for p in params {
+        let dtype = match find(weights, &p.name)? {
+            Some(_) => stored,
+            None => weights.require(&p.name, &p.shape)?.dtype,
+        };
+        plans.push(TensorPlan {
+            name: p.name.to_string(),
+            dtype,
+            shape: p.shape.clone(),
+        });
+    }
+    let phase = progress::phase(
+        "decoding the model",
+        params.iter().map(|p| p.elements()).sum::<usize>(),
+        "parameters",
+    );
+    let mut params = params.iter();
+    write_file(path, &plans, &[], |_, sink| {
+        let Some(p) = params.next() else { return Ok(()) };
+        phase.add(p.elements() as u64);
+        match values(weights, p)? {
+            Some(decoded) => sink(Values::F32(&decoded)),
+            None => sink(Values::Raw(&weights.read_bytes(&p.name)?)),
+        }
+    })?;
+    Ok(())
+}
+
+/// The values of a quantized parameter of the files, f32 `[rows · columns]`; `None`: it is not quantized.
+///
+/// # Errors
+/// As `read`.
+pub fn values(weights: &Weights, p: &ParamInfo) -> Result<Option<Vec<f32>>> {
+    match find(weights, &p.name)? {
+        Some((layout, format)) => Ok(Some(read(weights, p, layout, format, Dtype::F32)?.dequantize())),
+        None => Ok(None),
+    }
 }

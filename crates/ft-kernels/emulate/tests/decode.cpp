@@ -1,5 +1,7 @@
 // Weights stored as codes: a part of the matrix, bit by bit what the formats say, and the product with few tokens.
 #include <array>
+#include <cmath>
+#include <cstring>
 
 #include "kinds.h"
 #include "../../cuda/decode.cu"
@@ -121,12 +123,128 @@ void formats(const Kernels<Int8, T>& int8, const Kernels<Int4, T>& int4, const K
     }
 }
 
+static float e4m3_value(int code) {
+    const int e = code >> 3 & 15, m = code & 7;
+    return (code < 128 ? 1.0f : -1.0f) * (e == 0 ? std::ldexp((float)m, -9) : std::ldexp(1.0f + m / 8.0f, e - 7));
+}
+
+static float e2m1_value(int code) {
+    static const float values[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    return code < 8 ? values[code] : -values[code & 7];
+}
+
+/// To a multiple of the distance of f16 numbers of this size.
+static float to_f16(float x) {
+    if (x == 0.0f) return x;
+    int e;
+    std::frexp(x, &e);
+    const double unit = std::ldexp(1.0, std::max(e, -13) - 11);
+    return std::copysign((float)(std::nearbyint(std::fabs(x) / unit) * unit), x);
+}
+
+/// Codes of other tools, with scales of `scale_type` (0 f32, 1 f16, 2 bf16, 3 power of two).
+template <int CODES, class T>
+void scaled(const char* name, const Kernels<Scaled<CODES>, T>& kernels, int scale_type, int product, uint64_t seed) {
+    constexpr bool NIBBLE = Scaled<CODES>::NIBBLE;
+    for (int columns : {8, 100, 333, 1152}) {
+        const i64 n = 5, stride = (columns + 15) / 16 * 16;
+        Buffer<u8> codes(n * stride);
+        bytes(codes, seed);
+        for (size_t i = 0; i < codes.n; i++) {
+            if (CODES == E4M3 && (codes[i] & 127) == 127) codes[i] ^= 1;
+        }
+        for (int shift : {5, 7, 31}) {
+            const i64 groups = shift == 31 ? 1 : (columns + (1 << shift) - 1) / (1 << shift);
+            const i64 group = shift == 31 ? columns : 1 << shift;
+            Buffer<u8> scales(4 * n * groups), zeros(n * groups);
+            Buffer<u32> order(columns);
+            std::vector<float> values(n * groups);
+            for (i64 i = 0; i < n * groups; i++) {
+                const float x = 0.003f + 0.0007f * i;
+                if (scale_type == 0) {
+                    values[i] = x;
+                    memcpy(&scales[4 * i], &x, 4);
+                } else if (scale_type == 1) {
+                    // Also numbers below the smallest normal one.
+                    const u32 bits = i % 3 == 0 ? 0x0123 + i : 0x1c00 + 37 * i;
+                    scales[2 * i] = bits & 255, scales[2 * i + 1] = bits >> 8;
+                    const int e = bits >> 10, m = bits & 1023;
+                    values[i] = e == 0 ? std::ldexp((float)m, -24) : std::ldexp(1.0f + m / 1024.0f, e - 15);
+                } else if (scale_type == 2) {
+                    values[i] = float_of(bits_of(x) & 0xffff0000u);
+                    scales[2 * i] = bits_of(x) >> 16 & 255, scales[2 * i + 1] = bits_of(x) >> 24;
+                } else {
+                    scales[i] = 120 + i % 9;
+                    values[i] = std::ldexp(1.0f, (int)scales[i] - 127);
+                }
+                zeros[i] = i * 7 % 16;
+            }
+            for (int c = 0; c < columns; c++) order[c] = (c * 5) % groups;
+            for (bool stored : {false, true}) {
+                const int middle = CODES == U4 ? 8 : CODES == U8 ? 128 : 0;
+                const bool has_zeros = stored && (CODES == U4 || CODES == U8);
+                const Scaled<CODES> w{codes.data, scales.data, has_zeros ? zeros.data : nullptr,
+                                      stored ? order.data : nullptr, stride, columns, shift, scale_type, product, middle, 0};
+                weight(name, kernels, w, n, seed, [&](i64 row, i64 column) {
+                    const int byte = codes[row * stride + (NIBBLE ? column / 2 : column)];
+                    const int code = !NIBBLE ? byte : column % 2 ? byte % 16 : byte / 16;
+                    const i64 at = row * groups + (stored ? order[column] : column / group);
+                    const float zero = has_zeros ? zeros[at] : middle;
+                    const float x = CODES == E4M3   ? e4m3_value(code)
+                                    : CODES == E2M1 ? e2m1_value(code)
+                                    : CODES == I8   ? (float)(signed char)code
+                                                    : code - zero;
+                    volatile float y = x * values[at];
+                    if (product == 1) y = to_f16(y);
+                    if (product == 2) {
+                        bf16 rounded;
+                        narrow((float)y, rounded);
+                        y = widen(rounded);
+                    }
+                    if (product == 3) y = y * 7.874015718698502e-3f;
+                    return (float)y;
+                });
+            }
+        }
+    }
+}
+
+template <class T>
+void float_levels(const Kernels<Fp4, T>& kernels, uint64_t seed) {
+    static const float twelfths[8] = {0.0f, 0.0625f, 8.0f, 12.0f, 4.0f, 6.0f, 2.0f, 3.0f};
+    const i64 n = 5;
+    const int columns = 100;
+    Buffer<u8> codes(n * columns / 2);
+    Buffer<float> absmax((n * columns + 63) / 64);
+    bytes(codes, seed);
+    for (size_t i = 0; i < absmax.n; i++) absmax[i] = 0.02f + 0.001f * i;
+    weight("fp4", kernels, Fp4{codes.data, absmax.data, nullptr, nullptr, nullptr, 0.0f, columns}, n, seed, [&](i64 row, i64 column) {
+        const i64 place = row * columns + column;
+        const int code = place % 2 ? codes[place / 2] % 16 : codes[place / 2] / 16;
+        volatile float x = twelfths[code & 7] / 12.0f;
+        x = (code < 8 ? x : -x) * absmax[place / 64];
+        return (float)x;
+    });
+}
+
 #define KERNELS(NAME, T)                                                                                        \
     {decode_##NAME##_##T, few_##NAME##_##T##_1_packed, few_##NAME##_##T##_1_single, few_##NAME##_##T##_8_packed, \
      few_##NAME##_##T##_8_single}
 
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
+        float_levels<float>(KERNELS(fp4, f32), seed);
+        float_levels<bf16>(KERNELS(fp4, bf16), seed);
+        scaled<U4, float>("u4", KERNELS(u4, f32), 1, 1, seed);
+        scaled<U4, bf16>("u4", KERNELS(u4, bf16), 2, 2, seed);
+        scaled<E2M1, float>("e2m1", KERNELS(e2m1, f32), 3, 0, seed);
+        scaled<E2M1, bf16>("e2m1", KERNELS(e2m1, bf16), 3, 0, seed);
+        scaled<U8, float>("u8", KERNELS(u8, f32), 1, 1, seed);
+        scaled<U8, bf16>("u8", KERNELS(u8, bf16), 0, 0, seed);
+        scaled<I8, float>("i8", KERNELS(i8, f32), 0, 3, seed);
+        scaled<I8, bf16>("i8", KERNELS(i8, bf16), 2, 2, seed);
+        scaled<E4M3, float>("e4m3", KERNELS(e4m3, f32), 0, 0, seed);
+        scaled<E4M3, bf16>("e4m3", KERNELS(e4m3, bf16), 2, 2, seed);
         formats<float>(KERNELS(int8, f32), KERNELS(int4, f32), KERNELS(nf4, f32), seed);
         formats<bf16>(KERNELS(int8, bf16), KERNELS(int4, bf16), KERNELS(nf4, bf16), seed);
     }

@@ -7,7 +7,7 @@ use super::gemm::{Matrix, gemm};
 use super::linear::bias_rows;
 use super::memory::{to_f32_vec, write};
 use super::{Arg, FloatType, Gpu, Grid, Name, address, address_of, aligned, eight_bit, narrow};
-use crate::quantized::{FEW, QTensors, ScaleTensors, TILE};
+use crate::quantized::{CodeType, FEW, FP4_TABLE, ProductType, QTensors, ScaleTensors, ScaleType, TILE};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -27,6 +27,9 @@ enum Weight {
     Grouped([u64; 4]),
     /// Addresses of data, absmax, absmax codes, table, absmax scales; offset and columns in one word.
     Nf4([u64; 6]),
+    /// Addresses of codes, scales, zero points (0: none), groups of the columns (0: none), stride; columns and log2 of the
+    /// group size, code type and scale type, rounding and middle code in one word each.
+    Scaled([u64; 8]),
 }
 
 fn pair(low: u32, high: u32) -> u64 {
@@ -49,11 +52,49 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<(&'static str, Weight)> {
             let numbers = [codes, scales, *stride as u64, pair(columns, shift)];
             (name, Weight::Grouped(numbers))
         }
-        ScaleTensors::Nf4 { absmax } => {
+        ScaleTensors::Scaled {
+            kind,
+            stride,
+            group,
+            scales,
+            zeros,
+            order,
+        } => {
+            let shift = if *group < w.columns { group.ilog2() } else { 31 };
+            let optional = |t: &Option<Tensor>, dtype| t.as_ref().map_or(Ok(0), |t| address_of(t, NAME, dtype));
+            let scale = match kind.scale {
+                ScaleType::F32 => 0,
+                ScaleType::F16 => 1,
+                ScaleType::Bf16 => 2,
+                ScaleType::E8m0 => 3,
+            };
+            let product = match kind.product {
+                ProductType::F32 => 0,
+                ProductType::F16 => 1,
+                ProductType::Bf16 => 2,
+                ProductType::Absmax127 => 3,
+            };
+            let numbers = [
+                codes,
+                address_of(scales, NAME, DType::U8)?,
+                optional(zeros, DType::U8)?,
+                optional(order, DType::U32)?,
+                *stride as u64,
+                pair(columns, shift),
+                pair(scale, product),
+                pair(u32::from(kind.code.middle()), 0),
+            ];
+            (name_of(kind.code), Weight::Scaled(numbers))
+        }
+        ScaleTensors::Nf4 { levels, absmax } => {
             let absmax = address_of(absmax, NAME, DType::F32)?;
-            ("nf4", Weight::Nf4([codes, absmax, 0, 0, 0, pair(0, columns)]))
+            (
+                four_bits(levels),
+                Weight::Nf4([codes, absmax, 0, 0, 0, pair(0, columns)]),
+            )
         }
         ScaleTensors::Nf4Double {
+            levels,
             codes: nested,
             table,
             scales,
@@ -67,9 +108,24 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<(&'static str, Weight)> {
                 address_of(scales, NAME, DType::F32)?,
                 pair(offset.to_bits(), columns),
             ];
-            ("nf4", Weight::Nf4(numbers))
+            (four_bits(levels), Weight::Nf4(numbers))
         }
     })
+}
+
+/// The name of codes of other tools in kernel names.
+fn name_of(code: CodeType) -> &'static str {
+    match code {
+        CodeType::U4 => "u4",
+        CodeType::E2m1 => "e2m1",
+        CodeType::U8 => "u8",
+        CodeType::I8 => "i8",
+        CodeType::E4m3 => "e4m3",
+    }
+}
+
+fn four_bits(levels: &[f32; 16]) -> &'static str {
+    if *levels == FP4_TABLE { "fp4" } else { "nf4" }
 }
 
 /// Returns the address of the absmax table, uploaded once per device: there is only one table.
@@ -99,6 +155,7 @@ unsafe fn launch(gpu: &Gpu, kernel: impl Into<Name>, grid: Grid, args: &[Arg], w
     unsafe {
         match weight {
             Weight::Grouped(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
+            Weight::Scaled(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
             Weight::Nf4(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
         }
     }
@@ -209,7 +266,11 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()>
     let from = address(x, "x of a linear")?;
     let codes = address(&w.codes, "a quantized weight")?;
     // Columns in 16 bytes of quantized data.
-    let wide = if format == "int8" { 16 } else { 32 };
+    let wide = match weight {
+        Weight::Scaled(_) => 8,
+        _ if format == "int8" => 16,
+        _ => 32,
+    };
     let form = if inputs.is_multiple_of(wide) && aligned(&[from, codes]) {
         "_packed"
     } else {

@@ -2,7 +2,7 @@
 //! into one bounded buffer, each block for the product that follows; for a few tokens in registers. The dequantized
 //! values are bit-equal to those of the CPU.
 
-use super::{Absmax, BLOCK, NESTED, Products, QData, QMatrixView};
+use super::{Absmax, BLOCK, NESTED, Products, QData, QMatrixView, ScaledData, ScaledKind};
 use crate::cpu::storage::{dims2, expect_dims};
 use candle_core::{DType, Storage, Tensor, WithDType};
 use ft_base::{Error, Result};
@@ -69,11 +69,15 @@ pub enum ScaleTensors {
     },
     /// f32
     Nf4 {
+        /// `NF4_TABLE` or `FP4_TABLE`.
+        levels: &'static [f32; 16],
         /// One value per block of 64 elements.
         absmax: Tensor,
     },
     /// `codes` u8, `scales` f32.
     Nf4Double {
+        /// `NF4_TABLE` or `FP4_TABLE`.
+        levels: &'static [f32; 16],
         /// One code per block of 64 elements.
         codes: Tensor,
         /// The values of the 256 codes.
@@ -82,6 +86,21 @@ pub enum ScaleTensors {
         scales: Tensor,
         /// The mean of the absmax values, subtracted before quantization.
         offset: f32,
+    },
+    /// As `ScaledData`: `scales` and `zeros` u8, `order` u32.
+    Scaled {
+        /// The arithmetic.
+        kind: ScaledKind,
+        /// Bytes from one row of `codes` to the next.
+        stride: usize,
+        /// Columns that share a scale and a zero point.
+        group: usize,
+        /// The bytes of `[O, ceil(I / group)]` scales.
+        scales: Tensor,
+        /// `[O, ceil(I / group)]`
+        zeros: Option<Tensor>,
+        /// `[I]`
+        order: Option<Tensor>,
     },
 }
 
@@ -111,7 +130,29 @@ impl QTensors {
                 let groups = rows * columns.div_ceil((*group).max(1));
                 (rows * stride, vec![(scales, dtype, groups)])
             }
-            ScaleTensors::Nf4 { absmax } => ((rows * columns).div_ceil(2), vec![(absmax, DType::F32, blocks)]),
+            ScaleTensors::Scaled {
+                kind,
+                stride,
+                group,
+                scales,
+                zeros,
+                order,
+            } => {
+                let nibble = kind.code.is_nibble();
+                let width = if nibble { columns.div_ceil(2) } else { columns };
+                let regular = *group >= columns || group.is_power_of_two() && *group >= 32;
+                if *stride < width || *stride % 16 != 0 || !regular {
+                    return Err(Error::shape(
+                        "the rows or groups of a quantized weight do not match its shape",
+                    ));
+                }
+                let groups = rows * columns.div_ceil((*group).max(1));
+                let mut parts = vec![(scales, DType::U8, groups * kind.scale.bytes())];
+                parts.extend(zeros.iter().map(|zeros| (zeros, DType::U8, groups)));
+                parts.extend(order.iter().map(|order| (order, DType::U32, columns)));
+                (rows * stride, parts)
+            }
+            ScaleTensors::Nf4 { absmax, .. } => ((rows * columns).div_ceil(2), vec![(absmax, DType::F32, blocks)]),
             ScaleTensors::Nf4Double { codes, scales, .. } => {
                 let nested = blocks.div_ceil(NESTED);
                 let parts = vec![(codes, DType::U8, blocks), (scales, DType::F32, nested)];
@@ -161,11 +202,33 @@ impl QTensors {
                     scales,
                 })
             }),
-            ScaleTensors::Nf4 { absmax } => slice(absmax, |absmax| {
+            ScaleTensors::Scaled {
+                kind,
+                stride,
+                group,
+                scales,
+                zeros,
+                order,
+            } => slice(scales, |scales| {
+                let data = ScaledData {
+                    kind: *kind,
+                    codes,
+                    stride: *stride,
+                    group: *group,
+                    scales,
+                    zeros: &[],
+                    order: &[],
+                };
+                optional(zeros, |zeros| {
+                    optional(order, |order| f(QData::Scaled(ScaledData { zeros, order, ..data })))
+                })
+            }),
+            ScaleTensors::Nf4 { levels, absmax } => slice(absmax, |absmax| {
                 let absmax = Absmax::Plain(absmax);
-                f(QData::Nf4 { codes, absmax })
+                f(QData::Nf4 { codes, levels, absmax })
             }),
             ScaleTensors::Nf4Double {
+                levels,
                 codes: nested,
                 table,
                 scales,
@@ -178,7 +241,7 @@ impl QTensors {
                         scales,
                         offset: *offset,
                     };
-                    f(QData::Nf4 { codes, absmax })
+                    f(QData::Nf4 { codes, levels, absmax })
                 })
             }),
         })
@@ -243,6 +306,14 @@ fn slice<T: WithDType, R>(t: &Tensor, f: impl FnOnce(&[T]) -> Result<R>) -> Resu
     match (&*storage, layout.contiguous_offsets()) {
         (Storage::Cpu(storage), Some((start, end))) => f(&storage.as_slice::<T>()?[start..end]),
         _ => Err(Error::unsupported("quantized weights are not supported on this device")),
+    }
+}
+
+/// As `slice`; no tensor is an empty slice.
+fn optional<T: WithDType, R>(t: &Option<Tensor>, f: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
+    match t {
+        Some(t) => slice(t, f),
+        None => f(&[]),
     }
 }
 

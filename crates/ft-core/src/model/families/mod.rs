@@ -358,8 +358,10 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
     let off = |v: &Value| v == &Value::Bool(false);
     type Harmless<'a> = &'a dyn Fn(&Value) -> bool;
     let never: Harmless = &|_| false;
-    let options: [(&str, Harmless); 26] = [
-        ("quantization_config", &crate::source::stored::supported),
+    if let Some(quantization) = config.get("quantization_config") {
+        crate::source::stored::check_config(quantization, place)?;
+    }
+    let options: [(&str, Harmless); 25] = [
         ("attention_dropout", &zero),
         ("resid_pdrop", &zero),
         ("embd_pdrop", &zero),

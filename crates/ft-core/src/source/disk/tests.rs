@@ -267,7 +267,7 @@ fn weights_that_are_quantized_in_the_files_come_as_they_are() {
     for layout in [stored::Layout::Bitsandbytes, stored::Layout::Ft] {
         let format = match layout {
             stored::Layout::Bitsandbytes => Format::Nf4 { double: true },
-            stored::Layout::Ft => Format::Int4 { group: 64 },
+            _ => Format::Int4 { group: 64 },
         };
         let dir = TempDir::new().unwrap();
         let all = params(true);

@@ -15,6 +15,7 @@ pub(crate) fn fits(view: &QMatrixView<'_>) -> bool {
     let groups = match view.codes {
         QData::Int8 { group, .. } | QData::Int4 { group, .. } => group % BLOCK == 0,
         QData::Nf4 { .. } => true,
+        QData::Scaled(_) => false,
     };
     view.columns.is_multiple_of(BLOCK) && groups
 }
@@ -97,15 +98,17 @@ unsafe fn wide<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], su
                     halves::<M>(&mut acc, codes.add(j / 2), finish(table, view.bf16), x.add(j), k);
                 }
             }
-            QData::Nf4 { codes, absmax } => {
+            QData::Nf4 { codes, levels, absmax } => {
                 let codes = codes.as_ptr().add(row * k / 2);
-                let levels = _mm512_loadu_ps(super::NF4_TABLE.as_ptr());
+                let levels = _mm512_loadu_ps(levels.as_ptr());
                 for j in (0..k).step_by(BLOCK) {
                     let scale = absmax.get((row * k + j) / BLOCK);
                     let table = _mm512_mul_ps(levels, _mm512_set1_ps(scale));
                     halves::<M>(&mut acc, codes.add(j / 2), finish(table, view.bf16), x.add(j), k);
                 }
             }
+            // Refused by `fits`.
+            QData::Scaled(_) => {}
         }
         let split = !matches!(view.codes, QData::Int8 { .. });
         for (sums, acc) in sums.iter_mut().zip(acc) {

@@ -9,7 +9,7 @@ pub(crate) mod tests;
 mod vectors;
 
 use super::product::VectorIsa;
-use crate::quantized::{QMatrixView, ScaleRun};
+use crate::quantized::{QData, QMatrixView, ScaleRun};
 
 /// The 16 levels of NF4 (Dettmers et al. 2023, arXiv 2305.14314, appendix E).
 pub const NF4_TABLE: [f32; 16] = [
@@ -29,6 +29,26 @@ pub const NF4_TABLE: [f32; 16] = [
     0.562_617,
     0.722_956_84,
     1.0,
+];
+
+/// The 16 levels of FP4 as bitsandbytes orders them: sign, then 2 exponent bits and 1 mantissa bit, divided by 12.
+pub const FP4_TABLE: [f32; 16] = [
+    0.0,
+    0.005_208_333_5,
+    0.666_666_7,
+    1.0,
+    0.333_333_34,
+    0.5,
+    0.166_666_67,
+    0.25,
+    -0.0,
+    -0.005_208_333_5,
+    -0.666_666_7,
+    -1.0,
+    -0.333_333_34,
+    -0.5,
+    -0.166_666_67,
+    -0.25,
 ];
 
 /// Dequantizes columns `start..start + to.len()` of row `row`. The CPU must have the instructions of `isa`; `None`
@@ -62,6 +82,11 @@ trait Kernel {
 #[inline(always)]
 fn runs<K: Kernel>(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f32]) {
     let bytes = view.bytes();
+    if let QData::Scaled(data) = view.codes
+        && !data.order.is_empty()
+    {
+        return data.ordered(view.columns, row, start, view.bf16, to);
+    }
     let mut done = 0;
     while done < to.len() {
         let (n, run) = view.run(row, start + done, to.len() - done);
@@ -70,6 +95,11 @@ fn runs<K: Kernel>(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f
         match run {
             // SAFETY: promised by the caller of `dequantize`.
             ScaleRun::Int8(at, scale) => unsafe { K::int8(&bytes[at..at + n], scale, view.bf16, to) },
+            ScaleRun::Bytes(at, scale, zero) => {
+                if let QData::Scaled(data) = view.codes {
+                    data.bytes(&bytes[at..at + n], (scale, zero), view.bf16, to);
+                }
+            }
             ScaleRun::Nibbles(mut at, table) => {
                 if at % 2 == 1 {
                     to[0] = table[(bytes[at / 2] & 15) as usize];
@@ -92,6 +122,16 @@ fn runs<K: Kernel>(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f
 pub(crate) fn round_bf16(x: f32) -> f32 {
     let bits = x.to_bits();
     f32::from_bits((bits + (0x7FFF + (bits >> 16 & 1))) & 0xFFFF_0000)
+}
+
+/// Returns the nearest f16, ties to even, as f32. For numbers that f16 can hold.
+#[inline(always)]
+pub(crate) fn round_f16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let normal = f32::from_bits((bits + (0x0FFF + (bits >> 13 & 1))) & 0xFFFF_E000);
+    // Below 2^-14 the distance of two numbers is 2^-24, as that of f32 above 0.5.
+    let small = ((x.abs() + 0.5) - 0.5).copysign(x);
+    if x.abs() < 6.103_515_6e-5 { small } else { normal }
 }
 
 #[inline(always)]

@@ -2,7 +2,7 @@
 
 use super::super::product::CpuBackend;
 use super::*;
-use crate::quantized::{Absmax, QData};
+use crate::quantized::{Absmax, CodeType, ProductType, QData, ScaleType, ScaledData, ScaledKind};
 
 /// Random quantized data and scales for a weight `[rows, columns]`.
 pub(crate) struct Random {
@@ -12,6 +12,11 @@ pub(crate) struct Random {
     scales: Vec<f32>,
     words: Vec<u32>,
     table: [f32; 256],
+    /// Scales of two bytes, f16 or bf16.
+    halves: [Vec<u8>; 2],
+    bytes: Vec<u8>,
+    exponents: Vec<u8>,
+    order: Vec<u32>,
 }
 
 impl Random {
@@ -24,14 +29,35 @@ impl Random {
             state >> 8
         };
         let mut unit = || next() as f32 / (1 << 24) as f32;
-        let scales = (0..n).map(|_| 0.01 + unit()).collect();
+        let scales: Vec<f32> = (0..n).map(|_| 0.01 + unit()).collect();
         let word = |scale: f32, minimum: f32| scale.to_bits() >> 16 | (minimum.to_bits() & 0xFFFF_0000);
         let words = (0..n).map(|_| word(0.01 + unit(), unit() - 0.5)).collect();
         let table = std::array::from_fn(|_| unit());
+        let small: Vec<f32> = (0..n).map(|_| 0.002 * (unit() - 0.5)).collect();
+        let halves = [
+            small
+                .iter()
+                .flat_map(|x| half::f16::from_f32(*x).to_le_bytes())
+                .collect(),
+            small
+                .iter()
+                .flat_map(|x| half::bf16::from_f32(*x).to_le_bytes())
+                .collect(),
+        ];
+        let groups = columns.div_ceil(32) as f32;
+        let order = (0..columns).map(|_| (unit() * groups) as u32).collect();
         Self {
+            bytes: scales.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            exponents: (0..n).map(|_| 115 + (unit() * 10.0) as u8).collect(),
+            halves,
+            order,
             rows,
             columns,
-            codes: (0..n).map(|_| (unit() * 256.0) as u8).collect(),
+            // Without the two NaN of E4M3.
+            codes: (0..n)
+                .map(|_| (unit() * 256.0) as u8)
+                .map(|c| if c & 127 == 127 { c - 1 } else { c })
+                .collect(),
             scales,
             words,
             table,
@@ -60,13 +86,55 @@ impl Random {
             offset: 0.25,
         };
         let plain = Absmax::Plain(&self.scales);
+        let scaled = |code, product, group, zeros: bool, order: bool| {
+            let (scale, scales) = match product {
+                ProductType::F16 => (ScaleType::F16, &self.halves[0]),
+                ProductType::Bf16 => (ScaleType::Bf16, &self.halves[1]),
+                _ if code == CodeType::E2m1 => (ScaleType::E8m0, &self.exponents),
+                _ => (ScaleType::F32, &self.bytes),
+            };
+            QData::Scaled(ScaledData {
+                kind: ScaledKind { code, scale, product },
+                codes,
+                stride,
+                group,
+                scales,
+                zeros: if zeros { codes } else { &[] },
+                order: if order { &self.order } else { &[] },
+            })
+        };
+        use {CodeType::*, ProductType as By};
         let all = [
+            scaled(U4, By::F16, 32, true, false),
+            scaled(U4, By::F16, 32, true, true),
+            scaled(U4, By::Bf16, 128, false, false),
+            scaled(U4, By::F32, self.columns, false, false),
+            scaled(E2m1, By::F32, 32, false, false),
+            scaled(U8, By::F16, 64, true, false),
+            scaled(U8, By::Bf16, 32, true, true),
+            scaled(I8, By::Bf16, self.columns, false, false),
+            scaled(I8, By::Absmax127, self.columns, false, false),
+            scaled(E4m3, By::F32, 128, false, false),
+            scaled(E4m3, By::Bf16, self.columns, false, false),
+            QData::Nf4 {
+                codes,
+                levels: &FP4_TABLE,
+                absmax,
+            },
             int8(self.columns),
             int8(128),
             int4(64),
             int4(128),
-            QData::Nf4 { codes, absmax },
-            QData::Nf4 { codes, absmax: plain },
+            QData::Nf4 {
+                codes,
+                levels: &NF4_TABLE,
+                absmax,
+            },
+            QData::Nf4 {
+                codes,
+                levels: &NF4_TABLE,
+                absmax: plain,
+            },
         ];
         let view = |codes, bf16| QMatrixView {
             rows: self.rows,
@@ -104,7 +172,36 @@ fn by_hand(view: &QMatrixView<'_>, row: usize, column: usize) -> f32 {
             let (scale, minimum) = (f32::from_bits(word << 16), f32::from_bits(word >> 16 << 16));
             (half(&codes[row * stride..], column) as f64 * scale as f64 + minimum as f64) as f32
         }
-        QData::Nf4 { codes, absmax } => {
+        QData::Scaled(s) => {
+            let code = if s.kind.code.is_nibble() {
+                half(&s.codes[row * s.stride..], column) as u8
+            } else {
+                s.codes[row * s.stride + column]
+            };
+            let group = s.order.get(column).map_or(column / s.group, |g| *g as usize);
+            let at = row * view.columns.div_ceil(s.group) + group;
+            let zero = s.zeros.get(at).copied().unwrap_or(s.kind.code.middle());
+            let (size, bytes) = (s.kind.scale.bytes(), s.scales);
+            let two = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]);
+            let scale = match s.kind.scale {
+                ScaleType::F32 => f32::from_le_bytes(bytes[size * at..][..4].try_into().unwrap()),
+                ScaleType::F16 => half::f16::from_bits(two(&bytes[size * at..])).to_f32(),
+                ScaleType::Bf16 => half::bf16::from_bits(two(&bytes[size * at..])).to_f32(),
+                ScaleType::E8m0 => 2f32.powi(i32::from(bytes[at]) - 127),
+            };
+            let level = match s.kind.code {
+                CodeType::I8 => f32::from(code as i8),
+                other => other.level(code) - f32::from(zero),
+            };
+            let product = level * scale;
+            match s.kind.product {
+                ProductType::F32 => product,
+                ProductType::F16 => half::f16::from_f32(product).to_f32(),
+                ProductType::Bf16 => half::bf16::from_f32(product).to_f32(),
+                ProductType::Absmax127 => product * (1.0 / 127.0),
+            }
+        }
+        QData::Nf4 { codes, levels, absmax } => {
             let at = row * view.columns + column;
             let absmax = match absmax {
                 Absmax::Plain(values) => values[at / 64],
@@ -115,7 +212,7 @@ fn by_hand(view: &QMatrixView<'_>, row: usize, column: usize) -> f32 {
                     offset,
                 } => table[codes[at / 64] as usize] * scales[at / 64 / 256] + offset,
             };
-            NF4_TABLE[half(codes, at)] * absmax
+            levels[half(codes, at)] * absmax
         }
     };
     if view.bf16 {

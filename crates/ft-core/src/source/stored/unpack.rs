@@ -1,0 +1,123 @@
+//! Reorders packed codes: rows of outputs, a row a multiple of 16 bytes, the first of two 4-bit codes in the high half.
+
+use rayon::prelude::*;
+
+/// Rows that a task reorders together: neighbors in the file.
+const ROWS: usize = 16;
+
+/// Little-endian words `[rows, width]`.
+pub(super) struct Words<'a> {
+    bytes: &'a [u8],
+    width: usize,
+    /// Added to each word.
+    plus: u32,
+}
+
+impl<'a> Words<'a> {
+    pub fn new(bytes: &'a [u8], width: usize, plus: u32) -> Self {
+        Self { bytes, width, plus }
+    }
+
+    pub fn word(&self, row: usize, column: usize) -> u32 {
+        let at = 4 * (row * self.width + column);
+        let bytes = self.bytes.get(at..at + 4).and_then(|b| b.try_into().ok());
+        u32::from_le_bytes(bytes.unwrap_or_default()).wrapping_add(self.plus)
+    }
+
+    /// Code number `at` of a row, of 4 or 8 bits, the first in the lowest bits.
+    pub fn code(&self, row: usize, at: usize, bits: usize) -> u8 {
+        let each = 32 / bits;
+        (self.word(row, at / each) >> (at % each * bits)) as u8 & (255 >> (8 - bits))
+    }
+}
+
+/// The place of output `row` among the codes of an AWQ row: the even ones of eight come first.
+pub(super) fn awq_place(row: usize) -> usize {
+    const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+    row / 8 * 8 + PLACES[row % 8]
+}
+
+/// Exchanges the halves of a byte: files have the first of two codes in the low half.
+fn exchanged(byte: u8) -> u8 {
+    byte.rotate_left(4)
+}
+
+/// Words `[down, rows]` to rows of codes.
+pub(super) fn transpose_words(words: &[u8], (rows, down): (usize, usize), stride: usize, nibbles: bool) -> Vec<u8> {
+    let mut out = vec![0u8; rows * stride];
+    out.par_chunks_mut((ROWS * stride).max(1))
+        .enumerate()
+        .for_each(|(part, out)| {
+            for word in 0..down {
+                for (i, to) in out.chunks_exact_mut(stride).enumerate() {
+                    let from = &words[4 * (word * rows + part * ROWS + i)..][..4];
+                    for (to, from) in to[4 * word..].iter_mut().zip(from) {
+                        *to = if nibbles { exchanged(*from) } else { *from };
+                    }
+                }
+            }
+        });
+    out
+}
+
+/// A matrix `[rows, columns]` of elements of `size` bytes to `[columns, rows]`.
+pub(super) fn transpose(from: &[u8], (rows, columns): (usize, usize), size: usize) -> Vec<u8> {
+    let mut out = Vec::with_capacity(from.len());
+    for column in 0..columns {
+        for row in 0..rows {
+            out.extend_from_slice(&from[size * (row * columns + column)..][..size]);
+        }
+    }
+    out
+}
+
+/// A matrix of bytes.
+pub(super) fn table((rows, columns): (usize, usize), of: impl Fn(usize, usize) -> u8) -> Vec<u8> {
+    let mut out = Vec::with_capacity(rows * columns);
+    for row in 0..rows {
+        out.extend((0..columns).map(|column| of(row, column)));
+    }
+    out
+}
+
+/// Rows of 4-bit codes.
+pub(super) fn nibbles(
+    (rows, columns): (usize, usize),
+    stride: usize,
+    code: impl Fn(usize, usize) -> u8 + Sync,
+) -> Vec<u8> {
+    let mut out = vec![0u8; rows * stride];
+    out.par_chunks_mut((ROWS * stride).max(1))
+        .enumerate()
+        .for_each(|(part, out)| {
+            for column in 0..columns {
+                for (i, to) in out.chunks_exact_mut(stride).enumerate() {
+                    let code = code(part * ROWS + i, column);
+                    to[column / 2] |= if column % 2 == 0 { code << 4 } else { code };
+                }
+            }
+        });
+    out
+}
+
+/// Rows that follow each other without a gap, with `stride` bytes each.
+pub(super) fn rows(from: &[u8], (rows, columns): (usize, usize), stride: usize, nibbles: bool) -> Vec<u8> {
+    let width = if nibbles { columns.div_ceil(2) } else { columns };
+    let between = from.len() / rows.max(1);
+    let mut out = vec![0u8; rows * stride];
+    if between == 0 || stride == 0 {
+        return out;
+    }
+    out.par_chunks_mut(stride)
+        .zip(from.par_chunks(between))
+        .for_each(|(to, from)| {
+            for (to, from) in to.iter_mut().zip(&from[..width.min(between)]) {
+                *to = if nibbles { exchanged(*from) } else { *from };
+            }
+            // A code after the last column, which the file may pad with anything.
+            if nibbles && columns % 2 == 1 {
+                to[columns / 2] &= 0xF0;
+            }
+        });
+    out
+}

@@ -1,0 +1,362 @@
+//! Models in the files of other tools: LoRA keeps their codes, everything else trains and exports the decoded values.
+
+use crate::bench::{Bench, number, said};
+use ft::formats::StoredDtype;
+use ft::formats::config::Config;
+use ft::formats::weights::Weights;
+use ft::formats::writer::{TensorPlan, Values, write_file};
+use ft::model::families;
+use ft::recipe::Dtype;
+use ft::source::{ParamInfo, policy, stored};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+
+/// The tensors of a quantized weight: suffix, type, shape, bytes.
+type Parts = Vec<(&'static str, StoredDtype, Vec<usize>, Vec<u8>)>;
+
+fn bytes_of<T, const N: usize>(values: impl IntoIterator<Item = T>, f: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+    values.into_iter().flat_map(f).collect()
+}
+
+/// Codes of 4 bits around 8, and the step of each group, `[O, groups]`.
+fn steps(values: &[f32], columns: usize, group: usize) -> (Vec<u8>, Vec<f32>) {
+    let groups = values.chunks(columns).flat_map(|row| row.chunks(group));
+    let steps: Vec<f32> = groups
+        .map(|g| g.iter().fold(1e-6f32, |m, x| m.max(x.abs())) / 7.0)
+        .collect();
+    let rows = values.chunks(columns).enumerate();
+    let width = columns.div_ceil(group);
+    let code = |row: usize, c: usize, x: f32| (x / steps[row * width + c / group]).round().clamp(-8.0, 7.0) as i32 + 8;
+    let codes = rows.flat_map(|(row, xs)| xs.iter().enumerate().map(move |(c, x)| (row, c, *x)));
+    let codes = codes.map(|(row, c, x)| code(row, c, x) as u8).collect();
+    (codes, steps)
+}
+
+/// Words of eight codes of 4 bits, `at(word, i)` being code number i of a word.
+fn words(count: usize, at: impl Fn(usize, usize) -> u8) -> Vec<u8> {
+    bytes_of(0..count, |w| {
+        (0..8)
+            .fold(0u32, |word, i| word | u32::from(at(w, i)) << (4 * i))
+            .to_le_bytes()
+    })
+}
+
+fn f16s(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
+    bytes_of(values, |x| half::f16::from_f32(x).to_le_bytes())
+}
+
+fn gptq(values: &[f32], (o, i): (usize, usize)) -> Parts {
+    let (codes, steps) = steps(values, i, 32);
+    let g = i / 32;
+    vec![
+        (
+            "qweight",
+            StoredDtype::I32,
+            vec![i / 8, o],
+            words(i / 8 * o, |w, k| codes[w % o * i + w / o * 8 + k]),
+        ),
+        ("qzeros", StoredDtype::I32, vec![g, o / 8], words(g * o / 8, |_, _| 7)),
+        (
+            "scales",
+            StoredDtype::F16,
+            vec![g, o],
+            f16s((0..g * o).map(|at| steps[at % o * g + at / o])),
+        ),
+        (
+            "g_idx",
+            StoredDtype::I32,
+            vec![i],
+            bytes_of(0..i, |c| (c as i32 / 32).to_le_bytes()),
+        ),
+    ]
+}
+
+fn awq(values: &[f32], (o, i): (usize, usize)) -> Parts {
+    const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+    let (codes, steps) = steps(values, i, 32);
+    let g = i / 32;
+    vec![
+        (
+            "qweight",
+            StoredDtype::I32,
+            vec![i, o / 8],
+            words(i * o / 8, |w, k| codes[(w % (o / 8) * 8 + ORDER[k]) * i + w / (o / 8)]),
+        ),
+        ("qzeros", StoredDtype::I32, vec![g, o / 8], words(g * o / 8, |_, _| 8)),
+        (
+            "scales",
+            StoredDtype::F16,
+            vec![g, o],
+            f16s((0..g * o).map(|at| steps[at % o * g + at / o])),
+        ),
+    ]
+}
+
+fn packed(values: &[f32], (o, i): (usize, usize)) -> Parts {
+    let (codes, steps) = steps(values, i, 32);
+    let bf16s = bytes_of(steps, |x| half::bf16::from_f32(x).to_le_bytes());
+    vec![
+        (
+            "weight_packed",
+            StoredDtype::I32,
+            vec![o, i / 8],
+            words(o * i / 8, |w, k| codes[8 * w + k]),
+        ),
+        ("weight_scale", StoredDtype::Bf16, vec![o, i / 32], bf16s),
+        (
+            "weight_shape",
+            StoredDtype::I64,
+            vec![2],
+            bytes_of([o as i64, i as i64], i64::to_le_bytes),
+        ),
+    ]
+}
+
+fn int8(values: &[f32], (o, i): (usize, usize)) -> Parts {
+    let most: Vec<f32> = values
+        .chunks(i)
+        .map(|r| r.iter().fold(1e-6f32, |m, x| m.max(x.abs())))
+        .collect();
+    let codes = values
+        .iter()
+        .enumerate()
+        .map(|(at, x)| (127.0 * x / most[at / i]).round() as i8 as u8)
+        .collect();
+    vec![
+        ("weight", StoredDtype::I8, vec![o, i], codes),
+        ("SCB", StoredDtype::F32, vec![o], bytes_of(most, f32::to_le_bytes)),
+    ]
+}
+
+fn fp8(values: &[f32], (o, i): (usize, usize)) -> Parts {
+    // A sign, 4 bits of exponent, 3 of mantissa: the f32 with fewer bits.
+    let code = |x: f32| {
+        let bits = (x.abs() / 0.002).clamp(0.02, 440.0).to_bits();
+        ((bits >> 20) - (120 << 3)) as u8 | if x < 0.0 { 0x80 } else { 0 }
+    };
+    let grid = [o.div_ceil(32), i.div_ceil(32)];
+    let scales = bytes_of(0..grid[0] * grid[1], |n| (0.002 + 1e-5 * n as f32).to_le_bytes());
+    vec![
+        (
+            "weight",
+            StoredDtype::F8E4M3,
+            vec![o, i],
+            values.iter().map(|x| code(*x)).collect(),
+        ),
+        ("weight_scale_inv", StoredDtype::F32, grid.to_vec(), scales),
+    ]
+}
+
+type Writer = fn(&[f32], (usize, usize)) -> Parts;
+
+fn models() -> Vec<(&'static str, Value, Writer)> {
+    vec![
+        (
+            "gptq",
+            json!({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": false, "sym": true}),
+            gptq as Writer,
+        ),
+        (
+            "awq",
+            json!({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": true, "version": "gemm"}),
+            awq as Writer,
+        ),
+        (
+            "packed",
+            json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0":
+            {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}}}),
+            packed as Writer,
+        ),
+        (
+            "int8",
+            json!({"quant_method": "bitsandbytes", "load_in_8bit": true}),
+            int8 as Writer,
+        ),
+        (
+            "fp8",
+            json!({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}),
+            fp8 as Writer,
+        ),
+    ]
+}
+
+/// A bench whose model is the tiny one of `assets`: its sizes are whole groups.
+fn bench() -> Bench {
+    let bench = Bench::new();
+    fs::remove_dir_all(bench.path("model")).unwrap();
+    crate::bench::copy_all(
+        &Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny"),
+        &bench.path("model"),
+    );
+    bench
+}
+
+fn params(model: &Path) -> Vec<ParamInfo> {
+    families::read(&Config::read(model).unwrap()).unwrap().params()
+}
+
+/// Writes `name` with the projections of `model` quantized, and `name-decoded` with their decoded values.
+fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer) {
+    let (from, to) = (bench.path("model"), bench.path(name));
+    crate::bench::copy_all(&from, &to);
+    let decoded = bench.path(&format!("{name}-decoded"));
+    crate::bench::copy_all(&from, &decoded);
+    let weights = Weights::open(&from).unwrap();
+    let params = params(&from);
+    let mut tensors = Vec::new();
+    for p in &params {
+        let base = p.name.trim_end_matches(".weight");
+        let parts = if policy::is_projection(p) {
+            writer(&weights.read_f32(&p.name).unwrap(), (p.shape[0], p.shape[1]))
+        } else {
+            let info = weights.info(&p.name).unwrap();
+            vec![(
+                "weight",
+                info.dtype,
+                info.shape.clone(),
+                weights.read_bytes(&p.name).unwrap(),
+            )]
+        };
+        let named = |suffix: &str| {
+            if policy::is_projection(p) {
+                format!("{base}.{suffix}")
+            } else {
+                p.name.to_string()
+            }
+        };
+        tensors.extend(parts.into_iter().map(|(suffix, dtype, shape, bytes)| {
+            let name = named(suffix);
+            (TensorPlan { name, dtype, shape }, bytes)
+        }));
+    }
+    let plans: Vec<TensorPlan> = tensors.iter().map(|(plan, _)| plan.clone()).collect();
+    fs::remove_file(to.join("model.safetensors")).unwrap();
+    write_file(&to.join("model.safetensors"), &plans, &[], |plan, sink| {
+        let (_, bytes) = tensors.iter().find(|(p, _)| p.name == plan.name).unwrap();
+        sink(Values::Raw(bytes))
+    })
+    .unwrap();
+    let mut config: Value = serde_json::from_slice(&fs::read(from.join("config.json")).unwrap()).unwrap();
+    config["quantization_config"] = quantization.clone();
+    fs::write(to.join("config.json"), config.to_string()).unwrap();
+    fs::remove_file(decoded.join("model.safetensors")).unwrap();
+    let weights = Weights::open(&to).unwrap();
+    stored::write_decoded(&weights, &params, Dtype::F32, &decoded.join("model.safetensors")).unwrap();
+}
+
+fn losses(bench: &Bench, name: &str, more: &[&str]) -> Vec<f64> {
+    let out = format!("train.output_dir={name}");
+    bench.train(
+        &[
+            &[&out, "train.max_steps=2", "train.gradient_accumulation_steps=1"],
+            more,
+        ]
+        .concat(),
+    );
+    bench.steps(name).iter().map(|line| number(line, "loss")).collect()
+}
+
+#[test]
+fn adapters_train_on_the_files_of_other_tools() {
+    for (name, quantization, writer) in models() {
+        let bench = bench();
+        quantize(&bench, name, &quantization, writer);
+        let (coded, decoded) = (format!("model.path={name}"), format!("model.path={name}-decoded"));
+        let lora =
+            |run: &str, more: &[&str]| losses(&bench, run, &[&["tune.method=lora", "tune.lora.r=4"], more].concat());
+        let want = lora("want", &[&decoded]);
+        assert_eq!(want.len(), 2);
+        for tier in ["device", "disk"] {
+            let tier_key = format!("memory.tier={tier}");
+            let got = lora(tier, &[&coded, &tier_key]);
+            for (a, b) in got.iter().zip(&want) {
+                assert!((a - b).abs() < 1e-5, "{name} {tier}: {got:?} {want:?}");
+            }
+        }
+        // In bf16 both have the same rounded weights.
+        let (got, want) = (
+            lora("bf16", &[&coded, "model.dtype=bf16"]),
+            lora("want-bf16", &[&decoded, "model.dtype=bf16"]),
+        );
+        for (a, b) in got.iter().zip(&want) {
+            assert!((a - b).abs() < 1e-5, "{name} bf16: {got:?} {want:?}");
+        }
+        // Merged into the decoded values; the directory is not quantized.
+        let merged = bench.ft(&["merge", "--model", name, "--adapter", "device/final", "--out", "merged"]);
+        assert!(merged.status.success(), "{name}: {}", said(&merged));
+        let config: Value = serde_json::from_slice(&fs::read(bench.path("merged/config.json")).unwrap()).unwrap();
+        assert!(config.get("quantization_config").is_none(), "{name}");
+        let all = Weights::open(&bench.path("merged")).unwrap();
+        assert!(
+            all.names().all(|n| all.info(n).unwrap().dtype == StoredDtype::Bf16),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn everything_else_trains_the_decoded_values() {
+    let bench = bench();
+    let (name, quantization, writer) = models().swap_remove(0);
+    quantize(&bench, name, &quantization, writer);
+    for method in ["full", "block"] {
+        let method = format!("tune.method={method}");
+        for tier in ["memory.tier=device", "memory.tier=disk"] {
+            let more =
+                |model: &'static str| [model, "memory.frozen_weights=f32", method.as_str(), tier].map(String::from);
+            let run = |run: &str, more: [String; 4]| losses(&bench, run, &more.each_ref().map(String::as_str));
+            let (coded, decoded) = (format!("{method}-{tier}"), format!("{method}-{tier}-want"));
+            let (got, want) = (
+                run(&coded, more("model.path=gptq")),
+                run(&decoded, more("model.path=gptq-decoded")),
+            );
+            assert_eq!(got, want, "{method} {tier}");
+            let config = fs::read_to_string(bench.path(&coded).join("final/config.json")).unwrap();
+            assert!(!config.contains("quantization_config"), "{config}");
+            assert!(!bench.path(&coded).join("decoded").exists());
+        }
+    }
+    let plan = bench.ft(&["plan", "--recipe", "r.toml", "model.path=gptq", "tune.method=full"]);
+    assert!(
+        plan.status.success() && said(&plan).contains("decoded"),
+        "{}",
+        said(&plan)
+    );
+}
+
+/// A file that ends too early, and one without scales: an error, and no run directory with results.
+#[test]
+fn damaged_files_of_other_tools_are_refused() {
+    let bench = bench();
+    let (name, quantization, writer) = models().swap_remove(0);
+    quantize(&bench, name, &quantization, writer);
+    let file = bench.path("gptq/model.safetensors");
+    let whole = fs::read(&file).unwrap();
+    let train = [
+        "train",
+        "--recipe",
+        "r.toml",
+        "model.path=gptq",
+        "tune.method=lora",
+        "train.output_dir=out",
+    ];
+    fs::write(&file, &whole[..whole.len() - 100]).unwrap();
+    let cut = bench.ft(&train);
+    assert!(
+        !cut.status.success() && said(&cut).starts_with("error:"),
+        "{}",
+        said(&cut)
+    );
+    let at = whole.windows(13).position(|w| w == b"q_proj.scales").unwrap();
+    let mut renamed = whole.clone();
+    renamed[at..at + 13].copy_from_slice(b"q_proj.scaleX");
+    fs::write(&file, renamed).unwrap();
+    let missing = bench.ft(&train);
+    let said = said(&missing);
+    assert!(
+        !missing.status.success() && said.contains("q_proj.scales") && said.contains("missing"),
+        "{said}"
+    );
+    assert!(!bench.path("out/final").exists());
+}

@@ -149,9 +149,12 @@ pub fn screen(recipe: &Recipe) -> Result<Option<Screen>> {
 
 fn screen_of(recipe: &Recipe, new: fn(ScreenSpec) -> Result<Option<Screen>>) -> Result<Option<Screen>> {
     let keys = &recipe.data.quality;
-    let at = |e: crate::base::Error| match keys.decontaminate.is_empty() {
-        true => e,
-        false => e.after("`data.decontaminate`"),
+    let at = |e: crate::base::Error| {
+        if keys.decontaminate.is_empty() {
+            e
+        } else {
+            e.after("`data.decontaminate`")
+        }
     };
     let sources = sources(recipe, RowSet::Files(&keys.decontaminate)).map_err(at)?;
     let files = sources.into_iter().flat_map(|source| source.files).collect();

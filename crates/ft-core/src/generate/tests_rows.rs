@@ -18,9 +18,12 @@ use std::sync::Arc;
 /// Returns the network of `tests::network` with quantized projections.
 fn quantized(format: Format, dtype: Dtype) -> Network {
     let spec = spec();
-    let storage = |p: &crate::source::ParamInfo| match policy::is_projection(p) {
-        true => Storage::Quantized(format, dtype),
-        false => Storage::Dense(dtype),
+    let storage = |p: &crate::source::ParamInfo| {
+        if policy::is_projection(p) {
+            Storage::Quantized(format, dtype)
+        } else {
+            Storage::Dense(dtype)
+        }
     };
     let source =
         Resident::random_stored(spec.params(), 11, spec.initializer_range, 1.0, storage, &Device::Cpu).unwrap();
@@ -76,9 +79,10 @@ fn cached_logits_are_those_of_the_whole_sequence() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
         for (name, network) in networks(dtype) {
             let exact = errors(&network, KvDtype::F32);
-            let (steps, bound) = match CpuBackend::current().packs_bf16() && dtype == Dtype::Bf16 {
-                true => (exact.len() / 10, STEP),
-                false => (0, ORDER),
+            let (steps, bound) = if CpuBackend::current().packs_bf16() && dtype == Dtype::Bf16 {
+                (exact.len() / 10, STEP)
+            } else {
+                (0, ORDER)
             };
             let off = exact.iter().filter(|e| **e > ORDER).count();
             let worst = exact.iter().fold(0f32, |m, e| m.max(*e));

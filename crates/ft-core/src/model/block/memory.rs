@@ -125,9 +125,10 @@ impl<'a> LayerMemory<'a> {
     fn gpu_partial_sums(&self) -> u64 {
         let LayerMemorySettings { spec, tokens, .. } = self.settings;
         let parts = attention::gpu_backward_parts(spec.heads, spec.kv_heads_of(self.index), tokens);
-        match self.settings.on_gpu && self.settings.element == 2 && parts > 1 {
-            true => (2 * 4 * parts * tokens * spec.kv_width(self.index)) as u64,
-            false => 0,
+        if self.settings.on_gpu && self.settings.element == 2 && parts > 1 {
+            (2 * 4 * parts * tokens * spec.kv_width(self.index)) as u64
+        } else {
+            0
         }
     }
 
@@ -243,12 +244,11 @@ impl<'a> LayerMemory<'a> {
         let input = self.mlp_input(l);
         let (x2, parts) = self.mlp(l, keep);
         l.free_all(input);
-        let x1 = match keep && !self.settings.spec.parallel {
-            true => Some(l.relabel(x1, Activations)),
-            false => {
-                l.free(x1);
-                None
-            }
+        let x1 = if keep && !self.settings.spec.parallel {
+            Some(l.relabel(x1, Activations))
+        } else {
+            l.free(x1);
+            None
         };
         let (y, x2) = self.end(l, x2);
         l.free(copies);
@@ -394,12 +394,11 @@ impl<'a> LayerMemory<'a> {
                     }
                     None => (None, SavedPiecesMemory::new()),
                 };
-                let x1 = match self.settings.spec.parallel {
-                    true => {
-                        l.free(x1);
-                        None
-                    }
-                    false => Some(x1),
+                let x1 = if self.settings.spec.parallel {
+                    l.free(x1);
+                    None
+                } else {
+                    Some(x1)
                 };
                 (x1, attention, parts, x2)
             }
@@ -432,9 +431,10 @@ impl<'a> LayerMemory<'a> {
         }
         let spec = self.settings.spec;
         let input_wanted = || spec.norms.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
-        let need_input = match spec.parallel {
-            false => attention_needed,
-            true => need_dx || input_wanted(),
+        let need_input = if spec.parallel {
+            need_dx || input_wanted()
+        } else {
+            attention_needed
         };
         let input = self.mlp_input(l);
         let d_input = self.mlp_backward(l, parts, need_input, sink);
@@ -505,12 +505,11 @@ impl<'a> LayerMemory<'a> {
             sink.give(l, &sinks);
         }
         let dq = l.alloc(LayerWork, self.nq);
-        let parts = match self.settings.on_gpu {
-            true => 1,
-            false => {
-                let documents = self.settings.documents.max(1);
-                attention::backward_parts(spec.heads, spec.kv_heads_of(self.index), documents) as u64
-            }
+        let parts = if self.settings.on_gpu {
+            1
+        } else {
+            let documents = self.settings.documents.max(1);
+            attention::backward_parts(spec.heads, spec.kv_heads_of(self.index), documents) as u64
         };
         let partial = [
             l.alloc(LayerWork, parts * self.nkv),

@@ -8,8 +8,8 @@
 //! If sources have weights, each source is read by itself (`lane`), and starts again when it ends. A window has so many
 //! rows of each source as its weight says; the sums of all windows are exact up to one row.
 //!
-//! Rows are screened before they are tokenized. A row is compared with all rows that the run read before it. The row that
-//! was kept first is kept in each epoch. To resume, the rows before the position are read and compared again.
+//! Rows are screened before they are tokenized. A row is compared with all rows that the run read before it. The row
+//! that was kept first is kept in each epoch. To resume, the rows before the position are read and compared again.
 
 mod lane;
 #[cfg(test)]
@@ -77,8 +77,8 @@ impl<'a> RowStream<'a> {
     /// The stream of these files, with `window` rows in a window. `order.length` must be a number of steps.
     ///
     /// # Errors
-    /// A batch size, accumulation or window of zero; a run by epochs: the number of rows is unknown; a file of the screen
-    /// cannot be read.
+    /// A batch size, accumulation or window of zero; a run by epochs: the number of rows is unknown; a file of the
+    /// screen cannot be read.
     pub fn new(
         spec: &Spec,
         codec: &'a dyn TextCodec,

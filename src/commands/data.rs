@@ -2,7 +2,6 @@
 
 use crate::base::Result;
 use crate::base::units::counted;
-use crate::commands::row_stats;
 use crate::data::describe;
 use crate::data::describe::visible;
 use crate::data::prompts::Prompt;
@@ -19,14 +18,14 @@ use serde_json::{Value, json};
 /// Reads all rows. Errors: an invalid model directory or row.
 pub fn counts(recipe: &Recipe) -> Result<Value> {
     let model = ModelDir::of_recipe(recipe)?;
+    let (read, texts) = RecipeRows::with_texts(recipe, &model)?;
     let RecipeRows {
         train,
         eval,
         questions,
         screened,
-    } = RecipeRows::read(recipe, &model)?;
-    let dropped = screened.as_ref().map(screened_json);
-    let texts = row_stats::of(recipe)?.json();
+    } = read;
+    let (dropped, texts) = (screened.as_ref().map(screened_json), texts.json());
     if let Some(questions) = questions {
         let lengths = |prompts: &[Prompt]| prompts.iter().map(|p| p.ids.len()).sum::<usize>();
         return Ok(json!({
@@ -88,12 +87,13 @@ fn of(rows: &Dataset) -> Result<Value> {
 /// The output of `ft data --stats`: a table of the sources and a histogram, for training and for evaluation.
 pub fn statistics(recipe: &Recipe) -> Result<String> {
     let model = ModelDir::of_recipe(recipe)?;
+    let (read, texts) = RecipeRows::with_texts(recipe, &model)?;
     let RecipeRows {
         train,
         eval,
         questions,
         screened,
-    } = RecipeRows::read(recipe, &model)?;
+    } = read;
     let mut out = String::new();
     if let Some(questions) = &questions {
         out += &describe_prompts(questions, &train.stats, &model, 0)?;
@@ -108,7 +108,7 @@ pub fn statistics(recipe: &Recipe) -> Result<String> {
         }
     }
     out += "texts\n";
-    for line in row_stats::of(recipe)?.lines() {
+    for line in texts.lines() {
         out += &format!("{}\n", visible(&line));
     }
     for line in screened.iter().flat_map(Screened::lines) {

@@ -11,5 +11,4 @@ pub mod merge;
 pub mod named;
 pub mod plan;
 pub mod quantize;
-pub mod row_stats;
 pub mod sensitivity;

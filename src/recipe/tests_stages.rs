@@ -128,6 +128,7 @@ fn rows_are_split_cached_or_streamed_where_it_has_a_meaning() {
     assert!(e.contains("`data.streaming` has no meaning"), "{e}");
     let e = bad(LEAST, &[streaming, steps, "data.cache=true"]);
     assert!(e.contains("contradict"), "{e}");
+    good(LEAST, &[streaming, steps, "data.dedup=near"]);
     assert!(
         good(LEAST, &[streaming, steps, "data.shuffle_window=5"])
             .warnings

@@ -91,7 +91,7 @@ impl RowSizes {
             lengths,
             eval,
             answered,
-            in_file: stream.examples().in_memory().is_none(),
+            in_file: stream.examples().in_file(),
             shuffle: stream.spec().shuffle,
             mixture: stream.mixture(),
             found: RefCell::default(),

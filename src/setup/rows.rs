@@ -2,8 +2,10 @@
 
 use crate::base::Result;
 use crate::data::order::{BatchStream, Length, StreamSpec};
+use crate::data::peek::RowKind;
 use crate::data::preference::Want;
-use crate::data::{self, Dataset, Reading, Screen, Screened, Source, TokenCache, dataset, reading};
+use crate::data::screen::stats::RowStats;
+use crate::data::{self, Dataset, Reading, Screen, ScreenSpec, Screened, Source, TokenCache, dataset, reading};
 use crate::recipe::{self, Alignment, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
 use crate::report;
 use crate::setup::ModelDir;
@@ -24,10 +26,24 @@ pub struct RecipeRows {
 
 impl RecipeRows {
     pub fn read(recipe: &Recipe, model: &ModelDir) -> Result<Self> {
-        let screen = screen(recipe)?;
-        let screened = || screen.as_ref().map(Screen::report);
+        Self::screened(recipe, model, screen(recipe)?.as_ref())
+    }
+
+    /// Also counts the texts of the training rows. They are read a second time only if the tokens come from the cache.
+    pub fn with_texts(recipe: &Recipe, model: &ModelDir) -> Result<(Self, RowStats)> {
+        let screen = screen_of(recipe, |spec| Screen::with_texts(spec).map(Some))?;
+        let rows = Self::screened(recipe, model, screen.as_ref())?;
+        let texts = match screen.and_then(|screen| screen.texts()) {
+            Some(texts) => texts,
+            None => texts(recipe, model)?,
+        };
+        Ok((rows, texts))
+    }
+
+    fn screened(recipe: &Recipe, model: &ModelDir, screen: Option<&Screen>) -> Result<Self> {
+        let screened = || screen.filter(|screen| screen.drops()).map(Screen::report);
         if prompts::reinforces(recipe) {
-            let (train, eval, questions) = prompts::read(recipe, model, screen.as_ref())?;
+            let (train, eval, questions) = prompts::read(recipe, model, screen)?;
             return Ok(Self {
                 train,
                 eval,
@@ -47,10 +63,13 @@ impl RecipeRows {
         }
         let train = if recipe.data.streaming {
             let sources = sources(recipe, RowSet::Train)?;
-            let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
+            let spec = dataset::Spec {
+                screen,
+                ..spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab)
+            };
             Dataset::sample(&spec, &model.tokenizer, model.template(), recipe.data.shuffle_window)?
         } else {
-            read_screened(recipe, RowSet::Train, model, screen.as_ref())?
+            read_screened(recipe, RowSet::Train, model, screen)?
         };
         let (train, eval) = if !recipe.data.eval.is_empty() {
             (train, Some(read(recipe, RowSet::Eval, model)?))
@@ -124,7 +143,11 @@ fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Datas
 }
 
 /// What drops training rows; `None`: nothing does. Errors: a file of `data.decontaminate` cannot be read.
-fn screen(recipe: &Recipe) -> Result<Option<Screen>> {
+pub fn screen(recipe: &Recipe) -> Result<Option<Screen>> {
+    screen_of(recipe, Screen::new)
+}
+
+fn screen_of(recipe: &Recipe, new: fn(ScreenSpec) -> Result<Option<Screen>>) -> Result<Option<Screen>> {
     let keys = &recipe.data.quality;
     let at = |e: crate::base::Error| {
         if keys.decontaminate.is_empty() {
@@ -135,7 +158,19 @@ fn screen(recipe: &Recipe) -> Result<Option<Screen>> {
     };
     let sources = sources(recipe, RowSet::Files(&keys.decontaminate)).map_err(at)?;
     let files = sources.into_iter().flat_map(|source| source.files).collect();
-    Screen::new(keys.screen(files)).map_err(at)
+    new(keys.screen(files)).map_err(at)
+}
+
+/// Lengths and languages of the texts of the training rows.
+fn texts(recipe: &Recipe, model: &ModelDir) -> Result<RowStats> {
+    let kind = match recipe.train.stage {
+        stage if stage.is_preference() => RowKind::Pairs,
+        _ if prompts::reinforces(recipe) => RowKind::Prompts,
+        _ => RowKind::Text,
+    };
+    let sources = sources(recipe, RowSet::Train)?;
+    let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
+    RowStats::read(&spec, kind, &model.tokenizer, model.template())
 }
 
 /// Formats, columns and rendering of the files: one line for all files that are read in the same way.

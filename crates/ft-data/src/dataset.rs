@@ -364,14 +364,8 @@ impl Dataset {
     /// # Errors
     /// The token file cannot be read.
     pub fn all_origins(&self) -> Result<Cow<'_, [Origin]>> {
-        match self.examples.in_memory() {
-            Some(_) => Ok(Cow::Borrowed(&self.origins)),
-            None => {
-                let mut out = Vec::with_capacity(self.examples.len());
-                self.examples.entries(&mut |entry| out.push(entry.origin))?;
-                Ok(Cow::Owned(out))
-            }
-        }
+        let in_file = self.examples.origins()?;
+        Ok(in_file.map_or(Cow::Borrowed(&self.origins), Cow::Owned))
     }
 
     /// Number of tokens of each row.
@@ -413,6 +407,15 @@ impl Dataset {
         }
         self.preferences.iter().for_each(|p| p.hash(&mut hasher));
         self.fingerprint = hasher.finalize().to_hex().to_string();
+    }
+
+    /// Counts the tokens; those of a token file are not read.
+    pub(super) fn measure_again(&mut self) -> Result<()> {
+        self.stats.forget_tokens();
+        for row in self.examples.measures()? {
+            self.stats.measure(row.length as usize, row.trained.into());
+        }
+        Ok(())
     }
 
     /// Holds out `fraction` of the rows (at least one), chosen by the seed; both parts keep the file order. The
@@ -458,10 +461,7 @@ impl Dataset {
                     ..self.stats.clone()
                 };
             }
-            out.stats.forget_tokens();
-            for row in out.examples.measures()? {
-                out.stats.measure(row.length as usize, row.trained.into());
-            }
+            out.measure_again()?;
             // The tokens are not read for it: the rows are those of the whole set with these numbers.
             let mut hasher = blake3::Hasher::new();
             hasher.update(self.fingerprint.as_bytes());

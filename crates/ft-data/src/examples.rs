@@ -44,6 +44,59 @@ enum Store {
         rows: Option<Arc<[u32]>>,
         lengths: Arc<[u32]>,
     },
+    Joined {
+        rows: Arc<Examples>,
+        joins: Arc<[Join]>,
+        lengths: Arc<[u32]>,
+    },
+}
+
+/// A row, followed by its prompt with the answer of another row.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Join {
+    pub row: u32,
+    /// Tokens of its prompt.
+    pub prompt: u32,
+    pub other: u32,
+    /// The first token of the other row's answer, and the number of its tokens that are used.
+    pub answer: u32,
+    pub room: u32,
+}
+
+impl Join {
+    /// Tokens beyond those of the row.
+    fn added(&self) -> u32 {
+        self.prompt + self.room
+    }
+
+    /// The first target of the second prompt with its answer; a first token is never one.
+    fn first_target(&self) -> u32 {
+        self.prompt.max(1)
+    }
+
+    fn measure(&self, row: Measure) -> Measure {
+        let answered = self.added().saturating_sub(self.first_target());
+        Measure {
+            length: row.length + self.added(),
+            trained: row.trained + answered,
+            answer: match answered {
+                0 => row.answer,
+                _ => row.length + self.first_target(),
+            },
+        }
+    }
+
+    fn example(&self, rows: &Examples) -> Result<Example> {
+        let mut out = rows.get(self.row as usize)?.into_owned();
+        let other = rows.get(self.other as usize)?;
+        let (prompt, answer) = (self.prompt as usize, self.answer as usize);
+        out.ids.extend_from_within(..prompt);
+        out.ids
+            .extend_from_slice(&other.ids[answer..answer + self.room as usize]);
+        let first = self.first_target();
+        out.trained.extend((0..self.added()).map(|t| t >= first));
+        Ok(out)
+    }
 }
 
 impl Default for Examples {
@@ -68,6 +121,17 @@ impl Examples {
         })
     }
 
+    /// Joined rows of these.
+    pub(super) fn joined(self, joins: Vec<Join>) -> Self {
+        let length = |join: &Join| self.length(join.row as usize) as u32 + join.added();
+        let lengths = joins.iter().map(length).collect();
+        Self(Store::Joined {
+            rows: Arc::new(self),
+            joins: joins.into(),
+            lengths,
+        })
+    }
+
     /// The rows for which `second` is false, and the others.
     pub(super) fn split(self, second: &dyn Fn(usize) -> bool) -> [Self; 2] {
         match self.0 {
@@ -87,6 +151,14 @@ impl Examples {
                     lengths: own.iter().map(|&row| lengths[row]).collect(),
                 })
             }),
+            Store::Joined { rows, joins, lengths } => [false, true].map(|part| {
+                let own: Vec<usize> = (0..joins.len()).filter(|&row| second(row) == part).collect();
+                Self(Store::Joined {
+                    rows: rows.clone(),
+                    joins: own.iter().map(|&row| joins[row]).collect(),
+                    lengths: own.iter().map(|&row| lengths[row]).collect(),
+                })
+            }),
         }
     }
 
@@ -94,7 +166,7 @@ impl Examples {
     pub fn len(&self) -> usize {
         match &self.0 {
             Store::Memory(rows) => rows.len(),
-            Store::File { lengths, .. } => lengths.len(),
+            Store::File { lengths, .. } | Store::Joined { lengths, .. } => lengths.len(),
         }
     }
 
@@ -107,7 +179,7 @@ impl Examples {
     pub fn length(&self, row: usize) -> usize {
         match &self.0 {
             Store::Memory(rows) => rows[row].ids.len(),
-            Store::File { lengths, .. } => lengths[row] as usize,
+            Store::File { lengths, .. } | Store::Joined { lengths, .. } => lengths[row] as usize,
         }
     }
 
@@ -115,7 +187,7 @@ impl Examples {
     pub fn lengths(&self) -> Arc<[u32]> {
         match &self.0 {
             Store::Memory(rows) => rows.iter().map(|e| e.ids.len() as u32).collect(),
-            Store::File { lengths, .. } => lengths.clone(),
+            Store::File { lengths, .. } | Store::Joined { lengths, .. } => lengths.clone(),
         }
     }
 
@@ -135,6 +207,7 @@ impl Examples {
         match &self.0 {
             Store::Memory(rows) => Ok(Cow::Borrowed(&rows[row])),
             Store::File { file, .. } => file.example(self.number(row)).map(Cow::Owned),
+            Store::Joined { rows, joins, .. } => joins[row].example(rows).map(Cow::Owned),
         }
     }
 
@@ -143,13 +216,28 @@ impl Examples {
         match &self.0 {
             Store::Memory(_) => Ok(None),
             Store::File { file, .. } => file.entry(self.number(row)).map(|entry| Some(entry.origin)),
+            Store::Joined { rows, joins, .. } => rows.origin(joins[row].row as usize),
         }
     }
 
-    /// Calls `each` with the entries of all rows, in order; not at all if the rows are in memory.
-    pub(super) fn entries(&self, each: &mut dyn FnMut(Entry)) -> Result<()> {
+    /// The place of each row, as `origin`.
+    pub(super) fn origins(&self) -> Result<Option<Vec<Origin>>> {
+        if let Store::Joined { rows, joins, .. } = &self.0 {
+            let all = rows.origins()?;
+            return Ok(all.map(|all| joins.iter().map(|join| all[join.row as usize]).collect()));
+        }
+        if self.file().is_none() {
+            return Ok(None);
+        }
+        let mut out = Vec::with_capacity(self.len());
+        self.entries(&mut |entry| out.push(entry.origin))?;
+        Ok(Some(out))
+    }
+
+    /// Calls `each` with the entries of all rows of a file, in order.
+    fn entries(&self, each: &mut dyn FnMut(Entry)) -> Result<()> {
         match &self.0 {
-            Store::Memory(_) => Ok(()),
+            Store::Memory(_) | Store::Joined { .. } => Ok(()),
             Store::File {
                 file, rows: Some(rows), ..
             } => file.entries_of(rows.iter().copied(), each),
@@ -162,8 +250,13 @@ impl Examples {
     /// # Errors
     /// The token file cannot be read.
     pub fn measures(&self) -> Result<Vec<Measure>> {
-        if let Store::Memory(rows) = &self.0 {
-            return Ok(rows.iter().map(Measure::of).collect());
+        match &self.0 {
+            Store::Memory(rows) => return Ok(rows.iter().map(Measure::of).collect()),
+            Store::Joined { rows, joins, .. } => {
+                let all = rows.measures()?;
+                return Ok(joins.iter().map(|join| join.measure(all[join.row as usize])).collect());
+            }
+            Store::File { .. } => {}
         }
         let mut out = Vec::with_capacity(self.len());
         self.entries(&mut |entry| out.push(entry.measure))?;
@@ -175,7 +268,13 @@ impl Examples {
         match &self.0 {
             Store::Memory(_) => None,
             Store::File { file, .. } => Some(file),
+            Store::Joined { rows, .. } => rows.file(),
         }
+    }
+
+    /// True if the rows are in a token file.
+    pub fn in_file(&self) -> bool {
+        self.file().is_some()
     }
 
     /// All rows in order; an error is that of `get`.
@@ -191,11 +290,11 @@ impl Examples {
         self.iter().take(n).map(|row| row.map(Cow::into_owned)).collect()
     }
 
-    /// The rows, if they are in memory.
+    /// The rows, if they are in memory as they are.
     pub fn in_memory(&self) -> Option<&[Example]> {
         match &self.0 {
             Store::Memory(rows) => Some(rows),
-            Store::File { .. } => None,
+            Store::File { .. } | Store::Joined { .. } => None,
         }
     }
 }

@@ -130,10 +130,6 @@ impl Files {
         }
     }
 
-    pub(crate) fn sources(&self) -> &[Source] {
-        &self.sources
-    }
-
     /// A row of file `file` with its usual columns. `None`: the row is not used.
     ///
     /// Errors: the first row of a file gives no layout; the row is broken.

@@ -4,6 +4,16 @@
 //! gives its units (rows, or bins) to the micro-batches. A window ends with its epoch. With shuffling, the files of an
 //! epoch are in an order of their own. A position is (epoch, rows before the window, units of the window that are used):
 //! a resumed run reads up to the window without tokenizing, and continues with the same batches.
+//!
+//! If sources have weights, each source is read by itself (`lane`), and starts again when it ends. A window has so many
+//! rows of each source as its weight says; the sums of all windows are exact up to one row.
+//!
+//! Rows are screened before they are tokenized. A row is compared with all rows that the run read before it. The row
+//! that was kept first is kept in each epoch. To resume, the rows before the position are read and compared again.
+
+mod lane;
+#[cfg(test)]
+mod tests;
 
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
@@ -15,29 +25,29 @@ use super::load::{self, InMemory};
 use super::order::{Length, StreamSpec};
 use super::pack::pack;
 use super::read::Row;
+use super::screen::Screen;
+use super::screen::waiting::Placed;
 use super::source::{self, Files, Source};
 use ft_base::rng::{Rng, Stream};
-use ft_base::{Error, Result, files, progress};
+use ft_base::{Error, Result, files};
+use lane::{Lane, lanes};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::path::Path;
-use std::sync::mpsc::{Receiver, sync_channel};
 
-/// Rows that are read ahead of the window.
-const AHEAD: usize = 512;
 /// Positions that are remembered: the window of the next step may have been requested before a checkpoint is written.
 const POSITIONS: usize = 4;
-/// Tells the orders of files and of windows apart from those of rows.
-const FILES: u64 = u64::MAX;
-
 /// Position of a stream: everything that a resumed run needs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Position {
     epoch: u64,
-    /// Rows of the epoch before the current window.
+    /// Rows of the epoch before the current window; with weights the windows before it.
     row: u64,
     /// Units of the window that are used.
     unit: usize,
+    /// With weights: epoch and row of each source.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    sources: Vec<(u64, u64)>,
 }
 
 /// Micro-batches of rows that are read on demand; see the module documentation.
@@ -49,13 +59,15 @@ pub struct RowStream<'a> {
     order: StreamSpec,
     /// Rows of a window.
     window: usize,
+    lanes: Vec<Lane>,
+    screen: Option<Screen>,
     position: Position,
-    /// Rows in the current window, and its units that are not used yet.
-    rows: u64,
+    /// The position after the current window.
+    next: Position,
+    /// Units of the window that are not used yet.
     units: VecDeque<Vec<Example>>,
     /// Origins of the examples of the window, in the order of the files.
     origins: Vec<Origin>,
-    reader: Option<Receiver<(usize, Result<Row>)>>,
     /// Positions before the steps that were requested last.
     before: VecDeque<(u64, Position)>,
     counts: Stats,
@@ -65,7 +77,8 @@ impl<'a> RowStream<'a> {
     /// The stream of these files, with `window` rows in a window. `order.length` must be a number of steps.
     ///
     /// # Errors
-    /// A batch size, accumulation or window of zero, a run by epochs: the number of rows is unknown.
+    /// A batch size, accumulation or window of zero; a run by epochs: the number of rows is unknown; a file of the
+    /// screen cannot be read.
     pub fn new(
         spec: &Spec,
         codec: &'a dyn TextCodec,
@@ -78,24 +91,18 @@ impl<'a> RowStream<'a> {
                 "`StreamSpec::batch_size`, `StreamSpec::accumulation` and the window must be at least 1",
             ));
         }
-        if spec.screen.is_some() {
-            return Err(
-                Error::usage("a stream of rows cannot drop rows by comparison with others")
-                    .found("settings that drop rows; the rows to compare with are not in memory")
-                    .hint("load the rows before the run"),
-            );
-        }
-        if let Some(source) = spec.sources.iter().find(|source| source.weight.is_some()) {
-            return Err(Error::usage("a source of a stream of rows cannot have a weight")
-                .at(&source.name)
-                .found("a weight: its share of an epoch depends on its number of rows, which is not known")
-                .hint("leave out the weights, or load the rows before the run"));
-        }
+        // Its own: the rows of an evaluation, or of a sample, are not compared with these.
+        let screen = spec
+            .screen
+            .map(|screen| Screen::new(screen.spec().clone()))
+            .transpose()?;
         if !matches!(order.length, Length::Steps(_)) {
             return Err(
                 Error::usage("the number of rows of a stream is not known before the run").expected("`Length::Steps`"),
             );
         }
+        let lanes = lanes(spec.sources);
+        let start = start(&lanes);
         Ok(Self {
             files: Files::new(spec.sources),
             spec: Spec {
@@ -107,11 +114,12 @@ impl<'a> RowStream<'a> {
             template,
             order,
             window,
-            position: Position::default(),
-            rows: 0,
+            lanes,
+            screen: screen.flatten().map(Screen::rereading),
+            position: start.clone(),
+            next: start,
             units: VecDeque::new(),
             origins: Vec::new(),
-            reader: None,
             before: VecDeque::new(),
             counts: Stats::default(),
         })
@@ -122,7 +130,7 @@ impl<'a> RowStream<'a> {
     /// # Errors
     /// A file that cannot be read, a broken row (with its place), an epoch without a row to train on.
     pub fn step(&mut self, step: u64) -> Result<Vec<Batch>> {
-        self.before.push_back((step, self.position));
+        self.before.push_back((step, self.position.clone()));
         if self.before.len() > POSITIONS {
             self.before.pop_front();
         }
@@ -137,9 +145,10 @@ impl<'a> RowStream<'a> {
         Ok(out)
     }
 
-    /// Complete passes over the files.
+    /// Complete passes over the files; with weights over those of the source that has the fewest.
     pub fn epoch(&self) -> u64 {
-        self.position.epoch
+        let of_sources = self.position.sources.iter().map(|(epoch, _)| *epoch);
+        of_sources.min().unwrap_or(self.position.epoch)
     }
 
     /// The position before step `step`, from 0, for `restore`.
@@ -151,9 +160,9 @@ impl<'a> RowStream<'a> {
             .before
             .iter()
             .find(|(s, _)| *s == step)
-            .map(|(_, position)| *position);
+            .map(|(_, position)| position);
         let is_next = self.before.back().is_none_or(|(s, _)| s + 1 == step);
-        let position = known.or(is_next.then_some(self.position));
+        let position = known.or(is_next.then_some(&self.position));
         let position = position.ok_or_else(|| Error::internal("the position of a step is not known").found(step))?;
         serde_json::to_vec(&position).map_err(|e| Error::internal("a position is not text").cause(e))
     }
@@ -165,24 +174,62 @@ impl<'a> RowStream<'a> {
     pub fn restore(&mut self, state: &[u8]) -> Result<()> {
         let position: Position = serde_json::from_slice(state)
             .map_err(|e| Error::format("the checkpoint has no position in the rows").cause(e))?;
+        if position.sources.len() != start(&self.lanes).sources.len() {
+            return Err(Error::format("the checkpoint has a position in other sources")
+                .found(format!("{} sources with weights", position.sources.len()))
+                .hint("set `weight` in the sources as in the run that wrote it"));
+        }
         self.before.clear();
-        self.reader = None;
-        self.rows = 0;
         self.units.clear();
-        self.position = Position { unit: 0, ..position };
+        let window = Position {
+            unit: 0,
+            ..position.clone()
+        };
+        if self.screen.as_ref().is_some_and(Screen::compares) {
+            self.go_to(start(&self.lanes));
+            while self.next != window {
+                let (next, end) = (&self.next, &window);
+                if (next.epoch, next.row) > (end.epoch, end.row) {
+                    return Err(changed("another end of a window", "the position of the checkpoint"));
+                }
+                self.position = next.clone();
+                self.read_window()?;
+                // A window that begins with the next epoch was read: comparing it again gives the same.
+                if self.position == window {
+                    self.go_to(window.clone());
+                }
+            }
+            self.position = window;
+        } else {
+            self.go_to(window);
+        }
         if position.unit > 0 {
             self.fill()?;
             if self.units.len() < position.unit {
-                return Err(
-                    Error::format("the data files have changed since the checkpoint was written")
-                        .found(format!("{} units in a window", self.units.len()))
-                        .expected(format!("more than {}", position.unit)),
-                );
+                return Err(changed(
+                    &format!("{} units in a window", self.units.len()),
+                    &format!("more than {}", position.unit),
+                ));
             }
             self.units.drain(..position.unit);
             self.position = position;
         }
         Ok(())
+    }
+
+    fn go_to(&mut self, position: Position) {
+        match &position.sources[..] {
+            [] => self
+                .lanes
+                .iter_mut()
+                .for_each(|lane| lane.go_to(position.epoch, position.row)),
+            sources => {
+                let lanes = self.lanes.iter_mut().zip(sources);
+                lanes.for_each(|(lane, (epoch, row))| lane.go_to(*epoch, *row));
+            }
+        }
+        self.next = position.clone();
+        self.position = position;
     }
 
     /// Counts of the rows that were read since the last call.
@@ -196,54 +243,117 @@ impl<'a> RowStream<'a> {
                 self.position.unit += 1;
                 return Ok(unit);
             }
-            self.position.row += std::mem::take(&mut self.rows);
-            self.position.unit = 0;
+            self.position = self.next.clone();
             self.fill()?;
         }
     }
 
-    /// Reads the window at `position`, or the first one of the next epoch. It may have no units.
-    fn fill(&mut self) -> Result<()> {
-        let spec = self.spec.clone();
-        let encoder = spec.encoder(self.codec, self.template);
-        let rules = spec.rules(&encoder);
-        let mut bad = BadRows::new();
-        let mut chunk = Vec::new();
+    /// Reads the window at `position`, or the first one of the next epoch. It may have no rows.
+    fn read_window(&mut self) -> Result<Vec<(Row, Placed)>> {
+        if let Some(screen) = &self.screen {
+            screen.forget_dropped();
+        }
+        if self.lanes.len() > 1 {
+            return self.read_weighted();
+        }
+        let mut rows = Vec::new();
         // With the rows that are not used: a position counts them too.
         let mut read = 0;
-        while read < self.window as u64 {
-            let Position { epoch, row, .. } = self.position;
-            let reader = match &mut self.reader {
-                Some(reader) => reader,
-                none => none.insert(read_ahead(self.files.sources().to_vec(), self.order, epoch, row)),
-            };
-            let Ok((file, row)) = reader.recv() else {
-                // The end of the epoch.
-                self.reader = None;
-                if read > 0 {
-                    break;
+        while read < self.window {
+            match self.lanes[0].next(self.order)? {
+                Some((file, row)) => {
+                    read += 1;
+                    rows.extend(self.laid_out(file, row)?);
                 }
-                if row == 0 {
-                    return Err(Error::format("the data has no rows").at(names(self.files.sources())));
+                None if read > 0 => break,
+                None => self.position = self.whole_position(),
+            }
+        }
+        self.next = self.whole_position();
+        self.screened(rows)
+    }
+
+    /// The position of the only lane.
+    fn whole_position(&self) -> Position {
+        Position {
+            epoch: self.lanes[0].epoch,
+            row: self.lanes[0].row,
+            ..Position::default()
+        }
+    }
+
+    /// A window of all sources, evenly mixed.
+    fn read_weighted(&mut self) -> Result<Vec<(Row, Placed)>> {
+        let total: f64 = self.lanes.iter().map(|lane| lane.weight).sum();
+        let before =
+            |windows: u64, weight: f64| (windows as f64 * self.window as f64 * weight / total).round() as usize;
+        let count = |lane: &Lane| before(self.position.row + 1, lane.weight) - before(self.position.row, lane.weight);
+        let counts: Vec<usize> = self.lanes.iter().map(count).collect();
+        let mut placed: Vec<(f64, (Row, Placed))> = Vec::with_capacity(self.window);
+        for (at, count) in counts.into_iter().enumerate() {
+            // Rows that are not used are replaced by others.
+            let (mut kept, mut ends) = (Vec::with_capacity(count), 0);
+            while kept.len() < count {
+                let mut rows = Vec::new();
+                while rows.len() < count - kept.len() && ends < 2 {
+                    match self.lanes[at].next(self.order)? {
+                        Some((file, row)) => rows.extend(self.laid_out(file, row)?),
+                        None => ends += 1,
+                    }
                 }
-                self.position = Position {
-                    epoch: epoch + 1,
-                    ..Position::default()
-                };
-                continue;
-            };
-            read += 1;
-            let Some((row, layout)) = self.files.row(file, row?, &rules)? else {
-                continue;
-            };
+                kept.extend(self.screened(rows)?);
+                if kept.is_empty() && ends == 2 {
+                    return Err(Error::format("no row of a source is left to train").at(self.lanes[at].name()));
+                }
+                ends = if kept.is_empty() { ends } else { 0 };
+            }
+            let place = |i: usize| (i as f64 + 0.5) / count as f64;
+            placed.extend(kept.into_iter().enumerate().map(|(i, row)| (place(i), row)));
+        }
+        // Stable: equal places keep the order of the sources.
+        placed.sort_by(|a, b| a.0.total_cmp(&b.0));
+        self.next = Position {
+            row: self.position.row + 1,
+            sources: self.lanes.iter().map(|lane| (lane.epoch, lane.row)).collect(),
+            ..Position::default()
+        };
+        Ok(placed.into_iter().map(|(_, row)| row).collect())
+    }
+
+    /// A row with its layout. `None`: it is not used.
+    fn laid_out(&mut self, file: usize, row: Row) -> Result<Option<(Row, Placed)>> {
+        let encoder = self.spec.encoder(self.codec, self.template);
+        let found = self.files.row(file, row, &self.spec.rules(&encoder))?;
+        Ok(found.map(|(row, layout)| {
             let origin = Origin {
                 file: file as u32,
                 number: row.place.number,
                 is_line: row.place.is_line,
             };
-            chunk.push((row, layout, origin));
+            (row, Placed(layout, origin))
+        }))
+    }
+
+    /// The rows that the screen keeps.
+    fn screened(&self, rows: Vec<(Row, Placed)>) -> Result<Vec<(Row, Placed)>> {
+        let Some(screen) = &self.screen else { return Ok(rows) };
+        let mut out = Vec::with_capacity(rows.len());
+        for (keep, row) in screen.keep(&rows).into_iter().zip(rows) {
+            out.extend(keep?.then_some(row));
         }
-        self.rows = read;
+        Ok(out)
+    }
+
+    /// Tokenizes the window at `position`. It may have no units.
+    fn fill(&mut self) -> Result<()> {
+        let window = self.read_window()?;
+        let chunk: Vec<_> = window
+            .into_iter()
+            .map(|(row, Placed(layout, origin))| (row, layout, origin))
+            .collect();
+        let spec = self.spec.clone();
+        let encoder = spec.encoder(self.codec, self.template);
+        let mut bad = BadRows::new();
         let rows: Vec<Fitted> = load::encode(&spec, &encoder, &chunk, &mut bad)?;
         let mut found = InMemory::new(&spec);
         for (row, (_, _, origin)) in rows.into_iter().zip(chunk) {
@@ -251,7 +361,7 @@ impl<'a> RowStream<'a> {
         }
         self.origins = std::mem::take(&mut found.origins);
         add(&mut self.counts, &found.stats);
-        let Position { epoch, row, .. } = self.position;
+        let (epoch, row) = (self.position.epoch, self.position.row);
         let n = found.examples.len();
         let order: Vec<u32> = if self.order.shuffle {
             let rng = Rng::new(self.order.seed, Stream::Shuffle, &[epoch, row]);
@@ -270,6 +380,21 @@ impl<'a> RowStream<'a> {
     }
 }
 
+/// The position before the first row.
+fn start(lanes: &[Lane]) -> Position {
+    let is_weighted = lanes.len() > 1;
+    Position {
+        sources: lanes.iter().filter(|_| is_weighted).map(|_| (0, 0)).collect(),
+        ..Position::default()
+    }
+}
+
+fn changed(found: &str, expected: &str) -> Error {
+    Error::format("the data files have changed since the checkpoint was written")
+        .found(found)
+        .expected(expected)
+}
+
 /// The counts that a run reports.
 fn add(to: &mut Stats, of: &Stats) {
     to.rows += of.rows;
@@ -278,64 +403,6 @@ fn add(to: &mut Stats, of: &Stats) {
     to.split_rows += of.split_rows;
     to.pieces += of.pieces;
     to.dropped_rows += of.dropped_rows;
-}
-
-/// Reads an epoch in a thread of its own, after its first `skip` rows. The channel closes at the end.
-fn read_ahead(sources: Vec<Source>, order: StreamSpec, epoch: u64, skip: u64) -> Receiver<(usize, Result<Row>)> {
-    let (send, receive) = sync_channel(AHEAD);
-    std::thread::spawn(move || {
-        // The progress of the run stays in view.
-        let _quiet = progress::quiet();
-        let parts = parts(&sources);
-        let order: Vec<usize> = if order.shuffle {
-            Rng::new(order.seed, Stream::Shuffle, &[epoch, FILES]).permutation(parts.len())
-        } else {
-            (0..parts.len()).collect()
-        };
-        let mut left = skip;
-        for Part { source, files, first } in order.into_iter().map(|part| &parts[part]) {
-            let mut file = *first;
-            let read = source::limited(source, files, &mut |index, row| {
-                file = first + index;
-                if left > 0 {
-                    left -= 1;
-                    return Ok(());
-                }
-                // Without a receiver the reading ends, and its error too.
-                let sent = send.send((file, row));
-                sent.map_err(|_| Error::new("the stream has ended"))
-            });
-            if let Err(e) = read {
-                let _ = send.send((file, Err(e)));
-                return;
-            }
-        }
-    });
-    receive
-}
-
-/// Files that are read one after another: one file, or all files of a source with a limit.
-struct Part<'a> {
-    source: &'a Source,
-    files: &'a [String],
-    /// Index of the first file over all sources.
-    first: usize,
-}
-
-fn parts(sources: &[Source]) -> Vec<Part<'_>> {
-    let mut out = Vec::new();
-    let mut first = 0;
-    for source in sources {
-        let together = match source.limit {
-            Some(_) => source.files.len().max(1),
-            None => 1,
-        };
-        for files in source.files.chunks(together) {
-            out.push(Part { source, files, first });
-            first += files.len();
-        }
-    }
-    out
 }
 
 fn names(sources: &[Source]) -> String {
@@ -378,12 +445,15 @@ impl Dataset {
         };
         let mut stream = RowStream::new(spec, codec, template, first, rows)?;
         stream.fill()?;
+        if let (Some(screen), Some(own)) = (spec.screen, &stream.screen) {
+            screen.restore(own.report());
+        }
         template.iter().for_each(|t| t.rest());
         let examples: Vec<Example> = stream.units.drain(..).flatten().collect();
         if examples.is_empty() {
             return Err(Error::format("nothing in the first rows of the data would be trained")
                 .at(names(spec.sources))
-                .found(format!("{} rows without a token to train", stream.rows))
+                .found(format!("{} rows without a token to train", stream.counts.rows))
                 .hint(
                     "look at the encoded rows; check `data::Spec::train_on` and the assistant messages or completions",
                 ));
@@ -402,152 +472,5 @@ impl Dataset {
         out.shares = source::shares(spec.sources);
         out.fingerprint = fingerprint;
         Ok(out)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::{Files, files, real, short_rows as spec};
-
-    fn rows(n: usize) -> Files {
-        let row = |i: usize| format!("{{\"text\": \"row {i} {}\"}}\n", "and on ".repeat(i % 6));
-        let (a, b): (String, String) = ((0..n / 4).map(row).collect(), (n / 4..n).map(row).collect());
-        files(&[("a.jsonl", &a), ("b.jsonl", &b)])
-    }
-
-    fn order(packing: bool, shuffle: bool) -> StreamSpec {
-        StreamSpec {
-            batch_size: 2,
-            accumulation: 2,
-            packing,
-            max_length: 16,
-            shuffle,
-            seed: 3,
-            length: Length::Steps(100),
-        }
-    }
-
-    /// The documents of a batch.
-    fn documents(batch: &Batch) -> Vec<Vec<u32>> {
-        let ends = batch.documents.windows(2);
-        ends.map(|d| batch.ids[d[0]..d[1]].to_vec()).collect()
-    }
-
-    #[test]
-    fn an_epoch_has_every_row_once_and_without_shuffling_it_has_the_order_of_the_files() {
-        let (files, codec) = (rows(57), real());
-        let all = Dataset::load(&spec(&files), &codec, None).unwrap();
-        let mut all: Vec<Vec<u32>> = all
-            .examples
-            .in_memory()
-            .unwrap()
-            .iter()
-            .map(|e| e.ids.clone())
-            .collect();
-        for (packing, shuffle) in [(false, false), (true, true), (false, true)] {
-            let mut stream = RowStream::new(&spec(&files), &codec, None, order(packing, shuffle), 10).unwrap();
-            let mut seen = Vec::new();
-            for epoch in 0..2 {
-                let mut found = Vec::new();
-                while found.len() < all.len() {
-                    found.extend(stream.unit().unwrap().into_iter().map(|e| e.ids));
-                }
-                assert_eq!(stream.epoch(), epoch);
-                seen.push(found);
-            }
-            assert_eq!(seen[0] == all, !shuffle);
-            assert_eq!(seen[0] == seen[1], !shuffle);
-            for found in &mut seen {
-                found.sort();
-            }
-            all.sort();
-            assert_eq!((&seen[0], &seen[1]), (&all, &all));
-            all = {
-                let again = Dataset::load(&spec(&files), &codec, None).unwrap();
-                again
-                    .examples
-                    .in_memory()
-                    .unwrap()
-                    .iter()
-                    .map(|e| e.ids.clone())
-                    .collect()
-            };
-            let counts = stream.take_counts();
-            assert!(counts.rows >= 2 * 57 && counts.split_rows > 0);
-        }
-    }
-
-    #[test]
-    fn a_resumed_stream_gives_the_same_batches_from_every_step() {
-        let (files, codec) = (rows(57), real());
-        for (packing, shuffle) in [(false, false), (true, true)] {
-            let new = || RowStream::new(&spec(&files), &codec, None, order(packing, shuffle), 10).unwrap();
-            let mut whole = new();
-            let (mut steps, mut states) = (Vec::new(), Vec::new());
-            for step in 0..40 {
-                states.push(whole.state(step).unwrap());
-                steps.push(whole.step(step).unwrap());
-                // Also after the step was requested.
-                assert_eq!(whole.state(step).unwrap(), states[step as usize]);
-            }
-            assert!(whole.epoch() >= 1);
-            for step in [0, 1, 7, 20, 39] {
-                let mut resumed = new();
-                resumed.restore(&states[step]).unwrap();
-                for (later, wanted) in steps.iter().enumerate().skip(step) {
-                    assert_eq!(&resumed.step(later as u64).unwrap(), wanted);
-                }
-            }
-            assert_eq!(documents(&steps[0][0]).len() > 2, packing);
-            assert!(whole.state(3).is_err());
-        }
-    }
-
-    #[test]
-    fn a_stream_has_the_columns_and_the_limits_of_its_sources() {
-        let (mut files, codec) = (rows(57), real());
-        let both = files.paths.clone();
-        files.sources = vec![Source::new(both.clone()), Source::new(both[..1].to_vec())];
-        files.sources[0].limit = Some(20);
-        files.sources[1].mapping.columns = vec![(crate::ColumnRole::Text, "text".into())];
-        let all = Dataset::load(&spec(&files), &codec, None).unwrap();
-        assert_eq!(all.stats.rows, 20 + 14);
-        let mut all: Vec<Vec<u32>> = all.examples.iter().map(|e| e.unwrap().ids.clone()).collect();
-        all.sort();
-        let mut stream = RowStream::new(&spec(&files), &codec, None, order(true, true), 10).unwrap();
-        for _ in 0..2 {
-            let mut found = Vec::new();
-            while found.len() < all.len() {
-                found.extend(stream.unit().unwrap().into_iter().map(|e| e.ids));
-            }
-            found.sort();
-            assert_eq!(found, all);
-        }
-        files.sources[1].weight = Some(2.0);
-        let refused = RowStream::new(&spec(&files), &codec, None, order(true, true), 10);
-        assert!(refused.err().unwrap().to_string().contains("weight"));
-    }
-
-    #[test]
-    fn a_sample_has_the_first_rows_and_a_broken_row_is_named_when_it_is_read() {
-        let (files, codec) = (rows(57), real());
-        let sample = Dataset::sample(&spec(&files), &codec, None, 10).unwrap();
-        assert_eq!((sample.stats.rows, sample.readings.len()), (10, 2));
-        assert_eq!(sample.origin(0).unwrap().number, 1);
-        assert!(sample.origins.len() == sample.examples.len() && sample.origins.len() > 10);
-        let text = files.paths[1].clone();
-        let broken = ft_base::files::read_text(Path::new(&text)).unwrap() + "{\"other\": 1}\n";
-        ft_base::files::write_atomic(Path::new(&text), broken.as_bytes()).unwrap();
-        let again = Dataset::sample(&spec(&files), &codec, None, 10).unwrap();
-        assert_ne!(sample.fingerprint, again.fingerprint);
-        let mut stream = RowStream::new(&spec(&files), &codec, None, order(false, false), 10).unwrap();
-        let error = (0..40).find_map(|step| stream.step(step).err()).unwrap().to_string();
-        assert!(error.contains("b.jsonl:44"), "{error}");
-        let epochs = StreamSpec {
-            length: Length::Epochs(1.0),
-            ..order(false, false)
-        };
-        assert!(RowStream::new(&spec(&files), &codec, None, epochs, 10).is_err());
     }
 }

@@ -502,23 +502,6 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
                 .hint("name a file in `data.eval`"),
         );
     }
-    let quality = &data.quality;
-    if quality.drops_rows() {
-        faults.add(
-            &[Data::streaming, Quality::dedup],
-            Error::usage("`data.dedup`, `data.decontaminate` and `data.judges` need all rows before the run")
-                .found("`data.streaming = true`, which reads them during the run")
-                .hint("remove `data.streaming`, or drop the rows from the files"),
-        );
-    }
-    if data.sources.iter().any(|source| source.weight.is_some()) {
-        faults.add(
-            &[Data::streaming, Data::sources],
-            Error::usage("`weight` in `data.sources` needs the number of rows of each source before the run")
-                .found("`data.streaming = true`, which reads them during the run")
-                .hint("remove `weight`, or `data.streaming`"),
-        );
-    }
     if data.cache == Some(true) {
         faults.add(
             &[Data::streaming, Data::cache],

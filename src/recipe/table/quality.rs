@@ -42,11 +42,6 @@ const SIMILAR: Range = Range { min: 0.7, ..PART };
 pub use screen::Dedup;
 
 impl Quality {
-    /// True if rows are compared.
-    pub fn drops_rows(&self) -> bool {
-        self.dedup != Dedup::None || !self.decontaminate.is_empty() || !self.judges.columns.is_empty()
-    }
-
     /// The settings of the screen, with local files of evaluation rows.
     pub fn screen(&self, evaluation: Vec<String>) -> screen::ScreenSpec {
         screen::ScreenSpec {

@@ -3,7 +3,7 @@
 use super::{BatchSource, Stage, StageContext};
 use crate::base::{Error, Result};
 use crate::data::order::{BatchStream, eval_batches};
-use crate::data::{Batch, Dataset, RowStream};
+use crate::data::{Batch, Dataset, RowStream, Spec};
 use crate::engine::Engine;
 use crate::setup::rows;
 use crate::setup::sources::{RowSet, sources};
@@ -30,7 +30,11 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let (recipe, model) = (setting.recipe, setting.model);
     let rows = if recipe.data.streaming {
         let sources = sources(recipe, RowSet::Train)?;
-        let spec = rows::spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
+        let screen = rows::screen(recipe)?;
+        let spec = Spec {
+            screen: screen.as_ref(),
+            ..rows::spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab)
+        };
         let (order, window) = (setting.stream.spec(), recipe.data.shuffle_window);
         let stream = RowStream::new(&spec, &model.tokenizer, model.template(), order, window)?;
         Rows::Stream(Box::new(stream))

@@ -17,6 +17,7 @@ mod tests;
 use super::batch::{Batch, Example};
 use super::codec::{ChatRender, TextCodec};
 use super::dataset::{Dataset, Origin, Spec};
+use super::examples::Join;
 use super::faults::{BadRows, Tried};
 use super::layout::{Layout, Purpose};
 use super::load::{CHUNK_ROWS, InMemory, PreferenceSide, Sink, Tokenized, kept, unless_stopped};
@@ -334,13 +335,9 @@ impl Dataset {
             (None, Some(seed)) => Rng::new(seed, Stream::Shuffle, &[u64::MAX]).permutation(n),
             (None, None) => (0..n).collect(),
         };
-        let mut out = Dataset {
-            stats: self.stats.clone(),
-            readings: self.readings.clone(),
-            grouped: true,
-            ..Dataset::default()
-        };
-        let mut examples = Vec::new();
+        let (mut joins, mut preferences, mut origins) = (Vec::new(), Vec::new(), Vec::new());
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(self.fingerprint.as_bytes());
         for first in (0..n).step_by(group) {
             // A single row at the end uses the row before its group.
             let rows = &order[first..n.min(first + group)];
@@ -350,22 +347,34 @@ impl Dataset {
                     len => rows[(i + len - 1) % len],
                 };
                 let (mine, theirs) = (self.preferences[row], self.preferences[other]);
-                let mut example = self.examples.get(row)?.into_owned();
-                let theirs_row = self.examples.get(other)?;
-                let answer = &theirs_row.ids[theirs.prompt..];
-                let room = max_length.saturating_sub(mine.prompt).min(answer.len());
-                example.ids.extend_from_within(..mine.prompt);
-                example.ids.extend_from_slice(&answer[..room]);
-                example
-                    .trained
-                    .extend((0..mine.prompt + room).map(|t| t >= mine.prompt.max(1)));
-                examples.push(example);
-                out.preferences.push(mine);
-                out.origins.push(self.origin(row)?);
+                let answer = self.examples.length(other) - theirs.prompt;
+                let join = Join {
+                    row: row as u32,
+                    prompt: mine.prompt as u32,
+                    other: other as u32,
+                    answer: theirs.prompt as u32,
+                    room: max_length.saturating_sub(mine.prompt).min(answer) as u32,
+                };
+                // The tokens are not read for it: they follow from the rows.
+                for number in [join.row, join.other, join.room] {
+                    hasher.update(&number.to_le_bytes());
+                }
+                joins.push(join);
+                preferences.push(mine);
+                origins.extend(self.origins.get(row));
             }
         }
-        out.examples = examples.into();
-        out.finish();
+        let mut out = Dataset {
+            examples: self.examples.joined(joins),
+            origins,
+            stats: self.stats,
+            readings: self.readings,
+            preferences,
+            grouped: true,
+            fingerprint: hasher.finalize().to_hex().to_string(),
+            ..Dataset::default()
+        };
+        out.measure_again()?;
         Ok(out)
     }
 }

@@ -24,6 +24,7 @@ use overlap::Overlap;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use stats::RowStats;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
@@ -196,6 +197,7 @@ impl Screened {
 pub struct Screen {
     spec: ScreenSpec,
     overlap: Option<Overlap>,
+    counts_texts: bool,
     state: Mutex<State>,
 }
 
@@ -209,6 +211,10 @@ struct State {
     tally: Tally,
     /// The report of an earlier process, which dropped the rows.
     restored: Option<Screened>,
+    /// The texts of all rows, if they are counted.
+    texts: Option<RowStats>,
+    /// Rows are read again in each epoch: a kept row is not a duplicate of itself.
+    rereads: bool,
 }
 
 /// What is computed from a row alone.
@@ -217,6 +223,13 @@ struct Print {
     shared: Option<(RowPosition, String)>,
     exact: [u8; 16],
     near: Option<Signature>,
+    texts: Vec<stats::Measured>,
+}
+
+impl ScreenSpec {
+    fn drops(&self) -> bool {
+        self.dedup != Dedup::None || !self.evaluation.is_empty() || self.judges.is_some()
+    }
 }
 
 impl Screen {
@@ -225,9 +238,21 @@ impl Screen {
     /// # Errors
     /// An evaluation file cannot be read; settings out of range.
     pub fn new(spec: ScreenSpec) -> Result<Option<Self>> {
-        if spec.dedup == Dedup::None && spec.evaluation.is_empty() && spec.judges.is_none() {
+        if !spec.drops() {
             return Ok(None);
         }
+        Self::open(spec, None).map(Some)
+    }
+
+    /// Also counts the texts of all rows that it sees. It may drop nothing.
+    ///
+    /// # Errors
+    /// As `new`.
+    pub fn with_texts(spec: ScreenSpec) -> Result<Self> {
+        Self::open(spec, Some(RowStats::default()))
+    }
+
+    fn open(spec: ScreenSpec, texts: Option<RowStats>) -> Result<Self> {
         if !(near::LEAST..=1.0).contains(&spec.threshold) {
             return Err(Error::usage("the similarity of near duplicates is out of range")
                 .at("ScreenSpec::threshold")
@@ -244,11 +269,48 @@ impl Screen {
             state.out.evaluation_texts = (overlap.texts, overlap.short);
         }
         state.near = (spec.dedup == Dedup::Near).then(Signatures::default);
-        Ok(Some(Self {
+        state.texts = texts;
+        Ok(Self {
+            counts_texts: state.texts.is_some(),
             spec,
             overlap,
             state: Mutex::new(state),
-        }))
+        })
+    }
+
+    /// True if it may drop rows.
+    pub fn drops(&self) -> bool {
+        self.spec.drops()
+    }
+
+    /// The texts of the rows that it saw; `None`: they are not counted, or it saw none.
+    pub fn texts(&self) -> Option<RowStats> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match state.out.rows {
+            0 => None,
+            _ => state.texts.take(),
+        }
+    }
+
+    /// For rows that are read again in each epoch.
+    pub(crate) fn rereading(self) -> Self {
+        let mut state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        state.rereads = true;
+        Self {
+            state: Mutex::new(state),
+            ..self
+        }
+    }
+
+    /// Leaves the rows that were dropped so far out of the report: a list of all of them would grow during the run.
+    pub(crate) fn forget_dropped(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.out.dropped.clear();
+    }
+
+    /// True if a row is compared with those before it.
+    pub(crate) fn compares(&self) -> bool {
+        self.spec.dedup != Dedup::None
     }
 
     /// The settings.
@@ -297,10 +359,18 @@ impl Screen {
                 _ => parts::hash(&parts),
             },
             near: (self.spec.dedup == Dedup::Near).then(|| Signature::of(&parts)),
+            texts: if self.counts_texts {
+                stats::measure(parts)
+            } else {
+                Vec::new()
+            },
         }
     }
 
     fn decide(&self, row: &Row, print: Print, state: &mut State) -> Result<bool> {
+        if let Some(texts) = &mut state.texts {
+            print.texts.into_iter().for_each(|text| texts.add(text));
+        }
         let votes = print.votes?;
         state.out.rows += 1;
         let reason = self.reason(votes, print.shared, print.exact, print.near, &row.place, state);
@@ -340,9 +410,13 @@ impl Screen {
             exact: seen,
             kept,
             near: signatures,
+            rereads,
             ..
         } = state;
         if let Some(first) = seen.get(&exact) {
+            if *rereads && kept.get(*first as usize) == Some(place) {
+                return None;
+            }
             return kept.get(*first as usize).cloned().map(Reason::Same);
         }
         if let (Some(signatures), Some(signature)) = (signatures, near) {

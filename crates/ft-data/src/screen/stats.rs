@@ -71,14 +71,14 @@ pub fn language(text: &str) -> Option<&'static str> {
 }
 
 /// Role, characters and language of a text.
-type Measured = (String, u32, Option<&'static str>);
+pub(super) type Measured = (String, u32, Option<&'static str>);
 
-fn measure(row: &Row, layout: &Layout) -> Vec<Measured> {
+pub(super) fn measure(parts: Vec<parts::Part>) -> Vec<Measured> {
     let one = |part: parts::Part| {
         let length = u32::try_from(part.text.chars().count()).unwrap_or(u32::MAX);
         (part.role, length, language(&part.text))
     };
-    let parts = parts::of(row, layout).into_iter().filter(|p| p.role != "label");
+    let parts = parts.into_iter().filter(|p| p.role != "label");
     parts.map(one).collect()
 }
 
@@ -109,12 +109,15 @@ impl RowStats {
     }
 
     fn flush(&mut self, rows: &mut Vec<(Row, Arc<Layout>)>) {
-        let all: Vec<_> = rows.par_iter().map(|(row, layout)| measure(row, layout)).collect();
+        let all: Vec<_> = rows
+            .par_iter()
+            .map(|(row, layout)| measure(parts::of(row, layout)))
+            .collect();
         rows.clear();
         all.into_iter().flatten().for_each(|text| self.add(text));
     }
 
-    fn add(&mut self, (role, length, language): Measured) {
+    pub(super) fn add(&mut self, (role, length, language): Measured) {
         let at = self.roles.iter().position(|(known, _)| *known == role);
         let at = at.unwrap_or_else(|| {
             self.roles.push((role, TextStats::default()));
@@ -235,7 +238,9 @@ mod tests {
                 json!({"messages": [{"role": "user", "content": "Is it so?"}, {"role": "assistant", "content": answer}]}),
             );
             let layout = layout(&row, RowFormat::Auto, Purpose::Learn).unwrap();
-            measure(&row, &layout).into_iter().for_each(|text| stats.add(text));
+            measure(parts::of(&row, &layout))
+                .into_iter()
+                .for_each(|text| stats.add(text));
         }
         let json = stats.json();
         assert_eq!(json["assistant"]["characters"]["100"], 41);

@@ -341,3 +341,29 @@ fn the_result_is_deterministic() {
     assert_eq!(one, four);
     assert_eq!(one.0.len(), 500);
 }
+
+#[test]
+fn texts_are_counted_while_the_rows_are_tokenized() {
+    let text: String = (0..700)
+        .map(|i| format!("{{\"text\": \"the row {}\"}}\n", i % 350))
+        .collect();
+    let files = crate::testing::files(&[("a.jsonl", &text)]);
+    for dedup in [Dedup::None, Dedup::Exact] {
+        let screen = Screen::with_texts(ScreenSpec {
+            dedup,
+            ..ScreenSpec::default()
+        });
+        let (screen, codec) = (screen.unwrap(), crate::testing::real());
+        let plain = crate::testing::short_rows(&files);
+        let spec = crate::Spec {
+            screen: Some(&screen),
+            ..plain.clone()
+        };
+        assert!(screen.texts().is_none());
+        let rows = crate::Dataset::load(&spec, &codec, None).unwrap();
+        assert_eq!(rows.stats.rows, if dedup == Dedup::None { 700 } else { 350 });
+        // Also those of dropped rows.
+        let all = stats::RowStats::read(&plain, crate::peek::RowKind::Text, &codec, None).unwrap();
+        assert_eq!(screen.texts(), Some(all));
+    }
+}

@@ -71,7 +71,7 @@ pub(super) fn run(dir: &Path, request: &Request) -> Result<()> {
             })
             .collect(),
         chunks: builder.all,
-        screened: request.spec.screen.map(Screen::report),
+        screened: request.spec.screen.filter(|screen| screen.drops()).map(Screen::report),
     };
     let text = serde_json::to_vec(&finished).map_err(|e| ft_base::Error::internal("a number of the cache").cause(e))?;
     files::write_atomic(&dir.join(ROWS), &text)

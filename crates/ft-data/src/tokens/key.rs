@@ -34,7 +34,7 @@ pub(super) fn of(request: &Request) -> Result<Option<String>> {
     text(&template);
     text(&spec.settings());
     text(&format!("{:?}", request.want));
-    let screen = spec.screen.map(Screen::spec);
+    let screen = spec.screen.filter(|screen| screen.drops()).map(Screen::spec);
     text(&format!("{screen:?}"));
     let evaluation = screen
         .into_iter()

@@ -64,6 +64,15 @@ fn cached_preferences_are_those_in_memory_and_are_tokenized_once() {
             };
             let window = |set| BatchStream::new(set, order).unwrap().window(7).unwrap();
             assert_eq!(window(&second), window(&memory));
+            if want == Want::Judged {
+                let joined = |set: &Dataset| [None, Some(9)].map(|seed| set.clone().mismatched(3, 12, seed).unwrap());
+                for (cached, memory) in joined(&second).iter().zip(joined(&memory)) {
+                    assert_same(cached, &memory);
+                    for (row, measure) in memory.examples.measures().unwrap().into_iter().enumerate() {
+                        assert_eq!(measure, Measure::of(&memory.examples.get(row).unwrap()));
+                    }
+                }
+            }
             let ((train, eval), (train_too, eval_too)) = (second.split(0.2, 3).unwrap(), memory.split(0.2, 3).unwrap());
             assert_same(&train, &train_too);
             assert_same(&eval, &eval_too);

@@ -1,0 +1,250 @@
+//! Tests of rows that are read during a run.
+
+use super::*;
+use crate::screen::{Dedup, ScreenSpec};
+use crate::testing::{Files, files, real, short_rows as spec};
+
+fn rows(n: usize) -> Files {
+    let row = |i: usize| format!("{{\"text\": \"row {i} {}\"}}\n", "and on ".repeat(i % 6));
+    let (a, b): (String, String) = ((0..n / 4).map(row).collect(), (n / 4..n).map(row).collect());
+    files(&[("a.jsonl", &a), ("b.jsonl", &b)])
+}
+
+fn order(packing: bool, shuffle: bool) -> StreamSpec {
+    StreamSpec {
+        batch_size: 2,
+        accumulation: 2,
+        packing,
+        max_length: 16,
+        shuffle,
+        seed: 3,
+        length: Length::Steps(100),
+    }
+}
+
+/// The documents of a batch.
+fn documents(batch: &Batch) -> Vec<Vec<u32>> {
+    let ends = batch.documents.windows(2);
+    ends.map(|d| batch.ids[d[0]..d[1]].to_vec()).collect()
+}
+
+#[test]
+fn an_epoch_has_every_row_once_and_without_shuffling_it_has_the_order_of_the_files() {
+    let (files, codec) = (rows(57), real());
+    let all = Dataset::load(&spec(&files), &codec, None).unwrap();
+    let mut all: Vec<Vec<u32>> = all
+        .examples
+        .in_memory()
+        .unwrap()
+        .iter()
+        .map(|e| e.ids.clone())
+        .collect();
+    for (packing, shuffle) in [(false, false), (true, true), (false, true)] {
+        let mut stream = RowStream::new(&spec(&files), &codec, None, order(packing, shuffle), 10).unwrap();
+        let mut seen = Vec::new();
+        for epoch in 0..2 {
+            let mut found = Vec::new();
+            while found.len() < all.len() {
+                found.extend(stream.unit().unwrap().into_iter().map(|e| e.ids));
+            }
+            assert_eq!(stream.epoch(), epoch);
+            seen.push(found);
+        }
+        assert_eq!(seen[0] == all, !shuffle);
+        assert_eq!(seen[0] == seen[1], !shuffle);
+        for found in &mut seen {
+            found.sort();
+        }
+        all.sort();
+        assert_eq!((&seen[0], &seen[1]), (&all, &all));
+        all = {
+            let again = Dataset::load(&spec(&files), &codec, None).unwrap();
+            again
+                .examples
+                .in_memory()
+                .unwrap()
+                .iter()
+                .map(|e| e.ids.clone())
+                .collect()
+        };
+        let counts = stream.take_counts();
+        assert!(counts.rows >= 2 * 57 && counts.split_rows > 0);
+    }
+}
+
+#[test]
+fn a_resumed_stream_gives_the_same_batches_from_every_step() {
+    let (files, codec) = (rows(57), real());
+    for (packing, shuffle) in [(false, false), (true, true)] {
+        let new = || RowStream::new(&spec(&files), &codec, None, order(packing, shuffle), 10).unwrap();
+        let mut whole = new();
+        let (mut steps, mut states) = (Vec::new(), Vec::new());
+        for step in 0..40 {
+            states.push(whole.state(step).unwrap());
+            steps.push(whole.step(step).unwrap());
+            // Also after the step was requested.
+            assert_eq!(whole.state(step).unwrap(), states[step as usize]);
+        }
+        assert!(whole.epoch() >= 1);
+        for step in [0, 1, 7, 20, 39] {
+            let mut resumed = new();
+            resumed.restore(&states[step]).unwrap();
+            for (later, wanted) in steps.iter().enumerate().skip(step) {
+                assert_eq!(&resumed.step(later as u64).unwrap(), wanted);
+            }
+        }
+        assert_eq!(documents(&steps[0][0]).len() > 2, packing);
+        assert!(whole.state(3).is_err());
+    }
+}
+
+#[test]
+fn a_stream_has_the_columns_and_the_limits_of_its_sources() {
+    let (mut files, codec) = (rows(57), real());
+    let both = files.paths.clone();
+    files.sources = vec![Source::new(both.clone()), Source::new(both[..1].to_vec())];
+    files.sources[0].limit = Some(20);
+    files.sources[1].mapping.columns = vec![(crate::ColumnRole::Text, "text".into())];
+    let all = Dataset::load(&spec(&files), &codec, None).unwrap();
+    assert_eq!(all.stats.rows, 20 + 14);
+    let mut all: Vec<Vec<u32>> = all.examples.iter().map(|e| e.unwrap().ids.clone()).collect();
+    all.sort();
+    let mut stream = RowStream::new(&spec(&files), &codec, None, order(true, true), 10).unwrap();
+    for _ in 0..2 {
+        let mut found = Vec::new();
+        while found.len() < all.len() {
+            found.extend(stream.unit().unwrap().into_iter().map(|e| e.ids));
+        }
+        found.sort();
+        assert_eq!(found, all);
+    }
+}
+
+#[test]
+fn a_sample_has_the_first_rows_and_a_broken_row_is_named_when_it_is_read() {
+    let (files, codec) = (rows(57), real());
+    let sample = Dataset::sample(&spec(&files), &codec, None, 10).unwrap();
+    assert_eq!((sample.stats.rows, sample.readings.len()), (10, 2));
+    assert_eq!(sample.origin(0).unwrap().number, 1);
+    assert!(sample.origins.len() == sample.examples.len() && sample.origins.len() > 10);
+    let text = files.paths[1].clone();
+    let broken = ft_base::files::read_text(Path::new(&text)).unwrap() + "{\"other\": 1}\n";
+    ft_base::files::write_atomic(Path::new(&text), broken.as_bytes()).unwrap();
+    let again = Dataset::sample(&spec(&files), &codec, None, 10).unwrap();
+    assert_ne!(sample.fingerprint, again.fingerprint);
+    let mut stream = RowStream::new(&spec(&files), &codec, None, order(false, false), 10).unwrap();
+    let error = (0..40).find_map(|step| stream.step(step).err()).unwrap().to_string();
+    assert!(error.contains("b.jsonl:44"), "{error}");
+    let epochs = StreamSpec {
+        length: Length::Epochs(1.0),
+        ..order(false, false)
+    };
+    assert!(RowStream::new(&spec(&files), &codec, None, epochs, 10).is_err());
+}
+
+/// Sources of 40 and 10 rows, the second with three times the weight of the first one.
+fn weighted() -> Files {
+    let row = |name: &str, i: usize| format!("{{\"text\": \"{name} {i}\"}}\n");
+    let text = |name: &str, n: usize| (0..n).map(|i| row(name, i)).collect::<String>();
+    let mut files = files(&[("a.jsonl", &text("red", 40)), ("b.jsonl", &text("blue", 10))]);
+    files.sources = files.paths.iter().map(|path| Source::new(vec![path.clone()])).collect();
+    files.sources[1].weight = Some(3.0);
+    files
+}
+
+#[test]
+fn weighted_sources_give_their_share_of_every_window_and_all_rows_before_they_repeat_one() {
+    let (files, codec) = (weighted(), real());
+    for shuffle in [false, true] {
+        let mut stream = RowStream::new(&spec(&files), &codec, None, order(false, shuffle), 10).unwrap();
+        let (mut seen, mut windows) = (Vec::new(), Vec::new());
+        for _ in 0..16 {
+            stream.position = stream.next.clone();
+            stream.fill().unwrap();
+            windows.push(stream.origins.iter().filter(|origin| origin.file == 1).count());
+            seen.extend(stream.origins.iter().map(|origin| (origin.file, origin.number)));
+        }
+        // 7.5 of 10 rows.
+        assert!(windows.iter().all(|n| [7, 8].contains(n)), "{windows:?}");
+        assert_eq!(windows.iter().sum::<usize>(), 120);
+        let times = |file, number| seen.iter().filter(|row| **row == (file, number)).count();
+        assert!((1..=40).all(|row| times(0, row) == 1) && (1..=10).all(|row| times(1, row) == 12));
+        assert_eq!(
+            (stream.next.sources.clone(), stream.epoch()),
+            (vec![(0, 40), (11, 10)], 0)
+        );
+    }
+}
+
+fn screen(dedup: Dedup) -> Screen {
+    let spec = ScreenSpec {
+        dedup,
+        ..ScreenSpec::default()
+    };
+    Screen::new(spec).unwrap().unwrap()
+}
+
+#[test]
+fn weighted_and_screened_streams_resume_to_the_same_batches() {
+    let (mut weighted, codec) = (weighted(), real());
+    // Each row of the first source three times.
+    let path = Path::new(&weighted.paths[0]).to_path_buf();
+    let text = ft_base::files::read_text(&path).unwrap();
+    ft_base::files::write_atomic(&path, [&text[..], &text, &text].concat().as_bytes()).unwrap();
+    let exact = screen(Dedup::Exact);
+    for (weight, screened) in [(Some(3.0), false), (Some(3.0), true), (None, true)] {
+        weighted.sources[1].weight = weight;
+        let spec = Spec {
+            screen: screened.then_some(&exact),
+            ..spec(&weighted)
+        };
+        let new = || RowStream::new(&spec, &codec, None, order(true, true), 10).unwrap();
+        let (mut whole, mut steps, mut states) = (new(), Vec::new(), Vec::new());
+        for step in 0..40 {
+            states.push(whole.state(step).unwrap());
+            steps.push(whole.step(step).unwrap());
+        }
+        for step in [0, 1, 5, 20, 39] {
+            let mut resumed = new();
+            resumed.restore(&states[step]).unwrap();
+            for (later, wanted) in steps.iter().enumerate().skip(step) {
+                assert_eq!(
+                    &resumed.step(later as u64).unwrap(),
+                    wanted,
+                    "{weight:?} {screened} {step}"
+                );
+            }
+        }
+    }
+    weighted.sources[1].weight = Some(1.0);
+    let mut stream = RowStream::new(&spec(&weighted), &codec, None, order(true, true), 10).unwrap();
+    stream.step(0).unwrap();
+    let bytes = stream.state(1).unwrap();
+    weighted.sources[1].weight = None;
+    let mut other = RowStream::new(&spec(&weighted), &codec, None, order(true, true), 10).unwrap();
+    assert!(other.restore(&bytes).unwrap_err().to_string().contains("weight"));
+}
+
+#[test]
+fn a_screened_stream_keeps_the_first_of_equal_rows_in_every_epoch() {
+    let text: String = (0..60).map(|i| format!("{{\"text\": \"row {}\"}}\n", i % 20)).collect();
+    let (files, codec) = (files(&[("a.jsonl", &text)]), real());
+    let exact = screen(Dedup::Exact);
+    let spec = Spec {
+        screen: Some(&exact),
+        ..spec(&files)
+    };
+    let mut stream = RowStream::new(&spec, &codec, None, order(false, true), 7).unwrap();
+    let mut kept = Vec::new();
+    while stream.epoch() < 3 {
+        stream.position = stream.next.clone();
+        stream.fill().unwrap();
+        kept.extend(stream.origins.iter().map(|origin| origin.number));
+    }
+    kept.truncate(60);
+    let wanted: Vec<u64> = (0..3).flat_map(|_| 1..=20).collect();
+    assert_eq!(kept, wanted);
+    // A sample reports the rows of the first window.
+    Dataset::sample(&spec, &codec, None, 25).unwrap();
+    assert_eq!((exact.report().rows, exact.report().dropped.len()), (25, 5));
+}

@@ -179,7 +179,7 @@ fn families_that_are_not_there_are_named() {
             "its language model is a `gemma2`",
         ),
         (
-            r#"{"model_type": "mixtral"}"#,
+            r#"{"model_type": "phimoe"}"#,
             "it would need mixture-of-experts layers",
         ),
     ] {

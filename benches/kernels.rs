@@ -95,12 +95,13 @@ fn show_peak() {
             Some(flops as f64 / seconds / 1e9)
         })
         .fold(0.0, f64::max);
-    match best > 0.0 {
-        true => println!(
+    if best > 0.0 {
+        println!(
             "peak of the f32 unit: {best:.0} GFLOP/s with {} threads",
             rayon::current_num_threads()
-        ),
-        false => println!("peak of the f32 unit: not measured on this processor"),
+        )
+    } else {
+        println!("peak of the f32 unit: not measured on this processor")
     }
 }
 

@@ -64,9 +64,10 @@ fn main() {
     for (n, i, out) in shapes {
         let (x, dy) = (random(n, i, 1), random(n, out, 2));
         let w = random(out, i, 3).to_dtype(DType::BF16).expect("a tensor");
-        let copy = match o.packed {
-            true => Prepacked::new(&w, Orders::Both, 0).expect("packed"),
-            false => None,
+        let copy = if o.packed {
+            Prepacked::new(&w, Orders::Both, 0).expect("packed")
+        } else {
+            None
         };
         let weight = || copy.as_ref().map_or(Dense::from(&w), Dense::from);
         let forms: [(&str, &dyn Fn() -> Tensor); 3] = [

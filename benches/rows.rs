@@ -85,9 +85,10 @@ fn main() {
             required: true,
             note: &|line| eprintln!("{line}"),
         };
-        let rows = match memory {
-            true => Dataset::load(&spec, &tokenizer, None).unwrap(),
-            false => Dataset::load_cached(&spec, &tokenizer, None, &cache).unwrap(),
+        let rows = if memory {
+            Dataset::load(&spec, &tokenizer, None).unwrap()
+        } else {
+            Dataset::load_cached(&spec, &tokenizer, None, &cache).unwrap()
         };
         (started.elapsed().as_secs_f64(), rows)
     };

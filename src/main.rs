@@ -28,8 +28,9 @@ fn main() {
 
 /// Path of this program; valid also after its file was replaced.
 fn own_path() -> PathBuf {
-    match cfg!(target_os = "linux") {
-        true => "/proc/self/exe".into(),
-        false => std::env::current_exe().unwrap_or_default(),
+    if cfg!(target_os = "linux") {
+        "/proc/self/exe".into()
+    } else {
+        std::env::current_exe().unwrap_or_default()
     }
 }

@@ -46,9 +46,10 @@ impl Shown {
 ///
 /// Errors: as `locate::adapter_directory`.
 pub fn find(name: &Path) -> Result<PathBuf> {
-    match name.is_dir() && !locate::is_run(name) {
-        true => Ok(name.to_path_buf()),
-        false => locate::adapter_directory(&name.to_string_lossy()),
+    if name.is_dir() && !locate::is_run(name) {
+        Ok(name.to_path_buf())
+    } else {
+        locate::adapter_directory(&name.to_string_lossy())
     }
 }
 

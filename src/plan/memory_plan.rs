@@ -126,9 +126,10 @@ pub fn forecast(
             .found("a CPU run: host memory and device memory are the same")
             .hint("set `memory.budget`"));
     }
-    match on_gpu {
-        true => device.rates.check(recipe.memory.frozen_products)?,
-        false => recipe.memory.frozen_products.check(&Device::Cpu)?,
+    if on_gpu {
+        device.rates.check(recipe.memory.frozen_products)?
+    } else {
+        recipe.memory.frozen_products.check(&Device::Cpu)?
     }
     let teacher = teacher::spec(recipe, spec, on_gpu)?;
     let judges = if prompts::reinforces(recipe) {

@@ -111,9 +111,10 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
             .sum()
     };
     // On a GPU also the tables from which the rows of a micro-batch are gathered.
-    let positions = match inputs.on_gpu {
-        true => RopeTables::rows(inputs.longest) as u64,
-        false => 0,
+    let positions = if inputs.on_gpu {
+        RopeTables::rows(inputs.longest) as u64
+    } else {
+        0
     };
     let held = [
         // ids, positions, targets of every micro-batch; cos and sin of one.

@@ -204,9 +204,10 @@ fn put(draft: &Draft, entry: &mut Entry, written: &WrittenKey) -> Result<(), Pro
         ValueKind::Fields(names) if !names.contains(&name.as_str()) => {
             let error = Error::usage(format!("`{name}` is not a name of `{path}`"));
             let other_way = names.contains(&value.as_str());
-            let hint = match other_way {
-                true => Some(format!("write `{value} = \"{name}\"`: the column is on the right")),
-                false => suggest::value(path, &name, names),
+            let hint = if other_way {
+                Some(format!("write `{value} = \"{name}\"`: the column is on the right"))
+            } else {
+                suggest::value(path, &name, names)
             };
             return Err(fault(match hint {
                 Some(hint) => error.hint(hint),
@@ -304,9 +305,10 @@ pub fn expectation(key: &Key) -> String {
         ValueKind::Tables(_) => "a list of tables".into(),
         ValueKind::Free => "a table of names and values (texts, numbers, `true`, `false`, lists)".into(),
     };
-    match key.accepts_auto() {
-        true => format!("`auto`, or {accepted}"),
-        false => accepted,
+    if key.accepts_auto() {
+        format!("`auto`, or {accepted}")
+    } else {
+        accepted
     }
 }
 

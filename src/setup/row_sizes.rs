@@ -75,9 +75,10 @@ impl RowSizes {
             stream.examples().lengths()
         };
         // Of rows that are read during the run only the first ones are known.
-        let lengths: Arc<[u32]> = match recipe.data.streaming {
-            true => lengths.iter().copied().chain([recipe.data.max_length as u32]).collect(),
-            false => lengths,
+        let lengths: Arc<[u32]> = if recipe.data.streaming {
+            lengths.iter().copied().chain([recipe.data.max_length as u32]).collect()
+        } else {
+            lengths
         };
         let answered = |row: &Measure| row.length as usize + (BYTES - 1) * row.trained as usize;
         let answered = match eval {
@@ -158,9 +159,10 @@ impl RowSizes {
         } else {
             self.lengths.iter().map(|n| (*n).min(most)).collect()
         };
-        let data_bytes = match self.in_file {
-            true => lengths.len() as u64 * ROW_OF_FILE,
-            false => lengths.iter().map(|n| 5 * u64::from(*n) + 80).sum(),
+        let data_bytes = if self.in_file {
+            lengths.len() as u64 * ROW_OF_FILE
+        } else {
+            lengths.iter().map(|n| 5 * u64::from(*n) + 80).sum()
         };
         let answers = prompts::reinforces(recipe).then(|| largest_of_answers(&lengths, recipe));
         let shuffle = spec.shuffle && self.shuffle;

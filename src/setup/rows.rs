@@ -126,9 +126,12 @@ fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Datas
 /// What drops training rows; `None`: nothing does. Errors: a file of `data.decontaminate` cannot be read.
 fn screen(recipe: &Recipe) -> Result<Option<Screen>> {
     let keys = &recipe.data.quality;
-    let at = |e: crate::base::Error| match keys.decontaminate.is_empty() {
-        true => e,
-        false => e.after("`data.decontaminate`"),
+    let at = |e: crate::base::Error| {
+        if keys.decontaminate.is_empty() {
+            e
+        } else {
+            e.after("`data.decontaminate`")
+        }
     };
     let sources = sources(recipe, RowSet::Files(&keys.decontaminate)).map_err(at)?;
     let files = sources.into_iter().flat_map(|source| source.files).collect();

@@ -55,9 +55,12 @@ pub fn sources(recipe: &Recipe, rows: RowSet) -> Result<Vec<Source>> {
             "auto" => plain(&data.eval, 0, &EVAL_SPLITS),
             split => plain(&data.eval, 0, &[split]),
         }
-        .map_err(|e| match e.what().contains("split") {
-            true => e.hint("name the split in `data.eval_split`, or the file: `org/name:path/in/the/repository.jsonl`"),
-            false => e,
+        .map_err(|e| {
+            if e.what().contains("split") {
+                e.hint("name the split in `data.eval_split`, or the file: `org/name:path/in/the/repository.jsonl`")
+            } else {
+                e
+            }
         });
     }
     let splits = match data.split.as_str() {
@@ -183,9 +186,10 @@ fn pattern(path: &str) -> Result<Vec<PathBuf>> {
     let mut others = 0;
     for file in matches {
         let file = file.map_err(|e| Error::io("cannot read the folder").at(path).cause(e))?;
-        match file.is_file() && is_data_file(&file) {
-            true => found.push(file),
-            false => others += 1,
+        if file.is_file() && is_data_file(&file) {
+            found.push(file)
+        } else {
+            others += 1
         }
     }
     found.sort();

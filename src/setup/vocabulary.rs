@@ -168,9 +168,10 @@ impl NewRows {
             tokens.retain(|own| own.text != token.text);
             tokens.insert(0, token.clone());
         }
-        let without_row = match tokenizer.vocab_size() > stored {
-            true => Tokenizer::listed_from(dir, stored)?,
-            false => Vec::new(),
+        let without_row = if tokenizer.vocab_size() > stored {
+            Tokenizer::listed_from(dir, stored)?
+        } else {
+            Vec::new()
         };
         let asked = |text: &str| changes.missing_rows || tokens.iter().any(|t| t.text == text);
         let unasked: Vec<&str> = without_row
@@ -181,9 +182,10 @@ impl NewRows {
         if stored + without_row.len() < tokenizer.vocab_size() || !unasked.is_empty() {
             return Err(without_rows(tokenizer, dir, stored, &unasked));
         }
-        let plain = match without_row.is_empty() {
-            true => None,
-            false => Some(Tokenizer::load_below(dir, stored)?),
+        let plain = if without_row.is_empty() {
+            None
+        } else {
+            Some(Tokenizer::load_below(dir, stored)?)
         };
         let mut new: Vec<(NewToken, Vec<u32>)> = Vec::new();
         for token in without_row.into_iter().map(|(_, token)| token).chain(tokens) {

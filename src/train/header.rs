@@ -55,9 +55,10 @@ pub fn header(
     let turns = learning::blocks_trained(recipe, schedule, steps);
     let turns = turns.map_or(String::new(), |(turns, all)| format!(", {turns} of {all} blocks"));
     let packed = if recipe.data.packing {
-        let fill = match recipe.data.streaming {
-            true => String::new(),
-            false => format!(" ({:.1} % filled)", 100.0 * stream.density()),
+        let fill = if recipe.data.streaming {
+            String::new()
+        } else {
+            format!(" ({:.1} % filled)", 100.0 * stream.density())
         };
         format!(
             "packed rows of up to {} tokens{fill}",

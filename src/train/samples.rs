@@ -58,9 +58,10 @@ pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine) -> Result<Vec
 /// Fraction of the rows with an answer that greedy decoding answers exactly (ignoring white space at both ends).
 pub fn accuracy(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Dataset) -> Result<f64> {
     // Held-out rows come from the training files.
-    let set = match recipe.data.eval.is_empty() {
-        true => RowSet::Train,
-        false => RowSet::Eval,
+    let set = if recipe.data.eval.is_empty() {
+        RowSet::Train
+    } else {
+        RowSet::Eval
     };
     let sources = sources::sources(recipe, set)?;
     let spec = rows::spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);

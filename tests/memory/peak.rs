@@ -426,9 +426,10 @@ fn compare(ways: &[Way], wanted: impl Fn(usize, usize) -> bool) {
     let before = LIVE.load(Relaxed);
     let mut wrong = Vec::new();
     // Each type has buffers of its own there, and those of the other would stay.
-    let dtypes = match CpuBackend::current().packs_bf16() {
-        true => &[Dtype::Bf16][..],
-        false => &[Dtype::F32, Dtype::Bf16],
+    let dtypes = if CpuBackend::current().packs_bf16() {
+        &[Dtype::Bf16][..]
+    } else {
+        &[Dtype::F32, Dtype::Bf16]
     };
     for (shape, s) in SHAPES.iter().enumerate() {
         for (_, &way) in ways.iter().enumerate().filter(|(way, _)| wanted(shape, *way)) {

@@ -120,14 +120,13 @@ fn measure(case: &Case, file: &Path) -> Value {
         )
     };
     let lora = case.method == "lora";
-    let active: Vec<Active> = match lora {
-        true => {
-            let names = spec.sites().into_iter();
-            vec![Active::new(names.flat_map(|s| {
-                ["A", "B"].map(|side| format!("{}.lora_{side}.weight", s.module))
-            }))]
-        }
-        false => (0..spec.layers.len()).rev().map(layer).collect(),
+    let active: Vec<Active> = if lora {
+        let names = spec.sites().into_iter();
+        vec![Active::new(names.flat_map(|s| {
+            ["A", "B"].map(|side| format!("{}.lora_{side}.weight", s.module))
+        }))]
+    } else {
+        (0..spec.layers.len()).rev().map(layer).collect()
     };
     let storage = StoragePolicy::new(&recipe.memory.storage_rules(), Dtype::Bf16, &params, |_| false).unwrap();
     let mut model = TrainableNetwork::new(spec.clone(), store(case, &spec, &storage, file), Device::Cpu);

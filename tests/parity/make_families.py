@@ -60,10 +60,9 @@ SMALL_RMS = SMALL | dict(rms_norm_eps=1e-3)
 COHERE = SMALL | dict(layer_norm_eps=1e-2, tie_word_embeddings=True, logit_scale=0.4)
 STABLELM = SMALL | dict(model_type="stablelm", layer_norm_eps=1e-2, tie_word_embeddings=False, partial_rotary_factor=0.5, qk_layernorm=False,
                         hidden_dropout=0.0)
-
-HYBRID = WIDE | dict(num_attention_heads=2, num_key_value_heads=1, intermediate_size=24, hidden_act="silu", attention_bias=False, rope_theta=100.0, partial_rotary_factor=0.5, num_hidden_layers=3,
-                    full_attention_interval=3, linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=12,
-                    linear_num_key_heads=2, linear_num_value_heads=4)
+HYBRID = SMALL_RMS | dict(
+    head_dim=8, partial_rotary_factor=0.5, num_hidden_layers=3, full_attention_interval=3, linear_conv_kernel_dim=4,
+    linear_key_head_dim=4, linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4)
 
 # Small models with experts.
 EXPERTS = SMALL_RMS | dict(num_experts_per_tok=2, output_router_logits=False, tie_word_embeddings=False)
@@ -217,22 +216,6 @@ VARIANTS = {
         residual_dropout=0.0)),
     "glm4_rotary": dict(stored="bf16", config=SMALL_RMS | dict(
         model_type="glm4", head_dim=8, tie_word_embeddings=False, attention_bias=False, partial_rotary_factor=0.75)),
-    # Gated DeltaNet: value heads that share key heads, documents longer than its convolution and shorter.
-    "qwen3_5_text": dict(stored="bf16", config=HYBRID | dict(
-        model_type="qwen3_5_text", tie_word_embeddings=True)),
-    "qwen3_5": dict(stored="bf16", config=QWEN_VISION_IDS | dict(
-        model_type="qwen3_5", tie_word_embeddings=False, text_config=HYBRID | dict(
-            model_type="qwen3_5_text", num_hidden_layers=2, full_attention_interval=2, linear_num_value_heads=2,
-            mtp_num_hidden_layers=1, attn_output_gate=True, attention_bias=True),
-        vision_config=dict(
-            model_type="qwen3_5_vision", depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, out_hidden_size=32,
-            num_position_embeddings=4))),
-    "qwen3_next": dict(stored="bf16", config=HYBRID | dict(num_hidden_layers=2, full_attention_interval=2,
-        model_type="qwen3_next", tie_word_embeddings=False, num_experts=0, mlp_only_layers=[], decoder_sparse_step=1)),
-    "qwen3_next_experts": dict(stored="bf16", config=HYBRID | dict(
-        num_hidden_layers=2, full_attention_interval=2, hidden_size=16, model_type="qwen3_next", tie_word_embeddings=False,
-        num_experts=5, num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=12, shared_expert_intermediate_size=20,
-        mlp_only_layers=[], decoder_sparse_step=1)),
     # As the 31B checkpoint; as E2B and E4B; and E2B with its other parts. The ids of images are not ids of text here: they have
     # other per-layer inputs.
     "gemma4_text": dict(ablate=dict(sliding_window=1000), config=GEMMA4 | dict(
@@ -243,6 +226,23 @@ VARIANTS = {
         video_token_id=201, audio_token_id=202, vision_config=dict(
             model_type="gemma4_vision", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
             num_key_value_heads=1, head_dim=8, position_embedding_size=4, patch_size=4))),
+    # Gated DeltaNet: value heads that share key heads, documents longer than its convolution and shorter.
+    "qwen3_5_text": dict(stored="bf16", config=HYBRID | dict(
+        model_type="qwen3_5_text", tie_word_embeddings=True)),
+    "qwen3_5": dict(stored="bf16", config=QWEN_VISION_IDS | dict(
+        model_type="qwen3_5", tie_word_embeddings=False, text_config=HYBRID | dict(
+            model_type="qwen3_5_text", num_hidden_layers=2, full_attention_interval=2, linear_num_value_heads=2,
+            mtp_num_hidden_layers=1, attn_output_gate=True, attention_bias=True),
+        vision_config=dict(
+            model_type="qwen3_5_vision", depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, out_hidden_size=16,
+            num_position_embeddings=4))),
+    "qwen3_next": dict(stored="bf16", config=HYBRID | dict(
+        model_type="qwen3_next", num_hidden_layers=2, full_attention_interval=2, tie_word_embeddings=False, num_experts=0,
+        mlp_only_layers=[], decoder_sparse_step=1)),
+    "qwen3_next_experts": dict(stored="bf16", config=HYBRID | dict(
+        num_hidden_layers=2, full_attention_interval=2, model_type="qwen3_next", tie_word_embeddings=False, num_experts=5,
+        num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=12, shared_expert_intermediate_size=20,
+        mlp_only_layers=[], decoder_sparse_step=1)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",

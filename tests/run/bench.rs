@@ -28,13 +28,14 @@ pub fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        match path.is_dir() {
-            true => all.extend(
+        if path.is_dir() {
+            all.extend(
                 files(&path)
                     .into_iter()
                     .map(|(below, bytes)| (format!("{name}/{below}"), bytes)),
-            ),
-            false => all.push((name, fs::read(&path).unwrap())),
+            )
+        } else {
+            all.push((name, fs::read(&path).unwrap()))
         }
     }
     all.sort();

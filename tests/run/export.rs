@@ -10,12 +10,13 @@ fn plain(dir: &Path, run: &str) -> Vec<(String, String)> {
     let hash = |bytes: &[u8]| blake3::hash(bytes).to_string();
     files(dir)
         .into_iter()
-        .map(
-            |(name, bytes)| match name.ends_with("adapter_config.json") || name.ends_with("README.md") {
-                true => (name, String::from_utf8_lossy(&bytes).replace(run, "DIR")),
-                false => (name, hash(&bytes)),
-            },
-        )
+        .map(|(name, bytes)| {
+            if name.ends_with("adapter_config.json") || name.ends_with("README.md") {
+                (name, String::from_utf8_lossy(&bytes).replace(run, "DIR"))
+            } else {
+                (name, hash(&bytes))
+            }
+        })
         .collect()
 }
 

@@ -98,8 +98,8 @@ fn configs_that_ft_cannot_compute() {
         ("hidden_act", "\"relu\"", &["relu"][..]),
         (
             "rope_scaling",
-            "{\"rope_type\": \"proportional\", \"factor\": 2.0}",
-            &["proportional"][..],
+            "{\"rope_type\": \"xpos\", \"factor\": 2.0}",
+            &["xpos"][..],
         ),
         ("attention_dropout", "0.1", &["attention_dropout"][..]),
         (

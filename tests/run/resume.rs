@@ -144,9 +144,12 @@ const MEASURED: [&str; 5] = [
 
 /// Asserts bit-equal lines of metrics and evaluations, the same samples, and the same files in `final/`.
 pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {
-    let lines = |run: &str, name: &str| match bench.path(run).join(name).exists() {
-        true => bench.lines(&format!("{run}/{name}")),
-        false => Vec::new(),
+    let lines = |run: &str, name: &str| {
+        if bench.path(run).join(name).exists() {
+            bench.lines(&format!("{run}/{name}"))
+        } else {
+            Vec::new()
+        }
     };
     for name in ["metrics.jsonl", "samples.jsonl"] {
         let (a, b) = (lines(whole, name), lines(broken, name));
@@ -168,11 +171,14 @@ pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {
         b.iter().map(|f| &f.0).collect::<Vec<_>>()
     );
     // An adapter with its own base contains the directory of its run.
-    let plain = |name: &str, bytes: &[u8], run: &str| match name.ends_with("adapter_config.json") {
-        true => String::from_utf8_lossy(bytes)
-            .replace(&format!("{run}/final"), "final")
-            .into_bytes(),
-        false => bytes.to_vec(),
+    let plain = |name: &str, bytes: &[u8], run: &str| {
+        if name.ends_with("adapter_config.json") {
+            String::from_utf8_lossy(bytes)
+                .replace(&format!("{run}/final"), "final")
+                .into_bytes()
+        } else {
+            bytes.to_vec()
+        }
     };
     for (a, b) in a.iter().zip(&b) {
         let same = plain(&a.0, &a.1, whole) == plain(&b.0, &b.1, broken);

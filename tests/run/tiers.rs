@@ -125,14 +125,15 @@ fn a_random_model_with_a_large_vocabulary_learns_the_same_from_the_disk() {
         random_model(&bench, changes);
         write_weights(&bench);
         for (name, settings) in METHODS {
-            let settings: Vec<&str> = match tied {
+            let settings: Vec<&str> = if tied {
                 // A tied head is not a separate block.
-                true => settings
+                settings
                     .iter()
                     .copied()
                     .filter(|s| !s.contains("include_lm_head"))
-                    .collect(),
-                false => settings.to_vec(),
+                    .collect()
+            } else {
+                settings.to_vec()
             };
             let more = ["model.dtype=bf16"];
             assert_equal(&bench, name, &[&settings[..], &more].concat());

@@ -391,9 +391,10 @@ impl Fields<'_> {
                 }
             }
             RowFormat::Alpaca => {
-                let prompt = match self.has("prompt") && !self.has("instruction") {
-                    true => "prompt",
-                    false => "instruction",
+                let prompt = if self.has("prompt") && !self.has("instruction") {
+                    "prompt"
+                } else {
+                    "instruction"
                 };
                 let answer = ANSWERS.into_iter().filter(|name| self.has(name)).collect::<Vec<_>>();
                 match (&answer[..], self.has("output")) {

@@ -323,9 +323,10 @@ impl Order {
     /// Epochs done after `steps` steps, e.g. 1.5. A step larger than the data counts as several epochs.
     pub fn epoch_after(&self, steps: u64) -> f64 {
         let seen = steps.saturating_mul(self.units_per_window()).min(self.total_units());
-        match self.is_even() {
-            true => seen as f64 / self.units as f64,
-            false => self.epochs_of(seen),
+        if self.is_even() {
+            seen as f64 / self.units as f64
+        } else {
+            self.epochs_of(seen)
         }
     }
 

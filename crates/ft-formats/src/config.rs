@@ -41,9 +41,10 @@ impl Config {
             return Err(paths::missing("directory", dir));
         }
         if !path.exists() {
-            let hint = match dir.join("adapter_config.json").exists() {
-                true => "this is an adapter: give its base as the model and this directory as the adapter",
-                false => "give a directory in Hugging Face format, or a hub id",
+            let hint = if dir.join("adapter_config.json").exists() {
+                "this is an adapter: give its base as the model and this directory as the adapter"
+            } else {
+                "give a directory in Hugging Face format, or a hub id"
             };
             return Err(Error::not_found("model directory has no `config.json`")
                 .at_path(dir)

@@ -192,9 +192,10 @@ mod tests {
         for t in &tiles.0 {
             for own in 0..t.rows {
                 for other in t.low..t.high {
-                    let (i, j) = match own_queries {
-                        true => (t.token + own, t.other + other),
-                        false => (t.other + other, t.token + own),
+                    let (i, j) = if own_queries {
+                        (t.token + own, t.other + other)
+                    } else {
+                        (t.other + other, t.token + own)
                     };
                     seen[i * keys + j] += 1;
                 }

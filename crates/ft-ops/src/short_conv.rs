@@ -24,11 +24,12 @@ fn sizes(x: &Tensor, w: &Tensor, documents: &[usize]) -> Result<(usize, usize)> 
 }
 
 fn cpu_only(x: &Tensor) -> Result<()> {
-    match x.device().is_cpu() {
-        true => Ok(()),
-        false => Err(Error::unsupported(
+    if x.device().is_cpu() {
+        Ok(())
+    } else {
+        Err(Error::unsupported(
             "this GPU build has no kernel for the convolution of linear attention",
-        )),
+        ))
     }
 }
 

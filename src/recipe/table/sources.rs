@@ -75,18 +75,21 @@ impl SourceKeys {
         let given = data.mapping();
         let own_prompt = self.prompt_template.is_some() || !self.columns.is_empty();
         Mapping {
-            columns: match self.columns.is_empty() {
-                true => given.columns,
-                false => self.columns.clone(),
+            columns: if self.columns.is_empty() {
+                given.columns
+            } else {
+                self.columns.clone()
             },
-            roles: match self.roles.is_empty() {
-                true => given.roles,
-                false => self.roles.clone(),
+            roles: if self.roles.is_empty() {
+                given.roles
+            } else {
+                self.roles.clone()
             },
             // A template of `[data]` is not for the columns of this source.
-            prompt_template: match own_prompt {
-                true => self.prompt_template.clone(),
-                false => given.prompt_template,
+            prompt_template: if own_prompt {
+                self.prompt_template.clone()
+            } else {
+                given.prompt_template
             },
             system_prompt: self.system_prompt.clone().or(given.system_prompt),
         }

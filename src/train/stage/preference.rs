@@ -66,9 +66,10 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     if recipe.train.stage == recipe::Stage::Reward {
         let spec = setting.spec;
         if !spec.has_classifier() {
-            let reason = match spec.multimodal {
-                true => "a reward model from a multimodal model is not supported: ft writes text-only classifiers",
-                false => "transformers has no sequence classifier of this family: the reward model could not be saved",
+            let reason = if spec.multimodal {
+                "a reward model from a multimodal model is not supported: ft writes text-only classifiers"
+            } else {
+                "transformers has no sequence classifier of this family: the reward model could not be saved"
             };
             return Err(Error::new(reason)
                 .at("train.stage")

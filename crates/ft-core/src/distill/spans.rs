@@ -110,9 +110,12 @@ mod tests {
 
     /// The vocabulary of these tokens; a token in angle brackets is special.
     fn vocabulary(tokens: &[&str]) -> TokenBytes {
-        let bytes = |t: &&str| match t.starts_with('<') {
-            true => Vec::new(),
-            false => t.as_bytes().to_vec(),
+        let bytes = |t: &&str| {
+            if t.starts_with('<') {
+                Vec::new()
+            } else {
+                t.as_bytes().to_vec()
+            }
         };
         tokens.iter().map(bytes).collect()
     }

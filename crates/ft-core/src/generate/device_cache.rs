@@ -117,9 +117,10 @@ impl DeviceLayer {
             let full: usize = self.blocks.iter().map(|(keys, _)| keys.room()).sum();
             if self.len == full {
                 // The first block has the requested capacity; a text that outgrows it gets pages.
-                let room = match self.blocks.is_empty() {
-                    true => self.room.max(1),
-                    false => (tokens - done).next_multiple_of(PAGE),
+                let room = if self.blocks.is_empty() {
+                    self.room.max(1)
+                } else {
+                    (tokens - done).next_multiple_of(PAGE)
                 };
                 let block = || KvBlock::new(k, room, head_dim);
                 self.blocks.push((block()?, block()?));

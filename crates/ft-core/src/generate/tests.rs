@@ -36,7 +36,7 @@ pub(super) fn spec() -> Spec {
         norms: NormNames::BEFORE,
         qk_norm: Some(QkNorm::HEADS),
         output_gate: false,
-        attention_sinks: true,
+        attention_sinks: false,
         value_norm: false,
         per_layer: None,
         layer_scalar: false,

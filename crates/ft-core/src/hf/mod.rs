@@ -96,14 +96,13 @@ pub fn set_tools_template(dir: &Path, text: &str) -> Result<()> {
 pub fn set_stop_ids(dir: &Path, config: &Map<String, Value>, ids: &[u32]) -> Result<()> {
     let path = dir.join("generation_config.json");
     let bad = |e: serde_json::Error| Error::format("file is not valid JSON").at_path(&path).cause(e);
-    let mut map: Map<String, Value> = match path.is_file() {
-        true => serde_json::from_str(&files::read_text(&path)?).map_err(bad)?,
-        false => {
-            let kept = config
-                .iter()
-                .filter(|(key, _)| ["bos_token_id", "pad_token_id"].contains(&key.as_str()));
-            kept.map(|(key, value)| (key.clone(), value.clone())).collect()
-        }
+    let mut map: Map<String, Value> = if path.is_file() {
+        serde_json::from_str(&files::read_text(&path)?).map_err(bad)?
+    } else {
+        let kept = config
+            .iter()
+            .filter(|(key, _)| ["bos_token_id", "pad_token_id"].contains(&key.as_str()));
+        kept.map(|(key, value)| (key.clone(), value.clone())).collect()
     };
     map.insert("eos_token_id".into(), ids.into());
     let text = serde_json::to_string_pretty(&map).map_err(bad)?;

@@ -82,9 +82,10 @@ pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: 
     if lora.peft_type == PeftType::Lora && (!drawn || lora.use_dora) {
         return Err(
             Error::unsupported("the initial values of these adapters depend on the model")
-                .found(match drawn {
-                    true => "DoRA: its magnitudes are norms of weights".to_string(),
-                    false => format!("`{}`: computed from weights or rows", lora.init_lora_weights.name()),
+                .found(if drawn {
+                    "DoRA: its magnitudes are norms of weights".to_string()
+                } else {
+                    format!("`{}`: computed from weights or rows", lora.init_lora_weights.name())
                 })
                 .expected("`default` or `gaussian`, without DoRA")
                 .hint("create them with `adapters_to_fill`, and compute the values with the module `start` of `peft`"),

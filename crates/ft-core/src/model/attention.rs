@@ -233,9 +233,10 @@ impl Block {
             _ => self.scaled_gradient(&dx1)?,
         };
         drop(y);
-        let gated = match self.o_proj.wanted(sink) {
-            true => Some(Self::gated(&gate, &o)?),
-            false => None,
+        let gated = if self.o_proj.wanted(sink) {
+            Some(Self::gated(&gate, &o)?)
+        } else {
+            None
         };
         let d_o = self
             .o_proj

@@ -7,7 +7,7 @@
 //!
 //! The first half is `attention`, or in some layers Gated DeltaNet (`delta_net`) in its place. Norms and the gate in brackets
 //! exist in some families only; Granite multiplies what is added to x and x1 by a constant. If the halves are parallel, both
-//! read the same h = [norm] x. Gemma 4 has a third part (`per_layer`).
+//! read the same h = norm(x), or x. Gemma 4 has a third part (`per_layer`).
 
 pub mod memory;
 pub mod per_layer;

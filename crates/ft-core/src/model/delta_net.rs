@@ -235,9 +235,10 @@ impl Block {
         let need_dy = need_dh || net.wanted(sink) || self.attention_in.wanted(sink);
         let d_out = self.scaled_gradient(&dx1)?;
         let normed = rms_norm::forward(&o, &net.norm.tensor, eps, false)?;
-        let y = match self.o_proj.wanted(sink) {
-            true => Some(glu::forward(&z, &normed, Activation::Silu)?),
-            false => None,
+        let y = if self.o_proj.wanted(sink) {
+            Some(glu::forward(&z, &normed, Activation::Silu)?)
+        } else {
+            None
         };
         let dy = self
             .o_proj
@@ -270,9 +271,10 @@ impl Block {
                 sink.take(param, gradient)?;
             }
         }
-        let h = match self.attention_in.wanted(sink) {
-            true => Some(self.normed(&self.input_norm, x)?),
-            false => None,
+        let h = if self.attention_in.wanted(sink) {
+            Some(self.normed(&self.input_norm, x)?)
+        } else {
+            None
         };
         let dys = join(sizes, [d_qkv, dz, d.b, d.a])?;
         let dh = self

@@ -24,12 +24,13 @@ pub struct Norm {
 impl Norm {
     /// The norm `spec`, whose parameters start with `name`.
     pub(super) fn read(weights: &GroupWeights, name: &str, spec: &NormSpec) -> Result<Self> {
-        let param = |needed: bool, part: &str| match needed {
-            true => {
+        let param = |needed: bool, part: &str| {
+            if needed {
                 let (name, tensor) = weights.get(&format!("{name}.{part}"))?;
                 Ok::<_, Error>(Some(Param { name, tensor }))
+            } else {
+                Ok(None)
             }
-            false => Ok(None),
         };
         Ok(Self {
             weight: param(spec.weight, "weight")?,

@@ -310,9 +310,10 @@ impl Projections {
             pairs.back_down(i, dy, &du)?;
             i += 1;
         }
-        let dx = match need_dx {
-            true => Some(self.back_up(pairs, &du, ctx)?),
-            false => None,
+        let dx = if need_dx {
+            Some(self.back_up(pairs, &du, ctx)?)
+        } else {
+            None
         };
         let x = adapters_x.zip(low.map(|low| low.u));
         Ok(Some(LowBackward { pairs, du, dx, x }))
@@ -367,9 +368,10 @@ impl LowBackward<'_> {
     fn gradients_a(self, of: &Projections, ctx: &Context, sink: &mut dyn GradSink) -> Result<()> {
         let Some((x, _)) = &self.x else { return Ok(()) };
         let summed = of.members().any(|(_, lora)| sink.sum(&lora.a_name).is_some());
-        let mut together = match of.drops(ctx) || summed {
-            true => Vec::new(),
-            false => self.pairs.grads_a(&self.du, x)?,
+        let mut together = if of.drops(ctx) || summed {
+            Vec::new()
+        } else {
+            self.pairs.grads_a(&self.du, x)?
         }
         .into_iter();
         for (i, (_, lora)) in of.members().enumerate() {

@@ -269,9 +269,12 @@ fn proportional(r: &Reader, head_dim: usize, theta: f64) -> Result<Rope> {
         );
     }
     let rotated = (partial * head_dim as f64 / 2.0).floor() as usize;
-    let frequency = |i: usize| match i < rotated {
-        true => 1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32) / factor as f32,
-        false => 0.0,
+    let frequency = |i: usize| {
+        if i < rotated {
+            1.0 / (theta as f32).powf((2 * i) as f32 / head_dim as f32) / factor as f32
+        } else {
+            0.0
+        }
     };
     Ok(Rope::plain((0..head_dim / 2).map(frequency).collect()))
 }

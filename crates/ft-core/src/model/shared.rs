@@ -36,9 +36,10 @@ impl SharedStates {
         match &*self.inputs.borrow() {
             Some(all) => {
                 let columns = all.narrow(1, layer * width, width)?;
-                Ok(match columns.is_contiguous() {
-                    true => columns.copy()?,
-                    false => columns.contiguous()?,
+                Ok(if columns.is_contiguous() {
+                    columns.copy()?
+                } else {
+                    columns.contiguous()?
                 })
             }
             None => Err(Error::internal("the per-layer inputs of this batch were not computed").at(layer)),

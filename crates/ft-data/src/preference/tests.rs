@@ -29,10 +29,10 @@ fn read(words: &Words, lines: &[&str], want: Want, max_length: usize) -> Result<
 fn shown(words: &Words, data: &Dataset, row: usize) -> Vec<String> {
     let parts = data.parts(row).unwrap().into_iter().map(|e| {
         let tokens = words.tokens(&e.ids);
-        let marked = tokens.iter().zip(&e.trained).map(|(t, &trained)| match trained {
-            true => format!("[{t}]"),
-            false => t.clone(),
-        });
+        let marked = tokens
+            .iter()
+            .zip(&e.trained)
+            .map(|(t, &trained)| if trained { format!("[{t}]") } else { t.clone() });
         marked.collect::<String>()
     });
     parts.collect()

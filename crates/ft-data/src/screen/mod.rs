@@ -234,9 +234,10 @@ impl Screen {
                 .found(spec.threshold)
                 .expected(format!("{} to 1", near::LEAST)));
         }
-        let overlap = match spec.evaluation.is_empty() {
-            true => None,
-            false => Some(Overlap::read(&spec.evaluation, spec.ngram)?),
+        let overlap = if spec.evaluation.is_empty() {
+            None
+        } else {
+            Some(Overlap::read(&spec.evaluation, spec.ngram)?)
         };
         let mut state = State::default();
         if let Some(overlap) = &overlap {

@@ -59,9 +59,10 @@ impl ChatTemplate {
         for (name, value) in self.kwargs.iter().filter(|(name, _)| program.parsed.reads(name)) {
             let set = format!("{{%- set {name} = {} %}}", literal(value));
             // A special token is always defined.
-            out.push_str(&match self.token_names.contains(name) {
-                true => set,
-                false => format!("{{%- if {name} is not defined %}}{set}{{%- endif %}}"),
+            out.push_str(&if self.token_names.contains(name) {
+                set
+            } else {
+                format!("{{%- if {name} is not defined %}}{set}{{%- endif %}}")
             });
         }
         if !out.is_empty() {

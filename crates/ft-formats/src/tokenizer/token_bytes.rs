@@ -18,9 +18,10 @@ impl Tokenizer {
                 return Vec::new();
             }
             if let Some(token) = added.get(&id) {
-                return match token.special {
-                    true => Vec::new(),
-                    false => token.content.clone().into_bytes(),
+                return if token.special {
+                    Vec::new()
+                } else {
+                    token.content.clone().into_bytes()
                 };
             }
             let text = self.id_to_token(id).unwrap_or_default();

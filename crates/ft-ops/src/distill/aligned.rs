@@ -138,9 +138,10 @@ pub fn forward_backward(
         let (own, theirs) = (rows(|u| &u.student), rows(|u| &u.teacher));
         let h = pick(student.h, &own)?;
         let mut z = logits(&h, student, v)?;
-        let t = match theirs.is_empty() {
-            true => Vec::new(),
-            false => logits(&pick(teacher.h, &theirs)?, teacher, vt)?,
+        let t = if theirs.is_empty() {
+            Vec::new()
+        } else {
+            logits(&pick(teacher.h, &theirs)?, teacher, vt)?
         };
         let mut jobs = Vec::new();
         let (mut left, mut taken) = (&mut z[..], 0);

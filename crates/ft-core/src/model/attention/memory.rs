@@ -49,9 +49,10 @@ impl LayerMemory<'_> {
     fn gpu_partial_sums(&self) -> u64 {
         let LayerMemorySettings { spec, tokens, .. } = self.settings;
         let parts = attention::gpu_backward_parts(spec.heads, spec.kv_heads_of(self.index), tokens);
-        match self.settings.on_gpu && self.settings.element == 2 && parts > 1 {
-            true => (2 * 4 * parts * tokens * spec.kv_width(self.index)) as u64,
-            false => 0,
+        if self.settings.on_gpu && self.settings.element == 2 && parts > 1 {
+            (2 * 4 * parts * tokens * spec.kv_width(self.index)) as u64
+        } else {
+            0
         }
     }
 
@@ -178,12 +179,11 @@ impl LayerMemory<'_> {
             sink.give(l, &sinks);
         }
         let dq = l.alloc(LayerWork, self.nq);
-        let parts = match self.settings.on_gpu {
-            true => 1,
-            false => {
-                let documents = self.settings.documents.max(1);
-                attention::backward_parts(spec.heads, spec.kv_heads_of(self.index), documents) as u64
-            }
+        let parts = if self.settings.on_gpu {
+            1
+        } else {
+            let documents = self.settings.documents.max(1);
+            attention::backward_parts(spec.heads, spec.kv_heads_of(self.index), documents) as u64
         };
         let partial = [
             l.alloc(LayerWork, parts * self.nkv),

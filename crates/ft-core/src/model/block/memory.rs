@@ -177,12 +177,11 @@ impl<'a> LayerMemory<'a> {
         let input = self.mlp_input(l);
         let (x2, parts) = self.mlp(l, keep);
         l.free_all(input);
-        let x1 = match keep && !self.settings.spec.parallel {
-            true => Some(l.relabel(x1, Activations)),
-            false => {
-                l.free(x1);
-                None
-            }
+        let x1 = if keep && !self.settings.spec.parallel {
+            Some(l.relabel(x1, Activations))
+        } else {
+            l.free(x1);
+            None
         };
         let (y, x2) = self.end(l, x2);
         l.free(copies);
@@ -326,12 +325,11 @@ impl<'a> LayerMemory<'a> {
                     }
                     None => (None, SavedPiecesMemory::new()),
                 };
-                let x1 = match self.settings.spec.parallel {
-                    true => {
-                        l.free(x1);
-                        None
-                    }
-                    false => Some(x1),
+                let x1 = if self.settings.spec.parallel {
+                    l.free(x1);
+                    None
+                } else {
+                    Some(x1)
                 };
                 (x1, mixer, parts, x2)
             }
@@ -364,9 +362,10 @@ impl<'a> LayerMemory<'a> {
         }
         let spec = self.settings.spec;
         let input_wanted = || spec.norms.before_attention.is_some_and(|n| self.norm_wanted(sink, n));
-        let need_input = match spec.parallel {
-            false => mixer_needed,
-            true => need_dx || input_wanted(),
+        let need_input = if spec.parallel {
+            need_dx || input_wanted()
+        } else {
+            mixer_needed
         };
         let input = self.mlp_input(l);
         let d_input = self.mlp_backward(l, parts, need_input, sink);

@@ -8,9 +8,10 @@ const THETA: f64 = 500_000.0;
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::olmo2::shared(config, spec)?;
-    let window = match config.raw.contains_key("sliding_window") {
-        true => config.opt_usize("sliding_window")?,
-        false => Some(4096),
+    let window = if config.raw.contains_key("sliding_window") {
+        config.opt_usize("sliding_window")?
+    } else {
+        Some(4096)
     };
     super::windows(config, spec, window, |l| (l + 1) % 4 != 0)?;
     let full = super::rope_parameters(config, Some("full_attention"), THETA)?;

@@ -40,9 +40,10 @@ impl LayerMemory<'_> {
 
     /// The sum of a linear and an input of the residual stream: in place, unless `Low` holds the output.
     pub(in crate::model) fn add_residual(&self, l: &mut Ledger, y: Allocation, linear: LinearShape) -> Allocation {
-        match self.output_in_low(linear) {
-            true => l.alloc(LayerWork, self.bytes(linear.2)),
-            false => y,
+        if self.output_in_low(linear) {
+            l.alloc(LayerWork, self.bytes(linear.2))
+        } else {
+            y
         }
     }
 
@@ -132,9 +133,10 @@ impl LayerMemory<'_> {
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
         // DoRA replaces a copy of ∂y by g ⊙ ∂y.
-        let scaled = match self.output_in_low(linear) {
-            true => self.bytes(linear.2),
-            false => 0,
+        let scaled = if self.output_in_low(linear) {
+            self.bytes(linear.2)
+        } else {
+            0
         };
         let scaled = l.alloc(LayerWork, scaled);
         let dx = need_dx.then(|| l.alloc(LayerWork, self.bytes(linear.1)));

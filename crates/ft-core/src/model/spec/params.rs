@@ -120,17 +120,18 @@ impl Spec {
         let mut linears = match self.layers[layer].mixer {
             Mixer::DeltaNet(sizes) => {
                 let (channels, value, heads) = (sizes.channels(), sizes.value_width(), sizes.value_heads);
-                let mut own = match sizes.by_key_head {
-                    true => vec![
+                let mut own = if sizes.by_key_head {
+                    vec![
                         plain("linear_attn.in_proj_qkvz", d, channels + value),
                         plain("linear_attn.in_proj_ba", d, 2 * heads),
-                    ],
-                    false => vec![
+                    ]
+                } else {
+                    vec![
                         plain("linear_attn.in_proj_qkv", d, channels),
                         plain("linear_attn.in_proj_z", d, value),
                         plain("linear_attn.in_proj_b", d, heads),
                         plain("linear_attn.in_proj_a", d, heads),
-                    ],
+                    ]
                 };
                 own.push(plain("linear_attn.out_proj", value, d));
                 own

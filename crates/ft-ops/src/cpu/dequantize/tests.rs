@@ -118,9 +118,10 @@ fn by_hand(view: &QMatrixView<'_>, row: usize, column: usize) -> f32 {
             NF4_TABLE[half(codes, at)] * absmax
         }
     };
-    match view.bf16 {
-        true => half::bf16::from_f32(value).to_f32(),
-        false => value,
+    if view.bf16 {
+        half::bf16::from_f32(value).to_f32()
+    } else {
+        value
     }
 }
 

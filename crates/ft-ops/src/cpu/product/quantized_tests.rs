@@ -33,19 +33,24 @@ fn check(backend: CpuBackend, (tokens, o, i): Sizes) {
             view.dequantize(row, 0, to);
         }
         let narrow: Vec<bf16> = dequantized.iter().map(|v| bf16::from_f32(*v)).collect();
-        let dense = match view.bf16 {
-            true => Operand::Bf16(&narrow),
-            false => Operand::F32(&dequantized),
+        let dense = if view.bf16 {
+            Operand::Bf16(&narrow)
+        } else {
+            Operand::F32(&dequantized)
         };
         let bias = flat(&random(o.max(i), 3));
         for backward in [false, true] {
-            let (sizes, a) = match backward {
-                false => ((tokens, o, i), Matrix::k_inner(Operand::F32(&x), i)),
-                true => ((tokens, i, o), Matrix::k_inner(Operand::F32(&dy), o)),
+            let (sizes, a) = if backward {
+                ((tokens, i, o), Matrix::k_inner(Operand::F32(&dy), o))
+            } else {
+                ((tokens, o, i), Matrix::k_inner(Operand::F32(&x), i))
             };
-            let operand = |w| match backward {
-                false => Matrix::k_inner(w, i),
-                true => Matrix::k_outer(w, i),
+            let operand = |w| {
+                if backward {
+                    Matrix::k_outer(w, i)
+                } else {
+                    Matrix::k_inner(w, i)
+                }
             };
             for start in [CInit::Zero, CInit::C, CInit::Bias(&bias[..sizes.1])] {
                 let run = |w| {

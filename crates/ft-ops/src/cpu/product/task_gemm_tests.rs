@@ -41,9 +41,12 @@ fn check(backend: CpuBackend, rounding: Rounding, case: &Case) {
     let b_stride = b_width + 9;
     let a = flat(&random(a_rows * a_stride + AT, 1));
     let b = flat(&random(b_rows * b_stride + AT, 2));
-    let matrix = |values, stride, k_contiguous| match k_contiguous {
-        true => Matrix::k_inner(values, stride),
-        false => Matrix::k_outer(values, stride),
+    let matrix = |values, stride, k_contiguous| {
+        if k_contiguous {
+            Matrix::k_inner(values, stride)
+        } else {
+            Matrix::k_outer(values, stride)
+        }
     };
     let (a_at, b_at) = (&a[AT..], &b[AT..]);
     let c_stride = n + 4;

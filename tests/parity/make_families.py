@@ -144,21 +144,6 @@ VARIANTS = {
         type="dynamic", alpha=20.0, factor=1.0))),
     "ernie4_5": dict(config=SILU | dict(model_type="ernie4_5", tie_word_embeddings=True, use_bias=True)),
     "glm4": dict(stored="bf16", config=SILU | dict(model_type="glm4", tie_word_embeddings=False, attention_bias=True)),
-    "qwen3_moe": dict(stored="bf16", config=QWEN_EXPERTS | dict(
-        model_type="qwen3_moe", head_dim=8, norm_topk_prob=True, num_hidden_layers=3, mlp_only_layers=[1]),
-        ablate=dict(norm_topk_prob=False, num_experts_per_tok=1)),
-    "qwen3_moe_sparse_step": dict(stored="bf16", config=QWEN_EXPERTS | dict(
-        model_type="qwen3_moe", head_dim=8, norm_topk_prob=False, decoder_sparse_step=2, num_experts_per_tok=1)),
-    "qwen2_moe": dict(stored="bf16", config=QWEN_EXPERTS | dict(
-        model_type="qwen2_moe", norm_topk_prob=False, shared_expert_intermediate_size=20, qkv_bias=True)),
-    "olmoe": dict(stored="bf16", config=EXPERTS | dict(model_type="olmoe", num_experts=6, norm_topk_prob=False,
-                                                       clip_qkv=None)),
-    "mixtral": dict(stored="bf16", config=EXPERTS | dict(
-        model_type="mixtral", num_local_experts=4, sliding_window=8, router_jitter_noise=0.0)),
-    "glm4_moe": dict(stored="bf16", config=EXPERTS | dict(
-        model_type="glm4_moe", head_dim=8, n_routed_experts=6, n_shared_experts=2, moe_intermediate_size=12, n_group=3,
-        topk_group=2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.5, use_qk_norm=True,
-        partial_rotary_factor=0.5, num_nextn_predict_layers=0), ablate=dict(routed_scaling_factor=1.0, topk_group=1)),
     "ministral3": dict(config=SILU | dict(model_type="ministral3", tie_word_embeddings=False, sliding_window=None, rope_parameters=YARN | dict(
         type="yarn", rope_theta=100.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
         original_max_position_embeddings=8))),
@@ -239,6 +224,21 @@ VARIANTS = {
     "qwen3_next": dict(stored="bf16", config=HYBRID | dict(
         model_type="qwen3_next", num_hidden_layers=2, full_attention_interval=2, tie_word_embeddings=False, num_experts=0,
         mlp_only_layers=[], decoder_sparse_step=1)),
+    "qwen3_moe": dict(stored="bf16", config=QWEN_EXPERTS | dict(
+        model_type="qwen3_moe", head_dim=8, norm_topk_prob=True, num_hidden_layers=3, mlp_only_layers=[1]),
+        ablate=dict(norm_topk_prob=False, num_experts_per_tok=1)),
+    "qwen3_moe_sparse_step": dict(stored="bf16", config=QWEN_EXPERTS | dict(
+        model_type="qwen3_moe", head_dim=8, norm_topk_prob=False, decoder_sparse_step=2, num_experts_per_tok=1)),
+    "qwen2_moe": dict(stored="bf16", config=QWEN_EXPERTS | dict(
+        model_type="qwen2_moe", norm_topk_prob=False, shared_expert_intermediate_size=20, qkv_bias=True)),
+    "olmoe": dict(stored="bf16", config=EXPERTS | dict(model_type="olmoe", num_experts=6, norm_topk_prob=False,
+                                                       clip_qkv=None)),
+    "mixtral": dict(stored="bf16", config=EXPERTS | dict(
+        model_type="mixtral", num_local_experts=4, sliding_window=8, router_jitter_noise=0.0)),
+    "glm4_moe": dict(stored="bf16", config=EXPERTS | dict(
+        model_type="glm4_moe", head_dim=8, n_routed_experts=6, n_shared_experts=2, moe_intermediate_size=12, n_group=3,
+        topk_group=2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.5, use_qk_norm=True,
+        partial_rotary_factor=0.5, num_nextn_predict_layers=0), ablate=dict(routed_scaling_factor=1.0, topk_group=1)),
     "qwen3_next_experts": dict(stored="bf16", config=HYBRID | dict(
         num_hidden_layers=2, full_attention_interval=2, model_type="qwen3_next", tie_word_embeddings=False, num_experts=5,
         num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=12, shared_expert_intermediate_size=20,

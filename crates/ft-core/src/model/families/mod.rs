@@ -362,7 +362,7 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
         "gemma4_text" => &["use_bidirectional_attention"],
         "glm4_moe" => &["n_routed_experts"],
         "mixtral" => &["num_local_experts"],
-        "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_next" => &["num_experts"],
+        "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_next" => &["num_experts", "num_local_experts"],
         "smollm3" => &["no_rope_layers"],
         "seed_oss" => &seed_oss::DROPOUT,
         "stablelm" => &["use_parallel_residual"],

@@ -11,7 +11,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     let experts = ExpertsSpec {
         // The width of an expert is that of the config's MLP.
         intermediate: spec.intermediate,
-        ..super::qwen3_moe::experts(config, "num_experts", 64, spec.intermediate, 8)?
+        ..super::qwen3_moe::experts(config, 64, spec.intermediate, 8)?
     };
     for layer in &mut spec.layers {
         layer.experts = Some(experts);

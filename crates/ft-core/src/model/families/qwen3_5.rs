@@ -93,7 +93,7 @@ pub fn apply_next(config: &Config, spec: &mut Spec) -> Result<()> {
             experts::size(config, "num_experts_per_tok", 10)?,
             config.bool_or("norm_topk_prob", true)?,
         ),
-        ..super::qwen3_moe::experts(config, "num_experts", 512, 512, 10)?
+        ..super::qwen3_moe::experts(config, 512, 512, 10)?
     };
     experts::of_layers(config, spec, experts)
 }

@@ -6,7 +6,7 @@ use crate::model::spec::ExpertNames;
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::qwen3::apply(config, spec)?;
-    let experts = experts(config, "num_experts", 128, 768, 8)?;
+    let experts = experts(config, 128, 768, 8)?;
     of_layers(config, spec, experts)
 }
 
@@ -19,13 +19,19 @@ pub fn apply_2(config: &Config, spec: &mut Spec) -> Result<()> {
             intermediate: size(config, "shared_expert_intermediate_size", 5632)?,
             ..shared("mlp.shared_expert_gate")
         }),
-        ..experts(config, "num_experts", 60, 1408, 4)?
+        ..experts(config, 60, 1408, 4)?
     };
     of_layers(config, spec, experts)
 }
 
 /// Experts with the names and the keys of Qwen; with transformers' defaults of the family.
-pub fn experts(config: &Config, count: &str, experts: usize, width: usize, top_k: usize) -> Result<ExpertsSpec> {
+pub fn experts(config: &Config, experts: usize, width: usize, top_k: usize) -> Result<ExpertsSpec> {
+    // transformers 5 writes the number of experts under another name.
+    let count = if config.raw.contains_key("num_local_experts") {
+        "num_local_experts"
+    } else {
+        "num_experts"
+    };
     Ok(ExpertsSpec {
         count: size(config, count, experts)?,
         intermediate: size(config, "moe_intermediate_size", width)?,

@@ -181,10 +181,12 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     }
     let firsts: BTreeSet<usize> = spec.alike().into_iter().collect();
     let linears = || {
-        firsts
+        let all = firsts
             .iter()
             .flat_map(|l| spec.linears(*l))
-            .map(|l| (l.input, l.output))
+            .map(|l| (l.input, l.output));
+        let experts = firsts.iter().filter_map(|l| spec.layers[*l].experts);
+        all.chain(experts.map(|e| (spec.hidden, e.intermediate)))
     };
     let widest = linears().map(|(input, output)| input.max(output)).max().unwrap_or(0);
     let largest = linears().map(|(input, output)| input * output).max().unwrap_or(0);

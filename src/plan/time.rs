@@ -73,6 +73,9 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
             _ => attention += elements,
         }
     }
+    for l in spec.alike() {
+        mlp += spec.routed_elements(l) as f64 / layers as f64;
+    }
     let count = pieces(inputs.tokens, inputs.strategy.mlp_tokens).len() as f64;
     // Half of the scores are masked.
     let with_attention = (0..layers).filter(|l| spec.layers[*l].mixer == Mixer::Attention);

@@ -154,6 +154,8 @@ def randomize(model, seed, matrix=0.15, attention=0.3, embedding=0.4, norm=0.1, 
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.6 + 0.8 * torch.rand(buffer.shape, generator=generator))
+            elif name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
 
 
 def relative(a, b):

@@ -44,22 +44,27 @@ fn all_families_have_goldens() {
         "gemma4",
         "gemma4_text",
         "glm4",
+        "glm4_moe",
         "granite",
         "hunyuan_v1_dense",
         "llama",
         "ministral3",
         "mistral",
         "mistral3",
+        "mixtral",
         "nemotron",
         "olmo",
         "olmo2",
         "olmo3",
+        "olmoe",
         "phi3",
         "qwen2",
         "qwen2_5_vl",
+        "qwen2_moe",
         "qwen3",
         "qwen3_5",
         "qwen3_5_text",
+        "qwen3_moe",
         "qwen3_next",
         "qwen3_vl",
         "seed_oss",
@@ -68,7 +73,7 @@ fn all_families_have_goldens() {
         "starcoder2",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 59);
+    assert_eq!(variants().len(), 66);
 }
 
 #[test]

@@ -64,6 +64,11 @@ HYBRID = SMALL_RMS | dict(
     head_dim=8, partial_rotary_factor=0.5, num_hidden_layers=3, full_attention_interval=3, linear_conv_kernel_dim=4,
     linear_key_head_dim=4, linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4)
 
+# Small models with experts.
+EXPERTS = SMALL_RMS | dict(num_experts_per_tok=2, output_router_logits=False, tie_word_embeddings=False)
+QWEN_EXPERTS = EXPERTS | dict(num_experts=5, moe_intermediate_size=12, decoder_sparse_step=1, mlp_only_layers=[],
+                              use_sliding_window=False, sliding_window=None, max_window_layers=2)
+
 # Each: the config as transformers 4 wrote it. Options of this script:
 #   weights   take the weights of that variant;  stored  type on disk;  shards  split the file
 #   tokenizer the tokenizer directory
@@ -219,6 +224,25 @@ VARIANTS = {
     "qwen3_next": dict(stored="bf16", config=HYBRID | dict(
         model_type="qwen3_next", num_hidden_layers=2, full_attention_interval=2, tie_word_embeddings=False, num_experts=0,
         mlp_only_layers=[], decoder_sparse_step=1)),
+    "qwen3_moe": dict(stored="bf16", config=QWEN_EXPERTS | dict(
+        model_type="qwen3_moe", head_dim=8, norm_topk_prob=True, num_hidden_layers=3, mlp_only_layers=[1]),
+        ablate=dict(norm_topk_prob=False, num_experts_per_tok=1)),
+    "qwen3_moe_sparse_step": dict(stored="bf16", config=QWEN_EXPERTS | dict(
+        model_type="qwen3_moe", head_dim=8, norm_topk_prob=False, decoder_sparse_step=2, num_experts_per_tok=1)),
+    "qwen2_moe": dict(stored="bf16", config=QWEN_EXPERTS | dict(
+        model_type="qwen2_moe", norm_topk_prob=False, shared_expert_intermediate_size=20, qkv_bias=True)),
+    "olmoe": dict(stored="bf16", config=EXPERTS | dict(model_type="olmoe", num_experts=6, norm_topk_prob=False,
+                                                       clip_qkv=None)),
+    "mixtral": dict(stored="bf16", config=EXPERTS | dict(
+        model_type="mixtral", num_local_experts=4, sliding_window=8, router_jitter_noise=0.0)),
+    "glm4_moe": dict(stored="bf16", config=EXPERTS | dict(
+        model_type="glm4_moe", head_dim=8, n_routed_experts=6, n_shared_experts=2, moe_intermediate_size=12, n_group=3,
+        topk_group=2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.5, use_qk_norm=True,
+        partial_rotary_factor=0.5, num_nextn_predict_layers=0), ablate=dict(routed_scaling_factor=1.0, topk_group=1)),
+    "qwen3_next_experts": dict(stored="bf16", config=HYBRID | dict(
+        num_hidden_layers=2, full_attention_interval=2, model_type="qwen3_next", tie_word_embeddings=False, num_experts=5,
+        num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=12, shared_expert_intermediate_size=20,
+        mlp_only_layers=[], decoder_sparse_step=1)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -233,7 +257,9 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_next": "Qwen3NextForCausalLM",
                  "gemma4_text": "Gemma4ForCausalLM", "gemma4": "Gemma4ForConditionalGeneration",
                  "cohere": "CohereForCausalLM", "cohere2": "Cohere2ForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
-                 "nemotron": "NemotronForCausalLM", "stablelm": "StableLmForCausalLM", "olmo": "OlmoForCausalLM"}
+                 "nemotron": "NemotronForCausalLM", "stablelm": "StableLmForCausalLM", "olmo": "OlmoForCausalLM",
+                 "qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
+                 "mixtral": "MixtralForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
 
 
 def config_v4(config, stored, encoder):
@@ -256,8 +282,9 @@ def load(directory, config_file="config.json", dtype=torch.float32, **changes):
     raw = json.loads((directory / config_file).read_text()) | changes
     config = transformers.AutoConfig.for_model(**raw)
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     model = auto(raw).from_pretrained(
-        directory, config=config, dtype=dtype, attn_implementation="eager", local_files_only=True)
+        directory, config=config, dtype=dtype, attn_implementation="eager", experts_implementation="eager", local_files_only=True)
     return model.eval()
 
 
@@ -287,6 +314,24 @@ def measure(model, docs):
                  # ft does not train this table.
                  and "embed_tokens_per_layer" not in name}
     return [each.detach() for each in logits], loss.detach(), gradients, trained
+
+
+def in_files(gradients, model_type):
+    """The gradients under the names of the files: transformers joins the experts of a layer in memory."""
+    mixtral = model_type == "mixtral"
+    gate, up, down = ["w1", "w3", "w2"] if mixtral else ["gate_proj", "up_proj", "down_proj"]
+    named = {}
+    for key, gradient in gradients.items():
+        if mixtral:
+            key = key.replace(".mlp.", ".block_sparse_moe.")
+        module, _, last = key.rpartition(".")
+        if not module.endswith(".experts"):
+            named[key] = gradient
+            continue
+        for expert, part in enumerate(gradient):
+            parts = zip([gate, up], part.chunk(2)) if last == "gate_up_proj" else [(down, part)]
+            named |= {f"{module}.{expert}.{name}.weight": each.contiguous() for name, each in parts}
+    return named
 
 
 def greedy(model, encoder, prompts):
@@ -347,7 +392,7 @@ def make(index, name, spec):
     tensors = {"loss": loss.reshape(1)}
     for i, (ids, labels) in enumerate(docs):
         tensors |= {f"input_ids.{i}": ids, f"labels.{i}": labels, f"logits.{i}": logits[i].contiguous()}
-    tensors |= {f"grad.{key}": value for key, value in gradients.items()}
+    tensors |= {f"grad.{key}": value for key, value in in_files(gradients, v4["model_type"]).items()}
     save_file(tensors, directory / "golden.safetensors")
     evals = {}
     for each in EVALS:

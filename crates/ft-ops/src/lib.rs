@@ -59,6 +59,7 @@ pub mod index_subset;
 pub mod prepacked;
 pub mod rms_norm;
 pub mod rope;
+pub mod routing;
 pub mod short_conv;
 pub mod softmax;
 pub mod step;

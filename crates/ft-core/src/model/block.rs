@@ -15,8 +15,9 @@ pub mod per_layer;
 use super::attention::SavedAttention;
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
 use super::delta_net::{DeltaNet, SavedDeltaNet};
+use super::experts::Experts;
 use super::linear::Linear;
-use super::mlp::SavedPieces;
+use super::mlp::SavedMlp;
 use super::norm::Norm;
 use super::projections::Projections;
 use super::spec::Spec;
@@ -47,10 +48,12 @@ pub struct Block {
     pub sinks: Option<Param>,
     /// The other weights of Gated DeltaNet, if the layer has it in the place of attention.
     pub delta_net: Option<DeltaNet>,
-    /// gate and up, or up alone.
+    /// gate and up, or up alone; of the shared expert, if the layer has experts.
     pub mlp_in: Projections,
     /// The output projection of the MLP.
     pub down_proj: Projections,
+    /// A mixture of experts in the place of the MLP.
+    pub experts: Option<Experts>,
     /// The norm before the attention, if the family has it.
     pub input_norm: Option<Norm>,
     /// The norm after the attention, if the family has it.
@@ -76,8 +79,8 @@ pub struct SavedActivations {
     mixer: SavedMixer,
     /// The residual stream between the halves; `None`: they are parallel.
     x1: Option<Tensor>,
-    /// gate and up of each piece of the tokens.
-    parts: SavedPieces,
+    /// Those of the MLP or of the experts.
+    parts: SavedMlp,
     /// The output of the MLP half, if the layer has a per-layer input.
     x2: Option<Tensor>,
 }
@@ -88,10 +91,9 @@ impl Block {
         let module = |l: &Linear| l.name.trim_end_matches(".weight").to_string();
         let mut all = vec![self.attention_in, self.o_proj, self.mlp_in, self.down_proj];
         all.extend(self.per_layer.into_iter().flat_map(|p| [p.gate, p.projection]));
-        all.into_iter()
-            .flat_map(Projections::into_linears)
-            .map(|l| (module(&l), l))
-            .collect()
+        let experts = self.experts.into_iter().flat_map(Experts::into_linears);
+        let all = all.into_iter().flat_map(Projections::into_linears);
+        all.chain(experts).map(|l| (module(&l), l)).collect()
     }
 
     pub(super) fn norm(&self, norm: &Norm, x: &Tensor) -> Result<Tensor> {
@@ -147,7 +149,7 @@ impl Block {
     }
 
     /// The MLP half after the attention half.
-    fn mlp_after(&self, x: &Tensor, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, SavedPieces)> {
+    fn mlp_after(&self, x: &Tensor, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, SavedMlp)> {
         let input = self.mlp_input(x, Some(x1).filter(|_| !self.spec.parallel))?;
         self.mlp(&input, x1, ctx, keep)
     }
@@ -257,7 +259,7 @@ impl Layer for Block {
             None => {
                 let (x1, mixer) = self.mixer(x, ctx, None)?;
                 let (x2, parts) = match self.per_layer {
-                    None => (None, SavedPieces::new()),
+                    None => (None, SavedMlp::default()),
                     Some(_) => {
                         let (x2, parts) = self.mlp_after(x, &x1, ctx, true)?;
                         (Some(x2), parts)

@@ -8,6 +8,7 @@ pub(super) mod memory;
 
 use super::block::Block;
 use super::contracts::{Context, GradSink};
+use super::experts::{Experts, SavedExperts};
 use super::pieces::{GradientSums, pieces, rows};
 use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
@@ -22,8 +23,24 @@ pub(super) struct SavedPiece {
     low: [SavedLow; 2],
 }
 
-/// Saved activations of each piece; empty if they were not saved.
-pub(super) type SavedPieces = Vec<SavedPiece>;
+impl SavedPiece {
+    pub(super) fn new(parts: Vec<Tensor>, low: [SavedLow; 2]) -> Self {
+        Self { parts, low }
+    }
+
+    pub(super) fn into_parts(self) -> (Vec<Tensor>, [SavedLow; 2]) {
+        (self.parts, self.low)
+    }
+}
+
+/// Saved activations of an MLP; empty if they were not saved.
+#[derive(Default)]
+pub(super) struct SavedMlp {
+    /// Of each piece of the tokens.
+    pieces: Vec<SavedPiece>,
+    /// Of a mixture of experts.
+    experts: Option<SavedExperts>,
+}
 
 /// Gradients that the backward pass of an MLP must compute.
 #[derive(Clone, Copy)]
@@ -45,7 +62,7 @@ impl Needs {
 
 impl Block {
     /// The product of gate and up after the activation, `[N, I]`.
-    fn activated(&self, parts: &[Tensor]) -> Result<Tensor> {
+    pub(super) fn activated(&self, parts: &[Tensor]) -> Result<Tensor> {
         match parts {
             [up] => glu::activate(up, self.spec.activation),
             [gate, up] => glu::forward(gate, up, self.spec.activation),
@@ -54,7 +71,7 @@ impl Block {
     }
 
     /// Backward of `activated`.
-    fn activated_backward(&self, parts: Vec<Tensor>, dm: &Tensor) -> Result<Vec<Tensor>> {
+    pub(super) fn activated_backward(&self, parts: Vec<Tensor>, dm: &Tensor) -> Result<Vec<Tensor>> {
         let mut parts = parts.into_iter();
         match (parts.next(), parts.next()) {
             (Some(up), None) => Ok(vec![glu::activate_backward(up, dm, self.spec.activation)?]),
@@ -67,20 +84,69 @@ impl Block {
     }
 
     /// Input x and residual stream x1, `[N, D]` each, to `[N, D]`; also returns gate and up if `keep`.
-    pub(super) fn mlp(&self, x: &Tensor, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, SavedPieces)> {
+    pub(super) fn mlp(&self, x: &Tensor, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, SavedMlp)> {
+        if let Some(experts) = &self.experts {
+            return self.experts_half(experts, x, x1, ctx, keep);
+        }
         let all = pieces(x1.dims()[0], ctx.mlp_tokens);
         if all.len() == 1 {
             let (y, parts) = self.mlp_piece(x, x1, ctx, keep)?;
-            return Ok((y, parts.into_iter().collect()));
+            let pieces = parts.into_iter().collect();
+            return Ok((y, SavedMlp { pieces, experts: None }));
         }
         let y = update::zeros(x1.shape(), x1.dtype(), x1.device())?;
-        let mut saved = SavedPieces::new();
+        let mut pieces = Vec::new();
         for (i, piece) in all.iter().enumerate() {
             let (part, parts) = self.mlp_piece(&rows(x, piece)?, &rows(x1, piece)?, &ctx.piece(i), keep)?;
             y.slice_set(&part, 0, piece.start)?;
-            saved.extend(parts);
+            pieces.extend(parts);
         }
-        Ok((y, saved))
+        Ok((y, SavedMlp { pieces, experts: None }))
+    }
+
+    /// As `mlp`, of a mixture of experts: the tokens are not cut into pieces, the wide tensors are those of one expert.
+    fn experts_half(
+        &self,
+        experts: &Experts,
+        x: &Tensor,
+        x1: &Tensor,
+        ctx: &Context,
+        keep: bool,
+    ) -> Result<(Tensor, SavedMlp)> {
+        let h = self.normed(&self.mlp_norm, x)?;
+        let (y, experts) = self.experts_forward(experts, &h, ctx, keep)?;
+        let y = add_residual(y, x1, &None, self.spec.residual_scale)?;
+        Ok((
+            y,
+            SavedMlp {
+                pieces: Vec::new(),
+                experts,
+            },
+        ))
+    }
+
+    fn experts_half_backward(
+        &self,
+        experts: &Experts,
+        (x, saved): (&Tensor, Option<SavedExperts>),
+        dy: &Tensor,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        if !need_dx && !self.mlp_wanted(sink) {
+            return Ok(None);
+        }
+        let h = self.normed(&self.mlp_norm, x)?;
+        let need_dh = need_dx || self.mlp_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
+        let scaled = self.scaled_gradient(dy)?;
+        let Some(dh) = self.experts_backward(experts, (&h, saved), &scaled, ctx, need_dh, sink)? else {
+            return Ok(None);
+        };
+        drop((h, scaled));
+        let past = (!self.spec.parallel).then_some(dy);
+        let dx = self.normed_backward(&self.mlp_norm, x, dh, past, sink)?;
+        Ok(need_dx.then_some(dx))
     }
 
     fn mlp_piece(&self, x: &Tensor, x1: &Tensor, ctx: &Context, keep: bool) -> Result<(Tensor, Option<SavedPiece>)> {
@@ -105,7 +171,10 @@ impl Block {
     /// True if any parameter of this half gets a gradient.
     pub(super) fn mlp_wanted(&self, sink: &dyn GradSink) -> bool {
         let mut norms = [&self.mlp_norm, &self.mlp_post_norm].into_iter().flatten();
-        self.mlp_in.wanted(sink) || self.down_proj.wanted(sink) || norms.any(|norm| norm.wanted(sink))
+        self.mlp_in.wanted(sink)
+            || self.down_proj.wanted(sink)
+            || self.experts.as_ref().is_some_and(|experts| experts.wanted(sink))
+            || norms.any(|norm| norm.wanted(sink))
     }
 
     /// Maps `dy` `[N, D]` to `∂x` through the MLP if needed; passes weight gradients to `sink`. Recomputes `parts` if
@@ -113,12 +182,15 @@ impl Block {
     pub(super) fn mlp_backward(
         &self,
         x: &Tensor,
-        parts: SavedPieces,
+        saved: SavedMlp,
         dy: &Tensor,
         ctx: &Context,
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        if let Some(experts) = &self.experts {
+            return self.experts_half_backward(experts, (x, saved.experts), dy, ctx, need_dx, sink);
+        }
         let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let dh = need_dx || self.mlp_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let needs = Needs {
@@ -130,7 +202,7 @@ impl Block {
             return Ok(None);
         }
         let all = pieces(x.dims()[0], ctx.mlp_tokens);
-        let mut saved = parts.into_iter();
+        let mut saved = saved.pieces.into_iter();
         let dh = if all.len() == 1 {
             self.mlp_piece_backward(x, saved.next(), dy, ctx, needs, sink)?
         } else {

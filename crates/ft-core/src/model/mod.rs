@@ -8,6 +8,7 @@ mod attention;
 pub mod block;
 pub mod contracts;
 pub mod delta_net;
+pub mod experts;
 pub mod families;
 pub mod head;
 pub mod linear;

@@ -5,6 +5,7 @@ use super::block::Block;
 use super::block::per_layer::PerLayerInput;
 use super::contracts::{Context, Param};
 use super::delta_net::DeltaNet;
+use super::experts::Experts;
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::linear::Linear;
 use super::norm::Norm;
@@ -291,7 +292,14 @@ impl Network {
             Ok::<_, Error>(Projections::separate(linears.collect::<Result<_>>()?))
         };
         let [up, down] = spec.plain_mlp.unwrap_or(["mlp.up_proj", "mlp.down_proj"]);
+        let experts = spec.layers[index].experts;
+        let shared = experts.map(|e| {
+            e.shared
+                .map_or((Vec::new(), Vec::new()), |s| (s.names[..2].to_vec(), vec![s.names[2]]))
+        });
+        let (inputs, down) = shared.unwrap_or((Vec::new(), vec![down]));
         let mut mlp_in = match spec.plain_mlp {
+            _ if experts.is_some() => mlp(&inputs)?,
             Some(_) => mlp(&[up])?,
             None if spec.fused_gate_up => Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i]),
             None => mlp(&["mlp.gate_proj", up])?,
@@ -307,7 +315,8 @@ impl Network {
             }),
             Mixer::Attention => None,
         };
-        let mut down_proj = mlp(&[down])?;
+        let mut down_proj = mlp(&down)?;
+        let experts = experts.map(|sizes| Experts::read(sizes, &weights, index, &|name| linear(name, false)));
         let mut groups = vec![&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
         let mut per_layer = None;
         if let (Some(of), Some(norm)) = (spec.per_layer, norm(Some(PER_LAYER[2]))?) {
@@ -339,6 +348,7 @@ impl Network {
             delta_net,
             mlp_in,
             down_proj,
+            experts: experts.transpose()?,
             input_norm: norm(spec.norms.before_attention)?,
             attention_post_norm: norm(spec.norms.after_attention)?,
             mlp_norm: norm(spec.norms.before_mlp)?,

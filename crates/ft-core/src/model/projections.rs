@@ -105,6 +105,11 @@ impl Projections {
         self.linears
     }
 
+    /// The linears, in model order.
+    pub(super) fn linears(&self) -> &[Linear] {
+        &self.linears
+    }
+
     /// True if the first weight is bf16.
     pub fn is_bf16(&self) -> bool {
         self.linears.first().is_some_and(|l| l.weight.is_bf16())

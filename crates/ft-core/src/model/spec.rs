@@ -8,6 +8,7 @@ use super::rope::Rope;
 use crate::base::{Error, Result};
 use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
+use crate::ops::routing::RouterSpec;
 use std::collections::HashMap;
 use std::mem::discriminant;
 
@@ -113,6 +114,80 @@ pub struct LayerSpec {
     pub intermediate: Option<usize>,
     /// Where its keys and values come from.
     pub keys: KeySource,
+    /// A mixture of experts in the place of its MLP.
+    pub experts: Option<ExpertsSpec>,
+}
+
+/// A mixture of experts: a router chooses some of them for each token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertsSpec {
+    /// Number of experts.
+    pub count: usize,
+    /// Intermediate size of an expert.
+    pub intermediate: usize,
+    /// The rule of the router.
+    pub router: RouterSpec,
+    /// The files have a correction of the scores. It is never trained.
+    pub correction: bool,
+    /// The expert that computes every token.
+    pub shared: Option<SharedExpertSpec>,
+    /// Names of its parameters.
+    pub names: ExpertNames,
+}
+
+/// The expert that computes every token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharedExpertSpec {
+    /// Its intermediate size.
+    pub intermediate: usize,
+    /// Names of its gate, up and down projection.
+    pub names: [&'static str; 3],
+    /// Name of the weight of its output's factor, the sigmoid of a projection to one number.
+    pub gate: Option<&'static str>,
+}
+
+/// Names of the parameters of a mixture of experts, below the layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertNames {
+    /// The weight of the router is `{router}.weight`.
+    pub router: &'static str,
+    /// Expert 3 is `{experts}.3`.
+    pub experts: &'static str,
+    /// Gate, up and down projection of an expert.
+    pub projections: [&'static str; 3],
+}
+
+impl ExpertNames {
+    /// Qwen, OLMoE, GLM.
+    pub const MLP: Self = Self {
+        router: "mlp.gate",
+        experts: "mlp.experts",
+        projections: ["gate_proj", "up_proj", "down_proj"],
+    };
+    /// Mixtral.
+    pub const MIXTRAL: Self = Self {
+        router: "block_sparse_moe.gate",
+        experts: "block_sparse_moe.experts",
+        projections: ["w1", "w3", "w2"],
+    };
+}
+
+impl ExpertsSpec {
+    /// Name, below the layer, of projection `projection` (0: gate, 1: up, 2: down) of an expert.
+    pub fn linear_name(&self, expert: usize, projection: usize) -> String {
+        let names = &self.names;
+        format!("{}.{expert}.{}", names.experts, names.projections[projection])
+    }
+
+    /// Name, below the layer, of the weight of the router.
+    pub fn router_name(&self) -> String {
+        format!("{}.weight", self.names.router)
+    }
+
+    /// Name, below the layer, of the correction of the scores.
+    pub fn correction_name(&self) -> String {
+        format!("{}.{ROUTER_CORRECTION}", self.names.router)
+    }
 }
 
 /// The half of a layer that mixes tokens.
@@ -291,6 +366,17 @@ impl Spec {
     /// # Errors
     /// A layer whose operations have no kernels for a GPU.
     pub fn runs_on(&self, gpu: bool) -> Result<()> {
+        if let Some(layer) = self
+            .layers
+            .iter()
+            .position(|layer| layer.experts.is_some())
+            .filter(|_| gpu)
+        {
+            return Err(Error::unsupported("a mixture of experts does not run on a GPU")
+                .at(format!("{}, layer {layer}", self.model_type))
+                .found("a GPU: the products of experts have CPU code only")
+                .expected("the CPU"));
+        }
         match self.layers.iter().position(|layer| layer.mixer != Mixer::Attention) {
             Some(layer) if gpu => Err(
                 Error::unsupported("linear attention (Gated DeltaNet) does not run on a GPU")
@@ -341,7 +427,10 @@ impl Spec {
     pub fn alike(&self) -> Vec<usize> {
         let parameters = |layer: &LayerSpec| {
             let sizes = (layer.head_dim, layer.kv_heads, layer.intermediate);
-            (layer.mixer, sizes, discriminant(&layer.keys))
+            let experts = layer
+                .experts
+                .map(|e| (e.count, e.intermediate, e.shared.map(|s| s.intermediate)));
+            (layer.mixer, sizes, discriminant(&layer.keys), experts)
         };
         let mut first = HashMap::new();
         let layers = self.layers.iter().enumerate();

@@ -46,8 +46,9 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
                 let linear = inside.iter().any(|p| p.name.contains(".linear_attn."));
                 let softmax = inside.iter().any(|p| p.name.contains(".self_attn."));
                 let mixer = if linear && !softmax { "linear_attn" } else { "self_attn" };
-                for (name, sublayer) in [(mixer, Sublayer::Attention), ("mlp", Sublayer::Mlp)] {
-                    blocks.push(part_of(format!("{label}.{name}"), &|p| p.sublayer == sublayer));
+                let mlp: &[Sublayer] = &[Sublayer::Mlp, Sublayer::Router];
+                for (name, sublayers) in [(mixer, &[Sublayer::Attention][..]), ("mlp", mlp)] {
+                    blocks.push(part_of(format!("{label}.{name}"), &|p| sublayers.contains(&p.sublayer)));
                 }
             }
             Partition::Matrix => {

@@ -53,6 +53,8 @@ pub enum Sublayer {
     Attention,
     /// The MLP and its norms.
     Mlp,
+    /// The router of a mixture of experts, beside the MLP: it is never quantized.
+    Router,
     /// Outside the decoder layers.
     Other,
 }

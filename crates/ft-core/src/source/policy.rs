@@ -1,6 +1,6 @@
 //! Storage type of each parameter: set by the recipe, and by which parameters are trained.
 
-use super::{Group, ParamInfo};
+use super::{Group, ParamInfo, Sublayer};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::quantized::Products;
@@ -177,7 +177,8 @@ impl StoragePolicy {
 
 /// True if this is the weight matrix of a linear in a decoder layer (the weight of a convolution has three dimensions).
 pub fn is_projection(param: &ParamInfo) -> bool {
-    matches!(param.group, Group::Layer(_)) && param.shape.len() == 2 && !param.is_vector()
+    let matrix = param.shape.len() == 2 && !param.is_vector();
+    matches!(param.group, Group::Layer(_)) && matrix && param.sublayer != Sublayer::Router
 }
 
 /// True if `pattern` is a prefix of the name, with or without `model.`; with `*` it must match the whole name.

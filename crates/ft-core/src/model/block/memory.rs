@@ -198,7 +198,10 @@ impl<'a> LayerMemory<'a> {
         linears.push(down);
         let names = self.settings.spec.norms;
         let mut norms = [names.before_mlp, names.after_mlp].into_iter().flatten();
-        linears.iter().any(|&x| self.linear_wanted(sink, x)) || norms.any(|n| self.norm_wanted(sink, n))
+        let experts = self.settings.spec.layers[self.index].experts;
+        linears.iter().any(|&x| self.linear_wanted(sink, x))
+            || experts.is_some_and(|sizes| self.experts_wanted(sink, &sizes))
+            || norms.any(|n| self.norm_wanted(sink, n))
     }
 
     pub(in crate::model) fn wants(&self, sink: &dyn GradSinkMemory, below: &str) -> bool {

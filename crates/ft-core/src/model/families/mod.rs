@@ -7,24 +7,29 @@ mod cohere;
 mod cohere2;
 mod ernie4_5;
 mod exaone4;
+mod experts;
 mod gemma;
 mod gemma2;
 mod gemma3_text;
 mod gemma4_text;
 mod glm4;
+mod glm4_moe;
 mod granite;
 mod hunyuan_v1_dense;
 mod llama;
 mod ministral3;
 mod mistral;
+mod mixtral;
 mod nemotron;
 mod olmo;
 mod olmo2;
 mod olmo3;
+mod olmoe;
 mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
+mod qwen3_moe;
 mod seed_oss;
 mod smollm3;
 mod stablelm;
@@ -33,7 +38,10 @@ mod support;
 mod wrapped;
 
 use super::rope::Rope;
-use super::spec::{DeltaNetSpec, LayerNormParams, LayerSpec, Mixer, NormNames, PerLayerSpec, QkNorm, Spec};
+use super::spec::{
+    DeltaNetSpec, ExpertsSpec, LayerNormParams, LayerSpec, Mixer, NormNames, PerLayerSpec, QkNorm, SharedExpertSpec,
+    Spec,
+};
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
 use crate::ops::glu::Activation;
@@ -69,18 +77,23 @@ pub fn read(config: &Config) -> Result<Spec> {
         "gemma3_text" => gemma3_text::apply(config, &mut spec)?,
         "gemma4_text" => gemma4_text::apply(config, &mut spec)?,
         "glm4" => glm4::apply(config, &mut spec)?,
+        "glm4_moe" => glm4_moe::apply(config, &mut spec)?,
         "granite" => granite::apply(config, &mut spec)?,
         "hunyuan_v1_dense" => hunyuan_v1_dense::apply(config, &mut spec)?,
         "llama" => llama::apply(config, &mut spec)?,
         "ministral3" => ministral3::apply(config, &mut spec)?,
         "mistral" => mistral::apply(config, &mut spec)?,
+        "mixtral" => mixtral::apply(config, &mut spec)?,
         "nemotron" => nemotron::apply(config, &mut spec)?,
         "olmo" => olmo::apply(config, &mut spec)?,
         "olmo2" => olmo2::apply(config, &mut spec)?,
         "olmo3" => olmo3::apply(config, &mut spec)?,
+        "olmoe" => olmoe::apply(config, &mut spec)?,
         "phi3" => phi3::apply(config, &mut spec)?,
         "qwen2" | "qwen2_5_vl_text" => qwen2::apply(config, &mut spec)?,
         "qwen3" | "qwen3_vl_text" => qwen3::apply(config, &mut spec)?,
+        "qwen2_moe" => qwen3_moe::apply_2(config, &mut spec)?,
+        "qwen3_moe" => qwen3_moe::apply(config, &mut spec)?,
         "qwen3_5_text" => qwen3_5::apply(config, &mut spec)?,
         "qwen3_next" => qwen3_5::apply_next(config, &mut spec)?,
         "seed_oss" => seed_oss::apply(config, &mut spec)?,
@@ -347,6 +360,9 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
         ],
         "cohere" | "cohere2" => &["logit_scale"],
         "gemma4_text" => &["use_bidirectional_attention"],
+        "glm4_moe" => &["n_routed_experts"],
+        "mixtral" => &["num_local_experts"],
+        "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_next" => &["num_experts", "num_local_experts"],
         "smollm3" => &["no_rope_layers"],
         "seed_oss" => &seed_oss::DROPOUT,
         "stablelm" => &["use_parallel_residual"],
@@ -413,9 +429,10 @@ fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
 }
 
 /// Families whose heads may be rotated in part.
-const PARTIAL_ROTATION: [&str; 7] = [
+const PARTIAL_ROTATION: [&str; 8] = [
     "gemma4_text",
     "glm4",
+    "glm4_moe",
     "nemotron",
     "phi3",
     "qwen3_5_text",
@@ -450,7 +467,11 @@ fn check(spec: &Spec, place: &str) -> Result<()> {
     }
     let of_layer = |l: &usize| -> u128 {
         let linears = spec.linears(*l);
-        linears.iter().map(|l| l.input as u128 * l.output as u128).sum()
+        let experts = spec.layers[*l].experts;
+        let routed = experts.map_or(0, |e| {
+            (e.count * 3) as u128 * e.intermediate as u128 * spec.hidden as u128
+        });
+        linears.iter().map(|l| l.input as u128 * l.output as u128).sum::<u128>() + routed
     };
     let matrices: u128 = spec.alike().iter().map(of_layer).sum();
     let per_layer = spec.per_layer.map_or(0, |p| p.vocab as u128 * p.width as u128);

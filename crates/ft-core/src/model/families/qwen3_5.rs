@@ -1,6 +1,9 @@
 //! Qwen3.5 and Qwen3-Next: Gated DeltaNet layers, and layers with gated attention.
 
-use super::{Config, DeltaNetSpec, LARGEST, Mixer, QkNorm, Result, Spec, out_of_range, place};
+use super::{
+    Config, DeltaNetSpec, ExpertsSpec, LARGEST, Mixer, QkNorm, Result, SharedExpertSpec, Spec, experts, out_of_range,
+    place,
+};
 use crate::base::Error;
 use crate::model::rope::Rope;
 use crate::ops::glu::Activation;
@@ -76,15 +79,24 @@ fn read(config: &Config, spec: &mut Spec, by_key_head: bool) -> Result<()> {
     mixers(config, spec, sizes)
 }
 
-/// Qwen3-Next without experts: the same layers, other projections.
+/// Qwen3-Next: the same layers with other projections, and experts.
 pub fn apply_next(config: &Config, spec: &mut Spec) -> Result<()> {
-    // transformers' default if the key is missing is 512.
-    if config.get("num_experts").and_then(Value::as_u64) != Some(0) {
-        return Err(Error::unsupported("mixture-of-experts layers are not supported")
-            .at(place(config, "num_experts"))
-            .expected("0"));
+    read(config, spec, true)?;
+    if config.opt_usize0("num_experts")? == Some(0) {
+        return Ok(());
     }
-    read(config, spec, true)
+    let experts = ExpertsSpec {
+        shared: Some(SharedExpertSpec {
+            intermediate: experts::size(config, "shared_expert_intermediate_size", 512)?,
+            ..experts::shared("mlp.shared_expert_gate")
+        }),
+        router: experts::softmax(
+            experts::size(config, "num_experts_per_tok", 10)?,
+            config.bool_or("norm_topk_prob", true)?,
+        ),
+        ..super::qwen3_moe::experts(config, 512, 512, 10)?
+    };
+    experts::of_layers(config, spec, experts)
 }
 
 /// Which layers have attention: `layer_types`, or every n-th layer.
@@ -196,8 +208,7 @@ mod tests {
                 "layer_types",
             ),
             ("qwen3_5_text", json!({"num_experts": 4}), "num_experts"),
-            ("qwen3_next", json!({}), "num_experts"),
-            ("qwen3_next", json!({"num_experts": 512}), "num_experts"),
+            ("qwen3_next", json!({"num_experts": 4}), "num_experts_per_tok"),
         ] {
             let e = read_config(model_type, changes).unwrap_err().to_string();
             assert!(e.contains(name), "{name}: {e}");

@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 35] = [
+pub const FAMILIES: [Family; 40] = [
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
@@ -80,6 +80,11 @@ pub const FAMILIES: [Family; 35] = [
         "rotates neighboring elements of half a head; norms around each half",
     ),
     family(
+        "glm4_moe",
+        "zai-org/GLM-4.5-Air, GLM-4.5, GLM-4.6",
+        "experts after the first layers, sigmoid scores with a correction, groups, shared experts; CPU only",
+    ),
+    family(
         "granite",
         "ibm-granite/granite-3.3-2b-instruct, -8b-instruct",
         "factors of embedding, scores, residual stream and logits",
@@ -110,6 +115,11 @@ pub const FAMILIES: [Family; 35] = [
         "the language model (`mistral` or `ministral3`); vision tensors are kept",
     ),
     family(
+        "mixtral",
+        "mistralai/Mixtral-8x7B-v0.1, -8x22B-v0.1",
+        "experts in every layer, optional sliding windows; CPU only",
+    ),
+    family(
         "nemotron",
         "nvidia/Minitron-4B-Base, -8B-Base, Nemotron-4-340B",
         "LayerNorms with 1 + w, an MLP without a gate, rotation of half a head",
@@ -130,6 +140,11 @@ pub const FAMILIES: [Family; 35] = [
         "as olmo2, with sliding windows and rope yarn in the other layers",
     ),
     family(
+        "olmoe",
+        "allenai/OLMoE-1B-7B-0125",
+        "experts in every layer, norms of q and k over all heads; not `clip_qkv`; CPU only",
+    ),
+    family(
         "phi3",
         "microsoft/Phi-3-mini, Phi-3.5-mini-instruct, Phi-4, Phi-4-mini-instruct",
         "fused projections, partial rotation, sliding windows, rope longrope",
@@ -146,6 +161,11 @@ pub const FAMILIES: [Family; 35] = [
     ),
     family("qwen2_5_vl_text", "the language model of qwen2_5_vl", "as qwen2; mrope"),
     family(
+        "qwen2_moe",
+        "Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+        "experts, and a shared expert whose output has a factor; CPU only",
+    ),
+    family(
         "qwen3",
         "Qwen/Qwen3-0.6B to Qwen3-32B, Qwen3-4B-Instruct-2507",
         "norms on q and k; sliding windows",
@@ -161,9 +181,14 @@ pub const FAMILIES: [Family; 35] = [
         "Gated DeltaNet in three of four layers, gated attention, partial rotation, Gemma norms; CPU only",
     ),
     family(
+        "qwen3_moe",
+        "Qwen/Qwen3-30B-A3B, -235B-A22B, Qwen3-Coder-30B-A3B",
+        "as qwen3, with experts in all or some layers; CPU only",
+    ),
+    family(
         "qwen3_next",
-        "only with `num_experts` = 0",
-        "as qwen3_5_text, with fused projections; CPU only",
+        "Qwen/Qwen3-Next-80B-A3B-Instruct, -Thinking",
+        "as qwen3_5_text, with fused projections; experts and a shared expert; CPU only",
     ),
     family(
         "qwen3_vl",
@@ -205,15 +230,10 @@ const REFUSED: [(&str, &[&str]); 14] = [
     (
         "mixture-of-experts layers",
         &[
-            "mixtral",
-            "qwen2_moe",
-            "qwen3_moe",
             "qwen3_vl_moe",
-            "olmoe",
             "granitemoe",
             "phimoe",
             "ernie4_5_moe",
-            "glm4_moe",
             "glm4_moe_lite",
             "hunyuan_v1_moe",
             "dbrx",

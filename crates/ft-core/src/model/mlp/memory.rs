@@ -25,6 +25,10 @@ impl LayerMemory<'_> {
 
     /// From x1, which the caller holds, to the layer's output; also gate and up if they are saved.
     pub(in crate::model) fn mlp(&self, l: &mut Ledger, keep: bool) -> (Allocation, SavedPiecesMemory) {
+        if let Some(sizes) = &self.settings.spec.layers[self.index].experts {
+            let (y, saved) = self.experts(l, sizes, keep);
+            return (y, vec![saved]);
+        }
         let (count, piece) = self.cut();
         if count == 1 {
             let (y, parts) = self.mlp_piece(l, keep);
@@ -78,6 +82,10 @@ impl LayerMemory<'_> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
+        if let Some(sizes) = &self.settings.spec.layers[self.index].experts {
+            let saved = parts.pop().unwrap_or_default();
+            return self.experts_backward(l, sizes, saved, need_dx, sink);
+        }
         let names = self.settings.spec.norms;
         let (linears, down) = self.linears(false);
         let post_wanted = names.after_mlp.is_some_and(|n| self.norm_wanted(sink, n));

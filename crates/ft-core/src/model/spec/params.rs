@@ -1,6 +1,6 @@
 //! The parameters of a model: their names and shapes, layer by layer.
 
-use super::{KeySource, Mixer, PerLayerSpec, QkNorm, Spec};
+use super::{ExpertsSpec, KeySource, Mixer, PerLayerSpec, QkNorm, Spec};
 use crate::peft::targets::Site;
 use crate::source::{Group, ParamInfo, Sublayer};
 
@@ -30,9 +30,13 @@ pub const ATTENTION_SINKS: &str = "self_attn.sinks";
 /// Name of the factor of a layer. It is never trained.
 pub const LAYER_SCALAR: &str = "layer_scalar";
 
+/// Last part of the name of the correction of a router's scores. It is never trained.
+pub const ROUTER_CORRECTION: &str = "e_score_correction_bias";
+
 /// True if the parameter of this name is never trained.
 pub fn is_constant(name: &str) -> bool {
-    name == PER_LAYER_TABLE || name.rsplit('.').next() == Some(LAYER_SCALAR)
+    let last = name.rsplit('.').next();
+    name == PER_LAYER_TABLE || last == Some(LAYER_SCALAR) || last == Some(ROUTER_CORRECTION)
 }
 
 /// A linear of a layer.
@@ -150,7 +154,16 @@ impl Spec {
                 own
             }
         };
+        let experts = self.layers[layer].experts;
         match self.plain_mlp {
+            // Of a mixture of experts only the shared expert: the others are not places of adapters of their own.
+            _ if experts.is_some() => {
+                if let Some(shared) = experts.and_then(|e| e.shared) {
+                    let [gate, up, down] = shared.names;
+                    let width = shared.intermediate;
+                    linears.extend([mlp(gate, d, width), mlp(up, d, width), mlp(down, width, d)]);
+                }
+            }
             Some([up, down]) => linears.extend([mlp(up, d, i), mlp(down, i, d)]),
             None if self.fused_gate_up => {
                 linears.extend([mlp("mlp.gate_up_proj", d, 2 * i), mlp("mlp.down_proj", i, d)]);
@@ -254,6 +267,9 @@ impl Spec {
                 all.push(param(name, shape, group, Sublayer::Attention));
             }
         }
+        if let Some(experts) = &self.layers[layer].experts {
+            all.extend(self.expert_params(layer, experts));
+        }
         for norm in self.norms(layer) {
             for (name, shape) in norm.params(&format!("model.layers.{layer}.{}", norm.name)) {
                 all.push(param(name, shape, group, norm.sublayer));
@@ -268,6 +284,50 @@ impl Spec {
             all.push(param(name, vec![1], group, Sublayer::Other));
         }
         all
+    }
+
+    /// The router and the experts of a layer.
+    fn expert_params(&self, layer: usize, experts: &ExpertsSpec) -> Vec<ParamInfo> {
+        let (d, i) = (self.hidden, experts.intermediate);
+        let of_layer = |name: String, shape: Vec<usize>, sublayer| {
+            param(
+                format!("model.layers.{layer}.{name}"),
+                shape,
+                Group::Layer(layer),
+                sublayer,
+            )
+        };
+        let mut all = vec![of_layer(
+            experts.router_name(),
+            vec![experts.count, d],
+            Sublayer::Router,
+        )];
+        if experts.correction {
+            all.push(of_layer(
+                experts.correction_name(),
+                vec![experts.count],
+                Sublayer::Router,
+            ));
+        }
+        if let Some(gate) = experts.shared.and_then(|s| s.gate) {
+            all.push(of_layer(format!("{gate}.weight"), vec![1, d], Sublayer::Router));
+        }
+        for expert in 0..experts.count {
+            for (projection, shape) in [vec![i, d], vec![i, d], vec![d, i]].into_iter().enumerate() {
+                all.push(of_layer(
+                    format!("{}.weight", experts.linear_name(expert, projection)),
+                    shape,
+                    Sublayer::Mlp,
+                ));
+            }
+        }
+        all
+    }
+
+    /// Elements of the routed experts of layer `layer` with which one token is multiplied.
+    pub fn routed_elements(&self, layer: usize) -> usize {
+        let experts = self.layers[layer].experts;
+        experts.map_or(0, |e| e.router.top_k * 3 * e.intermediate * self.hidden)
     }
 
     /// Every parameter under its Hugging Face name, from the embedding to the head.

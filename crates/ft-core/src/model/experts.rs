@@ -1,0 +1,344 @@
+//! A mixture of experts in the place of the MLP: `y = Σ w_e · expert_e(h)` over the experts that the router chooses for a
+//! token, plus the shared expert. An expert is `down_proj(act(gate_proj(h)) · up_proj(h))`.
+//!
+//! The weight of an expert multiplies the input of its down_proj, which is linear. So the gradient of the weight is a
+//! product of two tensors that the backward pass has anyway, and the output of an expert is never needed again.
+//!
+//! Experts are computed one by one on the rows of their tokens, in ascending order, so every sum has a fixed order. An expert
+//! without tokens is not computed; its parameters get gradients of zeros, as those of a fused tensor do.
+//!
+//! Letters: N tokens, n tokens of an expert, D hidden size, I intermediate size of an expert, E experts.
+
+pub(super) mod memory;
+
+use super::block::Block;
+use super::contracts::{Context, GradSink, Param};
+use super::linear::Linear;
+use super::mlp::SavedPiece;
+use super::network::param;
+use super::projections::Projections;
+use super::spec::ExpertsSpec;
+use crate::base::{Error, Result};
+use crate::ops::routing::{self, LogitLoss, Routing};
+use crate::ops::{linear, update};
+use crate::source::GroupWeights;
+use candle_core::{DType, Tensor};
+
+/// The weights of a mixture of experts.
+pub struct Experts {
+    sizes: ExpertsSpec,
+    /// `[E, D]`
+    router: Param,
+    /// `[E]`
+    correction: Option<Tensor>,
+    experts: Vec<Expert>,
+    /// Weight of the factor of the shared expert's output, `[1, D]`.
+    shared_gate: Option<Param>,
+}
+
+/// One expert.
+struct Expert {
+    /// gate and up.
+    inputs: Projections,
+    down: Projections,
+}
+
+/// Saved activations of a mixture of experts.
+pub(super) struct SavedExperts {
+    routing: Routing,
+    /// For each expert; `None`: it has no tokens.
+    experts: Vec<Option<SavedPiece>>,
+    shared: Option<SavedPiece>,
+}
+
+/// What the backward pass of an expert must compute, and with which batch.
+#[derive(Clone, Copy)]
+struct Needs<'a> {
+    ctx: &'a Context<'a>,
+    /// The gradient with respect to the expert's input.
+    dh: bool,
+    /// The gradient of the weights of the tokens.
+    weights: bool,
+}
+
+impl Experts {
+    /// Reads the router and the experts of layer `index`; `linear` reads a linear by its name below the layer.
+    pub(super) fn read(
+        sizes: ExpertsSpec,
+        weights: &GroupWeights,
+        index: usize,
+        linear: &dyn Fn(&str) -> Result<Linear>,
+    ) -> Result<Self> {
+        let named = |name: &str| param(weights, &format!("model.layers.{index}.{name}"));
+        let expert = |e: usize| {
+            let projections = |which: &[usize]| {
+                let linears = which.iter().map(|p| linear(&sizes.linear_name(e, *p)));
+                Ok::<_, Error>(Projections::separate(linears.collect::<Result<_>>()?))
+            };
+            Ok(Expert {
+                inputs: projections(&[0, 1])?,
+                down: projections(&[2])?,
+            })
+        };
+        let correction = sizes.correction.then(|| named(&sizes.correction_name())).transpose()?;
+        let gate = sizes.shared.and_then(|s| s.gate);
+        Ok(Self {
+            sizes,
+            router: named(&sizes.router_name())?,
+            correction: correction.map(|c| c.tensor),
+            experts: (0..sizes.count).map(expert).collect::<Result<_>>()?,
+            shared_gate: gate.map(|gate| named(&format!("{gate}.weight"))).transpose()?,
+        })
+    }
+
+    /// The linears of all experts, in model order.
+    pub(super) fn into_linears(self) -> impl Iterator<Item = Linear> {
+        let all = self.experts.into_iter().flat_map(|e| [e.inputs, e.down]);
+        all.flat_map(Projections::into_linears)
+    }
+
+    /// True if any parameter gets a gradient.
+    pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
+        let expert = |e: &Expert| e.inputs.wanted(sink) || e.down.wanted(sink);
+        self.router_wanted(sink) || self.experts.iter().any(expert)
+    }
+
+    fn router_wanted(&self, sink: &dyn GradSink) -> bool {
+        sink.wants(&self.router.name) || self.shared_gate.as_ref().is_some_and(|gate| sink.wants(&gate.name))
+    }
+
+    fn route(&self, h: &Tensor) -> Result<Routing> {
+        let logits = linear::forward(h, &self.router.tensor, None)?;
+        let routed = self.sizes.router.route(&logits, self.correction.as_ref());
+        routed.map_err(|e| e.or_at(&*self.router.name))
+    }
+
+    /// The factors of the shared expert's output, `[N]`.
+    fn shared_factors(&self, h: &Tensor) -> Result<Option<Vec<f32>>> {
+        let Some(gate) = &self.shared_gate else { return Ok(None) };
+        let z = update::to_f32_vec(&linear::forward(h, &gate.tensor, None)?)?;
+        Ok(Some(z.into_iter().map(routing::sigmoid).collect()))
+    }
+}
+
+/// Adds the gradient of a small matrix that reads `h`: `dz` `[N, O]` f32, `weight` `[O, D]`. `dh` comes first.
+fn project_backward(
+    weight: &Param,
+    h: &Tensor,
+    dz: &Tensor,
+    dh: Option<&Tensor>,
+    sink: &mut dyn GradSink,
+) -> Result<()> {
+    if let Some(dh) = dh {
+        linear::backward_input_add(dh, dz, &weight.tensor)?;
+    }
+    if !sink.wants(&weight.name) {
+        return Ok(());
+    }
+    match sink.sum(&weight.name) {
+        Some(sum) => linear::grad_weight_add(&sum, dz, h, weight.tensor.dtype()),
+        None => sink.take(weight, linear::grad_weight(dz, h, weight.tensor.dtype())?),
+    }
+}
+
+impl Block {
+    /// The experts' sum for h, the input after the norm, without the residual stream: `[N, D]` to `[N, D]`.
+    pub(super) fn experts_forward(
+        &self,
+        experts: &Experts,
+        h: &Tensor,
+        ctx: &Context,
+        keep: bool,
+    ) -> Result<(Tensor, Option<SavedExperts>)> {
+        let routing = experts.route(h)?;
+        let mut y = None;
+        let mut shared = None;
+        if experts.sizes.shared.is_some() {
+            let factors = experts.shared_factors(h)?;
+            let (part, saved) = self.expert_forward(&self.mlp_in, &self.down_proj, h, factors.as_deref(), ctx, keep)?;
+            (y, shared) = (Some(part), saved);
+        }
+        let y = match y {
+            Some(y) => y,
+            None => update::zeros(h.shape(), h.dtype(), h.device())?,
+        };
+        let mut saved = Vec::with_capacity(experts.experts.len());
+        for (e, expert) in experts.experts.iter().enumerate() {
+            let of = routing.of(e);
+            if of.tokens.is_empty() {
+                saved.push(None);
+                continue;
+            }
+            let rows = routing::gather_rows(h, &of.tokens)?;
+            let (part, kept) =
+                self.expert_forward(&expert.inputs, &expert.down, &rows, Some(&of.weights), ctx, keep)?;
+            drop(rows);
+            routing::add_rows_at(&y, &part, &of.tokens)?;
+            saved.push(kept);
+        }
+        let saved = keep.then_some(SavedExperts {
+            routing,
+            experts: saved,
+            shared,
+        });
+        Ok((y, saved))
+    }
+
+    /// One expert on rows `[n, D]`, each output multiplied with its weight.
+    fn expert_forward(
+        &self,
+        inputs: &Projections,
+        down: &Projections,
+        rows: &Tensor,
+        weights: Option<&[f32]>,
+        ctx: &Context,
+        keep: bool,
+    ) -> Result<(Tensor, Option<SavedPiece>)> {
+        let (parts, low_in) = inputs.forward(rows, ctx)?;
+        let m = self.activated(&parts)?;
+        let parts = keep.then_some((parts, low_in));
+        if let Some(weights) = weights {
+            routing::scale_rows(&m, weights)?;
+        }
+        let (y, low_out) = down.forward_one(&m, ctx)?;
+        Ok((
+            y,
+            parts.map(|(parts, low_in)| SavedPiece::new(parts, [low_in, low_out])),
+        ))
+    }
+
+    /// Maps `dy` `[N, D]` to `∂h`, if it is needed; passes gradients to `sink`. Computes again what was not saved.
+    pub(super) fn experts_backward(
+        &self,
+        experts: &Experts,
+        (h, saved): (&Tensor, Option<SavedExperts>),
+        dy: &Tensor,
+        ctx: &Context,
+        need_dh: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        let (routing, saved, saved_shared) = match saved {
+            Some(saved) => (saved.routing, saved.experts, saved.shared),
+            None => (experts.route(h)?, Vec::new(), None),
+        };
+        let needs = Needs {
+            ctx,
+            dh: need_dh,
+            weights: need_dh || experts.router_wanted(sink),
+        };
+        let mut dh = None;
+        if experts.sizes.shared.is_some() {
+            let factors = experts.shared_factors(h)?;
+            let linears = (&self.mlp_in, &self.down_proj);
+            let tokens = (h, factors.as_deref());
+            let (part, d_factors) = self.expert_backward(linears, tokens, saved_shared, dy, needs, sink)?;
+            if let (Some(gate), Some(g), Some(d)) = (&experts.shared_gate, factors, d_factors) {
+                let dz: Vec<f32> = d.iter().zip(&g).map(|(d, g)| d * g * (1.0 - g)).collect();
+                let dz = Tensor::from_vec(dz, (g.len(), 1), h.device())?;
+                project_backward(gate, h, &dz, part.as_ref(), sink)?;
+            }
+            dh = part;
+        }
+        if need_dh && dh.is_none() {
+            dh = Some(update::zeros(h.shape(), h.dtype(), h.device())?);
+        }
+        let mut d_weights = vec![0f32; routing.places()];
+        let mut saved = saved.into_iter();
+        for (e, expert) in experts.experts.iter().enumerate() {
+            let kept = saved.next().flatten();
+            let of = routing.of(e);
+            if of.tokens.is_empty() {
+                zero_gradients(expert, sink)?;
+                continue;
+            }
+            let rows = routing::gather_rows(h, &of.tokens)?;
+            let dy = routing::gather_rows(dy, &of.tokens)?;
+            let linears = (&expert.inputs, &expert.down);
+            let tokens = (&rows, Some(&of.weights[..]));
+            let (part, gradients) = self.expert_backward(linears, tokens, kept, &dy, needs, sink)?;
+            if let Some(gradients) = gradients {
+                routing.put(&of, &gradients, &mut d_weights);
+            }
+            if let (Some(dh), Some(part)) = (&dh, part) {
+                routing::add_rows_at(dh, &part, &of.tokens)?;
+            }
+        }
+        if needs.weights {
+            let dz = routing.backward(&d_weights, &LogitLoss::default())?;
+            project_backward(&experts.router, h, &dz, dh.as_ref(), sink)?;
+        }
+        Ok(dh)
+    }
+
+    /// The gradients of one expert with respect to its rows `[n, D]` and their weights `[n]`, if they are needed.
+    fn expert_backward(
+        &self,
+        (inputs, down): (&Projections, &Projections),
+        (rows, weights): (&Tensor, Option<&[f32]>),
+        saved: Option<SavedPiece>,
+        dy: &Tensor,
+        needs: Needs<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(Option<Tensor>, Option<Vec<f32>>)> {
+        let ctx = needs.ctx;
+        let inputs_wanted = inputs.wanted(sink);
+        let need_dm = needs.dh || needs.weights || inputs_wanted;
+        if !need_dm && !down.wanted(sink) {
+            return Ok((None, None));
+        }
+        let (parts, low_in, low_out) = match saved.map(SavedPiece::into_parts) {
+            Some((parts, [a, b])) => (parts, a, b),
+            None => {
+                let (parts, low) = inputs.forward(rows, ctx)?;
+                (parts, low, None)
+            }
+        };
+        let m = self.activated(&parts)?;
+        let scaled = match weights {
+            Some(weights) if down.wanted(sink) => {
+                let scaled = m.copy()?;
+                routing::scale_rows(&scaled, weights)?;
+                Some(scaled)
+            }
+            Some(_) => None,
+            None => Some(m.clone()),
+        };
+        let dm = down.backward(scaled.as_ref(), low_out, vec![dy.clone()], ctx, need_dm, sink)?;
+        drop(scaled);
+        let Some(dm) = dm else { return Ok((None, None)) };
+        let mut d_weights = None;
+        if let Some(weights) = weights {
+            if needs.weights {
+                d_weights = Some(routing::row_products(&dm, &m)?);
+            }
+            routing::scale_rows(&dm, weights)?;
+        }
+        drop(m);
+        if !needs.dh && !inputs_wanted {
+            return Ok((None, d_weights));
+        }
+        let d_parts = self.activated_backward(parts, &dm)?;
+        drop(dm);
+        let x = inputs_wanted.then_some(rows);
+        Ok((inputs.backward(x, low_in, d_parts, ctx, needs.dh, sink)?, d_weights))
+    }
+}
+
+/// The gradients of an expert without tokens.
+fn zero_gradients(expert: &Expert, sink: &mut dyn GradSink) -> Result<()> {
+    for l in [&expert.inputs, &expert.down]
+        .into_iter()
+        .flat_map(Projections::linears)
+    {
+        if sink.wants(&l.name) && sink.sum(&l.name).is_none() {
+            let tensor = l.weight.dense().map_err(|e| e.or_at(&*l.name))?.clone();
+            let zeros = update::zeros(tensor.shape(), DType::F32, tensor.device())?;
+            let param = Param {
+                name: l.name.clone(),
+                tensor,
+            };
+            sink.take(&param, zeros)?;
+        }
+    }
+    Ok(())
+}

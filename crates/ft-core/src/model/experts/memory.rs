@@ -1,0 +1,202 @@
+//! Memory of a mixture of experts: each tensor that `experts.rs` allocates and frees. The number of tokens of an expert is
+//! not known before the run: all tokens may choose the same, so the work of one expert is that of all tokens. What is saved
+//! does not depend on the choice.
+
+use super::super::block::memory::LayerMemory;
+use super::super::contracts::GradSinkMemory;
+use crate::base::ledger::MemoryKind::{Activations, LayerWork};
+use crate::base::ledger::{Allocation, Ledger};
+use crate::model::spec::ExpertsSpec;
+
+impl LayerMemory<'_> {
+    /// Bytes of the scores, the choices and the lists of a routing.
+    fn routing_bytes(&self, sizes: &ExpertsSpec) -> u64 {
+        let per_token = sizes.count + 3 * sizes.router.top_k + 1;
+        4 * (self.settings.tokens * per_token + 2 * sizes.count) as u64
+    }
+
+    fn route(&self, l: &mut Ledger, sizes: &ExpertsSpec) -> Allocation {
+        let logits = l.alloc(LayerWork, 4 * (self.settings.tokens * sizes.count) as u64);
+        let routing = l.alloc(LayerWork, self.routing_bytes(sizes));
+        l.free(logits);
+        routing
+    }
+
+    /// The lists of the tokens of an expert.
+    fn assigned_bytes(&self) -> u64 {
+        12 * self.settings.tokens as u64
+    }
+
+    /// From x1, which the caller holds, to the output of the half; also the saved activations.
+    pub(in crate::model) fn experts(
+        &self,
+        l: &mut Ledger,
+        sizes: &ExpertsSpec,
+        keep: bool,
+    ) -> (Allocation, Vec<Allocation>) {
+        let h = self.settings.spec.norms.before_mlp.map(|_| l.alloc(LayerWork, self.nd));
+        let routing = self.route(l, sizes);
+        let mut saved = Vec::new();
+        let y = match sizes.shared {
+            Some(shared) => {
+                let (linears, down) = self.linears(false);
+                let factors = l.alloc(LayerWork, 8 * self.settings.tokens as u64);
+                let parts: Vec<Allocation> = linears.iter().map(|&x| self.linear(l, x)).collect();
+                let m = l.alloc(LayerWork, self.bytes(shared.intermediate));
+                if keep {
+                    saved.extend(parts);
+                } else {
+                    l.free_all(parts);
+                }
+                let y = self.linear(l, down);
+                l.free_all([m, factors]);
+                y
+            }
+            None => l.alloc(LayerWork, self.nd),
+        };
+        let width = self.bytes(sizes.intermediate);
+        if keep {
+            saved.push(l.alloc(LayerWork, 2 * width * sizes.router.top_k as u64));
+        }
+        let work = l.alloc(
+            LayerWork,
+            self.assigned_bytes() + self.nd + if keep { 0 } else { 2 * width },
+        );
+        let m = l.alloc(LayerWork, width);
+        l.touch(LayerWork, self.nd);
+        l.free_all([work, m]);
+        l.free_all(h);
+        if keep {
+            saved.push(routing);
+            saved = saved.into_iter().map(|s| l.relabel(s, Activations)).collect();
+        } else {
+            l.free(routing);
+        }
+        (y, saved)
+    }
+
+    fn expert_wanted(&self, sink: &dyn GradSinkMemory, sizes: &ExpertsSpec, expert: usize, projection: usize) -> bool {
+        self.wants(sink, &sizes.linear_name(expert, projection))
+    }
+
+    fn router_wanted(&self, sink: &dyn GradSinkMemory, sizes: &ExpertsSpec) -> bool {
+        let gate = sizes.shared.and_then(|s| s.gate);
+        self.wants(sink, sizes.names.router) || gate.is_some_and(|gate| self.wants(sink, gate))
+    }
+
+    /// True if a parameter of the router or of a routed expert gets a gradient.
+    pub(in crate::model) fn experts_wanted(&self, sink: &dyn GradSinkMemory, sizes: &ExpertsSpec) -> bool {
+        let mut all = (0..sizes.count).flat_map(|e| (0..3).map(move |p| (e, p)));
+        self.router_wanted(sink, sizes) || all.any(|(e, p)| self.expert_wanted(sink, sizes, e, p))
+    }
+
+    fn give_weight(&self, l: &mut Ledger, below: &str, sink: &mut dyn GradSinkMemory) {
+        sink.give(l, &self.name(&format!("{below}.weight")));
+    }
+
+    /// The caller holds `dy`; the returned `∂x`, if there is one, is held.
+    pub(in crate::model) fn experts_backward(
+        &self,
+        l: &mut Ledger,
+        sizes: &ExpertsSpec,
+        saved: Vec<Allocation>,
+        need_dx: bool,
+        sink: &mut dyn GradSinkMemory,
+    ) -> Option<Allocation> {
+        let norm = self.settings.spec.norms.before_mlp;
+        let (linears, down) = self.linears(false);
+        let norm_wanted = norm.is_some_and(|n| self.norm_wanted(sink, n));
+        let shared_wanted = |sink: &dyn GradSinkMemory| {
+            let mut all = linears.iter().chain(sizes.shared.map(|_| &down));
+            all.any(|&x| self.linear_wanted(sink, x))
+        };
+        if !need_dx && !norm_wanted && !self.experts_wanted(sink, sizes) && !shared_wanted(sink) {
+            l.free_all(saved);
+            return None;
+        }
+        let h = norm.map(|_| l.alloc(LayerWork, self.nd));
+        let need_dh = need_dx || norm_wanted;
+        let scaled = self.scaled_gradient(l);
+        let kept = !saved.is_empty();
+        let routing = (!kept).then(|| self.route(l, sizes));
+        let need_dm = need_dh || self.router_wanted(sink, sizes);
+        let mut dh = None;
+        if let Some(shared) = sizes.shared {
+            let width = self.bytes(shared.intermediate);
+            let factors = l.alloc(LayerWork, 8 * self.settings.tokens as u64);
+            let parts = if kept {
+                Vec::new()
+            } else {
+                linears.iter().map(|&x| self.linear(l, x)).collect()
+            };
+            let m = [width, width].map(|bytes| l.alloc(LayerWork, bytes));
+            let dm = self.linear_backward(l, down, true, sink);
+            l.free_all(m);
+            dh = need_dh.then(|| l.alloc(LayerWork, self.nd));
+            for &linear in &linears {
+                self.linear_gradients(l, linear, need_dh, sink);
+            }
+            l.free_all(dm);
+            l.free_all(parts);
+            l.free(factors);
+            if let Some(gate) = shared.gate {
+                self.give_weight(l, gate, sink);
+            }
+        }
+        let dh = dh.or_else(|| need_dh.then(|| l.alloc(LayerWork, self.nd)));
+        let d_weights = l.alloc(LayerWork, 4 * (self.settings.tokens * sizes.router.top_k) as u64);
+        for e in 0..sizes.count {
+            // The work is that of the last expert, when most gradients are stored.
+            let busy = e + 1 == sizes.count;
+            self.one_expert_backward(l, sizes, (e, busy), kept, (need_dh, need_dm), sink);
+        }
+        if need_dm {
+            let dz = l.alloc(LayerWork, 4 * (self.settings.tokens * sizes.count) as u64);
+            self.give_weight(l, sizes.names.router, sink);
+            l.free(dz);
+        }
+        l.free(d_weights);
+        l.free_all(routing);
+        l.free_all(saved);
+        l.free_all(scaled);
+        l.free_all(h);
+        let dx = dh.map(|dh| self.normed_backward(l, norm, dh, sink));
+        if need_dx {
+            dx
+        } else {
+            l.free_all(dx);
+            None
+        }
+    }
+
+    fn one_expert_backward(
+        &self,
+        l: &mut Ledger,
+        sizes: &ExpertsSpec,
+        (expert, busy): (usize, bool),
+        kept: bool,
+        (need_dh, need_dm): (bool, bool),
+        sink: &mut dyn GradSinkMemory,
+    ) {
+        let [gate, up, down] = [0, 1, 2].map(|p| self.expert_wanted(sink, sizes, expert, p));
+        if !need_dm && !gate && !up && !down {
+            return;
+        }
+        let width = if busy { self.bytes(sizes.intermediate) } else { 0 };
+        let nd = if busy { self.nd } else { 0 };
+        let lists = if busy { self.assigned_bytes() } else { 0 };
+        // The rows of h and of dy.
+        let rows = l.alloc(LayerWork, lists + 2 * nd);
+        let parts = l.alloc(LayerWork, if kept { 0 } else { 2 * width });
+        let m = l.alloc(LayerWork, width);
+        let scaled = l.alloc(LayerWork, if down { width } else { 0 });
+        let dm = l.alloc(LayerWork, width);
+        self.give_weight(l, &sizes.linear_name(expert, 2), sink);
+        l.free_all([scaled, m, dm]);
+        let dh = l.alloc(LayerWork, if need_dh { nd } else { 0 });
+        for projection in [0, 1] {
+            self.give_weight(l, &sizes.linear_name(expert, projection), sink);
+        }
+        l.free_all([dh, parts, rows]);
+    }
+}

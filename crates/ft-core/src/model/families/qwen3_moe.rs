@@ -1,0 +1,46 @@
+//! Qwen3-MoE and Qwen2-MoE: their dense families with experts in the place of MLPs.
+
+use super::experts::{of_layers, shared, size, softmax};
+use super::{Config, ExpertsSpec, Result, SharedExpertSpec, Spec};
+use crate::model::spec::ExpertNames;
+
+pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
+    super::qwen3::apply(config, spec)?;
+    let experts = experts(config, 128, 768, 8)?;
+    of_layers(config, spec, experts)
+}
+
+/// Qwen2-MoE: biases on q, k and v; a shared expert whose output has a factor of its own.
+pub fn apply_2(config: &Config, spec: &mut Spec) -> Result<()> {
+    super::qwen2::apply(config, spec)?;
+    spec.qkv_bias = config.bool_or("qkv_bias", true)?;
+    let experts = ExpertsSpec {
+        shared: Some(SharedExpertSpec {
+            intermediate: size(config, "shared_expert_intermediate_size", 5632)?,
+            ..shared("mlp.shared_expert_gate")
+        }),
+        ..experts(config, 60, 1408, 4)?
+    };
+    of_layers(config, spec, experts)
+}
+
+/// Experts with the names and the keys of Qwen; with transformers' defaults of the family.
+pub fn experts(config: &Config, experts: usize, width: usize, top_k: usize) -> Result<ExpertsSpec> {
+    // transformers 5 writes the number of experts under another name.
+    let count = if config.raw.contains_key("num_local_experts") {
+        "num_local_experts"
+    } else {
+        "num_experts"
+    };
+    Ok(ExpertsSpec {
+        count: size(config, count, experts)?,
+        intermediate: size(config, "moe_intermediate_size", width)?,
+        router: softmax(
+            size(config, "num_experts_per_tok", top_k)?,
+            config.bool_or("norm_topk_prob", false)?,
+        ),
+        correction: false,
+        shared: None,
+        names: ExpertNames::MLP,
+    })
+}

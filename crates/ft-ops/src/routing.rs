@@ -1,0 +1,410 @@
+//! Routing in a mixture of experts: which experts compute a token, and with which weights. The logits of a router are
+//! small, so they are handled on the CPU in f32; every sum has a fixed order.
+//!
+//! Letters: N tokens, E experts, K experts for each token, D columns of a row.
+//!
+//! Scores p are the softmax or the sigmoid of the logits. The K largest are chosen (ties: the lower expert); their
+//! weights are the scores, divided by their sum if `renormalize`, times `scale`. With `groups` only the experts of the
+//! best groups can be chosen (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). A correction of the scores changes the
+//! choice, not the weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
+use super::update::{with_slice, with_slice_mut};
+use candle_core::Tensor;
+use ft_base::{Error, Result};
+use rayon::prelude::*;
+
+/// How a router makes scores of its logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Score {
+    /// Softmax over all experts.
+    Softmax,
+    /// The sigmoid of each logit.
+    Sigmoid,
+}
+
+/// How a group of experts is rated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum GroupScore {
+    /// By its largest score.
+    Largest,
+    /// By the sum of its two largest scores.
+    TwoLargest,
+}
+
+/// The experts are in groups of the same size; a token is computed by experts of the best groups only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Groups {
+    /// Number of groups.
+    pub count: usize,
+    /// Number of groups that are chosen.
+    pub chosen: usize,
+    /// The rating of a group.
+    pub score: GroupScore,
+}
+
+/// The rule of a router.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RouterSpec {
+    /// Scores of the logits.
+    pub score: Score,
+    /// K: experts for each token.
+    pub top_k: usize,
+    /// The weights of a token are divided by their sum.
+    pub renormalize: bool,
+    /// Factor of the weights.
+    pub scale: f32,
+    /// Groups of experts.
+    pub groups: Option<Groups>,
+}
+
+/// The experts of each token.
+#[derive(Debug, Clone)]
+pub struct Routing {
+    spec: RouterSpec,
+    /// E
+    experts: usize,
+    /// `[N, E]`
+    scores: Vec<f32>,
+    /// `[N, K]`
+    chosen: Vec<u32>,
+    /// `[N, K]`
+    weights: Vec<f32>,
+    /// The places in `chosen` in the order of the experts, then of the tokens.
+    order: Vec<u32>,
+    /// Where an expert begins in `order`, `[E + 1]`.
+    starts: Vec<usize>,
+    /// Softmax: log Σ e^z of each token, `[N]`.
+    log_sums: Vec<f32>,
+}
+
+/// The tokens of one expert.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Assigned {
+    /// The tokens in ascending order.
+    pub tokens: Vec<u32>,
+    /// The weight of the expert for each of them.
+    pub weights: Vec<f32>,
+    /// The place of each in `[N, K]`.
+    places: Vec<u32>,
+}
+
+/// Gradients of the logits that do not come from the weights.
+#[derive(Debug, Clone, Default)]
+pub struct LogitLoss {
+    /// The gradient of the scores of each token, one value for each expert; empty: none.
+    pub balance: Vec<f32>,
+    /// Factor c of the loss c · Σ (log Σ e^z)² over the tokens (ST-MoE, arXiv 2202.08906, equation 5). Softmax only.
+    pub z: f32,
+}
+
+/// 1 / (1 + e^-x).
+pub fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// Softmax of a row, in place; returns the logarithm of the sum.
+fn softmax(row: &mut [f32]) -> f32 {
+    let highest = row.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x));
+    let mut sum = 0.0f32;
+    for x in row.iter_mut() {
+        *x = (*x - highest).exp();
+        sum += *x;
+    }
+    row.iter_mut().for_each(|x| *x /= sum);
+    highest + sum.ln()
+}
+
+/// Marks the `count` largest values for which `open` is true; ties: the first.
+fn largest(values: &[f32], count: usize, open: impl Fn(usize) -> bool, mut take: impl FnMut(usize)) {
+    let mut taken = vec![false; values.len()];
+    for _ in 0..count {
+        let mut best: Option<usize> = None;
+        for (i, value) in values.iter().enumerate() {
+            if !taken[i] && open(i) && best.is_none_or(|b| *value > values[b]) {
+                best = Some(i);
+            }
+        }
+        if let Some(best) = best {
+            taken[best] = true;
+            take(best);
+        }
+    }
+}
+
+impl RouterSpec {
+    /// Chooses the experts of one token. `choice`: the scores after the correction, `[E]`.
+    fn choose(&self, choice: &[f32], to: &mut [u32]) {
+        let mut open = vec![true; choice.len()];
+        if let Some(groups) = self.groups {
+            let size = choice.len() / groups.count;
+            let rate = |group: &[f32]| {
+                let mut sum = 0.0;
+                let members = match groups.score {
+                    GroupScore::Largest => 1,
+                    GroupScore::TwoLargest => 2,
+                };
+                largest(group, members, |_| true, |i| sum += group[i]);
+                sum
+            };
+            let ratings: Vec<f32> = choice.chunks(size).map(rate).collect();
+            open.fill(false);
+            largest(
+                &ratings,
+                groups.chosen,
+                |_| true,
+                |g| {
+                    open[g * size..(g + 1) * size].fill(true);
+                },
+            );
+        }
+        let mut next = to.iter_mut();
+        largest(
+            choice,
+            self.top_k,
+            |i| open[i],
+            |i| {
+                if let Some(to) = next.next() {
+                    *to = i as u32;
+                }
+            },
+        );
+    }
+
+    fn check(&self, experts: usize) -> Result<()> {
+        let groups = self.groups.unwrap_or(Groups {
+            count: 1,
+            chosen: 1,
+            score: GroupScore::Largest,
+        });
+        let divides = groups.count > 0 && experts.is_multiple_of(groups.count);
+        let available = if divides {
+            experts / groups.count * groups.chosen.min(groups.count)
+        } else {
+            0
+        };
+        if self.top_k == 0 || self.top_k > available {
+            return Err(Error::argument("a router cannot choose this number of experts")
+                .found(format!("{} of {experts}, {} groups", self.top_k, groups.count))
+                .expected(format!("1 to {available}")));
+        }
+        Ok(())
+    }
+
+    /// Chooses the experts of every token. `logits` `[N, E]` f32; `correction` `[E]` f32: added to the scores for the
+    /// choice.
+    ///
+    /// # Errors
+    /// Shapes that do not fit; more experts for a token than there are; logits that are not finite.
+    pub fn route(&self, logits: &Tensor, correction: Option<&Tensor>) -> Result<Routing> {
+        let (tokens, experts) = dims2(logits, "the logits of a router")?;
+        self.check(experts)?;
+        let correction = match correction {
+            Some(c) => {
+                expect_dims(c, "the correction of a router", &[experts])?;
+                super::update::to_f32_vec(c)?
+            }
+            None => Vec::new(),
+        };
+        let mut scores = super::update::to_f32_vec(logits)?;
+        if !scores.iter().all(|x| x.is_finite()) {
+            return Err(Error::non_finite("the logits of a router are not finite"));
+        }
+        let k = self.top_k;
+        let mut chosen = vec![0u32; tokens * k];
+        let mut weights = vec![0f32; tokens * k];
+        let mut log_sums = vec![0f32; tokens];
+        let rows = scores.par_chunks_mut(experts).zip(&mut log_sums);
+        let places = chosen.par_chunks_mut(k).zip(weights.par_chunks_mut(k));
+        rows.zip(places).for_each(|((row, log_sum), (chosen, weights))| {
+            match self.score {
+                Score::Softmax => *log_sum = softmax(row),
+                Score::Sigmoid => row.iter_mut().for_each(|x| *x = sigmoid(*x)),
+            }
+            if correction.is_empty() {
+                self.choose(row, chosen);
+            } else {
+                let corrected: Vec<f32> = row.iter().zip(&correction).map(|(p, c)| p + c).collect();
+                self.choose(&corrected, chosen);
+            }
+            let sum = self.divisor(row, chosen);
+            for (weight, &expert) in weights.iter_mut().zip(&*chosen) {
+                *weight = row[expert as usize] / sum * self.scale;
+            }
+        });
+        let mut starts = vec![0usize; experts + 1];
+        chosen.iter().for_each(|&e| starts[e as usize + 1] += 1);
+        (0..experts).for_each(|e| starts[e + 1] += starts[e]);
+        let mut next = starts.clone();
+        let mut order = vec![0u32; chosen.len()];
+        for (place, &e) in chosen.iter().enumerate() {
+            order[next[e as usize]] = place as u32;
+            next[e as usize] += 1;
+        }
+        Ok(Routing {
+            spec: *self,
+            experts,
+            scores,
+            chosen,
+            weights,
+            order,
+            starts,
+            log_sums,
+        })
+    }
+
+    /// The divisor of the weights of a token.
+    fn divisor(&self, scores: &[f32], chosen: &[u32]) -> f32 {
+        let sum = || chosen.iter().map(|&e| scores[e as usize]).sum::<f32>();
+        match (self.renormalize, self.score) {
+            (false, _) => 1.0,
+            (true, Score::Softmax) => sum(),
+            // As the models: all sigmoids can be 0.
+            (true, Score::Sigmoid) => sum() + 1e-20,
+        }
+    }
+}
+
+impl Routing {
+    /// Number of tokens.
+    pub fn tokens(&self) -> usize {
+        self.chosen.len() / self.spec.top_k
+    }
+
+    /// Number of tokens of each expert, `[E]`.
+    pub fn counts(&self) -> Vec<usize> {
+        self.starts.windows(2).map(|w| w[1] - w[0]).collect()
+    }
+
+    /// Sum of the scores of each expert over the tokens, `[E]`.
+    pub fn score_sums(&self) -> Vec<f64> {
+        let mut sums = vec![0f64; self.experts];
+        for row in self.scores.chunks(self.experts) {
+            sums.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));
+        }
+        sums
+    }
+
+    /// The tokens of expert `expert`.
+    pub fn of(&self, expert: usize) -> Assigned {
+        let places = self.order[self.starts[expert]..self.starts[expert + 1]].to_vec();
+        Assigned {
+            tokens: places.iter().map(|p| p / self.spec.top_k as u32).collect(),
+            weights: places.iter().map(|p| self.weights[*p as usize]).collect(),
+            places,
+        }
+    }
+
+    /// Stores the gradients of the weights of an expert in `to` `[N, K]`.
+    pub fn put(&self, of: &Assigned, gradients: &[f32], to: &mut [f32]) {
+        for (place, gradient) in of.places.iter().zip(gradients) {
+            to[*place as usize] = *gradient;
+        }
+    }
+
+    /// Number of pairs of a token and an expert: N·K.
+    pub fn places(&self) -> usize {
+        self.chosen.len()
+    }
+
+    /// The gradient of the logits, `[N, E]` f32, from that of the weights `[N, K]`.
+    pub fn backward(&self, d_weights: &[f32], extra: &LogitLoss) -> Result<Tensor> {
+        let (e, k) = (self.experts, self.spec.top_k);
+        let mut dz = unwritten(self.tokens() * e);
+        dz.par_chunks_mut(e).enumerate().for_each(|(token, dz)| {
+            let scores = &self.scores[token * e..][..e];
+            let chosen = &self.chosen[token * k..][..k];
+            let d_weights = &d_weights[token * k..][..k];
+            // The gradient of the scores.
+            dz.fill(0.0);
+            let sum = self.spec.divisor(scores, chosen);
+            let shared: f32 = if self.spec.renormalize {
+                let weights = &self.weights[token * k..][..k];
+                d_weights.iter().zip(weights).map(|(d, w)| d * w).sum::<f32>() / sum
+            } else {
+                0.0
+            };
+            for (d, &expert) in d_weights.iter().zip(chosen) {
+                dz[expert as usize] = d * self.spec.scale / sum - shared;
+            }
+            match self.spec.score {
+                Score::Sigmoid => dz.iter_mut().zip(scores).for_each(|(d, p)| *d *= p * (1.0 - p)),
+                Score::Softmax => {
+                    dz.iter_mut().zip(&extra.balance).for_each(|(d, b)| *d += b);
+                    let z = 2.0 * extra.z * self.log_sums[token];
+                    let mean: f32 = dz.iter().zip(scores).map(|(d, p)| d * p).sum();
+                    dz.iter_mut().zip(scores).for_each(|(d, p)| *d = p * (*d - mean + z));
+                }
+            }
+        });
+        tensor(dz, (self.tokens(), e))
+    }
+}
+
+/// Copies rows: `x [N, D]` f32, to `[n, D]`.
+///
+/// # Errors
+/// A token that is not below N.
+pub fn gather_rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
+    let (n, d) = dims2(x, "the input of experts")?;
+    check_tokens(tokens, n)?;
+    let mut to = unwritten(tokens.len() * d);
+    floats(x, "the input of experts", |x| {
+        to.par_chunks_mut(d.max(1)).zip(tokens).for_each(|(to, &token)| {
+            to.copy_from_slice(&x[token as usize * d..][..d]);
+        });
+        Ok(())
+    })?;
+    tensor(to, (tokens.len(), d))
+}
+
+/// Adds rows: `y [N, D] += part [n, D]` at `tokens`, which are distinct and ascending; f32.
+///
+/// # Errors
+/// A token that is not below N; shapes that do not fit.
+pub fn add_rows_at(y: &Tensor, part: &Tensor, tokens: &[u32]) -> Result<()> {
+    let (n, d) = dims2(y, "the output of experts")?;
+    check_tokens(tokens, n)?;
+    expect_dims(part, "the output of an expert", &[tokens.len(), d])?;
+    super::update::with_slices(y, part, |y, part| {
+        for (token, part) in tokens.iter().zip(part.chunks(d.max(1))) {
+            let y = &mut y[*token as usize * d..][..d];
+            y.iter_mut().zip(part).for_each(|(y, part)| *y += part);
+        }
+    })
+}
+
+/// Multiplies each row of `t [n, D]` f32 with its factor.
+pub fn scale_rows(t: &Tensor, factors: &[f32]) -> Result<()> {
+    let (_, d) = dims2(t, "rows that are scaled")?;
+    with_slice_mut(t, |t| {
+        t.par_chunks_mut(d.max(1)).zip(factors).for_each(|(row, factor)| {
+            row.iter_mut().for_each(|x| *x *= factor);
+        });
+    })
+}
+
+/// The product of each row of `a [n, D]` with the same row of `b`, f32: `[n]`.
+pub fn row_products(a: &Tensor, b: &Tensor) -> Result<Vec<f32>> {
+    let (_, d) = dims2(a, "the gradient of an expert")?;
+    expect_dims(b, "the output of an activation", a.dims())?;
+    with_slice(a, |a| {
+        with_slice(b, |b| {
+            let rows = a.par_chunks(d.max(1)).zip(b.par_chunks(d.max(1)));
+            rows.map(|(a, b)| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>() as f32)
+                .collect()
+        })
+    })?
+}
+
+fn check_tokens(tokens: &[u32], n: usize) -> Result<()> {
+    match tokens.iter().max() {
+        Some(&last) if last as usize >= n => Err(Error::argument("a token of an expert does not exist")
+            .found(last)
+            .expected(format!("below {n}"))),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -46,8 +46,23 @@ struct Shape {
     hybrid: bool,
 }
 
-/// Activations: many tokens, narrow weights. Weights: few tokens, wide weights.
+/// Activations: many tokens, narrow weights. Weights: few tokens, wide weights. In the order of their scratch memory: threads
+/// keep it.
 const SHAPES: [Shape; 6] = [
+    Shape {
+        name: "hybrid",
+        hidden: 128,
+        intermediate: 256,
+        heads: 4,
+        kv_heads: 2,
+        vocab: 512,
+        layers: 4,
+        rows: 6,
+        length: 256,
+        micro_batches: 1,
+        rich: false,
+        hybrid: true,
+    },
     Shape {
         name: "activations",
         hidden: 128,
@@ -118,20 +133,6 @@ const SHAPES: [Shape; 6] = [
         micro_batches: 1,
         rich: false,
         hybrid: false,
-    },
-    Shape {
-        name: "hybrid",
-        hidden: 128,
-        intermediate: 256,
-        heads: 4,
-        kv_heads: 2,
-        vocab: 512,
-        layers: 4,
-        rows: 6,
-        length: 256,
-        micro_batches: 1,
-        rich: false,
-        hybrid: true,
     },
 ];
 

@@ -178,7 +178,10 @@ fn families_that_are_not_there_are_named() {
             r#"{"model_type": "paligemma", "text_config": {"model_type": "gemma2"}}"#,
             "its language model is a `gemma2`",
         ),
-        (r#"{"model_type": "phimoe"}"#, "it would need mixture-of-experts layers"),
+        (
+            r#"{"model_type": "phimoe"}"#,
+            "it would need other mixture-of-experts layers",
+        ),
     ] {
         std::fs::write(dir.path().join("config.json"), config).unwrap();
         let out = ft(dir.path(), &["generate", "--model", ".", "--prompt", "x"]);

@@ -46,8 +46,12 @@ struct Position {
     /// Units of the window that are used.
     unit: usize,
     /// With weights: epoch and row of each source.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "no_sources")]
     sources: Vec<(u64, u64)>,
+}
+
+fn no_sources(sources: &[(u64, u64)]) -> bool {
+    sources.is_empty()
 }
 
 /// Micro-batches of rows that are read on demand; see the module documentation.

@@ -228,7 +228,7 @@ pub const NAMES: [&str; FAMILIES.len()] = {
 /// Types that are not supported, with what they would need.
 const REFUSED: [(&str, &[&str]); 14] = [
     (
-        "mixture-of-experts layers",
+        "other mixture-of-experts layers",
         &[
             "qwen3_vl_moe",
             "granitemoe",

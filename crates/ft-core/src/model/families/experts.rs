@@ -84,3 +84,103 @@ pub fn check(config: &Config, experts: &ExpertsSpec) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::families;
+    use serde_json::json;
+    use std::path::Path;
+
+    fn read(model_type: &str, changes: Value) -> Result<Spec> {
+        let mut config = json!({
+            "model_type": model_type, "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2});
+        let map = config.as_object_mut().unwrap();
+        map.extend(changes.as_object().unwrap().clone());
+        families::read(&Config::from_map(map.clone(), Path::new("config.json")))
+    }
+
+    fn sparse(spec: &Spec) -> Vec<usize> {
+        (0..spec.layers.len())
+            .filter(|l| spec.layers[*l].experts.is_some())
+            .collect()
+    }
+
+    #[test]
+    fn the_layers_with_experts() {
+        let layers = |changes| sparse(&read("qwen3_moe", changes).unwrap());
+        assert_eq!(layers(json!({})), [0, 1, 2, 3]);
+        assert_eq!(layers(json!({"decoder_sparse_step": 2})), [1, 3]);
+        assert_eq!(layers(json!({"mlp_only_layers": [0, 2]})), [1, 3]);
+        assert_eq!(
+            sparse(&read("glm4_moe", json!({"first_k_dense_replace": 3})).unwrap()),
+            [3]
+        );
+        assert_eq!(
+            sparse(&read("glm4_moe", json!({"first_k_dense_replace": 0})).unwrap()),
+            [0, 1, 2, 3]
+        );
+    }
+
+    #[test]
+    fn the_parameters_of_a_layer() {
+        let spec = read(
+            "qwen2_moe",
+            json!({"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}),
+        )
+        .unwrap();
+        let params = spec.layer_params(1);
+        let shape = |name: &str| params.iter().find(|p| p.name.ends_with(name)).map(|p| p.shape.clone());
+        assert_eq!(shape("mlp.gate.weight"), Some(vec![8, 64]));
+        assert_eq!(shape("mlp.experts.7.down_proj.weight"), Some(vec![64, 32]));
+        assert_eq!(shape("mlp.experts.8.down_proj.weight"), None);
+        assert_eq!(shape("mlp.shared_expert.up_proj.weight"), Some(vec![48, 64]));
+        assert_eq!(shape("mlp.shared_expert_gate.weight"), Some(vec![1, 64]));
+        assert_eq!(spec.routed_elements(1), 2 * 3 * 32 * 64);
+        let mixtral = read("mixtral", json!({})).unwrap();
+        let named = |p: &crate::source::ParamInfo| p.name.ends_with("block_sparse_moe.experts.0.w3.weight");
+        assert!(mixtral.layer_params(0).iter().any(named));
+    }
+
+    #[test]
+    fn adapters_are_placed_on_attention() {
+        let sites = read("qwen2_moe", json!({"mlp_only_layers": [0]})).unwrap().sites();
+        assert_eq!(sites.len(), 4 * 4);
+        assert!(sites.iter().all(|site| site.module.contains(".self_attn.")));
+    }
+
+    #[test]
+    fn other_options_are_refused_by_name() {
+        for (model_type, changes, name) in [
+            ("qwen3_moe", json!({"num_experts_per_tok": 9}), "num_experts_per_tok"),
+            ("qwen3_moe", json!({"decoder_sparse_step": 0}), "decoder_sparse_step"),
+            ("qwen3_moe", json!({"mlp_only_layers": "0"}), "mlp_only_layers"),
+            (
+                "qwen3_moe",
+                json!({"moe_intermediate_size": 0}),
+                "moe_intermediate_size",
+            ),
+            ("mixtral", json!({"router_jitter_noise": 0.1}), "router_jitter_noise"),
+            ("olmoe", json!({"clip_qkv": 8.0}), "clip_qkv"),
+            ("glm4_moe", json!({"n_group": 3}), "num_experts_per_tok"),
+            (
+                "glm4_moe",
+                json!({"n_group": 4, "topk_group": 5}),
+                "num_experts_per_tok",
+            ),
+        ] {
+            let e = read(model_type, changes).unwrap_err().to_string();
+            assert!(e.contains(name), "{name}: {e}");
+        }
+        assert!(
+            read("olmoe", json!({}))
+                .unwrap()
+                .runs_on(true)
+                .unwrap_err()
+                .to_string()
+                .contains("experts")
+        );
+    }
+}

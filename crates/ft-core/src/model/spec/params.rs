@@ -374,16 +374,21 @@ impl Spec {
         all
     }
 
-    /// Every linear of the decoder layers, in order: the possible places of adapters.
+    /// The linears of the decoder layers, in order, that can have adapters. In a model with experts only those of attention: PEFT
+    /// takes the names of all other linears for those of the experts.
     pub fn sites(&self) -> Vec<Site> {
+        let has_experts = self.layers.iter().any(|layer| layer.experts.is_some());
+        let linears = |l| {
+            let all = self.linears(l).into_iter();
+            all.filter(|linear| !has_experts || linear.sublayer == Sublayer::Attention)
+        };
+        let site = |l: usize, linear: LinearSpec| Site {
+            module: format!("model.layers.{l}.{}", linear.name),
+            input: linear.input,
+            output: linear.output,
+        };
         (0..self.layers.len())
-            .flat_map(|l| {
-                self.linears(l).into_iter().map(move |linear| Site {
-                    module: format!("model.layers.{l}.{}", linear.name),
-                    input: linear.input,
-                    output: linear.output,
-                })
-            })
+            .flat_map(|l| linears(l).map(move |linear| site(l, linear)))
             .collect()
     }
 }

@@ -95,9 +95,14 @@ mod tests {
     fn read(model_type: &str, changes: Value) -> Result<Spec> {
         let mut config = json!({
             "model_type": model_type, "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
-            "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-            "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2});
+            "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2});
+        let count = match model_type {
+            "mixtral" => "num_local_experts",
+            "glm4_moe" => "n_routed_experts",
+            _ => "num_experts",
+        };
         let map = config.as_object_mut().unwrap();
+        map.insert(count.into(), json!(8));
         map.extend(changes.as_object().unwrap().clone());
         families::read(&Config::from_map(map.clone(), Path::new("config.json")))
     }

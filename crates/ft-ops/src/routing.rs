@@ -171,21 +171,22 @@ impl RouterSpec {
         );
     }
 
+    /// Number of experts, of `experts`, that a token can have; 0: the groups do not fit.
+    pub fn available(&self, experts: usize) -> usize {
+        match self.groups {
+            None => experts,
+            Some(g) if g.count > 0 && g.chosen <= g.count && experts.is_multiple_of(g.count) => {
+                experts / g.count * g.chosen
+            }
+            Some(_) => 0,
+        }
+    }
+
     fn check(&self, experts: usize) -> Result<()> {
-        let groups = self.groups.unwrap_or(Groups {
-            count: 1,
-            chosen: 1,
-            score: GroupScore::Largest,
-        });
-        let divides = groups.count > 0 && experts.is_multiple_of(groups.count);
-        let available = if divides {
-            experts / groups.count * groups.chosen.min(groups.count)
-        } else {
-            0
-        };
+        let available = self.available(experts);
         if self.top_k == 0 || self.top_k > available {
             return Err(Error::argument("a router cannot choose this number of experts")
-                .found(format!("{} of {experts}, {} groups", self.top_k, groups.count))
+                .found(format!("{} of {experts}", self.top_k))
                 .expected(format!("1 to {available}")));
         }
         Ok(())

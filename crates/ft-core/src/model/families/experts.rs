@@ -28,17 +28,17 @@ pub fn softmax(top_k: usize, renormalize: bool) -> RouterSpec {
     }
 }
 
-/// A shared expert with Qwen's names.
-pub fn shared(gate: &'static str) -> SharedExpertSpec {
-    SharedExpertSpec {
-        intermediate: 0,
+/// The shared expert of Qwen's families.
+pub fn qwen_shared(config: &Config, default: usize) -> Result<SharedExpertSpec> {
+    Ok(SharedExpertSpec {
+        intermediate: size(config, "shared_expert_intermediate_size", default)?,
         names: [
             "mlp.shared_expert.gate_proj",
             "mlp.shared_expert.up_proj",
             "mlp.shared_expert.down_proj",
         ],
-        gate: Some(gate),
-    }
+        gate: Some("mlp.shared_expert_gate"),
+    })
 }
 
 /// Gives experts to the layers that have them: every `decoder_sparse_step`-th, except `mlp_only_layers`.
@@ -66,19 +66,14 @@ pub fn of_layers(config: &Config, spec: &mut Spec, experts: ExpertsSpec) -> Resu
 /// Checks the numbers of a router.
 pub fn check(config: &Config, experts: &ExpertsSpec) -> Result<()> {
     let router = &experts.router;
-    let groups = router.groups.map_or((1, 1), |g| (g.count, g.chosen));
-    let available = match groups {
-        (count, chosen) if count > 0 && experts.count.is_multiple_of(count) && chosen <= count => {
-            experts.count / count * chosen
-        }
-        _ => 0,
-    };
-    if router.top_k > available {
+    if router.top_k > router.available(experts.count) {
         return Err(Error::format("a token cannot have this number of experts")
             .at(place(config, "num_experts_per_tok"))
             .found(format!(
-                "{} of {} in {} of {} groups",
-                router.top_k, experts.count, groups.1, groups.0
+                "{} of {}, groups: {:?}",
+                router.top_k,
+                experts.count,
+                router.groups.map(|g| (g.chosen, g.count))
             ))
             .expected("no more than the chosen groups have, in groups of the same size"));
     }

@@ -1,9 +1,6 @@
 //! Qwen3.5 and Qwen3-Next: Gated DeltaNet layers, and layers with gated attention.
 
-use super::{
-    Config, DeltaNetSpec, ExpertsSpec, LARGEST, Mixer, QkNorm, Result, SharedExpertSpec, Spec, experts, out_of_range,
-    place,
-};
+use super::{Config, DeltaNetSpec, ExpertsSpec, LARGEST, Mixer, QkNorm, Result, Spec, experts, out_of_range, place};
 use crate::base::Error;
 use crate::model::rope::Rope;
 use crate::ops::glu::Activation;
@@ -86,10 +83,7 @@ pub fn apply_next(config: &Config, spec: &mut Spec) -> Result<()> {
         return Ok(());
     }
     let experts = ExpertsSpec {
-        shared: Some(SharedExpertSpec {
-            intermediate: experts::size(config, "shared_expert_intermediate_size", 512)?,
-            ..experts::shared("mlp.shared_expert_gate")
-        }),
+        shared: Some(experts::qwen_shared(config, 512)?),
         router: experts::softmax(
             experts::size(config, "num_experts_per_tok", 10)?,
             config.bool_or("norm_topk_prob", true)?,

@@ -1,7 +1,7 @@
 //! Qwen3-MoE and Qwen2-MoE: their dense families with experts in the place of MLPs.
 
-use super::experts::{of_layers, shared, size, softmax};
-use super::{Config, ExpertsSpec, Result, SharedExpertSpec, Spec};
+use super::experts::{of_layers, qwen_shared, size, softmax};
+use super::{Config, ExpertsSpec, Result, Spec};
 use crate::model::spec::ExpertNames;
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
@@ -15,10 +15,7 @@ pub fn apply_2(config: &Config, spec: &mut Spec) -> Result<()> {
     super::qwen2::apply(config, spec)?;
     spec.qkv_bias = config.bool_or("qkv_bias", true)?;
     let experts = ExpertsSpec {
-        shared: Some(SharedExpertSpec {
-            intermediate: size(config, "shared_expert_intermediate_size", 5632)?,
-            ..shared("mlp.shared_expert_gate")
-        }),
+        shared: Some(qwen_shared(config, 5632)?),
         ..experts(config, 60, 1408, 4)?
     };
     of_layers(config, spec, experts)

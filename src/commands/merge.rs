@@ -57,7 +57,7 @@ pub fn merge(
     let config = locate::model_config(model_dir, Config::load)?;
     let mut spec = families::read(&config)?;
     let mut weights = Weights::open(model_dir)?;
-    let quantized = refuse_own_codes(&spec, &weights)?;
+    let quantized = quantized_format(&spec, &weights)?;
     refuse_strangers(&spec, &weights)?;
     let dtype = dtype.or(quantized.map(|_| Dtype::Bf16));
     let base = hf::fingerprint_of(&spec, &weights)?.base();
@@ -272,18 +272,14 @@ pub(super) fn refuse_existing(out: &Path) -> Result<()> {
         .hint("give the name of a directory that does not exist yet"))
 }
 
-/// As `refuse_codes`, except for the weights of other tools, of which there may be no unquantized ones. Returns the
-/// format of one of them.
-fn refuse_own_codes(spec: &Spec, weights: &Weights) -> Result<Option<Format>> {
-    let mut found = None;
+/// The format of one of the quantized weights, if there are any.
+fn quantized_format(spec: &Spec, weights: &Weights) -> Result<Option<Format>> {
     for p in spec.params() {
-        match stored::find(weights, &p.name)? {
-            Some((_, format)) if format.is_read_only() => found = Some(format),
-            Some(_) => return refuse_codes(spec, weights).map(|()| None),
-            None => {}
+        if let Some((_, format)) = stored::find(weights, &p.name)? {
+            return Ok(Some(format));
         }
     }
-    Ok(found)
+    Ok(None)
 }
 
 /// Refuses quantized weights: their rounding would remove the effect of the adapter.

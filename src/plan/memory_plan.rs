@@ -150,6 +150,7 @@ pub fn forecast(
     };
     let limits = MemoryLimits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
     let mut chosen = setting.choose(recipe, limits)?;
+    setting.check_loftq(recipe, &chosen.inputs.strategy.storage)?;
     chosen.plan.choices = setting.choices(recipe, limits, &chosen)?;
     let refused = if !chosen.fits {
         Some(advice::refused(&setting, recipe, limits, &chosen))

@@ -211,8 +211,7 @@ impl PlanContext<'_> {
         let open = recipe.memory.frozen_weights == FrozenWeights::Auto
             && recipe.tune.method != Method::Full
             && (self.stored.codes.is_empty() || self.stored.is_decoded(recipe.tune.method))
-            && !corrects_all(recipe)
-            && !starts(recipe, LoraInit::LoraGa);
+            && !corrects_all(recipe);
         if open && recipe.memory.frozen_products != Products::Dequantized {
             vec![Some(FrozenWeights::Int8)]
         } else if open {
@@ -230,12 +229,13 @@ impl PlanContext<'_> {
         let mut storage = StoragePolicy::new(&wanted.storage_rules(), recipe.model.dtype, &self.spec.params(), always)?;
         if corrects_all(recipe) && !storage.quantized().is_empty() {
             return Err(
-                Error::usage("quantized weights and `tune.block.correction` cannot be combined")
-                    .found(format!(
-                        "a correction that changes all weights: {}",
-                        recipe.tune.block.correction.name()
-                    ))
-                    .hint("leave `memory.frozen_weights` at `auto`, or use another correction"),
+                Error::usage(format!(
+                    "`tune.block.correction = \"{}\"` changes every weight a little in each step, and quantized weights would \
+                     lose changes smaller than their steps",
+                    recipe.tune.block.correction.name()
+                ))
+                .found(storage.describe())
+                .hint("leave `memory.frozen_weights` at `auto`, or use another correction"),
             );
         }
         if self.stored.is_decoded(recipe.tune.method) {
@@ -247,18 +247,10 @@ impl PlanContext<'_> {
                     recipe.model.dtype.name()
                 ));
             }
-            return Ok(storage);
-        }
-        for (name, format) in &self.stored.codes {
-            if recipe.tune.method != Method::Lora {
-                return Err(
-                    Error::new("the weights of this model are quantized: only adapters can be trained")
-                        .at(&**name)
-                        .found(format)
-                        .hint("set `tune.method = \"lora\"`, or give the model's unquantized weights"),
-                );
+        } else {
+            for (name, format) in &self.stored.codes {
+                storage.set(name.clone(), Some(*format));
             }
-            storage.set(name.clone(), Some(*format));
         }
         if !storage.products_apply() {
             return Err(Error::unsupported("no projection has products of 8-bit operands")
@@ -266,12 +258,12 @@ impl PlanContext<'_> {
                 .expected("frozen projections that are stored as int8 with one scale per row")
                 .hint("set `memory.frozen_weights = \"int8\"`, or remove `memory.frozen_products`"));
         }
-        self.check_start(recipe, &storage)?;
+        self.check_start(recipe)?;
         Ok(storage)
     }
 
     /// Errors: quantized weights from which the new adapters cannot start.
-    fn check_start(&self, recipe: &Recipe, storage: &StoragePolicy) -> Result<()> {
+    fn check_start(&self, recipe: &Recipe) -> Result<()> {
         let key = "`tune.lora.init_lora_weights";
         if starts(recipe, LoraInit::Loftq) && !self.stored.codes.is_empty() {
             return Err(
@@ -280,14 +272,18 @@ impl PlanContext<'_> {
                     .hint("give the model's unquantized weights, with `memory.frozen_weights = \"nf4\"`"),
             );
         }
-        let format = |module: &String| storage.quantized().get(format!("{module}.weight").as_str());
-        if starts(recipe, LoraInit::LoraGa)
-            && let Some(format) = self.adapters.keys().find_map(format)
-        {
+        Ok(())
+    }
+
+    /// Errors: LoftQ, and no weight with an adapter is quantized.
+    pub fn check_loftq(&self, recipe: &Recipe, storage: &StoragePolicy) -> Result<()> {
+        let quantized = |module: &String| storage.quantized().contains_key(format!("{module}.weight").as_str());
+        if starts(recipe, LoraInit::Loftq) && !self.adapters.keys().any(quantized) {
             return Err(
-                Error::usage(format!("{key} = \"lora_ga\"` needs gradients of unquantized weights"))
-                    .found(format)
-                    .hint("use `memory.frozen_weights = \"auto\"` and unquantized files, or another initialization"),
+                Error::usage("`tune.lora.init_lora_weights = \"loftq\"` needs quantized weights")
+                    .found(format!("`memory.frozen_weights = \"{}\"`", recipe.memory.frozen_weights.name()))
+                    .expected("quantized projections with adapters")
+                    .hint("set `memory.frozen_weights` to `nf4`, `int4` or `int8`"),
             );
         }
         Ok(())
@@ -385,12 +381,10 @@ impl PlanContext<'_> {
             // These corrections change every weight, but only trained parameters are written back to the disk.
             Tier::Auto if corrects_all(recipe) => Ok(vec![Placement::Device]),
             Tier::Host | Tier::Disk if corrects_all(recipe) => Err(Error::usage(format!(
-                "`memory.tier = \"{}\"` and `tune.block.correction` cannot be combined",
+                "`tune.block.correction = \"{}\"` changes every layer in each step, so with `memory.tier = \"{}\"` the whole \
+                 model would be written back in each step",
+                recipe.tune.block.correction.name(),
                 recipe.memory.tier.name()
-            ))
-            .found(format!(
-                "a correction that changes all weights: {}",
-                recipe.tune.block.correction.name()
             ))
             .hint("use `memory.tier = \"device\"`, or another correction")),
             Tier::Host => Ok(vec![Placement::Host]),

@@ -505,8 +505,7 @@ impl StoredWeights {
 
     /// True if a run with this method trains decoded values of the files.
     pub fn is_decoded(&self, method: Method) -> bool {
-        let other_tools = !self.codes.is_empty() && self.codes.values().all(|format| format.is_read_only());
-        method != Method::Lora && other_tools
+        method != Method::Lora && !self.codes.is_empty()
     }
 }
 

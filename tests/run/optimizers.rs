@@ -217,7 +217,7 @@ fn what_does_not_go_together_is_refused() {
     for (settings, words) in [
         (
             &["tune.block.partition=ratio", "tune.block.correction=sgd"][..],
-            "needs blocks of whole parameters",
+            "every matrix is active",
         ),
         (
             &["tune.block.order=importance", "tune.block.importance=[\"head=2\"]"][..],
@@ -229,7 +229,7 @@ fn what_does_not_go_together_is_refused() {
         ),
         (
             &["tune.block.correction=sgd", "memory.frozen_weights=nf4"],
-            "cannot be combined",
+            "would lose changes smaller than their steps",
         ),
     ] {
         let base = ["train", "--recipe", "r.toml", "tune.method=block", "train.max_steps=1"];

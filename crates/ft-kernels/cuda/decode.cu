@@ -75,6 +75,22 @@ __device__ __forceinline__ i64 scale_of(i64 row, int column, int columns, int sh
     return row * (((columns - 1) >> shift) + 1) + (column >> shift);
 }
 
+// bf16 numbers of a weight of an f32 model.
+struct Half {
+    static constexpr int WIDE = 8;
+    __device__ __forceinline__ static float level(int) { return 0.0f; }
+    const u8* codes;
+    i64 stride;
+    int columns, unused;
+
+    template <int C>
+    __device__ __forceinline__ void pack(const float*, i64 row, int column, float (&x)[C]) const {
+        const Pack<u8, 2 * C> bytes = *reinterpret_cast<const Pack<u8, 2 * C>*>(codes + row * stride + 2 * (i64)column);
+#pragma unroll
+        for (int j = 0; j < C; j++) x[j] = float_of(((u32)bytes.at[2 * j] | (u32)bytes.at[2 * j + 1] << 8) << 16);
+    }
+};
+
 struct Int8 {
     static constexpr int WIDE = 16;
     __device__ __forceinline__ static float level(int) { return 0.0f; }
@@ -333,6 +349,8 @@ __device__ __forceinline__ void few(const W& w, i64 outputs, const T* x, T* y, i
     FEW(NAME, W, T, 8, single, 1)
 
 typedef float f32;
+KINDS(half, Half, f32)
+KINDS(half, Half, bf16)
 KINDS(int8, Int8, f32)
 KINDS(int8, Int8, bf16)
 KINDS(int4, Int4, f32)

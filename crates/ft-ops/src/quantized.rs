@@ -31,6 +31,12 @@ pub fn nearest(x: f32) -> f32 {
     (x + SHIFT) - SHIFT
 }
 
+/// The bf16 number with these bytes, the low one first.
+#[inline(always)]
+pub(crate) fn widen(low: u8, high: u8) -> f32 {
+    f32::from_bits(u32::from(u16::from_le_bytes([low, high])) << 16)
+}
+
 /// A borrowed quantized weight `[O, I]`.
 #[derive(Debug, Clone, Copy)]
 pub struct QMatrixView<'a> {
@@ -83,6 +89,13 @@ pub enum QData<'a> {
     },
     /// Codes of another tool.
     Scaled(ScaledData<'a>),
+    /// bf16 numbers, little-endian; rows are `stride` bytes apart.
+    Bf16 {
+        /// Two bytes per number.
+        codes: &'a [u8],
+        /// Bytes from one row to the next.
+        stride: usize,
+    },
 }
 
 /// The absmax of each NF4 block, plain or with double quantization.
@@ -139,6 +152,8 @@ pub(crate) enum ScaleRun {
     Nibbles(usize, [f32; 16]),
     /// First byte, scale and zero point of `QData::Scaled`.
     Bytes(usize, f32, f32),
+    /// First byte of bf16 numbers.
+    Halves(usize),
 }
 
 impl QMatrixView<'_> {
@@ -170,6 +185,7 @@ impl QMatrixView<'_> {
                 codes.len() >= n.div_ceil(2) && absmax.blocks() >= n.div_ceil(BLOCK)
             }
             QData::Scaled(data) => data.fits(rows, columns),
+            QData::Bf16 { codes, stride } => stride >= 2 * columns && codes.len() >= rows * stride,
         }
     }
 
@@ -199,6 +215,7 @@ impl QMatrixView<'_> {
                 (n, ScaleRun::Nibbles(2 * row * stride + column, self.finish(table)))
             }
             QData::Scaled(data) => data.run(self.columns, (row, column), left, self.bf16),
+            QData::Bf16 { stride, .. } => (left, ScaleRun::Halves(row * stride + 2 * column)),
             QData::Nf4 { absmax, levels, .. } => {
                 let at = row * self.columns + column;
                 let scale = absmax.get(at / BLOCK);
@@ -222,7 +239,10 @@ impl QMatrixView<'_> {
 
     pub(crate) fn bytes(&self) -> &[u8] {
         match self.codes {
-            QData::Int8 { codes, .. } | QData::Int4 { codes, .. } | QData::Nf4 { codes, .. } => codes,
+            QData::Int8 { codes, .. }
+            | QData::Int4 { codes, .. }
+            | QData::Nf4 { codes, .. }
+            | QData::Bf16 { codes, .. } => codes,
             QData::Scaled(data) => data.codes,
         }
     }
@@ -246,6 +266,7 @@ impl QMatrixView<'_> {
                 }
                 value[0]
             }
+            (ScaleRun::Halves(at), _) => widen(self.bytes()[at], self.bytes()[at + 1]),
             (ScaleRun::Nibbles(at, table), _) => {
                 let byte = self.bytes()[at / 2];
                 table[(if at % 2 == 0 { byte >> 4 } else { byte & 15 }) as usize]

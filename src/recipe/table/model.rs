@@ -320,21 +320,22 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         );
     }
     let dtype = model.dtype.name();
-    let other = |name: &&str| !["auto", dtype, "int8", "int4", "nf4"].contains(name);
+    // In a bf16 model products round their operands to bf16, so nothing is left of f32.
+    let other = |name: &&str| *name == "f32" && dtype == "bf16";
     if let Some(name) = memory.storages().take(1).find(other) {
         faults.add(
             &[Memory::frozen_weights, Model::dtype],
             Error::usage(format!(
-                "`memory.frozen_weights = \"{name}\"` with `model.dtype = \"{dtype}\"` is not supported yet"
+                "`memory.frozen_weights = \"{name}\"` has no meaning with `model.dtype = \"{dtype}\"`: products round weights to bf16"
             ))
-            .hint("use `auto`, or the same type for both"),
+            .hint("use `auto`, or `model.dtype = \"f32\"`"),
         );
     }
     if let Some(name) = memory.storages().skip(1).find(other) {
         faults.add(
             &[Memory::overrides, Model::dtype],
             Error::usage(format!(
-                "`{name}` in `memory.overrides` with `model.dtype = \"{dtype}\"` is not supported yet"
+                "`{name}` in `memory.overrides` has no meaning with `model.dtype = \"{dtype}\"`: products round weights to bf16"
             ))
             .hint(format!("unquantized weights are `{dtype}` here")),
         );

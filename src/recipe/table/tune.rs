@@ -163,8 +163,9 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[BlockKeys::partition, BlockKeys::correction, TuneKeys::method],
             Error::usage(format!(
-                "`{}` needs blocks of whole parameters",
-                BlockKeys::correction.is(block.correction.name())
+                "`{}` corrects the parameters that are not active, and with `{}` every matrix is active",
+                BlockKeys::correction.is(block.correction.name()),
+                BlockKeys::partition.is("ratio")
             ))
             .hint("use `partition = \"layer\"`, `\"module\"` or `\"matrix\"`, or `correction = \"none\"`"),
         );

@@ -8,7 +8,7 @@ use crate::ops::low_rank::LowRank;
 use crate::ops::{linear, update};
 use crate::peft::{Adapter, BackwardInput, Dora, Frozen, Lora};
 use crate::quant::Weight;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use std::sync::Arc;
 
 pub use crate::peft::Dx;
@@ -116,7 +116,7 @@ impl Linear {
     /// depends.
     ///
     /// # Errors
-    /// The gradient of a quantized weight is wanted.
+    /// Tensors of other shapes; a sink that cannot take a gradient.
     pub fn backward(
         &self,
         x: Option<&Tensor>,
@@ -148,12 +148,18 @@ impl Linear {
         Ok(dx)
     }
 
-    /// Passes the gradients of weight and bias to the sink.
+    /// Passes the gradients of weight and bias to the sink. The gradient of a quantized weight is that of its dequantized
+    /// values, and its `Param` has an empty tensor.
     pub(super) fn own_gradients(&self, x: Option<&Tensor>, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
         if let Some(x) = x.filter(|_| sink.wants(&self.name)) {
+            // A quantized weight has no tensor that a sink could update.
+            let tensor = match self.weight.format() {
+                None => self.weight.dense()?.clone(),
+                Some(_) => Tensor::zeros(0, DType::F32, dy.device())?,
+            };
             let param = Param {
                 name: self.name.clone(),
-                tensor: self.weight.dense().map_err(|e| e.or_at(&*self.name))?.clone(),
+                tensor,
             };
             match sink.sum(&self.name) {
                 Some(sum) => self.weight.grad_add(&sum, dy, x)?,

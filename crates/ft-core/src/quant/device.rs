@@ -23,6 +23,7 @@ impl QMatrix {
         let bytes = |v: &[u8]| Tensor::from_slice(v, v.len(), device);
         let floats = |v: &[f32]| Tensor::from_slice(v, v.len(), device);
         Ok(match self.view().codes {
+            QData::Bf16 { codes, .. } => vec![bytes(codes)?],
             QData::Int8 { codes, scales, .. } => vec![bytes(codes)?, floats(scales)?],
             QData::Int4 { codes, scales, .. } => {
                 vec![bytes(codes)?, Tensor::from_slice(scales, scales.len(), device)?]
@@ -85,6 +86,7 @@ impl DeviceQMatrix {
         };
         let codes = next()?;
         let scales = match format {
+            Format::Bf16 => ScaleTensors::Bf16 { stride },
             Format::Int8 { .. } => ScaleTensors::Int8 {
                 stride,
                 group,
@@ -130,6 +132,7 @@ impl DeviceQMatrix {
     /// As `QMatrix::tensors`, for a copy to another device.
     pub fn tensors(&self) -> Vec<&Tensor> {
         let scales = match &self.codes.scales {
+            ScaleTensors::Bf16 { .. } => vec![],
             ScaleTensors::Int8 { scales, .. } | ScaleTensors::Int4 { scales, .. } => vec![scales],
             ScaleTensors::Nf4 { absmax, .. } => vec![absmax],
             ScaleTensors::Scaled {

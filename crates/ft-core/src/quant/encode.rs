@@ -64,6 +64,7 @@ pub fn encode<V: Value>(
                 .hint("ft only reads this format"));
         }
         _ if values.is_empty() => empty(format),
+        Format::Bf16 => (halves(values, columns, format.stride(columns)), BlockScales::None),
         Format::Int8 { .. } => int8(values, columns, format),
         Format::Int4 { .. } => int4(values, columns, format),
         Format::Nf4 { double } => nf4(values, double),
@@ -73,6 +74,7 @@ pub fn encode<V: Value>(
 
 fn empty(format: Format) -> (Vec<u8>, BlockScales) {
     let scales = match format {
+        Format::Bf16 => BlockScales::None,
         Format::Int8 { .. } | Format::Nf4 { double: false } => BlockScales::F32(Vec::new()),
         Format::Int4 { .. } => BlockScales::Pairs(Vec::new()),
         _ => BlockScales::Double {
@@ -82,6 +84,18 @@ fn empty(format: Format) -> (Vec<u8>, BlockScales) {
         },
     };
     (Vec::new(), scales)
+}
+
+/// Rounds to bf16, nearest and ties to even; rows of `stride` bytes.
+fn halves<V: Value>(values: &[V], columns: usize, stride: usize) -> Vec<u8> {
+    let mut codes = vec![0u8; values.len() / columns * stride];
+    let rows = codes.par_chunks_mut(stride).zip(values.par_chunks(columns));
+    rows.for_each(|(codes, row)| {
+        for (code, x) in codes.as_chunks_mut::<2>().0.iter_mut().zip(row) {
+            *code = bf16::from_f32(x.f32()).to_le_bytes();
+        }
+    });
+    codes
 }
 
 /// Returns the absmax, computed in SIMD lanes.

@@ -31,6 +31,8 @@ pub enum Format {
     },
     /// Codes and scales of another tool. Read from files only.
     Scaled(ScaledFormat),
+    /// bf16 in an f32 model: products widen it to f32, which is exact.
+    Bf16,
 }
 
 /// The layout of codes and scales of another tool; `ops::quantized::ScaledData` defines the values.
@@ -73,13 +75,14 @@ impl Storage {
 
 impl Format {
     /// All formats that ft quantizes to.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Format::Int8 { group: 0 },
         Format::Int8 { group: 128 },
         Format::Int4 { group: 64 },
         Format::Int4 { group: 128 },
         Format::Nf4 { double: false },
         Format::Nf4 { double: true },
+        Format::Bf16,
     ];
 
     /// Returns the name in recipes and files.
@@ -89,6 +92,7 @@ impl Format {
             Format::Int4 { .. } => "int4",
             Format::Nf4 { .. } => "nf4",
             Format::Fp4 { .. } => "fp4",
+            Format::Bf16 => "bf16",
             Format::Scaled(scaled) => match scaled.kind.code {
                 CodeType::U4 => "4-bit codes",
                 CodeType::E2m1 => "mxfp4",
@@ -98,12 +102,13 @@ impl Format {
         }
     }
 
-    /// Returns a unique tag with all settings: `int8`, `int8:128`, `int4:64`, `nf4`, `nf4:double`.
+    /// Returns a unique tag with all settings: `int8`, `int8:128`, `int4:64`, `nf4`, `nf4:double`, `bf16`.
     pub fn tag(self) -> String {
         match self {
-            Format::Int8 { group: 0 } | Format::Nf4 { double: false } | Format::Fp4 { double: false } => {
-                self.name().to_string()
-            }
+            Format::Int8 { group: 0 }
+            | Format::Nf4 { double: false }
+            | Format::Fp4 { double: false }
+            | Format::Bf16 => self.name().to_string(),
             Format::Int8 { group } | Format::Int4 { group } => format!("{}:{group}", self.name()),
             Format::Nf4 { double: true } | Format::Fp4 { double: true } => format!("{}:double", self.name()),
             Format::Scaled(f) => format!(
@@ -135,6 +140,7 @@ impl Format {
             Format::Int8 { group: 0 } | Format::Scaled(ScaledFormat { group: 0, .. }) => columns.max(1),
             Format::Int8 { group } | Format::Int4 { group } | Format::Scaled(ScaledFormat { group, .. }) => group,
             Format::Nf4 { .. } | Format::Fp4 { .. } => BLOCK,
+            Format::Bf16 => columns.max(1),
         }
     }
 
@@ -143,6 +149,7 @@ impl Format {
         let groups = rows * columns.div_ceil(self.group(columns));
         let blocks = (rows * columns).div_ceil(BLOCK);
         match self {
+            Format::Bf16 => vec![("codes", rows * self.stride(columns))],
             Format::Int8 { .. } => vec![("codes", rows * self.stride(columns)), ("scales", 4 * groups)],
             Format::Int4 { .. } => vec![("codes", rows * self.stride(columns)), ("scales", 4 * groups)],
             Format::Nf4 { double: false } | Format::Fp4 { double: false } => {
@@ -176,6 +183,7 @@ impl Format {
     pub fn stride(self, columns: usize) -> usize {
         match self {
             Format::Int8 { .. } => columns.next_multiple_of(16),
+            Format::Bf16 => (2 * columns).next_multiple_of(16),
             Format::Int4 { .. } => columns.div_ceil(2).next_multiple_of(16),
             Format::Scaled(scaled) if !scaled.kind.code.is_nibble() => columns.next_multiple_of(16),
             Format::Scaled(_) => columns.div_ceil(2).next_multiple_of(16),
@@ -194,6 +202,7 @@ impl fmt::Display for Format {
             Format::Nf4 { double: false } => write!(f, "nf4"),
             Format::Nf4 { double: true } => write!(f, "nf4 (double quantization)"),
             Format::Fp4 { double: false } => write!(f, "fp4"),
+            Format::Bf16 => write!(f, "bf16"),
             Format::Fp4 { double: true } => write!(f, "fp4 (double quantization)"),
             Format::Scaled(scaled) => {
                 let order = if scaled.ordered { ", columns in any order" } else { "" };

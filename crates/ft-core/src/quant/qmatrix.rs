@@ -5,6 +5,7 @@ use super::format::{Format, ScaledFormat};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
 use crate::ops::quantized::{Absmax, CodeType, FP4_TABLE, NF4_TABLE, ProductType, QData, QMatrixView, ScaledData};
+use half::bf16;
 use rayon::prelude::*;
 use std::borrow::Cow;
 
@@ -20,6 +21,8 @@ pub struct QMatrix {
 
 /// Scales, in the form of each format.
 pub(super) enum BlockScales {
+    /// bf16: none.
+    None,
     /// int8 `[O, groups]`; NF4 absmax of each block.
     F32(Vec<f32>),
     /// int4: scale and minimum, `[O, groups]`.
@@ -91,6 +94,7 @@ impl QMatrix {
         let codes = self.codes.as_slice();
         let levels = levels(self.format);
         let codes = match (&self.scales, self.format) {
+            (BlockScales::None, _) => QData::Bf16 { codes, stride },
             (BlockScales::Scaled { scales, zeros, order }, Format::Scaled(scaled)) => QData::Scaled(ScaledData {
                 kind: scaled.kind,
                 codes,
@@ -176,6 +180,7 @@ impl QMatrix {
         let floats = |v: &[f32]| v.iter().flat_map(|x| x.to_le_bytes()).collect();
         let mut parts = vec![borrowed("codes", self.codes.as_slice())];
         match &self.scales {
+            BlockScales::None => {}
             BlockScales::F32(v) if matches!(self.format, Format::Int8 { .. }) => parts.push(owned("scales", floats(v))),
             BlockScales::F32(v) => parts.push(owned("absmax", floats(v))),
             BlockScales::Pairs(v) => parts.push(owned("scales", v.iter().flat_map(|x| x.to_le_bytes()).collect())),
@@ -223,6 +228,10 @@ impl QMatrix {
         let mut next = || found.next().unwrap_or_default();
         let codes = next();
         let scales = match format {
+            Format::Bf16 if codes.as_chunks::<2>().0.iter().any(|b| !bf16::from_le_bytes(*b).is_finite()) => {
+                return Err(Error::non_finite("a weight has a number that is not finite").at("part `codes`"));
+            }
+            Format::Bf16 => BlockScales::None,
             Format::Scaled(scaled) => {
                 let scales = next();
                 let zeros = if scaled.zeros { next() } else { Vec::new() };
@@ -283,7 +292,7 @@ pub(super) fn check_format(format: Format) -> Result<()> {
         Format::Int4 { group } => (group, &[64, 128]),
         // A GPU dequantizes up to 32 columns with one scale.
         Format::Scaled(scaled) => (scaled.group, &[0, 32, 64, 128, 256, 512, 1024]),
-        Format::Nf4 { .. } | Format::Fp4 { .. } => return Ok(()),
+        Format::Nf4 { .. } | Format::Fp4 { .. } | Format::Bf16 => return Ok(()),
     };
     if known.contains(&group) {
         Ok(())

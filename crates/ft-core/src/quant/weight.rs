@@ -235,19 +235,23 @@ impl Weight {
         Ok((dx, du))
     }
 
-    /// Computes `dW = dyᵀ·x`, `[O, I]` f32, from `dy [N, O]` and `x [N, I]`.
+    /// Computes `dW = dyᵀ·x`, `[O, I]` f32, from `dy [N, O]` and `x [N, I]`; for a quantized weight the gradient of its
+    /// dequantized values.
     ///
     /// # Errors
-    /// A quantized weight.
+    /// Tensors whose shapes do not fit.
     pub fn grad(&self, dy: &Tensor, x: &Tensor) -> Result<Tensor> {
-        let dtype: DType = self.dense()?.dtype();
-        linear::grad_weight(dy, x, dtype)
+        linear::grad_weight(dy, x, self.product_type())
+    }
+
+    /// The type to which products may round their operands.
+    fn product_type(&self) -> DType {
+        if self.is_bf16() { DType::BF16 } else { DType::F32 }
     }
 
     /// Computes `sum [O, I] += dyᵀ·x`; otherwise as `grad`.
     pub fn grad_add(&self, sum: &Tensor, dy: &Tensor, x: &Tensor) -> Result<()> {
-        let dtype: DType = self.dense()?.dtype();
-        linear::grad_weight_add(sum, dy, x, dtype)
+        linear::grad_weight_add(sum, dy, x, self.product_type())
     }
 }
 

@@ -81,6 +81,7 @@ impl StoragePolicy {
             }
         }
         let format = |wanted: Option<WeightStorage>| match wanted? {
+            WeightStorage::Bf16 if dtype == Dtype::F32 => Some(Format::Bf16),
             WeightStorage::F32 | WeightStorage::Bf16 => None,
             WeightStorage::Int8 => Some(Format::Int8 {
                 group: rules.group_size.unwrap_or(0),

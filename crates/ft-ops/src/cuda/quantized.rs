@@ -23,6 +23,8 @@ const STEP: usize = 128;
 
 /// The weight argument of the kernels: the structures of `cuda/decode.cu`.
 enum Weight {
+    /// bf16: address of the data, stride, columns.
+    Halves([u64; 3]),
     /// int8 and int4. Addresses of data and scales, stride; columns and log2 of the group size in one word.
     Grouped([u64; 4]),
     /// Addresses of data, absmax, absmax codes, table, absmax scales; offset and columns in one word.
@@ -42,6 +44,7 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<(&'static str, Weight)> {
     let columns = narrow(w.columns, "a row of a weight")? as u32;
     let codes = address_of(&w.codes, NAME, DType::U8)?;
     Ok(match &w.scales {
+        ScaleTensors::Bf16 { stride } => ("half", Weight::Halves([codes, *stride as u64, pair(columns, 0)])),
         ScaleTensors::Int8 { stride, group, scales } | ScaleTensors::Int4 { stride, group, scales } => {
             let (name, dtype) = match w.scales {
                 ScaleTensors::Int8 { .. } => ("int8", DType::F32),
@@ -154,6 +157,7 @@ unsafe fn launch(gpu: &Gpu, kernel: impl Into<Name>, grid: Grid, args: &[Arg], w
     // SAFETY: promised by the caller.
     unsafe {
         match weight {
+            Weight::Halves(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
             Weight::Grouped(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
             Weight::Scaled(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
             Weight::Nf4(numbers) => gpu.launch_with("decode", kernel, grid, args, Some(numbers)),
@@ -267,7 +271,7 @@ fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()>
     let codes = address(&w.codes, "a quantized weight")?;
     // Columns in 16 bytes of quantized data.
     let wide = match weight {
-        Weight::Scaled(_) => 8,
+        Weight::Scaled(_) | Weight::Halves(_) => 8,
         _ if format == "int8" => 16,
         _ => 32,
     };

@@ -49,6 +49,11 @@ pub struct QTensors {
 /// Scales and their layout, as in `QData`.
 #[derive(Debug, Clone)]
 pub enum ScaleTensors {
+    /// No scales: `codes` has the bytes of bf16 numbers.
+    Bf16 {
+        /// Bytes from one row of `codes` to the next.
+        stride: usize,
+    },
     /// f32
     Int8 {
         /// Bytes from one row of `codes` to the next.
@@ -113,6 +118,10 @@ impl QTensors {
         let (rows, columns) = (self.rows, self.columns);
         let blocks = (rows * columns).div_ceil(BLOCK);
         let (codes, wanted) = match &self.scales {
+            ScaleTensors::Bf16 { stride } if *stride < 2 * columns || *stride % 16 != 0 => {
+                return Err(Error::shape("the rows of a weight in bf16 do not match its shape"));
+            }
+            ScaleTensors::Bf16 { stride } => (rows * stride, Vec::new()),
             ScaleTensors::Int8 { stride, group, scales } | ScaleTensors::Int4 { stride, group, scales } => {
                 let int8 = matches!(self.scales, ScaleTensors::Int8 { .. });
                 let (width, dtype) = if int8 {
@@ -184,6 +193,7 @@ impl QTensors {
 
     fn with_codes<R>(&self, f: impl FnOnce(QData) -> Result<R>) -> Result<R> {
         slice(&self.codes, |codes: &[u8]| match &self.scales {
+            ScaleTensors::Bf16 { stride } => f(QData::Bf16 { codes, stride: *stride }),
             ScaleTensors::Int8 { stride, group, scales } => slice(scales, |scales| {
                 let (stride, group) = (*stride, *group);
                 f(QData::Int8 {

@@ -15,7 +15,7 @@ pub(crate) fn fits(view: &QMatrixView<'_>) -> bool {
     let groups = match view.codes {
         QData::Int8 { group, .. } | QData::Int4 { group, .. } => group % BLOCK == 0,
         QData::Nf4 { .. } => true,
-        QData::Scaled(_) => false,
+        QData::Scaled(_) | QData::Bf16 { .. } => false,
     };
     view.columns.is_multiple_of(BLOCK) && groups
 }
@@ -108,7 +108,7 @@ unsafe fn wide<const M: usize>(view: &QMatrixView<'_>, row: usize, x: &[f32], su
                 }
             }
             // Refused by `fits`.
-            QData::Scaled(_) => {}
+            QData::Scaled(_) | QData::Bf16 { .. } => {}
         }
         let split = !matches!(view.codes, QData::Int8 { .. });
         for (sums, acc) in sums.iter_mut().zip(acc) {

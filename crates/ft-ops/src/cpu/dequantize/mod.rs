@@ -9,7 +9,7 @@ pub(crate) mod tests;
 mod vectors;
 
 use super::product::VectorIsa;
-use crate::quantized::{QData, QMatrixView, ScaleRun};
+use crate::quantized::{QData, QMatrixView, ScaleRun, widen};
 
 /// The 16 levels of NF4 (Dettmers et al. 2023, arXiv 2305.14314, appendix E).
 pub const NF4_TABLE: [f32; 16] = [
@@ -98,6 +98,11 @@ fn runs<K: Kernel>(view: &QMatrixView<'_>, row: usize, start: usize, to: &mut [f
             ScaleRun::Bytes(at, scale, zero) => {
                 if let QData::Scaled(data) = view.codes {
                     data.bytes(&bytes[at..at + n], (scale, zero), view.bf16, to);
+                }
+            }
+            ScaleRun::Halves(at) => {
+                for (to, from) in to.iter_mut().zip(bytes[at..].as_chunks::<2>().0) {
+                    *to = widen(from[0], from[1]);
                 }
             }
             ScaleRun::Nibbles(mut at, table) => {

@@ -32,10 +32,11 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients, StepStrategy};
 use crate::generate;
 use crate::model::{Adapters, Spec};
+use crate::ops::quantized::work_bytes;
 use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
 use crate::peft::start::cost;
-use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
+use crate::recipe::{Dtype, LoraInit, Method, Recipe, RolloutWeights};
 use crate::setup::Turn;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;
@@ -153,7 +154,7 @@ impl Inputs {
                 let weights = self.adapters.keys().map(|module| format!("{module}.weight"));
                 let mut l = Ledger::new(false);
                 step::walk(&mut l, model, recipe, &pass, &Active::new(weights));
-                bytes + l.peak
+                bytes + l.peak + self.dequantized(model)
             }
             LoraInit::Corda | LoraInit::Eva => {
                 // A layer before its covariances are decomposed.
@@ -162,6 +163,17 @@ impl Inputs {
             }
             _ => bytes,
         }
+    }
+
+    /// On a GPU: the buffer for the dequantized parts of the largest quantized weight.
+    fn dequantized(&self, model: &Model) -> u64 {
+        let (storage, mut most) = (&self.strategy.storage, 0);
+        model.each(&Active::new([]), |p, _| {
+            if let (true, &[rows, columns]) = (storage.of(p).is_quantized(), p.shape.as_slice()) {
+                most = work_bytes(rows, columns, storage.dtype() == Dtype::Bf16).max(most);
+            }
+        });
+        if self.on_gpu { most } else { 0 }
     }
 
     /// The KV cache of one answer of so many tokens, prompt included, and logits of one token, twice.

@@ -11,6 +11,7 @@ use crate::ops::quantized::Products;
 use crate::peft::Adapter;
 use crate::plan::gpu_time::GpuRates;
 use crate::plan::memory_plan::MemoryLimits;
+use crate::quant::Format;
 use crate::recipe::{
     Activations, Chunk, Correction, Dtype, FrozenWeights, LoraInit, Method, PackedWeights, PeftType, Recipe, Tier,
 };
@@ -238,19 +239,30 @@ impl PlanContext<'_> {
                 .hint("leave `memory.frozen_weights` at `auto`, or use another correction"),
             );
         }
-        if self.stored.is_decoded(recipe.tune.method) {
-            if let Some(format) = self.stored.codes.values().next() {
-                setup::warn_once(&format!(
-                    "the weights of this model are quantized ({format}): `tune.method = \"{}\"` trains their decoded \
-                     values, from a copy in {} in the run directory; `tune.method = \"lora\"` keeps them quantized",
-                    recipe.tune.method.name(),
-                    recipe.model.dtype.name()
-                ));
+        let keeps = |name: &str| match recipe.tune.method {
+            Method::Lora => true,
+            Method::Freeze => !self.schedule.active(1).contains(name),
+            Method::Full | Method::Block => false,
+        };
+        for (name, format) in &self.stored.codes {
+            if keeps(name) {
+                storage.keep(name.clone(), *format);
             }
-        } else {
-            for (name, format) in &self.stored.codes {
-                storage.set(name.clone(), Some(*format));
-            }
+        }
+        if let (true, Some(format)) = (
+            self.stored.is_decoded(recipe.tune.method),
+            self.stored.codes.values().next(),
+        ) {
+            let others = match recipe.tune.method {
+                Method::Freeze => "the other weights stay quantized",
+                _ => "`tune.method = \"lora\"` keeps them quantized",
+            };
+            setup::warn_once(&format!(
+                "the weights of this model are quantized ({format}): `tune.method = \"{}\"` trains their decoded \
+                 values, from a copy in {} in the run directory; {others}",
+                recipe.tune.method.name(),
+                recipe.model.dtype.name()
+            ));
         }
         if !storage.products_apply() {
             return Err(Error::unsupported("no projection has products of 8-bit operands")
@@ -277,11 +289,17 @@ impl PlanContext<'_> {
 
     /// Errors: LoftQ, and no weight with an adapter is quantized.
     pub fn check_loftq(&self, recipe: &Recipe, storage: &StoragePolicy) -> Result<()> {
-        let quantized = |module: &String| storage.quantized().contains_key(format!("{module}.weight").as_str());
+        let quantized = |module: &String| {
+            let format = storage.quantized().get(format!("{module}.weight").as_str());
+            format.is_some_and(|format| *format != Format::Bf16)
+        };
         if starts(recipe, LoraInit::Loftq) && !self.adapters.keys().any(quantized) {
             return Err(
                 Error::usage("`tune.lora.init_lora_weights = \"loftq\"` needs quantized weights")
-                    .found(format!("`memory.frozen_weights = \"{}\"`", recipe.memory.frozen_weights.name()))
+                    .found(format!(
+                        "`memory.frozen_weights = \"{}\"`",
+                        recipe.memory.frozen_weights.name()
+                    ))
                     .expected("quantized projections with adapters")
                     .hint("set `memory.frozen_weights` to `nf4`, `int4` or `int8`"),
             );
@@ -421,7 +439,8 @@ impl PlanContext<'_> {
             ..StepStrategy::new(recipe.model.dtype)
         };
         let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy);
-        inputs.file_bytes = if self.stored.is_decoded(recipe.tune.method) {
+        // What stays as the files have it is not read as numbers.
+        inputs.file_bytes = if self.stored.is_decoded(recipe.tune.method) && recipe.tune.method != Method::Freeze {
             recipe.model.dtype.bytes()
         } else {
             self.stored.number_bytes.unwrap_or(inputs.file_bytes)

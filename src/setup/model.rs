@@ -278,7 +278,7 @@ impl ModelDir {
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
         let storage = &strategy.storage;
         let decoded = if self.stored(init)?.is_decoded(recipe.tune.method) {
-            Some(self.decode(dtype, run_dir)?)
+            Some(self.decode(storage, dtype, run_dir)?)
         } else {
             None
         };
@@ -327,15 +327,36 @@ impl ModelDir {
         }
     }
 
-    /// Writes the decoded weights of quantized files to a directory of the run: everything but adapters trains them.
-    fn decode(&self, dtype: Dtype, run_dir: &Path) -> Result<Weights> {
-        let (dir, weights, params) = (run_dir.join(DECODED), self.weights()?, self.spec.params());
+    /// The weights of quantized files, those that `storage` does not keep in their format decoded, from a file in the
+    /// directory of the run.
+    fn decode(&self, storage: &StoragePolicy, dtype: Dtype, run_dir: &Path) -> Result<Weights> {
+        let (dir, weights, all) = (run_dir.join(DECODED), self.open_weights()?, self.spec.params());
+        let (mut params, mut without) = (Vec::new(), Vec::new());
+        for p in &all {
+            let Some((layout, format)) = stored::find(&weights, &p.name)? else {
+                continue;
+            };
+            if storage.keeps(&p.name, format) {
+                continue;
+            }
+            if let &[rows, columns] = p.shape.as_slice() {
+                without.extend(stored::names(&weights, layout, format, &p.name, (rows, columns)));
+            }
+            let bias = format!("{}.bias", p.name.trim_end_matches(".weight"));
+            if !all.iter().any(|p| *p.name == *bias) && resident::is_beside_quantized(&weights, &bias) {
+                without.push(bias);
+            }
+            params.push(p.clone());
+        }
+        if params.is_empty() {
+            return Ok(weights);
+        }
         let elements: u64 = params.iter().map(|p| p.elements() as u64).sum();
         checkpoint::check_space(run_dir, dtype.bytes() * elements)?;
         staging::scratch(&dir)?;
         let file = dir.join("model.safetensors");
         stored::write_decoded(&weights, &params, dtype, &file)?;
-        Weights::open_file(&file)
+        Ok(weights.with_tensors_of(Weights::open_file(&file)?, &without))
     }
 
     /// Wraps a store on the host so that its weights are uploaded to `device`; `memory` as in `Uploaded::new`.

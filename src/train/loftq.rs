@@ -11,7 +11,7 @@ use crate::model::Network;
 use crate::model::linear::Linear;
 use crate::peft::Frozen;
 use crate::peft::start::{self, Pair, algebra};
-use crate::quant;
+use crate::quant::{self, Format};
 use crate::recipe::{Dtype, LoraInit};
 use crate::source::{Numbers, TrainableStore};
 use crate::train::starts::{AdapterInitContext, Progress, Task, each, set, tasks};
@@ -35,7 +35,7 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
     let (mut before, mut after, mut n) = (0.0, 0.0, 0usize);
     for layer in 0..network.layers() {
         // A linear without quantization error keeps the default initialization.
-        let quantized = |t: &Task| t.linear.weight.format().is_some();
+        let quantized = |t: &Task| t.linear.weight.format().is_some_and(|f| f != Format::Bf16);
         let tasks: Vec<Task> = tasks(network, layer)?.into_iter().filter(quantized).collect();
         let mut originals = Vec::new();
         for task in &tasks {

@@ -43,6 +43,21 @@ fn loftq_starts_alike_wherever_the_weights_are() {
     assert_equal(&places(dir.path(), &settings), &here, "LoftQ");
 }
 
+/// Pairs from the gradients of quantized weights, and frozen weights in bf16 below an f32 model.
+#[test]
+fn gradients_of_codes_and_bf16_below_f32_are_alike_wherever_the_weights_are() {
+    let Some(_gpu) = gpu() else { return };
+    for more in [
+        ["memory.frozen_weights=nf4", "tune.lora.init_lora_weights=lora_ga"],
+        ["memory.frozen_weights=bf16", "tune.lora.init_lora_weights=default"],
+    ] {
+        let dir = TempDir::new().unwrap();
+        let settings = [&LORA[..], &["model.dtype=f32"], &more].concat();
+        let here = losses(&train("cpu", &settings, &dir.path().join("cpu")));
+        assert_equal(&places(dir.path(), &settings), &here, more[1]);
+    }
+}
+
 #[test]
 fn files_that_are_quantized_are_read_layer_by_layer() {
     let Some(_gpu) = gpu() else { return };

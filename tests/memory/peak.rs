@@ -211,6 +211,8 @@ enum Way {
     LoraInt8,
     LoraInt4,
     LoraNf4,
+    /// With the frozen projections in bf16, also below f32.
+    LoraBf16,
     /// One layer, the others as codes.
     BlockNf4,
     /// The tokens go through an MLP in pieces.
@@ -227,6 +229,7 @@ impl Way {
         match self {
             Way::LoraInt8 => "int8",
             Way::LoraInt4 => "int4",
+            Way::LoraBf16 => "bf16",
             Way::LoraNf4 | Way::BlockNf4 => "nf4",
             _ => "auto",
         }
@@ -480,6 +483,7 @@ fn ways() {
         Way::LoraKeep,
         Way::LoraInt8,
         Way::LoraNf4,
+        Way::LoraBf16,
         Way::LoraPacked,
         Way::LowestPacked,
     ];

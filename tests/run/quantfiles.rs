@@ -245,6 +245,15 @@ fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer) {
     stored::write_decoded(&weights, &params, Dtype::F32, &decoded.join("model.safetensors")).unwrap();
 }
 
+/// Writes the model in directory `from` to `to` with its decoded values in f32.
+fn decode(bench: &Bench, from: &str, to: &str) {
+    let (from, to) = (bench.path(from), bench.path(to));
+    crate::bench::copy_all(&bench.path("model"), &to);
+    let file = to.join("model.safetensors");
+    fs::remove_file(&file).unwrap();
+    stored::write_decoded(&Weights::open(&from).unwrap(), &params(&from), Dtype::F32, &file).unwrap();
+}
+
 fn losses(bench: &Bench, name: &str, more: &[&str]) -> Vec<f64> {
     let out = format!("train.output_dir={name}");
     bench.train(
@@ -323,6 +332,230 @@ fn everything_else_trains_the_decoded_values() {
         "{}",
         said(&plan)
     );
+}
+
+/// The files of `ft quantize`, in both layouts, train and merge like the model with their decoded values.
+#[test]
+fn files_of_ft_quantize_train_and_merge_as_decoded() {
+    let bench = bench();
+    for format in ["nf4", "int4"] {
+        let made = bench.ft(&["quantize", "--model", "model", "--to", format, "--out", format]);
+        assert!(made.status.success(), "{}", said(&made));
+        let decoded = format!("{format}-decoded");
+        decode(&bench, format, &decoded);
+        let models = [format!("model.path={format}"), format!("model.path={decoded}")];
+        for method in ["full", "freeze", "block"] {
+            let tune = format!("tune.method={method}");
+            let run = |model: &String, run: &str, tier: &str| {
+                let more = [model, "model.dtype=f32", "memory.frozen_weights=f32", &tune, tier].map(String::from);
+                losses(&bench, run, &more.each_ref().map(String::as_str))
+            };
+            let name = |what: &str| format!("{format}-{method}-{what}");
+            let want = run(&models[1], &name("want"), "memory.tier=device");
+            for tier in ["device", "disk"] {
+                let got = run(&models[0], &name(tier), &format!("memory.tier={tier}"));
+                assert_eq!(got, want, "{format} {method} {tier}");
+                assert_same_weights(&bench, &name(tier), &name("want"));
+            }
+        }
+        let lora = ["tune.method=lora", "tune.lora.r=4", "model.dtype=f32"];
+        let got = losses(&bench, &format!("{format}-lora"), &[&lora[..], &[&models[0]]].concat());
+        let want = losses(
+            &bench,
+            &format!("{format}-lora-want"),
+            &[&lora[..], &[&models[1]]].concat(),
+        );
+        assert_eq!(got, want, "{format}");
+        let adapter = format!("{format}-lora/final");
+        let out = format!("{format}-merged");
+        let merged = bench.ft(&[
+            "merge",
+            "--model",
+            format,
+            "--adapter",
+            &adapter,
+            "--out",
+            &out,
+            "--dtype",
+            "f32",
+        ]);
+        assert!(merged.status.success(), "{}", said(&merged));
+        assert!(said(&merged).contains("decoded values"), "{}", said(&merged));
+        let adapter = format!("{format}-lora-want/final");
+        let other = format!("{out}-want");
+        let want = [
+            "merge",
+            "--model",
+            &decoded,
+            "--adapter",
+            &adapter,
+            "--out",
+            &other,
+            "--dtype",
+            "f32",
+        ];
+        assert!(bench.ft(&want).status.success());
+        let open = |dir: &str| Weights::open(&bench.path(dir)).unwrap();
+        let (got, want) = (open(&out), open(&other));
+        for name in want.names() {
+            assert_eq!(got.read_f32(name).unwrap(), want.read_f32(name).unwrap(), "{name}");
+        }
+    }
+}
+
+/// The tensors of both runs in `final/` are equal.
+fn assert_same_weights(bench: &Bench, run: &str, other: &str) {
+    let open = |run: &str| Weights::open(&bench.path(run).join("final")).unwrap();
+    let (got, want) = (open(run), open(other));
+    assert!(got.names().eq(want.names()), "{run}");
+    for name in want.names() {
+        assert_eq!(
+            got.read_f32(name).unwrap(),
+            want.read_f32(name).unwrap(),
+            "{run} {name}"
+        );
+    }
+}
+
+/// LoRA-GA: the gradient of a quantized weight is that of its values, in files and in memory.
+#[test]
+fn gradients_of_quantized_weights_start_adapters() {
+    let bench = bench();
+    let own = [
+        "tune.method=lora",
+        "tune.lora.init_lora_weights=lora_ga",
+        "tune.lora.r=4",
+        "model.dtype=f32",
+    ];
+    let run = |name: &str, more: &[&str]| {
+        let losses = losses(&bench, name, &[&own[..], more].concat());
+        let adapter = Weights::open_file(&bench.path(name).join("final/adapter_model.safetensors")).unwrap();
+        let tensors: Vec<Vec<f32>> = adapter.names().map(|n| adapter.read_f32(n).unwrap()).collect();
+        (losses, tensors)
+    };
+    for (format, memory) in [
+        ("nf4", "memory.frozen_weights=nf4"),
+        ("int4", "memory.frozen_weights=int4"),
+    ] {
+        let made = bench.ft(&["quantize", "--model", "model", "--to", format, "--out", format]);
+        assert!(made.status.success(), "{}", said(&made));
+        decode(&bench, format, &format!("{format}-decoded"));
+        let want = run("want", &[&format!("model.path={format}-decoded")]);
+        assert!(want.0[1] < want.0[0] && want.1.iter().all(|t| t.iter().any(|x| *x != 0.0)));
+        for (name, more) in [
+            ("files", [&*format!("model.path={format}"), "memory.tier=device"]),
+            ("disk", [&*format!("model.path={format}"), "memory.tier=disk"]),
+            ("memory", [memory, "memory.tier=device"]),
+            ("pieces", [memory, "memory.mlp_chunk=16"]),
+        ] {
+            let got = run(&format!("{format}-{name}"), &more);
+            if name == "pieces" {
+                assert!(
+                    (got.0[1] - want.0[1]).abs() < 1e-4,
+                    "{format} {name}: {:?} {:?}",
+                    got.0,
+                    want.0
+                );
+            } else {
+                assert!(got == want, "{format} {name}: {:?} {:?}", got.0, want.0);
+            }
+        }
+    }
+}
+
+/// Frozen weights in bf16 below an f32 model: equal bits to f32 weights with the same values.
+#[test]
+fn frozen_bf16_weights_of_an_f32_model_are_exact() {
+    // The files of this model are bf16.
+    let bench = bench();
+    for method in [
+        &["tune.method=lora", "tune.lora.r=4"][..],
+        &["tune.method=lora", "tune.lora.r=4", "tune.lora.use_dora=true"],
+        &["tune.method=lora", "tune.lora.r=4", "tune.lora.init_lora_weights=pissa"],
+        &["tune.method=freeze"],
+    ] {
+        let name = method.concat().replace(['=', '.'], "-");
+        let run = |frozen: &str, tier: &str| {
+            let name = format!("{name}-{frozen}-{tier}");
+            let (frozen, tier) = (format!("memory.frozen_weights={frozen}"), format!("memory.tier={tier}"));
+            let losses = losses(&bench, &name, &[method, &["model.dtype=f32", &frozen, &tier]].concat());
+            let is_tensors = |file: &std::path::PathBuf| file.extension().is_some_and(|e| e == "safetensors");
+            let files = fs::read_dir(bench.path(&name).join("final"))
+                .unwrap()
+                .map(|f| f.unwrap().path());
+            let tensors: Vec<Vec<u8>> = files.filter(is_tensors).map(|f| fs::read(f).unwrap()).collect();
+            assert_eq!(tensors.len(), 1);
+            (losses, tensors)
+        };
+        let want = run("f32", "device");
+        assert!(run("bf16", "device") == want, "{name}");
+        assert!(run("bf16", "disk") == want, "{name}");
+    }
+    // A block that was trained is rounded while it is inactive, and its values stay exact.
+    let more = [
+        "tune.method=block",
+        "tune.block.switch_every=1",
+        "tune.block.order=ascending",
+        "model.dtype=f32",
+    ];
+    let run = |frozen: &str| {
+        losses(
+            &bench,
+            frozen,
+            &[&more[..], &[&format!("memory.frozen_weights={frozen}")]].concat(),
+        )
+    };
+    let (got, want) = (run("bf16"), run("f32"));
+    assert_eq!(got[0], want[0]);
+    assert!((got[1] - want[1]).abs() < 0.02, "{got:?} {want:?}");
+    let plan = |frozen: &str| {
+        let frozen = format!("memory.frozen_weights={frozen}");
+        let plan = bench.ft(&[
+            "plan",
+            "--recipe",
+            "r.toml",
+            "--json",
+            "tune.method=lora",
+            "model.dtype=f32",
+            &frozen,
+        ]);
+        let text = String::from_utf8(plan.stdout).unwrap();
+        serde_json::from_str::<Value>(&text).unwrap()["peak_bytes"]
+            .as_u64()
+            .unwrap()
+    };
+    let projections: usize = params(&bench.path("model"))
+        .iter()
+        .filter(|p| policy::is_projection(p))
+        .map(|p| p.elements())
+        .sum();
+    let saved = plan("f32") - plan("bf16");
+    assert!(
+        saved.abs_diff(2 * projections as u64) < 1 << 16,
+        "{saved} {projections}"
+    );
+}
+
+/// LoftQ starts from a quantization error, so it needs a storage that has one.
+#[test]
+fn loftq_without_quantized_weights_is_refused_before_the_run() {
+    let bench = bench();
+    for more in [&["memory.frozen_weights=auto"][..], &["memory.frozen_weights=bf16"]] {
+        let base = [
+            "tune.method=lora",
+            "tune.lora.init_lora_weights=loftq",
+            "train.output_dir=out",
+        ];
+        for command in ["plan", "train"] {
+            let refused = bench.ft(&[&[command, "--recipe", "r.toml"], &base[..], more].concat());
+            let said = said(&refused);
+            assert!(
+                !refused.status.success() && said.contains("needs quantized weights"),
+                "{said}"
+            );
+        }
+        assert!(!bench.path("out").exists());
+    }
 }
 
 /// A file that ends too early, and one without scales: an error, and no run directory with results.

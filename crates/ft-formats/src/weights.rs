@@ -292,6 +292,20 @@ impl Weights {
         found
     }
 
+    /// Without the tensors `without`, and with those of `other` in place of tensors of the same names.
+    #[must_use]
+    pub fn with_tensors_of(mut self, other: Self, without: &[String]) -> Self {
+        without.iter().for_each(|name| drop(self.tensors.remove(name)));
+        let before = self.paths.len();
+        self.paths.extend(other.paths);
+        self.handles.extend(other.handles);
+        self.tensors.extend(other.tensors.into_iter().map(|(name, info)| {
+            let file = before + info.file;
+            (name, TensorInfo { file, ..info })
+        }));
+        self
+    }
+
     /// Number of tensors.
     pub fn len(&self) -> usize {
         self.tensors.len()

@@ -49,8 +49,8 @@ section! {
         /// and is an error.
         host_budget: Option<u64> = "auto", "the free memory of this machine at the start";
         /// Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a
-        /// quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. Norms, biases, embedding and head are not
-        /// quantized.
+        /// quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. `bf16` in an f32 model takes half the memory; products
+        /// with it are exact. Norms, biases, embedding and head stay in `model.dtype`.
         frozen_weights: FrozenWeights = "auto", "as `model.dtype`: nothing is lost";
         /// A different storage for some projections, by prefixes of parameter names (`"layers.0."`) or by patterns with
         /// `*` (`"*.down_proj.*"`). The longest match applies.

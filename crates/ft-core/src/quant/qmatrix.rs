@@ -228,7 +228,13 @@ impl QMatrix {
         let mut next = || found.next().unwrap_or_default();
         let codes = next();
         let scales = match format {
-            Format::Bf16 if codes.as_chunks::<2>().0.iter().any(|b| !bf16::from_le_bytes(*b).is_finite()) => {
+            Format::Bf16
+                if codes
+                    .as_chunks::<2>()
+                    .0
+                    .iter()
+                    .any(|b| !bf16::from_le_bytes(*b).is_finite()) =>
+            {
                 return Err(Error::non_finite("a weight has a number that is not finite").at("part `codes`"));
             }
             Format::Bf16 => BlockScales::None,

@@ -282,7 +282,10 @@ fn a_linear_with_codes_is_one_with_the_decoded_weight() {
                         assert!((a - b).abs() < 1e-6, "{format} {dtype:?} {n}, adding: {a} {b}");
                     }
                 }
-                let (got, want) = (weight.grad(&dy, &x).unwrap(), Weight::Dense(dense.clone()).grad(&dy, &x).unwrap());
+                let (got, want) = (
+                    weight.grad(&dy, &x).unwrap(),
+                    Weight::Dense(dense.clone()).grad(&dy, &x).unwrap(),
+                );
                 assert_eq!(flat(&got), flat(&want), "{format} {dtype:?} {n}, gradient");
             }
             assert!(weight.forward(&tensor(vec![0.0; 2 * o], (2, o)), None).is_err());

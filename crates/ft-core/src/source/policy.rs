@@ -6,7 +6,7 @@ use crate::ops::Dtype;
 use crate::ops::quantized::Products;
 use crate::quant::{Format, Storage};
 use ft_base::named;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 named!(
@@ -48,6 +48,8 @@ pub struct StoragePolicy {
     dtype: Dtype,
     /// Shared between clones: the planner makes many.
     quantized: Arc<BTreeMap<Arc<str>, Format>>,
+    /// Those of `quantized` that stay as the files have them.
+    kept: Arc<BTreeSet<Arc<str>>>,
     products: Products,
 }
 
@@ -57,6 +59,7 @@ impl StoragePolicy {
         Self {
             dtype,
             quantized: Arc::default(),
+            kept: Arc::default(),
             products: Products::Dequantized,
         }
     }
@@ -106,6 +109,7 @@ impl StoragePolicy {
         Ok(Self {
             dtype,
             quantized: Arc::new(quantized),
+            kept: Arc::default(),
             products: rules.products,
         })
     }
@@ -148,6 +152,17 @@ impl StoragePolicy {
             Some(format) => quantized.insert(name, format),
             None => quantized.remove(&name),
         };
+    }
+
+    /// Keeps a parameter in the `format` of the files.
+    pub fn keep(&mut self, name: Arc<str>, format: Format) {
+        Arc::make_mut(&mut self.kept).insert(name.clone());
+        self.set(name, Some(format));
+    }
+
+    /// True if this parameter stays in the `format` of the files.
+    pub fn keeps(&self, name: &str, format: Format) -> bool {
+        self.kept.contains(name) && self.quantized.get(name) == Some(&format)
     }
 
     /// True if at least one projection has products of 8-bit operands, or none are wanted.

@@ -257,12 +257,20 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: Storage, device: &Device)
     }
 }
 
-/// Reads one parameter from the files as a tensor.
+/// Reads one parameter from the files as a tensor; a quantized one is decoded.
 ///
 /// # Errors
 /// As reading.
 pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Device) -> Result<Tensor> {
     let shape = p.shape.as_slice();
+    if let Some(values) = stored::values(weights, p)? {
+        let decoded = Tensor::from_vec(values, shape, &Device::Cpu)?;
+        let dtype = match dtype {
+            Dtype::F32 => DType::F32,
+            Dtype::Bf16 => DType::BF16,
+        };
+        return Ok(decoded.to_dtype(dtype)?.to_device(device)?);
+    }
     Ok(match dtype {
         Dtype::F32 => Tensor::from_vec(f32s(weights, p)?, shape, device)?,
         Dtype::Bf16 => Tensor::from_vec(bf16s(weights, p)?, shape, device)?,

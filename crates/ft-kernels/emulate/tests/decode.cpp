@@ -76,6 +76,21 @@ void weight(const char* name, const Kernels<W, T>& kernels, const W& w, i64 n, u
     }
 }
 
+/// bf16 numbers: the high half of a float, magnitudes below 2.
+template <class T>
+void halves(const Kernels<Half, T>& kernels, uint64_t seed) {
+    for (int columns : {8, 64, 100, 333, 1152}) {
+        const i64 n = 5, stride = (2 * columns + 15) / 16 * 16;
+        Buffer<u8> codes(n * stride);
+        bytes(codes, seed);
+        for (i64 i = 1; i < n * stride; i += 2) codes[i] &= 0xbf;
+        weight("half", kernels, Half{codes.data, stride, columns, 0}, n, seed, [&](i64 row, i64 column) {
+            const i64 at = row * stride + 2 * column;
+            return float_of((u32)codes[at] << 16 | (u32)codes[at + 1] << 24);
+        });
+    }
+}
+
 template <class T>
 void formats(const Kernels<Int8, T>& int8, const Kernels<Int4, T>& int4, const Kernels<Nf4, T>& nf4, uint64_t seed) {
     for (int columns : {8, 64, 100, 333, 1152}) {
@@ -233,6 +248,8 @@ void float_levels(const Kernels<Fp4, T>& kernels, uint64_t seed) {
 
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
+        halves<float>(KERNELS(half, f32), seed);
+        halves<bf16>(KERNELS(half, bf16), seed);
         float_levels<float>(KERNELS(fp4, f32), seed);
         float_levels<bf16>(KERNELS(fp4, bf16), seed);
         scaled<U4, float>("u4", KERNELS(u4, f32), 1, 1, seed);

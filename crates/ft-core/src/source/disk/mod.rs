@@ -466,7 +466,7 @@ impl TrainableStore for Disk {
         let param = self.shared.param(name)?;
         match self.in_memory(name).filter(|_| self.master_in_optimizer(name)) {
             Some(tensor) => send(&tensor, sink),
-            None => self.shared.files.read(name, param.elements(), sink),
+            None => self.shared.files.read(param, sink),
         }
     }
 

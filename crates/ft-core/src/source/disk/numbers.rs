@@ -178,8 +178,19 @@ impl Files {
     }
 
     /// Passes all elements to `sink`, in pieces.
-    pub fn read(&self, name: &str, count: usize, sink: &mut NumbersSink) -> Result<()> {
+    pub fn read(&self, p: &ParamInfo, sink: &mut NumbersSink) -> Result<()> {
+        let (name, count) = (&*p.name, p.elements());
         self.with(name, |file, key| {
+            if let Some(stored) = self.stored.get(name).filter(|_| key != WEIGHT) {
+                let values = stored.read(&self.weights, p, self.dtype)?.dequantize();
+                return match self.dtype {
+                    Dtype::F32 => sink(Numbers::F32(&values)),
+                    Dtype::Bf16 => {
+                        let halves: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
+                        sink(Numbers::Bf16(&halves, None))
+                    }
+                };
+            }
             let has_low = key == WEIGHT && file.info(LOW).is_some();
             let mut first = 0;
             let (mut wide, mut narrow, mut low) = (Vec::new(), Vec::new(), Vec::new());

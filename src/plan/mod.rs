@@ -259,6 +259,7 @@ fn of_turn(
                 stored,
                 inputs.strategy.placement,
                 active,
+                &|name| inputs.trains_rows_of(name),
             );
             ahead + STAGING_BYTES
         }
@@ -280,6 +281,7 @@ fn of_turn(
             stored,
             inputs.strategy.placement,
             active,
+            &|name| inputs.trains_rows_of(name),
         ),
     ));
     held.push(weights::reordered(model, inputs, &mut ledger));

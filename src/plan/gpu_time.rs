@@ -7,7 +7,7 @@
 //! are predictions for every GPU.
 
 use super::model::Model;
-use super::{Inputs, time, weights};
+use super::{Inputs, time};
 use crate::base::{Error, Result};
 use crate::engine::{Active, Gradients};
 use crate::model::pieces::pieces;

@@ -3,7 +3,6 @@
 use super::Inputs;
 use super::model::{Model, Stretch};
 use super::shared::Shared;
-use super::weights;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};

@@ -5,7 +5,7 @@
 
 use super::candidates::candidates;
 use super::model::Model;
-use super::{Inputs, gpu_time, weights};
+use super::{Inputs, gpu_time};
 use crate::engine::{Active, Gradients};
 use crate::model::Spec;
 use crate::model::pieces::pieces;

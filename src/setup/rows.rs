@@ -174,7 +174,13 @@ fn texts(recipe: &Recipe, model: &ModelDir) -> Result<RowStats> {
     };
     let sources = sources(recipe, RowSet::Train)?;
     let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
-    RowStats::read(&spec, kind, &model.tokenizer, model.template())
+    RowStats::read(
+        &spec,
+        kind,
+        &recipe.rl.answer_column,
+        &model.tokenizer,
+        model.template(),
+    )
 }
 
 /// Formats, columns and rendering of the files: one line for all files that are read in the same way.

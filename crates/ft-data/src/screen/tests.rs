@@ -371,7 +371,7 @@ fn texts_are_counted_while_the_rows_are_tokenized() {
         let rows = crate::Dataset::load(&spec, &codec, None).unwrap();
         assert_eq!(rows.stats.rows, if dedup == Dedup::None { 700 } else { 350 });
         // Also those of dropped rows.
-        let all = stats::RowStats::read(&plain, crate::peek::RowKind::Text, &codec, None).unwrap();
+        let all = stats::RowStats::read(&plain, crate::peek::RowKind::Text, "", &codec, None).unwrap();
         assert_eq!(screen.texts(), Some(all));
     }
 }

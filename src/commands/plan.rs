@@ -1,6 +1,6 @@
 //! `ft plan`: the memory forecast of a recipe from `config.json` alone. Also reads the rows if they are available.
 
-use crate::base::units::bytes;
+use crate::base::units::{bytes, counted};
 use crate::base::{Result, files, memory};
 use crate::data::describe::visible;
 use crate::model::shapes;
@@ -11,7 +11,8 @@ use crate::plan::{Model, Plan, PlanDevice, RunPlan};
 use crate::recipe::{ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
-use crate::setup::{self, ModelDir, vocabulary};
+use crate::setup::vocabulary::{self, NewRows, TextChanges};
+use crate::setup::{self, ModelDir};
 use crate::source::Placement;
 use crate::train::directory;
 use crate::train::header;
@@ -148,13 +149,27 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
         (None, _) => PlanDevice::of(&Device::Cpu)?,
     };
     // The local model directory: a hub id would download the full model.
-    let (rows, recipe) = if rows_are_here(recipe, &dir) {
+    let (has_tokenizer, has_rows) = (dir.join("tokenizer.json").is_file(), recipe.data.is_here());
+    let mut notes = Vec::new();
+    let (rows, recipe) = if has_tokenizer && (has_rows || recipe.data.adds_tokens()) {
         let model = ModelDir::of_recipe_at(recipe, &ModelRef::Dir(dir.clone()))?;
         spec.vocab = model.spec.vocab;
         let recipe = vocabulary::settle(recipe, model.new_rows.as_ref(), &spec);
-        (Some(RecipeRows::read(&recipe, &model)?), recipe)
+        let rows = has_rows.then(|| RecipeRows::read(&recipe, &model)).transpose()?;
+        (rows, recipe)
     } else {
-        (None, recipe.clone())
+        let new = NewRows::assumed(&TextChanges::of_recipe(recipe)?, spec.vocab)?;
+        if let Some(new) = &new {
+            spec.vocab = new.vocab;
+        }
+        notes.extend(new.as_ref().map(|new| {
+            format!(
+                "the tokenizer is not available: the plan counts {} and {} of the embedding",
+                counted(new.ids.len(), "new token"),
+                counted(new.vocab, "row")
+            )
+        }));
+        (None, vocabulary::settle(recipe, new.as_ref(), &spec))
     };
     let recipe = &recipe;
     let stored = setup::StoredWeights::find(&dir, &spec, recipe.model.init)?;
@@ -173,7 +188,6 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
         &ResumedValues::default(),
         &device,
     )?;
-    let mut notes = Vec::new();
     match (&rows, &stream) {
         (Some(rows), Some(stream)) => {
             let formats = rows::formats(recipe, &rows.train, rows.eval.as_ref());
@@ -313,10 +327,6 @@ fn on_gpu(recipe: &Recipe, gpu: &GpuRates) -> Recipe {
     let budget = recipe.memory.budget.unwrap_or(u64::MAX);
     recipe.memory.budget = Some(budget.min(gpu.memory));
     recipe
-}
-
-fn rows_are_here(recipe: &Recipe, dir: &Path) -> bool {
-    dir.join("tokenizer.json").is_file() && recipe.data.is_here()
 }
 
 #[cfg(test)]

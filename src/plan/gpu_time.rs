@@ -7,7 +7,7 @@
 //! are predictions for every GPU.
 
 use super::model::Model;
-use super::{Inputs, time, weights};
+use super::{Inputs, time};
 use crate::base::{Error, Result};
 use crate::engine::{Active, Gradients};
 use crate::model::pieces::pieces;
@@ -294,7 +294,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     let chunk = CausalLm::chunk_for(spec.vocab, head_trained, true).max(1);
     let chunks = inputs.tokens.div_ceil(chunk) as f64;
     // The loss uses a head that is copied in parts twice.
-    let passes_of_head = match weights::head_chunk(spec, strategy.placement, active) {
+    let passes_of_head = match inputs.head_chunk(spec, active) {
         Some(_) => 2.0,
         None => 1.0,
     };

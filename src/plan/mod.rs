@@ -271,6 +271,7 @@ fn of_turn(
                 stored,
                 inputs.strategy.placement,
                 active,
+                &|name| inputs.trains_rows_of(name),
             );
             ahead + STAGING_BYTES
         }
@@ -292,6 +293,7 @@ fn of_turn(
             stored,
             inputs.strategy.placement,
             active,
+            &|name| inputs.trains_rows_of(name),
         ),
     ));
     held.push(weights::reordered(model, inputs, &mut ledger));

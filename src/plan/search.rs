@@ -4,7 +4,7 @@ use super::{Costs, Inputs, Model, Plan};
 use crate::base::{Error, Result};
 use crate::engine::{Gradients, StepStrategy};
 use crate::generate;
-use crate::model::{Adapters, Spec};
+use crate::model::{Adapters, Spec, tokens};
 use crate::ops::cross_entropy::PIECE;
 use crate::ops::prepacked::{self, Orders};
 use crate::ops::quantized::Products;
@@ -336,7 +336,7 @@ impl PlanContext<'_> {
                         gradients,
                         mlp_tokens,
                         placement,
-                        packed_copies: orders.map(|orders| self.packed_copies(recipe, orders)),
+                        packed_copies: orders.map(|orders| self.packed_copies(orders)),
                         ..base.inputs.strategy.clone()
                     }));
                 }
@@ -365,12 +365,13 @@ impl PlanContext<'_> {
     }
 
     /// The prepacked copies for these orders.
-    fn packed_copies(&self, recipe: &Recipe, orders: Orders) -> PackedCopies {
+    fn packed_copies(&self, orders: Orders) -> PackedCopies {
         // Rows that train change in a matrix that is frozen otherwise.
-        let rows_train = !recipe.tune.lora.trainable_token_indices.is_empty() || !recipe.tune.rows.is_empty();
+        let head = self.spec.head_name();
+        let rows_train = self.schedule.always_trains()(&tokens::name_of(head));
         PackedCopies {
             orders,
-            head: (!rows_train).then(|| self.spec.head_name().to_string()),
+            head: (!rows_train).then(|| head.to_string()),
             ranks: self.ranks(),
         }
     }

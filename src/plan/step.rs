@@ -3,7 +3,6 @@
 use super::Inputs;
 use super::model::{Model, Stretch};
 use super::shared::Shared;
-use super::weights;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
@@ -258,7 +257,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     let block = |index| LayerMemory::new(settings, index);
 
     let stored = recipe.model.dtype.bytes();
-    if weights::reads_embedding_rows(spec, inputs.strategy.placement, sink.active) {
+    if inputs.reads_embedding_rows(spec, sink.active) {
         l.moment("the embedding");
         l.touch(
             MemoryKind::Weights,
@@ -314,7 +313,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     let d_head = to_head.then(|| sink.compute(l, head));
     let chunk = CausalLm::chunk_for(spec.vocab, to_head, inputs.on_gpu).min(inputs.tokens) as u64;
     let sums = sums_bytes(spec.vocab);
-    let logits = match weights::head_chunk(spec, inputs.strategy.placement, sink.active) {
+    let logits = match inputs.head_chunk(spec, sink.active) {
         // The hidden states of the trained tokens, and their gradient.
         Some(_) => {
             let chunk = if inputs.on_gpu {

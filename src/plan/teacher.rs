@@ -19,10 +19,6 @@ impl TeacherSpec {
         if self.bf16 { 2 } else { 4 }
     }
 
-    fn nothing() -> Active {
-        Active::new([])
-    }
-
     /// Bytes of the resident weights.
     pub(super) fn weights(&self) -> u64 {
         weights::resident(
@@ -30,7 +26,8 @@ impl TeacherSpec {
             &self.storage,
             self.stored(),
             self.place,
-            &Self::nothing(),
+            &Active::new([]),
+            &|_| false,
         )
     }
 
@@ -42,7 +39,7 @@ impl TeacherSpec {
     pub(super) fn on_host(&self, on_gpu: bool) -> u64 {
         let model = self.model();
         match self.place {
-            Placement::Host => STAGING_BYTES + model.sum(&Self::nothing(), |p| self.storage.of(p).bytes(&p.shape)),
+            Placement::Host => STAGING_BYTES + model.sum(&Active::new([]), |p| self.storage.of(p).bytes(&p.shape)),
             Placement::Disk { .. } if on_gpu => STAGING_BYTES + self.weights(),
             _ => 0,
         }
@@ -77,7 +74,7 @@ impl TeacherSpec {
         let state = inputs.element * (own.tokens * self.spec.hidden) as u64;
         let work = layer_work(&self.model(), &own);
         let tokens = own.tokens.min(most_tokens(inputs.on_gpu));
-        let rows = match weights::head_chunk(&self.spec, self.place, &Self::nothing()) {
+        let rows = match self.place.head_chunk(false) {
             // A second copy of the trained tokens, and a chunk of logits.
             Some(_) => state + 4 * (PIECE.min(self.spec.vocab) * tokens) as u64,
             None => 4 * (tokens * self.spec.hidden) as u64,

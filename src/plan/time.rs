@@ -5,7 +5,7 @@
 
 use super::candidates::candidates;
 use super::model::Model;
-use super::{Inputs, gpu_time, weights};
+use super::{Inputs, gpu_time};
 use crate::engine::{Active, Gradients};
 use crate::model::Spec;
 use crate::model::pieces::pieces;
@@ -87,7 +87,7 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     let chunk = CausalLm::chunk_for(spec.vocab, active.contains(spec.head_name()), false);
     let chunks = inputs.tokens.div_ceil(chunk.max(1)) as f64;
     let head = |packed: f64| 2.0 * (n + packed * chunks) * (spec.vocab * spec.hidden) as f64;
-    let streamed = weights::head_chunk(spec, inputs.strategy.placement, active).is_some();
+    let streamed = inputs.head_chunk(spec, active).is_some();
     let wanted = model.sum(active, |p| if active.wants(&p.name) { p.elements() as u64 } else { 0 });
     let trained = 2.0 * n * wanted as f64;
     // The loss uses a chunked head twice.
@@ -121,7 +121,7 @@ pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active
         let twice = (run.first + run.count).saturating_sub(lowest.max(run.first));
         layer(run.first) * (run.count + twice) as f64
     });
-    let head = match weights::head_chunk(spec, inputs.strategy.placement, active) {
+    let head = match inputs.head_chunk(spec, active) {
         Some(_) => (2 * stored * (spec.vocab * spec.hidden) as u64) as f64,
         None => 0.0,
     };

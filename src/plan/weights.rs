@@ -4,20 +4,31 @@ use super::Inputs;
 use super::model::Model;
 use crate::base::ledger::{Allocation, Ledger};
 use crate::engine::Active;
-use crate::model::Spec;
 use crate::model::spec::EMBEDDING;
+use crate::model::{Spec, tokens};
 use crate::quant::Storage;
 use crate::source::memory::{LayerSlots, WeightMemory, head_slots};
 use crate::source::{Group, ParamInfo, Placement, StoragePolicy};
 
-/// Returns the rows per chunk if the output projection is held only in chunks.
-pub(super) fn head_chunk(spec: &Spec, placement: Placement, active: &Active) -> Option<usize> {
-    placement.head_chunk(active.contains(spec.head_name()))
-}
+impl Inputs {
+    /// Rows per chunk if the output projection is held only in chunks.
+    pub(super) fn head_chunk(&self, spec: &Spec, active: &Active) -> Option<usize> {
+        let head = spec.head_name();
+        let whole = active.contains(head) || self.trains_rows_of(head);
+        self.strategy.placement.head_chunk(whole)
+    }
 
-/// True if rows of the embedding are read one by one.
-pub(super) fn reads_embedding_rows(spec: &Spec, placement: Placement, active: &Active) -> bool {
-    placement.reads_embedding_rows(active.contains(EMBEDDING), spec.tied)
+    /// True if rows of the embedding are read one by one.
+    pub(super) fn reads_embedding_rows(&self, spec: &Spec, active: &Active) -> bool {
+        let whole = active.contains(EMBEDDING) || self.trains_rows_of(EMBEDDING);
+        self.strategy.placement.reads_embedding_rows(whole, spec.tied)
+    }
+
+    /// True if rows of this matrix train: it is in memory for the whole run.
+    pub(super) fn trains_rows_of(&self, table: &str) -> bool {
+        let rows = tokens::name_of(table);
+        self.turns.iter().any(|turn| turn.active.contains(&rows))
+    }
 }
 
 /// Bytes of the prepacked copies of frozen weights.
@@ -35,13 +46,14 @@ pub(super) fn packed(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
 }
 
 /// Bytes of the resident weights, and of the double buffer for layers from the disk. `value_bytes`: bytes per value in
-/// the model's type.
+/// the model's type. `held`: matrices that are in memory, although they are not active.
 pub(super) fn resident(
     model: &Model,
     storage: &StoragePolicy,
     value_bytes: u64,
     placement: Placement,
     active: &Active,
+    held: &dyn Fn(&str) -> bool,
 ) -> u64 {
     let spec = model.spec;
     // Active parameters are not quantized.
@@ -56,7 +68,9 @@ pub(super) fn resident(
         return model.sum(active, bytes);
     };
     let always = |p: &ParamInfo| {
-        if &*p.name == spec.head_name() {
+        if held(&p.name) {
+            true
+        } else if &*p.name == spec.head_name() {
             head_rows.is_none()
         } else {
             p.group == Group::Head
@@ -73,7 +87,9 @@ pub(super) fn resident(
         });
         slots.add(streamed, run.count);
     }
-    let head = head_chunk(spec, placement, active)
+    let whole = active.contains(spec.head_name()) || held(spec.head_name());
+    let head = placement
+        .head_chunk(whole)
         .map_or(0, |chunk| head_slots(chunk, (spec.vocab, spec.hidden), value_bytes));
     resident + slots.bytes() + head
 }

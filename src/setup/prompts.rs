@@ -3,11 +3,12 @@
 use crate::base::{Error, Result};
 use crate::data::dataset::held_out;
 use crate::data::encode::Encoder;
-use crate::data::prompts::{Prompt, Prompts, Room};
+use crate::data::prompts::{Prompt, PromptSpec, Prompts, Room};
 use crate::data::{Dataset, Example, Mixture, Screen, mixture};
 use crate::recipe::{Method, Recipe, Stage, TrainOn};
 use crate::setup::ModelDir;
 use crate::setup::rewards;
+use crate::setup::rows;
 use crate::setup::sources::{RowSet, sources};
 
 /// Prompts for training, and held-out prompts (may be empty).
@@ -83,18 +84,23 @@ pub fn read(
     let window = recipe.data.max_length.min(model.spec.decoded_positions());
     let room = recipe.rl.max_completion_length;
     let load = |rows: RowSet, screen: Option<&Screen>| {
-        Prompts::load(
-            &sources(recipe, rows)?,
-            recipe.data.render,
-            &encoder,
-            &recipe.rl.answer_column,
-            Room {
+        let sources = sources(recipe, rows)?;
+        let spec = PromptSpec {
+            sources: &sources,
+            render: recipe.data.render,
+            encoder: &encoder,
+            answer: &recipe.rl.answer_column,
+            room: Room {
                 window,
                 answer: room,
                 long: recipe.data.long,
             },
             screen,
-        )
+        };
+        rows::with_cache(recipe, |cache| match cache {
+            Some(cache) => Prompts::load_cached(&spec, cache),
+            None => Prompts::load(&spec),
+        })
     };
     if !recipe.data.has_train() {
         return Err(Error::usage("training with rewards needs prompts").hint("set `data.train`"));

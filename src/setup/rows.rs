@@ -117,29 +117,33 @@ const TOKEN_CACHE: &str = ".ft-tokens";
 const LEAST_CACHED: u64 = 16 << 20;
 
 fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Dataset> {
-    let (data, want) = (&recipe.data, preference_form(recipe.train.stage));
     let (codec, template) = (&model.tokenizer, model.template());
+    with_cache(recipe, |cache| match (preference_form(recipe.train.stage), cache) {
+        (Some(want), None) => data::preference::load(spec, want, codec, template),
+        (None, None) => Dataset::load(spec, codec, template),
+        (Some(want), Some(cache)) => data::preference::load_cached(spec, want, codec, template, cache),
+        (None, Some(cache)) => Dataset::load_cached(spec, codec, template, cache),
+    })
+}
+
+/// Calls `load` with the token cache of the recipe, or without one.
+pub fn with_cache<T>(recipe: &Recipe, load: impl FnOnce(Option<&TokenCache>) -> Result<T>) -> Result<T> {
+    let data = &recipe.data;
     if data.cache == Some(false) {
-        return match want {
-            Some(want) => data::preference::load(spec, want, codec, template),
-            None => Dataset::load(spec, codec, template),
-        };
+        return load(None);
     }
     let runs = Path::new(&recipe.train.output_dir).parent().unwrap_or(Path::new(""));
-    let cache = TokenCache {
-        dir: &match &data.cache_dir {
-            Some(dir) if dir != "auto" => PathBuf::from(dir),
-            _ => runs.join(TOKEN_CACHE),
-        },
+    let dir = match &data.cache_dir {
+        Some(dir) if dir != "auto" => PathBuf::from(dir),
+        _ => runs.join(TOKEN_CACHE),
+    };
+    load(Some(&TokenCache {
+        dir: &dir,
         least_bytes: if data.cache == Some(true) { 0 } else { LEAST_CACHED },
         most_bytes: data.cache_limit,
         required: data.cache == Some(true),
         note: &report::note,
-    };
-    match want {
-        Some(want) => data::preference::load_cached(spec, want, codec, template, &cache),
-        None => Dataset::load_cached(spec, codec, template, &cache),
-    }
+    }))
 }
 
 /// What drops training rows; `None`: nothing does. Errors: a file of `data.decontaminate` cannot be read.
@@ -170,7 +174,13 @@ fn texts(recipe: &Recipe, model: &ModelDir) -> Result<RowStats> {
     };
     let sources = sources(recipe, RowSet::Train)?;
     let spec = spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
-    RowStats::read(&spec, kind, &model.tokenizer, model.template())
+    RowStats::read(
+        &spec,
+        kind,
+        &recipe.rl.answer_column,
+        &model.tokenizer,
+        model.template(),
+    )
 }
 
 /// Formats, columns and rendering of the files: one line for all files that are read in the same way.

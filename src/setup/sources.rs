@@ -176,7 +176,12 @@ fn inside(root: &Path, path: &Path, depth: usize, out: &mut Vec<String>) -> Resu
 
 /// The data files that a pattern such as `data/*.jsonl` matches, in the order of their names.
 fn pattern(path: &str) -> Result<Vec<PathBuf>> {
-    let matches = glob::glob(path).map_err(|e| {
+    // As a shell does it: `*` leaves out hidden files.
+    let options = glob::MatchOptions {
+        require_literal_leading_dot: true,
+        ..glob::MatchOptions::new()
+    };
+    let matches = glob::glob_with(path, options).map_err(|e| {
         Error::usage("the pattern is not valid")
             .at(path)
             .cause(e)

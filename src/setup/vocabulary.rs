@@ -15,6 +15,7 @@ use crate::report;
 use crate::setup::locate;
 use crate::setup::model::warn_once;
 use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The changes of a user.
@@ -73,6 +74,16 @@ impl TextChanges {
                 .into_iter()
                 .collect(),
         })
+    }
+
+    /// Rows of the embedding for `needed` tokens, if the files have `stored`.
+    fn rows(&self, stored: usize, needed: usize) -> usize {
+        let unit = if self.rounds_up && needed > stored {
+            1 << stored.trailing_zeros().min(ROWS.trailing_zeros())
+        } else {
+            1
+        };
+        stored.max(needed.next_multiple_of(unit))
     }
 
     /// The template with its variables, `None` if the model has none and no other is given. Also returns the token that
@@ -228,17 +239,30 @@ impl NewRows {
                     ),
             );
         }
-        let needed = tokenizer.vocab_size();
-        let unit = if changes.rounds_up && needed > stored {
-            1 << stored.trailing_zeros().min(ROWS.trailing_zeros())
-        } else {
-            1
-        };
         Ok(Some(Self {
-            vocab: stored.max(needed.next_multiple_of(unit)),
+            vocab: changes.rows(stored, tokenizer.vocab_size()),
             ids,
             pieces,
             stored,
+        }))
+    }
+
+    /// The new rows if neither tokenizer nor weights are here, for a plan: one for each token that is listed, after the
+    /// `stored` rows. The model may have free rows, or some of the tokens, so there are at most so many.
+    ///
+    /// Errors: an adapter whose tokenizer is not JSON.
+    pub fn assumed(changes: &TextChanges, stored: usize) -> Result<Option<Self>> {
+        let mut texts: BTreeSet<String> = changes.tokens.iter().map(|token| token.text.clone()).collect();
+        for adapter in &changes.adapters {
+            let listed = Tokenizer::listed_from(adapter, stored)?;
+            texts.extend(listed.into_iter().map(|(_, token)| token.text));
+        }
+        let count = texts.len();
+        Ok((count > 0).then(|| Self {
+            ids: (stored..stored + count).map(|id| id as u32).collect(),
+            pieces: Vec::new(),
+            stored,
+            vocab: changes.rows(stored, stored + count),
         }))
     }
 

@@ -117,14 +117,17 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Re
     for name in &prepared.whole {
         whole.insert(name.clone(), network.param(name)?.tensor);
     }
-    if config.ensure_weight_tying
-        && model.spec.tied
+    let mut config = config.clone();
+    let is_head = |m: &String| m == LM_HEAD.trim_end_matches(".weight");
+    if model.spec.tied && recipe.train.stage == Stage::Reward && !config.ensure_weight_tying {
+        // A sequence classifier of transformers has no such module.
+        config.modules_to_save.retain(|m| !is_head(m));
+    } else if model.spec.tied
         && let Some(embedding) = whole.get(EMBEDDING).cloned()
     {
-        // PEFT rejects a file without it.
+        // PEFT rejects a file without it, or gives the head the matrix of the base.
         whole.insert(LM_HEAD.into(), embedding);
     }
-    let mut config = config.clone();
     if recipe.train.stage == Stage::Reward {
         whole.insert(hf::SCORE.into(), network.param(reward::SCORE)?.tensor);
         config.task_type = Some(hf::SEQUENCE_CLASSIFIER.into());

@@ -52,7 +52,11 @@ const ROWS: &str = "train.jsonl";
 const FEW: &str = "few.jsonl";
 const JUDGED: &str = "judged.jsonl";
 
-const CASES: [Case; 26] = [
+/// Such a case has a large vocabulary, whose matrices are most of its memory.
+const NEW_TOKENS: &str = "data.new_tokens=[\"<a>\", \"<b>\"]";
+const LARGE_VOCABULARY: usize = 40_000;
+
+const CASES: [Case; 28] = [
     // Two packed rows: the micro-batch takes them again and again.
     case(
         "packed rows of a small file",
@@ -228,6 +232,33 @@ const CASES: [Case; 26] = [
             "data.packing=false",
         ],
     ),
+    // The matrices with the new rows are in memory, the layers on the disk.
+    case(
+        "new tokens from the disk, head in pieces",
+        "sft",
+        ROWS,
+        LORA,
+        &[
+            "train.batch_size=2",
+            "data.packing=false",
+            NEW_TOKENS,
+            "memory.tier=disk",
+            "memory.head_chunk=4096",
+        ],
+    ),
+    case(
+        "new tokens alone from the disk, with an evaluation",
+        "sft",
+        ROWS,
+        "[tune]\nmethod = \"freeze\"\nfreeze.trainable_layers = 0\n",
+        &[
+            "train.batch_size=2",
+            "data.packing=false",
+            NEW_TOKENS,
+            "memory.tier=disk",
+            "data.eval_fraction=0.2",
+        ],
+    ),
     // Steps of one row: what a start needs is more than a step does.
     case(
         "no start",
@@ -307,7 +338,7 @@ const CASES: [Case; 26] = [
 ];
 
 /// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one.
-fn model(dir: &Path) {
+fn model(dir: &Path, large: bool) {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
     fs::create_dir_all(dir).unwrap();
     for name in [
@@ -328,6 +359,10 @@ fn model(dir: &Path) {
         ("max_position_embeddings", 2048),
     ] {
         config.insert(key.into(), json!(size));
+    }
+    if large {
+        config.insert("vocab_size".into(), json!(LARGE_VOCABULARY));
+        config.insert("tie_word_embeddings".into(), json!(false));
     }
     fs::write(dir.join("config.json"), Value::Object(config).to_string()).unwrap();
     let spec = families::read(&Config::load(dir).unwrap()).unwrap();
@@ -418,7 +453,7 @@ fn compare(cases: &[Case]) {
     let mut wrong = Vec::new();
     for case in cases {
         let dir = tempfile::tempdir().unwrap();
-        model(&dir.path().join("model"));
+        model(&dir.path().join("model"), case.settings.contains(&NEW_TOKENS));
         let id = format!("{}|{}", case.name, dir.path().display());
         if case.settings.contains(&"distill.teacher_cache=cache") {
             alone("stages::teaches", &id).unwrap_or_else(|said| panic!("{said}"));
@@ -530,7 +565,7 @@ fn alone(test: &str, case: &str) -> Result<Value, String> {
 #[test]
 fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
     let dir = tempfile::tempdir().unwrap();
-    model(&dir.path().join("model"));
+    model(&dir.path().join("model"), false);
     let at = dir.path().display();
     let stopped = alone("stages::above_the_budget", &at.to_string()).unwrap_or_else(|said| panic!("{said}"));
     let checkpoints = fs::read_dir(dir.path().join("run")).unwrap().filter_map(|e| {

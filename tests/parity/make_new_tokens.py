@@ -147,6 +147,11 @@ def check(program):
         "block": ["tune.method=block"],
         "lora_rows": ["tune.method=lora", "tune.lora.r=2"],
         "lora_matrix": ["tune.method=lora", "tune.lora.r=2", "tune.new_tokens=matrix"],
+        "adalora_rows": ["tune.method=lora", "tune.lora.r=2", "tune.lora.peft_type=adalora"],
+        **{
+            f"{kind}_matrix": ["tune.method=lora", "tune.lora.r=2", f"tune.lora.peft_type={kind}", "tune.lora.oft_block_size=8", "tune.new_tokens=matrix"]
+            for kind in ["adalora", "loha", "lokr", "oft", "ia3", "vera"]
+        },
         "lora_residual": ["tune.method=lora", "tune.lora.r=2", "tune.lora.init_lora_weights=pissa", "tune.lora.save_residual=true"],
     }
     for name in golden["models"]:
@@ -167,7 +172,7 @@ def check(program):
                 )
                 ft("train", "--recipe", recipe, *settings)
                 final = work / "run" / "final"
-                if method.startswith("lora"):
+                if "tune.method=lora" in settings:
                     opened = peft.AutoPeftModelForCausalLM.from_pretrained(final, attn_implementation="eager")
                     merged = work / "merged"
                     ft("merge", "--adapter", final, "--out", merged)

@@ -243,10 +243,6 @@ fn only_the_named_rows_of_embedding_and_head_train() {
             ],
             "trains the full matrix",
         ),
-        (
-            &["tune.lora.trainable_token_indices=[4]", "memory.tier=disk"],
-            "is streamed from disk",
-        ),
     ] {
         let mut all = vec![
             "train",

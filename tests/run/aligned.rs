@@ -1,6 +1,7 @@
 //! Distillation from a teacher with another tokenizer.
 
 use crate::bench::{Bench, copy_all, goldens, number, said};
+use crate::resume::assert_same;
 use std::fs;
 
 const BASE: [&str; 8] = [
@@ -120,4 +121,26 @@ fn what_cannot_be_aligned_is_refused_with_the_reason() {
     let settings = with(&["distill.alignment=gold"]);
     let e = refused(&[&["distill", "cache", "--recipe", "r.toml", "--out", "x"], &settings[..]].concat());
     assert!(e.contains("another tokenizer cannot be stored"), "{e}");
+}
+
+/// The second run finds tokens and alignment in the cache, and learns the same.
+#[test]
+fn an_alignment_in_the_token_cache_is_the_one_in_memory() {
+    let bench = bench();
+    for kind in ["uld", "gold"] {
+        let key = format!("distill.alignment={kind}");
+        let mut shown = Vec::new();
+        for (name, cache) in [("memory", "false"), ("first", "true"), ("second", "true")] {
+            let (cache, out) = (format!("data.cache={cache}"), format!("train.output_dir={kind}-{name}"));
+            let said = train(&bench, &[&key, &cache, &out, "train.max_steps=4"]);
+            let line = said
+                .lines()
+                .find(|line| line.contains("alignment with the teacher's tokens:"));
+            shown.push(line.unwrap().trim().to_string());
+            assert_same(&bench, &format!("{kind}-memory"), &format!("{kind}-{name}"));
+        }
+        assert!(shown.iter().all(|line| *line == shown[0]), "{shown:?}");
+    }
+    // Tokens for the student and for the teacher, and one alignment for both kinds.
+    assert_eq!(fs::read_dir(bench.path(".ft-tokens")).unwrap().count(), 3);
 }

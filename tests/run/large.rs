@@ -99,6 +99,52 @@ fn a_run_that_reads_its_rows_resumes_to_the_same_bits() {
 }
 
 #[test]
+fn rl_prompts_in_a_token_cache_are_those_in_memory_also_in_a_resumed_run() {
+    let bench = Bench::new();
+    let row = |i: usize| format!("{{\"prompt\": \"ask {i}\", \"answer\": \"{i}\", \"level\": 0.3}}\n");
+    fs::write(bench.path("q.jsonl"), (0..24).map(row).collect::<String>()).unwrap();
+    let with = |out: &'static str, cache: &'static str| {
+        [
+            "data.train=q.jsonl",
+            "data.render=plain",
+            "data.eval_fraction=0.2",
+            "train.stage=grpo",
+            "tune.method=lora",
+            "train.batch_size=4",
+            "train.gradient_accumulation_steps=1",
+            "train.max_steps=4",
+            "train.save_steps=2",
+            "train.eval_steps=2",
+            "rlhf.rewards=[\"regex:[aeiou]\"]",
+            "rlhf.num_generations=4",
+            "rlhf.max_completion_length=6",
+            out,
+            cache,
+        ]
+    };
+    bench.train(&with("train.output_dir=memory", "data.cache=false"));
+    bench.train(&with("train.output_dir=first", "data.cache=true"));
+    bench.train(&with("train.output_dir=second", "data.cache=true"));
+    assert_same(&bench, "memory", "first");
+    assert_same(&bench, "memory", "second");
+    assert_eq!(fs::read_dir(bench.path(".ft-tokens")).unwrap().count(), 1);
+    // A checkpoint of the run in memory continues with cached prompts.
+    let more = ["--resume", "second/checkpoint-2"];
+    bench.train(&[&with("train.output_dir=second", "data.cache=true")[..], &more].concat());
+    assert_same(&bench, "memory", "second");
+    let counts = |cache: &'static str| {
+        let out = bench.ft(&[
+            &["data", "--stats", "--recipe", "r.toml"][..],
+            &with("train.output_dir=x", cache),
+        ]
+        .concat());
+        assert!(out.status.success());
+        String::from_utf8(out.stdout).unwrap()
+    };
+    assert_eq!(counts("data.cache=true"), counts("data.cache=false"));
+}
+
+#[test]
 fn preference_stages_with_a_token_cache_are_those_in_memory() {
     let bench = Bench::new();
     let row = |i: usize| format!("{{\"prompt\": \"ask {i}\", \"chosen\": \" yes {i}\", \"rejected\": \" no\"}}\n");

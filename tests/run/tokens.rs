@@ -146,6 +146,185 @@ fn losses_and_rows_are_those_of_transformers_and_peft() {
     }
 }
 
+const KINDS: [(&str, &[&str]); 6] = [
+    ("adalora", &["tune.lora.peft_type=adalora"]),
+    ("loha", &["tune.lora.peft_type=loha"]),
+    ("lokr", &["tune.lora.peft_type=lokr"]),
+    ("oft", &["tune.lora.peft_type=oft", "tune.lora.oft_block_size=8"]),
+    ("ia3", &["tune.lora.peft_type=ia3"]),
+    ("vera", &["tune.lora.peft_type=vera"]),
+];
+
+/// A fresh adapter of any type changes nothing, so the first step gives the matrices that it gives beside LoRA.
+#[test]
+fn every_adapter_type_trains_beside_embedding_and_head() {
+    let golden = json(&goldens().join("new_tokens/golden.json"));
+    for model in ["llama", "qwen3"] {
+        let bench = bench(model);
+        let first = golden["models"][model]["ids"][0].as_u64().unwrap() as usize;
+        for (kind, settings) in KINDS {
+            for mode in ["rows", "matrix"] {
+                let place = format!("{model} {kind} {mode}");
+                let rate = format!("optimizer.learning_rate={}", golden["rates"][format!("lora_{mode}")]);
+                let usual = [
+                    &RUN[..],
+                    settings,
+                    &[
+                        "tune.method=lora",
+                        "tune.lora.r=2",
+                        "train.max_steps=1",
+                        "--overwrite",
+                        &rate,
+                    ],
+                    if mode == "matrix" {
+                        &["tune.new_tokens=matrix"]
+                    } else {
+                        &[]
+                    },
+                ]
+                .concat();
+                if mode == "rows" && kind != "adalora" {
+                    let out = bench.ft(&[&["train", "--recipe", "r.toml"], &usual[..]].concat());
+                    assert_eq!(out.status.code(), Some(2), "{place}");
+                    assert!(
+                        said(&out).contains("for LoRA and AdaLoRA only"),
+                        "{place}: {}",
+                        said(&out)
+                    );
+                    continue;
+                }
+                bench.train(&usual);
+                let weights = Weights::open_file(&bench.path("run/final/adapter_model.safetensors")).unwrap();
+                let read = |module: &str| {
+                    let below = if mode == "rows" {
+                        "token_adapter.trainable_tokens_delta"
+                    } else {
+                        "weight"
+                    };
+                    weights.read_f32(&format!("base_model.model.{module}.{below}"))
+                };
+                for (table, rows) in golden["models"][model][format!("lora_{mode}")]["rows"]
+                    .as_object()
+                    .unwrap()
+                {
+                    let prefix = if table == "lm_head" { "" } else { "model." };
+                    let values = read(&format!("{prefix}{table}")).unwrap();
+                    let (rows, from) = (rows.as_array().unwrap(), if mode == "rows" { 0 } else { first });
+                    let width = rows[0].as_array().unwrap().len();
+                    for (i, x) in rows.iter().flat_map(|row| row.as_array().unwrap()).enumerate() {
+                        near(f64::from(values[from * width + i]), x.as_f64().unwrap(), 1e-5, &place);
+                    }
+                }
+                let config = json(&bench.path("run/final/adapter_config.json"));
+                if mode == "matrix" {
+                    // PEFT keeps the tie of LoRA and AdaLoRA; for the others both modules have the same matrix.
+                    let tied = model == "qwen3";
+                    assert_eq!(
+                        config["ensure_weight_tying"] == true,
+                        tied && kind == "adalora",
+                        "{place}"
+                    );
+                    let same = read("model.embed_tokens").unwrap() == read("lm_head").unwrap();
+                    assert_eq!(same, tied, "{place}");
+                    let saved = config["modules_to_save"].as_array().unwrap();
+                    assert_eq!(saved.len(), if tied && kind == "adalora" { 1 } else { 2 }, "{place}");
+                }
+                let after = eval(&bench, "run/final");
+                let out = bench.ft(&["merge", "--adapter", "run/final", "--out", "merged"]);
+                assert!(out.status.success(), "{place}: {}", said(&out));
+                near(eval(&bench, "merged"), after, 2e-5, &place);
+                fs::remove_dir_all(bench.path("merged")).unwrap();
+                // Training continues where it ended.
+                let again = ["tune.method=lora", "tune.lora.adapter=run/final", "train.max_steps=0"];
+                bench.train(
+                    &[
+                        &again[..],
+                        &["train.output_dir=again", "--overwrite", "data.train=tokens.jsonl"],
+                    ]
+                    .concat(),
+                );
+                near(eval(&bench, "again/final"), after, 2e-5, &place);
+            }
+        }
+    }
+}
+
+/// A matrix with trained rows stays in memory, the others are read from the disk.
+#[test]
+fn new_tokens_learn_the_same_from_the_disk() {
+    for model in ["llama", "qwen3"] {
+        let bench = bench(model);
+        for (name, settings) in METHODS.into_iter().chain([("block", &["tune.method=block"][..])]) {
+            for dtype in ["model.dtype=f32", "model.dtype=bf16"] {
+                let run = |more: &[&str]| {
+                    let usual = [
+                        "optimizer.learning_rate=1e-2",
+                        "train.max_steps=4",
+                        "--overwrite",
+                        dtype,
+                    ];
+                    bench.train(&[&RUN[..], settings, &usual, more].concat());
+                    let losses: Vec<f64> = bench.steps("run").iter().map(|s| number(s, "loss")).collect();
+                    (losses, crate::bench::files(&bench.path("run/final")))
+                };
+                let here = run(&["memory.tier=device"]);
+                for more in [
+                    &["memory.tier=host"][..],
+                    &["memory.tier=disk", "memory.head_chunk=0"],
+                    &["memory.tier=disk", "memory.head_chunk=1"],
+                ] {
+                    assert!(run(more) == here, "{model} {name} {dtype} {more:?}");
+                }
+            }
+        }
+        // A stopped run continues from the disk.
+        let usual = [&RUN[..], METHODS[2].1, &["train.max_steps=4", "train.save_steps=2"]].concat();
+        bench.train(&[&usual[..], &["memory.tier=device", "--overwrite"]].concat());
+        let whole = crate::bench::files(&bench.path("run/final"));
+        let disk = [&usual[..], &["memory.tier=disk"]].concat();
+        bench.train(&[&disk[..], &["--overwrite"]].concat());
+        bench.train(&[&disk[..], &["--resume", "run/checkpoint-2"]].concat());
+        assert!(whole == crate::bench::files(&bench.path("run/final")), "{model}");
+    }
+}
+
+#[test]
+fn a_plan_without_a_tokenizer_counts_the_new_rows() {
+    let bench = bench("qwen3");
+    fs::create_dir(bench.path("bare")).unwrap();
+    fs::copy(bench.path("model/config.json"), bench.path("bare/config.json")).unwrap();
+    for (_, settings) in METHODS {
+        let plan = |model: &str, more: &[&str]| {
+            let model = format!("model.path={model}");
+            let usual = ["plan", "--recipe", "r.toml", "--json", "data.train=none.jsonl", &model];
+            let fixed = ["memory.tier=device", "memory.activations=recompute"];
+            let out = bench.ft(&[&usual[..], &fixed, settings, more].concat());
+            assert!(out.status.success(), "{}", said(&out));
+            let plan: Value = serde_json::from_slice(&out.stdout).unwrap();
+            (
+                plan["trained_parameters"].clone(),
+                plan["parameters"].clone(),
+                plan["disk"]["needed_bytes"].clone(),
+                said(&out),
+            )
+        };
+        let (known, bare) = (plan("model", &[NORMAL, SPECIAL]), plan("bare", &[NORMAL, SPECIAL]));
+        assert_eq!(
+            (&known.0, &known.1, &known.2),
+            (&bare.0, &bare.1, &bare.2),
+            "{settings:?}"
+        );
+        assert!(
+            bare.3.contains("the plan counts 4 new tokens") && !known.3.contains("new tokens"),
+            "{}",
+            bare.3
+        );
+        if !settings.contains(&"tune.new_tokens=matrix") && !settings.contains(&"tune.method=lora") {
+            assert_ne!(plan("bare", &["tune.method=full"]).1, bare.1, "{settings:?}");
+        }
+    }
+}
+
 #[test]
 fn a_resumed_run_has_the_same_rows() {
     let bench = bench("qwen3");

@@ -112,7 +112,7 @@ impl<'a> Spec<'a> {
 }
 
 /// The file and row of an example.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Origin {
     /// Index in the list of files.
     pub file: u32,

@@ -425,6 +425,13 @@ impl Fields<'_> {
             .filter(|(_, v)| v.is_string())
             .map(|(name, _)| name.as_str())
             .collect();
+        let of_rows =
+            |(_, v): &(&String, &Value)| v.as_array().is_some_and(|l| l.first().is_some_and(Value::is_object));
+        if let Some((name, _)) = self.0.iter().find(of_rows) {
+            return format!(
+                "if the rows are the elements of `{name}`, write only this list to the file: `jq .{name} FILE > rows.json`"
+            );
+        }
         match &texts[..] {
             [] => "rows need columns of text, or a list of messages".to_string(),
             [only] => format!("write `Mapping::columns = {{ text = \"{only}\" }}` to train on all of it"),

@@ -5,7 +5,7 @@
 //! the known answer.
 
 use super::chat;
-use super::dataset::Origin;
+use super::dataset::{Origin, Spec};
 use super::encode::Encoder;
 use super::faults::BadRows;
 use super::layout::{self, Layout, Purpose, Rules};
@@ -16,12 +16,14 @@ use super::reading::Reading;
 use super::rows::{self, Chat, Sample};
 use super::screen::Screen;
 use super::source::{self, Source};
+use super::tokens::TokenCache;
 use crate::{Long, Render, RowFormat};
 use ft_base::{Error, Result};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 /// The text or the messages before the answer.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum PromptContent {
     /// Plain text to continue.
     Text(String),
@@ -100,30 +102,57 @@ pub struct Prompts {
     pub fingerprint: String,
 }
 
-impl Prompts {
-    /// Reads all rows of these files. `answer` names the column with the known answer; `screen` drops rows.
-    ///
-    /// # Errors
-    /// A row without a prompt (with its place), no rows, a prompt that leaves no room for the answer, a signal.
-    pub fn load(
-        sources: &[Source],
-        render: Render,
-        encoder: &Encoder,
-        answer: &str,
-        room: Room,
-        screen: Option<&Screen>,
-    ) -> Result<Self> {
-        let mut out = Self {
+/// The files with prompts, and how they are read.
+#[derive(Clone, Copy)]
+pub struct PromptSpec<'a> {
+    /// The files with their columns, in order.
+    pub sources: &'a [Source],
+    /// How conversations become text.
+    pub render: Render,
+    /// Tokenizer and template.
+    pub encoder: &'a Encoder<'a>,
+    /// The column with the known answer.
+    pub answer: &'a str,
+    /// The space for a prompt.
+    pub room: Room,
+    /// Drops rows.
+    pub screen: Option<&'a Screen>,
+}
+
+impl<'a> PromptSpec<'a> {
+    /// The same for rows that are trained: files and options.
+    pub(super) fn rows(&self) -> Spec<'a> {
+        Spec {
+            sources: self.sources,
+            render: self.render,
+            max_length: self.encoder.max_length,
+            long: self.room.long,
+            overlap: 1,
+            train_on: self.encoder.train_on,
+            embedding_rows: self.encoder.embedding_rows,
+            screen: self.screen,
+        }
+    }
+
+    /// Reads all rows. Also returns how each file was read, with its index over all sources.
+    pub(super) fn read(&self) -> Result<(Prompts, Vec<(usize, Reading)>)> {
+        let Self {
+            sources,
+            encoder,
+            answer,
+            room,
+            screen,
+            ..
+        } = *self;
+        let mut out = Prompts {
             shares: source::shares(sources),
-            ..Self::default()
+            ..Prompts::default()
         };
         let mut hasher = blake3::Hasher::new();
         let mut bad = BadRows::new();
         let rules = Rules {
-            render,
-            template: encoder.template,
-            codec: encoder.codec,
             answer,
+            ..self.rows().rules(encoder)
         };
         let readings = source::rows(
             sources,
@@ -157,7 +186,6 @@ impl Prompts {
                 Ok(())
             },
         )?;
-        out.readings = source::readings(readings);
         bad.end()?;
         if out.rows.is_empty() {
             let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
@@ -168,7 +196,30 @@ impl Prompts {
             return Err(Error::format("the data has no rows").at(names.join(", ")).found(found));
         }
         out.fingerprint = hasher.finalize().to_hex().to_string();
-        Ok(out)
+        Ok((out, readings))
+    }
+}
+
+impl Prompts {
+    /// Reads all rows of these files.
+    ///
+    /// # Errors
+    /// A row without a prompt (with its place), no rows, a prompt that leaves no room for the answer, a signal.
+    pub fn load(spec: &PromptSpec) -> Result<Self> {
+        let (out, readings) = spec.read()?;
+        let readings = source::readings(readings);
+        Ok(Self { readings, ..out })
+    }
+
+    /// As `load`; prompts of large files are tokenized once, and stored in `cache` with their columns.
+    ///
+    /// # Errors
+    /// As for `load`; the cache cannot be written.
+    pub fn load_cached(spec: &PromptSpec, cache: &TokenCache) -> Result<Self> {
+        match cache.prompts(spec)? {
+            Some(prompts) => Ok(prompts),
+            None => Self::load(spec),
+        }
     }
 }
 

@@ -51,7 +51,11 @@ pub(super) fn names(fields: &Map<String, Value>) -> String {
     if fields.is_empty() {
         "no fields".to_string()
     } else {
-        format!("fields {}", fields.keys().cloned().collect::<Vec<_>>().join(", "))
+        let name = |(name, value): (&String, &Value)| match value {
+            Value::Null => format!("{name} (null)"),
+            _ => name.clone(),
+        };
+        format!("fields {}", fields.iter().map(name).collect::<Vec<_>>().join(", "))
     }
 }
 

@@ -160,7 +160,7 @@ fn of_file(sources: &[Source], index: usize) -> Result<(&Source, &str)> {
     files.nth(index).ok_or_else(missing)
 }
 
-/// How the rows of file `index` (over all sources) are read. `None`: no row is used.
+/// How the rows of file `index` (over all sources) are read, with the columns of its first row. `None`: no row is used.
 ///
 /// Errors: as `rows`.
 pub(crate) fn first_reading(
@@ -172,11 +172,13 @@ pub(crate) fn first_reading(
     let (source, path) = of_file(sources, index)?;
     let mut found = None;
     let result = read::read_rows(path, source.text_unit, &mut |row| {
-        found = OpenFile::new(source, &row?, purpose, rules)?;
-        match found {
-            Some(_) => Err(Error::new(ENOUGH)),
-            None => Ok(()),
+        let row = row?;
+        found = OpenFile::new(source, &row, purpose, rules)?;
+        let Some(file) = &mut found else { return Ok(()) };
+        if let Mapped::Row(row) = file.mapper.apply(row)? {
+            file.reading.see(&row);
         }
+        Err(Error::new(ENOUGH))
     });
     match result {
         Err(e) if e.what() != ENOUGH => Err(e),

@@ -68,6 +68,14 @@ pub enum AdapterKind {
     Adalora(Allocation),
 }
 
+impl AdapterKind {
+    /// True if the configs of this kind have `trainable_token_indices` and `ensure_weight_tying`: in PEFT these are keys
+    /// of `LoraConfig`, from which only `AdaLoraConfig` is derived.
+    pub fn has_rows(&self) -> bool {
+        matches!(self, Self::Lora | Self::Adalora(_))
+    }
+}
+
 /// The typed settings of an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterConfig {
@@ -95,7 +103,7 @@ pub struct AdapterConfig {
     pub modules_to_save: Vec<String>,
     /// True if the saved embedding of a tied model is also the head.
     pub ensure_weight_tying: bool,
-    /// Trained rows of the embedding and of the head, by suffix of the matrix's module. LoRA only.
+    /// Trained rows of the embedding and of the head, by suffix of the matrix's module. LoRA and AdaLoRA only.
     pub token_rows: Vec<(String, Vec<u32>)>,
     /// Indices of the layers with adapters; `None`: all.
     pub layers_to_transform: Option<Vec<usize>>,
@@ -235,6 +243,7 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
             "orth_reg_weight",
             "total_step",
             "rank_pattern",
+            "trainable_token_indices",
         ],
         _ => &[],
     }

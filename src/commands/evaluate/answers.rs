@@ -3,7 +3,7 @@
 use super::report::{Measure, Report};
 use super::{EvaluatedModel, Request, files, open, pair_batches, read, rows_of, stop_if_asked, totals};
 use crate::base::{Error, Result, progress};
-use crate::data::prompts::{Prompts, Room};
+use crate::data::prompts::{PromptSpec, Prompts, Room};
 use crate::data::{Dataset, Encoder, Example, IGNORE};
 use crate::model::Network;
 use crate::recipe::{Recipe, Stage, TrainOn};
@@ -172,7 +172,14 @@ pub fn prompts(opened: &EvaluatedModel, recipe: &Recipe, request: &Request) -> R
         answer: longest,
         long: recipe.data.long,
     };
-    let all = Prompts::load(&sources, recipe.data.render, &encoder, column, room, None)?;
+    let all = Prompts::load(&PromptSpec {
+        sources: &sources,
+        render: recipe.data.render,
+        encoder: &encoder,
+        answer: column,
+        room,
+        screen: None,
+    })?;
     let mut known = all.rows;
     if !request.all_rows && recipe.data.eval.is_empty() {
         if recipe.data.eval_fraction == 0.0 {

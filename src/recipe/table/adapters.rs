@@ -27,7 +27,7 @@ section! {
         modules_to_save: Vec<String> = [], "only adapters train";
         /// Ids of tokens, for example new tokens. Their embedding rows are trained together with the adapters; the
         /// other rows are frozen. An untied head trains the same rows; PEFT does so only if `lm_head` is named too.
-        trainable_token_indices: Vec<usize> = [], "only adapters train", when Self::peft_type = ["lora"];
+        trainable_token_indices: Vec<usize> = [], "only adapters train", when Self::peft_type = ["lora", "adalora"];
         /// Initialization of the adapters.
         init_lora_weights: LoraInit = "default", "as in PEFT: A uniform, B zero";
         /// Number of training rows for the initializations `eva` and `lora_ga`, in order.

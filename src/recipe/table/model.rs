@@ -142,8 +142,8 @@ section! {
         /// Tokens that a piece of a split row repeats from the end of the piece before it, as context; they are not
         /// trained again.
         overlap: usize = 1, "every token is trained once, and a piece repeats as little as possible", in from(1);
-        /// Stores the tokens of the rows in files that runs share: rows are tokenized once, and need little memory. In
-        /// all stages but `grpo` and `ppo`.
+        /// Stores the tokens of the rows in files that runs share: rows are tokenized once, and need little memory. The
+        /// prompts of `grpo` and `ppo` are tokenized once too, and stay in memory with their columns.
         cache: Option<bool> = "auto", "`true` if the data files have 16 MiB or more: tokenizing takes seconds below that";
         /// Directory of these files. They can be removed at any time between runs.
         cache_dir: Option<String> = "auto", "`.ft-tokens` beside the run directory";
@@ -460,17 +460,6 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
             ))
             .found("rows of which both parts are needed: a prompt and its answers")
             .hint("use `truncate` or `drop`"),
-        );
-    }
-    if stage.is_rl() && data.cache == Some(true) {
-        faults.add(
-            &[Data::cache, Train::stage],
-            Error::usage(format!(
-                "`data.cache = true` has no meaning with `train.stage = \"{}\"`",
-                stage.name()
-            ))
-            .found("prompts, which stay in memory with all columns")
-            .hint("remove it"),
         );
     }
     if !data.streaming {

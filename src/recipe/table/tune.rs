@@ -144,7 +144,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         );
     }
     let rows = s.tune.new_tokens == NewTokens::Rows && lora.adapter.is_none();
-    if *method == Method::Lora && s.data.adds_tokens() && rows && lora.peft_type != PeftType::Lora {
+    if *method == Method::Lora && s.data.adds_tokens() && rows && !has_rows(lora.peft_type) {
         faults.add(
             &[
                 TuneKeys::new_tokens,
@@ -153,7 +153,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 LoraKeys::peft_type,
             ],
             Error::usage(format!(
-                "adapters of the type `{}` cannot have single rows of the embedding: PEFT has them for LoRA only",
+                "adapters of the type `{}` cannot have single rows of the embedding: PEFT has them for LoRA and AdaLoRA only",
                 lora.peft_type.name()
             ))
             .hint("set `tune.new_tokens = \"matrix\"`, or `tune.lora.peft_type = \"lora\"`"),
@@ -170,6 +170,11 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
             .hint("use `partition = \"layer\"`, `\"module\"` or `\"matrix\"`, or `correction = \"none\"`"),
         );
     }
+}
+
+/// True if PEFT has `trainable_token_indices` for adapters of this type.
+fn has_rows(kind: PeftType) -> bool {
+    matches!(kind, PeftType::Lora | PeftType::Adalora)
 }
 
 /// The setting because of which a key has no effect.

@@ -320,36 +320,24 @@ fn rows(lora: &LoraConfig, config: &mut AdapterConfig, spec: &Spec) -> Result<Ve
     Ok(tables.map(|t| (t, ids.clone(), None)).collect())
 }
 
-/// Names of the parameters that train whole. The tied embedding and head are one parameter, which PEFT keeps tied with
-/// `ensure_weight_tying`.
+/// Names of the parameters that train whole. The tied embedding and head are one parameter. PEFT keeps it tied with
+/// `ensure_weight_tying`, which only the configs of LoRA and AdaLoRA have. For the other types the config names both
+/// modules, and the file gets the same matrix for both.
 ///
-/// Errors: a module that does not exist; the tied matrix, in an adapter of a type for which PEFT does not keep it tied.
+/// Errors: a module that does not exist.
 fn whole(config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
     let field = "LoraConfig::modules_to_save";
-    let is_head = |module: &str| targets::ends(LM_HEAD.trim_end_matches(".weight"), module);
+    let head = LM_HEAD.trim_end_matches(".weight");
+    let is_head = |module: &str| targets::ends(head, module);
+    let embeds = |modules: &[String]| saved_whole(modules, spec).iter().any(|n| n == EMBEDDING);
     if spec.tied && config.modules_to_save.iter().any(|m| is_head(m)) {
         config.modules_to_save.retain(|m| !is_head(m));
-        if saved_whole(&config.modules_to_save, spec)
-            .iter()
-            .all(|n| n != EMBEDDING)
-        {
+        if !embeds(&config.modules_to_save) {
             config.modules_to_save.push("embed_tokens".into());
         }
     }
     for module in &config.modules_to_save {
-        let found = saved_whole(std::slice::from_ref(module), spec);
-        if spec.tied && found.iter().any(|n| n == EMBEDDING) {
-            if config.kind != AdapterKind::Lora {
-                return Err(Error::unsupported(format!(
-                    "`{module}` cannot be trained beside an adapter of this type: its weights are tied (embedding and \
-                     output head), and PEFT keeps them tied for LoRA only"
-                ))
-                .at(field)
-                .hint("leave it out, set `LoraConfig::peft_type` to LoRA, or train without adapters"));
-            }
-            config.ensure_weight_tying = true;
-        }
-        if found.is_empty() {
+        if saved_whole(std::slice::from_ref(module), spec).is_empty() {
             let params = spec.params();
             let modules = params.iter().filter_map(|p| p.name.rsplit_once('.').map(|(m, _)| m));
             let last = modules.filter_map(|m| m.rsplit('.').next());
@@ -361,7 +349,14 @@ fn whole(config: &mut AdapterConfig, spec: &Spec) -> Result<Vec<String>> {
             });
         }
     }
-    Ok(saved_whole(&config.modules_to_save, spec))
+    let names = saved_whole(&config.modules_to_save, spec);
+    if spec.tied && embeds(&config.modules_to_save) {
+        config.ensure_weight_tying = config.kind.has_rows();
+        if !config.ensure_weight_tying {
+            config.modules_to_save.push(head.into());
+        }
+    }
+    Ok(names)
 }
 
 fn one(

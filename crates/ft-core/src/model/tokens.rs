@@ -32,16 +32,13 @@ pub fn name_of(table: &str) -> String {
 }
 
 impl TokenRows {
-    /// Rows `ids` of `table` with their current values, or with `given` `[T, D]`, which is copied into the matrix.
+    /// Rows `ids` of `table` with their current values, or with `given` `[T, D]`, which is copied into the matrix. The
+    /// matrix stays on the device from now on, also if the others are read from the disk.
     ///
     /// # Errors
-    /// An id outside the matrix; a matrix that is not held in memory.
+    /// An id outside the matrix; a matrix that cannot be read.
     pub fn new(network: &Network, table: &str, ids: &[u32], given: Option<&Tensor>) -> Result<Self> {
-        let held = network.source.in_memory(table).ok_or_else(|| {
-            Error::unsupported("rows of a matrix that is streamed from disk cannot be trained")
-                .at(table)
-                .hint("use `Placement::Device`, or leave out `LoraConfig::trainable_token_indices`")
-        })?;
+        let held = network.source.hold(table)?;
         let (vocab, width) = held.dims2()?;
         if let Some(id) = ids.iter().find(|id| **id as usize >= vocab) {
             return Err(

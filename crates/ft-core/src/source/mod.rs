@@ -198,6 +198,16 @@ pub trait WeightSource: Send + Sync {
     /// The tensor of a parameter that stays on the device (until the next `deactivate`); `None`: it must be fetched.
     fn in_memory(&self, name: &str) -> Option<Tensor>;
 
+    /// As `in_memory`, but loads the parameter if it is not there: it stays on the device from now on. For a frozen matrix
+    /// with trained rows.
+    ///
+    /// # Errors
+    /// There is no such parameter, or a read from the disk fails; a source that cannot keep it (`Unsupported`).
+    fn hold(&self, name: &str) -> Result<Tensor> {
+        self.in_memory(name)
+            .ok_or_else(|| Error::unsupported("this matrix is not in memory and cannot be kept there").at(name))
+    }
+
     /// Gathers rows of the matrix `name` `[R, C]`: returns a matrix with the rows `ids`, and the row index of each id.
     ///
     /// # Errors

@@ -149,6 +149,10 @@ impl WeightSource for Prepacking {
         self.below.in_memory(name)
     }
 
+    fn hold(&self, name: &str) -> Result<Tensor> {
+        self.below.hold(name)
+    }
+
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
         self.below.rows(name, ids)
     }

@@ -29,7 +29,7 @@ pub struct Uploaded {
     memory: HostMemory,
     /// Parameters on the device: the active ones, and those that are always there.
     on_device: Mutex<BTreeMap<Arc<str>, Tensor>>,
-    always_on_device: Vec<Arc<str>>,
+    always_on_device: Mutex<Vec<Arc<str>>>,
     active: Mutex<Vec<Arc<str>>>,
     /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `host` does not store them.
     low: Mutex<BTreeMap<String, Tensor>>,
@@ -72,13 +72,13 @@ impl Uploaded {
             copier: Copier::new(device)?,
             memory,
             on_device: Mutex::default(),
-            always_on_device,
+            always_on_device: Mutex::new(always_on_device),
             active: Mutex::default(),
             low: Mutex::default(),
             slots: Mutex::default(),
             order: Mutex::default(),
         };
-        for name in &source.always_on_device {
+        for name in lock(&source.always_on_device).iter() {
             let tensor = source.upload(name)?;
             lock(&source.on_device).insert(name.clone(), tensor);
         }
@@ -285,6 +285,22 @@ impl WeightSource for Uploaded {
         lock(&self.on_device).get(name).cloned()
     }
 
+    fn hold(&self, name: &str) -> Result<Tensor> {
+        let name = self.host.param(name)?.name.clone();
+        let mut always = lock(&self.always_on_device);
+        if !always.contains(&name) {
+            always.push(name.clone());
+        }
+        drop(always);
+        if let Some(tensor) = self.in_memory(&name) {
+            return Ok(tensor);
+        }
+        let tensor = self.upload(&name)?;
+        lock(&self.on_device).insert(name, tensor.clone());
+        lock(&self.slots).clear();
+        Ok(tensor)
+    }
+
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
         if let Some(whole) = self.in_memory(name) {
             return Ok((whole, ids.to_vec()));
@@ -379,7 +395,7 @@ impl TrainableStore for Uploaded {
                 lock(&self.low).insert(name.to_string(), half);
             }
             lock(&self.active).retain(|n| n != name);
-            if !self.always_on_device.contains(name) {
+            if !lock(&self.always_on_device).contains(name) {
                 lock(&self.on_device).remove(name);
             }
         }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dataset::{Dataset, Spec};
-use crate::prompts::{PromptContent, Prompts, Room};
+use crate::prompts::{PromptContent, PromptSpec, Prompts, Room};
 use crate::reading::lines;
 use crate::rows::{self, Sample};
 use crate::testing::{Files, Jinja, QWEN, Words, files, row};
@@ -121,6 +121,14 @@ fn rows_that_can_be_read_in_two_ways_are_refused() {
                 "cannot determine the format",
                 "{ prompt = \"title\", completion = \"body\" }",
             ],
+        ),
+        (
+            json!({"version": "1", "data": [{"input": "q", "output": "a"}]}),
+            &["elements of `data`", "`jq .data FILE > rows.json`"],
+        ),
+        (
+            json!({"prompt": null, "completion": "a"}),
+            &["fields prompt (null), completion"],
         ),
         (
             json!({"body": "b", "n": 1}),
@@ -331,7 +339,14 @@ fn prompts_to_answer_come_from_every_common_column() {
         let jinja = Jinja::new(QWEN);
         let codec = Words::chatml();
         let encoder = spec(&f, render).encoder(&codec, template.then_some(&jinja as &dyn ChatRender));
-        let prompts = Prompts::load(&f.sources, render, &encoder, "answer", WIDE, None)?;
+        let prompts = Prompts::load(&PromptSpec {
+            sources: &f.sources,
+            render,
+            encoder: &encoder,
+            answer: "answer",
+            room: WIDE,
+            screen: None,
+        })?;
         let line = lines(&prompts.readings, "not used").remove(0);
         let text = codec.decode(&prompts.rows[0].ids)?;
         Ok::<_, Error>((prompts.rows.into_iter().next().unwrap(), line, text))

@@ -4,7 +4,7 @@
 use super::path::{ColumnPath, Found, TextTemplate};
 use super::{Mapper, Purpose, Rules};
 use crate::Render;
-use crate::layout::LISTS;
+use crate::layout::{ANSWERS, LISTS, PROMPTS};
 use crate::read::clip;
 use ft_base::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -40,7 +40,10 @@ pub(super) fn recognize(out: &mut Mapper, fields: &Map<String, Value>, purpose: 
     if let Some(name) = lists.next() {
         // A list of plain strings under another name than that of a conversation is ambiguous.
         if name != "data" || fields.keys().all(|key| key == "data" || key == "id") {
-            out.preset = Some("turns as a list of texts");
+            out.preset = Some(match fields.get(name).and_then(in_pairs) {
+                Some(_) => "turns in pairs",
+                None => "turns as a list of texts",
+            });
             out.columns.push(("messages".into(), ColumnPath::new(name)));
             return;
         }
@@ -90,10 +93,49 @@ pub(super) fn recognize(out: &mut Mapper, fields: &Map<String, Value>, purpose: 
             out.columns.extend(found.map(|path| (rules.answer.to_string(), path)));
         }
     }
+    if out.columns.is_empty() {
+        out.columns = in_other_case(fields, purpose);
+    }
 }
 
-/// A list of texts as messages: user and assistant in turn.
+/// Usual names that are written with capitals, such as `Question` and `Answer`; none if a column has a usual name.
+fn in_other_case(fields: &Map<String, Value>, purpose: Purpose) -> Vec<(String, ColumnPath)> {
+    let pairs: &[&str] = match purpose {
+        Purpose::Prefer => &["chosen", "rejected", "label", "margin"],
+        _ => &["chosen", "rejected", "text"],
+    };
+    let usual = || {
+        PROMPTS
+            .into_iter()
+            .chain(ANSWERS)
+            .chain(LISTS)
+            .chain(pairs.iter().copied())
+    };
+    if usual().any(|name| fields.contains_key(name)) {
+        return Vec::new();
+    }
+    let written = |name: &str| {
+        let mut found = fields.keys().filter(|key| key.eq_ignore_ascii_case(name));
+        match (found.next(), found.next()) {
+            // A name with such characters would be read as a path.
+            (Some(key), None) => Some(key).filter(|key| !key.contains(['.', '['])),
+            _ => None,
+        }
+    };
+    let has_prompt = written("prompt").is_some();
+    let beside = ["context", "system"].into_iter().filter(|_| !has_prompt);
+    let names = usual().filter(|name| !(has_prompt && *name == "input")).chain(beside);
+    let found = names.filter_map(|name| Some((name, written(name)?)));
+    found
+        .map(|(name, key)| (name.to_string(), ColumnPath::new(key)))
+        .collect()
+}
+
+/// A list of texts as messages: user and assistant in turn. Also a list of objects with a question and its answer.
 pub(super) fn alternating(value: &Value) -> Option<Value> {
+    if let Some(turns) = in_pairs(value) {
+        return Some(turns);
+    }
     let texts: Option<Vec<&str>> = value.as_array()?.iter().map(Value::as_str).collect();
     let texts = texts.filter(|texts| !texts.is_empty())?;
     let turn = |(i, text): (usize, &&str)| {
@@ -101,6 +143,20 @@ pub(super) fn alternating(value: &Value) -> Option<Value> {
         json!({"role": role, "content": text})
     };
     Some(Value::Array(texts.iter().enumerate().map(turn).collect()))
+}
+
+/// A list of `{"human": ..., "assistant": ...}` as messages.
+fn in_pairs(value: &Value) -> Option<Value> {
+    let list = value.as_array().filter(|list| !list.is_empty())?;
+    let pair = |turn: &Value| {
+        let text = |name: &str| turn.get(name).and_then(Value::as_str);
+        let question = text("human").or(text("user"))?;
+        let answer = text("assistant").or(text("bot"))?;
+        let both = [("user", question), ("assistant", answer)];
+        Some(both.map(|(role, content)| json!({"role": role, "content": content})))
+    };
+    let turns: Option<Vec<_>> = list.iter().map(pair).collect();
+    Some(Value::Array(turns?.into_iter().flatten().collect()))
 }
 
 fn is_transcript(text: &str) -> bool {

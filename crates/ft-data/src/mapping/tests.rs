@@ -3,7 +3,7 @@
 use super::*;
 use crate::dataset::{Dataset, Spec};
 use crate::preference::{self, Want};
-use crate::prompts::{Prompts, Room};
+use crate::prompts::{PromptSpec, Prompts, Room};
 use crate::reading::lines;
 use crate::source::Source;
 use crate::testing::{Files, Jinja, QWEN, Words, files};
@@ -66,7 +66,14 @@ impl Case {
                     answer: 1,
                     long: Long::Auto,
                 };
-                let prompts = Prompts::load(spec.sources, self.render, &encoder, "answer", room, None)?;
+                let prompts = Prompts::load(&PromptSpec {
+                    sources: spec.sources,
+                    render: self.render,
+                    encoder: &encoder,
+                    answer: "answer",
+                    room,
+                    screen: None,
+                })?;
                 let text = short(codec.decode(&prompts.rows[0].ids)?);
                 let answer = prompts.rows[0].answer.clone().unwrap_or_default();
                 return Ok((
@@ -218,6 +225,24 @@ fn well_known_sets_of_answers_are_read() {
             json!({"source": "s", "problem": "q", "solution": "a",
                 "messages": [turn("user", "q"), turn("assistant", "a")]}),
             "messages; not used: problem, solution, source",
+            chat("q", "a"),
+        ),
+        (
+            "names in capitals",
+            json!({"ID": 1, "Question": "q", "Context": "c", "Answer": "a"}),
+            "prompt-completion: prompt from Question and Context, completion from Answer; not used: ID",
+            chat("q\nc", "a"),
+        ),
+        (
+            "names in capitals, with a column that a prompt does not read",
+            json!({"Prompt": "q", "Context": "c", "Response": "a"}),
+            "prompt-completion: prompt from Prompt, completion from Response; not used: Context",
+            chat("q", "a"),
+        ),
+        (
+            "Firefly",
+            json!({"conversation_id": 1, "conversation": [{"human": "q", "assistant": "a"}]}),
+            "messages (turns in pairs): messages from conversation; not used: conversation_id",
             chat("q", "a"),
         ),
         (

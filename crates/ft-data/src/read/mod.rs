@@ -150,7 +150,7 @@ pub(crate) fn read_rows(path: &str, unit: TextUnit, each: &mut Each) -> Result<(
     match (extension, compression) {
         ("jsonl" | "ndjson", _) => json::read_lines(path, open()?, each),
         ("json", _) => json::read_json(path, open()?, each),
-        ("csv", _) => table::read_table(path, open()?, b',', each),
+        ("csv", _) => table::read_csv(path, open()?, each),
         ("tsv", _) => table::read_table(path, open()?, b'\t', each),
         ("txt", _) => text::read_text(path, open()?, unit, each),
         ("md", _) => {

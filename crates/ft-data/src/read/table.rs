@@ -5,7 +5,7 @@ use ft_base::{Error, Result};
 use serde_json::{Map, Value};
 use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Cursor, Read};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -42,6 +42,28 @@ fn line_at(breaks: &Breaks, line: &mut u64, mut offset: u64) -> u64 {
         offset += u64::from(at == offset);
     }
     *line
+}
+
+/// Most bytes of a header row.
+const HEADER: u64 = 1 << 16;
+
+/// Reads a csv file. Its columns are separated by commas, or by semicolons or tabs if the header row has no comma.
+pub(super) fn read_csv(path: &str, file: impl Read, each: &mut Each) -> Result<()> {
+    let mut input = BufReader::new(file);
+    let mut header = Vec::new();
+    let read = input.by_ref().take(HEADER).read_until(b'\n', &mut header);
+    read.map_err(|e| super::json::cannot_read(path, e))?;
+    let mut quoted = false;
+    let mut counts = [(b',', 0), (b';', 0), (b'\t', 0)];
+    for byte in &header {
+        quoted ^= *byte == b'"';
+        for (_, count) in counts.iter_mut().filter(|(c, _)| c == byte && !quoted) {
+            *count += 1;
+        }
+    }
+    let found = counts.into_iter().find(|(_, count)| *count > 0);
+    let delimiter = found.map_or(b',', |(delimiter, _)| delimiter);
+    read_table(path, Cursor::new(header).chain(input), delimiter, each)
 }
 
 pub(super) fn read_table(path: &str, file: impl Read, delimiter: u8, each: &mut Each) -> Result<()> {

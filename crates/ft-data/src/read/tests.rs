@@ -160,6 +160,13 @@ fn csv_has_a_header_quotes_and_line_numbers() {
         [json!({"text": "a, b", "n": "1"})]
     );
     assert!(rows("t.csv", b"").is_empty());
+    // Spreadsheets write semicolons where the comma is the decimal mark.
+    assert_eq!(
+        rows("t.csv", b"\xef\xbb\xbf\"a,b\";c\r\n\"1;2\";3,5\r\n"),
+        [json!({"a,b": "1;2", "c": "3,5"})]
+    );
+    assert_eq!(rows("t.csv", b"a\tb\n1\t2"), [json!({"a": "1", "b": "2"})]);
+    assert_eq!(rows("t.csv", b"a,b;c\n1,2\n"), [json!({"a": "1", "b;c": "2"})]);
     refused(
         "t.csv",
         b"prompt,completion\na,b\nc\n",

@@ -27,6 +27,7 @@ use serde_json::{Value, json};
 use stats::RowStats;
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
+use waiting::Placed;
 
 named!(
     /// Which repeated rows are dropped.
@@ -207,7 +208,7 @@ struct State {
     exact: HashMap<[u8; 16], u32>,
     near: Option<Signatures>,
     /// The rows that `exact` and `near` refer to.
-    kept: Vec<RowPosition>,
+    kept: Vec<(RowPosition, u32)>,
     tally: Tally,
     /// The report of an earlier process, which dropped the rows.
     restored: Option<Screened>,
@@ -219,6 +220,8 @@ struct State {
 
 /// What is computed from a row alone.
 struct Print {
+    /// Its place, and the index of its file over all sources: a file may be in two of them.
+    place: (RowPosition, u32),
     votes: Result<Option<judges::Votes>>,
     shared: Option<(RowPosition, String)>,
     exact: [u8; 16],
@@ -330,14 +333,10 @@ impl Screen {
     }
 
     /// For each row: whether it is kept, or the error of its votes.
-    pub(crate) fn keep<L>(&self, rows: &[(Row, L)]) -> Vec<Result<bool>>
-    where
-        L: AsRef<Layout> + Sync,
-        Row: Sync,
-    {
+    pub(crate) fn keep(&self, rows: &[(Row, Placed)]) -> Vec<Result<bool>> {
         let prints: Vec<Print> = rows
             .par_iter()
-            .map(|(row, layout)| self.print(row, layout.as_ref()))
+            .map(|(row, Placed(layout, origin))| self.print(row, layout, origin.file))
             .collect();
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let rows = rows.iter().zip(prints);
@@ -345,10 +344,11 @@ impl Screen {
             .collect()
     }
 
-    fn print(&self, row: &Row, layout: &Layout) -> Print {
+    fn print(&self, row: &Row, layout: &Layout, file: u32) -> Print {
         let parts = parts::of(row, layout);
         let shared = self.overlap.as_ref().and_then(|o| o.find(&parts));
         Print {
+            place: (row.place.clone(), file),
             votes: match &self.spec.judges {
                 Some(judges) => judges.votes(row).map(Some),
                 None => Ok(None),
@@ -373,7 +373,7 @@ impl Screen {
         }
         let votes = print.votes?;
         state.out.rows += 1;
-        let reason = self.reason(votes, print.shared, print.exact, print.near, &row.place, state);
+        let reason = self.reason(votes, print.shared, print.exact, print.near, print.place, state);
         let kept = reason.is_none();
         let dropped = reason.map(|reason| Dropped {
             row: row.place.clone(),
@@ -389,7 +389,7 @@ impl Screen {
         shared: Option<(RowPosition, String)>,
         exact: [u8; 16],
         near: Option<Signature>,
-        place: &RowPosition,
+        place: (RowPosition, u32),
         state: &mut State,
     ) -> Option<Reason> {
         if let (Some(judges), Some(votes)) = (&self.spec.judges, votes) {
@@ -414,20 +414,21 @@ impl Screen {
             ..
         } = state;
         if let Some(first) = seen.get(&exact) {
-            if *rereads && kept.get(*first as usize) == Some(place) {
+            let first = kept.get(*first as usize);
+            if *rereads && first == Some(&place) {
                 return None;
             }
-            return kept.get(*first as usize).cloned().map(Reason::Same);
+            return first.map(|(first, _)| Reason::Same(first.clone()));
         }
         if let (Some(signatures), Some(signature)) = (signatures, near) {
             if let Some((first, similarity)) = signatures.find(&signature, self.spec.threshold) {
-                let first = kept.get(first as usize).cloned();
-                return first.map(|first| Reason::Near(first, similarity));
+                let first = kept.get(first as usize);
+                return first.map(|(first, _)| Reason::Near(first.clone(), similarity));
             }
             signatures.push(&signature);
         }
         seen.insert(exact, kept.len() as u32);
-        kept.push(place.clone());
+        kept.push(place);
         None
     }
 

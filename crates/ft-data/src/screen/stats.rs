@@ -4,10 +4,11 @@ use super::parts;
 use crate::codec::{ChatRender, TextCodec};
 use crate::dataset::Spec;
 use crate::faults::BadRows;
-use crate::layout::{Layout, Purpose};
+use crate::layout::{Layout, Purpose, Rules};
 use crate::load::CHUNK_ROWS;
 use crate::peek::RowKind;
 use crate::read::Row;
+use crate::source;
 use ft_base::Result;
 use ft_base::units::count;
 use rayon::prelude::*;
@@ -83,11 +84,18 @@ pub(super) fn measure(parts: Vec<parts::Part>) -> Vec<Measured> {
 }
 
 impl RowStats {
-    /// Reads all rows of these files; `kind`: what they are used for.
+    /// Reads all rows of these files; `kind`: what they are used for; `answer`: the column with the known answer of a
+    /// prompt.
     ///
     /// # Errors
     /// A broken row, with its place.
-    pub fn read(spec: &Spec, kind: RowKind, codec: &dyn TextCodec, template: Option<&dyn ChatRender>) -> Result<Self> {
+    pub fn read(
+        spec: &Spec,
+        kind: RowKind,
+        answer: &str,
+        codec: &dyn TextCodec,
+        template: Option<&dyn ChatRender>,
+    ) -> Result<Self> {
         let purpose = match kind {
             RowKind::Text => Purpose::Learn,
             RowKind::Pairs | RowKind::Judged => Purpose::Prefer,
@@ -95,14 +103,28 @@ impl RowStats {
         };
         let (mut out, mut waiting) = (Self::default(), Vec::<(Row, Arc<Layout>)>::new());
         let (mut bad, encoder) = (BadRows::new(), spec.encoder(codec, template));
-        spec.rows(purpose, &encoder, &mut bad, &mut |row, layout, _, bad| {
-            bad.good();
-            waiting.push((row, layout.clone()));
-            if waiting.len() >= CHUNK_ROWS {
-                out.flush(&mut waiting);
-            }
-            Ok(())
-        })?;
+        let rules = match kind {
+            RowKind::Prompts => Rules {
+                answer,
+                ..spec.rules(&encoder)
+            },
+            _ => spec.rules(&encoder),
+        };
+        source::rows(
+            spec.sources,
+            purpose,
+            &rules,
+            spec.screen,
+            &mut bad,
+            &mut |row, layout, _, bad| {
+                bad.good();
+                waiting.push((row, layout.clone()));
+                if waiting.len() >= CHUNK_ROWS {
+                    out.flush(&mut waiting);
+                }
+                Ok(())
+            },
+        )?;
         out.flush(&mut waiting);
         bad.end()?;
         Ok(out)

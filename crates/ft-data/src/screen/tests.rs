@@ -6,7 +6,7 @@ use super::*;
 use crate::dataset::Origin;
 use crate::layout::Purpose;
 use crate::preference::{self, Want};
-use crate::prompts::{Prompts, Room};
+use crate::prompts::{PromptSpec, Prompts, Room};
 use crate::testing::{Files, Words, files, layout, row};
 use crate::{ChatRender, Dataset, Encoder, Long, Render, RowFormat, Spec, TrainOn};
 use serde_json::json;
@@ -161,7 +161,15 @@ fn pairs_labels_and_prompts_are_compared_by_their_roles() {
         answer: 1,
         long: Long::Auto,
     };
-    let prompts = Prompts::load(&f.sources, Render::Plain, &encoder, "answer", room, Some(&screen)).unwrap();
+    let prompts = Prompts::load(&PromptSpec {
+        sources: &f.sources,
+        render: Render::Plain,
+        encoder: &encoder,
+        answer: "answer",
+        room,
+        screen: Some(&screen),
+    })
+    .unwrap();
     let kept: Vec<u64> = prompts.rows.iter().map(|p| p.place.number).collect();
     assert_eq!(kept, [1, 2]);
 }
@@ -363,7 +371,7 @@ fn texts_are_counted_while_the_rows_are_tokenized() {
         let rows = crate::Dataset::load(&spec, &codec, None).unwrap();
         assert_eq!(rows.stats.rows, if dedup == Dedup::None { 700 } else { 350 });
         // Also those of dropped rows.
-        let all = stats::RowStats::read(&plain, crate::peek::RowKind::Text, &codec, None).unwrap();
+        let all = stats::RowStats::read(&plain, crate::peek::RowKind::Text, "", &codec, None).unwrap();
         assert_eq!(screen.texts(), Some(all));
     }
 }

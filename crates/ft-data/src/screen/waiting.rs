@@ -12,12 +12,6 @@ use std::sync::Arc;
 /// The layout and the origin of a row that waits for the screen.
 pub(crate) struct Placed(pub Arc<Layout>, pub Origin);
 
-impl AsRef<Layout> for Placed {
-    fn as_ref(&self) -> &Layout {
-        &self.0
-    }
-}
-
 /// Passes the rows that the screen keeps to `each`; the errors of votes go to `bad`.
 pub(crate) fn screened(
     screen: &Screen,

@@ -1,6 +1,7 @@
 //! Tests of rows that are read during a run.
 
 use super::*;
+use crate::reading;
 use crate::screen::{Dedup, ScreenSpec};
 use crate::testing::{Files, files, real, short_rows as spec};
 
@@ -244,7 +245,33 @@ fn a_screened_stream_keeps_the_first_of_equal_rows_in_every_epoch() {
     kept.truncate(60);
     let wanted: Vec<u64> = (0..3).flat_map(|_| 1..=20).collect();
     assert_eq!(kept, wanted);
-    // A sample reports the rows of the first window.
-    Dataset::sample(&spec, &codec, None, 25).unwrap();
+    // A file in two sources: the rows of the second one are duplicates.
+    let mut twice = files.sources.clone();
+    twice.push(twice[0].clone());
+    for weight in [None, Some(1.0)] {
+        twice.iter_mut().for_each(|source| source.weight = weight);
+        let spec = Spec {
+            sources: &twice[..],
+            ..spec.clone()
+        };
+        let mut stream = RowStream::new(&spec, &codec, None, order(false, false), 7).unwrap();
+        let mut seen: Vec<(u64, u32)> = Vec::new();
+        for _ in 0..30 {
+            stream.position = stream.next.clone();
+            stream.fill().unwrap();
+            seen.extend(stream.origins.iter().map(|origin| (origin.number, origin.file)));
+        }
+        seen.sort_unstable();
+        seen.dedup();
+        // Each row is that of one source: with weights of the source that comes to it first.
+        assert_eq!(
+            seen.iter().map(|(row, _)| *row).collect::<Vec<_>>(),
+            (1..=20).collect::<Vec<_>>()
+        );
+        assert_eq!(seen.iter().all(|(_, file)| *file == 0), weight.is_none());
+    }
+    // A sample reports the rows of the first window, and the columns of the first row of each file.
+    let sample = Dataset::sample(&spec, &codec, None, 25).unwrap();
+    assert_eq!(reading::lines(&sample.readings, "not used"), ["text"]);
     assert_eq!((exact.report().rows, exact.report().dropped.len()), (25, 5));
 }

@@ -1,5 +1,6 @@
 //! Removes data sets of the cache that were not used for the longest time.
 
+use super::made::MADE;
 use super::{CHUNKS, INDEX, PAIRS, ROWS, TOKENS, TokenCache};
 use ft_base::lock::{self, UseMark};
 use ft_base::units::{bytes as size_text, counted};
@@ -7,7 +8,7 @@ use ft_base::{Result, files};
 use std::path::{Path, PathBuf};
 
 /// The files of a data set.
-const NAMES: [&str; 6] = [TOKENS, INDEX, PAIRS, CHUNKS, ROWS, lock::NAME];
+const NAMES: [&str; 7] = [TOKENS, INDEX, PAIRS, MADE, CHUNKS, ROWS, lock::NAME];
 
 /// Keeps the cache below its limit. A data set that a process uses stays; so does everything that is not a data set.
 pub(super) fn remove_old(cache: &TokenCache) {

@@ -10,13 +10,17 @@
 //! - `rows.json`: counts, the fingerprint, and which rows were dropped before, written last;
 //! - `used`: the time of the last use; locked while a process reads the files (`limit`).
 //!
+//! Prompts (`prompts`), and what a caller computes from data sets (`made`), are directories with one file of bytes.
+//!
 //! The files are read with positioned reads and are not mapped: pages of a mapped file count as memory of the process,
 //! and a run with a memory budget would stop because of them.
 
 mod build;
 mod key;
 mod limit;
+mod made;
 mod pairs;
+mod prompts;
 
 pub(super) use build::hash_row;
 
@@ -328,12 +332,8 @@ impl TokenCache<'_> {
             return Ok(None);
         };
         let dir = self.dir.join(key);
-        let used = match files::create_dir_all(&dir).and_then(|()| UseMark::hold(&dir)) {
-            Err(e) if !self.required => {
-                (self.note)(&format!("no token cache: {}", e.line()));
-                return Ok(None);
-            }
-            used => used?,
+        let Some(used) = self.mark(&dir)? else {
+            return Ok(None);
         };
         if let Some(found) = finished(&dir) {
             if let Some(rows) = self.open(&dir, &found, request)? {

@@ -88,6 +88,17 @@ impl Place {
         self.within(u64::MAX, spec, None, codec)
     }
 
+    /// The cache, without a limit.
+    pub(super) fn cache(&self) -> TokenCache<'_> {
+        TokenCache {
+            dir: self.dir.path(),
+            least_bytes: 0,
+            most_bytes: None,
+            required: true,
+            note: &|_| {},
+        }
+    }
+
     /// As `load`, with a limit of the cache, and for preferences.
     pub(super) fn within(&self, limit: u64, spec: &Spec, want: Option<Want>, codec: &dyn TextCodec) -> Result<Dataset> {
         let cache = TokenCache {

@@ -2,6 +2,7 @@
 
 use super::tests::{Counting, Place, assert_same, rows};
 use super::*;
+use crate::prompts::{PromptSpec, Prompts, Room};
 use crate::screen::{Dedup, Screen, ScreenSpec};
 use crate::testing::{Files, files, real, short_rows};
 use crate::{BatchStream, Length, Long, StreamSpec};
@@ -199,4 +200,78 @@ fn the_sets_that_were_not_used_for_the_longest_time_are_removed() {
         place.notes.borrow()
     );
     assert_eq!(used.examples.head(2).unwrap().len(), 2);
+}
+
+fn prompt_room() -> Room {
+    Room {
+        window: 24,
+        answer: 4,
+        long: Long::Drop,
+    }
+}
+
+#[test]
+fn cached_prompts_are_those_in_memory_and_are_tokenized_once() {
+    let row = |i: usize| {
+        let (i, words) = (i % 700, "and on ".repeat(i % 700 % 9));
+        format!("{{\"prompt\": \"row {i} {words}\", \"answer\": \"{i}\", \"weight\": 0.1, \"id\": {i}}}\n")
+    };
+    let files = files(&[("p.jsonl", &(0..ROWS).map(row).collect::<String>())]);
+    for drops in [false, true] {
+        let (place, codec) = (Place::new(), Counting::new(usize::MAX));
+        let load = |codec: &Counting, cached: bool, answer: &str| {
+            let screen = Screen::new(ScreenSpec {
+                dedup: if drops { Dedup::Exact } else { Dedup::None },
+                ..ScreenSpec::default()
+            })
+            .unwrap();
+            let rows = spec(&files);
+            let spec = PromptSpec {
+                sources: rows.sources,
+                render: rows.render,
+                encoder: &rows.encoder(codec, None),
+                answer,
+                room: prompt_room(),
+                screen: screen.as_ref(),
+            };
+            let note = |line: &str| place.notes.borrow_mut().push(line.to_string());
+            let cache = TokenCache {
+                note: &note,
+                ..place.cache()
+            };
+            let out = if cached {
+                Prompts::load_cached(&spec, &cache)
+            } else {
+                Prompts::load(&spec)
+            };
+            let report = screen.map(|s| s.report().lines());
+            out.map(|out| (out, report))
+        };
+        let (memory, report) = load(&codec, false, "answer").unwrap();
+        assert!(memory.dropped.0 > 0 && codec.texts() >= memory.rows.len());
+        for (time, most) in [("first", usize::MAX), ("second", 10)] {
+            let (cached, said) = load(&codec, true, "answer").unwrap();
+            assert!(codec.texts() < most, "{time}");
+            assert!(cached.rows == memory.rows && said == report, "{time}");
+            assert_eq!((&cached.origins, &cached.readings), (&memory.origins, &memory.readings));
+            assert_eq!(
+                (&cached.fingerprint, &cached.shares),
+                (&memory.fingerprint, &memory.shares)
+            );
+            assert_eq!(cached.dropped, memory.dropped);
+        }
+        // A damaged file is made again.
+        let path = place.set().join(made::MADE);
+        let mut bytes = std::fs::read(&path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        assert!(load(&codec, true, "answer").unwrap().0.rows == memory.rows && codec.texts() > 10);
+        assert!(place.notes.borrow().iter().any(|note| note.contains("damaged")));
+        // Another column of answers is another set; an error leaves no result.
+        assert!(load(&codec, true, "id").unwrap().0.rows[0].answer == Some(0.into()) && codec.texts() > 10);
+        let e = load(&Counting::new(50), true, "weight").unwrap_err().to_string();
+        assert!(e.contains("stopped by the test"), "{e}");
+        assert_eq!(load(&codec, true, "weight").unwrap().0.rows[0].answer, Some(0.1.into()));
+    }
 }

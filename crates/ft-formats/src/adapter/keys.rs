@@ -92,7 +92,7 @@ pub fn parse(name: &str, kind: &AdapterKind, dora: bool) -> Option<Key> {
         ".token_adapter.trainable_tokens_delta",
         ".token_adapter.trainable_tokens_delta.default",
     ] {
-        if let (Some(module), AdapterKind::Lora) = (rest.strip_suffix(end), kind) {
+        if let Some(module) = rest.strip_suffix(end).filter(|_| kind.has_rows()) {
             return Some(Key::Rows(module.to_string()));
         }
     }

@@ -101,7 +101,7 @@ pub struct Disk {
     layers: DoubleBuffer<Layers>,
     pieces: DoubleBuffer<Pieces>,
     /// Parameters that are always in memory, active or not.
-    always_in_memory: Vec<Arc<str>>,
+    always_in_memory: Mutex<Vec<Arc<str>>>,
     /// Active parameters; all of them are in `Shared::in_memory`.
     active: Mutex<BTreeSet<Arc<str>>>,
     options: Options,
@@ -184,7 +184,7 @@ impl Disk {
                 rows: options.head_rows.unwrap_or(0),
             }),
             shared,
-            always_in_memory,
+            always_in_memory: Mutex::new(always_in_memory),
             active: Mutex::new(BTreeSet::new()),
             options,
             jobs: Some(jobs),
@@ -361,6 +361,22 @@ impl WeightSource for Disk {
         self.shared.in_memory().get(name).cloned()
     }
 
+    fn hold(&self, name: &str) -> Result<Tensor> {
+        let param = self.shared.param(name)?;
+        let mut always = lock(&self.always_in_memory);
+        if !always.contains(&param.name) {
+            always.push(param.name.clone());
+        }
+        drop(always);
+        if let Some(tensor) = self.in_memory(name) {
+            return Ok(tensor);
+        }
+        let tensor = self.shared.load(param)?;
+        self.shared.in_memory().insert(param.name.clone(), tensor.clone());
+        self.pieces.forget();
+        Ok(tensor)
+    }
+
     fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
         if let Some(whole) = self.in_memory(name) {
             return Ok((whole, ids.to_vec()));
@@ -453,7 +469,7 @@ impl TrainableStore for Disk {
                 self.shared.files.write(&name, &exact, codes.as_ref())?;
             }
             self.active().remove(&name);
-            if !self.always_in_memory.contains(&name) {
+            if !lock(&self.always_in_memory).contains(&name) {
                 self.shared.in_memory().remove(&name);
             }
         }

@@ -197,6 +197,39 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
 }
 
 #[test]
+fn a_held_matrix_stays_in_memory() {
+    for tied in [false, true] {
+        let dir = TempDir::new().unwrap();
+        let (disk, here) = (
+            open(dir.path(), Dtype::F32, tied, Some(PIECE)).unwrap(),
+            resident(Dtype::F32, tied),
+        );
+        let head = if tied { "embed" } else { "head" };
+        let before = disk.resident_bytes();
+        assert!(disk.in_memory("embed").is_none() && disk.streamed(head).is_some());
+        disk.streamed(head).unwrap().piece(0).unwrap();
+        for name in ["embed", head] {
+            let held = disk.hold(name).unwrap();
+            assert_eq!(flat(&held), flat(&here.in_memory(name).unwrap()));
+            // The caller changes a row: every reader sees it.
+            update::set(&held.narrow(0, 3, 1).unwrap(), &[7.0; D]).unwrap();
+            assert_eq!(flat(&disk.in_memory(name).unwrap())[3 * D], 7.0);
+        }
+        assert!(disk.streamed(head).is_none());
+        let (table, at) = disk.rows("embed", &[3]).unwrap();
+        assert_eq!(flat(&table.narrow(0, at[0] as usize, 1).unwrap()), [7.0; D]);
+        let matrices = if tied { 1 } else { 2 };
+        assert!(disk.resident_bytes() >= before + matrices * (V * D * 4) as u64);
+        // A switch of blocks leaves it there.
+        let mut low = Low::new();
+        disk.activate(&["model.layers.1.a.weight"], &mut low).unwrap();
+        disk.deactivate(&|_| false, &mut low).unwrap();
+        assert_eq!(flat(&disk.in_memory("embed").unwrap())[3 * D], 7.0);
+        assert!(disk.hold("nothing").is_err());
+    }
+}
+
+#[test]
 fn exact_values_are_taken_from_a_checkpoint() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let dir = TempDir::new().unwrap();

@@ -71,6 +71,13 @@ fn groups_and_rows_are_those_of_the_host() {
             flat(&there.in_memory("head").unwrap()),
             flat(&here.in_memory("head").unwrap())
         );
+        // A held matrix does from then on, with the changes that are made to it.
+        update::set(&there.hold("embed").unwrap().narrow(0, 5, 1).unwrap(), &[7.0; D]).unwrap();
+        let (table, at) = there.rows("embed", &[0, 5]).unwrap();
+        assert_eq!((table.dims()[0], &at[..]), (V, &[0, 5][..]));
+        assert_eq!(flat(&there.hold("embed").unwrap())[5 * D..6 * D], [7.0; D]);
+        let fetched = there.fetch(Group::Embedding).unwrap();
+        assert_eq!(flat(&fetched.get("embed").unwrap().1)[5 * D..6 * D], [7.0; D]);
     }
 }
 

@@ -1,7 +1,8 @@
 //! Every family: logits, loss, gradients, evaluation, greedy text.
 
 use crate::support::{
-    Form, all_close, close, copy_matching, data, directories, eval, family, ft, goldens, json, numbers, path, tensors, text,
+    Form, all_close, close, copy_matching, data, directories, eval, family, ft, goldens, json, numbers, path, tensors,
+    text,
 };
 use crate::wire::{self, Document};
 use std::collections::{BTreeMap, BTreeSet};

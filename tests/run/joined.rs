@@ -23,7 +23,10 @@ fn train(bench: &Bench, run: &str, settings: &[&str]) {
     bench.train(&[&short[..], settings, &[&out]].concat());
     let losses: Vec<f64> = bench.steps(run).iter().map(|line| number(line, "loss")).collect();
     assert_eq!(losses.len(), 4, "{run}");
-    assert!(losses.iter().all(|loss| loss.is_finite() && *loss > 0.0), "{run}: {losses:?}");
+    assert!(
+        losses.iter().all(|loss| loss.is_finite() && *loss > 0.0),
+        "{run}: {losses:?}"
+    );
 }
 
 /// The tensors of a safetensors file: shape and bytes.
@@ -42,7 +45,10 @@ fn tensors(dir: &Path) -> BTreeMap<String, (Value, Vec<u8>)> {
 }
 
 fn shapes(dir: &Path) -> BTreeMap<String, Value> {
-    tensors(dir).into_iter().map(|(name, (shape, _))| (name, shape)).collect()
+    tensors(dir)
+        .into_iter()
+        .map(|(name, (shape, _))| (name, shape))
+        .collect()
 }
 
 #[test]
@@ -61,7 +67,12 @@ fn every_method_trains_and_writes_joined_experts() {
             ),
             (
                 "nf4-disk",
-                &["tune.method=lora", "memory.frozen_weights=nf4", "model.dtype=bf16", "memory.tier=disk"],
+                &[
+                    "tune.method=lora",
+                    "memory.frozen_weights=nf4",
+                    "model.dtype=bf16",
+                    "memory.tier=disk",
+                ],
             ),
         ];
         for (name, settings) in methods {
@@ -79,7 +90,10 @@ fn every_method_trains_and_writes_joined_experts() {
                 "{family} {method}"
             );
         }
-        let names: BTreeMap<String, Value> = before.iter().map(|(name, (shape, _))| (name.clone(), shape.clone())).collect();
+        let names: BTreeMap<String, Value> = before
+            .iter()
+            .map(|(name, (shape, _))| (name.clone(), shape.clone()))
+            .collect();
         for run in ["full", "block", "freeze"] {
             assert_eq!(shapes(&bench.path(run).join("final")), names, "{family} {run}");
         }
@@ -87,15 +101,20 @@ fn every_method_trains_and_writes_joined_experts() {
         train(
             &bench,
             "bf16",
-            &["tune.method=freeze", "tune.freeze.trainable_layers=1", "model.dtype=bf16"],
+            &[
+                "tune.method=freeze",
+                "tune.freeze.trainable_layers=1",
+                "model.dtype=bf16",
+            ],
         );
         let after = tensors(&bench.path("bf16/final"));
         let joined = |name: &&String| name.contains("experts") || name.contains("put_linear");
         let (mut same, mut changed) = (0, 0);
         for name in before.keys().filter(joined) {
-            match before[name] == after[name] {
-                true => same += 1,
-                false => changed += 1,
+            if before[name] == after[name] {
+                same += 1;
+            } else {
+                changed += 1;
             }
         }
         assert!(same > 0 && changed > 0, "{family}: {same} {changed}");
@@ -128,10 +147,20 @@ fn gpt_oss_trains_from_mxfp4() {
     let experts = "model.layers.0.mlp.experts";
     for dir in ["full/final", "merged"] {
         let shapes = shapes(&bench.path(dir));
-        assert_eq!(shapes[&format!("{experts}.gate_up_proj")], serde_json::json!([3, 32, 128]));
-        assert_eq!(shapes[&format!("{experts}.gate_up_proj_bias")], serde_json::json!([3, 128]));
+        assert_eq!(
+            shapes[&format!("{experts}.gate_up_proj")],
+            serde_json::json!([3, 32, 128])
+        );
+        assert_eq!(
+            shapes[&format!("{experts}.gate_up_proj_bias")],
+            serde_json::json!([3, 128])
+        );
         assert_eq!(shapes[&format!("{experts}.down_proj")], serde_json::json!([3, 64, 32]));
-        assert!(!shapes.keys().any(|name| name.contains("experts.0.") || name.contains("blocks")));
+        assert!(
+            !shapes
+                .keys()
+                .any(|name| name.contains("experts.0.") || name.contains("blocks"))
+        );
         let config = fs::read_to_string(bench.path(dir).join("config.json")).unwrap();
         assert!(!config.contains("quantization_config"), "{dir}");
     }

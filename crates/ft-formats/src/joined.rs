@@ -73,8 +73,16 @@ const GPT_OSS: &[Layout] = &[Layout {
             &["gate_proj.weight_scales", "up_proj.weight_scales"],
             Order::AlternateRows,
         ),
-        joined("mlp.experts.down_proj_blocks", &["down_proj.weight_blocks"], Order::Rows),
-        joined("mlp.experts.down_proj_scales", &["down_proj.weight_scales"], Order::Rows),
+        joined(
+            "mlp.experts.down_proj_blocks",
+            &["down_proj.weight_blocks"],
+            Order::Rows,
+        ),
+        joined(
+            "mlp.experts.down_proj_scales",
+            &["down_proj.weight_scales"],
+            Order::Rows,
+        ),
     ],
     optional: false,
 }];

@@ -406,18 +406,17 @@ impl Weights {
     /// Reads bytes of a tensor, starting at its byte `at`.
     fn read_exact(&self, info: &TensorInfo, at: u64, out: &mut [u8]) -> Result<()> {
         let stored = self.stored_part(info, at, out.len());
-        self.read_part(info, at, &mut out[..stored])
-            .map_err(|e| {
-                let error = Error::io(format!("cannot read tensor `{}`", info.name))
-                    .at_path(&self.paths[info.file])
-                    .cause(&e);
-                match e.kind() {
-                    std::io::ErrorKind::UnexpectedEof => {
-                        error.hint("the file became shorter while it was read: another program is writing to it")
-                    }
-                    _ => error,
+        self.read_part(info, at, &mut out[..stored]).map_err(|e| {
+            let error = Error::io(format!("cannot read tensor `{}`", info.name))
+                .at_path(&self.paths[info.file])
+                .cause(&e);
+            match e.kind() {
+                std::io::ErrorKind::UnexpectedEof => {
+                    error.hint("the file became shorter while it was read: another program is writing to it")
                 }
-            })?;
+                _ => error,
+            }
+        })?;
         self.patch(info, at, out);
         Ok(())
     }

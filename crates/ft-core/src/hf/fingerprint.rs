@@ -190,8 +190,7 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let hash = |(raw, rounded): &mut (Vec<u8>, Vec<u8>), job: &HashJob| -> Result<([u8; 32], [u8; 32])> {
         let size = job.dtype.map_or(1, StoredDtype::size);
         raw.resize(job.count * size, 0);
-        read(job.info, (job.first * size) as u64, raw)
-            .map_err(|e| unreadable(weights, job.info, e))?;
+        read(job.info, (job.first * size) as u64, raw).map_err(|e| unreadable(weights, job.info, e))?;
         let exact = *blake3::hash(raw).as_bytes();
         let Some(dtype) = job.dtype else {
             return Ok((exact, exact));

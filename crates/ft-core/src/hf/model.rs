@@ -115,11 +115,15 @@ impl Directory<'_> {
             Weights::open(self.base_dir).ok()
         };
         let usual = || joined::usual(self.config);
-        let layout = base.as_ref().map_or_else(usual, |base| base.experts_layout(self.config));
+        let layout = base
+            .as_ref()
+            .map_or_else(usual, |base| base.experts_layout(self.config));
         let outputs = joined::outputs(self.tensors, layout);
         let base = base.filter(|_| wrapped);
         let renamed = outputs.iter().map(|output| TensorPlan {
-            name: base.as_ref().map_or(output.plan.name.clone(), |base| base.stored_name(&output.plan.name)),
+            name: base
+                .as_ref()
+                .map_or(output.plan.name.clone(), |base| base.stored_name(&output.plan.name)),
             ..output.plan.clone()
         });
         let others = base.as_ref().map_or(&[][..], Weights::other_parts);

@@ -82,7 +82,13 @@ fn each_projection_is_read_and_written_back() {
                         .collect();
                     weights.require(&name, &[rows, columns]).unwrap();
                     assert_eq!(weights.read_f32(&name).unwrap(), wanted, "{model_type} {name}");
-                    for (first, count) in [(0, 1), (3, 9), (columns, 2 * columns), (rows * columns - 2, 2), (7, 200)] {
+                    for (first, count) in [
+                        (0, 1),
+                        (3, 9),
+                        (columns, 2 * columns),
+                        (rows * columns - 2, 2),
+                        (7, 200),
+                    ] {
                         let mut got = vec![f32::NAN; count];
                         weights.read_f32_at(&name, first, &mut got).unwrap();
                         assert_eq!(got, wanted[first..first + count], "{model_type} {name} {first}");
@@ -106,7 +112,11 @@ fn each_projection_is_read_and_written_back() {
             })
             .unwrap();
             let whole = |path: &std::path::Path| std::fs::read(path).unwrap();
-            assert_eq!(whole(&copy), whole(&dir.path().join("model.safetensors")), "{model_type}");
+            assert_eq!(
+                whole(&copy),
+                whole(&dir.path().join("model.safetensors")),
+                "{model_type}"
+            );
         }
     }
 }
@@ -125,10 +135,7 @@ fn blocks_scales_and_biases_of_gpt_oss() {
         ],
     );
     let weights = Weights::open(dir.path()).unwrap();
-    assert_eq!(
-        weights.read_f32(&at("1.gate_proj.bias")).unwrap(),
-        [6.0, 8.0, 10.0]
-    );
+    assert_eq!(weights.read_f32(&at("1.gate_proj.bias")).unwrap(), [6.0, 8.0, 10.0]);
     assert_eq!(weights.read_f32(&at("1.up_proj.bias")).unwrap(), [7.0, 9.0, 11.0]);
     assert_eq!(weights.read_f32(&at("1.down_proj.bias")).unwrap()[0], 64.0);
     let scales = weights.read_bytes(&at("0.up_proj.weight_scales")).unwrap();
@@ -136,7 +143,9 @@ fn blocks_scales_and_biases_of_gpt_oss() {
     let info = weights.info(&at("1.up_proj.weight_blocks")).unwrap();
     assert_eq!(info.shape, [3, 2, 16]);
     let blocks = weights.read_bytes(&at("1.up_proj.weight_blocks")).unwrap();
-    let wanted: Vec<u8> = (0..96).map(|i| ((192 + (i / 32) * 64 + 32 + i % 32) % 251) as u8).collect();
+    let wanted: Vec<u8> = (0..96)
+        .map(|i| ((192 + (i / 32) * 64 + 32 + i % 32) % 251) as u8)
+        .collect();
     assert_eq!(blocks, wanted);
 }
 

@@ -80,7 +80,11 @@ fn read(file: &File, info: &TensorInfo, view: View, at: u64, out: &mut [u8]) -> 
         for first_column in (0..view.columns).step_by(columns_at_once) {
             let end_column = (first_column + columns_at_once).min(view.columns);
             // A run of the file: these rows of one column, or of all columns if they are next to each other.
-            let (runs, width) = if by_row { (1, view.columns) } else { (end_column - first_column, 1) };
+            let (runs, width) = if by_row {
+                (1, view.columns)
+            } else {
+                (end_column - first_column, 1)
+            };
             let run = ((end_row - first_row - 1) * view.row_stride + width) * size;
             buffer.resize(runs * run, 0u8);
             for (i, run) in buffer.chunks_exact_mut(run).enumerate() {

@@ -27,7 +27,10 @@ pub(super) fn backward(
     if let Some(d_weights) = d_weights {
         let products = linear::forward(dy, &bias.tensor.reshape((1, width))?, None)?;
         let products = update::to_f32_vec(&products)?;
-        d_weights.iter_mut().zip(products).for_each(|(d, product)| *d += product);
+        d_weights
+            .iter_mut()
+            .zip(products)
+            .for_each(|(d, product)| *d += product);
     }
     if !sink.wants(&bias.name) {
         return Ok(());

@@ -157,14 +157,22 @@ mod tests {
         let windows: Vec<_> = spec.layers.iter().map(|l| l.window).collect();
         assert_eq!(windows, [Some(128), None, Some(128), None]);
         assert!(spec.ropes[0].attention_factor > 1.3);
-        let plain = read("gpt_oss", json!({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}})).unwrap();
+        let plain = read(
+            "gpt_oss",
+            json!({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}),
+        )
+        .unwrap();
         assert_eq!(plain.ropes[0].attention_factor, 1.0);
     }
 
     /// Its files have no size of dense layers.
     #[test]
     fn qwen3_5_with_experts_needs_no_intermediate_size() {
-        let spec = read("qwen3_5_moe_text", json!({"intermediate_size": null, "moe_intermediate_size": 32})).unwrap();
+        let spec = read(
+            "qwen3_5_moe_text",
+            json!({"intermediate_size": null, "moe_intermediate_size": 32}),
+        )
+        .unwrap();
         assert_eq!(sparse(&spec), [0, 1, 2, 3]);
         let router = spec.layers[0].experts.unwrap().router;
         assert!(router.renormalize && router.top_k == 2);

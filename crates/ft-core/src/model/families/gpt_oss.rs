@@ -51,7 +51,12 @@ fn rope(config: &Config, spec: &Spec) -> Result<Rope> {
     if !given("rope_parameters") && !given("rope_scaling") {
         let yarn = json!({"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
             "original_max_position_embeddings": 4096});
-        parameters.extend(yarn.as_object().into_iter().flatten().map(|(k, v)| (k.clone(), v.clone())));
+        parameters.extend(
+            yarn.as_object()
+                .into_iter()
+                .flatten()
+                .map(|(k, v)| (k.clone(), v.clone())),
+        );
     }
     super::rope_of(config, spec, &parameters)
 }

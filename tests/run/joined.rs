@@ -138,8 +138,8 @@ fn gpt_oss_trains_from_mxfp4() {
     train(&bench, "lora", &["tune.method=lora"]);
     train(&bench, "lora-disk", &["tune.method=lora", "memory.tier=disk"]);
     assert_eq!(curve(&bench, "lora"), curve(&bench, "lora-disk"));
-    train(&bench, "full", &["tune.method=full", "memory.frozen_weights=f32"]);
-    let full = ["tune.method=full", "memory.frozen_weights=f32", "memory.tier=disk"];
+    train(&bench, "full", &["tune.method=full", "model.dtype=bf16"]);
+    let full = ["tune.method=full", "model.dtype=bf16", "memory.tier=disk"];
     train(&bench, "full-disk", &full);
     assert_eq!(curve(&bench, "full"), curve(&bench, "full-disk"));
     let out = bench.ft(&["merge", "--adapter", "lora", "--out", "merged"]);

@@ -20,7 +20,7 @@ use crate::source::{ParamInfo, resident, stored};
 use crate::train::stage::preference::pad_id;
 use candle_core::Tensor;
 use half::{bf16, f16};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 /// The result of a merge.
@@ -148,8 +148,9 @@ pub fn merge(
         chat_template: template.as_deref(),
     };
     let mut rounding = Rounding::default();
-    let mut next = params.iter();
-    let out = directory.write(&mut |plan, sink| match (next.next(), &score) {
+    // Experts that share a tensor are written in another order.
+    let by_name: HashMap<&str, &ParamInfo> = params.iter().map(|p| (&*p.name, p)).collect();
+    let out = directory.write(&mut |plan, sink| match (by_name.get(plan.name.as_str()), &score) {
         (Some(param), _) => write_one(&weights, param, plan.dtype, &adapters, &mut rounding, sink),
         (None, Some(score)) => sink(Values::F32(&update::to_f32_vec(score)?)),
         (None, None) => Err(Error::new("no such parameter").at(&plan.name)),

@@ -110,7 +110,7 @@ fn write(
     };
     // Each tensor with its parameter.
     let mut tensors: Vec<TensorPlan> = Vec::new();
-    let mut owners: Vec<&ParamInfo> = Vec::new();
+    let mut owners: BTreeMap<String, &ParamInfo> = BTreeMap::new();
     for p in params {
         let of_param = match (formats.get(&p.name), p.shape.as_slice()) {
             (Some(format), &[rows, columns]) => stored::tensors(layout, *format, &p.name, (rows, columns)),
@@ -120,7 +120,7 @@ fn write(
                 shape: p.shape.clone(),
             }],
         };
-        owners.extend(of_param.iter().map(|_| p));
+        owners.extend(of_param.iter().map(|t| (t.name.clone(), p)));
         tensors.extend(of_param);
     }
     let after = tensors.iter().filter_map(TensorPlan::bytes).sum();
@@ -141,10 +141,9 @@ fn write(
     };
     let mut errors = Errors::default();
     let mut now: Option<(Arc<str>, QMatrix)> = None;
-    let mut owners = owners.into_iter();
     let out = directory.write(&mut |plan, sink| {
         let owner = owners
-            .next()
+            .get(&plan.name)
             .ok_or_else(|| Error::new("no such parameter").at(&plan.name))?;
         let (Some(format), &[rows, columns]) = (formats.get(&owner.name), owner.shape.as_slice()) else {
             return sink(Values::Raw(&weights.read_bytes(&plan.name)?));

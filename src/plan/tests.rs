@@ -38,6 +38,7 @@ pub(super) fn spec() -> Spec {
         plain_mlp: None,
         parallel: false,
         activation: Activation::Silu,
+        clamped_glu: None,
         attention_scale: 0.4,
         attention_softcap: None,
         logit_softcap: None,

@@ -177,6 +177,7 @@ fn spec(s: &Shape) -> Spec {
         plain_mlp: None,
         parallel: false,
         activation: Activation::Silu,
+        clamped_glu: None,
         attention_scale: 1.0 / (head_dim as f32).sqrt(),
         attention_softcap: None,
         logit_softcap: None,

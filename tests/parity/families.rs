@@ -1,7 +1,8 @@
 //! Every family: logits, loss, gradients, evaluation, greedy text.
 
 use crate::support::{
-    Form, all_close, close, data, directories, eval, family, ft, goldens, json, numbers, path, tensors, text,
+    Form, all_close, close, copy_matching, data, directories, eval, family, ft, goldens, json, numbers, path, tensors,
+    text,
 };
 use crate::wire::{self, Document};
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,7 +46,9 @@ fn all_families_have_goldens() {
         "gemma4_text",
         "glm4",
         "glm4_moe",
+        "gpt_oss",
         "granite",
+        "granitemoe",
         "hunyuan_v1_dense",
         "llama",
         "ministral3",
@@ -63,17 +66,20 @@ fn all_families_have_goldens() {
         "qwen2_moe",
         "qwen3",
         "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_moe",
         "qwen3_next",
         "qwen3_vl",
+        "qwen3_vl_moe",
         "seed_oss",
         "smollm3",
         "stablelm",
         "starcoder2",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 66);
+    assert_eq!(variants().len(), 72);
 }
 
 #[test]
@@ -194,6 +200,41 @@ fn greedy_text_is_that_of_transformers() {
             // The program adds one newline after the text.
             let out = out.strip_suffix('\n').unwrap_or(&out);
             assert_eq!(out, text(wanted, "text"), "{name}: after {prompt:?}");
+        }
+    }
+}
+
+/// The experts of gpt-oss as published, in MXFP4: decoded as transformers decodes them.
+#[test]
+fn gpt_oss_in_mxfp4_has_the_logits_of_transformers() {
+    let from = goldens().join("mxfp4");
+    let golden = tensors(&from.join("golden.safetensors"));
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(from.join(file), dir.path().join(file)).unwrap();
+    }
+    copy_matching(&goldens().join("tokenizers/small"), dir.path(), |_| true);
+    let documents = documents(&golden, 3);
+    for (i, logits) in wire::logits(dir.path(), None, &documents).iter().enumerate() {
+        all_close(logits, &golden[&format!("logits.{i}")], 1e-4, &format!("document {i}"));
+    }
+    // Merged without an adapter: decoded to bf16, in the tensors that transformers opens, each value the same.
+    let weights = ft::formats::Weights::open(dir.path()).unwrap();
+    let wanted = &golden["gate_up"];
+    for (parity, projection) in ["gate_proj", "up_proj"].into_iter().enumerate() {
+        let name = format!("model.layers.0.mlp.experts.1.{projection}.weight");
+        let (rows, columns) = (64, 32);
+        let info = ft::source::ParamInfo {
+            name: name.as_str().into(),
+            shape: vec![rows, columns],
+            group: ft::source::Group::Layer(0),
+            sublayer: ft::source::Sublayer::Mlp,
+        };
+        let values = ft::source::stored::values(&weights, &info).unwrap().unwrap();
+        for (i, value) in values.iter().enumerate() {
+            let (row, column) = (i / columns, i % columns);
+            let at = column * 2 * rows + 2 * row + parity;
+            assert_eq!(f64::from(*value), wanted[at], "{name}: {row}, {column}");
         }
     }
 }

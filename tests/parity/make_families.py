@@ -14,7 +14,7 @@ import sys
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from common import GOLDENS, IGNORE, VERSIONS, Encoder, loss_sum, mean_loss, randomize, read_rows, relative, write_json
 
@@ -75,6 +75,7 @@ QWEN_EXPERTS = EXPERTS | dict(num_experts=5, moe_intermediate_size=12, decoder_s
 #   ablate    values that must change the logits: proof that the option of the golden matters
 #   same      the option changes nothing for documents of this length
 #   room      most tokens of a prompt with its answer
+#   joined    the experts of a layer are in one tensor, as published; transformers writes them one by one
 VARIANTS = {
     "llama": dict(config=LLAMA, tokenizer="small_bos"),
     "llama_rope_llama3": dict(weights="llama", config=LLAMA | dict(rope_scaling=dict(
@@ -243,6 +244,34 @@ VARIANTS = {
         num_hidden_layers=2, full_attention_interval=2, model_type="qwen3_next", tie_word_embeddings=False, num_experts=5,
         num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=12, shared_expert_intermediate_size=20,
         mlp_only_layers=[], decoder_sparse_step=1)),
+    # Files with the experts of a layer in one tensor. The limit of the gate is low, so that it cuts values off.
+    "gpt_oss": dict(stored="bf16", ablate=dict(swiglu_limit=7.0, swiglu_alpha=1.0, sliding_window=1000, num_experts_per_tok=1), config=EXPERTS | dict(
+        model_type="gpt_oss", head_dim=8, num_hidden_layers=3, num_local_experts=5, sliding_window=8, attention_bias=True, swiglu_limit=0.3,
+        swiglu_alpha=1.702, rope_scaling=YARN | dict(beta_fast=4.0, beta_slow=1.0, truncate=False))),
+    "gpt_oss_plain": dict(config=EXPERTS | dict(
+        model_type="gpt_oss", head_dim=8, num_local_experts=3, sliding_window=8, attention_bias=False,
+        layer_types=["full_attention"] * 2, rope_parameters=dict(rope_type="default", rope_theta=100.0), tie_word_embeddings=True)),
+    "granitemoe": dict(stored="bf16", ablate=dict(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=0.25, logits_scaling=1.0),
+                       config=EXPERTS | dict(
+        model_type="granitemoe", num_local_experts=5, embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.4,
+        logits_scaling=2.5, tie_word_embeddings=False, rms_norm_eps=3e-2)),
+    "qwen3_5_moe_text": dict(stored="bf16", config=HYBRID | dict(
+        num_hidden_layers=2, full_attention_interval=2, model_type="qwen3_5_moe_text", tie_word_embeddings=False, num_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=20)),
+    "qwen3_5_moe": dict(stored="bf16", joined=True, config=QWEN_VISION_IDS | dict(
+        model_type="qwen3_5_moe", tie_word_embeddings=False, text_config=HYBRID | dict(
+            model_type="qwen3_5_moe_text", num_hidden_layers=2, full_attention_interval=2, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=12, shared_expert_intermediate_size=12),
+        vision_config=dict(
+            model_type="qwen3_5_moe_vision", depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, out_hidden_size=16,
+            num_position_embeddings=4))),
+    "qwen3_vl_moe": dict(stored="bf16", config=QWEN_VISION_IDS | dict(
+        model_type="qwen3_vl_moe", tie_word_embeddings=False, text_config=QWEN_EXPERTS | dict(
+            model_type="qwen3_vl_moe_text", head_dim=16, norm_topk_prob=True,
+            rope_scaling=dict(rope_type="default", mrope_interleaved=True, mrope_section=[4, 2, 2])),
+        vision_config=dict(
+            model_type="qwen3_vl_moe_vision", depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, out_hidden_size=16,
+            num_position_embeddings=4, deepstack_visual_indexes=[]))),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -259,7 +288,9 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "cohere": "CohereForCausalLM", "cohere2": "Cohere2ForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
                  "nemotron": "NemotronForCausalLM", "stablelm": "StableLmForCausalLM", "olmo": "OlmoForCausalLM",
                  "qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
-                 "mixtral": "MixtralForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
+                 "mixtral": "MixtralForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
+                 "granitemoe": "GraniteMoeForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+                 "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
 
 
 def config_v4(config, stored, encoder):
@@ -286,6 +317,22 @@ def load(directory, config_file="config.json", dtype=torch.float32, **changes):
     model = auto(raw).from_pretrained(
         directory, config=config, dtype=dtype, attn_implementation="eager", experts_implementation="eager", local_files_only=True)
     return model.eval()
+
+
+def join_experts(path):
+    """Writes the experts of each layer to one tensor: gate and up [E, 2I, D], down [E, D, I]."""
+    separate, joined = load_file(path), {}
+    for name in sorted(separate):
+        before, found, after = name.partition(".experts.0.")
+        if ".experts." not in name:
+            joined[name] = separate[name]
+        elif found and after in ["gate_proj.weight", "down_proj.weight"]:
+            count = sum(other.startswith(f"{before}.experts.") and other.endswith(f".{after}") for other in separate)
+            parts = ["gate_proj", "up_proj"] if after == "gate_proj.weight" else ["down_proj"]
+            to = "gate_up_proj" if len(parts) == 2 else "down_proj"
+            joined[f"{before}.experts.{to}"] = torch.stack([
+                torch.cat([separate[f"{before}.experts.{expert}.{part}.weight"] for part in parts]) for expert in range(count)])
+    save_file(joined, path, metadata={"format": "pt"})
 
 
 def documents(seed):
@@ -317,20 +364,29 @@ def measure(model, docs):
 
 
 def in_files(gradients, model_type):
-    """The gradients under the names of the files: transformers joins the experts of a layer in memory."""
+    """The gradients under the names of single experts: transformers joins the experts of a layer in memory, and in the files of some families."""
     mixtral = model_type == "mixtral"
     gate, up, down = ["w1", "w3", "w2"] if mixtral else ["gate_proj", "up_proj", "down_proj"]
     named = {}
     for key, gradient in gradients.items():
         if mixtral:
             key = key.replace(".mlp.", ".block_sparse_moe.")
+        if model_type == "granitemoe":
+            key = key.replace(".router.weight", ".router.layer.weight")
         module, _, last = key.rpartition(".")
         if not module.endswith(".experts"):
             named[key] = gradient
             continue
+        kind = "bias" if last.endswith("_bias") else "weight"
         for expert, part in enumerate(gradient):
-            parts = zip([gate, up], part.chunk(2)) if last == "gate_up_proj" else [(down, part)]
-            named |= {f"{module}.{expert}.{name}.weight": each.contiguous() for name, each in parts}
+            if model_type == "gpt_oss":
+                # Inputs are rows; the columns of gate and up alternate.
+                part = part.T if kind == "weight" else part
+                halves = part[::2], part[1::2]
+            else:
+                halves = part.chunk(2)
+            parts = zip([gate, up], halves) if last.startswith("gate_up_proj") else [(down, part)]
+            named |= {f"{module}.{expert}.{name}.{kind}": each.contiguous() for name, each in parts}
     return named
 
 
@@ -365,6 +421,8 @@ def make(index, name, spec):
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=config.bos_token_id, pad_token_id=encoder.eos, eos_token_id=[encoder.tokenizer.token_to_id("<|im_end|>"), encoder.eos])
     model.to(DTYPES[stored]).save_pretrained(directory, max_shard_size=spec.get("shards", "5GB"))
+    if spec.get("joined"):
+        join_experts(directory / "model.safetensors")
     write_json(directory / "config.v4.json", v4)
 
     encoder.as_loaded(GOLDENS / "tokenizers" / tokenizer, directory)

@@ -15,6 +15,7 @@ mod equal;
 mod export;
 mod families;
 mod hostile;
+mod joined;
 mod large;
 mod learning;
 mod optimizers;

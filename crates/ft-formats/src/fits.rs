@@ -34,6 +34,16 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
     if let Some(n) = number("num_hidden_layers").filter(|n| layers > 0 && *n > layers) {
         return Err(wrong("num_hidden_layers", n, format!("at most {layers}")));
     }
+    let experts = weights.names().filter_map(|name| {
+        let (_, expert) = name.split_once(".experts.")?;
+        expert.split('.').next()?.parse::<usize>().ok()
+    });
+    let experts = experts.max().map_or(0, |last| last.saturating_add(1));
+    for key in ["num_experts", "num_local_experts", "n_routed_experts"] {
+        if let Some(n) = number(key).filter(|n| experts > 0 && *n > experts) {
+            return Err(wrong(key, n, format!("at most {experts}")));
+        }
+    }
     // A quantized matrix has another shape in the file.
     let shape = |name: &str| {
         let info = weights.info(name).filter(|i| i.dtype.is_weight())?;
@@ -140,6 +150,21 @@ mod tests {
         // A value that is not a size is refused where it is read.
         let config = with("hidden_size", "-1").unwrap();
         assert!(config.usize("hidden_size").is_err());
+    }
+
+    #[test]
+    fn more_experts_than_the_weights_have_are_refused() {
+        let families = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/goldens/families");
+        for (family, key) in [("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")] {
+            let from = families.join(family);
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::copy(from.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+            let mut config = Config::load(&from).unwrap().raw;
+            config.insert(key.into(), 6.into());
+            std::fs::write(dir.path().join("config.json"), Value::Object(config).to_string()).unwrap();
+            let e = Config::load(dir.path()).unwrap_err().to_string();
+            assert!(e.contains(key) && e.contains("at most 5"), "{e}");
+        }
     }
 
     #[test]

@@ -22,6 +22,7 @@ mod fits;
 pub mod header;
 pub mod index;
 mod jinja;
+pub mod joined;
 pub mod template;
 pub mod tokenizer;
 pub mod weights;

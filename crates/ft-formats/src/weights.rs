@@ -5,13 +5,13 @@
 //! could turn into a crash.
 
 use crate::dtype::StoredDtype;
+use crate::joined::{Layout, View};
 use crate::{header, index, nearest};
 use ft_base::{Error, Result};
 use half::{bf16, f16};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// Bytes per read; the system caches this much of a file at once.
@@ -32,6 +32,8 @@ pub struct TensorInfo {
     pub offset: u64,
     /// Stored bytes.
     pub bytes: u64,
+    /// `None`: its elements follow each other in the file.
+    pub view: Option<View>,
 }
 
 impl TensorInfo {
@@ -122,6 +124,8 @@ pub struct Weights {
     prefixes: [&'static str; 2],
     /// Tensors of a multimodal checkpoint outside its language model.
     other_parts: Vec<TensorInfo>,
+    /// Where the weights of experts are, if several share a tensor.
+    joined: Option<&'static Layout>,
     quantization: Option<Map<String, Value>>,
 }
 
@@ -143,7 +147,7 @@ impl Weights {
         if let Some(map) = shards.map {
             out.agrees_with(&map, &dir.join(index::INDEX))?;
         }
-        Ok(out.language_model())
+        Ok(out.language_model().single_experts(&config))
     }
 
     /// Gives the tensors of a multimodal checkpoint the names of a text-only one; `TensorInfo::name` stays the stored
@@ -230,6 +234,7 @@ impl Weights {
                     file: i,
                     offset: e.offset,
                     bytes: e.bytes,
+                    view: None,
                 };
                 tensors.insert(e.name, info);
             }
@@ -243,6 +248,7 @@ impl Weights {
             patches: BTreeMap::new(),
             prefixes: TEXT_ONLY,
             other_parts: Vec::new(),
+            joined: None,
             quantization: None,
         })
     }
@@ -414,19 +420,17 @@ impl Weights {
     /// Reads bytes of a tensor, starting at its byte `at`.
     fn read_exact(&self, info: &TensorInfo, at: u64, out: &mut [u8]) -> Result<()> {
         let stored = self.stored_part(info, at, out.len());
-        self.handles[info.file]
-            .read_exact_at(&mut out[..stored], info.offset + at)
-            .map_err(|e| {
-                let error = Error::io(format!("cannot read tensor `{}`", info.name))
-                    .at_path(&self.paths[info.file])
-                    .cause(&e);
-                match e.kind() {
-                    std::io::ErrorKind::UnexpectedEof => {
-                        error.hint("the file became shorter while it was read: another program is writing to it")
-                    }
-                    _ => error,
+        self.read_part(info, at, &mut out[..stored]).map_err(|e| {
+            let error = Error::io(format!("cannot read tensor `{}`", info.name))
+                .at_path(&self.paths[info.file])
+                .cause(&e);
+            match e.kind() {
+                std::io::ErrorKind::UnexpectedEof => {
+                    error.hint("the file became shorter while it was read: another program is writing to it")
                 }
-            })?;
+                _ => error,
+            }
+        })?;
         self.patch(info, at, out);
         Ok(())
     }
@@ -449,6 +453,7 @@ impl Weights {
 
 mod rows;
 mod stream;
+mod views;
 use rows::Patch;
 
 #[cfg(test)]

@@ -228,6 +228,34 @@ fn put(
     Ok(())
 }
 
+/// Appends values in the format of the file.
+///
+/// # Errors
+/// A value that is not finite or not representable.
+pub(crate) fn append(plan: &TensorPlan, values: Values, out: &mut Vec<u8>) -> Result<()> {
+    let at = out.len() / plan.dtype.size();
+    let bad = |found: Option<usize>| found.map_or(Ok(()), |i| Err(not_finite(plan, at + i)));
+    match values {
+        Values::F32(v) => {
+            bad(v.iter().position(|x| !x.is_finite()))?;
+            encode(plan, v.iter().copied(), out, at)
+        }
+        Values::Bf16(v) => {
+            bad(v.iter().position(|x| !x.is_finite()))?;
+            encode(plan, v.iter().map(|x| x.to_f32()), out, at)
+        }
+        Values::F16(v) => {
+            bad(v.iter().position(|x| !x.is_finite()))?;
+            encode(plan, v.iter().map(|x| x.to_f32()), out, at)
+        }
+        Values::Raw(bytes) => {
+            bad(raw_not_finite(plan.dtype, bytes))?;
+            out.extend_from_slice(bytes);
+            Ok(())
+        }
+    }
+}
+
 /// Appends the elements in the plan's format; a finite value may still be too large for f16 or bf16.
 fn encode(plan: &TensorPlan, values: impl Iterator<Item = f32>, out: &mut Vec<u8>, at: usize) -> Result<()> {
     let mut lost = None;

@@ -40,6 +40,7 @@ macro_rules! on_gpu {
 
 pub mod adapters;
 pub mod attention;
+pub mod clamped_glu;
 pub mod quantized;
 pub mod cross_entropy;
 pub mod delta_rule;

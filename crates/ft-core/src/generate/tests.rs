@@ -48,6 +48,7 @@ pub(super) fn spec() -> Spec {
         plain_mlp: None,
         parallel: false,
         activation: Activation::Silu,
+        clamped_glu: None,
         attention_scale: 0.4,
         attention_softcap: Some(5.0),
         logit_softcap: Some(8.0),

@@ -131,6 +131,11 @@ struct HashJob<'a> {
 
 fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let handles: Vec<File> = weights.files().iter().map(|p| files::open(p)).collect::<Result<_>>()?;
+    // The stored values also of tensors whose rows are replaced in memory.
+    let read = |info: &TensorInfo, at: u64, out: &mut [u8]| match info.view {
+        None => handles[info.file].read_exact_at(out, info.offset + at),
+        Some(_) => weights.read_part(info, at, out),
+    };
     let params = spec.params();
     let mut jobs: Vec<HashJob> = Vec::new();
     let mut split = |info, dtype: Option<StoredDtype>, total: usize| {
@@ -170,7 +175,7 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
         }
         let info = weights.require(&p.name, &p.shape)?;
         let head = format!("{:?}", p.shape);
-        let numbers = sample(&handles[info.file], info).map_err(|e| unreadable(weights, info, e))?;
+        let numbers = sample(&read, info).map_err(|e| unreadable(weights, info, e))?;
         sampled.put(&p.name);
         sampled.put(&head);
         sampled.put(
@@ -185,9 +190,7 @@ fn compute(spec: &Spec, weights: &Weights) -> Result<Fingerprint> {
     let hash = |(raw, rounded): &mut (Vec<u8>, Vec<u8>), job: &HashJob| -> Result<([u8; 32], [u8; 32])> {
         let size = job.dtype.map_or(1, StoredDtype::size);
         raw.resize(job.count * size, 0);
-        handles[job.info.file]
-            .read_exact_at(raw, job.info.offset + (job.first * size) as u64)
-            .map_err(|e| unreadable(weights, job.info, e))?;
+        read(job.info, (job.first * size) as u64, raw).map_err(|e| unreadable(weights, job.info, e))?;
         let exact = *blake3::hash(raw).as_bytes();
         let Some(dtype) = job.dtype else {
             return Ok((exact, exact));
@@ -303,6 +306,9 @@ fn computes(s: &Spec) -> String {
     if s.attention_sinks {
         out.push_str(" sinks");
     }
+    if let Some(unit) = s.clamped_glu {
+        out.push_str(&format!(" {unit:?}"));
+    }
     if let Some(params) = s.layer_norm {
         out.push_str(&format!(" layer_norm {params:?}"));
     }
@@ -333,8 +339,11 @@ fn computes(s: &Spec) -> String {
     out
 }
 
+/// Reads stored bytes of a tensor.
+type ReadPart<'a> = dyn Fn(&TensorInfo, u64, &mut [u8]) -> std::io::Result<()> + 'a;
+
 /// Values at evenly spaced positions, including the first and the last ones.
-fn sample(file: &File, info: &TensorInfo) -> std::io::Result<Vec<bf16>> {
+fn sample(read: &ReadPart, info: &TensorInfo) -> std::io::Result<Vec<bf16>> {
     let (count, size) = (info.count(), info.dtype.size());
     let n = NUMBERS.min(count);
     let mut out = Vec::with_capacity(PLACES * n);
@@ -342,7 +351,7 @@ fn sample(file: &File, info: &TensorInfo) -> std::io::Result<Vec<bf16>> {
     for place in 0..PLACES {
         let first = (count - n) / (PLACES - 1) * place;
         let first = if place + 1 == PLACES { count - n } else { first };
-        file.read_exact_at(&mut bytes, info.offset + (first * size) as u64)?;
+        read(info, (first * size) as u64, &mut bytes)?;
         out.extend(bytes.chunks_exact(size).map(|b| number(info.dtype, b)));
     }
     Ok(out)

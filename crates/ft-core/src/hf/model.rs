@@ -4,7 +4,7 @@ use super::{BESIDE, TOKENIZER, copy_beside, set_chat_template};
 use crate::base::staging::Staging;
 use crate::base::{Error, Result, files};
 use crate::formats::writer::{self, TensorPlan, Values};
-use crate::formats::{StoredDtype, Weights};
+use crate::formats::{StoredDtype, Weights, joined};
 use crate::model::spec::LM_HEAD;
 use crate::ops::Dtype;
 use crate::source::ParamInfo;
@@ -80,17 +80,15 @@ pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
 }
 
 impl Directory<'_> {
-    /// Writes the directory and returns its path; `fill` delivers the values of each tensor.
+    /// Writes the directory and returns its path; `fill` delivers the values of each tensor, in the order of `tensors` except
+    /// those of experts that share a tensor in the files.
     ///
     /// # Errors
     /// As `model`.
     pub fn write(&self, fill: &mut TensorFill) -> Result<PathBuf> {
         let staging = Staging::create(self.out)?;
         let dir = staging.path();
-        match self.multimodal_base()? {
-            None => writer::write_model(dir, self.tensors, self.shard_bytes, fill)?,
-            Some(base) => self.write_multimodal(dir, &base, fill)?,
-        };
+        self.write_weights(dir, fill)?;
         let path = dir.join("config.json");
         let text = serde_json::to_string_pretty(self.config)
             .map_err(|e| Error::new("cannot write the config").at_path(&path).cause(e))?;
@@ -105,32 +103,42 @@ impl Directory<'_> {
 }
 
 impl Directory<'_> {
-    /// The weights of the base model, if it has other parts than a language model.
-    fn multimodal_base(&self) -> Result<Option<Weights>> {
+    /// Writes the weights under the names and in the joined tensors of the base model, and its other parts unchanged.
+    fn write_weights(&self, dir: &Path, fill: &mut TensorFill) -> Result<Vec<PathBuf>> {
         let wrapped = ["text_config", "vision_config", "mtp_num_hidden_layers"]
             .iter()
             .any(|key| self.config.contains_key(*key));
-        wrapped.then(|| Weights::open(self.base_dir)).transpose()
-    }
-
-    /// Writes the language model under the names of the base model, and its other parts unchanged.
-    fn write_multimodal(&self, dir: &Path, base: &Weights, fill: &mut TensorFill) -> Result<Vec<PathBuf>> {
-        let renamed = self.tensors.iter().map(|plan| TensorPlan {
-            name: base.stored_name(&plan.name),
-            ..plan.clone()
+        // Weights of random init have no base.
+        let base = if wrapped {
+            Some(Weights::open(self.base_dir)?)
+        } else {
+            Weights::open(self.base_dir).ok()
+        };
+        let usual = || joined::usual(self.config);
+        let layout = base
+            .as_ref()
+            .map_or_else(usual, |base| base.experts_layout(self.config));
+        let outputs = joined::outputs(self.tensors, layout);
+        let base = base.filter(|_| wrapped);
+        let renamed = outputs.iter().map(|output| TensorPlan {
+            name: base
+                .as_ref()
+                .map_or(output.plan.name.clone(), |base| base.stored_name(&output.plan.name)),
+            ..output.plan.clone()
         });
-        let others = base.other_parts().iter().map(|info| TensorPlan {
+        let others = base.as_ref().map_or(&[][..], Weights::other_parts);
+        let other_plans = others.iter().map(|info| TensorPlan {
             name: info.name.clone(),
             dtype: info.dtype,
             shape: info.shape.clone(),
         });
-        let all: Vec<TensorPlan> = renamed.chain(others).collect();
-        let (mut own, mut others) = (self.tensors.iter(), base.other_parts().iter());
+        let all: Vec<TensorPlan> = renamed.chain(other_plans).collect();
+        let (mut own, mut others) = (outputs.iter(), others.iter());
         writer::write_model(dir, &all, self.shard_bytes, |plan, sink| match own.next() {
-            Some(own) => fill(own, sink),
-            None => match others.next() {
-                Some(info) => sink(Values::Raw(&base.read_other(info)?)),
-                None => Err(Error::not_found("no such tensor").at(&plan.name)),
+            Some(own) => own.write(self.tensors, fill, sink),
+            None => match (others.next(), &base) {
+                (Some(info), Some(base)) => sink(Values::Raw(&base.read_other(info)?)),
+                _ => Err(Error::not_found("no such tensor").at(&plan.name)),
             },
         })
     }

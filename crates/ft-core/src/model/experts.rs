@@ -9,6 +9,7 @@
 //!
 //! Letters: N tokens, n tokens of an expert, D hidden size, I intermediate size of an expert, E experts.
 
+mod bias;
 pub(super) mod memory;
 
 use super::block::Block;
@@ -30,6 +31,8 @@ pub struct Experts {
     /// `[E, D]`
     router: Param,
     /// `[E]`
+    router_bias: Option<Param>,
+    /// `[E]`
     correction: Option<Tensor>,
     experts: Vec<Expert>,
     /// Weight of the factor of the shared expert's output, `[1, D]`.
@@ -41,6 +44,8 @@ struct Expert {
     /// gate and up.
     inputs: Projections,
     down: Projections,
+    /// `[D]`
+    down_bias: Option<Param>,
 }
 
 /// Saved activations of a mixture of experts.
@@ -67,17 +72,19 @@ impl Experts {
         sizes: ExpertsSpec,
         weights: &GroupWeights,
         index: usize,
-        linear: &dyn Fn(&str) -> Result<Linear>,
+        linear: &dyn Fn(&str, bool) -> Result<Linear>,
     ) -> Result<Self> {
         let named = |name: &str| param(weights, &format!("model.layers.{index}.{name}"));
+        let bias = |of: String| sizes.bias.then(|| named(&format!("{of}.bias"))).transpose();
         let expert = |e: usize| {
-            let projections = |which: &[usize]| {
-                let linears = which.iter().map(|p| linear(&sizes.linear_name(e, *p)));
+            let projections = |which: &[usize], bias: bool| {
+                let linears = which.iter().map(|p| linear(&sizes.linear_name(e, *p), bias));
                 Ok::<_, Error>(Projections::separate(linears.collect::<Result<_>>()?))
             };
             Ok(Expert {
-                inputs: projections(&[0, 1])?,
-                down: projections(&[2])?,
+                inputs: projections(&[0, 1], sizes.bias)?,
+                down: projections(&[2], false)?,
+                down_bias: bias(sizes.linear_name(e, 2))?,
             })
         };
         let correction = sizes.correction.then(|| named(&sizes.correction_name())).transpose()?;
@@ -85,6 +92,7 @@ impl Experts {
         Ok(Self {
             sizes,
             router: named(&sizes.router_name())?,
+            router_bias: bias(sizes.names.router.to_string())?,
             correction: correction.map(|c| c.tensor),
             experts: (0..sizes.count).map(expert).collect::<Result<_>>()?,
             shared_gate: gate.map(|gate| named(&format!("{gate}.weight"))).transpose()?,
@@ -99,16 +107,17 @@ impl Experts {
 
     /// True if any parameter gets a gradient.
     pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
-        let expert = |e: &Expert| e.inputs.wanted(sink) || e.down.wanted(sink);
+        let expert = |e: &Expert| e.inputs.wanted(sink) || e.down.wanted(sink) || wants(&e.down_bias, sink);
         self.router_wanted(sink) || self.experts.iter().any(expert)
     }
 
     fn router_wanted(&self, sink: &dyn GradSink) -> bool {
-        sink.wants(&self.router.name) || self.shared_gate.as_ref().is_some_and(|gate| sink.wants(&gate.name))
+        sink.wants(&self.router.name) || wants(&self.router_bias, sink) || wants(&self.shared_gate, sink)
     }
 
     fn route(&self, h: &Tensor) -> Result<Routing> {
-        let logits = linear::forward(h, &self.router.tensor, None)?;
+        let bias = self.router_bias.as_ref().map(|bias| &bias.tensor);
+        let logits = linear::forward(h, &self.router.tensor, bias)?;
         let routed = self.sizes.router.route(&logits, self.correction.as_ref());
         routed.map_err(|e| e.or_at(&*self.router.name))
     }
@@ -119,6 +128,10 @@ impl Experts {
         let z = update::to_f32_vec(&linear::forward(h, &gate.tensor, None)?)?;
         Ok(Some(z.into_iter().map(routing::sigmoid).collect()))
     }
+}
+
+fn wants(param: &Option<Param>, sink: &dyn GradSink) -> bool {
+    param.as_ref().is_some_and(|param| sink.wants(&param.name))
 }
 
 /// Adds the gradient of a small matrix that reads `h`: `dz` `[N, O]` f32, `weight` `[O, D]`. `dh` comes first.
@@ -173,6 +186,9 @@ impl Block {
             let (part, kept) =
                 self.expert_forward(&expert.inputs, &expert.down, &rows, Some(&of.weights), ctx, keep)?;
             drop(rows);
+            if let Some(b) = &expert.down_bias {
+                bias::add(b, &part, &of.weights)?;
+            }
             routing::add_rows_at(&y, &part, &of.tokens)?;
             saved.push(kept);
         }
@@ -255,7 +271,10 @@ impl Block {
             let dy = routing::gather_rows(dy, &of.tokens)?;
             let linears = (&expert.inputs, &expert.down);
             let tokens = (&rows, Some(&of.weights[..]));
-            let (part, gradients) = self.expert_backward(linears, tokens, kept, &dy, needs, sink)?;
+            let (part, mut gradients) = self.expert_backward(linears, tokens, kept, &dy, needs, sink)?;
+            if let Some(b) = &expert.down_bias {
+                bias::backward(b, &dy, &of.weights, gradients.as_mut(), sink)?;
+            }
             if let Some(gradients) = gradients {
                 routing.put(&of, &gradients, &mut d_weights);
             }
@@ -266,6 +285,9 @@ impl Block {
         if needs.weights {
             let dz = routing.backward(&d_weights, &LogitLoss::default())?;
             project_backward(&experts.router, h, &dz, dh.as_ref(), sink)?;
+            if let Some(b) = &experts.router_bias {
+                bias::of_router(b, &dz, sink)?;
+            }
         }
         Ok(dh)
     }
@@ -326,18 +348,22 @@ impl Block {
 
 /// The gradients of an expert without tokens.
 fn zero_gradients(expert: &Expert, sink: &mut dyn GradSink) -> Result<()> {
-    for l in [&expert.inputs, &expert.down]
-        .into_iter()
-        .flat_map(Projections::linears)
-    {
+    let zeros = |param: &Param, sink: &mut dyn GradSink| {
+        let zeros = update::zeros(param.tensor.shape(), DType::F32, param.tensor.device())?;
+        sink.take(param, zeros)
+    };
+    let linears = [&expert.inputs, &expert.down].map(Projections::linears);
+    for l in linears.into_iter().flatten() {
         if sink.wants(&l.name) && sink.sum(&l.name).is_none() {
             let tensor = l.weight.dense().map_err(|e| e.or_at(&*l.name))?.clone();
-            let zeros = update::zeros(tensor.shape(), DType::F32, tensor.device())?;
-            let param = Param {
-                name: l.name.clone(),
-                tensor,
-            };
-            sink.take(&param, zeros)?;
+            let name = l.name.clone();
+            zeros(&Param { name, tensor }, sink)?;
+        }
+    }
+    let biases = linears.into_iter().flatten().filter_map(|l| l.bias.as_ref());
+    for bias in biases.chain(&expert.down_bias) {
+        if sink.wants(&bias.name) {
+            zeros(bias, sink)?;
         }
     }
     Ok(())

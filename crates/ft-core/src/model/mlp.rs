@@ -12,7 +12,7 @@ use super::experts::{Experts, SavedExperts};
 use super::pieces::{GradientSums, pieces, rows};
 use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
-use crate::ops::{glu, update};
+use crate::ops::{clamped_glu, glu, update};
 use candle_core::Tensor;
 
 /// Saved activations of a piece.
@@ -65,7 +65,10 @@ impl Block {
     pub(super) fn activated(&self, parts: &[Tensor]) -> Result<Tensor> {
         match parts {
             [up] => glu::activate(up, self.spec.activation),
-            [gate, up] => glu::forward(gate, up, self.spec.activation),
+            [gate, up] => match self.spec.clamped_glu {
+                Some(unit) => clamped_glu::forward(gate, up, unit),
+                None => glu::forward(gate, up, self.spec.activation),
+            },
             _ => Err(Error::internal("an MLP needs one or two projections")),
         }
     }
@@ -76,7 +79,10 @@ impl Block {
         match (parts.next(), parts.next()) {
             (Some(up), None) => Ok(vec![glu::activate_backward(up, dm, self.spec.activation)?]),
             (Some(gate), Some(up)) => {
-                let (d_gate, d_up) = glu::backward_in_place(gate, up, dm, self.spec.activation)?;
+                let (d_gate, d_up) = match self.spec.clamped_glu {
+                    Some(unit) => clamped_glu::backward_in_place(gate, up, dm, unit)?,
+                    None => glu::backward_in_place(gate, up, dm, self.spec.activation)?,
+                };
                 Ok(vec![d_gate, d_up])
             }
             _ => Err(Error::internal("an MLP needs one or two projections")),

@@ -316,7 +316,7 @@ impl Network {
             Mixer::Attention => None,
         };
         let mut down_proj = mlp(&down)?;
-        let experts = experts.map(|sizes| Experts::read(sizes, &weights, index, &|name| linear(name, false)));
+        let experts = experts.map(|sizes| Experts::read(sizes, &weights, index, &linear));
         let mut groups = vec![&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
         let mut per_layer = None;
         if let (Some(of), Some(norm)) = (spec.per_layer, norm(Some(PER_LAYER[2]))?) {

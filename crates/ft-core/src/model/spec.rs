@@ -6,6 +6,7 @@ pub use params::*;
 
 use super::rope::Rope;
 use crate::base::{Error, Result};
+use crate::ops::clamped_glu::ClampedGlu;
 use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
 use crate::ops::routing::RouterSpec;
@@ -65,6 +66,8 @@ pub struct Spec {
     pub parallel: bool,
     /// The activation of the gate, or of an MLP without a gate.
     pub activation: Activation,
+    /// gpt-oss: limits of gate and up, in the place of the activation.
+    pub clamped_glu: Option<ClampedGlu>,
     /// Factor of the scores before the softmax.
     pub attention_scale: f32,
     /// Attention scores s become cap · tanh(s / cap).
@@ -129,6 +132,8 @@ pub struct ExpertsSpec {
     pub router: RouterSpec,
     /// The files have a correction of the scores. It is never trained.
     pub correction: bool,
+    /// Biases of the router and of the experts.
+    pub bias: bool,
     /// The expert that computes every token.
     pub shared: Option<SharedExpertSpec>,
     /// Names of its parameters.
@@ -163,6 +168,17 @@ impl ExpertNames {
         router: "mlp.gate",
         experts: "mlp.experts",
         projections: ["gate_proj", "up_proj", "down_proj"],
+    };
+    /// gpt-oss.
+    pub const GPT_OSS: Self = Self {
+        router: "mlp.router",
+        ..Self::MLP
+    };
+    /// Granite.
+    pub const GRANITE: Self = Self {
+        router: "block_sparse_moe.router.layer",
+        experts: "block_sparse_moe.experts",
+        ..Self::MLP
     };
     /// Mixtral.
     pub const MIXTRAL: Self = Self {
@@ -441,7 +457,15 @@ impl Spec {
 
     /// True if ft can save a reward model: transformers has a sequence classifier of this family, for text only.
     pub fn has_classifier(&self) -> bool {
-        let none = ["cohere", "cohere2", "granite", "ernie4_5", "gemma4_text"];
+        let none = [
+            "cohere",
+            "cohere2",
+            "granite",
+            "granitemoe",
+            "ernie4_5",
+            "gemma4_text",
+            "qwen3_5_moe_text",
+        ];
         !self.multimodal && !none.contains(&self.model_type.as_str())
     }
 

@@ -119,7 +119,15 @@ impl Weights {
         let info = self.must(name)?;
         self.read_exact(info, at, out)?;
         let stored = self.stored_part(info, at, out.len());
-        files::forget(&self.handles[info.file], info.offset + at, stored as u64);
+        let (handle, size) = (&self.handles[info.file], info.dtype.size());
+        match info.view {
+            None => files::forget(handle, info.offset + at, stored as u64),
+            // The bytes between its elements belong to other parts, which are read next.
+            Some(view) if view.last && at + stored as u64 == info.bytes => {
+                files::forget(handle, info.offset, (view.span() * size) as u64);
+            }
+            Some(_) => {}
+        }
         Ok(())
     }
 

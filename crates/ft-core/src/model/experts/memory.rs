@@ -90,6 +90,12 @@ impl LayerMemory<'_> {
         self.router_wanted(sink, sizes) || all.any(|(e, p)| self.expert_wanted(sink, sizes, e, p))
     }
 
+    fn give_bias(&self, l: &mut Ledger, sizes: &ExpertsSpec, below: &str, sink: &mut dyn GradSinkMemory) {
+        if sizes.bias {
+            sink.give(l, &self.name(&format!("{below}.bias")));
+        }
+    }
+
     fn give_weight(&self, l: &mut Ledger, below: &str, sink: &mut dyn GradSinkMemory) {
         sink.give(l, &self.name(&format!("{below}.weight")));
     }
@@ -153,6 +159,7 @@ impl LayerMemory<'_> {
         if need_dm {
             let dz = l.alloc(LayerWork, 4 * (self.settings.tokens * sizes.count) as u64);
             self.give_weight(l, sizes.names.router, sink);
+            self.give_bias(l, sizes, sizes.names.router, sink);
             l.free(dz);
         }
         l.free(d_weights);
@@ -192,10 +199,12 @@ impl LayerMemory<'_> {
         let scaled = l.alloc(LayerWork, if down { width } else { 0 });
         let dm = l.alloc(LayerWork, width);
         self.give_weight(l, &sizes.linear_name(expert, 2), sink);
+        self.give_bias(l, sizes, &sizes.linear_name(expert, 2), sink);
         l.free_all([scaled, m, dm]);
         let dh = l.alloc(LayerWork, if need_dh { nd } else { 0 });
         for projection in [0, 1] {
             self.give_weight(l, &sizes.linear_name(expert, projection), sink);
+            self.give_bias(l, sizes, &sizes.linear_name(expert, projection), sink);
         }
         l.free_all([dh, parts, rows]);
     }

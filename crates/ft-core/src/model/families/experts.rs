@@ -92,7 +92,7 @@ mod tests {
             "model_type": model_type, "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
             "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2});
         let count = match model_type {
-            "mixtral" => "num_local_experts",
+            "gpt_oss" | "granitemoe" | "mixtral" => "num_local_experts",
             "glm4_moe" => "n_routed_experts",
             _ => "num_experts",
         };
@@ -145,6 +145,40 @@ mod tests {
     }
 
     #[test]
+    fn gpt_oss_has_biases_sinks_and_yarn() {
+        let spec = read("gpt_oss", json!({"intermediate_size": 32})).unwrap();
+        let params = spec.layer_params(0);
+        let shape = |name: &str| params.iter().find(|p| p.name.ends_with(name)).map(|p| p.shape.clone());
+        assert_eq!(shape("mlp.router.bias"), Some(vec![8]));
+        assert_eq!(shape("mlp.experts.7.gate_proj.bias"), Some(vec![32]));
+        assert_eq!(shape("mlp.experts.7.down_proj.bias"), Some(vec![64]));
+        assert_eq!(shape("self_attn.o_proj.bias"), Some(vec![64]));
+        assert_eq!(shape("self_attn.sinks"), Some(vec![4]));
+        let windows: Vec<_> = spec.layers.iter().map(|l| l.window).collect();
+        assert_eq!(windows, [Some(128), None, Some(128), None]);
+        assert!(spec.ropes[0].attention_factor > 1.3);
+        let plain = read(
+            "gpt_oss",
+            json!({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}),
+        )
+        .unwrap();
+        assert_eq!(plain.ropes[0].attention_factor, 1.0);
+    }
+
+    /// Its files have no size of dense layers.
+    #[test]
+    fn qwen3_5_with_experts_needs_no_intermediate_size() {
+        let spec = read(
+            "qwen3_5_moe_text",
+            json!({"intermediate_size": null, "moe_intermediate_size": 32}),
+        )
+        .unwrap();
+        assert_eq!(sparse(&spec), [0, 1, 2, 3]);
+        let router = spec.layers[0].experts.unwrap().router;
+        assert!(router.renormalize && router.top_k == 2);
+    }
+
+    #[test]
     fn adapters_are_placed_on_attention() {
         let sites = read("qwen2_moe", json!({"mlp_only_layers": [0]})).unwrap().sites();
         assert_eq!(sites.len(), 4 * 4);
@@ -163,6 +197,16 @@ mod tests {
                 "moe_intermediate_size",
             ),
             ("mixtral", json!({"router_jitter_noise": 0.1}), "router_jitter_noise"),
+            ("gpt_oss", json!({"swiglu_limit": 0.0}), "swiglu_limit"),
+            ("gpt_oss", json!({"swiglu_alpha": -1.0}), "swiglu_alpha"),
+            ("gpt_oss", json!({"num_experts_per_tok": 9}), "num_experts_per_tok"),
+            ("gpt_oss", json!({"sliding_window": null}), "sliding_window"),
+            ("granitemoe", json!({"logits_scaling": 0.0}), "logits_scaling"),
+            (
+                "qwen3_5_moe_text",
+                json!({"attn_output_gate": false}),
+                "attn_output_gate",
+            ),
             ("olmoe", json!({"clip_qkv": 8.0}), "clip_qkv"),
             ("glm4_moe", json!({"n_group": 3}), "num_experts_per_tok"),
             (

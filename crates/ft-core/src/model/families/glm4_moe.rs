@@ -29,6 +29,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
             }),
         },
         correction: true,
+        bias: false,
         shared: Some(SharedExpertSpec {
             intermediate: intermediate * size(config, "n_shared_experts", 1)?,
             names: [

@@ -21,6 +21,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         intermediate: spec.intermediate,
         router: softmax(size(config, "num_experts_per_tok", 2)?, true),
         correction: false,
+        bias: false,
         shared: None,
         names: ExpertNames::MIXTRAL,
     };

@@ -14,7 +14,9 @@ mod gemma3_text;
 mod gemma4_text;
 mod glm4;
 mod glm4_moe;
+mod gpt_oss;
 mod granite;
+mod granitemoe;
 mod hunyuan_v1_dense;
 mod llama;
 mod ministral3;
@@ -78,7 +80,9 @@ pub fn read(config: &Config) -> Result<Spec> {
         "gemma4_text" => gemma4_text::apply(config, &mut spec)?,
         "glm4" => glm4::apply(config, &mut spec)?,
         "glm4_moe" => glm4_moe::apply(config, &mut spec)?,
+        "gpt_oss" => gpt_oss::apply(config, &mut spec)?,
         "granite" => granite::apply(config, &mut spec)?,
+        "granitemoe" => granitemoe::apply(config, &mut spec)?,
         "hunyuan_v1_dense" => hunyuan_v1_dense::apply(config, &mut spec)?,
         "llama" => llama::apply(config, &mut spec)?,
         "ministral3" => ministral3::apply(config, &mut spec)?,
@@ -94,8 +98,10 @@ pub fn read(config: &Config) -> Result<Spec> {
         "qwen3" | "qwen3_vl_text" => qwen3::apply(config, &mut spec)?,
         "qwen2_moe" => qwen3_moe::apply_2(config, &mut spec)?,
         "qwen3_moe" => qwen3_moe::apply(config, &mut spec)?,
+        "qwen3_5_moe_text" => qwen3_5::apply_moe(config, &mut spec)?,
         "qwen3_5_text" => qwen3_5::apply(config, &mut spec)?,
         "qwen3_next" => qwen3_5::apply_next(config, &mut spec)?,
+        "qwen3_vl_moe_text" => qwen3_moe::apply_vl(config, &mut spec)?,
         "seed_oss" => seed_oss::apply(config, &mut spec)?,
         "smollm3" => smollm3::apply(config, &mut spec)?,
         "stablelm" => stablelm::apply(config, &mut spec)?,
@@ -147,7 +153,11 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         model_type: model_type.to_string(),
         vocab: config.usize("vocab_size")?,
         hidden,
-        intermediate: config.usize("intermediate_size")?,
+        intermediate: match config.opt_usize("intermediate_size")? {
+            // All its layers have experts.
+            None if model_type == "qwen3_5_moe_text" => config.opt_usize("moe_intermediate_size")?.unwrap_or(512),
+            _ => config.usize("intermediate_size")?,
+        },
         heads,
         kv_heads: config.opt_usize("num_key_value_heads")?.unwrap_or(heads),
         head_dim,
@@ -169,6 +179,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         plain_mlp: None,
         parallel: false,
         activation: activation(config, "hidden_act", "silu")?,
+        clamped_glu: None,
         attention_scale: 1.0 / (head_dim as f32).sqrt(),
         attention_softcap: None,
         logit_softcap: None,
@@ -361,8 +372,17 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
         "cohere" | "cohere2" => &["logit_scale"],
         "gemma4_text" => &["use_bidirectional_attention"],
         "glm4_moe" => &["n_routed_experts"],
+        "granitemoe" => &[
+            "embedding_multiplier",
+            "residual_multiplier",
+            "attention_multiplier",
+            "logits_scaling",
+            "num_local_experts",
+        ],
         "mixtral" => &["num_local_experts"],
-        "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_next" => &["num_experts", "num_local_experts"],
+        "gpt_oss" | "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text" | "qwen3_vl_moe_text" => {
+            &["num_experts", "num_local_experts"]
+        }
         "smollm3" => &["no_rope_layers"],
         "seed_oss" => &seed_oss::DROPOUT,
         "stablelm" => &["use_parallel_residual"],
@@ -429,12 +449,13 @@ fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
 }
 
 /// Families whose heads may be rotated in part.
-const PARTIAL_ROTATION: [&str; 8] = [
+const PARTIAL_ROTATION: [&str; 9] = [
     "gemma4_text",
     "glm4",
     "glm4_moe",
     "nemotron",
     "phi3",
+    "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
     "stablelm",

@@ -93,6 +93,21 @@ pub fn apply_next(config: &Config, spec: &mut Spec) -> Result<()> {
     experts::of_layers(config, spec, experts)
 }
 
+/// Qwen3.5 with experts: experts in every layer; the weights of the chosen ones always add up to 1.
+pub fn apply_moe(config: &Config, spec: &mut Spec) -> Result<()> {
+    read(config, spec, false)?;
+    let top_k = experts::size(config, "num_experts_per_tok", 8)?;
+    let experts = ExpertsSpec {
+        shared: Some(experts::qwen_shared(config, 512)?),
+        router: experts::softmax(top_k, true),
+        ..super::qwen3_moe::experts(config, 256, 512, 8)?
+    };
+    for layer in &mut spec.layers {
+        layer.experts = Some(experts);
+    }
+    experts::check(config, &experts)
+}
+
 /// Which layers have attention: `layer_types`, or every n-th layer.
 fn mixers(config: &Config, spec: &mut Spec, sizes: DeltaNetSpec) -> Result<()> {
     let types = match config.get("layer_types") {

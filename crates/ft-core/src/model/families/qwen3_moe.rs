@@ -1,7 +1,7 @@
-//! Qwen3-MoE and Qwen2-MoE: their dense families with experts in the place of MLPs.
+//! Qwen3-MoE, Qwen2-MoE and Qwen3-VL-MoE: their dense families with experts in the place of MLPs.
 
 use super::experts::{of_layers, qwen_shared, size, softmax};
-use super::{Config, ExpertsSpec, Result, Spec};
+use super::{Config, ExpertsSpec, QkNorm, Result, Spec};
 use crate::model::spec::ExpertNames;
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
@@ -21,6 +21,16 @@ pub fn apply_2(config: &Config, spec: &mut Spec) -> Result<()> {
     of_layers(config, spec, experts)
 }
 
+/// The language model of Qwen3-VL with experts: the weights of the chosen ones always add up to 1.
+pub fn apply_vl(config: &Config, spec: &mut Spec) -> Result<()> {
+    spec.qk_norm = Some(QkNorm::HEADS);
+    super::attention_biases(config, spec, false)?;
+    spec.ropes = vec![super::rope(config, spec, 500_000.0)?];
+    let mut experts = experts(config, 60, 1408, 4)?;
+    experts.router.renormalize = true;
+    of_layers(config, spec, experts)
+}
+
 /// Experts with the names and the keys of Qwen; with transformers' defaults of the family.
 pub fn experts(config: &Config, experts: usize, width: usize, top_k: usize) -> Result<ExpertsSpec> {
     // transformers 5 writes the number of experts under another name.
@@ -37,6 +47,7 @@ pub fn experts(config: &Config, experts: usize, width: usize, top_k: usize) -> R
             config.bool_or("norm_topk_prob", false)?,
         ),
         correction: false,
+        bias: false,
         shared: None,
         names: ExpertNames::MLP,
     })

@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 40] = [
+pub const FAMILIES: [Family; 46] = [
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
@@ -85,9 +85,19 @@ pub const FAMILIES: [Family; 40] = [
         "experts after the first layers, sigmoid scores with a correction, groups, shared experts; CPU only",
     ),
     family(
+        "gpt_oss",
+        "openai/gpt-oss-20b, gpt-oss-120b",
+        "experts with biases and limits, attention sinks, sliding windows; MXFP4 or bf16 files; CPU only",
+    ),
+    family(
         "granite",
         "ibm-granite/granite-3.3-2b-instruct, -8b-instruct",
         "factors of embedding, scores, residual stream and logits",
+    ),
+    family(
+        "granitemoe",
+        "ibm-granite/granite-3.1-1b-a400m-instruct, -3b-a800m-instruct",
+        "as granite, with experts in every layer; CPU only",
     ),
     family(
         "hunyuan_v1_dense",
@@ -176,6 +186,16 @@ pub const FAMILIES: [Family; 40] = [
         "the language model (`qwen3_5_text`); vision and `mtp` tensors are kept; CPU only",
     ),
     family(
+        "qwen3_5_moe",
+        "Qwen/Qwen3.5-35B-A3B, -122B-A10B, -397B-A17B",
+        "the language model (`qwen3_5_moe_text`); vision and `mtp` tensors are kept; CPU only",
+    ),
+    family(
+        "qwen3_5_moe_text",
+        "the language model of qwen3_5_moe",
+        "as qwen3_5_text, with experts and a shared expert; CPU only",
+    ),
+    family(
         "qwen3_5_text",
         "the language model of qwen3_5",
         "Gated DeltaNet in three of four layers, gated attention, partial rotation, Gemma norms; CPU only",
@@ -194,6 +214,16 @@ pub const FAMILIES: [Family; 40] = [
         "qwen3_vl",
         "Qwen/Qwen3-VL-2B-Instruct to -32B-Instruct",
         "the language model, for text; vision tensors are kept",
+    ),
+    family(
+        "qwen3_vl_moe",
+        "Qwen/Qwen3-VL-30B-A3B-Instruct, -235B-A22B-Instruct",
+        "the language model, for text; vision tensors are kept; CPU only",
+    ),
+    family(
+        "qwen3_vl_moe_text",
+        "the language model of qwen3_vl_moe",
+        "as qwen3_moe; mrope; CPU only",
     ),
     family("qwen3_vl_text", "the language model of qwen3_vl", "as qwen3; mrope"),
     family(
@@ -226,12 +256,10 @@ pub const NAMES: [&str; FAMILIES.len()] = {
 };
 
 /// Types that are not supported, with what they would need.
-const REFUSED: [(&str, &[&str]); 14] = [
+const REFUSED: [(&str, &[&str]); 13] = [
     (
         "other mixture-of-experts layers",
         &[
-            "qwen3_vl_moe",
-            "granitemoe",
             "phimoe",
             "ernie4_5_moe",
             "glm4_moe_lite",
@@ -241,7 +269,6 @@ const REFUSED: [(&str, &[&str]); 14] = [
             "minimax_m2",
         ],
     ),
-    ("mixture-of-experts layers and MXFP4 weights", &["gpt_oss"]),
     (
         "mixture-of-experts layers and latent attention",
         &["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"],
@@ -250,7 +277,7 @@ const REFUSED: [(&str, &[&str]); 14] = [
         "mixture-of-experts layers and chunked attention",
         &["llama4", "llama4_text"],
     ),
-    ("linear attention layers", &["kimi_linear", "qwen3_5_moe", "minimax"]),
+    ("linear attention layers", &["kimi_linear", "minimax"]),
     (
         "convolution or state-space layers",
         &[

@@ -13,7 +13,9 @@ fn inner_types(model_type: &str) -> &'static [&'static str] {
         "mistral3" => &["mistral", "ministral3"],
         "qwen2_5_vl" => &["qwen2_5_vl_text"],
         "qwen3_5" => &["qwen3_5_text"],
+        "qwen3_5_moe" => &["qwen3_5_moe_text"],
         "qwen3_vl" => &["qwen3_vl_text"],
+        "qwen3_vl_moe" => &["qwen3_vl_moe_text"],
         _ => &[],
     }
 }
@@ -71,6 +73,12 @@ fn defaults(inner: &str) -> Map<String, Value> {
         "qwen3_5_text" => json!({
             "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
             "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768}),
+        "qwen3_5_moe_text" => json!({
+            "vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768}),
+        "qwen3_vl_moe_text" => json!({
+            "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 128_000}),
         "qwen3_vl_text" => json!({
             "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128_000,

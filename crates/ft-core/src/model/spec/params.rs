@@ -302,6 +302,11 @@ impl Spec {
             vec![experts.count, d],
             Sublayer::Router,
         )];
+        let count = experts.count;
+        if experts.bias {
+            let name = format!("{}.bias", experts.names.router);
+            all.push(of_layer(name, vec![count], Sublayer::Router));
+        }
         if experts.correction {
             all.push(of_layer(
                 experts.correction_name(),
@@ -314,11 +319,11 @@ impl Spec {
         }
         for expert in 0..experts.count {
             for (projection, shape) in [vec![i, d], vec![i, d], vec![d, i]].into_iter().enumerate() {
-                all.push(of_layer(
-                    format!("{}.weight", experts.linear_name(expert, projection)),
-                    shape,
-                    Sublayer::Mlp,
-                ));
+                let (name, outputs) = (experts.linear_name(expert, projection), shape[0]);
+                all.push(of_layer(format!("{name}.weight"), shape, Sublayer::Mlp));
+                if experts.bias {
+                    all.push(of_layer(format!("{name}.bias"), vec![outputs], Sublayer::Mlp));
+                }
             }
         }
         all

@@ -1,0 +1,178 @@
+//! Whole runs of families whose files have the experts of a layer in one tensor: every method, tier and storage; the results
+//! have the same tensors.
+
+use crate::bench::{Bench, copy_all, files, goldens, number, said};
+use crate::tiers::curve;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+fn bench(model: &Path) -> Bench {
+    let bench = Bench::new();
+    fs::remove_dir_all(bench.path("model")).unwrap();
+    copy_all(model, &bench.path("model"));
+    copy_all(&goldens().join("tokenizers/small"), &bench.path("model"));
+    fs::copy(goldens().join("data/eval_text.jsonl"), bench.path("rows.jsonl")).unwrap();
+    bench
+}
+
+fn train(bench: &Bench, run: &str, settings: &[&str]) {
+    let out = format!("train.output_dir={run}");
+    let short = ["train.max_steps=4", "train.batch_size=2", "data.max_length=64"];
+    bench.train(&[&short[..], settings, &[&out]].concat());
+    let losses: Vec<f64> = bench.steps(run).iter().map(|line| number(line, "loss")).collect();
+    assert_eq!(losses.len(), 4, "{run}");
+    assert!(
+        losses.iter().all(|loss| loss.is_finite() && *loss > 0.0),
+        "{run}: {losses:?}"
+    );
+}
+
+/// The tensors of a safetensors file: shape and bytes.
+fn tensors(dir: &Path) -> BTreeMap<String, (Value, Vec<u8>)> {
+    let bytes = fs::read(dir.join("model.safetensors")).unwrap();
+    let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: BTreeMap<String, Value> = serde_json::from_slice(&bytes[8..data]).unwrap();
+    let place = |entry: &Value, i: usize| data + entry["data_offsets"][i].as_u64().unwrap() as usize;
+    let tensors = header.into_iter().filter(|(name, _)| name != "__metadata__");
+    tensors
+        .map(|(name, entry)| {
+            let bytes = bytes[place(&entry, 0)..place(&entry, 1)].to_vec();
+            (name, (entry["shape"].clone(), bytes))
+        })
+        .collect()
+}
+
+fn shapes(dir: &Path) -> BTreeMap<String, Value> {
+    tensors(dir)
+        .into_iter()
+        .map(|(name, (shape, _))| (name, shape))
+        .collect()
+}
+
+#[test]
+fn every_method_trains_and_writes_joined_experts() {
+    for family in ["gpt_oss", "granitemoe", "qwen3_5_moe", "qwen3_vl_moe"] {
+        let bench = bench(&goldens().join("families").join(family));
+        let before = tensors(&bench.path("model"));
+        let methods: [(&str, &[&str]); 6] = [
+            ("full", &["tune.method=full"]),
+            ("block", &["tune.method=block", "tune.block.switch_every=1"]),
+            ("freeze", &["tune.method=freeze", "tune.freeze.trainable_layers=1"]),
+            ("lora", &["tune.method=lora", "tune.lora.r=4"]),
+            (
+                "nf4",
+                &["tune.method=lora", "memory.frozen_weights=nf4", "model.dtype=bf16"],
+            ),
+            (
+                "nf4-disk",
+                &[
+                    "tune.method=lora",
+                    "memory.frozen_weights=nf4",
+                    "model.dtype=bf16",
+                    "memory.tier=disk",
+                ],
+            ),
+        ];
+        for (name, settings) in methods {
+            train(&bench, name, settings);
+        }
+        assert_eq!(curve(&bench, "nf4"), curve(&bench, "nf4-disk"), "{family}");
+        for method in ["full", "block", "lora"] {
+            let disk = format!("{method}-disk");
+            let method_key = format!("tune.method={method}");
+            let more = ["tune.lora.r=4", "memory.tier=disk", "tune.block.switch_every=1"];
+            train(&bench, &disk, &[&[method_key.as_str()], &more[..]].concat());
+            assert_eq!(curve(&bench, method), curve(&bench, &disk), "{family} {method}");
+            assert!(
+                files(&bench.path(method).join("final")) == files(&bench.path(&disk).join("final")),
+                "{family} {method}"
+            );
+        }
+        let names: BTreeMap<String, Value> = before
+            .iter()
+            .map(|(name, (shape, _))| (name.clone(), shape.clone()))
+            .collect();
+        for run in ["full", "block", "freeze"] {
+            assert_eq!(shapes(&bench.path(run).join("final")), names, "{family} {run}");
+        }
+        // Only the last layer is trained, in bf16: the others have the same bits.
+        train(
+            &bench,
+            "bf16",
+            &[
+                "tune.method=freeze",
+                "tune.freeze.trainable_layers=1",
+                "model.dtype=bf16",
+            ],
+        );
+        let after = tensors(&bench.path("bf16/final"));
+        let joined = |name: &&String| name.contains("experts") || name.contains("put_linear");
+        let (mut same, mut changed) = (0, 0);
+        for name in before.keys().filter(joined) {
+            if before[name] == after[name] {
+                same += 1;
+            } else {
+                changed += 1;
+            }
+        }
+        assert!(same > 0 && changed > 0, "{family}: {same} {changed}");
+        for name in before.keys().filter(|name| name.contains("layers.0.")) {
+            assert!(before[name] == after[name], "{family}: {name}");
+        }
+        let out = bench.ft(&["merge", "--adapter", "lora", "--out", "merged"]);
+        assert!(out.status.success(), "{}", said(&out));
+        assert_eq!(shapes(&bench.path("merged")), names, "{family}");
+        let merged = tensors(&bench.path("merged"));
+        for name in before.keys().filter(joined) {
+            assert!(before[name] == merged[name], "{family}: {name}");
+        }
+    }
+}
+
+/// gpt-oss as published: adapters train on the codes; all parameters train from the decoded values, and are written in bf16.
+#[test]
+fn gpt_oss_trains_from_mxfp4() {
+    let bench = bench(&goldens().join("mxfp4"));
+    train(&bench, "lora", &["tune.method=lora"]);
+    train(&bench, "lora-disk", &["tune.method=lora", "memory.tier=disk"]);
+    assert_eq!(curve(&bench, "lora"), curve(&bench, "lora-disk"));
+    train(&bench, "full", &["tune.method=full", "model.dtype=bf16"]);
+    let full = ["tune.method=full", "model.dtype=bf16", "memory.tier=disk"];
+    train(&bench, "full-disk", &full);
+    assert_eq!(curve(&bench, "full"), curve(&bench, "full-disk"));
+    let out = bench.ft(&["merge", "--adapter", "lora", "--out", "merged"]);
+    assert!(out.status.success(), "{}", said(&out));
+    let experts = "model.layers.0.mlp.experts";
+    for dir in ["full/final", "merged"] {
+        let shapes = shapes(&bench.path(dir));
+        assert_eq!(
+            shapes[&format!("{experts}.gate_up_proj")],
+            serde_json::json!([3, 32, 128])
+        );
+        assert_eq!(
+            shapes[&format!("{experts}.gate_up_proj_bias")],
+            serde_json::json!([3, 128])
+        );
+        assert_eq!(shapes[&format!("{experts}.down_proj")], serde_json::json!([3, 64, 32]));
+        assert!(
+            !shapes
+                .keys()
+                .any(|name| name.contains("experts.0.") || name.contains("blocks"))
+        );
+        let config = fs::read_to_string(bench.path(dir).join("config.json")).unwrap();
+        assert!(!config.contains("quantization_config"), "{dir}");
+    }
+    // A copy that ft quantized again is read back.
+    let out = bench.ft(&["quantize", "--model", "merged", "--to", "nf4", "--out", "nf4"]);
+    assert!(out.status.success(), "{}", said(&out));
+    let loss = |model: &str| {
+        let out = bench.ft(&["eval", "--data", "rows.jsonl", "--json", "--model", model]);
+        assert!(out.status.success(), "{}", said(&out));
+        number(&serde_json::from_slice(&out.stdout).unwrap(), "loss")
+    };
+    let (merged, run, nf4) = (loss("merged"), loss("lora"), loss("nf4"));
+    assert!((merged - run).abs() < 1e-2 * run, "{merged} {run}");
+    assert!((nf4 - merged).abs() < 0.2 * merged, "{nf4} {merged}");
+}

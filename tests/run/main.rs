@@ -17,6 +17,7 @@ mod families;
 mod hostile;
 mod large;
 mod learning;
+mod moe;
 mod optimizers;
 mod plans;
 mod preference;

@@ -21,6 +21,8 @@ mod rl;
 mod rollouts;
 #[path = "parity/ranks.rs"]
 mod ranks;
+#[path = "parity/routers.rs"]
+mod routers;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]
@@ -31,3 +33,5 @@ mod training;
 mod wire;
 #[path = "parity/wire_rl.rs"]
 mod wire_rl;
+#[path = "parity/wire_routers.rs"]
+mod wire_routers;

@@ -18,7 +18,7 @@ macro_rules! shipped {
 }
 
 /// Name and text of every shipped recipe.
-pub const SHIPPED: [(&str, &str); 15] = shipped![
+pub const SHIPPED: [(&str, &str); 17] = shipped![
     "block-llama3-8b-24gb",
     "block-qwen3-4b-16gb",
     "distill-qwen3",
@@ -26,7 +26,9 @@ pub const SHIPPED: [(&str, &str); 15] = shipped![
     "dpo-tiny",
     "grpo-start-tiny",
     "grpo-tiny",
+    "lora-qwen3-30b-a3b",
     "lora-qwen3-4b",
+    "moe-tiny",
     "ppo-tiny",
     "pretrain-tiny",
     "qlora-qwen3-4b-8gb",

@@ -182,6 +182,7 @@ pub fn lower(mut s: Settings, values: &Values) -> Recipe {
             lora: s.tune.lora.into(),
             freeze: s.tune.freeze,
             new_tokens: s.tune.new_tokens,
+            train_router: s.tune.train_router,
             rows: Vec::new(),
         },
         optimizer: s.optimizer.into(),

@@ -80,6 +80,8 @@ pub const TERMS: &[(&str, Term)] = &[
         "keep the layer inputs on the device",
         Text("set `memory.activations = \"recompute\"`"),
     ),
+    ("RouterLosses::balance", Key(Train::router_aux_loss_coef)),
+    ("RouterLosses::z", Key(Train::router_z_loss_coef)),
     ("LoraConfig::r", Key(Lora::r)),
     ("LoraConfig::peft_type", Key(Lora::peft_type)),
     ("LoraConfig::rank_pattern", Key(Lora::rank_pattern)),

@@ -4,6 +4,7 @@ pub use super::table::{
     adapters::*, distill::*, model::*, preference::*, quality::*, rl::*, sources::*, train::*, tune::*,
 };
 pub use crate::distill::hidden::HiddenLoss;
+pub use crate::model::RouterLosses;
 pub use crate::ops::Dtype;
 pub use crate::optim::config::{
     BlockConfig, BlockOrder, Correction, CorrectionScope, MaskShape, Master, OptimizerConfig, OptimizerName, Partition,
@@ -52,6 +53,7 @@ pub struct Tune {
     pub lora: LoraConfig,
     pub freeze: Freeze,
     pub new_tokens: NewTokens,
+    pub train_router: bool,
     /// Rows of embedding and head that train in every step, without adapters (`setup::vocabulary`).
     pub rows: Vec<u32>,
 }

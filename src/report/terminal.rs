@@ -129,6 +129,10 @@ fn step_line(
     for (name, value) in m.more.iter().filter(|(n, _)| ["reward", "kl"].contains(n)) {
         parts.push((format!("{name} {value:.3}"), name.len() + 7, 1));
     }
+    // The largest load of an expert, relative to an even one.
+    if let Some((_, load)) = m.more.iter().find(|(n, _)| *n == "router_max_load") {
+        parts.push((format!("load {load:.2}"), 9, 5));
+    }
     if let Some(block) = &m.active_block {
         parts.push((block.clone(), columns(block), 6));
     }
@@ -162,6 +166,11 @@ mod tests {
             "step   7/120  loss 2.5000 v  grad 1.250  lr 1e-5      1,234 tok/s  3.0 GiB  eta 1m 05s  layers.3"
         );
         assert!(step_line(&m, Some(2.4), 9, Duration::ZERO, true, None).contains("2.5000 ▲"));
+        let experts = StepMetrics {
+            more: vec![("router_entropy", 1.0), ("router_max_load", 1.5)],
+            ..m
+        };
+        assert!(step_line(&experts, None, 9, Duration::ZERO, true, None).contains("load 1.50  layers.3"));
     }
 
     #[test]

@@ -43,7 +43,19 @@ const LARGE_SETS: usize = 8;
 impl ActiveSchedule {
     pub fn new(recipe: &Recipe, spec: &Spec, params: &[ParamInfo], prepared: &AdapterSet) -> Result<Self> {
         let tune = &recipe.tune;
-        let trainable = params.iter().filter(|p| !is_constant(&p.name));
+        recipe.train.router_losses().check(spec)?;
+        let routers: BTreeSet<String> = spec.router_names().collect();
+        let freezes_routers = !tune.train_router && tune.method != Method::Lora;
+        if freezes_routers && routers.is_empty() {
+            return Err(Error::usage("the model has no routers to freeze")
+                .at("tune.train_router")
+                .found("`false`, and a model without experts")
+                .hint("remove `tune.train_router`"));
+        }
+        let frozen_router = |name: &str| freezes_routers && routers.contains(name);
+        let trainable = params
+            .iter()
+            .filter(|p| !is_constant(&p.name) && !frozen_router(&p.name));
         let params = &trainable.cloned().collect::<Vec<_>>()[..];
         Ok(match tune.method {
             Method::Full => Self::Static(Active::new(params.iter().map(|p| p.name.to_string()))),

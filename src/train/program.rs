@@ -244,6 +244,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let optimizer = active_schedule::optimizer(recipe);
     let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &first)?;
     engine.max_grad_norm = recipe.train.max_grad_norm;
+    engine.routers.losses = recipe.train.router_losses();
     engine.seed = recipe.train.seed;
     engine.step_hook = step_hook;
     let mut trained_tokens = 0;
@@ -362,7 +363,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             trained_before: trained_tokens,
             label: active_schedule.label(step),
             print: step.is_multiple_of(recipe.train.logging_steps.max(1) as u64) || step == total_steps,
-            more: [engine.objective.metrics(), run.feed.metrics()].concat(),
+            more: [engine.objective.metrics(), run.feed.metrics(), engine.routers.metrics()].concat(),
             started,
             queued,
         };

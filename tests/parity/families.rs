@@ -11,7 +11,7 @@ fn variants() -> Vec<String> {
     directories(&goldens().join("families"))
 }
 
-fn documents(golden: &BTreeMap<String, Vec<f64>>, count: u64) -> Vec<Document> {
+pub fn documents(golden: &BTreeMap<String, Vec<f64>>, count: u64) -> Vec<Document> {
     let document = |i: u64| {
         let ids = golden[&format!("input_ids.{i}")].iter().map(|x| *x as u32).collect();
         let labels = &golden[&format!("labels.{i}")];

@@ -40,7 +40,7 @@ pub fn values(t: &Tensor) -> Vec<f64> {
     flat.to_vec1::<f32>().unwrap().into_iter().map(f64::from).collect()
 }
 
-fn open(dir: &Path, adapter: Option<&Path>) -> Network {
+pub fn open(dir: &Path, adapter: Option<&Path>) -> Network {
     // Selects the CPU operations of all parity tests: FT_CPU=portable cargo test --release --test parity
     if let Ok(path) = std::env::var("FT_CPU") {
         CpuBackend::force(&path).unwrap_or_else(|e| panic!("{e}"));
@@ -52,7 +52,7 @@ fn open(dir: &Path, adapter: Option<&Path>) -> Network {
         .unwrap_or_else(|e| panic!("{e}"))
 }
 
-fn batch(documents: &[Document]) -> Batch {
+pub fn batch(documents: &[Document]) -> Batch {
     Batch::from_examples(documents)
 }
 

@@ -18,6 +18,7 @@ mod hostile;
 mod joined;
 mod large;
 mod learning;
+mod moe;
 mod optimizers;
 mod plans;
 mod preference;

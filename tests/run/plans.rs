@@ -79,6 +79,8 @@ fn every_shipped_recipe_is_planned() {
     for (name, more) in [
         ("quickstart", &[][..]),
         ("pretrain-tiny", &[]),
+        ("moe-tiny", &[]),
+        ("lora-qwen3-30b-a3b", &["model.path=shape:qwen3-30b-a3b"]),
         ("grpo-start-tiny", &[]),
         ("dpo-tiny", &[]),
         ("reward-tiny", &[]),

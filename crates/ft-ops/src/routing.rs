@@ -286,6 +286,25 @@ impl Routing {
         sums
     }
 
+    /// Sum over the tokens of (log Σ e^z)²; 0 for sigmoid scores.
+    pub fn log_sum_squares(&self) -> f64 {
+        self.log_sums.iter().map(|z| f64::from(*z).powi(2)).sum()
+    }
+
+    /// Sum over the tokens of the entropy of their scores, in nats. Sigmoid scores are divided by their sum.
+    pub fn entropy_sum(&self) -> f64 {
+        let of = |row: &[f32]| -> f64 {
+            let sum: f64 = row.iter().map(|p| f64::from(*p)).sum();
+            let part = |p: &f32| match f64::from(*p) / sum {
+                p if p > 0.0 => -p * p.ln(),
+                _ => 0.0,
+            };
+            row.iter().map(part).sum()
+        };
+        let rows: Vec<f64> = self.scores.par_chunks(self.experts).map(of).collect();
+        rows.into_iter().sum()
+    }
+
     /// The tokens of expert `expert`.
     pub fn of(&self, expert: usize) -> Assigned {
         let places = self.order[self.starts[expert]..self.starts[expert + 1]].to_vec();

@@ -1,7 +1,27 @@
 //! The tiny model and its rows in the binary, so that shipped recipes run in any directory.
 
 /// Path and bytes of each file.
-pub const ASSETS: [(&str, &[u8]); 17] = [
+pub const ASSETS: [(&str, &[u8]); 22] = [
+    (
+        "assets/moe/chat_template.jinja",
+        include_bytes!("../../../assets/moe/chat_template.jinja"),
+    ),
+    (
+        "assets/moe/config.json",
+        include_bytes!("../../../assets/moe/config.json"),
+    ),
+    (
+        "assets/moe/generation_config.json",
+        include_bytes!("../../../assets/moe/generation_config.json"),
+    ),
+    (
+        "assets/moe/tokenizer.json",
+        include_bytes!("../../../assets/moe/tokenizer.json"),
+    ),
+    (
+        "assets/moe/tokenizer_config.json",
+        include_bytes!("../../../assets/moe/tokenizer_config.json"),
+    ),
     (
         "assets/small/chat_template.jinja",
         include_bytes!("../../../assets/small/chat_template.jinja"),

@@ -100,6 +100,12 @@ section! {
              run", in MANY;
         /// Global norm to which gradients are clipped; 0 is off.
         max_grad_norm: f64 = 1.0, "as in transformers", in POSITIVE_OR_ZERO;
+        /// Mixtures of experts: factor of the balance loss, which keeps the load of the experts even. With more than one
+        /// micro-batch in a step it is the mean of their balance losses, as in TRL. The reported loss is without it.
+        router_aux_loss_coef: f64 = 0.0, "as in transformers, whose models add it only with `output_router_logits`",
+            in POSITIVE_OR_ZERO;
+        /// Mixtures of experts: factor of the z-loss, which keeps the logits of the routers small.
+        router_z_loss_coef: f64 = 0.0, "no model of transformers adds it while it is fine-tuned", in POSITIVE_OR_ZERO;
         /// Seed of every random choice.
         seed: u64 = 42, "as in transformers", in from(0);
         /// Steps between two report lines.
@@ -116,6 +122,16 @@ section! {
         sample_prompts: Vec<String> = [], "no samples by default";
         /// Evaluations also generate an answer to each row by greedy decoding and count exact matches.
         predict_with_generate: bool = false, "decoding takes longer than the loss";
+    }
+}
+
+impl Train {
+    /// The factors of the losses of routers.
+    pub fn router_losses(&self) -> RouterLosses {
+        RouterLosses {
+            balance: self.router_aux_loss_coef,
+            z: self.router_z_loss_coef,
+        }
     }
 }
 

@@ -24,6 +24,9 @@ section! {
         /// `trainable_token_indices` of PEFT); `matrix` trains the whole embedding and head (with adapters:
         /// `modules_to_save`); `none` leaves the rows as they are made.
         new_tokens: NewTokens = "rows", "the new rows need training, the others know their tokens";
+        /// The routers of a mixture of experts are trained; adapters leave them frozen.
+        train_router: bool = true, "as in transformers: routers are parameters as all others",
+            when Self::method = ["full", "block", "freeze"];
         with block: BlockKeys;
         with freeze: Freeze;
         with lora: LoraKeys;
@@ -33,12 +36,16 @@ section! {
 section! {
     /// Block training (BAdam): one block of parameters is active at a time.
     pub struct BlockKeys in "tune.block", when TuneKeys::method = ["block"] {
-        /// The unit of a block: a layer, a module (attention or mlp), a single matrix, or (`ratio`) a fraction of every
-        /// parameter.
+        /// The unit of a block: a layer, a module (attention or mlp), a single matrix, in a mixture of experts
+        /// (`experts`) attention, the part of the MLP that all tokens share, or a group of experts, or (`ratio`) a
+        /// fraction of every parameter.
         partition: Partition = "layer", "as in BAdam";
         /// Number of consecutive layers (modules, matrices) in a block; with `order = "importance"` the number of
         /// blocks that are drawn together (they need not be consecutive).
         layers_per_block: usize = 1, "least memory", in from(1);
+        /// Number of experts of a layer in a block.
+        experts_per_block: usize = 8, "a block of usual experts is about as large as attention", in MANY,
+            when Self::partition = ["experts"];
         /// Order in which blocks become active; `fixed` stays on `start_block`; `importance` draws them at random at
         /// each switch (LISA).
         order: BlockOrder = "random", "as in BAdam: a new order in each round, from the seed";
@@ -99,6 +106,7 @@ impl From<BlockKeys> for BlockConfig {
         Self {
             partition: keys.partition,
             layers_per_block: keys.layers_per_block,
+            experts_per_block: keys.experts_per_block,
             order: keys.order,
             start_block: keys.start_block,
             importance: keys.importance,
@@ -167,7 +175,9 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 BlockKeys::correction.is(block.correction.name()),
                 BlockKeys::partition.is("ratio")
             ))
-            .hint("use `partition = \"layer\"`, `\"module\"` or `\"matrix\"`, or `correction = \"none\"`"),
+            .hint(
+                "use `partition = \"layer\"`, `\"module\"`, `\"matrix\"` or `\"experts\"`, or `correction = \"none\"`",
+            ),
         );
     }
 }
@@ -184,6 +194,11 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         TuneKeys::new_tokens if s.tune.method == Method::Full => Some(TuneKeys::method.is("full")),
         BlockKeys::layers_per_block if s.tune.block.partition == Partition::Ratio => {
             Some(BlockKeys::partition.is("ratio"))
+        }
+        BlockKeys::layers_per_block
+            if s.tune.block.partition == Partition::Experts && s.tune.block.order != BlockOrder::Importance =>
+        {
+            Some(BlockKeys::partition.is("experts"))
         }
         _ => None,
     }

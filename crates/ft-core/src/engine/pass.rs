@@ -4,6 +4,7 @@ use super::active::Active;
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal};
 use crate::data::Batch;
+use crate::model::routers::{RouterTally, Routers};
 use crate::model::spec::EMBEDDING;
 use crate::model::{Context, GradSink, Gradient, Layer, Need, Network, Objective, TokenRows};
 use crate::ops::step_stats::{StepStats, StepSums};
@@ -134,6 +135,8 @@ pub struct Pass<'a> {
     pub dropout: Option<Dropout>,
     /// The pass changes no weights, so a signal may end it at any layer.
     pub may_stop: bool,
+    /// The losses of the routers of a mixture of experts, and their metrics.
+    pub routers: Option<&'a Routers>,
 }
 
 impl<'a> Pass<'a> {
@@ -153,6 +156,7 @@ impl<'a> Pass<'a> {
             input_offload: None,
             dropout: None,
             may_stop: false,
+            routers: None,
         }
     }
 
@@ -177,6 +181,7 @@ impl<'a> Pass<'a> {
                     .hint("look at the encoded rows"),
             );
         }
+        let share = 1.0 / batches.iter().filter(|b| !b.is_empty()).count() as f64;
         let mut totals = Totals::default();
         let phase = progress::part("micro-batch", batches.len());
         for (micro, batch) in batches.iter().enumerate() {
@@ -188,13 +193,20 @@ impl<'a> Pass<'a> {
                 micro: micro as u64,
                 ..key
             });
-            self.micro_batch(batch, dropout, 1.0 / weight as f64, sink)?;
+            let ctx = self.network.context(&batch.positions, &batch.documents, dropout)?;
+            if let Some(routers) = self.routers {
+                ctx.shared.watch_routers(RouterTally::new(routers.losses, share));
+            }
+            self.micro_batch(batch, &ctx, 1.0 / weight as f64, sink)?;
+            if let (Some(routers), Some(tally)) = (self.routers, ctx.shared.take_routers()) {
+                routers.add(tally);
+            }
             totals.count(batch, self.objective);
         }
         Ok(totals)
     }
 
-    fn micro_batch(&self, batch: &Batch, dropout: Option<Dropout>, scale: f64, sink: &mut dyn GradSink) -> Result<()> {
+    fn micro_batch(&self, batch: &Batch, ctx: &Context, scale: f64, sink: &mut dyn GradSink) -> Result<()> {
         let Pass {
             network,
             objective,
@@ -205,15 +217,13 @@ impl<'a> Pass<'a> {
         } = *self;
         let layers = network.layers();
         let lowest = active.lowest_layer(layers);
-        let ctx = network.context(&batch.positions, &batch.documents, dropout)?;
-
         let need = |dh| Need { scale, dh, dw: false };
         let progress = LayerProgress::new(layers, lowest);
 
         // Forward: save the inputs of the layers that the backward pass visits, and all activations of the uppermost ones.
         let mut inputs = Vec::with_capacity(layers - lowest);
         network.source.prefetch(Group::Layer(0));
-        let mut x = network.embed(&batch.ids, &ctx)?;
+        let mut x = network.embed(&batch.ids, ctx)?;
         for l in 0..layers {
             self.unless_stopped()?;
             progress.forward(l);
@@ -226,11 +236,11 @@ impl<'a> Pass<'a> {
             }
             let block = network.block(l)?;
             let y = if l >= lowest && l + self.saved_layers >= layers {
-                let (y, saved) = block.forward_saving(&x, &ctx)?;
+                let (y, saved) = block.forward_saving(&x, ctx)?;
                 inputs.push((SavedInput::OnDevice(x), Some(saved)));
                 y
             } else {
-                let y = block.forward(&x, &ctx)?;
+                let y = block.forward(&x, ctx)?;
                 if l >= lowest {
                     // Release the previous input on the device: its copy to the host is usually finished by now.
                     if let (Some(copier), Some((SavedInput::Offloaded(before), _))) = (offload, inputs.last_mut()) {
@@ -315,14 +325,14 @@ impl<'a> Pass<'a> {
                 pass_on(out.objective_params, sink)?;
                 hidden_dx = out.dh;
             }
-            dx = match (network.block(l)?.vjp(&x, saved, dx, &ctx, need_dx, sink)?, hidden_dx) {
+            dx = match (network.block(l)?.vjp(&x, saved, dx, ctx, need_dx, sink)?, hidden_dx) {
                 (Some(below), Some(hidden_dx)) => (below + hidden_dx)?,
                 (Some(below), None) => below,
                 (None, _) => return Ok(()),
             };
         }
         if active.lowest() == Group::Embedding {
-            network.per_layer_backward(&batch.ids, &dx, &ctx, sink)?;
+            network.per_layer_backward(&batch.ids, &dx, ctx, sink)?;
             for t in network.tokens.iter().filter(|t| &*t.table == EMBEDDING) {
                 if !t.wanted(sink) {
                     continue;

@@ -7,7 +7,7 @@ use super::sinks::{Accumulate, Corrections, FusedUpdate, Norm};
 use super::strategy::StepStrategy;
 use crate::base::{Error, ErrorKind, Result};
 use crate::data::Batch;
-use crate::model::{Network, Objective, TrainableNetwork};
+use crate::model::{Network, Objective, Routers, TrainableNetwork};
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::{PendingSums, StepStats, StepSums};
 use crate::ops::transfer::Copier;
@@ -60,6 +60,8 @@ pub struct Engine {
     pub seed: u64,
     /// Runs around each update.
     pub step_hook: Option<Box<dyn StepHook>>,
+    /// The losses of the routers of a mixture of experts, and their metrics.
+    pub routers: Routers,
 }
 
 /// A step whose work is queued on the device. On a GPU the host may queue the next one before it reads the result with
@@ -153,6 +155,7 @@ impl Engine {
             max_grad_norm: 1.0,
             seed: 0,
             step_hook: None,
+            routers: Routers::default(),
         })
     }
 
@@ -243,6 +246,7 @@ impl Engine {
             input_offload: self.input_offload.as_ref(),
             dropout: Some(Dropout { seed, step, micro: 0 }),
             may_stop,
+            routers: Some(&self.routers),
             ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
         let (mut first, mut names) = (None, Vec::new());

@@ -110,7 +110,15 @@ pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, se
         targets::check_pattern(&config.alpha_pattern, &chosen, "LoraConfig::alpha_pattern")?;
         Ok(chosen)
     })?;
-    let warnings = check_ranks(&config, &chosen)?;
+    let mut warnings = check_ranks(&config, &chosen)?;
+    let has_experts = spec.layers.iter().any(|layer| layer.experts.is_some());
+    if has_experts && matches!(config.target_modules, Targets::AllLinear) {
+        warnings.push(format!(
+            "`all-linear` covers the linears of attention in a model with experts: {} adapters; routers, experts and shared \
+             experts have none and stay frozen",
+            chosen.len()
+        ));
+    }
     settle_targets(&mut config, &chosen);
     let shared = match config.kind {
         AdapterKind::Vera { .. } => {

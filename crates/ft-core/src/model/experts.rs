@@ -20,7 +20,7 @@ use super::network::param;
 use super::projections::Projections;
 use super::spec::ExpertsSpec;
 use crate::base::{Error, Result};
-use crate::ops::routing::{self, LogitLoss, Routing};
+use crate::ops::routing::{self, Routing};
 use crate::ops::{linear, update};
 use crate::source::GroupWeights;
 use candle_core::{DType, Tensor};
@@ -164,6 +164,7 @@ impl Block {
         keep: bool,
     ) -> Result<(Tensor, Option<SavedExperts>)> {
         let routing = experts.route(h)?;
+        ctx.shared.routed(self.index, &routing);
         let mut y = None;
         let mut shared = None;
         if experts.sizes.shared.is_some() {
@@ -283,7 +284,7 @@ impl Block {
             }
         }
         if needs.weights {
-            let dz = routing.backward(&d_weights, &LogitLoss::default())?;
+            let dz = routing.backward(&d_weights, &ctx.shared.router_gradient())?;
             project_backward(&experts.router, h, &dz, dh.as_ref(), sink)?;
             if let Some(b) = &experts.router_bias {
                 bias::of_router(b, &dz, sink)?;

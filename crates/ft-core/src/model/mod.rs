@@ -19,6 +19,7 @@ mod per_layer;
 pub mod pieces;
 pub mod projections;
 pub mod rope;
+pub mod routers;
 pub mod shapes;
 pub mod shared;
 pub mod spec;
@@ -29,5 +30,6 @@ pub use contracts::{
 };
 pub use head::Head;
 pub use network::{Adapters, Network, TrainableNetwork};
+pub use routers::{RouterLosses, Routers};
 pub use spec::Spec;
 pub use tokens::TokenRows;

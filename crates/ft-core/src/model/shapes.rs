@@ -23,7 +23,7 @@ struct Shape {
 }
 
 #[rustfmt::skip]
-const SHAPES: [Shape; 17] = [
+const SHAPES: [Shape; 19] = [
     Shape { name: "llama-3.1-8b", model_type: "llama", vocab: 128_256, hidden: 4096, intermediate: 14_336, layers: 32, heads: 32, kv_heads: 8, tied: false },
     Shape { name: "llama-3.1-70b", model_type: "llama", vocab: 128_256, hidden: 8192, intermediate: 28_672, layers: 80, heads: 64, kv_heads: 8, tied: false },
     Shape { name: "llama-3.2-1b", model_type: "llama", vocab: 128_256, hidden: 2048, intermediate: 8192, layers: 16, heads: 32, kv_heads: 8, tied: true },
@@ -38,9 +38,12 @@ const SHAPES: [Shape; 17] = [
     Shape { name: "qwen3-4b", model_type: "qwen3", vocab: 151_936, hidden: 2560, intermediate: 9728, layers: 36, heads: 32, kv_heads: 8, tied: true },
     Shape { name: "qwen3-8b", model_type: "qwen3", vocab: 151_936, hidden: 4096, intermediate: 12_288, layers: 36, heads: 32, kv_heads: 8, tied: false },
     Shape { name: "qwen3-32b", model_type: "qwen3", vocab: 151_936, hidden: 5120, intermediate: 25_600, layers: 64, heads: 64, kv_heads: 8, tied: false },
-    // The shapes of `assets/tiny` and `assets/small`.
+    // `intermediate` is that of an expert.
+    Shape { name: "qwen3-30b-a3b", model_type: "qwen3_moe", vocab: 151_936, hidden: 2048, intermediate: 768, layers: 48, heads: 32, kv_heads: 4, tied: false },
+    // The shapes of `assets/tiny`, `assets/small` and `assets/moe`.
     Shape { name: "tiny", model_type: "qwen3", vocab: 896, hidden: 128, intermediate: 384, layers: 4, heads: 4, kv_heads: 2, tied: true },
     Shape { name: "tiny-student", model_type: "qwen3", vocab: 896, hidden: 64, intermediate: 192, layers: 2, heads: 2, kv_heads: 1, tied: true },
+    Shape { name: "tiny-moe", model_type: "qwen3_moe", vocab: 896, hidden: 128, intermediate: 96, layers: 3, heads: 4, kv_heads: 2, tied: true },
     // For benchmarks.
     Shape { name: "small", model_type: "qwen2", vocab: 4096, hidden: 256, intermediate: 704, layers: 4, heads: 4, kv_heads: 4, tied: true },
 ];
@@ -70,6 +73,7 @@ pub fn of_model(path: &str) -> Option<String> {
     let last = path.trim_end_matches('/').rsplit('/').next()?.to_lowercase();
     let name = match path {
         "assets/small" => "tiny-student",
+        "assets/moe" => "tiny-moe",
         // The shipped recipes write tiny models to `runs/`.
         _ if path.starts_with("runs/") => "tiny",
         _ => ["-instruct", "-base", "-chat", "-it"]
@@ -113,6 +117,16 @@ impl Shape {
                 config["head_dim"] = json!(32);
                 config["max_position_embeddings"] = json!(512);
             }
+            "qwen3_moe" => {
+                let tiny = self.name.starts_with("tiny");
+                let (experts, chosen, head, longest) = if tiny { (8, 2, 32, 512) } else { (128, 8, 128, 40_960) };
+                config["num_experts"] = json!(experts);
+                config["num_experts_per_tok"] = json!(chosen);
+                config["moe_intermediate_size"] = json!(self.intermediate);
+                config["norm_topk_prob"] = json!(true);
+                config["head_dim"] = json!(head);
+                config["max_position_embeddings"] = json!(longest);
+            }
             "qwen3" => {
                 config["head_dim"] = json!(128);
                 config["max_position_embeddings"] = json!(40_960);
@@ -147,6 +161,8 @@ mod tests {
             ("qwen3-4b", 4_022),
             ("qwen3-8b", 8_191),
             ("qwen3-32b", 32_762),
+            ("qwen3-30b-a3b", 30_532),
+            ("tiny-moe", 1),
         ];
         for (name, millions) in known {
             let config = config(&format!("shape:{name}")).unwrap().unwrap();
@@ -164,6 +180,8 @@ mod tests {
             ("Qwen/Qwen3-4B", "shape:qwen3-4b"),
             ("assets/tiny", "shape:tiny"),
             ("assets/small", "shape:tiny-student"),
+            ("assets/moe", "shape:tiny-moe"),
+            ("Qwen/Qwen3-30B-A3B", "shape:qwen3-30b-a3b"),
             ("runs/grpo-start/final", "shape:tiny"),
         ] {
             assert_eq!(of_model(model).as_deref(), Some(shape), "{model}");
@@ -174,7 +192,7 @@ mod tests {
     /// The shapes of the shipped models equal those in their files.
     #[test]
     fn shipped_models_have_their_shapes() {
-        for (folder, name) in [("tiny", "tiny"), ("small", "tiny-student")] {
+        for (folder, name) in [("tiny", "tiny"), ("small", "tiny-student"), ("moe", "tiny-moe")] {
             let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets").join(folder);
             let of = |c: &Config| {
                 families::read(c)

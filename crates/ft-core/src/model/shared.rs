@@ -3,7 +3,9 @@
 //!
 //! Letters: L layers, P width of a per-layer input.
 
+use super::routers::RouterTally;
 use crate::base::{Error, Result};
+use crate::ops::routing::{LogitLoss, Routing};
 use crate::ops::update;
 use candle_core::Tensor;
 use std::cell::{Cell, RefCell};
@@ -23,6 +25,8 @@ pub struct SharedStates {
     key_gradients: RefCell<BTreeMap<usize, KeysValues>>,
     /// The lowest layer of the backward pass: gradients of the keys of layers below it are dropped.
     lowest: Cell<usize>,
+    /// Of a training step.
+    routers: RefCell<Option<RouterTally>>,
 }
 
 impl SharedStates {
@@ -49,6 +53,7 @@ impl SharedStates {
     /// Starts a backward pass down to layer `lowest`; `inputs`: the gradient of the per-layer inputs is needed.
     pub fn start_backward(&self, lowest: usize, inputs: bool) -> Result<()> {
         self.lowest.set(lowest);
+        self.routers.borrow_mut().iter_mut().for_each(RouterTally::end);
         if let Some(all) = self.inputs.borrow().as_ref().filter(|_| inputs) {
             let zeros = update::zeros(all.shape(), all.dtype(), all.device())?;
             self.input_gradients.replace(Some(zeros));
@@ -72,6 +77,30 @@ impl SharedStates {
     /// The gradient of the per-layer inputs, `[N, L·P]`, after the backward pass of all layers.
     pub fn take_input_gradients(&self) -> Option<Tensor> {
         self.input_gradients.take()
+    }
+
+    /// Counts what routers do from now on.
+    pub fn watch_routers(&self, tally: RouterTally) {
+        self.routers.replace(Some(tally));
+    }
+
+    /// What the routers did, if they were watched.
+    pub fn take_routers(&self) -> Option<RouterTally> {
+        self.routers.take()
+    }
+
+    /// Counts the tokens of layer `layer`, if routers are watched.
+    pub fn routed(&self, layer: usize, routing: &Routing) {
+        self.routers
+            .borrow_mut()
+            .iter_mut()
+            .for_each(|tally| tally.add(layer, routing));
+    }
+
+    /// The gradients of the losses of the routers.
+    pub fn router_gradient(&self) -> LogitLoss {
+        let routers = self.routers.borrow();
+        routers.as_ref().map_or_else(LogitLoss::default, RouterTally::gradient)
     }
 
     /// Stores the keys and values of layer `layer` for later layers.

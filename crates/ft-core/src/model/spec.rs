@@ -377,6 +377,16 @@ impl QkNorm {
 }
 
 impl Spec {
+    /// Names of the weights of the routers.
+    pub fn router_names(&self) -> impl Iterator<Item = String> + '_ {
+        let experts = self
+            .layers
+            .iter()
+            .enumerate()
+            .filter_map(|(l, layer)| Some((l, layer.experts?)));
+        experts.map(|(l, e)| format!("model.layers.{l}.{}", e.router_name()))
+    }
+
     /// Checks that every layer can run on a device: a GPU, or the CPU.
     ///
     /// # Errors

@@ -6,7 +6,7 @@
 
 use super::config::{BlockConfig, BlockOrder, Partition};
 use super::mask::Masks;
-use super::partition::partition;
+use super::partition::{expert_of, partition};
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::source::ParamInfo;
@@ -49,6 +49,12 @@ impl BlockSchedule {
     /// # Errors
     /// A partition without blocks, a first block beyond the last, a prefix that matches no parameter.
     pub fn new(recipe: &BlockConfig, params: &[ParamInfo], tied: bool, seed: u64) -> Result<Self> {
+        let experts = || params.iter().any(|p| expert_of(&p.name).is_some());
+        if recipe.partition == Partition::Experts && !experts() {
+            return Err(Error::usage("the model has no experts, so it has no blocks of experts")
+                .at("BlockConfig::partition")
+                .expected("a mixture of experts, or another partition"));
+        }
         let blocks = partition(recipe, params, tied);
         if blocks.is_empty() {
             return Err(Error::usage("the block partition has no blocks").at("BlockConfig::partition"));
@@ -279,6 +285,7 @@ mod tests {
             update_ratio: 0.1,
             mask: MaskShape::Adjacent,
             importance: vec![],
+            experts_per_block: 8,
         }
     }
 
@@ -370,6 +377,43 @@ mod tests {
         (r.layers_per_block, r.include_embedding, r.include_lm_head) = (3, true, true);
         let labels: Vec<_> = schedule(&r).blocks.into_iter().map(|b| b.label).collect();
         assert_eq!(labels, ["embedding", "model.layers.0-2", "model.layers.3", "lm_head"]);
+    }
+
+    #[test]
+    fn blocks_of_experts() {
+        let mut all = params();
+        for expert in 0..5 {
+            all.push(ParamInfo {
+                name: format!("model.layers.1.mlp.experts.{expert}.up_proj.weight").into(),
+                shape: vec![2, 2],
+                group: Group::Layer(1),
+                sublayer: Sublayer::Mlp,
+            });
+        }
+        all.push(ParamInfo {
+            name: "model.layers.1.mlp.gate.weight".into(),
+            shape: vec![5, 2],
+            group: Group::Layer(1),
+            sublayer: Sublayer::Router,
+        });
+        let mut r = recipe(Partition::Experts, BlockOrder::Ascending);
+        (r.experts_per_block, r.layers_per_block) = (2, 4);
+        let s = BlockSchedule::new(&r, &all, false, 7).unwrap();
+        let found: Vec<(&str, usize)> = s.blocks.iter().map(|b| (&*b.label, b.params.len())).collect();
+        let wanted = [
+            ("model.layers.0.self_attn", 3),
+            ("model.layers.0.mlp", 1),
+            ("model.layers.1.self_attn", 3),
+            // The shared part: the router, and here an up_proj that belongs to no routed expert.
+            ("model.layers.1.mlp", 2),
+            ("model.layers.1.experts.0-1", 2),
+            ("model.layers.1.experts.2-3", 2),
+            ("model.layers.1.experts.4", 1),
+            ("model.layers.2.self_attn", 3),
+        ];
+        assert_eq!(found[..8], wanted);
+        let e = BlockSchedule::new(&r, &params(), false, 7).unwrap_err().to_string();
+        assert!(e.contains("no experts"), "{e}");
     }
 
     #[test]

@@ -4,7 +4,7 @@ use ft_base::named;
 
 named!(
     /// What one block is.
-    Partition { Layer = "layer", Module = "module", Matrix = "matrix", Ratio = "ratio" }
+    Partition { Layer = "layer", Module = "module", Matrix = "matrix", Experts = "experts", Ratio = "ratio" }
 );
 named!(
     /// Order in which blocks become active. `Fixed` keeps the first block (BAdam's `switch_mode`).
@@ -64,6 +64,8 @@ pub struct BlockConfig {
     pub partition: Partition,
     /// Consecutive layers in one block of the partition `layer`.
     pub layers_per_block: usize,
+    /// Experts of a layer in one block of the partition `experts`.
+    pub experts_per_block: usize,
     /// The order in which blocks become active.
     pub order: BlockOrder,
     /// First block for `order = "fixed"`.
@@ -97,6 +99,7 @@ impl Default for BlockConfig {
         Self {
             partition: Partition::Layer,
             layers_per_block: 1,
+            experts_per_block: 8,
             order: BlockOrder::Random,
             start_block: 0,
             importance: Vec::new(),

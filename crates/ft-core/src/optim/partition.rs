@@ -1,4 +1,5 @@
-//! Partition of the parameters into blocks: one or more layers, half a layer, a matrix, or a fraction of every matrix.
+//! Partition of the parameters into blocks: one or more layers, half a layer, a matrix, a group of experts, or a fraction of
+//! every matrix.
 
 use super::blocks::BlockPlan;
 use super::config::{BlockConfig, BlockOrder, Partition};
@@ -27,6 +28,7 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
     // Layers that are drawn together are not adjacent: each is a block.
     let per_block = match recipe.order {
         BlockOrder::Importance => 1,
+        _ if recipe.partition == Partition::Experts => 1,
         _ => recipe.layers_per_block.max(1),
     };
     for first in (0..layers).step_by(per_block) {
@@ -42,13 +44,19 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
         };
         match recipe.partition {
             Partition::Layer => blocks.push(part_of(label, &|_| true)),
-            Partition::Module => {
+            Partition::Module | Partition::Experts => {
                 let linear = inside.iter().any(|p| p.name.contains(".linear_attn."));
                 let softmax = inside.iter().any(|p| p.name.contains(".self_attn."));
                 let mixer = if linear && !softmax { "linear_attn" } else { "self_attn" };
                 let mlp: &[Sublayer] = &[Sublayer::Mlp, Sublayer::Router];
                 for (name, sublayers) in [(mixer, &[Sublayer::Attention][..]), ("mlp", mlp)] {
-                    blocks.push(part_of(format!("{label}.{name}"), &|p| sublayers.contains(&p.sublayer)));
+                    let expert = |p: &ParamInfo| recipe.partition == Partition::Experts && expert_of(&p.name).is_some();
+                    blocks.push(part_of(format!("{label}.{name}"), &|p| {
+                        sublayers.contains(&p.sublayer) && !expert(p)
+                    }));
+                }
+                if recipe.partition == Partition::Experts {
+                    blocks.extend(groups_of_experts(&label, &inside, recipe.experts_per_block.max(1)));
                 }
             }
             Partition::Matrix => {
@@ -78,6 +86,32 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
         }));
     }
     blocks
+}
+
+/// The index of the expert to which a parameter belongs, if it does: `7` of `model.layers.0.mlp.experts.7.up_proj.weight`.
+pub fn expert_of(name: &str) -> Option<usize> {
+    let (_, rest) = name.split_once(".experts.")?;
+    rest.split('.').next()?.parse().ok()
+}
+
+/// The groups of `size` experts of a layer.
+fn groups_of_experts(layer: &str, params: &[&ParamInfo], size: usize) -> Vec<BlockPlan> {
+    let mut groups: Vec<Vec<&ParamInfo>> = Vec::new();
+    for p in params {
+        if let Some(expert) = expert_of(&p.name) {
+            groups.resize_with(groups.len().max(expert / size + 1), Vec::new);
+            groups[expert / size].push(p);
+        }
+    }
+    let label = |group: &[&ParamInfo]| {
+        let indices = || group.iter().filter_map(|p| expert_of(&p.name));
+        match (indices().min(), indices().max()) {
+            (Some(first), Some(last)) if first < last => format!("{layer}.experts.{first}-{last}"),
+            (first, _) => format!("{layer}.experts.{}", first.unwrap_or(0)),
+        }
+    };
+    let blocks = groups.iter().map(|group| block(label(group), group.iter().copied()));
+    blocks.collect()
 }
 
 /// The windows of the `ratio` partition: each contains a fraction of every parameter of the layers, and of embedding

@@ -1,0 +1,297 @@
+//! What the routers of a model do in a training step: the losses that keep the load of their experts even, and the
+//! metrics of the load.
+//!
+//! The balance loss is E · Σ_e f_e · p_e (Switch Transformer, arXiv 2101.03961, equation 4), as transformers computes it:
+//! f_e is the number of tokens of expert e divided by that of all tokens, and p_e its mean score, both over the tokens of
+//! all layers together. The z-loss is the mean of (log Σ e^z)² over the same tokens (ST-MoE, arXiv 2202.08906, equation 5).
+//! So the gradients of a layer need the numbers of all layers: the forward pass collects them, the backward pass reads them.
+//!
+//! Letters: E experts, N tokens of a micro-batch, L layers with experts.
+
+use crate::base::{Error, Result};
+use crate::ops::routing::{LogitLoss, Routing, Score};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+/// Factors of the losses of the routers; 0: the loss is not used.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct RouterLosses {
+    /// Of the balance loss, which keeps the load of the experts even.
+    pub balance: f64,
+    /// Of the z-loss, which keeps the logits of the routers small.
+    pub z: f64,
+}
+
+impl RouterLosses {
+    /// True if a loss is used.
+    pub fn any(&self) -> bool {
+        self.balance != 0.0 || self.z != 0.0
+    }
+
+    /// Checks that the model has routers with these losses.
+    ///
+    /// # Errors
+    /// The model has no experts, or the scores of its routers are not a softmax.
+    pub fn check(&self, spec: &super::Spec) -> Result<()> {
+        if !self.any() {
+            return Ok(());
+        }
+        let routers: Vec<Score> = spec
+            .layers
+            .iter()
+            .filter_map(|l| l.experts.map(|e| e.router.score))
+            .collect();
+        if routers.is_empty() {
+            return Err(Error::unsupported("a loss of routers needs a model with experts")
+                .found(format!("`{}` without experts", spec.model_type))
+                .expected("a mixture of experts")
+                .hint("set `RouterLosses::balance` and `RouterLosses::z` to 0"));
+        }
+        if routers.contains(&Score::Sigmoid) {
+            return Err(
+                Error::unsupported("the losses of routers are defined for softmax scores only")
+                    .found(format!("`{}`, whose router uses the sigmoid", spec.model_type))
+                    .expected("a router with softmax scores")
+                    .hint("set `RouterLosses::balance` and `RouterLosses::z` to 0"),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Sums over the tokens of one layer.
+#[derive(Debug, Clone, Default)]
+struct LayerSums {
+    /// Tokens of each expert, `[E]`.
+    counts: Vec<u64>,
+    /// Sum of the scores of each expert, `[E]`.
+    scores: Vec<f64>,
+    /// Sum of (log Σ e^z)².
+    squares: f64,
+    /// Sum of the entropies of the scores.
+    entropy: f64,
+    /// N
+    tokens: u64,
+}
+
+/// What the routers did with a micro-batch.
+#[derive(Debug, Clone)]
+pub struct RouterTally {
+    losses: RouterLosses,
+    /// The part of this micro-batch in the losses of the step.
+    share: f64,
+    layers: BTreeMap<usize, LayerSums>,
+    /// The forward pass is done: layers that are computed again are not counted.
+    complete: bool,
+}
+
+impl RouterTally {
+    /// An empty tally. `share`: the part of this micro-batch in the losses of the step.
+    pub fn new(losses: RouterLosses, share: f64) -> Self {
+        Self {
+            losses,
+            share,
+            layers: BTreeMap::new(),
+            complete: false,
+        }
+    }
+
+    /// Counts the tokens of a layer, if the forward pass is not done.
+    pub fn add(&mut self, layer: usize, routing: &Routing) {
+        if self.complete {
+            return;
+        }
+        let sums = LayerSums {
+            counts: routing.counts().into_iter().map(|n| n as u64).collect(),
+            scores: routing.score_sums(),
+            squares: routing.log_sum_squares(),
+            entropy: routing.entropy_sum(),
+            tokens: routing.tokens() as u64,
+        };
+        self.layers.insert(layer, sums);
+    }
+
+    /// Marks the end of the forward pass.
+    pub fn end(&mut self) {
+        self.complete = true;
+    }
+
+    /// L·N
+    fn tokens(&self) -> f64 {
+        self.layers.values().map(|l| l.tokens).sum::<u64>() as f64
+    }
+
+    /// Sums over the layers: tokens and scores of each expert.
+    fn totals(&self) -> (Vec<f64>, Vec<f64>) {
+        let experts = self.layers.values().map(|l| l.counts.len()).max().unwrap_or(0);
+        let (mut counts, mut scores) = (vec![0f64; experts], vec![0f64; experts]);
+        for layer in self.layers.values() {
+            counts
+                .iter_mut()
+                .zip(&layer.counts)
+                .for_each(|(sum, n)| *sum += *n as f64);
+            scores.iter_mut().zip(&layer.scores).for_each(|(sum, p)| *sum += p);
+        }
+        (counts, scores)
+    }
+
+    /// The balance loss and the z-loss of this micro-batch, without their factors.
+    pub fn values(&self) -> RouterLosses {
+        let tokens = self.tokens();
+        if tokens == 0.0 {
+            return RouterLosses::default();
+        }
+        let (counts, scores) = self.totals();
+        let products: f64 = counts.iter().zip(&scores).map(|(n, p)| n * p).sum();
+        RouterLosses {
+            balance: counts.len() as f64 * products / (tokens * tokens),
+            z: self.layers.values().map(|l| l.squares).sum::<f64>() / tokens,
+        }
+    }
+
+    /// The gradients of the losses with respect to the scores and logits of a token, the same in all layers.
+    pub fn gradient(&self) -> LogitLoss {
+        let tokens = self.tokens();
+        if !self.losses.any() || tokens == 0.0 {
+            return LogitLoss::default();
+        }
+        let mut balance = Vec::new();
+        if self.losses.balance != 0.0 {
+            let (counts, _) = self.totals();
+            let factor = self.share * self.losses.balance * counts.len() as f64 / (tokens * tokens);
+            balance = counts.iter().map(|n| (factor * n) as f32).collect();
+        }
+        LogitLoss {
+            balance,
+            z: (self.share * self.losses.z / tokens) as f32,
+        }
+    }
+}
+
+/// The losses of the routers in a run, and the load of the experts since the last metrics.
+#[derive(Debug, Default)]
+pub struct Routers {
+    /// Factors of the losses.
+    pub losses: RouterLosses,
+    load: RefCell<Load>,
+}
+
+/// Sums over micro-batches.
+#[derive(Debug, Clone, Default)]
+struct Load {
+    /// Of each layer.
+    layers: BTreeMap<usize, LayerSums>,
+    /// Sums of the values of the losses, weighted with `shares`.
+    values: RouterLosses,
+    shares: f64,
+}
+
+impl Routers {
+    /// The routers of a run with these losses.
+    pub fn new(losses: RouterLosses) -> Self {
+        Self {
+            losses,
+            load: RefCell::default(),
+        }
+    }
+
+    /// Adds a micro-batch.
+    pub fn add(&self, tally: RouterTally) {
+        let mut load = self.load.borrow_mut();
+        let values = tally.values();
+        load.values.balance += tally.share * values.balance;
+        load.values.z += tally.share * values.z;
+        load.shares += tally.share;
+        for (index, layer) in tally.layers {
+            let sums = load.layers.entry(index).or_default();
+            sums.counts.resize(layer.counts.len(), 0);
+            sums.counts.iter_mut().zip(&layer.counts).for_each(|(sum, n)| *sum += n);
+            sums.entropy += layer.entropy;
+            sums.tokens += layer.tokens;
+        }
+    }
+
+    /// Means since the last call, by their names in `metrics.jsonl`; empty for a model without experts. The largest load
+    /// is that of an expert divided by the mean of its layer; the entropy is in nats.
+    pub fn metrics(&self) -> Vec<(&'static str, f64)> {
+        let load = self.load.take();
+        let tokens: u64 = load.layers.values().map(|l| l.tokens).sum();
+        if tokens == 0 {
+            return Vec::new();
+        }
+        let largest = |l: &LayerSums| {
+            let sum: u64 = l.counts.iter().sum();
+            let most = l.counts.iter().max().copied().unwrap_or(0);
+            most as f64 * l.counts.len() as f64 / sum.max(1) as f64
+        };
+        let idle = load
+            .layers
+            .values()
+            .flat_map(|l| &l.counts)
+            .filter(|n| **n == 0)
+            .count();
+        let entropy: f64 = load.layers.values().map(|l| l.entropy).sum();
+        vec![
+            ("router_aux_loss", load.values.balance / load.shares),
+            ("router_z_loss", load.values.z / load.shares),
+            ("router_max_load", load.layers.values().map(largest).fold(0.0, f64::max)),
+            ("router_idle_experts", idle as f64),
+            ("router_entropy", entropy / tokens as f64),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::routing::RouterSpec;
+    use candle_core::{Device, Tensor};
+
+    fn route(logits: &[[f32; 3]]) -> Routing {
+        let spec = RouterSpec {
+            score: Score::Softmax,
+            top_k: 1,
+            renormalize: false,
+            scale: 1.0,
+            groups: None,
+        };
+        let flat: Vec<f32> = logits.concat();
+        let logits = Tensor::from_vec(flat, (logits.len(), 3), &Device::Cpu).unwrap();
+        spec.route(&logits, None).unwrap()
+    }
+
+    /// Equal logits choose the first expert; all scores are 1/3.
+    #[test]
+    fn values_of_known_routings() {
+        let mut tally = RouterTally::new(RouterLosses { balance: 0.5, z: 0.1 }, 1.0);
+        tally.add(0, &route(&[[0.0; 3], [0.0; 3]]));
+        tally.add(2, &route(&[[0.0, 9.0, 0.0], [0.0; 3]]));
+        tally.end();
+        tally.add(2, &route(&[[0.0, 0.0, 50.0]]));
+        let values = tally.values();
+        let p = 9f64.exp() / (9f64.exp() + 2.0);
+        let shares = [(3.0 / 4.0, 3.0 / 3.0 + (1.0 - p) / 2.0), (1.0 / 4.0, 1.0 + p)];
+        let want: f64 = 3.0 * shares.iter().map(|(f, sum)| f * sum / 4.0).sum::<f64>();
+        assert!((values.balance - want).abs() < 1e-6, "{values:?} {want}");
+        let z = (3.0 * 3f64.ln().powi(2) + (9f64.exp() + 2.0).ln().powi(2)) / 4.0;
+        assert!((values.z - z).abs() < 1e-5, "{values:?} {z}");
+        let gradient = tally.gradient();
+        let want = [0.5 * 3.0 * 3.0 / 16.0, 0.5 * 3.0 / 16.0, 0.0];
+        assert!(
+            gradient
+                .balance
+                .iter()
+                .zip(want)
+                .all(|(g, w)| (f64::from(*g) - w).abs() < 1e-6)
+        );
+        assert!((gradient.z - 0.025).abs() < 1e-7);
+
+        let routers = Routers::new(RouterLosses::default());
+        routers.add(tally);
+        let found: BTreeMap<&str, f64> = routers.metrics().into_iter().collect();
+        // The first layer has all tokens at one of three experts; two experts of it and one of the other are idle.
+        assert_eq!((found["router_max_load"], found["router_idle_experts"]), (3.0, 3.0));
+        assert!(found["router_entropy"] < 3f64.ln() && found["router_entropy"] > 0.75 * 3f64.ln());
+        assert!(routers.metrics().is_empty(), "nothing since the last call");
+    }
+}

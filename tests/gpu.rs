@@ -10,6 +10,9 @@ mod activations;
 #[path = "gpu/attention.rs"]
 mod attention;
 #[cfg(feature = "cuda")]
+#[path = "gpu/delta_net.rs"]
+mod delta_net;
+#[cfg(feature = "cuda")]
 #[path = "gpu/device.rs"]
 mod device;
 #[cfg(feature = "cuda")]

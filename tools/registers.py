@@ -48,7 +48,7 @@ HEAD = f"""# Registers and spills of the kernels
 
 Made by `tools/registers.py` with CUDA {{release}}. Registers a thread on {", ".join(f"sm_{a}" for a in ARCHS)}; bytes of
 static shared memory, of stack and of spills (stores and loads) are the most over these. The attention kernels get shared
-memory at the launch on top: see the comments above their definitions.
+memory at the launch on top, and so do those of the delta rule: see the comments above their definitions.
 """
 
 

@@ -37,6 +37,8 @@ emulated! {
     cross_entropy
     cross_entropy_parts
     decode
+    delta_rule
+    delta_rule_backward
     distill
     eight_bit
     elementwise
@@ -50,6 +52,7 @@ emulated! {
     reduce
     rms_norm
     rope
+    short_conv
     selftest
     attention_forward
     attention_backward

@@ -48,7 +48,7 @@ pub struct DeltaInputs<'a> {
     pub dt_bias: &'a Tensor,
 }
 
-/// Gradients of `DeltaInputs`, in their shapes, f32.
+/// Gradients of `DeltaInputs`, in their shapes: f32; on a GPU those of qkv, a and b have the type of qkv.
 #[derive(Debug)]
 pub struct DeltaGradients {
     /// Of q, k and v.
@@ -63,7 +63,36 @@ pub struct DeltaGradients {
     pub dt_bias: Tensor,
 }
 
+/// Tokens of a chunk on a GPU, as in `cuda/delta_rule.cuh`.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) const DEVICE_CHUNK: usize = 32;
+/// Most elements of a key on a GPU, as there.
+pub const DEVICE_KEY: usize = 128;
+/// Bytes that the states of the chunks may have on a GPU while gradients are computed; one key head has more if it needs
+/// more.
+const DEVICE_STATES: usize = 256 << 20;
+
 impl DeltaHeads {
+    /// On a GPU: bytes of one key head, with its value heads, between the kernels of a backward pass: the states and
+    /// deltas of the forward scan, and their gradients, f32.
+    fn device_bytes_of_key_head(&self, tokens: usize, documents: usize) -> usize {
+        let chunks = tokens / DEVICE_CHUNK + documents;
+        let group = self.value_heads / self.key_heads.max(1);
+        8 * group * self.value_dim * (chunks * self.key_dim + tokens)
+    }
+
+    /// On a GPU: key heads whose gradients are computed together.
+    pub(crate) fn key_heads_at_once(&self, tokens: usize, documents: usize) -> usize {
+        let each = self.device_bytes_of_key_head(tokens, documents);
+        (DEVICE_STATES / each.max(1)).clamp(1, self.key_heads.max(1))
+    }
+
+    /// Memory that `backward` needs on a GPU besides its results, at most; documents with few tokens have more chunks.
+    pub fn device_bytes(&self, tokens: usize, documents: usize) -> u64 {
+        let states = self.key_heads_at_once(tokens, documents) * self.device_bytes_of_key_head(tokens, documents);
+        (states + 4 * tokens * self.value_heads) as u64
+    }
+
     /// Elements of the states of all heads of a document.
     pub fn state(&self) -> usize {
         self.value_heads * self.key_dim * self.value_dim
@@ -100,12 +129,7 @@ fn check(x: &DeltaInputs, heads: &DeltaHeads, documents: &[usize]) -> Result<usi
     expect_dims(x.a_log, "A_log of the delta rule", &[heads.value_heads])?;
     expect_dims(x.dt_bias, "dt_bias of the delta rule", &[heads.value_heads])?;
     check_documents(documents, tokens)?;
-    if x.qkv.device().is_cpu() {
-        return Ok(tokens);
-    }
-    Err(Error::unsupported(
-        "this GPU build has no kernel for the gated delta rule",
-    ))
+    Ok(tokens)
 }
 
 /// Runs `f` on the slices of the inputs.
@@ -130,8 +154,13 @@ fn with_inputs<R>(x: &DeltaInputs, f: impl FnOnce(&cpu::Slices) -> R) -> Result<
 /// Computes o.
 ///
 /// # Errors
-/// Shapes or offsets that do not fit; a GPU.
+/// Shapes or offsets that do not fit; on a GPU keys of more than 128 elements.
 pub fn forward(x: &DeltaInputs, heads: &DeltaHeads, documents: &[usize]) -> Result<Tensor> {
+    check(x, heads, documents)?;
+    on_gpu!(
+        x.qkv,
+        Ok(super::cuda::delta_rule::forward(x, heads, documents, None)?.0)
+    );
     let states = vec![0f32; 0];
     Ok(run(x, heads, documents, states)?.0)
 }
@@ -148,6 +177,12 @@ pub fn forward_from(
 ) -> Result<(Tensor, Tensor)> {
     let count = documents.len().saturating_sub(1);
     expect_dims(states, "the states of the delta rule", &[count, heads.state()])?;
+    check(x, heads, documents)?;
+    on_gpu!(x.qkv, {
+        let (o, after) = super::cuda::delta_rule::forward(x, heads, documents, Some(states))?;
+        let after = after.ok_or_else(|| Error::internal("the delta rule returned no states"))?;
+        Ok((o, after))
+    });
     let states = floats(states, "the states of the delta rule", |s| Ok(s.to_vec()))?;
     let (o, states) = run(x, heads, documents, states)?;
     Ok((o, tensor(states, (count, heads.state()))?))
@@ -155,7 +190,7 @@ pub fn forward_from(
 
 /// `states`: of every document, or empty: 0 at first, and not returned.
 fn run(x: &DeltaInputs, heads: &DeltaHeads, documents: &[usize], mut states: Vec<f32>) -> Result<(Tensor, Vec<f32>)> {
-    let tokens = check(x, heads, documents)?;
+    let tokens = x.qkv.dim(0)?;
     let width = heads.value_heads * heads.value_dim;
     let mut o = unwritten(tokens * width);
     let backend = CpuBackend::current();
@@ -174,6 +209,7 @@ pub fn backward(x: &DeltaInputs, heads: &DeltaHeads, documents: &[usize], d_o: &
         "do of the delta rule",
         &[tokens, heads.value_heads * heads.value_dim],
     )?;
+    on_gpu!(x.qkv, super::cuda::delta_rule::backward(x, heads, documents, d_o));
     let per_head = tokens * heads.value_heads;
     let (mut qkv, mut a, mut b) = (unwritten(x.qkv.elem_count()), unwritten(per_head), unwritten(per_head));
     let backend = CpuBackend::current();

@@ -7,7 +7,10 @@ use super::attention::check_documents;
 use super::cpu::short_conv as cpu;
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten, values, wrong_shape};
 use candle_core::Tensor;
-use ft_base::{Error, Result};
+use ft_base::Result;
+
+/// Most taps on a GPU, as in `cuda/short_conv.cu`.
+pub const DEVICE_TAPS: usize = 8;
 
 /// Returns C and K.
 fn sizes(x: &Tensor, w: &Tensor, documents: &[usize]) -> Result<(usize, usize)> {
@@ -23,16 +26,6 @@ fn sizes(x: &Tensor, w: &Tensor, documents: &[usize]) -> Result<(usize, usize)> 
     }
 }
 
-fn cpu_only(x: &Tensor) -> Result<()> {
-    if x.device().is_cpu() {
-        Ok(())
-    } else {
-        Err(Error::unsupported(
-            "this GPU build has no kernel for the convolution of linear attention",
-        ))
-    }
-}
-
 /// Returns w in f32, transposed to `[K, C]`.
 fn taps(w: &Tensor, kernel: usize) -> Result<Vec<f32>> {
     let w = values(w, "the weight of a convolution", |w| Ok(w.to_f32()))?;
@@ -44,10 +37,10 @@ fn taps(w: &Tensor, kernel: usize) -> Result<Vec<f32>> {
 /// Computes y from x.
 ///
 /// # Errors
-/// Shapes or offsets that do not fit; a GPU.
+/// Shapes or offsets that do not fit; on a GPU more than 8 taps.
 pub fn forward(x: &Tensor, w: &Tensor, documents: &[usize]) -> Result<Tensor> {
     let (channels, kernel) = sizes(x, w, documents)?;
-    cpu_only(x)?;
+    on_gpu!(x, super::cuda::short_conv::forward(x, w, documents));
     let taps = taps(w, kernel)?;
     let mut y = unwritten(x.elem_count());
     floats(x, "x of a convolution", |x| {
@@ -70,7 +63,7 @@ pub fn backward(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let (channels, kernel) = sizes(x, w, documents)?;
     expect_dims(dy, "dy of a convolution", x.dims())?;
-    cpu_only(x)?;
+    on_gpu!(x, super::cuda::short_conv::backward(x, w, dy, documents, need_dw));
     let taps = taps(w, kernel)?;
     let mut dx = unwritten(x.elem_count());
     let dw = floats(x, "x of a convolution", |x| {

@@ -1,10 +1,12 @@
 //! Decoding with Gated DeltaNet layers: the cache against recomputation, shared prefixes, and a chat that goes back.
 
+use super::cache::{Layout, Sequence, Step};
 use super::tests::{argmax, full_logits, network as of_spec, prompts, settings, spec};
 use super::*;
-use crate::model::Network;
 use crate::model::spec::{DeltaNetSpec, Mixer, Spec};
+use crate::model::{DeltaState, KvStore, Network};
 use crate::ops::{Dtype, update};
+use candle_core::{CpuStorage, DType, Device, Storage};
 
 fn network(by_key_head: bool) -> Network {
     let mut layers = spec().layers;
@@ -93,4 +95,28 @@ fn a_session_goes_on_from_its_state_and_never_back() {
     }
     // As in a model with attention alone, except for the last turn: it begins anew.
     assert_eq!(shared, [0, 20, 32, 0]);
+}
+
+/// A state that is a view of the rows of all documents would keep them all.
+#[test]
+fn a_state_holds_the_elements_of_its_document_only() {
+    let network = network(false);
+    let layout = Layout::new(&network.spec, None, &Device::Cpu, DType::F32);
+    let (ids, documents) = ([1u32; 30], [0, 20, 30]);
+    let positions: Vec<u32> = (0..20).chain(0..10).collect();
+    let mut sequences = [0; 2].map(|_| Sequence::new(&layout, Vec::new(), 0, 64));
+    let mut cache = Step::new(sequences.iter_mut().collect(), &documents, &Device::Cpu).unwrap();
+    let ctx = network.context(&positions, &documents, None).unwrap();
+    let x = network.embed(&ids, &ctx).unwrap();
+    network.block(0).unwrap().forward_cached(&x, &ctx, &mut cache).unwrap();
+    for state in cache.states(0).unwrap() {
+        let DeltaState { inputs, state } = state.unwrap();
+        for t in [inputs, state] {
+            let (storage, _) = t.storage_and_layout();
+            let Storage::Cpu(CpuStorage::F32(held)) = &*storage else {
+                panic!("{:?}", t.dtype())
+            };
+            assert_eq!(held.len(), t.elem_count());
+        }
+    }
 }

@@ -201,10 +201,11 @@ impl Block {
         )?;
         let (o, after) =
             delta_rule::forward_from(&net.inputs(&mixed, a, b), &heads, documents, &Tensor::cat(&old, 0)?)?;
+        // `copy` would copy the rows of all documents.
         let next = offsets[1..].iter().enumerate().map(|(i, end)| {
             Ok(DeltaState {
-                inputs: all.narrow(0, end - before, before)?.copy()?,
-                state: after.narrow(0, i, 1)?.copy()?,
+                inputs: all.narrow(0, end - before, before)?.force_contiguous()?,
+                state: after.narrow(0, i, 1)?.force_contiguous()?,
             })
         });
         cache.set_states(self.index, next.collect::<Result<_>>()?)?;

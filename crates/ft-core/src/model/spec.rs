@@ -7,9 +7,11 @@ pub use params::*;
 use super::rope::Rope;
 use crate::base::{Error, Result};
 use crate::ops::clamped_glu::ClampedGlu;
+use crate::ops::delta_rule::DEVICE_KEY;
 use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
 use crate::ops::routing::RouterSpec;
+use crate::ops::short_conv::DEVICE_TAPS;
 use std::collections::HashMap;
 use std::mem::discriminant;
 
@@ -390,26 +392,26 @@ impl Spec {
     /// Checks that every layer can run on a device: a GPU, or the CPU.
     ///
     /// # Errors
-    /// A layer whose operations have no kernels for a GPU.
+    /// A layer whose operations, or whose sizes, have no kernels for a GPU.
     pub fn runs_on(&self, gpu: bool) -> Result<()> {
-        if let Some(layer) = self
-            .layers
-            .iter()
-            .position(|layer| layer.experts.is_some())
-            .filter(|_| gpu)
-        {
-            return Err(Error::unsupported("a mixture of experts does not run on a GPU")
+        for (layer, of) in self.layers.iter().enumerate().filter(|_| gpu) {
+            let Mixer::DeltaNet(sizes) = of.mixer else { continue };
+            if sizes.key_dim > DEVICE_KEY || sizes.kernel > DEVICE_TAPS {
+                return Err(
+                    Error::unsupported("linear attention (Gated DeltaNet) of this size does not run on a GPU")
+                        .at(format!("{}, layer {layer}", self.model_type))
+                        .found(format!("keys of {} elements, {} taps", sizes.key_dim, sizes.kernel))
+                        .expected(format!(
+                            "at most {DEVICE_KEY} elements and {DEVICE_TAPS} taps, or the CPU"
+                        )),
+                );
+            }
+        }
+        match self.layers.iter().position(|layer| layer.experts.is_some()) {
+            Some(layer) if gpu => Err(Error::unsupported("a mixture of experts does not run on a GPU")
                 .at(format!("{}, layer {layer}", self.model_type))
                 .found("a GPU: the products of experts have CPU code only")
-                .expected("the CPU"));
-        }
-        match self.layers.iter().position(|layer| layer.mixer != Mixer::Attention) {
-            Some(layer) if gpu => Err(
-                Error::unsupported("linear attention (Gated DeltaNet) does not run on a GPU")
-                    .at(format!("{}, layer {layer}", self.model_type))
-                    .found("a GPU: its convolution and its delta rule have CPU code only")
-                    .expected("the CPU"),
-            ),
+                .expected("the CPU")),
             _ => Ok(()),
         }
     }

@@ -30,8 +30,10 @@ pub(crate) mod quantized;
 mod columns;
 pub(crate) mod cross_entropy;
 pub(crate) mod cross_entropy_parts;
+pub(crate) mod delta_rule;
 pub(crate) mod device;
 pub(crate) mod distill;
+mod document_lists;
 mod eight_bit;
 mod distill_model;
 pub(crate) mod elementwise;
@@ -47,6 +49,7 @@ pub(crate) mod kv_block;
 pub(crate) mod reduce;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+pub(crate) mod short_conv;
 pub(crate) mod step;
 pub(crate) mod transfer;
 

@@ -138,10 +138,15 @@ impl LayerMemory<'_> {
         let mixed = l.alloc(LayerWork, channels);
         let d_mixed = l.alloc(LayerWork, channels);
         let d_gates = [l.alloc(LayerWork, heads), l.alloc(LayerWork, heads)];
+        if self.settings.on_gpu {
+            let (tokens, documents) = (self.settings.tokens, self.settings.documents);
+            l.touch(LayerWork, super::heads(&sizes).device_bytes(tokens, documents));
+        }
         l.free_all([mixed, d_o]);
         l.free_all(gates);
         let d_qkv = l.alloc(LayerWork, channels);
-        let du = l.alloc(LayerWork, channels);
+        // A GPU computes the gradients of the sums again for each tap.
+        let du = l.alloc(LayerWork, if self.settings.on_gpu { 0 } else { channels });
         self.give_delta(l, "conv1d.weight", sink);
         l.free_all([du, d_mixed]);
         l.free_all(qkv);

@@ -225,9 +225,16 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_is_refused_by_name() {
+    fn a_gpu_has_kernels_up_to_some_sizes() {
         let spec = read_config("qwen3_5_text", json!({})).unwrap();
-        assert!(spec.runs_on(false).is_ok());
-        assert!(spec.runs_on(true).unwrap_err().to_string().contains("Gated DeltaNet"));
+        assert!(spec.runs_on(true).is_ok());
+        for change in [
+            json!({"linear_key_head_dim": 192}),
+            json!({"linear_conv_kernel_dim": 9}),
+        ] {
+            let spec = read_config("qwen3_5_text", change).unwrap();
+            assert!(spec.runs_on(false).is_ok());
+            assert!(spec.runs_on(true).unwrap_err().to_string().contains("Gated DeltaNet"));
+        }
     }
 }

@@ -183,7 +183,7 @@ pub const FAMILIES: [Family; 46] = [
     family(
         "qwen3_5",
         "Qwen/Qwen3.5-0.8B, -2B, -4B, -9B, -27B",
-        "the language model (`qwen3_5_text`); vision and `mtp` tensors are kept; CPU only",
+        "the language model (`qwen3_5_text`); vision and `mtp` tensors are kept",
     ),
     family(
         "qwen3_5_moe",
@@ -198,7 +198,7 @@ pub const FAMILIES: [Family; 46] = [
     family(
         "qwen3_5_text",
         "the language model of qwen3_5",
-        "Gated DeltaNet in three of four layers, gated attention, partial rotation, Gemma norms; CPU only",
+        "Gated DeltaNet in three of four layers, gated attention, partial rotation, Gemma norms",
     ),
     family(
         "qwen3_moe",
@@ -208,7 +208,7 @@ pub const FAMILIES: [Family; 46] = [
     family(
         "qwen3_next",
         "Qwen/Qwen3-Next-80B-A3B-Instruct, -Thinking",
-        "as qwen3_5_text, with fused projections; experts and a shared expert; CPU only",
+        "as qwen3_5_text, with fused projections; experts and a shared expert (with experts: CPU only)",
     ),
     family(
         "qwen3_vl",

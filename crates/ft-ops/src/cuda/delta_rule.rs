@@ -1,0 +1,223 @@
+//! The gated delta rule on a GPU: a scan through the chunks of each document, forward and back, and a kernel for each
+//! chunk that computes the gradients of keys and gates from the states that both scans keep. Sizes as in
+//! `cuda/delta_rule.cuh`.
+
+use super::document_lists::{DocumentList, Table};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, elementwise};
+use crate::delta_rule::{DEVICE_CHUNK as CHUNK, DEVICE_KEY as KEY, DeltaGradients, DeltaHeads, DeltaInputs};
+use candle_core::{DType, Tensor};
+use ft_base::{Error, Result};
+
+const THREADS: u32 = 256;
+/// Columns of a state of a block of a scan, and of a tile of a chunk.
+const SLICE: usize = 32;
+const TILE: usize = 16;
+
+/// Bytes of shared memory of a scan with this many squares `[CHUNK, CHUNK]`.
+fn scan_bytes(heads: &DeltaHeads, squares: usize) -> usize {
+    let p = heads.key_dim;
+    4 * (2 * CHUNK * (p + 1) + p * (SLICE + 1) + squares * CHUNK * (CHUNK + 1))
+}
+
+/// Bytes of shared memory of a chunk: tiles, and later four squares in their place.
+fn chunk_bytes(heads: &DeltaHeads) -> usize {
+    let p = heads.key_dim;
+    let tiles = (2 * p + 3 * CHUNK) * (TILE + 1);
+    4 * (2 * CHUNK * (p + 1) + tiles.max(4 * CHUNK * (CHUNK + 1)))
+}
+
+/// The inputs on the device, and what each launch needs.
+struct Launch<'a> {
+    gpu: Gpu,
+    kind: FloatType,
+    x: &'a DeltaInputs<'a>,
+    /// A_log and dt_bias, f32.
+    a_log: Tensor,
+    dt_bias: Tensor,
+    heads: &'a DeltaHeads,
+    documents: usize,
+    spans: DocumentList,
+}
+
+/// Value heads of a launch: the first one, and how many.
+type Part = (usize, usize);
+
+impl<'a> Launch<'a> {
+    fn new(x: &'a DeltaInputs<'a>, heads: &'a DeltaHeads, documents: &[usize]) -> Result<Self> {
+        let gpu = Gpu::of(x.qkv, "qkv of the delta rule")?;
+        if heads.key_dim > KEY {
+            return Err(
+                Error::unsupported("the keys of linear attention are too large for the GPU kernels")
+                    .found(heads.key_dim)
+                    .expected(format!("at most {KEY} elements")),
+            );
+        }
+        Ok(Self {
+            kind: FloatType::of(x.qkv, "qkv of the delta rule")?,
+            a_log: elementwise::cast(x.a_log, FloatType::F32)?,
+            dt_bias: elementwise::cast(x.dt_bias, FloatType::F32)?,
+            x,
+            heads,
+            documents: documents.len().saturating_sub(1),
+            spans: DocumentList::new(&gpu, Table::Spans(CHUNK), documents)?,
+            gpu,
+        })
+    }
+
+    fn tokens(&self) -> Result<usize> {
+        Ok(self.x.qkv.dims2()?.0)
+    }
+
+    /// The address of a tensor in the type of the activations.
+    fn activation(&self, t: &Tensor) -> Result<Arg> {
+        address_of(t, "a tensor of the delta rule", self.kind.dtype()).map(Arg::Address)
+    }
+
+    /// The address of an f32 tensor, null without one.
+    fn kept(t: Option<&Tensor>) -> Result<Arg> {
+        let place = t.map_or(Ok(0), |t| address_of(t, "a state of the delta rule", DType::F32))?;
+        Ok(Arg::Address(place))
+    }
+
+    /// Queues a kernel with the inputs, the table, `tensors` and the sizes.
+    fn run(
+        &self,
+        (module, name): (&'static str, &'static str),
+        grid: Grid,
+        table: &DocumentList,
+        tensors: &[Arg],
+        (first, count): Part,
+    ) -> Result<()> {
+        let vector = |t: &Tensor| address(t, "a vector of the delta rule").map(Arg::Address);
+        let mut args = Vec::with_capacity(24);
+        args.push(self.activation(self.x.qkv)?);
+        args.push(self.activation(self.x.a)?);
+        args.push(self.activation(self.x.b)?);
+        args.push(vector(&self.a_log)?);
+        args.push(vector(&self.dt_bias)?);
+        args.push(Arg::Address(table.address()?));
+        args.extend(tensors);
+        let h = self.heads;
+        for size in [h.key_heads, h.value_heads, h.key_dim, h.value_dim, first, count] {
+            args.push(Arg::small(size, "a size of the delta rule")?);
+        }
+        // SAFETY: the caller of this module checked the shapes of the inputs; the other tensors have the shapes that
+        // the kernel names, for these heads.
+        unsafe { self.gpu.launch(module, [name, self.kind.name()], grid, &args) }
+    }
+
+    fn scan_grid(&self, count: usize, squares: usize) -> Grid {
+        Grid {
+            blocks: (self.documents * count, self.heads.value_dim.div_ceil(SLICE)),
+            threads: (THREADS, 1),
+            shared: scan_bytes(self.heads, squares) as u32,
+        }
+    }
+
+    /// `tensors`: before, after, o, states, deltas.
+    fn scan(&self, tensors: [Arg; 5], part: Part) -> Result<()> {
+        let name = ("delta_rule", "delta_rule_forward_");
+        self.run(name, self.scan_grid(part.1, 3), &self.spans, &tensors, part)
+    }
+}
+
+/// Computes o of the type of qkv, and with the states f32 `[documents, V·P·Q]` before the first tokens those after the
+/// last ones. The caller checked shapes and offsets.
+pub(crate) fn forward(
+    x: &DeltaInputs,
+    heads: &DeltaHeads,
+    documents: &[usize],
+    before: Option<&Tensor>,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let launch = Launch::new(x, heads, documents)?;
+    let width = heads.value_heads * heads.value_dim;
+    let o = launch.gpu.empty((launch.tokens()?, width), x.qkv.dtype())?;
+    let after = before
+        .map(|before| launch.gpu.empty(before.shape(), DType::F32))
+        .transpose()?;
+    let null = Arg::Address(0);
+    let tensors = [
+        Launch::kept(before)?,
+        Launch::kept(after.as_ref())?,
+        launch.activation(&o)?,
+        null,
+        null,
+    ];
+    launch.scan(tensors, (0, heads.value_heads))?;
+    Ok((o, after))
+}
+
+/// Computes the gradients: those of A_log and dt_bias in f32, the others in the type of qkv.
+pub(crate) fn backward(
+    x: &DeltaInputs,
+    heads: &DeltaHeads,
+    documents: &[usize],
+    d_o: &Tensor,
+) -> Result<DeltaGradients> {
+    let launch = Launch::new(x, heads, documents)?;
+    let (gpu, tokens) = (&launch.gpu, launch.tokens()?);
+    let d_o = elementwise::cast(d_o, launch.kind)?;
+    let pieces = DocumentList::new(gpu, Table::Chunks(CHUNK), documents)?;
+    let (chunks, group) = (pieces.len / 2, heads.value_heads / heads.key_heads);
+    let of = |t: &Tensor| gpu.empty(t.shape(), t.dtype());
+    let (d_qkv, d_a, d_b) = (of(x.qkv)?, of(x.a)?, of(x.b)?);
+    let d_g = gpu.empty(x.a.shape(), DType::F32)?;
+    let at_once = heads.key_heads_at_once(tokens, documents.len().saturating_sub(1));
+    for key_head in (0..heads.key_heads).step_by(at_once) {
+        let key_heads = at_once.min(heads.key_heads - key_head);
+        let part = (key_head * group, key_heads * group);
+        let states = (chunks, part.1 * heads.key_dim * heads.value_dim);
+        let rows = (tokens, part.1 * heads.value_dim);
+        let kept = [
+            gpu.empty(states, DType::F32)?,
+            gpu.empty(states, DType::F32)?,
+            gpu.empty(rows, DType::F32)?,
+            gpu.empty(rows, DType::F32)?,
+        ];
+        let [states, d_states, deltas, d_right] = kept.each_ref().map(|t| Launch::kept(Some(t)));
+        let (states, d_states, deltas, d_right) = (states?, d_states?, deltas?, d_right?);
+        let null = Arg::Address(0);
+        launch.scan([null, null, null, states, deltas], part)?;
+        let (from, to) = (launch.activation(&d_o)?, launch.activation(&d_qkv)?);
+        let grid = launch.scan_grid(part.1, 4);
+        let name = ("delta_rule_backward", "delta_rule_scan_back_");
+        launch.run(name, grid, &launch.spans, &[from, d_states, d_right, to], part)?;
+        let grid = Grid {
+            blocks: (chunks, key_heads),
+            threads: (THREADS, 1),
+            shared: chunk_bytes(heads) as u32,
+        };
+        let (to_g, to_b) = (Launch::kept(Some(&d_g))?, launch.activation(&d_b)?);
+        let tensors = [from, states, d_states, deltas, d_right, to, to_g, to_b];
+        let name = ("delta_rule_backward", "delta_rule_chunk_back_");
+        launch.run(name, grid, &pieces, &tensors, part)?;
+    }
+    let (d_a_log, d_dt_bias) = (
+        gpu.empty(heads.value_heads, DType::F32)?,
+        gpu.empty(heads.value_heads, DType::F32)?,
+    );
+    let args = [
+        launch.activation(x.a)?,
+        Launch::kept(Some(&launch.a_log))?,
+        Launch::kept(Some(&launch.dt_bias))?,
+        Launch::kept(Some(&d_g))?,
+        launch.activation(&d_a)?,
+        Launch::kept(Some(&d_a_log))?,
+        Launch::kept(Some(&d_dt_bias))?,
+        Arg::size(tokens),
+        Arg::small(heads.value_heads, "the heads of the delta rule")?,
+    ];
+    let (name, grid) = (
+        ["delta_rule_gates_back_", launch.kind.name()],
+        Grid::line(heads.value_heads, THREADS),
+    );
+    // SAFETY: a, da and dg are [tokens, V], the vectors [V].
+    unsafe { gpu.launch("delta_rule_backward", name, grid, &args)? };
+    Ok(DeltaGradients {
+        qkv: d_qkv,
+        a: d_a,
+        b: d_b,
+        a_log: d_a_log,
+        dt_bias: d_dt_bias,
+    })
+}

@@ -1,0 +1,275 @@
+//! Gated DeltaNet (Qwen3.5, Qwen3-Next): its operations, whole runs, and generation with the state in the cache.
+
+use crate::support::{Gpu, KINDS, assert_close, assert_same_bits, gpu, short};
+use crate::train::{close, ft, number};
+use candle_core::{DType, Device, Tensor};
+use ft::formats::Config;
+use ft::generate::{Limits, Request, Settings, answer};
+use ft::model::{Network, families};
+use ft::ops::delta_rule::{self, DeltaGradients, DeltaHeads, DeltaInputs};
+use ft::ops::{Dtype, short_conv};
+use ft::source::Resident;
+use serde_json::{Value, json};
+use std::env;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tempfile::TempDir;
+
+#[test]
+fn short_convolutions_match_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        for (documents, channels, kernel) in [
+            (vec![0, 9], 7, 4),
+            (vec![0, 1, 1, 3, 200, 261], 40, 4),
+            (vec![0, 5], 3, 1),
+            (vec![0, 2, 70], 300, 8),
+        ] {
+            let n = *documents.last().unwrap();
+            for stored in [dtype, DType::F32] {
+                let (x, dy) = (gpu.random((n, channels), dtype, 1), gpu.random((n, channels), dtype, 3));
+                let w = gpu.random((channels, 1, kernel), stored, 2);
+                let y = short_conv::forward(&x.gpu, &w.gpu, &documents).unwrap();
+                assert_eq!(y.dtype(), dtype);
+                let want = short_conv::forward(&x.cpu, &w.weight(), &documents).unwrap();
+                assert_close(&y, &want, tolerance);
+                let run = |need| short_conv::backward(&x.gpu, &w.gpu, &dy.gpu, &documents, need).unwrap();
+                let (dx, dw) = run(true);
+                let (want_dx, want_dw) = short_conv::backward(&x.cpu, &w.weight(), &dy.cpu, &documents, true).unwrap();
+                assert_close(&dx, &want_dx, tolerance);
+                assert_close(dw.as_ref().unwrap(), &want_dw.unwrap(), 1e-4);
+                assert_same_bits(&run(true).1.unwrap(), &dw.unwrap());
+                assert!(run(false).1.is_none());
+            }
+        }
+    }
+    let (x, w) = (gpu.random((4, 3), DType::F32, 1), gpu.random((3, 1, 9), DType::F32, 2));
+    let error = short_conv::forward(&x.gpu, &w.gpu, &[0, 4]).unwrap_err().to_string();
+    assert!(error.contains("taps"), "{error}");
+}
+
+fn heads(key_heads: usize, value_heads: usize, key_dim: usize, value_dim: usize) -> DeltaHeads {
+    DeltaHeads {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+    }
+}
+
+/// qkv, a, b, A_log, dt_bias on both devices.
+fn tensors(gpu: &Gpu, h: &DeltaHeads, tokens: usize, dtype: DType) -> [[Tensor; 5]; 2] {
+    let width = 2 * h.key_heads * h.key_dim + h.value_heads * h.value_dim;
+    let v = h.value_heads;
+    let pairs = [
+        gpu.random((tokens, width), dtype, 1),
+        gpu.random((tokens, v), dtype, 2),
+        gpu.random((tokens, v), dtype, 3),
+        gpu.random(v, DType::F32, 4),
+        gpu.random(v, dtype, 5),
+    ];
+    [
+        pairs.each_ref().map(|p| p.cpu.clone()),
+        pairs.each_ref().map(|p| p.gpu.clone()),
+    ]
+}
+
+fn inputs([qkv, a, b, a_log, dt_bias]: &[Tensor; 5]) -> DeltaInputs<'_> {
+    DeltaInputs {
+        qkv,
+        a,
+        b,
+        a_log,
+        dt_bias,
+    }
+}
+
+fn gradients(g: DeltaGradients) -> [Tensor; 5] {
+    [g.qkv, g.a, g.b, g.a_log, g.dt_bias]
+}
+
+#[test]
+fn delta_rules_match_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        for (h, documents) in [
+            (heads(1, 1, 4, 3), vec![0, 5]),
+            (heads(2, 4, 8, 40), vec![0, 1, 1, 40, 105]),
+            (heads(1, 3, 33, 16), vec![0, 64, 130]),
+            (heads(1, 2, 128, 128), vec![0, if short() { 70 } else { 700 }]),
+        ] {
+            let tokens = *documents.last().unwrap();
+            let [cpu, device] = tensors(&gpu, &h, tokens, dtype);
+            let (here, there) = (inputs(&cpu), inputs(&device));
+            let o = delta_rule::forward(&there, &h, &documents).unwrap();
+            assert_eq!(o.dtype(), dtype);
+            assert_close(&o, &delta_rule::forward(&here, &h, &documents).unwrap(), tolerance);
+            let before = gpu.random((documents.len() - 1, h.state()), DType::F32, 6);
+            let (o, after) = delta_rule::forward_from(&there, &h, &documents, &before.gpu).unwrap();
+            let (want_o, want) = delta_rule::forward_from(&here, &h, &documents, &before.cpu).unwrap();
+            assert_close(&o, &want_o, tolerance);
+            assert_close(&after, &want, 1e-4);
+            let d_o = gpu.random((tokens, h.value_heads * h.value_dim), dtype, 7);
+            let run = || gradients(delta_rule::backward(&there, &h, &documents, &d_o.gpu).unwrap());
+            let want = gradients(delta_rule::backward(&here, &h, &documents, &d_o.cpu).unwrap());
+            let got = run();
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                assert_eq!(got.dtype(), if i < 3 { dtype } else { DType::F32 });
+                assert_close(got, want, if i < 3 { tolerance } else { 1e-4 });
+            }
+            for (again, got) in run().iter().zip(&got) {
+                assert_same_bits(again, got);
+            }
+        }
+    }
+    let h = heads(1, 1, 129, 4);
+    let [_, device] = tensors(&gpu, &h, 3, DType::F32);
+    let error = delta_rule::forward(&inputs(&device), &h, &[0, 3]).unwrap_err();
+    assert!(error.to_string().contains("keys"), "{error}");
+}
+
+fn root() -> PathBuf {
+    env::var("FT_ROOT").map_or_else(|_| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
+}
+
+/// The golden model of a family, with a tokenizer, in `dir`.
+fn model(family: &str, dir: &Path) -> PathBuf {
+    let to = dir.join(family);
+    std::fs::create_dir_all(&to).unwrap();
+    for from in [format!("families/{family}"), "tokenizers/small".into()] {
+        for entry in std::fs::read_dir(root().join("tests/parity/goldens").join(from)).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+    }
+    to
+}
+
+/// Losses, norms and peaks of the steps.
+fn train(device: &str, model: &Path, settings: &[&str], out: &Path) -> Vec<(f64, f64)> {
+    let rows = root().join("tests/parity/goldens/data/eval_text.jsonl");
+    let recipe = out.with_extension("toml");
+    let text = format!("[model]\npath = {model:?}\n\n[data]\ntrain = {rows:?}\nmax_length = 64\n");
+    std::fs::write(&recipe, text).unwrap();
+    let place = |key: &str, value: &str| format!("{key}={value}");
+    let (device, out_dir) = (
+        place("model.device", device),
+        place("train.output_dir", out.to_str().unwrap()),
+    );
+    let mut arguments = vec!["train", "--recipe", recipe.to_str().unwrap(), &device, &out_dir];
+    arguments.extend([
+        "train.max_steps=3",
+        "train.batch_size=2",
+        "train.logging_steps=1",
+        "train.save_steps=0",
+        "schedule.name=constant",
+        "schedule.warmup_ratio=0",
+        "optimizer.learning_rate=1e-3",
+    ]);
+    arguments.extend(settings);
+    ft(&arguments, true);
+    let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap());
+    let steps = lines.filter(|l| l.get("loss").is_some());
+    steps.map(|l| (number(&l, "loss"), number(&l, "grad_norm"))).collect()
+}
+
+#[test]
+fn every_method_loses_what_it_loses_on_the_cpu() {
+    let Some(_gpu) = gpu() else { return };
+    let methods: [(&str, &[&str]); 6] = [
+        ("qwen3_5_text", &["tune.method=full", "model.dtype=f32"]),
+        (
+            "qwen3_next",
+            &["tune.method=full", "model.dtype=f32", "data.packing=true"],
+        ),
+        ("qwen3_5_text", &["tune.method=full", "model.dtype=bf16"]),
+        (
+            "qwen3_next",
+            &[
+                "tune.method=block",
+                "tune.block.switch_every=1",
+                "model.dtype=f32",
+                "memory.tier=host",
+            ],
+        ),
+        (
+            "qwen3_5_text",
+            &["tune.method=lora", "tune.lora.r=4", "model.dtype=f32"],
+        ),
+        (
+            "qwen3_5_text",
+            &[
+                "tune.method=lora",
+                "tune.lora.r=4",
+                "model.dtype=f32",
+                "memory.tier=host",
+            ],
+        ),
+    ];
+    for (family, settings) in methods {
+        let dir = TempDir::new().unwrap();
+        let model = model(family, dir.path());
+        let here = train("cpu", &model, settings, &dir.path().join("cpu"));
+        let there = train("cuda:0", &model, settings, &dir.path().join("gpu"));
+        assert_eq!((here.len(), there.len()), (3, 3), "{family} {settings:?}");
+        // As in tests/gpu/train.rs.
+        let (loss, norm) = if settings.contains(&"model.dtype=f32") {
+            (1e-4, 1e-3)
+        } else {
+            (1e-2, 5e-2)
+        };
+        for (a, b) in here.iter().zip(&there) {
+            close(a.0, b.0, loss, &format!("{family} {settings:?}: loss"));
+            close(a.1, b.1, norm, &format!("{family} {settings:?}: norm"));
+        }
+    }
+}
+
+fn network(model_type: &str, dtype: Dtype, device: &Device) -> Network {
+    let config = json!({
+        "model_type": model_type, "vocab_size": 256, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+        "num_experts": 0,
+    });
+    let config = Config::from_map(config.as_object().unwrap().clone(), Path::new("config.json"));
+    let spec = families::read(&config).unwrap();
+    let source = Resident::random(spec.params(), 5, 0.1, 0.8, dtype, device).unwrap();
+    Network::new(spec, Arc::new(source), device.clone())
+}
+
+/// The state of the convolution and of the delta rule goes from step to step, also for prompts that begin alike.
+#[test]
+fn greedy_answers_are_those_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let text = |seed: u32, n: u32| (0..n).map(|i| 5 + (i * 31 + seed * 7) % 200).collect::<Vec<u32>>();
+    let prompts = [text(1, 40), [text(1, 40), text(2, 5)].concat(), text(3, 2)];
+    let requests: Vec<Request> = prompts
+        .into_iter()
+        .zip(0..)
+        .map(|(prompt, number)| Request { prompt, number })
+        .collect();
+    for family in ["qwen3_5_text", "qwen3_next"] {
+        for (dtype, most) in [(Dtype::F32, 1e-4), (Dtype::Bf16, 0.25)] {
+            let settings = Settings {
+                max_new_tokens: 8,
+                limits: Limits::default(),
+                ..Settings::default()
+            };
+            let [here, there] = [&Device::Cpu, &gpu.device].map(|device| {
+                let network = network(family, dtype, device);
+                answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap().0
+            });
+            for (here, there) in here.iter().zip(&there) {
+                if dtype == Dtype::F32 {
+                    assert_eq!(here.ids, there.ids, "{family}");
+                }
+                let pairs = here.ids.iter().zip(&there.ids).take_while(|(a, b)| a == b).count();
+                let both = here.log_probs.iter().zip(&there.log_probs).take(pairs);
+                let off = both.fold(0f32, |off, (a, b)| off.max((a - b).abs()));
+                assert!(pairs > 0 && off <= most, "{family} {dtype:?}: {off} after {pairs}");
+            }
+        }
+    }
+}

@@ -56,8 +56,7 @@ const JUDGED: &str = "judged.jsonl";
 const NEW_TOKENS: &str = "data.new_tokens=[\"<a>\", \"<b>\"]";
 const LARGE_VOCABULARY: usize = 40_000;
 
-const CASES: [Case; 28] = [
-const CASES: [Case; 29] = [
+const CASES: [Case; 31] = [
     case("experts, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
     case(
         "experts, blocks of them",
@@ -357,10 +356,9 @@ const CASES: [Case; 29] = [
     ),
 ];
 
-/// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one.
-fn model(dir: &Path, large: bool) {
-/// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one. `experts`: a mixture.
-fn model(dir: &Path, experts: bool) {
+/// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one. `large`: with a large
+/// vocabulary; `experts`: a mixture.
+fn model(dir: &Path, large: bool, experts: bool) {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
     fs::create_dir_all(dir).unwrap();
     for name in [
@@ -385,6 +383,7 @@ fn model(dir: &Path, experts: bool) {
     if large {
         config.insert("vocab_size".into(), json!(LARGE_VOCABULARY));
         config.insert("tie_word_embeddings".into(), json!(false));
+    }
     if experts {
         config.insert("model_type".into(), json!("qwen3_moe"));
         for (key, size) in [
@@ -484,8 +483,8 @@ fn compare(cases: &[Case]) {
     let mut wrong = Vec::new();
     for case in cases {
         let dir = tempfile::tempdir().unwrap();
-        model(&dir.path().join("model"), case.settings.contains(&NEW_TOKENS));
-        model(&dir.path().join("model"), case.name.starts_with("experts"));
+        let (large, experts) = (case.settings.contains(&NEW_TOKENS), case.name.starts_with("experts"));
+        model(&dir.path().join("model"), large, experts);
         let id = format!("{}|{}", case.name, dir.path().display());
         if case.settings.contains(&"distill.teacher_cache=cache") {
             alone("stages::teaches", &id).unwrap_or_else(|said| panic!("{said}"));
@@ -597,7 +596,7 @@ fn alone(test: &str, case: &str) -> Result<Value, String> {
 #[test]
 fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
     let dir = tempfile::tempdir().unwrap();
-    model(&dir.path().join("model"), false);
+    model(&dir.path().join("model"), false, false);
     let at = dir.path().display();
     let stopped = alone("stages::above_the_budget", &at.to_string()).unwrap_or_else(|said| panic!("{said}"));
     let checkpoints = fs::read_dir(dir.path().join("run")).unwrap().filter_map(|e| {

@@ -283,7 +283,7 @@ fn quantized_format(spec: &Spec, weights: &Weights) -> Result<Option<Format>> {
     Ok(None)
 }
 
-/// Refuses quantized weights: their rounding would remove the effect of the adapter.
+/// Refuses quantized weights: what a first quantization lost is not known.
 pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
     for p in spec.params() {
         if let Some((_, format)) = stored::find(weights, &p.name)? {
@@ -291,7 +291,7 @@ pub(super) fn refuse_codes(spec: &Spec, weights: &Weights) -> Result<()> {
                 .at(&*p.name)
                 .found(format)
                 .expected("the original weights in 16 or 32 bits")
-                .hint("give the unquantized model: an adapter is merged into unquantized weights"));
+                .hint("give the unquantized model"));
         }
     }
     Ok(())

@@ -184,7 +184,7 @@ fn a_quantized_directory_is_what_a_recipe_quantizes() {
             exact[0]
         );
 
-        // Evaluation and decoding accept it as any model; merging into it is refused.
+        // Evaluation and decoding accept it as any model.
         let adapter = work.path().join("run/final");
         let (loss, _) = eval(&out, None, &data("messages"));
         assert!(loss.is_finite());

@@ -121,6 +121,10 @@ impl Random {
                 levels: &FP4_TABLE,
                 absmax,
             },
+            QData::Bf16 {
+                codes: &self.halves[1],
+                stride: (2 * self.columns).next_multiple_of(16),
+            },
             int8(self.columns),
             int8(128),
             int4(64),
@@ -171,6 +175,10 @@ fn by_hand(view: &QMatrixView<'_>, row: usize, column: usize) -> f32 {
             let word = scales[row * view.columns.div_ceil(group) + column / group];
             let (scale, minimum) = (f32::from_bits(word << 16), f32::from_bits(word >> 16 << 16));
             (half(&codes[row * stride..], column) as f64 * scale as f64 + minimum as f64) as f32
+        }
+        QData::Bf16 { codes, stride } => {
+            let at = row * stride + 2 * column;
+            half::bf16::from_le_bytes([codes[at], codes[at + 1]]).to_f32()
         }
         QData::Scaled(s) => {
             let code = if s.kind.code.is_nibble() {

@@ -324,7 +324,7 @@ pub struct Output {
 /// Passes the values of one parameter to the sink.
 pub type PartFill<'a> = dyn FnMut(&TensorPlan, &mut dyn FnMut(Values) -> Result<()>) -> Result<()> + 'a;
 
-/// The tensors in which these parameters are written in this layout. What is quantized, or not complete, is not joined.
+/// The tensors in which these parameters are written in this layout. What is quantized is not joined.
 pub fn outputs(params: &[TensorPlan], layout: Option<&'static Layout>) -> Vec<Output> {
     let single = |at: usize| Output {
         plan: params[at].clone(),

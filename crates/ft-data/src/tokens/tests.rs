@@ -14,6 +14,9 @@ pub(super) struct Counting {
     inner: ft_formats::Tokenizer,
     texts: AtomicUsize,
     most: usize,
+    /// Prompts, which are encoded with offsets, and the most of them.
+    prompts: AtomicUsize,
+    most_prompts: usize,
 }
 
 impl Counting {
@@ -22,7 +25,21 @@ impl Counting {
             inner: real(),
             texts: AtomicUsize::new(0),
             most,
+            prompts: AtomicUsize::new(0),
+            most_prompts: usize::MAX,
         }
+    }
+
+    /// Fails after so many prompts.
+    pub(super) fn of_prompts(most: usize) -> Self {
+        Self {
+            most_prompts: most,
+            ..Self::new(usize::MAX)
+        }
+    }
+
+    pub(super) fn prompts(&self) -> usize {
+        self.prompts.swap(0, Ordering::Relaxed)
     }
 
     pub(super) fn texts(&self) -> usize {
@@ -38,6 +55,9 @@ impl TextCodec for Counting {
         self.inner.encode(text, add_special)
     }
     fn encode_with_offsets(&self, text: &str, add_special: bool) -> Result<IdsAndOffsets> {
+        if self.prompts.fetch_add(1, Ordering::Relaxed) >= self.most_prompts {
+            return Err(Error::usage("stopped by the test"));
+        }
         self.inner.encode_with_offsets(text, add_special)
     }
     fn decode(&self, ids: &[u32]) -> Result<String> {

@@ -218,7 +218,7 @@ fn cached_prompts_are_those_in_memory_and_are_tokenized_once() {
     };
     let files = files(&[("p.jsonl", &(0..ROWS).map(row).collect::<String>())]);
     for drops in [false, true] {
-        let (place, codec) = (Place::new(), Counting::new(usize::MAX));
+        let (place, codec) = (Place::new(), Counting::of_prompts(usize::MAX));
         let load = |codec: &Counting, cached: bool, answer: &str| {
             let screen = Screen::new(ScreenSpec {
                 dedup: if drops { Dedup::Exact } else { Dedup::None },
@@ -248,10 +248,10 @@ fn cached_prompts_are_those_in_memory_and_are_tokenized_once() {
             out.map(|out| (out, report))
         };
         let (memory, report) = load(&codec, false, "answer").unwrap();
-        assert!(memory.dropped.0 > 0 && codec.texts() >= memory.rows.len());
+        assert!(memory.dropped.0 > 0 && codec.prompts() >= memory.rows.len());
         for (time, most) in [("first", usize::MAX), ("second", 10)] {
             let (cached, said) = load(&codec, true, "answer").unwrap();
-            assert!(codec.texts() < most, "{time}");
+            assert!(codec.prompts() < most, "{time}");
             assert!(cached.rows == memory.rows && said == report, "{time}");
             assert_eq!((&cached.origins, &cached.readings), (&memory.origins, &memory.readings));
             assert_eq!(
@@ -266,11 +266,11 @@ fn cached_prompts_are_those_in_memory_and_are_tokenized_once() {
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;
         std::fs::write(&path, bytes).unwrap();
-        assert!(load(&codec, true, "answer").unwrap().0.rows == memory.rows && codec.texts() > 10);
+        assert!(load(&codec, true, "answer").unwrap().0.rows == memory.rows && codec.prompts() > 10);
         assert!(place.notes.borrow().iter().any(|note| note.contains("damaged")));
         // Another column of answers is another set; an error leaves no result.
-        assert!(load(&codec, true, "id").unwrap().0.rows[0].answer == Some(0.into()) && codec.texts() > 10);
-        let e = load(&Counting::new(50), true, "weight").unwrap_err().to_string();
+        assert!(load(&codec, true, "id").unwrap().0.rows[0].answer == Some(0.into()) && codec.prompts() > 10);
+        let e = load(&Counting::of_prompts(50), true, "weight").unwrap_err().to_string();
         assert!(e.contains("stopped by the test"), "{e}");
         assert_eq!(load(&codec, true, "weight").unwrap().0.rows[0].answer, Some(0.1.into()));
     }

@@ -44,7 +44,7 @@ section! {
         /// blocks that are drawn together (they need not be consecutive).
         layers_per_block: usize = 1, "least memory", in from(1);
         /// Number of experts of a layer in a block.
-        experts_per_block: usize = 8, "a block of usual experts is about as large as attention", in MANY,
+        experts_per_block: usize = 8, "a small part of a layer with 64 or 128 experts", in MANY,
             when Self::partition = ["experts"];
         /// Order in which blocks become active; `fixed` stays on `start_block`; `importance` draws them at random at
         /// each switch (LISA).

@@ -362,7 +362,7 @@ mod tests {
     fn all_assets_are_inside() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
         let mut found = 0;
-        for folder in ["small", "tiny", "world"] {
+        for folder in ["moe", "small", "tiny", "world"] {
             for path in files::list(&root.join("assets").join(folder)).unwrap() {
                 let name = path.strip_prefix(root).unwrap().to_str().unwrap().replace('\\', "/");
                 let (_, inside) = ASSETS.iter().find(|(n, _)| *n == name).unwrap();

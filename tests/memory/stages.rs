@@ -56,7 +56,26 @@ const JUDGED: &str = "judged.jsonl";
 const NEW_TOKENS: &str = "data.new_tokens=[\"<a>\", \"<b>\"]";
 const LARGE_VOCABULARY: usize = 40_000;
 
-const CASES: [Case; 28] = [
+const CASES: [Case; 31] = [
+    case("experts, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
+    case(
+        "experts, blocks of them",
+        "sft",
+        ROWS,
+        BLOCK,
+        &[
+            "train.batch_size=8",
+            "tune.block.partition=experts",
+            "tune.block.experts_per_block=4",
+        ],
+    ),
+    case(
+        "experts, adapters and losses of routers",
+        "sft",
+        ROWS,
+        LORA,
+        &["train.batch_size=8", "train.router_aux_loss_coef=0.01"],
+    ),
     // Two packed rows: the micro-batch takes them again and again.
     case(
         "packed rows of a small file",
@@ -337,8 +356,9 @@ const CASES: [Case; 28] = [
     ),
 ];
 
-/// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one.
-fn model(dir: &Path, large: bool) {
+/// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one. `large`: with a large
+/// vocabulary; `experts`: a mixture.
+fn model(dir: &Path, large: bool, experts: bool) {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
     fs::create_dir_all(dir).unwrap();
     for name in [
@@ -363,6 +383,16 @@ fn model(dir: &Path, large: bool) {
     if large {
         config.insert("vocab_size".into(), json!(LARGE_VOCABULARY));
         config.insert("tie_word_embeddings".into(), json!(false));
+    }
+    if experts {
+        config.insert("model_type".into(), json!("qwen3_moe"));
+        for (key, size) in [
+            ("num_experts", 8),
+            ("num_experts_per_tok", 2),
+            ("moe_intermediate_size", 512),
+        ] {
+            config.insert(key.into(), json!(size));
+        }
     }
     fs::write(dir.join("config.json"), Value::Object(config).to_string()).unwrap();
     let spec = families::read(&Config::load(dir).unwrap()).unwrap();
@@ -453,7 +483,8 @@ fn compare(cases: &[Case]) {
     let mut wrong = Vec::new();
     for case in cases {
         let dir = tempfile::tempdir().unwrap();
-        model(&dir.path().join("model"), case.settings.contains(&NEW_TOKENS));
+        let (large, experts) = (case.settings.contains(&NEW_TOKENS), case.name.starts_with("experts"));
+        model(&dir.path().join("model"), large, experts);
         let id = format!("{}|{}", case.name, dir.path().display());
         if case.settings.contains(&"distill.teacher_cache=cache") {
             alone("stages::teaches", &id).unwrap_or_else(|said| panic!("{said}"));
@@ -565,7 +596,7 @@ fn alone(test: &str, case: &str) -> Result<Value, String> {
 #[test]
 fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
     let dir = tempfile::tempdir().unwrap();
-    model(&dir.path().join("model"), false);
+    model(&dir.path().join("model"), false, false);
     let at = dir.path().display();
     let stopped = alone("stages::above_the_budget", &at.to_string()).unwrap_or_else(|said| panic!("{said}"));
     let checkpoints = fs::read_dir(dir.path().join("run")).unwrap().filter_map(|e| {

@@ -83,7 +83,6 @@ pub const TERMS: &[(&str, Term)] = &[
     ("RouterLosses::balance", Key(Train::router_aux_loss_coef)),
     ("RouterLosses::z", Key(Train::router_z_loss_coef)),
     ("LoraConfig::r", Key(Lora::r)),
-    ("LoraConfig::peft_type", Key(Lora::peft_type)),
     ("LoraConfig::rank_pattern", Key(Lora::rank_pattern)),
     ("LoraConfig::alpha_pattern", Key(Lora::alpha_pattern)),
     ("LoraConfig::target_modules", Key(Lora::target_modules)),

@@ -13,6 +13,7 @@ Usage: tools/soft-cuda/run.sh tools/soft-cuda/mutate.py [--tests WORD] [--only W
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,11 +34,14 @@ EXPECTED = ROOT / "tools/soft-cuda/unseen.txt"
 def run(tests, name, order, env, limit):
     """True if the test passes."""
     env = {**os.environ, "SOFT_CUDA_ORDER": order, "RUST_BACKTRACE": "0", **env}
-    try:
-        done = subprocess.run([tests, name, "--exact"], env=env, capture_output=True, timeout=limit)
-        return done.returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+    # A session of its own: a fault may leave a run of ft in an endless loop, which must end with its test.
+    pipe = subprocess.DEVNULL
+    with subprocess.Popen([tests, name, "--exact"], env=env, stdout=pipe, stderr=pipe, start_new_session=True) as test:
+        try:
+            return test.wait(timeout=limit) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(test.pid, signal.SIGKILL)
+            return False
 
 
 class Symbols:

@@ -57,6 +57,21 @@ impl Bench {
         bench
     }
 
+    /// As `new`, with the model of a directory and rows of text.
+    pub fn of_model(model: &Path) -> Self {
+        let bench = Self::new();
+        fs::remove_dir_all(bench.path("model")).unwrap();
+        copy_all(model, &bench.path("model"));
+        copy_all(&goldens().join("tokenizers/small"), &bench.path("model"));
+        fs::copy(goldens().join("data/eval_text.jsonl"), bench.path("rows.jsonl")).unwrap();
+        bench
+    }
+
+    /// As `of_model`, with the model of a golden of a family.
+    pub fn of_family(family: &str) -> Self {
+        Self::of_model(&goldens().join("families").join(family))
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }

@@ -1,7 +1,7 @@
 //! Whole runs of families whose layers differ from Llama: LayerNorms, an MLP without a gate, parallel halves, Gated DeltaNet;
 //! and of multimodal models.
 
-use crate::bench::{Bench, copy_all, files, goldens, number, said};
+use crate::bench::{Bench, files, goldens, number, said};
 use crate::tiers::curve;
 use ft::formats::weights::Weights;
 use safetensors::tensor::TensorView;
@@ -10,16 +10,6 @@ use serde_json::Value;
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::Path;
-
-/// A bench with the model of a golden file, and texts.
-fn bench(family: &str) -> Bench {
-    let bench = Bench::new();
-    fs::remove_dir_all(bench.path("model")).unwrap();
-    copy_all(&goldens().join("families").join(family), &bench.path("model"));
-    copy_all(&goldens().join("tokenizers/small"), &bench.path("model"));
-    fs::copy(goldens().join("data/eval_text.jsonl"), bench.path("rows.jsonl")).unwrap();
-    bench
-}
 
 const SHORT: [&str; 3] = ["train.max_steps=4", "train.batch_size=2", "data.max_length=64"];
 
@@ -60,7 +50,7 @@ fn every_method_trains_layers_that_are_not_those_of_llama() {
         ("qwen3_5_text", 1e-2),
         ("qwen3_next", 1e-2),
     ] {
-        let bench = bench(family);
+        let bench = Bench::of_family(family);
         let methods: [(&str, &[&str]); 9] = [
             ("full", &["tune.method=full"]),
             ("chunks", &["tune.method=full", "memory.mlp_chunk=16"]),
@@ -134,7 +124,7 @@ fn add_prediction_layers(file: &Path) {
 #[test]
 fn the_other_parts_of_a_multimodal_model_stay_as_they_are() {
     for family in ["gemma3", "qwen2_5_vl", "qwen3_5"] {
-        let bench = bench(family);
+        let bench = Bench::of_family(family);
         if family == "qwen3_5" {
             add_prediction_layers(&bench.path("model/model.safetensors"));
         }
@@ -174,7 +164,7 @@ fn adapters_of_multimodal_models_have_the_names_of_the_whole_model() {
     let text = fs::read_to_string(goldens().join("multimodal_adapters.json")).unwrap();
     let golden: Value = serde_json::from_str(&text).unwrap();
     for (family, wanted) in golden.as_object().unwrap() {
-        let bench = bench(family);
+        let bench = Bench::of_family(family);
         train(&bench, "lora", &["tune.method=lora", "tune.lora.r=2"]);
         let file = bench.path("lora/final/adapter_model.safetensors");
         let wanted: BTreeSet<String> = serde_json::from_value(wanted.clone()).unwrap();

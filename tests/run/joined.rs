@@ -1,21 +1,12 @@
 //! Whole runs of families whose files have the experts of a layer in one tensor: every method, tier and storage; the results
 //! have the same tensors.
 
-use crate::bench::{Bench, copy_all, files, goldens, number, said};
+use crate::bench::{Bench, files, goldens, number, said};
 use crate::tiers::curve;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
-
-fn bench(model: &Path) -> Bench {
-    let bench = Bench::new();
-    fs::remove_dir_all(bench.path("model")).unwrap();
-    copy_all(model, &bench.path("model"));
-    copy_all(&goldens().join("tokenizers/small"), &bench.path("model"));
-    fs::copy(goldens().join("data/eval_text.jsonl"), bench.path("rows.jsonl")).unwrap();
-    bench
-}
 
 fn train(bench: &Bench, run: &str, settings: &[&str]) {
     let out = format!("train.output_dir={run}");
@@ -54,7 +45,7 @@ fn shapes(dir: &Path) -> BTreeMap<String, Value> {
 #[test]
 fn every_method_trains_and_writes_joined_experts() {
     for family in ["gpt_oss", "granitemoe", "qwen3_5_moe", "qwen3_vl_moe"] {
-        let bench = bench(&goldens().join("families").join(family));
+        let bench = Bench::of_family(family);
         let before = tensors(&bench.path("model"));
         let methods: [(&str, &[&str]); 6] = [
             ("full", &["tune.method=full"]),
@@ -134,7 +125,7 @@ fn every_method_trains_and_writes_joined_experts() {
 /// gpt-oss as published: adapters train on the codes; all parameters train from the decoded values, and are written in bf16.
 #[test]
 fn gpt_oss_trains_from_mxfp4() {
-    let bench = bench(&goldens().join("mxfp4"));
+    let bench = Bench::of_model(&goldens().join("mxfp4"));
     train(&bench, "lora", &["tune.method=lora"]);
     train(&bench, "lora-disk", &["tune.method=lora", "memory.tier=disk"]);
     assert_eq!(curve(&bench, "lora"), curve(&bench, "lora-disk"));

@@ -1,19 +1,9 @@
 //! Whole runs of mixtures of experts: the losses and metrics of routers, frozen routers, blocks of experts.
 
-use crate::bench::{Bench, copy_all, goldens, number, said};
+use crate::bench::{Bench, number, said};
 use ft::formats::weights::Weights;
 use std::collections::BTreeSet;
 use std::fs;
-
-/// A bench with the model of a golden file.
-fn bench(family: &str) -> Bench {
-    let bench = Bench::new();
-    fs::remove_dir_all(bench.path("model")).unwrap();
-    copy_all(&goldens().join("families").join(family), &bench.path("model"));
-    copy_all(&goldens().join("tokenizers/small"), &bench.path("model"));
-    fs::copy(goldens().join("data/eval_text.jsonl"), bench.path("rows.jsonl")).unwrap();
-    bench
-}
 
 const SHORT: [&str; 3] = ["train.max_steps=4", "train.batch_size=2", "data.max_length=64"];
 
@@ -48,7 +38,7 @@ const METRICS: [&str; 5] = [
 
 #[test]
 fn every_method_and_stage_reports_the_load_of_the_experts() {
-    let bench = bench("olmoe");
+    let bench = Bench::of_family("olmoe");
     let pairs: [&str; 6] = [
         "train.stage=dpo",
         "data.train=pairs.jsonl",
@@ -102,7 +92,7 @@ fn every_method_and_stage_reports_the_load_of_the_experts() {
 
 #[test]
 fn losses_of_routers_change_the_run_in_every_way_of_gradients() {
-    let bench = bench("olmoe");
+    let bench = Bench::of_family("olmoe");
     let losses = ["train.router_aux_loss_coef=0.5", "train.router_z_loss_coef=0.1"];
     train(&bench, "plain", &["tune.method=full"]);
     let ways: [(&str, &[&str]); 3] = [
@@ -151,7 +141,7 @@ fn what_has_no_such_routers_is_refused() {
         "{said}"
     );
     let said = refused(
-        &bench("glm4_moe"),
+        &Bench::of_family("glm4_moe"),
         &["tune.method=full", "train.router_aux_loss_coef=0.1"],
     );
     assert!(said.contains("sigmoid"), "{said}");
@@ -159,7 +149,7 @@ fn what_has_no_such_routers_is_refused() {
 
 #[test]
 fn frozen_routers_stay_as_they_are() {
-    let bench = bench("mixtral");
+    let bench = Bench::of_family("mixtral");
     let is_router = |name: &String| name.ends_with("block_sparse_moe.gate.weight");
     let rate = "optimizer.learning_rate=1e-2";
     for method in ["tune.method=full", "tune.method=freeze"] {
@@ -179,7 +169,7 @@ fn frozen_routers_stay_as_they_are() {
 
 #[test]
 fn blocks_of_experts_train_what_they_name() {
-    let bench = bench("qwen2_moe");
+    let bench = Bench::of_family("qwen2_moe");
     let settings = [
         "tune.method=block",
         "tune.block.partition=experts",

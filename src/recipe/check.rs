@@ -2,10 +2,12 @@
 //! Uses the table of keys only; `lower` checks combinations of keys.
 
 use super::draft::{Draft, Problem, TextPosition, WrittenKey, WrittenValue};
-use super::table::{Key, KeyPath, Range, TABLES};
+use super::table::{self, Key, KeyPath, Range, TABLES};
 use super::value::{Setting, Value, ValueKind};
 use super::{peers, suggest};
 use crate::base::{Error, units};
+use std::collections::HashMap;
+use std::sync::LazyLock;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
@@ -66,8 +68,20 @@ impl Values {
     }
 }
 
-/// The default of a key; for a required key the empty value of its kind.
+/// The default of a key; for a required key the empty value of its kind. The texts of the table are parsed once.
 pub fn default_of(key: &Key) -> Value {
+    static DEFAULTS: LazyLock<HashMap<&'static str, (&'static Key, Value)>> = LazyLock::new(|| {
+        let defaults = table::keys().map(|key| (key.path.0, (key, parsed_default(key))));
+        defaults.collect()
+    });
+    match DEFAULTS.get(key.path.0) {
+        Some((of_table, value)) if std::ptr::eq(*of_table, key) => value.clone(),
+        // A key inside a list of tables.
+        _ => parsed_default(key),
+    }
+}
+
+fn parsed_default(key: &Key) -> Value {
     let empty = match key.kind {
         ValueKind::Texts => Value::List(Vec::new()),
         ValueKind::Map(_) | ValueKind::Fields(_) => Value::Map(Vec::new()),

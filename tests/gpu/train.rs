@@ -272,13 +272,17 @@ pub fn close(here: f64, there: f64, tolerance: f64, what: &str) {
     assert!(difference <= tolerance * here.abs(), "{what}: CPU {here}, GPU {there}");
 }
 
+/// The resumed run starts from the checkpoint of a step in the middle. tests/run/resume.rs stops and kills runs.
 #[test]
-fn every_method_loses_what_it_loses_on_the_cpu() {
+fn every_method_loses_what_it_loses_on_the_cpu_and_resumes_to_the_same_bits() {
     let Some(_gpu) = gpu() else { return };
     each_run(|name, settings| {
         let dir = TempDir::new().unwrap();
+        let stop = steps().div_ceil(2);
+        let save = format!("train.save_steps={stop}");
+        let saving = [settings, &[save.as_str()]].concat();
         let here = train("cpu", settings, &dir.path().join("cpu"));
-        let there = train("cuda:0", settings, &dir.path().join("gpu"));
+        let there = train("cuda:0", &saving, &dir.path().join("gpu"));
         assert_eq!((here.len(), there.len()), (steps(), steps()), "{name}");
         let (loss, norm) = if settings.contains(&"model.dtype=f32") {
             (1e-4, 1e-3)
@@ -301,27 +305,11 @@ fn every_method_loses_what_it_loses_on_the_cpu() {
             let (first, last) = (number(&there[0], "loss"), number(&there[5], "loss"));
             assert!(last < first, "{name}: {first} to {last}");
         }
-    });
-}
-
-/// From the checkpoint of a step in its middle. tests/run/resume.rs stops and kills runs.
-#[test]
-fn a_run_that_was_stopped_goes_on_bit_for_bit() {
-    let Some(_gpu) = gpu() else { return };
-    each_run(|name, settings| {
-        let dir = TempDir::new().unwrap();
-        let stop = steps().div_ceil(2);
-        let save = format!("train.save_steps={stop}");
-        let whole = train(
-            "cuda:0",
-            &[settings, &[save.as_str()]].concat(),
-            &dir.path().join("whole"),
-        );
-        let checkpoint = dir.path().join(format!("whole/checkpoint-{stop}"));
+        let checkpoint = dir.path().join(format!("gpu/checkpoint-{stop}"));
         let resume = ["--resume", checkpoint.to_str().unwrap()];
-        let rest = train("cuda:0", &[settings, &resume].concat(), &dir.path().join("two"));
+        let rest = train("cuda:0", &[settings, &resume].concat(), &dir.path().join("resumed"));
         assert_eq!(rest.len(), steps() - stop, "{name}");
-        for (a, b) in whole.iter().skip(stop).zip(&rest) {
+        for (a, b) in there.iter().skip(stop).zip(&rest) {
             assert_eq!(a["step"], b["step"], "{name}");
             assert_eq!(number(a, "loss").to_bits(), number(b, "loss").to_bits(), "{name}");
         }

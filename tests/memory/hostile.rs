@@ -5,7 +5,7 @@ use crate::counting::{LIMIT, LIVE, MOST};
 use crate::{RESULT, case};
 use candle_core::Device;
 use ft::commands::plan::plan;
-use ft::recipe;
+use ft::recipe::{self, Recipe};
 use ft::setup::ModelDir;
 use ft::setup::vocabulary::TextChanges;
 use serde_json::{Map, Value, json};
@@ -72,29 +72,35 @@ fn keys(config: &Map<String, Value>) -> Vec<String> {
     all
 }
 
+/// One recipe for each method.
+fn recipes(dir: &Path) -> [Recipe; 3] {
+    let path = dir.display();
+    ["block", "full", "lora"].map(|method| {
+        let text = format!(
+            "[model]\npath = \"{path}\"\ndevice = \"cpu\"\n[data]\ntrain = \"{path}/none.jsonl\"\nmax_length = 512\n\
+             [tune]\nmethod = \"{method}\"\n[memory]\nbudget = \"1TiB\"\n"
+        );
+        recipe::parse(&text, "r.toml", &[]).unwrap().recipe
+    })
+}
+
 /// Whatever comes of it: only memory, time and panics count.
-fn open(dir: &Path) {
+fn open(dir: &Path, recipe: &Recipe) {
     let path = dir.to_string_lossy().into_owned();
     if let Ok(described) = ModelDir::open(&path, "main", &TextChanges::default()) {
         let _ = described.check_weights(ft::recipe::ModelInit::Pretrained);
         let _ = described.infer(None, None, &Device::Cpu);
     }
-    for method in ["block", "full", "lora"] {
-        let text = format!(
-            "[model]\npath = \"{path}\"\ndevice = \"cpu\"\n[data]\ntrain = \"{path}/none.jsonl\"\nmax_length = 512\n\
-             [tune]\nmethod = \"{method}\"\n[memory]\nbudget = \"1TiB\"\n"
-        );
-        let _ = plan(&recipe::parse(&text, "r.toml", &[]).unwrap().recipe, None);
-    }
+    let _ = plan(recipe, None);
 }
 
-fn measured(dir: &Path, what: &str) {
+fn measured(dir: &Path, recipe: &Recipe, what: &str) {
     let (before, started) = (LIVE.load(Relaxed), Instant::now());
     MOST.store(before, Relaxed);
     // Beyond this the allocation fails, and the process ends.
     println!("{what}");
     LIMIT.store(before + 4 * MOST_BYTES, Relaxed);
-    open(dir);
+    open(dir, recipe);
     LIMIT.store(usize::MAX, Relaxed);
     let (most, took) = (MOST.load(Relaxed) - before, started.elapsed());
     assert!(most < MOST_BYTES, "{what}: {most} bytes");
@@ -116,8 +122,10 @@ fn mutate(families: &[&str]) -> usize {
     let Value::Object(config) = serde_json::from_str(&text).unwrap() else {
         panic!("the config is an object")
     };
+    // Each case plans one method: every value of every key meets all of them, each in other families.
+    let methods = [recipes(&with), recipes(&without)];
     let mut count = 0;
-    for family in families {
+    for (number, family) in families.iter().enumerate() {
         for key in keys(&config) {
             for value in absurd() {
                 let mut changed = config.clone();
@@ -125,9 +133,10 @@ fn mutate(families: &[&str]) -> usize {
                 changed.insert("use_sliding_window".into(), json!(true));
                 changed.insert(key.clone(), value.clone());
                 let shown: String = value.to_string().chars().take(40).collect();
-                for dir in [&with, &without] {
+                for (dir, recipes) in [&with, &without].into_iter().zip(&methods) {
+                    let recipe = &recipes[(count + number) % recipes.len()];
                     fs::write(dir.join("config.json"), Value::Object(changed.clone()).to_string()).unwrap();
-                    measured(dir, &format!("{family} {key} {shown} in {}", dir.display()));
+                    measured(dir, recipe, &format!("{family} {key} {shown} in {}", dir.display()));
                     count += 1;
                 }
             }
@@ -145,7 +154,7 @@ fn mutate(families: &[&str]) -> usize {
             "top_k",
         ] {
             fs::write(with.join("generation_config.json"), json!({key: value}).to_string()).unwrap();
-            measured(&with, &format!("generation_config {key}"));
+            measured(&with, &methods[0][0], &format!("generation_config {key}"));
             count += 1;
         }
         fs::copy(tiny.join("generation_config.json"), with.join("generation_config.json")).unwrap();
@@ -160,6 +169,7 @@ fn mutate(families: &[&str]) -> usize {
             fs::write(with.join("tokenizer.json"), changed.to_string()).unwrap();
             measured(
                 &with,
+                &methods[0][0],
                 &format!(
                     "tokenizer {at} {}",
                     value.to_string().chars().take(40).collect::<String>()
@@ -170,7 +180,7 @@ fn mutate(families: &[&str]) -> usize {
         tokenizer["truncation"] =
             json!({"max_length": value, "strategy": "LongestFirst", "stride": 0, "direction": "Right"});
         fs::write(with.join("tokenizer.json"), tokenizer.to_string()).unwrap();
-        measured(&with, "tokenizer truncation");
+        measured(&with, &methods[0][0], "tokenizer truncation");
         fs::write(with.join("tokenizer.json"), text).unwrap();
     }
     count

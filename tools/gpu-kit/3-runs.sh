@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
-# Whole runs: every method has the losses of the CPU, a stopped run goes on bit for bit, generation and evaluation.
+# Whole runs: every method has the losses of the CPU and resumes to the same bits, generation and evaluation.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
 failed=0
-step "losses" 290 "$bin/gpu" train::every_method --test-threads=1 || failed=$((failed + 1))
+step "losses and resume" 400 "$bin/gpu" train::every_method --test-threads=1 || failed=$((failed + 1))
 step "generation" 60 "$bin/gpu" train::generation --test-threads=1 || failed=$((failed + 1))
 step "layer inputs in host memory" 60 "$bin/gpu" train::layer_inputs --test-threads=1 || failed=$((failed + 1))
 step "a step that is not finite" 60 "$bin/gpu" train::a_step_that --test-threads=1 || failed=$((failed + 1))
-export FT_GPU_RUNS=${FT_GPU_RUNS:-lora,full,layer by layer,lora on layers of the host,blocks from the disk,adafactor}
-note "runs of resume" "\"$FT_GPU_RUNS\""
-step "resume" 150 "$bin/gpu" train::a_run_that_was_stopped --test-threads=1 || failed=$((failed + 1))
 [ "$failed" -eq 0 ] || stop "$failed groups of runs fail"

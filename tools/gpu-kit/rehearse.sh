@@ -51,7 +51,7 @@ fi
 [ "$(grep -c '"rc"' "$OUT/broken/1-smoke.jsonl")" -eq 1 ] || fail "1-smoke.sh goes on without a driver"
 
 tools/gpu-kit/report.py "$OUT" > "$OUT/report.md" || fail "report.py fails"
-for row in 'KIT_STEPS=1' 'transfer | [1-9][0-9]* passed, 0 failed' 'quickstart | ok' 'losses | 1 passed, 0 failed' 'resume | 1 passed' 'not finite | 1 passed' \
+for row in 'KIT_STEPS=1' 'transfer | [1-9][0-9]* passed, 0 failed' 'quickstart | ok' 'losses and resume | 1 passed, 0 failed' 'not finite | 1 passed' \
   'small lora 1 x 64 keep=none | [0-9.]* | failed' 'block in 1 GiB | ok | [0-9.]* | [0-9]* | [0-9]*'; do
   grep -q "$row" "$OUT/report.md" || fail "the report has no row like: $row"
 done

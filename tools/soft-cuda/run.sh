@@ -27,13 +27,11 @@ mkdir -p "$logs"
 # ORDER FILTER [RUNS]: tests in one order of execution. An order makes a difference only where a second stream is used:
 # the copies, layer inputs in host memory, layers of the host and of the disk. The long ones first.
 list() {
-  echo "late train::a_run_that_was_stopped"
   echo "late train::every_method"
   "$tests" --list | sed -n 's/^\([a-z_]*\)::.*: test$/\1/p' | sort -u | grep -vx 'train\|transfer' | sed 's/.*/late &::/'
   echo "late train::generation"
   local copied="lora on layers of the host,blocks from the host,lora on layers and a head of the disk,blocks from the disk"
   for order in early random:1; do
-    echo "$order train::a_run_that_was_stopped $copied"
     echo "$order train::every_method $copied"
   done
   for order in late early random:1; do echo "$order train::layer_inputs"; done

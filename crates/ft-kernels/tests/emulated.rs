@@ -60,8 +60,9 @@ emulated! {
     attention_sinks
 }
 
-const PLAIN: &[&str] = &["-O2"];
-/// Little optimization, and lines without variables: compiling takes longer than running.
+/// Little optimization: compiling takes longer than running.
+const PLAIN: &[&str] = &["-O1"];
+/// And lines without variables.
 const SANITIZED: &[&str] = &[
     "-Og",
     "-g1",

@@ -9,6 +9,7 @@
 //! Letters: D hidden size, I intermediate size of the dense model, W that of an expert, N experts.
 
 mod neurons;
+pub mod smile;
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
@@ -125,14 +126,6 @@ pub fn convert(request: &Request) -> Result<Report> {
             }
         }
     })?;
-    let elements = |spec: &Spec| spec.params().iter().map(|p| p.elements() as u64).sum::<u64>();
-    let routed = |spec: &Spec, all: bool| {
-        let of = |l: usize| match spec.layers[l].experts {
-            Some(e) if all => (e.count * 3 * e.intermediate * spec.hidden) as u64,
-            _ => spec.routed_elements(l) as u64,
-        };
-        (0..spec.layers.len()).map(of).sum::<u64>()
-    };
     let after = elements(&mixture);
     Ok(Report {
         out,
@@ -141,6 +134,20 @@ pub fn convert(request: &Request) -> Result<Report> {
         active: after - routed(&mixture, true) + routed(&mixture, false),
         reached: splits.map(|s| s.iter().map(|s| s.reached).sum::<f64>() / s.len().max(1) as f64),
     })
+}
+
+/// Number of parameters.
+fn elements(spec: &Spec) -> u64 {
+    spec.params().iter().map(|p| p.elements() as u64).sum()
+}
+
+/// Elements of the routed experts of all layers: of all of them, or of those of one token.
+fn routed(spec: &Spec, all: bool) -> u64 {
+    let of = |l: usize| match spec.layers[l].experts {
+        Some(e) if all => (e.count * 3 * e.intermediate * spec.hidden) as u64,
+        _ => spec.routed_elements(l) as u64,
+    };
+    (0..spec.layers.len()).map(of).sum()
 }
 
 /// The name of a projection of the dense MLP.
@@ -198,11 +205,15 @@ fn plans(
 fn cut(values: &[f32], projection: usize, own: &[u32], (dense, top_k): (&Spec, usize)) -> Vec<f32> {
     if projection < 2 {
         let d = dense.hidden;
-        return own.iter().flat_map(|&i| values[i as usize * d..][..d].iter().copied()).collect();
+        return own
+            .iter()
+            .flat_map(|&i| values[i as usize * d..][..d].iter().copied())
+            .collect();
     }
     let rows = values.chunks_exact(dense.intermediate);
     let factor = top_k as f32;
-    rows.flat_map(|row| own.iter().map(move |&i| row[i as usize] * factor)).collect()
+    rows.flat_map(|row| own.iter().map(move |&i| row[i as usize] * factor))
+        .collect()
 }
 
 /// Without differences between the logits of copies, all of them would stay equal.
@@ -288,9 +299,11 @@ fn mixture_config(config: &Config, dense: &Spec, request: &Request) -> Result<Ma
             }
         }
         other => {
-            return Err(Error::unsupported(format!("`{other}` cannot become a mixture of experts"))
-                .at(config.path.display())
-                .expected("llama, mistral or qwen3: transformers has mixtures with the same attention for them"));
+            return Err(
+                Error::unsupported(format!("`{other}` cannot become a mixture of experts"))
+                    .at(config.path.display())
+                    .expected("llama, mistral or qwen3: transformers has mixtures with the same attention for them"),
+            );
         }
     }
     Ok(raw)
@@ -302,7 +315,13 @@ fn same_attention(dense: &Spec, mixture: &Spec, config: &Config) -> Result<()> {
         let layers: Vec<_> = s.layers.iter().map(|l| (l.window, l.rope, l.query_rope)).collect();
         let sizes = [s.vocab, s.hidden, s.heads, s.kv_heads, s.head_dim, s.max_positions];
         let biases = [s.qkv_bias, s.o_bias, s.tied];
-        (layers, sizes, biases, [s.norm_eps, f64::from(s.attention_scale)], s.qk_norm)
+        (
+            layers,
+            sizes,
+            biases,
+            [s.norm_eps, f64::from(s.attention_scale)],
+            s.qk_norm,
+        )
     };
     let same = numbers(dense) == numbers(mixture)
         && dense.ropes == mixture.ropes
@@ -314,6 +333,9 @@ fn same_attention(dense: &Spec, mixture: &Spec, config: &Config) -> Result<()> {
     Err(refuse(
         config,
         "config",
-        &format!("a `{}` reads an option of this config in another way", mixture.model_type),
+        &format!(
+            "a `{}` reads an option of this config in another way",
+            mixture.model_type
+        ),
     ))
 }

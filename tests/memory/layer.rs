@@ -112,7 +112,11 @@ fn spec(intermediate: usize, options: Options) -> Spec {
             kv_rank: HIDDEN / 4,
             plain: HIDDEN / 8,
             rotary: HIDDEN / 8,
-            value: if options == Options::Latent { HIDDEN / 4 } else { HIDDEN / 8 },
+            value: if options == Options::Latent {
+                HIDDEN / 4
+            } else {
+                HIDDEN / 8
+            },
         });
     }
     if options == Options::PerLayer {

@@ -136,7 +136,11 @@ fn latent(config: &Config, of: MatrixOf) -> Result<()> {
         ("self_attn.q_b_proj", keys, times(heads, queries)),
         ("self_attn.q_a_proj", "`q_lora_rank` and the weights", q_rank),
         ("self_attn.kv_b_proj", keys, times(heads, plus(plain, value))),
-        ("self_attn.kv_a_proj_with_mqa", "`kv_lora_rank` and `qk_rope_head_dim`", plus(kv_rank, rotary)),
+        (
+            "self_attn.kv_a_proj_with_mqa",
+            "`kv_lora_rank` and `qk_rope_head_dim`",
+            plus(kv_rank, rotary),
+        ),
     ];
     for (part, keys, is) in rows {
         if let (Some((name, rows, _)), Some(n)) = (of(part), is)

@@ -211,10 +211,7 @@ impl LatentHeads {
                 })
             })
         })?;
-        Ok((
-            tensor(d_kv, (n, self.heads * to))?,
-            tensor(d_rotary, (n, self.rotary))?,
-        ))
+        Ok((tensor(d_kv, (n, self.heads * to))?, tensor(d_rotary, (n, self.rotary))?))
     }
 
     /// The output of attention without the filling: `o [N, H·E]` to `[N, H·V]`. The same tensor if the sizes are equal.
@@ -286,11 +283,13 @@ fn row(x: &[f32], token: usize, width: usize) -> &[f32] {
 
 /// Runs `f` on each token of `y [N, width]`, in parallel.
 fn each_token(y: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
-    y.par_chunks_mut(TOKENS * width.max(1)).enumerate().for_each(|(block, rows)| {
-        for (i, row) in rows.chunks_exact_mut(width.max(1)).enumerate() {
-            f(block * TOKENS + i, row);
-        }
-    });
+    y.par_chunks_mut(TOKENS * width.max(1))
+        .enumerate()
+        .for_each(|(block, rows)| {
+            for (i, row) in rows.chunks_exact_mut(width.max(1)).enumerate() {
+                f(block * TOKENS + i, row);
+            }
+        });
 }
 
 #[cfg(test)]

@@ -130,7 +130,9 @@ pub fn split(request: &Request, data: &Path, tokens: usize) -> Result<Vec<Split>
 fn column_norms(values: &[f32], columns: usize) -> Vec<f32> {
     let mut sums = vec![0f64; columns];
     for row in values.chunks_exact(columns) {
-        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x).powi(2));
+        sums.iter_mut()
+            .zip(row)
+            .for_each(|(sum, x)| *sum += f64::from(*x).powi(2));
     }
     sums.into_iter().map(|sum| sum.sqrt() as f32).collect()
 }
@@ -280,7 +282,9 @@ fn ridge(inputs: &[f32], hidden: usize, wanted: &[f32], r: &mut [f32]) {
         x.iter_mut().zip(&step).for_each(|(x, s)| *x += length * s);
         residual.iter_mut().zip(&image).for_each(|(r, i)| *r -= length * i);
         let next = dot(&residual, &residual);
-        step.iter_mut().zip(&residual).for_each(|(s, r)| *s = r + next / size * *s);
+        step.iter_mut()
+            .zip(&residual)
+            .for_each(|(s, r)| *s = r + next / size * *s);
         size = next;
     }
     r.iter_mut().zip(x).for_each(|(r, x)| *r = x as f32);

@@ -228,7 +228,9 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         match (saved, &self.delta_net, &self.latent) {
-            (SavedMixer::Attention(saved), ..) => self.attention_backward(x, saved, (dx1, d_shared), ctx, need_dx, sink),
+            (SavedMixer::Attention(saved), ..) => {
+                self.attention_backward(x, saved, (dx1, d_shared), ctx, need_dx, sink)
+            }
             (SavedMixer::DeltaNet(saved), Some(net), _) => {
                 self.delta_net_backward(net, x, saved, dx1, ctx, need_dx, sink)
             }

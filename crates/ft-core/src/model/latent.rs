@@ -83,7 +83,7 @@ impl Block {
         drop(h);
         let [first, low_kv] =
             <[Tensor; 2]>::try_from(parts).map_err(|_| Error::internal("latent attention has other projections"))?;
-        let (q, low_q, low_b) = match &net.queries {
+        let (raw_q, low_q, low_b) = match &net.queries {
             Some((norm, linear)) => {
                 let normed = self.norm(norm, &first)?;
                 let (q, low) = linear.forward_one(&normed, ctx)?;
@@ -91,7 +91,8 @@ impl Block {
             }
             None => (first, None, None),
         };
-        let q = heads.queries(&q, (cos, sin))?;
+        let q = heads.queries(&raw_q, (cos, sin))?;
+        drop(raw_q);
         let rows = self.norm(&net.norm, &net.rows(&low_kv)?)?;
         let (kv, low_expand) = net.expand.forward_one(&rows, ctx)?;
         drop(rows);

@@ -522,6 +522,7 @@ impl Spec {
             "gemma4_text",
             "glm4_moe_lite",
             "qwen3_5_moe_text",
+            "qwen3_moe_smile",
             "youtu",
         ];
         !self.multimodal && !none.contains(&self.model_type.as_str())

@@ -38,12 +38,13 @@ pub fn apply(config: &Config, spec: &mut Spec, defaults: LatentSpec) -> Result<(
     let parameters = rope_parameters(config, None, 10_000.0)?;
     let number = |key: &str| parameters.get(key).and_then(Value::as_f64);
     if number("partial_rotary_factor").is_some_and(|part| part != 1.0) {
-        return Err(
-            Error::unsupported(format!("`partial_rotary_factor` is not supported in {}", spec.model_type))
-                .at(place(config, "rope"))
-                .found(number("partial_rotary_factor").unwrap_or_default())
-                .hint("the rotated part of a head is `qk_rope_head_dim`"),
-        );
+        return Err(Error::unsupported(format!(
+            "`partial_rotary_factor` is not supported in {}",
+            spec.model_type
+        ))
+        .at(place(config, "rope"))
+        .found(number("partial_rotary_factor").unwrap_or_default())
+        .hint("the rotated part of a head is `qk_rope_head_dim`"));
     }
     let query = sizes.plain + sizes.rotary;
     spec.head_dim = query.max(sizes.value);
@@ -57,7 +58,11 @@ pub fn apply(config: &Config, spec: &mut Spec, defaults: LatentSpec) -> Result<(
         let Some(factor) = number("factor") else {
             return Err(Error::format("`mscale_all_dim` needs a `factor`").at(place(config, "rope")));
         };
-        let scale = if factor > 1.0 { 0.1 * all * factor.ln() + 1.0 } else { 1.0 };
+        let scale = if factor > 1.0 {
+            0.1 * all * factor.ln() + 1.0
+        } else {
+            1.0
+        };
         spec.attention_scale = ((query as f64).powf(-0.5) * scale * scale) as f32;
     }
     spec.ropes = vec![Rope::new(

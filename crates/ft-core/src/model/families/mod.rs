@@ -106,6 +106,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "qwen3" | "qwen3_vl_text" => qwen3::apply(config, &mut spec)?,
         "qwen2_moe" => qwen3_moe::apply_2(config, &mut spec)?,
         "qwen3_moe" => qwen3_moe::apply(config, &mut spec)?,
+        "qwen3_moe_smile" => qwen3_moe::apply_smile(config, &mut spec)?,
         "qwen3_5_moe_text" => qwen3_5::apply_moe(config, &mut spec)?,
         "qwen3_5_text" => qwen3_5::apply(config, &mut spec)?,
         "qwen3_next" => qwen3_5::apply_next(config, &mut spec)?,
@@ -392,9 +393,8 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
         ],
         "minicpm3" => &["scale_emb", "scale_depth"],
         "mixtral" => &["num_local_experts"],
-        "gpt_oss" | "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text" | "qwen3_vl_moe_text" => {
-            &["num_experts", "num_local_experts"]
-        }
+        "gpt_oss" | "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_moe_smile" | "qwen3_next" | "qwen3_5_moe_text"
+        | "qwen3_vl_moe_text" => &["num_experts", "num_local_experts"],
         "smollm3" => &["no_rope_layers"],
         "seed_oss" => &seed_oss::DROPOUT,
         "stablelm" => &["use_parallel_residual"],

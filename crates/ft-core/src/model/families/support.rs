@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 51] = [
+pub const FAMILIES: [Family; 52] = [
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
@@ -226,6 +226,11 @@ pub const FAMILIES: [Family; 51] = [
         "as qwen3, with experts in all or some layers; CPU only",
     ),
     family(
+        "qwen3_moe_smile",
+        "none: `ft convert --to smile` makes it; transformers does not have it",
+        "as qwen3_moe, with routers of two levels; CPU only",
+    ),
+    family(
         "qwen3_next",
         "Qwen/Qwen3-Next-80B-A3B-Instruct, -Thinking",
         "as qwen3_5_text, with fused projections; experts and a shared expert (with experts: CPU only)",
@@ -289,10 +294,7 @@ const REFUSED: [(&str, &[&str]); 14] = [
             "minimax_m2",
         ],
     ),
-    (
-        "latent attention over chosen tokens",
-        &["deepseek_v32", "glm_moe_dsa"],
-    ),
+    ("latent attention over chosen tokens", &["deepseek_v32", "glm_moe_dsa"]),
     (
         "latent attention in other layers",
         &["axk1", "kimi_k2", "kimi_k25", "longcat_flash", "mistral4"],

@@ -117,9 +117,9 @@ impl LayerMemory<'_> {
 
     pub(in crate::model) fn latent_wanted(&self, sink: &dyn GradSinkMemory, sizes: &LatentSpec) -> bool {
         let linears = self.latent_linears(sizes);
-        let of_queries = linears.query.is_some_and(|query| {
-            self.linear_wanted(sink, query) || self.norm_wanted(sink, LATENT_QUERY_NORM)
-        });
+        let of_queries = linears
+            .query
+            .is_some_and(|query| self.linear_wanted(sink, query) || self.norm_wanted(sink, LATENT_QUERY_NORM));
         of_queries || self.linear_wanted(sink, linears.expand) || self.norm_wanted(sink, LATENT_NORM)
     }
 

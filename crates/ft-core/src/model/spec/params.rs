@@ -330,7 +330,7 @@ impl Spec {
         };
         let mut all = vec![of_layer(
             experts.router_name(),
-            vec![experts.count, d],
+            vec![experts.router.outputs(experts.count), d],
             Sublayer::Router,
         )];
         let count = experts.count;

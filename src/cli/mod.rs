@@ -6,6 +6,7 @@
 //! SIGTERM, 129 for SIGHUP), 131 stopped by a second Ctrl-C.
 
 mod adapter;
+mod convert;
 mod data;
 mod distill;
 mod doctor;
@@ -71,6 +72,7 @@ enum Command {
     Merge(merge::Args),
     Export(export::Args),
     Quantize(quantize::Args),
+    Convert(convert::Args),
     Distill(distill::Args),
     Adapter(adapter::Args),
     Doctor(doctor::Args),
@@ -162,6 +164,7 @@ fn run(cli: Cli) -> Result<i32> {
         Command::Merge(args) => merge::run(args),
         Command::Export(args) => export::run(args),
         Command::Quantize(args) => quantize::run(args),
+        Command::Convert(args) => convert::run(args),
         Command::Distill(args) => distill::run(args),
         Command::Adapter(args) => adapter::run(args),
         Command::Doctor(args) => doctor::run(args),

@@ -18,8 +18,9 @@ macro_rules! shipped {
 }
 
 /// Name and text of every shipped recipe.
-pub const SHIPPED: [(&str, &str); 17] = shipped![
+pub const SHIPPED: [(&str, &str); 18] = shipped![
     "block-llama3-8b-24gb",
+    "block-qwen3-30b-a3b",
     "block-qwen3-4b-16gb",
     "distill-qwen3",
     "distill-tiny",

@@ -74,27 +74,7 @@ pub fn dense_bytes(weights: &Weights, params: &[ParamInfo]) -> u64 {
 /// Errors: an invalid model or invalid rows; a loss that is not finite.
 pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, tokens: usize) -> Result<Sensitivity> {
     let device = Device::Cpu;
-    let sources = [Source::new(vec![data.display().to_string()])];
-    let spec = dataset::Spec {
-        sources: &sources,
-        render: Render::Auto,
-        max_length: model.spec.max_positions.min(BATCH_TOKENS),
-        long: Long::Auto,
-        overlap: 1,
-        train_on: TrainOn::Assistant,
-        embedding_rows: model.spec.vocab,
-        screen: None,
-    };
-    let rows = Dataset::load(&spec, &model.tokenizer, model.template())?;
-    let mut left = tokens;
-    let batches: Vec<Batch> = eval_batches(&rows, BATCH_TOKENS.min(tokens.max(1)))
-        .take_while(|batch| {
-            let fits = left > 0;
-            left = left.saturating_sub(batch.as_ref().map_or(0, Batch::len));
-            fits
-        })
-        .filter(|batch| batch.as_ref().map_or(true, |b| b.trained() > 0))
-        .collect::<Result<_>>()?;
+    let batches = calibration(model, data, tokens)?;
     let policy = StoragePolicy::dense(decoded);
     let weights = model.weights()?;
     let exact = Resident::load(model.spec.params(), &weights, |p| policy.of(p), &device)?;
@@ -118,6 +98,33 @@ pub fn measure(model: &ModelDir, data: &Path, smallest: Format, decoded: Dtype, 
     out.reset()?;
     out.run()?;
     Ok(out)
+}
+
+/// Batches of at most `tokens` tokens of the rows of `data`.
+///
+/// Errors: an invalid model or invalid rows.
+pub fn calibration(model: &ModelDir, data: &Path, tokens: usize) -> Result<Vec<Batch>> {
+    let sources = [Source::new(vec![data.display().to_string()])];
+    let spec = dataset::Spec {
+        sources: &sources,
+        render: Render::Auto,
+        max_length: model.spec.max_positions.min(BATCH_TOKENS),
+        long: Long::Auto,
+        overlap: 1,
+        train_on: TrainOn::Assistant,
+        embedding_rows: model.spec.vocab,
+        screen: None,
+    };
+    let rows = Dataset::load(&spec, &model.tokenizer, model.template())?;
+    let mut left = tokens;
+    eval_batches(&rows, BATCH_TOKENS.min(tokens.max(1)))
+        .take_while(|batch| {
+            let fits = left > 0;
+            left = left.saturating_sub(batch.as_ref().map_or(0, Batch::len));
+            fits
+        })
+        .filter(|batch| batch.as_ref().map_or(true, |b| b.trained() > 0))
+        .collect()
 }
 
 /// The input of a layer for a batch, and what the layers of this batch share.

@@ -207,7 +207,7 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
 fn mixer_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
     let scratch = |(mixer, window, kv_heads, head_dim)| match mixer {
         Mixer::DeltaNet(sizes) => delta_rule::scratch(&delta_net::heads(&sizes), inputs.longest),
-        Mixer::Attention => {
+        Mixer::Attention | Mixer::Latent(_) => {
             let form = attention::Spec {
                 heads: spec.heads,
                 kv_heads,

@@ -9,7 +9,6 @@ use super::{Inputs, gpu_time};
 use crate::engine::{Active, Gradients};
 use crate::model::Spec;
 use crate::model::pieces::pieces;
-use crate::model::spec::Mixer;
 use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Method, Recipe};
 use crate::sft::CausalLm;
@@ -78,7 +77,7 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     }
     let count = pieces(inputs.tokens, inputs.strategy.mlp_tokens).len() as f64;
     // Half of the scores are masked.
-    let with_attention = (0..layers).filter(|l| spec.layers[*l].mixer == Mixer::Attention);
+    let with_attention = (0..layers).filter(|l| spec.layers[*l].mixer.has_keys());
     let query_width = with_attention.map(|l| spec.query_width(l) as f64).sum::<f64>() / layers as f64;
     let scores = 2.0 * n * inputs.longest as f64 * query_width;
     let layer = |packed: f64| 2.0 * (attention * (n + packed) + mlp * (n + packed * count)) + scores;

@@ -9,7 +9,7 @@ use ft::base::ledger::{Allocation, Ledger, MemoryKind};
 use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
-use ft::model::spec::{DeltaNetSpec, KeySource, LayerNormParams, Mixer, NormNames, PerLayerSpec, QkNorm};
+use ft::model::spec::{DeltaNetSpec, KeySource, LatentSpec, LayerNormParams, Mixer, NormNames, PerLayerSpec, QkNorm};
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
 use ft::source::{Resident, StoragePolicy};
@@ -67,6 +67,10 @@ enum Options {
     /// Gated DeltaNet, with projections of its own or ordered by key head.
     Delta,
     DeltaByKeyHead,
+    /// Latent attention: a projection of its own for the queries and heads of v of the size of those of q; low-rank queries and
+    /// smaller heads of v.
+    Latent,
+    LatentQueries,
     /// LayerNorms, parallel halves, an MLP without a gate.
     Parallel,
 }
@@ -79,7 +83,12 @@ fn spec(intermediate: usize, options: Options) -> Spec {
     (spec.heads, spec.kv_heads, spec.head_dim) = (4, if rich { 2 } else { 4 }, HIDDEN / 4);
     (spec.fused_qkv, spec.fused_gate_up) = (rich, rich);
     (spec.norms, spec.qk_norm) = match options {
-        Options::Plain | Options::Gated | Options::Delta | Options::DeltaByKeyHead => (NormNames::BEFORE, None),
+        Options::Plain
+        | Options::Gated
+        | Options::Delta
+        | Options::DeltaByKeyHead
+        | Options::Latent
+        | Options::LatentQueries => (NormNames::BEFORE, None),
         Options::Rich => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
         Options::After => (NormNames::AFTER, Some(QkNorm::WHOLE)),
         Options::Scaled => (NormNames::BEFORE, Some(QkNorm::ROTATED)),
@@ -97,6 +106,19 @@ fn spec(intermediate: usize, options: Options) -> Spec {
             by_key_head: options == Options::DeltaByKeyHead,
         });
     }
+    if matches!(options, Options::Latent | Options::LatentQueries) {
+        spec.layers[0].mixer = Mixer::Latent(LatentSpec {
+            q_rank: (options == Options::LatentQueries).then_some(HIDDEN / 2),
+            kv_rank: HIDDEN / 4,
+            plain: HIDDEN / 8,
+            rotary: HIDDEN / 8,
+            value: if options == Options::Latent {
+                HIDDEN / 4
+            } else {
+                HIDDEN / 8
+            },
+        });
+    }
     if options == Options::PerLayer {
         (spec.value_norm, spec.layer_scalar) = (true, true);
         spec.per_layer = Some(PerLayerSpec { vocab: 16, width: 16 });
@@ -110,8 +132,13 @@ fn spec(intermediate: usize, options: Options) -> Spec {
     if options == Options::Scaled {
         spec.residual_scale = 0.5;
     }
+    // Latent attention rotates half a head.
+    let rotated = match spec.layers[0].mixer {
+        Mixer::Latent(sizes) => sizes.rotary / 2,
+        _ => HIDDEN / 8,
+    };
     spec.ropes = vec![Rope {
-        inv_freq: vec![0.5; HIDDEN / 8],
+        inv_freq: vec![0.5; rotated],
         attention_factor: 1.0,
         ..Rope::default()
     }];
@@ -219,6 +246,8 @@ fn allocates() {
             Options::Gated,
             Options::Delta,
             Options::DeltaByKeyHead,
+            Options::Latent,
+            Options::LatentQueries,
         ] {
             for mlp_tokens in [None, Some(200)] {
                 let found = pool.install(|| compare(&spec(intermediate, options), mlp_tokens));

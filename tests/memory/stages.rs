@@ -21,8 +21,8 @@ use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one. `large`: with a large
-/// vocabulary; `experts`: a mixture.
-fn model(dir: &Path, large: bool, experts: bool) {
+/// vocabulary; `kind`: `experts`, a mixture, or `latent`, latent attention without experts.
+fn model(dir: &Path, large: bool, kind: &str) {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
     fs::create_dir_all(dir).unwrap();
     for name in [
@@ -48,7 +48,20 @@ fn model(dir: &Path, large: bool, experts: bool) {
         config.insert("vocab_size".into(), json!(LARGE_VOCABULARY));
         config.insert("tie_word_embeddings".into(), json!(false));
     }
-    if experts {
+    if kind == "latent" {
+        config.insert("model_type".into(), json!("minicpm3"));
+        for (key, size) in [
+            ("num_key_value_heads", 6),
+            ("q_lora_rank", 128),
+            ("kv_lora_rank", 64),
+            ("qk_nope_head_dim", 64),
+            ("qk_rope_head_dim", 32),
+            ("v_head_dim", 64),
+        ] {
+            config.insert(key.into(), json!(size));
+        }
+    }
+    if kind == "experts" {
         config.insert("model_type".into(), json!("qwen3_moe"));
         for (key, size) in [
             ("num_experts", 8),
@@ -147,8 +160,8 @@ fn compare(cases: &[Case]) {
     let mut wrong = Vec::new();
     for case in cases {
         let dir = tempfile::tempdir().unwrap();
-        let (large, experts) = (case.settings.contains(&NEW_TOKENS), case.name.starts_with("experts"));
-        model(&dir.path().join("model"), large, experts);
+        let kind = case.name.split(',').next().unwrap();
+        model(&dir.path().join("model"), case.settings.contains(&NEW_TOKENS), kind);
         let id = format!("{}|{}", case.name, dir.path().display());
         if case.settings.contains(&"distill.teacher_cache=cache") {
             alone("stages::teaches", &id).unwrap_or_else(|said| panic!("{said}"));
@@ -260,7 +273,7 @@ fn alone(test: &str, case: &str) -> Result<Value, String> {
 #[test]
 fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
     let dir = tempfile::tempdir().unwrap();
-    model(&dir.path().join("model"), false, false);
+    model(&dir.path().join("model"), false, "");
     let at = dir.path().display();
     let stopped = alone("stages::above_the_budget", &at.to_string()).unwrap_or_else(|said| panic!("{said}"));
     let checkpoints = fs::read_dir(dir.path().join("run")).unwrap().filter_map(|e| {

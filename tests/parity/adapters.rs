@@ -15,13 +15,13 @@ fn adapters() -> Vec<(String, PathBuf, TempDir)> {
             let from = dir.join(&name);
             let base = text(&json(&from.join("golden.json")), "base");
             let model = match base.as_str() {
-                "phi3" => family("phi3", Form::V5),
+                other @ ("phi3" | "deepseek_v2_groups") => family(other, Form::V5),
                 trained => training_model(trained),
             };
             (name, from, model)
         })
         .collect();
-    assert_eq!(all.len(), 5);
+    assert_eq!(all.len(), 6);
     all
 }
 
@@ -92,7 +92,7 @@ fn merged_weights_are_those_of_peft() {
             &format!("{name}: loss of the merged model"),
         );
     }
-    assert_eq!(compared, 28 + 8);
+    assert_eq!(compared, 28 + 8 + 10);
 }
 
 /// The directory names below goldens/adapters, with or without adapter files.

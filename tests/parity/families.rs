@@ -36,6 +36,8 @@ fn all_families_have_goldens() {
     let wanted = [
         "cohere",
         "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
         "ernie4_5",
         "exaone4",
         "gemma",
@@ -46,11 +48,13 @@ fn all_families_have_goldens() {
         "gemma4_text",
         "glm4",
         "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "granite",
         "granitemoe",
         "hunyuan_v1_dense",
         "llama",
+        "minicpm3",
         "ministral3",
         "mistral",
         "mistral3",
@@ -77,9 +81,10 @@ fn all_families_have_goldens() {
         "smollm3",
         "stablelm",
         "starcoder2",
+        "youtu",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 72);
+    assert_eq!(variants().len(), 79);
 }
 
 #[test]

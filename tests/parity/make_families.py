@@ -68,6 +68,13 @@ HYBRID = SMALL_RMS | dict(
 EXPERTS = SMALL_RMS | dict(num_experts_per_tok=2, output_router_logits=False, tie_word_embeddings=False)
 QWEN_EXPERTS = EXPERTS | dict(num_experts=5, moe_intermediate_size=12, decoder_sparse_step=1, mlp_only_layers=[],
                               use_sliding_window=False, sliding_window=None, max_window_layers=2)
+# Small models with latent attention.
+LATENT = SMALL_RMS | dict(num_key_value_heads=2, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4)
+DEEPSEEK = LATENT | dict(num_experts_per_tok=2, output_router_logits=False, tie_word_embeddings=False, n_routed_experts=6, n_shared_experts=2,
+                         moe_intermediate_size=12, first_k_dense_replace=1, num_nextn_predict_layers=0)
+DEEPSEEK_V2 = DEEPSEEK | dict(model_type="deepseek_v2", norm_topk_prob=False)
+DEEPSEEK_V3 = DEEPSEEK | dict(model_type="deepseek_v3", n_group=3, topk_group=2, norm_topk_prob=True, routed_scaling_factor=1.5,
+                              rope_interleave=True)
 
 # Each: the config as transformers 4 wrote it. Options of this script:
 #   weights   take the weights of that variant;  stored  type on disk;  shards  split the file
@@ -272,6 +279,27 @@ VARIANTS = {
         vision_config=dict(
             model_type="qwen3_vl_moe_vision", depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, out_hidden_size=16,
             num_position_embeddings=4, deepstack_visual_indexes=[]))),
+    # Latent attention. The heads of v are smaller than those of q and k, wider, or as wide.
+    "deepseek_v2": dict(stored="bf16", ablate=dict(routed_scaling_factor=1.0, num_experts_per_tok=1), config=DEEPSEEK_V2 | dict(
+        q_lora_rank=None, v_head_dim=6, topk_method="greedy", n_group=None, topk_group=None, routed_scaling_factor=1.5,
+        attention_bias=False, mlp_bias=False)),
+    "deepseek_v2_groups": dict(ablate=dict(topk_group=1, routed_scaling_factor=1.0), config=DEEPSEEK_V2 | dict(
+        q_lora_rank=10, v_head_dim=14, topk_method="group_limited_greedy", n_group=3, topk_group=2, routed_scaling_factor=1.7,
+        attention_bias=True, mlp_bias=True, rope_scaling=YARN | dict(mscale=0.707, mscale_all_dim=0.707, beta_fast=3.0, beta_slow=0.5))),
+    "deepseek_v3": dict(stored="bf16", ablate=dict(topk_group=1, routed_scaling_factor=1.0, rope_interleave=False), config=DEEPSEEK_V3 | dict(
+        q_lora_rank=10, v_head_dim=6, attention_bias=True, rope_scaling=YARN | dict(
+            mscale=1.0, mscale_all_dim=1.0, beta_fast=3.0, beta_slow=0.5))),
+    "deepseek_v3_halves": dict(stored="bf16", ablate=dict(rope_interleave=True, norm_topk_prob=True), config=DEEPSEEK_V3 | dict(
+        q_lora_rank=None, v_head_dim=12, attention_bias=False, rope_interleave=False, norm_topk_prob=False, first_k_dense_replace=0,
+        rope_scaling=None)),
+    "glm4_moe_lite": dict(stored="bf16", ablate=dict(routed_scaling_factor=1.0, mlp_layer_types=["dense"] * 3), config=DEEPSEEK_V3 | dict(
+        model_type="glm4_moe_lite", num_hidden_layers=3, q_lora_rank=10, v_head_dim=12, n_group=1, topk_group=1, attention_bias=False,
+        mlp_layer_types=["dense", "sparse", "dense"], rope_scaling=None)),
+    "minicpm3": dict(stored="bf16", ablate=dict(scale_emb=1, scale_depth=1.0, dim_model_base=16), config=LATENT | dict(
+        model_type="minicpm3", q_lora_rank=10, v_head_dim=8, tie_word_embeddings=False, attention_bias=True, scale_emb=3, scale_depth=1.4, rms_norm_eps=3e-2,
+        dim_model_base=8)),
+    "youtu": dict(stored="bf16", config=LATENT | dict(
+        model_type="youtu", q_lora_rank=None, v_head_dim=8, tie_word_embeddings=False, attention_bias=False, rope_interleave=True)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -290,7 +318,9 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "qwen3_moe": "Qwen3MoeForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
                  "mixtral": "MixtralForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "gpt_oss": "GptOssForCausalLM",
                  "granitemoe": "GraniteMoeForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-                 "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
+                 "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+                 "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
+                 "glm4_moe_lite": "Glm4MoeLiteForCausalLM", "minicpm3": "MiniCPM3ForCausalLM", "youtu": "YoutuForCausalLM"}
 
 
 def config_v4(config, stored, encoder):

@@ -135,6 +135,8 @@ ADAPTERS = {
     "patterns": ("llama", dict(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "up_proj"],
                                rank_pattern={"layers.1.self_attn.q_proj": 2}, alpha_pattern={"up_proj": 16})),
     "phi3": ("phi3", dict(r=4, lora_alpha=8, target_modules="all-linear")),
+    "latent": ("deepseek_v2_groups", dict(r=4, lora_alpha=8, target_modules=[
+        "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])),
 }
 
 
@@ -192,7 +194,7 @@ def make_adapters():
         changed = {f"merged.{key}": value.contiguous() for key, value in merged.state_dict().items()
                    if not torch.equal(value, before[key])}
         assert changed
-        save_file(tensors | (changed if name in ("lora", "phi3") else {}), directory / "golden.safetensors")
+        save_file(tensors | (changed if name in ("lora", "phi3", "latent") else {}), directory / "golden.safetensors")
         write_json(directory / "golden.json", dict(base=base, data=file, loss=loss, tokens=tokens, versions=VERSIONS))
         print("adapter", name, f"loss {loss:.4f} (base {plain:.4f})", len(changed), "merged")
 

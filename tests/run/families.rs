@@ -1,4 +1,5 @@
-//! Whole runs of families whose layers differ from Llama: LayerNorms, an MLP without a gate, parallel halves, Gated DeltaNet;
+//! Whole runs of families whose layers differ from Llama: LayerNorms, an MLP without a gate, parallel halves, Gated DeltaNet,
+//! latent attention;
 //! and of multimodal models.
 
 use crate::bench::{Bench, files, goldens, number, said};
@@ -42,13 +43,15 @@ fn names(file: &Path) -> BTreeSet<String> {
 
 #[test]
 fn every_method_trains_layers_that_are_not_those_of_llama() {
-    // The files of the last two are bf16, and so is what `ft merge` writes.
+    // The files of the last four are bf16, and so is what `ft merge` writes.
     for (family, tolerance) in [
         ("cohere_qk_norm", 1e-4),
         ("starcoder2", 1e-4),
         ("olmo", 1e-4),
         ("qwen3_5_text", 1e-2),
         ("qwen3_next", 1e-2),
+        ("deepseek_v3", 1e-2),
+        ("minicpm3", 1e-2),
     ] {
         let bench = Bench::of_family(family);
         let methods: [(&str, &[&str]); 9] = [

@@ -10,6 +10,7 @@ mod directory;
 mod distill;
 mod chat;
 mod columns;
+mod convert;
 mod composition;
 mod equal;
 mod export;

@@ -81,6 +81,7 @@ fn every_shipped_recipe_is_planned() {
         ("pretrain-tiny", &[]),
         ("moe-tiny", &[]),
         ("lora-qwen3-30b-a3b", &["model.path=shape:qwen3-30b-a3b"]),
+        ("block-qwen3-30b-a3b", &["model.path=shape:qwen3-30b-a3b"]),
         ("grpo-start-tiny", &[]),
         ("dpo-tiny", &[]),
         ("reward-tiny", &[]),

@@ -78,6 +78,9 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
     if sized && first_kind == Some("full_attention") {
         return Ok(());
     }
+    if in_first("self_attn.kv_b_proj").is_some() {
+        return latent(config, &|part| matrix(in_first(part)));
+    }
     // The norm of q is over one head, or over all heads together.
     let query_rows = matrix(in_first("self_attn.q_proj")).map(|(_, rows, _)| rows);
     let query_norm = in_first("self_attn.q_norm").and_then(|(n, s)| Some((n, *s.last()?)));
@@ -104,6 +107,46 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
                 .found(found)
                 .expected(format!("a product of {rows}, the rows of `{name}`"))
                 .hint("use the `config.json` that belongs to these weights"));
+        }
+    }
+    Ok(())
+}
+
+/// A matrix of the first layer by its name: its whole name, rows and columns.
+type MatrixOf<'a> = &'a dyn Fn(&str) -> Option<(String, usize, usize)>;
+
+/// Latent attention: the ranks, and the number of heads times the sizes of their parts.
+fn latent(config: &Config, of: MatrixOf) -> Result<()> {
+    let number = |key: &str| config.opt_usize(key).ok().flatten();
+    let wrong = |keys: &str, found: usize, expected: usize, name: &str| {
+        Err(Error::format(format!("{keys} do not fit the weights"))
+            .at_path(&config.path)
+            .found(found)
+            .expected(format!("{expected}, a size of `{name}`"))
+            .hint("use the `config.json` that belongs to these weights"))
+    };
+    let (heads, plain) = (number("num_attention_heads"), number("qk_nope_head_dim"));
+    let (rotary, value) = (number("qk_rope_head_dim"), number("v_head_dim"));
+    let (kv_rank, q_rank) = (number("kv_lora_rank"), number("q_lora_rank"));
+    let times = |a: Option<usize>, b: Option<usize>| Some(a?.saturating_mul(b?));
+    let plus = |a: Option<usize>, b: Option<usize>| Some(a?.saturating_add(b?));
+    let (keys, queries) = ("`num_attention_heads` and the sizes of the heads", plus(plain, rotary));
+    let rows = [
+        ("self_attn.q_proj", keys, times(heads, queries)),
+        ("self_attn.q_b_proj", keys, times(heads, queries)),
+        ("self_attn.q_a_proj", "`q_lora_rank` and the weights", q_rank),
+        ("self_attn.kv_b_proj", keys, times(heads, plus(plain, value))),
+        (
+            "self_attn.kv_a_proj_with_mqa",
+            "`kv_lora_rank` and `qk_rope_head_dim`",
+            plus(kv_rank, rotary),
+        ),
+    ];
+    for (part, keys, is) in rows {
+        if let (Some((name, rows, _)), Some(n)) = (of(part), is)
+            && n != rows
+        {
+            return wrong(keys, n, rows, &name);
         }
     }
     Ok(())

@@ -50,6 +50,7 @@ mod dtype;
 pub mod embedding;
 pub mod glu;
 pub mod kv_block;
+pub mod latent;
 pub mod layer_norm;
 pub mod linear;
 pub mod low_rank;

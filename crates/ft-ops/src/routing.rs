@@ -1,12 +1,19 @@
 //! Routing in a mixture of experts: which experts compute a token, and with which weights. The logits of a router are
 //! small, so they are handled on the CPU in f32; every sum has a fixed order.
 //!
-//! Letters: N tokens, E experts, K experts for each token, D columns of a row.
+//! Letters: N tokens, E experts, G groups of M = E / G experts, K experts for each token, D columns of a row.
 //!
 //! Scores p are the softmax or the sigmoid of the logits. The K largest are chosen (ties: the lower expert); their
 //! weights are the scores, divided by their sum if `renormalize`, times `scale`. With `groups` only the experts of the
 //! best groups can be chosen (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). A correction of the scores changes the
 //! choice, not the weights (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+//!
+//! A router of two levels (SMILE, arXiv 2212.05191) has G more logits: p is a softmax over the groups times a softmax over
+//! the experts of the group. A group is rated by its softmax, which is the sum of p over its experts.
+
+mod two_level;
+
+pub use two_level::{TwoLevelLoss, TwoLevelSums};
 
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use super::update::{with_slice, with_slice_mut};
@@ -21,6 +28,9 @@ pub enum Score {
     Softmax,
     /// The sigmoid of each logit.
     Sigmoid,
+    /// A softmax over the groups, times a softmax over the experts of each group. The logits of the groups follow those of
+    /// the experts.
+    TwoLevel,
 }
 
 /// How a group of experts is rated.
@@ -30,6 +40,8 @@ pub enum GroupScore {
     Largest,
     /// By the sum of its two largest scores.
     TwoLargest,
+    /// By the sum of its scores.
+    Sum,
 }
 
 /// The experts are in groups of the same size; a token is computed by experts of the best groups only.
@@ -96,6 +108,8 @@ pub struct LogitLoss {
     pub balance: Vec<f32>,
     /// Factor c of the loss c · Σ (log Σ e^z)² over the tokens (ST-MoE, arXiv 2202.08906, equation 5). Softmax only.
     pub z: f32,
+    /// Routers of two levels.
+    pub two_level: Option<TwoLevelLoss>,
 }
 
 /// 1 / (1 + e^-x).
@@ -143,6 +157,7 @@ impl RouterSpec {
                 let members = match groups.score {
                     GroupScore::Largest => 1,
                     GroupScore::TwoLargest => 2,
+                    GroupScore::Sum => return group.iter().sum(),
                 };
                 largest(group, members, |_| true, |i| sum += group[i]);
                 sum
@@ -182,7 +197,22 @@ impl RouterSpec {
         }
     }
 
+    /// Logits of a router of `experts` experts: its rows.
+    pub fn outputs(&self, experts: usize) -> usize {
+        experts + self.group_logits()
+    }
+
+    fn group_logits(&self) -> usize {
+        match (self.score, self.groups) {
+            (Score::TwoLevel, Some(groups)) => groups.count,
+            _ => 0,
+        }
+    }
+
     fn check(&self, experts: usize) -> Result<()> {
+        if self.score == Score::TwoLevel && self.groups.is_none() {
+            return Err(Error::argument("a router of two levels has no groups"));
+        }
         let available = self.available(experts);
         if self.top_k == 0 || self.top_k > available {
             return Err(Error::argument("a router cannot choose this number of experts")
@@ -192,13 +222,14 @@ impl RouterSpec {
         Ok(())
     }
 
-    /// Chooses the experts of every token. `logits` `[N, E]` f32; `correction` `[E]` f32: added to the scores for the
-    /// choice.
+    /// Chooses the experts of every token. `logits` `[N, E]` f32, of a router of two levels `[N, E+G]`; `correction` `[E]` f32:
+    /// added to the scores for the choice.
     ///
     /// # Errors
     /// Shapes that do not fit; more experts for a token than there are; logits that are not finite.
     pub fn route(&self, logits: &Tensor, correction: Option<&Tensor>) -> Result<Routing> {
-        let (tokens, experts) = dims2(logits, "the logits of a router")?;
+        let (tokens, outputs) = dims2(logits, "the logits of a router")?;
+        let experts = outputs.saturating_sub(self.group_logits());
         self.check(experts)?;
         let correction = match correction {
             Some(c) => {
@@ -211,6 +242,9 @@ impl RouterSpec {
         if !scores.iter().all(|x| x.is_finite()) {
             return Err(Error::non_finite("the logits of a router are not finite"));
         }
+        if let (Score::TwoLevel, Some(groups)) = (self.score, self.groups) {
+            scores = two_level::scores(&scores, (experts, groups.count));
+        }
         let k = self.top_k;
         let mut chosen = vec![0u32; tokens * k];
         let mut weights = vec![0f32; tokens * k];
@@ -221,6 +255,7 @@ impl RouterSpec {
             match self.score {
                 Score::Softmax => *log_sum = softmax(row),
                 Score::Sigmoid => row.iter_mut().for_each(|x| *x = sigmoid(*x)),
+                Score::TwoLevel => {}
             }
             if correction.is_empty() {
                 self.choose(row, chosen);
@@ -259,7 +294,7 @@ impl RouterSpec {
         let sum = || chosen.iter().map(|&e| scores[e as usize]).sum::<f32>();
         match (self.renormalize, self.score) {
             (false, _) => 1.0,
-            (true, Score::Softmax) => sum(),
+            (true, Score::Softmax | Score::TwoLevel) => sum(),
             // As the models: all sigmoids can be 0.
             (true, Score::Sigmoid) => sum() + 1e-20,
         }
@@ -330,8 +365,9 @@ impl Routing {
     /// The gradient of the logits, `[N, E]` f32, from that of the weights `[N, K]`.
     pub fn backward(&self, d_weights: &[f32], extra: &LogitLoss) -> Result<Tensor> {
         let (e, k) = (self.experts, self.spec.top_k);
-        let mut dz = unwritten(self.tokens() * e);
-        dz.par_chunks_mut(e).enumerate().for_each(|(token, dz)| {
+        let outputs = self.spec.outputs(e);
+        let mut dz = unwritten(self.tokens() * outputs);
+        dz.par_chunks_mut(outputs).enumerate().for_each(|(token, dz)| {
             let scores = &self.scores[token * e..][..e];
             let chosen = &self.chosen[token * k..][..k];
             let d_weights = &d_weights[token * k..][..k];
@@ -355,9 +391,10 @@ impl Routing {
                     let mean: f32 = dz.iter().zip(scores).map(|(d, p)| d * p).sum();
                     dz.iter_mut().zip(scores).for_each(|(d, p)| *d = p * (*d - mean + z));
                 }
+                Score::TwoLevel => self.two_level_backward(scores, chosen, extra.two_level.as_ref(), dz),
             }
         });
-        tensor(dz, (self.tokens(), e))
+        tensor(dz, (self.tokens(), outputs))
     }
 }
 

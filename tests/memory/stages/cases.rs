@@ -40,7 +40,9 @@ pub(super) const JUDGED: &str = "judged.jsonl";
 pub(super) const NEW_TOKENS: &str = "data.new_tokens=[\"<a>\", \"<b>\"]";
 pub(super) const LARGE_VOCABULARY: usize = 40_000;
 
-pub(super) const CASES: [Case; 31] = [
+pub(super) const CASES: [Case; 33] = [
+    case("latent, all parameters", "sft", ROWS, FULL, &["train.batch_size=16"]),
+    case("latent, adapters", "sft", ROWS, LORA, &["train.batch_size=24"]),
     case("experts, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
     case(
         "experts, blocks of them",

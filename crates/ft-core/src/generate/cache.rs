@@ -80,8 +80,8 @@ impl Layout {
     fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>) -> Self {
         let layer = |(l, of): (usize, &LayerSpec)| match (of.mixer, of.keys) {
             (Mixer::DeltaNet(sizes), _) => LayerLayout::State(delta_net::state_bytes(&sizes)),
-            (Mixer::Attention, KeySource::Layer(_)) => LayerLayout::Nothing,
-            (Mixer::Attention, _) => {
+            (_, KeySource::Layer(_)) => LayerLayout::Nothing,
+            (Mixer::Attention | Mixer::Latent(_), _) => {
                 let heads = (spec.kv_heads_of(l), spec.head_dim_of(l));
                 LayerLayout::Keys(match on_gpu {
                     None => Form {

@@ -73,7 +73,7 @@ impl Block {
         self.spec.qk_norm.is_some_and(|norm| norm.after_rope)
     }
 
-    fn attention_spec(&self) -> attention::Spec {
+    pub(super) fn attention_spec(&self) -> attention::Spec {
         attention::Spec {
             heads: self.spec.heads,
             kv_heads: self.spec.kv_heads_of(self.index),

@@ -5,7 +5,7 @@
 //! x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))                             with h = [norm] x1
 //! ```
 //!
-//! The first half is `attention`, or in some layers Gated DeltaNet (`delta_net`) in its place. Norms and the gate in brackets
+//! The first half is `attention`, or in some layers Gated DeltaNet (`delta_net`) or latent attention (`latent`) in its place. Norms and the gate in brackets
 //! exist in some families only; Granite multiplies what is added to x and x1 by a constant. If the halves are parallel, both
 //! read the same h = norm(x), or x. Gemma 4 has a third part (`per_layer`).
 
@@ -16,6 +16,7 @@ use super::attention::SavedAttention;
 use super::contracts::{Context, GradSink, KvStore, Layer, Param};
 use super::delta_net::{DeltaNet, SavedDeltaNet};
 use super::experts::Experts;
+use super::latent::{Latent, SavedLatent};
 use super::linear::Linear;
 use super::mlp::SavedMlp;
 use super::norm::Norm;
@@ -48,6 +49,8 @@ pub struct Block {
     pub sinks: Option<Param>,
     /// The other weights of Gated DeltaNet, if the layer has it in the place of attention.
     pub delta_net: Option<DeltaNet>,
+    /// The other weights of latent attention, if the layer has it in the place of attention.
+    pub latent: Option<Latent>,
     /// gate and up, or up alone; of the shared expert, if the layer has experts.
     pub mlp_in: Projections,
     /// The output projection of the MLP.
@@ -72,6 +75,7 @@ pub struct Block {
 enum SavedMixer {
     Attention(SavedAttention),
     DeltaNet(SavedDeltaNet),
+    Latent(SavedLatent),
 }
 
 /// Saved activations of a block, `[N, ·]`. The outputs of its norms and of the gate are cheap to recompute.
@@ -89,7 +93,12 @@ impl Block {
     /// Its linears in model order, each with its module name: `model.layers.0.self_attn.q_proj`.
     pub fn into_linears(self) -> Vec<(String, Linear)> {
         let module = |l: &Linear| l.name.trim_end_matches(".weight").to_string();
-        let mut all = vec![self.attention_in, self.o_proj, self.mlp_in, self.down_proj];
+        let mut all = vec![self.attention_in];
+        if let Some(Latent { queries, expand, .. }) = self.latent {
+            all.extend(queries.map(|(_, linear)| linear));
+            all.push(expand);
+        }
+        all.extend([self.o_proj, self.mlp_in, self.down_proj]);
         all.extend(self.per_layer.into_iter().flat_map(|p| [p.gate, p.projection]));
         let experts = self.experts.into_iter().flat_map(Experts::into_linears);
         let all = all.into_iter().flat_map(Projections::into_linears);
@@ -164,12 +173,16 @@ impl Block {
 
     /// The half that mixes tokens: `[N, D]` to `[N, D]`, and the activations to save.
     fn mixer(&self, x: &Tensor, ctx: &Context, cache: Option<&mut dyn KvStore>) -> Result<(Tensor, SavedMixer)> {
-        match &self.delta_net {
-            Some(net) => {
+        match (&self.delta_net, &self.latent) {
+            (Some(net), _) => {
                 let (x1, saved) = self.delta_net(net, x, ctx, cache)?;
                 Ok((x1, SavedMixer::DeltaNet(saved)))
             }
-            None => {
+            (None, Some(net)) => {
+                let (x1, saved) = self.latent(net, x, ctx, cache)?;
+                Ok((x1, SavedMixer::Latent(saved)))
+            }
+            (None, None) => {
                 let (x1, saved) = self.attention(x, ctx, cache)?;
                 Ok((x1, SavedMixer::Attention(saved)))
             }
@@ -180,7 +193,7 @@ impl Block {
     fn share(&self, saved: &SavedMixer, ctx: &Context) {
         match saved {
             SavedMixer::Attention(saved) => self.share_keys(saved, ctx),
-            SavedMixer::DeltaNet(_) => {}
+            SavedMixer::DeltaNet(_) | SavedMixer::Latent(_) => {}
         }
     }
 
@@ -202,6 +215,7 @@ impl Block {
             || norms.into_iter().flatten().any(|norm| norm.wanted(sink))
             || self.sinks_wanted(sink)
             || self.delta_net.as_ref().is_some_and(|net| net.wanted(sink))
+            || self.latent.as_ref().is_some_and(|net| net.wanted(sink))
     }
 
     fn mixer_backward(
@@ -213,10 +227,15 @@ impl Block {
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        match (saved, &self.delta_net) {
-            (SavedMixer::Attention(saved), _) => self.attention_backward(x, saved, (dx1, d_shared), ctx, need_dx, sink),
-            (SavedMixer::DeltaNet(saved), Some(net)) => self.delta_net_backward(net, x, saved, dx1, ctx, need_dx, sink),
-            (SavedMixer::DeltaNet(_), None) => Err(Error::internal("saved activations of another layer")),
+        match (saved, &self.delta_net, &self.latent) {
+            (SavedMixer::Attention(saved), ..) => {
+                self.attention_backward(x, saved, (dx1, d_shared), ctx, need_dx, sink)
+            }
+            (SavedMixer::DeltaNet(saved), Some(net), _) => {
+                self.delta_net_backward(net, x, saved, dx1, ctx, need_dx, sink)
+            }
+            (SavedMixer::Latent(saved), _, Some(net)) => self.latent_backward(net, x, saved, dx1, ctx, need_dx, sink),
+            _ => Err(Error::internal("saved activations of another layer")),
         }
     }
 }

@@ -28,7 +28,7 @@ use candle_core::{DType, Tensor};
 /// The weights of a mixture of experts.
 pub struct Experts {
     sizes: ExpertsSpec,
-    /// `[E, D]`
+    /// `[E, D]`; of a router of two levels `[E+G, D]`
     router: Param,
     /// `[E]`
     router_bias: Option<Param>,

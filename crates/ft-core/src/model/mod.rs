@@ -11,6 +11,7 @@ pub mod delta_net;
 pub mod experts;
 pub mod families;
 pub mod head;
+pub mod latent;
 pub mod linear;
 pub mod mlp;
 pub mod network;

@@ -7,11 +7,14 @@ use super::contracts::{Context, Param};
 use super::delta_net::DeltaNet;
 use super::experts::Experts;
 use super::head::{Head, HeadWeight, StreamedHead};
+use super::latent::Latent;
 use super::linear::Linear;
 use super::norm::Norm;
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
-use super::spec::{ATTENTION_SINKS, EMBEDDING, LAYER_SCALAR, LM_HEAD, Mixer, PER_LAYER, Spec};
+use super::spec::{
+    ATTENTION_SINKS, EMBEDDING, LATENT_NORM, LATENT_QUERY_NORM, LAYER_SCALAR, LM_HEAD, Mixer, PER_LAYER, Spec,
+};
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
 use crate::ops::quantized::Products;
@@ -280,6 +283,23 @@ impl Network {
         let of_mixer = of_mixer.filter(|l| l.sublayer == Sublayer::Attention);
         let mut of_mixer: Vec<Linear> = of_mixer.map(|l| linear(l.name, l.bias)).collect::<Result<_>>()?;
         let mut o_proj = Projections::separate(of_mixer.pop().into_iter().collect());
+        let mut latent = match spec.layers[index].mixer {
+            Mixer::Latent(sizes) => {
+                let expand = Projections::separate(of_mixer.pop().into_iter().collect());
+                let query = sizes.q_rank.and_then(|_| of_mixer.pop());
+                let query = query.map(|linear| Projections::separate(vec![linear]));
+                let Some(inner) = norm(Some(LATENT_NORM))? else {
+                    return Err(Error::internal("latent attention has no norm"));
+                };
+                Some(Latent {
+                    sizes,
+                    queries: norm(Some(LATENT_QUERY_NORM))?.zip(query),
+                    norm: inner,
+                    expand,
+                })
+            }
+            _ => None,
+        };
         let mut attention_in = match (of_mixer.pop(), spec.fused_qkv) {
             (Some(fused), true) => Projections::fused(fused, vec![q, kv, kv]),
             (last, _) => {
@@ -313,11 +333,15 @@ impl Network {
                 dt_bias: other("dt_bias")?,
                 norm: other("norm.weight")?,
             }),
-            Mixer::Attention => None,
+            Mixer::Attention | Mixer::Latent(_) => None,
         };
         let mut down_proj = mlp(&down)?;
         let experts = experts.map(|sizes| Experts::read(sizes, &weights, index, &linear));
         let mut groups = vec![&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
+        if let Some(latent) = &mut latent {
+            groups.extend(latent.queries.as_mut().map(|(_, linear)| linear));
+            groups.push(&mut latent.expand);
+        }
         let mut per_layer = None;
         if let (Some(of), Some(norm)) = (spec.per_layer, norm(Some(PER_LAYER[2]))?) {
             let one = |name| Ok::<_, Error>(Projections::separate(vec![linear(name, false)?]));
@@ -346,6 +370,7 @@ impl Network {
             k_norm: norm(spec.qk_norm.map(|n| n.names[1]))?,
             sinks,
             delta_net,
+            latent,
             mlp_in,
             down_proj,
             experts: experts.transpose()?,

@@ -19,6 +19,8 @@ pub struct Norm {
     size: usize,
     /// Factor of the output.
     scale: f32,
+    /// The epsilon, if it is not that of the model.
+    eps: Option<f64>,
 }
 
 impl Norm {
@@ -37,6 +39,7 @@ impl Norm {
             bias: param(spec.bias, "bias")?,
             size: spec.size,
             scale: 1.0,
+            eps: spec.eps,
         })
     }
 
@@ -49,6 +52,11 @@ impl Norm {
     pub fn wanted(&self, sink: &dyn GradSink) -> bool {
         let mut params = self.weight.iter().chain(&self.bias);
         params.any(|p| sink.wants(&p.name))
+    }
+
+    /// Added to the mean square, or to the variance.
+    fn eps(&self, spec: &Spec) -> f64 {
+        self.eps.unwrap_or(spec.norm_eps)
     }
 
     /// Weight and bias times the factor of the output.
@@ -75,7 +83,7 @@ impl Norm {
                 past.map_or(Ok(()), |past| update::add_assign(&y, past))?;
                 Ok(y)
             }
-            (None, Some(weight)) => rms_norm::forward_plus(x, weight, spec.norm_eps, spec.norm_plus_one, past),
+            (None, Some(weight)) => rms_norm::forward_plus(x, weight, self.eps(spec), spec.norm_plus_one, past),
             (None, None) => Err(no_weight()),
         }
     }
@@ -103,7 +111,7 @@ impl Norm {
                 (got.dx, [got.dw, got.db])
             }
             (None, Some(weight)) => {
-                let (eps, plus_one) = (spec.norm_eps, spec.norm_plus_one);
+                let (eps, plus_one) = (self.eps(spec), spec.norm_plus_one);
                 let (dx, dw) = rms_norm::backward_plus(x, weight, dy, eps, plus_one, need[0], past)?;
                 (dx, [dw, None])
             }
@@ -125,7 +133,7 @@ impl Norm {
             size: self.size,
             weight: weight.as_ref(),
             bias: bias.as_ref(),
-            eps: spec.norm_eps,
+            eps: self.eps(spec),
             plus_one: spec.norm_plus_one,
         }
     }

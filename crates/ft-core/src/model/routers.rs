@@ -4,12 +4,15 @@
 //! The balance loss is E · Σ_e f_e · p_e (Switch Transformer, arXiv 2101.03961, equation 4), as transformers computes it:
 //! f_e is the number of tokens of expert e divided by that of all tokens, and p_e its mean score, both over the tokens of
 //! all layers together. The z-loss is the mean of (log Σ e^z)² over the same tokens (ST-MoE, arXiv 2202.08906, equation 5).
+//! A router of two levels (SMILE, arXiv 2212.05191) has a balance loss for each level: G · Σ_g f_g · p_g over its groups, and
+//! M · Σ_e f_e · q_e over the M experts of each group, where f_e and q_e are those of the tokens of the group; the second is
+//! the mean over the groups, weighted with their tokens. Each is 1 for an even load of one expert for a token.
 //! So the gradients of a layer need the numbers of all layers: the forward pass collects them, the backward pass reads them.
 //!
 //! Letters: E experts, N tokens of a micro-batch, L layers with experts.
 
 use crate::base::{Error, Result};
-use crate::ops::routing::{LogitLoss, Routing, Score};
+use crate::ops::routing::{LogitLoss, Routing, Score, TwoLevelLoss, TwoLevelSums};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
@@ -47,6 +50,14 @@ impl RouterLosses {
                 .expected("a mixture of experts")
                 .hint("set `RouterLosses::balance` and `RouterLosses::z` to 0"));
         }
+        if self.z != 0.0 && routers.contains(&Score::TwoLevel) {
+            return Err(
+                Error::unsupported("the z-loss is defined for one softmax over all experts")
+                    .found(format!("`{}`, whose router has two levels", spec.model_type))
+                    .expected("a router with one level")
+                    .hint("set `RouterLosses::z` to 0"),
+            );
+        }
         if routers.contains(&Score::Sigmoid) {
             return Err(
                 Error::unsupported("the losses of routers are defined for softmax scores only")
@@ -72,6 +83,10 @@ struct LayerSums {
     entropy: f64,
     /// N
     tokens: u64,
+    /// Of a router of two levels.
+    two_level: Option<TwoLevelSums>,
+    /// Sum of the number of groups of a token, if the router has groups.
+    visits: Option<u64>,
 }
 
 /// What the routers did with a micro-batch.
@@ -107,6 +122,8 @@ impl RouterTally {
             squares: routing.log_sum_squares(),
             entropy: routing.entropy_sum(),
             tokens: routing.tokens() as u64,
+            two_level: routing.two_level_sums(),
+            visits: routing.group_visits(),
         };
         self.layers.insert(layer, sums);
     }
@@ -135,11 +152,51 @@ impl RouterTally {
         (counts, scores)
     }
 
+    /// Sums over the layers of the levels of routers of two levels; `None` for others.
+    fn two_levels(&self) -> Option<TwoLevelSums> {
+        let mut layers = self.layers.values().filter_map(|l| l.two_level.as_ref());
+        let mut sums = layers.next()?.clone();
+        for layer in layers {
+            sums.counts.iter_mut().zip(&layer.counts).for_each(|(sum, n)| *sum += n);
+            sums.groups.iter_mut().zip(&layer.groups).for_each(|(sum, p)| *sum += p);
+            sums.within.iter_mut().zip(&layer.within).for_each(|(sum, q)| *sum += q);
+        }
+        Some(sums)
+    }
+
+    /// The gradient of the balance loss of two levels without its factor, and its value.
+    fn two_level_loss(&self, sums: &TwoLevelSums) -> (TwoLevelLoss, f64) {
+        let (tokens, (counts, _)) = (self.tokens(), self.totals());
+        let (groups, members) = (sums.counts.len(), counts.len() / sums.counts.len());
+        let visits: u64 = sums.counts.iter().sum();
+        let of_group = |n: &u64| groups as f64 * *n as f64 / (tokens * tokens);
+        let of_groups: Vec<f64> = sums.counts.iter().map(of_group).collect();
+        let of_expert = |(e, n): (usize, &f64)| match sums.counts[e / members] {
+            0 => 0.0,
+            of_group => members as f64 * n / (visits as f64 * of_group as f64),
+        };
+        let within: Vec<f64> = counts.iter().enumerate().map(of_expert).collect();
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let value = dot(&of_groups, &sums.groups) + dot(&within, &sums.within);
+        let narrow = |of: Vec<f64>| of.into_iter().map(|x| x as f32).collect();
+        let gradient = TwoLevelLoss {
+            groups: narrow(of_groups),
+            within: narrow(within),
+        };
+        (gradient, value)
+    }
+
     /// The balance loss and the z-loss of this micro-batch, without their factors.
     pub fn values(&self) -> RouterLosses {
         let tokens = self.tokens();
         if tokens == 0.0 {
             return RouterLosses::default();
+        }
+        if let Some(sums) = self.two_levels() {
+            return RouterLosses {
+                balance: self.two_level_loss(&sums).1,
+                z: 0.0,
+            };
         }
         let (counts, scores) = self.totals();
         let products: f64 = counts.iter().zip(&scores).map(|(n, p)| n * p).sum();
@@ -155,6 +212,16 @@ impl RouterTally {
         if !self.losses.any() || tokens == 0.0 {
             return LogitLoss::default();
         }
+        if let Some(sums) = self.two_levels() {
+            let mut loss = self.two_level_loss(&sums).0;
+            let factor = (self.share * self.losses.balance) as f32;
+            let both = loss.groups.iter_mut().chain(&mut loss.within);
+            both.for_each(|x| *x *= factor);
+            return LogitLoss {
+                two_level: Some(loss),
+                ..LogitLoss::default()
+            };
+        }
         let mut balance = Vec::new();
         if self.losses.balance != 0.0 {
             let (counts, _) = self.totals();
@@ -164,6 +231,7 @@ impl RouterTally {
         LogitLoss {
             balance,
             z: (self.share * self.losses.z / tokens) as f32,
+            two_level: None,
         }
     }
 }
@@ -208,6 +276,7 @@ impl Routers {
             sums.counts.iter_mut().zip(&layer.counts).for_each(|(sum, n)| *sum += n);
             sums.entropy += layer.entropy;
             sums.tokens += layer.tokens;
+            sums.visits = layer.visits.map(|n| n + sums.visits.unwrap_or(0));
         }
     }
 
@@ -231,13 +300,18 @@ impl Routers {
             .filter(|n| **n == 0)
             .count();
         let entropy: f64 = load.layers.values().map(|l| l.entropy).sum();
-        vec![
+        let mut metrics = vec![
             ("router_aux_loss", load.values.balance / load.shares),
             ("router_z_loss", load.values.z / load.shares),
             ("router_max_load", load.layers.values().map(largest).fold(0.0, f64::max)),
             ("router_idle_experts", idle as f64),
             ("router_entropy", entropy / tokens as f64),
-        ]
+        ];
+        let visits: Vec<u64> = load.layers.values().filter_map(|l| l.visits).collect();
+        if !visits.is_empty() {
+            metrics.push(("router_groups", visits.iter().sum::<u64>() as f64 / tokens as f64));
+        }
+        metrics
     }
 }
 
@@ -258,6 +332,43 @@ mod tests {
         let flat: Vec<f32> = logits.concat();
         let logits = Tensor::from_vec(flat, (logits.len(), 3), &Device::Cpu).unwrap();
         spec.route(&logits, None).unwrap()
+    }
+
+    /// Two groups of two experts: two tokens in each group, all at its first expert, and equal scores.
+    #[test]
+    fn the_balance_loss_of_two_levels() {
+        let spec = RouterSpec {
+            score: Score::TwoLevel,
+            top_k: 1,
+            renormalize: false,
+            scale: 1.0,
+            groups: Some(crate::ops::routing::Groups {
+                count: 2,
+                chosen: 1,
+                score: crate::ops::routing::GroupScore::Sum,
+            }),
+        };
+        // The last two logits are those of the groups: 0.8 and 0.2, or 0.2 and 0.8.
+        let four = 4f32.ln();
+        let rows = [[0.0, 0.0, 0.0, 0.0, four, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, four]];
+        let flat: Vec<f32> = [rows[0], rows[1], rows[0], rows[1]].concat();
+        let logits = Tensor::from_vec(flat, (4, 6), &Device::Cpu).unwrap();
+        let routing = spec.route(&logits, None).unwrap();
+        let mut tally = RouterTally::new(RouterLosses { balance: 0.5, z: 0.0 }, 1.0);
+        tally.add(0, &routing);
+        tally.add(1, &routing);
+        tally.end();
+        // Groups: 2 · (0.5 · 0.5 + 0.5 · 0.5). Experts of a group: 2 · (1 · 0.5 + 0 · 0.5).
+        assert!((tally.values().balance - 2.0).abs() < 1e-6, "{:?}", tally.values());
+        let loss = tally.gradient().two_level.unwrap();
+        // 0.5 · G · n_g / T² with 4 of 8 tokens, and 0.5 · M · n_e / (T · n_g).
+        let close = |got: &[f32], want: &[f32]| got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-6);
+        assert!(close(&loss.groups, &[0.0625, 0.0625]), "{loss:?}");
+        assert!(close(&loss.within, &[0.125, 0.0, 0.125, 0.0]), "{loss:?}");
+        let routers = Routers::new(RouterLosses::default());
+        routers.add(tally);
+        let found: BTreeMap<&str, f64> = routers.metrics().into_iter().collect();
+        assert_eq!(found["router_groups"], 1.0);
     }
 
     /// Equal logits choose the first expert; all scores are 1/3.

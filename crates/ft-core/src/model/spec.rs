@@ -9,6 +9,7 @@ use crate::base::{Error, Result};
 use crate::ops::clamped_glu::ClampedGlu;
 use crate::ops::delta_rule::DEVICE_KEY;
 use crate::ops::glu::Activation;
+use crate::ops::latent::LatentHeads;
 use crate::ops::rope::Pairing;
 use crate::ops::routing::RouterSpec;
 use crate::ops::short_conv::DEVICE_TAPS;
@@ -216,6 +217,43 @@ pub enum Mixer {
     Attention,
     /// Gated DeltaNet: linear attention with a recurrent state.
     DeltaNet(DeltaNetSpec),
+    /// DeepSeek: softmax attention whose keys and values are made of low-rank rows.
+    Latent(LatentSpec),
+}
+
+impl Mixer {
+    /// True for softmax attention over the keys of all earlier tokens, with heads of one size.
+    pub fn has_keys(&self) -> bool {
+        !matches!(self, Self::DeltaNet(_))
+    }
+}
+
+/// Sizes of latent attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LatentSpec {
+    /// Rank of the queries; `None`: one projection computes them.
+    pub q_rank: Option<usize>,
+    /// Rank of the keys and values: width of a latent row.
+    pub kv_rank: usize,
+    /// Elements of a query or key head that are not rotated.
+    pub plain: usize,
+    /// Rotated elements of a query or key head; all heads share those of the keys.
+    pub rotary: usize,
+    /// Elements of a value head.
+    pub value: usize,
+}
+
+impl LatentSpec {
+    /// Sizes of its heads for the operations.
+    pub fn heads(&self, heads: usize, pairing: Pairing) -> LatentHeads {
+        LatentHeads {
+            heads,
+            plain: self.plain,
+            rotary: self.rotary,
+            value: self.value,
+            pairing,
+        }
+    }
 }
 
 /// Sizes of Gated DeltaNet.
@@ -395,6 +433,12 @@ impl Spec {
     /// A layer whose operations, or whose sizes, have no kernels for a GPU.
     pub fn runs_on(&self, gpu: bool) -> Result<()> {
         for (layer, of) in self.layers.iter().enumerate().filter(|_| gpu) {
+            if let Mixer::Latent(_) = of.mixer {
+                return Err(Error::unsupported("latent attention does not run on a GPU")
+                    .at(format!("{}, layer {layer}", self.model_type))
+                    .found("a GPU: the operations on its heads have CPU code only")
+                    .expected("the CPU"));
+            }
             let Mixer::DeltaNet(sizes) = of.mixer else { continue };
             if sizes.key_dim > DEVICE_KEY || sizes.kernel > DEVICE_TAPS {
                 return Err(
@@ -476,7 +520,10 @@ impl Spec {
             "granitemoe",
             "ernie4_5",
             "gemma4_text",
+            "glm4_moe_lite",
             "qwen3_5_moe_text",
+            "qwen3_moe_smile",
+            "youtu",
         ];
         !self.multimodal && !none.contains(&self.model_type.as_str())
     }

@@ -65,7 +65,7 @@ impl Class {
             // The class declared in their configs is known to be wrong.
             Some("qwen2") => Some(Self::Qwen2),
             Some("qwen3_5" | "qwen3_5_moe" | "qwen3_5_moe_text") => Some(Self::Qwen3_5),
-            Some("phi3" | "mistral") => None,
+            Some("minicpm3" | "phi3" | "mistral") => None,
             _ if declared_class == Some(Self::Llama) && byte_level => None,
             Some("qwen3" | "qwen3_next") if declared.is_none() => Some(Self::Qwen2),
             Some("qwen3_5_text") if declared.is_none() => Some(Self::Qwen3_5),

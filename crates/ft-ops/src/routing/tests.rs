@@ -48,7 +48,8 @@ fn specs() -> Vec<RouterSpec> {
 fn weights64(spec: &RouterSpec, z: &[f64], chosen: &[u32]) -> Vec<f64> {
     let scores: Vec<f64> = match spec.score {
         Score::Sigmoid => z.iter().map(|z| 1.0 / (1.0 + (-z).exp())).collect(),
-        Score::Softmax => {
+        // `two_level` has tests of its own.
+        Score::Softmax | Score::TwoLevel => {
             let sum: f64 = z.iter().map(|z| z.exp()).sum();
             z.iter().map(|z| z.exp() / sum).collect()
         }
@@ -149,6 +150,7 @@ fn gradients_as_differences() {
                 Vec::new()
             },
             z: if balanced { 0.3 } else { 0.0 },
+            two_level: None,
         };
         let loss = |z: &[f64]| -> f64 {
             let mut sum = 0.0;

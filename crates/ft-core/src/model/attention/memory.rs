@@ -56,6 +56,37 @@ impl LayerMemory<'_> {
         }
     }
 
+    /// dq, dk and dv, as `ops::attention::backward` computes them.
+    pub(in crate::model) fn attention_gradients(&self, l: &mut Ledger) -> [Allocation; 3] {
+        let spec = self.settings.spec;
+        let dq = l.alloc(LayerWork, self.nq);
+        let parts = if self.settings.on_gpu {
+            1
+        } else {
+            let documents = self.settings.documents.max(1);
+            attention::backward_parts(spec.heads, spec.kv_heads_of(self.index), documents) as u64
+        };
+        let partial = [
+            l.alloc(LayerWork, parts * self.nkv),
+            l.alloc(LayerWork, parts * self.nkv),
+        ];
+        match parts {
+            1 => {
+                let [dk, dv] = partial;
+                l.touch(LayerWork, self.gpu_partial_sums());
+                [dq, dk, dv]
+            }
+            _ => {
+                let [k, v] = partial;
+                let dk = l.alloc(LayerWork, self.nkv);
+                l.free(k);
+                let dv = l.alloc(LayerWork, self.nkv);
+                l.free(v);
+                [dq, dk, dv]
+            }
+        }
+    }
+
     pub(in crate::model) fn attention(&self, l: &mut Ledger) -> (Allocation, SavedAttentionMemory) {
         let (linears, o_proj) = self.linears(true);
         let names = self.settings.spec.norms;
@@ -177,32 +208,7 @@ impl LayerMemory<'_> {
         if spec.attention_sinks {
             sink.give(l, &sinks);
         }
-        let dq = l.alloc(LayerWork, self.nq);
-        let parts = if self.settings.on_gpu {
-            1
-        } else {
-            let documents = self.settings.documents.max(1);
-            attention::backward_parts(spec.heads, spec.kv_heads_of(self.index), documents) as u64
-        };
-        let partial = [
-            l.alloc(LayerWork, parts * self.nkv),
-            l.alloc(LayerWork, parts * self.nkv),
-        ];
-        let (dk, dv) = match parts {
-            1 => {
-                let [dk, dv] = partial;
-                l.touch(LayerWork, self.gpu_partial_sums());
-                (dk, dv)
-            }
-            _ => {
-                let [k, v] = partial;
-                let dk = l.alloc(LayerWork, self.nkv);
-                l.free(k);
-                let dv = l.alloc(LayerWork, self.nkv);
-                l.free(v);
-                (dk, dv)
-            }
-        };
+        let [dq, dk, dv] = self.attention_gradients(l);
         l.free_all(qkv);
         l.free_all([o, lse, d_o]);
         let keys = spec.layers[self.index].keys;

@@ -4,6 +4,7 @@
 use super::super::attention::memory::SavedAttentionMemory;
 use super::super::contracts::GradSinkMemory;
 use super::super::delta_net::memory::SavedDeltaNetMemory;
+use super::super::latent::memory::SavedLatentMemory;
 use super::super::linear::memory::LinearShape;
 use super::super::mlp::memory::SavedPiecesMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
@@ -55,6 +56,7 @@ pub struct LayerMemory<'a> {
 enum SavedMixerMemory {
     Attention(SavedAttentionMemory),
     DeltaNet(SavedDeltaNetMemory),
+    Latent(SavedLatentMemory),
 }
 
 impl SavedMixerMemory {
@@ -62,6 +64,7 @@ impl SavedMixerMemory {
         match self {
             Self::Attention(saved) => Self::Attention(saved.relabel(l)),
             Self::DeltaNet(saved) => Self::DeltaNet(saved.relabel(l)),
+            Self::Latent(saved) => Self::Latent(saved.relabel(l)),
         }
     }
 
@@ -69,6 +72,7 @@ impl SavedMixerMemory {
         match self {
             Self::Attention(saved) => saved.free(l),
             Self::DeltaNet(saved) => saved.free(l),
+            Self::Latent(saved) => saved.free(l),
         }
     }
 }
@@ -160,6 +164,10 @@ impl<'a> LayerMemory<'a> {
             Mixer::DeltaNet(sizes) => {
                 let (x1, saved) = self.delta_net(l, sizes);
                 (x1, SavedMixerMemory::DeltaNet(saved))
+            }
+            Mixer::Latent(sizes) => {
+                let (x1, saved) = self.latent(l, sizes);
+                (x1, SavedMixerMemory::Latent(saved))
             }
         }
     }
@@ -299,6 +307,8 @@ impl<'a> LayerMemory<'a> {
             || match self.settings.spec.layers[self.index].mixer {
                 Mixer::Attention => sink.wants(&self.name(ATTENTION_SINKS)),
                 Mixer::DeltaNet(_) => self.delta_wanted(sink),
+                // Its linears and norms are in the lists.
+                Mixer::Latent(_) => false,
             }
     }
 
@@ -381,6 +391,7 @@ impl<'a> LayerMemory<'a> {
         let dx = match kept {
             Some(SavedMixerMemory::Attention(kept)) => self.attention_backward(l, kept, (dx1, d_shared), need_dx, sink),
             Some(SavedMixerMemory::DeltaNet(kept)) => self.delta_net_backward(l, kept, dx1, need_dx, sink),
+            Some(SavedMixerMemory::Latent(kept)) => self.latent_backward(l, kept, dx1, need_dx, sink),
             None => {
                 l.free(dx1);
                 l.free_all(d_shared);

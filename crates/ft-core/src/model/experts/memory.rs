@@ -16,7 +16,10 @@ impl LayerMemory<'_> {
     }
 
     fn route(&self, l: &mut Ledger, sizes: &ExpertsSpec) -> Allocation {
-        let logits = l.alloc(LayerWork, 4 * (self.settings.tokens * sizes.count) as u64);
+        let logits = l.alloc(
+            LayerWork,
+            4 * (self.settings.tokens * sizes.router.outputs(sizes.count)) as u64,
+        );
         let routing = l.alloc(LayerWork, self.routing_bytes(sizes));
         l.free(logits);
         routing

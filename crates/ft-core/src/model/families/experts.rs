@@ -145,6 +145,24 @@ mod tests {
     }
 
     #[test]
+    fn a_router_of_two_levels_has_rows_of_groups() {
+        let smile = |changes| read("qwen3_moe_smile", changes);
+        let spec = smile(json!({"router_groups": 4, "moe_intermediate_size": 32})).unwrap();
+        let params = spec.layer_params(0);
+        let router = params.iter().find(|p| p.name.ends_with("mlp.gate.weight")).unwrap();
+        assert_eq!(router.shape, [8 + 4, 64]);
+        assert_eq!(spec.routed_elements(0), 2 * 3 * 32 * 64);
+        for changes in [
+            json!({"router_groups": 3}),
+            json!({"router_groups": 8}),
+            json!({"router_groups": 4, "router_groups_per_token": 5}),
+        ] {
+            let e = smile(changes).unwrap_err().to_string();
+            assert!(e.contains("num_experts_per_tok"), "{e}");
+        }
+    }
+
+    #[test]
     fn gpt_oss_has_biases_sinks_and_yarn() {
         let spec = read("gpt_oss", json!({"intermediate_size": 32})).unwrap();
         let params = spec.layer_params(0);

@@ -5,6 +5,7 @@
 
 mod cohere;
 mod cohere2;
+mod deepseek;
 mod ernie4_5;
 mod exaone4;
 mod experts;
@@ -18,7 +19,9 @@ mod gpt_oss;
 mod granite;
 mod granitemoe;
 mod hunyuan_v1_dense;
+mod latent;
 mod llama;
+mod minicpm3;
 mod ministral3;
 mod mistral;
 mod mixtral;
@@ -38,6 +41,7 @@ mod stablelm;
 mod starcoder2;
 mod support;
 mod wrapped;
+mod youtu;
 
 use super::rope::Rope;
 use super::spec::{
@@ -72,6 +76,8 @@ pub fn read(config: &Config) -> Result<Spec> {
     match model_type {
         "cohere" => cohere::apply(config, &mut spec)?,
         "cohere2" => cohere2::apply(config, &mut spec)?,
+        "deepseek_v2" => deepseek::apply_v2(config, &mut spec)?,
+        "deepseek_v3" => deepseek::apply_v3(config, &mut spec)?,
         "ernie4_5" => ernie4_5::apply(config, &mut spec)?,
         "exaone4" => exaone4::apply(config, &mut spec)?,
         "gemma" => gemma::apply(config, &mut spec)?,
@@ -80,11 +86,13 @@ pub fn read(config: &Config) -> Result<Spec> {
         "gemma4_text" => gemma4_text::apply(config, &mut spec)?,
         "glm4" => glm4::apply(config, &mut spec)?,
         "glm4_moe" => glm4_moe::apply(config, &mut spec)?,
+        "glm4_moe_lite" => deepseek::apply_glm(config, &mut spec)?,
         "gpt_oss" => gpt_oss::apply(config, &mut spec)?,
         "granite" => granite::apply(config, &mut spec)?,
         "granitemoe" => granitemoe::apply(config, &mut spec)?,
         "hunyuan_v1_dense" => hunyuan_v1_dense::apply(config, &mut spec)?,
         "llama" => llama::apply(config, &mut spec)?,
+        "minicpm3" => minicpm3::apply(config, &mut spec)?,
         "ministral3" => ministral3::apply(config, &mut spec)?,
         "mistral" => mistral::apply(config, &mut spec)?,
         "mixtral" => mixtral::apply(config, &mut spec)?,
@@ -98,6 +106,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "qwen3" | "qwen3_vl_text" => qwen3::apply(config, &mut spec)?,
         "qwen2_moe" => qwen3_moe::apply_2(config, &mut spec)?,
         "qwen3_moe" => qwen3_moe::apply(config, &mut spec)?,
+        "qwen3_moe_smile" => qwen3_moe::apply_smile(config, &mut spec)?,
         "qwen3_5_moe_text" => qwen3_5::apply_moe(config, &mut spec)?,
         "qwen3_5_text" => qwen3_5::apply(config, &mut spec)?,
         "qwen3_next" => qwen3_5::apply_next(config, &mut spec)?,
@@ -106,6 +115,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "smollm3" => smollm3::apply(config, &mut spec)?,
         "stablelm" => stablelm::apply(config, &mut spec)?,
         "starcoder2" => starcoder2::apply(config, &mut spec)?,
+        "youtu" => youtu::apply(config, &mut spec)?,
         other => return Err(support::unsupported(config, other)),
     }
     check(&spec, &place)?;
@@ -139,6 +149,8 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
     let heads = config.usize("num_attention_heads")?;
     let layers = config.usize("num_hidden_layers")?;
     let head_dim = match config.opt_usize("head_dim")? {
+        // `latent` sets the size of the heads.
+        _ if latent::FAMILIES.contains(&model_type) => 1,
         Some(e) => e,
         None if heads > 0 && hidden.is_multiple_of(heads) => hidden / heads,
         None => {
@@ -371,7 +383,7 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
         ],
         "cohere" | "cohere2" => &["logit_scale"],
         "gemma4_text" => &["use_bidirectional_attention"],
-        "glm4_moe" => &["n_routed_experts"],
+        "deepseek_v2" | "deepseek_v3" | "glm4_moe" | "glm4_moe_lite" => &["n_routed_experts"],
         "granitemoe" => &[
             "embedding_multiplier",
             "residual_multiplier",
@@ -379,10 +391,10 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
             "logits_scaling",
             "num_local_experts",
         ],
+        "minicpm3" => &["scale_emb", "scale_depth"],
         "mixtral" => &["num_local_experts"],
-        "gpt_oss" | "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text" | "qwen3_vl_moe_text" => {
-            &["num_experts", "num_local_experts"]
-        }
+        "gpt_oss" | "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_moe_smile" | "qwen3_next" | "qwen3_5_moe_text"
+        | "qwen3_vl_moe_text" => &["num_experts", "num_local_experts"],
         "smollm3" => &["no_rope_layers"],
         "seed_oss" => &seed_oss::DROPOUT,
         "stablelm" => &["use_parallel_residual"],
@@ -449,16 +461,21 @@ fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
 }
 
 /// Families whose heads may be rotated in part.
-const PARTIAL_ROTATION: [&str; 9] = [
+const PARTIAL_ROTATION: [&str; 14] = [
+    "deepseek_v2",
+    "deepseek_v3",
     "gemma4_text",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
+    "minicpm3",
     "nemotron",
     "phi3",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
     "stablelm",
+    "youtu",
 ];
 
 fn check(spec: &Spec, place: &str) -> Result<()> {

@@ -1,12 +1,27 @@
-//! Qwen3-MoE, Qwen2-MoE and Qwen3-VL-MoE: their dense families with experts in the place of MLPs.
+//! Qwen3-MoE, Qwen2-MoE and Qwen3-VL-MoE: their dense families with experts in the place of MLPs. And a type of ft's own: Qwen3-MoE
+//! with routers of two levels.
 
 use super::experts::{of_layers, qwen_shared, size, softmax};
 use super::{Config, ExpertsSpec, QkNorm, Result, Spec};
 use crate::model::spec::ExpertNames;
+use crate::ops::routing::{GroupScore, Groups, Score};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::qwen3::apply(config, spec)?;
     let experts = experts(config, 128, 768, 8)?;
+    of_layers(config, spec, experts)
+}
+
+/// Routers of two levels (SMILE, arXiv 2212.05191): the rows of the groups follow those of the experts.
+pub fn apply_smile(config: &Config, spec: &mut Spec) -> Result<()> {
+    super::qwen3::apply(config, spec)?;
+    let mut experts = experts(config, 128, 768, 8)?;
+    experts.router.score = Score::TwoLevel;
+    experts.router.groups = Some(Groups {
+        count: size(config, "router_groups", 8)?,
+        chosen: size(config, "router_groups_per_token", 1)?,
+        score: GroupScore::Sum,
+    });
     of_layers(config, spec, experts)
 }
 

@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 46] = [
+pub const FAMILIES: [Family; 52] = [
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
@@ -33,6 +33,16 @@ pub const FAMILIES: [Family; 46] = [
         "cohere2",
         "CohereLabs/c4ai-command-r7b-12-2024, c4ai-command-a-03-2025",
         "as cohere; sliding windows, full attention without positions",
+    ),
+    family(
+        "deepseek_v2",
+        "deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-Coder-V2-Lite-Instruct",
+        "latent attention; experts after the first layers, softmax scores, groups, shared experts; CPU only",
+    ),
+    family(
+        "deepseek_v3",
+        "deepseek-ai/DeepSeek-V3, DeepSeek-R1, moonshotai/Moonlight-16B-A3B",
+        "as deepseek_v2, with sigmoid scores and their correction; CPU only",
     ),
     family(
         "ernie4_5",
@@ -85,6 +95,11 @@ pub const FAMILIES: [Family; 46] = [
         "experts after the first layers, sigmoid scores with a correction, groups, shared experts; CPU only",
     ),
     family(
+        "glm4_moe_lite",
+        "zai-org/GLM-4.7-Flash",
+        "as deepseek_v3; the layers with experts are listed; CPU only",
+    ),
+    family(
         "gpt_oss",
         "openai/gpt-oss-20b, gpt-oss-120b",
         "experts with biases and limits, attention sinks, sliding windows; MXFP4 or bf16 files; CPU only",
@@ -108,6 +123,11 @@ pub const FAMILIES: [Family; 46] = [
         "llama",
         "Llama 1 to 3.3, SmolLM2, TinyLlama, Yi, DeepSeek-R1-Distill-Llama",
         "optional biases; rope linear, dynamic, yarn, llama3, longrope",
+    ),
+    family(
+        "minicpm3",
+        "openbmb/MiniCPM3-4B",
+        "latent attention, factors of embedding, residual stream and logits, rope longrope; CPU only",
     ),
     family(
         "ministral3",
@@ -206,6 +226,11 @@ pub const FAMILIES: [Family; 46] = [
         "as qwen3, with experts in all or some layers; CPU only",
     ),
     family(
+        "qwen3_moe_smile",
+        "none: `ft convert --to smile` makes it; transformers does not have it",
+        "as qwen3_moe, with routers of two levels; CPU only",
+    ),
+    family(
         "qwen3_next",
         "Qwen/Qwen3-Next-80B-A3B-Instruct, -Thinking",
         "as qwen3_5_text, with fused projections; experts and a shared expert (with experts: CPU only)",
@@ -242,6 +267,7 @@ pub const FAMILIES: [Family; 46] = [
         "bigcode/starcoder2-3b, -7b, -15b",
         "LayerNorms, an MLP without a gate, biases, sliding windows; its dropout is not applied",
     ),
+    family("youtu", "tencent/Youtu-LLM-2B", "latent attention; CPU only"),
 ];
 
 /// Supported values of `model_type`.
@@ -256,22 +282,22 @@ pub const NAMES: [&str; FAMILIES.len()] = {
 };
 
 /// Types that are not supported, with what they would need.
-const REFUSED: [(&str, &[&str]); 13] = [
+const REFUSED: [(&str, &[&str]); 14] = [
     (
         "other mixture-of-experts layers",
         &[
             "phimoe",
             "ernie4_5_moe",
-            "glm4_moe_lite",
             "hunyuan_v1_moe",
             "dbrx",
             "exaone_moe",
             "minimax_m2",
         ],
     ),
+    ("latent attention over chosen tokens", &["deepseek_v32", "glm_moe_dsa"]),
     (
-        "mixture-of-experts layers and latent attention",
-        &["deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa"],
+        "latent attention in other layers",
+        &["axk1", "kimi_k2", "kimi_k25", "longcat_flash", "mistral4"],
     ),
     (
         "mixture-of-experts layers and chunked attention",

@@ -25,6 +25,12 @@ pub const PER_LAYER: [&str; 3] = [
     "per_layer_projection",
     "post_per_layer_input_norm",
 ];
+/// Name of the norm of the low-rank queries of latent attention.
+pub const LATENT_QUERY_NORM: &str = "self_attn.q_a_layernorm";
+/// Name of the norm of the latent rows.
+pub const LATENT_NORM: &str = "self_attn.kv_a_layernorm";
+/// Epsilon of the norms inside of latent attention: a constant of its models, not that of their config.
+const LATENT_EPS: f64 = 1e-6;
 /// Name of the sinks of a layer, `[H]`.
 pub const ATTENTION_SINKS: &str = "self_attn.sinks";
 /// Name of the factor of a layer. It is never trained.
@@ -67,6 +73,8 @@ pub struct NormSpec {
     pub weight: bool,
     /// True if it has a bias.
     pub bias: bool,
+    /// Its epsilon, if it is not that of the model.
+    pub eps: Option<f64>,
     /// The half of the layer.
     pub sublayer: Sublayer,
 }
@@ -136,6 +144,20 @@ impl Spec {
                 own.push(plain("linear_attn.out_proj", value, d));
                 own
             }
+            Mixer::Latent(sizes) => {
+                let low = o;
+                let wide = self.heads * (sizes.plain + sizes.rotary);
+                let mut own = match sizes.q_rank {
+                    None => vec![plain("self_attn.q_proj", d, wide)],
+                    Some(rank) => vec![low("self_attn.q_a_proj", d, rank)],
+                };
+                own.push(low("self_attn.kv_a_proj_with_mqa", d, sizes.kv_rank + sizes.rotary));
+                own.extend(sizes.q_rank.map(|rank| plain("self_attn.q_b_proj", rank, wide)));
+                let kv = self.heads * (sizes.plain + sizes.value);
+                own.push(plain("self_attn.kv_b_proj", sizes.kv_rank, kv));
+                own.push(o("self_attn.o_proj", self.heads * sizes.value, d));
+                own
+            }
             Mixer::Attention => {
                 let mut own = vec![
                     qkv("self_attn.q_proj", d, q_out),
@@ -188,6 +210,7 @@ impl Spec {
             heads: None,
             weight: self.layer_norm.is_none_or(|params| params.weight),
             bias: self.layer_norm.is_some_and(|params| params.bias),
+            eps: None,
             sublayer,
         }
     }
@@ -205,6 +228,14 @@ impl Spec {
         let mixer = self.layers[layer].mixer;
         if let Mixer::DeltaNet(sizes) = mixer {
             norms.push(norm("linear_attn.norm", sizes.value_dim, attention));
+        }
+        if let Mixer::Latent(sizes) = mixer {
+            let inner = |name, size| NormSpec {
+                eps: Some(LATENT_EPS),
+                ..norm(name, size, attention)
+            };
+            norms.extend(sizes.q_rank.map(|rank| inner(LATENT_QUERY_NORM, rank)));
+            norms.push(inner(LATENT_NORM, sizes.kv_rank));
         }
         if let Some(QkNorm {
             names: [q, k],
@@ -299,7 +330,7 @@ impl Spec {
         };
         let mut all = vec![of_layer(
             experts.router_name(),
-            vec![experts.count, d],
+            vec![experts.router.outputs(experts.count), d],
             Sublayer::Router,
         )];
         let count = experts.count;

@@ -21,8 +21,8 @@ use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one. `large`: with a large
-/// vocabulary; `experts`: a mixture.
-fn model(dir: &Path, large: bool, experts: bool) {
+/// vocabulary; the first word of the name of a case: layers of another kind.
+fn model(dir: &Path, large: bool, kind: &str) {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
     fs::create_dir_all(dir).unwrap();
     for name in [
@@ -48,7 +48,19 @@ fn model(dir: &Path, large: bool, experts: bool) {
         config.insert("vocab_size".into(), json!(LARGE_VOCABULARY));
         config.insert("tie_word_embeddings".into(), json!(false));
     }
-    if experts {
+    if kind == "streams" {
+        for (key, value) in [
+            ("model_type", json!("gemma3n_text")),
+            ("num_kv_shared_layers", json!(1)),
+            ("layer_types", json!(vec!["sliding_attention"; 4])),
+            ("activation_sparsity_pattern", json!([0.9, 0.9, 0.0, 0.0])),
+            ("vocab_size_per_layer_input", json!(896)),
+            ("hidden_size_per_layer_input", json!(64)),
+        ] {
+            config.insert(key.into(), value);
+        }
+    }
+    if kind == "experts" {
         config.insert("model_type".into(), json!("qwen3_moe"));
         for (key, size) in [
             ("num_experts", 8),
@@ -147,8 +159,9 @@ fn compare(cases: &[Case]) {
     let mut wrong = Vec::new();
     for case in cases {
         let dir = tempfile::tempdir().unwrap();
-        let (large, experts) = (case.settings.contains(&NEW_TOKENS), case.name.starts_with("experts"));
-        model(&dir.path().join("model"), large, experts);
+        let kind = case.name.split([',', ' ']).next().unwrap_or_default();
+        let large = case.settings.contains(&NEW_TOKENS);
+        model(&dir.path().join("model"), large, kind);
         let id = format!("{}|{}", case.name, dir.path().display());
         if case.settings.contains(&"distill.teacher_cache=cache") {
             alone("stages::teaches", &id).unwrap_or_else(|said| panic!("{said}"));
@@ -260,7 +273,7 @@ fn alone(test: &str, case: &str) -> Result<Value, String> {
 #[test]
 fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
     let dir = tempfile::tempdir().unwrap();
-    model(&dir.path().join("model"), false, false);
+    model(&dir.path().join("model"), false, "");
     let at = dir.path().display();
     let stopped = alone("stages::above_the_budget", &at.to_string()).unwrap_or_else(|said| panic!("{said}"));
     let checkpoints = fs::read_dir(dir.path().join("run")).unwrap().filter_map(|e| {

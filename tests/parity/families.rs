@@ -42,6 +42,7 @@ fn all_families_have_goldens() {
         "gemma2",
         "gemma3",
         "gemma3_text",
+        "gemma3n_text",
         "gemma4",
         "gemma4_text",
         "glm4",
@@ -79,7 +80,7 @@ fn all_families_have_goldens() {
         "starcoder2",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 72);
+    assert_eq!(variants().len(), 74);
 }
 
 #[test]

@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 46] = [
+pub const FAMILIES: [Family; 48] = [
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
@@ -63,6 +63,16 @@ pub const FAMILIES: [Family; 46] = [
         "gemma3_text",
         "google/gemma-3-270m, gemma-3-1b-it",
         "as gemma2 without soft caps of the scores; norms on q and k, two ropes",
+    ),
+    family(
+        "gemma3n",
+        "google/gemma-3n-E2B-it, -E4B-it",
+        "the language model (`gemma3n_text`); vision and audio tensors are kept; CPU only",
+    ),
+    family(
+        "gemma3n_text",
+        "the language model of gemma3n",
+        "several streams per token (AltUp), Laurel, sparse gates, shared keys and values, per-layer embeddings; CPU only",
     ),
     family(
         "gemma4",
@@ -256,7 +266,7 @@ pub const NAMES: [&str; FAMILIES.len()] = {
 };
 
 /// Types that are not supported, with what they would need.
-const REFUSED: [(&str, &[&str]); 13] = [
+const REFUSED: [(&str, &[&str]); 12] = [
     (
         "other mixture-of-experts layers",
         &[
@@ -292,10 +302,6 @@ const REFUSED: [(&str, &[&str]); 13] = [
             "zamba2",
             "recurrent_gemma",
         ],
-    ),
-    (
-        "AltUp, Laurel blocks and sparse activations",
-        &["gemma3n", "gemma3n_text"],
     ),
     ("a bias of the LM head", &["phi", "gptj", "codegen"]),
     ("a matrix with q, k and v of each head in turn", &["gpt_neox", "falcon"]),

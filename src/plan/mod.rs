@@ -16,6 +16,7 @@ pub mod run_plan;
 mod search;
 mod shared;
 mod step;
+mod streams;
 mod table;
 mod teacher;
 mod time;

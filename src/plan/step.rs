@@ -3,6 +3,7 @@
 use super::Inputs;
 use super::model::{Model, Stretch};
 use super::shared::Shared;
+use super::streams;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
@@ -230,7 +231,7 @@ fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, 
     let offloaded = if inputs.strategy.offload_inputs { 2 } else { 0 };
     let here = l.alloc(
         MemoryKind::LayerInputs,
-        offloaded * inputs.element * (inputs.tokens * model.spec.hidden) as u64,
+        offloaded * inputs.element * (inputs.tokens * model.spec.row()) as u64,
     );
     pass(l, model, recipe, inputs, sink, micro);
     l.free(here);
@@ -247,6 +248,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     let spec = model.spec;
     let n = inputs.tokens as u64;
     let nd = inputs.element * n * spec.hidden as u64;
+    let row = inputs.element * n * spec.row() as u64;
     let layers = spec.layers.len();
     let lowest = sink.active.lowest_layer(layers);
     let to_embedding = sink.active.lowest() == Group::Embedding;
@@ -264,6 +266,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             stored * (inputs.tokens.min(spec.vocab) * spec.hidden) as u64 + nd,
         );
     }
+    streams::spread(l, spec, nd);
     let keep_from = layers.saturating_sub(inputs.strategy.saved_layers);
     let mut shared = Shared::new(l, spec, inputs);
     let mut waiting: Vec<Waiting> = Vec::new();
@@ -284,7 +287,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             (true, false) => MemoryKind::LayerInputs,
             (false, _) => MemoryKind::LayerWork,
         };
-        let x = l.alloc(kind, nd);
+        let x = l.alloc(kind, row);
         shared.forward(l, layer);
         let (y, kept) = block(layer).forward(l, keep);
         l.free(y);
@@ -294,17 +297,22 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             l.free(x);
         }
     }
-    let x = l.alloc(MemoryKind::LayerWork, nd);
+    let x = l.alloc(MemoryKind::LayerWork, row);
 
     l.moment(match micro {
         0 => "the loss",
         _ => "the loss of a later micro-batch",
     });
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
-    let dh = lowest < layers || to_embedding || sink.wants(FINAL_NORM) || sink.wants(FINAL_NORM_BIAS);
+    let dh = lowest < layers
+        || to_embedding
+        || sink.wants(FINAL_NORM)
+        || sink.wants(FINAL_NORM_BIAS)
+        || streams::out_wanted(spec, sink);
     if let Some((_, work)) = inputs.teacher.as_ref().map(|t| t.forward(inputs)) {
         l.touch(MemoryKind::Teacher, work);
     }
+    streams::merge(l, spec, nd);
     let h = l.alloc(MemoryKind::Loss, nd);
     let indices = l.alloc(MemoryKind::Loss, 8 * n);
     let d_hidden = dh.then(|| l.alloc(MemoryKind::Loss, nd));
@@ -339,7 +347,8 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         shared.free(l);
         return;
     };
-    let mut dx = l.alloc(MemoryKind::LayerWork, nd);
+    let mut dx = l.alloc(MemoryKind::LayerWork, row);
+    streams::merge_backward(l, spec, nd, sink);
     sink.give(l, FINAL_NORM);
     sink.give(l, FINAL_NORM_BIAS);
     l.free_all([x, d_hidden]);
@@ -374,6 +383,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         }
     }
     if to_embedding {
+        dx = streams::spread_backward(l, spec, nd, dx, sink);
         shared.end(l, sink);
     }
     shared.free(l);

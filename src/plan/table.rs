@@ -216,7 +216,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             MemoryKind::OffloadedInputs,
             "host_layer_inputs",
             "inputs on the host",
-            format!("{n} tokens × {} × {} bytes per layer", spec.hidden, inputs.element),
+            format!("{n} tokens × {} × {} bytes per layer", spec.row(), inputs.element),
         ),
         (
             MemoryKind::InactiveMasters,
@@ -229,7 +229,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             MemoryKind::LayerInputs,
             "layer_inputs",
             "layer inputs",
-            format!("{n} tokens × {} × {} bytes per layer", spec.hidden, inputs.element),
+            format!("{n} tokens × {} × {} bytes per layer", spec.row(), inputs.element),
         ),
         (
             MemoryKind::Activations,

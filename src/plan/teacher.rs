@@ -111,7 +111,7 @@ pub(super) fn layer_work(model: &Model, inputs: &Inputs) -> u64 {
     let per_layer = model.spec.per_layer.map_or(0, |p| p.width * model.layers());
     let x = ledger.alloc(
         MemoryKind::LayerWork,
-        inputs.element * (inputs.tokens * (model.spec.hidden + per_layer)) as u64,
+        inputs.element * (inputs.tokens * (model.spec.row() + per_layer)) as u64,
     );
     // A layer leaves nothing behind: one of each kind is enough.
     let settings = inputs.layer_memory(model.spec, &|_| false, false);

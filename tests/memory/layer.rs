@@ -9,7 +9,7 @@ use ft::base::ledger::{Allocation, Ledger, MemoryKind};
 use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
-use ft::model::spec::{DeltaNetSpec, KeySource, LatentSpec, LayerNormParams, Mixer, NormNames, PerLayerSpec, QkNorm};
+use ft::model::spec::{DeltaNetSpec, KeySource, LatentSpec, LayerNormParams, Mixer, NormNames, PerLayerSpec, QkNorm, StreamSpec};
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
 use ft::source::{Resident, StoragePolicy};
@@ -73,6 +73,8 @@ enum Options {
     LatentQueries,
     /// LayerNorms, parallel halves, an MLP without a gate.
     Parallel,
+    /// Gemma 3n: three streams, Laurel, a sparse gate, a per-layer input.
+    Streams,
 }
 
 fn spec(intermediate: usize, options: Options) -> Spec {
@@ -92,7 +94,7 @@ fn spec(intermediate: usize, options: Options) -> Spec {
         Options::Rich => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
         Options::After => (NormNames::AFTER, Some(QkNorm::WHOLE)),
         Options::Scaled => (NormNames::BEFORE, Some(QkNorm::ROTATED)),
-        Options::PerLayer => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
+        Options::PerLayer | Options::Streams => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
         Options::Parallel => (NormNames::SHARED, Some(QkNorm::OWN_WEIGHTS)),
     };
     spec.output_gate = options == Options::Gated;
@@ -123,6 +125,16 @@ fn spec(intermediate: usize, options: Options) -> Spec {
         (spec.value_norm, spec.layer_scalar) = (true, true);
         spec.per_layer = Some(PerLayerSpec { vocab: 16, width: 16 });
         spec.layers[0].keys = KeySource::KeysOnly;
+    }
+    if options == Options::Streams {
+        (spec.value_norm, spec.laurel) = (true, Some(16));
+        spec.per_layer = Some(PerLayerSpec { vocab: 16, width: 16 });
+        spec.streams = Some(StreamSpec {
+            count: 3,
+            active: 0,
+            clip: Some(120.0),
+        });
+        spec.layers[0].sparsity = 0.5;
     }
     if options == Options::Parallel {
         spec.layer_norm = Some(LayerNormParams::BOTH);
@@ -166,7 +178,7 @@ fn compare(spec: &Spec, mlp_tokens: Option<usize>) -> [(u64, u64); 5] {
     let block = network.block(0).unwrap();
     network.embed(&[0; TOKENS], &ctx).unwrap();
     ctx.shared.start_backward(0, true).unwrap();
-    let zeros = || Tensor::zeros((TOKENS, HIDDEN), DType::F32, &Device::Cpu).unwrap();
+    let zeros = || Tensor::zeros((TOKENS, spec.row()), DType::F32, &Device::Cpu).unwrap();
     let (x, mut sink) = (zeros(), Drops(spec.clone()));
     let mut run = || {
         let forward = measured(|| block.forward(&x, &ctx).unwrap()).1;
@@ -195,7 +207,7 @@ fn compare(spec: &Spec, mlp_tokens: Option<usize>) -> [(u64, u64); 5] {
         active: &|_| true,
     };
     let layer = LayerMemory::new(settings, 0);
-    let width = 4 * (TOKENS * HIDDEN) as u64;
+    let width = 4 * (TOKENS * spec.row()) as u64;
     let stated = |saving: bool| {
         let mut l = Ledger::default();
         let (y, saved) = layer.forward(&mut l, saving);
@@ -248,6 +260,7 @@ fn allocates() {
             Options::DeltaByKeyHead,
             Options::Latent,
             Options::LatentQueries,
+            Options::Streams,
         ] {
             for mlp_tokens in [None, Some(200)] {
                 let found = pool.install(|| compare(&spec(intermediate, options), mlp_tokens));

@@ -168,6 +168,8 @@ fn spec(s: &Shape) -> Spec {
         attention_sinks: false,
         value_norm: false,
         per_layer: None,
+        streams: None,
+        laurel: None,
         layer_scalar: false,
         qkv_bias: false,
         o_bias: false,

@@ -21,7 +21,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// A model wide enough that the program itself is not what is measured; the tokenizer of the tiny one. `large`: with a large
-/// vocabulary; `kind`: `experts`, a mixture, or `latent`, latent attention without experts.
+/// vocabulary; `kind`, the first word of the name of a case: layers of another kind.
 fn model(dir: &Path, large: bool, kind: &str) {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
     fs::create_dir_all(dir).unwrap();
@@ -59,6 +59,18 @@ fn model(dir: &Path, large: bool, kind: &str) {
             ("v_head_dim", 64),
         ] {
             config.insert(key.into(), json!(size));
+        }
+    }
+    if kind == "streams" {
+        for (key, value) in [
+            ("model_type", json!("gemma3n_text")),
+            ("num_kv_shared_layers", json!(1)),
+            ("layer_types", json!(vec!["sliding_attention"; 4])),
+            ("activation_sparsity_pattern", json!([0.9, 0.9, 0.0, 0.0])),
+            ("vocab_size_per_layer_input", json!(896)),
+            ("hidden_size_per_layer_input", json!(64)),
+        ] {
+            config.insert(key.into(), value);
         }
     }
     if kind == "experts" {
@@ -160,8 +172,9 @@ fn compare(cases: &[Case]) {
     let mut wrong = Vec::new();
     for case in cases {
         let dir = tempfile::tempdir().unwrap();
-        let kind = case.name.split(',').next().unwrap();
-        model(&dir.path().join("model"), case.settings.contains(&NEW_TOKENS), kind);
+        let kind = case.name.split([',', ' ']).next().unwrap_or_default();
+        let large = case.settings.contains(&NEW_TOKENS);
+        model(&dir.path().join("model"), large, kind);
         let id = format!("{}|{}", case.name, dir.path().display());
         if case.settings.contains(&"distill.teacher_cache=cache") {
             alone("stages::teaches", &id).unwrap_or_else(|said| panic!("{said}"));

@@ -135,14 +135,19 @@ def randomize(model, seed, matrix=0.15, attention=0.3, embedding=0.4, norm=0.1, 
     or only noise where the family adds the 1 itself (gemma)."""
     generator = torch.Generator().manual_seed(seed)
     gemma = model.config.model_type.startswith("gemma")
-    gemma4 = model.config.model_type.startswith("gemma4")
+    gemma4 = model.config.model_type.startswith(("gemma4", "gemma3n"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                # Gemma 4 multiplies its scores by nothing else than the norms.
+                # Gemma 4 and Gemma 3n multiply their scores by nothing else than the norms.
                 scores = gemma4 and ("q_norm" in name or "k_norm" in name)
                 parameter.copy_(noise * norm + (0.0 if gemma and not gemma4 else 0.6 if scores else 1.0))
+            elif name.endswith("altup.correct_output_scale"):
+                parameter.copy_(noise * norm + 1.0)
+            elif "altup.modality_router" in name:
+                # Its input is divided by the hidden size.
+                parameter.copy_(noise * 3.0)
             elif name.endswith(".bias"):
                 parameter.copy_(noise * bias)
             elif "embed" in name:

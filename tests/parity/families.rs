@@ -44,6 +44,7 @@ fn all_families_have_goldens() {
         "gemma2",
         "gemma3",
         "gemma3_text",
+        "gemma3n_text",
         "gemma4",
         "gemma4_text",
         "glm4",
@@ -84,7 +85,7 @@ fn all_families_have_goldens() {
         "youtu",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 79);
+    assert_eq!(variants().len(), 81);
 }
 
 #[test]

@@ -47,6 +47,12 @@ GEMMA4 = BASE | dict(model_type="gemma4_text", num_hidden_layers=4, hidden_size=
                          sliding_attention=dict(rope_type="default", rope_theta=50.0),
                          full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=2000.0)))
 GEMMA4_SMALL = dict(num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=V, use_double_wide_mlp=True)
+GEMMA3N = BASE | dict(model_type="gemma3n_text", num_hidden_layers=5, hidden_size=24, intermediate_size=[20] * 5, head_dim=8, sliding_window=8,
+                      tie_word_embeddings=True, attention_bias=False, hidden_activation="gelu_pytorch_tanh", rms_norm_eps=2e-3,
+                      final_logit_softcapping=6.0, layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+                      num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=V, altup_num_inputs=3,
+                      altup_active_idx=0, altup_coef_clip=120.0, altup_correct_scale=True, laurel_rank=4,
+                      activation_sparsity_pattern=[0.7, 0.5, 0.0, 0.3, 0.0], rope_theta=2000.0, rope_local_base_freq=50.0)
 PIXTRAL = dict(model_type="pixtral", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8,
                image_size=16, patch_size=8)
 QWEN_VISION_IDS = dict(image_token_id=124, video_token_id=125, vision_start_token_id=126, vision_end_token_id=127)
@@ -300,6 +306,13 @@ VARIANTS = {
         dim_model_base=8)),
     "youtu": dict(stored="bf16", config=LATENT | dict(
         model_type="youtu", q_lora_rank=None, v_head_dim=8, tie_word_embeddings=False, attention_bias=False, rope_interleave=True)),
+    # Several streams, another one than the first is computed; sizes of MLPs, shared keys and sparse gates by layer.
+    "gemma3n_text": dict(stored="bf16", ablate=dict(sliding_window=1000, final_logit_softcapping=30.0, activation_sparsity_pattern=[0.0] * 5),
+                         config=GEMMA3N),
+    "gemma3n_text_active": dict(config=GEMMA3N | dict(
+        num_hidden_layers=2, num_kv_shared_layers=0, altup_num_inputs=2, altup_active_idx=1, attention_bias=True,
+        intermediate_size=[20, 12], activation_sparsity_pattern=[0.0, 0.8], layer_types=["sliding_attention", "full_attention"],
+        tie_word_embeddings=False, vocab_size_per_layer_input=100), ablate=dict(altup_active_idx=0)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -312,6 +325,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "gemma3": "Gemma3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration",
                  "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration",
                  "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_next": "Qwen3NextForCausalLM",
+                 "gemma3n_text": "Gemma3nForCausalLM", "gemma3n": "Gemma3nForConditionalGeneration",
                  "gemma4_text": "Gemma4ForCausalLM", "gemma4": "Gemma4ForConditionalGeneration",
                  "cohere": "CohereForCausalLM", "cohere2": "Cohere2ForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
                  "nemotron": "NemotronForCausalLM", "stablelm": "StableLmForCausalLM", "olmo": "OlmoForCausalLM",

@@ -7,7 +7,7 @@ use crate::tiers::curve;
 use ft::formats::weights::Weights;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::Path;
@@ -43,7 +43,7 @@ fn names(file: &Path) -> BTreeSet<String> {
 
 #[test]
 fn every_method_trains_layers_that_are_not_those_of_llama() {
-    // The files of the last four are bf16, and so is what `ft merge` writes.
+    // The files of the last five are bf16, and so is what `ft merge` writes.
     for (family, tolerance) in [
         ("cohere_qk_norm", 1e-4),
         ("starcoder2", 1e-4),
@@ -52,6 +52,7 @@ fn every_method_trains_layers_that_are_not_those_of_llama() {
         ("qwen3_next", 1e-2),
         ("deepseek_v3", 1e-2),
         ("minicpm3", 1e-2),
+        ("gemma3n_text", 1e-2),
     ] {
         let bench = Bench::of_family(family);
         let methods: [(&str, &[&str]); 9] = [
@@ -124,10 +125,38 @@ fn add_prediction_layers(file: &Path) {
     fs::write(file, all).unwrap();
 }
 
+/// Makes the multimodal model `gemma3n` of a `gemma3n_text`: its language model, and tensors of the other parts.
+fn wrap(dir: &Path) {
+    let file = dir.join("model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let data: Vec<u8> = (0..64).collect();
+    let inner = |name: String| match name.strip_prefix("model.") {
+        Some(below) => format!("model.language_model.{below}"),
+        None => name,
+    };
+    let tensors = SafeTensors::deserialize(&bytes).unwrap().tensors();
+    let mut tensors: Vec<_> = tensors.into_iter().map(|(name, t)| (inner(name), t)).collect();
+    for name in ["vision_tower.a.weight", "audio_tower.b.weight", "embed_vision.c.weight"] {
+        let added = TensorView::new(Dtype::BF16, vec![4, 8], &data).unwrap();
+        tensors.push((format!("model.{name}"), added));
+    }
+    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
+    fs::write(&file, safetensors::serialize(tensors, Some(metadata)).unwrap()).unwrap();
+    let config = dir.join("config.json");
+    let text: Value = serde_json::from_str(&fs::read_to_string(&config).unwrap()).unwrap();
+    let whole = json!({
+        "model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "text_config": text,
+        "vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}});
+    fs::write(config, whole.to_string()).unwrap();
+}
+
 #[test]
 fn the_other_parts_of_a_multimodal_model_stay_as_they_are() {
-    for family in ["gemma3", "qwen2_5_vl", "qwen3_5"] {
+    for family in ["gemma3", "qwen2_5_vl", "qwen3_5", "gemma3n_text"] {
         let bench = Bench::of_family(family);
+        if family == "gemma3n_text" {
+            wrap(&bench.path("model"));
+        }
         if family == "qwen3_5" {
             add_prediction_layers(&bench.path("model/model.safetensors"));
         }

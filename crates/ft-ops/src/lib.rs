@@ -39,6 +39,7 @@ macro_rules! on_gpu {
 }
 
 pub mod adapters;
+pub mod altup;
 pub mod attention;
 pub mod clamped_glu;
 pub mod quantized;
@@ -64,6 +65,7 @@ pub mod rope;
 pub mod routing;
 pub mod short_conv;
 pub mod softmax;
+pub mod sparse_gate;
 pub mod step;
 pub mod step_stats;
 pub mod transfer;

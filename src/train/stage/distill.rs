@@ -92,6 +92,14 @@ fn matched(
         return Ok(None);
     }
     let (student, other) = (&model.spec, &teacher.model.spec);
+    if let Some(of) = [student, other].into_iter().find(|spec| spec.streams.is_some()) {
+        return Err(
+            Error::unsupported("hidden states of a model with several streams per token cannot be compared")
+                .at("distill.hidden_weight")
+                .found(&of.model_type)
+                .expected("0, or a model without AltUp"),
+        );
+    }
     let pairs = teacher::layer_map(recipe, student, other)?;
     let (width, teacher_width) = (student.hidden, other.hidden);
     let seed = recipe.train.seed;

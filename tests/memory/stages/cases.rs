@@ -40,7 +40,16 @@ pub(super) const JUDGED: &str = "judged.jsonl";
 pub(super) const NEW_TOKENS: &str = "data.new_tokens=[\"<a>\", \"<b>\"]";
 pub(super) const LARGE_VOCABULARY: usize = 40_000;
 
-pub(super) const CASES: [Case; 33] = [
+pub(super) const CASES: [Case; 36] = [
+    case("streams, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
+    case(
+        "streams, a layer at a time",
+        "sft",
+        ROWS,
+        BLOCK,
+        &["train.batch_size=8"],
+    ),
+    case("streams, adapters", "sft", ROWS, LORA, &["train.batch_size=8"]),
     case("latent, all parameters", "sft", ROWS, FULL, &["train.batch_size=16"]),
     case("latent, adapters", "sft", ROWS, LORA, &["train.batch_size=24"]),
     case("experts, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),

@@ -49,8 +49,11 @@ pub fn group_of(name: &str) -> Group {
     if let Some(l) = layer {
         return Group::Layer(l);
     }
-    // The projection of the embedding for the per-layer inputs is used before the layers.
-    if name.starts_with("model.embed_tokens.") || name.starts_with("model.per_layer_") {
+    // The projections of the embedding (per-layer inputs, other streams) are used before the layers.
+    if name.starts_with("model.embed_tokens.")
+        || name.starts_with("model.per_layer_")
+        || name.starts_with("model.altup_projections.")
+    {
         Group::Embedding
     } else {
         Group::Head

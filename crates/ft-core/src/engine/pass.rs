@@ -263,12 +263,11 @@ impl<'a> Pass<'a> {
         }
 
         // Loss, and its gradient with respect to the last hidden states.
-        let norm = network.final_norm()?;
         let head = network.head()?;
         let need_dx = lowest < layers || active.lowest() == Group::Embedding;
         let at_the_end = Need {
             dw: sink.wants(&head.name) || network.tokens.iter().any(|t| t.table == head.name && t.wanted(sink)),
-            ..need(need_dx || norm.wanted(sink))
+            ..need(need_dx || network.end_wanted(sink)?)
         };
         let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, step_stats)?;
         if let Some(sums) = step_stats.known().filter(|s| !s.loss.is_finite()) {
@@ -298,7 +297,7 @@ impl<'a> Pass<'a> {
             }
         }
         let Some(dh) = out.dh.take() else { return Ok(()) };
-        let mut dx = norm.backward(&x, &dh, &network.spec, sink)?;
+        let mut dx = network.normalize_backward(&x, &dh, sink)?;
         drop((x, dh));
 
         // Backward, down to the lowest active layer.
@@ -332,6 +331,7 @@ impl<'a> Pass<'a> {
             };
         }
         if active.lowest() == Group::Embedding {
+            dx = network.spread_backward(&batch.ids, dx, sink)?;
             network.per_layer_backward(&batch.ids, &dx, ctx, sink)?;
             for t in network.tokens.iter().filter(|t| &*t.table == EMBEDDING) {
                 if !t.wanted(sink) {

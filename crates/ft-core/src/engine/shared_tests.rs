@@ -33,6 +33,19 @@ impl GradSink for Kept<'_> {
     }
 }
 
+/// Gemma 3n: several streams, Laurel, sparse gates.
+fn streams() -> Config {
+    let value = json!({
+        "model_type": "gemma3n_text", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 5,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "sliding_window": 4, "laurel_rank": 4,
+        "max_position_embeddings": 64, "num_kv_shared_layers": 3, "altup_num_inputs": 3, "altup_active_idx": 1,
+        "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 32,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
+    });
+    Config::from_map(value.as_object().unwrap().clone(), Path::new("config.json"))
+}
+
 fn config() -> Config {
     let value = json!({
         "model_type": "gemma4_text", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 5,
@@ -67,7 +80,16 @@ fn gradients(network: &Network, active: &Active, saved_layers: usize, offload: b
 
 #[test]
 fn gradients_flow_back_to_the_layer_that_made_the_keys() {
-    let spec = families::read(&config()).unwrap();
+    compare(&config());
+}
+
+#[test]
+fn gradients_of_streams_do_not_depend_on_what_is_active() {
+    compare(&streams());
+}
+
+fn compare(config: &Config) {
+    let spec = families::read(config).unwrap();
     let params = spec.params();
     let source = Resident::random(params.clone(), 5, 0.3, 0.8, Dtype::F32, &Device::Cpu).unwrap();
     let network = Network::new(spec, Arc::new(source), Device::Cpu);
@@ -94,7 +116,16 @@ fn gradients_flow_back_to_the_layer_that_made_the_keys() {
         &["model.per_layer_"],
         &["model.embed_tokens.", "model.layers.4.per_layer_input_gate."],
     ];
-    for prefixes in blocks {
+    let of_streams: [&[&str]; 6] = [
+        &["model.altup_projections."],
+        &["model.altup_unembed_projections.1."],
+        &["model.layers.0.altup."],
+        &["model.layers.3.altup.modality_router."],
+        &["model.layers.1.laurel.", "model.layers.4.altup.correct"],
+        &["model.layers.2.altup.router_norm.", "model.norm."],
+    ];
+    let of_streams = of_streams.into_iter().filter(|_| network.spec.streams.is_some());
+    for prefixes in blocks.into_iter().chain(of_streams) {
         let chosen = trained
             .clone()
             .filter(|name| prefixes.iter().any(|p| name.starts_with(p)));

@@ -360,7 +360,7 @@ pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], same_bits: bo
         .map(|&at| x.narrow(0, at, 1))
         .collect::<candle_core::Result<_>>()?;
     if same_bits && last.len() < MANY {
-        let (rows, width) = (MANY - last.len(), network.spec.hidden);
+        let (rows, width) = (MANY - last.len(), network.spec.row());
         last.push(update::zeros((rows, width), x.dtype(), x.device())?);
     }
     let last = if wanted.len() == x.dims()[0] {

@@ -39,6 +39,8 @@ pub(super) fn spec() -> Spec {
         attention_sinks: false,
         value_norm: false,
         per_layer: None,
+        streams: None,
+        laurel: None,
         layer_scalar: false,
         qkv_bias: true,
         o_bias: false,

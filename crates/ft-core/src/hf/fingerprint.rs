@@ -324,6 +324,10 @@ fn computes(s: &Spec) -> String {
             out.push_str(&format!(" keys {:?}", layer.keys));
         }
     }
+    if let Some(streams) = s.streams {
+        let sparse = s.layers.iter().map(|l| l.sparsity);
+        out.push_str(&format!(" {streams:?} sparsity {:?}", sparse.collect::<Vec<_>>()));
+    }
     if s.output_gate {
         out.push_str(" gate");
     }

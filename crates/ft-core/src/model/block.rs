@@ -7,8 +7,11 @@
 //!
 //! The first half is `attention`, or in some layers Gated DeltaNet (`delta_net`) or latent attention (`latent`) in its place. Norms and the gate in brackets
 //! exist in some families only; Granite multiplies what is added to x and x1 by a constant. If the halves are parallel, both
-//! read the same h = norm(x), or x. Gemma 4 has a third part (`per_layer`).
+//! read the same h = norm(x), or x. Gemma 4 has a third part (`per_layer`). In Gemma 3n a token has several streams (`altup`,
+//! `laurel`): the halves compute one of them.
 
+pub mod altup;
+pub mod laurel;
 pub mod memory;
 pub mod per_layer;
 
@@ -25,7 +28,9 @@ use super::spec::Spec;
 use crate::base::{Error, Result};
 use crate::ops::update;
 use crate::source::GroupWeights;
+use altup::AltUp;
 use candle_core::Tensor;
+use laurel::Laurel;
 use per_layer::PerLayerInput;
 use std::sync::Arc;
 
@@ -67,6 +72,12 @@ pub struct Block {
     pub mlp_post_norm: Option<Norm>,
     /// The part that reads the per-layer input, if the family has it.
     pub per_layer: Option<PerLayerInput>,
+    /// A projection beside the attention, if the family has it.
+    pub laurel: Option<Laurel>,
+    /// What makes the other streams, if tokens have several.
+    pub altup: Option<AltUp>,
+    /// m of a sparse gate (`ops::sparse_gate`), if the layer has one.
+    pub sparse_gate: Option<f32>,
     /// Factor of the output of the layer.
     pub scale: f32,
 }
@@ -99,6 +110,7 @@ impl Block {
             all.push(expand);
         }
         all.extend([self.o_proj, self.mlp_in, self.down_proj]);
+        all.extend(self.laurel.into_iter().flat_map(|l| [l.left, l.right]));
         all.extend(self.per_layer.into_iter().flat_map(|p| [p.gate, p.projection]));
         let experts = self.experts.into_iter().flat_map(Experts::into_linears);
         let all = all.into_iter().flat_map(Projections::into_linears);
@@ -199,6 +211,9 @@ impl Block {
 
     /// Decoding: as `forward`, with the KV cache of earlier tokens.
     pub fn forward_cached(&self, x: &Tensor, ctx: &Context, cache: &mut dyn KvStore) -> Result<Tensor> {
+        if let Some(altup) = &self.altup {
+            return Ok(self.altup_forward(altup, x, ctx, Some(cache), false)?.0);
+        }
         let x1 = self.mixer(x, ctx, Some(cache))?.0;
         self.end(&self.mlp_after(x, &x1, ctx, false)?.0, ctx)
     }
@@ -244,6 +259,9 @@ impl Layer for Block {
     type SavedActivations = SavedActivations;
 
     fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        if let Some(altup) = &self.altup {
+            return Ok(self.altup_forward(altup, x, ctx, None, false)?.0);
+        }
         let (x1, mixer) = self.mixer(x, ctx, None)?;
         self.share(&mixer, ctx);
         drop(mixer);
@@ -253,6 +271,11 @@ impl Layer for Block {
     }
 
     fn forward_saving(&self, x: &Tensor, ctx: &Context) -> Result<(Tensor, SavedActivations)> {
+        if let Some(altup) = &self.altup {
+            let (y, saved) = self.altup_forward(altup, x, ctx, None, true)?;
+            let none = || Error::internal("a layer saved no activations");
+            return Ok((y, saved.ok_or_else(none)?));
+        }
         let (x1, mixer) = self.mixer(x, ctx, None)?;
         self.share(&mixer, ctx);
         let (x2, parts) = self.mlp_after(x, &x1, ctx, true)?;
@@ -273,6 +296,9 @@ impl Layer for Block {
     ) -> Result<Option<Tensor>> {
         // The layers that read them are done.
         ctx.shared.drop_keys(self.index);
+        if let Some(altup) = &self.altup {
+            return self.altup_vjp(altup, (x, saved), dy, ctx, need_dx, sink);
+        }
         let (x1, mixer, parts, x2) = match saved {
             Some(saved) => (saved.x1, saved.mixer, saved.parts, saved.x2),
             None => {

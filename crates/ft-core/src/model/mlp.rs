@@ -12,7 +12,7 @@ use super::experts::{Experts, SavedExperts};
 use super::pieces::{GradientSums, pieces, rows};
 use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
-use crate::ops::{clamped_glu, glu, update};
+use crate::ops::{clamped_glu, glu, sparse_gate, update};
 use candle_core::Tensor;
 
 /// Saved activations of a piece.
@@ -65,6 +65,10 @@ impl Block {
     pub(super) fn activated(&self, parts: &[Tensor]) -> Result<Tensor> {
         match parts {
             [up] => glu::activate(up, self.spec.activation),
+            [gate, up] if self.sparse_gate.is_some() => {
+                let gate = self.sparse(gate)?;
+                glu::forward(&gate, up, self.spec.activation)
+            }
             [gate, up] => match self.spec.clamped_glu {
                 Some(unit) => clamped_glu::forward(gate, up, unit),
                 None => glu::forward(gate, up, self.spec.activation),
@@ -73,11 +77,26 @@ impl Block {
         }
     }
 
+    /// The gate after the cut of a layer with sparse activations.
+    fn sparse(&self, gate: &Tensor) -> Result<Tensor> {
+        match self.sparse_gate {
+            Some(m) => sparse_gate::forward(gate, m),
+            None => Ok(gate.clone()),
+        }
+    }
+
     /// Backward of `activated`.
     pub(super) fn activated_backward(&self, parts: Vec<Tensor>, dm: &Tensor) -> Result<Vec<Tensor>> {
         let mut parts = parts.into_iter();
         match (parts.next(), parts.next()) {
             (Some(up), None) => Ok(vec![glu::activate_backward(up, dm, self.spec.activation)?]),
+            (Some(gate), Some(up)) if self.sparse_gate.is_some() => {
+                let sparse = self.sparse(&gate)?;
+                let (d_gate, d_up) = glu::backward_in_place(sparse, up, dm, self.spec.activation)?;
+                self.sparse_gate
+                    .map_or(Ok(()), |m| sparse_gate::backward_assign(&gate, &d_gate, m))?;
+                Ok(vec![d_gate, d_up])
+            }
             (Some(gate), Some(up)) => {
                 let (d_gate, d_up) = match self.spec.clamped_glu {
                     Some(unit) => clamped_glu::backward_in_place(gate, up, dm, unit)?,

@@ -24,6 +24,7 @@ pub mod routers;
 pub mod shapes;
 pub mod shared;
 pub mod spec;
+mod streams;
 pub mod tokens;
 
 pub use contracts::{

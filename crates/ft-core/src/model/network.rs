@@ -2,6 +2,8 @@
 //! A block is created from its weights when it is needed, and dropped afterwards.
 
 use super::block::Block;
+use super::block::altup::AltUp;
+use super::block::laurel::Laurel;
 use super::block::per_layer::PerLayerInput;
 use super::contracts::{Context, Param};
 use super::delta_net::DeltaNet;
@@ -13,12 +15,12 @@ use super::norm::Norm;
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
 use super::spec::{
-    ATTENTION_SINKS, EMBEDDING, LATENT_NORM, LATENT_QUERY_NORM, LAYER_SCALAR, LM_HEAD, Mixer, PER_LAYER, Spec,
+    ALTUP, ATTENTION_SINKS, EMBEDDING, LATENT_NORM, LATENT_QUERY_NORM, LAUREL, LAYER_SCALAR, LM_HEAD, Mixer, PER_LAYER, Spec,
 };
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
 use crate::ops::quantized::Products;
-use crate::ops::{embedding, update};
+use crate::ops::{embedding, sparse_gate, update};
 use crate::peft::{Adapter, Dropout};
 use crate::source::{Group, GroupWeights, Sublayer, TrainableStore, WeightSource};
 use candle_core::{DType, Device, Tensor};
@@ -140,7 +142,7 @@ impl Network {
         })
     }
 
-    /// `[N]` ids to `[N, D]`. Sets the per-layer inputs of `ctx`, if the family has them.
+    /// `[N]` ids to what the first layer reads: `[N, D]`, or `[N, A·D]` if tokens have A streams. Sets the per-layer inputs of `ctx`, if the family has them.
     ///
     /// # Errors
     /// An id outside the vocabulary (`Argument`); a failed read of the weights.
@@ -149,7 +151,7 @@ impl Network {
         if let Some(inputs) = self.per_layer_inputs(ids, &x)? {
             ctx.shared.set_inputs(inputs);
         }
-        Ok(x)
+        self.spread(x)
     }
 
     pub(super) fn embedded(&self, ids: &[u32]) -> Result<Tensor> {
@@ -174,9 +176,9 @@ impl Network {
         Ok(norm.scaled(self.spec.logit_scale))
     }
 
-    /// Hidden states after the final norm, `[N, D]`.
+    /// Hidden states after the final norm, `[N, D]`, from the output of the last layer.
     pub fn normalize(&self, x: &Tensor) -> Result<Tensor> {
-        self.final_norm()?.forward(x, &self.spec)
+        self.final_norm()?.forward(&self.merge(x)?, &self.spec)
     }
 
     /// The output projection; that of a tied model is the embedding.
@@ -251,6 +253,7 @@ impl Network {
         let weights = self.source.fetch(Group::Layer(index))?;
         let spec = &self.spec;
         let norms = spec.norms(index);
+        let sparsity = spec.layers[index].sparsity;
         let norm = |name: Option<&str>| {
             let of = norms.iter().find(|norm| Some(norm.name) == name);
             of.map(|norm| Norm::read(&weights, &format!("model.layers.{index}.{}", norm.name), norm))
@@ -280,7 +283,7 @@ impl Network {
             spec.intermediate_of(index),
         );
         let of_mixer = spec.linears(index).into_iter();
-        let of_mixer = of_mixer.filter(|l| l.sublayer == Sublayer::Attention);
+        let of_mixer = of_mixer.filter(|l| l.sublayer == Sublayer::Attention && !LAUREL.contains(&l.name));
         let mut of_mixer: Vec<Linear> = of_mixer.map(|l| linear(l.name, l.bias)).collect::<Result<_>>()?;
         let mut o_proj = Projections::separate(of_mixer.pop().into_iter().collect());
         let mut latent = match spec.layers[index].mixer {
@@ -353,6 +356,25 @@ impl Network {
             });
             groups.extend([&mut input.gate, &mut input.projection]);
         }
+        let mut laurel = None;
+        if let Some(norm) = norm(spec.laurel.map(|_| LAUREL[2]))? {
+            let one = |name| Ok::<_, Error>(Projections::separate(vec![linear(name, false)?]));
+            let (left, right) = (one(LAUREL[0])?, one(LAUREL[1])?);
+            let of = laurel.insert(Laurel { left, right, norm });
+            groups.extend([&mut of.left, &mut of.right]);
+        }
+        let of_layer = |name: &str| param(&weights, &format!("model.layers.{index}.{name}"));
+        let altup = match (spec.streams, norm(Some(ALTUP[1]))?) {
+            (Some(streams), Some(norm)) => Some(AltUp {
+                streams,
+                router: of_layer(ALTUP[0])?,
+                norm: norm.scaled(1.0 / spec.hidden as f32),
+                prediction: of_layer(ALTUP[2])?,
+                correction: of_layer(ALTUP[3])?,
+                scale: of_layer(ALTUP[4])?,
+            }),
+            _ => None,
+        };
         let sinks = spec.has_sinks(index).then_some(ATTENTION_SINKS);
         let sinks = sinks.map(|name| param(&weights, &format!("model.layers.{index}.{name}")));
         let sinks = sinks.transpose()?;
@@ -379,6 +401,9 @@ impl Network {
             mlp_norm: norm(spec.norms.before_mlp)?,
             mlp_post_norm: norm(spec.norms.after_mlp)?,
             per_layer,
+            laurel,
+            altup,
+            sparse_gate: (sparsity > 0.0).then(|| sparse_gate::quantile(sparsity)),
             scale: self.layer_scale(index, &weights)?,
             spec: self.spec.clone(),
         })
@@ -408,7 +433,7 @@ impl Network {
         self.hidden_states_seen(ids, ctx, &mut |_, _| Ok(()))
     }
 
-    /// As `hidden_states`; calls `see` with the index and the input `[N, D]` of every layer.
+    /// As `hidden_states`; calls `see` with the index and the input of every layer, `[N, D]` or `[N, A·D]`.
     pub fn hidden_states_seen(
         &self,
         ids: &[u32],

@@ -29,7 +29,7 @@ impl Network {
 
     /// `[N]` ids and their embedding `[N, D]` to `[N, L·P]`, if the family has per-layer inputs.
     pub(super) fn per_layer_inputs(&self, ids: &[u32], x: &Tensor) -> Result<Option<Tensor>> {
-        let Some(PerLayerSpec { width, .. }) = self.spec.per_layer else {
+        let Some(PerLayerSpec { vocab, width }) = self.spec.per_layer else {
             return Ok(None);
         };
         let z = self.per_layer_projection()?.weight.forward(x, None)?;
@@ -37,7 +37,16 @@ impl Network {
         let norm = param(&*self.source.fetch(Group::Head)?, PER_LAYER_NORM)?;
         let sum = rms_norm::forward(&z, &norm.tensor, self.spec.norm_eps, self.spec.norm_plus_one)?;
         drop(z);
-        let (table, ids) = self.source.rows(PER_LAYER_TABLE, ids)?;
+        // Ids of images and sounds beyond the table have the row of id 0.
+        let in_table = |id: &u32| {
+            if (*id as usize) < vocab || self.spec.streams.is_none() {
+                *id
+            } else {
+                0
+            }
+        };
+        let ids: Vec<u32> = ids.iter().map(in_table).collect();
+        let (table, ids) = self.source.rows(PER_LAYER_TABLE, &ids)?;
         let rows = embedding::gather(&table, &ids, (width as f32).sqrt())?;
         update::add_assign(&sum, &rows)?;
         update::scale_assign(&sum, FRAC_1_SQRT_2)?;

@@ -51,6 +51,10 @@ pub struct Spec {
     pub value_norm: bool,
     /// Gemma 4: each layer reads an input that depends on the token.
     pub per_layer: Option<PerLayerSpec>,
+    /// Gemma 3n: the hidden state of a token has several streams, of which a layer computes one.
+    pub streams: Option<StreamSpec>,
+    /// Gemma 3n, Laurel: rank of a projection that is added beside the attention.
+    pub laurel: Option<usize>,
     /// Gemma 4: the output of a layer is multiplied by a constant that the files have.
     pub layer_scalar: bool,
     /// Biases on q, k and v.
@@ -120,6 +124,8 @@ pub struct LayerSpec {
     pub intermediate: Option<usize>,
     /// Where its keys and values come from.
     pub keys: KeySource,
+    /// Gemma 3n: the part of the gate of the MLP that becomes 0; 0: none.
+    pub sparsity: f32,
     /// A mixture of experts in the place of its MLP.
     pub experts: Option<ExpertsSpec>,
 }
@@ -299,6 +305,17 @@ pub struct PerLayerSpec {
     pub width: usize,
 }
 
+/// Alternating updates (`model/block/altup`).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StreamSpec {
+    /// A: streams of the hidden state of a token, D elements each.
+    pub count: usize,
+    /// The stream that the layers compute.
+    pub active: usize,
+    /// Largest coefficient in training; `None`: no limit.
+    pub clip: Option<f32>,
+}
+
 /// The origin of the keys and values of a layer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum KeySource {
@@ -451,6 +468,12 @@ impl Spec {
                 );
             }
         }
+        if self.streams.is_some() && gpu {
+            return Err(Error::unsupported("alternating updates (AltUp) do not run on a GPU")
+                .at(&self.model_type)
+                .found("a GPU: AltUp and sparse gates have CPU code only")
+                .expected("the CPU"));
+        }
         match self.layers.iter().position(|layer| layer.experts.is_some()) {
             Some(layer) if gpu => Err(Error::unsupported("a mixture of experts does not run on a GPU")
                 .at(format!("{}, layer {layer}", self.model_type))
@@ -458,6 +481,11 @@ impl Spec {
                 .expected("the CPU")),
             _ => Ok(()),
         }
+    }
+
+    /// Elements of a token between two layers: D, or A·D if it has several streams.
+    pub fn row(&self) -> usize {
+        self.hidden * self.streams.map_or(1, |s| s.count)
     }
 
     /// E of layer `layer`.
@@ -495,14 +523,20 @@ impl Spec {
         self.attention_sinks && self.layers[layer].mixer == Mixer::Attention
     }
 
-    /// For each layer the first layer with the same parameters: same names, same shapes.
+    /// For each layer the first layer with the same parameters (same names, same shapes) and the same work memory.
     pub fn alike(&self) -> Vec<usize> {
         let parameters = |layer: &LayerSpec| {
             let sizes = (layer.head_dim, layer.kv_heads, layer.intermediate);
             let experts = layer
                 .experts
                 .map(|e| (e.count, e.intermediate, e.shared.map(|s| s.intermediate)));
-            (layer.mixer, sizes, discriminant(&layer.keys), experts)
+            (
+                layer.mixer,
+                sizes,
+                discriminant(&layer.keys),
+                experts,
+                layer.sparsity > 0.0,
+            )
         };
         let mut first = HashMap::new();
         let layers = self.layers.iter().enumerate();
@@ -519,6 +553,7 @@ impl Spec {
             "granite",
             "granitemoe",
             "ernie4_5",
+            "gemma3n_text",
             "gemma4_text",
             "glm4_moe_lite",
             "qwen3_5_moe_text",

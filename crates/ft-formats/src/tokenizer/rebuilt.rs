@@ -69,7 +69,9 @@ impl Class {
             _ if declared_class == Some(Self::Llama) && byte_level => None,
             Some("qwen3" | "qwen3_next") if declared.is_none() => Some(Self::Qwen2),
             Some("qwen3_5_text") if declared.is_none() => Some(Self::Qwen3_5),
-            Some("gemma" | "gemma2" | "gemma3" | "gemma3_text") if declared.is_none() => Some(Self::Gemma),
+            Some("gemma" | "gemma2" | "gemma3" | "gemma3_text" | "gemma3n" | "gemma3n_text") if declared.is_none() => {
+                Some(Self::Gemma)
+            }
             _ => declared_class,
         }
     }

@@ -10,7 +10,7 @@ use super::super::mlp::memory::SavedPiecesMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::Spec;
-use crate::model::spec::{ATTENTION_SINKS, Mixer, PER_LAYER};
+use crate::model::spec::{ATTENTION_SINKS, LAUREL, Mixer, PER_LAYER};
 use crate::peft::Cost;
 use crate::source::{StoragePolicy, Sublayer};
 use std::collections::BTreeMap;
@@ -53,14 +53,14 @@ pub struct LayerMemory<'a> {
 }
 
 /// As `SavedMixer`.
-enum SavedMixerMemory {
+pub(in crate::model) enum SavedMixerMemory {
     Attention(SavedAttentionMemory),
     DeltaNet(SavedDeltaNetMemory),
     Latent(SavedLatentMemory),
 }
 
 impl SavedMixerMemory {
-    fn relabel(self, l: &mut Ledger) -> Self {
+    pub(super) fn relabel(self, l: &mut Ledger) -> Self {
         match self {
             Self::Attention(saved) => Self::Attention(saved.relabel(l)),
             Self::DeltaNet(saved) => Self::DeltaNet(saved.relabel(l)),
@@ -68,7 +68,7 @@ impl SavedMixerMemory {
         }
     }
 
-    fn free(self, l: &mut Ledger) {
+    pub(super) fn free(self, l: &mut Ledger) {
         match self {
             Self::Attention(saved) => saved.free(l),
             Self::DeltaNet(saved) => saved.free(l),
@@ -79,10 +79,10 @@ impl SavedMixerMemory {
 
 /// As `SavedActivations`.
 pub struct SavedActivationsMemory {
-    mixer: SavedMixerMemory,
-    x1: Option<Allocation>,
-    parts: SavedPiecesMemory,
-    x2: Option<Allocation>,
+    pub(super) mixer: SavedMixerMemory,
+    pub(super) x1: Option<Allocation>,
+    pub(super) parts: SavedPiecesMemory,
+    pub(super) x2: Option<Allocation>,
 }
 
 impl<'a> LayerMemory<'a> {
@@ -126,12 +126,13 @@ impl<'a> LayerMemory<'a> {
     /// The linears of a half that read the norm's output, and the one that writes to the residual stream.
     pub(in crate::model) fn linears(&self, attention: bool) -> (Vec<LinearShape>, LinearShape) {
         let half = if attention { Sublayer::Attention } else { Sublayer::Mlp };
+        let beside = |name: &str| PER_LAYER.contains(&name) || LAUREL.contains(&name);
         let mut all: Vec<LinearShape> = self
             .settings
             .spec
             .linears(self.index)
             .into_iter()
-            .filter(|linear| linear.sublayer == half && !PER_LAYER.contains(&linear.name))
+            .filter(|linear| linear.sublayer == half && !beside(linear.name))
             .map(|linear| (linear.name, linear.input, linear.output))
             .collect();
         let last = all.pop().unwrap_or(("", 0, 0));
@@ -155,7 +156,7 @@ impl<'a> LayerMemory<'a> {
     }
 
     /// As `Block::mixer`.
-    fn mixer(&self, l: &mut Ledger) -> (Allocation, SavedMixerMemory) {
+    pub(super) fn mixer(&self, l: &mut Ledger) -> (Allocation, SavedMixerMemory) {
         match self.settings.spec.layers[self.index].mixer {
             Mixer::Attention => {
                 let (x1, saved) = self.attention(l);
@@ -174,6 +175,9 @@ impl<'a> LayerMemory<'a> {
 
     /// From the layer's input to its output; the returned output is held.
     pub fn forward(&self, l: &mut Ledger, keep: bool) -> (Allocation, Option<SavedActivationsMemory>) {
+        if let Some(streams) = self.settings.spec.streams {
+            return self.altup_forward(l, streams, keep);
+        }
         let copies = self.pair_copies(l);
         let (x1, mixer) = self.mixer(l);
         let mixer = if keep {
@@ -297,7 +301,7 @@ impl<'a> LayerMemory<'a> {
         (self.settings.spec.residual_scale != 1.0).then(|| l.alloc(LayerWork, self.nd))
     }
 
-    fn mixer_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
+    pub(super) fn mixer_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
         let (mut linears, o_proj) = self.linears(true);
         linears.push(o_proj);
         let norms = self.settings.spec.norms(self.index);
@@ -312,6 +316,22 @@ impl<'a> LayerMemory<'a> {
             }
     }
 
+    /// As `Block::mixer_backward`.
+    pub(super) fn mixer_backward(
+        &self,
+        l: &mut Ledger,
+        kept: SavedMixerMemory,
+        (dx1, d_shared): (Allocation, Option<Allocation>),
+        need_dx: bool,
+        sink: &mut dyn GradSinkMemory,
+    ) -> Option<Allocation> {
+        match kept {
+            SavedMixerMemory::Attention(kept) => self.attention_backward(l, kept, (dx1, d_shared), need_dx, sink),
+            SavedMixerMemory::DeltaNet(kept) => self.delta_net_backward(l, kept, dx1, need_dx, sink),
+            SavedMixerMemory::Latent(kept) => self.latent_backward(l, kept, dx1, need_dx, sink),
+        }
+    }
+
     /// The caller holds the layer's input; `dy` is freed; the returned `∂x`, if there is one, is held.
     pub fn vjp(
         &self,
@@ -321,6 +341,9 @@ impl<'a> LayerMemory<'a> {
         need_dx: bool,
         sink: &mut dyn GradSinkMemory,
     ) -> Option<Allocation> {
+        if let Some(streams) = self.settings.spec.streams {
+            return self.altup_vjp(l, (streams, kept), dy, need_dx, sink);
+        }
         let copies = self.pair_copies(l);
         let mixer_needed = need_dx || self.mixer_wanted(sink);
         let per_layer = self.per_layer();
@@ -389,9 +412,7 @@ impl<'a> LayerMemory<'a> {
             (d_shared, _) => (dy, d_shared),
         };
         let dx = match kept {
-            Some(SavedMixerMemory::Attention(kept)) => self.attention_backward(l, kept, (dx1, d_shared), need_dx, sink),
-            Some(SavedMixerMemory::DeltaNet(kept)) => self.delta_net_backward(l, kept, dx1, need_dx, sink),
-            Some(SavedMixerMemory::Latent(kept)) => self.latent_backward(l, kept, dx1, need_dx, sink),
+            Some(kept) => self.mixer_backward(l, kept, (dx1, d_shared), need_dx, sink),
             None => {
                 l.free(dx1);
                 l.free_all(d_shared);

@@ -43,11 +43,7 @@ impl Block {
         let y = match &self.per_layer {
             None => x2.clone(),
             Some(p) => {
-                let gate = p.gate.forward_one(x2, ctx)?.0;
-                let m = glu::forward(&gate, &ctx.shared.input(self.index, p.width)?, self.spec.activation)?;
-                drop(gate);
-                let z = p.projection.forward_one(&m, ctx)?.0;
-                let y = self.norm(&p.norm, &z)?;
+                let y = self.per_layer_forward(p, x2, ctx)?;
                 update::add_assign(&y, x2)?;
                 y
             }
@@ -56,6 +52,15 @@ impl Block {
             update::scale_assign(&y, self.scale)?;
         }
         Ok(y)
+    }
+
+    /// What the part adds, `[N, D]`, from what it reads.
+    pub(super) fn per_layer_forward(&self, p: &PerLayerInput, x2: &Tensor, ctx: &Context) -> Result<Tensor> {
+        let gate = p.gate.forward_one(x2, ctx)?.0;
+        let m = glu::forward(&gate, &ctx.shared.input(self.index, p.width)?, self.spec.activation)?;
+        drop(gate);
+        let z = p.projection.forward_one(&m, ctx)?.0;
+        self.norm(&p.norm, &z)
     }
 
     /// The gradient of the output of the layer before its factor.
@@ -76,6 +81,23 @@ impl Block {
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let dx = self.per_layer_part_backward(p, x2, &dy, ctx, need_dx, sink)?;
+        if let Some(dx) = &dx {
+            update::add_assign(dx, &dy)?;
+        }
+        Ok(dx)
+    }
+
+    /// Backward of `per_layer_forward`, from the gradient `dy` `[N, D]` of what the part adds.
+    pub(super) fn per_layer_part_backward(
+        &self,
+        p: &PerLayerInput,
+        x2: &Tensor,
+        dy: &Tensor,
+        ctx: &Context,
+        need_dx: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
         if !need_dx && !p.wanted(ctx, sink) {
             return Ok(None);
         }
@@ -83,7 +105,7 @@ impl Block {
         let (gate, low_in) = p.gate.forward_one(x2, ctx)?;
         let m = glu::forward(&gate, &input, self.spec.activation)?;
         let (z, low_out) = p.projection.forward_one(&m, ctx)?;
-        let dz = self.norm_backward(&p.norm, &z, &dy, sink)?;
+        let dz = self.norm_backward(&p.norm, &z, dy, sink)?;
         drop(z);
         let to_input = ctx.shared.wants_input_gradients();
         let need_dm = need_dx || to_input || p.gate.wanted(sink);
@@ -96,10 +118,6 @@ impl Block {
             ctx.shared.put_input_gradient(self.index, &d_input)?;
         }
         drop(d_input);
-        let dx = p.gate.backward(Some(x2), low_in, vec![d_gate], ctx, need_dx, sink)?;
-        if let Some(dx) = &dx {
-            update::add_assign(dx, &dy)?;
-        }
-        Ok(dx)
+        p.gate.backward(Some(x2), low_in, vec![d_gate], ctx, need_dx, sink)
     }
 }

@@ -48,7 +48,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     for layer in spec.layers.iter_mut().filter(|l| l.window.is_none() && keys_only) {
         layer.keys = KeySource::KeysOnly;
     }
-    shared_keys(config, spec)?;
+    shared_keys(config, spec, 0)?;
     spec.per_layer = match config.opt_usize0("hidden_size_per_layer_input")? {
         Some(0) => None,
         _ if null(config, "hidden_size_per_layer_input") => None,
@@ -126,8 +126,8 @@ fn sizes(config: &Config, spec: &mut Spec, keys_only: bool) -> Result<()> {
 }
 
 /// The last layers read the keys and values of the last layer before them with the same kind of attention.
-fn shared_keys(config: &Config, spec: &mut Spec) -> Result<()> {
-    let count = config.opt_usize0("num_kv_shared_layers")?.unwrap_or(0);
+pub fn shared_keys(config: &Config, spec: &mut Spec, default: usize) -> Result<()> {
+    let count = config.opt_usize0("num_kv_shared_layers")?.unwrap_or(default);
     let place = super::place(config, "num_kv_shared_layers");
     let wide = config.bool_or("use_double_wide_mlp", false)?;
     let first = spec.layers.len().checked_sub(count).filter(|first| *first > 0);

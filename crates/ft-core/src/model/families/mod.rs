@@ -12,6 +12,7 @@ mod experts;
 mod gemma;
 mod gemma2;
 mod gemma3_text;
+mod gemma3n_text;
 mod gemma4_text;
 mod glm4;
 mod glm4_moe;
@@ -71,6 +72,14 @@ pub fn read(config: &Config) -> Result<Spec> {
     let config = language_model.as_ref().unwrap_or(config);
     let model_type = config.model_type()?;
     refuse_unsupported(config, model_type, &place)?;
+    let (one_size, sizes) = match model_type {
+        "gemma3n_text" => {
+            let (config, sizes) = gemma3n_text::sizes(config)?;
+            (Some(config), sizes)
+        }
+        _ => (None, Vec::new()),
+    };
+    let config = one_size.as_ref().unwrap_or(config);
     let mut spec = common(config, model_type)?;
     spec.multimodal = multimodal;
     match model_type {
@@ -83,6 +92,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "gemma" => gemma::apply(config, &mut spec)?,
         "gemma2" => gemma2::apply(config, &mut spec)?,
         "gemma3_text" => gemma3_text::apply(config, &mut spec)?,
+        "gemma3n_text" => gemma3n_text::apply(config, &mut spec, &sizes)?,
         "gemma4_text" => gemma4_text::apply(config, &mut spec)?,
         "glm4" => glm4::apply(config, &mut spec)?,
         "glm4_moe" => glm4_moe::apply(config, &mut spec)?,
@@ -182,6 +192,8 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         attention_sinks: false,
         value_norm: false,
         per_layer: None,
+        streams: None,
+        laurel: None,
         layer_scalar: false,
         qkv_bias: false,
         o_bias: false,

@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 52] = [
+pub const FAMILIES: [Family; 54] = [
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
@@ -73,6 +73,16 @@ pub const FAMILIES: [Family; 52] = [
         "gemma3_text",
         "google/gemma-3-270m, gemma-3-1b-it",
         "as gemma2 without soft caps of the scores; norms on q and k, two ropes",
+    ),
+    family(
+        "gemma3n",
+        "google/gemma-3n-E2B-it, -E4B-it",
+        "the language model (`gemma3n_text`); vision and audio tensors are kept; CPU only",
+    ),
+    family(
+        "gemma3n_text",
+        "the language model of gemma3n",
+        "several streams per token (AltUp), Laurel, sparse gates, shared keys and values, per-layer embeddings; CPU only",
     ),
     family(
         "gemma4",
@@ -282,7 +292,7 @@ pub const NAMES: [&str; FAMILIES.len()] = {
 };
 
 /// Types that are not supported, with what they would need.
-const REFUSED: [(&str, &[&str]); 14] = [
+const REFUSED: [(&str, &[&str]); 13] = [
     (
         "other mixture-of-experts layers",
         &[
@@ -318,10 +328,6 @@ const REFUSED: [(&str, &[&str]); 14] = [
             "zamba2",
             "recurrent_gemma",
         ],
-    ),
-    (
-        "AltUp, Laurel blocks and sparse activations",
-        &["gemma3n", "gemma3n_text"],
     ),
     ("a bias of the LM head", &["phi", "gptj", "codegen"]),
     ("a matrix with q, k and v of each head in turn", &["gpt_neox", "falcon"]),

@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 fn inner_types(model_type: &str) -> &'static [&'static str] {
     match model_type {
         "gemma3" => &["gemma3_text"],
+        "gemma3n" => &["gemma3n_text"],
         "gemma4" => &["gemma4_text"],
         "mistral3" => &["mistral", "ministral3"],
         "qwen2_5_vl" => &["qwen2_5_vl_text"],
@@ -57,6 +58,9 @@ fn defaults(inner: &str) -> Map<String, Value> {
         "gemma3_text" => json!({
             "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}),
+        "gemma3n_text" => json!({
+            "vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35,
+            "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768}),
         "gemma4_text" => json!({
             "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}),

@@ -18,6 +18,14 @@ impl LayerMemory<'_> {
         (all.len(), self.piece(most))
     }
 
+    /// Bytes of a gate after its cut, if the layer has sparse activations.
+    fn sparse(&self) -> u64 {
+        match self.settings.spec.layers[self.index].sparsity {
+            0.0 => 0,
+            _ => self.ni,
+        }
+    }
+
     /// Widths of the results of the first projections: of gate and up, or of up alone.
     fn widths(&self) -> Vec<u64> {
         vec![self.ni; if self.settings.spec.plain_mlp.is_some() { 1 } else { 2 }]
@@ -53,6 +61,7 @@ impl LayerMemory<'_> {
         parts.push(low);
         l.free_all(h);
         let m = l.alloc(LayerWork, self.ni);
+        l.touch(LayerWork, self.sparse());
         if !keep {
             l.free_all(std::mem::take(&mut parts));
         }
@@ -147,6 +156,9 @@ impl LayerMemory<'_> {
             l.free_all(h.take());
         }
         let m = (needs.down || names.after_mlp.is_some()).then(|| l.alloc(LayerWork, self.ni));
+        if m.is_some() {
+            l.touch(LayerWork, self.sparse());
+        }
         let mut low_out = (low.len() > 1).then(|| low.remove(1));
         let d_down = match names.after_mlp {
             Some(norm) => {
@@ -174,6 +186,8 @@ impl LayerMemory<'_> {
             l.free_all(h);
             return None;
         };
+        // The gate before its cut is freed after the gradient of the gate exists.
+        l.touch(LayerWork, self.sparse());
         // On the CPU the gradients overwrite gate and up.
         let dys = if !self.settings.on_gpu {
             parts

@@ -1,6 +1,6 @@
 //! The parameters of a model: their names and shapes, layer by layer.
 
-use super::{ExpertsSpec, KeySource, Mixer, PerLayerSpec, QkNorm, Spec};
+use super::{ExpertsSpec, KeySource, Mixer, PerLayerSpec, QkNorm, Spec, StreamSpec};
 use crate::peft::targets::Site;
 use crate::source::{Group, ParamInfo, Sublayer};
 
@@ -31,6 +31,21 @@ pub const LATENT_QUERY_NORM: &str = "self_attn.q_a_layernorm";
 pub const LATENT_NORM: &str = "self_attn.kv_a_layernorm";
 /// Epsilon of the norms inside of latent attention: a constant of its models, not that of their config.
 const LATENT_EPS: f64 = 1e-6;
+/// Names of the linears and of the norm of Laurel in a layer.
+pub const LAUREL: [&str; 3] = ["laurel.linear_left", "laurel.linear_right", "laurel.post_laurel_norm"];
+/// Names of AltUp in a layer: its router, the norm before it, the coefficients of predictions and of corrections, and the
+/// factor of what the per-layer part reads.
+pub const ALTUP: [&str; 5] = [
+    "altup.modality_router.weight",
+    "altup.router_norm",
+    "altup.prediction_coefs.weight",
+    "altup.correction_coefs.weight",
+    "altup.correct_output_scale",
+];
+/// Names of the projections of the embedding to the other streams, `{name}.0.weight` for stream 1, `[D, D]`.
+pub const STREAMS_IN: &str = "model.altup_projections";
+/// As `STREAMS_IN`, of the projections of the other streams after the layers.
+pub const STREAMS_OUT: &str = "model.altup_unembed_projections";
 /// Name of the sinks of a layer, `[H]`.
 pub const ATTENTION_SINKS: &str = "self_attn.sinks";
 /// Name of the factor of a layer. It is never trained.
@@ -196,6 +211,9 @@ impl Spec {
                 mlp("mlp.down_proj", i, d),
             ]),
         }
+        if let Some(rank) = self.laurel {
+            linears.extend([plain(LAUREL[0], d, rank), plain(LAUREL[1], rank, d)]);
+        }
         if let Some(PerLayerSpec { width, .. }) = self.per_layer {
             let plain = linear(Sublayer::Mlp, false);
             linears.extend([plain(PER_LAYER[0], d, width), plain(PER_LAYER[1], width, d)]);
@@ -268,6 +286,12 @@ impl Spec {
                 .flatten()
                 .map(|n| norm(n, d, mlp)),
         );
+        if self.laurel.is_some() {
+            norms.push(norm(LAUREL[2], d, attention));
+        }
+        if self.streams.is_some() {
+            norms.push(norm(ALTUP[1], d, mlp));
+        }
         if self.per_layer.is_some() {
             norms.push(norm(PER_LAYER[2], d, mlp));
         }
@@ -304,6 +328,18 @@ impl Spec {
         for norm in self.norms(layer) {
             for (name, shape) in norm.params(&format!("model.layers.{layer}.{}", norm.name)) {
                 all.push(param(name, shape, group, norm.sublayer));
+            }
+        }
+        if let Some(StreamSpec { count, .. }) = self.streams {
+            // Small matrices that are never quantized, as routers.
+            let parts = [
+                (ALTUP[0], vec![count, self.hidden], Sublayer::Router),
+                (ALTUP[2], vec![count * count, count], Sublayer::Router),
+                (ALTUP[3], vec![count, count], Sublayer::Router),
+                (ALTUP[4], vec![self.hidden], Sublayer::Mlp),
+            ];
+            for (name, shape, sublayer) in parts {
+                all.push(param(format!("model.layers.{layer}.{name}"), shape, group, sublayer));
             }
         }
         if self.has_sinks(layer) {
@@ -393,6 +429,12 @@ impl Spec {
         let norm = self.final_norm();
         let params = norm.params(norm.name).into_iter();
         let mut all: Vec<ParamInfo> = params.map(|(name, shape)| other(&name, &shape, Group::Head)).collect();
+        for i in 1..self.streams.map_or(1, |s| s.count) {
+            for name in [STREAMS_IN, STREAMS_OUT] {
+                let shape = [self.hidden, self.hidden];
+                all.push(other(&format!("{name}.{}.weight", i - 1), &shape, Group::Head));
+            }
+        }
         if let Some(PerLayerSpec { vocab, width }) = self.per_layer {
             let wide = self.layers.len() * width;
             all.push(other(PER_LAYER_PROJECTION, &[wide, self.hidden], Group::Head));

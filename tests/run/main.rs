@@ -12,6 +12,7 @@ mod chat;
 mod columns;
 mod composition;
 mod equal;
+mod expert_adapters;
 mod export;
 mod families;
 mod hostile;

@@ -5,6 +5,8 @@
 mod adapters;
 #[path = "parity/distill.rs"]
 mod distill;
+#[path = "parity/expert_adapters.rs"]
+mod expert_adapters;
 #[path = "parity/families.rs"]
 mod families;
 #[path = "parity/int8.rs"]

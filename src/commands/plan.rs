@@ -8,7 +8,7 @@ use crate::ops;
 use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::Verdict;
 use crate::plan::{Model, Plan, PlanDevice, RunPlan};
-use crate::recipe::{ModelInit, ModelRef, Recipe};
+use crate::recipe::{self, ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary::{self, NewRows, TextChanges};
@@ -188,6 +188,7 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
         &ResumedValues::default(),
         &device,
     )?;
+    notes.extend(adapters.warnings.iter().map(|line| recipe::in_program_terms(line)));
     match (&rows, &stream) {
         (Some(rows), Some(stream)) => {
             let formats = rows::formats(recipe, &rows.train, rows.eval.as_ref());

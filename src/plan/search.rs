@@ -378,7 +378,13 @@ impl PlanContext<'_> {
 
     fn ranks(&self) -> Arc<BTreeMap<String, usize>> {
         let rank = |(module, adapter): (&String, &Arc<Adapter>)| (format!("{module}.weight"), adapter.cost().rank);
-        Arc::new(self.adapters.iter().map(rank).collect())
+        let mut ranks: BTreeMap<String, usize> = self.adapters.iter().map(rank).collect();
+        for (parameter, linears) in self.spec.expert_linears() {
+            if let Some(rank) = ranks.remove(&format!("{parameter}.weight")) {
+                ranks.extend(linears.into_iter().map(|module| (format!("{module}.weight"), rank)));
+            }
+        }
+        Arc::new(ranks)
     }
 
     /// Where the weights may live, the fastest first.

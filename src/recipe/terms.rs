@@ -87,6 +87,8 @@ pub const TERMS: &[(&str, Term)] = &[
     ("LoraConfig::alpha_pattern", Key(Lora::alpha_pattern)),
     ("LoraConfig::target_modules", Key(Lora::target_modules)),
     ("LoraConfig::exclude_modules", Key(Lora::exclude_modules)),
+    ("LoraConfig::target_parameters", Key(Lora::target_parameters)),
+    ("LoraConfig::expert_rank", Key(Lora::expert_rank)),
     ("LoraConfig::layers_to_transform", Key(Lora::layers_to_transform)),
     ("LoraConfig::modules_to_save", Key(Lora::modules_to_save)),
     (

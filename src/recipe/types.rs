@@ -11,7 +11,7 @@ pub use crate::optim::config::{
     ScheduleConfig, ScheduleName, StateDtype,
 };
 pub use crate::peft::config::{
-    AdaloraConfig, CordaArithmetic, CordaConfig, CordaMethod, EvaConfig, LoraConfig, LoraInit, PeftType,
+    AdaloraConfig, CordaArithmetic, CordaConfig, CordaMethod, EvaConfig, ExpertRank, LoraConfig, LoraInit, PeftType,
 };
 pub use crate::rlhf::advantage::{KlEstimator, ScaleRewards};
 pub use crate::rlhf::correction::RolloutCorrection;

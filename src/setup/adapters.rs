@@ -71,6 +71,7 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
             whole,
             rows,
             score,
+            ..
         } = loaded;
         if score.is_some() {
             return Err(
@@ -84,6 +85,14 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
         config.revision = base_revision(recipe);
         adapters.values_mut().for_each(|a| set_dropout(a, recipe));
         config.lora_dropout = recipe.tune.lora.lora_dropout;
+        if !config.target_parameters.is_empty() && config.lora_dropout > 0.0 {
+            return Err(
+                Error::usage("the adapter is on parameters of experts: PEFT has no dropout for those")
+                    .at("tune.lora.lora_dropout")
+                    .found(config.lora_dropout)
+                    .hint("set `tune.lora.lora_dropout = 0.0`"),
+            );
+        }
         return Ok(hf::AdapterSet {
             adapters,
             config: Some(config),
@@ -123,7 +132,7 @@ fn set_dropout(adapter: &mut Arc<Adapter>, recipe: &Recipe) {
         Adapter::Dora(dora) => dora.lora.mask.p = p,
         Adapter::Vera(vera) => vera.mask.p = p,
         Adapter::Adalora(adalora) => adalora.mask.p = p,
-        Adapter::Ia3(_) | Adapter::Loha(_) | Adapter::Lokr(_) | Adapter::Oft(_) => return,
+        Adapter::Ia3(_) | Adapter::Loha(_) | Adapter::Lokr(_) | Adapter::Oft(_) | Adapter::Experts(_) => return,
     }
     *adapter = Arc::new(own);
 }

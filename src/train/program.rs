@@ -192,7 +192,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         ))
         .chain(screened.iter().flat_map(|s| s.warnings()))
         .chain(learning::warnings(recipe, &active_schedule, &stream))
-        .chain(prepared.warnings.clone())
+        .chain(prepared.warnings.iter().map(|line| recipe::in_program_terms(line)))
         .chain(model.tokenizer.end_conflict().map(str::to_string))
     {
         reporter.warn(&warning);

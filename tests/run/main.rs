@@ -13,6 +13,7 @@ mod columns;
 mod convert;
 mod composition;
 mod equal;
+mod expert_adapters;
 mod export;
 mod families;
 mod hostile;

@@ -9,7 +9,7 @@ mod read;
 mod write;
 
 pub use allocation::Allocation;
-pub use keys::{Key, PREFIX, VERA, below, file_key, parse, unwrapped, wrapped};
+pub use keys::{EXPERT_PARAMETERS, Key, PREFIX, VERA, below, file_key, parse, unwrapped, wrapped, wrapper};
 
 use crate::{header, json_kind, read_json_object};
 use ft_base::{Error, Result, files, paths};
@@ -91,6 +91,8 @@ pub struct AdapterConfig {
     pub target_modules: Targets,
     /// Modules without an adapter, although `target_modules` matches them.
     pub exclude_modules: Option<Targets>,
+    /// Parameters with the matrices of all experts of a layer that have an adapter: whole paths or their endings. LoRA only.
+    pub target_parameters: Vec<String>,
     /// True if the scale is `lora_alpha / √r`, not `lora_alpha / r`.
     pub use_rslora: bool,
     /// True for DoRA: a LoRA with a trained magnitude per output feature.
@@ -133,6 +135,7 @@ impl Default for AdapterConfig {
             lora_dropout: 0.0,
             target_modules: Targets::List(vec!["q_proj".into(), "v_proj".into()]),
             exclude_modules: None,
+            target_parameters: Vec::new(),
             use_rslora: false,
             use_dora: false,
             rank_pattern: Vec::new(),
@@ -195,6 +198,7 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
             "alpha_pattern",
             "init_lora_weights",
             "use_dora",
+            "target_parameters",
             "trainable_token_indices",
         ],
         "IA3" => &["feedforward_modules", "init_ia3_weights"],
@@ -250,10 +254,9 @@ fn own_keys(kind: &str) -> &'static [&'static str] {
 }
 
 /// Reasons why a known feature is refused.
-const REFUSED: [(&str, &str); 11] = [
+const REFUSED: [(&str, &str); 10] = [
     ("fan_in_fan_out", "weights stored transposed"),
     ("lora_bias", "a bias on B"),
-    ("target_parameters", "adapters on parameters outside of linear layers"),
     ("layer_replication", "repeated layers"),
     (
         "alora_invocation_tokens",
@@ -368,6 +371,16 @@ impl AdapterConfig {
         if !(0.0..1.0).contains(&dropout) {
             return Err(c.wrong(dropout_key, "a number from 0 up to 1"));
         }
+        if !is_empty(map.get("target_parameters").unwrap_or(&Value::Null)) {
+            for key in ["use_dora", "lora_dropout"] {
+                if map.get(key).is_some_and(|value| !is_empty(value)) {
+                    return Err(refuse(
+                        key,
+                        "PEFT has it for linear layers only, not with `target_parameters`",
+                    ));
+                }
+            }
+        }
         let finite = |v: &Value| {
             v.as_f64()
                 .filter(|x| x.is_finite())
@@ -379,6 +392,7 @@ impl AdapterConfig {
             lora_dropout: dropout,
             target_modules: c.targets("target_modules")?.unwrap_or(d.target_modules),
             exclude_modules: c.targets("exclude_modules")?,
+            target_parameters: c.texts("target_parameters")?,
             use_rslora: c.flag("use_rslora")?,
             use_dora: c.flag("use_dora")?,
             rank_pattern: match kind {

@@ -17,6 +17,12 @@ section! {
         target_modules: Vec<String> = "all-linear", "adapters on every linear come closest to full fine-tuning";
         /// Targets without an adapter: names or name endings, or one regular expression.
         exclude_modules: Vec<String> = [], "every target gets an adapter";
+        /// Parameters with the matrices of all experts that get adapters, as in PEFT: names or name endings, such as
+        /// `mlp.experts.gate_up_proj`. Then `target_modules = []` means no others.
+        target_parameters: Vec<String> = [], "experts are frozen", when Self::peft_type = ["lora"];
+        /// Rank of these adapters: `each` expert has `r`; `active`: `r` divided by the experts of a token; `all`: `r` divided
+        /// by the number of experts.
+        expert_rank: ExpertRank = "each", "as in PEFT", when Self::peft_type = ["lora"];
         /// Only these layers get adapters, counted from 0; empty is every layer.
         layers_to_transform: Vec<usize> = [], "every layer";
         /// Ranks of single modules, each as `name=rank`; names as in PEFT, the first match applies.
@@ -153,6 +159,7 @@ impl LoraKeys {
 impl From<LoraKeys> for LoraConfig {
     fn from(keys: LoraKeys) -> Self {
         Self {
+            only_parameters: keys.target_modules.is_empty(),
             target_modules: if keys.targets_all() {
                 Vec::new()
             } else {
@@ -165,6 +172,8 @@ impl From<LoraKeys> for LoraConfig {
             lora_alpha: keys.lora_alpha,
             lora_dropout: keys.lora_dropout,
             exclude_modules: keys.exclude_modules,
+            target_parameters: keys.target_parameters,
+            expert_rank: keys.expert_rank,
             layers_to_transform: keys.layers_to_transform,
             modules_to_save: keys.modules_to_save,
             trainable_token_indices: keys.trainable_token_indices,
@@ -221,7 +230,8 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         );
     }
     let all = lora.targets_all();
-    if lora.target_modules.is_empty() || (all && lora.target_modules.len() > 1) {
+    let none = lora.target_modules.is_empty() && lora.target_parameters.is_empty();
+    if none || (all && lora.target_modules.len() > 1) {
         faults.add(
             &[LoraKeys::target_modules],
             Error::usage(if all {
@@ -230,6 +240,20 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 "`tune.lora.target_modules` is empty"
             })
             .expected("`all-linear`, or names of modules"),
+        );
+    }
+    if corrects && !lora.target_parameters.is_empty() {
+        faults.add(
+            &[BlockKeys::correction, LoraKeys::target_parameters],
+            Error::usage("`tune.block.correction = \"lora\"` has no adapters on the parameters of experts")
+                .hint("remove `tune.lora.target_parameters`"),
+        );
+    }
+    if lora.target_parameters.is_empty() && lora.expert_rank != ExpertRank::Each {
+        faults.add(
+            &[LoraKeys::expert_rank, LoraKeys::target_parameters],
+            Error::usage("`tune.lora.expert_rank` is of the adapters on parameters of experts, and there are none")
+                .hint("name them in `tune.lora.target_parameters`, or remove `tune.lora.expert_rank`"),
         );
     }
     let ranks = lora.rank_pattern.iter().filter(|t| rank(t).is_none());

@@ -40,7 +40,7 @@ pub(super) const JUDGED: &str = "judged.jsonl";
 pub(super) const NEW_TOKENS: &str = "data.new_tokens=[\"<a>\", \"<b>\"]";
 pub(super) const LARGE_VOCABULARY: usize = 40_000;
 
-pub(super) const CASES: [Case; 36] = [
+pub(super) const CASES: [Case; 37] = [
     case("streams, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
     case(
         "streams, a layer at a time",
@@ -70,6 +70,16 @@ pub(super) const CASES: [Case; 36] = [
         ROWS,
         LORA,
         &["train.batch_size=8", "train.router_aux_loss_coef=0.01"],
+    ),
+    case(
+        "experts, adapters on all of them",
+        "sft",
+        ROWS,
+        LORA,
+        &[
+            "train.batch_size=8",
+            "tune.lora.target_parameters=[\"mlp.experts.gate_up_proj\", \"mlp.experts.down_proj\"]",
+        ],
     ),
     // Two packed rows: the micro-batch takes them again and again.
     case(

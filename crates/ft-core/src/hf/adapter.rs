@@ -1,5 +1,6 @@
 //! A PEFT adapter directory: `adapter_config.json`, `adapter_model.safetensors`, a short README.
 
+use super::expert_adapters;
 use super::fingerprint::{self, BaseHashes};
 use super::load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, rank_of};
 use super::{TOKENIZER, copy_beside};
@@ -54,6 +55,11 @@ pub fn adapter_over(
     let mut tensors: Vec<(String, Tensor)> = Vec::new();
     for (module, adapter) in adapters {
         check(config, module, adapter)?;
+        if let Adapter::Experts(own) = &**adapter {
+            let parts = expert_adapters::tensors(module, own, adapters)?;
+            tensors.extend(parts.map(|(name, tensor)| (file_key(&config.name_in_file(&name)), tensor)));
+            continue;
+        }
         tensors.extend(
             adapter
                 .parts()
@@ -113,6 +119,7 @@ fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> 
             Some(lora) => (lora.rank(), lora.scale, scaling(alpha, r, config.use_rslora)),
             None => return Ok(()),
         },
+        Adapter::Experts(own) => (own.rank(), own.scale, scaling(alpha, r, config.use_rslora)),
         Adapter::Loha(loha) => (r, loha.scale, (alpha / r as f64) as f32),
         Adapter::Lokr(lokr) => (r, lokr.scale, (alpha / r as f64) as f32),
         Adapter::Adalora(own) => {

@@ -2,6 +2,7 @@
 
 use super::build::{self, LinearTensors};
 use super::classifier::SCORE;
+use super::expert_adapters;
 use crate::base::{Error, Result, files};
 use crate::formats::adapter::{self, AdapterConfig, Key, unwrapped};
 use crate::formats::weights::Weights;
@@ -24,8 +25,10 @@ const SHOWN: usize = 20;
 pub struct LoadedAdapter {
     /// The settings, from `adapter_config.json`.
     pub config: AdapterConfig,
-    /// The adapters by module name.
+    /// The adapters by module name; those of all experts by the path of their parameter.
     pub adapters: Adapters,
+    /// The parts of adapters of all experts, by the module of an expert's linear.
+    pub of_experts: Adapters,
     /// Full parameters in f32 that replace the model's, by name (`modules_to_save`).
     pub whole: BTreeMap<String, Tensor>,
     /// Trained rows of matrices, f32 `[T, D]`, by the name of the matrix (`trainable_token_indices`).
@@ -148,7 +151,7 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
 
     let known: BTreeMap<&str, usize> = sites.iter().enumerate().map(|(i, s)| (s.module.as_str(), i)).collect();
     let shared = build::projections(&config, &weights, &mut faults)?;
-    let mut adapters = Adapters::new();
+    let mut adapters = expert_adapters::read(&config, &weights, spec, &mut found, &mut faults)?;
     for (module, names) in &found {
         let Some(&index) = known.get(module.as_str()) else {
             faults.push(format!("{module}: this model has no such linear"));
@@ -174,11 +177,12 @@ pub fn load_adapter(dir: &Path, spec: &Spec) -> Result<LoadedAdapter> {
             ));
         }
     }
-    if found.is_empty() && faults.is_empty() {
+    if adapters.is_empty() && faults.is_empty() {
         faults.push("the file has no adapter tensors".into());
     }
     if faults.is_empty() {
         return Ok(LoadedAdapter {
+            of_experts: expert_adapters::of_linears(&adapters, spec)?,
             config,
             adapters,
             whole,

@@ -25,7 +25,8 @@ impl Weighted {
 
     fn of(&self, name: &str) -> Option<(&crate::peft::Adapter, bool)> {
         let (module, last) = name.rsplit_once('.')?;
-        let adapter = self.adapter.adapters.get(module)?;
+        let own = self.adapter.adapters.get(module);
+        let adapter = own.or_else(|| self.adapter.of_experts.get(module))?;
         let bias = last == "bias";
         let scales_bias = matches!(&**adapter, crate::peft::Adapter::Ia3(ia3) if !ia3.feedforward);
         (!bias || scales_bias).then_some((adapter, bias))

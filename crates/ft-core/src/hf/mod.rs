@@ -5,6 +5,7 @@
 mod adapter;
 mod build;
 mod classifier;
+mod expert_adapters;
 mod fingerprint;
 mod load_adapter;
 mod merged;

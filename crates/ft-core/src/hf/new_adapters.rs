@@ -1,6 +1,7 @@
 //! New adapters for a model: which linears get one, its kind and its initial values, and the other parameters that train
 //! with it.
 
+use super::expert_adapters;
 use super::load_adapter::{alpha_of, choice, chosen_by, rank_of, row_tables, saved_whole};
 use crate::base::{Error, Result, suggest};
 use crate::formats::adapter::{AdapterConfig, AdapterKind, Allocation, Targets};
@@ -104,18 +105,49 @@ pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, se
     let all = spec.sites();
     let mut config = config_of(lora, base)?;
     config.multimodal = spec.multimodal;
+    expert_adapters::check_names(&config, spec)?;
+    expert_adapters::divide_ranks(lora, &mut config, spec)?;
+    let experts = expert_adapters::chosen(&config, spec);
+    let in_file = |s: &Site| Site {
+        module: config.name_in_file(&s.module),
+        ..s.clone()
+    };
     let chosen = chosen_by(&config, &all, &|sites| {
-        let chosen = select(sites, &choice(&config))?;
-        targets::check_pattern(&config.rank_pattern, &chosen, "LoraConfig::rank_pattern")?;
-        targets::check_pattern(&config.alpha_pattern, &chosen, "LoraConfig::alpha_pattern")?;
+        let chosen = if lora.only_parameters {
+            Vec::new()
+        } else {
+            select(sites, &choice(&config))?
+        };
+        let with_experts: Vec<Site> = chosen
+            .iter()
+            .cloned()
+            .chain(experts.iter().map(|e| in_file(&e.site)))
+            .collect();
+        targets::check_pattern(&config.rank_pattern, &with_experts, "LoraConfig::rank_pattern")?;
+        targets::check_pattern(&config.alpha_pattern, &with_experts, "LoraConfig::alpha_pattern")?;
         Ok(chosen)
     })?;
-    let mut warnings = check_ranks(&config, &chosen)?;
+    let all_sites: Vec<Site> = chosen
+        .iter()
+        .cloned()
+        .chain(experts.iter().map(|e| e.site.clone()))
+        .collect();
+    let mut warnings = check_ranks(&config, &all_sites)?;
     let has_experts = spec.layers.iter().any(|layer| layer.experts.is_some());
     if has_experts && matches!(config.target_modules, Targets::AllLinear) {
+        let rest = if experts.is_empty() {
+            "routers, experts and shared experts have none and stay frozen; `LoraConfig::target_parameters` names those of \
+             experts"
+                .to_string()
+        } else {
+            format!(
+                "{} parameters of experts have adapters by `LoraConfig::target_parameters`; routers and shared experts stay \
+                 frozen",
+                experts.len()
+            )
+        };
         warnings.push(format!(
-            "`all-linear` covers the linears of attention in a model with experts: {} adapters; routers, experts and shared \
-             experts have none and stay frozen",
+            "`all-linear` covers the linears of attention in a model with experts: {} adapters; {rest}",
             chosen.len()
         ));
     }
@@ -128,7 +160,8 @@ pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, se
         }
         _ => None,
     };
-    let mut adapters = Adapters::new();
+    let gaussian = lora.init_lora_weights == LoraInit::Gaussian;
+    let mut adapters = expert_adapters::fresh(&config, spec, gaussian, seed, all.len())?;
     for site in &chosen {
         let index = all.iter().position(|s| s.module == site.module).unwrap_or(0) as u64;
         let adapter = one(lora, &config, site, index, seed, shared.as_ref())?;
@@ -202,6 +235,28 @@ fn named(list: &[String], field: &str) -> Result<Targets> {
     }
 }
 
+/// Errors: settings with which PEFT has no adapters on parameters.
+fn check_expert_adapter(lora: &LoraConfig) -> Result<()> {
+    let drawn = matches!(lora.init_lora_weights, LoraInit::Default | LoraInit::Gaussian);
+    let found = if lora.peft_type != PeftType::Lora {
+        format!("adapters of the type `{}`", lora.peft_type.name())
+    } else if lora.use_dora {
+        "DoRA".to_string()
+    } else if lora.lora_dropout > 0.0 {
+        format!("a dropout of {}", lora.lora_dropout)
+    } else if !drawn {
+        format!("the initial values `{}`", lora.init_lora_weights.name())
+    } else {
+        return Ok(());
+    };
+    Err(
+        Error::usage("adapters on the parameters of experts are plain LoRA, as in PEFT")
+            .at("LoraConfig::target_parameters")
+            .found(found)
+            .expected("LoRA without dropout, with the initial values `default` or `gaussian`"),
+    )
+}
+
 /// Converts the settings to a PEFT config.
 fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
     let kind = match lora.peft_type {
@@ -224,6 +279,9 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
         PeftType::Adalora => AdapterKind::Adalora(Allocation::default()),
     };
     let is_lora = kind == AdapterKind::Lora;
+    if !lora.target_parameters.is_empty() {
+        check_expert_adapter(lora)?;
+    }
     let drops = matches!(
         kind,
         AdapterKind::Lora | AdapterKind::Vera { .. } | AdapterKind::Adalora(_)
@@ -234,7 +292,9 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
         r: lora.r,
         lora_alpha: lora.lora_alpha,
         lora_dropout: if drops { lora.lora_dropout } else { 0.0 },
-        target_modules: if lora.target_modules.is_empty() {
+        target_modules: if lora.only_parameters {
+            Targets::List(Vec::new())
+        } else if lora.target_modules.is_empty() {
             Targets::AllLinear
         } else {
             named(&lora.target_modules, "LoraConfig::target_modules")?
@@ -244,6 +304,7 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
         } else {
             Some(named(&lora.exclude_modules, "LoraConfig::exclude_modules")?)
         },
+        target_parameters: lora.target_parameters.clone(),
         layers_to_transform: Some(lora.layers_to_transform.clone()).filter(|l| !l.is_empty()),
         rank_pattern: if patterns {
             lora.rank_pattern.clone()

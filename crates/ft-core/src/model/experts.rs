@@ -9,8 +9,11 @@
 //!
 //! Letters: N tokens, n tokens of an expert, D hidden size, I intermediate size of an expert, E experts.
 
+pub(super) mod adapters;
 mod bias;
 pub(super) mod memory;
+
+use adapters::JoinedAdapters;
 
 use super::block::Block;
 use super::contracts::{Context, GradSink, Param};
@@ -35,6 +38,8 @@ pub struct Experts {
     /// `[E]`
     correction: Option<Tensor>,
     experts: Vec<Expert>,
+    /// The adapters on the parameters of all experts.
+    joined: JoinedAdapters,
     /// Weight of the factor of the shared expert's output, `[1, D]`.
     shared_gate: Option<Param>,
 }
@@ -67,18 +72,24 @@ struct Needs<'a> {
 }
 
 impl Experts {
-    /// Reads the router and the experts of layer `index`; `linear` reads a linear by its name below the layer.
+    /// Reads the router and the experts of layer `index`; `linear` reads a linear by its name below the layer, `joined` has
+    /// the adapters on the parameters of all experts.
     pub(super) fn read(
         sizes: ExpertsSpec,
         weights: &GroupWeights,
         index: usize,
         linear: &dyn Fn(&str, bool) -> Result<Linear>,
+        joined: JoinedAdapters,
     ) -> Result<Self> {
         let named = |name: &str| param(weights, &format!("model.layers.{index}.{name}"));
         let bias = |of: String| sizes.bias.then(|| named(&format!("{of}.bias"))).transpose();
         let expert = |e: usize| {
             let projections = |which: &[usize], bias: bool| {
-                let linears = which.iter().map(|p| linear(&sizes.linear_name(e, *p), bias));
+                let linears = which.iter().map(|&p| {
+                    let mut linear = linear(&sizes.linear_name(e, p), bias)?;
+                    joined.place(&mut linear, e, p)?;
+                    Ok::<_, Error>(linear)
+                });
                 Ok::<_, Error>(Projections::separate(linears.collect::<Result<_>>()?))
             };
             Ok(Expert {
@@ -95,6 +106,7 @@ impl Experts {
             router_bias: bias(sizes.names.router.to_string())?,
             correction: correction.map(|c| c.tensor),
             experts: (0..sizes.count).map(expert).collect::<Result<_>>()?,
+            joined,
             shared_gate: gate.map(|gate| named(&format!("{gate}.weight"))).transpose()?,
         })
     }
@@ -108,7 +120,7 @@ impl Experts {
     /// True if any parameter gets a gradient.
     pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
         let expert = |e: &Expert| e.inputs.wanted(sink) || e.down.wanted(sink) || wants(&e.down_bias, sink);
-        self.router_wanted(sink) || self.experts.iter().any(expert)
+        self.router_wanted(sink) || self.joined.wanted(sink) || self.experts.iter().any(expert)
     }
 
     fn router_wanted(&self, sink: &dyn GradSink) -> bool {
@@ -232,6 +244,21 @@ impl Block {
         dy: &Tensor,
         ctx: &Context,
         need_dh: bool,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        let mut sink = experts.joined.sink(sink);
+        let dh = self.routed_backward(experts, (h, saved), dy, (ctx, need_dh), &mut sink)?;
+        sink.finish()?;
+        Ok(dh)
+    }
+
+    /// As `experts_backward`; the gradients of adapters are those of each expert.
+    fn routed_backward(
+        &self,
+        experts: &Experts,
+        (h, saved): (&Tensor, Option<SavedExperts>),
+        dy: &Tensor,
+        (ctx, need_dh): (&Context, bool),
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         let (routing, saved, saved_shared) = match saved {

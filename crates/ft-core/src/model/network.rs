@@ -8,6 +8,7 @@ use super::block::per_layer::PerLayerInput;
 use super::contracts::{Context, Param};
 use super::delta_net::DeltaNet;
 use super::experts::Experts;
+use super::experts::adapters::JoinedAdapters;
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::latent::Latent;
 use super::linear::Linear;
@@ -259,6 +260,8 @@ impl Network {
             of.map(|norm| Norm::read(&weights, &format!("model.layers.{index}.{}", norm.name), norm))
                 .transpose()
         };
+        let adapters_disabled = self.adapters_disabled.load(Ordering::Relaxed);
+        let adapter_of = |module: &str| self.adapters.get(module).filter(|_| !adapters_disabled).cloned();
         let linear = |name: &str, bias: bool| -> Result<Linear> {
             let module = format!("model.layers.{index}.{name}");
             let bias = if bias {
@@ -266,8 +269,7 @@ impl Network {
             } else {
                 None
             };
-            let adapters_disabled = self.adapters_disabled.load(Ordering::Relaxed);
-            let adapter = self.adapters.get(&module).filter(|_| !adapters_disabled).cloned();
+            let adapter = adapter_of(&module);
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
             let weight = weight.with_products(self.products);
             Ok(Linear {
@@ -339,7 +341,8 @@ impl Network {
             Mixer::Attention | Mixer::Latent(_) => None,
         };
         let mut down_proj = mlp(&down)?;
-        let experts = experts.map(|sizes| Experts::read(sizes, &weights, index, &linear));
+        let joined = JoinedAdapters::new(spec, index, &adapter_of);
+        let experts = experts.map(|sizes| Experts::read(sizes, &weights, index, &linear, joined));
         let mut groups = vec![&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
         if let Some(latent) = &mut latent {
             groups.extend(latent.queries.as_mut().map(|(_, linear)| linear));

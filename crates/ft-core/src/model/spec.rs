@@ -169,6 +169,10 @@ pub struct ExpertNames {
     pub experts: &'static str,
     /// Gate, up and down projection of an expert.
     pub projections: [&'static str; 3],
+    /// The module of transformers with the parameters of all experts, below the layer.
+    pub module: &'static str,
+    /// In that module the rows of gate and up alternate.
+    pub alternate: bool,
 }
 
 impl ExpertNames {
@@ -177,16 +181,20 @@ impl ExpertNames {
         router: "mlp.gate",
         experts: "mlp.experts",
         projections: ["gate_proj", "up_proj", "down_proj"],
+        module: "mlp.experts",
+        alternate: false,
     };
     /// gpt-oss.
     pub const GPT_OSS: Self = Self {
         router: "mlp.router",
+        alternate: true,
         ..Self::MLP
     };
     /// Granite.
     pub const GRANITE: Self = Self {
         router: "block_sparse_moe.router.layer",
         experts: "block_sparse_moe.experts",
+        module: "block_sparse_moe.experts",
         ..Self::MLP
     };
     /// Mixtral.
@@ -194,6 +202,7 @@ impl ExpertNames {
         router: "block_sparse_moe.gate",
         experts: "block_sparse_moe.experts",
         projections: ["w1", "w3", "w2"],
+        ..Self::MLP
     };
 }
 

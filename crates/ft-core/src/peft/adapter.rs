@@ -1,9 +1,9 @@
-//! An adapter of any kind on one linear: the trait of all kinds, and the one `match` over them.
+//! An adapter of any kind: the trait of all kinds, and the one `match` over them.
 //!
 //! Letters: N tokens, I input features, O output features, R rank.
 
 use super::frozen::{Dx, Frozen};
-use super::{Adalora, Dora, Ia3, Loha, Lokr, Lora, Oft, Vera};
+use super::{Adalora, Dora, ExpertLora, Ia3, Loha, Lokr, Lora, Oft, Vera};
 use crate::base::Result;
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -114,7 +114,7 @@ pub(super) trait AdapterMethod {
     fn cost(&self) -> Cost;
 }
 
-/// One adapter of one linear.
+/// One adapter: of one linear, or of a parameter with the matrices of all experts.
 #[derive(Debug, Clone)]
 pub enum Adapter {
     /// A low-rank pair.
@@ -133,6 +133,8 @@ pub enum Adapter {
     Oft(Oft),
     /// A LoRA with singular values that are pruned.
     Adalora(Adalora),
+    /// The low-rank pairs of all experts of a layer on one parameter.
+    Experts(ExpertLora),
 }
 
 impl Adapter {
@@ -146,6 +148,7 @@ impl Adapter {
             Self::Lokr(k) => k,
             Self::Oft(k) => k,
             Self::Adalora(k) => k,
+            Self::Experts(k) => k,
         }
     }
 
@@ -243,6 +246,10 @@ impl Adapter {
                 for t in [&mut k.a.tensor, &mut k.b.tensor, &mut k.e.tensor] {
                     to(t)?;
                 }
+            }
+            Self::Experts(k) => {
+                to(&mut k.a.tensor)?;
+                to(&mut k.b.tensor)?;
             }
         }
         Ok(own)

@@ -46,6 +46,18 @@ named!(
     }
 );
 
+named!(
+    /// The rank of an adapter on the parameters of all experts.
+    ExpertRank {
+        /// Every expert has the rank R.
+        Each = "each",
+        /// R divided by the number of experts that compute a token.
+        Active = "active",
+        /// R divided by the number of experts.
+        All = "all",
+    }
+);
+
 /// Adapters: kind, targets, ranks and initial values.
 #[derive(Debug, Clone)]
 pub struct LoraConfig {
@@ -61,6 +73,12 @@ pub struct LoraConfig {
     pub target_modules: Vec<String>,
     /// Linears without an adapter, although `target_modules` matches them.
     pub exclude_modules: Vec<String>,
+    /// Parameters with the matrices of all experts of a layer that get an adapter: whole paths or their endings, as in PEFT.
+    pub target_parameters: Vec<String>,
+    /// No linear gets an adapter, only `target_parameters`.
+    pub only_parameters: bool,
+    /// The rank of adapters on `target_parameters`.
+    pub expert_rank: ExpertRank,
     /// Empty means every layer.
     pub layers_to_transform: Vec<usize>,
     /// In the written order; the first match is used.
@@ -120,6 +138,9 @@ impl Default for LoraConfig {
             lora_dropout: 0.0,
             target_modules: Vec::new(),
             exclude_modules: Vec::new(),
+            target_parameters: Vec::new(),
+            only_parameters: false,
+            expert_rank: ExpertRank::Each,
             layers_to_transform: Vec::new(),
             rank_pattern: Vec::new(),
             alpha_pattern: Vec::new(),

@@ -7,6 +7,20 @@ pub const PREFIX: &str = "base_model.model.";
 /// The random pair that all linears of a VeRA adapter share.
 pub const VERA: [&str; 2] = ["base_model.vera_A", "base_model.vera_B"];
 
+/// The parameters with the matrices of all experts, in the order in which PEFT wraps their module for an adapter on each.
+pub const EXPERT_PARAMETERS: [&str; 2] = ["gate_up_proj", "down_proj"];
+
+/// The module in a file of the adapter on the parameter `path`. PEFT wraps the module once for each of its parameters that
+/// `adapted` names; the first wrapper is the innermost.
+pub fn wrapper(path: &str, adapted: &dyn Fn(&str) -> bool) -> String {
+    let Some((module, own)) = path.rsplit_once('.') else {
+        return path.to_string();
+    };
+    let later = EXPERT_PARAMETERS.iter().skip_while(|p| **p != own).skip(1);
+    let outside = later.filter(|p| adapted(&format!("{module}.{p}"))).count();
+    format!("{module}{}", ".base_layer".repeat(outside))
+}
+
 /// Tensor names below a module, for each kind of adapter.
 pub fn below(kind: &AdapterKind, dora: bool) -> &'static [&'static str] {
     match kind {

@@ -66,7 +66,6 @@ fn what_changes_the_mathematics_is_refused_by_name() {
         ("lora_bias", json!(true)),
         ("trainable_token_indices", json!([1, 1])),
         ("trainable_token_indices", json!({"embed_tokens": [-1]})),
-        ("target_parameters", json!(["experts.w1"])),
         ("layer_replication", json!([[0, 4], [2, 5]])),
         ("init_lora_weights", json!("pissa_niter_16")),
         ("alora_invocation_tokens", json!([5])),
@@ -205,4 +204,25 @@ fn every_kind_is_read_and_written_back() {
     ] {
         assert!(read(text).unwrap_err().to_string().contains(part), "{text}");
     }
+}
+
+#[test]
+fn parameters_of_experts_are_wrapped_from_the_inside_out() {
+    let c = with("target_parameters", json!(["mlp.experts.down_proj"])).unwrap();
+    assert_eq!(c.target_parameters, ["mlp.experts.down_proj"]);
+    assert_eq!(c.to_json()["target_parameters"], json!(["mlp.experts.down_proj"]));
+    let e = read(
+        r#"{"peft_type":"LORA","target_modules":[],"target_parameters":["mlp.experts.down_proj"],"lora_dropout":0.1}"#,
+    );
+    let e = e.unwrap_err().to_string();
+    assert!(e.contains("`lora_dropout`") && e.contains("target_parameters"), "{e}");
+    let e = read(r#"{"peft_type":"LOHA","target_parameters":["mlp.experts.down_proj"]}"#).unwrap_err();
+    assert!(e.to_string().contains("`target_parameters`"), "{e}");
+    let both = |_: &str| true;
+    assert_eq!(wrapper("l.0.mlp.experts.down_proj", &both), "l.0.mlp.experts");
+    assert_eq!(
+        wrapper("l.0.mlp.experts.gate_up_proj", &both),
+        "l.0.mlp.experts.base_layer"
+    );
+    assert_eq!(wrapper("l.0.mlp.experts.gate_up_proj", &|_| false), "l.0.mlp.experts");
 }

@@ -138,7 +138,7 @@ impl AdapterConfig {
             "qalora_group_size": 16,
             "r": self.r,
             "rank_pattern": object(&self.rank_pattern, |r| json!(r)),
-            "target_parameters": null,
+            "target_parameters": list(&self.target_parameters),
             "trainable_token_indices": self.rows(),
             "use_dora": self.use_dora,
             "use_qalora": false,

@@ -6,7 +6,10 @@ use super::super::block::memory::LayerMemory;
 use super::super::contracts::GradSinkMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
+use crate::formats::adapter::EXPERT_PARAMETERS;
 use crate::model::spec::ExpertsSpec;
+use crate::peft::Cost;
+use std::sync::Arc;
 
 impl LayerMemory<'_> {
     /// Bytes of the scores, the choices and the lists of a routing.
@@ -28,6 +31,17 @@ impl LayerMemory<'_> {
     /// The lists of the tokens of an expert.
     fn assigned_bytes(&self) -> u64 {
         12 * self.settings.tokens as u64
+    }
+
+    /// The adapter on a parameter of all experts.
+    fn joined(&self, sizes: &ExpertsSpec, parameter: &str) -> Option<&Cost> {
+        let name = format!("{}.{parameter}", sizes.names.module);
+        self.settings.adapters.get(&self.name(&name))
+    }
+
+    /// Bytes of u of an adapter on the parameter of a projection.
+    fn low_bytes(&self, sizes: &ExpertsSpec, parameter: &str) -> u64 {
+        self.joined(sizes, parameter).map_or(0, |cost| self.bytes(cost.rank))
     }
 
     /// From x1, which the caller holds, to the output of the half; also the saved activations.
@@ -65,8 +79,10 @@ impl LayerMemory<'_> {
             LayerWork,
             self.assigned_bytes() + self.nd + if keep { 0 } else { 2 * width },
         );
+        let [gate_up, down] = EXPERT_PARAMETERS.map(|name| self.low_bytes(sizes, name));
+        l.touch(LayerWork, gate_up);
         let m = l.alloc(LayerWork, width);
-        l.touch(LayerWork, self.nd);
+        l.touch(LayerWork, self.nd + down);
         l.free_all([work, m]);
         l.free_all(h);
         if keep {
@@ -87,10 +103,19 @@ impl LayerMemory<'_> {
         self.wants(sink, sizes.names.router) || gate.is_some_and(|gate| self.wants(sink, gate))
     }
 
+    /// The parts of the adapter on a parameter of all experts that get a gradient.
+    fn joined_wanted(&self, sink: &dyn GradSinkMemory, sizes: &ExpertsSpec, parameter: &str) -> Vec<&Arc<str>> {
+        let parts = self.joined(sizes, parameter).into_iter().flat_map(|cost| &cost.trained);
+        parts.map(|(part, _)| part).filter(|part| sink.wants(part)).collect()
+    }
+
     /// True if a parameter of the router or of a routed expert gets a gradient.
     pub(in crate::model) fn experts_wanted(&self, sink: &dyn GradSinkMemory, sizes: &ExpertsSpec) -> bool {
         let mut all = (0..sizes.count).flat_map(|e| (0..3).map(move |p| (e, p)));
-        self.router_wanted(sink, sizes) || all.any(|(e, p)| self.expert_wanted(sink, sizes, e, p))
+        let mut joined = EXPERT_PARAMETERS.iter();
+        self.router_wanted(sink, sizes)
+            || joined.any(|name| !self.joined_wanted(sink, sizes, name).is_empty())
+            || all.any(|(e, p)| self.expert_wanted(sink, sizes, e, p))
     }
 
     fn give_bias(&self, l: &mut Ledger, sizes: &ExpertsSpec, below: &str, sink: &mut dyn GradSinkMemory) {
@@ -153,6 +178,12 @@ impl LayerMemory<'_> {
             }
         }
         let dh = dh.or_else(|| need_dh.then(|| l.alloc(LayerWork, self.nd)));
+        let parts = EXPERT_PARAMETERS.map(|name| self.joined_wanted(sink, sizes, name));
+        let joined: Vec<_> = parts
+            .iter()
+            .flatten()
+            .map(|part| (sink.compute(l, part), *part))
+            .collect();
         let d_weights = l.alloc(LayerWork, 4 * (self.settings.tokens * sizes.router.top_k) as u64);
         for e in 0..sizes.count {
             // The work is that of the last expert, when most gradients are stored.
@@ -166,6 +197,9 @@ impl LayerMemory<'_> {
             l.free(dz);
         }
         l.free(d_weights);
+        for (gradient, part) in joined {
+            sink.take(l, part, gradient);
+        }
         l.free_all(routing);
         l.free_all(saved);
         l.free_all(scaled);
@@ -189,6 +223,8 @@ impl LayerMemory<'_> {
         sink: &mut dyn GradSinkMemory,
     ) {
         let [gate, up, down] = [0, 1, 2].map(|p| self.expert_wanted(sink, sizes, expert, p));
+        let adapters = EXPERT_PARAMETERS.map(|name| !self.joined_wanted(sink, sizes, name).is_empty());
+        let (gate, down) = (gate || adapters[0], down || adapters[1]);
         if !need_dm && !gate && !up && !down {
             return;
         }
@@ -201,14 +237,31 @@ impl LayerMemory<'_> {
         let m = l.alloc(LayerWork, width);
         let scaled = l.alloc(LayerWork, if down { width } else { 0 });
         let dm = l.alloc(LayerWork, width);
+        self.pair_backward(l, sizes, (1, busy, adapters[1]));
         self.give_weight(l, &sizes.linear_name(expert, 2), sink);
         self.give_bias(l, sizes, &sizes.linear_name(expert, 2), sink);
         l.free_all([scaled, m, dm]);
         let dh = l.alloc(LayerWork, if need_dh { nd } else { 0 });
         for projection in [0, 1] {
+            self.pair_backward(l, sizes, (0, busy, adapters[0]));
             self.give_weight(l, &sizes.linear_name(expert, projection), sink);
             self.give_bias(l, sizes, &sizes.linear_name(expert, projection), sink);
         }
         l.free_all([dh, parts, rows]);
+    }
+
+    /// The pair of one expert on a projection of parameter `which`: ∂u and u, and the gradients of its views.
+    fn pair_backward(&self, l: &mut Ledger, sizes: &ExpertsSpec, (which, busy, wanted): (usize, bool, bool)) {
+        let Some(cost) = self.joined(sizes, EXPERT_PARAMETERS[which]).filter(|_| busy) else {
+            return;
+        };
+        let elements = cost.trained.iter().map(|(_, shape)| shape.iter().product::<usize>());
+        let gradients = if wanted {
+            4 * elements.sum::<usize>() / sizes.count
+        } else {
+            0
+        };
+        let u = self.bytes(cost.rank);
+        l.touch(LayerWork, gradients as u64 + if wanted { 2 * u } else { u });
     }
 }

@@ -1,6 +1,8 @@
 //! The parameters of a model: their names and shapes, layer by layer.
 
 use super::{ExpertsSpec, KeySource, Mixer, PerLayerSpec, QkNorm, Spec, StreamSpec};
+use crate::formats::adapter::EXPERT_PARAMETERS;
+use crate::peft::ExpertSite;
 use crate::peft::targets::Site;
 use crate::source::{Group, ParamInfo, Sublayer};
 
@@ -448,6 +450,50 @@ impl Spec {
                 Group::Head,
                 Sublayer::Other,
             ));
+        }
+        all
+    }
+
+    /// The parameters of layer `layer` that have the matrices of all experts.
+    pub fn expert_sites_of(&self, layer: usize) -> Vec<ExpertSite> {
+        let Some(experts) = &self.layers[layer].experts else {
+            return Vec::new();
+        };
+        let (d, i) = (self.hidden, experts.intermediate);
+        let site = |(name, projections, input, output): (&str, std::ops::Range<usize>, usize, usize)| ExpertSite {
+            site: Site {
+                module: format!("model.layers.{layer}.{}.{name}", experts.names.module),
+                input,
+                output,
+            },
+            experts: experts.count,
+            alternate: experts.names.alternate && projections.len() > 1,
+            projections,
+        };
+        let [gate_up, down] = EXPERT_PARAMETERS;
+        [(gate_up, 0..2, d, 2 * i), (down, 2..3, i, d)].map(site).into()
+    }
+
+    /// The parameters with the matrices of all experts of a layer, in order, that can have adapters.
+    pub fn expert_sites(&self) -> Vec<ExpertSite> {
+        (0..self.layers.len()).flat_map(|l| self.expert_sites_of(l)).collect()
+    }
+
+    /// For each of `expert_sites` its path, and the linears of experts that are joined in it.
+    pub fn expert_linears(&self) -> Vec<(String, Vec<String>)> {
+        let mut all = Vec::new();
+        for (layer, experts) in self
+            .layers
+            .iter()
+            .enumerate()
+            .filter_map(|(l, of)| Some((l, of.experts?)))
+        {
+            for site in self.expert_sites_of(layer) {
+                let each = |e| site.projections.clone().map(move |p| (e, p));
+                let linears = (0..site.experts).flat_map(each);
+                let name = |(e, p)| format!("model.layers.{layer}.{}", experts.linear_name(e, p));
+                all.push((site.site.module.clone(), linears.map(name).collect()));
+            }
         }
         all
     }

@@ -1,0 +1,122 @@
+//! Adapters on the joined parameters of experts: each linear of an expert gets a view of their pairs, and the gradients of
+//! the views are joined again.
+//!
+//! Letters: E experts, R rank, I input features, O output features of the joined matrix.
+
+use super::super::contracts::{GradSink, Param};
+use super::super::linear::Linear;
+use super::super::spec::Spec;
+use crate::base::Result;
+use crate::ops::update;
+use crate::peft::experts::part_of;
+use crate::peft::{Adapter, ExpertLora, ExpertSite};
+use candle_core::{DType, Tensor};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The adapters of a layer on the parameters of all its experts.
+#[derive(Default)]
+pub(in crate::model) struct JoinedAdapters(Vec<(ExpertSite, Arc<Adapter>)>);
+
+impl JoinedAdapters {
+    /// Those of layer `index`; `adapter` finds the adapter of a parameter by its path.
+    pub(in crate::model) fn new(spec: &Spec, index: usize, adapter: &dyn Fn(&str) -> Option<Arc<Adapter>>) -> Self {
+        let sites = spec.expert_sites_of(index).into_iter();
+        Self(
+            sites
+                .filter_map(|site| adapter(&site.site.module).map(|a| (site, a)))
+                .collect(),
+        )
+    }
+
+    fn pairs(&self) -> impl Iterator<Item = (&ExpertSite, &ExpertLora)> {
+        self.0.iter().filter_map(|(site, adapter)| match &**adapter {
+            Adapter::Experts(pairs) => Some((site, pairs)),
+            _ => None,
+        })
+    }
+
+    /// Gives projection `projection` of expert `expert` its pair.
+    pub(super) fn place(&self, linear: &mut Linear, expert: usize, projection: usize) -> Result<()> {
+        for (ExpertSite { projections: all, .. }, pairs) in self.pairs() {
+            if all.contains(&projection) {
+                let own = pairs.part(expert, projection - all.start, all.len())?;
+                linear.adapter = Some(Arc::new(Adapter::Lora(own)));
+            }
+        }
+        Ok(())
+    }
+
+    /// True if a pair gets a gradient.
+    pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
+        self.pairs()
+            .any(|(_, p)| sink.wants(&p.a.name) || sink.wants(&p.b.name))
+    }
+
+    /// The sink for the experts of this layer; `JoinedSink::finish` passes the gradients on.
+    pub(super) fn sink<'a>(&'a self, inner: &'a mut dyn GradSink) -> JoinedSink<'a> {
+        let parts = self.pairs().flat_map(|(_, p)| [&p.a, &p.b]);
+        let wanted = parts.filter(|p| inner.wants(&p.name)).map(|p| (&*p.name, (p, None)));
+        JoinedSink {
+            parts: wanted.collect(),
+            inner,
+        }
+    }
+}
+
+/// Joins the gradients of views: adds each to its rows of the gradient of the whole. All others pass.
+pub(super) struct JoinedSink<'a> {
+    /// By name: the whole, and its gradient, if an expert had tokens.
+    parts: BTreeMap<&'a str, (&'a Param, Option<Tensor>)>,
+    inner: &'a mut dyn GradSink,
+}
+
+impl JoinedSink<'_> {
+    /// Passes the joined gradients on. That of an expert without tokens is zero.
+    pub(super) fn finish(self) -> Result<()> {
+        for (param, gradient) in self.parts.into_values() {
+            let gradient = match gradient {
+                Some(gradient) => gradient,
+                None => zeros(param)?,
+            };
+            self.inner.take(param, gradient)?;
+        }
+        Ok(())
+    }
+}
+
+fn zeros(param: &Param) -> Result<Tensor> {
+    update::zeros(param.tensor.shape(), DType::F32, param.tensor.device())
+}
+
+impl GradSink for JoinedSink<'_> {
+    fn wants(&self, name: &str) -> bool {
+        match part_of(name) {
+            Some((whole, _)) => self.parts.contains_key(whole),
+            None => self.inner.wants(name),
+        }
+    }
+
+    fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
+        let Some((whole, row)) = part_of(&param.name) else {
+            return self.inner.take(param, gradient);
+        };
+        let Some((whole, sum)) = self.parts.get_mut(whole) else {
+            return Ok(());
+        };
+        if sum.is_none() {
+            *sum = Some(zeros(whole)?);
+        }
+        match sum {
+            Some(sum) => update::add_assign(&sum.narrow(0, row, gradient.dim(0)?)?, &gradient),
+            None => Ok(()),
+        }
+    }
+
+    fn sum(&self, name: &str) -> Option<Tensor> {
+        match part_of(name) {
+            Some(_) => None,
+            None => self.inner.sum(name),
+        }
+    }
+}

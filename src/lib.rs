@@ -143,7 +143,7 @@ pub mod report; // metrics, events, progress
 
 // The library (crate `ft-core`), and the crates below it.
 pub use ft_base as base; // errors with hints, atomic files, locks, random numbers, units
-pub use ft_core::{distill, engine, generate, hf, model, optim, peft, quant, rlhf, sft, source};
+pub use ft_core::{comm, distill, engine, generate, hf, model, optim, peft, quant, rlhf, sft, source};
 pub use ft_data as data; // readers, chat rendering, loss mask, packing, order
 pub use ft_formats as formats; // parses bytes into validated types
 pub use ft_hub as hub; // resolves a hub id or a path to local files

@@ -6,12 +6,14 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+#[path = "tidy/features.rs"]
+mod features;
 #[path = "tidy/texts.rs"]
 mod texts;
 
 /// From the top down: the program (`src`), then the library (`crates/ft-core/src`). The two `lib.rs` declare the same modules.
 /// The compiler holds the order of the crates.
-const ROOMS: [&str; 19] = [
+const ROOMS: [&str; 20] = [
     "cli",
     "commands",
     "train",
@@ -31,6 +33,7 @@ const ROOMS: [&str; 19] = [
     "source",
     "quant",
     "peft",
+    "comm",
 ];
 
 /// The folders of the rooms.

@@ -13,6 +13,7 @@ mod doctor;
 mod eval;
 mod export;
 mod generate;
+mod launch;
 mod merge;
 mod models;
 mod out;
@@ -95,8 +96,12 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
             return e.exit_code();
         }
     };
+    let trains = matches!(cli.command, Command::Train(_));
+    let launched = launch::launched().filter(|_| trains);
     report::start(Style {
         quiet: cli.quiet,
+        // Rank 0 speaks for all.
+        silent: launched.is_some_and(|place| place.rank > 0),
         ..style_of_terminal()
     });
     std::panic::set_hook(Box::new(|info| {
@@ -108,7 +113,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
             env!("CARGO_PKG_VERSION")
         ));
     }));
-    let code = match std::panic::catch_unwind(|| run(cli)) {
+    let code = match std::panic::catch_unwind(|| run(cli, launched)) {
         Ok(Ok(code)) => code,
         Ok(Err(error)) => {
             show_error(&error);
@@ -139,15 +144,16 @@ fn cache_directory() -> Option<std::path::PathBuf> {
     }
 }
 
-fn run(cli: Cli) -> Result<i32> {
+fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
     signal::install()?;
     allocator::retain_freed();
     if let Some(directory) = cache_directory() {
         cache::set_directory(directory);
     }
-    if let Some(n) = cli.threads {
+    let (ranks, own_threads) = launch::join(launched)?;
+    if let Some(n) = cli.threads.map(usize::from).or(own_threads) {
         rayon::ThreadPoolBuilder::new()
-            .num_threads(usize::from(n))
+            .num_threads(n)
             .build_global()
             .map_err(|e| Error::new("cannot start the threads").cause(e))?;
     }
@@ -156,7 +162,7 @@ fn run(cli: Cli) -> Result<i32> {
         CpuBackend::force(&path)?;
     }
     match cli.command {
-        Command::Train(args) => train::run(args),
+        Command::Train(args) => launch::finish(&ranks, train::run(args, &ranks)),
         Command::Plan(args) => plan::run(args),
         Command::Data(args) => data::run(args),
         Command::Eval(args) => eval::run(args),
@@ -214,6 +220,7 @@ fn style_of_terminal() -> Style {
         unicode: locale.contains("utf-8") || locale.contains("utf8"),
         no_progress: set("FT_NO_PROGRESS"),
         quiet: false,
+        silent: false,
     }
 }
 

@@ -3,7 +3,7 @@
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
-use crate::commands::plan::plan;
+use crate::commands::plan::plan_for;
 use crate::plan::gpu_time::{GPUS, GpuRates};
 use crate::report;
 
@@ -13,6 +13,7 @@ use crate::report;
   ft plan recipes/quickstart.toml
   ft plan --recipe my.toml --budget 24GiB            does it fit?
   ft plan --recipe my.toml --device-like 4090        does it fit there, and how fast is it?
+  ft plan --recipe my.toml --ranks 4                 four ranks on this machine
   ft plan --recipe my.toml tune.method=lora --json")]
 pub struct Args {
     #[command(flatten)]
@@ -23,6 +24,9 @@ pub struct Args {
     /// Plan for a GPU of this kind: the memory that it has, the estimated time of a step
     #[arg(long, value_name = "GPU", value_parser = clap::builder::PossibleValuesParser::new(GPUS.map(|gpu| gpu.name)))]
     pub device_like: Option<String>,
+    /// Plan for one of N ranks on this machine
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    pub ranks: u16,
     /// Print one JSON object: every line in bytes, the total as `peak_bytes`
     #[arg(long)]
     pub json: bool,
@@ -37,7 +41,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         .device_like
         .as_ref()
         .and_then(|name| GPUS.iter().find(|gpu| gpu.name == name));
-    let planned = plan(&loaded.recipe, like)?;
+    let planned = plan_for(&loaded.recipe, like, usize::from(args.ranks))?;
     planned.notes.iter().for_each(|line| super::note(line));
     if args.json {
         out(planned.json())?

@@ -4,6 +4,7 @@ use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::base::units::bytes;
+use crate::train::ranks::Ranks;
 use crate::train::{self, Options};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -62,15 +63,19 @@ impl Args {
     }
 }
 
-pub fn run(mut args: Args) -> Result<i32> {
+pub fn run(mut args: Args, ranks: &Ranks) -> Result<i32> {
     let resume = args.settle_resume();
     let loaded = args.recipe.load()?;
     let options = Options {
         resume,
         overwrite: args.overwrite,
         dry_run: args.dry_run,
+        ranks: ranks.clone(),
     };
     let outcome = train::train(&loaded, &options)?;
+    if !ranks.is_root() {
+        return Ok(0);
+    }
     if args.dry_run {
         loaded.warnings.iter().for_each(|line| crate::report::warn(line));
         if args.json {

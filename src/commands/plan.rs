@@ -3,11 +3,12 @@
 use crate::base::units::{bytes, counted};
 use crate::base::{Result, files, memory};
 use crate::data::describe::visible;
+use crate::engine::sent_bytes;
 use crate::model::shapes;
 use crate::ops;
 use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::Verdict;
-use crate::plan::{Model, Plan, PlanDevice, RunPlan};
+use crate::plan::{Model, Plan, PlanDevice, ProcessState, RunPlan};
 use crate::recipe::{self, ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
@@ -17,6 +18,7 @@ use crate::source::Placement;
 use crate::train::directory;
 use crate::train::header;
 use crate::train::learning;
+use crate::train::ranks;
 use candle_core::Device;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -138,6 +140,13 @@ impl GpuEstimate {
 ///
 /// Errors: an invalid config or data file, or a plan above a budget of the recipe.
 pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePlan> {
+    plan_for(recipe, like, 1)
+}
+
+/// As `plan`, for one of `ranks` ranks on this machine.
+///
+/// Errors: as `plan`; more ranks than micro-batches in a step.
+pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) -> Result<RecipePlan> {
     let like_recipe = like.map(|gpu| on_gpu(recipe, gpu));
     let recipe = like_recipe.as_ref().unwrap_or(recipe);
     let (dir, mut spec) = setup::read_spec(&recipe.model.path, &recipe.model.revision, recipe.model.init)?;
@@ -147,6 +156,11 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
         (Some(gpu), _) => PlanDevice::like(gpu),
         (None, "auto") => PlanDevice::of(&ops::device::open("auto")?.device)?,
         (None, _) => PlanDevice::of(&Device::Cpu)?,
+    };
+    let device = if ranks > 1 {
+        device.with_process(ProcessState::shared_by(ranks))
+    } else {
+        device
     };
     // The local model directory: a hub id would download the full model.
     let (has_tokenizer, has_rows) = (dir.join("tokenizer.json").is_file(), recipe.data.is_here());
@@ -205,6 +219,7 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
         )),
     }
     let recipe = &settled;
+    ranks::check(recipe, &active_schedule, like.is_some(), ranks)?;
     let time = like.map(|gpu| {
         let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
         let time = match gpu_time::not_known(recipe, &memory.inputs) {
@@ -232,6 +247,15 @@ pub fn plan(recipe: &Recipe, like: Option<&'static GpuRates>) -> Result<RecipePl
         free: files::free_space(directory),
         directory: recipe.train.output_dir.clone(),
     };
+    if let Some(line) = ranks::header(recipe, ranks) {
+        notes.push(format!("ranks: {line}"));
+        let window = recipe.train.gradient_accumulation_steps as u64;
+        let sent = sent_bytes(memory.plan.trained_parameters, window, ranks as u64);
+        notes.push(format!(
+            "each rank sends {} in a step; the memory is that of one rank",
+            bytes(sent)
+        ));
+    }
     let verdict = memory.verdict(recipe);
     let does_not_fit = memory.refused.is_some();
     match memory.refused {

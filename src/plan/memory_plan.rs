@@ -62,10 +62,10 @@ pub struct MemoryLimits {
 }
 
 impl MemoryLimits {
-    fn of(recipe: &Recipe, gpu_free: Option<u64>, on_gpu: bool) -> Self {
-        let free = memory::available();
+    fn of(recipe: &Recipe, gpu_free: Option<u64>, on_gpu: bool, process: ProcessState) -> Self {
+        let free = process.available;
         // The plan includes the current memory of this process.
-        let here = free.map(|free| free + memory::resident());
+        let here = free.map(|free| free + process.resident);
         let goal = |free: u64| free / 10 * OF_FREE;
         let (goal, most) = match (recipe.memory.budget, gpu_free) {
             (Some(budget), _) => (Some(budget), Some(budget)),
@@ -79,8 +79,45 @@ impl MemoryLimits {
     }
 }
 
+/// What a plan depends on in this process. Ranks of one job plan with numbers on which they agree.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ProcessState {
+    /// Free host memory.
+    pub available: Option<u64>,
+    /// Memory that the process uses now.
+    pub resident: u64,
+    /// Compute threads.
+    pub threads: usize,
+    /// Ranks of the job.
+    pub ranks: usize,
+}
+
+impl ProcessState {
+    /// The state now.
+    pub fn now() -> Self {
+        Self {
+            available: memory::available(),
+            resident: memory::resident(),
+            threads: rayon::current_num_threads(),
+            ranks: 1,
+        }
+    }
+
+    /// One of so many ranks on this machine, which share its memory.
+    pub fn shared_by(ranks: usize) -> Self {
+        let now = Self::now();
+        Self {
+            available: now.available.map(|free| free / ranks as u64),
+            ranks,
+            ..now
+        }
+    }
+}
+
 /// The device that a run is planned for.
 pub struct PlanDevice {
+    /// `None`: the state when the plan is made.
+    process: Option<ProcessState>,
     /// The memory of the GPU of this machine; `None`: a CPU, or a GPU that this machine does not have.
     gpu: Option<DeviceMemory>,
     rates: &'static GpuRates,
@@ -94,14 +131,27 @@ impl PlanDevice {
             _ => None,
         };
         Ok(Self {
+            process: None,
             gpu: ops::device::memory(device)?,
             rates: GpuRates::of_name(&name.unwrap_or_default()),
         })
     }
 
+    /// Plans for this state of the process.
+    pub fn with_process(self, process: ProcessState) -> Self {
+        Self {
+            process: Some(process),
+            ..self
+        }
+    }
+
     /// A GPU that this machine may not have.
     pub fn like(rates: &'static GpuRates) -> Self {
-        Self { gpu: None, rates }
+        Self {
+            process: None,
+            gpu: None,
+            rates,
+        }
     }
 }
 
@@ -137,6 +187,7 @@ pub fn forecast(
     } else {
         Arc::default()
     };
+    let process = device.process.unwrap_or_else(ProcessState::now);
     let setting = PlanContext {
         spec,
         adapters,
@@ -147,8 +198,9 @@ pub fn forecast(
         gpu_rates: device.rates,
         teacher: teacher.as_ref(),
         judges: &judges,
+        process,
     };
-    let limits = MemoryLimits::of(recipe, gpu.map(|g| g.free), setting.on_gpu);
+    let limits = MemoryLimits::of(recipe, gpu.map(|g| g.free), setting.on_gpu, process);
     let mut chosen = setting.choose(recipe, limits)?;
     setting.check_loftq(recipe, &chosen.inputs.strategy.storage)?;
     chosen.plan.choices = setting.choices(recipe, limits, &chosen)?;

@@ -23,14 +23,14 @@ mod time;
 mod weights;
 
 pub use candidates::turns_of;
-pub use memory_plan::{MemoryPlan, PlanDevice};
+pub use memory_plan::{MemoryPlan, PlanDevice, ProcessState};
 pub use model::{Costs, Model};
 pub use run_plan::RunPlan;
 pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
 
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
-use crate::engine::{Active, Gradients, StepStrategy};
+use crate::engine::{Active, Gradients, StepStrategy, exchange_bytes};
 use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::quantized::work_bytes;
@@ -89,11 +89,19 @@ pub struct Inputs {
     pub data_bytes: u64,
     /// Bytes that the program holds before the model is loaded, and `CODE`.
     pub process_bytes: u64,
+    /// Ranks that share the micro-batches of a step.
+    pub ranks: usize,
 }
 
 impl Inputs {
     /// The largest that the recipe allows: every row as long as `max_length`.
-    pub fn of_recipe(recipe: &Recipe, turns: Arc<[Turn]>, adapters: Costs, strategy: StepStrategy) -> Self {
+    pub fn of_recipe(
+        recipe: &Recipe,
+        turns: Arc<[Turn]>,
+        adapters: Costs,
+        strategy: StepStrategy,
+        process: ProcessState,
+    ) -> Self {
         let rows = recipe.train.batch_size;
         Self {
             tokens: rows.saturating_mul(recipe.data.max_length),
@@ -102,7 +110,7 @@ impl Inputs {
             micro_batches: recipe.train.gradient_accumulation_steps,
             evaluation: Evaluation::default(),
             strategy,
-            threads: rayon::current_num_threads(),
+            threads: process.threads,
             element: 4,
             on_gpu: false,
             gpu_rates: &GPUS[0],
@@ -114,7 +122,8 @@ impl Inputs {
             reference: false,
             rollout: 0,
             data_bytes: 0,
-            process_bytes: crate::base::memory::resident() + CODE,
+            process_bytes: process.resident + CODE,
+            ranks: process.ranks,
         }
     }
 }
@@ -338,6 +347,8 @@ fn of_turn(
     }
     ledger.touch(MemoryKind::Scratch, inputs.start_bytes(recipe, model));
     held.push(ledger.alloc(MemoryKind::PackedWeights, weights::packed(model, inputs, active)));
+    let exchanged = exchange_bytes(trained, model.largest_trained(active).min(trained), inputs.ranks as u64);
+    held.push(ledger.alloc(MemoryKind::Gradients, exchanged));
     step::walk(&mut ledger, model, recipe, inputs, active);
     step::evaluate(&mut ledger, model, recipe, inputs);
     // A checkpoint or `final/` converts one tensor at a time to f32; from the disk only a small part of it.

@@ -10,7 +10,7 @@ use crate::ops::prepacked::{self, Orders};
 use crate::ops::quantized::Products;
 use crate::peft::Adapter;
 use crate::plan::gpu_time::GpuRates;
-use crate::plan::memory_plan::MemoryLimits;
+use crate::plan::memory_plan::{MemoryLimits, ProcessState};
 use crate::quant::Format;
 use crate::recipe::{
     Activations, Chunk, Correction, Dtype, FrozenWeights, LoraInit, Method, PackedWeights, PeftType, Recipe, Tier,
@@ -44,6 +44,7 @@ pub(super) struct PlanContext<'a> {
     /// Loaded beside the model.
     pub teacher: Option<&'a TeacherSpec>,
     pub judges: &'a Arc<[RewardModelSpec]>,
+    pub process: ProcessState,
 }
 
 /// Data that all plans of a recipe with one storage share, so the model is inspected once.
@@ -445,7 +446,7 @@ impl PlanContext<'_> {
             offload_inputs: recipe.memory.activations == Activations::Host,
             ..StepStrategy::new(recipe.model.dtype)
         };
-        let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy);
+        let mut inputs = Inputs::of_recipe(recipe, turns, costs, strategy, self.process);
         // What stays as the files have it is not read as numbers.
         inputs.file_bytes = if self.stored.is_decoded(recipe.tune.method) && recipe.tune.method != Method::Freeze {
             recipe.model.dtype.bytes()

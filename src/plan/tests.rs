@@ -91,6 +91,7 @@ pub(super) fn inputs(active: Active, gradients: Gradients) -> Inputs {
         adapters: Arc::default(),
         data_bytes: 0,
         process_bytes: 0,
+        ranks: 1,
     }
 }
 

@@ -191,6 +191,7 @@ pub fn lower(mut s: Settings, values: &Values) -> Recipe {
         distill: s.distill,
         train: s.train,
         rl: s.rl,
+        distributed: s.distributed,
         open,
     }
 }

@@ -208,6 +208,7 @@ pub(super) use section;
 
 pub mod adapters;
 pub mod distill;
+pub mod distributed;
 pub mod model;
 pub mod preference;
 pub mod quality;
@@ -229,6 +230,7 @@ section! {
         with preference: Preference;
         with rl: RlConfig;
         with distill: Distill;
+        with distributed: Distributed;
     }
 }
 
@@ -255,6 +257,7 @@ pub fn check(settings: &Settings, faults: &mut Faults) {
     preference::check(settings, faults);
     rl::check(settings, faults);
     distill::check(settings, faults);
+    distributed::check(settings, faults);
 }
 
 /// The setting because of which a key has no effect.
@@ -289,4 +292,5 @@ pub const TABLES: &[(&str, &str)] = &[
     Ppo::TABLE,
     Distill::TABLE,
     Train::TABLE,
+    Distributed::TABLE,
 ];

@@ -1,7 +1,7 @@
 //! The typed recipe: sections of the table, and settings of the library that `lower` makes of sections.
 
 pub use super::table::{
-    adapters::*, distill::*, model::*, preference::*, quality::*, rl::*, sources::*, train::*, tune::*,
+    adapters::*, distill::*, distributed::*, model::*, preference::*, quality::*, rl::*, sources::*, train::*, tune::*,
 };
 pub use crate::distill::hidden::HiddenLoss;
 pub use crate::model::RouterLosses;
@@ -33,6 +33,7 @@ pub struct Recipe {
     pub distill: Distill,
     pub train: Train,
     pub rl: RlConfig,
+    pub distributed: Distributed,
     pub open: Open,
 }
 

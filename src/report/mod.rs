@@ -11,7 +11,8 @@ pub use environment::{cpu, environment, write_environment};
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
 pub use log::{has_evaluation, truncate_after};
 pub use screen::{
-    Style, above, aside, ask, bug, clear, error, note, result_is_terminal, result_width, start, style, warn, width,
+    Style, above, aside, ask, bug, clear, error, last_words, note, result_is_terminal, result_width, start, style,
+    warn, width,
 };
 
 use log::Log;
@@ -84,6 +85,19 @@ impl Reporter {
         }
         reporter.complain();
         reporter
+    }
+
+    /// Writes and prints nothing: for a rank that is not the first.
+    pub fn silent(dir: &Path, total_steps: u64) -> Self {
+        Self {
+            metrics: Log::none(),
+            events: Log::none(),
+            samples: Some(Log::none()),
+            dir: dir.to_path_buf(),
+            terminal: Terminal::new(total_steps, 0),
+            last_loss: None,
+            losses: Vec::new(),
+        }
     }
 
     /// Prints the box at the start, with names and values.

@@ -24,6 +24,8 @@ pub struct Style {
     pub quiet: bool,
     /// No progress at all, not even as plain lines.
     pub no_progress: bool,
+    /// Nothing at all: another rank of the job speaks.
+    pub silent: bool,
 }
 
 static STYLE: OnceLock<Style> = OnceLock::new();
@@ -36,7 +38,7 @@ pub fn start(style: Style) {
     signal::tell_with(tell);
     static TICKER: Once = Once::new();
     TICKER.call_once(|| {
-        if !style.quiet && !style.no_progress {
+        if !style.quiet && !style.no_progress && !style.silent {
             // If the thread cannot start, only the progress bar is missing.
             let _ = std::thread::Builder::new().name("progress".into()).spawn(tick);
         }
@@ -90,6 +92,9 @@ fn screen() -> MutexGuard<'static, Screen> {
 }
 
 fn write(text: &str) {
+    if style().silent {
+        return;
+    }
     let mut stderr = std::io::stderr();
     let _ = stderr.write_all(text.as_bytes()).and_then(|()| stderr.flush());
 }
@@ -168,6 +173,11 @@ fn lines(label: Option<(&str, &str)>, text: &str, width: Option<usize>) -> Strin
     }
     out.push('\n');
     out
+}
+
+/// Prints a line even where another rank of the job speaks: the job ends.
+pub fn last_words(line: &str) {
+    let _ = std::io::stderr().write_all(format!("{}\n", visible(line)).as_bytes());
 }
 
 /// Prints a line for the user; not with `--quiet`.

@@ -183,6 +183,21 @@ pub fn open(
 }
 
 impl Directory {
+    /// The directory for a rank that writes nothing into it.
+    pub fn of_other_rank(run_dir: &Path) -> Self {
+        Self {
+            path: run_dir.to_path_buf(),
+            lock: None,
+            manifest: Manifest::default(),
+            new: false,
+            made: false,
+            written: false,
+            begun: true,
+            kept: BTreeSet::new(),
+            notes: Vec::new(),
+        }
+    }
+
     fn note(&mut self, what: &str, paths: &[PathBuf]) {
         let names: Vec<String> = paths
             .iter()

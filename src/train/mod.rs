@@ -10,6 +10,7 @@ mod loftq;
 mod next;
 mod owner;
 mod program;
+pub mod ranks;
 mod running;
 pub mod samples;
 pub mod stage;

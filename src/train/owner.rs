@@ -20,6 +20,18 @@ const PROCESSES: usize = 256;
 /// Scratch directories in a run directory.
 const SCRATCH: [&str; 4] = [setup::TRAINED, setup::DRAWN, setup::DECODED, setup::TEACHER];
 
+/// Scratch directory of a rank other than 0, in the run directory.
+pub fn of_rank(run_dir: &Path, rank: usize) -> PathBuf {
+    run_dir.join(format!("{RANK}{rank}"))
+}
+
+const RANK: &str = "rank-";
+
+fn is_of_rank(name: &str) -> bool {
+    let digits = name.strip_prefix(RANK).unwrap_or_default();
+    !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit())
+}
+
 /// Files of a run, except checkpoints and `final/`.
 const FILES: [&str; 10] = [
     MANIFEST,
@@ -224,7 +236,7 @@ impl Manifest {
                 removed.push(name);
             } else if name == FINAL {
                 left.push(format!("{name} (now {})", name_of(&staging::set_aside(&path, &path)?)));
-            } else if SCRATCH.contains(&name.as_str()) && staging::remove_scratch(&path)? {
+            } else if (SCRATCH.contains(&name.as_str()) || is_of_rank(&name)) && staging::remove_scratch(&path)? {
                 removed.push(name);
             } else if FILES.contains(&name.as_str()) && file && name != MANIFEST {
                 files::remove_file(&path)?;
@@ -256,8 +268,17 @@ pub fn refuse_links(run_dir: &Path) -> Result<()> {
     }
 }
 
+/// Removes the scratch files of ranks other than 0, also of an earlier run with more ranks.
+pub fn remove_scratch_of_ranks(run_dir: &Path) -> Result<()> {
+    for path in files::list(run_dir)?.iter().filter(|path| is_of_rank(&name_of(path))) {
+        staging::remove_scratch(path)?;
+    }
+    Ok(())
+}
+
 /// Removes the scratch files of a run.
 pub fn remove_scratch(run_dir: &Path) -> Result<()> {
+    remove_scratch_of_ranks(run_dir)?;
     for name in SCRATCH {
         staging::remove_scratch(&run_dir.join(name))?;
     }

@@ -1,7 +1,7 @@
 //! `ft train`: recipe, data, model and plan, then the optimizer steps, then `final/`.
 
 use crate::base::signal::{Conduct, Stop};
-use crate::base::{Error, ErrorKind, Result, progress, signal};
+use crate::base::{Error, ErrorKind, Result, progress, signal, staging};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
 use crate::data::describe::visible;
@@ -22,12 +22,13 @@ use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary;
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
-use crate::train::directory;
+use crate::train::directory::{self, Directory};
 use crate::train::finish::{self, TrainedModel};
 use crate::train::header::{header, trained_elements};
 use crate::train::learning::{self, Watch};
 use crate::train::next;
 use crate::train::owner;
+use crate::train::ranks::{self, Fact, Ranks};
 use crate::train::running::{self, Budget, Pace, Run, UnreadStep};
 use crate::train::stage::{self, Stage};
 use crate::train::starts::{self, AdapterInitContext};
@@ -45,6 +46,8 @@ pub struct Options {
     pub overwrite: bool,
     /// Stop after the plan.
     pub dry_run: bool,
+    /// The ranks of the run.
+    pub ranks: Ranks,
 }
 
 /// The result of a run.
@@ -65,7 +68,9 @@ pub struct Outcome {
 pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome> {
     let recipe = &memory_plan::pin_resumed_choices(&loaded.recipe, &options.resume)?;
     let run_dir = PathBuf::from(&recipe.train.output_dir);
-    if !options.dry_run {
+    let ranks = &options.ranks;
+    ranks.0.set_timeout(recipe.distributed.limit());
+    if !options.dry_run && ranks.is_root() {
         directory::check(&run_dir, options)?;
     }
     let device = setup::device(&recipe.model.device)?;
@@ -100,7 +105,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         Some(&rows),
         &stored,
         &before,
-        &PlanDevice::of(&device)?,
+        &if ranks.several() {
+            PlanDevice::of(&device)?.with_process(ranks.process()?)
+        } else {
+            PlanDevice::of(&device)?
+        },
     )?;
     let Some(stream) = stream else {
         return Err(Error::internal("a run has no rows"));
@@ -117,6 +126,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let (total_steps, params) = (stream.steps(), model.spec.params());
     stage::check(recipe, &model, train)?;
     learning::check(recipe, &active_schedule, total_steps)?;
+    ranks::check(recipe, &active_schedule, device.is_cuda(), ranks.size())?;
     plan.choices.extend(memory_plan::settled(&loaded.recipe, open));
     if options.dry_run {
         return Ok(Outcome {
@@ -149,17 +159,39 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     }
     let elements = trained_elements(&active_schedule, total_steps, &params, &prepared.adapters);
     let needed = directory::space_needed(recipe, &model.spec, elements, strategy.placement);
-    checkpoint::check_space(&run_dir, needed.saturating_sub(directory::freed(&run_dir, options)))?;
-    let same = |checkpoint: &LoadedState| state::check_same(&state::facts(checkpoint), &facts);
-    let (mut directory, resumed) = directory::open(&run_dir, options, &same)?;
+    ranks.same(&agreed(&facts, &format!("{strategy:?}"), options)?)?;
+    let (mut directory, resumed) = if ranks.is_root() {
+        checkpoint::check_space(&run_dir, needed.saturating_sub(directory::freed(&run_dir, options)))?;
+        let same = |checkpoint: &LoadedState| state::check_same(&state::facts(checkpoint), &facts);
+        let (directory, resumed) = directory::open(&run_dir, options, &same)?;
+        owner::remove_scratch_of_ranks(&run_dir)?;
+        ranks.path(resumed.as_ref().map(|checkpoint| checkpoint.path.as_path()))?;
+        (directory, resumed)
+    } else {
+        let from = ranks.path(None)?;
+        let resumed = from.map(|from| checkpoint::load(&from)).transpose()?;
+        (Directory::of_other_rank(&run_dir), resumed)
+    };
+    // The files that a run needs meanwhile.
+    let scratch = if ranks.is_root() {
+        run_dir.clone()
+    } else {
+        let own = owner::of_rank(&run_dir, ranks.0.world().rank);
+        staging::scratch(&own)?;
+        own
+    };
     let start_step = resumed.as_ref().map_or(0, |checkpoint| checkpoint.step);
     if resumed.is_some() {
         signal::quit(format!("stopped: the run is unchanged, after step {start_step}"));
     }
     directory.begin();
-    directory::describe(&run_dir, loaded, &plan)?;
-    directory::list_dropped(&run_dir, screened.as_ref())?;
-    let mut reporter = Reporter::new(&run_dir, total_steps, start_step);
+    let mut reporter = if ranks.is_root() {
+        directory::describe(&run_dir, loaded, &plan)?;
+        directory::list_dropped(&run_dir, screened.as_ref())?;
+        Reporter::new(&run_dir, total_steps, start_step)
+    } else {
+        Reporter::silent(&run_dir, total_steps)
+    };
     let mut lines = header(
         recipe,
         &model,
@@ -173,6 +205,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     );
     let dropped = screened.iter().flat_map(|s| s.lines());
     lines.extend(dropped.map(|line| ("screen", visible(&line))));
+    lines.extend(ranks::header(recipe, ranks.size()).map(|line| ("ranks", line)));
     reporter.header(&lines);
     reporter.event("data", rows::counts(recipe, train, &stream));
     for line in &directory.notes {
@@ -203,7 +236,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if let Some(warning) = budget.and_then(Budget::warning) {
         reporter.warn(&warning);
     }
-    let mut loaded_model = model.load_for(&strategy, recipe, &run_dir, &device)?;
+    let mut loaded_model = model.load_for(&strategy, recipe, &scratch, &device)?;
     prepared.attach(&mut loaded_model.network)?;
     let step_hook = allocation::of(recipe, &prepared);
     if let Some(checkpoint) = &resumed {
@@ -229,7 +262,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         spec: &model.spec,
         model: &model,
         device: &device,
-        run_dir: &run_dir,
+        run_dir: &scratch,
         train,
         stream,
         eval: eval.as_ref(),
@@ -247,6 +280,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     engine.routers.losses = recipe.train.router_losses();
     engine.seed = recipe.train.seed;
     engine.step_hook = step_hook;
+    engine.comm = ranks.0.clone();
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
         let _phase = progress::phase("restoring the state", 0, "");
@@ -267,9 +301,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             engine.optimizer.restore_weight(name, &param.tensor, &values)?;
         }
         reporter.event("start", json!({"steps": total_steps}));
-        feed.prepare(&engine)?;
+        running::prepare(&mut *feed, &engine, ranks)?;
     }
     let mut run = Run {
+        ranks,
         recipe,
         run_dir: &run_dir,
         model: &model,
@@ -281,6 +316,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         plan: &plan,
         directory,
         budget,
+        stopped: false,
         pace: Pace {
             saved: start_step,
             ..Pace::default()
@@ -330,14 +366,16 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         }
         let started = Instant::now();
         run.expect_signal(step, engine.changes_last(&active));
-        let window = match run.feed.window(step - 1, &engine) {
+        let window = match run.window(step - 1, &engine) {
             Ok(window) => window,
             Err(e) => {
                 if let Some(before) = unread.take() {
                     run.log_step(&mut engine, before, &mut watch)?;
                 }
                 // A rollout takes long: a signal during it saves the state and stops.
-                run.stop_if_asked(&engine, step - 1)?;
+                if !ranks.several() || run.stopped {
+                    run.stop_if_asked(&engine, step - 1)?;
+                }
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
         };
@@ -402,7 +440,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if total_steps > 0 {
         run.evaluate_if_missing(&engine, total_steps)?;
     }
-    if total_steps > start_step || !run_dir.join("final").exists() {
+    if ranks.told(total_steps > start_step || !run_dir.join("final").exists())? {
         run.samples(&engine, "after")?;
         run.stop_if_asked(&engine, total_steps)?;
     }
@@ -423,11 +461,19 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         prepared: &prepared,
         print: &base,
     };
-    let final_dir = finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?;
+    let final_dir = if ranks.is_root() {
+        finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?
+    } else {
+        None
+    };
     said.iter().for_each(|line| run.reporter.note(line));
     let peak = running::peak_memory(&device)?;
     drop(engine);
-    owner::remove_scratch(&run_dir)?;
+    // Rank 0 removes the files of all ranks when none needs them any more.
+    ranks.meet()?;
+    if ranks.is_root() {
+        owner::remove_scratch(&run_dir)?;
+    }
     if final_dir.is_some() {
         if let Some(line) = run.directory.exported(&before)? {
             run.reporter.note(&line);
@@ -465,6 +511,21 @@ fn facts(
         sampled: print.map(|p| p.sampled).unwrap_or_default(),
         trained_tokens: 0,
     }
+}
+
+/// What must be the same on all ranks: program, recipe, inputs and decisions.
+fn agreed(facts: &RunFingerprint, strategy: &str, options: &Options) -> Result<Vec<Fact>> {
+    let mut all = ranks::of_program()?;
+    all.extend(facts.recipe.iter().map(|(key, value)| (key.clone(), value.clone())));
+    let more = [
+        ("training rows", facts.data.clone()),
+        ("evaluation rows", facts.eval_data.clone()),
+        ("base model", facts.base.clone()),
+        ("memory plan", strategy.to_string()),
+        ("options", format!("{:?} {}", options.resume, options.overwrite)),
+    ];
+    all.extend(more.map(|(key, value)| (key.to_string(), value)));
+    Ok(all)
 }
 
 /// Directory next to the run directories: initial adapter pairs that other runs of the same model and rows can use.

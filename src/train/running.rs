@@ -5,9 +5,12 @@ use crate::base::signal::{Conduct, Stop};
 use crate::base::units::bytes;
 use crate::base::{Error, Result, memory, progress, signal, units};
 use crate::checkpoint;
-use crate::data::Dataset;
+use crate::comm::Patience;
+use crate::data::{Batch, Dataset};
+use crate::engine::window::{self, MicroReport};
 use crate::engine::{self, Engine, Gradients, QueuedStep};
 use crate::ops;
+use crate::ops::step_stats::StepSums;
 use crate::ops::transfer::{Copier, CopyTimes};
 use crate::plan::Plan;
 use crate::recipe::{self, Recipe};
@@ -16,6 +19,7 @@ use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::train::directory::Directory;
 use crate::train::learning::Watch;
+use crate::train::ranks::Ranks;
 use crate::train::samples;
 use crate::train::stage::BatchSource;
 use crate::train::state::{self, RunFingerprint};
@@ -38,6 +42,23 @@ pub struct Run<'a> {
     pub directory: Directory,
     pub budget: Option<Budget>,
     pub pace: Pace,
+    pub ranks: &'a Ranks,
+    /// A signal ended the work on a window, and all ranks know it.
+    pub stopped: bool,
+}
+
+/// Prepares a stage for a new run. What a stage computes on rank 0 alone, the others get from it.
+pub fn prepare(feed: &mut dyn BatchSource, engine: &Engine, ranks: &Ranks) -> Result<()> {
+    if !ranks.several() || !feed.is_made_by_root() {
+        return feed.prepare(engine);
+    }
+    if ranks.is_root() {
+        feed.prepare(engine)?;
+        ranks.from_root(feed.state(0)?.unwrap_or_default())?;
+        return Ok(());
+    }
+    let state = ranks.from_root(Vec::new())?;
+    if state.is_empty() { Ok(()) } else { feed.restore(&state) }
 }
 
 /// The memory budget of a recipe for a run on the CPU.
@@ -192,6 +213,43 @@ pub struct UnreadStep {
 }
 
 impl Run<'_> {
+    /// The micro-batches of step `step`, counted from 0: the window of all ranks. A window that depends on more than
+    /// seed and weights is made by rank 0, and the others get it as the state of the stage.
+    ///
+    /// Errors: those of the stage; a signal on rank 0 (`stopped` is set then).
+    pub fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>> {
+        let ranks = self.ranks;
+        if !ranks.several() || !self.feed.is_made_by_root() {
+            return self.feed.window(step, engine);
+        }
+        if ranks.is_root() {
+            let window = match self.feed.window(step, engine) {
+                Err(e) if signal::received().is_some() => {
+                    self.stopped = true;
+                    ranks.from_root(Vec::new())?;
+                    return Err(e);
+                }
+                window => window?,
+            };
+            ranks.from_root([vec![1], self.feed.state(step)?.unwrap_or_default()].concat())?;
+            return Ok(window);
+        }
+        let state = ranks.from_root(Vec::new())?;
+        match state.split_first() {
+            Some((_, state)) => {
+                self.feed.restore(state)?;
+                // They were for rank 0.
+                self.feed.metrics();
+                self.feed.samples();
+                self.feed.window(step, engine)
+            }
+            None => {
+                self.stopped = true;
+                Err(Error::new("a signal ended the work of rank 0"))
+            }
+        }
+    }
+
     /// Waits for the numbers of a step, and writes its line of metrics.
     ///
     /// Errors: a loss or a gradient was not finite; see `failed`.
@@ -223,7 +281,7 @@ impl Run<'_> {
             grad_norm: report.grad_norm,
             tokens_per_second: report.totals.tokens as f64 / elapsed.as_secs_f64(),
             trained_tokens,
-            peak_memory_bytes: peak_memory(&engine.network.device)?,
+            peak_memory_bytes: self.ranks.most(peak_memory(&engine.network.device)?, Patience::Step)?,
             active_block: unread.label,
             more: [unread.more, copy_metrics(&copied)].concat(),
         };
@@ -245,7 +303,18 @@ impl Run<'_> {
         signal::conduct(Conduct::Stop(self.pace.after(step)));
     }
 
+    /// Saves the state after `step`, on rank 0.
     pub fn save(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        self.save_here(engine, step)?;
+        self.ranks.meet()
+    }
+
+    /// As `save`, without waiting for the other ranks.
+    fn save_here(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        if !self.ranks.is_root() {
+            self.pace.saved = step;
+            return Ok(());
+        }
         self.directory.check()?;
         let begun = Instant::now();
         let _phase = progress::phase(format!("saving step {step}"), 0, "");
@@ -274,14 +343,14 @@ impl Run<'_> {
 
     /// Evaluates after `step`. A signal ends it early; the caller then saves and stops.
     pub fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        match self.evaluate_all(engine, step) {
-            Err(_) if signal::received().is_some() => Ok(()),
-            done => done,
-        }
-    }
-
-    fn evaluate_all(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let found = self.feed.evaluate(engine)?;
+        let measured = if self.ranks.is_root() {
+            self.feed.evaluate(engine)
+        } else {
+            Ok(Vec::new())
+        };
+        let Some(found) = self.ranks.unless_stopped(measured)? else {
+            return Ok(());
+        };
         if !found.is_empty() {
             self.reporter.measured(step, &found);
         }
@@ -290,19 +359,25 @@ impl Run<'_> {
             return Ok(());
         }
         engine.objective.metrics();
+        let own = self.ranks.unless_stopped(self.evaluate_own(engine, &batches))?;
+        let Some(own) = own else { return Ok(()) };
         let mut totals = engine::Totals::default();
-        let phase = progress::phase("evaluating", batches.len(), "batches");
-        for batch in &batches {
-            phase.unless_stopped()?;
-            totals.add(engine::evaluate(&engine.network, engine.objective.as_ref(), batch)?);
-            phase.add(1);
+        for batch in batches.iter().filter(|b| engine.objective.weight(b) > 0) {
+            totals.count(batch, engine.objective.as_ref());
         }
-        drop(phase);
-        let eval_accuracy = match self.eval {
-            Some(eval) if self.recipe.train.predict_with_generate => {
-                Some(samples::accuracy(self.recipe, self.model, engine, eval)?)
+        for report in window::all(&*self.ranks.0, own, Patience::Long)? {
+            totals.loss_sum += report.sums.loss;
+            totals.correct += report.sums.correct as u64;
+            report.put_back(engine.objective.as_ref());
+        }
+        let accuracy = match self.eval {
+            Some(eval) if self.recipe.train.predict_with_generate && self.ranks.is_root() => {
+                samples::accuracy(self.recipe, self.model, engine, eval).map(Some)
             }
-            _ => None,
+            _ => Ok(None),
+        };
+        let Some(eval_accuracy) = self.ranks.unless_stopped(accuracy)? else {
+            return Ok(());
         };
         self.reporter.eval(&EvalMetrics {
             step,
@@ -313,6 +388,31 @@ impl Run<'_> {
             more: engine.objective.metrics(),
         });
         Ok(())
+    }
+
+    /// Evaluates the batches of this rank: batch i belongs to rank i mod W.
+    fn evaluate_own(&self, engine: &Engine, batches: &[Batch]) -> Result<Vec<MicroReport>> {
+        let world = self.ranks.0.world();
+        let own = || batches.iter().enumerate().skip(world.rank).step_by(world.size);
+        let objective = engine.objective.as_ref();
+        let phase = progress::phase("evaluating", own().count(), "batches");
+        let mut reports = Vec::new();
+        for (index, batch) in own() {
+            phase.unless_stopped()?;
+            let totals = engine::evaluate(&engine.network, objective, batch)?;
+            reports.push(MicroReport {
+                micro: index as u64,
+                sums: StepSums {
+                    loss: totals.loss_sum,
+                    correct: totals.correct as f64,
+                    squares: 0.0,
+                },
+                means: window::take_means(objective),
+                routers: Vec::new(),
+            });
+            phase.add(1);
+        }
+        Ok(reports)
     }
 
     /// Evaluates after `step` unless `metrics.jsonl` has the result already: a run may have been stopped between a save
@@ -326,7 +426,8 @@ impl Run<'_> {
         } else {
             "eval_loss"
         };
-        if report::has_evaluation(self.run_dir, step, last) {
+        let known = self.ranks.is_root() && report::has_evaluation(self.run_dir, step, last);
+        if self.ranks.told(known)? {
             return Ok(());
         }
         self.reporter.drop_evaluation(step);
@@ -336,9 +437,13 @@ impl Run<'_> {
 
     /// Shows answers to the sample prompts. A signal ends it early; the caller then saves and stops.
     pub fn samples(&mut self, engine: &Engine, when: &str) -> Result<()> {
-        let answers = match samples::answers(self.recipe, self.model, engine) {
-            Err(_) if signal::received().is_some() => return Ok(()),
-            answers => answers?,
+        let answers = if self.ranks.is_root() {
+            samples::answers(self.recipe, self.model, engine)
+        } else {
+            Ok(Vec::new())
+        };
+        let Some(answers) = self.ranks.unless_stopped(answers)? else {
+            return Ok(());
         };
         for (prompt, answer) in answers {
             self.reporter.note(&format!("{when}: {prompt}\n        -> {answer}"));
@@ -348,14 +453,15 @@ impl Run<'_> {
 
     /// Errors: a signal was received; the state after `step` is saved then.
     pub fn stop_if_asked(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let Some(signal) = signal::received() else {
+        let Some(signal) = self.ranks.signal()? else {
             return Ok(());
         };
         // A saved state is saved again only if the stage has new state.
         let saved = self.run_dir.join(format!("checkpoint-{step}/manifest.json")).exists();
         if !saved || self.pace.saved != step || self.feed.state(step)?.is_some() {
-            self.save(engine, step)?;
+            self.save_here(engine, step)?;
         }
+        self.ranks.meet()?;
         self.reporter
             .event("stop", json!({"step": step, "reason": "signal", "signal": signal}));
         self.reporter.finish();
@@ -369,10 +475,12 @@ impl Run<'_> {
 
     /// Errors: the process exceeded the memory budget of the recipe; the state after `step` is saved first.
     pub fn stop_above_budget(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        let peak = memory::peak_resident();
-        let Some(budget) = self.budget.filter(|budget| budget.is_passed(peak)) else {
+        let Some(budget) = self.budget else { return Ok(()) };
+        // Of the rank that needs most.
+        let peak = self.ranks.most(memory::peak_resident(), Patience::Step)?;
+        if !self.ranks.told(budget.is_passed(peak))? {
             return Ok(());
-        };
+        }
         self.save(engine, step)?;
         self.reporter.note(&self.plan.table());
         self.reporter.event(
@@ -405,7 +513,7 @@ impl Run<'_> {
         let whole = engine.strategy.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
         let safe = whole && step > 1 && !self.schedule.switches_at(step);
         let saved = if safe && self.recipe.train.save_steps > 0 {
-            self.save(engine, step - 1)
+            self.save_here(engine, step - 1)
         } else {
             Ok(())
         };

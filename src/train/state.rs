@@ -254,7 +254,7 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
 }
 
 /// Keys that may differ between a run and its resume.
-const FREE: [&str; 13] = [
+const FREE: [&str; 19] = [
     // The tokens are the same with and without a cache.
     "data.cache",
     "data.cache_dir",
@@ -269,6 +269,13 @@ const FREE: [&str; 13] = [
     "train.max_steps",
     "train.num_epochs",
     "memory.budget",
+    // The bits do not depend on the number of ranks.
+    "distributed.weights",
+    "distributed.sum",
+    "distributed.reduce",
+    "distributed.sequence",
+    "distributed.timeout",
+    "distributed.checkpoint",
 ];
 
 /// Value of `base` for random weights.

@@ -27,6 +27,7 @@ mod preference;
 mod quickstart;
 mod rl;
 mod resume;
+mod same;
 mod sandbox;
 mod screen;
 mod shipped;

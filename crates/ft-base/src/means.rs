@@ -1,7 +1,8 @@
 //! Means for metrics, by name: sums and counts.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, PoisonError};
 
 /// Sums and counts of metrics, by name.
 #[derive(Debug, Default)]
@@ -26,5 +27,50 @@ impl NamedMeans {
     pub fn take(&self) -> Vec<(&'static str, f64)> {
         let all = self.0.take().into_iter().filter(|(_, (_, count))| *count > 0.0);
         all.map(|(name, (sum, count))| (name, sum / count)).collect()
+    }
+
+    /// The sums and counts since the last call, for `put_back`.
+    pub fn take_sums(&self) -> Vec<(&'static str, f64, f64)> {
+        let all = self.0.take().into_iter();
+        all.map(|(name, (sum, count))| (name, sum, count)).collect()
+    }
+
+    /// Adds sums and counts that `take_sums` returned, here or in another process.
+    pub fn put_back(&self, name: &str, sum: f64, count: f64) {
+        let known = self.0.borrow().get_key_value(name).map(|(name, _)| *name);
+        let name = known.unwrap_or_else(|| lasting(name));
+        let mut all = self.0.borrow_mut();
+        let known = all.entry(name).or_default();
+        *known = (known.0 + sum, known.1 + count);
+    }
+}
+
+/// Names of metrics live until the program ends: each name is stored once.
+fn lasting(name: &str) -> &'static str {
+    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+    let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = names.get(name) {
+        return known;
+    }
+    let name: &'static str = Box::leak(name.to_string().into_boxed_str());
+    names.insert(name);
+    name
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_that_were_taken_can_be_added_again() {
+        let (all, part) = (NamedMeans::default(), NamedMeans::default());
+        part.add("kl", 6.0, 2.0);
+        part.add_sum("hidden", 1.0);
+        let sums = part.take_sums();
+        assert!(part.take().is_empty());
+        for (name, sum, count) in sums.into_iter().chain([("kl", 1.0, 5.0)]) {
+            all.put_back(&name.to_string(), sum, count);
+        }
+        assert_eq!(all.take(), [("kl", 1.0)]);
     }
 }

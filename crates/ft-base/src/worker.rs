@@ -41,6 +41,11 @@ pub fn set_program(program: Program) {
     let _ = PROGRAM.set(program);
 }
 
+/// The program that `set_program` named.
+pub fn program() -> Option<&'static Program> {
+    PROGRAM.get()
+}
+
 /// False in a library or a test that never called `set_program`.
 pub fn is_available() -> bool {
     PROGRAM.get().is_some()

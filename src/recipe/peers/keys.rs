@@ -176,7 +176,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("label_smoothing_factor", "ft has no label smoothing in supervised training; `rlhf.label_smoothing` applies to preference losses"),
     ("export_dir export_size export_device export_quantization_* merge_lora merge_method", "there is no key for this: `ft merge` and `ft quantize` make new model directories"),
     ("callbacks plugins trigger_file_path on_model_resolved model_patcher ebft strict modules axolotl_config_path serve_module rollout_func", "ft has no plugins"),
-    ("ds3_gather_for_generation ignore_bias_buffers torchdistx_path min_num_params worker_extension_cls deepspeed deepcompile zero_stage fsdp fsdp_* ddp ddp_* accelerator_config parallelism_config local_rank world_size num_processes num_gpus n_node tensor_parallel_size data_parallel_size dp_shard_size dp_replicate_size context_parallel_size sequence_parallel_degree ray_* use_ray resources_per_worker use_hyper_parallel hyper_parallel_args use_mca master_addr master_port ring_attn_func heads_k_stride reshard_after_forward auto_wrap_policy transformer_layer_cls_to_wrap state_dict_type final_state_dict_type use_orig_params sync_module_states cpu_ram_efficient_loading cpu_offload_pin_memory mixed_precision_policy ds_type device_map_planner_kwargs pipeline_parallel_size", "ft trains on one device: to fit a large model write `memory.tier`, `memory.frozen_weights` or `tune.method = \"block\"` instead"),
+    ("ds3_gather_for_generation ignore_bias_buffers torchdistx_path min_num_params worker_extension_cls deepspeed deepcompile zero_stage fsdp fsdp_* ddp ddp_* accelerator_config parallelism_config local_rank world_size num_processes num_gpus n_node tensor_parallel_size data_parallel_size dp_shard_size dp_replicate_size context_parallel_size sequence_parallel_degree ray_* use_ray resources_per_worker use_hyper_parallel hyper_parallel_args use_mca master_addr master_port ring_attn_func heads_k_stride reshard_after_forward auto_wrap_policy transformer_layer_cls_to_wrap state_dict_type final_state_dict_type use_orig_params sync_module_states cpu_ram_efficient_loading cpu_offload_pin_memory mixed_precision_policy ds_type device_map_planner_kwargs pipeline_parallel_size", "on several CPUs a run is started with `mpirun`, and `[distributed]` has its keys; weights are not divided: to fit a large model write `memory.tier`, `memory.frozen_weights` or `tune.method = \"block\"` instead"),
     ("scaling_softmax scaling_softmax_* pose_* use_pose return_logits attn_implementation attn_impl flash_attn flash_attention flash_attention_2 use_flash_attention_2 use_flash_attention sdp_attention sdpa_varlen xformers_attention flex_attention flex_attn_compile_kwargs eager_attention sage_attention s2_attention shift_attn flash_attn_* fused_attn_kernel gemma4_hybrid_attn_impl large_head_attention use_liger_kernel liger_kernel_config enable_liger_kernel use_liger_loss dpo_use_liger_kernel dpo_use_logits_to_keep use_unsloth use_v1_kernels use_kernels lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel chunked_cross_entropy chunked_cross_entropy_num_chunks torch_compile torch_compile_* compile fullgraph unsloth_* fast_inference", "there is no key for this: attention, loss and updates are always fused, and the logits of a whole batch never exist"),
     ("moe_aux_loss_coef router_aux_loss_coef aux_loss_coef output_router_logits", "train.router_aux_loss_coef"),
     ("moe_z_loss_coeff router_z_loss_coef z_loss_coef", "train.router_z_loss_coef"),
@@ -252,8 +252,9 @@ pub const TABLES: &[(&str, &str)] = &[
         "write `memory.frozen_weights` in `[memory]`: `\"nf4\"`, `\"int4\"` or `\"int8\"`",
     ),
     (
-        "deepspeed fsdp fsdp_config accelerate accelerator parallelism distributed",
-        "ft trains on one device: see `memory.tier` and `memory.frozen_weights` for models that do not fit",
+        "deepspeed fsdp fsdp_config accelerate accelerator parallelism",
+        "on several CPUs a run is started with `mpirun`: see `[distributed]`; for models that do not fit see `memory.tier` and \
+         `memory.frozen_weights`",
     ),
     (
         "wandb tensorboard mlflow logging log tracker report",

@@ -33,6 +33,12 @@ pub trait BatchSource {
         Ok(())
     }
 
+    /// True if `prepare` and `window` compute more than all ranks should compute again, or depend on more than seed and
+    /// weights (answers, rewards). Rank 0 calls them then, and the others get its `state`.
+    fn is_made_by_root(&self) -> bool {
+        false
+    }
+
     /// Returns the micro-batches of step `step`, counted from 0.
     fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>>;
 

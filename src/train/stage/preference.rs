@@ -6,6 +6,7 @@
 
 use super::{BatchSource, Stage, StageContext};
 use crate::base::{Error, Result, progress, signal};
+use crate::comm::Patience;
 use crate::data::order::BatchStream;
 use crate::data::{Batch, Dataset};
 use crate::engine::Engine;
@@ -143,6 +144,29 @@ pub fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result
 }
 
 impl PreferenceSource<'_> {
+    /// Puts the log-probabilities of the groups of all ranks in the order of the rows. `own`: those of this rank's groups.
+    fn of_all_ranks(&self, set: &Dataset, own: Vec<f32>, engine: &Engine) -> Result<Vec<f32>> {
+        let size = engine.comm.world().size;
+        if size == 1 {
+            return Ok(own);
+        }
+        let bytes = own.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let all = engine.comm.bytes(bytes, Patience::Long)?;
+        let numbers = |bytes: &Vec<u8>| {
+            let numbers = bytes
+                .chunks_exact(4)
+                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            numbers.collect::<Vec<_>>()
+        };
+        let mut all: Vec<_> = all.iter().map(|bytes| numbers(bytes).into_iter()).collect();
+        let mut out = Vec::new();
+        for (index, rows) in self.groups(set).iter().enumerate() {
+            let documents = rows.iter().map(|row| set.documents(*row).len()).sum();
+            out.extend(all[index % size].by_ref().take(documents));
+        }
+        Ok(out)
+    }
+
     fn groups(&self, set: &Dataset) -> Vec<Vec<usize>> {
         let rows: Vec<usize> = (0..set.examples.len()).collect();
         rows.chunks(self.units.max(1)).map(<[usize]>::to_vec).collect()
@@ -169,9 +193,11 @@ impl BatchSource for PreferenceSource<'_> {
         let mut found: [Vec<f32>; 2] = Default::default();
         let rows = self.sets.iter().flatten().map(|set| set.examples.len()).sum();
         let phase = progress::phase("computing the reference log-probabilities", rows, "rows");
+        let world = engine.comm.world();
         for (set, found) in self.sets.iter().zip(&mut found) {
             let Some(set) = set else { continue };
-            for rows in self.groups(set) {
+            // Each rank computes every W-th group of rows.
+            for rows in self.groups(set).into_iter().skip(world.rank).step_by(world.size) {
                 if let Some(s) = signal::received() {
                     return Err(Error::signal(
                         s,
@@ -185,6 +211,7 @@ impl BatchSource for PreferenceSource<'_> {
                 found.extend(algorithm.logps(&batch, &log_probs)?.iter().map(|x| *x as f32));
                 phase.add(rows.len() as u64);
             }
+            *found = self.of_all_ranks(set, std::mem::take(found), engine)?;
             if let Some(at) = found.iter().position(|x| !x.is_finite()) {
                 return Err(Error::new("a log-probability of the reference is not finite")
                     .found(format!("{} in document {}", found[at], at + 1))

@@ -314,6 +314,10 @@ impl BatchSource for Rollouts<'_> {
         rollouts as f64 * prompts as f64 / self.prompts.len() as f64
     }
 
+    fn is_made_by_root(&self) -> bool {
+        true
+    }
+
     fn window(&mut self, step: u64, engine: &Engine) -> Result<Vec<Batch>> {
         let all = steps_of_rollout(self.recipe);
         let (rollout, at) = (step / all, step % all);

@@ -261,6 +261,10 @@ impl Objective for Distill {
         self.hidden.as_ref().map_or(Vec::new(), Hidden::params)
     }
 
+    fn means(&self) -> Option<&NamedMeans> {
+        Some(&self.means)
+    }
+
     fn metrics(&self) -> Vec<(&'static str, f64)> {
         let mut means = self.means.take();
         means.sort_by_key(|(name, _)| *name != "divergence");

@@ -5,15 +5,20 @@ pub mod active;
 mod exact;
 pub mod hook;
 pub mod pass;
+mod reduce;
 pub mod sinks;
 pub mod step;
 mod strategy;
+pub mod window;
 
 pub use active::Active;
 pub use hook::StepHook;
 pub use pass::{Pass, Totals, evaluate};
+pub use reduce::{exchange_bytes, sent_bytes};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
 pub use strategy::StepStrategy;
 
+#[cfg(test)]
+mod ranks_tests;
 #[cfg(test)]
 mod shared_tests;

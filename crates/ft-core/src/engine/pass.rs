@@ -1,8 +1,10 @@
 //! The forward pass that saves only layer inputs, the objective, and the backward pass.
 
 use super::active::Active;
+use super::window::{self, MicroReport};
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal};
+use crate::comm::{Alone, Collective, Patience};
 use crate::data::Batch;
 use crate::model::routers::{RouterTally, Routers};
 use crate::model::spec::EMBEDDING;
@@ -13,6 +15,7 @@ use crate::ops::{embedding, update};
 use crate::peft::Dropout;
 use crate::source::Group;
 use candle_core::{DType, Tensor};
+use std::sync::LazyLock;
 
 /// Sums over batches.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -137,16 +140,19 @@ pub struct Pass<'a> {
     pub may_stop: bool,
     /// The losses of the routers of a mixture of experts, and their metrics.
     pub routers: Option<&'a Routers>,
+    /// The ranks that share the window.
+    pub comm: &'a dyn Collective,
 }
 
 impl<'a> Pass<'a> {
-    /// Without dropout; saves layer inputs only, on the device.
+    /// On one rank, without dropout; saves layer inputs only, on the device.
     pub fn new(
         network: &'a Network,
         objective: &'a dyn Objective,
         active: &'a Active,
         step_stats: &'a StepStats,
     ) -> Self {
+        static ALONE: LazyLock<Alone> = LazyLock::new(Alone::default);
         Self {
             network,
             objective,
@@ -157,6 +163,7 @@ impl<'a> Pass<'a> {
             dropout: None,
             may_stop: false,
             routers: None,
+            comm: &*ALONE,
         }
     }
 
@@ -171,8 +178,9 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Runs all micro-batches of one optimizer step. The gradients are scaled by 1 / (weight of the whole window). The
-    /// returned totals contain the counts only; `step_stats` has the sums.
+    /// Runs the micro-batches of one optimizer step. The gradients are scaled by 1 / (weight of the whole window). The
+    /// returned totals contain the counts only; `step_stats` has the sums. `batches`: the window of all ranks; each rank
+    /// computes its part of it (`window::rounds`).
     pub fn window(&self, batches: &[Batch], sink: &mut dyn GradSink) -> Result<Totals> {
         let weight: usize = batches.iter().map(|b| self.objective.weight(b)).sum();
         if weight == 0 {
@@ -181,37 +189,62 @@ impl<'a> Pass<'a> {
                     .hint("look at the encoded rows"),
             );
         }
-        let share = 1.0 / batches.iter().filter(|b| !b.is_empty()).count() as f64;
+        let filled: Vec<usize> = (0..batches.len()).filter(|i| !batches[*i].is_empty()).collect();
+        let share = 1.0 / filled.len() as f64;
         let mut totals = Totals::default();
-        let phase = progress::part("micro-batch", batches.len());
-        for (micro, batch) in batches.iter().enumerate() {
-            phase.set(micro as u64);
-            if batch.is_empty() {
-                continue;
-            }
-            let dropout = self.dropout.map(|key| Dropout {
-                micro: micro as u64,
-                ..key
-            });
+        for index in &filled {
+            totals.count(&batches[*index], self.objective);
+        }
+        let mut reports = Vec::new();
+        let rounds = window::rounds(&filled, self.comm.world());
+        let phase = progress::part("micro-batch", rounds.len());
+        for (done, round) in rounds.iter().enumerate() {
+            phase.set(done as u64);
+            let (micro, batch) = (round.micro as u64, &batches[round.micro]);
+            let dropout = self.dropout.map(|key| Dropout { micro, ..key });
             let ctx = self.network.context(&batch.positions, &batch.documents, dropout)?;
             if let Some(routers) = self.routers {
                 ctx.shared.watch_routers(RouterTally::new(routers.losses, share));
             }
-            self.micro_batch(batch, &ctx, 1.0 / weight as f64, sink)?;
-            if let (Some(routers), Some(tally)) = (self.routers, ctx.shared.take_routers()) {
-                routers.add(tally);
+            sink.begin_round(round.contributors);
+            let own = StepStats::new(&self.network.device)?;
+            // On a GPU the sums of the window stay on the device.
+            let step_stats = if own.known().is_some() { &own } else { self.step_stats };
+            self.micro_batch(batch, &ctx, 1.0 / weight as f64, step_stats, sink)?;
+            sink.end_round()?;
+            let routed = ctx.shared.take_routers();
+            let report = MicroReport {
+                micro,
+                sums: own.known().unwrap_or_default(),
+                means: window::take_means(self.objective),
+                routers: routed.map(|tally| tally.numbers()).unwrap_or_default(),
+            };
+            if round.counts {
+                reports.push(report);
             }
-            totals.count(batch, self.objective);
+        }
+        for report in window::all(self.comm, reports, Patience::Step)? {
+            self.step_stats.add(report.sums);
+            report.put_back(self.objective);
+            if let Some(routers) = self.routers {
+                routers.add_numbers(&report.routers);
+            }
         }
         Ok(totals)
     }
 
-    fn micro_batch(&self, batch: &Batch, ctx: &Context, scale: f64, sink: &mut dyn GradSink) -> Result<()> {
+    fn micro_batch(
+        &self,
+        batch: &Batch,
+        ctx: &Context,
+        scale: f64,
+        step_stats: &StepStats,
+        sink: &mut dyn GradSink,
+    ) -> Result<()> {
         let Pass {
             network,
             objective,
             active,
-            step_stats,
             input_offload: offload,
             ..
         } = *self;
@@ -270,7 +303,10 @@ impl<'a> Pass<'a> {
             ..need(need_dx || network.end_wanted(sink)?)
         };
         let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, step_stats)?;
-        if let Some(sums) = step_stats.known().filter(|s| !s.loss.is_finite()) {
+        // All ranks of a job look at the sum of all losses.
+        if self.comm.world().size == 1
+            && let Some(sums) = step_stats.known().filter(|s| !s.loss.is_finite())
+        {
             return Err(non_finite_loss(sums.loss));
         }
         pass_on(out.objective_params, sink)?;

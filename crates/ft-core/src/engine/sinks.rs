@@ -1,7 +1,9 @@
 //! Gradient sinks: what happens to a gradient as soon as it is computed.
 
 use super::active::Active;
+use super::reduce::Reduce;
 use crate::base::{Error, Result};
+use crate::comm::Collective;
 use crate::model::{GradSink, Param};
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::StepStats;
@@ -78,11 +80,13 @@ pub struct Accumulate<'a> {
     pub(super) order: Vec<Arc<str>>,
     /// Updates of corrected parameters.
     pub corrections: Corrections,
+    /// Adds the gradients of all ranks; `None` on one rank.
+    reduce: Option<Reduce<'a>>,
 }
 
 impl<'a> Accumulate<'a> {
-    /// A sink without gradients.
-    pub fn new(active: &'a Active, optimizer: &'a mut Optimizer, lr: f64) -> Self {
+    /// A sink without gradients. With several ranks `complete` must be called after the last one.
+    pub fn new(active: &'a Active, optimizer: &'a mut Optimizer, lr: f64, comm: &'a dyn Collective) -> Self {
         Self {
             active,
             optimizer,
@@ -90,7 +94,23 @@ impl<'a> Accumulate<'a> {
             sums: BTreeMap::new(),
             order: Vec::new(),
             corrections: Corrections::default(),
+            reduce: (comm.world().size > 1).then(|| Reduce::new(comm)),
         }
+    }
+
+    /// Waits for the sums over all ranks.
+    ///
+    /// # Errors
+    /// Another rank has failed.
+    pub fn complete(&mut self) -> Result<()> {
+        let Some(reduce) = self.reduce.take() else {
+            return Ok(());
+        };
+        for (param, sum) in reduce.finish()? {
+            self.order.push(param.name.clone());
+            self.sums.insert(param.name.to_string(), (param.tensor, sum));
+        }
+        Ok(())
     }
 
     /// Adds the squares of all gradients to `step_stats` in order of arrival: on the CPU bit-equal to `Norm`.
@@ -155,6 +175,9 @@ impl GradSink for Accumulate<'_> {
             return Ok(());
         }
         let gradient = active_part(self.active, param, gradient)?;
+        if let Some(reduce) = &mut self.reduce {
+            return reduce.take(param, &gradient);
+        }
         match self.sums.get(&*param.name) {
             Some((_, sum)) => update::add_assign(sum, &gradient),
             None => {
@@ -171,6 +194,16 @@ impl GradSink for Accumulate<'_> {
     fn sum(&self, name: &str) -> Option<Tensor> {
         let (_, sum) = self.sums.get(name)?;
         (sum.device().is_cuda() && !self.active.is_masked()).then(|| sum.clone())
+    }
+
+    fn begin_round(&mut self, contributors: usize) {
+        if let Some(reduce) = &mut self.reduce {
+            reduce.begin_round(contributors);
+        }
+    }
+
+    fn end_round(&mut self) -> Result<()> {
+        self.reduce.as_mut().map_or(Ok(()), Reduce::flush)
     }
 }
 

@@ -6,6 +6,7 @@ use super::pass::{self, Pass, Totals};
 use super::sinks::{Accumulate, Corrections, FusedUpdate, Norm};
 use super::strategy::StepStrategy;
 use crate::base::{Error, ErrorKind, Result};
+use crate::comm::{Alone, Collective};
 use crate::data::Batch;
 use crate::model::{Network, Objective, Routers, TrainableNetwork};
 use crate::ops::step::FoundInf;
@@ -62,6 +63,8 @@ pub struct Engine {
     pub step_hook: Option<Box<dyn StepHook>>,
     /// The losses of the routers of a mixture of experts, and their metrics.
     pub routers: Routers,
+    /// The ranks that share the micro-batches of a step; every one has all weights.
+    pub comm: Arc<dyn Collective>,
 }
 
 /// A step whose work is queued on the device. On a GPU the host may queue the next one before it reads the result with
@@ -156,6 +159,7 @@ impl Engine {
             seed: 0,
             step_hook: None,
             routers: Routers::default(),
+            comm: Arc::new(Alone::default()),
         })
     }
 
@@ -177,8 +181,11 @@ impl Engine {
     }
 
     /// True if no weight changes before the last gradient of a step is computed; then a step can be abandoned halfway.
+    /// Several ranks always finish a step together.
     pub fn changes_last(&self, active: &Active) -> bool {
-        self.effective_gradients() == Gradients::Keep && active.corrected().next().is_none()
+        self.comm.world().size == 1
+            && self.effective_gradients() == Gradients::Keep
+            && active.corrected().next().is_none()
     }
 
     /// Queues step number `step`; on a CPU it is complete then. `before`: the step before, if its result was not read
@@ -231,6 +238,12 @@ impl Engine {
         before: Option<&QueuedStep>,
     ) -> Result<QueuedStep> {
         let (network, seed, gradients) = (&self.network, self.seed, self.effective_gradients());
+        let several = self.comm.world().size > 1;
+        if several && (gradients != Gradients::Keep || active.corrected().next().is_some()) {
+            return Err(Error::unsupported(
+                "a gradient is applied at once, which several ranks cannot do together",
+            ));
+        }
         let step_stats = StepStats::new(&network.device)?;
         // The sums whose guard holds back this pass too.
         let mut earlier = before.map(|before| &before.step_stats);
@@ -247,14 +260,16 @@ impl Engine {
             dropout: Some(Dropout { seed, step, micro: 0 }),
             may_stop,
             routers: Some(&self.routers),
+            comm: &*self.comm,
             ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
         let (mut first, mut names) = (None, Vec::new());
         let (totals, sums) = match gradients {
             Gradients::Keep => {
                 step_stats.follow(earlier)?;
-                let mut sink = Accumulate::new(active, &mut self.optimizer, lr);
+                let mut sink = Accumulate::new(active, &mut self.optimizer, lr, &*self.comm);
                 let totals = pass.window(batches, &mut sink)?;
+                sink.complete()?;
                 if let Some(hook) = &mut self.step_hook {
                     hook.before_update(&|name| sink.gradient(name))?;
                 }

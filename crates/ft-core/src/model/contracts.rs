@@ -4,6 +4,7 @@
 use super::head::Head;
 use super::shared::SharedStates;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
+use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::Batch;
 use crate::ops::attention::Spec;
@@ -26,6 +27,15 @@ pub trait GradSink {
     /// caller adds the next part to it in place instead of calling `take`.
     fn sum(&self, _name: &str) -> Option<Tensor> {
         None
+    }
+
+    /// A round of micro-batches begins, one on each rank: those of the first `contributors` ranks count. Other ranks
+    /// compute one that does not count, to keep step.
+    fn begin_round(&mut self, _contributors: usize) {}
+
+    /// The micro-batch of this rank has given its last gradient.
+    fn end_round(&mut self) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -226,6 +236,11 @@ pub trait Objective {
     /// Parameters of the objective (a score head, projections), named `objective.*`: always trained and saved.
     fn params(&self) -> Vec<Param> {
         Vec::new()
+    }
+
+    /// The sums behind `metrics`, if there are any: those of each micro-batch are added in its order.
+    fn means(&self) -> Option<&NamedMeans> {
+        None
     }
 
     /// Means since the last call, by their names in `metrics.jsonl`.

@@ -206,6 +206,20 @@ impl RouterTally {
         }
     }
 
+    /// What the metrics need, as numbers: share, balance loss, z-loss, then for each layer its index, the number of its
+    /// experts, their tokens, the entropy, N, and the visited groups (-1: a router of one level).
+    pub fn numbers(&self) -> Vec<f64> {
+        let values = self.values();
+        let mut out = vec![self.share, values.balance, values.z];
+        for (index, layer) in &self.layers {
+            out.extend([*index as f64, layer.counts.len() as f64]);
+            out.extend(layer.counts.iter().map(|n| *n as f64));
+            out.extend([layer.entropy, layer.tokens as f64]);
+            out.push(layer.visits.map_or(-1.0, |n| n as f64));
+        }
+        out
+    }
+
     /// The gradients of the losses with respect to the scores and logits of a token, the same in all layers.
     pub fn gradient(&self) -> LogitLoss {
         let tokens = self.tokens();
@@ -264,19 +278,33 @@ impl Routers {
     }
 
     /// Adds a micro-batch.
-    pub fn add(&self, tally: RouterTally) {
+    pub fn add(&self, tally: &RouterTally) {
+        self.add_numbers(&tally.numbers());
+    }
+
+    /// Adds a micro-batch, as `RouterTally::numbers` describes it; nothing if there are no numbers.
+    pub fn add_numbers(&self, numbers: &[f64]) {
+        let mut rest = numbers.iter().copied();
+        let mut next = || rest.next();
+        let (Some(share), Some(balance), Some(z)) = (next(), next(), next()) else {
+            return;
+        };
         let mut load = self.load.borrow_mut();
-        let values = tally.values();
-        load.values.balance += tally.share * values.balance;
-        load.values.z += tally.share * values.z;
-        load.shares += tally.share;
-        for (index, layer) in tally.layers {
-            let sums = load.layers.entry(index).or_default();
-            sums.counts.resize(layer.counts.len(), 0);
-            sums.counts.iter_mut().zip(&layer.counts).for_each(|(sum, n)| *sum += n);
-            sums.entropy += layer.entropy;
-            sums.tokens += layer.tokens;
-            sums.visits = layer.visits.map(|n| n + sums.visits.unwrap_or(0));
+        load.values.balance += share * balance;
+        load.values.z += share * z;
+        load.shares += share;
+        while let (Some(index), Some(experts)) = (next(), next()) {
+            let sums = load.layers.entry(index as usize).or_default();
+            sums.counts.resize(experts as usize, 0);
+            sums.counts
+                .iter_mut()
+                .for_each(|sum| *sum += next().unwrap_or(0.0) as u64);
+            sums.entropy += next().unwrap_or(0.0);
+            sums.tokens += next().unwrap_or(0.0) as u64;
+            // Negative: a router of one level.
+            if let Some(visits) = next().filter(|n| *n >= 0.0) {
+                sums.visits = Some(visits as u64 + sums.visits.unwrap_or(0));
+            }
         }
     }
 
@@ -398,7 +426,7 @@ mod tests {
         assert!((gradient.z - 0.025).abs() < 1e-7);
 
         let routers = Routers::new(RouterLosses::default());
-        routers.add(tally);
+        routers.add(&tally);
         let found: BTreeMap<&str, f64> = routers.metrics().into_iter().collect();
         // The first layer has all tokens at one of three experts; two experts of it and one of the other are idle.
         assert_eq!((found["router_max_load"], found["router_idle_experts"]), (3.0, 3.0));

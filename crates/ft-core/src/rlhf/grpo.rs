@@ -276,6 +276,10 @@ impl Objective for Grpo {
         self.policy.gradients(h, head, &batch.targets, &slopes, need)
     }
 
+    fn means(&self) -> Option<&NamedMeans> {
+        Some(&self.means)
+    }
+
     fn metrics(&self) -> Vec<(&'static str, f64)> {
         self.means.take()
     }

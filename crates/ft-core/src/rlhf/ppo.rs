@@ -227,6 +227,10 @@ impl Objective for Ppo {
         vec![self.head.weight.clone(), self.head.bias.clone()]
     }
 
+    fn means(&self) -> Option<&NamedMeans> {
+        Some(&self.means)
+    }
+
     fn metrics(&self) -> Vec<(&'static str, f64)> {
         self.means.take()
     }

@@ -303,6 +303,10 @@ impl Objective for Preferences {
         }
     }
 
+    fn means(&self) -> Option<&NamedMeans> {
+        Some(&self.means)
+    }
+
     fn metrics(&self) -> Vec<(&'static str, f64)> {
         self.means.take()
     }

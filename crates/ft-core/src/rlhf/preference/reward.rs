@@ -164,6 +164,10 @@ impl Objective for Reward {
         vec![self.score.clone()]
     }
 
+    fn means(&self) -> Option<&NamedMeans> {
+        Some(&self.means)
+    }
+
     fn metrics(&self) -> Vec<(&'static str, f64)> {
         self.means.take()
     }

@@ -1,0 +1,431 @@
+//! The ranks of a job over a `Wire`: a thread owns the wire and runs the operations in the order of the calls, so that
+//! numbers travel while the rank computes.
+//!
+//! Each operation begins with a header from every rank to every rank: the number of the operation, its kind and its
+//! key. All ranks see the same headers, so all of them find the same failure or the same mismatch.
+
+use super::{Collective, Fault, Patience, Pending, State, World, closed};
+use crate::base::{Error, Result};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Moves lists between ranks. The list of the own rank, and empty lists, do not travel.
+pub trait Wire {
+    /// Sends `out[j]` to rank j and fills `into[j]` (of the length that rank j sends).
+    fn bytes(&mut self, out: &[&[u8]], into: &mut [Vec<u8>], wait: &Wait);
+
+    /// As `bytes`.
+    fn floats(&mut self, out: &[&[f32]], into: &mut [Vec<f32>], wait: &Wait);
+
+    /// Ends the whole job.
+    fn abort(&mut self, code: i32);
+}
+
+/// How long a wire waits.
+pub struct Wait<'a> {
+    /// `None`: as long as it takes.
+    pub limit: Option<Duration>,
+    /// Called with the ranks that are missing at the limit; the wire then ends the job.
+    pub late: &'a dyn Fn(&[usize]),
+}
+
+/// Prints a line for the user.
+pub type Say = fn(&str);
+
+type Lists = Vec<Vec<f32>>;
+
+enum Job {
+    Exchange(u64, Lists, Vec<usize>, Sender<Result<Lists>>),
+    Gather(u64, Vec<f32>, Vec<usize>, Sender<Result<Lists>>),
+    Bytes(Vec<u8>, Patience, Sender<Result<Vec<Vec<u8>>>>),
+    Fail(i32, String, Sender<Vec<Fault>>),
+    Close,
+    Abort(i32),
+}
+
+/// How long a rank that has failed waits for the others to come to their next operation, before it ends the job.
+const FAREWELL: Duration = Duration::from_secs(15);
+/// Rank r waits this much longer than rank r - 1, so that one of them reports a rank that is missing.
+const STAGGER: Duration = Duration::from_secs(2);
+/// Exit code if a thread of a rank ended by itself.
+const BUG: i32 = 70;
+
+const EXCHANGE: u64 = 1;
+const GATHER: u64 = 2;
+const BYTES: u64 = 3;
+const FAULT: u64 = 4;
+const CLOSE: u64 = 5;
+
+fn kind_name(kind: u64) -> &'static str {
+    match kind {
+        EXCHANGE => "an exchange",
+        GATHER => "a gathering",
+        BYTES => "an agreement",
+        FAULT => "a failure",
+        CLOSE => "the end",
+        _ => "an unknown operation",
+    }
+}
+
+/// The ranks of a job, over a wire.
+pub struct Group {
+    world: World,
+    jobs: Mutex<Sender<Job>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    /// Milliseconds.
+    timeout: Arc<AtomicU64>,
+}
+
+impl Group {
+    /// Starts the thread of a group. `open` runs on it and returns the wire and the place of this rank; the wire is
+    /// dropped there. `say` prints a line if the job is ended from here.
+    ///
+    /// # Errors
+    /// Those of `open`; the thread cannot be started.
+    pub fn start<W: Wire>(open: impl FnOnce() -> Result<(W, World)> + Send + 'static, say: Say) -> Result<Arc<Self>> {
+        let (jobs, queue) = channel();
+        let (ready, opened) = channel();
+        let timeout = Arc::new(AtomicU64::new(600_000));
+        let limit = timeout.clone();
+        let work = move || {
+            let (wire, world) = match open() {
+                Ok(found) => found,
+                Err(e) => return drop(ready.send(Err(e))),
+            };
+            if ready.send(Ok(world.clone())).is_ok() {
+                let mut worker = Worker {
+                    wire,
+                    world,
+                    turn: 0,
+                    faults: Vec::new(),
+                    limit,
+                    say,
+                };
+                worker.run(&queue);
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("ranks".into())
+            .spawn(work)
+            .map_err(|e| Error::io("cannot start the thread of the ranks").cause(e))?;
+        let world = opened.recv().unwrap_or_else(|_| Err(closed()))?;
+        Ok(Arc::new(Self {
+            world,
+            jobs: Mutex::new(jobs),
+            thread: Mutex::new(Some(thread)),
+            timeout,
+        }))
+    }
+
+    /// Joins the job that an MPI launcher (`mpirun`, `srun`) started.
+    ///
+    /// # Errors
+    /// MPI cannot be started.
+    #[cfg(feature = "mpi")]
+    pub fn mpi(say: Say) -> Result<Arc<Self>> {
+        Self::start(super::mpi::open, say)
+    }
+
+    fn send(&self, job: Job) {
+        // A thread that has ended drops the channel of the reply: the caller gets an error.
+        let _ = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).send(job);
+    }
+
+    fn end(&self, job: Job) {
+        if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            self.send(job);
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Group {
+    /// A rank that was not closed has panicked.
+    fn drop(&mut self) {
+        self.end(Job::Abort(BUG));
+    }
+}
+
+impl Collective for Group {
+    fn world(&self) -> &World {
+        &self.world
+    }
+
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
+        let (reply, coming) = channel();
+        self.send(Job::Exchange(key, parts, lengths, reply));
+        Pending(State::Coming(coming))
+    }
+
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
+        let (reply, coming) = channel();
+        self.send(Job::Gather(key, own, lengths, reply));
+        Pending(State::Coming(coming))
+    }
+
+    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+        let (reply, coming) = channel();
+        self.send(Job::Bytes(own, patience, reply));
+        coming.recv().unwrap_or_else(|_| Err(closed()))
+    }
+
+    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+        let (reply, coming) = channel();
+        let rank = self.world.name();
+        let own = Fault { rank, code, text };
+        self.send(Job::Fail(own.code, own.text.clone(), reply));
+        coming.recv().unwrap_or_else(|_| vec![own])
+    }
+
+    fn close(&self) {
+        self.end(Job::Close);
+    }
+
+    fn set_timeout(&self, timeout: Duration) {
+        self.timeout
+            .store(timeout.as_millis().try_into().unwrap_or(u64::MAX), SeqCst);
+    }
+}
+
+/// What a rank is about to do.
+#[derive(Clone, Copy, PartialEq)]
+struct Header {
+    turn: u64,
+    kind: u64,
+    /// The key of numbers, or the length of bytes.
+    key: u64,
+}
+
+impl Header {
+    const BYTES: usize = 24;
+
+    fn to_bytes(self) -> Vec<u8> {
+        [self.turn, self.kind, self.key]
+            .iter()
+            .flat_map(|n| n.to_le_bytes())
+            .collect()
+    }
+
+    fn read(bytes: &[u8]) -> Self {
+        let number = |i: usize| {
+            let bytes = bytes.get(8 * i..8 * i + 8).and_then(|b| b.try_into().ok());
+            bytes.map_or(0, u64::from_le_bytes)
+        };
+        Self {
+            turn: number(0),
+            kind: number(1),
+            key: number(2),
+        }
+    }
+}
+
+struct Worker<W: Wire> {
+    wire: W,
+    world: World,
+    /// Number of operations so far.
+    turn: u64,
+    /// After the first failure nothing travels any more.
+    faults: Vec<Fault>,
+    limit: Arc<AtomicU64>,
+    say: Say,
+}
+
+impl<W: Wire> Worker<W> {
+    fn run(&mut self, jobs: &Receiver<Job>) {
+        for job in jobs {
+            match job {
+                Job::Exchange(key, parts, lengths, reply) => {
+                    let _ = reply.send(self.exchange(key, parts, &lengths));
+                }
+                Job::Gather(key, own, lengths, reply) => {
+                    let _ = reply.send(self.gather(key, own, &lengths));
+                }
+                Job::Bytes(own, patience, reply) => {
+                    let _ = reply.send(self.bytes(own, patience));
+                }
+                Job::Fail(code, text, reply) => {
+                    self.fail(code, &text);
+                    let _ = reply.send(self.faults.clone());
+                }
+                Job::Close => {
+                    if self.faults.is_empty() {
+                        let _ = self.begin(CLOSE, 0, None);
+                    }
+                    return;
+                }
+                Job::Abort(code) => return self.wire.abort(code),
+            }
+        }
+    }
+
+    /// The time limit of this rank for numbers.
+    fn patience(&self) -> Duration {
+        Duration::from_millis(self.limit.load(SeqCst)) + STAGGER * self.world.rank as u32
+    }
+
+    /// Exchanges bytes whose lengths are known.
+    fn swap(&mut self, own: &[&[u8]], lengths: &[usize], limit: Option<Duration>) -> Vec<Vec<u8>> {
+        let mut into: Vec<Vec<u8>> = lengths.iter().map(|n| vec![0; *n]).collect();
+        let (world, say) = (self.world.clone(), self.say);
+        let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
+        self.wire.bytes(own, &mut into, &Wait { limit, late: &late });
+        into
+    }
+
+    fn numbers(&mut self, out: &[&[f32]], lengths: &[usize]) -> Lists {
+        let mut into: Lists = lengths.iter().map(|n| vec![0.0; *n]).collect();
+        let limit = Some(self.patience());
+        let (world, say) = (self.world.clone(), self.say);
+        let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
+        self.wire.floats(out, &mut into, &Wait { limit, late: &late });
+        into
+    }
+
+    /// Exchanges the headers of an operation. Errors: a rank has failed or is at another operation.
+    fn meet(&mut self, kind: u64, key: u64, limit: Option<Duration>) -> Result<Vec<Header>> {
+        if !self.faults.is_empty() {
+            return Err(self.error());
+        }
+        self.turn += 1;
+        let own = Header {
+            turn: self.turn,
+            kind,
+            key,
+        };
+        let bytes = own.to_bytes();
+        let size = self.world.size;
+        let found = self.swap(&vec![&bytes[..]; size], &vec![Header::BYTES; size], limit);
+        let mut headers: Vec<Header> = found.iter().map(|bytes| Header::read(bytes)).collect();
+        headers[self.world.rank] = own;
+        if headers.iter().any(|h| h.kind == FAULT) {
+            // The caller has to receive the texts.
+            return Ok(headers);
+        }
+        let shape = |h: &Header| (h.turn, h.kind, if h.kind == BYTES { 0 } else { h.key });
+        if let Some(other) = headers.iter().position(|h| shape(h) != shape(&headers[0])) {
+            let name = |h: &Header| format!("{} (operation {}, key {:x})", kind_name(h.kind), h.turn, h.key);
+            let text = format!(
+                "internal: the ranks have lost step: rank 0 is at {}, rank {other} at {}",
+                name(&headers[0]),
+                name(&headers[other])
+            );
+            self.faults.push(Fault {
+                rank: format!("rank {other}"),
+                code: BUG,
+                text,
+            });
+            return Err(self.error());
+        }
+        Ok(headers)
+    }
+
+    /// As `meet`; receives the texts of ranks that have failed.
+    fn begin(&mut self, kind: u64, key: u64, limit: Option<Duration>) -> Result<Vec<Header>> {
+        let headers = self.meet(kind, key, limit)?;
+        if headers.iter().any(|h| h.kind == FAULT) {
+            self.receive_faults(&headers, &[]);
+            return Err(self.error());
+        }
+        Ok(headers)
+    }
+
+    /// `own`: name, code and text of this rank, if it has failed.
+    fn receive_faults(&mut self, headers: &[Header], own: &[u8]) {
+        let lengths: Vec<usize> = headers
+            .iter()
+            .map(|h| if h.kind == FAULT { h.key as usize } else { 0 })
+            .collect();
+        let mut texts = self.swap(&vec![own; headers.len()], &lengths, Some(FAREWELL));
+        texts[self.world.rank] = own.to_vec();
+        for (header, bytes) in headers.iter().zip(texts) {
+            if header.kind == FAULT {
+                self.faults.push(fault_of(&bytes));
+            }
+        }
+    }
+
+    fn fail(&mut self, code: i32, text: &str) {
+        if !self.faults.is_empty() {
+            return;
+        }
+        let own = format!("{code}\n{}\n{text}", self.world.name()).into_bytes();
+        if let Ok(headers) = self.meet(FAULT, own.len() as u64, Some(FAREWELL)) {
+            self.receive_faults(&headers, &own);
+        }
+    }
+
+    /// The error of every operation after a failure.
+    fn error(&self) -> Error {
+        let first = self.faults.first();
+        let text = first.map_or(String::new(), |f| {
+            format!("{}: {}", f.rank, f.text.lines().next().unwrap_or_default())
+        });
+        Error::new("a rank has failed").cause(text)
+    }
+
+    fn exchange(&mut self, key: u64, mut parts: Lists, lengths: &[usize]) -> Result<Lists> {
+        let limit = Some(self.patience());
+        self.begin(EXCHANGE, key, limit)?;
+        let rank = self.world.rank;
+        let own = std::mem::take(&mut parts[rank]);
+        let lengths = others(lengths, rank);
+        let out: Vec<&[f32]> = parts.iter().map(Vec::as_slice).collect();
+        let mut into = self.numbers(&out, &lengths);
+        into[rank] = own;
+        Ok(into)
+    }
+
+    fn gather(&mut self, key: u64, own: Vec<f32>, lengths: &[usize]) -> Result<Lists> {
+        let limit = Some(self.patience());
+        self.begin(GATHER, key, limit)?;
+        let rank = self.world.rank;
+        let lengths = others(lengths, rank);
+        let mut out: Vec<&[f32]> = vec![&own; self.world.size];
+        out[rank] = &[];
+        let mut into = self.numbers(&out, &lengths);
+        into[rank] = own;
+        Ok(into)
+    }
+
+    fn bytes(&mut self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+        let limit = (patience == Patience::Step).then(|| self.patience());
+        let headers = self.begin(BYTES, own.len() as u64, limit)?;
+        let lengths: Vec<usize> = headers.iter().map(|h| h.key as usize).collect();
+        let mut into = self.swap(&vec![&own[..]; headers.len()], &lengths, None);
+        into[self.world.rank] = own;
+        Ok(into)
+    }
+}
+
+/// The lengths without that of the own rank.
+fn others(lengths: &[usize], rank: usize) -> Vec<usize> {
+    let mut lengths = lengths.to_vec();
+    lengths[rank] = 0;
+    lengths
+}
+
+fn fault_of(bytes: &[u8]) -> Fault {
+    let text = String::from_utf8_lossy(bytes);
+    let mut lines = text.splitn(3, '\n');
+    let mut next = || lines.next().unwrap_or_default().to_string();
+    let code = next().parse().unwrap_or(1);
+    Fault {
+        code,
+        rank: next(),
+        text: next(),
+    }
+}
+
+fn late_text(world: &World, missing: &[usize], limit: Option<Duration>) -> String {
+    let missing: Vec<String> = missing.iter().map(usize::to_string).collect();
+    let noun = if missing.len() == 1 { "rank" } else { "ranks" };
+    format!(
+        "{} has waited {} s for {noun} {}: the job ends; the newest checkpoint is valid",
+        world.name(),
+        limit.unwrap_or_default().as_secs(),
+        missing.join(", ")
+    )
+}

@@ -1,0 +1,163 @@
+//! Exchange of numbers and bytes between the ranks of a job: processes that train one model together. Knows ranks,
+//! sizes and order; does not know layers, parameters or files.
+//!
+//! Every rank calls the same methods of `Collective` in the same order. A call carries a key that must be equal on all
+//! ranks, so ranks that lose step get an error instead of foreign numbers. A rank that fails says so in its next call
+//! (`Collective::fail`), and every other rank gets the text as the error of that call: nobody waits for it.
+//!
+//! Letters: W ranks.
+
+mod group;
+#[cfg(feature = "mpi")]
+mod mpi;
+mod shards;
+#[cfg(test)]
+pub(crate) mod threads;
+
+#[cfg(test)]
+mod tests;
+
+pub use group::Group;
+pub use shards::{QUANTUM, part};
+
+use crate::base::{Error, Result};
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
+
+/// The place of this process in its job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct World {
+    /// Number of this process, from 0. Rank 0 writes the files of a run.
+    pub rank: usize,
+    /// Number of processes, W.
+    pub size: usize,
+    /// Name of the machine.
+    pub host: String,
+}
+
+impl World {
+    /// True for the rank that writes the files of a run.
+    pub fn is_root(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// `rank 2 (host b)`.
+    pub fn name(&self) -> String {
+        format!("rank {} (host {})", self.rank, self.host)
+    }
+}
+
+/// The error of a rank, as all ranks of the job know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// `World::name` of the rank.
+    pub rank: String,
+    /// Exit code that the rank asks for.
+    pub code: i32,
+    /// The error.
+    pub text: String,
+}
+
+/// Numbers that are on their way: from each rank a list.
+#[must_use]
+pub struct Pending(State);
+
+enum State {
+    Here(Vec<Vec<f32>>),
+    Coming(Receiver<Result<Vec<Vec<f32>>>>),
+}
+
+impl Pending {
+    /// The lists of all ranks, in their order.
+    ///
+    /// # Errors
+    /// Another rank has failed, or is at another operation.
+    pub fn wait(self) -> Result<Vec<Vec<f32>>> {
+        match self.0 {
+            State::Here(lists) => Ok(lists),
+            State::Coming(reply) => reply.recv().unwrap_or_else(|_| Err(closed())),
+        }
+    }
+}
+
+/// How long a rank waits for the bytes of the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Patience {
+    /// As for numbers (`Collective::set_timeout`): all ranks do the same work.
+    Step,
+    /// Without a limit: one rank saves, or reads rows.
+    Long,
+}
+
+/// The operations of all ranks together.
+pub trait Collective: Send + Sync {
+    /// The place of this rank.
+    fn world(&self) -> &World;
+
+    /// List `parts[j]` goes to rank j; a list of `lengths[j]` numbers comes from rank j. `key`: equal on all ranks.
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending;
+
+    /// `own` goes to every rank; a list of `lengths[j]` numbers comes from rank j. `key`: equal on all ranks.
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending;
+
+    /// What every rank says, in the order of the ranks.
+    ///
+    /// # Errors
+    /// Another rank has failed, or is at another operation.
+    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>>;
+
+    /// Tells all ranks that this one has failed, unless a failure is already known to all. Returns the failures that
+    /// all ranks know.
+    fn fail(&self, code: i32, text: String) -> Vec<Fault>;
+
+    /// Waits until all ranks are here, and ends the connection.
+    fn close(&self);
+
+    /// Sets how long a rank waits for the numbers of another one.
+    fn set_timeout(&self, timeout: Duration);
+}
+
+/// The job of one rank.
+#[derive(Debug, Clone)]
+pub struct Alone(World);
+
+impl Default for Alone {
+    fn default() -> Self {
+        Self(World {
+            rank: 0,
+            size: 1,
+            host: String::new(),
+        })
+    }
+}
+
+impl Collective for Alone {
+    fn world(&self) -> &World {
+        &self.0
+    }
+
+    fn exchange(&self, _: u64, parts: Vec<Vec<f32>>, _: Vec<usize>) -> Pending {
+        Pending(State::Here(parts))
+    }
+
+    fn gather(&self, _: u64, own: Vec<f32>, _: Vec<usize>) -> Pending {
+        Pending(State::Here(vec![own]))
+    }
+
+    fn bytes(&self, own: Vec<u8>, _: Patience) -> Result<Vec<Vec<u8>>> {
+        Ok(vec![own])
+    }
+
+    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+        let rank = self.0.name();
+        vec![Fault { rank, code, text }]
+    }
+
+    fn close(&self) {}
+
+    fn set_timeout(&self, _: Duration) {}
+}
+
+fn closed() -> Error {
+    Error::internal("the connection between the ranks has ended")
+}

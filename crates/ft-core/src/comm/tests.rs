@@ -1,0 +1,108 @@
+//! Tests of the operations with ranks that are threads.
+
+use super::*;
+use std::time::Instant;
+
+/// The list that rank `from` has for rank `to`.
+fn list(from: usize, to: usize, n: usize) -> Vec<f32> {
+    (0..n).map(|i| (1000 * from + 100 * to + i) as f32).collect()
+}
+
+#[test]
+fn lists_arrive_where_they_belong() {
+    for size in 1..=4 {
+        for n in [0, 1, QUANTUM - 1, QUANTUM + 1] {
+            threads::run(size, |comm| {
+                let rank = comm.world().rank;
+                // Two under way at the same time; the length depends on the receiver.
+                let send = |key| {
+                    let parts = (0..size).map(|to| list(rank, to, n + to)).collect();
+                    comm.exchange(key, parts, vec![n + rank; size])
+                };
+                let (first, second) = (send(1), send(2));
+                let gathered = comm.gather(3, list(rank, 9, n + rank), (0..size).map(|from| n + from).collect());
+                for pending in [first, second] {
+                    let want: Vec<Vec<f32>> = (0..size).map(|from| list(from, rank, n + rank)).collect();
+                    assert!(pending.wait().unwrap() == want);
+                }
+                let want: Vec<Vec<f32>> = (0..size).map(|from| list(from, 9, n + from)).collect();
+                assert!(gathered.wait().unwrap() == want);
+                let said = comm.bytes(vec![rank as u8; rank], Patience::Long).unwrap();
+                assert_eq!(said, (0..size).map(|from| vec![from as u8; from]).collect::<Vec<_>>());
+            });
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_fails_is_heard_by_all() {
+    for size in 2..=4 {
+        let begun = Instant::now();
+        let found = threads::run(size, |comm| {
+            let rank = comm.world().rank;
+            comm.bytes(Vec::new(), Patience::Long).unwrap();
+            if rank == 1 {
+                return comm.fail(3, "no space\nhint: free some".into());
+            }
+            let lists = vec![vec![0.0; 5]; size];
+            let error = comm.exchange(7, lists, vec![5; size]).wait().unwrap_err().to_string();
+            assert!(error.contains("rank 1 (host here): no space"), "{error}");
+            assert!(
+                comm.bytes(Vec::new(), Patience::Long).is_err(),
+                "after a failure nothing travels"
+            );
+            comm.fail(1, "what follows from it".into())
+        });
+        let want = vec![Fault {
+            rank: "rank 1 (host here)".into(),
+            code: 3,
+            text: "no space\nhint: free some".into(),
+        }];
+        assert!(found.iter().all(|faults| *faults == want), "{found:?}");
+        assert!(begun.elapsed() < Duration::from_secs(5));
+    }
+}
+
+#[test]
+fn failures_of_several_ranks_are_one_list() {
+    let found = threads::run(3, |comm| match comm.world().rank {
+        0 => {
+            assert!(comm.bytes(Vec::new(), Patience::Long).is_err());
+            comm.fail(1, "third".into())
+        }
+        rank => comm.fail(2, format!("error {rank}")),
+    });
+    let texts: Vec<&str> = found[0].iter().map(|f| f.text.as_str()).collect();
+    assert_eq!(texts, ["error 1", "error 2"]);
+    assert!(found.iter().all(|faults| *faults == found[0]));
+}
+
+#[test]
+fn ranks_that_lose_step_get_an_error() {
+    let other_kind = threads::run(3, |comm| match comm.world().rank {
+        2 => comm.bytes(Vec::new(), Patience::Long).unwrap_err().to_string(),
+        _ => comm.gather(1, vec![1.0], vec![1; 3]).wait().unwrap_err().to_string(),
+    });
+    let other_key = threads::run(3, |comm| {
+        let key = comm.world().rank as u64 / 2;
+        comm.gather(key, vec![1.0], vec![1; 3]).wait().unwrap_err().to_string()
+    });
+    for error in other_kind.iter().chain(&other_key) {
+        assert!(error.contains("lost step: rank 0 is at a gathering"), "{error}");
+        assert!(error.contains("rank 2"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_late_ends_the_job() {
+    let found = threads::run(2, |comm| {
+        comm.bytes(Vec::new(), Patience::Long).unwrap();
+        if comm.world().rank == 1 {
+            std::thread::sleep(Duration::from_millis(500));
+            return String::new();
+        }
+        comm.set_timeout(Duration::from_millis(50));
+        comm.gather(1, vec![1.0], vec![1; 2]).wait().unwrap_err().to_string()
+    });
+    assert!(found[0].contains("has ended"), "{}", found[0]);
+}

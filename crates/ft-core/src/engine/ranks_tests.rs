@@ -1,0 +1,213 @@
+//! A step on several ranks has the bits of the step on one: losses, norms, weights and metrics.
+
+use super::step::{Engine, Gradients};
+use super::{Active, StepStrategy, sent_bytes};
+use crate::base::Result;
+use crate::comm::{Alone, Collective, Fault, Patience, Pending, World, threads};
+use crate::data::{Batch, Example};
+use crate::model::{TrainableNetwork, families, shapes};
+use crate::ops::Dtype;
+use crate::optim::config::{OptimizerConfig, StateDtype};
+use crate::optim::{Masks, Optimizer};
+use crate::sft::CausalLm;
+use crate::source::Resident;
+use candle_core::Device;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::time::Duration;
+
+/// One way to train.
+#[derive(Clone, Copy)]
+struct Case {
+    dtype: Dtype,
+    state: StateDtype,
+    /// Only the parameters whose names contain this text.
+    part: &'static str,
+    masked: bool,
+    max_grad_norm: f64,
+    saved_layers: usize,
+}
+
+const FULL: Case = Case {
+    dtype: Dtype::F32,
+    state: StateDtype::F32,
+    part: "",
+    masked: false,
+    max_grad_norm: 0.5,
+    saved_layers: 0,
+};
+
+fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
+    let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+    let (params, vocab) = (spec.params(), spec.vocab);
+    let settings = OptimizerConfig {
+        state: case.state,
+        ..OptimizerConfig::default()
+    };
+    let source = Resident::random(params.clone(), 1, 0.02, 1.0, case.dtype, &Device::Cpu).unwrap();
+    let names = params.iter().map(|p| p.name.to_string());
+    let mut active = Active::new(names.filter(|name| name.contains(case.part)));
+    if case.masked {
+        active = active.masked(Some(Masks::new(0.1, false, 1, 0, BTreeSet::new())));
+    }
+    let model = TrainableNetwork::new(spec, Arc::new(source), Device::Cpu);
+    let strategy = StepStrategy {
+        gradients: Gradients::Keep,
+        saved_layers: case.saved_layers,
+        ..StepStrategy::new(case.dtype)
+    };
+    let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
+    let mut engine = Engine::new(model, objective, optimizer, strategy, &active).unwrap();
+    engine.max_grad_norm = case.max_grad_norm;
+    engine.comm = comm;
+    (engine, active)
+}
+
+/// `n` micro-batches of two documents, and one without tokens.
+fn batches(n: u32, step: u32) -> Vec<Batch> {
+    let row = |seed: u32, length: u32| Example {
+        ids: (0..length).map(|t| (37 * t + 5 * seed + step) % 4096).collect(),
+        trained: (0..length).map(|t| t % (2 + seed % 3) > 0).collect(),
+    };
+    let batch = |m: u32| Batch::from_examples([&row(m, 9 + m), &row(m + 7, 4)]);
+    let mut all: Vec<Batch> = (0..n).map(batch).collect();
+    all.insert(1, Batch::from_examples(Vec::<Example>::new()));
+    all
+}
+
+/// Three steps, the last with a short window: losses, norms and weights as bits.
+fn train(case: Case, comm: Arc<dyn Collective>) -> Result<Vec<u64>> {
+    let (mut engine, active) = engine(case, comm);
+    let mut bits = Vec::new();
+    for (step, micro_batches) in [(1, 5), (2, 5), (3, 1)] {
+        let report = engine.step(step, &batches(micro_batches, step as u32), &active, 1e-3)?;
+        bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);
+        bits.extend([report.totals.correct, report.totals.trained]);
+    }
+    for name in active.names() {
+        engine.exact(name, &mut |values| {
+            bits.extend(values.iter().map(|x| u64::from(x.to_bits())));
+            Ok(())
+        })?;
+    }
+    Ok(bits)
+}
+
+#[test]
+fn a_step_has_the_same_bits_on_any_number_of_ranks() {
+    let bf16 = Case {
+        dtype: Dtype::Bf16,
+        state: StateDtype::Int8,
+        saved_layers: 2,
+        ..FULL
+    };
+    let block = Case {
+        part: "layers.1.",
+        max_grad_norm: 0.0,
+        ..FULL
+    };
+    let masked = Case {
+        part: "layers.0.mlp",
+        masked: true,
+        ..FULL
+    };
+    for case in [FULL, bf16, block, masked] {
+        let want = train(case, Arc::new(Alone::default())).unwrap();
+        for size in if case.part.is_empty() { 2..=4 } else { 3..=3 } {
+            for (rank, found) in threads::run(size, |comm| train(case, comm).unwrap())
+                .into_iter()
+                .enumerate()
+            {
+                assert!(found == want, "{:?} {}: rank {rank} of {size}", case.dtype, case.part);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_fails_in_a_step_stops_all() {
+    let found = threads::run(3, |comm| {
+        let (mut engine, active) = engine(FULL, comm.clone());
+        if comm.world().rank == 2 {
+            return comm.fail(1, "out of memory".into()).len();
+        }
+        let error = engine.step(1, &batches(5, 1), &active, 1e-3).err().unwrap().to_string();
+        assert!(error.contains("rank 2 (host here): out of memory"), "{error}");
+        comm.fail(1, String::new()).len()
+    });
+    assert_eq!(found, [1, 1, 1]);
+}
+
+#[test]
+fn a_loss_that_is_not_finite_is_the_error_of_all_ranks() {
+    let found = threads::run(2, |comm| {
+        let (mut engine, active) = engine(FULL, comm);
+        // The weights overflow in the first step.
+        engine.max_grad_norm = 0.0;
+        engine.step(1, &batches(2, 1), &active, 1e30).unwrap();
+        engine.step(2, &batches(3, 1), &active, 1e-3).err().unwrap().to_string()
+    });
+    assert!(found[0].contains("is not finite") && found[0] == found[1], "{found:?}");
+}
+
+/// Counts the numbers that a rank sends.
+struct Counting(Arc<dyn Collective>, Arc<AtomicU64>);
+
+impl Collective for Counting {
+    fn world(&self) -> &World {
+        self.0.world()
+    }
+
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
+        let all: usize = parts.iter().map(Vec::len).sum();
+        self.1.fetch_add((all - parts[self.world().rank].len()) as u64, SeqCst);
+        self.0.exchange(key, parts, lengths)
+    }
+
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
+        self.1.fetch_add((own.len() * (self.world().size - 1)) as u64, SeqCst);
+        self.0.gather(key, own, lengths)
+    }
+
+    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+        self.0.bytes(own, patience)
+    }
+
+    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+        self.0.fail(code, text)
+    }
+
+    fn close(&self) {
+        self.0.close();
+    }
+
+    fn set_timeout(&self, timeout: Duration) {
+        self.0.set_timeout(timeout);
+    }
+}
+
+#[test]
+fn a_step_sends_the_bytes_that_the_plan_says() {
+    for (size, micro_batches) in [(2, 4), (3, 3), (4, 8)] {
+        let sent = Arc::new(AtomicU64::new(0));
+        let trained = threads::run(size, |comm| {
+            let case = Case {
+                part: "layers.1.",
+                ..FULL
+            };
+            let (mut engine, active) = engine(case, Arc::new(Counting(comm, sent.clone())));
+            engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
+            let elements = |name: &str| engine.elements(name).unwrap() as u64;
+            active.names().map(elements).sum::<u64>()
+        });
+        // Of all ranks together; one may send more than another.
+        let said = 4 * sent.load(SeqCst);
+        let ranks = size as u64;
+        let planned = ranks * sent_bytes(trained[0], micro_batches.into(), ranks);
+        assert!(
+            said.abs_diff(planned) < 100,
+            "{size} ranks: {said} bytes, {planned} planned"
+        );
+    }
+}

@@ -1,0 +1,192 @@
+//! The micro-batches of a step on the ranks of a job. Micro-batch m of the window belongs to rank m mod W, and all sums
+//! are made in the order of the micro-batches, so that a step has the same bits on any number of ranks.
+
+use crate::base::{Error, Result};
+use crate::comm::{Collective, Patience, World};
+use crate::model::Objective;
+use crate::ops::step_stats::StepSums;
+
+/// What this rank computes in one round: a micro-batch on each rank at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Round {
+    /// Index of the micro-batch in the window.
+    pub micro: usize,
+    /// The micro-batches of the first so many ranks count.
+    pub contributors: usize,
+    /// False if this rank only keeps step with the others: it repeats the last micro-batch.
+    pub counts: bool,
+}
+
+/// The rounds of the rank `world`. `filled`: indices of the micro-batches that have tokens.
+pub fn rounds(filled: &[usize], world: &World) -> Vec<Round> {
+    let round = |micro: &[usize]| {
+        let own = micro.get(world.rank);
+        Some(Round {
+            micro: *own.or(micro.last())?,
+            contributors: micro.len(),
+            counts: own.is_some(),
+        })
+    };
+    filled.chunks(world.size).filter_map(round).collect()
+}
+
+/// The sums of one micro-batch or batch.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct MicroReport {
+    /// Index of the micro-batch.
+    pub micro: u64,
+    /// Loss and correct predictions.
+    pub sums: StepSums,
+    /// Sums and counts of the objective's metrics.
+    pub means: Vec<(String, f64, f64)>,
+    /// `RouterTally::numbers`
+    pub routers: Vec<f64>,
+}
+
+/// Takes the sums of the objective's metrics.
+pub fn take_means(objective: &dyn Objective) -> Vec<(String, f64, f64)> {
+    let sums = objective.means().map(|means| means.take_sums()).unwrap_or_default();
+    sums.into_iter()
+        .map(|(name, sum, count)| (name.to_string(), sum, count))
+        .collect()
+}
+
+impl MicroReport {
+    /// Adds the metrics to those of the objective.
+    pub fn put_back(&self, objective: &dyn Objective) {
+        if let Some(all) = objective.means() {
+            for (name, sum, count) in &self.means {
+                all.put_back(name, *sum, *count);
+            }
+        }
+    }
+
+    fn write(&self, out: &mut Vec<u8>) {
+        let number = |out: &mut Vec<u8>, x: u64| out.extend(x.to_le_bytes());
+        let float = |out: &mut Vec<u8>, x: f64| out.extend(x.to_le_bytes());
+        number(out, self.micro);
+        [self.sums.loss, self.sums.correct, self.sums.squares]
+            .into_iter()
+            .for_each(|x| float(out, x));
+        number(out, self.means.len() as u64);
+        for (name, sum, count) in &self.means {
+            number(out, name.len() as u64);
+            out.extend(name.as_bytes());
+            float(out, *sum);
+            float(out, *count);
+        }
+        number(out, self.routers.len() as u64);
+        self.routers.iter().for_each(|x| float(out, *x));
+    }
+
+    fn read(rest: &mut &[u8]) -> Option<Self> {
+        let micro = number(rest)?;
+        let sums = StepSums {
+            loss: float(rest)?,
+            correct: float(rest)?,
+            squares: float(rest)?,
+        };
+        let mut means = Vec::new();
+        for _ in 0..number(rest)? {
+            let length = number(rest)? as usize;
+            let (name, after) = rest.split_at_checked(length)?;
+            *rest = after;
+            let name = String::from_utf8(name.to_vec()).ok()?;
+            means.push((name, float(rest)?, float(rest)?));
+        }
+        let routers = (0..number(rest)?).map(|_| float(rest)).collect::<Option<_>>()?;
+        Some(Self {
+            micro,
+            sums,
+            means,
+            routers,
+        })
+    }
+}
+
+fn number(rest: &mut &[u8]) -> Option<u64> {
+    let (bytes, after) = rest.split_first_chunk::<8>()?;
+    *rest = after;
+    Some(u64::from_le_bytes(*bytes))
+}
+
+fn float(rest: &mut &[u8]) -> Option<f64> {
+    number(rest).map(f64::from_bits)
+}
+
+/// The reports of all ranks, in the order of the micro-batches.
+///
+/// # Errors
+/// Another rank has failed.
+pub fn all(comm: &dyn Collective, own: Vec<MicroReport>, patience: Patience) -> Result<Vec<MicroReport>> {
+    let mut all = own;
+    if comm.world().size > 1 {
+        let mut bytes = Vec::new();
+        all.iter().for_each(|report| report.write(&mut bytes));
+        all = Vec::new();
+        for bytes in comm.bytes(bytes, patience)? {
+            let mut rest = &bytes[..];
+            while !rest.is_empty() {
+                let report = MicroReport::read(&mut rest);
+                all.push(report.ok_or_else(|| Error::internal("the sums of a rank are not readable"))?);
+            }
+        }
+    }
+    all.sort_by_key(|report| report.micro);
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_micro_batch_counts_once() {
+        let filled = [0, 1, 3, 4, 7];
+        for size in 1..=6 {
+            let mut counted = Vec::new();
+            let mut lengths = Vec::new();
+            for rank in 0..size {
+                let host = String::new();
+                let rounds = rounds(&filled, &World { rank, size, host });
+                lengths.push(rounds.len());
+                for (i, round) in rounds.iter().enumerate() {
+                    assert_eq!(round.contributors, (filled.len() - i * size).min(size));
+                    assert_eq!(round.counts, rank < round.contributors);
+                    if round.counts {
+                        counted.push(round.micro);
+                    }
+                }
+            }
+            counted.sort_unstable();
+            assert_eq!(counted, filled);
+            assert!(
+                lengths.iter().all(|n| *n == filled.len().div_ceil(size)),
+                "all keep step"
+            );
+        }
+    }
+
+    #[test]
+    fn reports_travel_whole() {
+        let report = |micro| MicroReport {
+            micro,
+            sums: StepSums {
+                loss: f64::NAN,
+                correct: 2.0,
+                squares: 0.25,
+            },
+            means: vec![("kl".into(), 0.1, 3.0)],
+            routers: vec![1.0, -0.0],
+        };
+        let mut bytes = Vec::new();
+        [report(1), report(2)].iter().for_each(|r| r.write(&mut bytes));
+        let mut rest = &bytes[..];
+        for micro in [1, 2] {
+            let found = MicroReport::read(&mut rest).unwrap();
+            assert_eq!((found.micro, found.means), (micro, report(0).means));
+            assert!(found.sums.loss.is_nan() && found.routers[1].is_sign_negative());
+        }
+        assert!(rest.is_empty() && MicroReport::read(&mut &bytes[..9]).is_none());
+    }
+}

@@ -1,0 +1,97 @@
+//! Training on several ranks: processes that share the micro-batches of a step.
+
+use super::*;
+use std::time::Duration;
+
+named!(
+    /// Where the weights are.
+    RankWeights {
+        Auto = "auto",
+        Replicated = "replicated",
+        Sharded = "sharded",
+        ShardedInNode = "sharded-in-node",
+        Host = "host",
+    }
+);
+
+named!(
+    /// How the gradients of the ranks are added.
+    RankSum {
+        Auto = "auto",
+        Ordered = "ordered",
+        Window = "window",
+    }
+);
+
+named!(
+    /// The numbers of a gradient that travel.
+    RankReduce {
+        F32 = "f32",
+        Bf16 = "bf16",
+    }
+);
+
+named!(
+    /// The form of a checkpoint.
+    RankCheckpoint {
+        Auto = "auto",
+        One = "one",
+        Parts = "parts",
+    }
+);
+
+section! {
+    /// Training on several ranks (`mpirun -n 4 ft train ...`). On one rank these keys have no effect.
+    pub struct Distributed in "distributed" {
+        /// Where the weights are: `replicated`, on every rank. Not available yet: `sharded`, `sharded-in-node`, `host`.
+        weights: RankWeights = "auto", "replicated";
+        /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the bits of one rank on a
+        /// CPU. Not available yet: `window`.
+        sum: RankSum = "auto", "ordered";
+        /// The type in which a gradient travels. Not available yet: `bf16`.
+        reduce: RankReduce = "f32", "the bits of one rank";
+        /// Ranks that share one micro-batch. Not available yet: more than 1.
+        sequence: usize = 1, "each micro-batch is computed by one rank", in from(1);
+        /// Seconds that a rank waits for the numbers of another one in a step before it ends the job.
+        timeout: usize = 600, "longer than a step", in between(1, 1_000_000);
+        /// The form of a checkpoint: `one`, written by rank 0, the same files on any number of ranks. Not available yet:
+        /// `parts`.
+        checkpoint: RankCheckpoint = "auto", "one";
+    }
+}
+
+impl Distributed {
+    /// `timeout` as a duration.
+    pub fn limit(&self) -> Duration {
+        Duration::from_secs(self.timeout as u64)
+    }
+}
+
+/// Values that are not implemented yet.
+pub(super) fn check(s: &Settings, faults: &mut Faults) {
+    type Keys = Distributed;
+    let d = &s.distributed;
+    let mut refuse = |key: KeyPath, value: String, use_instead: &str| {
+        faults.add(
+            &[key],
+            Error::usage(format!("`{key}` has a value that is not available yet"))
+                .found(value)
+                .expected(use_instead),
+        );
+    };
+    if !matches!(d.weights, RankWeights::Auto | RankWeights::Replicated) {
+        refuse(Keys::weights, d.weights.name().into(), "`replicated`");
+    }
+    if d.sum == RankSum::Window {
+        refuse(Keys::sum, d.sum.name().into(), "`ordered`");
+    }
+    if d.reduce != RankReduce::F32 {
+        refuse(Keys::reduce, d.reduce.name().into(), "`f32`");
+    }
+    if d.sequence != 1 {
+        refuse(Keys::sequence, d.sequence.to_string(), "1");
+    }
+    if d.checkpoint == RankCheckpoint::Parts {
+        refuse(Keys::checkpoint, d.checkpoint.name().into(), "`one`");
+    }
+}

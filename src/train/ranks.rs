@@ -1,0 +1,286 @@
+//! The ranks of a training run: what they agree on, and what rank 0 does alone. On one rank every agreement is its own
+//! answer. All ranks call the same methods in the same order.
+
+use crate::base::{Error, Result, files, signal, worker};
+use crate::comm::{Alone, Collective, Patience};
+use crate::ops::CpuBackend;
+use crate::plan::ProcessState;
+use crate::recipe::Recipe;
+use crate::setup::active_schedule::ActiveSchedule;
+use serde_json::{Value, json};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The ranks of a run.
+#[derive(Clone)]
+pub struct Ranks(pub Arc<dyn Collective>);
+
+impl Default for Ranks {
+    fn default() -> Self {
+        Self(Arc::new(Alone::default()))
+    }
+}
+
+impl fmt::Debug for Ranks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let world = self.0.world();
+        write!(f, "rank {} of {}", world.rank, world.size)
+    }
+}
+
+/// Something that must be the same on all ranks.
+pub type Fact = (String, String);
+
+/// Facts that a table of differences shows at most.
+const SHOWN: usize = 8;
+
+impl Ranks {
+    /// True for rank 0, which writes the files of the run.
+    pub fn is_root(&self) -> bool {
+        self.0.world().is_root()
+    }
+
+    /// True if there is more than one rank.
+    pub fn several(&self) -> bool {
+        self.size() > 1
+    }
+
+    pub fn size(&self) -> usize {
+        self.0.world().size
+    }
+
+    /// The largest of the numbers of all ranks.
+    pub fn most(&self, own: u64, patience: Patience) -> Result<u64> {
+        let all = self.0.bytes(own.to_le_bytes().to_vec(), patience)?;
+        let number = |bytes: Vec<u8>| bytes.try_into().map_or(0, u64::from_le_bytes);
+        Ok(all.into_iter().map(number).max().unwrap_or(own))
+    }
+
+    /// The bytes of rank 0; `own` of the other ranks is not used.
+    pub fn from_root(&self, own: Vec<u8>) -> Result<Vec<u8>> {
+        let own = if self.is_root() { own } else { Vec::new() };
+        Ok(self.0.bytes(own, Patience::Long)?.swap_remove(0))
+    }
+
+    /// What rank 0 says.
+    pub fn told(&self, own: bool) -> Result<bool> {
+        Ok(self.from_root(vec![u8::from(own)])? == [1])
+    }
+
+    /// The path of rank 0.
+    pub fn path(&self, own: Option<&Path>) -> Result<Option<PathBuf>> {
+        let text = own.map_or(String::new(), |path| path.to_string_lossy().into_owned());
+        let bytes = self.from_root(text.into_bytes())?;
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        Ok((!text.is_empty()).then(|| text.into()))
+    }
+
+    /// Waits until all ranks are here, without a time limit.
+    pub fn meet(&self) -> Result<()> {
+        self.0.bytes(Vec::new(), Patience::Long).map(drop)
+    }
+
+    /// The signal that one of the ranks received.
+    pub fn signal(&self) -> Result<Option<i32>> {
+        let own = signal::received().unwrap_or(0);
+        let most = self.most(own.unsigned_abs().into(), Patience::Step)?;
+        Ok((most > 0).then_some(most as i32))
+    }
+
+    /// A result of this rank; `None` for all if a signal ended it on one of them. Errors: it failed for another reason.
+    pub fn unless_stopped<T>(&self, own: Result<T>) -> Result<Option<T>> {
+        let stopped = own.is_err() && signal::received().is_some();
+        if let Err(e) = own {
+            return if stopped {
+                self.most(1, Patience::Long).map(|_| None)
+            } else {
+                Err(e)
+            };
+        }
+        let stopped = self.most(0, Patience::Long)? > 0;
+        own.map(|own| (!stopped).then_some(own))
+    }
+
+    /// The state of the processes for a plan that all ranks make alike: of the tightest one.
+    pub fn process(&self) -> Result<ProcessState> {
+        let now = ProcessState::now();
+        if !self.several() {
+            return Ok(now);
+        }
+        let host = self.0.world().host.clone();
+        let own = json!({
+            "host": host,
+            "available": now.available,
+            "resident": now.resident,
+            "threads": now.threads,
+        });
+        let all = self.0.bytes(own.to_string().into_bytes(), Patience::Long)?;
+        let all: Vec<Value> = all
+            .iter()
+            .map(|text| serde_json::from_slice(text).unwrap_or_default())
+            .collect();
+        let on_host = |host: &Value| all.iter().filter(|other| other["host"] == *host).count().max(1) as u64;
+        // The ranks of a machine share its free memory.
+        let shares = all
+            .iter()
+            .map(|rank| Some(rank["available"].as_u64()? / on_host(&rank["host"])));
+        let available: Option<Vec<u64>> = shares.collect();
+        let most = |key: &str| all.iter().filter_map(|rank| rank[key].as_u64()).max().unwrap_or(0);
+        Ok(ProcessState {
+            available: available.and_then(|all| all.into_iter().min()),
+            resident: most("resident"),
+            threads: most("threads") as usize,
+            ranks: self.size(),
+        })
+    }
+
+    /// Compares what must be the same on all ranks.
+    ///
+    /// Errors: the differences, as all ranks see them.
+    pub fn same(&self, facts: &[Fact]) -> Result<()> {
+        if !self.several() {
+            return Ok(());
+        }
+        let own = serde_json::to_vec(facts).map_err(|e| Error::internal("facts cannot be written").cause(e))?;
+        let all = self.0.bytes(own, Patience::Long)?;
+        let read = |bytes: &Vec<u8>| serde_json::from_slice::<Vec<Fact>>(bytes).unwrap_or_default();
+        let all: Vec<Vec<Fact>> = all.iter().map(read).collect();
+        let found = differences(&all);
+        if found.is_empty() {
+            return Ok(());
+        }
+        let more = match found.len().saturating_sub(SHOWN) {
+            0 => String::new(),
+            n => format!("\n      and {n} more"),
+        };
+        let shown: Vec<&str> = found.iter().take(SHOWN).map(String::as_str).collect();
+        Err(Error::usage("the ranks do not run the same training")
+            .found(format!("{}{more}", shown.join("\n      ")))
+            .hint("start all ranks with the same program, recipe, model and data"))
+    }
+}
+
+/// How the work is divided, for the header of a run; `None` for one rank.
+pub fn header(recipe: &Recipe, size: usize) -> Option<String> {
+    let window = recipe.train.gradient_accumulation_steps;
+    let rounds = window.div_ceil(size);
+    let idle = match rounds * size - window {
+        0 => String::new(),
+        n => format!(", {n} idle in the last round"),
+    };
+    (size > 1).then(|| format!("{size}; each computes up to {rounds} of the {window} micro-batches of a step{idle}"))
+}
+
+/// Errors: `size` ranks cannot train with this recipe.
+pub fn check(recipe: &Recipe, schedule: &ActiveSchedule, on_gpu: bool, size: usize) -> Result<()> {
+    if size == 1 {
+        return Ok(());
+    }
+    let window = recipe.train.gradient_accumulation_steps;
+    if window < size {
+        return Err(Error::usage("there are more ranks than micro-batches in a step")
+            .at("train.gradient_accumulation_steps")
+            .found(format!("{window} with {size} ranks"))
+            .expected(format!("at least {size}"))
+            .hint(format!(
+                "set `train.gradient_accumulation_steps = {size}`, or start fewer ranks"
+            )));
+    }
+    if on_gpu {
+        return Err(Error::usage("several ranks train on CPUs only")
+            .at("model.device")
+            .found("a GPU")
+            .hint("set `model.device = \"cpu\"`, or start one rank"));
+    }
+    if schedule.corrects_at_once() {
+        return Err(Error::usage(
+            "a correction of inactive blocks changes weights within a step, which several ranks cannot do",
+        )
+        .at("tune.block.correction")
+        .hint("set `tune.block.correction = \"none\"` or `\"lora\"`, or start one rank"));
+    }
+    Ok(())
+}
+
+/// What this program and processor are.
+pub fn of_program() -> Result<Vec<Fact>> {
+    let program = worker::program()
+        .map(|program| files::read(&program.path))
+        .transpose()?;
+    let hash = program.map_or(String::new(), |bytes| blake3::hash(&bytes).to_hex().to_string());
+    Ok(vec![
+        ("version of ft".into(), env!("CARGO_PKG_VERSION").into()),
+        ("the program file, by its hash".into(), hash),
+        ("CPU instructions".into(), CpuBackend::current().name().into()),
+    ])
+}
+
+/// One line for each rank and fact that differs from rank 0.
+fn differences(all: &[Vec<Fact>]) -> Vec<String> {
+    let Some((first, others)) = all.split_first() else {
+        return Vec::new();
+    };
+    let mut out = Vec::new();
+    for (rank, facts) in others.iter().enumerate() {
+        if facts.len() != first.len() {
+            out.push(format!(
+                "rank {}: {} facts instead of {}",
+                rank + 1,
+                facts.len(),
+                first.len()
+            ));
+        }
+        for ((key, value), (_, want)) in facts.iter().zip(first).filter(|(a, b)| a != b) {
+            out.push(format!(
+                "rank {}: {key}: {} instead of {}",
+                rank + 1,
+                short(value),
+                short(want)
+            ));
+        }
+    }
+    out
+}
+
+fn short(text: &str) -> String {
+    let mut short: String = text.chars().take(60).collect();
+    if short.len() < text.len() {
+        short.push_str("...");
+    }
+    short
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_name_the_rank_and_both_values() {
+        let facts = |seed: &str| vec![("train.seed".to_string(), seed.to_string()), ("a".into(), "b".into())];
+        assert!(differences(&[facts("1"), facts("1")]).is_empty());
+        assert_eq!(
+            differences(&[facts("1"), facts("1"), facts("2")]),
+            ["rank 2: train.seed: 2 instead of 1"]
+        );
+        assert_eq!(
+            differences(&[facts("1"), facts("1")[..1].to_vec()]),
+            ["rank 1: 1 facts instead of 2"]
+        );
+    }
+
+    #[test]
+    fn one_rank_agrees_with_itself() {
+        let ranks = Ranks::default();
+        assert!(ranks.is_root() && !ranks.several());
+        assert_eq!(
+            (ranks.most(7, Patience::Step).unwrap(), ranks.told(true).unwrap()),
+            (7, true)
+        );
+        assert_eq!(ranks.path(Some(Path::new("a/b"))).unwrap(), Some("a/b".into()));
+        assert_eq!(ranks.path(None).unwrap(), None);
+        ranks.same(&[("a".into(), "b".into())]).unwrap();
+        assert_eq!(ranks.unless_stopped(Ok(3)).unwrap(), Some(3));
+        assert!(ranks.unless_stopped::<()>(Err(Error::new("no"))).is_err());
+    }
+}

@@ -1,0 +1,159 @@
+//! Failures: each ends the job on all ranks with one message, and nothing hangs.
+
+use crate::bench::{Bench, files, said};
+use crate::job::{self, ranks_of, signal, wait};
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+const BASE: [&str; 4] = [
+    "train.max_steps=6",
+    "train.gradient_accumulation_steps=4",
+    "train.batch_size=1",
+    "train.output_dir=out",
+];
+
+/// A run that does not end by itself in time.
+const LONG: [&str; 5] = [
+    "train.max_steps=100000",
+    "train.gradient_accumulation_steps=4",
+    "train.save_steps=5",
+    "train.output_dir=out",
+    "schedule.warmup_steps=0",
+];
+
+/// Runs a job in which one rank has more arguments; returns its exit code and its messages.
+fn with_other(bench: &Bench, size: usize, other: usize, more: &[&str]) -> (i32, String) {
+    let mut ranks = vec![BASE.to_vec(); size];
+    ranks[other].extend(more);
+    let out = wait(job::start(bench, &ranks));
+    (out.status.code().unwrap_or(-1), said(&out))
+}
+
+fn assert_once(text: &str, message: &str) {
+    assert_eq!(text.matches(message).count(), 1, "{message} in:\n{text}");
+}
+
+/// Waits until the run has this checkpoint.
+fn until_saved(bench: &Bench, job: &mut Child) {
+    let begun = Instant::now();
+    while !bench.path("out/checkpoint-5/manifest.json").exists() {
+        assert!(job.try_wait().unwrap().is_none(), "the job has ended");
+        assert!(begun.elapsed() < Duration::from_secs(60), "no checkpoint");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Resumes the run for three steps.
+fn go_on(bench: &Bench, size: usize) {
+    let names = std::fs::read_dir(bench.path("out")).unwrap().flatten();
+    let steps = names.filter_map(|e| e.file_name().to_str()?.strip_prefix("checkpoint-")?.parse::<u64>().ok());
+    let end = format!("train.max_steps={}", steps.max().unwrap() + 3);
+    job::train(
+        bench,
+        size,
+        &[&LONG[..], &["--resume", &end, "train.save_steps=0"]].concat(),
+    );
+    assert!(bench.path("out/final").exists());
+}
+
+#[test]
+fn ranks_that_run_something_else_are_refused() {
+    let bench = Bench::new();
+    let (code, text) = with_other(&bench, 3, 2, &["train.seed=7"]);
+    assert_eq!(code, 2, "{text}");
+    assert_once(&text, "rank 2: train.seed: 7 instead of 42");
+    let rows = std::fs::read_to_string(bench.path("rows.jsonl")).unwrap();
+    let fewer: Vec<&str> = rows.lines().skip(1).collect();
+    std::fs::write(bench.path("fewer.jsonl"), fewer.join("\n")).unwrap();
+    let (code, text) = with_other(&bench, 2, 1, &["data.train=fewer.jsonl"]);
+    assert_eq!(code, 2, "{text}");
+    assert_once(&text, "rank 1: training rows:");
+    assert!(!bench.path("out").exists(), "a refused run leaves no trace");
+}
+
+#[test]
+fn an_error_of_one_rank_names_it() {
+    let bench = Bench::new();
+    let (code, text) = with_other(&bench, 3, 1, &["data.train=missing.jsonl"]);
+    assert_eq!(code, 1, "{text}");
+    assert_once(&text, "missing.jsonl");
+    assert_once(&text, "[rank 1 (host ");
+    // A mistake in its recipe too.
+    let (code, text) = with_other(&bench, 2, 1, &["train.sead=1"]);
+    assert_eq!(code, 2, "{text}");
+    assert_once(&text, "[rank 1 (host ");
+    assert!(!bench.path("out").exists());
+}
+
+#[test]
+fn an_error_of_all_ranks_is_one_message() {
+    let bench = Bench::new();
+    for (arguments, code, message) in [
+        ("train.sead=1", 2, "train.sead"),
+        ("train.gradient_accumulation_steps=2", 2, "2 with 3 ranks"),
+        ("distributed.weights=sharded", 2, "not available yet"),
+        ("optimizer.learning_rate=1e38", 1, "is not finite"),
+    ] {
+        let out = job::run(&bench, 3, &[&BASE[..], &[arguments]].concat());
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(code), "{text}");
+        assert_once(&text, message);
+        assert!(!text.contains("[rank"), "{text}");
+    }
+}
+
+#[test]
+fn a_killed_rank_ends_the_job_and_the_checkpoint_is_valid() {
+    let bench = Bench::new();
+    for size in [2, 4] {
+        let mut job = job::start(&bench, &vec![LONG.to_vec(); size]);
+        until_saved(&bench, &mut job);
+        let ranks = ranks_of(&job);
+        assert_eq!(ranks.len(), size);
+        signal(ranks[size - 1], "-KILL");
+        let begun = Instant::now();
+        let out = wait(job);
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+        assert!(!out.status.success());
+        assert!(said(&out).contains("signal 9"), "{}", said(&out));
+        // Goes on where the newest checkpoint is, with another number of ranks.
+        go_on(&bench, 3);
+        std::fs::remove_dir_all(bench.path("out")).unwrap();
+    }
+}
+
+#[test]
+fn a_rank_that_hangs_ends_the_job_after_the_time_limit() {
+    let bench = Bench::new();
+    let arguments = [&LONG[..], &["distributed.timeout=2"]].concat();
+    let mut job = job::start(&bench, &vec![arguments; 3]);
+    until_saved(&bench, &mut job);
+    let ranks = ranks_of(&job);
+    signal(ranks[1], "-STOP");
+    let begun = Instant::now();
+    let out = wait(job);
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    let text = said(&out);
+    assert!(
+        text.contains("rank 0 (host ") && text.contains("has waited 2 s for rank 1"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_signal_saves_the_state_of_all_ranks() {
+    let bench = Bench::new();
+    let mut job = job::start(&bench, &vec![LONG.to_vec(); 2]);
+    until_saved(&bench, &mut job);
+    // To one rank only: all stop after the same step.
+    signal(ranks_of(&job)[1], "-USR1");
+    let out = wait(job);
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(128 + 10), "{text}");
+    assert_once(&text, "stopped by a signal; the state after step");
+    let newest = files(&bench.path("out"))
+        .into_iter()
+        .filter(|(name, _)| name.ends_with("manifest.json"));
+    assert!(newest.count() >= 2, "{text}");
+    go_on(&bench, 2);
+}

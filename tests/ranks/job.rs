@@ -1,0 +1,105 @@
+//! Starts jobs with `mpirun`.
+
+use crate::bench::{Bench, said};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Settings of Open MPI for ranks that share one machine, also as root and in a container. Other MPIs ignore them.
+const SETTINGS: [(&str, &str); 8] = [
+    ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
+    ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
+    ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
+    ("OMPI_MCA_hwloc_base_binding_policy", "none"),
+    ("OMPI_MCA_btl", "self,vader"),
+    ("OMPI_MCA_btl_vader_single_copy_mechanism", "none"),
+    ("OMPI_MCA_plm", "isolated"),
+    ("OMPI_MCA_mpi_yield_when_idle", "1"),
+];
+
+/// Longest duration of a job.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// A job with one list of arguments for each rank.
+fn mpirun(bench: &Bench, ranks: &[Vec<&str>]) -> Command {
+    let mut command = Command::new("mpirun");
+    for (rank, arguments) in ranks.iter().enumerate() {
+        if rank > 0 {
+            command.arg(":");
+        }
+        command
+            .args([
+                "-n",
+                "1",
+                env!("CARGO_BIN_EXE_ft"),
+                "--threads",
+                "1",
+                "train",
+                "--recipe",
+                "r.toml",
+            ])
+            .args(arguments);
+    }
+    command
+        .current_dir(bench.dir.path())
+        .envs(SETTINGS)
+        .env("NO_COLOR", "1")
+        .env("FT_CACHE_DIR", bench.path("cache"))
+        .env("HF_HUB_OFFLINE", "1");
+    command
+}
+
+/// Starts a job.
+pub fn start(bench: &Bench, ranks: &[Vec<&str>]) -> Child {
+    let mut command = mpirun(bench, ranks);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    command.spawn().expect("`mpirun` must be on the path")
+}
+
+/// Waits for the end of a job; a job that hangs fails the test.
+pub fn wait(mut child: Child) -> Output {
+    let begun = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if begun.elapsed() > LIMIT {
+            child.kill().unwrap();
+            panic!("the job hangs: {}", said(&child.wait_with_output().unwrap()));
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    child.wait_with_output().unwrap()
+}
+
+/// Runs a job of `size` ranks with the same arguments.
+pub fn run(bench: &Bench, size: usize, arguments: &[&str]) -> Output {
+    wait(start(bench, &vec![arguments.to_vec(); size]))
+}
+
+/// As `run`; the job must succeed.
+pub fn train(bench: &Bench, size: usize, arguments: &[&str]) {
+    let out = run(bench, size, arguments);
+    assert!(out.status.success(), "{size} ranks, {arguments:?}\n{}", said(&out));
+}
+
+/// Process ids of the ranks of a job, in their order.
+pub fn ranks_of(job: &Child) -> Vec<u32> {
+    let children = format!("/proc/{0}/task/{0}/children", job.id());
+    let text = std::fs::read_to_string(children).unwrap_or_default();
+    let mut ids: Vec<u32> = text.split_whitespace().filter_map(|id| id.parse().ok()).collect();
+    ids.sort_by_key(|id| {
+        let variables = std::fs::read(format!("/proc/{id}/environ")).unwrap_or_default();
+        let variables = String::from_utf8_lossy(&variables).into_owned();
+        let rank = variables
+            .split('\0')
+            .find_map(|v| v.strip_prefix("OMPI_COMM_WORLD_RANK="));
+        rank.and_then(|rank| rank.parse::<u32>().ok())
+    });
+    ids
+}
+
+/// Sends a signal.
+pub fn signal(process: u32, name: &str) {
+    let sent = Command::new("kill")
+        .args([name, &process.to_string()])
+        .status()
+        .unwrap();
+    assert!(sent.success());
+}

@@ -1,0 +1,135 @@
+//! The same bits on 1, 2, 3 and 4 ranks, also after a stop on another number of ranks.
+
+use crate::bench::{Bench, files};
+use crate::job;
+use crate::same::{METHODS, assert_same};
+use std::fs;
+
+/// Five micro-batches do not divide by 2, 3 or 4, and the last window of an epoch is short.
+const BASE: [&str; 6] = [
+    "train.max_steps=-1",
+    "train.num_epochs=1",
+    "train.save_steps=2",
+    "train.save_total_limit=9",
+    "train.batch_size=1",
+    "train.gradient_accumulation_steps=5",
+];
+
+/// Ways to train beside those of `METHODS`.
+const MORE: [(&str, &[&str]); 6] = [
+    (
+        "freeze",
+        &["tune.method=freeze", "tune.freeze.layers=1", "train.max_grad_norm=0"],
+    ),
+    (
+        "rounding and 8-bit states",
+        &[
+            "tune.method=full",
+            "model.dtype=bf16",
+            "optimizer.master=stochastic",
+            "optimizer.state=int8",
+            "memory.activations=keep",
+        ],
+    ),
+    (
+        "adafactor",
+        &["tune.method=full", "optimizer.name=adafactor", "model.dtype=bf16"],
+    ),
+    (
+        "masked blocks",
+        &[
+            "tune.method=block",
+            "tune.block.partition=matrix",
+            "tune.block.order=random",
+            "tune.block.switch_every=1",
+            "memory.activations=recompute",
+        ],
+    ),
+    (
+        "pretrain",
+        &["train.stage=pretrain", "tune.method=full", "optimizer.name=lion"],
+    ),
+    (
+        "orpo",
+        &["train.stage=orpo", "data.train=pairs.jsonl", "tune.method=lora"],
+    ),
+];
+
+/// The checkpoints of a run: names and bytes.
+fn checkpoints(bench: &Bench, run: &str) -> Vec<(String, Vec<u8>)> {
+    let all = files(&bench.path(run)).into_iter();
+    let found: Vec<_> = all.filter(|(name, _)| name.starts_with("checkpoint-")).collect();
+    assert!(!found.is_empty(), "{run} has no checkpoint");
+    found
+}
+
+/// Trains into `out` and renames it, because checkpoints contain the name of their run.
+fn train(bench: &Bench, size: usize, settings: &[&str], name: &str) {
+    job::train(bench, size, &[&BASE[..], settings, &["train.output_dir=out"]].concat());
+    fs::rename(bench.path("out"), bench.path(name)).unwrap();
+}
+
+fn assert_same_checkpoints(bench: &Bench, one: &str, other: &str, method: &str) {
+    let (one, found) = (checkpoints(bench, one), checkpoints(bench, other));
+    let names = |all: &[(String, Vec<u8>)]| all.iter().map(|f| f.0.clone()).collect::<Vec<_>>();
+    assert_eq!(names(&one), names(&found), "{method}: {other}");
+    for (a, b) in one.iter().zip(&found) {
+        assert!(a.1 == b.1, "{method}: {} of {other} differs", a.0);
+    }
+}
+
+fn check(methods: &[(&str, &[&str])]) {
+    for (method, settings) in methods {
+        let bench = Bench::new();
+        train(&bench, 1, settings, "one");
+        for size in 2..=4 {
+            let name = format!("of-{size}");
+            train(&bench, size, settings, &name);
+            assert_same_checkpoints(&bench, "one", &name, method);
+            assert_same(&bench, "one", &name);
+            let left = fs::read_dir(bench.path(&name)).unwrap().flatten();
+            let scratch: Vec<_> = left
+                .filter(|e| e.file_name().to_string_lossy().starts_with("rank-"))
+                .collect();
+            assert!(scratch.is_empty(), "{scratch:?}");
+        }
+    }
+}
+
+#[test]
+fn methods_have_the_bits_of_one_rank() {
+    check(&METHODS[..7]);
+}
+
+#[test]
+fn stages_have_the_bits_of_one_rank() {
+    check(&METHODS[7..]);
+}
+
+#[test]
+fn optimizers_and_tiers_have_the_bits_of_one_rank() {
+    check(&MORE);
+}
+
+/// What a run on four ranks saved is continued on 1, 2 and 3.
+#[test]
+fn a_run_goes_on_with_another_number_of_ranks() {
+    for (method, settings) in [METHODS[0], METHODS[4]] {
+        let bench = Bench::new();
+        train(&bench, 4, settings, "whole");
+        for size in [1, 2, 3] {
+            let name = format!("resumed-{size}");
+            let from = format!("--resume={}", bench.path("whole/checkpoint-2").display());
+            train(&bench, size, &[settings, &[&from]].concat(), &name);
+            // The steps before the stop are in the other run.
+            let mut whole = checkpoints(&bench, "whole");
+            whole.retain(|(file, _)| !file.starts_with("checkpoint-2/"));
+            assert!(
+                whole == checkpoints(&bench, &name),
+                "{method}: checkpoints on {size} ranks"
+            );
+            let result = |run: &str| files(&bench.path(run).join("final"));
+            assert!(result("whole") == result(&name), "{method}: final/ on {size} ranks");
+        }
+    }
+}

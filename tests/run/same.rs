@@ -1,0 +1,184 @@
+//! Ways to train, and the comparison of two runs, bit for bit.
+
+use crate::bench::{Bench, files};
+
+/// Settings by method or stage.
+pub const METHODS: [(&str, &[&str]); 13] = [
+    (
+        "block",
+        &["tune.method=block", "tune.block.switch_every=4", "model.dtype=bf16"],
+    ),
+    (
+        // A deactivated block is written to the disk; checkpoints contain it too.
+        "block from the disk",
+        &[
+            "tune.method=block",
+            "tune.block.partition=module",
+            "tune.block.switch_every=2",
+            "memory.tier=disk",
+            "model.dtype=bf16",
+        ],
+    ),
+    (
+        "block of codes from the disk",
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=3",
+            "memory.tier=disk",
+            "memory.frozen_weights=nf4",
+        ],
+    ),
+    (
+        "full",
+        &[
+            "tune.method=full",
+            "data.packing=true",
+            "data.eval_fraction=0.3",
+            "train.eval_steps=3",
+        ],
+    ),
+    (
+        "lora",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.lora_dropout=0.1",
+            "data.eval_fraction=0.3",
+            "train.eval_steps=1",
+        ],
+    ),
+    // An initialization that is subtracted from the base, with a separate rank for each linear.
+    (
+        "corda",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.init_lora_weights=corda",
+            "tune.lora.corda.adaptive_rank=true",
+        ],
+    ),
+    (
+        "dora",
+        &["tune.method=lora", "tune.lora.r=4", "tune.lora.use_dora=true"],
+    ),
+    // The reference's log-probabilities are computed once; checkpoints store them.
+    (
+        "dpo",
+        &[
+            "train.stage=dpo",
+            "data.train=pairs.jsonl",
+            "data.eval_fraction=0.3",
+            "train.eval_steps=5",
+            "tune.method=lora",
+            "tune.lora.r=4",
+        ],
+    ),
+    (
+        "kto",
+        &[
+            "train.stage=kto",
+            "data.train=pairs.jsonl",
+            "tune.method=block",
+            "tune.block.switch_every=4",
+        ],
+    ),
+    // The score head trains together with the blocks.
+    (
+        "reward",
+        &[
+            "train.stage=reward",
+            "data.train=pairs.jsonl",
+            "tune.method=block",
+            "tune.block.switch_every=3",
+            "memory.tier=disk",
+        ],
+    ),
+    // The active ranks depend on the gradients of all earlier steps.
+    (
+        "adalora",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.peft_type=adalora",
+            "tune.lora.adalora.target_r=1",
+            "tune.lora.adalora.deltaT=5",
+            "tune.lora.adalora.tfinal=8",
+        ],
+    ),
+    // Weights requantized by the initialization, and trained rows of embedding and head.
+    (
+        "loftq",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=4",
+            "tune.lora.init_lora_weights=loftq",
+            "tune.lora.loftq_iter=2",
+            "tune.lora.trainable_token_indices=[40, 7]",
+            "memory.frozen_weights=nf4",
+        ],
+    ),
+    // A separate rank for each linear, and some linears without an adapter.
+    (
+        "eva",
+        &[
+            "tune.method=lora",
+            "tune.lora.r=2",
+            "tune.lora.init_lora_weights=eva",
+            "tune.lora.eva.rho=8",
+            "model.dtype=bf16",
+        ],
+    ),
+];
+
+/// Metrics that depend on time or on the memory of the process.
+const MEASURED: [&str; 5] = [
+    "rollout_tokens_per_second",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "copy_ms",
+    "copy_hidden",
+];
+
+/// Asserts bit-equal lines of metrics and evaluations, the same samples, and the same files in `final/`.
+pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {
+    let lines = |run: &str, name: &str| {
+        if bench.path(run).join(name).exists() {
+            bench.lines(&format!("{run}/{name}"))
+        } else {
+            Vec::new()
+        }
+    };
+    for name in ["metrics.jsonl", "samples.jsonl"] {
+        let (a, b) = (lines(whole, name), lines(broken, name));
+        let steps = |all: &[serde_json::Value]| all.iter().map(|l| l["step"].as_u64()).collect::<Vec<_>>();
+        assert_eq!(steps(&a), steps(&b), "{broken}: steps in {name}");
+        for (a, b) in a.iter().zip(&b) {
+            let (a, b) = (a.as_object().unwrap(), b.as_object().unwrap());
+            for key in a.keys().chain(b.keys()).filter(|k| !MEASURED.contains(&k.as_str())) {
+                assert_eq!(a.get(key), b.get(key), "{broken}: {key} at step {}", a["step"]);
+            }
+        }
+    }
+    let (a, b) = (
+        files(&bench.path(whole).join("final")),
+        files(&bench.path(broken).join("final")),
+    );
+    assert_eq!(
+        a.iter().map(|f| &f.0).collect::<Vec<_>>(),
+        b.iter().map(|f| &f.0).collect::<Vec<_>>()
+    );
+    // An adapter with its own base contains the directory of its run.
+    let plain = |name: &str, bytes: &[u8], run: &str| {
+        if name.ends_with("adapter_config.json") {
+            String::from_utf8_lossy(bytes)
+                .replace(&format!("{run}/final"), "final")
+                .into_bytes()
+        } else {
+            bytes.to_vec()
+        }
+    };
+    for (a, b) in a.iter().zip(&b) {
+        let same = plain(&a.0, &a.1, whole) == plain(&b.0, &b.1, broken);
+        assert!(same, "{broken}: final/{} differs", a.0);
+    }
+}

@@ -56,7 +56,7 @@ pub struct LayerMemory<'a> {
 pub(in crate::model) enum SavedMixerMemory {
     Attention(SavedAttentionMemory),
     DeltaNet(SavedDeltaNetMemory),
-    Latent(SavedLatentMemory),
+    Latent(Box<SavedLatentMemory>),
 }
 
 impl SavedMixerMemory {
@@ -64,7 +64,7 @@ impl SavedMixerMemory {
         match self {
             Self::Attention(saved) => Self::Attention(saved.relabel(l)),
             Self::DeltaNet(saved) => Self::DeltaNet(saved.relabel(l)),
-            Self::Latent(saved) => Self::Latent(saved.relabel(l)),
+            Self::Latent(saved) => Self::Latent(Box::new(saved.relabel(l))),
         }
     }
 
@@ -168,7 +168,7 @@ impl<'a> LayerMemory<'a> {
             }
             Mixer::Latent(sizes) => {
                 let (x1, saved) = self.latent(l, sizes);
-                (x1, SavedMixerMemory::Latent(saved))
+                (x1, SavedMixerMemory::Latent(Box::new(saved)))
             }
         }
     }
@@ -328,7 +328,7 @@ impl<'a> LayerMemory<'a> {
         match kept {
             SavedMixerMemory::Attention(kept) => self.attention_backward(l, kept, (dx1, d_shared), need_dx, sink),
             SavedMixerMemory::DeltaNet(kept) => self.delta_net_backward(l, kept, dx1, need_dx, sink),
-            SavedMixerMemory::Latent(kept) => self.latent_backward(l, kept, dx1, need_dx, sink),
+            SavedMixerMemory::Latent(kept) => self.latent_backward(l, *kept, dx1, need_dx, sink),
         }
     }
 

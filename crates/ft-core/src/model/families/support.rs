@@ -237,7 +237,7 @@ pub const FAMILIES: [Family; 54] = [
     ),
     family(
         "qwen3_moe_smile",
-        "none: `ft convert --to smile` makes it; transformers does not have it",
+        "none: converted from qwen3_moe; transformers does not have it",
         "as qwen3_moe, with routers of two levels; CPU only",
     ),
     family(

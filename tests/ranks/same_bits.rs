@@ -1,6 +1,6 @@
 //! The same bits on 1, 2, 3 and 4 ranks, also after a stop on another number of ranks.
 
-use crate::bench::{Bench, files};
+use crate::bench::{Bench, copy_all, files, goldens};
 use crate::job;
 use crate::same::{METHODS, assert_same};
 use std::fs;
@@ -130,6 +130,8 @@ fn assert_same_checkpoints(bench: &Bench, one: &str, other: &str, method: &str) 
 fn check(methods: &[(&str, &[&str])]) {
     for (method, settings) in methods {
         let bench = Bench::new();
+        copy_all(&goldens().join("training/models/qwen3"), &bench.path("teacher"));
+        copy_all(&goldens().join("tokenizers/chat"), &bench.path("teacher"));
         train(&bench, 1, settings, "one");
         for size in 2..=4 {
             let name = format!("of-{size}");
@@ -169,17 +171,13 @@ fn stages_with_rewards_have_the_bits_of_one_rank() {
 
 #[test]
 fn distillation_has_the_bits_of_one_rank() {
-    let model = crate::bench::goldens().join("training/models/llama");
-    let teacher = format!("distill.teacher={}", model.display());
-    check(&[(
-        "distill",
-        &[
-            "train.stage=distill",
-            &teacher,
-            "distill.lmbda=0.5",
-            "distill.max_new_tokens=8",
-        ],
-    )]);
+    let settings = [
+        "train.stage=distill",
+        "distill.teacher=teacher",
+        "distill.lmbda=0.5",
+        "distill.max_new_tokens=8",
+    ];
+    check(&[("distill", &settings)]);
 }
 
 /// What a run on four ranks saved is continued on 1, 2 and 3.

@@ -63,6 +63,8 @@ pub struct Reporter {
     last_loss: Option<f64>,
     /// Losses since that line.
     losses: Vec<f64>,
+    /// The files belong to another rank.
+    silent: bool,
 }
 
 impl Reporter {
@@ -79,6 +81,7 @@ impl Reporter {
             terminal: Terminal::new(total_steps, resumed_from),
             last_loss: None,
             losses: Vec::new(),
+            silent: false,
         };
         if let Err(e) = truncated {
             reporter.warn(&format!("cannot remove metrics of an earlier run: {e}"));
@@ -97,6 +100,7 @@ impl Reporter {
             terminal: Terminal::new(total_steps, 0),
             last_loss: None,
             losses: Vec::new(),
+            silent: true,
         }
     }
 
@@ -195,6 +199,9 @@ impl Reporter {
 
     /// Removes the lines of an evaluation that is repeated.
     pub fn drop_evaluation(&mut self, step: u64) {
+        if self.silent {
+            return;
+        }
         if let Err(e) = log::drop_evaluation(&self.dir, step) {
             self.warn(&format!("cannot remove metrics of an earlier evaluation: {e}"));
         }

@@ -1,6 +1,7 @@
 //! Runs of `ft train` on several ranks, with a real MPI: the bits of one rank, resumed runs, and failures.
 
 #[path = "../run/bench.rs"]
+#[allow(dead_code, reason = "other tests need more of it")]
 mod bench;
 #[path = "../run/same.rs"]
 mod same;

@@ -1,25 +1,33 @@
 //! The same bits on 1, 2, 3 and 4 ranks, also after a stop on another number of ranks.
 
-use crate::bench::{Bench, files};
+use crate::bench::{Bench, copy_all, files, goldens};
 use crate::job;
 use crate::same::{METHODS, assert_same};
 use std::fs;
 
-/// Five micro-batches do not divide by 2, 3 or 4, and the last window of an epoch is short.
-const BASE: [&str; 6] = [
-    "train.max_steps=-1",
-    "train.num_epochs=1",
-    "train.save_steps=2",
+/// Five micro-batches do not divide by 2, 3 or 4.
+const BASE: [&str; 5] = [
+    "train.max_steps=10",
+    "train.save_steps=4",
     "train.save_total_limit=9",
-    "train.batch_size=1",
+    "train.batch_size=2",
     "train.gradient_accumulation_steps=5",
 ];
 
 /// Ways to train beside those of `METHODS`.
 const MORE: [(&str, &[&str]); 6] = [
     (
+        // The last window of the epoch is short.
         "freeze",
-        &["tune.method=freeze", "tune.freeze.layers=1", "train.max_grad_norm=0"],
+        &[
+            "tune.method=freeze",
+            "tune.freeze.trainable_layers=1",
+            "train.max_grad_norm=0",
+            "train.max_steps=-1",
+            "train.num_epochs=1",
+            "train.save_steps=2",
+            "train.batch_size=1",
+        ],
     ),
     (
         "rounding and 8-bit states",
@@ -47,11 +55,52 @@ const MORE: [(&str, &[&str]); 6] = [
     ),
     (
         "pretrain",
-        &["train.stage=pretrain", "tune.method=full", "optimizer.name=lion"],
+        &[
+            "train.stage=pretrain",
+            "tune.method=full",
+            "optimizer.name=lion",
+            "train.max_steps=-1",
+            "train.num_epochs=1",
+            "train.save_steps=2",
+            "train.batch_size=1",
+        ],
     ),
     (
         "orpo",
         &["train.stage=orpo", "data.train=pairs.jsonl", "tune.method=lora"],
+    ),
+];
+
+/// Rank 0 makes the answers of the stages with rewards.
+const REWARDS: [&str; 7] = [
+    "train.stage=grpo",
+    "train.max_steps=6",
+    "train.gradient_accumulation_steps=4",
+    "rlhf.rewards=[\"regex:[aeiou]\", \"length:4\"]",
+    "rlhf.max_completion_length=8",
+    "rlhf.sample_steps=1",
+    "rlhf.num_generations=4",
+];
+const WITH_REWARDS: [(&str, &[&str]); 2] = [
+    (
+        "grpo",
+        &[
+            "tune.method=lora",
+            "rlhf.num_iterations=2",
+            "rlhf.num_mini_batches=2",
+            "rlhf.grpo.beta=0.1",
+        ],
+    ),
+    (
+        "ppo",
+        &[
+            "train.stage=ppo",
+            "tune.method=lora",
+            "rlhf.num_generations=1",
+            "rlhf.num_iterations=2",
+            "rlhf.ppo.kl_target=0.5",
+            "rlhf.ppo.kl_horizon=20",
+        ],
     ),
 ];
 
@@ -81,6 +130,8 @@ fn assert_same_checkpoints(bench: &Bench, one: &str, other: &str, method: &str) 
 fn check(methods: &[(&str, &[&str])]) {
     for (method, settings) in methods {
         let bench = Bench::new();
+        copy_all(&goldens().join("training/models/qwen3"), &bench.path("teacher"));
+        copy_all(&goldens().join("tokenizers/chat"), &bench.path("teacher"));
         train(&bench, 1, settings, "one");
         for size in 2..=4 {
             let name = format!("of-{size}");
@@ -111,6 +162,24 @@ fn optimizers_and_tiers_have_the_bits_of_one_rank() {
     check(&MORE);
 }
 
+#[test]
+fn stages_with_rewards_have_the_bits_of_one_rank() {
+    for (stage, settings) in WITH_REWARDS {
+        check(&[(stage, &[&REWARDS[..], settings].concat())]);
+    }
+}
+
+#[test]
+fn distillation_has_the_bits_of_one_rank() {
+    let settings = [
+        "train.stage=distill",
+        "distill.teacher=teacher",
+        "distill.lmbda=0.5",
+        "distill.max_new_tokens=8",
+    ];
+    check(&[("distill", &settings)]);
+}
+
 /// What a run on four ranks saved is continued on 1, 2 and 3.
 #[test]
 fn a_run_goes_on_with_another_number_of_ranks() {
@@ -119,11 +188,11 @@ fn a_run_goes_on_with_another_number_of_ranks() {
         train(&bench, 4, settings, "whole");
         for size in [1, 2, 3] {
             let name = format!("resumed-{size}");
-            let from = format!("--resume={}", bench.path("whole/checkpoint-2").display());
+            let from = format!("--resume={}", bench.path("whole/checkpoint-4").display());
             train(&bench, size, &[settings, &[&from]].concat(), &name);
             // The steps before the stop are in the other run.
             let mut whole = checkpoints(&bench, "whole");
-            whole.retain(|(file, _)| !file.starts_with("checkpoint-2/"));
+            whole.retain(|(file, _)| !file.starts_with("checkpoint-4/"));
             assert!(
                 whole == checkpoints(&bench, &name),
                 "{method}: checkpoints on {size} ranks"

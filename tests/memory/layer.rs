@@ -9,7 +9,9 @@ use ft::base::ledger::{Allocation, Ledger, MemoryKind};
 use ft::model::block::memory::{LayerMemory, LayerMemorySettings};
 use ft::model::contracts::GradSinkMemory;
 use ft::model::rope::Rope;
-use ft::model::spec::{DeltaNetSpec, KeySource, LatentSpec, LayerNormParams, Mixer, NormNames, PerLayerSpec, QkNorm, StreamSpec};
+use ft::model::spec::{
+    DeltaNetSpec, KeySource, LatentSpec, LayerNormParams, Mixer, NormNames, PerLayerSpec, QkNorm, StreamSpec,
+};
 use ft::model::{GradSink, Layer, Network, Param, Spec, families, shapes};
 use ft::ops::Dtype;
 use ft::source::{Resident, StoragePolicy};

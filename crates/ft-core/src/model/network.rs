@@ -16,7 +16,8 @@ use super::norm::Norm;
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
 use super::spec::{
-    ALTUP, ATTENTION_SINKS, EMBEDDING, LATENT_NORM, LATENT_QUERY_NORM, LAUREL, LAYER_SCALAR, LM_HEAD, Mixer, PER_LAYER, Spec,
+    ALTUP, ATTENTION_SINKS, EMBEDDING, LATENT_NORM, LATENT_QUERY_NORM, LAUREL, LAYER_SCALAR, LM_HEAD, Mixer, PER_LAYER,
+    Spec,
 };
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};

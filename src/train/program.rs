@@ -440,7 +440,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if total_steps > 0 {
         run.evaluate_if_missing(&engine, total_steps)?;
     }
-    if ranks.told(total_steps > start_step || !run_dir.join("final").exists())? {
+    if ranks.of_root(total_steps > start_step || !run_dir.join("final").exists())? {
         run.samples(&engine, "after")?;
         run.stop_if_asked(&engine, total_steps)?;
     }

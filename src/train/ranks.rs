@@ -64,7 +64,7 @@ impl Ranks {
     }
 
     /// What rank 0 says.
-    pub fn told(&self, own: bool) -> Result<bool> {
+    pub fn of_root(&self, own: bool) -> Result<bool> {
         Ok(self.from_root(vec![u8::from(own)])? == [1])
     }
 
@@ -274,7 +274,7 @@ mod tests {
         let ranks = Ranks::default();
         assert!(ranks.is_root() && !ranks.several());
         assert_eq!(
-            (ranks.most(7, Patience::Step).unwrap(), ranks.told(true).unwrap()),
+            (ranks.most(7, Patience::Step).unwrap(), ranks.of_root(true).unwrap()),
             (7, true)
         );
         assert_eq!(ranks.path(Some(Path::new("a/b"))).unwrap(), Some("a/b".into()));

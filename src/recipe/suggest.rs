@@ -279,7 +279,7 @@ mod tests {
             ("datasets", "`[data]`"),
             ("training", "`[train]`"),
             ("lora_parameters", "`[tune.lora]`"),
-            ("deepspeed", "one device"),
+            ("deepspeed", "mpirun"),
             ("bnb_config", "memory.frozen_weights"),
             ("grpo", "`[rlhf.grpo]`"),
             ("wandb", "metrics.jsonl"),

@@ -159,7 +159,9 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     }
     let elements = trained_elements(&active_schedule, total_steps, &params, &prepared.adapters);
     let needed = directory::space_needed(recipe, &model.spec, elements, strategy.placement);
-    ranks.same(&agreed(&facts, &format!("{strategy:?}"), options)?)?;
+    if ranks.several() {
+        ranks.same(&agreed(&facts, &format!("{strategy:?}"), options)?)?;
+    }
     let (mut directory, resumed) = if ranks.is_root() {
         checkpoint::check_space(&run_dir, needed.saturating_sub(directory::freed(&run_dir, options)))?;
         let same = |checkpoint: &LoadedState| state::check_same(&state::facts(checkpoint), &facts);
@@ -440,7 +442,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if total_steps > 0 {
         run.evaluate_if_missing(&engine, total_steps)?;
     }
-    if ranks.told(total_steps > start_step || !run_dir.join("final").exists())? {
+    if ranks.of_root(total_steps > start_step || !run_dir.join("final").exists())? {
         run.samples(&engine, "after")?;
         run.stop_if_asked(&engine, total_steps)?;
     }

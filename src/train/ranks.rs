@@ -9,6 +9,7 @@ use crate::recipe::Recipe;
 use crate::setup::active_schedule::ActiveSchedule;
 use serde_json::{Value, json};
 use std::fmt;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -64,7 +65,7 @@ impl Ranks {
     }
 
     /// What rank 0 says.
-    pub fn told(&self, own: bool) -> Result<bool> {
+    pub fn of_root(&self, own: bool) -> Result<bool> {
         Ok(self.from_root(vec![u8::from(own)])? == [1])
     }
 
@@ -205,10 +206,25 @@ pub fn check(recipe: &Recipe, schedule: &ActiveSchedule, on_gpu: bool, size: usi
 
 /// What this program and processor are.
 pub fn of_program() -> Result<Vec<Fact>> {
-    let program = worker::program()
-        .map(|program| files::read(&program.path))
-        .transpose()?;
-    let hash = program.map_or(String::new(), |bytes| blake3::hash(&bytes).to_hex().to_string());
+    let mut hasher = blake3::Hasher::new();
+    if let Some(program) = worker::program() {
+        let fault = |e: std::io::Error| {
+            Error::io("cannot read the program file")
+                .at_path(&program.path)
+                .cause(e)
+        };
+        // In pieces: the file is large.
+        let mut piece = [0; 1 << 16];
+        let mut file = files::open(&program.path)?;
+        loop {
+            let n = file.read(&mut piece).map_err(fault)?;
+            if n == 0 {
+                break;
+            }
+            hasher.update(&piece[..n]);
+        }
+    }
+    let hash = hasher.finalize().to_hex().to_string();
     Ok(vec![
         ("version of ft".into(), env!("CARGO_PKG_VERSION").into()),
         ("the program file, by its hash".into(), hash),
@@ -274,7 +290,7 @@ mod tests {
         let ranks = Ranks::default();
         assert!(ranks.is_root() && !ranks.several());
         assert_eq!(
-            (ranks.most(7, Patience::Step).unwrap(), ranks.told(true).unwrap()),
+            (ranks.most(7, Patience::Step).unwrap(), ranks.of_root(true).unwrap()),
             (7, true)
         );
         assert_eq!(ranks.path(Some(Path::new("a/b"))).unwrap(), Some("a/b".into()));

@@ -427,7 +427,7 @@ impl Run<'_> {
             "eval_loss"
         };
         let known = self.ranks.is_root() && report::has_evaluation(self.run_dir, step, last);
-        if self.ranks.told(known)? {
+        if self.ranks.of_root(known)? {
             return Ok(());
         }
         self.reporter.drop_evaluation(step);
@@ -478,7 +478,7 @@ impl Run<'_> {
         let Some(budget) = self.budget else { return Ok(()) };
         // Of the rank that needs most.
         let peak = self.ranks.most(memory::peak_resident(), Patience::Step)?;
-        if !self.ranks.told(budget.is_passed(peak))? {
+        if !self.ranks.of_root(budget.is_passed(peak))? {
             return Ok(());
         }
         self.save(engine, step)?;

@@ -405,6 +405,7 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         adapters: Arc::new(costs),
         data_bytes: 0,
         process_bytes: 0,
+        ranks: 1,
     };
     (most as u64, plan::forecast(&spec, &recipe, &inputs))
 }

@@ -23,7 +23,7 @@ mod tests {
                 for rank in 0..size {
                     let range = part(n, rank, size);
                     assert_eq!(range.start, next);
-                    assert!(range.start == n || range.start % QUANTUM == 0);
+                    assert!(range.start == n || range.start.is_multiple_of(QUANTUM));
                     next = range.end;
                 }
                 assert_eq!(next, n);

@@ -37,6 +37,9 @@ pub fn sent_bytes(trained: u64, micro_batches: u64, ranks: u64) -> u64 {
 /// One gradient of a bucket: name and number of elements.
 type Entry = (Arc<str>, usize);
 
+/// A parameter, and the shape of its gradient.
+type Summed = (Param, Vec<usize>);
+
 /// Gradients that are sent together.
 #[derive(Default)]
 struct Bucket {
@@ -61,7 +64,7 @@ pub(super) struct Reduce<'a> {
     bucket: Bucket,
     coming: VecDeque<Coming>,
     /// Parameters in the order of their first gradient, with the shape of the gradient.
-    params: Vec<(Param, Vec<usize>)>,
+    params: Vec<Summed>,
     /// The sums of the own parts; `None` before the first one arrives.
     sums: BTreeMap<Arc<str>, Option<Vec<f32>>>,
 }
@@ -182,7 +185,7 @@ impl<'a> Reduce<'a> {
             self.receive()?;
         }
         let mut out = Vec::with_capacity(self.params.len());
-        let mut coming: VecDeque<(Vec<(Param, Vec<usize>)>, Pending)> = VecDeque::new();
+        let mut coming: VecDeque<(Vec<Summed>, Pending)> = VecDeque::new();
         let mut params = std::mem::take(&mut self.params).into_iter().peekable();
         while params.peek().is_some() {
             let (mut some, mut elements) = (Vec::new(), 0);
@@ -206,7 +209,7 @@ impl<'a> Reduce<'a> {
     }
 
     /// Sends the own parts of some sums to all ranks.
-    fn publish(&mut self, some: Vec<(Param, Vec<usize>)>) -> (Vec<(Param, Vec<usize>)>, Pending) {
+    fn publish(&mut self, some: Vec<Summed>) -> (Vec<Summed>, Pending) {
         let size = self.comm.world().size;
         let entries: Vec<Entry> = some.iter().map(|(p, shape)| (p.name.clone(), count(shape))).collect();
         let mut own = Vec::new();
@@ -221,7 +224,7 @@ impl<'a> Reduce<'a> {
     }
 
     /// Puts the parts of all ranks together.
-    fn assemble(&self, some: Vec<(Param, Vec<usize>)>, pending: Pending, out: &mut Vec<(Param, Tensor)>) -> Result<()> {
+    fn assemble(&self, some: Vec<Summed>, pending: Pending, out: &mut Vec<(Param, Tensor)>) -> Result<()> {
         let lists = pending.wait()?;
         let mut rest: Vec<&[f32]> = lists.iter().map(Vec::as_slice).collect();
         for (param, shape) in some {

@@ -111,12 +111,12 @@ fn every_method_trains_layers_that_are_not_those_of_llama() {
     }
 }
 
-/// Adds tensors with the names of the layers for multi-token prediction of Qwen3.5.
-fn add_prediction_layers(file: &Path) {
+/// Adds tensors with the names of the layers for multi-token prediction of a family.
+fn add_prediction_layers(file: &Path, names: [&str; 2]) {
     let bytes = fs::read(file).unwrap();
     let data: Vec<u8> = (0..64).collect();
     let mut tensors = SafeTensors::deserialize(&bytes).unwrap().tensors();
-    for name in ["mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"] {
+    for name in names {
         let added = TensorView::new(Dtype::BF16, vec![4, 8], &data).unwrap();
         tensors.push((name.to_string(), added));
     }
@@ -152,16 +152,31 @@ fn wrap(dir: &Path) {
 
 #[test]
 fn the_other_parts_of_a_multimodal_model_stay_as_they_are() {
-    for family in ["gemma3", "qwen2_5_vl", "qwen3_5", "gemma3n_text"] {
+    for family in ["gemma3", "qwen2_5_vl", "qwen3_5", "gemma3n_text", "deepseek_v3"] {
         let bench = Bench::of_family(family);
         if family == "gemma3n_text" {
             wrap(&bench.path("model"));
         }
-        if family == "qwen3_5" {
-            add_prediction_layers(&bench.path("model/model.safetensors"));
+        let predicting = match family {
+            "qwen3_5" => Some(["mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"]),
+            "deepseek_v3" => Some([
+                "model.layers.2.eh_proj.weight",
+                "model.layers.2.self_attn.o_proj.weight",
+            ]),
+            _ => None,
+        };
+        if let Some(names) = predicting {
+            add_prediction_layers(&bench.path("model/model.safetensors"), names);
+        }
+        if family == "deepseek_v3" {
+            let path = bench.path("model/config.json");
+            let text = fs::read_to_string(&path).unwrap();
+            let one = text.replace("\"num_nextn_predict_layers\": 0", "\"num_nextn_predict_layers\": 1");
+            assert!(one != text);
+            fs::write(&path, one).unwrap();
         }
         train(&bench, "full", &["tune.method=full"]);
-        train(&bench, "lora", &["tune.method=lora"]);
+        train(&bench, "lora", &["tune.method=lora", "tune.lora.r=4"]);
         let out = bench.ft(&["merge", "--adapter", "lora", "--out", "merged"]);
         assert!(out.status.success(), "{}", said(&out));
         let [before, after, merged] =
@@ -179,9 +194,9 @@ fn the_other_parts_of_a_multimodal_model_stay_as_they_are() {
         assert!(stored(&before) == stored(&merged), "{family}");
         let prediction = stored(&before)
             .iter()
-            .filter(|(name, _)| name.starts_with("mtp."))
+            .filter(|(name, _)| predicting.is_some_and(|names| names.contains(&name.as_str())))
             .count();
-        assert_eq!(prediction, if family == "qwen3_5" { 2 } else { 0 });
+        assert_eq!(prediction, predicting.map_or(0, |names| names.len()));
         assert_eq!(
             names(&bench.path("full/final/model.safetensors")),
             names(&bench.path("model/model.safetensors")),

@@ -122,7 +122,7 @@ pub struct Weights {
     patches: BTreeMap<String, Patch>,
     /// The prefixes of `TEXT_ONLY` in these files.
     prefixes: [&'static str; 2],
-    /// Tensors of a multimodal checkpoint outside its language model.
+    /// Tensors of a multimodal checkpoint outside its language model, and of layers for multi-token prediction.
     other_parts: Vec<TensorInfo>,
     /// Where the weights of experts are, if several share a tensor.
     joined: Option<&'static Layout>,
@@ -147,7 +147,29 @@ impl Weights {
         if let Some(map) = shards.map {
             out.agrees_with(&map, &dir.join(index::INDEX))?;
         }
-        Ok(out.language_model().single_experts(&config))
+        Ok(out.language_model().without_prediction(&config).single_experts(&config))
+    }
+
+    /// Sets the layers for multi-token prediction of DeepSeek and GLM aside: `num_nextn_predict_layers` layers after the last.
+    fn without_prediction(mut self, config: &Map<String, Value>) -> Self {
+        let number = |key: &str| config.get(key).and_then(Value::as_u64);
+        let (Some(layers), Some(more @ 1..)) = (number("num_hidden_layers"), number("num_nextn_predict_layers")) else {
+            return self;
+        };
+        let after = layers..layers.saturating_add(more);
+        let predicts = |name: &str| {
+            let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+            layer
+                .and_then(|(layer, _)| layer.parse().ok())
+                .is_some_and(|layer: u64| after.contains(&layer))
+        };
+        let (others, tensors) = std::mem::take(&mut self.tensors)
+            .into_iter()
+            .partition(|(name, _): &(String, TensorInfo)| predicts(name));
+        let others: BTreeMap<String, TensorInfo> = others;
+        self.other_parts.extend(others.into_values());
+        self.tensors = tensors;
+        self
     }
 
     /// Gives the tensors of a multimodal checkpoint the names of a text-only one; `TensorInfo::name` stays the stored
@@ -176,7 +198,7 @@ impl Weights {
         stored.unwrap_or_else(|| name.to_string())
     }
 
-    /// The tensors of a multimodal checkpoint outside its language model.
+    /// The tensors of a multimodal checkpoint outside its language model, and of layers for multi-token prediction.
     pub fn other_parts(&self) -> &[TensorInfo] {
         &self.other_parts
     }

@@ -119,7 +119,7 @@ impl Directory<'_> {
             .as_ref()
             .map_or_else(usual, |base| base.experts_layout(self.config));
         let outputs = joined::outputs(self.tensors, layout);
-        let base = base.filter(|_| wrapped);
+        let base = base.filter(|base| wrapped || !base.other_parts().is_empty());
         let renamed = outputs.iter().map(|output| TensorPlan {
             name: base
                 .as_ref()

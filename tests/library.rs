@@ -173,3 +173,47 @@ fn a_hub_has_kinds_of_errors() {
     settings.offline = true;
     assert_eq!(kind(resolve_with(&settings, "a/b", "main")), ErrorKind::NotFound);
 }
+
+/// Files of gpt-oss with experts in MXFP4: as codes, which only adapters train on, or decoded, so that every parameter trains.
+#[test]
+fn quantized_files_open_as_codes_or_decoded() {
+    let dir = tempfile::tempdir().unwrap();
+    let goldens = Path::new("tests/parity/goldens");
+    for from in [goldens.join("mxfp4"), goldens.join("tokenizers/small")] {
+        for entry in fs::read_dir(from).unwrap() {
+            let path = entry.unwrap().path();
+            fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
+        }
+    }
+    let name = "model.layers.0.mlp.experts.1.down_proj.weight";
+    let codes = hf::open(dir.path(), Dtype::F32, &Device::Cpu).unwrap();
+    let decoded = hf::open_decoded(dir.path(), Dtype::F32, &Device::Cpu).unwrap();
+    assert!(codes.model.network.param(name).is_err(), "codes have no tensor");
+    assert_eq!(decoded.model.network.param(name).unwrap().tensor.dims().len(), 2);
+    let ids = decoded.tokenizer.encode("the mill by the river", true).unwrap();
+    let trained = vec![true; ids.len()];
+    let batch = Batch::from_examples(&[Example { ids, trained }]);
+    let hidden = |opened: &OpenModel| {
+        let network = &opened.model.network;
+        let ctx = network.context(&batch.positions, &batch.documents, None).unwrap();
+        network.hidden_states(&batch.ids, &ctx).unwrap()
+    };
+    let (a, b) = (hidden(&codes), hidden(&decoded));
+    let away = (&a - &b).unwrap().abs().unwrap().max_all().unwrap();
+    let most = a.abs().unwrap().max_all().unwrap();
+    let [away, most] = [away, most].map(|x| x.to_scalar::<f32>().unwrap());
+    assert!(away < 1e-5 * most, "{away} of {most}");
+    let active = Active::new([name.to_string()]);
+    let vocab = decoded.model.network.spec.vocab;
+    let (objective, optimizer) = (
+        Box::new(CausalLm::new(vocab)),
+        Optimizer::new(OptimizerConfig::default()),
+    );
+    let strategy = StepStrategy::new(Dtype::F32);
+    let mut engine = Engine::new(decoded.model, objective, optimizer, strategy, &active).unwrap();
+    let before = engine.network.param(name).unwrap().tensor.copy().unwrap();
+    engine.step(1, std::slice::from_ref(&batch), &active, 1e-2).unwrap();
+    let changed = (before - engine.network.param(name).unwrap().tensor).unwrap();
+    let changed = changed.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+    assert!(changed > 0.0);
+}

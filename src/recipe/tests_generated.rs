@@ -34,7 +34,8 @@ const MODELS: &str = "
   unchanged, under the names of the base model. Adapters have the module names of the multimodal class, and
   `tune.lora.target_modules` means the language model only. Reward models of multimodal models are refused: ft writes the
   classifier of a text-only model (of Gemma 3: `gemma3_text`).
-- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `granite`, `ernie4_5` and `gemma4` have none.
+- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `granite`, `ernie4_5`, `gemma3n` and `gemma4` have
+  none.
 - `partial_rotary_factor` is an option of `gemma4`, `glm4`, `nemotron`, `phi3`, `qwen3_5`, `qwen3_next` and `stablelm`; transformers does not
   apply it elsewhere.
 - Gemma 4: the table of the per-layer embeddings and the factors of the layers are not trained. Only the rows of a batch are read from the

@@ -150,6 +150,25 @@ fn wrap(dir: &Path) {
     fs::write(config, whole.to_string()).unwrap();
 }
 
+/// Published files of Gemma 3n have keys and values also of the layers that read those of another layer.
+#[test]
+fn keys_that_nothing_reads_are_no_error() {
+    let bench = Bench::of_family("gemma3n_text");
+    let before = loss(&bench, &["--model", "model"]);
+    let file = bench.path("model/model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let data = vec![0u8; 2 * 16 * 24];
+    let mut tensors = SafeTensors::deserialize(&bytes).unwrap().tensors();
+    for (name, shape) in [("k_proj", vec![16, 24]), ("v_proj", vec![16, 24]), ("k_norm", vec![8])] {
+        let size = 2 * shape.iter().product::<usize>();
+        let added = TensorView::new(Dtype::BF16, shape, &data[..size]).unwrap();
+        tensors.push((format!("model.layers.4.self_attn.{name}.weight"), added));
+    }
+    fs::write(&file, safetensors::serialize(tensors, None).unwrap()).unwrap();
+    assert_eq!(loss(&bench, &["--model", "model"]), before);
+    train(&bench, "full", &["tune.method=full", "memory.tier=disk"]);
+}
+
 #[test]
 fn the_other_parts_of_a_multimodal_model_stay_as_they_are() {
     for family in ["gemma3", "qwen2_5_vl", "qwen3_5", "gemma3n_text", "deepseek_v3"] {

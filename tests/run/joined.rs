@@ -133,10 +133,43 @@ fn gpt_oss_trains_from_mxfp4() {
     let full = ["tune.method=full", "model.dtype=bf16", "memory.tier=disk"];
     train(&bench, "full-disk", &full);
     assert_eq!(curve(&bench, "full"), curve(&bench, "full-disk"));
+    // What trains is decoded to bf16, with a warning.
+    for (run, settings) in [
+        ("block", &["tune.method=block", "tune.block.switch_every=1"][..]),
+        (
+            "experts",
+            &[
+                "tune.method=block",
+                "tune.block.switch_every=1",
+                "tune.block.partition=experts",
+            ],
+        ),
+        ("freeze", &["tune.method=freeze", "tune.freeze.trainable_layers=1"]),
+    ] {
+        let disk = format!("{run}-disk");
+        let settings = [settings, &["model.dtype=bf16"]].concat();
+        train(&bench, run, &settings);
+        train(&bench, &disk, &[&settings[..], &["memory.tier=disk"]].concat());
+        assert_eq!(curve(&bench, run), curve(&bench, &disk), "{run}");
+        let losses: Vec<f64> = bench.steps(run).iter().map(|line| number(line, "loss")).collect();
+        assert!(losses.last() < losses.first(), "{run}: {losses:?}");
+    }
+    let out = format!("train.output_dir={}", "warned");
+    let said_ = said(&bench.ft(&[
+        "train",
+        "--recipe",
+        "r.toml",
+        "tune.method=block",
+        "model.dtype=bf16",
+        "train.max_steps=1",
+        "data.max_length=64",
+        &out,
+    ]));
+    assert!(said_.contains("decoded"), "{said_}");
     let out = bench.ft(&["merge", "--adapter", "lora", "--out", "merged"]);
     assert!(out.status.success(), "{}", said(&out));
     let experts = "model.layers.0.mlp.experts";
-    for dir in ["full/final", "merged"] {
+    for dir in ["full/final", "block/final", "merged"] {
         let shapes = shapes(&bench.path(dir));
         assert_eq!(
             shapes[&format!("{experts}.gate_up_proj")],

@@ -24,7 +24,7 @@ pub use merged::{Weighted, merged};
 pub use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, model};
 pub use new_adapters::{AdapterSet, TrainedRows, adapters_to_fill, new_adapters, subtracts_init};
-pub use open::{OpenModel, open};
+pub use open::{OpenModel, open, open_decoded};
 pub use tie::{untied_weights, unties};
 
 use crate::base::{Error, Result, files};

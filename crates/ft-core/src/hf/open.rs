@@ -4,7 +4,7 @@ use crate::base::Result;
 use crate::formats::{ChatTemplate, Config, Tokenizer, Weights};
 use crate::model::{TrainableNetwork, families};
 use crate::ops::Dtype;
-use crate::source::{Resident, StoragePolicy};
+use crate::source::{ParamInfo, Resident, StoragePolicy};
 use candle_core::Device;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +21,8 @@ pub struct OpenModel {
     pub template: Option<ChatTemplate>,
 }
 
-/// Reads config, tokenizer, chat template and all weights of `dir`, the weights in `dtype` on `device`.
+/// Reads config, tokenizer, chat template and all weights of `dir`, the weights in `dtype` on `device`. Quantized weights keep
+/// their codes, so that only adapters train on them; `open_decoded` decodes them.
 ///
 /// # Errors
 /// The kind is `NotFound` for a missing directory or file, `Format` for a damaged file, `Unsupported` for a family that
@@ -45,13 +46,34 @@ pub struct OpenModel {
 /// # }
 /// ```
 pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
+    let storage = StoragePolicy::dense(dtype);
+    opened(dir, device, |params, weights| {
+        Resident::load(params, weights, |p| storage.of(p), device)
+    })
+}
+
+/// As `open`, with the weights of quantized files (`ft quantize`, GPTQ, FP8, MXFP4, ...) decoded to `dtype`: every parameter
+/// can be trained. A weight takes 2 or 4 bytes.
+///
+/// # Errors
+/// As for `open`.
+pub fn open_decoded(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
+    opened(dir, device, |params, weights| {
+        Resident::load_decoded(params, weights, dtype, device)
+    })
+}
+
+fn opened(
+    dir: &Path,
+    device: &Device,
+    load: impl FnOnce(Vec<ParamInfo>, &Weights) -> Result<Resident>,
+) -> Result<OpenModel> {
     let config = Config::load(dir)?;
     let spec = families::read(&config)?;
     spec.runs_on(!device.is_cpu())?;
     let tokenizer = Tokenizer::load(dir)?;
     let template = ChatTemplate::from_dir(dir, &tokenizer)?;
-    let storage = StoragePolicy::dense(dtype);
-    let source = Resident::load(spec.params(), &Weights::open(dir)?, |p| storage.of(p), device)?;
+    let source = load(spec.params(), &Weights::open(dir)?)?;
     Ok(OpenModel {
         config,
         model: TrainableNetwork::new(spec, Arc::new(source), device.clone()),

@@ -55,6 +55,15 @@ impl Resident {
         Self::build(params, device, |p| read(weights, p, storage(p), device))
     }
 
+    /// As `load`, with all weights in `dtype`: those of quantized files are decoded, so that they can be trained.
+    ///
+    /// # Errors
+    /// As `load`.
+    pub fn load_decoded(params: Vec<ParamInfo>, weights: &Weights, dtype: Dtype, device: &Device) -> Result<Self> {
+        check_names(&params, weights)?;
+        Self::build(params, device, |p| Ok(read_dense(weights, p, dtype, device)?.into()))
+    }
+
     /// Random weights: normal with standard deviation `std`, biases 0, norm weights `norm`.
     ///
     /// # Errors
@@ -346,11 +355,12 @@ pub fn check_names(params: &[ParamInfo], weights: &Weights) -> Result<()> {
         let harmless = name.ends_with("rotary_emb.inv_freq")
             || ["lm_head.weight", "score.weight"].contains(&name)
             || is_beside_quantized(weights, name);
-        // Gemma 4: the files also have keys and values of layers that read those of another layer.
+        // Gemma 4 and Gemma 3n: the files also have keys and values of layers that read those of another layer.
         let unused = || {
             let (layer, rest) = name.split_once(".self_attn.")?;
+            let mut marks = ["layer_scalar", "altup.correct_output_scale"].into_iter();
             let shared = !known.contains(format!("{layer}.self_attn.k_proj.weight").as_str())
-                && known.contains(format!("{layer}.layer_scalar").as_str());
+                && marks.any(|mark| known.contains(format!("{layer}.{mark}").as_str()));
             let of_keys = ["k_proj.", "v_proj.", "k_norm.", "v_norm."]
                 .iter()
                 .any(|part| rest.starts_with(part));

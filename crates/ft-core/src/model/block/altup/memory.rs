@@ -46,9 +46,10 @@ impl LayerMemory<'_> {
         l.free(z);
         let d_low = self.linear_backward(l, right, need_dh || self.linear_wanted(sink, left), sink);
         l.free_all([dz, low]);
-        let dh = match d_low.is_some() {
-            true => self.linear_backward(l, left, need_dh, sink),
-            false => None,
+        let dh = if d_low.is_some() {
+            self.linear_backward(l, left, need_dh, sink)
+        } else {
+            None
         };
         l.free_all(d_low);
         l.free_all(lows);
@@ -190,12 +191,11 @@ impl LayerMemory<'_> {
                 SavedActivationsMemory { mixer, x1, parts, x2 }
             }
         };
-        let mixer = match mixer_needed {
-            true => Some(mixer),
-            false => {
-                mixer.free(l);
-                None
-            }
+        let mixer = if mixer_needed {
+            Some(mixer)
+        } else {
+            mixer.free(l);
+            None
         };
         let dx2 = self.corrected_backward(l, sink);
         l.free_all(x2);

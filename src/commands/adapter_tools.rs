@@ -108,6 +108,9 @@ pub fn show(dir: &Path) -> Result<Shown> {
         Targets::Pattern(pattern) => format!("regular expression {pattern}"),
     };
     say("targets", targets);
+    if !config.target_parameters.is_empty() {
+        say("parameters", config.target_parameters.join(", "));
+    }
     Ok(Shown {
         kind: config.name(),
         elements,
@@ -249,11 +252,18 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
             || config.use_dora
             || !config.modules_to_save.is_empty()
             || !config.token_rows.is_empty()
+            || !config.target_parameters.is_empty()
         {
-            return Err(Error::new("only plain LoRA adapters can be added up into one adapter")
-                .at_path(dir)
-                .found(config.name())
-                .hint("`ft merge` adds adapters of every kind to the weights of the model"));
+            let found = match config.target_parameters.as_slice() {
+                [] => config.name().to_string(),
+                names => format!("{} on {}", config.name(), names.join(", ")),
+            };
+            return Err(
+                Error::new("only plain LoRA adapters of linears can be added up into one adapter")
+                    .at_path(dir)
+                    .found(found)
+                    .hint("`ft merge` adds adapters of every kind to the weights of the model"),
+            );
         }
         if let Some(named) = hf::base_of(&weights) {
             match &base {

@@ -116,6 +116,19 @@ fn a_killed_run_with_adapters_on_experts_resumes_to_the_same_bits() {
     bench.train(&[&with("train.output_dir=broken")[..], &["--resume"]].concat());
     assert_same(&bench, "whole", "broken");
 
+    let out = bench.ft(&["adapter", "show", "whole/final"]);
+    assert!(
+        String::from_utf8_lossy(&out.stdout).contains("mlp.experts.down_proj"),
+        "{}",
+        said(&out)
+    );
+    let out = bench.ft(&["adapter", "combine", "whole/final", "broken/final", "--out", "sum"]);
+    assert!(
+        !out.status.success() && said(&out).contains("mlp.experts.gate_up_proj"),
+        "{}",
+        said(&out)
+    );
+
     // The merged model has the loss of the adapter.
     let (model, adapter) = (bench.path("model"), bench.path("whole/final"));
     let [model, adapter, merged] = [&model, &adapter, &bench.path("merged")].map(|p| p.to_str().unwrap().to_string());
@@ -144,6 +157,32 @@ fn a_killed_run_with_adapters_on_experts_resumes_to_the_same_bits() {
     assert!(
         (one / two - 1.0).abs() < 1e-5 && one < 0.95 * loss(&["--model", &model]),
         "{one} {two}"
+    );
+}
+
+/// The reference is the model without its adapters: at first both are the same.
+#[test]
+fn a_preference_run_has_a_reference_without_the_adapters() {
+    let bench = Bench::of_family("olmoe");
+    let pairs = [
+        "train.stage=dpo",
+        "data.train=pairs.jsonl",
+        "data.format=preference",
+        "data.render=plain",
+    ];
+    train(
+        &bench,
+        "dpo",
+        &[
+            &pairs[..],
+            &[BOTH, "tune.lora.target_modules=[]", "data.max_length=128"],
+        ]
+        .concat(),
+    );
+    let got = losses(&bench, "dpo");
+    assert!(
+        (got[0] - 2f64.ln()).abs() < 1e-5 && got[1..].iter().all(|loss| *loss != got[0]),
+        "{got:?}"
     );
 }
 
@@ -217,8 +256,6 @@ fn what_peft_does_not_have_is_refused() {
     }
     let empty = refused(&bench, &["tune.lora.target_modules=[]"]);
     assert!(empty.contains("target_modules") && empty.contains("empty"), "{empty}");
-    let none = refused(&bench, &["tune.lora.expert_rank=active"]);
-    assert!(none.contains("there are none"), "{none}");
     let dense = refused(&Bench::new(), &[BOTH]);
     assert!(dense.contains("a model with experts"), "{dense}");
     // No linears, only experts; `ft plan` says what `all-linear` covers.

@@ -200,3 +200,41 @@ fn gpt_oss_trains_from_mxfp4() {
     assert!((merged - run).abs() < 1e-2 * run, "{merged} {run}");
     assert!((nf4 - merged).abs() < 0.2 * merged, "{nf4} {merged}");
 }
+
+/// With a budget some layers stay dense: their joined tensors have all experts, and the others none.
+#[test]
+fn a_budget_quantizes_the_experts_of_a_layer_together_or_not_at_all() {
+    let bench = Bench::of_family("granitemoe");
+    let before = fs::metadata(bench.path("model/model.safetensors")).unwrap().len();
+    let (mut dense, mut quantized) = (0, 0);
+    for percent in [70, 90, 100] {
+        let out = format!("q{percent}");
+        let budget = (before * percent / 100).to_string();
+        let ran = bench.ft(&[
+            "quantize",
+            "--model",
+            "model",
+            "--to",
+            "int4",
+            "--budget",
+            &budget,
+            "--data",
+            "rows.jsonl",
+            "--out",
+            &out,
+        ]);
+        if !ran.status.success() {
+            continue;
+        }
+        for (name, shape) in shapes(&bench.path(&out)) {
+            if name.ends_with("put_linear.weight") {
+                assert_eq!(shape[0], 5, "{percent}: {name}");
+                dense += 1;
+            }
+            quantized += usize::from(name.contains("experts.4.") && name.ends_with(".codes"));
+        }
+        let ran = bench.ft(&["eval", "--data", "rows.jsonl", "--json", "--model", &out]);
+        assert!(ran.status.success(), "{}", said(&ran));
+    }
+    assert!(dense > 0 && quantized > 0, "{dense} {quantized}");
+}

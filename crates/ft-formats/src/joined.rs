@@ -373,8 +373,10 @@ fn begins(layout: &Layout, params: &[TensorPlan], known: &BTreeMap<&str, usize>,
         }
         experts += 1;
     }
+    // The tensors of the next expert, if there is one: of another type, or its quantized data.
     let next = format!("{layer}.{}.{experts}.{part}", layout.experts);
-    if experts == 0 || known.contains_key(next.as_str()) {
+    let more = known.range(next.as_str()..).next();
+    if experts == 0 || more.is_some_and(|(name, _)| name.starts_with(&next)) {
         return None;
     }
     Some(Output {

@@ -249,13 +249,6 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 .hint("remove `tune.lora.target_parameters`"),
         );
     }
-    if lora.target_parameters.is_empty() && lora.expert_rank != ExpertRank::Each {
-        faults.add(
-            &[LoraKeys::expert_rank, LoraKeys::target_parameters],
-            Error::usage("`tune.lora.expert_rank` is of the adapters on parameters of experts, and there are none")
-                .hint("name them in `tune.lora.target_parameters`, or remove `tune.lora.expert_rank`"),
-        );
-    }
     let ranks = lora.rank_pattern.iter().filter(|t| rank(t).is_none());
     let ranks = ranks.map(|t| (LoraKeys::rank_pattern, t, "a rank of at least 1"));
     let alphas = lora.alpha_pattern.iter().filter(|t| alpha(t).is_none());
@@ -351,6 +344,7 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         LoraKeys::init_lora_weights
         | LoraKeys::use_rslora
         | LoraKeys::use_dora
+        | LoraKeys::expert_rank
         | LoraKeys::loraplus_lr_ratio
         | LoraKeys::save_residual
         | LoraKeys::save_rank
@@ -372,6 +366,9 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         LoraKeys::save_residual | LoraKeys::save_rank => lora.changes_base(),
         CordaKeys::method | CordaKeys::data | CordaKeys::samples | CordaKeys::compatible | CordaKeys::adaptive_rank => {
             init == LoraInit::Corda
+        }
+        LoraKeys::expert_rank if lora.target_parameters.is_empty() => {
+            return Some("tune.lora.target_parameters = []".to_string());
         }
         LoraKeys::pissa_niter => init == LoraInit::Pissa,
         EvaKeys::rho => init == LoraInit::Eva,

@@ -335,6 +335,28 @@ fn a_fingerprint_tells_bases_apart_and_ignores_how_they_are_stored() {
 }
 
 #[test]
+fn a_fingerprint_has_the_numbers_of_the_routers() {
+    let dir = tempfile::tempdir().unwrap();
+    let from = Path::new("../../tests/parity/goldens/families/olmoe");
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(from.join(name), dir.path().join(name)).unwrap();
+    }
+    let path = dir.path().join("config.json");
+    let (text, print) = (files::read_text(&path).unwrap(), fingerprint(dir.path()).unwrap());
+    for (from, to) in [
+        ("\"num_experts_per_tok\": 2", "\"num_experts_per_tok\": 3"),
+        ("\"norm_topk_prob\": false", "\"norm_topk_prob\": true"),
+    ] {
+        assert!(text.contains(from));
+        std::fs::write(&path, text.replace(from, to)).unwrap();
+        let now = fingerprint(dir.path()).unwrap();
+        assert!(now.exact != print.exact && !now.base().agrees(&print.base()), "{to}");
+    }
+    std::fs::write(&path, &text).unwrap();
+    assert_eq!(fingerprint(dir.path()).unwrap(), print);
+}
+
+#[test]
 fn adapters_of_older_versions_are_compared_as_they_can_be() {
     let base = |weights: &str, sampled: &str| BaseHashes {
         weights: weights.into(),

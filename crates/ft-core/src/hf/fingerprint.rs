@@ -14,6 +14,7 @@ use crate::formats::config::Config;
 use crate::formats::weights::{TensorInfo, Weights};
 use crate::model::spec::{KeySource, Mixer};
 use crate::model::{Spec, families};
+use crate::ops::routing::RouterSpec;
 use crate::source::stored;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -322,6 +323,16 @@ fn computes(s: &Spec) -> String {
         }
         if layer.keys != KeySource::Own {
             out.push_str(&format!(" keys {:?}", layer.keys));
+        }
+        if let Some(experts) = &layer.experts {
+            let RouterSpec {
+                score,
+                top_k,
+                renormalize,
+                scale,
+                groups,
+            } = experts.router;
+            out.push_str(&format!(" router {score:?} {top_k} {renormalize} {scale:?} {groups:?}"));
         }
     }
     if let Some(streams) = s.streams {

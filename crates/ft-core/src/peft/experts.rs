@@ -45,7 +45,7 @@ pub struct ExpertLora {
     alternate: bool,
 }
 
-/// The names of the parts of `name`: what comes before `#`, and the first row.
+/// The parameter that a view with this name (`NAME#ROW`) belongs to, and the first row of the view.
 pub fn part_of(name: &str) -> Option<(&str, usize)> {
     let (whole, row) = name.rsplit_once('#')?;
     Some((whole, row.parse().ok()?))
@@ -160,7 +160,7 @@ fn no_linear(of: &Param) -> Error {
     Error::internal("an adapter of all experts is used as that of one linear").at(&*of.name)
 }
 
-/// The experts of a layer use the parts (`ExpertLora::part`); what is here is the same for every adapter.
+/// The experts of a layer use the views (`ExpertLora::part`). What is here is what every adapter has.
 impl AdapterMethod for ExpertLora {
     fn parts(&self) -> Vec<Param> {
         vec![self.a.clone(), self.b.clone()]

@@ -16,6 +16,7 @@ use crate::ops::low_rank::LowRank;
 use crate::ops::pairs::Pair;
 use crate::ops::{linear, update};
 use candle_core::{Device, Tensor};
+use rayon::prelude::*;
 use std::sync::Arc;
 
 /// The LoRA pair of one linear.
@@ -60,6 +61,7 @@ pub fn fresh(r: usize, input: usize, output: usize, gaussian: bool, seed: u64, s
     let rng = Rng::new(seed, Stream::Init, &[u64::MAX, site]);
     let bound = 1.0 / (input as f32).sqrt();
     let a: Vec<f32> = (0..(r * input) as u64)
+        .into_par_iter()
         .map(|i| {
             if gaussian {
                 rng.normal(i) / r as f32

@@ -208,7 +208,8 @@ fn every_kind_is_read_and_written_back() {
 
 #[test]
 fn parameters_of_experts_are_wrapped_from_the_inside_out() {
-    let c = with("target_parameters", json!(["mlp.experts.down_proj"])).unwrap();
+    let c = read(r#"{"peft_type":"LORA","target_modules":[],"target_parameters":["mlp.experts.down_proj"]}"#).unwrap();
+    assert_eq!(c.target_modules, Targets::List(Vec::new()));
     assert_eq!(c.target_parameters, ["mlp.experts.down_proj"]);
     assert_eq!(c.to_json()["target_parameters"], json!(["mlp.experts.down_proj"]));
     let e = read(

@@ -178,6 +178,14 @@ fn what_is_not_joined() {
     let mut some = all(2);
     some[4].dtype = StoredDtype::U8;
     assert_eq!(outputs(&some, layout).len(), 5);
+    // The next expert is quantized, in tensors of ft: the first one stays alone.
+    let mut mixed = all(3);
+    for p in &mut mixed {
+        if p.name.contains(".1.") {
+            p.name.push_str(".codes");
+        }
+    }
+    assert_eq!(outputs(&mixed, layout).len(), 9);
     assert_eq!(usual(json!({"model_type": "llama"}).as_object().unwrap()), None);
     let inner = json!({"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}});
     assert_eq!(usual(inner.as_object().unwrap()), layout);

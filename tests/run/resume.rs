@@ -1,6 +1,6 @@
 //! Runs that are stopped, killed, or started twice.
 
-use crate::bench::{Bench, files, said};
+use crate::bench::{Bench, said};
 pub use crate::same::{METHODS, assert_same};
 use ft::base::rng::{Rng, Stream};
 use std::fs;

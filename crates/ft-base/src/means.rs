@@ -69,7 +69,7 @@ mod tests {
         let sums = part.take_sums();
         assert!(part.take().is_empty());
         for (name, sum, count) in sums.into_iter().chain([("kl", 1.0, 5.0)]) {
-            all.put_back(&name.to_string(), sum, count);
+            all.put_back(name, sum, count);
         }
         assert_eq!(all.take(), [("kl", 1.0)]);
     }

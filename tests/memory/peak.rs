@@ -399,7 +399,6 @@ fn measure(s: &Shape, way: Way, dtype: Dtype, place: Placement, before: usize) -
         teacher: None,
         judges: Arc::default(),
         reference: false,
-        ranks: 1,
         rollout: 0,
         file_bytes: dtype.bytes(),
         adapters: Arc::new(costs),

@@ -152,7 +152,6 @@ fn measure(case: &Case, file: &Path) -> Value {
         teacher: None,
         judges: Arc::default(),
         reference: false,
-        ranks: 1,
         rollout: 0,
         tokens: count * length,
         longest: length,

@@ -394,7 +394,7 @@ mod tests {
         assert!(close(&loss.groups, &[0.0625, 0.0625]), "{loss:?}");
         assert!(close(&loss.within, &[0.125, 0.0, 0.125, 0.0]), "{loss:?}");
         let routers = Routers::new(RouterLosses::default());
-        routers.add(tally);
+        routers.add(&tally);
         let found: BTreeMap<&str, f64> = routers.metrics().into_iter().collect();
         assert_eq!(found["router_groups"], 1.0);
     }

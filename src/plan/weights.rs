@@ -77,14 +77,19 @@ pub(super) fn resident(
         }
     };
     let stays = |p: &ParamInfo| active.contains(&p.name) || always(p);
-    let resident = model.sum(active, |p| if stays(p) { bytes(p) } else { 0 });
+    let outside = model.outside().iter().filter(|p| stays(p));
+    let mut resident: u64 = outside.map(bytes).sum();
     let mut slots = LayerSlots::default();
     for run in model.runs(active) {
-        let streamed = model.layer(run.first).filter(|p| !stays(p));
-        let streamed = streamed.map(|p| {
+        let mut streamed = Vec::new();
+        for p in model.layer(run.first) {
             let bytes = bytes(&p);
-            (p, bytes)
-        });
+            if stays(&p) {
+                resident = resident.saturating_add(bytes.saturating_mul(run.count as u64));
+            } else {
+                streamed.push((p, bytes));
+            }
+        }
         slots.add(streamed, run.count);
     }
     let whole = active.contains(spec.head_name()) || held(spec.head_name());

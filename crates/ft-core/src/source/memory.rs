@@ -97,9 +97,13 @@ impl LayerSlots {
     pub fn add(&mut self, params: impl IntoIterator<Item = (ParamInfo, u64)>, count: usize) {
         let mut streams = false;
         for (p, bytes) in params {
-            let below = p.name.splitn(4, '.').nth(3).unwrap_or_default().to_string();
-            let largest = self.largest.entry(below).or_default();
-            *largest = (*largest).max(bytes);
+            let below = p.name.splitn(4, '.').nth(3).unwrap_or_default();
+            match self.largest.get_mut(below) {
+                Some(largest) => *largest = (*largest).max(bytes),
+                None => {
+                    self.largest.insert(below.to_string(), bytes);
+                }
+            }
             streams = true;
         }
         self.layers += if streams { count as u64 } else { 0 };

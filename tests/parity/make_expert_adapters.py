@@ -52,7 +52,7 @@ def main():
         target = GOLDENS / "expert_adapters" / name
         shutil.rmtree(target, ignore_errors=True)
         with tempfile.TemporaryDirectory() as saved:
-            model.peft_config["default"].base_model_name_or_path = None
+            model.peft_config["default"].base_model_name_or_path = directory.name
             model.save_pretrained(saved)
             target.mkdir(parents=True)
             for file in ["adapter_config.json", "adapter_model.safetensors"]:

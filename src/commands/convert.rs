@@ -126,14 +126,21 @@ pub fn convert(request: &Request) -> Result<Report> {
             }
         }
     })?;
-    let after = elements(&mixture);
-    Ok(Report {
-        out,
-        model_type: mixture.model_type.clone(),
-        parameters: [elements(&dense), after],
-        active: after - routed(&mixture, true) + routed(&mixture, false),
-        reached: splits.map(|s| s.iter().map(|s| s.reached).sum::<f64>() / s.len().max(1) as f64),
-    })
+    let reached = splits.map(|s| s.iter().map(|s| s.reached).sum::<f64>() / s.len().max(1) as f64);
+    Ok(Report::new(out, &dense, &mixture, reached))
+}
+
+impl Report {
+    fn new(out: PathBuf, before: &Spec, after: &Spec, reached: Option<f64>) -> Self {
+        let count = elements(after);
+        Self {
+            out,
+            model_type: after.model_type.clone(),
+            parameters: [elements(before), count],
+            active: count - routed(after, true) + routed(after, false),
+            reached,
+        }
+    }
 }
 
 /// Number of parameters.

@@ -7,7 +7,7 @@
 //!
 //! Letters: D hidden size, E experts, G groups.
 
-use super::{Report, elements, routed};
+use super::{Report, plans};
 use crate::base::{Error, Result};
 use crate::checkpoint;
 use crate::commands::merge::{refuse_codes, refuse_existing, refuse_strangers};
@@ -18,7 +18,7 @@ use crate::hf::Directory;
 use crate::model::families;
 use crate::setup::locate;
 use serde_json::json;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 #[derive(Debug, Clone, Copy)]
@@ -60,17 +60,7 @@ pub fn convert(request: &Request) -> Result<Report> {
     for p in flat.params() {
         weights.require(&p.name, &p.shape)?;
     }
-    let mut tensors = Vec::new();
-    for p in &params {
-        let info = weights.info(&p.name);
-        tensors.push(TensorPlan {
-            name: p.name.to_string(),
-            dtype: info
-                .ok_or_else(|| Error::not_found("a weight is missing").at(&*p.name))?
-                .dtype,
-            shape: p.shape.clone(),
-        });
-    }
+    let tensors = plans(&weights, &params, &HashMap::new())?;
     checkpoint::check_space(request.out, tensors.iter().filter_map(TensorPlan::bytes).sum())?;
     let directory = Directory {
         out: request.out,
@@ -91,14 +81,7 @@ pub fn convert(request: &Request) -> Result<Report> {
         }
         sink(Values::Raw(&weights.read_bytes(&plan.name)?))
     })?;
-    let count = elements(&after);
-    Ok(Report {
-        out,
-        model_type: after.model_type.clone(),
-        parameters: [elements(&flat), count],
-        active: count - routed(&after, true) + routed(&after, false),
-        reached: None,
-    })
+    Ok(Report::new(out, &flat, &after, None))
 }
 
 /// Adds the rows of the groups to a router `[E, D]`: `[E+G, D]`.

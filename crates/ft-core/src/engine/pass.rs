@@ -207,15 +207,16 @@ impl<'a> Pass<'a> {
                 ctx.shared.watch_routers(RouterTally::new(routers.losses, share));
             }
             sink.begin_round(round.contributors);
-            let own = StepStats::new(&self.network.device)?;
             // On a GPU the sums of the window stay on the device.
-            let step_stats = if own.known().is_some() { &own } else { self.step_stats };
+            let on_host = self.step_stats.known().is_some();
+            let own = on_host.then(|| StepStats::new(&self.network.device)).transpose()?;
+            let step_stats = own.as_ref().unwrap_or(self.step_stats);
             self.micro_batch(batch, &ctx, 1.0 / weight as f64, step_stats, sink)?;
             sink.end_round()?;
             let routed = ctx.shared.take_routers();
             let report = MicroReport {
                 micro,
-                sums: own.known().unwrap_or_default(),
+                sums: own.and_then(|sums| sums.known()).unwrap_or_default(),
                 means: window::take_means(self.objective),
                 routers: routed.map(|tally| tally.numbers()).unwrap_or_default(),
             };

@@ -9,13 +9,23 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PATH="$PWD/tools/fake-nvcc:$PATH" NVCC="$PWD/tools/fake-nvcc/nvcc" CUDA_COMPUTE_CAP=80
 export CARGO_TARGET_DIR="$PWD/target/soft"
-# The kernels take the time, not ft: it is built fast.
-export CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_CODEGEN_UNITS=64 CARGO_PROFILE_RELEASE_INCREMENTAL=true
+# The kernels take the time, not ft: it is built fast (profile.toml). Its dependencies are those of the usual build.
+cargo() { command cargo --config "$SOFT_CUDA_PROFILE" "$@"; }
+export -f cargo
+export SOFT_CUDA_PROFILE="$PWD/tools/soft-cuda/profile.toml"
+if [ ! -d "$CARGO_TARGET_DIR/release" ] && [ -d target/release/deps ]; then
+  mkdir -p "$CARGO_TARGET_DIR/release"
+  # Links: cargo replaces a file and does not write into it.
+  cp -rl target/release/{build,deps,.fingerprint} "$CARGO_TARGET_DIR/release/"
+fi
 driver="$CARGO_TARGET_DIR/cuda"
 export LIBRARY_PATH="$driver${LIBRARY_PATH:+:$LIBRARY_PATH}" LD_LIBRARY_PATH="$driver${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export FT_REQUIRE_GPU=1 FT_GPU_SHORT=1
 tools/soft-cuda/build.sh "$driver"
-if [ $# -gt 0 ]; then exec "$@"; fi
+if [ $# -gt 0 ]; then
+  "$@"
+  exit
+fi
 
 tests=$(cargo test --release --features cuda --test gpu --no-run --message-format=json |
   sed -n 's/.*"executable":"\([^"]*\/gpu-[^"]*\)".*/\1/p' | tail -1)

@@ -57,10 +57,11 @@ pub struct Rotated {
 }
 
 /// Deletes the oldest checkpoints beyond `keep`, but only after it verified the newest one: a damaged newest checkpoint
-/// never leads to the loss of a valid older one. `keep = 0` keeps all, as `save_total_limit` of Hugging Face does.
+/// never leads to the loss of a valid older one. `keep = 0` keeps all, as `save_total_limit` of Hugging Face does. The
+/// checkpoint of step `best` stays in addition.
 ///
 /// Errors: the newest checkpoint does not verify (then nothing is deleted).
-pub fn rotate(run_dir: &Path, keep: usize) -> Result<Rotated> {
+pub fn rotate(run_dir: &Path, keep: usize, best: Option<u64>) -> Result<Rotated> {
     let mut out = Rotated::default();
     let all = list(run_dir)?;
     if keep == 0 || all.len() <= keep {
@@ -69,7 +70,8 @@ pub fn rotate(run_dir: &Path, keep: usize) -> Result<Rotated> {
     if let Some((_, newest)) = all.last() {
         verify(newest)?;
     }
-    for (_, path) in all.iter().take(all.len() - keep) {
+    let old = all.iter().take(all.len() - keep);
+    for (_, path) in old.filter(|(step, _)| Some(*step) != best) {
         if remove(path)? {
             out.deleted.push(path.clone())
         } else {

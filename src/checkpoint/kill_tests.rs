@@ -31,7 +31,7 @@ fn child_saves_until_it_is_killed() {
         for _ in 0..if step.is_multiple_of(3) { 2 } else { 1 } {
             save_step(&run, step, &plans(), &json!({"step": step})).unwrap();
         }
-        rotate(&run, 2).unwrap();
+        rotate(&run, 2, None).unwrap();
     }
 }
 

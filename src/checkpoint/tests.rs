@@ -322,14 +322,19 @@ fn rotation_keeps_the_newest_and_deletes_only_when_it_verifies() {
     for step in [1, 2, 10] {
         save_small(dir.path(), step);
     }
-    assert_eq!(rotate(dir.path(), 0).unwrap(), Rotated::default(), "0 keeps all");
-    assert_eq!(rotate(dir.path(), 3).unwrap(), Rotated::default());
+    assert_eq!(rotate(dir.path(), 0, None).unwrap(), Rotated::default(), "0 keeps all");
+    assert_eq!(rotate(dir.path(), 3, None).unwrap(), Rotated::default());
     let newest = dir.path().join("checkpoint-10").join(WEIGHTS);
     flip(&newest, 100, 0);
-    assert!(rotate(dir.path(), 1).unwrap_err().to_string().contains("checkpoint-10"));
+    assert!(
+        rotate(dir.path(), 1, None)
+            .unwrap_err()
+            .to_string()
+            .contains("checkpoint-10")
+    );
     assert_eq!(list(dir.path()).unwrap().len(), 3);
     flip(&newest, 100, 0);
-    let deleted = rotate(dir.path(), 1).unwrap().deleted;
+    let deleted = rotate(dir.path(), 1, None).unwrap().deleted;
     assert_eq!(
         deleted,
         [dir.path().join("checkpoint-1"), dir.path().join("checkpoint-2")]
@@ -356,7 +361,7 @@ fn only_what_a_manifest_names_is_ever_deleted() {
     std::os::unix::fs::symlink(real.join(OPTIMIZER), linked.join(OPTIMIZER)).unwrap();
     flip(&save_small(run, 6).join(WEIGHTS), 100, 0);
     save_small(run, 7);
-    let rotated = rotate(run, 1).unwrap();
+    let rotated = rotate(run, 1, None).unwrap();
     assert_eq!(rotated.deleted, [run.join("checkpoint-6")]);
     assert_eq!(rotated.kept.len(), 5);
     assert!(run.join("checkpoint-1/photo.jpg").exists() && run.join("checkpoint-2/notes.txt").exists());

@@ -1,28 +1,11 @@
-//! `ft export`: writes a model directory or an adapter directory from a checkpoint, equal to `final/` at that step.
-//! Needs the base model and the checkpoint; does not read the training rows.
+//! `ft export`: writes a model directory or an adapter directory from a checkpoint, a run or a model.
 
-use crate::base::{Error, Result, files, memory};
-use crate::checkpoint::{self, LoadedState};
+use crate::base::{Result, files};
 use crate::commands::merge;
-use crate::data::Dataset;
-use crate::engine::{Active, Engine, StepStrategy};
-use crate::hf;
-use crate::model::Objective;
-use crate::plan::memory_plan::pin_resumed_choices;
-use crate::recipe::{self, Dtype, ModelInit, Recipe, Stage};
-use crate::rlhf::preference::Reward;
-use crate::setup::active_schedule;
-use crate::setup::adapters;
-use crate::setup::allocation;
+use crate::recipe::Dtype;
+use crate::setup;
 use crate::setup::locate::{self, NamedKind};
-use crate::setup::{self, ModelDir, vocabulary};
-use crate::sft::CausalLm;
-use crate::source::Placement;
-use crate::source::StoragePolicy;
-use crate::train::finish::{self, TrainedModel};
-use crate::train::stage::preference;
-use crate::train::starts::{self, AdapterInitContext};
-use crate::train::state;
+use crate::train::from_checkpoint::{self, Scratch};
 use candle_core::Device;
 use std::path::{Path, PathBuf};
 
@@ -45,7 +28,15 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
     merge::refuse_existing(out)?;
     let found = locate::locate(from)?;
     let mut report = match &found {
-        NamedKind::Checkpoint(dir) => checkpoint(dir, out)?,
+        NamedKind::Checkpoint(dir) => {
+            let written = from_checkpoint::write(dir, out)?;
+            Report {
+                out: out.to_path_buf(),
+                adapter: written.adapter,
+                step: Some(written.step),
+                notes: written.notes,
+            }
+        }
         NamedKind::Adapter(dir) => copied(dir, out)?,
         NamedKind::Model(dir) => {
             let written = merge::merge(dir, &[], out, dtype)?;
@@ -92,141 +83,6 @@ fn copied(dir: &Path, out: &Path) -> Result<Report> {
         step: None,
         notes: Vec::new(),
     })
-}
-
-/// A temporary directory; it is removed on drop.
-pub struct Scratch(pub PathBuf);
-
-impl Scratch {
-    /// Chooses a new name next to `path`; the parent directory must exist.
-    pub fn beside(path: &Path) -> Result<Self> {
-        let scratch = files::temporary(path);
-        if scratch.exists() {
-            files::remove_dir_all(&scratch)?;
-        }
-        Ok(Self(scratch))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        if self.0.is_dir() {
-            // If this fails, the next run in this directory removes it.
-            let _ = files::remove_dir_all(&self.0);
-        }
-    }
-}
-
-/// Writes the equivalent of `final/` after the step of the checkpoint in `dir`.
-pub fn checkpoint(dir: &Path, out: &Path) -> Result<Report> {
-    let loaded = checkpoint::load(dir)?;
-    let facts = state::facts(&loaded);
-    let written = recipe::again(&facts.recipe).map_err(|e| e.within(dir.display()))?;
-    let recipe = &pin_resumed_choices(&written.recipe, &Some(Some(dir.to_path_buf())))?;
-    let device = Device::Cpu;
-    let model = ModelDir::of_recipe(recipe).map_err(|e| e.after("the base model of the checkpoint is needed"))?;
-    let recipe = &vocabulary::settle(recipe, model.new_rows.as_ref(), &model.spec);
-    if model.is_shape() {
-        return Err(Error::new("a built-in shape has random weights: there is nothing to export").at_path(dir));
-    }
-    let print = match recipe.model.init {
-        ModelInit::Pretrained => Some(model.fingerprint()?),
-        ModelInit::Random => None,
-    };
-    if let Some(print) = &print
-        && ![&print.exact, &print.sampled].contains(&&facts.base)
-    {
-        return Err(Error::new("the base model differs from the model that was trained")
-            .at_path(&model.dir)
-            .hint(
-                "a checkpoint contains only the trained weights; all other weights come from the base model of the run",
-            ));
-    }
-    let base = print.as_ref().map(hf::Fingerprint::base).unwrap_or_default();
-    let mut prepared = adapters::of(recipe, &model.spec)?;
-    allocation::settle(recipe, &mut prepared, steps_of_run(&loaded, recipe))?;
-    let params = model.spec.params();
-    let storage = if starts::requantizes_base(recipe) {
-        StoragePolicy::new(&recipe.memory.storage_rules(), recipe.model.dtype, &params, |_| false)?
-    } else {
-        StoragePolicy::dense(recipe.model.dtype)
-    };
-    let bytes = storage.bytes(&params);
-    checkpoint::check_space(out, bytes)?;
-    let scratch = Scratch::beside(&out.with_extension("weights"))?;
-    let fits = memory::available().is_none_or(|free| bytes < free / 10 * 8);
-    let placement = if fits {
-        Placement::Device
-    } else {
-        Placement::Disk { head_rows: None }
-    };
-    if placement != Placement::Device {
-        files::create_dir_all(&scratch.0)?;
-    }
-    let strategy = StepStrategy {
-        placement,
-        storage,
-        ..StepStrategy::new(recipe.model.dtype)
-    };
-    let mut loaded_model = model.load_for(&strategy, recipe, &scratch.0, &device)?;
-    let network = &mut loaded_model.network;
-    prepared.attach(network)?;
-    let step_hook = allocation::of(recipe, &prepared);
-    let sizes = state::sizes(&loaded)?;
-    let ranks = starts::ranks_of(network, |name| sizes.get(name).copied());
-    starts::resize(recipe, network, &mut prepared, &ranks)?;
-    if starts::requantizes_base(recipe) {
-        let mut setting = AdapterInitContext {
-            recipe,
-            model: &model,
-            objective: &CausalLm::new(model.spec.vocab),
-            train: &Dataset::default(),
-            base: &facts.base,
-            cache: &scratch.0,
-            store: &*loaded_model.store,
-            note: &mut |_| {},
-        };
-        starts::fill(&mut setting, network, &mut prepared)?;
-    }
-    let objective: Box<dyn Objective> = if recipe.train.stage == Stage::Reward {
-        let pad = preference::pad_id(&model.tokenizer);
-        Box::new(Reward::new(model.spec.hidden, 0.0, pad, 0.0, 0, &device)?)
-    } else {
-        Box::new(CausalLm::new(model.spec.vocab))
-    };
-    let optimizer = active_schedule::optimizer(recipe);
-    let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &Active::new([]))?;
-    engine.step_hook = step_hook;
-    state::restore_weights(&loaded, &mut engine)?;
-    let mut notes = Vec::new();
-    let trained = TrainedModel {
-        recipe,
-        model: &model,
-        engine: &engine,
-        prepared: &prepared,
-        print: &base,
-    };
-    finish::export(&trained, out, &mut |line| notes.push(line.to_string()))?;
-    Ok(Report {
-        out: out.to_path_buf(),
-        adapter: prepared.config.is_some(),
-        step: Some(loaded.step),
-        notes,
-    })
-}
-
-/// Planned number of steps of the run: the AdaLoRA schedule is saved with the adapter.
-fn steps_of_run(loaded: &LoadedState, recipe: &Recipe) -> u64 {
-    if let Ok(steps) = u64::try_from(recipe.train.max_steps) {
-        return steps;
-    }
-    let events = loaded.path.parent().map(|run| run.join("events.jsonl"));
-    let text = events.and_then(|file| files::read_text(&file).ok()).unwrap_or_default();
-    let starts = text
-        .lines()
-        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-    let mut steps = starts.filter_map(|event| event["steps"].as_u64());
-    steps.next_back().unwrap_or(loaded.step)
 }
 
 /// Opens the device of `--device`, for commands that do not train.

@@ -1,11 +1,11 @@
 //! Finds the model for a name: a model directory, a hub id, an adapter with its base, a run, or a checkpoint.
 
 use crate::base::{Error, Result, paths};
-use crate::commands::export::{self, Scratch};
 use crate::formats::adapter::AdapterConfig;
 use crate::hub;
 use crate::model::shapes;
 use crate::setup::locate::{NamedKind, locate};
+use crate::train::from_checkpoint::{self, Scratch};
 use std::path::{Path, PathBuf};
 
 /// A base model with or without an adapter.
@@ -104,8 +104,8 @@ impl ModelAndAdapter {
             return Ok(place);
         };
         let scratch = Scratch::beside(&dir)?;
-        let report = export::checkpoint(&dir, &scratch.0)?;
-        self.note(name, &format!("the state after step {}", report.step.unwrap_or(0)));
+        let report = from_checkpoint::write(&dir, &scratch.0)?;
+        self.note(name, &format!("the state after step {}", report.step));
         self.notes.extend(report.notes);
         let dir = scratch.0.clone();
         self._scratch.push(scratch);

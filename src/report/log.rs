@@ -3,6 +3,7 @@
 use crate::base::files::{self, AppendFile};
 use crate::base::{Error, Result};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 pub(super) const METRICS: &str = "metrics.jsonl";
@@ -88,6 +89,24 @@ pub fn has_evaluation(dir: &Path, step: u64, key: &str) -> bool {
     let bytes = files::read(&dir.join(METRICS)).unwrap_or_default();
     let mut lines = bytes.split_inclusive(|b| *b == b'\n').filter_map(whole);
     lines.any(|(at, line)| at == step && is_evaluation(&line, key))
+}
+
+/// Step and numbers of the evaluations in `metrics.jsonl`, in order. An evaluation may have more than one line.
+pub fn evaluations(dir: &Path) -> Vec<(u64, Vec<(String, f64)>)> {
+    let bytes = files::read(&dir.join(METRICS)).unwrap_or_default();
+    let mut found: BTreeMap<u64, Vec<(String, f64)>> = BTreeMap::new();
+    for (step, line) in bytes.split_inclusive(|b| *b == b'\n').filter_map(whole) {
+        if !is_evaluation(&line, "eval_") {
+            continue;
+        }
+        let numbers = line.as_object().into_iter().flatten();
+        let numbers = numbers.filter_map(|(name, value)| Some((name.clone(), value.as_f64()?)));
+        found
+            .entry(step)
+            .or_default()
+            .extend(numbers.filter(|(name, _)| name.starts_with("eval_")));
+    }
+    found.into_iter().collect()
 }
 
 fn is_evaluation(line: &Value, key: &str) -> bool {

@@ -9,7 +9,7 @@ mod terminal;
 
 pub use environment::{cpu, environment, write_environment};
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
-pub use log::{has_evaluation, truncate_after};
+pub use log::{evaluations, has_evaluation, truncate_after};
 pub use screen::{
     Style, above, aside, ask, bug, clear, error, last_words, note, result_is_terminal, result_width, start, style,
     warn, width,
@@ -49,6 +49,16 @@ pub struct EvalMetrics {
     pub eval_accuracy: Option<f64>,
     /// Other metrics of the stage; the names get the prefix `eval_`.
     pub more: Vec<(&'static str, f64)>,
+}
+
+impl EvalMetrics {
+    /// The numbers that can say which model is better, by their names in `metrics.jsonl`.
+    pub fn numbers(&self) -> Vec<(String, f64)> {
+        let named = [("loss", self.eval_loss), ("perplexity", self.eval_perplexity)];
+        let accuracy = self.eval_accuracy.map(|accuracy| ("accuracy", accuracy));
+        let all = named.into_iter().chain(accuracy).chain(self.more.iter().copied());
+        all.map(|(name, value)| (format!("eval_{name}"), value)).collect()
+    }
 }
 
 /// Writes `metrics.jsonl` and `events.jsonl` of one run directory, and lines to the terminal.

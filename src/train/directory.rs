@@ -286,8 +286,9 @@ pub fn list_dropped(run_dir: &Path, screened: Option<&Screened>) -> Result<()> {
 
 /// Bytes that a run writes: checkpoints (one more than the limit) and `final/`. `elements`: all elements it trains.
 pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Placement) -> u64 {
-    let kept = if recipe.train.save_steps > 0 {
-        recipe.train.save_total_limit as u64 + 1
+    let best = u64::from(recipe.train.load_best_model_at_end);
+    let kept = if recipe.train.save_steps + best as usize > 0 {
+        recipe.train.save_total_limit as u64 + 1 + best
     } else {
         1
     };

@@ -1,8 +1,11 @@
 //! `ft train`: the program, the stages that feed the engine, the start values of adapters, the training state, and the
 //! run directory.
 
+mod best;
+mod budget;
 pub mod directory;
 pub mod finish;
+pub mod from_checkpoint;
 pub mod header;
 pub mod inputs;
 pub mod learning;

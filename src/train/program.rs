@@ -22,14 +22,17 @@ use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary;
 use crate::setup::{self, ModelDir};
 use crate::sft::CausalLm;
+use crate::train::best::BestModel;
+use crate::train::budget::Budget;
 use crate::train::directory::{self, Directory};
 use crate::train::finish::{self, TrainedModel};
+use crate::train::from_checkpoint;
 use crate::train::header::{header, trained_elements};
 use crate::train::learning::{self, Watch};
 use crate::train::next;
 use crate::train::owner;
 use crate::train::ranks::{self, Fact, Ranks};
-use crate::train::running::{self, Budget, Pace, Run, UnreadStep};
+use crate::train::running::{self, Pace, Run, UnreadStep};
 use crate::train::stage::{self, Stage};
 use crate::train::starts::{self, AdapterInitContext};
 use crate::train::state::{self, RunFingerprint};
@@ -305,8 +308,13 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         reporter.event("start", json!({"steps": total_steps}));
         running::prepare(&mut *feed, &engine, ranks)?;
     }
+    let mut best = BestModel::new(&recipe.train);
+    if ranks.is_root() && start_step > 0 {
+        best.replay(&run_dir);
+    }
     let mut run = Run {
         ranks,
+        best,
         recipe,
         run_dir: &run_dir,
         model: &model,
@@ -329,6 +337,15 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let due = |step: u64, every: usize| every > 0 && step.is_multiple_of(every as u64);
     let eval_due = |step: u64| due(step, recipe.train.eval_steps);
     let save_due = |step: u64| due(step, recipe.train.save_steps);
+    let checkpoint_of = |step: u64| run_dir.join(format!("checkpoint-{step}"));
+    if let Some(step) = run.best.step().filter(|step| !checkpoint_of(*step).exists()) {
+        return Err(
+            Error::new("the checkpoint of the best evaluation does not exist any more")
+                .at_path(&checkpoint_of(step))
+                .found(run.best.describe())
+                .hint("resume with `train.load_best_model_at_end=false`, or start the run again with `--overwrite`"),
+        );
+    }
     if start_step == 0 && total_steps > 0 {
         run.samples(&engine, "before")?;
         run.evaluate(&engine, 0)?;
@@ -346,7 +363,13 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     // On a GPU the numbers of a step are read after the next one is queued. A rollout waits for the device anyway.
     let late = device.is_cuda() && !prompts::reinforces(recipe);
     let mut unread: Option<UnreadStep> = None;
+    let mut last_step = start_step;
+    let mut over = start_step > 0 && start_step < total_steps && run.ends_early(start_step)?;
     for step in start_step + 1..=total_steps {
+        if over {
+            break;
+        }
+        last_step = step;
         run.directory.check()?;
         let switches = active_schedule.switches_at(step);
         if switches || step == start_step + 1 {
@@ -432,6 +455,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         if eval_due(step) && step < total_steps {
             run.evaluate(&engine, step)?;
             run.stop_if_asked(&engine, step)?;
+            run.keep_best(&engine, step)?;
+            over = run.ends_early(step)?;
         }
     }
 
@@ -440,11 +465,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         run.reporter.warn(&warning);
     }
     if total_steps > 0 {
-        run.evaluate_if_missing(&engine, total_steps)?;
+        run.evaluate_if_missing(&engine, last_step)?;
     }
-    if ranks.of_root(total_steps > start_step || !run_dir.join("final").exists())? {
+    if ranks.of_root(last_step > start_step || !run_dir.join("final").exists())? {
         run.samples(&engine, "after")?;
-        run.stop_if_asked(&engine, total_steps)?;
+        run.stop_if_asked(&engine, last_step)?;
     }
     signal::conduct(Conduct::Stop(Stop {
         what: "the last step is done and `final/` is being written".into(),
@@ -456,21 +481,35 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     run.directory.check()?;
     let before = run.directory.aside()?;
     let out = run_dir.join("final");
-    let trained = TrainedModel {
-        recipe,
-        model: &model,
-        engine: &engine,
-        prepared: &prepared,
-        print: &base,
-    };
-    let final_dir = if ranks.is_root() {
-        finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?
+    let peak = running::peak_memory(&device)?;
+    let earlier = run
+        .best
+        .step()
+        .filter(|step| *step != last_step && ranks.is_root() && !model.is_shape());
+    let final_dir = if let Some(step) = earlier {
+        drop(engine);
+        said.push(format!(
+            "final/ is the model of the best evaluation: {}",
+            run.best.describe()
+        ));
+        said.extend(from_checkpoint::write(&checkpoint_of(step), &out)?.notes);
+        Some(out)
+    } else if ranks.is_root() {
+        let trained = TrainedModel {
+            recipe,
+            model: &model,
+            engine: &engine,
+            prepared: &prepared,
+            print: &base,
+        };
+        let written = finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?;
+        drop(engine);
+        written
     } else {
+        drop(engine);
         None
     };
     said.iter().for_each(|line| run.reporter.note(line));
-    let peak = running::peak_memory(&device)?;
-    drop(engine);
     // Rank 0 removes the files of all ranks when none needs them any more.
     ranks.meet()?;
     if ranks.is_root() {
@@ -484,8 +523,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         run.reporter
             .note("a built-in shape has random weights: no `final/` is written");
     }
-    run.reporter
-        .event("stop", json!({"step": total_steps, "reason": "done"}));
+    run.reporter.event(
+        "stop",
+        json!({"step": last_step, "reason": if over { "early stopping" } else { "done" }}),
+    );
     run.reporter.finish();
     drop(run);
     Ok(Outcome {

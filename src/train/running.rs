@@ -17,6 +17,8 @@ use crate::recipe::{self, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
+use crate::train::best::BestModel;
+use crate::train::budget::Budget;
 use crate::train::directory::Directory;
 use crate::train::learning::Watch;
 use crate::train::ranks::Ranks;
@@ -43,6 +45,8 @@ pub struct Run<'a> {
     pub budget: Option<Budget>,
     pub pace: Pace,
     pub ranks: &'a Ranks,
+    /// On rank 0.
+    pub best: BestModel,
     /// A signal ended the work on a window, and all ranks know it.
     pub stopped: bool,
 }
@@ -59,44 +63,6 @@ pub fn prepare(feed: &mut dyn BatchSource, engine: &Engine, ranks: &Ranks) -> Re
     }
     let state = ranks.from_root(Vec::new())?;
     if state.is_empty() { Ok(()) } else { feed.restore(&state) }
-}
-
-/// The memory budget of a recipe for a run on the CPU.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Budget {
-    bytes: u64,
-    /// Peak memory of the process before the model was loaded, for example while reading the rows.
-    before: u64,
-}
-
-impl Budget {
-    /// `None`: the recipe has no budget, or the budget applies to GPU memory.
-    pub fn of(recipe: &Recipe, device: &Device) -> Option<Self> {
-        let bytes = recipe.memory.budget.filter(|_| device.is_cpu())?;
-        let before = memory::peak_resident();
-        Some(Self { bytes, before })
-    }
-
-    /// A forecast has an error of up to 10 %, so a run within its budget may use 10 % more.
-    fn most(self) -> u64 {
-        self.bytes.saturating_add(self.bytes / 10)
-    }
-
-    /// True if the process used more than the budget during training. `peak`: its peak memory so far.
-    fn is_passed(self, peak: u64) -> bool {
-        peak > self.most().max(self.before)
-    }
-
-    /// Returns the warning before the run if the process exceeded the budget already.
-    pub fn warning(self) -> Option<String> {
-        (self.before > self.most()).then(|| {
-            format!(
-                "reading the model files and the rows used {}, more than `memory.budget` ({})",
-                bytes(self.before),
-                bytes(self.bytes)
-            )
-        })
-    }
 }
 
 /// The last saved step, and the duration of the last step and save.
@@ -333,7 +299,7 @@ impl Run<'_> {
             // If the directory was removed in the meantime, that is the reason to report.
             Err(e) => return Err(self.directory.check().err().unwrap_or(e)),
         };
-        let rotated = checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit)?;
+        let rotated = checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit, self.best.step())?;
         self.directory.keeps(&rotated.kept, &mut self.reporter);
         (self.pace.saved, self.pace.save) = (step, Some(begun.elapsed()));
         self.reporter
@@ -342,25 +308,36 @@ impl Run<'_> {
     }
 
     /// Evaluates after `step`. A signal ends it early; the caller then saves and stops.
+    ///
+    /// Errors: the evaluation has no number that the recipe names as the metric of the best model.
     pub fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        match self.measure(engine, step)? {
+            Some(numbers) if !numbers.is_empty() && self.ranks.is_root() => self.best.add(step, &numbers),
+            _ => Ok(()),
+        }
+    }
+
+    /// The numbers of an evaluation after `step`; they are reported. `None`: a signal ended it.
+    fn measure(&mut self, engine: &Engine, step: u64) -> Result<Option<Vec<(String, f64)>>> {
         let measured = if self.ranks.is_root() {
             self.feed.evaluate(engine)
         } else {
             Ok(Vec::new())
         };
         let Some(found) = self.ranks.unless_stopped(measured)? else {
-            return Ok(());
+            return Ok(None);
         };
         if !found.is_empty() {
             self.reporter.measured(step, &found);
         }
+        let mut numbers: Vec<_> = found.iter().map(|(name, x)| (format!("eval_{name}"), *x)).collect();
         let batches = self.feed.eval()?;
         if batches.is_empty() {
-            return Ok(());
+            return Ok(Some(numbers));
         }
         engine.objective.metrics();
         let own = self.ranks.unless_stopped(self.evaluate_own(engine, &batches))?;
-        let Some(own) = own else { return Ok(()) };
+        let Some(own) = own else { return Ok(None) };
         let mut totals = engine::Totals::default();
         for batch in batches.iter().filter(|b| engine.objective.weight(b) > 0) {
             totals.count(batch, engine.objective.as_ref());
@@ -377,17 +354,41 @@ impl Run<'_> {
             _ => Ok(None),
         };
         let Some(eval_accuracy) = self.ranks.unless_stopped(accuracy)? else {
-            return Ok(());
+            return Ok(None);
         };
-        self.reporter.eval(&EvalMetrics {
+        let metrics = EvalMetrics {
             step,
             eval_loss: totals.loss(),
             eval_perplexity: totals.loss().exp(),
             eval_tokens: totals.trained,
             eval_accuracy,
             more: engine.objective.metrics(),
-        });
+        };
+        self.reporter.eval(&metrics);
+        numbers.extend(metrics.numbers());
+        Ok(Some(numbers))
+    }
+
+    /// Saves the state after `step` if its evaluation is the best one and the checkpoint will be needed.
+    pub fn keep_best(&mut self, engine: &Engine, step: u64) -> Result<()> {
+        let best = self.best.step() == Some(step) && self.pace.saved != step;
+        if self.ranks.of_root(best)? {
+            self.save(engine, step)?;
+        }
         Ok(())
+    }
+
+    /// True if the evaluations up to `step` did not get better for as long as the recipe allows.
+    pub fn ends_early(&mut self, step: u64) -> Result<bool> {
+        let over = self.ranks.of_root(self.best.is_over())?;
+        if over {
+            self.reporter.note(&format!(
+                "stopped early after step {step}: {} evaluations without a better value; the best: {}",
+                self.recipe.train.early_stopping_patience,
+                self.best.describe()
+            ));
+        }
+        Ok(over)
     }
 
     /// Evaluates the batches of this rank: batch i belongs to rank i mod W.
@@ -553,24 +554,5 @@ impl Run<'_> {
                  or stop other programs on the GPU",
             )
             .cause(e)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_budget_is_passed_by_a_tenth_and_only_by_the_training() {
-        let budget = Budget {
-            bytes: 1000,
-            before: 400,
-        };
-        assert!(!budget.is_passed(1100) && budget.is_passed(1101));
-        assert_eq!(budget.warning(), None);
-        // Reading the rows exceeded the budget already: only a higher peak is caused by training.
-        let before = Budget { before: 3000, ..budget };
-        assert!(!before.is_passed(3000) && before.is_passed(3001));
-        assert!(before.warning().is_some_and(|w| w.contains("2.9 KiB")));
     }
 }

@@ -254,13 +254,17 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
 }
 
 /// Keys that may differ between a run and its resume.
-const FREE: [&str; 19] = [
+const FREE: [&str; 23] = [
     // The tokens are the same with and without a cache.
     "data.cache",
     "data.cache_dir",
     "data.cache_limit",
     "train.logging_steps",
     "train.eval_steps",
+    "train.metric_for_best_model",
+    "train.load_best_model_at_end",
+    "train.early_stopping_patience",
+    "train.early_stopping_threshold",
     "train.save_steps",
     "train.save_total_limit",
     "train.output_dir",

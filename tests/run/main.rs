@@ -3,6 +3,7 @@
 mod adapters;
 mod aligned;
 mod bench;
+mod best;
 mod caps;
 mod quantfiles;
 mod quantized;

@@ -66,7 +66,8 @@ section! {
 section! {
     /// The learning rate over the steps, as in transformers.
     pub struct ScheduleKeys in "schedule" {
-        /// Shape of the learning rate over the steps.
+        /// Shape of the learning rate over the steps, after the warmup. `inverse_sqrt` falls with the root of the steps,
+        /// and has no end.
         name: ScheduleName = "cosine", "the usual choice for fine-tuning";
         /// Fraction of the steps for warmup, rounded down. The first of these steps has rate 0, as in transformers.
         warmup_ratio: f64 = 0.03, "the first steps of AdamW are large without it", in PART,
@@ -75,8 +76,13 @@ section! {
         warmup_steps: Option<usize> = "auto", "derived from `warmup_ratio`", in from(0);
         /// Fraction of the steps for the decay at the end of `wsd`.
         decay_ratio: f64 = 0.1, "a common choice", in PART, when Self::name = ["wsd"];
-        /// Lowest multiplier of `wsd`.
-        min_lr_ratio: f64 = 0.0, "as in transformers", in PART, when Self::name = ["wsd"];
+        /// Lowest multiplier of the learning rate; `polynomial` ends there.
+        min_lr_ratio: f64 = 0.0, "as in transformers", in PART,
+            when Self::name = ["cosine", "cosine_with_restarts", "polynomial", "wsd"];
+        /// Number of cosines; each begins at the highest rate.
+        num_cycles: usize = 1, "as in transformers", in MANY, when Self::name = ["cosine_with_restarts"];
+        /// Exponent of the falling part.
+        power: f64 = 1.0, "as in transformers: `linear`", in POSITIVE, when Self::name = ["polynomial"];
     }
 }
 
@@ -112,6 +118,16 @@ section! {
         logging_steps: usize = 1, "every step is reported", in from(1);
         /// Steps between two evaluations; 0: only before and after.
         eval_steps: usize = 0, "evaluate before and after only", in from(0);
+        /// The number of an evaluation that says which model is best: `eval_loss`, or another one of `metrics.jsonl`. Lower
+        /// is better for losses, perplexities and divergences, higher for the others. The evaluation before the first step
+        /// does not count.
+        metric_for_best_model: String = "auto", "`eval_loss`; `eval_reward` in `grpo` and `ppo`";
+        /// `final/` is the model of the best evaluation. Its checkpoint is kept beside the newest ones.
+        load_best_model_at_end: bool = false, "the schedule ends with the last step";
+        /// Evaluations without a better value after which the run ends; 0: it has all its steps.
+        early_stopping_patience: usize = 0, "the learning rate reaches its end", in from(0);
+        /// A value is better for this purpose if it differs from the best one by more than this.
+        early_stopping_threshold: f64 = 0.0, "as in transformers", in POSITIVE_OR_ZERO;
         /// Steps between two checkpoints; 0: no periodic checkpoints.
         save_steps: usize = 100, "little work is lost if the run is killed", in from(0);
         /// Number of checkpoints to keep; an old one is deleted only after the new one is verified.
@@ -158,6 +174,8 @@ impl From<ScheduleKeys> for ScheduleConfig {
             warmup_steps: keys.warmup_steps,
             decay_ratio: keys.decay_ratio,
             min_lr_ratio: keys.min_lr_ratio,
+            num_cycles: keys.num_cycles,
+            power: keys.power,
         }
     }
 }
@@ -173,6 +191,18 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
             Some(TuneKeys::method.is("lora"))
         }
         Train::num_epochs if s.train.max_steps >= 0 => Some(format!("train.max_steps = {}", s.train.max_steps)),
+        Train::load_best_model_at_end | Train::early_stopping_patience if s.train.eval_steps == 0 => {
+            Some("train.eval_steps = 0".into())
+        }
+        Train::load_best_model_at_end | Train::early_stopping_patience if !s.data.evaluates() => {
+            Some("data.eval = []".into())
+        }
+        Train::early_stopping_threshold if s.train.early_stopping_patience == 0 => {
+            Some("train.early_stopping_patience = 0".into())
+        }
+        Train::metric_for_best_model if s.train.early_stopping_patience == 0 && !s.train.load_best_model_at_end => {
+            Some("train.load_best_model_at_end = false".into())
+        }
         Train::predict_with_generate if !s.data.evaluates() => Some("data.eval = []".into()),
         _ => None,
     }

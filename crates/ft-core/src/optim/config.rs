@@ -54,7 +54,15 @@ named!(
 );
 named!(
     /// Shape of the learning rate over the steps.
-    ScheduleName { Constant = "constant", Linear = "linear", Cosine = "cosine", Wsd = "wsd" }
+    ScheduleName {
+        Constant = "constant",
+        Linear = "linear",
+        Cosine = "cosine",
+        CosineWithRestarts = "cosine_with_restarts",
+        Polynomial = "polynomial",
+        InverseSqrt = "inverse_sqrt",
+        Wsd = "wsd",
+    }
 );
 
 /// Block training: one block of parameters is active at a time (BAdam, LISA, BREAD).
@@ -164,8 +172,12 @@ pub struct ScheduleConfig {
     pub warmup_steps: Option<usize>,
     /// Fraction of the steps in the final decay (wsd).
     pub decay_ratio: f64,
-    /// Lowest multiplier of wsd.
+    /// Lowest multiplier of the cosines and wsd; the multiplier at the end of the polynomial.
     pub min_lr_ratio: f64,
+    /// Cosines in a run with restarts.
+    pub num_cycles: usize,
+    /// Exponent of the polynomial.
+    pub power: f64,
 }
 
 impl Default for ScheduleConfig {
@@ -176,6 +188,8 @@ impl Default for ScheduleConfig {
             warmup_steps: None,
             decay_ratio: 0.1,
             min_lr_ratio: 0.0,
+            num_cycles: 1,
+            power: 1.0,
         }
     }
 }

@@ -1,0 +1,63 @@
+//! The memory budget of a run on the CPU, and when a run is above it.
+
+use crate::base::memory;
+use crate::base::units::bytes;
+use crate::recipe::Recipe;
+use candle_core::Device;
+
+/// The memory budget of a recipe for a run on the CPU.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Budget {
+    pub bytes: u64,
+    /// Peak memory of the process before the model was loaded, for example while reading the rows.
+    before: u64,
+}
+
+impl Budget {
+    /// `None`: the recipe has no budget, or the budget applies to GPU memory.
+    pub fn of(recipe: &Recipe, device: &Device) -> Option<Self> {
+        let bytes = recipe.memory.budget.filter(|_| device.is_cpu())?;
+        let before = memory::peak_resident();
+        Some(Self { bytes, before })
+    }
+
+    /// A forecast has an error of up to 10 %, so a run within its budget may use 10 % more.
+    pub fn most(self) -> u64 {
+        self.bytes.saturating_add(self.bytes / 10)
+    }
+
+    /// True if the process used more than the budget during training. `peak`: its peak memory so far.
+    pub fn is_passed(self, peak: u64) -> bool {
+        peak > self.most().max(self.before)
+    }
+
+    /// Returns the warning before the run if the process exceeded the budget already.
+    pub fn warning(self) -> Option<String> {
+        (self.before > self.most()).then(|| {
+            format!(
+                "reading the model files and the rows used {}, more than `memory.budget` ({})",
+                bytes(self.before),
+                bytes(self.bytes)
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_is_passed_by_a_tenth_and_only_by_the_training() {
+        let budget = Budget {
+            bytes: 1000,
+            before: 400,
+        };
+        assert!(!budget.is_passed(1100) && budget.is_passed(1101));
+        assert_eq!(budget.warning(), None);
+        // Reading the rows exceeded the budget already: only a higher peak is caused by training.
+        let before = Budget { before: 3000, ..budget };
+        assert!(!before.is_passed(3000) && before.is_passed(3001));
+        assert!(before.warning().is_some_and(|w| w.contains("2.9 KiB")));
+    }
+}

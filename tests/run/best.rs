@@ -1,0 +1,103 @@
+//! The model of the best evaluation, and runs that end early.
+
+use crate::bench::{Bench, files, number, said};
+use std::collections::BTreeMap;
+use std::fs;
+
+/// Values of `eval_loss` by step, without the evaluation before the run.
+fn evaluations(bench: &Bench, run: &str) -> BTreeMap<u64, f64> {
+    let lines = bench.lines(&format!("{run}/metrics.jsonl"));
+    let evaluated = lines.iter().filter(|line| line.get("eval_loss").is_some());
+    let all = evaluated.map(|line| (line["step"].as_u64().unwrap(), number(line, "eval_loss")));
+    all.filter(|(step, _)| *step > 0).collect()
+}
+
+#[test]
+fn a_run_ends_early_with_the_best_model_and_a_resumed_one_too() {
+    let bench = Bench::new();
+    // Other rows than those that are trained, so that the loss on them rises in the end.
+    let rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
+    let rows: Vec<&str> = rows.lines().collect();
+    let (train, eval) = rows.split_at(rows.len() / 2);
+    fs::write(bench.path("train.jsonl"), train.join("\n")).unwrap();
+    fs::write(bench.path("eval.jsonl"), eval.join("\n")).unwrap();
+    // Blocks that are trained only after the best step have the weights of the base in `final/`.
+    for (method, settings) in [
+        ("block", &["tune.method=block", "tune.block.switch_every=3"][..]),
+        ("lora", &["tune.method=lora"][..]),
+    ] {
+        let shared = [
+            "data.train=train.jsonl",
+            "data.eval=eval.jsonl",
+            "optimizer.learning_rate=0.02",
+            "schedule.name=constant",
+            "train.max_steps=200",
+            "train.eval_steps=2",
+            "train.save_steps=3",
+            "train.save_total_limit=1",
+            "train.early_stopping_patience=3",
+            "train.load_best_model_at_end=true",
+        ];
+        let run = format!("{method}/run");
+        let out = format!("train.output_dir={run}");
+        let all = [&shared[..], settings, &[&out]].concat();
+        bench.train(&all);
+        let found = evaluations(&bench, &run);
+        let last = *found.keys().next_back().unwrap();
+        let (best, _) = found.iter().min_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+        assert_eq!(
+            last,
+            best + 6,
+            "{method}: three evaluations after the best one, {found:?}"
+        );
+        assert!(last < 200, "{method}: {found:?}");
+        assert_eq!(bench.steps(&run).len() as u64, last);
+        let events = fs::read_to_string(bench.path(&run).join("events.jsonl")).unwrap();
+        assert!(events.lines().last().unwrap().contains("early stopping"), "{events}");
+        let newest = last / 3 * 3;
+        for (step, kept) in [(*best, true), (newest, true), (newest - 3, *best == newest - 3)] {
+            let there = bench.path(&run).join(format!("checkpoint-{step}")).exists();
+            assert_eq!(there, kept, "{method}: checkpoint-{step}, best {best}");
+        }
+        let exported = format!("{method}/exported");
+        let checkpoint = format!("{run}/checkpoint-{best}");
+        let ran = bench.ft(&["export", &checkpoint, "--out", &exported]);
+        assert!(ran.status.success(), "{}", said(&ran));
+        let whole = files(&bench.path(&run).join("final"));
+        assert!(
+            whole == files(&bench.path(&exported)),
+            "{method}: final/ is not the export of the best checkpoint"
+        );
+        // Again from the best step: the same end, and the same files.
+        let losses = || -> Vec<f64> { bench.steps(&run).iter().map(|l| number(l, "loss")).collect() };
+        let before = losses();
+        bench.train(&[&all[..], &["--resume", &checkpoint]].concat());
+        assert_eq!(evaluations(&bench, &run), found, "{method}");
+        assert_eq!(losses(), before, "{method}");
+        assert!(
+            whole == files(&bench.path(&run).join("final")),
+            "{method}: another model after a resume"
+        );
+    }
+}
+
+#[test]
+fn an_unknown_metric_is_refused_before_the_first_step() {
+    let bench = Bench::new();
+    let ran = bench.ft(&[
+        "train",
+        "--recipe",
+        "r.toml",
+        "data.eval=rows.jsonl",
+        "train.max_steps=4",
+        "train.eval_steps=2",
+        "train.early_stopping_patience=1",
+        "train.metric_for_best_model=bleu",
+    ]);
+    assert_eq!(ran.status.code(), Some(2), "{}", said(&ran));
+    assert!(
+        said(&ran).contains("eval_loss") && said(&ran).contains("bleu"),
+        "{}",
+        said(&ran)
+    );
+}

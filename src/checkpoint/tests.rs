@@ -334,11 +334,10 @@ fn rotation_keeps_the_newest_and_deletes_only_when_it_verifies() {
     );
     assert_eq!(list(dir.path()).unwrap().len(), 3);
     flip(&newest, 100, 0);
-    let deleted = rotate(dir.path(), 1, None).unwrap().deleted;
-    assert_eq!(
-        deleted,
-        [dir.path().join("checkpoint-1"), dir.path().join("checkpoint-2")]
-    );
+    let deleted = rotate(dir.path(), 1, Some(2)).unwrap().deleted;
+    assert_eq!(deleted, [dir.path().join("checkpoint-1")], "2 is the best one");
+    let deleted = rotate(dir.path(), 1, Some(10)).unwrap().deleted;
+    assert_eq!(deleted, [dir.path().join("checkpoint-2")]);
     assert_eq!(names(dir.path()), ["checkpoint-10"]);
     verify(&dir.path().join("checkpoint-10")).unwrap();
 }

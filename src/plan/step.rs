@@ -5,6 +5,7 @@ use super::model::{Model, Stretch};
 use super::shared::Shared;
 use super::streams;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
+use crate::comm::share;
 use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
 use crate::model::contracts::GradSinkMemory;
@@ -52,6 +53,8 @@ struct Sink<'a> {
     active: &'a Active,
     model: &'a Model<'a>,
     keep: bool,
+    /// Ranks that each keep a part of a gradient.
+    parts: u64,
     kept: BTreeMap<String, Allocation>,
     /// Gradients of layers equal to those that were simulated.
     alike: Vec<Allocation>,
@@ -80,6 +83,11 @@ impl GradSinkMemory for Sink<'_> {
                 l.free(gradient);
                 active
             }
+            None if self.parts > 1 => {
+                let own = l.alloc(MemoryKind::Gradients, 4 * share(elements as u64, self.parts));
+                l.free(gradient);
+                own
+            }
             None => gradient,
         };
         if self.keep && !self.kept.contains_key(name) {
@@ -100,6 +108,12 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
         active,
         model,
         keep: inputs.strategy.gradients == Gradients::Keep,
+        // A rank that adds its own micro-batches first has whole sums.
+        parts: if recipe.distributed.exchange().window {
+            1
+        } else {
+            super::parts(recipe, inputs, active)
+        },
         kept: BTreeMap::new(),
         alike: Vec::new(),
     };

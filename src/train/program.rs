@@ -282,7 +282,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     engine.routers.losses = recipe.train.router_losses();
     engine.seed = recipe.train.seed;
     engine.step_hook = step_hook;
-    engine.comm = ranks.0.clone();
+    engine.join(ranks.0.clone(), &first, recipe.distributed.exchange());
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
         let _phase = progress::phase("restoring the state", 0, "");
@@ -321,6 +321,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         stopped: false,
         pace: Pace {
             saved: start_step,
+            several: ranks.several(),
             ..Pace::default()
         },
     };

@@ -1,13 +1,13 @@
 //! A step on several ranks has the bits of the step on one: losses, norms, weights and metrics.
 
 use super::step::{Engine, Gradients};
-use super::{Active, StepStrategy, sent_bytes};
+use super::{Active, Exchange, StepStrategy, sent_bytes};
 use crate::base::Result;
 use crate::comm::{Alone, Collective, Fault, Patience, Pending, World, threads};
 use crate::data::{Batch, Example};
 use crate::model::{TrainableNetwork, families, shapes};
 use crate::ops::Dtype;
-use crate::optim::config::{OptimizerConfig, StateDtype};
+use crate::optim::config::{Master, OptimizerConfig, StateDtype};
 use crate::optim::{Masks, Optimizer};
 use crate::sft::CausalLm;
 use crate::source::Resident;
@@ -22,20 +22,27 @@ use std::time::Duration;
 struct Case {
     dtype: Dtype,
     state: StateDtype,
+    master: Master,
     /// Only the parameters whose names contain this text.
     part: &'static str,
     masked: bool,
     max_grad_norm: f64,
     saved_layers: usize,
+    exchange: Exchange,
 }
 
 const FULL: Case = Case {
     dtype: Dtype::F32,
     state: StateDtype::F32,
+    master: Master::F32,
     part: "",
     masked: false,
     max_grad_norm: 0.5,
     saved_layers: 0,
+    exchange: Exchange {
+        bf16: false,
+        window: false,
+    },
 };
 
 fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
@@ -43,6 +50,7 @@ fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let (params, vocab) = (spec.params(), spec.vocab);
     let settings = OptimizerConfig {
         state: case.state,
+        master: case.master,
         ..OptimizerConfig::default()
     };
     let source = Resident::random(params.clone(), 1, 0.02, 1.0, case.dtype, &Device::Cpu).unwrap();
@@ -60,7 +68,7 @@ fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
     let mut engine = Engine::new(model, objective, optimizer, strategy, &active).unwrap();
     engine.max_grad_norm = case.max_grad_norm;
-    engine.comm = comm;
+    engine.join(comm, &active, case.exchange);
     (engine, active)
 }
 
@@ -103,6 +111,8 @@ fn a_step_has_the_same_bits_on_any_number_of_ranks() {
         ..FULL
     };
     let block = Case {
+        dtype: Dtype::Bf16,
+        master: Master::Stochastic,
         part: "layers.1.",
         max_grad_norm: 0.0,
         ..FULL
@@ -122,6 +132,35 @@ fn a_step_has_the_same_bits_on_any_number_of_ranks() {
                 assert!(found == want, "{:?} {}: rank {rank} of {size}", case.dtype, case.part);
             }
         }
+    }
+}
+
+#[test]
+fn other_exchanges_have_nearly_the_numbers_of_one_rank() {
+    let numbers = |bits: &[u64]| -> Vec<f64> {
+        // Losses and norms of three steps.
+        let found = bits[..12].chunks(4).flat_map(|step| &step[..2]);
+        found.map(|bits| f64::from_bits(*bits)).collect()
+    };
+    let want = numbers(&train(FULL, Arc::new(Alone::default())).unwrap());
+    for (bf16, window, error) in [(true, false, 2e-3), (false, true, 1e-5)] {
+        let case = Case {
+            exchange: Exchange { bf16, window },
+            ..FULL
+        };
+        let of = |size| threads::run(size, |comm| train(case, comm).unwrap());
+        let all = [of(2), of(4)];
+        for ranks in &all {
+            assert!(
+                ranks.iter().all(|bits| *bits == ranks[0]),
+                "all ranks have the same weights"
+            );
+            for (found, want) in numbers(&ranks[0]).iter().zip(&want) {
+                assert!((found / want - 1.0).abs() < error, "{found}, {want} on one rank");
+            }
+        }
+        // Rounded, but in the same order.
+        assert_eq!(all[0][0] == all[1][0], !window);
     }
 }
 
@@ -189,25 +228,22 @@ impl Collective for Counting {
 
 #[test]
 fn a_step_sends_the_bytes_that_the_plan_says() {
-    for (size, micro_batches) in [(2, 4), (3, 3), (4, 8)] {
+    let bf16 = |window| Exchange { bf16: true, window };
+    for (size, micro_batches, exchange) in [(2, 4, bf16(false)), (3, 4, Exchange::default()), (4, 7, bf16(true))] {
         let sent = Arc::new(AtomicU64::new(0));
-        let trained = threads::run(size, |comm| {
+        let planned = threads::run(size, |comm| {
+            let place = (comm.world().rank, size);
             let case = Case {
                 part: "layers.1.",
+                exchange,
                 ..FULL
             };
             let (mut engine, active) = engine(case, Arc::new(Counting(comm, sent.clone())));
             engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
-            let elements = |name: &str| engine.elements(name).unwrap() as u64;
-            active.names().map(elements).sum::<u64>()
+            let sizes = active.names().map(|name| (name, engine.elements(name).unwrap() as u64));
+            sent_bytes(sizes, micro_batches.into(), place, (engine.is_divided(), exchange))
         });
-        // Of all ranks together; one may send more than another.
-        let said = 4 * sent.load(SeqCst);
-        let ranks = size as u64;
-        let planned = ranks * sent_bytes(trained[0], micro_batches.into(), ranks);
-        assert!(
-            said.abs_diff(planned) < 100,
-            "{size} ranks: {said} bytes, {planned} planned"
-        );
+        // Of all ranks together, to the byte.
+        assert_eq!(4 * sent.load(SeqCst), planned.iter().sum::<u64>(), "{size} ranks");
     }
 }

@@ -33,7 +33,7 @@ pub use time::{seconds, seconds_of};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::divided::divides;
-use crate::engine::{Active, Gradients, StepStrategy, exchange_bytes, sent_bytes};
+use crate::engine::{Active, Gradients, StepStrategy, corrected_bytes, exchange_bytes, sent_bytes};
 use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::quantized::work_bytes;
@@ -233,7 +233,9 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
             (name, active.subset(name, n as usize).map_or(n, |part| part.len as u64))
         });
         let how = (parts(recipe, inputs, active) > 1, recipe.distributed.exchange());
-        sent_bytes(sizes, inputs.micro_batches as u64, (rank, inputs.ranks), how)
+        let (rounds, place) = (inputs.micro_batches as u64, (rank, inputs.ranks));
+        let corrected = active.corrected().map(|name| (name, model.elements(name)));
+        sent_bytes(sizes, rounds, place, how) + corrected_bytes(corrected, rounds, place, how.1)
     };
     let turns = inputs.turns.iter().map(|turn| &turn.active);
     let all = turns.flat_map(|active| (0..inputs.ranks).map(move |rank| of(active, rank)));

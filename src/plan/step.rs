@@ -55,6 +55,7 @@ struct Sink<'a> {
     keep: bool,
     /// Ranks that each keep a part of a gradient.
     parts: u64,
+    ranks: usize,
     kept: BTreeMap<String, Allocation>,
     /// Gradients of layers equal to those that were simulated.
     alike: Vec<Allocation>,
@@ -71,6 +72,10 @@ impl GradSinkMemory for Sink<'_> {
 
     fn take(&mut self, l: &mut Ledger, name: &str, gradient: Allocation) {
         if self.active.corrects(name).is_some() {
+            if self.ranks > 1 {
+                // The sum over the ranks, and what it is made of.
+                l.touch(MemoryKind::Gradients, 2 * 4 * self.model.elements(name));
+            }
             l.free(gradient);
             return;
         }
@@ -108,6 +113,7 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
         active,
         model,
         keep: inputs.strategy.gradients == Gradients::Keep,
+        ranks: inputs.ranks,
         // A rank that adds its own micro-batches first has whole sums.
         parts: if recipe.distributed.exchange().window {
             1

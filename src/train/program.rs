@@ -126,7 +126,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let (total_steps, params) = (stream.steps(), model.spec.params());
     stage::check(recipe, &model, train)?;
     learning::check(recipe, &active_schedule, total_steps)?;
-    ranks::check(recipe, &active_schedule, device.is_cuda(), ranks.size())?;
+    ranks::check(recipe, device.is_cuda(), ranks.size())?;
     plan.choices.extend(memory_plan::settled(&loaded.recipe, open));
     if options.dry_run {
         return Ok(Outcome {

@@ -17,7 +17,7 @@ pub use active::Active;
 pub use divided::{MomentValues, SavedMoment};
 pub use hook::StepHook;
 pub use pass::{Pass, Totals, evaluate};
-pub use reduce::{Exchange, exchange_bytes, sent_bytes};
+pub use reduce::{Exchange, corrected_bytes, exchange_bytes, sent_bytes};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
 pub use strategy::StepStrategy;
 

@@ -1,7 +1,8 @@
 //! A step on several ranks has the bits of the step on one: losses, norms, weights and metrics.
 
+use super::active::Corrected;
 use super::step::{Engine, Gradients};
-use super::{Active, Exchange, StepStrategy, sent_bytes};
+use super::{Active, Exchange, StepStrategy, corrected_bytes, sent_bytes};
 use crate::base::Result;
 use crate::comm::{Alone, Collective, Fault, Patience, Pending, World, threads};
 use crate::data::{Batch, Example};
@@ -29,6 +30,8 @@ struct Case {
     max_grad_norm: f64,
     saved_layers: usize,
     exchange: Exchange,
+    /// Corrects all other matrices of the layers.
+    corrected: bool,
 }
 
 const FULL: Case = Case {
@@ -43,6 +46,7 @@ const FULL: Case = Case {
         bf16: false,
         window: false,
     },
+    corrected: false,
 };
 
 fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
@@ -55,7 +59,15 @@ fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     };
     let source = Resident::random(params.clone(), 1, 0.02, 1.0, case.dtype, &Device::Cpu).unwrap();
     let names = params.iter().map(|p| p.name.to_string());
-    let mut active = Active::new(names.filter(|name| name.contains(case.part)));
+    let (own, others): (Vec<String>, BTreeSet<String>) = partition(names, case.part);
+    let mut active = Active::new(own);
+    if case.corrected {
+        active = active.with_corrections(Some(Corrected {
+            names: others.into_iter().filter(|name| name.contains("proj.weight")).collect(),
+            scale: 300.0,
+            sign: false,
+        }));
+    }
     if case.masked {
         active = active.masked(Some(Masks::new(0.1, false, 1, 0, BTreeSet::new())));
     }
@@ -70,6 +82,12 @@ fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     engine.max_grad_norm = case.max_grad_norm;
     engine.join(comm, &active, case.exchange);
     (engine, active)
+}
+
+/// The names with this text, and the others.
+fn partition(names: impl Iterator<Item = String>, part: &str) -> (Vec<String>, BTreeSet<String>) {
+    let (own, others): (Vec<_>, Vec<_>) = names.partition(|name| name.contains(part));
+    (own, others.into_iter().collect())
 }
 
 /// `n` micro-batches of two documents, and one without tokens.
@@ -164,6 +182,38 @@ fn other_exchanges_have_nearly_the_numbers_of_one_rank() {
     }
 }
 
+/// The micro-batches of a round are corrected like one that has all of their rows.
+#[test]
+fn corrections_are_made_with_the_sum_of_a_round() {
+    let case = Case {
+        part: "layers.3.",
+        corrected: true,
+        ..FULL
+    };
+    let rows = |m: u32| Example {
+        ids: (0..12).map(|t| (37 * t + 5 * m) % 4096).collect(),
+        trained: vec![true; 12],
+    };
+    let run = |comm, batches: &[Batch]| {
+        let (mut engine, active) = engine(case, comm);
+        let steps = (1..=3).map(|step| engine.step(step, batches, &active, 1e-3).unwrap().totals.loss());
+        steps.collect::<Vec<f64>>()
+    };
+    let whole = [Batch::from_examples([&rows(1), &rows(2)])];
+    let want = run(Arc::new(Alone::default()), &whole);
+    let found = threads::run(2, |comm| {
+        run(
+            comm,
+            &[Batch::from_examples([&rows(1)]), Batch::from_examples([&rows(2)])],
+        )
+    });
+    assert!(want[0] - want[2] > 1e-3, "nothing was learned: {want:?}");
+    assert_eq!(found[0], found[1]);
+    for (found, want) in found[0].iter().zip(&want) {
+        assert!((found - want).abs() < 1e-5 * want, "{found}, {want}");
+    }
+}
+
 #[test]
 fn a_rank_that_fails_in_a_step_stops_all() {
     let found = threads::run(3, |comm| {
@@ -236,12 +286,16 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
             let case = Case {
                 part: "layers.1.",
                 exchange,
+                corrected: size == 3,
                 ..FULL
             };
             let (mut engine, active) = engine(case, Arc::new(Counting(comm, sent.clone())));
             engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
             let sizes = active.names().map(|name| (name, engine.elements(name).unwrap() as u64));
+            let corrected = active.corrected();
+            let corrected = corrected.map(|name| (name, engine.elements(name).unwrap() as u64));
             sent_bytes(sizes, micro_batches.into(), place, (engine.is_divided(), exchange))
+                + corrected_bytes(corrected, micro_batches.into(), place, exchange)
         });
         // Of all ranks together, to the byte.
         assert_eq!(4 * sent.load(SeqCst), planned.iter().sum::<u64>(), "{size} ranks");

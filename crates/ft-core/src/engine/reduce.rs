@@ -48,24 +48,45 @@ pub fn sent_bytes<'a>(
     (rank, size): (usize, usize),
     (divided, exchange): (bool, Exchange),
 ) -> u64 {
-    let rounds = micro_batches.saturating_sub(rank as u64).div_ceil(size.max(1) as u64);
+    let rounds = own_rounds(micro_batches, rank, size);
     let rounds = if exchange.window { rounds.min(1) } else { rounds };
-    let others = size as u64 - 1;
     let of = |(name, n): (&str, u64)| {
         let own = part_of(name, n as usize, rank, size).len() as u64;
         let squares = if divided { own.div_ceil(QUANTUM as u64) } else { 0 };
-        let gradient: usize = if exchange.bf16 {
-            let of_piece = |piece: Piece| -> usize {
-                let to = (0..size).filter(|to| *to != rank);
-                to.map(|to| words(piece.range(to, size).len(), true)).sum()
-            };
-            Piece::all(&name.into(), n as usize, size).map(of_piece).sum()
-        } else {
-            (n - own) as usize
-        };
-        4 * (gradient as u64 * rounds + (own + squares) * others)
+        let gradient = gradient_words(name, n as usize, (rank, size), exchange.bf16);
+        4 * (gradient * rounds + (own + squares) * (size as u64 - 1))
     };
     if size < 2 { 0 } else { params.map(of).sum() }
+}
+
+/// As `sent_bytes`, for parameters that are corrected in each round.
+pub fn corrected_bytes<'a>(
+    params: impl Iterator<Item = (&'a str, u64)>,
+    micro_batches: u64,
+    (rank, size): (usize, usize),
+    exchange: Exchange,
+) -> u64 {
+    let of = |(name, n): (&str, u64)| {
+        let own = part_of(name, n as usize, rank, size).len() as u64;
+        let gradient = gradient_words(name, n as usize, (rank, size), exchange.bf16);
+        let published = own * (size as u64 - 1) * micro_batches.div_ceil(size as u64);
+        4 * (gradient * own_rounds(micro_batches, rank, size) + published)
+    };
+    if size < 2 { 0 } else { params.map(of).sum() }
+}
+
+/// Rounds in which a micro-batch of this rank counts.
+fn own_rounds(micro_batches: u64, rank: usize, size: usize) -> u64 {
+    micro_batches.saturating_sub(rank as u64).div_ceil(size.max(1) as u64)
+}
+
+/// f32 words in which a rank sends a gradient to the others.
+fn gradient_words(name: &str, n: usize, (rank, size): (usize, usize), bf16: bool) -> u64 {
+    let of_piece = |piece: Piece| -> usize {
+        let to = (0..size).filter(|to| *to != rank);
+        to.map(|to| words(piece.range(to, size).len(), bf16)).sum()
+    };
+    Piece::all(&name.into(), n, size).map(of_piece).sum::<usize>() as u64
 }
 
 /// Length of the list in which `n` numbers travel: two bf16 numbers in the bits of one f32.

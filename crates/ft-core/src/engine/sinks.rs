@@ -87,6 +87,28 @@ pub struct Accumulate<'a> {
     divided: Option<Divided<'a>>,
     /// The sums of the own micro-batches travel, once.
     window: Option<OwnWindow>,
+    /// For corrections, which are made with the sums of a round; `None` on one rank.
+    round: Option<Round<'a>>,
+}
+
+/// The ranks whose micro-batches are computed at the same time.
+struct Round<'a> {
+    comm: &'a dyn Collective,
+    bf16: bool,
+    /// Those of the first so many ranks count.
+    contributors: usize,
+}
+
+impl Round<'_> {
+    /// The sum of the gradients of a parameter over the round.
+    fn sum(&self, param: &Param, gradient: &Tensor) -> Result<Tensor> {
+        let mut reduce = Reduce::new(self.comm, self.bf16);
+        reduce.begin_round(self.contributors);
+        reduce.take(param, gradient)?;
+        let sum = reduce.whole_sums()?.pop();
+        sum.map(|(_, sum)| sum)
+            .ok_or_else(|| Error::internal("a sum is missing").at(&param.name))
+    }
 }
 
 /// The rounds of a window whose gradients are added here before they travel.
@@ -107,6 +129,11 @@ impl<'a> Accumulate<'a> {
         (comm, exchange): (&'a dyn Collective, Exchange),
     ) -> Self {
         let world = comm.world();
+        let round = Round {
+            comm,
+            bf16: exchange.bf16,
+            contributors: world.size,
+        };
         let window = OwnWindow {
             rank: world.rank,
             contributors: 0,
@@ -122,6 +149,7 @@ impl<'a> Accumulate<'a> {
             reduce: (world.size > 1).then(|| Reduce::new(comm, exchange.bf16)),
             divided: None,
             window: (world.size > 1 && exchange.window).then_some(window),
+            round: (world.size > 1).then_some(round),
         }
     }
 
@@ -220,6 +248,10 @@ impl GradSink for Accumulate<'_> {
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
         let (active, lr) = (self.active, self.lr);
+        let gradient = match &self.round {
+            Some(round) if active.corrects(&param.name).is_some() => round.sum(param, &gradient)?,
+            _ => gradient,
+        };
         if self.corrections.make(active, self.optimizer, lr, param, &gradient)? {
             return Ok(());
         }
@@ -249,6 +281,9 @@ impl GradSink for Accumulate<'_> {
     }
 
     fn begin_round(&mut self, contributors: usize) {
+        if let Some(round) = &mut self.round {
+            round.contributors = contributors;
+        }
         if let Some(window) = &mut self.window {
             window.contributors = window.contributors.max(contributors);
             window.counts = window.rank < contributors;

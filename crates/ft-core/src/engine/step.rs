@@ -256,7 +256,7 @@ impl Engine {
     ) -> Result<QueuedStep> {
         let (network, seed, gradients) = (&self.network, self.seed, self.effective_gradients());
         let several = self.comm.world().size > 1;
-        if several && (gradients != Gradients::Keep || active.corrected().next().is_some()) {
+        if several && gradients != Gradients::Keep {
             return Err(Error::unsupported(
                 "a gradient is applied at once, which several ranks cannot do together",
             ));

@@ -210,6 +210,7 @@ fn doctor_tells_lines_of_json() {
         assert!(named("writable")["data"][key].as_f64().unwrap() > 0.0, "{said}");
     }
     assert!(named("bandwidth")["data"]["bytes_per_second"].as_f64().unwrap() > 0.0);
+    assert_eq!(named("ranks")["data"]["mpi"].is_null(), !cfg!(feature = "mpi"));
     assert_eq!(lines.last().unwrap()["name"], "verdict");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }

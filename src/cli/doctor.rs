@@ -139,6 +139,7 @@ fn examine(settings: &HubSettings, tell: &mut dyn FnMut(Line) -> Result<()>) -> 
         tell(line)?;
     }
     tell(open_files())?;
+    tell(ranks())?;
     tell(cache(settings))?;
     tell(hub(settings))
 }
@@ -174,6 +175,19 @@ fn verdict(lines: &[Line]) -> Line {
             format!("ready to train {place}; `ft recipes` lists recipes to start from"),
         ),
     }
+}
+
+/// Whether a run can be divided over several ranks.
+fn ranks() -> Line {
+    #[cfg(feature = "mpi")]
+    let (version, value) = {
+        let version = crate::comm::mpi_version();
+        let value = format!("{version}: `mpirun -n N ft train ...` divides a run over N processes");
+        (Some(version), value)
+    };
+    #[cfg(not(feature = "mpi"))]
+    let (version, value) = (None::<String>, "one process: this build has no MPI (`--features mpi`)");
+    ok("ranks", value).data(json!({ "mpi": version }))
 }
 
 fn bandwidth() -> Line {

@@ -21,6 +21,7 @@ mod plan;
 mod quantize;
 mod recipe_args;
 mod recipes;
+mod spawn;
 mod train;
 
 pub use out::{out, out_raw, out_text};
@@ -66,6 +67,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Train(train::Args),
+    Launch(spawn::Args),
     Plan(plan::Args),
     Data(data::Args),
     Eval(eval::Args),
@@ -163,6 +165,14 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
     }
     match cli.command {
         Command::Train(args) => launch::finish(&ranks, train::run(args, &ranks)),
+        Command::Launch(args) => {
+            let mut own = Vec::new();
+            if let Some(n) = cli.threads {
+                own.extend(["--threads".into(), n.to_string().into()]);
+            }
+            own.extend(cli.quiet.then(|| "--quiet".into()));
+            spawn::run(args, &own)
+        }
         Command::Plan(args) => plan::run(args),
         Command::Data(args) => data::run(args),
         Command::Eval(args) => eval::run(args),

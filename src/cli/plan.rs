@@ -5,6 +5,7 @@ use super::recipe_args::RecipeArgs;
 use crate::base::Result;
 use crate::commands::plan::plan_for;
 use crate::plan::gpu_time::{GPUS, GpuRates};
+use crate::plan::link::Link;
 use crate::report;
 
 /// Forecast the memory of a recipe; allocates nothing
@@ -14,6 +15,7 @@ use crate::report;
   ft plan --recipe my.toml --budget 24GiB            does it fit?
   ft plan --recipe my.toml --device-like 4090        does it fit there, and how fast is it?
   ft plan --recipe my.toml --ranks 4                 four ranks on this machine
+  ft plan --recipe my.toml --ranks 4 --link 10Gb     four ranks, and the time of their bytes
   ft plan --recipe my.toml tune.method=lora --json")]
 pub struct Args {
     #[command(flatten)]
@@ -27,6 +29,9 @@ pub struct Args {
     /// Plan for one of N ranks on this machine
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub ranks: u16,
+    /// The connection of the ranks: seconds that the bytes of a step take at least
+    #[arg(long, value_name = "RATE", requires = "ranks")]
+    pub link: Option<String>,
     /// Print one JSON object: every line in bytes, the total as `peak_bytes`
     #[arg(long)]
     pub json: bool,
@@ -41,8 +46,15 @@ pub fn run(mut args: Args) -> Result<i32> {
         .device_like
         .as_ref()
         .and_then(|name| GPUS.iter().find(|gpu| gpu.name == name));
+    let link = args.link.as_deref().map(Link::parse).transpose()?;
     let planned = plan_for(&loaded.recipe, like, usize::from(args.ranks))?;
     planned.notes.iter().for_each(|line| super::note(line));
+    if let (Some(link), Some(text)) = (link, &args.link) {
+        super::note(&format!(
+            "over {text}: at least {:.3} s of a step, while the backward pass goes on and after the update",
+            link.seconds(planned.sent)
+        ));
+    }
     if args.json {
         out(planned.json())?
     } else {

@@ -3,12 +3,11 @@
 use crate::base::units::{bytes, counted};
 use crate::base::{Result, files, memory};
 use crate::data::describe::visible;
-use crate::engine::sent_bytes;
 use crate::model::shapes;
 use crate::ops;
 use crate::plan::gpu_time::{self, GpuRates, StepTime};
 use crate::plan::memory_plan::Verdict;
-use crate::plan::{Model, Plan, PlanDevice, ProcessState, RunPlan};
+use crate::plan::{self as plans, Model, Plan, PlanDevice, ProcessState, RunPlan};
 use crate::recipe::{self, ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
@@ -33,6 +32,8 @@ pub struct RecipePlan {
     pub notes: Vec<String>,
     /// The run does not fit this machine.
     pub refused: bool,
+    /// The most bytes that a rank sends in a step; 0 on one rank.
+    pub sent: u64,
 }
 
 /// Disk space of a run, computed as `ft train` does before it starts.
@@ -76,6 +77,9 @@ impl RecipePlan {
             "directory": self.disk.directory,
             "fits": self.disk.fits(),
         });
+        if self.sent > 0 {
+            out["sent_bytes"] = json!(self.sent);
+        }
         if let Some(time) = self.time.as_ref().and_then(GpuEstimate::json) {
             out["time"] = time;
         }
@@ -219,7 +223,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         )),
     }
     let recipe = &settled;
-    ranks::check(recipe, &active_schedule, like.is_some(), ranks)?;
+    ranks::check(recipe, like.is_some(), ranks)?;
     let time = like.map(|gpu| {
         let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
         let time = match gpu_time::not_known(recipe, &memory.inputs) {
@@ -247,12 +251,13 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         free: files::free_space(directory),
         directory: recipe.train.output_dir.clone(),
     };
+    let mut sent = 0;
     if let Some(line) = ranks::header(recipe, ranks) {
         notes.push(format!("ranks: {line}"));
-        let window = recipe.train.gradient_accumulation_steps as u64;
-        let sent = sent_bytes(memory.plan.trained_parameters, window, ranks as u64);
+        let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
+        sent = plans::sent(&model, recipe, &memory.inputs);
         notes.push(format!(
-            "each rank sends {} in a step; the memory is that of one rank",
+            "a rank sends up to {} in a step; the memory is that of one rank",
             bytes(sent)
         ));
     }
@@ -274,6 +279,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         time,
         notes,
         refused: does_not_fit,
+        sent,
     })
 }
 

@@ -10,6 +10,7 @@
 mod advice;
 mod candidates;
 pub mod gpu_time;
+pub mod link;
 pub mod memory_plan;
 mod model;
 pub mod run_plan;
@@ -30,14 +31,17 @@ pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
 
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
-use crate::engine::{Active, Gradients, StepStrategy, exchange_bytes};
+use crate::comm::share;
+use crate::engine::divided::divides;
+use crate::engine::{Active, Gradients, StepStrategy, corrected_bytes, exchange_bytes, sent_bytes};
 use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::quantized::work_bytes;
 use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
+use crate::optim::config::OptimizerName;
 use crate::peft::start::cost;
-use crate::recipe::{Dtype, LoraInit, Method, Recipe, RolloutWeights};
+use crate::recipe::{Dtype, LoraInit, Method, PeftType, Recipe, RolloutWeights};
 use crate::setup::Turn;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;
@@ -210,14 +214,48 @@ impl Inputs {
     }
 }
 
-/// Bytes of the optimizer state of a parameter of `shape`: moments of its active part, low 16 bits of the whole master.
-fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], bf16: bool) -> u64 {
+/// The number of ranks over which gradients and moments are divided.
+fn parts(recipe: &Recipe, inputs: &Inputs, active: &Active) -> u64 {
+    let hook = recipe.tune.method == Method::Lora && recipe.tune.lora.peft_type == PeftType::Adalora;
+    let by_element = recipe.optimizer.name != OptimizerName::Adafactor;
+    if divides(inputs.ranks, by_element, active.is_masked(), hook) {
+        inputs.ranks as u64
+    } else {
+        1
+    }
+}
+
+/// The most bytes that a rank sends in a step.
+pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
+    let of = |active: &Active, rank: usize| {
+        let sizes = active.names().map(|name| {
+            let n = model.elements(name);
+            (name, active.subset(name, n as usize).map_or(n, |part| part.len as u64))
+        });
+        let how = (parts(recipe, inputs, active) > 1, recipe.distributed.exchange());
+        let (rounds, place) = (inputs.micro_batches as u64, (rank, inputs.ranks));
+        let corrected = active.corrected().map(|name| (name, model.elements(name)));
+        sent_bytes(sizes, rounds, place, how) + corrected_bytes(corrected, rounds, place, how.1)
+    };
+    let turns = inputs.turns.iter().map(|turn| &turn.active);
+    let all = turns.flat_map(|active| (0..inputs.ranks).map(move |rank| of(active, rank)));
+    all.max().unwrap_or(0)
+}
+
+/// Bytes of the optimizer state of a parameter of `shape`: moments of its active part, divided over `parts` ranks, and the
+/// low 16 bits of the whole master.
+fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], (bf16, parts): (bool, u64)) -> u64 {
     let n: usize = shape.iter().product();
     let moments = match active.subset(name, n) {
         Some(part) => Optimizer::state_bytes(&recipe.optimizer, &[part.len]),
         None => Optimizer::state_bytes(&recipe.optimizer, shape),
     };
-    moments + n as u64 * Optimizer::master_bytes(&recipe.optimizer, bf16)
+    let own = if parts > 1 {
+        (moments as u128 * u128::from(share(n as u64, parts))).div_ceil(n.max(1) as u128) as u64
+    } else {
+        moments
+    };
+    own + n as u64 * Optimizer::master_bytes(&recipe.optimizer, bf16)
 }
 
 /// The forecast of one run: the worst moment of its worst step.
@@ -260,10 +298,11 @@ fn of_turn(
             .subset(name, elements as usize)
             .map_or(elements, |part| part.len as u64)
     });
+    let parts = parts(recipe, inputs, active);
     let state = model.sum_trained(active, |name| {
         let bf16 = stored == 2 && !model.is_adapter(name);
         let shape = model.shape(name);
-        shape.map_or(0, |shape| state_bytes(recipe, active, name, shape, bf16))
+        shape.map_or(0, |shape| state_bytes(recipe, active, name, shape, (bf16, parts)))
     });
     // Corrected parameters need the low 16 bits of their masters too.
     let corrected = model.sum_corrected(active, |name| master * model.elements(name));
@@ -347,7 +386,7 @@ fn of_turn(
     }
     ledger.touch(MemoryKind::Scratch, inputs.start_bytes(recipe, model));
     held.push(ledger.alloc(MemoryKind::PackedWeights, weights::packed(model, inputs, active)));
-    let exchanged = exchange_bytes(trained, model.largest_trained(active).min(trained), inputs.ranks as u64);
+    let exchanged = exchange_bytes(trained, inputs.ranks as u64);
     held.push(ledger.alloc(MemoryKind::Gradients, exchanged));
     step::walk(&mut ledger, model, recipe, inputs, active);
     step::evaluate(&mut ledger, model, recipe, inputs);

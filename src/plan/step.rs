@@ -5,6 +5,7 @@ use super::model::{Model, Stretch};
 use super::shared::Shared;
 use super::streams;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
+use crate::comm::share;
 use crate::engine::{Active, Gradients};
 use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivationsMemory};
 use crate::model::contracts::GradSinkMemory;
@@ -52,6 +53,9 @@ struct Sink<'a> {
     active: &'a Active,
     model: &'a Model<'a>,
     keep: bool,
+    /// Ranks that each keep a part of a gradient.
+    parts: u64,
+    ranks: usize,
     kept: BTreeMap<String, Allocation>,
     /// Gradients of layers equal to those that were simulated.
     alike: Vec<Allocation>,
@@ -68,6 +72,10 @@ impl GradSinkMemory for Sink<'_> {
 
     fn take(&mut self, l: &mut Ledger, name: &str, gradient: Allocation) {
         if self.active.corrects(name).is_some() {
+            if self.ranks > 1 {
+                // The sum over the ranks, and what it is made of.
+                l.touch(MemoryKind::Gradients, 2 * 4 * self.model.elements(name));
+            }
             l.free(gradient);
             return;
         }
@@ -79,6 +87,11 @@ impl GradSinkMemory for Sink<'_> {
                 let active = l.alloc(MemoryKind::Gradients, 4 * part);
                 l.free(gradient);
                 active
+            }
+            None if self.parts > 1 => {
+                let own = l.alloc(MemoryKind::Gradients, 4 * share(elements as u64, self.parts));
+                l.free(gradient);
+                own
             }
             None => gradient,
         };
@@ -100,6 +113,13 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
         active,
         model,
         keep: inputs.strategy.gradients == Gradients::Keep,
+        ranks: inputs.ranks,
+        // A rank that adds its own micro-batches first has whole sums.
+        parts: if recipe.distributed.exchange().window {
+            1
+        } else {
+            super::parts(recipe, inputs, active)
+        },
         kept: BTreeMap::new(),
         alike: Vec::new(),
     };

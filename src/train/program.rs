@@ -129,7 +129,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let (total_steps, params) = (stream.steps(), model.spec.params());
     stage::check(recipe, &model, train)?;
     learning::check(recipe, &active_schedule, total_steps)?;
-    ranks::check(recipe, &active_schedule, device.is_cuda(), ranks.size())?;
+    ranks::check(recipe, device.is_cuda(), ranks.size())?;
     plan.choices.extend(memory_plan::settled(&loaded.recipe, open));
     if options.dry_run {
         return Ok(Outcome {
@@ -285,7 +285,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     engine.routers.losses = recipe.train.router_losses();
     engine.seed = recipe.train.seed;
     engine.step_hook = step_hook;
-    engine.comm = ranks.0.clone();
+    engine.join(ranks.0.clone(), &first, recipe.distributed.exchange());
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
         let _phase = progress::phase("restoring the state", 0, "");
@@ -329,6 +329,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         stopped: false,
         pace: Pace {
             saved: start_step,
+            several: ranks.several(),
             ..Pace::default()
         },
     };

@@ -6,7 +6,6 @@ use crate::comm::{Alone, Collective, Patience};
 use crate::ops::CpuBackend;
 use crate::plan::ProcessState;
 use crate::recipe::Recipe;
-use crate::setup::active_schedule::ActiveSchedule;
 use serde_json::{Value, json};
 use std::fmt;
 use std::io::Read;
@@ -174,7 +173,7 @@ pub fn header(recipe: &Recipe, size: usize) -> Option<String> {
 }
 
 /// Errors: `size` ranks cannot train with this recipe.
-pub fn check(recipe: &Recipe, schedule: &ActiveSchedule, on_gpu: bool, size: usize) -> Result<()> {
+pub fn check(recipe: &Recipe, on_gpu: bool, size: usize) -> Result<()> {
     if size == 1 {
         return Ok(());
     }
@@ -193,13 +192,6 @@ pub fn check(recipe: &Recipe, schedule: &ActiveSchedule, on_gpu: bool, size: usi
             .at("model.device")
             .found("a GPU")
             .hint("set `model.device = \"cpu\"`, or start one rank"));
-    }
-    if schedule.corrects_at_once() {
-        return Err(Error::usage(
-            "a correction of inactive blocks changes weights within a step, which several ranks cannot do",
-        )
-        .at("tune.block.correction")
-        .hint("set `tune.block.correction = \"none\"` or `\"lora\"`, or start one rank"));
     }
     Ok(())
 }

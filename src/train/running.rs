@@ -3,7 +3,7 @@
 
 use crate::base::signal::{Conduct, Stop};
 use crate::base::units::bytes;
-use crate::base::{Error, Result, memory, progress, signal, units};
+use crate::base::{Error, ErrorKind, Result, memory, progress, signal, units};
 use crate::checkpoint;
 use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
@@ -76,6 +76,8 @@ pub struct Pace {
     pub read: Option<Instant>,
     /// The user was warned of slow copies.
     pub slow_copies: bool,
+    /// Other ranks take part in a save.
+    pub several: bool,
 }
 
 impl Pace {
@@ -118,7 +120,12 @@ impl Pace {
 
     /// The effect of a signal after step `step`, while no step is running.
     fn after(&self, step: u64) -> Stop {
-        let what = format!("stopping: the state after step {step} is saved{}", self.saving());
+        // The signal may be that of a launcher, because another rank is dead: then nothing is saved.
+        let what = if self.several {
+            format!("stopping: if all ranks are alive, the state after step {step} will be saved")
+        } else {
+            format!("stopping: the state after step {step} is saved{}", self.saving())
+        };
         let (then, lost) = if self.saved >= step {
             ("; Ctrl-C again stops now".into(), "nothing lost".into())
         } else {
@@ -275,12 +282,16 @@ impl Run<'_> {
         self.ranks.meet()
     }
 
-    /// As `save`, without waiting for the other ranks.
+    /// As `save`, without waiting for the end of it. All ranks call it, because each may have a part of the state.
     fn save_here(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        if !self.ranks.is_root() {
+        if engine.by_root(|| self.write(engine, step))?.is_none() {
             self.pace.saved = step;
-            return Ok(());
         }
+        Ok(())
+    }
+
+    /// The work of rank 0.
+    fn write(&mut self, engine: &Engine, step: u64) -> Result<()> {
         self.directory.check()?;
         let begun = Instant::now();
         let _phase = progress::phase(format!("saving step {step}"), 0, "");
@@ -459,7 +470,8 @@ impl Run<'_> {
         };
         // A saved state is saved again only if the stage has new state.
         let saved = self.run_dir.join(format!("checkpoint-{step}/manifest.json")).exists();
-        if !saved || self.pace.saved != step || self.feed.state(step)?.is_some() {
+        let due = !saved || self.pace.saved != step || self.feed.state(step)?.is_some();
+        if self.ranks.of_root(due)? {
             self.save_here(engine, step)?;
         }
         self.ranks.meet()?;
@@ -512,7 +524,10 @@ impl Run<'_> {
     pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
         self.facts.trained_tokens = trained_tokens;
         let whole = engine.strategy.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
-        let safe = whole && step > 1 && !self.schedule.switches_at(step);
+        // Each rank may have a part of the state, so after the error of one rank there is no whole one. A number that is not
+        // finite is the error of all ranks.
+        let together = !engine.is_divided() || e.kind() == ErrorKind::NonFinite;
+        let safe = whole && together && step > 1 && !self.schedule.switches_at(step);
         let saved = if safe && self.recipe.train.save_steps > 0 {
             self.save_here(engine, step - 1)
         } else {

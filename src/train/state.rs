@@ -6,10 +6,9 @@
 
 use crate::base::{Error, Result, units};
 use crate::checkpoint::{self, Files, LoadedState};
-use crate::engine::Engine;
+use crate::engine::{Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
-use crate::ops::update;
 use crate::recipe;
 use crate::setup::active_schedule::ActiveSchedule;
 use candle_core::{DType, Tensor};
@@ -38,7 +37,7 @@ pub struct RunFingerprint {
     pub trained_tokens: u64,
 }
 
-/// Saves the state after `step` optimizer steps; returns the checkpoint's directory.
+/// Saves the state after `step` optimizer steps, on rank 0 within `Engine::by_root`; returns the checkpoint's directory.
 pub fn save(
     run_dir: &Path,
     step: u64,
@@ -52,12 +51,12 @@ pub fn save(
         dtype: StoredDtype::F32,
         shape: vec![n],
     };
-    let quantized = |name: String, part: &Tensor| TensorPlan {
-        dtype: match part.dtype() {
+    let of_moment = |moment: &SavedMoment| TensorPlan {
+        dtype: match moment.dtype {
             DType::U8 => StoredDtype::U8,
             _ => StoredDtype::F32,
         },
-        ..plan(name, part.elem_count())
+        ..plan(format!("{}#{}", moment.name, moment.part), moment.elements)
     };
     let mut weights = Vec::new();
     for name in schedule.trained_until(step) {
@@ -69,16 +68,10 @@ pub fn save(
         let start = lora.start_parts();
         weights.extend(start.iter().map(|p| plan(p.name.to_string(), p.tensor.elem_count())));
     }
-    let (mut moments, mut parts) = (Vec::new(), BTreeMap::new());
-    let mut steps = serde_json::Map::new();
-    for s in engine.optimizer.saved() {
-        steps.insert(s.name.to_string(), json!(s.step));
-        for (part, tensor) in s.parts {
-            let name = format!("{}#{part}", s.name);
-            moments.push(quantized(name.clone(), &tensor));
-            parts.insert(name, tensor);
-        }
-    }
+    let saved: Vec<SavedMoment> = engine.saved_moments();
+    let moments: Vec<TensorPlan> = saved.iter().map(of_moment).collect();
+    let steps = engine.optimizer.saved().map(|s| (s.name.to_string(), json!(s.step)));
+    let steps: serde_json::Map<String, Value> = steps.collect();
     let state = json!({
         "recipe": facts.recipe,
         "data": facts.data,
@@ -125,12 +118,12 @@ pub fn save(
         RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
         FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
         _ => {
-            let found = parts.get(&tensor.name);
+            let found = moments.iter().position(|moment| moment.name == tensor.name);
             let found = found.ok_or_else(|| Error::new("optimizer state is missing").at(&tensor.name))?;
-            match found.dtype() {
-                DType::U8 => write(Values::Raw(&found.to_vec1::<u8>()?)),
-                _ => write(Values::F32(&update::to_f32_vec(found)?)),
-            }
+            engine.moment(&saved[found], &mut |values| match values {
+                MomentValues::U8(codes) => write(Values::Raw(codes)),
+                MomentValues::F32(values) => write(Values::F32(values)),
+            })
         }
     })
 }
@@ -227,6 +220,7 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
             StoredDtype::U8 => Tensor::from_vec(moments.read_bytes(key)?, info.shape.as_slice(), &device)?,
             _ => Tensor::from_vec(moments.read_f32(key)?, info.shape.as_slice(), &device)?,
         };
+        let tensor = engine.own_moment(name, engine.elements(name)?, part, tensor)?;
         parts
             .entry(name.to_string())
             .or_default()
@@ -240,9 +234,10 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
             .as_u64()
             .ok_or_else(|| Error::new("optimizer step is not a number").at_path(&loaded.path))?;
         let parts = parts.remove(name).unwrap_or_default();
+        let part_of = engine.is_divided().then(|| engine.elements(name)).transpose()?;
         engine
             .optimizer
-            .restore_state(name, step, parts)
+            .restore_state(name, step, parts, part_of)
             .map_err(|e| e.within(loaded.path.display()))?;
     }
     if let Some(name) = parts.into_keys().next() {

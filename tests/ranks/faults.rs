@@ -116,7 +116,10 @@ fn a_killed_rank_ends_the_job_and_the_checkpoint_is_valid() {
         let out = wait(job);
         assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
         assert!(!out.status.success());
-        assert!(said(&out).contains("signal 9"), "{}", said(&out));
+        let text = said(&out);
+        assert!(text.contains("signal 9"), "{text}");
+        // Nobody can save any more.
+        assert!(!text.contains("is saved"), "{text}");
         // Goes on where the newest checkpoint is, with another number of ranks.
         go_on(&bench, 3);
         std::fs::remove_dir_all(bench.path("out")).unwrap();
@@ -157,4 +160,20 @@ fn a_signal_saves_the_state_of_all_ranks() {
         .filter(|(name, _)| name.ends_with("manifest.json"));
     assert!(newest.count() >= 2, "{text}");
     go_on(&bench, 2);
+}
+
+#[test]
+fn the_launcher_of_ft_lets_the_ranks_save() {
+    let bench = Bench::new();
+    let mut job = job::launch(&bench, 2, &LONG);
+    until_saved(&bench, &mut job);
+    signal(job.id(), "-TERM");
+    let out = wait(job);
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(128 + 10), "{text}");
+    assert_once(&text, "stopped by a signal; the state after step");
+    go_on(&bench, 1);
+    // Nothing else runs on several ranks.
+    let out = bench.ft(&["launch", "-n", "2", "plan", "--recipe", "r.toml"]);
+    assert_eq!(out.status.code(), Some(2), "{}", said(&out));
 }

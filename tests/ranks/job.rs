@@ -55,6 +55,19 @@ pub fn start(bench: &Bench, ranks: &[Vec<&str>]) -> Child {
     command.spawn().expect("`mpirun` must be on the path")
 }
 
+/// Starts a job with `ft launch`.
+pub fn launch(bench: &Bench, size: usize, arguments: &[&str]) -> Child {
+    let size = size.to_string();
+    let first = ["--threads", "1", "launch", "-n", &size, "train", "--recipe", "r.toml"];
+    let mut command = bench.command(&[&first[..], arguments].concat());
+    command
+        .envs(SETTINGS)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
 /// Waits for the end of a job; a job that hangs fails the test.
 pub fn wait(mut child: Child) -> Output {
     let begun = Instant::now();

@@ -8,4 +8,5 @@ mod same;
 
 mod faults;
 mod job;
+mod memory;
 mod same_bits;

@@ -144,10 +144,25 @@ pub fn step_gated(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: F
     if !finite {
         return Ok(());
     }
-    items.iter().try_for_each(|item| one(rule, item, coefficient * further))
+    items
+        .iter()
+        .try_for_each(|item| one(rule, item, 0, coefficient * further))
 }
 
-fn one(rule: Rule, item: &ParameterStep, coefficient: f32) -> Result<()> {
+/// Updates a run of elements of a parameter on the CPU; the tensors of `item` hold only them. `first`: the position of
+/// their first element in the parameter, a multiple of the elements that stay together (`comm::QUANTUM`). The bits are
+/// those of an update of the whole parameter.
+///
+/// # Errors
+/// As `step`; Adafactor, whose means are sums over the whole parameter.
+pub fn step_part(rule: Rule, item: &ParameterStep, first: usize, coefficient: f32) -> Result<()> {
+    if rule == Rule::Adafactor {
+        return Err(Error::unsupported("Adafactor updates whole parameters only"));
+    }
+    one(rule, item, first, coefficient)
+}
+
+fn one(rule: Rule, item: &ParameterStep, position: usize, coefficient: f32) -> Result<()> {
     expect_dims(item.gradient, "a gradient", item.weight.dims())?;
     let (lr, decay) = (item.lr, item.weight_decay);
     floats(item.gradient, "a gradient", |g| {
@@ -188,7 +203,7 @@ fn one(rule: Rule, item: &ParameterStep, coefficient: f32) -> Result<()> {
         with_moment(first, &SIGNED, n, |m| {
             with_moment(second, &UNSIGNED, n, |v| {
                 with_weight(item, |w| {
-                    cpu::run(&ready, w, g, m, v);
+                    cpu::run(&ready, position, w, g, m, v);
                     Ok(())
                 })
             })

@@ -111,6 +111,17 @@ pub fn sum_squares(t: &Tensor) -> Result<f64> {
     with_slice(t, cpu::sum_squares)
 }
 
+/// Returns the sums of the squares of runs of 16,384 elements of an f32 tensor on the CPU, from which `sum_of_chunks`
+/// makes the bits of `sum_squares`: each rank of a job has some of the runs.
+pub fn squares_of_chunks(t: &Tensor) -> Result<Vec<f32>> {
+    with_slice(t, cpu::squares_of_chunks)
+}
+
+/// As `sum_squares`, from the sums of all runs in their order.
+pub fn sum_of_chunks(chunks: &[f32]) -> f64 {
+    cpu::sum_chunks(chunks)
+}
+
 /// True if no element is infinite or NaN.
 pub fn all_finite(t: &Tensor) -> Result<bool> {
     on_gpu!(t, super::cuda::reduce::all_finite(t));

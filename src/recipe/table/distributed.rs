@@ -1,6 +1,7 @@
 //! Training on several ranks: processes that share the micro-batches of a step.
 
 use super::*;
+use crate::engine::Exchange;
 use std::time::Duration;
 
 named!(
@@ -46,9 +47,11 @@ section! {
         /// Where the weights are: `replicated`, on every rank. Not available yet: `sharded`, `sharded-in-node`, `host`.
         weights: RankWeights = "auto", "replicated";
         /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the bits of one rank on a
-        /// CPU. Not available yet: `window`.
+        /// CPU. `window`: each rank adds its own ones first, so they travel once in a step; it has whole gradients then, and
+        /// the last bits depend on the number of ranks.
         sum: RankSum = "auto", "ordered";
-        /// The type in which a gradient travels. Not available yet: `bf16`.
+        /// The type in which a gradient travels; it is added in f32. `bf16`: half the bytes, and the same bits on any number
+        /// of ranks from 2 on.
         reduce: RankReduce = "f32", "the bits of one rank";
         /// Ranks that share one micro-batch. Not available yet: more than 1.
         sequence: usize = 1, "each micro-batch is computed by one rank", in from(1);
@@ -61,6 +64,14 @@ section! {
 }
 
 impl Distributed {
+    /// How the ranks add gradients.
+    pub fn exchange(&self) -> Exchange {
+        Exchange {
+            bf16: self.reduce == RankReduce::Bf16,
+            window: self.sum == RankSum::Window,
+        }
+    }
+
     /// `timeout` as a duration.
     pub fn limit(&self) -> Duration {
         Duration::from_secs(self.timeout as u64)
@@ -81,12 +92,6 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     };
     if !matches!(d.weights, RankWeights::Auto | RankWeights::Replicated) {
         refuse(Keys::weights, d.weights.name().into(), "`replicated`");
-    }
-    if d.sum == RankSum::Window {
-        refuse(Keys::sum, d.sum.name().into(), "`ordered`");
-    }
-    if d.reduce != RankReduce::F32 {
-        refuse(Keys::reduce, d.reduce.name().into(), "`f32`");
     }
     if d.sequence != 1 {
         refuse(Keys::sequence, d.sequence.to_string(), "1");

@@ -146,12 +146,12 @@ pub fn batch(set: &Dataset, rows: &[usize], reference: Option<&[f32]>) -> Result
 impl PreferenceSource<'_> {
     /// Puts the log-probabilities of the groups of all ranks in the order of the rows. `own`: those of this rank's groups.
     fn of_all_ranks(&self, set: &Dataset, own: Vec<f32>, engine: &Engine) -> Result<Vec<f32>> {
-        let size = engine.comm.world().size;
+        let size = engine.comm().world().size;
         if size == 1 {
             return Ok(own);
         }
         let bytes = own.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let all = engine.comm.bytes(bytes, Patience::Long)?;
+        let all = engine.comm().bytes(bytes, Patience::Long)?;
         let numbers = |bytes: &Vec<u8>| {
             let numbers = bytes
                 .chunks_exact(4)
@@ -193,7 +193,7 @@ impl BatchSource for PreferenceSource<'_> {
         let mut found: [Vec<f32>; 2] = Default::default();
         let rows = self.sets.iter().flatten().map(|set| set.examples.len()).sum();
         let phase = progress::phase("computing the reference log-probabilities", rows, "rows");
-        let world = engine.comm.world();
+        let world = engine.comm().world();
         for (set, found) in self.sets.iter().zip(&mut found) {
             let Some(set) = set else { continue };
             // Each rank computes every W-th group of rows.

@@ -18,7 +18,9 @@ pub(crate) mod threads;
 mod tests;
 
 pub use group::Group;
-pub use shards::{QUANTUM, part};
+#[cfg(feature = "mpi")]
+pub use mpi::mpi_version;
+pub use shards::{QUANTUM, part_of, share};
 
 use crate::base::{Error, Result};
 use std::sync::mpsc::Receiver;

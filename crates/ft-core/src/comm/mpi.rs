@@ -43,6 +43,13 @@ pub(super) fn open() -> Result<(MpiWire, World)> {
     Ok((wire, World { rank, size, host }))
 }
 
+/// Name and version of the MPI library, such as `Open MPI v4.1.4`. MPI need not be started.
+pub fn mpi_version() -> String {
+    let text = ::mpi::environment::library_version().unwrap_or_default();
+    let first = text.split([',', '\n']).next().unwrap_or_default();
+    first.trim_end_matches('\0').trim().to_string()
+}
+
 type Open<'a, 'b, T> = (usize, Request<'a, [T], &'b LocalScope<'a>>);
 
 impl MpiWire {

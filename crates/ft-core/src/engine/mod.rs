@@ -2,9 +2,11 @@
 //! Depends on the four contracts and the optimizer. No file IO, no data formats.
 
 pub mod active;
+pub mod divided;
 mod exact;
 pub mod hook;
 pub mod pass;
+mod publish;
 mod reduce;
 pub mod sinks;
 pub mod step;
@@ -12,9 +14,10 @@ mod strategy;
 pub mod window;
 
 pub use active::Active;
+pub use divided::{MomentValues, SavedMoment};
 pub use hook::StepHook;
 pub use pass::{Pass, Totals, evaluate};
-pub use reduce::{exchange_bytes, sent_bytes};
+pub use reduce::{Exchange, corrected_bytes, exchange_bytes, sent_bytes};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
 pub use strategy::StepStrategy;
 

@@ -1,13 +1,14 @@
 //! A step on several ranks has the bits of the step on one: losses, norms, weights and metrics.
 
+use super::active::Corrected;
 use super::step::{Engine, Gradients};
-use super::{Active, StepStrategy, sent_bytes};
+use super::{Active, Exchange, StepStrategy, corrected_bytes, sent_bytes};
 use crate::base::Result;
 use crate::comm::{Alone, Collective, Fault, Patience, Pending, World, threads};
 use crate::data::{Batch, Example};
 use crate::model::{TrainableNetwork, families, shapes};
 use crate::ops::Dtype;
-use crate::optim::config::{OptimizerConfig, StateDtype};
+use crate::optim::config::{Master, OptimizerConfig, StateDtype};
 use crate::optim::{Masks, Optimizer};
 use crate::sft::CausalLm;
 use crate::source::Resident;
@@ -22,20 +23,30 @@ use std::time::Duration;
 struct Case {
     dtype: Dtype,
     state: StateDtype,
+    master: Master,
     /// Only the parameters whose names contain this text.
     part: &'static str,
     masked: bool,
     max_grad_norm: f64,
     saved_layers: usize,
+    exchange: Exchange,
+    /// Corrects all other matrices of the layers.
+    corrected: bool,
 }
 
 const FULL: Case = Case {
     dtype: Dtype::F32,
     state: StateDtype::F32,
+    master: Master::F32,
     part: "",
     masked: false,
     max_grad_norm: 0.5,
     saved_layers: 0,
+    exchange: Exchange {
+        bf16: false,
+        window: false,
+    },
+    corrected: false,
 };
 
 fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
@@ -43,11 +54,20 @@ fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let (params, vocab) = (spec.params(), spec.vocab);
     let settings = OptimizerConfig {
         state: case.state,
+        master: case.master,
         ..OptimizerConfig::default()
     };
     let source = Resident::random(params.clone(), 1, 0.02, 1.0, case.dtype, &Device::Cpu).unwrap();
     let names = params.iter().map(|p| p.name.to_string());
-    let mut active = Active::new(names.filter(|name| name.contains(case.part)));
+    let (own, others): (Vec<String>, BTreeSet<String>) = partition(names, case.part);
+    let mut active = Active::new(own);
+    if case.corrected {
+        active = active.with_corrections(Some(Corrected {
+            names: others.into_iter().filter(|name| name.contains("proj.weight")).collect(),
+            scale: 300.0,
+            sign: false,
+        }));
+    }
     if case.masked {
         active = active.masked(Some(Masks::new(0.1, false, 1, 0, BTreeSet::new())));
     }
@@ -60,8 +80,14 @@ fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
     let mut engine = Engine::new(model, objective, optimizer, strategy, &active).unwrap();
     engine.max_grad_norm = case.max_grad_norm;
-    engine.comm = comm;
+    engine.join(comm, &active, case.exchange);
     (engine, active)
+}
+
+/// The names with this text, and the others.
+fn partition(names: impl Iterator<Item = String>, part: &str) -> (Vec<String>, BTreeSet<String>) {
+    let (own, others): (Vec<_>, Vec<_>) = names.partition(|name| name.contains(part));
+    (own, others.into_iter().collect())
 }
 
 /// `n` micro-batches of two documents, and one without tokens.
@@ -103,6 +129,8 @@ fn a_step_has_the_same_bits_on_any_number_of_ranks() {
         ..FULL
     };
     let block = Case {
+        dtype: Dtype::Bf16,
+        master: Master::Stochastic,
         part: "layers.1.",
         max_grad_norm: 0.0,
         ..FULL
@@ -122,6 +150,67 @@ fn a_step_has_the_same_bits_on_any_number_of_ranks() {
                 assert!(found == want, "{:?} {}: rank {rank} of {size}", case.dtype, case.part);
             }
         }
+    }
+}
+
+#[test]
+fn other_exchanges_have_nearly_the_numbers_of_one_rank() {
+    let numbers = |bits: &[u64]| -> Vec<f64> {
+        // Losses and norms of three steps.
+        let found = bits[..12].chunks(4).flat_map(|step| &step[..2]);
+        found.map(|bits| f64::from_bits(*bits)).collect()
+    };
+    let want = numbers(&train(FULL, Arc::new(Alone::default())).unwrap());
+    for (bf16, window, error) in [(true, false, 2e-3), (false, true, 1e-5)] {
+        let case = Case {
+            exchange: Exchange { bf16, window },
+            ..FULL
+        };
+        let of = |size| threads::run(size, |comm| train(case, comm).unwrap());
+        let all = [of(2), of(4)];
+        for ranks in &all {
+            assert!(
+                ranks.iter().all(|bits| *bits == ranks[0]),
+                "all ranks have the same weights"
+            );
+            for (found, want) in numbers(&ranks[0]).iter().zip(&want) {
+                assert!((found / want - 1.0).abs() < error, "{found}, {want} on one rank");
+            }
+        }
+        // Rounded, but in the same order.
+        assert_eq!(all[0][0] == all[1][0], !window);
+    }
+}
+
+/// The micro-batches of a round are corrected like one that has all of their rows.
+#[test]
+fn corrections_are_made_with_the_sum_of_a_round() {
+    let case = Case {
+        part: "layers.3.",
+        corrected: true,
+        ..FULL
+    };
+    let rows = |m: u32| Example {
+        ids: (0..12).map(|t| (37 * t + 5 * m) % 4096).collect(),
+        trained: vec![true; 12],
+    };
+    let run = |comm, batches: &[Batch]| {
+        let (mut engine, active) = engine(case, comm);
+        let steps = (1..=3).map(|step| engine.step(step, batches, &active, 1e-3).unwrap().totals.loss());
+        steps.collect::<Vec<f64>>()
+    };
+    let whole = [Batch::from_examples([&rows(1), &rows(2)])];
+    let want = run(Arc::new(Alone::default()), &whole);
+    let found = threads::run(2, |comm| {
+        run(
+            comm,
+            &[Batch::from_examples([&rows(1)]), Batch::from_examples([&rows(2)])],
+        )
+    });
+    assert!(want[0] - want[2] > 1e-3, "nothing was learned: {want:?}");
+    assert_eq!(found[0], found[1]);
+    for (found, want) in found[0].iter().zip(&want) {
+        assert!((found - want).abs() < 1e-5 * want, "{found}, {want}");
     }
 }
 
@@ -189,25 +278,26 @@ impl Collective for Counting {
 
 #[test]
 fn a_step_sends_the_bytes_that_the_plan_says() {
-    for (size, micro_batches) in [(2, 4), (3, 3), (4, 8)] {
+    let bf16 = |window| Exchange { bf16: true, window };
+    for (size, micro_batches, exchange) in [(2, 4, bf16(false)), (3, 4, Exchange::default()), (4, 7, bf16(true))] {
         let sent = Arc::new(AtomicU64::new(0));
-        let trained = threads::run(size, |comm| {
+        let planned = threads::run(size, |comm| {
+            let place = (comm.world().rank, size);
             let case = Case {
                 part: "layers.1.",
+                exchange,
+                corrected: size == 3,
                 ..FULL
             };
             let (mut engine, active) = engine(case, Arc::new(Counting(comm, sent.clone())));
             engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
-            let elements = |name: &str| engine.elements(name).unwrap() as u64;
-            active.names().map(elements).sum::<u64>()
+            let sizes = active.names().map(|name| (name, engine.elements(name).unwrap() as u64));
+            let corrected = active.corrected();
+            let corrected = corrected.map(|name| (name, engine.elements(name).unwrap() as u64));
+            sent_bytes(sizes, micro_batches.into(), place, (engine.is_divided(), exchange))
+                + corrected_bytes(corrected, micro_batches.into(), place, exchange)
         });
-        // Of all ranks together; one may send more than another.
-        let said = 4 * sent.load(SeqCst);
-        let ranks = size as u64;
-        let planned = ranks * sent_bytes(trained[0], micro_batches.into(), ranks);
-        assert!(
-            said.abs_diff(planned) < 100,
-            "{size} ranks: {said} bytes, {planned} planned"
-        );
+        // Of all ranks together, to the byte.
+        assert_eq!(4 * sent.load(SeqCst), planned.iter().sum::<u64>(), "{size} ranks");
     }
 }

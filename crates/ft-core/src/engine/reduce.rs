@@ -1,76 +1,160 @@
-//! The sum of the gradients of all ranks. Each rank owns a part of every gradient (`comm::part`): it receives the part of
-//! each micro-batch and adds them in the order of the micro-batches, so the sums have the bits of one rank. At the end
-//! of the window every rank gets all sums.
+//! The sum of the gradients of all ranks. Each rank owns a part of every gradient (`comm::part_of`): it receives the part
+//! of each micro-batch and adds them in the order of the micro-batches, so the sums have the bits of one rank.
 //!
 //! Letters: W ranks.
 
+use super::publish::{Publish, publish};
 use crate::base::Result;
-use crate::comm::{Collective, Pending, part};
+use crate::comm::{Collective, Pending, QUANTUM, part_of};
 use crate::model::Param;
 use crate::ops::update;
 use candle_core::Tensor;
+use half::bf16;
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Numbers that travel together.
-const BUCKET: usize = 1 << 20;
-/// Buckets under way, beside the one that waits for its place.
-const UNDER_WAY: usize = 2;
+pub(super) const BUCKET: usize = 1 << 20;
+/// Buckets under way, beside the one that is filled.
+pub(super) const UNDER_WAY: usize = 2;
 
-/// Memory of a step that several ranks need beyond that of one: buckets that are sent and received, without the part of
-/// the sums that other ranks have. `trained`: elements of all gradients; `largest`: of the largest one.
-pub fn exchange_bytes(trained: u64, largest: u64, ranks: u64) -> u64 {
+/// How the gradients of the ranks are added.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Exchange {
+    /// Gradients travel as bf16; they are added in f32. The own ones are rounded too, so that the result does not depend
+    /// on the number of ranks, if there are at least two.
+    pub bf16: bool,
+    /// A rank adds the gradients of its micro-batches before they travel, once in a step: the order of the sums, and their
+    /// last bits, depend on the number of ranks.
+    pub window: bool,
+}
+
+/// Memory of the buckets that are sent and received in a step. `trained`: elements of all gradients.
+pub fn exchange_bytes(trained: u64, ranks: u64) -> u64 {
+    let bucket = trained.min(2 * BUCKET as u64);
     if ranks < 2 {
-        return 0;
+        0
+    } else {
+        4 * 2 * (UNDER_WAY as u64 + 1) * bucket.min(BUCKET as u64)
     }
-    let bucket = largest.max(BUCKET as u64).min(trained);
-    let under_way = 2 * (UNDER_WAY as u64 + 1) * bucket;
-    4 * under_way.saturating_sub(trained - trained / ranks).max(bucket)
 }
 
-/// Bytes that a rank sends in a step: its gradients in each round of micro-batches, and the sums of its part.
-pub fn sent_bytes(trained: u64, micro_batches: u64, ranks: u64) -> u64 {
-    let rounds = micro_batches.div_ceil(ranks.max(1));
-    4 * (trained - trained / ranks.max(1)) * (rounds + 1)
+/// Bytes that rank `rank` of `size` sends in a step: its gradients in each round of micro-batches, the sums or the new
+/// values of its part, and the sums of squares of its part. `params`: names and elements of the trained parameters.
+pub fn sent_bytes<'a>(
+    params: impl Iterator<Item = (&'a str, u64)>,
+    micro_batches: u64,
+    (rank, size): (usize, usize),
+    (divided, exchange): (bool, Exchange),
+) -> u64 {
+    let rounds = own_rounds(micro_batches, rank, size);
+    let rounds = if exchange.window { rounds.min(1) } else { rounds };
+    let of = |(name, n): (&str, u64)| {
+        let own = part_of(name, n as usize, rank, size).len() as u64;
+        let squares = if divided { own.div_ceil(QUANTUM as u64) } else { 0 };
+        let gradient = gradient_words(name, n as usize, (rank, size), exchange.bf16);
+        4 * (gradient * rounds + (own + squares) * (size as u64 - 1))
+    };
+    if size < 2 { 0 } else { params.map(of).sum() }
 }
 
-/// One gradient of a bucket: name and number of elements.
-type Entry = (Arc<str>, usize);
-
-/// A parameter, and the shape of its gradient.
-type Summed = (Param, Vec<usize>);
-
-/// Gradients that are sent together.
-#[derive(Default)]
-struct Bucket {
-    entries: Vec<Entry>,
-    elements: usize,
-    /// For each rank its part of every gradient, one after the other.
-    parts: Vec<Vec<f32>>,
+/// As `sent_bytes`, for parameters that are corrected in each round.
+pub fn corrected_bytes<'a>(
+    params: impl Iterator<Item = (&'a str, u64)>,
+    micro_batches: u64,
+    (rank, size): (usize, usize),
+    exchange: Exchange,
+) -> u64 {
+    let of = |(name, n): (&str, u64)| {
+        let own = part_of(name, n as usize, rank, size).len() as u64;
+        let gradient = gradient_words(name, n as usize, (rank, size), exchange.bf16);
+        let published = own * (size as u64 - 1) * micro_batches.div_ceil(size as u64);
+        4 * (gradient * own_rounds(micro_batches, rank, size) + published)
+    };
+    if size < 2 { 0 } else { params.map(of).sum() }
 }
 
-/// A bucket whose numbers are on their way.
-struct Coming {
-    entries: Vec<Entry>,
-    contributors: usize,
-    numbers: Pending,
+/// Rounds in which a micro-batch of this rank counts.
+fn own_rounds(micro_batches: u64, rank: usize, size: usize) -> u64 {
+    micro_batches.saturating_sub(rank as u64).div_ceil(size.max(1) as u64)
 }
 
-/// Adds the gradients of all ranks.
-pub(super) struct Reduce<'a> {
-    comm: &'a dyn Collective,
-    /// In this round the micro-batches of the first so many ranks count.
-    contributors: usize,
-    bucket: Bucket,
-    coming: VecDeque<Coming>,
-    /// Parameters in the order of their first gradient, with the shape of the gradient.
-    params: Vec<Summed>,
-    /// The sums of the own parts; `None` before the first one arrives.
-    sums: BTreeMap<Arc<str>, Option<Vec<f32>>>,
+/// f32 words in which a rank sends a gradient to the others.
+fn gradient_words(name: &str, n: usize, (rank, size): (usize, usize), bf16: bool) -> u64 {
+    let of_piece = |piece: Piece| -> usize {
+        let to = (0..size).filter(|to| *to != rank);
+        to.map(|to| words(piece.range(to, size).len(), bf16)).sum()
+    };
+    Piece::all(&name.into(), n, size).map(of_piece).sum::<usize>() as u64
 }
 
-/// Equal for the same gradients in the same order.
-fn key(entries: &[Entry], contributors: usize) -> u64 {
+/// Length of the list in which `n` numbers travel: two bf16 numbers in the bits of one f32.
+fn words(n: usize, bf16: bool) -> usize {
+    if bf16 { n.div_ceil(2) } else { n }
+}
+
+/// Adds `values` to the list, rounded to bf16.
+fn pack(values: &[f32], list: &mut Vec<f32>) {
+    let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());
+    list.extend(values.chunks(2).map(|pair| {
+        let high = pair.get(1).map_or(0, |x| bits(*x));
+        f32::from_bits(high << 16 | bits(pair[0]))
+    }));
+}
+
+/// The inverse of `pack`, of `n` values.
+fn unpack(list: &[f32], n: usize) -> Vec<f32> {
+    let number = |bits: u32| bf16::from_bits(bits as u16).to_f32();
+    let pairs = list.iter().map(|word| word.to_bits());
+    pairs
+        .flat_map(|bits| [number(bits & 0xFFFF), number(bits >> 16)])
+        .take(n)
+        .collect()
+}
+
+/// A piece of the part of every rank of one gradient, or of one parameter.
+#[derive(Clone)]
+pub(super) struct Piece {
+    pub(super) name: Arc<str>,
+    /// Elements of the whole.
+    pub(super) n: usize,
+    pub(super) index: usize,
+}
+
+impl Piece {
+    /// Elements of a piece of the part of one rank.
+    fn length(size: usize) -> usize {
+        (BUCKET / size).max(1)
+    }
+
+    /// The pieces of a gradient or parameter; at least one.
+    pub(super) fn all(name: &Arc<str>, n: usize, size: usize) -> impl Iterator<Item = Self> {
+        let largest = (0..size).map(|rank| part_of(name, n, rank, size).len()).max();
+        let count = largest.unwrap_or(0).div_ceil(Self::length(size)).max(1);
+        let name = name.clone();
+        (0..count).map(move |index| Self {
+            name: name.clone(),
+            n,
+            index,
+        })
+    }
+
+    /// Its elements in the part of `rank`.
+    pub(super) fn range(&self, rank: usize, size: usize) -> Range<usize> {
+        let part = part_of(&self.name, self.n, rank, size);
+        let at = |index: usize| (part.start + index * Self::length(size)).min(part.end);
+        at(self.index)..at(self.index + 1)
+    }
+
+    /// Its elements on all ranks.
+    pub(super) fn elements(&self, size: usize) -> usize {
+        (0..size).map(|rank| self.range(rank, size).len()).sum()
+    }
+}
+
+/// Equal for the same pieces in the same order.
+pub(super) fn key(pieces: &[Piece], contributors: usize) -> u64 {
     // FNV-1a: the same on every machine.
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
     let mut add = |bytes: &[u8]| {
@@ -79,17 +163,68 @@ fn key(entries: &[Entry], contributors: usize) -> u64 {
         }
     };
     add(&contributors.to_le_bytes());
-    for (name, n) in entries {
-        add(name.as_bytes());
-        add(&n.to_le_bytes());
+    for piece in pieces {
+        add(piece.name.as_bytes());
+        add(&piece.n.to_le_bytes());
+        add(&piece.index.to_le_bytes());
     }
     hash
 }
 
+/// Pieces that are sent together.
+#[derive(Default)]
+struct Bucket {
+    pieces: Vec<Piece>,
+    elements: usize,
+    /// For each rank its part of every piece, one after the other.
+    parts: Vec<Vec<f32>>,
+}
+
+/// A bucket whose numbers are on their way.
+struct Coming {
+    pieces: Vec<Piece>,
+    contributors: usize,
+    numbers: Pending,
+}
+
+/// The sum of a gradient over the window: the part of this rank.
+pub(super) struct OwnSum {
+    pub(super) param: Param,
+    /// Shape of the whole gradient.
+    pub(super) shape: Vec<usize>,
+    /// The elements of this rank.
+    pub(super) range: Range<usize>,
+    /// f32 `[range.len()]`
+    pub(super) sum: Tensor,
+}
+
+impl OwnSum {
+    /// Elements of the whole gradient.
+    pub(super) fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// Adds the gradients of all ranks.
+pub(super) struct Reduce<'a> {
+    comm: &'a dyn Collective,
+    /// Gradients travel as bf16.
+    bf16: bool,
+    /// In this round the micro-batches of the first so many ranks count.
+    contributors: usize,
+    bucket: Bucket,
+    coming: VecDeque<Coming>,
+    /// Parameters in the order of their first gradient, with the shape of the gradient.
+    params: Vec<(Param, Vec<usize>)>,
+    /// The sums of the own parts; the first contribution fills them.
+    sums: BTreeMap<Arc<str>, Vec<f32>>,
+}
+
 impl<'a> Reduce<'a> {
-    pub(super) fn new(comm: &'a dyn Collective) -> Self {
+    pub(super) fn new(comm: &'a dyn Collective, bf16: bool) -> Self {
         Self {
             comm,
+            bf16,
             contributors: comm.world().size,
             bucket: Bucket::default(),
             coming: VecDeque::new(),
@@ -105,49 +240,55 @@ impl<'a> Reduce<'a> {
     /// Takes the gradient (f32, any shape) of a micro-batch.
     pub(super) fn take(&mut self, param: &Param, gradient: &Tensor) -> Result<()> {
         let n = gradient.elem_count();
+        let world = self.comm.world();
+        let (rank, size) = (world.rank, world.size);
         if !self.sums.contains_key(&param.name) {
-            self.sums.insert(param.name.clone(), None);
+            let own = part_of(&param.name, n, rank, size).len();
+            self.sums.insert(param.name.clone(), Vec::with_capacity(own));
             self.params.push((param.clone(), gradient.dims().to_vec()));
         }
-        let world = self.comm.world();
-        self.bucket.parts.resize(world.size, Vec::new());
-        if world.rank < self.contributors {
-            let flat = gradient.flatten_all()?;
-            for (rank, list) in self.bucket.parts.iter_mut().enumerate() {
-                let part = part(n, rank, world.size);
-                if part.len() == n && list.is_empty() {
-                    *list = update::to_f32_vec(&flat)?;
-                } else if !part.is_empty() {
-                    list.extend(update::to_f32_vec(&flat.narrow(0, part.start, part.len())?)?);
+        let flat = gradient.flatten_all()?;
+        for piece in Piece::all(&param.name, n, size) {
+            self.bucket.parts.resize(size, Vec::new());
+            if rank < self.contributors {
+                for (rank, list) in self.bucket.parts.iter_mut().enumerate() {
+                    let range = piece.range(rank, size);
+                    if !range.is_empty() {
+                        let values = flat.narrow(0, range.start, range.len())?;
+                        update::with_slice(&values, |values| {
+                            if self.bf16 {
+                                pack(values, list);
+                            } else {
+                                list.extend_from_slice(values);
+                            }
+                        })?;
+                    }
                 }
             }
+            self.bucket.elements += piece.elements(size);
+            self.bucket.pieces.push(piece);
+            if self.bucket.elements >= BUCKET {
+                self.flush()?;
+            }
         }
-        self.bucket.entries.push((param.name.clone(), n));
-        self.bucket.elements += n;
-        if self.bucket.elements >= BUCKET {
-            self.flush()
-        } else {
-            Ok(())
-        }
+        Ok(())
     }
 
     /// Sends what is in the bucket.
     pub(super) fn flush(&mut self) -> Result<()> {
-        let Bucket { entries, parts, .. } = std::mem::take(&mut self.bucket);
-        if entries.is_empty() {
+        let Bucket { pieces, parts, .. } = std::mem::take(&mut self.bucket);
+        if pieces.is_empty() {
             return Ok(());
         }
         let world = self.comm.world();
-        let own: usize = entries
-            .iter()
-            .map(|(_, n)| part(*n, world.rank, world.size).len())
-            .sum();
+        let length = |piece: &Piece| words(piece.range(world.rank, world.size).len(), self.bf16);
+        let own: usize = pieces.iter().map(length).sum();
         let lengths = (0..world.size)
             .map(|rank| if rank < self.contributors { own } else { 0 })
             .collect();
-        let numbers = self.comm.exchange(key(&entries, self.contributors), parts, lengths);
+        let numbers = self.comm.exchange(key(&pieces, self.contributors), parts, lengths);
         self.coming.push_back(Coming {
-            entries,
+            pieces,
             contributors: self.contributors,
             numbers,
         });
@@ -165,83 +306,84 @@ impl<'a> Reduce<'a> {
         let world = self.comm.world();
         for list in bucket.numbers.wait()?.iter().take(bucket.contributors) {
             let mut rest = &list[..];
-            for (name, n) in &bucket.entries {
-                let (own, after) = rest.split_at(part(*n, world.rank, world.size).len());
+            for piece in &bucket.pieces {
+                let range = piece.range(world.rank, world.size);
+                let (own, after) = rest.split_at(words(range.len(), self.bf16));
                 rest = after;
-                match self.sums.get_mut(name) {
-                    Some(Some(sum)) => sum.iter_mut().zip(own).for_each(|(sum, g)| *sum += g),
-                    Some(none) => *none = Some(own.to_vec()),
-                    None => {}
+                let unpacked = self.bf16.then(|| unpack(own, range.len()));
+                let own = unpacked.as_deref().unwrap_or(own);
+                let Some(sum) = self.sums.get_mut(&piece.name) else {
+                    continue;
+                };
+                let first = range.start - part_of(&piece.name, piece.n, world.rank, world.size).start;
+                if sum.len() == first {
+                    sum.extend_from_slice(own);
+                } else {
+                    let sum = &mut sum[first..first + own.len()];
+                    sum.iter_mut().zip(own).for_each(|(sum, g)| *sum += g);
                 }
             }
         }
         Ok(())
     }
 
-    /// The parameters in the order of their first gradient, each with its sum over the window (f32).
-    pub(super) fn finish(mut self) -> Result<Vec<(Param, Tensor)>> {
+    /// The parameters in the order of their first gradient, each with the own part of its sum over the window.
+    pub(super) fn own_sums(mut self) -> Result<Vec<OwnSum>> {
         self.flush()?;
         while !self.coming.is_empty() {
             self.receive()?;
         }
+        let world = self.comm.world();
         let mut out = Vec::with_capacity(self.params.len());
-        let mut coming: VecDeque<(Vec<Summed>, Pending)> = VecDeque::new();
-        let mut params = std::mem::take(&mut self.params).into_iter().peekable();
-        while params.peek().is_some() {
-            let (mut some, mut elements) = (Vec::new(), 0);
-            while let Some((_, shape)) = params.peek()
-                && (elements == 0 || elements + count(shape) <= BUCKET)
-            {
-                elements += count(shape);
-                some.extend(params.next());
-            }
-            coming.push_back(self.publish(some));
-            if coming.len() > UNDER_WAY
-                && let Some((some, pending)) = coming.pop_front()
-            {
-                self.assemble(some, pending, &mut out)?;
-            }
-        }
-        for (some, pending) in coming {
-            self.assemble(some, pending, &mut out)?;
+        for (param, shape) in self.params {
+            let range = part_of(&param.name, shape.iter().product(), world.rank, world.size);
+            let values = self.sums.remove(&param.name).unwrap_or_default();
+            let sum = Tensor::from_vec(values, range.len(), param.tensor.device())?;
+            out.push(OwnSum {
+                param,
+                shape,
+                range,
+                sum,
+            });
         }
         Ok(out)
     }
 
-    /// Sends the own parts of some sums to all ranks.
-    fn publish(&mut self, some: Vec<Summed>) -> (Vec<Summed>, Pending) {
-        let size = self.comm.world().size;
-        let entries: Vec<Entry> = some.iter().map(|(p, shape)| (p.name.clone(), count(shape))).collect();
-        let mut own = Vec::new();
-        for (name, _) in &entries {
-            own.extend(self.sums.remove(name).flatten().unwrap_or_default());
+    /// As `own_sums`, but the whole sums (f32, the shape of the gradient), which every rank gets.
+    pub(super) fn whole_sums(self) -> Result<Vec<(Param, Tensor)>> {
+        let comm = self.comm;
+        let own = self.own_sums()?;
+        let items: Vec<_> = own.iter().map(|sum| (sum.param.name.clone(), sum.elements())).collect();
+        let mut gathered = Gathered {
+            whole: own.iter().map(|sum| vec![0.0; sum.elements()]).collect(),
+            own,
+        };
+        publish(comm, &items, &mut gathered)?;
+        let mut out = Vec::with_capacity(items.len());
+        for (sum, mut values) in gathered.own.into_iter().zip(gathered.whole) {
+            update::with_slice(&sum.sum, |own| values[sum.range.clone()].copy_from_slice(own))?;
+            let whole = Tensor::from_vec(values, sum.shape, sum.param.tensor.device())?;
+            out.push((sum.param, whole));
         }
-        let length = |rank| entries.iter().map(|(_, n)| part(*n, rank, size).len()).sum();
-        let pending = self
-            .comm
-            .gather(key(&entries, size), own, (0..size).map(length).collect());
-        (some, pending)
-    }
-
-    /// Puts the parts of all ranks together.
-    fn assemble(&self, some: Vec<Summed>, pending: Pending, out: &mut Vec<(Param, Tensor)>) -> Result<()> {
-        let lists = pending.wait()?;
-        let mut rest: Vec<&[f32]> = lists.iter().map(Vec::as_slice).collect();
-        for (param, shape) in some {
-            let n = count(&shape);
-            let mut values = Vec::with_capacity(n);
-            for (rank, rest) in rest.iter_mut().enumerate() {
-                let (own, after) = rest.split_at(part(n, rank, lists.len()).len());
-                values.extend_from_slice(own);
-                *rest = after;
-            }
-            let sum = Tensor::from_vec(values, shape, param.tensor.device())?;
-            out.push((param, sum));
-        }
-        Ok(())
+        Ok(out)
     }
 }
 
-fn count(shape: &[usize]) -> usize {
-    shape.iter().product()
+/// Collects whole sums.
+struct Gathered {
+    own: Vec<OwnSum>,
+    whole: Vec<Vec<f32>>,
+}
+
+impl Publish for Gathered {
+    fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
+        let sum = &self.own[item];
+        let at = range.start - sum.range.start;
+        update::with_slice(&sum.sum, |values| values[at..at + range.len()].to_vec())
+    }
+
+    fn put(&mut self, item: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
+        self.whole[item][range].copy_from_slice(values);
+        Ok(())
+    }
 }

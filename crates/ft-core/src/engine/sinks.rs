@@ -1,7 +1,8 @@
 //! Gradient sinks: what happens to a gradient as soon as it is computed.
 
 use super::active::Active;
-use super::reduce::Reduce;
+use super::divided::Divided;
+use super::reduce::{Exchange, Reduce};
 use crate::base::{Error, Result};
 use crate::comm::Collective;
 use crate::model::{GradSink, Param};
@@ -82,11 +83,62 @@ pub struct Accumulate<'a> {
     pub corrections: Corrections,
     /// Adds the gradients of all ranks; `None` on one rank.
     reduce: Option<Reduce<'a>>,
+    /// The sums of the part of this rank.
+    divided: Option<Divided<'a>>,
+    /// The sums of the own micro-batches travel, once.
+    window: Option<OwnWindow>,
+    /// For corrections, which are made with the sums of a round; `None` on one rank.
+    round: Option<Round<'a>>,
+}
+
+/// The ranks whose micro-batches are computed at the same time.
+struct Round<'a> {
+    comm: &'a dyn Collective,
+    bf16: bool,
+    /// Those of the first so many ranks count.
+    contributors: usize,
+}
+
+impl Round<'_> {
+    /// The sum of the gradients of a parameter over the round.
+    fn sum(&self, param: &Param, gradient: &Tensor) -> Result<Tensor> {
+        let mut reduce = Reduce::new(self.comm, self.bf16);
+        reduce.begin_round(self.contributors);
+        reduce.take(param, gradient)?;
+        let sum = reduce.whole_sums()?.pop();
+        sum.map(|(_, sum)| sum)
+            .ok_or_else(|| Error::internal("a sum is missing").at(&param.name))
+    }
+}
+
+/// The rounds of a window whose gradients are added here before they travel.
+struct OwnWindow {
+    rank: usize,
+    /// The most ranks that count in a round.
+    contributors: usize,
+    /// The current micro-batch counts.
+    counts: bool,
 }
 
 impl<'a> Accumulate<'a> {
     /// A sink without gradients. With several ranks `complete` must be called after the last one.
-    pub fn new(active: &'a Active, optimizer: &'a mut Optimizer, lr: f64, comm: &'a dyn Collective) -> Self {
+    pub fn new(
+        active: &'a Active,
+        optimizer: &'a mut Optimizer,
+        lr: f64,
+        (comm, exchange): (&'a dyn Collective, Exchange),
+    ) -> Self {
+        let world = comm.world();
+        let round = Round {
+            comm,
+            bf16: exchange.bf16,
+            contributors: world.size,
+        };
+        let window = OwnWindow {
+            rank: world.rank,
+            contributors: 0,
+            counts: true,
+        };
         Self {
             active,
             optimizer,
@@ -94,19 +146,35 @@ impl<'a> Accumulate<'a> {
             sums: BTreeMap::new(),
             order: Vec::new(),
             corrections: Corrections::default(),
-            reduce: (comm.world().size > 1).then(|| Reduce::new(comm)),
+            reduce: (world.size > 1).then(|| Reduce::new(comm, exchange.bf16)),
+            divided: None,
+            window: (world.size > 1 && exchange.window).then_some(window),
+            round: (world.size > 1).then_some(round),
         }
     }
 
-    /// Waits for the sums over all ranks.
+    /// Waits for the sums over all ranks. If they are `divided`, only those of the part of this rank; then `sums` stays
+    /// empty.
     ///
     /// # Errors
     /// Another rank has failed.
-    pub fn complete(&mut self) -> Result<()> {
-        let Some(reduce) = self.reduce.take() else {
+    pub fn complete(&mut self, comm: &'a dyn Collective, divided: bool) -> Result<()> {
+        let Some(mut reduce) = self.reduce.take() else {
             return Ok(());
         };
-        for (param, sum) in reduce.finish()? {
+        if let Some(window) = &self.window {
+            reduce.begin_round(window.contributors);
+            for name in std::mem::take(&mut self.order) {
+                if let Some((tensor, sum)) = self.sums.remove(&*name) {
+                    reduce.take(&Param { name, tensor }, &sum)?;
+                }
+            }
+        }
+        if divided {
+            self.divided = Some(Divided::new(comm, reduce.own_sums()?));
+            return Ok(());
+        }
+        for (param, sum) in reduce.whole_sums()? {
             self.order.push(param.name.clone());
             self.sums.insert(param.name.to_string(), (param.tensor, sum));
         }
@@ -115,6 +183,9 @@ impl<'a> Accumulate<'a> {
 
     /// Adds the squares of all gradients to `step_stats` in order of arrival: on the CPU bit-equal to `Norm`.
     pub fn add_squares(&self, step_stats: &StepStats) -> Result<()> {
+        if let Some(divided) = &self.divided {
+            return divided.add_squares(step_stats);
+        }
         let gradients = self.order.iter().filter_map(|name| self.sums.get(&**name));
         step_stats.add_squares_of(&gradients.map(|(_, gradient)| gradient).collect::<Vec<_>>())
     }
@@ -126,6 +197,9 @@ impl<'a> Accumulate<'a> {
 
     /// Names of gradients that are not finite.
     pub fn non_finite(&self) -> Result<Vec<String>> {
+        if let Some(divided) = &self.divided {
+            return divided.non_finite();
+        }
         let mut names = Vec::new();
         for (name, (_, gradient)) in &self.sums {
             if !update::all_finite(gradient)? {
@@ -137,6 +211,9 @@ impl<'a> Accumulate<'a> {
 
     /// Updates every weight with its accumulated gradient times `coefficient`; `gate` can disable it.
     pub fn update(&mut self, coefficient: f32, gate: FoundInf) -> Result<()> {
+        if let Some(divided) = self.divided.take() {
+            return divided.update(self.optimizer, self.lr, coefficient);
+        }
         if self.active.is_masked() {
             // One after the other: each update copies a part of its weight.
             while let Some((name, (weight, gradient))) = self.sums.pop_first() {
@@ -171,12 +248,19 @@ impl GradSink for Accumulate<'_> {
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
         let (active, lr) = (self.active, self.lr);
+        let gradient = match &self.round {
+            Some(round) if active.corrects(&param.name).is_some() => round.sum(param, &gradient)?,
+            _ => gradient,
+        };
         if self.corrections.make(active, self.optimizer, lr, param, &gradient)? {
             return Ok(());
         }
         let gradient = active_part(self.active, param, gradient)?;
-        if let Some(reduce) = &mut self.reduce {
-            return reduce.take(param, &gradient);
+        match (&mut self.reduce, &self.window) {
+            (Some(reduce), None) => return reduce.take(param, &gradient),
+            // Sent with the others, but not added by them if no micro-batch of this rank counts.
+            (_, Some(window)) if !window.counts && self.sums.contains_key(&*param.name) => return Ok(()),
+            _ => {}
         }
         match self.sums.get(&*param.name) {
             Some((_, sum)) => update::add_assign(sum, &gradient),
@@ -197,7 +281,13 @@ impl GradSink for Accumulate<'_> {
     }
 
     fn begin_round(&mut self, contributors: usize) {
-        if let Some(reduce) = &mut self.reduce {
+        if let Some(round) = &mut self.round {
+            round.contributors = contributors;
+        }
+        if let Some(window) = &mut self.window {
+            window.contributors = window.contributors.max(contributors);
+            window.counts = window.rank < contributors;
+        } else if let Some(reduce) = &mut self.reduce {
             reduce.begin_round(contributors);
         }
     }

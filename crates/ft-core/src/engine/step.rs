@@ -3,6 +3,7 @@
 use super::active::Active;
 use super::hook::StepHook;
 use super::pass::{self, Pass, Totals};
+use super::reduce::Exchange;
 use super::sinks::{Accumulate, Corrections, FusedUpdate, Norm};
 use super::strategy::StepStrategy;
 use crate::base::{Error, ErrorKind, Result};
@@ -63,8 +64,12 @@ pub struct Engine {
     pub step_hook: Option<Box<dyn StepHook>>,
     /// The losses of the routers of a mixture of experts, and their metrics.
     pub routers: Routers,
-    /// The ranks that share the micro-batches of a step; every one has all weights.
-    pub comm: Arc<dyn Collective>,
+    /// The ranks that share the micro-batches of a step; every one has all weights (`Engine::join`).
+    pub(super) comm: Arc<dyn Collective>,
+    /// Each rank has a part of the gradients and of the moments.
+    pub(super) divided: bool,
+    /// How the gradients of the ranks are added.
+    pub(super) exchange: Exchange,
 }
 
 /// A step whose work is queued on the device. On a GPU the host may queue the next one before it reads the result with
@@ -160,7 +165,19 @@ impl Engine {
             step_hook: None,
             routers: Routers::default(),
             comm: Arc::new(Alone::default()),
+            divided: false,
+            exchange: Exchange::default(),
         })
+    }
+
+    /// The ranks that share the micro-batches of a step.
+    pub fn comm(&self) -> &dyn Collective {
+        &*self.comm
+    }
+
+    /// True if each rank has a part of the gradients and of the optimizer states.
+    pub fn is_divided(&self) -> bool {
+        self.divided
     }
 
     /// Runs step number `step` (from 1) on one window of micro-batches at learning rate `lr`.
@@ -239,7 +256,7 @@ impl Engine {
     ) -> Result<QueuedStep> {
         let (network, seed, gradients) = (&self.network, self.seed, self.effective_gradients());
         let several = self.comm.world().size > 1;
-        if several && (gradients != Gradients::Keep || active.corrected().next().is_some()) {
+        if several && gradients != Gradients::Keep {
             return Err(Error::unsupported(
                 "a gradient is applied at once, which several ranks cannot do together",
             ));
@@ -267,9 +284,9 @@ impl Engine {
         let (totals, sums) = match gradients {
             Gradients::Keep => {
                 step_stats.follow(earlier)?;
-                let mut sink = Accumulate::new(active, &mut self.optimizer, lr, &*self.comm);
+                let mut sink = Accumulate::new(active, &mut self.optimizer, lr, (&*self.comm, self.exchange));
                 let totals = pass.window(batches, &mut sink)?;
-                sink.complete()?;
+                sink.complete(&*self.comm, self.divided)?;
                 if let Some(hook) = &mut self.step_hook {
                     hook.before_update(&|name| sink.gradient(name))?;
                 }

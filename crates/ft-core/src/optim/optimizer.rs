@@ -46,6 +46,8 @@ pub struct SavedState<'a> {
     pub step: u64,
     /// Tensors by part name: `m`, `v`; 8-bit states as `m.codes` (u8) and `m.scales`.
     pub parts: Vec<(&'static str, Tensor)>,
+    /// Elements of the whole parameter, if `parts` are those of the part of this rank.
+    pub part_of: Option<usize>,
 }
 
 /// The tensors of one parameter during its update.
@@ -302,13 +304,20 @@ impl Optimizer {
             name,
             step: s.step,
             parts: s.parts(),
+            part_of: s.part_of,
         })
     }
 
-    /// Restores the state of a parameter from `saved`.
-    pub fn restore_state(&mut self, name: &str, step: u64, parts: BTreeMap<String, Tensor>) -> Result<()> {
+    /// Restores the state of a parameter from `saved`. `part_of` as there.
+    pub fn restore_state(
+        &mut self,
+        name: &str,
+        step: u64,
+        parts: BTreeMap<String, Tensor>,
+        part_of: Option<usize>,
+    ) -> Result<()> {
         let state = State::from_parts(step, parts).map_err(|e| e.or_at(name))?;
-        self.states.insert(name.to_string(), state);
+        self.states.insert(name.to_string(), State { part_of, ..state });
         Ok(())
     }
 
@@ -332,6 +341,10 @@ impl MasterLowBits for Optimizer {
         self.low.remove(name)
     }
 }
+
+mod parts;
+
+pub use parts::{PartUpdate, range_of_part};
 
 #[cfg(test)]
 mod tests;

@@ -62,18 +62,33 @@ pub(super) struct State {
     pub(super) updated: u64,
     pub(super) first: Option<Moment>,
     pub(super) second: Option<Moment>,
+    /// Elements of the whole parameter, if the moments are those of the part of this rank.
+    pub(super) part_of: Option<usize>,
 }
 
 impl State {
     pub(super) fn fresh(settings: &OptimizerConfig, shape: &[usize], device: &Device) -> Result<Self> {
+        Self::of_lengths(lengths(settings, shape), int8(settings, shape), device)
+    }
+
+    /// Of `len` elements of a parameter of this shape. The type of the moments is that of the whole parameter.
+    pub(super) fn fresh_part(settings: &OptimizerConfig, shape: &[usize], len: usize, device: &Device) -> Result<Self> {
         let (first, second) = lengths(settings, shape);
-        let int8 = int8(settings, shape);
+        let lengths = (first.map(|_| len), second.map(|_| len));
+        Ok(Self {
+            part_of: Some(shape.iter().product()),
+            ..Self::of_lengths(lengths, int8(settings, shape), device)?
+        })
+    }
+
+    fn of_lengths(lengths: (Option<usize>, Option<usize>), int8: bool, device: &Device) -> Result<Self> {
         let zeros = |n: Option<usize>| n.map(|n| Moment::zeros(n, int8, device)).transpose();
         Ok(Self {
             step: 0,
             updated: 0,
-            first: zeros(first)?,
-            second: zeros(second)?,
+            first: zeros(lengths.0)?,
+            second: zeros(lengths.1)?,
+            part_of: None,
         })
     }
 
@@ -132,6 +147,7 @@ impl State {
                 updated: 0,
                 first,
                 second,
+                part_of: None,
             }),
         }
     }

@@ -32,8 +32,16 @@ pub(crate) fn add(a: &[f32], b: &[f32]) -> Vec<f32> {
 
 /// Sums the squares: f32 within chunks, f64 over the chunks, in order.
 pub(crate) fn sum_squares(t: &[f32]) -> f64 {
-    let parts: Vec<f32> = t.par_chunks(CHUNK).map(squares).collect();
-    parts.iter().map(|x| *x as f64).sum()
+    sum_chunks(&squares_of_chunks(t))
+}
+
+/// The sums of squares of the chunks.
+pub(crate) fn squares_of_chunks(t: &[f32]) -> Vec<f32> {
+    t.par_chunks(CHUNK).map(squares).collect()
+}
+
+pub(crate) fn sum_chunks(chunks: &[f32]) -> f64 {
+    chunks.iter().map(|x| *x as f64).sum()
 }
 
 #[inline(always)]

@@ -104,7 +104,7 @@ fn a_saved_state_goes_on_with_the_same_bits() {
                         .iter()
                         .map(|(n, t)| (n.to_string(), t.copy().unwrap()))
                         .collect();
-                    p.restore_state(saved.name, saved.step, parts).unwrap();
+                    p.restore_state(saved.name, saved.step, parts, None).unwrap();
                 }
                 (4..=6).for_each(|k| {
                     step(&mut o, &weight, k);
@@ -127,7 +127,7 @@ fn a_state_that_is_not_whole_is_refused() {
     let scales = |n: usize| Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap();
     let mut restore = |parts: &[(&str, Tensor)]| {
         let parts = parts.iter().map(|(n, t)| (n.to_string(), t.clone())).collect();
-        o.restore_state("w", 1, parts)
+        o.restore_state("w", 1, parts, None)
     };
     restore(&[("m.codes", codes.clone()), ("m.scales", scales(2)), ("v", scales(300))]).unwrap();
     assert!(restore(&[("m.codes", codes.clone())]).is_err());

@@ -97,14 +97,21 @@ struct Task<'a> {
     v: Moment<'a>,
 }
 
-/// Updates one parameter. All slices have the length of `gradient`; a moment that the rule does not use is
-/// `Moment::None`.
-pub(crate) fn run(rule: &PreparedRule, mut weight: Weight, gradient: &[f32], mut m: Moment, mut v: Moment) {
+/// Updates elements of one parameter, from `position` on. All slices have the length of `gradient`; a moment that the
+/// rule does not use is `Moment::None`.
+pub(crate) fn run(
+    rule: &PreparedRule,
+    position: usize,
+    mut weight: Weight,
+    gradient: &[f32],
+    mut m: Moment,
+    mut v: Moment,
+) {
     let tasks: Vec<Task> = gradient
         .chunks(CHUNK)
         .enumerate()
         .map(|(i, gradient)| Task {
-            first: i * CHUNK,
+            first: position + i * CHUNK,
             weight: weight.cut(gradient.len()),
             gradient,
             m: m.cut(gradient.len()),

@@ -1,0 +1,323 @@
+//! Gradients and optimizer states in parts: each rank has the sums of its part of every gradient and the moments of this
+//! part, updates it, and sends the new values to the others (as ZeRO stage 2: Rajbhandari et al. 2020, arXiv 1910.02054,
+//! section 5).
+
+use super::publish::{Publish, publish};
+use super::reduce::{Exchange, OwnSum};
+use super::step::Engine;
+use crate::base::{Error, Result};
+use crate::comm::{Collective, Patience, QUANTUM, part_of};
+use crate::ops::step_stats::{StepStats, StepSums};
+use crate::ops::update;
+use crate::optim::{Optimizer, PartUpdate, range_of_part};
+use candle_core::{DType, Tensor};
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Elements of a moment that travel together to rank 0.
+const PIECE: usize = 1 << 20;
+
+/// The own parts of the sums of a window.
+pub(super) struct Divided<'a> {
+    comm: &'a dyn Collective,
+    sums: Vec<OwnSum>,
+}
+
+impl<'a> Divided<'a> {
+    pub(super) fn new(comm: &'a dyn Collective, sums: Vec<OwnSum>) -> Self {
+        Self { comm, sums }
+    }
+
+    /// Adds the squares of all gradients to `step_stats`, with the bits of one rank: every rank gets the sums of all runs
+    /// of elements and adds them in their order.
+    pub(super) fn add_squares(&self, step_stats: &StepStats) -> Result<()> {
+        let (rank, size) = (self.comm.world().rank, self.comm.world().size);
+        let mut own = Vec::new();
+        for sum in &self.sums {
+            own.extend(update::squares_of_chunks(&sum.sum)?);
+        }
+        let part = |sum: &OwnSum, rank| part_of(&sum.param.name, sum.elements(), rank, size);
+        let chunks = |rank| -> usize { self.sums.iter().map(|s| part(s, rank).len().div_ceil(QUANTUM)).sum() };
+        let lengths: Vec<usize> = (0..size).map(chunks).collect();
+        debug_assert_eq!(own.len(), lengths[rank]);
+        let lists = self.comm.gather(self.sums.len() as u64, own, lengths).wait()?;
+        let mut rest: Vec<&[f32]> = lists.iter().map(Vec::as_slice).collect();
+        for sum in &self.sums {
+            let mut all = vec![0f32; sum.elements().div_ceil(QUANTUM)];
+            for (rank, rest) in rest.iter_mut().enumerate() {
+                let range = part(sum, rank);
+                let (found, after) = rest.split_at(range.len().div_ceil(QUANTUM));
+                let first = range.start / QUANTUM;
+                if !found.is_empty() {
+                    all[first..first + found.len()].copy_from_slice(found);
+                }
+                *rest = after;
+            }
+            step_stats.add(StepSums {
+                squares: update::sum_of_chunks(&all),
+                ..StepSums::default()
+            });
+        }
+        Ok(())
+    }
+
+    /// Names of gradients that are not finite on one of the ranks, sorted. Every rank must call it.
+    pub(super) fn non_finite(&self) -> Result<Vec<String>> {
+        let mut own = Vec::new();
+        for sum in &self.sums {
+            if !update::all_finite(&sum.sum)? {
+                own.push(sum.param.name.to_string());
+            }
+        }
+        let all = self.comm.bytes(own.join("\n").into_bytes(), Patience::Step)?;
+        let texts: Vec<_> = all.iter().map(|bytes| String::from_utf8_lossy(bytes)).collect();
+        let names: BTreeSet<&str> = texts.iter().flat_map(|text| text.lines()).collect();
+        Ok(names.into_iter().map(str::to_string).collect())
+    }
+
+    /// Updates every weight: each rank its part, with the sums times `coefficient`.
+    pub(super) fn update(self, optimizer: &mut Optimizer, lr: f64, coefficient: f32) -> Result<()> {
+        let name = |sum: &OwnSum| (sum.param.name.clone(), sum.elements());
+        let items: Vec<(Arc<str>, usize)> = self.sums.iter().map(name).collect();
+        let mut updating = Updating {
+            sums: self.sums.into_iter().map(Some).collect(),
+            weights: Vec::new(),
+            names: &items,
+            optimizer,
+            lr,
+            coefficient,
+        };
+        updating.weights.reserve(items.len());
+        publish(self.comm, &items, &mut updating)
+    }
+}
+
+/// Updates the own part of a parameter before it is sent.
+struct Updating<'a> {
+    /// `None`: updated.
+    sums: Vec<Option<OwnSum>>,
+    /// The weights that were updated so far.
+    weights: Vec<Tensor>,
+    names: &'a [(Arc<str>, usize)],
+    optimizer: &'a mut Optimizer,
+    lr: f64,
+    coefficient: f32,
+}
+
+impl Publish for Updating<'_> {
+    fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
+        if let Some(sum) = self.sums[item].take() {
+            let part = PartUpdate {
+                name: &sum.param.name,
+                weight: &sum.param.tensor,
+                range: sum.range.clone(),
+                gradient: &sum.sum,
+            };
+            self.optimizer.update_part(&part, self.lr, self.coefficient)?;
+            self.weights.push(sum.param.tensor);
+        }
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.optimizer
+            .exact_part(&self.names[item].0, &self.weights[item], &range)
+    }
+
+    fn put(&mut self, item: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
+        self.optimizer
+            .set_part(&self.names[item].0, &self.weights[item], &range, values)
+    }
+}
+
+/// Receives the values of a moment in pieces: u8 codes or f32 numbers.
+pub type MomentSink<'a> = dyn FnMut(MomentValues) -> Result<()> + 'a;
+
+/// A piece of a moment.
+pub enum MomentValues<'a> {
+    /// Codes of an 8-bit moment.
+    U8(&'a [u8]),
+    /// Values, or scales of an 8-bit moment.
+    F32(&'a [f32]),
+}
+
+/// A tensor of an optimizer state, as rank 0 saves it.
+pub struct SavedMoment {
+    /// Name of the parameter.
+    pub name: String,
+    /// Name of the tensor (`SavedState::parts`).
+    pub part: &'static str,
+    /// `U8` or `F32`
+    pub dtype: DType,
+    /// Elements on all ranks together.
+    pub elements: usize,
+}
+
+impl Engine {
+    /// Joins a job: the ranks share the micro-batches of every step. Gradients and moments are divided if every element is
+    /// updated by itself and nothing needs whole gradients. `active`: the active parameters of any step.
+    pub fn join(&mut self, comm: Arc<dyn Collective>, active: &super::Active, exchange: Exchange) {
+        self.divided = divides(
+            comm.world().size,
+            self.optimizer.can_divide(),
+            active.is_masked(),
+            self.step_hook.is_some(),
+        );
+        self.comm = comm;
+        self.exchange = exchange;
+    }
+
+    /// The elements of a parameter whose moments this rank has: `None` if it has all of them.
+    fn own_part(&self, name: &str, n: usize) -> Option<Range<usize>> {
+        let world = self.comm.world();
+        self.divided.then(|| part_of(name, n, world.rank, world.size))
+    }
+
+    /// What this rank keeps of a saved tensor of the state of `name`, a parameter of `n` elements. `part` as in
+    /// `SavedMoment`.
+    ///
+    /// # Errors
+    /// A tensor that is too short.
+    pub fn own_moment(&self, name: &str, n: usize, part: &str, tensor: Tensor) -> Result<Tensor> {
+        let Some(own) = self.own_part(name, n) else {
+            return Ok(tensor);
+        };
+        let range = range_of_part(part, &own);
+        if tensor.elem_count() < range.end {
+            return Err(Error::format("an optimizer state has the wrong size").at(name));
+        }
+        // A copy, so that the rest is freed.
+        Ok(tensor.flatten_all()?.narrow(0, range.start, range.len())?.copy()?)
+    }
+
+    /// The tensors of all optimizer states, in the order of a checkpoint.
+    pub fn saved_moments(&self) -> Vec<SavedMoment> {
+        let all = self.optimizer.saved().flat_map(|state| {
+            let of = state.part_of;
+            let name = state.name.to_string();
+            state.parts.into_iter().map(move |(part, tensor)| SavedMoment {
+                name: name.clone(),
+                part,
+                dtype: tensor.dtype(),
+                elements: of.map_or(tensor.elem_count(), |n| range_of_part(part, &(0..n)).end),
+            })
+        });
+        all.collect()
+    }
+
+    /// Runs `work` on rank 0; the other ranks answer what it asks for (`moment`) until it ends. Returns its result on rank
+    /// 0 and `None` on the others. All ranks call it.
+    ///
+    /// # Errors
+    /// Those of `work`, on rank 0; another rank has failed.
+    pub fn by_root<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
+        let comm = &*self.comm;
+        if comm.world().is_root() {
+            let done = work();
+            // Ends the waiting of the others, also after an error.
+            let told = if self.divided {
+                comm.bytes(Vec::new(), Patience::Long)
+            } else {
+                Ok(Vec::new())
+            };
+            let done = done?;
+            return told.map(|_| Some(done));
+        }
+        while self.divided {
+            let asked = comm.bytes(Vec::new(), Patience::Long)?.swap_remove(0);
+            let text = String::from_utf8_lossy(&asked);
+            let Some((name, part)) = text.split_once('\n') else {
+                break;
+            };
+            self.answer(name, part, &mut |_| Ok(()))?;
+        }
+        Ok(None)
+    }
+
+    /// Passes a tensor of an optimizer state to `sink`, with the elements of all ranks. For rank 0 within `by_root`.
+    ///
+    /// # Errors
+    /// There is no such state; another rank has failed; any error of `sink`.
+    pub fn moment(&self, moment: &SavedMoment, sink: &mut MomentSink) -> Result<()> {
+        if self.divided {
+            let asked = format!("{}\n{}", moment.name, moment.part);
+            self.comm.bytes(asked.into_bytes(), Patience::Long)?;
+        }
+        self.answer(&moment.name, moment.part, sink)
+    }
+
+    /// The part of all ranks in `moment`: the owners send their elements in order, and `sink` gets them on rank 0.
+    fn answer(&self, name: &str, part: &str, sink: &mut MomentSink) -> Result<()> {
+        let missing = || Error::internal("an optimizer state is missing").at(name);
+        let state = self.optimizer.saved().find(|state| state.name == name);
+        let state = state.ok_or_else(missing)?;
+        let own = state.parts.iter().find(|(own, _)| *own == part).ok_or_else(missing)?;
+        let own = &own.1.flatten_all()?;
+        let Some(n) = state.part_of else {
+            return give(own, sink);
+        };
+        let world = self.comm.world();
+        let part_of_rank = |rank| range_of_part(part, &part_of(name, n, rank, world.size));
+        let mut owners: Vec<usize> = (0..world.size).filter(|rank| !part_of_rank(*rank).is_empty()).collect();
+        owners.sort_by_key(|rank| part_of_rank(*rank).start);
+        // A failure of the sink is told after the last piece, so that no rank waits.
+        let mut done = Ok(());
+        for owner in owners {
+            let length = part_of_rank(owner).len();
+            for first in (0..length).step_by(PIECE) {
+                let count = PIECE.min(length - first);
+                let values = || own.narrow(0, first, count);
+                let found = if owner == 0 {
+                    world.is_root().then(values).transpose()?
+                } else {
+                    self.to_root(owner, count, own.dtype(), values)?
+                };
+                if let (Some(found), Ok(())) = (found, &done) {
+                    done = give(&found, sink);
+                }
+            }
+        }
+        done
+    }
+
+    /// Sends `count` numbers (u8 or f32) of `owner` to rank 0, which gets them.
+    fn to_root(
+        &self,
+        owner: usize,
+        count: usize,
+        dtype: DType,
+        values: impl FnOnce() -> candle_core::Result<Tensor>,
+    ) -> Result<Option<Tensor>> {
+        let world = self.comm.world();
+        let (mut parts, mut lengths) = (vec![Vec::new(); world.size], vec![0; world.size]);
+        if world.rank == owner {
+            parts[0] = values()?.to_dtype(DType::F32)?.to_vec1()?;
+        }
+        if world.is_root() {
+            lengths[owner] = count;
+        }
+        let found = self
+            .comm
+            .exchange(count as u64, parts, lengths)
+            .wait()?
+            .swap_remove(owner);
+        if !world.is_root() {
+            return Ok(None);
+        }
+        let found = Tensor::from_vec(found, count, &candle_core::Device::Cpu)?;
+        Ok(Some(found.to_dtype(dtype)?))
+    }
+}
+
+/// True if `ranks` ranks divide gradients and moments: every element is updated by itself, and neither masks nor a hook
+/// need whole gradients.
+pub fn divides(ranks: usize, by_element: bool, masked: bool, hook: bool) -> bool {
+    ranks > 1 && by_element && !masked && !hook
+}
+
+fn give(values: &Tensor, sink: &mut MomentSink) -> Result<()> {
+    match values.dtype() {
+        DType::U8 => sink(MomentValues::U8(&values.to_vec1::<u8>()?)),
+        _ => sink(MomentValues::F32(&update::to_f32_vec(values)?)),
+    }
+}

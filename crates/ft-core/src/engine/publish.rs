@@ -1,0 +1,81 @@
+//! Sends what each rank has of some parameters to all other ranks, in buckets.
+
+use super::reduce::{BUCKET, Piece, UNDER_WAY, key};
+use crate::base::Result;
+use crate::comm::{Collective, Pending};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Gives and takes numbers of a list of parameters.
+pub(super) trait Publish {
+    /// Elements `range` of number `item`, which are in the part of this rank. Called for each parameter, in order.
+    fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>>;
+
+    /// Elements `range` of number `item` from the rank that has them.
+    fn put(&mut self, item: usize, range: Range<usize>, values: &[f32]) -> Result<()>;
+}
+
+/// Gives every rank all parts. `items`: names and elements, the same on all ranks.
+pub(super) fn publish(comm: &dyn Collective, items: &[(Arc<str>, usize)], numbers: &mut dyn Publish) -> Result<()> {
+    let size = comm.world().size;
+    let mut coming: VecDeque<(Vec<(usize, Piece)>, Pending)> = VecDeque::new();
+    let (mut some, mut elements) = (Vec::new(), 0);
+    for (item, (name, n)) in items.iter().enumerate() {
+        for piece in Piece::all(name, *n, size) {
+            elements += piece.elements(size);
+            some.push((item, piece));
+            if elements >= BUCKET {
+                let bucket = std::mem::take(&mut some);
+                elements = 0;
+                coming.push_back(send(comm, bucket, numbers)?);
+                if coming.len() > UNDER_WAY {
+                    receive(comm, coming.pop_front(), numbers)?;
+                }
+            }
+        }
+    }
+    if !some.is_empty() {
+        coming.push_back(send(comm, some, numbers)?);
+    }
+    while !coming.is_empty() {
+        receive(comm, coming.pop_front(), numbers)?;
+    }
+    Ok(())
+}
+
+type Sent = (Vec<(usize, Piece)>, Pending);
+
+fn send(comm: &dyn Collective, some: Vec<(usize, Piece)>, numbers: &mut dyn Publish) -> Result<Sent> {
+    let (rank, size) = (comm.world().rank, comm.world().size);
+    let mut own = Vec::new();
+    for (item, piece) in &some {
+        own.extend(numbers.own(*item, piece.range(rank, size))?);
+    }
+    let pieces: Vec<Piece> = some.iter().map(|(_, piece)| piece.clone()).collect();
+    let length = |rank| pieces.iter().map(|piece| piece.range(rank, size).len()).sum();
+    let pending = comm.gather(key(&pieces, size), own, (0..size).map(length).collect());
+    Ok((some, pending))
+}
+
+fn receive(comm: &dyn Collective, sent: Option<Sent>, numbers: &mut dyn Publish) -> Result<()> {
+    let Some((some, pending)) = sent else {
+        return Ok(());
+    };
+    let (own, size) = (comm.world().rank, comm.world().size);
+    for (rank, list) in pending.wait()?.iter().enumerate() {
+        if rank == own {
+            continue;
+        }
+        let mut rest = &list[..];
+        for (item, piece) in &some {
+            let range = piece.range(rank, size);
+            let (values, after) = rest.split_at(range.len());
+            rest = after;
+            if !range.is_empty() {
+                numbers.put(*item, range, values)?;
+            }
+        }
+    }
+    Ok(())
+}

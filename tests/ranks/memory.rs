@@ -1,0 +1,72 @@
+//! Memory of a rank: within 10 % of its plan, and gradients and moments fall with the number of ranks.
+
+use crate::bench::Bench;
+use crate::job;
+use serde_json::Value;
+use std::fs;
+
+/// A model with wide layers and few tokens, so that weights, gradients and moments are most of the memory.
+fn bench() -> Bench {
+    let bench = Bench::new();
+    let path = bench.path("model/config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    for (key, value) in [
+        ("hidden_size", 512),
+        ("intermediate_size", 2048),
+        ("num_hidden_layers", 6),
+        ("num_attention_heads", 8),
+        ("num_key_value_heads", 8),
+        ("head_dim", 64),
+    ] {
+        config[key] = value.into();
+    }
+    fs::write(&path, config.to_string()).unwrap();
+    bench
+}
+
+/// Peak memory of the tightest rank in the steps, forecast, and number of trained parameters.
+fn measure(bench: &Bench, size: usize) -> (u64, u64, u64) {
+    let arguments = [
+        "model.init=random",
+        "tune.method=full",
+        "train.max_steps=3",
+        "train.batch_size=1",
+        "train.gradient_accumulation_steps=4",
+        "train.save_steps=0",
+        "data.max_length=64",
+        "train.output_dir=out",
+    ];
+    job::train(bench, size, &arguments);
+    let plan: Value = serde_json::from_slice(&fs::read(bench.path("out/plan.json")).unwrap()).unwrap();
+    let lines = fs::read_to_string(bench.path("out/metrics.jsonl")).unwrap();
+    let peaks = lines
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).unwrap()["peak_memory_bytes"].as_u64());
+    let found = (
+        peaks.max().unwrap(),
+        plan["peak_bytes"].as_u64().unwrap(),
+        plan["trained_parameters"].as_u64().unwrap(),
+    );
+    fs::remove_dir_all(bench.path("out")).unwrap();
+    found
+}
+
+#[test]
+fn gradients_and_moments_are_divided_and_forecast() {
+    let bench = bench();
+    let mut least = u64::MAX;
+    for size in [1, 2, 4] {
+        let (peak, forecast, trained) = measure(&bench, size);
+        println!("{size} ranks: peak {peak}, forecast {forecast}");
+        let error = peak as f64 / forecast as f64 - 1.0;
+        assert!(error.abs() < 0.1, "{size} ranks: {peak} bytes, {forecast} forecast");
+        if size == 4 {
+            // 4 bytes of a gradient and 8 of two moments, less what is on the way.
+            let saved = 12 * trained * 3 / 4 - (24 << 20);
+            assert!(least > peak, "4 ranks need more than 2");
+            let one = measure(&bench, 1).0;
+            assert!(one - peak > saved * 8 / 10, "{one} on one rank, {peak} on four");
+        }
+        least = least.min(peak);
+    }
+}

@@ -140,6 +140,9 @@ pub mod recipe; // parses and checks recipes
 #[cfg(feature = "cli")]
 #[allow(missing_docs)]
 pub mod report; // metrics, events, progress
+#[cfg(feature = "cli")]
+#[allow(missing_docs)]
+pub mod history; // reads recorded runs, draws their curves
 
 // The library (crate `ft-core`), and the crates below it.
 pub use ft_base as base; // errors with hints, atomic files, locks, random numbers, units

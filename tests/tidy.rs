@@ -13,7 +13,7 @@ mod texts;
 
 /// From the top down: the program (`src`), then the library (`crates/ft-core/src`). The two `lib.rs` declare the same modules.
 /// The compiler holds the order of the crates.
-const ROOMS: [&str; 20] = [
+const ROOMS: [&str; 21] = [
     "cli",
     "commands",
     "train",
@@ -22,6 +22,7 @@ const ROOMS: [&str; 20] = [
     "checkpoint",
     "recipe",
     "report",
+    "history",
     "hf",
     "generate",
     "engine",

@@ -21,6 +21,7 @@ mod plan;
 mod quantize;
 mod recipe_args;
 mod recipes;
+mod runs;
 mod spawn;
 mod train;
 
@@ -81,6 +82,7 @@ enum Command {
     Doctor(doctor::Args),
     Models(models::Args),
     Recipes(recipes::Args),
+    Runs(runs::Args),
 }
 
 /// Runs the program. `arguments` starts with the program's name. Returns the exit code.
@@ -186,6 +188,7 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
         Command::Doctor(args) => doctor::run(args),
         Command::Models(args) => models::run(args),
         Command::Recipes(args) => recipes::run(args),
+        Command::Runs(args) => runs::run(args),
     }
 }
 

@@ -4,6 +4,7 @@
 use crate::base::staging::{self, Cleaned};
 use crate::base::{Error, Result, files, lock};
 use crate::checkpoint;
+use crate::history;
 use crate::setup;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,7 +34,7 @@ fn is_of_rank(name: &str) -> bool {
 }
 
 /// Files of a run, except checkpoints and `final/`.
-const FILES: [&str; 10] = [
+const FILES: [&str; 11] = [
     MANIFEST,
     setup::CODES,
     "recipe.toml",
@@ -43,6 +44,7 @@ const FILES: [&str; 10] = [
     "metrics.jsonl",
     "events.jsonl",
     "samples.jsonl",
+    history::CURVES,
     DROPPED,
 ];
 

@@ -9,6 +9,7 @@ use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
 use crate::engine::window::{self, MicroReport};
 use crate::engine::{self, Engine, Gradients, QueuedStep};
+use crate::history;
 use crate::ops;
 use crate::ops::step_stats::StepSums;
 use crate::ops::transfer::{Copier, CopyTimes};
@@ -74,6 +75,8 @@ pub struct Pace {
     pub save: Option<Duration>,
     /// When the numbers of the last step were known.
     pub read: Option<Instant>,
+    /// When the curves were drawn, and how long it took.
+    pub drawn: Option<(Instant, Duration)>,
     /// The user was warned of slow copies.
     pub slow_copies: bool,
     /// Other ranks take part in a save.
@@ -312,10 +315,24 @@ impl Run<'_> {
         };
         let rotated = checkpoint::rotate(self.run_dir, self.recipe.train.save_total_limit, self.best.step())?;
         self.directory.keeps(&rotated.kept, &mut self.reporter);
+        self.draw(false);
         (self.pace.saved, self.pace.save) = (step, Some(begun.elapsed()));
         self.reporter
             .event("save", json!({"step": step, "checkpoint": path.display().to_string()}));
         Ok(())
+    }
+
+    /// Draws `curves.svg`. Within a run only as long as that takes a hundredth of its time: it reads all metrics.
+    pub fn draw(&mut self, always: bool) {
+        if !self.ranks.is_root() || !always && self.pace.drawn.is_some_and(|(end, time)| end.elapsed() < 100 * time) {
+            return;
+        }
+        let begun = Instant::now();
+        if let Err(e) = history::write(self.run_dir, Some(self.plan.peak_bytes)) {
+            self.reporter
+                .warn(&format!("the curves of the run cannot be drawn: {e}"));
+        }
+        self.pace.drawn = Some((Instant::now(), begun.elapsed()));
     }
 
     /// Evaluates after `step`. A signal ends it early; the caller then saves and stops.

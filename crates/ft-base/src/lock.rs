@@ -165,6 +165,26 @@ pub fn is_lock(path: &Path) -> bool {
         && files::read_text(path).is_ok_and(|text| text.is_empty() || process_in(&text).is_some())
 }
 
+/// True if a process of this machine holds the lock of a run directory. Does not touch the lock, so a run that starts at
+/// the same time is not disturbed.
+pub fn is_held(directory: &Path) -> bool {
+    let Some(process) = last_process(directory) else {
+        return false;
+    };
+    let open_files = format!("/proc/{process}/fd");
+    let Ok(entries) = std::fs::read_dir(&open_files) else {
+        // The process of another user, if it exists.
+        return Path::new(&format!("/proc/{process}")).exists();
+    };
+    let Ok(own) = directory.join(NAME).metadata() else {
+        return false;
+    };
+    let mut open = entries
+        .flatten()
+        .filter_map(|entry| std::fs::metadata(entry.path()).ok());
+    open.any(|file| (file.dev(), file.ino()) == (own.dev(), own.ino()))
+}
+
 /// Process id of the last holder of the lock.
 pub fn last_process(directory: &Path) -> Option<u32> {
     let path = directory.join(NAME);

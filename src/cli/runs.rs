@@ -1,0 +1,384 @@
+//! `ft runs`: lists, shows, compares and plots runs from the files of their directories.
+
+use super::out::{out, out_raw, out_text};
+use crate::base::units::{bytes, count, duration};
+use crate::base::{Error, Result, files};
+use crate::history::{self, Curve, Record};
+use crate::report;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Runs: list, show, compare, plot
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft runs                             the runs in `runs`
+  ft runs list experiments
+  ft runs show runs/sft               settings, numbers, warnings
+  ft runs diff runs/a runs/b          settings that differ
+  ft runs compare runs/*              settings that differ, and the results
+  ft runs plot runs/a runs/b          their losses in the terminal
+  ft runs plot runs/a --metric reward
+  ft runs plot runs/a --svg a.svg     all its curves for a browser
+
+A run writes `curves.svg` to its directory when it saves.")]
+pub struct Args {
+    #[command(subcommand)]
+    action: Option<Action>,
+    /// Print JSON, one object per line
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Action {
+    /// List the runs in directories [default: runs]
+    List {
+        /// Run directories, or directories with runs
+        places: Vec<PathBuf>,
+    },
+    /// Show one run
+    Show {
+        /// A run directory
+        run: PathBuf,
+    },
+    /// Show the settings of two runs that differ
+    Diff {
+        /// A run directory
+        a: PathBuf,
+        /// Another one
+        b: PathBuf,
+    },
+    /// Compare settings and results of runs
+    Compare {
+        /// Run directories, or directories with runs
+        #[arg(required = true)]
+        places: Vec<PathBuf>,
+    },
+    /// Plot a metric of one or several runs
+    Plot {
+        /// Run directories, or directories with runs
+        #[arg(required = true)]
+        places: Vec<PathBuf>,
+        /// The metric: a name in `metrics.jsonl`
+        #[arg(long, default_value = "loss")]
+        metric: String,
+        /// Plot the values as they are, not smoothed
+        #[arg(long)]
+        raw: bool,
+        /// Write all curves of one run as a picture, instead
+        #[arg(long, value_name = "FILE")]
+        svg: Option<PathBuf>,
+    },
+}
+
+/// Steps in the mean of a shown loss.
+const RECENT: usize = 10;
+
+pub fn run(args: Args) -> Result<i32> {
+    let json = args.json;
+    match args.action.unwrap_or(Action::List { places: Vec::new() }) {
+        Action::List { places } => list(&places, json)?,
+        Action::Show { run } => show(&Record::read(&run)?, json)?,
+        Action::Diff { a, b } => diff(&Record::read(&a)?, &Record::read(&b)?, json)?,
+        Action::Compare { places } => compare(&read(&places)?, json)?,
+        Action::Plot {
+            places,
+            metric,
+            raw,
+            svg,
+        } => plot(&read(&places)?, &metric, raw, svg.as_deref(), json)?,
+    }
+    Ok(0)
+}
+
+/// Errors: there is no run.
+fn read(places: &[PathBuf]) -> Result<Vec<Record>> {
+    let found = history::find(places)?;
+    if found.is_empty() {
+        let names: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
+        return Err(Error::usage("there is no run in this directory")
+            .at(names.join(", "))
+            .hint("`ft train` writes a run to `train.output_dir`"));
+    }
+    found.iter().map(|path| Record::read(path)).collect()
+}
+
+fn steps(run: &Record) -> String {
+    match run.total_steps {
+        Some(total) => format!("{} of {} steps", count(run.curves.steps), count(total)),
+        None => "no step yet".to_string(),
+    }
+}
+
+/// The numbers of a run: their names in the JSON output, and as text.
+fn results(run: &Record) -> Vec<(&'static str, Value, String)> {
+    let recent = |name: &str| run.curves.get(name).and_then(|c| c.recent(RECENT));
+    let last = |name: &str| run.curves.get(name).and_then(Curve::last);
+    let lowest = run
+        .curves
+        .get("eval_loss")
+        .map(|c| c.points.iter().map(|p| p.1).fold(f64::INFINITY, f64::min));
+    let plain = |x: f64| format!("{x:.4}");
+    let mut all = Vec::new();
+    let mut add = |name, value: Option<f64>, text: &dyn Fn(f64) -> String| {
+        if let Some(x) = value {
+            all.push((name, json!(x), text(x)));
+        }
+    };
+    add("loss", recent("loss"), &plain);
+    add("eval_loss", last("eval_loss"), &plain);
+    add("best_eval_loss", lowest, &plain);
+    add("eval_accuracy", last("eval_accuracy"), &plain);
+    add("reward", recent("reward"), &plain);
+    add("eval_reward", last("eval_reward"), &plain);
+    add("tokens_per_second", recent("tokens_per_second"), &|x| format!("{x:.0}"));
+    let peak = run
+        .curves
+        .get("peak_memory_bytes")
+        .and_then(|c| c.points.iter().map(|p| p.1).reduce(f64::max));
+    add("peak_memory_bytes", peak, &|x| bytes(x as u64));
+    let time = run.began.zip(run.ended).map(|(began, ended)| (ended - began).max(0.0));
+    add("seconds", time, &|x| duration(Duration::from_secs_f64(x)));
+    all
+}
+
+fn as_json(run: &Record) -> Value {
+    let numbers: serde_json::Map<_, _> = results(run)
+        .into_iter()
+        .map(|(name, x, _)| (name.to_string(), x))
+        .collect();
+    json!({
+        "run": run.path.display().to_string(), "state": run.state, "steps": run.curves.steps,
+        "total_steps": run.total_steps, "results": numbers, "checkpoints": run.checkpoints,
+        "forecast_peak_bytes": run.planned_bytes, "settings": run.settings, "warnings": run.warnings,
+    })
+}
+
+fn list(places: &[PathBuf], json: bool) -> Result<()> {
+    let default = [PathBuf::from("runs")];
+    let runs = read(if places.is_empty() { &default } else { places })?;
+    for run in &runs {
+        if json {
+            out(as_json(run))?;
+            continue;
+        }
+        let what = [
+            run.setting("train.stage"),
+            run.setting("tune.method"),
+            run.setting("model.path"),
+        ]
+        .join(" ");
+        out_text(format!("{}  {}, {}", run.path.display(), run.state, steps(run)))?;
+        let shown = [
+            "loss",
+            "eval_loss",
+            "eval_accuracy",
+            "eval_reward",
+            "peak_memory_bytes",
+            "seconds",
+        ];
+        let numbers = results(run);
+        let numbers = numbers.iter().filter(|(name, ..)| shown.contains(name));
+        let numbers: Vec<String> = numbers
+            .map(|(name, _, text)| format!("{} {text}", short(name)))
+            .collect();
+        out_text(format!("    {what}"))?;
+        if !numbers.is_empty() {
+            out_text(format!("    {}", numbers.join("  ")))?;
+        }
+    }
+    Ok(())
+}
+
+/// The name of a number in a table.
+fn short(name: &str) -> &str {
+    match name {
+        "peak_memory_bytes" => "peak",
+        "seconds" => "time",
+        "tokens_per_second" => "tokens/s",
+        name => name,
+    }
+}
+
+fn show(run: &Record, json: bool) -> Result<()> {
+    if json {
+        return out(as_json(run));
+    }
+    out_text(format!("{}  {}, {}", run.path.display(), run.state, steps(run)))?;
+    for (name, _, text) in results(run) {
+        let forecast = run.planned_bytes.filter(|_| name == "peak_memory_bytes");
+        let forecast = forecast.map_or(String::new(), |planned| format!(" (forecast {})", bytes(planned)));
+        out_text(format!("  {:<18}{text}{forecast}", short(name)))?;
+    }
+    if !run.checkpoints.is_empty() {
+        let all: Vec<String> = run.checkpoints.iter().map(u64::to_string).collect();
+        out_text(format!("  {:<18}{}", "checkpoints", all.join(", ")))?;
+    }
+    let blocks: BTreeSet<&str> = run.curves.switches.iter().map(|(_, block)| block.as_str()).collect();
+    if !blocks.is_empty() {
+        let (turns, blocks) = (run.curves.switches.len(), blocks.len());
+        out_text(format!(
+            "  {:<18}{turns} times, {blocks} different ones",
+            "active blocks"
+        ))?;
+    }
+    for warning in &run.warnings {
+        out_text(format!("  warning: {warning}"))?;
+    }
+    // What the user chose; `ft runs show --json` has all settings.
+    out_text("settings of the recipe:")?;
+    for (key, value) in chosen(run)? {
+        out_text(format!("  {key} = {value}"))?;
+    }
+    Ok(())
+}
+
+/// Keys that the recipe or the command line set.
+fn chosen(run: &Record) -> Result<Vec<(String, String)>> {
+    let text = files::read_text(&run.path.join("resolved.toml"))?;
+    let (mut table, mut all) = (String::new(), Vec::new());
+    for line in text.lines() {
+        if let Some(name) = line.strip_prefix('[').and_then(|l| l.strip_suffix(']')) {
+            table = name.to_string();
+        } else if line.ends_with("  # recipe") || line.ends_with("  # command line") {
+            let (key, value) = line.split_once(" = ").unwrap_or((line, ""));
+            let value = value.rsplit_once("  # ").map_or(value, |(value, _)| value);
+            all.push((format!("{table}.{key}"), value.to_string()));
+        }
+    }
+    Ok(all)
+}
+
+/// Settings that are not the same in all runs: their values by key, one for each run.
+fn different(runs: &[&Record]) -> BTreeMap<String, Vec<String>> {
+    let keys: BTreeSet<&String> = runs.iter().flat_map(|run| run.settings.keys()).collect();
+    let value = |run: &&Record, key: &str| run.settings.get(key).map_or("-", String::as_str).to_string();
+    let row = |key: &&String| -> (String, Vec<String>) {
+        (key.to_string(), runs.iter().map(|run| value(run, key)).collect())
+    };
+    let all = keys.iter().map(row).filter(|(key, _)| key != "train.output_dir");
+    all.filter(|(_, values)| values.iter().any(|v| *v != values[0]))
+        .collect()
+}
+
+fn diff(a: &Record, b: &Record, json: bool) -> Result<()> {
+    let rows = different(&[a, b]);
+    if rows.is_empty() && !json {
+        return out_text("the settings are the same");
+    }
+    for (key, values) in rows {
+        if json {
+            out(json!({"key": key, "values": values}))?;
+        } else {
+            out_text(format!("{key}: {} -> {}", values[0], values[1]))?;
+        }
+    }
+    Ok(())
+}
+
+fn compare(runs: &[Record], json: bool) -> Result<()> {
+    if json {
+        return runs.iter().try_for_each(|run| out(as_json(run)));
+    }
+    let all: Vec<&Record> = runs.iter().collect();
+    let mut rows: Vec<(String, Vec<String>)> = vec![
+        (
+            "run".into(),
+            runs.iter().map(|run| run.path.display().to_string()).collect(),
+        ),
+        ("state".into(), runs.iter().map(|run| run.state.clone()).collect()),
+        (
+            "steps".into(),
+            runs.iter().map(|run| run.curves.steps.to_string()).collect(),
+        ),
+    ];
+    rows.extend(different(&all));
+    let results: Vec<_> = runs.iter().map(results).collect();
+    let mut names: Vec<&str> = Vec::new();
+    for (name, ..) in results.iter().flatten() {
+        if !names.contains(name) {
+            names.push(name);
+        }
+    }
+    for name in names {
+        let of = |numbers: &Vec<(&str, Value, String)>| {
+            let found = numbers.iter().find(|(n, ..)| *n == name);
+            found.map_or("-".to_string(), |(_, _, text)| text.clone())
+        };
+        rows.push((short(name).to_string(), results.iter().map(of).collect()));
+    }
+    let wide = |text: &String| text.chars().count();
+    let first = rows.iter().map(|(name, _)| wide(name)).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..runs.len())
+        .map(|i| rows.iter().map(|(_, v)| wide(&v[i])).max().unwrap_or(0))
+        .collect();
+    for (name, values) in rows {
+        let cells: Vec<String> = values
+            .iter()
+            .zip(&widths)
+            .map(|(value, width)| format!("{value:<width$}"))
+            .collect();
+        out(format!("{name:<first$}  {}", cells.join("  ")).trim_end())?;
+    }
+    Ok(())
+}
+
+fn plot(runs: &[Record], metric: &str, raw: bool, svg: Option<&Path>, json: bool) -> Result<()> {
+    if let Some(file) = svg {
+        let [run] = runs else {
+            return Err(Error::usage("a picture shows one run")
+                .at("--svg")
+                .found(format!("{} runs", runs.len())));
+        };
+        let text = history::svg(&run.path.display().to_string(), &run.curves, run.planned_bytes);
+        files::write_atomic(file, text.as_bytes())?;
+        return out(file.display());
+    }
+    let found: Vec<(&Record, &Curve)> = runs
+        .iter()
+        .filter_map(|run| Some((run, run.curves.get(metric)?)))
+        .collect();
+    if found.is_empty() {
+        let names: BTreeSet<&str> = runs.iter().flat_map(|run| run.curves.names()).collect();
+        let names: Vec<&str> = names.into_iter().collect();
+        return Err(Error::usage("no run has this metric")
+            .at("--metric")
+            .found(metric)
+            .expected(format!("one of {}", names.join(", "))));
+    }
+    if json {
+        for (run, curve) in found {
+            out(json!({"run": run.path.display().to_string(), "metric": metric, "points": curve.points}))?;
+        }
+        return Ok(());
+    }
+    // Single evaluations are not noise.
+    let smooth = !raw && !metric.starts_with("eval_");
+    let curves: Vec<Curve> = found
+        .iter()
+        .map(|(_, c)| if smooth { c.smoothed() } else { (*c).clone() })
+        .collect();
+    let colors = report::result_is_terminal() && report::style().color;
+    let lines = history::plot(
+        &curves.iter().collect::<Vec<_>>(),
+        report::result_width().unwrap_or(80).min(120),
+        colors,
+    );
+    out(format!("{metric}{}", if smooth { ", smoothed" } else { "" }))?;
+    for line in lines {
+        out_raw(&format!("{line}\n"))?;
+    }
+    for (n, (run, curve)) in found.iter().enumerate() {
+        let last = curve.recent(if smooth { RECENT } else { 1 }).unwrap_or(f64::NAN);
+        let name = run.path.display();
+        let line = format!("  {name}: {last:.4}");
+        out(if colors {
+            format!("\x1b[{}m{line}\x1b[0m", history::color(n))
+        } else {
+            line
+        })?;
+    }
+    Ok(())
+}

@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::path::Path;
 
 pub(super) const METRICS: &str = "metrics.jsonl";
+pub(super) const EVENTS: &str = "events.jsonl";
 pub(super) const SAMPLES: &str = "samples.jsonl";
 
 pub(super) struct Log {
@@ -74,6 +75,24 @@ pub fn truncate_after(dir: &Path, step: u64) -> Result<()> {
         keep_lines(&dir.join(name), |at, _| step > 0 && at <= step)?;
     }
     Ok(())
+}
+
+/// Rewrites `events.jsonl` in `dir` without lines that a loss of power or a full disk left incomplete. They are only at the
+/// end: what was synced before is complete.
+pub(super) fn drop_torn_events(dir: &Path) -> Result<()> {
+    let path = dir.join(EVENTS);
+    if !path.exists() {
+        return Ok(());
+    }
+    let bytes = files::read(&path)?;
+    let is_whole = |line: &[u8]| line.ends_with(b"\n") && serde_json::from_slice::<Value>(line).is_ok();
+    let lines: Vec<&[u8]> = bytes.split_inclusive(|b| *b == b'\n').collect();
+    let torn = lines.iter().rev().take_while(|line| !is_whole(line)).count();
+    let kept: usize = lines[..lines.len() - torn].iter().map(|line| line.len()).sum();
+    if torn == 0 {
+        return Ok(());
+    }
+    files::write_atomic(&path, &bytes[..kept])
 }
 
 /// Rewrites `metrics.jsonl` in `dir` without the evaluation of `step`.

@@ -2,6 +2,7 @@
 //! run directory.
 
 pub mod directory;
+mod ended;
 pub mod finish;
 pub mod header;
 pub mod inputs;

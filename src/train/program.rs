@@ -42,6 +42,8 @@ use std::time::Instant;
 pub struct Options {
     /// Resume from the newest checkpoint of the run directory, or from this run or checkpoint directory.
     pub resume: Option<Option<PathBuf>>,
+    /// Resume from an older checkpoint if the newest one is damaged.
+    pub allow_older: bool,
     /// Start from the beginning in a directory that holds a run.
     pub overwrite: bool,
     /// Stop after the plan.
@@ -425,7 +427,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         }
 
         if save_due(step) {
-            run.save(&engine, step)?;
+            let saved = run.save(&engine, step);
+            saved.map_err(|e| run.ended(step, e))?;
         }
         run.stop_if_asked(&engine, step)?;
         run.stop_above_budget(&engine, step)?;
@@ -464,7 +467,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         print: &base,
     };
     let final_dir = if ranks.is_root() {
-        finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?
+        let exported = finish::export(&trained, &out, &mut |line| said.push(line.to_string()));
+        exported.map_err(|e| run.export_failed(&engine, total_steps, e))?
     } else {
         None
     };

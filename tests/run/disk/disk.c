@@ -1,7 +1,7 @@
 // A disk with faults, for LD_PRELOAD: counts the operations that change files below FT_DISK_ROOT, and with number
 // FT_DISK_AT kills the process or fails, or records all of them. Compiled by tests/run/disk.rs.
 //
-// FT_DISK_MODE: "kill" (before the operation), "half" (half of a write is done, then the process is killed), "once"
+// FT_DISK_MODE: "kill" (before the operation), "half" (the same; of a write half is done), "once"
 // (this operation fails with FT_DISK_ERRNO), "from" (this and all later writes fail), "record".
 // FT_DISK_LOG: the record, or the number of operations (a byte each) in the other modes.
 
@@ -83,16 +83,18 @@ static void note(char what, const char *a, const char *b, uint64_t offset, const
 }
 
 // Before an operation, with the lock. True if it has to fail.
-static int fails(void) {
+static int fails_at(int is_write) {
     count++;
     int here = count == at;
-    if (here && !strcmp(mode, "kill")) kill(getpid(), SIGKILL), pause();
+    if (here && (!strcmp(mode, "kill") || (!strcmp(mode, "half") && !is_write))) kill(getpid(), SIGKILL), pause();
     if ((here && !strcmp(mode, "once")) || (count >= at && !strcmp(mode, "from"))) {
         errno = error;
         return 1;
     }
     return 0;
 }
+
+static int fails(void) { return fails_at(0); }
 
 #define BEGIN pthread_mutex_lock(&lock)
 #define END(value)                  \
@@ -142,7 +144,7 @@ static ssize_t written(int fd, const void *bytes, size_t size, off_t offset, int
     if (!positioned) place = fcntl(fd, F_GETFL) & O_APPEND ? (uint64_t)stat_.st_size : (uint64_t)lseek(fd, 0, SEEK_CUR);
     int half = count + 1 == at && !strcmp(mode, "half");
     ssize_t n = -1;
-    if (!fails()) {
+    if (!fails_at(1)) {
         if (half) size /= 2;
         n = positioned ? syscall(SYS_pwrite64, fd, bytes, size, offset) : syscall(SYS_write, fd, bytes, size);
         if (half) kill(getpid(), SIGKILL), pause();

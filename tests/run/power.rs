@@ -135,7 +135,11 @@ fn kills(method: &str, every: usize) -> usize {
         round.clear();
         // A resume has fewer operations.
         let again = 1 + rng.below(at as u64, 60) as usize;
-        let fault = if at / every % 2 == 0 { Fault::Kill } else { Fault::Half };
+        let fault = if (at / every).is_multiple_of(2) {
+            Fault::Kill
+        } else {
+            Fault::Half
+        };
         for at in [at, again] {
             let out = round.start(Some((fault, at)));
             let killed = std::os::unix::process::ExitStatusExt::signal(&out.status) == Some(9);
@@ -164,7 +168,7 @@ fn kills_at_file_operations_lose_nothing() {
         .iter()
         .map(|m| kills(m, 20))
         .sum();
-    assert!(all == 0 || all >= 60, "{all} kills");
+    assert!(all == 0 || all >= 50, "{all} kills");
 }
 
 #[test]

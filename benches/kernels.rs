@@ -67,11 +67,12 @@ mod peak {
     pub fn run(rounds: u64) -> Option<(u64, f32)> {
         #[cfg(target_arch = "x86_64")]
         {
-            // SAFETY: the CPU feature was detected.
             if is_x86_feature_detected!("avx512f") {
+                // SAFETY: the CPU feature was detected.
                 return Some(unsafe { avx512(rounds) });
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                // SAFETY: the CPU features were detected.
                 return Some(unsafe { avx2(rounds) });
             }
         }

@@ -1,5 +1,4 @@
 //! Rules of the code base as tests: modules, file sizes, forbidden words.
-//!
 //! This file defines the order of the modules; a module may import only those below it.
 
 use std::collections::BTreeSet;
@@ -8,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 #[path = "tidy/features.rs"]
 mod features;
+#[path = "tidy/supply.rs"]
+mod supply;
 #[path = "tidy/texts.rs"]
 mod texts;
 

@@ -66,3 +66,21 @@ pub fn latest(run_dir: &Path) -> Result<Option<LoadedState>> {
         Some((_, path)) => load(path).map(Some),
     }
 }
+
+/// As `latest`, but ignores damaged checkpoints: loads the newest one that verifies. Also returns what is wrong with
+/// the newer ones, one line each.
+///
+/// Errors: all are damaged; that of the newest one.
+pub fn latest_whole(run_dir: &Path) -> Result<(Option<LoadedState>, Vec<String>)> {
+    let mut damaged: Vec<Error> = Vec::new();
+    for (_, path) in keep::list(run_dir)?.iter().rev() {
+        match load(path) {
+            Ok(state) => return Ok((Some(state), damaged.iter().map(Error::line).collect())),
+            Err(e) => damaged.push(e),
+        }
+    }
+    match damaged.into_iter().next() {
+        Some(newest) => Err(newest),
+        None => Ok((None, Vec::new())),
+    }
+}

@@ -128,7 +128,8 @@ pub(super) fn files_of(dir: &Path) -> Option<Vec<String>> {
     Some(manifest.files.into_iter().map(|f| f.name).collect())
 }
 
-const OTHER: &str = "remove this directory, or resume from an older checkpoint by name: `--resume DIR`";
+const OTHER: &str =
+    "continue from the newest whole checkpoint with `--resume --allow-older`, or from one by name: `--resume DIR`";
 
 fn other_version(path: &Path, format: u64, ft: Option<&serde_json::Value>) -> Error {
     let writer = ft.and_then(serde_json::Value::as_str).unwrap_or("unknown");

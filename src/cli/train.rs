@@ -42,6 +42,9 @@ pub struct Args {
     /// Continue from the newest complete checkpoint of the run directory, or of DIR
     #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "")]
     resume: Option<String>,
+    /// With --resume: if the newest checkpoint is damaged, continue from the newest one that is whole
+    #[arg(long, requires = "resume")]
+    allow_older: bool,
     /// Remove files of an earlier run from the run directory
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
@@ -68,6 +71,7 @@ pub fn run(mut args: Args, ranks: &Ranks) -> Result<i32> {
     let loaded = args.recipe.load()?;
     let options = Options {
         resume,
+        allow_older: args.allow_older,
         overwrite: args.overwrite,
         dry_run: args.dry_run,
         ranks: ranks.clone(),

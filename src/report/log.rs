@@ -1,12 +1,14 @@
 //! JSONL files. The first error is stored for one report; after it the file is not written any more.
 
-use crate::base::files::{self, AppendFile};
+use crate::base::files::{self, AppendFile, AtomicFile};
 use crate::base::{Error, Result};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 pub(super) const METRICS: &str = "metrics.jsonl";
+pub(super) const EVENTS: &str = "events.jsonl";
 pub(super) const SAMPLES: &str = "samples.jsonl";
 
 pub(super) struct Log {
@@ -67,14 +69,31 @@ pub(super) fn unix_time() -> f64 {
         .map_or(0.0, |d| d.as_secs_f64())
 }
 
-/// Rewrites `metrics.jsonl` and `samples.jsonl` in `dir` without the lines of steps after `step` and without an
-/// incomplete line, so that a resumed run writes each line once. With `step` 0, a new start, nothing is kept. A missing
-/// file is not an error.
+/// Removes the lines of steps after `step` from `metrics.jsonl` and `samples.jsonl` in `dir`, and incomplete lines, so that a
+/// resumed run writes each line once. With `step` 0, a new start, nothing is kept. A missing file is not an error.
 pub fn truncate_after(dir: &Path, step: u64) -> Result<()> {
     for name in [METRICS, SAMPLES] {
         keep_lines(&dir.join(name), |at, _| step > 0 && at <= step)?;
     }
     Ok(())
+}
+
+/// Removes lines from the end of `events.jsonl` in `dir` that a loss of power or a full disk left incomplete. What was
+/// synced before them is complete.
+pub(super) fn drop_torn_events(dir: &Path) -> Result<()> {
+    let path = dir.join(EVENTS);
+    if !path.exists() {
+        return Ok(());
+    }
+    let (mut at, mut end) = (0, 0);
+    each_line(&path, |line| {
+        at += line.len() as u64;
+        if line.ends_with(b"\n") && serde_json::from_slice::<Value>(line).is_ok() {
+            end = at;
+        }
+        Ok(())
+    })?;
+    if end < at { cut(&path, end) } else { Ok(()) }
 }
 
 /// Rewrites `metrics.jsonl` in `dir` without the evaluation of `step`.
@@ -86,26 +105,28 @@ pub(super) fn drop_evaluation(dir: &Path, step: u64) -> Result<()> {
 
 /// True if `metrics.jsonl` in `dir` has a complete line of `step` with a key that starts with `key`.
 pub fn has_evaluation(dir: &Path, step: u64, key: &str) -> bool {
-    let bytes = files::read(&dir.join(METRICS)).unwrap_or_default();
-    let mut lines = bytes.split_inclusive(|b| *b == b'\n').filter_map(whole);
-    lines.any(|(at, line)| at == step && is_evaluation(&line, key))
+    let mut found = false;
+    let read = each_line(&dir.join(METRICS), |line| {
+        found |= whole(line).is_some_and(|(at, line)| at == step && is_evaluation(&line, key));
+        Ok(())
+    });
+    read.is_ok() && found
 }
 
 /// Step and numbers of the evaluations in `metrics.jsonl`, in order. An evaluation may have more than one line.
 pub fn evaluations(dir: &Path) -> Vec<(u64, Vec<(String, f64)>)> {
-    let bytes = files::read(&dir.join(METRICS)).unwrap_or_default();
     let mut found: BTreeMap<u64, Vec<(String, f64)>> = BTreeMap::new();
-    for (step, line) in bytes.split_inclusive(|b| *b == b'\n').filter_map(whole) {
-        if !is_evaluation(&line, "eval_") {
-            continue;
-        }
+    // Without the file there are none.
+    let _ = each_line(&dir.join(METRICS), |line| {
+        let Some((step, line)) = whole(line).filter(|(_, line)| is_evaluation(line, "eval_")) else {
+            return Ok(());
+        };
         let numbers = line.as_object().into_iter().flatten();
         let numbers = numbers.filter_map(|(name, value)| Some((name.clone(), value.as_f64()?)));
-        found
-            .entry(step)
-            .or_default()
-            .extend(numbers.filter(|(name, _)| name.starts_with("eval_")));
-    }
+        let numbers = numbers.filter(|(name, _)| name.starts_with("eval_"));
+        found.entry(step).or_default().extend(numbers);
+        Ok(())
+    });
     found.into_iter().collect()
 }
 
@@ -119,19 +140,46 @@ fn whole(line: &[u8]) -> Option<(u64, Value)> {
     Some((value.get("step")?.as_u64()?, value))
 }
 
+/// Calls `each` with every line and its line break. The file is not held in memory: metrics of a long run are large.
+fn each_line(path: &Path, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let mut file = BufReader::with_capacity(1 << 16, files::open(path)?);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let read = file.read_until(b'\n', &mut line);
+        match read.map_err(|e| Error::io("cannot read the file").at_path(path).cause(e))? {
+            0 => return Ok(()),
+            _ => each(&line)?,
+        }
+    }
+}
+
+/// Shortens the file to its first `length` bytes.
+fn cut(path: &Path, length: u64) -> Result<()> {
+    AppendFile::continue_at(path, length)?.sync()
+}
+
+/// Removes the other lines. Only if one that stays follows one that goes, the file is written again.
 fn keep_lines(path: &Path, keep: impl Fn(u64, &Value) -> bool) -> Result<()> {
     if !path.exists() {
         return Ok(());
     }
-    let bytes = files::read(path)?;
-    let mut kept = Vec::with_capacity(bytes.len());
-    for line in bytes.split_inclusive(|b| *b == b'\n') {
-        if whole(line).is_some_and(|(at, value)| keep(at, &value)) {
-            kept.extend_from_slice(line);
+    let stays = |line: &[u8]| whole(line).is_some_and(|(at, value)| keep(at, &value));
+    let (mut at, mut first, mut stays_after) = (0, None, false);
+    each_line(path, |line| {
+        match (stays(line), first) {
+            (false, None) => first = Some(at),
+            (true, Some(_)) => stays_after = true,
+            _ => {}
         }
+        at += line.len() as u64;
+        Ok(())
+    })?;
+    let Some(first) = first else { return Ok(()) };
+    if !stays_after {
+        return cut(path, first);
     }
-    if kept.len() == bytes.len() {
-        return Ok(());
-    }
-    files::write_atomic(path, &kept)
+    let mut out = AtomicFile::create(path)?;
+    each_line(path, |line| if stays(line) { out.write(line) } else { Ok(()) })?;
+    out.commit()
 }

@@ -81,11 +81,11 @@ impl Reporter {
     /// `total_steps`: length of the whole run; `resumed_from`: step of the checkpoint, 0 for a new run. Removes lines
     /// of `metrics.jsonl` and `samples.jsonl` after that step: the run will write them again.
     pub fn new(dir: &Path, total_steps: u64, resumed_from: u64) -> Self {
-        // Before the file is opened: the rewrite gives it a new inode.
-        let truncated = truncate_after(dir, resumed_from);
+        // Before the files are opened: the rewrite gives them new inodes.
+        let truncated = truncate_after(dir, resumed_from).and_then(|()| log::drop_torn_events(dir));
         let mut reporter = Self {
             metrics: Log::open(&dir.join(log::METRICS)),
-            events: Log::open(&dir.join("events.jsonl")),
+            events: Log::open(&dir.join(log::EVENTS)),
             samples: None,
             dir: dir.to_path_buf(),
             terminal: Terminal::new(total_steps, resumed_from),
@@ -94,7 +94,7 @@ impl Reporter {
             silent: false,
         };
         if let Err(e) = truncated {
-            reporter.warn(&format!("cannot remove metrics of an earlier run: {e}"));
+            reporter.warn(&format!("cannot remove lines of an earlier run: {e}"));
         }
         reporter.complain();
         reporter

@@ -54,6 +54,7 @@ pub fn style() -> Style {
 fn columns_of(descriptor: i32) -> Option<usize> {
     // SAFETY: an all-zero `winsize` is valid, and it outlives the call.
     let mut size: libc::winsize = unsafe { std::mem::zeroed() };
+    // SAFETY: a valid out pointer for the whole call.
     let known = unsafe { libc::ioctl(descriptor, libc::TIOCGWINSZ, &mut size) } == 0;
     (known && size.ws_col > 0).then_some(usize::from(size.ws_col))
 }

@@ -26,6 +26,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+/// Keys of `config.json` that name code of a model directory.
+const CODE: [&str; 3] = ["auto_map", "model_file", "_attn_implementation_internal"];
+
 /// A model directory whose config, tokenizer and template are read and whose weights are not loaded.
 pub struct ModelDir {
     /// The name from which it was opened.
@@ -72,11 +75,13 @@ impl ModelDir {
         let config = read_config(&dir, init)?;
         // A family that is not supported is named before anything else is missed.
         families::read(&config)?;
-        if config.get("auto_map").is_some() {
+        let code: Vec<&str> = CODE.into_iter().filter(|key| config.get(key).is_some()).collect();
+        if !code.is_empty() {
             report::warn(&format!(
-                "{} refers to custom code (`auto_map`): ft never runs code of a model directory, and loads the model \
+                "{} refers to custom code (`{}`): ft never runs code of a model directory, and loads the model \
                  as `{}`",
                 config.path.display(),
+                code.join("`, `"),
                 families::read(&config)?.model_type
             ));
         }

@@ -1,11 +1,12 @@
 //! The rows of a recipe: reads them for a run, or shows them to the user.
 
-use crate::base::Result;
+use crate::base::{Error, Result};
 use crate::data::order::{BatchStream, Length, StreamSpec};
 use crate::data::peek::RowKind;
 use crate::data::preference::Want;
 use crate::data::screen::stats::RowStats;
 use crate::data::{self, Dataset, Reading, Screen, ScreenSpec, Screened, Source, TokenCache, dataset, reading};
+use crate::formats::template::named;
 use crate::recipe::{self, Alignment, JudgedLoss, Long, Recipe, Render, RowFormat, Stage, TrainOn};
 use crate::report;
 use crate::setup::ModelDir;
@@ -118,12 +119,25 @@ const LEAST_CACHED: u64 = 16 << 20;
 
 fn load(recipe: &Recipe, spec: &dataset::Spec, model: &ModelDir) -> Result<Dataset> {
     let (codec, template) = (&model.tokenizer, model.template());
-    with_cache(recipe, |cache| match (preference_form(recipe.train.stage), cache) {
+    let loaded = with_cache(recipe, |cache| match (preference_form(recipe.train.stage), cache) {
         (Some(want), None) => data::preference::load(spec, want, codec, template),
         (None, None) => Dataset::load(spec, codec, template),
         (Some(want), Some(cache)) => data::preference::load_cached(spec, want, codec, template, cache),
         (None, Some(cache)) => Dataset::load_cached(spec, codec, template, cache),
-    })
+    });
+    loaded.map_err(|e| if template.is_none() { with_templates(e) } else { e })
+}
+
+/// Adds the names of ft's own templates to the hint of a model without one.
+fn with_templates(error: Error) -> Error {
+    if !error.hint_text().is_some_and(|hint| hint.contains("a Jinja file")) {
+        return error;
+    }
+    let names: Vec<&str> = named::NAMED.iter().map(|t| t.name).collect();
+    error.hint(format!(
+        "set `data.chat_template` to a template of ft ({}) or to a Jinja file, or use prompt-completion or text rows",
+        names.join(", ")
+    ))
 }
 
 /// Calls `load` with the token cache of the recipe, or without one.

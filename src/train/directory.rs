@@ -142,20 +142,26 @@ pub fn open(
     check(run_dir, options)?;
     if let DirectoryState::Run(manifest) = DirectoryState::of(run_dir)? {
         out.manifest = manifest;
-        let cleaned = out.manifest.clean(run_dir, last)?;
-        out.note("removed incomplete files of a stopped run", &cleaned.removed);
-        out.note("restored the name of", &cleaned.restored);
-        out.note(
-            "not changed, because ft cannot verify that it created this",
-            &cleaned.left,
-        );
     }
+    // Without a manifest too: a process may have been killed before it wrote the first one.
+    let cleaned = out.manifest.clean(run_dir, last)?;
+    out.note("removed incomplete files of a stopped run", &cleaned.removed);
+    out.note("restored the name of", &cleaned.restored);
+    out.note(
+        "not changed, because ft cannot verify that it created this",
+        &cleaned.left,
+    );
     let resumed = match &options.resume {
         None => None,
         Some(from) => {
             let from = from.as_deref().unwrap_or(run_dir);
             if is_checkpoint(from) {
                 Some(checkpoint::load(from)?)
+            } else if options.allow_older {
+                let (newest, damaged) = checkpoint::latest_whole(from)?;
+                out.notes
+                    .extend(damaged.iter().map(|e| format!("a damaged checkpoint is not used: {e}")));
+                newest
             } else {
                 checkpoint::latest(from)?
             }

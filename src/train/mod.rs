@@ -4,6 +4,7 @@
 mod best;
 mod budget;
 pub mod directory;
+mod ended;
 pub mod finish;
 pub mod from_checkpoint;
 pub mod header;

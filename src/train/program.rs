@@ -45,6 +45,8 @@ use std::time::Instant;
 pub struct Options {
     /// Resume from the newest checkpoint of the run directory, or from this run or checkpoint directory.
     pub resume: Option<Option<PathBuf>>,
+    /// Resume from an older checkpoint if the newest one is damaged.
+    pub allow_older: bool,
     /// Start from the beginning in a directory that holds a run.
     pub overwrite: bool,
     /// Stop after the plan.
@@ -449,7 +451,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         }
 
         if save_due(step) {
-            run.save(&engine, step)?;
+            let saved = run.save(&engine, step);
+            saved.map_err(|e| run.ended(step, e))?;
         }
         run.stop_if_asked(&engine, step)?;
         run.stop_above_budget(&engine, step)?;
@@ -493,7 +496,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             "final/ is the model of the best evaluation: {}",
             run.best.describe()
         ));
-        said.extend(from_checkpoint::write(&checkpoint_of(step), &out)?.notes);
+        let written = from_checkpoint::write(&checkpoint_of(step), &out);
+        said.extend(written.map_err(|e| run.ended(last_step, e))?.notes);
         Some(out)
     } else if ranks.is_root() {
         let trained = TrainedModel {
@@ -503,7 +507,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             prepared: &prepared,
             print: &base,
         };
-        let written = finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?;
+        let exported = finish::export(&trained, &out, &mut |line| said.push(line.to_string()));
+        let written = exported.map_err(|e| run.export_failed(&engine, last_step, e))?;
         drop(engine);
         written
     } else {

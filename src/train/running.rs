@@ -286,7 +286,7 @@ impl Run<'_> {
     }
 
     /// As `save`, without waiting for the end of it. All ranks call it, because each may have a part of the state.
-    fn save_here(&mut self, engine: &Engine, step: u64) -> Result<()> {
+    pub(super) fn save_here(&mut self, engine: &Engine, step: u64) -> Result<()> {
         if engine.by_root(|| self.write(engine, step))?.is_none() {
             self.pace.saved = step;
         }

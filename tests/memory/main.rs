@@ -4,6 +4,7 @@
 mod counting;
 mod hostile;
 mod layer;
+mod parsers;
 mod peak;
 mod stages;
 mod table;

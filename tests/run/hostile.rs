@@ -131,6 +131,29 @@ fn configs_that_ft_cannot_compute() {
 }
 
 #[test]
+fn names_of_code_in_a_config_are_ignored_with_a_warning() {
+    let bench = Bench::new();
+    let path = bench.path("model/config.json");
+    let mut config: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    for key in ["auto_map", "model_file", "_attn_implementation_internal"] {
+        config[key] = "evil.py".into();
+    }
+    fs::write(&path, config.to_string()).unwrap();
+    fs::write(bench.path("model/evil.py"), "open('ran', 'w')").unwrap();
+    let out = bench.ft(&[
+        "train",
+        "--recipe",
+        "r.toml",
+        "train.output_dir=out",
+        "train.max_steps=1",
+    ]);
+    let said = said(&out);
+    let named = "`auto_map`, `model_file`, `_attn_implementation_internal`";
+    assert!(out.status.success() && said.contains(named), "{said}");
+    assert!(!bench.path("ran").exists());
+}
+
+#[test]
 fn rows_that_are_broken() {
     let bench = Bench::new();
     let rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
@@ -158,7 +181,12 @@ fn templates_that_are_missing() {
     let mut map: serde_json::Value = serde_json::from_str(&fs::read_to_string(&config).unwrap()).unwrap();
     map.as_object_mut().unwrap().remove("chat_template");
     fs::write(&config, map.to_string()).unwrap();
-    refused(&bench, &[], 2, &["chat template", "data.chat_template"]);
+    refused(
+        &bench,
+        &[],
+        2,
+        &["chat template", "data.chat_template", "chatml, qwen2.5"],
+    );
 }
 
 #[test]

@@ -141,6 +141,12 @@ const MEASURED: [&str; 5] = [
 
 /// Asserts bit-equal lines of metrics and evaluations, the same samples, and the same files in `final/`.
 pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {
+    assert_same_lines(bench, whole, broken);
+    assert_same_final(bench, whole, broken);
+}
+
+/// Asserts bit-equal lines of metrics and evaluations, and the same samples.
+pub fn assert_same_lines(bench: &Bench, whole: &str, broken: &str) {
     let lines = |run: &str, name: &str| {
         if bench.path(run).join(name).exists() {
             bench.lines(&format!("{run}/{name}"))
@@ -159,6 +165,10 @@ pub fn assert_same(bench: &Bench, whole: &str, broken: &str) {
             }
         }
     }
+}
+
+/// Asserts the same files in `final/`.
+pub fn assert_same_final(bench: &Bench, whole: &str, broken: &str) {
     let (a, b) = (
         files(&bench.path(whole).join("final")),
         files(&bench.path(broken).join("final")),

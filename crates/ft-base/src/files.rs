@@ -123,9 +123,20 @@ pub fn stamp(path: &Path) -> Result<String> {
     Ok(format!("{} {} {nanoseconds}", place.display(), meta.len()))
 }
 
-/// Creates a directory and its parents. It may exist already.
+/// Creates a directory and its parents, durably. It may exist already.
 pub fn create_dir_all(path: &Path) -> Result<()> {
-    fs::create_dir_all(path).map_err(|e| io("create the directory", path, e))
+    let missing = path.ancestors().take_while(|p| p.symlink_metadata().is_err());
+    let new: Vec<&Path> = missing.filter(|p| !p.as_os_str().is_empty()).collect();
+    fs::create_dir_all(path).map_err(|e| io("create the directory", path, e))?;
+    // Without it a loss of power can take the directory with all synced files in it.
+    for parent in new.iter().filter_map(|p| p.parent()) {
+        match sync_dir(parent) {
+            // A parent that may be searched and written, but not read, cannot be opened.
+            Err(_) if File::open(parent).is_err_and(|e| e.kind() == std::io::ErrorKind::PermissionDenied) => {}
+            synced => synced?,
+        }
+    }
+    Ok(())
 }
 
 /// Removes a directory with all its contents.
@@ -496,6 +507,7 @@ pub fn free_space(path: &Path) -> Option<u64> {
         }
     }
     let c = std::ffi::CString::new(dir.as_os_str().as_encoded_bytes()).ok()?;
+    // SAFETY: a plain struct of numbers, for which zeros are a value.
     let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
     // SAFETY: `c` is a valid C string and `stat` a valid out pointer for the whole call.
     (unsafe { libc::statvfs(c.as_ptr(), &mut stat) } == 0).then_some(stat.f_bavail as u64 * stat.f_frsize as u64)

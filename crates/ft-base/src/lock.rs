@@ -117,7 +117,8 @@ impl RunLock {
         file.set_len(0).map_err(cannot)?;
         file.rewind().map_err(cannot)?;
         let since = units::utc(std::time::SystemTime::now());
-        writeln!(file, "process {} since {since}", std::process::id()).map_err(cannot)?;
+        let line = format!("process {} since {since}\n", std::process::id());
+        file.write_all(line.as_bytes()).map_err(cannot)?;
         Ok(Self { file, path, made })
     }
 
@@ -159,10 +160,20 @@ impl RunLock {
     }
 }
 
-/// True if this is a lock file of ft, held or not.
+/// True if this is a lock file of ft, held or not, also one that was cut off: a full disk or a loss of power leaves the
+/// start of its line, or zeros.
 pub fn is_lock(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < 200)
-        && files::read_text(path).is_ok_and(|text| text.is_empty() || process_in(&text).is_some())
+        && files::read_text(path).is_ok_and(|text| process_in(&text).is_some() || is_start(text.trim_end_matches('\0')))
+}
+
+/// True for the start of a line of `acquire`, up to all of ` since `.
+fn is_start(text: &str) -> bool {
+    const PARTS: [&str; 2] = ["process ", " since "];
+    let Some(rest) = text.strip_prefix(PARTS[0]) else {
+        return PARTS[0].starts_with(text);
+    };
+    PARTS[1].starts_with(rest.trim_start_matches(|c: char| c.is_ascii_digit()))
 }
 
 /// True if a process of this machine holds the lock of a run directory. Does not touch the lock, so a run that starts at
@@ -247,6 +258,23 @@ mod tests {
         std::fs::write(&lock, "my notes").unwrap();
         assert!(RunLock::acquire(dir.path()).is_err());
         assert_eq!(std::fs::read_to_string(&lock).unwrap(), "my notes");
+        for other in ["processes", "process x", "process 12 sin\0ce", "\0notes"] {
+            std::fs::write(&lock, other).unwrap();
+            assert!(RunLock::acquire(dir.path()).is_err(), "{other}");
+        }
+        // What a loss of power or a full disk leaves of a lock.
+        for torn in [
+            "",
+            "\0\0\0",
+            "proc",
+            "process ",
+            "process 12",
+            "process 12 si",
+            "process 12\0\0",
+        ] {
+            std::fs::write(&lock, torn).unwrap();
+            drop(RunLock::acquire(dir.path()).unwrap());
+        }
         std::fs::write(&lock, "process 12 since unix time 1700000000\n").unwrap();
         assert_eq!(last_process(dir.path()), Some(12));
         RunLock::acquire(dir.path()).unwrap();

@@ -199,7 +199,10 @@ pub fn remove_whole(path: &Path) -> Result<()> {
 
 /// The marker is removed last, so that `clean` recognizes the rest if the process is killed.
 fn remove_temporary(dir: &Path) -> Result<()> {
-    mark(dir)?;
+    if !is_marked(dir) {
+        // Without space for the marker the removal goes on: it makes space.
+        let _ = mark(dir);
+    }
     for entry in files::list(dir)? {
         match is_marker(&entry) {
             true => {}
@@ -256,14 +259,14 @@ pub fn clean(dir: &Path, owner: &Owner) -> Result<Cleaned> {
                 files::rename(&path, &original)?;
                 out.restored.push(original);
             } else if certain(&path) {
-                files::remove_dir_all(&path)?;
+                remove_temporary(&path)?;
                 out.removed.push(path);
             } else {
                 out.left.push(path);
             }
         } else if mine(files::TEMPORARY).is_some() {
             if certain(&path) {
-                files::remove_dir_all(&path)?;
+                remove_temporary(&path)?;
                 out.removed.push(path);
             } else if path.symlink_metadata().is_ok_and(|m| m.is_file()) {
                 files::remove_file(&path)?;

@@ -29,6 +29,7 @@ pub(crate) struct Shared(*mut f32, usize);
 
 // SAFETY: only an address and a length; each writer owns the elements that it writes (see `part`).
 unsafe impl Send for Shared {}
+// SAFETY: as above.
 unsafe impl Sync for Shared {}
 
 impl Shared {

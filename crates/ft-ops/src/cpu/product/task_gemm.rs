@@ -91,7 +91,7 @@ impl TaskGemm {
 
     /// Returns the number of f32 that `pack_operand` needs for `vectors` vectors of `k` elements, a multiple of 16.
     pub(crate) fn packed_len(self, side: Side, vectors: usize, k: usize) -> usize {
-        let elements = match self.0.vector_isa() {
+        let elements: usize = match self.0.vector_isa() {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Some(_) if self.0.packs_bf16() => amx::task_gemm::packed_len(vectors, k),
             #[cfg(target_arch = "x86_64")]

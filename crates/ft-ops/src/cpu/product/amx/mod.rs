@@ -216,6 +216,7 @@ struct PackedView {
 }
 // SAFETY: only read between packing and the end of the product.
 unsafe impl Send for PackedView {}
+// SAFETY: as above.
 unsafe impl Sync for PackedView {}
 
 impl PackedView {

@@ -1,0 +1,197 @@
+//! Every format that ft parses, damaged in many ways: each file gives a value or an error, in time, and takes no more
+//! memory than a multiple of its size.
+
+use crate::counting::{LIMIT, LIVE, MOST};
+use crate::{RESULT, case, passes};
+use ft::base::rng::{Rng, Stream};
+use ft::formats::{AdapterConfig, ChatTemplate, Tokenizer, Weights};
+use ft::recipe;
+use ft::setup::ModelDir;
+use ft::setup::rows::RecipeRows;
+use ft::setup::vocabulary::TextChanges;
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+/// What a case may take beside a multiple of its bytes.
+const BASE_BYTES: usize = 32 << 20;
+const PER_BYTE: usize = 256;
+const LONGEST: Duration = Duration::from_secs(10);
+
+/// Damages `bytes`: bits, bytes, numbers, nesting, repetition, missing parts.
+fn damage(bytes: &mut Vec<u8>, rng: &Rng) {
+    let mut at = 0;
+    let mut draw = |n: usize| {
+        at += 1;
+        rng.below(at, n.max(1) as u64) as usize
+    };
+    for _ in 0..1 + draw(3) {
+        let place = draw(bytes.len());
+        match draw(9) {
+            0 => bytes.truncate(place),
+            1 if place < bytes.len() => bytes[place] ^= 1 << draw(8),
+            2 if place < bytes.len() => bytes[place] = draw(256) as u8,
+            3 => drop(bytes.splice(place..place, vec![b"[{\"(<"[draw(5)]; 1 + draw(4000)])),
+            4 => {
+                let part = bytes[place..(place + 1 + draw(200)).min(bytes.len())].to_vec();
+                bytes.splice(place..place, part.repeat(1 + draw(20)));
+            }
+            5 => drop(bytes.drain(place..(place + 1 + draw(40)).min(bytes.len()))),
+            6 => {
+                let number = [
+                    "-1",
+                    "1e999",
+                    "18446744073709551616",
+                    "0",
+                    "4294967296",
+                    "null",
+                    "1e-400",
+                ][draw(7)];
+                if let Some(digit) = bytes[place..].iter().position(u8::is_ascii_digit) {
+                    let from = place + digit;
+                    let digits = bytes[from..].iter().take_while(|b| b.is_ascii_digit()).count();
+                    bytes.splice(from..from + digits, number.bytes());
+                }
+            }
+            7 => drop(bytes.splice(
+                place..place,
+                [[0xff, 0xfe, 0x00], [0xed, 0xa0, 0x80], [0x1b, b'[', b'm']][draw(3)],
+            )),
+            _ => drop(bytes.splice(place..place, b"\"\n,:]}"[..1 + draw(6)].iter().copied())),
+        }
+    }
+}
+
+/// A file, and what opens it.
+type Target<'a> = (&'a str, &'a dyn Fn(&Path));
+
+fn open_all(dir: &Path) -> usize {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let tiny = root.join("assets/tiny");
+    let goldens = root.join("tests/parity/goldens");
+    let model = dir.join("model");
+    for folder in [&model, &dir.join("adapter")] {
+        fs::create_dir_all(folder).unwrap();
+    }
+    for entry in fs::read_dir(&tiny).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+    }
+    let index = "{\"metadata\": {\"total_size\": 9}, \"weight_map\": {\"model.norm.weight\": \"model.safetensors\"}}";
+    fs::write(model.join("model.safetensors.index.json"), index).unwrap();
+    fs::write(
+        dir.join("adapter/adapter_config.json"),
+        "{\"peft_type\": \"LORA\", \"r\": 4, \"lora_alpha\": 8, \"target_modules\": [\"q_proj\", \"v_proj\"], \
+         \"rank_pattern\": {\"a.b\": 2}, \"lora_dropout\": 0.1, \"bias\": \"none\", \"use_rslora\": true}",
+    )
+    .unwrap();
+    fs::copy(goldens.join("data/messages.jsonl"), dir.join("rows.jsonl")).unwrap();
+    fs::write(
+        dir.join("rows.csv"),
+        "prompt,completion\n\"a, \"\"b\"\"\",c\n1,2\n".repeat(20),
+    )
+    .unwrap();
+    fs::write(dir.join("rows.json"), "[{\"text\": \"one\"}, {\"text\": \"two\"}]").unwrap();
+    fs::copy(goldens.join("arrow/types.arrow"), dir.join("rows.arrow")).unwrap();
+    fs::copy(root.join("recipes/quickstart.toml"), dir.join("r.toml")).unwrap();
+    fs::copy(tiny.join("model.safetensors"), dir.join("one.safetensors")).unwrap();
+
+    let tokenizer = Tokenizer::load(&tiny).unwrap();
+    let whole = ModelDir::open(&tiny.to_string_lossy(), "main", &TextChanges::default()).unwrap();
+    let of_model = |_: &Path| {
+        if let Ok(model) = ModelDir::open(&model.to_string_lossy(), "main", &TextChanges::default()) {
+            let _ = model.check_weights(recipe::ModelInit::Pretrained);
+        }
+    };
+    let of_rows = |path: &Path| {
+        let text = format!(
+            "[model]\npath = \"{}\"\n[data]\ntrain = \"{}\"\ncache = false\n",
+            tiny.display(),
+            path.display()
+        );
+        let recipe = recipe::parse(&text, "r.toml", &[]).unwrap().recipe;
+        let _ = RecipeRows::read(&recipe, &whole);
+    };
+    let of_recipe = |path: &Path| {
+        let _ = recipe::load(path, &[]);
+    };
+    let of_template = |path: &Path| {
+        if let Ok(text) = fs::read_to_string(path) {
+            let _ = ChatTemplate::from_text(&text, "t", &tokenizer);
+        }
+    };
+    let targets: [Target; 13] = [
+        ("one.safetensors", &|path| {
+            if let Ok(weights) = Weights::open_file(path) {
+                let _ = weights.read_f32("model.norm.weight");
+            }
+        }),
+        ("model/model.safetensors.index.json", &|_| drop(Weights::open(&model))),
+        ("model/config.json", &of_model),
+        ("model/generation_config.json", &of_model),
+        ("model/tokenizer.json", &of_model),
+        ("model/tokenizer_config.json", &of_model),
+        ("model/chat_template.jinja", &of_template),
+        ("adapter/adapter_config.json", &|path| {
+            drop(AdapterConfig::load(path.parent().unwrap()))
+        }),
+        ("rows.jsonl", &of_rows),
+        ("rows.json", &of_rows),
+        ("rows.csv", &of_rows),
+        ("rows.arrow", &of_rows),
+        ("r.toml", &of_recipe),
+    ];
+    let mut cases = 0;
+    for (n, (name, open)) in targets.iter().enumerate() {
+        let path = dir.join(name);
+        let good = fs::read(&path).unwrap();
+        // Large files are damaged where they have a structure.
+        let most = std::env::var("FT_TEST_CASES")
+            .ok()
+            .and_then(|n| n.parse().ok())
+            .unwrap_or(60);
+        for case in 0..most {
+            let rng = Rng::new(case, Stream::Sampling, &[n as u64]);
+            let mut bytes = good.clone();
+            if name.ends_with("safetensors") {
+                let mut head = bytes[..8192].to_vec();
+                damage(&mut head, &rng);
+                bytes.splice(..8192, head);
+            } else {
+                damage(&mut bytes, &rng);
+            }
+            fs::write(&path, &bytes).unwrap();
+            let (before, started) = (LIVE.load(Relaxed), Instant::now());
+            let most = BASE_BYTES + PER_BYTE * bytes.len();
+            MOST.store(before, Relaxed);
+            LIMIT.store(before + 4 * most, Relaxed);
+            println!("{name}, case {case}");
+            open(&path);
+            LIMIT.store(usize::MAX, Relaxed);
+            let (took, taken) = (started.elapsed(), MOST.load(Relaxed) - before);
+            assert!(
+                took < LONGEST && taken < most,
+                "{name}, case {case}: {took:?}, {taken} bytes"
+            );
+            cases += 1;
+        }
+        fs::write(&path, &good).unwrap();
+    }
+    cases
+}
+
+#[test]
+#[ignore = "runs only as the child of the test below"]
+fn all() {
+    if case().is_some() {
+        let dir = tempfile::tempdir().unwrap();
+        println!("{RESULT}{} damaged files", open_all(dir.path()));
+    }
+}
+
+/// Row F11. `FT_TEST_CASES=10000` damages each file so often.
+#[test]
+fn damaged_files_end_in_time_and_within_memory() {
+    passes("parsers::all");
+}

@@ -1,0 +1,179 @@
+//! Damaged files of a run: each is found by its name, and a run goes on from an older checkpoint if that is allowed.
+
+use crate::bench::{Bench, copy_all, files, said};
+use crate::same::{assert_same, assert_same_final};
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+
+const RUN: [&str; 6] = [
+    "tune.method=lora",
+    "tune.lora.r=4",
+    "train.max_steps=4",
+    "train.save_steps=2",
+    "train.save_total_limit=3",
+    "train.output_dir=run",
+];
+
+fn train(bench: &Bench, more: &[&str]) -> Output {
+    bench.ft(&[&["train", "--recipe", "r.toml"][..], &RUN, more].concat())
+}
+
+/// A bit flipped in the middle, the end cut off, the file gone.
+const DAMAGES: [&str; 3] = ["flipped", "cut", "gone"];
+
+fn damage(path: &Path, how: &str) {
+    let mut bytes = fs::read(path).unwrap();
+    let (middle, end) = (bytes.len() / 2, bytes.len() - 2);
+    match how {
+        "flipped" => bytes[middle] ^= 1,
+        "cut" => bytes.truncate(end),
+        _ => return fs::remove_file(path).unwrap(),
+    }
+    fs::write(path, bytes).unwrap();
+}
+
+/// A finished run in `whole`, and the names of the files of its last checkpoint.
+fn finished() -> (Bench, Vec<String>) {
+    let bench = Bench::new();
+    bench.train(&[&RUN[..], &["train.output_dir=whole"]].concat());
+    let names = files(&bench.path("whole/checkpoint-4"))
+        .into_iter()
+        .map(|(name, _)| name);
+    let names = names.collect();
+    (bench, names)
+}
+
+fn restore(bench: &Bench) {
+    let _ = fs::remove_dir_all(bench.path("run"));
+    fs::create_dir(bench.path("run")).unwrap();
+    for entry in fs::read_dir(bench.path("whole")).unwrap() {
+        let path = entry.unwrap().path();
+        let to = bench.path("run").join(path.file_name().unwrap());
+        if path.is_dir() {
+            copy_all(&path, &to)
+        } else {
+            fs::copy(&path, to).map(drop).unwrap()
+        }
+    }
+}
+
+/// Row C8.
+#[test]
+fn damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed() {
+    let (bench, names) = finished();
+    assert_eq!(
+        names,
+        [
+            "manifest.json",
+            "optimizer.safetensors",
+            "state.json",
+            "weights.safetensors"
+        ]
+    );
+    for name in &names {
+        for how in DAMAGES {
+            restore(&bench);
+            let path = bench.path("run/checkpoint-4").join(name);
+            damage(&path, how);
+            let before = files(&bench.path("run/checkpoint-2"));
+            let out = train(&bench, &["--resume"]);
+            let text = said(&out);
+            assert_eq!(out.status.code(), Some(1), "{name} {how}\n{text}");
+            assert!(
+                text.contains(name) && text.contains("--allow-older"),
+                "{name} {how}\n{text}"
+            );
+            assert_eq!(files(&bench.path("run/checkpoint-2")), before);
+            let out = train(&bench, &["--resume", "--allow-older"]);
+            let text = said(&out);
+            assert!(out.status.success(), "{name} {how}\n{text}");
+            assert!(
+                text.contains("a damaged checkpoint is not used") && text.contains(name),
+                "{text}"
+            );
+            assert!(text.contains("resumed after step 2"), "{text}");
+            assert!(bench.path("run/checkpoint-4.left").exists() && bench.path("run/checkpoint-4").exists());
+            assert_same(&bench, "whole", "run");
+        }
+    }
+    // None is whole: the error of the newest one.
+    restore(&bench);
+    for step in ["2", "4"] {
+        damage(&bench.path(&format!("run/checkpoint-{step}/state.json")), "cut");
+    }
+    let out = train(&bench, &["--resume", "--allow-older"]);
+    assert!(
+        out.status.code() == Some(1) && said(&out).contains("checkpoint-4"),
+        "{}",
+        said(&out)
+    );
+    // The newest one is whole.
+    restore(&bench);
+    let out = train(&bench, &["--resume", "--allow-older"]);
+    assert!(
+        out.status.success() && said(&out).contains("resumed after step 4"),
+        "{}",
+        said(&out)
+    );
+    assert_eq!(train(&bench, &["--allow-older"]).status.code(), Some(2));
+}
+
+/// The files beside the checkpoints describe a run; damage in them does not change its result.
+#[test]
+fn damage_beside_the_checkpoints_changes_no_result() {
+    let (bench, _) = finished();
+    let beside = fs::read_dir(bench.path("whole")).unwrap().map(|e| e.unwrap().path());
+    for path in beside.filter(|p| p.is_file()) {
+        for how in DAMAGES {
+            restore(&bench);
+            let name = path.file_name().unwrap().to_str().unwrap();
+            damage(&bench.path("run").join(name), how);
+            let out = train(&bench, &["--resume"]);
+            if out.status.success() {
+                assert_same_final(&bench, "whole", "run");
+            } else {
+                assert!(said(&out).contains(name), "{name} {how}\n{}", said(&out));
+            }
+        }
+    }
+}
+
+/// A file of `final/` that was cut off or is gone is an error that names it, if the program reads it.
+#[test]
+fn damage_in_a_result_is_named() {
+    let (bench, _) = finished();
+    let eval = || {
+        bench.ft(&[
+            "eval",
+            "--model",
+            "model",
+            "--adapter",
+            "run/final",
+            "--data",
+            "rows.jsonl",
+            "--json",
+        ])
+    };
+    restore(&bench);
+    let right = eval();
+    assert!(right.status.success(), "{}", said(&right));
+    for (name, how) in [
+        ("adapter_model.safetensors", "cut"),
+        ("adapter_model.safetensors", "gone"),
+        ("adapter_config.json", "flipped"),
+        ("adapter_config.json", "cut"),
+        ("tokenizer.json", "flipped"),
+        ("tokenizer.json", "cut"),
+        ("tokenizer_config.json", "flipped"),
+    ] {
+        restore(&bench);
+        damage(&bench.path("run/final").join(name), how);
+        let out = eval();
+        assert!(
+            !out.status.success() && said(&out).contains(name),
+            "{name} {how}\n{}",
+            said(&out)
+        );
+    }
+}

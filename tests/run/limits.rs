@@ -1,0 +1,124 @@
+//! Limits of the system, odd clocks and odd names: a run works, or is refused with a clear error and leaves nothing.
+
+use crate::bench::{Bench, said};
+use crate::disk::with_clock;
+use crate::same::assert_same_lines;
+use std::fs;
+use std::process::{Command, Output};
+
+const RUN: [&str; 5] = ["train", "--recipe", "r.toml", "train.max_steps=2", "train.save_steps=1"];
+
+/// `ft train` after `limit`, a line of a shell.
+fn under(bench: &Bench, limit: &str, run: &str) -> Output {
+    let out = format!("train.output_dir={run}");
+    let inner = bench.command(&[&RUN[..], &[&out]].concat());
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{limit}\nexec \"$0\" \"$@\"")]);
+    command.arg(inner.get_program()).args(inner.get_args());
+    for (name, value) in inner.get_envs() {
+        command.env(name, value.unwrap());
+    }
+    command.current_dir(bench.dir.path()).output().unwrap()
+}
+
+/// Row S7, and limits of the process.
+#[test]
+fn a_run_works_under_limits_or_is_refused() {
+    let bench = Bench::new();
+    bench.train(&[&RUN[3..], &["train.output_dir=whole"]].concat());
+    for (limit, works) in [
+        ("ulimit -n 32", true),
+        // Too few for the process that renders templates.
+        ("ulimit -n 6", false),
+        ("ulimit -c 0; ulimit -s 512", true),
+        ("ulimit -d 60000", true),
+        ("ulimit -v 400000", true),
+        ("umask 077", true),
+        ("unset HOME XDG_CACHE_HOME FT_CACHE_DIR", true),
+        ("export FT_CACHE_DIR=/proc/none", true),
+        ("export FT_CACHE_DIR=\"$PWD/r.toml\"", true),
+        ("export TMPDIR=/proc/none", true),
+        ("export LANG=C LC_ALL=C TERM=", true),
+        ("exec <&- >&-", true),
+        // Files of at most 64 KiB (blocks of 512 bytes), ignored signal: a write of a checkpoint fails.
+        ("trap '' XFSZ; ulimit -f 128", false),
+    ] {
+        let _ = fs::remove_dir_all(bench.path("run"));
+        let out = under(&bench, limit, "run");
+        assert_eq!(out.status.success(), works, "{limit}\n{}", said(&out));
+        if works {
+            assert_same_lines(&bench, "whole", "run");
+        } else {
+            assert!(
+                out.status.code() == Some(1) && said(&out).contains("error:"),
+                "{limit}\n{}",
+                said(&out)
+            );
+            assert!(!bench.path("run/final").exists(), "{limit}");
+        }
+    }
+}
+
+/// Row S7: a clock in 1970, in 2100, and one that jumps back and forth by days.
+#[test]
+fn a_clock_that_jumps_changes_nothing() {
+    let bench = Bench::new();
+    bench.train(&[&RUN[3..], &["train.output_dir=whole"]].concat());
+    for seconds in [0, 4_102_444_800] {
+        let out = format!("train.output_dir=run-{seconds}");
+        let mut command = bench.command(&[&RUN[..], &[&out]].concat());
+        if with_clock(&mut command, seconds).is_none() {
+            return;
+        }
+        let ran = command.output().unwrap();
+        assert!(ran.status.success(), "{seconds}\n{}", said(&ran));
+        assert_same_lines(&bench, "whole", &format!("run-{seconds}"));
+    }
+}
+
+/// Row W6: names of files and directories with spaces, quotes, line breaks, escapes and bytes that are not UTF-8.
+#[test]
+fn odd_names_work_or_are_refused() {
+    use std::os::unix::ffi::OsStrExt;
+    let bench = Bench::new();
+    for name in [
+        "a b",
+        "a\nb",
+        "'\"$(touch x)`touch x`",
+        "-q",
+        "\u{1b}[2J",
+        "é\u{202e}",
+        "...",
+    ] {
+        fs::rename(bench.path("model"), bench.path(name)).unwrap();
+        let out = bench.ft(&[
+            &RUN[..],
+            &[
+                &format!("model.path=./{name}"),
+                &format!("train.output_dir=./{name}/run"),
+            ],
+        ]
+        .concat());
+        assert!(out.status.success(), "{name:?}\n{}", said(&out));
+        assert!(!said(&out).contains('\u{1b}'), "{:?}", said(&out));
+        assert!(bench.path(name).join("run/final").exists() && !bench.path("x").exists());
+        fs::remove_dir_all(bench.path(name).join("run")).unwrap();
+        fs::rename(bench.path(name), bench.path("model")).unwrap();
+    }
+    // Not UTF-8: as the place of the recipe and of all it names; refused as a word on the command line.
+    let odd = bench.dir.path().join(std::ffi::OsStr::from_bytes(b"d\xff"));
+    fs::create_dir(&odd).unwrap();
+    for name in ["model", "rows.jsonl", "r.toml"] {
+        fs::rename(bench.path(name), odd.join(name)).unwrap();
+    }
+    let out = bench
+        .command(&RUN)
+        .arg("train.output_dir=run")
+        .current_dir(&odd)
+        .output()
+        .unwrap();
+    assert!(out.status.success() && odd.join("run/final").exists(), "{}", said(&out));
+    let word = std::ffi::OsStr::from_bytes(b"train.output_dir=\xff");
+    let out = bench.command(&RUN).arg(word).current_dir(&odd).output().unwrap();
+    assert_eq!(out.status.code(), Some(2), "{}", said(&out));
+}

@@ -1,0 +1,149 @@
+//! The supply chain: where dependencies come from, their licenses, what is banned, `unsafe` code, programs that are started.
+
+use super::{product, root};
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+/// Licenses of dependencies: each allows use in a program under MIT or Apache-2.0.
+const LICENSES: [&str; 12] = [
+    "0BSD",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "CC0-1.0",
+    "CDLA-Permissive-2.0",
+    "ISC",
+    "MIT",
+    "Unicode-3.0",
+    "Unlicense",
+    "Zlib",
+];
+
+/// Packages that must not be there, and why.
+const BANNED: [(&str, &str); 5] = [
+    ("openssl-sys", "TLS is rustls"),
+    ("native-tls", "TLS is rustls"),
+    ("reqwest", "HTTP is ureq"),
+    ("tokio", "ft has threads, no runtime"),
+    ("pyo3", "no interpreter"),
+];
+
+/// Most packages with more than one version.
+const MOST_DOUBLED: usize = 14;
+
+/// True if this license expression can be met by the list.
+fn accepted(expression: &str) -> bool {
+    let one = |license: &str| {
+        let license = license.trim().trim_matches(['(', ')']).trim();
+        LICENSES.contains(&license)
+    };
+    let plain = expression.replace('/', " OR ");
+    // AND binds stronger than OR; deeper expressions do not occur.
+    if plain.contains('(') {
+        plain.split(" AND ").all(|part| part.split(" OR ").any(one))
+    } else {
+        plain.split(" OR ").any(|part| part.split(" AND ").all(one))
+    }
+}
+
+#[test]
+fn every_dependency_is_accepted() {
+    assert!(accepted("MIT OR Apache-2.0") && accepted("MIT/Apache-2.0") && accepted("GPL-3.0 OR MIT"));
+    assert!(accepted("(MIT OR Apache-2.0) AND Unicode-3.0") && !accepted("MIT AND GPL-3.0") && !accepted("GPL-3.0"));
+    assert!(!accepted("(MIT OR Apache-2.0) AND GPL-3.0") && !accepted(""));
+    let out = Command::new(env!("CARGO"))
+        .args([
+            "metadata",
+            "--offline",
+            "--locked",
+            "--format-version",
+            "1",
+            "--filter-platform",
+        ])
+        .arg(format!("{}-unknown-linux-gnu", std::env::consts::ARCH))
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let metadata: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    let lock = std::fs::read_to_string(root().join("Cargo.lock")).unwrap();
+    let mut faults = Vec::new();
+    let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for package in metadata["packages"].as_array().unwrap() {
+        let text = |key: &str| package[key].as_str().unwrap_or_default();
+        let (name, version) = (text("name"), text("version"));
+        versions.entry(name).or_default().insert(version);
+        if !accepted(text("license")) {
+            faults.push(format!("{name} {version}: license `{}`", text("license")));
+        }
+        if let Some((_, why)) = BANNED.iter().find(|(banned, _)| *banned == name) {
+            faults.push(format!("{name}: {why}"));
+        }
+        if package["source"].is_null() {
+            continue;
+        }
+        let entry = format!("name = \"{name}\"\nversion = \"{version}\"\n");
+        let entry = lock
+            .split("[[package]]\n")
+            .find(|e| e.starts_with(&entry))
+            .unwrap_or_default();
+        if !entry.contains("source = \"registry+https://github.com/rust-lang/crates.io-index\"")
+            || !entry.contains("checksum = \"")
+        {
+            faults.push(format!("{name} {version}: no checksum of the registry"));
+        }
+    }
+    let doubled = versions.values().filter(|v| v.len() > 1).count();
+    println!("{} packages, {doubled} in more than one version", versions.len());
+    if doubled > MOST_DOUBLED {
+        faults.push(format!(
+            "{doubled} packages in more than one version, expected {MOST_DOUBLED} at most"
+        ));
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+/// `unsafe` blocks by crate; clippy checks that each has its `SAFETY` comment. A new one is a decision: it changes a number
+/// here and in `SECURITY.md`.
+#[test]
+fn unsafe_code_is_counted() {
+    let mut found: BTreeMap<String, usize> = BTreeMap::new();
+    for source in product() {
+        let name = source.path.strip_prefix("crates/").and_then(|p| p.split('/').next());
+        let blocks = source.product().iter().map(|(_, line)| blocks(line)).sum::<usize>();
+        *found.entry(name.unwrap_or("ft").to_string()).or_default() += blocks;
+    }
+    found.retain(|_, n| *n > 0);
+    let listed: Vec<String> = found.iter().map(|(name, n)| format!("{name} {n}")).collect();
+    let listed = format!("Blocks of `unsafe` code: {}.", listed.join(", "));
+    let security = std::fs::read_to_string(root().join("SECURITY.md")).unwrap();
+    assert!(security.contains(&listed), "SECURITY.md does not say: {listed}");
+}
+
+fn blocks(line: &str) -> usize {
+    line.split("unsafe")
+        .skip(1)
+        .filter(|rest| rest.trim_start().starts_with('{'))
+        .count()
+}
+
+/// Row W4 of `docs/reliability.md`: only these files start programs, and none of them a shell.
+#[test]
+fn programs_are_started_in_two_places() {
+    let allowed = ["crates/ft-base/src/worker.rs", "src/setup/rewards/program.rs"];
+    for source in product() {
+        let lines = source.product();
+        let starts = lines.iter().any(|(_, line)| line.contains("Command::new"));
+        assert!(
+            !starts || allowed.contains(&source.path.as_str()),
+            "{} starts a program",
+            source.path
+        );
+        let shell = source
+            .text
+            .lines()
+            .any(|l| l.contains("\"/bin/sh\"") || l.contains("Command::new(\"sh\""));
+        assert!(!shell, "{} names a shell", source.path);
+    }
+}

@@ -180,7 +180,7 @@ impl Inputs {
         let (storage, mut most) = (&self.strategy.storage, 0);
         model.each(&Active::new([]), |p, _| {
             if let (true, &[rows, columns]) = (storage.of(p).is_quantized(), p.shape.as_slice()) {
-                most = work_bytes(rows, columns, storage.dtype() == Dtype::Bf16).max(most);
+                most = work_bytes(rows, columns, storage.dtype()).max(most);
             }
         });
         if self.on_gpu { most } else { 0 }

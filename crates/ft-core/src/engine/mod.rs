@@ -4,6 +4,7 @@
 pub mod active;
 mod exact;
 pub mod hook;
+mod loss_scale;
 pub mod pass;
 mod reduce;
 pub mod sinks;
@@ -13,6 +14,7 @@ pub mod window;
 
 pub use active::Active;
 pub use hook::StepHook;
+pub use loss_scale::{LossScale, LossScaleConfig};
 pub use pass::{Pass, Totals, evaluate};
 pub use reduce::{exchange_bytes, sent_bytes};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
@@ -22,3 +24,5 @@ pub use strategy::StepStrategy;
 mod ranks_tests;
 #[cfg(test)]
 mod shared_tests;
+#[cfg(test)]
+mod step_tests;

@@ -37,7 +37,7 @@ use crate::ops::quantized::work_bytes;
 use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
 use crate::peft::start::cost;
-use crate::recipe::{Dtype, LoraInit, Method, Recipe, RolloutWeights};
+use crate::recipe::{LoraInit, Method, Recipe, RolloutWeights};
 use crate::setup::Turn;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;

@@ -44,7 +44,9 @@ fn build() -> Result<(), String> {
     for source in &sources {
         modules.push(Module { source, f16: false });
         let text = fs::read_to_string(source).map_err(|e| format!("{}: {e}", source.display()))?;
-        let halves = text.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| word == "bf16");
+        let halves = text
+            .split(|c: char| !c.is_ascii_alphanumeric())
+            .any(|word| word == "bf16");
         if halves && !NO_F16.contains(&stem(source).as_str()) {
             modules.push(Module { source, f16: true });
         }
@@ -68,8 +70,7 @@ fn build() -> Result<(), String> {
     if !failed.is_empty() {
         return Err(failed.join("\n"));
     }
-    let mut list =
-        String::from("/// Name and fat binary of each module.\npub static MODULES: &[(&str, &[u8])] = &[\n");
+    let mut list = String::from("/// Name and fat binary of each module.\npub static MODULES: &[(&str, &[u8])] = &[\n");
     for module in &modules {
         let name = module.name();
         list += &format!(

@@ -282,7 +282,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     engine.routers.losses = recipe.train.router_losses();
     engine.seed = recipe.train.seed;
     engine.step_hook = step_hook;
-    engine.loss_scale = recipe.model.dtype.needs_loss_scale().then(|| LossScale::new(recipe.train.scale_config()));
+    engine.loss_scale = recipe
+        .model
+        .dtype
+        .needs_loss_scale()
+        .then(|| LossScale::new(recipe.train.scale_config()));
     engine.comm = ranks.0.clone();
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
@@ -405,7 +409,13 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             trained_before: trained_tokens,
             label: active_schedule.label(step),
             print: step.is_multiple_of(recipe.train.logging_steps.max(1) as u64) || step == total_steps,
-            more: [engine.objective.metrics(), run.feed.metrics(), engine.routers.metrics(), running::scale_metrics(scale, &engine)].concat(),
+            more: [
+                engine.objective.metrics(),
+                run.feed.metrics(),
+                engine.routers.metrics(),
+                running::scale_metrics(scale, &engine),
+            ]
+            .concat(),
             started,
             queued,
         };

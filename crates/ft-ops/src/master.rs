@@ -100,7 +100,11 @@ mod tests {
             let y = join_f16(high, low);
             let error = if x.abs() < 2f32.powi(-17) { 2f32.powi(-41) } else { 0.0 };
             assert!((y - x).abs() <= error, "{x} {y}");
-            assert_eq!((y.is_sign_negative(), split_f16(y)), (x.is_sign_negative(), (high, low)), "{x}");
+            assert_eq!(
+                (y.is_sign_negative(), split_f16(y)),
+                (x.is_sign_negative(), (high, low)),
+                "{x}"
+            );
             let nearest = (f16::from_f32(x).to_f32() - x).abs();
             assert!((high.to_f32() - x).abs() <= nearest + 2f32.powi(-40), "{x} {high}");
         }

@@ -277,7 +277,10 @@ pub fn join(weight: &Tensor, low: &Tensor) -> Result<Vec<f32>> {
     let low = low.flatten_all()?.to_vec1::<i16>()?;
     if weight.dtype() == DType::F16 {
         let high = weight.flatten_all()?.to_vec1::<f16>()?.into_iter();
-        return Ok(high.zip(low).map(|(h, l)| super::master::join_f16(h, l as u16)).collect());
+        return Ok(high
+            .zip(low)
+            .map(|(h, l)| super::master::join_f16(h, l as u16))
+            .collect());
     }
     let high = weight.flatten_all()?.to_vec1::<bf16>()?;
     Ok(high

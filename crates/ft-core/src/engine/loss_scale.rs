@@ -61,9 +61,14 @@ impl LossScale {
     pub fn update(&mut self, overflow: bool) -> Result<()> {
         if overflow {
             if self.scale < SMALLEST {
-                return Err(Error::non_finite("the values of a step are too large for f16, at any loss scale")
-                    .found(format!("a loss scale of {:e}, after {} skipped steps", self.scale, self.skipped))
-                    .hint("use `Dtype::Bf16` or `Dtype::F32`"));
+                return Err(
+                    Error::non_finite("the values of a step are too large for f16, at any loss scale")
+                        .found(format!(
+                            "a loss scale of {:e}, after {} skipped steps",
+                            self.scale, self.skipped
+                        ))
+                        .hint("use `Dtype::Bf16` or `Dtype::F32`"),
+                );
             }
             (self.scale, self.steps) = (self.scale * BACKOFF, 0);
             self.skipped += 1;

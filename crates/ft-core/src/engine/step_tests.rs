@@ -1,22 +1,22 @@
 //! Steps: ways of gradients, steps that are held back, and loss scaling.
 
-use super::step::*;
 use super::active::Active;
 use super::loss_scale::{LossScale, LossScaleConfig};
+use super::step::*;
 use super::strategy::StepStrategy;
 use crate::base::ErrorKind;
 use crate::data::Batch;
-use crate::model::TrainableNetwork;
-use crate::ops::step_stats::{StepStats, StepSums};
-use crate::optim::Optimizer;
-use std::sync::Arc;
 use crate::data::Example;
+use crate::model::TrainableNetwork;
 use crate::model::{families, shapes};
 use crate::ops::Dtype;
+use crate::ops::step_stats::{StepStats, StepSums};
+use crate::optim::Optimizer;
 use crate::optim::config::{OptimizerConfig, OptimizerName};
 use crate::sft::CausalLm;
 use crate::source::Resident;
 use candle_core::Device;
+use std::sync::Arc;
 
 /// A small model, trained with SGD, and its parameters.
 fn engine(gradients: Gradients) -> (Engine, Active) {
@@ -165,12 +165,22 @@ fn a_step_that_overflows_is_skipped_and_lowers_the_scale() {
             (skipped, steps) = (skipped + u64::from(report.skipped), steps + u64::from(!report.skipped));
             assert!(skipped < 60, "{gradients:?}");
         }
-        assert!(skipped > 1 && engine.skipped_steps() == skipped, "{gradients:?}: {skipped}");
+        assert!(
+            skipped > 1 && engine.skipped_steps() == skipped,
+            "{gradients:?}: {skipped}"
+        );
         // It grew again after the second of the three steps.
         let left = engine.loss_scale.unwrap();
-        assert_eq!(f64::from(left.scale), most / 2f64.powi(skipped as i32 - 1), "{gradients:?}");
+        assert_eq!(
+            f64::from(left.scale),
+            most / 2f64.powi(skipped as i32 - 1),
+            "{gradients:?}"
+        );
         // The skipped steps are not counted.
         let counts: Vec<u64> = engine.optimizer.saved().map(|state| state.step).collect();
-        assert!(!counts.is_empty() && counts.iter().all(|count| *count == 3), "{gradients:?}");
+        assert!(
+            !counts.is_empty() && counts.iter().all(|count| *count == 3),
+            "{gradients:?}"
+        );
     }
 }

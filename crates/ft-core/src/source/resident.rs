@@ -308,10 +308,12 @@ fn f16s(weights: &Weights, p: &ParamInfo) -> Result<Vec<f16>> {
     }
     let values = f32s(weights, p)?;
     let most = values.iter().fold(0f32, |most, x| most.max(x.abs()));
-    Err(Error::argument(format!("tensor `{}` has a number that f16 cannot hold", p.name))
-        .found(most)
-        .expected(format!("at most {}", f16::MAX))
-        .hint("use `Dtype::Bf16` or `Dtype::F32`"))
+    Err(
+        Error::argument(format!("tensor `{}` has a number that f16 cannot hold", p.name))
+            .found(most)
+            .expected(format!("at most {}", f16::MAX))
+            .hint("use `Dtype::Bf16` or `Dtype::F32`"),
+    )
 }
 
 /// Errors: a value that is not finite, with the tensor's name; otherwise only the loss would become NaN later.

@@ -15,13 +15,7 @@ pub(crate) fn attend(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec) -> 
 }
 
 /// As `attend`; `half`: the part of the kernel name for the type of the 16-bit numbers in the cache.
-fn attend_as(
-    tables: &Tables,
-    layer: usize,
-    q: &Tensor,
-    spec: &Spec,
-    half: &'static str,
-) -> Result<(Tensor, Tensor)> {
+fn attend_as(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec, half: &'static str) -> Result<(Tensor, Tensor)> {
     let (form, blocks) = tables.layer(layer)?;
     let kind = FloatType::of(q, "the queries")?;
     let want = [tables.tokens, spec.query_width()];

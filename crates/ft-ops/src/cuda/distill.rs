@@ -473,7 +473,11 @@ impl<'a> Group<'a> {
         ];
         let (kind, d) = (self.own.kind, self.own.d);
         // Numbers of 16 bits fill the first half of each row.
-        let stride = if kind.is_short() { 2 * self.own.stride } else { self.own.stride };
+        let stride = if kind.is_short() {
+            2 * self.own.stride
+        } else {
+            self.own.stride
+        };
         let kernel = ["distill_turn_", kind.name()];
         self.launch(kernel, Self::grid(count, width), &args)?;
         let dlogits = gemm::Matrix::new(ours, kind, stride);

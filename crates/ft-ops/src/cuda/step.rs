@@ -114,7 +114,9 @@ fn launch(
     let mut numbers = [[0f32; 3]; GROUPS];
     numbers[..groups.len()].copy_from_slice(groups);
     let short = items.iter().map(|item| FloatType::of(item.weight, "a weight"));
-    let short = short.into_iter().find(|kind| kind.as_ref().is_ok_and(|kind| kind.is_short()));
+    let short = short
+        .into_iter()
+        .find(|kind| kind.as_ref().is_ok_and(|kind| kind.is_short()));
     let half = short.transpose()?.map_or("", FloatType::module);
     let (kernel, tables) = if items.iter().any(is_quantized) {
         ([kernel, "_codes", half], code_tables(gpu)?)

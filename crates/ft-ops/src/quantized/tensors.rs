@@ -4,8 +4,8 @@
 
 use super::{Absmax, BLOCK, NESTED, Products, QData, QMatrixView, ScaledData, ScaledKind};
 use crate::cpu::storage::{dims2, expect_dims};
-use candle_core::{DType, Storage, Tensor, WithDType};
 use crate::dtype::Dtype;
+use candle_core::{DType, Storage, Tensor, WithDType};
 use ft_base::{Error, Result};
 
 /// Largest number of elements of W `[O, I]` that a GPU dequantizes at a time.

@@ -155,7 +155,8 @@ fn a_step_that_overflows_is_skipped_and_lowers_the_scale() {
     for gradients in [Gradients::Keep, Gradients::Fused, Gradients::NormFirst] {
         // Large weights have large gradients.
         let (mut engine, active) = engine_of(gradients, 1.0);
-        let most = 2f64.powi(127);
+        // `NormFirst` squares scaled gradients: in f32 they overflow at a lower scale.
+        let most = 2f64.powi(if gradients == Gradients::Keep { 127 } else { 72 });
         engine.loss_scale = Some(scale(most, 2));
         let (mut skipped, mut steps) = (0, 0);
         let weights = |engine: &Engine| {
@@ -178,7 +179,7 @@ fn a_step_that_overflows_is_skipped_and_lowers_the_scale() {
             assert_eq!(report.grad_norm.is_finite(), !report.skipped, "{gradients:?}");
             assert!(report.totals.loss().is_finite());
             (skipped, steps) = (skipped + u64::from(report.skipped), steps + u64::from(!report.skipped));
-            assert!(skipped < 60, "{gradients:?}");
+            assert!(skipped < 40, "{gradients:?}");
         }
         assert!(
             skipped > 1 && engine.skipped_steps() == skipped,

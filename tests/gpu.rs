@@ -25,6 +25,9 @@ mod eight_bit;
 #[path = "gpu/engine.rs"]
 mod engine;
 #[cfg(feature = "cuda")]
+#[path = "gpu/f16.rs"]
+mod f16;
+#[cfg(feature = "cuda")]
 #[path = "gpu/generation.rs"]
 mod generation;
 #[cfg(feature = "cuda")]

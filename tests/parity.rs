@@ -11,6 +11,8 @@ mod expert_adapters;
 mod families;
 #[path = "parity/int8.rs"]
 mod int8;
+#[path = "parity/loss_scale.rs"]
+mod loss_scale;
 #[path = "parity/preference.rs"]
 mod preference;
 #[path = "parity/quant.rs"]

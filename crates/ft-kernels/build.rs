@@ -2,6 +2,9 @@
 //! architecture, and PTX of the lowest one, which the driver compiles for any newer GPU. Without the feature it
 //! does nothing.
 //!
+//! A file whose text has the word `bf16` is compiled twice, the second time with `FT_F16` as the module `NAME_f16`
+//! (`cuda/common.cuh`).
+//!
 //! `FT_CUDA_ARCHS` (such as `90` or `80,86`) replaces the architectures; the sources need 80 or higher.
 
 use std::path::{Path, PathBuf};
@@ -10,6 +13,8 @@ use std::sync::Mutex;
 use std::{env, fs, thread};
 
 const ARCHS: &str = "80,86,89,90";
+/// Files that have no module of f16: products of 8-bit operands.
+const NO_F16: [&str; 1] = ["eight_bit"];
 const SETTINGS: [&str; 6] = ["NVCC", "PATH", "CUDA_HOME", "CUDA_PATH", "NVCC_CCBIN", "FT_CUDA_ARCHS"];
 
 fn main() -> ExitCode {
@@ -35,15 +40,26 @@ fn build() -> Result<(), String> {
     let nvcc = nvcc()?;
     let archs = archs()?;
     let sources = sources()?;
+    let mut modules = Vec::new();
+    for source in &sources {
+        modules.push(Module { source, f16: false });
+        let text = fs::read_to_string(source).map_err(|e| format!("{}: {e}", source.display()))?;
+        let halves = text
+            .split(|c: char| !c.is_ascii_alphanumeric())
+            .any(|word| word == "bf16");
+        if halves && !NO_F16.contains(&stem(source).as_str()) {
+            modules.push(Module { source, f16: true });
+        }
+    }
     // Compiles several files in parallel; cargo passes the number of jobs.
     let jobs = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
-    let todo = Mutex::new(sources.iter());
+    let todo = Mutex::new(modules.iter());
     let failed = Mutex::new(Vec::new());
     thread::scope(|scope| {
-        for _ in 0..jobs.clamp(1, sources.len().max(1)) {
+        for _ in 0..jobs.clamp(1, modules.len().max(1)) {
             scope.spawn(|| {
-                while let Some(source) = lock(&todo).next() {
-                    if let Err(e) = compile(&nvcc, &archs, source, &out) {
+                while let Some(module) = lock(&todo).next() {
+                    if let Err(e) = compile(&nvcc, &archs, module, &out) {
                         lock(&failed).push(e);
                     }
                 }
@@ -54,10 +70,9 @@ fn build() -> Result<(), String> {
     if !failed.is_empty() {
         return Err(failed.join("\n"));
     }
-    let mut list =
-        String::from("/// Name and fat binary of each source file.\npub static MODULES: &[(&str, &[u8])] = &[\n");
-    for source in &sources {
-        let name = stem(source);
+    let mut list = String::from("/// Name and fat binary of each module.\npub static MODULES: &[(&str, &[u8])] = &[\n");
+    for module in &modules {
+        let name = module.name();
         list += &format!(
             "    ({name:?}, include_bytes!({:?})),\n",
             out.join(format!("{name}.fatbin"))
@@ -66,6 +81,18 @@ fn build() -> Result<(), String> {
     list += "];\n/// Version of the toolkit, as 1000 major + 10 minor.\n";
     list += &format!("pub const TOOLKIT: Option<i32> = {:?};\n", toolkit(&nvcc));
     fs::write(out.join("modules.rs"), list).map_err(|e| format!("the list of modules: {e}"))
+}
+
+/// A source file and the type of its 16-bit numbers.
+struct Module<'a> {
+    source: &'a Path,
+    f16: bool,
+}
+
+impl Module<'_> {
+    fn name(&self) -> String {
+        stem(self.source) + if self.f16 { "_f16" } else { "" }
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -127,7 +154,7 @@ fn toolkit(nvcc: &Path) -> Option<i32> {
     Some(1000 * major.parse::<i32>().ok()? + 10 * minor.parse::<i32>().ok()?)
 }
 
-fn compile(nvcc: &Path, archs: &[u32], source: &Path, out: &Path) -> Result<(), String> {
+fn compile(nvcc: &Path, archs: &[u32], module: &Module, out: &Path) -> Result<(), String> {
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++17", "-O3"]);
     for arch in archs {
@@ -138,17 +165,21 @@ fn compile(nvcc: &Path, archs: &[u32], source: &Path, out: &Path) -> Result<(), 
     if let Some(compiler) = env::var_os("NVCC_CCBIN") {
         command.arg("-allow-unsupported-compiler").arg("-ccbin").arg(compiler);
     }
+    if module.f16 {
+        command.arg("-DFT_F16");
+    }
     command
         .arg("-o")
-        .arg(out.join(format!("{}.fatbin", stem(source))))
-        .arg(source);
+        .arg(out.join(format!("{}.fatbin", module.name())))
+        .arg(module.source);
     let output = command.output().map_err(|e| format!("{}: {e}", nvcc.display()))?;
     if output.status.success() {
         return Ok(());
     }
     Err(format!(
-        "nvcc failed on {}\n{}{}",
-        source.display(),
+        "nvcc failed on {} (module {})\n{}{}",
+        module.source.display(),
+        module.name(),
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr)
     ))

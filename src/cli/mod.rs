@@ -252,7 +252,7 @@ fn template_kwargs(given: &[String]) -> Result<serde_json::Map<String, serde_jso
 
 /// Parses `--dtype`.
 fn parse_dtype(text: &str) -> std::result::Result<crate::recipe::Dtype, String> {
-    crate::recipe::Dtype::parse(text).ok_or_else(|| "expected f32 or bf16".to_string())
+    crate::recipe::Dtype::parse(text).ok_or_else(|| "expected f32, bf16 or f16".to_string())
 }
 
 /// Parses `DIR` or `DIR=WEIGHT`.

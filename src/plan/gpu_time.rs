@@ -192,7 +192,7 @@ impl StepTime {
 /// Says why the time of this run cannot be estimated.
 pub fn not_known(recipe: &Recipe, inputs: &Inputs) -> Option<&'static str> {
     // Of all adapters, only LoRA has a rank and multiplies W in its own type.
-    if recipe.model.dtype != Dtype::Bf16 {
+    if !recipe.model.dtype.is_short() {
         Some("a model in f32")
     } else if inputs.adapters.values().any(|cost| cost.rank == 0 || cost.widens) {
         Some("adapters other than LoRA")
@@ -222,7 +222,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     let forward = (layers + recomputed.len()) as f64;
     let both = |[once, back]: [f64; 2]| forward * once + above * back;
     let products_per_second = match recipe.model.dtype {
-        Dtype::Bf16 => gpu.products,
+        Dtype::Bf16 | Dtype::F16 => gpu.products,
         Dtype::F32 => gpu.products / F32_PRODUCTS,
     };
     // A product reads its input, writes its result, and reads the weight once for each chunk of tokens.

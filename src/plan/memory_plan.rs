@@ -176,6 +176,7 @@ pub fn forecast(
             .found("a CPU run: host memory and device memory are the same")
             .hint("set `memory.budget`"));
     }
+    recipe.model.dtype.runs_on(on_gpu)?;
     if on_gpu {
         device.rates.check(recipe.memory.frozen_products)?
     } else {

@@ -41,7 +41,7 @@ use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
 use crate::optim::config::OptimizerName;
 use crate::peft::start::cost;
-use crate::recipe::{Dtype, LoraInit, Method, PeftType, Recipe, RolloutWeights};
+use crate::recipe::{LoraInit, Method, PeftType, Recipe, RolloutWeights};
 use crate::setup::Turn;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;
@@ -184,7 +184,7 @@ impl Inputs {
         let (storage, mut most) = (&self.strategy.storage, 0);
         model.each(&Active::new([]), |p, _| {
             if let (true, &[rows, columns]) = (storage.of(p).is_quantized(), p.shape.as_slice()) {
-                most = work_bytes(rows, columns, storage.dtype() == Dtype::Bf16).max(most);
+                most = work_bytes(rows, columns, storage.dtype()).max(most);
             }
         });
         if self.on_gpu { most } else { 0 }

@@ -313,7 +313,12 @@ impl PlanContext<'_> {
         let choose = |keep_fits| {
             let all_active = recipe.tune.method == Method::Full;
             let micro_batches = recipe.train.gradient_accumulation_steps;
-            Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits)
+            match Gradients::choose(micro_batches, recipe.train.max_grad_norm, all_active, keep_fits) {
+                // A step with a loss scale can be skipped, so no gradient is applied before all are known to be finite.
+                Gradients::Fused if recipe.model.dtype == Dtype::F16 && keep_fits => Gradients::Keep,
+                Gradients::Fused if recipe.model.dtype == Dtype::F16 => Gradients::NormFirst,
+                gradients => gradients,
+            }
         };
         let mut gradients = vec![choose(true)];
         // AdaLoRA allocates ranks from the gradients of the whole step, so the engine always keeps them.
@@ -459,7 +464,7 @@ impl PlanContext<'_> {
             // At most this many answers are generated at a time.
             inputs.rollout = prompts::answers_of_rollout(recipe).min(generate::Limits::default().rows);
         }
-        if self.on_gpu && recipe.model.dtype == Dtype::Bf16 {
+        if self.on_gpu && recipe.model.dtype.is_short() {
             inputs.element = 2;
         }
         inputs.teacher = self.teacher.cloned();

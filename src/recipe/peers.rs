@@ -86,6 +86,7 @@ pub fn value_for(name: &str, key: &str, value: &str) -> Option<String> {
     let is_true = ["true", "1", "yes"].contains(&value.to_lowercase().as_str());
     let flag = match plain(name).as_str() {
         "bf16" | "bfloat16" | "pure_bf16" => Some("bf16"),
+        "fp16" | "float16" | "half" => Some("f16"),
         "float32" => Some("f32"),
         "use_cpu" | "no_cuda" => Some("cpu"),
         "train_from_scratch" | "from_scratch" | "reinit_weights" => Some("random"),

@@ -63,6 +63,7 @@ pub const TERMS: &[(&str, Term)] = &[
     ),
     ("lower the learning rate", Text("lower `optimizer.learning_rate`")),
     ("Dtype::F32", Value(Model::dtype, "f32")),
+    ("Dtype::Bf16", Value(Model::dtype, "bf16")),
     ("load them as f32", Text("use `--dtype f32`")),
     ("device::open", Key(Model::device)),
     ("device::gpus", Text("ft doctor")),

@@ -43,8 +43,8 @@ const MODELS: &str = "
   each layer, not the `per_layer_model_projection` before the layers. `enable_moe_block` (26B-A4B) and new tokens are refused.
   On a GPU the heads of 512 elements (full attention) use the kernels without tensor cores.
 - Quantized checkpoints load: bitsandbytes, FP8, GPTQ, AWQ, compressed-tensors, ModelOpt FP8 ([quantization.md](quantization.md#files-of-other-tools)).
-- Checkpoints in f16 load: f32 keeps every value, bf16 rounds each weight by up to 0.2 %. f16 is not a type of training: it
-  needs loss scaling, and kernels for f16.
+- Checkpoints in f16 load: f16 and f32 keep every value, bf16 rounds each weight by up to 0.2 %. Training in f16 needs a GPU
+  ([optimizers.md](optimizers.md#f16-and-the-loss-scale)).
 ";
 
 #[test]

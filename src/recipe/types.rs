@@ -4,6 +4,7 @@ pub use super::table::{
     adapters::*, distill::*, distributed::*, model::*, preference::*, quality::*, rl::*, sources::*, train::*, tune::*,
 };
 pub use crate::distill::hidden::HiddenLoss;
+pub use crate::engine::LossScaleConfig;
 pub use crate::model::RouterLosses;
 pub use crate::ops::Dtype;
 pub use crate::optim::config::{

@@ -212,6 +212,7 @@ impl ModelDir {
         device: &Device,
     ) -> Result<TrainableNetwork> {
         self.spec.runs_on(!device.is_cpu())?;
+        storage.dtype().runs_on(!device.is_cpu())?;
         let store = Arc::new(self.resident(storage, init, seed, None, device)?);
         Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()))
     }
@@ -281,6 +282,7 @@ impl ModelDir {
     ) -> Result<TrainableNetwork> {
         self.spec.runs_on(!device.is_cpu())?;
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
+        dtype.runs_on(!device.is_cpu())?;
         let storage = &strategy.storage;
         let decoded = if self.stored(init)?.is_decoded(recipe.tune.method) {
             Some(self.decode(storage, dtype, run_dir)?)
@@ -457,6 +459,7 @@ impl ModelDir {
         let stored = if all_bf16 { Dtype::Bf16 } else { Dtype::F32 };
         let storage = StoragePolicy::dense(dtype.unwrap_or(stored));
         spec.runs_on(!device.is_cpu())?;
+        storage.dtype().runs_on(!device.is_cpu())?;
         let source = Resident::load(spec.params(), &weights, |p| storage.of(p), device)?;
         let mut network = Network::new(spec.clone(), Arc::new(source), device.clone());
         if let (Some(dir), Some(print)) = (adapter, &print) {

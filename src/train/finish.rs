@@ -216,6 +216,7 @@ fn as_stored(engine: &Engine, name: &str, sink: &mut dyn FnMut(Values) -> Result
     engine.store.read(name, &mut |numbers| match numbers {
         Numbers::F32(values) => sink(Values::F32(values)),
         Numbers::Bf16(values, _) => sink(Values::Bf16(values)),
+        Numbers::F16(values, _) => sink(Values::F16(values)),
     })
 }
 

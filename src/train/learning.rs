@@ -17,9 +17,10 @@ const SEARCHED: u64 = 10_000;
 /// A learning rate below this changes no weight in f32.
 const TINY_RATE: f64 = 1e-10;
 
-/// Learning rate of optimizer step `step`, counted from 1.
-pub fn rate(recipe: &Recipe, lr_schedule: &Schedule, schedule: &ActiveSchedule, step: u64) -> f64 {
-    recipe.optimizer.learning_rate * lr_schedule.multiplier(step) * schedule.warmup(step)
+/// Learning rate of optimizer step `step`, counted from 1. As in transformers the schedule does not go on in the steps that
+/// were skipped before.
+pub fn rate(recipe: &Recipe, lr_schedule: &Schedule, schedule: &ActiveSchedule, step: u64, skipped: u64) -> f64 {
+    recipe.optimizer.learning_rate * lr_schedule.multiplier(step - skipped) * schedule.warmup(step)
 }
 
 /// True if the rate is above 0 in f32, the type in which weights are updated.
@@ -30,7 +31,7 @@ fn learns(rate: f64) -> bool {
 /// Errors: the run has steps, but none with a learning rate above 0.
 pub fn check(recipe: &Recipe, schedule: &ActiveSchedule, steps: u64) -> Result<()> {
     let lr_schedule = Schedule::new(&recipe.schedule, steps);
-    let mut rates = (1..=steps.min(SEARCHED)).map(|step| rate(recipe, &lr_schedule, schedule, step));
+    let mut rates = (1..=steps.min(SEARCHED)).map(|step| rate(recipe, &lr_schedule, schedule, step, 0));
     if steps == 0 || rates.any(learns) {
         return Ok(());
     }
@@ -81,7 +82,7 @@ pub fn seen(recipe: &Recipe, stream: &BatchStream) -> Option<String> {
 /// Number of blocks that are trained, and number of all blocks; `None` if one set trains in all steps.
 pub fn blocks_trained(recipe: &Recipe, schedule: &ActiveSchedule, steps: u64) -> Option<(usize, usize)> {
     let lr_schedule = Schedule::new(&recipe.schedule, steps);
-    schedule.blocks_trained(steps, |step| learns(rate(recipe, &lr_schedule, schedule, step)))
+    schedule.blocks_trained(steps, |step| learns(rate(recipe, &lr_schedule, schedule, step, 0)))
 }
 
 /// Warnings about settings that are allowed but rarely intended.
@@ -152,6 +153,7 @@ pub struct Watch {
     comparable: bool,
     moved: bool,
     warned: bool,
+    skipped: u64,
 }
 
 /// Number of losses in a mean.
@@ -169,6 +171,7 @@ impl Watch {
             comparable: !prompts::reinforces(recipe),
             moved: false,
             warned: false,
+            skipped: 0,
         }
     }
 
@@ -190,9 +193,21 @@ impl Watch {
         }
     }
 
+    /// Counts a step that the loss scale skipped.
+    pub fn skip(&mut self) {
+        self.skipped += 1;
+    }
+
     /// Returns the warnings at the end of a run.
     pub fn end(&mut self) -> Vec<String> {
         let mut all: Vec<String> = self.diverged().into_iter().collect();
+        if self.steps == 0 && self.skipped > 0 {
+            all.push(
+                "no weight changed: every step was skipped, because a gradient was too large for f16 at its loss scale; \
+                 train longer, or set a lower `train.loss_scale`"
+                    .into(),
+            );
+        }
         if self.steps > 0 && !self.moved {
             all.push(
                 "no weight changed: every step had a learning rate of 0 or a gradient of 0; the result equals the \

@@ -75,6 +75,7 @@ fn original(store: &dyn TrainableStore, linear: &Linear) -> Result<Mat<f64>> {
         match numbers {
             Numbers::F32(some) => values.extend_from_slice(some),
             Numbers::Bf16(some, _) => values.extend(some.iter().map(|x| x.to_f32())),
+            Numbers::F16(some, _) => values.extend(some.iter().map(|x| x.to_f32())),
         }
         Ok(())
     })?;

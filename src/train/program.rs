@@ -5,7 +5,7 @@ use crate::base::{Error, ErrorKind, Result, progress, signal, staging};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::Dataset;
 use crate::data::describe::visible;
-use crate::engine::Engine;
+use crate::engine::{Engine, LossScale};
 use crate::hf::{self, Fingerprint};
 use crate::ops::{self, update};
 use crate::optim::Schedule;
@@ -287,6 +287,11 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     engine.routers.losses = recipe.train.router_losses();
     engine.seed = recipe.train.seed;
     engine.step_hook = step_hook;
+    engine.loss_scale = recipe
+        .model
+        .dtype
+        .needs_loss_scale()
+        .then(|| LossScale::new(recipe.train.scale_config()));
     engine.join(ranks.0.clone(), &first, recipe.distributed.exchange());
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
@@ -407,7 +412,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
         };
-        let lr = learning::rate(recipe, &lr_schedule, &active_schedule, step);
+        let lr = learning::rate(recipe, &lr_schedule, &active_schedule, step, engine.skipped_steps());
+        let scale = engine.loss_scale;
         let queued = engine.queue_step(step, &window, &active, lr, true, unread.as_ref().map(|u| &u.queued));
         if let Some(before) = unread.take() {
             run.log_step(&mut engine, before, &mut watch)?;
@@ -429,7 +435,13 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             trained_before: trained_tokens,
             label: active_schedule.label(step),
             print: step.is_multiple_of(recipe.train.logging_steps.max(1) as u64) || step == total_steps,
-            more: [engine.objective.metrics(), run.feed.metrics(), engine.routers.metrics()].concat(),
+            more: [
+                engine.objective.metrics(),
+                run.feed.metrics(),
+                engine.routers.metrics(),
+                running::scale_metrics(scale, &engine),
+            ]
+            .concat(),
             started,
             queued,
         };

@@ -8,7 +8,7 @@ use crate::checkpoint;
 use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
 use crate::engine::window::{self, MicroReport};
-use crate::engine::{self, Engine, Gradients, QueuedStep};
+use crate::engine::{self, Engine, Gradients, LossScale, QueuedStep};
 use crate::history;
 use crate::ops;
 use crate::ops::step_stats::StepSums;
@@ -172,6 +172,13 @@ pub fn peak_memory(device: &Device) -> Result<u64> {
     Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
 }
 
+/// With a loss scale: the scale that the step had (`before`), and the number of steps that were skipped so far.
+pub fn scale_metrics(before: Option<LossScale>, engine: &Engine) -> Vec<(&'static str, f64)> {
+    let used = before.map(|scale| ("loss_scale", f64::from(scale.scale)));
+    let skipped = used.map(|_| ("skipped_steps", engine.skipped_steps() as f64));
+    used.into_iter().chain(skipped).collect()
+}
+
 /// A step whose losses may not be known yet.
 pub struct UnreadStep {
     pub step: u64,
@@ -262,7 +269,10 @@ impl Run<'_> {
             more: [unread.more, copy_metrics(&copied)].concat(),
         };
         self.reporter.step(&metrics, unread.print);
-        if let Some(warning) = watch.step(metrics.loss, metrics.learning_rate, metrics.grad_norm) {
+        if report.skipped {
+            watch.skip();
+            self.reporter.event("skip", json!({"step": step}));
+        } else if let Some(warning) = watch.step(metrics.loss, metrics.learning_rate, metrics.grad_norm) {
             self.reporter.warn(&warning);
         }
         self.facts.trained_tokens = trained_tokens;

@@ -81,6 +81,7 @@ pub fn save(
         "active_block": schedule.label(step.max(1)),
         "optimizer_steps": steps,
         "stage": feed.is_some(),
+        "loss_scale": engine.loss_scale.map(|s| json!({"scale": s.scale, "steps": s.steps, "skipped": s.skipped})),
     });
     let ranks = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
     let scores: Vec<TensorPlan> = ranks
@@ -239,6 +240,13 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
             .optimizer
             .restore_state(name, step, parts, part_of)
             .map_err(|e| e.within(loaded.path.display()))?;
+    }
+    if let Some(scale) = &mut engine.loss_scale {
+        let saved = |key: &str| loaded.state.get("loss_scale").and_then(|saved| saved.get(key));
+        let missing = || Error::new("checkpoint has no `loss_scale`").at_path(&loaded.path);
+        scale.scale = saved("scale").and_then(Value::as_f64).ok_or_else(missing)? as f32;
+        scale.steps = saved("steps").and_then(Value::as_u64).ok_or_else(missing)?;
+        scale.skipped = saved("skipped").and_then(Value::as_u64).ok_or_else(missing)?;
     }
     if let Some(name) = parts.into_keys().next() {
         return Err(Error::new("optimizer state has no step number")

@@ -55,7 +55,7 @@ fn files_of_other_tools_have_the_values_of_their_references() {
             let got = matrix.dequantize();
             for (i, (got, want)) in got.iter().zip(&want).enumerate() {
                 let want = match decoded {
-                    Dtype::F32 => *want,
+                    Dtype::F32 | Dtype::F16 => *want,
                     Dtype::Bf16 => bf16::from_f32(*want).to_f32(),
                 };
                 assert!(

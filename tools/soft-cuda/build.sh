@@ -43,12 +43,14 @@ empty() {
   [ -e "$folder/lib$name.so" ] || "$cxx" -shared -x c++ -o "$folder/lib$name.so" -Wl,-soname,"lib$name.so" /dev/null
 }
 
+# FILE, or FILE and `f16`: the module with f16 in the place of bf16.
 module() {
-  local source=$1 name
-  name=$(basename "$source" .cu)
+  local source=$1 half=${2:-} name
+  name=$(basename "$source" .cu)${half:+_f16}
   local target=$folder/modules/ft-kernels/$name.so table=$folder/modules/ft-kernels/$name.cpp
   stale "$target" "$cuda"/*.cuh "$source" "$emulate"/*.h "$here"/modules/emulated.h "$here"/kernel.h "$here"/build.sh || return 0
   {
+    [ -z "$half" ] || echo '#define FT_F16'
     echo '#include "emulated.h"'
     echo "#include \"$source\""
   } > "$table"
@@ -85,10 +87,17 @@ library cublas libcublas.so.13 "$here"/driver/cublas.cpp
 library cublasLt libcublasLt.so.13 "$here"/driver/cublaslt.cpp
 library curand libcurand.so.10 "$here"/driver/curand.cpp
 for name in nvrtc cudart; do empty "$name"; done
+# What the tests run in f16; the other files are not compiled for it, to save time.
+with_f16=(attention_backward attention_forward columns cross_entropy elementwise embedding glu optimizer pairs reduce
+  rms_norm rope)
 # Modules, two at a time.
 running=()
-for step in candle "$cuda"/*.cu; do
-  if [ "$step" = candle ]; then candle & else module "$step" & fi
+for step in candle "$cuda"/*.cu "${with_f16[@]/%/_f16}"; do
+  case "$step" in
+    candle) candle & ;;
+    *_f16) module "$cuda/${step%_f16}.cu" f16 & ;;
+    *) module "$step" & ;;
+  esac
   running+=($!)
   if [ ${#running[@]} -ge 2 ]; then
     wait "${running[0]}"

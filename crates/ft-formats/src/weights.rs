@@ -74,6 +74,18 @@ impl Number for bf16 {
     }
 }
 
+impl Number for f16 {
+    fn of_f32(x: f32) -> Self {
+        f16::from_f32(x)
+    }
+    fn of_bf16(x: bf16) -> Self {
+        f16::from_f32(x.to_f32())
+    }
+    fn of_f64(x: f64) -> Self {
+        f16::from_f64(x)
+    }
+}
+
 /// Converts stored bytes of a weight format to as many elements as `out` has.
 fn decode<T: Number>(dtype: StoredDtype, raw: &[u8], out: &mut [T]) {
     fn each<T, const N: usize>(raw: &[u8], out: &mut [T], f: impl Fn([u8; N]) -> T) {
@@ -401,6 +413,15 @@ impl Weights {
     /// # Errors
     /// As for `read_f32`.
     pub fn read_bf16(&self, name: &str) -> Result<Vec<bf16>> {
+        self.read_whole(name)
+    }
+
+    /// All elements of a tensor as f16 (rounded to nearest, ties to even; infinite if f16 cannot hold them), in row-major
+    /// order.
+    ///
+    /// # Errors
+    /// As for `read_f32`.
+    pub fn read_f16(&self, name: &str) -> Result<Vec<f16>> {
         self.read_whole(name)
     }
 

@@ -10,7 +10,7 @@
 
 namespace attention {
 
-using bf16 = __nv_bfloat16;
+using bf16 = ptx::Short;
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void put_rows(bf16* tile, int row, int chunk, const f
 }
 
 __device__ __forceinline__ float widened(float x) { return x; }
-__device__ __forceinline__ float widened(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widened(bf16 x) { return ptx::widened(x); }
 __device__ __forceinline__ float widened(signed char x) { return static_cast<float>(x); }
 
 /// Keys or values of one key head as f32, bf16 or int8: rows `stride` elements apart.
@@ -259,7 +259,7 @@ struct Join {
 };
 
 __device__ __forceinline__ void put_number(float x, float& to) { to = x; }
-__device__ __forceinline__ void put_number(float x, bf16& to) { to = __float2bfloat16(x); }
+__device__ __forceinline__ void put_number(float x, bf16& to) { to = ptx::narrowed(x); }
 
 /// Puts the parts of each query together. A warp for a row, a block for the `pack` heads of a token.
 template <class T>

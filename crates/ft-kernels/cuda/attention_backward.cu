@@ -311,13 +311,13 @@ __device__ __forceinline__ void queries(const Backward& p, bf16* dq, const Tile*
 
 // delta [N, H] = sum over a head of dout o; a warp for a row of `size` elements, `rows` = N H. 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
-    attention_delta(float* delta, const __nv_bfloat16* o, const __nv_bfloat16* dout, long long rows, int size) {
+    attention_delta(float* delta, const ptx::Short* o, const ptx::Short* dout, long long rows, int size) {
     const long long row = static_cast<long long>(blockIdx.x) * 4 + threadIdx.x / 32;
     if (row >= rows) return;
     float sum = 0.0f;
     for (int at = threadIdx.x % 32 * 2; at < size; at += 64) {
-        const float2 a = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(o + row * size + at));
-        const float2 b = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(dout + row * size + at));
+        const float2 a = ptx::widened(*reinterpret_cast<const ptx::Short2*>(o + row * size + at));
+        const float2 b = ptx::widened(*reinterpret_cast<const ptx::Short2*>(dout + row * size + at));
         sum += a.x * b.x + a.y * b.y;
     }
     for (int with = 16; with > 0; with /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, with);
@@ -328,8 +328,8 @@ extern "C" __global__ void __launch_bounds__(128)
 // BLOCKS: at least so many fit on an SM.
 #define KEYS(E, EO, BM, STAGES, IN_REGISTERS, BLOCKS)                                                              \
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention_keys_##E(                                  \
-        const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, const __nv_bfloat16* dout,         \
-        const float* lse, const float* delta, __nv_bfloat16* dk, __nv_bfloat16* dv, float* partial_dk,             \
+        const ptx::Short* q, const ptx::Short* k, const ptx::Short* v, const ptx::Short* dout,         \
+        const float* lse, const float* delta, ptx::Short* dk, ptx::Short* dv, float* partial_dk,             \
         float* partial_dv, int tokens, const attention::Tile* tiles, attention::Form form) {                       \
         const attention::Backward p = {q, k, v, dout, lse, delta};                                                 \
         attention::keys<E, EO, BM, STAGES, IN_REGISTERS>(p, dk, dv, partial_dk, partial_dv, tokens, tiles, form);  \
@@ -338,8 +338,8 @@ extern "C" __global__ void __launch_bounds__(128)
 // Grid: tiles x H. Shared memory: 4 E STAGES BN bytes, and 256 E if not IN_REGISTERS.
 #define QUERIES(E, BN, STAGES, IN_REGISTERS, BLOCKS)                                                               \
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention_queries_##E(                               \
-        const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, const __nv_bfloat16* dout,         \
-        const float* lse, const float* delta, __nv_bfloat16* dq, const attention::Tile* tiles,                     \
+        const ptx::Short* q, const ptx::Short* k, const ptx::Short* v, const ptx::Short* dout,         \
+        const float* lse, const float* delta, ptx::Short* dq, const attention::Tile* tiles,                     \
         attention::Form form) {                                                                                    \
         const attention::Backward p = {q, k, v, dout, lse, delta};                                                 \
         attention::queries<E, BN, STAGES, IN_REGISTERS>(p, dq, tiles, form);                                       \
@@ -357,10 +357,10 @@ QUERIES(256, 32, 1, false, 1)
 
 // to[i] = sum over the parts of partial[part n + i], in their order.
 extern "C" __global__ void __launch_bounds__(256)
-    attention_sum_parts(__nv_bfloat16* to, const float* partial, long long n, int parts) {
+    attention_sum_parts(ptx::Short* to, const float* partial, long long n, int parts) {
     const long long i = static_cast<long long>(blockIdx.x) * 256 + threadIdx.x;
     if (i >= n) return;
     float sum = 0.0f;
     for (int part = 0; part < parts; part++) sum += partial[part * n + i];
-    to[i] = __float2bfloat16(sum);
+    to[i] = ptx::narrowed(sum);
 }

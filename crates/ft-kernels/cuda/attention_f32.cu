@@ -303,7 +303,7 @@ __device__ __forceinline__ void plain_cached(const float* q, float* partial, flo
     }
 #define ALL_CACHED(E, T)             \
     CACHED(E, T, f32, float)         \
-    CACHED(E, T, bf16, __nv_bfloat16) \
+    CACHED(E, T, bf16, ptx::Short) \
     CACHED(E, T, int8, signed char)
 
 ALL_CACHED(64, 32)

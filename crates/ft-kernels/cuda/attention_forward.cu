@@ -197,7 +197,7 @@ __device__ __forceinline__ void cached(const bf16* q, float* partial, float* par
 // Grid: tiles x H (cached: tiles x H / pack), the heads of a tile side by side. Shared memory: 2 E (64 MT + 2 BN) bytes.
 #define FORWARD(E, MT, BN)                                                                                            \
     extern "C" __global__ void __launch_bounds__(128) attention_forward_##E(                                          \
-        const __nv_bfloat16* q, const __nv_bfloat16* k, const __nv_bfloat16* v, __nv_bfloat16* o, float* lse,         \
+        const ptx::Short* q, const ptx::Short* k, const ptx::Short* v, ptx::Short* o, float* lse,         \
         const attention::Tile* tiles, attention::Form form) {                                                        \
         using namespace attention;                                                                                    \
         const int head = static_cast<int>(blockIdx.x) % form.heads, kv_head = head / (form.heads / form.kv_heads);    \
@@ -210,7 +210,7 @@ __device__ __forceinline__ void cached(const bf16* q, float* partial, float* par
 
 #define CACHED(E, BN, STORED, S)                                                                                      \
     extern "C" __global__ void __launch_bounds__(128) attention_cached_##STORED##_##E(                                \
-        const __nv_bfloat16* q, float* partial, float* partial_lse, const KvBlock* blocks,                            \
+        const ptx::Short* q, float* partial, float* partial_lse, const KvBlock* blocks,                            \
         const attention::Tile* tiles, int slots, attention::Form form) {                                             \
         attention::cached<E, BN, S>(q, partial, partial_lse, blocks, tiles, slots, form);                             \
     }
@@ -219,10 +219,10 @@ FORWARD(64, 2, 64)
 FORWARD(96, 2, 32)
 FORWARD(128, 2, 32)
 FORWARD(256, 1, 32)
-CACHED(64, 64, bf16, __nv_bfloat16)
-CACHED(96, 64, bf16, __nv_bfloat16)
-CACHED(128, 64, bf16, __nv_bfloat16)
-CACHED(256, 32, bf16, __nv_bfloat16)
+CACHED(64, 64, bf16, ptx::Short)
+CACHED(96, 64, bf16, ptx::Short)
+CACHED(128, 64, bf16, ptx::Short)
+CACHED(256, 32, bf16, ptx::Short)
 CACHED(64, 64, int8, signed char)
 CACHED(96, 64, int8, signed char)
 CACHED(128, 64, int8, signed char)
@@ -230,7 +230,7 @@ CACHED(256, 32, int8, signed char)
 
 // Grid: tokens x (H / pack), 128 threads.
 extern "C" __global__ void __launch_bounds__(128)
-    attention_join(__nv_bfloat16* o, float* lse, const float* partial, const float* partial_lse,
+    attention_join(ptx::Short* o, float* lse, const float* partial, const float* partial_lse,
                    const attention::Join* joins, const int* starts, int slots, attention::Form form) {
     attention::join_parts(o, lse, partial, partial_lse, joins, starts, slots, form);
 }

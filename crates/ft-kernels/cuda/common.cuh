@@ -1,6 +1,7 @@
 // What every kernel here uses: bf16 as bits, packed loads and stores, exact single operations, sums over threads.
 //
-// Arithmetic is f32; bf16 is a storage type. Sums have an order that depends on the sizes alone: results are the same
+// With FT_F16 a file becomes the module NAME_f16: the same kernels under the same names, with f16 in the place of bf16.
+// Arithmetic is f32; bf16 and f16 are storage types. Sums have an order that depends on the sizes alone: results are the same
 // from run to run. Where the compiler is not a device compiler, plain C++ stands in for the few instructions used.
 #pragma once
 
@@ -58,6 +59,49 @@ __device__ __forceinline__ void narrow(float x, bf16& y) {
 __device__ __forceinline__ void narrow(float x, float& y) {
     y = x;
 }
+
+__device__ __forceinline__ float round_bf16(float x) {
+    bf16 y;
+    narrow(x, y);
+    return widen(y);
+}
+
+#ifdef FT_F16
+struct f16 {
+    unsigned short bits;
+};
+
+__device__ __forceinline__ float widen(f16 x) {
+    float y;
+#ifdef __CUDA_ARCH__
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+#else
+    const u32 magnitude = (u32)(x.bits & 0x7fff) << 13;
+    // The bias of the exponent is 15, not 127; infinity and NaN keep theirs.
+    y = (x.bits & 0x7c00) == 0x7c00 ? float_of(magnitude | 0x70000000u) : float_of(magnitude) * float_of(0x77800000u);
+    y = float_of(bits_of(y) | (u32)(x.bits & 0x8000) << 16);
+#endif
+    return y;
+}
+
+// Rounds to nearest, ties to even; from 65520 on to infinity.
+__device__ __forceinline__ void narrow(float x, f16& y) {
+#ifdef __CUDA_ARCH__
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+    const u32 sign = bits_of(x) >> 16 & 0x8000u, size = bits_of(x) & 0x7fffffffu;
+    u32 to;
+    if (size > 0x7f800000u) to = 0x7e00;
+    else if (size >= 0x477ff000u) to = 0x7c00;
+    else if (size >= 0x38800000u) to = (size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13;
+    // Below 2^-14 numbers are 2^-24 apart, as f32 from 0.5 on.
+    else to = bits_of(float_of(size) + 0.5f) - 0x3f000000u;
+    y.bits = (unsigned short)(sign | to);
+#endif
+}
+
+#define bf16 f16
+#endif
 
 // Operations that the compiler must not fuse: bit-equal to the CPU.
 #ifdef __CUDA_ARCH__

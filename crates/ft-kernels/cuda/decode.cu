@@ -221,11 +221,7 @@ struct Scaled {
         x = mul(x, scale);
         switch (product) {
             case 1: return round_f16(x);
-            case 2: {
-                bf16 rounded;
-                narrow(x, rounded);
-                return widen(rounded);
-            }
+            case 2: return round_bf16(x);
             case 3: return mul(x, 7.874015718698502e-3f);
             default: return x;
         }

@@ -2,13 +2,14 @@
 //
 // With EMULATE defined the same names run on a processor (`kernels/emulate`).
 // Fragments (PTX ISA, "Matrix Fragments for mma.m16n8k16"), lane l, g = l / 4, t = l % 4:
-//   A 16x16  a[0] (g, 2t..) a[1] (g+8, 2t..) a[2] (g, 2t+8..) a[3] (g+8, 2t+8..)   two bf16 each
-//   B 16x8   b0 (2t.., g)   b1 (2t+8.., g)                                         two bf16 each, along k
+//   A 16x16  a[0] (g, 2t..) a[1] (g+8, 2t..) a[2] (g, 2t+8..) a[3] (g+8, 2t+8..)   two of bf16 or f16 each
+//   B 16x8   b0 (2t.., g)   b1 (2t+8.., g)                                         two each, along k
 //   C 16x8   c[0], c[1] (g, 2t..)   c[2], c[3] (g+8, 2t..)                         f32
 #pragma once
 
 #include <cstdint>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #ifdef EMULATE
 /// The shared memory that the launch asked for.
@@ -18,6 +19,25 @@
 #endif
 
 namespace ptx {
+
+// The type of the operands: bf16, and f16 in the modules that are compiled with FT_F16.
+#ifdef FT_F16
+#define MMA_TYPE "f16"
+using Short = __half;
+using Short2 = __half2;
+__device__ __forceinline__ float widened(Short x) { return __half2float(x); }
+__device__ __forceinline__ float2 widened(Short2 x) { return __half22float2(x); }
+__device__ __forceinline__ Short narrowed(float x) { return __float2half_rn(x); }
+__device__ __forceinline__ Short2 narrowed(float low, float high) { return __floats2half2_rn(low, high); }
+#else
+#define MMA_TYPE "bf16"
+using Short = __nv_bfloat16;
+using Short2 = __nv_bfloat162;
+__device__ __forceinline__ float widened(Short x) { return __bfloat162float(x); }
+__device__ __forceinline__ float2 widened(Short2 x) { return __bfloat1622float2(x); }
+__device__ __forceinline__ Short narrowed(float x) { return __float2bfloat16(x); }
+__device__ __forceinline__ Short2 narrowed(float low, float high) { return __floats2bfloat162_rn(low, high); }
+#endif
 
 /// The address of dynamic shared memory that the instructions below want. Arithmetic on it is in 32 bits.
 __device__ __forceinline__ uint32_t address(const void* p) {
@@ -34,7 +54,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
     emulate::mma_m16n8k16(d, a, b0, b1);
 #else
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        "mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
@@ -117,9 +137,9 @@ __device__ __forceinline__ float exp2(float x) {
 #endif
 }
 
-/// Two bf16 in a register, `low` in the low half.
+/// Two numbers in a register, `low` in the low half.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    Short2 pair = narrowed(low, high);
     uint32_t bits;
     memcpy(&bits, &pair, sizeof(bits));
     return bits;

@@ -28,9 +28,15 @@ struct Mma {
     uint32_t b[2];
 };
 
-inline float half_of(uint32_t pair, int which) { return bits<float>((pair >> (16 * which)) << 16); }
+inline float half_of(uint32_t pair, int which) {
+#ifdef FT_F16
+    return static_cast<float>(bits<_Float16>(static_cast<uint16_t>(pair >> (16 * which))));
+#else
+    return bits<float>((pair >> (16 * which)) << 16);
+#endif
+}
 
-/// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32, the accumulator in place.
+/// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 (with FT_F16 .f16.f16), the accumulator in place.
 inline void mma_m16n8k16(float* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
     Mma mine{d, a, {b0, b1}};
     meet("mma", 0xffffffffu, &mine, [](void** lanes, unsigned there) {

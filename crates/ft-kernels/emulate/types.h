@@ -1,4 +1,4 @@
-// The types of CUDA: vectors, dim3, bf16.
+// The types of CUDA: vectors, dim3, bf16, f16.
 #pragma once
 
 #include <cmath>
@@ -60,6 +60,22 @@ struct alignas(4) __nv_bfloat162 {
     __nv_bfloat16 x, y;
 };
 using nv_bfloat162 = __nv_bfloat162;
+
+struct __half {
+    uint16_t raw;
+    __half() = default;
+    __half(float f) : raw(emulate::bits<uint16_t>(static_cast<_Float16>(f))) {}
+    operator float() const { return static_cast<float>(emulate::bits<_Float16>(raw)); }
+};
+
+struct alignas(4) __half2 {
+    __half x, y;
+};
+
+inline float __half2float(__half v) { return static_cast<float>(v); }
+inline __half __float2half_rn(float f) { return __half(f); }
+inline __half2 __floats2half2_rn(float a, float b) { return {__half(a), __half(b)}; }
+inline float2 __half22float2(__half2 v) { return {static_cast<float>(v.x), static_cast<float>(v.y)}; }
 
 inline float __bfloat162float(__nv_bfloat16 v) { return static_cast<float>(v); }
 inline __nv_bfloat16 __float2bfloat16(float f) { return __nv_bfloat16(f); }

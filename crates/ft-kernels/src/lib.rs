@@ -1,4 +1,5 @@
-//! The CUDA kernels of ft: one fat binary for each file of `cuda/`, embedded by the build script. Without the
+//! The CUDA kernels of ft: one fat binary for each file of `cuda/` (and one with f16 in the
+//! place of bf16), embedded by the build script. Without the
 //! feature `cuda` this crate is empty. `ops/cuda` of ft launches the kernels.
 
 #![warn(missing_docs, unreachable_pub)]
@@ -6,7 +7,7 @@
 #[cfg(feature = "cuda")]
 include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 
-/// Returns the fat binary of `cuda/NAME.cu`.
+/// Returns the fat binary of `cuda/NAME.cu`; of `NAME_f16`: with f16 in the place of bf16.
 #[cfg(feature = "cuda")]
 pub fn module(name: &str) -> Option<&'static [u8]> {
     MODULES

@@ -4,7 +4,7 @@ use super::update::{WeightElement, with_mut};
 use candle_core::{DType, Device, Storage, Tensor};
 use ft_base::rng::Permutation;
 use ft_base::{Error, Result};
-use half::bf16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 
 const CHUNK: usize = 1 << 12;
@@ -43,6 +43,7 @@ pub fn gather(t: &Tensor, subset: &IndexSubset) -> Result<Tensor> {
     match t.dtype() {
         DType::F32 => gathered::<f32>(t, subset),
         DType::BF16 => gathered::<bf16>(t, subset),
+        DType::F16 => gathered::<f16>(t, subset),
         _ => gathered::<i16>(t, subset),
     }
 }
@@ -58,13 +59,14 @@ pub fn scatter(t: &Tensor, part: &Tensor, subset: &IndexSubset) -> Result<()> {
     match t.dtype() {
         DType::F32 => scattered::<f32>(t, part, subset),
         DType::BF16 => scattered::<bf16>(t, part, subset),
+        DType::F16 => scattered::<f16>(t, part, subset),
         _ => scattered::<i16>(t, part, subset),
     }
 }
 
 fn check_type(t: &Tensor) -> Result<()> {
     match t.dtype() {
-        DType::F32 | DType::BF16 | DType::I16 => Ok(()),
+        DType::F32 | DType::BF16 | DType::F16 | DType::I16 => Ok(()),
         other => Err(Error::unsupported("index subsets are not supported for this dtype").found(other.as_str())),
     }
 }

@@ -9,7 +9,7 @@ use super::update::{self, with_mut};
 use candle_core::{DType, Device, Tensor};
 use ft_base::rng::Rng;
 use ft_base::{Error, Result};
-use half::bf16;
+use half::{bf16, f16};
 
 /// Elements of an 8-bit moment that share one scale.
 pub const BLOCK: usize = code::BLOCK;
@@ -266,21 +266,38 @@ fn with_weight(item: &ParameterStep, f: impl FnOnce(cpu::Weight) -> Result<()>) 
     }
 }
 
-/// Splits f32 values into a bf16 weight and its low 16 bits (i16 `[n]`), without loss.
+/// Splits f32 values into a bf16 weight and its low 16 bits (i16 `[n]`), without loss; or an f16 weight (`master::split_f16`).
 pub fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
     if values.len() != weight.elem_count() || values.len() != low.elem_count() {
         return Err(Error::shape("a weight and its values differ in size"));
     }
     on_gpu!(weight, super::cuda::step::split(values, weight, low));
+    if weight.dtype() == DType::F16 {
+        return with_mut(weight, |w: &mut [f16]| {
+            with_mut(low, |low: &mut [i16]| {
+                for ((w, low), x) in w.iter_mut().zip(low).zip(values) {
+                    let (high, rest) = super::master::split_f16(*x);
+                    (*w, *low) = (high, rest as i16);
+                }
+            })
+        })?;
+    }
     with_mut(weight, |w: &mut [bf16]| {
         with_mut(low, |low: &mut [i16]| cpu::split(values, w, low))
     })?
 }
 
-/// Returns the exact f32 values of a bf16 weight and its low 16 bits.
+/// Returns the exact f32 values of a bf16 or f16 weight and its low 16 bits.
 pub fn join(weight: &Tensor, low: &Tensor) -> Result<Vec<f32>> {
-    let high = weight.flatten_all()?.to_vec1::<bf16>()?;
     let low = low.flatten_all()?.to_vec1::<i16>()?;
+    if weight.dtype() == DType::F16 {
+        let high = weight.flatten_all()?.to_vec1::<f16>()?.into_iter();
+        return Ok(high
+            .zip(low)
+            .map(|(h, l)| super::master::join_f16(h, l as u16))
+            .collect());
+    }
+    let high = weight.flatten_all()?.to_vec1::<bf16>()?;
     Ok(high
         .iter()
         .zip(low)

@@ -3,10 +3,10 @@
 
 use super::cpu::storage::{Values, expect_dims, floats, tensor, values};
 use super::cpu::update as cpu;
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Shape, Storage, Tensor};
 use ft_base::rng::Rng;
 use ft_base::{Error, Result};
-use half::bf16;
+use half::{bf16, f16};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -34,6 +34,18 @@ pub fn with_bf16<R>(t: &Tensor, f: impl FnOnce(&[bf16]) -> R) -> Result<R> {
     })
 }
 
+/// Runs `f` on the f16 elements of `t`.
+pub fn with_f16<R>(t: &Tensor, f: impl FnOnce(&[f16]) -> R) -> Result<R> {
+    check_place(t)?;
+    let (storage, layout) = t.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(CpuStorage::F16(v)) => Ok(f(&v[range(layout)?])),
+        _ => Err(Error::shape("a tensor that is read has the wrong element type")
+            .found(t.dtype().as_str())
+            .expected("f16")),
+    }
+}
+
 /// Runs `f` on the mutable f32 elements of `t`.
 pub fn with_slice_mut(t: &Tensor, f: impl FnOnce(&mut [f32]) + Send + Sync) -> Result<()> {
     in_place(t, |storage, range| match storage {
@@ -56,6 +68,17 @@ pub fn store_bf16(dst: &Tensor, f: impl FnOnce(&mut [bf16]) + Send + Sync) -> Re
     })
 }
 
+/// Runs `f` on the mutable f16 elements of `dst`.
+pub fn store_f16(dst: &Tensor, f: impl FnOnce(&mut [f16]) + Send + Sync) -> Result<()> {
+    in_place(dst, |storage, range| match storage {
+        CpuStorage::F16(v) => {
+            f(&mut v[range]);
+            true
+        }
+        _ => false,
+    })
+}
+
 /// Runs `f` on the mutable f32 elements of `dst` and on those of `src`. The two must not share storage.
 pub(crate) fn with_slices(dst: &Tensor, src: &Tensor, f: impl FnOnce(&mut [f32], &[f32])) -> Result<()> {
     check_place(dst)?;
@@ -68,14 +91,14 @@ pub(crate) fn with_slices(dst: &Tensor, src: &Tensor, f: impl FnOnce(&mut [f32],
     op.done(dst)
 }
 
-/// Computes `acc += g`, both f32 (on a GPU each f32 or bf16) of the same shape, not sharing storage.
+/// Computes `acc += g`, both f32 (on a GPU each f32, bf16 or f16) of the same shape, not sharing storage.
 pub fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     expect_dims(g, "a tensor that is added", acc.dims())?;
     on_gpu!(acc, super::cuda::elementwise::add_assign(acc, g));
     with_slices(acc, g, cpu::add_assign)
 }
 
-/// Adds `row [C]` to every row of `t [N, C]` on a GPU; each f32 or bf16.
+/// Adds `row [C]` to every row of `t [N, C]` on a GPU; each f32, bf16 or f16.
 ///
 /// # Errors
 /// A tensor on the CPU, where a product starts with its bias.
@@ -89,13 +112,13 @@ pub fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
     Err(Error::unsupported("rows are added on a GPU only"))
 }
 
-/// Computes `t *= factor`, f32, on a GPU also bf16.
+/// Computes `t *= factor`, f32, on a GPU also bf16 or f16.
 pub fn scale_assign(t: &Tensor, factor: f32) -> Result<()> {
     on_gpu!(t, super::cuda::elementwise::scale_assign(t, factor));
     with_slice_mut(t, |t| cpu::scale(t, factor))
 }
 
-/// Computes `a + b`, both f32 (on a GPU each f32 or bf16) of the same shape; the result has the type of a.
+/// Computes `a + b`, both f32 (on a GPU each f32, bf16 or f16) of the same shape; the result has the type of a.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     expect_dims(b, "a tensor that is added", a.dims())?;
     on_gpu!(a, super::cuda::elementwise::add(a, b));
@@ -105,7 +128,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     tensor(sum, a.shape())
 }
 
-/// Returns the sum of the squares of an f32 tensor (on a GPU also bf16; synchronizes); not finite if an element is not.
+/// Returns the sum of the squares of an f32 tensor (on a GPU also bf16 or f16; synchronizes); not finite if an element is not.
 pub fn sum_squares(t: &Tensor) -> Result<f64> {
     on_gpu!(t, super::cuda::reduce::sum_squares(t));
     with_slice(t, cpu::sum_squares)
@@ -128,13 +151,16 @@ pub fn all_finite(t: &Tensor) -> Result<bool> {
     with_slice(t, cpu::all_finite)
 }
 
-/// Returns the elements of an f32 or bf16 tensor, widened.
+/// Returns the elements of an f32, bf16 or f16 tensor, widened.
 pub fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
     on_gpu!(t, super::cuda::memory::to_f32_vec(t));
+    if t.dtype() == DType::F16 {
+        return with_f16(t, |v| v.iter().map(|x| x.to_f32()).collect());
+    }
     values(t, "a tensor that is read", |v| Ok(cpu::to_f32_vec(v)))
 }
 
-/// Sets an f32 or bf16 tensor to `values`, rounded to nearest.
+/// Sets an f32, bf16 or f16 tensor to `values`, rounded to nearest.
 pub fn set(t: &Tensor, values: &[f32]) -> Result<()> {
     if t.elem_count() != values.len() {
         return Err(Error::shape("a tensor and its values differ in size")
@@ -142,6 +168,7 @@ pub fn set(t: &Tensor, values: &[f32]) -> Result<()> {
             .expected(t.elem_count()));
     }
     let narrow = |v: &f32| bf16::from_f32(*v);
+    let halves = |v: &f32| f16::from_f32(*v);
     on_gpu!(t, {
         const NAME: &str = "a tensor that is set";
         match t.dtype() {
@@ -149,17 +176,22 @@ pub fn set(t: &Tensor, values: &[f32]) -> Result<()> {
                 let values: Vec<bf16> = values.iter().map(narrow).collect();
                 super::cuda::memory::write(t, NAME, DType::BF16, &values)
             }
+            DType::F16 => {
+                let values: Vec<f16> = values.iter().map(halves).collect();
+                super::cuda::memory::write(t, NAME, DType::F16, &values)
+            }
             _ => super::cuda::memory::write(t, NAME, DType::F32, values),
         }
     });
     match t.dtype() {
         DType::BF16 => store_bf16(t, |t| t.iter_mut().zip(values).for_each(|(t, v)| *t = narrow(v))),
+        DType::F16 => store_f16(t, |t| t.iter_mut().zip(values).for_each(|(t, v)| *t = halves(v))),
         _ => with_slice_mut(t, |t| t.copy_from_slice(values)),
     }
 }
 
 /// Dropout: zeroes each element whose random number (of `rng`, by index) is below `p`, and scales the others by
-/// `1 / (1 - p)`. The random numbers are the same on every device. t f32, on a GPU also bf16.
+/// `1 / (1 - p)`. The random numbers are the same on every device. t f32, on a GPU also bf16 or f16.
 pub fn dropout_assign(t: &Tensor, rng: Rng, p: f32) -> Result<()> {
     let keep = 1.0 / (1.0 - p);
     on_gpu!(t, super::cuda::elementwise::dropout_assign(t, rng.key(), p, keep));
@@ -200,7 +232,7 @@ macro_rules! stored {
         })+
     };
 }
-stored!(f32, F32; bf16, BF16; u8, U8; i16, I16);
+stored!(f32, F32; bf16, BF16; f16, F16; u8, U8; i16, I16);
 
 /// Runs `f` on the mutable elements of `t`, and returns its result.
 pub(crate) fn with_mut<T: WeightElement, R>(t: &Tensor, f: impl FnOnce(&mut [T]) -> R) -> Result<R> {

@@ -9,8 +9,11 @@ pub const KEYS: &[(&str, &str)] = &[
     // The model.
     ("model_name_or_path base_model base_model_name_or_path model_name pretrained_model_name_or_path model_id model_path .model .path .name model.name model.id model.model model.base model.model_path", "model.path"),
     ("model_revision revision_of_model tokenizer_revision", "model.revision"),
-    ("torch_dtype bf16 bfloat16 pure_bf16 float32 infer_dtype compute_dtype bnb_4bit_compute_dtype weight_dtype activation_dtype precision mixed_precision model.precision model.type", "model.dtype"),
-    ("fp16 float16 half fp16_full_eval fp16_opt_level half_precision_backend", "ft does not train in f16: use `model.dtype = \"bf16\"` (the same memory, no loss scaling) or `\"f32\"`"),
+    ("torch_dtype bf16 bfloat16 pure_bf16 fp16 float16 half float32 infer_dtype compute_dtype bnb_4bit_compute_dtype weight_dtype activation_dtype precision mixed_precision model.precision model.type", "model.dtype"),
+    ("initial_scale_power init_scale initial_loss_scale fp16.initial_scale_power", "train.loss_scale"),
+    ("loss_scale_window growth_interval fp16.loss_scale_window", "train.loss_scale_interval"),
+    ("hysteresis min_loss_scale fp16.hysteresis fp16.min_loss_scale growth_factor backoff_factor", "the loss scale doubles after `train.loss_scale_interval` steps and halves after a step that overflows, as in PyTorch"),
+    ("fp16_full_eval fp16_opt_level half_precision_backend", "evaluation and products use `model.dtype`, like training"),
     ("bf16_full_eval", "evaluation uses `model.dtype`, like training"),
     ("tf32 cast_lm_head_to_fp32 upcast_layernorm upcast_lmhead_output upcast_modules fp32_norms fp32_norm_classes embeddings_skip_upcast float32_mixed_precision", "there is no key for this: sums, norms, the loss and optimizer states are always f32; `model.dtype` is the type of the weights"),
     ("fp8 fp8_* load_in_fp8 float8_kv_cache", "ft has fp8 for products with frozen weights only, on a GPU: `memory.frozen_products = \"fp8\"`; `memory.frozen_weights = \"int8\"` stores them in as many bits"),

@@ -5,8 +5,8 @@
 pub const VALUES: &[(&str, &str, &str)] = &[
     ("model.dtype", "bfloat16|torch.bfloat16|bf16-mixed|bf16-true", "bf16"),
     ("model.dtype", "float32|fp32|torch.float32|float|32|full|32-true", "f32"),
-    ("model.dtype", "fp16|float16|f16|half|torch.float16|16|16-mixed|16-true", "ft does not train in f16, which needs loss scaling: write `bf16` (the same memory) or `f32`"),
-    ("model.dtype", "auto", "write `bf16` or `f32`: the recipe sets the type of the weights"),
+    ("model.dtype", "fp16|float16|half|torch.float16|16|16-mixed|16-true", "f16"),
+    ("model.dtype", "auto", "write `bf16`, `f16` or `f32`: the recipe sets the type of the weights"),
     ("model.dtype", "int8|int4|nf4|fp4|4bit|8bit|8|4|4-bit|8-bit|fp8|q4|q8", "`model.dtype` is the type of weights that are not quantized; write `memory.frozen_weights`: `\"nf4\"`, `\"int4\"` or `\"int8\"`"),
     ("model.device", "gpu|nvidia|0|cuda:auto|cuda:all|rocm|hip", "write `cuda:0` for the first NVIDIA GPU (`ft doctor` lists the devices)"),
     ("model.device", "mps|metal|mlx|xpu|npu|tpu|vulkan", "ft computes on the CPU and on NVIDIA GPUs"),

@@ -320,13 +320,13 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         );
     }
     let dtype = model.dtype.name();
-    // In a bf16 model products round their operands to bf16, so nothing is left of f32.
-    let other = |name: &&str| *name == "f32" && dtype == "bf16";
+    // In a model of 16 bits products round their operands to its type, so nothing is left of another one.
+    let other = |name: &&str| dtype != "f32" && *name != dtype && ["f32", "bf16"].contains(name);
     if let Some(name) = memory.storages().take(1).find(other) {
         faults.add(
             &[Memory::frozen_weights, Model::dtype],
             Error::usage(format!(
-                "`memory.frozen_weights = \"{name}\"` has no meaning with `model.dtype = \"{dtype}\"`: products round weights to bf16"
+                "`memory.frozen_weights = \"{name}\"` has no meaning with `model.dtype = \"{dtype}\"`: products round weights to {dtype}"
             ))
             .hint("use `auto`, or `model.dtype = \"f32\"`"),
         );
@@ -335,12 +335,13 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Memory::overrides, Model::dtype],
             Error::usage(format!(
-                "`{name}` in `memory.overrides` has no meaning with `model.dtype = \"{dtype}\"`: products round weights to bf16"
+                "`{name}` in `memory.overrides` has no meaning with `model.dtype = \"{dtype}\"`: products round weights to {dtype}"
             ))
             .hint(format!("unquantized weights are `{dtype}` here")),
         );
     }
     check_products(s, faults);
+    super::train::check_f16(s, faults);
     match memory.group_size {
         None | Some(128) => {}
         Some(64) if !memory.storages().any(|s| s == "int8") => {}

@@ -1,6 +1,7 @@
 //! The training run: optimizer, schedule, length and saving.
 
 use super::*;
+use crate::ops::quantized::Products;
 
 named!(Stage {
     Pretrain = "pretrain",
@@ -57,9 +58,9 @@ section! {
         /// Storage of the moments; `int8`: dynamic 8-bit quantization in blocks of 256, a quarter of the memory; the
         /// moments of parameters with fewer than 4096 elements stay f32.
         state: StateDtype = "f32", "exact", when Self::name = ["adamw", "sgd", "lion"];
-        /// Master weights of bf16 weights: `f32` keeps fp32 master weights (2 more bytes per element); `stochastic`
+        /// Master weights of bf16 and f16 weights: `f32` keeps fp32 master weights (2 more bytes per element); `stochastic`
         /// keeps none and uses stochastic rounding (unbiased).
-        master: Master = "f32", "exact", when Model::dtype = ["bf16"];
+        master: Master = "f32", "exact", when Model::dtype = ["bf16", "f16"];
     }
 }
 
@@ -106,6 +107,11 @@ section! {
              run", in MANY;
         /// Global norm to which gradients are clipped; 0 is off.
         max_grad_norm: f64 = 1.0, "as in transformers", in POSITIVE_OR_ZERO;
+        /// f16: the gradients of the first step are computed times this number, so that small ones do not become 0. A step
+        /// with a gradient that is not finite is skipped and halves it.
+        loss_scale: f64 = 65536.0, "as in PyTorch", in POSITIVE, when Model::dtype = ["f16"];
+        /// f16: number of steps without such a gradient after which the loss scale is doubled.
+        loss_scale_interval: usize = 2000, "as in PyTorch", in from(1), when Model::dtype = ["f16"];
         /// Mixtures of experts: factor of the balance loss, which keeps the load of the experts even. With more than one
         /// micro-batch in a step it is the mean of their balance losses, as in TRL. The reported loss is without it.
         router_aux_loss_coef: f64 = 0.0, "as in transformers, whose models add it only with `output_router_logits`",
@@ -147,6 +153,14 @@ impl Train {
         RouterLosses {
             balance: self.router_aux_loss_coef,
             z: self.router_z_loss_coef,
+        }
+    }
+
+    /// The settings of the loss scale.
+    pub fn scale_config(&self) -> LossScaleConfig {
+        LossScaleConfig {
+            initial: self.loss_scale,
+            growth_interval: self.loss_scale_interval as u64,
         }
     }
 }
@@ -205,5 +219,59 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         }
         Train::predict_with_generate if !s.data.evaluates() => Some("data.eval = []".into()),
         _ => None,
+    }
+}
+
+/// What has no f16.
+pub(super) fn check_f16(s: &Settings, faults: &mut Faults) {
+    if s.model.dtype != Dtype::F16 {
+        return;
+    }
+    let mut refuse = |key: KeyPath, found: String, hint: &str| {
+        faults.add(
+            &[Model::dtype, key],
+            Error::usage("`model.dtype = \"f16\"` is not possible here")
+                .found(found)
+                .hint(hint),
+        );
+    };
+    if s.model.device == "cpu" {
+        refuse(
+            Model::device,
+            "a run on the CPU, which has no operations in f16".into(),
+            "use `bf16` (the same memory, no loss scaling) or `f32`",
+        );
+    }
+    if s.memory.frozen_products != Products::Dequantized {
+        refuse(
+            Memory::frozen_products,
+            format!("products in {}", s.memory.frozen_products.name()),
+            "remove it, or use `model.dtype = \"bf16\"`",
+        );
+    }
+    let block = &s.tune.block;
+    if s.tune.method == Method::Block && block.correction != Correction::None {
+        refuse(
+            BlockKeys::correction,
+            format!(
+                "`tune.block.correction = \"{}\"`: a correction is applied as soon as it is computed, so a step that overflows \
+                 cannot be skipped",
+                block.correction.name()
+            ),
+            "use `model.dtype = \"bf16\"`",
+        );
+    }
+    let coefficients = [
+        (Train::router_aux_loss_coef, s.train.router_aux_loss_coef),
+        (Train::router_z_loss_coef, s.train.router_z_loss_coef),
+    ];
+    for (key, value) in coefficients {
+        if value != 0.0 {
+            refuse(
+                key,
+                "a loss of routers, which has no loss scale".into(),
+                "use `model.dtype = \"bf16\"`",
+            );
+        }
     }
 }

@@ -63,6 +63,9 @@ inline float value(Bf16 x) { return widen(x.bits); }
 inline float value(float x) { return x; }
 inline double value(double x) { return x; }
 inline void store(Bf16& to, float x) { to.bits = narrow(x); }
+using Half = _Float16;
+inline float value(Half x) { return x; }
+inline void store(Half& to, float x) { to = static_cast<Half>(x); }
 inline void store(float& to, float x) { to = x; }
 inline void store(double& to, double x) { to = x; }
 
@@ -119,6 +122,10 @@ void any_product(const Matrix& a, const Matrix& b, const Matrix& c, S alpha, S b
         product<double, double, double>(a, b, c, alpha, beta);
     } else if (a.type == F32) {
         product<float, float, float>(a, b, c, alpha, beta);
+    } else if (a.type == F16 && c.type == F32) {
+        product<Half, float, float>(a, b, c, alpha, beta);
+    } else if (a.type == F16) {
+        product<Half, float, Half>(a, b, c, alpha, beta);
     } else if (c.type == F32) {
         product<Bf16, float, float>(a, b, c, alpha, beta);
     } else {
@@ -161,7 +168,12 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
     Stream* stream = stream_of(handle.stream);
     if (!stream) stop("%s: the stream was destroyed", name);
     stream->computes = true;
-    const char* type = c.type == BF16 ? "bf16" : a.type == BF16 ? "bf16 to f32" : a.type == F32 ? "f32" : "f64";
+    const char* type = c.type == BF16   ? "bf16"
+                       : c.type == F16  ? "f16"
+                       : a.type == BF16 ? "bf16 to f32"
+                       : a.type == F16  ? "f16 to f32"
+                       : a.type == F32  ? "f32"
+                                        : "f64";
     count("product (operations)", type, 2 * batch.count * c.rows * c.columns * a.columns);
     size_t moved = a.extent() + b.extent() + (beta == S(0) ? 1 : 2) * c.extent();
     count("product (bytes of operands)", type, batch.count * moved);
@@ -169,7 +181,7 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
     return BLAS_SUCCESS;
 }
 
-bool known(int type) { return type == F32 || type == BF16; }
+bool known(int type) { return type == F32 || type == BF16 || type == F16; }
 
 Matrix matrix(const void* address, int type, int rows, int columns, int stride, int operation) {
     return {reinterpret_cast<uint64_t>(address), type, size_t(rows), size_t(columns), size_t(stride), operation != 0};

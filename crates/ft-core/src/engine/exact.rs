@@ -38,6 +38,11 @@ impl Engine {
                 let pairs = high.iter().zip(low);
                 sink(&pairs.map(|(h, l)| master::join(*h, *l as u16)).collect::<Vec<_>>())
             }
+            Numbers::F16(high, Some(low)) => {
+                let pairs = high.iter().zip(low);
+                sink(&pairs.map(|(h, l)| master::join_f16(*h, *l as u16)).collect::<Vec<_>>())
+            }
+            Numbers::F16(high, None) => sink(&high.iter().map(|h| h.to_f32()).collect::<Vec<_>>()),
             Numbers::Bf16(high, None) => sink(&high.iter().map(|h| h.to_f32()).collect::<Vec<_>>()),
         })
     }

@@ -5,6 +5,7 @@ pub mod active;
 pub mod divided;
 mod exact;
 pub mod hook;
+mod loss_scale;
 pub mod pass;
 mod publish;
 mod reduce;
@@ -16,6 +17,7 @@ pub mod window;
 pub use active::Active;
 pub use divided::{MomentValues, SavedMoment};
 pub use hook::StepHook;
+pub use loss_scale::{LossScale, LossScaleConfig};
 pub use pass::{Pass, Totals, evaluate};
 pub use reduce::{Exchange, corrected_bytes, exchange_bytes, sent_bytes};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
@@ -25,3 +27,5 @@ pub use strategy::StepStrategy;
 mod ranks_tests;
 #[cfg(test)]
 mod shared_tests;
+#[cfg(test)]
+mod step_tests;

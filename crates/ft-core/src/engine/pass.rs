@@ -140,6 +140,8 @@ pub struct Pass<'a> {
     pub may_stop: bool,
     /// The losses of the routers of a mixture of experts, and their metrics.
     pub routers: Option<&'a Routers>,
+    /// Factor of all gradients.
+    pub loss_scale: f64,
     /// The ranks that share the window.
     pub comm: &'a dyn Collective,
 }
@@ -163,6 +165,7 @@ impl<'a> Pass<'a> {
             dropout: None,
             may_stop: false,
             routers: None,
+            loss_scale: 1.0,
             comm: &*ALONE,
         }
     }
@@ -178,7 +181,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Runs the micro-batches of one optimizer step. The gradients are scaled by 1 / (weight of the whole window). The
+    /// Runs the micro-batches of one optimizer step. The gradients are scaled by `loss_scale` / (weight of the whole window). The
     /// returned totals contain the counts only; `step_stats` has the sums. `batches`: the window of all ranks; each rank
     /// computes its part of it (`window::rounds`).
     pub fn window(&self, batches: &[Batch], sink: &mut dyn GradSink) -> Result<Totals> {
@@ -211,7 +214,7 @@ impl<'a> Pass<'a> {
             let on_host = self.step_stats.known().is_some();
             let own = on_host.then(|| StepStats::new(&self.network.device)).transpose()?;
             let step_stats = own.as_ref().unwrap_or(self.step_stats);
-            self.micro_batch(batch, &ctx, 1.0 / weight as f64, step_stats, sink)?;
+            self.micro_batch(batch, &ctx, self.loss_scale / weight as f64, step_stats, sink)?;
             sink.end_round()?;
             let routed = ctx.shared.take_routers();
             let report = MicroReport {

@@ -195,6 +195,12 @@ impl<'a> Accumulate<'a> {
         self.sums.get(name).map(|(_, gradient)| gradient.clone())
     }
 
+    /// Multiplies all accumulated gradients by `factor`.
+    pub fn scale(&self, factor: f32) -> Result<()> {
+        let mut gradients = self.sums.values();
+        gradients.try_for_each(|(_, gradient)| update::scale_assign(gradient, factor))
+    }
+
     /// Names of gradients that are not finite.
     pub fn non_finite(&self) -> Result<Vec<String>> {
         if let Some(divided) = &self.divided {

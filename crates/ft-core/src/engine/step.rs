@@ -2,6 +2,7 @@
 
 use super::active::Active;
 use super::hook::StepHook;
+use super::loss_scale::LossScale;
 use super::pass::{self, Pass, Totals};
 use super::reduce::Exchange;
 use super::sinks::{Accumulate, Corrections, FusedUpdate, Norm};
@@ -64,6 +65,8 @@ pub struct Engine {
     pub step_hook: Option<Box<dyn StepHook>>,
     /// The losses of the routers of a mixture of experts, and their metrics.
     pub routers: Routers,
+    /// Dynamic loss scaling, for f16.
+    pub loss_scale: Option<LossScale>,
     /// The ranks that share the micro-batches of a step; every one has all weights (`Engine::join`).
     pub(super) comm: Arc<dyn Collective>,
     /// Each rank has a part of the gradients and of the moments.
@@ -81,9 +84,13 @@ pub struct QueuedStep {
     step_stats: StepStats,
     /// Of the first pass of `NormFirst`.
     first: Option<PendingSums>,
-    sums: PendingSums,
+    pub(super) sums: PendingSums,
     /// Names of the gradients in the order of `StepStats::non_finite`.
     names: Vec<Arc<str>>,
+    /// The loss scale that is still in the norm.
+    unscale: f64,
+    /// A gradient overflowed, so nothing was updated.
+    skipped: bool,
 }
 
 impl QueuedStep {
@@ -94,6 +101,13 @@ impl QueuedStep {
 
     /// Errors: a loss or a gradient is not finite.
     fn report(&self) -> Result<StepReport> {
+        if self.skipped {
+            return Ok(StepReport {
+                totals: self.totals.with(self.sums.wait()?),
+                grad_norm: f64::INFINITY,
+                skipped: true,
+            });
+        }
         if let Some(first) = &self.first
             && !numbers(first)?.1.is_finite()
         {
@@ -101,8 +115,11 @@ impl QueuedStep {
         }
         let (sums, grad_norm) = numbers(&self.sums)?;
         if grad_norm.is_finite() {
-            let totals = self.totals.with(sums);
-            return Ok(StepReport { totals, grad_norm });
+            return Ok(StepReport {
+                totals: self.totals.with(sums),
+                grad_norm: grad_norm * self.unscale,
+                skipped: false,
+            });
         }
         Err(match self.gradients {
             Gradients::Keep => {
@@ -123,8 +140,10 @@ impl QueuedStep {
 pub struct StepReport {
     /// Loss and counts of the window.
     pub totals: Totals,
-    /// Global norm before clipping.
+    /// Global norm before clipping; infinite if the step was skipped.
     pub grad_norm: f64,
+    /// A gradient was not finite at this loss scale: nothing was updated.
+    pub skipped: bool,
 }
 
 impl Engine {
@@ -164,6 +183,7 @@ impl Engine {
             seed: 0,
             step_hook: None,
             routers: Routers::default(),
+            loss_scale: None,
             comm: Arc::new(Alone::default()),
             divided: false,
             exchange: Exchange::default(),
@@ -189,12 +209,34 @@ impl Engine {
         self.finish(&queued)
     }
 
-    /// A hook needs all gradients at the update.
+    /// A hook needs all gradients at the update. A step can be skipped only if all gradients are known before it.
     fn effective_gradients(&self) -> Gradients {
-        match self.step_hook {
-            Some(_) => Gradients::Keep,
-            None => self.strategy.gradients,
+        match (&self.step_hook, self.strategy.gradients) {
+            (Some(_), _) => Gradients::Keep,
+            (None, Gradients::Fused) if self.loss_scale.is_some() => Gradients::NormFirst,
+            (None, gradients) => gradients,
         }
+    }
+
+    /// Steps that the loss scale has skipped so far.
+    pub fn skipped_steps(&self) -> u64 {
+        self.loss_scale.map_or(0, |scale| scale.skipped)
+    }
+
+    /// The factor of the gradients of the next step.
+    fn gradient_scale(&self, active: &Active) -> Result<f64> {
+        let Some(scale) = &self.loss_scale else { return Ok(1.0) };
+        if active.corrected().next().is_some() {
+            return Err(Error::unsupported(
+                "a correction is applied as soon as it is computed, so a step with a loss scale cannot skip it",
+            )
+            .hint("use `Dtype::Bf16` or `Dtype::F32`"));
+        }
+        if self.routers.losses.any() {
+            return Err(Error::unsupported("the losses of routers have no loss scale")
+                .hint("use `Dtype::Bf16` or `Dtype::F32`"));
+        }
+        Ok(f64::from(scale.scale))
     }
 
     /// True if no weight changes before the last gradient of a step is computed; then a step can be abandoned halfway.
@@ -261,15 +303,19 @@ impl Engine {
                 "a gradient is applied at once, which several ranks cannot do together",
             ));
         }
+        let scale = self.gradient_scale(active)?;
+        let scaled = self.loss_scale.is_some();
         let step_stats = StepStats::new(&network.device)?;
-        // The sums whose guard holds back this pass too.
-        let mut earlier = before.map(|before| &before.step_stats);
+        // The sums whose guard holds back this pass too. A step with a loss scale is known to be finite, or was skipped.
+        let mut earlier = before.map(|before| &before.step_stats).filter(|_| !scaled);
         let norm_stats = match gradients {
             Gradients::NormFirst => Some(StepStats::new(&network.device)?),
             _ => None,
         };
-        // A hook needs the factor of the gradients on the host; corrections have sums of their own.
-        let on_device = network.device.is_cuda() && self.step_hook.is_none() && active.corrected().next().is_none();
+        // A hook needs the factor of the gradients on the host, and so does the decision to skip a step; corrections have
+        // sums of their own.
+        let on_device =
+            network.device.is_cuda() && self.step_hook.is_none() && active.corrected().next().is_none() && !scaled;
         self.optimizer.begin(step);
         let pass = Pass {
             saved_layers: self.strategy.saved_layers,
@@ -277,16 +323,21 @@ impl Engine {
             dropout: Some(Dropout { seed, step, micro: 0 }),
             may_stop,
             routers: Some(&self.routers),
+            loss_scale: scale,
             comm: &*self.comm,
             ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
         let (mut first, mut names) = (None, Vec::new());
+        let (mut unscale, mut skipped) = (1.0, false);
         let (totals, sums) = match gradients {
             Gradients::Keep => {
                 step_stats.follow(earlier)?;
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr, (&*self.comm, self.exchange));
                 let totals = pass.window(batches, &mut sink)?;
                 sink.complete(&*self.comm, self.divided)?;
+                if scaled {
+                    sink.scale((1.0 / scale) as f32)?;
+                }
                 if let Some(hook) = &mut self.step_hook {
                     hook.before_update(&|name| sink.gradient(name))?;
                 }
@@ -303,6 +354,8 @@ impl Engine {
                     };
                     sink.update(1.0, gate)?;
                     names = sink.order;
+                } else if scaled && overflowed(&sums)? {
+                    skipped = true;
                 } else {
                     let (_, grad_norm) = numbers(&sums)?;
                     if !grad_norm.is_finite() {
@@ -330,18 +383,24 @@ impl Engine {
                         step_stats: norm_stats,
                         ..pass
                     };
-                    norm_pass.window(batches, &mut norm)?;
+                    let totals = norm_pass.window(batches, &mut norm)?;
                     let sums = norm_stats.start_reading()?;
                     norm_stats.follow(earlier)?;
                     earlier = Some(norm_stats);
                     if on_device {
                         further = device_coefficient(norm_stats, self.max_grad_norm)?;
+                    } else if scaled && overflowed(&sums)? {
+                        skipped = true;
                     } else {
                         let (_, grad_norm) = numbers(&sums)?;
                         if !grad_norm.is_finite() {
                             return Err(non_finite(&[], step));
                         }
-                        coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
+                        unscale = 1.0 / scale;
+                        coefficient = clip_coefficient(grad_norm * unscale, self.max_grad_norm) * unscale as f32;
+                    }
+                    if skipped {
+                        return self.skipped_step(step, totals, step_stats, sums);
                     }
                     first = Some(sums);
                 }
@@ -367,6 +426,12 @@ impl Engine {
                 (totals, sums)
             }
         };
+        if skipped {
+            return self.skipped_step(step, totals, step_stats, sums);
+        }
+        if let Some(scale) = &mut self.loss_scale {
+            scale.update(false)?;
+        }
         Ok(QueuedStep {
             step,
             gradients,
@@ -375,8 +440,40 @@ impl Engine {
             first,
             sums,
             names,
+            unscale,
+            skipped,
         })
     }
+
+    /// Lowers the loss scale after a step that overflowed.
+    fn skipped_step(
+        &mut self,
+        step: u64,
+        totals: Totals,
+        step_stats: StepStats,
+        sums: PendingSums,
+    ) -> Result<QueuedStep> {
+        if let Some(scale) = &mut self.loss_scale {
+            scale.update(true)?;
+        }
+        Ok(QueuedStep {
+            step,
+            gradients: self.effective_gradients(),
+            totals,
+            step_stats,
+            first: None,
+            sums,
+            names: Vec::new(),
+            unscale: 1.0,
+            skipped: true,
+        })
+    }
+}
+
+/// Waits for the sums of a pass; true if the loss or a gradient is not finite.
+fn overflowed(pending: &PendingSums) -> Result<bool> {
+    let sums = pending.wait()?;
+    Ok(!(sums.loss.is_finite() && sums.squares.is_finite()))
 }
 
 /// Waits for the sums of a pass; returns them with the global gradient norm. Errors: a loss that is not finite.
@@ -425,111 +522,4 @@ fn held_back(step: u64) -> Error {
         "a gradient is not finite at step {step}; this gradient and all later ones of the step were not applied"
     ))
     .hint("lower the learning rate, check the data, or use `Dtype::F32`")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::data::Example;
-    use crate::model::{families, shapes};
-    use crate::ops::Dtype;
-    use crate::optim::config::{OptimizerConfig, OptimizerName};
-    use crate::sft::CausalLm;
-    use crate::source::Resident;
-    use candle_core::Device;
-
-    /// A small model, trained with SGD, and its parameters.
-    fn engine(gradients: Gradients) -> (Engine, Active) {
-        let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
-        let (params, vocab) = (spec.params(), spec.vocab);
-        let settings = OptimizerConfig {
-            name: OptimizerName::Sgd,
-            ..OptimizerConfig::default()
-        };
-        let source = Resident::random(params.clone(), 1, 0.02, 1.0, Dtype::F32, &Device::Cpu).unwrap();
-        let active = Active::new(params.iter().map(|p| p.name.to_string()));
-        let model = TrainableNetwork::new(spec, Arc::new(source), Device::Cpu);
-        let strategy = StepStrategy {
-            gradients,
-            ..StepStrategy::new(Dtype::F32)
-        };
-        let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
-        (
-            Engine::new(model, objective, optimizer, strategy, &active).unwrap(),
-            active,
-        )
-    }
-
-    fn batches() -> [Batch; 1] {
-        let row = Example {
-            ids: (0..24).map(|t| (37 * t + 5) % 4096).collect(),
-            trained: vec![true; 24],
-        };
-        [Batch::from_examples([&row])]
-    }
-
-    /// Two steps of SGD on one micro-batch: the change of every weight, and the reported norm.
-    fn way(gradients: Gradients, max_grad_norm: f64) -> (Vec<f32>, f64) {
-        let (mut engine, active) = engine(gradients);
-        engine.max_grad_norm = max_grad_norm;
-        let weights = |engine: &Engine| {
-            let mut all = Vec::new();
-            for name in active.names() {
-                let add = &mut |some: &[f32]| {
-                    all.extend_from_slice(some);
-                    Ok(())
-                };
-                engine.exact(name, add).unwrap();
-            }
-            all
-        };
-        let before = weights(&engine);
-        let mut norm = 0.0;
-        for step in 1..=2 {
-            norm = engine.step(step, &batches(), &active, 0.1).unwrap().grad_norm;
-        }
-        let moved = weights(&engine).iter().zip(&before).map(|(a, b)| a - b).collect();
-        (moved, norm)
-    }
-
-    fn distance(a: &[f32], b: &[f32]) -> f64 {
-        let squares = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2));
-        squares.sum::<f64>().sqrt()
-    }
-
-    #[test]
-    fn every_way_of_gradients_goes_the_same_way() {
-        let kept = way(Gradients::Keep, 0.0);
-        let size = distance(&kept.0, &vec![0.0; kept.0.len()]);
-        let fused = way(Gradients::Fused, 0.0);
-        assert!(fused == kept, "applied as they come");
-        // A clip that halves the update.
-        let max = 0.5 * kept.1;
-        let (kept, twice) = (way(Gradients::Keep, max), way(Gradients::NormFirst, max));
-        assert!(distance(&kept.0, &fused.0) > 0.3 * size, "nothing was clipped");
-        assert!(twice == kept, "in two passes");
-    }
-
-    #[test]
-    fn a_step_that_was_held_back_is_not_counted() {
-        for (gradients, counted) in [(Gradients::Keep, 1), (Gradients::Fused, 2), (Gradients::NormFirst, 2)] {
-            let (mut engine, active) = engine(gradients);
-            engine.step(1, &batches(), &active, 0.1).unwrap();
-            let mut queued = engine.queue_step(2, &batches(), &active, 0.1, false, None).unwrap();
-            // As a GPU reports it, after it has skipped the updates.
-            let sums = StepStats::new(&Device::Cpu).unwrap();
-            sums.add(StepSums {
-                squares: f64::NAN,
-                ..StepSums::default()
-            });
-            queued.sums = sums.start_reading().unwrap();
-            let error = engine.finish(&queued).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::NonFinite);
-            let counts: Vec<u64> = engine.optimizer.saved().map(|state| state.step).collect();
-            assert!(
-                !counts.is_empty() && counts.iter().all(|count| *count == counted),
-                "{gradients:?}"
-            );
-        }
-    }
 }

@@ -363,7 +363,7 @@ impl KvStore for Step<'_> {
                 let same = |s: &&mut Sequence| match &s.own.layers[layer] {
                     Layer::Device(layer) => match layer.stored() {
                         KvDtype::F32 => k.dtype() == DType::F32,
-                        KvDtype::Bf16 => k.dtype() == DType::BF16,
+                        KvDtype::Bf16 => matches!(k.dtype(), DType::BF16 | DType::F16),
                         KvDtype::Int8 => false,
                     },
                     Layer::Pages(..) | Layer::Nothing | Layer::State(_) => false,

@@ -10,7 +10,8 @@ use candle_core::{DType, Device};
 pub fn device_form((kv_heads, head_dim): (usize, usize), stored: Option<KvDtype>, activations: DType) -> Form {
     let stored = match (stored, activations) {
         (Some(KvDtype::Int8), _) => KvDtype::Int8,
-        (Some(KvDtype::Bf16), _) | (_, DType::BF16) => KvDtype::Bf16,
+        // Numbers of 16 bits: f16 in an f16 model.
+        (Some(KvDtype::Bf16), _) | (_, DType::BF16 | DType::F16) => KvDtype::Bf16,
         _ => KvDtype::F32,
     };
     Form {

@@ -149,6 +149,7 @@ pub fn stored(dtype: Dtype) -> StoredDtype {
     match dtype {
         Dtype::F32 => StoredDtype::F32,
         Dtype::Bf16 => StoredDtype::Bf16,
+        Dtype::F16 => StoredDtype::F16,
     }
 }
 

@@ -46,6 +46,7 @@ pub struct OpenModel {
 /// # }
 /// ```
 pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
+    dtype.runs_on(!device.is_cpu())?;
     let storage = StoragePolicy::dense(dtype);
     opened(dir, device, |params, weights| {
         Resident::load(params, weights, |p| storage.of(p), device)
@@ -58,6 +59,7 @@ pub fn open(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
 /// # Errors
 /// As for `open`.
 pub fn open_decoded(dir: &Path, dtype: Dtype, device: &Device) -> Result<OpenModel> {
+    dtype.runs_on(!device.is_cpu())?;
     opened(dir, device, |params, weights| {
         Resident::load_decoded(params, weights, dtype, device)
     })

@@ -88,7 +88,7 @@ impl Projections {
 
     fn copy(groups: Vec<&mut &mut Self>) -> Result<()> {
         let Some(first) = groups.first() else { return Ok(()) };
-        let dtype = if first.is_bf16() { DType::BF16 } else { DType::F32 };
+        let dtype = first.linears.first().map_or(DType::F32, |l| l.weight.model_type());
         let matrices: Vec<Vec<_>> = (groups.iter())
             .map(|g| g.members().map(|(_, lora)| lora.matrices()).collect())
             .collect();

@@ -232,14 +232,14 @@ impl Optimizer {
         };
         let (low, rounding) = match (weight.dtype(), self.settings.master) {
             (DType::F32, _) => (None, Rounding::Whole),
-            (DType::BF16, Master::Stochastic) => {
+            (DType::BF16 | DType::F16, Master::Stochastic) => {
                 // A weight that is updated twice in a step (a correction in two micro-batches) uses new random numbers.
                 let times = self.rounded.entry(name.to_string()).or_insert(0);
                 *times += 1;
                 let key = [self.now, *times, mask::hash(name)];
                 (None, Rounding::Stochastic(Rng::new(self.seed, Stream::Rounding, &key)))
             }
-            (DType::BF16, Master::F32) => {
+            (DType::BF16 | DType::F16, Master::F32) => {
                 let low = match self.low.remove(name) {
                     Some(low) => low.to_device(weight.device())?,
                     None => update::zeros(weight.elem_count(), DType::I16, weight.device())?,
@@ -273,10 +273,10 @@ impl Optimizer {
     /// The exact f32 values of a trained weight.
     ///
     /// # Errors
-    /// The weight is neither f32 nor bf16.
+    /// The weight is neither f32, bf16 nor f16.
     pub fn exact(&self, name: &str, weight: &Tensor) -> Result<Vec<f32>> {
         match (weight.dtype(), self.low.get(name)) {
-            (DType::BF16, Some(low)) => step::join(weight, low),
+            (DType::BF16 | DType::F16, Some(low)) => step::join(weight, low),
             _ => update::to_f32_vec(weight),
         }
     }
@@ -287,13 +287,13 @@ impl Optimizer {
             return Err(Error::shape("the saved weight has a different size").at(name));
         }
         match (weight.dtype(), self.settings.master) {
-            (DType::BF16, Master::F32) => {
+            (DType::BF16 | DType::F16, Master::F32) => {
                 let low = update::zeros(values.len(), DType::I16, weight.device())?;
                 step::split(values, weight, &low)?;
                 self.low.insert(name.to_string(), low);
                 Ok(())
             }
-            // Without an fp32 master the values are already bf16 numbers.
+            // Without an fp32 master the values are already numbers of that type.
             _ => update::set(weight, values),
         }
     }

@@ -122,7 +122,7 @@ impl DeviceQMatrix {
             columns,
             codes,
             scales,
-            bf16: decoded == Dtype::Bf16,
+            decoded,
             products: Products::Dequantized,
         };
         codes.check()?;

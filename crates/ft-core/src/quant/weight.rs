@@ -135,13 +135,22 @@ impl Weight {
         }
     }
 
+    /// The type of the model of the weight.
+    pub fn model_type(&self) -> DType {
+        match self {
+            Weight::Dense(tensor) if tensor.dtype() == DType::F16 => DType::F16,
+            Weight::DeviceQuantized(placed) if placed.codes().decoded == Dtype::F16 => DType::F16,
+            _ => self.product_type(),
+        }
+    }
+
     /// True if the model of the weight is held in bf16.
     pub fn is_bf16(&self) -> bool {
         match self {
             Weight::Dense(tensor) => tensor.dtype() == DType::BF16,
             Weight::Prepacked(_) => true,
             Weight::Quantized(quantized) => quantized.decoded() == Dtype::Bf16,
-            Weight::DeviceQuantized(placed) => placed.codes().bf16,
+            Weight::DeviceQuantized(placed) => placed.codes().decoded == Dtype::Bf16,
         }
     }
 

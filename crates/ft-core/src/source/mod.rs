@@ -17,7 +17,7 @@ use crate::formats::weights::Weights;
 use crate::ops::transfer::{CopyTimes, HostRead};
 use crate::quant::Weight;
 use candle_core::Tensor;
-use half::bf16;
+use half::{bf16, f16};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -148,6 +148,8 @@ pub enum Numbers<'a> {
     F32(&'a [f32]),
     /// For trained weights also the low 16 bits of their fp32 masters (see `ops::master`).
     Bf16(&'a [bf16], Option<&'a [i16]>),
+    /// The same for f16 weights.
+    F16(&'a [f16], Option<&'a [i16]>),
 }
 
 /// Receives the elements of a parameter in pieces.

@@ -3,10 +3,10 @@
 use super::{Numbers, NumbersSink, ParamInfo};
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
-use crate::ops::{master, update};
+use crate::ops::{master, step, update};
 use crate::quant::{self, Format, QMatrix};
 use candle_core::{DType, Device, Tensor};
-use half::bf16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -42,12 +42,22 @@ impl Exact {
                     low: Some(Tensor::from_vec(low, count, device)?),
                 })
             }
+            Dtype::F16 => {
+                let count = values.len();
+                let halves = values.into_par_iter().map(master::split_f16);
+                let (high, low): (Vec<f16>, Vec<i16>) = halves.map(|(h, l)| (h, l as i16)).unzip();
+                Ok(Self {
+                    weight: Tensor::from_vec(high, shape, device)?,
+                    low: Some(Tensor::from_vec(low, count, device)?),
+                })
+            }
         }
     }
 
     /// The exact f32 values, `[elements]`.
     pub fn values(&self) -> Result<Vec<f32>> {
         match &self.low {
+            Some(low) if self.weight.dtype() == DType::F16 => step::join(&self.weight, low),
             Some(low) => {
                 let low = low.flatten_all()?.to_vec1::<i16>()?;
                 update::with_bf16(&self.weight, |high| {
@@ -64,6 +74,10 @@ impl Exact {
             (DType::BF16, low) => {
                 let low = low.as_ref().map(|l| l.flatten_all()?.to_vec1::<i16>()).transpose()?;
                 update::with_bf16(&self.weight, |v| sink(Numbers::Bf16(v, low.as_deref())))?
+            }
+            (DType::F16, low) => {
+                let low = low.as_ref().map(|l| l.flatten_all()?.to_vec1::<i16>()).transpose()?;
+                update::with_f16(&self.weight, |v| sink(Numbers::F16(v, low.as_deref())))?
             }
             _ => update::with_slice(&self.weight, |v| sink(Numbers::F32(v)))?,
         }

@@ -14,7 +14,7 @@ use crate::ops::transfer::CopyTimes;
 use crate::ops::{step, update};
 use crate::quant::{self, Format, Storage, Weight};
 use candle_core::{DType, Device, Tensor};
-use half::bf16;
+use half::{bf16, f16};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -223,7 +223,7 @@ fn element(p: &ParamInfo, index: u64, random: RandomWeights) -> impl Fn(usize) -
     }
 }
 
-/// As `draw`, for the whole parameter on the CPU; a bf16 parameter never exists as f32.
+/// As `draw`, for the whole parameter on the CPU; a bf16 or f16 parameter never exists as f32.
 pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, random: RandomWeights) -> Result<Tensor> {
     let (all, element) = (0..p.elements(), element(p, index, random));
     Ok(match dtype {
@@ -235,6 +235,10 @@ pub fn draw_tensor(p: &ParamInfo, index: u64, dtype: Dtype, random: RandomWeight
             let values: Vec<bf16> = all.into_par_iter().map(|i| bf16::from_f32(element(i))).collect();
             Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?
         }
+        Dtype::F16 => {
+            let values: Vec<f16> = all.into_par_iter().map(|i| f16::from_f32(element(i))).collect();
+            Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?
+        }
     })
 }
 
@@ -243,6 +247,7 @@ pub(super) fn send(tensor: &Tensor, sink: &mut NumbersSink) -> Result<()> {
     match tensor.dtype() {
         _ if !tensor.device().is_cpu() => sink(Numbers::F32(&update::to_f32_vec(tensor)?)),
         DType::BF16 => update::with_bf16(tensor, |v| sink(Numbers::Bf16(v, None)))?,
+        DType::F16 => update::with_f16(tensor, |v| sink(Numbers::F16(v, None)))?,
         _ => update::with_slice(tensor, |v| sink(Numbers::F32(v)))?,
     }
 }
@@ -277,12 +282,14 @@ pub fn read_dense(weights: &Weights, p: &ParamInfo, dtype: Dtype, device: &Devic
         let dtype = match dtype {
             Dtype::F32 => DType::F32,
             Dtype::Bf16 => DType::BF16,
+            Dtype::F16 => DType::F16,
         };
         return Ok(decoded.to_dtype(dtype)?.to_device(device)?);
     }
     Ok(match dtype {
         Dtype::F32 => Tensor::from_vec(f32s(weights, p)?, shape, device)?,
         Dtype::Bf16 => Tensor::from_vec(bf16s(weights, p)?, shape, device)?,
+        Dtype::F16 => Tensor::from_vec(f16s(weights, p)?, shape, device)?,
     })
 }
 
@@ -292,6 +299,21 @@ fn f32s(weights: &Weights, p: &ParamInfo) -> Result<Vec<f32>> {
 
 fn bf16s(weights: &Weights, p: &ParamInfo) -> Result<Vec<bf16>> {
     check_finite(weights.read_bf16(&p.name)?, |x| x.is_finite(), weights, p)
+}
+
+fn f16s(weights: &Weights, p: &ParamInfo) -> Result<Vec<f16>> {
+    let values = weights.read_f16(&p.name)?;
+    if values.iter().all(|x| x.is_finite()) {
+        return Ok(values);
+    }
+    let values = f32s(weights, p)?;
+    let most = values.iter().fold(0f32, |most, x| most.max(x.abs()));
+    Err(
+        Error::argument(format!("tensor `{}` has a number that f16 cannot hold", p.name))
+            .found(most)
+            .expected(format!("at most {}", f16::MAX))
+            .hint("use `Dtype::Bf16` or `Dtype::F32`"),
+    )
 }
 
 /// Errors: a value that is not finite, with the tensor's name; otherwise only the loss would become NaN later.
@@ -500,7 +522,7 @@ impl TrainableStore for Resident {
         }
         let tensor = self.tensor(name)?;
         match tensor.dtype() {
-            DType::BF16 => {
+            DType::BF16 | DType::F16 => {
                 let half = update::zeros(values.len(), DType::I16, tensor.device())?;
                 step::split(&values, &tensor, &half)?;
                 // Inactive parameters keep it on the host.

@@ -167,13 +167,19 @@ pub fn bytes(layout: Layout, quantized: &QMatrix, name: &str, plan: &TensorPlan)
     }
 }
 
+/// The name in torch.
+fn dtype_name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "float32",
+        Dtype::Bf16 => "bfloat16",
+        Dtype::F16 => "float16",
+    }
+}
+
 /// The quantization state of a weight, as bitsandbytes expects it.
 fn state(quantized: &QMatrix) -> Value {
     let (rows, columns) = quantized.dims();
-    let dtype = match quantized.decoded() {
-        Dtype::F32 => "float32",
-        Dtype::Bf16 => "bfloat16",
-    };
+    let dtype = dtype_name(quantized.decoded());
     let mut state = json!({"quant_type": "nf4", "blocksize": 64, "dtype": dtype, "shape": [rows, columns]});
     if let Some(offset) = quantized.parts().into_iter().find(|p| p.name == "nested_offset") {
         let offset = offset.bytes.as_ref().try_into().map_or(0.0, f32::from_le_bytes);
@@ -292,7 +298,7 @@ pub fn config(layout: Layout, formats: &[Format], decoded: Dtype) -> Value {
             "load_in_8bit": false,
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": formats.contains(&Format::Nf4 { double: true }),
-            "bnb_4bit_compute_dtype": if decoded == Dtype::Bf16 { "bfloat16" } else { "float32" },
+            "bnb_4bit_compute_dtype": dtype_name(decoded),
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": ["lm_head"],
         }),
@@ -307,6 +313,7 @@ pub fn write_decoded(weights: &Weights, params: &[ParamInfo], dtype: Dtype, path
     let stored = match dtype {
         Dtype::F32 => StoredDtype::F32,
         Dtype::Bf16 => StoredDtype::Bf16,
+        Dtype::F16 => StoredDtype::F16,
     };
     let mut plans = Vec::new();
     for p in params {

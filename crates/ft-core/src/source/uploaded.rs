@@ -455,6 +455,7 @@ fn write_back(here: &Tensor, host: &Tensor) -> Result<()> {
     let here = here.to_device(&Device::Cpu)?;
     match host.dtype() {
         DType::BF16 => update::with_bf16(&here, |from| update::store_bf16(host, |to| to.copy_from_slice(from)))?,
+        DType::F16 => update::with_f16(&here, |from| update::store_f16(host, |to| to.copy_from_slice(from)))?,
         _ => update::with_slice(&here, |from| {
             update::with_slice_mut(host, |to| to.copy_from_slice(from))
         })?,

@@ -4,7 +4,7 @@
 use super::{Number, PIECE, TensorInfo, Weights, decode};
 use crate::dtype::StoredDtype;
 use ft_base::{Error, Result, files};
-use half::bf16;
+use half::{bf16, f16};
 
 /// Element types that a file may store directly.
 trait Plain: Copy {
@@ -17,6 +17,10 @@ impl Plain for f32 {
 
 impl Plain for bf16 {
     const STORED: StoredDtype = StoredDtype::Bf16;
+}
+
+impl Plain for f16 {
+    const STORED: StoredDtype = StoredDtype::F16;
 }
 
 impl Plain for i16 {
@@ -49,6 +53,14 @@ impl Weights {
     /// # Errors
     /// As for `read_f32_at`.
     pub fn read_bf16_at(&self, name: &str, first: usize, out: &mut [bf16]) -> Result<()> {
+        self.read_at(name, first, out)
+    }
+
+    /// As `read_f32_at`, as f16 (rounded to nearest, ties to even; what f16 cannot hold is infinite).
+    ///
+    /// # Errors
+    /// As for `read_f32_at`.
+    pub fn read_f16_at(&self, name: &str, first: usize, out: &mut [f16]) -> Result<()> {
         self.read_at(name, first, out)
     }
 

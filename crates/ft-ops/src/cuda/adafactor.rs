@@ -82,7 +82,7 @@ fn weight(item: &ParameterStep, gradient: u64) -> Result<[Arg; 4]> {
         return Err(wrong("a weight whose dtype differs from its precision setting"));
     }
     let place = address(item.weight, "a weight")?;
-    let form = (kind == FloatType::Bf16) as i32 | (aligned(&[place, low, gradient]) as i32) << 2 | (random as i32) << 3;
+    let form = kind.is_short() as i32 | (aligned(&[place, low, gradient]) as i32) << 2 | (random as i32) << 3;
     Ok([Arg::Address(place), Arg::Address(low), Arg::U64(key), Arg::I32(form)])
 }
 
@@ -102,12 +102,13 @@ impl Common {
         let [keep, take] = [Arg::F32(beta2 as f32), Arg::F32((1.0 - beta2) as f32)];
         let g = Arg::Address(gradient);
 
+        let half = FloatType::of(item.weight, "a weight")?.module();
         let launch = |kernel: &'static str, grid: Grid, args: &[Arg], factor: bool| {
             let factor = if factor { &self.factor[..] } else { &[] };
             let args = [args, &self.finite, factor].concat();
             // SAFETY: the sizes of gradient, weight and means were checked above against each other; the buffers of
             // sums have one element per block.
-            unsafe { gpu.launch("adafactor", kernel, grid, &args) }
+            unsafe { gpu.launch("adafactor", [kernel, half], grid, &args) }
         };
         if rows != 0 {
             let args = [g, Arg::size(c), Arg::Address(rows), keep, take];

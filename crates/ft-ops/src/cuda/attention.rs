@@ -145,7 +145,7 @@ pub(super) fn cached_kernels(spec: &Spec, kind: FloatType) -> Result<CachedKerne
                 shared: plain_bytes(size, rows),
             }
         }
-        FloatType::Bf16 => {
+        FloatType::Bf16 | FloatType::F16 => {
             let compiled = compiled(spec)?;
             CachedKernels {
                 size: size_name(compiled.size),
@@ -164,7 +164,7 @@ fn plain_bytes(size: usize, rows: usize) -> usize {
 
 /// True if the tensor-core kernels support these tensors. They move rows in units of 16 bytes.
 pub(super) fn on_tensor_cores(spec: &Spec, kind: FloatType, addresses: &[u64]) -> bool {
-    kind == FloatType::Bf16 && spec.head_dim.is_multiple_of(8) && spec.head_dim <= LARGEST_BF16 && aligned(addresses)
+    kind.is_short() && spec.head_dim.is_multiple_of(8) && spec.head_dim <= LARGEST_BF16 && aligned(addresses)
 }
 
 fn elements(t: &Tensor, name: &str, kind: FloatType) -> Result<u64> {
@@ -272,7 +272,7 @@ pub(crate) fn forward(
         elements(k, "the keys", kind)?,
         elements(v, "the values", kind)?,
     ];
-    if kind == FloatType::Bf16 && !on_tensor_cores(spec, kind, &inputs) {
+    if kind.is_short() && !on_tensor_cores(spec, kind, &inputs) {
         let [q, k, v] = [q, k, v].map(|t| elementwise::cast(t, FloatType::F32));
         let (o, lse) = forward(&q?, &k?, &v?, spec, q_documents, k_documents)?;
         return Ok((elementwise::cast(&o, kind)?, lse));
@@ -299,13 +299,13 @@ pub(crate) fn forward(
             // SAFETY: the tiles lie inside the tensors, whose shapes were checked.
             unsafe { gpu.launch_with(PLAIN, name, grid, &args, Some(&Form::new(spec, 1, 1)?))? };
         }
-        FloatType::Bf16 => {
+        FloatType::Bf16 | FloatType::F16 => {
             let compiled = compiled(spec)?;
             let work = documents.work(&gpu, List::Queries(compiled.queries, 1))?;
             let shared = 2 * compiled.size * (compiled.queries + 2 * compiled.keys);
             let grid = grid(work.count * spec.heads, THREADS, shared);
             let args = [q, k, v, to_o, to_lse, work.tiles()?];
-            let name = ["attention_forward_", size_name(compiled.size)];
+            let name = ["attention_forward_", size_name(compiled.size), kind.module()];
             // SAFETY: as above.
             unsafe { gpu.launch_with(FORWARD, name, grid, &args, Some(&Form::new(spec, 1, 1)?))? };
         }
@@ -336,7 +336,7 @@ pub(crate) fn backward(
         elements(dout, "the gradient of attention", kind)?,
         elements(o, "the output of attention", kind)?,
     ];
-    if kind == FloatType::Bf16 && !on_tensor_cores(spec, kind, &inputs) {
+    if kind.is_short() && !on_tensor_cores(spec, kind, &inputs) {
         let [q, k, v, o, dout] = [q, k, v, o, dout].map(|t| elementwise::cast(t, FloatType::F32));
         let (dq, dk, dv) = backward(&q?, &k?, &v?, &o?, lse, &dout?, spec, documents)?;
         let [dq, dk, dv] = [dq, dk, dv].map(|t| elementwise::cast(&t, kind));
@@ -370,7 +370,7 @@ pub(crate) fn backward(
 
     let (module, delta_name) = match kind {
         FloatType::F32 => (PLAIN, "attention_f32_delta"),
-        FloatType::Bf16 => (BACKWARD, "attention_delta"),
+        FloatType::Bf16 | FloatType::F16 => (BACKWARD, "attention_delta"),
     };
     let args = [
         Arg::Address(delta_place),
@@ -383,7 +383,7 @@ pub(crate) fn backward(
     unsafe {
         gpu.launch(
             module,
-            delta_name,
+            [delta_name, kind.module()],
             Grid::line((n * spec.heads).div_ceil(4), THREADS),
             &args,
         )?
@@ -427,7 +427,7 @@ pub(crate) fn backward(
     let work = documents.work(&gpu, List::Queries(ROWS, 1))?;
     let args = [&read[..], &[to_dq, work.tiles()?]].concat();
     let shared = compiled.backward_bytes(compiled.staged_keys);
-    let name = ["attention_queries_", size_name(compiled.size)];
+    let name = ["attention_queries_", size_name(compiled.size), kind.module()];
     let form = Form::new(spec, 1, 1)?;
     // SAFETY: as above.
     unsafe {
@@ -469,7 +469,7 @@ pub(crate) fn backward(
     ]
     .concat();
     let shared = compiled.keys_bytes();
-    let name = ["attention_keys_", size_name(compiled.size)];
+    let name = ["attention_keys_", size_name(compiled.size), kind.module()];
     let form = Form::new(spec, 1, parts)?;
     // SAFETY: as above; with several parts each has its own [n, K·E] of the partial sums.
     unsafe {
@@ -489,7 +489,7 @@ pub(crate) fn backward(
             unsafe {
                 gpu.launch(
                     BACKWARD,
-                    "attention_sum_parts",
+                    ["attention_sum_parts", kind.module()],
                     Grid::line((n * width).div_ceil(256), 256),
                     &args,
                 )?

@@ -11,6 +11,11 @@ use ft_base::{Error, Result};
 
 /// Returns o `[N, H·E]` of the type of q and lse f32 `[N, H]`.
 pub(crate) fn attend(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)> {
+    attend_as(tables, layer, q, spec, FloatType::of(q, "the queries")?.module())
+}
+
+/// As `attend`; `half`: the part of the kernel name for the type of the 16-bit numbers in the cache.
+fn attend_as(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec, half: &'static str) -> Result<(Tensor, Tensor)> {
     let (form, blocks) = tables.layer(layer)?;
     let kind = FloatType::of(q, "the queries")?;
     let want = [tables.tokens, spec.query_width()];
@@ -20,8 +25,8 @@ pub(crate) fn attend(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec) -> 
             .expected(format!("{want:?}")));
     }
     let to_q = address_of(q, "the queries", kind.dtype())?;
-    if kind == FloatType::Bf16 && !on_tensor_cores(spec, kind, &[to_q]) {
-        let (o, lse) = attend(tables, layer, &elementwise::cast(q, FloatType::F32)?, spec)?;
+    if kind.is_short() && !on_tensor_cores(spec, kind, &[to_q]) {
+        let (o, lse) = attend_as(tables, layer, &elementwise::cast(q, FloatType::F32)?, spec, half)?;
         return Ok((elementwise::cast(&o, kind)?, lse));
     }
     let gpu = &tables.gpu;
@@ -50,7 +55,7 @@ pub(crate) fn attend(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec) -> 
     let numbers = attention::Form::new(spec, pack, 1)?;
     let (module, prefix, join) = match kind {
         FloatType::F32 => (PLAIN, "attention_f32_cached_", "attention_f32_join"),
-        FloatType::Bf16 => (FORWARD, "attention_cached_", "attention_join"),
+        FloatType::Bf16 | FloatType::F16 => (FORWARD, "attention_cached_", "attention_join"),
     };
     let args = [
         Arg::Address(to_q),
@@ -60,7 +65,7 @@ pub(crate) fn attend(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec) -> 
         Arg::Address(work.tiles),
         slots,
     ];
-    let name = [prefix, stored_name(form.stored), "_", kernels.size];
+    let name = [prefix, stored_name(form.stored), "_", kernels.size, half];
     let grid = attention::grid(work.count * groups, kernels.threads, kernels.shared);
     // SAFETY: the tiles lie in the blocks, and every tile has its own slots of the partial results.
     unsafe { gpu.launch_with(module, name, grid, &args, Some(&numbers))? };
@@ -75,6 +80,6 @@ pub(crate) fn attend(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec) -> 
     ];
     let grid = attention::grid(tables.tokens * groups, attention::THREADS, 0);
     // SAFETY: the joins name the slots that the first kernel writes.
-    unsafe { gpu.launch_with(module, join, grid, &args, Some(&numbers))? };
+    unsafe { gpu.launch_with(module, [join, kind.module()], grid, &args, Some(&numbers))? };
     Ok((o, lse))
 }

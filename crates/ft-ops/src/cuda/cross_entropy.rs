@@ -166,9 +166,8 @@ impl Buffers<'_> {
         // SAFETY: [count, D] · [D, V] into rows of `stride` elements.
         unsafe { gemm(self.gpu, (count, self.v, self.d), hidden, head.t(), logits, false)? };
         let kernel = match (wanted, self.kind) {
-            (None, _) => "cross_entropy_loss",
-            (Some(_), FloatType::F32) => "cross_entropy_f32",
-            (Some(_), FloatType::Bf16) => "cross_entropy_bf16",
+            (None, _) => ["cross_entropy_loss", ""],
+            (Some(_), kind) => ["cross_entropy_", kind.name()],
         };
         let threads = self.v.div_ceil(4).div_ceil(32).clamp(1, 16) as u32 * 32;
         let args = [
@@ -213,7 +212,7 @@ impl Buffers<'_> {
     fn gradients(&self) -> Matrix {
         let stride = match self.kind {
             FloatType::F32 => self.stride,
-            FloatType::Bf16 => 2 * self.stride,
+            FloatType::Bf16 | FloatType::F16 => 2 * self.stride,
         };
         Matrix::new(self.logits, self.kind, stride)
     }

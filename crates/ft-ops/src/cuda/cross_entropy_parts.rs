@@ -257,7 +257,7 @@ impl ChunkAddresses<'_> {
         // bf16 fills the first half of each row.
         let stride = match self.kind {
             FloatType::F32 => self.stride,
-            FloatType::Bf16 => 2 * self.stride,
+            FloatType::Bf16 | FloatType::F16 => 2 * self.stride,
         };
         let dlogits = Matrix::new(self.logits, self.kind, stride);
         let head = Matrix::new(part.0, self.kind, self.d);

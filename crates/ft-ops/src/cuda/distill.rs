@@ -218,7 +218,7 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    fn launch(&self, kernel: &'static str, grid: Grid, args: &[Arg]) -> Result<()> {
+    fn launch(&self, kernel: impl Into<super::Name>, grid: Grid, args: &[Arg]) -> Result<()> {
         // SAFETY: addresses and sizes are those of this group: see the kernels.
         unsafe { self.gpu.launch(MODULE, kernel, grid, args) }
     }
@@ -472,11 +472,13 @@ impl<'a> Group<'a> {
             self.their_cap(),
         ];
         let (kind, d) = (self.own.kind, self.own.d);
-        let (kernel, stride) = match kind {
-            FloatType::F32 => ("distill_turn_f32", self.own.stride),
-            // bf16 fills the first half of each row.
-            FloatType::Bf16 => ("distill_turn_bf16", 2 * self.own.stride),
+        // Numbers of 16 bits fill the first half of each row.
+        let stride = if kind.is_short() {
+            2 * self.own.stride
+        } else {
+            self.own.stride
         };
+        let kernel = ["distill_turn_", kind.name()];
         self.launch(kernel, Self::grid(count, width), &args)?;
         let dlogits = gemm::Matrix::new(ours, kind, stride);
         if let Some(dw) = dw {

@@ -1,4 +1,4 @@
-//! Matrix products with cuBLAS: operands f32 or bf16, sums always f32, no TF32.
+//! Matrix products with cuBLAS: operands f32, bf16 or f16, sums always f32, no TF32.
 
 use super::{FloatType, Gpu, narrow};
 use candle_core::cuda::cudarc::cublas::{result, sys};
@@ -37,6 +37,7 @@ impl Matrix {
         match self.kind {
             FloatType::F32 => sys::cudaDataType_t::CUDA_R_32F,
             FloatType::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+            FloatType::F16 => sys::cudaDataType_t::CUDA_R_16F,
         }
     }
 
@@ -132,7 +133,7 @@ pub(crate) unsafe fn gemm_batched(
     // cuBLAS is column-major: it sees the transposes of A, B and C, so the call computes Cᵀ = Bᵀ · Aᵀ.
     // SAFETY: promised by the caller; the handle belongs to candle and works on its stream.
     unsafe {
-        // Partial sums of a split-K reduction must not be rounded to bf16.
+        // Partial sums of a split-K reduction must not be rounded to bf16 or f16.
         sys::cublasSetMathMode(
             handle,
             sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION,

@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 const NAME: &str = "a block of the KV cache";
 
-/// The stored type in kernel names.
+/// The stored type in kernel names. An f16 model keeps numbers of 16 bits as f16: its kernels have that in the place of
+/// bf16.
 pub(super) fn stored_name(stored: KvDtype) -> &'static str {
     match stored {
         KvDtype::F32 => "f32",
@@ -167,7 +168,7 @@ impl Tables {
         let (form, blocks) = self.layer(layer)?;
         let kind = FloatType::of(k, "the keys")?;
         let want = [self.tokens, form.kv_heads * form.head_dim];
-        if k.dims() != want || v.dims() != want || form.stored == KvDtype::F32 && kind == FloatType::Bf16 {
+        if k.dims() != want || v.dims() != want || form.stored == KvDtype::F32 && kind.is_short() {
             return Err(Error::shape("keys and values do not match the KV cache")
                 .found(format!("{:?} and {:?}", k.dims(), v.dims()))
                 .expected(format!("{want:?}")));

@@ -174,13 +174,9 @@ pub(crate) fn grad_weight(
     if rows == 0 {
         return Ok(dw);
     }
-    // Uses the wider of the two types, so that an f32 gradient with bf16 activations keeps its precision.
+    // Uses the wider of the two types, so that an f32 gradient with bf16 or f16 activations keeps its precision.
     let kinds = (FloatType::of(dy, "dy of a linear")?, FloatType::of(x, "x of a linear")?);
-    let kind = if kinds == (FloatType::Bf16, FloatType::Bf16) {
-        FloatType::Bf16
-    } else {
-        FloatType::F32
-    };
+    let kind = if kinds.0 == kinds.1 { kinds.0 } else { FloatType::F32 };
     let (dy, x) = (cast(dy, kind)?, cast(x, kind)?);
     let a = matrix(&dy, "dy of a linear", outputs)?.t();
     let b = matrix(&x, "x of a linear", inputs)?;

@@ -4,7 +4,7 @@ use super::{Gpu, address_of};
 use candle_core::cuda::cudarc::driver::{CudaEvent, DeviceRepr, PinnedHostSlice, result, sys};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
-use half::bf16;
+use half::{bf16, f16};
 use std::cell::OnceCell;
 use std::sync::{Mutex, PoisonError};
 
@@ -50,11 +50,12 @@ pub(crate) fn write<T: DeviceRepr>(t: &Tensor, name: &str, dtype: DType, values:
     unsafe { result::memcpy_htod_async(to, values, stream.cu_stream()) }.map_err(failed)
 }
 
-/// Reads the elements of an f32 or bf16 tensor, widened. Synchronizes with the GPU.
+/// Reads the elements of an f32, bf16 or f16 tensor, widened. Synchronizes with the GPU.
 pub(crate) fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
     const NAME: &str = "a tensor that is read";
     match t.dtype() {
         DType::BF16 => Ok(read::<bf16>(t, NAME, DType::BF16)?.iter().map(|x| x.to_f32()).collect()),
+        DType::F16 => Ok(read::<f16>(t, NAME, DType::F16)?.iter().map(|x| x.to_f32()).collect()),
         _ => read::<f32>(t, NAME, DType::F32),
     }
 }

@@ -1,4 +1,4 @@
-//! The operations on a GPU. Activations are bf16 or f32; the arithmetic is f32. Work is queued on candle's stream,
+//! The operations on a GPU. Activations are bf16, f16 or f32; the arithmetic is f32. Work is queued on candle's stream,
 //! without synchronization except where a result goes to the host.
 //!
 //! Kernels get tensors as addresses. This is sound because one stream does all work on a device: earlier work is
@@ -15,7 +15,7 @@ use candle_core::cuda::{CudaStorageSlice, DeviceId};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor};
 use ft_base::{Error, Result};
-use half::bf16;
+use half::{bf16, f16};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
@@ -58,6 +58,7 @@ pub(crate) mod transfer;
 pub(crate) enum FloatType {
     F32,
     Bf16,
+    F16,
 }
 
 impl FloatType {
@@ -66,13 +67,27 @@ impl FloatType {
         match self {
             FloatType::F32 => "f32",
             FloatType::Bf16 => "bf16",
+            FloatType::F16 => F16,
+        }
+    }
+
+    /// True for the types of 16 bits.
+    pub(crate) fn is_short(self) -> bool {
+        self != FloatType::F32
+    }
+
+    /// The part for a kernel name without a type: selects the module of f16.
+    pub(crate) fn module(self) -> &'static str {
+        match self {
+            FloatType::F32 | FloatType::Bf16 => "",
+            FloatType::F16 => IN_F16,
         }
     }
 
     pub(crate) fn bytes(self) -> usize {
         match self {
             FloatType::F32 => 4,
-            FloatType::Bf16 => 2,
+            FloatType::Bf16 | FloatType::F16 => 2,
         }
     }
 
@@ -85,15 +100,17 @@ impl FloatType {
         match self {
             FloatType::F32 => DType::F32,
             FloatType::Bf16 => DType::BF16,
+            FloatType::F16 => DType::F16,
         }
     }
 
-    /// Returns f32 or bf16, else an error that calls the tensor `name`.
+    /// Returns f32, bf16 or f16, else an error that calls the tensor `name`.
     pub(crate) fn of(t: &Tensor, name: &str) -> Result<Self> {
         match t.dtype() {
             DType::F32 => Ok(FloatType::F32),
             DType::BF16 => Ok(FloatType::Bf16),
-            _ => Err(wrong_type(t, name, "f32 or bf16")),
+            DType::F16 => Ok(FloatType::F16),
+            _ => Err(wrong_type(t, name, "f32, bf16 or f16")),
         }
     }
 }
@@ -303,8 +320,8 @@ impl Gpu {
         let place = match loaded.kernels.entry((self.device.id(), module, name)) {
             Entry::Occupied(found) => found.into_mut(),
             Entry::Vacant(place) => {
-                let code = self.module(&mut loaded.modules, module)?;
-                let text = name.to_string();
+                let code = self.module(&mut loaded.modules, name.module(module)?)?;
+                let text = name.kernel();
                 let function = code.load_function(&text).map_err(|e| failed(&text, e))?;
                 // Kernels live as long as the process.
                 place.insert((Box::leak(Box::new(function)), USUAL_SHARED))
@@ -360,6 +377,7 @@ impl Gpu {
             match dtype {
                 DType::F32 => CudaStorageSlice::F32(device.alloc::<f32>(n)?),
                 DType::BF16 => CudaStorageSlice::BF16(device.alloc::<bf16>(n)?),
+                DType::F16 => CudaStorageSlice::F16(device.alloc::<f16>(n)?),
                 DType::F64 => CudaStorageSlice::F64(device.alloc::<f64>(n)?),
                 DType::U32 => CudaStorageSlice::U32(device.alloc::<u32>(n)?),
                 DType::I16 => CudaStorageSlice::I16(device.alloc::<i16>(n)?),
@@ -427,8 +445,37 @@ impl Gpu {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Name([&'static str; Name::PARTS]);
 
+/// The part of a kernel name for f16. The kernel is in the module NAME_f16, where f16 is in the place of bf16.
+const F16: &str = "f16";
+
+/// The same for a kernel whose name has no type.
+const IN_F16: &str = "@f16";
+
 impl Name {
     const PARTS: usize = 6;
+
+    /// The module that has the kernel; `module` is that of f32 and bf16.
+    fn module(&self, module: &'static str) -> Result<&'static str> {
+        if !self.0.iter().any(|part| [F16, IN_F16].contains(part)) {
+            return Ok(module);
+        }
+        let mut names = ft_kernels::MODULES.iter().map(|(name, _)| *name);
+        names
+            .find(|name| name.strip_suffix("_f16") == Some(module))
+            .ok_or_else(|| {
+                Error::unsupported(format!("`{self}` has no kernel for f16")).hint("use `Dtype::Bf16` or `Dtype::F32`")
+            })
+    }
+
+    /// The name in its module.
+    fn kernel(&self) -> String {
+        let parts = self.0.iter().map(|part| match *part {
+            F16 => "bf16",
+            IN_F16 => "",
+            other => other,
+        });
+        parts.collect()
+    }
 }
 
 impl From<&'static str> for Name {
@@ -490,11 +537,12 @@ pub(crate) fn address(t: &Tensor, name: &str) -> Result<u64> {
     let (first, bytes) = match &storage.slice {
         CudaStorageSlice::F32(s) => (s.device_ptr(&stream).0, 4),
         CudaStorageSlice::BF16(s) => (s.device_ptr(&stream).0, 2),
+        CudaStorageSlice::F16(s) => (s.device_ptr(&stream).0, 2),
         CudaStorageSlice::F64(s) => (s.device_ptr(&stream).0, 8),
         CudaStorageSlice::U32(s) => (s.device_ptr(&stream).0, 4),
         CudaStorageSlice::I16(s) => (s.device_ptr(&stream).0, 2),
         CudaStorageSlice::U8(s) => (s.device_ptr(&stream).0, 1),
-        _ => return Err(wrong_type(t, name, "f32, bf16, f64, u32, i16 or u8")),
+        _ => return Err(wrong_type(t, name, "f32, bf16, f16, f64, u32, i16 or u8")),
     };
     Ok(first + (start * bytes) as u64)
 }

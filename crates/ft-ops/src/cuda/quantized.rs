@@ -7,6 +7,7 @@ use super::gemm::{Matrix, gemm};
 use super::linear::bias_rows;
 use super::memory::{to_f32_vec, write};
 use super::{Arg, FloatType, Gpu, Grid, Name, address, address_of, aligned, eight_bit, narrow};
+use crate::dtype::Dtype;
 use crate::quantized::{CodeType, FEW, FP4_TABLE, ProductType, QTensors, ScaleTensors, ScaleType, TILE};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
@@ -167,7 +168,11 @@ unsafe fn launch(gpu: &Gpu, kernel: impl Into<Name>, grid: Grid, args: &[Arg], w
 
 /// Returns the type of the dequantized values.
 fn decoded(w: &QTensors) -> FloatType {
-    if w.bf16 { FloatType::Bf16 } else { FloatType::F32 }
+    match w.decoded {
+        Dtype::F32 => FloatType::F32,
+        Dtype::Bf16 => FloatType::Bf16,
+        Dtype::F16 => FloatType::F16,
+    }
 }
 
 /// A range of rows or of columns of W: `(first, count)`.

@@ -28,21 +28,27 @@ impl Shares {
     }
 }
 
-/// Returns the table of `Part` structures for `cuda/reduce.cu`, and the number of shares.
-fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize)> {
+/// Returns the table of `Part` structures for `cuda/reduce.cu`, the number of shares, and the part of the kernel name that
+/// selects the module.
+fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize, &'static str)> {
     const NAME: &str = "a tensor that is summed";
     let mut shares = Shares::default();
     let mut table = Vec::with_capacity(24 * tensors.len());
+    let mut module = "";
     for t in tensors {
         let n = t.elem_count();
         let place = address(t, NAME)?;
-        let form = (FloatType::of(t, NAME)? == FloatType::Bf16) as u32 | (aligned(&[place]) as u32) << 1;
+        let kind = FloatType::of(t, NAME)?;
+        if kind.is_short() {
+            module = kind.module();
+        }
+        let form = kind.is_short() as u32 | (aligned(&[place]) as u32) << 1;
         table.extend(place.to_ne_bytes());
         table.extend((n as i64).to_ne_bytes());
         table.extend(shares.next(n)?.to_ne_bytes());
         table.extend(form.to_ne_bytes());
     }
-    Ok((table, shares.count()))
+    Ok((table, shares.count(), module))
 }
 
 /// Computes the sum of `kernel` over all elements. The f64 `total` (one element) is incremented or overwritten. Returns
@@ -50,7 +56,7 @@ fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize)> {
 fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> Result<Tensor> {
     let gpu = Gpu::of(total, "a total")?;
     let tensors: Vec<&Tensor> = tensors.iter().copied().filter(|t| t.elem_count() > 0).collect();
-    let (table, shares) = table(&tensors)?;
+    let (table, shares, module) = table(&tensors)?;
     let parts = gpu.upload_bytes(&table)?;
     let partial = gpu.empty(shares, DType::F64)?;
     let args = [
@@ -60,7 +66,7 @@ fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> 
     ];
     // SAFETY: the table describes the tensors, which live until the launch is queued; `partial` has one element per
     // share.
-    unsafe { gpu.launch("reduce", kernel, Grid::line(shares, 256), &args)? };
+    unsafe { gpu.launch("reduce", [kernel, module], Grid::line(shares, 256), &args)? };
     totals(&gpu, &partial, total, add)?;
     Ok(partial)
 }
@@ -92,7 +98,7 @@ fn one(kernel: &'static str, t: &Tensor) -> Result<f64> {
         .ok_or_else(|| Error::internal("a total is empty"))
 }
 
-/// Returns the sum of the squares of an f32 or bf16 tensor. Synchronizes with the GPU.
+/// Returns the sum of the squares of an f32, bf16 or f16 tensor. Synchronizes with the GPU.
 pub(crate) fn sum_squares(t: &Tensor) -> Result<f64> {
     one("sum_squares", t)
 }
@@ -102,7 +108,7 @@ pub(crate) fn all_finite(t: &Tensor) -> Result<bool> {
     Ok(one("count_odd", t)? == 0.0)
 }
 
-/// Adds the squares of all elements of f32 or bf16 tensors to the f64 `total` (one element). Returns the sum of each
+/// Adds the squares of all elements of f32, bf16 or f16 tensors to the f64 `total` (one element). Returns the sum of each
 /// share for `non_finite`.
 pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<Tensor> {
     run("sum_squares", tensors, total, true)

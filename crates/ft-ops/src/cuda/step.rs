@@ -10,7 +10,7 @@ use crate::step::{BLOCK, FoundInf, Moment, ParameterStep, Precision, Rule};
 use candle_core::cuda::DeviceId;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
-use half::bf16;
+use half::{bf16, f16};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Mutex, OnceLock};
@@ -113,10 +113,15 @@ fn launch(
     let common = [b1, b2, eps, coefficient];
     let mut numbers = [[0f32; 3]; GROUPS];
     numbers[..groups.len()].copy_from_slice(groups);
+    let short = items.iter().map(|item| FloatType::of(item.weight, "a weight"));
+    let short = short
+        .into_iter()
+        .find(|kind| kind.as_ref().is_ok_and(|kind| kind.is_short()));
+    let half = short.transpose()?.map_or("", FloatType::module);
     let (kernel, tables) = if items.iter().any(is_quantized) {
-        ([kernel, "_codes"], code_tables(gpu)?)
+        ([kernel, "_codes", half], code_tables(gpu)?)
     } else {
-        ([kernel, ""], 0)
+        ([kernel, "", half], 0)
     };
     with_table(gpu, table, |table| {
         let args = [
@@ -201,8 +206,8 @@ fn entry(
         first_scales,
         second_scales,
     ];
-    let form = (kind == FloatType::Bf16) as u32
-        | ((FloatType::of(item.gradient, "a gradient")? == FloatType::Bf16) as u32) << 1
+    let form = kind.is_short() as u32
+        | (FloatType::of(item.gradient, "a gradient")?.is_short() as u32) << 1
         | (aligned(&places) as u32) << 2
         | (random as u32) << 3
         | (group as u32) << 8;
@@ -258,8 +263,15 @@ fn code_tables(gpu: &Gpu) -> Result<u64> {
     }
 }
 
-/// Splits f32 values into a bf16 weight and its low 16 bits (i16), of the same length, without loss.
+/// Splits f32 values into a bf16 or f16 weight and its low 16 bits (i16), of the same length (`ops::step::split`).
 pub(crate) fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()> {
+    const LOW: &str = "the low 16 bits of a master weight";
+    if weight.dtype() == DType::F16 {
+        let halves = values.iter().map(|x| master::split_f16(*x));
+        let (high, lower): (Vec<f16>, Vec<i16>) = halves.map(|(high, low)| (high, low as i16)).unzip();
+        write(weight, "a weight", DType::F16, &high)?;
+        return write(low, LOW, DType::I16, &lower);
+    }
     let (high, lower): (Vec<bf16>, Vec<i16>) = values
         .iter()
         .map(|x| {
@@ -268,5 +280,5 @@ pub(crate) fn split(values: &[f32], weight: &Tensor, low: &Tensor) -> Result<()>
         })
         .unzip();
     write(weight, "a weight", DType::BF16, &high)?;
-    write(low, "the low 16 bits of a master weight", DType::I16, &lower)
+    write(low, LOW, DType::I16, &lower)
 }

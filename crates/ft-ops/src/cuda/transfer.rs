@@ -350,6 +350,7 @@ fn host_storage(t: &Tensor) -> Result<(*const u8, usize)> {
     Ok(match storage {
         CpuStorage::F32(v) => whole(v),
         CpuStorage::BF16(v) => whole(v),
+        CpuStorage::F16(v) => whole(v),
         CpuStorage::I16(v) => whole(v),
         CpuStorage::U8(v) => whole(v),
         CpuStorage::U32(v) => whole(v),

@@ -4,6 +4,7 @@
 
 use super::{Absmax, BLOCK, NESTED, Products, QData, QMatrixView, ScaledData, ScaledKind};
 use crate::cpu::storage::{dims2, expect_dims};
+use crate::dtype::Dtype;
 use candle_core::{DType, Storage, Tensor, WithDType};
 use ft_base::{Error, Result};
 
@@ -22,11 +23,11 @@ pub(crate) fn part_rows(inputs: usize) -> usize {
 }
 
 /// Returns the workspace in bytes that products with a weight `[O, I]` need on a GPU, without operands and results.
-pub fn work_bytes(rows: usize, columns: usize, bf16: bool) -> u64 {
+pub fn work_bytes(rows: usize, columns: usize, decoded: Dtype) -> u64 {
     let lines = rows.max(columns).max(1);
     // A line is a row (forward) or a column (backward).
     let most = (rows * columns).min(TILE.max(lines));
-    most as u64 * if bf16 { 2 } else { 4 }
+    most as u64 * decoded.bytes()
 }
 
 /// A quantized weight `[O, I]`, as `QMatrixView`, in tensors of one device.
@@ -40,8 +41,8 @@ pub struct QTensors {
     pub codes: Tensor,
     /// The format, with its scales.
     pub scales: ScaleTensors,
-    /// Dequantized values are rounded to bf16.
-    pub bf16: bool,
+    /// Type of the dequantized values.
+    pub decoded: Dtype,
     /// How a GPU multiplies with it.
     pub products: Products,
 }
@@ -180,7 +181,7 @@ impl QTensors {
 
     /// Runs `f` on the quantized data, which must be on the CPU.
     fn with_view<R>(&self, f: impl FnOnce(QMatrixView) -> Result<R>) -> Result<R> {
-        let (rows, columns, bf16) = (self.rows, self.columns, self.bf16);
+        let (rows, columns, bf16) = (self.rows, self.columns, self.decoded == Dtype::Bf16);
         self.with_codes(|codes| {
             f(QMatrixView {
                 rows,

@@ -74,17 +74,17 @@ impl LayerMemory<'_> {
         let (name, input, output) = linear;
         let weight = self.name(&format!("{name}.weight"));
         let quantized = self.settings.storage.quantized().contains_key(weight.as_str());
-        let bf16 = self.settings.storage.dtype() == Dtype::Bf16;
+        let decoded = self.settings.storage.dtype();
         let mut bytes = 0;
         if quantized && !(self.settings.active)(&weight) {
             let products = self.settings.storage.products_of(&weight);
             bytes += match products.work_bytes(self.settings.tokens, output, input) {
-                0 => quantized::work_bytes(output, input, bf16),
+                0 => quantized::work_bytes(output, input, decoded),
                 eight_bit => eight_bit,
             };
         }
-        if bf16 && self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens) {
-            bytes += quantized::work_bytes(output, input, false);
+        if decoded.is_short() && self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens) {
+            bytes += quantized::work_bytes(output, input, Dtype::F32);
         }
         if self.settings.on_gpu {
             l.touch(LayerWork, bytes);

@@ -62,6 +62,7 @@ pub fn write_random(path: &Path, params: &[ParamInfo], seed: u64, std: f32, norm
     let dtype = match dtype {
         Dtype::F32 => StoredDtype::F32,
         Dtype::Bf16 => StoredDtype::Bf16,
+        Dtype::F16 => StoredDtype::F16,
     };
     let plan = |p: &ParamInfo| TensorPlan {
         name: p.name.to_string(),
@@ -163,6 +164,7 @@ impl Disk {
             dtype: match options.dtype {
                 Dtype::F32 => DType::F32,
                 Dtype::Bf16 => DType::BF16,
+                Dtype::F16 => DType::F16,
             },
             device: options.device.clone(),
             in_memory: Mutex::default(),

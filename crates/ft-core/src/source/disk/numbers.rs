@@ -12,7 +12,7 @@ use crate::source::requantize::{Exact, encode};
 use crate::source::stored::Checked;
 use crate::source::{Numbers, NumbersSink, ParamInfo};
 use candle_core::{DType, Device, Tensor};
-use half::bf16;
+use half::{bf16, f16};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -123,6 +123,7 @@ impl Files {
                 to,
                 |out| file.read_f32_at(key, first, out),
                 |out| file.read_bf16_at(key, first, out),
+                |out| file.read_f16_at(key, first, out),
             )
         })
     }
@@ -140,6 +141,10 @@ impl Files {
                 |out| {
                     let mut pairs = rows.iter().zip(out.chunks_exact_mut(width));
                     pairs.try_for_each(|(row, out)| file.read_bf16_at(key, each(row), out))
+                },
+                |out| {
+                    let mut pairs = rows.iter().zip(out.chunks_exact_mut(width));
+                    pairs.try_for_each(|(row, out)| file.read_f16_at(key, each(row), out))
                 },
             )
         })
@@ -189,13 +194,21 @@ impl Files {
                         let halves: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
                         sink(Numbers::Bf16(&halves, None))
                     }
+                    Dtype::F16 => {
+                        let halves: Vec<f16> = values.iter().map(|x| f16::from_f32(*x)).collect();
+                        sink(Numbers::F16(&halves, None))
+                    }
                 };
             }
             let has_low = key == WEIGHT && file.info(LOW).is_some();
             let mut first = 0;
-            let (mut wide, mut narrow, mut low) = (Vec::new(), Vec::new(), Vec::new());
+            let (mut wide, mut narrow, mut halves, mut low) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
             while first < count {
                 let n = STEP.min(count - first);
+                if has_low {
+                    low.resize(n, 0i16);
+                    file.read_i16_at(LOW, first, &mut low)?;
+                }
                 match self.dtype {
                     Dtype::F32 => {
                         wide.resize(n, 0f32);
@@ -205,11 +218,12 @@ impl Files {
                     Dtype::Bf16 => {
                         narrow.resize(n, bf16::ZERO);
                         file.read_bf16_at(key, first, &mut narrow)?;
-                        if has_low {
-                            low.resize(n, 0i16);
-                            file.read_i16_at(LOW, first, &mut low)?;
-                        }
                         sink(Numbers::Bf16(&narrow, has_low.then_some(low.as_slice())))?;
+                    }
+                    Dtype::F16 => {
+                        halves.resize(n, f16::ZERO);
+                        file.read_f16_at(key, first, &mut halves)?;
+                        sink(Numbers::F16(&halves, has_low.then_some(low.as_slice())))?;
                     }
                 }
                 first += n;
@@ -224,11 +238,13 @@ fn write_to(
     to: &Tensor,
     wide: impl Fn(&mut [f32]) -> Result<()> + Sync + Send,
     narrow: impl Fn(&mut [bf16]) -> Result<()> + Sync + Send,
+    halves: impl Fn(&mut [f16]) -> Result<()> + Sync + Send,
 ) -> Result<()> {
     let result = Mutex::new(Ok(()));
     let done = |r: Result<()>| *result.lock().unwrap_or_else(PoisonError::into_inner) = r;
     match to.dtype() {
         DType::BF16 => update::store_bf16(to, |out| done(narrow(out)))?,
+        DType::F16 => update::store_f16(to, |out| done(halves(out)))?,
         _ => update::with_slice_mut(to, |out| done(wide(out)))?,
     }
     result.into_inner().unwrap_or_else(PoisonError::into_inner)

@@ -13,7 +13,7 @@ use crate::ops::Dtype;
 use crate::ops::master;
 use crate::quant::QMatrix;
 use crate::source::{Numbers, lock};
-use half::bf16;
+use half::{bf16, f16};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -63,6 +63,7 @@ impl Store {
             None => (Vec::new(), None),
             Some(Numbers::F32(v)) => (plans(v.len(), StoredDtype::F32, false), None),
             Some(Numbers::Bf16(v, low)) => (plans(v.len(), StoredDtype::Bf16, low.is_some()), low),
+            Some(Numbers::F16(v, low)) => (plans(v.len(), StoredDtype::F16, low.is_some()), low),
         };
         let parts = codes.map(QMatrix::parts).unwrap_or_default();
         plans.extend(parts.iter().map(|part| TensorPlan {
@@ -73,6 +74,7 @@ impl Store {
         self.put(name, &plans, &mut |plan, sink| match (plan.name.as_str(), numbers) {
             (WEIGHT, Some(Numbers::F32(v))) => sink(Values::F32(v)),
             (WEIGHT, Some(Numbers::Bf16(v, _))) => sink(Values::Bf16(v)),
+            (WEIGHT, Some(Numbers::F16(v, _))) => sink(Values::F16(v)),
             (LOW, _) => low.unwrap_or_default().chunks(STEP).try_for_each(|part| {
                 let bytes: Vec<u8> = part.iter().flat_map(|x| x.to_le_bytes()).collect();
                 sink(Values::Raw(&bytes))
@@ -90,6 +92,7 @@ impl Store {
         let (stored, low) = match dtype {
             Dtype::F32 => (StoredDtype::F32, false),
             Dtype::Bf16 => (StoredDtype::Bf16, true),
+            Dtype::F16 => (StoredDtype::F16, true),
         };
         let mut values = vec![0f32; STEP.min(count)];
         self.put(name, &plans(count, stored, low), &mut |plan, sink| {
@@ -104,8 +107,16 @@ impl Store {
                         let high: Vec<bf16> = values.iter().map(|x| master::split(*x).0).collect();
                         sink(Values::Bf16(&high))?
                     }
+                    (WEIGHT, Dtype::F16) => {
+                        let high: Vec<f16> = values.iter().map(|x| master::split_f16(*x).0).collect();
+                        sink(Values::F16(&high))?
+                    }
                     _ => {
-                        let low = values.iter().flat_map(|x| master::split(*x).1.to_le_bytes());
+                        let low_of = |x: &f32| match dtype {
+                            Dtype::F16 => master::split_f16(*x).1,
+                            Dtype::F32 | Dtype::Bf16 => master::split(*x).1,
+                        };
+                        let low = values.iter().flat_map(|x| low_of(x).to_le_bytes());
                         let low: Vec<u8> = low.collect();
                         sink(Values::Raw(&low))?
                     }

@@ -69,7 +69,7 @@ fn assert_group(a: &GroupWeights, b: &GroupWeights) {
 
 #[test]
 fn every_group_row_and_piece_is_that_of_resident_weights() {
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
         for (tied, rows) in [
             (false, None),
             (false, Some(PIECE)),
@@ -130,6 +130,12 @@ fn exact(source: &dyn TrainableStore, name: &str) -> Vec<u32> {
                 Numbers::Bf16(v, Some(low)) => {
                     all.extend(v.iter().zip(low).map(|(h, l)| master::join(*h, *l as u16).to_bits()))
                 }
+                Numbers::F16(v, None) => all.extend(v.iter().map(|x| x.to_f32().to_bits())),
+                Numbers::F16(v, Some(low)) => all.extend(
+                    v.iter()
+                        .zip(low)
+                        .map(|(h, l)| master::join_f16(*h, *l as u16).to_bits()),
+                ),
             }
             Ok(())
         })
@@ -139,7 +145,7 @@ fn exact(source: &dyn TrainableStore, name: &str) -> Vec<u32> {
 
 #[test]
 fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
         let dir = TempDir::new().unwrap();
         let disk = open(dir.path(), dtype, false, Some(PIECE)).unwrap();
         let mut low = Low::new();
@@ -172,6 +178,12 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
                 low.put_low(name, Tensor::from_vec(halves, count, &Device::Cpu).unwrap());
                 high.iter().map(|h| h.to_f32()).collect()
             }
+            Dtype::F16 => {
+                let half = Tensor::zeros(count, DType::I16, &Device::Cpu).unwrap();
+                crate::ops::step::split(&values, &tensor, &half).unwrap();
+                low.put_low(name, half);
+                values.iter().map(|x| master::split_f16(*x).0.to_f32()).collect()
+            }
         };
         let bits: Vec<u32> = values.iter().map(|x| x.to_bits()).collect();
         assert_eq!(
@@ -189,7 +201,7 @@ fn what_was_trained_is_kept_exactly_and_used_from_then_on() {
 
         disk.activate(&[name], &mut low).unwrap();
         assert_eq!(flat(&disk.in_memory(name).unwrap()), want);
-        assert_eq!(low.contains_key(name), dtype == Dtype::Bf16);
+        assert_eq!(low.contains_key(name), dtype.is_short());
         disk.deactivate(&|_| false, &mut low).unwrap();
         assert_eq!(exact(&disk, name), bits, "nothing is lost by doing nothing");
         assert!(disk.in_memory("norm.weight").is_some() && !disk.master_in_optimizer("norm.weight"));
@@ -231,7 +243,7 @@ fn a_held_matrix_stays_in_memory() {
 
 #[test]
 fn exact_values_are_taken_from_a_checkpoint() {
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
         let dir = TempDir::new().unwrap();
         let disk = open(dir.path(), dtype, true, Some(PIECE)).unwrap();
         let names = ["embed", "norm.weight", "model.layers.4.a.weight"];
@@ -262,6 +274,7 @@ fn exact_values_are_taken_from_a_checkpoint() {
         let high = |x: f32| match dtype {
             Dtype::F32 => x,
             Dtype::Bf16 => master::split(x).0.to_f32(),
+            Dtype::F16 => master::split_f16(x).0.to_f32(),
         };
         let piece = disk.streamed("embed").unwrap().piece(PIECE).unwrap();
         let want = high(values(PIECE * D + 1)[PIECE * D]);

@@ -110,7 +110,7 @@ fn what_was_asked_for_waits_until_it_is_fetched() {
 fn what_was_trained_goes_home_exactly() {
     const NAME: &str = "model.layers.2.a.weight";
     let exact: Vec<f32> = (0..D * 2 * D).map(|i| 0.1 + i as f32 * 1.000_123e-3).collect();
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
         let (there, mut low) = (uploaded(dtype), Low::default());
         let before = flat(&there.fetch(Group::Layer(2)).unwrap().get(NAME).unwrap().1);
         there.activate(&[NAME], &mut low).unwrap();
@@ -120,7 +120,7 @@ fn what_was_trained_goes_home_exactly() {
         // The fetched layer uses the tensor that is trained.
         match dtype {
             Dtype::F32 => update::with_slice_mut(&held, |w| w.copy_from_slice(&exact)).unwrap(),
-            Dtype::Bf16 => {
+            Dtype::Bf16 | Dtype::F16 => {
                 let half = Tensor::zeros(exact.len(), DType::I16, &Device::Cpu).unwrap();
                 crate::ops::step::split(&exact, &held, &half).unwrap();
                 low.put_low(NAME, half);
@@ -137,7 +137,10 @@ fn what_was_trained_goes_home_exactly() {
                 match numbers {
                     Numbers::F32(x) => read.extend_from_slice(x),
                     Numbers::Bf16(h, Some(l)) => read.extend(h.iter().zip(l).map(|(h, l)| master::join(*h, *l as u16))),
-                    Numbers::Bf16(..) => panic!("the lower half is lost"),
+                    Numbers::F16(h, Some(l)) => {
+                        read.extend(h.iter().zip(l).map(|(h, l)| master::join_f16(*h, *l as u16)));
+                    }
+                    Numbers::Bf16(..) | Numbers::F16(..) => panic!("the lower half is lost"),
                 }
                 Ok(())
             })
@@ -146,7 +149,7 @@ fn what_was_trained_goes_home_exactly() {
         // Activation returns it with the low bits of its master.
         there.activate(&[NAME], &mut low).unwrap();
         assert_eq!(flat(&there.in_memory(NAME).unwrap()), seen);
-        assert_eq!(low.contains_key(NAME), dtype == Dtype::Bf16);
+        assert_eq!(low.contains_key(NAME), dtype.is_short());
     }
 }
 

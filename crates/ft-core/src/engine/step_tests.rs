@@ -1,0 +1,202 @@
+//! Steps: ways of gradients, steps that are held back, and loss scaling.
+
+use super::active::Active;
+use super::loss_scale::{LossScale, LossScaleConfig};
+use super::step::*;
+use super::strategy::StepStrategy;
+use crate::base::ErrorKind;
+use crate::data::Batch;
+use crate::data::Example;
+use crate::model::TrainableNetwork;
+use crate::model::{families, shapes};
+use crate::ops::Dtype;
+use crate::ops::step_stats::{StepStats, StepSums};
+use crate::optim::Optimizer;
+use crate::optim::config::{OptimizerConfig, OptimizerName};
+use crate::sft::CausalLm;
+use crate::source::Resident;
+use candle_core::Device;
+use std::sync::Arc;
+
+/// A small model, trained with SGD, and its parameters.
+fn engine(gradients: Gradients) -> (Engine, Active) {
+    engine_of(gradients, 0.02)
+}
+
+/// As `engine`, with weights of this standard deviation.
+fn engine_of(gradients: Gradients, std: f32) -> (Engine, Active) {
+    let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+    let (params, vocab) = (spec.params(), spec.vocab);
+    let settings = OptimizerConfig {
+        name: OptimizerName::Sgd,
+        ..OptimizerConfig::default()
+    };
+    let source = Resident::random(params.clone(), 1, std, 1.0, Dtype::F32, &Device::Cpu).unwrap();
+    let active = Active::new(params.iter().map(|p| p.name.to_string()));
+    let model = TrainableNetwork::new(spec, Arc::new(source), Device::Cpu);
+    let strategy = StepStrategy {
+        gradients,
+        ..StepStrategy::new(Dtype::F32)
+    };
+    let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
+    (
+        Engine::new(model, objective, optimizer, strategy, &active).unwrap(),
+        active,
+    )
+}
+
+fn batches() -> [Batch; 1] {
+    let row = Example {
+        ids: (0..24).map(|t| (37 * t + 5) % 4096).collect(),
+        trained: vec![true; 24],
+    };
+    [Batch::from_examples([&row])]
+}
+
+/// Two steps of SGD on one micro-batch: the change of every weight, and the reported norm.
+fn way(gradients: Gradients, max_grad_norm: f64) -> (Vec<f32>, f64) {
+    scaled_way(gradients, max_grad_norm, None)
+}
+
+/// As `way`, with a loss scale.
+fn scaled_way(gradients: Gradients, max_grad_norm: f64, scale: Option<LossScale>) -> (Vec<f32>, f64) {
+    let (mut engine, active) = engine(gradients);
+    engine.loss_scale = scale;
+    engine.max_grad_norm = max_grad_norm;
+    let weights = |engine: &Engine| {
+        let mut all = Vec::new();
+        for name in active.names() {
+            let add = &mut |some: &[f32]| {
+                all.extend_from_slice(some);
+                Ok(())
+            };
+            engine.exact(name, add).unwrap();
+        }
+        all
+    };
+    let before = weights(&engine);
+    let mut norm = 0.0;
+    for step in 1..=2 {
+        norm = engine.step(step, &batches(), &active, 0.1).unwrap().grad_norm;
+    }
+    let moved = weights(&engine).iter().zip(&before).map(|(a, b)| a - b).collect();
+    (moved, norm)
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f64 {
+    let squares = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2));
+    squares.sum::<f64>().sqrt()
+}
+
+#[test]
+fn every_way_of_gradients_goes_the_same_way() {
+    let kept = way(Gradients::Keep, 0.0);
+    let size = distance(&kept.0, &vec![0.0; kept.0.len()]);
+    let fused = way(Gradients::Fused, 0.0);
+    assert!(fused == kept, "applied as they come");
+    // A clip that halves the update.
+    let max = 0.5 * kept.1;
+    let (kept, twice) = (way(Gradients::Keep, max), way(Gradients::NormFirst, max));
+    assert!(distance(&kept.0, &fused.0) > 0.3 * size, "nothing was clipped");
+    assert!(twice == kept, "in two passes");
+}
+
+#[test]
+fn a_step_that_was_held_back_is_not_counted() {
+    for (gradients, counted) in [(Gradients::Keep, 1), (Gradients::Fused, 2), (Gradients::NormFirst, 2)] {
+        let (mut engine, active) = engine(gradients);
+        engine.step(1, &batches(), &active, 0.1).unwrap();
+        let mut queued = engine.queue_step(2, &batches(), &active, 0.1, false, None).unwrap();
+        // As a GPU reports it, after it has skipped the updates.
+        let sums = StepStats::new(&Device::Cpu).unwrap();
+        sums.add(StepSums {
+            squares: f64::NAN,
+            ..StepSums::default()
+        });
+        queued.sums = sums.start_reading().unwrap();
+        let error = engine.finish(&queued).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NonFinite);
+        let counts: Vec<u64> = engine.optimizer.saved().map(|state| state.step).collect();
+        assert!(
+            !counts.is_empty() && counts.iter().all(|count| *count == counted),
+            "{gradients:?}"
+        );
+    }
+}
+
+fn scale(initial: f64, growth_interval: u64) -> LossScale {
+    LossScale::new(LossScaleConfig {
+        initial,
+        growth_interval,
+    })
+}
+
+#[test]
+fn a_loss_scale_changes_no_update() {
+    for gradients in [Gradients::Keep, Gradients::Fused, Gradients::NormFirst] {
+        let norm = way(Gradients::Keep, 0.0).1;
+        for max in [0.0, 0.5 * norm] {
+            let got = scaled_way(gradients, max, Some(scale(65536.0, 1)));
+            // `Fused` alone cannot clip.
+            let want = match gradients {
+                Gradients::Fused => way(Gradients::NormFirst, max),
+                other => way(other, max),
+            };
+            // The scale is a power of two: only numbers near the smallest of f32 are rounded.
+            let size = distance(&want.0, &vec![0.0; want.0.len()]);
+            assert!(distance(&got.0, &want.0) <= 1e-6 * size, "{gradients:?} {max}");
+            assert!((got.1 - want.1).abs() <= 1e-6 * want.1, "{gradients:?} {max}");
+        }
+    }
+}
+
+#[test]
+fn a_step_that_overflows_is_skipped_and_lowers_the_scale() {
+    for gradients in [Gradients::Keep, Gradients::Fused, Gradients::NormFirst] {
+        // Large weights have large gradients.
+        let (mut engine, active) = engine_of(gradients, 1.0);
+        // `NormFirst` squares scaled gradients: in f32 they overflow at a lower scale.
+        let most = 2f64.powi(if gradients == Gradients::Keep { 127 } else { 72 });
+        engine.loss_scale = Some(scale(most, 2));
+        let (mut skipped, mut steps) = (0, 0);
+        let weights = |engine: &Engine| {
+            let mut all = Vec::new();
+            for name in active.names() {
+                let add = &mut |some: &[f32]| {
+                    all.extend_from_slice(some);
+                    Ok(())
+                };
+                engine.exact(name, add).unwrap();
+            }
+            all
+        };
+        let mut before = weights(&engine);
+        while steps < 3 {
+            let report = engine.step(skipped + steps + 1, &batches(), &active, 1e-6).unwrap();
+            let now = weights(&engine);
+            let same = std::mem::replace(&mut before, now.clone()) == now;
+            assert_eq!(report.skipped, same, "{gradients:?}");
+            assert_eq!(report.grad_norm.is_finite(), !report.skipped, "{gradients:?}");
+            assert!(report.totals.loss().is_finite());
+            (skipped, steps) = (skipped + u64::from(report.skipped), steps + u64::from(!report.skipped));
+            assert!(skipped < 40, "{gradients:?}");
+        }
+        assert!(
+            skipped > 1 && engine.skipped_steps() == skipped,
+            "{gradients:?}: {skipped}"
+        );
+        // It grew again after the second of the three steps.
+        let left = engine.loss_scale.unwrap();
+        assert_eq!(
+            f64::from(left.scale),
+            most / 2f64.powi(skipped as i32 - 1),
+            "{gradients:?}"
+        );
+        // The skipped steps are not counted.
+        let counts: Vec<u64> = engine.optimizer.saved().map(|state| state.step).collect();
+        assert!(
+            !counts.is_empty() && counts.iter().all(|count| *count == 3),
+            "{gradients:?}"
+        );
+    }
+}

@@ -25,6 +25,12 @@ mod eight_bit;
 #[path = "gpu/engine.rs"]
 mod engine;
 #[cfg(feature = "cuda")]
+#[path = "gpu/families.rs"]
+mod families;
+#[cfg(feature = "cuda")]
+#[path = "gpu/layers.rs"]
+mod layers;
+#[cfg(feature = "cuda")]
 #[path = "gpu/generation.rs"]
 mod generation;
 #[cfg(feature = "cuda")]

@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 pub(crate) mod adafactor;
 pub(crate) mod adapters;
+pub(crate) mod altup;
 pub(crate) mod attention;
 pub(crate) mod attention_cached;
 pub(crate) mod attention_sinks;
@@ -38,8 +39,10 @@ mod eight_bit;
 mod distill_model;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;
+pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod glu;
+pub(crate) mod latent;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod memory;

@@ -44,9 +44,12 @@ const CALL: f64 = 15e-6;
 const CALLS: [f64; 2] = [20.0, 28.0];
 const CHUNK_CALLS: [f64; 2] = [5.0, 9.0];
 const PAIR_CALLS: [f64; 2] = [11.0 / 7.0, 20.0 / 7.0];
-/// The same of an expert that has tokens (without its pair), and the wait for the logits of a router, whose copy to the host ends
-/// the overlap of host and GPU. Counted and assumed, not measured.
-const EXPERT_CALLS: [f64; 2] = [7.0, 14.0];
+/// The same of experts that are computed together, and of an expert that is computed alone (without its pair); the rate of grouped
+/// products relative to those of cuBLAS; and the wait for the logits of a router, whose copy to the host ends the overlap of host
+/// and GPU. Calls are counted, the others assumed.
+const UNIT_CALLS: [f64; 2] = [10.0, 13.0];
+const EXPERT_CALLS: [f64; 2] = [7.0, 10.0];
+const GROUPED_RATE: f64 = 0.4;
 const ROUTER_WAIT: f64 = 100e-6;
 /// Elements of each token that norms, RoPE, the gated unit and additions read and write, in units of I and of D.
 const ELEMENTWISE: [[f64; 2]; 2] = [[6.0, 14.0], [5.0, 15.0]];
@@ -277,12 +280,22 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     for experts in spec.layers.iter().filter_map(|layer| layer.experts) {
         let (count, k) = (experts.count as f64, experts.router.top_k as f64);
         let used = count * (1.0 - (1.0 - k / count).powf(n));
+        // Dense experts without adapters are computed together, in units of N rows.
+        let adapters = inputs.adapters.keys().any(|module| module.contains(".experts"));
+        let together = strategy.storage.quantized().is_empty() && !adapters && !experts.bias;
+        let (units, calls_of, rate) = if together {
+            let units = (count / (count / k).floor()).ceil().min(used);
+            (units, UNIT_CALLS, GROUPED_RATE)
+        } else {
+            (used, EXPERT_CALLS, 1.0)
+        };
         let (d, i) = (spec.hidden as f64, experts.intermediate as f64);
-        let work = 3.0 * (2.0 * n * k * d * i / products_per_second + element * n * k * (d + i) / gpu.bandwidth);
+        let work =
+            3.0 * (2.0 * n * k * d * i / (rate * products_per_second) + element * n * k * (d + i) / gpu.bandwidth);
         let read = |bytes: f64| 3.0 * used * d * i * (element + bytes) / gpu.bandwidth;
         for side in [0, 1] {
             products[side] += (work + read(changed[side])) / all as f64;
-            expert_calls[side] += used * EXPERT_CALLS[side] / all as f64;
+            expert_calls[side] += units * calls_of[side] / all as f64;
         }
         waits += ROUTER_WAIT / all as f64;
         expert_rows += k * (2.0 * i + 2.0 * d) / all as f64;

@@ -6,7 +6,7 @@ use ft::ops::clamped_glu::{self, ClampedGlu};
 use ft::ops::latent::LatentHeads;
 use ft::ops::rope::Pairing;
 use ft::ops::routing::{self, RouterSpec, Score};
-use ft::ops::{altup, linear, sparse_gate};
+use ft::ops::{altup, grouped, linear, sparse_gate};
 
 #[test]
 fn rows_of_experts_are_those_of_the_cpu() {
@@ -24,7 +24,7 @@ fn rows_of_experts_are_those_of_the_cpu() {
             let routing = spec.route(&logits.gpu, None).unwrap();
             assert_eq!(routing.counts(), spec.route(&logits.cpu, None).unwrap().counts());
             let (here, there) = [&Device::Cpu, &gpu.device]
-                .map(|device| routing.assign(device).unwrap())
+                .map(|device| routing.assign(device, false).unwrap())
                 .into();
             let (x, y, bias) = (
                 gpu.random((n, d), dtype, 2),
@@ -33,7 +33,10 @@ fn rows_of_experts_are_those_of_the_cpu() {
             );
             let numbers = [here.numbers().unwrap(), there.numbers().unwrap()];
             for expert in 0..e {
-                let (Some(here), Some(there)) = (here.of(expert).unwrap(), there.of(expert).unwrap()) else {
+                let (Some(here), Some(there)) = (
+                    here.of(expert..expert + 1).unwrap(),
+                    there.of(expert..expert + 1).unwrap(),
+                ) else {
                     assert_eq!(routing.counts()[expert], 0);
                     continue;
                 };
@@ -78,6 +81,67 @@ fn rows_of_experts_are_those_of_the_cpu() {
             assert_close(&d.gpu, &d.cpu, 1e-5);
         }
     }
+}
+
+/// Experts that are computed together: products, and rows added at their tokens.
+#[test]
+fn grouped_products_are_those_of_single_experts() {
+    let Some(gpu) = gpu() else { return };
+    let spec = RouterSpec {
+        score: Score::Softmax,
+        top_k: 3,
+        renormalize: false,
+        scale: 1.0,
+        groups: None,
+    };
+    for (dtype, tolerance) in KINDS {
+        for (n, e, inputs, outputs) in [(1, 4, 8, 16), (33, 5, 40, 136), (150, 7, 264, 72), (90, 3, 64, 128)] {
+            let routing = spec.route(&gpu.random((n, e), DType::F32, 1).cpu, None).unwrap();
+            let assignment = routing.assign(&gpu.device, true).unwrap();
+            let alone = routing.assign(&Device::Cpu, false).unwrap();
+            let units = assignment.units();
+            assert_eq!(units.iter().map(|u| u.len()).sum::<usize>(), e);
+            let x = gpu.random((n, inputs), dtype, 2);
+            let y = gpu.random((n, outputs), dtype, 3);
+            let weights: Vec<Pair> = (0..e as u64)
+                .map(|i| gpu.random((outputs, inputs), dtype, 10 + i))
+                .collect();
+            assert!(grouped::fits(&x.gpu, weights.iter().map(|w| &w.gpu)));
+            assert!(!grouped::fits(&x.cpu, weights.iter().map(|w| &w.cpu)));
+            for unit in units {
+                let Some(of) = assignment.of(unit.clone()).unwrap() else {
+                    continue;
+                };
+                assert!(of.counts.iter().sum::<usize>() <= n);
+                let groups: Vec<(&Tensor, usize)> = weights[unit.clone()]
+                    .iter()
+                    .map(|w| &w.gpu)
+                    .zip(of.counts.clone())
+                    .collect();
+                let part = grouped::forward(&of.gather(&x.gpu).unwrap(), &groups).unwrap();
+                let back = grouped::backward_input(&part, &groups).unwrap();
+                grouped::backward_input_add(&back, &part, &groups).unwrap();
+                of.add_to(&y.gpu, &part).unwrap();
+                let mut first = 0;
+                for expert in unit {
+                    let Some(own) = alone.of(expert..expert + 1).unwrap() else {
+                        continue;
+                    };
+                    let w = &weights[expert].cpu;
+                    let want = linear::forward(&own.gather(&x.cpu).unwrap(), w, None).unwrap();
+                    let rows = own.counts[0];
+                    assert_close(&part.narrow(0, first, rows).unwrap(), &want, tolerance);
+                    let want_back = (linear::backward_input(&want, w).unwrap() * 2.0).unwrap();
+                    assert_close(&back.narrow(0, first, rows).unwrap(), &want_back, tolerance);
+                    own.add_to(&y.cpu, &want).unwrap();
+                    first += rows;
+                }
+            }
+            assert_close(&y.gpu, &y.cpu, tolerance);
+        }
+    }
+    let odd = gpu.random((5, 12), DType::BF16, 1);
+    assert!(!grouped::fits(&odd.gpu, [&odd.gpu]));
 }
 
 #[test]

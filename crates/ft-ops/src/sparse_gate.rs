@@ -63,9 +63,9 @@ pub fn forward(u: &Tensor, m: f32) -> Result<Tensor> {
 /// # Errors
 /// As `forward`; a gradient of another shape.
 pub fn backward_assign(u: &Tensor, d: &Tensor, m: f32) -> Result<()> {
-    let (n, width) = dims2(u, "a gate")?;
+    let (_, width) = dims2(u, "a gate")?;
     expect_dims(d, "the gradient of a gate", u.dims())?;
-    on_gpu!(u, super::cuda::altup::sparse_backward(u, d, m, (n, width)));
+    on_gpu!(u, super::cuda::altup::sparse_backward(u, d, m, u.dims2()?));
     floats(u, "a gate", |u| {
         with_slice_mut(d, move |d| {
             let rows = d.par_chunks_mut(width.max(1)).zip(u.par_chunks(width.max(1)));

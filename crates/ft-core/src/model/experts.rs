@@ -11,6 +11,7 @@
 
 pub(super) mod adapters;
 mod bias;
+mod grouped;
 pub(super) mod memory;
 
 use adapters::JoinedAdapters;
@@ -57,7 +58,7 @@ struct Expert {
 pub(super) struct SavedExperts {
     routing: Routing,
     assignment: Assignment,
-    /// For each expert; `None`: it has no tokens.
+    /// For each unit of the assignment; `None`: it has no tokens.
     experts: Vec<Option<SavedPiece>>,
     shared: Option<SavedPiece>,
 }
@@ -190,20 +191,26 @@ impl Block {
             Some(y) => y,
             None => update::zeros(h.shape(), h.dtype(), h.device())?,
         };
-        let assignment = routing.assign(h.device())?;
-        let mut saved = Vec::with_capacity(experts.experts.len());
-        for (e, expert) in experts.experts.iter().enumerate() {
-            let Some(of) = assignment.of(e)? else {
+        let assignment = routing.assign(h.device(), experts.together(h, ctx))?;
+        let mut saved = Vec::new();
+        for unit in assignment.units() {
+            let Some(of) = assignment.of(unit.clone())? else {
                 saved.push(None);
                 continue;
             };
             let rows = of.gather(h)?;
-            let (part, kept) =
-                self.expert_forward(&expert.inputs, &expert.down, &rows, Some(&of.weights), ctx, keep)?;
+            let (part, kept) = match &experts.experts[unit] {
+                [expert] => {
+                    let weights = Some(&of.weights);
+                    let (part, kept) = self.expert_forward(&expert.inputs, &expert.down, &rows, weights, ctx, keep)?;
+                    if let Some(b) = &expert.down_bias {
+                        bias::add(b, &part, &of.weights)?;
+                    }
+                    (part, kept)
+                }
+                group => self.group_forward(group, &of, &rows, keep)?,
+            };
             drop(rows);
-            if let Some(b) = &expert.down_bias {
-                bias::add(b, &part, &of.weights)?;
-            }
             of.add_to(&y, &part)?;
             saved.push(kept);
         }
@@ -268,7 +275,7 @@ impl Block {
             Some(saved) => (saved.routing, saved.assignment, saved.experts, saved.shared),
             None => {
                 let routing = experts.route(h)?;
-                let assignment = routing.assign(h.device())?;
+                let assignment = routing.assign(h.device(), experts.together(h, ctx))?;
                 (routing, assignment, Vec::new(), None)
             }
         };
@@ -297,21 +304,28 @@ impl Block {
         }
         let d_weights = needs.weights.then(|| assignment.numbers()).transpose()?;
         let mut saved = saved.into_iter();
-        for (e, expert) in experts.experts.iter().enumerate() {
+        for unit in assignment.units() {
             let kept = saved.next().flatten();
-            let Some(of) = assignment.of(e)? else {
-                zero_gradients(expert, sink)?;
+            let group = &experts.experts[unit.clone()];
+            let Some(of) = assignment.of(unit)? else {
+                group.iter().try_for_each(|expert| zero_gradients(expert, sink))?;
                 continue;
             };
             let rows = of.gather(h)?;
             let dy = of.gather(dy)?;
-            let linears = (&expert.inputs, &expert.down);
             let d_own = d_weights.as_ref().map(|all| of.part(all)).transpose()?;
-            let tokens = (&rows, Some(&of.weights), d_own.as_ref());
-            let part = self.expert_backward(linears, tokens, kept, &dy, needs, sink)?;
-            if let Some(b) = &expert.down_bias {
-                bias::backward(b, &dy, &of.weights, d_own.as_ref(), sink)?;
-            }
+            let part = match group {
+                [expert] => {
+                    let linears = (&expert.inputs, &expert.down);
+                    let tokens = (&rows, Some(&of.weights), d_own.as_ref());
+                    let part = self.expert_backward(linears, tokens, kept, &dy, needs, sink)?;
+                    if let Some(b) = &expert.down_bias {
+                        bias::backward(b, &dy, &of.weights, d_own.as_ref(), sink)?;
+                    }
+                    part
+                }
+                group => self.group_backward(group, (&of, &rows, d_own.as_ref()), kept, &dy, needs, sink)?,
+            };
             if let (Some(dh), Some(part)) = (&dh, part) {
                 of.add_to(dh, &part)?;
             }

@@ -42,6 +42,7 @@ pub(crate) mod embedding;
 pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod glu;
+pub(crate) mod grouped;
 pub(crate) mod latent;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;

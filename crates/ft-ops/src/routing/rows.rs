@@ -4,11 +4,13 @@
 //! Letters as in `routing`; n tokens of an expert.
 
 use super::super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
+use super::super::grouped;
 use super::super::update::{self, with_slice, with_slice_mut};
 use super::{Routing, sigmoid};
 use candle_core::{Device, Tensor};
 use ft_base::{Error, Result};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// The tokens of all experts, in the order of the experts, then of the tokens.
 #[derive(Debug, Clone)]
@@ -21,30 +23,48 @@ pub struct Assignment {
     tokens: Tensor,
     /// f32 `[N·K]`
     weights: Tensor,
+    /// Experts are computed together: where the rows of each token are, u32 `[N, K]`, ascending in a row.
+    places: Option<Tensor>,
 }
 
-/// The tokens of one expert.
+/// The tokens of one expert, or of successive experts that are computed together.
 #[derive(Debug, Clone)]
 pub struct Assigned {
     rows: usize,
     start: usize,
-    /// u32 `[n]`, ascending.
+    /// Number of tokens of each expert.
+    pub counts: Vec<usize>,
+    /// u32 `[n]`, ascending in each expert.
     tokens: Tensor,
     /// The weight of the expert for each of them, f32 `[n]`.
     pub weights: Tensor,
+    /// As in `Assignment`.
+    places: Option<Tensor>,
 }
 
 impl Routing {
-    /// Puts the tokens and weights of all experts on the device of the rows.
+    /// Puts the tokens and weights of all experts on the device of the rows. `together`: experts are computed together (on a GPU
+    /// only).
     ///
     /// # Errors
     /// Not enough memory on the device.
-    pub fn assign(&self, device: &Device) -> Result<Assignment> {
+    pub fn assign(&self, device: &Device, together: bool) -> Result<Assignment> {
         let k = self.spec.top_k as u32;
         let tokens: Vec<u32> = self.order.iter().map(|place| place / k).collect();
         let weights: Vec<f32> = self.order.iter().map(|place| self.weights[*place as usize]).collect();
         let count = tokens.len();
+        let places = together.then(|| {
+            let mut places = vec![0u32; count];
+            let mut filled = vec![0; self.tokens()];
+            // In the order of the rows, so those of a token are ascending.
+            for (row, token) in tokens.iter().map(|t| *t as usize).enumerate() {
+                places[token * self.spec.top_k + filled[token]] = row as u32;
+                filled[token] += 1;
+            }
+            Tensor::from_vec(places, (self.tokens(), self.spec.top_k), device)
+        });
         Ok(Assignment {
+            places: places.transpose()?,
             rows: self.tokens(),
             starts: self.starts.clone(),
             tokens: Tensor::from_vec(tokens, count, device)?,
@@ -54,22 +74,44 @@ impl Routing {
 }
 
 impl Assignment {
-    /// The tokens of expert `expert`; `None`: it has none.
+    /// The experts that are computed together, in order: as many as have at most N rows, so that the memory is that of one
+    /// expert which all tokens choose; or one by one.
+    pub fn units(&self) -> Vec<Range<usize>> {
+        let experts = self.starts.len() - 1;
+        let mut units: Vec<Range<usize>> = Vec::new();
+        for expert in 0..experts {
+            match units.last_mut() {
+                Some(unit)
+                    if self.places.is_some() && self.starts[expert + 1] - self.starts[unit.start] <= self.rows =>
+                {
+                    unit.end = expert + 1;
+                }
+                _ => units.push(expert..expert + 1),
+            }
+        }
+        units
+    }
+
+    /// The tokens of these experts; `None`: they have none.
     ///
     /// # Errors
     /// An expert that does not exist.
-    pub fn of(&self, expert: usize) -> Result<Option<Assigned>> {
-        let (Some(&start), Some(&end)) = (self.starts.get(expert), self.starts.get(expert + 1)) else {
-            return Err(Error::argument("an expert does not exist").found(expert));
+    pub fn of(&self, experts: Range<usize>) -> Result<Option<Assigned>> {
+        let Some(starts) = self.starts.get(experts.start..experts.end + 1) else {
+            return Err(Error::argument("an expert does not exist").found(experts.end));
         };
+        let (start, end) = (starts[0], starts[starts.len() - 1]);
         if start == end {
             return Ok(None);
         }
+        let counts: Vec<usize> = starts.windows(2).map(|w| w[1] - w[0]).collect();
         Ok(Some(Assigned {
             rows: self.rows,
             start,
             tokens: self.tokens.narrow(0, start, end - start)?,
             weights: self.weights.narrow(0, start, end - start)?,
+            places: self.places.clone().filter(|_| counts.len() > 1),
+            counts,
         }))
     }
 
@@ -122,6 +164,9 @@ impl Assigned {
         let (_, d) = dims2(y, "the output of experts")?;
         expect_dims(y, "the output of experts", &[self.rows, d])?;
         expect_dims(part, "the output of an expert", &[self.len()?, d])?;
+        if let Some(places) = &self.places {
+            return grouped::combine(y, part, places, self.start);
+        }
         on_gpu!(y, super::super::cuda::experts::add_at(y, part, &self.tokens));
         let tokens = self.tokens.to_vec1::<u32>()?;
         update::with_slices(y, part, |y, part| {

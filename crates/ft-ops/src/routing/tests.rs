@@ -194,8 +194,8 @@ fn rows_to_an_expert_and_back() {
     // Expert 1 has the tokens 1 and 3.
     let logits = Tensor::new(&[[1.0f32, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 2.0]], &Device::Cpu).unwrap();
     let routing = RouterSpec { top_k: 1, ..PLAIN }.route(&logits, None).unwrap();
-    let assignment = routing.assign(&Device::Cpu).unwrap();
-    let of = assignment.of(1).unwrap().unwrap();
+    let assignment = routing.assign(&Device::Cpu, false).unwrap();
+    let of = assignment.of(1..2).unwrap().unwrap();
     let part = of.gather(&x).unwrap();
     let (all, some) = (to_f32_vec(&x).unwrap(), to_f32_vec(&part).unwrap());
     assert_eq!(some, [&all[3..6], &all[9..]].concat());
@@ -215,7 +215,8 @@ fn rows_to_an_expert_and_back() {
     assert!(sum[3..6].iter().zip(&all[3..6]).all(|(s, x)| *s == x + 2.0 * x));
     assert!(sum[9..].iter().all(|s| *s == 0.0));
     assert!(of.gather(&random((3, 3), 1)).is_err());
-    assert!(assignment.of(2).is_err());
+    assert!(assignment.of(2..3).is_err());
+    assert_eq!(assignment.units(), [0..1, 1..2]);
 }
 
 #[test]

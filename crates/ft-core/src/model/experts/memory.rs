@@ -18,7 +18,8 @@ impl LayerMemory<'_> {
         let k = sizes.router.top_k;
         let tokens = self.settings.tokens;
         let routing = if self.settings.on_gpu {
-            0
+            // The rows of each token, for experts that are computed together.
+            tokens * k
         } else {
             tokens * (sizes.count + 3 * k + 1) + 2 * sizes.count
         };

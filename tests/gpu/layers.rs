@@ -63,8 +63,8 @@ fn rows_of_experts_are_those_of_the_cpu() {
                 z: 0.01,
                 two_level: None,
             };
-            let d = gpu.random(numbers[0].dims1().unwrap(), DType::F32, 9);
-            let [a, b] = [&d.cpu, &d.gpu].map(|d| routing.backward(d, &balance).unwrap());
+            let weights = gpu.random(numbers[0].dims1().unwrap(), DType::F32, 9);
+            let [a, b] = [&weights.cpu, &weights.gpu].map(|d| routing.backward(d, &balance).unwrap());
             assert_close(&a.to_device(&gpu.device).unwrap(), &b, 0.0);
             // Logits and gates are f32 for every type.
             let w = gpu.random((e, d), dtype, 5);

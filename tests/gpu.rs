@@ -28,6 +28,12 @@ mod engine;
 #[path = "gpu/f16.rs"]
 mod f16;
 #[cfg(feature = "cuda")]
+#[path = "gpu/families.rs"]
+mod families;
+#[cfg(feature = "cuda")]
+#[path = "gpu/layers.rs"]
+mod layers;
+#[cfg(feature = "cuda")]
 #[path = "gpu/generation.rs"]
 mod generation;
 #[cfg(feature = "cuda")]

@@ -44,6 +44,13 @@ const CALL: f64 = 15e-6;
 const CALLS: [f64; 2] = [20.0, 28.0];
 const CHUNK_CALLS: [f64; 2] = [5.0, 9.0];
 const PAIR_CALLS: [f64; 2] = [11.0 / 7.0, 20.0 / 7.0];
+/// The same of experts that are computed together, and of an expert that is computed alone (without its pair); the rate of grouped
+/// products relative to those of cuBLAS; and the wait for the logits of a router, whose copy to the host ends the overlap of host
+/// and GPU. Calls are counted, the others assumed.
+const UNIT_CALLS: [f64; 2] = [10.0, 13.0];
+const EXPERT_CALLS: [f64; 2] = [7.0, 10.0];
+const GROUPED_RATE: f64 = 0.4;
+const ROUTER_WAIT: f64 = 100e-6;
 /// Elements of each token that norms, RoPE, the gated unit and additions read and write, in units of I and of D.
 const ELEMENTWISE: [[f64; 2]; 2] = [[6.0, 14.0], [5.0, 15.0]];
 /// Bytes that AdamW and the norm of the gradients read and write for each trained parameter.
@@ -268,11 +275,36 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
             eight_bit_calls += EIGHT_BIT_CALLS * chunks / all as f64;
         }
     }
+    // Experts: each has its part of the rows, and is read once. As many have tokens as with a uniform choice.
+    let (mut expert_calls, mut waits, mut expert_rows) = ([0.0; 2], 0.0, 0.0);
+    for experts in spec.layers.iter().filter_map(|layer| layer.experts) {
+        let (count, k) = (experts.count as f64, experts.router.top_k as f64);
+        let used = count * (1.0 - (1.0 - k / count).powf(n));
+        // Dense experts without adapters are computed together, in units of N rows.
+        let adapters = inputs.adapters.keys().any(|module| module.contains(".experts"));
+        let together = strategy.storage.quantized().is_empty() && !adapters && !experts.bias;
+        let (units, calls_of, rate) = if together {
+            let units = (count / (count / k).floor()).ceil().min(used);
+            (units, UNIT_CALLS, GROUPED_RATE)
+        } else {
+            (used, EXPERT_CALLS, 1.0)
+        };
+        let (d, i) = (spec.hidden as f64, experts.intermediate as f64);
+        let work =
+            3.0 * (2.0 * n * k * d * i / (rate * products_per_second) + element * n * k * (d + i) / gpu.bandwidth);
+        let read = |bytes: f64| 3.0 * used * d * i * (element + bytes) / gpu.bandwidth;
+        for side in [0, 1] {
+            products[side] += (work + read(changed[side])) / all as f64;
+            expert_calls[side] += units * calls_of[side] / all as f64;
+        }
+        waits += ROUTER_WAIT / all as f64;
+        expert_rows += k * (2.0 * i + 2.0 * d) / all as f64;
+    }
     // Half of the scores are masked.
     let scores = 2.0 * n * inputs.longest as f64 * query_width;
     let attention = [scores / gpu.attention[0], 2.5 * scores / gpu.attention[1]];
-    let elementwise =
-        ELEMENTWISE.map(|[i, d]| element * n * (i * intermediate + d * spec.hidden as f64) / gpu.bandwidth);
+    let elementwise = ELEMENTWISE
+        .map(|[i, d]| element * n * (i * intermediate + d * spec.hidden as f64 + i * expert_rows) / gpu.bandwidth);
     let (mut adapters, mut pair_calls) = (0.0, 0.0);
     for (module, cost) in inputs.adapters.iter() {
         let [i, o] = widths(cost);
@@ -288,7 +320,15 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     let gradients =
         |elements: f64, chunks: f64| 2.0 * n * elements / products_per_second + 8.0 * chunks * elements / gpu.bandwidth;
     let in_layers = |p: &ParamInfo| matches!(p.group, Group::Layer(_)) && active.wants(&p.name);
-    let trained_in_layers = model.sum(active, |p| if in_layers(p) { p.elements() as u64 } else { 0 }) as f64;
+    // Of the weight of an expert only its part of the rows is read.
+    let part_of_rows = |p: &ParamInfo| match (p.group, p.name.contains(".experts.")) {
+        (Group::Layer(l), true) => spec.layers[l]
+            .experts
+            .map_or(1.0, |e| e.router.top_k as f64 / e.count as f64),
+        _ => 1.0,
+    };
+    let trained = |p: &ParamInfo| (part_of_rows(p) * p.elements() as f64) as u64;
+    let trained_in_layers = model.sum(active, |p| if in_layers(p) { trained(p) } else { 0 }) as f64;
     let (v, d) = (spec.vocab as f64, spec.hidden as f64);
     let head_trained = active.contains(spec.head_name());
     let chunk = CausalLm::chunk_for(spec.vocab, head_trained, true).max(1);
@@ -304,7 +344,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         head += gradients(v * d, chunks);
     }
     let more_chunks = (mlp_chunks - 1.0) * both(CHUNK_CALLS);
-    let calls = CALL * (both(CALLS) + more_chunks + pair_calls + both([eight_bit_calls; 2]));
+    let calls = CALL * (both(CALLS) + more_chunks + pair_calls + both([eight_bit_calls; 2]) + both(expert_calls));
     let from = match strategy.placement {
         Placement::Host => gpu.link,
         _ => time::DISK_RATE.min(gpu.link),
@@ -329,14 +369,14 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         times * head,
         trained * UPDATE / gpu.bandwidth,
     ];
-    let (calls, copies) = (times * calls, times * copies);
+    let (calls, copies, waits) = (times * calls, times * copies, times * both([waits; 2]));
     StepTime {
         tokens: (inputs.tokens * inputs.micro_batches) as f64,
         parts,
         calls,
         copies,
         // Computation and calls overlap, and most of the copies.
-        seconds: time::overlapping(parts.iter().sum::<f64>().max(calls), copies),
+        seconds: time::overlapping(parts.iter().sum::<f64>().max(calls), copies) + waits,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Gated DeltaNet (Qwen3.5, Qwen3-Next): its operations, whole runs, and generation with the state in the cache.
 
+use crate::families::compare;
 use crate::support::{Gpu, KINDS, assert_close, assert_same_bits, gpu, short};
-use crate::train::{close, ft, number};
 use candle_core::{DType, Device, Tensor};
 use ft::formats::Config;
 use ft::generate::{Limits, Request, Settings, answer};
@@ -9,11 +9,9 @@ use ft::model::{Network, families};
 use ft::ops::delta_rule::{self, DeltaGradients, DeltaHeads, DeltaInputs};
 use ft::ops::{Dtype, short_conv};
 use ft::source::Resident;
-use serde_json::{Value, json};
-use std::env;
-use std::path::{Path, PathBuf};
+use serde_json::json;
+use std::path::Path;
 use std::sync::Arc;
-use tempfile::TempDir;
 
 #[test]
 fn short_convolutions_match_the_cpu() {
@@ -128,57 +126,6 @@ fn delta_rules_match_the_cpu() {
     assert!(error.to_string().contains("keys"), "{error}");
 }
 
-fn root() -> PathBuf {
-    env::var("FT_ROOT").map_or_else(|_| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
-}
-
-/// The golden model of a family, with a tokenizer, in `dir`.
-fn model(family: &str, dir: &Path) -> PathBuf {
-    let to = dir.join(family);
-    std::fs::create_dir_all(&to).unwrap();
-    for from in [format!("families/{family}"), "tokenizers/small".into()] {
-        for entry in std::fs::read_dir(root().join("tests/parity/goldens").join(from)).unwrap() {
-            let entry = entry.unwrap();
-            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
-        }
-    }
-    to
-}
-
-/// Losses and gradient norms of the steps.
-fn train(device: &str, model: &Path, settings: &[&str], out: &Path) -> Vec<(f64, f64)> {
-    let rows = root().join("tests/parity/goldens/data/eval_text.jsonl");
-    let recipe = out.with_extension("toml");
-    let text = format!("[model]\npath = {model:?}\n\n[data]\ntrain = {rows:?}\nmax_length = 64\n");
-    std::fs::write(&recipe, text).unwrap();
-    let place = |key: &str, value: &str| format!("{key}={value}");
-    let (device, out_dir) = (
-        place("model.device", device),
-        place("train.output_dir", out.to_str().unwrap()),
-    );
-    let mut arguments = vec!["train", "--recipe", recipe.to_str().unwrap(), &device, &out_dir];
-    arguments.extend([
-        "train.max_steps=3",
-        "train.batch_size=2",
-        "train.logging_steps=1",
-        "train.save_steps=0",
-        "schedule.name=constant",
-        "schedule.warmup_ratio=0",
-        // A higher rate amplifies the rounding of bf16 from step to step.
-        if settings.contains(&"model.dtype=bf16") {
-            "optimizer.learning_rate=1e-4"
-        } else {
-            "optimizer.learning_rate=1e-3"
-        },
-    ]);
-    arguments.extend(settings);
-    ft(&arguments, true);
-    let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
-    let lines = text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap());
-    let steps = lines.filter(|l| l.get("loss").is_some());
-    steps.map(|l| (number(&l, "loss"), number(&l, "grad_norm"))).collect()
-}
-
 #[test]
 fn every_method_loses_what_it_loses_on_the_cpu() {
     let Some(_gpu) = gpu() else { return };
@@ -213,21 +160,7 @@ fn every_method_loses_what_it_loses_on_the_cpu() {
         ),
     ];
     for (family, settings) in methods {
-        let dir = TempDir::new().unwrap();
-        let model = model(family, dir.path());
-        let here = train("cpu", &model, settings, &dir.path().join("cpu"));
-        let there = train("cuda:0", &model, settings, &dir.path().join("gpu"));
-        assert_eq!((here.len(), there.len()), (3, 3), "{family} {settings:?}");
-        // As in tests/gpu/train.rs.
-        let (loss, norm) = if settings.contains(&"model.dtype=f32") {
-            (1e-4, 1e-3)
-        } else {
-            (1e-2, 5e-2)
-        };
-        for (a, b) in here.iter().zip(&there) {
-            close(a.0, b.0, loss, &format!("{family} {settings:?}: loss"));
-            close(a.1, b.1, norm, &format!("{family} {settings:?}: norm"));
-        }
+        compare(family, settings);
     }
 }
 

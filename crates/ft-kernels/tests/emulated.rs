@@ -33,6 +33,7 @@ macro_rules! emulated {
 emulated! {
     adafactor
     adapters
+    altup
     columns
     cross_entropy
     cross_entropy_parts
@@ -43,8 +44,11 @@ emulated! {
     eight_bit
     elementwise
     embedding
+    experts
     glu
+    grouped
     kv_block
+    latent
     layer_norm
     optimizer
     pairs

@@ -1,5 +1,5 @@
 //! Alternating updates (AltUp, arXiv:2301.13310, as in Gemma 3n): the hidden state of a token has A streams, of which a
-//! layer computes one; the others are predicted from all streams, and corrected with what the layer found. On the CPU only.
+//! layer computes one; the others are predicted from all streams, and corrected with what the layer found. f32, on a GPU also bf16.
 //!
 //! ```text
 //! predicted_i = h_i + Σ_p c[i·A + p] · h_p
@@ -14,6 +14,9 @@ use super::update::with_slice_mut;
 use candle_core::Tensor;
 use ft_base::Result;
 use rayon::prelude::*;
+
+/// Most streams on a GPU.
+pub const DEVICE_STREAMS: usize = 8;
 
 /// Smallest mean square of what `matched` divides by.
 const SMALLEST: f32 = 1e-5;
@@ -43,7 +46,7 @@ fn mean_square(x: &[f32]) -> f32 {
 /// The predictions `[N, A·D]` of all streams, from streams h `[N, A·D]` and coefficients c `[N, A²]`.
 ///
 /// # Errors
-/// Shapes that do not fit; tensors that are not f32 on the CPU.
+/// Shapes that do not fit; tensors of different types.
 pub fn predict(h: &Tensor, c: &Tensor, streams: usize) -> Result<Tensor> {
     predicted(h, c, streams, 0..streams)
 }
@@ -59,6 +62,7 @@ pub fn predict_one(h: &Tensor, c: &Tensor, streams: usize, stream: usize) -> Res
 fn predicted(h: &Tensor, c: &Tensor, streams: usize, wanted: std::ops::Range<usize>) -> Result<Tensor> {
     let (n, d) = sizes(h, streams)?;
     expect_dims(c, "the coefficients of AltUp", &[n, streams * streams])?;
+    on_gpu!(h, super::cuda::altup::predict(h, c, streams, wanted, (n, d)));
     let width = wanted.len() * d;
     let mut y = unwritten(n * width);
     floats(h, "the streams of AltUp", |h| {
@@ -87,6 +91,7 @@ pub fn predict_backward(h: &Tensor, c: &Tensor, dy: &Tensor, streams: usize) -> 
     let (n, d) = sizes(h, streams)?;
     expect_dims(c, "the coefficients of AltUp", &[n, streams * streams])?;
     expect_dims(dy, "the gradients of streams", h.dims())?;
+    on_gpu!(h, super::cuda::altup::predict_backward(h, c, dy, streams, (n, d)));
     let mut dc = unwritten(n * streams * streams);
     let all = (h, c);
     floats(all.0, "the streams of AltUp", |h| {
@@ -125,6 +130,7 @@ pub fn correct_assign(predictions: &Tensor, y: &Tensor, f: &Tensor, active: usiz
     let streams = dims2(f, "the factors of AltUp")?.1;
     let (n, d) = sizes(predictions, streams)?;
     expect_dims(y, "the output of a layer", &[n, d])?;
+    on_gpu!(y, super::cuda::altup::correct(predictions, y, f, active, (n, d)));
     floats(y, "the output of a layer", |y| {
         floats(f, "the factors of AltUp", |f| {
             with_slice_mut(predictions, move |all| {
@@ -149,6 +155,7 @@ pub fn correct_assign(predictions: &Tensor, y: &Tensor, f: &Tensor, active: usiz
 pub fn corrected(p: &Tensor, y: &Tensor, f: &Tensor, active: usize) -> Result<Tensor> {
     let (streams, (n, d)) = (dims2(f, "the factors of AltUp")?.1, dims2(p, "a prediction")?);
     expect_dims(y, "the output of a layer", &[n, d])?;
+    on_gpu!(p, super::cuda::altup::corrected(p, y, f, active, (n, d)));
     let mut out = unwritten(n * d);
     floats(p, "a prediction", |p| {
         floats(y, "the output of a layer", |y| {
@@ -177,6 +184,7 @@ pub fn correct_backward(dy: &Tensor, p: &Tensor, y: &Tensor, f: &Tensor, active:
     let (n, d) = sizes(dy, streams)?;
     expect_dims(y, "the output of a layer", &[n, d])?;
     expect_dims(p, "a prediction", &[n, d])?;
+    on_gpu!(dy, super::cuda::altup::correct_backward(dy, (p, y, f), active, (n, d)));
     let (mut found, mut df) = (unwritten(n * d), unwritten(n * streams));
     floats(p, "a prediction", |p| {
         floats(y, "the output of a layer", |y| {
@@ -212,6 +220,7 @@ pub fn add_to(h: &Tensor, x: &Tensor, which: std::ops::Range<usize>) -> Result<(
     let (n, d) = dims2(x, "what is added to streams")?;
     let wide = dims2(h, "the streams of AltUp")?.1;
     expect_dims(h, "the streams of AltUp", &[n, wide / d.max(1) * d])?;
+    on_gpu!(h, super::cuda::altup::add_to(h, x, which, (n, d)));
     floats(x, "what is added to streams", |x| {
         with_slice_mut(h, move |h| {
             h.par_chunks_mut(wide.max(1))
@@ -231,6 +240,7 @@ pub fn add_to(h: &Tensor, x: &Tensor, which: std::ops::Range<usize>) -> Result<(
 /// As `predict`.
 pub fn sum(h: &Tensor, streams: usize, which: std::ops::Range<usize>, factor: f32) -> Result<Tensor> {
     let (n, d) = sizes(h, streams)?;
+    on_gpu!(h, super::cuda::altup::sum(h, which, factor, (n, d)));
     let mut out = unwritten(n * d);
     floats(h, "the streams of AltUp", |h| {
         out.par_chunks_mut(d.max(1)).enumerate().for_each(|(t, out)| {
@@ -251,6 +261,7 @@ pub fn sum(h: &Tensor, streams: usize, which: std::ops::Range<usize>, factor: f3
 pub fn matched(p: &Tensor, like: &Tensor) -> Result<Tensor> {
     let (n, d) = dims2(p, "a projected stream")?;
     expect_dims(like, "a stream", &[n, d])?;
+    on_gpu!(p, super::cuda::altup::matched(p, like, (n, d)));
     let mut y = unwritten(n * d);
     floats(p, "a projected stream", |p| {
         floats(like, "a stream", |like| {
@@ -278,6 +289,7 @@ pub fn matched_backward(p: &Tensor, like: &Tensor, dy: &Tensor, d_like: &Tensor)
     ] {
         expect_dims(t, name, &[n, d])?;
     }
+    on_gpu!(p, super::cuda::altup::matched_backward((p, like, dy), d_like, (n, d)));
     let mut dp = unwritten(n * d);
     floats(p, "a projected stream", |p| {
         floats(like, "a stream", |like| {

@@ -4,7 +4,7 @@
 //! g = min(gate, limit),    u = clamp(up, -limit, limit),    y = (u + 1) · g · sigmoid(alpha · g)
 //! ```
 //!
-//! Values beyond a limit get no gradient. All `[N, I]` f32, on the CPU.
+//! Values beyond a limit get no gradient. All `[N, I]` f32, on a GPU also bf16.
 
 use super::cpu::storage::{expect_dims, floats, tensor, unwritten};
 use super::routing::sigmoid;
@@ -61,6 +61,7 @@ impl ClampedGlu {
 /// Computes y, in the shape of gate.
 pub fn forward(gate: &Tensor, up: &Tensor, unit: ClampedGlu) -> Result<Tensor> {
     expect_dims(up, "up of a gated unit", gate.dims())?;
+    on_gpu!(gate, super::cuda::experts::clamped_forward(gate, up, unit));
     let mut y = unwritten(gate.elem_count());
     floats(gate, "gate of a gated unit", |gate| {
         floats(up, "up of a gated unit", |up| {
@@ -80,6 +81,10 @@ pub fn forward(gate: &Tensor, up: &Tensor, unit: ClampedGlu) -> Result<Tensor> {
 pub fn backward_in_place(gate: Tensor, up: Tensor, dy: &Tensor, unit: ClampedGlu) -> Result<(Tensor, Tensor)> {
     expect_dims(&up, "up of a gated unit", gate.dims())?;
     expect_dims(dy, "dy of a gated unit", gate.dims())?;
+    on_gpu!(
+        &gate,
+        super::cuda::experts::clamped_backward(&gate, &up, dy, unit).map(|()| (gate, up))
+    );
     let mut inner = Ok(());
     with_slices(&gate, dy, |gate, dy| {
         inner = with_slice_mut(&up, |up| {

@@ -6,7 +6,7 @@
 //! elements of a head come first here, which no score depends on either.
 //!
 //! Letters: N tokens, H heads, A elements of a query or key that are not rotated, R rotated ones, V elements of a value, E
-//! elements of a filled head, L rank of the latent rows. CPU only.
+//! elements of a filled head, L rank of the latent rows. f32, on a GPU also bf16.
 
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use super::rope::{Direction, Pairing};
@@ -33,7 +33,7 @@ pub struct LatentHeads {
 }
 
 /// cos and sin of each token, `[N, R/2]`.
-type Angles<'a> = (&'a Tensor, &'a Tensor);
+pub(super) type Angles<'a> = (&'a Tensor, &'a Tensor);
 
 impl LatentHeads {
     /// E: elements of a filled head.
@@ -89,6 +89,7 @@ impl LatentHeads {
         let (n, from, to) = (dims2(x, "the queries")?.0, self.query(), self.width());
         expect_dims(x, "the queries", &[n, self.heads * from])?;
         self.check(angles, n)?;
+        on_gpu!(x, super::cuda::latent::queries(self, x, angles, false));
         let mut y = unwritten(n * self.heads * to);
         floats(x, "the queries", |x| {
             with_table(angles, self.rotary / 2, |table| {
@@ -115,6 +116,7 @@ impl LatentHeads {
         let (n, from, to) = (dims2(dq, "the gradient of the queries")?.0, self.width(), self.query());
         expect_dims(dq, "the gradient of the queries", &[n, self.heads * from])?;
         self.check(angles, n)?;
+        on_gpu!(dq, super::cuda::latent::queries(self, dq, angles, true));
         let mut dx = unwritten(n * self.heads * to);
         floats(dq, "the gradient of the queries", |dq| {
             with_table(angles, self.rotary / 2, |table| {
@@ -145,6 +147,7 @@ impl LatentHeads {
                 .found(wide)
                 .expected(format!("at least {}", self.rotary)));
         }
+        on_gpu!(kv, super::cuda::latent::keys_values(self, kv, low, angles));
         let (mut k, mut v) = (unwritten(n * self.heads * to), unwritten(n * self.heads * to));
         floats(kv, "the keys and values", |kv| {
             floats(low, "the latent rows", |low| {
@@ -187,6 +190,7 @@ impl LatentHeads {
             expect_dims(t, name, &[n, self.heads * from])?;
         }
         self.check(angles, n)?;
+        on_gpu!(dk, super::cuda::latent::keys_values_backward(self, dk, dv, angles));
         let (mut d_kv, mut d_rotary) = (unwritten(n * self.heads * to), unwritten(n * self.rotary));
         floats(dk, "the gradient of the keys", |dk| {
             floats(dv, "the gradient of the values", |dv| {
@@ -236,6 +240,7 @@ impl LatentHeads {
         if from == to {
             return Ok(x.clone());
         }
+        on_gpu!(x, super::cuda::latent::resize(x, self.heads, from, to));
         let mut y = unwritten(n * self.heads * to);
         let common = from.min(to);
         floats(x, "the output of attention", |x| {

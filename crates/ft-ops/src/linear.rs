@@ -38,6 +38,26 @@ pub fn forward<'w>(x: &Tensor, w: impl Into<Dense<'w>>, bias: Option<&Tensor>) -
     tensor(y, (rows, outputs))
 }
 
+/// As `forward`, f32 on every device: logits of a router.
+///
+/// # Errors
+/// As `forward`.
+pub fn forward_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let (_, inputs) = dims2(x, "x of a linear")?;
+    let outputs = outputs_of(w.into(), inputs)?;
+    if let Some(bias) = bias {
+        expect_dims(bias, "the bias of a linear", &[outputs])?;
+    }
+    on_gpu!(x, {
+        let y = super::cuda::linear::forward_f32(x, w)?;
+        if let Some(bias) = bias {
+            super::cuda::elementwise::add_rows(&y, bias)?;
+        }
+        Ok(y)
+    });
+    forward(x, w, bias)
+}
+
 const WEIGHT: &str = "the weight of a linear";
 
 /// Returns O of a weight `[O, inputs]`.

@@ -1,5 +1,6 @@
 //! Routing in a mixture of experts: which experts compute a token, and with which weights. The logits of a router are
-//! small, so they are handled on the CPU in f32; every sum has a fixed order.
+//! small, so they are handled on the CPU in f32, also those of a GPU (a copy of `[N, E]` to the host); every sum has a
+//! fixed order. `rows` gives each expert its tokens.
 //!
 //! Letters: N tokens, E experts, G groups of M = E / G experts, K experts for each token, D columns of a row.
 //!
@@ -11,12 +12,13 @@
 //! A router of two levels (SMILE, arXiv 2212.05191) has G more logits: p is a softmax over the groups times a softmax over
 //! the experts of the group. A group is rated by its softmax, which is the sum of p over its experts.
 
+mod rows;
 mod two_level;
 
+pub use rows::{Assigned, Assignment, gates, gates_backward, row_products, row_products_add, scale_rows};
 pub use two_level::{TwoLevelLoss, TwoLevelSums};
 
-use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
-use super::update::{with_slice, with_slice_mut};
+use super::cpu::storage::{dims2, expect_dims, tensor, unwritten};
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 use rayon::prelude::*;
@@ -88,17 +90,6 @@ pub struct Routing {
     starts: Vec<usize>,
     /// Softmax: log Σ e^z of each token, `[N]`.
     log_sums: Vec<f32>,
-}
-
-/// The tokens of one expert.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Assigned {
-    /// The tokens in ascending order.
-    pub tokens: Vec<u32>,
-    /// The weight of the expert for each of them.
-    pub weights: Vec<f32>,
-    /// The place of each in `[N, K]`.
-    places: Vec<u32>,
 }
 
 /// Gradients of the logits that do not come from the weights.
@@ -340,30 +331,22 @@ impl Routing {
         rows.into_iter().sum()
     }
 
-    /// The tokens of expert `expert`.
-    pub fn of(&self, expert: usize) -> Assigned {
-        let places = self.order[self.starts[expert]..self.starts[expert + 1]].to_vec();
-        Assigned {
-            tokens: places.iter().map(|p| p / self.spec.top_k as u32).collect(),
-            weights: places.iter().map(|p| self.weights[*p as usize]).collect(),
-            places,
+    /// The gradient of the logits, `[N, E]` f32 on the CPU, from that of the weights: N·K values, on any device, in the order
+    /// of `Assignment`.
+    ///
+    /// # Errors
+    /// Another number of values.
+    pub fn backward(&self, d_weights: &Tensor, extra: &LogitLoss) -> Result<Tensor> {
+        expect_dims(d_weights, "the gradient of the weights of experts", &[self.order.len()])?;
+        let mut by_token = vec![0f32; self.order.len()];
+        for (place, d) in self.order.iter().zip(super::update::to_f32_vec(d_weights)?) {
+            by_token[*place as usize] = d;
         }
+        self.logits_backward(&by_token, extra)
     }
 
-    /// Stores the gradients of the weights of an expert in `to` `[N, K]`.
-    pub fn put(&self, of: &Assigned, gradients: &[f32], to: &mut [f32]) {
-        for (place, gradient) in of.places.iter().zip(gradients) {
-            to[*place as usize] = *gradient;
-        }
-    }
-
-    /// Number of pairs of a token and an expert: N·K.
-    pub fn places(&self) -> usize {
-        self.chosen.len()
-    }
-
-    /// The gradient of the logits, `[N, E]` f32, from that of the weights `[N, K]`.
-    pub fn backward(&self, d_weights: &[f32], extra: &LogitLoss) -> Result<Tensor> {
+    /// As `backward`, from `[N, K]`.
+    fn logits_backward(&self, d_weights: &[f32], extra: &LogitLoss) -> Result<Tensor> {
         let (e, k) = (self.experts, self.spec.top_k);
         let outputs = self.spec.outputs(e);
         let mut dz = unwritten(self.tokens() * outputs);
@@ -395,71 +378,6 @@ impl Routing {
             }
         });
         tensor(dz, (self.tokens(), outputs))
-    }
-}
-
-/// Copies rows: `x [N, D]` f32, to `[n, D]`.
-///
-/// # Errors
-/// A token that is not below N.
-pub fn gather_rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
-    let (n, d) = dims2(x, "the input of experts")?;
-    check_tokens(tokens, n)?;
-    let mut to = unwritten(tokens.len() * d);
-    floats(x, "the input of experts", |x| {
-        to.par_chunks_mut(d.max(1)).zip(tokens).for_each(|(to, &token)| {
-            to.copy_from_slice(&x[token as usize * d..][..d]);
-        });
-        Ok(())
-    })?;
-    tensor(to, (tokens.len(), d))
-}
-
-/// Adds rows: `y [N, D] += part [n, D]` at `tokens`, which are distinct and ascending; f32.
-///
-/// # Errors
-/// A token that is not below N; shapes that do not fit.
-pub fn add_rows_at(y: &Tensor, part: &Tensor, tokens: &[u32]) -> Result<()> {
-    let (n, d) = dims2(y, "the output of experts")?;
-    check_tokens(tokens, n)?;
-    expect_dims(part, "the output of an expert", &[tokens.len(), d])?;
-    super::update::with_slices(y, part, |y, part| {
-        for (token, part) in tokens.iter().zip(part.chunks(d.max(1))) {
-            let y = &mut y[*token as usize * d..][..d];
-            y.iter_mut().zip(part).for_each(|(y, part)| *y += part);
-        }
-    })
-}
-
-/// Multiplies each row of `t [n, D]` f32 with its factor.
-pub fn scale_rows(t: &Tensor, factors: &[f32]) -> Result<()> {
-    let (_, d) = dims2(t, "rows that are scaled")?;
-    with_slice_mut(t, |t| {
-        t.par_chunks_mut(d.max(1)).zip(factors).for_each(|(row, factor)| {
-            row.iter_mut().for_each(|x| *x *= factor);
-        });
-    })
-}
-
-/// The product of each row of `a [n, D]` with the same row of `b`, f32: `[n]`.
-pub fn row_products(a: &Tensor, b: &Tensor) -> Result<Vec<f32>> {
-    let (_, d) = dims2(a, "the gradient of an expert")?;
-    expect_dims(b, "the output of an activation", a.dims())?;
-    with_slice(a, |a| {
-        with_slice(b, |b| {
-            let rows = a.par_chunks(d.max(1)).zip(b.par_chunks(d.max(1)));
-            rows.map(|(a, b)| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>() as f32)
-                .collect()
-        })
-    })?
-}
-
-fn check_tokens(tokens: &[u32], n: usize) -> Result<()> {
-    match tokens.iter().max() {
-        Some(&last) if last as usize >= n => Err(Error::argument("a token of an expert does not exist")
-            .found(last)
-            .expected(format!("below {n}"))),
-        _ => Ok(()),
     }
 }
 

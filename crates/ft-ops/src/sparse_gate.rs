@@ -1,8 +1,7 @@
 //! Sparse activations (Gemma 3n): of each row u of a gate only what is far above its mean stays, `s = max(u - cut, 0)` with
-//! `cut = mean(u) + m · std(u)`. m is the quantile of a normal distribution below which a given part of the values lies. On
-//! the CPU only.
+//! `cut = mean(u) + m · std(u)`. m is the quantile of a normal distribution below which a given part of the values lies.
 //!
-//! u and s `[N, I]`; the standard deviation divides by I.
+//! u and s `[N, I]`; the standard deviation divides by I. f32, on a GPU also bf16.
 
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use super::update::with_slice_mut;
@@ -42,9 +41,10 @@ fn moments(u: &[f32]) -> (f32, f32) {
 /// s from u `[N, I]` and m.
 ///
 /// # Errors
-/// A tensor that is not f32 on the CPU.
+/// A tensor of another type.
 pub fn forward(u: &Tensor, m: f32) -> Result<Tensor> {
     let (n, width) = dims2(u, "a gate")?;
+    on_gpu!(u, super::cuda::altup::sparse(u, m, (n, width)));
     let mut s = unwritten(n * width);
     floats(u, "a gate", |u| {
         let rows = s.par_chunks_mut(width.max(1)).zip(u.par_chunks(width.max(1)));
@@ -65,6 +65,7 @@ pub fn forward(u: &Tensor, m: f32) -> Result<Tensor> {
 pub fn backward_assign(u: &Tensor, d: &Tensor, m: f32) -> Result<()> {
     let (_, width) = dims2(u, "a gate")?;
     expect_dims(d, "the gradient of a gate", u.dims())?;
+    on_gpu!(u, super::cuda::altup::sparse_backward(u, d, m, u.dims2()?));
     floats(u, "a gate", |u| {
         with_slice_mut(d, move |d| {
             let rows = d.par_chunks_mut(width.max(1)).zip(u.par_chunks(width.max(1)));

@@ -11,6 +11,7 @@
 
 pub(super) mod adapters;
 mod bias;
+mod grouped;
 pub(super) mod memory;
 
 use adapters::JoinedAdapters;
@@ -23,7 +24,7 @@ use super::network::param;
 use super::projections::Projections;
 use super::spec::ExpertsSpec;
 use crate::base::{Error, Result};
-use crate::ops::routing::{self, Routing};
+use crate::ops::routing::{self, Assignment, Routing};
 use crate::ops::{linear, update};
 use crate::source::GroupWeights;
 use candle_core::{DType, Tensor};
@@ -56,7 +57,8 @@ struct Expert {
 /// Saved activations of a mixture of experts.
 pub(super) struct SavedExperts {
     routing: Routing,
-    /// For each expert; `None`: it has no tokens.
+    assignment: Assignment,
+    /// For each unit of the assignment; `None`: it has no tokens.
     experts: Vec<Option<SavedPiece>>,
     shared: Option<SavedPiece>,
 }
@@ -129,16 +131,15 @@ impl Experts {
 
     fn route(&self, h: &Tensor) -> Result<Routing> {
         let bias = self.router_bias.as_ref().map(|bias| &bias.tensor);
-        let logits = linear::forward(h, &self.router.tensor, bias)?;
+        let logits = linear::forward_f32(h, &self.router.tensor, bias)?;
         let routed = self.sizes.router.route(&logits, self.correction.as_ref());
         routed.map_err(|e| e.or_at(&*self.router.name))
     }
 
-    /// The factors of the shared expert's output, `[N]`.
-    fn shared_factors(&self, h: &Tensor) -> Result<Option<Vec<f32>>> {
+    /// The factors of the shared expert's output, f32 `[N]`.
+    fn shared_factors(&self, h: &Tensor) -> Result<Option<Tensor>> {
         let Some(gate) = &self.shared_gate else { return Ok(None) };
-        let z = update::to_f32_vec(&linear::forward(h, &gate.tensor, None)?)?;
-        Ok(Some(z.into_iter().map(routing::sigmoid).collect()))
+        Ok(Some(routing::gates(&linear::forward_f32(h, &gate.tensor, None)?)?))
     }
 }
 
@@ -146,7 +147,8 @@ fn wants(param: &Option<Param>, sink: &dyn GradSink) -> bool {
     param.as_ref().is_some_and(|param| sink.wants(&param.name))
 }
 
-/// Adds the gradient of a small matrix that reads `h`: `dz` `[N, O]` f32, `weight` `[O, D]`. `dh` comes first.
+/// Adds the gradient of a small matrix that reads `h`: `dz` `[N, O]` f32, `weight` `[O, D]`. `dh` comes first. On a GPU `dz`
+/// gets the type of `h`.
 fn project_backward(
     weight: &Param,
     h: &Tensor,
@@ -154,6 +156,7 @@ fn project_backward(
     dh: Option<&Tensor>,
     sink: &mut dyn GradSink,
 ) -> Result<()> {
+    let dz = &dz.to_dtype(h.dtype())?;
     if let Some(dh) = dh {
         linear::backward_input_add(dh, dz, &weight.tensor)?;
     }
@@ -181,45 +184,52 @@ impl Block {
         let mut shared = None;
         if experts.sizes.shared.is_some() {
             let factors = experts.shared_factors(h)?;
-            let (part, saved) = self.expert_forward(&self.mlp_in, &self.down_proj, h, factors.as_deref(), ctx, keep)?;
+            let (part, saved) = self.expert_forward(&self.mlp_in, &self.down_proj, h, factors.as_ref(), ctx, keep)?;
             (y, shared) = (Some(part), saved);
         }
         let y = match y {
             Some(y) => y,
             None => update::zeros(h.shape(), h.dtype(), h.device())?,
         };
-        let mut saved = Vec::with_capacity(experts.experts.len());
-        for (e, expert) in experts.experts.iter().enumerate() {
-            let of = routing.of(e);
-            if of.tokens.is_empty() {
+        let assignment = routing.assign(h.device(), experts.together(h, ctx))?;
+        let mut saved = Vec::new();
+        for unit in assignment.units() {
+            let Some(of) = assignment.of(unit.clone())? else {
                 saved.push(None);
                 continue;
-            }
-            let rows = routing::gather_rows(h, &of.tokens)?;
-            let (part, kept) =
-                self.expert_forward(&expert.inputs, &expert.down, &rows, Some(&of.weights), ctx, keep)?;
+            };
+            let rows = of.gather(h)?;
+            let (part, kept) = match &experts.experts[unit] {
+                [expert] => {
+                    let weights = Some(&of.weights);
+                    let (part, kept) = self.expert_forward(&expert.inputs, &expert.down, &rows, weights, ctx, keep)?;
+                    if let Some(b) = &expert.down_bias {
+                        bias::add(b, &part, &of.weights)?;
+                    }
+                    (part, kept)
+                }
+                group => self.group_forward(group, &of, &rows, keep)?,
+            };
             drop(rows);
-            if let Some(b) = &expert.down_bias {
-                bias::add(b, &part, &of.weights)?;
-            }
-            routing::add_rows_at(&y, &part, &of.tokens)?;
+            of.add_to(&y, &part)?;
             saved.push(kept);
         }
         let saved = keep.then_some(SavedExperts {
             routing,
+            assignment,
             experts: saved,
             shared,
         });
         Ok((y, saved))
     }
 
-    /// One expert on rows `[n, D]`, each output multiplied with its weight.
+    /// One expert on rows `[n, D]`, each output multiplied with its weight, f32 `[n]`.
     fn expert_forward(
         &self,
         inputs: &Projections,
         down: &Projections,
         rows: &Tensor,
-        weights: Option<&[f32]>,
+        weights: Option<&Tensor>,
         ctx: &Context,
         keep: bool,
     ) -> Result<(Tensor, Option<SavedPiece>)> {
@@ -261,9 +271,13 @@ impl Block {
         (ctx, need_dh): (&Context, bool),
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let (routing, saved, saved_shared) = match saved {
-            Some(saved) => (saved.routing, saved.experts, saved.shared),
-            None => (experts.route(h)?, Vec::new(), None),
+        let (routing, assignment, saved, saved_shared) = match saved {
+            Some(saved) => (saved.routing, saved.assignment, saved.experts, saved.shared),
+            None => {
+                let routing = experts.route(h)?;
+                let assignment = routing.assign(h.device(), experts.together(h, ctx))?;
+                (routing, assignment, Vec::new(), None)
+            }
         };
         let needs = Needs {
             ctx,
@@ -274,11 +288,13 @@ impl Block {
         if experts.sizes.shared.is_some() {
             let factors = experts.shared_factors(h)?;
             let linears = (&self.mlp_in, &self.down_proj);
-            let tokens = (h, factors.as_deref());
-            let (part, d_factors) = self.expert_backward(linears, tokens, saved_shared, dy, needs, sink)?;
-            if let (Some(gate), Some(g), Some(d)) = (&experts.shared_gate, factors, d_factors) {
-                let dz: Vec<f32> = d.iter().zip(&g).map(|(d, g)| d * g * (1.0 - g)).collect();
-                let dz = Tensor::from_vec(dz, (g.len(), 1), h.device())?;
+            let zeros = |g: &Tensor| update::zeros(g.shape(), g.dtype(), g.device());
+            let d = factors.as_ref().filter(|_| needs.weights).map(zeros).transpose()?;
+            let tokens = (h, factors.as_ref(), d.as_ref());
+            let part = self.expert_backward(linears, tokens, saved_shared, dy, needs, sink)?;
+            if let (Some(gate), Some(g), Some(d)) = (&experts.shared_gate, factors, d) {
+                routing::gates_backward(&g, &d)?;
+                let dz = d.reshape((g.dim(0)?, 1))?;
                 project_backward(gate, h, &dz, part.as_ref(), sink)?;
             }
             dh = part;
@@ -286,32 +302,37 @@ impl Block {
         if need_dh && dh.is_none() {
             dh = Some(update::zeros(h.shape(), h.dtype(), h.device())?);
         }
-        let mut d_weights = vec![0f32; routing.places()];
+        let d_weights = needs.weights.then(|| assignment.numbers()).transpose()?;
         let mut saved = saved.into_iter();
-        for (e, expert) in experts.experts.iter().enumerate() {
+        for unit in assignment.units() {
             let kept = saved.next().flatten();
-            let of = routing.of(e);
-            if of.tokens.is_empty() {
-                zero_gradients(expert, sink)?;
+            let group = &experts.experts[unit.clone()];
+            let Some(of) = assignment.of(unit)? else {
+                group.iter().try_for_each(|expert| zero_gradients(expert, sink))?;
                 continue;
-            }
-            let rows = routing::gather_rows(h, &of.tokens)?;
-            let dy = routing::gather_rows(dy, &of.tokens)?;
-            let linears = (&expert.inputs, &expert.down);
-            let tokens = (&rows, Some(&of.weights[..]));
-            let (part, mut gradients) = self.expert_backward(linears, tokens, kept, &dy, needs, sink)?;
-            if let Some(b) = &expert.down_bias {
-                bias::backward(b, &dy, &of.weights, gradients.as_mut(), sink)?;
-            }
-            if let Some(gradients) = gradients {
-                routing.put(&of, &gradients, &mut d_weights);
-            }
+            };
+            let rows = of.gather(h)?;
+            let dy = of.gather(dy)?;
+            let d_own = d_weights.as_ref().map(|all| of.part(all)).transpose()?;
+            let part = match group {
+                [expert] => {
+                    let linears = (&expert.inputs, &expert.down);
+                    let tokens = (&rows, Some(&of.weights), d_own.as_ref());
+                    let part = self.expert_backward(linears, tokens, kept, &dy, needs, sink)?;
+                    if let Some(b) = &expert.down_bias {
+                        bias::backward(b, &dy, &of.weights, d_own.as_ref(), sink)?;
+                    }
+                    part
+                }
+                group => self.group_backward(group, (&of, &rows, d_own.as_ref()), kept, &dy, needs, sink)?,
+            };
             if let (Some(dh), Some(part)) = (&dh, part) {
-                routing::add_rows_at(dh, &part, &of.tokens)?;
+                of.add_to(dh, &part)?;
             }
         }
-        if needs.weights {
+        if let Some(d_weights) = d_weights {
             let dz = routing.backward(&d_weights, &ctx.shared.router_gradient())?;
+            let dz = dz.to_device(h.device())?;
             project_backward(&experts.router, h, &dz, dh.as_ref(), sink)?;
             if let Some(b) = &experts.router_bias {
                 bias::of_router(b, &dz, sink)?;
@@ -320,21 +341,22 @@ impl Block {
         Ok(dh)
     }
 
-    /// The gradients of one expert with respect to its rows `[n, D]` and their weights `[n]`, if they are needed.
+    /// The gradient of one expert with respect to its rows `[n, D]`, if it is needed; that with respect to their weights is
+    /// stored in the third of the tokens, f32 `[n]`.
     fn expert_backward(
         &self,
         (inputs, down): (&Projections, &Projections),
-        (rows, weights): (&Tensor, Option<&[f32]>),
+        (rows, weights, d_weights): (&Tensor, Option<&Tensor>, Option<&Tensor>),
         saved: Option<SavedPiece>,
         dy: &Tensor,
         needs: Needs<'_>,
         sink: &mut dyn GradSink,
-    ) -> Result<(Option<Tensor>, Option<Vec<f32>>)> {
+    ) -> Result<Option<Tensor>> {
         let ctx = needs.ctx;
         let inputs_wanted = inputs.wanted(sink);
         let need_dm = needs.dh || needs.weights || inputs_wanted;
         if !need_dm && !down.wanted(sink) {
-            return Ok((None, None));
+            return Ok(None);
         }
         let (parts, low_in, low_out) = match saved.map(SavedPiece::into_parts) {
             Some((parts, [a, b])) => (parts, a, b),
@@ -355,22 +377,21 @@ impl Block {
         };
         let dm = down.backward(scaled.as_ref(), low_out, vec![dy.clone()], ctx, need_dm, sink)?;
         drop(scaled);
-        let Some(dm) = dm else { return Ok((None, None)) };
-        let mut d_weights = None;
+        let Some(dm) = dm else { return Ok(None) };
+        if let Some(d_weights) = d_weights {
+            routing::row_products(&dm, &m, d_weights)?;
+        }
         if let Some(weights) = weights {
-            if needs.weights {
-                d_weights = Some(routing::row_products(&dm, &m)?);
-            }
             routing::scale_rows(&dm, weights)?;
         }
         drop(m);
         if !needs.dh && !inputs_wanted {
-            return Ok((None, d_weights));
+            return Ok(None);
         }
         let d_parts = self.activated_backward(parts, &dm)?;
         drop(dm);
         let x = inputs_wanted.then_some(rows);
-        Ok((inputs.backward(x, low_in, d_parts, ctx, needs.dh, sink)?, d_weights))
+        inputs.backward(x, low_in, d_parts, ctx, needs.dh, sink)
     }
 }
 

@@ -6,6 +6,7 @@ pub use params::*;
 
 use super::rope::Rope;
 use crate::base::{Error, Result};
+use crate::ops::altup::DEVICE_STREAMS;
 use crate::ops::clamped_glu::ClampedGlu;
 use crate::ops::delta_rule::DEVICE_KEY;
 use crate::ops::glu::Activation;
@@ -459,12 +460,6 @@ impl Spec {
     /// A layer whose operations, or whose sizes, have no kernels for a GPU.
     pub fn runs_on(&self, gpu: bool) -> Result<()> {
         for (layer, of) in self.layers.iter().enumerate().filter(|_| gpu) {
-            if let Mixer::Latent(_) = of.mixer {
-                return Err(Error::unsupported("latent attention does not run on a GPU")
-                    .at(format!("{}, layer {layer}", self.model_type))
-                    .found("a GPU: the operations on its heads have CPU code only")
-                    .expected("the CPU"));
-            }
             let Mixer::DeltaNet(sizes) = of.mixer else { continue };
             if sizes.key_dim > DEVICE_KEY || sizes.kernel > DEVICE_TAPS {
                 return Err(
@@ -477,19 +472,15 @@ impl Spec {
                 );
             }
         }
-        if self.streams.is_some() && gpu {
-            return Err(Error::unsupported("alternating updates (AltUp) do not run on a GPU")
-                .at(&self.model_type)
-                .found("a GPU: AltUp and sparse gates have CPU code only")
-                .expected("the CPU"));
+        if let Some(streams) = self.streams.filter(|s| gpu && s.count > DEVICE_STREAMS) {
+            return Err(
+                Error::unsupported("alternating updates (AltUp) of this size do not run on a GPU")
+                    .at(&self.model_type)
+                    .found(format!("{} streams", streams.count))
+                    .expected(format!("at most {DEVICE_STREAMS}, or the CPU")),
+            );
         }
-        match self.layers.iter().position(|layer| layer.experts.is_some()) {
-            Some(layer) if gpu => Err(Error::unsupported("a mixture of experts does not run on a GPU")
-                .at(format!("{}, layer {layer}", self.model_type))
-                .found("a GPU: the products of experts have CPU code only")
-                .expected("the CPU")),
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     /// Elements of a token between two layers: D, or A·D if it has several streams.

@@ -34,7 +34,8 @@ pub(crate) fn gather_each(tables: &[Tensor], ids: &[u32]) -> Result<Vec<Tensor>>
     each.collect()
 }
 
-fn rows(table: &Tensor, ids: &Tensor, scale: f32, d: usize) -> Result<Tensor> {
+/// As `gather`, for ids that are there.
+pub(super) fn rows(table: &Tensor, ids: &Tensor, scale: f32, d: usize) -> Result<Tensor> {
     let gpu = Gpu::of(table, "the embedding table")?;
     let count = ids.elem_count();
     let y = gpu.empty((count, d), table.dtype())?;

@@ -91,11 +91,11 @@ fn the_best_experts_with_their_weights() {
         }
         let mut places: Vec<u32> = Vec::new();
         for expert in 0..e {
-            let of = routing.of(expert);
-            assert!(of.tokens.is_sorted_by(|a, b| a < b));
-            let all = of.places.iter().all(|p| routing.chosen[*p as usize] == expert as u32);
+            let of = &routing.order[routing.starts[expert]..routing.starts[expert + 1]];
+            assert!(of.is_sorted_by(|a, b| a < b));
+            let all = of.iter().all(|p| routing.chosen[*p as usize] == expert as u32);
             assert!(all, "{of:?}");
-            places.extend(&of.places);
+            places.extend(of);
         }
         places.sort_unstable();
         assert_eq!(places, (0..(n * spec.top_k) as u32).collect::<Vec<_>>());
@@ -171,7 +171,7 @@ fn gradients_as_differences() {
             sum
         };
         let z: Vec<f64> = to_f32_vec(&logits).unwrap().iter().map(|x| f64::from(*x)).collect();
-        let got = to_f32_vec(&routing.backward(&d_weights, &extra).unwrap()).unwrap();
+        let got = to_f32_vec(&routing.logits_backward(&d_weights, &extra).unwrap()).unwrap();
         for i in 0..z.len() {
             let at = |step: f64| {
                 let mut moved = z.clone();
@@ -191,18 +191,32 @@ fn gradients_as_differences() {
 #[test]
 fn rows_to_an_expert_and_back() {
     let x = random((4, 3), 1);
-    let part = gather_rows(&x, &[1, 3]).unwrap();
+    // Expert 1 has the tokens 1 and 3.
+    let logits = Tensor::new(&[[1.0f32, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 2.0]], &Device::Cpu).unwrap();
+    let routing = RouterSpec { top_k: 1, ..PLAIN }.route(&logits, None).unwrap();
+    let assignment = routing.assign(&Device::Cpu, false).unwrap();
+    let of = assignment.of(1..2).unwrap().unwrap();
+    let part = of.gather(&x).unwrap();
     let (all, some) = (to_f32_vec(&x).unwrap(), to_f32_vec(&part).unwrap());
     assert_eq!(some, [&all[3..6], &all[9..]].concat());
-    scale_rows(&part, &[2.0, -1.0]).unwrap();
-    let products = row_products(&part, &part).unwrap();
+    scale_rows(&part, &Tensor::new(&[2.0f32, -1.0], &Device::Cpu).unwrap()).unwrap();
+    let numbers = assignment.numbers().unwrap();
+    row_products(&part, &part, &of.part(&numbers).unwrap()).unwrap();
+    let products = to_f32_vec(&numbers).unwrap();
     let square = |v: &[f32]| v.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
-    assert!((f64::from(products[0]) - 4.0 * square(&all[3..6])).abs() < 1e-5);
-    add_rows_at(&x, &part, &[1, 3]).unwrap();
+    assert_eq!(products[..2], [0.0, 0.0]);
+    assert!((f64::from(products[2]) - 4.0 * square(&all[3..6])).abs() < 1e-5);
+    row_products_add(&part, &part.narrow(0, 1, 1).unwrap(), &of.part(&numbers).unwrap()).unwrap();
+    let more = to_f32_vec(&numbers).unwrap();
+    assert!((f64::from(more[3]) - 2.0 * square(&all[9..])).abs() < 1e-5);
+    of.add_to(&x, &part).unwrap();
     let sum = to_f32_vec(&x).unwrap();
     assert_eq!(sum[..3], all[..3]);
     assert!(sum[3..6].iter().zip(&all[3..6]).all(|(s, x)| *s == x + 2.0 * x));
     assert!(sum[9..].iter().all(|s| *s == 0.0));
+    assert!(of.gather(&random((3, 3), 1)).is_err());
+    assert!(assignment.of(2..3).is_err());
+    assert_eq!(assignment.units(), [0..1, 1..2]);
 }
 
 #[test]
@@ -221,6 +235,4 @@ fn bad_input() {
         PLAIN.route(&nan, None).unwrap_err().kind(),
         ft_base::ErrorKind::NonFinite
     );
-    let e = gather_rows(&logits, &[2]).unwrap_err().to_string();
-    assert!(e.contains("below 2"), "{e}");
 }

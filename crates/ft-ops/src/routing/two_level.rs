@@ -231,7 +231,7 @@ mod tests {
                 (0..n).map(of_token).sum()
             };
             let z: Vec<f64> = to_f32_vec(&logits).unwrap().iter().map(|x| f64::from(*x)).collect();
-            let got = to_f32_vec(&routing.backward(&d_weights, &extra).unwrap()).unwrap();
+            let got = to_f32_vec(&routing.logits_backward(&d_weights, &extra).unwrap()).unwrap();
             for i in 0..z.len() {
                 let at = |step: f64| {
                     let mut moved = z.clone();

@@ -6,42 +6,37 @@
 
 use super::super::contracts::{GradSink, Param};
 use crate::base::Result;
-use crate::ops::{linear, update};
+use crate::ops::{linear, routing};
 use candle_core::Tensor;
 
-/// Adds `w_n · b` to each row of `y` `[n, D]`; `bias` `[D]`.
-pub(super) fn add(bias: &Param, y: &Tensor, weights: &[f32]) -> Result<()> {
+/// Adds `w_n · b` to each row of `y` `[n, D]`; `bias` `[D]`, `weights` f32 `[n]`.
+pub(super) fn add(bias: &Param, y: &Tensor, weights: &Tensor) -> Result<()> {
     let column = bias.tensor.reshape((y.dim(1)?, 1))?;
-    linear::forward_add(y, &of_tokens(weights, y)?, &column)
+    linear::forward_add(y, &column_of(weights, y)?, &column)
 }
 
-/// The gradients of the weights `[n]` are added to `d_weights`; that of the bias goes to `sink`. `dy` `[n, D]`.
+/// The gradients of the weights are added to `d_weights`, f32 `[n]`; that of the bias goes to `sink`. `dy` `[n, D]`.
 pub(super) fn backward(
     bias: &Param,
     dy: &Tensor,
-    weights: &[f32],
-    d_weights: Option<&mut Vec<f32>>,
+    weights: &Tensor,
+    d_weights: Option<&Tensor>,
     sink: &mut dyn GradSink,
 ) -> Result<()> {
     let width = dy.dim(1)?;
     if let Some(d_weights) = d_weights {
-        let products = linear::forward(dy, &bias.tensor.reshape((1, width))?, None)?;
-        let products = update::to_f32_vec(&products)?;
-        d_weights
-            .iter_mut()
-            .zip(products)
-            .for_each(|(d, product)| *d += product);
+        routing::row_products_add(dy, &bias.tensor.reshape((1, width))?, d_weights)?;
     }
     if !sink.wants(&bias.name) {
         return Ok(());
     }
-    let gradient = linear::grad_weight(&of_tokens(weights, dy)?, dy, bias.tensor.dtype())?;
+    let gradient = linear::grad_weight(&column_of(weights, dy)?, dy, bias.tensor.dtype())?;
     sink.take(bias, gradient.reshape(width)?)
 }
 
-/// `[n, 1]`
-fn of_tokens(weights: &[f32], like: &Tensor) -> Result<Tensor> {
-    Ok(Tensor::from_vec(weights.to_vec(), (weights.len(), 1), like.device())?)
+/// `[n, 1]`, of the type of `like`.
+fn column_of(weights: &Tensor, like: &Tensor) -> Result<Tensor> {
+    Ok(weights.reshape((weights.dim(0)?, 1))?.to_dtype(like.dtype())?)
 }
 
 /// Passes the gradient of the bias of a router to `sink`; `dz` `[N, E]`.

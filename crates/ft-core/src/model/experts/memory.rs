@@ -12,10 +12,18 @@ use crate::peft::Cost;
 use std::sync::Arc;
 
 impl LayerMemory<'_> {
-    /// Bytes of the scores, the choices and the lists of a routing.
+    /// Bytes of the tokens and weights of all experts; on the CPU also those of the scores, the choices and the lists of a
+    /// routing, which are in host memory.
     fn routing_bytes(&self, sizes: &ExpertsSpec) -> u64 {
-        let per_token = sizes.count + 3 * sizes.router.top_k + 1;
-        4 * (self.settings.tokens * per_token + 2 * sizes.count) as u64
+        let k = sizes.router.top_k;
+        let tokens = self.settings.tokens;
+        let routing = if self.settings.on_gpu {
+            // The rows of each token, for experts that are computed together.
+            tokens * k
+        } else {
+            tokens * (sizes.count + 3 * k + 1) + 2 * sizes.count
+        };
+        4 * (routing + 2 * tokens * k) as u64
     }
 
     fn route(&self, l: &mut Ledger, sizes: &ExpertsSpec) -> Allocation {
@@ -28,9 +36,30 @@ impl LayerMemory<'_> {
         routing
     }
 
-    /// The lists of the tokens of an expert.
+    /// The list of the tokens of an expert: on a GPU a view.
     fn assigned_bytes(&self) -> u64 {
-        12 * self.settings.tokens as u64
+        if self.settings.on_gpu {
+            0
+        } else {
+            4 * self.settings.tokens as u64
+        }
+    }
+
+    /// A product with projection `p` of an expert.
+    fn decode_expert(&self, l: &mut Ledger, sizes: &ExpertsSpec, p: usize) {
+        let (d, i) = (self.settings.spec.hidden, sizes.intermediate);
+        let (input, output) = if p == 2 { (i, d) } else { (d, i) };
+        self.decode(l, (&sizes.linear_name(0, p), input, output));
+    }
+
+    /// On a GPU the gradients of gate and up do not overwrite them.
+    fn gate_gradients(&self, l: &mut Ledger, parts: Vec<Allocation>, bytes: u64) -> Vec<Allocation> {
+        if !self.settings.on_gpu || self.settings.spec.clamped_glu.is_some() {
+            return parts;
+        }
+        let gradients = vec![l.alloc(LayerWork, 2 * bytes)];
+        l.free_all(parts);
+        gradients
     }
 
     /// The adapter on a parameter of all experts.
@@ -81,8 +110,12 @@ impl LayerMemory<'_> {
         );
         let [gate_up, down] = EXPERT_PARAMETERS.map(|name| self.low_bytes(sizes, name));
         l.touch(LayerWork, gate_up);
+        self.decode_expert(l, sizes, 0);
         let m = l.alloc(LayerWork, width);
         l.touch(LayerWork, self.nd + down);
+        let part = l.alloc(LayerWork, self.nd);
+        self.decode_expert(l, sizes, 2);
+        l.free(part);
         l.free_all([work, m]);
         l.free_all(h);
         if keep {
@@ -166,6 +199,7 @@ impl LayerMemory<'_> {
             let m = [width, width].map(|bytes| l.alloc(LayerWork, bytes));
             let dm = self.linear_backward(l, down, true, sink);
             l.free_all(m);
+            let parts = self.gate_gradients(l, parts, width);
             dh = need_dh.then(|| l.alloc(LayerWork, self.nd));
             for &linear in &linears {
                 self.linear_gradients(l, linear, need_dh, sink);
@@ -191,7 +225,14 @@ impl LayerMemory<'_> {
             self.one_expert_backward(l, sizes, (e, busy), kept, (need_dh, need_dm), sink);
         }
         if need_dm {
-            let dz = l.alloc(LayerWork, 4 * (self.settings.tokens * sizes.count) as u64);
+            // On a GPU also in bf16.
+            let outputs = sizes.router.outputs(sizes.count);
+            let narrow = if self.settings.element < 4 {
+                self.bytes(outputs)
+            } else {
+                0
+            };
+            let dz = l.alloc(LayerWork, 4 * (self.settings.tokens * outputs) as u64 + narrow);
             self.give_weight(l, sizes.names.router, sink);
             self.give_bias(l, sizes, sizes.names.router, sink);
             l.free(dz);
@@ -237,17 +278,26 @@ impl LayerMemory<'_> {
         let m = l.alloc(LayerWork, width);
         let scaled = l.alloc(LayerWork, if down { width } else { 0 });
         let dm = l.alloc(LayerWork, width);
+        if busy {
+            self.decode_expert(l, sizes, 2);
+        }
         self.pair_backward(l, sizes, (1, busy, adapters[1]));
         self.give_weight(l, &sizes.linear_name(expert, 2), sink);
         self.give_bias(l, sizes, &sizes.linear_name(expert, 2), sink);
-        l.free_all([scaled, m, dm]);
+        l.free_all([scaled, m]);
+        let parts = self.gate_gradients(l, vec![parts], width);
+        l.free(dm);
         let dh = l.alloc(LayerWork, if need_dh { nd } else { 0 });
+        if busy {
+            self.decode_expert(l, sizes, 0);
+        }
         for projection in [0, 1] {
             self.pair_backward(l, sizes, (0, busy, adapters[0]));
             self.give_weight(l, &sizes.linear_name(expert, projection), sink);
             self.give_bias(l, sizes, &sizes.linear_name(expert, projection), sink);
         }
-        l.free_all([dh, parts, rows]);
+        l.free_all(parts);
+        l.free_all([dh, rows]);
     }
 
     /// The pair of one expert on a projection of parameter `which`: ∂u and u, and the gradients of its views.

@@ -223,7 +223,7 @@ mod tests {
         assert!((f64::from(spec.attention_scale) - wanted).abs() < 1e-7);
         assert_eq!(spec.ropes[0].attention_factor, 1.0);
         assert_eq!(spec.ropes[0].inv_freq.len(), 32);
-        assert!(spec.runs_on(true).unwrap_err().to_string().contains("latent attention"));
+        assert!(spec.runs_on(true).is_ok());
         let names: Vec<&str> = spec.linears(1).iter().map(|l| l.name).collect();
         let of_attention = ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"];
         assert_eq!(names[..4], of_attention.map(|n| format!("self_attn.{n}")));

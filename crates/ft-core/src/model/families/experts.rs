@@ -236,13 +236,5 @@ mod tests {
             let e = read(model_type, changes).unwrap_err().to_string();
             assert!(e.contains(name), "{name}: {e}");
         }
-        assert!(
-            read("olmoe", json!({}))
-                .unwrap()
-                .runs_on(true)
-                .unwrap_err()
-                .to_string()
-                .contains("experts")
-        );
     }
 }

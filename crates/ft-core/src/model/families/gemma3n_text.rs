@@ -196,7 +196,9 @@ mod tests {
             [0.9, 0.0, 0.5]
         );
         assert_eq!(found.alike(), [0, 1, 2]);
-        assert!(found.runs_on(false).is_ok() && found.runs_on(true).unwrap_err().to_string().contains("AltUp"));
+        assert!(found.runs_on(false).is_ok() && found.runs_on(true).is_ok());
+        let many = spec(json!({"altup_num_inputs": 9})).unwrap();
+        assert!(many.runs_on(true).unwrap_err().to_string().contains("AltUp"));
         assert_eq!(
             spec(json!({"altup_coef_clip": null})).unwrap().streams.unwrap().clip,
             None

@@ -37,12 +37,12 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "deepseek_v2",
         "deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-Coder-V2-Lite-Instruct",
-        "latent attention; experts after the first layers, softmax scores, groups, shared experts; CPU only",
+        "latent attention; experts after the first layers, softmax scores, groups, shared experts",
     ),
     family(
         "deepseek_v3",
         "deepseek-ai/DeepSeek-V3, DeepSeek-R1, moonshotai/Moonlight-16B-A3B",
-        "as deepseek_v2, with sigmoid scores and their correction; CPU only",
+        "as deepseek_v2, with sigmoid scores and their correction",
     ),
     family(
         "ernie4_5",
@@ -77,12 +77,12 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "gemma3n",
         "google/gemma-3n-E2B-it, -E4B-it",
-        "the language model (`gemma3n_text`); vision and audio tensors are kept; CPU only",
+        "the language model (`gemma3n_text`); vision and audio tensors are kept",
     ),
     family(
         "gemma3n_text",
         "the language model of gemma3n",
-        "several streams per token (AltUp), Laurel, sparse gates, shared keys and values, per-layer embeddings; CPU only",
+        "several streams per token (AltUp), Laurel, sparse gates, shared keys and values, per-layer embeddings",
     ),
     family(
         "gemma4",
@@ -102,17 +102,17 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "glm4_moe",
         "zai-org/GLM-4.5-Air, GLM-4.5, GLM-4.6",
-        "experts after the first layers, sigmoid scores with a correction, groups, shared experts; CPU only",
+        "experts after the first layers, sigmoid scores with a correction, groups, shared experts",
     ),
     family(
         "glm4_moe_lite",
         "zai-org/GLM-4.7-Flash",
-        "as deepseek_v3; the layers with experts are listed; CPU only",
+        "as deepseek_v3; the layers with experts are listed",
     ),
     family(
         "gpt_oss",
         "openai/gpt-oss-20b, gpt-oss-120b",
-        "experts with biases and limits, attention sinks, sliding windows; MXFP4 or bf16 files; CPU only",
+        "experts with biases and limits, attention sinks, sliding windows; MXFP4 or bf16 files",
     ),
     family(
         "granite",
@@ -122,7 +122,7 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "granitemoe",
         "ibm-granite/granite-3.1-1b-a400m-instruct, -3b-a800m-instruct",
-        "as granite, with experts in every layer; CPU only",
+        "as granite, with experts in every layer",
     ),
     family(
         "hunyuan_v1_dense",
@@ -137,7 +137,7 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "minicpm3",
         "openbmb/MiniCPM3-4B",
-        "latent attention, factors of embedding, residual stream and logits, rope longrope; CPU only",
+        "latent attention, factors of embedding, residual stream and logits, rope longrope",
     ),
     family(
         "ministral3",
@@ -157,7 +157,7 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "mixtral",
         "mistralai/Mixtral-8x7B-v0.1, -8x22B-v0.1",
-        "experts in every layer, optional sliding windows; CPU only",
+        "experts in every layer, optional sliding windows",
     ),
     family(
         "nemotron",
@@ -182,7 +182,7 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "olmoe",
         "allenai/OLMoE-1B-7B-0125",
-        "experts in every layer, norms of q and k over all heads; not `clip_qkv`; CPU only",
+        "experts in every layer, norms of q and k over all heads; not `clip_qkv`",
     ),
     family(
         "phi3",
@@ -203,7 +203,7 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "qwen2_moe",
         "Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
-        "experts, and a shared expert whose output has a factor; CPU only",
+        "experts, and a shared expert whose output has a factor",
     ),
     family(
         "qwen3",
@@ -218,12 +218,12 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "qwen3_5_moe",
         "Qwen/Qwen3.5-35B-A3B, -122B-A10B, -397B-A17B",
-        "the language model (`qwen3_5_moe_text`); vision and `mtp` tensors are kept; CPU only",
+        "the language model (`qwen3_5_moe_text`); vision and `mtp` tensors are kept",
     ),
     family(
         "qwen3_5_moe_text",
         "the language model of qwen3_5_moe",
-        "as qwen3_5_text, with experts and a shared expert; CPU only",
+        "as qwen3_5_text, with experts and a shared expert",
     ),
     family(
         "qwen3_5_text",
@@ -233,17 +233,17 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "qwen3_moe",
         "Qwen/Qwen3-30B-A3B, -235B-A22B, Qwen3-Coder-30B-A3B",
-        "as qwen3, with experts in all or some layers; CPU only",
+        "as qwen3, with experts in all or some layers",
     ),
     family(
         "qwen3_moe_smile",
         "none: converted from qwen3_moe; transformers does not have it",
-        "as qwen3_moe, with routers of two levels; CPU only",
+        "as qwen3_moe, with routers of two levels",
     ),
     family(
         "qwen3_next",
         "Qwen/Qwen3-Next-80B-A3B-Instruct, -Thinking",
-        "as qwen3_5_text, with fused projections; experts and a shared expert (with experts: CPU only)",
+        "as qwen3_5_text, with fused projections; experts and a shared expert",
     ),
     family(
         "qwen3_vl",
@@ -253,12 +253,12 @@ pub const FAMILIES: [Family; 54] = [
     family(
         "qwen3_vl_moe",
         "Qwen/Qwen3-VL-30B-A3B-Instruct, -235B-A22B-Instruct",
-        "the language model, for text; vision tensors are kept; CPU only",
+        "the language model, for text; vision tensors are kept",
     ),
     family(
         "qwen3_vl_moe_text",
         "the language model of qwen3_vl_moe",
-        "as qwen3_moe; mrope; CPU only",
+        "as qwen3_moe; mrope",
     ),
     family("qwen3_vl_text", "the language model of qwen3_vl", "as qwen3; mrope"),
     family(
@@ -277,7 +277,7 @@ pub const FAMILIES: [Family; 54] = [
         "bigcode/starcoder2-3b, -7b, -15b",
         "LayerNorms, an MLP without a gate, biases, sliding windows; its dropout is not applied",
     ),
-    family("youtu", "tencent/Youtu-LLM-2B", "latent attention; CPU only"),
+    family("youtu", "tencent/Youtu-LLM-2B", "latent attention"),
 ];
 
 /// Supported values of `model_type`.

@@ -70,8 +70,7 @@ impl LayerMemory<'_> {
 
     /// A product with a weight of another type than the activation. On a GPU the weight is dequantized, or widened from
     /// bf16 to f32, block by block; on the CPU both happen during packing.
-    fn decode(&self, l: &mut Ledger, linear: LinearShape) {
-        let (name, input, output) = linear;
+    pub(in crate::model) fn decode(&self, l: &mut Ledger, (name, input, output): (&str, usize, usize)) {
         let weight = self.name(&format!("{name}.weight"));
         let quantized = self.settings.storage.quantized().contains_key(weight.as_str());
         let decoded = self.settings.storage.dtype();
@@ -83,7 +82,8 @@ impl LayerMemory<'_> {
                 eight_bit => eight_bit,
             };
         }
-        if decoded.is_short() && self.settings.dropout && self.adapter(linear).is_some_and(|c| c.widens) {
+        let adapter = self.settings.adapters.get(&self.name(name));
+        if decoded.is_short() && self.settings.dropout && adapter.is_some_and(|c| c.widens) {
             bytes += quantized::work_bytes(output, input, Dtype::F32);
         }
         if self.settings.on_gpu {

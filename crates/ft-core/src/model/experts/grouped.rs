@@ -1,0 +1,153 @@
+//! Several experts of a mixture in one product (`ops::grouped`), on a GPU: those whose weights are dense and that have neither
+//! biases nor adapters. Their rows follow each other, so the other operations run once for all of them. The gradients of the
+//! weights are products of each expert alone.
+//!
+//! Letters: R rows of all experts of a group, D hidden size, I intermediate size of an expert.
+
+use super::super::block::Block;
+use super::super::contracts::{Context, GradSink};
+use super::super::linear::Linear;
+use super::super::mlp::SavedPiece;
+use super::{Expert, Experts, Needs, zero_gradients};
+use crate::base::{Error, Result};
+use crate::ops::grouped;
+use crate::ops::routing::{self, Assigned};
+use candle_core::Tensor;
+
+impl Expert {
+    /// gate, up and down.
+    fn all(&self) -> impl Iterator<Item = &Linear> {
+        self.inputs.linears().iter().chain(self.down.linears())
+    }
+
+    /// Projection `p`: 0 gate, 1 up, 2 down.
+    fn linear(&self, p: usize) -> Result<&Linear> {
+        let missing = || Error::internal("an expert has other projections");
+        self.all().nth(p).ok_or_else(missing)
+    }
+}
+
+impl Experts {
+    /// True if the experts can be computed together for rows like `h`.
+    pub(super) fn together(&self, h: &Tensor, ctx: &Context) -> bool {
+        let plain = |l: &Linear| l.adapter.is_none() && l.bias.is_none() && l.weight.dense().is_ok();
+        h.device().is_cuda()
+            && ctx.observer.is_none()
+            && self.experts.iter().all(|e| e.down_bias.is_none() && e.all().all(plain))
+            && grouped::fits(
+                h,
+                self.experts
+                    .iter()
+                    .flat_map(Expert::all)
+                    .filter_map(|l| l.weight.dense().ok()),
+            )
+    }
+}
+
+/// The weights and the numbers of rows of projection `p`.
+fn groups<'a>(experts: &'a [Expert], of: &Assigned, p: usize) -> Result<Vec<(&'a Tensor, usize)>> {
+    let one = |(expert, rows): (&'a Expert, &usize)| Ok((expert.linear(p)?.weight.dense()?, *rows));
+    experts.iter().zip(&of.counts).map(one).collect()
+}
+
+impl Block {
+    /// As `expert_forward`, for the experts of a group: rows `[R, D]` to `[R, D]`.
+    pub(super) fn group_forward(
+        &self,
+        group: &[Expert],
+        of: &Assigned,
+        rows: &Tensor,
+        keep: bool,
+    ) -> Result<(Tensor, Option<SavedPiece>)> {
+        let parts = group_parts(group, of, rows)?;
+        let m = self.activated(&parts)?;
+        let saved = keep.then(|| SavedPiece::new(parts, [None, None]));
+        routing::scale_rows(&m, &of.weights)?;
+        Ok((grouped::forward(&m, &groups(group, of, 2)?)?, saved))
+    }
+
+    /// As `expert_backward`, for the experts of a group: from `dy` `[R, D]` to the gradient of the rows `[R, D]`, if it is needed.
+    pub(super) fn group_backward(
+        &self,
+        group: &[Expert],
+        (of, rows, d_weights): (&Assigned, &Tensor, Option<&Tensor>),
+        saved: Option<SavedPiece>,
+        dy: &Tensor,
+        needs: Needs<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<Option<Tensor>> {
+        for (expert, _) in group.iter().zip(&of.counts).filter(|(_, rows)| **rows == 0) {
+            zero_gradients(expert, sink)?;
+        }
+        let inputs_wanted = group.iter().any(|expert| expert.inputs.wanted(sink));
+        let down_wanted = group.iter().any(|expert| expert.down.wanted(sink));
+        let need_dm = needs.dh || needs.weights || inputs_wanted;
+        if !need_dm && !down_wanted {
+            return Ok(None);
+        }
+        let parts = match saved {
+            Some(saved) => saved.into_parts().0,
+            None => group_parts(group, of, rows)?,
+        };
+        let m = self.activated(&parts)?;
+        let dm = if need_dm {
+            Some(grouped::backward_input(dy, &groups(group, of, 2)?)?)
+        } else {
+            None
+        };
+        if down_wanted {
+            let scaled = m.copy()?;
+            routing::scale_rows(&scaled, &of.weights)?;
+            own_gradients(group, of, 2, (&scaled, dy), sink)?;
+        }
+        let Some(dm) = dm else { return Ok(None) };
+        if let Some(d_weights) = d_weights {
+            routing::row_products(&dm, &m, d_weights)?;
+        }
+        drop(m);
+        if !needs.dh && !inputs_wanted {
+            return Ok(None);
+        }
+        routing::scale_rows(&dm, &of.weights)?;
+        let d_parts = self.activated_backward(parts, &dm)?;
+        drop(dm);
+        let mut dx = None;
+        for (p, d) in d_parts.iter().enumerate().filter(|_| needs.dh) {
+            let groups = groups(group, of, p)?;
+            match &dx {
+                Some(dx) => grouped::backward_input_add(dx, d, &groups)?,
+                None => dx = Some(grouped::backward_input(d, &groups)?),
+            }
+        }
+        for (p, d) in d_parts.iter().enumerate() {
+            own_gradients(group, of, p, (rows, d), sink)?;
+        }
+        Ok(dx)
+    }
+}
+
+/// gate and up of the rows, `[R, I]` each.
+fn group_parts(group: &[Expert], of: &Assigned, rows: &Tensor) -> Result<Vec<Tensor>> {
+    let one = |p| grouped::forward(rows, &groups(group, of, p)?);
+    [0, 1].into_iter().map(one).collect()
+}
+
+/// Passes the gradients of the weights of projection `p` to the sink; inputs x and gradients dy `[R, ·]`.
+fn own_gradients(
+    group: &[Expert],
+    of: &Assigned,
+    p: usize,
+    (x, dy): (&Tensor, &Tensor),
+    sink: &mut dyn GradSink,
+) -> Result<()> {
+    let mut first = 0;
+    for (expert, &rows) in group.iter().zip(&of.counts) {
+        let linear = expert.linear(p)?;
+        if rows > 0 && linear.wanted(sink) {
+            let (x, dy) = (x.narrow(0, first, rows)?, dy.narrow(0, first, rows)?);
+            linear.own_gradients(Some(&x), &dy, sink)?;
+        }
+        first += rows;
+    }
+    Ok(())
+}

@@ -1,0 +1,196 @@
+//! Families with layers of their own, on the golden models of the parity tests: mixtures of experts, latent attention, AltUp.
+//! Whole runs, and generation with a cache.
+
+use crate::support::{gpu, short};
+use crate::train::{close, ft, number};
+use candle_core::Device;
+use ft::generate::{KvDtype, Limits, Request, Settings, answer};
+use ft::hf;
+use ft::ops::Dtype;
+use serde_json::Value;
+use std::env;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+fn root() -> PathBuf {
+    env::var("FT_ROOT").map_or_else(|_| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
+}
+
+/// The golden model of a family, with a tokenizer, in `dir`.
+fn model(family: &str, dir: &Path) -> PathBuf {
+    let to = dir.join(family);
+    std::fs::create_dir_all(&to).unwrap();
+    for from in [format!("families/{family}"), "tokenizers/small".into()] {
+        for entry in std::fs::read_dir(root().join("tests/parity/goldens").join(from)).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+    }
+    to
+}
+
+/// Losses and gradient norms of the steps.
+fn train(device: &str, model: &Path, settings: &[&str], out: &Path) -> Vec<(f64, f64)> {
+    let rows = root().join("tests/parity/goldens/data/eval_text.jsonl");
+    let recipe = out.with_extension("toml");
+    let text = format!("[model]\npath = {model:?}\n\n[data]\ntrain = {rows:?}\nmax_length = 64\n");
+    std::fs::write(&recipe, text).unwrap();
+    let place = |key: &str, value: &str| format!("{key}={value}");
+    let (device, out_dir) = (
+        place("model.device", device),
+        place("train.output_dir", out.to_str().unwrap()),
+    );
+    let mut arguments = vec!["train", "--recipe", recipe.to_str().unwrap(), &device, &out_dir];
+    arguments.extend([
+        "train.max_steps=3",
+        "train.batch_size=2",
+        "train.logging_steps=1",
+        "train.save_steps=0",
+        "schedule.name=constant",
+        "schedule.warmup_ratio=0",
+        // A higher rate amplifies the rounding of bf16 from step to step.
+        if settings.contains(&"model.dtype=bf16") {
+            "optimizer.learning_rate=1e-4"
+        } else {
+            "optimizer.learning_rate=1e-3"
+        },
+    ]);
+    arguments.extend(settings);
+    ft(&arguments, true);
+    let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap());
+    let steps = lines.filter(|l| l.get("loss").is_some());
+    steps.map(|l| (number(&l, "loss"), number(&l, "grad_norm"))).collect()
+}
+
+/// Losses and gradient norms on a GPU are those on the CPU.
+pub fn compare(family: &str, settings: &[&str]) {
+    let dir = TempDir::new().unwrap();
+    let model = model(family, dir.path());
+    let here = train("cpu", &model, settings, &dir.path().join("cpu"));
+    let there = train("cuda:0", &model, settings, &dir.path().join("gpu"));
+    assert_eq!((here.len(), there.len()), (3, 3), "{family} {settings:?}");
+    // As in tests/gpu/train.rs.
+    let (loss, norm) = if settings.contains(&"model.dtype=bf16") {
+        (1e-2, 5e-2)
+    } else {
+        (1e-4, 1e-3)
+    };
+    for (a, b) in here.iter().zip(&there) {
+        close(a.0, b.0, loss, &format!("{family} {settings:?}: loss"));
+        close(a.1, b.1, norm, &format!("{family} {settings:?}: norm"));
+    }
+}
+
+const F32: &str = "model.dtype=f32";
+const BF16: &str = "model.dtype=bf16";
+const FULL: &str = "tune.method=full";
+const LORA: &str = "tune.method=lora";
+const BLOCKS: [&str; 4] = [
+    "tune.method=block",
+    "tune.block.switch_every=1",
+    "tune.block.partition=experts",
+    "tune.block.experts_per_block=2",
+];
+
+#[test]
+fn experts_lose_what_they_lose_on_the_cpu() {
+    let Some(_gpu) = gpu() else { return };
+    let on_experts = "tune.lora.target_parameters=[\"mlp.experts.gate_up_proj\", \"mlp.experts.down_proj\"]";
+    compare(
+        "qwen3_moe",
+        &[
+            FULL,
+            F32,
+            "train.router_aux_loss_coef=0.01",
+            "train.router_z_loss_coef=0.001",
+        ],
+    );
+    compare("qwen2_moe", &[FULL, BF16]);
+    compare("gpt_oss", &[FULL, F32]);
+    compare("gpt_oss", &[LORA, BF16]);
+    compare("glm4_moe", &[FULL, F32, "memory.activations=keep"]);
+    compare("qwen3_moe", &[LORA, F32, "tune.lora.r=4", on_experts]);
+    compare(
+        "qwen3_moe",
+        &[LORA, BF16, "tune.lora.r=4", "memory.frozen_weights=nf4", on_experts],
+    );
+    compare(
+        "mixtral",
+        &[LORA, F32, "memory.frozen_weights=int8", "memory.tier=host"],
+    );
+    compare("olmoe", &[&BLOCKS[..], &[F32, "memory.tier=host"]].concat());
+    compare("qwen2_moe", &[&BLOCKS[..], &[F32, "memory.tier=disk"]].concat());
+    compare("qwen3_5_moe_text", &[FULL, F32]);
+}
+
+#[test]
+fn latent_attention_loses_what_it_loses_on_the_cpu() {
+    let Some(_gpu) = gpu() else { return };
+    compare("deepseek_v3", &[FULL, F32]);
+    compare("deepseek_v2_groups", &[FULL, BF16]);
+    compare("minicpm3", &[LORA, BF16, "tune.lora.r=4"]);
+    compare("youtu", &[FULL, F32, "memory.activations=keep", "data.packing=true"]);
+    compare("glm4_moe_lite", &[&BLOCKS[..], &[F32, "memory.tier=disk"]].concat());
+}
+
+#[test]
+fn streams_lose_what_they_lose_on_the_cpu() {
+    let Some(_gpu) = gpu() else { return };
+    compare("gemma3n_text", &[FULL, F32]);
+    compare("gemma3n_text_active", &[FULL, BF16]);
+    compare("gemma3n_text", &[LORA, F32, "tune.lora.r=4", "memory.activations=keep"]);
+    compare(
+        "gemma3n_text",
+        &[
+            "tune.method=block",
+            "tune.block.switch_every=1",
+            F32,
+            "memory.tier=host",
+        ],
+    );
+}
+
+#[test]
+fn greedy_answers_are_those_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let text = |seed: u32, n: u32| (0..n).map(|i| 5 + (i * 31 + seed * 7) % 100).collect::<Vec<u32>>();
+    let prompts = [text(1, 20), [text(1, 20), text(2, 5)].concat(), text(3, 2)];
+    let requests: Vec<Request> = (prompts.into_iter().zip(0..))
+        .map(|(prompt, number)| Request { prompt, number })
+        .collect();
+    for family in [
+        "qwen2_moe",
+        "gpt_oss",
+        "deepseek_v3",
+        "deepseek_v2",
+        "minicpm3",
+        "gemma3n_text",
+    ] {
+        for kv_cache in [None, Some(KvDtype::Int8)]
+            .into_iter()
+            .take(if short() { 1 } else { 2 })
+        {
+            let settings = Settings {
+                max_new_tokens: 8,
+                limits: Limits {
+                    kv_cache,
+                    ..Limits::default()
+                },
+                ..Settings::default()
+            };
+            let dir = TempDir::new().unwrap();
+            let folder = model(family, dir.path());
+            let [here, there] = [&Device::Cpu, &gpu.device].map(|device| {
+                let network = hf::open(&folder, Dtype::F32, device).unwrap().model.network;
+                answer(&network, &requests, &settings, &mut |_, _| Ok(())).unwrap().0
+            });
+            for (here, there) in here.iter().zip(&there) {
+                assert_eq!(here.ids, there.ids, "{family}");
+                let both = here.log_probs.iter().zip(&there.log_probs);
+                let off = both.fold(0f32, |off, (a, b)| off.max((a - b).abs()));
+                assert!(off <= if kv_cache.is_none() { 1e-4 } else { 5e-3 }, "{family}: {off}");
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! The operations of experts, latent attention and AltUp: the numbers of the CPU.
+
+use crate::support::{KINDS, Pair, assert_close, assert_same_bits, gpu};
+use candle_core::{DType, Device, Tensor};
+use ft::ops::clamped_glu::{self, ClampedGlu};
+use ft::ops::latent::LatentHeads;
+use ft::ops::rope::Pairing;
+use ft::ops::routing::{self, RouterSpec, Score};
+use ft::ops::{altup, grouped, linear, sparse_gate};
+
+#[test]
+fn rows_of_experts_are_those_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let spec = RouterSpec {
+        score: Score::Softmax,
+        top_k: 2,
+        renormalize: true,
+        scale: 1.5,
+        groups: None,
+    };
+    for (dtype, tolerance) in KINDS {
+        for (n, e, d) in [(1, 3, 7), (33, 5, 64), (70, 4, 300)] {
+            let logits = gpu.random((n, e), DType::F32, 1);
+            let routing = spec.route(&logits.gpu, None).unwrap();
+            assert_eq!(routing.counts(), spec.route(&logits.cpu, None).unwrap().counts());
+            let (here, there) = [&Device::Cpu, &gpu.device]
+                .map(|device| routing.assign(device, false).unwrap())
+                .into();
+            let (x, y, bias) = (
+                gpu.random((n, d), dtype, 2),
+                gpu.random((n, d), dtype, 3),
+                gpu.random((1, d), dtype, 4),
+            );
+            let numbers = [here.numbers().unwrap(), there.numbers().unwrap()];
+            for expert in 0..e {
+                let (Some(here), Some(there)) = (
+                    here.of(expert..expert + 1).unwrap(),
+                    there.of(expert..expert + 1).unwrap(),
+                ) else {
+                    assert_eq!(routing.counts()[expert], 0);
+                    continue;
+                };
+                let rows = Pair {
+                    cpu: here.gather(&x.cpu).unwrap(),
+                    gpu: there.gather(&x.gpu).unwrap(),
+                };
+                assert_close(&rows.gpu, &rows.cpu, 0.0);
+                for (of, rows, y, bias, numbers) in [
+                    (&here, &rows.cpu, &y.cpu, &bias.weight(), &numbers[0]),
+                    (&there, &rows.gpu, &y.gpu, &bias.gpu, &numbers[1]),
+                ] {
+                    routing::row_products(rows, rows, &of.part(numbers).unwrap()).unwrap();
+                    routing::row_products_add(rows, bias, &of.part(numbers).unwrap()).unwrap();
+                    routing::scale_rows(rows, &of.weights).unwrap();
+                    of.add_to(y, rows).unwrap();
+                }
+                assert_close(&rows.gpu, &rows.cpu, tolerance);
+            }
+            assert_close(&numbers[1], &numbers[0], 1e-4);
+            assert_close(&y.gpu, &y.cpu, tolerance);
+            let balance = routing::LogitLoss {
+                balance: vec![0.1; e],
+                z: 0.01,
+                two_level: None,
+            };
+            let weights = gpu.random(numbers[0].dims1().unwrap(), DType::F32, 9);
+            let [a, b] = [&weights.cpu, &weights.gpu].map(|d| routing.backward(d, &balance).unwrap());
+            assert_close(&a.to_device(&gpu.device).unwrap(), &b, 0.0);
+            // Logits and gates are f32 for every type.
+            let w = gpu.random((e, d), dtype, 5);
+            let b = gpu.random(e, dtype, 6);
+            let got = linear::forward_f32(&x.gpu, &w.gpu, Some(&b.gpu)).unwrap();
+            assert_eq!(got.dtype(), DType::F32);
+            assert_close(&got, &linear::forward_f32(&x.cpu, &w.cpu, Some(&b.cpu)).unwrap(), 1e-4);
+            let z = gpu.random((n, 1), dtype, 7);
+            let (g, want) = (routing::gates(&z.gpu).unwrap(), routing::gates(&z.cpu).unwrap());
+            assert_close(&g, &want, 1e-5);
+            let d = gpu.random(n, DType::F32, 8);
+            routing::gates_backward(&g, &d.gpu).unwrap();
+            routing::gates_backward(&want, &d.cpu).unwrap();
+            assert_close(&d.gpu, &d.cpu, 1e-5);
+        }
+    }
+}
+
+/// Experts that are computed together: products, and rows added at their tokens.
+#[test]
+fn grouped_products_are_those_of_single_experts() {
+    let Some(gpu) = gpu() else { return };
+    let spec = RouterSpec {
+        score: Score::Softmax,
+        top_k: 3,
+        renormalize: false,
+        scale: 1.0,
+        groups: None,
+    };
+    for (dtype, tolerance) in KINDS {
+        for (n, e, inputs, outputs) in [(1, 4, 8, 16), (33, 5, 40, 136), (150, 7, 264, 72), (90, 3, 64, 128)] {
+            let routing = spec.route(&gpu.random((n, e), DType::F32, 1).cpu, None).unwrap();
+            let assignment = routing.assign(&gpu.device, true).unwrap();
+            let alone = routing.assign(&Device::Cpu, false).unwrap();
+            let units = assignment.units();
+            assert_eq!(units.iter().map(|u| u.len()).sum::<usize>(), e);
+            let x = gpu.random((n, inputs), dtype, 2);
+            let y = gpu.random((n, outputs), dtype, 3);
+            let weights: Vec<Pair> = (0..e as u64)
+                .map(|i| gpu.random((outputs, inputs), dtype, 10 + i))
+                .collect();
+            assert!(grouped::fits(&x.gpu, weights.iter().map(|w| &w.gpu)));
+            assert!(!grouped::fits(&x.cpu, weights.iter().map(|w| &w.cpu)));
+            for unit in units {
+                let Some(of) = assignment.of(unit.clone()).unwrap() else {
+                    continue;
+                };
+                assert!(of.counts.iter().sum::<usize>() <= n);
+                let groups: Vec<(&Tensor, usize)> = weights[unit.clone()]
+                    .iter()
+                    .map(|w| &w.gpu)
+                    .zip(of.counts.clone())
+                    .collect();
+                let part = grouped::forward(&of.gather(&x.gpu).unwrap(), &groups).unwrap();
+                let back = grouped::backward_input(&part, &groups).unwrap();
+                grouped::backward_input_add(&back, &part, &groups).unwrap();
+                of.add_to(&y.gpu, &part).unwrap();
+                let mut first = 0;
+                for expert in unit {
+                    let Some(own) = alone.of(expert..expert + 1).unwrap() else {
+                        continue;
+                    };
+                    let w = &weights[expert].cpu;
+                    let want = linear::forward(&own.gather(&x.cpu).unwrap(), w, None).unwrap();
+                    let rows = own.counts[0];
+                    assert_close(&part.narrow(0, first, rows).unwrap(), &want, tolerance);
+                    let want_back = (linear::backward_input(&want, w).unwrap() * 2.0).unwrap();
+                    assert_close(&back.narrow(0, first, rows).unwrap(), &want_back, tolerance);
+                    own.add_to(&y.cpu, &want).unwrap();
+                    first += rows;
+                }
+            }
+            assert_close(&y.gpu, &y.cpu, tolerance);
+        }
+    }
+    let odd = gpu.random((5, 12), DType::BF16, 1);
+    assert!(!grouped::fits(&odd.gpu, [&odd.gpu]));
+}
+
+#[test]
+fn clamped_units_match_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let unit = ClampedGlu {
+        alpha: 1.702,
+        limit: 0.8,
+    };
+    for (dtype, tolerance) in KINDS {
+        let [gate, up, dy] = [1, 2, 3].map(|seed| gpu.random((33, 70), dtype, seed));
+        let got = clamped_glu::forward(&gate.gpu, &up.gpu, unit).unwrap();
+        assert_close(
+            &got,
+            &clamped_glu::forward(&gate.cpu, &up.cpu, unit).unwrap(),
+            tolerance,
+        );
+        let want = clamped_glu::backward_in_place(gate.cpu, up.cpu, &dy.cpu, unit).unwrap();
+        let got = clamped_glu::backward_in_place(gate.gpu, up.gpu, &dy.gpu, unit).unwrap();
+        assert_close(&got.0, &want.0, tolerance);
+        assert_close(&got.1, &want.1, tolerance);
+    }
+}
+
+#[test]
+fn heads_of_latent_attention_match_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        for (n, heads, plain, rotary, value, pairing) in [
+            (5, 3, 8, 4, 6, Pairing::Neighbors),
+            (33, 2, 4, 6, 16, Pairing::Halves),
+            (2, 16, 128, 64, 128, Pairing::Neighbors),
+        ] {
+            let h = LatentHeads {
+                heads,
+                plain,
+                rotary,
+                value,
+                pairing,
+            };
+            let (cos, sin) = (
+                gpu.random((n, rotary / 2), DType::F32, 1),
+                gpu.random((n, rotary / 2), DType::F32, 2),
+            );
+            let (here, there) = ((&cos.cpu, &sin.cpu), (&cos.gpu, &sin.gpu));
+            let x = gpu.random((n, heads * (plain + rotary)), dtype, 3);
+            let kv = gpu.random((n, heads * (plain + value)), dtype, 4);
+            let low = gpu.random((n, 9 + rotary), dtype, 5);
+            let [a, b] = [6, 7].map(|seed| gpu.random((n, heads * h.width()), dtype, seed));
+            assert_close(
+                &h.queries(&x.gpu, there).unwrap(),
+                &h.queries(&x.cpu, here).unwrap(),
+                tolerance,
+            );
+            let got = h.queries_backward(&a.gpu, there).unwrap();
+            assert_close(&got, &h.queries_backward(&a.cpu, here).unwrap(), tolerance);
+            let (k, v) = h.keys_values(&kv.gpu, &low.gpu, there).unwrap();
+            let want = h.keys_values(&kv.cpu, &low.cpu, here).unwrap();
+            assert_close(&k, &want.0, tolerance);
+            assert_close(&v, &want.1, 0.0);
+            let (d_kv, d_rotary) = h.keys_values_backward(&a.gpu, &b.gpu, there).unwrap();
+            let want = h.keys_values_backward(&a.cpu, &b.cpu, here).unwrap();
+            assert_close(&d_kv, &want.0, 0.0);
+            assert_close(&d_rotary, &want.1, tolerance);
+            let cut = h.cut(&a.gpu).unwrap();
+            assert_close(&cut, &h.cut(&a.cpu).unwrap(), 0.0);
+            assert_close(&h.fill(&cut).unwrap(), &h.fill(&h.cut(&a.cpu).unwrap()).unwrap(), 0.0);
+        }
+    }
+}
+
+#[test]
+fn streams_match_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    for (dtype, tolerance) in KINDS {
+        for (n, streams, d, active) in [(3, 4, 7, 0), (9, 2, 300, 1), (2, 8, 33, 3)] {
+            let wide = |seed| gpu.random((n, streams * d), dtype, seed);
+            let of = |width, seed| gpu.random((n, width), dtype, seed);
+            let (h, dy) = (wide(1), wide(2));
+            let (c, f) = (of(streams * streams, 3), of(streams, 4));
+            let (p, y, like, d_like) = (of(d, 5), of(d, 6), of(d, 7), of(d, 8));
+            let run = |gpu: bool| -> Vec<Tensor> {
+                let t = |pair: &Pair| if gpu { pair.gpu.clone() } else { pair.cpu.clone() };
+                let (h, c, f, p, y, like) = (t(&h), t(&c), t(&f), t(&p), t(&y), t(&like));
+                let copy = |pair: &Pair| t(pair).copy().unwrap();
+                let (first, second, d_like) = (copy(&dy), copy(&dy), copy(&d_like));
+                let all = altup::predict(&h, &c, streams).unwrap();
+                let mut out = vec![altup::predict_one(&h, &c, streams, active).unwrap()];
+                out.push(altup::predict_backward(&h, &c, &first, streams).unwrap());
+                altup::correct_assign(&all, &y, &f, active).unwrap();
+                out.push(altup::corrected(&p, &y, &f, active).unwrap());
+                let (dx, df) = altup::correct_backward(&second, &p, &y, &f, active).unwrap();
+                out.push(altup::sum(&h, streams, 1..streams, 0.5).unwrap());
+                altup::add_to(&all, &p, active..active + 1).unwrap();
+                out.push(altup::matched(&p, &like).unwrap());
+                out.push(altup::matched_backward(&p, &like, &y, &d_like).unwrap());
+                out.push(sparse_gate::forward(&p, 0.3).unwrap());
+                let d = y.copy().unwrap();
+                sparse_gate::backward_assign(&p, &d, 0.3).unwrap();
+                out.extend([all, first, second, dx, df, d_like, d]);
+                out
+            };
+            let (got, want) = (run(true), run(false));
+            for (got, want) in got.iter().zip(&want) {
+                assert_close(got, want, tolerance);
+            }
+            for (got, again) in got.iter().zip(&run(true)) {
+                assert_same_bits(got, again);
+            }
+        }
+    }
+}

@@ -9,6 +9,7 @@
 
 mod advice;
 mod candidates;
+mod experts;
 pub mod gpu_time;
 pub mod memory_plan;
 mod model;
@@ -23,6 +24,7 @@ mod time;
 mod weights;
 
 pub use candidates::turns_of;
+pub use experts::ExpertForecast;
 pub use memory_plan::{MemoryPlan, PlanDevice, ProcessState};
 pub use model::{Costs, Model};
 pub use run_plan::RunPlan;
@@ -381,6 +383,10 @@ fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs)
         _ => inputs.element * (model.spec.vocab * model.spec.hidden) as u64,
     };
     let held = ledger.alloc(MemoryKind::Rollout, codes + embedding);
+    if codes > 0 {
+        // A layer with experts is copied as a whole.
+        ledger.touch(MemoryKind::Rollout, weights::largest_mixture(model, inputs));
+    }
     ledger.moment("the rollout");
     // Keys and values of every token of every answer.
     let answers = inputs.answers(model, inputs.rollout, inputs.longest);

@@ -20,7 +20,7 @@ use crate::setup::locate;
 use crate::setup::prompts;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary;
-use crate::setup::{self, ModelDir};
+use crate::setup::{self, ModelDir, adapters};
 use crate::sft::CausalLm;
 use crate::train::directory::{self, Directory};
 use crate::train::finish::{self, TrainedModel};
@@ -110,6 +110,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         } else {
             PlanDevice::of(&device)?
         },
+        adapters::Values::Drawn,
     )?;
     let Some(stream) = stream else {
         return Err(Error::internal("a run has no rows"));

@@ -17,6 +17,7 @@ use crate::recipe::{self, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
+use crate::source::ExpertReads;
 use crate::train::directory::Directory;
 use crate::train::learning::Watch;
 use crate::train::ranks::Ranks;
@@ -190,6 +191,18 @@ fn copy_metrics(copied: &CopyTimes) -> Vec<(&'static str, f64)> {
     })
 }
 
+/// The experts that were brought to the device, their bytes, and their part of all experts.
+fn expert_metrics(reads: ExpertReads) -> Vec<(&'static str, f64)> {
+    let numbers = |share| {
+        vec![
+            ("experts_read", reads.brought as f64),
+            ("experts_read_bytes", reads.bytes as f64),
+            ("experts_read_share", share),
+        ]
+    };
+    reads.share().map_or_else(Vec::new, numbers)
+}
+
 /// Peak memory so far: of GPU tensors, or of this process on the CPU.
 pub fn peak_memory(device: &Device) -> Result<u64> {
     let gpu = ops::device::memory(device)?;
@@ -283,7 +296,12 @@ impl Run<'_> {
             trained_tokens,
             peak_memory_bytes: self.ranks.most(peak_memory(&engine.network.device)?, Patience::Step)?,
             active_block: unread.label,
-            more: [unread.more, copy_metrics(&copied)].concat(),
+            more: [
+                unread.more,
+                copy_metrics(&copied),
+                expert_metrics(engine.store.expert_reads().unwrap_or_default()),
+            ]
+            .concat(),
         };
         self.reporter.step(&metrics, unread.print);
         if let Some(warning) = watch.step(metrics.loss, metrics.learning_rate, metrics.grad_norm) {

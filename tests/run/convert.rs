@@ -34,6 +34,7 @@ fn convert(bench: &Bench, out: &str, more: &[&str]) -> String {
 fn copies_have_the_loss_of_the_dense_model() {
     for (family, model_type) in [
         ("qwen3", "qwen3_moe"),
+        ("qwen2", "qwen2_moe"),
         ("llama", "mixtral"),
         ("llama_tied", "mixtral"),
         ("mistral", "mixtral"),

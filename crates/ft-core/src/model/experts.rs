@@ -4,25 +4,26 @@
 //! The weight of an expert multiplies the input of its down_proj, which is linear. So the gradient of the weight is a
 //! product of two tensors that the backward pass has anyway, and the output of an expert is never needed again.
 //!
-//! Experts are computed one by one on the rows of their tokens, in ascending order, so every sum has a fixed order. An expert
-//! without tokens is not computed; its parameters get gradients of zeros, as those of a fused tensor do.
+//! Experts are computed one by one on the rows of their tokens, in ascending order, so every sum has a fixed order. The weights
+//! of an expert are fetched when it is computed (`reader`). An expert without tokens is not computed, and not fetched unless it
+//! is trained; its parameters get gradients of zeros, as those of a fused tensor do.
 //!
 //! Letters: N tokens, n tokens of an expert, D hidden size, I intermediate size of an expert, E experts.
 
 pub(super) mod adapters;
 mod bias;
 pub(super) mod memory;
+pub(super) mod reader;
 
-use adapters::JoinedAdapters;
+use reader::ExpertReader;
 
 use super::block::Block;
 use super::contracts::{Context, GradSink, Param};
-use super::linear::Linear;
 use super::mlp::SavedPiece;
 use super::network::param;
 use super::projections::Projections;
 use super::spec::ExpertsSpec;
-use crate::base::{Error, Result};
+use crate::base::Result;
 use crate::ops::routing::{self, Routing};
 use crate::ops::{linear, update};
 use crate::source::GroupWeights;
@@ -37,20 +38,9 @@ pub struct Experts {
     router_bias: Option<Param>,
     /// `[E]`
     correction: Option<Tensor>,
-    experts: Vec<Expert>,
-    /// The adapters on the parameters of all experts.
-    joined: JoinedAdapters,
+    reader: ExpertReader,
     /// Weight of the factor of the shared expert's output, `[1, D]`.
     shared_gate: Option<Param>,
-}
-
-/// One expert.
-struct Expert {
-    /// gate and up.
-    inputs: Projections,
-    down: Projections,
-    /// `[D]`
-    down_bias: Option<Param>,
 }
 
 /// Saved activations of a mixture of experts.
@@ -72,55 +62,28 @@ struct Needs<'a> {
 }
 
 impl Experts {
-    /// Reads the router and the experts of layer `index`; `linear` reads a linear by its name below the layer, `joined` has
-    /// the adapters on the parameters of all experts.
-    pub(super) fn read(
-        sizes: ExpertsSpec,
-        weights: &GroupWeights,
-        index: usize,
-        linear: &dyn Fn(&str, bool) -> Result<Linear>,
-        joined: JoinedAdapters,
-    ) -> Result<Self> {
+    /// Reads the router of the layer of `reader`; the experts are read when they are needed.
+    pub(super) fn read(weights: &GroupWeights, reader: ExpertReader) -> Result<Self> {
+        let (sizes, index) = (reader.sizes, reader.index);
         let named = |name: &str| param(weights, &format!("model.layers.{index}.{name}"));
-        let bias = |of: String| sizes.bias.then(|| named(&format!("{of}.bias"))).transpose();
-        let expert = |e: usize| {
-            let projections = |which: &[usize], bias: bool| {
-                let linears = which.iter().map(|&p| {
-                    let mut linear = linear(&sizes.linear_name(e, p), bias)?;
-                    joined.place(&mut linear, e, p)?;
-                    Ok::<_, Error>(linear)
-                });
-                Ok::<_, Error>(Projections::separate(linears.collect::<Result<_>>()?))
-            };
-            Ok(Expert {
-                inputs: projections(&[0, 1], sizes.bias)?,
-                down: projections(&[2], false)?,
-                down_bias: bias(sizes.linear_name(e, 2))?,
-            })
-        };
+        let router_bias = sizes.bias.then(|| named(&format!("{}.bias", sizes.names.router)));
         let correction = sizes.correction.then(|| named(&sizes.correction_name())).transpose()?;
         let gate = sizes.shared.and_then(|s| s.gate);
         Ok(Self {
             sizes,
             router: named(&sizes.router_name())?,
-            router_bias: bias(sizes.names.router.to_string())?,
+            router_bias: router_bias.transpose()?,
             correction: correction.map(|c| c.tensor),
-            experts: (0..sizes.count).map(expert).collect::<Result<_>>()?,
-            joined,
+            reader,
             shared_gate: gate.map(|gate| named(&format!("{gate}.weight"))).transpose()?,
         })
     }
 
-    /// The linears of all experts, in model order.
-    pub(super) fn into_linears(self) -> impl Iterator<Item = Linear> {
-        let all = self.experts.into_iter().flat_map(|e| [e.inputs, e.down]);
-        all.flat_map(Projections::into_linears)
-    }
-
     /// True if any parameter gets a gradient.
     pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
-        let expert = |e: &Expert| e.inputs.wanted(sink) || e.down.wanted(sink) || wants(&e.down_bias, sink);
-        self.router_wanted(sink) || self.joined.wanted(sink) || self.experts.iter().any(expert)
+        self.router_wanted(sink)
+            || self.reader.joined.wanted(sink)
+            || (0..self.sizes.count).any(|e| self.reader.wanted(e, sink))
     }
 
     fn router_wanted(&self, sink: &dyn GradSink) -> bool {
@@ -177,6 +140,8 @@ impl Block {
     ) -> Result<(Tensor, Option<SavedExperts>)> {
         let routing = experts.route(h)?;
         ctx.shared.routed(self.index, &routing);
+        let used: Vec<usize> = used(&routing).collect();
+        experts.reader.expect(&used);
         let mut y = None;
         let mut shared = None;
         if experts.sizes.shared.is_some() {
@@ -188,13 +153,10 @@ impl Block {
             Some(y) => y,
             None => update::zeros(h.shape(), h.dtype(), h.device())?,
         };
-        let mut saved = Vec::with_capacity(experts.experts.len());
-        for (e, expert) in experts.experts.iter().enumerate() {
+        let mut saved: Vec<Option<SavedPiece>> = (0..experts.sizes.count).map(|_| None).collect();
+        for e in used {
+            let expert = experts.reader.read(e)?;
             let of = routing.of(e);
-            if of.tokens.is_empty() {
-                saved.push(None);
-                continue;
-            }
             let rows = routing::gather_rows(h, &of.tokens)?;
             let (part, kept) =
                 self.expert_forward(&expert.inputs, &expert.down, &rows, Some(&of.weights), ctx, keep)?;
@@ -203,7 +165,7 @@ impl Block {
                 bias::add(b, &part, &of.weights)?;
             }
             routing::add_rows_at(&y, &part, &of.tokens)?;
-            saved.push(kept);
+            saved[e] = kept;
         }
         let saved = keep.then_some(SavedExperts {
             routing,
@@ -246,7 +208,7 @@ impl Block {
         need_dh: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let mut sink = experts.joined.sink(sink);
+        let mut sink = experts.reader.joined.sink(sink);
         let dh = self.routed_backward(experts, (h, saved), dy, (ctx, need_dh), &mut sink)?;
         sink.finish()?;
         Ok(dh)
@@ -270,6 +232,10 @@ impl Block {
             dh: need_dh,
             weights: need_dh || experts.router_wanted(sink),
         };
+        let computed: Vec<usize> = used(&routing)
+            .filter(|&e| needs.dh || needs.weights || experts.reader.wanted(e, sink))
+            .collect();
+        experts.reader.expect(&computed);
         let mut dh = None;
         if experts.sizes.shared.is_some() {
             let factors = experts.shared_factors(h)?;
@@ -288,13 +254,17 @@ impl Block {
         }
         let mut d_weights = vec![0f32; routing.places()];
         let mut saved = saved.into_iter();
-        for (e, expert) in experts.experts.iter().enumerate() {
+        for e in 0..experts.sizes.count {
             let kept = saved.next().flatten();
             let of = routing.of(e);
             if of.tokens.is_empty() {
-                zero_gradients(expert, sink)?;
+                zero_gradients(&experts.reader, e, sink)?;
                 continue;
             }
+            if computed.binary_search(&e).is_err() {
+                continue;
+            }
+            let expert = experts.reader.read(e)?;
             let rows = routing::gather_rows(h, &of.tokens)?;
             let dy = routing::gather_rows(dy, &of.tokens)?;
             let linears = (&expert.inputs, &expert.down);
@@ -374,8 +344,18 @@ impl Block {
     }
 }
 
+/// The experts that have tokens, in ascending order.
+fn used(routing: &Routing) -> impl Iterator<Item = usize> {
+    let counts = routing.counts().into_iter().enumerate();
+    counts.filter(|(_, tokens)| *tokens > 0).map(|(e, _)| e)
+}
+
 /// The gradients of an expert without tokens.
-fn zero_gradients(expert: &Expert, sink: &mut dyn GradSink) -> Result<()> {
+fn zero_gradients(reader: &ExpertReader, e: usize, sink: &mut dyn GradSink) -> Result<()> {
+    if !reader.wanted(e, sink) {
+        return Ok(());
+    }
+    let expert = reader.read(e)?;
     let zeros = |param: &Param, sink: &mut dyn GradSink| {
         let zeros = update::zeros(param.tensor.shape(), DType::F32, param.tensor.device())?;
         sink.take(param, zeros)

@@ -208,7 +208,12 @@ impl Inputs {
         } else {
             0
         };
-        answers as u64 * self.answer(model.spec, tokens) + copies + teacher::layer_work(model, &own)
+        let latent = if self.on_gpu {
+            0
+        } else {
+            generate::latent_work(model.spec, own.tokens)
+        };
+        answers as u64 * self.answer(model.spec, tokens) + copies + latent + teacher::layer_work(model, &own)
     }
 }
 

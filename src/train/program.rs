@@ -404,6 +404,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             trained_before: trained_tokens,
             label: active_schedule.label(step),
             print: step.is_multiple_of(recipe.train.logging_steps.max(1) as u64) || step == total_steps,
+            loads: engine.routers.loads(),
             more: [engine.objective.metrics(), run.feed.metrics(), engine.routers.metrics()].concat(),
             started,
             queued,

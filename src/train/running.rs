@@ -25,7 +25,7 @@ use crate::train::samples;
 use crate::train::stage::BatchSource;
 use crate::train::state::{self, RunFingerprint};
 use candle_core::Device;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -221,6 +221,8 @@ pub struct UnreadStep {
     pub print: bool,
     /// Metrics of the stage.
     pub more: Vec<(&'static str, f64)>,
+    /// Of a step that is printed: the tokens of each expert, by layer.
+    pub loads: Vec<(usize, Vec<u64>)>,
     pub started: Instant,
     pub queued: QueuedStep,
 }
@@ -303,6 +305,13 @@ impl Run<'_> {
             ]
             .concat(),
         };
+        if unread.print && !unread.loads.is_empty() {
+            let layers: Map<String, Value> = (unread.loads.iter())
+                .map(|(layer, tokens)| (layer.to_string(), json!(tokens)))
+                .collect();
+            self.reporter
+                .event("router_load", json!({"step": step, "tokens_of_experts": layers}));
+        }
         self.reporter.step(&metrics, unread.print);
         if let Some(warning) = watch.step(metrics.loss, metrics.learning_rate, metrics.grad_norm) {
             self.reporter.warn(&warning);

@@ -214,7 +214,10 @@ impl Block {
         if let Some(altup) = &self.altup {
             return Ok(self.altup_forward(altup, x, ctx, Some(cache), false)?.0);
         }
-        let x1 = self.mixer(x, ctx, Some(cache))?.0;
+        let x1 = match &self.latent {
+            Some(net) if cache.latent_rows(self.index) => self.latent_cached(net, x, ctx, cache)?,
+            _ => self.mixer(x, ctx, Some(cache))?.0,
+        };
         self.end(&self.mlp_after(x, &x1, ctx, false)?.0, ctx)
     }
 

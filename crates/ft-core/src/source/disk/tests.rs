@@ -449,7 +449,7 @@ fn experts_are_read_alone_in_two_slots_and_counted() {
         write_random(&file, &mixture(), SEED.0, SEED.1, SEED.2, dtype).unwrap();
         let mut storage = StoragePolicy::dense(dtype);
         for p in mixture().iter().filter(|p| p.expert().is_some()) {
-            storage.set(p.name.to_string(), format);
+            storage.set(p.name.clone(), format);
         }
         let options = Options {
             dtype,

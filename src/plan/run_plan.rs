@@ -54,7 +54,7 @@ impl<'a> RunPlan<'a> {
             }
             None => None,
         };
-        let mut adapters = adapters::with(&recipe, spec, values)?;
+        let mut adapters = adapters::with(&recipe, spec, adapters::Values::Shapes)?;
         if let Some(stream) = &stream {
             allocation::settle(&recipe, &mut adapters, stream.steps())?;
         }
@@ -67,6 +67,13 @@ impl<'a> RunPlan<'a> {
         let sets = &adapters.adapters;
         let mut memory = memory_plan::forecast(&recipe, spec, sets, &active_schedule, sizes.as_ref(), stored, device)?;
         memory.plan.choices.splice(0..0, choices.iter().cloned());
+        // The forecast counts them: they must not be in the memory that the process has before.
+        if values == adapters::Values::Drawn && recipe.tune.lora.adapter.is_none() {
+            adapters = adapters::with(&recipe, spec, values)?;
+            if let Some(stream) = &stream {
+                allocation::settle(&recipe, &mut adapters, stream.steps())?;
+            }
+        }
         Ok(Self {
             recipe,
             choices,

@@ -4,7 +4,8 @@
 //! `cargo test --release --test run caps:: -- --ignored --nocapture --test-threads=1`
 
 use crate::bench::{Bench, number, said};
-use crate::tiers::{curve, random_model};
+use crate::tiers::{curve, random_model, write_weights};
+use ft::recipe::Dtype;
 use serde_json::json;
 use std::os::unix::process::CommandExt;
 use std::process::Output;
@@ -130,6 +131,7 @@ fn mixture() -> Bench {
         "num_experts_per_tok": 8, "norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64});
     random_model(&bench, changes);
+    write_weights(&bench, Dtype::Bf16);
     bench
 }
 
@@ -137,7 +139,6 @@ fn mixture() -> Bench {
 fn a_mixture_trains_under_a_cap_from_the_experts_that_it_needs() {
     let bench = mixture();
     let base = [
-        "model.init=random",
         "model.dtype=bf16",
         "memory.frozen_weights=nf4",
         "memory.activations=recompute",
@@ -175,7 +176,7 @@ fn a_mixture_trains_under_a_cap_from_the_experts_that_it_needs() {
         assert!(ran.status.success(), "{name}\n{}", said(&ran));
         let [device, disk] = ["device", "disk"].map(|place| format!("{name}-{place}"));
         assert_eq!(curve(&bench, &device), curve(&bench, &disk), "{name}");
-        // 48 tokens choose 95 % of the experts, if they choose evenly.
+        // 48 tokens choose 95 % of the experts, if they choose evenly; random routers do not.
         let plan = std::fs::read_to_string(bench.path(&disk).join("plan.json")).unwrap();
         let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
         let share = plan["expert_share"].as_f64().unwrap();
@@ -185,7 +186,7 @@ fn a_mixture_trains_under_a_cap_from_the_experts_that_it_needs() {
                 "{name}: {read:.3} of the experts read, {share:.3} in the plan, peak {:.0} MiB",
                 peak(&bench, &disk)
             );
-            assert!(read > 0.3 && read <= share * 1.05, "{read} {share}");
+            assert!(read > 0.1 && read <= share * 1.05, "{read} {share}");
             assert!(number(&line, "experts_read_bytes") <= 1.1 * 2.0 * plan["expert_bytes"].as_f64().unwrap());
         }
         println!("{name}: peak from memory {:.0} MiB", peak(&bench, &device));

@@ -232,8 +232,9 @@ impl Block {
             dh: need_dh,
             weights: need_dh || experts.router_wanted(sink),
         };
+        let all = needs.dh || needs.weights || experts.reader.joined.wanted(sink);
         let computed: Vec<usize> = used(&routing)
-            .filter(|&e| needs.dh || needs.weights || experts.reader.wanted(e, sink))
+            .filter(|&e| all || experts.reader.wanted(e, sink))
             .collect();
         experts.reader.expect(&computed);
         let mut dh = None;

@@ -193,14 +193,10 @@ fn copy_metrics(copied: &CopyTimes) -> Vec<(&'static str, f64)> {
 
 /// The experts that were brought to the device, their bytes, and their part of all experts.
 fn expert_metrics(reads: ExpertReads) -> Vec<(&'static str, f64)> {
-    let numbers = |share| {
-        vec![
-            ("experts_read", reads.brought as f64),
-            ("experts_read_bytes", reads.bytes as f64),
-            ("experts_read_share", share),
-        ]
-    };
-    reads.share().map_or_else(Vec::new, numbers)
+    let Some(share) = reads.share() else { return Vec::new() };
+    let names = ["experts_read", "experts_read_bytes", "experts_read_share"];
+    let numbers = [reads.brought as f64, reads.bytes as f64, share];
+    names.into_iter().zip(numbers).collect()
 }
 
 /// Peak memory so far: of GPU tensors, or of this process on the CPU.
@@ -306,11 +302,10 @@ impl Run<'_> {
             .concat(),
         };
         if unread.print && !unread.loads.is_empty() {
-            let layers: Map<String, Value> = (unread.loads.iter())
-                .map(|(layer, tokens)| (layer.to_string(), json!(tokens)))
-                .collect();
-            self.reporter
-                .event("router_load", json!({"step": step, "tokens_of_experts": layers}));
+            let layers = (unread.loads.iter()).map(|(layer, tokens)| (layer.to_string(), json!(tokens)));
+            let layers: Map<String, Value> = layers.collect();
+            let event = json!({"step": step, "tokens_of_experts": layers});
+            self.reporter.event("router_load", event);
         }
         self.reporter.step(&metrics, unread.print);
         if let Some(warning) = watch.step(metrics.loss, metrics.learning_rate, metrics.grad_norm) {

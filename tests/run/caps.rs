@@ -121,7 +121,7 @@ fn with_the_storage_left_open_a_run_from_memory_fits_as_codes() {
 }
 
 /// Less than the mixture below needs in memory with experts of 4 bits, more than its layers without experts.
-const EXPERT_CAP: u64 = 88 * MIB;
+const EXPERT_CAP: u64 = 68 * MIB;
 
 /// The number of experts and the choice of Qwen3-30B-A3B (128, of which a token gets 8) in narrow layers: 77 million
 /// parameters.

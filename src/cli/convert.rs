@@ -18,7 +18,7 @@ Without --split every expert is a copy of the MLP, and the loss is that of the d
 neurons of the MLP: the model keeps its size, and a token needs less work. smile routes a token to groups of experts first. Train
 the result (docs/moe.md).")]
 pub struct Args {
-    /// Model: directory, run, checkpoint, or hub id; llama, mistral or qwen3 (moe), qwen3_moe (smile)
+    /// Model: directory, run, checkpoint, or hub id; llama, mistral, qwen2 or qwen3 (moe), qwen3_moe (smile)
     #[arg(long, value_name = "MODEL")]
     pub model: PathBuf,
     /// moe: a mixture of experts; smile: a mixture with routers of two levels

@@ -6,6 +6,8 @@
 //! A split: the neurons of the MLP are divided among the experts (`neurons`). Their sum is the MLP; with fewer experts for a token
 //! the output is an approximation, which training heals (Zhang et al. 2021, arXiv 2110.01786, section 3.1).
 //!
+//! Qwen2-MoE has a shared expert too. It is small and its output is 0 at first.
+//!
 //! Letters: D hidden size, I intermediate size of the dense model, W that of an expert, N experts.
 
 mod neurons;
@@ -69,7 +71,14 @@ enum Part {
     Router(usize),
     /// Layer, expert, projection (0: gate, 1: up, 2: down).
     Expert(usize, usize, usize),
+    /// Layer and projection of the shared expert, whose output is 0.
+    Shared(usize, usize),
+    /// Layer: the factor of the output of the shared expert.
+    SharedGate(usize),
 }
+
+/// Neurons of the shared expert of Qwen2-MoE, at most.
+const SHARED: usize = 64;
 
 /// Writes the mixture to `out`.
 ///
@@ -113,6 +122,17 @@ pub fn convert(request: &Request) -> Result<Report> {
                 Some(splits) => sink(Values::F32(&splits[*layer].router)),
                 None => sink(Values::F32(&random_router(request.seed, *layer, elements, &dense))),
             }
+        }
+        // The first neurons of the MLP; down and the gate are 0, as in a new adapter.
+        Some(Part::Shared(layer, projection)) if *projection < 2 => {
+            let elements = shapes.get(plan.name.as_str()).copied().unwrap_or(0);
+            let mut values = weights.read_f32(&dense_name(*layer, *projection))?;
+            values.truncate(elements);
+            sink(Values::F32(&values))
+        }
+        Some(Part::Shared(..) | Part::SharedGate(_)) => {
+            let elements = shapes.get(plan.name.as_str()).copied().unwrap_or(0);
+            sink(Values::F32(&vec![0.0; elements]))
         }
         Some(Part::Expert(layer, expert, projection)) => {
             let name = dense_name(*layer, *projection);
@@ -172,6 +192,15 @@ fn parts(mixture: &Spec) -> HashMap<String, Part> {
         let of: ExpertsSpec = of;
         let named = |below: String| format!("model.layers.{l}.{below}");
         parts.insert(named(of.router_name()), Part::Router(l));
+        if let Some(shared) = of.shared {
+            for (projection, name) in shared.names.iter().enumerate() {
+                parts.insert(named(format!("{name}.weight")), Part::Shared(l, projection));
+            }
+            let gate = shared
+                .gate
+                .map(|gate| (named(format!("{gate}.weight")), Part::SharedGate(l)));
+            parts.extend(gate);
+        }
         for expert in 0..of.count {
             for projection in 0..3 {
                 let name = named(format!("{}.weight", of.linear_name(expert, projection)));
@@ -195,7 +224,8 @@ fn plans(
     let plan = |p: &crate::source::ParamInfo| {
         let dtype = match parts.get(&*p.name) {
             None => stored(&p.name)?,
-            Some(Part::Router(layer)) => stored(&dense_name(*layer, 0))?,
+            Some(Part::Router(layer) | Part::SharedGate(layer)) => stored(&dense_name(*layer, 0))?,
+            Some(Part::Shared(layer, projection)) => stored(&dense_name(*layer, *projection))?,
             Some(Part::Expert(layer, _, projection)) => stored(&dense_name(*layer, *projection))?,
         };
         Ok(TensorPlan {
@@ -266,16 +296,23 @@ fn mixture_config(config: &Config, dense: &Spec, request: &Request) -> Result<Ma
     set("tie_word_embeddings", json!(dense.tied));
     let windows: Vec<_> = dense.layers.iter().map(|l| l.window).collect();
     match dense.model_type.as_str() {
-        "qwen3" => {
+        "qwen2" | "qwen3" => {
             if windows.iter().any(Option::is_some) {
                 return Err(refuse(
                     config,
                     "use_sliding_window",
-                    "Qwen3-MoE has the same window in every layer",
+                    "a Qwen-MoE applies windows to other layers",
                 ));
             }
-            set("model_type", json!("qwen3_moe"));
-            set("architectures", json!(["Qwen3MoeForCausalLM"]));
+            if dense.model_type == "qwen3" {
+                set("model_type", json!("qwen3_moe"));
+                set("architectures", json!(["Qwen3MoeForCausalLM"]));
+            } else {
+                set("model_type", json!("qwen2_moe"));
+                set("architectures", json!(["Qwen2MoeForCausalLM"]));
+                set("qkv_bias", json!(true));
+                set("shared_expert_intermediate_size", json!(SHARED.min(dense.intermediate)));
+            }
             set("num_experts", json!(experts));
             set("moe_intermediate_size", json!(width));
             set("norm_topk_prob", json!(true));
@@ -309,7 +346,9 @@ fn mixture_config(config: &Config, dense: &Spec, request: &Request) -> Result<Ma
             return Err(
                 Error::unsupported(format!("`{other}` cannot become a mixture of experts"))
                     .at(config.path.display())
-                    .expected("llama, mistral or qwen3: transformers has mixtures with the same attention for them"),
+                    .expected(
+                        "llama, mistral, qwen2 or qwen3: transformers has mixtures with the same attention for them",
+                    ),
             );
         }
     }

@@ -26,15 +26,30 @@ struct Streamed {
     folded: Vec<Weighted>,
 }
 
-impl WeightSource for Streamed {
-    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+impl Streamed {
+    /// The parameters for which `of` is true.
+    fn read(&self, of: impl Fn(&ParamInfo) -> bool) -> Result<Arc<GroupWeights>> {
         let mut out = GroupWeights::default();
-        for p in self.params.iter().filter(|p| p.group == group) {
+        for p in self.params.iter().filter(|p| of(p)) {
             let values = hf::merged(&self.weights, p, &self.folded)?;
             let tensor = Tensor::from_vec(values, p.shape.as_slice(), &Device::Cpu)?;
             out.insert(p.name.clone(), tensor);
         }
         Ok(Arc::new(out))
+    }
+}
+
+impl WeightSource for Streamed {
+    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        self.read(|p| p.group == group)
+    }
+
+    fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
+        self.read(|p| p.group == Group::Layer(layer) && p.expert().is_none())
+    }
+
+    fn fetch_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
+        self.read(|p| p.group == Group::Layer(layer) && p.expert() == Some(expert))
     }
 
     fn params(&self) -> &[ParamInfo] {

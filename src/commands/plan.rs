@@ -12,7 +12,7 @@ use crate::recipe::{self, ModelInit, ModelRef, Recipe};
 use crate::setup::defaults::ResumedValues;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary::{self, NewRows, TextChanges};
-use crate::setup::{self, ModelDir};
+use crate::setup::{self, ModelDir, adapters};
 use crate::source::Placement;
 use crate::train::directory;
 use crate::train::header;
@@ -205,6 +205,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         &stored,
         &ResumedValues::default(),
         &device,
+        adapters::Values::Shapes,
     )?;
     notes.extend(adapters.warnings.iter().map(|line| recipe::in_program_terms(line)));
     match (&rows, &stream) {

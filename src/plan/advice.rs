@@ -183,7 +183,7 @@ fn apart(one: &Change, two: &Change) -> bool {
 /// Plans a changed recipe.
 fn plan(setting: &PlanContext, recipe: &Recipe, limits: MemoryLimits) -> Result<PlannedStrategy> {
     let spec = setting.spec;
-    let prepared = adapters::of(recipe, spec)?;
+    let prepared = adapters::with(recipe, spec, adapters::Values::Shapes)?;
     let schedule = ActiveSchedule::new(recipe, spec, &spec.params(), &prepared)?;
     let changed = PlanContext {
         adapters: &prepared.adapters,

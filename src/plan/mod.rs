@@ -9,6 +9,7 @@
 
 mod advice;
 mod candidates;
+mod experts;
 pub mod gpu_time;
 pub mod link;
 pub mod memory_plan;
@@ -24,6 +25,7 @@ mod time;
 mod weights;
 
 pub use candidates::turns_of;
+pub use experts::ExpertForecast;
 pub use memory_plan::{MemoryPlan, PlanDevice, ProcessState};
 pub use model::{Costs, Model};
 pub use run_plan::RunPlan;
@@ -210,7 +212,12 @@ impl Inputs {
         } else {
             0
         };
-        answers as u64 * self.answer(model.spec, tokens) + copies + teacher::layer_work(model, &own)
+        let latent = if self.on_gpu {
+            0
+        } else {
+            generate::latent_work(model.spec, own.tokens)
+        };
+        answers as u64 * self.answer(model.spec, tokens) + copies + latent + teacher::layer_work(model, &own)
     }
 }
 
@@ -420,6 +427,10 @@ fn rollout(ledger: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs)
         _ => inputs.element * (model.spec.vocab * model.spec.hidden) as u64,
     };
     let held = ledger.alloc(MemoryKind::Rollout, codes + embedding);
+    if codes > 0 {
+        // A layer with experts is copied as a whole.
+        ledger.touch(MemoryKind::Rollout, weights::largest_mixture(model, inputs));
+    }
     ledger.moment("the rollout");
     // Keys and values of every token of every answer.
     let answers = inputs.answers(model, inputs.rollout, inputs.longest);

@@ -28,7 +28,7 @@ pub struct RunPlan<'a> {
 
 impl<'a> RunPlan<'a> {
     /// `rows`: `None` if they are not available; `stored`: how the files store the weights; `before`: the values of the
-    /// run that is resumed.
+    /// run that is resumed; `values`: those of fresh adapters.
     ///
     /// Errors: settings that contradict each other, the rows, or the model. A run that does not fit is no error here.
     pub fn new(
@@ -38,6 +38,7 @@ impl<'a> RunPlan<'a> {
         stored: &StoredWeights,
         before: &ResumedValues,
         device: &PlanDevice,
+        values: adapters::Values,
     ) -> Result<Self> {
         // Of rows that are read during the run only the first ones are known.
         let known = rows.filter(|_| !recipe.data.streaming);
@@ -53,7 +54,7 @@ impl<'a> RunPlan<'a> {
             }
             None => None,
         };
-        let mut adapters = adapters::of(&recipe, spec)?;
+        let mut adapters = adapters::with(&recipe, spec, adapters::Values::Shapes)?;
         if let Some(stream) = &stream {
             allocation::settle(&recipe, &mut adapters, stream.steps())?;
         }
@@ -66,6 +67,13 @@ impl<'a> RunPlan<'a> {
         let sets = &adapters.adapters;
         let mut memory = memory_plan::forecast(&recipe, spec, sets, &active_schedule, sizes.as_ref(), stored, device)?;
         memory.plan.choices.splice(0..0, choices.iter().cloned());
+        // The forecast counts them: they must not be in the memory that the process has before.
+        if values == adapters::Values::Drawn && recipe.tune.lora.adapter.is_none() {
+            adapters = adapters::with(&recipe, spec, values)?;
+            if let Some(stream) = &stream {
+                allocation::settle(&recipe, &mut adapters, stream.steps())?;
+            }
+        }
         Ok(Self {
             recipe,
             choices,

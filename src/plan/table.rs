@@ -1,6 +1,7 @@
 //! The plan as a table and as JSON.
 
 use super::Inputs;
+use super::experts::{self, ExpertForecast};
 use super::model::Model;
 use crate::base::ledger::{Ledger, MemoryKind};
 use crate::base::units::{bytes, count};
@@ -41,6 +42,8 @@ pub struct Plan {
     pub parameters: u64,
     /// Active parameters in the worst block.
     pub trained_parameters: u64,
+    /// The experts that a micro-batch brings to the device; `None`: they are always there.
+    pub experts: Option<ExpertForecast>,
 }
 
 impl Plan {
@@ -69,6 +72,14 @@ impl Plan {
             100.0 * self.trained_parameters as f64 / self.parameters.max(1) as f64
         );
         out.push_str(&with_note(format!("{:width$}  ", "parameters"), &share, columns));
+        if let Some(experts) = self.experts {
+            let text = format!(
+                "{:.0} % of a layer's are read, {} for each micro-batch (the router is even)",
+                100.0 * experts.share,
+                bytes(experts.bytes as u64)
+            );
+            out.push_str(&with_note(format!("{:width$}  ", "experts"), &text, columns));
+        }
         out.push_str("strategy of a step\n");
         let name = self.strategy.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
         for (setting, value) in &self.strategy {
@@ -102,6 +113,10 @@ impl Plan {
         out.insert("at_peak".into(), Value::Object(at_peak));
         out.insert("parameters".into(), json!(self.parameters));
         out.insert("trained_parameters".into(), json!(self.trained_parameters));
+        if let Some(experts) = self.experts {
+            out.insert("expert_share".into(), json!(experts.share));
+            out.insert("expert_bytes".into(), json!(experts.bytes));
+        }
         let setting = |(name, value): &(&str, String)| (name.replace(' ', "_").to_lowercase(), json!(value));
         out.insert(
             "strategy".into(),
@@ -162,6 +177,11 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
     };
     let chunk = CausalLm::chunk_for(spec.vocab, head_trained(spec, inputs), inputs.on_gpu).min(inputs.tokens);
     let stored = &model.stored;
+    let layers = if spec.layers.iter().any(|l| l.experts.is_some()) {
+        "layers without experts, two experts"
+    } else {
+        "layers"
+    };
     let gradients = match inputs.strategy.gradients {
         crate::engine::Gradients::Keep => "f32, kept until the update",
         _ => "f32, each applied and freed immediately",
@@ -174,10 +194,10 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             match inputs.strategy.placement {
                 super::Placement::Device => format!("all of them, {stored}"),
                 super::Placement::Host | super::Placement::Disk { head_rows: None } => {
-                    format!("active weights, two layers, the head; {stored}")
+                    format!("active weights, two {layers}, the head; {stored}")
                 }
                 super::Placement::Disk { .. } => {
-                    format!("active weights, two layers, two chunks of the head; {stored}")
+                    format!("active weights, two {layers}, two chunks of the head; {stored}")
                 }
             },
         ),
@@ -339,5 +359,6 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
         peak_moment: l.peak_moment,
         parameters,
         trained_parameters: trained,
+        experts: experts::forecast(model, recipe, inputs),
     }
 }

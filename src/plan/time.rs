@@ -5,12 +5,12 @@
 
 use super::candidates::candidates;
 use super::model::Model;
-use super::{Inputs, gpu_time};
+use super::{Inputs, experts, gpu_time};
 use crate::engine::{Active, Gradients};
 use crate::model::Spec;
 use crate::model::pieces::pieces;
 use crate::ops::prepacked::{self, Orders};
-use crate::recipe::{Dtype, Method, Recipe};
+use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::{Placement, Sublayer};
 
@@ -104,17 +104,16 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
 }
 
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
-/// twice.
+/// twice. Of the routed experts those that get tokens.
 pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, lowest: usize) -> f64 {
     if inputs.strategy.placement == Placement::Device {
         return 0.0;
     }
     let (spec, stored) = (model.spec, recipe.model.dtype.bytes());
-    let held = |name: &str| active.contains(name) && recipe.tune.method != Method::Lora;
     let layer = |first: usize| {
-        let read = model.layer(first).filter(|p| !held(&p.name));
-        read.map(|p| inputs.strategy.storage.of(&p).bytes(&p.shape))
-            .sum::<u64>() as f64
+        let read = model.layer(first).filter(|p| !experts::held(recipe, active, &p.name));
+        read.map(|p| inputs.strategy.storage.of(&p).bytes(&p.shape) as f64 * experts::part_read(model, inputs, &p))
+            .sum::<f64>()
     };
     let layers = model.runs(active).into_iter().map(|run| {
         let twice = (run.first + run.count).saturating_sub(lowest.max(run.first));

@@ -99,6 +99,16 @@ pub(super) fn resident(
     resident + slots.bytes() + head
 }
 
+/// Bytes of the largest layer with experts, if the weights are not on the device.
+pub(super) fn largest_mixture(model: &Model, inputs: &Inputs) -> u64 {
+    let storage = &inputs.strategy.storage;
+    let whole = |first: usize| model.layer(first).map(|p| storage.of(&p).bytes(&p.shape)).sum();
+    let runs = model.runs(&Active::new([])).into_iter().map(|run| run.first);
+    let mixtures = runs.filter(|l| model.spec.layers[*l].experts.is_some());
+    let travels = inputs.strategy.placement.travels().is_some();
+    mixtures.filter(|_| travels).map(whole).max().unwrap_or(0)
+}
+
 /// Bytes of a weight while its codes are reordered, which the disk tier does each time it reads one.
 pub(super) fn reordered(model: &Model, inputs: &Inputs, l: &mut Ledger) -> Allocation {
     let storage = &inputs.strategy.storage;

@@ -15,14 +15,28 @@ use std::sync::Arc;
 /// Errors: targets that match nothing, sizes that the adapter kind does not allow, an adapter directory that does not
 /// fit.
 pub fn of(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
+    with(recipe, spec, Values::Drawn)
+}
+
+/// The values of fresh adapters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Values {
+    /// The initial ones.
+    Drawn,
+    /// None: a plan needs the shapes only.
+    Shapes,
+}
+
+/// As `of`, with these values.
+pub fn with(recipe: &Recipe, spec: &Spec, values: Values) -> Result<hf::AdapterSet> {
     match recipe.tune.method {
-        Method::Lora => fresh_or_given(recipe, spec),
+        Method::Lora => fresh_or_given(recipe, spec, values),
         // A block run merges its adapters at the end, so no config is saved.
         Method::Block if recipe.tune.block.correction == Correction::Lora => Ok(hf::AdapterSet {
             config: None,
             whole: Vec::new(),
             rows: rows(recipe, spec),
-            ..fresh_or_given(recipe, spec)?
+            ..fresh_or_given(recipe, spec, values)?
         }),
         _ => Ok(hf::AdapterSet {
             rows: rows(recipe, spec),
@@ -61,7 +75,7 @@ fn check_new_tokens(recipe: &Recipe, loaded: &LoadedAdapter) -> Result<()> {
     }
 }
 
-fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
+fn fresh_or_given(recipe: &Recipe, spec: &Spec, values: Values) -> Result<hf::AdapterSet> {
     if let Some(dir) = &recipe.tune.lora.adapter {
         let loaded = hf::load_adapter(&locate::adapter_directory(dir)?, spec)?;
         check_new_tokens(recipe, &loaded)?;
@@ -105,12 +119,11 @@ fn fresh_or_given(recipe: &Recipe, spec: &Spec) -> Result<hf::AdapterSet> {
                 .collect(),
         });
     }
-    let mut set = hf::adapters_to_fill(
-        &recipe.tune.lora,
-        spec,
-        Some(recipe.model.path.to_string()),
-        recipe.train.seed,
-    )?;
+    let (lora, base) = (&recipe.tune.lora, Some(recipe.model.path.to_string()));
+    let mut set = match values {
+        Values::Drawn => hf::adapters_to_fill(lora, spec, base, recipe.train.seed)?,
+        Values::Shapes => hf::adapter_shapes(lora, spec, base)?,
+    };
     if let Some(config) = &mut set.config {
         config.revision = base_revision(recipe);
     }

@@ -204,7 +204,7 @@ fn decoded(engine: &Engine, name: &str) -> Result<Option<Vec<f32>>> {
     let Ok(p) = source.param(name) else {
         return Ok(None);
     };
-    let weight = source.fetch(p.group)?.weight(name)?.1;
+    let weight = source.fetch_with(p)?.weight(name)?.1;
     match weight.format() {
         None => Ok(None),
         Some(_) => Ok(Some(weight.rows(0, p.shape[0])?)),

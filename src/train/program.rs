@@ -20,7 +20,7 @@ use crate::setup::locate;
 use crate::setup::prompts;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary;
-use crate::setup::{self, ModelDir};
+use crate::setup::{self, ModelDir, adapters};
 use crate::sft::CausalLm;
 use crate::train::best::BestModel;
 use crate::train::budget::Budget;
@@ -115,6 +115,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         } else {
             PlanDevice::of(&device)?
         },
+        adapters::Values::Drawn,
     )?;
     let Some(stream) = stream else {
         return Err(Error::internal("a run has no rows"));
@@ -435,6 +436,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             trained_before: trained_tokens,
             label: active_schedule.label(step),
             print: step.is_multiple_of(recipe.train.logging_steps.max(1) as u64) || step == total_steps,
+            loads: engine.routers.loads(),
             more: [
                 engine.objective.metrics(),
                 run.feed.metrics(),

@@ -18,6 +18,7 @@ use crate::recipe::{self, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
+use crate::source::ExpertReads;
 use crate::train::best::BestModel;
 use crate::train::budget::Budget;
 use crate::train::directory::Directory;
@@ -27,7 +28,7 @@ use crate::train::samples;
 use crate::train::stage::BatchSource;
 use crate::train::state::{self, RunFingerprint};
 use candle_core::Device;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -166,6 +167,14 @@ fn copy_metrics(copied: &CopyTimes) -> Vec<(&'static str, f64)> {
     })
 }
 
+/// The experts that were brought to the device, their bytes, and their part of all experts.
+fn expert_metrics(reads: ExpertReads) -> Vec<(&'static str, f64)> {
+    let Some(share) = reads.share() else { return Vec::new() };
+    let names = ["experts_read", "experts_read_bytes", "experts_read_share"];
+    let numbers = [reads.brought as f64, reads.bytes as f64, share];
+    names.into_iter().zip(numbers).collect()
+}
+
 /// Peak memory so far: of GPU tensors, or of this process on the CPU.
 pub fn peak_memory(device: &Device) -> Result<u64> {
     let gpu = ops::device::memory(device)?;
@@ -191,6 +200,8 @@ pub struct UnreadStep {
     pub print: bool,
     /// Metrics of the stage.
     pub more: Vec<(&'static str, f64)>,
+    /// Of a step that is printed: the tokens of each expert, by layer.
+    pub loads: Vec<(usize, Vec<u64>)>,
     pub started: Instant,
     pub queued: QueuedStep,
 }
@@ -266,8 +277,19 @@ impl Run<'_> {
             trained_tokens,
             peak_memory_bytes: self.ranks.most(peak_memory(&engine.network.device)?, Patience::Step)?,
             active_block: unread.label,
-            more: [unread.more, copy_metrics(&copied)].concat(),
+            more: [
+                unread.more,
+                copy_metrics(&copied),
+                expert_metrics(engine.store.expert_reads().unwrap_or_default()),
+            ]
+            .concat(),
         };
+        if unread.print && !unread.loads.is_empty() {
+            let layers = (unread.loads.iter()).map(|(layer, tokens)| (layer.to_string(), json!(tokens)));
+            let layers: Map<String, Value> = layers.collect();
+            let event = json!({"step": step, "tokens_of_experts": layers});
+            self.reporter.event("router_load", event);
+        }
         self.reporter.step(&metrics, unread.print);
         if report.skipped {
             watch.skip();

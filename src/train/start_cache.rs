@@ -6,6 +6,7 @@ use crate::formats::StoredDtype;
 use crate::formats::weights::Weights;
 use crate::formats::writer::{self, TensorPlan, Values};
 use crate::model::Network;
+use crate::model::linear::Linear;
 use crate::peft::start::Pair;
 use crate::recipe::Recipe;
 use std::collections::BTreeMap;
@@ -26,10 +27,15 @@ pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> Re
     text(&rows.fingerprint);
     text(&format!("{:?}", lora.corda));
     for layer in 0..network.layers() {
-        for (module, linear) in network.linears(layer)? {
+        let mut format = |(module, linear): (String, Linear)| {
             if let Some(format) = linear.weight.format() {
                 text(&format!("{module} {}", format.tag()));
             }
+        };
+        network.linears(layer)?.into_iter().for_each(&mut format);
+        let experts = network.spec.layers[layer].experts.map_or(0, |experts| experts.count);
+        for expert in 0..experts {
+            network.expert_linears(layer, expert)?.into_iter().for_each(&mut format);
         }
     }
     for (module, adapter) in &network.adapters {

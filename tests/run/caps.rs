@@ -4,7 +4,8 @@
 //! `cargo test --release --test run caps:: -- --ignored --nocapture --test-threads=1`
 
 use crate::bench::{Bench, number, said};
-use crate::tiers::{curve, random_model};
+use crate::tiers::{curve, random_model, write_weights};
+use ft::recipe::Dtype;
 use serde_json::json;
 use std::os::unix::process::CommandExt;
 use std::process::Output;
@@ -117,6 +118,87 @@ fn with_the_storage_left_open_a_run_from_memory_fits_as_codes() {
     let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
     let storage = plan["chosen"]["memory.frozen_weights"]["value"].as_str().unwrap();
     assert!(["int8", "nf4"].contains(&storage), "{storage}");
+}
+
+/// Less than the mixture below needs in memory with experts of 4 bits, more than its layers without experts.
+const EXPERT_CAP: u64 = 68 * MIB;
+
+/// The number of experts and the choice of Qwen3-30B-A3B (128, of which a token gets 8) in narrow layers: 77 million
+/// parameters.
+fn mixture() -> Bench {
+    let bench = Bench::new();
+    let changes = json!({"model_type": "qwen3_moe", "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64});
+    random_model(&bench, changes);
+    write_weights(&bench, Dtype::Bf16);
+    bench
+}
+
+#[test]
+fn a_mixture_trains_under_a_cap_from_the_experts_that_it_needs() {
+    let bench = mixture();
+    let base = [
+        "model.dtype=bf16",
+        "memory.frozen_weights=nf4",
+        "memory.activations=recompute",
+        "train.max_steps=2",
+        "train.save_steps=0",
+        "train.batch_size=1",
+        "train.gradient_accumulation_steps=2",
+        "data.max_length=48",
+    ];
+    let methods: [(&str, &[&str]); 2] = [
+        (
+            "lora",
+            &[
+                "tune.method=lora",
+                "tune.lora.r=2",
+                "tune.lora.target_parameters=[\"mlp.experts.gate_up_proj\", \"mlp.experts.down_proj\"]",
+            ],
+        ),
+        (
+            "block",
+            &[
+                "tune.method=block",
+                "tune.block.partition=experts",
+                "tune.block.experts_per_block=8",
+                "tune.block.switch_every=1",
+            ],
+        ),
+    ];
+    for (name, settings) in methods {
+        let here = format!("train.output_dir={name}-device");
+        bench.train(&[&base[..], settings, &["memory.tier=device", &here]].concat());
+        let there = format!("train.output_dir={name}-disk");
+        let more = ["memory.tier=disk", "memory.head_chunk=4096", &there];
+        let ran = capped(&bench, EXPERT_CAP, &[&base[..], settings, &more].concat());
+        assert!(ran.status.success(), "{name}\n{}", said(&ran));
+        let [device, disk] = ["device", "disk"].map(|place| format!("{name}-{place}"));
+        assert_eq!(curve(&bench, &device), curve(&bench, &disk), "{name}");
+        // 48 tokens choose 95 % of the experts, if they choose evenly; random routers do not.
+        let plan = std::fs::read_to_string(bench.path(&disk).join("plan.json")).unwrap();
+        let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
+        let share = plan["expert_share"].as_f64().unwrap();
+        for line in bench.steps(&disk) {
+            let read = number(&line, "experts_read_share");
+            println!(
+                "{name}: {read:.3} of the experts read, {share:.3} in the plan, peak {:.0} MiB",
+                peak(&bench, &disk)
+            );
+            assert!(read > 0.1 && read <= share * 1.05, "{read} {share}");
+            assert!(number(&line, "experts_read_bytes") <= 1.1 * 2.0 * plan["expert_bytes"].as_f64().unwrap());
+        }
+        println!("{name}: peak from memory {:.0} MiB", peak(&bench, &device));
+    }
+    // The same from memory does not fit under the cap.
+    let out = ["memory.tier=device", "memory.budget=1GiB", "train.output_dir=stopped"];
+    let ran = capped(&bench, EXPERT_CAP, &[&base[..], methods[0].1, &out].concat());
+    assert!(
+        !ran.status.success() && said(&ran).contains("memory allocation of"),
+        "{}",
+        said(&ran)
+    );
 }
 
 /// Runs block steps of a built-in shape with a limit; with `compare` also from memory, and compares the losses.

@@ -12,6 +12,7 @@ use ft::plan::gpu_time::GPUS;
 use ft::plan::{PlanDevice, RunPlan};
 use ft::recipe;
 use ft::setup::ModelDir;
+use ft::setup::adapters::Values;
 use ft::setup::defaults::ResumedValues;
 use ft::setup::rows::RecipeRows;
 use ft::train::{learning, stage};
@@ -156,7 +157,15 @@ impl<'a> Checker<'a> {
         };
         let stored = model.stored(recipe.model.init)?;
         let before = ResumedValues::default();
-        let plan = RunPlan::new(recipe, &model.spec, Some(&rows), &stored, &before, &device)?;
+        let plan = RunPlan::new(
+            recipe,
+            &model.spec,
+            Some(&rows),
+            &stored,
+            &before,
+            &device,
+            Values::Shapes,
+        )?;
         let steps = plan.stream.as_ref().map_or(0, |stream| stream.steps());
         learning::check(&plan.recipe, &plan.active_schedule, steps)?;
         if let Some(refused) = plan.memory.refused {

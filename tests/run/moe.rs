@@ -75,6 +75,22 @@ fn every_method_and_stage_reports_the_load_of_the_experts() {
             .is_some_and(|m| m.contains("attention") && m.contains("8 adapters"))
     };
     assert!(events.iter().any(said), "{events:?}");
+    // The load of every expert, of each step that is printed: two experts for each token.
+    let loads: Vec<_> = events.iter().filter(|e| e["event"] == "router_load").collect();
+    assert!(!loads.is_empty());
+    for load in loads {
+        let layers = load["tokens_of_experts"].as_object().unwrap();
+        let sums = layers.values().map(|l| {
+            let tokens = l.as_array().unwrap();
+            assert_eq!(tokens.len(), 6);
+            tokens.iter().map(|n| n.as_u64().unwrap()).sum::<u64>()
+        });
+        let sums: BTreeSet<u64> = sums.collect();
+        assert!(
+            layers.len() == 2 && sums.len() == 1 && sums.iter().all(|n| n % 2 == 0 && *n > 0),
+            "{load}"
+        );
+    }
     let curve = |run: &str| -> Vec<Vec<f64>> {
         let lines = bench.steps(run);
         lines

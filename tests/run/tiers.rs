@@ -20,11 +20,11 @@ pub fn random_model(bench: &Bench, changes: serde_json::Value) {
 }
 
 /// Random weights for the config of the bench.
-fn write_weights(bench: &Bench) {
+pub fn write_weights(bench: &Bench, dtype: Dtype) {
     let config = Config::load(&bench.path("model")).unwrap();
     let params = families::read(&config).unwrap().params();
     let file = bench.path("model/model.safetensors");
-    disk::write_random(&file, &params, 5, 0.05, 1.0, Dtype::F32).unwrap();
+    disk::write_random(&file, &params, 5, 0.05, 1.0, dtype).unwrap();
 }
 
 /// Losses, gradient norms and evaluations of a run, bit by bit.
@@ -123,7 +123,7 @@ fn a_random_model_with_a_large_vocabulary_learns_the_same_from_the_disk() {
         let changes = json!({"vocab_size": 9000, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": tied});
         random_model(&bench, changes);
-        write_weights(&bench);
+        write_weights(&bench, Dtype::F32);
         for (name, settings) in METHODS {
             let settings: Vec<&str> = if tied {
                 // A tied head is not a separate block.

@@ -8,6 +8,8 @@
 //! Letters: N tokens, H heads, A elements of a query or key that are not rotated, R rotated ones, V elements of a value, E
 //! elements of a filled head, L rank of the latent rows. f32, on a GPU also bf16.
 
+mod absorbed;
+
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use super::rope::{Direction, Pairing};
 use candle_core::Tensor;

@@ -40,7 +40,7 @@ pub(super) const JUDGED: &str = "judged.jsonl";
 pub(super) const NEW_TOKENS: &str = "data.new_tokens=[\"<a>\", \"<b>\"]";
 pub(super) const LARGE_VOCABULARY: usize = 40_000;
 
-pub(super) const CASES: [Case; 37] = [
+pub(super) const CASES: [Case; 38] = [
     case("streams, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
     case(
         "streams, a layer at a time",
@@ -70,6 +70,13 @@ pub(super) const CASES: [Case; 37] = [
         ROWS,
         LORA,
         &["train.batch_size=8", "train.router_aux_loss_coef=0.01"],
+    ),
+    case(
+        "experts, from the disk",
+        "sft",
+        ROWS,
+        LORA,
+        &["train.batch_size=8", "memory.tier=disk"],
     ),
     case(
         "experts, adapters on all of them",

@@ -8,6 +8,10 @@
 //!
 //! Layers with a sliding window store every token too; attention itself reads only the window.
 //!
+//! A layer with latent attention keeps on the CPU one row for each token, which is key and value of one head: pages have it twice,
+//! as keys in columns and as values in rows. Sums over latent rows have another order than those over the keys and values of all heads,
+//! so a cache with `Layout::expanded` keeps these.
+//!
 //! A Gated DeltaNet layer has a state in the place of keys and values: that after the last token of the run. A sequence that
 //! continues a run begins with a copy of it. A state cannot go back to an earlier token.
 
@@ -26,8 +30,21 @@ use std::sync::Arc;
 /// a GPU the bytes of an activation.
 pub fn cache_bytes(spec: &Spec, tokens: usize, element: Option<u64>) -> u64 {
     let dtype = |element| if element == 2 { DType::BF16 } else { DType::F32 };
-    let layout = Layout::of(spec, None, element.map(dtype));
+    let layout = Layout::of(spec, None, element.map(dtype), true);
     layout.bytes(tokens) + layout.step_bytes(tokens)
+}
+
+/// Bytes of the work of a decoding step of `tokens` new tokens over latent rows on the CPU, beyond that of a pass without a
+/// cache: queries and outputs over the rows, and the projection with its adapter.
+pub fn latent_work(spec: &Spec, tokens: usize) -> u64 {
+    let layer = |of: &LayerSpec| match of.mixer {
+        Mixer::Latent(sizes) => {
+            let rows = 2 * tokens * spec.heads * (sizes.kv_rank + sizes.rotary);
+            4 * (rows + 3 * spec.heads * (sizes.plain + sizes.value) * sizes.kv_rank) as u64
+        }
+        _ => 0,
+    };
+    spec.layers.iter().map(layer).max().unwrap_or(0)
 }
 
 /// What the cache has of one layer.
@@ -74,15 +91,26 @@ pub struct Layout {
 impl Layout {
     /// `stored` defaults to f32; on a GPU to `activations`, the output type of the layers.
     pub fn new(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
-        Self::of(spec, stored, (!device.is_cpu()).then_some(activations))
+        Self::of(spec, stored, (!device.is_cpu()).then_some(activations), true)
     }
 
-    fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>) -> Self {
+    /// As `new`, with the keys and values of all heads in the place of latent rows.
+    pub fn expanded(spec: &Spec, stored: Option<KvDtype>, device: &Device, activations: DType) -> Self {
+        Self::of(spec, stored, (!device.is_cpu()).then_some(activations), false)
+    }
+
+    fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>, latent_rows: bool) -> Self {
         let layer = |(l, of): (usize, &LayerSpec)| match (of.mixer, of.keys) {
             (Mixer::DeltaNet(sizes), _) => LayerLayout::State(delta_net::state_bytes(&sizes)),
             (_, KeySource::Layer(_)) => LayerLayout::Nothing,
-            (Mixer::Attention | Mixer::Latent(_), _) => {
-                let heads = (spec.kv_heads_of(l), spec.head_dim_of(l));
+            (mixer, _) => {
+                let heads = match mixer {
+                    // One head has the form of a latent row: see `Step::latent_rows`.
+                    Mixer::Latent(sizes) if latent_rows && on_gpu.is_none() && spec.heads > 1 => {
+                        (1, sizes.kv_rank + sizes.rotary)
+                    }
+                    _ => (spec.kv_heads_of(l), spec.head_dim_of(l)),
+                };
                 LayerLayout::Keys(match on_gpu {
                     None => Form {
                         stored: stored.unwrap_or(KvDtype::F32),
@@ -392,6 +420,14 @@ impl KvStore for Step<'_> {
             })
             .collect();
         paged::attend(q, &documents, spec)
+    }
+
+    fn latent_rows(&self, layer: usize) -> bool {
+        let of_one_head = |s: &&mut Sequence| {
+            let own = s.own.layers.get(layer);
+            matches!(own, Some(Layer::Pages(form, _)) if form.kv_heads == 1)
+        };
+        self.sequences.iter().all(of_one_head)
     }
 
     fn states(&mut self, layer: usize) -> Result<Vec<Option<DeltaState>>> {

@@ -76,12 +76,17 @@ impl<'a> Schedule<'a> {
         } else {
             Tree::apart(prompts.len())
         };
+        let layout = if limits.same_bits {
+            Layout::expanded
+        } else {
+            Layout::new
+        };
         Ok(Self {
             policy,
             requests,
             settings,
             sampler: settings.sampler(),
-            layout: Layout::new(
+            layout: layout(
                 &policy.network.spec,
                 limits.kv_cache,
                 &policy.network.device,

@@ -84,7 +84,13 @@ pub(super) fn divide_ranks(lora: &LoraConfig, config: &mut AdapterConfig, spec: 
 
 /// New adapters on the parameters that the config names. `first`: the number of linears, after which the initial values of
 /// these are drawn.
-pub(super) fn fresh(config: &AdapterConfig, spec: &Spec, gaussian: bool, seed: u64, first: usize) -> Result<Adapters> {
+pub(super) fn fresh(
+    config: &AdapterConfig,
+    spec: &Spec,
+    gaussian: bool,
+    seed: Option<u64>,
+    first: usize,
+) -> Result<Adapters> {
     let all = spec.expert_sites();
     let mut adapters = Adapters::new();
     for site in chosen(config, spec) {
@@ -92,7 +98,10 @@ pub(super) fn fresh(config: &AdapterConfig, spec: &Spec, gaussian: bool, seed: u
         let index = first + all.iter().position(|s| s.site.module == path).unwrap_or(0);
         let r = rank_of(config, &path)?;
         let scale = scaling(alpha_of(config, &path)?, r, config.use_rslora);
-        let own = ExpertLora::fresh(&site, r, scale, gaussian, seed, index as u64)?;
+        let own = match seed {
+            Some(seed) => ExpertLora::fresh(&site, r, scale, gaussian, seed, index as u64)?,
+            None => ExpertLora::shapes(&site, r, scale)?,
+        };
         adapters.insert(path, Arc::new(Adapter::Experts(own)));
     }
     Ok(adapters)

@@ -23,7 +23,7 @@ pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_table
 pub use merged::{Weighted, merged};
 pub use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, model};
-pub use new_adapters::{AdapterSet, TrainedRows, adapters_to_fill, new_adapters, subtracts_init};
+pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};
 pub use open::{OpenModel, open, open_decoded};
 pub use tie::{untied_weights, unties};
 

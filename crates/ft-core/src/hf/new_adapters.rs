@@ -8,7 +8,7 @@ use crate::formats::adapter::{AdapterConfig, AdapterKind, Allocation, Targets};
 use crate::model::spec::{EMBEDDING, LM_HEAD};
 use crate::model::{Adapters, Network, Spec, TokenRows, tokens};
 use crate::peft::config::{LoraInit, PeftType};
-use crate::peft::lora::{fresh, scaling};
+use crate::peft::lora::{fresh, scaling, shapes};
 use crate::peft::targets::{self, Site, select};
 use crate::peft::{self, Adalora, Adapter, AdapterShape, Cayley, Dora, Ia3, Loha, Lokr, Lora, LoraConfig, Mask, Oft};
 use crate::peft::{Projections, Vera};
@@ -102,6 +102,19 @@ pub fn new_adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: 
 /// # Errors
 /// As [`new_adapters`], except for initial values.
 pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: u64) -> Result<AdapterSet> {
+    adapters(lora, spec, base, Some(seed))
+}
+
+/// As [`adapters_to_fill`], for plans: LoRA pairs have shapes, but no values and no memory (`peft::lora::shapes`).
+///
+/// # Errors
+/// As [`adapters_to_fill`].
+pub fn adapter_shapes(lora: &LoraConfig, spec: &Spec, base: Option<String>) -> Result<AdapterSet> {
+    adapters(lora, spec, base, None)
+}
+
+/// `seed`: that of the initial values; `None`: no values.
+fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u64>) -> Result<AdapterSet> {
     let all = spec.sites();
     let mut config = config_of(lora, base)?;
     config.multimodal = spec.multimodal;
@@ -156,7 +169,7 @@ pub fn adapters_to_fill(lora: &LoraConfig, spec: &Spec, base: Option<String>, se
         AdapterKind::Vera { .. } => {
             let most = |of: fn(&Site) -> usize| chosen.iter().map(of).max().unwrap_or(0);
             let (inputs, outputs) = (most(|s| s.input), most(|s| s.output));
-            Some(Projections::fresh(config.r, inputs, outputs, seed)?)
+            Some(Projections::fresh(config.r, inputs, outputs, seed.unwrap_or(0))?)
         }
         _ => None,
     };
@@ -433,9 +446,10 @@ fn one(
     config: &AdapterConfig,
     site: &Site,
     index: u64,
-    seed: u64,
+    draw: Option<u64>,
     shared: Option<&Projections>,
 ) -> Result<Adapter> {
+    let seed = draw.unwrap_or(0);
     let (module, i, o) = (site.module.as_str(), site.input, site.output);
     let r = rank_of(config, module)?;
     let alpha = alpha_of(config, module)?;
@@ -452,7 +466,10 @@ fn one(
     Ok(match &config.kind {
         AdapterKind::Lora => {
             let gaussian = lora.init_lora_weights == LoraInit::Gaussian;
-            let pair = fresh(r, i, o, gaussian, seed, index)?;
+            let pair = match draw {
+                Some(seed) => fresh(r, i, o, gaussian, seed, index)?,
+                None => shapes(r, i, o)?,
+            };
             let scale = scaling(alpha, r, config.use_rslora);
             let mut pair = Lora::new(module, pair, scale, mask);
             if subtracts_init(lora.init_lora_weights) {

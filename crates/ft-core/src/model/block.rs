@@ -101,7 +101,8 @@ pub struct SavedActivations {
 }
 
 impl Block {
-    /// Its linears in model order, each with its module name: `model.layers.0.self_attn.q_proj`.
+    /// Its linears in model order, without those of routed experts, each with its module name:
+    /// `model.layers.0.self_attn.q_proj`.
     pub fn into_linears(self) -> Vec<(String, Linear)> {
         let module = |l: &Linear| l.name.trim_end_matches(".weight").to_string();
         let mut all = vec![self.attention_in];
@@ -112,9 +113,8 @@ impl Block {
         all.extend([self.o_proj, self.mlp_in, self.down_proj]);
         all.extend(self.laurel.into_iter().flat_map(|l| [l.left, l.right]));
         all.extend(self.per_layer.into_iter().flat_map(|p| [p.gate, p.projection]));
-        let experts = self.experts.into_iter().flat_map(Experts::into_linears);
         let all = all.into_iter().flat_map(Projections::into_linears);
-        all.chain(experts).map(|l| (module(&l), l)).collect()
+        all.map(|l| (module(&l), l)).collect()
     }
 
     pub(super) fn norm(&self, norm: &Norm, x: &Tensor) -> Result<Tensor> {
@@ -214,7 +214,10 @@ impl Block {
         if let Some(altup) = &self.altup {
             return Ok(self.altup_forward(altup, x, ctx, Some(cache), false)?.0);
         }
-        let x1 = self.mixer(x, ctx, Some(cache))?.0;
+        let x1 = match &self.latent {
+            Some(net) if cache.latent_rows(self.index) => self.latent_cached(net, x, ctx, cache)?,
+            _ => self.mixer(x, ctx, Some(cache))?.0,
+        };
         self.end(&self.mlp_after(x, &x1, ctx, false)?.0, ctx)
     }
 

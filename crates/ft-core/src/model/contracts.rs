@@ -82,6 +82,12 @@ pub trait KvStore {
         spec: &Spec,
     ) -> Result<(Tensor, Tensor)>;
 
+    /// True if the cache keeps the latent rows of a layer with latent attention: `attend` gets queries and rows of
+    /// `LatentHeads::absorbed_queries` and `cached_rows`, with one key head.
+    fn latent_rows(&self, _layer: usize) -> bool {
+        false
+    }
+
     /// For each document the state of a Gated DeltaNet layer; `None` before its first token.
     fn states(&mut self, layer: usize) -> Result<Vec<Option<DeltaState>>> {
         Err(Error::internal("this cache has no recurrent states").at(format!("layer {layer}")))

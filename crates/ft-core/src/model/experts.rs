@@ -4,8 +4,10 @@
 //! The weight of an expert multiplies the input of its down_proj, which is linear. So the gradient of the weight is a
 //! product of two tensors that the backward pass has anyway, and the output of an expert is never needed again.
 //!
-//! Experts are computed one by one on the rows of their tokens, in ascending order, so every sum has a fixed order. An expert
-//! without tokens is not computed; its parameters get gradients of zeros, as those of a fused tensor do.
+//! Experts are computed one by one on the rows of their tokens, in ascending order, so every sum has a fixed order. The weights
+//! of an expert are fetched when it is computed (`reader`). An expert without tokens is not computed, and not fetched unless it
+//! is trained; its parameters get gradients of zeros, as those of a fused tensor do. On a GPU dense experts that are all there
+//! are computed together (`grouped`).
 //!
 //! Letters: N tokens, n tokens of an expert, D hidden size, I intermediate size of an expert, E experts.
 
@@ -13,17 +15,17 @@ pub(super) mod adapters;
 mod bias;
 mod grouped;
 pub(super) mod memory;
+pub(super) mod reader;
 
-use adapters::JoinedAdapters;
+use reader::{Expert, ExpertReader};
 
 use super::block::Block;
 use super::contracts::{Context, GradSink, Param};
-use super::linear::Linear;
 use super::mlp::SavedPiece;
 use super::network::param;
 use super::projections::Projections;
 use super::spec::ExpertsSpec;
-use crate::base::{Error, Result};
+use crate::base::Result;
 use crate::ops::routing::{self, Assignment, Routing};
 use crate::ops::{linear, update};
 use crate::source::GroupWeights;
@@ -38,20 +40,9 @@ pub struct Experts {
     router_bias: Option<Param>,
     /// `[E]`
     correction: Option<Tensor>,
-    experts: Vec<Expert>,
-    /// The adapters on the parameters of all experts.
-    joined: JoinedAdapters,
+    reader: ExpertReader,
     /// Weight of the factor of the shared expert's output, `[1, D]`.
     shared_gate: Option<Param>,
-}
-
-/// One expert.
-struct Expert {
-    /// gate and up.
-    inputs: Projections,
-    down: Projections,
-    /// `[D]`
-    down_bias: Option<Param>,
 }
 
 /// Saved activations of a mixture of experts.
@@ -74,55 +65,28 @@ struct Needs<'a> {
 }
 
 impl Experts {
-    /// Reads the router and the experts of layer `index`; `linear` reads a linear by its name below the layer, `joined` has
-    /// the adapters on the parameters of all experts.
-    pub(super) fn read(
-        sizes: ExpertsSpec,
-        weights: &GroupWeights,
-        index: usize,
-        linear: &dyn Fn(&str, bool) -> Result<Linear>,
-        joined: JoinedAdapters,
-    ) -> Result<Self> {
+    /// Reads the router of the layer of `reader`; the experts are read when they are needed.
+    pub(super) fn read(weights: &GroupWeights, reader: ExpertReader) -> Result<Self> {
+        let (sizes, index) = (reader.sizes, reader.index);
         let named = |name: &str| param(weights, &format!("model.layers.{index}.{name}"));
-        let bias = |of: String| sizes.bias.then(|| named(&format!("{of}.bias"))).transpose();
-        let expert = |e: usize| {
-            let projections = |which: &[usize], bias: bool| {
-                let linears = which.iter().map(|&p| {
-                    let mut linear = linear(&sizes.linear_name(e, p), bias)?;
-                    joined.place(&mut linear, e, p)?;
-                    Ok::<_, Error>(linear)
-                });
-                Ok::<_, Error>(Projections::separate(linears.collect::<Result<_>>()?))
-            };
-            Ok(Expert {
-                inputs: projections(&[0, 1], sizes.bias)?,
-                down: projections(&[2], false)?,
-                down_bias: bias(sizes.linear_name(e, 2))?,
-            })
-        };
+        let router_bias = sizes.bias.then(|| named(&format!("{}.bias", sizes.names.router)));
         let correction = sizes.correction.then(|| named(&sizes.correction_name())).transpose()?;
         let gate = sizes.shared.and_then(|s| s.gate);
         Ok(Self {
             sizes,
             router: named(&sizes.router_name())?,
-            router_bias: bias(sizes.names.router.to_string())?,
+            router_bias: router_bias.transpose()?,
             correction: correction.map(|c| c.tensor),
-            experts: (0..sizes.count).map(expert).collect::<Result<_>>()?,
-            joined,
+            reader,
             shared_gate: gate.map(|gate| named(&format!("{gate}.weight"))).transpose()?,
         })
     }
 
-    /// The linears of all experts, in model order.
-    pub(super) fn into_linears(self) -> impl Iterator<Item = Linear> {
-        let all = self.experts.into_iter().flat_map(|e| [e.inputs, e.down]);
-        all.flat_map(Projections::into_linears)
-    }
-
     /// True if any parameter gets a gradient.
     pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
-        let expert = |e: &Expert| e.inputs.wanted(sink) || e.down.wanted(sink) || wants(&e.down_bias, sink);
-        self.router_wanted(sink) || self.joined.wanted(sink) || self.experts.iter().any(expert)
+        self.router_wanted(sink)
+            || self.reader.joined.wanted(sink)
+            || (0..self.sizes.count).any(|e| self.reader.wanted(e, sink))
     }
 
     fn router_wanted(&self, sink: &dyn GradSink) -> bool {
@@ -180,6 +144,11 @@ impl Block {
     ) -> Result<(Tensor, Option<SavedExperts>)> {
         let routing = experts.route(h)?;
         ctx.shared.routed(self.index, &routing);
+        let together = experts.together(h, ctx)?;
+        let used: Vec<usize> = used(&routing).collect();
+        if together.is_none() {
+            experts.reader.expect(&used);
+        }
         let mut y = None;
         let mut shared = None;
         if experts.sizes.shared.is_some() {
@@ -191,7 +160,7 @@ impl Block {
             Some(y) => y,
             None => update::zeros(h.shape(), h.dtype(), h.device())?,
         };
-        let assignment = routing.assign(h.device(), experts.together(h, ctx))?;
+        let assignment = routing.assign(h.device(), together.is_some())?;
         let mut saved = Vec::new();
         for unit in assignment.units() {
             let Some(of) = assignment.of(unit.clone())? else {
@@ -199,7 +168,15 @@ impl Block {
                 continue;
             };
             let rows = of.gather(h)?;
-            let (part, kept) = match &experts.experts[unit] {
+            let own;
+            let group = match &together {
+                Some(all) => &all[unit],
+                None => {
+                    own = experts.reader.read(unit.start)?;
+                    std::slice::from_ref(&own)
+                }
+            };
+            let (part, kept) = match group {
                 [expert] => {
                     let weights = Some(&of.weights);
                     let (part, kept) = self.expert_forward(&expert.inputs, &expert.down, &rows, weights, ctx, keep)?;
@@ -256,7 +233,7 @@ impl Block {
         need_dh: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        let mut sink = experts.joined.sink(sink);
+        let mut sink = experts.reader.joined.sink(sink);
         let dh = self.routed_backward(experts, (h, saved), dy, (ctx, need_dh), &mut sink)?;
         sink.finish()?;
         Ok(dh)
@@ -271,11 +248,12 @@ impl Block {
         (ctx, need_dh): (&Context, bool),
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let together = experts.together(h, ctx)?;
         let (routing, assignment, saved, saved_shared) = match saved {
             Some(saved) => (saved.routing, saved.assignment, saved.experts, saved.shared),
             None => {
                 let routing = experts.route(h)?;
-                let assignment = routing.assign(h.device(), experts.together(h, ctx))?;
+                let assignment = routing.assign(h.device(), together.is_some())?;
                 (routing, assignment, Vec::new(), None)
             }
         };
@@ -284,6 +262,13 @@ impl Block {
             dh: need_dh,
             weights: need_dh || experts.router_wanted(sink),
         };
+        let all = needs.dh || needs.weights || experts.reader.joined.wanted(sink);
+        let computed: Vec<usize> = used(&routing)
+            .filter(|&e| all || experts.reader.wanted(e, sink))
+            .collect();
+        if together.is_none() {
+            experts.reader.expect(&computed);
+        }
         let mut dh = None;
         if experts.sizes.shared.is_some() {
             let factors = experts.shared_factors(h)?;
@@ -306,10 +291,19 @@ impl Block {
         let mut saved = saved.into_iter();
         for unit in assignment.units() {
             let kept = saved.next().flatten();
-            let group = &experts.experts[unit.clone()];
-            let Some(of) = assignment.of(unit)? else {
-                group.iter().try_for_each(|expert| zero_gradients(expert, sink))?;
+            let Some(of) = assignment.of(unit.clone())? else {
+                unit.into_iter()
+                    .try_for_each(|e| experts.reader.zero_gradients(e, sink))?;
                 continue;
+            };
+            let own;
+            let group = match &together {
+                Some(all) => &all[unit],
+                None if computed.binary_search(&unit.start).is_err() => continue,
+                None => {
+                    own = experts.reader.read(unit.start)?;
+                    std::slice::from_ref(&own)
+                }
             };
             let rows = of.gather(h)?;
             let dy = of.gather(dy)?;
@@ -392,6 +386,22 @@ impl Block {
         drop(dm);
         let x = inputs_wanted.then_some(rows);
         inputs.backward(x, low_in, d_parts, ctx, needs.dh, sink)
+    }
+}
+
+/// The experts that have tokens, in ascending order.
+fn used(routing: &Routing) -> impl Iterator<Item = usize> {
+    let counts = routing.counts().into_iter().enumerate();
+    counts.filter(|(_, tokens)| *tokens > 0).map(|(e, _)| e)
+}
+
+impl ExpertReader {
+    /// The gradients of expert `e`, which has no tokens.
+    fn zero_gradients(&self, e: usize, sink: &mut dyn GradSink) -> Result<()> {
+        if self.wanted(e, sink) {
+            zero_gradients(&self.read(e)?, sink)?;
+        }
+        Ok(())
     }
 }
 

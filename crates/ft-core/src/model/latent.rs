@@ -8,7 +8,8 @@
 //! ```
 //!
 //! q_a_proj (or q_proj) and kv_a_proj are `Block::attention_in`, o_proj is `Block::o_proj`. A half has no norm after it in these
-//! families. The KV cache has the keys and values of all heads. Letters as in `ops::latent`.
+//! families. On the CPU the KV cache has a latent row and the shared part of the key for each token (`ops::latent::absorbed`), or
+//! the keys and values of all heads. Letters as in `ops::latent`.
 
 pub(super) mod memory;
 
@@ -50,6 +51,16 @@ pub(super) struct SavedLatent {
     low: [SavedLow; 4],
 }
 
+/// What latent attention computes first.
+struct LatentInputs {
+    /// Filled heads, `[N, H·E]`.
+    q: Tensor,
+    low_q: Option<Tensor>,
+    low_kv: Tensor,
+    /// u of the LoRA pairs of the input projections and of q_b_proj.
+    low: [SavedLow; 2],
+}
+
 impl Latent {
     /// True if a parameter between the input and output projections gets a gradient.
     pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
@@ -68,15 +79,38 @@ impl Block {
         net.sizes.heads(self.spec.heads, self.spec.pairing)
     }
 
-    /// As `mixer`, for latent attention.
-    pub(super) fn latent(
+    /// Decoding over latent rows: as `latent`, with a cache that keeps them.
+    pub(super) fn latent_cached(
         &self,
         net: &Latent,
         x: &Tensor,
         ctx: &Context,
-        cache: Option<&mut dyn KvStore>,
-    ) -> Result<(Tensor, SavedLatent)> {
+        cache: &mut dyn KvStore,
+    ) -> Result<Tensor> {
         let heads = self.latent_heads(net);
+        let (cos, sin) = &ctx.ropes[self.spec.layers[self.index].rope];
+        let LatentInputs { q, low_kv, .. } = self.latent_inputs(net, x, ctx)?;
+        let c = self.norm(&net.norm, &net.rows(&low_kv)?)?;
+        let rows = heads.cached_rows(&c, &low_kv, (cos, sin))?;
+        let w = net.expand.one()?.whole()?;
+        let q = heads.absorbed_queries(&q, &w)?;
+        // Rounded operands would be others than those of a pass without a cache.
+        let spec = attention::Spec {
+            kv_heads: 1,
+            head_dim: rows.dim(1)?,
+            bf16: false,
+            ..self.attention_spec()
+        };
+        let (o, _) = cache.attend(self.index, &q, Some((&rows, &rows)), &spec)?;
+        drop(q);
+        let values = heads.absorbed_values(&o, &w)?;
+        drop(o);
+        let (out, low_out) = self.o_proj.forward_one(&values, ctx)?;
+        add_residual(out, x, &low_out, self.spec.residual_scale)
+    }
+
+    /// The queries and the latent rows of x.
+    fn latent_inputs(&self, net: &Latent, x: &Tensor, ctx: &Context) -> Result<LatentInputs> {
         let (cos, sin) = &ctx.ropes[self.spec.layers[self.index].rope];
         let h = self.normed(&self.input_norm, x)?;
         let (parts, low_in) = self.attention_in.forward(&h, ctx)?;
@@ -91,8 +125,31 @@ impl Block {
             }
             None => (first, None, None),
         };
-        let q = heads.queries(&raw_q, (cos, sin))?;
-        drop(raw_q);
+        let q = self.latent_heads(net).queries(&raw_q, (cos, sin))?;
+        Ok(LatentInputs {
+            q,
+            low_q,
+            low_kv,
+            low: [low_in, low_b],
+        })
+    }
+
+    /// As `mixer`, for latent attention.
+    pub(super) fn latent(
+        &self,
+        net: &Latent,
+        x: &Tensor,
+        ctx: &Context,
+        cache: Option<&mut dyn KvStore>,
+    ) -> Result<(Tensor, SavedLatent)> {
+        let heads = self.latent_heads(net);
+        let (cos, sin) = &ctx.ropes[self.spec.layers[self.index].rope];
+        let LatentInputs {
+            q,
+            low_q,
+            low_kv,
+            low: [low_in, low_b],
+        } = self.latent_inputs(net, x, ctx)?;
         let rows = self.norm(&net.norm, &net.rows(&low_kv)?)?;
         let (kv, low_expand) = net.expand.forward_one(&rows, ctx)?;
         drop(rows);

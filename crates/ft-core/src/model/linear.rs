@@ -8,7 +8,7 @@ use crate::ops::low_rank::LowRank;
 use crate::ops::{linear, update};
 use crate::peft::{Adapter, BackwardInput, Dora, Frozen, Lora};
 use crate::quant::Weight;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
 pub use crate::peft::Dx;
@@ -78,6 +78,19 @@ impl Frozen for Linear {
 }
 
 impl Linear {
+    /// The weight with its adapter, dense, `[O, I]`.
+    pub(super) fn whole(&self) -> Result<Tensor> {
+        let (outputs, inputs) = self.dims();
+        let dense = match self.weight.dense() {
+            Ok(weight) => weight.clone(),
+            Err(_) => Tensor::from_vec(self.weight.rows(0, outputs)?, (outputs, inputs), &Device::Cpu)?,
+        };
+        match &self.adapter {
+            Some(adapter) => adapter.merged(&dense.to_dtype(DType::F32)?),
+            None => Ok(dense),
+        }
+    }
+
     /// `x` `[N, I]` to `[N, O]`.
     pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         ctx.seen(&self.name, x)?;

@@ -9,6 +9,7 @@ use super::contracts::{Context, Param};
 use super::delta_net::DeltaNet;
 use super::experts::Experts;
 use super::experts::adapters::JoinedAdapters;
+use super::experts::reader::ExpertReader;
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::latent::Latent;
 use super::linear::Linear;
@@ -242,9 +243,51 @@ impl Network {
         Err(Error::not_found("the model has no such parameter").at(name))
     }
 
-    /// The linears of layer `index`, with or without an adapter, each with its module name.
+    /// The linears of layer `index`, with or without an adapter, each with its module name. Those of routed experts: see
+    /// `expert_linears`.
     pub fn linears(&self, index: usize) -> Result<Vec<(String, Linear)>> {
         Ok(self.block(index)?.into_linears())
+    }
+
+    /// As `linears`, of one routed expert.
+    ///
+    /// # Errors
+    /// The layer has no such expert, or its weights cannot be read.
+    pub fn expert_linears(&self, index: usize, expert: usize) -> Result<Vec<(String, Linear)>> {
+        let reader = self.expert_reader(index).filter(|of| expert < of.sizes.count);
+        let reader = reader.ok_or_else(|| {
+            Error::argument("the layer has no such expert").at(format!("layer {index}, expert {expert}"))
+        })?;
+        reader.linears(expert)
+    }
+
+    /// The adapter of a linear or of a parameter, unless adapters are disabled.
+    fn adapter_of(&self, module: &str) -> Option<Arc<Adapter>> {
+        let disabled = self.adapters_disabled.load(Ordering::Relaxed);
+        self.adapters.get(module).filter(|_| !disabled).cloned()
+    }
+
+    /// Reads the experts of layer `index`, if it has any.
+    fn expert_reader(&self, index: usize) -> Option<ExpertReader> {
+        let sizes = self.spec.layers.get(index)?.experts?;
+        let adapter_of = |module: &str| self.adapter_of(module);
+        let path = format!("model.layers.{index}.{}.", sizes.names.experts);
+        let own = self
+            .adapters
+            .range(path.clone()..)
+            .take_while(|(module, _)| module.starts_with(&path));
+        let enabled = !self.adapters_disabled.load(Ordering::Relaxed);
+        Some(ExpertReader {
+            source: self.source.clone(),
+            sizes,
+            index,
+            products: self.products,
+            adapters: own
+                .filter(|_| enabled)
+                .map(|(module, a)| (module.clone(), a.clone()))
+                .collect(),
+            joined: JoinedAdapters::new(&self.spec, index, &adapter_of),
+        })
     }
 
     /// Creates the block of layer `index` from its weights.
@@ -252,7 +295,7 @@ impl Network {
     /// # Errors
     /// The source cannot deliver the weights of this layer.
     pub fn block(&self, index: usize) -> Result<Block> {
-        let weights = self.source.fetch(Group::Layer(index))?;
+        let weights = self.source.fetch_dense(index)?;
         let spec = &self.spec;
         let norms = spec.norms(index);
         let sparsity = spec.layers[index].sparsity;
@@ -261,8 +304,6 @@ impl Network {
             of.map(|norm| Norm::read(&weights, &format!("model.layers.{index}.{}", norm.name), norm))
                 .transpose()
         };
-        let adapters_disabled = self.adapters_disabled.load(Ordering::Relaxed);
-        let adapter_of = |module: &str| self.adapters.get(module).filter(|_| !adapters_disabled).cloned();
         let linear = |name: &str, bias: bool| -> Result<Linear> {
             let module = format!("model.layers.{index}.{name}");
             let bias = if bias {
@@ -270,7 +311,7 @@ impl Network {
             } else {
                 None
             };
-            let adapter = adapter_of(&module);
+            let adapter = self.adapter_of(&module);
             let (name, weight) = weights.weight(&format!("{module}.weight"))?;
             let weight = weight.with_products(self.products);
             Ok(Linear {
@@ -342,8 +383,7 @@ impl Network {
             Mixer::Attention | Mixer::Latent(_) => None,
         };
         let mut down_proj = mlp(&down)?;
-        let joined = JoinedAdapters::new(spec, index, &adapter_of);
-        let experts = experts.map(|sizes| Experts::read(sizes, &weights, index, &linear, joined));
+        let experts = self.expert_reader(index).map(|reader| Experts::read(&weights, reader));
         let mut groups = vec![&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
         if let Some(latent) = &mut latent {
             groups.extend(latent.queries.as_mut().map(|(_, linear)| linear));

@@ -110,6 +110,14 @@ impl Projections {
         &self.linears
     }
 
+    /// The linear, if it is the only one.
+    pub(super) fn one(&self) -> Result<&Linear> {
+        match &self.linears[..] {
+            [linear] => Ok(linear),
+            _ => Err(Error::internal("a projection is not a single linear")),
+        }
+    }
+
     /// True if the first weight is bf16.
     pub fn is_bf16(&self) -> bool {
         self.linears.first().is_some_and(|l| l.weight.is_bf16())

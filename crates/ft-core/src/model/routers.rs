@@ -308,6 +308,15 @@ impl Routers {
         }
     }
 
+    /// Tokens of each expert since the last call of `metrics`, by layer.
+    pub fn loads(&self) -> Vec<(usize, Vec<u64>)> {
+        let load = self.load.borrow();
+        load.layers
+            .iter()
+            .map(|(layer, sums)| (*layer, sums.counts.clone()))
+            .collect()
+    }
+
     /// Means since the last call, by their names in `metrics.jsonl`; empty for a model without experts. The largest load
     /// is that of an expert divided by the mean of its layer; the entropy is in nats.
     pub fn metrics(&self) -> Vec<(&'static str, f64)> {
@@ -427,6 +436,7 @@ mod tests {
 
         let routers = Routers::new(RouterLosses::default());
         routers.add(&tally);
+        assert_eq!(routers.loads(), [(0, vec![2, 0, 0]), (2, vec![1, 1, 0])]);
         let found: BTreeMap<&str, f64> = routers.metrics().into_iter().collect();
         // The first layer has all tokens at one of three experts; two experts of it and one of the other are idle.
         assert_eq!((found["router_max_load"], found["router_idle_experts"]), (3.0, 3.0));

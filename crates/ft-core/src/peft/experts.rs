@@ -83,6 +83,16 @@ impl ExpertLora {
         Ok(Self::new(site, (a, b), scale))
     }
 
+    /// As `fresh`, without memory of its own: see `lora::shapes`.
+    ///
+    /// # Errors
+    /// None for these sizes.
+    pub fn shapes(site: &ExpertSite, r: usize, scale: f32) -> Result<Self> {
+        let (a, _) = lora::shapes(r * site.experts, site.site.input, 0)?;
+        let (_, b) = lora::shapes(r, 0, site.experts * site.site.output)?;
+        Ok(Self::new(site, (a, b), scale))
+    }
+
     /// As `new`, with B as in a file, `[O, R·E]`.
     ///
     /// # Errors

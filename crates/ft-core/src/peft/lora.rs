@@ -15,7 +15,7 @@ use crate::base::rng::{Rng, Stream};
 use crate::ops::low_rank::LowRank;
 use crate::ops::pairs::Pair;
 use crate::ops::{linear, update};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -73,6 +73,15 @@ pub fn fresh(r: usize, input: usize, output: usize, gaussian: bool, seed: u64, s
     let a = Tensor::from_vec(a, (r, input), &Device::Cpu)?;
     let b = Tensor::from_vec(vec![0f32; output * r], (output, r), &Device::Cpu)?;
     Ok((a, b))
+}
+
+/// A pair of the shapes of `fresh` without memory of its own: every element is the same zero. For plans.
+///
+/// # Errors
+/// None for these sizes.
+pub fn shapes(r: usize, input: usize, output: usize) -> Result<(Tensor, Tensor)> {
+    let zero = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+    Ok((zero.broadcast_as((r, input))?, zero.broadcast_as((output, r))?))
 }
 
 impl Lora {

@@ -4,7 +4,7 @@
 use super::{ParamInfo, Placement, SLOTS, StoragePolicy};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::quant::Storage;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Settings on which the memory of a weight depends.
 #[derive(Clone, Copy)]
@@ -84,34 +84,59 @@ impl WeightMemory<'_> {
     }
 }
 
-/// The double buffer of the layers that are streamed. A slot has the size of the largest layer; parameters of the same
-/// name in two layers share their buffer.
+/// The double buffers of the layers that are streamed, and of their routed experts. A slot has the size of the largest layer
+/// without its experts, or of the largest expert; parameters of the same name in two layers or two experts share their buffer.
 #[derive(Default)]
 pub struct LayerSlots {
+    layers: Slots,
+    experts: Slots,
+}
+
+/// A double buffer.
+#[derive(Default)]
+struct Slots {
+    /// The largest parameter of each name.
     largest: BTreeMap<String, u64>,
-    layers: u64,
+    /// Number of layers or experts.
+    items: u64,
+}
+
+impl Slots {
+    fn hold(&mut self, name: String, bytes: u64) {
+        let largest = self.largest.entry(name).or_default();
+        *largest = bytes.max(*largest);
+    }
+
+    fn bytes(&self) -> u64 {
+        (SLOTS as u64).min(self.items) * self.largest.values().sum::<u64>()
+    }
 }
 
 impl LayerSlots {
     /// Adds `count` equal layers that stream these parameters, each with its bytes.
     pub fn add(&mut self, params: impl IntoIterator<Item = (ParamInfo, u64)>, count: usize) {
         let mut streams = false;
+        let mut experts = BTreeSet::new();
         for (p, bytes) in params {
             let below = p.name.splitn(4, '.').nth(3).unwrap_or_default();
-            match self.largest.get_mut(below) {
-                Some(largest) => *largest = (*largest).max(bytes),
+            match p.expert() {
+                Some(expert) => {
+                    experts.insert(expert);
+                    self.experts.hold(below.replacen(&format!(".{expert}."), ".", 1), bytes);
+                }
                 None => {
-                    self.largest.insert(below.to_string(), bytes);
+                    self.layers.hold(below.to_string(), bytes);
+                    streams = true;
                 }
             }
-            streams = true;
         }
-        self.layers += if streams { count as u64 } else { 0 };
+        self.layers.items += if streams { count as u64 } else { 0 };
+        self.experts.items += (experts.len() * count) as u64;
     }
 
     /// Bytes of all slots.
     pub fn bytes(&self) -> u64 {
-        (SLOTS as u64).min(self.layers) * self.largest.values().sum::<u64>()
+        self.layers.bytes() + self.experts.bytes()
     }
 }
 
@@ -217,6 +242,13 @@ mod tests {
         slots.add([(param(1, "a", &[1]), 4), (param(1, "b", &[1]), 7)], 3);
         slots.add([], 9);
         assert_eq!(slots.bytes(), 2 * 17);
+        // Two experts of any layer, whatever their number is.
+        let expert = |e: usize| {
+            let one = |below: &str, bytes| (param(4, &format!("mlp.experts.{e}.{below}"), &[1]), bytes);
+            [one("up.weight", 100 + e as u64), one("down.weight", 50)]
+        };
+        slots.add((0..8).flat_map(expert), 2);
+        assert_eq!(slots.bytes(), 2 * 17 + 2 * (107 + 50));
         assert_eq!(head_slots(10, (100, 8), 2), 2 * 2 * 10 * 8);
         assert_eq!(head_slots(200, (100, 8), 2), 2 * 100 * 8);
     }

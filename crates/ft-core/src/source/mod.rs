@@ -2,6 +2,7 @@
 //! Handles names, shapes and storage types; independent of the mathematics of layers.
 
 pub mod disk;
+mod experts;
 mod placement;
 mod in_memory;
 pub mod memory;
@@ -22,6 +23,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use disk::Disk;
+pub use experts::{ExpertReads, expert_of};
 pub use in_memory::InMemory;
 pub use placement::Placement;
 pub use policy::StoragePolicy;
@@ -81,6 +83,11 @@ impl ParamInfo {
     /// Norm weights and biases: never decayed.
     pub fn is_vector(&self) -> bool {
         is_vector(&self.name, self.shape.len())
+    }
+
+    /// The routed expert of its layer to which it belongs.
+    pub fn expert(&self) -> Option<usize> {
+        expert_of(&self.name)
     }
 }
 
@@ -176,11 +183,50 @@ impl MasterLowBits for BTreeMap<String, Tensor> {
 
 /// Delivers the weights of a model, one group at a time. One of the four contracts of the engine.
 pub trait WeightSource: Send + Sync {
-    /// Returns the weights of `group` on the device. Their memory is reused after the handle is dropped.
+    /// Returns the weights of `group` on the device. Their memory is reused after the handle is dropped. A layer has all its
+    /// experts: a pass fetches them with `fetch_expert`.
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>>;
 
-    /// A hint: `group` is fetched next. A source with slow storage starts to copy it during the computation.
+    /// A hint: `group` is fetched next, a layer with `fetch_dense`. A source with slow storage starts to copy it during the
+    /// computation.
     fn prefetch(&self, _group: Group) {}
+
+    /// As `fetch` of a layer, but its routed experts may be missing.
+    ///
+    /// # Errors
+    /// As `fetch`.
+    fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
+        self.fetch(Group::Layer(layer))
+    }
+
+    /// As `fetch` of a layer, but all except its routed expert `expert` may be missing.
+    ///
+    /// # Errors
+    /// As `fetch`.
+    fn fetch_expert(&self, layer: usize, _expert: usize) -> Result<Arc<GroupWeights>> {
+        self.fetch(Group::Layer(layer))
+    }
+
+    /// True if routed experts are brought one at a time.
+    fn streams_experts(&self) -> bool {
+        false
+    }
+
+    /// A hint: layer `layer` fetches these experts next, in this order, each after it dropped the one before. A source with
+    /// slow storage brings the next one during the computation of one.
+    fn expect_experts(&self, _layer: usize, _experts: &[usize]) {}
+
+    /// What has this parameter: its expert, its layer without experts, or its group.
+    ///
+    /// # Errors
+    /// As `fetch`.
+    fn fetch_with(&self, p: &ParamInfo) -> Result<Arc<GroupWeights>> {
+        match (p.group, p.expert()) {
+            (Group::Layer(layer), Some(expert)) => self.fetch_expert(layer, expert),
+            (Group::Layer(layer), None) => self.fetch_dense(layer),
+            (group, _) => self.fetch(group),
+        }
+    }
 
     /// All parameters, in the order of the model.
     fn params(&self) -> &[ParamInfo];
@@ -259,6 +305,11 @@ pub trait TrainableStore: WeightSource {
 
     /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
     fn upload_times(&self) -> Result<Option<CopyTimes>>;
+
+    /// Experts that were brought to the device since the last call; `None`: they are always there.
+    fn expert_reads(&self) -> Option<ExpertReads> {
+        None
+    }
 }
 
 /// True for the parameters that a source with slow storage always keeps on the device: the head group, and the output

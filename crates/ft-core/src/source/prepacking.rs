@@ -4,8 +4,8 @@
 
 use super::policy::is_projection;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy, StreamedMatrix,
-    TrainableStore, WeightSource, lock,
+    ExpertReads, Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StoragePolicy,
+    StreamedMatrix, TrainableStore, WeightSource, lock,
 };
 use crate::base::Result;
 use crate::formats::weights::Weights;
@@ -188,6 +188,14 @@ impl TrainableStore for Prepacking {
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {
         self.below.upload_times()
+    }
+
+    fn streams_experts(&self) -> bool {
+        self.below.streams_experts()
+    }
+
+    fn expert_reads(&self) -> Option<ExpertReads> {
+        self.below.expert_reads()
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {

@@ -1,9 +1,10 @@
 //! Frozen layers in host memory or on the disk, computed on a GPU: wraps a host source and uploads its layers to the
-//! device, two at a time. During each upload the host source prefetches the next layer. Active parameters stay on the
+//! device, two at a time, and of their routed experts those that a micro-batch needs, two at a time. During each upload the host source prefetches the next layer. Active parameters stay on the
 //! device and are copied back bit-exactly when they are deactivated.
 
 mod order;
 
+use super::experts::{Expected, ExpertReads, Part};
 use super::requantize::Exact;
 use super::resident::send;
 use super::{
@@ -34,12 +35,16 @@ pub struct Uploaded {
     /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `host` does not store them.
     low: Mutex<BTreeMap<String, Tensor>>,
     slots: Mutex<Vec<Slot>>,
+    experts: Mutex<Vec<Slot>>,
+    expected: Expected,
+    /// The names of the parameters of each part.
+    parts: BTreeMap<Part, Vec<Arc<str>>>,
     /// Order in which layers are fetched from `host`.
     order: Mutex<Order>,
 }
 
 struct Slot {
-    group: Group,
+    part: Part,
     content: Content,
     /// True if the slot was prefetched, and not fetched since.
     prefetched: bool,
@@ -67,7 +72,11 @@ impl Uploaded {
         let streamed = host.streamed(head).is_some();
         let always = host.params().iter().filter(|p| stays_on_device(p, head, streamed));
         let always_on_device: Vec<Arc<str>> = always.map(|p| p.name.clone()).collect();
+        let params = host.params();
+        let names = |all: Vec<usize>| all.into_iter().map(|i| params[i].name.clone()).collect();
+        let parts = Part::all(params).into_iter().map(|(part, all)| (part, names(all)));
         let source = Self {
+            parts: parts.collect(),
             host,
             copier: Copier::new(device)?,
             memory,
@@ -76,6 +85,8 @@ impl Uploaded {
             active: Mutex::default(),
             low: Mutex::default(),
             slots: Mutex::default(),
+            experts: Mutex::default(),
+            expected: Expected::default(),
             order: Mutex::default(),
         };
         for name in lock(&source.always_on_device).iter() {
@@ -89,21 +100,43 @@ impl Uploaded {
     fn upload(&self, name: &str) -> Result<Tensor> {
         let host = match self.host.in_memory(name) {
             Some(tensor) => tensor,
-            None => {
-                let group = self.host.param(name)?.group;
-                self.host.fetch(group)?.get(name)?.1
-            }
+            None => self.host.fetch_with(self.host.param(name)?)?.get(name)?.1,
         };
         self.copier.receive(self.copier.send(&host, HostMemory::Temporary)?)
     }
 
-    fn start(&self, group: Group) -> Result<Content> {
+    fn start(&self, part: Part) -> Result<Content> {
+        let names = self.parts.get(&part);
+        let names = names.ok_or_else(|| Error::new(format!("the model has no {part:?}")))?;
+        let host = match part {
+            Part::Dense(layer) => self.host.fetch_dense(layer)?,
+            Part::Expert(layer, expert) => self.host.fetch_expert(layer, expert)?,
+        };
+        let content = self.send_all(&host, names, self.memory)?;
+        if matches!(part, Part::Expert(..)) {
+            let on_device = lock(&self.on_device);
+            let sent = names.iter().filter(|name| !on_device.contains_key(*name));
+            let bytes = sent.map(|name| Ok(host.weight(name)?.1.bytes())).sum::<Result<u64>>()?;
+            self.expected.count(bytes);
+        }
+        // The source can read the next layer into the buffer when the copies no longer read it.
+        drop(host);
+        if let Part::Dense(layer) = part
+            && let Some(next) = lock(&self.order).follow(layer)
+        {
+            self.host.prefetch(Group::Layer(next));
+        }
+        Ok(content)
+    }
+
+    /// Starts the uploads of these weights of `host`, in `memory`, that are not on the device.
+    fn send_all(&self, host: &GroupWeights, names: &[Arc<str>], memory: HostMemory) -> Result<Content> {
         let on_device = lock(&self.on_device).clone();
-        let host = self.host.fetch(group)?;
         let mut parts = Vec::new();
-        let send = |tensor: &Tensor| send_from(&self.copier, &host, tensor, self.memory);
-        for (name, weight) in host.iter() {
-            let part = match (on_device.get(name), weight) {
+        let send = |tensor: &Tensor| send_from(&self.copier, host, tensor, memory);
+        for name in names {
+            let (name, weight) = host.weight(name)?;
+            let part = match (on_device.get(&name), &weight) {
                 (Some(tensor), _) => Transfer::OnDevice(tensor.clone()),
                 (None, Weight::Dense(tensor)) => Transfer::InFlight(send(tensor)?),
                 (None, Weight::Prepacked(w)) => Transfer::InFlight(send(w.tensor())?),
@@ -124,14 +157,7 @@ impl Uploaded {
                     Transfer::Quantized(Box::new(assemble), sent)
                 }
             };
-            parts.push((name.clone(), part));
-        }
-        // The source can read the next layer into the buffer when the copies no longer read it.
-        drop(host);
-        if let Group::Layer(layer) = group
-            && let Some(next) = lock(&self.order).follow(layer)
-        {
-            self.host.prefetch(Group::Layer(next));
+            parts.push((name, part));
         }
         Ok(Content::InFlight(parts))
     }
@@ -159,10 +185,41 @@ impl Uploaded {
         Ok(Arc::new(weights))
     }
 
-    /// Takes the slot of `group`; if there is none, frees the oldest slot that is not prefetched.
-    fn take(&self, group: Group) -> Option<Content> {
-        let mut slots = lock(&self.slots);
-        if let Some(at) = slots.iter().position(|p| p.group == group) {
+    fn slots_of(&self, part: Part) -> &Mutex<Vec<Slot>> {
+        match part {
+            Part::Dense(_) => &self.slots,
+            Part::Expert(..) => &self.experts,
+        }
+    }
+
+    /// The weights of all slots have changed.
+    fn forget(&self) {
+        lock(&self.slots).clear();
+        lock(&self.experts).clear();
+    }
+
+    /// The weights of a part: uploaded now, if that was not started before.
+    fn part(&self, part: Part) -> Result<Arc<GroupWeights>> {
+        let content = match self.take(part) {
+            Some(content) => content,
+            None => self.start(part)?,
+        };
+        let weights = self.receive(content)?;
+        self.put(part, Content::Ready(weights.clone()), false);
+        Ok(weights)
+    }
+
+    fn prefetch_part(&self, part: Part) {
+        // Ignores an error: the fetch of the part returns it again.
+        if let Some(content) = self.take(part).or_else(|| self.start(part).ok()) {
+            self.put(part, content, true);
+        }
+    }
+
+    /// Takes the slot of `part`; if there is none, frees the oldest slot that is not prefetched.
+    fn take(&self, part: Part) -> Option<Content> {
+        let mut slots = lock(self.slots_of(part));
+        if let Some(at) = slots.iter().position(|p| p.part == part) {
             return Some(slots.remove(at).content);
         }
         while slots.len() >= SLOTS {
@@ -172,9 +229,9 @@ impl Uploaded {
         None
     }
 
-    fn put(&self, group: Group, content: Content, prefetched: bool) {
-        lock(&self.slots).push(Slot {
-            group,
+    fn put(&self, part: Part, content: Content, prefetched: bool) {
+        lock(self.slots_of(part)).push(Slot {
+            part,
             content,
             prefetched,
         });
@@ -241,7 +298,7 @@ impl MasterLowBits for DeviceLowBits<'_> {
 
 impl WeightSource for Uploaded {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
-        if !matches!(group, Group::Layer(_)) {
+        let Group::Layer(layer) = group else {
             // The whole embedding, or a head whose parameters are all on the device except a streamed matrix.
             let mut weights = GroupWeights::default();
             for p in self.host.params().iter().filter(|p| p.group == group) {
@@ -253,23 +310,43 @@ impl WeightSource for Uploaded {
                 }
             }
             return Ok(Arc::new(weights));
-        }
-        let content = match self.take(group) {
-            Some(content) => content,
-            None => self.start(group)?,
         };
-        let weights = self.receive(content)?;
-        self.put(group, Content::Ready(weights.clone()), false);
-        Ok(weights)
+        if !self.parts.contains_key(&Part::Expert(layer, 0)) {
+            return self.fetch_dense(layer);
+        }
+        // With all its experts: not in the slots, and a host that reads from the disk has it in new memory.
+        let host = self.host.fetch(group)?;
+        let names: Vec<Arc<str>> = host.iter().map(|(name, _)| name.clone()).collect();
+        self.receive(self.send_all(&host, &names, HostMemory::Temporary)?)
     }
 
     fn prefetch(&self, group: Group) {
-        if !matches!(group, Group::Layer(_)) {
-            return;
+        if let Group::Layer(layer) = group {
+            self.prefetch_part(Part::Dense(layer));
         }
-        // Ignores an error: the fetch of the group returns it again.
-        if let Some(content) = self.take(group).or_else(|| self.start(group).ok()) {
-            self.put(group, content, true);
+    }
+
+    fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
+        self.part(Part::Dense(layer))
+    }
+
+    fn fetch_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
+        let part = Part::Expert(layer, expert);
+        let weights = self.part(part)?;
+        if let Some(next) = self.expected.after(part) {
+            self.prefetch_part(next);
+        }
+        Ok(weights)
+    }
+
+    fn expect_experts(&self, layer: usize, experts: &[usize]) {
+        self.host.expect_experts(layer, experts);
+        let all = self
+            .parts
+            .range(Part::Expert(layer, 0)..=Part::Expert(layer, usize::MAX));
+        let parts = experts.iter().map(|&e| Part::Expert(layer, e));
+        if let Some(first) = self.expected.set(parts, all.count()) {
+            self.prefetch_part(first);
         }
     }
 
@@ -297,7 +374,7 @@ impl WeightSource for Uploaded {
         }
         let tensor = self.upload(&name)?;
         lock(&self.on_device).insert(name, tensor.clone());
-        lock(&self.slots).clear();
+        self.forget();
         Ok(tensor)
     }
 
@@ -376,7 +453,7 @@ impl TrainableStore for Uploaded {
             }
             lock(&self.active).push(param.name.clone());
         }
-        lock(&self.slots).clear();
+        self.forget();
         low_bits.done()
     }
 
@@ -399,7 +476,7 @@ impl TrainableStore for Uploaded {
                 lock(&self.on_device).remove(name);
             }
         }
-        lock(&self.slots).clear();
+        self.forget();
         low_bits.done()?;
         Ok(recoded)
     }
@@ -425,19 +502,29 @@ impl TrainableStore for Uploaded {
             let tensor = self.upload(name)?;
             lock(&self.on_device).insert(name.into(), tensor);
         }
-        lock(&self.slots).clear();
+        self.forget();
         Ok(())
     }
 
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
         self.forget_codes(self.host.param(name)?)?;
         self.host.requantize(name, values)?;
-        lock(&self.slots).clear();
+        self.forget();
         Ok(())
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {
         self.copier.times()
+    }
+
+    fn streams_experts(&self) -> bool {
+        true
+    }
+
+    fn expert_reads(&self) -> Option<ExpertReads> {
+        // Those of the host are its own traffic.
+        self.host.expert_reads();
+        Some(self.expected.take())
     }
 }
 

@@ -8,7 +8,8 @@ use super::super::block::Block;
 use super::super::contracts::{Context, GradSink};
 use super::super::linear::Linear;
 use super::super::mlp::SavedPiece;
-use super::{Expert, Experts, Needs, zero_gradients};
+use super::reader::Expert;
+use super::{Experts, Needs, zero_gradients};
 use crate::base::{Error, Result};
 use crate::ops::grouped;
 use crate::ops::routing::{self, Assigned};
@@ -28,19 +29,21 @@ impl Expert {
 }
 
 impl Experts {
-    /// True if the experts can be computed together for rows like `h`.
-    pub(super) fn together(&self, h: &Tensor, ctx: &Context) -> bool {
+    /// All experts, if they can be computed together for rows like `h`. A source with slow storage brings one at a time.
+    pub(super) fn together(&self, h: &Tensor, ctx: &Context) -> Result<Option<Vec<Expert>>> {
+        if !h.device().is_cuda() || ctx.observer.is_some() || self.reader.source.streams_experts() {
+            return Ok(None);
+        }
+        let experts: Vec<Expert> = (0..self.sizes.count)
+            .map(|e| self.reader.read(e))
+            .collect::<Result<_>>()?;
         let plain = |l: &Linear| l.adapter.is_none() && l.bias.is_none() && l.weight.dense().is_ok();
-        h.device().is_cuda()
-            && ctx.observer.is_none()
-            && self.experts.iter().all(|e| e.down_bias.is_none() && e.all().all(plain))
-            && grouped::fits(
-                h,
-                self.experts
-                    .iter()
-                    .flat_map(Expert::all)
-                    .filter_map(|l| l.weight.dense().ok()),
-            )
+        let all_plain = experts.iter().all(|e| e.down_bias.is_none() && e.all().all(plain));
+        let mut weights = experts
+            .iter()
+            .flat_map(Expert::all)
+            .filter_map(|l| l.weight.dense().ok());
+        Ok((all_plain && grouped::fits(h, &mut weights)).then_some(experts))
     }
 }
 

@@ -1,4 +1,4 @@
-//! DeepSeek-V2 and -V3, and GLM-4.7-Flash: latent attention; after the first layers experts with groups and shared experts.
+//! DeepSeek-V2 and -V3, Kimi-K2 (V3 under another name), and GLM-4.7-Flash: latent attention; after the first layers experts with groups and shared experts.
 
 use super::experts::{check, size};
 use super::{Config, ExpertsSpec, Result, SharedExpertSpec, Spec, place};
@@ -228,6 +228,31 @@ mod tests {
         let of_attention = ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"];
         assert_eq!(names[..4], of_attention.map(|n| format!("self_attn.{n}")));
         assert_eq!(spec.sites().len(), 27 * 4);
+    }
+
+    /// The sizes of Kimi-K2: a trillion parameters.
+    #[test]
+    fn kimi_k2_is_deepseek_v3() {
+        let read = |model_type: &str| {
+            read(serde_json::json!({
+                "model_type": model_type, "vocab_size": 163_840, "hidden_size": 7168, "intermediate_size": 18_432,
+                "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536,
+                "n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+                "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": true,
+                "routed_scaling_factor": 2.827, "rope_theta": 50_000, "rope_scaling": {
+                    "type": "yarn", "factor": 32, "beta_fast": 1, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                    "original_max_position_embeddings": 4096}}))
+            .unwrap()
+        };
+        let (kimi, deepseek) = (read("kimi_k2"), read("deepseek_v3"));
+        assert_eq!(format!("{kimi:?}"), format!("{deepseek:?}"));
+        let count: usize = kimi.params().iter().map(crate::source::ParamInfo::elements).sum();
+        assert_eq!(count, 1_026_408_232_448);
+        let experts = kimi.layers[1].experts.unwrap();
+        assert_eq!(
+            (kimi.layers[0].experts, experts.count, experts.router.top_k),
+            (None, 384, 8)
+        );
     }
 
     #[test]

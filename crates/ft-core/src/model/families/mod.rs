@@ -70,7 +70,11 @@ pub fn read(config: &Config) -> Result<Spec> {
     let language_model = wrapped::language_model(config, outer)?;
     let multimodal = language_model.is_some();
     let config = language_model.as_ref().unwrap_or(config);
-    let model_type = config.model_type()?;
+    let model_type = match config.model_type()? {
+        // transformers reads it as DeepSeek-V3 too.
+        "kimi_k2" => "deepseek_v3",
+        own => own,
+    };
     refuse_unsupported(config, model_type, &place)?;
     let (one_size, sizes) = match model_type {
         "gemma3n_text" => {

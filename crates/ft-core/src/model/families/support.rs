@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 54] = [
+pub const FAMILIES: [Family; 55] = [
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
@@ -128,6 +128,11 @@ pub const FAMILIES: [Family; 54] = [
         "hunyuan_v1_dense",
         "tencent/Hunyuan-0.5B-Instruct to -7B-Instruct",
         "norms on the rotated heads of q and k",
+    ),
+    family(
+        "kimi_k2",
+        "moonshotai/Kimi-K2-Instruct, Kimi-K2-Base, with a `tokenizer.json`",
+        "as deepseek_v3; transformers 5.23 has the type inside kimi_k25 only; CPU only",
     ),
     family(
         "llama",
@@ -307,7 +312,7 @@ const REFUSED: [(&str, &[&str]); 13] = [
     ("latent attention over chosen tokens", &["deepseek_v32", "glm_moe_dsa"]),
     (
         "latent attention in other layers",
-        &["axk1", "kimi_k2", "kimi_k25", "longcat_flash", "mistral4"],
+        &["axk1", "kimi_k25", "longcat_flash", "mistral4"],
     ),
     (
         "mixture-of-experts layers and chunked attention",

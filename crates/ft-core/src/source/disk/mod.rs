@@ -1,16 +1,18 @@
 //! Disk offload: reads the weights from the checkpoint's own files, one layer at a time.
 //!
 //! In memory at any time: the active parameters, the parameters of the head group that are small or needed whole
-//! (`in_memory`), at most two layers (the current one and the next, read by another thread), and two pieces of a streamed
-//! head. Rows of the embedding are read one by one. Parameters that were trained and are inactive now come from files
+//! (`in_memory`), at most two layers without their routed experts (the current one and the next, read by another thread),
+//! two experts, and two pieces of a streamed head. Rows of the embedding are read one by one. Parameters that were trained and are inactive now come from files
 //! of the run (`store`).
 
+mod loaders;
 mod numbers;
 mod pool;
 mod store;
 #[cfg(test)]
 mod tests;
 
+use super::experts::{Expected, ExpertReads, Part};
 use super::policy::is_projection;
 use super::requantize::{Exact, encode, requantize};
 use super::resident::{RandomWeights, check_names, draw, send};
@@ -27,8 +29,9 @@ use crate::ops::cross_entropy::PIECE;
 use crate::ops::transfer::CopyTimes;
 use crate::quant::{Format, Weight};
 use candle_core::{DType, Device, Tensor};
+use loaders::{Parts, Pieces};
 use numbers::Files;
-use pool::{Buffers, DoubleBuffer, ItemLoader, ReaderJob};
+use pool::{DoubleBuffer, ReaderJob};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, mpsc};
@@ -87,6 +90,9 @@ struct Shared {
     params: Vec<ParamInfo>,
     /// Indices into `params`.
     groups: BTreeMap<Group, Vec<usize>>,
+    /// As `groups`, of what is read at a time.
+    parts: BTreeMap<Part, Vec<usize>>,
+    expected: Expected,
     files: Files,
     /// Parameters that are quantized while they are frozen.
     quantized: BTreeMap<Arc<str>, Format>,
@@ -99,7 +105,8 @@ struct Shared {
 /// Reads the weights from the model files layer by layer, with double buffering.
 pub struct Disk {
     shared: Arc<Shared>,
-    layers: DoubleBuffer<Layers>,
+    layers: DoubleBuffer<Parts>,
+    experts: DoubleBuffer<Parts>,
     pieces: DoubleBuffer<Pieces>,
     /// Parameters that are always in memory, active or not.
     always_in_memory: Mutex<Vec<Arc<str>>>,
@@ -157,6 +164,8 @@ impl Disk {
             files.make_codes(&to_code, &options.codes)?;
         }
         let shared = Arc::new(Shared {
+            parts: Part::all(&params),
+            expected: Expected::default(),
             params,
             groups,
             files,
@@ -179,7 +188,8 @@ impl Disk {
             .spawn(move || queue.into_iter().for_each(|job| job()))
             .map_err(|e| Error::new("cannot start the thread that reads weights from the disk").cause(e))?;
         Ok(Self {
-            layers: DoubleBuffer::new(Layers(shared.clone())),
+            layers: DoubleBuffer::new(Parts(shared.clone())),
+            experts: DoubleBuffer::new(Parts(shared.clone())),
             pieces: DoubleBuffer::new(Pieces {
                 shared: shared.clone(),
                 name: options.head.as_str().into(),
@@ -203,6 +213,35 @@ impl Disk {
 
     fn active(&self) -> MutexGuard<'_, BTreeSet<Arc<str>>> {
         lock(&self.active)
+    }
+
+    /// The weights of a part; those that are not in memory are read.
+    fn part(&self, part: Part) -> Result<Arc<GroupWeights>> {
+        if let Some(weights) = self.shared.all_in_memory(part)? {
+            return Ok(Arc::new(weights));
+        }
+        self.buffer(part).get(part)
+    }
+
+    /// Starts to read a part that is not in memory.
+    fn prefetch_part(&self, part: Part) {
+        if matches!(self.shared.all_in_memory(part), Ok(None)) {
+            self.buffer(part).prefetch(part, |job| self.send(job));
+        }
+    }
+
+    fn buffer(&self, part: Part) -> &DoubleBuffer<Parts> {
+        match part {
+            Part::Dense(_) => &self.layers,
+            Part::Expert(..) => &self.experts,
+        }
+    }
+
+    /// The weights have changed.
+    fn forget(&self) {
+        self.layers.forget();
+        self.experts.forget();
+        self.pieces.forget();
     }
 
     fn is_streamed(&self, name: &str) -> bool {
@@ -242,6 +281,33 @@ impl Shared {
         Ok(tensor)
     }
 
+    /// Reads a parameter as it is stored.
+    fn read(&self, p: &ParamInfo) -> Result<Weight> {
+        match self.quantized.get(&p.name) {
+            Some(format) => Ok(self.files.quantized(p, *format)?.into()),
+            None => Ok(self.load(p)?.into()),
+        }
+    }
+
+    fn part(&self, part: Part) -> Result<impl Iterator<Item = &ParamInfo>> {
+        let members = self.parts.get(&part);
+        let members = members.ok_or_else(|| Error::new(format!("the model has no {part:?}")))?;
+        Ok(members.iter().map(|&i| &self.params[i]))
+    }
+
+    /// The weights of a part, if none of them must be read.
+    fn all_in_memory(&self, part: Part) -> Result<Option<GroupWeights>> {
+        let in_memory = self.in_memory();
+        let mut weights = GroupWeights::default();
+        for p in self.part(part)? {
+            match in_memory.get(&p.name) {
+                Some(tensor) => weights.insert(p.name.clone(), tensor.clone()),
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(weights))
+    }
+
     fn members(&self, group: Group) -> Result<impl Iterator<Item = &ParamInfo>> {
         let members = self.groups.get(&group);
         let members = members.ok_or_else(|| Error::new(format!("the model has no {group:?}")))?;
@@ -249,104 +315,54 @@ impl Shared {
     }
 }
 
-/// Loads whole layers: parameters that are not in memory are read into the buffers, in the order of the layer's parameters.
-struct Layers(Arc<Shared>);
-
-impl ItemLoader for Layers {
-    type Key = Group;
-
-    fn prepare(&self, group: Group, buffers: &mut Buffers) -> Result<()> {
-        let in_memory = self.0.in_memory().clone();
-        for (i, p) in self.0.members(group)?.enumerate() {
-            let fits = buffers.get(&i).is_some_and(|t| t.dims() == p.shape);
-            let needs = !in_memory.contains_key(&p.name) && !self.0.quantized.contains_key(&p.name);
-            if !fits && needs {
-                buffers.insert(i, self.0.zeros(&p.shape)?);
-            }
-        }
-        Ok(())
-    }
-
-    fn fill(&self, group: Group, buffers: &Buffers) -> Result<GroupWeights> {
-        let in_memory = self.0.in_memory().clone();
-        let mut weights = GroupWeights::default();
-        for (i, p) in self.0.members(group)?.enumerate() {
-            let weight: Weight = match (in_memory.get(&p.name), self.0.quantized.get(&p.name), buffers.get(&i)) {
-                (Some(tensor), ..) => tensor.clone().into(),
-                // Quantized weights are read into new memory: they are never updated in place.
-                (None, Some(format), _) => self.0.files.quantized(p, *format)?.into(),
-                (None, None, Some(buffer)) => {
-                    self.0.files.fill(&p.name, 0, buffer)?;
-                    buffer.clone().into()
-                }
-                (None, None, None) => return Err(Error::new("no buffer is allocated for a weight").at(&*p.name)),
-            };
-            weights.insert(p.name.clone(), weight);
-        }
-        Ok(weights)
-    }
-}
-
-/// Loads rows of the head, starting at the row given by the key.
-struct Pieces {
-    shared: Arc<Shared>,
-    name: Arc<str>,
-    rows: usize,
-}
-
-impl ItemLoader for Pieces {
-    type Key = usize;
-
-    fn prepare(&self, _: usize, buffers: &mut Buffers) -> Result<()> {
-        if buffers.is_empty() {
-            let param = self.shared.param(&self.name)?;
-            let shape = [self.rows.min(param.shape[0]), param.elements() / param.shape[0].max(1)];
-            buffers.insert(0, self.shared.zeros(&shape)?);
-        }
-        Ok(())
-    }
-
-    fn fill(&self, first: usize, buffers: &Buffers) -> Result<GroupWeights> {
-        let all = self.shared.param(&self.name)?.shape[0];
-        let mut weights = GroupWeights::default();
-        for buffer in buffers.values() {
-            let width = buffer.elem_count() / buffer.dims()[0].max(1);
-            let count = buffer.dims()[0].min(all.saturating_sub(first));
-            let rows = buffer.narrow(0, 0, count)?;
-            self.shared.files.fill(&self.name, first * width, &rows)?;
-            weights.insert(self.name.clone(), rows);
-        }
-        Ok(weights)
-    }
-}
-
 impl WeightSource for Disk {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        if let Group::Layer(layer) = group
+            && self.shared.members(group)?.all(|p| p.expert().is_none())
+        {
+            return self.fetch_dense(layer);
+        }
+        // The whole embedding, a head whose parameters are all in memory except a streamed matrix, or a layer with all its
+        // experts: in new memory.
         let in_memory = self.shared.in_memory().clone();
-        let complete = self.shared.members(group)?.all(|p| in_memory.contains_key(&p.name));
-        match group {
-            Group::Layer(_) if !complete => self.layers.get(group),
-            // The whole embedding, or a head whose parameters are all in memory except a streamed matrix.
-            _ => {
-                let mut weights = GroupWeights::default();
-                for p in self.shared.members(group)? {
-                    if let Some(tensor) = in_memory.get(&p.name) {
-                        weights.insert(p.name.clone(), tensor.clone());
-                    } else if !self.is_streamed(&p.name) {
-                        weights.insert(p.name.clone(), self.shared.load(p)?);
-                    }
-                }
-                Ok(Arc::new(weights))
+        let mut weights = GroupWeights::default();
+        for p in self.shared.members(group)? {
+            if let Some(tensor) = in_memory.get(&p.name) {
+                weights.insert(p.name.clone(), tensor.clone());
+            } else if !self.is_streamed(&p.name) {
+                weights.insert(p.name.clone(), self.shared.read(p)?);
             }
         }
+        Ok(Arc::new(weights))
     }
 
     fn prefetch(&self, group: Group) {
-        let in_memory = self.shared.in_memory().clone();
-        if let (Group::Layer(_), Ok(mut members)) = (group, self.shared.members(group))
-            && members.any(|p| !in_memory.contains_key(&p.name))
-        {
-            self.layers.prefetch(group, |job| self.send(job));
+        if let Group::Layer(layer) = group {
+            self.prefetch_part(Part::Dense(layer));
+        }
+    }
+
+    fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
+        self.part(Part::Dense(layer))
+    }
+
+    fn fetch_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
+        let part = Part::Expert(layer, expert);
+        let weights = self.part(part)?;
+        if let Some(next) = self.shared.expected.after(part) {
+            self.prefetch_part(next);
+        }
+        Ok(weights)
+    }
+
+    fn expect_experts(&self, layer: usize, experts: &[usize]) {
+        let all = self
+            .shared
+            .parts
+            .range(Part::Expert(layer, 0)..=Part::Expert(layer, usize::MAX));
+        let parts = experts.iter().map(|&e| Part::Expert(layer, e));
+        if let Some(first) = self.shared.expected.set(parts, all.count()) {
+            self.prefetch_part(first);
         }
     }
 
@@ -356,7 +372,7 @@ impl WeightSource for Disk {
 
     fn resident_bytes(&self) -> u64 {
         let in_memory: u64 = self.shared.in_memory().values().map(tensor_bytes).sum();
-        in_memory + self.layers.bytes() + self.pieces.bytes()
+        in_memory + self.layers.bytes() + self.experts.bytes() + self.pieces.bytes()
     }
 
     fn in_memory(&self, name: &str) -> Option<Tensor> {
@@ -445,8 +461,7 @@ impl TrainableStore for Disk {
                 low.put_low(&param.name, half);
             }
         }
-        self.layers.forget();
-        self.pieces.forget();
+        self.forget();
         Ok(())
     }
 
@@ -475,8 +490,7 @@ impl TrainableStore for Disk {
                 self.shared.in_memory().remove(&name);
             }
         }
-        self.layers.forget();
-        self.pieces.forget();
+        self.forget();
         Ok(recoded)
     }
 
@@ -496,8 +510,7 @@ impl TrainableStore for Disk {
         if let Some(tensor) = self.in_memory(name) {
             self.shared.files.fill(name, 0, &tensor)?;
         }
-        self.layers.forget();
-        self.pieces.forget();
+        self.forget();
         Ok(())
     }
 
@@ -505,11 +518,19 @@ impl TrainableStore for Disk {
         let format = *self.shared.quantized.get(name).ok_or_else(|| not_quantized(name))?;
         let codes = encode(values, self.shared.param(name)?, format, self.options.dtype)?;
         self.shared.files.write_codes(name, &codes)?;
-        self.layers.forget();
+        self.forget();
         Ok(())
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {
         Ok(None)
+    }
+
+    fn streams_experts(&self) -> bool {
+        true
+    }
+
+    fn expert_reads(&self) -> Option<ExpertReads> {
+        Some(self.shared.expected.take())
     }
 }

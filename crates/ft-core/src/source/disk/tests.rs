@@ -414,3 +414,98 @@ fn requantized_weights_keep_their_exact_values_in_the_checkpoint() {
     assert!(weight.rows(0, D).unwrap().iter().all(|x| (x - 0.5).abs() < 1e-2));
     assert_eq!(read(), before);
 }
+
+const EXPERTS: usize = 6;
+
+/// Two layers, with six experts each.
+fn mixture() -> Vec<ParamInfo> {
+    let mut all = params(false);
+    all.retain(|p| !matches!(p.group, Group::Layer(l) if l > 1));
+    for l in 0..2 {
+        for (e, below) in (0..EXPERTS).flat_map(|e| [(e, "up"), (e, "down")]) {
+            all.push(ParamInfo {
+                name: format!("model.layers.{l}.mlp.experts.{e}.{below}.weight").into(),
+                shape: vec![D, 64],
+                group: Group::Layer(l),
+                sublayer: Sublayer::Mlp,
+            });
+        }
+    }
+    all
+}
+
+/// Visits experts as a pass does: the routed ones, in order.
+fn visit(disk: &dyn TrainableStore, here: &Resident, layer: usize, experts: &[usize]) {
+    let whole = here.fetch(Group::Layer(layer)).unwrap();
+    disk.expect_experts(layer, experts);
+    let dense = disk.fetch_dense(layer).unwrap();
+    assert!(dense.iter().count() == 3 && dense.iter().all(|(name, _)| crate::source::expert_of(name).is_none()));
+    for &e in experts {
+        let expert = disk.fetch_expert(layer, e).unwrap();
+        assert_eq!(expert.iter().count(), 2, "expert {e} alone");
+        for (name, weight) in expert.iter() {
+            assert_eq!(crate::source::expert_of(name), Some(e));
+            assert_eq!(
+                weight.rows(0, D).unwrap(),
+                whole.weight(name).unwrap().1.rows(0, D).unwrap(),
+                "{name}"
+            );
+        }
+    }
+}
+
+#[test]
+fn experts_are_read_alone_in_two_slots_and_counted() {
+    // Codes are made of the exact values: a bf16 file would round them first.
+    for (format, dtype) in [(None, Dtype::Bf16), (Some(Format::Nf4 { double: true }), Dtype::F32)] {
+        let dir = TempDir::new().unwrap();
+        let file = dir.path().join("model.safetensors");
+        write_random(&file, &mixture(), SEED.0, SEED.1, SEED.2, dtype).unwrap();
+        let mut storage = StoragePolicy::dense(dtype);
+        for p in mixture().iter().filter(|p| p.expert().is_some()) {
+            storage.set(p.name.clone(), format);
+        }
+        let options = Options {
+            dtype,
+            storage: storage.clone(),
+            device: Device::Cpu,
+            trained: dir.path().join("trained"),
+            codes: dir.path().join("codes.safetensors"),
+            head: "head".into(),
+            head_rows: None,
+        };
+        let disk = Disk::open(mixture(), Weights::open_file(&file).unwrap(), options).unwrap();
+        let here = Resident::random_stored(mixture(), SEED.0, SEED.1, SEED.2, |p| storage.of(p), &Device::Cpu).unwrap();
+        for layer in [0, 1, 1, 0] {
+            visit(&disk, &here, layer, &[1, 2, 5]);
+        }
+        let one: u64 = (storage.of(&mixture()[7]).bytes(&[D, 64])) * 2;
+        // The last two of a layer are still there when it is visited again at once.
+        let reads = disk.expert_reads().unwrap();
+        assert_eq!(reads.of, 4 * EXPERTS as u64);
+        assert!((11..=12).contains(&reads.brought), "{reads:?}");
+        if format.is_none() {
+            assert_eq!(reads.bytes, reads.brought * one);
+            let size = dtype.bytes() as usize;
+            let dense = (D * 3 * D + 2 * D) * size;
+            assert_eq!(
+                disk.resident_bytes(),
+                (2 * dense + V * D * size + D * size) as u64 + 2 * one
+            );
+        }
+        assert_eq!(disk.expert_reads().unwrap().of, 0);
+        // An expert that trains is in memory; a layer as a whole has all of them.
+        let name = "model.layers.1.mlp.experts.2.up.weight";
+        let mut low = Low::default();
+        disk.activate(&[name], &mut low).unwrap();
+        assert!(disk.in_memory(name).is_some());
+        let trained = disk.in_memory(name).unwrap();
+        update::set(&trained, &vec![0.5; D * 64]).unwrap();
+        let expert = disk.fetch_expert(1, 2).unwrap();
+        assert_eq!(flat(&expert.get(name).unwrap().1), vec![0.5; D * 64]);
+        let whole = disk.fetch(Group::Layer(1)).unwrap();
+        assert_eq!(whole.iter().count(), 3 + 2 * EXPERTS);
+        assert_eq!(flat(&whole.get(name).unwrap().1), vec![0.5; D * 64]);
+        assert!(disk.fetch_expert(1, EXPERTS).is_err());
+    }
+}

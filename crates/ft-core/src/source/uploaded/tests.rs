@@ -84,7 +84,7 @@ fn groups_and_rows_are_those_of_the_host() {
 #[test]
 fn what_was_asked_for_waits_until_it_is_fetched() {
     let there = uploaded(Dtype::F32);
-    let waits = |l| lock(&there.slots).iter().any(|p| p.group == Group::Layer(l));
+    let waits = |l| lock(&there.slots).iter().any(|p| p.part == Part::Dense(l));
     let fetch = |l| {
         assert!(waits(l), "layer {l} would be sent twice");
         drop(there.fetch(Group::Layer(l)).unwrap());
@@ -339,5 +339,62 @@ fn weights_of_the_disk_pass_through_in_two_places_there_and_two_here() {
         let layer = 4 * (2 * D * D + D) as u64;
         assert_eq!(there.host.resident_bytes(), held + 2 * layer);
         assert!(lock(&there.slots).len() <= SLOTS);
+    }
+}
+
+#[test]
+fn experts_come_alone_from_memory_and_from_the_disk() {
+    use crate::source::{Disk, StoragePolicy, disk};
+    const EXPERTS: usize = 4;
+    let dtype = Dtype::F32;
+    let mut all = params();
+    for (l, e) in (0..LAYERS).flat_map(|l| (0..EXPERTS).map(move |e| (l, e))) {
+        all.push(ParamInfo {
+            name: format!("model.layers.{l}.mlp.experts.{e}.up.weight").into(),
+            shape: vec![D, 2 * D],
+            group: Group::Layer(l),
+            sublayer: crate::source::Sublayer::Mlp,
+        });
+    }
+    let host = || Resident::random(all.clone(), 7, 0.5, 1.0, dtype, &Device::Cpu).unwrap();
+    let dir = tempfile::TempDir::new().unwrap();
+    let file = dir.path().join("model.safetensors");
+    disk::write_random(&file, &all, 7, 0.5, 1.0, dtype).unwrap();
+    let options = disk::Options {
+        dtype,
+        storage: StoragePolicy::dense(dtype),
+        device: Device::Cpu,
+        trained: dir.path().join("trained"),
+        codes: dir.path().join("codes.safetensors"),
+        head: "head".into(),
+        head_rows: None,
+    };
+    let disk = Disk::open(all.clone(), Weights::open_file(&file).unwrap(), options).unwrap();
+    let hosts: [(Arc<dyn TrainableStore>, HostMemory); 2] = [
+        (Arc::new(host()), HostMemory::Stable),
+        (Arc::new(disk), HostMemory::Temporary),
+    ];
+    for (behind, memory) in hosts {
+        let there = Uploaded::new(behind, "head", memory, &Device::Cpu).unwrap();
+        let here = host();
+        for layer in (0..LAYERS).chain((0..LAYERS).rev()) {
+            there.expect_experts(layer, &[0, 2, 3]);
+            assert_eq!(there.fetch_dense(layer).unwrap().iter().count(), 2);
+            for e in [0, 2, 3] {
+                let expert = there.fetch_expert(layer, e).unwrap();
+                let name = format!("model.layers.{layer}.mlp.experts.{e}.up.weight");
+                assert_eq!(expert.iter().map(|(name, _)| &**name).collect::<Vec<_>>(), [&name]);
+                let want = here.fetch(Group::Layer(layer)).unwrap().get(&name).unwrap().1;
+                assert_eq!(flat(&expert.get(&name).unwrap().1), flat(&want), "{name}");
+                assert!(lock(&there.experts).len() <= SLOTS && lock(&there.slots).len() <= SLOTS);
+            }
+        }
+        let reads = there.expert_reads().unwrap();
+        let visits = 2 * LAYERS as u64;
+        assert_eq!(reads.of, visits * EXPERTS as u64);
+        // Those of the uppermost layer are still there at the turn.
+        assert!((3 * visits - 2..=3 * visits).contains(&reads.brought), "{reads:?}");
+        assert_eq!(reads.bytes, reads.brought * (4 * 2 * D * D) as u64);
+        assert_eq!(there.fetch(Group::Layer(1)).unwrap().iter().count(), 2 + EXPERTS);
     }
 }

@@ -1,0 +1,86 @@
+//! The routed experts that a micro-batch brings to the device, if the weights are in host memory or on the disk.
+
+use super::Inputs;
+use super::candidates::candidates;
+use super::model::Model;
+use crate::engine::Active;
+use crate::model::spec::ExpertsSpec;
+use crate::recipe::{Method, Recipe};
+use crate::source::{Group, ParamInfo};
+
+/// What the experts of a micro-batch cost.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertForecast {
+    /// The part of the experts of a layer that is brought, if the router chooses all of them equally often. A router that
+    /// prefers some brings less.
+    pub share: f64,
+    /// Bytes for each micro-batch, forward and backward, of the active set that reads most.
+    pub bytes: f64,
+}
+
+/// The probability that one of `tokens` tokens is routed to an expert: 1 - (1 - K/E)^N.
+fn share(sizes: &ExpertsSpec, tokens: usize) -> f64 {
+    let missed = 1.0 - sizes.router.top_k as f64 / sizes.count.max(1) as f64;
+    1.0 - missed.max(0.0).powf(tokens as f64)
+}
+
+/// The part of a parameter's bytes that a pass through its layer reads.
+pub(super) fn part_read(model: &Model, inputs: &Inputs, p: &ParamInfo) -> f64 {
+    match (p.group, p.expert()) {
+        (Group::Layer(layer), Some(_)) => {
+            let sizes = model.spec.layers.get(layer).and_then(|l| l.experts);
+            sizes.map_or(1.0, |sizes| share(&sizes, inputs.tokens))
+        }
+        _ => 1.0,
+    }
+}
+
+/// True for parameters that are on the device while they are active.
+pub(super) fn held(recipe: &Recipe, active: &Active, name: &str) -> bool {
+    recipe.tune.method != Method::Lora && active.contains(name)
+}
+
+/// `None`: no experts, or all weights are on the device.
+pub(super) fn forecast(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Option<ExpertForecast> {
+    inputs.strategy.placement.travels()?;
+    let mut with_experts = model.spec.layers.iter().filter_map(|l| l.experts);
+    let share = share(&with_experts.next()?, inputs.tokens);
+    let turns = candidates(model, inputs, (0, 0)).into_iter();
+    let bytes = turns.map(|turn| bytes(model, recipe, inputs, &turn.active));
+    Some(ExpertForecast {
+        share,
+        bytes: bytes.fold(0.0, f64::max),
+    })
+}
+
+/// Bytes of the experts that a micro-batch brings.
+fn bytes(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> f64 {
+    let lowest = active.lowest_layer(model.layers());
+    let storage = &inputs.strategy.storage;
+    let runs = model.runs(active).into_iter().map(|run| {
+        let brought = model
+            .layer(run.first)
+            .filter(|p| p.expert().is_some() && !held(recipe, active, &p.name));
+        let once = brought.map(|p| storage.of(&p).bytes(&p.shape) as f64 * part_read(model, inputs, &p));
+        let twice = (run.first + run.count).saturating_sub(lowest.max(run.first));
+        once.sum::<f64>() * (run.count + twice) as f64
+    });
+    runs.sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{families, shapes};
+
+    #[test]
+    fn few_tokens_need_few_experts() {
+        let spec = families::read(&shapes::config("shape:qwen3-30b-a3b").unwrap().unwrap()).unwrap();
+        let sizes = spec.layers[0].experts.unwrap();
+        assert_eq!((sizes.count, sizes.router.top_k), (128, 8));
+        let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} {b}");
+        near(share(&sizes, 1), 0.0625);
+        near(share(&sizes, 2), 1.0 - 0.9375 * 0.9375);
+        assert!(share(&sizes, 2048) > 0.999 && share(&sizes, 2048) <= 1.0);
+    }
+}

@@ -190,10 +190,6 @@ impl TrainableStore for Prepacking {
         self.below.upload_times()
     }
 
-    fn streams_experts(&self) -> bool {
-        self.below.streams_experts()
-    }
-
     fn expert_reads(&self) -> Option<ExpertReads> {
         self.below.expert_reads()
     }

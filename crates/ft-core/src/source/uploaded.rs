@@ -339,6 +339,10 @@ impl WeightSource for Uploaded {
         Ok(weights)
     }
 
+    fn streams_experts(&self) -> bool {
+        true
+    }
+
     fn expect_experts(&self, layer: usize, experts: &[usize]) {
         self.host.expect_experts(layer, experts);
         let all = self
@@ -515,10 +519,6 @@ impl TrainableStore for Uploaded {
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {
         self.copier.times()
-    }
-
-    fn streams_experts(&self) -> bool {
-        true
     }
 
     fn expert_reads(&self) -> Option<ExpertReads> {

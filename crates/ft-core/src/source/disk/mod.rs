@@ -355,6 +355,10 @@ impl WeightSource for Disk {
         Ok(weights)
     }
 
+    fn streams_experts(&self) -> bool {
+        true
+    }
+
     fn expect_experts(&self, layer: usize, experts: &[usize]) {
         let all = self
             .shared
@@ -524,10 +528,6 @@ impl TrainableStore for Disk {
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {
         Ok(None)
-    }
-
-    fn streams_experts(&self) -> bool {
-        true
     }
 
     fn expert_reads(&self) -> Option<ExpertReads> {

@@ -145,7 +145,11 @@ pub fn open(
     }
     // Without a manifest too: a process may have been killed before it wrote the first one.
     let cleaned = out.manifest.clean(run_dir, last)?;
-    out.note("removed incomplete files of a stopped run", &cleaned.removed);
+    let torn = owner::remove_torn_manifests(run_dir)?;
+    out.note(
+        "removed incomplete files of a stopped run",
+        &[cleaned.removed, torn].concat(),
+    );
     out.note("restored the name of", &cleaned.restored);
     out.note(
         "not changed, because ft cannot verify that it created this",

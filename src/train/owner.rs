@@ -121,7 +121,21 @@ fn is_torn_manifest(name: &str, path: &Path) -> bool {
     let is_small_file = path.symlink_metadata().is_ok_and(|m| m.is_file() && m.len() < 1 << 20);
     process.is_some_and(|id| id.chars().all(|c| c.is_ascii_digit() || c == '-'))
         && is_small_file
-        && files::read(path).is_ok_and(|bytes| bytes.starts_with(START) || START.starts_with(&bytes))
+        && files::read(path).is_ok_and(|bytes| {
+            // A loss of power leaves zeros.
+            let end = bytes.iter().rposition(|b| *b != 0).map_or(0, |last| last + 1);
+            bytes.starts_with(START) || START.starts_with(&bytes[..end])
+        })
+}
+
+/// Removes temporary files of manifests that killed processes left. Requires the lock of the run. Returns them.
+pub fn remove_torn_manifests(run_dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut torn = files::list(run_dir)?;
+    torn.retain(|path| is_torn_manifest(&name_of(path), path));
+    for path in &torn {
+        files::remove_file(path)?;
+    }
+    Ok(torn)
 }
 
 /// True for a run without a valid manifest. Early versions wrote none, and a damaged one must not make a run unusable:

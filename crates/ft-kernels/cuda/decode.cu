@@ -328,12 +328,13 @@ __device__ __forceinline__ void few(const W& w, i64 outputs, const T* x, T* y, i
     }
 }
 
+// NAME has the type too: as an argument of an inner macro the type alone would be replaced in f16.
 #define DECODE(NAME, W, T)                                                                                               \
-    extern "C" __global__ void decode_##NAME##_##T(i64 first, i64 count, int from, int width, T* to, W weight) {         \
+    extern "C" __global__ void decode_##NAME(i64 first, i64 count, int from, int width, T* to, W weight) {               \
         decode(weight, first, count, from, width, to);                                                                   \
     }
 #define FEW(NAME, W, T, N, FORM, C)                                                                                      \
-    extern "C" __global__ void few_##NAME##_##T##_##N##_##FORM(                                                          \
+    extern "C" __global__ void few_##NAME##_##N##_##FORM(                                                                \
         i64 outputs, const T* x, T* y, int count, int add, W weight) {                                                   \
         few<W, T, N, C>(weight, outputs, x, y, count, add);                                                              \
     }
@@ -345,23 +346,23 @@ __device__ __forceinline__ void few(const W& w, i64 outputs, const T* x, T* y, i
     FEW(NAME, W, T, 8, single, 1)
 
 typedef float f32;
-KINDS(half, Half, f32)
-KINDS(half, Half, bf16)
-KINDS(int8, Int8, f32)
-KINDS(int8, Int8, bf16)
-KINDS(int4, Int4, f32)
-KINDS(int4, Int4, bf16)
-KINDS(nf4, Nf4, f32)
-KINDS(nf4, Nf4, bf16)
-KINDS(fp4, Fp4, f32)
-KINDS(fp4, Fp4, bf16)
-KINDS(u4, ScaledU4, f32)
-KINDS(u4, ScaledU4, bf16)
-KINDS(e2m1, ScaledE2m1, f32)
-KINDS(e2m1, ScaledE2m1, bf16)
-KINDS(u8, ScaledU8, f32)
-KINDS(u8, ScaledU8, bf16)
-KINDS(i8, ScaledI8, f32)
-KINDS(i8, ScaledI8, bf16)
-KINDS(e4m3, ScaledE4m3, f32)
-KINDS(e4m3, ScaledE4m3, bf16)
+KINDS(half_f32, Half, f32)
+KINDS(half_bf16, Half, bf16)
+KINDS(int8_f32, Int8, f32)
+KINDS(int8_bf16, Int8, bf16)
+KINDS(int4_f32, Int4, f32)
+KINDS(int4_bf16, Int4, bf16)
+KINDS(nf4_f32, Nf4, f32)
+KINDS(nf4_bf16, Nf4, bf16)
+KINDS(fp4_f32, Fp4, f32)
+KINDS(fp4_bf16, Fp4, bf16)
+KINDS(u4_f32, ScaledU4, f32)
+KINDS(u4_bf16, ScaledU4, bf16)
+KINDS(e2m1_f32, ScaledE2m1, f32)
+KINDS(e2m1_bf16, ScaledE2m1, bf16)
+KINDS(u8_f32, ScaledU8, f32)
+KINDS(u8_bf16, ScaledU8, bf16)
+KINDS(i8_f32, ScaledI8, f32)
+KINDS(i8_bf16, ScaledI8, bf16)
+KINDS(e4m3_f32, ScaledE4m3, f32)
+KINDS(e4m3_bf16, ScaledE4m3, bf16)

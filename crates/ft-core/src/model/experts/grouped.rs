@@ -39,11 +39,9 @@ impl Experts {
             .collect::<Result<_>>()?;
         let plain = |l: &Linear| l.adapter.is_none() && l.bias.is_none() && l.weight.dense().is_ok();
         let all_plain = experts.iter().all(|e| e.down_bias.is_none() && e.all().all(plain));
-        let mut weights = experts
-            .iter()
-            .flat_map(Expert::all)
-            .filter_map(|l| l.weight.dense().ok());
-        Ok((all_plain && grouped::fits(h, &mut weights)).then_some(experts))
+        let weights = experts.iter().flat_map(Expert::all);
+        let fits = all_plain && grouped::fits(h, weights.filter_map(|l| l.weight.dense().ok()));
+        Ok(fits.then_some(experts))
     }
 }
 

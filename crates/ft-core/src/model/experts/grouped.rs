@@ -38,10 +38,12 @@ impl Experts {
             .map(|e| self.reader.read(e))
             .collect::<Result<_>>()?;
         let plain = |l: &Linear| l.adapter.is_none() && l.bias.is_none() && l.weight.dense().is_ok();
-        let all_plain = experts.iter().all(|e| e.down_bias.is_none() && e.all().all(plain));
-        let weights = experts.iter().flat_map(Expert::all);
-        let fits = all_plain && grouped::fits(h, weights.filter_map(|l| l.weight.dense().ok()));
-        Ok(fits.then_some(experts))
+        let fits = |e: &Expert| {
+            let plain = e.down_bias.is_none() && e.all().all(plain);
+            plain && grouped::fits(h, e.all().filter_map(|l| l.weight.dense().ok()))
+        };
+        let together = experts.iter().all(fits);
+        Ok(together.then_some(experts))
     }
 }
 

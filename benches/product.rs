@@ -135,7 +135,7 @@ fn experts(o: &Options, hidden: usize, intermediate: usize) {
     };
     let routing = router.route(&random(TOKENS, EXPERTS, 4), None).expect("a routing");
     let counts = routing.counts();
-    let rows = routing.places();
+    let rows: usize = counts.iter().sum();
     let bf16 = |seed| {
         random(intermediate, hidden, seed)
             .to_dtype(DType::BF16)

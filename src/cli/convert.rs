@@ -7,7 +7,7 @@ use crate::commands::convert::{Origin, Report, Request, convert, smile};
 use crate::commands::named;
 use std::path::{Path, PathBuf};
 
-/// Turn a dense model into a mixture of experts, or give a mixture a router of two levels
+/// Turn a dense model into a mixture of experts; convert a router
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft convert --model base --to moe --experts 8 --out base-moe

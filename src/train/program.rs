@@ -464,11 +464,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         prepared: &prepared,
         print: &base,
     };
-    let final_dir = if ranks.is_root() {
-        finish::export(&trained, &out, &mut |line| said.push(line.to_string()))?
-    } else {
-        None
-    };
+    let export = || finish::export(&trained, &out, &mut |line| said.push(line.to_string()));
+    let final_dir = engine.by_root(export)?.flatten();
     said.iter().for_each(|line| run.reporter.note(line));
     let peak = running::peak_memory(&device)?;
     drop(engine);

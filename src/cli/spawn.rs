@@ -82,9 +82,9 @@ pub fn run(args: Args, own: &[OsString]) -> Result<i32> {
     Ok(ended.code().unwrap_or(128 + ended.signal().unwrap_or(0)))
 }
 
-/// Waits for the end of the job; tells it once if a signal arrives.
+/// Waits for the end of the job; passes a signal on once.
 fn wait(mut ranks: Child) -> Result<ExitStatus> {
-    let mut told = false;
+    let mut passed_on = false;
     loop {
         let ended = ranks
             .try_wait()
@@ -92,8 +92,8 @@ fn wait(mut ranks: Child) -> Result<ExitStatus> {
         if let Some(ended) = ended {
             return Ok(ended);
         }
-        if !told && signal::received().is_some() {
-            told = true;
+        if !passed_on && signal::received().is_some() {
+            passed_on = true;
             // SAFETY: a signal to a child that was not waited for yet, so the id is still its own.
             unsafe { libc::kill(ranks.id() as i32, libc::SIGUSR1) };
         }

@@ -234,10 +234,12 @@ fn parts(recipe: &Recipe, inputs: &Inputs, active: &Active) -> u64 {
 
 /// The most bytes that a rank sends in a step.
 pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
+    let bf16 = |name: &str| recipe.model.dtype == Dtype::Bf16 && !model.is_adapter(name);
     let of = |active: &Active, rank: usize| {
         let sizes = active.names().map(|name| {
             let n = model.elements(name);
-            (name, active.subset(name, n as usize).map_or(n, |part| part.len as u64))
+            let n = active.subset(name, n as usize).map_or(n, |part| part.len as u64);
+            (name, n, bf16(name))
         });
         let how = (parts(recipe, inputs, active) > 1, recipe.distributed.exchange());
         let (rounds, place) = (inputs.micro_batches as u64, (rank, inputs.ranks));
@@ -249,8 +251,8 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
     all.max().unwrap_or(0)
 }
 
-/// Bytes of the optimizer state of a parameter of `shape`: moments of its active part, divided over `parts` ranks, and the
-/// low 16 bits of the whole master.
+/// Bytes of the optimizer state of a parameter of `shape`: moments of its active part, and the low 16 bits of
+/// the master, both divided over `parts` ranks.
 fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], (bf16, parts): (bool, u64)) -> u64 {
     let n: usize = shape.iter().product();
     let moments = match active.subset(name, n) {
@@ -262,7 +264,8 @@ fn state_bytes(recipe: &Recipe, active: &Active, name: &str, shape: &[usize], (b
     } else {
         moments
     };
-    own + n as u64 * Optimizer::master_bytes(&recipe.optimizer, bf16)
+    let low = if parts > 1 { share(n as u64, parts) } else { n as u64 };
+    own + low * Optimizer::master_bytes(&recipe.optimizer, bf16)
 }
 
 /// The forecast of one run: the worst moment of its worst step.

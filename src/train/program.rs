@@ -500,20 +500,22 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let before = run.directory.aside()?;
     let out = run_dir.join("final");
     let peak = running::peak_memory(&device)?;
-    let earlier = run
-        .best
-        .step()
-        .filter(|step| *step != last_step && ranks.is_root() && !model.is_shape());
-    let final_dir = if let Some(step) = earlier {
+    let earlier = run.best.step().filter(|step| *step != last_step && !model.is_shape());
+    let final_dir = if ranks.of_root(earlier.is_some())? {
         drop(engine);
-        said.push(format!(
-            "final/ is the model of the best evaluation: {}",
-            run.best.describe()
-        ));
-        let written = from_checkpoint::write(&checkpoint_of(step), &out);
-        said.extend(written.map_err(|e| run.ended(last_step, e))?.notes);
-        Some(out)
-    } else if ranks.is_root() {
+        match earlier.filter(|_| ranks.is_root()) {
+            Some(step) => {
+                said.push(format!(
+                    "final/ is the model of the best evaluation: {}",
+                    run.best.describe()
+                ));
+                let written = from_checkpoint::write(&checkpoint_of(step), &out);
+                said.extend(written.map_err(|e| run.ended(last_step, e))?.notes);
+                Some(out)
+            }
+            None => None,
+        }
+    } else {
         let trained = TrainedModel {
             recipe,
             model: &model,
@@ -521,13 +523,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             prepared: &prepared,
             print: &base,
         };
-        let exported = finish::export(&trained, &out, &mut |line| said.push(line.to_string()));
+        let exported = engine.by_root(|| finish::export(&trained, &out, &mut |line| said.push(line.to_string())));
         let written = exported.map_err(|e| run.export_failed(&engine, last_step, e))?;
         drop(engine);
-        written
-    } else {
-        drop(engine);
-        None
+        written.flatten()
     };
     said.iter().for_each(|line| run.reporter.note(line));
     // Rank 0 removes the files of all ranks when none needs them any more.

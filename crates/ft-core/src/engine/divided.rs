@@ -1,5 +1,5 @@
-//! Gradients and optimizer states in parts: each rank has the sums of its part of every gradient and the moments of this
-//! part, updates it, and sends the new values to the others (as ZeRO stage 2: Rajbhandari et al. 2020, arXiv 1910.02054,
+//! Gradients and optimizer states in parts: each rank has the sums of its part of every gradient, the moments and the low
+//! bits of the fp32 masters of this part, updates it, and sends the new values to the others (as ZeRO stage 2: Rajbhandari et al. 2020, arXiv 1910.02054,
 //! section 5).
 
 use super::publish::{Publish, publish};
@@ -8,13 +8,16 @@ use super::step::Engine;
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, QUANTUM, part_of};
 use crate::ops::step_stats::{StepStats, StepSums};
-use crate::ops::update;
+use crate::ops::{master, update};
 use crate::optim::{Optimizer, PartUpdate, range_of_part};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
+use half::bf16;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// The name of the low bits of a master beside the parts of a state.
+const LOW: &str = "low";
 /// Elements of a moment that travel together to rank 0.
 const PIECE: usize = 1 << 20;
 
@@ -80,7 +83,9 @@ impl<'a> Divided<'a> {
     pub(super) fn update(self, optimizer: &mut Optimizer, lr: f64, coefficient: f32) -> Result<()> {
         let name = |sum: &OwnSum| (sum.param.name.clone(), sum.elements());
         let items: Vec<(Arc<str>, usize)> = self.sums.iter().map(name).collect();
+        let is_bf16 = |sum: &OwnSum| sum.param.tensor.dtype() == DType::BF16;
         let mut updating = Updating {
+            bf16: self.sums.iter().map(is_bf16).collect(),
             sums: self.sums.into_iter().map(Some).collect(),
             weights: Vec::new(),
             names: &items,
@@ -97,6 +102,7 @@ impl<'a> Divided<'a> {
 struct Updating<'a> {
     /// `None`: updated.
     sums: Vec<Option<OwnSum>>,
+    bf16: Vec<bool>,
     /// The weights that were updated so far.
     weights: Vec<Tensor>,
     names: &'a [(Arc<str>, usize)],
@@ -120,13 +126,38 @@ impl Publish for Updating<'_> {
         if range.is_empty() {
             return Ok(Vec::new());
         }
-        self.optimizer
-            .exact_part(&self.names[item].0, &self.weights[item], &range)
+        Optimizer::stored_part(&self.names[item].0, &self.weights[item], &range)
     }
 
     fn put(&mut self, item: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
-        self.optimizer
-            .set_part(&self.names[item].0, &self.weights[item], &range, values)
+        Optimizer::set_part(&self.names[item].0, &self.weights[item], &range, values)
+    }
+
+    fn is_bf16(&self, item: usize) -> bool {
+        self.bf16[item]
+    }
+}
+
+/// Collects whole low bits.
+struct Low {
+    /// The own parts, i16.
+    own: Vec<Tensor>,
+    first: Vec<usize>,
+    whole: Vec<Vec<i16>>,
+}
+
+impl Publish for Low {
+    fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
+        let own = self.own[item].narrow(0, range.start - self.first[item], range.len())?;
+        let values = own.to_vec1::<i16>()?;
+        self.whole[item][range].copy_from_slice(&values);
+        Ok(values.into_iter().map(f32::from).collect())
+    }
+
+    fn put(&mut self, item: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
+        let to = self.whole[item][range].iter_mut();
+        to.zip(values).for_each(|(to, value)| *to = *value as i16);
+        Ok(())
     }
 }
 
@@ -165,6 +196,62 @@ impl Engine {
         );
         self.comm = comm;
         self.exchange = exchange;
+    }
+
+    /// Gives every rank all low bits of the masters outside `active`: their store takes them.
+    pub(super) fn gather_low(&mut self, active: &super::Active) -> Result<()> {
+        let world = self.comm.world();
+        let names = self.optimizer.low_parts_outside(|name| active.contains(name));
+        let mut items = Vec::new();
+        let (mut own, mut first) = (Vec::new(), Vec::new());
+        for name in &names {
+            let n = self.elements(name)?;
+            own.extend(self.optimizer.low_part(name).cloned());
+            first.push(part_of(name, n, world.rank, world.size).start);
+            items.push((Arc::from(name.as_str()), n));
+        }
+        let mut low = Low {
+            own,
+            first,
+            whole: items.iter().map(|(_, n)| vec![0; *n]).collect(),
+        };
+        publish(&*self.comm, &items, &mut low)?;
+        for ((name, n), whole) in items.iter().zip(low.whole) {
+            self.optimizer
+                .join_low(name, Tensor::from_vec(whole, *n, &Device::Cpu)?);
+        }
+        Ok(())
+    }
+
+    /// Keeps the own part of the low bits of the active masters.
+    pub(super) fn cut_low(&mut self, active: &super::Active) -> Result<()> {
+        for name in active.names() {
+            let n = self.elements(name)?;
+            if let Some(own) = self.own_part(name, n) {
+                self.optimizer.cut_low(name, &own)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Passes the exact values of a weight whose low bits are divided to `sink`. For rank 0 within `by_root`.
+    pub(super) fn exact_of_all(&self, name: &str, sink: &mut super::exact::ExactSink) -> Result<()> {
+        let weight = self.network.param(name)?.tensor.flatten_all()?;
+        let mut at = 0;
+        self.comm.bytes(format!("{name}\n{LOW}").into_bytes(), Patience::Step)?;
+        self.answer(name, LOW, &mut |values| {
+            let MomentValues::F32(low) = values else {
+                return Ok(());
+            };
+            let high = weight.narrow(0, at, low.len())?.to_vec1::<bf16>()?;
+            at += low.len();
+            let pairs = high.iter().zip(low);
+            sink(
+                &pairs
+                    .map(|(h, l)| master::join(*h, *l as i16 as u16))
+                    .collect::<Vec<_>>(),
+            )
+        })
     }
 
     /// The elements of a parameter whose moments this rank has: `None` if it has all of them.
@@ -215,13 +302,14 @@ impl Engine {
         if comm.world().is_root() {
             let done = work();
             // Ends the waiting of the others, also after an error.
-            let told = if self.divided {
-                comm.bytes(Vec::new(), Patience::Long)
+            // They wait already, so one that does not answer is lost.
+            let ended = if self.divided {
+                comm.bytes(Vec::new(), Patience::Step)
             } else {
                 Ok(Vec::new())
             };
             let done = done?;
-            return told.map(|_| Some(done));
+            return ended.map(|_| Some(done));
         }
         while self.divided {
             let asked = comm.bytes(Vec::new(), Patience::Long)?.swap_remove(0);
@@ -241,7 +329,7 @@ impl Engine {
     pub fn moment(&self, moment: &SavedMoment, sink: &mut MomentSink) -> Result<()> {
         if self.divided {
             let asked = format!("{}\n{}", moment.name, moment.part);
-            self.comm.bytes(asked.into_bytes(), Patience::Long)?;
+            self.comm.bytes(asked.into_bytes(), Patience::Step)?;
         }
         self.answer(&moment.name, moment.part, sink)
     }
@@ -249,18 +337,25 @@ impl Engine {
     /// The part of all ranks in `moment`: the owners send their elements in order, and `sink` gets them on rank 0.
     fn answer(&self, name: &str, part: &str, sink: &mut MomentSink) -> Result<()> {
         let missing = || Error::internal("an optimizer state is missing").at(name);
-        let state = self.optimizer.saved().find(|state| state.name == name);
-        let state = state.ok_or_else(missing)?;
-        let own = state.parts.iter().find(|(own, _)| *own == part).ok_or_else(missing)?;
-        let own = &own.1.flatten_all()?;
-        let Some(n) = state.part_of else {
+        let (own, n) = if part == LOW {
+            let low = self.optimizer.low_part(name).ok_or_else(missing)?.to_vec1::<i16>()?;
+            let low: Vec<f32> = low.into_iter().map(f32::from).collect();
+            (Tensor::new(low, &Device::Cpu)?, Some(self.elements(name)?))
+        } else {
+            let state = self.optimizer.saved().find(|state| state.name == name);
+            let state = state.ok_or_else(missing)?;
+            let own = state.parts.iter().find(|(own, _)| *own == part).ok_or_else(missing)?;
+            (own.1.flatten_all()?, state.part_of)
+        };
+        let own = &own;
+        let Some(n) = n else {
             return give(own, sink);
         };
         let world = self.comm.world();
         let part_of_rank = |rank| range_of_part(part, &part_of(name, n, rank, world.size));
         let mut owners: Vec<usize> = (0..world.size).filter(|rank| !part_of_rank(*rank).is_empty()).collect();
         owners.sort_by_key(|rank| part_of_rank(*rank).start);
-        // A failure of the sink is told after the last piece, so that no rank waits.
+        // A failure of the sink is reported after the last piece, so that no rank waits.
         let mut done = Ok(());
         for owner in owners {
             let length = part_of_rank(owner).len();
@@ -304,7 +399,7 @@ impl Engine {
         if !world.is_root() {
             return Ok(None);
         }
-        let found = Tensor::from_vec(found, count, &candle_core::Device::Cpu)?;
+        let found = Tensor::from_vec(found, count, &Device::Cpu)?;
         Ok(Some(found.to_dtype(dtype)?))
     }
 }

@@ -14,21 +14,29 @@ impl Engine {
     /// Deactivates all parameters outside `active` and activates those in it. Moments are kept for the parameters that
     /// `survives` accepts; the low bits of fp32 masters are never lost. Returns the requantized weights.
     pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Requantized>> {
+        if self.divided {
+            self.gather_low(active)?;
+        }
         self.optimizer.retire_all_but(survives)?;
         let recoded = self
             .store
             .deactivate(&|name| active.contains(name), &mut self.optimizer)?;
         let names: Vec<&str> = active.names().collect();
         self.store.activate(&names, &mut self.optimizer)?;
+        self.cut_low(active)?;
         Ok(recoded)
     }
 
-    /// Passes the exact f32 values of a trained weight or of an adapter matrix to `sink`.
+    /// Passes the exact f32 values of a trained weight or of an adapter matrix to `sink`. On several ranks each has a part
+    /// of them: for rank 0 within `by_root`.
     ///
     /// # Errors
     /// The model has no such parameter (`NotFound`); a file of trained parameters cannot be read; any error of `sink`.
     pub fn exact(&self, name: &str, sink: &mut ExactSink) -> Result<()> {
         let store = &self.store;
+        if self.optimizer.low_part(name).is_some() {
+            return self.exact_of_all(name, sink);
+        }
         if store.param(name).is_err() || (store.master_in_optimizer(name) && store.in_memory(name).is_some()) {
             return sink(&self.optimizer.exact(name, &self.network.param(name)?.tensor)?);
         }

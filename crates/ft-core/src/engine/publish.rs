@@ -1,6 +1,6 @@
 //! Sends what each rank has of some parameters to all other ranks, in buckets.
 
-use super::reduce::{BUCKET, Piece, UNDER_WAY, key};
+use super::reduce::{BUCKET, Piece, UNDER_WAY, key, pack, unpack, words};
 use crate::base::Result;
 use crate::comm::{Collective, Pending};
 use std::collections::VecDeque;
@@ -14,6 +14,11 @@ pub(super) trait Publish {
 
     /// Elements `range` of number `item` from the rank that has them.
     fn put(&mut self, item: usize, range: Range<usize>, values: &[f32]) -> Result<()>;
+
+    /// True if all numbers of this item are bf16 numbers, which travel in half the bytes.
+    fn is_bf16(&self, _item: usize) -> bool {
+        false
+    }
 }
 
 /// Gives every rank all parts. `items`: names and elements, the same on all ranks.
@@ -50,10 +55,16 @@ fn send(comm: &dyn Collective, some: Vec<(usize, Piece)>, numbers: &mut dyn Publ
     let (rank, size) = (comm.world().rank, comm.world().size);
     let mut own = Vec::new();
     for (item, piece) in &some {
-        own.extend(numbers.own(*item, piece.range(rank, size))?);
+        let values = numbers.own(*item, piece.range(rank, size))?;
+        if numbers.is_bf16(*item) {
+            pack(&values, &mut own);
+        } else {
+            own.extend(values);
+        }
     }
     let pieces: Vec<Piece> = some.iter().map(|(_, piece)| piece.clone()).collect();
-    let length = |rank| pieces.iter().map(|piece| piece.range(rank, size).len()).sum();
+    let words = |(item, piece): &(usize, Piece), rank| words(piece.range(rank, size).len(), numbers.is_bf16(*item));
+    let length = |rank| some.iter().map(|one| words(one, rank)).sum();
     let pending = comm.gather(key(&pieces, size), own, (0..size).map(length).collect());
     Ok((some, pending))
 }
@@ -70,9 +81,16 @@ fn receive(comm: &dyn Collective, sent: Option<Sent>, numbers: &mut dyn Publish)
         let mut rest = &list[..];
         for (item, piece) in &some {
             let range = piece.range(rank, size);
-            let (values, after) = rest.split_at(range.len());
+            let bf16 = numbers.is_bf16(*item);
+            let (values, after) = rest.split_at(words(range.len(), bf16));
             rest = after;
-            if !range.is_empty() {
+            if range.is_empty() {
+                continue;
+            }
+            if bf16 {
+                let values = unpack(values, range.len());
+                numbers.put(*item, range, &values)?;
+            } else {
                 numbers.put(*item, range, values)?;
             }
         }

@@ -41,20 +41,23 @@ pub fn exchange_bytes(trained: u64, ranks: u64) -> u64 {
 }
 
 /// Bytes that rank `rank` of `size` sends in a step: its gradients in each round of micro-batches, the sums or the new
-/// values of its part, and the sums of squares of its part. `params`: names and elements of the trained parameters.
+/// values of its part, and the sums of squares of its part. `params`: names and elements of the trained parameters, and
+/// whether they are bf16.
 pub fn sent_bytes<'a>(
-    params: impl Iterator<Item = (&'a str, u64)>,
+    params: impl Iterator<Item = (&'a str, u64, bool)>,
     micro_batches: u64,
     (rank, size): (usize, usize),
     (divided, exchange): (bool, Exchange),
 ) -> u64 {
     let rounds = own_rounds(micro_batches, rank, size);
     let rounds = if exchange.window { rounds.min(1) } else { rounds };
-    let of = |(name, n): (&str, u64)| {
+    let of = |(name, n, bf16): (&str, u64, bool)| {
         let own = part_of(name, n as usize, rank, size).len() as u64;
         let squares = if divided { own.div_ceil(QUANTUM as u64) } else { 0 };
         let gradient = gradient_words(name, n as usize, (rank, size), exchange.bf16);
-        4 * (gradient * rounds + (own + squares) * (size as u64 - 1))
+        let of_piece = |piece: Piece| words(piece.range(rank, size).len(), bf16 && divided);
+        let values: usize = Piece::all(&name.into(), n as usize, size).map(of_piece).sum();
+        4 * (gradient * rounds + (values as u64 + squares) * (size as u64 - 1))
     };
     if size < 2 { 0 } else { params.map(of).sum() }
 }
@@ -90,12 +93,12 @@ fn gradient_words(name: &str, n: usize, (rank, size): (usize, usize), bf16: bool
 }
 
 /// Length of the list in which `n` numbers travel: two bf16 numbers in the bits of one f32.
-fn words(n: usize, bf16: bool) -> usize {
+pub(super) fn words(n: usize, bf16: bool) -> usize {
     if bf16 { n.div_ceil(2) } else { n }
 }
 
 /// Adds `values` to the list, rounded to bf16.
-fn pack(values: &[f32], list: &mut Vec<f32>) {
+pub(super) fn pack(values: &[f32], list: &mut Vec<f32>) {
     let bits = |x: f32| u32::from(bf16::from_f32(x).to_bits());
     list.extend(values.chunks(2).map(|pair| {
         let high = pair.get(1).map_or(0, |x| bits(*x));
@@ -104,7 +107,7 @@ fn pack(values: &[f32], list: &mut Vec<f32>) {
 }
 
 /// The inverse of `pack`, of `n` values.
-fn unpack(list: &[f32], n: usize) -> Vec<f32> {
+pub(super) fn unpack(list: &[f32], n: usize) -> Vec<f32> {
     let number = |bits: u32| bf16::from_bits(bits as u16).to_f32();
     let pairs = list.iter().map(|word| word.to_bits());
     pairs

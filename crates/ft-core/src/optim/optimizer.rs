@@ -18,6 +18,8 @@ pub struct Optimizer {
     states: BTreeMap<String, State>,
     /// Low 16 bits of the fp32 masters of bf16 weights, i16 `[n]`; kept when a block is deactivated.
     low: BTreeMap<String, Tensor>,
+    /// The same of parameters that are updated in parts, i16 of the part of this rank.
+    low_parts: BTreeMap<String, Tensor>,
     /// Learning-rate factors by name suffix.
     rates: Vec<(String, f64)>,
     seed: u64,
@@ -81,6 +83,7 @@ impl Optimizer {
             settings,
             states: BTreeMap::new(),
             low: BTreeMap::new(),
+            low_parts: BTreeMap::new(),
             rates: Vec::new(),
             seed: 0,
             now: 0,
@@ -324,7 +327,8 @@ impl Optimizer {
     /// Bytes of the current state.
     pub fn bytes(&self) -> u64 {
         let states: u64 = self.states.values().map(State::bytes).sum();
-        let low: usize = self.low.values().map(|l| 2 * l.elem_count()).sum();
+        let low = self.low.values().chain(self.low_parts.values());
+        let low: usize = low.map(|l| 2 * l.elem_count()).sum();
         states + low as u64
     }
 }

@@ -2,11 +2,11 @@
 //! copy the result. The bits are those of an update of the whole parameter.
 
 use super::super::state::{self, State};
-use super::{Optimizer, UpdateTensors};
+use super::{Optimizer, Rounding, UpdateTensors};
 use crate::base::{Error, Result};
 use crate::ops::step::{self, BLOCK, ParameterStep};
 use crate::ops::update;
-use crate::optim::config::OptimizerName;
+use crate::optim::config::{Master, OptimizerName};
 use candle_core::{DType, Tensor};
 use std::ops::Range;
 
@@ -69,11 +69,22 @@ impl Optimizer {
             let fresh = State::fresh_part(&self.settings, weight.dims(), range.len(), weight.device())?;
             self.states.insert(name.to_string(), fresh);
         }
-        let whole = self.tensors_for(name, weight, None)?;
-        let tensors = UpdateTensors {
-            weight: view(&whole.weight, name, range)?,
-            low: whole.low.as_ref().map(|low| view(low, name, range)).transpose()?,
-            rounding: whole.rounding,
+        let own = view(weight, name, range)?;
+        self.cut_low(name, range)?;
+        if weight.dtype() == DType::BF16 && self.settings.master == Master::F32 && !self.low_parts.contains_key(name) {
+            let zeros = update::zeros(range.len(), DType::I16, weight.device())?;
+            self.low_parts.insert(name.to_string(), zeros);
+        }
+        let tensors = match self.low_parts.get(name) {
+            Some(low) => UpdateTensors {
+                weight: own,
+                low: Some(low.clone()),
+                rounding: Rounding::Halves,
+            },
+            None => UpdateTensors {
+                weight: own,
+                ..self.tensors_for(name, weight, None)?
+            },
         };
         let (now, rate) = (self.now, self.rate(name));
         let Some(state) = self.states.get_mut(name) else {
@@ -97,27 +108,48 @@ impl Optimizer {
         step::step_part(state::rule(&self.settings), &item, range.start, coefficient).map_err(|e| e.or_at(name))
     }
 
-    /// The exact f32 values of some elements of a trained weight.
+    /// Keeps the part of this rank of the low bits of a master.
+    ///
+    /// # Errors
+    /// Low bits of another size.
+    pub fn cut_low(&mut self, name: &str, range: &Range<usize>) -> Result<()> {
+        if let Some(low) = self.low.remove(name) {
+            // A copy, so that the rest is freed.
+            self.low_parts
+                .insert(name.to_string(), view(&low, name, range)?.copy()?);
+        }
+        Ok(())
+    }
+
+    /// The part of this rank of the low bits of a master, i16; `None`: it has the whole, or there is none.
+    pub fn low_part(&self, name: &str) -> Option<&Tensor> {
+        self.low_parts.get(name)
+    }
+
+    /// Parameters with parts of low bits that `keep` rejects, sorted.
+    pub fn low_parts_outside(&self, keep: impl Fn(&str) -> bool) -> Vec<String> {
+        self.low_parts.keys().filter(|name| !keep(name)).cloned().collect()
+    }
+
+    /// Replaces the part of the low bits by all of them, i16 `[n]`.
+    pub fn join_low(&mut self, name: &str, low: Tensor) {
+        self.low_parts.remove(name);
+        self.low.insert(name.to_string(), low);
+    }
+
+    /// Some elements of a weight as they are stored, for the other ranks.
     ///
     /// # Errors
     /// The weight is neither f32 nor bf16.
-    pub fn exact_part(&self, name: &str, weight: &Tensor, range: &Range<usize>) -> Result<Vec<f32>> {
-        let own = view(weight, name, range)?;
-        match (weight.dtype(), self.low.get(name)) {
-            (DType::BF16, Some(low)) => step::join(&own, &view(low, name, range)?),
-            _ => update::to_f32_vec(&own),
-        }
+    pub fn stored_part(name: &str, weight: &Tensor, range: &Range<usize>) -> Result<Vec<f32>> {
+        update::to_f32_vec(&view(weight, name, range)?)
     }
 
-    /// Sets some elements of a trained weight to exact values from another rank's `exact_part`.
+    /// Sets some elements of a weight to another rank's `stored_part`.
     ///
     /// # Errors
     /// Another number of values.
-    pub fn set_part(&self, name: &str, weight: &Tensor, range: &Range<usize>, values: &[f32]) -> Result<()> {
-        let to = view(weight, name, range)?;
-        match (weight.dtype(), self.low.get(name)) {
-            (DType::BF16, Some(low)) => step::split(values, &to, &view(low, name, range)?),
-            _ => update::set(&to, values),
-        }
+    pub fn set_part(name: &str, weight: &Tensor, range: &Range<usize>, values: &[f32]) -> Result<()> {
+        update::set(&view(weight, name, range)?, values)
     }
 }

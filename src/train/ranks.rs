@@ -76,7 +76,7 @@ impl Ranks {
         Ok((!text.is_empty()).then(|| text.into()))
     }
 
-    /// Waits until all ranks are here, without a time limit.
+    /// Waits until all ranks are here; those that wait for rank 0 have no time limit.
     pub fn meet(&self) -> Result<()> {
         // Rank 0 has the longest work before it, so the others wait already.
         let patience = if self.is_root() { Patience::Step } else { Patience::Long };

@@ -13,7 +13,6 @@ mod supply;
 mod texts;
 
 /// From the top down: the program (`src`), then the library (`crates/ft-core/src`). The two `lib.rs` declare the same modules.
-/// The compiler holds the order of the crates.
 const ROOMS: [&str; 21] = [
     "cli",
     "commands",

@@ -43,7 +43,7 @@ use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
 use crate::optim::config::OptimizerName;
 use crate::peft::start::cost;
-use crate::recipe::{LoraInit, Method, PeftType, Recipe, RolloutWeights};
+use crate::recipe::{Dtype, LoraInit, Method, PeftType, Recipe, RolloutWeights};
 use crate::setup::Turn;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::Evaluation;

@@ -21,6 +21,7 @@ pub mod stage;
 pub mod start_cache;
 pub mod starts;
 pub mod state;
+mod step_metrics;
 pub mod teacher_cache;
 
 pub use program::{Options, Outcome, train};

@@ -36,6 +36,7 @@ use crate::train::running::{self, Pace, Run, UnreadStep};
 use crate::train::stage::{self, Stage};
 use crate::train::starts::{self, AdapterInitContext};
 use crate::train::state::{self, RunFingerprint};
+use crate::train::step_metrics;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -441,7 +442,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
                 engine.objective.metrics(),
                 run.feed.metrics(),
                 engine.routers.metrics(),
-                running::scale_metrics(scale, &engine),
+                step_metrics::scale_metrics(scale, &engine),
             ]
             .concat(),
             started,

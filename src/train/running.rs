@@ -8,17 +8,15 @@ use crate::checkpoint;
 use crate::comm::Patience;
 use crate::data::{Batch, Dataset};
 use crate::engine::window::{self, MicroReport};
-use crate::engine::{self, Engine, Gradients, LossScale, QueuedStep};
+use crate::engine::{self, Engine, Gradients, QueuedStep};
 use crate::history;
 use crate::ops;
 use crate::ops::step_stats::StepSums;
-use crate::ops::transfer::{Copier, CopyTimes};
 use crate::plan::Plan;
 use crate::recipe::{self, Recipe};
 use crate::report::{self, EvalMetrics, Reporter, StepMetrics};
 use crate::setup::ModelDir;
 use crate::setup::active_schedule::ActiveSchedule;
-use crate::source::ExpertReads;
 use crate::train::best::BestModel;
 use crate::train::budget::Budget;
 use crate::train::directory::Directory;
@@ -27,6 +25,7 @@ use crate::train::ranks::Ranks;
 use crate::train::samples;
 use crate::train::stage::BatchSource;
 use crate::train::state::{self, RunFingerprint};
+use crate::train::step_metrics::{copies, copy_metrics, expert_metrics};
 use candle_core::Device;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -148,44 +147,10 @@ impl Pace {
     }
 }
 
-/// The step's host-device copies.
-fn copies(engine: &Engine) -> Result<CopyTimes> {
-    let inputs = engine.input_offload.as_ref().map(Copier::times).transpose()?.flatten();
-    let mut sum = engine.store.upload_times()?.unwrap_or_default();
-    if let Some(inputs) = inputs {
-        sum.copying += inputs.copying;
-        sum.waiting += inputs.waiting;
-    }
-    Ok(sum)
-}
-
-/// Milliseconds of the copies, and the fraction that overlapped with computation.
-fn copy_metrics(copied: &CopyTimes) -> Vec<(&'static str, f64)> {
-    let hidden = copied.hidden();
-    hidden.map_or_else(Vec::new, |hidden| {
-        vec![("copy_ms", copied.copying), ("copy_hidden", hidden)]
-    })
-}
-
-/// The experts that were brought to the device, their bytes, and their part of all experts.
-fn expert_metrics(reads: ExpertReads) -> Vec<(&'static str, f64)> {
-    let Some(share) = reads.share() else { return Vec::new() };
-    let names = ["experts_read", "experts_read_bytes", "experts_read_share"];
-    let numbers = [reads.brought as f64, reads.bytes as f64, share];
-    names.into_iter().zip(numbers).collect()
-}
-
 /// Peak memory so far: of GPU tensors, or of this process on the CPU.
 pub fn peak_memory(device: &Device) -> Result<u64> {
     let gpu = ops::device::memory(device)?;
     Ok(gpu.map_or_else(memory::peak_resident, |m| m.peak_used))
-}
-
-/// With a loss scale: the scale that the step had (`before`), and the number of steps that were skipped so far.
-pub fn scale_metrics(before: Option<LossScale>, engine: &Engine) -> Vec<(&'static str, f64)> {
-    let used = before.map(|scale| ("loss_scale", f64::from(scale.scale)));
-    let skipped = used.map(|_| ("skipped_steps", engine.skipped_steps() as f64));
-    used.into_iter().chain(skipped).collect()
 }
 
 /// A step whose losses may not be known yet.

@@ -1,0 +1,40 @@
+//! Metrics of a step beside its loss: copies, experts, the loss scale.
+
+use crate::base::Result;
+use crate::engine::{Engine, LossScale};
+use crate::ops::transfer::{Copier, CopyTimes};
+use crate::source::ExpertReads;
+
+/// The step's host-device copies.
+pub fn copies(engine: &Engine) -> Result<CopyTimes> {
+    let inputs = engine.input_offload.as_ref().map(Copier::times).transpose()?.flatten();
+    let mut sum = engine.store.upload_times()?.unwrap_or_default();
+    if let Some(inputs) = inputs {
+        sum.copying += inputs.copying;
+        sum.waiting += inputs.waiting;
+    }
+    Ok(sum)
+}
+
+/// Milliseconds of the copies, and the fraction that overlapped with computation.
+pub fn copy_metrics(copied: &CopyTimes) -> Vec<(&'static str, f64)> {
+    let hidden = copied.hidden();
+    hidden.map_or_else(Vec::new, |hidden| {
+        vec![("copy_ms", copied.copying), ("copy_hidden", hidden)]
+    })
+}
+
+/// The experts that were brought to the device, their bytes, and their part of all experts.
+pub fn expert_metrics(reads: ExpertReads) -> Vec<(&'static str, f64)> {
+    let Some(share) = reads.share() else { return Vec::new() };
+    let names = ["experts_read", "experts_read_bytes", "experts_read_share"];
+    let numbers = [reads.brought as f64, reads.bytes as f64, share];
+    names.into_iter().zip(numbers).collect()
+}
+
+/// With a loss scale: the scale that the step had (`before`), and the number of steps that were skipped so far.
+pub fn scale_metrics(before: Option<LossScale>, engine: &Engine) -> Vec<(&'static str, f64)> {
+    let used = before.map(|scale| ("loss_scale", f64::from(scale.scale)));
+    let skipped = used.map(|_| ("skipped_steps", engine.skipped_steps() as f64));
+    used.into_iter().chain(skipped).collect()
+}

@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(record.warnings, ["m"]);
         events("{\"event\":\"stop\",\"step\":20,\"reason\":\"done\",\"time\":9.0}\n");
         assert_eq!(Record::read(&run).unwrap().state, "done");
-        assert_eq!(find(&[dir.path().to_path_buf()]).unwrap(), [run.clone()]);
+        assert_eq!(find(&[dir.path().to_path_buf()]).unwrap(), std::slice::from_ref(&run));
         assert!(find(&[dir.path().join("none")]).is_err() && Record::read(dir.path()).is_err());
     }
 }

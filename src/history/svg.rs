@@ -103,7 +103,7 @@ fn escaped(text: &str) -> String {
 fn label(y: f64) -> String {
     match y.abs() {
         0.0 => "0".into(),
-        a if a >= 1e5 || a < 1e-3 => format!("{y:.1e}"),
+        a if !(1e-3..1e5).contains(&a) => format!("{y:.1e}"),
         a if a >= 100.0 => format!("{y:.0}"),
         _ => format!("{y:.3}"),
     }

@@ -311,15 +311,17 @@ impl Engine {
             let done = done?;
             return ended.map(|_| Some(done));
         }
-        while self.divided {
+        if !self.divided {
+            return Ok(None);
+        }
+        loop {
             let asked = comm.bytes(Vec::new(), Patience::Long)?.swap_remove(0);
             let text = String::from_utf8_lossy(&asked);
             let Some((name, part)) = text.split_once('\n') else {
-                break;
+                return Ok(None);
             };
             self.answer(name, part, &mut |_| Ok(()))?;
         }
-        Ok(None)
     }
 
     /// Passes a tensor of an optimizer state to `sink`, with the elements of all ranks. For rank 0 within `by_root`.

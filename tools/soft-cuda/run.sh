@@ -38,7 +38,7 @@ mkdir -p "$logs"
 # the copies, layer inputs in host memory, layers of the host and of the disk. The long ones first.
 list() {
   echo "late train::every_method"
-  "$tests" --list | sed -n 's/^\([a-z_]*\)::.*: test$/\1/p' | sort -u | grep -vx 'train\|transfer' | sed 's/.*/late &::/'
+  "$tests" --list | sed -n 's/^\([a-z0-9_]*\)::.*: test$/\1/p' | sort -u | grep -vx 'train\|transfer' | sed 's/.*/late &::/'
   echo "late train::generation"
   local copied="lora on layers of the host,blocks from the host,lora on layers and a head of the disk,blocks from the disk"
   for order in early random:1; do

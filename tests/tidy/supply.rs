@@ -69,6 +69,7 @@ fn every_dependency_is_accepted() {
     let metadata: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
     let lock = std::fs::read_to_string(root().join("Cargo.lock")).unwrap();
     let mut faults = Vec::new();
+    let mut registries: BTreeSet<&str> = BTreeSet::new();
     let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for package in metadata["packages"].as_array().unwrap() {
         let text = |key: &str| package[key].as_str().unwrap_or_default();
@@ -88,11 +89,13 @@ fn every_dependency_is_accepted() {
             .split("[[package]]\n")
             .find(|e| e.starts_with(&entry))
             .unwrap_or_default();
-        if !entry.contains("source = \"registry+https://github.com/rust-lang/crates.io-index\"")
-            || !entry.contains("checksum = \"")
-        {
-            faults.push(format!("{name} {version}: no checksum of the registry"));
+        registries.extend(entry.lines().find(|line| line.starts_with("source = \"registry+")));
+        if !entry.contains("source = \"registry+") || !entry.contains("checksum = \"") {
+            faults.push(format!("{name} {version}: no checksum of a registry"));
         }
+    }
+    if registries.len() != 1 {
+        faults.push(format!("packages come from several registries: {registries:?}"));
     }
     let doubled = versions.values().filter(|v| v.len() > 1).count();
     println!("{} packages, {doubled} in more than one version", versions.len());

@@ -242,7 +242,7 @@ fn chosen(run: &Record) -> Result<Vec<(String, String)>> {
     for line in text.lines() {
         if let Some(name) = line.strip_prefix('[').and_then(|l| l.strip_suffix(']')) {
             table = name.to_string();
-        } else if line.ends_with("  # recipe") || line.ends_with("  # command line") {
+        } else if line.ends_with("  # recipe") || line.ends_with("  # argument") {
             let (key, value) = line.split_once(" = ").unwrap_or((line, ""));
             let value = value.rsplit_once("  # ").map_or(value, |(value, _)| value);
             all.push((format!("{table}.{key}"), value.to_string()));

@@ -162,7 +162,15 @@ fn panel(panel: &Panel, curves: &Curves, planned: Option<u64>) -> Option<String>
     };
     let axes = Axes {
         steps: (0.0, curves.steps as f64),
-        values: (if memory { 0.0 } else { low - space }, high + space),
+        // No room below 0 for what is never negative.
+        values: (
+            if low >= 0.0 {
+                (low - space).max(0.0)
+            } else {
+                low - space
+            },
+            high + space,
+        ),
     };
     let mut out = String::new();
     let _ = write!(

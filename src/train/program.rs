@@ -543,6 +543,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         run.reporter
             .note("a built-in shape has random weights: no `final/` is written");
     }
+    run.draw(true);
     run.reporter.event(
         "stop",
         json!({"step": last_step, "reason": if over { "early stopping" } else { "done" }}),

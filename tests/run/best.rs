@@ -54,6 +54,20 @@ fn a_run_ends_early_with_the_best_model_and_a_resumed_one_too() {
         assert_eq!(bench.steps(&run).len() as u64, last);
         let events = fs::read_to_string(bench.path(&run).join("events.jsonl")).unwrap();
         assert!(events.lines().last().unwrap().contains("early stopping"), "{events}");
+        // The picture has all evaluations, and `ft runs` the state.
+        let picture = fs::read_to_string(bench.path(&run).join("curves.svg")).unwrap();
+        assert_eq!(
+            picture.matches("<circle").count(),
+            found.len() + 1,
+            "and that before the run"
+        );
+        let ran = bench.ft(&["runs", "list", method, "--json"]);
+        let listed: serde_json::Value = serde_json::from_slice(&ran.stdout).unwrap();
+        assert_eq!(
+            (&listed["state"], &listed["steps"]),
+            (&"early stopping".into(), &last.into())
+        );
+        assert_eq!(listed["results"]["best_eval_loss"], found[best]);
         let newest = last / 3 * 3;
         for (step, kept) in [(*best, true), (newest, true), (newest - 3, *best == newest - 3)] {
             let there = bench.path(&run).join(format!("checkpoint-{step}")).exists();

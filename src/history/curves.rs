@@ -59,6 +59,20 @@ impl Curve {
     }
 }
 
+/// Calls `each` with every line and its line break. The file is not held in memory: metrics of a long run are large.
+pub fn each_line(path: &Path, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let mut file = BufReader::with_capacity(1 << 16, files::open(path)?);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let read = file.read_until(b'\n', &mut line);
+        match read.map_err(|e| Error::io("cannot read the file").at_path(path).cause(e))? {
+            0 => return Ok(()),
+            _ => each(&line)?,
+        }
+    }
+}
+
 /// All curves of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Curves {
@@ -80,18 +94,13 @@ impl Curves {
         if !path.exists() {
             return Ok(curves);
         }
-        let mut lines = BufReader::new(files::open(&path)?);
-        let mut line = Vec::new();
-        loop {
-            line.clear();
-            let read = lines.read_until(b'\n', &mut line);
-            if read.map_err(|e| Error::io("cannot read").at_path(&path).cause(e))? == 0 {
-                return Ok(curves);
-            }
-            if let Ok(line) = serde_json::from_slice(&line) {
+        each_line(&path, |line| {
+            if let Ok(line) = serde_json::from_slice(line) {
                 curves.add(&line, most);
             }
-        }
+            Ok(())
+        })?;
+        Ok(curves)
     }
 
     fn add(&mut self, line: &Value, most: usize) {

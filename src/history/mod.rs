@@ -5,7 +5,7 @@ mod plot;
 mod record;
 mod svg;
 
-pub use curves::{Curve, Curves};
+pub use curves::{Curve, Curves, each_line};
 pub use plot::{color, plot};
 pub use record::{Record, find};
 pub use svg::{CURVES, svg, write};

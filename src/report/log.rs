@@ -1,10 +1,10 @@
 //! JSONL files. The first error is stored for one report; after it the file is not written any more.
 
-use crate::base::files::{self, AppendFile, AtomicFile};
+use crate::base::files::{AppendFile, AtomicFile};
 use crate::base::{Error, Result};
+use crate::history::each_line;
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 pub(super) const METRICS: &str = "metrics.jsonl";
@@ -138,20 +138,6 @@ fn is_evaluation(line: &Value, key: &str) -> bool {
 fn whole(line: &[u8]) -> Option<(u64, Value)> {
     let value: Value = serde_json::from_slice(line.strip_suffix(b"\n")?).ok()?;
     Some((value.get("step")?.as_u64()?, value))
-}
-
-/// Calls `each` with every line and its line break. The file is not held in memory: metrics of a long run are large.
-fn each_line(path: &Path, mut each: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-    let mut file = BufReader::with_capacity(1 << 16, files::open(path)?);
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        let read = file.read_until(b'\n', &mut line);
-        match read.map_err(|e| Error::io("cannot read the file").at_path(path).cause(e))? {
-            0 => return Ok(()),
-            _ => each(&line)?,
-        }
-    }
 }
 
 /// Shortens the file to its first `length` bytes.

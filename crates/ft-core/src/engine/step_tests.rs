@@ -53,6 +53,19 @@ fn batches() -> [Batch; 1] {
     [Batch::from_examples([&row])]
 }
 
+/// The exact values of all active weights, one after the other.
+fn exact_weights(engine: &Engine, active: &Active) -> Vec<f32> {
+    let mut all = Vec::new();
+    for name in active.names() {
+        let add = &mut |some: &[f32]| {
+            all.extend_from_slice(some);
+            Ok(())
+        };
+        engine.exact(name, add).unwrap();
+    }
+    all
+}
+
 /// Two steps of SGD on one micro-batch: the change of every weight, and the reported norm.
 fn way(gradients: Gradients, max_grad_norm: f64) -> (Vec<f32>, f64) {
     scaled_way(gradients, max_grad_norm, None)
@@ -63,17 +76,7 @@ fn scaled_way(gradients: Gradients, max_grad_norm: f64, scale: Option<LossScale>
     let (mut engine, active) = engine(gradients);
     engine.loss_scale = scale;
     engine.max_grad_norm = max_grad_norm;
-    let weights = |engine: &Engine| {
-        let mut all = Vec::new();
-        for name in active.names() {
-            let add = &mut |some: &[f32]| {
-                all.extend_from_slice(some);
-                Ok(())
-            };
-            engine.exact(name, add).unwrap();
-        }
-        all
-    };
+    let weights = |engine: &Engine| exact_weights(engine, &active);
     let before = weights(&engine);
     let mut norm = 0.0;
     for step in 1..=2 {
@@ -159,17 +162,7 @@ fn a_step_that_overflows_is_skipped_and_lowers_the_scale() {
         let most = 2f64.powi(if gradients == Gradients::Keep { 127 } else { 72 });
         engine.loss_scale = Some(scale(most, 2));
         let (mut skipped, mut steps) = (0, 0);
-        let weights = |engine: &Engine| {
-            let mut all = Vec::new();
-            for name in active.names() {
-                let add = &mut |some: &[f32]| {
-                    all.extend_from_slice(some);
-                    Ok(())
-                };
-                engine.exact(name, add).unwrap();
-            }
-            all
-        };
+        let weights = |engine: &Engine| exact_weights(engine, &active);
         let mut before = weights(&engine);
         while steps < 3 {
             let report = engine.step(skipped + steps + 1, &batches(), &active, 1e-6).unwrap();

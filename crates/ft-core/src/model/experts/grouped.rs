@@ -34,16 +34,20 @@ impl Experts {
         if !h.device().is_cuda() || ctx.observer.is_some() || self.reader.source.streams_experts() {
             return Ok(None);
         }
-        let experts: Vec<Expert> = (0..self.sizes.count)
-            .map(|e| self.reader.read(e))
-            .collect::<Result<_>>()?;
         let plain = |l: &Linear| l.adapter.is_none() && l.bias.is_none() && l.weight.dense().is_ok();
-        let fits = |e: &Expert| {
-            let plain = e.down_bias.is_none() && e.all().all(plain);
-            plain && grouped::fits(h, e.all().filter_map(|l| l.weight.dense().ok()))
-        };
-        let together = experts.iter().all(fits);
-        Ok(together.then_some(experts))
+        let mut experts = Vec::new();
+        for e in 0..self.sizes.count {
+            let expert = self.reader.read(e)?;
+            let fits = expert.down_bias.is_none()
+                && expert.all().all(plain)
+                && grouped::fits(h, expert.all().filter_map(|l| l.weight.dense().ok()));
+            // Usually all are alike, so the first one decides.
+            if !fits {
+                return Ok(None);
+            }
+            experts.push(expert);
+        }
+        Ok(Some(experts))
     }
 }
 

@@ -3,16 +3,25 @@
 kernel of ft at a time, swaps two arguments of a kernel, launches one block fewer, or transposes an operand of a product
 (driver/faults.cpp). A test must fail each time. Nothing is compiled again: a fault is a place in the built program.
 
-Usage: tools/soft-cuda/run.sh tools/soft-cuda/mutate.py [--tests WORD] [--only WORD] [--sample N] [--train]
+The order: what keeps streams and the host in step (events, waits, synchronizations), early frees, then all others at
+random. Each fault meets the tests that come to its place, the cheapest first, until one fails.
+
+Usage: tools/soft-cuda/run.sh tools/soft-cuda/mutate.py [--tests WORD] [--only WORD] [--minutes N] [--seed N] [--train]
+                                                        [--log FILE]
     --tests WORD only tests whose name contains WORD, and the places that they come to
     --only WORD  only faults whose description contains WORD
-    --sample N   every Nth fault
+    --minutes N  stops after this time
+    --seed N     another random order
     --train      only the faults in a training run with layers of the host, seen by train.rs (slow)
+    --log FILE   one line of JSON for each fault; a run with the same file goes on where it stopped
 """
 
 import argparse
+import json
 import os
+import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +30,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "target/soft/release"
+FOLDER = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target/soft"))
+TARGET = FOLDER / "release"
 # Calls of candle that ft does not make are not ft's to test.
 OURS = re.compile(r"ft_ops::cuda|ft_ops::transfer|ft_ops::device|ft_core::source::(uploaded|disk)")
 # They serve many callers: the caller is the place.
@@ -31,17 +41,30 @@ ORDERS = ["late", "early", "random:1"]
 EXPECTED = ROOT / "tools/soft-cuda/unseen.txt"
 
 
-def run(tests, name, order, env, limit):
-    """True if the test passes."""
+def run(tests, name, order, env, limit=None):
+    """True if the test passes, and its seconds of processor time. A test with a fault gets a few times its usual ones."""
     env = {**os.environ, "SOFT_CUDA_ORDER": order, "RUST_BACKTRACE": "0", **env}
-    # A session of its own: a fault may leave a run of ft in an endless loop, which must end with its test.
+
+    def limited():
+        # A session of its own: a fault may leave a run of ft in an endless loop, which must end with its test.
+        os.setsid()
+        if limit:
+            resource.setrlimit(resource.RLIMIT_CPU, (3 + int(4 * limit), 5 + int(4 * limit)))
+
     pipe = subprocess.DEVNULL
-    with subprocess.Popen([tests, name, "--exact"], env=env, stdout=pipe, stderr=pipe, start_new_session=True) as test:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with subprocess.Popen([tests, name, "--exact"], env=env, stdout=pipe, stderr=pipe, preexec_fn=limited) as test:
         try:
-            return test.wait(timeout=limit) == 0
+            # Processor time is what counts; the clock is for a test that waits for ever.
+            passed = test.wait(timeout=120 + 60 * limit if limit else 3600) == 0
         except subprocess.TimeoutExpired:
+            passed = False
+        try:
             os.killpg(test.pid, signal.SIGKILL)
-            return False
+        except ProcessLookupError:
+            pass
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return passed, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 class Symbols:
@@ -63,7 +86,7 @@ class Symbols:
 def faults_of(lines, symbols):
     """Faults that can be put at the places of these lines: description to SOFT_CUDA_FAULT."""
     found = {}
-    tables = (ROOT / "target/soft/cuda/modules/ft-kernels").glob("*.cpp")
+    tables = (FOLDER / "cuda/modules/ft-kernels").glob("*.cpp")
     kernels = {name for table in tables for name in re.findall(r'emulated\("(\w+)"', table.read_text())}
     for line in lines:
         kind, name, *rest = line.split()
@@ -87,7 +110,8 @@ def faults_of(lines, symbols):
         callers = [place for place in ours if not HELPERS.search(place[0])]
         for function, frame in (callers or ours)[:1]:
             place = f"{function} {name.split('-')[0]}+{frame}"
-            found[f"{kind} left out in {place}"] = f"skip {kind} {name} {frame}"
+            what = "free too early" if kind == "free" else f"{kind} left out"
+            found[f"{what} in {place}"] = f"skip {kind} {name} {frame}"
             if kind == "product":
                 for operand in "ab":
                     found[f"operand {operand} transposed in {place}"] = f"flip {operand} {name} {frame}"
@@ -98,9 +122,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tests", default="")
     parser.add_argument("--only", default="")
-    parser.add_argument("--sample", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--log")
     options = parser.parse_args()
+    end = time.time() + 60 * options.minutes
     tests = max((TARGET / "deps").glob("gpu-*[0-9a-f]"), key=lambda p: p.stat().st_mtime)
     symbols = {path.name: Symbols(path) for path in [tests, TARGET / "ft"]}
     listed = subprocess.run([tests, "--list"], capture_output=True, text=True, check=True).stdout
@@ -110,41 +137,63 @@ def main():
         os.environ["FT_GPU_RUNS"] = "lora on layers of the host,blocks from the host,lora on layers and a head of the disk"
     else:
         names = [n for n in names if not n.startswith("train::") and options.tests in n]
+    log = Path(options.log) if options.log else None
+    known = [json.loads(line) for line in log.read_text().splitlines()] if log and log.exists() else []
 
-    # Which test comes to which place, and how long it takes.
+    def write(entry):
+        if log:
+            with log.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+    # Which test comes to which place, and its processor time.
+    clean = {entry["test"]: entry for entry in known if "test" in entry}
     seen_by, took = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            sites = Path(folder) / name.replace(":", "_")
-            start = time.time()
-            if not run(tests, name, "late", {"SOFT_CUDA_SITES": str(sites)}, 900):
-                sys.exit(f"{name} fails without a fault")
-            took[name] = time.time() - start
-            # A test that calls no driver, or only in another process, has no places.
-            lines = sites.read_text().splitlines() if sites.exists() else []
-            for fault in faults_of(lines, symbols).items():
+            if name not in clean:
+                sites = Path(folder) / name.replace(":", "_")
+                passed, seconds = run(tests, name, "late", {"SOFT_CUDA_SITES": str(sites)})
+                # A test that calls no driver, or only in another process, has no places.
+                lines = sites.read_text().splitlines() if sites.exists() else []
+                clean[name] = {"test": name, "seconds": seconds, "passed": passed, "lines": lines}
+                write(clean[name])
+            if not clean[name]["passed"]:
+                print(f"{name} fails without a fault: not used", flush=True)
+                continue
+            took[name] = clean[name]["seconds"]
+            for fault in faults_of(clean[name]["lines"], symbols).items():
                 seen_by.setdefault(fault, []).append(name)
-    wanted = sorted(fault for fault in seen_by if options.only in fault[0])[:: options.sample]
+    wanted = sorted(fault for fault in seen_by if options.only in fault[0])
+    random.Random(options.seed).shuffle(wanted)
+    first = ("wait", "record", "sync", "copy", "free")
+    wanted.sort(key=lambda fault: next((i for i, kind in enumerate(first) if fault[0].startswith(kind)), len(first)))
     lines = [line for line in EXPECTED.read_text().splitlines() if line and not line.startswith("#")]
     expected = [line.partition(" -- ")[::2] for line in lines]
-    print(f"{len(wanted)} faults, {len(names)} tests", flush=True)
-    unseen = []
-    for description, fault in wanted:
-        general = re.sub(r" (gpu|ft)\+[0-9a-f]+$", "", description)
+    print(f"{len(wanted)} faults, {len(took)} tests, {sum(took.values()):.0f} s", flush=True)
+    done = {entry["fault"]: entry for entry in known if "fault" in entry}
+
+    def meet(description, fault):
+        """How a fault ends: `seen`, `expected` or `unseen`, with the test or the reason."""
         # An order matters only for what has to do with order.
-        orders = ORDERS if re.match("wait|record|sync|copy", description) else ["late"]
+        orders = ORDERS if description.startswith(first) else ["late"]
         for name in sorted(seen_by[(description, fault)], key=took.get):
-            killed = [o for o in orders if not run(tests, name, o, {"SOFT_CUDA_FAULT": fault}, 60 + 10 * took[name])]
-            if killed:
-                print(f"seen    {description}: {name} ({killed[0]})", flush=True)
-                break
-        else:
-            reason = next((why for pattern, why in expected if re.fullmatch(pattern, general)), None)
-            print(f"{'expected' if reason else 'UNSEEN'}  {description}{f': {reason}' if reason else ''}", flush=True)
-            if not reason:
-                unseen.append(description)
-    print(f"{len(wanted)} faults, {len(unseen)} unseen")
-    sys.exit(1 if unseen else 0)
+            for order in orders:
+                if not run(tests, name, order, {"SOFT_CUDA_FAULT": fault}, took[name])[0]:
+                    return "seen", f"{name} ({order})"
+        general = re.sub(r" (gpu|ft)\+[0-9a-f]+$", "", description)
+        reason = next((why for pattern, why in expected if re.fullmatch(pattern, general)), None)
+        return ("expected", reason) if reason else ("unseen", f"{len(seen_by[(description, fault)])} tests")
+
+    results = []
+    for description, fault in wanted:
+        if description not in done and time.time() < end:
+            verdict, why = meet(description, fault)
+            done[description] = {"fault": description, "verdict": verdict, "why": why}
+            write(done[description])
+            print(f"{verdict:8} {description}: {why}", flush=True)
+        results.append(done.get(description, {}).get("verdict", "not run"))
+    print(", ".join(f"{results.count(word)} {word}" for word in ["seen", "expected", "unseen", "not run"]))
+    sys.exit(1 if "unseen" in results or len(took) < len(names) else 0)
 
 
 if __name__ == "__main__":

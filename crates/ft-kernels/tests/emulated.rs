@@ -1,5 +1,5 @@
 //! The kernels on the CPU: each `emulate/tests/NAME.cpp` is compiled with a C++ compiler (`CXX`, else c++, g++ or
-//! clang++) and run for several seeds, plain and under the address and undefined-behavior sanitizers. See
+//! clang++) and run for several seeds, plain or under the address and undefined-behavior sanitizers. See
 //! `emulate/README.md`. A program is compiled again only if a source is newer. Without a C++ compiler the tests print a
 //! message and pass.
 
@@ -11,58 +11,71 @@ use std::process::{Command, Output};
 use std::sync::OnceLock;
 use std::time::SystemTime;
 
-/// Defines one test for each file of `emulate/tests`.
+/// Defines tests for each file of `emulate/tests`. `both`: a plain program for every seed, and a sanitized one for one.
+/// `short`: runs so shortly that compiling a second program takes longer; the sanitized one takes every seed.
 macro_rules! emulated {
-    ($($name:ident)*) => {
-        const NAMES: &[&str] = &[$(stringify!($name)),*];
+    (both { $($both:ident)* } short { $($short:ident)* }) => {
+        const NAMES: &[&str] = &[$(stringify!($both),)* $(stringify!($short)),*];
         $(
-            mod $name {
+            mod $both {
                 #[test]
                 fn plain() {
-                    super::check(stringify!($name), false);
+                    super::check(stringify!($both), false, super::SEEDS);
                 }
                 #[test]
                 fn sanitized() {
-                    super::check(stringify!($name), true);
+                    super::check(stringify!($both), true, &["1"]);
                 }
+            }
+        )*
+        $(
+            #[test]
+            fn $short() {
+                check(stringify!($short), true, SEEDS);
             }
         )*
     };
 }
 
 emulated! {
-    adafactor
-    adapters
-    altup
-    columns
-    cross_entropy
-    cross_entropy_parts
-    decode
-    delta_rule
-    delta_rule_backward
-    distill
-    eight_bit
-    elementwise
-    embedding
-    experts
-    glu
-    grouped
-    kv_block
-    latent
-    layer_norm
-    optimizer
-    pairs
-    part
-    reduce
-    rms_norm
-    rope
-    short_conv
-    selftest
-    attention_forward
-    attention_backward
-    attention_f32
-    attention_sinks
+    both {
+        adafactor
+        decode
+        delta_rule
+        delta_rule_backward
+        distill
+        eight_bit
+        grouped
+        optimizer
+        rms_norm
+        attention_forward
+        attention_backward
+        attention_f32
+        attention_sinks
+    }
+    short {
+        adapters
+        altup
+        columns
+        cross_entropy
+        cross_entropy_parts
+        elementwise
+        embedding
+        experts
+        glu
+        kv_block
+        latent
+        layer_norm
+        pairs
+        part
+        reduce
+        rope
+        selftest
+        short_conv
+    }
 }
+
+const SEEDS: &[&str] = &["0", "1", "2", "3", "4", "5"];
 
 /// Little optimization: compiling takes longer than running.
 const PLAIN: &[&str] = &["-O1"];
@@ -144,7 +157,8 @@ fn said(output: &Output) -> String {
     )
 }
 
-fn check(name: &str, sanitized: bool) {
+/// With `sanitized` and a compiler without sanitizers: the plain program, if no other test runs it.
+fn check(name: &str, sanitized: bool, seeds: &[&str]) {
     let Some(compiler) = compiler() else {
         eprintln!("skipped: no C++ compiler");
         return;
@@ -152,14 +166,15 @@ fn check(name: &str, sanitized: bool) {
     // Each compiler has its own programs.
     let scratch = Path::new(env!("CARGO_TARGET_TMPDIR")).join(compiler.replace('/', "_"));
     fs::create_dir_all(&scratch).unwrap();
-    if sanitized && !has_sanitizers(compiler, &scratch) {
+    let can_sanitize = has_sanitizers(compiler, &scratch);
+    if sanitized && !can_sanitize && seeds != SEEDS {
         eprintln!("skipped: {compiler} has no sanitizers");
         return;
     }
-    let (flags, seeds, kind): (&[&str], &[&str], &str) = if !sanitized {
-        (PLAIN, &["0", "1", "2", "3", "4", "5"], "plain")
+    let (flags, kind) = if sanitized && can_sanitize {
+        (SANITIZED, "sanitized")
     } else {
-        (SANITIZED, &["1"], "sanitized")
+        (PLAIN, "plain")
     };
     let source = folder().join("tests").join(format!("{name}.cpp"));
     let program = scratch.join(format!("{name}-{kind}"));

@@ -149,7 +149,7 @@ pub(super) fn is_plain(name: &str) -> bool {
 }
 
 /// Size in bytes and blake3 hash of a file.
-fn hash(path: &Path) -> Result<(u64, String)> {
+pub fn hash(path: &Path) -> Result<(u64, String)> {
     let phase = progress::bytes(progress::about("checking", path), files::size(path)?);
     let mut file = phase.reader(files::open(path)?);
     let mut hasher = blake3::Hasher::new();

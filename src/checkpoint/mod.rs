@@ -19,7 +19,7 @@ mod save;
 pub use crate::formats::writer::{TensorPlan, Values};
 pub use keep::{Rotated, clean_leftovers, is_ours, list, remove, rotate, set_aside_later};
 pub use load::{LoadedState, latest, latest_whole, load};
-pub use manifest::{Entry, Manifest, verify};
+pub use manifest::{Entry, Manifest, hash, verify};
 pub use save::{Files, Sink, check_space, save, space_needed};
 
 /// Name of the JSON file.

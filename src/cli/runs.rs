@@ -1,16 +1,17 @@
-//! `ft runs`: lists, shows, compares and plots runs from the files of their directories.
+//! `ft runs`: lists, shows, compares, plots and verifies runs from the files of their directories.
 
 use super::out::{out, out_raw, out_text};
 use crate::base::units::{bytes, count, duration};
 use crate::base::{Error, Result, files};
 use crate::history::{self, Curve, Record};
 use crate::report;
+use crate::train::verify;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Runs: list, show, compare, plot
+/// Runs: list, show, compare, plot, verify
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft runs                             the runs in `runs`
@@ -21,6 +22,7 @@ use std::time::Duration;
   ft runs plot runs/a runs/b          their losses in the terminal
   ft runs plot runs/a --metric reward
   ft runs plot runs/a --svg a.svg     all its curves for a browser
+  ft runs verify runs/a               compare checkpoints and final/ with their hashes
 
 A run writes `curves.svg` to its directory when it saves.")]
 pub struct Args {
@@ -71,6 +73,12 @@ enum Action {
         #[arg(long, value_name = "FILE")]
         svg: Option<PathBuf>,
     },
+    /// Compare every file of checkpoints and `final/` with the hash that the run stored
+    Verify {
+        /// Run directories, or directories with runs
+        #[arg(required = true)]
+        places: Vec<PathBuf>,
+    },
 }
 
 /// Steps in the mean of a shown loss.
@@ -89,8 +97,40 @@ pub fn run(args: Args) -> Result<i32> {
             raw,
             svg,
         } => plot(&read(&places)?, &metric, raw, svg.as_deref(), json)?,
+        Action::Verify { places } => return verify(&places, json),
     }
     Ok(0)
+}
+
+/// Returns the exit code: 1 if anything is damaged.
+fn verify(places: &[PathBuf], json: bool) -> Result<i32> {
+    let mut whole = true;
+    // A damaged run may not be recognized by its other files.
+    let is_run = |place: &&PathBuf| place.join("run.json").is_file();
+    let (named, others): (Vec<&PathBuf>, Vec<&PathBuf>) = places.iter().partition(is_run);
+    let others: Vec<PathBuf> = others.into_iter().cloned().collect();
+    let mut runs: Vec<PathBuf> = named.into_iter().cloned().collect();
+    if !others.is_empty() {
+        runs.extend(read(&others)?.into_iter().map(|run| run.path));
+    }
+    for run in &runs {
+        for checked in verify::verify(run)? {
+            whole &= checked.errors.is_empty();
+            let place = checked.path.display();
+            if json {
+                let errors: Vec<String> = checked.errors.iter().map(Error::line).collect();
+                out(json!({"path": place.to_string(), "files": checked.files, "errors": errors}))?;
+                continue;
+            }
+            match (checked.errors.is_empty(), checked.files) {
+                (true, Some(files)) => out_text(format!("{place}: whole, {files} files"))?,
+                (true, None) => out_text(format!("{place}: no hashes, written by an earlier version"))?,
+                (false, _) => out_text(format!("{place}: damaged"))?,
+            }
+            (checked.errors.iter()).try_for_each(|e| out_text(format!("  {}", e.line())))?;
+        }
+    }
+    Ok(i32::from(!whole))
 }
 
 /// Errors: there is no run.

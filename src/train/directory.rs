@@ -249,15 +249,19 @@ impl Directory {
         staging::left_name(&self.path.join(owner::FINAL))
     }
 
-    /// Registers the new `final/`; `before` is the path from `aside`. Returns a message for the user.
-    pub fn exported(&mut self, before: &Path) -> Result<Option<String>> {
-        let stays = self.manifest.exported(&self.path, before)?;
-        Ok(stays.then(|| {
-            format!(
+    /// Registers the new `final/`; `before` is the path from `aside`. Returns messages for the user.
+    pub fn exported(&mut self, before: &Path) -> Result<Vec<String>> {
+        let (stays, doubled) = self.manifest.exported(&self.path, before)?;
+        let mut said = Vec::new();
+        if stays {
+            said.push(format!(
                 "the previous `final/` was changed by another program: it was moved to {}",
                 before.display()
-            )
-        }))
+            ));
+        }
+        let name = |path: &PathBuf| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        said.extend((doubled.iter()).map(|path| format!("removed {}: its files are those of `final/`", name(path))));
+        Ok(said)
     }
 }
 

@@ -34,20 +34,41 @@ pub struct TrainedModel<'a> {
     pub print: &'a BaseHashes,
 }
 
+/// What an export does.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Way {
+    Write,
+    /// All checks that need no values of weights, but one: nothing is written.
+    Rehearse,
+}
+
 /// Writes `out` (`final/` of a run) atomically. A run on random weights of a shape writes nothing. `note` receives
 /// notes for the user.
 pub fn export(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Option<PathBuf>> {
+    written(trained, out, note, Way::Write)
+}
+
+/// Checks before the first step that `export` will be able to write `out`: names, shapes and formats of its tensors, the
+/// config, and the files of the base model that it copies.
+pub fn rehearse(trained: &TrainedModel, out: &Path) -> Result<()> {
+    let model = trained.model;
+    if written(trained, out, &mut |_| {}, Way::Rehearse)?.is_some() {
+        model.tokenizer.files_with_added(&model.dir)?;
+    }
+    Ok(())
+}
+
+fn written(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: Way) -> Result<Option<PathBuf>> {
     let TrainedModel {
         recipe, model, engine, ..
     } = *trained;
     if model.is_shape() {
         return Ok(None);
     }
-    if let Some(out) = adapter(trained, out, note)? {
-        return with_text_files(recipe, model, out).map(Some);
+    if let Some(out) = adapter(trained, out, note, way)? {
+        return Ok(Some(out));
     }
-    let scores = recipe.train.stage == Stage::Reward;
-    let out = base(out, scores, recipe.model.dtype, model, engine, &mut |name, sink| {
+    let out = base(trained, out, true, recipe.model.dtype, way, &mut |name, sink| {
         let module = name.strip_suffix(".weight").unwrap_or(name);
         if let Some(rows) = engine.network.tokens.iter().find(|rows| &*rows.table == name) {
             return with_rows(engine, rows, sink);
@@ -61,19 +82,30 @@ pub fn export(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) ->
         values.iter_mut().zip(delta).for_each(|(w, d)| *w += d);
         sink(Values::F32(&values))
     })?;
-    with_text_files(recipe, model, out).map(Some)
+    Ok(Some(out))
 }
 
-/// Writes a model directory with the run's parameters; with `scores` that of a reward model.
+/// Writes a model directory with the run's parameters: the result of the run (`whole`; of a reward model with its head), or the
+/// base model of an adapter.
 fn base(
+    trained: &TrainedModel,
     out: &Path,
-    scores: bool,
+    whole: bool,
     dtype: Dtype,
-    model: &ModelDir,
-    engine: &Engine,
+    way: Way,
     fill: &mut hf::ParamFill,
 ) -> Result<PathBuf> {
+    let TrainedModel {
+        recipe, model, engine, ..
+    } = *trained;
+    let scores = whole && recipe.train.stage == Stage::Reward;
+    let write = |parts: &ModelExport, fill: &mut hf::ParamFill| match way {
+        Way::Write => hf::model(parts, fill),
+        Way::Rehearse => hf::rehearse_model(parts, fill).map(|()| out.to_path_buf()),
+    };
+    let more = |dir: &Path| write_text_files(recipe, model, dir);
     let mut parts = ModelExport {
+        more: whole.then_some(&more as &dyn Fn(&Path) -> Result<()>),
         out,
         base_dir: &model.dir,
         config: model.raw_config(),
@@ -82,7 +114,7 @@ fn base(
         params: engine.network.source.params(),
     };
     if !scores {
-        return hf::model(&parts, fill);
+        return write(&parts, fill);
     }
     // A reward model has a score head instead of the output projection.
     let mut params: Vec<ParamInfo> = parts.params.iter().filter(|p| &*p.name != LM_HEAD).cloned().collect();
@@ -94,13 +126,13 @@ fn base(
     });
     parts.params = &params;
     hf::as_classifier(&mut parts.config, preference::pad_id(&model.tokenizer));
-    hf::model(&parts, &mut |name, sink| match name {
+    write(&parts, &mut |name, sink| match name {
         hf::SCORE => engine.exact(reward::SCORE, &mut |values| sink(Values::F32(values))),
         _ => fill(name, sink),
     })
 }
 
-fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Result<Option<PathBuf>> {
+fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: Way) -> Result<Option<PathBuf>> {
     let TrainedModel {
         recipe,
         model,
@@ -143,14 +175,23 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Re
     let residual = moved && lora.save_residual;
     let (config, adapters) = match (moved, residual, lora.save_rank) {
         (true, true, _) => (config.clone(), without_start(&network.adapters)),
-        (true, false, rank) if rank > 0 => compressed(config, &network.adapters, rank, note)?,
+        // The compression takes long; it can be computed for every LoRA.
+        (true, false, rank) if rank > 0 && way == Way::Write => compressed(config, &network.adapters, rank, note)?,
         _ => hf::plain_lora(config, &network.adapters)?,
     };
     let state = engine.step_hook.as_ref().map(|hook| hook.state()).unwrap_or_default();
     let (mut config, adapters) = hf::pruned(&config, &adapters, &ranks::kept(&state))?;
     let quantized = starts::requantizes_base(recipe);
+    if way == Way::Rehearse {
+        hf::rehearse_adapter(out, &config, &adapters, &whole, &model.dir)?;
+        return Ok(Some(out.to_path_buf()));
+    }
     if !residual && !random && !quantized {
-        return hf::adapter(out, &config, &adapters, &whole, &model.dir, print).map(Some);
+        let written = hf::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
+            write_text_files(recipe, model, dir)?;
+            Ok(print.clone())
+        });
+        return written.map(Some);
     }
     // The base weights of this adapter exist nowhere else, so `base/` stores them.
     config.base_model_name_or_path = Some(format!("{}/base", out.display()));
@@ -162,7 +203,7 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Re
     let dtype = if quantized { Dtype::F32 } else { recipe.model.dtype };
     hf::adapter_over(out, &config, &adapters, &whole, &model.dir, &mut |dir| {
         // The score head is part of the adapter directory.
-        let written = base(&dir.join("base"), false, dtype, model, engine, &mut |name, sink| {
+        let written = base(trained, &dir.join("base"), false, dtype, way, &mut |name, sink| {
             if quantized && let Some(values) = decoded(engine, name)? {
                 return sink(Values::F32(&values));
             }
@@ -172,6 +213,7 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str)) -> Re
                 None => as_stored(engine, name, sink),
             }
         })?;
+        write_text_files(recipe, model, dir)?;
         Ok(hf::fingerprint(&written)?.base())
     })
     .map(Some)
@@ -282,22 +324,22 @@ fn compressed(
 }
 
 /// Writes what the recipe changes beside the weights: chat template, new tokens, the end of a turn.
-fn with_text_files(recipe: &Recipe, model: &ModelDir, out: PathBuf) -> Result<PathBuf> {
+fn write_text_files(recipe: &Recipe, model: &ModelDir, out: &Path) -> Result<()> {
     if let Some(template) = &model.template
         && (recipe.data.chat_template.is_some() || template.has_kwargs())
     {
-        hf::set_chat_template(&out, &template.source_with_kwargs())?;
+        hf::set_chat_template(out, &template.source_with_kwargs())?;
         if let Some(tools) = template.tools_source_with_kwargs() {
-            hf::set_tools_template(&out, &tools)?;
+            hf::set_tools_template(out, &tools)?;
         }
     }
-    for dir in [out.clone(), out.join("base")] {
+    for dir in [out.to_path_buf(), out.join("base")] {
         if dir.is_dir() {
             tokenizer::write_files(&dir, &model.tokenizer.files_with_added(&model.dir)?)?;
         }
     }
     if model.turn_end.is_some() {
-        hf::set_stop_ids(&out, &model.raw_config(), model.tokenizer.stop_ids())?;
+        hf::set_stop_ids(out, &model.raw_config(), model.tokenizer.stop_ids())?;
     }
-    Ok(out)
+    Ok(())
 }

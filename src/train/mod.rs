@@ -15,6 +15,7 @@ mod next;
 mod owner;
 mod program;
 pub mod ranks;
+mod rehearsal;
 mod running;
 pub mod samples;
 pub mod stage;
@@ -23,5 +24,6 @@ pub mod starts;
 pub mod state;
 mod step_metrics;
 pub mod teacher_cache;
+pub mod verify;
 
 pub use program::{Options, Outcome, train};

@@ -58,8 +58,18 @@ pub fn is_name(name: &str) -> bool {
 pub struct Manifest {
     /// Ids of processes that worked here, the latest last.
     processes: Vec<u32>,
-    /// Files of `final/` at the time of writing: size, and modification time in nanoseconds.
-    finals: BTreeMap<String, (u64, i64)>,
+    /// Files of `final/` at the time of writing.
+    finals: BTreeMap<String, Stored>,
+}
+
+/// A file as it was written.
+#[derive(Debug, Clone, Default, PartialEq)]
+struct Stored {
+    size: u64,
+    /// Modification time in nanoseconds.
+    changed: i64,
+    /// blake3; empty in a run of an earlier version.
+    hash: String,
 }
 
 /// The state of a directory before a run starts in it.
@@ -187,17 +197,28 @@ impl Manifest {
         Ok(Some(Self {
             processes: processes.filter_map(|p| p.as_u64()?.try_into().ok()).collect(),
             finals: finals
-                .filter_map(|(name, file)| Some((name.clone(), (file[0].as_u64()?, file[1].as_i64()?))))
+                .filter_map(|(name, file)| {
+                    let stored = Stored {
+                        size: file[0].as_u64()?,
+                        changed: file[1].as_i64()?,
+                        hash: file[2].as_str().unwrap_or_default().to_string(),
+                    };
+                    Some((name.clone(), stored))
+                })
                 .collect(),
         }))
     }
 
     fn write(&self, run_dir: &Path) -> Result<()> {
+        let finals = self.finals.iter();
+        let finals: Map<String, Value> = finals
+            .map(|(name, file)| (name.clone(), json!([file.size, file.changed, file.hash])))
+            .collect();
         let value = json!({
             "format": "ft run 1",
             "ft": env!("CARGO_PKG_VERSION"),
             "processes": self.processes,
-            FINAL: self.finals,
+            FINAL: finals,
         });
         files::write_atomic(&run_dir.join(MANIFEST), format!("{value:#}\n").as_bytes())
     }
@@ -216,22 +237,89 @@ impl Manifest {
         checkpoint::clean_leftovers(run_dir, &processes, &is_name)
     }
 
-    /// Records the files of the new `final/`, and removes the previous one (its name is `before` now) if this run wrote
-    /// all of it. Returns true if the previous one stays.
-    pub fn exported(&mut self, run_dir: &Path, before: &Path) -> Result<bool> {
+    /// Records the files of the new `final/` with their hashes, and removes the previous one (its name is `before` now) if
+    /// this run wrote all of it. Returns true if the previous one stays, and the results of killed processes of this run
+    /// that were removed because they have the same bytes.
+    pub fn exported(&mut self, run_dir: &Path, before: &Path) -> Result<(bool, Vec<PathBuf>)> {
         let replaced = before.symlink_metadata().is_ok();
         let ours = self.is_final(before);
         if replaced && ours {
             staging::remove_whole(before)?;
         }
-        self.finals = inside(&run_dir.join(FINAL))?;
+        let out = run_dir.join(FINAL);
+        let mut finals = inside(&out)?;
+        for (name, file) in &mut finals {
+            file.hash = checkpoint::hash(&out.join(name))?.1;
+        }
+        self.finals = finals;
         self.write(run_dir)?;
-        Ok(replaced && !ours)
+        let mut doubled = Vec::new();
+        for path in files::list(run_dir)? {
+            let name = name_of(&path);
+            let process = name.strip_prefix(FINAL).and_then(|n| n.strip_prefix(files::TEMPORARY));
+            let process = process.and_then(|p| p.split('-').next()?.parse().ok());
+            // Killed between its last file and its name.
+            if process.is_some_and(|p| self.processes.contains(&p)) && self.doubles(&path) {
+                staging::remove_whole(&path)?;
+                doubled.push(path);
+            }
+        }
+        Ok((replaced && !ours, doubled))
+    }
+
+    /// True if each file of this directory is in `final/` too, with the same bytes.
+    fn doubles(&self, dir: &Path) -> bool {
+        let same = |(name, now): (&String, &Stored)| {
+            let known = self.finals.get(name).filter(|stored| stored.size == now.size);
+            known.is_some_and(|stored| checkpoint::hash(&dir.join(name)).is_ok_and(|(_, hash)| hash == stored.hash))
+        };
+        staging::is_directory(dir) && inside(dir).is_ok_and(|now| !now.is_empty() && now.iter().all(same))
     }
 
     /// True if this directory is an unchanged `final/` of this run.
     fn is_final(&self, dir: &Path) -> bool {
-        !self.finals.is_empty() && staging::is_directory(dir) && inside(dir).is_ok_and(|now| now == self.finals)
+        let same = |now: &BTreeMap<String, Stored>| {
+            let mut files = now.iter().zip(&self.finals);
+            let equal = |a: &Stored, b: &Stored| (a.size, a.changed) == (b.size, b.changed);
+            now.len() == self.finals.len() && files.all(|(a, b)| a.0 == b.0 && equal(a.1, b.1))
+        };
+        !self.finals.is_empty() && staging::is_directory(dir) && inside(dir).is_ok_and(|now| same(&now))
+    }
+
+    /// Compares `final/` with what the run wrote: the number of files, and what is wrong with them, each named. `None`: the
+    /// run wrote no `final/`, or no hashes (earlier versions).
+    pub fn verify_final(run_dir: &Path) -> Result<Option<(usize, Vec<Error>)>> {
+        let Some(manifest) = Self::read(run_dir)? else {
+            return Ok(None);
+        };
+        if manifest.finals.values().all(|file| file.hash.is_empty()) {
+            return Ok(None);
+        }
+        let mut wrong = Vec::new();
+        for (name, stored) in &manifest.finals {
+            let path = run_dir.join(FINAL).join(name);
+            if !path.symlink_metadata().is_ok_and(|m| m.is_file()) {
+                wrong.push(Error::new("file of the result is missing").at_path(&path));
+                continue;
+            }
+            match checkpoint::hash(&path) {
+                Err(e) => wrong.push(e),
+                Ok((size, _)) if size != stored.size => wrong.push(
+                    Error::new("file of the result is damaged or was changed")
+                        .at_path(&path)
+                        .found(format!("{size} bytes"))
+                        .expected(format!("{} bytes, as the run wrote it", stored.size)),
+                ),
+                Ok((_, hash)) if hash != stored.hash => wrong.push(
+                    Error::new("file of the result is damaged or was changed")
+                        .at_path(&path)
+                        .found(format!("contents with blake3 hash {hash}"))
+                        .expected(format!("{}, as the run wrote it", stored.hash)),
+                ),
+                Ok(_) => {}
+            }
+        }
+        Ok(Some((manifest.finals.len(), wrong)))
     }
 
     /// Removes a run. Files that ft did not create, or that were changed, stay. Returns the removed names, and the
@@ -268,7 +356,7 @@ impl Manifest {
         let ours = all.into_iter().map(|(_, path)| path).filter(|p| checkpoint::is_ours(p));
         let out = run_dir.join(FINAL);
         let finals = self.is_final(&out).then_some(out);
-        let sizes = |dir: PathBuf| inside(&dir).unwrap_or_default().into_values().map(|(size, _)| size);
+        let sizes = |dir: PathBuf| inside(&dir).unwrap_or_default().into_values().map(|file| file.size);
         ours.chain(finals).flat_map(sizes).sum()
     }
 }
@@ -306,9 +394,9 @@ pub fn remove_scratch(run_dir: &Path) -> Result<()> {
     }
 }
 
-/// Regular files below `dir` by relative path: size and modification time. Other entries have size 0 and time -1, which
-/// no manifest contains.
-fn inside(dir: &Path) -> Result<BTreeMap<String, (u64, i64)>> {
+/// Regular files below `dir` by relative path, without hashes. Other entries have size 0 and time -1, which no manifest
+/// contains.
+fn inside(dir: &Path) -> Result<BTreeMap<String, Stored>> {
     let mut out = BTreeMap::new();
     let mut open = vec![dir.to_path_buf()];
     while let Some(next) = open.pop() {
@@ -318,9 +406,20 @@ fn inside(dir: &Path) -> Result<BTreeMap<String, (u64, i64)>> {
                 Ok(m) if m.is_dir() => open.push(path),
                 Ok(m) if m.is_file() => {
                     let changed = m.mtime().saturating_mul(1_000_000_000).saturating_add(m.mtime_nsec());
-                    out.insert(name, (m.len(), changed));
+                    let stored = Stored {
+                        size: m.len(),
+                        changed,
+                        hash: String::new(),
+                    };
+                    out.insert(name, stored);
                 }
-                _ => drop(out.insert(name, (0, -1))),
+                _ => {
+                    let other = Stored {
+                        changed: -1,
+                        ..Stored::default()
+                    };
+                    out.insert(name, other);
+                }
             }
         }
     }
@@ -453,7 +552,7 @@ mod tests {
             let d = dir.path();
             put(d, &["final/config.json"]);
             let mut manifest = Manifest::default();
-            assert!(!manifest.exported(d, &d.join("final.left")).unwrap());
+            assert!(!manifest.exported(d, &d.join("final.left")).unwrap().0);
             std::thread::sleep(std::time::Duration::from_millis(20));
             edit(d);
             let (removed, left) = manifest.remove(d).unwrap();
@@ -463,7 +562,7 @@ mod tests {
             );
             // The same check when it is replaced.
             put(d, &["final/config.json"]);
-            assert!(manifest.exported(d, &d.join("final.left")).unwrap());
+            assert!(manifest.exported(d, &d.join("final.left")).unwrap().0);
             assert!(d.join("final.left").exists());
         }
     }

@@ -31,7 +31,8 @@ use crate::train::header::{header, trained_elements};
 use crate::train::learning::{self, Watch};
 use crate::train::next;
 use crate::train::owner;
-use crate::train::ranks::{self, Fact, Ranks};
+use crate::train::ranks::{self, Ranks};
+use crate::train::rehearsal;
 use crate::train::running::{self, Pace, Run, UnreadStep};
 use crate::train::stage::{self, Stage};
 use crate::train::starts::{self, AdapterInitContext};
@@ -167,13 +168,15 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let elements = trained_elements(&active_schedule, total_steps, &params, &prepared.adapters);
     let needed = directory::space_needed(recipe, &model.spec, elements, strategy.placement);
     if ranks.several() {
-        ranks.same(&agreed(&facts, &format!("{strategy:?}"), options)?)?;
+        ranks.same(&ranks::agreed(&facts, &format!("{strategy:?}"), options)?)?;
     }
     let (mut directory, resumed) = if ranks.is_root() {
         checkpoint::check_space(&run_dir, needed.saturating_sub(directory::freed(&run_dir, options)))?;
         let same = |checkpoint: &LoadedState| state::check_same(&state::facts(checkpoint), &facts);
         let (directory, resumed) = directory::open(&run_dir, options, &same)?;
         owner::remove_scratch_of_ranks(&run_dir)?;
+        let first = resumed.as_ref().map_or(1, |checkpoint| checkpoint.step + 1);
+        rehearsal::of_disk(recipe, &model.spec, &run_dir, elements, first)?;
         ranks.path(resumed.as_ref().map(|checkpoint| checkpoint.path.as_path()))?;
         (directory, resumed)
     } else {
@@ -295,6 +298,14 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         .needs_loss_scale()
         .then(|| LossScale::new(recipe.train.scale_config()));
     engine.join(ranks.0.clone(), &first, recipe.distributed.exchange());
+    let trained = TrainedModel {
+        recipe,
+        model: &model,
+        engine: &engine,
+        prepared: &prepared,
+        print: &base,
+    };
+    rehearsal::of_files(&trained, &active_schedule, &run_dir.join("final"), total_steps)?;
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
         let _phase = progress::phase("restoring the state", 0, "");
@@ -363,6 +374,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     } else if start_step < total_steps && eval_due(start_step) {
         // The checkpoint of this step was written before its evaluation.
         run.evaluate_if_missing(&engine, start_step)?;
+    } else if start_step < total_steps && recipe.train.eval_steps > 0 {
+        rehearsal::of_evaluation(&engine, &run.feed.eval()?)?;
     }
 
     // ---- steps
@@ -536,7 +549,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         owner::remove_scratch(&run_dir)?;
     }
     if final_dir.is_some() {
-        if let Some(line) = run.directory.exported(&before)? {
+        for line in run.directory.exported(&before)? {
             run.reporter.note(&line);
         }
     } else {
@@ -575,21 +588,6 @@ fn facts(
         sampled: print.map(|p| p.sampled).unwrap_or_default(),
         trained_tokens: 0,
     }
-}
-
-/// What must be the same on all ranks: program, recipe, inputs and decisions.
-fn agreed(facts: &RunFingerprint, strategy: &str, options: &Options) -> Result<Vec<Fact>> {
-    let mut all = ranks::of_program()?;
-    all.extend(facts.recipe.iter().map(|(key, value)| (key.clone(), value.clone())));
-    let more = [
-        ("training rows", facts.data.clone()),
-        ("evaluation rows", facts.eval_data.clone()),
-        ("base model", facts.base.clone()),
-        ("memory plan", strategy.to_string()),
-        ("options", format!("{:?} {}", options.resume, options.overwrite)),
-    ];
-    all.extend(more.map(|(key, value)| (key.to_string(), value)));
-    Ok(all)
 }
 
 /// Directory next to the run directories: initial adapter pairs that other runs of the same model and rows can use.

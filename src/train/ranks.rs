@@ -6,6 +6,8 @@ use crate::comm::{Alone, Collective, Patience};
 use crate::ops::CpuBackend;
 use crate::plan::ProcessState;
 use crate::recipe::Recipe;
+use crate::train::Options;
+use crate::train::state::RunFingerprint;
 use serde_json::{Value, json};
 use std::fmt;
 use std::io::Read;
@@ -34,6 +36,21 @@ pub type Fact = (String, String);
 
 /// Facts that a table of differences shows at most.
 const SHOWN: usize = 8;
+
+/// What must be the same on all ranks: program, recipe, inputs and decisions.
+pub fn agreed(facts: &RunFingerprint, strategy: &str, options: &Options) -> Result<Vec<Fact>> {
+    let mut all = of_program()?;
+    all.extend(facts.recipe.iter().map(|(key, value)| (key.clone(), value.clone())));
+    let more = [
+        ("training rows", facts.data.clone()),
+        ("evaluation rows", facts.eval_data.clone()),
+        ("base model", facts.base.clone()),
+        ("memory plan", strategy.to_string()),
+        ("options", format!("{:?} {}", options.resume, options.overwrite)),
+    ];
+    all.extend(more.map(|(key, value)| (key.to_string(), value)));
+    Ok(all)
+}
 
 impl Ranks {
     /// True for rank 0, which writes the files of the run.

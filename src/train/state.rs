@@ -129,6 +129,29 @@ pub fn save(
     })
 }
 
+/// Checks before the first step that the engine has every weight that a checkpoint of the run up to step `last` contains,
+/// and reads the smallest one as a save does. Returns the bytes of all of them. On rank 0 within `Engine::by_root`.
+pub fn rehearse(engine: &Engine, schedule: &ActiveSchedule, last: u64) -> Result<u64> {
+    let mut sizes = Vec::new();
+    for name in schedule.trained_until(last) {
+        sizes.push((engine.elements(&name)?, name));
+    }
+    if let Some((elements, name)) = sizes.iter().min() {
+        let mut found = 0;
+        engine.exact(name, &mut |values| {
+            found += values.len();
+            Ok(())
+        })?;
+        if found != *elements {
+            return Err(Error::internal("a weight has another number of values than its shape")
+                .at(name)
+                .found(found)
+                .expected(elements));
+        }
+    }
+    Ok(sizes.iter().map(|(elements, _)| 4 * *elements as u64).sum())
+}
+
 /// Largest size of a checkpoint in bytes: exact weights and moments of all trained parameters.
 pub fn bytes(trained_elements: u64, active_elements: u64) -> u64 {
     4 * trained_elements + 8 * active_elements + (1 << 20)
@@ -257,7 +280,7 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
 }
 
 /// Keys that may differ between a run and its resume.
-const FREE: [&str; 23] = [
+const FREE: [&str; 25] = [
     // The tokens are the same with and without a cache.
     "data.cache",
     "data.cache_dir",
@@ -276,6 +299,9 @@ const FREE: [&str; 23] = [
     "train.max_steps",
     "train.num_epochs",
     "memory.budget",
+    // Rights of a program, not what it computes.
+    "rlhf.reward_network",
+    "rlhf.reward_memory",
     // The bits do not depend on the number of ranks.
     "distributed.weights",
     "distributed.sum",

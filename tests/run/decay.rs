@@ -177,3 +177,48 @@ fn damage_in_a_result_is_named() {
         );
     }
 }
+
+/// Every file of a result and of a checkpoint has a hash: `ft runs verify` names the file that is not as it was written.
+#[test]
+fn a_flipped_bit_in_a_result_is_named() {
+    let (bench, _) = finished();
+    let verify = |more: &[&str]| bench.ft(&[&["runs", "verify", "run"][..], more].concat());
+    restore(&bench);
+    let right = verify(&[]);
+    assert!(right.status.success(), "{}", said(&right));
+    let shown = String::from_utf8(right.stdout).unwrap();
+    for whole in ["checkpoint-2: whole, 3 files", "checkpoint-4: whole", "final: whole"] {
+        assert!(shown.contains(whole), "{shown}");
+    }
+    let mut names: Vec<String> = files(&bench.path("run/final"))
+        .into_iter()
+        .map(|f| format!("final/{}", f.0))
+        .collect();
+    assert!(names.len() >= 4, "{names:?}");
+    names.push("checkpoint-2/optimizer.safetensors".into());
+    for name in &names {
+        for how in DAMAGES {
+            restore(&bench);
+            damage(&bench.path("run").join(name), how);
+            let out = verify(&["--json"]);
+            assert_eq!(out.status.code(), Some(1), "{name} {how}\n{}", said(&out));
+            let text = String::from_utf8(out.stdout).unwrap();
+            let lines: Vec<serde_json::Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+            let wrong: Vec<&str> = lines
+                .iter()
+                .flat_map(|l| l["errors"].as_array().unwrap())
+                .map(|e| e.as_str().unwrap())
+                .collect();
+            assert!(
+                wrong.len() == 1 && wrong[0].contains(name.as_str()),
+                "{name} {how}: {wrong:?}"
+            );
+        }
+    }
+    // Files that someone added are no damage; a directory of something else is refused.
+    restore(&bench);
+    fs::write(bench.path("run/final/notes.txt"), "mine").unwrap();
+    assert!(verify(&[]).status.success());
+    let other = bench.ft(&["runs", "verify", "model"]);
+    assert_eq!(other.status.code(), Some(2), "{}", said(&other));
+}

@@ -50,6 +50,8 @@ pub enum Fault {
     Once(i32),
     /// It and all later ones fail.
     From(i32),
+    /// It takes so many seconds.
+    Stall(i32),
     /// Nothing: the operations are counted.
     Count,
     /// Nothing: the operations are recorded.
@@ -63,6 +65,7 @@ pub fn on_disk(bench: &Bench, command: &mut Command, fault: Fault, at: usize) ->
         Fault::Half => ("half", 0),
         Fault::Once(errno) => ("once", errno),
         Fault::From(errno) => ("from", errno),
+        Fault::Stall(seconds) => ("stall", seconds),
         Fault::Count => ("count", 0),
         Fault::Record => ("record", 0),
     };
@@ -118,6 +121,13 @@ pub struct Operation {
     pub other: String,
     offset: usize,
     bytes: Vec<u8>,
+}
+
+impl Operation {
+    /// What a write wrote.
+    pub fn text(&self) -> std::borrow::Cow<'_, str> {
+        String::from_utf8_lossy(&self.bytes)
+    }
 }
 
 impl std::fmt::Display for Operation {
@@ -294,6 +304,7 @@ impl Disk {
                 }
                 Entry::Link(_) => panic!("sync of a link"),
             },
+            'f' => {}
             'c' | 'm' | 'l' => {
                 let (dir, name) = self.place(path);
                 let entry = match what {

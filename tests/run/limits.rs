@@ -21,6 +21,11 @@ fn under(bench: &Bench, limit: &str, run: &str) -> Output {
     command.current_dir(bench.dir.path()).output().unwrap()
 }
 
+fn is_root() -> bool {
+    let id = Command::new("id").arg("-u").output().unwrap();
+    id.stdout.trim_ascii() == b"0"
+}
+
 /// Row S7, and limits of the process.
 #[test]
 fn a_run_works_under_limits_or_is_refused() {
@@ -40,8 +45,15 @@ fn a_run_works_under_limits_or_is_refused() {
         ("export TMPDIR=/proc/none", true),
         ("export LANG=C LC_ALL=C TERM=", true),
         ("exec <&- >&-", true),
-        // Files of at most 64 KiB (blocks of 512 bytes), ignored signal: a write of a checkpoint fails.
+        // Files of at most 64 KiB (blocks of 512 bytes).
         ("trap '' XFSZ; ulimit -f 128", false),
+        ("ulimit -f 128", false),
+        // Only root can open its own files then.
+        ("umask 0777", is_root()),
+        (
+            "export RAYON_NUM_THREADS=1; taskset -c 0 true && exec taskset -c 0 \"$0\" \"$@\"",
+            true,
+        ),
     ] {
         let _ = fs::remove_dir_all(bench.path("run"));
         let out = under(&bench, limit, "run");

@@ -328,3 +328,40 @@ fn a_program_judges_and_what_it_does_wrong_loses_nothing() {
     ));
     assert_eq!(bench.steps("out").len(), 4);
 }
+
+/// The rights of a reward program: docs/rlhf.md. It writes what it sees to a file.
+#[test]
+fn a_reward_program_has_no_network_and_no_secrets() {
+    let bench = Bench::new();
+    fs::write(
+        bench.path("judge.sh"),
+        "echo \"${HF_TOKEN:-none} ${PLAIN:-none} $(ulimit -d) $(ulimit -c)\" >seen\nwhile read -r line; do echo 1; done\n",
+    )
+    .unwrap();
+    let seen = |more: &[&str]| {
+        let way = [
+            &[
+                "rlhf.rewards=program:sh judge.sh",
+                "rlhf.reward_weights=[]",
+                "train.max_steps=1",
+            ][..],
+            more,
+        ]
+        .concat();
+        let all = settings(&way, &["train.output_dir=run", "--overwrite"]);
+        let mut command = bench.command(&[&["train", "--recipe", "r.toml"][..], &all].concat());
+        let out = command.env("HF_TOKEN", "secret").env("PLAIN", "yes").output().unwrap();
+        assert!(out.status.success(), "{}", crate::bench::said(&out));
+        fs::read_to_string(bench.path("seen")).unwrap()
+    };
+    let limited = seen(&["rlhf.reward_memory=1GiB"]);
+    assert_eq!(limited, "none yes 1048576 0\n");
+    let free: Vec<String> = seen(&["rlhf.reward_network=true"])
+        .split(' ')
+        .map(str::to_string)
+        .collect();
+    assert!(
+        free[0] == "secret" && free[1] == "yes" && free[2].parse::<u64>().is_ok(),
+        "{free:?}"
+    );
+}

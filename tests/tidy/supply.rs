@@ -47,6 +47,19 @@ fn accepted(expression: &str) -> bool {
     }
 }
 
+/// The lists for `cargo deny` are those above.
+#[test]
+fn deny_toml_has_the_same_lists() {
+    let text = std::fs::read_to_string(root().join("deny.toml")).unwrap();
+    let list = |key: &str| -> BTreeSet<String> {
+        let (_, rest) = text.split_once(&format!("\n{key} = [")).unwrap();
+        let (list, _) = rest.split_once(']').unwrap();
+        list.split('"').skip(1).step_by(2).map(str::to_string).collect()
+    };
+    assert_eq!(list("allow"), LICENSES.iter().map(|l| l.to_string()).collect());
+    assert_eq!(list("deny"), BANNED.iter().map(|(name, _)| name.to_string()).collect());
+}
+
 #[test]
 fn every_dependency_is_accepted() {
     assert!(accepted("MIT OR Apache-2.0") && accepted("MIT/Apache-2.0") && accepted("GPL-3.0 OR MIT"));

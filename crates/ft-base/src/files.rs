@@ -22,6 +22,7 @@ fn io(what: &str, path: &Path, e: std::io::Error) -> Error {
     let err = Error::of(kind, format!("cannot {what}")).at_path(path).cause(&e);
     match e.kind() {
         std::io::ErrorKind::StorageFull => err.hint("free some disk space, or write to another disk"),
+        std::io::ErrorKind::QuotaExceeded => err.hint("free some of the quota (`quota -s`), or write to another disk"),
         std::io::ErrorKind::PermissionDenied => err.hint("check the permissions of this path"),
         _ => err,
     }

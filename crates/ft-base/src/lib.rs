@@ -29,6 +29,7 @@ mod named;
 pub mod partial;
 pub mod paths;
 pub mod progress;
+pub mod rehearse;
 pub mod rng;
 pub mod signal;
 pub mod speed;

@@ -28,28 +28,68 @@ pub fn available() -> Option<u64> {
         .min()
 }
 
-/// Headroom of the control groups (version 2) of this process.
+/// Headroom of the control groups of this process.
 fn group_headroom() -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let path = own.lines().find_map(|l| l.strip_prefix("0::/"))?;
-    let root = Path::new("/sys/fs/cgroup");
-    // The limits of all parent groups apply too.
-    let groups = root.join(path).ancestors().map(Path::to_path_buf).collect::<Vec<_>>();
-    let groups = groups.into_iter().take_while(|g| g.starts_with(root));
-    groups.filter_map(|g| headroom_of(&g)).min()
+    headroom_below(Path::new("/sys/fs/cgroup"), &own)
 }
 
-fn headroom_of(group: &Path) -> Option<u64> {
+/// The names of one version of control groups.
+struct Names {
+    most: &'static str,
+    used: &'static str,
+    /// The line of `memory.stat` with page cache that can be reclaimed.
+    inactive: &'static str,
+}
+
+const SECOND: Names = Names {
+    most: "memory.max",
+    used: "memory.current",
+    inactive: "inactive_file ",
+};
+const FIRST: Names = Names {
+    most: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    inactive: "total_inactive_file ",
+};
+/// Version 1 has a huge number where there is no limit.
+const NO_LIMIT: u64 = 1 << 60;
+
+/// `own` is the text of `/proc/self/cgroup`, `root` the directory of the groups.
+fn headroom_below(root: &Path, own: &str) -> Option<u64> {
+    let group = |line: &str| {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (parts.next()?, parts.next()?.strip_prefix('/')?);
+        match controllers {
+            "" => Some((root.to_path_buf(), root.join(path), SECOND)),
+            _ if controllers.split(',').any(|c| c == "memory") => {
+                let root = root.join("memory");
+                Some((root.clone(), root.join(path), FIRST))
+            }
+            _ => None,
+        }
+    };
+    let all = own.lines().filter_map(group);
+    all.filter_map(|(root, group, names)| {
+        // The limits of all parent groups apply too.
+        let groups = group.ancestors().take_while(|g| g.starts_with(&root));
+        groups.filter_map(|g| headroom_of(g, &names)).min()
+    })
+    .min()
+}
+
+fn headroom_of(group: &Path, names: &Names) -> Option<u64> {
     let number = |name: &str| -> Option<u64> {
         let text = std::fs::read_to_string(group.join(name)).ok()?;
         text.trim().parse().ok()
     };
     // Inactive page cache is reclaimable, so it does not count as used.
     let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
-    let inactive = stat.lines().find_map(|l| l.strip_prefix("inactive_file "));
+    let inactive = stat.lines().find_map(|l| l.strip_prefix(names.inactive));
     let inactive: u64 = inactive.and_then(|n| n.trim().parse().ok()).unwrap_or(0);
-    let used = number("memory.current")?.saturating_sub(inactive);
-    Some(number("memory.max")?.saturating_sub(used))
+    let used = number(names.used)?.saturating_sub(inactive);
+    let most = number(names.most).filter(|most| *most < NO_LIMIT)?;
+    Some(most.saturating_sub(used))
 }
 
 /// Headroom under `ulimit -d` and `ulimit -v`.
@@ -87,16 +127,45 @@ mod tests {
     fn a_group_leaves_what_its_limit_and_its_use_say() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
-        assert_eq!(headroom_of(dir.path()), None);
+        let headroom = || headroom_of(dir.path(), &SECOND);
+        assert_eq!(headroom(), None);
         write("memory.current", "900\n");
         write("memory.max", "max\n");
-        assert_eq!(headroom_of(dir.path()), None);
+        assert_eq!(headroom(), None);
         write("memory.max", "1000\n");
-        assert_eq!(headroom_of(dir.path()), Some(100));
+        assert_eq!(headroom(), Some(100));
         write("memory.stat", "anon 500\ninactive_file 300\nactive_file 100\n");
-        assert_eq!(headroom_of(dir.path()), Some(400));
+        assert_eq!(headroom(), Some(400));
         write("memory.max", "10\n");
-        assert_eq!(headroom_of(dir.path()), Some(0));
+        assert_eq!(headroom(), Some(0));
+    }
+
+    /// Row S10.
+    #[test]
+    fn groups_of_both_versions_and_their_parents_limit_the_memory() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            let path = dir.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        let headroom = |own: &str| headroom_below(dir.path(), own);
+        assert_eq!(headroom("0::/a/b\n"), None);
+        write("a/memory.max", "5000");
+        write("a/memory.current", "1000");
+        write("a/b/memory.max", "max");
+        write("a/b/memory.current", "700");
+        assert_eq!(headroom("0::/a/b\n"), Some(4000));
+        assert_eq!(headroom("0::/\n"), None);
+        write("memory/c/memory.limit_in_bytes", "9223372036854771712");
+        write("memory/c/memory.usage_in_bytes", "10");
+        let old = "9:name=systemd:/\n4:cpu,memory:/c\n0::/\n";
+        assert_eq!(headroom(old), None);
+        write("memory/c/memory.limit_in_bytes", "3000");
+        write("memory/c/memory.usage_in_bytes", "2500");
+        write("memory/c/memory.stat", "inactive_file 1\ntotal_inactive_file 1500\n");
+        assert_eq!(headroom(old), Some(2000));
+        assert_eq!(headroom("4:memory:/c\n0::/a/b\n"), Some(2000));
     }
 
     #[test]

@@ -88,6 +88,9 @@ pub fn install() -> Result<()> {
     };
     // SAFETY: the handler does one atomic addition and `_exit`; both are async-signal-safe.
     unsafe { signal_hook::low_level::register(SIGINT, third) }.map_err(fault)?;
+    // A write beyond the limit on the size of a file then fails with an error that names the file.
+    // SAFETY: SIG_IGN is a valid action; no handler of this signal is replaced.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     // `nohup` sets SIGHUP to be ignored; keep that.
     let wanted = SIGNALS.into_iter().filter(|s| *s != SIGHUP || !is_ignored(*s));
     let mut signals = Signals::new(wanted).map_err(fault)?;

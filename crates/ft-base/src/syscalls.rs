@@ -1,4 +1,4 @@
-//! A seccomp filter for a process that only computes and uses two pipes.
+//! Seccomp filters: for a process that only computes and uses two pipes, and for one without network.
 
 /// Allowed: reads and writes of open files, memory, the clock, random bytes for hash tables, and exit.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -54,6 +54,47 @@ const DENY: u32 = 0x0005_0000 | 1;
 
 fn step(code: u16, k: u32, jt: u8, jf: u8) -> libc::sock_filter {
     libc::sock_filter { code, jt, jf, k }
+}
+
+/// The first argument of a call (its low half: both machines are little-endian).
+const FIRST_ARGUMENT: u32 = 16;
+const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+/// Numbers of the x32 calls begin here.
+const X32: u32 = 0x4000_0000;
+
+/// A filter under which sockets are local (`AF_UNIX`) only. Empty: not for this processor.
+pub(super) fn without_network() -> Vec<libc::sock_filter> {
+    if ALLOWED.is_empty() {
+        return Vec::new();
+    }
+    vec![
+        step(LOAD, ARCHITECTURE, 0, 0),
+        step(IF_EQUAL, MACHINE, 1, 0),
+        step(RETURN, DENY, 0, 0),
+        step(LOAD, NUMBER, 0, 0),
+        step(IF_AT_LEAST, X32, 5, 0),
+        // It opens sockets too.
+        step(IF_EQUAL, libc::SYS_io_uring_setup as u32, 4, 0),
+        step(IF_EQUAL, libc::SYS_socket as u32, 0, 2),
+        step(LOAD, FIRST_ARGUMENT, 0, 0),
+        step(IF_EQUAL, libc::AF_UNIX as u32, 0, 1),
+        step(RETURN, ALLOW, 0, 0),
+        step(RETURN, DENY, 0, 0),
+    ]
+}
+
+/// Applies a filter of `without_network` to this process and its children, for good. Only makes system calls, so it may be
+/// called between fork and exec. False: the kernel has no filters.
+pub(super) fn apply(program: &[libc::sock_filter]) -> bool {
+    let header = libc::sock_fprog {
+        len: program.len() as u16,
+        filter: program.as_ptr().cast_mut(),
+    };
+    // SAFETY: the kernel copies the program that `header` points at, which lives until the call returns.
+    unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const header, 0, 0) == 0
+    }
 }
 
 /// From now on every system call that is not allowed fails. No effect if the kernel has no seccomp filters.

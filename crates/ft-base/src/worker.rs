@@ -257,6 +257,68 @@ pub fn confine() -> std::io::Result<()> {
     Ok(())
 }
 
+/// What another program that ft starts may do.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Rights {
+    /// False: it can open no sockets but local ones (Linux on x86-64 and aarch64).
+    pub network: bool,
+    /// Most bytes of its own memory (`RLIMIT_DATA`); `None` is no limit.
+    pub memory: Option<u64>,
+}
+
+/// Reduces what `command` and its children may do: a process group of its own, no core dumps, no new privileges without
+/// network; without network also no variable whose name says that it is a secret.
+pub fn reduce(command: &mut Command, rights: Rights) {
+    command.process_group(0);
+    if !rights.network {
+        let own = std::env::vars_os().map(|(name, _)| name);
+        let set = command.get_envs().map(|(name, _)| name.to_os_string());
+        let secret: Vec<OsString> = own
+            .chain(set)
+            .filter(|name| is_secret(&name.to_string_lossy()))
+            .collect();
+        for name in &secret {
+            command.env_remove(name);
+        }
+    }
+    #[cfg(target_os = "linux")]
+    let filter = if rights.network {
+        Vec::new()
+    } else {
+        super::syscalls::without_network()
+    };
+    let before = move || {
+        limit(libc::RLIMIT_CORE, 0, 0)?;
+        if let Some(bytes) = rights.memory {
+            limit(libc::RLIMIT_DATA, bytes, bytes)?;
+        }
+        #[cfg(target_os = "linux")]
+        if !filter.is_empty() {
+            super::syscalls::apply(&filter);
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec it only makes system calls; it allocates nothing and takes no lock.
+    unsafe { command.pre_exec(before) };
+}
+
+/// True if `reduce` can take the network away on this system.
+pub fn can_take_network() -> bool {
+    #[cfg(target_os = "linux")]
+    // SAFETY: only asks for the mode; touches no memory.
+    return !super::syscalls::without_network().is_empty()
+        && unsafe { libc::prctl(libc::PR_GET_SECCOMP, 0, 0, 0, 0) } >= 0;
+    #[cfg(not(target_os = "linux"))]
+    false
+}
+
+/// True for names of variables that hold secrets, such as `HF_TOKEN` and `SERVICE_API_KEY`.
+fn is_secret(name: &str) -> bool {
+    let name = name.to_ascii_uppercase();
+    let words = ["TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "APIKEY"];
+    words.iter().any(|word| name.contains(word)) || name.ends_with("_KEY")
+}
+
 /// Sets the CPU time limit for the next task.
 pub fn limit_time() {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -303,6 +365,59 @@ mod tests {
         assert_eq!(end("kill -KILL $$"), End::Signal(9));
         assert_eq!(end("exit 3"), End::Exit(3));
         assert_eq!(End::Memory.to_string(), "used more than 1024 MiB");
+    }
+
+    #[test]
+    #[ignore = "runs only as the child of the test below"]
+    fn tries_sockets() {
+        use std::net::{TcpStream, UdpSocket};
+        let denied = |e: Option<std::io::Error>| e.is_some_and(|e| e.raw_os_error() == Some(libc::EPERM));
+        println!(
+            "{} {} {} {} {:?}",
+            denied(TcpStream::connect("127.0.0.1:9").err()),
+            denied(UdpSocket::bind("[::1]:0").err()),
+            std::os::unix::net::UnixDatagram::unbound().is_ok(),
+            std::env::var("FT_TEST_TOKEN").is_ok(),
+            std::panic::catch_unwind(|| {
+                let mut big: Vec<u8> = Vec::new();
+                big.try_reserve_exact(1 << 30).is_ok()
+            })
+            .ok(),
+        );
+    }
+
+    #[test]
+    fn a_program_without_rights_opens_no_socket_sees_no_secret_and_has_a_limit() {
+        let said = |rights: Rights| {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["worker::tests::tries_sockets", "--exact", "--ignored", "--nocapture"]);
+            command.env("FT_TEST_TOKEN", "x");
+            reduce(&mut command, rights);
+            let out = command.output().unwrap();
+            assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+            String::from_utf8(out.stdout).unwrap()
+        };
+        let none = Rights {
+            network: false,
+            memory: Some(256 << 20),
+        };
+        let all = Rights {
+            network: true,
+            memory: None,
+        };
+        assert!(can_take_network(), "this system has no seccomp filters");
+        assert!(
+            said(none).contains("true true true false Some(false)"),
+            "{}",
+            said(none)
+        );
+        assert!(said(all).contains("false false true true Some(true)"), "{}", said(all));
+        assert!(
+            ["HF_TOKEN", "aws_secret_access_key", "SERVICE_API_KEY"]
+                .iter()
+                .all(|n| is_secret(n))
+        );
+        assert!(!["PATH", "HOME", "KEYBOARD", "PYTHONPATH"].iter().any(|n| is_secret(n)));
     }
 
     #[test]

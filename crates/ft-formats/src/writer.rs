@@ -115,6 +115,16 @@ pub fn write_model(
     Ok(out)
 }
 
+/// Checks that a file can have these tensors, without writing it. Returns its size in bytes.
+///
+/// # Errors
+/// Two tensors of one name; a shape that overflows.
+pub fn rehearse(path: &Path, tensors: &[TensorPlan]) -> Result<u64> {
+    let all: Vec<&TensorPlan> = tensors.iter().collect();
+    let head = header(&all, &[], path)?.len() as u64;
+    tensors.iter().try_fold(head, |sum, t| Ok(sum + size_of(t)?))
+}
+
 fn size_of(t: &TensorPlan) -> Result<u64> {
     t.bytes().ok_or_else(|| {
         Error::shape(format!("tensor `{}` has a shape that overflows", t.name)).found(format!("{:?}", t.shape))

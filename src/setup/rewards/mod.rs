@@ -6,7 +6,8 @@ mod numbers;
 mod program;
 mod schema;
 
-use crate::base::{Error, Result, files};
+use crate::base::worker::Rights;
+use crate::base::{Error, Result, files, memory};
 use crate::data::prompts::Prompt;
 use crate::recipe::RlConfig;
 use candle_core::Device;
@@ -211,6 +212,10 @@ impl Rewards {
                     &command,
                     Duration::from_secs_f64(rlhf.reward_timeout),
                     rlhf.reward_restarts,
+                    Rights {
+                        network: rlhf.reward_network,
+                        memory: rlhf.reward_memory.or_else(memory::available),
+                    },
                 )?),
                 text => Judge::Text(text),
             };

@@ -2,8 +2,9 @@
 //!
 //! A score is a number, `null` (no score for this row), or an object with a number in `score`. The program starts once
 //! and serves all requests. If it dies or hangs, it is restarted up to a limit and receives the rows that it did not
-//! answer.
+//! answer. Its rights are reduced (`base::worker::Rights`).
 
+use crate::base::worker::{self, Rights};
 use crate::base::{Error, Result, signal};
 use serde_json::Value;
 use std::collections::VecDeque;
@@ -27,6 +28,7 @@ pub struct Program {
     timeout: Duration,
     /// Number of restarts that are left.
     restarts: usize,
+    rights: Rights,
     running: Option<Running>,
 }
 
@@ -37,6 +39,7 @@ struct Running {
     said: Arc<Mutex<VecDeque<String>>>,
     /// The thread that reads its standard error.
     listener: JoinHandle<()>,
+    network: bool,
 }
 
 impl Drop for Running {
@@ -54,11 +57,12 @@ impl Drop for Running {
 
 impl Program {
     /// Splits `command` into words with the quoting rules of a shell, without a shell. Errors: it cannot be started.
-    pub fn start(command: &str, timeout: Duration, restarts: usize) -> Result<Self> {
+    pub fn start(command: &str, timeout: Duration, restarts: usize, rights: Rights) -> Result<Self> {
         let mut program = Self {
             words: words(command)?,
             timeout,
             restarts,
+            rights,
             running: None,
         };
         program.running = Some(program.spawn()?);
@@ -75,9 +79,8 @@ impl Program {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        // Ctrl-C is sent only to ft, which then kills the program.
-        #[cfg(unix)]
-        std::os::unix::process::CommandExt::process_group(&mut command, 0);
+        // Ctrl-C is sent only to ft, which then kills the program and its process group.
+        worker::reduce(&mut command, self.rights);
         let mut child = command.spawn().map_err(|e| {
             Error::new("the reward program cannot be started")
                 .at(name)
@@ -119,6 +122,7 @@ impl Program {
             rows,
             lines,
             said,
+            network: self.rights.network,
         })
     }
 
@@ -228,6 +232,13 @@ impl Running {
                 text.push_str(&format!("\n      {}", shown(line)));
             }
         }
+        if !self.network
+            && ["not permitted", "onnect", "resol", "etwork"]
+                .iter()
+                .any(|word| text.contains(word))
+        {
+            text.push_str("\n      (it has no network: `rlhf.reward_network = true` gives it one)");
+        }
         // `found` may contain the wrong line already.
         error.cause(Error::new("the reward program").found(text))
     }
@@ -304,7 +315,7 @@ mod tests {
 
     fn program(script: &str, seconds: f64, restarts: usize) -> Program {
         let command = format!("sh -c '{script}'");
-        Program::start(&command, Duration::from_secs_f64(seconds), restarts).unwrap()
+        Program::start(&command, Duration::from_secs_f64(seconds), restarts, Rights::default()).unwrap()
     }
 
     fn rows(n: usize) -> Vec<Value> {
@@ -394,7 +405,7 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_there() {
-        let e = Program::start("no-such-program-here --x", TICK, 0)
+        let e = Program::start("no-such-program-here --x", TICK, 0, Rights::default())
             .err()
             .unwrap()
             .to_string();
@@ -402,7 +413,8 @@ mod tests {
             e.contains("cannot be started") && e.contains("no-such-program-here"),
             "{e}"
         );
-        assert!(Program::start("", TICK, 0).is_err() && Program::start("a 'b", TICK, 0).is_err());
+        let starts = |text: &str| Program::start(text, TICK, 0, Rights::default()).is_ok();
+        assert!(!starts("") && !starts("a 'b"));
         assert_eq!(
             words(r#"a 'b c'  "d \" e" f\ g ''"#).unwrap(),
             ["a", "b c", "d \" e", "f g", ""]

@@ -2,7 +2,8 @@
 // FT_DISK_AT kills the process or fails, or records all of them. Compiled by tests/run/disk.rs.
 //
 // FT_DISK_MODE: "kill" (before the operation), "half" (the same; of a write half is done), "once"
-// (this operation fails with FT_DISK_ERRNO), "from" (this and all later writes fail), "record".
+// (this operation fails with FT_DISK_ERRNO), "from" (this and all later writes fail), "stall" (it takes FT_DISK_ERRNO
+// seconds), "record".
 // FT_DISK_LOG: the record, or the number of operations (a byte each) in the other modes.
 
 #define _GNU_SOURCE
@@ -87,6 +88,10 @@ static int fails_at(int is_write) {
     count++;
     int here = count == at;
     if (here && (!strcmp(mode, "kill") || (!strcmp(mode, "half") && !is_write))) kill(getpid(), SIGKILL), pause();
+    if (here && !strcmp(mode, "stall")) {
+        struct timespec left = {error, 0};
+        while (nanosleep(&left, &left)) {}
+    }
     if ((here && !strcmp(mode, "once")) || (count >= at && !strcmp(mode, "from"))) {
         errno = error;
         return 1;
@@ -182,6 +187,17 @@ int fsync(int fd) { return of_file('s', fd, SYS_fsync, 0); }
 int fdatasync(int fd) { return of_file('s', fd, SYS_fdatasync, 0); }
 int ftruncate(int fd, off_t size) { return of_file('t', fd, SYS_ftruncate, size); }
 int ftruncate64(int fd, off_t size) { return of_file('t', fd, SYS_ftruncate, size); }
+
+// Space for a file whose contents are not written: nothing that survives a loss of power.
+int fallocate64(int fd, int flags, off64_t from, off64_t size) {
+    char full[PATH_MAX];
+    const char *known = below(fd, "", full);
+    if (!known) return (int)syscall(SYS_fallocate, fd, flags, from, size);
+    BEGIN;
+    int rc = fails() ? -1 : (int)syscall(SYS_fallocate, fd, flags, from, size);
+    if (rc == 0) note('f', known, "", (uint64_t)size, "", 0);
+    END(rc);
+}
 
 static int of_path(char what, int dir, const char *path, long number, long third) {
     char full[PATH_MAX];

@@ -37,7 +37,8 @@ pub fn adapter(
     adapter_over(out, config, adapters, whole, base_dir, &mut |_| Ok(base.clone()))
 }
 
-/// As `adapter`, for a base model that `base` writes into the staging directory; `base` returns its fingerprint.
+/// As `adapter`, for a base model that `base` writes into the staging directory; `base` returns its fingerprint. The
+/// directory has all files but the weights then, and `base` may add or change some.
 ///
 /// # Errors
 /// As for `adapter`; any error of `base`.
@@ -49,6 +50,64 @@ pub fn adapter_over(
     base_dir: &Path,
     base: &mut dyn FnMut(&Path) -> Result<BaseHashes>,
 ) -> Result<PathBuf> {
+    let tensors = tensors(out, config, adapters, whole)?;
+    let list = plans(&tensors);
+    let staging = Staging::create(out)?;
+    let dir = staging.path();
+    let mut next = tensors.iter();
+    config.save(dir)?;
+    copy_beside(base_dir, dir, &TOKENIZER)?;
+    files::write_atomic(&dir.join("README.md"), readme(config, adapters.len()).as_bytes())?;
+    let base = base(dir)?;
+    let metadata = [
+        (fingerprint::SAMPLED.to_string(), base.sampled),
+        (fingerprint::WEIGHTS.to_string(), base.weights),
+    ];
+    writer::write_file(&dir.join(WEIGHTS), &list, &metadata, |plan, sink| match next.next() {
+        Some((_, tensor)) => sink(Values::F32(&update::to_f32_vec(tensor)?)),
+        None => Err(Error::not_found("no such adapter tensor").at(&plan.name)),
+    })?;
+    staging.commit()
+}
+
+/// Checks all that `adapter` needs, and writes nothing: config, names and shapes of the tensors, the files of the base model.
+///
+/// # Errors
+/// As for `adapter`, for what can be known without the values.
+pub fn rehearse_adapter(
+    out: &Path,
+    config: &AdapterConfig,
+    adapters: &Adapters,
+    whole: &BTreeMap<String, Tensor>,
+    base_dir: &Path,
+) -> Result<()> {
+    writer::rehearse(&out.join(WEIGHTS), &plans(&tensors(out, config, adapters, whole)?))?;
+    for path in TOKENIZER
+        .iter()
+        .map(|name| base_dir.join(name))
+        .filter(|path| path.exists())
+    {
+        files::open(&path)?;
+    }
+    Ok(())
+}
+
+fn plans(tensors: &[(String, Tensor)]) -> Vec<TensorPlan> {
+    let plan = |(name, tensor): &(String, Tensor)| TensorPlan {
+        name: name.clone(),
+        dtype: StoredDtype::F32,
+        shape: tensor.dims().to_vec(),
+    };
+    tensors.iter().map(plan).collect()
+}
+
+/// The tensors of the file under PEFT's names.
+fn tensors(
+    out: &Path,
+    config: &AdapterConfig,
+    adapters: &Adapters,
+    whole: &BTreeMap<String, Tensor>,
+) -> Result<Vec<(String, Tensor)>> {
     if adapters.is_empty() {
         return Err(Error::new("there is no adapter to save").at_path(out));
     }
@@ -80,31 +139,7 @@ pub fn adapter_over(
             .iter()
             .map(|(name, t)| (file_key(&config.name_in_file(name)), t.clone())),
     );
-
-    let list: Vec<TensorPlan> = tensors
-        .iter()
-        .map(|(name, tensor)| TensorPlan {
-            name: name.clone(),
-            dtype: StoredDtype::F32,
-            shape: tensor.dims().to_vec(),
-        })
-        .collect();
-    let staging = Staging::create(out)?;
-    let dir = staging.path();
-    let mut next = tensors.iter();
-    let base = base(dir)?;
-    let metadata = [
-        (fingerprint::SAMPLED.to_string(), base.sampled),
-        (fingerprint::WEIGHTS.to_string(), base.weights),
-    ];
-    writer::write_file(&dir.join(WEIGHTS), &list, &metadata, |plan, sink| match next.next() {
-        Some((_, tensor)) => sink(Values::F32(&update::to_f32_vec(tensor)?)),
-        None => Err(Error::not_found("no such adapter tensor").at(&plan.name)),
-    })?;
-    config.save(dir)?;
-    copy_beside(base_dir, dir, &TOKENIZER)?;
-    files::write_atomic(&dir.join("README.md"), readme(config, adapters.len()).as_bytes())?;
-    staging.commit()
+    Ok(tensors)
 }
 
 /// Checks that the config describes what the adapter computes.

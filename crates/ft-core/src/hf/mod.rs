@@ -14,7 +14,7 @@ mod new_adapters;
 mod open;
 mod tie;
 
-pub use adapter::{adapter, adapter_over, plain_lora, pruned};
+pub use adapter::{adapter, adapter_over, plain_lora, pruned, rehearse_adapter};
 pub use classifier::{SCORE, as_classifier};
 pub use fingerprint::of as fingerprint_of;
 pub use fingerprint::{BaseHashes, Fingerprint, base_of, check_base, fingerprint};
@@ -22,7 +22,7 @@ pub use load_adapter::{LoadedAdapter, load_adapter};
 pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 pub use merged::{Weighted, merged};
 pub use model::{Directory, set_dtype, stored};
-pub use model::{ModelExport, ParamFill, model};
+pub use model::{ModelExport, ParamFill, model, rehearse_model};
 pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};
 pub use open::{OpenModel, open, open_decoded};
 pub use tie::{untied_weights, unties};

@@ -25,6 +25,8 @@ pub struct ModelExport<'a> {
     pub dtype: Dtype,
     /// The parameters, in the order of the file.
     pub params: &'a [ParamInfo],
+    /// Writes more files into the directory before it gets its name.
+    pub more: Option<&'a dyn Fn(&Path) -> Result<()>>,
 }
 
 /// A model directory in which each tensor has its own number format.
@@ -55,6 +57,23 @@ pub type ParamFill<'a> = dyn FnMut(&str, &mut dyn FnMut(Values) -> Result<()>) -
 /// # Errors
 /// A value that is not finite, a parameter of another size, a full disk; then `out` is unchanged.
 pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
+    with_directory(e, |directory| {
+        directory.write_with(&mut |plan, sink| fill(&plan.name, sink), e.more)
+    })
+}
+
+/// Checks all that `model` needs, and writes nothing: names, shapes and formats of the tensors, the files of the base model,
+/// and that `fill` delivers the smallest tensor with the size of its shape.
+///
+/// # Errors
+/// As `model`, for what can be known without the other values.
+pub fn rehearse_model(e: &ModelExport, fill: &mut ParamFill) -> Result<()> {
+    with_directory(e, |directory| {
+        directory.rehearse(&mut |plan, sink| fill(&plan.name, sink))
+    })
+}
+
+fn with_directory<T>(e: &ModelExport, work: impl FnOnce(&Directory) -> Result<T>) -> Result<T> {
     let dtype = stored(e.dtype);
     let tensors: Vec<TensorPlan> = e
         .params
@@ -68,15 +87,14 @@ pub fn model(e: &ModelExport, fill: &mut ParamFill) -> Result<PathBuf> {
         .collect();
     let mut config = e.config.clone();
     set_dtype(&mut config, dtype);
-    let directory = Directory {
+    work(&Directory {
         out: e.out,
         base_dir: e.base_dir,
         config: &config,
         tensors: &tensors,
         shard_bytes: writer::SHARD_BYTES,
         chat_template: None,
-    };
-    directory.write(&mut |plan, sink| fill(&plan.name, sink))
+    })
 }
 
 impl Directory<'_> {
@@ -86,6 +104,10 @@ impl Directory<'_> {
     /// # Errors
     /// As `model`.
     pub fn write(&self, fill: &mut TensorFill) -> Result<PathBuf> {
+        self.write_with(fill, None)
+    }
+
+    fn write_with(&self, fill: &mut TensorFill, more: Option<&dyn Fn(&Path) -> Result<()>>) -> Result<PathBuf> {
         let staging = Staging::create(self.out)?;
         let dir = staging.path();
         self.write_weights(dir, fill)?;
@@ -98,13 +120,58 @@ impl Directory<'_> {
         if let Some(text) = self.chat_template {
             set_chat_template(dir, text)?;
         }
+        if let Some(more) = more {
+            more(dir)?;
+        }
         staging.commit()
     }
 }
 
+/// The tensors of the files, in order.
+struct Contents {
+    own: Vec<joined::Output>,
+    /// Names and formats of all, those of the base model last.
+    plans: Vec<TensorPlan>,
+    /// The base model, if its other parts are kept.
+    base: Option<Weights>,
+}
+
 impl Directory<'_> {
-    /// Writes the weights under the names and in the joined tensors of the base model, and its other parts unchanged.
-    fn write_weights(&self, dir: &Path, fill: &mut TensorFill) -> Result<Vec<PathBuf>> {
+    /// As `rehearse_model`.
+    fn rehearse(&self, fill: &mut TensorFill) -> Result<()> {
+        let contents = self.contents()?;
+        writer::rehearse(&self.out.join("model.safetensors"), &contents.plans)?;
+        for name in TOKENIZER.iter().chain(&BESIDE) {
+            let path = self.base_dir.join(name);
+            if path.exists() {
+                files::open(&path)?;
+            }
+        }
+        let sizes = contents.own.iter().zip(&contents.plans);
+        let Some((smallest, plan)) = sizes.min_by_key(|(_, plan)| plan.bytes()) else {
+            return Ok(());
+        };
+        let (expected, mut found) = (plan.shape.iter().product::<usize>(), 0);
+        smallest.write(self.tensors, fill, &mut |values| {
+            found += match values {
+                Values::F32(v) => v.len(),
+                Values::Bf16(v) => v.len(),
+                Values::F16(v) => v.len(),
+                Values::Raw(bytes) => bytes.len() / plan.dtype.size(),
+            };
+            Ok(())
+        })?;
+        if found != expected {
+            return Err(Error::internal("a tensor has more or fewer values than its shape")
+                .at(&plan.name)
+                .found(found)
+                .expected(format!("{expected} for {:?}", plan.shape)));
+        }
+        Ok(())
+    }
+
+    /// The names and joined tensors of the base model, and its other parts unchanged.
+    fn contents(&self) -> Result<Contents> {
         let wrapped = ["text_config", "vision_config", "mtp_num_hidden_layers"]
             .iter()
             .any(|key| self.config.contains_key(*key));
@@ -118,9 +185,9 @@ impl Directory<'_> {
         let layout = base
             .as_ref()
             .map_or_else(usual, |base| base.experts_layout(self.config));
-        let outputs = joined::outputs(self.tensors, layout);
+        let own = joined::outputs(self.tensors, layout);
         let base = base.filter(|base| wrapped || !base.other_parts().is_empty());
-        let renamed = outputs.iter().map(|output| TensorPlan {
+        let renamed = own.iter().map(|output| TensorPlan {
             name: base
                 .as_ref()
                 .map_or(output.plan.name.clone(), |base| base.stored_name(&output.plan.name)),
@@ -132,9 +199,15 @@ impl Directory<'_> {
             dtype: info.dtype,
             shape: info.shape.clone(),
         });
-        let all: Vec<TensorPlan> = renamed.chain(other_plans).collect();
-        let (mut own, mut others) = (outputs.iter(), others.iter());
-        writer::write_model(dir, &all, self.shard_bytes, |plan, sink| match own.next() {
+        let plans: Vec<TensorPlan> = renamed.chain(other_plans).collect();
+        Ok(Contents { own, plans, base })
+    }
+
+    fn write_weights(&self, dir: &Path, fill: &mut TensorFill) -> Result<Vec<PathBuf>> {
+        let Contents { own, plans, base } = self.contents()?;
+        let others = base.as_ref().map_or(&[][..], Weights::other_parts);
+        let (mut own, mut others) = (own.iter(), others.iter());
+        writer::write_model(dir, &plans, self.shard_bytes, |plan, sink| match own.next() {
             Some(own) => own.write(self.tensors, fill, sink),
             None => match (others.next(), &base) {
                 (Some(info), Some(base)) => sink(Values::Raw(&base.read_other(info)?)),

@@ -33,6 +33,7 @@ fn a_model_directory_has_every_file_and_the_exact_numbers() {
             tied,
             dtype,
             params: &params,
+            more: None,
         };
         let size = |name: &str| params.iter().find(|p| &*p.name == name).unwrap().elements();
         let path = model(&export, &mut |name, sink| sink(Values::F32(&numbers(name, size(name))))).unwrap();
@@ -106,6 +107,7 @@ fn an_older_directory_is_replaced_whole_or_stays_whole() {
         tied: true,
         dtype: Dtype::F32,
         params: &params,
+        more: None,
     };
     let size = |name: &str| params.iter().find(|p| &*p.name == name).unwrap().elements();
     model(&export, &mut |name, sink| sink(Values::F32(&vec![1.0; size(name)]))).unwrap();

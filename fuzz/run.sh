@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Builds and runs the fuzz targets with stable Rust: fuzz/README.md. Usage: run.sh build | seed | all SECONDS | one TARGET SECONDS
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(dirname "$here")
+target=${CARGO_TARGET_DIR:-$here/target}
+host=$(rustc -vV | sed -n 's/^host: //p')
+data=${FT_FUZZ_DATA:-$here}
+program=$target/$host/release/parse
+
+# Coverage for libFuzzer, as cargo-fuzz sets it, without sanitizers: those need nightly.
+flags="-Cpasses=sancov-module -Ccodegen-units=16 --cfg fuzzing"
+for flag in level=4 inline-8bit-counters pc-table trace-compares; do
+    flags+=" -Cllvm-args=-sanitizer-coverage-$flag"
+done
+
+build() {
+    (cd "$here" && CARGO_TARGET_DIR=$target RUSTFLAGS=$flags cargo build --release --target "$host")
+}
+
+# seed TARGET FILE...: copies the files that exist and are at most 64 KiB.
+put() {
+    local name=$1 file
+    shift
+    mkdir -p "$data/corpus/$name"
+    for file in "$@"; do
+        [ -f "$file" ] && [ "$(stat -c %s "$file")" -le 65536 ] || continue
+        cp "$file" "$data/corpus/$name/$(cksum <"$file" | tr -d ' ')"
+    done
+}
+
+seed() {
+    local goldens=$root/tests/parity/goldens
+    shopt -s nullglob globstar
+    put safetensors "$goldens"/**/*.safetensors
+    put index "$goldens"/**/*.index.json
+    put config "$goldens"/**/config.json "$root"/assets/*/config.json
+    put tokenizer "$goldens"/tokenizers/*/tokenizer.json "$root"/assets/*/tokenizer.json
+    put tokenizer_config "$goldens"/**/tokenizer_config.json
+    put template "$root"/crates/ft-formats/src/template/named/*.jinja "$goldens"/**/*.jinja
+    put adapter "$goldens"/**/adapter_config.json
+    put jsonl "$goldens"/**/*.jsonl "$root"/assets/**/*.jsonl
+    put json "$goldens"/data/*.json
+    put csv "$goldens"/**/*.csv
+    put parquet "$goldens"/**/*.parquet
+    put arrow "$goldens"/**/*.arrow
+    put recipe "$root"/recipes/*.toml
+    mkdir -p "$data"/corpus/{index,json,csv,kwargs,argument,manifest,state,metrics,events,resolved}
+    printf '{"metadata": {"total_size": 9}, "weight_map": {"model.norm.weight": "model.safetensors"}}' >"$data/corpus/index/one"
+    printf '[{"text": "one"}, {"prompt": "a", "completion": "b"}]' >"$data/corpus/json/one"
+    printf 'prompt,completion\n"a, ""b""",c\n1,2\n' >"$data/corpus/csv/one"
+    printf '{"enable_thinking": false, "bos_token": "x", "list": [1, {"a": null}]}' >"$data/corpus/kwargs/one"
+    printf 'tune.method=lora\ntune.lora.r=4\nmemory.budget=22GiB\nrlhf.rewards=["regex:[a]", "length:4"]' >"$data/corpus/argument/one"
+    printf '{"format": 1, "ft": "0.1.0", "step": 1, "files": [{"name": "a", "size": 1, "blake3": "00"}], "seal": "00"}' >"$data/corpus/manifest/one"
+    cp "$data/corpus/manifest/one" "$data/corpus/state/one"
+    printf '{"step":1,"epoch":0.5,"loss":2.5,"lr":0.1}\n{"step":2,"eval_loss":2.0}\n' >"$data/corpus/metrics/one"
+    printf '{"event":"start","steps":2,"time":1.5}\n{"event":"warning","message":"x"}\n{"event":"stop","step":2,"reason":"done"}\n' >"$data/corpus/events/one"
+    printf '[train]\nmax_steps = 2  # recipe\n[model]\npath = "m"  # argument\n' >"$data/corpus/resolved/one"
+}
+
+one() {
+    local name=$1 seconds=$2
+    mkdir -p "$data/corpus/$name" "$data/artifacts/$name"
+    # Errors of the target go to the log of libFuzzer; jobs that fail are counted by their artifacts.
+    FT_FUZZ=$name "$program" "$data/corpus/$name" -max_total_time="$seconds" -timeout=30 -rss_limit_mb=2048 \
+        -malloc_limit_mb=1024 -max_len=65536 -print_final_stats=1 -artifact_prefix="$data/artifacts/$name/"
+}
+
+case "${1:-}" in
+build) build ;;
+seed) seed ;;
+one) one "$2" "$3" ;;
+all)
+    for name in $(FT_FUZZ=? "$program" 2>&1 /dev/null | sed -n 's/.*is none of: //p'); do
+        one "$name" "$2" >"$data/$name.log" 2>&1 || echo "$name: see $data/$name.log and $data/artifacts/$name"
+    done
+    ;;
+*) sed -n '2s/^# //p' "$0"; exit 2 ;;
+esac

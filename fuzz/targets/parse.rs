@@ -1,0 +1,24 @@
+//! One target for each parser; `FT_FUZZ` names it. See fuzz/README.md.
+
+#![no_main]
+
+use std::sync::OnceLock;
+
+fn target() -> ft_fuzz::Target {
+    static TARGET: OnceLock<ft_fuzz::Target> = OnceLock::new();
+    *TARGET.get_or_init(|| {
+        let name = std::env::var("FT_FUZZ").unwrap_or_default();
+        match ft_fuzz::TARGETS.iter().find(|(n, _)| *n == name) {
+            Some((_, target)) => *target,
+            None => {
+                let names: Vec<&str> = ft_fuzz::TARGETS.iter().map(|(n, _)| *n).collect();
+                eprintln!("FT_FUZZ={name:?} is none of: {}", names.join(" "));
+                std::process::exit(2)
+            }
+        }
+    })
+}
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    target()(bytes);
+});

@@ -1,0 +1,59 @@
+//! The rehearsal before the first step: an evaluation, a save and an export are tried as far as that is cheap, so that a run
+//! does not fail after hours for a reason that is there from the beginning.
+
+use crate::base::rehearse::rehearse;
+use crate::base::{Result, progress};
+use crate::data::Batch;
+use crate::engine::{self, Engine};
+use crate::formats::writer::SHARD_BYTES;
+use crate::model::Spec;
+use crate::recipe::{Method, Recipe};
+use crate::setup::active_schedule::ActiveSchedule;
+use crate::train::finish::{self, TrainedModel};
+use crate::train::owner::FINAL;
+use crate::train::state;
+use std::path::Path;
+
+/// Tries the file operations of a save and of the export, with the space that both need at least. `elements`: all elements
+/// that the run trains; `step`: the first step.
+pub fn of_disk(recipe: &Recipe, spec: &Spec, run_dir: &Path, elements: u64, step: u64) -> Result<()> {
+    let weights = 4 * elements;
+    let mut result = match recipe.tune.method {
+        _ if recipe.model.path.is_shape() => 0,
+        Method::Lora => weights,
+        _ => spec.params().iter().map(|p| p.elements() as u64).sum::<u64>() * recipe.model.dtype.bytes(),
+    };
+    // As one save and the export are on the disk at the same time.
+    let mut sizes = vec![weights];
+    while result > 0 {
+        let shard = result.min(SHARD_BYTES);
+        sizes.push(shard);
+        result -= shard;
+    }
+    let why = "before the first step a save was tried";
+    rehearse(&run_dir.join(format!("checkpoint-{step}")), &[]).map_err(|e| e.after(why))?;
+    let why = "before the first step the export was tried";
+    rehearse(&run_dir.join(FINAL), &sizes).map_err(|e| e.after(why))
+}
+
+/// Checks that the state of the engine can be saved up to step `last`, and its model be written to `out`. All ranks call it.
+pub fn of_files(trained: &TrainedModel, schedule: &ActiveSchedule, out: &Path, last: u64) -> Result<()> {
+    let checked = trained.engine.by_root(|| {
+        state::rehearse(trained.engine, schedule, last)?;
+        finish::rehearse(trained, out)
+    });
+    checked.map(drop)
+}
+
+/// Evaluates the longest batch, and discards its numbers: for a run that does not begin with an evaluation.
+pub fn of_evaluation(engine: &Engine, batches: &[Batch]) -> Result<()> {
+    let objective = engine.objective.as_ref();
+    let counted = batches.iter().filter(|batch| objective.weight(batch) > 0);
+    let Some(longest) = counted.max_by_key(|batch| batch.ids.len()) else {
+        return Ok(());
+    };
+    let _phase = progress::phase("trying an evaluation", 0, "");
+    engine::evaluate(&engine.network, objective, longest)?;
+    objective.metrics();
+    Ok(())
+}

@@ -1,0 +1,112 @@
+//! The rehearsal before the first step: what would fail in a save or the export fails at once. Slow disks.
+
+use crate::bench::{Bench, said};
+use crate::disk::{Fault, on_disk, recorded};
+use crate::same::assert_same;
+use std::fs;
+use std::process::Output;
+
+const RUN: [&str; 8] = [
+    "train",
+    "--recipe",
+    "r.toml",
+    "train.max_steps=3",
+    "train.save_steps=2",
+    "data.eval_fraction=0.3",
+    "train.eval_steps=2",
+    "train.output_dir=run",
+];
+
+fn faulty(bench: &Bench, fault: Fault, at: usize, more: &[&str]) -> Output {
+    let mut command = bench.command(&[&RUN[..], more].concat());
+    on_disk(bench, &mut command, fault, at).unwrap();
+    command.output().unwrap()
+}
+
+/// Row C12: no permission, read-only, no inode, no quota in the directories of a save and of the export.
+#[test]
+fn what_would_fail_after_hours_fails_before_the_first_step() {
+    let bench = Bench::new();
+    let mut command = bench.command(&RUN);
+    if on_disk(&bench, &mut command, Fault::Record, 0).is_none() {
+        return;
+    }
+    assert!(command.output().unwrap().status.success());
+    let all = recorded(&bench);
+    let first = all
+        .iter()
+        .position(|o| o.path == "run/recipe.toml" || o.path.contains("recipe.toml.tmp-"))
+        .unwrap();
+    let tried: Vec<_> = (1..)
+        .zip(&all[..first])
+        .filter(|(_, o)| o.path.contains(".tmp-"))
+        .collect();
+    let of = |name: &str| {
+        tried
+            .iter()
+            .filter(|(_, o)| o.path.contains(name))
+            .map(|(at, _)| *at)
+            .collect::<Vec<usize>>()
+    };
+    let (save, export) = (of("run/checkpoint-1.tmp-"), of("run/final.tmp-"));
+    assert!(save.len() >= 5 && export.len() > save.len(), "{save:?} {export:?}");
+    let room = tried.iter().find(|(_, o)| o.what == 'f').expect("space is reserved").0;
+    for (n, (at, errno, word)) in [
+        (save[0], 13, "Permission denied"),
+        (save[2], 30, "Read-only file system"),
+        (save[1], 28, "No space left"),
+        (export[0], 122, "quota"),
+        (room, 122, "quota"),
+        (room, 28, "No space left"),
+        (*export.last().unwrap() - 2, 5, "Input/output error"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let _ = fs::remove_dir_all(bench.path("run"));
+        let out = faulty(&bench, Fault::From(errno), at, &[]);
+        let text = said(&out);
+        assert_eq!(out.status.code(), Some(1), "{n}\n{text}");
+        assert!(
+            text.contains("before the first step") && text.contains(word),
+            "{n}\n{text}"
+        );
+        assert!(
+            text.contains("run/checkpoint-1") || text.contains("run/final"),
+            "{n}\n{text}"
+        );
+        assert!(
+            !bench.path("run/metrics.jsonl").exists() && !bench.path("run/recipe.toml").exists(),
+            "{n}"
+        );
+    }
+}
+
+/// Row C13: a write that takes long delays the run, is shown, and changes nothing.
+#[test]
+fn a_disk_that_stalls_is_shown_and_loses_nothing() {
+    let bench = Bench::new();
+    let mut command = bench.command(&RUN);
+    if on_disk(&bench, &mut command, Fault::Record, 0).is_none() {
+        return;
+    }
+    assert!(command.output().unwrap().status.success());
+    fs::rename(bench.path("run"), bench.path("whole")).unwrap();
+    let all = recorded(&bench);
+    // A sync of the state, and a line of metrics.
+    let saved = |o: &crate::disk::Operation| {
+        o.what == 's' && o.path.contains("checkpoint-2.tmp-") && o.path.contains("weights")
+    };
+    let logged = |o: &crate::disk::Operation| o.what == 'w' && o.path == "run/metrics.jsonl";
+    for (of, shown) in [
+        (&saved as &dyn Fn(&_) -> bool, "writing weights.safetensors"),
+        (&logged, "training: 3 of 3 steps"),
+    ] {
+        let _ = fs::remove_dir_all(bench.path("run"));
+        let at = 1 + all.iter().rposition(of).unwrap();
+        let out = faulty(&bench, Fault::Stall(12), at, &[]);
+        assert!(out.status.success(), "{}", said(&out));
+        assert!(said(&out).contains(shown), "{shown}\n{}", said(&out));
+        assert_same(&bench, "whole", "run");
+    }
+}

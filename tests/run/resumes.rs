@@ -1,0 +1,294 @@
+//! The matrix of resumes: stages, methods, accumulation, packing, tiers, storage, and the moment of the stop. Each run is
+//! killed at a file operation that marks the moment, goes on, and has the bits of an undisturbed run.
+
+use crate::bench::{Bench, said};
+use crate::disk::{Fault, Operation, on_disk, recorded};
+use crate::same::assert_same;
+use std::collections::BTreeSet;
+use std::fs;
+
+const STAGES: [&str; 8] = ["sft", "pretrain", "distill", "dpo", "kto", "reward", "grpo", "ppo"];
+const METHODS: [&str; 4] = ["full", "block", "lora", "freeze"];
+const WINDOWS: [&str; 2] = ["1", "2"];
+const PACKING: [&str; 2] = ["false", "true"];
+const PLACES: [&str; 2] = ["device", "disk"];
+const STORAGE: [&str; 3] = ["f32", "bf16", "nf4"];
+const STOPS: [&str; 6] = ["step 1", "middle", "epoch", "switch", "evaluation", "rollout"];
+
+/// An index into each of the lists above.
+type Case = [usize; 7];
+
+fn sizes() -> Case {
+    [
+        STAGES.len(),
+        METHODS.len(),
+        WINDOWS.len(),
+        PACKING.len(),
+        PLACES.len(),
+        STORAGE.len(),
+        STOPS.len(),
+    ]
+}
+
+/// The combination exists: rows are packed in two stages, blocks switch in one method, two stages have rollouts.
+fn exists(case: &Case) -> bool {
+    let (stage, method) = (STAGES[case[0]], METHODS[case[1]]);
+    let packs = matches!(stage, "sft" | "pretrain");
+    let rolls = matches!(stage, "grpo" | "ppo");
+    (packs || PACKING[case[3]] == "false")
+        && (STOPS[case[6]] != "switch" || method == "block")
+        && (STOPS[case[6]] != "rollout" || rolls)
+}
+
+fn all() -> Vec<Case> {
+    let mut out = vec![[0; 7]];
+    for (axis, size) in sizes().into_iter().enumerate() {
+        let with = |case: Case| {
+            (0..size).map(move |value| {
+                let mut case = case;
+                case[axis] = value;
+                case
+            })
+        };
+        out = out.into_iter().flat_map(with).collect();
+    }
+    out.retain(exists);
+    out
+}
+
+/// Pairs of values of two axes in a case.
+fn pairs(case: &Case) -> impl Iterator<Item = (usize, usize, usize, usize)> + '_ {
+    (0..7).flat_map(move |a| (a + 1..7).map(move |b| (a, case[a], b, case[b])))
+}
+
+/// Cases that together have every pair of values that exists; each takes the most pairs that are left.
+fn covering() -> Vec<Case> {
+    let all = all();
+    let mut open: BTreeSet<_> = all.iter().flat_map(pairs).collect();
+    let mut out = Vec::new();
+    while !open.is_empty() {
+        let gain = |case: &&Case| pairs(case).filter(|pair| open.contains(pair)).count();
+        // The first of the best: the same list on every machine.
+        let best = *all.iter().rev().max_by_key(gain).unwrap();
+        pairs(&best).for_each(|pair| drop(open.remove(&pair)));
+        out.push(best);
+    }
+    out
+}
+
+fn settings(case: &Case) -> Vec<String> {
+    let [stage, method, window, packing, place, storage, _] = *case;
+    let (stage, method) = (STAGES[stage], METHODS[method]);
+    let rolls = matches!(stage, "grpo" | "ppo");
+    let mut out: Vec<String> = [
+        "data.eval_fraction=0.3",
+        "train.eval_steps=2",
+        "train.max_steps=5",
+        "train.save_steps=1",
+        "train.save_total_limit=2",
+        "data.max_length=256",
+    ]
+    .map(String::from)
+    .into();
+    let mut add = |text: &str| out.push(text.to_string());
+    add(if rolls {
+        "train.batch_size=4"
+    } else {
+        "train.batch_size=2"
+    });
+    add(&format!("train.stage={stage}"));
+    add(&format!("tune.method={method}"));
+    add(&format!("train.gradient_accumulation_steps={}", WINDOWS[window]));
+    if rolls {
+        add("rlhf.rewards=[\"regex:[aeiou]\", \"length:4\"]");
+        add("rlhf.max_completion_length=6");
+        add("rlhf.num_generations=2");
+        add("rlhf.num_iterations=2");
+        add("rlhf.sample_steps=1");
+    } else {
+        add(&format!("data.packing={}", PACKING[packing]));
+    }
+    match stage {
+        "dpo" | "kto" | "reward" => add("data.train=pairs.jsonl"),
+        "pretrain" => add("data.train=text.jsonl"),
+        "distill" => add("distill.teacher=model"),
+        _ => {}
+    }
+    match method {
+        "block" => add("tune.block.switch_every=2"),
+        "lora" => add("tune.lora.r=4"),
+        _ => {}
+    }
+    if PLACES[place] == "disk" {
+        add("memory.tier=disk");
+    }
+    match STORAGE[storage] {
+        "nf4" => add("memory.frozen_weights=nf4"),
+        "bf16" => add("model.dtype=bf16"),
+        _ => {}
+    }
+    out
+}
+
+/// Few rows, so that an epoch ends within five steps.
+fn few_rows() -> Bench {
+    let bench = Bench::new();
+    let rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
+    let few: String = rows.lines().take(7).flat_map(|line| [line, "\n"]).collect();
+    fs::write(bench.path("rows.jsonl"), few).unwrap();
+    let text: String = (0..7)
+        .map(|n| format!("{{\"text\": \"{}\"}}\n", "one two three ".repeat(n + 1)))
+        .collect();
+    fs::write(bench.path("text.jsonl"), text).unwrap();
+    bench
+}
+
+/// The number of the file operation at which the run is killed.
+fn moment(bench: &Bench, case: &Case, all: &[Operation]) -> usize {
+    let after = |what: &dyn Fn(&Operation) -> bool, name: &str| {
+        2 + all
+            .iter()
+            .position(what)
+            .unwrap_or_else(|| panic!("{case:?} has no {name}"))
+    };
+    let at = |what: &dyn Fn(&Operation) -> bool, name: &str| after(what, name) - 1;
+    let renamed =
+        |step: u64| move |o: &Operation| matches!(o.what, 'r' | 'x') && o.other == format!("run/checkpoint-{step}");
+    let line = |file: &'static str, text: &'static str| {
+        move |o: &Operation| o.what == 'w' && o.path == file && o.text().contains(text)
+    };
+    match STOPS[case[6]] {
+        "step 1" => at(&renamed(1), "first save"),
+        "middle" => after(&renamed(3), "save of step 3"),
+        "epoch" => {
+            let steps = bench.steps("whole");
+            let border = steps
+                .iter()
+                .find(|l| l["epoch"].as_f64().unwrap() >= 1.0)
+                .unwrap_or_else(|| panic!("{case:?}: no epoch ends"));
+            after(
+                &renamed(border["step"].as_u64().unwrap()),
+                "save at the end of an epoch",
+            )
+        }
+        "switch" => after(&line("run/events.jsonl", "\"switch\""), "switch"),
+        "evaluation" => at(
+            &|o| {
+                o.what == 'w'
+                    && o.path == "run/metrics.jsonl"
+                    && o.text().contains("eval_")
+                    && o.text().contains("\"step\":2")
+            },
+            "evaluation",
+        ),
+        _ => at(&line("run/samples.jsonl", "completion"), "rollout"),
+    }
+}
+
+/// Errors: what went wrong. `Ok(false)`: the combination is refused.
+fn case(case: &Case) -> Result<bool, String> {
+    let bench = few_rows();
+    let own = settings(case);
+    let run = |out: &str, flag: &[&str]| {
+        let out = format!("train.output_dir={out}");
+        let mut words = vec!["train", "--recipe", "r.toml", &out];
+        words.extend(own.iter().map(String::as_str));
+        bench.command(&[&words[..], flag].concat())
+    };
+    let mut command = run("run", &[]);
+    on_disk(&bench, &mut command, Fault::Record, 0).unwrap();
+    let whole = command.output().unwrap();
+    let all = recorded(&bench);
+    if whole.status.code() == Some(2) {
+        return Ok(false);
+    }
+    if !whole.status.success() {
+        return Err(said(&whole));
+    }
+    fs::rename(bench.path("run"), bench.path("whole")).unwrap();
+    let _ = fs::remove_dir_all(bench.path("cache"));
+    let at = moment(&bench, case, &all);
+    let mut command = run("run", &[]);
+    on_disk(&bench, &mut command, Fault::Kill, at).unwrap();
+    let killed = command.output().unwrap();
+    if killed.status.success() {
+        return Err(format!("not killed at {at}"));
+    }
+    let resumed = run("run", &["--resume"]).output().unwrap();
+    if !resumed.status.success() {
+        return Err(said(&resumed));
+    }
+    let same = std::panic::AssertUnwindSafe(|| assert_same(&bench, "whole", "run"));
+    std::panic::catch_unwind(same).map_err(|panic| panic.downcast_ref::<String>().cloned().unwrap_or_default())?;
+    Ok(true)
+}
+
+fn run(cases: &[Case]) {
+    if on_disk(&Bench::new(), &mut std::process::Command::new("true"), Fault::Count, 0).is_none() {
+        return;
+    }
+    let names = |c: &Case| {
+        [
+            STAGES[c[0]],
+            METHODS[c[1]],
+            WINDOWS[c[2]],
+            PACKING[c[3]],
+            PLACES[c[4]],
+            STORAGE[c[5]],
+            STOPS[c[6]],
+        ]
+        .join(", ")
+    };
+    let (mut done, mut refused, mut wrong) = (0, Vec::new(), Vec::new());
+    for one in cases {
+        match case(one) {
+            Ok(true) => done += 1,
+            Ok(false) => refused.push(names(one)),
+            Err(e) => wrong.push(format!("{}: {e}", names(one))),
+        }
+    }
+    println!(
+        "{done} resumes have the same bits, {} combinations are refused\n{}",
+        refused.len(),
+        refused.join("\n")
+    );
+    assert!(wrong.is_empty(), "{} are wrong:\n{}", wrong.len(), wrong.join("\n"));
+    assert!(
+        refused.len() * 10 <= cases.len(),
+        "too many are refused:\n{}",
+        refused.join("\n")
+    );
+}
+
+/// Row R4, R5: each pair of values of the axes is in a case of `covering`; these take every sixth of them, so that all
+/// stages, methods and stops occur.
+#[test]
+fn a_sample_of_the_matrix_resumes_to_the_same_bits() {
+    let sample: Vec<Case> = covering().into_iter().take(8).collect();
+    for axis in [0, 1, 6] {
+        let values: BTreeSet<usize> = sample.iter().map(|c| c[axis]).collect();
+        assert_eq!(values.len(), sizes()[axis], "axis {axis}");
+    }
+    run(&sample);
+}
+
+#[test]
+#[ignore = "by hand: minutes"]
+fn every_pair_of_the_matrix_resumes_to_the_same_bits() {
+    run(&covering());
+}
+
+/// `FT_TEST_PART=3/8` takes every eighth case from the third on.
+#[test]
+#[ignore = "by hand: hours"]
+fn every_resume_has_the_same_bits() {
+    let part = std::env::var("FT_TEST_PART").unwrap_or("0/1".into());
+    let (first, step) = part.split_once('/').unwrap();
+    let cases: Vec<Case> = all()
+        .into_iter()
+        .skip(first.parse().unwrap())
+        .step_by(step.parse().unwrap())
+        .collect();
+    println!("{} cases", cases.len());
+    run(&cases);
+}

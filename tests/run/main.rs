@@ -21,6 +21,8 @@ mod expert_adapters;
 mod export;
 mod families;
 mod faults;
+mod gguf;
+mod import;
 mod hostile;
 mod joined;
 mod large;

@@ -40,7 +40,7 @@ pub struct Args {
     /// Of a GGUF file: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0 [default: q8_0; of an adapter f16]
     #[arg(long = "type", value_name = "TYPE", value_parser = parse_type)]
     file_type: Option<FileType>,
-    /// Of a GGUF file: the pre-tokenizer's name in llama.cpp [default: the one that ft knows to be equal or near]
+    /// Of a GGUF file: the pre-tokenizer's name in llama.cpp [default: an equal or a near one, if ft has its name]
     #[arg(long, value_name = "NAME")]
     pre_tokenizer: Option<String>,
     /// Print one JSON object: out, kind (model or adapter), step

@@ -34,7 +34,7 @@ pub fn adapter(file: &AdapterFile<'_>, out: &Path) -> Result<(&'static str, u64)
     let arch = arch::of(&spec)?;
     let loaded = hf::load_adapter(file.dir, &spec)?;
     let (query_factor, _) = model::scales(&spec, &arch)?;
-    let merge = "merge it and export the whole model: `ft merge`";
+    let merge = "merge the adapter into its base model, and export the result";
     if !loaded.whole.is_empty() || !loaded.rows.is_empty() || loaded.score.is_some() {
         return Err(Error::unsupported("a GGUF adapter has no whole parameters or rows")
             .at_path(file.dir)

@@ -38,7 +38,7 @@ pub struct Arch {
     pub name: &'static str,
     /// It rotates neighboring elements where the family rotates the halves of a head: rows of q and k change their order.
     pub permuted: bool,
-    /// It knows biases of q, k and v; of the output projection of the attention; of the MLP.
+    /// It reads biases of q, k and v; of the output projection of the attention; of the MLP.
     pub biases: [bool; 3],
     /// It reads factors of the frequencies (`rope_freqs`).
     pub rope_factors: bool,
@@ -277,7 +277,7 @@ fn check(spec: &Spec, arch: &Arch) -> Result<()> {
         return no("other norms");
     }
     let has = [spec.qkv_bias, spec.o_bias, spec.mlp_bias];
-    if has.iter().zip(arch.biases).any(|(has, knows)| *has && !knows) {
+    if has.iter().zip(arch.biases).any(|(has, read)| *has && !read) {
         return no("biases that it does not read");
     }
     if !granite && (spec.residual_scale != 1.0 || (!cohere && spec.logit_scale != 1.0)) {
@@ -310,7 +310,7 @@ fn check(spec: &Spec, arch: &Arch) -> Result<()> {
     if clamped != (arch.name == "gpt-oss").then_some((1.702, 7.0)) {
         return no("other limits of the gates of its experts");
     }
-    // It knows the model with windows by the number of its layers.
+    // It detects the model with windows by the number of its layers.
     let windows = spec.layers.iter().any(|layer| layer.window.is_some());
     if arch.name == "exaone4" && windows != (spec.layers.len() == 64) {
         return no("sliding windows in a model of this size");
@@ -324,7 +324,7 @@ fn check_layers(spec: &Spec, arch: &Arch) -> Result<()> {
     let mut dense = 0;
     for (l, layer) in spec.layers.iter().enumerate() {
         let latent = matches!(layer.mixer, Mixer::Latent(_));
-        // It knows DeepSeek-V2-Lite by the number of its layers.
+        // It detects DeepSeek-V2-Lite by the number of its layers.
         let whole = matches!(layer.mixer, Mixer::Latent(sizes) if sizes.q_rank.is_none());
         if whole && ![26, 27].contains(&spec.layers.len()) {
             return no("queries without a low rank");

@@ -259,7 +259,7 @@ pub(super) fn of_vocabulary(
             differs,
         } => {
             let name = pre_tokenizer.or(*known).ok_or_else(|| {
-                Error::unsupported("llama.cpp has no pre-tokenizer like that of this model, as far as ft knows")
+                Error::unsupported("llama.cpp has no pre-tokenizer that ft could choose for this model")
                     .expected("a name of `tokenizer.ggml.pre`")
                     .hint("give the name of the nearest one (`smollm`, `qwen2`, `llama-bpe`, ...) as the pre-tokenizer")
             })?;

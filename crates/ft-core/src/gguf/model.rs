@@ -98,7 +98,7 @@ pub struct ModelFile<'a> {
     pub file_type: FileType,
     /// `general.name`.
     pub name: &'a str,
-    /// The pre-tokenizer's name in llama.cpp; `None`: the one that ft knows to be equal or near.
+    /// The pre-tokenizer's name in llama.cpp; `None`: an equal or a near one, if ft has its name.
     pub pre_tokenizer: Option<&'a str>,
 }
 
@@ -272,7 +272,7 @@ pub(super) fn scales(spec: &Spec, arch: &arch::Arch) -> Result<(f32, f32)> {
     if arch.name.starts_with("granite") || arch.name == "deepseek2" {
         return Ok((1.0, spec.attention_scale));
     }
-    // llama.cpp knows the largest Gemma 2 and 3 by their layers.
+    // llama.cpp detects the largest Gemma 2 and 3 by the number of layers.
     let large = matches!((arch.name, spec.layers.len()), ("gemma2", 46) | ("gemma3", 62));
     let size = if large {
         spec.hidden as f32 / spec.heads as f32

@@ -1,4 +1,4 @@
-//! A vocabulary as lists: tokens with their kinds, merges, scores, and the name under which llama.cpp knows the
+//! A vocabulary as lists: tokens with their kinds, merges, scores, and the name that llama.cpp has for the
 //! pre-tokenizer. For files of other programs, which do not read `tokenizer.json`.
 
 use super::Tokenizer;

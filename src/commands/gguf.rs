@@ -126,11 +126,11 @@ fn file_name(path: &Path) -> String {
 
 /// A name for files: that of the run, of the directory, or of the repository.
 fn name_of(from: &str) -> String {
-    let parts = from
+    let mut parts = from
         .split(['/', '\\'])
         .filter(|part| !part.is_empty() && !part.starts_with('.'));
     let inner = |part: &&str| !(*part == "final" || part.starts_with("checkpoint-"));
-    let last = parts.filter(inner).next_back().unwrap_or("model");
+    let last = parts.rfind(inner).unwrap_or("model");
     let kept = |c: char| {
         if c.is_ascii_alphanumeric() || "._-".contains(c) {
             c

@@ -71,6 +71,7 @@
 //!
 //! | module | contents |
 //! |---|---|
+//! | [`gguf`] | writes models and LoRA adapters for llama.cpp |
 //! | [`hf`] | opens model directories; reads and writes models and PEFT adapters |
 //! | [`generate`] | decoding with a KV cache: batches, shared prefixes, sampling |
 //! | [`engine`] | the optimizer step: forward, backward, accumulation, clipping, update |
@@ -146,7 +147,7 @@ pub mod history; // reads recorded runs, draws their curves
 
 // The library (crate `ft-core`), and the crates below it.
 pub use ft_base as base; // errors with hints, atomic files, locks, random numbers, units
-pub use ft_core::{comm, distill, engine, generate, hf, model, optim, peft, quant, rlhf, sft, source};
+pub use ft_core::{comm, distill, engine, generate, gguf, hf, model, optim, peft, quant, rlhf, sft, source};
 pub use ft_data as data; // readers, chat rendering, loss mask, packing, order
 pub use ft_formats as formats; // parses bytes into validated types
 pub use ft_hub as hub; // resolves a hub id or a path to local files

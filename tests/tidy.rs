@@ -13,7 +13,7 @@ mod supply;
 mod texts;
 
 /// From the top down: the program (`src`), then the library (`crates/ft-core/src`). The two `lib.rs` declare the same modules.
-const ROOMS: [&str; 21] = [
+const ROOMS: [&str; 22] = [
     "cli",
     "commands",
     "train",
@@ -23,6 +23,7 @@ const ROOMS: [&str; 21] = [
     "recipe",
     "report",
     "history",
+    "gguf",
     "hf",
     "generate",
     "engine",

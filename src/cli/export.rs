@@ -1,11 +1,14 @@
-//! `ft export`: writes a model or adapter directory from a checkpoint, a run, or a model.
+//! `ft export`: writes a model or adapter directory, or a GGUF file, from a checkpoint, a run, or a model.
 
 use super::out::out;
+use crate::base::units::bytes;
 use crate::base::{Error, Result};
 use crate::commands::export::export;
+use crate::commands::gguf;
+use crate::gguf::FileType;
 use crate::recipe::Dtype;
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Convert a checkpoint or a run to a model or adapter directory
 #[derive(Debug, clap::Args)]
@@ -13,9 +16,11 @@ use std::path::PathBuf;
   ft export runs/sft/checkpoint-400 --out model-400
   ft export runs/sft --out model                       final/, else the newest checkpoint
   ft export --model base --to hf --dtype f32 --out base-f32
+  ft export runs/sft --to gguf --type q4_k_m --out sft-gguf      for llama.cpp, Ollama, LM Studio
 
 A checkpoint is exported as `final/` would be at that step. The base model of the run must be on this machine (or in
-the hub cache); the training rows are not needed.")]
+the hub cache); the training rows are not needed. A LoRA adapter becomes a GGUF adapter: merge it first (`ft merge`) for
+a whole model.")]
 pub struct Args {
     /// Checkpoint, run, model directory, adapter directory, or hub id
     #[arg(value_name = "FROM", required_unless_present = "model")]
@@ -23,8 +28,8 @@ pub struct Args {
     /// The same, as a flag
     #[arg(long, value_name = "FROM", conflicts_with = "from")]
     model: Option<PathBuf>,
-    /// hf: a Hugging Face directory
-    #[arg(long, value_name = "FORMAT", default_value = "hf", value_parser = ["hf"])]
+    /// hf: a Hugging Face directory; gguf: a GGUF file and a Modelfile
+    #[arg(long, value_name = "FORMAT", default_value = "hf", value_parser = ["hf", "gguf"])]
     to: String,
     /// New directory
     #[arg(long, value_name = "DIR")]
@@ -32,15 +37,27 @@ pub struct Args {
     /// f32 or bf16, for whole models [default: unchanged]
     #[arg(long, value_name = "TYPE", value_parser = super::parse_dtype)]
     dtype: Option<Dtype>,
+    /// Of a GGUF file: f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0 [default: q8_0; of an adapter f16]
+    #[arg(long = "type", value_name = "TYPE", value_parser = parse_type)]
+    file_type: Option<FileType>,
+    /// Of a GGUF file: the pre-tokenizer's name in llama.cpp [default: an equal or a near one, if ft has its name]
+    #[arg(long, value_name = "NAME")]
+    pre_tokenizer: Option<String>,
     /// Print one JSON object: out, kind (model or adapter), step
     #[arg(long)]
     json: bool,
 }
 
-pub fn run(args: Args) -> Result<i32> {
-    let Some(from) = args.from.or(args.model) else {
+pub fn run(mut args: Args) -> Result<i32> {
+    let Some(from) = args.from.take().or(args.model.take()) else {
         return Err(Error::usage("no checkpoint or model is given").expected("a checkpoint, a run or a model"));
     };
+    if args.to == "gguf" {
+        return to_gguf(&from.to_string_lossy(), &args);
+    }
+    if args.file_type.is_some() || args.pre_tokenizer.is_some() {
+        return Err(Error::usage("`--type` and `--pre-tokenizer` are of GGUF files").hint("add `--to gguf`"));
+    }
     let report = export(&from.to_string_lossy(), &args.out, args.dtype)?;
     report.notes.iter().for_each(|line| super::note(line));
     if args.json {
@@ -60,5 +77,48 @@ pub fn run(args: Args) -> Result<i32> {
             &["generate", "eval"]
         },
     );
+    Ok(0)
+}
+
+fn parse_type(text: &str) -> std::result::Result<FileType, String> {
+    FileType::parse(&text.to_lowercase()).ok_or_else(|| format!("expected {}", FileType::NAMES.join(", ")))
+}
+
+fn to_gguf(from: &str, args: &Args) -> Result<i32> {
+    if args.dtype.is_some() {
+        return Err(Error::usage("`--dtype` is of Hugging Face directories").hint("give `--type`"));
+    }
+    let report = gguf::export(from, &args.out, args.file_type, args.pre_tokenizer.as_deref())?;
+    report.notes.iter().for_each(|line| super::note(line));
+    if args.json {
+        let formats = report.fidelity.iter().map(|f| {
+            json!({"type": f.block.to_string(), "tensors": f.tensors, "bytes": f.bytes, "rms_error": f.rms,
+                "largest_error": f.largest})
+        });
+        let formats: Vec<_> = formats.collect();
+        let kind = if report.adapter { "adapter" } else { "model" };
+        out(
+            json!({"out": report.file.display().to_string(), "kind": kind, "architecture": report.architecture,
+            "bytes": report.bytes, "formats": formats, "notes": report.notes}),
+        )?;
+        return Ok(0);
+    }
+    gguf::fidelity(&report.fidelity)
+        .iter()
+        .for_each(|line| super::note(line));
+    super::note(&format!(
+        "architecture {}, {}",
+        report.architecture,
+        bytes(report.bytes)
+    ));
+    out(report.file.display())?;
+    if !report.adapter {
+        let folder = report.file.parent().unwrap_or(Path::new("."));
+        super::note(&format!(
+            "next:\n  llama-cli -m {}\n  ollama create NAME -f {}",
+            report.file.display(),
+            folder.join("Modelfile").display()
+        ));
+    }
     Ok(0)
 }

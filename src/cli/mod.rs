@@ -13,6 +13,8 @@ mod doctor;
 mod eval;
 mod export;
 mod generate;
+mod import;
+mod init;
 mod launch;
 mod merge;
 mod models;
@@ -69,6 +71,8 @@ pub struct Cli {
 enum Command {
     Train(train::Args),
     Launch(spawn::Args),
+    Init(init::Args),
+    Import(import::Args),
     Plan(plan::Args),
     Data(data::Args),
     Eval(eval::Args),
@@ -175,6 +179,8 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
             own.extend(cli.quiet.then(|| "--quiet".into()));
             spawn::run(args, &own)
         }
+        Command::Init(args) => init::run(args),
+        Command::Import(args) => import::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Data(args) => data::run(args),
         Command::Eval(args) => eval::run(args),

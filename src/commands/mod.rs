@@ -7,6 +7,7 @@ pub mod data;
 pub mod evaluate;
 pub mod export;
 pub mod generate;
+pub mod gguf;
 pub mod logits;
 pub mod merge;
 pub mod named;

@@ -7,6 +7,7 @@
 mod check;
 mod draft;
 mod foreign;
+pub mod import;
 mod lower;
 pub mod model_ref;
 pub mod peers;

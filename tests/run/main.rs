@@ -22,6 +22,8 @@ mod export;
 mod families;
 mod faults;
 mod fuzzed;
+mod gguf;
+mod import;
 mod hostile;
 mod joined;
 mod large;

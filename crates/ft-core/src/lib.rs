@@ -15,6 +15,7 @@
     )
 )]
 
+pub mod gguf; // GGUF files for llama.cpp
 pub mod hf; // Hugging Face model directories, PEFT adapters
 pub mod generate; // decoding: KV cache, sampling
 pub mod engine; // the step: forward, backward, sinks, accumulation, clipping

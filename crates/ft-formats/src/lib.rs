@@ -19,6 +19,7 @@ pub mod adapter;
 pub mod config;
 pub mod dtype;
 mod fits;
+pub mod gguf;
 pub mod header;
 pub mod index;
 mod jinja;

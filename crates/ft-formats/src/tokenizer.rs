@@ -18,8 +18,10 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 mod added;
 mod rebuilt;
 mod token_bytes;
+mod vocabulary;
 pub use added::{NewToken, write_files};
 use rebuilt::Class;
+pub use vocabulary::{Splitting, TokenKind, Vocabulary};
 
 /// Largest `tokenizer.json`, bytes.
 const LIMIT: u64 = 512 << 20;

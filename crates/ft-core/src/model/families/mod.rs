@@ -296,6 +296,14 @@ fn partial_rope(config: &Config, spec: &Spec, default_theta: f64, part: f64) -> 
     rope_of(config, spec, &parameters)
 }
 
+/// The rope parameters of the layers with full attention, as `Rope::new` takes them; a base of 0: the config has none.
+///
+/// # Errors
+/// Parameters that are not an object.
+pub fn rope_of_config(config: &Config) -> Result<Map<String, Value>> {
+    rope_parameters(config, None, 0.0)
+}
+
 fn rope_of(config: &Config, spec: &Spec, parameters: &Map<String, Value>) -> Result<Rope> {
     Rope::new(parameters, spec.head_dim, spec.max_positions, &place(config, "rope"))
 }

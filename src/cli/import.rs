@@ -1,0 +1,56 @@
+//! `ft import`: a recipe from a configuration of another training tool.
+
+use super::out::out_raw;
+use crate::base::{Error, Result, files};
+use crate::recipe::{self, import::import};
+use std::path::PathBuf;
+
+/// Make a recipe from a configuration of Axolotl, LLaMA-Factory, TRL, Unsloth or MLX
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  ft import axolotl.yml                       prints the recipe
+  ft import llamafactory.yaml --to my.toml    writes it
+
+The file is YAML or JSON. Each key of the recipe has the key of the other tool as a comment; what has no counterpart is
+listed at the end of the recipe, with the reason.")]
+pub struct Args {
+    /// The configuration
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The new recipe [default: standard output]
+    #[arg(long, value_name = "FILE")]
+    to: Option<PathBuf>,
+}
+
+pub fn run(args: Args) -> Result<i32> {
+    let text = files::read_text(&args.file)?;
+    let name = args.file.file_name().unwrap_or_default().to_string_lossy();
+    let imported = import(&text, &name)?;
+    for (key, why) in &imported.left {
+        super::note(&format!("{key}: {}", recipe::in_program_terms(why)));
+    }
+    super::note(&format!(
+        "{} keys have a counterpart, {} have none",
+        imported.taken,
+        imported.left.len()
+    ));
+    if let Err(error) = recipe::parse(&imported.text, &name, &[]) {
+        super::note(&format!(
+            "the recipe is not complete: {}",
+            recipe::in_program_terms(&error.to_string())
+        ));
+    }
+    match args.to {
+        None => out_raw(&imported.text)?,
+        Some(to) if to.exists() => {
+            return Err(Error::usage("the file exists already")
+                .at_path(&to)
+                .hint("give another name"));
+        }
+        Some(to) => {
+            files::write_atomic(&to, imported.text.as_bytes())?;
+            super::note(&format!("next:\n  ft plan --recipe {}", to.display()));
+        }
+    }
+    Ok(0)
+}

@@ -1,0 +1,290 @@
+//! Reads the part of YAML that configurations of training tools use, and JSON: nested keys, lists, quoted and plain
+//! values, comments. Anchors, tags and values over several lines are errors that name the line.
+
+use crate::base::{Error, Result};
+use serde_json::Value;
+
+/// A value; scalars are texts as written, without quotes.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Node {
+    /// `null`, `~` or nothing.
+    Nothing,
+    Scalar(String),
+    List(Vec<Node>),
+    Map(Vec<(String, Node)>),
+}
+
+impl Node {
+    pub fn scalar(&self) -> Option<&str> {
+        match self {
+            Self::Scalar(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    pub fn get(&self, name: &str) -> Option<&Node> {
+        match self {
+            Self::Map(entries) => entries.iter().find(|(key, _)| key == name).map(|(_, node)| node),
+            _ => None,
+        }
+    }
+
+    /// True for values that turn an option off.
+    pub fn is_off(&self) -> bool {
+        match self {
+            Self::Nothing => true,
+            Self::Scalar(text) => ["false", "no", "off", "none", ""].contains(&text.to_lowercase().as_str()),
+            Self::List(list) => list.is_empty(),
+            Self::Map(map) => map.is_empty(),
+        }
+    }
+
+    /// True for values that turn an option on.
+    pub fn is_on(&self) -> bool {
+        self.scalar()
+            .is_some_and(|text| ["true", "yes", "on", "1"].contains(&text.to_lowercase().as_str()))
+    }
+}
+
+impl From<&Value> for Node {
+    fn from(value: &Value) -> Self {
+        match value {
+            Value::Null => Self::Nothing,
+            Value::String(text) => Self::Scalar(text.clone()),
+            Value::Array(list) => Self::List(list.iter().map(Self::from).collect()),
+            Value::Object(map) => Self::Map(map.iter().map(|(key, value)| (key.clone(), value.into())).collect()),
+            other => Self::Scalar(other.to_string()),
+        }
+    }
+}
+
+/// A line with content.
+struct Line<'a> {
+    number: usize,
+    indent: usize,
+    text: &'a str,
+}
+
+/// Reads a file; JSON begins with `{`.
+///
+/// Errors: text that is neither; YAML that this reader does not know.
+pub fn read(text: &str) -> Result<Node> {
+    if text.trim_start().starts_with('{') {
+        let value: Value =
+            serde_json::from_str(text).map_err(|e| Error::usage("the file is not valid JSON").cause(e))?;
+        return Ok(Node::from(&value));
+    }
+    let mut lines = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let content = without_comment(line).trim_end();
+        let text = content.trim_start();
+        if text.is_empty() || text == "---" || text.starts_with('%') {
+            continue;
+        }
+        let indent = content.len() - text.len();
+        if content[..indent].contains('\t') {
+            return Err(wrong(index + 1, "a tab before the text"));
+        }
+        lines.push(Line {
+            number: index + 1,
+            indent,
+            text,
+        });
+    }
+    let mut rest = lines.as_slice();
+    let node = block(&mut rest, 0)?;
+    match rest.first() {
+        Some(line) => Err(wrong(line.number, "less or more indentation than expected")),
+        None => Ok(node),
+    }
+}
+
+fn wrong(line: usize, what: &str) -> Error {
+    Error::usage("the file has YAML that ft does not read")
+        .at(format!("line {line}"))
+        .found(what)
+}
+
+/// Cuts a comment: `#` at the start or after a space, outside of quotes.
+fn without_comment(line: &str) -> &str {
+    let (mut quote, mut before) = (None, ' ');
+    for (at, c) in line.char_indices() {
+        match quote {
+            Some(q) if c == q => quote = None,
+            Some(_) => {}
+            None if c == '#' && before.is_whitespace() => return &line[..at],
+            None if (c == '"' || c == '\'') && !before.is_alphanumeric() => quote = Some(c),
+            None => {}
+        }
+        before = c;
+    }
+    line
+}
+
+/// A map or a list whose lines have at least this indentation.
+fn block(lines: &mut &[Line], least: usize) -> Result<Node> {
+    let Some(first) = lines.first().filter(|line| line.indent >= least) else {
+        return Ok(Node::Nothing);
+    };
+    let indent = first.indent;
+    if first.text == "-" || first.text.starts_with("- ") {
+        return list(lines, indent);
+    }
+    let mut entries = Vec::new();
+    while let Some((line, rest)) = lines.split_first().filter(|(line, _)| line.indent == indent) {
+        let Some((key, value)) = pair(line.text) else {
+            return Err(wrong(line.number, line.text));
+        };
+        *lines = rest;
+        entries.push((key.to_string(), value_of(lines, line.number, value, indent)?));
+    }
+    Ok(Node::Map(entries))
+}
+
+fn list(lines: &mut &[Line], indent: usize) -> Result<Node> {
+    let mut items = Vec::new();
+    while let Some((line, rest)) = lines.split_first().filter(|(line, _)| line.indent == indent) {
+        let Some(text) = line.text.strip_prefix('-') else { break };
+        *lines = rest;
+        let inner = text.trim_start();
+        if inner.is_empty() {
+            items.push(block(lines, indent + 1)?);
+            continue;
+        }
+        let Some((key, value)) = pair(inner).filter(|_| !inner.starts_with(['"', '\'', '{', '['])) else {
+            items.push(scalar(line.number, inner)?);
+            continue;
+        };
+        // The other keys of this item stand below the first one.
+        let column = indent + line.text.len() - inner.len();
+        let mut entries = vec![(key.to_string(), value_of(lines, line.number, value, column)?)];
+        if lines
+            .first()
+            .is_some_and(|next| next.indent == column && !next.text.starts_with("- "))
+            && let Node::Map(more) = block(lines, column)?
+        {
+            entries.extend(more);
+        }
+        items.push(Node::Map(entries));
+    }
+    Ok(Node::List(items))
+}
+
+/// The value after `key:`, on this line or below it.
+fn value_of(lines: &mut &[Line], number: usize, value: &str, indent: usize) -> Result<Node> {
+    if !value.is_empty() {
+        return scalar(number, value);
+    }
+    // A list may have the indentation of its key.
+    let listed = lines
+        .first()
+        .is_some_and(|next| next.indent == indent && next.text.starts_with("- "));
+    if listed {
+        list(lines, indent)
+    } else {
+        block(lines, indent + 1)
+    }
+}
+
+fn pair(text: &str) -> Option<(&str, &str)> {
+    let (key, value) = text.split_once(": ").or_else(|| Some((text.strip_suffix(':')?, "")))?;
+    let key = key.trim().trim_matches(['"', '\'']);
+    (!key.is_empty() && !key.contains(['{', '['])).then_some((key, value.trim()))
+}
+
+fn scalar(line: usize, text: &str) -> Result<Node> {
+    let text = text.trim();
+    let inner = |open: char, close: char| text.strip_prefix(open).and_then(|t| t.strip_suffix(close));
+    if let Some(list) = inner('[', ']') {
+        return Ok(Node::List(
+            split(list)
+                .into_iter()
+                .map(|item| scalar(line, item))
+                .collect::<Result<_>>()?,
+        ));
+    }
+    if let Some(map) = inner('{', '}') {
+        let one = |item: &str| {
+            let (key, value) = pair(item)
+                .or_else(|| item.split_once(':'))
+                .ok_or_else(|| wrong(line, item))?;
+            Ok((key.trim().trim_matches(['"', '\'']).to_string(), scalar(line, value)?))
+        };
+        return Ok(Node::Map(split(map).into_iter().map(one).collect::<Result<_>>()?));
+    }
+    if text.starts_with(['&', '*', '!', '|', '>', '[', '{']) && text.len() > 1 || ["|", ">"].contains(&text) {
+        return Err(wrong(line, text));
+    }
+    for quote in ['"', '\''] {
+        if let Some(quoted) = inner(quote, quote) {
+            return Ok(Node::Scalar(quoted.to_string()));
+        }
+    }
+    Ok(match text {
+        "" | "~" | "null" | "Null" | "NULL" => Node::Nothing,
+        text => Node::Scalar(text.to_string()),
+    })
+}
+
+/// Splits at commas outside of brackets and quotes.
+fn split(text: &str) -> Vec<&str> {
+    let (mut depth, mut quote, mut start, mut out) = (0i32, None, 0, Vec::new());
+    for (at, c) in text.char_indices() {
+        match (quote, c) {
+            (Some(q), c) if c == q => quote = None,
+            (Some(_), _) => {}
+            (None, '"' | '\'') => quote = Some(c),
+            (None, '[' | '{') => depth += 1,
+            (None, ']' | '}') => depth -= 1,
+            (None, ',') if depth == 0 => {
+                out.push(&text[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    out.push(&text[start..]);
+    out.into_iter().map(str::trim).filter(|part| !part.is_empty()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_configurations_use() {
+        let text = "# c\n---\na: 1\nb: \"x # y\" # z\nc:\n  - path: p\n    type: alpaca\n  - path: q\nd:\n- one\n- 'two'\n\
+                    e: [1, \"b,c\", {k: v}]\nf: {r: 8, s: [1]}\ng:\n  h:\n    i: ~\nj:\nk: http://x/y\n";
+        let node = read(text).unwrap();
+        let s = |text: &str| Node::Scalar(text.into());
+        assert_eq!(node.get("a"), Some(&s("1")));
+        assert_eq!(node.get("b"), Some(&s("x # y")));
+        let first = Node::Map(vec![("path".into(), s("p")), ("type".into(), s("alpaca"))]);
+        let second = Node::Map(vec![("path".into(), s("q"))]);
+        assert_eq!(node.get("c"), Some(&Node::List(vec![first, second])));
+        assert_eq!(node.get("d"), Some(&Node::List(vec![s("one"), s("two")])));
+        let map = Node::Map(vec![("k".into(), s("v"))]);
+        assert_eq!(node.get("e"), Some(&Node::List(vec![s("1"), s("b,c"), map])));
+        assert_eq!(node.get("f").and_then(|f| f.get("r")), Some(&s("8")));
+        assert_eq!(
+            node.get("g").and_then(|g| g.get("h")).and_then(|h| h.get("i")),
+            Some(&Node::Nothing)
+        );
+        assert_eq!(node.get("j"), Some(&Node::Nothing));
+        assert_eq!(node.get("k"), Some(&s("http://x/y")));
+        assert_eq!(
+            read("{\"a\": [1, null]}").unwrap().get("a"),
+            Some(&Node::List(vec![s("1"), Node::Nothing]))
+        );
+        for (bad, line) in [
+            ("a: &x 1", "line 1"),
+            ("a: 1\nb: |\n  t\n", "line 2"),
+            ("a: 1\n   b: 2", "line 2"),
+            ("a", "line 1"),
+        ] {
+            let e = read(bad).unwrap_err().to_string();
+            assert!(e.contains(line), "{bad}: {e}");
+        }
+        assert!(read("{\"a\": ").is_err());
+    }
+}

@@ -1,0 +1,159 @@
+//! `ft export --to gguf`: the files of every family, bit by bit as when llama.cpp read them, adapters, refusals.
+
+use crate::bench::{Bench, copy_all, goldens, said};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
+use ft::formats::gguf::{BlockType, Reader};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// Variant of a golden family and the hash of its file in f32. By hand: llama.cpp gives the greedy tokens of the golden
+/// with it (docs/lab-book.md, 2026-11-24); after a change the tokens must be compared again.
+const FILES: &str = include_str!("gguf.txt");
+
+fn model(bench: &Bench, variant: &str) -> String {
+    let family = goldens().join("families").join(variant);
+    let golden: Value = serde_json::from_slice(&fs::read(family.join("golden.json")).unwrap()).unwrap();
+    let dir = bench.path(variant);
+    copy_all(&family, &dir);
+    if let Some(other) = golden["weights_from"].as_str() {
+        copy_weights(&goldens().join("families").join(other), &dir);
+    }
+    copy_all(
+        &goldens().join("tokenizers").join(golden["tokenizer"].as_str().unwrap()),
+        &dir,
+    );
+    variant.to_string()
+}
+
+fn copy_weights(from: &Path, to: &Path) {
+    for entry in fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if name.starts_with("model") {
+            fs::copy(&path, to.join(name)).unwrap();
+        }
+    }
+}
+
+fn exported(bench: &Bench, from: &str, more: &[&str]) -> Value {
+    let arguments = [&["export", from, "--to", "gguf", "--json"], more].concat();
+    let out = bench.ft(&arguments);
+    assert!(out.status.success(), "{from}: {}", said(&out));
+    serde_json::from_slice(&out.stdout).unwrap()
+}
+
+#[test]
+fn every_family_is_written_as_llama_cpp_read_it() {
+    let bench = Bench::new();
+    let mut found = String::new();
+    for line in FILES.lines() {
+        let (variant, _) = line.split_once(' ').unwrap();
+        let from = model(&bench, variant);
+        let to = format!("{variant}-gguf");
+        let report = exported(&bench, &from, &["--type", "f32", "--out", &to]);
+        let file = bench.path(report["out"].as_str().unwrap());
+        let hash = blake3::hash(&fs::read(&file).unwrap()).to_string();
+        found += &format!("{variant} {}\n", &hash[..16]);
+        assert_eq!(report["formats"][0]["largest_error"], 0.0, "{variant}: {report}");
+    }
+    if std::env::var_os("FT_BLESS").is_some() {
+        fs::write(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/run/gguf.txt"), &found).unwrap();
+    } else {
+        assert_eq!(found, FILES);
+    }
+}
+
+#[test]
+fn other_formats_and_an_adapter() {
+    let bench = Bench::new();
+    let report = exported(&bench, "model", &["--type", "q4_k_m", "--out", "small"]);
+    let types: Vec<&str> = report["formats"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|f| f["type"].as_str().unwrap())
+        .collect();
+    // Its rows are shorter than a block of Q4_K.
+    assert_eq!(types, ["F32", "Q8_0"], "{report}");
+    let error = report["formats"][1]["rms_error"].as_f64().unwrap();
+    assert!(error > 1e-3 && error < 1e-2, "{report}");
+    let modelfile = fs::read_to_string(bench.path("small/Modelfile")).unwrap();
+    assert!(modelfile.starts_with("FROM ./model-Q4_K_M.gguf\n"), "{modelfile}");
+    assert!(modelfile.contains("PARAMETER stop \"<|im_end|>\""), "{modelfile}");
+
+    bench.train(&[
+        "tune.method=lora",
+        "tune.lora.r=2",
+        "train.max_steps=1",
+        "train.output_dir=runs/lora",
+    ]);
+    let report = exported(&bench, "runs/lora", &["--type", "f32", "--out", "adapter"]);
+    assert_eq!(
+        (report["kind"].as_str(), report["architecture"].as_str()),
+        (Some("adapter"), Some("llama"))
+    );
+    let file = Reader::open(&bench.path(report["out"].as_str().unwrap())).unwrap();
+    let shapes = |last: &str| -> Vec<&[usize]> {
+        let own = file
+            .tensors
+            .iter()
+            .filter(|t| t.name == format!("blk.0.attn_q.weight.{last}"));
+        own.map(|t| t.shape.as_slice()).collect()
+    };
+    assert!(shapes("lora_a").iter().all(|s| s[0] == 2) && shapes("lora_b").iter().all(|s| s[1] == 2));
+    assert_eq!((shapes("lora_a").len(), shapes("lora_b").len()), (1, 1));
+    let refused = bench.ft(&["export", "runs/lora", "--to", "gguf", "--type", "q8_0", "--out", "no"]);
+    assert!(refused.status.code() == Some(2) && said(&refused).contains("not quantized"));
+    let refused = bench.ft(&["export", "model", "--type", "q8_0", "--out", "no"]);
+    assert!(said(&refused).contains("--to gguf"), "{}", said(&refused));
+}
+
+#[test]
+fn other_families_are_refused_by_name() {
+    let bench = Bench::new();
+    for (variant, why) in [
+        ("qwen3_next", "Gated DeltaNet"),
+        ("gemma3n_text", "per-layer inputs"),
+        ("minicpm3", "does not have it"),
+        ("llama_rope_yarn_attention_factor", "attention factor"),
+    ] {
+        let from = model(&bench, variant);
+        let out = bench.ft(&["export", &from, "--to", "gguf", "--out", "no"]);
+        let text = said(&out);
+        assert!(out.status.code() == Some(1) && text.contains(why), "{variant}: {text}");
+        assert!(!bench.path("no").exists(), "{variant}");
+    }
+}
+
+/// The quantizer of candle is another implementation of the same formats; its blocks are no better.
+#[test]
+fn quantized_blocks_are_as_good_as_those_of_candle() {
+    let rng = ft::base::rng::Rng::new(3, ft::base::rng::Stream::Init, &[]);
+    let x: Vec<f32> = (0..256 * 16).map(|i| 0.03 * rng.normal(i)).collect();
+    let tensor = Tensor::from_vec(x.clone(), (16, 256), &Device::Cpu).unwrap();
+    let error = |y: &[f32]| {
+        x.iter()
+            .zip(y)
+            .map(|(x, y)| f64::from(x - y).powi(2))
+            .sum::<f64>()
+            .sqrt()
+    };
+    for (block, theirs, most) in [
+        (BlockType::Q4K, GgmlDType::Q4K, 1.02),
+        (BlockType::Q6K, GgmlDType::Q6K, 1.02),
+        (BlockType::Q8_0, GgmlDType::Q8_0, 1.001),
+        (BlockType::Q4_0, GgmlDType::Q4_0, 1.001),
+    ] {
+        let mut bytes = Vec::new();
+        block.encode(&x, &mut bytes);
+        let own = error(&block.decode(&bytes));
+        let other = QTensor::quantize(&tensor, theirs)
+            .unwrap()
+            .dequantize(&Device::Cpu)
+            .unwrap();
+        let other = error(&other.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+        assert!(own <= most * other, "{block}: {own} {other}");
+    }
+}

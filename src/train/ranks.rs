@@ -6,6 +6,7 @@ use crate::comm::{Alone, Collective, Patience};
 use crate::ops::CpuBackend;
 use crate::plan::ProcessState;
 use crate::recipe::Recipe;
+use crate::train::state::RunFingerprint;
 use serde_json::{Value, json};
 use std::fmt;
 use std::io::Read;
@@ -259,6 +260,21 @@ fn short(text: &str) -> String {
         short.push_str("...");
     }
     short
+}
+
+/// What must be the same on all ranks: program, recipe, inputs and decisions.
+pub fn agreed(facts: &RunFingerprint, strategy: &str, options: String) -> Result<Vec<Fact>> {
+    let mut all = of_program()?;
+    all.extend(facts.recipe.iter().map(|(key, value)| (key.clone(), value.clone())));
+    let more = [
+        ("training rows", facts.data.clone()),
+        ("evaluation rows", facts.eval_data.clone()),
+        ("base model", facts.base.clone()),
+        ("memory plan", strategy.to_string()),
+        ("options", options),
+    ];
+    all.extend(more.map(|(key, value)| (key.to_string(), value)));
+    Ok(all)
 }
 
 #[cfg(test)]

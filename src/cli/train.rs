@@ -48,8 +48,8 @@ pub struct Args {
     /// Remove files of an earlier run from the run directory
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
-    /// Record what N steps spend their time with: a table, and `trace.json` in the run directory for Perfetto
-    #[arg(long, value_name = "steps=N", value_parser = parse_profile)]
+    /// Show where N steps spend their time
+    #[arg(long, value_name = "N", value_parser = parse_profile)]
     profile: Option<u64>,
     /// Print JSON at the end: final, peak_memory_bytes, forecast_bytes; with --dry-run the plan and the values
     #[arg(long)]
@@ -124,9 +124,9 @@ pub fn run(mut args: Args, ranks: &Ranks) -> Result<i32> {
     Ok(0)
 }
 
-/// Parses `steps=N`.
+/// Parses `steps=N`, or `N`.
 fn parse_profile(text: &str) -> std::result::Result<u64, String> {
-    let steps = text.strip_prefix("steps=").and_then(|n| n.parse().ok());
+    let steps = text.strip_prefix("steps=").unwrap_or(text).parse().ok();
     steps
         .filter(|n| (1..=1000).contains(n))
         .ok_or_else(|| "expected steps=N, N from 1 to 1000".to_string())
@@ -135,9 +135,12 @@ fn parse_profile(text: &str) -> std::result::Result<u64, String> {
 /// The command of this process as a line for a shell.
 fn command_line() -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
-    let quoted = |word: String| match word.chars().all(plain) && !word.is_empty() {
-        true => word,
-        false => format!("'{}'", word.replace('\'', "'\\''")),
+    let quoted = |word: String| {
+        if word.chars().all(plain) && !word.is_empty() {
+            word
+        } else {
+            format!("'{}'", word.replace('\'', "'\\''"))
+        }
     };
     let words = std::env::args_os()
         .skip(1)

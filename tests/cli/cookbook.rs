@@ -55,12 +55,7 @@ fn every_recipe_of_the_cookbook_is_planned() {
     for (n, recipe) in recipes.iter().enumerate() {
         let name = format!("{n}.toml");
         std::fs::write(dir.path().join(&name), recipe).unwrap();
-        let mut arguments = vec![
-            "plan".to_string(),
-            name,
-            format!("model.path={model}"),
-            "data.max_length=128".into(),
-        ];
+        let mut arguments = vec!["plan".to_string(), name, format!("model.path={model}")];
         if recipe.contains("[distill]") {
             arguments.push(format!("distill.teacher={model}"));
         }

@@ -27,7 +27,7 @@ fn a_run_records_its_rows_its_samples_and_its_profile() {
         "train.output_dir=out",
         &prompts,
     ];
-    let more = ["data.eval=eval.jsonl", "--profile", "steps=2"];
+    let more = ["data.eval=eval.jsonl", "tune.method=full", "--profile", "steps=2"];
     let out = bench.ft(&[&arguments[..], &more].concat());
     assert!(out.status.success(), "{}", said(&out));
 

@@ -181,8 +181,8 @@ function follow() {
 
 /** After a change of anything but metrics. */
 function soonAll() {
-  if (page.tab === "curves") soon();
-  else if (!document.getSelection() || document.getSelection().isCollapsed) render();
+  // The curves are those of the runs that were loaded before.
+  if (page.tab === "curves" || !document.getSelection() || document.getSelection().isCollapsed) render();
 }
 
 async function list() {

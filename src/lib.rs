@@ -140,6 +140,9 @@ pub mod checkpoint; // save, verify, rotate and load a training state
 pub mod recipe; // parses and checks recipes
 #[cfg(feature = "cli")]
 #[allow(missing_docs)]
+pub mod look; // the page and the screen that show recorded runs
+#[cfg(feature = "cli")]
+#[allow(missing_docs)]
 pub mod report; // metrics, events, progress
 #[cfg(feature = "cli")]
 #[allow(missing_docs)]
@@ -147,7 +150,7 @@ pub mod history; // reads recorded runs, draws their curves
 
 // The library (crate `ft-core`), and the crates below it.
 pub use ft_base as base; // errors with hints, atomic files, locks, random numbers, units
-pub use ft_core::{comm, distill, engine, generate, gguf, hf, model, optim, peft, quant, rlhf, sft, source};
+pub use ft_core::{comm, distill, engine, generate, gguf, hf, model, optim, peft, quant, rlhf, sft, source, trace};
 pub use ft_data as data; // readers, chat rendering, loss mask, packing, order
 pub use ft_formats as formats; // parses bytes into validated types
 pub use ft_hub as hub; // resolves a hub id or a path to local files

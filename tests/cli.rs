@@ -1,5 +1,10 @@
 //! Tests of the binary: exit codes, output streams, and the files it writes.
 
+#[path = "cli/cookbook.rs"]
+mod cookbook;
+#[path = "cli/dash.rs"]
+mod dash;
+
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 

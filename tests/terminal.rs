@@ -200,3 +200,52 @@ fn quiet_leaves_results_only() {
     assert!(seen.code == 0 && !redrawn, "{}", seen.raw());
     assert!(seen.text().contains("step 1/1"), "{}", seen.text());
 }
+
+/// The codes that leave the view.
+const LEFT: &str = "\x1b[?7h\x1b[?25h\x1b[?1049l";
+
+#[test]
+fn a_watched_run_is_followed_and_the_terminal_is_given_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("runs/a");
+    std::fs::create_dir_all(&run).unwrap();
+    std::fs::write(run.join("resolved.toml"), "[train]\nstage = \"sft\"  # recipe\n").unwrap();
+    std::fs::write(
+        run.join("events.jsonl"),
+        "{\"event\":\"start\",\"steps\":50,\"time\":1.0}\n",
+    )
+    .unwrap();
+    let metrics = |steps: u64| {
+        let line = |s| {
+            format!(
+                "{{\"step\":{s},\"loss\":{}.5,\"grad_norm\":1.5,\"time\":{s}.0}}\n",
+                90 - s
+            )
+        };
+        std::fs::write(run.join("metrics.jsonl"), (1..=steps).map(line).collect::<String>()).unwrap();
+    };
+    metrics(20);
+    let mut pty = Pty::start(dir.path(), 80, &["watch"], &[]);
+    pty.wait_for("step 20 of 50", PATIENCE);
+    pty.wait_for("q quit", PATIENCE);
+    metrics(30);
+    pty.wait_for("step 30 of 50", PATIENCE);
+    // A resume cuts lines.
+    metrics(10);
+    pty.wait_for("step 10 of 50", PATIENCE);
+    pty.press("m");
+    pty.wait_for("grad_norm", PATIENCE);
+    pty.resize(50);
+    pty.press("q");
+    let seen = pty.finish(PATIENCE);
+    assert_eq!(seen.code, 0, "{}", seen.raw());
+    assert!(seen.raw().ends_with(LEFT), "{:?}", seen.raw());
+
+    // Ctrl-C ends it too, and gives the terminal back.
+    let mut pty = Pty::start(dir.path(), 80, &["watch", "runs/a"], &[]);
+    pty.wait_for("q quit", PATIENCE);
+    pty.interrupt();
+    let seen = pty.finish(PATIENCE);
+    assert_eq!(seen.code, 130, "{}", seen.raw());
+    assert!(seen.raw().contains(LEFT), "{:?}", seen.raw());
+}

@@ -61,7 +61,7 @@ impl RecipeArgs {
 }
 
 /// Subcommands that accept recipe keys.
-const WITH_RECIPE: [&str; 5] = ["train", "plan", "data", "eval", "distill"];
+const WITH_RECIPE: [&str; 6] = ["train", "plan", "data", "eval", "distill", "bench"];
 
 /// Returns the error for a flag that clap does not know and that is a recipe key of ft or of another tool; `None`: the
 /// error of clap is better.

@@ -23,6 +23,7 @@ use std::time::Duration;
   ft runs plot runs/a --metric reward
   ft runs plot runs/a --svg a.svg     all its curves for a browser
   ft runs verify runs/a               compare checkpoints and final/ with their hashes
+  ft runs export runs/* --to tensorboard --out logs
 
 A run writes `curves.svg` to its directory when it saves.")]
 pub struct Args {
@@ -79,6 +80,25 @@ enum Action {
         #[arg(required = true)]
         places: Vec<PathBuf>,
     },
+    /// Write the numbers of runs for TensorBoard, trackio or Weights & Biases
+    Export {
+        /// Run directories, or directories with runs
+        #[arg(required = true)]
+        places: Vec<PathBuf>,
+        /// The form: event files; a table with step and timestamp; rows with `_step` and `_timestamp`
+        #[arg(long, value_enum)]
+        to: To,
+        /// The directory; a folder for each run is made in it
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+    },
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum To {
+    Tensorboard,
+    Csv,
+    Wandb,
 }
 
 /// Steps in the mean of a shown loss.
@@ -98,6 +118,7 @@ pub fn run(args: Args) -> Result<i32> {
             svg,
         } => plot(&read(&places)?, &metric, raw, svg.as_deref(), json)?,
         Action::Verify { places } => return verify(&places, json),
+        Action::Export { places, to, out } => export(&places, to, &out)?,
     }
     Ok(0)
 }
@@ -143,6 +164,33 @@ fn read(places: &[PathBuf]) -> Result<Vec<Record>> {
             .hint("`ft train` writes a run to `train.output_dir`"));
     }
     found.iter().map(|path| Record::read(path)).collect()
+}
+
+fn export(places: &[PathBuf], to: To, folder: &Path) -> Result<()> {
+    let form = match to {
+        To::Tensorboard => history::Form::TensorBoard,
+        To::Csv => history::Form::Csv,
+        To::Wandb => history::Form::Wandb,
+    };
+    let mut names = BTreeSet::new();
+    for run in history::find(places)? {
+        let record = Record::read_at_most(&run, 0)?;
+        // `runs/a` and `old/a` have the same last name.
+        let last = run
+            .file_name()
+            .map_or("run".into(), |name| name.to_string_lossy().into_owned());
+        let numbered = (2..).map(|n| format!("{last}-{n}"));
+        let name = std::iter::once(last.clone())
+            .chain(numbered)
+            .find(|name| !names.contains(name));
+        let name = name.unwrap_or(last);
+        let out_dir = folder.join(&name);
+        names.insert(name);
+        for file in history::export(&run, form, record.began.unwrap_or(0.0), &record.settings, &out_dir)? {
+            out(file.display())?;
+        }
+    }
+    Ok(())
 }
 
 fn steps(run: &Record) -> String {
@@ -404,6 +452,7 @@ fn plot(runs: &[Record], metric: &str, raw: bool, svg: Option<&Path>, json: bool
     let lines = history::plot(
         &curves.iter().collect::<Vec<_>>(),
         report::result_width().unwrap_or(80).min(120),
+        history::ROWS,
         colors,
     );
     out(format!("{metric}{}", if smooth { ", smoothed" } else { "" }))?;

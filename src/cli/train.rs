@@ -48,6 +48,9 @@ pub struct Args {
     /// Remove files of an earlier run from the run directory
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
+    /// Show where N steps spend their time
+    #[arg(long, value_name = "N", value_parser = parse_profile)]
+    profile: Option<u64>,
     /// Print JSON at the end: final, peak_memory_bytes, forecast_bytes; with --dry-run the plan and the values
     #[arg(long)]
     json: bool,
@@ -75,6 +78,9 @@ pub fn run(mut args: Args, ranks: &Ranks) -> Result<i32> {
         overwrite: args.overwrite,
         dry_run: args.dry_run,
         ranks: ranks.clone(),
+        command: command_line(),
+        profile: args.profile.unwrap_or(0),
+        only_steps: false,
     };
     let outcome = train::train(&loaded, &options)?;
     if !ranks.is_root() {
@@ -116,6 +122,33 @@ pub fn run(mut args: Args, ranks: &Ranks) -> Result<i32> {
         }
     }
     Ok(0)
+}
+
+/// Parses `steps=N`, or `N`.
+fn parse_profile(text: &str) -> std::result::Result<u64, String> {
+    let steps = text.strip_prefix("steps=").unwrap_or(text).parse().ok();
+    steps
+        .filter(|n| (1..=1000).contains(n))
+        .ok_or_else(|| "expected steps=N, N from 1 to 1000".to_string())
+}
+
+/// The command of this process as a line for a shell.
+fn command_line() -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
+    let quoted = |word: String| {
+        if word.chars().all(plain) && !word.is_empty() {
+            word
+        } else {
+            format!("'{}'", word.replace('\'', "'\\''"))
+        }
+    };
+    let words = std::env::args_os()
+        .skip(1)
+        .map(|word| quoted(word.to_string_lossy().into_owned()));
+    std::iter::once("ft".to_string())
+        .chain(words)
+        .collect::<Vec<_>>()
+        .join(" ")
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 //! Prints nothing: `cli` receives the results, `report` shows the progress.
 
 pub mod adapter_tools;
+pub mod bench;
 pub mod convert;
 pub mod data;
 pub mod evaluate;

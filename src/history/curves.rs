@@ -81,6 +81,8 @@ pub struct Curves {
     pub switches: Vec<(u64, String)>,
     /// The last step.
     pub steps: u64,
+    /// Bytes of the complete lines.
+    pub bytes: u64,
 }
 
 impl Curves {
@@ -95,12 +97,20 @@ impl Curves {
             return Ok(curves);
         }
         each_line(&path, |line| {
-            if let Ok(line) = serde_json::from_slice(line) {
-                curves.add(&line, most);
-            }
+            curves.line(line, most);
             Ok(())
         })?;
         Ok(curves)
+    }
+
+    /// Adds a line of `metrics.jsonl`; `most` as in `read`.
+    pub fn line(&mut self, line: &[u8], most: usize) {
+        if line.ends_with(b"\n") {
+            self.bytes += line.len() as u64;
+        }
+        if let Ok(line) = serde_json::from_slice(line) {
+            self.add(&line, most);
+        }
     }
 
     fn add(&mut self, line: &Value, most: usize) {

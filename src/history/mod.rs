@@ -1,11 +1,14 @@
-//! Recorded runs: reads the files of a run directory, and draws its curves. Knows no tensors and trains nothing.
+//! Recorded runs: reads the files of a run directory, draws its curves, and writes its numbers for other tools. Knows no tensors and trains nothing.
 
 mod curves;
+mod export;
 mod plot;
 mod record;
 mod svg;
+mod tfevents;
 
 pub use curves::{Curve, Curves, each_line};
-pub use plot::{color, plot};
+pub use export::{Form, export};
+pub use plot::{ROWS, color, plot};
 pub use record::{Record, find};
 pub use svg::{CURVES, svg, write};

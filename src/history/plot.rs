@@ -2,8 +2,8 @@
 
 use super::Curve;
 
-/// Rows of characters of a plot.
-const ROWS: usize = 12;
+/// Rows of characters of a plot between other output.
+pub const ROWS: usize = 12;
 /// Dots of a Braille character by column and row: bits of its code point above U+2800.
 const DOTS: [[u8; 4]; 2] = [[0x01, 0x02, 0x04, 0x40], [0x08, 0x10, 0x20, 0x80]];
 
@@ -21,9 +21,9 @@ fn number(y: f64) -> String {
     }
 }
 
-/// Draws curves over each other in `width` columns, one text for a line. All have the same axes; `colors` marks the
+/// Draws curves over each other in `width` columns and `rows` lines without the axis, one text for a line. All have the same axes; `colors` marks the
 /// n-th curve in the n-th color. An empty result: there is no point.
-pub fn plot(curves: &[&Curve], width: usize, colors: bool) -> Vec<String> {
+pub fn plot(curves: &[&Curve], width: usize, rows: usize, colors: bool) -> Vec<String> {
     let all = || curves.iter().flat_map(|curve| &curve.points);
     let (Some(first), Some(last)) = (all().map(|p| p.0).min(), all().map(|p| p.0).max()) else {
         return Vec::new();
@@ -33,13 +33,13 @@ pub fn plot(curves: &[&Curve], width: usize, colors: bool) -> Vec<String> {
     let labels = [number(high), number(low)];
     let margin = labels.iter().map(String::len).max().unwrap_or(0);
     let columns = width.saturating_sub(margin + 3).max(8);
-    let (dots_x, dots_y) = (columns * 2, ROWS * 4);
+    let (dots_x, dots_y) = (columns * 2, rows * 4);
     let place = |from: f64, to: f64, dots: usize, value: f64| {
         let part = if to > from { (value - from) / (to - from) } else { 0.5 };
         (part * (dots - 1) as f64).round() as usize
     };
     // Bits and the last curve of each character.
-    let mut cells = vec![(0u8, 0usize); columns * ROWS];
+    let mut cells = vec![(0u8, 0usize); columns * rows];
     for (n, curve) in curves.iter().enumerate() {
         let mut before: Option<(usize, usize)> = None;
         for &(step, value) in &curve.points {
@@ -64,7 +64,7 @@ pub fn plot(curves: &[&Curve], width: usize, colors: bool) -> Vec<String> {
     for (row, cells) in cells.chunks(columns).enumerate() {
         let label = match row {
             0 => &labels[0],
-            r if r == ROWS - 1 => &labels[1],
+            r if r + 1 == rows => &labels[1],
             _ => "",
         };
         let mut line = format!("{label:>margin$} │");
@@ -97,7 +97,7 @@ mod tests {
         let curve = Curve {
             points: (0..100).map(|x| (x, x as f64)).collect(),
         };
-        let lines = plot(&[&curve], 60, false);
+        let lines = plot(&[&curve], 60, ROWS, false);
         assert_eq!(lines.len(), ROWS + 2);
         assert!(
             lines[0].starts_with("99.0000 │") && lines[0].ends_with('⠁')
@@ -115,7 +115,7 @@ mod tests {
         assert!(lines.iter().all(|line| line.chars().count() <= 60));
         // One value has a place too, and none has no plot.
         let one = Curve { points: vec![(3, 1.5)] };
-        assert!(plot(&[&one], 40, true).iter().any(|line| line.contains("\x1b[")));
-        assert!(plot(&[&Curve::default()], 40, false).is_empty());
+        assert!(plot(&[&one], 40, ROWS, true).iter().any(|line| line.contains("\x1b[")));
+        assert!(plot(&[&Curve::default()], 40, ROWS, false).is_empty());
     }
 }

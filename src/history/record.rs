@@ -69,6 +69,11 @@ impl Record {
     ///
     /// Errors: it is no run; a file cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
+        Self::read_at_most(path, usize::MAX)
+    }
+
+    /// As `read`, with curves of at most `most` points (`Curve::thinned`); 0: the metrics are not read.
+    pub fn read_at_most(path: &Path, most: usize) -> Result<Self> {
         if !is_run(path) {
             return Err(Error::usage("this is not a run directory")
                 .at_path(path)
@@ -100,7 +105,10 @@ impl Record {
         Ok(Self {
             path: path.to_path_buf(),
             settings,
-            curves: Curves::read(path, usize::MAX)?,
+            curves: match most {
+                0 => Curves::default(),
+                _ => Curves::read(path, most)?,
+            },
             total_steps: events.iter().rev().find_map(|e| e["steps"].as_u64()),
             state: state(path, &events),
             checkpoints,

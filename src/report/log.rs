@@ -113,6 +113,16 @@ pub fn has_evaluation(dir: &Path, step: u64, key: &str) -> bool {
     read.is_ok() && found
 }
 
+/// True if `samples.jsonl` in `dir` has a line of `step` with these texts as `when` and `prompt`.
+pub(super) fn has_sample(dir: &Path, step: u64, when: &str, prompt: &str) -> bool {
+    let mut found = false;
+    let read = each_line(&dir.join(SAMPLES), |line| {
+        found |= whole(line).is_some_and(|(at, line)| at == step && line["when"] == when && line["prompt"] == prompt);
+        Ok(())
+    });
+    read.is_ok() && found
+}
+
 /// Step and numbers of the evaluations in `metrics.jsonl`, in order. An evaluation may have more than one line.
 pub fn evaluations(dir: &Path) -> Vec<(u64, Vec<(String, f64)>)> {
     let mut found: BTreeMap<u64, Vec<(String, f64)>> = BTreeMap::new();

@@ -2,12 +2,14 @@
 //! Handles numbers and texts only. Never blocks or fails a step: a file that cannot be written gives one warning.
 
 mod environment;
+mod fullscreen;
 mod layout;
 mod log;
 mod screen;
 mod terminal;
 
 pub use environment::{cpu, environment, write_environment};
+pub use fullscreen::FullScreen;
 pub use layout::{ascii, columns, visible, visible_but_colors, wrapped};
 pub use log::{evaluations, has_evaluation, truncate_after};
 pub use screen::{
@@ -132,6 +134,7 @@ impl Reporter {
             "trained_tokens": m.trained_tokens,
             "peak_memory_bytes": m.peak_memory_bytes,
             "active_block": m.active_block,
+            "time": log::unix_time(),
         });
         for (name, value) in &m.more {
             line[*name] = json!(value);
@@ -161,6 +164,7 @@ impl Reporter {
         if let Some(accuracy) = m.eval_accuracy {
             line.insert("eval_accuracy".into(), json!(accuracy));
         }
+        line.insert("time".into(), json!(log::unix_time()));
         for (name, value) in &m.more {
             line.insert(format!("eval_{name}"), json!(value));
         }
@@ -190,6 +194,7 @@ impl Reporter {
     pub fn measured(&mut self, step: u64, values: &[(&'static str, f64)]) {
         let mut line = Map::new();
         line.insert("step".into(), json!(step));
+        line.insert("time".into(), json!(log::unix_time()));
         let mut text = format!("eval  step {step}");
         for (name, value) in values {
             line.insert(format!("eval_{name}"), json!(value));
@@ -205,6 +210,11 @@ impl Reporter {
         let path = self.dir.join(log::SAMPLES);
         self.samples.get_or_insert_with(|| Log::open(&path)).line(sample);
         self.complain();
+    }
+
+    /// True if `samples.jsonl` has a line of `step` with these texts as `when` and `prompt`: a resumed run may have written it.
+    pub fn has_sample(&self, step: u64, when: &str, prompt: &str) -> bool {
+        log::has_sample(&self.dir, step, when, prompt)
     }
 
     /// Removes the lines of an evaluation that is repeated.
@@ -324,7 +334,8 @@ mod tests {
                 "tokens_per_second",
                 "trained_tokens",
                 "peak_memory_bytes",
-                "active_block"
+                "active_block",
+                "time"
             ]
         );
         assert_eq!(lines[0]["loss"].as_f64().unwrap().to_bits(), loss.to_bits());

@@ -4,6 +4,7 @@
 //! A terminal has a line that is redrawn ten times per second; other outputs get a plain line every ten seconds. Errors
 //! of standard error are ignored: a closed terminal does not end a run.
 
+use super::fullscreen;
 use super::layout::{ascii, clipped, columns, fit, visible, wrapped};
 use crate::base::progress::{self, ProgressUnit, Seen};
 use crate::base::signal::{self, Notice};
@@ -50,13 +51,17 @@ pub fn style() -> Style {
     STYLE.get().copied().unwrap_or_default()
 }
 
-/// Columns of the terminal behind this descriptor; `None`: it is not a terminal.
-fn columns_of(descriptor: i32) -> Option<usize> {
+/// Columns and rows of the terminal behind this descriptor; `None`: it is not a terminal.
+pub(super) fn size_of(descriptor: i32) -> Option<(usize, usize)> {
     // SAFETY: an all-zero `winsize` is valid, and it outlives the call.
     let mut size: libc::winsize = unsafe { std::mem::zeroed() };
     // SAFETY: a valid out pointer for the whole call.
     let known = unsafe { libc::ioctl(descriptor, libc::TIOCGWINSZ, &mut size) } == 0;
-    (known && size.ws_col > 0).then_some(usize::from(size.ws_col))
+    (known && size.ws_col > 0).then_some((usize::from(size.ws_col), usize::from(size.ws_row)))
+}
+
+fn columns_of(descriptor: i32) -> Option<usize> {
+    size_of(descriptor).map(|(columns, _)| columns)
 }
 
 /// Columns of standard error now; `None`: it is not a terminal, so line length is unlimited.
@@ -218,6 +223,7 @@ pub fn error(text: &str) {
 
 /// As `error`, for a panic: the panicking thread may hold the lock of the screen.
 pub fn bug(text: &str) {
+    fullscreen::restore();
     let text = lines(Some(("31", "error:")), text, width());
     match SCREEN.try_lock() {
         Ok(mut screen) => screen.above(|| write(&text)),
@@ -241,6 +247,9 @@ fn tell(notice: Notice) {
             Err(TryLockError::WouldBlock) => break None,
         }
     };
+    if matches!(notice, Notice::Ending(_)) {
+        fullscreen::restore();
+    }
     let text = match &notice {
         Notice::Stopping(stop) => {
             let open = progress::now();

@@ -3,17 +3,20 @@
 use crate::base::lock::{self, RunLock};
 use crate::base::{Error, Result, files, staging};
 use crate::checkpoint::{self, LoadedState};
-use crate::data::Screened;
+use crate::data::{Screened, summary};
 use crate::model::Spec;
 use crate::ops::CpuBackend;
 use crate::plan::Plan;
 use crate::recipe::{self, Method, Recipe};
 use crate::report::{self, Reporter};
+use crate::setup::ModelDir;
+use crate::setup::rows::RecipeRows;
 use crate::source::Placement;
 use crate::train::Options;
 use crate::train::owner::{self, DirectoryState, Manifest};
 use crate::train::starts;
 use crate::train::state;
+use serde_json::json;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -292,10 +295,37 @@ pub fn describe(run_dir: &Path, loaded: &recipe::LoadedRecipe, plan: &Plan) -> R
 }
 
 /// Writes the list of dropped training rows, one object a line; no file if nothing is screened.
-pub fn list_dropped(run_dir: &Path, screened: Option<&Screened>) -> Result<()> {
+fn list_dropped(run_dir: &Path, screened: Option<&Screened>) -> Result<()> {
     let Some(screened) = screened else { return Ok(()) };
     let text: String = screened.dropped.iter().map(|d| format!("{}\n", d.json())).collect();
     files::write_atomic(&run_dir.join(owner::DROPPED), text.as_bytes())
+}
+
+/// Rows in `rows.jsonl`, and the most tokens of a row there.
+const SHOWN_ROWS: usize = 20;
+const SHOWN_TOKENS: usize = 4096;
+
+/// Writes the list of dropped training rows, and the first training rows as the model reads them, one object a line, with the
+/// trained tokens marked: for a reader who has no tokenizer.
+pub fn list_rows(run_dir: &Path, rows: &RecipeRows, model: &ModelDir) -> Result<()> {
+    list_dropped(run_dir, rows.screened.as_ref())?;
+    let (mut text, train) = (String::new(), &rows.train);
+    if let Some(questions) = &rows.questions {
+        for prompt in questions.train.iter().take(SHOWN_ROWS) {
+            let shown = &prompt.ids[..prompt.ids.len().min(SHOWN_TOKENS)];
+            let row = json!({
+                "file": &*prompt.place.file, "number": prompt.place.number, "tokens": prompt.ids.len(), "trained": 0,
+                "parts": [[model.tokenizer.decode(shown, false)?, false]], "answer": prompt.answer,
+            });
+            text.push_str(&format!("{row}\n"));
+        }
+    } else if !model.is_shape() {
+        for index in 0..train.examples.len().min(SHOWN_ROWS) {
+            let row = summary::marked(train, &model.tokenizer, index, SHOWN_TOKENS)?;
+            text.push_str(&format!("{row}\n"));
+        }
+    }
+    files::write_atomic(&run_dir.join(owner::ROWS), text.as_bytes())
 }
 
 /// Bytes that a run writes: checkpoints (one more than the limit) and `final/`. `elements`: all elements it trains.

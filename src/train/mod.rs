@@ -13,6 +13,7 @@ pub mod learning;
 mod loftq;
 mod next;
 mod owner;
+mod profile;
 mod program;
 pub mod ranks;
 mod rehearsal;

@@ -6,6 +6,7 @@ use crate::base::{Error, Result, files, lock};
 use crate::checkpoint;
 use crate::history;
 use crate::setup;
+use crate::train::profile::TRACE;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
@@ -15,6 +16,8 @@ pub const MANIFEST: &str = "run.json";
 pub const FINAL: &str = "final";
 /// Training rows that were dropped, and why.
 pub const DROPPED: &str = "dropped_rows.jsonl";
+/// The first training rows, as the model reads them.
+pub const ROWS: &str = "rows.jsonl";
 /// Number of processes that the manifest keeps.
 const PROCESSES: usize = 256;
 
@@ -34,7 +37,7 @@ fn is_of_rank(name: &str) -> bool {
 }
 
 /// Files of a run, except checkpoints and `final/`.
-const FILES: [&str; 11] = [
+const FILES: [&str; 13] = [
     MANIFEST,
     setup::CODES,
     "recipe.toml",
@@ -46,6 +49,8 @@ const FILES: [&str; 11] = [
     "samples.jsonl",
     history::CURVES,
     DROPPED,
+    ROWS,
+    TRACE,
 ];
 
 /// True for names that ft uses in a run directory, except those of checkpoints.

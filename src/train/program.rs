@@ -3,7 +3,6 @@
 use crate::base::signal::{Conduct, Stop};
 use crate::base::{Error, ErrorKind, Result, progress, signal, staging};
 use crate::checkpoint::{self, LoadedState};
-use crate::data::Dataset;
 use crate::data::describe::visible;
 use crate::engine::{Engine, LossScale};
 use crate::hf::{self, Fingerprint};
@@ -31,12 +30,13 @@ use crate::train::header::{header, trained_elements};
 use crate::train::learning::{self, Watch};
 use crate::train::next;
 use crate::train::owner;
+use crate::train::profile::Profile;
 use crate::train::ranks::{self, Ranks};
 use crate::train::rehearsal;
 use crate::train::running::{self, Pace, Run, UnreadStep};
 use crate::train::stage::{self, Stage};
 use crate::train::starts::{self, AdapterInitContext};
-use crate::train::state::{self, RunFingerprint};
+use crate::train::state;
 use crate::train::step_metrics;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -55,6 +55,12 @@ pub struct Options {
     pub dry_run: bool,
     /// The ranks of the run.
     pub ranks: Ranks,
+    /// The command line, for the user who looks at the run later.
+    pub command: String,
+    /// Steps of a profile; 0: none.
+    pub profile: u64,
+    /// No evaluations, samples and results: the steps are measured.
+    pub only_steps: bool,
 }
 
 /// The result of a run.
@@ -159,7 +165,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         recipe::ModelInit::Random => None,
     };
     let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
-    let facts = facts(loaded, print, train, eval.as_ref());
+    let facts = state::of_run(loaded, print, train, eval.as_ref());
     if let Some(dir) = &recipe.tune.lora.adapter
         && recipe.tune.method == Method::Lora
     {
@@ -199,7 +205,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     directory.begin();
     let mut reporter = if ranks.is_root() {
         directory::describe(&run_dir, loaded, &plan)?;
-        directory::list_dropped(&run_dir, screened.as_ref())?;
+        directory::list_rows(&run_dir, &rows, &model)?;
         Reporter::new(&run_dir, total_steps, start_step)
     } else {
         Reporter::silent(&run_dir, total_steps)
@@ -316,7 +322,9 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         trained_tokens = state::facts(checkpoint).trained_tokens;
         reporter.event(
             "resume",
-            json!({"step": start_step, "checkpoint": checkpoint.path.display().to_string()}),
+            json!({
+                "step": start_step, "checkpoint": checkpoint.path.display().to_string(), "command": options.command,
+            }),
         );
         reporter.note(&format!("resumed after step {start_step}"));
     } else {
@@ -325,7 +333,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             let param = engine.network.param(name)?;
             engine.optimizer.restore_weight(name, &param.tensor, &values)?;
         }
-        reporter.event("start", json!({"steps": total_steps}));
+        reporter.event("start", json!({"steps": total_steps, "command": options.command}));
         running::prepare(&mut *feed, &engine, ranks)?;
     }
     let mut best = BestModel::new(&recipe.train);
@@ -367,8 +375,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
                 .hint("resume with `train.load_best_model_at_end=false`, or start the run again with `--overwrite`"),
         );
     }
-    if start_step == 0 && total_steps > 0 {
-        run.samples(&engine, "before")?;
+    if start_step == 0 && total_steps > 0 && !options.only_steps {
+        run.samples(&engine, 0, "before")?;
         run.evaluate(&engine, 0)?;
         run.stop_if_asked(&engine, 0)?;
     } else if start_step < total_steps && eval_due(start_step) {
@@ -387,12 +395,14 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let late = device.is_cuda() && !prompts::reinforces(recipe);
     let mut unread: Option<UnreadStep> = None;
     let mut last_step = start_step;
+    let mut profile = Profile::new(&run_dir, start_step, if ranks.is_root() { options.profile } else { 0 });
     let mut over = start_step > 0 && start_step < total_steps && run.ends_early(start_step)?;
     for step in start_step + 1..=total_steps {
         if over {
             break;
         }
         last_step = step;
+        let _span = profile.before(step, &mut run.reporter)?;
         run.directory.check()?;
         let switches = active_schedule.switches_at(step);
         if switches || step == start_step + 1 {
@@ -492,6 +502,19 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         }
     }
 
+    profile.end(&mut run.reporter)?;
+    if options.only_steps {
+        run.reporter.finish();
+        drop(run);
+        return Ok(Outcome {
+            final_dir: None,
+            resolved: loaded.resolved.clone(),
+            next: Vec::new(),
+            peak_memory_bytes: running::peak_memory(&device)?,
+            plan,
+        });
+    }
+
     // ---- results for the user
     for warning in watch.end() {
         run.reporter.warn(&warning);
@@ -500,7 +523,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         run.evaluate_if_missing(&engine, last_step)?;
     }
     if ranks.of_root(last_step > start_step || !run_dir.join("final").exists())? {
-        run.samples(&engine, "after")?;
+        run.samples(&engine, last_step, "after")?;
         run.stop_if_asked(&engine, last_step)?;
     }
     signal::conduct(Conduct::Stop(Stop {
@@ -572,22 +595,6 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         resolved: loaded.resolved.clone(),
         peak_memory_bytes: peak,
     })
-}
-
-fn facts(
-    loaded: &recipe::LoadedRecipe,
-    print: Option<Fingerprint>,
-    train: &Dataset,
-    eval: Option<&Dataset>,
-) -> RunFingerprint {
-    RunFingerprint {
-        recipe: loaded.values.iter().cloned().collect(),
-        data: train.fingerprint.clone(),
-        eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),
-        base: print.as_ref().map_or(state::RANDOM.to_string(), |p| p.exact.clone()),
-        sampled: print.map(|p| p.sampled).unwrap_or_default(),
-        trained_tokens: 0,
-    }
 }
 
 /// Directory next to the run directories: initial adapter pairs that other runs of the same model and rows can use.

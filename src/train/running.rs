@@ -22,7 +22,7 @@ use crate::train::budget::Budget;
 use crate::train::directory::Directory;
 use crate::train::learning::Watch;
 use crate::train::ranks::Ranks;
-use crate::train::samples;
+use crate::train::samples::{self, Sampled};
 use crate::train::stage::BatchSource;
 use crate::train::state::{self, RunFingerprint};
 use crate::train::step_metrics::{copies, copy_metrics, expert_metrics};
@@ -462,17 +462,27 @@ impl Run<'_> {
     }
 
     /// Shows answers to the sample prompts. A signal ends it early; the caller then saves and stops.
-    pub fn samples(&mut self, engine: &Engine, when: &str) -> Result<()> {
+    pub fn samples(&mut self, engine: &Engine, step: u64, when: &str) -> Result<()> {
         let answers = if self.ranks.is_root() {
-            samples::answers(self.recipe, self.model, engine)
+            samples::answers(self.recipe, self.model, engine, self.eval)
         } else {
             Ok(Vec::new())
         };
         let Some(answers) = self.ranks.unless_stopped(answers)? else {
             return Ok(());
         };
-        for (prompt, answer) in answers {
+        for Sampled {
+            prompt,
+            answer,
+            reference,
+        } in answers
+        {
             self.reporter.note(&format!("{when}: {prompt}\n        -> {answer}"));
+            if !self.reporter.has_sample(step, when, &prompt) {
+                self.reporter.sample(&json!({
+                    "step": step, "when": when, "prompt": prompt, "completion": answer, "reference": reference,
+                }));
+            }
         }
         Ok(())
     }

@@ -24,8 +24,18 @@ fn settings(model: &ModelDir, max_new_tokens: usize) -> Settings {
     }
 }
 
+/// A prompt of the recipe, the answer of the current model, and the answer in the rows for evaluation.
+pub struct Sampled {
+    pub prompt: String,
+    pub answer: String,
+    pub reference: Option<String>,
+}
+
+/// Rows for evaluation in which the answers to sample prompts are looked up.
+const LOOKED_UP: usize = 2000;
+
 /// Greedy answers to `train.sample_prompts`, with the chat template if the model has one and `data.render` allows it.
-pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine) -> Result<Vec<(String, String)>> {
+pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: Option<&Dataset>) -> Result<Vec<Sampled>> {
     let prompts = &recipe.train.sample_prompts;
     let mut encoded = Vec::new();
     for prompt in prompts {
@@ -52,11 +62,30 @@ pub fn answers(recipe: &Recipe, model: &ModelDir, engine: &Engine) -> Result<Vec
         .iter()
         .map(|ids| model.tokenizer.decode(ids, true))
         .collect::<Result<Vec<_>>>()?;
-    Ok(prompts.iter().cloned().zip(texts).collect())
+    let questions = match rows.filter(|_| !prompts.is_empty()) {
+        // An answer that cannot be looked up is not shown: the rows were read before.
+        Some(rows) => questions(recipe, model, rows, LOOKED_UP).unwrap_or_default(),
+        None => Vec::new(),
+    };
+    let reference = |ids: &Vec<u32>| questions.iter().find(|q| q.prompt == *ids).map(|q| q.answer.clone());
+    let all = prompts.iter().zip(texts).zip(&encoded);
+    Ok(all
+        .map(|((prompt, answer), ids)| Sampled {
+            prompt: prompt.clone(),
+            answer,
+            reference: reference(ids),
+        })
+        .collect())
 }
 
 /// Fraction of the rows with an answer that greedy decoding answers exactly (ignoring white space at both ends).
 pub fn accuracy(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Dataset) -> Result<f64> {
+    let questions = questions(recipe, model, rows, usize::MAX)?;
+    exact_matches(model, &engine.network, &questions)
+}
+
+/// The first questions of the rows for evaluation.
+fn questions(recipe: &Recipe, model: &ModelDir, rows: &Dataset, most: usize) -> Result<Vec<Question>> {
     // Held-out rows come from the training files.
     let set = if recipe.data.eval.is_empty() {
         RowSet::Train
@@ -65,8 +94,7 @@ pub fn accuracy(recipe: &Recipe, model: &ModelDir, engine: &Engine, rows: &Datas
     };
     let sources = sources::sources(recipe, set)?;
     let spec = rows::spec(&sources, &recipe.data, recipe.train.stage, model.spec.vocab);
-    let questions = rows.questions(&spec, &model.tokenizer, model.template(), usize::MAX)?;
-    exact_matches(model, &engine.network, &questions)
+    rows.questions(&spec, &model.tokenizer, model.template(), most)
 }
 
 /// Greedy answers to these prompts, each of at most `longest` tokens. Errors: a signal.

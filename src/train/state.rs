@@ -6,10 +6,12 @@
 
 use crate::base::{Error, Result, units};
 use crate::checkpoint::{self, Files, LoadedState};
+use crate::data::Dataset;
 use crate::engine::{Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
-use crate::recipe;
+use crate::hf::Fingerprint;
+use crate::recipe::{self, LoadedRecipe};
 use crate::setup::active_schedule::ActiveSchedule;
 use candle_core::{DType, Tensor};
 use serde_json::{Value, json};
@@ -374,6 +376,23 @@ fn short(hash: &str) -> &str {
     // The prefix before the last colon is the kind of hash.
     let digits = hash.rsplit_once(':').map_or(hash, |(_, digits)| digits);
     digits.get(..12).unwrap_or(digits)
+}
+
+/// The facts of a run that starts.
+pub fn of_run(
+    loaded: &LoadedRecipe,
+    print: Option<Fingerprint>,
+    train: &Dataset,
+    eval: Option<&Dataset>,
+) -> RunFingerprint {
+    RunFingerprint {
+        recipe: loaded.values.iter().cloned().collect(),
+        data: train.fingerprint.clone(),
+        eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),
+        base: print.as_ref().map_or(RANDOM.to_string(), |p| p.exact.clone()),
+        sampled: print.map(|p| p.sampled).unwrap_or_default(),
+        trained_tokens: 0,
+    }
 }
 
 #[cfg(test)]

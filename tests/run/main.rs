@@ -28,6 +28,7 @@ mod hostile;
 mod joined;
 mod large;
 mod limits;
+mod look;
 mod learning;
 mod moe;
 mod optimizers;

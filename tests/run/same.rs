@@ -131,7 +131,8 @@ pub const METHODS: [(&str, &[&str]); 13] = [
 ];
 
 /// Metrics that depend on time or on the memory of the process.
-const MEASURED: [&str; 5] = [
+const MEASURED: [&str; 6] = [
+    "time",
     "rollout_tokens_per_second",
     "tokens_per_second",
     "peak_memory_bytes",

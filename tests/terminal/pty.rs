@@ -158,6 +158,11 @@ impl Pty {
         self.master.write_all(b"\x03").unwrap();
     }
 
+    /// Types these keys.
+    pub fn press(&mut self, keys: &str) {
+        self.master.write_all(keys.as_bytes()).unwrap();
+    }
+
     pub fn resize(&mut self, width: u16) {
         let size = window(width);
         // SAFETY: a valid descriptor, and a structure that outlives the call.

@@ -1,7 +1,7 @@
 //! The texts of the library name no recipe key, no flag and no subcommand: `recipe::terms` has them. No file has a marker
 //! of a merge.
 
-use super::{assert_none, has_word, literals, product, root};
+use super::{assert_none, has_word, literals, product, root, rust};
 use clap::CommandFactory;
 use ft::cli::Cli;
 use ft::recipe::table::{TABLES, keys};
@@ -120,4 +120,42 @@ fn no_file_has_a_marker_of_a_merge() {
         faults.extend(marked.map(|(i, line)| format!("{}:{}: {line}", path.display(), i + 1)));
     }
     assert_none(&faults, "a merge was committed with its markers");
+}
+
+/// Words that are not the field's: readers whose second language is English look them up in vain.
+#[test]
+fn the_language_is_plain() {
+    let refused = [
+        "told",
+        "tells",
+        "whoever",
+        "nobody",
+        "rides",
+        "riding",
+        "aboard",
+        "goes home",
+        "at hand",
+        "knows",
+        "plays",
+        "takes away",
+        "remembers",
+        "forgets",
+        "wishes",
+        "meets",
+        "rests",
+        "strangers",
+    ];
+    let mut faults = Vec::new();
+    for source in rust(&["src", "crates"]) {
+        // The list itself; the interpreter's texts are jinja2's; test data.
+        if source.path.contains("/jinja/") || source.path.contains("/testdata/") {
+            continue;
+        }
+        for (number, line) in source.text.lines().enumerate() {
+            for word in refused.iter().filter(|word| has_word(line, word)) {
+                faults.push(format!("{}:{}: `{word}`", source.path, number + 1));
+            }
+        }
+    }
+    assert_none(&faults, "a word that is not plain technical English");
 }

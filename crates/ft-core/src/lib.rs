@@ -28,6 +28,7 @@ pub mod source; // placement and loading of a layer's weights
 pub mod quant; // storage types of frozen weights: int8, int4, nf4
 pub mod peft; // adapters on a linear
 pub mod comm; // exchange between the ranks of a job
+pub mod trace; // spans of time, for a profile
 
 // The crates below the modules.
 use ft_base as base;

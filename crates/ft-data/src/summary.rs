@@ -40,6 +40,31 @@ pub fn row(dataset: &Dataset, spec: &Spec, codec: &dyn TextCodec, index: usize) 
     Ok(out)
 }
 
+/// A row as JSON for a reader without a tokenizer: `number` (of its line or row), `tokens`, `trained` tokens, and `parts`, a
+/// list of texts and whether their tokens are trained. Tokens after the first `most` are left out of `parts`.
+///
+/// # Errors
+/// A token that cannot be decoded.
+pub fn marked(dataset: &Dataset, codec: &dyn TextCodec, index: usize, most: usize) -> Result<Value> {
+    let (example, origin) = (dataset.examples.get(index)?, dataset.origin(index)?);
+    let mut parts = Vec::new();
+    let end = example.ids.len().min(most);
+    let mut start = 0;
+    while start < end {
+        let trained = example.trained[start];
+        let run = example.trained[start..end]
+            .iter()
+            .take_while(|t| **t == trained)
+            .count();
+        parts.push(json!([codec.decode(&example.ids[start..start + run])?, trained]));
+        start += run;
+    }
+    Ok(json!({
+        "number": origin.number, "tokens": example.ids.len(),
+        "trained": example.trained.iter().filter(|t| **t).count(), "parts": parts,
+    }))
+}
+
 fn pairs(ranges: Vec<Range<usize>>) -> Value {
     ranges
         .into_iter()

@@ -14,6 +14,7 @@ use crate::ops::transfer::{Arriving, Copier, Offloaded};
 use crate::ops::{embedding, update};
 use crate::peft::Dropout;
 use crate::source::Group;
+use crate::trace;
 use candle_core::{DType, Tensor};
 use std::sync::LazyLock;
 
@@ -214,6 +215,7 @@ impl<'a> Pass<'a> {
             let on_host = self.step_stats.known().is_some();
             let own = on_host.then(|| StepStats::new(&self.network.device)).transpose()?;
             let step_stats = own.as_ref().unwrap_or(self.step_stats);
+            let _span = trace::numbered("micro-batch", round.micro);
             self.micro_batch(batch, &ctx, self.loss_scale / weight as f64, step_stats, sink)?;
             sink.end_round()?;
             let routed = ctx.shared.take_routers();
@@ -260,10 +262,14 @@ impl<'a> Pass<'a> {
         // Forward: save the inputs of the layers that the backward pass visits, and all activations of the uppermost ones.
         let mut inputs = Vec::with_capacity(layers - lowest);
         network.source.prefetch(Group::Layer(0));
-        let mut x = network.embed(&batch.ids, ctx)?;
+        let mut x = {
+            let _span = trace::span("embedding");
+            network.embed(&batch.ids, ctx)?
+        };
         for l in 0..layers {
             self.unless_stopped()?;
             progress.forward(l);
+            let _span = trace::numbered("layer", l);
             if l + 1 < layers {
                 network.source.prefetch(Group::Layer(l + 1));
             }
@@ -306,7 +312,9 @@ impl<'a> Pass<'a> {
             dw: sink.wants(&head.name) || network.tokens.iter().any(|t| t.table == head.name && t.wanted(sink)),
             ..need(need_dx || network.end_wanted(sink)?)
         };
+        let span = trace::span("loss");
         let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, step_stats)?;
+        drop(span);
         // All ranks of a job look at the sum of all losses.
         if self.comm.world().size == 1
             && let Some(sums) = step_stats.known().filter(|s| !s.loss.is_finite())
@@ -345,6 +353,7 @@ impl<'a> Pass<'a> {
         for l in (lowest..layers).rev() {
             self.unless_stopped()?;
             progress.backward(l);
+            let _span = trace::numbered("layer backward", l);
             // After the lowest layer follows the forward pass of the next batch.
             network
                 .source

@@ -10,6 +10,7 @@ use crate::ops::step::FoundInf;
 use crate::ops::step_stats::StepStats;
 use crate::ops::{index_subset, update};
 use crate::optim::{Optimizer, Update};
+use crate::trace;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -217,6 +218,7 @@ impl<'a> Accumulate<'a> {
 
     /// Updates every weight with its accumulated gradient times `coefficient`; `gate` can disable it.
     pub fn update(&mut self, coefficient: f32, gate: FoundInf) -> Result<()> {
+        let _span = trace::span("update");
         if let Some(divided) = self.divided.take() {
             return divided.update(self.optimizer, self.lr, coefficient);
         }

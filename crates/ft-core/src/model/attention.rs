@@ -16,6 +16,7 @@ use crate::base::{Error, Result};
 use crate::ops::glu::{self, Activation};
 use crate::ops::rope::Direction;
 use crate::ops::{attention, rms_norm, rope, update};
+use crate::trace;
 use candle_core::{DType, Tensor};
 
 /// The queries, and the keys unless they are those of another layer.
@@ -161,6 +162,7 @@ impl Block {
         let (q, kv) = (qk.0, qk.1.zip(v));
         let spec = self.attention_spec();
         let new = kv.as_ref().map(|(k, v)| (k, v));
+        let span = trace::span("attention");
         let (o, lse) = match (cache, new, self.keys()) {
             (None, Some((k, v)), _) => attention::forward(&q, k, v, &spec, ctx.documents, ctx.documents)?,
             (None, None, KeySource::Layer(from)) => {
@@ -171,6 +173,7 @@ impl Block {
             (Some(cache), new, _) => cache.attend(self.index, &q, new, &spec)?,
             (None, None, _) => return Err(Error::internal("attention needs keys and values")),
         };
+        drop(span);
         if let Some(sinks) = &self.sinks {
             attention::sinks::apply(&o, &lse, &sinks.tensor)?;
         }
@@ -259,7 +262,9 @@ impl Block {
         if let Some(sinks) = self.sinks.as_ref().filter(|s| sink.wants(&s.name)) {
             sink.take(sinks, attention::sinks::backward(&o, &lse, &d_o, &sinks.tensor)?)?;
         }
+        let span = trace::span("attention backward");
         let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
+        drop(span);
         drop((q, k, v, o, lse, d_o));
         let (mut dqk, mut dv) = match self.keys() {
             KeySource::Layer(from) => {

@@ -8,6 +8,7 @@ use crate::ops::low_rank::LowRank;
 use crate::ops::{linear, update};
 use crate::peft::{Adapter, BackwardInput, Dora, Frozen, Lora};
 use crate::quant::Weight;
+use crate::trace;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -94,6 +95,7 @@ impl Linear {
     /// `x` `[N, I]` to `[N, O]`.
     pub fn forward(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         ctx.seen(&self.name, x)?;
+        let _span = trace::weight("linear", &self.name);
         match &self.adapter {
             Some(adapter) => adapter.forward(self, x, ctx.dropout),
             None => Frozen::forward(self, x),
@@ -138,6 +140,7 @@ impl Linear {
         dx: Dx<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let span = trace::weight("linear backward", &self.name);
         let dx = match &self.adapter {
             None => Frozen::backward(self, dy, dx)?,
             Some(adapter) => {
@@ -157,6 +160,7 @@ impl Linear {
                 dx
             }
         };
+        drop(span);
         self.own_gradients(x, dy, sink)?;
         Ok(dx)
     }
@@ -165,6 +169,7 @@ impl Linear {
     /// values, and its `Param` has an empty tensor.
     pub(super) fn own_gradients(&self, x: Option<&Tensor>, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
         if let Some(x) = x.filter(|_| sink.wants(&self.name)) {
+            let _span = trace::weight("weight gradient", &self.name);
             // A quantized weight has no tensor that a sink could update.
             let tensor = match self.weight.format() {
                 None => self.weight.dense()?.clone(),

@@ -6,6 +6,7 @@ use crate::base::{Error, Result};
 use crate::ops::layer_norm::{self, LayerNorm};
 use crate::ops::{rms_norm, update};
 use crate::source::GroupWeights;
+use crate::trace;
 use candle_core::Tensor;
 
 /// A norm with its parameters on the device.
@@ -76,6 +77,7 @@ impl Norm {
 
     /// As `forward`, plus what the residual stream carries past the norm.
     pub(super) fn forward_plus(&self, x: &Tensor, past: Option<&Tensor>, spec: &Spec) -> Result<Tensor> {
+        let _span = trace::span("norm");
         let [weight, bias] = self.parameters(spec.norm_plus_one)?;
         match (spec.layer_norm, &weight) {
             (Some(_), _) => {
@@ -102,6 +104,7 @@ impl Norm {
         spec: &Spec,
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
+        let _span = trace::span("norm backward");
         let [weight, bias] = self.parameters(spec.norm_plus_one)?;
         let need = [&self.weight, &self.bias].map(|p| p.as_ref().is_some_and(|p| sink.wants(&p.name)));
         let (dx, gradients) = match (spec.layer_norm, &weight) {

@@ -1,0 +1,187 @@
+//! The numbers of a run for other tools: TensorBoard event files, CSV, JSON lines with the names of Weights & Biases. Files are
+//! read line by line.
+
+use super::{each_line, tfevents};
+use crate::base::files::AtomicFile;
+use crate::base::{Result, files, units};
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, UNIX_EPOCH};
+
+/// A form of the numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// `events.out.tfevents.*`.
+    TensorBoard,
+    /// A table with the columns `step` and `timestamp`.
+    Csv,
+    /// A row for each step with `_step`, `_timestamp` and `_runtime`, and the settings.
+    Wandb,
+}
+
+/// The name in other tools, as the integrations of transformers write it: `eval_loss` is `eval/loss`, `loss` is `train/loss`.
+fn tag(name: &str) -> String {
+    match name.strip_prefix("eval_") {
+        Some(rest) => format!("eval/{rest}"),
+        None => format!("train/{name}"),
+    }
+}
+
+/// The numbers of a line: its step, its time, and the others by their tags.
+struct Numbers {
+    step: u64,
+    time: Option<f64>,
+    values: Vec<(String, f64)>,
+}
+
+fn each(run: &Path, mut f: impl FnMut(Numbers) -> Result<()>) -> Result<()> {
+    let path = run.join("metrics.jsonl");
+    if !path.exists() {
+        return Ok(());
+    }
+    each_line(&path, |line| {
+        let Ok(Value::Object(line)) = serde_json::from_slice(line) else {
+            return Ok(());
+        };
+        let Some(step) = line.get("step").and_then(Value::as_u64) else {
+            return Ok(());
+        };
+        let values = line
+            .iter()
+            .filter(|(name, _)| !["step", "time"].contains(&name.as_str()));
+        let values = values.filter_map(|(name, value)| Some((tag(name), value.as_f64()?)));
+        f(Numbers {
+            step,
+            time: line.get("time").and_then(Value::as_f64),
+            values: values.collect(),
+        })
+    })
+}
+
+/// Writes the numbers of a run to `out`, a directory, and returns the files. `began`: Unix seconds of the start, the time of lines
+/// without one. `settings`: recipe keys with their values.
+///
+/// Errors: a file cannot be read or written.
+pub fn export(
+    run: &Path,
+    form: Form,
+    began: f64,
+    settings: &BTreeMap<String, String>,
+    out: &Path,
+) -> Result<Vec<PathBuf>> {
+    files::create_dir_all(out)?;
+    let name = match form {
+        Form::TensorBoard => format!("events.out.tfevents.{}.ft", began as u64),
+        Form::Csv => "metrics.csv".into(),
+        Form::Wandb => "history.jsonl".into(),
+    };
+    let path = out.join(name);
+    let mut file = AtomicFile::create(&path)?;
+    let mut written = vec![path];
+    match form {
+        Form::TensorBoard => {
+            file.write(&tfevents::header(began))?;
+            each(run, |n| {
+                file.write(&tfevents::scalars(n.time.unwrap_or(began), n.step, &n.values))
+            })?;
+        }
+        Form::Csv => {
+            let mut names = BTreeSet::new();
+            each(run, |n| {
+                names.extend(n.values.into_iter().map(|(name, _)| name));
+                Ok(())
+            })?;
+            let columns: Vec<String> = ["step", "timestamp"]
+                .map(String::from)
+                .into_iter()
+                .chain(names.iter().map(|n| quoted(n)))
+                .collect();
+            file.write(format!("{}\n", columns.join(",")).as_bytes())?;
+            each(run, |n| {
+                let seconds = n.time.unwrap_or(began).clamp(0.0, 1e11);
+                let time = units::utc(UNIX_EPOCH + Duration::from_secs_f64(seconds));
+                let mut cells = vec![n.step.to_string(), time.trim_end_matches(" UTC").replace(' ', "T")];
+                let cell = |name: &String| {
+                    n.values
+                        .iter()
+                        .find(|(own, _)| own == name)
+                        .map(|(_, value)| value.to_string())
+                };
+                cells.extend(names.iter().map(|name| cell(name).unwrap_or_default()));
+                file.write(format!("{}\n", cells.join(",")).as_bytes())
+            })?;
+        }
+        Form::Wandb => {
+            each(run, |n| {
+                let time = n.time.unwrap_or(began);
+                let mut row = Map::new();
+                row.insert("_step".into(), json!(n.step));
+                row.insert("_timestamp".into(), json!(time));
+                row.insert("_runtime".into(), json!((time - began).max(0.0)));
+                row.extend(n.values.into_iter().map(|(name, value)| (name, json!(value))));
+                file.write(format!("{}\n", Value::Object(row)).as_bytes())
+            })?;
+            let config = out.join("config.json");
+            files::write_atomic(&config, format!("{:#}\n", json!(settings)).as_bytes())?;
+            written.push(config);
+        }
+    }
+    file.commit()?;
+    Ok(written)
+}
+
+/// A cell of a table.
+fn quoted(text: &str) -> String {
+    if text.contains([',', '"', '\n']) {
+        format!("\"{}\"", text.replace('"', "\"\""))
+    } else {
+        text.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn each_form_has_all_numbers() {
+        let dir = tempfile::tempdir().unwrap();
+        let metrics = "{\"step\":0,\"eval_loss\":3.5,\"time\":10.5}\n\
+                       {\"step\":1,\"loss\":2.25,\"active_block\":\"a\",\"rewards/margins\":0.5,\"time\":11.5}\n\
+                       {\"step\":2,\"loss\":null,\"learning_rate\":0.1}\n{\"step\":3,\"lo";
+        fs::write(dir.path().join("metrics.jsonl"), metrics).unwrap();
+        let settings = [("train.stage".to_string(), "\"sft\"".to_string())].into();
+        let write = |form, name: &str| {
+            let out = dir.path().join(name);
+            export(dir.path(), form, 10.0, &settings, &out).unwrap()
+        };
+        let board = fs::read(&write(Form::TensorBoard, "a")[0]).unwrap();
+        let events = tfevents::tests::read(&board);
+        assert_eq!(events.len(), 4);
+        assert_eq!(events[1], (10.5, 0, vec![("eval/loss".to_string(), 3.5)]));
+        let values = vec![
+            ("train/loss".to_string(), 2.25),
+            ("train/rewards/margins".to_string(), 0.5),
+        ];
+        assert_eq!(events[2], (11.5, 1, values));
+        assert_eq!((events[3].0, events[3].2[0].1), (10.0, 0.1));
+        let table = fs::read_to_string(&write(Form::Csv, "b")[0]).unwrap();
+        let lines: Vec<&str> = table.lines().collect();
+        assert_eq!(
+            lines[0],
+            "step,timestamp,eval/loss,train/learning_rate,train/loss,train/rewards/margins"
+        );
+        assert_eq!(lines[2], "1,1970-01-01T00:00:11,,,2.25,0.5");
+        assert_eq!(lines.len(), 4);
+        let files = write(Form::Wandb, "c");
+        let rows = fs::read_to_string(&files[0]).unwrap();
+        let row: Value = serde_json::from_str(rows.lines().nth(1).unwrap()).unwrap();
+        let expected = json!({
+            "_step": 1, "_timestamp": 11.5, "_runtime": 1.5, "train/loss": 2.25, "train/rewards/margins": 0.5,
+        });
+        assert_eq!(row, expected);
+        assert!(fs::read_to_string(&files[1]).unwrap().contains("train.stage"));
+    }
+}

@@ -1,0 +1,12 @@
+//! Recorded runs for the eye: the page of `ft dash` and the screen of `ft watch`. Reads run directories, changes nothing.
+
+mod http;
+mod page;
+mod server;
+mod tail;
+mod view;
+mod watch;
+
+pub use page::{MOST_RUNS, write_folder};
+pub use server::Server;
+pub use watch::{Look, Watched, newest};

@@ -5,10 +5,12 @@ use crate::base::{Error, Result, files, memory};
 use crate::engine::{Gradients, StepStrategy};
 use crate::model::{Adapters, Spec};
 use crate::ops::device::DeviceMemory;
-use crate::ops::{self, prepacked::Orders, quantized::Products};
+use crate::ops::prepacked::{self, Orders};
+use crate::ops::{self, quantized::Products};
 use crate::plan::advice;
 use crate::plan::gpu_time::GpuRates;
-use crate::plan::search::{PlanBase, PlanContext, PlannedStrategy};
+use crate::plan::knee;
+use crate::plan::search::{PlanBase, PlanContext, PlannedStrategy, fits};
 use crate::plan::{Inputs, Plan};
 use crate::recipe::{Activations, Chunk, FrozenWeights, PackedWeights, Recipe, Tier};
 use crate::setup::StoredWeights;
@@ -277,6 +279,13 @@ impl PlanContext<'_> {
                 format!("{} % of the free memory", 10 * OF_FREE),
             );
         }
+        let goal = knee::choice(chosen);
+        if let Some(choice) = &goal {
+            say(choice.key, choice.value.clone(), choice.why.clone());
+        }
+        // A setting that would take more memory, which fits.
+        let more_fits = |plan: &Plan| goal.is_some() && fits(plan, limits.goal, limits.host);
+        let no_more = || "more memory would not pay (`memory.goal`)".to_string();
         if recipe.memory.frozen_weights == FrozenWeights::Auto {
             match chosen.lossy {
                 Some(lossy) if recipe.memory.frozen_products != Products::Dequantized => say(
@@ -345,11 +354,11 @@ impl PlanContext<'_> {
                     ..strategy.clone()
                 };
                 let more = self.plan(recipe, &base, &more);
-                say(
-                    "memory.activations",
-                    value,
-                    needs("saved activations of one more layer", Some(more)),
-                );
+                let why = match more_fits(&more) {
+                    true => no_more(),
+                    false => needs("saved activations of one more layer", Some(more)),
+                };
+                say("memory.activations", value, why);
             }
         }
         if recipe.memory.mlp_chunk == Chunk::Auto {
@@ -370,13 +379,16 @@ impl PlanContext<'_> {
         };
         let can_pack = self.can_pack(recipe, strategy.placement);
         match recipe.memory.packed_weights {
-            PackedWeights::Auto if can_pack => {
+            PackedWeights::Auto if can_pack && prepacked::pays() => {
                 let more = |w: &StepStrategy| {
                     w.packed_orders() > strategy.packed_orders() && w.placement == strategy.placement
                 };
                 let why = match strategy.packed_orders() {
                     Some(Orders::Both) => "all frozen weights are packed before training".into(),
-                    _ => needs("more packed weights", least(&more)?),
+                    _ => match least(&more)? {
+                        Some(plan) if more_fits(&plan) => no_more(),
+                        plan => needs("more packed weights", plan),
+                    },
                 };
                 say(
                     "memory.packed_weights",

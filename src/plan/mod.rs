@@ -11,6 +11,7 @@ mod advice;
 mod candidates;
 mod experts;
 pub mod gpu_time;
+mod knee;
 pub mod link;
 pub mod memory_plan;
 mod model;
@@ -212,12 +213,14 @@ impl Inputs {
         } else {
             0
         };
-        let latent = if self.on_gpu {
-            0
+        let (latent, reading) = if self.on_gpu {
+            (0, 0)
         } else {
-            generate::latent_work(model.spec, own.tokens)
+            let reading = generate::reading_work(model.spec, tokens, answers * tokens, own.tokens);
+            (generate::latent_work(model.spec, own.tokens), reading)
         };
-        answers as u64 * self.answer(model.spec, tokens) + copies + latent + teacher::layer_work(model, &own)
+        let work = teacher::layer_work(model, &own).max(reading);
+        answers as u64 * self.answer(model.spec, tokens) + copies + latent + work
     }
 }
 

@@ -10,6 +10,7 @@ use crate::ops::prepacked::{self, Orders};
 use crate::ops::quantized::Products;
 use crate::peft::Adapter;
 use crate::plan::gpu_time::GpuRates;
+use crate::plan::knee::FastStep;
 use crate::plan::memory_plan::{MemoryLimits, ProcessState};
 use crate::quant::Format;
 use crate::recipe::{
@@ -25,6 +26,7 @@ use crate::setup::{self, StoredWeights};
 use crate::source::Placement;
 use crate::source::{PackedCopies, StoragePolicy};
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 /// Tokens per MLP chunk, if all tokens together do not fit.
@@ -61,6 +63,11 @@ impl PlanBase<'_> {
             ..self.inputs.clone()
         }
     }
+
+    /// The estimated time of a step.
+    pub(super) fn seconds(&self, recipe: &Recipe, inputs: &Inputs) -> f64 {
+        super::seconds_of(&self.model, recipe, inputs)
+    }
 }
 
 /// The chosen strategy, which may or may not fit.
@@ -72,6 +79,8 @@ pub(super) struct PlannedStrategy {
     pub plan: Plan,
     pub seconds: f64,
     pub fits: bool,
+    /// The fastest strategy, if it takes memory that does not pay (see `knee`).
+    pub fast: Option<FastStep>,
 }
 
 impl PlannedStrategy {
@@ -96,7 +105,7 @@ pub(super) fn fits(plan: &Plan, goal: Option<u64>, host: Option<u64>) -> bool {
 
 impl PlanContext<'_> {
     /// Returns the fastest lossless strategy within the goal; else the fastest that fits at all; else the same with
-    /// quantized weights of ever fewer bits; else the smallest.
+    /// quantized weights of ever fewer bits; else the smallest. Memory that does not pay is not taken (see `knee`).
     pub fn choose(&self, recipe: &Recipe, limits: MemoryLimits) -> Result<PlannedStrategy> {
         let mut smallest: Option<PlannedStrategy> = None;
         for lossy in self.storages(recipe) {
@@ -106,9 +115,10 @@ impl PlanContext<'_> {
                 goals.insert(0, limits.goal);
             }
             for goal in goals {
-                let found = self.fastest(recipe, &base, lossy, MemoryLimits { goal, ..limits })?;
+                let within = MemoryLimits { goal, ..limits };
+                let found = self.fastest(recipe, &base, lossy, within)?;
                 if found.fits {
-                    return Ok(found);
+                    return self.balanced(recipe, &base, found, within);
                 }
                 if smallest.as_ref().is_none_or(|old| old.is_above(&found.plan, limits)) {
                     smallest = Some(found);
@@ -126,23 +136,12 @@ impl PlanContext<'_> {
         lossy: Option<FrozenWeights>,
         limits: MemoryLimits,
     ) -> Result<PlannedStrategy> {
-        let layers = self.spec.layers.len();
-        let (least, most) = match recipe.memory.activations {
-            Activations::Keep => (layers, layers),
-            Activations::Recompute | Activations::Host => (0, 0),
-            Activations::Auto => (0, layers),
-        };
-        if recipe.memory.activations == Activations::Host && !self.on_gpu {
-            return Err(Error::usage("`memory.activations = \"host\"` has no effect on a CPU")
-                .at("memory.activations")
-                .found("a CPU run: host memory and device memory are the same")
-                .hint("use `recompute`: it needs the least memory"));
-        }
-        let seconds = |inputs: &Inputs| super::seconds_of(&base.model, recipe, inputs);
+        let range = self.saved_layers(recipe)?;
+        let seconds = |inputs: &Inputs| base.seconds(recipe, inputs);
         let mut strategies: Vec<(f64, StepStrategy)> = Vec::new();
         for strategy in self.strategies(recipe, base)? {
             let at_best = StepStrategy {
-                saved_layers: most,
+                saved_layers: *range.end(),
                 ..strategy.clone()
             };
             strategies.push((seconds(&base.inputs(&at_best)), strategy));
@@ -154,7 +153,7 @@ impl PlanContext<'_> {
             if best.as_ref().is_some_and(|b| b.fits && b.seconds <= at_best) {
                 break;
             }
-            let (strategy, plan, fits) = self.most_saved(recipe, base, strategy, limits, least..=most);
+            let (strategy, plan, fits) = self.most_saved(recipe, base, strategy, limits, range.clone());
             let inputs = base.inputs(&strategy);
             let seconds = seconds(&inputs);
             let better = best.as_ref().is_none_or(|b| match (fits, b.fits) {
@@ -169,21 +168,38 @@ impl PlanContext<'_> {
                     plan,
                     seconds,
                     fits,
+                    fast: None,
                 });
             }
         }
         best.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
     }
 
+    /// The numbers of layers with saved activations that the recipe allows.
+    pub(super) fn saved_layers(&self, recipe: &Recipe) -> Result<RangeInclusive<usize>> {
+        let layers = self.spec.layers.len();
+        if recipe.memory.activations == Activations::Host && !self.on_gpu {
+            return Err(Error::usage("`memory.activations = \"host\"` has no effect on a CPU")
+                .at("memory.activations")
+                .found("a CPU run: host memory and device memory are the same")
+                .hint("use `recompute`: it needs the least memory"));
+        }
+        Ok(match recipe.memory.activations {
+            Activations::Keep => layers..=layers,
+            Activations::Recompute | Activations::Host => 0..=0,
+            Activations::Auto => 0..=layers,
+        })
+    }
+
     /// The strategy with the largest number of layers with saved activations within `limits.goal`; the start of `range`
     /// if none fits.
-    fn most_saved(
+    pub(super) fn most_saved(
         &self,
         recipe: &Recipe,
         base: &PlanBase,
         mut strategy: StepStrategy,
         limits: MemoryLimits,
-        range: std::ops::RangeInclusive<usize>,
+        range: RangeInclusive<usize>,
     ) -> (StepStrategy, Plan, bool) {
         let mut plan = |saved_layers| {
             strategy.saved_layers = saved_layers;
@@ -309,7 +325,7 @@ impl PlanContext<'_> {
     }
 
     /// All strategies that the recipe allows, the simplest first; the number of saved layers is open.
-    fn strategies(&self, recipe: &Recipe, base: &PlanBase) -> Result<Vec<StepStrategy>> {
+    pub(super) fn strategies(&self, recipe: &Recipe, base: &PlanBase) -> Result<Vec<StepStrategy>> {
         let choose = |keep_fits| {
             let all_active = recipe.tune.method == Method::Full;
             let micro_batches = recipe.train.gradient_accumulation_steps;
@@ -366,6 +382,7 @@ impl PlanContext<'_> {
             PackedWeights::None => vec![None],
             PackedWeights::Forward => vec![Some(Orders::Forward)],
             PackedWeights::Both => vec![Some(Orders::Both)],
+            PackedWeights::Auto if !prepacked::pays() => vec![None],
             PackedWeights::Auto => vec![None, Some(Orders::Forward), Some(Orders::Both)],
         }
     }

@@ -18,6 +18,9 @@ use crate::source::{Placement, Sublayer};
 /// first kernel on Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).
 const PACKED_TOKENS: f64 = 75.0;
 const PACKED_TOKENS_TILES: f64 = 200.0;
+/// Dot products of bf16 pairs pack no weight; reading one from memory takes as long as so many tokens (0.2 ns an element at 10 GB/s
+/// of a thread; 2 operations at 0.2 TFLOP/s are 0.01 ns).
+const READ_TOKENS_DOTS: f64 = 20.0;
 /// Operations per second of one thread, and of one thread with a tile unit.
 const THREAD_RATE: f64 = 50e9;
 const TILES_RATE: f64 = 500e9;
@@ -56,7 +59,11 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
 fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> f64 {
     let spec = model.spec;
     let tiles = prepacked::is_of_use() && recipe.model.dtype == Dtype::Bf16;
-    let packed = if tiles { PACKED_TOKENS_TILES } else { PACKED_TOKENS };
+    let packed = match tiles {
+        true if prepacked::pays() => PACKED_TOKENS_TILES,
+        true => READ_TOKENS_DOTS,
+        false => PACKED_TOKENS,
+    };
     let orders = inputs.strategy.packed_copies.as_ref().map(|c| c.orders);
     let forward = if orders.is_some() { 0.0 } else { packed };
     let backward = if orders == Some(Orders::Both) { 0.0 } else { packed };

@@ -32,6 +32,7 @@ device = "auto"
 [memory]
 budget = "auto"
 host_budget = "auto"
+goal = "auto"
 frozen_weights = "auto"
 tier = "auto"
 head_chunk = "auto"

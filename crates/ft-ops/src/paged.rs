@@ -7,6 +7,10 @@
 //! documents of the call. CPU only. If products round to bf16, queries, keys, values and probabilities are rounded
 //! here too, as in attention on tensors (but dequantized int8 values are not): both give a query the same operands.
 
+mod blocks;
+
+pub use blocks::{attend_in_blocks, block_bytes};
+
 use super::attention::Spec;
 use super::cpu::math::nearest_bf16;
 use super::cpu::storage::{expect_dims, floats, tensor};
@@ -184,6 +188,19 @@ impl Document<'_> {
 /// # Errors
 /// Shapes that do not fit, query ranges that are not consecutive, more queries than tokens.
 pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor, Tensor)> {
+    let n = check_documents(q, documents, spec)?;
+    let width = spec.heads * spec.head_dim;
+    let mut o = vec![0f32; n * width];
+    let mut lse = vec![0f32; n * spec.heads];
+    floats(q, "the queries", |q| {
+        cpu::attend(q, documents, spec, &mut o, &mut lse);
+        Ok(())
+    })?;
+    Ok((tensor(o, (n, width))?, tensor(lse, (n, spec.heads))?))
+}
+
+/// Checks that the documents belong to `q` and the attention `spec`; returns the number of queries.
+fn check_documents(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<usize> {
     spec.check()?;
     let n = documents.last().map_or(0, |d| d.queries.end);
     let width = spec.heads * spec.head_dim;
@@ -198,13 +215,7 @@ pub fn attend(q: &Tensor, documents: &[Document], spec: &Spec) -> Result<(Tensor
         }
         at = d.queries.end;
     }
-    let mut o = vec![0f32; n * width];
-    let mut lse = vec![0f32; n * spec.heads];
-    floats(q, "the queries", |q| {
-        cpu::attend(q, documents, spec, &mut o, &mut lse);
-        Ok(())
-    })?;
-    Ok((tensor(o, (n, width))?, tensor(lse, (n, spec.heads))?))
+    Ok(n)
 }
 
 #[cfg(test)]

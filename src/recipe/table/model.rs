@@ -18,6 +18,17 @@ named!(
     /// Storage of frozen projections; `Auto` is the planner's choice.
     FrozenWeights { Auto = "auto", F32 = "f32", Bf16 = "bf16", Int8 = "int8", Int4 = "int4", Nf4 = "nf4" }
 );
+named!(
+    /// What `auto` settings of the planner aim at.
+    MemoryGoal {
+        /// `Balanced` on a CPU without a budget, else `Fast`.
+        Auto = "auto",
+        /// Memory for speed only where it pays.
+        Balanced = "balanced",
+        /// As fast as the memory allows.
+        Fast = "fast",
+    }
+);
 named!(Tier { Auto = "auto", Device = "device", Host = "host", Disk = "disk" });
 named!(PackedWeights { Auto = "auto", None = "none", Forward = "forward", Both = "both" });
 named!(Activations { Auto = "auto", Keep = "keep", Recompute = "recompute", Host = "host" });
@@ -48,6 +59,10 @@ section! {
         /// With a GPU: most host memory to use. Set it to plan for a GPU in another machine. On a CPU it has no effect
         /// and is an error.
         host_budget: Option<u64> = "auto", "the free memory of this machine at the start";
+        /// How much memory `activations` and `packed_weights` take for speed while they are `auto`. `fast`: as much as there
+        /// is. `balanced`: only if a step gets at least 1 % faster for each 4 % of the peak, and freely below 1 GiB; `ft plan` shows what
+        /// `fast` would give and cost.
+        goal: MemoryGoal = "auto", "`balanced` on a CPU; `fast` on a GPU, and with a `budget`, which says how much may be taken";
         /// Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a
         /// quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. `bf16` in an f32 model takes half the memory; products
         /// with it are exact. Norms, biases, embedding and head stay in `model.dtype`.
@@ -75,8 +90,8 @@ section! {
         /// `host` is `recompute` with the layer inputs offloaded to host memory (GPU only); or `auto`. Results are
         /// bit-identical.
         activations: Activations = "auto",
-            "saves the activations of as many layers as fit the budget; the other layers are recomputed from their \
-             inputs";
+            "saves the activations of as many layers as fit the budget, if it pays (`goal`); the other layers are recomputed \
+             from their inputs";
         /// Number of tokens that an MLP processes at a time; it limits the size of the wide intermediate tensors. `0`
         /// processes all at once. Outputs are bit-identical; a gradient that is summed over the chunks can differ in
         /// its last bits.
@@ -84,7 +99,7 @@ section! {
         /// On a CPU with a tile unit (AMX) or fast bf16 dot products (AMD, from Zen 4 on) and with `model.dtype =
         /// "bf16"`: a packed copy of the frozen weights stays in memory, for the `forward` pass or for `both` passes
         /// (two copies), so that matrix products do not pack them each time. Results are bit-identical.
-        packed_weights: PackedWeights = "auto", "the fastest that fits";
+        packed_weights: PackedWeights = "auto", "the fastest that fits, if it pays (`goal`); with dot products `none`";
     }
 }
 

@@ -2,7 +2,8 @@
 //! tokens (a common prompt prefix) are in runs that several sequences read without a copy.
 //!
 //! On the CPU a run is pages of `PAGE` tokens, as f32, bf16 or int8. Attention always reads the stored values, so a
-//! token gives the same result whether it was added together with its neighbors or after them. On a GPU a run is blocks
+//! token gives the same result whether it was added together with its neighbors or after them. Tokens of prompts are read in blocks, with
+//! the products of training; a token of an answer reads the pages in place. On a GPU a run is blocks
 //! (`device_cache`), which attention reads in place; only a step of whole new texts reads the new keys and values as they
 //! are, if the cache stores the same numbers.
 //!
@@ -15,6 +16,7 @@
 //! A Gated DeltaNet layer has a state in the place of keys and values: that after the last token of the run. A sequence that
 //! continues a run begins with a copy of it. A state cannot go back to an earlier token.
 
+use super::decode::Pass;
 use super::device_cache::{DeviceLayer, device_form};
 use crate::base::{Error, Result};
 use crate::model::delta_net;
@@ -22,7 +24,7 @@ use crate::model::spec::{KeySource, LayerSpec, Mixer};
 use crate::model::{DeltaState, KvStore, Spec};
 use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
-use crate::ops::{attention, update};
+use crate::ops::{CpuBackend, attention, update};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -45,6 +47,21 @@ pub fn latent_work(spec: &Spec, tokens: usize) -> u64 {
         _ => 0,
     };
     spec.layers.iter().map(layer).max().unwrap_or(0)
+}
+
+/// Bytes of attention while prompts are read on the CPU, `new` tokens in a pass, of texts of up to `longest` tokens, `tokens` in
+/// all: input and residual, queries and output, new keys and values, and the keys and values that are copied out of their pages.
+pub fn reading_work(spec: &Spec, longest: usize, tokens: usize, new: usize) -> u64 {
+    let layer = |l: usize| {
+        let (heads, kv_heads, e) = match spec.layers[l].mixer {
+            Mixer::DeltaNet(_) => return 0,
+            Mixer::Latent(sizes) => (spec.heads, 1, sizes.kv_rank + sizes.rotary),
+            _ => (spec.heads, spec.kv_heads_of(l), spec.head_dim_of(l)),
+        };
+        let passed = 2 * new * (spec.row() + (heads + kv_heads) * e);
+        4 * passed as u64 + paged::block_bytes(kv_heads, e, longest, tokens)
+    };
+    (0..spec.layers.len()).map(layer).max().unwrap_or(0)
 }
 
 /// What the cache has of one layer.
@@ -287,10 +304,16 @@ pub struct Step<'a> {
     on_gpu: Option<KvStep>,
     /// No sequence has tokens of an earlier step.
     fresh: bool,
+    pass: Pass,
 }
 
 impl<'a> Step<'a> {
-    pub fn new(mut sequences: Vec<&'a mut Sequence>, documents: &'a [usize], device: &Device) -> Result<Self> {
+    pub fn new(
+        mut sequences: Vec<&'a mut Sequence>,
+        documents: &'a [usize],
+        pass: Pass,
+        device: &Device,
+    ) -> Result<Self> {
         if documents.len() != sequences.len() + 1 {
             return Err(
                 Error::shape("a decoding step and its KV cache have different numbers of rows")
@@ -309,6 +332,7 @@ impl<'a> Step<'a> {
             documents,
             on_gpu,
             fresh,
+            pass,
         })
     }
 
@@ -338,6 +362,16 @@ impl<'a> Step<'a> {
             sequence.len += d[1] - d[0];
             sequence.own.len += d[1] - d[0];
         }
+    }
+
+    /// True for prompts whose stored keys and values are operands of products as they are. The sums of `Portable` have an order
+    /// that depends on the sizes of a product.
+    fn reads_in_blocks(&self, layer: usize) -> bool {
+        let exact = |s: &&mut Sequence| match &s.own.layers[layer] {
+            Layer::Pages(form, _) => form.stored != KvDtype::Int8,
+            _ => false,
+        };
+        self.pass == Pass::Prompt && CpuBackend::current() != CpuBackend::Portable && self.sequences.iter().all(exact)
     }
 
     fn push(&mut self, layer: usize, k: &Tensor, v: &Tensor, spec: &attention::Spec) -> Result<()> {
@@ -419,7 +453,11 @@ impl KvStore for Step<'_> {
                     .collect(),
             })
             .collect();
-        paged::attend(q, &documents, spec)
+        if self.reads_in_blocks(layer) {
+            paged::attend_in_blocks(q, &documents, spec)
+        } else {
+            paged::attend(q, &documents, spec)
+        }
     }
 
     fn latent_rows(&self, layer: usize) -> bool {

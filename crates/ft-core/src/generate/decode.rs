@@ -311,13 +311,23 @@ pub(super) struct NewTokens<'a> {
     pub logits: bool,
 }
 
+/// What the new tokens of a pass are.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Pass {
+    /// Tokens of prompts: attention in blocks. The kind of a token decides, never the number of tokens: it does not depend on
+    /// how prompts are cut into passes.
+    Prompt,
+    /// One token of each answer: attention reads the pages in place.
+    Answer,
+}
+
 /// A product with fewer rows than this uses another path than one with more rows, and sums in another order.
 const MANY: usize = 9;
 
 /// Runs new tokens through the network. Returns logits `[wanted, V]` of the parts that request them. On the CPU the
 /// values of a row do not depend on the other rows as long as there are always many rows, or always few; with
 /// `same_bits`, padding rows ensure that there are always many.
-pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], same_bits: bool) -> Result<Vec<f32>> {
+pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], pass: Pass, same_bits: bool) -> Result<Vec<f32>> {
     let network = policy.network;
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
     for part in parts.iter() {
@@ -338,7 +348,7 @@ pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], same_bits: bo
         documents.push(MANY);
     }
     let sequences = parts.iter_mut().map(|p| &mut p.sequence).chain(padding.as_mut());
-    let mut cache = Step::new(sequences.collect(), &documents, &network.device)?;
+    let mut cache = Step::new(sequences.collect(), &documents, pass, &network.device)?;
     let ctx = network.context(&positions, &documents, None)?;
     let mut x = network.embed(&ids, &ctx)?;
     for layer in 0..network.layers() {

@@ -12,7 +12,7 @@ mod sampler;
 mod schedule;
 
 pub use crate::ops::paged::KvDtype;
-pub use cache::{cache_bytes, latent_work};
+pub use cache::{cache_bytes, latent_work, reading_work};
 pub use decode::{Answer, Limits, Request, SampledModel, Session, Settings, Speed, answer, generate, rollout};
 pub use quantized_copy::{Formats, QuantizedCopy};
 pub use sampler::{SampledToken, Sampler};

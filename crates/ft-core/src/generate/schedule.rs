@@ -2,7 +2,7 @@
 //! together, and leave one by one. The answer to a request does not depend on the scheduling.
 
 use super::cache::{Layout, Run, Sequence};
-use super::decode::{Answer, NewTokens, Request, SampledModel, Settings, Speed, step};
+use super::decode::{Answer, NewTokens, Pass, Request, SampledModel, Settings, Speed, step};
 use super::prefix::Tree;
 use super::sampler::Sampler;
 use crate::base::progress::Phase;
@@ -271,7 +271,7 @@ impl<'a> Schedule<'a> {
         if parts.is_empty() {
             return Ok(false);
         }
-        let logits = step(&self.policy, &mut parts, self.settings.limits.same_bits)?;
+        let logits = step(&self.policy, &mut parts, Pass::Prompt, self.settings.limits.same_bits)?;
         self.speed.prefill_tokens += parts.iter().map(|p| p.tokens.len() as u64).sum::<u64>();
         let mut ready = Vec::new();
         for (part, who) in parts.into_iter().zip(who) {
@@ -319,7 +319,7 @@ impl<'a> Schedule<'a> {
                 logits: true,
             })
             .collect();
-        let logits = step(&self.policy, &mut parts, self.settings.limits.same_bits)?;
+        let logits = step(&self.policy, &mut parts, Pass::Answer, self.settings.limits.same_bits)?;
         self.speed.decode_tokens += parts.len() as u64;
         for (row, part) in self.rows.iter_mut().zip(parts) {
             row.sequence = Some(part.sequence);

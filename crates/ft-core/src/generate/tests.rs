@@ -1,7 +1,7 @@
 //! Cached decoding, compared with full recomputation, and rows in a batch compared with single rows.
 
 use super::cache::{Layout, Sequence};
-use super::decode::{NewTokens, step};
+use super::decode::{NewTokens, Pass, step};
 use super::*;
 use crate::base::Error;
 use crate::data::{Batch, Example};
@@ -394,7 +394,7 @@ fn logits<'a>(policy: impl Into<SampledModel<'a>>, prompt: &[u32]) -> Vec<f32> {
         tokens: prompt,
         logits: true,
     };
-    step(&policy, &mut [part], false).unwrap()
+    step(&policy, &mut [part], Pass::Prompt, false).unwrap()
 }
 
 #[test]

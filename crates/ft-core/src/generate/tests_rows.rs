@@ -2,7 +2,7 @@
 //! every storage type, with adapters, on every path of the CPU (`FT_CPU`).
 
 use super::cache::{Layout, Sequence};
-use super::decode::{NewTokens, step};
+use super::decode::{NewTokens, Pass, step};
 use super::tests::{VOCAB, argmax, full_logits, furthest, many, network, prompts, spec, warm};
 use super::*;
 use crate::model::{Network, Spec};
@@ -105,14 +105,15 @@ fn errors(network: &Network, stored: KvDtype) -> Vec<f32> {
     let mut rows = prompts();
     let mut held: Vec<Sequence> = rows.iter().map(|_| Sequence::new(&layout, Vec::new(), 0, 64)).collect();
     let mut errors = Vec::new();
-    for _ in 0..20 {
+    for token in 0..20 {
+        let pass = if token == 0 { Pass::Prompt } else { Pass::Answer };
         let parts = rows.iter().zip(held.drain(..)).map(|(row, sequence)| NewTokens {
             tokens: &row[sequence.len()..],
             sequence,
             logits: true,
         });
         let mut parts: Vec<NewTokens> = parts.collect();
-        let logits = step(&network.into(), &mut parts, false).unwrap();
+        let logits = step(&network.into(), &mut parts, pass, false).unwrap();
         held = parts.into_iter().map(|p| p.sequence).collect();
         for (row, logits) in rows.iter_mut().zip(logits.chunks_exact(VOCAB)) {
             let want = full_logits(network, row);

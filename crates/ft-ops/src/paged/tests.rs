@@ -1,6 +1,7 @@
 //! Paged attention, compared with attention on tensors; page boundaries and other documents do not change a bit.
 
 use super::*;
+use crate::CpuBackend;
 use crate::attention;
 use crate::oracle::{assert_close, assert_same_on_any_threads, flat, random, read_back};
 
@@ -137,6 +138,73 @@ fn cuts_and_neighbours_change_no_bit() {
                     &pages(&spec, stored, &k, &v, &[7]),
                 );
                 assert_eq!(got, whole[i * width..(i + 1) * width]);
+            }
+        }
+    }
+}
+
+/// Reading a prompt in blocks is attention on the tensors, bit for bit, however the prompt is cut into steps and pages.
+#[test]
+fn blocks_are_attention_on_tensors_however_a_prompt_is_cut() {
+    for spec in specs() {
+        let width = spec.heads * spec.head_dim;
+        let q = random((300, width), 1);
+        let (k, v) = keys(&spec, 300, 2);
+        let (want, want_lse) = attention::forward(&q, &k, &v, &spec, &[0, 300], &[0, 300]).unwrap();
+        let (want, want_lse) = (flat(&want), flat(&want_lse));
+        for stored in [KvDtype::F32, KvDtype::Bf16] {
+            // A bf16 page holds other numbers than the tensors, unless the products round them anyway.
+            let exact = stored == KvDtype::F32 || spec.rounds();
+            let mut whole = None;
+            // Steps of the prompt beside the rows of a shorter one, and many prompts together.
+            for (cuts, page_cuts) in [(vec![0, 300], vec![]), (vec![0, 1, 70, 71, 200, 300], vec![3, 129])] {
+                let (mut o, mut lse) = (Vec::new(), Vec::new());
+                for c in cuts.windows(2) {
+                    let until = |t: &Tensor| t.narrow(0, 0, c[1]).unwrap();
+                    let long = pages(&spec, stored, &until(&k), &until(&v), &page_cuts);
+                    let short: Vec<Vec<Page>> = (0..30)
+                        .map(|i| {
+                            let part = |t: &Tensor| t.narrow(0, 0, 100 + i).unwrap();
+                            pages(&spec, stored, &part(&k), &part(&v), &[])
+                        })
+                        .collect();
+                    let new = c[1] - c[0];
+                    let ends = [0, 2, 2 + new].into_iter().chain((1..30).map(|i| 2 + new + i));
+                    let ends: Vec<usize> = ends.collect();
+                    let texts = [&short[0], &long].into_iter().chain(&short[1..]);
+                    let documents: Vec<Document> = texts
+                        .zip(ends.windows(2))
+                        .map(|(pages, d)| Document {
+                            queries: d[0]..d[1],
+                            pages: pages.iter().collect(),
+                        })
+                        .collect();
+                    let part = |t: &Tensor, from: usize, n: usize| t.narrow(0, from, n).unwrap();
+                    let rows = [part(&q, 98, 2), part(&q, c[0], new)].into_iter();
+                    let rows: Vec<Tensor> = rows.chain((1..30).map(|i| part(&q, 99 + i, 1))).collect();
+                    let (got, got_lse) = attend_in_blocks(&Tensor::cat(&rows, 0).unwrap(), &documents, &spec).unwrap();
+                    o.extend(flat(&part(&got, 2, new).contiguous().unwrap()));
+                    lse.extend(flat(&part(&got_lse, 2, new).contiguous().unwrap()));
+                    // The rows of the other texts too.
+                    for (at, row) in [(0, 98), (1, 99)]
+                        .into_iter()
+                        .chain((1..30).map(|i| (1 + new + i, 99 + i)))
+                    {
+                        let got = flat(&part(&got, at, 1).contiguous().unwrap());
+                        if exact && CpuBackend::current() != CpuBackend::Portable {
+                            assert_eq!(got, want[row * width..(row + 1) * width], "row {row}");
+                        }
+                    }
+                }
+                if CpuBackend::current() == CpuBackend::Portable {
+                    // The order of the sums of the `gemm` crate depends on the sizes.
+                    continue;
+                }
+                if exact {
+                    assert_eq!((&o, &lse), (&want, &want_lse), "{stored:?} {cuts:?}");
+                }
+                let before = whole.get_or_insert((o.clone(), lse.clone()));
+                assert_eq!(*before, (o, lse), "{stored:?} {cuts:?}");
             }
         }
     }

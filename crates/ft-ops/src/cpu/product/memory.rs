@@ -2,7 +2,7 @@
 
 use super::CpuBackend;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use super::amx::PACKED;
+use super::amx::{DEQUANTIZED, PACKED};
 use super::fused_lora::MAX_RANK;
 use super::grid::{KC, MC, NC_KC};
 
@@ -54,9 +54,15 @@ impl ProductSizes {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if CpuBackend::current().packs_bf16() {
             let bytes = |elements: usize| PACKED.min(2 * elements);
+            let activations = bytes(self.tokens * self.widest_linear);
             // A fused LoRA product extends both operands, in steps of 32.
             let fused = 2 * self.rank.next_multiple_of(32) * (self.tokens + self.widest_linear);
-            return (bytes(self.tokens * self.widest_linear) + bytes(self.largest_weight) + fused) as u64;
+            // Dot products pack only quantized weights, and both operands of gradients.
+            let other = match CpuBackend::current() {
+                CpuBackend::Avx512Bf16 => activations.max(DEQUANTIZED.min(2 * self.largest_weight)),
+                _ => bytes(self.largest_weight),
+            };
+            return (activations + other + fused) as u64;
         }
         0
     }

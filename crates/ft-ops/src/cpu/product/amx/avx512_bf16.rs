@@ -26,7 +26,7 @@ pub(in crate::cpu::product) fn is_fast() -> bool {
 /// Reinterprets 16 words as pairs of bf16.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn words(x: __m512i) -> __m512bh {
+pub(super) fn words(x: __m512i) -> __m512bh {
     // SAFETY: the same bits, read as another type.
     unsafe { std::mem::transmute(x) }
 }

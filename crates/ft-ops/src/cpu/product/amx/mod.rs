@@ -7,7 +7,8 @@
 //! A fused LoRA product (`fused_lora.rs`) first multiplies the packed A with its `down`. Then its rank is appended after
 //! the last chunk of both operands. Its matrices and u are rounded to bf16 here, as the operands of the product are.
 //!
-//! A weight that does not change can be stored prepacked (`panels.rs`): then only A is packed.
+//! A weight that does not change can be stored prepacked (`panels.rs`): then only A is packed. Dot products read a bf16 weight
+//! where it lies (`unpacked.rs`), with the same bits.
 
 mod buffer;
 pub(super) mod avx512_bf16;
@@ -18,6 +19,7 @@ pub(super) mod panels;
 #[cfg(test)]
 mod tests;
 pub(super) mod tile_kernels;
+mod unpacked;
 
 use super::grid::part;
 use super::{CInit, CpuBackend, Matrix, ProductJob};
@@ -36,7 +38,7 @@ const BLOCK_COLUMNS: usize = 16;
 /// Largest number of bytes of a packed operand.
 pub(super) const PACKED: usize = 16 << 20;
 /// The same limit for a quantized operand, so that its dequantized values do not fill memory.
-const DEQUANTIZED: usize = 4 << 20;
+pub(super) const DEQUANTIZED: usize = 4 << 20;
 
 /// Prepares the CPU for the tile products of a task.
 /// # Safety
@@ -101,6 +103,14 @@ pub(super) fn emulate() -> bool {
 /// Computes a job on `Amx` or `Avx512Bf16`.
 pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
     let (m, n, k) = job.sizes;
+    let fused_steps = job.fused_lora.map_or(0, |r| r.rank.div_ceil(32));
+    let prepacked = job
+        .b
+        .prepacked
+        .and_then(|prepacked| prepacked.lock((n, k), fused_steps));
+    if prepacked.is_none() && backend == CpuBackend::Avx512Bf16 && unpacked::fits(job) {
+        return unpacked::run(job);
+    }
     let c = job.c;
     let filled = match job.start {
         CInit::Zero => false,
@@ -113,11 +123,6 @@ pub(super) fn run(job: &ProductJob, backend: CpuBackend) {
             true
         }
     };
-    let fused_steps = job.fused_lora.map_or(0, |r| r.rank.div_ceil(32));
-    let prepacked = job
-        .b
-        .prepacked
-        .and_then(|prepacked| prepacked.lock((n, k), fused_steps));
     // Keeps both operands within their bound: k is cut so that all of A fits, then n so that this part of B fits.
     let panels = |vectors: usize| vectors.div_ceil(32);
     let most_steps = (PACKED / STEP / panels(m)).max(KC_STEPS) / KC_STEPS * KC_STEPS;

@@ -250,7 +250,7 @@ fn rounded(x: __m512) -> __m512i {
 /// Transposes 16 x 16 words.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
+pub(super) fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
     let mut t = r;
     for i in 0..8 {
         t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);

@@ -19,7 +19,7 @@ pub(super) fn candidates<'a>(model: &Model, inputs: &'a Inputs, bytes: (u64, u64
     let mut alike: BTreeMap<Likeness, Vec<Point>> = BTreeMap::new();
     for turn in inputs.turns.iter() {
         let kinds = turn.active.layers().map(|l| model.kind(l)).collect();
-        let inactive = turn.inactive.bytes(inputs.strategy.placement, bytes);
+        let inactive = inputs.inactive_bytes(turn, bytes);
         let point = (turn.active.lowest_layer(layers) as u64, inactive, turn);
         let key = (turn.active.shape(), kinds, turn.deactivates);
         alike.entry(key).or_default().push(point);

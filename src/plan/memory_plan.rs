@@ -12,7 +12,7 @@ use crate::plan::gpu_time::GpuRates;
 use crate::plan::knee;
 use crate::plan::search::{PlanBase, PlanContext, PlannedStrategy, fits};
 use crate::plan::{Inputs, Plan};
-use crate::recipe::{Activations, Chunk, FrozenWeights, PackedWeights, Recipe, Tier};
+use crate::recipe::{Activations, Chunk, FrozenWeights, PackedWeights, RankWeights, Recipe, Tier};
 use crate::setup::StoredWeights;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::defaults;
@@ -312,7 +312,7 @@ impl PlanContext<'_> {
         let on_device = |w: &StepStrategy| w.placement == Placement::Device;
         if recipe.memory.tier == Tier::Auto {
             match strategy.placement {
-                Placement::Device => say(
+                Placement::Device | Placement::Sharded => say(
                     "memory.tier",
                     "device".into(),
                     "the weights are loaded only once".into(),
@@ -331,6 +331,13 @@ impl PlanContext<'_> {
                     say("memory.tier", "disk".into(), needs(what, least));
                 }
             }
+        }
+        if self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Auto {
+            let (value, why) = match strategy.placement {
+                Placement::Sharded => ("sharded", needs("all weights on every rank", least(&on_device)?)),
+                _ => ("replicated", "no weights travel before they are used".into()),
+            };
+            say("distributed.weights", value.into(), why);
         }
         if let (Chunk::Auto, Placement::Disk { head_rows }) = (recipe.memory.head_chunk, strategy.placement) {
             let whole = |w: &StepStrategy| w.placement == Placement::Disk { head_rows: None };

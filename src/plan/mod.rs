@@ -36,7 +36,7 @@ pub use time::{seconds, seconds_of};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::divided::divides;
-use crate::engine::{Active, Gradients, StepStrategy, corrected_bytes, exchange_bytes, sent_bytes};
+use crate::engine::{Active, Gradients, StepStrategy, Updated, corrected_bytes, exchange_bytes, sent_bytes};
 use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::quantized::work_bytes;
@@ -182,6 +182,16 @@ impl Inputs {
         }
     }
 
+    /// `InactiveElements::bytes` of this rank.
+    fn inactive_bytes(&self, turn: &Turn, bytes: (u64, u64)) -> u64 {
+        let placement = self.strategy.placement;
+        let all = turn.inactive.bytes(placement, bytes);
+        match placement {
+            Placement::Sharded => all.div_ceil(self.ranks as u64),
+            _ => all,
+        }
+    }
+
     /// On a GPU: the buffer for the dequantized parts of the largest quantized weight.
     fn dequantized(&self, model: &Model) -> u64 {
         let (storage, mut most) = (&self.strategy.storage, 0);
@@ -224,11 +234,15 @@ impl Inputs {
     }
 }
 
+/// True if every element of a trained parameter is updated by itself, so that ranks can divide the update.
+pub(crate) fn updates_in_parts(recipe: &Recipe, masked: bool) -> bool {
+    let hook = recipe.tune.method == Method::Lora && recipe.tune.lora.peft_type == PeftType::Adalora;
+    divides(2, recipe.optimizer.name != OptimizerName::Adafactor, masked, hook)
+}
+
 /// The number of ranks over which gradients and moments are divided.
 fn parts(recipe: &Recipe, inputs: &Inputs, active: &Active) -> u64 {
-    let hook = recipe.tune.method == Method::Lora && recipe.tune.lora.peft_type == PeftType::Adalora;
-    let by_element = recipe.optimizer.name != OptimizerName::Adafactor;
-    if divides(inputs.ranks, by_element, active.is_masked(), hook) {
+    if inputs.ranks > 1 && updates_in_parts(recipe, active.is_masked()) {
         inputs.ranks as u64
     } else {
         1
@@ -242,12 +256,22 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         let sizes = active.names().map(|name| {
             let n = model.elements(name);
             let n = active.subset(name, n as usize).map_or(n, |part| part.len as u64);
-            (name, n, bf16(name))
+            let updated = if model.is_in_parts(name) && inputs.strategy.placement == Placement::Sharded {
+                Updated::Collected
+            } else if bf16(name) {
+                Updated::Bf16
+            } else {
+                Updated::F32
+            };
+            (name, n, updated)
         });
         let how = (parts(recipe, inputs, active) > 1, recipe.distributed.exchange());
         let (rounds, place) = (inputs.micro_batches as u64, (rank, inputs.ranks));
         let corrected = active.corrected().map(|name| (name, model.elements(name)));
-        sent_bytes(sizes, rounds, place, how) + corrected_bytes(corrected, rounds, place, how.1)
+        let stored = recipe.model.dtype.bytes();
+        sent_bytes(sizes, rounds, place, how)
+            + corrected_bytes(corrected, rounds, place, how.1)
+            + weights::collected(model, inputs, stored, active, rank)
     };
     let turns = inputs.turns.iter().map(|turn| &turn.active);
     let all = turns.flat_map(|active| (0..inputs.ranks).map(move |rank| of(active, rank)));
@@ -347,21 +371,17 @@ fn of_turn(
         ledger.alloc(MemoryKind::Data, inputs.data_bytes),
     ];
     weights::load(&mut ledger, model, inputs);
-    held.push(ledger.alloc(
-        MemoryKind::Weights,
-        weights::resident(
-            model,
-            &inputs.strategy.storage,
-            stored,
-            inputs.strategy.placement,
-            active,
-            &|name| inputs.trains_rows_of(name),
-        ),
-    ));
+    let resident = match inputs.strategy.placement {
+        Placement::Sharded => weights::in_parts(model, inputs, stored, active),
+        placement => weights::resident(model, &inputs.strategy.storage, stored, placement, active, &|name| {
+            inputs.trains_rows_of(name)
+        }),
+    };
+    held.push(ledger.alloc(MemoryKind::Weights, resident));
     held.push(weights::reordered(model, inputs, &mut ledger));
     held.push(ledger.alloc(
         MemoryKind::InactiveMasters,
-        turn.inactive.bytes(inputs.strategy.placement, (stored, master)),
+        inputs.inactive_bytes(turn, (stored, master)),
     ));
     if inputs.reference {
         held.push(ledger.alloc(MemoryKind::Reference, stored * model.parameters()));

@@ -4,6 +4,7 @@
 use crate::engine::Active;
 use crate::model::Spec;
 use crate::peft::Cost;
+use crate::source::sharded::is_in_parts;
 use crate::source::{Group, ParamInfo, StoragePolicy};
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap};
@@ -156,6 +157,16 @@ impl<'a> Model<'a> {
             }
             None => self.outside.iter().find(|p| &*p.name == name).map(|p| &p.shape[..]),
         }
+    }
+
+    /// True for a parameter that ranks can store in parts.
+    pub fn is_in_parts(&self, name: &str) -> bool {
+        let layer = name.strip_prefix("model.layers.").and_then(|n| n.split_once('.'));
+        layer.is_some_and(|(layer, rest)| {
+            let layer = layer.parse().ok();
+            let mut params = layer.map_or(&[][..], |layer| self.below_of(layer)).iter();
+            params.any(|(below, p)| below == rest && is_in_parts(p))
+        })
     }
 
     pub fn elements(&self, name: &str) -> u64 {

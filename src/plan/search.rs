@@ -14,7 +14,8 @@ use crate::plan::knee::FastStep;
 use crate::plan::memory_plan::{MemoryLimits, ProcessState};
 use crate::quant::Format;
 use crate::recipe::{
-    Activations, Chunk, Correction, Dtype, FrozenWeights, LoraInit, Method, PackedWeights, PeftType, Recipe, Tier,
+    Activations, Chunk, Correction, Dtype, FrozenWeights, LoraInit, Method, PackedWeights, PeftType, RankWeights,
+    Recipe, Tier,
 };
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::setup::prompts;
@@ -422,6 +423,20 @@ impl PlanContext<'_> {
                 .to_vec(),
         };
         let on_gpu = self.on_gpu;
+        match (self.process.ranks > 1, recipe.distributed.weights) {
+            (true, RankWeights::Sharded) => return self.sharded(recipe).map(|placement| vec![placement]),
+            (true, RankWeights::Auto) if recipe.memory.tier == Tier::Device => {
+                return Ok([Placement::Device]
+                    .into_iter()
+                    .chain(self.sharded(recipe).ok())
+                    .collect());
+            }
+            (true, RankWeights::Auto) if recipe.memory.tier == Tier::Auto && !corrects_all(recipe) => {
+                let in_memory = [Placement::Device].into_iter().chain(self.sharded(recipe).ok());
+                return Ok(in_memory.chain(disk).collect());
+            }
+            _ => {}
+        }
         match recipe.memory.tier {
             // On a CPU the host's memory is the device's.
             Tier::Device => Ok(vec![Placement::Device]),
@@ -440,6 +455,40 @@ impl PlanContext<'_> {
             Tier::Auto => Ok([&[Placement::Device], &disk[..]].concat()),
             Tier::Disk => Ok(disk),
         }
+    }
+
+    /// Weights in parts on the ranks. Errors: an update that needs whole weights; a tier that holds none.
+    fn sharded(&self, recipe: &Recipe) -> Result<Placement> {
+        let refused = |why: &str, found: String| {
+            Error::usage(format!("`distributed.weights = \"sharded\"` {why}"))
+                .found(found)
+                .hint("set `distributed.weights = \"replicated\"`")
+        };
+        if corrects_all(recipe) {
+            let correction = recipe.tune.block.correction.name();
+            return Err(refused(
+                "has whole weights of no layer, and this correction changes all of them in each step",
+                format!("`tune.block.correction = \"{correction}\"`"),
+            ));
+        }
+        let masked = self.schedule.active(1).is_masked();
+        if recipe.tune.method != Method::Lora && !super::updates_in_parts(recipe, masked) {
+            return Err(refused(
+                "needs an update of each element by itself",
+                if masked {
+                    "blocks of elements inside matrices".into()
+                } else {
+                    format!("`optimizer.name = \"{}\"`", recipe.optimizer.name.name())
+                },
+            ));
+        }
+        if !matches!(recipe.memory.tier, Tier::Auto | Tier::Device) {
+            return Err(refused(
+                "divides weights in memory, and this tier holds none there",
+                format!("`memory.tier = \"{}\"`", recipe.memory.tier.name()),
+            ));
+        }
+        Ok(Placement::Sharded)
     }
 
     /// The shared data of all plans of `recipe` with one storage.

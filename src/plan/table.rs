@@ -193,6 +193,10 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "weights",
             match inputs.strategy.placement {
                 super::Placement::Device => format!("all of them, {stored}"),
+                super::Placement::Sharded => format!(
+                    "a part of each layer on each of {} ranks, two whole {layers}, head and embedding; {stored}",
+                    inputs.ranks
+                ),
                 super::Placement::Host | super::Placement::Disk { head_rows: None } => {
                     format!("active weights, two {layers}, the head; {stored}")
                 }

@@ -26,6 +26,8 @@ const THREAD_RATE: f64 = 50e9;
 const TILES_RATE: f64 = 500e9;
 /// Bytes per second from the disk.
 pub(super) const DISK_RATE: f64 = 1e9;
+/// Bytes per second that a rank sends, if nothing is said about the connection: 10 Gb/s.
+const RANKS_RATE: f64 = 1.25e9;
 /// If computation and reading overlap, this fraction of the shorter one does not.
 const NOT_HIDDEN: f64 = 0.1;
 
@@ -103,6 +105,9 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
     let rate = if tiles { TILES_RATE } else { THREAD_RATE };
     let work = work / (rate * inputs.threads as f64);
     let read = bytes_read(model, recipe, inputs, active, lowest) / DISK_RATE;
+    let stored = recipe.model.dtype.bytes();
+    let collected = super::weights::collected(model, inputs, stored, active, 0) as f64 / RANKS_RATE;
+    let read = read + collected / inputs.micro_batches.max(1) as f64;
     let passes = match inputs.strategy.gradients {
         Gradients::NormFirst => 2.0,
         _ => 1.0,
@@ -113,7 +118,7 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
 /// twice. Of the routed experts those that get tokens.
 pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, lowest: usize) -> f64 {
-    if inputs.strategy.placement == Placement::Device {
+    if matches!(inputs.strategy.placement, Placement::Device | Placement::Sharded) {
         return 0.0;
     }
     let (spec, stored) = (model.spec, recipe.model.dtype.bytes());

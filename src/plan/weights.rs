@@ -8,6 +8,7 @@ use crate::model::spec::EMBEDDING;
 use crate::model::{Spec, tokens};
 use crate::quant::Storage;
 use crate::source::memory::{LayerSlots, WeightMemory, head_slots};
+use crate::source::sharded::{collections, is_in_parts, own_bytes, part_bytes};
 use crate::source::{Group, ParamInfo, Placement, StoragePolicy};
 
 impl Inputs {
@@ -99,6 +100,57 @@ pub(super) fn resident(
     resident + slots.bytes() + head
 }
 
+/// Bytes of the weights of a rank that has a part of every matrix of the layers, with two layers that were collected.
+pub(super) fn in_parts(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active) -> u64 {
+    let storage = &inputs.strategy.storage;
+    let bytes = |p: &ParamInfo| {
+        let quantized = storage.of(p).is_quantized() && !active.contains(&p.name);
+        if active.contains(&p.name) {
+            (value_bytes * p.elements() as u64, quantized)
+        } else {
+            (storage.of(p).bytes(&p.shape), quantized)
+        }
+    };
+    let mut all: u64 = model.outside().iter().map(|p| bytes(p).0).sum();
+    let mut largest = 0;
+    for run in model.runs(active) {
+        let mut collected = 0;
+        for p in model.layer(run.first) {
+            let (mut own, quantized) = bytes(&p);
+            if is_in_parts(&p) {
+                collected += own;
+                own = part_bytes(&p, own, quantized, inputs.ranks as u64);
+            }
+            all = all.saturating_add(own.saturating_mul(run.count as u64));
+        }
+        largest = largest.max(collected);
+    }
+    all + 2 * largest
+}
+
+/// Bytes that rank `rank` sends in a step, so that the layers are collected.
+pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active, rank: usize) -> u64 {
+    if inputs.strategy.placement != Placement::Sharded {
+        return 0;
+    }
+    let (layers, size) = (model.layers(), inputs.ranks);
+    let trains = |layer: usize| model.layer(layer).any(|p| is_in_parts(&p) && active.contains(&p.name));
+    let lowest = active.lowest_layer(layers);
+    let counts = collections(layers, lowest, inputs.micro_batches.div_ceil(size.max(1)), trains);
+    let of = |p: ParamInfo| {
+        let (format, bytes) = match inputs.strategy.storage.of(&p) {
+            Storage::Quantized(format, _) if !active.contains(&p.name) => {
+                (Some(format), inputs.strategy.storage.of(&p).bytes(&p.shape))
+            }
+            _ => (None, value_bytes * p.elements() as u64),
+        };
+        own_bytes(&p, format, bytes, (rank, size))
+    };
+    let of_layer = |layer: usize| model.layer(layer).filter(is_in_parts).map(of).sum::<u64>();
+    let all = counts.iter().enumerate().map(|(layer, count)| count * of_layer(layer));
+    all.sum::<u64>() * (size as u64 - 1)
+}
+
 /// Bytes of the largest layer with experts, if the weights are not on the device.
 pub(super) fn largest_mixture(model: &Model, inputs: &Inputs) -> u64 {
     let storage = &inputs.strategy.storage;
@@ -130,6 +182,7 @@ impl Inputs {
         WeightMemory {
             storage: &self.strategy.storage,
             placement: self.strategy.placement,
+            ranks: self.ranks as u64,
             on_gpu: self.on_gpu,
             file_bytes: self.file_bytes,
             value_bytes,

@@ -1,7 +1,7 @@
 //! Opens the model directory with its config, tokenizer and template: the first step of every program.
 
 use crate::base::{Error, Result, progress, staging};
-use crate::checkpoint;
+use crate::comm::Collective;
 use crate::data::codec::ChatRender;
 use crate::engine::StepStrategy;
 use crate::formats::StoredDtype;
@@ -19,12 +19,15 @@ use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
 use crate::report;
 use crate::setup::locate::{adapter_directory, model_config};
 use crate::setup::vocabulary::{NewRows, TextChanges};
-use crate::source::{Disk, Resident, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
+use crate::source::sharded::Origin;
+use crate::source::{Disk, Resident, Sharded, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
 use crate::source::{ParamInfo, Placement};
 use candle_core::{Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+mod decoded;
 
 /// Keys of `config.json` that name code of a model directory.
 const CODE: [&str; 3] = ["auto_map", "model_file", "_attn_implementation_internal"];
@@ -245,8 +248,7 @@ impl ModelDir {
                 source.with_originals(move |p, dtype| resident::read_dense(&weights, p, dtype, &Device::Cpu))
             }
             ModelInit::Random => {
-                let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
-                let std = self.spec.initializer_range;
+                let resident::RandomWeights { seed, std, norm } = self.random_weights(seed);
                 let names: Vec<_> = params.iter().map(|p| p.name.clone()).collect();
                 let source = Resident::random_stored(params, seed, std, norm, |p| storage.of(p), device)?;
                 source.with_originals(move |p, dtype| {
@@ -258,16 +260,26 @@ impl ModelDir {
         Ok(source)
     }
 
-    /// Loads the weights as `strategy` says. Files that the run needs meanwhile go to `run_dir`.
+    fn random_weights(&self, seed: u64) -> resident::RandomWeights {
+        resident::RandomWeights {
+            seed,
+            std: self.spec.initializer_range,
+            norm: if self.spec.norm_plus_one { 0.0 } else { 1.0 },
+        }
+    }
+
+    /// Loads the weights as `strategy` says, in parts on `ranks` if it says so. Files that the run needs meanwhile go to
+    /// `run_dir`.
     pub fn load_for(
         &self,
         strategy: &StepStrategy,
         recipe: &Recipe,
         run_dir: &Path,
         device: &Device,
+        ranks: &Arc<dyn Collective>,
     ) -> Result<TrainableNetwork> {
         strategy.storage.products().check(device)?;
-        let mut loaded = self.place(strategy, recipe, run_dir, device)?;
+        let mut loaded = self.place(strategy, recipe, run_dir, device, ranks)?;
         loaded.network.mlp_tokens = strategy.mlp_tokens;
         loaded.network.products = strategy.storage.products();
         Ok(loaded)
@@ -279,6 +291,7 @@ impl ModelDir {
         recipe: &Recipe,
         run_dir: &Path,
         device: &Device,
+        ranks: &Arc<dyn Collective>,
     ) -> Result<TrainableNetwork> {
         self.spec.runs_on(!device.is_cpu())?;
         let (dtype, init, seed) = (recipe.model.dtype, recipe.model.init, recipe.train.seed);
@@ -293,6 +306,20 @@ impl ModelDir {
             Placement::Device => {
                 let store = Arc::new(self.resident(storage, init, seed, decoded, device)?);
                 return Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()));
+            }
+            Placement::Sharded => {
+                let params = self.spec.params();
+                let origin = match (init, decoded) {
+                    (ModelInit::Pretrained, Some(weights)) => Origin::Files(Arc::new(weights)),
+                    (ModelInit::Pretrained, None) => Origin::Files(self.weights()?),
+                    (ModelInit::Random, _) => Origin::random(&params, self.random_weights(seed)),
+                };
+                let store = Sharded::open(params, origin, |p| storage.of(p), ranks.clone())?;
+                return Ok(TrainableNetwork::new(
+                    self.spec.clone(),
+                    Arc::new(store),
+                    device.clone(),
+                ));
             }
             Placement::Host => {
                 let host = self
@@ -311,8 +338,8 @@ impl ModelDir {
                 let file = run_dir.join(DRAWN).join("model.safetensors");
                 if !file.is_file() {
                     staging::scratch(&run_dir.join(DRAWN))?;
-                    let norm = if self.spec.norm_plus_one { 0.0 } else { 1.0 };
-                    disk::write_random(&file, &params, seed, self.spec.initializer_range, norm, dtype)?;
+                    let resident::RandomWeights { seed, std, norm } = self.random_weights(seed);
+                    disk::write_random(&file, &params, seed, std, norm, dtype)?;
                 }
                 Weights::open_file(&file)?
             }
@@ -332,38 +359,6 @@ impl ModelDir {
         } else {
             self.upload(store, HostMemory::Reused, device)
         }
-    }
-
-    /// The weights of quantized files, those that `storage` does not keep in their format decoded, from a file in the
-    /// directory of the run.
-    fn decode(&self, storage: &StoragePolicy, dtype: Dtype, run_dir: &Path) -> Result<Weights> {
-        let (dir, weights, all) = (run_dir.join(DECODED), self.open_weights()?, self.spec.params());
-        let (mut params, mut without) = (Vec::new(), Vec::new());
-        for p in &all {
-            let Some((layout, format)) = stored::find(&weights, &p.name)? else {
-                continue;
-            };
-            if storage.keeps(&p.name, format) {
-                continue;
-            }
-            if let &[rows, columns] = p.shape.as_slice() {
-                without.extend(stored::names(&weights, layout, format, &p.name, (rows, columns)));
-            }
-            let bias = format!("{}.bias", p.name.trim_end_matches(".weight"));
-            if !all.iter().any(|p| *p.name == *bias) && resident::is_beside_quantized(&weights, &bias) {
-                without.push(bias);
-            }
-            params.push(p.clone());
-        }
-        if params.is_empty() {
-            return Ok(weights);
-        }
-        let elements: u64 = params.iter().map(|p| p.elements() as u64).sum();
-        checkpoint::check_space(run_dir, dtype.bytes() * elements)?;
-        staging::scratch(&dir)?;
-        let file = dir.join("model.safetensors");
-        stored::write_decoded(&weights, &params, dtype, &file)?;
-        Ok(weights.with_tensors_of(Weights::open_file(&file)?, &without))
     }
 
     /// Wraps a store on the host so that its weights are uploaded to `device`; `memory` as in `Uploaded::new`.

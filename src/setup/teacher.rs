@@ -1,6 +1,7 @@
 //! The teacher of a distillation: opens its directory, checks that it fits the student, and loads its network.
 
 use crate::base::{Error, Result, staging};
+use crate::comm::{Alone, Collective};
 use crate::data::Dataset;
 use crate::distill::hidden;
 use crate::engine::StepStrategy;
@@ -14,6 +15,7 @@ use crate::source::Placement;
 use crate::source::StoragePolicy;
 use candle_core::Device;
 use std::path::Path;
+use std::sync::Arc;
 
 /// A teacher whose weights are not loaded.
 pub struct TeacherModel {
@@ -159,7 +161,10 @@ impl TeacherModel {
             storage: self.storage.clone(),
             ..StepStrategy::new(self.dtype)
         };
-        let loaded = self.model.load_for(&strategy, &own, scratch, device)?;
+        let loaded = {
+            let alone: Arc<dyn Collective> = Arc::new(Alone::default());
+            self.model.load_for(&strategy, &own, scratch, device, &alone)?
+        };
         Ok(loaded.network)
     }
 

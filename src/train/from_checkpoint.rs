@@ -18,6 +18,7 @@ use crate::sft::CausalLm;
 use crate::source::Placement;
 use crate::source::StoragePolicy;
 use crate::train::finish::{self, TrainedModel};
+use crate::train::ranks::Ranks;
 use crate::train::stage::preference;
 use crate::train::starts::{self, AdapterInitContext};
 use crate::train::state;
@@ -110,7 +111,7 @@ pub fn write(dir: &Path, out: &Path) -> Result<Written> {
         storage,
         ..StepStrategy::new(recipe.model.dtype)
     };
-    let mut loaded_model = model.load_for(&strategy, recipe, &scratch.0, &device)?;
+    let mut loaded_model = model.load_for(&strategy, recipe, &scratch.0, &device, &Ranks::default().0)?;
     let network = &mut loaded_model.network;
     prepared.attach(network)?;
     let step_hook = allocation::of(recipe, &prepared);

@@ -254,7 +254,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if let Some(warning) = budget.and_then(Budget::warning) {
         reporter.warn(&warning);
     }
-    let mut loaded_model = model.load_for(&strategy, recipe, &scratch, &device)?;
+    let mut loaded_model = model.load_for(&strategy, recipe, &scratch, &device, &ranks.0)?;
     prepared.attach(&mut loaded_model.network)?;
     let step_hook = allocation::of(recipe, &prepared);
     if let Some(checkpoint) = &resumed {

@@ -57,8 +57,8 @@ pub fn prepare(feed: &mut dyn BatchSource, engine: &Engine, ranks: &Ranks) -> Re
     if !ranks.several() || !feed.is_made_by_root() {
         return feed.prepare(engine);
     }
-    if ranks.is_root() {
-        feed.prepare(engine)?;
+    let done = engine.by_root(|| feed.prepare(engine))?;
+    if done.is_some() {
         ranks.from_root(feed.state(0)?.unwrap_or_default())?;
         return Ok(());
     }
@@ -181,8 +181,9 @@ impl Run<'_> {
         if !ranks.several() || !self.feed.is_made_by_root() {
             return self.feed.window(step, engine);
         }
+        let made = engine.by_root(|| self.feed.window(step, engine));
         if ranks.is_root() {
-            let window = match self.feed.window(step, engine) {
+            let window = match made.map(Option::unwrap_or_default) {
                 Err(e) if signal::received().is_some() => {
                     self.stopped = true;
                     ranks.from_root(Vec::new())?;
@@ -193,6 +194,7 @@ impl Run<'_> {
             ranks.from_root([vec![1], self.feed.state(step)?.unwrap_or_default()].concat())?;
             return Ok(window);
         }
+        made?;
         let state = ranks.from_root(Vec::new())?;
         match state.split_first() {
             Some((_, state)) => {
@@ -344,11 +346,9 @@ impl Run<'_> {
 
     /// The numbers of an evaluation after `step`; they are reported. `None`: a signal ended it.
     fn measure(&mut self, engine: &Engine, step: u64) -> Result<Option<Vec<(String, f64)>>> {
-        let measured = if self.ranks.is_root() {
-            self.feed.evaluate(engine)
-        } else {
-            Ok(Vec::new())
-        };
+        let measured = engine
+            .by_root(|| self.feed.evaluate(engine))
+            .map(Option::unwrap_or_default);
         let Some(found) = self.ranks.unless_stopped(measured)? else {
             return Ok(None);
         };
@@ -373,8 +373,8 @@ impl Run<'_> {
             report.put_back(engine.objective.as_ref());
         }
         let accuracy = match self.eval {
-            Some(eval) if self.recipe.train.predict_with_generate && self.ranks.is_root() => {
-                samples::accuracy(self.recipe, self.model, engine, eval).map(Some)
+            Some(eval) if self.recipe.train.predict_with_generate => {
+                engine.by_root(|| samples::accuracy(self.recipe, self.model, engine, eval))
             }
             _ => Ok(None),
         };
@@ -416,18 +416,27 @@ impl Run<'_> {
         Ok(over)
     }
 
-    /// Evaluates the batches of this rank: batch i belongs to rank i mod W.
+    /// Evaluates the batches of this rank, round by round as those of a step.
     fn evaluate_own(&self, engine: &Engine, batches: &[Batch]) -> Result<Vec<MicroReport>> {
-        let world = self.ranks.0.world();
-        let own = || batches.iter().enumerate().skip(world.rank).step_by(world.size);
         let objective = engine.objective.as_ref();
-        let phase = progress::phase("evaluating", own().count(), "batches");
+        let filled = batches.iter().enumerate().filter(|(_, b)| objective.weight(b) > 0);
+        let filled: Vec<usize> = filled.map(|(index, _)| index).collect();
+        let rounds = window::rounds(&filled, self.ranks.0.world());
+        let phase = progress::phase("evaluating", rounds.len(), "batches");
         let mut reports = Vec::new();
-        for (index, batch) in own() {
-            phase.unless_stopped()?;
-            let totals = engine::evaluate(&engine.network, objective, batch)?;
+        // If layers are collected, all ranks compute the same number of batches.
+        let together = engine.store.sharded().is_some();
+        for round in rounds.into_iter().filter(|round| together || round.counts) {
+            if !together {
+                phase.unless_stopped()?;
+            }
+            let totals = engine::evaluate(&engine.network, objective, &batches[round.micro])?;
+            if !round.counts {
+                window::take_means(objective);
+                continue;
+            }
             reports.push(MicroReport {
-                micro: index as u64,
+                micro: round.micro as u64,
                 sums: StepSums {
                     loss: totals.loss_sum,
                     correct: totals.correct as f64,
@@ -463,11 +472,8 @@ impl Run<'_> {
 
     /// Shows answers to the sample prompts. A signal ends it early; the caller then saves and stops.
     pub fn samples(&mut self, engine: &Engine, step: u64, when: &str) -> Result<()> {
-        let answers = if self.ranks.is_root() {
-            samples::answers(self.recipe, self.model, engine, self.eval)
-        } else {
-            Ok(Vec::new())
-        };
+        let answers = engine.by_root(|| samples::answers(self.recipe, self.model, engine, self.eval));
+        let answers = answers.map(Option::unwrap_or_default);
         let Some(answers) = self.ranks.unless_stopped(answers)? else {
             return Ok(());
         };

@@ -25,8 +25,9 @@ fn bench() -> Bench {
 }
 
 /// Peak memory of the tightest rank in the steps, forecast, and number of trained parameters.
-fn measure(bench: &Bench, size: usize) -> (u64, u64, u64) {
+fn measure(bench: &Bench, size: usize, weights: &str) -> (u64, u64, u64) {
     let arguments = [
+        weights,
         "model.init=random",
         "tune.method=full",
         "train.max_steps=3",
@@ -54,9 +55,10 @@ fn measure(bench: &Bench, size: usize) -> (u64, u64, u64) {
 #[test]
 fn gradients_and_moments_are_divided_and_forecast() {
     let bench = bench();
+    let replicated = "distributed.weights=replicated";
     let mut least = u64::MAX;
     for size in [1, 2, 4] {
-        let (peak, forecast, trained) = measure(&bench, size);
+        let (peak, forecast, trained) = measure(&bench, size, replicated);
         println!("{size} ranks: peak {peak}, forecast {forecast}");
         let error = peak as f64 / forecast as f64 - 1.0;
         assert!(error.abs() < 0.1, "{size} ranks: {peak} bytes, {forecast} forecast");
@@ -64,9 +66,59 @@ fn gradients_and_moments_are_divided_and_forecast() {
             // 4 bytes of a gradient and 8 of two moments, less what is on the way.
             let saved = 12 * trained * 3 / 4 - (24 << 20);
             assert!(least > peak, "4 ranks need more than 2");
-            let one = measure(&bench, 1).0;
+            let one = measure(&bench, 1, replicated).0;
             assert!(one - peak > saved * 8 / 10, "{one} on one rank, {peak} on four");
         }
         least = least.min(peak);
+    }
+    // Weights in parts: a quarter of the layers and two whole ones, of six.
+    let (peak, forecast, trained) = measure(&bench, 4, "distributed.weights=sharded");
+    println!("4 ranks, weights in parts: peak {peak}, forecast {forecast}");
+    let error = peak as f64 / forecast as f64 - 1.0;
+    assert!(error.abs() < 0.1, "weights in parts: {peak} bytes, {forecast} forecast");
+    let saved = 4 * trained * 9 / 10 * (3 * 6 - 8) / (4 * 6);
+    assert!(
+        least - peak > saved * 8 / 10,
+        "{least} with whole weights, {peak} in parts"
+    );
+}
+
+/// Block training of 8B on two ranks of 24 GB and of 70B on four of 80 GB, as `ft plan --ranks` sees it.
+#[test]
+fn large_models_fit_several_ranks() {
+    let bench = Bench::new();
+    let recipe = concat!(env!("CARGO_MANIFEST_DIR"), "/recipes/block-llama3-8b-24gb.toml");
+    for (shape, ranks, budget, weights) in [
+        ("llama-3.1-8b", "2", "24GB", "replicated"),
+        ("llama-3.1-70b", "4", "80GB", "sharded"),
+    ] {
+        let model = format!("model.path=shape:{shape}");
+        let plan = |weights: &str| -> Value {
+            let weights = format!("distributed.weights={weights}");
+            let settings = [
+                &model,
+                "model.init=random",
+                "model.device=cpu",
+                "memory.tier=device",
+                &weights,
+            ];
+            let arguments = [
+                "plan", "--recipe", recipe, "--ranks", ranks, "--budget", budget, "--json",
+            ];
+            let out = bench.ft(&[&arguments[..], &settings].concat());
+            serde_json::from_slice(&out.stdout).unwrap_or_else(|e| panic!("{e}: {}", crate::bench::said(&out)))
+        };
+        let auto = plan("auto");
+        assert_eq!(auto["fits"], true, "{shape}: {auto}");
+        let chosen = plan(weights);
+        assert_eq!(auto["peak_bytes"], chosen["peak_bytes"], "{shape}: {weights} is chosen");
+        assert_eq!(auto["sent_bytes"], chosen["sent_bytes"], "{shape}");
+        if weights == "sharded" {
+            assert_eq!(plan("replicated")["fits"], false, "{shape}");
+        }
+        println!(
+            "{shape}: {} bytes, {} sent in a step",
+            auto["peak_bytes"], auto["sent_bytes"]
+        );
     }
 }

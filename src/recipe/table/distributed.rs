@@ -44,8 +44,9 @@ named!(
 section! {
     /// Training on several ranks (`mpirun -n 4 ft train ...`). On one rank these keys have no effect.
     pub struct Distributed in "distributed" {
-        /// Where the weights are: `replicated`, on every rank. Not available yet: `sharded`, `sharded-in-node`, `host`.
-        weights: RankWeights = "auto", "replicated";
+        /// Where the weights are. `replicated`: all on every rank. `sharded`: each rank has a part of every matrix of the
+        /// layers, and a layer is collected from all ranks before it is used. Not available yet: `sharded-in-node`, `host`.
+        weights: RankWeights = "auto", "replicated if it fits, else sharded";
         /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the bits of one rank on a
         /// CPU. `window`: each rank adds its own ones first, so they travel once in a step; it has whole gradients then, and
         /// the last bits depend on the number of ranks.
@@ -90,8 +91,8 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
                 .expected(use_instead),
         );
     };
-    if !matches!(d.weights, RankWeights::Auto | RankWeights::Replicated) {
-        refuse(Keys::weights, d.weights.name().into(), "`replicated`");
+    if matches!(d.weights, RankWeights::ShardedInNode | RankWeights::Host) {
+        refuse(Keys::weights, d.weights.name().into(), "`replicated` or `sharded`");
     }
     if d.sequence != 1 {
         refuse(Keys::sequence, d.sequence.to_string(), "1");

@@ -9,7 +9,7 @@ use crate::base::{Error, Result, progress, signal};
 use crate::comm::Patience;
 use crate::data::order::BatchStream;
 use crate::data::{Batch, Dataset};
-use crate::engine::Engine;
+use crate::engine::{Engine, window};
 use crate::formats::tokenizer::Tokenizer;
 use crate::recipe::{self, JudgedLoss, PairLoss, Recipe};
 use crate::rlhf::preference::losses::Dpo;
@@ -197,18 +197,26 @@ impl BatchSource for PreferenceSource<'_> {
         for (set, found) in self.sets.iter().zip(&mut found) {
             let Some(set) = set else { continue };
             // Each rank computes every W-th group of rows.
-            for rows in self.groups(set).into_iter().skip(world.rank).step_by(world.size) {
-                if let Some(s) = signal::received() {
+            let groups = self.groups(set);
+            let all: Vec<usize> = (0..groups.len()).collect();
+            // If layers are collected, all ranks compute the same number of groups.
+            let together = engine.store.sharded().is_some();
+            let rounds = window::rounds(&all, world).into_iter();
+            for round in rounds.filter(|round| together || round.counts) {
+                let rows = &groups[round.micro];
+                if let Some(s) = signal::received().filter(|_| !together) {
                     return Err(Error::signal(
                         s,
                         "stopped during the forward passes of the reference; nothing was trained yet",
                     ));
                 }
-                let batch = batch(set, &rows, None)?;
+                let batch = batch(set, rows, None)?;
                 let ctx = network.context(&batch.positions, &batch.documents, None)?;
                 let h = network.hidden_states(&batch.ids, &ctx)?;
                 let log_probs = network.head()?.log_probs(&h, &batch.targets)?;
-                found.extend(algorithm.logps(&batch, &log_probs)?.iter().map(|x| *x as f32));
+                if round.counts {
+                    found.extend(algorithm.logps(&batch, &log_probs)?.iter().map(|x| *x as f32));
+                }
                 phase.add(rows.len() as u64);
             }
             *found = self.of_all_ranks(set, std::mem::take(found), engine)?;

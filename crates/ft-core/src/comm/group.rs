@@ -4,7 +4,8 @@
 //! Each operation begins with a header from every rank to every rank: the number of the operation, its kind and its
 //! key. All ranks see the same headers, so all of them find the same failure or the same mismatch.
 
-use super::{Collective, Fault, Patience, Pending, State, World, closed};
+use super::collect::own_bytes;
+use super::{Collective, Fault, Patience, Pending, Shard, State, Whole, World, closed};
 use crate::base::{Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -14,11 +15,12 @@ use std::time::Duration;
 
 /// Moves lists between ranks. The list of the own rank, and empty lists, do not travel.
 pub trait Wire {
-    /// Sends `out[j]` to rank j and fills `into[j]` (of the length that rank j sends).
-    fn bytes(&mut self, out: &[&[u8]], into: &mut [Vec<u8>], wait: &Wait);
+    /// Sends each list of `out` to its rank and fills each list of `into` (of the length that its rank sends). The lists
+    /// between two ranks are in the same order on both.
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &Wait);
 
     /// As `bytes`.
-    fn floats(&mut self, out: &[&[f32]], into: &mut [Vec<f32>], wait: &Wait);
+    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait);
 
     /// Ends the whole job.
     fn abort(&mut self, code: i32);
@@ -40,6 +42,7 @@ type Lists = Vec<Vec<f32>>;
 enum Job {
     Exchange(u64, Lists, Vec<usize>, Sender<Result<Lists>>),
     Gather(u64, Vec<f32>, Vec<usize>, Sender<Result<Lists>>),
+    Collect(u64, Vec<Shard>, Option<usize>, Sender<Result<Vec<Whole>>>),
     Bytes(Vec<u8>, Patience, Sender<Result<Vec<Vec<u8>>>>),
     Fail(i32, String, Sender<Vec<Fault>>),
     Close,
@@ -58,6 +61,7 @@ const GATHER: u64 = 2;
 const BYTES: u64 = 3;
 const FAULT: u64 = 4;
 const CLOSE: u64 = 5;
+const COLLECT: u64 = 6;
 
 fn kind_name(kind: u64) -> &'static str {
     match kind {
@@ -66,6 +70,7 @@ fn kind_name(kind: u64) -> &'static str {
         BYTES => "an agreement",
         FAULT => "a failure",
         CLOSE => "the end",
+        COLLECT => "a collection of weights",
         _ => "an unknown operation",
     }
 }
@@ -166,6 +171,12 @@ impl Collective for Group {
         Pending(State::Coming(coming))
     }
 
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole> {
+        let (reply, coming) = channel();
+        self.send(Job::Collect(key, shards, to, reply));
+        Pending(State::Coming(coming))
+    }
+
     fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
         let (reply, coming) = channel();
         self.send(Job::Bytes(own, patience, reply));
@@ -243,6 +254,9 @@ impl<W: Wire> Worker<W> {
                 Job::Gather(key, own, lengths, reply) => {
                     let _ = reply.send(self.gather(key, own, &lengths));
                 }
+                Job::Collect(key, shards, to, reply) => {
+                    let _ = reply.send(self.collect(key, &shards, to));
+                }
                 Job::Bytes(own, patience, reply) => {
                     let _ = reply.send(self.bytes(own, patience));
                 }
@@ -271,7 +285,9 @@ impl<W: Wire> Worker<W> {
         let mut into: Vec<Vec<u8>> = lengths.iter().map(|n| vec![0; *n]).collect();
         let (world, say) = (self.world.clone(), self.say);
         let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
-        self.wire.bytes(own, &mut into, &Wait { limit, late: &late });
+        let mut views = views(&mut into);
+        self.wire
+            .bytes(&numbered(own), &mut views, &Wait { limit, late: &late });
         into
     }
 
@@ -280,7 +296,9 @@ impl<W: Wire> Worker<W> {
         let limit = Some(self.patience());
         let (world, say) = (self.world.clone(), self.say);
         let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
-        self.wire.floats(out, &mut into, &Wait { limit, late: &late });
+        let mut views = views(&mut into);
+        self.wire
+            .floats(&numbered(out), &mut views, &Wait { limit, late: &late });
         into
     }
 
@@ -390,6 +408,48 @@ impl<W: Wire> Worker<W> {
         Ok(into)
     }
 
+    fn collect(&mut self, key: u64, shards: &[Shard], to: Option<usize>) -> Result<Vec<Whole>> {
+        let limit = Some(self.patience());
+        self.begin(COLLECT, key, limit)?;
+        let rank = self.world.rank;
+        let receives = |rank: usize| to.is_none_or(|to| to == rank);
+        let guards: Vec<_> = shards.iter().map(|shard| shard.own.storage_and_layout()).collect();
+        let own = guards
+            .iter()
+            .zip(shards)
+            .map(|((guard, _), shard)| own_bytes(guard, &shard.own));
+        let own: Vec<&[u8]> = own.collect::<Result<_>>()?;
+        let others = |rank: &usize| *rank != self.world.rank;
+        let mut out = Vec::new();
+        for own in &own {
+            let to = (0..self.world.size).filter(others).filter(|rank| receives(*rank));
+            out.extend(to.map(|to| (to, *own)));
+        }
+        let whole = shards.iter().filter(|_| receives(rank));
+        let whole = whole.map(|shard| Whole::zeros(shard.own.dtype(), shard.elements()));
+        let mut whole: Vec<Whole> = whole.collect::<Result<_>>()?;
+        let mut into = Vec::new();
+        for ((whole, shard), own) in whole.iter_mut().zip(shards).zip(&own) {
+            let width = shard.own.dtype().size_in_bytes();
+            let mut parts: Vec<(usize, usize)> = shard.ranges.iter().map(|r| width * r.len()).enumerate().collect();
+            parts.sort_by_key(|(rank, _)| shard.ranges[*rank].start);
+            let mut rest = whole.bytes();
+            for (of, length) in parts {
+                let (part, after) = rest.split_at_mut(length);
+                rest = after;
+                if of == rank {
+                    part.copy_from_slice(own);
+                } else {
+                    into.push((of, part));
+                }
+            }
+        }
+        let (world, say) = (self.world.clone(), self.say);
+        let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
+        self.wire.bytes(&out, &mut into, &Wait { limit, late: &late });
+        Ok(whole)
+    }
+
     fn bytes(&mut self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
         let limit = (patience == Patience::Step).then(|| self.patience());
         let headers = self.begin(BYTES, own.len() as u64, limit)?;
@@ -398,6 +458,15 @@ impl<W: Wire> Worker<W> {
         into[self.world.rank] = own;
         Ok(into)
     }
+}
+
+/// Each list with its rank.
+fn numbered<'a, T>(lists: &[&'a [T]]) -> Vec<(usize, &'a [T])> {
+    lists.iter().copied().enumerate().collect()
+}
+
+fn views<T>(lists: &mut [Vec<T>]) -> Vec<(usize, &mut [T])> {
+    lists.iter_mut().map(Vec::as_mut_slice).enumerate().collect()
 }
 
 /// The lengths without that of the own rank.

@@ -7,6 +7,7 @@
 //!
 //! Letters: W ranks.
 
+mod collect;
 mod group;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -17,6 +18,7 @@ pub(crate) mod threads;
 #[cfg(test)]
 mod tests;
 
+pub use collect::{Shard, Whole};
 pub use group::Group;
 #[cfg(feature = "mpi")]
 pub use mpi::mpi_version;
@@ -60,23 +62,23 @@ pub struct Fault {
     pub text: String,
 }
 
-/// Numbers that are on their way: from each rank a list.
+/// Numbers that are on their way: from each rank a list, or each list as a whole.
 #[must_use]
-pub struct Pending(State);
+pub struct Pending<T = Vec<f32>>(State<T>);
 
-enum State {
-    Here(Vec<Vec<f32>>),
-    Coming(Receiver<Result<Vec<Vec<f32>>>>),
+enum State<T> {
+    Here(Result<Vec<T>>),
+    Coming(Receiver<Result<Vec<T>>>),
 }
 
-impl Pending {
-    /// The lists of all ranks, in their order.
+impl<T> Pending<T> {
+    /// The lists, in the order of the ranks or of the request.
     ///
     /// # Errors
     /// Another rank has failed, or is at another operation.
-    pub fn wait(self) -> Result<Vec<Vec<f32>>> {
+    pub fn wait(self) -> Result<Vec<T>> {
         match self.0 {
-            State::Here(lists) => Ok(lists),
+            State::Here(lists) => lists,
             State::Coming(reply) => reply.recv().unwrap_or_else(|_| Err(closed())),
         }
     }
@@ -101,6 +103,10 @@ pub trait Collective: Send + Sync {
 
     /// `own` goes to every rank; a list of `lengths[j]` numbers comes from rank j. `key`: equal on all ranks.
     fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending;
+
+    /// The whole lists of which each rank stores a part; `to`: on this rank only, the others get no list. `key`: equal on
+    /// all ranks. The own parts must not change before the end.
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole>;
 
     /// What every rank says, in the order of the ranks.
     ///
@@ -139,11 +145,15 @@ impl Collective for Alone {
     }
 
     fn exchange(&self, _: u64, parts: Vec<Vec<f32>>, _: Vec<usize>) -> Pending {
-        Pending(State::Here(parts))
+        Pending(State::Here(Ok(parts)))
     }
 
     fn gather(&self, _: u64, own: Vec<f32>, _: Vec<usize>) -> Pending {
-        Pending(State::Here(vec![own]))
+        Pending(State::Here(Ok(vec![own])))
+    }
+
+    fn collect(&self, _: u64, shards: Vec<Shard>, _: Option<usize>) -> Pending<Whole> {
+        Pending(State::Here(shards.iter().map(Shard::alone).collect()))
     }
 
     fn bytes(&self, own: Vec<u8>, _: Patience) -> Result<Vec<Vec<u8>>> {

@@ -55,23 +55,23 @@ type Open<'a, 'b, T> = (usize, Request<'a, [T], &'b LocalScope<'a>>);
 impl MpiWire {
     /// Sends and receives in pieces of `piece` elements. Messages between two ranks arrive in their order, so one tag is
     /// enough.
-    fn swap<T: Equivalence>(&mut self, out: &[&[T]], into: &mut [Vec<T>], piece: usize, wait: &Wait)
+    fn swap<T: Equivalence>(&mut self, out: &[(usize, &[T])], into: &mut [(usize, &mut [T])], piece: usize, wait: &Wait)
     where
         [T]: Buffer + BufferMut,
     {
         let tag: Tag = 1;
         scope(|scope| {
             let mut open: Vec<Open<T>> = Vec::new();
-            for (rank, list) in into.iter_mut().enumerate().filter(|(rank, _)| *rank != self.rank) {
-                let from = self.world.process_at_rank(rank as i32);
+            for (rank, list) in into.iter_mut().filter(|(rank, _)| *rank != self.rank) {
+                let from = self.world.process_at_rank(*rank as i32);
                 for part in list.chunks_mut(piece) {
-                    open.push((rank, from.immediate_receive_into_with_tag(scope, part, tag)));
+                    open.push((*rank, from.immediate_receive_into_with_tag(scope, part, tag)));
                 }
             }
-            for (rank, list) in out.iter().enumerate().filter(|(rank, _)| *rank != self.rank) {
-                let to = self.world.process_at_rank(rank as i32);
+            for (rank, list) in out.iter().filter(|(rank, _)| *rank != self.rank) {
+                let to = self.world.process_at_rank(*rank as i32);
                 for part in list.chunks(piece) {
-                    open.push((rank, to.immediate_send_with_tag(scope, part, tag)));
+                    open.push((*rank, to.immediate_send_with_tag(scope, part, tag)));
                 }
             }
             let (begun, mut pause) = (Instant::now(), SHORTEST);
@@ -104,11 +104,11 @@ impl MpiWire {
 }
 
 impl Wire for MpiWire {
-    fn bytes(&mut self, out: &[&[u8]], into: &mut [Vec<u8>], wait: &Wait) {
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &Wait) {
         self.swap(out, into, PIECE, wait);
     }
 
-    fn floats(&mut self, out: &[&[f32]], into: &mut [Vec<f32>], wait: &Wait) {
+    fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait) {
         self.swap(out, into, PIECE / 4, wait);
     }
 

@@ -1,6 +1,7 @@
 //! Tests of the operations with ranks that are threads.
 
 use super::*;
+use candle_core::{Device, Tensor};
 use std::time::Instant;
 
 /// The list that rank `from` has for rank `to`.
@@ -29,6 +30,55 @@ fn lists_arrive_where_they_belong() {
                 assert!(gathered.wait().unwrap() == want);
                 let said = comm.bytes(vec![rank as u8; rank], Patience::Long).unwrap();
                 assert_eq!(said, (0..size).map(|from| vec![from as u8; from]).collect::<Vec<_>>());
+            });
+        }
+    }
+}
+
+#[test]
+fn lists_in_parts_are_collected() {
+    for size in 1..=4 {
+        for n in [1, QUANTUM - 1, 5 * QUANTUM + 3] {
+            threads::run(size, |comm| {
+                let rank = comm.world().rank;
+                let own = |name: &str| part_of(name, n, rank, size);
+                let ranges = |name: &str| (0..size).map(|rank| part_of(name, n, rank, size)).collect();
+                let floats: Vec<f32> = own("a.3").map(|i| i as f32).collect();
+                let bytes: Vec<u8> = own("b").map(|i| i as u8).collect();
+                let shards = || {
+                    let tensor = Tensor::new(floats.as_slice(), &Device::Cpu).unwrap();
+                    let codes = Tensor::new(bytes.as_slice(), &Device::Cpu).unwrap();
+                    [(tensor, "a.3"), (codes, "b")]
+                        .map(|(own, name)| Shard {
+                            own,
+                            ranges: ranges(name),
+                        })
+                        .to_vec()
+                };
+                let (all, one) = (
+                    comm.collect(1, shards(), None),
+                    comm.collect(2, shards(), Some(size - 1)),
+                );
+                let check = |lists: Vec<Whole>| {
+                    let mut lists = lists.into_iter();
+                    let floats = lists
+                        .next()
+                        .unwrap()
+                        .into_tensor(&[n])
+                        .unwrap()
+                        .to_vec1::<f32>()
+                        .unwrap();
+                    assert!(floats.iter().enumerate().all(|(i, x)| *x == i as f32));
+                    let bytes = lists.next().unwrap().into_bytes().unwrap();
+                    assert!(bytes.len() == n && bytes.iter().enumerate().all(|(i, x)| *x == i as u8));
+                };
+                check(all.wait().unwrap());
+                let one = one.wait().unwrap();
+                if rank == size - 1 {
+                    check(one);
+                } else {
+                    assert!(one.is_empty());
+                }
             });
         }
     }

@@ -8,7 +8,7 @@ use super::step::Engine;
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, QUANTUM, part_of};
 use crate::ops::step_stats::{StepStats, StepSums};
-use crate::ops::{master, update};
+use crate::ops::{master, step, update};
 use crate::optim::{Optimizer, PartUpdate, range_of_part};
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -18,6 +18,8 @@ use std::sync::Arc;
 
 /// The name of the low bits of a master beside the parts of a state.
 const LOW: &str = "low";
+/// The exact values of a weight that is stored in parts.
+const EXACT: &str = "exact";
 /// Elements of a moment that travel together to rank 0.
 const PIECE: usize = 1 << 20;
 
@@ -80,7 +82,12 @@ impl<'a> Divided<'a> {
     }
 
     /// Updates every weight: each rank its part, with the sums times `coefficient`.
-    pub(super) fn update(self, optimizer: &mut Optimizer, lr: f64, coefficient: f32) -> Result<()> {
+    pub(super) fn update(mut self, optimizer: &mut Optimizer, lr: f64, coefficient: f32) -> Result<()> {
+        // What is stored in parts is not sent: it is collected before its next use.
+        let stored = self.sums.extract_if(.., |sum| sum.is_stored_in_parts());
+        for sum in stored {
+            update(optimizer, &sum, lr, coefficient)?;
+        }
         let name = |sum: &OwnSum| (sum.param.name.clone(), sum.elements());
         let items: Vec<(Arc<str>, usize)> = self.sums.iter().map(name).collect();
         let is_bf16 = |sum: &OwnSum| sum.param.tensor.dtype() == DType::BF16;
@@ -114,13 +121,7 @@ struct Updating<'a> {
 impl Publish for Updating<'_> {
     fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
         if let Some(sum) = self.sums[item].take() {
-            let part = PartUpdate {
-                name: &sum.param.name,
-                weight: &sum.param.tensor,
-                range: sum.range.clone(),
-                gradient: &sum.sum,
-            };
-            self.optimizer.update_part(&part, self.lr, self.coefficient)?;
+            update(self.optimizer, &sum, self.lr, self.coefficient)?;
             self.weights.push(sum.param.tensor);
         }
         if range.is_empty() {
@@ -136,6 +137,17 @@ impl Publish for Updating<'_> {
     fn is_bf16(&self, item: usize) -> bool {
         self.bf16[item]
     }
+}
+
+fn update(optimizer: &mut Optimizer, sum: &OwnSum, lr: f64, coefficient: f32) -> Result<()> {
+    let part = PartUpdate {
+        name: &sum.param.name,
+        weight: &sum.param.tensor,
+        shape: &sum.shape,
+        range: sum.range.clone(),
+        gradient: &sum.sum,
+    };
+    optimizer.update_part(&part, lr, coefficient)
 }
 
 /// Collects whole low bits.
@@ -201,7 +213,9 @@ impl Engine {
     /// Gives every rank all low bits of the masters outside `active`: their store takes them.
     pub(super) fn gather_low(&mut self, active: &super::Active) -> Result<()> {
         let world = self.comm.world();
-        let names = self.optimizer.low_parts_outside(|name| active.contains(name));
+        // What is stored in parts keeps them.
+        let stays = |name: &str| active.contains(name) || self.is_in_parts(name);
+        let names = self.optimizer.low_parts_outside(stays);
         let mut items = Vec::new();
         let (mut own, mut first) = (Vec::new(), Vec::new());
         for name in &names {
@@ -234,6 +248,33 @@ impl Engine {
         Ok(())
     }
 
+    /// True if each rank stores a part of this weight.
+    pub(super) fn is_in_parts(&self, name: &str) -> bool {
+        self.store.sharded().is_some_and(|store| store.in_parts(name))
+    }
+
+    /// As `exact_of_all`, of a weight that is stored in parts.
+    pub(super) fn exact_of_owners(&self, name: &str, sink: &mut super::exact::ExactSink) -> Result<()> {
+        self.comm
+            .bytes(format!("{name}\n{EXACT}").into_bytes(), Patience::Step)?;
+        self.answer(name, EXACT, &mut |values| match values {
+            MomentValues::F32(values) => sink(values),
+            MomentValues::U8(_) => Ok(()),
+        })
+    }
+
+    /// The exact values of the own part of a weight that is stored in parts, f32.
+    fn exact_part(&self, name: &str) -> Result<Tensor> {
+        let missing = || Error::internal("a weight is not stored in parts").at(name);
+        let (weight, low) = self.store.sharded().ok_or_else(missing)?.exact_part(name)?;
+        let values = match low.as_ref().or(self.optimizer.low_part(name)) {
+            Some(low) => step::join(&weight, low)?,
+            None => update::to_f32_vec(&weight)?,
+        };
+        let n = values.len();
+        Ok(Tensor::from_vec(values, n, &Device::Cpu)?)
+    }
+
     /// Passes the exact values of a weight whose low bits are divided to `sink`. For rank 0 within `by_root`.
     pub(super) fn exact_of_all(&self, name: &str, sink: &mut super::exact::ExactSink) -> Result<()> {
         let weight = self.network.param(name)?.tensor.flatten_all()?;
@@ -255,7 +296,7 @@ impl Engine {
     }
 
     /// The elements of a parameter whose moments this rank has: `None` if it has all of them.
-    fn own_part(&self, name: &str, n: usize) -> Option<Range<usize>> {
+    pub(super) fn own_part(&self, name: &str, n: usize) -> Option<Range<usize>> {
         let world = self.comm.world();
         self.divided.then(|| part_of(name, n, world.rank, world.size))
     }
@@ -299,11 +340,15 @@ impl Engine {
     /// Those of `work`, on rank 0; another rank has failed.
     pub fn by_root<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
         let comm = &*self.comm;
+        let sharded = self.store.sharded();
+        let asks = comm.world().size > 1 && (self.divided || sharded.is_some());
         if comm.world().is_root() {
+            sharded.filter(|_| asks).inspect(|store| store.begin_alone());
             let done = work();
+            sharded.inspect(|store| store.end_alone());
             // Ends the waiting of the others, also after an error.
             // They wait already, so one that does not answer is lost.
-            let ended = if self.divided {
+            let ended = if asks {
                 comm.bytes(Vec::new(), Patience::Step)
             } else {
                 Ok(Vec::new())
@@ -311,7 +356,7 @@ impl Engine {
             let done = done?;
             return ended.map(|_| Some(done));
         }
-        if !self.divided {
+        if !asks {
             return Ok(None);
         }
         loop {
@@ -320,7 +365,10 @@ impl Engine {
             let Some((name, part)) = text.split_once('\n') else {
                 return Ok(None);
             };
-            self.answer(name, part, &mut |_| Ok(()))?;
+            match sharded.and_then(|store| store.answer(name, part)) {
+                Some(answered) => answered?,
+                None => self.answer(name, part, &mut |_| Ok(()))?,
+            }
         }
     }
 
@@ -343,6 +391,8 @@ impl Engine {
             let low = self.optimizer.low_part(name).ok_or_else(missing)?.to_vec1::<i16>()?;
             let low: Vec<f32> = low.into_iter().map(f32::from).collect();
             (Tensor::new(low, &Device::Cpu)?, Some(self.elements(name)?))
+        } else if part == EXACT {
+            (self.exact_part(name)?, Some(self.elements(name)?))
         } else {
             let state = self.optimizer.saved().find(|state| state.name == name);
             let state = state.ok_or_else(missing)?;

@@ -34,6 +34,9 @@ impl Engine {
     /// The model has no such parameter (`NotFound`); a file of trained parameters cannot be read; any error of `sink`.
     pub fn exact(&self, name: &str, sink: &mut ExactSink) -> Result<()> {
         let store = &self.store;
+        if self.is_in_parts(name) {
+            return self.exact_of_owners(name, sink);
+        }
         if self.optimizer.low_part(name).is_some() {
             return self.exact_of_all(name, sink);
         }
@@ -61,7 +64,11 @@ impl Engine {
     /// The model has no such parameter, or its size differs.
     pub fn restore(&mut self, name: &str, saved: &Weights) -> Result<()> {
         if self.store.param(name).is_ok() {
-            return self.store.restore(name, saved, &mut self.optimizer);
+            self.store.restore(name, saved, &mut self.optimizer)?;
+            if let (true, Some(own)) = (self.is_in_parts(name), self.own_part(name, self.elements(name)?)) {
+                self.optimizer.cut_low(name, &own)?;
+            }
+            return Ok(());
         }
         let param = self.network.param(name)?;
         self.optimizer

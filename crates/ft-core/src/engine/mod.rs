@@ -19,7 +19,7 @@ pub use divided::{MomentValues, SavedMoment};
 pub use hook::StepHook;
 pub use loss_scale::{LossScale, LossScaleConfig};
 pub use pass::{Pass, Totals, evaluate};
-pub use reduce::{Exchange, corrected_bytes, exchange_bytes, sent_bytes};
+pub use reduce::{Exchange, Updated, corrected_bytes, exchange_bytes, sent_bytes};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
 pub use strategy::StepStrategy;
 

@@ -2,18 +2,21 @@
 
 use super::active::Corrected;
 use super::step::{Engine, Gradients};
-use super::{Active, Exchange, StepStrategy, corrected_bytes, sent_bytes};
+use super::{Active, Exchange, StepStrategy, Updated, corrected_bytes, sent_bytes};
 use crate::base::Result;
-use crate::comm::{Alone, Collective, Fault, Patience, Pending, World, threads};
+use crate::comm::{Alone, Collective, Fault, Patience, Pending, Shard, Whole, World, part_of, threads};
 use crate::data::{Batch, Example};
 use crate::model::{TrainableNetwork, families, shapes};
 use crate::ops::{Dtype, update};
 use crate::optim::config::{Master, OptimizerConfig, StateDtype};
 use crate::optim::{Masks, Optimizer};
+use crate::quant::{Format, Storage};
 use crate::sft::CausalLm;
-use crate::source::Resident;
+use crate::source::resident::{RandomWeights, draw_tensor};
+use crate::source::sharded::{Origin, collections, is_in_parts};
+use crate::source::{ParamInfo, Resident, Sharded, TrainableStore};
 use candle_core::Device;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
@@ -30,6 +33,10 @@ struct Case {
     max_grad_norm: f64,
     saved_layers: usize,
     exchange: Exchange,
+    /// Each rank stores a part of the matrices.
+    sharded: bool,
+    /// All layers but the active ones are quantized.
+    format: Option<Format>,
     /// Corrects all other matrices of the layers.
     corrected: bool,
 }
@@ -46,6 +53,8 @@ const FULL: Case = Case {
         bf16: false,
         window: false,
     },
+    sharded: false,
+    format: None,
     corrected: false,
 };
 
@@ -57,7 +66,20 @@ fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
         master: case.master,
         ..OptimizerConfig::default()
     };
-    let source = Resident::random(params.clone(), 1, 0.02, 1.0, case.dtype, &Device::Cpu).unwrap();
+    let storage = |p: &ParamInfo| match case.format {
+        Some(format) if p.name.contains("proj.weight") => Storage::Quantized(format, case.dtype),
+        _ => Storage::Dense(case.dtype),
+    };
+    let (seed, std, norm) = (1, 0.02, 1.0);
+    let random = RandomWeights { seed, std, norm };
+    let origin = Origin::random(&params, random);
+    let source: Arc<dyn TrainableStore> = if case.sharded && comm.world().size > 1 {
+        Arc::new(Sharded::open(params.clone(), origin, storage, comm.clone()).unwrap())
+    } else {
+        let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
+        let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();
+        Arc::new(source.with_originals(move |p, dtype| draw_tensor(p, index[&p.name], dtype, random)))
+    };
     let names = params.iter().map(|p| p.name.to_string());
     let (own, others): (Vec<String>, BTreeSet<String>) = partition(names, case.part);
     let mut active = Active::new(own);
@@ -71,7 +93,7 @@ fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     if case.masked {
         active = active.masked(Some(Masks::new(0.1, false, 1, 0, BTreeSet::new())));
     }
-    let model = TrainableNetwork::new(spec, Arc::new(source), Device::Cpu);
+    let model = TrainableNetwork::new(spec, source, Device::Cpu);
     let strategy = StepStrategy {
         gradients: Gradients::Keep,
         saved_layers: case.saved_layers,
@@ -257,7 +279,8 @@ fn a_loss_that_is_not_finite_is_the_error_of_all_ranks() {
 }
 
 /// Counts the numbers that a rank sends.
-struct Counting(Arc<dyn Collective>, Arc<AtomicU64>);
+/// Then the bytes of weights.
+struct Counting(Arc<dyn Collective>, Arc<AtomicU64>, Arc<AtomicU64>);
 
 impl Collective for Counting {
     fn world(&self) -> &World {
@@ -273,6 +296,13 @@ impl Collective for Counting {
     fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
         self.1.fetch_add((own.len() * (self.world().size - 1)) as u64, SeqCst);
         self.0.gather(key, own, lengths)
+    }
+
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole> {
+        let bytes = |shard: &Shard| shard.own.elem_count() * shard.own.dtype().size_in_bytes();
+        let own: usize = shards.iter().map(bytes).sum();
+        self.2.fetch_add((own * (self.world().size - 1)) as u64, SeqCst);
+        self.0.collect(key, shards, to)
     }
 
     fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
@@ -306,9 +336,13 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
                 dtype: if size == 4 { Dtype::Bf16 } else { Dtype::F32 },
                 ..FULL
             };
-            let (mut engine, active) = engine(case, Arc::new(Counting(comm, sent.clone())));
+            let (mut engine, active) = engine(case, Arc::new(Counting(comm, sent.clone(), Arc::default())));
             engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
-            let bf16 = case.dtype == Dtype::Bf16;
+            let bf16 = if case.dtype == Dtype::Bf16 {
+                Updated::Bf16
+            } else {
+                Updated::F32
+            };
             let sizes = active
                 .names()
                 .map(|name| (name, engine.elements(name).unwrap() as u64, bf16));
@@ -319,5 +353,133 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
         });
         // Of all ranks together, to the byte.
         assert_eq!(4 * sent.load(SeqCst), planned.iter().sum::<u64>(), "{size} ranks");
+    }
+}
+
+/// Blocks: layer 0 and embedding, the last layer, all layers, layer 0 again. Exact values at the end as bits.
+fn train_in_parts(case: Case, comm: Arc<dyn Collective>) -> Result<Vec<u64>> {
+    let (mut engine, _) = engine(case, comm);
+    let names: Vec<String> = engine.store.params().iter().map(|p| p.name.to_string()).collect();
+    let block = |parts: &[&str]| {
+        let own = names.iter().filter(|name| parts.iter().any(|part| name.contains(part)));
+        Active::new(own.cloned())
+    };
+    let mut bits = Vec::new();
+    let blocks = [
+        &["embed", "layers.0."][..],
+        &["layers.3."],
+        &["layers."],
+        &["layers.0."],
+    ];
+    for (step, parts) in (1..).zip(blocks) {
+        let active = block(parts);
+        for recoded in engine.switch(&active, |_| true)? {
+            bits.push(recoded.error.to_bits());
+        }
+        let report = engine.step(step, &batches(5, step as u32), &active, 1e-3)?;
+        bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);
+    }
+    let read = || {
+        let mut exact = Vec::new();
+        for name in &names {
+            engine.exact(name, &mut |values| {
+                exact.extend(values.iter().map(|x| u64::from(x.to_bits())));
+                Ok(())
+            })?;
+        }
+        // Rank 0 fetches layers alone, and all ranks together after it.
+        let weights = engine.network.source.fetch(crate::source::Group::Layer(2))?;
+        exact.push(weights.iter().map(|(_, weight)| weight.bytes()).sum());
+        Ok(exact)
+    };
+    let exact = engine.by_root(read)?;
+    let report = engine.step(5, &batches(2, 9), &block(&["layers.0."]), 1e-3)?;
+    bits.push(report.grad_norm.to_bits());
+    bits.extend(exact.into_iter().flatten());
+    Ok(bits)
+}
+
+#[test]
+fn weights_in_parts_have_the_bits_of_whole_weights() {
+    let bf16 = Case {
+        dtype: Dtype::Bf16,
+        sharded: true,
+        ..FULL
+    };
+    let nf4 = Case {
+        format: Some(Format::Nf4 { double: true }),
+        ..bf16
+    };
+    let int8 = Case {
+        dtype: Dtype::F32,
+        format: Some(Format::Int8 { group: 0 }),
+        ..bf16
+    };
+    let window = Case {
+        exchange: Exchange {
+            bf16: false,
+            window: true,
+        },
+        ..bf16
+    };
+    for (case, sizes) in [(bf16, 2..=4), (nf4, 3..=3), (int8, 2..=2), (window, 2..=2)] {
+        // The order of the additions of a window is that of two ranks with whole weights.
+        let want = if case.exchange.window {
+            let whole = Case { sharded: false, ..case };
+            threads::run(2, |comm| train_in_parts(whole, comm).unwrap()).swap_remove(0)
+        } else {
+            train_in_parts(case, Arc::new(Alone::default())).unwrap()
+        };
+        for size in sizes {
+            let found = threads::run(size, |comm| train_in_parts(case, comm).unwrap());
+            assert!(found[0] == want, "{:?} {:?} on {size} ranks", case.dtype, case.format);
+            assert!(
+                found[1..]
+                    .iter()
+                    .all(|found| want.starts_with(found) && found.len() > 8)
+            );
+        }
+    }
+}
+
+#[test]
+fn collected_bytes_and_resident_bytes_are_those_of_the_plan() {
+    // Active layers from 1 on, and all of them.
+    for (part, lowest, size, micro_batches) in [("layers.1.", 1, 2, 4u32), ("", 0, 3, 5)] {
+        let found = threads::run(size, |comm| {
+            let (rank, sent) = (comm.world().rank, Arc::new(AtomicU64::new(0)));
+            let case = Case {
+                part,
+                sharded: true,
+                ..FULL
+            };
+            let (mut engine, active) = engine(case, Arc::new(Counting(comm, Arc::default(), sent.clone())));
+            let own = |p: &ParamInfo| 4 * part_of(&p.name, p.elements(), rank, size).len() as u64;
+            let params = engine.store.params().to_vec();
+            let of_all = params.iter().map(|p| {
+                if is_in_parts(p) {
+                    own(p)
+                } else {
+                    4 * p.elements() as u64
+                }
+            });
+            assert_eq!(engine.store.resident_bytes(), of_all.sum::<u64>());
+            engine.step(1, &batches(micro_batches, 1), &active, 1e-3).unwrap();
+            let before = sent.load(SeqCst);
+            engine.step(2, &batches(micro_batches, 2), &active, 1e-3).unwrap();
+            let layers = engine.network.layers();
+            let rounds = (micro_batches as usize).div_ceil(size);
+            let counts = collections(layers, lowest, rounds, |layer| part.is_empty() || layer == lowest);
+            let planned: u64 = (params.iter().filter(|p| is_in_parts(p)))
+                .map(|p| match p.group {
+                    crate::source::Group::Layer(layer) => counts[layer] * own(p) * (size as u64 - 1),
+                    _ => 0,
+                })
+                .sum();
+            (sent.load(SeqCst) - before, planned)
+        });
+        for (sent, planned) in found {
+            assert!(sent == planned && sent > 0, "{part}: {sent} bytes, {planned} planned");
+        }
     }
 }

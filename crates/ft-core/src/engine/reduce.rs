@@ -40,22 +40,36 @@ pub fn exchange_bytes(trained: u64, ranks: u64) -> u64 {
     }
 }
 
+/// How the other ranks get the new values of a trained parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Updated {
+    /// As f32 numbers, after the update.
+    F32,
+    /// As bf16 numbers, after the update.
+    Bf16,
+    /// With the next collection of its layer: it is stored in parts.
+    Collected,
+}
+
 /// Bytes that rank `rank` of `size` sends in a step: its gradients in each round of micro-batches, the sums or the new
-/// values of its part, and the sums of squares of its part. `params`: names and elements of the trained parameters, and
-/// whether they are bf16.
+/// values of its part, and the sums of squares of its part. `params`: names and elements of the trained parameters.
+/// Collections of layers are not in it.
 pub fn sent_bytes<'a>(
-    params: impl Iterator<Item = (&'a str, u64, bool)>,
+    params: impl Iterator<Item = (&'a str, u64, Updated)>,
     micro_batches: u64,
     (rank, size): (usize, usize),
     (divided, exchange): (bool, Exchange),
 ) -> u64 {
     let rounds = own_rounds(micro_batches, rank, size);
     let rounds = if exchange.window { rounds.min(1) } else { rounds };
-    let of = |(name, n, bf16): (&str, u64, bool)| {
+    let of = |(name, n, updated): (&str, u64, Updated)| {
         let own = part_of(name, n as usize, rank, size).len() as u64;
         let squares = if divided { own.div_ceil(QUANTUM as u64) } else { 0 };
         let gradient = gradient_words(name, n as usize, (rank, size), exchange.bf16);
-        let of_piece = |piece: Piece| words(piece.range(rank, size).len(), bf16 && divided);
+        let of_piece = |piece: Piece| match updated {
+            Updated::Collected => 0,
+            _ => words(piece.range(rank, size).len(), updated == Updated::Bf16 && divided),
+        };
         let values: usize = Piece::all(&name.into(), n as usize, size).map(of_piece).sum();
         4 * (gradient * rounds + (values as u64 + squares) * (size as u64 - 1))
     };
@@ -205,6 +219,11 @@ impl OwnSum {
     /// Elements of the whole gradient.
     pub(super) fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// True if `param` has the own part of the weight only, which is flat.
+    pub(super) fn is_stored_in_parts(&self) -> bool {
+        self.shape.len() > 1 && self.param.tensor.rank() == 1
     }
 }
 

@@ -10,6 +10,7 @@ use crate::ops::step::FoundInf;
 use crate::ops::step_stats::StepStats;
 use crate::ops::{index_subset, update};
 use crate::optim::{Optimizer, Update};
+use crate::source::Sharded;
 use crate::trace;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -90,6 +91,8 @@ pub struct Accumulate<'a> {
     window: Option<OwnWindow>,
     /// For corrections, which are made with the sums of a round; `None` on one rank.
     round: Option<Round<'a>>,
+    /// Weights of which this rank has a part: the part is updated, and the collected weight is not kept.
+    sharded: Option<&'a Sharded>,
 }
 
 /// The ranks whose micro-batches are computed at the same time.
@@ -122,12 +125,14 @@ struct OwnWindow {
 }
 
 impl<'a> Accumulate<'a> {
-    /// A sink without gradients. With several ranks `complete` must be called after the last one.
+    /// A sink without gradients. With several ranks `complete` must be called after the last one. `sharded`: the source of
+    /// the weights, if they are stored in parts.
     pub fn new(
         active: &'a Active,
         optimizer: &'a mut Optimizer,
         lr: f64,
         (comm, exchange): (&'a dyn Collective, Exchange),
+        sharded: Option<&'a Sharded>,
     ) -> Self {
         let world = comm.world();
         let round = Round {
@@ -151,6 +156,7 @@ impl<'a> Accumulate<'a> {
             divided: None,
             window: (world.size > 1 && exchange.window).then_some(window),
             round: (world.size > 1).then_some(round),
+            sharded,
         }
     }
 
@@ -256,6 +262,12 @@ impl GradSink for Accumulate<'_> {
 
     fn take(&mut self, param: &Param, gradient: Tensor) -> Result<()> {
         let (active, lr) = (self.active, self.lr);
+        let stored = self.sharded.and_then(|store| store.own(&param.name));
+        let stored = stored.map(|tensor| Param {
+            tensor,
+            ..param.clone()
+        });
+        let param = stored.as_ref().unwrap_or(param);
         let gradient = match &self.round {
             Some(round) if active.corrects(&param.name).is_some() => round.sum(param, &gradient)?,
             _ => gradient,

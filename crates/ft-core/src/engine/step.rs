@@ -303,6 +303,7 @@ impl Engine {
                 "a gradient is applied at once, which several ranks cannot do together",
             ));
         }
+        self.check_parts(active)?;
         let scale = self.gradient_scale(active)?;
         let scaled = self.loss_scale.is_some();
         let step_stats = StepStats::new(&network.device)?;
@@ -332,7 +333,8 @@ impl Engine {
         let (totals, sums) = match gradients {
             Gradients::Keep => {
                 step_stats.follow(earlier)?;
-                let mut sink = Accumulate::new(active, &mut self.optimizer, lr, (&*self.comm, self.exchange));
+                let how = (&*self.comm, self.exchange);
+                let mut sink = Accumulate::new(active, &mut self.optimizer, lr, how, self.store.sharded());
                 let totals = pass.window(batches, &mut sink)?;
                 sink.complete(&*self.comm, self.divided)?;
                 if scaled {
@@ -366,6 +368,9 @@ impl Engine {
                     }
                     let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                     sink.update(coefficient, FoundInf::default())?;
+                    if let Some(store) = self.store.sharded() {
+                        store.updated();
+                    }
                     if let Some(hook) = &mut self.step_hook {
                         hook.after_update(step, &|name| sink.gradient(name), coefficient)?;
                     }
@@ -443,6 +448,25 @@ impl Engine {
             unscale,
             skipped,
         })
+    }
+
+    /// Errors: weights in parts that cannot be updated in parts.
+    fn check_parts(&self, active: &Active) -> Result<()> {
+        let Some(store) = self.store.sharded() else {
+            return Ok(());
+        };
+        let in_parts = |mut names: Box<dyn Iterator<Item = &str> + '_>| names.any(|name| store.in_parts(name));
+        if in_parts(Box::new(active.corrected())) {
+            return Err(Error::unsupported(
+                "a correction changes whole weights, but each rank stores a part of them",
+            ));
+        }
+        if !self.divided && in_parts(Box::new(active.names())) {
+            return Err(Error::unsupported(
+                "this update needs whole matrices, but each rank stores a part of them",
+            ));
+        }
+        Ok(())
     }
 
     /// Lowers the loss scale after a step that overflowed.

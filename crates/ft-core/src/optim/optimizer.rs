@@ -342,7 +342,7 @@ impl MasterLowBits for Optimizer {
     }
 
     fn take_low(&mut self, name: &str) -> Option<Tensor> {
-        self.low.remove(name)
+        self.take_own_low(name)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Memory of the weights that a source holds: while it reads a weight, between the steps, and while it requantizes a
 //! deactivated weight. The planner adds these up for a model.
 
+use super::sharded::{is_in_parts, part_bytes};
 use super::{ParamInfo, Placement, SLOTS, StoragePolicy};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::quant::Storage;
@@ -13,6 +14,8 @@ pub struct WeightMemory<'a> {
     pub storage: &'a StoragePolicy,
     /// Where inactive weights are.
     pub placement: Placement,
+    /// Ranks of the job.
+    pub ranks: u64,
     /// Tensors are on a GPU.
     pub on_gpu: bool,
     /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
@@ -45,6 +48,17 @@ impl WeightMemory<'_> {
         let bytes = storage.bytes(&p.shape);
         let stored = match self.placement {
             Placement::Device => Some(l.alloc(MemoryKind::Weights, bytes)),
+            Placement::Sharded if is_in_parts(p) => {
+                // Quantized as a whole, then cut.
+                if storage.is_quantized() {
+                    l.touch(self.staging(), bytes);
+                }
+                Some(l.alloc(
+                    MemoryKind::Weights,
+                    part_bytes(p, bytes, storage.is_quantized(), self.ranks),
+                ))
+            }
+            Placement::Sharded => Some(l.alloc(MemoryKind::Weights, bytes)),
             Placement::Host => Some(l.alloc(MemoryKind::HostWeights, bytes)),
             // What is not quantized in the files is written to a separate file before any weight is held.
             Placement::Disk { .. } => {
@@ -74,10 +88,18 @@ impl WeightMemory<'_> {
         let exact = l.alloc(self.staging(), 4 * n);
         // The low half is copied to join it with the high one.
         l.touch(self.staging(), self.low_bytes * n);
+        if self.placement == Placement::Sharded && is_in_parts(p) {
+            // The whole weight and its low half are collected, and the quantized data is cut.
+            let bytes = self.storage.of(p).bytes(&p.shape);
+            l.touch(self.staging(), (self.value_bytes + self.low_bytes) * n + bytes);
+            l.free(exact);
+            stays.push(l.alloc(MemoryKind::Weights, part_bytes(p, bytes, true, self.ranks)));
+            return stays;
+        }
         let quantized = l.alloc(MemoryKind::Weights, self.storage.of(p).bytes(&p.shape));
         l.free(exact);
         match self.placement {
-            Placement::Device | Placement::Host => stays.push(quantized),
+            Placement::Device | Placement::Sharded | Placement::Host => stays.push(quantized),
             Placement::Disk { .. } => l.free(quantized),
         }
         stays
@@ -194,6 +216,7 @@ mod tests {
             placement,
             on_gpu: false,
             file_bytes: 2,
+            ranks: 1,
             value_bytes: 2,
             low_bytes: 2,
         };

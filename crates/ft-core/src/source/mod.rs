@@ -11,6 +11,8 @@ pub mod prepacking;
 pub mod resident;
 pub mod stored;
 mod requantize;
+pub mod sharded;
+mod slots;
 pub mod uploaded;
 
 use crate::base::{Error, Result};
@@ -30,6 +32,7 @@ pub use policy::StoragePolicy;
 pub use prepacking::{PackedCopies, Prepacking};
 pub use requantize::Requantized;
 pub use resident::Resident;
+pub use sharded::Sharded;
 pub use uploaded::Uploaded;
 
 /// Slots of a double buffer: the current item and the next one.
@@ -302,6 +305,11 @@ pub trait TrainableStore: WeightSource {
     /// # Errors
     /// The weight is not quantized.
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()>;
+
+    /// The source whose matrices are stored in parts on the ranks of a job, if this is one.
+    fn sharded(&self) -> Option<&Sharded> {
+        None
+    }
 
     /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
     fn upload_times(&self) -> Result<Option<CopyTimes>>;

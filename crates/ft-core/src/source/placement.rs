@@ -7,6 +7,8 @@ use std::fmt;
 pub enum Placement {
     /// On the device.
     Device,
+    /// Each rank of a job has a part of every matrix of the layers; a layer is collected before its use.
+    Sharded,
     /// In host memory, with computation on a GPU; head and active parameters are on the device.
     Host,
     /// Layers are read from the disk; the output projection in chunks of rows, or held whole.
@@ -31,7 +33,7 @@ impl Placement {
     /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
     pub fn travels(self) -> Option<Option<usize>> {
         match self {
-            Placement::Device => None,
+            Placement::Device | Placement::Sharded => None,
             Placement::Host => Some(None),
             Placement::Disk { head_rows } => Some(head_rows),
         }
@@ -42,6 +44,7 @@ impl fmt::Display for Placement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Device => f.write_str("on the device"),
+            Self::Sharded => f.write_str("in parts on the ranks"),
             Self::Host => f.write_str("in host memory"),
             Self::Disk { head_rows: None } => f.write_str("on the disk"),
             Self::Disk { head_rows: Some(rows) } => write!(f, "on the disk, head in chunks of {rows} rows"),

@@ -102,7 +102,7 @@ impl Resident {
         })
     }
 
-    fn build(
+    pub(super) fn build(
         params: Vec<ParamInfo>,
         device: &Device,
         mut make: impl FnMut(&ParamInfo) -> Result<Weight>,
@@ -317,7 +317,12 @@ fn f16s(weights: &Weights, p: &ParamInfo) -> Result<Vec<f16>> {
 }
 
 /// Errors: a value that is not finite, with the tensor's name; otherwise only the loss would become NaN later.
-fn check_finite<T>(values: Vec<T>, finite: impl Fn(&T) -> bool, weights: &Weights, p: &ParamInfo) -> Result<Vec<T>> {
+pub(super) fn check_finite<T>(
+    values: Vec<T>,
+    finite: impl Fn(&T) -> bool,
+    weights: &Weights,
+    p: &ParamInfo,
+) -> Result<Vec<T>> {
     // No early exit in the inner loop, so that the compiler vectorizes it.
     let broken = |some: &[T]| some.iter().fold(false, |any, x| any | !finite(x));
     if values.chunks(4096).any(broken) {

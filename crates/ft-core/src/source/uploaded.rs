@@ -7,8 +7,9 @@ mod order;
 use super::experts::{Expected, ExpertReads, Part};
 use super::requantize::Exact;
 use super::resident::send;
+use super::slots::Slots;
 use super::{
-    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, SLOTS, StreamedMatrix, TrainableStore,
+    Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StreamedMatrix, TrainableStore,
     WeightSource, distinct, lock, stays_on_device, tensor_bytes,
 };
 use crate::base::{Error, Result};
@@ -34,20 +35,13 @@ pub struct Uploaded {
     active: Mutex<Vec<Arc<str>>>,
     /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `host` does not store them.
     low: Mutex<BTreeMap<String, Tensor>>,
-    slots: Mutex<Vec<Slot>>,
-    experts: Mutex<Vec<Slot>>,
+    slots: Mutex<Slots<Part, Content>>,
+    experts: Mutex<Slots<Part, Content>>,
     expected: Expected,
     /// The names of the parameters of each part.
     parts: BTreeMap<Part, Vec<Arc<str>>>,
     /// Order in which layers are fetched from `host`.
     order: Mutex<Order>,
-}
-
-struct Slot {
-    part: Part,
-    content: Content,
-    /// True if the slot was prefetched, and not fetched since.
-    prefetched: bool,
 }
 
 enum Content {
@@ -185,7 +179,7 @@ impl Uploaded {
         Ok(Arc::new(weights))
     }
 
-    fn slots_of(&self, part: Part) -> &Mutex<Vec<Slot>> {
+    fn slots_of(&self, part: Part) -> &Mutex<Slots<Part, Content>> {
         match part {
             Part::Dense(_) => &self.slots,
             Part::Expert(..) => &self.experts,
@@ -216,25 +210,12 @@ impl Uploaded {
         }
     }
 
-    /// Takes the slot of `part`; if there is none, frees the oldest slot that is not prefetched.
     fn take(&self, part: Part) -> Option<Content> {
-        let mut slots = lock(self.slots_of(part));
-        if let Some(at) = slots.iter().position(|p| p.part == part) {
-            return Some(slots.remove(at).content);
-        }
-        while slots.len() >= SLOTS {
-            let oldest = slots.iter().position(|p| !p.prefetched).unwrap_or(0);
-            slots.remove(oldest);
-        }
-        None
+        lock(self.slots_of(part)).take(part)
     }
 
     fn put(&self, part: Part, content: Content, prefetched: bool) {
-        lock(self.slots_of(part)).push(Slot {
-            part,
-            content,
-            prefetched,
-        });
+        lock(self.slots_of(part)).put(part, content, prefetched);
     }
 
     /// Releases the page-locked quantized data of a parameter, which is replaced next.

@@ -14,8 +14,10 @@ use std::ops::Range;
 pub struct PartUpdate<'a> {
     /// Name of the parameter: the key of its state.
     pub name: &'a str,
-    /// The whole weight, f32 or bf16 of n elements; only `range` is updated, in place.
+    /// f32 or bf16: the whole weight of n elements, of which only `range` is updated, or this range alone. In place.
     pub weight: &'a Tensor,
+    /// Sizes of the dimensions of the whole weight.
+    pub shape: &'a [usize],
     /// The elements. Begins at a multiple of `comm::QUANTUM`; may be empty.
     pub range: Range<usize>,
     /// f32, `[range.len()]`
@@ -55,6 +57,7 @@ impl Optimizer {
         let PartUpdate {
             name,
             weight,
+            shape,
             range,
             gradient,
         } = part;
@@ -66,10 +69,14 @@ impl Optimizer {
                 .expected(range.len()));
         }
         if !self.states.contains_key(name) {
-            let fresh = State::fresh_part(&self.settings, weight.dims(), range.len(), weight.device())?;
+            let fresh = State::fresh_part(&self.settings, shape, range.len(), weight.device())?;
             self.states.insert(name.to_string(), fresh);
         }
-        let own = view(weight, name, range)?;
+        let own = if weight.elem_count() == range.len() {
+            weight.flatten_all()?
+        } else {
+            view(weight, name, range)?
+        };
         self.cut_low(name, range)?;
         if weight.dtype() == DType::BF16 && self.settings.master == Master::F32 && !self.low_parts.contains_key(name) {
             let zeros = update::zeros(range.len(), DType::I16, weight.device())?;
@@ -94,7 +101,7 @@ impl Optimizer {
         if range.is_empty() {
             return Ok(());
         }
-        let vector = crate::source::is_vector(name, weight.rank());
+        let vector = crate::source::is_vector(name, shape.len());
         let item = ParameterStep {
             weight: &tensors.weight,
             precision: tensors.precision(),
@@ -114,11 +121,20 @@ impl Optimizer {
     /// Low bits of another size.
     pub fn cut_low(&mut self, name: &str, range: &Range<usize>) -> Result<()> {
         if let Some(low) = self.low.remove(name) {
-            // A copy, so that the rest is freed.
-            self.low_parts
-                .insert(name.to_string(), view(&low, name, range)?.copy()?);
+            // A copy, so that the rest is freed. A store in parts gives the part alone.
+            let part = if low.elem_count() == range.len() {
+                low
+            } else {
+                view(&low, name, range)?.copy()?
+            };
+            self.low_parts.insert(name.to_string(), part);
         }
         Ok(())
+    }
+
+    /// Takes the low bits of a master, or the part of this rank of them.
+    pub(super) fn take_own_low(&mut self, name: &str) -> Option<Tensor> {
+        self.low.remove(name).or_else(|| self.low_parts.remove(name))
     }
 
     /// The part of this rank of the low bits of a master, i16; `None`: it has the whole, or there is none.

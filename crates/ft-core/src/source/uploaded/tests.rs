@@ -3,7 +3,7 @@
 use super::*;
 use crate::ops::Dtype;
 use crate::ops::master;
-use crate::source::{Numbers, Resident};
+use crate::source::{Numbers, Resident, SLOTS};
 
 const V: usize = 11;
 const D: usize = 4;
@@ -84,7 +84,7 @@ fn groups_and_rows_are_those_of_the_host() {
 #[test]
 fn what_was_asked_for_waits_until_it_is_fetched() {
     let there = uploaded(Dtype::F32);
-    let waits = |l| lock(&there.slots).iter().any(|p| p.part == Part::Dense(l));
+    let waits = |l| lock(&there.slots).has(Part::Dense(l));
     let fetch = |l| {
         assert!(waits(l), "layer {l} would be sent twice");
         drop(there.fetch(Group::Layer(l)).unwrap());

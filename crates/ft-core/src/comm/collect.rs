@@ -1,0 +1,135 @@
+//! Lists of numbers of which each rank stores a part, brought together.
+
+use crate::base::{Error, Result};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// A list of which each rank stores a part.
+#[derive(Debug, Clone)]
+pub struct Shard {
+    /// The own part: flat, on the CPU; f32, bf16, f16, i16 or u8.
+    pub own: Tensor,
+    /// The elements of each rank, in the order of the ranks. Together they are the whole list.
+    pub ranges: Vec<Range<usize>>,
+}
+
+impl Shard {
+    /// Elements of the whole list.
+    pub fn elements(&self) -> usize {
+        self.ranges.iter().map(|range| range.end).max().unwrap_or(0)
+    }
+
+    /// The whole list of a job of one rank.
+    pub(super) fn alone(&self) -> Result<Whole> {
+        let mut whole = Whole::zeros(self.own.dtype(), self.own.elem_count())?;
+        let guard = self.own.storage_and_layout();
+        whole.bytes().copy_from_slice(own_bytes(&guard.0, &self.own)?);
+        Ok(whole)
+    }
+}
+
+/// All numbers of a list.
+#[derive(Debug)]
+pub enum Whole {
+    /// f32 numbers.
+    F32(Vec<f32>),
+    /// bf16 numbers.
+    Bf16(Vec<bf16>),
+    /// f16 numbers.
+    F16(Vec<f16>),
+    /// Low bits of masters.
+    I16(Vec<i16>),
+    /// Bytes.
+    U8(Vec<u8>),
+}
+
+impl Whole {
+    /// Errors: another type than those of `Shard::own`.
+    pub(super) fn zeros(dtype: DType, n: usize) -> Result<Self> {
+        Ok(match dtype {
+            DType::F32 => Self::F32(vec![0.0; n]),
+            DType::BF16 => Self::Bf16(vec![bf16::ZERO; n]),
+            DType::F16 => Self::F16(vec![f16::ZERO; n]),
+            DType::I16 => Self::I16(vec![0; n]),
+            DType::U8 => Self::U8(vec![0; n]),
+            other => return Err(unknown(other)),
+        })
+    }
+
+    /// The memory of the numbers.
+    pub(super) fn bytes(&mut self) -> &mut [u8] {
+        match self {
+            Self::F32(v) => as_bytes_mut(v),
+            Self::Bf16(v) => as_bytes_mut(v),
+            Self::F16(v) => as_bytes_mut(v),
+            Self::I16(v) => as_bytes_mut(v),
+            Self::U8(v) => v,
+        }
+    }
+
+    /// A tensor of this shape on the CPU, without a copy.
+    ///
+    /// # Errors
+    /// Another number of elements.
+    pub fn into_tensor(self, shape: &[usize]) -> Result<Tensor> {
+        Ok(match self {
+            Self::F32(v) => Tensor::from_vec(v, shape, &Device::Cpu)?,
+            Self::Bf16(v) => Tensor::from_vec(v, shape, &Device::Cpu)?,
+            Self::F16(v) => Tensor::from_vec(v, shape, &Device::Cpu)?,
+            Self::I16(v) => Tensor::from_vec(v, shape, &Device::Cpu)?,
+            Self::U8(v) => Tensor::from_vec(v, shape, &Device::Cpu)?,
+        })
+    }
+
+    /// The bytes of a list of bytes.
+    ///
+    /// # Errors
+    /// Another type.
+    pub fn into_bytes(self) -> Result<Vec<u8>> {
+        match self {
+            Self::U8(v) => Ok(v),
+            _ => Err(Error::internal("a list of numbers is no list of bytes")),
+        }
+    }
+}
+
+/// Numbers without padding, of which every bit pattern is valid.
+pub(super) trait Plain: Copy {}
+impl Plain for f32 {}
+impl Plain for bf16 {}
+impl Plain for f16 {}
+impl Plain for i16 {}
+
+fn as_bytes_mut<T: Plain>(numbers: &mut [T]) -> &mut [u8] {
+    let length = size_of_val(numbers);
+    // SAFETY: the same memory for the same lifetime; every bit pattern of a `Plain` type is valid.
+    unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), length) }
+}
+
+fn as_bytes<T: Plain>(numbers: &[T]) -> &[u8] {
+    // SAFETY: the same memory for the same lifetime; a `Plain` type has no padding.
+    unsafe { std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers)) }
+}
+
+/// The memory of `tensor`, whose storage this is. Errors: not contiguous; on a GPU; another type.
+pub(super) fn own_bytes<'a>(storage: &'a Storage, tensor: &Tensor) -> Result<&'a [u8]> {
+    let Some((start, end)) = tensor.layout().contiguous_offsets() else {
+        return Err(Error::internal("a part of a weight needs a contiguous tensor"));
+    };
+    let Storage::Cpu(storage) = storage else {
+        return Err(Error::unsupported("parts of weights are on the CPU"));
+    };
+    Ok(match storage {
+        CpuStorage::F32(v) => as_bytes(&v[start..end]),
+        CpuStorage::BF16(v) => as_bytes(&v[start..end]),
+        CpuStorage::F16(v) => as_bytes(&v[start..end]),
+        CpuStorage::I16(v) => as_bytes(&v[start..end]),
+        CpuStorage::U8(v) => &v[start..end],
+        _ => return Err(unknown(tensor.dtype())),
+    })
+}
+
+fn unknown(dtype: DType) -> Error {
+    Error::internal("numbers of this type do not travel").found(format!("{dtype:?}"))
+}

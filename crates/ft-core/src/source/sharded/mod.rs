@@ -1,0 +1,389 @@
+//! A source whose matrices of decoder layers are stored in parts: each rank of a job has 1/W of every one (as FSDP, and
+//! stage 3 of ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054). A layer is collected from all ranks ahead of its use, into
+//! one of two buffers. Embedding, head, norms and biases are whole on every rank.
+//!
+//! All ranks fetch and prefetch the same layers in the same order. If rank 0 works alone (`Sharded::begin_alone`), it
+//! asks the others for each layer, and they answer (`Sharded::answer`).
+//!
+//! Letters: W ranks.
+
+mod origin;
+mod own;
+mod store;
+
+pub use origin::Origin;
+
+use super::slots::Slots;
+use super::{Group, GroupWeights, ParamInfo, Resident, StreamedMatrix, WeightSource, lock, no_such};
+use crate::base::{Error, Result};
+use crate::comm::{Collective, Patience, Pending, Whole, part_of, share};
+use crate::ops::Dtype;
+use crate::quant::{Format, Storage, Weight};
+use candle_core::{Device, Tensor};
+use own::{Form, Own};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+/// True for a parameter that is stored in parts.
+pub fn is_in_parts(p: &ParamInfo) -> bool {
+    matches!(p.group, Group::Layer(_)) && p.shape.len() == 2 && !p.is_vector()
+}
+
+/// Bytes that a rank stores, on the average over the layers, of a matrix of `bytes` bytes.
+pub fn part_bytes(p: &ParamInfo, bytes: u64, quantized: bool, ranks: u64) -> u64 {
+    let n = p.elements() as u64;
+    if quantized || n == 0 {
+        bytes.div_ceil(ranks.max(1))
+    } else {
+        bytes / n * share(n, ranks)
+    }
+}
+
+/// Bytes that rank `rank` of `size` stores of a matrix of `bytes` bytes.
+pub fn own_bytes(p: &ParamInfo, format: Option<Format>, bytes: u64, (rank, size): (usize, usize)) -> u64 {
+    match (format, p.shape.as_slice()) {
+        (Some(format), &[rows, columns]) => {
+            let parts = format.parts(rows, columns).into_iter();
+            parts
+                .map(|(_, length)| own::bytes_of(length, rank, size).len() as u64)
+                .sum()
+        }
+        _ => bytes / p.elements().max(1) as u64 * part_of(&p.name, p.elements(), rank, size).len() as u64,
+    }
+}
+
+/// Stores a part of every matrix of the decoder layers.
+pub struct Sharded {
+    params: Vec<ParamInfo>,
+    comm: Arc<dyn Collective>,
+    origin: Arc<Origin>,
+    /// All other parameters.
+    whole: Resident,
+    /// Indices into `params` of the matrices of each layer.
+    layers: BTreeMap<usize, Vec<usize>>,
+    /// Matrices that are quantized while they are frozen: format, and data type of the dequantized values.
+    quantized: BTreeMap<Arc<str>, (Format, Dtype)>,
+    own: Mutex<BTreeMap<Arc<str>, Own>>,
+    /// Own parts of the exact values of matrices that were trained and are quantized again, with the low 16 bits of their
+    /// masters.
+    trained: Mutex<BTreeMap<Arc<str>, ExactPart>>,
+    /// Active matrices.
+    active: Mutex<BTreeSet<Arc<str>>>,
+    slots: Mutex<Slots<usize, Content>>,
+    alone: Mutex<Alone>,
+}
+
+/// A layer in a buffer.
+enum Content {
+    Coming(Sent),
+    Ready(Arc<GroupWeights>),
+}
+
+/// Matrices under way: their indices and forms, and the lists of which they are made.
+type Sent = (Vec<(usize, Form)>, Pending<Whole>);
+/// Exact values of an own part, and the low 16 bits of their masters.
+type ExactPart = (Tensor, Option<Tensor>);
+
+/// What rank 0 does alone.
+#[derive(Default)]
+struct Alone {
+    works: bool,
+    /// The last layer that the others sent.
+    layer: Option<(usize, Arc<GroupWeights>)>,
+}
+
+/// A request of rank 0: a layer by its number.
+const LAYER: &str = "layer";
+/// A parameter by its name.
+const PARAM: &str = "parameter";
+
+impl Sharded {
+    /// Reads the own parts of the matrices, and all other parameters, from `origin` into the storage that `storage` returns
+    /// for them. A matrix that is quantized while it is read exists as a whole for that time.
+    ///
+    /// # Errors
+    /// A missing parameter, or one of another shape; a number that is not finite.
+    pub fn open(
+        params: Vec<ParamInfo>,
+        origin: Origin,
+        storage: impl Fn(&ParamInfo) -> Storage,
+        comm: Arc<dyn Collective>,
+    ) -> Result<Self> {
+        if let Origin::Files(weights) = &origin {
+            super::resident::check_names(&params, weights)?;
+        }
+        let origin = Arc::new(origin);
+        let others = params.iter().filter(|p| !is_in_parts(p)).cloned().collect();
+        let whole = Resident::build(others, &Device::Cpu, |p| origin.weight(p, storage(p)))?;
+        let originals = origin.clone();
+        let whole = whole.with_originals(move |p, dtype| originals.values(p, dtype));
+        let (mut own, mut quantized) = (BTreeMap::new(), BTreeMap::new());
+        let mut layers: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        let world = comm.world();
+        for (index, p) in params.iter().enumerate().filter(|(_, p)| is_in_parts(p)) {
+            let part = match storage(p) {
+                Storage::Dense(dtype) if !origin.is_quantized(p)? => {
+                    let range = part_of(&p.name, p.elements(), world.rank, world.size);
+                    Own::Dense(origin.part(p, dtype, &range)?)
+                }
+                storage => match origin.weight(p, storage)? {
+                    Weight::Quantized(codes) => {
+                        quantized.insert(p.name.clone(), (codes.format(), codes.decoded()));
+                        Own::cut(&codes, world)?
+                    }
+                    _ => return Err(Error::internal("a weight on the CPU is not on the CPU").at(&*p.name)),
+                },
+            };
+            own.insert(p.name.clone(), part);
+            if let Group::Layer(layer) = p.group {
+                layers.entry(layer).or_default().push(index);
+            }
+        }
+        Ok(Self {
+            params,
+            comm,
+            origin,
+            whole,
+            layers,
+            quantized,
+            own: Mutex::new(own),
+            trained: Mutex::default(),
+            active: Mutex::default(),
+            slots: Mutex::default(),
+            alone: Mutex::default(),
+        })
+    }
+
+    /// True if this rank has a part of the parameter only.
+    pub fn in_parts(&self, name: &str) -> bool {
+        lock(&self.own).contains_key(name)
+    }
+
+    /// The own part of an active matrix, flat: the optimizer updates it in place. `None`: it is not in parts.
+    pub fn own(&self, name: &str) -> Option<Tensor> {
+        match lock(&self.own).get(name) {
+            Some(Own::Dense(part)) => Some(part.clone()),
+            _ => None,
+        }
+    }
+
+    /// Own parts of active matrices have changed: what was collected of them is dropped.
+    pub fn updated(&self) {
+        let active = lock(&self.active);
+        let changed = |layer: &usize| self.members(*layer).any(|p| active.contains(&p.name));
+        lock(&self.slots).retain(|layer| !changed(layer));
+    }
+
+    /// Rank 0 works alone from now on: it asks the others for what it needs.
+    pub fn begin_alone(&self) {
+        *lock(&self.alone) = Alone {
+            works: true,
+            layer: None,
+        };
+    }
+
+    /// All ranks work together again.
+    pub fn end_alone(&self) {
+        *lock(&self.alone) = Alone::default();
+    }
+
+    /// Answers a request of rank 0; `None` if it is not for this source.
+    pub fn answer(&self, name: &str, what: &str) -> Option<Result<()>> {
+        let indices = match what {
+            LAYER => self.layers.get(&name.parse().ok()?)?.clone(),
+            PARAM => vec![self.params.iter().position(|p| &*p.name == name)?],
+            _ => return None,
+        };
+        Some(
+            self.send(&indices, Some(0))
+                .and_then(|(_, coming)| coming.wait().map(drop)),
+        )
+    }
+
+    fn members(&self, layer: usize) -> impl Iterator<Item = &ParamInfo> {
+        let indices = self.layers.get(&layer).into_iter().flatten();
+        indices.map(|&index| &self.params[index])
+    }
+
+    /// The elements of a parameter that this rank has.
+    fn range(&self, p: &ParamInfo) -> Range<usize> {
+        let world = self.comm.world();
+        part_of(&p.name, p.elements(), world.rank, world.size)
+    }
+
+    fn forget(&self) {
+        lock(&self.slots).clear();
+        lock(&self.alone).layer = None;
+    }
+
+    /// Starts to collect these matrices, on `to` or on all ranks.
+    fn send(&self, indices: &[usize], to: Option<usize>) -> Result<Sent> {
+        let own = lock(&self.own);
+        let (mut forms, mut shards) = (Vec::new(), Vec::new());
+        for &index in indices {
+            let p = &self.params[index];
+            let part = own.get(&p.name).ok_or_else(|| no_such(&p.name))?;
+            forms.push((index, part.form()));
+            shards.extend(part.shards(p, self.comm.world().size));
+        }
+        let elements: usize = shards.iter().map(|shard| shard.elements()).sum();
+        let first = indices.first().copied().unwrap_or(0);
+        let key = (first as u64) << 40 ^ elements as u64;
+        Ok((forms, self.comm.collect(key, shards, to)))
+    }
+
+    /// Builds the matrices that were collected.
+    fn build(&self, (forms, coming): Sent) -> Result<Vec<(Arc<str>, Weight)>> {
+        let mut lists = coming.wait()?.into_iter();
+        let mut out = Vec::with_capacity(forms.len());
+        for (index, form) in forms {
+            let p = &self.params[index];
+            out.push((p.name.clone(), form.build(p, &mut lists)?));
+        }
+        Ok(out)
+    }
+
+    /// Collects one matrix as it is stored: on all ranks, or on rank 0 if it works alone.
+    fn collect(&self, name: &str) -> Result<Weight> {
+        let index = self.params.iter().position(|p| &*p.name == name);
+        let index = index.ok_or_else(|| no_such(name))?;
+        let to = self.ask(name, PARAM)?;
+        let found = self.build(self.send(&[index], to)?)?.pop();
+        Ok(found.ok_or_else(|| no_such(name))?.1)
+    }
+
+    /// If rank 0 works alone, asks the others to send something to it.
+    fn ask(&self, name: &str, what: &str) -> Result<Option<usize>> {
+        if !lock(&self.alone).works {
+            return Ok(None);
+        }
+        self.comm
+            .bytes(format!("{name}\n{what}").into_bytes(), Patience::Step)?;
+        Ok(Some(0))
+    }
+
+    fn start(&self, layer: usize) -> Result<Content> {
+        let indices = self.layers.get(&layer).map_or(&[][..], Vec::as_slice);
+        Ok(Content::Coming(self.send(indices, None)?))
+    }
+
+    fn receive(&self, layer: usize, content: Content) -> Result<Arc<GroupWeights>> {
+        match content {
+            Content::Ready(weights) => Ok(weights),
+            Content::Coming(sent) => self.with_others(layer, self.build(sent)?),
+        }
+    }
+
+    /// A layer with its parameters that are whole on every rank.
+    fn with_others(&self, layer: usize, matrices: Vec<(Arc<str>, Weight)>) -> Result<Arc<GroupWeights>> {
+        let mut weights = GroupWeights::default();
+        let group = Group::Layer(layer);
+        if self.whole.params().iter().any(|p| p.group == group) {
+            for (name, weight) in self.whole.fetch(group)?.iter() {
+                weights.insert(name.clone(), weight.clone());
+            }
+        }
+        for (name, weight) in matrices {
+            weights.insert(name, weight);
+        }
+        Ok(Arc::new(weights))
+    }
+
+    /// A layer for rank 0, which works alone.
+    fn layer_alone(&self, layer: usize) -> Result<Arc<GroupWeights>> {
+        if let Some((here, weights)) = &lock(&self.alone).layer
+            && *here == layer
+        {
+            return Ok(weights.clone());
+        }
+        lock(&self.alone).layer = None;
+        let to = self.ask(&layer.to_string(), LAYER)?;
+        let indices = self.layers.get(&layer).map_or(&[][..], Vec::as_slice);
+        let weights = self.with_others(layer, self.build(self.send(indices, to)?)?)?;
+        lock(&self.alone).layer = Some((layer, weights.clone()));
+        Ok(weights)
+    }
+}
+
+impl WeightSource for Sharded {
+    fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
+        let Group::Layer(layer) = group else {
+            return self.whole.fetch(group);
+        };
+        if lock(&self.alone).works {
+            return self.layer_alone(layer);
+        }
+        let here = lock(&self.slots).take(layer);
+        let content = match here {
+            Some(content) => content,
+            None => self.start(layer)?,
+        };
+        let weights = self.receive(layer, content)?;
+        lock(&self.slots).put(layer, Content::Ready(weights.clone()), false);
+        Ok(weights)
+    }
+
+    fn prefetch(&self, group: Group) {
+        let Group::Layer(layer) = group else { return };
+        if lock(&self.alone).works || !self.layers.contains_key(&layer) {
+            return;
+        }
+        let here = lock(&self.slots).take(layer);
+        // Ignores an error: the fetch of the layer returns it again.
+        if let Some(content) = here.or_else(|| self.start(layer).ok()) {
+            lock(&self.slots).put(layer, content, true);
+        }
+    }
+
+    fn params(&self) -> &[ParamInfo] {
+        &self.params
+    }
+
+    fn resident_bytes(&self) -> u64 {
+        let own: u64 = lock(&self.own).values().map(Own::bytes).sum();
+        own + self.whole.resident_bytes()
+    }
+
+    fn in_memory(&self, name: &str) -> Option<Tensor> {
+        self.whole.in_memory(name)
+    }
+
+    fn rows(&self, name: &str, ids: &[u32]) -> Result<(Tensor, Vec<u32>)> {
+        self.whole.rows(name, ids)
+    }
+
+    fn streamed(&self, _: &str) -> Option<Box<dyn StreamedMatrix + '_>> {
+        None
+    }
+}
+
+/// How often each layer is collected in a step, after a step like it: `rounds` micro-batches through `layers` layers, the
+/// backward pass down to layer `lowest`; layers that `trains` change at the end.
+pub fn collections(layers: usize, lowest: usize, rounds: usize, trains: impl Fn(usize) -> bool) -> Vec<u64> {
+    let mut slots: Slots<usize, ()> = Slots::default();
+    let mut counts = vec![0; layers];
+    for step in 0..2 {
+        let mut visit = |layer: usize, prefetched: bool| {
+            if slots.take(layer).is_none() {
+                counts[layer] += step;
+            }
+            slots.put(layer, (), prefetched);
+        };
+        for _ in 0..rounds {
+            visit(0, true);
+            for l in 0..layers {
+                if l + 1 < layers {
+                    visit(l + 1, true);
+                }
+                visit(l, false);
+            }
+            for l in (lowest..layers).rev() {
+                visit(if l > lowest { l - 1 } else { 0 }, true);
+                visit(l, false);
+            }
+        }
+        slots.retain(|layer| !trains(*layer));
+    }
+    counts
+}

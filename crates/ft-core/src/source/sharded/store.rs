@@ -1,0 +1,181 @@
+//! Training with matrices in parts: the owner of a part updates it, and nothing is sent after the update, because a layer
+//! is collected before its next use.
+
+use super::own::{Own, dense};
+use super::{ExactPart, Sharded, WeightSource, lock};
+use crate::base::{Error, Result};
+use crate::comm::{Shard, Whole};
+use crate::formats::weights::Weights;
+use crate::ops::Dtype;
+use crate::ops::transfer::CopyTimes;
+use crate::quant::{QMatrix, Weight};
+use crate::source::requantize::{Exact, encode, requantize};
+use crate::source::resident::send;
+use crate::source::{MasterLowBits, NumbersSink, ParamInfo, Requantized, TrainableStore, no_such, not_quantized};
+use candle_core::{DType, Device};
+use std::sync::Arc;
+
+impl Sharded {
+    /// The exact values of the own part of a parameter: as they are stored, and the low 16 bits of their masters unless
+    /// the optimizer has them.
+    ///
+    /// # Errors
+    /// The parameter is not in parts; the files cannot be read.
+    pub fn exact_part(&self, name: &str) -> Result<ExactPart> {
+        if let Some(exact) = lock(&self.trained).get(name) {
+            return Ok(exact.clone());
+        }
+        if let Some(part) = self.own(name) {
+            return Ok((part, None));
+        }
+        let p = self.param(name)?;
+        let (_, dtype) = self.quantized.get(name).ok_or_else(|| not_quantized(name))?;
+        Ok((self.origin.part(p, *dtype, &self.range(p))?, None))
+    }
+
+    fn set(&self, p: &ParamInfo, own: Own) {
+        lock(&self.own).insert(p.name.clone(), own);
+        self.forget();
+    }
+
+    fn set_codes(&self, p: &ParamInfo, codes: &QMatrix) -> Result<()> {
+        self.set(p, Own::cut(codes, self.comm.world())?);
+        Ok(())
+    }
+
+    /// The whole of exact values. All ranks call it.
+    fn join(&self, p: &ParamInfo, (weight, low): &ExactPart) -> Result<Exact> {
+        let size = self.comm.world().size;
+        let shards: Vec<Shard> = [Some(weight), low.as_ref()]
+            .into_iter()
+            .flatten()
+            .map(|own| dense(p, own, size))
+            .collect();
+        let mut lists = self.comm.collect(p.elements() as u64, shards, None).wait()?.into_iter();
+        let weight = lists.next().ok_or_else(|| no_such(&p.name))?.into_tensor(&p.shape)?;
+        let low = lists.next().map(|low: Whole| low.into_tensor(&[p.elements()]));
+        Ok(Exact {
+            weight,
+            low: low.transpose()?,
+        })
+    }
+}
+
+impl TrainableStore for Sharded {
+    fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
+        for name in names.iter().filter(|name| self.in_parts(name)) {
+            let p = self.param(name)?;
+            if !lock(&self.active).insert(p.name.clone()) {
+                continue;
+            }
+            let Some((_, dtype)) = self.quantized.get(*name) else {
+                continue;
+            };
+            let kept = lock(&self.trained).remove(*name);
+            let part = match kept {
+                Some((part, half)) => {
+                    if let Some(half) = half {
+                        low.put_low(name, half);
+                    }
+                    part
+                }
+                None => self.origin.part(p, *dtype, &self.range(p))?,
+            };
+            self.set(p, Own::Dense(part));
+        }
+        self.whole.activate(names, low)
+    }
+
+    fn deactivate(&self, keep: &dyn Fn(&str) -> bool, low: &mut dyn MasterLowBits) -> Result<Vec<Requantized>> {
+        let leaving: Vec<Arc<str>> = lock(&self.active).iter().filter(|n| !keep(n)).cloned().collect();
+        let mut recoded = Vec::new();
+        for name in &leaving {
+            lock(&self.active).remove(name);
+            let Some(&(format, dtype)) = self.quantized.get(name) else {
+                continue;
+            };
+            let p = self.param(name)?;
+            let part = self.own(name).ok_or_else(|| no_such(name))?;
+            let exact = (part, low.take_low(name));
+            // One matrix at a time is whole, on every rank.
+            let values = self.join(p, &exact)?.values()?;
+            let (codes, error) = requantize(&values, p, format, dtype)?;
+            self.set_codes(p, &codes)?;
+            lock(&self.trained).insert(p.name.clone(), exact);
+            recoded.push(error);
+        }
+        recoded.extend(self.whole.deactivate(keep, low)?);
+        Ok(recoded)
+    }
+
+    fn master_in_optimizer(&self, name: &str) -> bool {
+        if self.in_parts(name) {
+            !self.quantized.contains_key(name) || lock(&self.active).contains(name)
+        } else {
+            self.whole.master_in_optimizer(name)
+        }
+    }
+
+    /// All ranks read the same parameter, or rank 0 works alone.
+    fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {
+        if !self.in_parts(name) {
+            return self.whole.read(name, sink);
+        }
+        if lock(&self.trained).contains_key(name) {
+            return Err(Error::internal("the exact values of a weight in parts are read from its owners").at(name));
+        }
+        if let (Some((_, dtype)), None) = (self.quantized.get(name), self.own(name)) {
+            return send(&self.origin.values(self.param(name)?, *dtype)?, sink);
+        }
+        match self.collect(name)? {
+            Weight::Dense(tensor) => send(&tensor, sink),
+            _ => Err(not_quantized(name)),
+        }
+    }
+
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()> {
+        if !self.in_parts(name) {
+            return self.whole.restore(name, saved, low);
+        }
+        let p = self.param(name)?;
+        saved.require(name, &[p.elements()])?;
+        let range = self.range(p);
+        let mut values = vec![0f32; range.len()];
+        saved.read_f32_at(name, range.start, &mut values)?;
+        if let Some(&(format, dtype)) = self.quantized.get(name) {
+            let codes = encode(&saved.read_f32(name)?, p, format, dtype)?;
+            self.set_codes(p, &codes)?;
+            let exact = Exact::new(values, &[range.len()], dtype, &Device::Cpu)?;
+            lock(&self.trained).insert(p.name.clone(), (exact.weight, exact.low));
+            return Ok(());
+        }
+        let dtype = match self.own(name).map(|own| own.dtype()) {
+            Some(DType::BF16) => Dtype::Bf16,
+            Some(DType::F16) => Dtype::F16,
+            _ => Dtype::F32,
+        };
+        let exact = Exact::new(values, &[range.len()], dtype, &Device::Cpu)?;
+        self.set(p, Own::Dense(exact.weight));
+        if let Some(half) = exact.low {
+            low.put_low(name, half);
+        }
+        Ok(())
+    }
+
+    fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
+        if !self.in_parts(name) {
+            return self.whole.requantize(name, values);
+        }
+        let p = self.param(name)?;
+        let &(format, dtype) = self.quantized.get(name).ok_or_else(|| not_quantized(name))?;
+        self.set_codes(p, &encode(values, p, format, dtype)?)
+    }
+
+    fn sharded(&self) -> Option<&Sharded> {
+        Some(self)
+    }
+
+    fn upload_times(&self) -> Result<Option<CopyTimes>> {
+        Ok(None)
+    }
+}

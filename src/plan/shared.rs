@@ -7,7 +7,7 @@ use super::Inputs;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::model::Spec;
 use crate::model::contracts::GradSinkMemory;
-use crate::model::spec::{KeySource, PER_LAYER_NORM, PER_LAYER_PROJECTION};
+use crate::model::spec::{KeySource, PER_LAYER_NORM, PER_LAYER_PROJECTION, PER_LAYER_TABLE};
 use std::collections::BTreeMap;
 
 pub(super) struct Shared<'a> {
@@ -88,6 +88,7 @@ impl<'a> Shared<'a> {
             l.moment("the gradient of the per-layer inputs");
             let work = 2 * self.wide() + self.column * self.spec.hidden as u64;
             let work = l.alloc(MemoryKind::LayerWork, work);
+            sink.give(l, PER_LAYER_TABLE);
             sink.give(l, PER_LAYER_NORM);
             sink.give(l, PER_LAYER_PROJECTION);
             l.free(work);

@@ -49,6 +49,7 @@ pub(super) fn spec() -> Spec {
         residual_scale: 1.0,
         pairing: Pairing::Halves,
         tied: false,
+        padding: None,
         multimodal: false,
         warnings: Vec::new(),
         layers: vec![LayerSpec::default(); 6],

@@ -64,6 +64,62 @@ fn every_method_loses_what_it_loses_in_f32() {
     }
 }
 
+/// An adapter and an optimizer with kernels of their own, and a stage with a head of its own.
+const OTHERS: [(&str, &[&str]); 3] = [
+    (
+        "dora",
+        &[
+            "tune.method=lora",
+            "tune.lora.use_dora=true",
+            "optimizer.learning_rate=1e-3",
+        ],
+    ),
+    ("adafactor", &["tune.method=full", "optimizer.name=adafactor"]),
+    (
+        "reward",
+        &[
+            "tune.method=full",
+            "train.stage=reward",
+            "data.train=assets/world/preference-train.jsonl",
+            "data.format=preference",
+        ],
+    ),
+];
+
+#[test]
+fn adapters_optimizers_and_stages_lose_what_they_lose_in_f32() {
+    let Some(_gpu) = gpu() else { return };
+    for (name, settings) in OTHERS {
+        let dir = TempDir::new().unwrap();
+        let run = |device, dtype: &str| {
+            let settings = [settings, &[dtype, "train.max_steps=2"]].concat();
+            train(device, &settings, &dir.path().join(device))
+        };
+        let (here, there) = (run("cpu", "model.dtype=f32"), run("cuda:0", "model.dtype=f16"));
+        assert_eq!((here.len(), there.len()), (2, 2), "{name}");
+        for (a, b) in here.iter().zip(&there) {
+            let what = format!("{name}, step {}", a["step"]);
+            // The second step has weights that are rounded to f16.
+            let (loss, norm) = if number(a, "step") < 2.0 {
+                (2e-3, 5e-3)
+            } else {
+                (5e-3, 2e-2)
+            };
+            close(number(a, "loss"), number(b, "loss"), loss, &format!("{what}: loss"));
+            close(
+                number(a, "grad_norm"),
+                number(b, "grad_norm"),
+                norm,
+                &format!("{what}: norm"),
+            );
+            assert!(
+                number(a, "grad_norm") > 0.0 && number(b, "skipped_steps") == 0.0,
+                "{what}"
+            );
+        }
+    }
+}
+
 #[test]
 fn a_loss_scale_that_is_too_large_falls_and_the_run_goes_on() {
     let Some(_gpu) = gpu() else { return };

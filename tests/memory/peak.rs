@@ -188,6 +188,7 @@ fn spec(s: &Shape) -> Spec {
         residual_scale: 1.0,
         pairing: Pairing::Halves,
         tied: s.rich,
+        padding: None,
         layers,
         ropes: vec![Rope {
             inv_freq: (0..head_dim / 2).map(|i| 0.5f32.powi(i as i32)).collect(),

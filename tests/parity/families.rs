@@ -34,8 +34,10 @@ fn all_families_have_goldens() {
         })
         .collect();
     let wanted = [
+        "arcee",
         "cohere",
         "cohere2",
+        "cwm",
         "deepseek_v2",
         "deepseek_v3",
         "ernie4_5",
@@ -47,15 +49,22 @@ fn all_families_have_goldens() {
         "gemma3n_text",
         "gemma4",
         "gemma4_text",
+        "glm",
         "glm4",
         "glm4_moe",
         "glm4_moe_lite",
         "gpt_oss",
         "granite",
         "granitemoe",
+        "helium",
         "hunyuan_v1_dense",
+        "hyperclovax",
+        "internlm3",
+        "iquestcoder",
+        "jais2",
         "llama",
         "minicpm3",
+        "ministral",
         "ministral3",
         "mistral",
         "mistral3",
@@ -82,10 +91,11 @@ fn all_families_have_goldens() {
         "smollm3",
         "stablelm",
         "starcoder2",
+        "vaultgemma",
         "youtu",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 81);
+    assert_eq!(variants().len(), 95);
 }
 
 #[test]

@@ -24,6 +24,9 @@ PROMPTS = ["the mill by the river ", "17 + 25 = ", "a ferry crosses at dawn, it 
            "rain.", "sort 9 4 7 1 -> ", "question: who took the last loaf?"]
 EVALS = ["eval_text", "eval_messages", "eval_prompt_completion"]
 
+# A token that stands in the documents of the variants that take it for padding.
+PAD = 46
+
 # What every family shares. Attention is wider than the hidden states (4 heads x 16 against 32).
 BASE = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-3, initializer_range=0.02,
@@ -313,6 +316,44 @@ VARIANTS = {
         num_hidden_layers=2, num_kv_shared_layers=0, altup_num_inputs=2, altup_active_idx=1, attention_bias=True,
         intermediate_size=[20, 12], activation_sparsity_pattern=[0.0, 0.8], layer_types=["sliding_attention", "full_attention"],
         tie_word_embeddings=False, vocab_size_per_layer_input=100), ablate=dict(altup_active_idx=0)),
+    # Small differences from other families. A padding token that stands in the documents: lookups give its row no gradient.
+    "arcee": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="arcee", hidden_act="relu2", tie_word_embeddings=False, attention_bias=True, mlp_bias=True, head_dim=10,
+        rope_scaling=YARN | dict(beta_fast=4.0, beta_slow=1.0))),
+    "cwm": dict(stored="bf16", ablate=dict(sliding_window=1000), config=SMALL_RMS | dict(
+        model_type="cwm", num_hidden_layers=3, head_dim=8, tie_word_embeddings=False, sliding_window=6, rope_scaling=dict(
+            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32))),
+    "glm": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="glm", head_dim=8, tie_word_embeddings=False, attention_bias=True, partial_rotary_factor=0.5, pad_token_id=PAD)),
+    "helium": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="helium", head_dim=8, tie_word_embeddings=False, attention_bias=True, mlp_bias=True)),
+    "hyperclovax": dict(stored="bf16", ablate=dict(embedding_multiplier=1.0, attention_multiplier=0.25, logits_scaling=1.0),
+                        config=SMALL_RMS | dict(
+        model_type="hyperclovax", tie_word_embeddings=False, embedding_multiplier=3.0, residual_multiplier=1.0, attention_multiplier=0.4,
+        logits_scaling=0.4, use_post_norm=True, rms_norm_eps=3e-2)),
+    "hyperclovax_before": dict(stored="bf16", ablate=dict(residual_multiplier=1.0), config=SMALL_RMS | dict(
+        model_type="hyperclovax", head_dim=8, tie_word_embeddings=True, embedding_multiplier=2.0, residual_multiplier=0.6,
+        attention_multiplier=None, logits_scaling=0.5, use_post_norm=False, attention_bias=True, mlp_bias=True)),
+    "internlm3": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="internlm3", num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, attention_bias=True, mlp_bias=True,
+        rope_scaling=dict(rope_type="dynamic", factor=6.0))),
+    "iquestcoder": dict(stored="bf16", config=SMALL_RMS | dict(
+        model_type="iquestcoder", head_dim=10, tie_word_embeddings=False)),
+    "jais2": dict(stored="bf16", config=SMALL | dict(
+        model_type="jais2", layer_norm_eps=1e-2, hidden_act="relu2", tie_word_embeddings=False, attention_bias=True, mlp_bias=True)),
+    "ministral": dict(stored="bf16", ablate=dict(sliding_window=1000), config=SMALL_RMS | dict(
+        model_type="ministral", head_dim=10, tie_word_embeddings=False, sliding_window=6,
+        layer_types=["full_attention", "sliding_attention"])),
+    "vaultgemma": dict(stored="bf16", ablate=dict(sliding_window=1000, query_pre_attn_scalar=16), config=SMALL_RMS | dict(
+        model_type="vaultgemma", head_dim=8, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh", sliding_window=8,
+        query_pre_attn_scalar=24, attn_logit_softcapping=3.0, final_logit_softcapping=5.0, pad_token_id=PAD)),
+    # A tied model whose last norm has no parameters: nothing is left of the head.
+    "olmo_tied": dict(stored="bf16", config=SMALL | dict(model_type="olmo", tie_word_embeddings=True, clip_qkv=None, attention_bias=True)),
+    # The first layer has gated attention, whose queries have twice the rows.
+    "qwen3_5_attention_first": dict(stored="bf16", config=HYBRID | dict(
+        model_type="qwen3_5_text", num_hidden_layers=2, tie_word_embeddings=True, layer_types=["full_attention", "linear_attention"])),
+    # Without `head_dim`.
+    "qwen3_moe_narrow": dict(stored="bf16", config=QWEN_EXPERTS | dict(model_type="qwen3_moe", norm_topk_prob=True)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -334,7 +375,10 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "granitemoe": "GraniteMoeForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
                  "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
                  "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
-                 "glm4_moe_lite": "Glm4MoeLiteForCausalLM", "minicpm3": "MiniCPM3ForCausalLM", "youtu": "YoutuForCausalLM"}
+                 "glm4_moe_lite": "Glm4MoeLiteForCausalLM", "minicpm3": "MiniCPM3ForCausalLM", "youtu": "YoutuForCausalLM",
+                 "arcee": "ArceeForCausalLM", "cwm": "CwmForCausalLM", "glm": "GlmForCausalLM", "helium": "HeliumForCausalLM",
+                 "hyperclovax": "HyperCLOVAXForCausalLM", "internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCausalLM",
+                 "jais2": "Jais2ForCausalLM", "ministral": "MinistralForCausalLM", "vaultgemma": "VaultGemmaForCausalLM"}
 
 
 def config_v4(config, stored, encoder):
@@ -343,7 +387,8 @@ def config_v4(config, stored, encoder):
     if "text_config" in config:
         config["text_config"]["torch_dtype"] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}[stored]
     head = dict(architectures=[ARCHITECTURES[config["model_type"]]])
-    tail = dict(bos_token_id=encoder.tokenizer.token_to_id("<s>"), eos_token_id=encoder.eos, pad_token_id=encoder.eos,
+    tail = dict(bos_token_id=encoder.tokenizer.token_to_id("<s>"), eos_token_id=encoder.eos,
+                pad_token_id=config.get("pad_token_id", encoder.eos),
                 torch_dtype={"f32": "float32", "bf16": "bfloat16", "f16": "float16"}[stored],
                 transformers_version="4.47.1")
     return head | copy.deepcopy(config) | tail
@@ -401,9 +446,7 @@ def measure(model, docs):
     loss = sum(loss_sum(each, labels) for each, (_, labels) in zip(logits, docs)) / trained
     loss.backward()
     gradients = {name.replace("model.language_model.", "model."): p.grad.clone() for name, p in model.named_parameters()
-                 if not name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision."))
-                 # ft does not train this table.
-                 and "embed_tokens_per_layer" not in name}
+                 if not name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision."))}
     return [each.detach() for each in logits], loss.detach(), gradients, trained
 
 

@@ -150,6 +150,48 @@ fn wrap(dir: &Path) {
     fs::write(config, whole.to_string()).unwrap();
 }
 
+/// The table of the per-layer embeddings trains as any other matrix, and stays as it is where it is not active.
+#[test]
+fn the_table_of_the_per_layer_embeddings_trains() {
+    let bench = Bench::of_family("gemma4_text_shared");
+    let table = |dir: &str| {
+        let bytes = fs::read(bench.path(dir).join("model.safetensors")).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let table = tensors.tensor("model.embed_tokens_per_layer.weight").unwrap();
+        table.data().to_vec()
+    };
+    let block = [
+        "tune.method=block",
+        "tune.block.order=fixed",
+        "tune.block.start_block=1",
+        "train.save_steps=2",
+        "schedule.warmup_steps=0",
+    ];
+    let with = [&block[..], &["tune.block.include_embedding=true"]].concat();
+    train(&bench, "layers", &block);
+    train(&bench, "table", &with);
+    train(&bench, "disk", &[&with[..], &["memory.tier=disk"]].concat());
+    train(&bench, "full", &["tune.method=full", "schedule.warmup_steps=0"]);
+    let base = table("model");
+    assert!(table("layers/final") == base);
+    assert!(table("full/final") != base && table("table/final") != base);
+    // No other parameter is in that block.
+    let rest = |dir: &str| {
+        let bytes = fs::read(bench.path(dir).join("model.safetensors")).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap().tensors();
+        let others = tensors.into_iter().filter(|(name, _)| !name.contains("per_layer."));
+        let others = others.map(|(name, t)| (name, t.data().to_vec()));
+        others.collect::<std::collections::BTreeMap<_, _>>()
+    };
+    assert!(rest("table/final") == rest("model"));
+    assert_eq!(curve(&bench, "table"), curve(&bench, "disk"));
+    assert!(files(&bench.path("table/final")) == files(&bench.path("disk/final")));
+    let checkpoint = bench.path("disk/checkpoint-2").display().to_string();
+    let again = ["memory.tier=disk", "train.output_dir=again", "--resume", &checkpoint];
+    bench.train(&[&SHORT[..], &with, &again].concat());
+    assert!(table("again/final") == table("table/final"));
+}
+
 /// Published files of Gemma 3n have keys and values also of the layers that read those of another layer.
 #[test]
 fn keys_that_nothing_reads_are_no_error() {

@@ -90,8 +90,14 @@ fn compare(config: &Config, weights: &Weights) -> Result<()> {
     // Number of heads times head size; without an explicit head size, the family defines it.
     let (heads, key_heads) = (number("num_attention_heads"), number("num_key_value_heads"));
     let wide = |heads: Option<usize>| heads?.checked_mul(number("head_dim")?).or(Some(usize::MAX));
+    // Queries with an output gate have twice the rows.
+    let model_type = config.model_type().unwrap_or_default();
+    let gated = ["qwen3_5", "qwen3_next"]
+        .iter()
+        .any(|family| model_type.starts_with(family));
+    let queries = heads.map(|heads| if gated { heads.saturating_mul(2) } else { heads });
     for (key, heads, part) in [
-        ("num_attention_heads", heads, "self_attn.q_proj"),
+        ("num_attention_heads", queries, "self_attn.q_proj"),
         ("num_key_value_heads", key_heads.or(heads), "self_attn.k_proj"),
     ] {
         let (Some((name, rows, _)), Some(heads)) = (matrix(in_first(part)), heads) else {

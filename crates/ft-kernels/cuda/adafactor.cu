@@ -1,5 +1,6 @@
 // One step of Adafactor of one parameter: see src/ops/cpu/step/adafactor.rs of ft. Of a matrix `[R, C]` the means of the
-// squared gradient are kept for each row and each column, of a vector (R = 1, no rows) for each element. The gradient is f32.
+// squared gradient are kept for each row and each column, of a vector (R = 1, no rows) for each element. The gradient is f32,
+// the weight f32 or bf16 (`weight.cuh`).
 //
 // Each kernel of a step finds the same gate: where a number at `finite` is not finite none of them changes anything.
 #include "many.cuh"

@@ -16,6 +16,7 @@ namespace {
 
 using namespace soft;
 using bf16 = __nv_bfloat16;
+using f16 = __half;
 using std::size_t;
 
 /// The type in which a sum of T is built.
@@ -23,6 +24,8 @@ template <class T>
 struct Wide { using Type = T; };
 template <>
 struct Wide<bf16> { using Type = float; };
+template <>
+struct Wide<f16> { using Type = float; };
 
 /// Where element `i` of an operand lies.
 struct Layout {
@@ -197,11 +200,15 @@ constexpr I NOTHING = std::numeric_limits<I>::max();
 template <class T, class I>
 void index_select(const Launch&, size_t n, size_t dims, const size_t* info, const I* ids, const T* x, T* y, size_t,
                   size_t rows, size_t count, size_t right) {
+    // candle passes the layout of the ids, and its kernel reads x by it unless it is contiguous.
     Layout at(dims, info);
+    bool contiguous = true;
+    size_t step = 1;
+    for (size_t d = dims; d-- > 0; step *= info[d]) contiguous = contiguous && (info[d] <= 1 || info[dims + d] == step);
     for (size_t i = 0; i < n; i++) {
         I id = ids[i / right % count];
         size_t from = (i / (count * right) * rows + size_t(id)) * right + i % right;
-        y[i] = id == NOTHING<I> ? T(0) : x[at(from)];
+        y[i] = id == NOTHING<I> ? T(0) : x[contiguous ? from : at(from)];
     }
 }
 
@@ -272,7 +279,7 @@ Kernel plain(const char* name, void (*kernel)(const Launch&, P...)) {
     return {name, Descriptions<P...>::list, sizeof...(P), 0, run<P...>, reinterpret_cast<void (*)()>(kernel)};
 }
 
-#define REAL_TYPES(X) X(f32, float) X(f64, double) X(bf16, bf16)
+#define REAL_TYPES(X) X(f32, float) X(f64, double) X(bf16, bf16) X(f16, f16)
 #define TYPES(X) REAL_TYPES(X) X(u8, uint8_t) X(u32, uint32_t) X(i64, int64_t)
 #define ALL_TYPES(X) TYPES(X) X(i16, int16_t) X(i32, int32_t)
 
@@ -305,6 +312,7 @@ std::vector<Kernel> kernels() {
     add("cast_" #N "_f32", cast<T, float>);                                                                            \
     add("cast_" #N "_f64", cast<T, double>);                                                                           \
     add("cast_" #N "_bf16", cast<T, bf16>);                                                                            \
+    add("cast_" #N "_f16", cast<T, f16>);                                                                              \
     add("cast_" #N "_u8", cast<T, uint8_t>);                                                                           \
     add("cast_" #N "_u32", cast<T, uint32_t>);                                                                         \
     add("cast_" #N "_i64", cast<T, int64_t>);                                                                          \

@@ -49,8 +49,9 @@ pub fn group_of(name: &str) -> Group {
     if let Some(l) = layer {
         return Group::Layer(l);
     }
-    // The projections of the embedding (per-layer inputs, other streams) are used before the layers.
+    // The projections of the embedding (per-layer inputs, other streams) are used before the layers, as its tables.
     if name.starts_with("model.embed_tokens.")
+        || name.starts_with("model.embed_tokens_per_layer.")
         || name.starts_with("model.per_layer_")
         || name.starts_with("model.altup_projections.")
     {

@@ -11,7 +11,7 @@ use crate::model::spec::EMBEDDING;
 use crate::model::{Context, GradSink, Gradient, Layer, Need, Network, Objective, TokenRows};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::{Arriving, Copier, Offloaded};
-use crate::ops::{embedding, update};
+use crate::ops::update;
 use crate::peft::Dropout;
 use crate::source::Group;
 use crate::trace;
@@ -390,7 +390,7 @@ impl<'a> Pass<'a> {
                     Some((_, gradient)) => gradient,
                     None => t.zeros()?,
                 };
-                t.add_embedded(&gradient, &batch.ids, &dx, network.spec.embedding_scale)?;
+                t.add_embedded(network, &gradient, &batch.ids, &dx)?;
                 sink.take(&t.param, gradient)?;
             }
             embedding_gradient(network, batch, &dx, tied, sink)?;
@@ -424,7 +424,7 @@ fn embedding_gradient(
         Some(dw) => dw,
         None => update::zeros(table.tensor.shape(), DType::F32, &network.device)?,
     };
-    embedding::scatter_add(&dw, &batch.ids, dx, network.spec.embedding_scale)?;
+    network.add_lookups(&dw, &batch.ids, dx, network.spec.embedding_scale)?;
     sink.take(&table, dw)
 }
 

@@ -59,6 +59,7 @@ pub(super) fn spec() -> Spec {
         residual_scale: 1.0,
         pairing: Pairing::Halves,
         tied: true,
+        padding: None,
         layers: [None, Some(4), None]
             .map(|window| LayerSpec {
                 window,

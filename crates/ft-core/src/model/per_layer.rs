@@ -13,7 +13,7 @@ use super::spec::{PER_LAYER_NORM, PER_LAYER_PROJECTION, PER_LAYER_TABLE, PerLaye
 use crate::base::Result;
 use crate::ops::{embedding, rms_norm, update};
 use crate::source::Group;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use std::f32::consts::FRAC_1_SQRT_2;
 
 impl Network {
@@ -27,6 +27,12 @@ impl Network {
         })
     }
 
+    /// Ids of images and sounds beyond the table have the row of id 0.
+    fn in_table(&self, ids: &[u32], vocab: usize) -> Vec<u32> {
+        let beyond = |id: u32| id as usize >= vocab && self.spec.streams.is_some();
+        ids.iter().map(|&id| if beyond(id) { 0 } else { id }).collect()
+    }
+
     /// `[N]` ids and their embedding `[N, D]` to `[N, L·P]`, if the family has per-layer inputs.
     pub(super) fn per_layer_inputs(&self, ids: &[u32], x: &Tensor) -> Result<Option<Tensor>> {
         let Some(PerLayerSpec { vocab, width }) = self.spec.per_layer else {
@@ -37,16 +43,7 @@ impl Network {
         let norm = param(&*self.source.fetch(Group::Head)?, PER_LAYER_NORM)?;
         let sum = rms_norm::forward(&z, &norm.tensor, self.spec.norm_eps, self.spec.norm_plus_one)?;
         drop(z);
-        // Ids of images and sounds beyond the table have the row of id 0.
-        let in_table = |id: &u32| {
-            if (*id as usize) < vocab || self.spec.streams.is_none() {
-                *id
-            } else {
-                0
-            }
-        };
-        let ids: Vec<u32> = ids.iter().map(in_table).collect();
-        let (table, ids) = self.source.rows(PER_LAYER_TABLE, &ids)?;
+        let (table, ids) = self.source.rows(PER_LAYER_TABLE, &self.in_table(ids, vocab))?;
         let rows = embedding::gather(&table, &ids, (width as f32).sqrt())?;
         update::add_assign(&sum, &rows)?;
         update::scale_assign(&sum, FRAC_1_SQRT_2)?;
@@ -54,12 +51,19 @@ impl Network {
     }
 
     /// Backward of `per_layer_inputs`, if the gradient of its output was collected: adds the gradient of the embedding to
-    /// `dx` `[N, D]`, and passes those of the projection and the norm to the sink.
+    /// `dx` `[N, D]`, and passes those of the table, the projection and the norm to the sink.
     pub fn per_layer_backward(&self, ids: &[u32], dx: &Tensor, ctx: &Context, sink: &mut dyn GradSink) -> Result<()> {
-        let Some(d) = ctx.shared.take_input_gradients() else {
+        let (Some(d), Some(PerLayerSpec { vocab, width })) = (ctx.shared.take_input_gradients(), self.spec.per_layer)
+        else {
             return Ok(());
         };
         update::scale_assign(&d, FRAC_1_SQRT_2)?;
+        if sink.wants(PER_LAYER_TABLE) {
+            let table = param(&*self.source.fetch(Group::Table)?, PER_LAYER_TABLE)?;
+            let dw = update::zeros(table.tensor.shape(), DType::F32, &self.device)?;
+            self.add_lookups(&dw, &self.in_table(ids, vocab), &d, (width as f32).sqrt())?;
+            sink.take(&table, dw)?;
+        }
         let factor = (self.spec.hidden as f32).powf(-0.5);
         let x = self.embedded(ids)?;
         let projection = self.per_layer_projection()?;

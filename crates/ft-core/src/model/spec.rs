@@ -92,6 +92,9 @@ pub struct Spec {
     pub pairing: Pairing,
     /// The output projection is the embedding.
     pub tied: bool,
+    /// The token whose row gets no gradient from lookups in the embedding and the per-layer table (`padding_idx` of
+    /// `torch.nn.Embedding`).
+    pub padding: Option<u32>,
     /// The options of each layer.
     pub layers: Vec<LayerSpec>,
     /// The rotary embeddings that layers refer to.
@@ -550,14 +553,20 @@ impl Spec {
         let none = [
             "cohere",
             "cohere2",
+            "cwm",
             "granite",
             "granitemoe",
             "ernie4_5",
             "gemma3n_text",
             "gemma4_text",
             "glm4_moe_lite",
+            "hyperclovax",
+            "internlm3",
+            "iquestcoder",
+            "jais2",
             "qwen3_5_moe_text",
             "qwen3_moe_smile",
+            "vaultgemma",
             "youtu",
         ];
         !self.multimodal && !none.contains(&self.model_type.as_str())

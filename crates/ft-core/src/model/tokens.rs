@@ -90,20 +90,11 @@ impl TokenRows {
         Ok(gradient.index_select(&ids, 0)?.contiguous()?)
     }
 
-    /// Adds the embedding gradient of the tokens `ids` `[N]`, from `dx` `[N, D]`, to `gradient` `[T, D]`.
-    pub fn add_embedded(&self, gradient: &Tensor, ids: &[u32], dx: &Tensor, scale: f32) -> Result<()> {
-        let (mut tokens, mut rows) = (Vec::new(), Vec::new());
-        for (n, id) in ids.iter().enumerate() {
-            if let Some(row) = self.ids.iter().position(|own| own == id) {
-                tokens.push(n as u32);
-                rows.push(row as u32);
-            }
-        }
-        if rows.is_empty() {
-            return Ok(());
-        }
-        let tokens = Tensor::from_vec(tokens, rows.len(), dx.device())?;
-        embedding::scatter_add(gradient, &rows, &dx.index_select(&tokens, 0)?.contiguous()?, scale)
+    /// Adds the embedding gradient of the tokens `ids` `[N]` of `network`, from `dx` `[N, D]`, to `gradient` `[T, D]`.
+    pub fn add_embedded(&self, network: &Network, gradient: &Tensor, ids: &[u32], dx: &Tensor) -> Result<()> {
+        let padding = network.spec.padding;
+        let row_of = |id: &u32| self.ids.iter().position(|own| own == id && padding != Some(*id));
+        add_rows(gradient, ids, dx, network.spec.embedding_scale, row_of)
     }
 
     /// True if the sink wants the gradient of these rows.
@@ -115,4 +106,32 @@ impl TokenRows {
     pub fn zeros(&self) -> Result<Tensor> {
         update::zeros(self.param.tensor.shape(), DType::F32, self.param.tensor.device())
     }
+}
+
+impl Network {
+    /// Adds the gradient of a lookup of `ids` `[N]` in a table, from `dx` `[N, D]`, to `gradient` `[V, D]`: for all tokens
+    /// except the padding token.
+    pub(crate) fn add_lookups(&self, gradient: &Tensor, ids: &[u32], dx: &Tensor, scale: f32) -> Result<()> {
+        match self.spec.padding.filter(|padding| ids.contains(padding)) {
+            None => embedding::scatter_add(gradient, ids, dx, scale),
+            Some(padding) => add_rows(gradient, ids, dx, scale, |id| (*id != padding).then_some(*id as usize)),
+        }
+    }
+}
+
+/// Adds the rows of `dx` `[N, D]` to the rows `row_of` of `gradient`; those of other tokens are left out.
+fn add_rows(
+    gradient: &Tensor,
+    ids: &[u32],
+    dx: &Tensor,
+    scale: f32,
+    row_of: impl Fn(&u32) -> Option<usize>,
+) -> Result<()> {
+    let found = (0..).zip(ids).filter_map(|(n, id)| Some((n, row_of(id)? as u32)));
+    let (tokens, rows): (Vec<u32>, Vec<u32>) = found.unzip();
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let tokens = Tensor::from_vec(tokens, rows.len(), dx.device())?;
+    embedding::scatter_add(gradient, &rows, &dx.index_select(&tokens, 0)?.contiguous()?, scale)
 }

@@ -15,6 +15,9 @@ pub fn partition(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<
     }
     if recipe.include_embedding {
         blocks.push(named("embedding".into(), &|p| p.group == Group::Embedding));
+        if params.iter().any(|p| p.group == Group::Table) {
+            blocks.push(named("embed_tokens_per_layer".into(), &|p| p.group == Group::Table));
+        }
     }
     // Group by layer, so that a block searches its own layers only.
     let mut of_layer: Vec<Vec<&ParamInfo>> = Vec::new();
@@ -121,7 +124,7 @@ fn windows(recipe: &BlockConfig, params: &[ParamInfo], tied: bool) -> Vec<BlockP
         Group::Layer(_) => true,
         Group::Embedding => recipe.include_embedding || (tied && recipe.include_lm_head),
         Group::Head => recipe.include_lm_head,
-        Group::Table => false,
+        Group::Table => recipe.include_embedding,
     };
     let count = Masks::windows(recipe.update_ratio);
     let label = |i| format!("window {} of {count}", i + 1);

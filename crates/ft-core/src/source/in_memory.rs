@@ -52,7 +52,12 @@ impl InMemory {
 impl WeightSource for InMemory {
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         let found = self.lock().get(&group).cloned();
-        found.ok_or_else(|| Error::new(format!("the model has no {group:?}")))
+        // A tied head after a norm without parameters has none of its own.
+        let empty = || group == Group::Head && self.params.iter().all(|p| p.group != group);
+        match found {
+            None if empty() => Ok(Arc::default()),
+            found => found.ok_or_else(|| Error::new(format!("the model has no {group:?}"))),
+        }
     }
 
     fn params(&self) -> &[ParamInfo] {

@@ -47,7 +47,7 @@ pub enum Group {
     Layer(usize),
     /// The final norm and the output projection.
     Head,
-    /// A table that is never trained: only rows of it are read, so it stays where the inactive weights are.
+    /// A table of which only rows are read: it stays where the inactive weights are, unless it is trained.
     Table,
 }
 

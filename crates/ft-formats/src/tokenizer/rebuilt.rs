@@ -65,10 +65,13 @@ impl Class {
             // The class declared in their configs is known to be wrong.
             Some("qwen2") => Some(Self::Qwen2),
             Some("qwen3_5" | "qwen3_5_moe" | "qwen3_5_moe_text") => Some(Self::Qwen3_5),
-            Some("minicpm3" | "phi3" | "mistral") => None,
+            Some(
+                "ernie4_5" | "hyperclovax" | "internlm3" | "iquestcoder" | "minicpm3" | "mistral" | "nemotron" | "phi3",
+            ) => None,
             _ if declared_class == Some(Self::Llama) && byte_level => None,
             Some("qwen3" | "qwen3_next") if declared.is_none() => Some(Self::Qwen2),
             Some("qwen3_5_text") if declared.is_none() => Some(Self::Qwen3_5),
+            Some("jais2") if declared.is_none() => Some(Self::Gpt2),
             Some("gemma" | "gemma2" | "gemma3" | "gemma3_text" | "gemma3n" | "gemma3n_text") if declared.is_none() => {
                 Some(Self::Gemma)
             }

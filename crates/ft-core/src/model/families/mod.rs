@@ -3,8 +3,10 @@
 //! Unknown options are copied unchanged by export; options that are known to change the mathematics and are not
 //! supported are refused by name.
 
+mod arcee;
 mod cohere;
 mod cohere2;
+mod cwm;
 mod deepseek;
 mod ernie4_5;
 mod exaone4;
@@ -14,15 +16,21 @@ mod gemma2;
 mod gemma3_text;
 mod gemma3n_text;
 mod gemma4_text;
+mod glm;
 mod glm4;
 mod glm4_moe;
 mod gpt_oss;
 mod granite;
 mod granitemoe;
+mod helium;
 mod hunyuan_v1_dense;
+mod hyperclovax;
+mod internlm3;
+mod jais2;
 mod latent;
 mod llama;
 mod minicpm3;
+mod ministral;
 mod ministral3;
 mod mistral;
 mod mixtral;
@@ -31,6 +39,7 @@ mod olmo;
 mod olmo2;
 mod olmo3;
 mod olmoe;
+mod padding;
 mod phi3;
 mod qwen2;
 mod qwen3;
@@ -41,6 +50,7 @@ mod smollm3;
 mod stablelm;
 mod starcoder2;
 mod support;
+mod vaultgemma;
 mod wrapped;
 mod youtu;
 
@@ -87,8 +97,10 @@ pub fn read(config: &Config) -> Result<Spec> {
     let mut spec = common(config, model_type)?;
     spec.multimodal = multimodal;
     match model_type {
+        "arcee" => arcee::apply(config, &mut spec)?,
         "cohere" => cohere::apply(config, &mut spec)?,
         "cohere2" => cohere2::apply(config, &mut spec)?,
+        "cwm" => cwm::apply(config, &mut spec)?,
         "deepseek_v2" => deepseek::apply_v2(config, &mut spec)?,
         "deepseek_v3" => deepseek::apply_v3(config, &mut spec)?,
         "ernie4_5" => ernie4_5::apply(config, &mut spec)?,
@@ -98,15 +110,22 @@ pub fn read(config: &Config) -> Result<Spec> {
         "gemma3_text" => gemma3_text::apply(config, &mut spec)?,
         "gemma3n_text" => gemma3n_text::apply(config, &mut spec, &sizes)?,
         "gemma4_text" => gemma4_text::apply(config, &mut spec)?,
+        "glm" => glm::apply(config, &mut spec)?,
         "glm4" => glm4::apply(config, &mut spec)?,
         "glm4_moe" => glm4_moe::apply(config, &mut spec)?,
         "glm4_moe_lite" => deepseek::apply_glm(config, &mut spec)?,
         "gpt_oss" => gpt_oss::apply(config, &mut spec)?,
         "granite" => granite::apply(config, &mut spec)?,
         "granitemoe" => granitemoe::apply(config, &mut spec)?,
+        "helium" => helium::apply(config, &mut spec)?,
         "hunyuan_v1_dense" => hunyuan_v1_dense::apply(config, &mut spec)?,
+        "hyperclovax" => hyperclovax::apply(config, &mut spec)?,
+        "internlm3" => internlm3::apply(config, &mut spec)?,
+        "iquestcoder" => internlm3::apply_iquest(config, &mut spec)?,
+        "jais2" => jais2::apply(config, &mut spec)?,
         "llama" => llama::apply(config, &mut spec)?,
         "minicpm3" => minicpm3::apply(config, &mut spec)?,
+        "ministral" => ministral::apply(config, &mut spec)?,
         "ministral3" => ministral3::apply(config, &mut spec)?,
         "mistral" => mistral::apply(config, &mut spec)?,
         "mixtral" => mixtral::apply(config, &mut spec)?,
@@ -129,6 +148,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "smollm3" => smollm3::apply(config, &mut spec)?,
         "stablelm" => stablelm::apply(config, &mut spec)?,
         "starcoder2" => starcoder2::apply(config, &mut spec)?,
+        "vaultgemma" => vaultgemma::apply(config, &mut spec)?,
         "youtu" => youtu::apply(config, &mut spec)?,
         other => return Err(support::unsupported(config, other)),
     }
@@ -216,6 +236,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         residual_scale: 1.0,
         pairing: Pairing::Halves,
         tied: config.bool_or("tie_word_embeddings", false)?,
+        padding: padding::token(config, model_type)?,
         multimodal: false,
         warnings: Vec::new(),
         layers: vec![LayerSpec::default(); layers],
@@ -399,7 +420,7 @@ fn place(config: &Config, key: &str) -> String {
 /// Refuses options that change the computation and that no supported family uses.
 fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<()> {
     let own: &[&str] = match model_type {
-        "granite" => &[
+        "granite" | "hyperclovax" => &[
             "embedding_multiplier",
             "residual_multiplier",
             "attention_multiplier",
@@ -485,10 +506,11 @@ fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
 }
 
 /// Families whose heads may be rotated in part.
-const PARTIAL_ROTATION: [&str; 14] = [
+const PARTIAL_ROTATION: [&str; 15] = [
     "deepseek_v2",
     "deepseek_v3",
     "gemma4_text",
+    "glm",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",

@@ -7,14 +7,14 @@ use crate::model::spec::ExpertNames;
 use crate::ops::routing::{GroupScore, Groups, Score};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
-    super::qwen3::apply(config, spec)?;
+    super::qwen3::shared(config, spec)?;
     let experts = experts(config, 128, 768, 8)?;
     of_layers(config, spec, experts)
 }
 
 /// Routers of two levels (SMILE, arXiv 2212.05191): the rows of the groups follow those of the experts.
 pub fn apply_smile(config: &Config, spec: &mut Spec) -> Result<()> {
-    super::qwen3::apply(config, spec)?;
+    super::qwen3::shared(config, spec)?;
     let mut experts = experts(config, 128, 768, 8)?;
     experts.router.score = Score::TwoLevel;
     experts.router.groups = Some(Groups {

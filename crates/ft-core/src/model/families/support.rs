@@ -23,7 +23,12 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 55] = [
+pub const FAMILIES: [Family; 65] = [
+    family(
+        "arcee",
+        "arcee-ai/AFM-4.5B, AFM-4.5B-Base",
+        "an MLP without a gate, optional biases",
+    ),
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
@@ -33,6 +38,11 @@ pub const FAMILIES: [Family; 55] = [
         "cohere2",
         "CohereLabs/c4ai-command-r7b-12-2024, c4ai-command-a-03-2025",
         "as cohere; sliding windows, full attention without positions",
+    ),
+    family(
+        "cwm",
+        "facebook/cwm",
+        "sliding windows in three of four layers, rope llama3",
     ),
     family(
         "deepseek_v2",
@@ -95,6 +105,11 @@ pub const FAMILIES: [Family; 55] = [
         "layers of two sizes, norms of v, shared keys and values, per-layer embeddings",
     ),
     family(
+        "glm",
+        "zai-org/glm-4-9b-hf, glm-4-9b-chat-hf",
+        "as glm4 with norms before each half only",
+    ),
+    family(
         "glm4",
         "zai-org/GLM-4-9B-0414, -32B-0414",
         "rotates neighboring elements of half a head; norms around each half",
@@ -125,9 +140,34 @@ pub const FAMILIES: [Family; 55] = [
         "as granite, with experts in every layer",
     ),
     family(
+        "helium",
+        "kyutai/helium-1-2b",
+        "rotates neighboring elements; biases on q, k and v",
+    ),
+    family(
         "hunyuan_v1_dense",
         "tencent/Hunyuan-0.5B-Instruct to -7B-Instruct",
         "norms on the rotated heads of q and k",
+    ),
+    family(
+        "hyperclovax",
+        "naver-hyperclovax/HyperCLOVAX-SEED-Think-14B",
+        "as granite, with norms after each half; not with `residual_multiplier`",
+    ),
+    family(
+        "internlm3",
+        "internlm/internlm3-8b-instruct, with a `tokenizer.json`",
+        "Llama under another name; rope dynamic",
+    ),
+    family(
+        "iquestcoder",
+        "IQuestLab/IQuest-Coder-V1-40B-Instruct",
+        "Llama under another name",
+    ),
+    family(
+        "jais2",
+        "inceptionai/Jais-2-8B-Chat",
+        "LayerNorms, biases, an MLP without a gate",
     ),
     family(
         "kimi_k2",
@@ -143,6 +183,11 @@ pub const FAMILIES: [Family; 55] = [
         "minicpm3",
         "openbmb/MiniCPM3-4B",
         "latent attention, factors of embedding, residual stream and logits, rope longrope",
+    ),
+    family(
+        "ministral",
+        "mistralai/Ministral-8B-Instruct-2410",
+        "as mistral, with windows in some layers",
     ),
     family(
         "ministral3",
@@ -282,6 +327,11 @@ pub const FAMILIES: [Family; 55] = [
         "bigcode/starcoder2-3b, -7b, -15b",
         "LayerNorms, an MLP without a gate, biases, sliding windows; its dropout is not applied",
     ),
+    family(
+        "vaultgemma",
+        "google/vaultgemma-1b",
+        "as gemma2 without norms after each half",
+    ),
     family("youtu", "tencent/Youtu-LLM-2B", "latent attention"),
 ];
 
@@ -297,16 +347,28 @@ pub const NAMES: [&str; FAMILIES.len()] = {
 };
 
 /// Types that are not supported, with what they would need.
-const REFUSED: [(&str, &[&str]); 13] = [
+const REFUSED: [(&str, &[&str]); 19] = [
     (
         "other mixture-of-experts layers",
         &[
-            "phimoe",
-            "ernie4_5_moe",
-            "hunyuan_v1_moe",
+            "afmoe",
+            "cohere2_moe",
             "dbrx",
+            "dots1",
+            "ernie4_5_moe",
             "exaone_moe",
+            "flex_olmo",
+            "granitemoe_swa",
+            "granitemoeshared",
+            "hunyuan_v1_moe",
+            "hy_v3",
+            "jetmoe",
+            "laguna",
+            "mellum",
+            "mimo_v2_flash",
             "minimax_m2",
+            "phimoe",
+            "solar_open",
         ],
     ),
     ("latent attention over chosen tokens", &["deepseek_v32", "glm_moe_dsa"]),
@@ -318,24 +380,41 @@ const REFUSED: [(&str, &[&str]); 13] = [
         "mixture-of-experts layers and chunked attention",
         &["llama4", "llama4_text"],
     ),
-    ("linear attention layers", &["kimi_linear", "minimax"]),
+    (
+        "linear attention layers",
+        &["bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"],
+    ),
     (
         "convolution or state-space layers",
         &[
             "lfm2",
+            "lfm2_moe",
             "mamba",
             "mamba2",
             "falcon_h1",
+            "falcon_mamba",
             "jamba",
             "nemotron_h",
             "granitemoehybrid",
             "bamba",
+            "zamba",
             "zamba2",
             "recurrent_gemma",
+            "rwkv",
+            "xlstm",
         ],
     ),
+    ("an activation with trained parameters (xIELU)", &["apertus"]),
+    ("norms inside of attention and MLP, and ternary weights", &["bitnet"]),
+    ("norms without parameters, also on the rotated heads", &["nanochat"]),
+    ("differences of two attention maps", &["diffllama"]),
+    ("attention with a trained mask", &["doge"]),
+    ("attention sinks and a rope base by layer", &["granite_swa"]),
     ("a bias of the LM head", &["phi", "gptj", "codegen"]),
-    ("a matrix with q, k and v of each head in turn", &["gpt_neox", "falcon"]),
+    (
+        "a matrix with q, k and v of each head in turn",
+        &["gpt_neox", "falcon", "persimmon"],
+    ),
     (
         "learned positions",
         &["gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"],

@@ -59,7 +59,7 @@ pub const ROUTER_CORRECTION: &str = "e_score_correction_bias";
 /// True if the parameter of this name is never trained.
 pub fn is_constant(name: &str) -> bool {
     let last = name.rsplit('.').next();
-    name == PER_LAYER_TABLE || last == Some(LAYER_SCALAR) || last == Some(ROUTER_CORRECTION)
+    last == Some(LAYER_SCALAR) || last == Some(ROUTER_CORRECTION)
 }
 
 /// A linear of a layer.

@@ -309,8 +309,12 @@ impl Shared {
     }
 
     fn members(&self, group: Group) -> Result<impl Iterator<Item = &ParamInfo>> {
-        let members = self.groups.get(&group);
-        let members = members.ok_or_else(|| Error::new(format!("the model has no {group:?}")))?;
+        let members = match self.groups.get(&group) {
+            Some(members) => members.as_slice(),
+            // A tied head after a norm without parameters has none of its own.
+            None if group == Group::Head => &[],
+            None => return Err(Error::new(format!("the model has no {group:?}"))),
+        };
         Ok(members.iter().map(|&i| &self.params[i]))
     }
 }

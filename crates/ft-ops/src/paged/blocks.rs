@@ -148,11 +148,11 @@ fn copy(
     head_dim: usize,
 ) {
     for (t, row) in to.chunks_exact_mut(width).enumerate() {
-        let row = row[at..at + head_dim].iter_mut().enumerate();
+        let row = &mut row[at..at + head_dim];
         match from {
-            PageData::F32(v) => row.for_each(|(e, x)| *x = v[index(t, e)]),
-            PageData::Bf16(v) => row.for_each(|(e, x)| *x = v[index(t, e)].to_f32()),
-            PageData::Int8 { .. } => row.for_each(|(_, x)| *x = f32::NAN),
+            PageData::F32(v) => row.iter_mut().enumerate().for_each(|(e, x)| *x = v[index(t, e)]),
+            PageData::Bf16(v) => row.iter_mut().enumerate().for_each(|(e, x)| *x = v[index(t, e)].to_f32()),
+            PageData::Int8 { .. } => row.fill(f32::NAN),
         }
     }
 }

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
   ft export runs/sft/checkpoint-400 --out model-400
   ft export runs/sft --out model                       final/, else the newest checkpoint
   ft export --model base --to hf --dtype f32 --out base-f32
-  ft export runs/sft --to gguf --type q4_k_m --out sft-gguf      for llama.cpp, Ollama, LM Studio
+  ft export runs/sft --to gguf --type q4_k_m --out sft-gguf
 
 A checkpoint is exported as `final/` would be at that step. The base model of the run must be on this machine (or in
 the hub cache); the training rows are not needed. A LoRA adapter becomes a GGUF adapter: merge it first (`ft merge`) for
@@ -28,8 +28,8 @@ pub struct Args {
     /// The same, as a flag
     #[arg(long, value_name = "FROM", conflicts_with = "from")]
     model: Option<PathBuf>,
-    /// hf: a Hugging Face directory; gguf: a GGUF file and a Modelfile
-    #[arg(long, value_name = "FORMAT", default_value = "hf", value_parser = ["hf", "gguf"])]
+    /// hf: a Hugging Face directory; gguf: for llama.cpp, Ollama
+    #[arg(long, value_name = "FORMAT", default_value = "hf", value_parser = ["hf", "gguf"], hide_possible_values = true)]
     to: String,
     /// New directory
     #[arg(long, value_name = "DIR")]
@@ -41,7 +41,7 @@ pub struct Args {
     #[arg(long = "type", value_name = "TYPE", value_parser = parse_type)]
     file_type: Option<FileType>,
     /// Of a GGUF file: the pre-tokenizer's name in llama.cpp [default: an equal or a near one, if ft has its name]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", hide_short_help = true)]
     pre_tokenizer: Option<String>,
     /// Print one JSON object: out, kind (model or adapter), step
     #[arg(long)]

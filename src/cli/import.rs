@@ -5,13 +5,13 @@ use crate::base::{Error, Result, files};
 use crate::recipe::{self, import::import};
 use std::path::PathBuf;
 
-/// Make a recipe from a configuration of Axolotl, LLaMA-Factory, TRL, Unsloth or MLX
+/// Make a recipe from a configuration of another training tool
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft import axolotl.yml                       prints the recipe
   ft import llamafactory.yaml --to my.toml    writes it
 
-The file is YAML or JSON. Each key of the recipe has the key of the other tool as a comment; what has no counterpart is
+The file is YAML or JSON, of Axolotl, LLaMA-Factory, TRL, Unsloth or MLX. Each key of the recipe has the key of the other tool as a comment; what has no counterpart is
 listed at the end of the recipe, with the reason.")]
 pub struct Args {
     /// The configuration

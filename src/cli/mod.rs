@@ -43,9 +43,7 @@ use std::io::IsTerminal;
 use std::path::Path;
 
 const EXAMPLES: &str = "Examples:
-  ft recipes                              recipes to start from
-  ft recipes copy quickstart --with-data  copy one with its model and rows
-  ft plan  quickstart.toml                the memory it needs
+  ft recipes copy quickstart --with-data  a recipe with its model and rows
   ft train quickstart.toml train.max_steps=20";
 
 const MORE: &str = "Results go to standard output, everything else to standard error.

@@ -1,9 +1,7 @@
 //! `ft export --to gguf`: the files of every family, bit by bit as when llama.cpp read them, adapters, refusals.
 
 use crate::bench::{Bench, copy_all, goldens, said};
-use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Device, Tensor};
-use ft::formats::gguf::{BlockType, Reader};
+use ft::formats::gguf::Reader;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -38,7 +36,7 @@ fn copy_weights(from: &Path, to: &Path) {
 }
 
 fn exported(bench: &Bench, from: &str, more: &[&str]) -> Value {
-    let arguments = [&["export", from, "--to", "gguf", "--json"], more].concat();
+    let arguments = [&["export", from, "--to", "gguf", "--json"][..], more].concat();
     let out = bench.ft(&arguments);
     assert!(out.status.success(), "{from}: {}", said(&out));
     serde_json::from_slice(&out.stdout).unwrap()
@@ -75,9 +73,9 @@ fn other_formats_and_an_adapter() {
         .iter()
         .map(|f| f["type"].as_str().unwrap())
         .collect();
-    // Its rows are shorter than a block of Q4_K.
-    assert_eq!(types, ["F32", "Q8_0"], "{report}");
-    let error = report["formats"][1]["rms_error"].as_f64().unwrap();
+    // Its rows are no multiple of 256 elements, some not of 32.
+    assert_eq!(types, ["F32", "F16", "Q8_0"], "{report}");
+    let error = report["formats"][2]["rms_error"].as_f64().unwrap();
     assert!(error > 1e-3 && error < 1e-2, "{report}");
     let modelfile = fs::read_to_string(bench.path("small/Modelfile")).unwrap();
     assert!(modelfile.starts_with("FROM ./model-Q4_K_M.gguf\n"), "{modelfile}");
@@ -95,12 +93,10 @@ fn other_formats_and_an_adapter() {
         (Some("adapter"), Some("llama"))
     );
     let file = Reader::open(&bench.path(report["out"].as_str().unwrap())).unwrap();
-    let shapes = |last: &str| -> Vec<&[usize]> {
-        let own = file
-            .tensors
-            .iter()
-            .filter(|t| t.name == format!("blk.0.attn_q.weight.{last}"));
-        own.map(|t| t.shape.as_slice()).collect()
+    let shapes = |last: &str| -> Vec<Vec<usize>> {
+        let wanted = format!("blk.0.attn_q.weight.{last}");
+        let own = file.tensors.iter().filter(|tensor| tensor.name == wanted);
+        own.map(|tensor| tensor.shape.clone()).collect()
     };
     assert!(shapes("lora_a").iter().all(|s| s[0] == 2) && shapes("lora_b").iter().all(|s| s[1] == 2));
     assert_eq!((shapes("lora_a").len(), shapes("lora_b").len()), (1, 1));
@@ -124,36 +120,5 @@ fn other_families_are_refused_by_name() {
         let text = said(&out);
         assert!(out.status.code() == Some(1) && text.contains(why), "{variant}: {text}");
         assert!(!bench.path("no").exists(), "{variant}");
-    }
-}
-
-/// The quantizer of candle is another implementation of the same formats; its blocks are no better.
-#[test]
-fn quantized_blocks_are_as_good_as_those_of_candle() {
-    let rng = ft::base::rng::Rng::new(3, ft::base::rng::Stream::Init, &[]);
-    let x: Vec<f32> = (0..256 * 16).map(|i| 0.03 * rng.normal(i)).collect();
-    let tensor = Tensor::from_vec(x.clone(), (16, 256), &Device::Cpu).unwrap();
-    let error = |y: &[f32]| {
-        x.iter()
-            .zip(y)
-            .map(|(x, y)| f64::from(x - y).powi(2))
-            .sum::<f64>()
-            .sqrt()
-    };
-    for (block, theirs, most) in [
-        (BlockType::Q4K, GgmlDType::Q4K, 1.02),
-        (BlockType::Q6K, GgmlDType::Q6K, 1.02),
-        (BlockType::Q8_0, GgmlDType::Q8_0, 1.001),
-        (BlockType::Q4_0, GgmlDType::Q4_0, 1.001),
-    ] {
-        let mut bytes = Vec::new();
-        block.encode(&x, &mut bytes);
-        let own = error(&block.decode(&bytes));
-        let other = QTensor::quantize(&tensor, theirs)
-            .unwrap()
-            .dequantize(&Device::Cpu)
-            .unwrap();
-        let other = error(&other.flatten_all().unwrap().to_vec1::<f32>().unwrap());
-        assert!(own <= most * other, "{block}: {own} {other}");
     }
 }

@@ -151,8 +151,7 @@ fn quoted(text: &str) -> String {
 
 /// The recipe, in the order of the tables of ft.
 fn recipe(found: &Findings, name: &str) -> String {
-    let mut out =
-        format!("# From {name}. `ft check` is part of every command: `ft plan` shows what this recipe needs.\n");
+    let mut out = format!("# From {name}. `ft plan` shows what this recipe needs.\n");
     let mut current = "";
     for key in table::keys() {
         let Some(taken) = found.taken.iter().find(|t| t.key == key.path.0) else {

@@ -120,7 +120,7 @@ fn trl_and_mlx() {
     leaves(&trl, &["neftune_noise_alpha"]);
     let mlx = keys(
         "model: org/base\ntrain: true\nfine_tune_type: lora\ndata: rows\nseed: 3\nnum_layers: 16\nbatch_size: 4\niters: 1000\n\
-         steps_per_report: 10\nsteps_per_eval: 200\nsave_every: 100\nadapter_path: adapters\nmax_seq_length: 2048\n\
+         steps_per_report: 10\nsave_every: 100\nadapter_path: adapters\nmax_seq_length: 2048\n\
          grad_checkpoint: false\nlora_parameters:\n  keys: [\"self_attn.q_proj\"]\n  rank: 8\n  scale: 20.0\n  dropout: 0.0\n\
          lr_schedule:\n  name: cosine_decay\n  warmup: 100\n  arguments: [1e-5, 1000, 1e-7]\n",
         "mlx.yaml",
@@ -131,7 +131,6 @@ fn trl_and_mlx() {
             "r = 8",
             "lora_alpha = 160.0",
             "max_steps = 1000",
-            "eval_steps = 200",
             "save_steps = 100",
             "name = \"cosine\"",
             "learning_rate = 1e-5",

@@ -82,6 +82,7 @@ impl Reader {
             let count = tensor.shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d));
             let fits = count.is_some_and(|count| {
                 count.is_multiple_of(tensor.block.elements())
+                    && (count / tensor.block.elements()) as u64 <= room
                     && offset.is_multiple_of(ALIGNMENT)
                     && offset.checked_add(tensor.bytes()).is_some_and(|end| end <= room)
             });

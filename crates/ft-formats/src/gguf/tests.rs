@@ -1,12 +1,10 @@
 use super::*;
 use std::path::Path;
 
-/// Values like those of weights: a normal distribution with a few large values.
+/// Values like those of weights: a normal distribution.
 fn weights(count: usize) -> Vec<f32> {
     let rng = ft_base::rng::Rng::new(7, ft_base::rng::Stream::Init, &[1]);
-    (0..count as u64)
-        .map(|i| rng.normal(i) * if i % 97 == 0 { 0.2 } else { 0.02 })
-        .collect()
+    (0..count as u64).map(|i| rng.normal(i) * 0.02).collect()
 }
 
 fn relative_error(block: BlockType, x: &[f32]) -> f64 {

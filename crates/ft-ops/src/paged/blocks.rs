@@ -151,7 +151,10 @@ fn copy(
         let row = &mut row[at..at + head_dim];
         match from {
             PageData::F32(v) => row.iter_mut().enumerate().for_each(|(e, x)| *x = v[index(t, e)]),
-            PageData::Bf16(v) => row.iter_mut().enumerate().for_each(|(e, x)| *x = v[index(t, e)].to_f32()),
+            PageData::Bf16(v) => row
+                .iter_mut()
+                .enumerate()
+                .for_each(|(e, x)| *x = v[index(t, e)].to_f32()),
             PageData::Int8 { .. } => row.fill(f32::NAN),
         }
     }

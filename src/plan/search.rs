@@ -107,25 +107,37 @@ impl PlanContext<'_> {
                 goals.insert(0, limits.goal);
             }
             for goal in goals {
-                let found = self.fastest(recipe, &base, lossy, MemoryLimits { goal, ..limits })?;
-                if found.fits {
-                    return Ok(found);
-                }
-                if smallest.as_ref().is_none_or(|old| old.is_above(&found.plan, limits)) {
-                    smallest = Some(found);
+                for &whole in self.whole_first(recipe) {
+                    let found = self.fastest(recipe, &base, lossy, MemoryLimits { goal, ..limits }, whole)?;
+                    if found.fits {
+                        return Ok(found);
+                    }
+                    if smallest.as_ref().is_none_or(|old| old.is_above(&found.plan, limits)) {
+                        smallest = Some(found);
+                    }
                 }
             }
         }
         smallest.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
     }
 
-    /// Returns the fastest strategy within `limits.goal`.
+    /// If it is open where the weights of several ranks are: first only whole weights on every rank, then all strategies.
+    fn whole_first(&self, recipe: &Recipe) -> &'static [bool] {
+        let open = self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Auto;
+        match recipe.memory.tier {
+            Tier::Auto | Tier::Device if open => &[true, false],
+            _ => &[false],
+        }
+    }
+
+    /// Returns the fastest strategy within `limits.goal`. `whole`: with all weights on the device.
     fn fastest(
         &self,
         recipe: &Recipe,
         base: &PlanBase,
         lossy: Option<FrozenWeights>,
         limits: MemoryLimits,
+        whole: bool,
     ) -> Result<PlannedStrategy> {
         let layers = self.spec.layers.len();
         let (least, most) = match recipe.memory.activations {
@@ -141,7 +153,8 @@ impl PlanContext<'_> {
         }
         let seconds = |inputs: &Inputs| super::seconds_of(&base.model, recipe, inputs);
         let mut strategies: Vec<(f64, StepStrategy)> = Vec::new();
-        for strategy in self.strategies(recipe, base)? {
+        let allowed = |strategy: &StepStrategy| !whole || strategy.placement == Placement::Device;
+        for strategy in self.strategies(recipe, base)?.into_iter().filter(allowed) {
             let at_best = StepStrategy {
                 saved_layers: most,
                 ..strategy.clone()

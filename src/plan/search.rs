@@ -117,30 +117,43 @@ impl PlanContext<'_> {
             }
             for goal in goals {
                 let within = MemoryLimits { goal, ..limits };
-                let found = self.fastest(recipe, &base, lossy, within)?;
-                if found.fits {
-                    return self.balanced(recipe, &base, found, within);
-                }
-                if smallest.as_ref().is_none_or(|old| old.is_above(&found.plan, limits)) {
-                    smallest = Some(found);
+                for &whole in self.whole_first(recipe) {
+                    let found = self.fastest(recipe, &base, lossy, within, whole)?;
+                    if found.fits {
+                        return self.balanced(recipe, &base, found, within);
+                    }
+                    if smallest.as_ref().is_none_or(|old| old.is_above(&found.plan, limits)) {
+                        smallest = Some(found);
+                    }
                 }
             }
         }
         smallest.ok_or_else(|| Error::new("no memory tier is possible for the weights"))
     }
 
-    /// Returns the fastest strategy within `limits.goal`.
+    /// If it is open where the weights of several ranks are: first only whole weights on every rank, then all strategies.
+    fn whole_first(&self, recipe: &Recipe) -> &'static [bool] {
+        let open = self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Auto;
+        match recipe.memory.tier {
+            Tier::Auto | Tier::Device if open => &[true, false],
+            _ => &[false],
+        }
+    }
+
+    /// Returns the fastest strategy within `limits.goal`. `whole`: with all weights on the device.
     fn fastest(
         &self,
         recipe: &Recipe,
         base: &PlanBase,
         lossy: Option<FrozenWeights>,
         limits: MemoryLimits,
+        whole: bool,
     ) -> Result<PlannedStrategy> {
         let range = self.saved_layers(recipe)?;
         let seconds = |inputs: &Inputs| base.seconds(recipe, inputs);
         let mut strategies: Vec<(f64, StepStrategy)> = Vec::new();
-        for strategy in self.strategies(recipe, base)? {
+        let allowed = |strategy: &StepStrategy| !whole || strategy.placement == Placement::Device;
+        for strategy in self.strategies(recipe, base)?.into_iter().filter(allowed) {
             let at_best = StepStrategy {
                 saved_layers: *range.end(),
                 ..strategy.clone()

@@ -369,7 +369,7 @@ impl Engine {
                     let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                     sink.update(coefficient, FoundInf::default())?;
                     if let Some(store) = self.store.sharded() {
-                        store.updated();
+                        store.updated(&|name| active.contains(name));
                     }
                     if let Some(hook) = &mut self.step_hook {
                         hook.after_update(step, &|name| sink.gradient(name), coefficient)?;

@@ -26,8 +26,11 @@ pub struct ModelExport<'a> {
     /// The parameters, in the order of the file.
     pub params: &'a [ParamInfo],
     /// Writes more files into the directory before it gets its name.
-    pub more: Option<&'a dyn Fn(&Path) -> Result<()>>,
+    pub more: Option<WriteMore<'a>>,
 }
+
+/// Writes more files into a directory that does not have its name yet.
+pub type WriteMore<'a> = &'a dyn Fn(&Path) -> Result<()>;
 
 /// A model directory in which each tensor has its own number format.
 pub struct Directory<'a> {
@@ -107,7 +110,7 @@ impl Directory<'_> {
         self.write_with(fill, None)
     }
 
-    fn write_with(&self, fill: &mut TensorFill, more: Option<&dyn Fn(&Path) -> Result<()>>) -> Result<PathBuf> {
+    fn write_with(&self, fill: &mut TensorFill, more: Option<WriteMore>) -> Result<PathBuf> {
         let staging = Staging::create(self.out)?;
         let dir = staging.path();
         self.write_weights(dir, fill)?;

@@ -72,11 +72,13 @@ impl Optimizer {
             let fresh = State::fresh_part(&self.settings, shape, range.len(), weight.device())?;
             self.states.insert(name.to_string(), fresh);
         }
-        let own = if weight.elem_count() == range.len() {
-            weight.flatten_all()?
+        // The part alone begins at its first element.
+        let first = if weight.elem_count() == range.len() {
+            0
         } else {
-            view(weight, name, range)?
+            range.start
         };
+        let own = view(weight, name, &(first..first + range.len()))?;
         self.cut_low(name, range)?;
         if weight.dtype() == DType::BF16 && self.settings.master == Master::F32 && !self.low_parts.contains_key(name) {
             let zeros = update::zeros(range.len(), DType::I16, weight.device())?;

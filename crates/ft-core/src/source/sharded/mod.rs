@@ -168,10 +168,9 @@ impl Sharded {
         }
     }
 
-    /// Own parts of active matrices have changed: what was collected of them is dropped.
-    pub fn updated(&self) {
-        let active = lock(&self.active);
-        let changed = |layer: &usize| self.members(*layer).any(|p| active.contains(&p.name));
+    /// Own parts of the matrices that `trained` accepts have changed: what was collected of their layers is dropped.
+    pub fn updated(&self, trained: &dyn Fn(&str) -> bool) {
+        let changed = |layer: &usize| self.members(*layer).any(|p| trained(&p.name));
         lock(&self.slots).retain(|layer| !changed(layer));
     }
 

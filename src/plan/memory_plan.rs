@@ -361,9 +361,10 @@ impl PlanContext<'_> {
                     ..strategy.clone()
                 };
                 let more = self.plan(recipe, &base, &more);
-                let why = match more_fits(&more) {
-                    true => no_more(),
-                    false => needs("saved activations of one more layer", Some(more)),
+                let why = if more_fits(&more) {
+                    no_more()
+                } else {
+                    needs("saved activations of one more layer", Some(more))
                 };
                 say("memory.activations", value, why);
             }

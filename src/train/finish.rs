@@ -105,7 +105,7 @@ fn base(
     };
     let more = |dir: &Path| write_text_files(recipe, model, dir);
     let mut parts = ModelExport {
-        more: whole.then_some(&more as &dyn Fn(&Path) -> Result<()>),
+        more: whole.then_some(&more as hf::WriteMore),
         out,
         base_dir: &model.dir,
         config: model.raw_config(),

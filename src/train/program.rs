@@ -501,7 +501,6 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             over = run.ends_early(step)?;
         }
     }
-
     profile.end(&mut run.reporter)?;
     if options.only_steps {
         run.reporter.finish();

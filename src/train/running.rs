@@ -22,7 +22,7 @@ use crate::train::budget::Budget;
 use crate::train::directory::Directory;
 use crate::train::learning::Watch;
 use crate::train::ranks::Ranks;
-use crate::train::samples::{self, Sampled};
+use crate::train::samples;
 use crate::train::stage::BatchSource;
 use crate::train::state::{self, RunFingerprint};
 use crate::train::step_metrics::{copies, copy_metrics, expert_metrics};
@@ -477,16 +477,13 @@ impl Run<'_> {
         let Some(answers) = self.ranks.unless_stopped(answers)? else {
             return Ok(());
         };
-        for Sampled {
-            prompt,
-            answer,
-            reference,
-        } in answers
-        {
-            self.reporter.note(&format!("{when}: {prompt}\n        -> {answer}"));
-            if !self.reporter.has_sample(step, when, &prompt) {
+        for one in answers {
+            self.reporter
+                .note(&format!("{when}: {}\n        -> {}", one.prompt, one.answer));
+            if !self.reporter.has_sample(step, when, &one.prompt) {
                 self.reporter.sample(&json!({
-                    "step": step, "when": when, "prompt": prompt, "completion": answer, "reference": reference,
+                    "step": step, "when": when, "prompt": one.prompt, "completion": one.answer,
+                    "reference": one.reference,
                 }));
             }
         }

@@ -22,7 +22,7 @@ pub use load_adapter::{LoadedAdapter, load_adapter};
 pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 pub use merged::{Weighted, merged};
 pub use model::{Directory, set_dtype, stored};
-pub use model::{ModelExport, ParamFill, model, rehearse_model};
+pub use model::{ModelExport, ParamFill, WriteMore, model, rehearse_model};
 pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};
 pub use open::{OpenModel, open, open_decoded};
 pub use tie::{untied_weights, unties};

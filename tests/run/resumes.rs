@@ -70,7 +70,9 @@ fn covering() -> Vec<Case> {
         let gain = |case: &&Case| pairs(case).filter(|pair| open.contains(pair)).count();
         // The first of the best: the same list on every machine.
         let best = *all.iter().rev().max_by_key(gain).unwrap();
-        pairs(&best).for_each(|pair| drop(open.remove(&pair)));
+        for pair in pairs(&best) {
+            open.remove(&pair);
+        }
         out.push(best);
     }
     out

@@ -156,7 +156,7 @@ const FORMATS: [Row; 11] = [
         "F11",
         "random damage to the bytes of every format that ft parses",
         "a value or an error: no panic, no hang, memory bounded by the size of the input",
-        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error",
+        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory tests/run/fuzzed.rs::fuzz_targets_take_whole_and_damaged_seeds crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error",
     ),
 ];
 

@@ -25,7 +25,13 @@ fn settings(method: &str) -> Vec<&'static str> {
     ];
     let own = METHODS.iter().find(|m| m.0 == method).map_or(grpo, |m| m.1);
     let base = ["train.max_steps=5", "train.save_steps=2", "train.save_total_limit=2"];
-    [&base[..], own].concat()
+    // The last value of a key counts.
+    let more: &[&str] = match method {
+        "adalora" => &["train.max_steps=10"],
+        "kto" => &["train.batch_size=2"],
+        _ => &[],
+    };
+    [&base[..], own, more].concat()
 }
 
 struct Round {

@@ -156,7 +156,7 @@ const FORMATS: [Row; 11] = [
         "F11",
         "random damage to the bytes of every format that ft parses",
         "a value or an error: no panic, no hang, memory bounded by the size of the input",
-        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error",
+        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory tests/run/fuzzed.rs::fuzz_targets_take_whole_and_damaged_seeds crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error",
     ),
 ];
 
@@ -189,7 +189,7 @@ const RECIPES: [Row; 9] = [
         "R5",
         "stopped in a later epoch, during or before an evaluation, after a block switch",
         "as R4; the evaluation is made up for, each line of metrics is there once",
-        "tests/run/resumes.rs::a_sample_of_the_matrix_resumes_to_the_same_bits tests/run/resume.rs::an_evaluation_that_was_cut_off_is_made_up_for tests/run/resume.rs::ctrl_c_in_the_last_evaluation_leaves_it_to_the_resume",
+        "tests/run/resumes.rs::an_evaluation_made_up_for_sees_the_block_before_its_switch tests/run/resumes.rs::a_sample_of_the_matrix_resumes_to_the_same_bits tests/run/resume.rs::an_evaluation_that_was_cut_off_is_made_up_for tests/run/resume.rs::ctrl_c_in_the_last_evaluation_leaves_it_to_the_resume",
     ),
     (
         "R6",

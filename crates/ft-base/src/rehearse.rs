@@ -48,8 +48,7 @@ pub fn rehearse(target: &Path, sizes: &[u64]) -> Result<()> {
     }
     let renamed = files::temporary(target);
     files::rename(staging.path(), &renamed)?;
-    // Marked as temporary: `remove_scratch` removes nothing else.
-    staging::remove_scratch(&renamed).map(drop)
+    staging::remove_temporary(&renamed)
 }
 
 /// Reserves space for a new file. File systems that cannot are skipped, as is memory (tmpfs), where reserved pages are used

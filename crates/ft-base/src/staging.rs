@@ -198,7 +198,7 @@ pub fn remove_whole(path: &Path) -> Result<()> {
 }
 
 /// The marker is removed last, so that `clean` recognizes the rest if the process is killed.
-fn remove_temporary(dir: &Path) -> Result<()> {
+pub(crate) fn remove_temporary(dir: &Path) -> Result<()> {
     if !is_marked(dir) {
         // Without space for the marker the removal goes on: it makes space.
         let _ = mark(dir);

@@ -305,11 +305,15 @@ pub fn reduce(command: &mut Command, rights: Rights) {
 /// True if `reduce` can take the network away on this system.
 pub fn can_take_network() -> bool {
     #[cfg(target_os = "linux")]
-    // SAFETY: only asks for the mode; touches no memory.
-    return !super::syscalls::without_network().is_empty()
-        && unsafe { libc::prctl(libc::PR_GET_SECCOMP, 0, 0, 0, 0) } >= 0;
+    {
+        let known = !super::syscalls::without_network().is_empty();
+        // SAFETY: only asks for the mode; touches no memory.
+        known && unsafe { libc::prctl(libc::PR_GET_SECCOMP, 0, 0, 0, 0) } >= 0
+    }
     #[cfg(not(target_os = "linux"))]
-    false
+    {
+        false
+    }
 }
 
 /// True for names of variables that hold secrets, such as `HF_TOKEN` and `SERVICE_API_KEY`.

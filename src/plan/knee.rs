@@ -1,9 +1,8 @@
 //! `memory.goal`: memory for speed only where it pays.
 //!
 //! Kept activations and prepacked weights are judged by one rule. Of two strategies the better one has the smaller
-//! `seconds^EXCHANGE · peak`: 1 % of a step is worth `EXCHANGE` % of the peak, from wherever one starts. Between two corners of
-//! the peak (a line in the number of saved layers) this product has no minimum: saving one more layer pays more than the one
-//! before it. So only the ends of the lines are planned: as many layers as cost nothing, and as many as fit.
+//! `seconds^EXCHANGE · peak`: 1 % of a step is worth `EXCHANGE` % of the peak, from wherever one starts. All numbers of saved
+//! layers are planned.
 
 use super::Plan;
 use super::memory_plan::MemoryLimits;
@@ -53,10 +52,10 @@ impl PlanContext<'_> {
         if !self.balances(recipe) {
             return Ok(fastest);
         }
-        let (fast_plan, lossy) = (fastest.plan.peak_bytes, fastest.lossy);
+        let lossy = fastest.lossy;
         let fast = FastStep {
             seconds: fastest.seconds,
-            peak_bytes: fast_plan,
+            peak_bytes: fastest.plan.peak_bytes,
         };
         let first = fastest.inputs.strategy.clone();
         let tokens = |s: &StepStrategy| s.mlp_tokens.unwrap_or(usize::MAX);
@@ -66,16 +65,12 @@ impl PlanContext<'_> {
         let range = self.saved_layers(recipe)?;
         let mut best = fastest;
         for strategy in self.strategies(recipe, base)?.into_iter().filter(alike) {
-            let lowest = StepStrategy {
-                saved_layers: *range.start(),
-                ..strategy.clone()
-            };
-            let free = MemoryLimits {
-                goal: Some(self.plan(recipe, base, &lowest).peak_bytes),
-                ..limits
-            };
-            for limits in [free, limits] {
-                let (strategy, plan, _) = self.most_saved(recipe, base, strategy.clone(), limits, range.clone());
+            for saved_layers in range.clone() {
+                let strategy = StepStrategy {
+                    saved_layers,
+                    ..strategy.clone()
+                };
+                let plan = self.plan(recipe, base, &strategy);
                 let inputs = base.inputs(&strategy);
                 let seconds = base.seconds(recipe, &inputs);
                 let fits = super::search::fits(&plan, limits.goal, limits.host);

@@ -207,7 +207,7 @@ impl PlanContext<'_> {
 
     /// The strategy with the largest number of layers with saved activations within `limits.goal`; the start of `range`
     /// if none fits.
-    pub(super) fn most_saved(
+    fn most_saved(
         &self,
         recipe: &Recipe,
         base: &PlanBase,

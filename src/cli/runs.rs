@@ -15,12 +15,10 @@ use std::time::Duration;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   ft runs                             the runs in `runs`
-  ft runs list experiments
   ft runs show runs/sft               settings, numbers, warnings
   ft runs diff runs/a runs/b          settings that differ
   ft runs compare runs/*              settings that differ, and the results
   ft runs plot runs/a runs/b          their losses in the terminal
-  ft runs plot runs/a --metric reward
   ft runs plot runs/a --svg a.svg     all its curves for a browser
   ft runs verify runs/a               compare checkpoints and final/ with their hashes
   ft runs export runs/* --to tensorboard --out logs

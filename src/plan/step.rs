@@ -11,7 +11,7 @@ use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivat
 use crate::model::contracts::GradSinkMemory;
 use crate::model::delta_net;
 use crate::model::rope::{Rope, RopeTables};
-use crate::model::spec::{EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, LM_HEAD, LayerSpec, Mixer};
+use crate::model::spec::{EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, LM_HEAD, LayerSpec, LinearSpec, Mixer};
 use crate::model::{Spec, tokens};
 use crate::ops::attention;
 use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, sums_bytes};
@@ -19,7 +19,7 @@ use crate::ops::delta_rule;
 use crate::ops::linear::{self, ProductSizes};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
-use crate::source::Group;
+use crate::source::{Group, Sublayer};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
@@ -142,7 +142,7 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
             MemoryKind::Data,
             12 * tokens * inputs.micro_batches as u64 + rope(|_| 1) * tokens + rope(Rope::tables) * positions,
         ),
-        l.alloc(MemoryKind::Scratch, scratch(spec, inputs, bf16)),
+        l.alloc(MemoryKind::Scratch, scratch(spec, inputs, bf16, active)),
         l.alloc(
             MemoryKind::Teacher,
             inputs.teacher.as_ref().map_or(0, |t| t.forward(inputs).0),
@@ -195,7 +195,7 @@ pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &
 }
 
 /// Buffers of the CPU's products and attention; a GPU packs nothing.
-fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
+fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool, active: &Active) -> u64 {
     if inputs.on_gpu {
         return 0;
     }
@@ -211,12 +211,29 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> u64 {
     let widest = linears().map(|(input, output)| input.max(output)).max().unwrap_or(0);
     let largest = linears().map(|(input, output)| input * output).max().unwrap_or(0);
     let ranks = inputs.adapters.values().map(|c| c.rank);
+    // The MLP may compute its tokens in chunks.
+    let tokens = |linear: &LinearSpec| match linear.sublayer {
+        Sublayer::Mlp => inputs.strategy.mlp_tokens.unwrap_or(inputs.tokens).min(inputs.tokens),
+        _ => inputs.tokens,
+    };
+    let activations = firsts.iter().flat_map(|l| spec.linears(*l));
+    let activations = activations.map(|linear| tokens(&linear) * linear.input.max(linear.output));
+    let trained = active.layers().flat_map(|l| {
+        let trains = move |linear: &LinearSpec| {
+            let weight = format!("{}.weight", linear.name);
+            active.of_layer(l).any(|name| name.ends_with(&weight))
+        };
+        spec.linears(l).into_iter().filter(trains)
+    });
+    let gradients = trained.map(|linear| tokens(&linear) * (linear.input + linear.output));
     let products = ProductSizes {
         tokens: inputs.tokens,
         widest_linear: widest,
         widest: widest.max(spec.vocab),
         largest_weight: largest.max(spec.vocab * spec.hidden),
         rank: ranks.filter(|rank| linear::can_fuse(*rank)).max().unwrap_or(0),
+        activations: activations.max().unwrap_or(0),
+        gradient: gradients.max().unwrap_or(0),
     };
     let mixers = mixer_scratch(spec, inputs, bf16);
     let elements = products.thread_elements().max(mixers);

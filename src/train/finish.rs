@@ -147,7 +147,12 @@ fn adapter(trained: &TrainedModel, out: &Path, note: &mut dyn FnMut(&str), way: 
     let network = &engine.network;
     let mut whole: BTreeMap<String, Tensor> = BTreeMap::new();
     for name in &prepared.whole {
-        whole.insert(name.clone(), network.param(name)?.tensor);
+        match network.param(name) {
+            Ok(param) => whole.insert(name.clone(), param.tensor),
+            // On the disk until the first step needs it.
+            Err(_) if way == Way::Rehearse && engine.elements(name).is_ok() => return Ok(Some(out.to_path_buf())),
+            Err(e) => return Err(e),
+        };
     }
     let mut config = config.clone();
     let is_head = |m: &String| m == LM_HEAD.trim_end_matches(".weight");

@@ -291,8 +291,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let objective_params = objective.params().into_iter().map(|p| p.name.to_string());
     let active_schedule =
         ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?.with_objective_params(objective_params);
-    // Those of the step before a resume: its evaluation may be missing, and a block is stored when the next one begins.
-    let first = active_schedule.active(start_step.max(1));
+    let first = active_schedule.active(start_step + 1);
     let optimizer = active_schedule::optimizer(recipe);
     let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &first)?;
     engine.max_grad_norm = recipe.train.max_grad_norm;

@@ -1,3 +1,5 @@
+//! Tests of recipes that are made of the configurations of other tools.
+
 use super::*;
 use crate::recipe;
 

@@ -1,3 +1,5 @@
+//! Tests of the reader and the writer of GGUF files, and of the number formats.
+
 use super::*;
 use std::path::Path;
 

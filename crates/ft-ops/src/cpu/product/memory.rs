@@ -22,6 +22,10 @@ pub struct ProductSizes {
     pub largest_weight: usize,
     /// Largest rank of a LoRA product that can be fused.
     pub rank: usize,
+    /// Most elements of the activations of a product with a weight.
+    pub activations: usize,
+    /// Most elements of both operands of a weight gradient; 0 if no weight of a linear trains.
+    pub gradient: usize,
 }
 
 /// True if a LoRA product of this rank can be fused with the product of its linear.
@@ -54,15 +58,17 @@ impl ProductSizes {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if CpuBackend::current().packs_bf16() {
             let bytes = |elements: usize| PACKED.min(2 * elements);
-            let activations = bytes(self.tokens * self.widest_linear);
             // A fused LoRA product extends both operands, in steps of 32.
             let fused = 2 * self.rank.next_multiple_of(32) * (self.tokens + self.widest_linear);
-            // Dot products pack only quantized weights, and both operands of gradients.
-            let other = match CpuBackend::current() {
-                CpuBackend::Avx512Bf16 => activations.max(DEQUANTIZED.min(2 * self.largest_weight)),
-                _ => bytes(self.largest_weight),
+            let packed = match CpuBackend::current() {
+                // Dot products pack a weight only if it is quantized, and both operands of gradients.
+                CpuBackend::Avx512Bf16 => {
+                    let product = bytes(self.activations) + DEQUANTIZED.min(2 * self.largest_weight);
+                    product.max(2 * PACKED.min(self.gradient))
+                }
+                _ => bytes(self.tokens * self.widest_linear) + bytes(self.largest_weight),
             };
-            return (activations + other + fused) as u64;
+            return (packed + fused) as u64;
         }
         0
     }

@@ -113,7 +113,9 @@ fn large_models_fit_several_ranks() {
         let auto = plan("auto");
         assert_eq!(auto["fits"], true, "{shape}: {auto}");
         let chosen = plan(weights);
-        assert_eq!(auto["peak_bytes"], chosen["peak_bytes"], "{shape}: {weights} is chosen");
+        // Each process measures its own memory before the model is loaded.
+        let peaks = [&auto, &chosen].map(|plan| plan["peak_bytes"].as_u64().unwrap());
+        assert!(peaks[0].abs_diff(peaks[1]) < 4 << 20, "{shape}: {weights} is chosen: {peaks:?}");
         assert_eq!(auto["sent_bytes"], chosen["sent_bytes"], "{shape}");
         if weights == "sharded" {
             assert_eq!(plan("replicated")["fits"], false, "{shape}");

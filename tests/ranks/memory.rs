@@ -115,7 +115,10 @@ fn large_models_fit_several_ranks() {
         let chosen = plan(weights);
         // Each process measures its own memory before the model is loaded.
         let peaks = [&auto, &chosen].map(|plan| plan["peak_bytes"].as_u64().unwrap());
-        assert!(peaks[0].abs_diff(peaks[1]) < 4 << 20, "{shape}: {weights} is chosen: {peaks:?}");
+        assert!(
+            peaks[0].abs_diff(peaks[1]) < 4 << 20,
+            "{shape}: {weights} is chosen: {peaks:?}"
+        );
         assert_eq!(auto["sent_bytes"], chosen["sent_bytes"], "{shape}");
         if weights == "sharded" {
             assert_eq!(plan("replicated")["fits"], false, "{shape}");

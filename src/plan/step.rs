@@ -212,12 +212,17 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool, active: &Active) -> u64 {
     let largest = linears().map(|(input, output)| input * output).max().unwrap_or(0);
     let ranks = inputs.adapters.values().map(|c| c.rank);
     // The MLP may compute its tokens in chunks.
-    let tokens = |linear: &LinearSpec| match linear.sublayer {
+    let rows = |linear: &LinearSpec| match linear.sublayer {
         Sublayer::Mlp => inputs.strategy.mlp_tokens.unwrap_or(inputs.tokens).min(inputs.tokens),
         _ => inputs.tokens,
     };
     let activations = firsts.iter().flat_map(|l| spec.linears(*l));
-    let activations = activations.map(|linear| tokens(&linear) * linear.input.max(linear.output));
+    let activations = activations.map(|linear| rows(&linear) * linear.input.max(linear.output));
+    // The loss multiplies the gradient of a chunk of logits with the head.
+    let head = spec.head_name();
+    let head_trains = active.wants(head) || active.wants(&tokens::name_of(head));
+    let chunk = CausalLm::chunk_for(spec.vocab, head_trains, false).min(inputs.tokens);
+    let logits = chunk * PIECE.min(spec.vocab);
     let trained = active.layers().flat_map(|l| {
         let trains = move |linear: &LinearSpec| {
             let weight = format!("{}.weight", linear.name);
@@ -225,14 +230,14 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool, active: &Active) -> u64 {
         };
         spec.linears(l).into_iter().filter(trains)
     });
-    let gradients = trained.map(|linear| tokens(&linear) * (linear.input + linear.output));
+    let gradients = trained.map(|linear| rows(&linear) * (linear.input + linear.output));
     let products = ProductSizes {
         tokens: inputs.tokens,
         widest_linear: widest,
         widest: widest.max(spec.vocab),
         largest_weight: largest.max(spec.vocab * spec.hidden),
         rank: ranks.filter(|rank| linear::can_fuse(*rank)).max().unwrap_or(0),
-        activations: activations.max().unwrap_or(0),
+        activations: activations.max().unwrap_or(0).max(logits),
         gradient: gradients.max().unwrap_or(0),
     };
     let mixers = mixer_scratch(spec, inputs, bf16);

@@ -5,6 +5,7 @@
 # Usage: tools/soft-cuda/run.sh                 all tests, as in CI
 #        tools/soft-cuda/run.sh COMMAND...      a command with that environment, such as `cargo test ...` or
 #                                               `target/soft/release/ft doctor`
+# SOFT_CUDA_FEATURES: the features of what is built, `cuda` if not given.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PATH="$PWD/tools/fake-nvcc:$PATH" NVCC="$PWD/tools/fake-nvcc/nvcc" CUDA_COMPUTE_CAP=80
@@ -12,6 +13,7 @@ export CARGO_TARGET_DIR="$PWD/target/soft"
 # The kernels take the time, not ft: it is built fast (profile.toml). Its dependencies are those of the usual build.
 cargo() { command cargo --config "$SOFT_CUDA_PROFILE" "$@"; }
 export -f cargo
+export SOFT_CUDA_FEATURES=${SOFT_CUDA_FEATURES:-cuda}
 export SOFT_CUDA_PROFILE="$PWD/tools/soft-cuda/profile.toml"
 if [ ! -d "$CARGO_TARGET_DIR/release" ] && [ -d target/release/deps ]; then
   mkdir -p "$CARGO_TARGET_DIR/release"
@@ -28,7 +30,7 @@ if [ $# -gt 0 ]; then
   exit
 fi
 
-tests=$(cargo test --release --features cuda --test gpu --no-run --message-format=json |
+tests=$(cargo test --release --features "$SOFT_CUDA_FEATURES" --test gpu --no-run --message-format=json |
   sed -n 's/.*"executable":"\([^"]*\/gpu-[^"]*\)".*/\1/p' | tail -1)
 [ -x "$tests" ] || { echo "cargo built no test binary" >&2; exit 1; }
 logs="$CARGO_TARGET_DIR/logs"

@@ -127,7 +127,12 @@ const FORMATS: [Row; 11] = [
         "refused; nothing outside of the directory is opened",
         "crates/ft-formats/src/weights/tests.rs::names_that_leave_the_directory crates/ft-formats/src/weights/tests.rs::a_link_out_of_the_directory crates/ft-formats/src/weights/tests.rs::missing_shard crates/ft-formats/src/weights/tests.rs::extra_shard_beside_the_index crates/ft-formats/src/weights/tests.rs::tensor_in_two_shards tests/run/directory.rs::a_pipe_in_the_place_of_a_file_is_an_error_at_once",
     ),
-    ("F6", "GGUF with absurd lengths", "not applicable", "ft reads no GGUF"),
+    (
+        "F6",
+        "GGUF that is cut or damaged, with absurd lengths (ft reads only what it has written, to check it)",
+        "error: no panic, nothing large is allocated",
+        "crates/ft-formats/src/gguf/tests.rs::damaged_files_are_errors",
+    ),
     (
         "F7",
         "weights or an adapter as a pickle (`.bin`, `.pt`, `.pth`)",
@@ -386,11 +391,21 @@ const SURFACE: [Row; 8] = [
     (
         "W1",
         "what listens on the network",
-        "nothing: no program opens a socket",
-        "tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept",
+        "`ft dash` alone, on 127.0.0.1; the other commands open no socket",
+        "tests/run/egress.rs::no_program_opens_a_socket_and_no_secret_is_kept tests/cli/dash.rs::the_page_is_for_this_machine_and_its_token_only",
     ),
-    ("W2", "`--host 0.0.0.0`", "not applicable", "nothing listens (W1)"),
-    ("W3", "paths from a browser", "not applicable", "nothing listens (W1)"),
+    (
+        "W2",
+        "`ft dash` asked from another host, under another name, without its token, by another method than GET",
+        "refused: there is no flag for another address, and names of hosts and the token are checked",
+        "tests/cli/dash.rs::the_page_is_for_this_machine_and_its_token_only",
+    ),
+    (
+        "W3",
+        "paths from a browser that lead out of the runs",
+        "not found: runs have numbers, and no part of a path becomes the name of a file",
+        "tests/cli/dash.rs::the_page_is_for_this_machine_and_its_token_only",
+    ),
     (
         "W4",
         "shells and commands put together from text",

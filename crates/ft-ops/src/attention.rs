@@ -7,7 +7,7 @@
 
 pub mod sinks;
 
-use super::cpu::product::task_gemm::{PACK_UNIT, TaskGemm};
+use super::cpu::product::task_gemm::TaskGemm;
 use super::cpu::product::{CpuBackend, Rounding};
 use super::cpu::storage::{expect_dims, expect_f32, floats, tensor};
 use super::cpu::{attention as cpu, attention_backward};
@@ -75,7 +75,10 @@ impl Spec {
 /// `longest` tokens.
 pub fn scratch(spec: &Spec, longest: usize) -> usize {
     let gemm = TaskGemm::new(CpuBackend::current(), spec.rounding());
-    let seen = |queries: usize| spec.window.map_or(longest, |w| longest.min(w + queries + PACK_UNIT));
+    let seen = |queries: usize| {
+        spec.window
+            .map_or(longest, |w| longest.min(w + queries + gemm.k_unit()))
+    };
     attention_backward::scratch(
         gemm,
         spec.head_dim,

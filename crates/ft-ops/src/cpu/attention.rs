@@ -2,7 +2,7 @@
 //! key head, so that keys and values are packed once for all of them.
 
 use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
-use super::product::task_gemm::{OutputTile, PACK_UNIT, Side, TaskGemm, cache_friendly_stride};
+use super::product::task_gemm::{OutputTile, Side, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{LINE, Shared, with_scratch};
 use crate::attention::Spec;
@@ -30,15 +30,17 @@ pub(crate) struct QueryBlock {
 
 impl QueryBlock {
     /// Queries `first..first + queries` of the document whose queries begin at `q0` and keys at `k0`; its first
-    /// query has position `offset` among its keys. The distance of the first key from `k0` is a multiple of `PACK_UNIT`.
+    /// query has position `offset` among its keys. The distance of the first key from `k0` is a multiple of `unit`, which
+    /// is one of `PACK_UNIT`.
     pub(crate) fn new(
         (q0, first, queries): (usize, usize, usize),
         k0: usize,
         offset: usize,
         window: Option<usize>,
+        unit: usize,
     ) -> Self {
         let place = offset + first;
-        let low = window.map_or(0, |w| (place + 1).saturating_sub(w)) / PACK_UNIT * PACK_UNIT;
+        let low = window.map_or(0, |w| (place + 1).saturating_sub(w)) / unit * unit;
         Self {
             query: q0 + first,
             queries,
@@ -76,11 +78,12 @@ impl Document {
         first: usize,
         count: usize,
         window: Option<usize>,
+        unit: usize,
     ) -> impl Iterator<Item = QueryBlock> + Clone {
         (first..(first + count).min(self.blocks())).map(move |block| {
             let at = block * QUERIES;
             let part = (self.query, at, QUERIES.min(self.queries - at));
-            QueryBlock::new(part, self.key, self.keys - self.queries, window)
+            QueryBlock::new(part, self.key, self.keys - self.queries, window, unit)
         })
     }
 }
@@ -177,7 +180,7 @@ fn run(backend: CpuBackend, q: &[f32], k: &[f32], v: &[f32], spec: &Spec, task: 
     let e = spec.head_dim;
     let (q_width, k_width) = (spec.heads * e, spec.kv_heads * e);
     let gemm = TaskGemm::new(backend, spec.rounding());
-    let blocks = task.document.run(task.first, task.blocks, spec.window);
+    let blocks = task.document.run(task.first, task.blocks, spec.window, gemm.k_unit());
     let (low, keys) = keys_of(blocks.clone());
     let longest = blocks.clone().map(|b| b.keys).max().unwrap_or(0);
     let lens = [

@@ -2,7 +2,7 @@
 
 use super::attention::{BLOCKS, Cutter, Document, QUERIES, QueryBlock, keys_of};
 use super::math::{add_slice, dot, exp, fma, tanh, vectorized};
-use super::product::task_gemm::{OutputTile, PackedOperand, Side, TaskGemm, cache_friendly_stride};
+use super::product::task_gemm::{OutputTile, PACK_UNIT, PackedOperand, Side, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{Shared, with_scratch};
 use crate::attention::Spec;
@@ -61,7 +61,7 @@ pub(crate) fn backward(
     tasks.into_par_iter().with_max_len(1).for_each(|(document, part)| {
         let gemm = TaskGemm::new(backend, spec.rounding());
         for first in (0..document.blocks()).step_by(BLOCKS) {
-            let blocks = document.run(first, BLOCKS, spec.window);
+            let blocks = document.run(first, BLOCKS, spec.window, PACK_UNIT);
             run(gemm, saved, spec, blocks, part, &out);
         }
     });

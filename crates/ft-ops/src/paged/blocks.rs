@@ -7,7 +7,7 @@
 use super::{Document, PAGE, Page, PageData, Spec, check_documents, floats, tensor};
 use crate::cpu::attention as cpu;
 use crate::cpu::product::CpuBackend;
-use crate::cpu::product::task_gemm::PACK_UNIT;
+use crate::cpu::product::task_gemm::TaskGemm;
 use candle_core::Tensor;
 use ft_base::Result;
 use rayon::prelude::*;
@@ -23,7 +23,7 @@ pub fn block_bytes(kv_heads: usize, head_dim: usize, longest: usize, keys: usize
 /// A document and the part of its tokens that its queries attend to.
 struct Seen<'a, 'b> {
     document: &'a Document<'b>,
-    /// The first of these tokens, a multiple of `PACK_UNIT`, and their number.
+    /// The first of these tokens, where a sum over the keys can begin, and their number.
     first: usize,
     count: usize,
 }
@@ -32,7 +32,8 @@ impl<'a, 'b> Seen<'a, 'b> {
     fn new(document: &'a Document<'b>, spec: &Spec) -> Self {
         let tokens = document.tokens();
         let place = tokens - document.queries.len();
-        let first = spec.window.map_or(0, |w| (place + 1).saturating_sub(w)) / PACK_UNIT * PACK_UNIT;
+        let unit = TaskGemm::new(CpuBackend::current(), spec.rounding()).k_unit();
+        let first = spec.window.map_or(0, |w| (place + 1).saturating_sub(w)) / unit * unit;
         let first = if document.queries.is_empty() { tokens } else { first };
         Self {
             document,

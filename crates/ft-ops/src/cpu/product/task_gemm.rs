@@ -89,6 +89,16 @@ impl TaskGemm {
         Self(backend.for_rounding(rounding))
     }
 
+    /// Returns a multiple of `PACK_UNIT`. Sums over parts of k that begin at multiples of it have the same order as over
+    /// the whole of k; zeros before the first value change nothing.
+    pub(crate) fn k_unit(self) -> usize {
+        match self.0.vector_isa() {
+            #[cfg(target_arch = "x86_64")]
+            Some(_) if !self.0.packs_bf16() => KC,
+            _ => PACK_UNIT,
+        }
+    }
+
     /// Returns the number of f32 that `pack_operand` needs for `vectors` vectors of `k` elements, a multiple of 16.
     pub(crate) fn packed_len(self, side: Side, vectors: usize, k: usize) -> usize {
         let elements: usize = match self.0.vector_isa() {

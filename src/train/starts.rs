@@ -335,7 +335,13 @@ fn corda(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf::A
                     r
                 };
                 let covariance: &Covariance = seen.of(&task.module)?;
-                start::components(task.weight()?.as_ref(), covariance, method, candidates)
+                start::components(
+                    task.weight()?.as_ref(),
+                    covariance,
+                    method,
+                    candidates,
+                    settings.adaptive_rank,
+                )
             },
         )?;
         found.extend(tasks.into_iter().map(|t| t.module).zip(components));

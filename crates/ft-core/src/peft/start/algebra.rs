@@ -2,6 +2,7 @@
 //!
 //! Letters: M rows, N columns, R rank.
 
+use super::krylov;
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
 use crate::ops::update;
@@ -63,6 +64,20 @@ pub fn svd(m: MatRef<'_, f64>) -> Result<Svd> {
         s,
         v: found.V().to_owned(),
     })
+}
+
+/// At least the `r` largest singular triplets: of a large matrix only these, with an error of 1e-6 of the largest singular
+/// value (`krylov`).
+///
+/// # Errors
+/// As `svd`.
+pub fn leading_svd(m: MatRef<'_, f64>, r: usize, seed: u64, site: u64) -> Result<Svd> {
+    if krylov::pays(m.nrows(), m.ncols(), r)
+        && let Some(found) = krylov::largest(&m, r, seed, site)?
+    {
+        return Ok(found);
+    }
+    svd(m)
 }
 
 /// The largest R singular values by power iterations on a random basis (Halko, Martinsson, Tropp 2011, "Finding

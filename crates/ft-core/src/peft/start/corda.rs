@@ -7,8 +7,8 @@
 //!
 //! Letters: I input features, O output features, R rank, K = min(O, I).
 
-use super::algebra;
 use super::pairs::{Pair, check_rank};
+use super::{algebra, krylov, tiles};
 use crate::base::{Error, Result};
 use crate::peft::config::CordaMethod;
 use faer::{Mat, MatRef};
@@ -73,7 +73,7 @@ impl Covariance {
 pub struct Component {
     /// Singular values of W·C in the order of choice.
     pub s: Vec<f64>,
-    /// Sum of all singular values.
+    /// Sum of all singular values, or of these, if not all were asked for.
     pub total: f64,
     /// `[O, candidates]`
     pub u: Mat<f64>,
@@ -86,12 +86,19 @@ const DAMPING: f64 = 0.01;
 /// Largest distance of C·C⁻¹ from the identity that PEFT accepts.
 const PEFT_ERROR: f64 = 0.05;
 
-/// The first `candidates` components of W `[O, I]` for this method. C is damped as in the reference code: with a
+/// The first `candidates` components of W `[O, I]` for this method; `all`: with the sum of all singular values, which takes
+/// the decomposition of the whole. C is damped as in the reference code: with a
 /// hundredth of its mean diagonal, doubled until C can be inverted.
 ///
 /// # Errors
 /// Fewer components than requested; a covariance that is zero or not finite.
-pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: CordaMethod, candidates: usize) -> Result<Component> {
+pub fn components(
+    w: MatRef<'_, f64>,
+    c: &Covariance,
+    method: CordaMethod,
+    candidates: usize,
+    all: bool,
+) -> Result<Component> {
     check_rank(candidates, w.nrows(), w.ncols())?;
     let plain = c.mean();
     let n = plain.nrows();
@@ -107,6 +114,9 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: CordaMethod, candi
         let damped = Mat::from_fn(n, n, |i, j| {
             plain[(i, j)] + if i == j { damping * diagonal } else { 0.0 }
         });
+        if !all && let Some(found) = few(w, damped.as_ref(), method, candidates)? {
+            return Ok(found);
+        }
         let found = algebra::svd((w * &damped).as_ref())?;
         let k = found.s.len();
         let chosen: Vec<usize> = match method {
@@ -131,6 +141,28 @@ pub fn components(w: MatRef<'_, f64>, c: &Covariance, method: CordaMethod, candi
             ));
         }
     }
+}
+
+/// `components` of a large weight, without the other components: `total` is the sum of these. From W·C = U·S·Vᵀ follows
+/// C⁻¹·V = Wᵀ·U·S⁻¹, so nothing is inverted. `None`: it is small, or the exact way is needed.
+fn few(w: MatRef<'_, f64>, c: MatRef<'_, f64>, method: CordaMethod, candidates: usize) -> Result<Option<Component>> {
+    if !krylov::pays(w.nrows(), w.ncols(), candidates) {
+        return Ok(None);
+    }
+    let found = match method {
+        CordaMethod::Ipm => krylov::largest(&krylov::Weighted { w, c }, candidates, 0, 0)?,
+        CordaMethod::Kpm => krylov::smallest(tiles::product(w, c), candidates, 0, 0)?,
+    };
+    let Some(found) = found else { return Ok(None) };
+    let scaled = Mat::from_fn(w.nrows(), candidates, |o, k| found.u[(o, k)] / found.s[k]);
+    let solved = tiles::product(w.transpose(), scaled.as_ref());
+    let small = error(c, solved.as_ref(), found.v.as_ref()) < PEFT_ERROR;
+    Ok(small.then(|| Component {
+        total: found.s.iter().sum(),
+        s: found.s,
+        u: found.u,
+        v: solved,
+    }))
 }
 
 /// ‖C·X - V‖.

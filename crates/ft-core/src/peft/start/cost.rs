@@ -3,6 +3,7 @@
 //! Letters: I input features, O output features, R rank, K = min(O, I), D hidden size.
 
 use super::algebra::{eigen_bytes, svd_bytes};
+use super::krylov;
 use crate::peft::adapter::Cost;
 use crate::peft::config::{LoraConfig, LoraInit, PeftType};
 use crate::peft::targets::layer_of;
@@ -122,22 +123,31 @@ impl Linear {
 
     /// Work of the decomposition: W and the matrix to decompose in f64, and the temporary memory of the algorithm.
     fn work(&self, init: LoraInit, lora: &LoraConfig) -> u64 {
-        let (w, c, factors) = (self.o * self.i, self.i * self.i, (self.o + self.i) * self.o.min(self.i));
+        let (w, c) = (self.o * self.i, self.i * self.i);
         let (o, i, r) = (self.o as usize, self.i as usize, self.r as usize);
+        // Of a large weight only what is wanted is decomposed.
+        let svd = |count: usize| match krylov::pays(o, i, count) {
+            true => krylov::bytes(o, i, count),
+            false => svd_bytes(o, i),
+        };
         match init {
             LoraInit::Default | LoraInit::Gaussian => 0,
-            // W, W·C; C, damped.
-            LoraInit::Corda => 8 * (2 * w + 2 * c) + svd_bytes(o, i),
-            LoraInit::Eva => 8 * c + eigen_bytes(i),
+            // W, W·C, C, damped.
+            LoraInit::Corda if lora.corda.adaptive_rank => 8 * (2 * w + 2 * c) + svd_bytes(o, i),
+            LoraInit::Corda => 8 * (2 * w + 2 * c) + svd(r),
+            LoraInit::Eva => match (lora.eva.rho * r as f64) as usize {
+                count if krylov::pays(i, i, count) => 8 * c + krylov::bytes(i, i, count),
+                _ => 8 * c + eigen_bytes(i),
+            },
             LoraInit::Pissa if lora.pissa_niter > 0 => {
                 8 * (w + 4 * (self.o + self.i) * (self.r + 8)) + svd_bytes(r + 8, i)
             }
-            LoraInit::Pissa => 8 * w + svd_bytes(o, i),
-            LoraInit::Olora => 4 * w + 8 * (2 * w + factors),
+            LoraInit::Pissa => 8 * w + svd(r),
+            LoraInit::Olora => 4 * w + 8 * (w + 4 * self.r * (self.o + self.i)),
             // The numbers of the gradient; the gradient itself is part of the pass.
-            LoraInit::LoraGa => 4 * w + 8 * w + svd_bytes(o, i),
+            LoraInit::LoraGa => 4 * w + 8 * w + svd(2 * r),
             // Q, and the difference.
-            LoraInit::Loftq => 4 * w + 8 * 2 * w + svd_bytes(o, i),
+            LoraInit::Loftq => 4 * w + 8 * 2 * w + svd(r),
         }
     }
 

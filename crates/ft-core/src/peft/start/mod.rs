@@ -6,7 +6,9 @@
 pub mod algebra;
 mod corda;
 pub mod cost;
+mod krylov;
 mod pairs;
+mod tiles;
 
 pub use corda::{Component, Covariance, allocate, components, pair_of};
 pub use pairs::{Pair, eva, eva_ranks, lora_ga, olora, pissa};

@@ -4,6 +4,7 @@
 
 use super::algebra;
 use super::corda::Covariance;
+use super::{krylov, tiles};
 use crate::base::{Error, Result};
 use faer::{Mat, MatRef};
 
@@ -34,7 +35,7 @@ pub(super) fn check_rank(r: usize, rows: usize, columns: usize) -> Result<()> {
 pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: u64, site: u64) -> Result<Pair> {
     check_rank(r, w.nrows(), w.ncols())?;
     let found = match iterations {
-        0 => algebra::svd(w)?,
+        0 => algebra::leading_svd(w, r, seed, site)?,
         _ => algebra::fast_svd(w, r, iterations, seed, site)?,
     };
     let root = |k: usize| (found.s[k] / f64::from(scale)).sqrt();
@@ -49,10 +50,11 @@ pub fn pissa(w: MatRef<'_, f64>, r: usize, scale: f32, iterations: usize, seed: 
 /// OLoRA (Büyükakyüz 2024, arXiv 2406.01775, section 3): W = Q·R; B the first R columns of Q, A the first rows of R.
 pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
     check_rank(r, w.nrows(), w.ncols())?;
-    let (q, upper) = algebra::qr(w);
+    // The first R reflections are those of the first R columns.
+    let (q, _) = algebra::qr(w.get(.., ..r));
     Ok(Pair {
-        a: algebra::values(upper.get(..r, ..)),
-        b: algebra::values(q.get(.., ..r)),
+        a: algebra::values(tiles::product(q.transpose(), w).as_ref()),
+        b: algebra::values(q.as_ref()),
     })
 }
 
@@ -65,8 +67,22 @@ pub fn olora(w: MatRef<'_, f64>, r: usize) -> Result<Pair> {
 /// More directions than inputs.
 pub fn eva(inputs: &Covariance, count: usize) -> Result<(Vec<f32>, Vec<f64>)> {
     check_rank(count, inputs.size(), inputs.size())?;
-    let (vectors, values) = algebra::eigen(inputs.centered().as_ref())?;
-    let all = values.iter().map(|v| v.max(0.0)).sum::<f64>().max(f64::MIN_POSITIVE);
+    let centered = inputs.centered();
+    let n = centered.nrows();
+    let few = match krylov::pays(n, n, count) {
+        // Of a symmetric matrix without negative eigenvalues.
+        true => krylov::largest(&centered.as_ref(), count, 0, 0)?,
+        false => None,
+    };
+    let (vectors, values, all) = match few {
+        Some(found) => (found.v, found.s, (0..n).map(|i| centered[(i, i)]).sum()),
+        None => {
+            let (vectors, values) = algebra::eigen(centered.as_ref())?;
+            let all = values.iter().map(|v| v.max(0.0)).sum::<f64>();
+            (vectors, values, all)
+        }
+    };
+    let all = all.max(f64::MIN_POSITIVE);
     let explained = values[..count].iter().map(|v| v.max(0.0) / all).collect();
     Ok((algebra::values(vectors.transpose().get(..count, ..)), explained))
 }
@@ -95,7 +111,7 @@ pub fn eva_ranks(explained: &[Vec<f64>], first_of: &[usize], budget: usize) -> V
 /// the R largest right singular vectors, B the next R left ones times their singular values and O^¼ / √16.
 pub fn lora_ga(gradient: MatRef<'_, f64>, r: usize) -> Result<Pair> {
     check_rank(2 * r, gradient.nrows(), gradient.ncols())?;
-    let found = algebra::svd(gradient)?;
+    let found = algebra::leading_svd(gradient, 2 * r, 0, 0)?;
     let outputs = gradient.nrows();
     let stable = (outputs as f64).powf(0.25) / 16f64.sqrt();
     let b = Mat::from_fn(outputs, r, |o, k| found.u[(o, r + k)] * found.s[r + k] * stable);

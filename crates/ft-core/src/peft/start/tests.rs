@@ -134,7 +134,7 @@ fn corda_parts_the_weight_by_its_inputs() {
     let (w, (c, x)) = (weight(6, 9, 5), covariance(9, 200, 6));
     let scale = 0.5f32;
     let all = |method| {
-        let found = components(w.as_ref(), &c, method, 6).unwrap();
+        let found = components(w.as_ref(), &c, method, 6, true).unwrap();
         let pair = pair_of(&found, method, 6, scale);
         let mut whole = product(&pair, 6, 6, 9);
         whole *= faer::Scale(f64::from(scale));
@@ -145,7 +145,7 @@ fn corda_parts_the_weight_by_its_inputs() {
     assert!((kpm.total - ipm.total).abs() < 1e-9);
     // On these inputs the components of kpm have the least effect, those of ipm the most; plain SVD is in between.
     let moved = |method, r| {
-        let found = components(w.as_ref(), &c, method, r).unwrap();
+        let found = components(w.as_ref(), &c, method, r, true).unwrap();
         let mut delta = product(&pair_of(&found, method, r, scale), r, 6, 9);
         delta *= faer::Scale(f64::from(scale));
         (&x * delta.transpose()).norm_l2()
@@ -166,10 +166,10 @@ fn corda_parts_the_weight_by_its_inputs() {
     );
     assert!(moved(CordaMethod::Ipm, 2) > 5.0 * moved(CordaMethod::Kpm, 2));
     let nothing = Covariance::new(9);
-    assert!(components(w.as_ref(), &nothing, CordaMethod::Kpm, 2).is_err());
-    assert!(components(w.as_ref(), &c, CordaMethod::Kpm, 7).is_err());
+    assert!(components(w.as_ref(), &nothing, CordaMethod::Kpm, 2, true).is_err());
+    assert!(components(w.as_ref(), &c, CordaMethod::Kpm, 7, true).is_err());
     // Fewer tokens than directions: damping makes the covariance invertible.
-    assert!(components(w.as_ref(), &covariance(9, 3, 8).0, CordaMethod::Kpm, 2).is_ok());
+    assert!(components(w.as_ref(), &covariance(9, 3, 8).0, CordaMethod::Kpm, 2, true).is_ok());
 }
 
 #[test]
@@ -212,4 +212,79 @@ fn eva_spends_ranks_where_directions_explain_most() {
         [1, 0],
         "who is first gets the highest rank"
     );
+}
+
+#[test]
+fn a_large_weight_has_the_components_of_the_exact_way() {
+    let (rows, columns, r) = (520, 600, 4);
+    let (w, c) = (weight(rows, columns, 9), covariance(columns, 700, 10).0);
+    for method in [CordaMethod::Ipm, CordaMethod::Kpm] {
+        let of = |all| components(w.as_ref(), &c, method, r, all).unwrap();
+        let (few, exact) = (of(false), of(true));
+        assert!(few.total < exact.total, "the others are not computed");
+        let pair = |found| product(&pair_of(found, method, r, 1.0), r, rows, columns);
+        close(&pair(&few), &pair(&exact), 1e-4);
+    }
+    let (few, exact) = (pissa(w.as_ref(), r, 1.0, 0, 1, 2).unwrap(), svd(w.as_ref()).unwrap());
+    let best = Mat::from_fn(rows, columns, |i, j| {
+        (0..r)
+            .map(|k| exact.u[(i, k)] * exact.s[k] * exact.v[(j, k)])
+            .sum::<f64>()
+    });
+    close(&product(&few, r, rows, columns), &best, 1e-4);
+    let (rows, explained) = eva(&c, r).unwrap();
+    let (vectors, values) = eigen(c.centered().as_ref()).unwrap();
+    for k in 0..r {
+        let dot: f64 = (0..columns)
+            .map(|i| f64::from(rows[k * columns + i]) * vectors[(i, k)])
+            .sum();
+        assert!((dot.abs() - 1.0).abs() < 1e-5, "{dot}");
+        assert!((explained[k] * values.iter().sum::<f64>() / values[k] - 1.0).abs() < 1e-6);
+    }
+}
+
+/// Prints a table; `FT_TEST_ROWS` and `FT_TEST_COLUMNS` are the shape of the weight.
+#[test]
+#[ignore = "minutes and gigabytes"]
+fn seconds_of_the_inits_of_a_wide_weight() {
+    let number = |name: &str, default: usize| std::env::var(name).map_or(default, |n| n.parse().unwrap());
+    let (rows, columns, r) = (number("FT_TEST_ROWS", 4096), number("FT_TEST_COLUMNS", 4096), 16);
+    let w = weight(rows, columns, 1);
+    // Inputs of 512 tokens whose directions have different variances, over a floor.
+    let x = weight(512, columns, 2);
+    let x = Mat::from_fn(512, columns, |i, j| (x[(i, j)] / (1.0 + j as f64 / 64.0)) as f32);
+    let mut products = vec![0f32; columns * columns];
+    let gram = x.transpose() * &x;
+    for i in 0..columns {
+        for j in 0..columns {
+            products[i * columns + j] = gram[(i, j)] + if i == j { 0.01 } else { 0.0 };
+        }
+    }
+    let mut c = Covariance::new(columns);
+    c.add(&products, &vec![0.0; columns], 1.0, 512);
+    let time = |name: &str, f: &dyn Fn()| {
+        let start = std::time::Instant::now();
+        f();
+        println!(
+            "{rows} x {columns}, rank {r}, {name}: {:.1} s",
+            start.elapsed().as_secs_f64()
+        );
+    };
+    for method in [CordaMethod::Ipm, CordaMethod::Kpm] {
+        time(&format!("corda {method:?}"), &|| {
+            components(w.as_ref(), &c, method, r, false).unwrap();
+        });
+    }
+    time("eva", &|| {
+        eva(&c, 2 * r).unwrap();
+    });
+    time("pissa", &|| {
+        pissa(w.as_ref(), r, 1.0, 0, 1, 2).unwrap();
+    });
+    time("lora_ga", &|| {
+        lora_ga(w.as_ref(), r).unwrap();
+    });
+    time("olora", &|| {
+        olora(w.as_ref(), r).unwrap();
+    });
 }

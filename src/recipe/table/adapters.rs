@@ -38,7 +38,7 @@ section! {
         init_lora_weights: LoraInit = "default", "as in PEFT: A uniform, B zero";
         /// Number of training rows for the initializations `eva` and `lora_ga`, in order.
         init_samples: usize = 64, "enough for the main directions", in from(1);
-        /// Power iterations of a fast randomized SVD for `pissa`; 0 is the exact SVD. PEFT: `pissa_niter_N`.
+        /// Power iterations of a fast randomized SVD for `pissa`; 0 is the SVD with an error below 1e-6. PEFT: `pissa_niter_N`.
         pissa_niter: usize = 0, "exact", in between(0, 1000);
         /// Iterations of `loftq`: with more than one, the weights minus the adapter are requantized in each iteration.
         loftq_iter: usize = 1, "as in PEFT", in between(1, 1000);

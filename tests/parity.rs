@@ -27,6 +27,8 @@ mod rollouts;
 mod ranks;
 #[path = "parity/routers.rs"]
 mod routers;
+#[path = "parity/smoothing.rs"]
+mod smoothing;
 #[path = "parity/support.rs"]
 mod support;
 #[path = "parity/tables.rs"]

@@ -28,6 +28,7 @@ mod recipes;
 mod runs;
 mod spawn;
 mod train;
+mod tune_lr;
 mod watch;
 
 pub use out::{out, out_raw, out_text};
@@ -91,6 +92,7 @@ enum Command {
     Dash(dash::Args),
     Watch(watch::Args),
     Bench(bench::Args),
+    TuneLr(tune_lr::Args),
 }
 
 /// Runs the program. `arguments` starts with the program's name. Returns the exit code.
@@ -202,6 +204,7 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
         Command::Dash(args) => dash::run(args),
         Command::Watch(args) => watch::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::TuneLr(args) => tune_lr::run(args),
     }
 }
 

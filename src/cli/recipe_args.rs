@@ -61,7 +61,7 @@ impl RecipeArgs {
 }
 
 /// Subcommands that accept recipe keys.
-const WITH_RECIPE: [&str; 6] = ["train", "plan", "data", "eval", "distill", "bench"];
+const WITH_RECIPE: [&str; 7] = ["train", "plan", "data", "eval", "distill", "bench", "tune-lr"];
 
 /// Returns the error for a flag that clap does not know and that is a recipe key of ft or of another tool; `None`: the
 /// error of clap is better.

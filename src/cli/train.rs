@@ -81,6 +81,7 @@ pub fn run(mut args: Args, ranks: &Ranks) -> Result<i32> {
         command: command_line(),
         profile: args.profile.unwrap_or(0),
         only_steps: false,
+        sweep: None,
     };
     let outcome = train::train(&loaded, &options)?;
     if !ranks.is_root() {

@@ -15,7 +15,7 @@ const FOLDER: &str = ".ft-bench";
 const NOISE: f64 = 0.05;
 
 /// The recipe without everything that is no step: evaluations, samples, saves.
-const STEPS_ONLY: [&str; 9] = [
+pub(super) const STEPS_ONLY: [&str; 9] = [
     "train.save_steps=0",
     "train.eval_steps=0",
     "train.sample_prompts=[]",
@@ -62,7 +62,8 @@ pub fn place(recipe: &LoadedRecipe, name: &str) -> PathBuf {
     folder(recipe).join(format!("{name}.json"))
 }
 
-fn folder(recipe: &LoadedRecipe) -> PathBuf {
+/// Where the runs of a measurement are.
+pub(super) fn folder(recipe: &LoadedRecipe) -> PathBuf {
     let run = Path::new(&recipe.recipe.train.output_dir);
     run.parent().unwrap_or(Path::new("")).join(FOLDER)
 }

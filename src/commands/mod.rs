@@ -15,3 +15,4 @@ pub mod named;
 pub mod plan;
 pub mod quantize;
 pub mod sensitivity;
+pub mod tune_lr;

@@ -252,6 +252,7 @@ pub fn find(path: &str) -> Option<&'static Key> {
 pub fn check(settings: &Settings, faults: &mut Faults) {
     model::check(settings, faults);
     sources::check(settings, faults);
+    train::check(settings, faults);
     tune::check(settings, faults);
     adapters::check(settings, faults);
     preference::check(settings, faults);

@@ -1,9 +1,10 @@
 //! Checks if a run can learn: before the first step from recipe, schedule and rows, during the run from its losses.
-//! Works on numbers only; does not use the engine.
+//! Works on numbers only; `configure` alone knows the engine.
 
 use crate::base::units::{self, count};
 use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
+use crate::engine::{Engine, LossScale};
 use crate::optim::Schedule;
 use crate::recipe::{Recipe, Stage};
 use crate::setup::active_schedule::ActiveSchedule;
@@ -21,6 +22,36 @@ const TINY_RATE: f64 = 1e-10;
 /// were skipped before.
 pub fn rate(recipe: &Recipe, lr_schedule: &Schedule, schedule: &ActiveSchedule, step: u64, skipped: u64) -> f64 {
     recipe.optimizer.learning_rate * lr_schedule.multiplier(step - skipped) * schedule.warmup(step)
+}
+
+/// A learning rate that grows by the same factor in every step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RateSweep {
+    /// The rate of the first step.
+    pub from: f64,
+    /// The rate of the last step.
+    pub to: f64,
+    /// Number of steps.
+    pub steps: u64,
+}
+
+impl RateSweep {
+    /// The rate of a step, counted from 1.
+    pub fn rate(&self, step: u64) -> f64 {
+        let part = (step - 1) as f64 / (self.steps - 1).max(1) as f64;
+        self.from * (self.to / self.from).powf(part)
+    }
+}
+
+/// Gives the engine the settings of a step.
+pub fn configure(engine: &mut Engine, recipe: &Recipe) {
+    let train = &recipe.train;
+    engine.max_grad_norm = train.max_grad_norm;
+    engine.routers.losses = train.router_losses();
+    engine.seed = train.seed;
+    engine.neftune_noise_alpha = train.neftune_noise_alpha;
+    let scaled = recipe.model.dtype.needs_loss_scale();
+    engine.loss_scale = scaled.then(|| LossScale::new(train.scale_config()));
 }
 
 /// True if the rate is above 0 in f32, the type in which weights are updated.

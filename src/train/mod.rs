@@ -27,4 +27,5 @@ mod step_metrics;
 pub mod teacher_cache;
 pub mod verify;
 
+pub use learning::RateSweep;
 pub use program::{Options, Outcome, train};

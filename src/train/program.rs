@@ -4,7 +4,7 @@ use crate::base::signal::{Conduct, Stop};
 use crate::base::{Error, ErrorKind, Result, progress, signal, staging};
 use crate::checkpoint::{self, LoadedState};
 use crate::data::describe::visible;
-use crate::engine::{Engine, LossScale};
+use crate::engine::Engine;
 use crate::hf::{self, Fingerprint};
 use crate::ops::{self, update};
 use crate::optim::Schedule;
@@ -27,7 +27,7 @@ use crate::train::directory::{self, Directory};
 use crate::train::finish::{self, TrainedModel};
 use crate::train::from_checkpoint;
 use crate::train::header::{header, trained_elements};
-use crate::train::learning::{self, Watch};
+use crate::train::learning::{self, RateSweep, Watch};
 use crate::train::next;
 use crate::train::owner;
 use crate::train::profile::Profile;
@@ -61,6 +61,8 @@ pub struct Options {
     pub profile: u64,
     /// No evaluations, samples and results: the steps are measured.
     pub only_steps: bool,
+    /// The learning rate of each step, in place of that of the recipe.
+    pub sweep: Option<RateSweep>,
 }
 
 /// The result of a run.
@@ -294,15 +296,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let first = active_schedule.active(start_step + 1);
     let optimizer = active_schedule::optimizer(recipe);
     let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &first)?;
-    engine.max_grad_norm = recipe.train.max_grad_norm;
-    engine.routers.losses = recipe.train.router_losses();
-    engine.seed = recipe.train.seed;
+    learning::configure(&mut engine, recipe);
     engine.step_hook = step_hook;
-    engine.loss_scale = recipe
-        .model
-        .dtype
-        .needs_loss_scale()
-        .then(|| LossScale::new(recipe.train.scale_config()));
     engine.join(ranks.0.clone(), &first, recipe.distributed.exchange());
     let trained = TrainedModel {
         recipe,
@@ -437,7 +432,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
                 return Err(run.failed(&engine, step, trained_tokens, e));
             }
         };
-        let lr = learning::rate(recipe, &lr_schedule, &active_schedule, step, engine.skipped_steps());
+        let lr = match &options.sweep {
+            Some(sweep) => sweep.rate(step),
+            None => learning::rate(recipe, &lr_schedule, &active_schedule, step, engine.skipped_steps()),
+        };
         let scale = engine.loss_scale;
         let queued = engine.queue_step(step, &window, &active, lr, true, unread.as_ref().map(|u| &u.queued));
         if let Some(before) = unread.take() {

@@ -46,8 +46,12 @@ fn compare(h: &Pair, head: &Pair, targets: &[u32], options: &Options, tolerance:
 
     let (cap, chunk) = (options.softcap, options.chunk);
     let step_stats = StepStats::new(h.gpu.device()).unwrap();
-    let trained = cross_entropy::forward_only(&h.gpu, &head.gpu, targets, cap, chunk, &step_stats).unwrap();
-    assert_eq!((step_stats.read().unwrap(), trained), (sums, want.trained));
+    let losses = Options {
+        smoothing: options.smoothing,
+        ..Options::losses(cap, chunk)
+    };
+    let trained = cross_entropy::forward_backward(&h.gpu, &head.gpu, targets, &losses, &step_stats).unwrap();
+    assert_eq!((step_stats.read().unwrap(), trained.trained), (sums, want.trained));
     let got = cross_entropy::token_log_probs(&h.gpu, &head.gpu, targets, cap, chunk).unwrap();
     let want = cross_entropy::token_log_probs(&h.cpu, &head.weight(), targets, cap, chunk).unwrap();
     for (got, want) in got.iter().zip(&want) {
@@ -78,11 +82,17 @@ fn loss_and_gradients_match_the_cpu() {
                         need_dh: true,
                         need_dw: true,
                         weights: None,
+                        smoothing: 0.0,
                     };
                     compare(&h, &head, &targets(n, v), &options, tolerance);
                     // All tokens are trained, so rows are not gathered.
                     let all: Vec<u32> = (0..n).map(|i| (i * 11 % v) as u32).collect();
                     compare(&h, &head, &all, &options, tolerance);
+                    let smoothed = Options {
+                        smoothing: 0.2,
+                        ..options.clone()
+                    };
+                    compare(&h, &head, &all, &smoothed, tolerance);
                     // A separate factor for each token's gradient, of any sign, some of them 0.
                     let factors: Vec<f32> = (0..n).map(|i| (i % 5) as f32 * 0.7 - 1.4).collect();
                     let options = Options {
@@ -109,6 +119,7 @@ fn nothing_trained_wrong_targets_and_what_is_not_finite() {
             need_dh: true,
             need_dw: true,
             weights: None,
+            smoothing: 0.0,
         };
         let (out, sums) = run(&h.gpu, &head.gpu, &[IGNORE; 3], &options);
         assert_eq!((out.trained, sums), (0, StepSums::default()));

@@ -185,6 +185,7 @@ fn spec(s: &Shape) -> Spec {
         logit_softcap: None,
         logit_scale: 1.0,
         embedding_scale: 1.0,
+        noise_scale: 1.0,
         residual_scale: 1.0,
         pairing: Pairing::Halves,
         tied: s.rich,

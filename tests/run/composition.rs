@@ -16,7 +16,7 @@ use ft::setup::adapters::Values;
 use ft::setup::defaults::ResumedValues;
 use ft::setup::rows::RecipeRows;
 use ft::train::{learning, stage};
-use levels::{ADAPTERS, ALL, Axis, BLOCKS};
+use levels::{ADAPTERS, ALL, Axis, BLOCKS, REGULARIZATION};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write;
 use std::fs;
@@ -352,6 +352,11 @@ fn the_page_of_what_composes_is_up_to_date() {
         ("Everything", &ALL[..], main),
         ("Block training", &BLOCKS, &verdicts(&bench, &BLOCKS)),
         ("Adapters", &ADAPTERS, &verdicts(&bench, &ADAPTERS)),
+        (
+            "Noise on embeddings and label smoothing",
+            &REGULARIZATION,
+            &verdicts(&bench, &REGULARIZATION),
+        ),
     ] {
         write!(now, "\n{}", section(title, axes, found)).unwrap();
     }

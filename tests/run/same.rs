@@ -33,6 +33,8 @@ pub const METHODS: [(&str, &[&str]); 13] = [
         &[
             "tune.method=full",
             "data.packing=true",
+            "train.neftune_noise_alpha=5",
+            "train.label_smoothing_factor=0.1",
             "data.eval_fraction=0.3",
             "train.eval_steps=3",
         ],
@@ -43,6 +45,7 @@ pub const METHODS: [(&str, &[&str]); 13] = [
             "tune.method=lora",
             "tune.lora.r=4",
             "tune.lora.lora_dropout=0.1",
+            "train.neftune_noise_alpha=5",
             "data.eval_fraction=0.3",
             "train.eval_steps=1",
         ],

@@ -37,6 +37,8 @@ pub enum Stream {
     Rounding = 7,
     /// Trained elements inside a matrix.
     Mask = 8,
+    /// Noise on embeddings.
+    Noise = 9,
 }
 
 impl Rng {

@@ -18,6 +18,8 @@ struct Seen {
     int at;
     float wanted;
     u32 bad;
+    // The sum of the logits; 0 without label smoothing.
+    float total;
 };
 
 // The larger of two; of equals the earlier.
@@ -101,12 +103,33 @@ __device__ __forceinline__ Peak peak_of(const float* row, int width, float cap, 
     return own;
 }
 
-// The row becomes scale (softmax - target) times the slope of the cap, of type G, from its first byte on. `max` and `sum`
-// are those of the whole vocabulary; `target` is a place in this row, or lies outside of it.
+// The sum of `width` logits, known to all threads.
+__device__ __forceinline__ float total_of(const float* row, int width, float cap) {
+    __shared__ float sums[MOST_WARPS];
+    float sum = 0;
+    for (int i = threadIdx.x * V; i < width; i += blockDim.x * V) {
+        float x[V];
+        load<V>(row + i, x);
+#pragma unroll
+        for (int j = 0; j < V; j++) {
+            if (i + j < width) sum += capped(x[j], cap);
+        }
+    }
+    return block_sum(sum, sums);
+}
+
+// What label smoothing adds to the loss, from the target's logit and the sum of all.
+__device__ __forceinline__ double smoothed(float smoothing, float wanted, float total, int vocabulary) {
+    return smoothing > 0 ? (double)smoothing * ((double)wanted - (double)total / vocabulary) : 0.0;
+}
+
+// The row becomes scale (softmax - even - (1 - smoothing) target) times the slope of the cap, of type G, from its first
+// byte on; even: smoothing / vocabulary. `max` and `sum` are those of the whole vocabulary; `target` is a place in this
+// row, or lies outside of it.
 template <typename G>
 __device__ __forceinline__ void gradient_of(
-    float* row, int width, float cap, float scale, float max, float sum, int target) {
-    const float factor = scale / sum;
+    float* row, int width, float cap, float scale, float smoothing, int vocabulary, float max, float sum, int target) {
+    const float factor = scale / sum, even = scale * smoothing / vocabulary, own = scale * (1.0f - smoothing);
     G* gradient = reinterpret_cast<G*>(row);
     // bf16 gradients are half as wide: a tile is read by all before it is written, and what is written of it lies in
     // places that were read already.
@@ -119,8 +142,8 @@ __device__ __forceinline__ void gradient_of(
             for (int j = 0; j < V; j++) {
                 const float c = capped(x[j], cap);
                 const float slope = cap > 0 ? 1.0f - (c / cap) * (c / cap) : 1.0f;
-                x[j] = factor * expf(c - max) * slope;
-                if (i + j == target) x[j] -= scale * slope;
+                x[j] = (factor * expf(c - max) - even) * slope;
+                if (i + j == target) x[j] -= own * slope;
             }
         }
         if (sizeof(G) != sizeof(float)) __syncthreads();

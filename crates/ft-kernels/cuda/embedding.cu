@@ -1,5 +1,5 @@
-// Rows by number: embedding lookup, the sum of its gradients, and putting rows back.
-#include "common.cuh"
+// Rows by number: embedding lookup with noise, the sum of its gradients, and putting rows back.
+#include "random.cuh"
 
 // y[n] = scale table[ids[n]], rows of d elements; one block for each n.
 template <typename T>
@@ -76,3 +76,20 @@ SCATTER(scatter_add_f32_packed, float, 4)
 SCATTER(scatter_add_f32_single, float, 1)
 SCATTER(scatter_add_bf16_packed, bf16, 4)
 SCATTER(scatter_add_bf16_single, bf16, 1)
+
+// x[n, i] += m (2 u - 1), with number p d + i of a stream of random numbers as u; one block for each n. `rows` has for each
+// n the low and the high half of the key of the stream, p, and the bits of m. As on the CPU, product and sum are rounded.
+template <typename T>
+__device__ __forceinline__ void noise(T* x, const u32* rows, i64 d) {
+    const u32* row = rows + (i64)blockIdx.x * 4;
+    const u64 key = (u64)row[1] << 32 | row[0], first = (u64)row[2] * (u64)d;
+    const float m = __uint_as_float(row[3]);
+    x += (i64)blockIdx.x * d;
+    for (i64 i = threadIdx.x; i < d; i += blockDim.x) {
+        narrow(plus(widen(x[i]), mul(m, 2.0f * uniform(key, first + i) - 1.0f)), x[i]);
+    }
+}
+
+extern "C" __global__ void noise_f32(float* x, const u32* rows, i64 d) { noise(x, rows, d); }
+
+extern "C" __global__ void noise_bf16(bf16* x, const u32* rows, i64 d) { noise(x, rows, d); }

@@ -44,6 +44,9 @@ pub struct Options<'a> {
     pub need_dw: bool,
     /// `[N]`: a factor of each token's gradient, of any sign; the loss stays the unweighted sum.
     pub weights: Option<&'a [f32]>,
+    /// Label smoothing ε, as in `torch.nn.CrossEntropyLoss`: the target distribution is ε/V for every id, plus 1 - ε for
+    /// the target. It applies to the loss and the gradients.
+    pub smoothing: f32,
 }
 
 impl Options<'_> {
@@ -56,10 +59,14 @@ impl Options<'_> {
             need_dh: false,
             need_dw: false,
             weights: None,
+            smoothing: 0.0,
         }
     }
 
     fn check(&self, tokens: usize) -> Result<()> {
+        if !(0.0..=1.0).contains(&self.smoothing) {
+            return Err(Error::argument("label smoothing is a number from 0 to 1").found(self.smoothing));
+        }
         match self.weights {
             Some(weights) if weights.len() != tokens => Err(Error::shape(
                 "the number of loss weights differs from the number of tokens",
@@ -239,6 +246,7 @@ fn run(
                 targets,
                 sizes: (d, v),
                 cap: options.softcap.unwrap_or(0.0),
+                smoothing: options.smoothing,
                 weights: options.weights,
             };
             cpu::run(&job, &trained, options.chunk.max(1), gradients, &mut each);
@@ -276,6 +284,7 @@ mod gpu {
             targets,
             weights: options.weights,
             softcap: options.softcap,
+            smoothing: options.smoothing,
             chunk: options.chunk,
             totals: &totals,
             each: None,
@@ -305,6 +314,7 @@ mod gpu {
             targets,
             weights: None,
             softcap,
+            smoothing: 0.0,
             chunk,
             totals: &totals,
             each: Some(&each),
@@ -388,6 +398,7 @@ mod tests {
                     need_dh: true,
                     need_dw: true,
                     weights: Some(&weights),
+                    smoothing: 0.0,
                 };
                 let (out, _) = with_gradients(&h, &head, &targets, &options);
                 assert_close(&out.dh.unwrap(), grads.get(&h).unwrap(), 2e-5);
@@ -421,6 +432,7 @@ mod tests {
                         need_dh: true,
                         need_dw: true,
                         weights: None,
+                        smoothing: 0.0,
                     };
                     let (out, sums) = with_gradients(&h, &head, &targets, &options);
                     assert!((sums.0 - loss).abs() <= 1e-5 * loss, "{} {loss}", sums.0);
@@ -450,6 +462,7 @@ mod tests {
                 need_dh,
                 need_dw,
                 weights: None,
+                smoothing: 0.0,
             };
             let out = with_gradients(&h, &head, &targets, &options).0;
             (out.dh.map(|t| flat(&t)), out.dw.map(|t| flat(&t)))
@@ -486,6 +499,7 @@ mod tests {
             need_dh: true,
             need_dw: true,
             weights: None,
+            smoothing: 0.0,
         };
         let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);
         // The reference uses an f32 head and rounds each operand as a product with a bf16 head does: hidden states,
@@ -540,6 +554,7 @@ mod tests {
             need_dh: true,
             need_dw: true,
             weights: None,
+            smoothing: 0.0,
         };
         let (out, sums) = with_gradients(&h, &head, &[IGNORE; 3], &options);
         assert_eq!(sums, (0.0, 0, 0));
@@ -566,6 +581,7 @@ mod tests {
                 need_dh: true,
                 need_dw: true,
                 weights: None,
+                smoothing: 0.0,
             };
             assert_same_on_any_threads(|| {
                 let (out, (loss, ..)) = with_gradients(&h, &head, &targets, &options);

@@ -2,8 +2,9 @@
 
 use super::cpu::embedding as cpu;
 use super::cpu::storage::{dims2, expect_dims, tensor, unwritten, values};
-use super::update::with_slices;
+use super::update::{with_slice_mut, with_slices};
 use candle_core::Tensor;
+use ft_base::rng::Rng;
 use ft_base::{Error, Result};
 
 fn check(ids: &[u32], v: usize) -> Result<()> {
@@ -31,6 +32,34 @@ pub fn gather(table: &Tensor, ids: &[u32], scale: f32) -> Result<Tensor> {
         Ok(())
     })?;
     tensor(y, (ids.len(), d))
+}
+
+/// The noise of one row of `add_noise`: the numbers of a stream from `position · D` on, in [-magnitude, magnitude).
+#[derive(Debug, Clone, Copy)]
+pub struct NoiseRow {
+    /// The stream.
+    pub rng: Rng,
+    /// Which D numbers of the stream.
+    pub position: u32,
+    /// The largest absolute value.
+    pub magnitude: f32,
+}
+
+/// Adds uniform noise to x `[N, D]` (f32; on a GPU also bf16 and f16) in place; on a GPU the numbers are the same.
+///
+/// # Errors
+/// The number of rows is not N.
+pub fn add_noise(x: &Tensor, rows: &[NoiseRow]) -> Result<()> {
+    let (n, d) = dims2(x, "the embeddings")?;
+    if rows.len() != n {
+        return Err(
+            Error::shape("the number of rows of noise differs from the number of tokens")
+                .found(rows.len())
+                .expected(n),
+        );
+    }
+    on_gpu!(x, super::cuda::embedding::add_noise(x, rows, d));
+    with_slice_mut(x, |x| cpu::add_noise(x, rows, d))
 }
 
 /// Returns the rows `ids` of several f32 tables `[V, D]`: `[N, D]` each.
@@ -61,6 +90,7 @@ mod tests {
     use super::*;
     use crate::oracle::{assert_close, assert_same_on_any_threads, bf16_pair, flat, random};
     use candle_core::{DType, Device, Var};
+    use ft_base::rng::Stream;
 
     #[test]
     fn matches_autograd() {
@@ -81,6 +111,38 @@ mod tests {
             scatter_add(&dw, &ids, &dy, 0.3).unwrap();
             vec![dw, gather(&table, &ids, 0.3).unwrap()]
         });
+    }
+
+    #[test]
+    fn noise_is_that_of_its_stream_and_place() {
+        let (n, d) = (40, 33);
+        let rows: Vec<NoiseRow> = (0..n)
+            .map(|i| NoiseRow {
+                rng: Rng::new(7, Stream::Noise, &[3, i / 10]),
+                position: i as u32 % 10,
+                magnitude: 0.5 * (i / 10) as f32,
+            })
+            .collect();
+        let before = random((n as usize, d), 1);
+        let x = before.copy().unwrap();
+        add_noise(&x, &rows).unwrap();
+        let added = (&x - &before).unwrap().to_vec2::<f32>().unwrap();
+        for (row, noise) in added.iter().zip(&rows) {
+            assert!(row.iter().all(|x| x.abs() <= noise.magnitude + 1e-6));
+        }
+        // Moments of a uniform distribution over [-1.5, 1.5): mean 0, variance 0.75.
+        let last: Vec<f32> = added[30..].concat();
+        let mean = last.iter().sum::<f32>() / last.len() as f32;
+        let square = last.iter().map(|x| x * x).sum::<f32>() / last.len() as f32;
+        assert!(mean.abs() < 0.15 && (square - 0.75).abs() < 0.1, "{mean} {square}");
+        let first = 0.5 * (2.0 * rows[12].rng.uniform(2 * d as u64) - 1.0);
+        assert!((added[12][0] - first).abs() < 1e-6);
+        assert_same_on_any_threads(|| {
+            let x = before.copy().unwrap();
+            add_noise(&x, &rows).unwrap();
+            vec![x]
+        });
+        assert!(add_noise(&x, &rows[1..]).is_err());
     }
 
     #[test]

@@ -117,9 +117,9 @@ fn trl_and_mlx() {
             "train_on = \"completion\"",
             "learning_rate = 2e-5",
             "max_length = 1024",
+            "neftune_noise_alpha = 5",
         ],
     );
-    leaves(&trl, &["neftune_noise_alpha"]);
     let mlx = keys(
         "model: org/base\ntrain: true\nfine_tune_type: lora\ndata: rows\nseed: 3\nnum_layers: 16\nbatch_size: 4\niters: 1000\n\
          steps_per_report: 10\nsave_every: 100\nadapter_path: adapters\nmax_seq_length: 2048\n\

@@ -85,7 +85,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("mix_strategy interleave_probs weights dataset_weights", "write `[[data.sources]]` tables, each with a `path` and a `weight`"),
     ("dataset_num_proc preprocessing_num_workers preprocessing_batch_size dataset_processes dataset_batch_size dataloader_* num_workers overwrite_cache dataset_keep_in_memory data_shared_file_system dataset_shard_* preprocess_shards shards shards_idx num_dataset_shards_to_save skip_prepare_dataset download_mode is_preprocess remove_unused_columns keep_in_memory push_dataset_to_hub", "there is no key for this: rows are read and tokenized before the first step, on all cores (`--threads N`)"),
     ("ignore_pad_token_for_loss pad_to_multiple_of pad_to_sequence_len ignore_data_skip", "there is no key for this: padding is never trained, and a resumed run continues with the next row"),
-    ("noisy_embedding_alpha neftune_noise_alpha neftune_alpha", "ft has no noise on embeddings (NEFTune)"),
+    ("noisy_embedding_alpha neftune_noise_alpha neftune_alpha", "train.neftune_noise_alpha"),
     ("media_dir image_* video_* audio_* crop_to_patches use_audio_in_video whisper_* freeze_vision_tower freeze_multi_modal_projector freeze_language_model freeze_mm_modules finetune_vision_layers finetune_audio_layers log_multimodal processor_kwargs", "ft trains language models only on text"),
 
     // Trained parameters.
@@ -180,7 +180,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("gradio_* share temporary_location", "there is no key for this: `ft generate --model MODEL --chat` is a chat in the terminal"),
     ("profile profiler_* profile_modules enable_torch_profiler enabled_profiler", "ft has no profiler"),
     ("average_tokens_across_devices token_weighted_loss", "there is no key for this: the loss is always divided by the trained tokens of the whole step"),
-    ("label_smoothing_factor", "ft has no label smoothing in supervised training; `rlhf.label_smoothing` applies to preference losses"),
+    ("label_smoothing_factor", "train.label_smoothing_factor"),
     ("export_dir export_size export_device export_quantization_* merge_lora merge_method", "there is no key for this: `ft merge` and `ft quantize` make new model directories"),
     ("callbacks plugins trigger_file_path on_model_resolved model_patcher ebft strict modules axolotl_config_path serve_module rollout_func", "ft has no plugins"),
     ("ds3_gather_for_generation ignore_bias_buffers torchdistx_path min_num_params worker_extension_cls deepspeed deepcompile zero_stage fsdp fsdp_* ddp ddp_* accelerator_config parallelism_config local_rank world_size num_processes num_gpus n_node tensor_parallel_size data_parallel_size dp_shard_size dp_replicate_size context_parallel_size sequence_parallel_degree ray_* use_ray resources_per_worker use_hyper_parallel hyper_parallel_args use_mca master_addr master_port ring_attn_func heads_k_stride reshard_after_forward auto_wrap_policy transformer_layer_cls_to_wrap state_dict_type final_state_dict_type use_orig_params sync_module_states cpu_ram_efficient_loading cpu_offload_pin_memory mixed_precision_policy ds_type device_map_planner_kwargs pipeline_parallel_size", "on several CPUs a run is started with `mpirun`, and `[distributed]` has its keys; weights are not divided: to fit a large model write `memory.tier`, `memory.frozen_weights` or `tune.method = \"block\"` instead"),

@@ -112,6 +112,12 @@ section! {
         loss_scale: f64 = 65536.0, "as in PyTorch", in POSITIVE, when Model::dtype = ["f16"];
         /// f16: number of steps without such a gradient after which the loss scale is doubled.
         loss_scale_interval: usize = 2000, "as in PyTorch", in from(1), when Model::dtype = ["f16"];
+        /// NEFTune: in training each embedding gets uniform noise of at most this number divided by the root of (tokens of
+        /// its row × hidden size). 5, 10 and 15 are those of the paper. Evaluations and samples have no noise.
+        neftune_noise_alpha: f64 = 0.0, "no noise, as in TRL", in POSITIVE_OR_ZERO;
+        /// Label smoothing of `sft` and `pretrain`: this part of the target distribution is spread evenly over the
+        /// vocabulary. As in transformers, `eval_loss` and `eval_perplexity` contain it; `ft eval` does not.
+        label_smoothing_factor: f64 = 0.0, "labels are taken as correct", in BELOW_ONE;
         /// Mixtures of experts: factor of the balance loss, which keeps the load of the experts even. With more than one
         /// micro-batch in a step it is the mean of their balance losses, as in TRL. The reported loss is without it.
         router_aux_loss_coef: f64 = 0.0, "as in transformers, whose models add it only with `output_router_logits`",
@@ -219,6 +225,49 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         }
         Train::predict_with_generate if !s.data.evaluates() => Some("data.eval = []".into()),
         _ => None,
+    }
+}
+
+/// Stages that have no noise on embeddings or no label smoothing.
+pub(super) fn check(s: &Settings, faults: &mut Faults) {
+    let stage = s.train.stage;
+    if s.train.neftune_noise_alpha > 0.0 && stage.is_rl() {
+        faults.add(
+            &[Train::neftune_noise_alpha, Train::stage],
+            Error::usage(format!("stage `{}` has no noise on embeddings", stage.name()))
+                .found(format!("train.neftune_noise_alpha = {}", s.train.neftune_noise_alpha))
+                .expected("0: its loss compares the policy with the one that generated the answers, without noise")
+                .hint("remove `train.neftune_noise_alpha`"),
+        );
+    }
+    if s.train.label_smoothing_factor > 0.0 && !matches!(stage, Stage::Sft | Stage::Pretrain) {
+        let (why, hint) = match stage {
+            Stage::Distill => (
+                "the teacher's distribution takes the place of smoothed labels",
+                "remove `train.label_smoothing_factor`; `distill.temperature` makes the teacher's distribution smoother",
+            ),
+            Stage::Dpo | Stage::Simpo => (
+                "its labels are which answer is better",
+                "use `rlhf.label_smoothing`, the fraction of wrong preferences",
+            ),
+            _ => (
+                "its loss has no distribution of labels over the vocabulary",
+                "remove `train.label_smoothing_factor`",
+            ),
+        };
+        faults.add(
+            &[Train::label_smoothing_factor, Train::stage],
+            Error::usage(format!(
+                "stage `{}` has no label smoothing of tokens: {why}",
+                stage.name()
+            ))
+            .found(format!(
+                "train.label_smoothing_factor = {}",
+                s.train.label_smoothing_factor
+            ))
+            .expected("0, or stage `sft` or `pretrain`")
+            .hint(hint),
+        );
     }
 }
 

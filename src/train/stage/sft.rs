@@ -42,7 +42,9 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         Rows::Set(setting.stream)
     };
     Ok(Stage {
-        objective: Box::new(CausalLm::new(setting.spec.vocab)),
+        objective: Box::new(
+            CausalLm::new(setting.spec.vocab).with_label_smoothing(recipe.train.label_smoothing_factor),
+        ),
         feed: Box::new(SftSource {
             rows,
             eval: setting.eval,

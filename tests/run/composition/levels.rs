@@ -235,3 +235,15 @@ pub const ADAPTERS: [Axis; 3] = [
     ),
     ("storage", STORAGE),
 ];
+
+/// Settings of the loss and of the embeddings, with every stage.
+pub const REGULARIZATION: [Axis; 2] = [
+    (
+        "setting",
+        &[
+            ("NEFTune", &["train.neftune_noise_alpha=5"]),
+            ("label smoothing", &["train.label_smoothing_factor=0.1"]),
+        ],
+    ),
+    ("stage", STAGES),
+];

@@ -8,7 +8,7 @@ use crate::comm::{Alone, Collective, Patience};
 use crate::data::Batch;
 use crate::model::routers::{RouterTally, Routers};
 use crate::model::spec::EMBEDDING;
-use crate::model::{Context, GradSink, Gradient, Layer, Need, Network, Objective, TokenRows};
+use crate::model::{Context, EmbeddingNoise, GradSink, Gradient, Layer, Need, Network, Objective, TokenRows};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::{Arriving, Copier, Offloaded};
 use crate::ops::update;
@@ -137,6 +137,8 @@ pub struct Pass<'a> {
     pub input_offload: Option<&'a Copier>,
     /// Key of the dropout masks of the first micro-batch; `None`: no dropout.
     pub dropout: Option<Dropout>,
+    /// The noise on the embeddings of the first micro-batch; `None`: no noise.
+    pub noise: Option<EmbeddingNoise>,
     /// The pass changes no weights, so a signal may end it at any layer.
     pub may_stop: bool,
     /// The losses of the routers of a mixture of experts, and their metrics.
@@ -164,6 +166,7 @@ impl<'a> Pass<'a> {
             saved_layers: 0,
             input_offload: None,
             dropout: None,
+            noise: None,
             may_stop: false,
             routers: None,
             loss_scale: 1.0,
@@ -206,7 +209,11 @@ impl<'a> Pass<'a> {
             phase.set(done as u64);
             let (micro, batch) = (round.micro as u64, &batches[round.micro]);
             let dropout = self.dropout.map(|key| Dropout { micro, ..key });
-            let ctx = self.network.context(&batch.positions, &batch.documents, dropout)?;
+            let mut ctx = self.network.context(&batch.positions, &batch.documents, dropout)?;
+            ctx.noise = self.noise.map(|noise| EmbeddingNoise {
+                first_row: batches[..round.micro].iter().map(rows).sum::<usize>() as u64,
+                ..noise
+            });
             if let Some(routers) = self.routers {
                 ctx.shared.watch_routers(RouterTally::new(routers.losses, share));
             }
@@ -380,7 +387,7 @@ impl<'a> Pass<'a> {
             };
         }
         if active.lowest() == Group::Embedding {
-            dx = network.spread_backward(&batch.ids, dx, sink)?;
+            dx = network.spread_backward(&batch.ids, dx, ctx, sink)?;
             network.per_layer_backward(&batch.ids, &dx, ctx, sink)?;
             for t in network.tokens.iter().filter(|t| &*t.table == EMBEDDING) {
                 if !t.wanted(sink) {
@@ -397,6 +404,11 @@ impl<'a> Pass<'a> {
         }
         Ok(())
     }
+}
+
+/// Number of rows (documents) of a batch.
+fn rows(batch: &Batch) -> usize {
+    batch.documents.len().saturating_sub(1)
 }
 
 /// Passes the gradients of the objective's parameters to the sink, if they are trained.

@@ -102,6 +102,8 @@ fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let (objective, optimizer) = (Box::new(CausalLm::new(vocab)), Optimizer::new(settings));
     let mut engine = Engine::new(model, objective, optimizer, strategy, &active).unwrap();
     engine.max_grad_norm = case.max_grad_norm;
+    // Ranks draw the noise of their micro-batches only.
+    engine.neftune_noise_alpha = 5.0;
     engine.join(comm, &active, case.exchange);
     (engine, active)
 }

@@ -10,7 +10,7 @@ use super::strategy::StepStrategy;
 use crate::base::{Error, ErrorKind, Result};
 use crate::comm::{Alone, Collective};
 use crate::data::Batch;
-use crate::model::{Network, Objective, Routers, TrainableNetwork};
+use crate::model::{EmbeddingNoise, Network, Objective, Routers, TrainableNetwork};
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::{PendingSums, StepStats, StepSums};
 use crate::ops::transfer::Copier;
@@ -61,6 +61,8 @@ pub struct Engine {
     pub max_grad_norm: f64,
     /// Seed of dropout and stochastic rounding.
     pub seed: u64,
+    /// Factor of the noise on the embeddings in training (`EmbeddingNoise`); 0: none.
+    pub neftune_noise_alpha: f64,
     /// Runs around each update.
     pub step_hook: Option<Box<dyn StepHook>>,
     /// The losses of the routers of a mixture of experts, and their metrics.
@@ -181,6 +183,7 @@ impl Engine {
             input_offload,
             max_grad_norm: 1.0,
             seed: 0,
+            neftune_noise_alpha: 0.0,
             step_hook: None,
             routers: Routers::default(),
             loss_scale: None,
@@ -322,6 +325,12 @@ impl Engine {
             saved_layers: self.strategy.saved_layers,
             input_offload: self.input_offload.as_ref(),
             dropout: Some(Dropout { seed, step, micro: 0 }),
+            noise: (self.neftune_noise_alpha > 0.0).then_some(EmbeddingNoise {
+                alpha: self.neftune_noise_alpha,
+                seed,
+                step,
+                first_row: 0,
+            }),
             may_stop,
             routers: Some(&self.routers),
             loss_scale: scale,

@@ -5,12 +5,15 @@ use super::loss_scale::{LossScale, LossScaleConfig};
 use super::step::*;
 use super::strategy::StepStrategy;
 use crate::base::ErrorKind;
+use crate::base::rng::{Rng, Stream};
 use crate::data::Batch;
 use crate::data::Example;
 use crate::model::TrainableNetwork;
+use crate::model::spec::EMBEDDING;
 use crate::model::{families, shapes};
 use crate::ops::Dtype;
 use crate::ops::step_stats::{StepStats, StepSums};
+use crate::ops::update;
 use crate::optim::Optimizer;
 use crate::optim::config::{OptimizerConfig, OptimizerName};
 use crate::sft::CausalLm;
@@ -20,12 +23,13 @@ use std::sync::Arc;
 
 /// A small model, trained with SGD, and its parameters.
 fn engine(gradients: Gradients) -> (Engine, Active) {
-    engine_of(gradients, 0.02)
+    engine_of(gradients, 0.02, true)
 }
 
-/// As `engine`, with weights of this standard deviation.
-fn engine_of(gradients: Gradients, std: f32) -> (Engine, Active) {
-    let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+/// As `engine`, with weights of this standard deviation; `tied`: the head is the embedding.
+fn engine_of(gradients: Gradients, std: f32, tied: bool) -> (Engine, Active) {
+    let mut spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+    spec.tied = tied;
     let (params, vocab) = (spec.params(), spec.vocab);
     let settings = OptimizerConfig {
         name: OptimizerName::Sgd,
@@ -157,7 +161,7 @@ fn a_loss_scale_changes_no_update() {
 fn a_step_that_overflows_is_skipped_and_lowers_the_scale() {
     for gradients in [Gradients::Keep, Gradients::Fused, Gradients::NormFirst] {
         // Large weights have large gradients.
-        let (mut engine, active) = engine_of(gradients, 1.0);
+        let (mut engine, active) = engine_of(gradients, 1.0, true);
         // `NormFirst` squares scaled gradients: in f32 they overflow at a lower scale.
         let most = 2f64.powi(if gradients == Gradients::Keep { 127 } else { 72 });
         engine.loss_scale = Some(scale(most, 2));
@@ -192,4 +196,85 @@ fn a_step_that_overflows_is_skipped_and_lowers_the_scale() {
             "{gradients:?}"
         );
     }
+}
+
+/// Four rows of 5 to 8 tokens, `cut` in a micro-batch.
+fn rows_in(cut: usize) -> Vec<Batch> {
+    let row = |r: u32| Example {
+        ids: (0..5 + r).map(|t| (37 * t + 101 * r + 5) % 4096).collect(),
+        trained: vec![true; 5 + r as usize],
+    };
+    let rows: Vec<Example> = (0..4).map(row).collect();
+    rows.chunks(cut).map(Batch::from_examples).collect()
+}
+
+/// Loss, norm and changes of the weights of the second step with this noise.
+fn noisy(alpha: f64, seed: u64, cut: usize, gradients: Gradients) -> (f64, f64, Vec<f32>) {
+    let (mut engine, active) = engine(gradients);
+    (engine.neftune_noise_alpha, engine.seed) = (alpha, seed);
+    engine.max_grad_norm = 0.5;
+    let before = exact_weights(&engine, &active);
+    let report = engine.step(2, &rows_in(cut), &active, 1.0).unwrap();
+    let moved = exact_weights(&engine, &active);
+    let moved = moved.iter().zip(&before).map(|(a, b)| a - b).collect();
+    (report.totals.loss(), report.grad_norm, moved)
+}
+
+#[test]
+fn noise_on_embeddings_does_not_depend_on_micro_batches() {
+    let near = |a: f64, b: f64| (a - b).abs() <= 2e-6 * b.abs();
+    let none = noisy(0.0, 7, 4, Gradients::Keep);
+    let whole = noisy(5.0, 7, 4, Gradients::Keep);
+    assert!(!near(whole.1, none.1) && !near(whole.0, none.0), "{whole:?} {none:?}");
+    let size = distance(&whole.2, &vec![0.0; whole.2.len()]);
+    for cut in [1, 2, 3] {
+        let (loss, norm, moved) = noisy(5.0, 7, cut, Gradients::Keep);
+        assert!(near(loss, whole.0) && near(norm, whole.1), "{cut}: {loss} {norm}");
+        assert!(distance(&moved, &whole.2) <= 1e-5 * size, "{cut}");
+    }
+    let other = noisy(5.0, 8, 4, Gradients::Keep);
+    assert!(!near(other.0, whole.0), "another seed has another noise");
+    // Both passes have the same noise.
+    assert!(noisy(5.0, 7, 4, Gradients::NormFirst).2 == whole.2);
+}
+
+#[test]
+fn noise_is_a_change_of_the_embedding_of_each_token() {
+    // A tied head would change too.
+    let untied = || engine_of(Gradients::Keep, 0.02, false);
+    let ((mut noisy, active), (mut changed, _)) = (untied(), untied());
+    (noisy.neftune_noise_alpha, noisy.seed) = (8.0, 3);
+    // Every token of the batch has an id of its own: its row of the table gets the noise instead.
+    let batches = batches();
+    let (ids, width) = (&batches[0].ids, noisy.network.spec.hidden);
+    let table = changed.network.embedding().unwrap();
+    let mut values = update::to_f32_vec(&table.tensor).unwrap();
+    let rng = Rng::new(3, Stream::Noise, &[1, 0]);
+    let most = (8.0 / ((ids.len() * width) as f64).sqrt()) as f32;
+    for (position, id) in ids.iter().enumerate() {
+        for column in 0..width {
+            let noise = most * (2.0 * rng.uniform((position * width + column) as u64) - 1.0);
+            values[*id as usize * width + column] += noise;
+        }
+    }
+    changed
+        .optimizer
+        .restore_weight(EMBEDDING, &table.tensor, &values)
+        .unwrap();
+    let before = |engine: &Engine| exact_weights(engine, &active);
+    let (a, b) = (before(&noisy), before(&changed));
+    let of_noise = noisy.step(1, &batches, &active, 0.1).unwrap();
+    let of_change = changed.step(1, &batches, &active, 0.1).unwrap();
+    assert_eq!(of_noise.totals, of_change.totals);
+    assert_eq!(of_noise.grad_norm, of_change.grad_norm);
+    let (after, other) = (before(&noisy), before(&changed));
+    let same = |i: &usize| a[*i] == b[*i];
+    assert!((0..a.len()).filter(same).all(|i| after[i] == other[i]));
+    // An evaluation has no noise.
+    let loss = |alpha: f64| {
+        let (mut engine, _) = engine(Gradients::Keep);
+        engine.neftune_noise_alpha = alpha;
+        super::pass::evaluate(&engine.network, engine.objective.as_ref(), &batches[0]).unwrap()
+    };
+    assert_eq!(loss(0.0), loss(8.0));
 }

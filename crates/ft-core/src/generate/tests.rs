@@ -56,6 +56,7 @@ pub(super) fn spec() -> Spec {
         logit_softcap: Some(8.0),
         logit_scale: 1.0,
         embedding_scale: 1.0,
+        noise_scale: 1.0,
         residual_scale: 1.0,
         pairing: Pairing::Halves,
         tied: true,

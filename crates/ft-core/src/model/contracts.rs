@@ -2,6 +2,7 @@
 //! types that they exchange.
 
 use super::head::Head;
+use super::noise::EmbeddingNoise;
 use super::shared::SharedStates;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::base::means::NamedMeans;
@@ -116,6 +117,8 @@ pub struct Context<'a> {
     pub ropes: Vec<(Tensor, Tensor)>,
     /// Key of the dropout masks; `None` outside training.
     pub dropout: Option<Dropout>,
+    /// Noise on the embeddings; `None` outside training.
+    pub noise: Option<EmbeddingNoise>,
     /// Receives the input of every linear.
     pub observer: Option<&'a dyn Observer>,
     /// Number of tokens per MLP piece; `None`: all.
@@ -141,6 +144,7 @@ impl Context<'_> {
             documents: self.documents,
             ropes: Vec::new(),
             dropout,
+            noise: self.noise,
             observer: self.observer,
             mlp_tokens: None,
             shared: self.shared.clone(),

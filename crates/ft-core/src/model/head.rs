@@ -140,6 +140,7 @@ impl Head<'_> {
             return Ok(LossGradients::default());
         }
         let options = cross_entropy::Options {
+            smoothing: 0.0,
             softcap: self.softcap,
             chunk: self.chunk(h, need.dw)?,
             scale: need.scale,

@@ -15,6 +15,7 @@ pub mod latent;
 pub mod linear;
 pub mod mlp;
 pub mod network;
+mod noise;
 pub mod norm;
 mod per_layer;
 pub mod pieces;
@@ -32,6 +33,7 @@ pub use contracts::{
 };
 pub use head::Head;
 pub use network::{Adapters, Network, TrainableNetwork};
+pub use noise::EmbeddingNoise;
 pub use routers::{RouterLosses, Routers};
 pub use spec::Spec;
 pub use tokens::TokenRows;

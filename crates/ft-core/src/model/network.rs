@@ -13,6 +13,7 @@ use super::experts::reader::ExpertReader;
 use super::head::{Head, HeadWeight, StreamedHead};
 use super::latent::Latent;
 use super::linear::Linear;
+use super::noise::EmbeddingNoise;
 use super::norm::Norm;
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
@@ -139,6 +140,7 @@ impl Network {
                 .rope_tables
                 .gather(&self.spec.ropes, positions, documents, &self.device)?,
             dropout,
+            noise: None,
             observer: None,
             mlp_tokens: self.mlp_tokens,
             shared: Rc::default(),
@@ -150,16 +152,19 @@ impl Network {
     /// # Errors
     /// An id outside the vocabulary (`Argument`); a failed read of the weights.
     pub fn embed(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
-        let x = self.embedded(ids)?;
+        let x = self.embedded(ids, ctx)?;
         if let Some(inputs) = self.per_layer_inputs(ids, &x)? {
             ctx.shared.set_inputs(inputs);
         }
         self.spread(x)
     }
 
-    pub(super) fn embedded(&self, ids: &[u32]) -> Result<Tensor> {
+    /// The rows of the embedding, `[N, D]`, with the noise of a training step.
+    pub(super) fn embedded(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
         let (table, ids) = self.source.rows(EMBEDDING, ids)?;
-        embedding::gather(&table, &ids, self.spec.embedding_scale)
+        let x = embedding::gather(&table, &ids, self.spec.embedding_scale)?;
+        EmbeddingNoise::add(&x, ctx, &self.spec)?;
+        Ok(x)
     }
 
     /// The token embedding, `[V, D]`.

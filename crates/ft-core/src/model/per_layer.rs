@@ -65,7 +65,7 @@ impl Network {
             sink.take(&table, dw)?;
         }
         let factor = (self.spec.hidden as f32).powf(-0.5);
-        let x = self.embedded(ids)?;
+        let x = self.embedded(ids, ctx)?;
         let projection = self.per_layer_projection()?;
         let z = projection.weight.forward(&x, None)?;
         update::scale_assign(&z, factor)?;

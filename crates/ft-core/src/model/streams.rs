@@ -7,7 +7,7 @@
 //!
 //! Letters: A streams, D width of a stream.
 
-use super::contracts::{GradSink, Param};
+use super::contracts::{Context, GradSink, Param};
 use super::network::{Network, param};
 use super::spec::{STREAMS_IN, STREAMS_OUT};
 use crate::base::Result;
@@ -44,11 +44,11 @@ impl Network {
     ///
     /// # Errors
     /// As for `embed`.
-    pub fn spread_backward(&self, ids: &[u32], dh: Tensor, sink: &mut dyn GradSink) -> Result<Tensor> {
+    pub fn spread_backward(&self, ids: &[u32], dh: Tensor, ctx: &Context, sink: &mut dyn GradSink) -> Result<Tensor> {
         let Some(streams) = self.spec.streams else {
             return Ok(dh);
         };
-        let x = self.embedded(ids)?;
+        let x = self.embedded(ids, ctx)?;
         let dx = altup::sum(&dh, streams.count, 0..1, 1.0)?;
         for (i, p) in self.stream_projections(STREAMS_IN)?.iter().enumerate() {
             let projected = linear::forward(&x, &p.tensor, None)?;

@@ -140,7 +140,19 @@ mod tests {
     /// and the power 2; two steps more than the run has.
     #[test]
     fn the_curves_are_those_of_transformers() {
-        let curves: [(ScheduleName, [f64; 12]); 3] = [
+        let curves: [(ScheduleName, [f64; 12]); 6] = [
+            (
+                ScheduleName::Constant,
+                [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+            ),
+            (
+                ScheduleName::Linear,
+                [0.0, 0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0, 0.0],
+            ),
+            (
+                ScheduleName::Wsd,
+                [0.1, 0.55, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.55, 0.1, 0.1],
+            ),
             (
                 ScheduleName::Cosine,
                 [

@@ -12,6 +12,7 @@ use candle_core::Tensor;
 /// Cross-entropy through the output projection; computes the logits of one chunk of tokens at a time.
 pub struct CausalLm {
     vocab: usize,
+    label_smoothing: f32,
 }
 
 impl CausalLm {
@@ -22,7 +23,19 @@ impl CausalLm {
 
     /// The objective for a model with `vocab` output ids.
     pub fn new(vocab: usize) -> Self {
-        Self { vocab }
+        Self {
+            vocab,
+            label_smoothing: 0.0,
+        }
+    }
+
+    /// With label smoothing, as `torch.nn.CrossEntropyLoss` and `LabelSmoother` of transformers: a part `factor` of the
+    /// target distribution is spread evenly over all ids. Evaluations have it too, as there.
+    pub fn with_label_smoothing(self, factor: f64) -> Self {
+        Self {
+            label_smoothing: factor as f32,
+            ..self
+        }
     }
 }
 
@@ -43,17 +56,14 @@ impl Objective for CausalLm {
             need_dh: need.dh,
             need_dw: need.dw,
             weights: None,
+            smoothing: self.label_smoothing,
         };
         let out = match &head.weight {
             HeadWeight::Streamed(head) => with_pieces(head, |pieces| {
                 cross_entropy::streamed(h, pieces, &batch.targets, &options, step_stats)
             })?,
-            HeadWeight::Whole(w) if need.dh || need.dw => {
-                cross_entropy::forward_backward(h, w.as_dense()?, &batch.targets, &options, step_stats)?
-            }
             HeadWeight::Whole(w) => {
-                cross_entropy::forward_only(h, w.as_dense()?, &batch.targets, head.softcap, chunk, step_stats)?;
-                return Ok(LossGradients::default());
+                cross_entropy::forward_backward(h, w.as_dense()?, &batch.targets, &options, step_stats)?
             }
         };
         Ok(LossGradients {

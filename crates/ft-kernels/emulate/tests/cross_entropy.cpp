@@ -4,11 +4,11 @@
 
 using namespace emulate;
 
-using Kernel = void (*)(float*, const u32*, double*, u32*, int, i64, float, float, const float*);
+using Kernel = void (*)(float*, const u32*, double*, u32*, int, i64, float, float, float, const float*);
 
 struct Case {
     int rows, vocabulary, threads;
-    float cap;
+    float cap, smoothing;
 };
 
 /// bf16 gradients fill the first half of each row.
@@ -38,21 +38,22 @@ static void rows(Kernel kernel, bool with_gradient, bool half, const Case& c, ui
     std::memcpy(before.data, logits.data, logits.n * sizeof(float));
     launch(
         kernel, dim3(c.rows), dim3(c.threads), 0, seed, logits.data, (const u32*)targets.data, loss.data, correct.data,
-        c.vocabulary, stride, c.cap, scale, (const float*)weights.data);
+        c.vocabulary, stride, c.cap, scale, c.smoothing, (const float*)weights.data);
     for (int r = 0; r < c.rows; r++) {
         const auto capped = [&](int i) {
             const double x = before[r * stride + i];
             return c.cap > 0 ? c.cap * std::tanh(x / c.cap) : x;
         };
         const int target = targets[r];
-        double max = -INFINITY, sum = 0;
+        double max = -INFINITY, sum = 0, total = 0;
         int first = 0;
         for (int i = 0; i < c.vocabulary; i++) {
             if (before[r * stride + i] > before[r * stride + first]) first = i;
             max = std::max(max, capped(i));
         }
-        for (int i = 0; i < c.vocabulary; i++) sum += std::exp(capped(i) - max);
-        const double want = max - capped(target) + std::log(sum);
+        for (int i = 0; i < c.vocabulary; i++) sum += std::exp(capped(i) - max), total += capped(i);
+        const double share = 1 - c.smoothing, even = c.smoothing / c.vocabulary;
+        const double want = max - share * capped(target) - even * total + std::log(sum);
         expect(std::fabs(loss[r] - want) <= 2e-6 * std::max(1.0, want), "loss of row " + std::to_string(r));
         // With a cap large logits become equal: only which is first is left.
         if (c.cap == 0) expect((correct[r] != 0) == (first == target), "hit of row " + std::to_string(r));
@@ -64,14 +65,14 @@ static void rows(Kernel kernel, bool with_gradient, bool half, const Case& c, ui
         for (int i = 0; i < c.vocabulary; i++) {
             const double slope = c.cap > 0 ? 1 - capped(i) * capped(i) / c.cap / c.cap : 1;
             got[i] = gradient(logits, r * stride, i, half);
-            wanted[i] = scale * weights[r] * (std::exp(capped(i) - max) / sum - (i == target)) * slope;
+            wanted[i] = scale * weights[r] * (std::exp(capped(i) - max) / sum - even - share * (i == target)) * slope;
         }
         compare("gradient", got.data(), wanted.data(), got.size(), half ? 4e-3 : 5e-6);
     }
 }
 
 /// What is not finite shows in the loss of its row alone.
-static void not_finite(Kernel kernel, uint64_t seed) {
+static void not_finite(Kernel kernel, float smoothing, uint64_t seed) {
     for (float bad : {(float)NAN, (float)INFINITY, -(float)INFINITY}) {
         Buffer<float> logits(2 * 40);
         Buffer<u32> targets(2), correct(2);
@@ -81,7 +82,7 @@ static void not_finite(Kernel kernel, uint64_t seed) {
         targets[0] = targets[1] = 3;
         launch(
             kernel, dim3(2), dim3(32), 0, seed, logits.data, (const u32*)targets.data, loss.data, correct.data, 39,
-            (i64)40, 0.0f, 1.0f, (const float*)nullptr);
+            (i64)40, 0.0f, 1.0f, smoothing, (const float*)nullptr);
         expect(loss[0] != loss[0] && loss[1] == loss[1], "NaN where a logit is not finite");
     }
 }
@@ -110,16 +111,17 @@ static void totals(uint64_t seed) {
 }
 
 int main(int argc, char** argv) {
-    const Case cases[] = {{1, 5, 32, 0}, {3, 37, 32, 2.5f}, {2, 300, 64, 0}, {2, 1029, 64, 30}, {2, 4000, 512, 0}};
+    const Case cases[] = {{1, 5, 32, 0, 0},      {3, 37, 32, 2.5f, 0}, {3, 37, 32, 2.5f, 0.3f}, {2, 300, 64, 0, 0.1f},
+                          {2, 1029, 64, 30, 0}, {2, 4000, 512, 0, 0}};
     for (uint64_t seed : seeds(argc, argv)) {
         for (const Case& c : cases) {
             rows(cross_entropy_loss, false, false, c, seed);
             rows(cross_entropy_f32, true, false, c, seed);
             rows(cross_entropy_bf16, true, true, c, seed);
         }
-        not_finite(cross_entropy_loss, seed);
-        not_finite(cross_entropy_f32, seed);
-        not_finite(cross_entropy_bf16, seed);
+        not_finite(cross_entropy_loss, 0, seed);
+        not_finite(cross_entropy_f32, 0.1f, seed);
+        not_finite(cross_entropy_bf16, 0, seed);
         totals(seed);
     }
     return verdict();

@@ -4,11 +4,11 @@
 
 using namespace emulate;
 
-using Turn = void (*)(float*, const u32*, const Seen*, int, i64, i64, float, float, const float*);
+using Turn = void (*)(float*, const u32*, const Seen*, int, i64, i64, float, float, float, int, const float*);
 
 struct Case {
     int rows, vocabulary, width, threads;
-    float cap;
+    float cap, smoothing;
 };
 
 /// One part of the logits, as a product leaves it: rows of `stride` elements, and what it gives of the gradient.
@@ -58,13 +58,14 @@ static void rows(Turn turn, bool half, const Case& c, uint64_t seed) {
         const int width = p.bring(first);
         launch(
             cross_entropy_survey, dim3(c.rows), dim3(c.threads), 0, seed, (const float*)p.logits.data,
-            (const u32*)p.targets.data, seen.data, width, p.stride, (i64)first, c.cap);
+            (const u32*)p.targets.data, seen.data, width, p.stride, (i64)first, c.cap, c.smoothing);
     }
     for (float* to : {(float*)nullptr, entropies.data}) {
         launch(
             cross_entropy_finish, dim3((c.rows + 31) / 32), dim3(32), 0, seed, (const Seen*)seen.data,
-            (const u32*)p.targets.data, c.rows, loss.data, correct.data, (const u32*)places.data, to);
+            (const u32*)p.targets.data, c.rows, c.smoothing, c.vocabulary, loss.data, correct.data, (const u32*)places.data, to);
     }
+    const double share = 1 - c.smoothing, even = c.smoothing / c.vocabulary;
     std::vector<double> maxima(c.rows), sums(c.rows);
     const auto capped = [&](int r, int i) {
         const double x = p.whole[(size_t)r * c.vocabulary + i];
@@ -73,7 +74,7 @@ static void rows(Turn turn, bool half, const Case& c, uint64_t seed) {
     for (int r = 0; r < c.rows; r++) {
         const float* row = &p.whole[(size_t)r * c.vocabulary];
         const int target = p.targets[r];
-        double max = -INFINITY, sum = 0, mean = 0;
+        double max = -INFINITY, sum = 0, mean = 0, total = 0;
         int first = 0;
         for (int i = 0; i < c.vocabulary; i++) {
             if (row[i] > row[first]) first = i;
@@ -82,10 +83,11 @@ static void rows(Turn turn, bool half, const Case& c, uint64_t seed) {
         for (int i = 0; i < c.vocabulary; i++) {
             const double e = std::exp(capped(r, i) - max);
             sum += e;
+            total += capped(r, i);
             mean += e * (capped(r, i) - max);
         }
         maxima[r] = max, sums[r] = sum;
-        const double want = max - capped(r, target) + std::log(sum);
+        const double want = max - share * capped(r, target) - even * total + std::log(sum);
         expect(std::fabs(loss[r] - want) <= 3e-6 * std::max(1.0, want), "loss of row " + std::to_string(r));
         if (c.cap == 0) expect((correct[r] != 0) == (first == target), "hit of row " + std::to_string(r));
         const double entropy = std::log(sum) - mean / sum;
@@ -96,7 +98,8 @@ static void rows(Turn turn, bool half, const Case& c, uint64_t seed) {
         const int width = p.bring(first);
         launch(
             turn, dim3(c.rows), dim3(c.threads), 0, seed, p.logits.data, (const u32*)p.targets.data,
-            (const Seen*)seen.data, width, p.stride, (i64)first, c.cap, scale, (const float*)weights.data);
+            (const Seen*)seen.data, width, p.stride, (i64)first, c.cap, scale, c.smoothing,
+            c.vocabulary, (const float*)weights.data);
         for (int r = 0; r < c.rows; r++) {
             std::vector<double> got(width), wanted(width);
             for (int i = 0; i < width; i++) {
@@ -104,7 +107,7 @@ static void rows(Turn turn, bool half, const Case& c, uint64_t seed) {
                 const float* at = p.logits.data + r * p.stride;
                 got[i] = half ? widen(reinterpret_cast<const bf16*>(at)[i]) : at[i];
                 const bool hit = first + i == (int)p.targets[r];
-                wanted[i] = scale * weights[r] * (std::exp(x - maxima[r]) / sums[r] - hit) * slope;
+                wanted[i] = scale * weights[r] * (std::exp(x - maxima[r]) / sums[r] - even - share * hit) * slope;
             }
             compare("gradient", got.data(), wanted.data(), got.size(), half ? 4e-3 : 8e-6);
         }
@@ -113,7 +116,7 @@ static void rows(Turn turn, bool half, const Case& c, uint64_t seed) {
 
 /// What is not finite in any part shows in the loss of its row alone.
 static void not_finite(uint64_t seed) {
-    const Case c = {2, 70, 24, 32, 0};
+    const Case c = {2, 70, 24, 32, 0, 0.1f};
     for (float bad : {(float)NAN, (float)INFINITY, -(float)INFINITY}) {
         for (int at : {0, 30, 69}) {
             Parts p(c, seed);
@@ -127,11 +130,11 @@ static void not_finite(uint64_t seed) {
                 const int width = p.bring(first);
                 launch(
                     cross_entropy_survey, dim3(c.rows), dim3(c.threads), 0, seed, (const float*)p.logits.data,
-                    (const u32*)p.targets.data, seen.data, width, p.stride, (i64)first, c.cap);
+                    (const u32*)p.targets.data, seen.data, width, p.stride, (i64)first, c.cap, c.smoothing);
             }
             launch(
                 cross_entropy_finish, dim3(1), dim3(32), 0, seed, (const Seen*)seen.data, (const u32*)p.targets.data,
-                c.rows, loss.data, correct.data, (const u32*)places.data, entropies.data);
+                c.rows, c.smoothing, c.vocabulary, loss.data, correct.data, (const u32*)places.data, entropies.data);
             expect(loss[0] != loss[0] && loss[1] == loss[1], "NaN where a logit is not finite");
             expect(entropies[0] != entropies[0] && entropies[1] == entropies[1], "no entropy either");
         }
@@ -140,7 +143,8 @@ static void not_finite(uint64_t seed) {
 
 int main(int argc, char** argv) {
     const Case cases[] = {
-        {1, 5, 5, 32, 0}, {3, 37, 16, 32, 2.5f}, {2, 300, 128, 64, 0}, {2, 1029, 512, 64, 30}, {2, 4000, 2048, 512, 0}};
+        {1, 5, 5, 32, 0, 0},         {3, 37, 16, 32, 2.5f, 0},  {3, 37, 16, 32, 2.5f, 0.3f},
+        {2, 300, 128, 64, 0, 0.1f}, {2, 1029, 512, 64, 30, 0}, {2, 4000, 2048, 512, 0, 0}};
     for (uint64_t seed : seeds(argc, argv)) {
         for (const Case& c : cases) {
             rows(cross_entropy_turn_f32, false, c, seed);

@@ -129,7 +129,7 @@ void check(Turn turn, const Case& c, uint64_t seed) {
         const int width = bring(ours, world.ours, c.vocabulary, first);
         // What `cross_entropy_survey` does.
         for (int r = 0; r < c.rows; r++) {
-            Seen known = first > 0 ? seen[r] : Seen{-INFINITY, 0, 0, 0x7fffffff, NAN, 0};
+            Seen known = first > 0 ? seen[r] : Seen{-INFINITY, 0, 0, 0x7fffffff, NAN, 0, 0};
             for (int i = 0; i < width; i++) {
                 const float x = World::capped(ours[r * stride + i], c.cap);
                 if (x > known.max) {

@@ -1,4 +1,4 @@
-// Rows by number: lookup, putting back, and the sum of gradients in the order of the tokens.
+// Rows by number: lookup, noise, putting back, and the sum of gradients in the order of the tokens.
 #include "kinds.h"
 #include "../../cuda/embedding.cu"
 
@@ -63,10 +63,32 @@ void sums(void (*scatter)(float*, const u32*, const u32*, const u32*, const T*, 
     same("scatter", dw, want);
 }
 
+template <class T>
+void noisy(void (*noise)(T*, const u32*, i64), uint64_t seed) {
+    for (int d : {1, 9, 300}) {
+        const int n = 3;
+        Buffer<T> x(n * d);
+        Buffer<u32> rows(n * 4);
+        fill(x, seed);
+        std::vector<double> want = values(x);
+        for (int r = 0; r < n; r++) {
+            const u64 key = 0x123456789abcdefull * (r + 1);
+            const float m = 0.25f * r;
+            rows[r * 4] = (u32)key, rows[r * 4 + 1] = (u32)(key >> 32), rows[r * 4 + 2] = 5 + r;
+            std::memcpy(&rows[r * 4 + 3], &m, 4);
+            for (int i = 0; i < d; i++) want[r * d + i] += m * (2.0 * uniform(key, (5 + r) * d + i) - 1.0);
+        }
+        launch(noise, dim3(n), dim3(64), 0, seed, x.data, (const u32*)rows.data, (i64)d);
+        check("noise", x, want, tolerance<T>());
+    }
+}
+
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
         rows(gather_f32, put_rows_f32, seed);
         rows(gather_bf16, put_rows_bf16, seed);
+        noisy(noise_f32, seed);
+        noisy(noise_bf16, seed);
         sums<float, 4>(scatter_add_f32_packed, 300, seed);
         sums<float, 1>(scatter_add_f32_single, 67, seed);
         sums<bf16, 4>(scatter_add_bf16_packed, 132, seed);

@@ -23,6 +23,8 @@ pub(crate) struct CrossEntropyJob<'a> {
     pub weights: Option<&'a [f32]>,
     pub sizes: (usize, usize),
     pub cap: f32,
+    /// See `Options::smoothing`.
+    pub smoothing: f32,
 }
 
 /// The output gradients, initially zero.
@@ -38,11 +40,13 @@ pub(crate) struct Row {
     pub correct: bool,
 }
 
-/// The largest logit of a block, and the sum of `e^(logit - largest)`: NaN if a logit is not finite.
+/// The largest logit of a block, the sum of `e^(logit - largest)` (NaN if a logit is not finite), and with label
+/// smoothing the sum of the logits.
 #[derive(Clone, Copy)]
 struct BlockSum {
     max: f32,
     sum: f64,
+    total: f32,
 }
 
 /// The logit of the target of a token; NaN until its piece was processed.
@@ -70,11 +74,17 @@ struct TokenGroup {
     /// Factor of each token's gradient; empty: 1.
     weights: Vec<f32>,
     cap: f32,
+    smoothing: f32,
+    vocab: usize,
 }
 
 impl TokenGroup {
-    fn new(targets: Vec<u32>, v: usize, cap: f32) -> Self {
-        let block = BlockSum { max: 0.0, sum: 0.0 };
+    fn new(targets: Vec<u32>, v: usize, cap: f32, smoothing: f32) -> Self {
+        let block = BlockSum {
+            max: 0.0,
+            sum: 0.0,
+            total: 0.0,
+        };
         let hit = TargetLogit {
             logit: f32::NAN,
             second: false,
@@ -86,6 +96,8 @@ impl TokenGroup {
             targets,
             weights: Vec::new(),
             cap,
+            smoothing,
+            vocab: v,
         }
     }
 
@@ -94,7 +106,7 @@ impl TokenGroup {
     fn survey(&mut self, start: usize, logits: &mut [f32], first: usize, width: usize) {
         let count = logits.len() / width.max(1);
         let per = self.blocks.len() / self.hits.len().max(1);
-        let (cap, place) = (self.cap, first / BLOCK);
+        let (cap, place, smooths) = (self.cap, first / BLOCK, self.smoothing != 0.0);
         let blocks = &mut self.blocks[start * per..][..count * per];
         let hits = &mut self.hits[start..][..count];
         logits
@@ -105,7 +117,8 @@ impl TokenGroup {
                 for (part, block) in row.chunks_mut(BLOCK).zip(&mut blocks[place..]) {
                     let (max, all_finite) = largest(part, cap);
                     let sum = if all_finite { sum_exp(part, max) } else { f64::NAN };
-                    *block = BlockSum { max, sum };
+                    let total = if smooths { sum_of(part) } else { 0.0 };
+                    *block = BlockSum { max, sum, total };
                 }
                 if let Some(at) = inside(*target, first, width) {
                     let logit = row[at];
@@ -122,7 +135,14 @@ impl TokenGroup {
             .blocks
             .par_chunks(per)
             .zip(self.hits.par_iter().zip(&self.targets))
-            .map(|(blocks, (hit, target))| row(blocks, *hit, *target as usize))
+            .map(|(blocks, (hit, target))| {
+                let (mut row, end) = row(blocks, *hit, *target as usize);
+                if self.smoothing != 0.0 {
+                    let mean = blocks.iter().map(|b| b.total as f64).sum::<f64>() / self.vocab as f64;
+                    row.loss += self.smoothing as f64 * (hit.logit as f64 - mean);
+                }
+                (row, end)
+            })
             .collect();
         let (rows, ends) = rows.into_iter().unzip();
         self.ends = ends;
@@ -131,7 +151,7 @@ impl TokenGroup {
 
     /// Replaces the logits of a piece by their gradients times `scale`.
     fn turn(&self, start: usize, logits: &mut [f32], first: usize, width: usize, scale: f32) {
-        let (cap, weights) = (self.cap, &self.weights);
+        let (cap, weights, smoothing, vocab) = (self.cap, &self.weights, self.smoothing, self.vocab);
         let tokens = self.hits[start..]
             .par_iter()
             .zip(&self.ends[start..])
@@ -142,14 +162,15 @@ impl TokenGroup {
             .enumerate()
             .for_each(|(i, (row, ((hit, end), target)))| {
                 let scale = weights.get(start + i).map_or(scale, |w| scale * w);
-                gradient(row, end.max, scale / end.sum as f32, cap);
+                let even = scale * smoothing / vocab as f32;
+                gradient(row, end.max, scale / end.sum as f32, even, cap);
                 if let Some(at) = inside(*target, first, width) {
                     let slope = if cap == 0.0 {
                         1.0
                     } else {
                         1.0 - (hit.logit / cap) * (hit.logit / cap)
                     };
-                    row[at] -= scale * slope;
+                    row[at] -= scale * (1.0 - smoothing) * slope;
                 }
             });
     }
@@ -223,7 +244,7 @@ pub(crate) fn run(
             row.copy_from_slice(&job.h[n * d..][..d]);
         }
         let targets = tokens.iter().map(|n| job.targets[*n]).collect();
-        let mut rows = TokenGroup::new(targets, v, job.cap);
+        let mut rows = TokenGroup::new(targets, v, job.cap, job.smoothing);
         rows.weights = weights_of(job.weights, tokens);
         for (first, width) in pieces(v) {
             let logits = &mut logits[count * first..][..count * width];
@@ -279,13 +300,14 @@ pub(crate) struct Streamed {
 }
 
 impl Streamed {
-    /// Takes the tokens `trained` of `h`, processed `chunk` at a time; `sizes` are (D, V).
+    /// Takes the tokens `trained` of `h`, processed `chunk` at a time; `sizes` are (D, V), `cap` and `smoothing` those of
+    /// a `CrossEntropyJob`.
     pub(crate) fn new(
         h: &[f32],
         targets: &[u32],
         trained: &[usize],
         sizes: (usize, usize),
-        cap: f32,
+        (cap, smoothing): (f32, f32),
         chunk: usize,
     ) -> Self {
         let (d, v) = sizes;
@@ -298,7 +320,7 @@ impl Streamed {
         Self {
             h: gathered,
             dh: Vec::new(),
-            rows: TokenGroup::new(targets, v, cap),
+            rows: TokenGroup::new(targets, v, cap, smoothing),
             logits: unwritten(chunk * PIECE.min(v)),
             chunk,
             d,
@@ -425,18 +447,35 @@ fn sum_exp_body<const FMA: bool>(row: &[f32], max: f32) -> f64 {
 }
 vectorized!(fn sum_exp(row: &[f32], max: f32) -> f64 = sum_exp_body);
 
-/// Replaces logits by `factor e^(x - max)`, times the slope of the cap.
+/// The sum of the logits of a block.
 #[inline(always)]
-fn gradient_body<const FMA: bool>(row: &mut [f32], max: f32, factor: f32, cap: f32) {
+fn sum_of_body<const FMA: bool>(row: &[f32]) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let (blocks, rest) = row.as_chunks::<LANES>();
+    for block in blocks {
+        for i in 0..LANES {
+            lanes[i] += block[i];
+        }
+    }
+    for (i, x) in rest.iter().enumerate() {
+        lanes[i] += x;
+    }
+    sum_lanes(lanes)
+}
+vectorized!(fn sum_of(row: &[f32]) -> f32 = sum_of_body);
+
+/// Replaces logits by `factor e^(x - max) - even`, times the slope of the cap.
+#[inline(always)]
+fn gradient_body<const FMA: bool>(row: &mut [f32], max: f32, factor: f32, even: f32, cap: f32) {
     if cap == 0.0 {
         for x in row {
-            *x = factor * exp::<FMA>(*x - max);
+            *x = factor * exp::<FMA>(*x - max) - even;
         }
     } else {
         for x in row {
             let t = *x / cap;
-            *x = factor * exp::<FMA>(*x - max) * (1.0 - t * t);
+            *x = (factor * exp::<FMA>(*x - max) - even) * (1.0 - t * t);
         }
     }
 }
-vectorized!(fn gradient(row: &mut [f32], max: f32, factor: f32, cap: f32) = gradient_body);
+vectorized!(fn gradient(row: &mut [f32], max: f32, factor: f32, even: f32, cap: f32) = gradient_body);

@@ -3,6 +3,7 @@
 use super::Shared;
 use super::math::widen;
 use super::storage::Values;
+use crate::embedding::NoiseRow;
 use rayon::prelude::*;
 
 pub(crate) fn gather(table: Values<'_>, ids: &[u32], scale: f32, d: usize, y: &mut [f32]) {
@@ -32,6 +33,19 @@ pub(crate) fn scatter_add(dw: &mut [f32], ids: &[u32], dx: &[f32], scale: f32, d
             // SAFETY: the columns of this task in a row; the slice before it is no longer used.
             let row = unsafe { dw.part(*id as usize * d + first, count) };
             row.iter_mut().zip(&dx[first..]).for_each(|(w, x)| *w += scale * x);
+        }
+    });
+}
+
+pub(crate) fn add_noise(x: &mut [f32], rows: &[NoiseRow], d: usize) {
+    if d == 0 {
+        return;
+    }
+    x.par_chunks_mut(d).with_min_len(16).zip(rows).for_each(|(x, row)| {
+        let first = row.position as u64 * d as u64;
+        for (index, x) in (first..).zip(x) {
+            // A product and a sum, each rounded, as on a GPU.
+            *x += row.magnitude * (2.0 * row.rng.uniform(index) - 1.0);
         }
     });
 }

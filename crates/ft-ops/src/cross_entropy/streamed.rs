@@ -103,7 +103,7 @@ fn rows(
 ) -> Result<Option<Tensor>> {
     let (v, d) = (head.rows, head.width);
     let trained = head.trained_rows(h, targets, options)?;
-    let cap = options.softcap.unwrap_or(0.0);
+    let cap = (options.softcap.unwrap_or(0.0), options.smoothing);
     let n = targets.len();
     let mut dh = options.need_dh.then(|| vec![0f32; n * d]);
     if !trained.is_empty() {
@@ -162,6 +162,7 @@ pub(super) mod gpu {
             targets,
             weights: options.weights,
             softcap: options.softcap,
+            smoothing: options.smoothing,
             totals: &totals,
             each: None,
             entropies: None,
@@ -198,6 +199,7 @@ pub(super) mod gpu {
             targets,
             weights: None,
             softcap,
+            smoothing: 0.0,
             totals: &totals,
             each: (which == Which::LogProbs).then_some(&each),
             entropies: (which == Which::Entropies).then_some(&each),
@@ -209,7 +211,7 @@ pub(super) mod gpu {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{forward_backward, forward_only};
+    use super::super::forward_backward;
     use super::*;
     use crate::oracle::{bf16_pair, flat, random};
     use candle_core::Device;
@@ -243,6 +245,7 @@ mod tests {
                         need_dh: true,
                         need_dw: false,
                         weights: Some(&factors),
+                        smoothing: 0.1 * (chunk % 2) as f32,
                     };
                     let (a, b, c, e) = (step_stats(), step_stats(), step_stats(), step_stats());
                     let whole = forward_backward(&h, &weight, &targets, &options, &a).unwrap();
@@ -252,7 +255,7 @@ mod tests {
                     assert_eq!(flat(&whole.dh.unwrap()), flat(&parts.dh.unwrap()));
                     options.need_dh = false;
                     let none = streamed(&h, &head, &targets, &options, &c).unwrap();
-                    forward_only(&h, &weight, &targets, softcap, chunk, &e).unwrap();
+                    forward_backward(&h, &weight, &targets, &options, &e).unwrap();
                     assert!(none.dh.is_none());
                     assert_eq!(
                         (c.read().unwrap(), a.read().unwrap()),
@@ -284,6 +287,7 @@ mod tests {
             need_dh: true,
             need_dw: false,
             weights: None,
+            smoothing: 0.0,
         };
         let targets = [IGNORE; 3];
         let out = streamed(&h, &head, &targets, &options, &step_stats()).unwrap();

@@ -19,6 +19,8 @@ pub(crate) struct CrossEntropyJob<'a> {
     /// `[N]`: factors of the gradients of the tokens.
     pub weights: Option<&'a [f32]>,
     pub softcap: Option<f32>,
+    /// See `Options::smoothing`.
+    pub smoothing: f32,
     pub chunk: usize,
     /// f64: the loss is added to element 0, the number of correct predictions to element 1.
     pub totals: &'a Tensor,
@@ -179,6 +181,7 @@ impl Buffers<'_> {
             Arg::size(self.stride),
             Arg::F32(job.softcap.unwrap_or(0.0)),
             Arg::F32(wanted.map_or(0.0, |w| w.scale)),
+            Arg::F32(job.smoothing),
             Arg::Address(weights),
         ];
         // SAFETY: `count` rows of logits, targets below V (checked by the caller), losses and correct predictions.

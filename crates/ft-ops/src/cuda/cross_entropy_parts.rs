@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 /// 32-bit words of the statistics of a row: `Seen` of the kernels.
-pub(super) const SEEN: usize = 6;
+pub(super) const SEEN: usize = 7;
 
 /// The inputs and outputs.
 pub(crate) struct PieceJob<'a> {
@@ -23,6 +23,8 @@ pub(crate) struct PieceJob<'a> {
     /// `[N]`: factors of the gradients of the tokens.
     pub weights: Option<&'a [f32]>,
     pub softcap: Option<f32>,
+    /// See `Options::smoothing`.
+    pub smoothing: f32,
     /// f64: the loss is added to element 0, the number of correct predictions to element 1.
     pub totals: &'a Tensor,
     /// f32 `[N]`: output of the log-probabilities.
@@ -77,6 +79,8 @@ pub(crate) fn run(job: &PieceJob, head: &Pieces, scale: Option<f32>) -> Result<O
         targets: rows + 4 * count as u64,
         seen: address(&seen, "the row statistics")?,
         softcap: job.softcap.unwrap_or(0.0),
+        smoothing: job.smoothing,
+        vocab: head.rows,
     };
     places.each(head, |start, tokens, first, part| {
         places.survey(start, tokens, first, part)
@@ -116,6 +120,8 @@ struct ChunkAddresses<'a> {
     targets: u64,
     seen: u64,
     softcap: f32,
+    smoothing: f32,
+    vocab: usize,
 }
 
 /// Rows of the head: the address of the first, and their number.
@@ -183,6 +189,7 @@ impl ChunkAddresses<'_> {
     fn survey(&self, start: usize, tokens: usize, first: usize, part: Part) -> Result<()> {
         self.product(start, tokens, part)?;
         let args = self.args(start, first, part.1)?;
+        let args: Vec<Arg> = args.into_iter().chain([Arg::F32(self.smoothing)]).collect();
         let grid = self.grid(tokens, part.1);
         // SAFETY: `tokens` rows of logits with their targets; pieces come in order, the first one first.
         unsafe {
@@ -205,6 +212,8 @@ impl ChunkAddresses<'_> {
             Arg::Address(self.seen),
             Arg::Address(self.targets),
             count,
+            Arg::F32(self.smoothing),
+            Arg::small(self.vocab, "the vocabulary")?,
             Arg::Address(loss),
             Arg::Address(correct),
             Arg::Address(rows),
@@ -248,7 +257,12 @@ impl ChunkAddresses<'_> {
             all => all + 4 * start as u64,
         };
         let args = self.args(start, first, part.1)?;
-        let more = [Arg::F32(scale), Arg::Address(weights)];
+        let more = [
+            Arg::F32(scale),
+            Arg::F32(self.smoothing),
+            Arg::small(self.vocab, "the vocabulary")?,
+            Arg::Address(weights),
+        ];
         let args: Vec<Arg> = args.into_iter().chain(more).collect();
         let kernel = ["cross_entropy_turn_", self.kind.name()];
         let grid = self.grid(tokens, part.1);

@@ -290,6 +290,7 @@ impl<'a> Group<'a> {
             Arg::size(self.own.stride),
             Arg::size(first),
             Self::cap(self.job.student),
+            Arg::F32(0.0),
         ];
         let grid = Self::grid(tokens.1, width);
         // SAFETY: rows of logits with their targets; pieces come in order, the first one first.

@@ -1,6 +1,7 @@
 //! Gather and scatter of rows by index on a GPU.
 
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
+use crate::embedding::NoiseRow;
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -151,4 +152,27 @@ pub(crate) fn scatter_add(dw: &Tensor, ids: &[u32], dx: &Tensor, scale: f32, d: 
     ];
     // SAFETY: the caller checked the ids and the shapes; each block owns its part of a row.
     unsafe { gpu.launch("embedding", name, grid, &args) }
+}
+
+/// Adds noise to x `[N, D]`, one of `rows` for each token.
+pub(crate) fn add_noise(x: &Tensor, rows: &[NoiseRow], d: usize) -> Result<()> {
+    if rows.is_empty() || d == 0 {
+        return Ok(());
+    }
+    let gpu = Gpu::of(x, "the embeddings")?;
+    let kind = FloatType::of(x, "the embeddings")?;
+    let words = |row: &NoiseRow| {
+        let key = row.rng.key();
+        [key as u32, (key >> 32) as u32, row.position, row.magnitude.to_bits()]
+    };
+    let words: Vec<u32> = rows.iter().flat_map(words).collect();
+    let words = gpu.upload_u32(&words)?;
+    let args = [
+        Arg::Address(address(x, "the embeddings")?),
+        Arg::Address(address(&words, "rows of noise")?),
+        Arg::size(d),
+    ];
+    let grid = Grid::line(rows.len(), threads(d, 1));
+    // SAFETY: the caller checked that x has a row for each of `rows`.
+    unsafe { gpu.launch("embedding", ["noise_", kind.name()], grid, &args) }
 }

@@ -142,6 +142,7 @@ fn with_alpha_one_it_is_the_cross_entropy() {
     )
     .unwrap();
     let plain = cross_entropy::Options {
+        smoothing: 0.0,
         softcap: None,
         chunk: 6,
         scale: 0.25,

@@ -233,6 +233,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         logit_softcap: None,
         logit_scale: 1.0,
         embedding_scale: 1.0,
+        noise_scale: 1.0,
         residual_scale: 1.0,
         pairing: Pairing::Halves,
         tied: config.bool_or("tie_word_embeddings", false)?,

@@ -1,5 +1,5 @@
 //! Checks if a run can learn: before the first step from recipe, schedule and rows, during the run from its losses.
-//! Works on numbers only; `configure` alone knows the engine.
+//! Works on numbers only; `configure` alone gets the engine.
 
 use crate::base::units::{self, count};
 use crate::base::{Error, Result};

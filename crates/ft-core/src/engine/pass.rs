@@ -4,7 +4,7 @@ use super::active::Active;
 use super::window::{self, MicroReport};
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal};
-use crate::comm::{Alone, Collective, Patience};
+use crate::comm::{Alone, Collective};
 use crate::data::Batch;
 use crate::model::routers::{RouterTally, Routers};
 use crate::model::spec::EMBEDDING;
@@ -229,7 +229,7 @@ impl<'a> Pass<'a> {
                 reports.push(report);
             }
         }
-        for report in window::all(self.comm, reports, Patience::Step)? {
+        for report in window::all(self.comm, reports)? {
             self.step_stats.add(report.sums);
             report.put_back(self.objective);
             if let Some(routers) = self.routers {

@@ -291,7 +291,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let objective_params = objective.params().into_iter().map(|p| p.name.to_string());
     let active_schedule =
         ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?.with_objective_params(objective_params);
-    let first = active_schedule.active(start_step + 1);
+    let first = active_schedule.active(start_step.max(1));
     let optimizer = active_schedule::optimizer(recipe);
     let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &first)?;
     engine.max_grad_norm = recipe.train.max_grad_norm;
@@ -315,7 +315,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
         let _phase = progress::phase("restoring the state", 0, "");
-        state::restore(checkpoint, &mut engine)?;
+        state::restore(checkpoint, &mut engine, &first)?;
         if let Some(state) = state::feed(checkpoint)? {
             feed.restore(&state).map_err(|e| e.or_at(checkpoint.path.display()))?;
         }

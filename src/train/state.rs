@@ -7,7 +7,7 @@
 use crate::base::{Error, Result, units};
 use crate::checkpoint::{self, Files, LoadedState};
 use crate::data::Dataset;
-use crate::engine::{Engine, MomentValues, SavedMoment};
+use crate::engine::{Active, Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::hf::Fingerprint;
@@ -226,8 +226,8 @@ fn restore_step_hook(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
     Ok(())
 }
 
-/// Restores weights and moments; the engine is then in the state after step `loaded.step`.
-pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
+/// Restores weights and moments; the engine is then in the state after step `loaded.step`, in which `active` were active.
+pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Result<()> {
     let device = engine.network.device.clone();
     let weights = loaded.open(WEIGHTS)?;
     let names: Vec<String> = weights.names().map(str::to_string).collect();
@@ -277,6 +277,10 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
         return Err(Error::new("optimizer state has no step number")
             .at(name)
             .within(loaded.path.display()));
+    }
+    // A block is quantized again when the next one begins, not before: an evaluation that is missing sees exact weights.
+    if loaded.step > 0 {
+        engine.switch(active, |_| true)?;
     }
     Ok(())
 }

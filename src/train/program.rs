@@ -165,7 +165,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         recipe::ModelInit::Random => None,
     };
     let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
-    let facts = state::of_run(loaded, print, train, eval.as_ref());
+    let facts = state::of_run(loaded, print, train, eval.as_ref(), ranks.size());
     if let Some(dir) = &recipe.tune.lora.adapter
         && recipe.tune.method == Method::Lora
     {
@@ -304,13 +304,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         .needs_loss_scale()
         .then(|| LossScale::new(recipe.train.scale_config()));
     engine.join(ranks.0.clone(), &first, recipe.distributed.exchange());
-    let trained = TrainedModel {
-        recipe,
-        model: &model,
-        engine: &engine,
-        prepared: &prepared,
-        print: &base,
-    };
+    if let Some(outer) = recipe.distributed.outer(ranks.size(), total_steps) {
+        engine.train_apart(outer);
+    }
+    let trained = TrainedModel::new(recipe, &model, &engine, &prepared, &base);
     rehearsal::of_files(&trained, &active_schedule, &run_dir.join("final"), total_steps)?;
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
@@ -488,6 +485,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             run.reporter.sample(&sample);
         }
 
+        // Between averages there is no state that all ranks have.
+        if !engine.is_synchronized() {
+            continue;
+        }
         if save_due(step) {
             let saved = run.save(&engine, step);
             saved.map_err(|e| run.ended(step, e))?;
@@ -552,13 +553,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             None => None,
         }
     } else {
-        let trained = TrainedModel {
-            recipe,
-            model: &model,
-            engine: &engine,
-            prepared: &prepared,
-            print: &base,
-        };
+        let trained = TrainedModel::new(recipe, &model, &engine, &prepared, &base);
         let exported = engine.by_root(|| finish::export(&trained, &out, &mut |line| said.push(line.to_string())));
         let written = exported.map_err(|e| run.export_failed(&engine, last_step, e))?;
         drop(engine);

@@ -548,14 +548,12 @@ impl Run<'_> {
             )))
     }
 
-    /// Handles a failed step. If gradients are kept, the weights are still those of the previous step: that state is
-    /// saved.
+    /// Handles a failed step. If gradients are kept, the weights are still those of the step before, which are saved.
     pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
         self.facts.trained_tokens = trained_tokens;
         let whole = engine.strategy.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
-        // Each rank may have a part of the state, so after the error of one rank there is no whole one. A number that is not
-        // finite is the error of all ranks.
-        let together = !engine.is_divided() || e.kind() == ErrorKind::NonFinite;
+        // After the error of one rank its part of the state is missing. A number that is not finite is the error of all ranks.
+        let together = !engine.trains_apart() && (!engine.is_divided() || e.kind() == ErrorKind::NonFinite);
         let safe = whole && together && step > 1 && !self.schedule.switches_at(step);
         let saved = if safe && self.recipe.train.save_steps > 0 {
             self.save_here(engine, step - 1)

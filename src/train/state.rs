@@ -246,6 +246,9 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Re
             StoredDtype::U8 => Tensor::from_vec(moments.read_bytes(key)?, info.shape.as_slice(), &device)?,
             _ => Tensor::from_vec(moments.read_f32(key)?, info.shape.as_slice(), &device)?,
         };
+        let Some(name) = engine.restore_apart(name, part, &tensor)? else {
+            continue;
+        };
         let tensor = engine.own_moment(name, engine.elements(name)?, part, tensor)?;
         parts
             .entry(name.to_string())
@@ -388,9 +391,15 @@ pub fn of_run(
     print: Option<Fingerprint>,
     train: &Dataset,
     eval: Option<&Dataset>,
+    ranks: usize,
 ) -> RunFingerprint {
+    let mut recipe: BTreeMap<String, String> = loaded.values.iter().cloned().collect();
+    // Ranks that train alone have moments and rows of their own.
+    if loaded.recipe.distributed.sync_every > 0 {
+        recipe.insert("number of ranks".into(), ranks.to_string());
+    }
     RunFingerprint {
-        recipe: loaded.values.iter().cloned().collect(),
+        recipe,
         data: train.fingerprint.clone(),
         eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),
         base: print.as_ref().map_or(RANDOM.to_string(), |p| p.exact.clone()),

@@ -50,10 +50,16 @@ pub fn run(mut args: Args) -> Result<i32> {
     let planned = plan_for(&loaded.recipe, like, usize::from(args.ranks))?;
     planned.notes.iter().for_each(|line| super::note(line));
     if let (Some(link), Some(text)) = (link, &args.link) {
-        super::note(&format!(
-            "over {text}: at least {:.3} s of a step, while the backward pass goes on and after the update",
-            link.seconds(planned.sent)
-        ));
+        let seconds = link.seconds(planned.sent);
+        super::note(&match planned.sync_every {
+            0 => format!(
+                "over {text}: at least {seconds:.3} s of a step, while the backward pass goes on and after the update"
+            ),
+            every => format!(
+                "over {text}: at least {seconds:.3} s for an average, {:.3} s a step",
+                seconds / every as f64
+            ),
+        });
     }
     if args.json {
         out(planned.json())?

@@ -34,6 +34,8 @@ pub struct RecipePlan {
     pub refused: bool,
     /// The most bytes that a rank sends in a step; 0 on one rank.
     pub sent: u64,
+    /// Steps between the averages for which the bytes are sent; 0: they are sent in each step.
+    pub sync_every: usize,
 }
 
 /// Disk space of a run, computed as `ft train` does before it starts.
@@ -79,6 +81,7 @@ impl RecipePlan {
         });
         if self.sent > 0 {
             out["sent_bytes"] = json!(self.sent);
+            out["sync_every"] = json!(self.sync_every);
         }
         if let Some(time) = self.time.as_ref().and_then(GpuEstimate::json) {
             out["time"] = time;
@@ -257,8 +260,12 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         notes.push(format!("ranks: {line}"));
         let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
         sent = plans::sent(&model, recipe, &memory.inputs);
+        let when = match recipe.distributed.sync_every {
+            0 => "in a step".to_string(),
+            every => format!("for an average, after every {}", counted(every, "step")),
+        };
         notes.push(format!(
-            "a rank sends up to {} in a step; the memory is that of one rank",
+            "a rank sends up to {} {when}; the memory is that of one rank",
             bytes(sent)
         ));
     }
@@ -281,6 +288,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         notes,
         refused: does_not_fit,
         sent,
+        sync_every: recipe.distributed.sync_every,
     })
 }
 

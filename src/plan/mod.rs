@@ -36,7 +36,9 @@ pub use time::{seconds, seconds_of};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::divided::divides;
-use crate::engine::{Active, Gradients, StepStrategy, Updated, corrected_bytes, exchange_bytes, sent_bytes};
+use crate::engine::{
+    Active, Exchange, Gradients, StepStrategy, Updated, corrected_bytes, exchange_bytes, outer_bytes, sent_bytes,
+};
 use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::quantized::work_bytes;
@@ -242,16 +244,22 @@ pub(crate) fn updates_in_parts(recipe: &Recipe, masked: bool) -> bool {
 
 /// The number of ranks over which gradients and moments are divided.
 fn parts(recipe: &Recipe, inputs: &Inputs, active: &Active) -> u64 {
-    if inputs.ranks > 1 && updates_in_parts(recipe, active.is_masked()) {
+    if inputs.ranks > 1 && recipe.distributed.sync_every == 0 && updates_in_parts(recipe, active.is_masked()) {
         inputs.ranks as u64
     } else {
         1
     }
 }
 
-/// The most bytes that a rank sends in a step.
+/// The most bytes that a rank sends in a step; with `distributed.sync_every`, for an average.
 pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
+    let apart = recipe.distributed.sync_every > 0;
     let bf16 = |name: &str| recipe.model.dtype == Dtype::Bf16 && !model.is_adapter(name);
+    // An average is a sum of exact weights.
+    let exchange = Exchange {
+        window: apart || recipe.distributed.exchange().window,
+        ..recipe.distributed.exchange()
+    };
     let of = |active: &Active, rank: usize| {
         let sizes = active.names().map(|name| {
             let n = model.elements(name);
@@ -265,7 +273,7 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
             };
             (name, n, updated)
         });
-        let how = (parts(recipe, inputs, active) > 1, recipe.distributed.exchange());
+        let how = (parts(recipe, inputs, active) > 1, exchange);
         let (rounds, place) = (inputs.micro_batches as u64, (rank, inputs.ranks));
         let corrected = active.corrected().map(|name| (name, model.elements(name)));
         let stored = recipe.model.dtype.bytes();
@@ -328,6 +336,7 @@ fn of_turn(
     (stored, master): (u64, u64),
 ) -> (Ledger, u64) {
     let (spec, active) = (model.spec, &turn.active);
+    let outer = recipe.distributed.outer(inputs.ranks, 0);
     let fixed: u64 = inputs.adapters.values().map(|c| c.fixed).sum();
     let trained = model.sum_trained(active, |name| {
         let elements = model.elements(name);
@@ -339,7 +348,10 @@ fn of_turn(
     let state = model.sum_trained(active, |name| {
         let bf16 = stored == 2 && !model.is_adapter(name);
         let shape = model.shape(name);
-        shape.map_or(0, |shape| state_bytes(recipe, active, name, shape, (bf16, parts)))
+        let outer = outer.map_or(0, |outer| {
+            outer_bytes(&outer, model.elements(name), inputs.ranks as u64)
+        });
+        outer + shape.map_or(0, |shape| state_bytes(recipe, active, name, shape, (bf16, parts)))
     });
     // Corrected parameters need the low 16 bits of their masters too.
     let corrected = model.sum_corrected(active, |name| master * model.elements(name));

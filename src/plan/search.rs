@@ -133,7 +133,8 @@ impl PlanContext<'_> {
 
     /// If it is open where the weights of several ranks are: first only whole weights on every rank, then all strategies.
     fn whole_first(&self, recipe: &Recipe) -> &'static [bool] {
-        let open = self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Auto;
+        let weights = &recipe.distributed;
+        let open = self.process.ranks > 1 && weights.weights == RankWeights::Auto && weights.sync_every == 0;
         match recipe.memory.tier {
             Tier::Auto | Tier::Device if open => &[true, false],
             _ => &[false],
@@ -436,7 +437,9 @@ impl PlanContext<'_> {
                 .to_vec(),
         };
         let on_gpu = self.on_gpu;
-        match (self.process.ranks > 1, recipe.distributed.weights) {
+        // Ranks that train alone have other weights.
+        let divides = self.process.ranks > 1 && recipe.distributed.sync_every == 0;
+        match (divides, recipe.distributed.weights) {
             (true, RankWeights::Sharded) => return self.sharded(recipe).map(|placement| vec![placement]),
             (true, RankWeights::Auto) if recipe.memory.tier == Tier::Device => {
                 return Ok([Placement::Device]

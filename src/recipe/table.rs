@@ -271,6 +271,7 @@ pub fn unused(settings: &Settings, key: KeyPath) -> Option<String> {
         .or_else(|| train::unused(settings, key))
         .or_else(|| distill::unused(settings, key))
         .or_else(|| quality::unused(settings, key))
+        .or_else(|| distributed::unused(settings, key))
 }
 
 /// Tables in the order in which they are printed, each with its subject.

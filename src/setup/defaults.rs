@@ -158,7 +158,10 @@ pub fn settle_blocks(
         Some(every) => every as u64,
         None => turns(steps, blocks.div_ceil(together.max(1)) as u64),
     };
-    block.switch_every = Some(every as usize);
+    // Ranks that train alone are averaged before another block begins.
+    let apart = recipe.distributed.sync_every.max(1);
+    let every = (every as usize).next_multiple_of(apart);
+    block.switch_every = Some(every);
     Some(Choice {
         key,
         value: every.to_string(),

@@ -34,6 +34,24 @@ pub struct TrainedModel<'a> {
     pub print: &'a BaseHashes,
 }
 
+impl<'a> TrainedModel<'a> {
+    pub fn new(
+        recipe: &'a Recipe,
+        model: &'a ModelDir,
+        engine: &'a Engine,
+        prepared: &'a hf::AdapterSet,
+        print: &'a BaseHashes,
+    ) -> Self {
+        Self {
+            recipe,
+            model,
+            engine,
+            prepared,
+            print,
+        }
+    }
+}
+
 /// What an export does.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Way {

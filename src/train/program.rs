@@ -167,7 +167,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         recipe::ModelInit::Random => None,
     };
     let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
-    let facts = state::of_run(loaded, print, train, eval.as_ref());
+    let facts = state::of_run(loaded, print, train, eval.as_ref(), ranks.size());
     if let Some(dir) = &recipe.tune.lora.adapter
         && recipe.tune.method == Method::Lora
     {
@@ -293,24 +293,21 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let objective_params = objective.params().into_iter().map(|p| p.name.to_string());
     let active_schedule =
         ActiveSchedule::new(recipe, &model.spec, &params, &prepared)?.with_objective_params(objective_params);
-    let first = active_schedule.active(start_step + 1);
+    let first = active_schedule.active(start_step.max(1));
     let optimizer = active_schedule::optimizer(recipe);
     let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &first)?;
     learning::configure(&mut engine, recipe);
     engine.step_hook = step_hook;
     engine.join(ranks.0.clone(), &first, recipe.distributed.exchange());
-    let trained = TrainedModel {
-        recipe,
-        model: &model,
-        engine: &engine,
-        prepared: &prepared,
-        print: &base,
-    };
+    if let Some(outer) = recipe.distributed.outer(ranks.size(), total_steps) {
+        engine.train_apart(outer);
+    }
+    let trained = TrainedModel::new(recipe, &model, &engine, &prepared, &base);
     rehearsal::of_files(&trained, &active_schedule, &run_dir.join("final"), total_steps)?;
     let mut trained_tokens = 0;
     if let Some(checkpoint) = &resumed {
         let _phase = progress::phase("restoring the state", 0, "");
-        state::restore(checkpoint, &mut engine)?;
+        state::restore(checkpoint, &mut engine, &first)?;
         if let Some(state) = state::feed(checkpoint)? {
             feed.restore(&state).map_err(|e| e.or_at(checkpoint.path.display()))?;
         }
@@ -486,6 +483,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             run.reporter.sample(&sample);
         }
 
+        // Between averages there is no state that all ranks have.
+        if !engine.is_synchronized() {
+            continue;
+        }
         if save_due(step) {
             let saved = run.save(&engine, step);
             saved.map_err(|e| run.ended(step, e))?;
@@ -550,13 +551,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             None => None,
         }
     } else {
-        let trained = TrainedModel {
-            recipe,
-            model: &model,
-            engine: &engine,
-            prepared: &prepared,
-            print: &base,
-        };
+        let trained = TrainedModel::new(recipe, &model, &engine, &prepared, &base);
         let exported = engine.by_root(|| finish::export(&trained, &out, &mut |line| said.push(line.to_string())));
         let written = exported.map_err(|e| run.export_failed(&engine, last_step, e))?;
         drop(engine);

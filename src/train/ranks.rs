@@ -77,7 +77,12 @@ impl Ranks {
     /// The bytes of rank 0; `own` of the other ranks is not used.
     pub fn from_root(&self, own: Vec<u8>) -> Result<Vec<u8>> {
         let own = if self.is_root() { own } else { Vec::new() };
-        Ok(self.0.bytes(own, Patience::Long)?.swap_remove(0))
+        Ok(self.0.bytes(own, self.for_root())?.swap_remove(0))
+    }
+
+    /// For the end of work of rank 0 alone: the others wait for it as long as it takes, and it finds them waiting.
+    fn for_root(&self) -> Patience {
+        if self.is_root() { Patience::Step } else { Patience::Long }
     }
 
     /// What rank 0 says.
@@ -95,9 +100,7 @@ impl Ranks {
 
     /// Waits until all ranks are here; those that wait for rank 0 have no time limit.
     pub fn meet(&self) -> Result<()> {
-        // Rank 0 has the longest work before it, so the others wait already.
-        let patience = if self.is_root() { Patience::Step } else { Patience::Long };
-        self.0.bytes(Vec::new(), patience).map(drop)
+        self.0.bytes(Vec::new(), self.for_root()).map(drop)
     }
 
     /// The signal that one of the ranks received.
@@ -107,17 +110,23 @@ impl Ranks {
         Ok((most > 0).then_some(most as i32))
     }
 
+    /// A result of this rank, of work that only rank 0 did; `None` for all if a signal ended it. Errors: it failed for
+    /// another reason.
+    pub fn unless_root_stopped<T>(&self, own: Result<T>) -> Result<Option<T>> {
+        self.unless_stopped(own, self.for_root())
+    }
+
     /// A result of this rank; `None` for all if a signal ended it on one of them. Errors: it failed for another reason.
-    pub fn unless_stopped<T>(&self, own: Result<T>) -> Result<Option<T>> {
+    pub fn unless_stopped<T>(&self, own: Result<T>, patience: Patience) -> Result<Option<T>> {
         let stopped = own.is_err() && signal::received().is_some();
         if let Err(e) = own {
             return if stopped {
-                self.most(1, Patience::Long).map(|_| None)
+                self.most(1, patience).map(|_| None)
             } else {
                 Err(e)
             };
         }
-        let stopped = self.most(0, Patience::Long)? > 0;
+        let stopped = self.most(0, patience)? > 0;
         own.map(|own| (!stopped).then_some(own))
     }
 
@@ -307,7 +316,7 @@ mod tests {
         assert_eq!(ranks.path(Some(Path::new("a/b"))).unwrap(), Some("a/b".into()));
         assert_eq!(ranks.path(None).unwrap(), None);
         ranks.same(&[("a".into(), "b".into())]).unwrap();
-        assert_eq!(ranks.unless_stopped(Ok(3)).unwrap(), Some(3));
-        assert!(ranks.unless_stopped::<()>(Err(Error::new("no"))).is_err());
+        assert_eq!(ranks.unless_root_stopped(Ok(3)).unwrap(), Some(3));
+        assert!(ranks.unless_root_stopped::<()>(Err(Error::new("no"))).is_err());
     }
 }

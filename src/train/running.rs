@@ -349,7 +349,7 @@ impl Run<'_> {
         let measured = engine
             .by_root(|| self.feed.evaluate(engine))
             .map(Option::unwrap_or_default);
-        let Some(found) = self.ranks.unless_stopped(measured)? else {
+        let Some(found) = self.ranks.unless_root_stopped(measured)? else {
             return Ok(None);
         };
         if !found.is_empty() {
@@ -361,13 +361,15 @@ impl Run<'_> {
             return Ok(Some(numbers));
         }
         engine.objective.metrics();
-        let own = self.ranks.unless_stopped(self.evaluate_own(engine, &batches))?;
+        let own = self
+            .ranks
+            .unless_stopped(self.evaluate_own(engine, &batches), Patience::Step)?;
         let Some(own) = own else { return Ok(None) };
         let mut totals = engine::Totals::default();
         for batch in batches.iter().filter(|b| engine.objective.weight(b) > 0) {
             totals.count(batch, engine.objective.as_ref());
         }
-        for report in window::all(&*self.ranks.0, own, Patience::Long)? {
+        for report in window::all(&*self.ranks.0, own)? {
             totals.loss_sum += report.sums.loss;
             totals.correct += report.sums.correct as u64;
             report.put_back(engine.objective.as_ref());
@@ -378,7 +380,7 @@ impl Run<'_> {
             }
             _ => Ok(None),
         };
-        let Some(eval_accuracy) = self.ranks.unless_stopped(accuracy)? else {
+        let Some(eval_accuracy) = self.ranks.unless_root_stopped(accuracy)? else {
             return Ok(None);
         };
         let metrics = EvalMetrics {
@@ -474,7 +476,7 @@ impl Run<'_> {
     pub fn samples(&mut self, engine: &Engine, step: u64, when: &str) -> Result<()> {
         let answers = engine.by_root(|| samples::answers(self.recipe, self.model, engine, self.eval));
         let answers = answers.map(Option::unwrap_or_default);
-        let Some(answers) = self.ranks.unless_stopped(answers)? else {
+        let Some(answers) = self.ranks.unless_root_stopped(answers)? else {
             return Ok(());
         };
         for one in answers {
@@ -546,14 +548,12 @@ impl Run<'_> {
             )))
     }
 
-    /// Handles a failed step. If gradients are kept, the weights are still those of the previous step: that state is
-    /// saved.
+    /// Handles a failed step. If gradients are kept, the weights are still those of the step before, which are saved.
     pub fn failed(&mut self, engine: &Engine, step: u64, trained_tokens: u64, e: Error) -> Error {
         self.facts.trained_tokens = trained_tokens;
         let whole = engine.strategy.gradients == Gradients::Keep && !self.schedule.corrects_at_once();
-        // Each rank may have a part of the state, so after the error of one rank there is no whole one. A number that is not
-        // finite is the error of all ranks.
-        let together = !engine.is_divided() || e.kind() == ErrorKind::NonFinite;
+        // After the error of one rank its part of the state is missing. A number that is not finite is the error of all ranks.
+        let together = !engine.trains_apart() && (!engine.is_divided() || e.kind() == ErrorKind::NonFinite);
         let safe = whole && together && step > 1 && !self.schedule.switches_at(step);
         let saved = if safe && self.recipe.train.save_steps > 0 {
             self.save_here(engine, step - 1)

@@ -7,7 +7,7 @@
 use crate::base::{Error, Result, units};
 use crate::checkpoint::{self, Files, LoadedState};
 use crate::data::Dataset;
-use crate::engine::{Engine, MomentValues, SavedMoment};
+use crate::engine::{Active, Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::hf::Fingerprint;
@@ -226,8 +226,8 @@ fn restore_step_hook(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
     Ok(())
 }
 
-/// Restores weights and moments; the engine is then in the state after step `loaded.step`.
-pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
+/// Restores weights and moments; the engine is then in the state after step `loaded.step`, in which `active` were active.
+pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Result<()> {
     let device = engine.network.device.clone();
     let weights = loaded.open(WEIGHTS)?;
     let names: Vec<String> = weights.names().map(str::to_string).collect();
@@ -245,6 +245,9 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
         let tensor = match info.dtype {
             StoredDtype::U8 => Tensor::from_vec(moments.read_bytes(key)?, info.shape.as_slice(), &device)?,
             _ => Tensor::from_vec(moments.read_f32(key)?, info.shape.as_slice(), &device)?,
+        };
+        let Some(name) = engine.restore_apart(name, part, &tensor)? else {
+            continue;
         };
         let tensor = engine.own_moment(name, engine.elements(name)?, part, tensor)?;
         parts
@@ -277,6 +280,10 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
         return Err(Error::new("optimizer state has no step number")
             .at(name)
             .within(loaded.path.display()));
+    }
+    // A block is quantized again when the next one begins, not before: an evaluation that is missing sees exact weights.
+    if loaded.step > 0 {
+        engine.switch(active, |_| true)?;
     }
     Ok(())
 }
@@ -384,9 +391,15 @@ pub fn of_run(
     print: Option<Fingerprint>,
     train: &Dataset,
     eval: Option<&Dataset>,
+    ranks: usize,
 ) -> RunFingerprint {
+    let mut recipe: BTreeMap<String, String> = loaded.values.iter().cloned().collect();
+    // Ranks that train alone have moments and rows of their own.
+    if loaded.recipe.distributed.sync_every > 0 {
+        recipe.insert("number of ranks".into(), ranks.to_string());
+    }
     RunFingerprint {
-        recipe: loaded.values.iter().cloned().collect(),
+        recipe,
         data: train.fingerprint.clone(),
         eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),
         base: print.as_ref().map_or(RANDOM.to_string(), |p| p.exact.clone()),

@@ -9,4 +9,5 @@ mod same;
 mod faults;
 mod job;
 mod memory;
+mod outer;
 mod same_bits;

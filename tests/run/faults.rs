@@ -194,7 +194,7 @@ const RECIPES: [Row; 9] = [
         "R5",
         "stopped in a later epoch, during or before an evaluation, after a block switch",
         "as R4; the evaluation is made up for, each line of metrics is there once",
-        "tests/run/resumes.rs::a_sample_of_the_matrix_resumes_to_the_same_bits tests/run/resume.rs::an_evaluation_that_was_cut_off_is_made_up_for tests/run/resume.rs::ctrl_c_in_the_last_evaluation_leaves_it_to_the_resume",
+        "tests/run/resumes.rs::an_evaluation_made_up_for_sees_the_block_before_its_switch tests/run/resumes.rs::a_sample_of_the_matrix_resumes_to_the_same_bits tests/run/resume.rs::an_evaluation_that_was_cut_off_is_made_up_for tests/run/resume.rs::ctrl_c_in_the_last_evaluation_leaves_it_to_the_resume",
     ),
     (
         "R6",
@@ -462,9 +462,7 @@ CI takes some of the operations. All of them, by hand: `cargo test --release --t
 
 `fuzz/` has coverage-guided targets for every parser ([fuzz/README.md](../fuzz/README.md)).
 
-Not covered: network file systems, a GPU that fails. Known and not mended: blocks over quantized weights, killed between a
-save and the evaluation of the same step, before another block begins: the resumed run has the same weights, but this one
-`eval_loss` is that of requantized weights.
+Not covered: network file systems, a GPU that fails.
 ";
 
 /// True if the file has this test.

@@ -1,7 +1,7 @@
 //! Training on several ranks: processes that share the micro-batches of a step.
 
 use super::*;
-use crate::engine::Exchange;
+use crate::engine::{Exchange, OuterConfig};
 use std::time::Duration;
 
 named!(
@@ -61,6 +61,18 @@ section! {
         /// The form of a checkpoint: `one`, written by rank 0, the same files on any number of ranks. Not available yet:
         /// `parts`.
         checkpoint: RankCheckpoint = "auto", "one";
+        /// Steps that each rank trains alone before the weights of all ranks are averaged (DiLoCo); 0: gradients travel in each
+        /// step. Checkpoints and evaluations are made after an average.
+        sync_every: usize = 0, "the result of one rank", in from(0);
+        /// Learning rate of the outer optimizer, SGD on the difference between the last average and the new one. 1 without
+        /// momentum is the plain average (FedAvg).
+        outer_learning_rate: f64 = 0.7, "as in the paper", in POSITIVE;
+        /// Momentum of the outer optimizer.
+        outer_momentum: f64 = 0.9, "as in the paper", in BELOW_ONE;
+        /// Nesterov's form of the momentum.
+        outer_nesterov: bool = true, "as in the paper";
+        /// Factor mu of the proximal term mu/2 · |w - w at the last average|² in the loss of each rank (FedProx).
+        proximal: f64 = 0.0, "no proximal term", in POSITIVE_OR_ZERO;
     }
 }
 
@@ -73,16 +85,137 @@ impl Distributed {
         }
     }
 
+    /// How ranks that train alone are averaged in a run of `last` steps; `None`: gradients travel in each step, or there is
+    /// one rank.
+    pub fn outer(&self, ranks: usize, last: u64) -> Option<OuterConfig> {
+        (ranks > 1 && self.sync_every > 0).then_some(OuterConfig {
+            every: self.sync_every as u64,
+            last,
+            learning_rate: self.outer_learning_rate,
+            momentum: self.outer_momentum,
+            nesterov: self.outer_nesterov,
+            proximal: self.proximal,
+        })
+    }
+
     /// `timeout` as a duration.
     pub fn limit(&self) -> Duration {
         Duration::from_secs(self.timeout as u64)
     }
 }
 
+/// Contradictions of `sync_every`: what would differ between the ranks, or would need their gradients.
+fn check_apart(s: &Settings, faults: &mut Faults) {
+    type Keys = Distributed;
+    let every = s.distributed.sync_every;
+    let mut fault = |key: KeyPath, found: String, expected: String| {
+        faults.add(
+            &[Keys::sync_every, key],
+            Error::usage(format!("`{}` and `{key}` contradict each other", Keys::sync_every))
+                .found(found)
+                .expected(expected),
+        );
+    };
+    for (key, steps) in [
+        (Train::save_steps, s.train.save_steps),
+        (Train::eval_steps, s.train.eval_steps),
+    ] {
+        if !steps.is_multiple_of(every) {
+            fault(
+                key,
+                steps.to_string(),
+                format!("a multiple of {every}: the ranks have the same weights then"),
+            );
+        }
+    }
+    let d = &s.distributed;
+    if d.weights == RankWeights::Sharded {
+        fault(
+            Keys::weights,
+            d.weights.name().into(),
+            "`replicated`: each rank changes all of its weights".into(),
+        );
+    }
+    if d.sum == RankSum::Window {
+        fault(Keys::sum, d.sum.name().into(), "`auto`: no gradients travel".into());
+    }
+    if d.reduce == RankReduce::Bf16 {
+        fault(
+            Keys::reduce,
+            d.reduce.name().into(),
+            "`f32`: weights travel, not gradients".into(),
+        );
+    }
+    if s.train.stage.is_rl() {
+        fault(
+            Train::stage,
+            s.train.stage.name().into(),
+            "a stage without rollouts: rank 0 makes them".into(),
+        );
+    }
+    if s.model.dtype.needs_loss_scale() {
+        fault(
+            Model::dtype,
+            s.model.dtype.name().into(),
+            "`f32` or `bf16`: each rank would skip other steps".into(),
+        );
+    }
+    let (tune, block) = (&s.tune, &s.tune.block);
+    if tune.method == Method::Lora && tune.lora.peft_type == PeftType::Adalora {
+        fault(
+            LoraKeys::peft_type,
+            "adalora".into(),
+            "fixed ranks: those of AdaLoRA follow from all gradients".into(),
+        );
+    }
+    if tune.method == Method::Block {
+        if let Some(steps) = block.switch_every.filter(|steps| !steps.is_multiple_of(every)) {
+            fault(
+                BlockKeys::switch_every,
+                steps.to_string(),
+                format!("a multiple of {every}: a block ends with an average"),
+            );
+        }
+        if matches!(block.correction, Correction::Sgd | Correction::Signsgd) {
+            fault(
+                BlockKeys::correction,
+                block.correction.name().into(),
+                "`none` or `lora`".into(),
+            );
+        }
+        if block.partition == Partition::Ratio {
+            fault(
+                BlockKeys::partition,
+                block.partition.name().into(),
+                "a partition into whole parameters".into(),
+            );
+        }
+    }
+}
+
+/// The setting because of which a key has no effect.
+pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
+    type Keys = Distributed;
+    let outer = [
+        Keys::outer_learning_rate,
+        Keys::outer_momentum,
+        Keys::outer_nesterov,
+        Keys::proximal,
+    ];
+    if outer.contains(&key) && s.distributed.sync_every == 0 {
+        return Some("distributed.sync_every = 0".into());
+    }
+    (key == Keys::outer_nesterov && s.distributed.outer_momentum == 0.0)
+        .then(|| "distributed.outer_momentum = 0".into())
+}
+
 /// Values that are not implemented yet.
 pub(super) fn check(s: &Settings, faults: &mut Faults) {
     type Keys = Distributed;
     let d = &s.distributed;
+    if d.sync_every > 0 {
+        check_apart(s, faults);
+    }
     let mut refuse = |key: KeyPath, value: String, use_instead: &str| {
         faults.add(
             &[key],

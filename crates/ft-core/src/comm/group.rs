@@ -454,7 +454,9 @@ impl<W: Wire> Worker<W> {
         let limit = (patience == Patience::Step).then(|| self.patience());
         let headers = self.begin(BYTES, own.len() as u64, limit)?;
         let lengths: Vec<usize> = headers.iter().map(|h| h.key as usize).collect();
-        let mut into = self.swap(&vec![&own[..]; headers.len()], &lengths, None);
+        // All ranks are here: the bytes have a limit also if the wait for the headers had none.
+        let limit = Some(self.patience());
+        let mut into = self.swap(&vec![&own[..]; headers.len()], &lengths, limit);
         into[self.world.rank] = own;
         Ok(into)
     }

@@ -2,6 +2,7 @@
 
 use super::*;
 use candle_core::{Device, Tensor};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 /// The list that rank `from` has for rank `to`.
@@ -81,6 +82,42 @@ fn lists_in_parts_are_collected() {
                 }
             });
         }
+    }
+}
+
+/// Returns to each rank what is sent to it, and notes the time limits.
+struct Echo(Arc<Mutex<Vec<Option<Duration>>>>);
+
+impl group::Wire for Echo {
+    fn bytes(&mut self, out: &[(usize, &[u8])], into: &mut [(usize, &mut [u8])], wait: &group::Wait) {
+        self.0.lock().unwrap().push(wait.limit);
+        for (rank, list) in into {
+            list.copy_from_slice(out[*rank].1);
+        }
+    }
+
+    fn floats(&mut self, _: &[(usize, &[f32])], _: &mut [(usize, &mut [f32])], _: &group::Wait) {}
+
+    fn abort(&mut self, _: i32) {}
+}
+
+/// A rank may hang between its header and its bytes.
+#[test]
+fn bytes_have_a_time_limit_when_all_ranks_are_here() {
+    let limits = Arc::new(Mutex::new(Vec::new()));
+    let wire = Echo(limits.clone());
+    let world = World {
+        rank: 1,
+        size: 2,
+        host: "here".into(),
+    };
+    let group = Group::start(move || Ok((wire, world)), |_| ()).unwrap();
+    group.set_timeout(Duration::from_secs(5));
+    for (patience, header) in [(Patience::Long, None), (Patience::Step, Some(7))] {
+        limits.lock().unwrap().clear();
+        assert_eq!(group.bytes(vec![3], patience).unwrap(), [[3], [3]]);
+        let want = [header, Some(7)].map(|s| s.map(Duration::from_secs));
+        assert_eq!(*limits.lock().unwrap(), want, "{patience:?}");
     }
 }
 

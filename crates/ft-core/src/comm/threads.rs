@@ -1,9 +1,11 @@
 //! Ranks that are threads of one process, for tests.
 
 use super::group::{Wait, Wire};
-use super::{Collective, Group, World};
-use std::sync::Arc;
+use super::{Collective, Fault, Group, Patience, Pending, Shard, State, Whole, World};
+use crate::base::Result;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 enum Message {
     Bytes(Vec<u8>),
@@ -101,4 +103,76 @@ pub(crate) fn run<T: Send>(size: usize, work: impl Fn(Arc<dyn Collective>) -> T 
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
+}
+
+/// Ranks with a slow connection: the numbers that a rank sends leave one list after the other, at a rate.
+pub(crate) struct Slowed {
+    comm: Arc<dyn Collective>,
+    bytes_per_second: f64,
+    /// When the connection is free again.
+    free: Mutex<Instant>,
+}
+
+impl Slowed {
+    pub(crate) fn new(comm: Arc<dyn Collective>, bytes_per_second: f64) -> Self {
+        Self {
+            comm,
+            bytes_per_second,
+            free: Mutex::new(Instant::now()),
+        }
+    }
+
+    /// `pending`, which ends when `numbers` f32 numbers have left.
+    fn slow(&self, numbers: usize, pending: Pending) -> Pending {
+        let takes = Duration::from_secs_f64(4.0 * numbers as f64 / self.bytes_per_second);
+        let end = {
+            let mut free = self.free.lock().unwrap();
+            *free = (*free).max(Instant::now()) + takes;
+            *free
+        };
+        let (reply, coming) = channel();
+        std::thread::spawn(move || {
+            let lists = pending.wait();
+            std::thread::sleep(end.saturating_duration_since(Instant::now()));
+            let _ = reply.send(lists);
+        });
+        Pending(State::Coming(coming))
+    }
+}
+
+impl Collective for Slowed {
+    fn world(&self) -> &World {
+        self.comm.world()
+    }
+
+    fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
+        let all: usize = parts.iter().map(Vec::len).sum();
+        let own = parts.get(self.world().rank).map_or(0, Vec::len);
+        self.slow(all - own, self.comm.exchange(key, parts, lengths))
+    }
+
+    fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
+        let sent = own.len() * (self.world().size - 1);
+        self.slow(sent, self.comm.gather(key, own, lengths))
+    }
+
+    fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole> {
+        self.comm.collect(key, shards, to)
+    }
+
+    fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
+        self.comm.bytes(own, patience)
+    }
+
+    fn fail(&self, code: i32, text: String) -> Vec<Fault> {
+        self.comm.fail(code, text)
+    }
+
+    fn close(&self) {
+        self.comm.close();
+    }
+
+    fn set_timeout(&self, timeout: Duration) {
+        self.comm.set_timeout(timeout);
+    }
 }

@@ -2,6 +2,7 @@
 //! bits of the fp32 masters of this part, updates it, and sends the new values to the others (as ZeRO stage 2: Rajbhandari et al. 2020, arXiv 1910.02054,
 //! section 5).
 
+use super::outer::{OUTER, rank_of};
 use super::publish::{Publish, publish};
 use super::reduce::{Exchange, OwnSum};
 use super::step::Engine;
@@ -330,7 +331,7 @@ impl Engine {
                 elements: of.map_or(tensor.elem_count(), |n| range_of_part(part, &(0..n)).end),
             })
         });
-        all.collect()
+        self.moments_apart(all.collect())
     }
 
     /// Runs `work` on rank 0; the other ranks answer what it asks for (`moment`) until it ends. Returns its result on rank
@@ -341,7 +342,7 @@ impl Engine {
     pub fn by_root<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
         let comm = &*self.comm;
         let sharded = self.store.sharded();
-        let asks = comm.world().size > 1 && (self.divided || sharded.is_some());
+        let asks = comm.world().size > 1 && (self.divided || self.trains_apart() || sharded.is_some());
         if comm.world().is_root() {
             sharded.filter(|_| asks).inspect(|store| store.begin_alone());
             let done = work();
@@ -377,7 +378,7 @@ impl Engine {
     /// # Errors
     /// There is no such state; another rank has failed; any error of `sink`.
     pub fn moment(&self, moment: &SavedMoment, sink: &mut MomentSink) -> Result<()> {
-        if self.divided {
+        if self.divided || self.trains_apart() {
             let asked = format!("{}\n{}", moment.name, moment.part);
             self.comm.bytes(asked.into_bytes(), Patience::Step)?;
         }
@@ -393,24 +394,34 @@ impl Engine {
             (Tensor::new(low, &Device::Cpu)?, Some(self.elements(name)?))
         } else if part == EXACT {
             (self.exact_part(name)?, Some(self.elements(name)?))
+        } else if part == OUTER {
+            let own = self.outer_momentum(name).ok_or_else(missing)?;
+            (Tensor::new(own, &Device::Cpu)?, Some(self.elements(name)?))
         } else {
-            let state = self.optimizer.saved().find(|state| state.name == name);
+            let state = self.optimizer.saved().find(|state| state.name == rank_of(name).1);
             let state = state.ok_or_else(missing)?;
             let own = state.parts.iter().find(|(own, _)| *own == part).ok_or_else(missing)?;
             (own.1.flatten_all()?, state.part_of)
         };
         let own = &own;
-        let Some(n) = n else {
-            return give(own, sink);
-        };
         let world = self.comm.world();
-        let part_of_rank = |rank| range_of_part(part, &part_of(name, n, rank, world.size));
-        let mut owners: Vec<usize> = (0..world.size).filter(|rank| !part_of_rank(*rank).is_empty()).collect();
-        owners.sort_by_key(|rank| part_of_rank(*rank).start);
+        let owners: Vec<(usize, usize)> = match n {
+            // All ranks have a state of their own, of the same shape.
+            None if self.trains_apart() => vec![(rank_of(name).0, own.elem_count())],
+            None => return give(own, sink),
+            Some(n) => {
+                let part_of_rank = |rank| range_of_part(part, &part_of(name, n, rank, world.size));
+                let mut owners: Vec<usize> = (0..world.size).filter(|rank| !part_of_rank(*rank).is_empty()).collect();
+                owners.sort_by_key(|rank| part_of_rank(*rank).start);
+                owners
+                    .into_iter()
+                    .map(|rank| (rank, part_of_rank(rank).len()))
+                    .collect()
+            }
+        };
         // A failure of the sink is reported after the last piece, so that no rank waits.
         let mut done = Ok(());
-        for owner in owners {
-            let length = part_of_rank(owner).len();
+        for (owner, length) in owners {
             for first in (0..length).step_by(PIECE) {
                 let count = PIECE.min(length - first);
                 let values = || own.narrow(0, first, count);

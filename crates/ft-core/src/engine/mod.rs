@@ -6,6 +6,7 @@ pub mod divided;
 mod exact;
 pub mod hook;
 mod loss_scale;
+mod outer;
 pub mod pass;
 mod publish;
 mod reduce;
@@ -18,11 +19,14 @@ pub use active::Active;
 pub use divided::{MomentValues, SavedMoment};
 pub use hook::StepHook;
 pub use loss_scale::{LossScale, LossScaleConfig};
+pub use outer::{OuterConfig, outer_bytes};
 pub use pass::{Pass, Totals, evaluate};
 pub use reduce::{Exchange, Updated, corrected_bytes, exchange_bytes, sent_bytes};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
 pub use strategy::StepStrategy;
 
+#[cfg(test)]
+mod outer_tests;
 #[cfg(test)]
 mod ranks_tests;
 #[cfg(test)]

@@ -4,7 +4,7 @@ use super::active::Active;
 use super::window::{self, MicroReport};
 use crate::base::progress::{self, Phase};
 use crate::base::{Error, Result, signal};
-use crate::comm::{Alone, Collective, Patience};
+use crate::comm::{Alone, Collective};
 use crate::data::Batch;
 use crate::model::routers::{RouterTally, Routers};
 use crate::model::spec::EMBEDDING;
@@ -147,6 +147,8 @@ pub struct Pass<'a> {
     pub loss_scale: f64,
     /// The ranks that share the window.
     pub comm: &'a dyn Collective,
+    /// Each rank has gradients of its own micro-batches only, divided by their weight.
+    pub apart: bool,
 }
 
 impl<'a> Pass<'a> {
@@ -171,6 +173,7 @@ impl<'a> Pass<'a> {
             routers: None,
             loss_scale: 1.0,
             comm: &*ALONE,
+            apart: false,
         }
     }
 
@@ -197,13 +200,19 @@ impl<'a> Pass<'a> {
             );
         }
         let filled: Vec<usize> = (0..batches.len()).filter(|i| !batches[*i].is_empty()).collect();
-        let share = 1.0 / filled.len() as f64;
+        let mut rounds = window::rounds(&filled, self.comm.world());
+        let (mut weight, mut share) = (weight, filled.len());
+        if self.apart {
+            rounds.retain(|round| round.counts);
+            weight = self.own_weight(batches, &filled)?;
+            share = rounds.len();
+        }
+        let share = 1.0 / share as f64;
         let mut totals = Totals::default();
         for index in &filled {
             totals.count(&batches[*index], self.objective);
         }
         let mut reports = Vec::new();
-        let rounds = window::rounds(&filled, self.comm.world());
         let phase = progress::part("micro-batch", rounds.len());
         for (done, round) in rounds.iter().enumerate() {
             phase.set(done as u64);
@@ -236,7 +245,7 @@ impl<'a> Pass<'a> {
                 reports.push(report);
             }
         }
-        for report in window::all(self.comm, reports, Patience::Step)? {
+        for report in window::all(self.comm, reports)? {
             self.step_stats.add(report.sums);
             report.put_back(self.objective);
             if let Some(routers) = self.routers {
@@ -244,6 +253,23 @@ impl<'a> Pass<'a> {
             }
         }
         Ok(totals)
+    }
+
+    /// The weight of the micro-batches of this rank. Errors, on all ranks: one of them has none.
+    fn own_weight(&self, batches: &[Batch], filled: &[usize]) -> Result<usize> {
+        let world = self.comm.world();
+        let of = |rank: usize| -> usize {
+            let own = filled.iter().skip(rank).step_by(world.size);
+            own.map(|micro| self.objective.weight(&batches[*micro])).sum()
+        };
+        match (0..world.size).find(|rank| of(*rank) == 0) {
+            Some(rank) => Err(Error::argument(
+                "nothing is trained on one rank in this step: every token of its rows is masked",
+            )
+            .found(format!("rank {rank}"))
+            .hint("use more micro-batches for each rank, or larger ones")),
+            None => Ok(of(world.rank)),
+        }
     }
 
     fn micro_batch(

@@ -23,25 +23,25 @@ use std::time::Duration;
 
 /// One way to train.
 #[derive(Clone, Copy)]
-struct Case {
-    dtype: Dtype,
-    state: StateDtype,
-    master: Master,
+pub(super) struct Case {
+    pub(super) dtype: Dtype,
+    pub(super) state: StateDtype,
+    pub(super) master: Master,
     /// Only the parameters whose names contain this text.
-    part: &'static str,
-    masked: bool,
-    max_grad_norm: f64,
-    saved_layers: usize,
-    exchange: Exchange,
+    pub(super) part: &'static str,
+    pub(super) masked: bool,
+    pub(super) max_grad_norm: f64,
+    pub(super) saved_layers: usize,
+    pub(super) exchange: Exchange,
     /// Each rank stores a part of the matrices.
-    sharded: bool,
+    pub(super) sharded: bool,
     /// All layers but the active ones are quantized.
-    format: Option<Format>,
+    pub(super) format: Option<Format>,
     /// Corrects all other matrices of the layers.
-    corrected: bool,
+    pub(super) corrected: bool,
 }
 
-const FULL: Case = Case {
+pub(super) const FULL: Case = Case {
     dtype: Dtype::F32,
     state: StateDtype::F32,
     master: Master::F32,
@@ -58,7 +58,7 @@ const FULL: Case = Case {
     corrected: false,
 };
 
-fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
+pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
     let (params, vocab) = (spec.params(), spec.vocab);
     let settings = OptimizerConfig {
@@ -115,7 +115,7 @@ fn partition(names: impl Iterator<Item = String>, part: &str) -> (Vec<String>, B
 }
 
 /// `n` micro-batches of two documents, and one without tokens.
-fn batches(n: u32, step: u32) -> Vec<Batch> {
+pub(super) fn batches(n: u32, step: u32) -> Vec<Batch> {
     let row = |seed: u32, length: u32| Example {
         ids: (0..length).map(|t| (37 * t + 5 * seed + step) % 4096).collect(),
         trained: (0..length).map(|t| t % (2 + seed % 3) > 0).collect(),
@@ -282,7 +282,11 @@ fn a_loss_that_is_not_finite_is_the_error_of_all_ranks() {
 
 /// Counts the numbers that a rank sends.
 /// Then the bytes of weights.
-struct Counting(Arc<dyn Collective>, Arc<AtomicU64>, Arc<AtomicU64>);
+pub(super) struct Counting(
+    pub(super) Arc<dyn Collective>,
+    pub(super) Arc<AtomicU64>,
+    pub(super) Arc<AtomicU64>,
+);
 
 impl Collective for Counting {
     fn world(&self) -> &World {

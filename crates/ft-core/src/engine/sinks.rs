@@ -202,6 +202,16 @@ impl<'a> Accumulate<'a> {
         self.sums.get(name).map(|(_, gradient)| gradient.clone())
     }
 
+    /// Adds to accumulated gradients, by name.
+    pub(super) fn add(&self, more: &[(Arc<str>, Tensor)]) -> Result<()> {
+        for (name, more) in more {
+            if let Some((_, sum)) = self.sums.get(&**name) {
+                update::add_assign(sum, more)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Multiplies all accumulated gradients by `factor`.
     pub fn scale(&self, factor: f32) -> Result<()> {
         let mut gradients = self.sums.values();

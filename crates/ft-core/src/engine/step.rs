@@ -3,6 +3,7 @@
 use super::active::Active;
 use super::hook::StepHook;
 use super::loss_scale::LossScale;
+use super::outer::Outer;
 use super::pass::{self, Pass, Totals};
 use super::reduce::Exchange;
 use super::sinks::{Accumulate, Corrections, FusedUpdate, Norm};
@@ -75,6 +76,8 @@ pub struct Engine {
     pub(super) divided: bool,
     /// How the gradients of the ranks are added.
     pub(super) exchange: Exchange,
+    /// The ranks train alone between averages.
+    pub(super) outer: Option<Outer>,
 }
 
 /// A step whose work is queued on the device. On a GPU the host may queue the next one before it reads the result with
@@ -190,6 +193,7 @@ impl Engine {
             comm: Arc::new(Alone::default()),
             divided: false,
             exchange: Exchange::default(),
+            outer: None,
         })
     }
 
@@ -266,7 +270,11 @@ impl Engine {
         before: Option<&QueuedStep>,
     ) -> Result<QueuedStep> {
         let may_stop = may_stop && self.changes_last(active);
+        self.begin_apart(active)?;
         let queued = self.run_step(step, batches, active, lr, may_stop, before);
+        if queued.is_ok() {
+            self.average(step)?;
+        }
         for rows in &self.network.tokens {
             rows.place(&self.network)?;
         }
@@ -335,6 +343,7 @@ impl Engine {
             routers: Some(&self.routers),
             loss_scale: scale,
             comm: &*self.comm,
+            apart: self.outer.is_some(),
             ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
         let (mut first, mut names) = (None, Vec::new());
@@ -342,10 +351,13 @@ impl Engine {
         let (totals, sums) = match gradients {
             Gradients::Keep => {
                 step_stats.follow(earlier)?;
-                let how = (&*self.comm, self.exchange);
+                let alone = Alone::default();
+                let comm: &dyn Collective = if self.outer.is_some() { &alone } else { &*self.comm };
+                let (how, pull) = ((comm, self.exchange), self.proximal()?);
                 let mut sink = Accumulate::new(active, &mut self.optimizer, lr, how, self.store.sharded());
                 let totals = pass.window(batches, &mut sink)?;
-                sink.complete(&*self.comm, self.divided)?;
+                sink.complete(comm, self.divided)?;
+                sink.add(&pull)?;
                 if scaled {
                     sink.scale((1.0 / scale) as f32)?;
                 }

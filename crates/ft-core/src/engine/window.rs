@@ -118,13 +118,13 @@ fn float(rest: &mut &[u8]) -> Option<f64> {
 ///
 /// # Errors
 /// Another rank has failed.
-pub fn all(comm: &dyn Collective, own: Vec<MicroReport>, patience: Patience) -> Result<Vec<MicroReport>> {
+pub fn all(comm: &dyn Collective, own: Vec<MicroReport>) -> Result<Vec<MicroReport>> {
     let mut all = own;
     if comm.world().size > 1 {
         let mut bytes = Vec::new();
         all.iter().for_each(|report| report.write(&mut bytes));
         all = Vec::new();
-        for bytes in comm.bytes(bytes, patience)? {
+        for bytes in comm.bytes(bytes, Patience::Step)? {
             let mut rest = &bytes[..];
             while !rest.is_empty() {
                 let report = MicroReport::read(&mut rest);

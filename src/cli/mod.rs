@@ -7,12 +7,15 @@
 
 mod adapter;
 mod bench;
+mod codes;
+mod completions;
 mod convert;
 mod dash;
 mod data;
 mod distill;
 mod doctor;
 mod eval;
+mod explain;
 mod export;
 mod generate;
 mod import;
@@ -30,6 +33,7 @@ mod spawn;
 mod train;
 mod watch;
 
+pub use codes::{CODES, Code};
 pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
@@ -37,7 +41,7 @@ use crate::base::{Error, Result, allocator, cache, is_caught, signal};
 use crate::ops::CpuBackend;
 use crate::recipe;
 use crate::report::{self, Style};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::path::Path;
@@ -91,11 +95,16 @@ enum Command {
     Dash(dash::Args),
     Watch(watch::Args),
     Bench(bench::Args),
+    Explain(explain::Args),
+    Completions(completions::Args),
 }
 
 /// Runs the program. `arguments` starts with the program's name. Returns the exit code.
 pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     let arguments: Vec<OsString> = arguments.collect();
+    if let Some(code) = completions::answer(Cli::command, &arguments) {
+        return code;
+    }
     let cli = match Cli::try_parse_from(&arguments) {
         Ok(cli) => cli,
         Err(e) => {
@@ -121,7 +130,8 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
             return;
         }
         report::bug(&format!(
-            "bug in ft {}: {info}\nhint: report this bug with this message, the command and the output of `ft doctor`",
+            "bug in ft {}: {info}\nhint: report this bug with this message, the command and the output of `ft doctor`\n\
+             code: FT901, see `ft explain FT901`",
             env!("CARGO_PKG_VERSION")
         ));
     }));
@@ -202,11 +212,15 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
         Command::Dash(args) => dash::run(args),
         Command::Watch(args) => watch::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Explain(args) => explain::run(args),
+        Command::Completions(args) => completions::run(args),
     }
 }
 
 fn show_error(error: &Error) {
-    report::error(&recipe::in_program_terms(&error.to_string()));
+    let code = codes::of(error).code;
+    let text = recipe::in_program_terms(&error.to_string());
+    report::error(&format!("{text}\ncode: {code}, see `ft explain {code}`"));
 }
 
 /// Prints a line for the user; not with `--quiet`.
@@ -289,7 +303,6 @@ fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_definitions_are_sound() {

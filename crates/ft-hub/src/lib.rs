@@ -33,9 +33,13 @@ mod select;
 mod settings;
 #[cfg(feature = "hub")]
 mod store;
+#[cfg(feature = "hub")]
+mod upload;
 
 pub use select::{DatasetPart, is_about_the_data, select};
 pub use settings::HubSettings;
+#[cfg(feature = "hub")]
+pub use upload::{Content, LocalFile, Upload, Uploaded, upload};
 
 use ft_base::{Error, Result, paths};
 use std::path::{Path, PathBuf};

@@ -25,6 +25,7 @@ mod merge;
 mod models;
 mod out;
 mod plan;
+mod push;
 mod quantize;
 mod recipe_args;
 mod recipes;
@@ -84,6 +85,7 @@ enum Command {
     Generate(generate::Args),
     Merge(merge::Args),
     Export(export::Args),
+    Push(push::Args),
     Quantize(quantize::Args),
     Convert(convert::Args),
     Distill(distill::Args),
@@ -201,6 +203,7 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
         Command::Generate(args) => generate::run(args),
         Command::Merge(args) => merge::run(args),
         Command::Export(args) => export::run(args),
+        Command::Push(args) => push::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Convert(args) => convert::run(args),
         Command::Distill(args) => distill::run(args),

@@ -13,5 +13,6 @@ pub mod logits;
 pub mod merge;
 pub mod named;
 pub mod plan;
+pub mod push;
 pub mod quantize;
 pub mod sensitivity;

@@ -56,7 +56,10 @@ fn bash_completes_commands_recipes_keys_values_and_runs() {
     assert_eq!(of("ft wat"), ["watch"]);
     let first = of("ft train ");
     assert_eq!(first[..2], ["mine.toml", "other.toml"]);
-    assert!(first.contains(&"--resume".to_string()) && !first.contains(&"notes.txt".to_string()), "{first:?}");
+    assert!(
+        first.contains(&"--resume".to_string()) && !first.contains(&"notes.txt".to_string()),
+        "{first:?}"
+    );
     assert_eq!(of("ft train --recipe m"), ["mine.toml"]);
     assert_eq!(of("ft train mine.toml train.max_s"), ["train.max_steps="]);
     // Readline replaces only what follows the `=`.

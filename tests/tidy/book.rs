@@ -178,7 +178,8 @@ fn every_command_of_the_book_is_one_of_ft() {
             .contains(kind)
         };
         // `--to` alone: the value is left out as well.
-        let short = |kind: &ErrorKind| incomplete(kind) || [ErrorKind::InvalidValue, ErrorKind::ValueValidation].contains(kind);
+        let short =
+            |kind: &ErrorKind| incomplete(kind) || [ErrorKind::InvalidValue, ErrorKind::ValueValidation].contains(kind);
         count += whole.len() + named.len();
         let place = |number| format!("{}:{number}", page.strip_prefix(root()).unwrap().display());
         for (number, line) in whole {

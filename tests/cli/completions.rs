@@ -73,7 +73,7 @@ fn bash_completes_commands_recipes_keys_values_and_runs() {
         "{methods:?}"
     );
     assert_eq!(of("ft train mine.toml model.path=ru"), ["runs/"]);
-    assert_eq!(of("ft runs show "), ["runs/first", "runs/second"]);
+    assert_eq!(of("ft runs show ")[..2], ["runs/first", "runs/second"]);
     assert_eq!(of("ft runs diff runs/first runs/s"), ["runs/second"]);
     assert_eq!(of("ft generate --model runs/f"), ["runs/first/final"]);
     assert_eq!(of("ft recipes copy quick"), ["quickstart"]);

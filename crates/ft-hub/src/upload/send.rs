@@ -17,6 +17,8 @@ use std::io::Read;
 
 /// Bytes of a file that the hub sees to decide between text and large file.
 const SAMPLE: usize = 512;
+/// Files of one question.
+const AT_ONCE: usize = 256;
 /// The media type of Git LFS.
 const LFS: &str = "application/vnd.git-lfs+json";
 const JSON: &str = "application/json";
@@ -166,26 +168,28 @@ impl Sender<'_> {
 
     /// For each file: whether the hub wants it as a large file, and the hash of the file that it has.
     fn modes(&self) -> Result<Vec<(bool, Option<String>)>> {
-        let mut files = Vec::new();
-        for file in self.upload.files {
-            let sample = base64(&file.bytes(SAMPLE as u64)?);
-            files.push(json!({"path": file.name, "sample": sample, "size": file.size()?}));
+        let mut out = Vec::new();
+        for chunk in self.upload.files.chunks(AT_ONCE) {
+            let mut files = Vec::new();
+            for file in chunk {
+                let sample = base64(&file.bytes(SAMPLE as u64)?);
+                files.push(json!({"path": file.name, "sample": sample, "size": file.size()?}));
+            }
+            let body = json!({ "files": files }).to_string();
+            let path = format!("/api/models/{}/preupload/{}", self.upload.id, self.revision());
+            let answer = self.post(&path, JSON, body.as_bytes())?;
+            let said = answer["files"].as_array().cloned().unwrap_or_default();
+            for file in chunk {
+                let one = said.iter().find(|one| one["path"] == file.name.as_str());
+                let mode = one.and_then(|one| one["uploadMode"].as_str());
+                let mode = mode.filter(|mode| ["lfs", "regular"].contains(mode));
+                let mode = mode.ok_or_else(|| self.odd(format!("it does not say how it wants `{}`", file.name)))?;
+                // A server for large files refuses an empty one.
+                let large = mode == "lfs" && file.size()? > 0;
+                out.push((large, one.and_then(|one| Some(one["oid"].as_str()?.to_string()))));
+            }
         }
-        let body = json!({ "files": files }).to_string();
-        let path = format!("/api/models/{}/preupload/{}", self.upload.id, self.revision());
-        let answer = self.post(&path, JSON, body.as_bytes())?;
-        let said = answer["files"].as_array().cloned().unwrap_or_default();
-        let of = |file: &LocalFile| {
-            let one = said.iter().find(|one| one["path"] == file.name.as_str());
-            let mode = one.and_then(|one| one["uploadMode"].as_str());
-            let mode = mode.filter(|mode| ["lfs", "regular"].contains(mode));
-            let mode = mode.ok_or_else(|| self.odd(format!("it does not say how it wants `{}`", file.name)))?;
-            Ok((
-                mode == "lfs",
-                one.and_then(|one| Some(one["oid"].as_str()?.to_string())),
-            ))
-        };
-        self.upload.files.iter().map(of).collect()
+        Ok(out)
     }
 
     fn odd(&self, text: String) -> Error {

@@ -65,10 +65,10 @@ pub const CODES: &[Code] = codes! {
         "Write it as in the hint, in the recipe or as an argument: `model.path=Qwen/Qwen3-0.6B`.";
     "FT110" Usage, "not a flag, not `key=value`", ["argument is not `key=value`", "has no flag `"],
         "Values of a recipe are written without dashes: `train.max_steps=20`.",
-        "Write `key=value`. `ft COMMAND --help` shows the flags of a command.";
+        "Write `key=value`. `--help` after a command shows its flags.";
     "FT199" Usage, "wrong use of a command or key", [],
         "The command line or the recipe asks for something that does not exist or has no effect.",
-        "Follow the hint; `ft COMMAND --help` has examples, `docs/recipe.md` all keys.";
+        "Follow the hint; `--help` after a command has examples, `docs/recipe.md` all keys.";
 
     "FT201" Format, "a row or file is not valid JSON",
         ["the row is not valid JSON", "the file is not valid JSON", "the row is not an object"],

@@ -1,5 +1,7 @@
 //! Tests of the binary: exit codes, output streams, and the files it writes.
 
+#[path = "cli/completions.rs"]
+mod completions;
 #[path = "cli/cookbook.rs"]
 mod cookbook;
 #[path = "cli/dash.rs"]

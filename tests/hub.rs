@@ -8,6 +8,8 @@ mod lies;
 mod plan;
 #[path = "hub/programs.rs"]
 mod programs;
+#[path = "hub/push.rs"]
+mod push;
 
 use ft::formats::{Config, StoredDtype, TensorPlan, Tokenizer, Values, Weights, writer};
 use ft::hub::{DatasetPart, HubSettings, resolve_dataset_with, resolve_with};

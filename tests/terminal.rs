@@ -123,6 +123,35 @@ fn the_first_ten_minutes_at_60_columns() {
     first_ten_minutes(60);
 }
 
+/// Completes words in an interactive bash. `^A` goes to the start of the line, where `printf` makes a text of it.
+#[test]
+fn bash_completes_with_the_tab_key() {
+    let dir = workplace();
+    std::fs::write(dir.path().join("mine.toml"), "").unwrap();
+    let program = Path::new(env!("CARGO_BIN_EXE_ft")).parent().unwrap();
+    let path = format!("{}:{}", program.display(), std::env::var("PATH").unwrap());
+    let environment = [("PATH", path.as_str()), ("PS1", "$ "), ("INPUTRC", "/dev/null")];
+    let mut bash = Pty::program("bash", dir.path(), 100, &["--norc", "--noprofile", "-i"], &environment);
+    bash.wait_for("$ ", PATIENCE);
+    bash.press("source <(ft completions bash); echo lo''aded\n");
+    bash.wait_for("loaded", PATIENCE);
+    for (typed, completed) in [
+        ("ft wat\t", "<ft watch >"),
+        ("ft train mi\t", "<ft train mine.toml >"),
+        (
+            "ft train mine.toml train.max_st\t5 tune.method=bl\t",
+            "<ft train mine.toml train.max_steps=5 tune.method=block >",
+        ),
+        ("ft recipes copy quick\t", "<ft recipes copy quickstart >"),
+    ] {
+        bash.press(typed);
+        bash.press("\x01printf '<%s>' \"\x05\"\n");
+        bash.wait_for(completed, PATIENCE);
+    }
+    bash.press("exit\n");
+    assert_eq!(bash.finish(PATIENCE).code, 0);
+}
+
 #[test]
 fn a_second_interrupt_says_what_is_lost() {
     let dir = workplace();

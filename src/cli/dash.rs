@@ -16,6 +16,7 @@ The page is at 127.0.0.1, has a random token in its address, and can only read. 
 From another machine: ssh -L 8787:127.0.0.1:8787 HOST ft dash --port 8787")]
 pub struct Args {
     /// Run directories, or directories with runs [default: runs]
+    #[arg(add = super::completions::run_directory())]
     runs: Vec<PathBuf>,
     /// The port [default: one that is free]
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]

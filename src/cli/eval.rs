@@ -35,10 +35,10 @@ pub struct Args {
     #[command(flatten)]
     pub recipe: RecipeArgs,
     /// Model directory, adapter directory, run, checkpoint, or hub id [default: the recipe's run]
-    #[arg(long, value_name = "MODEL")]
+    #[arg(long, value_name = "MODEL", add = super::completions::model())]
     pub model: Option<PathBuf>,
     /// PEFT adapter directory, run, checkpoint, or hub id
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", add = super::completions::model())]
     pub adapter: Option<PathBuf>,
     /// Rows: a file or a hub data set [default: the evaluation rows of the recipe]
     #[arg(long, value_name = "FILE")]

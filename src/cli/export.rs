@@ -23,7 +23,7 @@ the hub cache); the training rows are not needed. A LoRA adapter becomes a GGUF 
 a whole model.")]
 pub struct Args {
     /// Checkpoint, run, model directory, adapter directory, or hub id
-    #[arg(value_name = "FROM", required_unless_present = "model")]
+    #[arg(value_name = "FROM", required_unless_present = "model", add = super::completions::run_directory())]
     from: Option<PathBuf>,
     /// The same, as a flag
     #[arg(long, value_name = "FROM", conflicts_with = "from")]

@@ -20,10 +20,10 @@ use std::path::PathBuf;
   ft generate --model base --adapter runs/lora/final --chat")]
 pub struct Args {
     /// Model directory, adapter directory, run, checkpoint, or hub id
-    #[arg(long, value_name = "MODEL")]
+    #[arg(long, value_name = "MODEL", add = super::completions::model())]
     pub model: PathBuf,
     /// PEFT adapter directory, run, checkpoint, or hub id
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", add = super::completions::model())]
     pub adapter: Option<PathBuf>,
     /// The text to continue; with --chat, the first message of the user
     #[arg(

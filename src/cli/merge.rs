@@ -24,7 +24,7 @@ pub struct Args {
     #[arg(long, value_name = "MODEL")]
     pub model: Option<PathBuf>,
     /// PEFT adapter directory, run, checkpoint, or hub id; several are added, each with its weight [default: 1]
-    #[arg(long, value_name = "DIR[=WEIGHT]", required = true, value_parser = super::parse_weighted)]
+    #[arg(long, value_name = "DIR[=WEIGHT]", required = true, value_parser = super::parse_weighted, add = super::completions::model())]
     pub adapter: Vec<(PathBuf, f32)>,
     /// New directory for the merged model
     #[arg(long, value_name = "DIR")]

@@ -7,12 +7,15 @@
 
 mod adapter;
 mod bench;
+mod codes;
+mod completions;
 mod convert;
 mod dash;
 mod data;
 mod distill;
 mod doctor;
 mod eval;
+mod explain;
 mod export;
 mod generate;
 mod import;
@@ -22,6 +25,7 @@ mod merge;
 mod models;
 mod out;
 mod plan;
+mod push;
 mod quantize;
 mod recipe_args;
 mod recipes;
@@ -31,6 +35,7 @@ mod train;
 mod tune_lr;
 mod watch;
 
+pub use codes::{CODES, Code};
 pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
@@ -38,7 +43,7 @@ use crate::base::{Error, Result, allocator, cache, is_caught, signal};
 use crate::ops::CpuBackend;
 use crate::recipe;
 use crate::report::{self, Style};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::path::Path;
@@ -81,6 +86,7 @@ enum Command {
     Generate(generate::Args),
     Merge(merge::Args),
     Export(export::Args),
+    Push(push::Args),
     Quantize(quantize::Args),
     Convert(convert::Args),
     Distill(distill::Args),
@@ -93,11 +99,16 @@ enum Command {
     Watch(watch::Args),
     Bench(bench::Args),
     TuneLr(tune_lr::Args),
+    Explain(explain::Args),
+    Completions(completions::Args),
 }
 
 /// Runs the program. `arguments` starts with the program's name. Returns the exit code.
 pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     let arguments: Vec<OsString> = arguments.collect();
+    if let Some(code) = completions::answer(Cli::command, &arguments) {
+        return code;
+    }
     let cli = match Cli::try_parse_from(&arguments) {
         Ok(cli) => cli,
         Err(e) => {
@@ -123,7 +134,8 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
             return;
         }
         report::bug(&format!(
-            "bug in ft {}: {info}\nhint: report this bug with this message, the command and the output of `ft doctor`",
+            "bug in ft {}: {info}\nhint: report this bug with this message, the command and the output of `ft doctor`\n\
+             code: FT901, see `ft explain FT901`",
             env!("CARGO_PKG_VERSION")
         ));
     }));
@@ -193,6 +205,7 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
         Command::Generate(args) => generate::run(args),
         Command::Merge(args) => merge::run(args),
         Command::Export(args) => export::run(args),
+        Command::Push(args) => push::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Convert(args) => convert::run(args),
         Command::Distill(args) => distill::run(args),
@@ -205,11 +218,15 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
         Command::Watch(args) => watch::run(args),
         Command::Bench(args) => bench::run(args),
         Command::TuneLr(args) => tune_lr::run(args),
+        Command::Explain(args) => explain::run(args),
+        Command::Completions(args) => completions::run(args),
     }
 }
 
 fn show_error(error: &Error) {
-    report::error(&recipe::in_program_terms(&error.to_string()));
+    let code = codes::of(error).code;
+    let text = recipe::in_program_terms(&error.to_string());
+    report::error(&format!("{text}\ncode: {code}, see `ft explain {code}`"));
 }
 
 /// Prints a line for the user; not with `--quiet`.
@@ -292,7 +309,6 @@ fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_definitions_are_sound() {

@@ -1,5 +1,6 @@
 //! The arguments `RECIPE key=value ...` of several subcommands, and the errors for flags that are keys of a recipe.
 
+use super::completions;
 use crate::base::{Error, Result};
 use crate::recipe::{self, LoadedRecipe, peers};
 use crate::report::warn;
@@ -10,10 +11,10 @@ use std::path::PathBuf;
 #[derive(Debug, clap::Args)]
 pub struct RecipeArgs {
     /// The recipe, a TOML file (`ft recipes` lists examples); the flag is optional
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", add = completions::recipe())]
     pub recipe: Option<PathBuf>,
     /// Values that override the recipe, such as `train.max_steps=20`
-    #[arg(value_name = "KEY=VALUE")]
+    #[arg(value_name = "KEY=VALUE", add = completions::recipe_or_key())]
     pub overrides: Vec<String>,
 }
 

@@ -68,6 +68,7 @@ enum Action {
   ft recipes show lora-qwen3-4b > my.toml")]
     Show {
         /// Name of a recipe in the list
+        #[arg(add = super::completions::shipped())]
         name: String,
     },
     /// Print the JSON schema of a recipe, for completion and checks in an editor
@@ -87,6 +88,7 @@ An editor with taplo (Even Better TOML) uses it for a recipe whose first line is
 Paths in a recipe are relative to the current directory; --with-data writes the files there.")]
     Copy {
         /// Name of a recipe in the list
+        #[arg(add = super::completions::shipped())]
         name: String,
         /// The new file [default: NAME.toml]
         #[arg(long, value_name = "FILE")]

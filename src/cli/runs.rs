@@ -1,5 +1,6 @@
 //! `ft runs`: lists, shows, compares, plots and verifies runs from the files of their directories.
 
+use super::completions;
 use super::out::{out, out_raw, out_text};
 use crate::base::units::{bytes, count, duration};
 use crate::base::{Error, Result, files};
@@ -37,30 +38,34 @@ enum Action {
     /// List the runs in directories [default: runs]
     List {
         /// Run directories, or directories with runs
+        #[arg(add = completions::run_directory())]
         places: Vec<PathBuf>,
     },
     /// Show one run
     Show {
         /// A run directory
+        #[arg(add = completions::run_directory())]
         run: PathBuf,
     },
     /// Show the settings of two runs that differ
     Diff {
         /// A run directory
+        #[arg(add = completions::run_directory())]
         a: PathBuf,
         /// Another one
+        #[arg(add = completions::run_directory())]
         b: PathBuf,
     },
     /// Compare settings and results of runs
     Compare {
         /// Run directories, or directories with runs
-        #[arg(required = true)]
+        #[arg(required = true, add = completions::run_directory())]
         places: Vec<PathBuf>,
     },
     /// Plot a metric of one or several runs
     Plot {
         /// Run directories, or directories with runs
-        #[arg(required = true)]
+        #[arg(required = true, add = completions::run_directory())]
         places: Vec<PathBuf>,
         /// The metric: a name in `metrics.jsonl`
         #[arg(long, default_value = "loss")]
@@ -75,13 +80,13 @@ enum Action {
     /// Compare every file of checkpoints and `final/` with the hash that the run stored
     Verify {
         /// Run directories, or directories with runs
-        #[arg(required = true)]
+        #[arg(required = true, add = completions::run_directory())]
         places: Vec<PathBuf>,
     },
     /// Write the numbers of runs for TensorBoard, trackio or Weights & Biases
     Export {
         /// Run directories, or directories with runs
-        #[arg(required = true)]
+        #[arg(required = true, add = completions::run_directory())]
         places: Vec<PathBuf>,
         /// The form: event files; a table with step and timestamp; rows with `_step` and `_timestamp`
         #[arg(long, value_enum)]

@@ -40,7 +40,7 @@ pub struct Args {
     #[arg(long)]
     pub dry_run: bool,
     /// Continue from the newest complete checkpoint of the run directory, or of DIR
-    #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "")]
+    #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "", add = super::completions::run_directory())]
     resume: Option<String>,
     /// With --resume: if the newest checkpoint is damaged, continue from the newest one that is whole
     #[arg(long, requires = "resume")]

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 It reads the files of the run: q leaves the view, and the run goes on. The screen follows a run that is resumed.")]
 pub struct Args {
     /// A run directory, or a directory with runs [default: runs]
+    #[arg(add = super::completions::run_directory())]
     run: Option<PathBuf>,
 }
 

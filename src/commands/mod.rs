@@ -13,6 +13,7 @@ pub mod logits;
 pub mod merge;
 pub mod named;
 pub mod plan;
+pub mod push;
 pub mod quantize;
 pub mod sensitivity;
 pub mod tune_lr;

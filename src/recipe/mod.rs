@@ -32,7 +32,7 @@ pub use resolved::{reference, without_paths};
 pub use schema::schema;
 pub use terms::in_program_terms;
 pub use types::*;
-pub use value::Chunk;
+pub use value::{Chunk, ValueKind};
 
 use crate::base::{Error, Result, files, paths};
 use check::Values;
@@ -40,7 +40,6 @@ use draft::{Draft, Problem};
 use std::collections::BTreeMap;
 use std::path::Path;
 use table::{Section, Settings};
-use value::ValueKind;
 
 /// A recipe that passed every check.
 #[derive(Debug, Clone)]

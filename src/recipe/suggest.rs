@@ -269,7 +269,7 @@ mod tests {
             ("save_strategy", "train.save_steps"),
             ("eval_strategy", "train.eval_steps"),
             ("reward_funcs", "`rlhf.rewards`"),
-            ("push_to_hub", "hf upload"),
+            ("push_to_hub", "ft push"),
             ("LoRA-Rank", "`tune.lora.r`"),
         ] {
             let hint = hint_of(typed);

@@ -219,7 +219,8 @@ pub fn formats(recipe: &Recipe, train: &Dataset, eval: Option<&Dataset>) -> Vec<
 /// What became of the rows, for `events.jsonl`. Rows that are read during the run are counted in its metrics.
 pub fn counts(recipe: &Recipe, train: &Dataset, stream: &BatchStream) -> Value {
     if recipe.data.streaming {
-        return json!({"streaming": true, "shuffle_window": recipe.data.shuffle_window});
+        return json!({"streaming": true, "shuffle_window": recipe.data.shuffle_window,
+            "fingerprint": train.fingerprint});
     }
     let stats = &train.stats;
     json!({
@@ -227,7 +228,7 @@ pub fn counts(recipe: &Recipe, train: &Dataset, stream: &BatchStream) -> Value {
         "trained_tokens": stats.trained_tokens, "split_rows": stats.split_rows, "pieces": stats.pieces,
         "truncated_rows": stats.truncated_rows, "truncated_tokens": stats.truncated_tokens,
         "dropped_rows": stats.dropped_rows, "long_rows": stats.long_rows,
-        "packing_fill": recipe.data.packing.then(|| stream.density()),
+        "packing_fill": recipe.data.packing.then(|| stream.density()), "fingerprint": train.fingerprint,
     })
 }
 

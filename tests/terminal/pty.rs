@@ -49,6 +49,11 @@ fn window(width: u16) -> libc::winsize {
 
 impl Pty {
     pub fn start(dir: &Path, width: u16, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
+        Self::program(env!("CARGO_BIN_EXE_ft"), dir, width, arguments, environment)
+    }
+
+    /// Starts a program other than ft.
+    pub fn program(program: &str, dir: &Path, width: u16, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
         let (mut master, mut slave) = (0, 0);
         let size = window(width);
         // SAFETY: all pointers are valid or null for the call; both descriptors are new and owned below.
@@ -64,7 +69,7 @@ impl Pty {
             (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave))
         };
         let stdio = || Stdio::from(slave.try_clone().unwrap());
-        let mut command = Command::new(env!("CARGO_BIN_EXE_ft"));
+        let mut command = Command::new(program);
         command
             .args(arguments)
             .current_dir(dir)

@@ -1,6 +1,9 @@
 //! The pages of `docs/` as a book: every page is in its contents, every link leads to something, the README is short.
 
 use super::{assert_none, root};
+use clap::Parser;
+use clap::error::ErrorKind;
+use ft::cli::Cli;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -104,4 +107,94 @@ fn every_page_is_in_the_book() {
         "README.md has {} lines",
         readme.lines().count()
     );
+}
+
+/// The words of a command line: quotes keep spaces, a comment and what follows a pipe or a redirection are left out.
+fn words(line: &str) -> Vec<String> {
+    let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None::<char>);
+    for c in line.chars() {
+        match (quote, c) {
+            (Some(q), c) if c == q => quote = None,
+            (Some(_), c) => word.get_or_insert_default().push(c),
+            (None, '\'' | '"') => {
+                quote = Some(c);
+                word.get_or_insert_default();
+            }
+            (None, '#') if word.is_none() => break,
+            (None, '|' | '>' | ';' | '&') => break,
+            (None, c) if c.is_whitespace() => words.extend(word.take()),
+            (None, c) => word.get_or_insert_default().push(c),
+        }
+    }
+    words.extend(word);
+    words
+}
+
+/// The commands of ft in a page with the numbers of their lines: whole ones in blocks of code, and those named in the text.
+fn commands(text: &str) -> (Vec<(usize, String)>, Vec<(usize, String)>) {
+    let (mut whole, mut named) = (Vec::new(), Vec::new());
+    let (mut inside, mut joined) = (false, String::new());
+    for (number, line) in text.lines().enumerate() {
+        let number = number + 1;
+        if line.trim_start().starts_with("```") {
+            inside = !inside;
+        } else if inside {
+            joined.push_str(line.trim());
+            if joined.ends_with('\\') {
+                joined.pop();
+                continue;
+            }
+            let line = std::mem::take(&mut joined);
+            let line = line.strip_prefix("$ ").unwrap_or(&line).to_string();
+            for part in line.split("&& ") {
+                if part.starts_with("ft ") {
+                    whole.push((number, part.to_string()));
+                }
+            }
+        } else {
+            let code = line.split('`').skip(1).step_by(2);
+            named.extend(code.filter(|c| c.starts_with("ft ")).map(|c| (number, c.to_string())));
+        }
+    }
+    (whole, named)
+}
+
+/// A command in a block of code must be complete. One in the text may leave arguments out, but not have unknown ones.
+#[test]
+fn every_command_of_the_book_is_one_of_ft() {
+    assert_eq!(words("ft a 'b c' d=\"e\" # f"), ["ft", "a", "b c", "d=e"]);
+    let parse = |line: &str| Cli::try_parse_from(words(line)).map_err(|e| e.kind());
+    assert!(parse("ft train r.toml --resum").is_err() && parse("ft train r.toml --resume").is_ok());
+    let (mut faults, mut count) = (Vec::new(), 0);
+    for page in pages() {
+        let text = fs::read_to_string(&page).unwrap();
+        let (whole, named) = commands(&text);
+        let incomplete = |kind: &ErrorKind| {
+            [
+                ErrorKind::MissingRequiredArgument,
+                ErrorKind::MissingSubcommand,
+                ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand,
+            ]
+            .contains(kind)
+        };
+        // `--to` alone: the value is left out as well.
+        let short =
+            |kind: &ErrorKind| incomplete(kind) || [ErrorKind::InvalidValue, ErrorKind::ValueValidation].contains(kind);
+        count += whole.len() + named.len();
+        let place = |number| format!("{}:{number}", page.strip_prefix(root()).unwrap().display());
+        for (number, line) in whole {
+            if let Err(kind) = parse(&line) {
+                faults.push(format!("{}: `{line}`: {kind}", place(number)));
+            }
+        }
+        for (number, line) in named {
+            if let Err(kind) = parse(&line)
+                && !short(&kind)
+            {
+                faults.push(format!("{}: `{line}`: {kind}", place(number)));
+            }
+        }
+    }
+    assert!(count > 100, "{count} commands");
+    assert_none(&faults, "ft has no such command");
 }

@@ -3,7 +3,7 @@
 
 use super::{assert_none, has_word, literals, product, root, rust};
 use clap::CommandFactory;
-use ft::cli::Cli;
+use ft::cli::{CODES, Cli};
 use ft::recipe::table::{TABLES, keys};
 use ft::recipe::terms::TERMS;
 use std::fs;
@@ -80,6 +80,22 @@ fn each_term_is_in_the_library_alone() {
         &faults,
         "a term of `recipe::terms` is unused, or is in a text of the program",
     );
+}
+
+/// A code is found by a part of a message: a message that changes must not lose its code.
+#[test]
+fn each_code_is_of_a_message() {
+    let all: Vec<(String, String)> = texts(false).into_iter().chain(texts(true)).collect();
+    let own = |place: &str| place.starts_with("src/cli/codes.rs:");
+    let mut faults = Vec::new();
+    for code in CODES {
+        let lost = code.parts.iter().filter(|part| {
+            let has = |(place, text): &(String, String)| !own(place) && text.contains(**part);
+            part.contains('{') || !all.iter().any(has)
+        });
+        faults.extend(lost.map(|part| format!("{}: {part:?}", code.code)));
+    }
+    assert_none(&faults, "no message of ft has this part");
 }
 
 /// Every file of the repository: nothing below hidden folders (except `.ci`), and no build output.

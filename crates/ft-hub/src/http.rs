@@ -209,6 +209,88 @@ impl Client {
         Err(Fault::Untrusted(format!("more than {REDIRECTS} redirects")))
     }
 
+    /// Posts a body of this media type, and returns the JSON answer (null if there is none). The token is sent if the
+    /// address is the hub's own.
+    pub(crate) fn post(&self, url: &str, kind: &str, body: &[u8]) -> Answer<serde_json::Value> {
+        let accept = if kind.contains("lfs") { kind } else { "application/json" };
+        let headers = [("content-type", kind), ("accept", accept)];
+        let response = self.request(
+            "POST",
+            url,
+            &headers,
+            ureq::SendBody::from_reader(&mut &*body),
+            body.len() as u64,
+        )?;
+        let mut text = Vec::new();
+        let mut body = response.into_body().into_reader().take(ANSWER);
+        body.read_to_end(&mut text)
+            .map_err(|e| Fault::Unreachable(e.to_string()))?;
+        if text.is_empty() || text == b"OK" {
+            return Ok(serde_json::Value::Null);
+        }
+        serde_json::from_slice(&text).map_err(|e| Fault::Untrusted(format!("the response is not valid JSON: {e}")))
+    }
+
+    /// Puts `length` bytes at an address that the hub named, with the headers that it named. Returns the tag of the bytes.
+    pub(crate) fn put(
+        &self,
+        url: &str,
+        headers: &[(String, String)],
+        mut body: impl Read,
+        length: u64,
+    ) -> Answer<Option<String>> {
+        let headers: Vec<(&str, &str)> = headers.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        let response = self.request("PUT", url, &headers, ureq::SendBody::from_reader(&mut body), length)?;
+        let tag = response.headers().get(header::ETAG).and_then(|t| t.to_str().ok());
+        Ok(tag.map(str::to_string))
+    }
+
+    /// Sends a body. A redirect is a fault: the body is gone.
+    fn request(
+        &self,
+        method: &str,
+        url: &str,
+        headers: &[(&str, &str)],
+        body: ureq::SendBody,
+        length: u64,
+    ) -> Answer<Response<Body>> {
+        let at = self.target(&self.endpoint, url)?;
+        let mut request = ureq::http::Request::builder().method(method).uri(&at);
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        request = request.header(header::CONTENT_LENGTH, length);
+        // A server for large files has its own credentials in the address or the headers.
+        if let Some(bearer) = self
+            .bearer
+            .as_ref()
+            .filter(|_| method == "POST" && same_server(&at, &self.endpoint))
+        {
+            request = request.header(header::AUTHORIZATION, bearer);
+        }
+        let request = request.body(body).map_err(|e| Fault::Untrusted(e.to_string()))?;
+        let response = self.agent.run(request).map_err(|e| Fault::Unreachable(e.to_string()))?;
+        let status = response.status().as_u16();
+        match status {
+            200..300 => Ok(response),
+            300..400 => Err(Fault::Untrusted(format!(
+                "it redirects an upload (HTTP status {status})"
+            ))),
+            _ => {
+                let code = response.headers().get("x-error-code").and_then(|c| c.to_str().ok());
+                let code = code.map(str::to_string);
+                let mut text = Vec::new();
+                let _ = response
+                    .into_body()
+                    .into_reader()
+                    .take(ERROR_TEXT)
+                    .read_to_end(&mut text);
+                let text = String::from_utf8_lossy(&text).into_owned();
+                Err(Fault::Status { status, code, text })
+            }
+        }
+    }
+
     /// The target of a redirect. Errors: not an HTTP server, or a change from https to http.
     fn target(&self, from: &Uri, to: &str) -> Answer<Uri> {
         let scheme = from.scheme_str().unwrap_or("https");

@@ -1,5 +1,7 @@
 //! Resolves a path or a hub id to local files: a model directory, or the data files of a data set.
 //!
+//! `upload` sends files to a repository.
+//!
 //! Downloads go to the cache that the Hugging Face tools share (blobs, snapshots, refs). Files are fetched in ranges
 //! into `blobs/<hash>.incomplete`, which a later run continues. A hub is not trusted: names of commits and files are
 //! checked before they become paths (`store`), a file must have the announced hash, and the token is sent only to the
@@ -33,9 +35,11 @@ mod select;
 mod settings;
 #[cfg(feature = "hub")]
 mod store;
+mod upload;
 
 pub use select::{DatasetPart, is_about_the_data, select};
 pub use settings::HubSettings;
+pub use upload::{Content, LocalFile, Upload, Uploaded, upload};
 
 use ft_base::{Error, Result, paths};
 use std::path::{Path, PathBuf};

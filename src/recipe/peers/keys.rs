@@ -169,7 +169,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("resume_from_checkpoint resume auto_resume_from_checkpoints restore_callback_states_from_checkpoint train.resume", "there is no key for this: `ft train --recipe R --resume` continues from the newest checkpoint"),
     ("save_only_model save_safetensors save_on_each_node save_only_lora export_legacy_format pref_ftx_save", "there is no key for this: a checkpoint contains the whole state of the run, stored as safetensors"),
     ("report_to wandb wandb_* use_wandb use_tensorboard tensorboard swanlab_* use_swanlab mlflow_* use_mlflow hf_mlflow_log_artifacts comet_* use_comet trackio_* use_trackio otel_* use_otel_metrics project_tracker tracker plot_loss neptune", "ft sends nothing to a tracker: `metrics.jsonl` in the run directory has one JSON object a line"),
-    ("push_to_hub hub_* push_to_hub_model_id ms_hub_token om_hub_token log_completions_hub_repo export_hub_model_id", "ft does not upload: `final/` in the run directory is a Hugging Face directory; use `hf upload`"),
+    ("push_to_hub hub_* push_to_hub_model_id ms_hub_token om_hub_token log_completions_hub_repo export_hub_model_id", "a run uploads nothing: after it, `ft push RUN OWNER/NAME` uploads `final/` with a model card"),
     ("random_state random_seed data_seed train.random_seed full_determinism data.seed", "train.seed"),
     ("config recipe", "there is no key for this: a recipe is the argument of the command, `ft train my.toml`"),
     ("do_train do_eval do_predict test predict train_only test_batches mode", "there is no key for this: the subcommand selects the action (`ft train`, `ft eval`, `ft generate`)"),

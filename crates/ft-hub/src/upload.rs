@@ -1,0 +1,118 @@
+//! What to upload to a repository of a hub; `send` does it.
+
+#[cfg(feature = "hub")]
+mod send;
+
+use crate::HubSettings;
+use ft_base::{Error, Result, files};
+use std::io::{Cursor, Read, Seek, SeekFrom};
+use std::path::PathBuf;
+
+/// The bytes of a file to upload.
+#[derive(Debug, Clone)]
+pub enum Content {
+    /// A file on this machine.
+    Path(PathBuf),
+    /// These bytes.
+    Bytes(Vec<u8>),
+}
+
+/// A file to upload.
+#[derive(Debug, Clone)]
+pub struct LocalFile {
+    /// Its path in the repository, with `/`.
+    pub name: String,
+    /// Its bytes.
+    pub content: Content,
+}
+
+impl LocalFile {
+    /// The number of bytes.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn size(&self) -> Result<u64> {
+        match &self.content {
+            Content::Bytes(bytes) => Ok(bytes.len() as u64),
+            Content::Path(path) => files::size(path),
+        }
+    }
+
+    /// Bytes `from..from + length` of the file.
+    pub(crate) fn part(&self, from: u64, length: u64) -> Result<Box<dyn Read + Send>> {
+        match &self.content {
+            Content::Bytes(bytes) => {
+                let mut all = Cursor::new(bytes.clone());
+                all.set_position(from);
+                Ok(Box::new(all.take(length)))
+            }
+            Content::Path(path) => {
+                let mut file = files::open(path)?;
+                let moved = file.seek(SeekFrom::Start(from));
+                moved.map_err(|e| Error::io("cannot read the file").at_path(path).cause(e))?;
+                Ok(Box::new(file.take(length)))
+            }
+        }
+    }
+
+    pub(crate) fn bytes(&self, most: u64) -> Result<Vec<u8>> {
+        let mut out = Vec::new();
+        self.part(0, most)?
+            .read_to_end(&mut out)
+            .map_err(|e| Error::io("cannot read the file").at(&self.name).cause(e))?;
+        Ok(out)
+    }
+}
+
+/// What to upload, and where.
+#[derive(Debug, Clone)]
+pub struct Upload<'a> {
+    /// The repository, `owner/name`. It is made if it does not exist.
+    pub id: &'a str,
+    /// The branch.
+    pub revision: &'a str,
+    /// The first line of the commit's message.
+    pub message: &'a str,
+    /// A new repository is visible to its owner only.
+    pub private: bool,
+    /// The files; other files of the repository stay.
+    pub files: &'a [LocalFile],
+}
+
+/// The result of an upload.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Uploaded {
+    /// The page of the repository.
+    pub url: String,
+    /// The hash of the commit; `None`: the repository has all files already.
+    pub commit: Option<String>,
+    /// Bytes of large files that were sent now.
+    pub sent: u64,
+    /// Files that the hub had already.
+    pub kept: usize,
+}
+
+/// Uploads files in one commit. What the hub has already is not sent again, so an upload that broke is repeated.
+///
+/// # Errors
+/// No token, or one without write access; no network; a file cannot be read; the hub refuses a file.
+pub fn upload(settings: &HubSettings, upload: &Upload) -> Result<Uploaded> {
+    if !crate::is_id(upload.id) {
+        return Err(Error::usage("this is not a repository of a hub")
+            .found(format!("`{}`", upload.id))
+            .expected("`owner/name`, of letters, digits, `-`, `_` and `.`"));
+    }
+    crate::check_revision(upload.revision)?;
+    if settings.offline {
+        return Err(Error::usage("an upload needs the network").hint("unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"));
+    }
+    if settings.token.is_none() {
+        return Err(Error::usage("an upload needs a token")
+            .expected("HF_TOKEN, or the token that `hf auth login` stores")
+            .hint("create a token with write access in the hub's settings"));
+    }
+    #[cfg(feature = "hub")]
+    return send::send(settings, upload);
+    #[cfg(not(feature = "hub"))]
+    Err(Error::unsupported("this build of ft cannot upload").hint("build it with the feature `hub`"))
+}

@@ -1,0 +1,290 @@
+//! The model card: what was trained, on what, how, and with which result. It says only what the files of the run say.
+
+use crate::base::files;
+use crate::base::units::{bytes, count, duration};
+use crate::history::{Curve, Record};
+use crate::hub;
+use serde_json::Value;
+use std::path::Path;
+use std::time::Duration;
+
+/// Steps in the mean of the last loss.
+const RECENT: usize = 10;
+
+pub struct Card<'a> {
+    pub id: &'a str,
+    pub license: Option<&'a str>,
+    pub adapter: bool,
+    pub directory: &'a Path,
+    pub run: Option<(&'a Path, &'a Record)>,
+}
+
+impl Card<'_> {
+    pub fn text(&self) -> String {
+        let mut out = self.header();
+        let name = self.id.rsplit('/').next().unwrap_or(self.id);
+        out.push_str(&format!("\n# {name}\n\n{}\n", self.summary()));
+        out.push_str(&self.usage());
+        if let Some((dir, record)) = self.run {
+            out.push_str(&data(dir, record));
+            out.push_str(&results(record));
+            out.push_str(&how(dir));
+        } else {
+            out.push_str(
+                "\n## Training\n\nNo run directory was given, so this card does not say how it was trained.\n",
+            );
+        }
+        out.push_str(&self.license_text());
+        out
+    }
+
+    fn setting(&self, key: &str) -> &str {
+        self.run.map_or("", |(_, record)| record.setting(key))
+    }
+
+    /// The base model: of an adapter, the one in its config.
+    fn base(&self) -> Option<String> {
+        let config = files::read_text(&self.directory.join("adapter_config.json")).ok();
+        let config: Option<Value> = config.and_then(|text| serde_json::from_str(&text).ok());
+        let named = config.and_then(|c| Some(c["base_model_name_or_path"].as_str()?.to_string()));
+        named.or_else(|| Some(self.setting("model.path").to_string()).filter(|base| !base.is_empty()))
+    }
+
+    /// The id of the base on the hub. A directory says nothing elsewhere.
+    fn base_id(&self) -> Option<String> {
+        let base = self.base()?;
+        let id = hub::split_revision(&base).map_or(base.as_str(), |(id, _)| id);
+        (hub::is_id(id) && !Path::new(id).exists()).then(|| id.to_string())
+    }
+
+    fn header(&self) -> String {
+        let mut lines = vec!["---".to_string()];
+        if let Some(base) = self.base_id() {
+            lines.push(format!("base_model: {base}"));
+            let relation = if self.adapter { "adapter" } else { "finetune" };
+            lines.push(format!("base_model_relation: {relation}"));
+        }
+        lines.push(format!(
+            "library_name: {}",
+            if self.adapter { "peft" } else { "transformers" }
+        ));
+        let reward = self.setting("train.stage") == "reward";
+        let task = if reward {
+            "text-classification"
+        } else {
+            "text-generation"
+        };
+        lines.push(format!("pipeline_tag: {task}"));
+        if let Some(license) = self.license {
+            lines.push(format!("license: {license}"));
+        }
+        let sets = datasets(self.setting("data.train"), self.run.map(|(_, record)| record));
+        if !sets.is_empty() {
+            lines.push("datasets:".into());
+            lines.extend(sets.iter().map(|set| format!("- {set}")));
+        }
+        lines.push("tags:".into());
+        let tags = ["ft", self.setting("train.stage"), self.setting("tune.method")];
+        lines.extend(tags.iter().filter(|tag| !tag.is_empty()).map(|tag| format!("- {tag}")));
+        lines.push("---".into());
+        lines.join("\n") + "\n"
+    }
+
+    fn summary(&self) -> String {
+        let kind = if self.adapter { "An adapter" } else { "A model" };
+        let base = match (self.base_id(), self.setting("model.revision")) {
+            (Some(id), "" | "main") => format!(" of [{id}](https://huggingface.co/{id})"),
+            (Some(id), revision) => format!(" of [{id}](https://huggingface.co/{id}), revision `{revision}`"),
+            (None, _) if self.base().is_some() => {
+                " of a base model that was a directory on the machine of the training, so it is not named here".into()
+            }
+            (None, _) => String::new(),
+        };
+        let way = match (self.setting("train.stage"), self.setting("tune.method")) {
+            ("", _) => String::new(),
+            (stage, method) => format!(", trained with stage `{stage}` and method `{method}`"),
+        };
+        let version = env!("CARGO_PKG_VERSION");
+        format!("{kind}{base}{way}. Written by ft {version}; the numbers below are from the files of the run.")
+    }
+
+    fn usage(&self) -> String {
+        format!("\n```\nft generate --model {} --chat\n```\n", self.id)
+    }
+
+    fn license_text(&self) -> String {
+        let file = ["LICENSE", "LICENSE.txt", "LICENSE.md"];
+        let file = file.iter().find(|name| self.directory.join(name).is_file());
+        let text = match (self.license, file) {
+            (Some(license), _) => {
+                format!("`{license}`, as stated by who uploaded it. That of the base model applies too.")
+            }
+            (None, Some(name)) => format!("`{name}` of the base model is in this repository."),
+            (None, None) => "Not stated. That of the base model applies; see its page.".into(),
+        };
+        format!("\n## License\n\n{text}\n")
+    }
+}
+
+/// Ids of hub data sets among the values of `data.train` and `data.sources`.
+fn datasets(train: &str, record: Option<&Record>) -> Vec<String> {
+    let sources = record
+        .and_then(|r| r.settings.get("data.sources"))
+        .map_or("", String::as_str);
+    let mut all: Vec<String> = [train, sources]
+        .iter()
+        .flat_map(|text| text.split('"'))
+        .map(|word| word.split(':').next().unwrap_or_default())
+        .filter(|word| hub::is_id(word) && !Path::new(word).exists())
+        // `data/train.jsonl` has the form of an id.
+        .filter(|word| Path::new(word).extension().is_none())
+        .map(str::to_string)
+        .collect();
+    all.sort();
+    all.dedup();
+    all
+}
+
+fn event(dir: &Path, kind: &str) -> Option<Value> {
+    let text = files::read_text(&dir.join("events.jsonl")).ok()?;
+    let events = text
+        .lines()
+        .rev()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    events.into_iter().find(|event| event["event"] == kind)
+}
+
+fn data(dir: &Path, record: &Record) -> String {
+    let mut rows = Vec::new();
+    let mut add = |name: &str, value: String| rows.push(format!("| {name} | {value} |\n"));
+    let sources = ["data.train", "data.eval"].map(|key| (key, record.settings.get(key)));
+    for (key, value) in sources {
+        if let Some(value) = value.filter(|value| !["", "[]", "\"\""].contains(&value.as_str())) {
+            add(&format!("`{key}`"), format!("`{}`", without_directories(value)));
+        }
+    }
+    if let Some(event) = event(dir, "data") {
+        for (key, name) in [
+            ("rows", "rows"),
+            ("tokens", "tokens"),
+            ("trained_tokens", "trained tokens"),
+        ] {
+            if let Some(n) = event[key].as_u64() {
+                add(name, count(n));
+            }
+        }
+        if let Some(print) = event["fingerprint"].as_str().filter(|print| !print.is_empty()) {
+            add("fingerprint (BLAKE3 of the encoded rows)", format!("`{print}`"));
+        }
+    }
+    format!("\n## Data\n\n| | |\n|---|---|\n{}", rows.concat())
+}
+
+fn results(record: &Record) -> String {
+    let curve = |name: &str| record.curves.get(name);
+    let mut rows = Vec::new();
+    let mut add = |name: &str, value: Option<String>| {
+        rows.extend(value.map(|value| format!("| {name} | {value} |\n")));
+    };
+    let plain = |x: f64| format!("{x:.4}");
+    let steps = record.curves.steps;
+    add("state of the run", Some(record.state.clone()));
+    add(
+        "steps",
+        Some(
+            record
+                .total_steps
+                .map_or(count(steps), |total| format!("{} of {}", count(steps), count(total))),
+        ),
+    );
+    add(
+        "training loss (mean of the last 10 steps)",
+        curve("loss").and_then(|c| c.recent(RECENT)).map(plain),
+    );
+    let evaluations = record.curves.names();
+    for name in evaluations
+        .into_iter()
+        .filter(|name| name.starts_with("eval_") && *name != "eval_tokens")
+    {
+        let first = curve(name)
+            .and_then(|c: &Curve| c.points.first())
+            .map(|point| plain(point.1));
+        let last = curve(name).and_then(Curve::last).map(plain);
+        if let (Some(first), Some(last)) = (first, last) {
+            add(&format!("`{name}`, before and after"), Some(format!("{first}, {last}")));
+        }
+    }
+    let peak = curve("peak_memory_bytes").and_then(|c| c.points.iter().map(|p| p.1).reduce(f64::max));
+    add("peak memory", peak.map(|x| bytes(x as u64)));
+    let time = record
+        .began
+        .zip(record.ended)
+        .map(|(a, b)| duration(Duration::from_secs_f64((b - a).max(0.0))));
+    add("time", time);
+    format!(
+        "\n## Results\n\n| | |\n|---|---|\n{}\nMeasured by the run itself. Nothing else was evaluated.\n",
+        rows.concat()
+    )
+}
+
+fn how(dir: &Path) -> String {
+    let mut out = "\n## How it was made\n".to_string();
+    if let Some(command) = event(dir, "start").and_then(|e| Some(e["command"].as_str()?.to_string())) {
+        out.push_str(&format!("\n```\n{}\n```\n", without_directories(&command)));
+    }
+    if let Ok(recipe) = files::read_text(&dir.join("recipe.toml")) {
+        out.push_str(&format!("\n```toml\n{}\n```\n", without_directories(recipe.trim_end())));
+    }
+    out
+}
+
+/// The text with `.../name` in the place of each absolute path: it describes the machine of the training, not the model.
+fn without_directories(text: &str) -> String {
+    let inside = |c: char| !c.is_whitespace() && !"\"'`,[]{}()".contains(c);
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(c) = rest.chars().next() {
+        let begins = !out.ends_with(|c: char| inside(c) && c != '=');
+        if begins && (rest.starts_with('/') || rest.starts_with("~/")) {
+            let end = rest.find(|c| !inside(c)).unwrap_or(rest.len());
+            let name = rest[..end].trim_end_matches('/').rsplit('/').next().unwrap_or_default();
+            out.push_str(&format!(".../{name}"));
+            rest = &rest[end..];
+        } else {
+            out.push(c);
+            rest = &rest[c.len_utf8()..];
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_of_a_machine_are_not_in_a_card() {
+        for (text, wanted) in [
+            (
+                "train = [\"/srv/me/rows/a.jsonl\", \"b/c.jsonl\"]",
+                "train = [\".../a.jsonl\", \"b/c.jsonl\"]",
+            ),
+            (
+                "ft train /data/r.toml train.output_dir=/mnt/x/",
+                "ft train .../r.toml train.output_dir=.../x",
+            ),
+            ("path = \"~/models/m\" # 1/2", "path = \".../m\" # 1/2"),
+            ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ] {
+            assert_eq!(without_directories(text), wanted);
+        }
+    }
+
+    #[test]
+    fn only_hub_ids_are_data_sets() {
+        assert_eq!(
+            datasets("[\"openai/gsm8k\", \"data/train.jsonl\", \"a/b:c.jsonl\"]", None),
+            ["a/b", "openai/gsm8k"]
+        );
+    }
+}

@@ -54,9 +54,11 @@ pub fn ends(module: &str, name: &str) -> bool {
     module == name || module.strip_suffix(name).is_some_and(|rest| rest.ends_with('.'))
 }
 
-/// The layer index: `3` of `model.layers.3.mlp.up_proj`.
+/// The layer index: `3` of `model.layers.3.mlp.up_proj`. A number at the end is not one (`model.altup_projections.0`), as in
+/// PEFT.
 pub fn layer_of(module: &str) -> Option<usize> {
-    module.split('.').find_map(|part| part.parse().ok())
+    let above = module.rsplit_once('.').map_or("", |(above, _)| above);
+    above.split('.').find_map(|part| part.parse().ok())
 }
 
 /// Targets, compiled once.

@@ -85,12 +85,7 @@ pub(super) fn merge(l: &mut Ledger, settings: &LayerMemorySettings, nd: u64) {
 }
 
 /// Backward of `merge`; the caller holds the gradient of the streams.
-pub(super) fn merge_backward(
-    l: &mut Ledger,
-    settings: &LayerMemorySettings,
-    nd: u64,
-    sink: &mut dyn GradSinkMemory,
-) {
+pub(super) fn merge_backward(l: &mut Ledger, settings: &LayerMemorySettings, nd: u64, sink: &mut dyn GradSinkMemory) {
     if settings.spec.streams.is_some() {
         l.touch(MemoryKind::LayerWork, 6 * nd);
         let work = l.alloc(MemoryKind::LayerWork, 5 * nd);

@@ -33,7 +33,12 @@ pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> Re
             }
         };
         network.linears(layer)?.into_iter().for_each(&mut format);
-        let experts = network.spec.layers.get(layer).and_then(|l| l.experts).map_or(0, |experts| experts.count);
+        let experts = network
+            .spec
+            .layers
+            .get(layer)
+            .and_then(|l| l.experts)
+            .map_or(0, |experts| experts.count);
         for expert in 0..experts {
             network.expert_linears(layer, expert)?.into_iter().for_each(&mut format);
         }

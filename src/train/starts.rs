@@ -170,7 +170,11 @@ impl Progress {
             name,
             begun: Instant::now(),
             layers: network.linear_groups(),
-            phase: progress::phase(format!("initializing adapters ({name})"), network.linear_groups(), "layers"),
+            phase: progress::phase(
+                format!("initializing adapters ({name})"),
+                network.linear_groups(),
+                "layers",
+            ),
             last: Cell::new(None),
         }
     }

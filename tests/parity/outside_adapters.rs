@@ -43,8 +43,15 @@ fn adapters_outside_of_the_layers_are_those_of_peft() {
         for (parameter, gradient) in &gradients {
             assert_eq!(values(gradient), values(&kept[parameter]), "{name}: {parameter}");
             let key = in_file(parameter);
-            let theirs = golden.get(&key).unwrap_or_else(|| panic!("{name}: {key} is not in {wanted:?}"));
-            all_close(&values(gradient), theirs, 1e-4, &format!("{name}: gradient of {parameter}"));
+            let theirs = golden
+                .get(&key)
+                .unwrap_or_else(|| panic!("{name}: {key} is not in {wanted:?}"));
+            all_close(
+                &values(gradient),
+                theirs,
+                1e-4,
+                &format!("{name}: gradient of {parameter}"),
+            );
             wanted.retain(|k| **k != key);
             gradients_compared += 1;
         }

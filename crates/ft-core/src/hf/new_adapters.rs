@@ -164,6 +164,7 @@ fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u
             chosen.len()
         ));
     }
+    warnings.extend(other_blocks(&config, &chosen));
     settle_targets(&mut config, &chosen);
     let shared = match config.kind {
         AdapterKind::Vera { .. } => {
@@ -228,6 +229,24 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
         chosen.len(),
         site.module
     )])
+}
+
+/// A warning of linears whose OFT blocks have another size, because that of the settings does not divide their inputs.
+fn other_blocks(config: &AdapterConfig, chosen: &[Site]) -> Option<String> {
+    let AdapterKind::Oft { block, .. } = config.kind else {
+        return None;
+    };
+    let fitting = |s: &&Site| Oft::fitting(block, s.input) != block;
+    let first = chosen.iter().find(fitting)?;
+    Some(format!(
+        "{} of {} adapters have blocks of another size than {block}, which does not divide their inputs, as in PEFT: `{}` \
+         has blocks of {} for {} inputs",
+        chosen.iter().filter(fitting).count(),
+        chosen.len(),
+        first.module,
+        Oft::fitting(block, first.input),
+        first.input
+    ))
 }
 
 /// Reads a list of names, or one regular expression.
@@ -508,20 +527,8 @@ fn one(
             Adapter::Lokr(Lokr::fresh(module, shape, *factor, *both, ratio, seed, index)?)
         }
         AdapterKind::Oft { block, neumann } => {
-            if i % block != 0 {
-                return Err(Error::new(
-                    "`LoraConfig::oft_block_size` does not divide the input size of a target module",
-                )
-                .at(module)
-                .found(format!("blocks of {block}, {i} inputs"))
-                .hint("use a common divisor of the input sizes of all target modules"));
-            }
-            Adapter::Oft(Oft::fresh(
-                module,
-                i,
-                *block,
-                neumann.map_or(Cayley::Exact, Cayley::Neumann),
-            )?)
+            let cayley = neumann.map_or(Cayley::Exact, Cayley::Neumann);
+            Adapter::Oft(Oft::fresh(module, i, Oft::fitting(*block, i), cayley)?)
         }
         AdapterKind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
             module,

@@ -43,13 +43,7 @@ impl Network {
     ///
     /// # Errors
     /// As for `embed`.
-    pub fn spread_backward(
-        &self,
-        ids: &[u32],
-        dh: Tensor,
-        ctx: &Context,
-        sink: &mut dyn GradSink,
-    ) -> Result<Tensor> {
+    pub fn spread_backward(&self, ids: &[u32], dh: Tensor, ctx: &Context, sink: &mut dyn GradSink) -> Result<Tensor> {
         let Some(streams) = self.spec.streams else {
             return Ok(dh);
         };
@@ -124,7 +118,9 @@ impl Network {
         ctx: &Context,
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
-        let d = self.final_norm()?.backward(&self.merge(x, ctx)?, dh, &self.spec, sink)?;
+        let d = self
+            .final_norm()?
+            .backward(&self.merge(x, ctx)?, dh, &self.spec, sink)?;
         self.merge_backward(x, d, ctx, sink)
     }
 }

@@ -293,6 +293,12 @@ mod tests {
     }
 
     #[test]
+    fn a_number_at_the_end_is_no_layer() {
+        assert_eq!(layer_of("model.layers.12.altup.modality_router"), Some(12));
+        assert_eq!(layer_of("model.altup_projections.0"), None);
+    }
+
+    #[test]
     fn regular_expressions_match_the_whole_path() {
         let pattern = |p: &str| Targets::Pattern(p.into());
         assert_eq!(count(pattern(r".*\.(q|k)_proj"), None, None).unwrap(), 2);

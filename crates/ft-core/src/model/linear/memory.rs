@@ -28,7 +28,10 @@ impl LayerMemorySettings<'_> {
 
     /// What an adapter allocates and frees in the forward pass of its linear with `input` features.
     pub fn adapter_forward(&self, l: &mut Ledger, cost: &Cost, input: usize) {
-        l.touch(LayerWork, self.copy(input) + self.bytes(cost.rank) + self.temporary(cost));
+        l.touch(
+            LayerWork,
+            self.copy(input) + self.bytes(cost.rank) + self.temporary(cost),
+        );
     }
 
     /// As `adapter_forward`, in the backward pass; `temporary`: the work of kinds other than LoRA is not done elsewhere.

@@ -249,7 +249,10 @@ impl Spec {
         let streams = |name| (0..others).map(move |i| (format!("{name}.{i}"), d));
         let wide = self.per_layer.map(|p| self.layers.len() * p.width);
         let projection = wide.map(|wide| (PER_LAYER_PROJECTION.trim_end_matches(".weight").to_string(), wide));
-        let all = projection.into_iter().chain(streams(STREAMS_IN)).chain(streams(STREAMS_OUT));
+        let all = projection
+            .into_iter()
+            .chain(streams(STREAMS_IN))
+            .chain(streams(STREAMS_OUT));
         let site = |(module, output)| Site {
             module,
             input: d,
@@ -544,7 +547,9 @@ impl Spec {
             output: linear.output,
         };
         let layers = 0..self.layers.len();
-        let altup = layers.clone().flat_map(|l| self.altup_linears().into_iter().map(move |linear| (l, linear)));
+        let altup = layers
+            .clone()
+            .flat_map(|l| self.altup_linears().into_iter().map(move |linear| (l, linear)));
         let inside = layers.flat_map(|l| linears(l).map(move |linear| (l, linear)));
         let inside = inside.chain(altup).map(|(l, linear)| site(l, linear));
         inside.chain(self.linears_outside()).collect()

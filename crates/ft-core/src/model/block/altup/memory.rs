@@ -190,10 +190,17 @@ impl LayerMemory<'_> {
 
     /// The names of the parameters whose gradients `RouterSums` holds.
     fn router_parts(&self, sink: &dyn GradSinkMemory) -> Vec<String> {
-        let mut all = [ALTUP[0], ALTUP[1]].map(|name| self.name(&format!("{name}.weight"))).to_vec();
+        let mut all = [ALTUP[0], ALTUP[1]]
+            .map(|name| self.name(&format!("{name}.weight")))
+            .to_vec();
         let linears = self.altup_linears();
         let adapter = linears.first().and_then(|&router| self.adapter(router));
-        all.extend(adapter.iter().flat_map(|cost| &cost.trained).map(|(name, _)| name.to_string()));
+        all.extend(
+            adapter
+                .iter()
+                .flat_map(|cost| &cost.trained)
+                .map(|(name, _)| name.to_string()),
+        );
         all.retain(|name| sink.wants(name));
         all
     }

@@ -13,6 +13,8 @@ mod families;
 mod int8;
 #[path = "parity/loss_scale.rs"]
 mod loss_scale;
+#[path = "parity/outside_adapters.rs"]
+mod outside_adapters;
 #[path = "parity/preference.rs"]
 mod preference;
 #[path = "parity/quant.rs"]

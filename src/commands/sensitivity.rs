@@ -191,7 +191,7 @@ impl Sensitivity {
                 dw: false,
             };
             objective.evaluate(
-                &self.network.normalize(&x)?,
+                &self.network.normalize(&x, &ctx)?,
                 &self.network.head()?,
                 batch,
                 need,

@@ -3,9 +3,10 @@
 //!
 //! Letters: N tokens, D hidden size, L layers, P width of a per-layer input, K·E width of keys.
 
-use super::Inputs;
+use super::streams;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::model::Spec;
+use crate::model::block::memory::LayerMemorySettings;
 use crate::model::contracts::GradSinkMemory;
 use crate::model::spec::{KeySource, PER_LAYER_NORM, PER_LAYER_PROJECTION, PER_LAYER_TABLE};
 use std::collections::BTreeMap;
@@ -23,10 +24,11 @@ pub(super) struct Shared<'a> {
 
 impl<'a> Shared<'a> {
     /// Computes the per-layer inputs.
-    pub fn new(l: &mut Ledger, spec: &'a Spec, inputs: &Inputs) -> Self {
+    pub fn new(l: &mut Ledger, settings: &LayerMemorySettings<'a>) -> Self {
+        let spec = settings.spec;
         let mut out = Self {
             spec,
-            column: inputs.element * inputs.tokens as u64,
+            column: settings.element * settings.tokens as u64,
             inputs: Vec::new(),
             keys: BTreeMap::new(),
             gradients: BTreeMap::new(),
@@ -36,6 +38,7 @@ impl<'a> Shared<'a> {
             out.inputs.push(l.alloc(MemoryKind::LayerInputs, out.wide()));
             // The rows of the table as read, and scaled; before them the projection.
             l.touch(MemoryKind::LayerWork, 2 * out.wide() + out.column * spec.hidden as u64);
+            streams::adapter_forward(l, settings, PER_LAYER_PROJECTION.trim_end_matches(".weight"));
         }
         out
     }
@@ -83,14 +86,14 @@ impl<'a> Shared<'a> {
     }
 
     /// The backward pass of the per-layer inputs.
-    pub fn end(&mut self, l: &mut Ledger, sink: &mut dyn GradSinkMemory) {
+    pub fn end(&mut self, l: &mut Ledger, settings: &LayerMemorySettings, sink: &mut dyn GradSinkMemory) {
         if self.spec.per_layer.is_some() {
             l.moment("the gradient of the per-layer inputs");
             let work = 2 * self.wide() + self.column * self.spec.hidden as u64;
             let work = l.alloc(MemoryKind::LayerWork, work);
             sink.give(l, PER_LAYER_TABLE);
             sink.give(l, PER_LAYER_NORM);
-            sink.give(l, PER_LAYER_PROJECTION);
+            streams::linear_backward(l, settings, PER_LAYER_PROJECTION.trim_end_matches(".weight"), sink);
             l.free(work);
         }
     }

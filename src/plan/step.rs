@@ -308,9 +308,9 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             stored * (inputs.tokens.min(spec.vocab) * spec.hidden) as u64 + nd,
         );
     }
-    streams::spread(l, spec, nd);
+    streams::spread(l, &settings, nd);
     let keep_from = layers.saturating_sub(inputs.strategy.saved_layers);
-    let mut shared = Shared::new(l, spec, inputs);
+    let mut shared = Shared::new(l, &settings);
     let mut waiting: Vec<Waiting> = Vec::new();
     let mut before = l.sizes();
     for stretch in model.stretches(active, &[lowest, lowest + 1, keep_from]) {
@@ -350,11 +350,11 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         || to_embedding
         || sink.wants(FINAL_NORM)
         || sink.wants(FINAL_NORM_BIAS)
-        || streams::out_wanted(spec, sink);
+        || streams::out_wanted(&settings, sink);
     if let Some((_, work)) = inputs.teacher.as_ref().map(|t| t.forward(inputs)) {
         l.touch(MemoryKind::Teacher, work);
     }
-    streams::merge(l, spec, nd);
+    streams::merge(l, &settings, nd);
     let h = l.alloc(MemoryKind::Loss, nd);
     let indices = l.alloc(MemoryKind::Loss, 8 * n);
     let d_hidden = dh.then(|| l.alloc(MemoryKind::Loss, nd));
@@ -390,7 +390,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         return;
     };
     let mut dx = l.alloc(MemoryKind::LayerWork, row);
-    streams::merge_backward(l, spec, nd, sink);
+    streams::merge_backward(l, &settings, nd, sink);
     sink.give(l, FINAL_NORM);
     sink.give(l, FINAL_NORM_BIAS);
     l.free_all([x, d_hidden]);
@@ -425,8 +425,8 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         }
     }
     if to_embedding {
-        dx = streams::spread_backward(l, spec, nd, dx, sink);
-        shared.end(l, sink);
+        dx = streams::spread_backward(l, &settings, nd, dx, sink);
+        shared.end(l, &settings, sink);
     }
     shared.free(l);
     if to_embedding && sink.wants(EMBEDDING) {

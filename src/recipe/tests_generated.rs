@@ -44,8 +44,10 @@ const MODELS: &str = "
   block of its own), and by `freeze` if it is named. Its gradient has the size of the table in f32, as has each moment of the optimizer, and
   every update changes all rows, as in transformers. Where it is not trained, only the rows of a batch are read, from host memory or the
   disk with `memory.tier`.
-- Gemma 4: the factors of the layers are not trained (they are buffers in transformers). LoRA on all linears includes `per_layer_input_gate` and `per_layer_projection` of
-  each layer, not the `per_layer_model_projection` before the layers. `enable_moe_block` (26B-A4B) and new tokens are refused.
+- Gemma 3n and Gemma 4: adapters on all linears include those of the per-layer inputs (`per_layer_model_projection` before the layers too) and of
+  AltUp, as in PEFT. Then the gradient goes down to the embedding; with `tune.lora.target_modules` of layers only it does not.
+- Gemma 4: the factors of the layers are not trained (they are buffers in transformers). `enable_moe_block` (26B-A4B) and new tokens are
+  refused.
   On a GPU the heads of 512 elements (full attention) use the kernels without tensor cores.
 - Quantized checkpoints load: bitsandbytes, FP8, GPTQ, AWQ, compressed-tensors, ModelOpt FP8 ([quantization.md](quantization.md#files-of-other-tools)).
 - Checkpoints in f16 load: f16 and f32 keep every value, bf16 rounds each weight by up to 0.2 %. Training in f16 needs a GPU

@@ -118,15 +118,21 @@ impl Observer for CovarianceObserver {
     }
 }
 
-/// Calls `each` with the covariances of each layer, from the first layer up.
+/// Calls `each` with the covariances of each layer, from the first layer up; then of the linears outside of the layers, if
+/// there are any.
 pub fn observe(
     network: &Network,
     batches: &[Batch],
     arithmetic: CordaArithmetic,
     each: &mut dyn FnMut(usize, &Covariances) -> Result<()>,
 ) -> Result<()> {
+    let outside = CovarianceObserver {
+        arithmetic,
+        found: RefCell::default(),
+    };
     let embed = |b: &Batch| {
-        let ctx = network.context(&b.positions, &b.documents, None)?;
+        let mut ctx = network.context(&b.positions, &b.documents, None)?;
+        ctx.observer = Some(&outside);
         Ok((network.embed(&b.ids, &ctx)?, ctx.shared))
     };
     let mut states = batches.iter().map(embed).collect::<Result<Vec<_>>>()?;
@@ -147,5 +153,13 @@ pub fn observe(
         drop(phase);
         each(layer, &seen.found.into_inner().all)?;
     }
-    Ok(())
+    if network.linear_groups() == network.layers() {
+        return Ok(());
+    }
+    for (batch, (x, _)) in batches.iter().zip(&states) {
+        let mut ctx = network.context(&batch.positions, &batch.documents, None)?;
+        ctx.observer = Some(&outside);
+        network.normalize(x, &ctx)?;
+    }
+    each(network.layers(), &outside.found.into_inner().all)
 }

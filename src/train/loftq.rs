@@ -33,7 +33,7 @@ pub(super) fn fill(s: &mut AdapterInitContext, network: &Network) -> Result<()> 
     let (iterations, dtype) = (s.recipe.tune.lora.loftq_iter, s.recipe.model.dtype);
     let progress = Progress::new(LoraInit::Loftq.name(), network);
     let (mut before, mut after, mut n) = (0.0, 0.0, 0usize);
-    for layer in 0..network.layers() {
+    for layer in 0..network.linear_groups() {
         // A linear without quantization error keeps the default initialization.
         let quantized = |t: &Task| t.linear.weight.format().is_some_and(|f| f != Format::Bf16);
         let tasks: Vec<Task> = tasks(network, layer)?.into_iter().filter(quantized).collect();

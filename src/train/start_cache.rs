@@ -26,14 +26,19 @@ pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> Re
     text(&format!("{} {:?}", recipe.train.seed, recipe.model.init));
     text(&rows.fingerprint);
     text(&format!("{:?}", lora.corda));
-    for layer in 0..network.layers() {
+    for layer in 0..network.linear_groups() {
         let mut format = |(module, linear): (String, Linear)| {
             if let Some(format) = linear.weight.format() {
                 text(&format!("{module} {}", format.tag()));
             }
         };
         network.linears(layer)?.into_iter().for_each(&mut format);
-        let experts = network.spec.layers[layer].experts.map_or(0, |experts| experts.count);
+        let experts = network
+            .spec
+            .layers
+            .get(layer)
+            .and_then(|l| l.experts)
+            .map_or(0, |experts| experts.count);
         for expert in 0..experts {
             network.expert_linears(layer, expert)?.into_iter().for_each(&mut format);
         }

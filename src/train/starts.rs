@@ -76,7 +76,7 @@ pub fn fill(s: &mut AdapterInitContext, network: &mut Network, prepared: &mut hf
         }
     }
     // DoRA's magnitudes are the norms of the weights with the pair.
-    for layer in 0..network.layers() {
+    for layer in 0..network.linear_groups() {
         for (_, linear) in network.linears(layer)? {
             if let Some(Adapter::Dora(dora)) = linear.adapter.as_deref() {
                 dora.begin(&linear)?;
@@ -169,8 +169,12 @@ impl Progress {
         Self {
             name,
             begun: Instant::now(),
-            layers: network.layers(),
-            phase: progress::phase(format!("initializing adapters ({name})"), network.layers(), "layers"),
+            layers: network.linear_groups(),
+            phase: progress::phase(
+                format!("initializing adapters ({name})"),
+                network.linear_groups(),
+                "layers",
+            ),
             last: Cell::new(None),
         }
     }
@@ -202,7 +206,7 @@ fn from_weights(s: &mut AdapterInitContext, network: &Network) -> Result<()> {
     let lora = &s.recipe.tune.lora;
     let (init, iterations, seed) = (lora.init_lora_weights, lora.pissa_niter, s.recipe.train.seed);
     let progress = Progress::new(init.name(), network);
-    for layer in 0..network.layers() {
+    for layer in 0..network.linear_groups() {
         let tasks = tasks(network, layer)?;
         let pairs = each(
             &tasks,

@@ -15,7 +15,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Loss and the gradients of all adapters in one window.
-fn loss_and_grads(network: &Network, batch: &ft::data::Batch, saved_layers: usize) -> (f64, BTreeMap<String, Tensor>) {
+pub fn loss_and_grads(
+    network: &Network,
+    batch: &ft::data::Batch,
+    saved_layers: usize,
+) -> (f64, BTreeMap<String, Tensor>) {
     let parts = network.adapters.values().flat_map(|a| a.parts());
     let active = Active::new(parts.map(|p| p.name.to_string()));
     let mut sink = Collect {

@@ -1,5 +1,5 @@
-//! The files of other tools: values bit by bit as their references decode them (`tests/parity/make_quantfiles.py`), and
-//! files that are not what they should be.
+//! The files of other tools: values bit by bit as their references decode them (`tests/parity/make_quantfiles.py`), and as
+//! the formulas of the formats do for odd variants (`make_quantodd.py`); and files that are not what they should be.
 
 use crate::support::goldens;
 use ft::base::Result;
@@ -30,7 +30,7 @@ fn cases() -> Vec<(String, PathBuf)> {
         .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path))
         .collect();
     all.sort();
-    assert!(all.len() > 30, "{}", all.len());
+    assert!(all.len() > 50, "{}", all.len());
     all
 }
 
@@ -185,6 +185,9 @@ fn scales_and_groups_that_mean_nothing_are_refused() {
     assert!(said.contains("not a number"), "{said}");
     let said = spoiled("mxfp4", "a.weight_scales", &[255]);
     assert!(said.contains("not finite"), "{said}");
+    let state = br#"{"quant_type": "nf4", "blocksize": 32"#;
+    let said = spoiled("odd-nf4-cut", "a.weight.quant_state.bitsandbytes__nf4", state);
+    assert!(said.contains("blocks of 64"), "{said}");
     let said = spoiled("bnb-int8", "a.weight_format", &[1]);
     assert!(said.contains("weight_format"), "{said}");
 }
@@ -193,6 +196,7 @@ fn scales_and_groups_that_mean_nothing_are_refused() {
 fn configs_are_refused_by_the_setting_that_ft_does_not_read() {
     for (config, words) in [
         (json!({"quant_method": "gptq", "bits": 3}), &["bits", "3", "4 or 8"][..]),
+        (json!({"quant_method": "gptq", "bits": 2}), &["bits", "2", "4 or 8"]),
         (
             json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}),
             &["checkpoint_format", "marlin"],

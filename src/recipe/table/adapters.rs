@@ -51,7 +51,7 @@ section! {
         /// `ia3`: targets whose input is scaled instead of their output.
         feedforward_modules: Vec<String> = ["down_proj"], "as in PEFT for these models",
             when Self::peft_type = ["ia3"];
-        /// `oft`: size of the rotated blocks; it must divide the input features of every target.
+        /// `oft`: size of the rotated blocks; a target whose input features it does not divide has the nearest size that does.
         oft_block_size: usize = 32, "as in PEFT", in from(2), when Self::peft_type = ["oft"];
         /// `oft`: rotations by five terms of a series instead of an inverse.
         use_cayley_neumann: bool = true, "as in PEFT: faster, nearly orthogonal", when Self::peft_type = ["oft"];

@@ -135,7 +135,7 @@ impl Live {
             }
             x = y;
         }
-        let last = network.normalize(&x)?;
+        let last = network.normalize(&x, &ctx)?;
         if self.wanted.contains(&layers) {
             by_layer.insert(layers, last.clone());
         }

@@ -346,7 +346,7 @@ impl<'a> Pass<'a> {
             ..need(need_dx || network.end_wanted(sink)?)
         };
         let span = trace::span("loss");
-        let mut out = objective.evaluate(&network.normalize(&x)?, &head, batch, at_the_end, step_stats)?;
+        let mut out = objective.evaluate(&network.normalize(&x, ctx)?, &head, batch, at_the_end, step_stats)?;
         drop(span);
         // All ranks of a job look at the sum of all losses.
         if self.comm.world().size == 1
@@ -378,7 +378,7 @@ impl<'a> Pass<'a> {
             }
         }
         let Some(dh) = out.dh.take() else { return Ok(()) };
-        let mut dx = network.normalize_backward(&x, &dh, sink)?;
+        let mut dx = network.normalize_backward(&x, &dh, ctx, sink)?;
         drop((x, dh));
 
         // Backward, down to the lowest active layer.

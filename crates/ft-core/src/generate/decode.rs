@@ -378,7 +378,7 @@ pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], pass: Pass, s
     } else {
         Tensor::cat(&last, 0)?
     };
-    let h = network.normalize(&last)?;
+    let h = network.normalize(&last, &ctx)?;
     let logits = match policy.head {
         Some(head) => head.forward(&h, None)?,
         None => network.head()?.logits(&h)?,

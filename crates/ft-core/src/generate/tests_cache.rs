@@ -58,7 +58,7 @@ fn a_smaller_cache_only_rounds() {
                 x = block.forward_cached(&x, &ctx, &mut cache).unwrap();
             }
             let head = network.head().unwrap();
-            let raw = head.logits(&network.normalize(&x).unwrap()).unwrap();
+            let raw = head.logits(&network.normalize(&x, &ctx).unwrap()).unwrap();
             let last = raw.to_vec2::<f32>().unwrap().pop().unwrap();
             let cap = network.spec.logit_softcap.unwrap();
             let want: Vec<f32> = last.into_iter().map(|x| cap * (x / cap).tanh()).collect();

@@ -164,6 +164,7 @@ fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u
             chosen.len()
         ));
     }
+    warnings.extend(other_blocks(&config, &chosen));
     settle_targets(&mut config, &chosen);
     let shared = match config.kind {
         AdapterKind::Vera { .. } => {
@@ -228,6 +229,24 @@ fn check_ranks(config: &AdapterConfig, chosen: &[Site]) -> Result<Vec<String>> {
         chosen.len(),
         site.module
     )])
+}
+
+/// A warning of linears whose OFT blocks have another size, because that of the settings does not divide their inputs.
+fn other_blocks(config: &AdapterConfig, chosen: &[Site]) -> Option<String> {
+    let AdapterKind::Oft { block, .. } = config.kind else {
+        return None;
+    };
+    let fitting = |s: &&Site| Oft::fitting(block, s.input) != block;
+    let first = chosen.iter().find(fitting)?;
+    Some(format!(
+        "{} of {} adapters have blocks of another size than {block}, which does not divide their inputs, as in PEFT: `{}` \
+         has blocks of {} for {} inputs",
+        chosen.iter().filter(fitting).count(),
+        chosen.len(),
+        first.module,
+        Oft::fitting(block, first.input),
+        first.input
+    ))
 }
 
 /// Reads a list of names, or one regular expression.
@@ -338,29 +357,40 @@ fn config_of(lora: &LoraConfig, base: Option<String>) -> Result<AdapterConfig> {
 }
 
 /// The modules with these names in the language model of a multimodal model, as a regular expression: the other parts
-/// have modules of the same names.
-fn language_model(names: &[String], layers: Option<Vec<usize>>) -> String {
-    let layers = match layers {
-        Some(layers) => layers.iter().map(usize::to_string).collect::<Vec<_>>().join("|"),
-        None => "[0-9]+".to_string(),
+/// have modules of the same names. `outside`: also modules outside of its layers.
+fn language_model(names: &[String], layers: Option<Vec<usize>>, outside: bool) -> String {
+    let within = match layers {
+        Some(layers) => {
+            let layers = layers.iter().map(usize::to_string).collect::<Vec<_>>();
+            format!(r"layers\.(?:{})\.", layers.join("|"))
+        }
+        None if outside => String::new(),
+        None => r"layers\.(?:[0-9]+)\.".to_string(),
     };
     // A name may start anywhere in the path: `q_proj`, `layers.0.mlp.up_proj`.
     let names: Vec<String> = names.iter().map(|name| name.replace('.', "\\.")).collect();
     let names = names.join("|");
-    format!(r"(?=model\.language_model\.layers\.(?:{layers})\.)(?:.*\.)?(?:{names})")
+    format!(r"(?=model\.language_model\.{within})(?:.*\.)?(?:{names})")
 }
 
 /// Replaces `all-linear` by the module names of this model: other loaders may match more modules with it.
 fn settle_targets(config: &mut AdapterConfig, chosen: &[Site]) {
     if config.target_modules == Targets::AllLinear {
-        let last = |s: &Site| s.module.rsplit('.').next().map(str::to_string);
+        // A number alone is no name: `altup_projections.0`.
+        let last = |s: &Site| {
+            let (above, last) = s.module.rsplit_once('.')?;
+            let list = above.rsplit('.').next().filter(|_| last.parse::<usize>().is_ok());
+            Some(list.map_or(last.to_string(), |list| format!("{list}.{last}")))
+        };
         let mut names: Vec<String> = chosen.iter().filter_map(last).collect();
         names.sort();
         names.dedup();
         config.target_modules = Targets::List(names);
     }
     if let (true, Targets::List(names)) = (config.multimodal, &config.target_modules) {
-        config.target_modules = Targets::Pattern(language_model(names, config.layers_to_transform.take()));
+        let outside = chosen.iter().any(|s| targets::layer_of(&s.module).is_none());
+        let layers = config.layers_to_transform.take();
+        config.target_modules = Targets::Pattern(language_model(names, layers, outside));
     }
     if let AdapterKind::Ia3 { feedforward } = &mut config.kind {
         // PEFT requires that the feed-forward modules are among the targets.
@@ -497,20 +527,8 @@ fn one(
             Adapter::Lokr(Lokr::fresh(module, shape, *factor, *both, ratio, seed, index)?)
         }
         AdapterKind::Oft { block, neumann } => {
-            if i % block != 0 {
-                return Err(Error::new(
-                    "`LoraConfig::oft_block_size` does not divide the input size of a target module",
-                )
-                .at(module)
-                .found(format!("blocks of {block}, {i} inputs"))
-                .hint("use a common divisor of the input sizes of all target modules"));
-            }
-            Adapter::Oft(Oft::fresh(
-                module,
-                i,
-                *block,
-                neumann.map_or(Cayley::Exact, Cayley::Neumann),
-            )?)
+            let cayley = neumann.map_or(Cayley::Exact, Cayley::Neumann);
+            Adapter::Oft(Oft::fresh(module, i, Oft::fitting(*block, i), cayley)?)
         }
         AdapterKind::Adalora(_) => Adapter::Adalora(Adalora::fresh(
             module,

@@ -114,6 +114,8 @@ impl Block {
         all.extend(self.laurel.into_iter().flat_map(|l| [l.left, l.right]));
         all.extend(self.per_layer.into_iter().flat_map(|p| [p.gate, p.projection]));
         let all = all.into_iter().flat_map(Projections::into_linears);
+        let altup = self.altup.into_iter();
+        let all = all.chain(altup.flat_map(|a| [a.router, a.prediction, a.correction]));
         all.map(|l| (module(&l), l)).collect()
     }
 

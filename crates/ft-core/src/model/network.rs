@@ -153,10 +153,10 @@ impl Network {
     /// An id outside the vocabulary (`Argument`); a failed read of the weights.
     pub fn embed(&self, ids: &[u32], ctx: &Context) -> Result<Tensor> {
         let x = self.embedded(ids, ctx)?;
-        if let Some(inputs) = self.per_layer_inputs(ids, &x)? {
+        if let Some(inputs) = self.per_layer_inputs(ids, &x, ctx)? {
             ctx.shared.set_inputs(inputs);
         }
-        self.spread(x)
+        self.spread(x, ctx)
     }
 
     /// The rows of the embedding, `[N, D]`, with the noise of a training step.
@@ -185,8 +185,8 @@ impl Network {
     }
 
     /// Hidden states after the final norm, `[N, D]`, from the output of the last layer.
-    pub fn normalize(&self, x: &Tensor) -> Result<Tensor> {
-        self.final_norm()?.forward(&self.merge(x)?, &self.spec)
+    pub fn normalize(&self, x: &Tensor, ctx: &Context) -> Result<Tensor> {
+        self.final_norm()?.forward(&self.merge(x, ctx)?, &self.spec)
     }
 
     /// The output projection; that of a tied model is the embedding.
@@ -248,10 +248,32 @@ impl Network {
         Err(Error::not_found("the model has no such parameter").at(name))
     }
 
-    /// The linears of layer `index`, with or without an adapter, each with its module name. Those of routed experts: see
-    /// `expert_linears`.
+    /// Groups of linears for `linears`: the layers, and one for the linears outside of them if there are any.
+    pub fn linear_groups(&self) -> usize {
+        self.layers() + usize::from(!self.spec.linears_outside().is_empty())
+    }
+
+    /// The linears of layer `index`, with or without an adapter, each with its module name; after the last layer those outside
+    /// of the layers. Those of routed experts: see `expert_linears`.
     pub fn linears(&self, index: usize) -> Result<Vec<(String, Linear)>> {
-        Ok(self.block(index)?.into_linears())
+        if index < self.layers() {
+            return Ok(self.block(index)?.into_linears());
+        }
+        let outside = self.spec.linears_outside().into_iter();
+        outside
+            .map(|site| Ok((site.module.clone(), self.linear_outside(&site.module)?)))
+            .collect()
+    }
+
+    /// The linear of this module, which is not in a layer.
+    pub(super) fn linear_outside(&self, module: &str) -> Result<Linear> {
+        let (name, weight) = self.source.fetch(Group::Head)?.weight(&format!("{module}.weight"))?;
+        Ok(Linear {
+            name,
+            weight,
+            bias: None,
+            adapter: self.adapter_of(module),
+        })
     }
 
     /// As `linears`, of one routed expert.
@@ -416,10 +438,10 @@ impl Network {
         let altup = match (spec.streams, norm(Some(ALTUP[1]))?) {
             (Some(streams), Some(norm)) => Some(AltUp {
                 streams,
-                router: of_layer(ALTUP[0])?,
+                router: linear(ALTUP[0], false)?,
                 norm: norm.scaled(1.0 / spec.hidden as f32),
-                prediction: of_layer(ALTUP[2])?,
-                correction: of_layer(ALTUP[3])?,
+                prediction: linear(ALTUP[2], false)?,
+                correction: linear(ALTUP[3], false)?,
                 scale: of_layer(ALTUP[4])?,
             }),
             _ => None,
@@ -500,6 +522,6 @@ impl Network {
             see(l, &x)?;
             x = self.block(l)?.forward(&x, ctx)?;
         }
-        self.normalize(&x)
+        self.normalize(&x, ctx)
     }
 }

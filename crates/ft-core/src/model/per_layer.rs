@@ -18,13 +18,7 @@ use std::f32::consts::FRAC_1_SQRT_2;
 
 impl Network {
     fn per_layer_projection(&self) -> Result<Linear> {
-        let (name, weight) = self.source.fetch(Group::Head)?.weight(PER_LAYER_PROJECTION)?;
-        Ok(Linear {
-            name,
-            weight,
-            bias: None,
-            adapter: None,
-        })
+        self.linear_outside(PER_LAYER_PROJECTION.trim_end_matches(".weight"))
     }
 
     /// Ids of images and sounds beyond the table have the row of id 0.
@@ -34,11 +28,11 @@ impl Network {
     }
 
     /// `[N]` ids and their embedding `[N, D]` to `[N, L·P]`, if the family has per-layer inputs.
-    pub(super) fn per_layer_inputs(&self, ids: &[u32], x: &Tensor) -> Result<Option<Tensor>> {
+    pub(super) fn per_layer_inputs(&self, ids: &[u32], x: &Tensor, ctx: &Context) -> Result<Option<Tensor>> {
         let Some(PerLayerSpec { vocab, width }) = self.spec.per_layer else {
             return Ok(None);
         };
-        let z = self.per_layer_projection()?.weight.forward(x, None)?;
+        let z = self.per_layer_projection()?.forward(x, ctx)?;
         update::scale_assign(&z, (self.spec.hidden as f32).powf(-0.5))?;
         let norm = param(&*self.source.fetch(Group::Head)?, PER_LAYER_NORM)?;
         let sum = rms_norm::forward(&z, &norm.tensor, self.spec.norm_eps, self.spec.norm_plus_one)?;
@@ -67,7 +61,7 @@ impl Network {
         let factor = (self.spec.hidden as f32).powf(-0.5);
         let x = self.embedded(ids, ctx)?;
         let projection = self.per_layer_projection()?;
-        let z = projection.weight.forward(&x, None)?;
+        let z = projection.forward(&x, ctx)?;
         update::scale_assign(&z, factor)?;
         let norm = param(&*self.source.fetch(Group::Head)?, PER_LAYER_NORM)?;
         let need_dw = sink.wants(PER_LAYER_NORM);

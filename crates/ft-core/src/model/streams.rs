@@ -7,33 +7,32 @@
 //!
 //! Letters: A streams, D width of a stream.
 
-use super::contracts::{Context, GradSink, Param};
-use super::network::{Network, param};
+use super::contracts::{Context, GradSink};
+use super::linear::{Dx, Linear};
+use super::network::Network;
 use super::spec::{STREAMS_IN, STREAMS_OUT};
 use crate::base::Result;
-use crate::ops::{altup, linear, update};
-use crate::source::Group;
+use crate::ops::{altup, update};
 use candle_core::Tensor;
 
 impl Network {
     /// The projections `P_i` or `Q_i`, if the family has streams.
-    fn stream_projections(&self, name: &str) -> Result<Vec<Param>> {
+    fn stream_projections(&self, name: &str) -> Result<Vec<Linear>> {
         let Some(streams) = self.spec.streams else {
             return Ok(Vec::new());
         };
-        let weights = self.source.fetch(Group::Head)?;
-        let one = |i: usize| param(&weights, &format!("{name}.{}.weight", i - 1));
+        let one = |i: usize| self.linear_outside(&format!("{name}.{}", i - 1));
         (1..streams.count).map(one).collect()
     }
 
     /// From the embedding `[N, D]` to what the first layer reads, `[N, A·D]`.
-    pub(super) fn spread(&self, x: Tensor) -> Result<Tensor> {
+    pub(super) fn spread(&self, x: Tensor, ctx: &Context) -> Result<Tensor> {
         let Some(streams) = self.spec.streams else { return Ok(x) };
         let (n, d) = x.dims2()?;
         let h = update::zeros((n, streams.count * d), x.dtype(), x.device())?;
         h.slice_set(&x, 1, 0)?;
         for (i, p) in self.stream_projections(STREAMS_IN)?.iter().enumerate() {
-            let projected = linear::forward(&x, &p.tensor, None)?;
+            let projected = p.forward(&x, ctx)?;
             h.slice_set(&altup::matched(&projected, &x)?, 1, (i + 1) * d)?;
         }
         Ok(h)
@@ -51,20 +50,17 @@ impl Network {
         let x = self.embedded(ids, ctx)?;
         let dx = altup::sum(&dh, streams.count, 0..1, 1.0)?;
         for (i, p) in self.stream_projections(STREAMS_IN)?.iter().enumerate() {
-            let projected = linear::forward(&x, &p.tensor, None)?;
+            let projected = p.forward(&x, ctx)?;
             let dy = altup::sum(&dh, streams.count, i + 1..i + 2, 1.0)?;
             let dp = altup::matched_backward(&projected, &x, &dy, &dx)?;
             drop((projected, dy));
-            linear::backward_input_add(&dx, &dp, &p.tensor)?;
-            if sink.wants(&p.name) {
-                sink.take(p, linear::grad_weight(&dp, &x, p.tensor.dtype())?)?;
-            }
+            p.backward(Some(&x), &dp, ctx, Dx::AddTo(&dx), sink)?;
         }
         Ok(dx)
     }
 
     /// From the output of the last layer, `[N, A·D]`, to what the final norm reads, `[N, D]`.
-    pub(super) fn merge(&self, h: &Tensor) -> Result<Tensor> {
+    pub(super) fn merge(&self, h: &Tensor, ctx: &Context) -> Result<Tensor> {
         let Some(streams) = self.spec.streams else {
             return Ok(h.clone());
         };
@@ -73,7 +69,7 @@ impl Network {
         let y = first.copy()?;
         for (i, q) in self.stream_projections(STREAMS_OUT)?.iter().enumerate() {
             let own = altup::sum(h, count, i + 1..i + 2, 1.0)?;
-            let projected = linear::forward(&own, &q.tensor, None)?;
+            let projected = q.forward(&own, ctx)?;
             drop(own);
             update::add_assign(&y, &altup::matched(&projected, &first)?)?;
         }
@@ -82,7 +78,7 @@ impl Network {
     }
 
     /// Backward of `merge` from the gradient `d` `[N, D]`: `[N, A·D]`.
-    fn merge_backward(&self, h: &Tensor, d: Tensor, sink: &mut dyn GradSink) -> Result<Tensor> {
+    fn merge_backward(&self, h: &Tensor, d: Tensor, ctx: &Context, sink: &mut dyn GradSink) -> Result<Tensor> {
         let Some(streams) = self.spec.streams else { return Ok(d) };
         let (count, width) = (streams.count, self.spec.hidden);
         update::scale_assign(&d, 1.0 / count as f32)?;
@@ -91,12 +87,11 @@ impl Network {
         let dh = update::zeros(h.shape(), h.dtype(), h.device())?;
         for (i, q) in self.stream_projections(STREAMS_OUT)?.iter().enumerate() {
             let own = altup::sum(h, count, i + 1..i + 2, 1.0)?;
-            let projected = linear::forward(&own, &q.tensor, None)?;
+            let projected = q.forward(&own, ctx)?;
             let dp = altup::matched_backward(&projected, &first, &d, &d_first)?;
             drop(projected);
-            dh.slice_set(&linear::backward_input(&dp, &q.tensor)?, 1, (i + 1) * width)?;
-            if sink.wants(&q.name) {
-                sink.take(q, linear::grad_weight(&dp, &own, q.tensor.dtype())?)?;
+            if let Some(d_own) = q.backward(Some(&own), &dp, ctx, Dx::New, sink)? {
+                dh.slice_set(&d_own, 1, (i + 1) * width)?;
             }
         }
         dh.slice_set(&d_first, 1, 0)?;
@@ -109,15 +104,23 @@ impl Network {
     /// A failed read of the weights.
     pub fn end_wanted(&self, sink: &dyn GradSink) -> Result<bool> {
         let out = self.stream_projections(STREAMS_OUT)?;
-        Ok(self.final_norm()?.wanted(sink) || out.iter().any(|q| sink.wants(&q.name)))
+        Ok(self.final_norm()?.wanted(sink) || out.iter().any(|q| q.wanted(sink)))
     }
 
     /// Backward of `normalize`: from the gradient `dh` `[N, D]` to that of the output x `[N, ·]` of the last layer.
     ///
     /// # Errors
     /// As for `normalize`.
-    pub fn normalize_backward(&self, x: &Tensor, dh: &Tensor, sink: &mut dyn GradSink) -> Result<Tensor> {
-        let d = self.final_norm()?.backward(&self.merge(x)?, dh, &self.spec, sink)?;
-        self.merge_backward(x, d, sink)
+    pub fn normalize_backward(
+        &self,
+        x: &Tensor,
+        dh: &Tensor,
+        ctx: &Context,
+        sink: &mut dyn GradSink,
+    ) -> Result<Tensor> {
+        let d = self
+            .final_norm()?
+            .backward(&self.merge(x, ctx)?, dh, &self.spec, sink)?;
+        self.merge_backward(x, d, ctx, sink)
     }
 }

@@ -58,6 +58,18 @@ impl Oft {
         Ok(Self::new(module, small::full(&dims, 0.0)?, block, cayley))
     }
 
+    /// The size of the blocks for `input` features: `block`, or the divisor of `input` next to it (the smaller of two), as in
+    /// PEFT.
+    pub fn fitting(block: usize, input: usize) -> usize {
+        if block >= input {
+            return input;
+        }
+        let divides = |s: &usize| input.is_multiple_of(*s);
+        let lower = (1..=block).rev().find(divides).unwrap_or(1);
+        let higher = (block..=input).find(divides).unwrap_or(input);
+        if block - lower <= higher - block { lower } else { higher }
+    }
+
     /// Number of elements above the diagonal of a block.
     pub fn elements(block: usize) -> usize {
         block * block.saturating_sub(1) / 2

@@ -54,9 +54,11 @@ pub fn ends(module: &str, name: &str) -> bool {
     module == name || module.strip_suffix(name).is_some_and(|rest| rest.ends_with('.'))
 }
 
-/// The layer index: `3` of `model.layers.3.mlp.up_proj`.
+/// The layer index: `3` of `model.layers.3.mlp.up_proj`. A number at the end is not one (`model.altup_projections.0`), as in
+/// PEFT.
 pub fn layer_of(module: &str) -> Option<usize> {
-    module.split('.').find_map(|part| part.parse().ok())
+    let above = module.rsplit_once('.').map_or("", |(above, _)| above);
+    above.split('.').find_map(|part| part.parse().ok())
 }
 
 /// Targets, compiled once.
@@ -288,6 +290,12 @@ mod tests {
             let e = count(Targets::AllLinear, exclude, layers).unwrap_err().to_string();
             assert!(e.contains(part), "{e}");
         }
+    }
+
+    #[test]
+    fn a_number_at_the_end_is_no_layer() {
+        assert_eq!(layer_of("model.layers.12.altup.modality_router"), Some(12));
+        assert_eq!(layer_of("model.altup_projections.0"), None);
     }
 
     #[test]

@@ -366,3 +366,20 @@ fn a_start_becomes_a_plain_pair_of_twice_the_rank() {
     let two = Adapter::Lora(plain).forward(&base(), &x, None).unwrap();
     assert_close(&one, &two, 1e-6);
 }
+
+/// The numbers are those of `adjust_oft_parameters` of PEFT 0.21.
+#[test]
+fn blocks_that_do_not_divide_the_inputs_become_the_nearest_that_do() {
+    let sizes = [
+        (32, 64),
+        (32, 4),
+        (32, 24),
+        (7, 24),
+        (5, 24),
+        (10, 12),
+        (9, 13),
+        (16, 40),
+    ];
+    let fitting = sizes.map(|(block, input)| Oft::fitting(block, input));
+    assert_eq!(fitting, [32, 4, 24, 6, 4, 12, 13, 20]);
+}

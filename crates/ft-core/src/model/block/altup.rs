@@ -16,29 +16,33 @@ mod memory;
 use super::{Block, SavedActivations};
 use crate::base::{Error, Result};
 use crate::model::contracts::{Context, GradSink, KvStore, Param};
+use crate::model::linear::{Dx, Linear};
 use crate::model::norm::Norm;
 use crate::model::spec::StreamSpec;
 use crate::ops::{altup, linear, update};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 
+/// The piece of tokens (`Context::piece`) whose dropout masks the second use of the router has: no MLP has as many.
+const SECOND: usize = 1 << 31;
+
 /// The weights of AltUp in a layer.
 pub struct AltUp {
     /// A, and the active stream.
     pub streams: StreamSpec,
     /// `[A, D]`
-    pub router: Param,
+    pub router: Linear,
     /// The norm before the router, with the factor 1 / D.
     pub norm: Norm,
     /// `[A², A]`
-    pub prediction: Param,
+    pub prediction: Linear,
     /// `[A, A]`
-    pub correction: Param,
+    pub correction: Linear,
     /// s `[D]`
     pub scale: Param,
 }
 
-/// Gradients of the router, which a layer uses twice: a sink gets the sums after the last use.
+/// Gradients of the router and its adapter, which a layer uses twice: a sink gets the sums after the last use.
 struct RouterSums {
     wanted: Vec<String>,
     sums: BTreeMap<String, (Param, Tensor)>,
@@ -46,8 +50,10 @@ struct RouterSums {
 
 impl RouterSums {
     fn new(altup: &AltUp, sink: &dyn GradSink) -> Self {
-        let params = [Some(&altup.router), altup.norm.weight.as_ref()];
-        let names = params.into_iter().flatten().map(|p| p.name.to_string());
+        let adapter = altup.router.adapter.iter().flat_map(|a| a.parts());
+        let names = [altup.router.name.clone()].into_iter();
+        let names = names.chain(altup.norm.weight.iter().map(|p| p.name.clone()));
+        let names = names.chain(adapter.map(|p| p.name)).map(|name| name.to_string());
         Self {
             wanted: names.filter(|name| sink.wants(name)).collect(),
             sums: BTreeMap::new(),
@@ -59,6 +65,18 @@ impl RouterSums {
             .into_values()
             .try_for_each(|(param, sum)| sink.take(&param, sum))
     }
+}
+
+/// The gradient of the input `[N, I]` of a linear, from that of its output, `dy` `[N, O]`; `x` as for `Linear::backward`.
+fn input_gradient(
+    linear: &Linear,
+    x: Option<&Tensor>,
+    dy: &Tensor,
+    ctx: &Context,
+    sink: &mut dyn GradSink,
+) -> Result<Tensor> {
+    let dx = linear.backward(x, dy, ctx, Dx::New, sink)?;
+    dx.ok_or_else(|| Error::internal("a linear has no input gradient"))
 }
 
 impl GradSink for RouterSums {
@@ -82,21 +100,27 @@ impl AltUp {
         self.streams.active..self.streams.active + 1
     }
 
+    /// The context of the second use of the router, whose adapter has other dropout masks there, as in PEFT.
+    fn second<'a>(&self, ctx: &'a Context) -> Context<'a> {
+        ctx.piece(SECOND)
+    }
+
     /// True if a parameter that the predictions need gets a gradient.
     fn predicts(&self, sink: &dyn GradSink) -> bool {
-        self.norm.wanted(sink) || sink.wants(&self.router.name) || sink.wants(&self.prediction.name)
+        self.norm.wanted(sink) || self.router.wanted(sink) || self.prediction.wanted(sink)
     }
 
     /// transformers clips the coefficients in training; ft does not, so it refuses those that would change.
     fn check_clip(&self) -> Result<()> {
         let Some(clip) = self.streams.clip else { return Ok(()) };
-        for param in [&self.prediction, &self.correction] {
-            let values = update::to_f32_vec(&param.tensor)?;
+        // As there, of the weight without its adapter.
+        for linear in [&self.prediction, &self.correction] {
+            let values = update::to_f32_vec(linear.weight.dense()?)?;
             if let Some(found) = values.into_iter().find(|x| x.abs() > clip) {
                 return Err(Error::unsupported(
                     "training with a coefficient beyond `altup_coef_clip` is not supported",
                 )
-                .at(&*param.name)
+                .at(&*linear.name)
                 .found(found)
                 .expected(format!("at most {clip}, or a larger limit in `config.json`")));
             }
@@ -107,9 +131,9 @@ impl AltUp {
 
 impl Block {
     /// The router: from `[N, D]` to `[N, A]`.
-    fn router(&self, altup: &AltUp, x: &Tensor) -> Result<Tensor> {
+    fn router(&self, altup: &AltUp, x: &Tensor, ctx: &Context) -> Result<Tensor> {
         let h = self.norm(&altup.norm, x)?;
-        Ok(linear::forward(&h, &altup.router.tensor, None)?.tanh()?)
+        Ok(altup.router.forward(&h, ctx)?.tanh()?)
     }
 
     /// Backward of `router` from its output r and the gradient `dr`, `[N, A]` each: returns the gradient of x, `[N, D]`.
@@ -117,32 +141,32 @@ impl Block {
         &self,
         altup: &AltUp,
         x: &Tensor,
-        r: &Tensor,
-        dr: &Tensor,
+        (r, dr): (&Tensor, &Tensor),
+        ctx: &Context,
         sums: &mut RouterSums,
     ) -> Result<Tensor> {
         let dt = (dr * r.sqr()?.affine(-1.0, 1.0)?)?;
-        if sums.wants(&altup.router.name) {
-            let h = self.norm(&altup.norm, x)?;
-            let gradient = linear::grad_weight(&dt, &h, altup.router.tensor.dtype())?;
-            sums.take(&altup.router, gradient)?;
-        }
-        let dh = linear::backward_input(&dt, &altup.router.tensor)?;
+        let h = match altup.router.wanted(&*sums) {
+            true => Some(self.norm(&altup.norm, x)?),
+            false => None,
+        };
+        let dh = input_gradient(&altup.router, h.as_ref(), &dt, ctx, sums)?;
         self.norm_backward(&altup.norm, x, &dh, sums)
     }
 
     /// The active stream of x `[N, A·D]`, what the router makes of it `[N, A]`, and the coefficients `[N, A²]`.
-    fn coefficients(&self, altup: &AltUp, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+    fn coefficients(&self, altup: &AltUp, x: &Tensor, ctx: &Context) -> Result<(Tensor, Tensor, Tensor)> {
         let own = altup::sum(x, altup.streams.count, altup.active(), 1.0)?;
-        let r = self.router(altup, &own)?;
-        let c = linear::forward(&r, &altup.prediction.tensor, None)?;
+        let r = self.router(altup, &own, ctx)?;
+        let c = altup.prediction.forward(&r, ctx)?;
         Ok((own, r, c))
     }
 
     /// What the router makes of x2 `[N, D]`, and the factors of the correction, `[N, A]` each.
-    fn factors(&self, altup: &AltUp, x2: &Tensor) -> Result<(Tensor, Tensor)> {
-        let r = self.router(altup, x2)?;
-        let f = linear::forward(&r, &altup.correction.tensor, None)?;
+    fn factors(&self, altup: &AltUp, x2: &Tensor, ctx: &Context) -> Result<(Tensor, Tensor)> {
+        let ctx = altup.second(ctx);
+        let r = self.router(altup, x2, &ctx)?;
+        let f = altup.correction.forward(&r, &ctx)?;
         Ok((r, f.affine(1.0, 1.0)?))
     }
 
@@ -157,7 +181,7 @@ impl Block {
         keep: bool,
     ) -> Result<(Tensor, Option<SavedActivations>)> {
         let StreamSpec { count, active, .. } = altup.streams;
-        let c = self.coefficients(altup, x)?.2;
+        let c = self.coefficients(altup, x, ctx)?.2;
         let own = altup::predict_one(x, &c, count, active)?;
         let decodes = cache.is_some();
         let (x1, mixer) = self.mixer(&own, ctx, cache)?;
@@ -169,7 +193,7 @@ impl Block {
         drop(own);
         let (x2, parts) = self.mlp(&x1, &x1, ctx, keep)?;
         let x1 = keep.then_some(x1);
-        let f = self.factors(altup, &x2)?.1;
+        let f = self.factors(altup, &x2, ctx)?.1;
         let y = altup::predict(x, &c, count)?;
         altup::correct_assign(&y, &x2, &f, active)?;
         if let Some(p) = &self.per_layer {
@@ -197,7 +221,7 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Tensor> {
         let StreamSpec { count, active, .. } = altup.streams;
-        let (r, f) = self.factors(altup, x2)?;
+        let (r, f) = self.factors(altup, x2, ctx)?;
         if let Some(p) = &self.per_layer {
             let corrected = altup::corrected(own, x2, &f, active)?;
             let scale = altup.scale.tensor.to_dtype(corrected.dtype())?;
@@ -212,12 +236,9 @@ impl Block {
             }
         }
         let (dx2, df) = altup::correct_backward(dy, own, x2, &f, active)?;
-        let dr = linear::backward_input(&df, &altup.correction.tensor)?;
-        if sink.wants(&altup.correction.name) {
-            let gradient = linear::grad_weight(&df, &r, altup.correction.tensor.dtype())?;
-            sink.take(&altup.correction, gradient)?;
-        }
-        update::add_assign(&dx2, &self.router_backward(altup, x2, &r, &dr, sums)?)?;
+        let ctx = altup.second(ctx);
+        let dr = input_gradient(&altup.correction, Some(&r), &df, &ctx, sink)?;
+        update::add_assign(&dx2, &self.router_backward(altup, x2, (&r, &dr), &ctx, sums)?)?;
         Ok(dx2)
     }
 
@@ -233,7 +254,7 @@ impl Block {
     ) -> Result<Option<Tensor>> {
         altup.check_clip()?;
         let StreamSpec { count, active, .. } = altup.streams;
-        let (read, r, c) = self.coefficients(altup, x)?;
+        let (read, r, c) = self.coefficients(altup, x, ctx)?;
         let own = altup::predict_one(x, &c, count, active)?;
         let SavedActivations { mixer, x1, parts, x2 } = match saved {
             Some(saved) => saved,
@@ -271,16 +292,9 @@ impl Block {
         altup::add_to(&dy, &d_own, altup.active())?;
         drop(d_own);
         let dc = altup::predict_backward(x, &c, &dy, count)?;
-        let dr = linear::backward_input(&dc, &altup.prediction.tensor)?;
-        if sink.wants(&altup.prediction.name) {
-            let gradient = linear::grad_weight(&dc, &r, altup.prediction.tensor.dtype())?;
-            sink.take(&altup.prediction, gradient)?;
-        }
-        altup::add_to(
-            &dy,
-            &self.router_backward(altup, &read, &r, &dr, &mut sums)?,
-            altup.active(),
-        )?;
+        let dr = input_gradient(&altup.prediction, Some(&r), &dc, ctx, sink)?;
+        let d_read = self.router_backward(altup, &read, (&r, &dr), ctx, &mut sums)?;
+        altup::add_to(&dy, &d_read, altup.active())?;
         sums.finish(sink)?;
         Ok(need_dx.then_some(dy))
     }

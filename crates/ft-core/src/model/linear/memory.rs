@@ -1,6 +1,6 @@
 //! Memory of a linear: each tensor that `Linear` allocates and frees, its adapter included.
 
-use super::super::block::memory::LayerMemory;
+use super::super::block::memory::{LayerMemory, LayerMemorySettings};
 use super::super::contracts::GradSinkMemory;
 use crate::base::ledger::MemoryKind::LayerWork;
 use crate::base::ledger::{Allocation, Ledger};
@@ -10,14 +10,68 @@ use crate::peft::Cost;
 /// A linear: its name within the layer, input and output features.
 pub(in crate::model) type LinearShape = (&'static str, usize, usize);
 
-impl LayerMemory<'_> {
-    fn adapter(&self, linear: LinearShape) -> Option<&Cost> {
-        self.settings.adapters.get(&self.name(linear.0))
+impl LayerMemorySettings<'_> {
+    /// Bytes of `[N, width]`.
+    fn bytes(&self, width: usize) -> u64 {
+        self.element * (self.tokens * width) as u64
     }
 
     /// Temporary memory of an adapter kind other than LoRA.
     fn temporary(&self, cost: &Cost) -> u64 {
-        4 * (self.settings.tokens as u64 * cost.per_token + cost.whole)
+        4 * (self.tokens as u64 * cost.per_token + cost.whole)
+    }
+
+    /// The copy of the input that dropout needs.
+    fn copy(&self, input: usize) -> u64 {
+        if self.dropout { self.bytes(input) } else { 0 }
+    }
+
+    /// What an adapter allocates and frees in the forward pass of its linear with `input` features.
+    pub fn adapter_forward(&self, l: &mut Ledger, cost: &Cost, input: usize) {
+        l.touch(
+            LayerWork,
+            self.copy(input) + self.bytes(cost.rank) + self.temporary(cost),
+        );
+    }
+
+    /// As `adapter_forward`, in the backward pass; `temporary`: the work of kinds other than LoRA is not done elsewhere.
+    pub fn adapter_backward(
+        &self,
+        l: &mut Ledger,
+        (cost, input): (&Cost, usize),
+        (need_dx, temporary): (bool, bool),
+        sink: &mut dyn GradSinkMemory,
+    ) {
+        let wanted = cost.trained.iter().any(|(part, _)| sink.wants(part));
+        if !wanted && !need_dx {
+            return;
+        }
+        if temporary {
+            l.touch(LayerWork, self.temporary(cost));
+        }
+        let du = l.alloc(LayerWork, self.bytes(cost.rank));
+        let mut gradients = Vec::new();
+        if wanted {
+            let copy = l.alloc(LayerWork, self.copy(input));
+            let u = l.alloc(LayerWork, self.bytes(cost.rank));
+            for (part, _) in &cost.trained {
+                gradients.push((sink.compute(l, part), part));
+            }
+            l.free_all([copy, u]);
+        }
+        if need_dx {
+            l.touch(LayerWork, self.copy(input));
+        }
+        l.free(du);
+        for (gradient, part) in gradients {
+            sink.take(l, part, gradient);
+        }
+    }
+}
+
+impl LayerMemory<'_> {
+    pub(in crate::model) fn adapter(&self, linear: LinearShape) -> Option<&Cost> {
+        self.settings.adapters.get(&self.name(linear.0))
     }
 
     /// True if this is a DoRA adapter that is computed with the LoRA pairs: `Low` holds the output of the linear.
@@ -110,8 +164,7 @@ impl LayerMemory<'_> {
         let y = l.alloc(LayerWork, self.bytes(output));
         self.decode(l, linear);
         if let Some(cost) = self.adapter(linear) {
-            let copy = if self.settings.dropout { self.bytes(input) } else { 0 };
-            l.touch(LayerWork, copy + self.bytes(cost.rank) + self.temporary(cost));
+            self.settings.adapter_forward(l, cost, input);
         }
         y
     }
@@ -157,29 +210,8 @@ impl LayerMemory<'_> {
             self.decode(l, linear);
         }
         if let Some(cost) = self.adapter(linear) {
-            let wanted = cost.trained.iter().any(|(part, _)| sink.wants(part));
-            if wanted || need_dx {
-                if !self.output_in_low(linear) {
-                    l.touch(LayerWork, self.temporary(cost));
-                }
-                let du = l.alloc(LayerWork, self.bytes(cost.rank));
-                let mut gradients = Vec::new();
-                if wanted {
-                    let copy = l.alloc(LayerWork, if self.settings.dropout { self.bytes(input) } else { 0 });
-                    let u = l.alloc(LayerWork, self.bytes(cost.rank));
-                    for (part, _) in &cost.trained {
-                        gradients.push((sink.compute(l, part), part));
-                    }
-                    l.free_all([copy, u]);
-                }
-                if need_dx && self.settings.dropout {
-                    l.touch(LayerWork, self.bytes(input));
-                }
-                l.free(du);
-                for (gradient, part) in gradients {
-                    sink.take(l, part, gradient);
-                }
-            }
+            let how = (need_dx, !self.output_in_low(linear));
+            self.settings.adapter_backward(l, (cost, input), how, sink);
         }
         sink.give(l, &self.name(&format!("{name}.weight")));
         sink.give(l, &self.name(&format!("{name}.bias")));

@@ -38,10 +38,10 @@ pub const LAUREL: [&str; 3] = ["laurel.linear_left", "laurel.linear_right", "lau
 /// Names of AltUp in a layer: its router, the norm before it, the coefficients of predictions and of corrections, and the
 /// factor of what the per-layer part reads.
 pub const ALTUP: [&str; 5] = [
-    "altup.modality_router.weight",
+    "altup.modality_router",
     "altup.router_norm",
-    "altup.prediction_coefs.weight",
-    "altup.correction_coefs.weight",
+    "altup.prediction_coefs",
+    "altup.correction_coefs",
     "altup.correct_output_scale",
 ];
 /// Names of the projections of the embedding to the other streams, `{name}.0.weight` for stream 1, `[D, D]`.
@@ -223,6 +223,44 @@ impl Spec {
         linears
     }
 
+    /// The linears of AltUp in a layer: small matrices that are never quantized, as routers.
+    pub fn altup_linears(&self) -> Vec<LinearSpec> {
+        let Some(StreamSpec { count, .. }) = self.streams else {
+            return Vec::new();
+        };
+        let parts = [
+            (ALTUP[0], self.hidden, count),
+            (ALTUP[2], count, count * count),
+            (ALTUP[3], count, count),
+        ];
+        let linear = |(name, input, output)| LinearSpec {
+            name,
+            input,
+            output,
+            bias: false,
+            sublayer: Sublayer::Router,
+        };
+        parts.map(linear).to_vec()
+    }
+
+    /// The linears outside of the layers that can have adapters: those of the streams and of the per-layer inputs.
+    pub fn linears_outside(&self) -> Vec<Site> {
+        let (d, others) = (self.hidden, self.streams.map_or(0, |s| s.count - 1));
+        let streams = |name| (0..others).map(move |i| (format!("{name}.{i}"), d));
+        let wide = self.per_layer.map(|p| self.layers.len() * p.width);
+        let projection = wide.map(|wide| (PER_LAYER_PROJECTION.trim_end_matches(".weight").to_string(), wide));
+        let all = projection
+            .into_iter()
+            .chain(streams(STREAMS_IN))
+            .chain(streams(STREAMS_OUT));
+        let site = |(module, output)| Site {
+            module,
+            input: d,
+            output,
+        };
+        all.map(site).collect()
+    }
+
     fn norm(&self, name: &'static str, size: usize, sublayer: Sublayer) -> NormSpec {
         NormSpec {
             name,
@@ -332,17 +370,13 @@ impl Spec {
                 all.push(param(name, shape, group, norm.sublayer));
             }
         }
-        if let Some(StreamSpec { count, .. }) = self.streams {
-            // Small matrices that are never quantized, as routers.
-            let parts = [
-                (ALTUP[0], vec![count, self.hidden], Sublayer::Router),
-                (ALTUP[2], vec![count * count, count], Sublayer::Router),
-                (ALTUP[3], vec![count, count], Sublayer::Router),
-                (ALTUP[4], vec![self.hidden], Sublayer::Mlp),
-            ];
-            for (name, shape, sublayer) in parts {
-                all.push(param(format!("model.layers.{layer}.{name}"), shape, group, sublayer));
-            }
+        for linear in self.altup_linears() {
+            let name = format!("model.layers.{layer}.{}.weight", linear.name);
+            all.push(param(name, vec![linear.output, linear.input], group, linear.sublayer));
+        }
+        if self.streams.is_some() {
+            let name = format!("model.layers.{layer}.{}", ALTUP[4]);
+            all.push(param(name, vec![self.hidden], group, Sublayer::Mlp));
         }
         if self.has_sinks(layer) {
             let name = format!("model.layers.{layer}.{ATTENTION_SINKS}");
@@ -498,8 +532,9 @@ impl Spec {
         all
     }
 
-    /// The linears of the decoder layers, in order, that can have adapters. In a model with experts only those of attention: PEFT
-    /// takes the names of all other linears for those of the experts.
+    /// The linears that can have adapters: those of the decoder layers in order, those of AltUp, and those outside of the
+    /// layers. In a model with experts only those of attention: PEFT takes the names of all other linears for those of the
+    /// experts.
     pub fn sites(&self) -> Vec<Site> {
         let has_experts = self.layers.iter().any(|layer| layer.experts.is_some());
         let linears = |l| {
@@ -511,8 +546,12 @@ impl Spec {
             input: linear.input,
             output: linear.output,
         };
-        (0..self.layers.len())
-            .flat_map(|l| linears(l).map(move |linear| site(l, linear)))
-            .collect()
+        let layers = 0..self.layers.len();
+        let altup = layers
+            .clone()
+            .flat_map(|l| self.altup_linears().into_iter().map(move |linear| (l, linear)));
+        let inside = layers.flat_map(|l| linears(l).map(move |linear| (l, linear)));
+        let inside = inside.chain(altup).map(|(l, linear)| site(l, linear));
+        inside.chain(self.linears_outside()).collect()
     }
 }

@@ -16,6 +16,27 @@ impl LayerMemory<'_> {
         Some([(LAUREL[0], d, rank), (LAUREL[1], rank, d)])
     }
 
+    fn altup_linears(&self) -> Vec<LinearShape> {
+        let all = self.settings.spec.altup_linears().into_iter();
+        all.map(|linear| (linear.name, linear.input, linear.output)).collect()
+    }
+
+    /// The router or a linear that reads its output, beside the tensors of `narrow`.
+    fn of_router(&self, l: &mut Ledger, name: &str) {
+        for linear in self.altup_linears().into_iter().filter(|linear| linear.0 == name) {
+            let y = self.linear(l, linear);
+            l.free(y);
+        }
+    }
+
+    /// The active stream and its norm, the router and a linear that reads its output.
+    fn router_forward(&self, l: &mut Ledger, after: &str) {
+        let h = l.alloc(LayerWork, self.nd);
+        self.of_router(l, ALTUP[0]);
+        l.free(h);
+        self.of_router(l, after);
+    }
+
     /// The coefficients and factors, with what the router makes of its inputs.
     fn narrow(&self, l: &mut Ledger, streams: StreamSpec) -> Allocation {
         l.alloc(LayerWork, self.bytes(streams.count * (streams.count + 2)))
@@ -72,9 +93,8 @@ impl LayerMemory<'_> {
     ) -> (Allocation, Option<SavedActivationsMemory>) {
         let copies = self.pair_copies(l);
         let narrow = self.narrow(l, streams);
-        // The active stream, and its norm.
-        l.touch(LayerWork, 2 * self.nd);
         let own = l.alloc(LayerWork, self.nd);
+        self.router_forward(l, ALTUP[2]);
         let (x1, mixer) = self.mixer(l);
         let mixer = if keep {
             Some(mixer.relabel(l))
@@ -91,7 +111,7 @@ impl LayerMemory<'_> {
             l.free(x1);
             None
         };
-        l.touch(LayerWork, self.nd);
+        self.router_forward(l, ALTUP[3]);
         let y = l.alloc(LayerWork, streams.count as u64 * self.nd);
         if let Some([gate, projection]) = self.per_layer() {
             let read = l.alloc(LayerWork, self.nd);
@@ -130,7 +150,7 @@ impl LayerMemory<'_> {
 
     /// As `Block::corrected_backward`.
     fn corrected_backward(&self, l: &mut Ledger, sink: &mut dyn GradSinkMemory) -> Allocation {
-        l.touch(LayerWork, self.nd);
+        self.router_forward(l, ALTUP[3]);
         if let Some([gate, projection]) = self.per_layer() {
             let [corrected, read, dz] = [(); 3].map(|()| l.alloc(LayerWork, self.nd));
             let narrow = self.bytes(gate.2);
@@ -153,14 +173,36 @@ impl LayerMemory<'_> {
             l.free(corrected);
         }
         let dx2 = l.alloc(LayerWork, self.nd);
-        sink.give(l, &self.name(ALTUP[3]));
-        self.router_work(l);
+        self.router_backward(l, ALTUP[3], sink);
         dx2
     }
 
-    /// As `Block::router_backward`: a norm, its gradient, and that of its output; the gradients of the router are small.
-    fn router_work(&self, l: &mut Ledger) {
-        l.touch(LayerWork, 2 * self.nd);
+    /// The linear after the router, and `Block::router_backward`: a norm, its gradient, and that of its output. The sink gets
+    /// the gradients of the router at the end of the layer (`RouterSums`).
+    fn router_backward(&self, l: &mut Ledger, after: &str, sink: &mut dyn GradSinkMemory) {
+        for linear in self.altup_linears().into_iter().filter(|linear| linear.0 == after) {
+            self.linear_gradients(l, linear, true, sink);
+        }
+        let work = l.alloc(LayerWork, 2 * self.nd);
+        self.of_router(l, ALTUP[0]);
+        l.free(work);
+    }
+
+    /// The names of the parameters whose gradients `RouterSums` holds.
+    fn router_parts(&self, sink: &dyn GradSinkMemory) -> Vec<String> {
+        let mut all = [ALTUP[0], ALTUP[1]]
+            .map(|name| self.name(&format!("{name}.weight")))
+            .to_vec();
+        let linears = self.altup_linears();
+        let adapter = linears.first().and_then(|&router| self.adapter(router));
+        all.extend(
+            adapter
+                .iter()
+                .flat_map(|cost| &cost.trained)
+                .map(|(name, _)| name.to_string()),
+        );
+        all.retain(|name| sink.wants(name));
+        all
     }
 
     /// As `Block::altup_vjp`; `dy` is freed.
@@ -175,10 +217,11 @@ impl LayerMemory<'_> {
         let copies = self.pair_copies(l);
         let narrow = self.narrow(l, streams);
         let read = l.alloc(LayerWork, self.nd);
-        l.touch(LayerWork, self.nd);
+        self.router_forward(l, ALTUP[2]);
         let own = l.alloc(LayerWork, self.nd);
-        let router = [self.name(ALTUP[0]), self.name(&format!("{}.weight", ALTUP[1]))];
-        let predicts = router.iter().any(|name| sink.wants(name)) || sink.wants(&self.name(ALTUP[2]));
+        let router = self.router_parts(sink);
+        let prediction = self.altup_linears().into_iter().find(|linear| linear.0 == ALTUP[2]);
+        let predicts = !router.is_empty() || prediction.is_some_and(|linear| self.linear_wanted(sink, linear));
         let need_own = need_dx || predicts;
         let mixer_needed = need_own || self.laurel_wanted(sink) || self.mixer_wanted(sink);
         let SavedActivationsMemory { mixer, x1, parts, x2 } = match kept {
@@ -198,6 +241,7 @@ impl LayerMemory<'_> {
             None
         };
         let dx2 = self.corrected_backward(l, sink);
+        let sums: Vec<Allocation> = router.iter().map(|name| sink.compute(l, name)).collect();
         l.free_all(x2);
         let dx1 = self.mlp_backward(l, parts, mixer_needed, sink);
         l.free_all(x1);
@@ -221,10 +265,15 @@ impl LayerMemory<'_> {
         let found = d_own.is_some();
         l.free_all(d_own);
         if found {
-            sink.give(l, &self.name(ALTUP[2]));
-            self.router_work(l);
+            self.router_backward(l, ALTUP[2], sink);
+            for name in &router {
+                let one = sink.compute(l, name);
+                l.free(one);
+            }
         }
-        router.iter().for_each(|name| sink.give(l, name));
+        for (name, sum) in router.iter().zip(sums) {
+            sink.take(l, name, sum);
+        }
         l.free_all([copies, narrow, read]);
         if found && need_dx {
             return Some(dy);

@@ -35,9 +35,14 @@ fn adapters_outside_of_the_layers_are_those_of_peft() {
         close(loss, golden["loss"][0], 1e-4, &format!("{name}: loss"));
         let (again, kept) = loss_and_grads(&network, &batch, network.layers());
         assert_eq!(loss, again, "{name}");
-        let in_file = |parameter: &String| match network.spec.multimodal {
-            true => format!("grad.base_model.model.{}", wrapped(parameter)),
-            false => format!("grad.base_model.model.{parameter}"),
+        let multimodal = network.spec.multimodal;
+        let in_file = |parameter: &String| {
+            let name = if multimodal {
+                wrapped(parameter)
+            } else {
+                parameter.clone()
+            };
+            format!("grad.base_model.model.{name}")
         };
         let mut wanted: Vec<&String> = golden.keys().filter(|k| k.starts_with("grad.")).collect();
         for (parameter, gradient) in &gradients {

@@ -146,9 +146,10 @@ impl Block {
         sums: &mut RouterSums,
     ) -> Result<Tensor> {
         let dt = (dr * r.sqr()?.affine(-1.0, 1.0)?)?;
-        let h = match altup.router.wanted(&*sums) {
-            true => Some(self.norm(&altup.norm, x)?),
-            false => None,
+        let h = if altup.router.wanted(&*sums) {
+            Some(self.norm(&altup.norm, x)?)
+        } else {
+            None
         };
         let dh = input_gradient(&altup.router, h.as_ref(), &dt, ctx, sums)?;
         self.norm_backward(&altup.norm, x, &dh, sums)

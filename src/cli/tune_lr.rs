@@ -53,7 +53,7 @@ pub fn run(mut args: Args) -> Result<i32> {
         files::write_atomic(svg, found.svg().as_bytes())?;
     }
     if args.json {
-        out(&found.json())?;
+        out(found.json())?;
     } else {
         let colors = std::io::stdout().is_terminal() && super::style_of_terminal().color;
         out_text(found.lines(100, colors).join("\n"))?;

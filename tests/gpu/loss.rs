@@ -167,6 +167,7 @@ fn a_head_in_parts_and_entropies_match_the_cpu() {
                         need_dh: true,
                         need_dw: false,
                         weights,
+                        smoothing: if weights.is_some() { 0.1 } else { 0.0 },
                     };
                     let (want, want_sums) = run(&h.cpu, &head.weight(), targets, &options);
                     let parts = Pieces {

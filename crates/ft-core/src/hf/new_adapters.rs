@@ -239,8 +239,8 @@ fn other_blocks(config: &AdapterConfig, chosen: &[Site]) -> Option<String> {
     let fitting = |s: &&Site| Oft::fitting(block, s.input) != block;
     let first = chosen.iter().find(fitting)?;
     Some(format!(
-        "{} of {} adapters have blocks of another size than {block}, which does not divide their inputs, as in PEFT: `{}` \
-         has blocks of {} for {} inputs",
+        "{} of {} adapters have blocks of another size than `LoraConfig::oft_block_size`, {block}, which does not divide \
+         their inputs, as in PEFT: `{}` has blocks of {} for {} inputs",
         chosen.iter().filter(fitting).count(),
         chosen.len(),
         first.module,

@@ -426,8 +426,9 @@ fn of_turn(
         held.push(rollout(&mut ledger, model, recipe, inputs));
     }
     ledger.moment("the initialization of the adapters");
-    if recipe.tune.method == Method::Lora && cost::decomposes(&recipe.tune.lora) {
-        held.push(ledger.alloc(MemoryKind::Scratch, inputs.threads as u64 * cost::PACKED));
+    if recipe.tune.method == Method::Lora {
+        let packed = cost::packed(&recipe.tune.lora, &inputs.adapters);
+        held.push(ledger.alloc(MemoryKind::Scratch, inputs.threads as u64 * packed));
     }
     ledger.touch(MemoryKind::Scratch, inputs.start_bytes(recipe, model));
     held.push(ledger.alloc(MemoryKind::PackedWeights, weights::packed(model, inputs, active)));

@@ -130,8 +130,11 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
-/// The commands of ft in a page with the numbers of their lines: whole ones in blocks of code, and those named in the text.
-fn commands(text: &str) -> (Vec<(usize, String)>, Vec<(usize, String)>) {
+/// Commands with the numbers of their lines.
+type Commands = Vec<(usize, String)>;
+
+/// The commands of ft in a page: whole ones in blocks of code, and those named in the text.
+fn commands(text: &str) -> (Commands, Commands) {
     let (mut whole, mut named) = (Vec::new(), Vec::new());
     let (mut inside, mut joined) = (false, String::new());
     for (number, line) in text.lines().enumerate() {

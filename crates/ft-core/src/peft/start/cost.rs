@@ -35,13 +35,31 @@ pub fn together(linears: &[(usize, usize)]) -> Vec<Range<usize>> {
 /// Tokens of a batch of calibration rows: sums over one batch are f32, then accumulated in f64.
 pub const TOKENS: usize = 4096;
 
-/// Bytes that the products of a decomposition are packed into, for each thread; they stay until the run is over.
-pub const PACKED: u64 = 4 << 20;
+/// Bytes that the products of a whole decomposition are packed into.
+const PACKED: u64 = 4 << 20;
 
 /// Does a start decompose anything?
 pub fn decomposes(lora: &LoraConfig) -> bool {
     let plain = matches!(lora.init_lora_weights, LoraInit::Default | LoraInit::Gaussian);
     lora.peft_type == PeftType::Lora && lora.adapter.is_none() && !plain
+}
+
+/// Bytes for each thread into which the products of the start are packed; they stay until the run is over. Those of a few
+/// vectors need less.
+pub fn packed(lora: &LoraConfig, adapters: &BTreeMap<String, Cost>) -> u64 {
+    if !decomposes(lora) {
+        return 0;
+    }
+    let linears = adapters.iter().filter_map(|(module, cost)| Linear::of(module, cost));
+    match lora.init_lora_weights {
+        LoraInit::Olora => 0,
+        LoraInit::Eva => {
+            let widest = linears.map(|l| (l.i as usize, l.directions(lora))).max();
+            let few = widest.is_some_and(|(inputs, count)| krylov::pays(inputs, inputs, count));
+            if few { PACKED / 4 } else { PACKED }
+        }
+        _ => PACKED,
+    }
 }
 
 /// Bytes at the worst moment of the start: hidden states of `tokens` calibration tokens of width `hidden` (D), one layer's
@@ -126,16 +144,19 @@ impl Linear {
         let (w, c) = (self.o * self.i, self.i * self.i);
         let (o, i, r) = (self.o as usize, self.i as usize, self.r as usize);
         // Of a large weight only what is wanted is decomposed.
-        let svd = |count: usize| match krylov::pays(o, i, count) {
-            true => krylov::bytes(o, i, count),
-            false => svd_bytes(o, i),
+        let svd = |count: usize| {
+            if krylov::pays(o, i, count) {
+                krylov::bytes(o, i, count)
+            } else {
+                svd_bytes(o, i)
+            }
         };
         match init {
             LoraInit::Default | LoraInit::Gaussian => 0,
             // W, W·C, C, damped.
             LoraInit::Corda if lora.corda.adaptive_rank => 8 * (2 * w + 2 * c) + svd_bytes(o, i),
             LoraInit::Corda => 8 * (2 * w + 2 * c) + svd(r),
-            LoraInit::Eva => match (lora.eva.rho * r as f64) as usize {
+            LoraInit::Eva => match self.directions(lora) {
                 count if krylov::pays(i, i, count) => 8 * c + krylov::bytes(i, i, count),
                 _ => 8 * c + eigen_bytes(i),
             },
@@ -149,6 +170,11 @@ impl Linear {
             // Q, and the difference.
             LoraInit::Loftq => 4 * w + 8 * 2 * w + svd(r),
         }
+    }
+
+    /// Directions of the inputs that EVA looks for.
+    fn directions(&self, lora: &LoraConfig) -> usize {
+        (lora.eva.rho * self.r as f64) as usize
     }
 
     /// Results of this linear that are not written to the adapter yet.

@@ -69,10 +69,11 @@ pub fn eva(inputs: &Covariance, count: usize) -> Result<(Vec<f32>, Vec<f64>)> {
     check_rank(count, inputs.size(), inputs.size())?;
     let centered = inputs.centered();
     let n = centered.nrows();
-    let few = match krylov::pays(n, n, count) {
-        // Of a symmetric matrix without negative eigenvalues.
-        true => krylov::largest(&centered.as_ref(), count, 0, 0)?,
-        false => None,
+    // Of a symmetric matrix without negative eigenvalues.
+    let few = if krylov::pays(n, n, count) {
+        krylov::largest(&centered.as_ref(), count, 0, 0)?
+    } else {
+        None
     };
     let (vectors, values, all) = match few {
         Some(found) => (found.v, found.s, (0..n).map(|i| centered[(i, i)]).sum()),

@@ -4,7 +4,7 @@ mod assets;
 
 use super::out::{out, out_raw, out_text};
 use crate::base::units::bytes;
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result, files, progress};
 use crate::commands::plan::{self, Fit};
 use crate::recipe::{self, ModelRef, Recipe, suggest};
 use assets::ASSETS;
@@ -166,7 +166,11 @@ fn list(as_json: bool) -> Result<()> {
     for (name, text) in SHIPPED {
         let recipe = recipe::parse(text, name, &[])?.recipe;
         let about = About::of(text);
-        let fitted = plan::fit(&recipe)?;
+        // A mixture of experts takes a second.
+        let fitted = {
+            let _phase = progress::phase(format!("planning {name}"), 0, "");
+            plan::fit(&recipe)?
+        };
         let method = format!("{} {}", recipe.train.stage.name(), recipe.tune.method.name());
         let fit = match fitted.fit {
             Fit::Fits => "fits",

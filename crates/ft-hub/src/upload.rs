@@ -5,7 +5,6 @@ mod send;
 
 use crate::HubSettings;
 use ft_base::{Error, Result, files};
-use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::path::PathBuf;
 
 /// The bytes of a file to upload.
@@ -36,31 +35,6 @@ impl LocalFile {
             Content::Bytes(bytes) => Ok(bytes.len() as u64),
             Content::Path(path) => files::size(path),
         }
-    }
-
-    /// Bytes `from..from + length` of the file.
-    pub(crate) fn part(&self, from: u64, length: u64) -> Result<Box<dyn Read + Send>> {
-        match &self.content {
-            Content::Bytes(bytes) => {
-                let mut all = Cursor::new(bytes.clone());
-                all.set_position(from);
-                Ok(Box::new(all.take(length)))
-            }
-            Content::Path(path) => {
-                let mut file = files::open(path)?;
-                let moved = file.seek(SeekFrom::Start(from));
-                moved.map_err(|e| Error::io("cannot read the file").at_path(path).cause(e))?;
-                Ok(Box::new(file.take(length)))
-            }
-        }
-    }
-
-    pub(crate) fn bytes(&self, most: u64) -> Result<Vec<u8>> {
-        let mut out = Vec::new();
-        self.part(0, most)?
-            .read_to_end(&mut out)
-            .map_err(|e| Error::io("cannot read the file").at(&self.name).cause(e))?;
-        Ok(out)
     }
 }
 

@@ -4,16 +4,16 @@
 //! that would change nothing is not made. The token goes to the hub's own address only; a server for large files gets the
 //! headers that the hub names.
 
-use super::{LocalFile, Upload, Uploaded};
+use super::{Content, LocalFile, Upload, Uploaded};
 use crate::HubSettings;
 use crate::errors::{RequestedObject, explain};
 use crate::http::{Answer, Client, Fault, encode};
 use ft_base::progress::{self, Phase};
-use ft_base::{Error, Result};
+use ft_base::{Error, Result, files};
 use serde_json::{Value, json};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
-use std::io::Read;
+use std::io::{Cursor, Read, Seek, SeekFrom};
 
 /// Bytes of a file that the hub sees to decide between text and large file.
 const SAMPLE: usize = 512;
@@ -349,6 +349,33 @@ fn base64(bytes: &[u8]) -> String {
         }
     }
     out
+}
+
+impl LocalFile {
+    /// Bytes `from..from + length` of the file.
+    fn part(&self, from: u64, length: u64) -> Result<Box<dyn Read + Send>> {
+        match &self.content {
+            Content::Bytes(bytes) => {
+                let mut all = Cursor::new(bytes.clone());
+                all.set_position(from);
+                Ok(Box::new(all.take(length)))
+            }
+            Content::Path(path) => {
+                let mut file = files::open(path)?;
+                let moved = file.seek(SeekFrom::Start(from));
+                moved.map_err(|e| Error::io("cannot read the file").at_path(path).cause(e))?;
+                Ok(Box::new(file.take(length)))
+            }
+        }
+    }
+
+    fn bytes(&self, most: u64) -> Result<Vec<u8>> {
+        let mut out = Vec::new();
+        self.part(0, most)?
+            .read_to_end(&mut out)
+            .map_err(|e| Error::io("cannot read the file").at(&self.name).cause(e))?;
+        Ok(out)
+    }
 }
 
 #[cfg(test)]

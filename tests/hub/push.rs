@@ -322,7 +322,7 @@ fn a_run_is_pushed_with_an_honest_card_and_only_once() {
     let dir = place.path();
     trained(dir, &hub);
 
-    // ---- a dry run asks nobody
+    // ---- a dry run sends no request
     let dry = ft(dir, &hub, None, &["push", "run", ID, "--dry-run", "--json"]);
     assert!(dry.status.success(), "{}", said(&dry));
     let dry: Value = serde_json::from_slice(&dry.stdout).unwrap();

@@ -187,18 +187,7 @@ impl Client {
                 continue;
             }
             if !response.status().is_success() {
-                let code = headers
-                    .get("x-error-code")
-                    .and_then(|c| c.to_str().ok())
-                    .map(str::to_string);
-                let mut text = Vec::new();
-                let _ = response
-                    .into_body()
-                    .into_reader()
-                    .take(ERROR_TEXT)
-                    .read_to_end(&mut text);
-                let text = String::from_utf8_lossy(&text).into_owned();
-                return Err(Fault::Status { status, code, text });
+                return Err(refused(response));
             }
             return Ok(FileResponse {
                 redirected: hub.is_some(),
@@ -276,18 +265,7 @@ impl Client {
             300..400 => Err(Fault::Untrusted(format!(
                 "it redirects an upload (HTTP status {status})"
             ))),
-            _ => {
-                let code = response.headers().get("x-error-code").and_then(|c| c.to_str().ok());
-                let code = code.map(str::to_string);
-                let mut text = Vec::new();
-                let _ = response
-                    .into_body()
-                    .into_reader()
-                    .take(ERROR_TEXT)
-                    .read_to_end(&mut text);
-                let text = String::from_utf8_lossy(&text).into_owned();
-                Err(Fault::Status { status, code, text })
-            }
+            _ => Err(refused(response)),
         }
     }
 
@@ -367,6 +345,21 @@ pub(crate) fn next_page(headers: &HeaderMap, client: &Client) -> Answer<Option<S
         Some(path) => Ok(Some(path.to_string())),
         None => Err(Fault::Untrusted("the next page of a list is at another address".into())),
     }
+}
+
+/// The status, the code and the text of an error that a server sent.
+fn refused(response: Response<Body>) -> Fault {
+    let status = response.status().as_u16();
+    let code = response.headers().get("x-error-code").and_then(|c| c.to_str().ok());
+    let code = code.map(str::to_string);
+    let mut text = Vec::new();
+    let _ = response
+        .into_body()
+        .into_reader()
+        .take(ERROR_TEXT)
+        .read_to_end(&mut text);
+    let text = String::from_utf8_lossy(&text).into_owned();
+    Fault::Status { status, code, text }
 }
 
 #[cfg(test)]

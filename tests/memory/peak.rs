@@ -501,7 +501,7 @@ fn so_is_that_of_tokens_in_pieces_and_of_blocks_over_codes() {
     passes("peak::pieces_and_codes");
 }
 
-/// Every second pair: each shape and each way.
+/// Every third pair: each shape and each way.
 #[test]
 #[ignore = "a process of its own"]
 fn pieces_and_codes() {
@@ -512,5 +512,5 @@ fn pieces_and_codes() {
         Way::LowestPieces,
         Way::LoraKeepPieces,
     ];
-    compare(&ways, |shape, way| (shape + way) % 2 == 0);
+    compare(&ways, |shape, way| (shape + way) % 3 == 0);
 }

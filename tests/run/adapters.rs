@@ -61,10 +61,11 @@ fn eval(bench: &Bench, model: &str, adapter: Option<&str>) -> f64 {
 }
 
 #[test]
-fn every_kind_learns_over_every_storage() {
+fn every_kind_learns_over_half_of_the_storages() {
     let bench = Bench::new();
-    for storage in STORAGES {
-        for (kind, settings) in KINDS {
+    for (i, storage) in STORAGES.into_iter().enumerate() {
+        // Every pair trains a step in `composition`.
+        for (kind, settings) in KINDS.into_iter().skip(i % 2).step_by(2) {
             let run = [
                 &USUAL[..],
                 &[storage, "train.max_steps=12", "train.output_dir=run"],

@@ -126,7 +126,7 @@ fn every_set_of_cpu_operations_learns_the_same() {
                     "train",
                     "--recipe",
                     "r.toml",
-                    "train.max_steps=20",
+                    "train.max_steps=10",
                     "train.save_steps=0",
                 ];
                 let more = [
@@ -147,7 +147,7 @@ fn every_set_of_cpu_operations_learns_the_same() {
                 let operations = path.strip_suffix("-emulated").unwrap_or(path);
                 assert_eq!(environment["cpu"]["operations"], operations);
                 let losses: Vec<f64> = bench.steps(&name).iter().map(|l| number(l, "loss")).collect();
-                assert_eq!(losses.len(), 20);
+                assert_eq!(losses.len(), 10);
                 curves.push((name, losses));
             }
         }

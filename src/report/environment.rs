@@ -24,7 +24,7 @@ const FEATURES: [&str; 16] = [
     "sve2",
 ];
 
-/// Cores of aarch64 by implementer and part, as in the register MIDR_EL1; Linux tells no names.
+/// Cores of aarch64 by implementer and part, as in the register MIDR_EL1; Linux has no names for them.
 const CORES: [(&str, &str, &str); 12] = [
     ("0x41", "0xd03", "Cortex-A53"),
     ("0x41", "0xd07", "Cortex-A57"),
@@ -76,7 +76,7 @@ fn cpu_in(text: &str) -> (Option<String>, Vec<&'static str>) {
     (name, has)
 }
 
-/// What the kernel tells the process itself (`AT_HWCAP`): it is there without `/proc`, and under an emulator.
+/// What the kernel hands to the process itself (`AT_HWCAP`): it is there without `/proc`, and under an emulator.
 #[cfg(target_arch = "aarch64")]
 fn add_detected(features: &mut Vec<&'static str>) {
     use std::arch::is_aarch64_feature_detected as has;

@@ -104,7 +104,7 @@ fn new_temporary(target: &Path) -> Result<PathBuf> {
         if files::create_new_dir(&temporary)? {
             files::begun(&temporary);
             if let Err(e) = mark(&temporary) {
-                // Without the marker nobody would know later whose it is.
+                // Without the marker a later start could not know whose it is.
                 let _ = files::remove_dir_all(&temporary);
                 files::finished(&temporary);
                 return Err(e);

@@ -57,7 +57,7 @@ rm -rf "${out:?}/$name"
 mkdir "$out/$name"
 install -m 755 "$program" "$out/$name/ft"
 cp README.md CHANGELOG.md LICENSE-MIT LICENSE-APACHE "$out/$name/"
-tools/sbom.py >"$out/$name/ft.cdx.json"
+FT_SBOM_TARGET=$target tools/sbom.py >"$out/$name/ft.cdx.json"
 (
     cd "$out"
     tar --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX -cf - "$name" | gzip -n9 >"$name.tar.gz"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the bill of materials of the program `ft` to standard output: CycloneDX 1.5 as JSON.
 
-    tools/sbom.py [FEATURES] > ft.cdx.json
+    tools/sbom.py [FEATURES] > ft.cdx.json        FT_SBOM_TARGET is the target (default: this machine)
 
 Every package that is linked into ft or runs in its build, with version, license and the checksum of Cargo.lock. The
 output depends only on the sources: no time, no random number. `tests/tidy/supply.rs` checks the same packages.
@@ -16,7 +16,9 @@ import tomllib
 
 def main():
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    target = subprocess.run(["rustc", "--print", "host-tuple"], capture_output=True, text=True, check=True).stdout.strip()
+    target = os.environ.get("FT_SBOM_TARGET") or subprocess.run(
+        ["rustc", "--print", "host-tuple"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     command = ["cargo", "metadata", "--locked", "--format-version", "1", "--filter-platform", target]
     if len(sys.argv) > 1:
         command += ["--features", sys.argv[1]]

@@ -119,7 +119,7 @@ pub struct Operation {
     pub path: String,
     /// The second name of a rename or an exchange; the target of a link.
     pub other: String,
-    offset: usize,
+    pub offset: usize,
     bytes: Vec<u8>,
 }
 

@@ -82,6 +82,35 @@ fn what_would_fail_after_hours_fails_before_the_first_step() {
     }
 }
 
+/// Row C12: one operation of the rehearsal fails. Nothing stays that would make a second start refuse the directory.
+#[test]
+fn a_rehearsal_that_fails_once_leaves_nothing() {
+    let bench = Bench::new();
+    let mut command = bench.command(&RUN);
+    if on_disk(&bench, &mut command, Fault::Record, 0).is_none() {
+        return;
+    }
+    assert!(command.output().unwrap().status.success());
+    let all = recorded(&bench);
+    let tried = |name: &str| -> Vec<usize> {
+        let before = all.iter().position(|o| o.path.contains("recipe.toml")).unwrap();
+        let of = (1..).zip(&all[..before]).filter(|(_, o)| o.path.contains(name));
+        of.map(|(at, _)| at).collect()
+    };
+    let (save, export) = (tried("run/checkpoint-1.tmp-"), tried("run/final.tmp-"));
+    // The marker, the last removal of a file, and one that a sync follows.
+    for at in [save[1], save[save.len() - 2], *export.last().unwrap()] {
+        let _ = fs::remove_dir_all(bench.path("run"));
+        let out = faulty(&bench, Fault::Once(5), at, &[]);
+        assert_eq!(out.status.code(), Some(1), "{at}\n{}", said(&out));
+        let names = fs::read_dir(bench.path("run")).into_iter().flatten();
+        let left: Vec<_> = names.map(|e| e.unwrap().file_name()).collect();
+        assert!(left.is_empty(), "{at}: {left:?}\n{}", said(&out));
+    }
+    let out = bench.ft(&RUN);
+    assert!(out.status.success(), "{}", said(&out));
+}
+
 /// Row C13: a write that takes long delays the run, is shown, and changes nothing.
 #[test]
 fn a_disk_that_stalls_is_shown_and_loses_nothing() {

@@ -4,8 +4,11 @@
 use crate::bench::{Bench, said};
 use crate::disk::{Fault, Operation, on_disk, recorded};
 use crate::same::assert_same;
+use ft::base::rng::{Rng, Stream};
 use std::collections::BTreeSet;
 use std::fs;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 const STAGES: [&str; 8] = ["sft", "pretrain", "distill", "dpo", "kto", "reward", "grpo", "ppo"];
 const METHODS: [&str; 4] = ["full", "block", "lora", "freeze"];
@@ -300,4 +303,119 @@ fn every_resume_has_the_same_bits() {
         .collect();
     println!("{} cases", cases.len());
     run(&cases);
+}
+
+/// The newest complete checkpoint in `run`, and the step from which each resume went on.
+fn newest_and_resumes(bench: &Bench) -> (u64, Vec<u64>) {
+    let names = fs::read_dir(bench.path("run")).into_iter().flatten();
+    let saved = names.filter_map(|entry| {
+        let path = entry.unwrap().path();
+        let step = path.file_name()?.to_str()?.strip_prefix("checkpoint-")?.parse().ok()?;
+        path.join("manifest.json").exists().then_some(step)
+    });
+    let events = fs::read_to_string(bench.path("run/events.jsonl")).unwrap_or_default();
+    let events = events
+        .lines()
+        .filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok());
+    let resumes = events
+        .filter(|e| e["event"] == "resume")
+        .map(|e| e["step"].as_u64().unwrap());
+    (saved.max().unwrap_or(0), resumes.collect())
+}
+
+/// Kills a run and its resumes at random moments of an undisturbed run, `most` times; then it goes on to its end. The number of kills.
+fn killed_at_random(case: &Case, seed: u64, most: usize) -> Result<usize, String> {
+    let bench = few_rows();
+    let own = settings(case);
+    let run = |out: &str, flag: &[&str]| {
+        let out = format!("train.output_dir={out}");
+        let mut words = vec!["train", "--recipe", "r.toml", &out];
+        words.extend(own.iter().map(String::as_str));
+        bench.command(&[&words[..], flag].concat())
+    };
+    let began = Instant::now();
+    let whole = run("whole", &[]).output().unwrap();
+    let took = began.elapsed();
+    if whole.status.code() == Some(2) {
+        return Ok(0);
+    }
+    if !whole.status.success() {
+        return Err(said(&whole));
+    }
+    let _ = fs::remove_dir_all(bench.path("cache"));
+    let rng = Rng::new(seed, Stream::Sampling, &[]);
+    let (mut kills, mut attempt) = (0, 0);
+    loop {
+        attempt += 1;
+        let (newest, resumes) = newest_and_resumes(&bench);
+        // Nothing saved: the run begins anew.
+        let flag: &[&str] = match (bench.path("run").exists(), newest) {
+            (false, _) => &[],
+            (true, 0) => &["--overwrite"],
+            _ => &["--resume"],
+        };
+        let mut quiet = run("run", flag);
+        let mut child = quiet.stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        let until = Instant::now() + took.mul_f64(rng.below(attempt, 1000) as f64 / 1000.0);
+        let mut ended = child.try_wait().unwrap();
+        while ended.is_none() && (kills >= most || Instant::now() < until) {
+            std::thread::sleep(Duration::from_millis(1));
+            ended = child.try_wait().unwrap();
+        }
+        if ended.is_none() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            kills += 1;
+        }
+        let (_, now) = newest_and_resumes(&bench);
+        if newest > 0 && now.len() > resumes.len() && now.last() != Some(&newest) {
+            return Err(format!("step {newest} was saved, resumed from {now:?}"));
+        }
+        match ended {
+            Some(status) if status.success() => {
+                let same = std::panic::AssertUnwindSafe(|| assert_same(&bench, "whole", "run"));
+                std::panic::catch_unwind(same)
+                    .map_err(|panic| panic.downcast_ref::<String>().cloned().unwrap_or_default())?;
+                if kills >= most {
+                    return Ok(kills);
+                }
+                // The next run, also with nothing stored by the one before.
+                fs::remove_dir_all(bench.path("run")).unwrap();
+                let _ = fs::remove_dir_all(bench.path("cache"));
+            }
+            Some(status) => {
+                return Err(format!(
+                    "{flag:?}: {status}, {}",
+                    said(&run("run", flag).output().unwrap())
+                ));
+            }
+            None => {}
+        }
+    }
+}
+
+/// Row C1: the cases of `covering` together have all stages, methods, tiers and storages in every pair. `FT_TEST_KILLS=20` kills each so often.
+#[test]
+#[ignore = "by hand: minutes"]
+fn kills_at_random_moments_of_every_pair_lose_nothing() {
+    let most = std::env::var("FT_TEST_KILLS").map_or(12, |n| n.parse().unwrap());
+    let mut cases = covering();
+    // The moment of a stop is drawn here.
+    cases.iter_mut().for_each(|case| case[6] = 0);
+    cases.sort();
+    cases.dedup();
+    let (mut kills, mut refused, mut wrong) = (0, 0, Vec::new());
+    for (n, case) in cases.iter().enumerate() {
+        match killed_at_random(case, n as u64, most) {
+            Ok(0) => refused += 1,
+            Ok(n) => kills += n,
+            Err(e) => wrong.push(format!("{:?}: {e}", settings(case))),
+        }
+    }
+    println!(
+        "{kills} kills at random moments of {} runs, {refused} are refused, {} wrong",
+        cases.len(),
+        wrong.len()
+    );
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

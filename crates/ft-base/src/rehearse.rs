@@ -47,8 +47,12 @@ pub fn rehearse(target: &Path, sizes: &[u64]) -> Result<()> {
         reserve(&staging.path().join(format!("space-{n}")), *size, target)?;
     }
     let renamed = files::temporary(target);
-    files::rename(staging.path(), &renamed)?;
-    staging::remove_temporary(&renamed)
+    let done = files::rename(staging.path(), &renamed).and_then(|()| staging::remove_temporary(&renamed));
+    if done.is_err() {
+        // One more time: what is left would make the directory of a new run look like somebody else's.
+        let _ = files::remove_dir_all(&renamed);
+    }
+    done
 }
 
 /// Reserves space for a new file. File systems that cannot are skipped, as is memory (tmpfs), where reserved pages are used

@@ -103,7 +103,12 @@ fn new_temporary(target: &Path) -> Result<PathBuf> {
         let temporary = files::temporary(target);
         if files::create_new_dir(&temporary)? {
             files::begun(&temporary);
-            mark(&temporary)?;
+            if let Err(e) = mark(&temporary) {
+                // Without the marker a later start could not know whose it is.
+                let _ = files::remove_dir_all(&temporary);
+                files::finished(&temporary);
+                return Err(e);
+            }
             return Ok(temporary);
         }
     }

@@ -101,7 +101,10 @@ impl Worker {
     }
 
     fn of(program: &Program) -> Result<Self> {
-        let failed = || Error::new("cannot start a process with limits");
+        let failed = || {
+            let path = program.path.display();
+            Error::new(format!("cannot start a process with limits from {path}"))
+        };
         let mut child = Command::new(&program.path)
             .arg(ARGUMENT)
             .env_clear()

@@ -6,6 +6,12 @@
 //! threads and any cut into blocks. A quantized operand is dequantized while it is packed: the product is bit-equal
 //! to that of the dequantized values, and only a bounded part of them is in memory at a time.
 
+// Packed forms are read by the kernels for x86-64 only; elsewhere products go to the `gemm` crate, which has NEON kernels.
+#![cfg_attr(
+    not(all(target_arch = "x86_64", target_os = "linux")),
+    allow(dead_code, unused_variables)
+)]
+
 #[cfg(target_arch = "x86_64")]
 mod blocks;
 #[cfg(test)]

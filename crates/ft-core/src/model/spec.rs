@@ -86,8 +86,7 @@ pub struct Spec {
     pub logit_scale: f32,
     /// Factor of the embedding's output.
     pub embedding_scale: f32,
-    /// Factor of the noise of NEFTune: `embedding_scale` where transformers applies that after its embedding module, which
-    /// adds the noise; else 1.
+    /// Factor of the noise of NEFTune: `embedding_scale` where transformers applies that after its embedding module; else 1.
     pub noise_scale: f32,
     /// Granite: factor of what a half of a layer adds to the residual stream.
     pub residual_scale: f32,

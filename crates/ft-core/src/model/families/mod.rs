@@ -70,6 +70,7 @@ use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
 use serde_json::{Map, Value, json};
 
+use support::PARTIAL_ROTATION;
 pub use support::{FAMILIES, Family, NAMES, table};
 
 /// Reads the sizes and options of a model from its config.
@@ -518,26 +519,6 @@ fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
         .found(found)
         .expected(format!("1 to {most}"))
 }
-
-/// Families whose heads may be rotated in part.
-const PARTIAL_ROTATION: [&str; 16] = [
-    "deepseek_v2",
-    "deepseek_v3",
-    "gemma4_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "minicpm3",
-    "minimax_m2",
-    "nemotron",
-    "phi3",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "stablelm",
-    "youtu",
-];
 
 fn check(spec: &Spec, place: &str) -> Result<()> {
     let mut sizes = vec![

@@ -371,6 +371,26 @@ pub const NAMES: [&str; FAMILIES.len()] = {
     names
 };
 
+/// Families whose heads may be rotated in part.
+pub(super) const PARTIAL_ROTATION: [&str; 16] = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma4_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "minicpm3",
+    "minimax_m2",
+    "nemotron",
+    "phi3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "stablelm",
+    "youtu",
+];
+
 /// Types that are not supported, with what they would need.
 const REFUSED: [(&str, &[&str]); 19] = [
     (

@@ -34,11 +34,11 @@ const MODELS: &str = "
   unchanged, under the names of the base model. Adapters have the module names of the multimodal class, and
   `tune.lora.target_modules` means the language model only. Reward models of multimodal models are refused: ft writes the
   classifier of a text-only model (of Gemma 3: `gemma3_text`).
-- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `cwm`, `granite`, `ernie4_5`, `gemma3n`, `gemma4`,
-  `hyperclovax`, `internlm3`, `iquestcoder`, `jais2` and `vaultgemma` have none.
+- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `cwm`, `dots1`, `granite`, `ernie4_5`,
+  `gemma3n`, `gemma4`, `hyperclovax`, `internlm3`, `iquestcoder`, `jais2`, `mellum`, `minimax_m2`, `solar_open` and `vaultgemma` have none.
 - `pad_token_id` of the config is `padding_idx` of the embedding, as in transformers: where that token stands in a text, the row of the
   embedding (and of the table of per-layer embeddings) gets no gradient from it. Some checkpoints pad with a token that ends turns.
-- `partial_rotary_factor` is an option of `gemma4`, `glm`, `glm4`, `nemotron`, `phi3`, `qwen3_5`, `qwen3_next` and `stablelm`; transformers does not
+- `partial_rotary_factor` is an option of `gemma4`, `glm`, `glm4`, `minimax_m2`, `nemotron`, `phi3`, `qwen3_5`, `qwen3_next` and `stablelm`; transformers does not
   apply it elsewhere.
 - Gemma 3n and Gemma 4: the table of the per-layer embeddings is trained by `full`, by `block` with `tune.block.include_embedding` (a
   block of its own), and by `freeze` if it is named. Its gradient has the size of the table in f32, as has each moment of the optimizer, and

@@ -40,6 +40,7 @@ fn all_families_have_goldens() {
         "cwm",
         "deepseek_v2",
         "deepseek_v3",
+        "dots1",
         "ernie4_5",
         "exaone4",
         "gemma",
@@ -58,12 +59,16 @@ fn all_families_have_goldens() {
         "granitemoe",
         "helium",
         "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
         "hyperclovax",
         "internlm3",
         "iquestcoder",
         "jais2",
+        "kimi_k2",
         "llama",
+        "mellum",
         "minicpm3",
+        "minimax_m2",
         "ministral",
         "ministral3",
         "mistral",
@@ -89,13 +94,14 @@ fn all_families_have_goldens() {
         "qwen3_vl_moe",
         "seed_oss",
         "smollm3",
+        "solar_open",
         "stablelm",
         "starcoder2",
         "vaultgemma",
         "youtu",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 95);
+    assert_eq!(variants().len(), 101);
 }
 
 #[test]

@@ -91,6 +91,7 @@ DEEPSEEK_V3 = DEEPSEEK | dict(model_type="deepseek_v3", n_group=3, topk_group=2,
 #   ablate    values that must change the logits: proof that the option of the golden matters
 #   same      the option changes nothing for documents of this length
 #   room      most tokens of a prompt with its answer
+#   published the `model_type` of the published files, if transformers has it under another name
 #   joined    the experts of a layer are in one tensor, as published; transformers writes them one by one
 VARIANTS = {
     "llama": dict(config=LLAMA, tokenizer="small_bos"),
@@ -354,6 +355,27 @@ VARIANTS = {
         model_type="qwen3_5_text", num_hidden_layers=2, tie_word_embeddings=True, layer_types=["full_attention", "linear_attention"])),
     # Without `head_dim`.
     "qwen3_moe_narrow": dict(stored="bf16", config=QWEN_EXPERTS | dict(model_type="qwen3_moe", norm_topk_prob=True)),
+    # transformers has the type inside kimi_k25 only, and its language model there is DeepSeek-V3: the config of the files says `kimi_k2`.
+    "kimi_k2": dict(stored="bf16", published="kimi_k2", ablate=dict(routed_scaling_factor=1.0), config=DEEPSEEK_V3 | dict(
+        q_lora_rank=12, v_head_dim=8, attention_bias=False, routed_scaling_factor=2.827, n_group=1, topk_group=1, rope_scaling=dict(
+            type="yarn", factor=8.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0, beta_fast=1.0, beta_slow=1.0))),
+    "dots1": dict(stored="bf16", ablate=dict(routed_scaling_factor=1.0, sliding_window=1000), config=EXPERTS | dict(
+        model_type="dots1", num_hidden_layers=3, n_routed_experts=6, n_shared_experts=2, moe_intermediate_size=12, first_k_dense_replace=1,
+        n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, attention_bias=True, sliding_window=6, max_window_layers=2)),
+    "solar_open": dict(stored="bf16", ablate=dict(norm_topk_prob=True), config={
+        key: value for key, value in EXPERTS.items() if key != "intermediate_size"} | dict(
+        model_type="solar_open", head_dim=10, n_routed_experts=5, n_shared_experts=1, moe_intermediate_size=12, n_group=1, topk_group=1,
+        norm_topk_prob=False, routed_scaling_factor=1.5, attention_bias=True, rope_scaling=YARN)),
+    "hunyuan_v1_moe": dict(stored="bf16", config={key: value for key, value in EXPERTS.items() if key != "num_experts_per_tok"} | dict(
+        model_type="hunyuan_v1_moe", head_dim=10, num_experts=5, moe_topk=2, attention_bias=True, rope_scaling=dict(
+            type="dynamic", alpha=1000.0, factor=1.0))),
+    "minimax_m2": dict(stored="bf16", ablate=dict(num_experts_per_tok=1), config=EXPERTS | dict(
+        model_type="minimax_m2", head_dim=12, rotary_dim=6, num_local_experts=5, num_experts_per_tok=3)),
+    "mellum": dict(stored="bf16", ablate=dict(sliding_window=1000), config={
+        key: value for key, value in EXPERTS.items() if key != "rope_theta"} | dict(
+        model_type="mellum", num_hidden_layers=3, head_dim=8, num_experts=5, moe_intermediate_size=12, norm_topk_prob=True, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], mlp_layer_types=["sparse", "dense", "sparse"],
+        rope_parameters=dict(full_attention=YARN | dict(rope_theta=2000.0), sliding_attention=dict(rope_type="default", rope_theta=50.0)))),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -378,7 +400,9 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "glm4_moe_lite": "Glm4MoeLiteForCausalLM", "minicpm3": "MiniCPM3ForCausalLM", "youtu": "YoutuForCausalLM",
                  "arcee": "ArceeForCausalLM", "cwm": "CwmForCausalLM", "glm": "GlmForCausalLM", "helium": "HeliumForCausalLM",
                  "hyperclovax": "HyperCLOVAXForCausalLM", "internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCausalLM",
-                 "jais2": "Jais2ForCausalLM", "ministral": "MinistralForCausalLM", "vaultgemma": "VaultGemmaForCausalLM"}
+                 "jais2": "Jais2ForCausalLM", "ministral": "MinistralForCausalLM", "vaultgemma": "VaultGemmaForCausalLM",
+                 "dots1": "Dots1ForCausalLM", "solar_open": "SolarOpenForCausalLM", "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+                 "minimax_m2": "MiniMaxM2ForCausalLM", "mellum": "MellumForCausalLM"}
 
 
 def config_v4(config, stored, encoder):
@@ -400,6 +424,7 @@ def auto(config):
 
 def load(directory, config_file="config.json", dtype=torch.float32, **changes):
     raw = json.loads((directory / config_file).read_text()) | changes
+    raw["model_type"] = {"kimi_k2": "deepseek_v3"}.get(raw["model_type"], raw["model_type"])
     config = transformers.AutoConfig.for_model(**raw)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
@@ -452,7 +477,7 @@ def measure(model, docs):
 
 def in_files(gradients, model_type):
     """The gradients under the names of single experts: transformers joins the experts of a layer in memory, and in the files of some families."""
-    mixtral = model_type == "mixtral"
+    mixtral = model_type in ["mixtral", "minimax_m2"]
     gate, up, down = ["w1", "w3", "w2"] if mixtral else ["gate_proj", "up_proj", "down_proj"]
     named = {}
     for key, gradient in gradients.items():
@@ -552,6 +577,8 @@ def make(index, name, spec):
     write_json(directory / "golden.json", dict(
         tokenizer=tokenizer, weights_from=weights, stored=stored, documents=len(docs), loss=float(loss), trained_tokens=trained,
         eval=evals, generate=generated, f32_against_f64=noise, versions=VERSIONS))
+    for file in ["config.json", "config.v4.json"] if "published" in spec else []:
+        write_json(directory / file, json.loads((directory / file).read_text()) | dict(model_type=spec["published"]))
     if weights:
         for file in directory.glob("model*.safetensors*"):
             file.unlink()

@@ -39,6 +39,11 @@ def scales(*shape, dtype=F16):
 
 def words(codes, bits, order=None):
     """[..., n] unsigned codes to int32 [..., n · bits / 32], `order`: the code at each place of a word."""
+    if bits == 3:
+        # One stream of bits, the low ones first, cut into words.
+        stream = ((codes[..., None] >> torch.arange(3)) & 1).reshape(*codes.shape[:-1], -1, 32)
+        total = (stream << torch.arange(32)).sum(-1)
+        return torch.where(total >= 2**31, total - 2**32, total).to(I32)
     each = 32 // bits
     parts = codes.reshape(*codes.shape[:-1], -1, each)[..., order or list(range(each))]
     total = (parts << (bits * torch.arange(each))).sum(-1)
@@ -69,13 +74,15 @@ def gptq(name, bits, rows, columns, group, *, act=False, sym=False, version="gpt
     save(name, config, {"qweight": words(q.T, bits).T, "qzeros": words(stored, bits), "scales": s, "g_idx": g.to(I32)}, decoded)
 
 
-def awq(name, rows, columns, group):
+def awq(name, rows, columns, group, zero_point=True):
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     groups = 1 if group == -1 else columns // group
     q, z, s = ints(0, 16, columns, rows), ints(0, 16, groups, rows), scales(groups, rows)
+    if not zero_point:
+        z = torch.full_like(z, 8)
     g = torch.arange(columns) // (columns if group == -1 else group)
     decoded = (s[g] * (q - z[g]).to(F16)).T
-    config = dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version="GEMM")
+    config = dict(quant_method="awq", bits=4, group_size=group, zero_point=zero_point, version="GEMM")
     save(name, config, {"qweight": words(q, 4, order), "qzeros": words(z, 4, order), "scales": s}, decoded)
 
 
@@ -197,6 +204,14 @@ def main():
     four_bit("fp4-nested-64", 130, 140, 64, "fp4", True)
     int8("int8", 11, 51)
     mxfp4("mxfp4-edges", 1, 4, 2, 1, 250)
+    # After the others: each variant continues the stream of random numbers.
+    gptq("gptq-2-asym", 2, 32, 96, 32)
+    gptq("gptq-3-order", 3, 64, 128, 32, act=True)
+    gptq("gptq-3-whole-v2", 3, 32, 96, -1, version="gptq_v2", dtype=BF16)
+    awq("awq-middle", 16, 64, 32, zero_point=False)
+    four_bit("nf4-128", 9, 100, 128, "nf4", False)
+    four_bit("nf4-nested-1024", 65, 80, 1024, "nf4", True)
+    four_bit("fp4-4096", 70, 100, 4096, "fp4", False)
 
 
 if __name__ == "__main__":

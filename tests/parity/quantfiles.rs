@@ -195,8 +195,8 @@ fn scales_and_groups_that_mean_nothing_are_refused() {
 #[test]
 fn configs_are_refused_by_the_setting_that_ft_does_not_read() {
     for (config, words) in [
-        (json!({"quant_method": "gptq", "bits": 3}), &["bits", "3", "4 or 8"][..]),
-        (json!({"quant_method": "gptq", "bits": 2}), &["bits", "2", "4 or 8"]),
+        (json!({"quant_method": "gptq", "bits": 5}), &["bits", "5", "4 or 8"][..]),
+        (json!({"quant_method": "gptq", "bits": 6}), &["bits", "6", "4 or 8"]),
         (
             json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}),
             &["checkpoint_format", "marlin"],
@@ -205,10 +205,7 @@ fn configs_are_refused_by_the_setting_that_ft_does_not_read() {
             json!({"quant_method": "awq", "bits": 4, "version": "gemv"}),
             &["version", "gemv"],
         ),
-        (
-            json!({"quant_method": "awq", "bits": 4, "zero_point": false}),
-            &["zero_point"],
-        ),
+        (json!({"quant_method": "awq", "bits": 3}), &["bits", "3"]),
         (json!({"quant_method": "hqq"}), &["quant_method", "hqq", "gptq"]),
         (json!({"quant_method": "fp8", "fmt": "e5m2"}), &["fmt", "e5m2"]),
         (

@@ -86,8 +86,7 @@ pub struct Spec {
     pub logit_scale: f32,
     /// Factor of the embedding's output.
     pub embedding_scale: f32,
-    /// Factor of the noise of NEFTune: `embedding_scale` where transformers applies that after its embedding module, which
-    /// adds the noise; else 1.
+    /// Factor of the noise of NEFTune: `embedding_scale` where transformers applies that after its embedding module; else 1.
     pub noise_scale: f32,
     /// Granite: factor of what a half of a layer adds to the residual stream.
     pub residual_scale: f32,
@@ -172,6 +171,8 @@ pub struct SharedExpertSpec {
 pub struct ExpertNames {
     /// The weight of the router is `{router}.weight`.
     pub router: &'static str,
+    /// The module with the correction of the scores.
+    pub correction: &'static str,
     /// Expert 3 is `{experts}.3`.
     pub experts: &'static str,
     /// Gate, up and down projection of an expert.
@@ -186,6 +187,7 @@ impl ExpertNames {
     /// Qwen, OLMoE, GLM.
     pub const MLP: Self = Self {
         router: "mlp.gate",
+        correction: "mlp.gate",
         experts: "mlp.experts",
         projections: ["gate_proj", "up_proj", "down_proj"],
         module: "mlp.experts",
@@ -211,6 +213,16 @@ impl ExpertNames {
         projections: ["w1", "w3", "w2"],
         ..Self::MLP
     };
+    /// MiniMax-M2: the correction is beside the router.
+    pub const MINIMAX: Self = Self {
+        correction: "block_sparse_moe",
+        ..Self::MIXTRAL
+    };
+    /// Hunyuan.
+    pub const HUNYUAN: Self = Self {
+        router: "mlp.gate.wg",
+        ..Self::MLP
+    };
 }
 
 impl ExpertsSpec {
@@ -227,7 +239,7 @@ impl ExpertsSpec {
 
     /// Name, below the layer, of the correction of the scores.
     pub fn correction_name(&self) -> String {
-        format!("{}.{ROUTER_CORRECTION}", self.names.router)
+        format!("{}.{ROUTER_CORRECTION}", self.names.correction)
     }
 }
 
@@ -557,6 +569,7 @@ impl Spec {
             "cohere",
             "cohere2",
             "cwm",
+            "dots1",
             "granite",
             "granitemoe",
             "ernie4_5",
@@ -567,8 +580,11 @@ impl Spec {
             "internlm3",
             "iquestcoder",
             "jais2",
+            "mellum",
+            "minimax_m2",
             "qwen3_5_moe_text",
             "qwen3_moe_smile",
+            "solar_open",
             "vaultgemma",
             "youtu",
         ];

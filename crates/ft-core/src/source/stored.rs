@@ -12,6 +12,7 @@ mod grid;
 mod other;
 mod settings;
 mod unpack;
+mod wide;
 
 pub use other::Tool;
 pub use settings::check as check_config;
@@ -49,13 +50,23 @@ pub enum Layout {
 /// # Errors
 /// A format that ft does not support.
 pub fn find(weights: &Weights, name: &str) -> Result<Option<(Layout, Format)>> {
-    if weights.info(&format!("{name}.{STATE}")).is_some() {
+    for (suffix, floats) in [(STATE, false), (FP4_STATE, true)] {
+        let state = format!("{name}.{suffix}");
+        if weights.info(&state).is_none() {
+            continue;
+        }
+        let format = |double| {
+            if floats {
+                Format::Fp4 { double }
+            } else {
+                Format::Nf4 { double }
+            }
+        };
         let double = weights.info(&format!("{name}.nested_absmax")).is_some();
-        return Ok(Some((Layout::Bitsandbytes, Format::Nf4 { double })));
-    }
-    if weights.info(&format!("{name}.{FP4_STATE}")).is_some() {
-        let double = weights.info(&format!("{name}.nested_absmax")).is_some();
-        return Ok(Some((Layout::Bitsandbytes, Format::Fp4 { double })));
+        return Ok(Some(match wide::block(&weights.read_bytes(&state)?) {
+            Some(block) => (Layout::Other(Tool::Bitsandbytes4(block)), format(false)),
+            None => (Layout::Bitsandbytes, format(double)),
+        }));
     }
     let tag = format!("{name}.{FORMAT}");
     if weights.info(&tag).is_none() {
@@ -211,7 +222,7 @@ impl Checked {
     pub fn new(weights: &Weights, p: &ParamInfo, layout: Layout, format: Format) -> Result<Self> {
         let offset = match layout {
             Layout::Ft | Layout::Other(_) => None,
-            Layout::Bitsandbytes => check_state(weights, p, format, matrix(p)?)?,
+            Layout::Bitsandbytes => check_state(weights, p, format, matrix(p)?, 64)?,
         };
         Ok(Self { layout, format, offset })
     }
@@ -242,6 +253,7 @@ fn check_state(
     p: &ParamInfo,
     format: Format,
     (rows, columns): (usize, usize),
+    block: usize,
 ) -> Result<Option<f64>> {
     let floats = matches!(format, Format::Fp4 { .. });
     let place = format!("{}.{}", p.name, if floats { FP4_STATE } else { STATE });
@@ -252,10 +264,11 @@ fn check_state(
             .cause(e)
     })?;
     let is = |key: &str, value: Value| state.get(key).is_none_or(|v| *v == value);
-    if !is("quant_type", json!(format.name())) || !is("blocksize", json!(64)) || !is("nested_blocksize", json!(256)) {
+    if !is("quant_type", json!(format.name())) || !is("blocksize", json!(block)) || !is("nested_blocksize", json!(256))
+    {
         return Err(
             bad("this kind of 4-bit weight is not supported", state.to_string()).expected(format!(
-                "{} in blocks of 64, their absmax in blocks of 256",
+                "{} in blocks of 64 to 4096, a power of two, their absmax in blocks of 256",
                 format.name()
             )),
         );

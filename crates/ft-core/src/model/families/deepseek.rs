@@ -68,41 +68,29 @@ pub fn apply_glm(config: &Config, spec: &mut Spec) -> Result<()> {
     };
     let router = sigmoid(config, spec, sizes, ([1, 1], 4, 1.8))?;
     let experts = experts(config, router, [64, 1536, 1])?;
-    let list = match config.get("mlp_layer_types") {
-        None | Some(Value::Null) => {
-            if config
-                .opt_usize0("first_k_dense_replace")?
-                .is_some_and(|first| first != 1)
-            {
-                return Err(
-                    Error::unsupported("`first_k_dense_replace` is not supported in glm4_moe_lite")
-                        .at(place(config, "first_k_dense_replace"))
-                        .hint("transformers reads `mlp_layer_types`, whose default is 1 dense layer"),
-                );
-            }
-            return after(spec, experts, 1, config);
-        }
-        Some(Value::Array(list)) if list.len() == spec.layers.len() => list,
-        Some(other) => {
-            return Err(Error::format("`mlp_layer_types` must name every layer")
-                .at(place(config, "mlp_layer_types"))
-                .found(other)
-                .expected(format!("{} entries", spec.layers.len())));
-        }
-    };
-    for (layer, kind) in spec.layers.iter_mut().zip(list) {
-        layer.experts = match kind.as_str() {
-            Some("sparse") => Some(experts),
-            Some("dense") => None,
-            _ => {
-                return Err(Error::unsupported("this kind of MLP is not supported")
-                    .at(place(config, "mlp_layer_types"))
-                    .found(kind)
-                    .expected("dense or sparse"));
-            }
-        };
+    if config.get("mlp_layer_types").is_none_or(Value::is_null)
+        && config
+            .opt_usize0("first_k_dense_replace")?
+            .is_some_and(|first| first != 1)
+    {
+        return Err(
+            Error::unsupported("`first_k_dense_replace` is not supported in glm4_moe_lite")
+                .at(place(config, "first_k_dense_replace"))
+                .hint("transformers reads `mlp_layer_types`, whose default is 1 dense layer"),
+        );
     }
-    check(config, &experts)
+    super::experts::of_list(config, spec, experts, |l| l > 0)
+}
+
+/// `dots1`: the experts of DeepSeek-V3, in groups or not.
+pub fn apply_dots(config: &Config, spec: &mut Spec) -> Result<()> {
+    only(config, "scoring_func", &["sigmoid", "noaux_tc"])?;
+    let router = RouterSpec {
+        renormalize: config.bool_or("norm_topk_prob", false)?,
+        ..chosen(config, ([1, 1], 0, 1.0))?
+    };
+    let experts = experts(config, router, [0, 1408, 0])?;
+    after_first(config, spec, experts, 0)
 }
 
 /// What DeepSeek-V3 and its successors share. The defaults: groups and chosen groups, experts of a token, factor.
@@ -117,6 +105,11 @@ fn sigmoid(
     }
     super::latent::apply(config, spec, sizes)?;
     only(config, "scoring_func", &["sigmoid"])?;
+    chosen(config, (in_groups, top_k, scale))
+}
+
+/// The router of sigmoid scores with their correction.
+fn chosen(config: &Config, (in_groups, top_k, scale): ([usize; 2], usize, f64)) -> Result<RouterSpec> {
     only(config, "topk_method", &["noaux_tc"])?;
     Ok(RouterSpec {
         score: Score::Sigmoid,

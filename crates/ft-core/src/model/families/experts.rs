@@ -63,6 +63,35 @@ pub fn of_layers(config: &Config, spec: &mut Spec, experts: ExpertsSpec) -> Resu
     check(config, &experts)
 }
 
+/// Gives experts to the layers that `mlp_layer_types` names, or to those for which `default` is true.
+pub fn of_list(config: &Config, spec: &mut Spec, experts: ExpertsSpec, default: impl Fn(usize) -> bool) -> Result<()> {
+    let list = match config.get("mlp_layer_types") {
+        None | Some(Value::Null) => None,
+        Some(Value::Array(list)) if list.len() == spec.layers.len() => Some(list),
+        Some(other) => {
+            return Err(Error::format("`mlp_layer_types` must name every layer")
+                .at(place(config, "mlp_layer_types"))
+                .found(other)
+                .expected(format!("{} entries", spec.layers.len())));
+        }
+    };
+    for (l, layer) in spec.layers.iter_mut().enumerate() {
+        let sparse = match list.map(|list| &list[l]) {
+            None => default(l),
+            Some(kind) if kind == "sparse" => true,
+            Some(kind) if kind == "dense" => false,
+            Some(kind) => {
+                return Err(Error::unsupported("this kind of MLP is not supported")
+                    .at(place(config, "mlp_layer_types"))
+                    .found(kind)
+                    .expected("dense or sparse"));
+            }
+        };
+        layer.experts = sparse.then_some(experts);
+    }
+    check(config, &experts)
+}
+
 /// Checks the numbers of a router.
 pub fn check(config: &Config, experts: &ExpertsSpec) -> Result<()> {
     let router = &experts.router;
@@ -92,8 +121,8 @@ mod tests {
             "model_type": model_type, "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
             "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2});
         let count = match model_type {
-            "gpt_oss" | "granitemoe" | "mixtral" => "num_local_experts",
-            "glm4_moe" => "n_routed_experts",
+            "gpt_oss" | "granitemoe" | "minimax_m2" | "mixtral" => "num_local_experts",
+            "dots1" | "glm4_moe" | "solar_open" => "n_routed_experts",
             _ => "num_experts",
         };
         let map = config.as_object_mut().unwrap();
@@ -139,6 +168,9 @@ mod tests {
         assert_eq!(shape("mlp.shared_expert.up_proj.weight"), Some(vec![48, 64]));
         assert_eq!(shape("mlp.shared_expert_gate.weight"), Some(vec![1, 64]));
         assert_eq!(spec.routed_elements(1), 2 * 3 * 32 * 64);
+        let minimax = read("minimax_m2", json!({})).unwrap();
+        let correction = "block_sparse_moe.e_score_correction_bias";
+        assert!(minimax.layer_params(0).iter().any(|p| p.name.ends_with(correction)));
         let mixtral = read("mixtral", json!({})).unwrap();
         let named = |p: &crate::source::ParamInfo| p.name.ends_with("block_sparse_moe.experts.0.w3.weight");
         assert!(mixtral.layer_params(0).iter().any(named));
@@ -226,6 +258,26 @@ mod tests {
                 "attn_output_gate",
             ),
             ("olmoe", json!({"clip_qkv": 8.0}), "clip_qkv"),
+            (
+                "dots1",
+                json!({"n_shared_experts": 1, "scoring_func": "softmax"}),
+                "scoring_func",
+            ),
+            ("dots1", json!({}), "n_shared_experts"),
+            ("solar_open", json!({"use_qk_norm": true}), "use_qk_norm"),
+            (
+                "solar_open",
+                json!({"first_k_dense_replace": 1}),
+                "first_k_dense_replace",
+            ),
+            (
+                "hunyuan_v1_moe",
+                json!({"num_experts_per_tok": [1, 2, 1, 2]}),
+                "num_experts_per_tok",
+            ),
+            ("minimax_m2", json!({"router_jitter_noise": 0.1}), "router_jitter_noise"),
+            ("mellum", json!({"mlp_only_layers": [1]}), "mlp_only_layers"),
+            ("mellum", json!({"mlp_layer_types": ["dense"]}), "mlp_layer_types"),
             ("glm4_moe", json!({"n_group": 3}), "num_experts_per_tok"),
             (
                 "glm4_moe",

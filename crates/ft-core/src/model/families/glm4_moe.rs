@@ -13,8 +13,18 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         spec.qk_norm = Some(QkNorm::HEADS);
     }
     spec.ropes = vec![super::partial_rope(config, spec, 10_000.0, 0.5)?];
-    let intermediate = size(config, "moe_intermediate_size", 1408)?;
-    let experts = ExpertsSpec {
+    let experts = experts(config, 1408)?;
+    let dense = config.opt_usize0("first_k_dense_replace")?.unwrap_or(1);
+    for layer in spec.layers.iter_mut().skip(dense) {
+        layer.experts = Some(experts);
+    }
+    check(config, &experts)
+}
+
+/// The experts of GLM-4.5; `width`: the default of their size.
+pub fn experts(config: &Config, width: usize) -> Result<ExpertsSpec> {
+    let intermediate = size(config, "moe_intermediate_size", width)?;
+    Ok(ExpertsSpec {
         count: size(config, "n_routed_experts", 128)?,
         intermediate,
         router: RouterSpec {
@@ -40,10 +50,5 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
             gate: None,
         }),
         names: ExpertNames::MLP,
-    };
-    let dense = config.opt_usize0("first_k_dense_replace")?.unwrap_or(1);
-    for layer in spec.layers.iter_mut().skip(dense) {
-        layer.experts = Some(experts);
-    }
-    check(config, &experts)
+    })
 }

@@ -9,13 +9,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     let window = config.opt_usize("sliding_window")?;
     spec.ropes = vec![super::rope(config, spec, 1e6)?];
     spec.norm_eps = config.opt_f64("rms_norm_eps")?.unwrap_or(1e-5);
-    let noise = config.opt_f64("router_jitter_noise")?.unwrap_or(0.0);
-    if noise != 0.0 {
-        return Err(Error::unsupported("noise on the input of the router is not supported")
-            .at(super::place(config, "router_jitter_noise"))
-            .found(noise)
-            .expected("0"));
-    }
+    no_noise(config)?;
     let experts = ExpertsSpec {
         count: size(config, "num_local_experts", 8)?,
         intermediate: spec.intermediate,
@@ -29,4 +23,16 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
         (layer.window, layer.experts) = (window, Some(experts));
     }
     check(config, &experts)
+}
+
+/// Refuses noise on the input of the router.
+pub fn no_noise(config: &Config) -> Result<()> {
+    let noise = config.opt_f64("router_jitter_noise")?.unwrap_or(0.0);
+    if noise != 0.0 {
+        return Err(Error::unsupported("noise on the input of the router is not supported")
+            .at(super::place(config, "router_jitter_noise"))
+            .found(noise)
+            .expected("0"));
+    }
+    Ok(())
 }

@@ -8,6 +8,7 @@ mod cohere;
 mod cohere2;
 mod cwm;
 mod deepseek;
+mod dots1;
 mod ernie4_5;
 mod exaone4;
 mod experts;
@@ -24,12 +25,15 @@ mod granite;
 mod granitemoe;
 mod helium;
 mod hunyuan_v1_dense;
+mod hunyuan_v1_moe;
 mod hyperclovax;
 mod internlm3;
 mod jais2;
 mod latent;
 mod llama;
+mod mellum;
 mod minicpm3;
+mod minimax_m2;
 mod ministral;
 mod ministral3;
 mod mistral;
@@ -47,6 +51,7 @@ mod qwen3_5;
 mod qwen3_moe;
 mod seed_oss;
 mod smollm3;
+mod solar_open;
 mod stablelm;
 mod starcoder2;
 mod support;
@@ -65,6 +70,7 @@ use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
 use serde_json::{Map, Value, json};
 
+use support::PARTIAL_ROTATION;
 pub use support::{FAMILIES, Family, NAMES, table};
 
 /// Reads the sizes and options of a model from its config.
@@ -103,6 +109,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "cwm" => cwm::apply(config, &mut spec)?,
         "deepseek_v2" => deepseek::apply_v2(config, &mut spec)?,
         "deepseek_v3" => deepseek::apply_v3(config, &mut spec)?,
+        "dots1" => dots1::apply(config, &mut spec)?,
         "ernie4_5" => ernie4_5::apply(config, &mut spec)?,
         "exaone4" => exaone4::apply(config, &mut spec)?,
         "gemma" => gemma::apply(config, &mut spec)?,
@@ -119,12 +126,15 @@ pub fn read(config: &Config) -> Result<Spec> {
         "granitemoe" => granitemoe::apply(config, &mut spec)?,
         "helium" => helium::apply(config, &mut spec)?,
         "hunyuan_v1_dense" => hunyuan_v1_dense::apply(config, &mut spec)?,
+        "hunyuan_v1_moe" => hunyuan_v1_moe::apply(config, &mut spec)?,
         "hyperclovax" => hyperclovax::apply(config, &mut spec)?,
         "internlm3" => internlm3::apply(config, &mut spec)?,
         "iquestcoder" => internlm3::apply_iquest(config, &mut spec)?,
         "jais2" => jais2::apply(config, &mut spec)?,
         "llama" => llama::apply(config, &mut spec)?,
+        "mellum" => mellum::apply(config, &mut spec)?,
         "minicpm3" => minicpm3::apply(config, &mut spec)?,
+        "minimax_m2" => minimax_m2::apply(config, &mut spec)?,
         "ministral" => ministral::apply(config, &mut spec)?,
         "ministral3" => ministral3::apply(config, &mut spec)?,
         "mistral" => mistral::apply(config, &mut spec)?,
@@ -146,6 +156,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "qwen3_vl_moe_text" => qwen3_moe::apply_vl(config, &mut spec)?,
         "seed_oss" => seed_oss::apply(config, &mut spec)?,
         "smollm3" => smollm3::apply(config, &mut spec)?,
+        "solar_open" => solar_open::apply(config, &mut spec)?,
         "stablelm" => stablelm::apply(config, &mut spec)?,
         "starcoder2" => starcoder2::apply(config, &mut spec)?,
         "vaultgemma" => vaultgemma::apply(config, &mut spec)?,
@@ -202,6 +213,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         intermediate: match config.opt_usize("intermediate_size")? {
             // All its layers have experts.
             None if model_type == "qwen3_5_moe_text" => config.opt_usize("moe_intermediate_size")?.unwrap_or(512),
+            None if model_type == "solar_open" => config.opt_usize("moe_intermediate_size")?.unwrap_or(1280),
             _ => config.usize("intermediate_size")?,
         },
         heads,
@@ -429,7 +441,9 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
         ],
         "cohere" | "cohere2" => &["logit_scale"],
         "gemma4_text" => &["use_bidirectional_attention"],
-        "deepseek_v2" | "deepseek_v3" | "glm4_moe" | "glm4_moe_lite" => &["n_routed_experts"],
+        "deepseek_v2" | "deepseek_v3" | "dots1" | "glm4_moe" | "glm4_moe_lite" | "solar_open" => {
+            &["n_routed_experts", "num_local_experts"]
+        }
         "granitemoe" => &[
             "embedding_multiplier",
             "residual_multiplier",
@@ -438,9 +452,9 @@ fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<
             "num_local_experts",
         ],
         "minicpm3" => &["scale_emb", "scale_depth"],
-        "mixtral" => &["num_local_experts"],
-        "gpt_oss" | "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_moe_smile" | "qwen3_next" | "qwen3_5_moe_text"
-        | "qwen3_vl_moe_text" => &["num_experts", "num_local_experts"],
+        "minimax_m2" | "mixtral" => &["num_local_experts"],
+        "gpt_oss" | "hunyuan_v1_moe" | "mellum" | "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_moe_smile"
+        | "qwen3_next" | "qwen3_5_moe_text" | "qwen3_vl_moe_text" => &["num_experts", "num_local_experts"],
         "smollm3" => &["no_rope_layers"],
         "seed_oss" => &seed_oss::DROPOUT,
         "stablelm" => &["use_parallel_residual"],
@@ -505,25 +519,6 @@ fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {
         .found(found)
         .expected(format!("1 to {most}"))
 }
-
-/// Families whose heads may be rotated in part.
-const PARTIAL_ROTATION: [&str; 15] = [
-    "deepseek_v2",
-    "deepseek_v3",
-    "gemma4_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "minicpm3",
-    "nemotron",
-    "phi3",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "stablelm",
-    "youtu",
-];
 
 fn check(spec: &Spec, place: &str) -> Result<()> {
     let mut sizes = vec![

@@ -16,7 +16,7 @@ pub fn token(config: &Config, model_type: &str) -> Result<Option<u32>> {
             None,
             "cohere" | "cohere2" | "ernie4_5" | "gemma" | "gemma2" | "gemma3_text" | "gemma3n_text" | "gemma4_text",
         ) => 0,
-        (None, "hunyuan_v1_dense" | "vaultgemma") => 0,
+        (None, "hunyuan_v1_dense" | "hunyuan_v1_moe" | "vaultgemma") => 0,
         (None, "olmo" | "olmo2" | "olmo3" | "olmoe" | "seed_oss") => 1,
         (None, "internlm3") => 2,
         (None, "helium") => 3,

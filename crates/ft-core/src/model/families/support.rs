@@ -23,7 +23,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 65] = [
+pub const FAMILIES: [Family; 70] = [
     family(
         "arcee",
         "arcee-ai/AFM-4.5B, AFM-4.5B-Base",
@@ -53,6 +53,11 @@ pub const FAMILIES: [Family; 65] = [
         "deepseek_v3",
         "deepseek-ai/DeepSeek-V3, DeepSeek-R1, moonshotai/Moonlight-16B-A3B",
         "as deepseek_v2, with sigmoid scores and their correction",
+    ),
+    family(
+        "dots1",
+        "rednote-hilab/dots.llm1.base, dots.llm1.inst",
+        "norms on q and k; experts after the first layers, sigmoid scores with a correction, shared experts",
     ),
     family(
         "ernie4_5",
@@ -150,6 +155,11 @@ pub const FAMILIES: [Family; 65] = [
         "norms on the rotated heads of q and k",
     ),
     family(
+        "hunyuan_v1_moe",
+        "tencent/Hunyuan-A13B-Instruct",
+        "as hunyuan_v1_dense, with experts and a shared expert; not with lists of sizes by layer",
+    ),
+    family(
         "hyperclovax",
         "naver-hyperclovax/HyperCLOVAX-SEED-Think-14B",
         "as granite, with norms after each half; not with `residual_multiplier`",
@@ -180,9 +190,19 @@ pub const FAMILIES: [Family; 65] = [
         "optional biases; rope linear, dynamic, yarn, llama3, longrope",
     ),
     family(
+        "mellum",
+        "JetBrains/Mellum2-12B-A2.5B-Base",
+        "as qwen3_moe, with sliding windows and a rope for each kind of attention",
+    ),
+    family(
         "minicpm3",
         "openbmb/MiniCPM3-4B",
         "latent attention, factors of embedding, residual stream and logits, rope longrope",
+    ),
+    family(
+        "minimax_m2",
+        "MiniMaxAI/MiniMax-M2",
+        "norms of q and k over all heads, rotation of half a head, experts with sigmoid scores and a correction",
     ),
     family(
         "ministral",
@@ -318,6 +338,11 @@ pub const FAMILIES: [Family; 65] = [
     ),
     family("smollm3", "HuggingFaceTB/SmolLM3-3B", "layers without positions"),
     family(
+        "solar_open",
+        "upstage/Solar-Open-100B",
+        "as glm4_moe, with experts in every layer and whole heads rotated",
+    ),
+    family(
         "stablelm",
         "stabilityai/stablelm-3b-4e1t, stablelm-2-1_6b, stablelm-zephyr-3b",
         "LayerNorms, optional parallel halves, rotation of a quarter of a head; not `qk_layernorm` (12B)",
@@ -346,6 +371,26 @@ pub const NAMES: [&str; FAMILIES.len()] = {
     names
 };
 
+/// Families whose heads may be rotated in part.
+pub(super) const PARTIAL_ROTATION: [&str; 16] = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma4_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "minicpm3",
+    "minimax_m2",
+    "nemotron",
+    "phi3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "stablelm",
+    "youtu",
+];
+
 /// Types that are not supported, with what they would need.
 const REFUSED: [(&str, &[&str]); 19] = [
     (
@@ -354,21 +399,16 @@ const REFUSED: [(&str, &[&str]); 19] = [
             "afmoe",
             "cohere2_moe",
             "dbrx",
-            "dots1",
             "ernie4_5_moe",
             "exaone_moe",
             "flex_olmo",
             "granitemoe_swa",
             "granitemoeshared",
-            "hunyuan_v1_moe",
             "hy_v3",
             "jetmoe",
             "laguna",
-            "mellum",
             "mimo_v2_flash",
-            "minimax_m2",
             "phimoe",
-            "solar_open",
         ],
     ),
     ("latent attention over chosen tokens", &["deepseek_v32", "glm_moe_dsa"]),

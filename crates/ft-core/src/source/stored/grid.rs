@@ -1,6 +1,7 @@
 //! Which elements of a weight share a scale: all, a row, a group of columns, or a block.
 
-use crate::base::Error;
+use super::settings::Settings;
+use crate::base::{Error, Result};
 use crate::formats::StoredDtype;
 use crate::formats::weights::{TensorInfo, Weights};
 use crate::ops::quantized::ScaleType;
@@ -80,4 +81,33 @@ pub(super) fn wrong_scale(weights: &Weights, info: &TensorInfo) -> Error {
         .at_path(&weights.files()[info.file])
         .found(info.dtype)
         .expected("F32, F16, BF16, F8_E8M0 or U8 (exponents)")
+}
+
+/// The tensor of this name.
+pub(super) fn present<'a>(weights: &'a Weights, name: &str) -> Result<&'a TensorInfo> {
+    weights.info(name).ok_or_else(|| {
+        let error = Error::format(format!("tensor `{name}` of a quantized weight is missing"));
+        let file = weights.files().first();
+        file.map_or(Error::format(error.what()), |file| {
+            Error::format(error.what()).at_path(file)
+        })
+        .hint("the file is not complete: download it again, or give the unquantized model")
+    })
+}
+
+/// The grid of the scales `name` of the weight `info`.
+pub(super) fn grid(weights: &Weights, info: &TensorInfo, name: &str, settings: &Settings) -> Result<Grid> {
+    let scales = present(weights, name)?;
+    let scale = scale_type(scales).ok_or_else(|| wrong_scale(weights, scales))?;
+    let &[rows, columns] = info.shape.as_slice() else {
+        return Err(Error::shape("a quantized weight is not a matrix")
+            .at(&*info.name)
+            .found(format!("{:?}", info.shape)));
+    };
+    grid_of(&scales.shape, (rows, columns), settings.block(), scale).ok_or_else(|| {
+        Error::shape(format!("`{name}` does not fit its quantized weight"))
+            .at_path(&weights.files()[scales.file])
+            .found(format!("{:?}", scales.shape))
+            .expected(expected_grids((rows, columns)))
+    })
 }

@@ -7,13 +7,13 @@
 //! |---|---|
 //! | bitsandbytes int8 | `NAME.weight` I8 `[O, I]`, `NAME.SCB` F32 `[O]` |
 //! | fp8 | `NAME.weight` F8_E4M3 `[O, I]`, `NAME.weight_scale_inv` `[O / 128, I / 128]` |
-//! | GPTQ | `NAME.qweight` I32 `[I · bits / 32, O]`, `NAME.qzeros` I32 `[G, O · bits / 32]`, `NAME.scales` `[G, O]`, `NAME.g_idx` I32 `[I]` |
+//! | GPTQ | `NAME.qweight` I32 `[I · bits / 32, O]` (3 bits: one stream of bits), `NAME.qzeros` I32 `[G, O · bits / 32]`, `NAME.scales` `[G, O]`, `NAME.g_idx` I32 `[I]` |
 //! | AWQ | `NAME.qweight` I32 `[I, O / 8]`, `NAME.qzeros` I32 `[G, O / 8]`, `NAME.scales` `[G, O]` |
 //! | compressed-tensors, packed | `NAME.weight_packed` I32 `[O, I · bits / 32]`, `NAME.weight_scale` `[O, G]`, `NAME.weight_zero_point` I32 `[O · bits / 32, G]`, `NAME.weight_shape`, `NAME.weight_g_idx` |
 //! | compressed-tensors, ModelOpt | `NAME.weight` I8 or F8_E4M3, `NAME.weight_scale`, `NAME.weight_zero_point` |
 //! | MXFP4 | `NAME_blocks` U8 `[.., G, 16]`, `NAME_scales` U8 `[.., G]` (NAME without `.weight`) |
 
-use super::grid::{Grid, expected_grids, grid_of, scale_type, wrong_scale};
+use super::grid::{Grid, expected_grids, grid, grid_of, present, scale_type, wrong_scale};
 use super::settings::Settings;
 use super::unpack::{self, Words};
 use crate::base::{Error, Result};
@@ -29,6 +29,8 @@ use crate::source::ParamInfo;
 pub enum Tool {
     /// `SCB`.
     Bitsandbytes8,
+    /// 4 bits in blocks of this size (`wide`).
+    Bitsandbytes4(usize),
     /// `qweight`, packed along the inputs.
     Gptq,
     /// `qweight`, packed along the outputs.
@@ -142,6 +144,7 @@ pub fn names(weights: &Weights, tool: Tool, name: &str) -> Vec<String> {
     let (needed, optional): (&[&str], &[&str]) = match tool {
         Tool::Mxfp4 => return vec![format!("{name}_blocks"), format!("{name}_scales")],
         Tool::Bitsandbytes8 => (&["weight", "SCB"], &[]),
+        Tool::Bitsandbytes4(_) => return super::wide::names(weights, name),
         Tool::Gptq | Tool::Awq => (&["qweight", "qzeros", "scales"], &["g_idx"]),
         Tool::Packed => (
             &["weight_packed", "weight_scale", "weight_shape"],
@@ -176,6 +179,9 @@ pub fn read(
     format: Format,
     decoded: Dtype,
 ) -> Result<QMatrix> {
+    if let Tool::Bitsandbytes4(block) = tool {
+        return super::wide::read(weights, p, dims, (format, block), decoded);
+    }
     let Format::Scaled(scaled) = format else {
         return Err(Error::internal("a weight of another tool has no scales").at(&*p.name));
     };
@@ -194,6 +200,7 @@ pub fn read(
         Tool::Packed => file.packed()?,
         Tool::Mxfp4 => file.mxfp4()?,
         Tool::Bitsandbytes8 => file.plain("SCB")?,
+        Tool::Bitsandbytes4(_) => return Err(Error::internal("this weight is read by blocks").at(&*p.name)),
         Tool::Plain(suffix) => file.plain(suffix)?,
     };
     QMatrix::from_parts(format, dims, decoded, |part| {
@@ -268,9 +275,13 @@ impl Parts<'_> {
 
     /// Words `[count]` with whole codes. Errors: the codes do not fill them.
     fn words(&self, codes: usize, of: &str) -> Result<usize> {
-        let each = 32 / self.bits();
+        self.words_of(self.bits(), codes, of)
+    }
+
+    fn words_of(&self, bits: usize, codes: usize, of: &str) -> Result<usize> {
+        let each = if bits == 3 { 32 } else { 32 / bits };
         if codes.is_multiple_of(each) {
-            return Ok(codes / each);
+            return Ok(codes * bits / 32);
         }
         Err(Error::shape(format!(
             "the {of} of the quantized weight `{}` do not fill whole words",
@@ -323,21 +334,36 @@ impl Parts<'_> {
 
     fn gptq(&self) -> Result<Found> {
         let (rows, columns) = self.dims;
-        let (down, across) = (self.words(columns, "inputs")?, self.words(rows, "outputs")?);
+        let settings = Settings::of(self.weights);
+        let bits = settings.bits(self.base)? as usize;
+        let (down, across) = (
+            self.words_of(bits, columns, "inputs")?,
+            self.words_of(bits, rows, "outputs")?,
+        );
         let words = self.tensor("qweight", &INTEGERS, &[down, rows])?;
         let zeros = self.tensor("qzeros", &INTEGERS, &[self.groups, across])?;
         let scales = self.tensor("scales", &[self.scale_type()], &[self.groups, rows])?;
-        // Version 1 stores zero points minus 1; the addition carries from one to the next, as in gptqmodel.
-        let one = match (Settings::of(self.weights).is_gptq_v1(), self.bits()) {
-            (false, _) => 0,
-            (true, 4) => 0x1111_1111,
-            (true, _) => 0x0101_0101,
+        let zeros = Words::new(
+            &zeros,
+            across,
+            if settings.is_gptq_v1() { unpack::ones(bits) } else { 0 },
+        );
+        // Codes of 3 bits cross the words, so that 1 is added to each.
+        let plus = u8::from(bits == 3 && settings.is_gptq_v1());
+        let codes = if bits < 4 {
+            let words = Words::new(&words, rows, 0);
+            unpack::nibbles((rows, columns), self.stride, |row, column| {
+                words.code_down(row, column, bits)
+            })
+        } else {
+            unpack::transpose_words(&words, (rows, down), self.stride, bits == 4)
         };
-        let zeros = Words::new(&zeros, across, one);
         Ok(Found {
-            codes: unpack::transpose_words(&words, (rows, down), self.stride, self.bits() == 4),
+            codes,
             scales: unpack::transpose(&scales, (self.groups, rows), self.scaled.kind.scale.bytes()),
-            zeros: unpack::table((rows, self.groups), |row, group| zeros.code(group, row, self.bits())),
+            zeros: unpack::table((rows, self.groups), |row, group| {
+                zeros.code(group, row, bits).wrapping_add(plus) & (255 >> (8 - bits))
+            }),
             order: self.order("g_idx")?,
         })
     }
@@ -496,35 +522,6 @@ impl Parts<'_> {
     }
 }
 
-/// The tensor of this name.
-fn present<'a>(weights: &'a Weights, name: &str) -> Result<&'a TensorInfo> {
-    weights.info(name).ok_or_else(|| {
-        let error = Error::format(format!("tensor `{name}` of a quantized weight is missing"));
-        let file = weights.files().first();
-        file.map_or(Error::format(error.what()), |file| {
-            Error::format(error.what()).at_path(file)
-        })
-        .hint("the file is not complete: download it again, or give the unquantized model")
-    })
-}
-
-/// The grid of the scales `name` of the weight `info`.
-fn grid(weights: &Weights, info: &TensorInfo, name: &str, settings: &Settings) -> Result<Grid> {
-    let scales = present(weights, name)?;
-    let scale = scale_type(scales).ok_or_else(|| wrong_scale(weights, scales))?;
-    let &[rows, columns] = info.shape.as_slice() else {
-        return Err(Error::shape("a quantized weight is not a matrix")
-            .at(&*info.name)
-            .found(format!("{:?}", info.shape)));
-    };
-    grid_of(&scales.shape, (rows, columns), settings.block(), scale).ok_or_else(|| {
-        Error::shape(format!("`{name}` does not fit its quantized weight"))
-            .at_path(&weights.files()[scales.file])
-            .found(format!("{:?}", scales.shape))
-            .expected(expected_grids((rows, columns)))
-    })
-}
-
 /// The product in the type of the scales.
 fn kind(code: CodeType, scale: ScaleType) -> ScaledKind {
     let product = match scale {
@@ -541,7 +538,7 @@ fn qweight(weights: &Weights, base: &str, settings: &Settings) -> Result<(Tool, 
     let scale = scale.ok_or_else(|| wrong_scale(weights, scales))?;
     let groups = scales.shape.first().copied().unwrap_or_default();
     let (tool, bits) = (settings.qweight_tool(base)?, settings.bits(base)?);
-    let code = if bits == 4 { CodeType::U4 } else { CodeType::U8 };
+    let code = if bits == 8 { CodeType::U8 } else { CodeType::U4 };
     let group = if groups == 1 { 0 } else { settings.group_size(base)? };
     let ordered =
         tool == Tool::Gptq && settings.is_ordered() && group > 0 && weights.info(&format!("{base}.g_idx")).is_some();

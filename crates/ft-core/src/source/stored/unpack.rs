@@ -24,10 +24,38 @@ impl<'a> Words<'a> {
         u32::from_le_bytes(bytes.unwrap_or_default()).wrapping_add(self.plus)
     }
 
-    /// Code number `at` of a row, of 4 or 8 bits, the first in the lowest bits.
+    /// Code number `at` of a row, of 2, 3, 4 or 8 bits, the first in the lowest bits. Codes of 3 bits cross the words.
     pub fn code(&self, row: usize, at: usize, bits: usize) -> u8 {
-        let each = 32 / bits;
-        (self.word(row, at / each) >> (at % each * bits)) as u8 & (255 >> (8 - bits))
+        let (word, low) = (at * bits / 32, at * bits % 32);
+        let next = if low + bits > 32 { self.word(row, word + 1) } else { 0 };
+        across(self.word(row, word), next, low, bits)
+    }
+
+    /// As `code` of a column whose words are below each other.
+    pub fn code_down(&self, column: usize, at: usize, bits: usize) -> u8 {
+        let (word, low) = (at * bits / 32, at * bits % 32);
+        let next = if low + bits > 32 {
+            self.word(word + 1, column)
+        } else {
+            0
+        };
+        across(self.word(word, column), next, low, bits)
+    }
+}
+
+/// The `bits` from bit `low` on of two words.
+fn across(word: u32, next: u32, low: usize, bits: usize) -> u8 {
+    ((u64::from(next) << 32 | u64::from(word)) >> low) as u8 & (255 >> (8 - bits))
+}
+
+/// What GPTQ of version 1 adds to a word of zero points, which it stores minus 1; it carries from one to the next, as in gptqmodel.
+/// 0 for 3 bits, which cross the words.
+pub(super) fn ones(bits: usize) -> u32 {
+    match bits {
+        2 => 0x5555_5555,
+        4 => 0x1111_1111,
+        8 => 0x0101_0101,
+        _ => 0,
     }
 }
 

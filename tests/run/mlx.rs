@@ -1,5 +1,5 @@
-//! `ft export --to mlx`: names, shapes and values of an adapter against the PEFT file, a model, refusals. By hand: mlx-lm gives
-//! the greedy tokens of ft with both (docs/lab-book.md, 2026-11-24).
+//! `ft export --to mlx`: names, shapes and values of an adapter against the PEFT file, a model, refusals. The loader of mlx-lm 0.32.2 was
+//! read, not run.
 
 use crate::bench::{Bench, files, said};
 use candle_core::safetensors::load;

@@ -198,6 +198,28 @@ fn families_that_are_not_there_are_named() {
 }
 
 #[test]
+fn every_error_has_a_code_also_for_programs() {
+    let dir = tempfile::tempdir().unwrap();
+    for (arguments, code, said) in [
+        (&["plan", "none.toml"][..], "FT108", "there is no recipe"),
+        (&["export", "none", "--out", "x", "--nothing"], "FT110", "--nothing"),
+        (&["export", "none"], "FT199", "--out <DIR>"),
+    ] {
+        let out = ft(dir.path(), arguments);
+        let line = format!("code: {code}, see `ft explain {code}`");
+        assert_eq!(text(&out.stderr).lines().last(), Some(&*line), "{arguments:?}");
+        let out = ft(dir.path(), &[arguments, &["--json"]].concat());
+        let error = text(&out.stderr);
+        let last: serde_json::Value = serde_json::from_str(error.lines().last().unwrap()).unwrap();
+        assert_eq!(last["code"], code, "{error}");
+        assert!(last["error"].as_str().unwrap().contains(said), "{error}");
+        assert!(error.contains(&line) && out.stdout.is_empty(), "{error}");
+    }
+    let out = ft(dir.path(), &["export", "--help"]);
+    assert!(out.stderr.is_empty() && out.status.success());
+}
+
+#[test]
 fn doctor_tells_lines_of_json() {
     let dir = tempfile::tempdir().unwrap();
     let out = Command::new(env!("CARGO_BIN_EXE_ft"))

@@ -10,12 +10,15 @@ mod plan;
 mod programs;
 #[path = "hub/push.rs"]
 mod push;
+#[path = "hub/request.rs"]
+mod request;
 
 use ft::formats::{Config, StoredDtype, TensorPlan, Tokenizer, Values, Weights, writer};
 use ft::hub::{DatasetPart, HubSettings, resolve_dataset_with, resolve_with};
+use request::Request;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -157,25 +160,14 @@ fn etag(bytes: &[u8]) -> String {
 }
 
 fn serve(mut stream: TcpStream, state: &Mutex<State>) -> Option<()> {
-    let mut reader = BufReader::new(stream.try_clone().ok()?);
-    let mut line = String::new();
-    reader.read_line(&mut line).ok()?;
-    let mut words = line.split_whitespace();
-    let (method, target) = (words.next()?.to_string(), words.next()?.to_string());
-    let mut headers = BTreeMap::new();
-    loop {
-        let mut line = String::new();
-        reader.read_line(&mut line).ok()?;
-        let Some((key, value)) = line.trim().split_once(':') else {
-            break;
-        };
-        headers.insert(key.to_lowercase(), value.trim().to_string());
-    }
+    let Request {
+        method, path, headers, ..
+    } = Request::read(&stream)?;
     let range = headers.get("range").and_then(|r| {
         let (a, b) = r.strip_prefix("bytes=")?.split_once('-')?;
         Some((a.parse::<u64>().ok()?, b.parse::<u64>().ok()?))
     });
-    let path = target.split('?').next()?.replace("%20", " ");
+    let path = path.replace("%20", " ");
     let mut state = state.lock().unwrap();
     state.log.push((method.clone(), path.clone(), range.map(|r| r.0)));
     let mut reply = |status: &str, extra: &str, body: &[u8], length: usize| {

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 #[path = "tidy/book.rs"]
 mod book;
+#[path = "tidy/book_runs.rs"]
+mod book_runs;
 #[path = "tidy/features.rs"]
 mod features;
 #[path = "tidy/supply.rs"]

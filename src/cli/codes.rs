@@ -266,6 +266,15 @@ pub fn of(error: &Error) -> &'static Code {
     found.unwrap_or(&CODES[CODES.len() - 1])
 }
 
+/// The code of arguments that clap refuses.
+pub fn of_arguments(error: &clap::Error) -> &'static Code {
+    let message = match error.kind() {
+        clap::error::ErrorKind::UnknownArgument => "the command has no flag `",
+        _ => "",
+    };
+    of(&Error::usage(message))
+}
+
 /// The row of a code as the user types it: `FT102`, `ft102`, `102`.
 pub fn find(typed: &str) -> Option<&'static Code> {
     let typed = typed.trim().to_uppercase();

@@ -5,6 +5,7 @@ use crate::base::units::bytes;
 use crate::base::{Error, Result};
 use crate::commands::export::export;
 use crate::commands::gguf;
+use crate::commands::mlx;
 use crate::gguf::FileType;
 use crate::recipe::Dtype;
 use serde_json::json;
@@ -28,8 +29,8 @@ pub struct Args {
     /// The same, as a flag
     #[arg(long, value_name = "FROM", conflicts_with = "from")]
     model: Option<PathBuf>,
-    /// hf: a Hugging Face directory; gguf: for llama.cpp, Ollama
-    #[arg(long, value_name = "FORMAT", default_value = "hf", value_parser = ["hf", "gguf"], hide_possible_values = true)]
+    /// hf: a Hugging Face directory; gguf: for llama.cpp, Ollama; mlx: for mlx-lm
+    #[arg(long, value_name = "FORMAT", default_value = "hf", value_parser = ["hf", "gguf", "mlx"], hide_possible_values = true)]
     to: String,
     /// New directory
     #[arg(long, value_name = "DIR")]
@@ -58,6 +59,9 @@ pub fn run(mut args: Args) -> Result<i32> {
     if args.file_type.is_some() || args.pre_tokenizer.is_some() {
         return Err(Error::usage("`--type` and `--pre-tokenizer` are of GGUF files").hint("add `--to gguf`"));
     }
+    if args.to == "mlx" {
+        return to_mlx(&from.to_string_lossy(), &args);
+    }
     let report = export(&from.to_string_lossy(), &args.out, args.dtype)?;
     report.notes.iter().for_each(|line| super::note(line));
     if args.json {
@@ -77,6 +81,28 @@ pub fn run(mut args: Args) -> Result<i32> {
             &["generate", "eval"]
         },
     );
+    Ok(0)
+}
+
+fn to_mlx(from: &str, args: &Args) -> Result<i32> {
+    let report = mlx::export(from, &args.out, args.dtype)?;
+    report.notes.iter().for_each(|line| super::note(line));
+    if args.json {
+        let kind = if report.adapter { "adapter" } else { "model" };
+        out(json!({"out": report.out.display().to_string(), "kind": kind, "base": report.base}))?;
+        return Ok(0);
+    }
+    out(report.out.display())?;
+    super::note(&match report.base {
+        Some(base) => format!(
+            "next:\n  mlx_lm.generate --model {base} --adapter-path {} --prompt TEXT",
+            report.out.display()
+        ),
+        None => format!(
+            "next:\n  mlx_lm.generate --model {} --prompt TEXT",
+            report.out.display()
+        ),
+    });
     Ok(0)
 }
 

@@ -236,7 +236,7 @@ fn chat(writer: &mut Writer) -> Result<i32> {
                 }
             }
             // The user at the terminal can continue with another message.
-            Err(e) if person => super::show_error(&e),
+            Err(e) if person => super::show_error(&e, false),
             Err(e) => return Err(e),
         }
     }

@@ -45,7 +45,7 @@ use crate::recipe;
 use crate::report::{self, Style};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::Path;
 
 const EXAMPLES: &str = "Examples:
@@ -109,15 +109,16 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     if let Some(code) = completions::answer(Cli::command, &arguments) {
         return code;
     }
+    let as_json = arguments.iter().any(|argument| argument == "--json");
     let cli = match Cli::try_parse_from(&arguments) {
         Ok(cli) => cli,
         Err(e) => {
             if let Some(error) = recipe_args::explain(&e, &arguments) {
                 report::start(style_of_terminal());
-                show_error(&error);
+                show_error(&error, as_json);
                 return error.exit_code();
             }
-            let _ = e.print();
+            show_refused(&e, as_json);
             return e.exit_code();
         }
     };
@@ -142,7 +143,7 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     let code = match std::panic::catch_unwind(|| run(cli, launched)) {
         Ok(Ok(code)) => code,
         Ok(Err(error)) => {
-            show_error(&error);
+            show_error(&error, as_json);
             error.exit_code()
         }
         Err(_) => 70,
@@ -223,10 +224,36 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
     }
 }
 
-fn show_error(error: &Error) {
+fn show_error(error: &Error, as_json: bool) {
     let code = codes::of(error).code;
     let text = recipe::in_program_terms(&error.to_string());
-    report::error(&format!("{text}\ncode: {code}, see `ft explain {code}`"));
+    report::error(&format!("{text}\n{}", see(code)));
+    if as_json {
+        show_json(code, &text);
+    }
+}
+
+/// Shows arguments that clap refuses.
+fn show_refused(refused: &clap::Error, as_json: bool) {
+    let _ = refused.print();
+    if !refused.use_stderr() {
+        return;
+    }
+    let code = codes::of_arguments(refused).code;
+    let _ = writeln!(std::io::stderr(), "{}", see(code));
+    if as_json {
+        show_json(code, refused.render().to_string().trim_end());
+    }
+}
+
+fn see(code: &str) -> String {
+    format!("code: {code}, see `ft explain {code}`")
+}
+
+/// With `--json` the last line of an error is for a program.
+fn show_json(code: &str, text: &str) {
+    let line = serde_json::json!({"code": code, "error": text});
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// Prints a line for the user; not with `--quiet`.

@@ -11,6 +11,7 @@ pub mod generate;
 pub mod gguf;
 pub mod logits;
 pub mod merge;
+pub mod mlx;
 pub mod named;
 pub mod plan;
 pub mod push;

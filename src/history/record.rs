@@ -16,7 +16,7 @@ pub struct Record {
     pub curves: Curves,
     /// Steps of the whole run, once it has started.
     pub total_steps: Option<u64>,
-    /// `running`, `done`, `early stopping`, `signal`, `interrupted`, or the reason of its end.
+    /// `running`, `done`, `early stopping`, `stopped` (by a signal), `interrupted`, or the reason of its end.
     pub state: String,
     /// Steps of the checkpoints.
     pub checkpoints: Vec<u64>,
@@ -131,7 +131,10 @@ fn state(path: &Path, events: &[Value]) -> String {
     let of_work = |e: &&Value| ["start", "resume", "stop"].iter().any(|kind| e["event"] == *kind);
     let last = events.iter().rev().find(of_work);
     if let Some(stop) = last.filter(|e| e["event"] == "stop") {
-        return stop["reason"].as_str().unwrap_or("stopped").to_string();
+        return match stop["reason"].as_str() {
+            Some("signal") | None => "stopped".to_string(),
+            Some(reason) => reason.to_string(),
+        };
     }
     if lock::is_held(path) { "running" } else { "interrupted" }.to_string()
 }

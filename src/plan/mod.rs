@@ -37,14 +37,15 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::divided::divides;
 use crate::engine::{
-    Active, Exchange, Gradients, StepStrategy, Updated, corrected_bytes, exchange_bytes, outer_bytes, sent_bytes,
+    Active, Exchange, Gradients, StepStrategy, Updated, corrected_bytes, ema_bytes, exchange_bytes, outer_bytes,
+    sent_bytes,
 };
 use crate::generate;
 use crate::model::{Adapters, Spec};
 use crate::ops::quantized::work_bytes;
 use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
-use crate::optim::config::OptimizerName;
+use crate::optim::config::{Master, OptimizerName};
 use crate::peft::start::cost;
 use crate::recipe::{Dtype, LoraInit, Method, PeftType, Recipe, RolloutWeights};
 use crate::setup::Turn;
@@ -414,6 +415,7 @@ fn of_turn(
         ledger.alloc(MemoryKind::Adapters, (model.adapter_elements() + fixed) * 4),
         ledger.alloc(MemoryKind::HostWeights, on_host),
         ledger.alloc(MemoryKind::Optimizer, state + corrected),
+        ledger.alloc(MemoryKind::Averages, averages(model, recipe, active, stored)),
     ]);
     if let Some(teacher) = &inputs.teacher {
         ledger.moment("the generated answers of the student");
@@ -443,8 +445,24 @@ fn of_turn(
         _ => model.largest(),
     };
     ledger.touch(MemoryKind::Saving, 4 * largest);
+    if recipe.train.ema().is_some() {
+        // The exact values of a weight, and those that take their place.
+        ledger.moment("the averages of the weights");
+        ledger.touch(MemoryKind::Saving, 8 * model.largest_trained(active));
+    }
     ledger.free_all(held);
     (ledger, trained)
+}
+
+/// Bytes of the averages of the active parameters.
+fn averages(model: &Model, recipe: &Recipe, active: &Active, stored: u64) -> u64 {
+    if recipe.train.ema().is_none() {
+        return 0;
+    }
+    let exact = recipe.model.dtype == Dtype::Bf16 && recipe.optimizer.master == Master::F32;
+    model.sum_trained(active, |name| {
+        ema_bytes(model.elements(name), stored == 4 || exact || model.is_adapter(name))
+    })
 }
 
 /// Simulates the answers of a rollout; returns the quantized copy of the weights.

@@ -228,6 +228,12 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             format!("{}, {}", recipe.optimizer.name.name(), recipe.optimizer.state.name()),
         ),
         (
+            MemoryKind::Averages,
+            "averages",
+            "averages",
+            "moving averages of the active parameters, f32".into(),
+        ),
+        (
             MemoryKind::HostWeights,
             "host_weights",
             "weights on the host",
@@ -339,6 +345,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
                 | MemoryKind::Rollout
                 | MemoryKind::Teacher
                 | MemoryKind::RewardModels
+                | MemoryKind::Averages
                 | MemoryKind::HostWeights
                 | MemoryKind::OffloadedInputs
         )

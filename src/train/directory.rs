@@ -355,5 +355,5 @@ pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Placemen
         (Placement::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,
         _ => 0,
     };
-    kept * state::bytes(elements, elements) + out + scratch + drawn
+    kept * state::bytes(elements, elements, recipe.train.ema().is_some()) + out + scratch + drawn
 }

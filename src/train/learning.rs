@@ -4,7 +4,7 @@
 use crate::base::units::{self, count};
 use crate::base::{Error, Result};
 use crate::data::order::BatchStream;
-use crate::engine::{Engine, LossScale};
+use crate::engine::{Ema, Engine, LossScale};
 use crate::optim::Schedule;
 use crate::recipe::{Recipe, Stage};
 use crate::setup::active_schedule::ActiveSchedule;
@@ -50,6 +50,7 @@ pub fn configure(engine: &mut Engine, recipe: &Recipe) {
     engine.routers.losses = train.router_losses();
     engine.seed = train.seed;
     engine.neftune_noise_alpha = train.neftune_noise_alpha;
+    engine.ema = train.ema().map(Ema::new);
     let scaled = recipe.model.dtype.needs_loss_scale();
     engine.loss_scale = scaled.then(|| LossScale::new(train.scale_config()));
 }

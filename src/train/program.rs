@@ -368,12 +368,12 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         );
     }
     if start_step == 0 && total_steps > 0 && !options.only_steps {
-        run.samples(&engine, 0, "before")?;
-        run.evaluate(&engine, 0)?;
+        run.samples(&mut engine, 0, "before")?;
+        run.evaluate(&mut engine, 0)?;
         run.stop_if_asked(&engine, 0)?;
     } else if start_step < total_steps && eval_due(start_step) {
         // The checkpoint of this step was written before its evaluation.
-        run.evaluate_if_missing(&engine, start_step)?;
+        run.evaluate_if_missing(&mut engine, start_step)?;
     } else if start_step < total_steps && recipe.train.eval_steps > 0 {
         rehearsal::of_evaluation(&engine, &run.feed.eval()?)?;
     }
@@ -384,7 +384,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let mut active = active_schedule.active(start_step + 1);
     let mut watch = Watch::new(recipe, model.spec.vocab);
     // On a GPU the numbers of a step are read after the next one is queued. A rollout waits for the device anyway.
-    let late = device.is_cuda() && !prompts::reinforces(recipe);
+    // An average needs the weights of each step.
+    let late = device.is_cuda() && !prompts::reinforces(recipe) && engine.ema.is_none();
     let mut unread: Option<UnreadStep> = None;
     let mut last_step = start_step;
     let mut profile = Profile::new(&run_dir, start_step, if ranks.is_root() { options.profile } else { 0 });
@@ -494,7 +495,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         run.stop_if_asked(&engine, step)?;
         run.stop_above_budget(&engine, step)?;
         if eval_due(step) && step < total_steps {
-            run.evaluate(&engine, step)?;
+            run.evaluate(&mut engine, step)?;
             run.stop_if_asked(&engine, step)?;
             run.keep_best(&engine, step)?;
             over = run.ends_early(step)?;
@@ -518,10 +519,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         run.reporter.warn(&warning);
     }
     if total_steps > 0 {
-        run.evaluate_if_missing(&engine, last_step)?;
+        run.evaluate_if_missing(&mut engine, last_step)?;
     }
     if ranks.of_root(last_step > start_step || !run_dir.join("final").exists())? {
-        run.samples(&engine, last_step, "after")?;
+        run.samples(&mut engine, last_step, "after")?;
         run.stop_if_asked(&engine, last_step)?;
     }
     signal::conduct(Conduct::Stop(Stop {
@@ -551,8 +552,10 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             None => None,
         }
     } else {
-        let trained = TrainedModel::new(recipe, &model, &engine, &prepared, &base);
-        let exported = engine.by_root(|| finish::export(&trained, &out, &mut |line| said.push(line.to_string())));
+        let exported = engine.with_averages(|engine| {
+            let trained = TrainedModel::new(recipe, &model, engine, &prepared, &base);
+            engine.by_root(|| finish::export(&trained, &out, &mut |line| said.push(line.to_string())))
+        });
         let written = exported.map_err(|e| run.export_failed(&engine, last_step, e))?;
         drop(engine);
         written.flatten()

@@ -337,8 +337,8 @@ impl Run<'_> {
     /// Evaluates after `step`. A signal ends it early; the caller then saves and stops.
     ///
     /// Errors: the evaluation has no number that the recipe names as the metric of the best model.
-    pub fn evaluate(&mut self, engine: &Engine, step: u64) -> Result<()> {
-        match self.measure(engine, step)? {
+    pub fn evaluate(&mut self, engine: &mut Engine, step: u64) -> Result<()> {
+        match engine.with_averages(|engine| self.measure(engine, step))? {
             Some(numbers) if !numbers.is_empty() && self.ranks.is_root() => self.best.add(step, &numbers),
             _ => Ok(()),
         }
@@ -456,7 +456,7 @@ impl Run<'_> {
     /// and the evaluation of the same step.
     ///
     /// Errors: as `stop_if_asked`.
-    pub fn evaluate_if_missing(&mut self, engine: &Engine, step: u64) -> Result<()> {
+    pub fn evaluate_if_missing(&mut self, engine: &mut Engine, step: u64) -> Result<()> {
         // The last line that `evaluate` writes.
         let last = if self.feed.eval()?.is_empty() {
             "eval_"
@@ -473,9 +473,9 @@ impl Run<'_> {
     }
 
     /// Shows answers to the sample prompts. A signal ends it early; the caller then saves and stops.
-    pub fn samples(&mut self, engine: &Engine, step: u64, when: &str) -> Result<()> {
-        let answers = engine.by_root(|| samples::answers(self.recipe, self.model, engine, self.eval));
-        let answers = answers.map(Option::unwrap_or_default);
+    pub fn samples(&mut self, engine: &mut Engine, step: u64, when: &str) -> Result<()> {
+        let ask = |engine: &Engine| samples::answers(self.recipe, self.model, engine, self.eval);
+        let answers = engine.with_averages(|engine| engine.by_root(|| ask(engine)).map(Option::unwrap_or_default));
         let Some(answers) = self.ranks.unless_root_stopped(answers)? else {
             return Ok(());
         };

@@ -7,7 +7,7 @@
 use crate::base::{Error, Result, units};
 use crate::checkpoint::{self, Files, LoadedState};
 use crate::data::Dataset;
-use crate::engine::{Active, Engine, MomentValues, SavedMoment};
+use crate::engine::{Active, Ema, Engine, MomentValues, SavedMoment};
 use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::hf::Fingerprint;
@@ -22,6 +22,8 @@ const WEIGHTS: &str = "weights.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 /// Importance scores of AdaLoRA ranks.
 const RANKS: &str = "ranks.safetensors";
+/// Moving averages of the active weights.
+const AVERAGES: &str = "averages.safetensors";
 /// State of the stage, as bytes.
 const FEED: &str = "stage.safetensors";
 
@@ -74,6 +76,10 @@ pub fn save(
     let moments: Vec<TensorPlan> = saved.iter().map(of_moment).collect();
     let steps = engine.optimizer.saved().map(|s| (s.name.to_string(), json!(s.step)));
     let steps: serde_json::Map<String, Value> = steps.collect();
+    let averages = || engine.ema.iter().flat_map(Ema::saved);
+    let updates: serde_json::Map<String, Value> = averages().map(|(name, n, _)| (name.to_string(), json!(n))).collect();
+    let of_average = |(name, _, values): (&str, u64, &[f32])| plan(name.to_string(), values.len());
+    let average_plans: Vec<TensorPlan> = averages().map(of_average).collect();
     let state = json!({
         "recipe": facts.recipe,
         "data": facts.data,
@@ -82,6 +88,7 @@ pub fn save(
         "trained_tokens": facts.trained_tokens,
         "active_block": schedule.label(step.max(1)),
         "optimizer_steps": steps,
+        "averages": updates,
         "stage": feed.is_some(),
         "loss_scale": engine.loss_scale.map(|s| json!({"scale": s.scale, "steps": s.steps, "skipped": s.skipped})),
     });
@@ -110,6 +117,12 @@ pub fn save(
             tensors: &scores,
         });
     }
+    if engine.ema.is_some() {
+        files.push(Files {
+            name: AVERAGES,
+            tensors: &average_plans,
+        });
+    }
     if feed.is_some() {
         files.push(Files {
             name: FEED,
@@ -119,6 +132,10 @@ pub fn save(
     checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
         WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
         RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
+        AVERAGES => {
+            let values = engine.ema.as_ref().and_then(|ema| ema.values(&tensor.name));
+            write(Values::F32(values.unwrap_or_default()))
+        }
         FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
         _ => {
             let found = moments.iter().position(|moment| moment.name == tensor.name);
@@ -154,9 +171,10 @@ pub fn rehearse(engine: &Engine, schedule: &ActiveSchedule, last: u64) -> Result
     Ok(sizes.iter().map(|(elements, _)| 4 * *elements as u64).sum())
 }
 
-/// Largest size of a checkpoint in bytes: exact weights and moments of all trained parameters.
-pub fn bytes(trained_elements: u64, active_elements: u64) -> u64 {
-    4 * trained_elements + 8 * active_elements + (1 << 20)
+/// Largest size of a checkpoint in bytes: exact weights, moments and, if the run has them, averages of all trained parameters.
+pub fn bytes(trained_elements: u64, active_elements: u64, averages: bool) -> u64 {
+    let average = if averages { 4 } else { 0 };
+    4 * trained_elements + (8 + average) * active_elements + (1 << 20)
 }
 
 /// The values that `save` stored beside tensors.
@@ -199,20 +217,45 @@ pub fn sizes(loaded: &LoadedState) -> Result<BTreeMap<String, usize>> {
     Ok(weights.names().map(|n| (n.to_string(), size(n))).collect())
 }
 
-/// Restores weights that the engine has as parameters: enough to export them.
+/// Restores weights that the engine has as parameters: enough to export them. Averages take the place of their weights.
 pub fn restore_weights(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
-    let weights = loaded.open(WEIGHTS)?;
-    let names: Vec<String> = weights.names().map(str::to_string).collect();
-    for name in names {
-        // The value head of PPO, for example, is not exported.
-        if engine.elements(&name).is_err() {
-            continue;
+    let mut files = vec![loaded.open(WEIGHTS)?];
+    if !updates_of(loaded).is_empty() {
+        files.push(loaded.open(AVERAGES)?);
+    }
+    for weights in files {
+        let names: Vec<String> = weights.names().map(str::to_string).collect();
+        for name in names {
+            // The value head of PPO, for example, is not exported.
+            if engine.elements(&name).is_err() {
+                continue;
+            }
+            engine
+                .restore(&name, &weights)
+                .map_err(|e| e.or_at(loaded.path.display()))?;
         }
-        engine
-            .restore(&name, &weights)
-            .map_err(|e| e.or_at(loaded.path.display()))?;
     }
     restore_step_hook(loaded, engine)
+}
+
+/// The number of updates of each average of a checkpoint.
+fn updates_of(loaded: &LoadedState) -> BTreeMap<String, u64> {
+    let saved = loaded.state.get("averages").and_then(Value::as_object);
+    let updates = saved.into_iter().flatten();
+    updates
+        .filter_map(|(name, n)| Some((name.clone(), n.as_u64()?)))
+        .collect()
+}
+
+fn restore_averages(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
+    let updates = updates_of(loaded);
+    if let Some(ema) = engine.ema.as_mut().filter(|_| !updates.is_empty()) {
+        let saved = loaded.open(AVERAGES)?;
+        for (name, updates) in updates {
+            ema.restore(&name, updates, saved.read_f32(&name)?);
+        }
+    }
+    Ok(())
 }
 
 fn restore_step_hook(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
@@ -256,6 +299,7 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Re
             .insert(part.to_string(), tensor);
     }
     restore_step_hook(loaded, engine)?;
+    restore_averages(loaded, engine)?;
     let steps = loaded.state.get("optimizer_steps").and_then(Value::as_object);
     let steps = steps.ok_or_else(|| Error::new("checkpoint has no `optimizer_steps`").at_path(&loaded.path))?;
     for (name, step) in steps {

@@ -1,10 +1,11 @@
 //! `ft push` with a small local server that takes uploads as the hub does: questions, Git LFS with whole files and with
 //! parts at another address, commits. It checks every hash.
 
+use super::request::Request;
 use super::{HubSettings, oid, resolve_with, sha256};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Output;
@@ -67,46 +68,6 @@ impl Hub {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap()
-    }
-}
-
-struct Request {
-    method: String,
-    path: String,
-    headers: BTreeMap<String, String>,
-    reader: BufReader<TcpStream>,
-}
-
-impl Request {
-    fn read(stream: &TcpStream) -> Option<Self> {
-        let mut reader = BufReader::new(stream.try_clone().ok()?);
-        let mut line = String::new();
-        reader.read_line(&mut line).ok()?;
-        let mut words = line.split_whitespace();
-        let (method, target) = (words.next()?.to_string(), words.next()?.to_string());
-        let mut headers = BTreeMap::new();
-        loop {
-            let mut line = String::new();
-            reader.read_line(&mut line).ok()?;
-            let Some((key, value)) = line.trim().split_once(':') else {
-                break;
-            };
-            headers.insert(key.to_lowercase(), value.trim().to_string());
-        }
-        let path = target.split('?').next()?.to_string();
-        Some(Self {
-            method,
-            path,
-            headers,
-            reader,
-        })
-    }
-
-    fn body(&mut self) -> Option<Vec<u8>> {
-        let length = self.headers.get("content-length").map_or(0, |n| n.parse().unwrap());
-        let mut body = vec![0; length];
-        self.reader.read_exact(&mut body).ok()?;
-        Some(body)
     }
 }
 

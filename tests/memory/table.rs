@@ -10,7 +10,7 @@ use candle_core::Device;
 use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
-use ft::engine::{Active, Engine, StepStrategy};
+use ft::engine::{Active, Ema, Engine, StepStrategy};
 use ft::formats::config::Config;
 use ft::formats::weights::Weights;
 use ft::model::spec::Spec;
@@ -30,7 +30,9 @@ use std::sync::atomic::Ordering::Relaxed;
 
 const STORAGES: [&str; 4] = ["bf16", "int8", "int4", "nf4"];
 const TIERS: [&str; 3] = ["device", "disk", "disk, head in pieces"];
-const ACTIVATIONS: [&str; 3] = ["keep", "recompute", "recompute, MLP in pieces"];
+const ACTIVATIONS: [&str; 4] = ["keep", "recompute", "recompute, MLP in pieces", AVERAGES];
+/// With moving averages of the weights, which an evaluation uses.
+const AVERAGES: &str = "recompute, averages";
 
 /// One row of the table.
 #[derive(Clone)]
@@ -70,8 +72,10 @@ fn rows(model: &str) -> (usize, usize) {
 fn recipe(case: &Case) -> Recipe {
     let text = format!(
         "[model]\npath = \"m\"\ndtype = \"bf16\"\n[data]\ntrain = \"t.jsonl\"\n[tune]\nmethod = \"{}\"\n\
-         [memory]\nfrozen_weights = \"{}\"\n",
-        case.method, case.storage
+         [memory]\nfrozen_weights = \"{}\"\n[train]\nema_decay = {}\n",
+        case.method,
+        case.storage,
+        if case.activations == AVERAGES { 0.9 } else { 0.0 }
     );
     recipe::parse(&text, "test", &[]).unwrap().recipe
 }
@@ -183,6 +187,7 @@ fn measure(case: &Case, file: &Path) -> Value {
     let mut engine = Engine::new(model, objective, optimizer, strategy, &active[0]).unwrap();
     engine.max_grad_norm = 0.0;
     engine.seed = 1;
+    engine.ema = recipe.train.ema().map(Ema::new);
     let last = active.last().cloned().unwrap();
     for (step, active) in (1..).zip(active.iter().chain([&last])) {
         if step == 1 || !lora {
@@ -190,6 +195,7 @@ fn measure(case: &Case, file: &Path) -> Value {
             engine.switch(active, |name| active.contains(name)).unwrap();
         }
         engine.step(step, &batches, active, 1e-3).unwrap();
+        engine.with_averages(|_| Ok(())).unwrap();
     }
     let plan: Plan = plan::forecast(&spec, &recipe, &inputs);
     json!({
@@ -300,7 +306,7 @@ fn tiny() {
 }
 
 #[test]
-#[ignore = "72 processes, 2 GB of disk"]
+#[ignore = "96 processes, 2 GB of disk"]
 fn wide() {
     let wrong = table("three layers of Qwen2.5-7B's width", |_| true);
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

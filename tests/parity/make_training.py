@@ -37,6 +37,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from reference import Lion, adafactor, window_indices
 
@@ -124,6 +125,10 @@ RUNS = {
                          | {"tune.lora.adapter": "lora"}),
     "block_bread_lora_partial": ("llama", "text", block("layer", "descending", lr=2e-3, correction="lora", correction_scope="partial")
                                  | {"tune.lora.adapter": "lora"}),
+    "ema_full": ("llama", "messages", full() | {"train.ema_decay": 0.9, "train.ema_ramp": False}),
+    "ema_lora": ("llama", "messages", lora("lora") | {"train.ema_decay": 0.6}),
+    "ema_block": ("llama", "messages", block("layer", "ascending", every=4) | {"train.ema_decay": 0.3}),
+    "ema_ratio": ("llama", "messages", block("ratio", "ascending", lr=2e-3, update_ratio=0.3, mask="adjacent") | {"train.ema_decay": 0.8}),
     "block_head_tied": ("qwen3", "text", block("layer", "descending", include_lm_head=True)),
 }
 
@@ -297,6 +302,32 @@ def through_nf4(model, double):
                 parameter.copy_(nf4.decoded(parameter, double))
 
 
+class Averages:
+    """The averages of the trained weights. Without a ramp they are those of `torch.optim.swa_utils.AveragedModel`; the ramp is
+    that of `EMAModel.get_decay` of diffusers (its step is one less than ours)."""
+
+    def __init__(self, decay, ramp):
+        self.decay, self.ramp, self.of, self.updates = decay, ramp, {}, {}
+
+    @torch.no_grad()
+    def update(self, named):
+        for n, p in named:
+            self.updates[n] = t = self.updates.get(n, 0) + 1
+            if t == 1:
+                self.of[n] = p.detach().clone()
+            else:
+                decay = min(self.decay, t / (9 + t)) if self.ramp else self.decay
+                get_ema_multi_avg_fn(decay)([self.of[n]], [p.detach()], None)
+
+    @torch.no_grad()
+    def settle(self, named):
+        """Gives weights their averages, and forgets those."""
+        for n, p in named:
+            if n in self.of:
+                p.copy_(self.of.pop(n))
+                del self.updates[n]
+
+
 def train(model_name, data, recipe, dtype, jitter=None):
     """`jitter`, a seed: changes every weight by a rounding error or two before the first step."""
     rows = read_rows(GOLDENS / "data" / f"{data}.jsonl")
@@ -332,6 +363,10 @@ def train(model_name, data, recipe, dtype, jitter=None):
     correction, partial = recipe.get("tune.block.correction", "none"), recipe.get("tune.block.correction_scope") == "partial"
     scale, ratio, masked, corrected = recipe.get("tune.block.correction_scale", 1.0), recipe.get("tune.block.update_ratio"), {}, []
     windows = math.ceil(1 / ratio) if ratio else None
+    decay = recipe.get("train.ema_decay", 0.0)
+    averages, swa = Averages(decay, recipe.get("train.ema_ramp", True)), None
+    if decay and not averages.ramp:
+        swa = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     out = dict(losses=[], grad_norms=[], learning_rates=learning_rates(recipe, STEPS), trained_tokens=[], active=[])
     for step in range(1, STEPS + 1):
         if blocks and (step - 1) % recipe["tune.block.switch_every"] == 0:
@@ -343,6 +378,7 @@ def train(model_name, data, recipe, dtype, jitter=None):
             others = [n for i, b in enumerate(blocks) if i != index and (not partial or i > index) for n in b]
             corrected = others if correction in ("sgd", "signsgd") else []
             layer = lambda n: int(n.split(".")[2]) if n.startswith("model.layers.") else -1
+            averages.settle(parameters_of())
             lowest = min(layer(n) for n in active)
             wanted = lambda n: n in active or ("lora_" in n and (not partial or layer(n) >= lowest))
             for n, p in parameters_of():
@@ -382,9 +418,17 @@ def train(model_name, data, recipe, dtype, jitter=None):
         with torch.no_grad():
             for (n, part), (_, p) in zip(named, whole) if ratio else []:
                 p.view(-1)[masked[n]] = part
+        if decay:
+            averages.update([(n, p) for n, p in parameters_of() if p.requires_grad])
+        if swa:
+            swa.update_parameters(model)
         out["losses"].append(total)
         out["grad_norms"].append(float(norm))
         out["trained_tokens"].append(trained)
+    averages.settle(parameters_of())
+    if swa:
+        pairs = zip(swa.module.parameters(), model.parameters())
+        assert all(torch.equal(a, b) for a, b in pairs)
     if blocks:
         out["blocks"] = blocks
     else:

@@ -82,6 +82,7 @@ fn covering() -> Vec<Case> {
 }
 
 fn settings(case: &Case) -> Vec<String> {
+    let averages = case.iter().sum::<usize>() % 2 == 0;
     let [stage, method, window, packing, place, storage, _] = *case;
     let (stage, method) = (STAGES[stage], METHODS[method]);
     let rolls = matches!(stage, "grpo" | "ppo");
@@ -101,6 +102,9 @@ fn settings(case: &Case) -> Vec<String> {
     } else {
         "train.batch_size=2"
     });
+    if averages {
+        add("train.ema_decay=0.7");
+    }
     add(&format!("train.stage={stage}"));
     add(&format!("tune.method={method}"));
     add(&format!("train.gradient_accumulation_steps={}", WINDOWS[window]));

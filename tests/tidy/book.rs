@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Pages of `docs/`, and those of the root.
-fn pages() -> Vec<PathBuf> {
+pub fn pages() -> Vec<PathBuf> {
     let mut pages = Vec::new();
     for folder in ["", "docs"] {
         let entries = fs::read_dir(root().join(folder)).unwrap();
@@ -110,7 +110,7 @@ fn every_page_is_in_the_book() {
 }
 
 /// The words of a command line: quotes keep spaces, a comment and what follows a pipe or a redirection are left out.
-fn words(line: &str) -> Vec<String> {
+pub fn words(line: &str) -> Vec<String> {
     let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None::<char>);
     for c in line.chars() {
         match (quote, c) {
@@ -131,10 +131,10 @@ fn words(line: &str) -> Vec<String> {
 }
 
 /// Commands with the numbers of their lines.
-type Commands = Vec<(usize, String)>;
+pub type Commands = Vec<(usize, String)>;
 
 /// The commands of ft in a page: whole ones in blocks of code, and those named in the text.
-fn commands(text: &str) -> (Commands, Commands) {
+pub fn commands(text: &str) -> (Commands, Commands) {
     let (mut whole, mut named) = (Vec::new(), Vec::new());
     let (mut inside, mut joined) = (false, String::new());
     for (number, line) in text.lines().enumerate() {

@@ -17,6 +17,8 @@ pub enum MemoryKind {
     Optimizer,
     /// Low 16 bits of the fp32 masters of inactive parameters. On the host.
     InactiveMasters,
+    /// Moving averages of the active parameters. On the host.
+    Averages,
     /// Weights on the host, before they are copied to a GPU.
     HostWeights,
     /// Layer inputs on the host.
@@ -106,6 +108,7 @@ impl MemoryKind {
         MemoryKind::Adapters,
         MemoryKind::Optimizer,
         MemoryKind::InactiveMasters,
+        MemoryKind::Averages,
         MemoryKind::HostWeights,
         MemoryKind::OffloadedInputs,
         MemoryKind::Gradients,
@@ -127,6 +130,7 @@ impl MemoryKind {
         matches!(
             self,
             MemoryKind::InactiveMasters
+                | MemoryKind::Averages
                 | MemoryKind::HostWeights
                 | MemoryKind::OffloadedInputs
                 | MemoryKind::Saving

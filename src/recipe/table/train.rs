@@ -1,6 +1,7 @@
 //! The training run: optimizer, schedule, length and saving.
 
 use super::*;
+use crate::engine::EmaConfig;
 use crate::ops::quantized::Products;
 
 named!(Stage {
@@ -118,6 +119,12 @@ section! {
         /// Label smoothing of `sft` and `pretrain`: this part of the target distribution is spread evenly over the
         /// vocabulary. As in transformers, `eval_loss` and `eval_perplexity` contain it; `ft eval` does not.
         label_smoothing_factor: f64 = 0.0, "labels are taken as correct", in BELOW_ONE;
+        /// Exponential moving average (EMA) of the trained weights, updated after each step: the part of it that an update
+        /// keeps, 0.99 to 0.9999. Evaluations, samples and `final/` have the average; training goes on with the weights.
+        /// With `block` a block gets its average as its value when its turn ends.
+        ema_decay: f64 = 0.0, "`final/` has the weights of the last step", in BELOW_ONE;
+        /// The decay of update t is at most t / (9 + t), so that the average of a short run is not that of its first steps.
+        ema_ramp: bool = true, "as in diffusers";
         /// Mixtures of experts: factor of the balance loss, which keeps the load of the experts even. With more than one
         /// micro-batch in a step it is the mean of their balance losses, as in TRL. The reported loss is without it.
         router_aux_loss_coef: f64 = 0.0, "as in transformers, whose models add it only with `output_router_logits`",
@@ -154,6 +161,14 @@ section! {
 }
 
 impl Train {
+    /// How the trained weights are averaged; `None`: not at all.
+    pub fn ema(&self) -> Option<EmaConfig> {
+        (self.ema_decay > 0.0).then_some(EmaConfig {
+            decay: self.ema_decay,
+            ramp: self.ema_ramp,
+        })
+    }
+
     /// The factors of the losses of routers.
     pub fn router_losses(&self) -> RouterLosses {
         RouterLosses {
@@ -223,6 +238,7 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
         Train::metric_for_best_model if s.train.early_stopping_patience == 0 && !s.train.load_best_model_at_end => {
             Some("train.load_best_model_at_end = false".into())
         }
+        Train::ema_ramp if s.train.ema_decay == 0.0 => Some("train.ema_decay = 0".into()),
         Train::predict_with_generate if !s.data.evaluates() => Some("data.eval = []".into()),
         _ => None,
     }

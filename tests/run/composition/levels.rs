@@ -243,6 +243,7 @@ pub const REGULARIZATION: [Axis; 2] = [
         &[
             ("NEFTune", &["train.neftune_noise_alpha=5"]),
             ("label smoothing", &["train.label_smoothing_factor=0.1"]),
+            ("average of weights", &["train.ema_decay=0.9"]),
         ],
     ),
     ("stage", STAGES),

@@ -116,6 +116,11 @@ impl Active {
         self.layers.get(&layer).copied().unwrap_or(0)
     }
 
+    /// The names of the active parameters.
+    pub(super) fn all(&self) -> Arc<BTreeSet<String>> {
+        self.names.clone()
+    }
+
     /// Layers with changing parameters, in ascending order.
     pub fn layers(&self) -> impl Iterator<Item = usize> {
         self.layers.keys().copied()

@@ -12,8 +12,10 @@ pub type ExactSink<'a> = dyn FnMut(&[f32]) -> Result<()> + 'a;
 
 impl Engine {
     /// Deactivates all parameters outside `active` and activates those in it. Moments are kept for the parameters that
-    /// `survives` accepts; the low bits of fp32 masters are never lost. Returns the requantized weights.
+    /// `survives` accepts; the low bits of fp32 masters are never lost. A parameter whose
+    /// moments are dropped gets its average as value, if there are averages. Returns the requantized weights.
     pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Requantized>> {
+        self.settle_averages(active, &survives)?;
         if self.divided {
             self.gather_low(active)?;
         }

@@ -3,6 +3,7 @@
 
 pub mod active;
 pub mod divided;
+mod ema;
 mod exact;
 pub mod hook;
 mod loss_scale;
@@ -17,6 +18,7 @@ pub mod window;
 
 pub use active::Active;
 pub use divided::{MomentValues, SavedMoment};
+pub use ema::{Ema, EmaConfig, ema_bytes};
 pub use hook::StepHook;
 pub use loss_scale::{LossScale, LossScaleConfig};
 pub use outer::{OuterConfig, outer_bytes};

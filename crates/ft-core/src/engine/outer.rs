@@ -141,7 +141,7 @@ impl Engine {
     }
 
     /// The exact values of a weight of this rank.
-    fn exact_here(&self, name: &str) -> Result<Vec<f32>> {
+    pub(super) fn exact_here(&self, name: &str) -> Result<Vec<f32>> {
         self.optimizer.exact(name, &self.network.param(name)?.tensor)
     }
 

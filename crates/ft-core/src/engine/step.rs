@@ -1,6 +1,7 @@
 //! One optimizer step: gradients of a window, clipping by the global norm, update.
 
 use super::active::Active;
+use super::ema::Ema;
 use super::hook::StepHook;
 use super::loss_scale::LossScale;
 use super::outer::Outer;
@@ -20,6 +21,7 @@ use crate::optim::Optimizer;
 use crate::peft::Dropout;
 use crate::source::{Prepacking, TrainableStore};
 use candle_core::Tensor;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Lifetime of gradients between backward pass and update.
@@ -66,6 +68,8 @@ pub struct Engine {
     pub neftune_noise_alpha: f64,
     /// Runs around each update.
     pub step_hook: Option<Box<dyn StepHook>>,
+    /// The averages of the trained weights.
+    pub ema: Option<Ema>,
     /// The losses of the routers of a mixture of experts, and their metrics.
     pub routers: Routers,
     /// Dynamic loss scaling, for f16.
@@ -96,6 +100,8 @@ pub struct QueuedStep {
     unscale: f64,
     /// A gradient overflowed, so nothing was updated.
     skipped: bool,
+    /// The parameters that the step changed.
+    changed: Arc<BTreeSet<String>>,
 }
 
 impl QueuedStep {
@@ -188,6 +194,7 @@ impl Engine {
             seed: 0,
             neftune_noise_alpha: 0.0,
             step_hook: None,
+            ema: None,
             routers: Routers::default(),
             loss_scale: None,
             comm: Arc::new(Alone::default()),
@@ -275,13 +282,12 @@ impl Engine {
         if queued.is_ok() {
             self.average(step)?;
         }
-        for rows in &self.network.tokens {
-            rows.place(&self.network)?;
-        }
+        self.place_rows()?;
         queued
     }
 
-    /// Returns the result of a step, when its losses and its norm are known.
+    /// Returns the result of a step, when its losses and its norm are known. With averages (`ema`) no later step may be queued
+    /// before: the weights are added to them.
     ///
     /// # Errors
     /// A loss or gradient was not finite. With stored gradients (`Gradients::Keep`) weights and optimizer states are
@@ -294,6 +300,9 @@ impl Engine {
             && queued.gradients == Gradients::Keep
         {
             self.optimizer.take_back(queued.step);
+        }
+        if report.as_ref().is_ok_and(|report| !report.skipped) && self.is_synchronized() {
+            self.add_to_averages(&queued.changed)?;
         }
         report
     }
@@ -468,6 +477,7 @@ impl Engine {
             names,
             unscale,
             skipped,
+            changed: active.all(),
         })
     }
 
@@ -511,6 +521,7 @@ impl Engine {
             names: Vec::new(),
             unscale: 1.0,
             skipped: true,
+            changed: Arc::default(),
         })
     }
 }

@@ -9,6 +9,7 @@ mod expert_adapters;
 mod fingerprint;
 mod load_adapter;
 mod merged;
+mod mlx;
 mod model;
 mod new_adapters;
 mod open;
@@ -21,6 +22,7 @@ pub use fingerprint::{BaseHashes, Fingerprint, base_of, check_base, fingerprint}
 pub use load_adapter::{LoadedAdapter, load_adapter};
 pub use load_adapter::{SEQUENCE_CLASSIFIER, alpha_of, choice, rank_of, row_tables, saved_whole, unsaved};
 pub use merged::{Weighted, merged};
+pub use mlx::mlx_adapter;
 pub use model::{Directory, set_dtype, stored};
 pub use model::{ModelExport, ParamFill, WriteMore, model, rehearse_model};
 pub use new_adapters::{AdapterSet, TrainedRows, adapter_shapes, adapters_to_fill, new_adapters, subtracts_init};

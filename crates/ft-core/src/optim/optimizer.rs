@@ -91,6 +91,11 @@ impl Optimizer {
         }
     }
 
+    /// How bf16 and f16 weights keep small updates.
+    pub fn master(&self) -> Master {
+        self.settings.master
+    }
+
     /// Sets the seed of stochastic rounding.
     pub fn with_seed(mut self, seed: u64) -> Self {
         self.seed = seed;

@@ -423,16 +423,17 @@ impl Run<'_> {
         let objective = engine.objective.as_ref();
         let filled = batches.iter().enumerate().filter(|(_, b)| objective.weight(b) > 0);
         let filled: Vec<usize> = filled.map(|(index, _)| index).collect();
-        let rounds = window::rounds(&filled, self.ranks.0.world());
+        let shared = engine.sequence.ranks;
+        let rounds = window::rounds(&filled, &window::teams(self.ranks.0.world(), shared));
         let phase = progress::phase("evaluating", rounds.len(), "batches");
         let mut reports = Vec::new();
-        // If layers are collected, all ranks compute the same number of batches.
-        let together = engine.store.sharded().is_some();
+        // If layers are collected or batches are shared, all ranks compute the same number of batches.
+        let together = engine.store.sharded().is_some() || shared > 1;
         for round in rounds.into_iter().filter(|round| together || round.counts) {
             if !together {
                 phase.unless_stopped()?;
             }
-            let totals = engine::evaluate(&engine.network, objective, &batches[round.micro])?;
+            let totals = engine.evaluate(&batches[round.micro])?;
             if !round.counts {
                 window::take_means(objective);
                 continue;

@@ -423,12 +423,11 @@ impl Run<'_> {
         let objective = engine.objective.as_ref();
         let filled = batches.iter().enumerate().filter(|(_, b)| objective.weight(b) > 0);
         let filled: Vec<usize> = filled.map(|(index, _)| index).collect();
-        let shared = engine.sequence.ranks;
-        let rounds = window::rounds(&filled, &window::teams(self.ranks.0.world(), shared));
+        let rounds = window::rounds(&filled, &engine.team());
         let phase = progress::phase("evaluating", rounds.len(), "batches");
         let mut reports = Vec::new();
         // If layers are collected or batches are shared, all ranks compute the same number of batches.
-        let together = engine.store.sharded().is_some() || shared > 1;
+        let together = engine.store.sharded().is_some() || engine.sequence.ranks > 1;
         for round in rounds.into_iter().filter(|round| together || round.counts) {
             if !together {
                 phase.unless_stopped()?;

@@ -68,8 +68,8 @@ fn activations_are_divided_and_forecast() {
     fs::write(bench.path("long.jsonl"), format!("{row}\n{row}\n")).unwrap();
     let mut peaks = Vec::new();
     for (size, more) in [
-        (1, "distributed.sequence=1"),
-        (2, "distributed.sequence=2"),
+        (1, "distributed.timeout=599"),
+        (2, "distributed.timeout=599"),
         (2, "distributed.sequence_by=gather"),
     ] {
         job::train(

@@ -7,8 +7,9 @@ use super::pass::{Totals, evaluate, evaluate_part};
 use super::publish::{Publish, publish};
 use super::reduce::{Exchange, OwnSum};
 use super::step::Engine;
+use super::window::teams;
 use crate::base::{Error, Result};
-use crate::comm::{Collective, Patience, QUANTUM, part_of};
+use crate::comm::{Collective, Patience, QUANTUM, World, part_of};
 use crate::data::Batch;
 use crate::model::Sequence;
 use crate::ops::step_stats::{StepStats, StepSums};
@@ -212,6 +213,11 @@ impl Engine {
         );
         self.comm = comm;
         self.exchange = exchange;
+    }
+
+    /// The place of the ranks that share a micro-batch with this one, among all groups of ranks.
+    pub fn team(&self) -> World {
+        teams(self.comm.world(), self.sequence.ranks)
     }
 
     /// Loss of one batch, without gradients. If ranks share a micro-batch, all of them call it: the sums are those of the tokens

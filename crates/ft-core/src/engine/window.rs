@@ -18,7 +18,7 @@ pub struct Round {
 }
 
 /// The place of the group of `ranks` ranks that share a micro-batch, among all groups.
-pub fn teams(world: &World, ranks: usize) -> World {
+pub(crate) fn teams(world: &World, ranks: usize) -> World {
     World {
         rank: world.rank / ranks,
         size: world.size / ranks,

@@ -7,7 +7,7 @@ use crate::data::Example;
 
 fn random(rows: usize, width: usize, seed: u64) -> Tensor {
     let rng = Rng::new(seed, Stream::Init, &[]);
-    let values: Vec<f32> = (0..rows * width).map(|i| rng.normal(i as u64) as f32).collect();
+    let values: Vec<f32> = (0..rows * width).map(|i| rng.normal(i as u64)).collect();
     Tensor::from_vec(values, (rows, width), &Device::Cpu).unwrap()
 }
 
@@ -105,7 +105,7 @@ fn what_cannot_be_shared_is_an_error() {
     for error in threads::run(2, |comm| {
         let few = batch(&[1]);
         let mut columns = batch(&[4]);
-        columns.columns.documents.insert("x".into(), vec![1.0]);
+        columns.columns.documents.insert("x", vec![1.0]);
         let error = Sequence::new(&*comm, config, &few).err().unwrap().to_string();
         let sequence = Sequence::new(&*comm, config, &columns).unwrap();
         error + &sequence.part(&columns).err().unwrap().to_string()

@@ -227,7 +227,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         )),
     }
     let recipe = &settled;
-    ranks::check(recipe, like.is_some(), ranks)?;
+    ranks::check(recipe, &spec, like.is_some(), ranks)?;
     let time = like.map(|gpu| {
         let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
         let time = match gpu_time::not_known(recipe, &memory.inputs) {

@@ -41,7 +41,8 @@ use crate::engine::{
     sent_bytes,
 };
 use crate::generate;
-use crate::model::{Adapters, Spec};
+use crate::model::sequence::sequence_bytes;
+use crate::model::{Adapters, SequenceConfig, Spec};
 use crate::ops::quantized::work_bytes;
 use crate::ops::transfer::STAGING_BYTES;
 use crate::optim::Optimizer;
@@ -63,7 +64,7 @@ pub const CODE: u64 = 3 << 20;
 /// The inputs of a plan in addition to model and recipe.
 #[derive(Debug, Clone)]
 pub struct Inputs {
-    /// N: tokens of the largest micro-batch.
+    /// N: tokens of the largest micro-batch; if ranks share it, of one of them.
     pub tokens: usize,
     /// Tokens of the longest document in it.
     pub longest: usize,
@@ -101,6 +102,8 @@ pub struct Inputs {
     pub process_bytes: u64,
     /// Ranks that share the micro-batches of a step.
     pub ranks: usize,
+    /// Ranks that share one micro-batch.
+    pub sequence: SequenceConfig,
 }
 
 impl Inputs {
@@ -113,8 +116,9 @@ impl Inputs {
         process: ProcessState,
     ) -> Self {
         let rows = recipe.train.batch_size;
+        let sequence = recipe.distributed.shared(process.ranks);
         Self {
-            tokens: rows.saturating_mul(recipe.data.max_length),
+            tokens: rows.saturating_mul(recipe.data.max_length).div_ceil(sequence.ranks),
             longest: recipe.data.max_length,
             documents: rows,
             micro_batches: recipe.train.gradient_accumulation_steps,
@@ -134,6 +138,7 @@ impl Inputs {
             data_bytes: 0,
             process_bytes: process.resident + CODE,
             ranks: process.ranks,
+            sequence,
         }
     }
 }
@@ -275,12 +280,17 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
             (name, n, updated)
         });
         let how = (parts(recipe, inputs, active) > 1, exchange);
-        let (rounds, place) = (inputs.micro_batches as u64, (rank, inputs.ranks));
+        // Each rank that shares a micro-batch gives a contribution of its own.
+        let shared = inputs.sequence.ranks;
+        let (rounds, place) = ((inputs.micro_batches * shared) as u64, (rank, inputs.ranks));
+        let down_to = (active.lowest_layer(model.layers()), inputs.strategy.saved_layers);
+        let attention = sequence_bytes(model.spec, inputs.sequence, &[0, inputs.tokens * shared], down_to, rank);
         let corrected = active.corrected().map(|name| (name, model.elements(name)));
         let stored = recipe.model.dtype.bytes();
         sent_bytes(sizes, rounds, place, how)
             + corrected_bytes(corrected, rounds, place, how.1)
             + weights::collected(model, inputs, stored, active, rank)
+            + attention * rounds.div_ceil(inputs.ranks as u64)
     };
     let turns = inputs.turns.iter().map(|turn| &turn.active);
     let all = turns.flat_map(|active| (0..inputs.ranks).map(move |rank| of(active, rank)));

@@ -552,7 +552,7 @@ impl PlanContext<'_> {
         inputs.teacher = self.teacher.cloned();
         inputs.judges = self.judges.clone();
         if let Some((rows, sizes)) = sizes {
-            inputs.tokens = sizes.largest.tokens;
+            inputs.tokens = sizes.largest.tokens.div_ceil(inputs.sequence.ranks);
             inputs.longest = sizes.largest.longest;
             inputs.documents = sizes.largest.documents;
             inputs.micro_batches = sizes.micro_batches;

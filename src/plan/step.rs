@@ -36,6 +36,7 @@ impl Inputs {
         LayerMemorySettings {
             spec,
             tokens: self.tokens,
+            sequence: self.sequence,
             documents: self.documents,
             element: self.element,
             on_gpu: self.on_gpu,
@@ -140,7 +141,9 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
         // ids, positions, targets of every micro-batch; cos and sin of one.
         l.alloc(
             MemoryKind::Data,
-            12 * tokens * inputs.micro_batches as u64 + rope(|_| 1) * tokens + rope(Rope::tables) * positions,
+            12 * tokens * (inputs.micro_batches * inputs.sequence.ranks) as u64
+                + rope(|_| 1) * tokens
+                + rope(Rope::tables) * positions,
         ),
         l.alloc(MemoryKind::Scratch, scratch(spec, inputs, bf16, active)),
         l.alloc(
@@ -179,9 +182,10 @@ pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &
         l.touch(MemoryKind::Rollout, answers);
     }
     // With fewer tokens than a step has it needs less in every part.
-    if evaluation.tokens > inputs.tokens || evaluation.longest > inputs.longest {
+    let tokens = evaluation.tokens.div_ceil(inputs.sequence.ranks);
+    if tokens > inputs.tokens || evaluation.longest > inputs.longest {
         let mut own = inputs.clone();
-        (own.tokens, own.longest, own.documents) = (evaluation.tokens, evaluation.longest, 1);
+        (own.tokens, own.longest, own.documents) = (tokens, evaluation.longest, 1);
         (
             own.strategy.saved_layers,
             own.micro_batches,

@@ -136,7 +136,12 @@ pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active
     let (layers, size) = (model.layers(), inputs.ranks);
     let trains = |layer: usize| model.layer(layer).any(|p| is_in_parts(&p) && active.contains(&p.name));
     let lowest = active.lowest_layer(layers);
-    let counts = collections(layers, lowest, inputs.micro_batches.div_ceil(size.max(1)), trains);
+    let counts = collections(
+        layers,
+        lowest,
+        (inputs.micro_batches * inputs.sequence.ranks).div_ceil(size.max(1)),
+        trains,
+    );
     let of = |p: ParamInfo| {
         let (format, bytes) = match inputs.strategy.storage.of(&p) {
             Storage::Quantized(format, _) if !active.contains(&p.name) => {

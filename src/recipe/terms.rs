@@ -5,6 +5,7 @@
 use super::table::KeyPath;
 use super::table::adapters::LoraKeys as Lora;
 use super::table::distill::Distill;
+use super::table::distributed::Distributed;
 use super::table::model::{Data, Memory, Model};
 use super::table::preference::Preference;
 use super::table::quality::{JudgeKeys, Quality};
@@ -81,6 +82,7 @@ pub const TERMS: &[(&str, Term)] = &[
         "keep the layer inputs on the device",
         Text("set `memory.activations = \"recompute\"`"),
     ),
+    ("SequenceBy::Keys", Value(Distributed::sequence_by, "gather")),
     ("RouterLosses::balance", Key(Train::router_aux_loss_coef)),
     ("RouterLosses::z", Key(Train::router_z_loss_coef)),
     ("LoraConfig::r", Key(Lora::r)),

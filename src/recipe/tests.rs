@@ -196,8 +196,7 @@ fn another(key: &Key) -> String {
 #[test]
 fn every_key_reaches_the_recipe() {
     let plain = [vec![], vec!["data.eval_fraction=0.2"]].map(|o| format!("{:?}", good(LEAST, &o).recipe));
-    // Of this one, other values are not available yet.
-    for key in table::keys().filter(|key| key.path != Distributed::sequence) {
+    for key in table::keys() {
         let mut arguments = vec![format!("{}={}", key.path, another(key))];
         if key.path == Train::eval_steps {
             arguments.push("data.eval_fraction=0.2".into());

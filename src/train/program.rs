@@ -142,7 +142,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let (total_steps, params) = (stream.steps(), model.spec.params());
     stage::check(recipe, &model, train)?;
     learning::check(recipe, &active_schedule, total_steps)?;
-    ranks::check(recipe, device.is_cuda(), ranks.size())?;
+    ranks::check(recipe, &model.spec, device.is_cuda(), ranks.size())?;
     plan.choices.extend(memory_plan::settled(&loaded.recipe, open));
     if options.dry_run {
         return Ok(Outcome {
@@ -299,6 +299,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     learning::configure(&mut engine, recipe);
     engine.step_hook = step_hook;
     engine.join(ranks.0.clone(), &first, recipe.distributed.exchange());
+    engine.sequence = recipe.distributed.shared(ranks.size());
     if let Some(outer) = recipe.distributed.outer(ranks.size(), total_steps) {
         engine.train_apart(outer);
     }

@@ -3,6 +3,7 @@
 
 use crate::base::{Error, Result, files, signal, worker};
 use crate::comm::{Alone, Collective, Patience};
+use crate::model::Spec;
 use crate::ops::CpuBackend;
 use crate::plan::ProcessState;
 use crate::recipe::Recipe;
@@ -192,28 +193,47 @@ impl Ranks {
 /// How the work is divided, for the header of a run; `None` for one rank.
 pub fn header(recipe: &Recipe, size: usize) -> Option<String> {
     let window = recipe.train.gradient_accumulation_steps;
-    let rounds = window.div_ceil(size);
-    let idle = match rounds * size - window {
+    let shared = recipe.distributed.shared(size).ranks;
+    let rounds = window.div_ceil(size / shared);
+    let idle = match rounds * size - window * shared {
         0 => String::new(),
         n => format!(", {n} idle in the last round"),
     };
-    (size > 1).then(|| format!("{size}; each computes up to {rounds} of the {window} micro-batches of a step{idle}"))
+    let each = if shared > 1 {
+        format!("groups of {shared}, which share micro-batches; each group")
+    } else {
+        "each".into()
+    };
+    (size > 1).then(|| format!("{size}; {each} computes up to {rounds} of the {window} micro-batches of a step{idle}"))
 }
 
 /// Errors: `size` ranks cannot train with this recipe.
-pub fn check(recipe: &Recipe, on_gpu: bool, size: usize) -> Result<()> {
+pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<()> {
     if size == 1 {
         return Ok(());
     }
-    let window = recipe.train.gradient_accumulation_steps;
-    if window < size {
-        return Err(Error::usage("there are more ranks than micro-batches in a step")
-            .at("train.gradient_accumulation_steps")
-            .found(format!("{window} with {size} ranks"))
-            .expected(format!("at least {size}"))
-            .hint(format!(
-                "set `train.gradient_accumulation_steps = {size}`, or start fewer ranks"
-            )));
+    let shared = recipe.distributed.shared(size);
+    if !size.is_multiple_of(shared.ranks) {
+        return Err(
+            Error::usage("the ranks cannot be divided into groups that share a micro-batch")
+                .at("distributed.sequence")
+                .found(format!("{} with {size} ranks", shared.ranks))
+                .expected(format!("a divisor of {size}")),
+        );
+    }
+    shared.check(spec)?;
+    let (window, groups) = (recipe.train.gradient_accumulation_steps, size / shared.ranks);
+    if window < groups {
+        let what = if shared.ranks > 1 { "groups of ranks" } else { "ranks" };
+        return Err(
+            Error::usage(format!("there are more {what} than micro-batches in a step"))
+                .at("train.gradient_accumulation_steps")
+                .found(format!("{window} with {groups} {what}"))
+                .expected(format!("at least {groups}"))
+                .hint(format!(
+                    "set `train.gradient_accumulation_steps = {groups}`, or start fewer ranks"
+                )),
+        );
     }
     if recipe.train.ema().is_some() && recipe.distributed.sync_every == 0 {
         return Err(Error::usage("several ranks have no average of weights")

@@ -4,7 +4,7 @@
 use crate::base::rehearse::rehearse;
 use crate::base::{Result, progress};
 use crate::data::Batch;
-use crate::engine::{self, Engine};
+use crate::engine::Engine;
 use crate::formats::writer::SHARD_BYTES;
 use crate::model::Spec;
 use crate::recipe::{Method, Recipe};
@@ -53,7 +53,7 @@ pub fn of_evaluation(engine: &Engine, batches: &[Batch]) -> Result<()> {
         return Ok(());
     };
     let _phase = progress::phase("trying an evaluation", 0, "");
-    engine::evaluate(&engine.network, objective, longest)?;
+    engine.evaluate(longest)?;
     objective.metrics();
     Ok(())
 }

@@ -423,16 +423,16 @@ impl Run<'_> {
         let objective = engine.objective.as_ref();
         let filled = batches.iter().enumerate().filter(|(_, b)| objective.weight(b) > 0);
         let filled: Vec<usize> = filled.map(|(index, _)| index).collect();
-        let rounds = window::rounds(&filled, self.ranks.0.world());
+        let rounds = window::rounds(&filled, &engine.team());
         let phase = progress::phase("evaluating", rounds.len(), "batches");
         let mut reports = Vec::new();
-        // If layers are collected, all ranks compute the same number of batches.
-        let together = engine.store.sharded().is_some();
+        // If layers are collected or batches are shared, all ranks compute the same number of batches.
+        let together = engine.store.sharded().is_some() || engine.sequence.ranks > 1;
         for round in rounds.into_iter().filter(|round| together || round.counts) {
             if !together {
                 phase.unless_stopped()?;
             }
-            let totals = engine::evaluate(&engine.network, objective, &batches[round.micro])?;
+            let totals = engine.evaluate(&batches[round.micro])?;
             if !round.counts {
                 window::take_means(objective);
                 continue;

@@ -333,7 +333,7 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Re
 }
 
 /// Keys that may differ between a run and its resume.
-const FREE: [&str; 25] = [
+const FREE: [&str; 26] = [
     // The tokens are the same with and without a cache.
     "data.cache",
     "data.cache_dir",
@@ -360,6 +360,7 @@ const FREE: [&str; 25] = [
     "distributed.sum",
     "distributed.reduce",
     "distributed.sequence",
+    "distributed.sequence_by",
     "distributed.timeout",
     "distributed.checkpoint",
 ];

@@ -199,6 +199,7 @@ fn compare(spec: &Spec, mlp_tokens: Option<usize>) -> [(u64, u64); 5] {
     let settings = LayerMemorySettings {
         spec,
         tokens: TOKENS,
+        sequence: Default::default(),
         documents: documents.len() - 1,
         element: 4,
         on_gpu: false,

@@ -11,3 +11,4 @@ mod job;
 mod memory;
 mod outer;
 mod same_bits;
+mod sequence;

@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::fs;
 
 /// A model with wide layers and few tokens, so that weights, gradients and moments are most of the memory.
-fn bench() -> Bench {
+pub fn bench() -> Bench {
     let bench = Bench::new();
     let path = bench.path("model/config.json");
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();

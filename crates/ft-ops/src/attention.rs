@@ -118,6 +118,26 @@ pub(crate) fn check_documents(documents: &[usize], tokens: usize) -> Result<()> 
     }
 }
 
+/// Checks that each document has at least as many keys as queries. `(nq, nk)`: queries and keys of all documents.
+fn check_keys_of(q_documents: &[usize], k_documents: &[usize], (nq, nk): (usize, usize)) -> Result<()> {
+    check_documents(q_documents, nq)?;
+    check_documents(k_documents, nk)?;
+    if q_documents.len() != k_documents.len() {
+        return Err(Error::shape("queries and keys have different numbers of documents")
+            .found(q_documents.len() - 1)
+            .expected(k_documents.len() - 1));
+    }
+    for (d, (q, k)) in q_documents.windows(2).zip(k_documents.windows(2)).enumerate() {
+        if q[1] - q[0] > k[1] - k[0] {
+            return Err(Error::shape("a document has more queries than keys")
+                .at(format!("document {d}"))
+                .found(q[1] - q[0])
+                .expected(format!("at most {}", k[1] - k[0])));
+        }
+    }
+    Ok(())
+}
+
 /// Document d has the queries `q_documents[d]..q_documents[d + 1]` and the keys `k_documents[d]..`. Causal, aligned at
 /// the end: its last query attends to its last key, so one query on a cache of T keys is a decoding step. Returns o and
 /// lse.
@@ -152,21 +172,7 @@ fn forward_on(
     expect_dims(q, "the queries", &[nq, spec.query_width()])?;
     expect_dims(k, "the keys", &[nk, spec.key_width()])?;
     expect_dims(v, "the values", &[nk, spec.key_width()])?;
-    check_documents(q_documents, nq)?;
-    check_documents(k_documents, nk)?;
-    if q_documents.len() != k_documents.len() {
-        return Err(Error::shape("queries and keys have different numbers of documents")
-            .found(q_documents.len() - 1)
-            .expected(k_documents.len() - 1));
-    }
-    for (d, (q, k)) in q_documents.windows(2).zip(k_documents.windows(2)).enumerate() {
-        if q[1] - q[0] > k[1] - k[0] {
-            return Err(Error::shape("a document has more queries than keys")
-                .at(format!("document {d}"))
-                .found(q[1] - q[0])
-                .expected(format!("at most {}", k[1] - k[0])));
-        }
-    }
+    check_keys_of(q_documents, k_documents, (nq, nk))?;
     on_gpu!(
         q,
         super::cuda::attention::forward(q, k, v, spec, q_documents, k_documents)
@@ -196,12 +202,21 @@ pub fn backward(
     spec: &Spec,
     documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
-    backward_on(CpuBackend::current(), q, k, v, o, lse, dout, spec, documents)
+    backward_on(
+        CpuBackend::current(),
+        [q, k, v, o, lse, dout],
+        spec,
+        documents,
+        documents,
+    )
 }
 
+/// As `backward`, for documents whose keys begin before their queries, as in `forward`. On the CPU. dout `[Nq, H·E]`.
+///
+/// # Errors
+/// As `forward`; a tensor on a GPU.
 #[allow(clippy::too_many_arguments)]
-fn backward_on(
-    backend: CpuBackend,
+pub fn backward_after(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -209,27 +224,42 @@ fn backward_on(
     lse: &Tensor,
     dout: &Tensor,
     spec: &Spec,
-    documents: &[usize],
+    q_documents: &[usize],
+    k_documents: &[usize],
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let backend = CpuBackend::current();
+    backward_on(backend, [q, k, v, o, lse, dout], spec, q_documents, k_documents)
+}
+
+fn backward_on(
+    backend: CpuBackend,
+    [q, k, v, o, lse, dout]: [&Tensor; 6],
+    spec: &Spec,
+    q_documents: &[usize],
+    k_documents: &[usize],
 ) -> Result<(Tensor, Tensor, Tensor)> {
     spec.check()?;
-    let n = q.dims().first().copied().unwrap_or(0);
-    let (wide, narrow) = ([n, spec.query_width()], [n, spec.key_width()]);
+    let rows = |t: &Tensor| t.dims().first().copied().unwrap_or(0);
+    let (nq, nk) = (rows(q), rows(k));
+    let (wide, narrow) = ([nq, spec.query_width()], [nk, spec.key_width()]);
     let all = [
         (q, "the queries", wide),
         (k, "the keys", narrow),
         (v, "the values", narrow),
         (o, "the output of attention", wide),
-        (lse, "the log-sum-exp of attention", [n, spec.heads]),
+        (lse, "the log-sum-exp of attention", [nq, spec.heads]),
         (dout, "the gradient of attention", wide),
     ];
     for (t, name, dims) in all {
         expect_dims(t, name, &dims)?;
     }
-    check_documents(documents, n)?;
-    on_gpu!(
-        q,
-        super::cuda::attention::backward(q, k, v, o, lse, dout, spec, documents)
-    );
+    check_keys_of(q_documents, k_documents, (nq, nk))?;
+    if q_documents == k_documents {
+        on_gpu!(
+            q,
+            super::cuda::attention::backward(q, k, v, o, lse, dout, spec, q_documents)
+        );
+    }
     for (t, name, _) in all {
         expect_f32(t, name)?;
     }
@@ -242,7 +272,13 @@ fn backward_on(
                     guard(4, &mut |lse| {
                         guard(5, &mut |dout| {
                             let saved = attention_backward::BackwardInputs { q, k, v, o, lse, dout };
-                            result = Some(attention_backward::backward(backend, &saved, spec, documents));
+                            result = Some(attention_backward::backward(
+                                backend,
+                                &saved,
+                                spec,
+                                q_documents,
+                                k_documents,
+                            ));
                             Ok(())
                         })
                     })

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::engine::{Exchange, OuterConfig};
+use crate::model::{SequenceBy, SequenceConfig};
 use std::time::Duration;
 
 named!(
@@ -12,6 +13,15 @@ named!(
         Sharded = "sharded",
         ShardedInNode = "sharded-in-node",
         Host = "host",
+    }
+);
+
+named!(
+    /// How attention reads the tokens of other ranks.
+    RankSequence {
+        Auto = "auto",
+        Ulysses = "ulysses",
+        Gather = "gather",
     }
 );
 
@@ -54,8 +64,11 @@ section! {
         /// The type in which a gradient travels; it is added in f32. `bf16`: half the bytes, and the same bits on any number
         /// of ranks from 2 on.
         reduce: RankReduce = "f32", "the bits of one rank";
-        /// Ranks that share one micro-batch. Not available yet: more than 1.
+        /// Ranks that share the tokens of one micro-batch, for long contexts. They divide the number of ranks.
         sequence: usize = 1, "each micro-batch is computed by one rank", in from(1);
+        /// How attention reads the tokens of other ranks. `ulysses`: each rank gets all tokens of a part of the heads. `gather`:
+        /// each rank gets the keys and values of the tokens before its own ones.
+        sequence_by: RankSequence = "auto", "ulysses if the heads can be divided, else gather";
         /// Seconds that a rank waits for the numbers of another one in a step before it ends the job.
         timeout: usize = 600, "longer than a step", in between(1, 1_000_000);
         /// The form of a checkpoint: `one`, written by rank 0, the same files on any number of ranks. Not available yet:
@@ -98,6 +111,18 @@ impl Distributed {
         })
     }
 
+    /// How `ranks` ranks share micro-batches.
+    pub fn shared(&self, ranks: usize) -> SequenceConfig {
+        SequenceConfig {
+            ranks: if ranks > 1 { self.sequence } else { 1 },
+            by: match self.sequence_by {
+                RankSequence::Auto => SequenceBy::Auto,
+                RankSequence::Ulysses => SequenceBy::Heads,
+                RankSequence::Gather => SequenceBy::Keys,
+            },
+        }
+    }
+
     /// `timeout` as a duration.
     pub fn limit(&self) -> Duration {
         Duration::from_secs(self.timeout as u64)
@@ -134,6 +159,13 @@ fn check_apart(s: &Settings, faults: &mut Faults) {
             Keys::weights,
             d.weights.name().into(),
             "`replicated`: each rank changes all of its weights".into(),
+        );
+    }
+    if d.sequence > 1 {
+        fault(
+            Keys::sequence,
+            d.sequence.to_string(),
+            "1: ranks that share a micro-batch need the same weights".into(),
         );
     }
     if d.sum == RankSum::Window {
@@ -205,6 +237,9 @@ pub(super) fn unused(s: &Settings, key: KeyPath) -> Option<String> {
     if outer.contains(&key) && s.distributed.sync_every == 0 {
         return Some("distributed.sync_every = 0".into());
     }
+    if key == Keys::sequence_by && s.distributed.sequence == 1 {
+        return Some("distributed.sequence = 1".into());
+    }
     (key == Keys::outer_nesterov && s.distributed.outer_momentum == 0.0)
         .then(|| "distributed.outer_momentum = 0".into())
 }
@@ -216,6 +251,18 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     if d.sync_every > 0 {
         check_apart(s, faults);
     }
+    if d.sequence > 1 && !matches!(s.train.stage, Stage::Sft | Stage::Pretrain) {
+        faults.add(
+            &[Keys::sequence, Train::stage],
+            Error::usage(format!(
+                "`{}` and `{}` contradict each other",
+                Keys::sequence,
+                Train::stage
+            ))
+            .found(s.train.stage.name())
+            .expected("`sft` or `pretrain`: other losses read whole documents, which ranks share"),
+        );
+    }
     let mut refuse = |key: KeyPath, value: String, use_instead: &str| {
         faults.add(
             &[key],
@@ -226,9 +273,6 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     };
     if matches!(d.weights, RankWeights::ShardedInNode | RankWeights::Host) {
         refuse(Keys::weights, d.weights.name().into(), "`replicated` or `sharded`");
-    }
-    if d.sequence != 1 {
-        refuse(Keys::sequence, d.sequence.to_string(), "1");
     }
     if d.checkpoint == RankCheckpoint::Parts {
         refuse(Keys::checkpoint, d.checkpoint.name().into(), "`one`");

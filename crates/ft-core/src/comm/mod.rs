@@ -69,6 +69,9 @@ pub struct Pending<T = Vec<f32>>(State<T>);
 enum State<T> {
     Here(Result<Vec<T>>),
     Coming(Receiver<Result<Vec<T>>>),
+    /// What is called when the lists are here.
+    #[cfg(test)]
+    Timed(Box<State<T>>, Box<dyn FnOnce() + Send>),
 }
 
 impl<T> Pending<T> {
@@ -80,6 +83,12 @@ impl<T> Pending<T> {
         match self.0 {
             State::Here(lists) => lists,
             State::Coming(reply) => reply.recv().unwrap_or_else(|_| Err(closed())),
+            #[cfg(test)]
+            State::Timed(state, then) => {
+                let lists = Pending(*state).wait();
+                then();
+                lists
+            }
         }
     }
 }

@@ -3,9 +3,10 @@
 use super::group::{Wait, Wire};
 use super::{Collective, Fault, Group, Patience, Pending, Shard, State, Whole, World};
 use crate::base::Result;
+use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 enum Message {
     Bytes(Vec<u8>),
@@ -105,38 +106,61 @@ pub(crate) fn run<T: Send>(size: usize, work: impl Fn(Arc<dyn Collective>) -> T 
     })
 }
 
-/// Ranks with a slow connection: the numbers that a rank sends leave one list after the other, at a rate.
+/// When the operations of all ranks end, in seconds of a clock that stands still while they compute.
+#[derive(Default)]
+pub(crate) struct Clocks(Mutex<BTreeMap<(u64, usize), f64>>);
+
+/// Ranks with a slow connection: the numbers that a rank sends leave one list after the other, at a rate. The time is that of
+/// `Clocks`, so it is the same in every run.
 pub(crate) struct Slowed {
     comm: Arc<dyn Collective>,
     bytes_per_second: f64,
+    clocks: Arc<Clocks>,
+    own: Arc<Mutex<Clock>>,
+}
+
+/// The clock of one rank.
+#[derive(Default)]
+struct Clock {
+    now: f64,
     /// When the connection is free again.
-    free: Mutex<Instant>,
+    free: f64,
+    operations: u64,
 }
 
 impl Slowed {
-    pub(crate) fn new(comm: Arc<dyn Collective>, bytes_per_second: f64) -> Self {
+    pub(crate) fn new(comm: Arc<dyn Collective>, bytes_per_second: f64, clocks: Arc<Clocks>) -> Self {
         Self {
             comm,
             bytes_per_second,
-            free: Mutex::new(Instant::now()),
+            clocks,
+            own: Arc::default(),
         }
     }
 
-    /// `pending`, which ends when `numbers` f32 numbers have left.
-    fn slow(&self, numbers: usize, pending: Pending) -> Pending {
-        let takes = Duration::from_secs_f64(4.0 * numbers as f64 / self.bytes_per_second);
-        let end = {
-            let mut free = self.free.lock().unwrap();
-            *free = (*free).max(Instant::now()) + takes;
-            *free
-        };
-        let (reply, coming) = channel();
-        std::thread::spawn(move || {
-            let lists = pending.wait();
-            std::thread::sleep(end.saturating_duration_since(Instant::now()));
-            let _ = reply.send(lists);
-        });
-        Pending(State::Coming(coming))
+    /// Seconds since the beginning.
+    pub(crate) fn seconds(&self) -> f64 {
+        self.own.lock().unwrap().now
+    }
+
+    /// An operation begins in which this rank sends so many f32 numbers. What is returned ends it: it waits for all ranks.
+    fn begin(&self, numbers: usize) -> impl FnOnce() + Send + 'static {
+        let (rank, size) = (self.world().rank, self.world().size);
+        let mut clock = self.own.lock().unwrap();
+        clock.free = clock.free.max(clock.now) + 4.0 * numbers as f64 / self.bytes_per_second;
+        clock.operations += 1;
+        let operation = clock.operations;
+        // Before the numbers leave, so every rank that has them finds it.
+        self.clocks.0.lock().unwrap().insert((operation, rank), clock.free);
+        let (clocks, own) = (self.clocks.clone(), self.own.clone());
+        move || {
+            let ends = clocks.0.lock().unwrap();
+            let end = (0..size)
+                .filter_map(|rank| ends.get(&(operation, rank)))
+                .fold(0.0f64, |a, b| a.max(*b));
+            let mut clock = own.lock().unwrap();
+            clock.now = clock.now.max(end);
+        }
     }
 }
 
@@ -148,12 +172,16 @@ impl Collective for Slowed {
     fn exchange(&self, key: u64, parts: Vec<Vec<f32>>, lengths: Vec<usize>) -> Pending {
         let all: usize = parts.iter().map(Vec::len).sum();
         let own = parts.get(self.world().rank).map_or(0, Vec::len);
-        self.slow(all - own, self.comm.exchange(key, parts, lengths))
+        let end = self.begin(all - own);
+        let pending = self.comm.exchange(key, parts, lengths);
+        Pending(State::Timed(Box::new(pending.0), Box::new(end)))
     }
 
     fn gather(&self, key: u64, own: Vec<f32>, lengths: Vec<usize>) -> Pending {
         let sent = own.len() * (self.world().size - 1);
-        self.slow(sent, self.comm.gather(key, own, lengths))
+        let end = self.begin(sent);
+        let pending = self.comm.gather(key, own, lengths);
+        Pending(State::Timed(Box::new(pending.0), Box::new(end)))
     }
 
     fn collect(&self, key: u64, shards: Vec<Shard>, to: Option<usize>) -> Pending<Whole> {
@@ -161,7 +189,10 @@ impl Collective for Slowed {
     }
 
     fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
-        self.comm.bytes(own, patience)
+        let end = self.begin(0);
+        let all = self.comm.bytes(own, patience);
+        end();
+        all
     }
 
     fn fail(&self, code: i32, text: String) -> Vec<Fault> {

@@ -3,11 +3,15 @@
 //! section 5).
 
 use super::outer::{OUTER, rank_of};
+use super::pass::{Totals, evaluate, evaluate_part};
 use super::publish::{Publish, publish};
 use super::reduce::{Exchange, OwnSum};
 use super::step::Engine;
+use super::window::teams;
 use crate::base::{Error, Result};
-use crate::comm::{Collective, Patience, QUANTUM, part_of};
+use crate::comm::{Collective, Patience, QUANTUM, World, part_of};
+use crate::data::Batch;
+use crate::model::Sequence;
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::{master, step, update};
 use crate::optim::{Optimizer, PartUpdate, range_of_part};
@@ -209,6 +213,36 @@ impl Engine {
         );
         self.comm = comm;
         self.exchange = exchange;
+    }
+
+    /// The place of the ranks that share a micro-batch with this one, among all groups of ranks.
+    pub fn team(&self) -> World {
+        teams(self.comm.world(), self.sequence.ranks)
+    }
+
+    /// Loss of one batch, without gradients. If ranks share a micro-batch, all of them call it: the sums are those of the tokens
+    /// of this rank, the counts those of the batch.
+    ///
+    /// # Errors
+    /// As for `step`, without gradients.
+    pub fn evaluate(&self, batch: &Batch) -> Result<Totals> {
+        let (network, objective) = (&self.network, self.objective.as_ref());
+        let ranks = self.sequence.ranks;
+        if ranks == 1 {
+            return evaluate(network, objective, batch);
+        }
+        if batch.len() >= ranks {
+            let sequence = Sequence::new(&*self.comm, self.sequence, batch)?;
+            return evaluate_part(network, objective, batch, Some(&sequence));
+        }
+        // Too few tokens to share: they are those of the first rank.
+        let totals = evaluate(network, objective, batch)?;
+        let counts = self.comm.world().rank.is_multiple_of(ranks);
+        Ok(if counts {
+            totals
+        } else {
+            totals.with(StepSums::default())
+        })
     }
 
     /// Gives every rank all low bits of the masters outside `active`: their store takes them.

@@ -32,6 +32,8 @@ mod outer_tests;
 #[cfg(test)]
 mod ranks_tests;
 #[cfg(test)]
+mod sequence_tests;
+#[cfg(test)]
 mod shared_tests;
 #[cfg(test)]
 mod step_tests;

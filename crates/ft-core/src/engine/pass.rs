@@ -8,7 +8,9 @@ use crate::comm::{Alone, Collective};
 use crate::data::Batch;
 use crate::model::routers::{RouterTally, Routers};
 use crate::model::spec::EMBEDDING;
-use crate::model::{Context, EmbeddingNoise, GradSink, Gradient, Layer, Need, Network, Objective, TokenRows};
+use crate::model::{
+    Context, EmbeddingNoise, GradSink, Gradient, Layer, Need, Network, Objective, Sequence, SequenceConfig, TokenRows,
+};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::{Arriving, Copier, Offloaded};
 use crate::ops::update;
@@ -64,6 +66,9 @@ impl Totals {
         }
     }
 }
+
+/// Bit of a key of dropout masks where the number of the rank begins; below are micro-batch and piece.
+const PART_OF_MICRO: u32 = 56;
 
 /// Cost of the backward pass of a layer in forward passes, with recomputation.
 const BACKWARD: u64 = 3;
@@ -149,6 +154,8 @@ pub struct Pass<'a> {
     pub comm: &'a dyn Collective,
     /// Each rank has gradients of its own micro-batches only, divided by their weight.
     pub apart: bool,
+    /// Ranks that share one micro-batch.
+    pub sequence: SequenceConfig,
 }
 
 impl<'a> Pass<'a> {
@@ -174,6 +181,7 @@ impl<'a> Pass<'a> {
             loss_scale: 1.0,
             comm: &*ALONE,
             apart: false,
+            sequence: SequenceConfig::default(),
         }
     }
 
@@ -200,7 +208,7 @@ impl<'a> Pass<'a> {
             );
         }
         let filled: Vec<usize> = (0..batches.len()).filter(|i| !batches[*i].is_empty()).collect();
-        let mut rounds = window::rounds(&filled, self.comm.world());
+        let mut rounds = window::rounds(&filled, &window::teams(self.comm.world(), self.sequence.ranks));
         let (mut weight, mut share) = (weight, filled.len());
         if self.apart {
             rounds.retain(|round| round.counts);
@@ -218,7 +226,20 @@ impl<'a> Pass<'a> {
             phase.set(done as u64);
             let (micro, batch) = (round.micro as u64, &batches[round.micro]);
             let dropout = self.dropout.map(|key| Dropout { micro, ..key });
-            let mut ctx = self.network.context(&batch.positions, &batch.documents, dropout)?;
+            let sequence = self.shared(batch)?;
+            let part = sequence.as_ref().map(|sequence| sequence.part(batch)).transpose()?;
+            let mut ctx = match &sequence {
+                Some(sequence) => {
+                    // Each rank has masks of its own.
+                    let part = (self.comm.world().rank % self.sequence.ranks) as u64;
+                    let dropout = dropout.map(|key| Dropout {
+                        micro: key.micro + (part << PART_OF_MICRO),
+                        ..key
+                    });
+                    self.network.context_of(sequence, batch, dropout)?
+                }
+                None => self.network.context(&batch.positions, &batch.documents, dropout)?,
+            };
             ctx.noise = self.noise.map(|noise| EmbeddingNoise {
                 first_row: batches[..round.micro].iter().map(rows).sum::<usize>() as u64,
                 ..noise
@@ -226,12 +247,13 @@ impl<'a> Pass<'a> {
             if let Some(routers) = self.routers {
                 ctx.shared.watch_routers(RouterTally::new(routers.losses, share));
             }
-            sink.begin_round(round.contributors);
+            sink.begin_round(round.contributors * self.sequence.ranks);
             // On a GPU the sums of the window stay on the device.
             let on_host = self.step_stats.known().is_some();
             let own = on_host.then(|| StepStats::new(&self.network.device)).transpose()?;
             let step_stats = own.as_ref().unwrap_or(self.step_stats);
             let _span = trace::numbered("micro-batch", round.micro);
+            let batch = part.as_ref().unwrap_or(batch);
             self.micro_batch(batch, &ctx, self.loss_scale / weight as f64, step_stats, sink)?;
             sink.end_round()?;
             let routed = ctx.shared.take_routers();
@@ -253,6 +275,21 @@ impl<'a> Pass<'a> {
             }
         }
         Ok(totals)
+    }
+
+    /// The tokens of this rank, if several share a micro-batch.
+    fn shared<'b>(&'b self, batch: &'b Batch) -> Result<Option<Sequence<'b>>> {
+        if self.sequence.ranks == 1 {
+            return Ok(None);
+        }
+        if self.routers.is_some_and(|routers| routers.losses.any()) {
+            return Err(Error::unsupported(
+                "the losses of routers are products of means over the tokens of a micro-batch, which ranks share",
+            )
+            .hint("use no losses of the routers, or one rank for a micro-batch"));
+        }
+        self.sequence.check(&self.network.spec)?;
+        Sequence::new(self.comm, self.sequence, batch).map(Some)
     }
 
     /// The weight of the micro-batches of this rank. Errors, on all ranks: one of them has none.
@@ -477,9 +514,25 @@ pub(super) fn non_finite_loss(loss: f64) -> Error {
 /// # Errors
 /// As for `Engine::step`, without gradients.
 pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> Result<Totals> {
+    evaluate_part(network, objective, batch, None)
+}
+
+/// As `evaluate`; with `sequence` the sums are those of the tokens of this rank, and the counts those of the batch.
+pub(super) fn evaluate_part(
+    network: &Network,
+    objective: &dyn Objective,
+    batch: &Batch,
+    sequence: Option<&Sequence>,
+) -> Result<Totals> {
     let mut totals = Totals::default();
     if objective.weight(batch) > 0 {
-        let ctx: Context = network.context(&batch.positions, &batch.documents, None)?;
+        totals.count(batch, objective);
+        let part = sequence.map(|sequence| sequence.part(batch)).transpose()?;
+        let ctx: Context = match sequence {
+            Some(sequence) => network.context_of(sequence, batch, None)?,
+            None => network.context(&batch.positions, &batch.documents, None)?,
+        };
+        let batch = part.as_ref().unwrap_or(batch);
         let need = Need {
             scale: 1.0,
             dh: false,
@@ -493,7 +546,6 @@ pub fn evaluate(network: &Network, objective: &dyn Objective, batch: &Batch) -> 
             Ok(())
         })?;
         objective.evaluate(&h, &network.head()?, batch, need, &step_stats)?;
-        totals.count(batch, objective);
         totals = totals.with(step_stats.read()?);
     }
     Ok(totals)

@@ -12,7 +12,7 @@ use super::strategy::StepStrategy;
 use crate::base::{Error, ErrorKind, Result};
 use crate::comm::{Alone, Collective};
 use crate::data::Batch;
-use crate::model::{EmbeddingNoise, Network, Objective, Routers, TrainableNetwork};
+use crate::model::{EmbeddingNoise, Network, Objective, Routers, SequenceConfig, TrainableNetwork};
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::{PendingSums, StepStats, StepSums};
 use crate::ops::transfer::Copier;
@@ -72,6 +72,8 @@ pub struct Engine {
     pub ema: Option<Ema>,
     /// The losses of the routers of a mixture of experts, and their metrics.
     pub routers: Routers,
+    /// Ranks that share one micro-batch.
+    pub sequence: SequenceConfig,
     /// Dynamic loss scaling, for f16.
     pub loss_scale: Option<LossScale>,
     /// The ranks that share the micro-batches of a step; every one has all weights (`Engine::join`).
@@ -196,6 +198,7 @@ impl Engine {
             step_hook: None,
             ema: None,
             routers: Routers::default(),
+            sequence: SequenceConfig::default(),
             loss_scale: None,
             comm: Arc::new(Alone::default()),
             divided: false,
@@ -353,6 +356,7 @@ impl Engine {
             loss_scale: scale,
             comm: &*self.comm,
             apart: self.outer.is_some(),
+            sequence: self.sequence,
             ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
         let (mut first, mut names) = (None, Vec::new());

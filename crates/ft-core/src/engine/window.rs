@@ -17,6 +17,15 @@ pub struct Round {
     pub counts: bool,
 }
 
+/// The place of the group of `ranks` ranks that share a micro-batch, among all groups.
+pub(crate) fn teams(world: &World, ranks: usize) -> World {
+    World {
+        rank: world.rank / ranks,
+        size: world.size / ranks,
+        host: world.host.clone(),
+    }
+}
+
 /// The rounds of the rank `world`. `filled`: indices of the micro-batches that have tokens.
 pub fn rounds(filled: &[usize], world: &World) -> Vec<Round> {
     let round = |micro: &[usize]| {

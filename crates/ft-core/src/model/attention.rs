@@ -164,10 +164,10 @@ impl Block {
         let new = kv.as_ref().map(|(k, v)| (k, v));
         let span = trace::span("attention");
         let (o, lse) = match (cache, new, self.keys()) {
-            (None, Some((k, v)), _) => attention::forward(&q, k, v, &spec, ctx.documents, ctx.documents)?,
+            (None, Some((k, v)), _) => ctx.attend(&q, k, v, &spec)?,
             (None, None, KeySource::Layer(from)) => {
                 let (k, v) = ctx.shared.keys(from)?;
-                attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?
+                ctx.attend(&q, &k, &v, &spec)?
             }
             (Some(cache), None, KeySource::Layer(from)) => cache.attend(from, &q, None, &spec)?,
             (Some(cache), new, _) => cache.attend(self.index, &q, new, &spec)?,
@@ -263,7 +263,7 @@ impl Block {
             sink.take(sinks, attention::sinks::backward(&o, &lse, &d_o, &sinks.tensor)?)?;
         }
         let span = trace::span("attention backward");
-        let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
+        let (dq, dk, dv) = ctx.attend_backward([&q, &k, &v, &o, &lse, &d_o], &self.attention_spec())?;
         drop(span);
         drop((q, k, v, o, lse, d_o));
         let (mut dqk, mut dv) = match self.keys() {

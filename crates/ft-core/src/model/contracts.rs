@@ -3,12 +3,13 @@
 
 use super::head::Head;
 use super::noise::EmbeddingNoise;
+use super::sequence::Sequence;
 use super::shared::SharedStates;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::base::means::NamedMeans;
 use crate::base::{Error, Result};
 use crate::data::Batch;
-use crate::ops::attention::Spec;
+use crate::ops::attention::{self, Spec};
 use crate::ops::step_stats::StepStats;
 use crate::peft::Dropout;
 pub use crate::peft::{Gradient, Param};
@@ -111,7 +112,7 @@ pub struct DeltaState {
 
 /// The data of a batch that layers need.
 pub struct Context<'a> {
-    /// Offsets of the documents, `[documents + 1]`.
+    /// Offsets of the documents, `[documents + 1]`: of all tokens, also if ranks share them.
     pub documents: &'a [usize],
     /// For each rope of the model: cos and sin, `[N, R/2]`.
     pub ropes: Vec<(Tensor, Tensor)>,
@@ -125,6 +126,26 @@ pub struct Context<'a> {
     pub mlp_tokens: Option<usize>,
     /// What several layers use.
     pub shared: Rc<SharedStates>,
+    /// The tokens of this rank, if several share them.
+    pub sequence: Option<&'a Sequence<'a>>,
+}
+
+impl Context<'_> {
+    /// Attention of all tokens: o and lse, as `ops::attention::forward`.
+    pub(super) fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)> {
+        match self.sequence {
+            Some(sequence) => sequence.forward(q, k, v, spec),
+            None => attention::forward(q, k, v, spec, self.documents, self.documents),
+        }
+    }
+
+    /// dq, dk and dv, from q, k, v, o, lse and the gradient of o.
+    pub(super) fn attend_backward(&self, saved: [&Tensor; 6], spec: &Spec) -> Result<(Tensor, Tensor, Tensor)> {
+        match (self.sequence, saved) {
+            (Some(sequence), saved) => sequence.backward(saved, spec),
+            (None, [q, k, v, o, lse, dout]) => attention::backward(q, k, v, o, lse, dout, spec, self.documents),
+        }
+    }
 }
 
 /// Observes a forward pass.
@@ -148,6 +169,7 @@ impl Context<'_> {
             observer: self.observer,
             mlp_tokens: None,
             shared: self.shared.clone(),
+            sequence: self.sequence,
         }
     }
 

@@ -157,7 +157,7 @@ impl Block {
         drop(kv);
         let spec = self.attention_spec();
         let (o, lse) = match cache {
-            None => attention::forward(&q, &k, &v, &spec, ctx.documents, ctx.documents)?,
+            None => ctx.attend(&q, &k, &v, &spec)?,
             Some(cache) => cache.attend(self.index, &q, Some((&k, &v)), &spec)?,
         };
         let values = heads.cut(&o)?;
@@ -217,7 +217,7 @@ impl Block {
         let Some(d_values) = d_values else { return Ok(None) };
         let d_o = heads.fill(&d_values)?;
         drop(d_values);
-        let (dq, dk, dv) = attention::backward(&q, &k, &v, &o, &lse, &d_o, &self.attention_spec(), ctx.documents)?;
+        let (dq, dk, dv) = ctx.attend_backward([&q, &k, &v, &o, &lse, &d_o], &self.attention_spec())?;
         drop((q, k, v, o, lse, d_o));
         let d_queries = heads.queries_backward(&dq, (cos, sin))?;
         drop(dq);

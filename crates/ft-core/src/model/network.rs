@@ -17,12 +17,14 @@ use super::noise::EmbeddingNoise;
 use super::norm::Norm;
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
+use super::sequence::Sequence;
 use super::spec::{
     ALTUP, ATTENTION_SINKS, EMBEDDING, LATENT_NORM, LATENT_QUERY_NORM, LAUREL, LAYER_SCALAR, LM_HEAD, Mixer, PER_LAYER,
     Spec,
 };
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
+use crate::data::Batch;
 use crate::ops::quantized::Products;
 use crate::ops::{embedding, sparse_gate, update};
 use crate::peft::{Adapter, Dropout};
@@ -144,7 +146,34 @@ impl Network {
             observer: None,
             mlp_tokens: self.mlp_tokens,
             shared: Rc::default(),
+            sequence: None,
         })
+    }
+
+    /// As `context`, for the tokens that this rank has of a batch: rope tables of those only.
+    ///
+    /// # Errors
+    /// As `context`.
+    pub fn context_of<'a>(
+        &self,
+        sequence: &'a Sequence<'a>,
+        batch: &'a Batch,
+        dropout: Option<Dropout>,
+    ) -> Result<Context<'a>> {
+        let own = sequence.own();
+        let mut ctx = if self.spec.ropes.iter().any(|rope| rope.long.is_some()) {
+            // The frequencies depend on the length of the whole document.
+            let mut ctx = self.context(&batch.positions, &batch.documents, dropout)?;
+            for (cos, sin) in &mut ctx.ropes {
+                *cos = cos.narrow(0, own.start, own.len())?.copy()?;
+                *sin = sin.narrow(0, own.start, own.len())?.copy()?;
+            }
+            ctx
+        } else {
+            self.context(&batch.positions[own], &batch.documents, dropout)?
+        };
+        ctx.sequence = Some(sequence);
+        Ok(ctx)
     }
 
     /// `[N]` ids to what the first layer reads: `[N, D]`, or `[N, A·D]` if tokens have A streams. Sets the per-layer inputs of `ctx`, if the family has them.

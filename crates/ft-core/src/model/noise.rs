@@ -29,7 +29,7 @@ impl EmbeddingNoise {
     /// Adds the noise to the embeddings `x` `[N, D]` in place, if `ctx` has any.
     pub(super) fn add(x: &Tensor, ctx: &Context, spec: &Spec) -> Result<()> {
         let Some(noise) = ctx.noise else { return Ok(()) };
-        let mut rows = Vec::with_capacity(x.dims2()?.0);
+        let mut rows = Vec::with_capacity(ctx.documents.last().copied().unwrap_or(0));
         for (number, span) in (noise.first_row..).zip(ctx.documents.windows(2)) {
             let length = span[1] - span[0];
             let rng = Rng::new(noise.seed, Stream::Noise, &[noise.step, number]);
@@ -41,6 +41,7 @@ impl EmbeddingNoise {
                 magnitude,
             }));
         }
-        embedding::add_noise(x, &rows)
+        let own = ctx.sequence.map_or(0..rows.len(), |sequence| sequence.own());
+        embedding::add_noise(x, &rows[own])
     }
 }

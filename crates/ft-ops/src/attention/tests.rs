@@ -153,7 +153,8 @@ fn matches_autograd() {
             let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &documents, &documents).unwrap();
             assert_close(&o, &want, tolerance);
             assert_close(&lse, &want_lse, tolerance);
-            let (dq, dk, dv) = backward_on(backend, &q, &k, &v, &o, &lse, &dout, &spec, &documents).unwrap();
+            let (dq, dk, dv) =
+                backward_on(backend, [&q, &k, &v, &o, &lse, &dout], &spec, &documents, &documents).unwrap();
             assert_close(&dv, grads.get(&v).unwrap(), tolerance);
             if n > 1 {
                 assert_close(&dq, grads.get(&q).unwrap(), tolerance);
@@ -182,14 +183,21 @@ fn queries_after_cached_keys_are_aligned_at_the_end() {
             ..spec(2, 1, 8)
         },
     ] {
-        let q = random((81, spec.query_width()), 1);
-        let (k, v) = (random((210, spec.key_width()), 2), random((210, spec.key_width()), 3));
+        let var = |rows, width, seed| Var::from_tensor(&random((rows, width), seed)).unwrap();
+        let q = var(81, spec.query_width(), 1);
+        let (k, v) = (var(210, spec.key_width(), 2), var(210, spec.key_width(), 3));
+        let dout = random((81, spec.query_width()), 4);
         let (want, want_lse) = composed(&q, &k, &v, &spec, &qd, &kd);
+        let grads = (&want * &dout).unwrap().sum_all().unwrap().backward().unwrap();
         for (backend, bf16) in backends() {
             let spec = Spec { bf16, ..spec.clone() };
             let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &qd, &kd).unwrap();
             assert_close(&o, &want, tolerance(backend, &spec));
             assert_close(&lse, &want_lse, tolerance(backend, &spec));
+            let (dq, dk, dv) = backward_on(backend, [&q, &k, &v, &o, &lse, &dout], &spec, &qd, &kd).unwrap();
+            for (found, want) in [(&dq, &q), (&dk, &k), (&dv, &v)] {
+                assert_close(found, grads.get(want).unwrap(), tolerance(backend, &spec));
+            }
         }
     }
 }
@@ -238,7 +246,8 @@ fn bit_equal_on_any_number_of_threads() {
             };
             assert_same_on_any_threads(|| {
                 let (o, lse) = forward_on(backend, &q, &k, &v, &spec, &documents, &documents).unwrap();
-                let (dq, dk, dv) = backward_on(backend, &q, &k, &v, &o, &lse, &dout, &spec, &documents).unwrap();
+                let (dq, dk, dv) =
+                    backward_on(backend, [&q, &k, &v, &o, &lse, &dout], &spec, &documents, &documents).unwrap();
                 vec![o, lse, dq, dk, dv]
             });
         }

@@ -30,25 +30,27 @@ pub(crate) struct BackwardInputs<'a> {
     pub dout: &'a [f32],
 }
 
-/// Computes dq, dk, dv.
+/// Computes dq, dk, dv. The queries of a document are aligned with its last keys.
 pub(crate) fn backward(
     backend: CpuBackend,
     saved: &BackwardInputs<'_>,
     spec: &Spec,
-    documents: &[usize],
+    q_documents: &[usize],
+    k_documents: &[usize],
 ) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
-    let filled = documents.windows(2).filter(|d| d[1] > d[0]).count();
+    let filled = q_documents.windows(2).filter(|d| d[1] > d[0]).count();
     let parts = parts(spec.heads, spec.kv_heads, filled);
     let mut dq = vec![0f32; saved.q.len()];
     let mut dk = vec![0f32; saved.k.len() * parts];
     let mut dv = vec![0f32; saved.k.len() * parts];
     let mut tasks = Vec::new();
-    for d in documents.windows(2).filter(|d| d[1] > d[0]) {
+    let documents = q_documents.windows(2).zip(k_documents.windows(2));
+    for (q, k) in documents.filter(|(q, _)| q[1] > q[0]) {
         let document = Document {
-            query: d[0],
-            queries: d[1] - d[0],
-            key: d[0],
-            keys: d[1] - d[0],
+            query: q[0],
+            queries: q[1] - q[0],
+            key: k[0],
+            keys: k[1] - k[0],
         };
         tasks.extend((0..spec.kv_heads * parts).map(|part| (document, part)));
     }

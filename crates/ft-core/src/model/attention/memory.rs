@@ -127,6 +127,7 @@ impl LayerMemory<'_> {
         l.free_all(before);
         raw.extend(raw_v);
         qkv.extend(v);
+        self.attend(l);
         let o = l.alloc(LayerWork, self.nq);
         let lse = l.alloc(LayerWork, self.lse);
         let gated = gate.is_some().then(|| l.alloc(LayerWork, self.nq));
@@ -208,7 +209,7 @@ impl LayerMemory<'_> {
         if spec.attention_sinks {
             sink.give(l, &sinks);
         }
-        let [dq, dk, dv] = self.attention_gradients(l);
+        let [dq, dk, dv] = self.attend_backward(l);
         l.free_all(qkv);
         l.free_all([o, lse, d_o]);
         let keys = spec.layers[self.index].keys;

@@ -9,8 +9,8 @@ use super::super::linear::memory::LinearShape;
 use super::super::mlp::memory::SavedPiecesMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
-use crate::model::Spec;
 use crate::model::spec::{ATTENTION_SINKS, LAUREL, Mixer, PER_LAYER};
+use crate::model::{SequenceConfig, Spec};
 use crate::peft::Cost;
 use crate::source::{StoragePolicy, Sublayer};
 use std::collections::BTreeMap;
@@ -22,6 +22,8 @@ pub struct LayerMemorySettings<'a> {
     pub spec: &'a Spec,
     /// N: tokens of the micro-batch.
     pub tokens: usize,
+    /// The ranks that share a micro-batch: `tokens` are those of one of them.
+    pub sequence: SequenceConfig,
     /// Fewest documents of a micro-batch.
     pub documents: usize,
     /// Bytes of an element of an activation.

@@ -92,6 +92,7 @@ impl LayerMemory<'_> {
         l.free(normed);
         let [k, v] = [l.alloc(LayerWork, self.nq), l.alloc(LayerWork, self.nq)];
         l.free(kv);
+        self.attend(l);
         let o = l.alloc(LayerWork, self.nq);
         let lse = l.alloc(LayerWork, self.lse);
         let values = self.latent_values(l, &linears.out);
@@ -167,7 +168,7 @@ impl LayerMemory<'_> {
             l.free(d_values);
             filled
         };
-        let [dq, dk, dv] = self.attention_gradients(l);
+        let [dq, dk, dv] = self.attend_backward(l);
         l.free_all(heads);
         l.free(d_o);
         let d_queries = l.alloc(LayerWork, self.bytes(linears.query.unwrap_or(linears.inputs[0]).2));

@@ -68,6 +68,7 @@ fn adapters_over_codes_are_adapters_over_what_the_codes_stand_for() {
                         adapter: Some(Arc::new(adapter)),
                     };
                     let ctx = Context {
+                        sequence: None,
                         noise: None,
                         documents: &[0, N],
                         ropes: Vec::new(),

@@ -1,0 +1,93 @@
+//! Steps of ranks that share micro-batches.
+
+use super::ranks_tests::{Case, Counting, FULL, batches, engine};
+use super::{Updated, sent_bytes};
+use crate::comm::{Alone, Collective, threads};
+use crate::model::sequence::sequence_bytes;
+use crate::model::{SequenceBy, SequenceConfig};
+use crate::ops::{Dtype, update};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+/// Two steps: losses and norms, the evaluated loss, the weights, and the bytes that the second step sent and should send.
+fn train(case: Case, config: SequenceConfig, comm: Arc<dyn Collective>) -> (Vec<f64>, Vec<f32>, [u64; 2]) {
+    let (rank, size) = (comm.world().rank, comm.world().size);
+    let sent = Arc::new(AtomicU64::new(0));
+    let (mut engine, active) = engine(case, Arc::new(Counting(comm, sent.clone(), Arc::default())));
+    engine.sequence = config;
+    let mut numbers = Vec::new();
+    let mut bytes = [0, 0];
+    for step in 1..=2 {
+        sent.store(0, SeqCst);
+        let all = batches(3, step);
+        let report = engine.step(step.into(), &all, &active, 1e-3).unwrap();
+        bytes[0] = 4 * sent.load(SeqCst);
+        numbers.extend([report.totals.loss(), report.grad_norm, report.totals.correct as f64]);
+        let filled: Vec<_> = all.iter().filter(|batch| !batch.is_empty()).collect();
+        let teams = size / config.ranks;
+        let lowest = (active.lowest_layer(engine.network.layers()), case.saved_layers);
+        let shared = (0..filled.len().div_ceil(teams)).map(|round| {
+            let micro = (round * teams + rank / config.ranks).min(filled.len() - 1);
+            sequence_bytes(&engine.network.spec, config, &filled[micro].documents, lowest, rank)
+        });
+        let sizes = active
+            .names()
+            .map(|name| (name, engine.elements(name).unwrap() as u64, Updated::F32));
+        let contributions = (filled.len() * config.ranks) as u64;
+        bytes[1] =
+            shared.sum::<u64>() + sent_bytes(sizes, contributions, (rank, size), (engine.is_divided(), case.exchange));
+    }
+    let evaluated = engine.evaluate(&batches(3, 9)[0]).unwrap();
+    numbers.push(evaluated.loss_sum);
+    let weights = active
+        .names()
+        .flat_map(|name| update::to_f32_vec(&engine.network.param(name).unwrap().tensor).unwrap());
+    let weights = weights.collect();
+    (numbers, weights, bytes)
+}
+
+#[test]
+fn ranks_that_share_micro_batches_train_as_one() {
+    let block = Case {
+        part: "layers.1.",
+        saved_layers: 1,
+        ..FULL
+    };
+    let plain = SequenceConfig::default();
+    for (case, size, ranks, by) in [
+        (FULL, 2, 2, SequenceBy::Auto),
+        (FULL, 4, 2, SequenceBy::Keys),
+        (block, 4, 4, SequenceBy::Auto),
+        (Case { sharded: true, ..FULL }, 2, 2, SequenceBy::Keys),
+    ] {
+        assert!(case.dtype == Dtype::F32);
+        let (want, want_weights, _) = train(Case { sharded: false, ..case }, plain, Arc::new(Alone::default()));
+        let config = SequenceConfig { ranks, by };
+        let found = threads::run(size, |comm| train(case, config, comm));
+        let evaluated: f64 = found[..ranks].iter().map(|(numbers, ..)| numbers[6]).sum();
+        for (rank, (mut numbers, weights, bytes)) in found.into_iter().enumerate() {
+            numbers[6] = evaluated;
+            for (found, want) in numbers.iter().zip(&want) {
+                assert!(
+                    (found / want - 1.0).abs() < 1e-6,
+                    "{size} ranks by {ranks}, {by:?}: {numbers:?}, {want:?}"
+                );
+            }
+            if case.sharded {
+                continue;
+            }
+            // Adam divides by the gradient, so a tiny one may change the sign of its update of 1e-3.
+            let far = weights
+                .iter()
+                .zip(&want_weights)
+                .filter(|(a, b)| (*a - *b).abs() > 1e-5)
+                .count();
+            assert!(
+                far * 10_000 < weights.len(),
+                "rank {rank}: {far} of {} weights",
+                weights.len()
+            );
+            assert_eq!(bytes[0], bytes[1], "bytes of rank {rank} of {size}, {by:?}");
+        }
+    }
+}

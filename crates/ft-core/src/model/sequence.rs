@@ -1,0 +1,502 @@
+//! Ranks that share the tokens of one micro-batch. All that a layer does to one token needs no other rank; attention reads
+//! tokens of all of them, and brings them together in one of two ways (`SequenceBy`).
+//!
+//! Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509; keys and values of all ranks as in Llama 3, arXiv 2407.21783,
+//! section 3.3.2.
+//!
+//! Letters: P ranks that share a micro-batch, N its tokens, n those of one rank; H query heads, K key heads, E elements
+//! of a head.
+
+mod memory;
+
+pub use memory::sequence_bytes;
+
+use super::spec::{Mixer, Spec};
+use crate::base::{Error, Result};
+use crate::comm::Collective;
+use crate::data::Batch;
+use crate::ops::attention::{self, Spec as Heads};
+use crate::ops::update;
+use candle_core::{Device, Tensor};
+use std::ops::Range;
+
+/// How attention reads the tokens of other ranks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum SequenceBy {
+    /// `Heads` if the heads can be divided, else `Keys`.
+    #[default]
+    Auto,
+    /// Each rank gets all tokens of a part of the heads (Ulysses).
+    Heads,
+    /// Each rank gets the keys and values of all tokens before its own ones.
+    Keys,
+}
+
+/// How many ranks share a micro-batch, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SequenceConfig {
+    /// P. It divides the number of ranks.
+    pub ranks: usize,
+    /// How attention reads the tokens of other ranks.
+    pub by: SequenceBy,
+}
+
+impl Default for SequenceConfig {
+    fn default() -> Self {
+        Self {
+            ranks: 1,
+            by: SequenceBy::Auto,
+        }
+    }
+}
+
+impl SequenceConfig {
+    /// True if attention with so many query heads exchanges heads.
+    pub(super) fn by_heads(&self, heads: usize) -> bool {
+        self.by != SequenceBy::Keys && heads.is_multiple_of(self.ranks)
+    }
+
+    /// # Errors
+    /// A model that cannot be computed in this way.
+    pub fn check(&self, spec: &Spec) -> Result<()> {
+        if self.ranks == 1 {
+            return Ok(());
+        }
+        if spec
+            .layers
+            .iter()
+            .any(|layer| matches!(layer.mixer, Mixer::DeltaNet(_)))
+        {
+            return Err(Error::unsupported("ranks cannot share the tokens of a model with Gated DeltaNet layers")
+                .found("a recurrent state from token to token")
+                .expected("attention in all layers: a rank would wait for the state after the last token of the rank before it"));
+        }
+        if self.by == SequenceBy::Heads && !spec.heads.is_multiple_of(self.ranks) {
+            return Err(
+                Error::argument("the query heads cannot be divided among the ranks that share a micro-batch")
+                    .found(format!("{} heads, {} ranks", spec.heads, self.ranks))
+                    .expected("a divisor of the heads, or `SequenceBy::Keys`"),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The heads of one rank while heads are divided.
+struct Share {
+    /// Attention over these heads.
+    spec: Heads,
+    /// Query heads.
+    queries: Vec<usize>,
+    /// Key heads; one that serves query heads of several ranks is on each of them.
+    keys: Vec<usize>,
+}
+
+/// The heads of rank `index` of `ranks`, which divides `spec.heads`.
+fn share(spec: &Heads, index: usize, ranks: usize) -> Share {
+    let own = spec.heads / ranks;
+    let group = spec.heads / spec.kv_heads.max(1);
+    // So many query heads have the same key head, on every rank.
+    let together = gcd(own, group);
+    let queries: Vec<usize> = (index * own..(index + 1) * own).collect();
+    let keys: Vec<usize> = queries.iter().step_by(together).map(|head| head / group).collect();
+    Share {
+        spec: Heads {
+            heads: own,
+            kv_heads: keys.len(),
+            ..spec.clone()
+        },
+        queries,
+        keys,
+    }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// The tokens that this rank has of a micro-batch, and its connection to the ranks with the others.
+pub struct Sequence<'a> {
+    comm: &'a dyn Collective,
+    config: SequenceConfig,
+    /// First rank of those that share the micro-batch.
+    first: usize,
+    tokens: Tokens<'a>,
+}
+
+/// The tokens of each rank that shares a micro-batch.
+struct Tokens<'a> {
+    /// Offsets `[P + 1]`.
+    cuts: Vec<usize>,
+    /// Offsets of all documents.
+    documents: &'a [usize],
+}
+
+impl<'a> Tokens<'a> {
+    /// As equal as possible.
+    fn new(tokens: usize, ranks: usize, documents: &'a [usize]) -> Self {
+        Self {
+            cuts: (0..=ranks)
+                .map(|rank| (tokens as u128 * rank as u128 / ranks as u128) as usize)
+                .collect(),
+            documents,
+        }
+    }
+
+    fn of(&self, rank: usize) -> Range<usize> {
+        self.cuts[rank]..self.cuts[rank + 1]
+    }
+
+    /// The tokens whose keys rank `rank` reads.
+    fn keys_of(&self, rank: usize, spec: &Heads) -> Range<usize> {
+        let own = self.of(rank);
+        let document = self.documents.iter().rev().find(|at| **at <= own.start);
+        let mut first = document.copied().unwrap_or(0);
+        if let Some(window) = spec.window {
+            first = first.max((own.start + 1).saturating_sub(window));
+        }
+        first..own.end
+    }
+}
+
+/// Numbers for or from each of the ranks that share a micro-batch.
+type Lists = Vec<Vec<f32>>;
+
+impl<'a> Sequence<'a> {
+    /// For a batch of all ranks that share it.
+    ///
+    /// # Errors
+    /// Fewer tokens than ranks; a number of ranks that does not divide that of the job.
+    pub fn new(comm: &'a dyn Collective, config: SequenceConfig, batch: &'a Batch) -> Result<Self> {
+        let (world, tokens) = (comm.world(), batch.len());
+        if config.ranks == 0 || !world.size.is_multiple_of(config.ranks) {
+            return Err(
+                Error::argument("the ranks cannot be divided into groups that share a micro-batch")
+                    .found(format!("{} ranks in groups of {}", world.size, config.ranks)),
+            );
+        }
+        if tokens < config.ranks {
+            return Err(
+                Error::argument("a micro-batch has fewer tokens than ranks that share it")
+                    .found(format!("{tokens} tokens, {} ranks", config.ranks))
+                    .hint("use larger micro-batches, or pack the rows"),
+            );
+        }
+        Ok(Self {
+            comm,
+            config,
+            first: world.rank / config.ranks * config.ranks,
+            tokens: Tokens::new(tokens, config.ranks, &batch.documents),
+        })
+    }
+
+    fn index(&self) -> usize {
+        self.comm.world().rank - self.first
+    }
+
+    /// The tokens of this rank.
+    pub fn own(&self) -> Range<usize> {
+        self.tokens.of(self.index())
+    }
+
+    /// The part of the batch that this rank has; its documents are cut where its tokens begin and end.
+    ///
+    /// # Errors
+    /// A batch with columns: an objective reads them by document.
+    pub fn part(&self, batch: &Batch) -> Result<Batch> {
+        if batch.columns != Default::default() {
+            return Err(Error::unsupported(
+                "this objective reads whole documents, but ranks share them",
+            ));
+        }
+        let own = self.own();
+        let mut documents: Vec<usize> = batch
+            .documents
+            .iter()
+            .map(|at| (*at).clamp(own.start, own.end))
+            .collect();
+        documents.iter_mut().for_each(|at| *at -= own.start);
+        documents.dedup();
+        Ok(Batch {
+            ids: batch.ids[own.clone()].to_vec(),
+            positions: batch.positions[own.clone()].to_vec(),
+            targets: batch.targets[own].to_vec(),
+            documents,
+            columns: Default::default(),
+        })
+    }
+
+    /// `parts[i]` goes to rank i of those that share the micro-batch, and `lengths[i]` numbers come from it.
+    fn exchange(&self, key: u64, parts: Lists, lengths: Vec<usize>) -> Result<Lists> {
+        let size = self.comm.world().size;
+        let (mut all, mut all_lengths) = (vec![Vec::new(); size], vec![0; size]);
+        for (rank, (part, length)) in parts.into_iter().zip(lengths).enumerate() {
+            all[self.first + rank] = part;
+            all_lengths[self.first + rank] = length;
+        }
+        let mut found = self.comm.exchange(key, all, all_lengths).wait()?;
+        found.truncate(self.first + self.config.ranks);
+        Ok(found.split_off(self.first))
+    }
+
+    /// Attention of the queries of this rank `[n, H·E]`, with its keys and values `[n, K·E]`, over the tokens of all: o `[n,
+    /// H·E]` and lse `[n, H]`.
+    pub(super) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, spec: &Heads) -> Result<(Tensor, Tensor)> {
+        if !self.config.by_heads(spec.heads) {
+            let (k, v) = self.keys_values(k, v, spec)?;
+            let (queries, keys) = self.own_documents(spec);
+            return attention::forward(q, &k, &v, spec, &queries, &keys);
+        }
+        let [queries, keys, values] = [Of::Queries, Of::Keys, Of::Keys];
+        let mut all = self.to_heads(FORWARD, &[(q, queries), (k, keys), (v, values)], spec)?;
+        let share = share(spec, self.index(), self.config.ranks);
+        let (v, k, q) = (all.pop(), all.pop(), all.pop());
+        let (Some(q), Some(k), Some(v)) = (q, k, v) else {
+            return Err(Error::internal("attention needs queries, keys and values"));
+        };
+        let (o, lse) = attention::forward(&q, &k, &v, &share.spec, self.tokens.documents, self.tokens.documents)?;
+        drop((q, k, v));
+        let mut own = self.to_tokens(FORWARD + 1, [(o, Of::Queries), (lse, Of::Sums)], spec)?;
+        match (own.pop(), own.pop()) {
+            (Some(lse), Some(o)) => Ok((o, lse)),
+            _ => Err(Error::internal("attention has an output and its sums")),
+        }
+    }
+
+    /// dq, dk and dv of the tokens of this rank, in the shapes of `forward`.
+    pub(super) fn backward(&self, saved: [&Tensor; 6], spec: &Heads) -> Result<(Tensor, Tensor, Tensor)> {
+        let [q, k, v, o, lse, dout] = saved;
+        if !self.config.by_heads(spec.heads) {
+            let (k, v) = self.keys_values(k, v, spec)?;
+            let (queries, keys) = self.own_documents(spec);
+            let (dq, dk, dv) = attention::backward_after(q, &k, &v, o, lse, dout, spec, &queries, &keys)?;
+            drop((k, v));
+            let (dk, dv) = self.key_gradients(dk, dv, spec)?;
+            return Ok((dq, dk, dv));
+        }
+        let all = [
+            (q, Of::Queries),
+            (k, Of::Keys),
+            (v, Of::Keys),
+            (o, Of::Queries),
+            (lse, Of::Sums),
+            (dout, Of::Queries),
+        ];
+        let all = self.to_heads(BACKWARD, &all, spec)?;
+        let [q, k, v, o, lse, dout] = &all[..] else {
+            return Err(Error::internal("the backward pass of attention needs six tensors"));
+        };
+        let share = share(spec, self.index(), self.config.ranks);
+        let (dq, dk, dv) = attention::backward(q, k, v, o, lse, dout, &share.spec, self.tokens.documents)?;
+        drop(all);
+        let gradients = [(dq, Of::Queries), (dk, Of::Keys), (dv, Of::Keys)];
+        let mut own = self.to_tokens(BACKWARD + 1, gradients, spec)?;
+        match (own.pop(), own.pop(), own.pop()) {
+            (Some(dv), Some(dk), Some(dq)) => Ok((dq, dk, dv)),
+            _ => Err(Error::internal("attention has three gradients")),
+        }
+    }
+
+    /// From tensors of the own tokens with all heads to tensors of all tokens with the own heads.
+    fn to_heads(&self, key: u64, tensors: &[(&Tensor, Of)], spec: &Heads) -> Result<Vec<Tensor>> {
+        let ranks = self.config.ranks;
+        let shares: Vec<Share> = (0..ranks).map(|rank| share(spec, rank, ranks)).collect();
+        let mut parts: Lists = vec![Vec::new(); ranks];
+        for (tensor, of) in tensors {
+            let (heads, e) = of.sizes(spec);
+            update::with_slice(&tensor.contiguous()?, |values| {
+                for (share, part) in shares.iter().zip(&mut parts) {
+                    for row in values.chunks_exact(heads * e) {
+                        for head in of.heads(share) {
+                            part.extend_from_slice(&row[head * e..(head + 1) * e]);
+                        }
+                    }
+                }
+            })?;
+        }
+        let mine = &shares[self.index()];
+        let width = |of: &Of| of.heads(mine).len() * of.sizes(spec).1;
+        let row: usize = tensors.iter().map(|(_, of)| width(of)).sum();
+        let lengths = (0..ranks).map(|rank| self.tokens.of(rank).len() * row).collect();
+        let lists = self.exchange(key, parts, lengths)?;
+        let tokens = self.tokens.cuts[ranks];
+        let mut all: Lists = tensors
+            .iter()
+            .map(|(_, of)| Vec::with_capacity(tokens * width(of)))
+            .collect();
+        // The tokens of the ranks follow each other.
+        for (rank, list) in lists.into_iter().enumerate() {
+            let mut rest = &list[..];
+            for (values, (_, of)) in all.iter_mut().zip(tensors) {
+                let (own, after) = rest.split_at(self.tokens.of(rank).len() * width(of));
+                values.extend_from_slice(own);
+                rest = after;
+            }
+        }
+        let tensor = |(values, (_, of)): (Vec<f32>, &(&Tensor, Of))| {
+            Ok(Tensor::from_vec(values, (tokens, width(of)), &Device::Cpu)?)
+        };
+        all.into_iter().zip(tensors).map(tensor).collect()
+    }
+
+    /// From tensors of all tokens with the own heads to tensors of the own tokens with all heads. What several ranks have of
+    /// a key head is added in the order of the ranks.
+    fn to_tokens<const T: usize>(&self, key: u64, tensors: [(Tensor, Of); T], spec: &Heads) -> Result<Vec<Tensor>> {
+        let (ranks, own) = (self.config.ranks, self.own().len());
+        let shares: Vec<Share> = (0..ranks).map(|rank| share(spec, rank, ranks)).collect();
+        let kinds: Vec<Of> = tensors.iter().map(|(_, of)| *of).collect();
+        let width = |of: &Of, share: &Share| of.heads(share).len() * of.sizes(spec).1;
+        let mut parts: Lists = vec![Vec::new(); ranks];
+        for (tensor, of) in tensors {
+            let width = width(&of, &shares[self.index()]);
+            update::with_slice(&tensor, |values| {
+                for (rank, part) in parts.iter_mut().enumerate() {
+                    let tokens = self.tokens.of(rank);
+                    part.extend_from_slice(&values[tokens.start * width..tokens.end * width]);
+                }
+            })?;
+        }
+        let row = |share: &Share| -> usize { kinds.iter().map(|of| width(of, share)).sum() };
+        let lengths = shares.iter().map(|share| own * row(share)).collect();
+        let lists = self.exchange(key, parts, lengths)?;
+        let mut all: Lists = Vec::with_capacity(T);
+        for of in &kinds {
+            let (heads, e) = of.sizes(spec);
+            all.push(vec![0.0; own * heads * e]);
+        }
+        for (share, list) in shares.iter().zip(lists) {
+            let mut rest = &list[..];
+            for (values, of) in all.iter_mut().zip(&kinds) {
+                let (heads, e) = of.sizes(spec);
+                let (from, after) = rest.split_at(own * width(of, share));
+                rest = after;
+                let mut pieces = from.chunks_exact(e);
+                for row in values.chunks_exact_mut(heads * e) {
+                    for (head, piece) in of.heads(share).iter().zip(&mut pieces) {
+                        let to = &mut row[head * e..(head + 1) * e];
+                        match of {
+                            Of::Keys => to.iter_mut().zip(piece).for_each(|(sum, x)| *sum += x),
+                            Of::Queries | Of::Sums => to.copy_from_slice(piece),
+                        }
+                    }
+                }
+            }
+        }
+        let tensor = |(values, of): (Vec<f32>, &Of)| {
+            let (heads, e) = of.sizes(spec);
+            Ok(Tensor::from_vec(values, (own, heads * e), &Device::Cpu)?)
+        };
+        all.into_iter().zip(&kinds).map(tensor).collect()
+    }
+
+    /// Offsets of the own queries, and of the keys that they read.
+    fn own_documents(&self, spec: &Heads) -> (Vec<usize>, Vec<usize>) {
+        let (own, keys) = (self.own(), self.tokens.keys_of(self.index(), spec));
+        let inside = |range: &Range<usize>| -> Vec<usize> {
+            let ends = self
+                .tokens
+                .documents
+                .iter()
+                .filter(|at| own.start < **at && **at < own.end);
+            let all = std::iter::once(range.start).chain(ends.copied()).chain([range.end]);
+            all.map(|at| at - range.start).collect()
+        };
+        (inside(&own), inside(&keys))
+    }
+
+    /// k and v of the tokens that the own queries read.
+    fn keys_values(&self, k: &Tensor, v: &Tensor, spec: &Heads) -> Result<(Tensor, Tensor)> {
+        let (own, ranks, width) = (self.own(), self.config.ranks, spec.kv_heads * spec.head_dim);
+        let mut parts: Lists = vec![Vec::new(); ranks];
+        for tensor in [k, v] {
+            update::with_slice(&tensor.contiguous()?, |values| {
+                for (rank, part) in parts.iter_mut().enumerate() {
+                    let rows = common(&own, &self.tokens.keys_of(rank, spec), own.start);
+                    part.extend_from_slice(&values[rows.start * width..rows.end * width]);
+                }
+            })?;
+        }
+        let read = self.tokens.keys_of(self.index(), spec);
+        let of = |rank: usize| common(&self.tokens.of(rank), &read, 0).len() * width;
+        let lists = self.exchange(FORWARD, parts, (0..ranks).map(|rank| 2 * of(rank)).collect())?;
+        let mut all = [0, 1].map(|_| Vec::with_capacity(read.len() * width));
+        for list in lists {
+            let (keys, values) = list.split_at(list.len() / 2);
+            all[0].extend_from_slice(keys);
+            all[1].extend_from_slice(values);
+        }
+        let [k, v] = all.map(|values| Tensor::from_vec(values, (read.len(), width), &Device::Cpu));
+        Ok((k?, v?))
+    }
+
+    /// The gradients of the own keys and values: those of all ranks that read them, added in the order of the ranks.
+    fn key_gradients(&self, dk: Tensor, dv: Tensor, spec: &Heads) -> Result<(Tensor, Tensor)> {
+        let (own, ranks, width) = (self.own(), self.config.ranks, spec.kv_heads * spec.head_dim);
+        let read = self.tokens.keys_of(self.index(), spec);
+        let mut parts: Lists = vec![Vec::new(); ranks];
+        for tensor in [dk, dv] {
+            update::with_slice(&tensor, |values| {
+                for (rank, part) in parts.iter_mut().enumerate() {
+                    let rows = common(&self.tokens.of(rank), &read, read.start);
+                    part.extend_from_slice(&values[rows.start * width..rows.end * width]);
+                }
+            })?;
+        }
+        let rows = |rank: usize| common(&own, &self.tokens.keys_of(rank, spec), own.start);
+        let lengths = (0..ranks).map(|rank| 2 * rows(rank).len() * width).collect();
+        let lists = self.exchange(BACKWARD, parts, lengths)?;
+        let mut all = [0, 1].map(|_| vec![0f32; own.len() * width]);
+        for (rank, list) in lists.into_iter().enumerate() {
+            let rows = rows(rank);
+            let (keys, values) = list.split_at(list.len() / 2);
+            for (sum, more) in all.iter_mut().zip([keys, values]) {
+                let sum = &mut sum[rows.start * width..rows.end * width];
+                sum.iter_mut().zip(more).for_each(|(sum, x)| *sum += x);
+            }
+        }
+        let [dk, dv] = all.map(|values| Tensor::from_vec(values, (own.len(), width), &Device::Cpu));
+        Ok((dk?, dv?))
+    }
+}
+
+/// Keys of the exchanges.
+const FORWARD: u64 = 0x5e9_0000;
+const BACKWARD: u64 = FORWARD + 2;
+
+/// What the columns of a tensor are.
+#[derive(Clone, Copy)]
+enum Of {
+    /// E columns for each query head.
+    Queries,
+    /// E columns for each key head.
+    Keys,
+    /// One column for each query head.
+    Sums,
+}
+
+impl Of {
+    /// All heads, and the columns of each.
+    fn sizes(self, spec: &Heads) -> (usize, usize) {
+        match self {
+            Of::Queries => (spec.heads, spec.head_dim),
+            Of::Keys => (spec.kv_heads, spec.head_dim),
+            Of::Sums => (spec.heads, 1),
+        }
+    }
+
+    fn heads(self, share: &Share) -> &[usize] {
+        match self {
+            Of::Queries | Of::Sums => &share.queries,
+            Of::Keys => &share.keys,
+        }
+    }
+}
+
+/// What two ranges have in common, counted from `start`.
+fn common(a: &Range<usize>, b: &Range<usize>, start: usize) -> Range<usize> {
+    let (first, end) = (a.start.max(b.start), a.end.min(b.end));
+    if first < end { first - start..end - start } else { 0..0 }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,120 @@
+//! Memory and bytes of ranks that share the tokens of a micro-batch.
+
+use super::{SequenceConfig, Tokens, common, share};
+use crate::base::ledger::MemoryKind::LayerWork;
+use crate::base::ledger::{Allocation, Ledger};
+use crate::model::block::memory::LayerMemory;
+use crate::model::spec::Spec;
+use crate::ops::attention::{self, Spec as Heads};
+
+/// The attention of layer `index`, as far as sizes depend on it.
+fn heads(spec: &Spec, index: usize) -> Heads {
+    Heads {
+        heads: spec.heads,
+        kv_heads: spec.kv_heads_of(index),
+        head_dim: spec.head_dim_of(index),
+        scale: 1.0,
+        softcap: None,
+        window: spec.layers[index].window,
+        bf16: false,
+    }
+}
+
+/// Numbers that rank `index` sends around the attention of a layer: in the forward and in the backward pass.
+fn sent(config: SequenceConfig, tokens: &Tokens, spec: &Heads, index: usize) -> [usize; 2] {
+    let own = tokens.of(index);
+    let others = (0..config.ranks).filter(|rank| *rank != index);
+    if !config.by_heads(spec.heads) {
+        let width = 2 * spec.kv_heads * spec.head_dim;
+        let read = tokens.keys_of(index, spec);
+        let keys = |rank| width * common(&own, &tokens.keys_of(rank, spec), 0).len();
+        let gradients = |rank| width * common(&tokens.of(rank), &read, 0).len();
+        let forward: usize = others.clone().map(keys).sum();
+        return [forward, forward + others.map(gradients).sum::<usize>()];
+    }
+    let mine = share(spec, index, config.ranks);
+    let (queries, e) = (mine.queries.len(), spec.head_dim);
+    others.fold([0, 0], |[forward, backward], rank| {
+        let keys = 2 * e * share(spec, rank, config.ranks).keys.len();
+        let theirs = tokens.of(rank).len();
+        [
+            forward + own.len() * (queries * e + keys) + theirs * queries * (e + 1),
+            backward + own.len() * (queries * (3 * e + 1) + keys) + theirs * (queries * e + 2 * e * mine.keys.len()),
+        ]
+    })
+}
+
+/// Bytes that rank `rank` sends around the attention of all layers for a micro-batch with these document offsets. The backward
+/// pass goes down to layer `lowest` and recomputes all but the `saved` uppermost layers.
+pub fn sequence_bytes(
+    spec: &Spec,
+    config: SequenceConfig,
+    documents: &[usize],
+    (lowest, saved): (usize, usize),
+    rank: usize,
+) -> u64 {
+    if config.ranks < 2 {
+        return 0;
+    }
+    let tokens = Tokens::new(documents.last().copied().unwrap_or(0), config.ranks, documents);
+    let of_layer = |index: usize| {
+        let [forward, backward] = sent(config, &tokens, &heads(spec, index), rank % config.ranks);
+        let again = index >= lowest && index + saved < spec.layers.len();
+        4 * (forward * (1 + usize::from(again)) + if index >= lowest { backward } else { 0 }) as u64
+    };
+    (0..spec.layers.len()).map(of_layer).sum()
+}
+
+impl LayerMemory<'_> {
+    /// Attention beside the tensors of the own tokens: lists that travel, and what they become.
+    pub(in crate::model) fn attend(&self, l: &mut Ledger) {
+        let (config, bytes) = (self.settings.sequence, self.lists());
+        if config.ranks > 1 {
+            // The keys of all tokens, on the way and joined; or queries, keys and values of the own heads.
+            l.touch(LayerWork, 2 * bytes[0]);
+        }
+    }
+
+    /// dq, dk and dv, as `Context::attend_backward` computes them.
+    pub(in crate::model) fn attend_backward(&self, l: &mut Ledger) -> [Allocation; 3] {
+        let config = self.settings.sequence;
+        if config.ranks == 1 {
+            return self.attention_gradients(l);
+        }
+        let spec = heads(self.settings.spec, self.index);
+        let documents = self.settings.documents.max(1);
+        let [_, bytes] = self.lists();
+        let parts = if config.by_heads(spec.heads) {
+            let share = share(&spec, 0, config.ranks);
+            attention::backward_parts(share.spec.heads, share.spec.kv_heads, documents)
+        } else {
+            attention::backward_parts(spec.heads, spec.kv_heads, documents)
+        };
+        // Partial sums of dk and dv, and the sum of one of them.
+        let keys = self.key_bytes();
+        let sums = keys * parts as u64 + if parts > 1 { keys / 2 } else { 0 };
+        l.touch(LayerWork, (2 * bytes).max(bytes + self.nq + sums));
+        [self.nq, self.nkv, self.nkv].map(|bytes| l.alloc(LayerWork, bytes))
+    }
+
+    /// Bytes of keys and values that a rank has at the same time.
+    fn key_bytes(&self) -> u64 {
+        let (config, spec) = (self.settings.sequence, heads(self.settings.spec, self.index));
+        if config.by_heads(spec.heads) {
+            let share = share(&spec, 0, config.ranks);
+            self.nkv / spec.kv_heads as u64 * 2 * (config.ranks * share.keys.len()) as u64
+        } else {
+            2 * self.nkv * config.ranks as u64
+        }
+    }
+
+    /// Bytes of the lists of the forward and of the backward pass.
+    fn lists(&self) -> [u64; 2] {
+        let keys = self.key_bytes();
+        if self.settings.sequence.by_heads(self.settings.spec.heads) {
+            [self.nq + keys, 3 * self.nq + self.lse + keys]
+        } else {
+            [keys, keys]
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! Ranks that share the tokens of a micro-batch: the losses of one rank, and memory that falls with their number.
+
+use crate::bench::Bench;
+use crate::job;
+use serde_json::Value;
+use std::fs;
+
+/// Losses, gradient norms and losses of evaluations, in order.
+fn numbers(bench: &Bench, run: &str) -> Vec<f64> {
+    let lines = fs::read_to_string(bench.path(run).join("metrics.jsonl")).unwrap();
+    let lines = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let of = |line: Value| ["loss", "grad_norm", "eval_loss"].map(|key| line[key].as_f64());
+    lines.flat_map(of).flatten().collect()
+}
+
+#[test]
+fn ranks_that_share_micro_batches_have_the_losses_of_one() {
+    let bench = Bench::new();
+    let train = |size: usize, settings: &[&str], more: &[&str], name: &str| {
+        let base = [
+            "train.max_steps=3",
+            "train.batch_size=2",
+            "train.gradient_accumulation_steps=2",
+            "train.eval_steps=3",
+            "train.save_steps=0",
+            "data.eval_fraction=0.2",
+            "data.packing=true",
+            "data.max_length=96",
+        ];
+        let out = format!("train.output_dir={name}");
+        job::train(&bench, size, &[&base[..], settings, more, &[&out]].concat());
+        numbers(&bench, name)
+    };
+    let full: &[&str] = &["tune.method=full"];
+    let lora: &[&str] = &["tune.method=lora"];
+    for (method, jobs) in [
+        (full, &[(2, &["distributed.sequence=2"][..])][..]),
+        // The model has four query heads; keys are gathered by two groups of two ranks.
+        (
+            lora,
+            &[
+                (4, &["distributed.sequence=4"]),
+                (4, &["distributed.sequence=2", "distributed.sequence_by=gather"]),
+            ],
+        ),
+    ] {
+        let want = train(1, method, &[], &format!("{}-one", &method[0][12..]));
+        assert!(want.len() >= 7, "{want:?}");
+        for (number, (size, more)) in jobs.iter().enumerate() {
+            let found = train(*size, method, more, &format!("{}-{number}", &method[0][12..]));
+            assert_eq!(found.len(), want.len());
+            for (found, want) in found.iter().zip(&want) {
+                assert!(
+                    (found / want - 1.0).abs() < 1e-5,
+                    "{size} ranks, {method:?}: {found} {want}"
+                );
+            }
+        }
+    }
+}
+
+/// A wide model and one long row: activations are most of the memory.
+#[test]
+fn activations_are_divided_and_forecast() {
+    let bench = crate::memory::bench();
+    let text = "a long row of words that goes on and on ".repeat(150);
+    let row = serde_json::json!({ "text": text }).to_string();
+    fs::write(bench.path("long.jsonl"), format!("{row}\n{row}\n")).unwrap();
+    let mut peaks = Vec::new();
+    for (size, more) in [
+        (1, "distributed.timeout=599"),
+        (2, "distributed.timeout=599"),
+        (2, "distributed.sequence_by=gather"),
+    ] {
+        job::train(
+            &bench,
+            size,
+            &[
+                "model.init=random",
+                "train.stage=pretrain",
+                "data.train=long.jsonl",
+                "tune.method=lora",
+                "train.max_steps=1",
+                "train.batch_size=1",
+                "train.gradient_accumulation_steps=1",
+                "train.save_steps=0",
+                "data.max_length=1024",
+                "memory.activations=keep",
+                "distributed.sequence=2",
+                more,
+                "train.output_dir=out",
+            ],
+        );
+        let plan: Value = serde_json::from_slice(&fs::read(bench.path("out/plan.json")).unwrap()).unwrap();
+        let forecast = plan["peak_bytes"].as_u64().unwrap();
+        let lines = fs::read_to_string(bench.path("out/metrics.jsonl")).unwrap();
+        let of = |line: &str| serde_json::from_str::<Value>(line).unwrap()["peak_memory_bytes"].as_u64();
+        let peak = lines.lines().filter_map(of).max().unwrap();
+        fs::remove_dir_all(bench.path("out")).unwrap();
+        println!("{size} ranks, {more}: peak {peak}, forecast {forecast}");
+        let error = peak as f64 / forecast as f64 - 1.0;
+        assert!(
+            error.abs() < 0.1,
+            "{size} ranks, {more}: {peak} bytes, {forecast} forecast"
+        );
+        peaks.push(peak);
+    }
+    assert!(
+        peaks[1] < peaks[0] * 8 / 10 && peaks[2] < peaks[0] * 8 / 10,
+        "{peaks:?}"
+    );
+}

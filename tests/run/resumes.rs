@@ -398,7 +398,7 @@ fn killed_at_random(case: &Case, seed: u64, most: usize) -> Result<usize, String
     }
 }
 
-/// Row C1: the cases of `covering` together have all stages, methods, tiers and storages in every pair. `FT_TEST_KILLS=20` kills each so often.
+/// Row C1: the cases of `covering` together have all stages, methods, tiers and storages in every pair. `FT_TEST_KILLS=15` kills each so often.
 #[test]
 #[ignore = "by hand: minutes"]
 fn kills_at_random_moments_of_every_pair_lose_nothing() {

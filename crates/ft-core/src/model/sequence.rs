@@ -15,7 +15,7 @@ use super::spec::{Mixer, Spec};
 use crate::base::{Error, Result};
 use crate::comm::Collective;
 use crate::data::Batch;
-use crate::ops::attention::{self, Spec as Heads};
+use crate::ops::attention::{self, KEY_CHUNK, Spec as Heads};
 use crate::ops::update;
 use candle_core::{Device, Tensor};
 use std::ops::Range;
@@ -151,11 +151,12 @@ impl<'a> Tokens<'a> {
     fn keys_of(&self, rank: usize, spec: &Heads) -> Range<usize> {
         let own = self.of(rank);
         let document = self.documents.iter().rev().find(|at| **at <= own.start);
-        let mut first = document.copied().unwrap_or(0);
-        if let Some(window) = spec.window {
-            first = first.max((own.start + 1).saturating_sub(window));
-        }
-        first..own.end
+        let document = document.copied().unwrap_or(0);
+        // Of a window, from the first key of a chunk: attention makes the same sums then as for the whole document.
+        let before = spec
+            .window
+            .map_or(0, |window| (own.start - document + 1).saturating_sub(window));
+        document + before / KEY_CHUNK * KEY_CHUNK..own.end
     }
 }
 

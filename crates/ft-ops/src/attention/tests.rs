@@ -195,8 +195,14 @@ fn queries_after_cached_keys_are_aligned_at_the_end() {
             assert_close(&o, &want, tolerance(backend, &spec));
             assert_close(&lse, &want_lse, tolerance(backend, &spec));
             let (dq, dk, dv) = backward_on(backend, [&q, &k, &v, &o, &lse, &dout], &spec, &qd, &kd).unwrap();
-            for (found, want) in [(&dq, &q), (&dk, &k), (&dv, &v)] {
-                assert_close(found, grads.get(want).unwrap(), tolerance(backend, &spec));
+            assert_close(&dv, grads.get(&v).unwrap(), tolerance(backend, &spec));
+            for (found, var) in [(&dq, &q), (&dk, &k)] {
+                if spec.window == Some(1) {
+                    // The probability of the one key is 1 for any q and k; only rounding errors remain.
+                    assert!(flat(found).iter().all(|x| x.abs() < tolerance(backend, &spec)));
+                } else {
+                    assert_close(found, grads.get(var).unwrap(), tolerance(backend, &spec));
+                }
             }
         }
     }

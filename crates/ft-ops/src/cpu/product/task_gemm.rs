@@ -20,8 +20,7 @@ use super::{CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
 /// A part of a packed operand begins at a multiple of this number, in both directions.
 pub(crate) const PACK_UNIT: usize = 32;
 /// Elements of k at a time: a panel of B stays in the L1 cache.
-#[cfg(target_arch = "x86_64")]
-const KC: usize = 128;
+pub(crate) const KC: usize = 128;
 /// Elements of B that are multiplied with all rows of A before the next ones are read.
 #[cfg(target_arch = "x86_64")]
 const NC_KC: usize = 4096;

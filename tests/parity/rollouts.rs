@@ -74,10 +74,11 @@ fn greedy_batches_are_the_rows_of_transformers() {
     }
 }
 
-/// The result is shown with `--nocapture`. The weights are random: the logits of a trained model are further apart.
+/// The result is shown with `--nocapture`. The weights are random: the logits of a trained model are further apart, and so
+/// are those of its routers. A token that goes to other experts has another result, so the largest difference is larger there.
 #[test]
 fn smaller_caches_stay_near() {
-    for (stored, mean, worst) in [("bf16", 8e-3, 0.12), ("int8", 3e-2, 0.5)] {
+    for (stored, mean, worst, routed) in [("bf16", 8e-3, 0.12, 0.3), ("int8", 3e-2, 0.5, 0.5)] {
         let (mut sum, mut most, mut n, mut same, mut all) = (0f64, 0f64, 0, 0, 0);
         for name in names() {
             let rows = rows(&name);
@@ -86,6 +87,9 @@ fn smaller_caches_stay_near() {
             let (answers, speed) = wire::rollouts(dir.path(), &questions, Setup::stored(stored));
             let (_, exact) = wire::rollouts(dir.path(), &questions, Setup::ALL);
             assert!(speed.cache_bytes * 10 <= exact.cache_bytes * 6, "{name}");
+            let config = std::fs::read_to_string(dir.path().join("config.json")).unwrap();
+            let bound = if config.contains("expert") { routed } else { worst };
+            let mut own = Vec::new();
             for (row, got) in rows.iter().zip(&answers) {
                 let want = ids(&row["new_ids"]);
                 // After the first different token the texts cannot be compared.
@@ -94,13 +98,19 @@ fn smaller_caches_stay_near() {
                 for (g, w) in got.log_probs.iter().zip(numbers(&row["log_probs"])).take(alike) {
                     let off = (*g as f64 - w).abs();
                     (sum, most, n) = (sum + off, most.max(off), n + 1);
+                    own.push(off);
                 }
+            }
+            own.sort_by(f64::total_cmp);
+            if let [.., second, largest] = own[..] {
+                println!("{stored}, {name}: {second:.1e} and {largest:.1e} at most");
+                assert!(largest < bound, "{stored}, {name}: {largest}");
             }
         }
         println!(
             "{stored}: log-probabilities off by {:.2e} in the mean, {most:.2e} at most; {same} of {all} ids before the first other choice",
             sum / n as f64
         );
-        assert!(sum / (n as f64) < mean && most < worst && same * 2 > all, "{stored}");
+        assert!(sum / (n as f64) < mean && same * 2 > all, "{stored}");
     }
 }

@@ -4,6 +4,7 @@ use super::*;
 use crate::base::rng::{Rng, Stream};
 use crate::comm::threads;
 use crate::data::Example;
+use crate::ops::CpuBackend;
 
 fn random(rows: usize, width: usize, seed: u64) -> Tensor {
     let rng = Rng::new(seed, Stream::Init, &[]);
@@ -84,8 +85,14 @@ fn attention_has_the_bits_of_one_rank_and_its_gradients() {
                     "{} heads, {} keys, {ranks} ranks, {by:?}, {docs:?}",
                     spec.heads, spec.kv_heads
                 );
-                assert!(bits(&whole(0)) == bits(&o), "o: {case}");
-                assert!(bits(&whole(1)) == bits(&lse), "lse: {case}");
+                if CpuBackend::current() == CpuBackend::Portable {
+                    // The `gemm` crate chooses the order of a sum by the size of a product.
+                    assert!(difference(&whole(0), &o) < 1e-6, "o: {case}");
+                    assert!(difference(&whole(1), &lse) < 1e-6, "lse: {case}");
+                } else {
+                    assert!(bits(&whole(0)) == bits(&o), "o: {case}");
+                    assert!(bits(&whole(1)) == bits(&lse), "lse: {case}");
+                }
                 assert!(difference(&whole(2), &dq) < 1e-6, "dq: {case}");
                 for (i, want) in [(3, &dk), (4, &dv)] {
                     let difference = difference(&whole(i), want);

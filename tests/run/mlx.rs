@@ -26,7 +26,7 @@ fn an_adapter_has_the_layout_of_mlx_lm() {
         "tune.lora.r=4",
         "tune.lora.lora_alpha=8",
         "tune.lora.target_modules=[\"q_proj\", \"down_proj\"]",
-        "tune.lora.rank_pattern={ q_proj = 2 }",
+        "tune.lora.rank_pattern=[\"q_proj=2\"]",
         "tune.lora.lora_dropout=0.1",
         "train.max_steps=2",
         "train.output_dir=runs/lora",

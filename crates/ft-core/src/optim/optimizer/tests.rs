@@ -63,7 +63,10 @@ fn a_value_between_two_numbers_is_rounded_as_in_a_store() {
         let weight = tensor(&[1], 1).to_dtype(DType::BF16).unwrap();
         let mut o = Optimizer::new(settings(master));
         o.restore_weight("w", &weight, &[x]).unwrap();
-        assert_eq!((values(&weight), o.exact("w", &weight).unwrap()), (vec![up], vec![exact]));
+        assert_eq!(
+            (values(&weight), o.exact("w", &weight).unwrap()),
+            (vec![up], vec![exact])
+        );
     }
 }
 

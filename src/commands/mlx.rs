@@ -1,11 +1,13 @@
 //! `ft export --to mlx`: a model or an adapter for mlx-lm (Apple silicon).
 
 use crate::base::staging::Staging;
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, files};
 use crate::commands::{export, merge, named};
 use crate::hf;
 use crate::recipe::Dtype;
 use crate::setup::locate::{NamedKind, locate};
+use crate::train::from_checkpoint::Scratch;
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// What was written.
@@ -20,16 +22,24 @@ pub struct Report {
 }
 
 /// Writes the directory `out` from a model, a run, a checkpoint, an adapter or a hub id. mlx-lm reads a model directory of
-/// Hugging Face as it is; an adapter has other names and the transposed matrices.
+/// Hugging Face, but for most families only the older keys of rotary embeddings; an adapter has other names and the
+/// transposed matrices.
 ///
 /// Errors: `out` is not empty; there is nothing to export; an adapter that mlx-lm does not have; `dtype` for an adapter.
 pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
     merge::refuse_existing(out)?;
     let found = named::find(from, None)?;
     let Some(adapter) = &found.adapter else {
-        let written = export::export(&found.model, out, dtype)?;
+        let whole = Scratch::beside(out)?;
+        let written = export::export(&found.model, &whole.0, dtype)?;
+        let path = whole.0.join(CONFIG);
+        let mut config = read(&path)?;
+        if add_older_keys(&mut config) {
+            files::write_atomic(&path, format!("{:#}\n", Value::Object(config)).as_bytes())?;
+        }
+        files::rename(&whole.0, out)?;
         return Ok(Report {
-            out: written.out,
+            out: out.to_path_buf(),
             adapter: false,
             base: None,
             notes: found.notes.iter().cloned().chain(written.notes).collect(),
@@ -43,10 +53,85 @@ pub fn export(from: &str, out: &Path, dtype: Option<Dtype>) -> Result<Report> {
     };
     let staging = Staging::create(out)?;
     hf::mlx_adapter(adapter, &base, staging.path())?;
+    let mut notes = found.notes.clone();
+    if add_older_keys(&mut read(&base.join(CONFIG))?) {
+        let base = &found.model;
+        notes.push(format!(
+            "mlx-lm does not read `rope_parameters` in the config of {base} for every family: give it the base model that `ft export {base} --to mlx --out DIR` writes"
+        ));
+    }
     Ok(Report {
         out: staging.commit()?,
         adapter: true,
         base: Some(found.model.clone()),
-        notes: found.notes.clone(),
+        notes,
     })
+}
+
+const CONFIG: &str = "config.json";
+
+fn read(path: &Path) -> Result<Map<String, Value>> {
+    serde_json::from_str(&files::read_text(path)?)
+        .map_err(|e| Error::format(format!("invalid JSON: {e}")).at_path(path))
+}
+
+/// Adds the keys that a config had before `rope_parameters` of transformers 5: without them most families of mlx-lm take the
+/// defaults of the family. Returns true if there were some to add. Parameters by kind of layer stay as they are.
+fn add_older_keys(config: &mut Map<String, Value>) -> bool {
+    let mut added = false;
+    if let Some(Value::Object(text)) = config.get_mut("text_config") {
+        added = add_older_keys(text);
+    }
+    let Some(Value::Object(mut scaling)) = config.get("rope_parameters").cloned() else {
+        return added;
+    };
+    for key in ["rope_theta", "partial_rotary_factor"] {
+        if let Some(value) = scaling.remove(key)
+            && config.get(key).is_none_or(Value::is_null)
+        {
+            config.insert(key.into(), value);
+            added = true;
+        }
+    }
+    let is_scaled = scaling
+        .get("rope_type")
+        .is_some_and(|kind| kind.is_string() && kind != "default");
+    if is_scaled && config.get("rope_scaling").is_none_or(Value::is_null) {
+        config.insert("rope_scaling".into(), Value::Object(scaling));
+        added = true;
+    }
+    added
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn older_keys_stand_beside_the_new_ones() {
+        let of = |config: Value| {
+            let mut config = config.as_object().unwrap().clone();
+            let added = add_older_keys(&mut config);
+            (added, Value::Object(config))
+        };
+        let plain = json!({"rope_theta": 5.0, "rope_type": "default", "partial_rotary_factor": 0.5});
+        let want = json!({"rope_parameters": plain, "rope_theta": 5.0, "partial_rotary_factor": 0.5});
+        assert_eq!(of(json!({"rope_parameters": plain})), (true, want.clone()));
+        assert_eq!(of(want.clone()), (false, want.clone()));
+        let text = json!({"text_config": {"rope_parameters": plain}});
+        assert_eq!(of(text), (true, json!({"text_config": want})));
+        let scaled = json!({"rope_theta": 5.0, "rope_type": "linear", "factor": 4.0});
+        let want = json!({"rope_parameters": scaled, "rope_theta": 5.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}});
+        assert_eq!(
+            of(json!({"rope_parameters": scaled, "rope_scaling": null})),
+            (true, want)
+        );
+        for same in [
+            json!({"rope_theta": 5.0}),
+            json!({"rope_parameters": {"full_attention": plain, "sliding_attention": plain}}),
+        ] {
+            assert_eq!(of(same.clone()), (false, same));
+        }
+    }
 }

@@ -81,7 +81,7 @@ fn bash_completes_commands_recipes_keys_values_and_runs() {
         of("ft explain FT60"),
         ["FT601", "FT602", "FT603", "FT604", "FT605", "FT606", "FT607", "FT608"]
     );
-    assert_eq!(of("ft export --to "), ["hf", "gguf"]);
+    assert_eq!(of("ft export --to "), ["hf", "gguf", "mlx"]);
 }
 
 #[test]

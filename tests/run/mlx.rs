@@ -1,5 +1,5 @@
-//! `ft export --to mlx`: names, shapes and values of an adapter against the PEFT file, a model, refusals. The loader of mlx-lm 0.32.2 was
-//! read, not run.
+//! `ft export --to mlx`: names, shapes and values of an adapter against the PEFT file, a model, refusals. What mlx-lm answers
+//! with them is in docs/lab-book.md.
 
 use crate::bench::{Bench, files, said};
 use candle_core::safetensors::load;
@@ -26,7 +26,7 @@ fn an_adapter_has_the_layout_of_mlx_lm() {
         "tune.lora.r=4",
         "tune.lora.lora_alpha=8",
         "tune.lora.target_modules=[\"q_proj\", \"down_proj\"]",
-        "tune.lora.rank_pattern={ q_proj = 2 }",
+        "tune.lora.rank_pattern=[\"q_proj=2\"]",
         "tune.lora.lora_dropout=0.1",
         "train.max_steps=2",
         "train.output_dir=runs/lora",
@@ -98,6 +98,20 @@ fn a_model_is_the_directory_of_hugging_face() {
     assert_eq!(report["kind"], "model");
     let ran = bench.ft(&["export", "model", "--out", "hf"]);
     assert!(ran.status.success(), "{}", said(&ran));
-    let (mlx, hf) = (files(&bench.path("mlx")), files(&bench.path("hf")));
+    let (mut mlx, mut hf) = (files(&bench.path("mlx")), files(&bench.path("hf")));
+    let config = |all: &mut Vec<(String, Vec<u8>)>| -> Value {
+        let at = all.iter().position(|(name, _)| name == "config.json").unwrap();
+        serde_json::from_slice(&all.remove(at).1).unwrap()
+    };
+    // mlx-lm does not read `rope_parameters` for this family, and would compute with a base of 10000.
+    let (found, mut want) = (config(&mut mlx), config(&mut hf));
+    assert_eq!(want["rope_parameters"]["rope_theta"], 50.0);
+    want["rope_theta"] = json!(50.0);
+    assert_eq!(found, want);
     assert!(mlx == hf && mlx.iter().any(|(name, _)| name == "model.safetensors"));
+    // A base model without these keys is named when its adapter is exported.
+    bench.train(&["tune.method=lora", "train.max_steps=1", "train.output_dir=lora"]);
+    let ran = bench.ft(&["export", "lora", "--to", "mlx", "--out", "adapter"]);
+    let told = "`ft export model --to mlx --out DIR` writes";
+    assert!(ran.status.success() && said(&ran).contains(told), "{}", said(&ran));
 }

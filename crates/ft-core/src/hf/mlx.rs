@@ -25,7 +25,7 @@ use std::path::Path;
 pub fn mlx_adapter(dir: &Path, base: &Path, out: &Path) -> Result<()> {
     let spec = families::read(&Config::read(base)?)?;
     let loaded = load_adapter(dir, &spec)?;
-    let merge = "merge the adapter into its base model (`ft merge`): mlx-lm reads the result";
+    let merge = "merge the adapter into its base model: mlx-lm reads the result";
     if !loaded.whole.is_empty() || !loaded.rows.is_empty() || loaded.score.is_some() {
         return Err(
             Error::unsupported("an adapter of mlx-lm has no whole parameters or rows")

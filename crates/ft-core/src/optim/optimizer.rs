@@ -289,19 +289,19 @@ impl Optimizer {
         }
     }
 
-    /// Sets a weight to exact f32 values from `exact`.
+    /// Sets a weight to exact f32 values from `exact`, or to an average of such values.
     pub fn restore_weight(&mut self, name: &str, weight: &Tensor, values: &[f32]) -> Result<()> {
         if values.len() != weight.elem_count() {
             return Err(Error::shape("the saved weight has a different size").at(name));
         }
-        match (weight.dtype(), self.settings.master) {
-            (DType::BF16 | DType::F16, Master::F32) => {
+        match weight.dtype() {
+            DType::BF16 | DType::F16 => {
+                // Rounds as the stores do, also between two numbers: an export of a checkpoint has the bits of `final/`.
                 let low = update::zeros(values.len(), DType::I16, weight.device())?;
                 step::split(values, weight, &low)?;
-                self.low.insert(name.to_string(), low);
+                self.put_low(name, low);
                 Ok(())
             }
-            // Without an fp32 master the values are already numbers of that type.
             _ => update::set(weight, values),
         }
     }

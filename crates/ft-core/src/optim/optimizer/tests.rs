@@ -56,6 +56,21 @@ const KINDS: [&str; 8] = [
 ];
 
 #[test]
+fn a_value_between_two_numbers_is_rounded_as_in_a_store() {
+    // Halfway between 1 and the next bf16 number.
+    let (x, up) = (1.0 + 2f32.powi(-8), 1.0 + 2f32.powi(-7));
+    for (master, exact) in [("f32", x), ("stochastic", up)] {
+        let weight = tensor(&[1], 1).to_dtype(DType::BF16).unwrap();
+        let mut o = Optimizer::new(settings(master));
+        o.restore_weight("w", &weight, &[x]).unwrap();
+        assert_eq!(
+            (values(&weight), o.exact("w", &weight).unwrap()),
+            (vec![up], vec![exact])
+        );
+    }
+}
+
+#[test]
 fn what_is_held_is_what_the_plan_says() {
     for lines in KINDS {
         for master in ["f32", "stochastic"] {

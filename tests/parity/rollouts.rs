@@ -74,11 +74,10 @@ fn greedy_batches_are_the_rows_of_transformers() {
     }
 }
 
-/// The result is shown with `--nocapture`. The weights are random: the logits of a trained model are further apart, and so
-/// are those of its routers. A token that goes to other experts has another result, so the largest difference is larger there.
+/// The result is shown with `--nocapture`. The weights are random: the logits of a trained model are further apart.
 #[test]
 fn smaller_caches_stay_near() {
-    for (stored, mean, worst, routed) in [("bf16", 8e-3, 0.12, 0.3), ("int8", 3e-2, 0.5, 0.5)] {
+    for (stored, mean, worst) in [("bf16", 8e-3, 0.12), ("int8", 3e-2, 0.5)] {
         let (mut sum, mut most, mut n, mut same, mut all) = (0f64, 0f64, 0, 0, 0);
         for name in names() {
             let rows = rows(&name);
@@ -87,8 +86,9 @@ fn smaller_caches_stay_near() {
             let (answers, speed) = wire::rollouts(dir.path(), &questions, Setup::stored(stored));
             let (_, exact) = wire::rollouts(dir.path(), &questions, Setup::ALL);
             assert!(speed.cache_bytes * 10 <= exact.cache_bytes * 6, "{name}");
-            let config = std::fs::read_to_string(dir.path().join("config.json")).unwrap();
-            let bound = if config.contains("expert") { routed } else { worst };
+            // Three tokens of Solar Open go to other experts with rounded keys and values, in transformers too: 0.11, 0.17 and
+            // 0.19 off there as here (docs/lab-book.md).
+            let bound = if name == "solar_open" { 0.3 } else { worst };
             let mut own = Vec::new();
             for (row, got) in rows.iter().zip(&answers) {
                 let want = ids(&row["new_ids"]);

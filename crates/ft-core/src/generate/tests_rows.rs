@@ -5,7 +5,8 @@ use super::cache::{Layout, Sequence};
 use super::decode::{NewTokens, Pass, step};
 use super::tests::{VOCAB, argmax, full_logits, furthest, many, network, prompts, spec, warm};
 use super::*;
-use crate::model::{Network, Spec};
+use crate::formats::Config;
+use crate::model::{Network, Spec, families};
 use crate::ops::CpuBackend;
 use crate::ops::Dtype;
 use crate::ops::oracle::random;
@@ -13,6 +14,8 @@ use crate::peft::{Adapter, Lora, Mask};
 use crate::quant::{Format, Storage};
 use crate::source::{Resident, policy};
 use candle_core::{DType, Device};
+use serde_json::{Map, Value};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Returns the network of `tests::network` with quantized projections.
@@ -45,6 +48,28 @@ fn adapted(mut network: Network, rank: usize) -> Network {
     network
 }
 
+/// A model of MiniCPM3 with so many heads.
+fn latent(heads: usize) -> Spec {
+    let sizes = [
+        ("vocab_size", VOCAB),
+        ("hidden_size", 24),
+        ("intermediate_size", 40),
+        ("num_hidden_layers", 2),
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", heads),
+        ("q_lora_rank", 12),
+        ("kv_lora_rank", 8),
+        ("qk_nope_head_dim", 6),
+        ("qk_rope_head_dim", 4),
+        ("v_head_dim", 5),
+        ("max_position_embeddings", 128),
+    ];
+    let mut map: Map<String, Value> = sizes.into_iter().map(|(key, n)| (key.into(), n.into())).collect();
+    map.insert("model_type".into(), "minicpm3".into());
+    map.insert("rms_norm_eps".into(), 1e-6.into());
+    families::read(&Config::from_map(map, Path::new("config.json"))).unwrap()
+}
+
 /// Networks in `dtype`: dense, with fused LoRA, with a LoRA rank too large to fuse, and quantized.
 fn networks(dtype: Dtype) -> Vec<(&'static str, Network)> {
     let nf4 = Format::Nf4 { double: false };
@@ -63,6 +88,9 @@ fn networks(dtype: Dtype) -> Vec<(&'static str, Network)> {
             ..spec()
         };
         all.push(("dense with attention sinks", network(sinks, dtype)));
+        for heads in [1, 3] {
+            all.push(("latent attention", network(latent(heads), dtype)));
+        }
     }
     all
 }

@@ -217,7 +217,10 @@ impl Block {
             return Ok(self.altup_forward(altup, x, ctx, Some(cache), false)?.0);
         }
         let x1 = match &self.latent {
-            Some(net) if cache.latent_rows(self.index) => self.latent_cached(net, x, ctx, cache)?,
+            // The cache cannot tell the keys of one head from latent rows, and keeps the keys (`generate::cache`).
+            Some(net) if self.spec.heads > 1 && cache.latent_rows(self.index) => {
+                self.latent_cached(net, x, ctx, cache)?
+            }
             _ => self.mixer(x, ctx, Some(cache))?.0,
         };
         self.end(&self.mlp_after(x, &x1, ctx, false)?.0, ctx)

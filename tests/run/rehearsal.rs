@@ -1,7 +1,7 @@
 //! The rehearsal before the first step: what would fail in a save or the export fails at once. Slow disks.
 
 use crate::bench::{Bench, said};
-use crate::disk::{Fault, on_disk, recorded};
+use crate::disk::{Fault, Operation, on_disk, recorded};
 use crate::same::assert_same;
 use std::fs;
 use std::process::Output;
@@ -23,16 +23,19 @@ fn faulty(bench: &Bench, fault: Fault, at: usize, more: &[&str]) -> Output {
     command.output().unwrap()
 }
 
+/// The file operations of a run; `None` if they cannot be recorded here.
+fn operations(bench: &Bench) -> Option<Vec<Operation>> {
+    let mut command = bench.command(&RUN);
+    on_disk(bench, &mut command, Fault::Record, 0)?;
+    assert!(command.output().unwrap().status.success());
+    Some(recorded(bench))
+}
+
 /// Row C12: no permission, read-only, no inode, no quota in the directories of a save and of the export.
 #[test]
 fn what_would_fail_after_hours_fails_before_the_first_step() {
     let bench = Bench::new();
-    let mut command = bench.command(&RUN);
-    if on_disk(&bench, &mut command, Fault::Record, 0).is_none() {
-        return;
-    }
-    assert!(command.output().unwrap().status.success());
-    let all = recorded(&bench);
+    let Some(all) = operations(&bench) else { return };
     let first = all
         .iter()
         .position(|o| o.path == "run/recipe.toml" || o.path.contains("recipe.toml.tmp-"))
@@ -86,12 +89,7 @@ fn what_would_fail_after_hours_fails_before_the_first_step() {
 #[test]
 fn a_rehearsal_that_fails_once_leaves_nothing() {
     let bench = Bench::new();
-    let mut command = bench.command(&RUN);
-    if on_disk(&bench, &mut command, Fault::Record, 0).is_none() {
-        return;
-    }
-    assert!(command.output().unwrap().status.success());
-    let all = recorded(&bench);
+    let Some(all) = operations(&bench) else { return };
     let tried = |name: &str| -> Vec<usize> {
         let before = all.iter().position(|o| o.path.contains("recipe.toml")).unwrap();
         let of = (1..).zip(&all[..before]).filter(|(_, o)| o.path.contains(name));

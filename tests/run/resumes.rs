@@ -7,7 +7,7 @@ use crate::same::assert_same;
 use ft::base::rng::{Rng, Stream};
 use std::collections::BTreeSet;
 use std::fs;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 const STAGES: [&str; 8] = ["sft", "pretrain", "distill", "dpo", "kto", "reward", "grpo", "ppo"];
@@ -194,16 +194,19 @@ fn moment(bench: &Bench, case: &Case, all: &[Operation]) -> usize {
     }
 }
 
+/// A run with these settings in the directory `out`.
+fn command(bench: &Bench, settings: &[String], out: &str, flag: &[&str]) -> Command {
+    let out = format!("train.output_dir={out}");
+    let mut words = vec!["train", "--recipe", "r.toml", &out];
+    words.extend(settings.iter().map(String::as_str));
+    bench.command(&[&words[..], flag].concat())
+}
+
 /// Errors: what went wrong. `Ok(false)`: the combination is refused.
 fn case(case: &Case) -> Result<bool, String> {
     let bench = few_rows();
     let own = settings(case);
-    let run = |out: &str, flag: &[&str]| {
-        let out = format!("train.output_dir={out}");
-        let mut words = vec!["train", "--recipe", "r.toml", &out];
-        words.extend(own.iter().map(String::as_str));
-        bench.command(&[&words[..], flag].concat())
-    };
+    let run = |out: &str, flag: &[&str]| command(&bench, &own, out, flag);
     let mut command = run("run", &[]);
     on_disk(&bench, &mut command, Fault::Record, 0).unwrap();
     let whole = command.output().unwrap();
@@ -331,12 +334,7 @@ fn newest_and_resumes(bench: &Bench) -> (u64, Vec<u64>) {
 fn killed_at_random(case: &Case, seed: u64, most: usize) -> Result<usize, String> {
     let bench = few_rows();
     let own = settings(case);
-    let run = |out: &str, flag: &[&str]| {
-        let out = format!("train.output_dir={out}");
-        let mut words = vec!["train", "--recipe", "r.toml", &out];
-        words.extend(own.iter().map(String::as_str));
-        bench.command(&[&words[..], flag].concat())
-    };
+    let run = |out: &str, flag: &[&str]| command(&bench, &own, out, flag);
     let began = Instant::now();
     let whole = run("whole", &[]).output().unwrap();
     let took = began.elapsed();

@@ -273,7 +273,7 @@ fn mixer_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
 }
 
 fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
-    // With offloading, two layer inputs are on the device at a time: one in a copy, one in use.
+    // With offloading, two layer inputs are on the device at a time: one is copied, one is in use.
     let offloaded = if inputs.strategy.offload_inputs { 2 } else { 0 };
     let here = l.alloc(
         MemoryKind::LayerInputs,

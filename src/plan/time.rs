@@ -14,12 +14,13 @@ use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::{Placement, Sublayer};
 
-/// Measured: packing takes about 15 % of a product with 512 tokens, and a quarter to a third of one on a tile unit (a
-/// first kernel on Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).
+/// Packing a weight takes as long as a product with it of this many tokens. Measured: packing takes about 15 % of a product
+/// with 512 tokens. On a tile unit it takes a quarter to a third of the product (a first kernel on Sapphire Rapids: 1.92 and
+/// 1.38 TFLOP/s instead of 2.56 and 2.05).
 const PACKED_TOKENS: f64 = 75.0;
 const PACKED_TOKENS_TILES: f64 = 200.0;
-/// Dot products of bf16 pairs pack no weight; reading one from memory takes as long as so many tokens (0.2 ns an element at 10 GB/s
-/// of a thread; 2 operations at 0.2 TFLOP/s are 0.01 ns).
+/// Dot products of bf16 pairs pack no weight. They read it from memory, which takes as long as a product of this many
+/// tokens (0.2 ns an element at 10 GB/s of a thread; 2 operations at 0.2 TFLOP/s are 0.01 ns).
 const READ_TOKENS_DOTS: f64 = 20.0;
 /// Operations per second of one thread, and of one thread with a tile unit.
 const THREAD_RATE: f64 = 50e9;

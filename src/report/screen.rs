@@ -25,7 +25,7 @@ pub struct Style {
     pub quiet: bool,
     /// No progress at all, not even as plain lines.
     pub no_progress: bool,
-    /// Nothing at all: another rank of the job speaks.
+    /// No output at all: another rank of the job prints it.
     pub silent: bool,
 }
 

@@ -232,8 +232,8 @@ pub fn counts(recipe: &Recipe, train: &Dataset, stream: &BatchStream) -> Value {
     })
 }
 
-/// Warns about later prompts that the chat template renders although it rendered no training row. `None`: there are
-/// none.
+/// Returns a warning if the chat template rendered no training row, but will render other prompts: samples, evaluation
+/// rows, later commands. `None`: there are no such prompts.
 pub fn rendered_later(train: &Dataset, eval: Option<&Dataset>, recipe: &Recipe, has_template: bool) -> Option<String> {
     let plain = |r: &Reading| !r.layout.renders();
     if !has_template || train.readings.is_empty() || !train.readings.iter().all(plain) {

@@ -54,7 +54,7 @@ pub struct Prompt {
 }
 
 impl Prompt {
-    /// The conversation with `answer` as its end; `None` for a plain text prompt.
+    /// The row that ends with `answer`: a conversation, or a prompt with its completion if the prompt is plain text.
     pub fn answered(&self, answer: &str) -> Sample {
         match &self.said {
             PromptContent::Text(text) => Sample::PromptCompletion {

@@ -334,7 +334,8 @@ fn read_tokenizer(dir: &Path, path: &Path, first: usize) -> Result<tokenizers::T
     if bytes > LIMIT {
         return Err(Error::format("`tokenizer.json` is too large")
             .at_path(path)
-            .found(ft_base::units::bytes(bytes)));
+            .found(ft_base::units::bytes(bytes))
+            .expected(format!("at most {}", ft_base::units::bytes(LIMIT))));
     }
     let text = files::read(path)?;
     if text.starts_with(b"version https://git-lfs") {

@@ -124,7 +124,7 @@ __device__ __forceinline__ bool odd(float x) {
     return (bits_of(x) & 0x7f800000u) == 0x7f800000u;
 }
 
-// V neighbouring elements, moved by as few instructions as 16 bytes at a time allow.
+// V neighboring elements, moved by as few instructions as 16 bytes at a time allow.
 template <typename T, int V>
 struct alignas(sizeof(T) * V > 16 ? 16 : sizeof(T) * V) Pack {
     T at[V];
@@ -151,7 +151,7 @@ __device__ __forceinline__ void store(T* to, const float (&x)[V]) {
     *reinterpret_cast<Pack<T, V>*>(to) = pack;
 }
 
-// Sum over the G neighbouring lanes of a warp (G a power of two), the same bits in each of them.
+// Sum over the G neighboring lanes of a warp (G a power of two), the same bits in each of them.
 template <int G, typename S>
 __device__ __forceinline__ S lane_sum(S x) {
 #pragma unroll

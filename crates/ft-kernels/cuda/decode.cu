@@ -66,9 +66,9 @@ __device__ __forceinline__ void nibbles(const u8* codes, i64 place, int (&code)[
     for (int j = 0; j < C; j++) code[j] = j % 2 == 0 ? bytes.at[j / 2] >> 4 : bytes.at[j / 2] & 15;
 }
 
-// A format gives C neighbouring columns of a row, which share a scale, by `pack`. C is 1, or a power of two that
-// divides the first column and the number of columns and is at most WIDE, the columns of 16 bytes. The structures are
-// filled by crates/ft-ops/src/cuda/quantized.rs.
+// `pack` of a format dequantizes C neighboring columns of a row, which share a scale. C is 1, or a power of two that
+// divides the first column and the number of columns. C is at most WIDE, the number of columns in 16 bytes.
+// crates/ft-ops/src/cuda/quantized.rs fills the structures.
 
 // Columns that share a scale: 1 << shift, or all of a row.
 __device__ __forceinline__ i64 scale_of(i64 row, int column, int columns, int shift) {

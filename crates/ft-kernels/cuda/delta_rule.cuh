@@ -33,7 +33,7 @@ struct Inputs {
     const float *a_log, *dt_bias;
 };
 
-// Row and place in it of a thread, if LANES neighbours share a row of a chunk.
+// Row and place in it of a thread, if LANES neighbors share a row of a chunk.
 __device__ __forceinline__ int own_row() {
     return threadIdx.x / LANES;
 }

@@ -1,6 +1,6 @@
 // Element by element: sums, scaling, change of type, dropout, rows of a bias.
 //
-// `packs` groups of V neighbours are moved 16 bytes at a time, the elements from `packs * V` to `n` one by one; where an
+// `packs` groups of V neighbors are moved 16 bytes at a time, the elements from `packs * V` to `n` one by one; where an
 // address is not aligned `packs` is 0.
 #include "random.cuh"
 

@@ -1,6 +1,6 @@
 // What rms_norm.cu and layer_norm.cu share: the threads of a row, and the names of the kernels.
 //
-// "narrow" gives a row (a head) to 16 neighbouring lanes, "wide" gives it to a block.
+// "narrow" gives a row (a head) to 16 neighboring lanes, "wide" gives it to a block.
 #pragma once
 #include "common.cuh"
 

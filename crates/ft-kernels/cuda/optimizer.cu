@@ -113,7 +113,7 @@ __device__ __forceinline__ void update(
 }
 
 // Eight-bit moments (ops/cpu/step/code.rs of ft): blocks of CODED elements share their largest magnitude. A code is a
-// place in a sorted table of 256 numbers; `middles` lie halfway between neighbours.
+// place in a sorted table of 256 numbers; `middles` lie halfway between neighbors.
 constexpr int CODED = 256, EIGHT = 8;
 
 struct Table {
@@ -161,7 +161,7 @@ __device__ __forceinline__ float encode(
     return most;
 }
 
-// The share from `start` on: a warp for each block of codes, eight neighbours for each lane.
+// The share from `start` on: a warp for each block of codes, eight neighbors for each lane.
 template <typename R>
 __device__ __forceinline__ void coded(
     const Entry& e, const Common& common, const float* group, float coefficient, i64 start, i64 n, const Table* tables) {

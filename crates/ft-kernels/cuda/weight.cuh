@@ -61,7 +61,7 @@ __device__ __forceinline__ void change(void* weight, unsigned short* low, u64 ke
         for (int j = 0; j < N; j++) {
             if (j % 4 == 0) bits = draw(key, (u64)(at + j) / 4);
             const float x = f(of_wide((u32)high.at[j] << 16), j);
-            // In sign and magnitude the lower 16 bits are the distance from the neighbour nearer to zero.
+            // In sign and magnitude the lower 16 bits are the distance from the neighbor nearer to zero.
             const u32 number = (u32)(bits >> 16 * ((at + j) % 4)) & 0xffffu;
             high.at[j] = (unsigned short)((wide_of(x) + number) >> 16);
         }

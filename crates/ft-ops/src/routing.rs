@@ -53,7 +53,7 @@ pub struct Groups {
     pub count: usize,
     /// Number of groups that are chosen.
     pub chosen: usize,
-    /// The rating of a group.
+    /// How a group is rated.
     pub score: GroupScore,
 }
 

@@ -244,7 +244,7 @@ pub(crate) fn with_mut<T: WeightElement, R>(t: &Tensor, f: impl FnOnce(&mut [T])
         }
         None => false,
     })?;
-    result.ok_or_else(|| Error::internal("a tensor was not changed"))
+    result.ok_or_else(|| Error::internal("the update of a tensor has no result"))
 }
 
 /// Takes the write lock of `t`. `f` gets the storage and the range of `t` in it, and returns whether its type fits.

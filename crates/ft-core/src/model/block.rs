@@ -258,7 +258,7 @@ impl Block {
                 self.delta_net_backward(net, x, saved, dx1, ctx, need_dx, sink)
             }
             (SavedMixer::Latent(saved), _, Some(net)) => self.latent_backward(net, x, saved, dx1, ctx, need_dx, sink),
-            _ => Err(Error::internal("saved activations of another layer")),
+            _ => Err(Error::internal("the saved activations belong to another layer")),
         }
     }
 }

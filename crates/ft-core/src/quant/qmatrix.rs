@@ -354,7 +354,7 @@ fn check_scaled(scaled: ScaledFormat, codes: &[u8], scales: &[u8], zeros: &[u8])
         return Err(not_finite("scales"));
     }
     if zeros.iter().any(|zero| *zero > most) {
-        return Err(Error::format("a zero point is not a code of its weight")
+        return Err(Error::format("a zero point is outside of the range of the codes")
             .at("part `zeros`")
             .expected(format!("0 to {most}")));
     }

@@ -73,7 +73,7 @@ impl Allocation {
         })
     }
 
-    /// `named`: the name of a module in the file.
+    /// The keys of AdaLoRA in `adapter_config.json`. `named` returns the name that a module has in the file.
     pub(super) fn json(&self, named: &dyn Fn(&str) -> String) -> Value {
         let kept: Map<String, Value> = self
             .kept

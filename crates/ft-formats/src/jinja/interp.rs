@@ -223,6 +223,7 @@ impl<'t> Interp<'t> {
         Ok(Flow::Next)
     }
 
+    /// The statements that `statement` does not run itself: few templates have them.
     fn rare(&mut self, node: &Stmt) -> Done<()> {
         check_stack()?;
         match &node.kind {

@@ -107,7 +107,7 @@ fn repeated(many: &Value, times: i128) -> Done<Value> {
         Value::List(s) | Value::Tuple(s) | Value::Group(s) => s.items.len(),
         _ => 0,
     };
-    // Nothing many times is nothing.
+    // An empty value stays empty, whatever the number of repetitions.
     let times = match length {
         0 => 0,
         _ => usize::try_from(times.max(0)).unwrap_or(usize::MAX),

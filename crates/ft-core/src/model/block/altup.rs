@@ -268,7 +268,7 @@ impl Block {
             }
         };
         let (Some(x1), Some(x2)) = (x1, x2) else {
-            return Err(Error::internal("saved activations of another layer"));
+            return Err(Error::internal("the saved activations belong to another layer"));
         };
         let need_own = need_dx || altup.predicts(sink);
         let laurel_wanted = self.laurel.as_ref().is_some_and(|laurel| laurel.wanted(sink));

@@ -182,7 +182,7 @@ pub const FAMILIES: [Family; 70] = [
     family(
         "kimi_k2",
         "moonshotai/Kimi-K2-Instruct, Kimi-K2-Base, with a `tokenizer.json`",
-        "as deepseek_v3; transformers 5.23 has the type inside kimi_k25 only; CPU only",
+        "as deepseek_v3; transformers 5.23 has the type inside kimi_k25 only",
     ),
     family(
         "llama",

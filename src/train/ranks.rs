@@ -81,8 +81,8 @@ impl Ranks {
         Ok(self.0.bytes(own, self.for_root())?.swap_remove(0))
     }
 
-    /// How long a rank waits at the end of work that rank 0 does alone. The others wait for rank 0 without a limit. Rank 0
-    /// waits with the limit of a step, because the others are already there.
+    /// How long a rank waits at the end of work that rank 0 does alone. The others wait for rank 0 without a limit.
+    /// Rank 0 waits with the limit of a step, because the others are already there.
     fn for_root(&self) -> Patience {
         if self.is_root() { Patience::Step } else { Patience::Long }
     }

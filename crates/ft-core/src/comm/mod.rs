@@ -3,7 +3,7 @@
 //!
 //! Every rank calls the same methods of `Collective` in the same order. A call carries a key that must be equal on all
 //! ranks, so ranks at different operations get an error instead of foreign numbers. A rank that fails says so in its
-//! next call (`Collective::fail`), and every other rank gets the text as the error of that call, so no rank waits for it.
+//! next call (`Collective::fail`). Every other rank gets the text as the error of that call, so no rank waits for it.
 //!
 //! Letters: W ranks.
 

@@ -73,9 +73,9 @@ pub trait GradSinkMemory {
 
 /// KV cache of earlier tokens, for decoding.
 pub trait KvStore {
-    /// Appends `new`, the keys and values `[N, K·E]` of the new tokens, to those of layer `layer`. `None`: appends nothing,
-    /// because a later layer calls it and reads what layer `layer` has appended. The queries `q` `[N, H·E]` of the new
-    /// tokens attend to all tokens of their documents. Returns o and lse as `ops::attention::forward` does.
+    /// Appends `new`, the keys and values `[N, K·E]` of the new tokens, to those of layer `layer`. `None`: a later
+    /// layer calls it, and reads what layer `layer` has appended. The queries `q` `[N, H·E]` of the new tokens attend
+    /// to all tokens of their documents. Returns o and lse as `ops::attention::forward` does.
     fn attend(
         &mut self,
         layer: usize,

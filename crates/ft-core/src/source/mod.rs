@@ -215,8 +215,8 @@ pub trait WeightSource: Send + Sync {
         false
     }
 
-    /// A hint: layer `layer` fetches these experts next, in this order, and drops each before it fetches the next. A source
-    /// with slow storage reads an expert while the one before it is computed.
+    /// A hint: layer `layer` fetches these experts next, in this order, and drops each before it fetches the next. A
+    /// source with slow storage reads an expert while the one before it is computed.
     fn expect_experts(&self, _layer: usize, _experts: &[usize]) {}
 
     /// What has this parameter: its expert, its layer without experts, or its group.

@@ -28,18 +28,20 @@ fn the_list_of_models_is_up_to_date() {
 const MODELS: &str = "
 - An option of a config that changes the mathematics is supported or refused by its name. Dropout must be 0.
 - rope: `default`, `linear`, `llama3`, `yarn`, `longrope`, `dynamic`. `dynamic` equals `default` up to `max_position_embeddings`; longer
-  documents are refused. `longrope`: a document longer than `original_max_position_embeddings` has the other frequencies, as in
-  transformers; in decoding this is the longest text, because keys in the cache are already rotated.
+  documents are refused. `longrope`: a document longer than `original_max_position_embeddings` gets the long frequencies, as in
+  transformers. In decoding a text cannot become longer than that: the keys in the cache are already rotated with the short frequencies.
 - Multimodal models train on text; positions are those of a model without images. `final/` has the tensors of the other parts
   unchanged, under the names of the base model. Adapters have the module names of the multimodal class, and
   `tune.lora.target_modules` means the language model only. Reward models of multimodal models are refused: ft writes the
   classifier of a text-only model (of Gemma 3: `gemma3_text`).
-- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `cwm`, `dots1`, `granite`, `ernie4_5`,
-  `gemma3n`, `gemma4`, `hyperclovax`, `internlm3`, `iquestcoder`, `jais2`, `mellum`, `minimax_m2`, `solar_open` and `vaultgemma` have none.
-- `pad_token_id` of the config is `padding_idx` of the embedding, as in transformers: where that token stands in a text, the row of the
-  embedding (and of the table of per-layer embeddings) gets no gradient from it. Some checkpoints pad with a token that ends turns.
-- `partial_rotary_factor` is an option of `gemma4`, `glm`, `glm4`, `minimax_m2`, `nemotron`, `phi3`, `qwen3_5`, `qwen3_next` and `stablelm`; transformers does not
-  apply it elsewhere.
+- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `cwm`, `dots1`, `ernie4_5`, `gemma3n`, `gemma4`,
+  `glm4_moe_lite`, `granite`, `granitemoe`, `hyperclovax`, `internlm3`, `iquestcoder`, `jais2`, `mellum`, `minimax_m2`, `qwen3_5_moe`,
+  `qwen3_moe_smile`, `solar_open`, `vaultgemma` and `youtu` have none.
+- `pad_token_id` of the config is `padding_idx` of the embedding, as in transformers: where that token is in a text, its row of the
+  embedding (and of the table of per-layer embeddings) gets no gradient from that place. Some checkpoints use a token that ends turns as
+  the padding token; it is not trained there either ([optimizers.md](optimizers.md#the-row-of-the-padding-token)).
+- `partial_rotary_factor` is an option of `gemma4`, `glm`, `glm4`, `glm4_moe`, `minimax_m2`, `nemotron`, `phi3`, `qwen3_5`, `qwen3_5_moe`, `qwen3_next`
+  and `stablelm`; transformers does not apply it elsewhere.
 - Gemma 3n and Gemma 4: the table of the per-layer embeddings is trained by `full`, by `block` with `tune.block.include_embedding` (a
   block of its own), and by `freeze` if it is named. Its gradient has the size of the table in f32, as has each moment of the optimizer, and
   every update changes all rows, as in transformers. Where it is not trained, only the rows of a batch are read, from host memory or the

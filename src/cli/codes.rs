@@ -190,8 +190,8 @@ pub const CODES: &[Code] = codes! {
         "The directory has files that ft did not write.",
         "Name a new directory.";
     "FT603" Failed, "nothing to resume", ["the directory has no run to resume", "there is no checkpoint to resume from", "has no checkpoint to resume from"],
-        "The run did not reach its first checkpoint, or its checkpoints were removed.",
-        "Start it again with `--overwrite`. `train.save_steps` sets how often the state is saved.";
+        "The directory has no run, the run is finished and has no checkpoints, or the path that was given has none.",
+        "Start a new run without `--resume`; `--overwrite` replaces a finished run. `train.save_steps` sets how often the state is saved.";
     "FT604" Failed, "a damaged checkpoint", ["checkpoint manifest is damaged", "checkpoint file is missing", "checkpoint file is damaged"],
         "A file does not have the hash that was stored with it.",
         "`ft train R --resume --allow-older` continues from the newest one that is whole. `ft runs verify RUN` checks all.";

@@ -193,7 +193,7 @@ const RECIPES: [Row; 9] = [
     (
         "R5",
         "stopped in a later epoch, during or before an evaluation, after a block switch",
-        "as R4; the evaluation is made up for, each line of metrics is there once",
+        "as R4; the resumed run does the missing evaluation, each line of metrics is there once",
         "tests/run/resumes.rs::an_evaluation_made_up_for_sees_the_block_before_its_switch tests/run/resumes.rs::a_sample_of_the_matrix_resumes_to_the_same_bits tests/run/resume.rs::an_evaluation_that_was_cut_off_is_made_up_for tests/run/resume.rs::ctrl_c_in_the_last_evaluation_leaves_it_to_the_resume",
     ),
     (
@@ -456,16 +456,16 @@ const TABLES: [(&str, &[Row]); 7] = [
 
 const HEAD: &str = "# Reliability
 
-What is done to ft, what happens, and the tests that show it. `FT_BLESS=1 cargo test` writes this file from the list in
-`tests/run/faults.rs`; the tests of each row must exist. [runs.md](runs.md) and [SECURITY.md](../SECURITY.md) have the rules
-behind it.
+Each row of the tables has a fault, what ft does then, and the tests that show it. `FT_BLESS=1 cargo test` writes this file from
+the list in `tests/run/faults.rs`; the tests of each row must exist. The rules are in [runs.md](runs.md) and
+[SECURITY.md](../SECURITY.md).
 
-Kills, failing writes and losses of power are played by a library that is loaded into the program
-(`tests/run/disk/disk.c`). It counts the file operations of a run, and at a chosen one kills the process, lets it fail, or
-records all of them; from a record, `tests/run/disk.rs` computes which bytes and names a disk may have after a loss of power.
-CI takes some of the operations. All of them, and kills at random moments, by hand: `cargo test --release --test run -- --ignored
-every_ any_operation`; as root, file systems and groups with limits: `--ignored mounts::`. `FT_TEST_CASES=4000` damages each file
-of F11 so often. The figures are in [lab-book.md](lab-book.md).
+A library that is loaded into the program (`tests/run/disk/disk.c`) simulates kills, failing writes and losses of power. It counts
+the file operations of a run. At a chosen operation it kills the process or lets the operation fail; or it records all operations.
+From a record, `tests/run/disk.rs` computes which bytes and names a disk may have after a loss of power. CI tests some of the
+operations. All operations, and kills at random moments, are tested by hand:
+`cargo test --release --test run -- --ignored every_ any_operation`; file systems and control groups with limits, as root:
+`--ignored mounts::`. With `FT_TEST_CASES=4000` each file of F11 is damaged 4000 times. The figures are in [lab-book.md](lab-book.md).
 
 `fuzz/` has coverage-guided targets for every parser ([fuzz/README.md](../fuzz/README.md)).
 

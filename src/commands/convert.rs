@@ -4,7 +4,7 @@
 //! dense model computes, whatever the router chooses (sparse upcycling, Komatsuzaki et al. 2022, arXiv 2212.05055).
 //!
 //! A split: the neurons of the MLP are divided among the experts (`neurons`). Their sum is the MLP; with fewer experts for a token
-//! the output is an approximation, which training heals (Zhang et al. 2021, arXiv 2110.01786, section 3.1).
+//! the output is an approximation, which training improves (Zhang et al. 2021, arXiv 2110.01786, section 3.1).
 //!
 //! Qwen2-MoE has a shared expert too. It is small and its output is 0 at first.
 //!

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 
-/// Points of a curve; while it is read at most so many are held.
+/// Most points of a curve that are in memory, also while the curve is read.
 const POINTS: usize = 3000;
 /// The newest events and samples that the page has.
 const EVENTS: usize = 500;

@@ -105,7 +105,7 @@ impl ProcessState {
         }
     }
 
-    /// One of so many ranks on this machine, which share its memory.
+    /// The memory of one of `ranks` ranks on this machine, which share its memory.
     pub fn shared_by(ranks: usize) -> Self {
         let now = Self::now();
         Self {

@@ -211,7 +211,7 @@ impl Inputs {
         if self.on_gpu { most } else { 0 }
     }
 
-    /// The KV cache of one answer of so many tokens, prompt included, and logits of one token, twice.
+    /// The KV cache of one answer of `tokens` tokens, prompt included, and logits of one token, twice.
     fn answer(&self, spec: &Spec, tokens: usize) -> u64 {
         generate::cache_bytes(spec, tokens, self.on_gpu.then_some(self.element)) + 8 * spec.vocab as u64
     }

@@ -17,7 +17,7 @@ use row_index::{RowIndex, aligned, hash, runs};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A row of the teacher may have so many times as many tokens as one of the student.
+/// A row of the teacher may have at most this many times the tokens of the row of the student.
 const LONGER: usize = 2;
 
 /// Finds the teacher's tokens for rows of the student.

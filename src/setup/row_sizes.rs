@@ -42,7 +42,7 @@ const ROW_OF_FILE: u64 = 4 + 2 * 8;
 /// Rows that an evaluation answers per batch (`samples`, `stage::rl`).
 const ANSWERED: usize = 64;
 
-/// The model may answer with as many tokens as the right answer has bytes (`samples`): about so many for each of its tokens.
+/// Bytes of a token, about. The model may answer with as many tokens as the right answer has bytes (`samples`).
 const BYTES: usize = 4;
 
 /// The lengths of the rows of a run.

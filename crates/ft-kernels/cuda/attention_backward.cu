@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(128)
 }
 
 // Grid: tiles x K x parts x (E / EO). Shared memory: 4 E STAGES BM + 8 STAGES BM bytes, and 256 E if not IN_REGISTERS.
-// BLOCKS: at least so many fit on an SM.
+// BLOCKS: at least this many blocks fit on an SM.
 #define KEYS(E, EO, BM, STAGES, IN_REGISTERS, BLOCKS)                                                              \
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) attention_keys_##E(                                  \
         const ptx::Short* q, const ptx::Short* k, const ptx::Short* v, const ptx::Short* dout,         \

@@ -14,8 +14,8 @@ use super::cpu::{attention as cpu, attention_backward};
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 
-/// Sums over keys are made in chunks of so many keys, from the first key of a document. Keys that begin at a multiple of
-/// it give the bits of all keys.
+/// Sums over keys are made in chunks of this many keys, from the first key of a document. If keys before a window are
+/// left out up to a multiple of it, the sums have the same bits.
 pub const KEY_CHUNK: usize = super::cpu::product::task_gemm::KC;
 
 /// Parameters of an attention layer.

@@ -3,7 +3,7 @@
 //!
 //! The softmax over the experts of a group keeps the rows of the router. The score of a group was the sum of the scores of its
 //! experts, whose logarithm is not linear in the input; the row of a group is the mean of the rows of its experts, which is its
-//! first order. Distillation with the model before as the teacher heals the difference.
+//! first order. Distillation with the original model as the teacher reduces the difference.
 //!
 //! Letters: D hidden size, E experts, G groups.
 

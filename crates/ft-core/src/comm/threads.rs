@@ -143,7 +143,8 @@ impl Slowed {
         self.own.lock().unwrap().now
     }
 
-    /// An operation begins in which this rank sends so many f32 numbers. What is returned ends it: it waits for all ranks.
+    /// Begins an operation in which this rank sends `numbers` f32 numbers. The returned function ends it: it waits for
+    /// all ranks.
     fn begin(&self, numbers: usize) -> impl FnOnce() + Send + 'static {
         let (rank, size) = (self.world().rank, self.world().size);
         let mut clock = self.own.lock().unwrap();

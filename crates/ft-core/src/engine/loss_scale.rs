@@ -39,7 +39,7 @@ pub struct LossScale {
     pub steps: u64,
     /// Steps that were skipped so far.
     pub skipped: u64,
-    /// After so many steps the scale grows.
+    /// Number of steps without a skipped one after which the scale grows.
     growth_interval: u64,
 }
 

@@ -232,7 +232,7 @@ pub(super) struct Reduce<'a> {
     comm: &'a dyn Collective,
     /// Gradients travel as bf16.
     bf16: bool,
-    /// In this round the micro-batches of the first so many ranks count.
+    /// Number of ranks, from rank 0 on, whose micro-batches count in this round.
     contributors: usize,
     bucket: Bucket,
     coming: VecDeque<Coming>,

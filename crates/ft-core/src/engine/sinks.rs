@@ -99,7 +99,7 @@ pub struct Accumulate<'a> {
 struct Round<'a> {
     comm: &'a dyn Collective,
     bf16: bool,
-    /// Those of the first so many ranks count.
+    /// Number of ranks, from rank 0 on, whose gradients count.
     contributors: usize,
 }
 

@@ -11,9 +11,9 @@ use crate::ops::step_stats::StepSums;
 pub struct Round {
     /// Index of the micro-batch in the window.
     pub micro: usize,
-    /// The micro-batches of the first so many ranks count.
+    /// Number of ranks, from rank 0 on, whose micro-batches count.
     pub contributors: usize,
-    /// False if this rank only keeps step with the others: it repeats the last micro-batch.
+    /// False if this rank only computes to stay synchronous with the others: it repeats the last micro-batch.
     pub counts: bool,
 }
 

@@ -51,7 +51,7 @@ impl Default for SequenceConfig {
 }
 
 impl SequenceConfig {
-    /// True if attention with so many query heads exchanges heads.
+    /// True if attention with `heads` query heads exchanges heads.
     pub(super) fn by_heads(&self, heads: usize) -> bool {
         self.by != SequenceBy::Keys && heads.is_multiple_of(self.ranks)
     }

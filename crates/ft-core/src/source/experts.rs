@@ -87,7 +87,7 @@ impl Expected {
         next.front().copied()
     }
 
-    /// An expert of so many bytes is brought.
+    /// Counts an expert of `bytes` bytes that was read or copied.
     pub fn count(&self, bytes: u64) {
         self.brought.fetch_add(1, Relaxed);
         self.bytes.fetch_add(bytes, Relaxed);

@@ -41,7 +41,8 @@ pub struct RowStats {
 pub struct Quantiles {
     /// Number of values.
     pub count: usize,
-    /// The values at 0, 5, 25, 50, 75, 95, 99 and 100 %: the smallest value that so many are not above.
+    /// The percentiles 0, 5, 25, 50, 75, 95, 99 and 100: the smallest value that this share of the values does not
+    /// exceed.
     pub values: [u32; 8],
 }
 

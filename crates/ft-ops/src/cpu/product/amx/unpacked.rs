@@ -312,7 +312,7 @@ impl Product<'_> {
                     w[i] = at(&self.w, i, k0);
                     v[i] = up.map_or(std::ptr::null(), |up| at(&up, i, 0));
                 }
-                // SAFETY: rows and panels hold so many pairs.
+                // SAFETY: rows and panels hold this many pairs.
                 unsafe {
                     let ahead = 2 * N * self.w.stride;
                     let zero = [[_mm512_setzero_ps(); T]; N];

@@ -18,8 +18,8 @@ fn up_to_date(file: &str, now: &str) {
 #[test]
 fn the_list_of_models_is_up_to_date() {
     let now = format!(
-        "# Models\n\nFamilies by `model_type` of `config.json`. `ft models` prints this page, which a test makes from the same \
-         table.\n\n{}{MODELS}",
+        "# Models\n\nFamilies by `model_type` of `config.json`. `ft models` prints the tables; a test makes this page from \
+         them.\n\n{}{MODELS}",
         crate::model::families::table()
     );
     up_to_date("docs/models.md", &now);

@@ -71,14 +71,23 @@ module() {
     echo '}'
   } >> "$table"
   # Hidden: each module has an emulator of its own.
-  "$cxx" "${flags[@]}" "${emulator[@]}" -I "$here/modules" -fvisibility=hidden -shared -o "$target.new" "$table"
+  "$cxx" "${flags[@]}" "${emulator[@]}" -I "$here/modules" -include "$standard" -fvisibility=hidden -shared -o "$target.new" "$table"
   mv "$target.new" "$target"
+}
+
+# The headers of the standard library, compiled once: a file that includes this one first reads the compiled form.
+standard=$folder/standard.h
+precompile() {
+  stale "$standard.gch" "$emulate/standard.h" "$here/build.sh" || return 0
+  cp "$emulate/standard.h" "$standard"
+  "$cxx" "${flags[@]}" "${emulator[@]}" -fvisibility=hidden -x c++-header -o "$standard.new" "$standard"
+  mv "$standard.new" "$standard.gch"
 }
 
 candle() {
   local target=$folder/modules/candle-kernels.so
   stale "$target" "$here"/modules/candle.cpp "$emulate"/types.h "$here"/kernel.h "$here"/build.sh || return 0
-  "$cxx" "${flags[@]}" "${emulator[@]}" -fvisibility=hidden -shared -o "$target.new" "$here"/modules/candle.cpp
+  "$cxx" "${flags[@]}" "${emulator[@]}" -include "$standard" -fvisibility=hidden -shared -o "$target.new" "$here"/modules/candle.cpp
   mv "$target.new" "$target"
 }
 
@@ -90,6 +99,7 @@ for name in nvrtc cudart; do empty "$name"; done
 # What the tests run in f16; the other files are compiled for it only if SOFT_CUDA_F16 names them, to save time.
 with_f16=(adafactor adapters attention_backward attention_forward columns cross_entropy elementwise embedding glu optimizer
   pairs reduce rms_norm rope ${SOFT_CUDA_F16:-})
+precompile
 # Modules, two at a time.
 running=()
 for step in candle "$cuda"/*.cu "${with_f16[@]/%/_f16}"; do

@@ -8,7 +8,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 use std::time::SystemTime;
 
 /// Defines tests for each file of `emulate/tests`. `both`: a plain program for every seed, and a sanitized one for one.
@@ -128,6 +128,22 @@ fn compile(compiler: &str, source: &Path, flags: &[&str], program: &Path) -> Out
         .unwrap()
 }
 
+/// Compiles `emulate/standard.h` once in this process for these flags. A file that includes the returned path first, with
+/// the same flags, reads the compiled form that lies beside it.
+fn precompiled(compiler: &str, flags: &[&str], scratch: &Path, kind: &str) -> PathBuf {
+    static DONE: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    let header = scratch.join(format!("standard-{kind}.h"));
+    let mut done = DONE.lock().unwrap();
+    if done.insert(header.clone()) {
+        fs::copy(folder().join("standard.h"), &header).unwrap();
+        let unfinished = scratch.join(format!("standard-{kind}.new"));
+        let built = compile(compiler, &header, &[flags, &["-x", "c++-header"]].concat(), &unfinished);
+        assert!(built.status.success(), "standard.h does not compile:\n{}", said(&built));
+        fs::rename(&unfinished, header.with_extension("h.gch")).unwrap();
+    }
+    header
+}
+
 /// True if the compiler has the libraries of the sanitizers; some do not.
 fn has_sanitizers(compiler: &str, scratch: &Path) -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
@@ -182,7 +198,9 @@ fn check(name: &str, sanitized: bool, seeds: &[&str]) {
     let sources = [folder(), folder().join("../cuda"), env::current_exe().unwrap()];
     if !program.exists() || sources.iter().any(|source| changed(source) >= changed(&program)) {
         let unfinished = program.with_extension("new");
-        let built = compile(compiler, &source, flags, &unfinished);
+        let header = precompiled(compiler, flags, &scratch, kind);
+        let include = ["-include", header.to_str().unwrap()];
+        let built = compile(compiler, &source, &[flags, &include].concat(), &unfinished);
         assert!(built.status.success(), "{name} does not compile:\n{}", said(&built));
         fs::rename(&unfinished, &program).unwrap();
     }

@@ -15,8 +15,8 @@ use crate::sft::CausalLm;
 use crate::source::{Placement, Sublayer};
 
 /// Packing a weight takes as long as a product of this many tokens. Measured: packing takes about 15 % of a product
-/// with 512 tokens. On a tile unit it takes a quarter to a third of a product (a first kernel on Sapphire Rapids: 1.92
-/// and 1.38 TFLOP/s instead of 2.56 and 2.05).
+/// with 512 tokens (75 = 0.15 · 512). On a tile unit it takes a quarter to a third of the time of both together, so as
+/// long as 170 to 250 tokens (a prototype on Sapphire Rapids: 1.92 and 1.38 TFLOP/s instead of 2.56 and 2.05).
 const PACKED_TOKENS: f64 = 75.0;
 const PACKED_TOKENS_TILES: f64 = 200.0;
 /// Dot products of bf16 pairs pack no weight. They read it from memory, which takes as long as a product of this many

@@ -333,12 +333,13 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Re
 }
 
 /// Keys that may differ between a run and its resume.
-const FREE: [&str; 26] = [
+const FREE: [&str; 27] = [
     // The tokens are the same with and without a cache.
     "data.cache",
     "data.cache_dir",
     "data.cache_limit",
     "train.logging_steps",
+    "train.report_to",
     "train.eval_steps",
     "train.metric_for_best_model",
     "train.load_best_model_at_end",

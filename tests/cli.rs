@@ -6,6 +6,8 @@ mod completions;
 mod cookbook;
 #[path = "cli/dash.rs"]
 mod dash;
+#[path = "cli/events.rs"]
+mod events;
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -212,6 +214,9 @@ fn every_error_has_a_code_also_for_programs() {
         let error = text(&out.stderr);
         let last: serde_json::Value = serde_json::from_str(error.lines().last().unwrap()).unwrap();
         assert_eq!(last["code"], code, "{error}");
+        let explained = ft(dir.path(), &["explain", code, "--json"]);
+        let row: serde_json::Value = serde_json::from_slice(&explained.stdout).unwrap();
+        assert_eq!(last["title"], row["title"], "{error}");
         assert!(last["error"].as_str().unwrap().contains(said), "{error}");
         assert!(error.contains(&line) && out.stdout.is_empty(), "{error}");
     }

@@ -19,7 +19,7 @@ pub struct Code {
     pub cause: &'static str,
     pub remedy: &'static str,
     /// The class of the errors with this code; of `Signal` any.
-    class: ErrorKind,
+    pub class: ErrorKind,
     /// Parts of their messages; none: all other errors of the class.
     pub parts: &'static [&'static str],
 }
@@ -60,7 +60,7 @@ pub const CODES: &[Code] = codes! {
         "The command needs the path of one recipe.",
         "Give the file: `ft train my.toml`. `ft recipes` lists recipes, `ft recipes copy NAME` writes one, `ft init` asks four questions.";
     "FT109" Usage, "a required key is missing",
-        ["`model.path` is missing", "`data.train` is missing", "`rlhf.rewards` is missing", "needs a teacher"],
+        ["`model.path` is missing", "`data.train` is missing", "`rlhf.rewards` is missing", "needs a teacher", "there are no rows to evaluate on"],
         "The stage cannot run without this key.",
         "Write it as in the hint, in the recipe or as an argument: `model.path=Qwen/Qwen3-0.6B`.";
     "FT110" Usage, "not a flag, not `key=value`", ["argument is not `key=value`", "has no flag `"],
@@ -82,7 +82,7 @@ pub const CODES: &[Code] = codes! {
         "The columns have none of the names that ft reads, or fit two formats.",
         "Set `data.format`, or map the names: `data.columns = { prompt = \"question\", completion = \"reply\" }`. `docs/data.md` has an \
          example of each format.";
-    "FT204" Format, "no rows", ["the data has no rows", "no row is left to train", "there are no rows to "],
+    "FT204" Format, "no rows", ["the data has no rows", "no row is left to train"],
         "The files are empty, or every row was dropped by a filter or as too long.",
         "`ft data --recipe R --stats` shows what was dropped and why. Then: `data.long`, `data.max_length`, `data.dedup`, the filters.";
     "FT205" Format, "no trained token", ["nothing in the data would be trained", "nothing in the first rows of the data would be trained"],
@@ -170,7 +170,7 @@ pub const CODES: &[Code] = codes! {
         "The learning rate is too high, the dtype is too narrow (f16), or a weight of the model is already NaN or infinite.",
         "A rate 3 to 10 times lower, `train.max_grad_norm = 1.0`, warm-up steps, `model.dtype = \"bf16\"`. Resume from a checkpoint before \
          the step: the weights were not changed by it.";
-    "FT502" NonFinite, "a gradient is not finite", ["gradient is not finite", "gradient norm"],
+    "FT502" NonFinite, "a gradient is not finite", ["gradient is not finite"],
         "As FT501, in the backward pass.",
         "As FT501. The error names the parameter.";
     "FT503" NonFinite, "too large for f16", ["too large for f16"],

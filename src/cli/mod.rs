@@ -225,9 +225,9 @@ fn run(cli: Cli, launched: Option<launch::Place>) -> Result<i32> {
 }
 
 fn show_error(error: &Error, as_json: bool) {
-    let code = codes::of(error).code;
+    let code = codes::of(error);
     let text = recipe::in_program_terms(&error.to_string());
-    report::error(&format!("{text}\n{}", see(code)));
+    report::error(&format!("{text}\n{}", see(code.code)));
     if as_json {
         show_json(code, &text);
     }
@@ -239,8 +239,8 @@ fn show_refused(refused: &clap::Error, as_json: bool) {
     if !refused.use_stderr() {
         return;
     }
-    let code = codes::of_arguments(refused).code;
-    let _ = writeln!(std::io::stderr(), "{}", see(code));
+    let code = codes::of_arguments(refused);
+    let _ = writeln!(std::io::stderr(), "{}", see(code.code));
     if as_json {
         show_json(code, refused.render().to_string().trim_end());
     }
@@ -251,8 +251,8 @@ fn see(code: &str) -> String {
 }
 
 /// With `--json` the last line of an error is for a program.
-fn show_json(code: &str, text: &str) {
-    let line = serde_json::json!({"code": code, "error": text});
+fn show_json(code: &Code, text: &str) {
+    let line = serde_json::json!({"code": code.code, "title": code.title, "error": text});
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 

@@ -35,28 +35,88 @@ struct Numbers {
     values: Vec<(String, f64)>,
 }
 
+impl Numbers {
+    /// `None`: the line has no step.
+    fn of(line: &Map<String, Value>) -> Option<Self> {
+        let values = line
+            .iter()
+            .filter(|(name, _)| !["step", "time"].contains(&name.as_str()));
+        let values = values.filter_map(|(name, value)| Some((tag(name), value.as_f64()?)));
+        Some(Self {
+            step: line.get("step")?.as_u64()?,
+            time: line.get("time").and_then(Value::as_f64),
+            values: values.collect(),
+        })
+    }
+
+    /// The record of TensorBoard. `began`: the time of a line without one.
+    fn scalars(&self, began: f64) -> Vec<u8> {
+        tfevents::scalars(self.time.unwrap_or(began), self.step, &self.values)
+    }
+}
+
 fn each(run: &Path, mut f: impl FnMut(Numbers) -> Result<()>) -> Result<()> {
     let path = run.join("metrics.jsonl");
     if !path.exists() {
         return Ok(());
     }
-    each_line(&path, |line| {
-        let Ok(Value::Object(line)) = serde_json::from_slice(line) else {
-            return Ok(());
-        };
-        let Some(step) = line.get("step").and_then(Value::as_u64) else {
-            return Ok(());
-        };
-        let values = line
-            .iter()
-            .filter(|(name, _)| !["step", "time"].contains(&name.as_str()));
-        let values = values.filter_map(|(name, value)| Some((tag(name), value.as_f64()?)));
-        f(Numbers {
-            step,
-            time: line.get("time").and_then(Value::as_f64),
-            values: values.collect(),
-        })
+    each_line(&path, |line| match serde_json::from_slice(line) {
+        Ok(Value::Object(line)) => Numbers::of(&line).map_or(Ok(()), &mut f),
+        _ => Ok(()),
     })
+}
+
+/// The name of an event file. `second`: Unix time; TensorBoard reads files in the order of their names.
+fn event_file(second: u64) -> String {
+    format!("{EVENT_FILE}{second:010}.ft")
+}
+
+const EVENT_FILE: &str = "events.out.tfevents.";
+
+/// The time in the name of an event file of ft.
+fn second(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix(EVENT_FILE)?.strip_suffix(".ft")?;
+    digits
+        .bytes()
+        .all(|b| b.is_ascii_digit())
+        .then(|| digits.parse().ok())?
+}
+
+/// True for the name of an event file of ft.
+pub fn is_event_file(name: &str) -> bool {
+    second(name).is_some()
+}
+
+/// The record of a line of `metrics.jsonl` for an event file; empty if the line has no step.
+pub fn event(line: &Map<String, Value>) -> Vec<u8> {
+    Numbers::of(line).map_or_else(Vec::new, |n| n.scalars(0.0))
+}
+
+/// Writes the event file of a run that starts or is resumed, with the numbers that `metrics.jsonl` has, and empties those
+/// before. `now`: Unix seconds. Returns its path; records can be appended.
+///
+/// The name is a later one, and the file begins with a start of the run: a TensorBoard that shows the run goes on with this
+/// file, and drops what it has. It opens the file that it read before by its name once more, so that one stays, without numbers.
+///
+/// Errors: a file cannot be read, written or removed.
+pub fn new_event_file(run: &Path, now: f64) -> Result<PathBuf> {
+    let name = |path: &PathBuf| path.file_name().and_then(|n| second(n.to_str()?));
+    let mut before = files::list(run)?;
+    before.retain(|path| name(path).is_some() && path.symlink_metadata().is_ok_and(|m| m.is_file()));
+    let last = before.iter().filter_map(name).max();
+    let path = run.join(event_file(last.map_or(0, |last| last + 1).max(now as u64)));
+    let mut file = AtomicFile::create(&path)?;
+    file.write(&tfevents::header(now))?;
+    file.write(&tfevents::start(now))?;
+    each(run, |n| file.write(&n.scalars(now)))?;
+    file.commit()?;
+    let empty = tfevents::header(now);
+    for path in before {
+        if files::size(&path)? > empty.len() as u64 {
+            files::write_atomic(&path, &empty)?;
+        }
+    }
+    Ok(path)
 }
 
 /// Writes the numbers of a run to `out`, a directory, and returns the files. `began`: Unix seconds of the start, the time of lines
@@ -72,7 +132,7 @@ pub fn export(
 ) -> Result<Vec<PathBuf>> {
     files::create_dir_all(out)?;
     let name = match form {
-        Form::TensorBoard => format!("events.out.tfevents.{}.ft", began as u64),
+        Form::TensorBoard => event_file(began as u64),
         Form::Csv => "metrics.csv".into(),
         Form::Wandb => "history.jsonl".into(),
     };
@@ -82,9 +142,7 @@ pub fn export(
     match form {
         Form::TensorBoard => {
             file.write(&tfevents::header(began))?;
-            each(run, |n| {
-                file.write(&tfevents::scalars(n.time.unwrap_or(began), n.step, &n.values))
-            })?;
+            each(run, |n| file.write(&n.scalars(began)))?;
         }
         Form::Csv => {
             let mut names = BTreeSet::new();

@@ -7,8 +7,11 @@ mod record;
 mod svg;
 mod tfevents;
 
+#[cfg(test)]
+pub use tfevents::tests::read as read_events;
+
 pub use curves::{Curve, Curves, each_line};
-pub use export::{Form, export};
+pub use export::{Form, event, export, is_event_file, new_event_file};
 pub use plot::{ROWS, color, plot};
 pub use record::{Record, find};
 pub use svg::{CURVES, svg, write};

@@ -72,6 +72,14 @@ pub fn header(time: f64) -> Vec<u8> {
     record(&event)
 }
 
+/// A record that says: what another file of this run has is written again from here.
+pub fn start(time: f64) -> Vec<u8> {
+    let mut event = wall_time(time);
+    // `SessionLog.status` is START.
+    field(7, &[1 << 3, 1], &mut event);
+    record(&event)
+}
+
 /// A record with the scalars of a step: tags and values.
 pub fn scalars(time: f64, step: u64, values: &[(String, f64)]) -> Vec<u8> {
     let mut event = wall_time(time);
@@ -152,6 +160,7 @@ pub(super) mod tests {
                     1 => event.0 = f64::from_le_bytes(word(&content)),
                     2 => event.1 = u64::from_le_bytes(word(&content)),
                     3 => assert_eq!(content, b"brain.Event:2"),
+                    7 => assert_eq!(content, [8, 1]),
                     5 => event.2.extend(fields(&content).into_iter().map(|(_, value)| {
                         let parts = fields(&value);
                         let value = f32::from_le_bytes(word(&parts[1].1));
@@ -176,11 +185,16 @@ pub(super) mod tests {
     #[test]
     fn what_is_written_is_read() {
         let values = vec![("train/loss".to_string(), 2.5), ("eval/é".to_string(), -1e-3)];
-        let file = [header(1.5), scalars(2.5, 300, &values), scalars(3.0, 1 << 40, &[])].concat();
-        let events = read(&file);
-        assert_eq!(events[0], (1.5, 0, Vec::new()));
+        let file = [
+            header(1.5),
+            start(2.0),
+            scalars(2.5, 300, &values),
+            scalars(3.0, 1 << 40, &[]),
+        ];
+        let events = read(&file.concat());
+        assert_eq!(events[..2], [(1.5, 0, Vec::new()), (2.0, 0, Vec::new())]);
         let floats = vec![("train/loss".to_string(), 2.5f32), ("eval/é".to_string(), -1e-3)];
-        assert_eq!(events[1], (2.5, 300, floats));
-        assert_eq!(events[2].1, 1 << 40);
+        assert_eq!(events[2], (2.5, 300, floats));
+        assert_eq!(events[3].1, 1 << 40);
     }
 }

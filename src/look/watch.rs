@@ -239,11 +239,20 @@ impl Watched {
         let smooth = !self.raw && !name.starts_with("eval_") && !["learning_rate", "peak_memory_bytes"].contains(name);
         let own = own.map(|c| if smooth { c.smoothed() } else { c.clone() });
         let curves: Vec<&Curve> = own.iter().chain(evaluated).collect();
-        let mut title = format!("{}{}", visible(name), if smooth { ", smoothed" } else { "" });
-        if let Some(points) = evaluated.map(|c| c.points.len()).filter(|n| *n > 0) {
-            title += &format!(", and {points} evaluations");
-        }
-        let mut lines = vec![title];
+        let points = evaluated.map(|c| c.points.len()).filter(|n| *n > 0);
+        let title = format!("{}{}", visible(name), if smooth { ", smoothed" } else { "" });
+        let more = points.map_or(String::new(), |points| format!("{points} evaluations"));
+        let between = if points.is_some() { ", and " } else { "" };
+        // In the colors of the curves, if both fit.
+        let colored = points.is_some() && look.color && look.unicode;
+        let mut lines = vec![
+            if colored && columns(&title) + columns(&more) + between.len() <= look.width {
+                let tint = |n: usize, text: &str| format!("\x1b[{}m{text}\x1b[0m", history::color(n));
+                tint(0, &title) + between + &tint(1, &more)
+            } else {
+                title + between + &more
+            },
+        ];
         let drawn = history::plot(&curves, look.width.min(160), rows, look.color && look.unicode);
         let dots = |line: String| -> String {
             let plain = |c: char| if ('\u{2801}'..='\u{28ff}').contains(&c) { '*' } else { c };

@@ -425,7 +425,7 @@ fn of_turn(
         ledger.alloc(MemoryKind::Adapters, (model.adapter_elements() + fixed) * 4),
         ledger.alloc(MemoryKind::HostWeights, on_host),
         ledger.alloc(MemoryKind::Optimizer, state + corrected),
-        ledger.alloc(MemoryKind::Averages, averages(model, recipe, active, stored)),
+        ledger.alloc(MemoryKind::Averages, averages(model, recipe, inputs, active, stored)),
     ]);
     if let Some(teacher) = &inputs.teacher {
         ledger.moment("the generated answers of the student");
@@ -464,14 +464,16 @@ fn of_turn(
     (ledger, trained)
 }
 
-/// Bytes of the averages of the active parameters.
-fn averages(model: &Model, recipe: &Recipe, active: &Active, stored: u64) -> u64 {
+/// Bytes of the averages of the active parameters; ranks that divide moments divide them too.
+fn averages(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, stored: u64) -> u64 {
     if recipe.train.ema().is_none() {
         return 0;
     }
     let exact = recipe.model.dtype == Dtype::Bf16 && recipe.optimizer.master == Master::F32;
+    let parts = parts(recipe, inputs, active);
     model.sum_trained(active, |name| {
-        ema_bytes(model.elements(name), stored == 4 || exact || model.is_adapter(name))
+        let own = share(model.elements(name), parts);
+        ema_bytes(own, stored == 4 || exact || model.is_adapter(name))
     })
 }
 

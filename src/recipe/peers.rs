@@ -136,10 +136,47 @@ pub fn value(path: &str, typed: &str) -> Option<&'static str> {
     row.map(|(_, _, answer)| *answer)
 }
 
+/// The table of names in `docs/coming-from.md`: the keys of ft with the names that mean the same key in other tools.
+#[cfg(test)]
+fn page() -> String {
+    let mut text = "| key | names in other tools |\n|---|---|\n".to_string();
+    for key in table::keys() {
+        let names = keys::KEYS.iter().filter(|(_, answer)| *answer == key.path.0);
+        let names = names
+            .flat_map(|(names, _)| names.split(' '))
+            .filter(|name| !name.contains(['.', '*']));
+        let names: Vec<String> = names.map(|name| format!("`{name}`")).collect();
+        if !names.is_empty() {
+            text += &format!("| `{}` | {} |\n", key.path, names.join(", "));
+        }
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::files;
     use std::collections::BTreeSet;
+    use std::path::Path;
+
+    const BEGIN: &str = "<!-- the names: FT_BLESS=1 cargo test --lib peers -->\n\n";
+    const END: &str = "\n<!-- end of the names -->\n";
+
+    #[test]
+    fn the_page_has_all_names() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/coming-from.md");
+        let text = files::read_text(&path).unwrap();
+        let (before, rest) = text.split_once(BEGIN).unwrap();
+        let (kept, after) = rest.split_once(END).unwrap();
+        let now = page();
+        assert!(now.lines().count() > 60);
+        if std::env::var_os("FT_BLESS").is_some() {
+            files::write_atomic(&path, format!("{before}{BEGIN}{now}{END}{after}").as_bytes()).unwrap();
+        } else {
+            assert!(kept == now, "docs/coming-from.md is stale: run `FT_BLESS=1 cargo test`");
+        }
+    }
 
     /// Paths in backticks that start with one of ft's tables.
     fn paths(text: &str) -> Vec<String> {

@@ -264,7 +264,7 @@ mod tests {
             ("load_in_4bit", "memory.frozen_weights = \"nf4\""),
             ("memory.load_in_4bit", "memory.frozen_weights = \"nf4\""),
             ("gradient_checkpointing", "memory.activations"),
-            ("train.report_to", "metrics.jsonl"),
+            ("train.use_tensorboard", "train.report_to = \"tensorboard\""),
             ("val_size", "`data.eval_fraction`"),
             ("save_strategy", "train.save_steps"),
             ("eval_strategy", "train.eval_steps"),

@@ -1,8 +1,8 @@
-//! JSONL files. The first error is stored for one report; after it the file is not written any more.
+//! JSONL files, and the event file. The first error is stored for one report; after it the file is not written any more.
 
 use crate::base::files::{AppendFile, AtomicFile};
 use crate::base::{Error, Result};
-use crate::history::each_line;
+use crate::history::{self, each_line};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,7 +18,16 @@ pub(super) struct Log {
 
 impl Log {
     pub(super) fn open(path: &Path) -> Self {
-        match AppendFile::open(path) {
+        Self::of(AppendFile::open(path))
+    }
+
+    /// A new event file of TensorBoard, with what `metrics.jsonl` in `dir` has.
+    pub(super) fn event_file(dir: &Path) -> Self {
+        Self::of(history::new_event_file(dir, unix_time()).and_then(|path| AppendFile::open(&path)))
+    }
+
+    fn of(file: Result<AppendFile>) -> Self {
+        match file {
             Ok(file) => Self {
                 file: Some(file),
                 fault: None,
@@ -39,18 +48,22 @@ impl Log {
     }
 
     pub(super) fn line(&mut self, value: &Value) {
-        if let Some(file) = &mut self.file
-            && let Err(fault) = file.line(&value.to_string())
-        {
-            self.file = None;
-            self.fault = Some(fault);
-        }
+        self.with(|file| file.line(&value.to_string()));
+    }
+
+    /// Appends bytes in a single write.
+    pub(super) fn bytes(&mut self, bytes: &[u8]) {
+        self.with(|file| file.write(bytes));
     }
 
     /// Syncs the lines to the disk.
     pub(super) fn sync(&mut self) {
+        self.with(AppendFile::sync);
+    }
+
+    fn with(&mut self, f: impl FnOnce(&mut AppendFile) -> Result<()>) {
         if let Some(file) = &mut self.file
-            && let Err(fault) = file.sync()
+            && let Err(fault) = f(file)
         {
             self.file = None;
             self.fault = Some(fault);

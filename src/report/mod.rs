@@ -1,4 +1,4 @@
-//! The output of a run: metrics, events and environment as files; progress and report lines on the terminal.
+//! The output of a run: metrics (also for TensorBoard), events and environment as files; progress and report lines on the terminal.
 //! Handles numbers and texts only. Never blocks or fails a step: a file that cannot be written gives one warning.
 
 mod environment;
@@ -17,6 +17,8 @@ pub use screen::{
     warn, width,
 };
 
+use crate::base::files;
+use crate::history;
 use log::Log;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -69,6 +71,8 @@ pub struct Reporter {
     events: Log,
     /// Created with the first sample.
     samples: Option<Log>,
+    /// The event file of TensorBoard.
+    board: Option<Log>,
     dir: PathBuf,
     terminal: Terminal,
     /// Mean loss of the last printed line.
@@ -89,6 +93,7 @@ impl Reporter {
             metrics: Log::open(&dir.join(log::METRICS)),
             events: Log::open(&dir.join(log::EVENTS)),
             samples: None,
+            board: None,
             dir: dir.to_path_buf(),
             terminal: Terminal::new(total_steps, resumed_from),
             last_loss: None,
@@ -108,12 +113,28 @@ impl Reporter {
             metrics: Log::none(),
             events: Log::none(),
             samples: Some(Log::none()),
+            board: None,
             dir: dir.to_path_buf(),
             terminal: Terminal::new(total_steps, 0),
             last_loss: None,
             losses: Vec::new(),
             silent: true,
         }
+    }
+
+    /// With `wanted`: writes the metrics to an event file of TensorBoard too, with those that are there already.
+    pub fn with_event_file(mut self, wanted: bool) -> Self {
+        self.board = wanted.then(|| Log::event_file(&self.dir));
+        self.complain();
+        self
+    }
+
+    /// Writes a line of metrics.
+    fn metrics(&mut self, line: Map<String, Value>) {
+        if let Some(board) = &mut self.board {
+            board.bytes(&history::event(&line));
+        }
+        self.metrics.line(&Value::Object(line));
     }
 
     /// Prints the box at the start, with names and values.
@@ -124,7 +145,7 @@ impl Reporter {
     /// Writes one line of metrics. With `print` also a line on the terminal; its loss is the mean since the last
     /// printed line.
     pub fn step(&mut self, m: &StepMetrics, print: bool) {
-        let mut line = json!({
+        let line = json!({
             "step": m.step,
             "epoch": m.epoch,
             "loss": m.loss,
@@ -136,10 +157,12 @@ impl Reporter {
             "active_block": m.active_block,
             "time": log::unix_time(),
         });
-        for (name, value) in &m.more {
-            line[*name] = json!(value);
-        }
-        self.metrics.line(&line);
+        let mut line = match line {
+            Value::Object(line) => line,
+            _ => Map::new(),
+        };
+        line.extend(m.more.iter().map(|(name, value)| (name.to_string(), json!(value))));
+        self.metrics(line);
         self.losses.push(m.loss);
         if print {
             // Rounds as printed: equal texts must not show a change.
@@ -168,7 +191,7 @@ impl Reporter {
         for (name, value) in &m.more {
             line.insert(format!("eval_{name}"), json!(value));
         }
-        self.metrics.line(&Value::Object(line));
+        self.metrics(line);
         self.terminal.eval(m);
         self.complain();
     }
@@ -200,7 +223,7 @@ impl Reporter {
             line.insert(format!("eval_{name}"), json!(value));
             text.push_str(&format!("  {name} {value:.4}"));
         }
-        self.metrics.line(&Value::Object(line));
+        self.metrics(line);
         self.terminal.note(&text);
         self.complain();
     }
@@ -222,11 +245,17 @@ impl Reporter {
         if self.silent {
             return;
         }
+        let path = self.dir.join(log::METRICS);
+        let size = || files::size(&path).unwrap_or(0);
+        let before = size();
         if let Err(e) = log::drop_evaluation(&self.dir, step) {
             self.warn(&format!("cannot remove metrics of an earlier evaluation: {e}"));
         }
+        if self.board.is_some() && size() != before {
+            self.board = Some(Log::event_file(&self.dir));
+        }
         // The rewrite creates a new inode.
-        self.metrics = Log::open(&self.dir.join(log::METRICS));
+        self.metrics = Log::open(&path);
         self.complain();
     }
 
@@ -235,6 +264,7 @@ impl Reporter {
         for log in [&mut self.metrics, &mut self.events]
             .into_iter()
             .chain(&mut self.samples)
+            .chain(&mut self.board)
         {
             log.sync();
         }
@@ -266,6 +296,7 @@ impl Reporter {
         for log in [&mut self.metrics, &mut self.events]
             .into_iter()
             .chain(&mut self.samples)
+            .chain(&mut self.board)
         {
             if let Some(fault) = log.take_fault() {
                 self.terminal
@@ -284,7 +315,6 @@ impl Drop for Reporter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::base::files;
 
     fn step(step: u64, loss: f64) -> StepMetrics {
         StepMetrics {
@@ -378,6 +408,70 @@ mod tests {
         assert_eq!(steps, [1, 2, 3, 4]);
         drop(Reporter::new(dir.path(), 6, 0));
         assert!(lines(dir.path(), "metrics.jsonl").is_empty());
+    }
+
+    /// Step and scalars of each record of the event file in `dir`. Those before it have none.
+    fn records(dir: &Path) -> Vec<(u64, Vec<(String, f32)>)> {
+        let mut found = files::list(dir).unwrap();
+        found.retain(|path| history::is_event_file(path.file_name().unwrap().to_str().unwrap()));
+        let mut all = found
+            .iter()
+            .map(|path| history::read_events(&files::read(path).unwrap()));
+        let events = all.next_back().unwrap();
+        assert!(all.all(|before| before.len() == 1), "the files before it have a header");
+        assert!(events.len() >= 2 && events.iter().all(|(time, ..)| *time > 1.7e9));
+        events
+            .into_iter()
+            .skip(2)
+            .map(|(_, step, values)| (step, values))
+            .collect()
+    }
+
+    #[test]
+    fn an_event_file_has_the_lines_of_the_metrics() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut r = Reporter::new(dir.path(), 6, 0).with_event_file(true);
+        for s in 1..=5 {
+            r.step(&step(s, s as f64), false);
+            // While the run goes on.
+            assert_eq!(records(dir.path()).last().unwrap().0, s);
+        }
+        let eval = EvalMetrics {
+            step: 5,
+            eval_loss: 0.5,
+            more: vec![("reward", 2.0)],
+            ..Default::default()
+        };
+        r.eval(&eval);
+        let last = records(dir.path()).pop().unwrap();
+        assert!(last.1.contains(&("eval/loss".into(), 0.5)) && last.1.contains(&("eval/reward".into(), 2.0)));
+        r.measured(5, &[("kl", 0.25)]);
+        assert_eq!(records(dir.path()).pop().unwrap(), (5, vec![("eval/kl".into(), 0.25)]));
+        // A kill with a record and a line that are not whole, and a resume after step 3, with an evaluation there.
+        let half = |name: &str, bytes: &[u8]| {
+            let mut file = files::AppendFile::open(&dir.path().join(name)).unwrap();
+            file.write(bytes).unwrap();
+        };
+        r.eval(&EvalMetrics { step: 3, ..eval });
+        drop(r);
+        half("metrics.jsonl", b"{\"step\": 3, \"lo");
+        let before: Vec<_> = files::list(dir.path()).unwrap();
+        let before = before
+            .iter()
+            .find(|p| p.to_str().unwrap().contains("tfevents"))
+            .unwrap();
+        half(before.file_name().unwrap().to_str().unwrap(), &[9, 0, 0]);
+        let mut r = Reporter::new(dir.path(), 6, 3).with_event_file(true);
+        assert!(before.exists(), "a reader that has it open looks for it once more");
+        let steps = || records(dir.path()).iter().map(|(s, _)| *s).collect::<Vec<_>>();
+        assert_eq!(steps(), [1, 2, 3, 3]);
+        r.drop_evaluation(3);
+        r.step(&step(4, 4.0), false);
+        assert_eq!(steps(), [1, 2, 3, 4]);
+        drop(r);
+        // A new start has nothing of it.
+        drop(Reporter::new(dir.path(), 6, 0).with_event_file(true));
+        assert!(records(dir.path()).is_empty());
     }
 
     #[test]

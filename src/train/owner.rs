@@ -55,7 +55,7 @@ const FILES: [&str; 13] = [
 
 /// True for names that ft uses in a run directory, except those of checkpoints.
 pub fn is_name(name: &str) -> bool {
-    name == FINAL || FILES.contains(&name)
+    name == FINAL || FILES.contains(&name) || history::is_event_file(name)
 }
 
 /// The files that ft created in a run directory.
@@ -347,7 +347,7 @@ impl Manifest {
                 left.push(format!("{name} (now {})", name_of(&staging::set_aside(&path, &path)?)));
             } else if (SCRATCH.contains(&name.as_str()) || is_of_rank(&name)) && staging::remove_scratch(&path)? {
                 removed.push(name);
-            } else if FILES.contains(&name.as_str()) && file && name != MANIFEST {
+            } else if (FILES.contains(&name.as_str()) || history::is_event_file(&name)) && file && name != MANIFEST {
                 files::remove_file(&path)?;
                 removed.push(name);
             }

@@ -10,7 +10,7 @@ use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::memory_plan::{self, MemoryPlan};
 use crate::plan::{Plan, PlanDevice, RunPlan};
-use crate::recipe::{self, Method};
+use crate::recipe::{self, Method, ReportTo};
 use crate::report::Reporter;
 use crate::setup::active_schedule::{self, ActiveSchedule};
 use crate::setup::allocation;
@@ -208,7 +208,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let mut reporter = if ranks.is_root() {
         directory::describe(&run_dir, loaded, &plan)?;
         directory::list_rows(&run_dir, &rows, &model)?;
-        Reporter::new(&run_dir, total_steps, start_step)
+        let board = recipe.train.report_to == ReportTo::TensorBoard;
+        Reporter::new(&run_dir, total_steps, start_step).with_event_file(board)
     } else {
         Reporter::silent(&run_dir, total_steps)
     };

@@ -236,13 +236,6 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
                 )),
         );
     }
-    if recipe.train.ema().is_some() && recipe.distributed.sync_every == 0 {
-        return Err(Error::usage("several ranks have no average of weights")
-            .at("train.ema_decay")
-            .found(format!("{} with {size} ranks", recipe.train.ema_decay))
-            .expected("0: each rank has the exact values of a part of every weight")
-            .hint("remove `train.ema_decay`, or let the ranks train alone with `distributed.sync_every`"));
-    }
     if on_gpu {
         return Err(Error::usage("several ranks train on CPUs only")
             .at("model.device")

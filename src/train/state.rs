@@ -77,9 +77,9 @@ pub fn save(
     let steps = engine.optimizer.saved().map(|s| (s.name.to_string(), json!(s.step)));
     let steps: serde_json::Map<String, Value> = steps.collect();
     let averages = || engine.ema.iter().flat_map(Ema::saved);
-    let updates: serde_json::Map<String, Value> = averages().map(|(name, n, _)| (name.to_string(), json!(n))).collect();
-    let of_average = |(name, _, values): (&str, u64, &[f32])| plan(name.to_string(), values.len());
-    let average_plans: Vec<TensorPlan> = averages().map(of_average).collect();
+    let updates: serde_json::Map<String, Value> = averages().map(|(name, n)| (name.to_string(), json!(n))).collect();
+    let of_average = |(name, _): (&str, u64)| Ok(plan(name.to_string(), engine.elements(name)?));
+    let average_plans = averages().map(of_average).collect::<Result<Vec<TensorPlan>>>()?;
     let state = json!({
         "recipe": facts.recipe,
         "data": facts.data,
@@ -132,10 +132,7 @@ pub fn save(
     checkpoint::save(run_dir, step, &state, &files, &mut |file, tensor, write| match file {
         WEIGHTS => engine.exact(&tensor.name, &mut |values| write(Values::F32(values))),
         RANKS => write(Values::F32(ranks.get(&tensor.name).map_or(&[], Vec::as_slice))),
-        AVERAGES => {
-            let values = engine.ema.as_ref().and_then(|ema| ema.values(&tensor.name));
-            write(Values::F32(values.unwrap_or_default()))
-        }
+        AVERAGES => engine.average_values(&tensor.name, &mut |values| write(Values::F32(values))),
         FEED => write(Values::Raw(feed.as_deref().unwrap_or_default())),
         _ => {
             let found = moments.iter().position(|moment| moment.name == tensor.name);
@@ -249,10 +246,10 @@ fn updates_of(loaded: &LoadedState) -> BTreeMap<String, u64> {
 
 fn restore_averages(loaded: &LoadedState, engine: &mut Engine) -> Result<()> {
     let updates = updates_of(loaded);
-    if let Some(ema) = engine.ema.as_mut().filter(|_| !updates.is_empty()) {
+    if engine.ema.is_some() && !updates.is_empty() {
         let saved = loaded.open(AVERAGES)?;
         for (name, updates) in updates {
-            ema.restore(&name, updates, saved.read_f32(&name)?);
+            engine.restore_average(&name, updates, saved.read_f32(&name)?)?;
         }
     }
     Ok(())
@@ -333,12 +330,13 @@ pub fn restore(loaded: &LoadedState, engine: &mut Engine, active: &Active) -> Re
 }
 
 /// Keys that may differ between a run and its resume.
-const FREE: [&str; 26] = [
+const FREE: [&str; 27] = [
     // The tokens are the same with and without a cache.
     "data.cache",
     "data.cache_dir",
     "data.cache_limit",
     "train.logging_steps",
+    "train.report_to",
     "train.eval_steps",
     "train.metric_for_best_model",
     "train.load_best_model_at_end",

@@ -1,6 +1,7 @@
-//! What the default build contains: no MPI and no CUDA.
+//! What the default build contains: no MPI and no CUDA. Which kernels have a row of registers.
 
-use super::root;
+use super::{assert_none, root};
+use std::fs;
 use std::process::Command;
 
 /// The crates of a build, one a line.
@@ -32,4 +33,42 @@ fn the_default_build_has_no_mpi() {
         assert!(!has(&default, name), "{name}");
     }
     assert!(has(&crates(&["--features", "mpi"]), "mpi"));
+}
+
+/// The names of kernels that a macro makes are not in the sources.
+#[test]
+fn every_kernel_has_its_registers() {
+    let kernels = root().join("crates/ft-kernels");
+    let page = fs::read_to_string(kernels.join("REGISTERS.md")).unwrap();
+    let (mut faults, mut count) = (Vec::new(), 0);
+    for entry in fs::read_dir(kernels.join("cuda")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if !name.ends_with(".cu") {
+            continue;
+        }
+        if !page.contains(&format!("## {name}\n")) {
+            faults.push(name.clone());
+        }
+        let text = fs::read_to_string(&path).unwrap();
+        for rest in text.split("extern \"C\" __global__ void ").skip(1) {
+            let kernel: String = rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+            count += 1;
+            // A macro makes the name, or the rest of it.
+            let is_parameter = kernel.chars().all(|c| c.is_uppercase()) || kernel == "__launch_bounds__";
+            let row = if kernel.ends_with('_') {
+                format!("| `{kernel}")
+            } else {
+                format!("| `{kernel}` |")
+            };
+            if !is_parameter && !page.contains(&row) {
+                faults.push(format!("{name}: {kernel}"));
+            }
+        }
+    }
+    assert!(count > 100, "{count} kernels");
+    assert_none(
+        &faults,
+        "crates/ft-kernels/REGISTERS.md lacks a kernel: run tools/registers.py",
+    );
 }

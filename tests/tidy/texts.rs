@@ -1,11 +1,13 @@
 //! The texts of the library name no recipe key, no flag and no subcommand: `recipe::terms` has them. No file has a marker
 //! of a merge.
 
-use super::{assert_none, has_word, literals, product, root, rust};
+use super::{Source, assert_none, has_word, literals, product, root, rust};
 use clap::CommandFactory;
+use ft::base::ErrorKind;
 use ft::cli::{CODES, Cli};
 use ft::recipe::table::{TABLES, keys};
 use ft::recipe::terms::TERMS;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -82,20 +84,80 @@ fn each_term_is_in_the_library_alone() {
     );
 }
 
-/// A code is found by a part of a message: a message that changes must not lose its code.
+/// A function of product code: the constructors of errors that it calls, and its literals.
+struct Function {
+    constructors: BTreeSet<String>,
+    literals: Vec<String>,
+}
+
+/// The functions of a file. A closure belongs to the function around it.
+fn functions(source: &Source) -> Vec<Function> {
+    let lines = source.product();
+    let starts: Vec<usize> = lines
+        .iter()
+        .filter(|(_, line)| has_word(line, "fn"))
+        .map(|(n, _)| *n)
+        .collect();
+    let at = |number: usize| starts.partition_point(|start| *start <= number);
+    let mut found: Vec<Function> = (0..=starts.len())
+        .map(|_| Function {
+            constructors: BTreeSet::new(),
+            literals: Vec::new(),
+        })
+        .collect();
+    for (number, line) in &lines {
+        let named = line.split("Error::").skip(1).filter_map(|rest| rest.split_once('('));
+        let classes = line.split("ErrorKind::").skip(1);
+        let classes = classes.filter_map(|rest| rest.split(|c: char| !c.is_alphanumeric()).next());
+        let own = &mut found[at(*number)].constructors;
+        own.extend(named.map(|(name, _)| name.to_string()));
+        own.extend(classes.map(str::to_string));
+    }
+    for (number, text) in literals(&source.text) {
+        found[at(number)].literals.push(text);
+    }
+    found
+}
+
+/// The constructor of the errors of a class.
+fn constructor(class: ErrorKind) -> &'static str {
+    match class {
+        ErrorKind::Failed => "new",
+        ErrorKind::Usage => "usage",
+        ErrorKind::Io => "io",
+        ErrorKind::Format => "format",
+        ErrorKind::Shape => "shape",
+        ErrorKind::Argument => "argument",
+        ErrorKind::NotFound => "not_found",
+        ErrorKind::NonFinite => "non_finite",
+        ErrorKind::OutOfMemory => "out_of_memory",
+        ErrorKind::Network => "network",
+        ErrorKind::Unsupported => "unsupported",
+        ErrorKind::Internal => "internal",
+        ErrorKind::Signal(_) => "signal",
+        other => panic!("a new class of errors: {other:?}"),
+    }
+}
+
+/// A code is found by its class and a part of a message: a message that changes must not lose its code.
 #[test]
-fn each_code_is_of_a_message() {
-    let all: Vec<(String, String)> = texts(false).into_iter().chain(texts(true)).collect();
-    let own = |place: &str| place.starts_with("src/cli/codes.rs:");
+fn each_code_is_of_an_error_that_is_made() {
+    let sources = product().into_iter().filter(|s| s.path != "src/cli/codes.rs");
+    let all: Vec<Function> = sources.flat_map(|s| functions(&s)).collect();
     let mut faults = Vec::new();
     for code in CODES {
-        let lost = code.parts.iter().filter(|part| {
-            let has = |(place, text): &(String, String)| !own(place) && text.contains(**part);
-            part.contains('{') || !all.iter().any(has)
-        });
+        let made = constructor(code.class);
+        let class = format!("{:?}", code.class);
+        let makes = |f: &&Function| f.constructors.contains(made) || f.constructors.contains(&class);
+        let of_class = || all.iter().filter(makes);
+        let has = |part: &str| of_class().any(|f| f.literals.iter().any(|text| text.contains(part)));
+        let lost = code.parts.iter().filter(|part| part.contains('{') || !has(part));
         faults.extend(lost.map(|part| format!("{}: {part:?}", code.code)));
+        if of_class().next().is_none() {
+            faults.push(format!("{}: {made}", code.code));
+        }
     }
-    assert_none(&faults, "no message of ft has this part");
+    assert_none(&faults, "no function of ft makes an error of this class with this part");
 }
 
 /// Every file of the repository: nothing below hidden folders (except `.ci`), and no build output.

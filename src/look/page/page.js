@@ -28,8 +28,13 @@ function render() {
   const [, , tab] = TABS.find(([id]) => id === page.tab);
   const shown = shownRuns();
   const panel = $("panel");
-  const open = [...panel.querySelectorAll("details")].map((d) => d.open);
-  const focus = document.activeElement && panel.contains(document.activeElement) ? document.activeElement.id : "";
+  const again = panel.dataset.tab === page.tab;
+  panel.dataset.tab = page.tab;
+  const open = again ? [...panel.querySelectorAll("details")].map((d) => d.open) : [];
+  // What the reader uses is drawn again while a run goes on: it keeps the focus and its place.
+  const usable = () => [...panel.querySelectorAll("button, summary, input, select, a")];
+  const focus = usable().indexOf(document.activeElement);
+  const left = again ? [...panel.querySelectorAll(".wide")].map((w) => w.scrollLeft) : [];
   panel.setAttribute("aria-labelledby", "tab-" + page.tab);
   drawn = [];
   if (!shown.length) {
@@ -38,12 +43,13 @@ function render() {
   }
   const parts = tab(shown, page.settings, (only) => (only ? only() : render()));
   panel.replaceChildren(...parts);
-  if (parts.fill) {
-    parts.fill();
-    drawn = [parts.fill];
+  if (parts.redraw) {
+    parts.redraw();
+    drawn = [parts.redraw];
   }
   panel.querySelectorAll("details").forEach((d, i) => { if (open[i]) d.open = true; });
-  if (focus && $(focus)) $(focus).focus();
+  panel.querySelectorAll(".wide").forEach((w, i) => { w.scrollLeft = left[i] || 0; });
+  if (focus >= 0 && usable()[focus]) usable()[focus].focus({ preventScroll: true });
 }
 
 function renderTabs() {
@@ -131,7 +137,7 @@ function soon() {
     const reading = document.querySelector("svg .cursor, select:focus, input[type=range]:active");
     if (reading && page.tab === "curves") return soon();
     if (drawn.length) drawn.forEach((draw) => draw());
-    else if (page.tab === "overview" || page.tab === "memory") render();
+    else if (page.tab === "overview" || page.tab === "memory") soonAll();
   }, 500);
 }
 

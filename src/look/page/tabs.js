@@ -215,7 +215,7 @@ function curves(shown, settings, redraw) {
     make("details", { ontoggle: () => fill() }, make("summary", { class: "quiet" }, "Other metrics"), more),
   ];
   fill.settled = fill;
-  out.fill = fill;
+  out.redraw = fill;
   return out;
 }
 
@@ -336,7 +336,7 @@ function events(shown, settings, redraw) {
     make("div", { class: "wide" }, make("table", { class: "events" },
       make("thead", {}, make("tr", {}, ["Time", ...(shown.length > 1 ? ["Run"] : []), "Event", ""].map((h) => make("th", { scope: "col" }, h)))),
       make("tbody", {}, seen.map(({ s, e }) => make("tr", {}, make("td", {}, format.time(e.time)),
-        shown.length > 1 && make("td", {}, swatch(s), s.label),
+        shown.length > 1 && make("td", { class: "of" }, swatch(s), s.label),
         make("td", {}, make("span", { class: "tag " + (/^[a-z_]+$/.test(e.event) ? e.event : "") }, String(e.event).replaceAll("_", " "))),
         make("td", {}, text(e))))))),
   ];

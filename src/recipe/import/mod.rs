@@ -1,12 +1,16 @@
 //! Translates a configuration of another training tool to a recipe: the rows of `peers`, and rules for keys whose value
 //! decides which key of ft is meant.
 
+mod rows;
 mod rules;
+mod tools;
 mod yaml;
 
 use super::peers;
 use super::table;
+use super::value::ValueKind;
 use crate::base::{Error, Result};
+use tools::Config;
 pub use yaml::Node;
 
 /// A recipe from a configuration of another tool.
@@ -26,6 +30,8 @@ struct Taken {
     key: String,
     value: String,
     from: String,
+    /// The file does not have it.
+    default: bool,
 }
 
 /// What was found so far.
@@ -43,8 +49,24 @@ impl Findings {
                 key: key.into(),
                 value: value.into(),
                 from: from.into(),
+                default: false,
             });
         }
+    }
+
+    /// As `take`, in the place of the value that was there.
+    fn replace(&mut self, key: &str, value: impl Into<String>, from: &str) {
+        self.taken.retain(|t| t.key != key);
+        self.take(key, value, from);
+    }
+
+    /// A value that the file does not have, if the key has none.
+    fn take_default(&mut self, key: &str, value: Option<String>, from: &str) {
+        let before = self.taken.len();
+        if let Some(value) = value {
+            self.take(key, value, from);
+        }
+        self.taken[before..].iter_mut().for_each(|t| t.default = true);
     }
 
     fn leave(&mut self, from: &str, why: impl Into<String>) {
@@ -63,11 +85,15 @@ pub fn import(text: &str, name: &str) -> Result<Imported> {
     };
     let mut found = Findings::default();
     let root = Node::Map(entries.clone());
+    let file = Config::new(&root);
+    tools::take_stage(&mut found, &file);
     for (key, node) in &entries {
-        one(&mut found, &root, "", key, node);
+        one(&mut found, &file, "", key, node);
     }
-    rules::afterwards(&mut found, &root);
+    rules::afterwards(&mut found, &file);
+    refuse(&mut found);
     let taken = found.taken.len();
+    tools::defaults(&mut found, &file);
     Ok(Imported {
         text: recipe(&found, name),
         left: found.left,
@@ -75,23 +101,42 @@ pub fn import(text: &str, name: &str) -> Result<Imported> {
     })
 }
 
-fn one(found: &mut Findings, root: &Node, table: &str, name: &str, node: &Node) {
+fn one(found: &mut Findings, file: &Config, table: &str, name: &str, node: &Node) {
     let shown = if table.is_empty() {
         name.to_string()
     } else {
         format!("{table}.{name}")
     };
-    if rules::apply(found, root, &shown, name, node) {
+    if rules::apply(found, file, &shown, name, node) {
         return;
     }
-    let own = format!("tune.lora.{name}");
-    let qualified = peers::qualified(table, name).map(str::to_string);
-    let key = qualified.filter(|a| table::find(a).is_some()).or_else(|| {
-        let lora = table::find(&own).is_some() && rules::LORA_TABLES.contains(&table);
-        if lora { Some(own) } else { peers::key_for(name) }
-    });
+    let is_key = |path: &String| table::find(path).is_some();
+    let of_adapter = || {
+        let own = format!("tune.lora.{name}");
+        let other = peers::qualified("tune.lora", name).map(str::to_string);
+        [Some(own), other].into_iter().flatten().find(is_key)
+    };
+    let key = peers::qualified(table, name)
+        .map(str::to_string)
+        .filter(is_key)
+        .or_else(|| rules::LORA_TABLES.contains(&table).then(of_adapter).flatten())
+        .or_else(|| file.of_stage(name))
+        .or_else(|| peers::key_for(name));
+    let kind = key.as_deref().and_then(table::find).map(|key| key.kind);
+    // One value, or none, for a key that is no list.
+    let lists = matches!(
+        kind,
+        Some(ValueKind::Texts | ValueKind::Integers | ValueKind::Numbers | ValueKind::Pair | ValueKind::Pairs)
+    );
+    let node = match node {
+        Node::List(list) if key.is_some() && !lists && list.len() == 1 => &list[0],
+        node => node,
+    };
     match (key, node) {
         (_, node) if node.is_off() && !matches!(node, Node::Scalar(text) if text == "0" || text == "false") => {}
+        (Some(key), Node::Scalar(text)) if text.contains('\n') => {
+            found.leave(&shown, format!("a text of several lines: write `{key}`"));
+        }
         (Some(key), Node::Scalar(text)) => match peers::value_for(name, &key, text) {
             Some(value) => found.take(&key, number(&value), &shown),
             // An option that is off needs no key.
@@ -101,7 +146,7 @@ fn one(found: &mut Findings, root: &Node, table: &str, name: &str, node: &Node) 
                 found.leave(&shown, why);
             }
         },
-        (Some(key), Node::List(list)) => {
+        (Some(key), Node::List(list)) if lists => {
             let texts: Vec<&str> = list.iter().filter_map(Node::scalar).collect();
             if texts.len() == list.len() {
                 let quoted: Vec<String> = texts.iter().map(|t| item(t)).collect();
@@ -110,9 +155,15 @@ fn one(found: &mut Findings, root: &Node, table: &str, name: &str, node: &Node) 
                 found.leave(&shown, format!("write `{key}`"));
             }
         }
-        (None, Node::Map(inner)) if peers::sentence_for(name).is_none() => {
+        (Some(key), Node::Map(inner)) if matches!(kind, Some(ValueKind::Free | ValueKind::Fields(_))) => {
+            match inline(inner) {
+                Some(value) => found.take(&key, value, &shown),
+                None => found.leave(&shown, format!("write `{key}`")),
+            }
+        }
+        (key, Node::Map(inner)) if key.is_some() || peers::sentence_for(name).is_none() => {
             for (below, node) in inner {
-                one(found, root, name, below, node);
+                one(found, file, name, below, node);
             }
         }
         (_, node) if node.is_off() => {}
@@ -124,6 +175,27 @@ fn one(found: &mut Findings, root: &Node, table: &str, name: &str, node: &Node) 
             found.leave(&shown, why);
         }
         (Some(key), _) => found.leave(&shown, format!("write `{key}`")),
+    }
+}
+
+/// A table of TOML in one line; `None`: it has more than texts and numbers.
+fn inline(entries: &[(String, Node)]) -> Option<String> {
+    let pair = |(name, node): &(String, Node)| Some(format!("{name} = {}", item(node.scalar()?)));
+    let pairs: Option<Vec<String>> = entries.iter().map(pair).collect();
+    Some(format!("{{ {} }}", pairs?.join(", ")))
+}
+
+/// Leaves out the values that ft refuses whatever the other keys are.
+fn refuse(found: &mut Findings) {
+    const LEAST: &str = "[model]\npath = \"m\"\n[data]\ntrain = \"t\"\n";
+    for taken in std::mem::take(&mut found.taken) {
+        let argument = format!("{}={}", taken.key, taken.value);
+        let refused = super::parse(LEAST, "", &[argument]).err();
+        let wrong = ["has the wrong type", "is out of range", "is not a value of"];
+        match refused.filter(|e| wrong.iter().any(|part| e.what().contains(part))) {
+            Some(error) => found.leave(&taken.from, format!("`{}`: {}", taken.key, error.what())),
+            None => found.taken.push(taken),
+        }
     }
 }
 

@@ -1,14 +1,17 @@
 //! Keys whose value decides which key of ft is meant.
 
+use super::rows;
+use super::tools::{Config, Tool};
 use super::yaml::Node;
 use super::{Findings, quoted};
-use crate::recipe::{peers, table};
+use crate::formats::template::named;
+use crate::recipe::peers;
 
 /// Tables in which other tools have the keys of an adapter.
 pub const LORA_TABLES: [&str; 4] = ["lora_parameters", "lora_config", "peft_config", "lora"];
 
 /// Applies the rule of this key, if there is one. Returns false if there is none.
-pub fn apply(found: &mut Findings, root: &Node, shown: &str, name: &str, node: &Node) -> bool {
+pub fn apply(found: &mut Findings, file: &Config, shown: &str, name: &str, node: &Node) -> bool {
     let text = node.scalar().unwrap_or_default().to_lowercase();
     let mut set = |pairs: &[(&str, &str)]| pairs.iter().for_each(|(key, value)| found.take(key, *value, shown));
     match name {
@@ -22,7 +25,8 @@ pub fn apply(found: &mut Findings, root: &Node, shown: &str, name: &str, node: &
         },
         "use_peft" | "use_lora" if node.is_on() => set(&[("tune.method", "\"lora\"")]),
         "full_finetuning" if node.is_on() => set(&[("tune.method", "\"full\"")]),
-        "use_badam" if node.is_on() => set(&[("tune.method", "\"block\"")]),
+        // `finetuning_type: full` stands before it.
+        "use_badam" if node.is_on() => found.replace("tune.method", "\"block\"", shown),
         "load_in_4bit" if node.is_on() => set(&[("memory.frozen_weights", "\"nf4\"")]),
         "load_in_8bit" if node.is_on() => set(&[("memory.frozen_weights", "\"int8\"")]),
         "quantization_bit" => match text.as_str() {
@@ -30,6 +34,10 @@ pub fn apply(found: &mut Findings, root: &Node, shown: &str, name: &str, node: &
             "8" => set(&[("memory.frozen_weights", "\"int8\"")]),
             _ => return false,
         },
+        "quantization_method" if ["bnb", "bitsandbytes"].contains(&text.as_str()) => {}
+        "bnb_4bit_quant_type" if text == "nf4" => {}
+        "bf16" if text == "auto" => set(&[("model.dtype", "\"bf16\"")]),
+        "disable_gradient_checkpointing" if node.is_on() => set(&[("memory.activations", "\"keep\"")]),
         "gradient_checkpointing" | "grad_checkpoint" | "activation_checkpointing" | "use_gradient_checkpointing" => {
             if !node.is_off() {
                 set(&[("memory.activations", "\"recompute\"")]);
@@ -44,15 +52,38 @@ pub fn apply(found: &mut Findings, root: &Node, shown: &str, name: &str, node: &
             }
         }
         "assistant_only_loss" if node.is_on() => set(&[("data.train_on", "\"assistant\"")]),
-        "completion_only_loss" | "mask_prompt" | "train_on_responses_only" if node.is_on() => {
+        "train_on_responses_only" if node.is_on() => set(&[("data.train_on", "\"assistant\"")]),
+        "completion_only_loss" | "mask_prompt" if node.is_on() => {
             set(&[("data.train_on", "\"completion\"")]);
         }
-        "rl" => match text.as_str() {
-            "dpo" | "kto" | "orpo" | "simpo" | "grpo" => found.take("train.stage", quoted(&text), shown),
-            "ipo" => set(&[("train.stage", "\"dpo\""), ("rlhf.loss_type", "\"ipo\"")]),
-            "" => {}
-            _ => return false,
-        },
+        "mask_history" if node.is_on() => set(&[("data.train_on", "\"completion\"")]),
+        // `tools::stage` has read them.
+        "stage" | "rl" | "train_mode" if file.stage.is_some() => {
+            if text == "ipo" {
+                set(&[("rlhf.loss_type", "\"ipo\"")]);
+            }
+        }
+        "pref_loss" | "loss_type" if ["orpo", "simpo"].contains(&text.as_str()) => {}
+        "chat_template" | "template" => template(found, shown, node),
+        "freeze_trainable_modules" if text == "all" => {}
+        "badam_mode" if ["layer", "ratio"].contains(&text.as_str()) => {
+            found.take("tune.block.partition", quoted(&text), shown);
+        }
+        "unfrozen_parameters" => unfrozen(found, shown, node),
+        "max_new_tokens" if matches!(file.stage, Some("ppo" | "grpo")) => {
+            found.take("rlhf.max_completion_length", text, shown);
+        }
+        "metric_for_best_model" if !text.is_empty() && !text.starts_with("eval_") => {
+            found.take("train.metric_for_best_model", quoted(&format!("eval_{text}")), shown);
+        }
+        "dataset_text_field" if text == "text" => {}
+        // Names for a tracker; in a file without `output_dir` they may be meant as one.
+        "run_name" | "project_name" | "project" | "logging_dir" | "experiment_name"
+            if file.tool == Tool::Mlx || file.text("output_dir").is_some() =>
+        {
+            found.leave(shown, "a name for a tracker; the run directory is `train.output_dir`");
+        }
+        "pissa_init" if node.is_on() => set(&[("tune.lora.init_lora_weights", "\"pissa\"")]),
         "optim" | "optimizer" | "optimizer_name"
             if text.contains("8bit") && (text.contains("adamw") || text.contains("lion")) =>
         {
@@ -60,15 +91,23 @@ pub fn apply(found: &mut Findings, root: &Node, shown: &str, name: &str, node: &
             set(&[("optimizer.name", own), ("optimizer.state", "\"int8\"")]);
         }
         "optim" | "optimizer" if text.starts_with("paged_adamw") => set(&[("optimizer.name", "\"adamw\"")]),
+        // A table of ft has the name `optimizer`.
+        "optim" | "optimizer" | "optimizer_name" if !text.is_empty() => {
+            match peers::value_for(name, "optimizer.name", &text) {
+                Some(own) => found.take("optimizer.name", own, shown),
+                None => {
+                    let why = peers::value("optimizer.name", &text);
+                    found.leave(shown, why.unwrap_or("ft has no such optimizer"));
+                }
+            }
+        }
         "lr_scheduler_type" | "lr_scheduler" if text == "constant_with_warmup" => {
             set(&[("schedule.name", "\"constant\"")]);
         }
         "lr_scheduler_type" | "lr_scheduler" if text == "cosine_with_min_lr" => set(&[("schedule.name", "\"cosine\"")]),
+        "lr_scheduler_kwargs" if matches!(node, Node::Map(_)) => schedule(found, file, shown, node),
         "adam_beta1" | "adam_beta2" => {
-            let beta = |name: &str, default: &str| {
-                let own = root.get(name).and_then(Node::scalar);
-                own.unwrap_or(default).to_string()
-            };
+            let beta = |name: &str, default: &str| file.text(name).unwrap_or(default).to_string();
             let both = format!("[{}, {}]", beta("adam_beta1", "0.9"), beta("adam_beta2", "0.999"));
             found.take("optimizer.betas", both, shown);
         }
@@ -77,57 +116,53 @@ pub fn apply(found: &mut Findings, root: &Node, shown: &str, name: &str, node: &
             found.take("train.eval_steps", text, shown)
         }
         "steps_per_report" | "log_every" if is_count(node) => found.take("train.logging_steps", text, shown),
-        "datasets" | "dataset" | "train_dataset" | "test_datasets" => datasets(found, shown, name, node),
+        "report_to" | "use_tensorboard" => report_to(found, shown, name, node),
+        "save_strategy" | "eval_strategy" | "evaluation_strategy" | "logging_strategy" if text == "steps" => {}
+        "save_strategy" if text == "no" => set(&[("train.save_steps", "0")]),
+        "eval_strategy" | "evaluation_strategy" if text == "no" => {}
+        // A part of the steps, as in transformers.
+        "warmup_steps" if file.number("warmup_steps").is_some_and(|n| n > 0.0 && n < 1.0) => {
+            found.take("schedule.warmup_ratio", text, shown);
+        }
+        "val_size" | "val_set_size" | "test_size" if file.number(name).is_some_and(|n| n >= 1.0) => {
+            found.leave(
+                shown,
+                "a number of rows: write the part of the rows as `data.eval_fraction`",
+            );
+        }
+        "num_layers" | "lora_layers" if text == "-1" => {}
+        "adapter_path" if file.tool == Tool::Mlx => {
+            found.take("train.output_dir", quoted(node.scalar().unwrap_or("adapters")), shown)
+        }
+        "optimizer_config" if matches!(node, Node::Map(_)) => optimizer(found, file, shown, node),
+        "hf_dataset" => rows::hub(found, shown, node),
+        "datasets" | "dataset" | "train_dataset" | "test_datasets" | "pretraining_dataset" => {
+            rows::datasets(found, file, shown, name, node);
+        }
         // The tool runs the file for training: nothing else is meant.
         "train" | "do_train" | "do_eval" => {}
-        "lr_schedule" if matches!(node, Node::Map(_)) => mlx_schedule(found, root, shown, node),
+        "lr_schedule" if matches!(node, Node::Map(_)) => mlx_schedule(found, shown, node),
         _ => return false,
     }
     true
 }
 
-/// A list of data sets with their settings, a path, or names.
-fn datasets(found: &mut Findings, shown: &str, name: &str, node: &Node) {
-    let key = if name == "test_datasets" {
-        "data.eval"
-    } else {
-        "data.train"
+/// Trackers by name, in a list or separated by commas. Only TensorBoard has a counterpart.
+fn report_to(found: &mut Findings, shown: &str, name: &str, node: &Node) {
+    let texts: Vec<&str> = match node {
+        Node::List(items) => items.iter().filter_map(Node::scalar).collect(),
+        _ => node.scalar().into_iter().flat_map(|text| text.split(',')).collect(),
     };
-    let items: Vec<Node> = match node {
-        Node::List(items) => items.clone(),
-        Node::Scalar(text) => text.split(',').map(|t| Node::Scalar(t.trim().into())).collect(),
-        other => vec![other.clone()],
-    };
-    let mut paths = Vec::new();
-    for item in &items {
-        let path = item.scalar().or_else(|| item.get("path")?.scalar());
-        paths.extend(path.map(quoted));
-        let kind = item.get("type").and_then(Node::scalar).unwrap_or_default();
-        let first = kind.split('.').next().unwrap_or_default();
-        let accepted = peers::value_for("type", "data.format", first);
-        let known = accepted.filter(|value| is_value("data.format", value));
-        match known {
-            Some(format) if key == "data.train" => found.take("data.format", format, &format!("{shown}: type")),
-            None if !kind.is_empty() => found.leave(
-                &format!("{shown}: type {kind}"),
-                "the format of rows is detected; see docs/data.md",
-            ),
-            _ => {}
-        }
-        for (from, to) in [
-            ("split", "data.split"),
-            ("name", "data.config"),
-            ("train_on_split", "data.split"),
-        ] {
-            if let Some(text) = item.get(from).and_then(Node::scalar).filter(|t| *t != "train") {
-                found.take(to, quoted(text), &format!("{shown}: {from}"));
+    for text in texts.into_iter().map(|text| text.trim().to_lowercase()) {
+        match text.as_str() {
+            "none" | "" | "false" => {}
+            "tensorboard" => found.take("train.report_to", quoted("tensorboard"), shown),
+            "true" if name == "use_tensorboard" => found.take("train.report_to", quoted("tensorboard"), shown),
+            other => {
+                let why = peers::value("train.report_to", other).unwrap_or("ft has no such tracker");
+                found.leave(&format!("{shown}: {other}"), why);
             }
         }
-    }
-    match paths.as_slice() {
-        [] => found.leave(shown, "write `data.train`"),
-        [one] => found.take(key, one.clone(), shown),
-        many => found.take(key, format!("[{}]", many.join(", ")), shown),
     }
 }
 
@@ -136,44 +171,180 @@ fn is_count(node: &Node) -> bool {
         .is_some_and(|text| text.parse::<u64>().is_ok_and(|n| n > 0))
 }
 
-fn is_value(key: &str, value: &str) -> bool {
-    use crate::recipe::value::ValueKind;
-    match table::find(key).map(|key| key.kind) {
-        Some(ValueKind::Name(names)) => names.contains(&value.trim_matches('"')),
-        _ => true,
+/// The name of a chat template. That of the model is used unless ft has one of this name.
+fn template(found: &mut Findings, shown: &str, node: &Node) {
+    match node.scalar() {
+        None | Some("tokenizer_default" | "default" | "auto" | "") => {}
+        Some(path) if path.ends_with(".jinja") => found.take("data.chat_template", quoted(path), shown),
+        Some(name) => match named::find(name) {
+            Some(own) => found.take("data.chat_template", quoted(own.name), shown),
+            None => found.leave(
+                shown,
+                "the template of the model is used; `data.chat_template` names another one",
+            ),
+        },
     }
 }
 
-/// MLX: `{name: cosine_decay, warmup: 100, arguments: [rate, steps, end]}`.
-fn mlx_schedule(found: &mut Findings, root: &Node, shown: &str, node: &Node) {
-    let text = |name: &str| node.get(name).and_then(Node::scalar);
-    if let Some(name) = text("name").and_then(|name| peers::value_for("schedule", "schedule.name", name)) {
-        found.take("schedule.name", name, shown);
+/// `lr_scheduler_kwargs` of transformers.
+fn schedule(found: &mut Findings, file: &Config, shown: &str, node: &Node) {
+    let Node::Map(entries) = node else { return };
+    for (name, value) in entries {
+        let shown = format!("{shown}.{name}");
+        let text = value.scalar().unwrap_or_default();
+        // The lowest rate as a part of the highest one.
+        let part = || Some(ratio(text.parse().ok()?, file.number("learning_rate")?));
+        match name.as_str() {
+            "min_lr_rate" => found.take("schedule.min_lr_ratio", text, &shown),
+            "min_lr" | "lr_end" if part().is_some() => {
+                found.take("schedule.min_lr_ratio", part().unwrap_or_default(), &shown);
+            }
+            "num_cycles" if file.text("lr_scheduler_type") == Some("cosine_with_restarts") => {
+                found.take("schedule.num_cycles", text, &shown);
+            }
+            "power" => found.take("schedule.power", super::number(text), &shown),
+            _ => found.leave(
+                &shown,
+                "ft has no such option: it supports only the keys of `[schedule]`",
+            ),
+        }
     }
+}
+
+/// `optimizer_config` of mlx-lm: the arguments of each optimizer.
+fn optimizer(found: &mut Findings, file: &Config, shown: &str, node: &Node) {
+    let name = file.text("optimizer").unwrap_or("adam");
+    let Some(Node::Map(entries)) = node.get(name) else {
+        return;
+    };
+    for (argument, value) in entries {
+        let shown = format!("{shown}.{name}.{argument}");
+        match (argument.as_str(), value) {
+            ("betas", Node::List(both)) => {
+                let both: Vec<&str> = both.iter().filter_map(Node::scalar).collect();
+                found.take("optimizer.betas", format!("[{}]", both.join(", ")), &shown);
+            }
+            ("eps" | "weight_decay" | "momentum", Node::Scalar(text)) => {
+                found.take(&format!("optimizer.{argument}"), super::number(text), &shown);
+            }
+            // What ft does in any case.
+            ("bias_correction", Node::Scalar(text)) if text == "true" => {}
+            _ => found.leave(
+                &shown,
+                "ft has no such option of an optimizer: see the keys of `[optimizer]`",
+            ),
+        }
+    }
+}
+
+/// MLX: `{name: cosine_decay, warmup: 100, arguments: [rate, steps, end]}`; `linear_schedule` has `[rate, end, steps]`.
+fn mlx_schedule(found: &mut Findings, shown: &str, node: &Node) {
+    let text = |name: &str| node.get(name).and_then(Node::scalar);
+    let name = text("name").unwrap_or_default();
+    let numbers: Vec<f64> = match node.get("arguments") {
+        Some(Node::List(arguments)) => arguments.iter().filter_map(|n| n.scalar()?.parse().ok()).collect(),
+        _ => Vec::new(),
+    };
+    let from = format!("{shown}: arguments");
+    if let Some(rate) = numbers.first().filter(|rate| **rate > 0.0) {
+        // The schedule has the rate, not `learning_rate`.
+        found.replace("optimizer.learning_rate", format!("{rate:?}"), &from);
+    }
+    let end = match name {
+        "linear_schedule" => 1,
+        "cosine_decay" => 2,
+        _ => {
+            let why = peers::value("schedule.name", name).filter(|why| why.contains(' '));
+            found.leave(shown, why.unwrap_or("ft has no such schedule"));
+            return;
+        }
+    };
+    let end = numbers.get(end).copied().filter(|end| *end > 0.0);
+    // A line that does not end at 0 is a polynomial of the first degree.
+    let own = match (name, end) {
+        ("cosine_decay", _) => "cosine",
+        (_, Some(_)) => "polynomial",
+        (_, None) => "linear",
+    };
+    found.take("schedule.name", quoted(own), shown);
     if let Some(steps) = text("warmup") {
         found.take("schedule.warmup_steps", steps, &format!("{shown}: warmup"));
     }
-    if let Some(Node::List(arguments)) = node.get("arguments") {
-        let number = |at: usize| arguments.get(at).and_then(Node::scalar)?.parse::<f64>().ok();
-        if let (Some(rate), None) = (number(0), root.get("learning_rate")) {
-            found.take(
-                "optimizer.learning_rate",
-                format!("{rate:?}"),
-                &format!("{shown}: arguments"),
-            );
-        }
-        if let (Some(rate), Some(end)) = (number(0).filter(|x| *x > 0.0), number(2).filter(|x| *x > 0.0)) {
-            found.take(
-                "schedule.min_lr_ratio",
-                format!("{:?}", end / rate),
-                &format!("{shown}: arguments"),
-            );
-        }
+    if text("warmup_init")
+        .and_then(|rate| rate.parse::<f64>().ok())
+        .is_some_and(|rate| rate > 0.0)
+    {
+        found.leave(&format!("{shown}: warmup_init"), "the warmup begins at 0");
+    }
+    if let (Some(rate), Some(end)) = (numbers.first().filter(|rate| **rate > 0.0), end) {
+        found.take("schedule.min_lr_ratio", ratio(end, *rate), &from);
     }
 }
 
+/// A rate as a part of another one, without the digits that only the division makes.
+fn ratio(part: f64, whole: f64) -> String {
+    format!("{:?}", (part / whole * 1e9).round() / 1e9)
+}
+
+/// `unfrozen_parameters` of Axolotl: regular expressions. ft has beginnings of names.
+fn unfrozen(found: &mut Findings, shown: &str, node: &Node) {
+    let Node::List(items) = node else { return };
+    let mut names = Vec::new();
+    for text in items.iter().filter_map(Node::scalar) {
+        let plain = text.trim_start_matches('^').trim_end_matches('$').replace("\\.", ".");
+        if plain.contains(|c| "[](){}*+?|\\^$".contains(c)) {
+            found.leave(
+                &format!("{shown}: {text}"),
+                "`tune.freeze.trainable` has beginnings of names, no regular expressions",
+            );
+        } else {
+            names.push(quoted(&plain));
+        }
+    }
+    found.replace("tune.method", "\"freeze\"", shown);
+    found.take("tune.freeze.trainable_layers", "0", shown);
+    found.take("tune.freeze.trainable", format!("[{}]", names.join(", ")), shown);
+}
+
 /// What two keys decide together.
-pub fn afterwards(found: &mut Findings, root: &Node) {
+pub fn afterwards(found: &mut Findings, file: &Config) {
+    let root = file.root;
+    // The schedule of MLX stands before or after the rate.
+    if let Some(node) = root.get("lr_schedule").filter(|node| matches!(node, Node::Map(_))) {
+        let mut again = Findings::default();
+        mlx_schedule(&mut again, "lr_schedule", node);
+        for taken in again.taken.into_iter().filter(|t| t.key == "optimizer.learning_rate") {
+            found.replace(&taken.key, taken.value, &taken.from);
+        }
+    }
+    // TRL evaluates on another split of the same data set.
+    let evaluates = ["eval_strategy", "evaluation_strategy"]
+        .iter()
+        .find_map(|name| file.text(name));
+    let of = |key: &str| found.taken.iter().find(|t| t.key == key).map(|t| t.value.clone());
+    if let (Tool::Trl, Some("steps" | "epoch"), Some(train), None) = (
+        file.tool,
+        evaluates,
+        of("data.train"),
+        of("data.eval").or(of("data.eval_fraction")),
+    ) {
+        found.take("data.eval", train, "eval_strategy and dataset_name");
+        found.take("data.eval_split", quoted("test"), "default of TRL");
+    }
+    // MLX reads `valid.jsonl` of the same folder.
+    let of = |key: &str| found.taken.iter().find(|t| t.key == key).map(|t| t.value.clone());
+    if let (Some(_), None) = (of("train.eval_steps"), of("data.eval").or(of("data.eval_fraction"))) {
+        match of("data.train").filter(|_| file.tool == Tool::Mlx) {
+            Some(folder) => found.take("data.eval", folder, "steps_per_eval and data"),
+            None => {
+                found.taken.retain(|t| t.key != "train.eval_steps");
+                found.leave(
+                    "eval_steps",
+                    "there are no rows to evaluate on: write `data.eval` or `data.eval_fraction`",
+                );
+            }
+        }
+    }
     // MLX: the adapter is scaled by `scale` itself.
     let lora = root.get("lora_parameters");
     let number = |name: &str| lora.and_then(|l| l.get(name))?.scalar()?.parse::<f64>().ok();
@@ -184,6 +355,13 @@ pub fn afterwards(found: &mut Findings, root: &Node) {
             format!("{:?}", scale * rank),
             "lora_parameters.scale and rank",
         );
+    }
+    // Weights of rewards that are left out.
+    if !found.taken.iter().any(|t| t.key == "rlhf.rewards")
+        && let Some(at) = found.taken.iter().position(|t| t.key == "rlhf.reward_weights")
+    {
+        let weights = found.taken.remove(at);
+        found.leave(&weights.from, "write `rlhf.reward_weights` with `rlhf.rewards`");
     }
     let adapter = found.taken.iter().any(|t| t.key.starts_with("tune.lora."));
     if adapter {

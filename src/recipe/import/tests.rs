@@ -3,14 +3,17 @@
 use super::*;
 use crate::recipe;
 
+/// The keys of the recipe.
+fn lines(text: &str, name: &str) -> (Vec<String>, Imported) {
+    let imported = import(text, name).unwrap();
+    let lines = imported.text.lines();
+    let keys = lines.map(|l| l.split(" # ").next().unwrap().trim().to_string());
+    (keys.collect(), imported)
+}
+
 /// The keys of the recipe, which must be valid.
 fn keys(text: &str, name: &str) -> (Vec<String>, Imported) {
-    let imported = import(text, name).unwrap();
-    let lines: Vec<String> = imported
-        .text
-        .lines()
-        .map(|l| l.split(" # ").next().unwrap().trim().to_string())
-        .collect();
+    let (lines, imported) = lines(text, name);
     let parsed = recipe::parse(&imported.text, "r.toml", &[]);
     assert!(
         parsed.is_ok(),
@@ -66,7 +69,7 @@ fn axolotl() {
             "num_epochs = 4",
         ],
     );
-    leaves(&found, &["bf16", "flash_attention", "wandb_project"]);
+    leaves(&found, &["flash_attention", "wandb_project"]);
 }
 
 #[test]
@@ -142,8 +145,207 @@ fn trl_and_mlx() {
 }
 
 #[test]
+fn a_stage_of_llama_factory_may_be_in_another_key() {
+    let simpo = keys(
+        "model_name_or_path: org/base\nstage: dpo\nfinetuning_type: lora\npref_beta: 2.0\npref_loss: simpo\nsimpo_gamma: 1.0\n\
+         dataset: dpo_en_demo\ntemplate: llama3\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {\"min_lr_rate\": 0.1}\n\
+         report_to: tensorboard\nrun_name: x\noutput_dir: out\nlearning_rate: 1e-6\n",
+        "simpo.yaml",
+    );
+    has(
+        &simpo,
+        &[
+            "stage = \"simpo\"",
+            "beta = 2.0",
+            "simpo_gamma = 1.0",
+            "min_lr_ratio = 0.1",
+            "chat_template = \"llama3\"",
+            "report_to = \"tensorboard\"",
+            "output_dir = \"out\"",
+            // Defaults of the tool.
+            "r = 8",
+            "lora_alpha = 16",
+            "packing = false",
+            "batch_size = 8",
+            "warmup_ratio = 0.0",
+        ],
+    );
+    leaves(&simpo, &["dataset", "run_name"]);
+    let badam = keys(
+        "model_name_or_path: org/base\nfinetuning_type: full\nuse_badam: true\nbadam_mode: ratio\ndataset: rows.json\n",
+        "badam.yaml",
+    );
+    has(
+        &badam,
+        &["method = \"block\"", "partition = \"ratio\"", "learning_rate = 5e-5"],
+    );
+    assert!(!badam.1.text.contains("\"full\""), "{}", badam.1.text);
+}
+
+#[test]
+fn tables_and_texts_of_axolotl() {
+    // It has no rewards.
+    let found = lines(
+        "base_model: org/base\nrl: grpo\ntrl:\n  beta: 0.001\n  use_vllm: true\n  num_generations: 8\n  max_completion_length: 512\n\
+         datasets:\n  - path: openai/gsm8k\n    name: main\n    type: rewards.transform\nspecial_tokens:\n  pad_token: <pad>\n\
+         chat_template_jinja: |\n  {% for m in messages %}\n  {{ m }}  # text\n\n  {% endfor %}\nchat_template_kwargs:\n  enable_thinking: false\n\
+         bf16: auto\noptimizer: adamw_torch_fused\nlr_scheduler: rex\nval_set_size: 100\nmax_steps: 20\n",
+        "grpo.yml",
+    );
+    has(
+        &found,
+        &[
+            "stage = \"grpo\"",
+            "[rlhf.grpo]",
+            "beta = 0.001",
+            "num_generations = 8",
+            "config = \"main\"",
+            "template_kwargs = { enable_thinking = false }",
+            "dtype = \"bf16\"",
+            "name = \"adamw\"",
+            "method = \"full\"",
+        ],
+    );
+    leaves(
+        &found,
+        &[
+            "trl.use_vllm",
+            "datasets: type rewards.transform",
+            "special_tokens.pad_token",
+            "chat_template_jinja",
+            "lr_scheduler",
+            "val_set_size",
+        ],
+    );
+    let pretrain = keys(
+        "base_model: org/base\npretraining_dataset:\n  - path: allenai/c4\n    name: en\n    type: pretrain\nmax_steps: 10\n\
+         unfrozen_parameters:\n  - ^lm_head.weight$\n  - model.layers.2[0-9]+.mlp\n",
+        "pretrain.yml",
+    );
+    has(
+        &pretrain,
+        &[
+            "stage = \"pretrain\"",
+            "train = \"allenai/c4\"",
+            "method = \"freeze\"",
+            "trainable_layers = 0",
+            "trainable = [\"lm_head.weight\"]",
+        ],
+    );
+}
+
+#[test]
+fn the_stage_of_trl_is_in_its_keys() {
+    for (text, stage) in [
+        ("\"beta\": 0.1, \"loss_type\": \"ipo\"", "dpo"),
+        ("\"num_generations\": 4, \"max_completion_length\": 64", "grpo"),
+        ("\"undesirable_weight\": 1.5", "kto"),
+        ("\"center_rewards_coefficient\": 0.01", "reward"),
+        (
+            "\"teacher_model_name_or_path\": \"org/big\", \"temperature\": 0.9",
+            "distill",
+        ),
+        ("\"cpo_alpha\": 0.0, \"loss_type\": \"simpo\"", "simpo"),
+    ] {
+        let text = format!("{{\"model_name_or_path\": \"org/base\", \"dataset_name\": \"rows.jsonl\", {text}}}");
+        let found = import(&text, "trl.json").unwrap();
+        assert!(found.text.contains(&format!("stage = \"{stage}\"")), "{}", found.text);
+        assert!(found.left.is_empty(), "{stage}: {:?}", found.left);
+    }
+    let found = keys(
+        "{\"model_name_or_path\": \"org/base\", \"dataset_name\": \"org/rows\", \"dataset_train_split\": \"train_sft\", \"dataset_test_split\": \
+         \"test_sft\", \"eval_strategy\": \"steps\", \"eval_steps\": 20, \"metric_for_best_model\": \"loss\", \"load_best_model_at_end\": true,\
+         \"lr_scheduler_type\": \"polynomial\", \"lr_scheduler_kwargs\": {\"lr_end\": 1e-7, \"power\": 2.0}, \"learning_rate\": 1e-5,\
+         \"use_peft\": true, \"report_to\": [\"tensorboard\", \"wandb\"]}",
+        "trl.json",
+    );
+    has(
+        &found,
+        &[
+            "eval = \"org/rows\"",
+            "split = \"train_sft\"",
+            "eval_split = \"test_sft\"",
+            "metric_for_best_model = \"eval_loss\"",
+            "min_lr_ratio = 0.01",
+            "power = 2.0",
+            "lora_dropout = 0.05",
+            "report_to = \"tensorboard\"",
+        ],
+    );
+    leaves(&found, &["report_to: wandb", "assistant_only_loss"]);
+}
+
+#[test]
+fn schedules_and_optimizers_of_mlx() {
+    let found = keys(
+        "model: m\ntrain: true\ndata: rows\niters: 1000\noptimizer: adamw\noptimizer_config:\n  adamw:\n    betas: [0.9, 0.98]\n\
+         \x20   eps: 1e-6\nlearning_rate: 1e-3\nlr_schedule:\n  name: linear_schedule\n  warmup: 50\n  arguments: [2e-5, 0.0, 950]\n\
+         steps_per_eval: 200\nadapter_path: adapters\nnum_layers: -1\n",
+        "mlx.yaml",
+    );
+    has(
+        &found,
+        &[
+            "eval = \"rows\"",
+            "train_on = \"all\"",
+            "name = \"linear\"",
+            "learning_rate = 2e-5",
+            "warmup_steps = 50",
+            "betas = [0.9, 0.98]",
+            "weight_decay = 0.01",
+            "lora_alpha = 160.0",
+            "max_grad_norm = 0.0",
+            "output_dir = \"adapters\"",
+        ],
+    );
+    leaves(&found, &[]);
+    let hub = keys(
+        "model: m\niters: 5\nhf_dataset:\n  path: billsum\n  train_split: train[:100]\n  prompt_feature: text\n  completion_feature: summary\n\
+         num_layers: -1\nlr_schedule:\n  name: step_decay\n  arguments: [1e-1, 0.9, 10]\n",
+        "hub.yaml",
+    );
+    has(
+        &hub,
+        &[
+            "train = \"billsum\"",
+            "columns = { prompt = \"text\", completion = \"summary\" }",
+            "learning_rate = 0.1",
+        ],
+    );
+    leaves(&hub, &["hf_dataset: train_split", "lr_schedule"]);
+}
+
+/// A rule is for names whose value decides which key is meant.
+#[test]
+fn the_names_of_the_rules_are_in_the_docs() {
+    let page = include_str!("../../../docs/coming-from.md");
+    let arms = include_str!("rules.rs")
+        .lines()
+        .filter(|line| line.starts_with("        \"") && line.contains("=>"));
+    let names: Vec<&str> = arms
+        .flat_map(|line| {
+            line.split(" =>")
+                .next()
+                .unwrap_or_default()
+                .split(" if ")
+                .next()
+                .unwrap_or_default()
+                .split(" | ")
+        })
+        .map(|name| name.trim().trim_matches('"'))
+        .collect();
+    assert!(names.len() > 40 && names.contains(&"use_badam"), "{names:?}");
+    for name in names {
+        assert!(
+            page.contains(&format!("`{name}`")) || page.contains(&format!("`{name}:")),
+            "{name}"
+        );
+    }
+}
+
+#[test]
 fn other_files_are_refused() {
-    for text in ["- a\n- b\n", "", "[1]", "a: |\n  b\n"] {
+    for text in ["- a\n- b\n", "", "[1]", "a: &x\n  b: 1\n"] {
         assert!(import(text, "x.yaml").is_err(), "{text:?}");
     }
 }

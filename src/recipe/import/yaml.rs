@@ -1,5 +1,5 @@
 //! Reads the part of YAML that configurations of training tools use, and JSON: nested keys, lists, quoted and plain
-//! values, comments. Anchors, tags and values over several lines are errors that name the line.
+//! values, comments, texts over several lines (`|`, `>`). Anchors and tags are errors that name the line.
 
 use crate::base::{Error, Result};
 use serde_json::Value;
@@ -63,6 +63,8 @@ struct Line<'a> {
     number: usize,
     indent: usize,
     text: &'a str,
+    /// The lines of a text that begins here.
+    more: Vec<&'a str>,
 }
 
 /// Reads a file; JSON begins with `{`.
@@ -74,8 +76,17 @@ pub fn read(text: &str) -> Result<Node> {
             serde_json::from_str(text).map_err(|e| Error::usage("the file is not valid JSON").cause(e))?;
         return Ok(Node::from(&value));
     }
-    let mut lines = Vec::new();
+    let mut lines: Vec<Line> = Vec::new();
+    // The indentation of the key of a text over several lines.
+    let mut open = None;
     for (index, line) in text.lines().enumerate() {
+        let inner = line.trim_start();
+        if let (Some(least), Some(last)) = (open, lines.last_mut())
+            && (inner.is_empty() || line.len() - inner.len() > least)
+        {
+            last.more.push(line);
+            continue;
+        }
         let content = without_comment(line).trim_end();
         let text = content.trim_start();
         if text.is_empty() || text == "---" || text.starts_with('%') {
@@ -85,10 +96,14 @@ pub fn read(text: &str) -> Result<Node> {
         if content[..indent].contains('\t') {
             return Err(wrong(index + 1, "a tab before the text"));
         }
+        // The key of an item of a list stands after the dash.
+        let key = text.strip_prefix('-').map_or(text, str::trim_start);
+        open = begins_text(text).then_some(indent + text.len() - key.len());
         lines.push(Line {
             number: index + 1,
             indent,
             text,
+            more: Vec::new(),
         });
     }
     let mut rest = lines.as_slice();
@@ -97,6 +112,26 @@ pub fn read(text: &str) -> Result<Node> {
         Some(line) => Err(wrong(line.number, "less or more indentation than expected")),
         None => Ok(node),
     }
+}
+
+/// True for `key: |`, `key: >-` and the like.
+fn begins_text(line: &str) -> bool {
+    line.rsplit_once(": ").is_some_and(|(_, value)| is_mark(value))
+}
+
+fn is_mark(value: &str) -> bool {
+    value.starts_with(['|', '>']) && value[1..].chars().all(|c| "+-".contains(c) || c.is_ascii_digit())
+}
+
+/// Lines without their common indentation and without empty ones at the end.
+fn joined(lines: &[&str]) -> String {
+    let indents = lines.iter().filter(|line| !line.trim().is_empty());
+    let least = indents
+        .map(|line| line.len() - line.trim_start().len())
+        .min()
+        .unwrap_or(0);
+    let cut: Vec<&str> = lines.iter().map(|line| line.get(least..).unwrap_or_default()).collect();
+    cut.join("\n").trim_end().to_string()
 }
 
 fn wrong(line: usize, what: &str) -> Error {
@@ -136,7 +171,7 @@ fn block(lines: &mut &[Line], least: usize) -> Result<Node> {
             return Err(wrong(line.number, line.text));
         };
         *lines = rest;
-        entries.push((key.to_string(), value_of(lines, line.number, value, indent)?));
+        entries.push((key.to_string(), value_of(lines, line, value, indent)?));
     }
     Ok(Node::Map(entries))
 }
@@ -157,7 +192,7 @@ fn list(lines: &mut &[Line], indent: usize) -> Result<Node> {
         };
         // The other keys of this item stand below the first one.
         let column = indent + line.text.len() - inner.len();
-        let mut entries = vec![(key.to_string(), value_of(lines, line.number, value, column)?)];
+        let mut entries = vec![(key.to_string(), value_of(lines, line, value, column)?)];
         if lines
             .first()
             .is_some_and(|next| next.indent == column && !next.text.starts_with("- "))
@@ -171,9 +206,12 @@ fn list(lines: &mut &[Line], indent: usize) -> Result<Node> {
 }
 
 /// The value after `key:`, on this line or below it.
-fn value_of(lines: &mut &[Line], number: usize, value: &str, indent: usize) -> Result<Node> {
+fn value_of(lines: &mut &[Line], line: &Line, value: &str, indent: usize) -> Result<Node> {
+    if is_mark(value) && !value.is_empty() {
+        return Ok(Node::Scalar(joined(&line.more)));
+    }
     if !value.is_empty() {
-        return scalar(number, value);
+        return scalar(line.number, value);
     }
     // A list may have the indentation of its key.
     let listed = lines
@@ -278,7 +316,7 @@ mod tests {
         );
         for (bad, line) in [
             ("a: &x 1", "line 1"),
-            ("a: 1\nb: |\n  t\n", "line 2"),
+            ("a: 1\nb: !x t\n", "line 2"),
             ("a: 1\n   b: 2", "line 2"),
             ("a", "line 1"),
         ] {
@@ -286,5 +324,11 @@ mod tests {
             assert!(e.contains(line), "{bad}: {e}");
         }
         assert!(read("{\"a\": ").is_err());
+        let text =
+            read("a: |\n  one # two\n\n    three: 3\n\nb: >-\n  c\nlist:\n  - d: |\n      e\n    f: 1\n").unwrap();
+        assert_eq!(text.get("a"), Some(&s("one # two\n\n  three: 3")));
+        assert_eq!(text.get("b"), Some(&s("c")));
+        let item = Node::Map(vec![("d".into(), s("e")), ("f".into(), s("1"))]);
+        assert_eq!(text.get("list"), Some(&Node::List(vec![item])));
     }
 }

@@ -17,6 +17,11 @@ named!(Stage {
     Grpo = "grpo",
 });
 
+named!(ReportTo {
+    None = "none",
+    TensorBoard = "tensorboard",
+});
+
 impl Stage {
     /// True for stages that train on rows of `data.format = "preference"`.
     pub fn is_preference(self) -> bool {
@@ -135,6 +140,9 @@ section! {
         seed: u64 = 42, "as in transformers", in from(0);
         /// Steps between two report lines.
         logging_steps: usize = 1, "every step is reported", in from(1);
+        /// `tensorboard`: the numbers of `metrics.jsonl` are also written to an event file in the run directory, while the run
+        /// goes on. `tensorboard --logdir runs` shows them.
+        report_to: ReportTo = "none", "`metrics.jsonl` has all numbers";
         /// Steps between two evaluations; 0: only before and after.
         eval_steps: usize = 0, "evaluate before and after only", in from(0);
         /// The number of an evaluation that says which model is best: `eval_loss`, or another one of `metrics.jsonl`. Lower

@@ -25,6 +25,8 @@ use std::sync::Arc;
 const LOW: &str = "low";
 /// The exact values of a weight that is stored in parts.
 const EXACT: &str = "exact";
+/// The average of a weight.
+pub(super) const AVERAGE: &str = "average";
 /// Elements of a moment that travel together to rank 0.
 const PIECE: usize = 1 << 20;
 
@@ -420,7 +422,7 @@ impl Engine {
     }
 
     /// The part of all ranks in `moment`: the owners send their elements in order, and `sink` gets them on rank 0.
-    fn answer(&self, name: &str, part: &str, sink: &mut MomentSink) -> Result<()> {
+    pub(super) fn answer(&self, name: &str, part: &str, sink: &mut MomentSink) -> Result<()> {
         let missing = || Error::internal("an optimizer state is missing").at(name);
         let (own, n) = if part == LOW {
             let low = self.optimizer.low_part(name).ok_or_else(missing)?.to_vec1::<i16>()?;
@@ -428,6 +430,9 @@ impl Engine {
             (Tensor::new(low, &Device::Cpu)?, Some(self.elements(name)?))
         } else if part == EXACT {
             (self.exact_part(name)?, Some(self.elements(name)?))
+        } else if part == AVERAGE {
+            let own = self.ema.as_ref().and_then(|ema| ema.values(name)).ok_or_else(missing)?;
+            (Tensor::new(own, &Device::Cpu)?, Some(self.elements(name)?))
         } else if part == OUTER {
             let own = self.outer_momentum(name).ok_or_else(missing)?;
             (Tensor::new(own, &Device::Cpu)?, Some(self.elements(name)?))

@@ -2,7 +2,7 @@
 
 use super::active::Corrected;
 use super::step::{Engine, Gradients};
-use super::{Active, Exchange, StepStrategy, Updated, corrected_bytes, sent_bytes};
+use super::{Active, Ema, EmaConfig, Exchange, StepStrategy, Updated, corrected_bytes, sent_bytes};
 use crate::base::Result;
 use crate::comm::{Alone, Collective, Fault, Patience, Pending, Shard, Whole, World, part_of, threads};
 use crate::data::{Batch, Example};
@@ -191,6 +191,93 @@ fn a_step_has_the_same_bits_on_any_number_of_ranks() {
                 let same = has(&found, &want, rank);
                 assert!(same, "{:?} {}: rank {rank} of {size}", case.dtype, case.part);
             }
+        }
+    }
+}
+
+/// Steps with averages: the loss on the averages, the averages as rank 0 saves them, the weights as stored with the averages in
+/// their place and without, and after the end of the turn of the first layer.
+fn averaged(case: Case, comm: Arc<dyn Collective>) -> Result<(Vec<u64>, Vec<u64>)> {
+    let (mut engine, active) = engine(case, comm);
+    let config = EmaConfig { decay: 0.9, ramp: true };
+    engine.ema = Some(Ema::new(config));
+    let stored = |engine: &Engine, bits: &mut Vec<u64>| -> Result<()> {
+        for name in engine.ema.iter().flat_map(Ema::saved).map(|(name, _)| name) {
+            if !engine.is_in_parts(name) {
+                let values = update::to_f32_vec(&engine.network.param(name)?.tensor)?;
+                bits.extend(values.iter().map(|x| u64::from(x.to_bits())));
+            }
+        }
+        Ok(())
+    };
+    let (mut bits, mut saved) = (Vec::new(), Vec::new());
+    for step in 1..=2 {
+        engine.step(step, &batches(3, step as u32), &active, 1e-2)?;
+    }
+    engine.with_averages(|engine| {
+        bits.push(engine.evaluate(&batches(1, 9)[0])?.loss().to_bits());
+        stored(engine, &mut bits)
+    })?;
+    stored(&engine, &mut bits)?;
+    let names: Vec<String> = engine
+        .ema
+        .iter()
+        .flat_map(Ema::saved)
+        .map(|(n, _)| n.to_string())
+        .collect();
+    assert!(names.iter().map(String::as_str).eq(active.names()) || case.sharded);
+    let read = |engine: &Engine, average: bool| -> Result<Vec<u64>> {
+        let mut values = Vec::new();
+        let mut add = |some: &[f32]| {
+            values.extend(some.iter().map(|x| u64::from(x.to_bits())));
+            Ok(())
+        };
+        for name in &names {
+            if average {
+                engine.average_values(name, &mut add)?;
+            } else {
+                engine.exact(name, &mut add)?;
+            }
+        }
+        Ok(values)
+    };
+    saved.extend(engine.by_root(|| read(&engine, true))?.into_iter().flatten());
+    saved.extend(engine.by_root(|| read(&engine, false))?.into_iter().flatten());
+    // The next block: what is no longer active has its average as value.
+    let (gone, left): (Vec<_>, Vec<_>) = names.iter().cloned().partition(|name| name.contains("layers.0."));
+    let rest = Active::new(left);
+    engine.switch(&rest, |_| true)?;
+    assert_eq!(engine.ema.iter().flat_map(Ema::saved).count(), names.len() - gone.len());
+    saved.extend(engine.by_root(|| read(&engine, false))?.into_iter().flatten());
+    Ok((bits, saved))
+}
+
+#[test]
+fn averages_have_the_bits_of_one_rank() {
+    let bf16 = Case {
+        dtype: Dtype::Bf16,
+        ..FULL
+    };
+    let rounded = Case {
+        dtype: Dtype::Bf16,
+        master: Master::Stochastic,
+        ..FULL
+    };
+    let whole = Case {
+        part: "layers.0.mlp",
+        masked: true,
+        ..FULL
+    };
+    let sharded = Case { sharded: true, ..bf16 };
+    for case in [FULL, bf16, rounded, whole, sharded] {
+        let alone = Case { sharded: false, ..case };
+        let (bits, saved) = averaged(alone, Arc::new(Alone::default())).unwrap();
+        let all = threads::run(3, |comm| averaged(case, comm).unwrap());
+        for (rank, (own, stored)) in all.iter().enumerate() {
+            let what = format!("{:?} {} {}: rank {rank}", case.dtype, case.part, case.sharded);
+            assert!(case.sharded || *own == bits, "{what}");
+            assert_eq!(own[0], bits[0], "{what}");
+            assert!(rank > 0 || *stored == saved, "{what}");
         }
     }
 }

@@ -38,6 +38,7 @@ pub use crate::ops::master;
 pub use blocks::{BlockPlan, BlockSchedule};
 pub use config::{BlockConfig, OptimizerConfig, ScheduleConfig};
 pub use mask::Masks;
+pub(crate) use optimizer::part_view;
 pub use optimizer::{Optimizer, PartUpdate, SavedState, Update, range_of_part};
 pub use partition::partition;
 pub use schedule::Schedule;

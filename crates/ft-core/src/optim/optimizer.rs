@@ -353,6 +353,7 @@ impl MasterLowBits for Optimizer {
 
 mod parts;
 
+pub(crate) use parts::view as part_view;
 pub use parts::{PartUpdate, range_of_part};
 
 #[cfg(test)]

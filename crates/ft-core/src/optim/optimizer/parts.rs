@@ -34,7 +34,10 @@ pub fn range_of_part(part: &str, elements: &Range<usize>) -> Range<usize> {
 }
 
 /// A view of some elements of a tensor on the CPU, flat.
-fn view(tensor: &Tensor, name: &str, range: &Range<usize>) -> Result<Tensor> {
+///
+/// # Errors
+/// The tensor is not contiguous.
+pub(crate) fn view(tensor: &Tensor, name: &str, range: &Range<usize>) -> Result<Tensor> {
     if !tensor.is_contiguous() {
         return Err(Error::internal("a part of a weight needs a contiguous tensor").at(name));
     }

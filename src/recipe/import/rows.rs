@@ -1,0 +1,154 @@
+//! Data sets of other tools.
+
+use super::tools::{Config, Tool};
+use super::yaml::Node;
+use super::{Findings, quoted};
+use crate::recipe::value::ValueKind;
+use crate::recipe::{peers, table};
+use std::collections::BTreeSet;
+
+/// A list of data sets with their settings, a path, or names.
+pub fn datasets(found: &mut Findings, file: &Config, shown: &str, name: &str, node: &Node) {
+    let key = if name == "test_datasets" {
+        "data.eval"
+    } else {
+        "data.train"
+    };
+    let items: Vec<Node> = match node {
+        Node::List(items) => items.clone(),
+        Node::Scalar(text) => text.split(',').map(|t| Node::Scalar(t.trim().into())).collect(),
+        other => vec![other.clone()],
+    };
+    let mut paths = Vec::new();
+    for item in &items {
+        let path = item.scalar().or_else(|| item.get("path")?.scalar());
+        paths.extend(path.map(quoted));
+        let Node::Map(settings) = item else { continue };
+        for (name, node) in settings.iter().filter(|(_, node)| !node.is_off()) {
+            setting(found, file, &format!("{shown}: {name}"), key, name, node);
+        }
+    }
+    // The names of a registry: a file has an ending, a hub data set an owner.
+    let registered = |path: &String| !path.contains(['.', '/', '\\']);
+    if file.tool == Tool::LlamaFactory && paths.iter().any(registered) {
+        found.leave(
+            shown,
+            "names of `dataset_info.json`: write the files or hub data sets (docs/data.md)",
+        );
+    }
+    // A format holds for all rows; without one it is detected for each file.
+    let kinds: BTreeSet<&str> = items.iter().filter_map(|item| item.get("type")?.scalar()).collect();
+    if kinds.len() > 1 {
+        found.taken.retain(|taken| taken.key != "data.format");
+    }
+    match paths.as_slice() {
+        [] => found.leave(shown, "write `data.train`"),
+        [one] => found.take(key, one.clone(), shown),
+        many => found.take(key, format!("[{}]", many.join(", ")), shown),
+    }
+}
+
+/// A setting of a data set. What ft does in any case needs no key.
+fn setting(found: &mut Findings, file: &Config, shown: &str, key: &str, name: &str, node: &Node) {
+    let text = node.scalar().unwrap_or_default();
+    match (name, text) {
+        ("path" | "ds_type", _) => {}
+        ("type", "") => found.leave(
+            shown,
+            "write `data.columns` for the names of the columns, `data.prompt_template` for the text of a prompt",
+        ),
+        ("type", kind) => {
+            let first = kind.split('.').next().unwrap_or_default();
+            // A type of rows with preferences or prompts has names of its own, such as `chatml.intel`.
+            let texts = matches!(file.stage, None | Some("sft" | "pretrain"));
+            let format = peers::value_for("type", "data.format", first).filter(|_| texts);
+            match format.filter(|value| is_value("data.format", value)) {
+                // Plain text in a column: detected by its name.
+                Some(_) if kind == "completion" && key == "data.train" => {
+                    found.take("data.format", quoted("text"), shown)
+                }
+                Some(format) if key == "data.train" => found.take("data.format", format, shown),
+                Some(_) => {}
+                None => found.leave(
+                    &format!("{shown} {kind}"),
+                    "the format of rows is detected; see docs/data.md",
+                ),
+            }
+        }
+        ("split" | "train_on_split", "train") => {}
+        ("split" | "train_on_split", part) if part.contains('[') => {
+            found.leave(shown, "write `data.limit` for the first rows of a split");
+        }
+        ("split" | "train_on_split", split) if key == "data.train" => found.take("data.split", quoted(split), shown),
+        ("split", split) => found.take("data.eval_split", quoted(split), shown),
+        ("name", name) => found.take("data.config", quoted(name), shown),
+        ("train_on_eos", "turn" | "all") | ("field", "text") => {}
+        // Rows with `from` and `value` are detected.
+        ("field_messages", "messages" | "conversations") => {}
+        _ if name == "roles_to_train" && is_assistant(node) => {}
+        _ if name == "message_property_mappings" && is_sharegpt(node) => {}
+        _ => {
+            let why = peers::sentence_for(name).unwrap_or("ft has no such key");
+            found.leave(shown, why);
+        }
+    }
+}
+
+fn is_assistant(node: &Node) -> bool {
+    let is = |node: &Node| node.scalar().is_some_and(|role| ["assistant", "gpt"].contains(&role));
+    match node {
+        Node::List(roles) => roles.iter().all(is),
+        one => is(one),
+    }
+}
+
+fn is_sharegpt(node: &Node) -> bool {
+    let names = ["role", "content"].map(|name| node.get(name).and_then(Node::scalar));
+    [[Some("from"), Some("value")], [Some("role"), Some("content")]].contains(&names)
+}
+
+/// `hf_dataset` of mlx-lm: a data set on the hub, or a list of them.
+pub fn hub(found: &mut Findings, shown: &str, node: &Node) {
+    let items = match node {
+        Node::List(items) => items.as_slice(),
+        one => std::slice::from_ref(one),
+    };
+    let [item] = items else {
+        found.leave(shown, "write `[[data.sources]]` tables");
+        return;
+    };
+    let text = |name: &str| item.get(name).and_then(Node::scalar);
+    if let Some(path) = text("path").or_else(|| text("name")) {
+        found.replace("data.train", quoted(path), shown);
+    }
+    for (name, key) in [("train_split", "data.split"), ("valid_split", "data.eval_split")] {
+        match text(name) {
+            Some(split) if split.contains('[') => found.leave(
+                &format!("{shown}: {name}"),
+                "write `data.limit` for the first rows, `data.eval_fraction` for rows that are held out",
+            ),
+            Some(split) => found.take(key, quoted(split), &format!("{shown}: {name}")),
+            None => {}
+        }
+    }
+    let uses = [
+        ("prompt_feature", "prompt"),
+        ("completion_feature", "completion"),
+        ("chat_feature", "messages"),
+        ("text_feature", "text"),
+    ];
+    let columns: Vec<String> = uses
+        .iter()
+        .filter_map(|(name, column)| Some(format!("{column} = {}", quoted(text(name)?))))
+        .collect();
+    if !columns.is_empty() {
+        found.take("data.columns", format!("{{ {} }}", columns.join(", ")), shown);
+    }
+}
+
+fn is_value(key: &str, value: &str) -> bool {
+    match table::find(key).map(|key| key.kind) {
+        Some(ValueKind::Name(names)) => names.contains(&value.trim_matches('"')),
+        _ => true,
+    }
+}

@@ -84,9 +84,9 @@ const CRASHES: [Row; 14] = [
     ),
     (
         "C13",
-        "a disk that stalls in a write or a sync",
+        "a disk that stalls in a write or a sync, for 12 seconds or a minute",
         "the run waits and says for what, then goes on to the same bits",
-        "tests/run/rehearsal.rs::a_disk_that_stalls_is_shown_and_loses_nothing",
+        "tests/run/rehearsal.rs::a_disk_that_stalls_is_shown_and_loses_nothing tests/run/rehearsal.rs::a_disk_that_stalls_for_a_minute_is_shown_and_loses_nothing",
     ),
     (
         "C14",
@@ -433,8 +433,8 @@ const SURFACE: [Row; 8] = [
     (
         "W7",
         "dependencies: sources, licenses, bans, versions; `unsafe` without a reason",
-        "each package has a checksum of the registry and an accepted license; every `unsafe` block says why it is sound",
-        "tests/tidy/supply.rs::every_dependency_is_accepted tests/tidy/supply.rs::unsafe_code_is_counted",
+        "each package has a checksum of the registry, an accepted license and an entry in `supply-chain/`; what runs in a build was read; every `unsafe` block says why it is sound",
+        "tests/tidy/supply.rs::every_dependency_is_accepted tests/tidy/supply.rs::every_dependency_has_an_entry tests/tidy/supply.rs::unsafe_code_is_counted",
     ),
     (
         "W8",

@@ -161,7 +161,7 @@ const FORMATS: [Row; 11] = [
         "F11",
         "random damage to the bytes of every format that ft parses",
         "a value or an error: no panic, no hang, memory bounded by the size of the input",
-        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory tests/run/fuzzed.rs::fuzz_targets_take_whole_and_damaged_seeds crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error",
+        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory tests/run/fuzzed.rs::fuzz_targets_take_whole_and_damaged_seeds crates/ft-data/src/read/parquet/limits/tests.rs::a_page_that_would_take_much_memory_is_refused crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error",
     ),
 ];
 

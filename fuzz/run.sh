@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds and runs the fuzz targets with stable Rust: fuzz/README.md. Usage: run.sh build | seed | all SECONDS | one TARGET SECONDS
+# Builds and runs the fuzz targets with stable Rust: fuzz/README.md.
+# Usage: run.sh build | seed | all SECONDS | forever SECONDS | one TARGET SECONDS | sum | keep
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(dirname "$here")
@@ -45,7 +46,8 @@ seed() {
     put parquet "$goldens"/**/*.parquet
     put arrow "$goldens"/**/*.arrow
     put recipe "$root"/recipes/*.toml
-    mkdir -p "$data"/corpus/{index,json,csv,kwargs,argument,manifest,state,metrics,events,resolved}
+    mkdir -p "$data"/corpus/{gguf,index,json,csv,kwargs,argument,manifest,state,metrics,events,resolved}
+    printf 'GGUF\003\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0' >"$data/corpus/gguf/one"
     printf '{"metadata": {"total_size": 9}, "weight_map": {"model.norm.weight": "model.safetensors"}}' >"$data/corpus/index/one"
     printf '[{"text": "one"}, {"prompt": "a", "completion": "b"}]' >"$data/corpus/json/one"
     printf 'prompt,completion\n"a, ""b""",c\n1,2\n' >"$data/corpus/csv/one"
@@ -61,19 +63,61 @@ seed() {
 one() {
     local name=$1 seconds=$2
     mkdir -p "$data/corpus/$name" "$data/artifacts/$name"
-    # Errors of the target go to the log of libFuzzer; jobs that fail are counted by their artifacts.
     FT_FUZZ=$name "$program" "$data/corpus/$name" -max_total_time="$seconds" -timeout=30 -rss_limit_mb=2048 \
-        -malloc_limit_mb=1024 -max_len=65536 -print_final_stats=1 -artifact_prefix="$data/artifacts/$name/"
+        -malloc_limit_mb=1024 -max_len=65536 -print_final_stats=1 -artifact_prefix="$data/artifacts/$name/" &
+    local process=$! code=0
+    wait "$process" || code=$?
+    rm -rf "/dev/shm/ft-fuzz-$process"
+    return "$code"
+}
+
+# The program ends itself, which libFuzzer takes for a fault.
+names() {
+    { FT_FUZZ=? "$program" -runs=1 -artifact_prefix=/dev/shm/ft-fuzz-names- 2>&1 || true; } | sed -n 's/.*is none of: //p'
+    rm -f /dev/shm/ft-fuzz-names-*
+}
+
+# One after the other; a line of figures for each: target, processor seconds, executions, files that failed.
+all() {
+    local seconds=$1 name log before TIMEFORMAT='%U %S' used
+    for name in $(names); do
+        log=$data/$name.log
+        mkdir -p "$data/artifacts/$name"
+        before=$(find "$data/artifacts/$name" -type f | wc -l)
+        used=$({ time one "$name" "$seconds" >"$log" 2>&1 || true; } 2>&1 | awk '{print $1 + $2}')
+        printf '%s\t%s\t%s\t%s\n' "$name" "$used" "$(sed -n 's/stat::number_of_executed_units: *//p' "$log")" \
+            $(($(find "$data/artifacts/$name" -type f | wc -l) - before)) >>"$data/figures.tsv"
+        [ "$(find "$data/artifacts/$name" -type f | wc -l)" -eq "$before" ] || echo "$name: see $log and $data/artifacts/$name"
+    done
+}
+
+# The sums of all lines of figures.
+sum() {
+    sort "$data/figures.tsv" | awk -F'\t' '
+        { cpu[$1] += $2; runs[$1] += $3; bad[$1] += $4; c += $2; r += $3; b += $4 }
+        END { for (n in cpu) printf "| %s | %.2f | %.2f | %d |\n", n, cpu[n] / 3600, runs[n] / 1e6, bad[n] | "sort"; close("sort")
+              printf "| all | %.2f | %.2f | %d |\n", c / 3600, r / 1e6, b }'
+}
+
+# The smallest inputs that reach what the corpus reaches, as lines of fuzz/kept, which `cargo test` replays.
+keep() {
+    local name
+    mkdir -p "$here/kept"
+    for name in $(names); do
+        rm -rf "$data/merged"
+        mkdir -p "$data/merged"
+        FT_FUZZ=$name "$program" -merge=1 -timeout=30 -max_len=2048 "$data/merged" "$data/corpus/$name" >"$data/merge.log" 2>&1 || true
+        "$here/kept.py" "$data/merged" >"$here/kept/$name.txt"
+    done
 }
 
 case "${1:-}" in
 build) build ;;
 seed) seed ;;
 one) one "$2" "$3" ;;
-all)
-    for name in $(FT_FUZZ=? "$program" 2>&1 /dev/null | sed -n 's/.*is none of: //p'); do
-        one "$name" "$2" >"$data/$name.log" 2>&1 || echo "$name: see $data/$name.log and $data/artifacts/$name"
-    done
-    ;;
-*) sed -n '2s/^# //p' "$0"; exit 2 ;;
+all) all "$2" ;;
+forever) while :; do all "$2"; done ;;
+sum) sum ;;
+keep) keep ;;
+*) sed -n '2,3s/^# //p' "$0"; exit 2 ;;
 esac

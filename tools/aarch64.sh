@@ -2,7 +2,7 @@
 # Checks ft for aarch64 Linux on another machine: tools/aarch64.sh check | test | run [ARGUMENTS]
 #
 #   check  clippy of all crates and of the program
-#   test   the unit tests of ft-ops under qemu
+#   test   the unit tests of ft-ops, ft-formats, ft-data and ft-core under qemu
 #   run    the program under qemu, for example `tools/aarch64.sh run doctor`
 #
 # Needs `rustup target add aarch64-unknown-linux-gnu` and on Debian gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user. Not part of CI:
@@ -19,7 +19,7 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 case "${1:-}" in
 check) cargo clippy --release --target "$target" --bins --lib -- -D warnings ;;
-test) cargo test --release --target "$target" -p ft-ops --lib "${@:2}" ;;
+test) cargo test --release --target "$target" -p ft-ops -p ft-formats -p ft-data -p ft-core --lib --no-fail-fast "${@:2}" ;;
 run) cargo run --release --target "$target" --bin ft -- "${@:2}" ;;
 *) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

@@ -23,7 +23,10 @@ SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
 cargo_home=${CARGO_HOME:-$HOME/.cargo}
 export CARGO_TARGET_DIR=$out/build
-export RUSTFLAGS="--remap-path-prefix=$root=ft --remap-path-prefix=$cargo_home=cargo -Cstrip=symbols"
+# Parts that are compiled again alone need not be in the same order.
+export CARGO_INCREMENTAL=0
+# Of prefixes that fit, rustc takes the last.
+export RUSTFLAGS="--remap-path-prefix=$root=ft --remap-path-prefix=$cargo_home=cargo --remap-path-prefix=$out=build -Cstrip=symbols"
 export CFLAGS="${CFLAGS:-} -ffile-prefix-map=$cargo_home=cargo -ffile-prefix-map=$out=build"
 
 if [ -n "$glibc" ]; then

@@ -4,9 +4,10 @@
 
 use ft::base::Result;
 use ft::data::{self, ChatRender, Dataset, Long, Render, TrainOn};
-use ft::formats::{AdapterConfig, ChatTemplate, Config, Tokenizer, Weights};
+use ft::formats::{AdapterConfig, ChatTemplate, Config, Tokenizer, Weights, gguf as ggufs};
 use ft::{checkpoint, history, model, recipe};
 use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -17,7 +18,7 @@ const CHATML: &str = include_str!("../../crates/ft-formats/src/template/named/ch
 pub type Target = fn(&[u8]);
 
 /// Name and function of each target.
-pub const TARGETS: [(&str, Target); 20] = [
+pub const TARGETS: [(&str, Target); 21] = [
     ("safetensors", safetensors),
     ("index", index),
     ("config", config),
@@ -30,6 +31,7 @@ pub const TARGETS: [(&str, Target); 20] = [
     ("json", json_rows),
     ("csv", csv),
     ("parquet", parquet),
+    ("gguf", gguf),
     ("arrow", arrow),
     ("recipe", recipe_text),
     ("argument", argument),
@@ -234,6 +236,35 @@ fn arrow(bytes: &[u8]) {
     rows("rows.arrow", bytes);
 }
 
+/// What can be read is written again and read again.
+fn gguf(bytes: &[u8]) {
+    let path = put("one.gguf", bytes);
+    let Some(first) = said(ggufs::Reader::open(&path)) else {
+        return;
+    };
+    let names: BTreeSet<&str> = first.tensors.iter().map(|t| t.name.as_str()).collect();
+    let read: Vec<Vec<u8>> = first
+        .tensors
+        .iter()
+        .filter_map(|t| said(first.bytes(&t.name)))
+        .collect();
+    said(names.first().map_or(Ok(Vec::new()), |name| first.values(name)));
+    if names.len() < first.tensors.len() || read.len() < first.tensors.len() {
+        return;
+    }
+    let keys: Vec<(String, ggufs::Value)> = first.keys.clone().into_iter().collect();
+    let again = dir().join("again.gguf");
+    let mut data = read.iter();
+    let written = ggufs::write(&again, &keys, &first.tensors, |_, put| put(data.next().unwrap()));
+    if said(written).is_some() {
+        let second = ggufs::Reader::open(&again).unwrap();
+        assert_eq!(format!("{:?}", second.keys), format!("{:?}", first.keys));
+        assert_eq!(second.tensors, first.tensors);
+        let same = |(t, bytes): (&ggufs::TensorEntry, &Vec<u8>)| second.bytes(&t.name).unwrap() == *bytes;
+        assert!(first.tensors.iter().zip(&read).all(same));
+    }
+}
+
 fn recipe_text(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes)
         && let Some(loaded) = said(recipe::parse(text, "r.toml", &[]))
@@ -293,8 +324,32 @@ fn run_with(name: &str, bytes: &[u8]) {
     }
 }
 
+/// Also what is written of them for other tools.
 fn metrics(bytes: &[u8]) {
     run_with("metrics.jsonl", bytes);
+    let write = |form| {
+        said(history::export(
+            &dir().join("run"),
+            form,
+            10.0,
+            &BTreeMap::new(),
+            &dir().join("out"),
+        ))
+    };
+    if let Some(files) = write(history::Form::TensorBoard) {
+        // Length, its checksum, an event, its checksum.
+        let file = fs::read(&files[0]).unwrap();
+        let mut rest = &file[..];
+        while !rest.is_empty() {
+            let length = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;
+            rest = &rest[8 + 4 + length + 4..];
+        }
+    }
+    write(history::Form::Csv);
+    if let Some(files) = write(history::Form::Wandb) {
+        let text = fs::read_to_string(&files[0]).unwrap();
+        assert!(text.lines().all(|line| serde_json::from_str::<Value>(line).is_ok()));
+    }
 }
 
 fn events(bytes: &[u8]) {

@@ -7,6 +7,13 @@ use std::sync::OnceLock;
 fn target() -> ft_fuzz::Target {
     static TARGET: OnceLock<ft_fuzz::Target> = OnceLock::new();
     *TARGET.get_or_init(|| {
+        // libFuzzer's hook ends the program at each panic, also at those of a library that ft turns into an error.
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !ft::base::is_caught() {
+                hook(info);
+            }
+        }));
         let name = std::env::var("FT_FUZZ").unwrap_or_default();
         match ft_fuzz::TARGETS.iter().find(|(n, _)| *n == name) {
             Some((_, target)) => *target,

@@ -94,6 +94,7 @@ fn open_all(dir: &Path) -> usize {
     .unwrap();
     fs::write(dir.join("rows.json"), "[{\"text\": \"one\"}, {\"text\": \"two\"}]").unwrap();
     fs::copy(goldens.join("arrow/types.arrow"), dir.join("rows.arrow")).unwrap();
+    fs::copy(goldens.join("parquet/zstd.parquet"), dir.join("rows.parquet")).unwrap();
     fs::copy(root.join("recipes/quickstart.toml"), dir.join("r.toml")).unwrap();
     fs::copy(tiny.join("model.safetensors"), dir.join("one.safetensors")).unwrap();
 
@@ -121,7 +122,7 @@ fn open_all(dir: &Path) -> usize {
             let _ = ChatTemplate::from_text(&text, "t", &tokenizer);
         }
     };
-    let targets: [Target; 13] = [
+    let targets: [Target; 14] = [
         ("one.safetensors", &|path| {
             if let Ok(weights) = Weights::open_file(path) {
                 let _ = weights.read_f32("model.norm.weight");
@@ -140,6 +141,7 @@ fn open_all(dir: &Path) -> usize {
         ("rows.json", &of_rows),
         ("rows.csv", &of_rows),
         ("rows.arrow", &of_rows),
+        ("rows.parquet", &of_rows),
         ("r.toml", &of_recipe),
     ];
     let mut cases = 0;

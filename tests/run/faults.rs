@@ -84,9 +84,9 @@ const CRASHES: [Row; 14] = [
     ),
     (
         "C13",
-        "a disk that stalls in a write or a sync",
+        "a disk that stalls in a write or a sync, for 12 seconds or a minute",
         "the run waits and says for what, then goes on to the same bits",
-        "tests/run/rehearsal.rs::a_disk_that_stalls_is_shown_and_loses_nothing",
+        "tests/run/rehearsal.rs::a_disk_that_stalls_is_shown_and_loses_nothing tests/run/rehearsal.rs::a_disk_that_stalls_for_a_minute_is_shown_and_loses_nothing",
     ),
     (
         "C14",
@@ -161,7 +161,7 @@ const FORMATS: [Row; 11] = [
         "F11",
         "random damage to the bytes of every format that ft parses",
         "a value or an error: no panic, no hang, memory bounded by the size of the input",
-        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory tests/run/fuzzed.rs::fuzz_targets_take_whole_and_damaged_seeds crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error",
+        "crates/ft-formats/src/header.rs::random_damage_never_panics tests/memory/parsers.rs::damaged_files_end_in_time_and_within_memory tests/run/fuzzed.rs::fuzz_targets_take_whole_and_damaged_seeds crates/ft-data/src/read/parquet/limits/tests.rs::a_page_that_would_take_much_memory_is_refused crates/ft-data/src/read/arrow/tests.rs::damaged_bits_give_rows_or_one_error",
     ),
 ];
 
@@ -433,8 +433,8 @@ const SURFACE: [Row; 8] = [
     (
         "W7",
         "dependencies: sources, licenses, bans, versions; `unsafe` without a reason",
-        "each package has a checksum of the registry and an accepted license; every `unsafe` block says why it is sound",
-        "tests/tidy/supply.rs::every_dependency_is_accepted tests/tidy/supply.rs::unsafe_code_is_counted",
+        "each package has a checksum of the registry, an accepted license and an entry in `supply-chain/`; what runs in a build was read; every `unsafe` block says why it is sound",
+        "tests/tidy/supply.rs::every_dependency_is_accepted tests/tidy/supply.rs::every_dependency_has_an_entry tests/tidy/supply.rs::unsafe_code_is_counted",
     ),
     (
         "W8",
@@ -467,9 +467,38 @@ operations. All operations, and kills at random moments, are tested by hand:
 `cargo test --release --test run -- --ignored every_ any_operation`; file systems and control groups with limits, as root:
 `--ignored mounts::`. With `FT_TEST_CASES=4000` each file of F11 is damaged 4000 times. The figures are in [lab-book.md](lab-book.md).
 
-`fuzz/` has coverage-guided targets for every parser ([fuzz/README.md](../fuzz/README.md)).
-
 Not covered: network file systems, a GPU that fails.
+
+## Fuzzing with coverage
+
+`fuzz/` has targets for every parser ([fuzz/README.md](../fuzz/README.md)); CI replays the inputs of `fuzz/kept`. What ran on 2026-11-26, with one
+process of the lowest priority on a busy machine, without sanitizers (those need nightly Rust): 0.07 processor hours of the 24 that are wanted. A
+panic of a library that ft catches and tells as an error is no failure.
+
+| target | processor minutes | executions | failed |
+|---|---|---|---|
+| safetensors | 0.5 | 270,671 | 0 |
+| index | 0.5 | 61,826 | 0 |
+| config | 0.5 | 258,330 | 0 |
+| tokenizer | 0.4 | 7,558 | 0 |
+| tokenizer_config | 0.6 | 2,046 | 0 |
+| template | 0.1 | 45,653 | 0 |
+| kwargs | 0.1 | 250,789 | 0 |
+| adapter | 0.1 | 124,695 | 0 |
+| jsonl | 0.2 | 1,870 | 0 |
+| json | 0.1 | 44,775 | 0 |
+| csv | 0.2 | 24,134 | 0 |
+| parquet | 0.1 | 25,665 | 0 |
+| gguf | 0.0 | 6,178 | 0 |
+| arrow | 0.0 | 35 | 0 |
+| recipe | 0.1 | 11,386 | 0 |
+| argument | 0.1 | 905 | 0 |
+| manifest | 0.1 | 87,570 | 0 |
+| state | 0.1 | 55,445 | 0 |
+| metrics | 0.0 | 5,638 | 0 |
+| events | 0.1 | 34,547 | 0 |
+| resolved | 0.1 | 53,649 | 0 |
+| all | 4.0 | 1,373,365 | 0 |
 ";
 
 /// Whether the file has this test; then whether it runs by hand only.

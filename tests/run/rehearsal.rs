@@ -5,6 +5,7 @@ use crate::disk::{Fault, Operation, on_disk, recorded};
 use crate::same::assert_same;
 use std::fs;
 use std::process::Output;
+use std::time::Instant;
 
 const RUN: [&str; 8] = [
     "train",
@@ -109,31 +110,36 @@ fn a_rehearsal_that_fails_once_leaves_nothing() {
     assert!(out.status.success(), "{}", said(&out));
 }
 
-/// Row C13: a write that takes long delays the run, is shown, and changes nothing.
-#[test]
-fn a_disk_that_stalls_is_shown_and_loses_nothing() {
+/// Runs in which an operation takes so many seconds: a sync of the state, then a line of metrics.
+fn stalls(seconds: i32) {
     let bench = Bench::new();
-    let mut command = bench.command(&RUN);
-    if on_disk(&bench, &mut command, Fault::Record, 0).is_none() {
-        return;
-    }
-    assert!(command.output().unwrap().status.success());
+    let Some(all) = operations(&bench) else { return };
     fs::rename(bench.path("run"), bench.path("whole")).unwrap();
-    let all = recorded(&bench);
-    // A sync of the state, and a line of metrics.
-    let saved = |o: &crate::disk::Operation| {
-        o.what == 's' && o.path.contains("checkpoint-2.tmp-") && o.path.contains("weights")
-    };
-    let logged = |o: &crate::disk::Operation| o.what == 'w' && o.path == "run/metrics.jsonl";
+    let saved = |o: &Operation| o.what == 's' && o.path.contains("checkpoint-2.tmp-") && o.path.contains("weights");
+    let logged = |o: &Operation| o.what == 'w' && o.path == "run/metrics.jsonl";
     for (of, shown) in [
         (&saved as &dyn Fn(&_) -> bool, "writing weights.safetensors"),
         (&logged, "training: 3 of 3 steps"),
     ] {
         let _ = fs::remove_dir_all(bench.path("run"));
         let at = 1 + all.iter().rposition(of).unwrap();
-        let out = faulty(&bench, Fault::Stall(12), at, &[]);
+        let started = Instant::now();
+        let out = faulty(&bench, Fault::Stall(seconds), at, &[]);
         assert!(out.status.success(), "{}", said(&out));
+        assert!(started.elapsed().as_secs() >= seconds as u64, "nothing stalled");
         assert!(said(&out).contains(shown), "{shown}\n{}", said(&out));
         assert_same(&bench, "whole", "run");
     }
+}
+
+/// Row C13: a write that takes long delays the run, is shown, and changes nothing.
+#[test]
+fn a_disk_that_stalls_is_shown_and_loses_nothing() {
+    stalls(12);
+}
+
+#[test]
+#[ignore = "by hand: two minutes"]
+fn a_disk_that_stalls_for_a_minute_is_shown_and_loses_nothing() {
+    stalls(60);
 }

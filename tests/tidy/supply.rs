@@ -1,6 +1,7 @@
 //! The supply chain: where dependencies come from, their licenses, what is banned, `unsafe` code, programs that are started.
 
 use super::{product, root};
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
 
@@ -60,11 +61,8 @@ fn deny_toml_has_the_same_lists() {
     assert_eq!(list("deny"), BANNED.iter().map(|(name, _)| name.to_string()).collect());
 }
 
-#[test]
-fn every_dependency_is_accepted() {
-    assert!(accepted("MIT OR Apache-2.0") && accepted("MIT/Apache-2.0") && accepted("GPL-3.0 OR MIT"));
-    assert!(accepted("(MIT OR Apache-2.0) AND Unicode-3.0") && !accepted("MIT AND GPL-3.0") && !accepted("GPL-3.0"));
-    assert!(!accepted("(MIT OR Apache-2.0) AND GPL-3.0") && !accepted(""));
+/// The packages of a build for this machine, as cargo tells them.
+fn metadata() -> Value {
     let out = Command::new(env!("CARGO"))
         .args([
             "metadata",
@@ -79,7 +77,15 @@ fn every_dependency_is_accepted() {
         .output()
         .unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-    let metadata: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    serde_json::from_slice(&out.stdout).unwrap()
+}
+
+#[test]
+fn every_dependency_is_accepted() {
+    assert!(accepted("MIT OR Apache-2.0") && accepted("MIT/Apache-2.0") && accepted("GPL-3.0 OR MIT"));
+    assert!(accepted("(MIT OR Apache-2.0) AND Unicode-3.0") && !accepted("MIT AND GPL-3.0") && !accepted("GPL-3.0"));
+    assert!(!accepted("(MIT OR Apache-2.0) AND GPL-3.0") && !accepted(""));
+    let metadata = metadata();
     let lock = std::fs::read_to_string(root().join("Cargo.lock")).unwrap();
     let mut faults = Vec::new();
     let mut registries: BTreeSet<&str> = BTreeSet::new();
@@ -116,6 +122,95 @@ fn every_dependency_is_accepted() {
         faults.push(format!(
             "{doubled} packages in more than one version, expected {MOST_DOUBLED} at most"
         ));
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+/// Name, version and criteria of each entry of a table of a file of `cargo vet`.
+fn vetted(file: &str, table: &str) -> BTreeSet<(String, String, String)> {
+    let text = std::fs::read_to_string(root().join("supply-chain").join(file)).unwrap();
+    let doc: toml_edit::DocumentMut = text.parse().unwrap();
+    let mut out = BTreeSet::new();
+    for (name, entries) in doc[table].as_table().unwrap() {
+        for entry in entries.as_array_of_tables().unwrap() {
+            let text = |key: &str| entry[key].as_str().unwrap().to_string();
+            out.insert((name.to_string(), text("version"), text("criteria")));
+        }
+    }
+    out
+}
+
+/// What differs between the packages that are there and those with an entry, in both directions.
+fn differ(what: &str, there: &BTreeSet<(String, String)>, entries: &BTreeSet<(String, String)>) -> Vec<String> {
+    let text = |says: &str, (name, version): &(String, String)| format!("{name} {version}: {says} {what}");
+    let missing = there.difference(entries).map(|p| text("is not in", p));
+    let stale = entries
+        .difference(there)
+        .map(|p| text("is not a dependency any more, but in", p));
+    missing.chain(stale).collect()
+}
+
+/// Row W7: a new package or version fails without an entry in `supply-chain/`, which `cargo vet` reads too. What runs while
+/// ft is built (build scripts, procedural macros) has to be read.
+#[test]
+fn every_dependency_has_an_entry() {
+    let of = |name: &str, version: &str| (name.to_string(), version.to_string());
+    let lock = std::fs::read_to_string(root().join("Cargo.lock")).unwrap();
+    let locked: BTreeSet<_> = lock
+        .split("[[package]]\n")
+        .filter(|entry| entry.contains("\nsource = "))
+        .map(|entry| {
+            let value = |key: &str| {
+                entry
+                    .lines()
+                    .find_map(|l| l.strip_prefix(key)?.strip_suffix('"'))
+                    .unwrap()
+            };
+            of(value("name = \""), value("version = \""))
+        })
+        .collect();
+    let pairs = |entries: BTreeSet<(String, String, String)>, criteria: &[&str]| -> BTreeSet<_> {
+        let those = entries.into_iter().filter(|(_, _, c)| criteria.contains(&c.as_str()));
+        those.map(|(name, version, _)| (name, version)).collect()
+    };
+    let mut entries = pairs(vetted("config.toml", "exemptions"), &["safe-to-deploy", "safe-to-run"]);
+    entries.extend(pairs(
+        vetted("audits.toml", "audits"),
+        &["safe-to-deploy", "safe-to-run"],
+    ));
+    let mut faults = differ(
+        "supply-chain/config.toml (`cargo vet regenerate exemptions`)",
+        &locked,
+        &entries,
+    );
+
+    let metadata = metadata();
+    let runs = |package: &&Value| {
+        let mut kinds = package["targets"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .flat_map(|t| t["kind"].as_array().unwrap());
+        !package["source"].is_null() && kinds.any(|kind| kind == "custom-build" || kind == "proc-macro")
+    };
+    let run: BTreeSet<_> = metadata["packages"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(runs)
+        .map(|p| of(p["name"].as_str().unwrap(), p["version"].as_str().unwrap()))
+        .collect();
+    assert!(
+        run.len() > 50 && locked.len() > run.len(),
+        "{} of {}",
+        run.len(),
+        locked.len()
+    );
+    let read = pairs(vetted("audits.toml", "audits"), &["build-time"]);
+    // Other processors have other packages.
+    if cfg!(target_arch = "x86_64") {
+        let what = "supply-chain/audits.toml (build-time: read what it runs)";
+        faults.extend(differ(what, &run, &read));
     }
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }

@@ -321,6 +321,21 @@ mod parquet_files {
         assert_eq!(found.len(), 2);
     }
 
+    /// Files of pyarrow (goldens/parquet, make_parquet.py).
+    #[test]
+    fn files_of_pyarrow_are_read_as_pyarrow_reads_them() {
+        let golden = |name: &str| ft_base::files::read(&crate::testing::goldens().join("parquet").join(name)).unwrap();
+        let wanted: Vec<Value> = serde_json::from_slice(&golden("rows.json")).unwrap();
+        assert_eq!(wanted.len(), 9);
+        for name in ["plain.parquet", "snappy.parquet", "zstd.parquet"] {
+            assert_eq!(rows(name, &golden(name)), wanted, "{name}");
+        }
+        // A value takes a thousandth of a byte.
+        let masks = rows("masks.parquet", &golden("masks.parquet"));
+        assert_eq!(masks.len(), 120);
+        assert!(masks.iter().all(|row| row["mask"].as_array().unwrap().len() == 8192));
+    }
+
     #[test]
     fn broken_files_and_binary_columns_are_refused_without_a_panic() {
         refused(

@@ -1,8 +1,12 @@
 //! Reads parquet with the record interface: nested lists and structs become JSON values.
 
+mod limits;
+mod thrift;
+
 use super::{Each, Row, RowPosition};
 use ft_base::{Error, Result, catch_panic, progress};
-use parquet::file::reader::{FileReader, SerializedFileReader};
+use limits::Limited;
+use parquet::file::reader::FileReader;
 use parquet::record::{Field, Row as Record};
 use serde_json::{Map, Number, Value};
 use std::fs::File;
@@ -18,7 +22,7 @@ pub(super) fn read_parquet(path: &str, file: File, each: &mut Each) -> Result<()
         number: 0,
         is_line: false,
     };
-    let reader = guarded(path, || SerializedFileReader::new(file))?;
+    let reader = guarded(path, || Limited::open(file))?;
     let rows = usize::try_from(reader.metadata().file_metadata().num_rows()).unwrap_or(0);
     let phase = progress::phase(progress::about("reading", Path::new(path)), rows, "rows");
     let mut records = guarded(path, || reader.get_row_iter(None))?;

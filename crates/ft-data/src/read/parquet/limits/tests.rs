@@ -1,0 +1,140 @@
+//! Pages of pyarrow, and pages made by hand that ask for too much.
+
+use super::*;
+use crate::testing::goldens;
+use parquet::schema::parser::parse_message_type;
+use parquet::schema::types::SchemaDescriptor;
+
+fn golden(name: &str) -> Vec<u8> {
+    std::fs::read(goldens().join("parquet").join(name)).unwrap()
+}
+
+fn file(bytes: &[u8]) -> File {
+    use std::io::Write;
+    let mut out = tempfile::tempfile().unwrap();
+    out.write_all(bytes).unwrap();
+    out
+}
+
+#[test]
+fn every_page_of_pyarrow_is_found_and_fits() {
+    for name in ["plain.parquet", "snappy.parquet", "zstd.parquet"] {
+        let limited = Limited::open(file(&golden(name))).unwrap();
+        let mut pages = 0;
+        for n in 0..limited.num_row_groups() {
+            let group = limited.get_row_group(n).unwrap();
+            for column in 0..group.num_columns() {
+                pages += group
+                    .get_column_page_reader(column)
+                    .unwrap()
+                    .map(Result::unwrap)
+                    .count();
+            }
+        }
+        assert!(pages >= 11, "{name}: {pages}");
+    }
+}
+
+#[test]
+fn a_page_that_would_take_much_memory_is_refused() {
+    // Type, size, size in the file, end of the header; 3 bytes.
+    let page = |plain: [u8; 5]| [&[0x15, 0, 0x15][..], &plain, &[0x15, 6, 0], b"abc"].concat();
+    let check = |bytes: &[u8]| headers(&file(bytes), 0, bytes.len() as u64);
+    let e = check(&page([0xfe, 0xff, 0xff, 0xff, 0x0f])).unwrap_err().to_string();
+    assert!(e.contains("a page of 3 bytes asks for 2147483647 bytes"), "{e}");
+    assert!(check(&page([0x86, 0x80, 0x80, 0x80, 0x00])).is_ok());
+    let e = headers(&file(b"abc"), 1, 3).unwrap_err().to_string();
+    assert!(e.contains("outside of the file"), "{e}");
+}
+
+/// One byte of a dictionary page of pyarrow is changed: its number of values.
+#[test]
+fn a_dictionary_with_more_values_than_bytes_is_refused() {
+    let mut bytes = golden("zstd.parquet");
+    let start =
+        |at: &usize| bytes[*at..].starts_with(&[0x15, 4, 0x15]) && bytes[at + 6..].starts_with(&[0x4c, 0x15, 4]);
+    let at = (0..bytes.len() - 9).find(start).unwrap();
+    bytes[at + 8] = 0x7e;
+    let limited = Limited::open(file(&bytes)).unwrap();
+    let mut rows = limited.get_row_iter(None).unwrap();
+    let e = rows.find_map(|row| row.err()).unwrap().to_string();
+    assert!(e.contains("asks for 63 values"), "{e}");
+}
+
+struct One(Option<Page>);
+
+impl Iterator for One {
+    type Item = Result<Page>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.0.take().map(Ok)
+    }
+}
+
+impl PageReader for One {
+    fn get_next_page(&mut self) -> Result<Option<Page>> {
+        Ok(self.0.take())
+    }
+
+    fn peek_next_page(&mut self) -> Result<Option<PageMetadata>> {
+        Ok(None)
+    }
+
+    fn skip_next_page(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn of_page(schema: &str, bytes: &[u8], num_values: u32, encoding: Encoding) -> Result<Option<Page>> {
+    let schema = SchemaDescriptor::new(Arc::new(parse_message_type(schema).unwrap()));
+    let page = Page::DataPage {
+        buf: bytes.to_vec().into(),
+        num_values,
+        encoding,
+        def_level_encoding: Encoding::RLE,
+        rep_level_encoding: Encoding::RLE,
+        statistics: None,
+    };
+    let mut pages = Pages {
+        inner: Box::new(One(Some(page))),
+        column: schema.column(0),
+        in_row: 0,
+    };
+    pages.get_next_page()
+}
+
+#[test]
+fn counts_inside_a_page_are_compared_with_its_bytes() {
+    let flat = "message m { required binary text; }";
+    // 128 values in a block of 4 parts; 2^31 of them; the first one 0.
+    let many = [0x80, 1, 4, 0x80, 0x80, 0x80, 0x80, 0x08, 0];
+    let none = [0x80, 1, 4, 2, 0, 0, 0, 0, 0, 0];
+    for (bytes, encoding) in [
+        (many.to_vec(), Encoding::DELTA_LENGTH_BYTE_ARRAY),
+        (many.to_vec(), Encoding::DELTA_BYTE_ARRAY),
+        ([&none[..], &many[..]].concat(), Encoding::DELTA_BYTE_ARRAY),
+    ] {
+        let e = of_page(flat, &bytes, 2, encoding).unwrap_err().to_string();
+        assert!(e.contains("asks for 2147483648 values"), "{e}");
+    }
+    assert!(of_page(flat, &many, 2, Encoding::PLAIN).is_ok());
+}
+
+/// Levels of a page of the first version: their length, then runs.
+#[test]
+fn a_row_is_as_long_as_its_levels_say() {
+    let list = "message m { repeated int32 n; }";
+    let page = |levels: &[u8], values: u32| {
+        let bytes = [&(levels.len() as u32).to_le_bytes()[..], levels, &[9; 9]].concat();
+        of_page(list, &bytes, values, Encoding::PLAIN)
+    };
+    // A group of 8 bits (a row of 3 values, then one of 5), and a run: 2^30 values of the last row, or 2^30 rows.
+    let levels = |level: u8| [3, 0b1111_0110, 0x80, 0x80, 0x80, 0x80, 0x08, level];
+    assert!(page(&levels(0), 1 << 30).is_ok());
+    assert!(page(&levels(1), 1 << 20).is_ok());
+    let e = page(&levels(1), 1 << 30).unwrap_err().to_string();
+    assert!(
+        e.contains("a page of 21 bytes asks for 1073741821 values in a row"),
+        "{e}"
+    );
+}

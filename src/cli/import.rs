@@ -2,8 +2,9 @@
 
 use super::out::out_raw;
 use crate::base::{Error, Result, files};
-use crate::recipe::{self, import::import};
-use std::path::PathBuf;
+use crate::recipe;
+use crate::recipe::import::{Registry, import, registry_folder};
+use std::path::{Component, Path, PathBuf};
 
 /// Make a recipe from a configuration of another training tool
 #[derive(Debug, clap::Args)]
@@ -25,7 +26,8 @@ pub struct Args {
 pub fn run(args: Args) -> Result<i32> {
     let text = files::read_text(&args.file)?;
     let name = args.file.file_name().unwrap_or_default().to_string_lossy();
-    let imported = import(&text, &name)?;
+    let registry = registry(&text, &args.file)?;
+    let imported = import(&text, &name, registry.as_ref())?;
     for (key, why) in &imported.left {
         super::note(&format!("{key}: {}", recipe::in_program_terms(why)));
     }
@@ -53,4 +55,23 @@ pub fn run(args: Args) -> Result<i32> {
         }
     }
     Ok(0)
+}
+
+/// The data sets that a file of LLaMA-Factory names. Its folder is looked for in the current directory, in that of the file,
+/// and in those above it.
+fn registry(text: &str, file: &Path) -> Result<Option<Registry>> {
+    let Some(folder) = registry_folder(text) else {
+        return Ok(None);
+    };
+    let above = file.ancestors().skip(1).map(|dir| dir.join(&folder));
+    let folders = [PathBuf::from(&folder)].into_iter().chain(above);
+    let Some(folder) = folders.into_iter().find(|dir| dir.join("dataset_info.json").is_file()) else {
+        return Ok(None);
+    };
+    let text = files::read_text(&folder.join("dataset_info.json"))?;
+    let shown = folder
+        .components()
+        .filter(|part| *part != Component::CurDir)
+        .collect::<PathBuf>();
+    Registry::read(&text, &shown.to_string_lossy()).map(Some)
 }

@@ -1,6 +1,7 @@
 //! Translates a configuration of another training tool to a recipe: the rows of `peers`, and rules for keys whose value
 //! decides which key of ft is meant.
 
+mod registry;
 mod rows;
 mod rules;
 mod tools;
@@ -10,7 +11,8 @@ use super::peers;
 use super::table;
 use super::value::ValueKind;
 use crate::base::{Error, Result};
-use tools::Config;
+pub use registry::Registry;
+use tools::{Config, Tool};
 pub use yaml::Node;
 
 /// A recipe from a configuration of another tool.
@@ -74,10 +76,18 @@ impl Findings {
     }
 }
 
-/// Translates the text of a file; `name` is shown in the recipe.
+/// The folder with the `dataset_info.json` that a file names data sets of; `None`: it is not of LLaMA-Factory.
+pub fn registry_folder(text: &str) -> Option<String> {
+    let root = yaml::read(text).ok()?;
+    let file = Config::new(&root, None);
+    let folder = || file.text("dataset_dir").unwrap_or("data").to_string();
+    (file.tool == Tool::LlamaFactory).then(folder)
+}
+
+/// Translates the text of a file; `name` is shown in the recipe. `registry`: the data sets that the file names.
 ///
 /// Errors: text that is neither YAML nor JSON with keys.
-pub fn import(text: &str, name: &str) -> Result<Imported> {
+pub fn import(text: &str, name: &str, registry: Option<&Registry>) -> Result<Imported> {
     let Node::Map(entries) = yaml::read(text).map_err(|e| e.within(name))? else {
         return Err(Error::usage("the file has no keys")
             .at(name)
@@ -85,7 +95,7 @@ pub fn import(text: &str, name: &str) -> Result<Imported> {
     };
     let mut found = Findings::default();
     let root = Node::Map(entries.clone());
-    let file = Config::new(&root);
+    let file = Config::new(&root, registry);
     tools::take_stage(&mut found, &file);
     for (key, node) in &entries {
         one(&mut found, &file, "", key, node);

@@ -1,5 +1,6 @@
 //! Data sets of other tools.
 
+use super::registry::Source;
 use super::tools::{Config, Tool};
 use super::yaml::Node;
 use super::{Findings, quoted};
@@ -9,7 +10,7 @@ use std::collections::BTreeSet;
 
 /// A list of data sets with their settings, a path, or names.
 pub fn datasets(found: &mut Findings, file: &Config, shown: &str, name: &str, node: &Node) {
-    let key = if name == "test_datasets" {
+    let key = if ["eval_dataset", "test_datasets"].contains(&name) {
         "data.eval"
     } else {
         "data.train"
@@ -19,6 +20,10 @@ pub fn datasets(found: &mut Findings, file: &Config, shown: &str, name: &str, no
         Node::Scalar(text) => text.split(',').map(|t| Node::Scalar(t.trim().into())).collect(),
         other => vec![other.clone()],
     };
+    if file.tool == Tool::LlamaFactory && items.iter().all(|item| item.scalar().is_some_and(is_registered)) {
+        registered(found, file, shown, key, &items);
+        return;
+    }
     let mut paths = Vec::new();
     for item in &items {
         let path = item.scalar().or_else(|| item.get("path")?.scalar());
@@ -27,14 +32,6 @@ pub fn datasets(found: &mut Findings, file: &Config, shown: &str, name: &str, no
         for (name, node) in settings.iter().filter(|(_, node)| !node.is_off()) {
             setting(found, file, &format!("{shown}: {name}"), key, name, node);
         }
-    }
-    // The names of a registry: a file has an ending, a hub data set an owner.
-    let registered = |path: &String| !path.contains(['.', '/', '\\']);
-    if file.tool == Tool::LlamaFactory && paths.iter().any(registered) {
-        found.leave(
-            shown,
-            "names of `dataset_info.json`: write the files or hub data sets (docs/data.md)",
-        );
     }
     // A format holds for all rows; without one it is detected for each file.
     let kinds: BTreeSet<&str> = items.iter().filter_map(|item| item.get("type")?.scalar()).collect();
@@ -45,6 +42,62 @@ pub fn datasets(found: &mut Findings, file: &Config, shown: &str, name: &str, no
         [] => found.leave(shown, "write `data.train`"),
         [one] => found.take(key, one.clone(), shown),
         many => found.take(key, format!("[{}]", many.join(", ")), shown),
+    }
+}
+
+/// True for a name in `dataset_info.json`: a file has an ending, a hub data set an owner.
+fn is_registered(name: &str) -> bool {
+    !name.contains(['.', '/', '\\'])
+}
+
+/// Data sets by name.
+fn registered(found: &mut Findings, file: &Config, shown: &str, key: &str, items: &[Node]) {
+    let names = items.iter().filter_map(Node::scalar);
+    let sources = names
+        .map(|name| Some((name, file.registry?.source(found, name))))
+        .collect::<Option<Vec<_>>>();
+    let Some(sources) = sources else {
+        let folder = file.text("dataset_dir").unwrap_or("data");
+        found.leave(
+            shown,
+            format!("no `dataset_info.json` in `{folder}`: write the files or hub data sets (docs/data.md)"),
+        );
+        return;
+    };
+    for (name, _) in sources.iter().filter(|(_, source)| source.is_none()) {
+        found.leave(
+            shown,
+            format!("`dataset_info.json` has no `{name}` with a file or a hub data set"),
+        );
+    }
+    let sources: Vec<Source> = sources.into_iter().filter_map(|(_, source)| source).collect();
+    match sources.as_slice() {
+        [] => {}
+        _ if key == "data.eval" => {
+            let paths: Vec<&str> = sources.iter().map(|source| source[0].1.as_str()).collect();
+            found.take(key, format!("[{}]", paths.join(", ")), shown);
+            if sources.iter().any(|source| source.len() > 1) {
+                found.leave(shown, "rows of an evaluation are read with the settings of `[data]`");
+            }
+        }
+        [one] => {
+            for (field, value) in one {
+                let name = if *field == "path" { "train" } else { *field };
+                found.replace(&format!("data.{name}"), value.clone(), shown);
+            }
+        }
+        many if many.iter().all(|source| source.len() == 1) => {
+            let paths: Vec<&str> = many.iter().map(|source| source[0].1.as_str()).collect();
+            found.take(key, format!("[{}]", paths.join(", ")), shown);
+        }
+        many => {
+            let table = |source: &Source| {
+                let fields: Vec<String> = source.iter().map(|(name, value)| format!("{name} = {value}")).collect();
+                format!("{{ {} }}", fields.join(", "))
+            };
+            let tables: Vec<String> = many.iter().map(table).collect();
+            found.take("data.sources", format!("[{}]", tables.join(", ")), shown);
+        }
     }
 }
 

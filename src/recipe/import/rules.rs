@@ -136,7 +136,7 @@ pub fn apply(found: &mut Findings, file: &Config, shown: &str, name: &str, node:
         }
         "optimizer_config" if matches!(node, Node::Map(_)) => optimizer(found, file, shown, node),
         "hf_dataset" => rows::hub(found, shown, node),
-        "datasets" | "dataset" | "train_dataset" | "test_datasets" | "pretraining_dataset" => {
+        "datasets" | "dataset" | "train_dataset" | "eval_dataset" | "test_datasets" | "pretraining_dataset" => {
             rows::datasets(found, file, shown, name, node);
         }
         // The tool runs the file for training: nothing else is meant.

@@ -5,10 +5,75 @@ use crate::recipe;
 
 /// The keys of the recipe.
 fn lines(text: &str, name: &str) -> (Vec<String>, Imported) {
-    let imported = import(text, name).unwrap();
+    let imported = import(text, name, None).unwrap();
     let lines = imported.text.lines();
     let keys = lines.map(|l| l.split(" # ").next().unwrap().trim().to_string());
     (keys.collect(), imported)
+}
+
+const REGISTRY: &str = r#"{
+    "pairs": {"file_name": "pairs.json", "ranking": true, "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}},
+    "own": {"file_name": "own.jsonl", "num_samples": 100, "columns": {"prompt": "question", "response": "reply", "images": "pictures"}},
+    "chat": {"hf_hub_url": "org/chat", "subset": "en", "split": "train_sft", "formatting": "sharegpt",
+        "columns": {"messages": "turns"},
+        "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "client", "assistant_tag": "agent"}},
+    "script": {"script_url": "loader"}
+}"#;
+
+fn with_registry(text: &str) -> Imported {
+    import(text, "lf.yaml", Some(&Registry::read(REGISTRY, "data/").unwrap())).unwrap()
+}
+
+/// The recipe of an import is valid and has these lines; these keys are left.
+fn reads(text: &str, wanted: &[&str], left: &[&str]) {
+    let imported = with_registry(text);
+    let parsed = recipe::parse(&imported.text, "r.toml", &[]);
+    assert!(
+        parsed.is_ok(),
+        "{}\n{:?}",
+        imported.text,
+        parsed.err().map(|e| e.to_string())
+    );
+    for line in wanted {
+        assert!(imported.text.contains(&format!("{line} ")), "{line}\n{}", imported.text);
+    }
+    let names: Vec<&str> = imported.left.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, left);
+}
+
+#[test]
+fn names_of_dataset_info_are_files_with_their_columns() {
+    const HEAD: &str = "model_name_or_path: m\nfinetuning_type: lora\n";
+    reads(
+        &format!("{HEAD}stage: dpo\ndataset: pairs\n"),
+        &["train = \"data/pairs.json\""],
+        &[],
+    );
+    reads(
+        &format!("{HEAD}stage: sft\ndataset: own\neval_dataset: chat\n"),
+        &[
+            "train = \"data/own.jsonl\"",
+            "limit = 100",
+            "columns = { prompt = \"question\", completion = \"reply\" }",
+            "eval = [\"org/chat\"]",
+        ],
+        &["dataset_info.json: own: images", "eval_dataset"],
+    );
+    reads(
+        &format!("{HEAD}stage: sft\ndataset: own, chat, script\n"),
+        &[
+            "sources = [{ path = \"data/own.jsonl\", limit = 100, columns = { prompt = \"question\", completion = \"reply\" } }, \
+           { path = \"org/chat\", config = \"en\", split = \"train_sft\", columns = { messages = \"turns\", role = \"who\", content = \"says\" }, \
+           roles = { \"client\" = \"user\", \"agent\" = \"assistant\" } }]",
+        ],
+        &["dataset_info.json: own: images", "dataset"],
+    );
+    let unknown = import(&format!("{HEAD}dataset: own\n"), "lf.yaml", None).unwrap();
+    assert!(
+        unknown.left[0].1.contains("no `dataset_info.json` in `data`"),
+        "{:?}",
+        unknown.left
+    );
 }
 
 /// The keys of the recipe, which must be valid.
@@ -248,7 +313,7 @@ fn the_stage_of_trl_is_in_its_keys() {
         ("\"cpo_alpha\": 0.0, \"loss_type\": \"simpo\"", "simpo"),
     ] {
         let text = format!("{{\"model_name_or_path\": \"org/base\", \"dataset_name\": \"rows.jsonl\", {text}}}");
-        let found = import(&text, "trl.json").unwrap();
+        let found = import(&text, "trl.json", None).unwrap();
         assert!(found.text.contains(&format!("stage = \"{stage}\"")), "{}", found.text);
         assert!(found.left.is_empty(), "{stage}: {:?}", found.left);
     }
@@ -346,6 +411,6 @@ fn the_names_of_the_rules_are_in_the_docs() {
 #[test]
 fn other_files_are_refused() {
     for text in ["- a\n- b\n", "", "[1]", "a: &x\n  b: 1\n"] {
-        assert!(import(text, "x.yaml").is_err(), "{text:?}");
+        assert!(import(text, "x.yaml", None).is_err(), "{text:?}");
     }
 }

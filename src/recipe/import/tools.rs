@@ -1,5 +1,6 @@
 //! Which tool a configuration is of, the stage that it means, and the defaults of that tool that are not those of ft.
 
+use super::registry::Registry;
 use super::yaml::Node;
 use super::{Findings, quoted};
 use crate::recipe::value::ValueKind;
@@ -22,6 +23,8 @@ pub struct Config<'a> {
     pub tool: Tool,
     /// The value of `train.stage`; `None`: supervised training.
     pub stage: Option<&'static str>,
+    /// What the names of data sets mean.
+    pub registry: Option<&'a Registry>,
 }
 
 impl Tool {
@@ -57,12 +60,13 @@ impl Tool {
 }
 
 impl<'a> Config<'a> {
-    pub fn new(root: &'a Node) -> Self {
+    pub fn new(root: &'a Node, registry: Option<&'a Registry>) -> Self {
         let tool = Tool::of(root);
         Self {
             root,
             tool,
             stage: stage(root, tool),
+            registry,
         }
     }
 

@@ -16,6 +16,7 @@ use crate::model::{Spec, tokens};
 use crate::ops::attention;
 use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, sums_bytes};
 use crate::ops::delta_rule;
+use crate::ops::embedding;
 use crate::ops::linear::{self, ProductSizes};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
@@ -311,6 +312,13 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             MemoryKind::Weights,
             stored * (inputs.tokens.min(spec.vocab) * spec.hidden) as u64 + nd,
         );
+    }
+    if recipe.train.neftune_noise_alpha > 0.0 {
+        l.moment("the noise on the embeddings");
+        let embedded = l.alloc(MemoryKind::LayerInputs, nd);
+        // Stream, place and magnitude of each token.
+        l.touch(MemoryKind::Data, embedding::NOISE_BYTES * n);
+        l.free(embedded);
     }
     streams::spread(l, &settings, nd);
     let keep_from = layers.saturating_sub(inputs.strategy.saved_layers);

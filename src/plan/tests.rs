@@ -435,6 +435,17 @@ fn on_a_gpu_codes_need_room_to_be_decoded_and_on_the_cpu_none() {
 }
 
 #[test]
+fn noise_on_embeddings_needs_16_bytes_for_a_token() {
+    let data = |alpha: &str| {
+        let recipe = recipe(&format!("[train]\nneftune_noise_alpha = {alpha}"));
+        let mut inputs = inputs(layer(2), Gradients::Keep);
+        (inputs.tokens, inputs.longest, inputs.documents) = (10, 10, 1);
+        line(&forecast(&spec(), &recipe, &inputs), "data")
+    };
+    assert_eq!(data("5.0"), data("0.0") + 16 * 10);
+}
+
+#[test]
 fn a_bf16_weight_that_is_multiplied_in_f32_is_widened_on_a_gpu() {
     // DoRA without dropout has copies of its pair in the type of W.
     let recipe = recipe("[tune]\nmethod = \"lora\"\n[tune.lora]\nlora_dropout = 0.1");

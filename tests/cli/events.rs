@@ -83,10 +83,6 @@ fn an_event_file_follows_the_run_and_survives_a_kill() {
     assert!(live[2..] == records(&dir.path().join("logs/run")).1[1..]);
     // `--overwrite` removes the files with the run, and a run without the key writes none.
     call(&["train.max_steps=1", "--overwrite"]);
-    let names = fs::read_dir(&run).unwrap().flatten().map(|entry| entry.file_name());
-    assert!(
-        !names
-            .into_iter()
-            .any(|name| name.to_string_lossy().contains("tfevents"))
-    );
+    let mut names = fs::read_dir(&run).unwrap().flatten().map(|entry| entry.file_name());
+    assert!(!names.any(|name| name.to_string_lossy().contains("tfevents")));
 }

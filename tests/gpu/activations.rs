@@ -1,9 +1,11 @@
-//! Norms, rotary positions, gated units, embedding rows.
+//! Norms, rotary positions, gated units, embedding rows and their noise.
 
 use crate::support::{KINDS, assert_close, assert_same_bits, flat, gpu};
 use candle_core::{DType, Tensor};
+use ft::base::rng::{Rng, Stream};
+use ft::ops::embedding::{self, NoiseRow};
 use ft::ops::layer_norm::{self, LayerNorm};
-use ft::ops::{embedding, glu, rms_norm, rope};
+use ft::ops::{glu, rms_norm, rope};
 
 #[test]
 fn rms_norm_matches_the_cpu() {
@@ -210,4 +212,29 @@ fn embedding_matches_the_cpu() {
         assert!(embedding::gather(&table.gpu, &[4, 5], 1.0).is_err());
         assert_eq!(embedding::gather(&table.gpu, &[], 1.0).unwrap().dims(), [0, 8]);
     }
+}
+
+#[test]
+fn noise_has_the_bits_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    // Documents of different lengths: a stream and a magnitude for each.
+    let rows: Vec<NoiseRow> = (0..70u32)
+        .map(|i| NoiseRow {
+            rng: Rng::new(7, Stream::Noise, &[3, u64::from(i / 20)]),
+            position: i % 20,
+            magnitude: 0.25 * (1 + i / 20) as f32,
+        })
+        .collect();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for d in [1, 33, 300] {
+            let x = gpu.random((rows.len(), d), dtype, 1);
+            embedding::add_noise(&x.gpu, &rows).unwrap();
+            embedding::add_noise(&x.cpu, &rows).unwrap();
+            // The sum in f32, rounded once.
+            let want = x.cpu.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
+            assert_close(&x.gpu, &want, 0.0);
+        }
+    }
+    let x = gpu.random((3, 8), DType::F32, 1);
+    assert!(embedding::add_noise(&x.gpu, &rows).is_err());
 }

@@ -146,3 +146,26 @@ fn after_a_step_that_is_not_finite_nothing_changes() {
         }
     }
 }
+
+#[test]
+fn noise_on_embeddings_is_that_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let run = |device: &Device, alpha: f64| {
+        let (mut engine, active) = engine(device, WAYS[0]);
+        (engine.neftune_noise_alpha, engine.seed) = (alpha, 3);
+        let reports: Vec<_> = (1..=2)
+            .map(|step| engine.step(step, &batch(step), &active, 1e-3).unwrap())
+            .map(|report| [report.totals.loss(), report.grad_norm])
+            .collect();
+        let evaluated = engine.evaluate(&batch(9)[0]).unwrap().loss();
+        (reports.concat(), evaluated)
+    };
+    let (here, there) = (run(&Device::Cpu, 50.0), run(&gpu.device, 50.0));
+    for (a, b) in here.0.iter().chain([&here.1]).zip(there.0.iter().chain([&there.1])) {
+        assert!((a - b).abs() <= 1e-4 * a.abs(), "{here:?} {there:?}");
+    }
+    let without = run(&gpu.device, 0.0);
+    for (a, b) in there.0.iter().zip(&without.0) {
+        assert!((a - b).abs() > 1e-3 * a.abs(), "{there:?} {without:?}");
+    }
+}

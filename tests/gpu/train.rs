@@ -30,7 +30,15 @@ const RUNS: [(&str, &[&str]); 29] = [
         ],
     ),
     ("kept", &["tune.method=full", "memory.activations=keep"]),
-    ("recomputed", &["tune.method=full", "memory.activations=recompute"]),
+    // With noise on the embeddings (NEFTune).
+    (
+        "recomputed",
+        &[
+            "tune.method=full",
+            "memory.activations=recompute",
+            "train.neftune_noise_alpha=5",
+        ],
+    ),
     ("layer by layer", &["tune.method=block", "tune.block.switch_every=2"]),
     (
         "matrix by matrix",

@@ -45,6 +45,9 @@ pub struct NoiseRow {
     pub magnitude: f32,
 }
 
+/// Bytes of a row of noise while it is added, on the device of x.
+pub const NOISE_BYTES: u64 = size_of::<NoiseRow>() as u64;
+
 /// Adds uniform noise to x `[N, D]` (f32; on a GPU also bf16 and f16) in place; on a GPU the numbers are the same.
 ///
 /// # Errors

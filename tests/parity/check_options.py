@@ -180,7 +180,7 @@ def check_families(ft, chosen, write, bare, count):
                 inner = [name for part in (value if isinstance(value, list) else [value]) if isinstance(part, dict) for name in part]
                 names = key.split(", ") + inner
                 kind = "refused by its name" if any(name in message for name in names) else "refused without its name"
-                if key in message:
+                if key in message and "not supported" in message:
                     bases[family] = base | dict(model_type=family)
                     refused.append([family, key, value])
             counts[kind] += 1

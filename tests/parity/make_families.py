@@ -376,6 +376,19 @@ VARIANTS = {
         model_type="mellum", num_hidden_layers=3, head_dim=8, num_experts=5, moe_intermediate_size=12, norm_topk_prob=True, sliding_window=6,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"], mlp_layer_types=["sparse", "dense", "sparse"],
         rope_parameters=dict(full_attention=YARN | dict(rope_theta=2000.0), sliding_attention=dict(rope_type="default", rope_theta=50.0)))),
+    "granitemoeshared": dict(stored="bf16", ablate=dict(residual_multiplier=1.0), config=EXPERTS | dict(
+        model_type="granitemoeshared", num_local_experts=5, shared_intermediate_size=20, embedding_multiplier=3.0, residual_multiplier=0.6,
+        attention_multiplier=0.4, logits_scaling=2.5, attention_bias=True, rms_norm_eps=3e-2)),
+    "granite_swa": dict(stored="bf16", ablate=dict(sliding_window=1000, layer_rope_theta=[100.0] * 4, attention_multiplier=0.25), config=SMALL_RMS | dict(
+        model_type="granite_swa", rms_norm_eps=3e-2, num_hidden_layers=4, tie_word_embeddings=True, mlp_bias=True, attention_bias=True, sliding_window=6,
+        layer_rope_theta=[0.0, 30.0, 2000.0, 30.0], embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.4, logits_scaling=2.5)),
+    "ernie4_5_moe": dict(stored="bf16", ablate=dict(moe_k=1), config=SMALL_RMS | dict(
+        model_type="ernie4_5_moe", num_hidden_layers=3, tie_word_embeddings=True, use_bias=False, moe_num_experts=5, moe_k=2, moe_intermediate_size=12,
+        moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1)),
+    "flex_olmo": dict(stored="bf16", ablate=dict(norm_topk_prob=True), config=EXPERTS | dict(
+        model_type="flex_olmo", num_experts=5, norm_topk_prob=False)),
+    "nanochat": dict(stored="bf16", ablate=dict(final_logit_softcapping=None, hidden_act="silu"), config=SMALL | dict(
+        model_type="nanochat", tie_word_embeddings=False, attention_bias=True, hidden_act="relu2", rms_norm_eps=3e-2, final_logit_softcapping=4.0)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -402,7 +415,9 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "hyperclovax": "HyperCLOVAXForCausalLM", "internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCausalLM",
                  "jais2": "Jais2ForCausalLM", "ministral": "MinistralForCausalLM", "vaultgemma": "VaultGemmaForCausalLM",
                  "dots1": "Dots1ForCausalLM", "solar_open": "SolarOpenForCausalLM", "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
-                 "minimax_m2": "MiniMaxM2ForCausalLM", "mellum": "MellumForCausalLM"}
+                 "minimax_m2": "MiniMaxM2ForCausalLM", "mellum": "MellumForCausalLM",
+                 "granitemoeshared": "GraniteMoeSharedForCausalLM", "granite_swa": "GraniteSWAForCausalLM",
+                 "ernie4_5_moe": "Ernie4_5_MoeForCausalLM", "flex_olmo": "FlexOlmoForCausalLM", "nanochat": "NanoChatForCausalLM"}
 
 
 def config_v4(config, stored, encoder):
@@ -471,7 +486,7 @@ def measure(model, docs):
     loss = sum(loss_sum(each, labels) for each, (_, labels) in zip(logits, docs)) / trained
     loss.backward()
     gradients = {name.replace("model.language_model.", "model."): p.grad.clone() for name, p in model.named_parameters()
-                 if not name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision."))}
+                 if not name.endswith("e_score_correction_bias") and not name.startswith(("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision."))}
     return [each.detach() for each in logits], loss.detach(), gradients, trained
 
 
@@ -483,7 +498,7 @@ def in_files(gradients, model_type):
     for key, gradient in gradients.items():
         if mixtral:
             key = key.replace(".mlp.", ".block_sparse_moe.")
-        if model_type == "granitemoe":
+        if model_type in ["granitemoe", "granitemoeshared"]:
             key = key.replace(".router.weight", ".router.layer.weight")
         module, _, last = key.rpartition(".")
         if not module.endswith(".experts"):
@@ -502,12 +517,12 @@ def in_files(gradients, model_type):
     return named
 
 
-def greedy(model, encoder, prompts):
+def greedy(model, encoder, prompts, use_cache=True):
     out = []
     for prompt in prompts:
         ids = encoder.ids(prompt, True)
         got = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                             max_new_tokens=16, do_sample=False, output_logits=True, return_dict_in_generate=True)
+                             max_new_tokens=16, do_sample=False, use_cache=use_cache, output_logits=True, return_dict_in_generate=True)
         new = got.sequences[0, len(ids):].tolist()
         top = torch.stack(got.logits)[:, 0].topk(2).values
         out.append(dict(prompt=prompt, ids=ids, new_ids=new, text=encoder.tokenizer.decode(new, skip_special_tokens=True),

@@ -239,7 +239,7 @@ fn a_copy_of_the_page_is_one_file_without_markup_of_the_run() {
     );
     let file = text(&exported.stdout);
     assert!(
-        file.starts_with("logs/<img src=x onerror=alert(1)>/events.out.tfevents.1."),
+        file.starts_with("logs/<img src=x onerror=alert(1)>/events.out.tfevents.0000000001."),
         "{file}"
     );
     let records = std::fs::read(dir.path().join(file.trim())).unwrap();

@@ -45,7 +45,7 @@ pub struct Registry {
 }
 
 /// A data set as a table of `[[data.sources]]`: its fields, each with a value in TOML. The first one is `path`.
-pub type Source = Vec<(&'static str, String)>;
+pub(super) type Source = Vec<(&'static str, String)>;
 
 impl Registry {
     /// Errors: a text that is not JSON.
@@ -57,7 +57,7 @@ impl Registry {
     }
 
     /// The data set with this name; `None`: there is none. What has no counterpart is added to `found`.
-    pub fn source(&self, found: &mut Findings, name: &str) -> Option<Source> {
+    pub(super) fn source(&self, found: &mut Findings, name: &str) -> Option<Source> {
         let entry = self.entries.get(name)?;
         let text = |key: &str| entry.get(key).and_then(Node::scalar).filter(|text| !text.is_empty());
         let mut source = Source::new();

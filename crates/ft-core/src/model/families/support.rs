@@ -24,7 +24,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 70] = [
+pub const FAMILIES: [Family; 75] = [
     family(
         "arcee",
         "arcee-ai/AFM-4.5B, AFM-4.5B-Base",

@@ -7,6 +7,9 @@
 #[path = "gpu/activations.rs"]
 mod activations;
 #[cfg(feature = "cuda")]
+#[path = "gpu/adapters.rs"]
+mod adapters;
+#[cfg(feature = "cuda")]
 #[path = "gpu/attention.rs"]
 mod attention;
 #[cfg(feature = "cuda")]

@@ -35,6 +35,9 @@ pub(super) fn linear_backward(
 
 /// From the embedding to the streams: the embedding, a projection, and that with another magnitude.
 pub(super) fn spread(l: &mut Ledger, settings: &LayerMemorySettings, nd: u64) {
+    if settings.spec.plain_norms {
+        l.touch(MemoryKind::LayerWork, nd);
+    }
     if settings.spec.streams.is_some() {
         l.moment("the streams of a token");
         let held = l.alloc(MemoryKind::LayerWork, 2 * nd + row(settings, nd));
@@ -58,6 +61,12 @@ pub(super) fn spread_backward(
     dh: Allocation,
     sink: &mut dyn GradSinkMemory,
 ) -> Allocation {
+    if settings.spec.plain_norms {
+        let x = l.alloc(MemoryKind::LayerWork, nd);
+        let dx = l.alloc(MemoryKind::LayerWork, nd);
+        l.free_all([x, dh]);
+        return dx;
+    }
     if settings.spec.streams.is_none() {
         return dh;
     }

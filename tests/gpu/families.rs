@@ -17,7 +17,7 @@ fn root() -> PathBuf {
 }
 
 /// The golden model of a family, with a tokenizer, in `dir`.
-fn model(family: &str, dir: &Path) -> PathBuf {
+pub fn model(family: &str, dir: &Path) -> PathBuf {
     let to = dir.join(family);
     std::fs::create_dir_all(&to).unwrap();
     for from in [format!("families/{family}"), "tokenizers/small".into()] {
@@ -29,8 +29,8 @@ fn model(family: &str, dir: &Path) -> PathBuf {
     to
 }
 
-/// Losses and gradient norms of the steps.
-fn train(device: &str, model: &Path, settings: &[&str], out: &Path) -> Vec<(f64, f64)> {
+/// The step lines of a run.
+pub fn train(device: &str, model: &Path, settings: &[&str], out: &Path) -> Vec<Value> {
     let rows = root().join("tests/parity/goldens/data/eval_text.jsonl");
     let recipe = out.with_extension("toml");
     let text = format!("[model]\npath = {model:?}\n\n[data]\ntrain = {rows:?}\nmax_length = 64\n");
@@ -55,12 +55,13 @@ fn train(device: &str, model: &Path, settings: &[&str], out: &Path) -> Vec<(f64,
             "optimizer.learning_rate=1e-3"
         },
     ]);
+    // Each key may be given only once.
+    arguments.retain(|a| !settings.iter().any(|s| s.split('=').next() == a.split('=').next()));
     arguments.extend(settings);
     ft(&arguments, true);
     let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
     let lines = text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap());
-    let steps = lines.filter(|l| l.get("loss").is_some());
-    steps.map(|l| (number(&l, "loss"), number(&l, "grad_norm"))).collect()
+    lines.filter(|l| l.get("loss").is_some()).collect()
 }
 
 /// Losses and gradient norms on a GPU are those on the CPU.
@@ -77,8 +78,10 @@ pub fn compare(family: &str, settings: &[&str]) {
         (1e-4, 1e-3)
     };
     for (a, b) in here.iter().zip(&there) {
-        close(a.0, b.0, loss, &format!("{family} {settings:?}: loss"));
-        close(a.1, b.1, norm, &format!("{family} {settings:?}: norm"));
+        for (key, tolerance) in [("loss", loss), ("grad_norm", norm)] {
+            let what = format!("{family} {settings:?}: {key}");
+            close(number(a, key), number(b, key), tolerance, &what);
+        }
     }
 }
 

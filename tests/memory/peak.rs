@@ -161,6 +161,7 @@ fn spec(s: &Shape) -> Spec {
         head_dim,
         norm_eps: 1e-6,
         norm_plus_one: false,
+        plain_norms: false,
         layer_norm: None,
         norms: if s.rich { NormNames::SANDWICH } else { NormNames::BEFORE },
         qk_norm: s.rich.then_some(QkNorm::HEADS),

@@ -5,7 +5,11 @@ use crate::support::{
     text,
 };
 use crate::wire::{self, Document};
+use ft::formats::Config;
+use ft::model::families::{self, NAMES};
+use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 fn variants() -> Vec<String> {
     directories(&goldens().join("families"))
@@ -42,7 +46,9 @@ fn all_families_have_goldens() {
         "deepseek_v3",
         "dots1",
         "ernie4_5",
+        "ernie4_5_moe",
         "exaone4",
+        "flex_olmo",
         "gemma",
         "gemma2",
         "gemma3",
@@ -56,7 +62,9 @@ fn all_families_have_goldens() {
         "glm4_moe_lite",
         "gpt_oss",
         "granite",
+        "granite_swa",
         "granitemoe",
+        "granitemoeshared",
         "helium",
         "hunyuan_v1_dense",
         "hunyuan_v1_moe",
@@ -74,6 +82,7 @@ fn all_families_have_goldens() {
         "mistral",
         "mistral3",
         "mixtral",
+        "nanochat",
         "nemotron",
         "olmo",
         "olmo2",
@@ -101,7 +110,7 @@ fn all_families_have_goldens() {
         "youtu",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 101);
+    assert_eq!(variants().len(), 106);
 }
 
 #[test]
@@ -258,5 +267,36 @@ fn gpt_oss_in_mxfp4_has_the_logits_of_transformers() {
             let at = column * 2 * rows + 2 * row + parity;
             assert_eq!(f64::from(*value), wanted[at], "{name}: {row}, {column}");
         }
+    }
+}
+
+/// What transformers has and ft has not, made by check_options.py.
+#[test]
+fn other_types_and_options_are_refused_by_name() {
+    let refused = json(&goldens().join("refused.json"));
+    let read = |config: Map<String, Value>| families::read(&Config::from_map(config, Path::new("config.json")));
+    let mut needs = 0;
+    for model_type in refused["types"].as_array().unwrap() {
+        let model_type = model_type[0].as_str().unwrap();
+        if NAMES.contains(&model_type) {
+            continue;
+        }
+        let config = serde_json::json!({"model_type": model_type, "hidden_size": 0});
+        let said = read(config.as_object().unwrap().clone()).unwrap_err().to_string();
+        let by_name = said.contains(&format!("model type `{model_type}` is not supported"));
+        assert!(by_name && said.contains("it would need"), "{model_type}: {said}");
+        needs += 1;
+    }
+    assert!(needs > 80, "{needs}");
+    let options = refused["options"].as_array().unwrap();
+    assert!(options.len() > 50, "{}", options.len());
+    for option in options {
+        let (family, key) = (option[0].as_str().unwrap(), option[1].as_str().unwrap());
+        let mut config = refused["configs"][family].as_object().unwrap().clone();
+        config.insert(key.into(), option[2].clone());
+        let said = read(config)
+            .map(|_| "nothing".to_string())
+            .unwrap_or_else(|e| e.to_string());
+        assert!(said.contains(key), "{family} {key} = {}: {said}", option[2]);
     }
 }

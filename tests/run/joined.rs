@@ -44,7 +44,13 @@ fn shapes(dir: &Path) -> BTreeMap<String, Value> {
 
 #[test]
 fn every_method_trains_and_writes_joined_experts() {
-    for family in ["gpt_oss", "granitemoe", "qwen3_5_moe", "qwen3_vl_moe"] {
+    for family in [
+        "gpt_oss",
+        "granitemoe",
+        "granitemoeshared",
+        "qwen3_5_moe",
+        "qwen3_vl_moe",
+    ] {
         let bench = Bench::of_family(family);
         let before = tensors(&bench.path("model"));
         let methods: [(&str, &[&str]); 6] = [

@@ -7,6 +7,7 @@ mod best;
 mod caps;
 mod quantfiles;
 mod quantized;
+mod quantodd;
 mod decay;
 mod directory;
 mod disk;

@@ -13,9 +13,9 @@ use std::fs;
 use std::path::Path;
 
 /// The tensors of a quantized weight: suffix, type, shape, bytes.
-type Parts = Vec<(&'static str, StoredDtype, Vec<usize>, Vec<u8>)>;
+pub type Parts = Vec<(&'static str, StoredDtype, Vec<usize>, Vec<u8>)>;
 
-fn bytes_of<T, const N: usize>(values: impl IntoIterator<Item = T>, f: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+pub fn bytes_of<T, const N: usize>(values: impl IntoIterator<Item = T>, f: impl Fn(T) -> [u8; N]) -> Vec<u8> {
     values.into_iter().flat_map(f).collect()
 }
 
@@ -42,7 +42,7 @@ fn words(count: usize, at: impl Fn(usize, usize) -> u8) -> Vec<u8> {
     })
 }
 
-fn f16s(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
+pub fn f16s(values: impl IntoIterator<Item = f32>) -> Vec<u8> {
     bytes_of(values, |x| half::f16::from_f32(x).to_le_bytes())
 }
 
@@ -72,7 +72,7 @@ fn gptq(values: &[f32], (o, i): (usize, usize)) -> Parts {
     ]
 }
 
-fn awq(values: &[f32], (o, i): (usize, usize)) -> Parts {
+pub fn awq(values: &[f32], (o, i): (usize, usize)) -> Parts {
     const ORDER: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
     let (codes, steps) = steps(values, i, 32);
     let g = i / 32;
@@ -182,7 +182,7 @@ fn models() -> Vec<(&'static str, Value, Writer)> {
 }
 
 /// A bench whose model is the tiny one of `assets`: its sizes are whole groups.
-fn bench() -> Bench {
+pub fn bench() -> Bench {
     let bench = Bench::new();
     fs::remove_dir_all(bench.path("model")).unwrap();
     crate::bench::copy_all(
@@ -197,7 +197,7 @@ fn params(model: &Path) -> Vec<ParamInfo> {
 }
 
 /// Writes `name` with the projections of `model` quantized, and `name-decoded` with their decoded values.
-fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer) {
+pub fn quantize(bench: &Bench, name: &str, quantization: &Value, writer: Writer) {
     let (from, to) = (bench.path("model"), bench.path(name));
     crate::bench::copy_all(&from, &to);
     let decoded = bench.path(&format!("{name}-decoded"));

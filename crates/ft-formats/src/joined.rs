@@ -123,7 +123,7 @@ fn layouts(config: &Map<String, Value>) -> &'static [Layout] {
     for model_type in types.filter_map(Value::as_str) {
         let found: &[Layout] = match model_type {
             "gpt_oss" => GPT_OSS,
-            "granitemoe" => GRANITE,
+            "granitemoe" | "granitemoeshared" => GRANITE,
             "qwen3_5_moe" | "qwen3_5_moe_text" => QWEN,
             "qwen3_vl_moe" | "qwen3_vl_moe_text" => QWEN_VL,
             _ => &[],

@@ -57,7 +57,11 @@ pub(crate) fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
     if text.starts_with("version https://git-lfs") {
         return Err(header::lfs_pointer(path, bytes));
     }
-    match serde_json::from_str(&text) {
+    let parsed = serde_json::from_str(&text).or_else(|e| match quoted_numbers(&text) {
+        Some(text) => serde_json::from_str(&text).map_err(|_| e),
+        None => Err(e),
+    });
+    match parsed {
         Ok(Value::Object(map)) => Ok(map),
         Ok(other) => Err(Error::format("JSON file does not hold an object")
             .at_path(path)
@@ -67,6 +71,34 @@ pub(crate) fn read_json_object(path: &Path) -> Result<Map<String, Value>> {
             .at(format!("{}:{}:{}", path.display(), e.line(), e.column()))
             .cause(e)),
     }
+}
+
+/// Python writes numbers that JSON does not have: `Infinity`, `-Infinity` and `NaN` as strings, so that the error of a file with
+/// them names the key that is read. `None`: there are none.
+fn quoted_numbers(text: &str) -> Option<String> {
+    const WORDS: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
+    let mut out = String::with_capacity(text.len() + 8);
+    let (mut rest, mut inside, mut found) = (text, false, false);
+    while let Some(c) = rest.chars().next() {
+        let word = WORDS.iter().find(|word| !inside && rest.starts_with(**word));
+        let length = match word {
+            Some(word) => {
+                found = true;
+                out.extend(["\"", *word, "\""]);
+                word.len()
+            }
+            None => {
+                inside ^= c == '"';
+                // An escaped character, such as a quote.
+                let escaped = if inside && c == '\\' { rest.chars().nth(1) } else { None };
+                let length = c.len_utf8() + escaped.map_or(0, char::len_utf8);
+                out.push_str(&rest[..length]);
+                length
+            }
+        };
+        rest = &rest[length..];
+    }
+    found.then_some(out)
 }
 
 /// Describes a JSON value in words, with its text if it is short.
@@ -123,5 +155,22 @@ mod tests {
                 .to_string()
                 .contains("none.json")
         );
+    }
+
+    #[test]
+    fn numbers_that_only_python_has_are_strings() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config.json");
+        std::fs::write(
+            &path,
+            r#"{"a\"Infinity": "x NaN \\", "b": [0.5, Infinity, -Infinity, NaN]}"#,
+        )
+        .unwrap();
+        let got = Value::Object(read_json_object(&path).unwrap());
+        let want = serde_json::json!({"a\"Infinity": "x NaN \\", "b": [0.5, "Infinity", "-Infinity", "NaN"]});
+        assert_eq!(got, want);
+        std::fs::write(&path, "{\"a\": Infinity,, }").unwrap();
+        let e = read_json_object(&path).unwrap_err().to_string();
+        assert!(e.contains("config.json:1:7"), "{e}");
     }
 }

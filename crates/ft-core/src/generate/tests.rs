@@ -32,6 +32,7 @@ pub(super) fn spec() -> Spec {
         head_dim: 8,
         norm_eps: 1e-6,
         norm_plus_one: false,
+        plain_norms: false,
         layer_norm: None,
         norms: NormNames::BEFORE,
         qk_norm: Some(QkNorm::HEADS),

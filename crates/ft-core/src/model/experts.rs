@@ -76,7 +76,7 @@ impl Experts {
             sizes,
             router: named(&sizes.router_name())?,
             router_bias: router_bias.transpose()?,
-            correction: correction.map(|c| c.tensor),
+            correction: correction.map(|c| c.tensor.flatten_all()).transpose()?,
             reader,
             shared_gate: gate.map(|gate| named(&format!("{gate}.weight"))).transpose()?,
         })
@@ -144,6 +144,23 @@ impl Block {
     ) -> Result<(Tensor, Option<SavedExperts>)> {
         let routing = experts.route(h)?;
         ctx.shared.routed(self.index, &routing);
+        self.experts_of(experts, h, routing, ctx, keep)
+    }
+
+    /// The output of `experts_forward` again, in the backward pass.
+    pub(super) fn experts_again(&self, experts: &Experts, h: &Tensor, ctx: &Context) -> Result<Tensor> {
+        let (y, _) = self.experts_of(experts, h, experts.route(h)?, ctx, false)?;
+        Ok(y)
+    }
+
+    fn experts_of(
+        &self,
+        experts: &Experts,
+        h: &Tensor,
+        routing: Routing,
+        ctx: &Context,
+        keep: bool,
+    ) -> Result<(Tensor, Option<SavedExperts>)> {
         let together = experts.together(h, ctx)?;
         let used: Vec<usize> = used(&routing).collect();
         if together.is_none() {

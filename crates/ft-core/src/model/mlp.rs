@@ -40,6 +40,8 @@ pub(super) struct SavedMlp {
     pieces: Vec<SavedPiece>,
     /// Of a mixture of experts.
     experts: Option<SavedExperts>,
+    /// The sum of the experts, if a norm follows it.
+    sum: Option<Tensor>,
 }
 
 /// Gradients that the backward pass of an MLP must compute.
@@ -117,7 +119,13 @@ impl Block {
         if all.len() == 1 {
             let (y, parts) = self.mlp_piece(x, x1, ctx, keep)?;
             let pieces = parts.into_iter().collect();
-            return Ok((y, SavedMlp { pieces, experts: None }));
+            return Ok((
+                y,
+                SavedMlp {
+                    pieces,
+                    ..SavedMlp::default()
+                },
+            ));
         }
         let y = update::zeros(x1.shape(), x1.dtype(), x1.device())?;
         let mut pieces = Vec::new();
@@ -126,7 +134,13 @@ impl Block {
             y.slice_set(&part, 0, piece.start)?;
             pieces.extend(parts);
         }
-        Ok((y, SavedMlp { pieces, experts: None }))
+        Ok((
+            y,
+            SavedMlp {
+                pieces,
+                ..SavedMlp::default()
+            },
+        ))
     }
 
     /// As `mlp`, of a mixture of experts: the tokens are not cut into pieces, the wide tensors are those of one expert.
@@ -140,12 +154,16 @@ impl Block {
     ) -> Result<(Tensor, SavedMlp)> {
         let h = self.normed(&self.mlp_norm, x)?;
         let (y, experts) = self.experts_forward(experts, &h, ctx, keep)?;
-        let y = add_residual(y, x1, &None, self.spec.residual_scale)?;
+        let (y, sum) = match &self.mlp_post_norm {
+            Some(norm) => (self.norm_plus(norm, &y, x1)?, keep.then_some(y)),
+            None => (add_residual(y, x1, &None, self.spec.residual_scale)?, None),
+        };
         Ok((
             y,
             SavedMlp {
                 pieces: Vec::new(),
                 experts,
+                sum,
             },
         ))
     }
@@ -153,7 +171,7 @@ impl Block {
     fn experts_half_backward(
         &self,
         experts: &Experts,
-        (x, saved): (&Tensor, Option<SavedExperts>),
+        (x, saved): (&Tensor, SavedMlp),
         dy: &Tensor,
         ctx: &Context,
         need_dx: bool,
@@ -164,8 +182,17 @@ impl Block {
         }
         let h = self.normed(&self.mlp_norm, x)?;
         let need_dh = need_dx || self.mlp_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
-        let scaled = self.scaled_gradient(dy)?;
-        let Some(dh) = self.experts_backward(experts, (&h, saved), &scaled, ctx, need_dh, sink)? else {
+        let scaled = match &self.mlp_post_norm {
+            Some(norm) => {
+                let y = match saved.sum {
+                    Some(y) => y,
+                    None => self.experts_again(experts, &h, ctx)?,
+                };
+                self.norm_backward(norm, &y, dy, sink)?
+            }
+            None => self.scaled_gradient(dy)?,
+        };
+        let Some(dh) = self.experts_backward(experts, (&h, saved.experts), &scaled, ctx, need_dh, sink)? else {
             return Ok(None);
         };
         drop((h, scaled));
@@ -214,7 +241,7 @@ impl Block {
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
         if let Some(experts) = &self.experts {
-            return self.experts_half_backward(experts, (x, saved.experts), dy, ctx, need_dx, sink);
+            return self.experts_half_backward(experts, (x, saved), dy, ctx, need_dx, sink);
         }
         let post_wanted = self.mlp_post_norm.as_ref().is_some_and(|norm| norm.wanted(sink));
         let dh = need_dx || self.mlp_norm.as_ref().is_some_and(|norm| norm.wanted(sink));

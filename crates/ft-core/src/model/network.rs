@@ -416,16 +416,20 @@ impl Network {
         };
         let [up, down] = spec.plain_mlp.unwrap_or(["mlp.up_proj", "mlp.down_proj"]);
         let experts = spec.layers[index].experts;
-        let shared = experts.map(|e| {
-            e.shared
-                .map_or((Vec::new(), Vec::new()), |s| (s.names[..2].to_vec(), vec![s.names[2]]))
-        });
-        let (inputs, down) = shared.unwrap_or((Vec::new(), vec![down]));
-        let mut mlp_in = match spec.plain_mlp {
-            _ if experts.is_some() => mlp(&inputs)?,
-            Some(_) => mlp(&[up])?,
-            None if spec.fused_gate_up => Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i]),
-            None => mlp(&["mlp.gate_proj", up])?,
+        let shared = experts.and_then(|e| e.shared);
+        let down: Vec<&str> = match (&experts, &shared) {
+            (Some(_), shared) => shared.iter().map(|s| s.names[2]).collect(),
+            (None, _) => vec![down],
+        };
+        let mut mlp_in = match (spec.plain_mlp, shared) {
+            (_, Some(s)) if s.is_fused() => {
+                Projections::fused(linear(s.names[0], spec.mlp_bias)?, vec![s.intermediate; 2])
+            }
+            (_, Some(s)) => mlp(&s.names[..2])?,
+            _ if experts.is_some() => mlp(&[])?,
+            (Some(_), _) => mlp(&[up])?,
+            _ if spec.fused_gate_up => Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i]),
+            _ => mlp(&["mlp.gate_proj", up])?,
         };
         let other = |name: &str| param(&weights, &format!("model.layers.{index}.linear_attn.{name}"));
         let delta_net = match spec.layers[index].mixer {

@@ -44,6 +44,17 @@ impl Norm {
         })
     }
 
+    /// A norm over E elements without parameters.
+    pub(super) fn plain(size: usize) -> Self {
+        Self {
+            weight: None,
+            bias: None,
+            size,
+            scale: 1.0,
+            eps: None,
+        }
+    }
+
     /// The norm with a factor of its output.
     pub(super) fn scaled(self, scale: f32) -> Self {
         Self { scale, ..self }
@@ -86,7 +97,7 @@ impl Norm {
                 Ok(y)
             }
             (None, Some(weight)) => rms_norm::forward_plus(x, weight, self.eps(spec), spec.norm_plus_one, past),
-            (None, None) => Err(no_weight()),
+            (None, None) => rms_norm::forward_plus(x, &self.ones(x)?, self.eps(spec), false, past),
         }
     }
 
@@ -118,7 +129,10 @@ impl Norm {
                 let (dx, dw) = rms_norm::backward_plus(x, weight, dy, eps, plus_one, need[0], past)?;
                 (dx, [dw, None])
             }
-            (None, None) => return Err(no_weight()),
+            (None, None) => {
+                let (dx, _) = rms_norm::backward_plus(x, &self.ones(x)?, dy, self.eps(spec), false, false, past)?;
+                (dx, [None, None])
+            }
         };
         for (param, gradient) in [&self.weight, &self.bias].into_iter().zip(gradients) {
             if let (Some(param), Some(gradient)) = (param, gradient) {
@@ -131,6 +145,11 @@ impl Norm {
         Ok(dx)
     }
 
+    /// The weight of an RMSNorm that has none, with the factor of the output.
+    fn ones(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(Tensor::full(self.scale, self.size, x.device())?)
+    }
+
     fn layer_norm<'a>(&self, weight: &'a Option<Tensor>, bias: &'a Option<Tensor>, spec: &Spec) -> LayerNorm<'a> {
         LayerNorm {
             size: self.size,
@@ -140,8 +159,4 @@ impl Norm {
             plus_one: spec.norm_plus_one,
         }
     }
-}
-
-fn no_weight() -> Error {
-    Error::internal("an RMSNorm has no weight")
 }

@@ -89,7 +89,9 @@ impl Rope {
         if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
             return Err(Error::format("rotary size must be even and at most the head size")
                 .at(place)
-                .found(format!("{dim} (head size {head_dim} × {partial})")));
+                .found(format!(
+                    "{dim} (`head_dim` {head_dim} × `partial_rotary_factor` {partial})"
+                )));
         }
         // f32 like the reference, which rounds the power and the quotient too.
         let inv: Vec<f32> = (0..dim)

@@ -1,7 +1,9 @@
 //! The numbers that define a model: read once from `config.json`, used by layers, planner and export.
 
+mod experts;
 mod params;
 
+pub use experts::*;
 pub use params::*;
 
 use super::rope::Rope;
@@ -12,7 +14,6 @@ use crate::ops::delta_rule::DEVICE_KEY;
 use crate::ops::glu::Activation;
 use crate::ops::latent::LatentHeads;
 use crate::ops::rope::Pairing;
-use crate::ops::routing::RouterSpec;
 use crate::ops::short_conv::DEVICE_TAPS;
 use std::collections::HashMap;
 use std::mem::discriminant;
@@ -38,6 +39,8 @@ pub struct Spec {
     pub norm_eps: f64,
     /// Gemma, Nemotron: a norm multiplies by 1 + w.
     pub norm_plus_one: bool,
+    /// nanochat: RMSNorms without a weight, and one more between the embedding and the first layer.
+    pub plain_norms: bool,
     /// The norms are LayerNorms; else RMSNorms.
     pub layer_norm: Option<LayerNormParams>,
     /// The norms around the two halves of a layer.
@@ -134,113 +137,6 @@ pub struct LayerSpec {
     pub sparsity: f32,
     /// A mixture of experts in the place of its MLP.
     pub experts: Option<ExpertsSpec>,
-}
-
-/// A mixture of experts: a router chooses some of them for each token.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ExpertsSpec {
-    /// Number of experts.
-    pub count: usize,
-    /// Intermediate size of an expert.
-    pub intermediate: usize,
-    /// The rule of the router.
-    pub router: RouterSpec,
-    /// The files have a correction of the scores. It is never trained.
-    pub correction: bool,
-    /// Biases of the router and of the experts.
-    pub bias: bool,
-    /// The expert that computes every token.
-    pub shared: Option<SharedExpertSpec>,
-    /// Names of its parameters.
-    pub names: ExpertNames,
-}
-
-/// The expert that computes every token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SharedExpertSpec {
-    /// Its intermediate size.
-    pub intermediate: usize,
-    /// Names of its gate, up and down projection.
-    pub names: [&'static str; 3],
-    /// Name of the weight of its output's factor, the sigmoid of a projection to one number.
-    pub gate: Option<&'static str>,
-}
-
-/// Names of the parameters of a mixture of experts, below the layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ExpertNames {
-    /// The weight of the router is `{router}.weight`.
-    pub router: &'static str,
-    /// The module with the correction of the scores.
-    pub correction: &'static str,
-    /// Expert 3 is `{experts}.3`.
-    pub experts: &'static str,
-    /// Gate, up and down projection of an expert.
-    pub projections: [&'static str; 3],
-    /// The module of transformers with the parameters of all experts, below the layer.
-    pub module: &'static str,
-    /// In that module the rows of gate and up alternate.
-    pub alternate: bool,
-}
-
-impl ExpertNames {
-    /// Qwen, OLMoE, GLM.
-    pub const MLP: Self = Self {
-        router: "mlp.gate",
-        correction: "mlp.gate",
-        experts: "mlp.experts",
-        projections: ["gate_proj", "up_proj", "down_proj"],
-        module: "mlp.experts",
-        alternate: false,
-    };
-    /// gpt-oss.
-    pub const GPT_OSS: Self = Self {
-        router: "mlp.router",
-        alternate: true,
-        ..Self::MLP
-    };
-    /// Granite.
-    pub const GRANITE: Self = Self {
-        router: "block_sparse_moe.router.layer",
-        experts: "block_sparse_moe.experts",
-        module: "block_sparse_moe.experts",
-        ..Self::MLP
-    };
-    /// Mixtral.
-    pub const MIXTRAL: Self = Self {
-        router: "block_sparse_moe.gate",
-        experts: "block_sparse_moe.experts",
-        projections: ["w1", "w3", "w2"],
-        ..Self::MLP
-    };
-    /// MiniMax-M2: the correction is beside the router.
-    pub const MINIMAX: Self = Self {
-        correction: "block_sparse_moe",
-        ..Self::MIXTRAL
-    };
-    /// Hunyuan.
-    pub const HUNYUAN: Self = Self {
-        router: "mlp.gate.wg",
-        ..Self::MLP
-    };
-}
-
-impl ExpertsSpec {
-    /// Name, below the layer, of projection `projection` (0: gate, 1: up, 2: down) of an expert.
-    pub fn linear_name(&self, expert: usize, projection: usize) -> String {
-        let names = &self.names;
-        format!("{}.{expert}.{}", names.experts, names.projections[projection])
-    }
-
-    /// Name, below the layer, of the weight of the router.
-    pub fn router_name(&self) -> String {
-        format!("{}.weight", self.names.router)
-    }
-
-    /// Name, below the layer, of the correction of the scores.
-    pub fn correction_name(&self) -> String {
-        format!("{}.{ROUTER_CORRECTION}", self.names.correction)
-    }
 }
 
 /// The half of a layer that mixes tokens.
@@ -572,7 +468,11 @@ impl Spec {
             "dots1",
             "granite",
             "granitemoe",
+            "granitemoeshared",
             "ernie4_5",
+            "ernie4_5_moe",
+            "flex_olmo",
+            "granite_swa",
             "gemma3n_text",
             "gemma4_text",
             "glm4_moe_lite",
@@ -582,6 +482,7 @@ impl Spec {
             "jais2",
             "mellum",
             "minimax_m2",
+            "nanochat",
             "qwen3_5_moe_text",
             "qwen3_moe_smile",
             "solar_open",

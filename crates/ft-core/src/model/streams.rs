@@ -5,11 +5,14 @@
 //! h_0 = x,  h_i = matched(P_i x, x)          y = (h_0 + Σ_i matched(Q_i h_i, h_0)) / A
 //! ```
 //!
+//! nanochat has a norm there instead.
+//!
 //! Letters: A streams, D width of a stream.
 
 use super::contracts::{Context, GradSink};
 use super::linear::{Dx, Linear};
 use super::network::Network;
+use super::norm::Norm;
 use super::spec::{STREAMS_IN, STREAMS_OUT};
 use crate::base::Result;
 use crate::ops::{altup, update};
@@ -25,9 +28,19 @@ impl Network {
         (1..streams.count).map(one).collect()
     }
 
+    /// The norm of the embedding; it has no parameters.
+    fn embedding_norm(&self) -> Option<Norm> {
+        self.spec.plain_norms.then(|| Norm::plain(self.spec.hidden))
+    }
+
     /// From the embedding `[N, D]` to what the first layer reads, `[N, A·D]`.
     pub(super) fn spread(&self, x: Tensor, ctx: &Context) -> Result<Tensor> {
-        let Some(streams) = self.spec.streams else { return Ok(x) };
+        let Some(streams) = self.spec.streams else {
+            return match self.embedding_norm() {
+                Some(norm) => norm.forward(&x, &self.spec),
+                None => Ok(x),
+            };
+        };
         let (n, d) = x.dims2()?;
         let h = update::zeros((n, streams.count * d), x.dtype(), x.device())?;
         h.slice_set(&x, 1, 0)?;
@@ -45,7 +58,10 @@ impl Network {
     /// As for `embed`.
     pub fn spread_backward(&self, ids: &[u32], dh: Tensor, ctx: &Context, sink: &mut dyn GradSink) -> Result<Tensor> {
         let Some(streams) = self.spec.streams else {
-            return Ok(dh);
+            return match self.embedding_norm() {
+                Some(norm) => norm.backward(&self.embedded(ids, ctx)?, &dh, &self.spec, sink),
+                None => Ok(dh),
+            };
         };
         let x = self.embedded(ids, ctx)?;
         let dx = altup::sum(&dh, streams.count, 0..1, 1.0)?;

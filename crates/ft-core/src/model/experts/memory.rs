@@ -81,14 +81,31 @@ impl LayerMemory<'_> {
         keep: bool,
     ) -> (Allocation, Vec<Allocation>) {
         let h = self.settings.spec.norms.before_mlp.map(|_| l.alloc(LayerWork, self.nd));
+        let (mut y, mut saved) = self.experts_sum(l, sizes, keep);
+        if self.settings.spec.norms.after_mlp.is_some() {
+            let normed = l.alloc(LayerWork, self.nd);
+            let sum = std::mem::replace(&mut y, normed);
+            if keep {
+                saved.push(l.relabel(sum, Activations));
+            } else {
+                l.free(sum);
+            }
+        }
+        l.free_all(h);
+        (y, saved)
+    }
+
+    /// The sum of the experts; the caller holds h.
+    fn experts_sum(&self, l: &mut Ledger, sizes: &ExpertsSpec, keep: bool) -> (Allocation, Vec<Allocation>) {
         let routing = self.route(l, sizes);
         let mut saved = Vec::new();
         let y = match sizes.shared {
             Some(shared) => {
                 let (linears, down) = self.linears(false);
                 let factors = l.alloc(LayerWork, 8 * self.settings.tokens as u64);
-                let parts: Vec<Allocation> = linears.iter().map(|&x| self.linear(l, x)).collect();
-                let m = l.alloc(LayerWork, self.bytes(shared.intermediate));
+                let width = self.bytes(shared.intermediate);
+                let parts = self.projections(l, &linears, &[width, width]);
+                let m = l.alloc(LayerWork, width);
                 if keep {
                     saved.extend(parts);
                 } else {
@@ -117,7 +134,6 @@ impl LayerMemory<'_> {
         self.decode_expert(l, sizes, 2);
         l.free(part);
         l.free_all([work, m]);
-        l.free_all(h);
         if keep {
             saved.push(routing);
             saved = saved.into_iter().map(|s| l.relabel(s, Activations)).collect();
@@ -173,18 +189,28 @@ impl LayerMemory<'_> {
         let norm = self.settings.spec.norms.before_mlp;
         let (linears, down) = self.linears(false);
         let norm_wanted = norm.is_some_and(|n| self.norm_wanted(sink, n));
+        let after = self.settings.spec.norms.after_mlp;
+        let after_wanted = after.is_some_and(|n| self.norm_wanted(sink, n));
         let shared_wanted = |sink: &dyn GradSinkMemory| {
             let mut all = linears.iter().chain(sizes.shared.map(|_| &down));
             all.any(|&x| self.linear_wanted(sink, x))
         };
-        if !need_dx && !norm_wanted && !self.experts_wanted(sink, sizes) && !shared_wanted(sink) {
+        if !need_dx && !norm_wanted && !after_wanted && !self.experts_wanted(sink, sizes) && !shared_wanted(sink) {
             l.free_all(saved);
             return None;
         }
         let h = norm.map(|_| l.alloc(LayerWork, self.nd));
         let need_dh = need_dx || norm_wanted;
-        let scaled = self.scaled_gradient(l);
         let kept = !saved.is_empty();
+        let scaled = match after {
+            Some(norm) => {
+                let sum = (!kept).then(|| self.experts_sum(l, sizes, false).0);
+                let d = self.norm_backward(l, norm, self.nd, sink);
+                l.free_all(sum);
+                Some(d)
+            }
+            None => self.scaled_gradient(l),
+        };
         let routing = (!kept).then(|| self.route(l, sizes));
         let need_dm = need_dh || self.router_wanted(sink, sizes);
         let mut dh = None;
@@ -194,17 +220,20 @@ impl LayerMemory<'_> {
             let parts = if kept {
                 Vec::new()
             } else {
-                linears.iter().map(|&x| self.linear(l, x)).collect()
+                self.projections(l, &linears, &[width, width])
             };
             let m = [width, width].map(|bytes| l.alloc(LayerWork, bytes));
             let dm = self.linear_backward(l, down, true, sink);
             l.free_all(m);
             let parts = self.gate_gradients(l, parts, width);
+            // Of a fused linear: both gradients in one tensor.
+            let whole = shared.is_fused().then(|| l.alloc(LayerWork, 2 * width));
             dh = need_dh.then(|| l.alloc(LayerWork, self.nd));
             for &linear in &linears {
                 self.linear_gradients(l, linear, need_dh, sink);
             }
             l.free_all(dm);
+            l.free_all(whole);
             l.free_all(parts);
             l.free(factors);
             if let Some(gate) = shared.gate {

@@ -215,6 +215,48 @@ mod tests {
         assert_eq!(plain.ropes[0].attention_factor, 1.0);
     }
 
+    /// transformers gives each family of Qwen other layers with windows.
+    #[test]
+    fn the_layers_of_qwen_with_windows() {
+        let on = json!({"use_sliding_window": true, "sliding_window": 7, "max_window_layers": 3});
+        let windows = |model_type| -> Vec<_> {
+            let spec = read(model_type, on.clone()).unwrap();
+            spec.layers.iter().map(|l| l.window).collect()
+        };
+        assert_eq!(windows("qwen2_moe"), [Some(7), None, Some(7), None]);
+        assert_eq!(windows("qwen3_moe"), [Some(7); 4]);
+        assert_eq!(windows("qwen3_moe_smile"), [Some(7); 4]);
+        let first = |first| {
+            let spec = read(
+                "qwen2_moe",
+                json!({"use_sliding_window": true, "max_window_layers": first}),
+            )
+            .unwrap();
+            spec.layers.iter().map(|l| l.window).collect::<Vec<_>>()
+        };
+        assert_eq!(first(0), [None; 4]);
+        assert_eq!(first(28), [Some(4096), None, Some(4096), None]);
+    }
+
+    #[test]
+    fn a_shared_expert_of_granite_has_gate_and_up_in_one_linear() {
+        let spec = read(
+            "granitemoeshared",
+            json!({"num_local_experts": 8, "num_experts": null, "shared_intermediate_size": 20}),
+        )
+        .unwrap();
+        let params = spec.layer_params(0);
+        let shape = |name: &str| params.iter().find(|p| p.name.ends_with(name)).map(|p| p.shape.clone());
+        assert_eq!(shape("shared_mlp.input_linear.weight"), Some(vec![40, 64]));
+        assert_eq!(shape("shared_mlp.output_linear.weight"), Some(vec![64, 20]));
+        let without = read(
+            "granitemoeshared",
+            json!({"num_local_experts": 8, "num_experts": null, "shared_intermediate_size": 0}),
+        )
+        .unwrap();
+        assert!(without.layer_params(0).iter().all(|p| !p.name.contains("shared_mlp")));
+    }
+
     /// Its files have no size of dense layers.
     #[test]
     fn qwen3_5_with_experts_needs_no_intermediate_size() {
@@ -247,6 +289,26 @@ mod tests {
                 "moe_intermediate_size",
             ),
             ("mixtral", json!({"router_jitter_noise": 0.1}), "router_jitter_noise"),
+            (
+                "qwen2_moe",
+                json!({"layer_types": vec!["sliding_attention"; 4]}),
+                "layer_types",
+            ),
+            (
+                "ernie4_5_moe",
+                json!({"moe_num_experts": 8, "num_experts": null, "use_bias": true}),
+                "use_bias",
+            ),
+            (
+                "ernie4_5_moe",
+                json!({"moe_num_experts": 8, "num_experts": null, "moe_norm_min": 0.1}),
+                "moe_norm_min",
+            ),
+            (
+                "ernie4_5_moe",
+                json!({"moe_k": 9, "moe_num_experts": 8, "num_experts": null}),
+                "num_experts_per_tok",
+            ),
             ("gpt_oss", json!({"swiglu_limit": 0.0}), "swiglu_limit"),
             ("gpt_oss", json!({"swiglu_alpha": -1.0}), "swiglu_alpha"),
             ("gpt_oss", json!({"num_experts_per_tok": 9}), "num_experts_per_tok"),

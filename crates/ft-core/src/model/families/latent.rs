@@ -32,7 +32,7 @@ pub fn apply(config: &Config, spec: &mut Spec, defaults: LatentSpec) -> Result<(
             Error::format("latent attention has keys and values for every query head")
                 .at(place(config, "num_key_value_heads"))
                 .found(spec.kv_heads)
-                .expected(spec.heads),
+                .expected(format!("{}, as `num_attention_heads`", spec.heads)),
         );
     }
     let parameters = rope_parameters(config, None, 10_000.0)?;

@@ -10,8 +10,10 @@ mod cwm;
 mod deepseek;
 mod dots1;
 mod ernie4_5;
+mod ernie4_5_moe;
 mod exaone4;
 mod experts;
+mod flex_olmo;
 mod gemma;
 mod gemma2;
 mod gemma3_text;
@@ -22,7 +24,9 @@ mod glm4;
 mod glm4_moe;
 mod gpt_oss;
 mod granite;
+mod granite_swa;
 mod granitemoe;
+mod granitemoeshared;
 mod helium;
 mod hunyuan_v1_dense;
 mod hunyuan_v1_moe;
@@ -38,17 +42,20 @@ mod ministral;
 mod ministral3;
 mod mistral;
 mod mixtral;
+mod nanochat;
 mod nemotron;
 mod olmo;
 mod olmo2;
 mod olmo3;
 mod olmoe;
+mod options;
 mod padding;
 mod phi3;
 mod qwen2;
 mod qwen3;
 mod qwen3_5;
 mod qwen3_moe;
+mod refused;
 mod seed_oss;
 mod smollm3;
 mod solar_open;
@@ -91,7 +98,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "kimi_k2" => "deepseek_v3",
         own => own,
     };
-    refuse_unsupported(config, model_type, &place)?;
+    options::refuse_unsupported(config, model_type, &place)?;
     let (one_size, sizes) = match model_type {
         "gemma3n_text" => {
             let (config, sizes) = gemma3n_text::sizes(config)?;
@@ -111,7 +118,9 @@ pub fn read(config: &Config) -> Result<Spec> {
         "deepseek_v3" => deepseek::apply_v3(config, &mut spec)?,
         "dots1" => dots1::apply(config, &mut spec)?,
         "ernie4_5" => ernie4_5::apply(config, &mut spec)?,
+        "ernie4_5_moe" => ernie4_5_moe::apply(config, &mut spec)?,
         "exaone4" => exaone4::apply(config, &mut spec)?,
+        "flex_olmo" => flex_olmo::apply(config, &mut spec)?,
         "gemma" => gemma::apply(config, &mut spec)?,
         "gemma2" => gemma2::apply(config, &mut spec)?,
         "gemma3_text" => gemma3_text::apply(config, &mut spec)?,
@@ -123,7 +132,9 @@ pub fn read(config: &Config) -> Result<Spec> {
         "glm4_moe_lite" => deepseek::apply_glm(config, &mut spec)?,
         "gpt_oss" => gpt_oss::apply(config, &mut spec)?,
         "granite" => granite::apply(config, &mut spec)?,
+        "granite_swa" => granite_swa::apply(config, &mut spec)?,
         "granitemoe" => granitemoe::apply(config, &mut spec)?,
+        "granitemoeshared" => granitemoeshared::apply(config, &mut spec)?,
         "helium" => helium::apply(config, &mut spec)?,
         "hunyuan_v1_dense" => hunyuan_v1_dense::apply(config, &mut spec)?,
         "hunyuan_v1_moe" => hunyuan_v1_moe::apply(config, &mut spec)?,
@@ -139,6 +150,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "ministral3" => ministral3::apply(config, &mut spec)?,
         "mistral" => mistral::apply(config, &mut spec)?,
         "mixtral" => mixtral::apply(config, &mut spec)?,
+        "nanochat" => nanochat::apply(config, &mut spec)?,
         "nemotron" => nemotron::apply(config, &mut spec)?,
         "olmo" => olmo::apply(config, &mut spec)?,
         "olmo2" => olmo2::apply(config, &mut spec)?,
@@ -221,6 +233,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         head_dim,
         norm_eps: config.opt_f64("rms_norm_eps")?.unwrap_or(1e-6),
         norm_plus_one: false,
+        plain_norms: false,
         layer_norm: None,
         norms: NormNames::BEFORE,
         qk_norm: None,
@@ -428,89 +441,6 @@ fn windows(config: &Config, spec: &mut Spec, window: Option<usize>, default: imp
 
 fn place(config: &Config, key: &str) -> String {
     format!("{}: {key}", config.path.display())
-}
-
-/// Refuses options that change the computation and that no supported family uses.
-fn refuse_unsupported(config: &Config, model_type: &str, place: &str) -> Result<()> {
-    let own: &[&str] = match model_type {
-        "granite" | "hyperclovax" => &[
-            "embedding_multiplier",
-            "residual_multiplier",
-            "attention_multiplier",
-            "logits_scaling",
-        ],
-        "cohere" | "cohere2" => &["logit_scale"],
-        "gemma4_text" => &["use_bidirectional_attention"],
-        "deepseek_v2" | "deepseek_v3" | "dots1" | "glm4_moe" | "glm4_moe_lite" | "solar_open" => {
-            &["n_routed_experts", "num_local_experts"]
-        }
-        "granitemoe" => &[
-            "embedding_multiplier",
-            "residual_multiplier",
-            "attention_multiplier",
-            "logits_scaling",
-            "num_local_experts",
-        ],
-        "minicpm3" => &["scale_emb", "scale_depth"],
-        "minimax_m2" | "mixtral" => &["num_local_experts"],
-        "gpt_oss" | "hunyuan_v1_moe" | "mellum" | "olmoe" | "qwen2_moe" | "qwen3_moe" | "qwen3_moe_smile"
-        | "qwen3_next" | "qwen3_5_moe_text" | "qwen3_vl_moe_text" => &["num_experts", "num_local_experts"],
-        "smollm3" => &["no_rope_layers"],
-        "seed_oss" => &seed_oss::DROPOUT,
-        "stablelm" => &["use_parallel_residual"],
-        "starcoder2" => &starcoder2::DROPOUT,
-        _ => &[],
-    };
-    let zero = |v: &Value| v.as_f64() == Some(0.0);
-    let one = |v: &Value| v.as_f64() == Some(1.0);
-    let off = |v: &Value| v == &Value::Bool(false);
-    type Harmless<'a> = &'a dyn Fn(&Value) -> bool;
-    let never: Harmless = &|_| false;
-    if let Some(quantization) = config.get("quantization_config") {
-        crate::source::stored::check_config(quantization, place)?;
-    }
-    let options: [(&str, Harmless); 25] = [
-        ("attention_dropout", &zero),
-        ("resid_pdrop", &zero),
-        ("embd_pdrop", &zero),
-        ("hidden_dropout", &zero),
-        ("attn_pdrop", &zero),
-        ("residual_dropout", &zero),
-        ("embedding_dropout", &zero),
-        ("num_experts", &zero),
-        ("num_local_experts", &zero),
-        ("n_routed_experts", &zero),
-        ("use_bidirectional_attention", &off),
-        ("is_encoder_decoder", &off),
-        ("add_cross_attention", &off),
-        ("logits_scaling", &one),
-        ("logit_scale", &one),
-        ("residual_multiplier", &one),
-        ("embedding_multiplier", &one),
-        ("attention_multiplier", never),
-        ("scale_emb", &one),
-        ("scale_depth", never),
-        ("parallel_attn", &off),
-        ("use_parallel_residual", &off),
-        ("alibi", &off),
-        ("clip_qkv", never),
-        ("no_rope_layers", never),
-    ];
-    for (key, harmless) in options {
-        match config.get(key) {
-            None | Some(Value::Null) => {}
-            Some(v) if own.contains(&key) || harmless(v) => {}
-            Some(v) => {
-                return Err(Error::unsupported(format!(
-                    "config option `{key}` changes the model and is not supported"
-                ))
-                .at(place)
-                .found(v)
-                .hint("ft refuses what it cannot compute exactly"));
-            }
-        }
-    }
-    Ok(())
 }
 
 fn out_of_range(key: &str, found: usize, most: usize, place: &str) -> Error {

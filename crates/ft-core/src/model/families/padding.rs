@@ -14,14 +14,16 @@ pub fn token(config: &Config, model_type: &str) -> Result<Option<u32>> {
         })?,
         (
             None,
-            "cohere" | "cohere2" | "ernie4_5" | "gemma" | "gemma2" | "gemma3_text" | "gemma3n_text" | "gemma4_text",
+            "cohere" | "cohere2" | "ernie4_5" | "ernie4_5_moe" | "gemma" | "gemma2" | "gemma3_text" | "gemma3n_text"
+            | "gemma4_text",
         ) => 0,
         (None, "hunyuan_v1_dense" | "hunyuan_v1_moe" | "vaultgemma") => 0,
-        (None, "olmo" | "olmo2" | "olmo3" | "olmoe" | "seed_oss") => 1,
+        (None, "nanochat" | "olmo" | "olmo2" | "olmo3" | "olmoe" | "seed_oss") => 1,
         (None, "internlm3") => 2,
         (None, "helium") => 3,
         (None, "ministral3") => 11,
         (None, "phi3") => 32_000,
+        (None, "flex_olmo") => 100_277,
         (None, "smollm3") => 128_004,
         (None, "glm" | "glm4") => 151_329,
         (None, _) => return Ok(None),

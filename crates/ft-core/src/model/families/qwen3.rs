@@ -4,6 +4,7 @@ use super::{Config, QkNorm, Result, Spec};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::default_head_dim(config, spec, 128)?;
+    super::qwen2::sliding(config, spec)?;
     shared(config, spec)
 }
 
@@ -11,7 +12,6 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 pub fn shared(config: &Config, spec: &mut Spec) -> Result<()> {
     spec.qk_norm = Some(QkNorm::HEADS);
     super::attention_biases(config, spec, false)?;
-    super::qwen2::sliding(config, spec)?;
     spec.ropes = vec![super::rope(config, spec, 10_000.0)?];
     Ok(())
 }

@@ -8,6 +8,7 @@ use crate::ops::routing::{GroupScore, Groups, Score};
 
 pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     super::qwen3::shared(config, spec)?;
+    super::qwen2::sliding_everywhere(config, spec)?;
     let experts = experts(config, 128, 768, 8)?;
     of_layers(config, spec, experts)
 }
@@ -15,6 +16,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
 /// Routers of two levels (SMILE, arXiv 2212.05191): the rows of the groups follow those of the experts.
 pub fn apply_smile(config: &Config, spec: &mut Spec) -> Result<()> {
     super::qwen3::shared(config, spec)?;
+    super::qwen2::sliding_everywhere(config, spec)?;
     let mut experts = experts(config, 128, 768, 8)?;
     experts.router.score = Score::TwoLevel;
     experts.router.groups = Some(Groups {
@@ -27,7 +29,8 @@ pub fn apply_smile(config: &Config, spec: &mut Spec) -> Result<()> {
 
 /// Qwen2-MoE: biases on q, k and v; a shared expert whose output has a factor of its own.
 pub fn apply_2(config: &Config, spec: &mut Spec) -> Result<()> {
-    super::qwen2::apply(config, spec)?;
+    super::qwen2::sliding_experts(config, spec)?;
+    spec.ropes = vec![super::rope(config, spec, 10_000.0)?];
     spec.qkv_bias = config.bool_or("qkv_bias", true)?;
     let experts = ExpertsSpec {
         shared: Some(qwen_shared(config, 5632)?),

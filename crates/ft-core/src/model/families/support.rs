@@ -1,6 +1,7 @@
 //! The support matrix: families, checkpoints that people know, options, and what an unsupported type would need.
 //! docs/models.md shows it.
 
+use super::refused::REFUSED;
 use super::{Config, Error};
 
 /// A supported family.
@@ -23,7 +24,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 70] = [
+pub const FAMILIES: [Family; 75] = [
     family(
         "arcee",
         "arcee-ai/AFM-4.5B, AFM-4.5B-Base",
@@ -65,9 +66,19 @@ pub const FAMILIES: [Family; 70] = [
         "rotates neighboring elements; optional biases",
     ),
     family(
+        "ernie4_5_moe",
+        "baidu/ERNIE-4.5-21B-A3B-PT, -300B-A47B-PT",
+        "as ernie4_5, with experts after the first layers, a correction of the scores, shared experts; not with `use_bias`",
+    ),
+    family(
         "exaone4",
         "LGAI-EXAONE/EXAONE-4.0-1.2B, -32B",
         "norms after each half, norms on q and k, sliding windows, full attention without positions",
+    ),
+    family(
+        "flex_olmo",
+        "allenai/FlexOlmo-7x7B-1T",
+        "as olmo2, with experts in every layer",
     ),
     family(
         "gemma",
@@ -140,9 +151,19 @@ pub const FAMILIES: [Family; 70] = [
         "factors of embedding, scores, residual stream and logits",
     ),
     family(
+        "granite_swa",
+        "ibm-granite/granite-swash-2b",
+        "as granite, with sliding windows, attention sinks and a rope base for each layer",
+    ),
+    family(
         "granitemoe",
         "ibm-granite/granite-3.1-1b-a400m-instruct, -3b-a800m-instruct",
         "as granite, with experts in every layer",
+    ),
+    family(
+        "granitemoeshared",
+        "ibm-research/moe-7b-1b-active-shared-experts",
+        "as granitemoe, with a shared expert",
     ),
     family(
         "helium",
@@ -228,6 +249,11 @@ pub const FAMILIES: [Family; 70] = [
         "mixtral",
         "mistralai/Mixtral-8x7B-v0.1, -8x22B-v0.1",
         "experts in every layer, optional sliding windows",
+    ),
+    family(
+        "nanochat",
+        "karpathy/nanochat-d32, nanochat-students/base-d20",
+        "norms without weights, also after the embedding and on the rotated heads; an MLP without a gate",
     ),
     family(
         "nemotron",
@@ -389,96 +415,6 @@ pub(super) const PARTIAL_ROTATION: [&str; 16] = [
     "qwen3_next",
     "stablelm",
     "youtu",
-];
-
-/// Types that are not supported, with what they would need.
-const REFUSED: [(&str, &[&str]); 19] = [
-    (
-        "other mixture-of-experts layers",
-        &[
-            "afmoe",
-            "cohere2_moe",
-            "dbrx",
-            "ernie4_5_moe",
-            "exaone_moe",
-            "flex_olmo",
-            "granitemoe_swa",
-            "granitemoeshared",
-            "hy_v3",
-            "jetmoe",
-            "laguna",
-            "mimo_v2_flash",
-            "phimoe",
-        ],
-    ),
-    ("latent attention over chosen tokens", &["deepseek_v32", "glm_moe_dsa"]),
-    (
-        "latent attention in other layers",
-        &["axk1", "kimi_k25", "longcat_flash", "mistral4"],
-    ),
-    (
-        "mixture-of-experts layers and chunked attention",
-        &["llama4", "llama4_text"],
-    ),
-    (
-        "linear attention layers",
-        &["bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"],
-    ),
-    (
-        "convolution or state-space layers",
-        &[
-            "lfm2",
-            "lfm2_moe",
-            "mamba",
-            "mamba2",
-            "falcon_h1",
-            "falcon_mamba",
-            "jamba",
-            "nemotron_h",
-            "granitemoehybrid",
-            "bamba",
-            "zamba",
-            "zamba2",
-            "recurrent_gemma",
-            "rwkv",
-            "xlstm",
-        ],
-    ),
-    ("an activation with trained parameters (xIELU)", &["apertus"]),
-    ("norms inside of attention and MLP, and ternary weights", &["bitnet"]),
-    ("norms without parameters, also on the rotated heads", &["nanochat"]),
-    ("differences of two attention maps", &["diffllama"]),
-    ("attention with a trained mask", &["doge"]),
-    ("attention sinks and a rope base by layer", &["granite_swa"]),
-    ("a bias of the LM head", &["phi", "gptj", "codegen"]),
-    (
-        "a matrix with q, k and v of each head in turn",
-        &["gpt_neox", "falcon", "persimmon"],
-    ),
-    (
-        "learned positions",
-        &["gpt2", "gpt_neo", "gpt_bigcode", "opt", "xglm", "biogpt"],
-    ),
-    ("ALiBi positions", &["bloom", "mpt"]),
-    (
-        "parts that only exist as code in the model directory",
-        &["baichuan", "internlm2", "chatglm", "minicpm", "qwen"],
-    ),
-    (
-        "an encoder: ft trains decoders",
-        &[
-            "t5",
-            "mt5",
-            "bart",
-            "t5gemma",
-            "bert",
-            "roberta",
-            "modernbert",
-            "xlm-roberta",
-            "whisper",
-        ],
-    ),
-    ("cross-attention to images", &["mllama", "idefics", "mllama_text_model"]),
 ];
 
 /// The error for an unsupported type: what it would need, or the nearest supported name.

@@ -200,7 +200,12 @@ impl Spec {
                 if let Some(shared) = experts.and_then(|e| e.shared) {
                     let [gate, up, down] = shared.names;
                     let width = shared.intermediate;
-                    linears.extend([mlp(gate, d, width), mlp(up, d, width), mlp(down, width, d)]);
+                    if shared.is_fused() {
+                        linears.push(mlp(gate, d, 2 * width));
+                    } else {
+                        linears.extend([mlp(gate, d, width), mlp(up, d, width)]);
+                    }
+                    linears.push(mlp(down, width, d));
                 }
             }
             Some([up, down]) => linears.extend([mlp(up, d, i), mlp(down, i, d)]),
@@ -266,7 +271,7 @@ impl Spec {
             name,
             size,
             heads: None,
-            weight: self.layer_norm.is_none_or(|params| params.weight),
+            weight: !self.plain_norms && self.layer_norm.is_none_or(|params| params.weight),
             bias: self.layer_norm.is_some_and(|params| params.bias),
             eps: None,
             sublayer,
@@ -411,11 +416,11 @@ impl Spec {
             all.push(of_layer(name, vec![count], Sublayer::Router));
         }
         if experts.correction {
-            all.push(of_layer(
-                experts.correction_name(),
-                vec![experts.count],
-                Sublayer::Router,
-            ));
+            let mut shape = vec![experts.count];
+            if experts.names.correction_row {
+                shape.insert(0, 1);
+            }
+            all.push(of_layer(experts.correction_name(), shape, Sublayer::Router));
         }
         if let Some(gate) = experts.shared.and_then(|s| s.gate) {
             all.push(of_layer(format!("{gate}.weight"), vec![1, d], Sublayer::Router));

@@ -93,7 +93,7 @@ fn gptq(values: &[f32], (o, i): (usize, usize), bits: usize, order: bool) -> Par
 /// 4 bits of bitsandbytes in blocks of `block`, by the nearest of the 16 levels. The absmax of nested files is made of
 /// random codes: only the file says what the weights are.
 fn blocks(values: &[f32], (o, i): (usize, usize), kind: &str, block: usize, nested: bool) -> Parts {
-    let fp4 = [0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25];
+    let fp4 = [0.0, 0.0052083333, 0.666_666_7, 1.0, 0.33333333, 0.5, 0.16666667, 0.25];
     let nf4 = [
         -1.0,
         -0.6961928,

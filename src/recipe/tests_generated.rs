@@ -34,9 +34,9 @@ const MODELS: &str = "
   unchanged, under the names of the base model. Adapters have the module names of the multimodal class, and
   `tune.lora.target_modules` means the language model only. Reward models of multimodal models are refused: ft writes the
   classifier of a text-only model (of Gemma 3: `gemma3_text`).
-- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `cwm`, `dots1`, `ernie4_5`, `gemma3n`, `gemma4`,
-  `glm4_moe_lite`, `granite`, `granitemoe`, `hyperclovax`, `internlm3`, `iquestcoder`, `jais2`, `mellum`, `minimax_m2`, `qwen3_5_moe`,
-  `qwen3_moe_smile`, `solar_open`, `vaultgemma` and `youtu` have none.
+- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `cwm`, `dots1`, `ernie4_5`, `ernie4_5_moe`, `flex_olmo`,
+  `gemma3n`, `gemma4`, `glm4_moe_lite`, `granite`, `granite_swa`, `granitemoe`, `granitemoeshared`, `hyperclovax`, `internlm3`, `iquestcoder`,
+  `jais2`, `mellum`, `minimax_m2`, `nanochat`, `qwen3_5_moe`, `qwen3_moe_smile`, `solar_open`, `vaultgemma` and `youtu` have none.
 - `pad_token_id` of the config is `padding_idx` of the embedding, as in transformers: where that token is in a text, its row of the
   embedding (and of the table of per-layer embeddings) gets no gradient from that place. Some checkpoints use a token that ends turns as
   the padding token; it is not trained there either ([optimizers.md](optimizers.md#the-row-of-the-padding-token)).

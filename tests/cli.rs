@@ -188,7 +188,7 @@ fn families_that_are_not_there_are_named() {
             "its language model is a `gemma2`",
         ),
         (
-            r#"{"model_type": "phimoe"}"#,
+            r#"{"model_type": "jetmoe"}"#,
             "it would need other mixture-of-experts layers",
         ),
     ] {

@@ -50,29 +50,27 @@ fn is_registered(name: &str) -> bool {
     !name.contains(['.', '/', '\\'])
 }
 
-/// Data sets by name.
+/// Data sets by name. A name without a meaning stays the path, so that the recipe shows what to write.
 fn registered(found: &mut Findings, file: &Config, shown: &str, key: &str, items: &[Node]) {
-    let names = items.iter().filter_map(Node::scalar);
-    let sources = names
-        .map(|name| Some((name, file.registry?.source(found, name))))
-        .collect::<Option<Vec<_>>>();
-    let Some(sources) = sources else {
-        let folder = file.text("dataset_dir").unwrap_or("data");
-        found.leave(
-            shown,
-            format!("no `dataset_info.json` in `{folder}`: write the files or hub data sets (docs/data.md)"),
-        );
-        return;
-    };
-    for (name, _) in sources.iter().filter(|(_, source)| source.is_none()) {
-        found.leave(
-            shown,
-            format!("`dataset_info.json` has no `{name}` with a file or a hub data set"),
-        );
+    let mut sources: Vec<Source> = Vec::new();
+    for name in items.iter().filter_map(Node::scalar) {
+        let source = file.registry.and_then(|registry| registry.source(found, name));
+        sources.push(source.unwrap_or_else(|| {
+            let why = match file.registry {
+                Some(_) => format!("`dataset_info.json` has no file or hub data set for `{name}`"),
+                None => {
+                    let folder = file.text("dataset_dir").unwrap_or("data");
+                    format!("there is no `{folder}/dataset_info.json` that says what `{name}` is")
+                }
+            };
+            found.leave(
+                shown,
+                format!("{why}: write the file or the hub data set (docs/data.md)"),
+            );
+            vec![("path", quoted(name))]
+        }));
     }
-    let sources: Vec<Source> = sources.into_iter().filter_map(|(_, source)| source).collect();
     match sources.as_slice() {
-        [] => {}
         _ if key == "data.eval" => {
             let paths: Vec<&str> = sources.iter().map(|source| source[0].1.as_str()).collect();
             found.take(key, format!("[{}]", paths.join(", ")), shown);

@@ -64,13 +64,13 @@ fn names_of_dataset_info_are_files_with_their_columns() {
         &[
             "sources = [{ path = \"data/own.jsonl\", limit = 100, columns = { prompt = \"question\", completion = \"reply\" } }, \
            { path = \"org/chat\", config = \"en\", split = \"train_sft\", columns = { messages = \"turns\", role = \"who\", content = \"says\" }, \
-           roles = { \"client\" = \"user\", \"agent\" = \"assistant\" } }]",
+           roles = { \"client\" = \"user\", \"agent\" = \"assistant\" } }, { path = \"script\" }]",
         ],
         &["dataset_info.json: own: images", "dataset"],
     );
     let unknown = import(&format!("{HEAD}dataset: own\n"), "lf.yaml", None).unwrap();
     assert!(
-        unknown.left[0].1.contains("no `dataset_info.json` in `data`"),
+        unknown.left[0].1.contains("no `data/dataset_info.json` that says what `own` is"),
         "{:?}",
         unknown.left
     );

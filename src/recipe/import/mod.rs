@@ -246,7 +246,8 @@ fn recipe(found: &Findings, name: &str) -> String {
         let line = format!("{} = {}", key.name, taken.value);
         out += &format!("{line:<44} # {}\n", taken.from);
     }
-    if found.taken.iter().all(|t| !t.key.starts_with("data.train")) {
+    let rows = |t: &Taken| ["data.train", "data.sources"].contains(&t.key.as_str());
+    if !found.taken.iter().any(rows) {
         out += "\n# The rows are missing: [data] train = \"rows.jsonl\"\n";
     }
     if !found.left.is_empty() {

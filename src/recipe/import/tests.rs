@@ -37,6 +37,7 @@ fn reads(text: &str, wanted: &[&str], left: &[&str]) {
     for line in wanted {
         assert!(imported.text.contains(&format!("{line} ")), "{line}\n{}", imported.text);
     }
+    assert!(!imported.text.contains("rows are missing"), "{}", imported.text);
     let names: Vec<&str> = imported.left.iter().map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, left);
 }

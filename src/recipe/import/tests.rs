@@ -71,7 +71,9 @@ fn names_of_dataset_info_are_files_with_their_columns() {
     );
     let unknown = import(&format!("{HEAD}dataset: own\n"), "lf.yaml", None).unwrap();
     assert!(
-        unknown.left[0].1.contains("no `data/dataset_info.json` that says what `own` is"),
+        unknown.left[0]
+            .1
+            .contains("no `data/dataset_info.json` that says what `own` is"),
         "{:?}",
         unknown.left
     );

@@ -12,6 +12,8 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     }
     let head_dim = spec.hidden / spec.heads.max(1);
     super::default_head_dim(config, spec, head_dim)?;
+    // Of that size.
+    spec.ropes = vec![super::rope(config, spec, 500_000.0)?];
     if config.bool_or("use_bias", false)? {
         return Err(Error::unsupported("`use_bias` is not supported in ernie4_5_moe")
             .at(place(config, "use_bias"))

@@ -57,7 +57,9 @@ pub fn run(mut args: Args) -> Result<i32> {
         return to_gguf(&from.to_string_lossy(), &args);
     }
     if args.file_type.is_some() || args.pre_tokenizer.is_some() {
-        return Err(Error::usage("`--type` and `--pre-tokenizer` are of GGUF files").hint("add `--to gguf`"));
+        return Err(
+            Error::usage("`--type` and `--pre-tokenizer` have an effect on GGUF files only").hint("add `--to gguf`"),
+        );
     }
     if args.to == "mlx" {
         return to_mlx(&from.to_string_lossy(), &args);

@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(tail.read().unwrap(), lines(&[]));
         fs::write(&path, "a\nb\nhalf\n").unwrap();
         assert_eq!(tail.read().unwrap(), lines(&["half\n"]));
-        // A resumed run cuts the file and writes as many bytes and more before the next look at it.
+        // A resumed run cuts the file, and can write more bytes than it cut before the file is read again.
         fs::write(&path, "a\nB\nhalf\nmore\n").unwrap();
         assert_eq!(tail.read().unwrap(), Change::Cut);
         let mut tail = Tail::new(&path, 4);

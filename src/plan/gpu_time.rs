@@ -1,7 +1,7 @@
 //! Estimates the time of a training step on a GPU: operations, bytes and calls are counted, and divided by the rates that
 //! ft reaches. Letters as in `plan`.
 //!
-//! Bandwidth, link and peak of the products of the H100 are measured. `CALL`, `CALLS` and `ELEMENTWISE` are fitted to the
+//! Memory bandwidth, link to the host and peak rate of the products of an H100 are measured. `CALL`, `CALLS` and `ELEMENTWISE` are fitted to the
 //! five steps in docs/benchmarks-gpu.md: the estimate is within 10 % of them. Products and bandwidth of other GPUs are those
 //! of data sheets, times the fraction that the H100 reaches; their attention rates are guesses. The rates of 8-bit operands
 //! are predictions for every GPU.

@@ -56,7 +56,8 @@ pub enum Value {
     Free(JsonMap<String, serde_json::Value>),
 }
 
-/// The type of a field of a section. `By` keeps the implementation for enums apart from the others.
+/// The type of a field of a section. `By` is a marker: with it one implementation for
+/// all enums can stand beside those of other types.
 pub trait Setting<By> {
     /// The values that a key of this type accepts.
     const KIND: ValueKind;

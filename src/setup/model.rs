@@ -492,7 +492,7 @@ impl StoredWeights {
     pub fn find(dir: &Path, spec: &Spec, init: ModelInit) -> Result<Self> {
         match init {
             ModelInit::Random => Ok(Self::random()),
-            // A plan needs no weights; loading them later reports errors.
+            // A plan needs no weights. If they cannot be opened, loading them later reports it.
             ModelInit::Pretrained => Weights::open(dir).map_or(Ok(Self::default()), |w| Self::of(&w, spec)),
         }
     }

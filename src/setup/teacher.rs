@@ -96,7 +96,7 @@ pub fn refuse_alignment(recipe: &Recipe) -> Result<()> {
                 .at("distill.alignment")
                 .found(format!("`{}`", other.name()))
                 .expected(
-                    "`none`: stored outputs are the most likely ids of each token, a span needs whole distributions",
+                    "`none`: stored outputs have only the most likely ids of each token; two tokenizers need all probabilities",
                 )
                 .hint("train with `distill.teacher`, without `distill.teacher_cache`"),
         ),

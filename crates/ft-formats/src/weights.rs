@@ -132,7 +132,7 @@ pub struct Weights {
     metadata: HashMap<String, String>,
     /// By the stored name of the tensor.
     patches: BTreeMap<String, Patch>,
-    /// The prefixes of `TEXT_ONLY` in these files.
+    /// The pair of `TEXT_ONLY` that fits these files: the prefix of the language model here, and in a text-only model.
     prefixes: [&'static str; 2],
     /// Tensors of a multimodal checkpoint outside its language model, and of layers for multi-token prediction.
     other_parts: Vec<TensorInfo>,

@@ -48,7 +48,7 @@ impl LatentHeads {
         self.plain + self.rotary
     }
 
-    /// A + V: the part of a head in the product of the latent rows.
+    /// A + V: elements of a head in the projection of the latent rows, first of its key, then of its value.
     fn key_value(&self) -> usize {
         self.plain + self.value
     }

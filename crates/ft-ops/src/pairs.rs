@@ -32,12 +32,12 @@ pub struct PairStack {
     pairs: Vec<Stacked>,
 }
 
-/// One pair of a stack.
+/// One LoRA pair of several with the same input.
 #[derive(Debug)]
 struct Stacked {
     /// `[O, P]`
     b: Tensor,
-    /// Its first column in u.
+    /// Where its columns begin in u = x·Aᵀ of all pairs.
     first: usize,
     /// P
     width: usize,

@@ -264,7 +264,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     if plain && init == LoraInit::Corda && lora.corda.method == CordaMethod::Kpm && lora.corda.data.is_empty() {
         faults.add(
             &[CordaKeys::method, CordaKeys::data],
-            Error::usage("`tune.lora.corda.method = \"kpm\"` needs rows of the knowledge to preserve")
+            Error::usage("`tune.lora.corda.method = \"kpm\"` needs example rows of the knowledge to preserve")
                 .hint("set `tune.lora.corda.data` to questions that the model must still answer"),
         );
     }

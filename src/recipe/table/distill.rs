@@ -91,7 +91,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Distill::alignment, Distill::teacher_cache],
             Error::usage("stored outputs of a teacher cannot be aligned with another tokenizer")
-                .found("they hold the most likely ids of each token, and a span needs whole distributions")
+                .found("they have only the most likely ids of each token; comparing two tokenizers needs the probabilities of all")
                 .hint("give `distill.teacher` without `distill.teacher_cache`"),
         );
     }

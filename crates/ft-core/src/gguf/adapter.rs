@@ -36,10 +36,12 @@ pub fn adapter(file: &AdapterFile<'_>, out: &Path) -> Result<(&'static str, u64)
     let (query_factor, _) = model::scales(&spec, &arch)?;
     let merge = "merge the adapter into its base model, and export the result";
     if !loaded.whole.is_empty() || !loaded.rows.is_empty() || loaded.score.is_some() {
-        return Err(Error::unsupported("a GGUF adapter has no whole parameters or rows")
-            .at_path(file.dir)
-            .found("modules_to_save, trainable tokens or a score head")
-            .hint(merge));
+        return Err(
+            Error::unsupported("a GGUF adapter cannot store whole parameters or rows of an embedding")
+                .at_path(file.dir)
+                .found("modules_to_save, trainable tokens or a score head")
+                .hint(merge),
+        );
     }
     let (mut entries, mut data) = (Vec::new(), Vec::new());
     for (module, adapter) in &loaded.adapters {

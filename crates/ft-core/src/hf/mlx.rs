@@ -28,7 +28,7 @@ pub fn mlx_adapter(dir: &Path, base: &Path, out: &Path) -> Result<()> {
     let merge = "merge the adapter into its base model: mlx-lm reads the result";
     if !loaded.whole.is_empty() || !loaded.rows.is_empty() || loaded.score.is_some() {
         return Err(
-            Error::unsupported("an adapter of mlx-lm has no whole parameters or rows")
+            Error::unsupported("an adapter of mlx-lm cannot store whole parameters or rows of an embedding")
                 .at_path(dir)
                 .found("modules_to_save, trainable tokens or a score head")
                 .hint(merge),

@@ -51,10 +51,10 @@ pub fn encode<V: Value>(
     }
     // Dequantization to bf16 rounds up at most to the next power of two, which must be finite.
     if !values.par_iter().all(|x| x.f32().abs() < 1e38) {
-        return Err(
-            Error::non_finite("a weight cannot be quantized: a value is not finite or too large")
-                .hint("the model file is damaged: check its source"),
-        );
+        return Err(Error::non_finite(
+            "a weight cannot be quantized: a value is infinite, not a number, or above 1e38",
+        )
+        .hint("the model file is damaged: check its source"));
     }
     let (codes, scales) = match format {
         Format::Fp4 { .. } | Format::Scaled(_) => {

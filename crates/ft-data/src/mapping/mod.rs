@@ -313,7 +313,7 @@ impl Mapper {
         if let Some(system) = &self.system_prompt {
             if layout.rendering != Rendering::Template {
                 return Err(Error::usage(
-                    "`Mapping::system_prompt` needs conversations, or texts that are rendered as such",
+                    "`Mapping::system_prompt` needs conversations, or prompts and answers that the chat template renders",
                 )
                 .found(format!("rows of format `{}`, read as plain text", layout.format.name()))
                 .hint("remove it, or use `Render::Chat`; a model without a template needs `ChatTemplate::from_file`"));

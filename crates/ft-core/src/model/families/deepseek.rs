@@ -93,7 +93,8 @@ pub fn apply_dots(config: &Config, spec: &mut Spec) -> Result<()> {
     after_first(config, spec, experts, 0)
 }
 
-/// What DeepSeek-V3 and its successors share. The defaults: groups and chosen groups, experts of a token, factor.
+/// What DeepSeek-V3 and its successors share. The last argument has the values of keys that a config leaves out: groups of
+/// experts, groups that a token may use, experts of a token, factor of their outputs.
 fn sigmoid(
     config: &Config,
     spec: &mut Spec,

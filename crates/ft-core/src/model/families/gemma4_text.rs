@@ -151,11 +151,11 @@ pub fn shared_keys(config: &Config, spec: &mut Spec, default: usize) -> Result<(
             );
         };
         if spec.kv_heads_of(from) != spec.kv_heads_of(l) {
-            return Err(
-                Error::format("a layer shares the keys of a layer with another number of key heads")
-                    .at(place)
-                    .found(format!("layers {l} and {from}")),
-            );
+            return Err(Error::format(
+                "a layer takes the keys of an earlier layer, but the two have different numbers of key heads",
+            )
+            .at(place)
+            .found(format!("layers {l} and {from}")));
         }
         spec.layers[l].keys = KeySource::Layer(from);
         spec.layers[l].intermediate = wide.then_some(2 * spec.intermediate);

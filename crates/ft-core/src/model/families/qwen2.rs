@@ -30,7 +30,7 @@ pub fn sliding_experts(config: &Config, spec: &mut Spec) -> Result<()> {
     sliding_where(config, spec, |l, first| l % 2 == 0 && l < first)
 }
 
-/// As `sliding`; `slides`: which layers have windows, by their index and `max_window_layers`, if the config does not say it.
+/// As `sliding`. If the config has no `layer_types`, `slides(index, max_window_layers)` says whether a layer has a window.
 fn sliding_where(config: &Config, spec: &mut Spec, slides: impl Fn(usize, usize) -> bool) -> Result<()> {
     // If the switch is off, no window is applied, whatever `layer_types` contains.
     if !config.bool_or("use_sliding_window", false)? {

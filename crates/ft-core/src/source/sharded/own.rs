@@ -110,7 +110,7 @@ pub(super) enum Form {
 impl Form {
     /// Takes the lists of the matrix and builds it.
     pub fn build(self, p: &ParamInfo, lists: &mut impl Iterator<Item = Whole>) -> Result<Weight> {
-        let missing = || Error::internal("a list of a weight is missing").at(&*p.name);
+        let missing = || Error::internal("a stored part of a weight is missing").at(&*p.name);
         match self {
             Self::Dense => Ok(lists.next().ok_or_else(missing)?.into_tensor(&p.shape)?.into()),
             Self::Codes { format, decoded, parts } => {

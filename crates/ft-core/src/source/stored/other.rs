@@ -29,7 +29,7 @@ use crate::source::ParamInfo;
 pub enum Tool {
     /// `SCB`.
     Bitsandbytes8,
-    /// 4 bits in blocks of this size (`wide`).
+    /// 4 bits, with a scale for each block of this number of elements.
     Bitsandbytes4(usize),
     /// `qweight`, packed along the inputs.
     Gptq,

@@ -14,7 +14,7 @@ const VALUE_BYTES: usize = 32;
 #[derive(Debug)]
 pub(super) struct Column {
     pub length: usize,
-    /// The bits of values that are not null (empty: all), then those of the type.
+    /// First a bit for each value that is not null (empty: no value is null), then the buffers that the type has.
     pub buffers: Vec<Vec<u8>>,
     pub children: Vec<Column>,
 }

@@ -90,9 +90,8 @@ fn gptq(values: &[f32], (o, i): (usize, usize), bits: usize, order: bool) -> Par
     ]
 }
 
-/// 4 bits of bitsandbytes in blocks of `block`, by the nearest of the 16 levels. The absmax of nested files is made of
-/// random codes: only the file says what the weights are.
-fn blocks(values: &[f32], (o, i): (usize, usize), kind: &str, block: usize, nested: bool) -> Parts {
+/// 4 bits of bitsandbytes in blocks of `block`, by the nearest of the 16 levels.
+fn blocks(values: &[f32], (o, i): (usize, usize), kind: &str, block: usize) -> Parts {
     let fp4 = [0.0, 0.0052083333, 0.666_666_7, 1.0, 0.33333333, 0.5, 0.16666667, 0.25];
     let nf4 = [
         -1.0,
@@ -116,57 +115,18 @@ fn blocks(values: &[f32], (o, i): (usize, usize), kind: &str, block: usize, nest
         "fp4" => fp4.iter().copied().chain(fp4.iter().map(|x| -x)).collect(),
         _ => nf4.to_vec(),
     };
-    let mut absmax: Vec<f32> = (values.chunks(block))
+    let absmax: Vec<f32> = (values.chunks(block))
         .map(|b| b.iter().fold(1e-6f32, |m, x| m.max(x.abs())))
         .collect();
-    let mut state = json!({"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": [o, i]});
+    let state = json!({"quant_type": kind, "blocksize": block, "dtype": "float32", "shape": [o, i]});
     let mut parts = vec![(
         "weight.quant_map",
         StoredDtype::F32,
         vec![16],
         bytes_of(levels.clone(), f32::to_le_bytes),
     )];
-    if nested {
-        let mut random = Random(values.len() as u64);
-        let second: Vec<f32> = (0..absmax.len().div_ceil(256))
-            .map(|_| 0.01 + 0.05 * random.next() as f32)
-            .collect();
-        let map: Vec<f32> = (0..256).map(|n| n as f32 / 255.0).collect();
-        let codes: Vec<usize> = absmax.iter().map(|_| random.below(256)).collect();
-        for (n, (absmax, code)) in absmax.iter_mut().zip(&codes).enumerate() {
-            *absmax = map[*code] * second[n / 256] + 0.125;
-        }
-        for (key, value) in [
-            ("nested_blocksize", json!(256)),
-            ("nested_dtype", json!("float32")),
-            ("nested_offset", json!(0.125)),
-        ] {
-            state[key] = value;
-        }
-        parts.extend([
-            (
-                "weight.absmax",
-                StoredDtype::U8,
-                vec![codes.len()],
-                codes.iter().map(|c| *c as u8).collect(),
-            ),
-            (
-                "weight.nested_absmax",
-                StoredDtype::F32,
-                vec![second.len()],
-                bytes_of(second, f32::to_le_bytes),
-            ),
-            (
-                "weight.nested_quant_map",
-                StoredDtype::F32,
-                vec![256],
-                bytes_of(map, f32::to_le_bytes),
-            ),
-        ]);
-    } else {
-        let bytes = bytes_of(absmax.clone(), f32::to_le_bytes);
-        parts.push(("weight.absmax", StoredDtype::F32, vec![absmax.len()], bytes));
-    }
+    let bytes = bytes_of(absmax.clone(), f32::to_le_bytes);
+    parts.push(("weight.absmax", StoredDtype::F32, vec![absmax.len()], bytes));
     let nearest = |x: f32| {
         let off = |n: &usize| (levels[*n] - x).abs();
         (0..16).min_by(|a, b| off(a).total_cmp(&off(b))).unwrap() as u8
@@ -195,7 +155,7 @@ type Writer = fn(&[f32], (usize, usize)) -> Parts;
 
 fn models() -> Vec<(&'static str, Value, Writer)> {
     let gptq_config = |bits: u32, order: bool| json!({"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": order, "sym": false, "checkpoint_format": "gptq"});
-    let four_bit = |kind: &str, nested: bool| json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested});
+    let four_bit = |kind: &str| json!({"quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": false});
     vec![
         (
             "gptq-2",
@@ -212,15 +172,9 @@ fn models() -> Vec<(&'static str, Value, Writer)> {
             json!({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": false, "version": "gemm"}),
             crate::quantfiles::awq as Writer,
         ),
-        ("nf4-128", four_bit("nf4", false), |v, s| {
-            blocks(v, s, "nf4", 128, false)
-        }),
-        ("nf4-nested-1024", four_bit("nf4", true), |v, s| {
-            blocks(v, s, "nf4", 1024, true)
-        }),
-        ("fp4-4096", four_bit("fp4", false), |v, s| {
-            blocks(v, s, "fp4", 4096, false)
-        }),
+        ("nf4-128", four_bit("nf4"), |v, s| blocks(v, s, "nf4", 128)),
+        ("nf4-1024", four_bit("nf4"), |v, s| blocks(v, s, "nf4", 1024)),
+        ("fp4-4096", four_bit("fp4"), |v, s| blocks(v, s, "fp4", 4096)),
     ]
 }
 

@@ -38,7 +38,7 @@ fn compare(family: &str, dtype: &str, settings: &[&str], sites: &[&str]) -> usiz
         let steps = train(device, &model, &[&own[..], settings].concat(), &out);
         (steps, trained(&out))
     };
-    let (f32, rate) = ("model.dtype=f32", "optimizer.learning_rate=0.5");
+    let (f32, rate) = ("model.dtype=f32", "optimizer.learning_rate=0.05");
     // So small a rate changes nothing; 0 is refused.
     let (_, start) = run("cpu", f32, "optimizer.learning_rate=1e-30", "start");
     let (losses, here) = run("cpu", f32, rate, "cpu");

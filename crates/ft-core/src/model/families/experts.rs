@@ -220,7 +220,11 @@ mod tests {
     fn the_layers_of_qwen_with_windows() {
         let on = json!({"use_sliding_window": true, "sliding_window": 7, "max_window_layers": 3});
         let windows = |model_type| -> Vec<_> {
-            let spec = read(model_type, on.clone()).unwrap();
+            let mut changes = on.clone();
+            if model_type == "qwen3_moe_smile" {
+                changes["router_groups"] = json!(4);
+            }
+            let spec = read(model_type, changes).unwrap();
             spec.layers.iter().map(|l| l.window).collect()
         };
         assert_eq!(windows("qwen2_moe"), [Some(7), None, Some(7), None]);

@@ -341,7 +341,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Memory::frozen_weights, Model::dtype],
             Error::usage(format!(
-                "`memory.frozen_weights = \"{name}\"` has no effect with `model.dtype = \"{dtype}\"`: products round each weight to {dtype}"
+                "`memory.frozen_weights = \"{name}\"` has no meaning with `model.dtype = \"{dtype}\"`: products round each weight to {dtype}"
             ))
             .hint("use `auto`, or `model.dtype = \"f32\"`"),
         );
@@ -350,7 +350,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Memory::overrides, Model::dtype],
             Error::usage(format!(
-                "`{name}` in `memory.overrides` has no effect with `model.dtype = \"{dtype}\"`: products round each weight to {dtype}"
+                "`{name}` in `memory.overrides` has no meaning with `model.dtype = \"{dtype}\"`: products round each weight to {dtype}"
             ))
             .hint(format!("unquantized weights are `{dtype}` here")),
         );

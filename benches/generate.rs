@@ -3,21 +3,27 @@
 //! Generates `rows` answers to one prompt (with `--apart`, each to its own prompt). Prints one line of JSON: seconds
 //! and tokens per second of prefill and decode, CPU seconds of both, bytes of weights and cache.
 
-use candle_core::Device;
 use clap::Parser;
+use ft::formats::config::Config;
 use ft::generate::{Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Settings, answer};
 use ft::model::{Network, families, shapes};
-use ft::ops::CpuBackend;
+use ft::ops::{self, CpuBackend};
 use ft::quant::Format;
 use ft::recipe::Dtype;
 use ft::source::Resident;
+use std::path::Path;
 use std::time::Instant;
 
 #[derive(Parser)]
 struct Options {
-    /// Built-in shape.
+    /// Built-in shape, or a folder with a `config.json`.
     #[arg(long, default_value = "qwen2.5-0.5b")]
     shape: String,
+    /// Number of layers of the model [default: those of the shape].
+    #[arg(long)]
+    layers: Option<usize>,
+    #[arg(long, default_value = "cpu")]
+    device: String,
     #[arg(long, default_value = "f32")]
     dtype: String,
     /// Storage of the weights: exact, int8 or int4.
@@ -65,14 +71,21 @@ fn main() {
         CpuBackend::force(&path).expect("FT_CPU");
     }
     ft::base::allocator::retain_freed();
-    let config = shapes::config(&format!("{}{}", shapes::PREFIX, o.shape))
-        .expect("a shape")
-        .expect("a shape");
+    let mut config = if Path::new(&o.shape).is_dir() {
+        Config::load(Path::new(&o.shape)).expect("a config.json")
+    } else {
+        let shape = shapes::config(&format!("{}{}", shapes::PREFIX, o.shape));
+        shape.expect("a shape").expect("a shape")
+    };
+    if let Some(layers) = o.layers {
+        config.raw["num_hidden_layers"] = layers.into();
+    }
     let spec = families::read(&config).expect("a model");
     let dtype = Dtype::parse(&o.dtype).expect("f32 or bf16");
-    let source = Resident::random(spec.params(), 1, 0.02, 1.0, dtype, &Device::Cpu).expect("weights");
+    let device = ops::device::open(&o.device).expect("the device").device;
+    let source = Resident::random(spec.params(), 1, 0.02, 1.0, dtype, &device).expect("weights");
     let vocab = spec.vocab;
-    let network = Network::new(spec, std::sync::Arc::new(source), Device::Cpu);
+    let network = Network::new(spec, std::sync::Arc::new(source), device.clone());
     let format = match o.weights.as_str() {
         "exact" => None,
         "int8" => Some(Format::Int8 { group: 0 }),
@@ -120,13 +133,14 @@ fn main() {
     println!(
         "{}",
         serde_json::json!({
-            "shape": o.shape, "dtype": o.dtype, "weights": o.weights, "kv_cache": o.kv_cache, "rows": o.rows,
+            "shape": o.shape, "layers": o.layers, "device": o.device, "dtype": o.dtype, "weights": o.weights, "kv_cache": o.kv_cache, "rows": o.rows,
             "prompt": o.prompt, "apart": o.apart, "same_bits": o.same_bits, "threads": o.threads,
             "prefill_tokens": s.prefill_tokens, "shared_tokens": s.shared_tokens,
             "prefill_tokens_per_second": s.prefill_tokens as f64 / s.prefill_seconds,
             "decode_tokens_per_second": s.decode_tokens as f64 / s.decode_seconds,
             "seconds": s.prefill_seconds + s.decode_seconds, "cpu_seconds": cpu,
             "cache_bytes": s.cache_bytes, "exact_bytes": network.source.resident_bytes(),
+            "peak_device_mib": ops::device::memory(&device).expect("the device's memory").map(|m| m.peak_used >> 20),
             "code_bytes": copy.as_ref().map_or(0, QuantizedCopy::bytes), "coding_seconds": coding,
         })
     );

@@ -13,7 +13,8 @@ import statistics
 import time
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--size", default="0.5b", choices=["0.5b", "llama-3.1-8b", "qwen2.5-7b", "qwen3-8b"])
+parser.add_argument("--size", default="0.5b", help="0.5b, llama-3.1-8b, qwen2.5-7b, qwen3-8b, or a folder with a config.json")
+parser.add_argument("--layers", type=int)
 parser.add_argument("--method", default="lora", choices=["lora", "full", "block"])
 parser.add_argument("--batch", type=int, default=1)
 parser.add_argument("--seq", type=int, default=2048)
@@ -23,11 +24,13 @@ options = parser.parse_args()
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config  # noqa: E402
 
 torch.manual_seed(0)
 common = dict(use_cache=False, attn_implementation="sdpa")
-if options.size == "0.5b":
+if os.path.isdir(options.size):
+    config = AutoConfig.from_pretrained(options.size, **common)
+elif options.size == "0.5b":
     config = Qwen2Config(vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
                          num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True, **common)
 elif options.size == "qwen2.5-7b":
@@ -39,6 +42,10 @@ elif options.size == "qwen3-8b":
 else:
     config = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                          num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False, **common)
+if options.layers:
+    config.num_hidden_layers = options.layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:options.layers]
 with torch.device("cuda"):
     torch.set_default_dtype(torch.bfloat16)
     model = AutoModelForCausalLM.from_config(config)
@@ -105,7 +112,7 @@ else:
     medians = [statistics.median(every)]
 median = statistics.mean(medians)
 print(json.dumps({
-    "impl": "torch", "size": options.size, "method": options.method, "dtype": "bf16", "batch": options.batch,
+    "impl": "torch", "size": options.size, "layers": options.layers, "method": options.method, "dtype": "bf16", "batch": options.batch,
     "seq": options.seq, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
     "activations": "keep" if options.no_checkpointing else "recompute",
     "tokens_per_s": round(options.batch * options.seq / median, 1), "step_s": [round(s, 4) for s in every],

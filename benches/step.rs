@@ -9,6 +9,7 @@ use ft::base::rng::{Rng, Stream};
 use ft::base::{allocator, memory};
 use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients, QueuedStep, StepStrategy};
+use ft::formats::config::Config;
 use ft::model::{Adapters, Spec, TrainableNetwork, families, shapes};
 use ft::ops::prepacked::Orders;
 use ft::ops::{self, CpuBackend};
@@ -17,12 +18,13 @@ use ft::peft::{Adapter, Lora, Mask, lora};
 use ft::recipe::{self, Dtype};
 use ft::sft::CausalLm;
 use ft::source::{PackedCopies, Resident};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 #[derive(Parser)]
 struct Options {
-    /// 0.5b, small (hidden 256, 4 layers, vocabulary 4096), or another built-in shape.
+    /// 0.5b, small (hidden 256, 4 layers, vocabulary 4096), another built-in shape, or a folder with a `config.json`.
     #[arg(long, default_value = "0.5b")]
     size: String,
     /// lora (r = 16 on every linear), full, or block (one layer; mean over first, middle and last).
@@ -62,9 +64,12 @@ fn spec(size: &str, layers: Option<usize>) -> Spec {
         "0.5b" => "qwen2.5-0.5b",
         other => other,
     };
-    let mut config = shapes::config(&format!("{}{name}", shapes::PREFIX))
-        .expect("a shape")
-        .expect("a shape");
+    let mut config = if Path::new(name).is_dir() {
+        Config::load(Path::new(name)).expect("a config.json")
+    } else {
+        let shape = shapes::config(&format!("{}{name}", shapes::PREFIX));
+        shape.expect("a shape").expect("a shape")
+    };
     if let Some(layers) = layers {
         config.raw["num_hidden_layers"] = layers.into();
     }

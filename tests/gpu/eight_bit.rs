@@ -108,6 +108,11 @@ fn products_are_those_of_the_codes() {
                 let (dense, values, scales) = weight(&gpu, (o, i), dtype);
                 let w = dense.with_products(products);
                 let (x, dy) = (gpu.random((n, i), dtype, 1), gpu.random((n, o), dtype, 2));
+                // Tensor cores of Hopper add products of fp8 with about 14 bits.
+                let tolerance = match products {
+                    Products::Fp8 => tolerance.max(5e-4),
+                    _ => tolerance,
+                };
                 let check = |got: &Tensor, want: &[f64], what: &str| {
                     assert_eq!(got.dtype(), dtype);
                     let got = wide(&flat(got));

@@ -79,7 +79,7 @@ pub fn compare(family: &str, settings: &[&str]) {
     };
     for (a, b) in here.iter().zip(&there) {
         for (key, tolerance) in [("loss", loss), ("grad_norm", norm)] {
-            let what = format!("{family} {settings:?}: {key}");
+            let what = format!("{family} {settings:?}, step {}: {key}", a["step"]);
             close(number(a, key), number(b, key), tolerance, &what);
         }
     }

@@ -13,15 +13,15 @@ log=$OUT/$script.log
 limit=${KIT_LIMIT:-570}
 
 # The binaries: packed by prepare.sh, or built on this machine.
-if [ -f .gpu/ft.xz ]; then
+if [ -n "${KIT_BIN:-}" ]; then
+  bin=$KIT_BIN
+elif [ -f .gpu/programs.tar.xz ]; then
   bin=$(mktemp -d)
   trap 'rm -rf "$bin"' EXIT
-  for packed in .gpu/*.xz; do
-    xz -dc "$packed" > "$bin/$(basename "$packed" .xz)"
-  done
-  chmod +x "$bin"/*
+  tar -xJf .gpu/programs.tar.xz -C "$bin"
 else
-  bin=${KIT_BIN:?run tools/gpu-kit/prepare.sh first, or set KIT_BIN to a folder with the programs ft, gpu and step}
+  echo "run tools/gpu-kit/prepare.sh first, or set KIT_BIN to a folder with the programs ft, gpu, step and generate" >&2
+  exit 1
 fi
 export FT_BIN=$bin/ft FT_ROOT=$PWD FT_REQUIRE_GPU=1 HF_HUB_OFFLINE=1 NO_COLOR=1
 
@@ -39,18 +39,20 @@ note() {
 # step NAME SECONDS COMMAND...: runs a command. The last line of its output that is a JSON object becomes its result.
 # Returns the exit code of the command; 124 means that it ran into the limit. Tests of which none ran are a failure.
 step() {
-  local name=$1 most=$2 rc=0 start left output=$OUT/.step
+  local name=$1 most=$2 rc=0 start left line output
   shift 2
+  output=$(mktemp "$OUT/.step.XXXXXX")
   left=$((limit - SECONDS))
   if [ "$left" -lt 5 ]; then
     printf '{"script":"%s","name":"%s","rc":null,"seconds":0,"result":null}\n' "$script" "$name" >> "$results"
     echo "LEFT OUT  $name: no time left"
+    rm -f "$output"
     return 1
   fi
   [ "$most" -le "$left" ] || most=$left
   start=$(date +%s.%N)
   timeout --kill-after=5 "$most" "$@" > "$output" 2>&1 || rc=$?
-  python3 - "$script" "$name" "$rc" "$start" "$output" >> "$results" <<'PY' || rc=$?
+  line=$(python3 - "$script" "$name" "$rc" "$start" "$output" <<'PY'
 import json, re, sys, time
 script, name, rc, start, path = sys.argv[1:]
 rc = int(rc)
@@ -76,11 +78,18 @@ print(json.dumps({"script": script, "name": name, "rc": rc, "seconds": round(tim
                   "result": result}))
 sys.exit(rc)
 PY
-  { echo "=== $name (rc $rc): $*"; cat "$output"; } >> "$log"
-  tail -n 1 "$results"
+  ) || rc=$?
+  # Steps may run side by side.
+  { flock 9; echo "=== $name (rc $rc): $*"; cat "$output"; } >> "$log" 9>> "$log.lock"
+  echo "$line" | tee -a "$results"
   if [ "$rc" -ne 0 ]; then tail -n "${KIT_TAIL:-12}" "$output" | cut -c 1-300; fi
   rm -f "$output"
   return "$rc"
+}
+
+# side_by_side LIMIT: returns as soon as fewer than LIMIT background steps run.
+side_by_side() {
+  while [ "$(jobs -rp | wc -l)" -ge "$1" ]; do wait -n || true; done
 }
 
 # stop REASON: ends the script where the rest would mean nothing.

@@ -11,14 +11,16 @@ mkdir -p .gpu
 build() {
   cargo build --release --features cuda "$@" --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'
 }
-{ build --bin ft --test gpu --bench step; } | sort -u | while read -r program; do
+{ build --bin ft --test gpu --bench step --bench generate; } | sort -u | while read -r program; do
   name=$(basename "$program" | sed 's/-[0-9a-f]*$//')
   case $name in
-    ft | gpu | step) strip -o ".gpu/$name" "$program" && xz -3 -T0 -f ".gpu/$name" ;;
+    ft | gpu | step | generate) strip -o ".gpu/$name" "$program" ;;
   esac
 done
 git rev-parse HEAD > .gpu/commit
-for name in ft gpu step; do [ -f ".gpu/$name.xz" ] || { echo "$name was not built" >&2; exit 1; }; done
+for name in ft gpu step generate; do [ -f ".gpu/$name" ] || { echo "$name was not built" >&2; exit 1; }; done
+# One archive: the programs have most of their code in common, the kernels too.
+(cd .gpu && tar -cf - generate step gpu ft | xz -T1 --lzma2=preset=4,dict=256MiB,nice=64 > programs.tar.xz && rm generate step gpu ft)
 tree=$(git ls-files -z | xargs -0 du -cb | tail -1 | cut -f 1)
 packed=$(du -cb .gpu/* | tail -1 | cut -f 1)
 echo "packed: $((packed >> 20)) MiB; the tree: $((tree >> 20)) MiB"

@@ -1,13 +1,13 @@
 // Products of uneven groups of rows with a matrix for each group, in one launch: the experts of a mixture.
 //
 // y [rows, n] = x [rows, k] · Wᵀ with W [n, k] (forward), or x · W with W [k, n] (BACK, the gradient of the input), added to y
-// if `add`. A tile is up to ROWS rows of one group, and COLUMNS columns; block (b, c) owns tile b, columns c. Sums are f32, over
-// k in ascending order.
+// if `add`. A tile is up to ROWS rows (f32: F32_ROWS) of one group, and COLUMNS columns; block (b, c) owns tile b, columns c.
+// Sums are f32, over k in ascending order.
 #include "common.cuh"
 
 #include "mma.cuh"
 
-constexpr int ROWS = 64, COLUMNS = 128, THREADS = 128;
+constexpr int ROWS = 128, F32_ROWS = 64, COLUMNS = 128, THREADS = 128;
 
 // Rows first .. first + rows - 1 of x and y are multiplied with this matrix.
 struct Tile {
@@ -15,20 +15,23 @@ struct Tile {
     u32 first, rows;
 };
 
-// bf16 on tensor cores, with 4 (X + W) bytes of shared memory. k and n are multiples of 8, addresses of 16 bytes. A warp computes 16 rows. The rows of the tiles in
-// shared memory have 8 elements more, so that the 8 rows of a matrix are in different banks.
+// bf16 on tensor cores, with 2 STAGES (X + W) bytes of shared memory. k and n are multiples of 8, addresses of 16 bytes. A
+// warp computes 64 rows of 64 columns. The rows of the tiles in shared memory have 8 elements more, so that the 8 rows of a
+// matrix are in different banks.
 template <bool BACK>
 struct Narrow {
-    static constexpr int DEPTH = 32, STEP = DEPTH + 8, WIDE = COLUMNS + 8;
+    static constexpr int DEPTH = 32, STEP = DEPTH + 8, WIDE = COLUMNS + 8, STAGES = 3, WARP = 64;
     static constexpr int X = ROWS * STEP, W = BACK ? DEPTH * WIDE : COLUMNS * STEP;
 
     static __device__ __forceinline__ void load(
         const bf16* x, const bf16* w, int rows, int column, int at, int n, int k, uint32_t sx, uint32_t sw) {
+#pragma unroll
         for (int i = threadIdx.x; i < ROWS * DEPTH / 8; i += THREADS) {
             const int row = i / (DEPTH / 8), chunk = i % (DEPTH / 8) * 8;
             const bool given = row < rows && at + chunk < k;
             ptx::copy16(sx + 2 * (row * STEP + chunk), given ? x + (i64)row * k + at + chunk : x, given);
         }
+#pragma unroll
         for (int i = threadIdx.x; i < COLUMNS * DEPTH / 8; i += THREADS) {
             if (BACK) {
                 const int row = i / (COLUMNS / 8), chunk = i % (COLUMNS / 8) * 8;
@@ -40,58 +43,74 @@ struct Narrow {
                 ptx::copy16(sw + 2 * (row * STEP + chunk), given ? w + (i64)(column + row) * k + at + chunk : w, given);
             }
         }
-        ptx::commit();
     }
 
     static __device__ __forceinline__ void run(const bf16* x, const Tile& tile, int n, int k, int add, bf16* y) {
         DYNAMIC_SHARED(memory);
-        bf16* shared[2] = {reinterpret_cast<bf16*>(memory), reinterpret_cast<bf16*>(memory) + X + W};
+        const uint32_t shared = ptx::address(memory);
         const bf16* w = static_cast<const bf16*>(tile.weight);
         const int column = blockIdx.y * COLUMNS, rows = tile.rows;
-        const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        // The rows and columns of the tile that this warp computes.
+        const int first = warp / 2 * WARP, across = warp % 2 * WARP;
         x += (i64)tile.first * k;
         y += (i64)tile.first * n;
-        float sums[COLUMNS / 8][4] = {};
-        auto start = [&](int at, int side) {
-            load(x, w, rows, column, at, n, k, ptx::address(shared[side]), ptx::address(shared[side] + X));
+        float sums[WARP / 16][WARP / 8][4] = {};
+        // Copies the columns `at` of x and W to a stage. Each step ends a group of copies, also an empty one.
+        auto start = [&](int at, int stage) {
+            const uint32_t to = shared + 2 * stage * (X + W);
+            if (at < k) load(x, w, rows, column, at, n, k, to, to + 2 * X);
+            ptx::commit();
         };
-        start(0, 0);
-        int side = 0;
-        for (int at = 0; at < k; at += DEPTH, side ^= 1) {
-            if (at + DEPTH < k) {
-                start(at + DEPTH, side ^ 1);
-                ptx::wait<1>();
-            } else {
-                ptx::wait<0>();
-            }
+        for (int stage = 0; stage < STAGES - 1; stage++) start(stage * DEPTH, stage);
+        int stage = 0;
+        for (int at = 0; at < k; at += DEPTH) {
+            ptx::wait<STAGES - 2>();
+            // What the step before read is free after this barrier.
             __syncthreads();
-            const uint32_t sx = ptx::address(shared[side]), sw = ptx::address(shared[side] + X);
-            for (int step = 0; step < DEPTH && first < rows; step += 16) {
-                uint32_t a[4];
-                ptx::ldmatrix(a, sx + 2 * ((first + lane % 16) * STEP + step + lane / 16 * 8));
+            start(at + (STAGES - 1) * DEPTH, (stage + STAGES - 1) % STAGES);
+            const uint32_t sx = shared + 2 * stage * (X + W), sw = sx + 2 * X;
 #pragma unroll
-                for (int j = 0; j < COLUMNS / 16; j++) {
+            for (int step = 0; step < DEPTH; step += 16) {
+                if (first >= rows) break;
+                uint32_t a[WARP / 16][4];
+#pragma unroll
+                for (int i = 0; i < WARP / 16; i++)
+                    ptx::ldmatrix(a[i], sx + 2 * ((first + i * 16 + lane % 16) * STEP + step + lane / 16 * 8));
+#pragma unroll
+                for (int j = 0; j < WARP / 16; j++) {
                     uint32_t b[4];
                     if (BACK) {
-                        ptx::ldmatrix_trans(b, sw + 2 * ((step + lane % 16) * WIDE + j * 16 + lane / 16 * 8));
+                        const int from = across + j * 16 + lane / 16 * 8;
+                        ptx::ldmatrix_trans(b, sw + 2 * ((step + lane % 16) * WIDE + from));
                     } else {
-                        const int row = j * 16 + lane / 16 * 8 + lane % 8;
+                        const int row = across + j * 16 + lane / 16 * 8 + lane % 8;
                         ptx::ldmatrix(b, sw + 2 * (row * STEP + step + lane / 8 % 2 * 8));
                     }
-                    ptx::mma(sums[2 * j], a, b[0], b[1]);
-                    ptx::mma(sums[2 * j + 1], a, b[2], b[3]);
+#pragma unroll
+                    for (int i = 0; i < WARP / 16; i++) {
+                        ptx::mma(sums[i][2 * j], a[i], b[0], b[1]);
+                        ptx::mma(sums[i][2 * j + 1], a[i], b[2], b[3]);
+                    }
                 }
             }
-            __syncthreads();
+            stage = (stage + 1) % STAGES;
         }
 #pragma unroll
-        for (int j = 0; j < COLUMNS / 8; j++) {
+        for (int i = 0; i < WARP / 16; i++) {
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const int row = first + lane / 4 + c / 2 * 8, to = column + j * 8 + lane % 4 * 2 + c % 2;
-                if (row >= rows || to >= n) continue;
-                bf16& place = y[(i64)row * n + to];
-                narrow(add ? widen(place) + sums[j][c] : sums[j][c], place);
+            for (int j = 0; j < WARP / 8; j++) {
+#pragma unroll
+                for (int c = 0; c < 4; c += 2) {
+                    const int row = first + i * 16 + lane / 4 + c / 2 * 8, to = column + across + j * 8 + lane % 4 * 2;
+                    if (row >= rows || to >= n) continue;
+                    bf16* place = y + (i64)row * n + to;
+                    float pair[2] = {};
+                    if (add) ::load<2>(place, pair);
+                    pair[0] += sums[i][j][c];
+                    pair[1] += sums[i][j][c + 1];
+                    store<2>(place, pair);
+                }
             }
         }
     }
@@ -103,7 +122,7 @@ struct Wide {
     static constexpr int DEPTH = 16;
 
     static __device__ __forceinline__ void run(const float* x, const Tile& tile, int n, int k, int add, float* y) {
-        __shared__ float sx[DEPTH][ROWS + 1], sw[DEPTH][COLUMNS + 1];
+        __shared__ float sx[DEPTH][F32_ROWS + 1], sw[DEPTH][COLUMNS + 1];
         const float* w = static_cast<const float*>(tile.weight);
         const int column = blockIdx.y * COLUMNS, rows = tile.rows;
         const int across = threadIdx.x % 16, down = threadIdx.x / 16 * 8;
@@ -111,7 +130,7 @@ struct Wide {
         y += (i64)tile.first * n;
         float sums[8][8] = {};
         for (int at = 0; at < k; at += DEPTH) {
-            for (int i = threadIdx.x; i < ROWS * DEPTH; i += THREADS) {
+            for (int i = threadIdx.x; i < F32_ROWS * DEPTH; i += THREADS) {
                 const int row = i / DEPTH, d = i % DEPTH;
                 sx[d][row] = row < rows && at + d < k ? x[(i64)row * k + at + d] : 0.0f;
             }
@@ -150,24 +169,43 @@ struct Wide {
     }
 
 // y[token] += the rows of part that belong to it: rows first .. first + count - 1 of the assignment are there. `places`
-// [tokens, k]: the rows of a token, ascending. One block for each token.
+// [tokens, k]: the rows of a token, ascending. One block for each token; the first `packs` packs of a row are moved 16 bytes
+// at a time.
 template <typename T>
-__device__ __forceinline__ void combine(const T* part, const u32* places, int k, int first, int count, i64 d, T* y) {
+__device__ __forceinline__ void combine(
+    const T* part, const u32* places, int k, int first, int count, i64 d, i64 packs, T* y) {
+    constexpr int V = Full<T>::V;
     y += (i64)blockIdx.x * d;
     places += (i64)blockIdx.x * k;
-    for (i64 j = threadIdx.x; j < d; j += blockDim.x) {
-        float sum = widen(y[j]);
-        for (int i = 0; i < k; i++) {
-            const int row = (int)places[i] - first;
-            if (row >= 0 && row < count) sum += widen(part[(i64)row * d + j]);
+    // The rows that are there follow each other.
+    int from = 0, to = 0;
+    for (int i = 0; i < k; i++) {
+        const int row = (int)places[i] - first;
+        if (row < 0) from = i + 1;
+        if (row < count) to = i + 1;
+    }
+    if (from >= to) return;
+    for (i64 j = threadIdx.x; j < packs; j += blockDim.x) {
+        float sum[V], x[V];
+        load<V>(y + j * V, sum);
+        for (int i = from; i < to; i++) {
+            load<V>(part + ((i64)places[i] - first) * d + j * V, x);
+#pragma unroll
+            for (int e = 0; e < V; e++) sum[e] += x[e];
         }
+        store<V>(y + j * V, sum);
+    }
+    for (i64 j = packs * V + threadIdx.x; j < d; j += blockDim.x) {
+        float sum = widen(y[j]);
+        for (int i = from; i < to; i++) sum += widen(part[((i64)places[i] - first) * d + j]);
         narrow(sum, y[j]);
     }
 }
 
 #define COMBINE(T)                                                                                                  \
-    extern "C" __global__ void combine_##T(const T* part, const u32* places, int k, int first, int count, i64 d, T* y) { \
-        combine<T>(part, places, k, first, count, d, y);                                                            \
+    extern "C" __global__ void combine_##T(                                                                      \
+        const T* part, const u32* places, int k, int first, int count, i64 d, i64 packs, T* y) {                    \
+        combine<T>(part, places, k, first, count, d, packs, y);                                                     \
     }
 
 typedef float f32;

@@ -120,21 +120,18 @@ fn softmax(row: &mut [f32]) -> f32 {
     highest + sum.ln()
 }
 
-/// Marks the `count` largest values for which `open` is true; ties: the first.
+/// Takes the `count` largest values for which `open` is true, the largest first; ties: the first.
 fn largest(values: &[f32], count: usize, open: impl Fn(usize) -> bool, mut take: impl FnMut(usize)) {
-    let mut taken = vec![false; values.len()];
-    for _ in 0..count {
-        let mut best: Option<usize> = None;
-        for (i, value) in values.iter().enumerate() {
-            if !taken[i] && open(i) && best.is_none_or(|b| *value > values[b]) {
-                best = Some(i);
-            }
+    let mut best: Vec<(f32, usize)> = Vec::with_capacity(count + 1);
+    for (i, &value) in values.iter().enumerate() {
+        if !open(i) || best.len() == count && best.last().is_none_or(|last| value <= last.0) {
+            continue;
         }
-        if let Some(best) = best {
-            taken[best] = true;
-            take(best);
-        }
+        let place = best.partition_point(|b| b.0 >= value);
+        best.insert(place, (value, i));
+        best.truncate(count);
     }
+    best.into_iter().for_each(|(_, i)| take(i));
 }
 
 impl RouterSpec {
@@ -230,7 +227,7 @@ impl RouterSpec {
             None => Vec::new(),
         };
         let mut scores = super::update::to_f32_vec(logits)?;
-        if !scores.iter().all(|x| x.is_finite()) {
+        if !scores.par_chunks(1 << 14).all(|part| part.iter().all(|x| x.is_finite())) {
             return Err(Error::non_finite("the logits of a router are not finite"));
         }
         if let (Score::TwoLevel, Some(groups)) = (self.score, self.groups) {

@@ -142,26 +142,26 @@ impl Block {
         ctx: &Context,
         keep: bool,
     ) -> Result<(Tensor, Option<SavedExperts>)> {
-        let routing = experts.route(h)?;
-        ctx.shared.routed(self.index, &routing);
-        self.experts_of(experts, h, routing, ctx, keep)
+        self.experts_of(experts, h, ctx, (keep, true))
     }
 
     /// The output of `experts_forward` again, in the backward pass.
     pub(super) fn experts_again(&self, experts: &Experts, h: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let (y, _) = self.experts_of(experts, h, experts.route(h)?, ctx, false)?;
+        let (y, _) = self.experts_of(experts, h, ctx, (false, false))?;
         Ok(y)
     }
 
+    /// `keep`: saves activations; `count`: the routing is counted.
     fn experts_of(
         &self,
         experts: &Experts,
         h: &Tensor,
-        routing: Routing,
         ctx: &Context,
-        keep: bool,
+        (keep, count): (bool, bool),
     ) -> Result<(Tensor, Option<SavedExperts>)> {
+        // The router waits for a GPU, so what can be done before comes first, and counting last.
         let together = experts.together(h, ctx)?;
+        let routing = experts.route(h)?;
         let used: Vec<usize> = used(&routing).collect();
         if together.is_none() {
             experts.reader.expect(&used);
@@ -207,6 +207,9 @@ impl Block {
             drop(rows);
             of.add_to(&y, &part)?;
             saved.push(kept);
+        }
+        if count {
+            ctx.shared.routed(self.index, &routing);
         }
         let saved = keep.then_some(SavedExperts {
             routing,

@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 use ft_base::Result;
 
 /// The threads of a row, and its packs of 16 bytes: none if a row may be unaligned.
-fn row(kind: FloatType, d: usize, places: &[u64]) -> (u32, Arg) {
+pub(super) fn row(kind: FloatType, d: usize, places: &[u64]) -> (u32, Arg) {
     let packed = d.is_multiple_of(kind.pack()) && aligned(places);
     let packs = if packed { d / kind.pack() } else { 0 };
     let work = if packed { packs } else { d };

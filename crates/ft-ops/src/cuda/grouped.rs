@@ -7,13 +7,15 @@ use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 /// Same values as in `cuda/grouped.cu`.
-const ROWS: usize = 64;
+const ROWS: usize = 128;
+const F32_ROWS: usize = 64;
 const COLUMNS: usize = 128;
 const THREADS: u32 = 128;
+const STAGES: usize = 3;
 /// Bytes of shared memory of the bf16 kernels: with W as it is, and transposed.
 const SHARED: [u32; 2] = [
-    4 * (ROWS * 40 + COLUMNS * 40) as u32,
-    4 * (ROWS * 40 + 32 * (COLUMNS + 8)) as u32,
+    (2 * STAGES * (ROWS * 40 + COLUMNS * 40)) as u32,
+    (2 * STAGES * (ROWS * 40 + 32 * (COLUMNS + 8))) as u32,
 ];
 
 /// True if the kernels can multiply by these weights, `[O, I]` each: one type with the rows, and in bf16 whole packs.
@@ -31,6 +33,7 @@ pub(crate) fn product(x: &Tensor, groups: &[(&Tensor, usize)], y: &Tensor, back:
     let ((_, k), (_, n)) = (x.dims2()?, y.dims2()?);
     let mut tiles: Vec<u8> = Vec::new();
     let (mut first, mut count) = (0usize, 0usize);
+    let most = if kind == FloatType::F32 { F32_ROWS } else { ROWS };
     for (weight, rows) in groups {
         if !fits(x.dtype(), weight) {
             return Err(Error::internal(
@@ -38,10 +41,10 @@ pub(crate) fn product(x: &Tensor, groups: &[(&Tensor, usize)], y: &Tensor, back:
             ));
         }
         let place = address(weight, "the weight of an expert")?;
-        for part in (0..*rows).step_by(ROWS) {
+        for part in (0..*rows).step_by(most) {
             tiles.extend(place.to_ne_bytes());
             tiles.extend(((first + part) as u32).to_ne_bytes());
-            tiles.extend(((rows - part).min(ROWS) as u32).to_ne_bytes());
+            tiles.extend(((rows - part).min(most) as u32).to_ne_bytes());
             count += 1;
         }
         first += rows;
@@ -81,15 +84,20 @@ pub(crate) fn combine(y: &Tensor, part: &Tensor, places: &Tensor, first: usize) 
     const NAME: &str = "the output of experts";
     let (gpu, kind) = (Gpu::of(y, NAME)?, FloatType::of(y, NAME)?);
     let ((tokens, d), (rows, _), k) = (y.dims2()?, part.dims2()?, places.dims2()?.1);
-    let threads = d.div_ceil(32).clamp(1, 8) as u32 * 32;
+    let (from, to) = (
+        address_of(part, "the output of an expert", y.dtype())?,
+        address(y, NAME)?,
+    );
+    let (threads, packs) = super::experts::row(kind, d, &[from, to]);
     let args = [
-        Arg::Address(address_of(part, "the output of an expert", y.dtype())?),
+        Arg::Address(from),
         Arg::Address(address_of(places, "the rows of tokens", DType::U32)?),
         Arg::small(k, "experts of a token")?,
         Arg::I32(first as i32),
         Arg::I32(rows as i32),
         Arg::size(d),
-        Arg::Address(address(y, NAME)?),
+        packs,
+        Arg::Address(to),
     ];
     // SAFETY: the caller checked the shapes.
     unsafe { gpu.launch("grouped", ["combine_", kind.name()], Grid::line(tokens, threads), &args) }

@@ -65,6 +65,7 @@ int main(int argc, char** argv) {
         for (i64 i = 0; i < 4 * vocab; i++) logits[i] = -INFINITY;
         logits[1200] = 2;
         logits[vocab + 7] = INFINITY;
+        for (i64 i = 2 * vocab; i < 3 * vocab; i++) logits[i] = 1;
         logits[2 * vocab + 1400] = NAN;
         Buffer<double> uniform(4);
         for (int r = 0; r < 4; r++) uniform[r] = 0.999;

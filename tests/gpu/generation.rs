@@ -10,6 +10,7 @@ use ft::ops::attention;
 use ft::ops::device::memory;
 use ft::ops::kv_block::{KvBlock, KvDocument, KvPart, KvStep};
 use ft::ops::paged::{self, Document, Form, PAGE, Page};
+use ft::ops::sample;
 use ft::quant::Format;
 use ft::recipe::Dtype;
 use ft::source::Resident;
@@ -90,6 +91,79 @@ fn caches_of_every_type_are_those_of_the_cpu() {
 }
 
 /// Layers of two head sizes, the last two with the keys and values of earlier layers, as in Gemma 4.
+/// The first token with which the sum of the probabilities exceeds the random number, with sums in f64.
+#[test]
+fn tokens_are_sampled_from_all_logits() {
+    let Some(gpu) = gpu() else { return };
+    let (rows, vocab, temperature, cap) = (9, 3001, 0.7, 5.0);
+    for (dtype, _) in KINDS {
+        let logits = gpu.random((rows, vocab), dtype, 1);
+        let values = flat(&logits.cpu);
+        let uniform: Vec<f64> = (0..rows).map(|r| (0.11 * r as f64 + 0.05) % 1.0).collect();
+        let rule = sample::Rule {
+            cap: Some(cap),
+            temperature,
+            uniform: Some(&uniform),
+        };
+        let greedy = sample::Rule { uniform: None, ..rule };
+        let drawn = sample::draw(&logits.gpu, &rule).unwrap();
+        let likely = sample::draw(&logits.gpu, &greedy).unwrap();
+        for (r, row) in values.chunks(vocab).enumerate() {
+            let weights: Vec<f64> = row
+                .iter()
+                .map(|x| (f64::from(cap * (x / cap).tanh()) / f64::from(temperature)).exp())
+                .collect();
+            let total: f64 = weights.iter().sum();
+            let mut left = uniform[r] * total;
+            let id = weights.iter().position(|w| {
+                left -= w;
+                left < 0.0
+            });
+            let highest = row.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x));
+            let top = row.iter().position(|x| *x == highest);
+            for (got, id) in [(drawn[r], id.unwrap()), (likely[r], top.unwrap())] {
+                let got = got.unwrap();
+                let off = f64::from(got.log_prob) - (weights[id] / total).ln();
+                assert!(
+                    got.id as usize == id && off.abs() < 1e-5,
+                    "row {r}: {got:?}, want {id}, off {off}"
+                );
+            }
+        }
+    }
+    let mut bad = vec![0f32; 2 * vocab];
+    bad[vocab + 3] = f32::NAN;
+    let bad = Tensor::from_vec(bad, (2, vocab), &gpu.device).unwrap();
+    let rule = sample::Rule {
+        cap: None,
+        temperature: 1.0,
+        uniform: None,
+    };
+    let drawn = sample::draw(&bad, &rule).unwrap();
+    assert!(drawn[0].is_some_and(|d| d.id == 0) && drawn[1].is_none(), "{drawn:?}");
+}
+
+#[test]
+fn sampled_answers_are_those_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    // With top-p, tokens are sampled on the host.
+    for top_p in [None, Some(0.9)] {
+        let settings = Settings {
+            max_new_tokens: 8,
+            temperature: 0.8,
+            top_p,
+            seed: 3,
+            ..Settings::default()
+        };
+        let of = |device: &Device| {
+            let network = network(Dtype::F32, device);
+            answer(&network, &requests(), &settings, &mut |_, _| Ok(())).unwrap().0
+        };
+        let off = difference(&of(&gpu.device), &of(&Device::Cpu), true, "sampled");
+        assert!(off < 1e-3, "top_p {top_p:?}: {off}");
+    }
+}
+
 fn shared_keys(dtype: Dtype, device: &Device) -> Network {
     let config = json!({
         "model_type": "gemma4_text", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,

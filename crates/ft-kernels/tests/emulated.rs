@@ -70,6 +70,7 @@ emulated! {
         part
         reduce
         rope
+        sample
         selftest
         short_conv
     }

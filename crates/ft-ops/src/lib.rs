@@ -64,6 +64,7 @@ pub mod prepacked;
 pub mod rms_norm;
 pub mod rope;
 pub mod routing;
+pub mod sample;
 pub mod short_conv;
 pub mod softmax;
 pub mod sparse_gate;

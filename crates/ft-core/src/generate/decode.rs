@@ -324,10 +324,10 @@ pub(super) enum Pass {
 /// A product with fewer rows than this uses another path than one with more rows, and sums in another order.
 const MANY: usize = 9;
 
-/// Runs new tokens through the network. Returns logits `[wanted, V]` of the parts that request them. On the CPU the
-/// values of a row do not depend on the other rows as long as there are always many rows, or always few; with
+/// Runs new tokens through the network. Returns logits `[wanted, V]` of the parts that request them, before the cap of the
+/// model; `None` if no part does. On the CPU the values of a row do not depend on the other rows as long as there are always many rows, or always few; with
 /// `same_bits`, padding rows ensure that there are always many.
-pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], pass: Pass, same_bits: bool) -> Result<Vec<f32>> {
+pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], pass: Pass, same_bits: bool) -> Result<Option<Tensor>> {
     let network = policy.network;
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
     for part in parts.iter() {
@@ -363,7 +363,7 @@ pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], pass: Pass, s
         .map(|(_, end)| end - 1)
         .collect();
     if wanted.is_empty() {
-        return Ok(Vec::new());
+        return Ok(None);
     }
     let mut last: Vec<Tensor> = wanted
         .iter()
@@ -383,9 +383,13 @@ pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], pass: Pass, s
         Some(head) => head.forward(&h, None)?,
         None => network.head()?.logits(&h)?,
     };
-    let mut logits = update::to_f32_vec(&logits)?;
-    logits.truncate(wanted.len() * network.spec.vocab);
-    if let Some(cap) = network.spec.logit_softcap {
+    Ok(Some(logits.narrow(0, 0, wanted.len())?))
+}
+
+/// The logits of `step` on the host, after the cap of the model.
+pub(super) fn on_host(logits: Option<&Tensor>, cap: Option<f32>) -> Result<Vec<f32>> {
+    let mut logits = logits.map_or(Ok(Vec::new()), update::to_f32_vec)?;
+    if let Some(cap) = cap {
         logits.iter_mut().for_each(|x| *x = cap * (*x / cap).tanh());
     }
     Ok(logits)

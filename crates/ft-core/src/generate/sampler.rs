@@ -2,7 +2,9 @@
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
+use crate::ops::sample::{self, Drawn, Rule};
 use crate::ops::softmax;
+use candle_core::Tensor;
 
 /// The sampling parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,6 +29,55 @@ pub struct SampledToken {
 }
 
 impl Sampler {
+    /// True if all tokens can be sampled.
+    fn keeps_all(&self, vocab: usize) -> bool {
+        self.top_k.is_none_or(|k| k == 0 || k >= vocab) && self.top_p.is_none_or(|p| p >= 1.0)
+    }
+
+    /// A smaller temperature has no finite inverse.
+    fn is_greedy(&self) -> bool {
+        self.temperature < f32::MIN_POSITIVE
+    }
+
+    fn uniform(&self, number: u64, position: usize) -> f64 {
+        Rng::new(self.seed, Stream::Sampling, &[number]).uniform64(position as u64)
+    }
+
+    /// As `next`, for rows of logits `[R, V]` before the cap of the model, on a GPU; `places`: number and position of each
+    /// row. `None`: the rows must be sampled on the host, because some tokens are cut off, or because there is no GPU.
+    ///
+    /// # Errors
+    /// As `next`.
+    pub fn next_on_gpu(
+        &self,
+        logits: &Tensor,
+        cap: Option<f32>,
+        places: &[(u64, usize)],
+    ) -> Result<Option<Vec<SampledToken>>> {
+        if logits.device().is_cpu() || !(self.is_greedy() || self.keeps_all(logits.dim(1)?)) {
+            return Ok(None);
+        }
+        let numbers: Vec<f64> = places.iter().map(|&(number, at)| self.uniform(number, at)).collect();
+        let rule = match self.is_greedy() {
+            true => Rule {
+                cap,
+                temperature: 1.0,
+                uniform: None,
+            },
+            false => Rule {
+                cap,
+                temperature: self.temperature,
+                uniform: Some(&numbers),
+            },
+        };
+        let drawn = sample::draw(logits, &rule)?.into_iter();
+        let rows = drawn.map(|row| {
+            let Drawn { id, log_prob } = row.ok_or_else(not_finite)?;
+            Ok(SampledToken { id, log_prob })
+        });
+        Ok(Some(rows.collect::<Result<_>>()?))
+    }
+
     /// Samples the token after position `position` of request `number`. The result depends only on the logits `[V]` and
     /// on (seed, number, position), so the other rows of the batch do not matter.
     ///
@@ -35,12 +86,9 @@ impl Sampler {
     pub fn next(&self, logits: &[f32], number: u64, position: usize) -> Result<SampledToken> {
         let highest = softmax::highest(logits);
         if !highest.is_finite() {
-            return Err(Error::non_finite("the model's output is not finite")
-                .found("a logit that is not a number")
-                .hint("check the weights, or load them as f32"));
+            return Err(not_finite());
         }
-        // A smaller temperature has no finite inverse.
-        let greedy = self.temperature < f32::MIN_POSITIVE;
+        let greedy = self.is_greedy();
         let mut weights = vec![0f32; logits.len()];
         let temperature = if greedy { 1.0 } else { self.temperature };
         softmax::weights(logits, highest, temperature, &mut weights);
@@ -53,10 +101,8 @@ impl Sampler {
             let id = logits.iter().position(|x| *x == highest).unwrap_or(0);
             return Ok(drawn(id, sum(&weights)));
         }
-        let rng = Rng::new(self.seed, Stream::Sampling, &[number]);
-        let uniform = rng.uniform64(position as u64);
-        let cut = self.top_k.is_some_and(|k| k > 0 && k < logits.len()) || self.top_p.is_some_and(|p| p < 1.0);
-        if !cut {
+        let uniform = self.uniform(number, position);
+        if self.keeps_all(logits.len()) {
             let total = sum(&weights);
             return Ok(drawn(pick(&weights, uniform * total), total));
         }
@@ -103,6 +149,12 @@ impl Sampler {
             first = (8 * first).min(order.len());
         }
     }
+}
+
+fn not_finite() -> Error {
+    Error::non_finite("the model's output is not finite")
+        .found("a logit that is not a number")
+        .hint("check the weights, or load them as f32")
 }
 
 /// Sums in f64, in a fixed order.

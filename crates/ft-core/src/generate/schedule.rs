@@ -2,12 +2,13 @@
 //! together, and leave one by one. The answer to a request does not depend on the scheduling.
 
 use super::cache::{Layout, Run, Sequence};
-use super::decode::{Answer, NewTokens, Pass, Request, SampledModel, Settings, Speed, step};
+use super::decode::{Answer, NewTokens, Pass, Request, SampledModel, Settings, Speed, on_host, step};
 use super::prefix::Tree;
-use super::sampler::Sampler;
+use super::sampler::{SampledToken, Sampler};
 use crate::base::progress::Phase;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, signal};
+use candle_core::Tensor;
 use rayon::prelude::*;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -292,7 +293,7 @@ impl<'a> Schedule<'a> {
                 }
             }
         }
-        self.choose(&ready, &logits, on_token)?;
+        self.choose(&ready, logits.as_ref(), on_token)?;
         self.speed.prefill_seconds += started.elapsed().as_secs_f64();
         Ok(true)
     }
@@ -325,25 +326,31 @@ impl<'a> Schedule<'a> {
             row.sequence = Some(part.sequence);
         }
         let all: Vec<usize> = (0..self.rows.len()).collect();
-        self.choose(&all, &logits, on_token)?;
+        self.choose(&all, logits.as_ref(), on_token)?;
         self.speed.decode_seconds += started.elapsed().as_secs_f64();
         Ok(())
     }
 
     /// Samples the next token of the rows `ready` from their logits `[ready, V]`; finished rows leave.
-    fn choose(&mut self, ready: &[usize], logits: &[f32], on_token: &mut OnToken) -> Result<()> {
+    fn choose(&mut self, ready: &[usize], logits: Option<&Tensor>, on_token: &mut OnToken) -> Result<()> {
         let spec = &self.policy.network.spec;
         let length = |&r: &usize| self.rows[r].sequence.as_ref().map_or(0, Sequence::len);
         let lengths: Vec<usize> = ready.iter().map(length).collect();
-        let drawn: Vec<_> = ready
-            .par_iter()
-            .zip(&lengths)
-            .zip(logits.par_chunks_exact(spec.vocab))
-            .map(|((&r, &length), logits)| {
-                let number = self.requests[self.rows[r].request].number;
-                self.sampler.next(logits, number, length)
-            })
-            .collect::<Result<_>>()?;
+        let numbers = ready.iter().map(|&r| self.requests[self.rows[r].request].number);
+        let places: Vec<(u64, usize)> = numbers.zip(lengths.iter().copied()).collect();
+        let on_gpu = match logits {
+            Some(logits) => self.sampler.next_on_gpu(logits, spec.logit_softcap, &places)?,
+            None => None,
+        };
+        let drawn: Vec<SampledToken> = match on_gpu {
+            Some(drawn) => drawn,
+            None => {
+                let rows = on_host(logits, spec.logit_softcap)?;
+                let rows = rows.par_chunks_exact(spec.vocab).zip(&places);
+                rows.map(|(logits, &(number, length))| self.sampler.next(logits, number, length))
+                    .collect::<Result<_>>()?
+            }
+        };
         let mut leaving = vec![false; self.rows.len()];
         for ((&r, length), drawn) in ready.iter().zip(lengths).zip(drawn) {
             let request = self.rows[r].request;

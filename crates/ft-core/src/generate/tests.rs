@@ -1,7 +1,7 @@
 //! Cached decoding, compared with full recomputation, and rows in a batch compared with single rows.
 
 use super::cache::{Layout, Sequence};
-use super::decode::{NewTokens, Pass, step};
+use super::decode::{NewTokens, Pass, on_host, step};
 use super::*;
 use crate::base::Error;
 use crate::data::{Batch, Example};
@@ -397,7 +397,8 @@ fn logits<'a>(policy: impl Into<SampledModel<'a>>, prompt: &[u32]) -> Vec<f32> {
         tokens: prompt,
         logits: true,
     };
-    step(&policy, &mut [part], Pass::Prompt, false).unwrap()
+    let logits = step(&policy, &mut [part], Pass::Prompt, false).unwrap();
+    on_host(logits.as_ref(), policy.network.spec.logit_softcap).unwrap()
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! A bf16 and int8 KV cache: the stored values, and the error they cause.
 
 use super::cache::{Layout, Sequence, Step};
-use super::decode::{NewTokens, Pass, step};
+use super::decode::{NewTokens, Pass, on_host, step};
 use super::tests::{furthest, many, network, prompts, settings, spec};
 use super::*;
 use crate::base::Result;
@@ -45,6 +45,7 @@ fn a_smaller_cache_only_rounds() {
                 logits: true,
             };
             let got = step(&(&network).into(), &mut [part], Pass::Answer, false).unwrap();
+            let got = on_host(got.as_ref(), network.spec.logit_softcap).unwrap();
 
             let documents = [0, prompt.len()];
             let positions: Vec<u32> = (0..prompt.len() as u32).collect();

@@ -2,7 +2,7 @@
 //! every storage type, with adapters, on every path of the CPU (`FT_CPU`).
 
 use super::cache::{Layout, Sequence};
-use super::decode::{NewTokens, Pass, step};
+use super::decode::{NewTokens, Pass, on_host, step};
 use super::tests::{VOCAB, argmax, full_logits, furthest, many, network, prompts, spec, warm};
 use super::*;
 use crate::formats::Config;
@@ -142,6 +142,7 @@ fn errors(network: &Network, stored: KvDtype) -> Vec<f32> {
         });
         let mut parts: Vec<NewTokens> = parts.collect();
         let logits = step(&network.into(), &mut parts, pass, false).unwrap();
+        let logits = on_host(logits.as_ref(), network.spec.logit_softcap).unwrap();
         held = parts.into_iter().map(|p| p.sequence).collect();
         for (row, logits) in rows.iter_mut().zip(logits.chunks_exact(VOCAB)) {
             let want = full_logits(network, row);

@@ -70,7 +70,7 @@ pub(crate) const DEVICE_CHUNK: usize = 32;
 pub const DEVICE_KEY: usize = 128;
 /// Bytes that the states of the chunks may have on a GPU while gradients are computed; one key head has more if it needs
 /// more.
-const DEVICE_STATES: usize = 256 << 20;
+const DEVICE_STATES: usize = 512 << 20;
 
 impl DeltaHeads {
     /// On a GPU: bytes of one key head, with its value heads, between the kernels of a backward pass: the states and

@@ -7,80 +7,77 @@
 namespace delta {
 
 // `d_states` [chunks, heads, P, Q]: the gradients of the states after the chunks. `d_right` [N, heads, Q]: of the right
-// sides, before β. Spans, heads and blocks as in delta_rule.cu.
+// sides, before β. `prepared`, spans, heads and blocks as in delta_rule.cu.
 template <typename T>
 __device__ __forceinline__ void scan(
-    const Inputs<T>& x, const u32* spans, const T* d_o, float* d_states, float* d_right, T* d_qkv, const Heads& h,
-    int first_head, int heads) {
+    const T* qkv, const u32* spans, const float* prepared, const T* d_o, float* d_states, float* d_right, T* d_qkv,
+    const Heads& h, int first_head, int heads) {
     DYNAMIC_SHARED(memory);
-    __shared__ Decays d;
-    const int size = h.key_dim, pitch = size + 1;
+    // Two of the second: one of this chunk, one of the next.
     float* q = reinterpret_cast<float*>(memory);
-    float *k = q + C * pitch, *d_state = k + C * pitch, *a = d_state + size * PITCH, *p = a + C * PITCH;
-    float *out = p + C * PITCH, *delta = out + C * PITCH;
+    float *k = q + C * WIDE, *copy = k + 2 * C * WIDE, *solution = copy + C * WIDE, *p = solution + C * NARROW;
+    float *out = p + C * NARROW, *of_out = out + C * NARROW, *right = of_out + C * NARROW, *of_right = right + C * NARROW;
     const int document = blockIdx.x / heads, local = blockIdx.x % heads, head = first_head + local;
     const u32* span = spans + 3 * document;
-    const i64 start = span[0], end = span[1], width = h.width(), per_head = (i64)size * h.value_dim;
-    const i64 chunks = (end - start + C - 1) / C;
+    const i64 start = span[0], end = span[1], width = h.width(), per_head = (i64)h.key_dim * h.value_dim;
+    const i64 outputs = (i64)h.value_heads * h.value_dim, chunks = (end - start + C - 1) / C;
+    const bool whole = in_fours(h, qkv, d_o, nullptr) && in_fours(h, qkv, d_qkv, nullptr);
     const Slice slice(h.value_dim);
-    const float factor = 1.0f / sqrtf((float)size);
-    slice.load(d_state, nullptr, size, h.value_dim);
-    for (i64 c = chunks - 1; c >= 0; c--) {
+    const Cell cell;
+    const int row = own_row(), column = 4 * own_lane();
+    Ahead<T> next;
+    const auto fetch_next = [&](i64 c) {
         const i64 first = start + c * C;
-        const int n = end - first < C ? end - first : C, i = own_row();
-        const T* rows = x.qkv + first * width;
-        unit_rows(rows + h.q_at(head), width, n, size, factor, q);
-        unit_rows(rows + h.k_at(head), width, n, size, 1.0f, k);
+        const int n = end - first < C ? end - first : C;
+        next.fetch_chunk(qkv + first * width, d_o + first * outputs + head * h.value_dim + slice.first, outputs,
+            prepared + ((span[2] + c) * heads + local) * PREPARED, n, slice.count, head, h, cell, row, column, whole);
+    };
+    const auto write_next = [&](int side) {
+        next.q.write(1.0f, q);
+        next.k.write(1.0f, k + side * C * WIDE);
+        *reinterpret_cast<Pack<float, 4>*>(solution + row * NARROW + column) = next.solution;
+        *reinterpret_cast<Pack<float, 4>*>(p + row * NARROW + column) = next.lower;
+        float x[4];
 #pragma unroll
-        for (int s = 0; s < SHARE; s++) {
-            const int j = own_lane() + s * LANES;
-            const bool there = i < n && j < slice.count;
-            const i64 at = ((first + i) * h.value_heads + head) * h.value_dim + slice.first + j;
-            out[i * PITCH + j] = there ? widen(d_o[at]) : 0.0f;
-        }
-        d.fill(x, h.value_heads, head, first, n);
-        slice.store(d_state, d_states + ((span[2] + c) * heads + local) * per_head, size, h.value_dim);
-        triangles(q, k, size, d, a, p);
-        float sum[SHARE] = {};
-        for (int e = 0; e < size; e++) {
-            const float from_k = k[i * pitch + e];
+        for (int j = 0; j < 4; j++) x[j] = widen(next.row.at[j]);
+        cell.write(x, 1.0f, out);
+        cell.write(x, next.of_q, of_out);
+    };
+    State state;
+    if (chunks > 0) {
+        fetch_next(chunks - 1);
+        state.write(copy);
+        write_next(0);
+    }
+    __syncthreads();
+    int side = 0;
+    for (i64 c = chunks - 1; c >= 0; c--, side ^= 1) {
+        const i64 token = start + c * C + cell.row();
+        const int there = token < end ? slice.count - cell.columns : 0;
+        const float beta = next.beta, of_k = next.of_k, end_k = next.end_k, decay = next.decay;
+        if (c > 0) fetch_next(c - 1);
+        state.put_to(d_states + ((span[2] + c) * heads + local) * per_head, slice, h, whole);
+        float sum[4][4] = {}, read[4], x[4];
+        cell.along<false>(k + side * C * WIDE, nullptr, copy, h.key_dim, sum, sum);
+        cell.gather(sum, read);
+        cell.across(p, out, x);
 #pragma unroll
-            for (int s = 0; s < SHARE; s++) sum[s] += from_k * d_state[e * PITCH + own_lane() + s * LANES];
-        }
+        for (int j = 0; j < 4; j++) x[j] += end_k * read[j];
+        cell.write(x, 1.0f, right);
+        state.decay(decay);
+        state.add(q, of_out);
         __syncthreads();
+        // (I + A)ᵀ X = what is there.
+        cell.across(solution, right, x);
+        cell.write(x, -beta * of_k, of_right);
+        put(d_right + (token * heads + local) * h.value_dim + slice.first + cell.columns, x, there, whole);
 #pragma unroll
-        for (int s = 0; s < SHARE; s++) {
-            const int j = own_lane() + s * LANES;
-            sum[s] *= d.to_end[i];
-            for (int later = i; later < C; later++) sum[s] += p[later * PITCH + i] * out[later * PITCH + j];
-            delta[i * PITCH + j] = sum[s];
-        }
+        for (int j = 0; j < 4; j++) x[j] *= beta;
+        put(d_qkv + token * width + h.v_at(head) + slice.first + cell.columns, x, there, whole);
         __syncthreads();
-        // (I + A)ᵀ X = what is there; a thread has a column.
-        if (threadIdx.x < SLICE) {
-            float* column = delta + threadIdx.x;
-            for (int t = n - 2; t >= 0; t--) {
-                float sum = 0;
-                for (int later = t + 1; later < n; later++)
-                    sum += d.beta[later] * a[later * PITCH + t] * column[later * PITCH];
-                column[t * PITCH] -= sum;
-            }
-        }
-        __syncthreads();
-#pragma unroll
-        for (int s = 0; s < SHARE; s++) {
-            const int j = own_lane() + s * LANES;
-            if (i >= n || j >= slice.count) continue;
-            const float right = delta[i * PITCH + j];
-            d_right[((first + i) * heads + local) * h.value_dim + slice.first + j] = right;
-            narrow(d.beta[i] * right, d_qkv[(first + i) * width + h.v_at(head) + slice.first + j]);
-        }
-        add_outer(
-            d_state, size, d.whole, [&](int t, int e) { return d.from_start[t] * q[t * pitch + e]; },
-            [&](int t, int j) { return out[t * PITCH + j]; });
-        add_outer(
-            d_state, size, 1.0f, [&](int t, int e) { return -d.beta[t] * d.from_start[t] * k[t * pitch + e]; },
-            [&](int t, int j) { return delta[t * PITCH + j]; });
+        state.add(k + side * C * WIDE, of_right);
+        state.write(copy);
+        if (c > 0) write_next(side ^ 1);
         __syncthreads();
     }
 }
@@ -295,10 +292,9 @@ __device__ __forceinline__ void gates(
 
 #define DELTA_RULE_BACK(NAME, T)                                                                                       \
     extern "C" __global__ void __launch_bounds__(delta::THREADS) delta_rule_scan_back_##NAME(                      \
-        const T* qkv, const T* a, const T* b, const float* a_log, const float* dt_bias, const u32* spans,           \
-        const T* d_o, float* d_states, float* d_right, T* d_qkv, int key_heads, int value_heads, int key_dim,       \
-        int value_dim, int first_head, int heads) {                                                                 \
-        delta::scan<T>({qkv, a, b, a_log, dt_bias}, spans, d_o, d_states, d_right, d_qkv,                           \
+        const T* qkv, const u32* spans, const float* prepared, const T* d_o, float* d_states, float* d_right,       \
+        T* d_qkv, int key_heads, int value_heads, int key_dim, int value_dim, int first_head, int heads) {          \
+        delta::scan<T>(qkv, spans, prepared, d_o, d_states, d_right, d_qkv,                                         \
             {key_heads, value_heads, key_dim, value_dim}, first_head, heads);                                       \
     }                                                                                                               \
     extern "C" __global__ void __launch_bounds__(delta::THREADS) delta_rule_chunk_back_##NAME(                     \

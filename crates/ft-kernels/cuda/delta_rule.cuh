@@ -11,11 +11,9 @@
 
 namespace delta {
 
-constexpr int C = 32, THREADS = 256, LANES = THREADS / C, SLICE = 32, SHARE = SLICE / LANES;
+constexpr int C = 32, THREADS = 256, LANES = THREADS / C, SLICE = 32;
 // Elements of a key, at most.
 constexpr int KEY = 128;
-// Distance of the rows of a triangle in shared memory.
-constexpr int PITCH = C + 1;
 // Distances of rows of KEY and of C elements that are read by four: see `Cell`.
 constexpr int WIDE = KEY + 4, NARROW = C + 8;
 // Numbers of shared memory of a scan, and of `prepare`.
@@ -48,24 +46,6 @@ __device__ __forceinline__ int own_lane() {
 
 __device__ __forceinline__ float softplus(float x) {
     return x > 20.0f ? x : log1pf(expf(x));
-}
-
-// Copies n rows of `size` elements, with length `factor`, to rows `size + 1` apart; the other rows of the chunk are 0.
-// Returns the inverse length of the own row.
-template <typename T>
-__device__ __forceinline__ float unit_rows(const T* from, i64 stride, int n, int size, float factor, float* to) {
-    const int row = own_row();
-    float squares = 0;
-    if (row < n) {
-        for (int p = own_lane(); p < size; p += LANES) {
-            const float x = widen(from[row * stride + p]);
-            squares += x * x;
-        }
-    }
-    const float inverse = 1.0f / sqrtf(lane_sum<LANES>(squares) + EPS);
-    for (int p = own_lane(); p < size; p += LANES)
-        to[row * (size + 1) + p] = row < n ? widen(from[row * stride + p]) * inverse * factor : 0.0f;
-    return inverse;
 }
 
 // The decays of a value head in a chunk; tokens that are not there do not decay and have β = 0.

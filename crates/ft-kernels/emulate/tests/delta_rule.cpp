@@ -41,6 +41,7 @@ int main(int argc, char** argv) {
         forward<float>(FORWARD(f32), {2, 2, 128, 17, {0, 70}}, seed);
         forward<float>(FORWARD(f32), {1, 1, 128, 36, {0, 70}}, seed);
         forward<bf16>(FORWARD(bf16), {1, 3, 33, 32, {0, 64, 67}}, seed);
+        forward<bf16>(FORWARD(bf16), {2, 4, 16, 20, {0, 37}}, seed);
     }
     return verdict();
 }

@@ -39,9 +39,8 @@ static void backward(const Kernels<T>& kernels, const Shape& s, int heads, uint6
                kept_before, out, d_states.data, right.data, d_qkv.data, s.key_heads, s.value_heads, s.key_dim, s.value_dim,
                first, heads);
         const float *ps = states.data, *pd = d_states.data, *pr = right.data, *pe = deltas.data;
-        const size_t tiles = 2 * s.key_dim * delta::NEXT + 3 * delta::C * delta::NEXT, squares = 4 * delta::C * delta::PITCH;
         launch(kernels.chunk, dim3(chunks, heads * s.key_heads / s.value_heads), dim3(delta::THREADS),
-               4 * (2 * delta::C * (s.key_dim + 1) + std::max(tiles, squares)), seed, qkv, a, b, a_log, dt_bias, list, out,
+               4 * delta::CHUNK, seed, qkv, a, b, a_log, dt_bias, list, out,
                ps, pd, pe, pr, d_qkv.data, d_g.data, d_b.data, s.key_heads, s.value_heads, s.key_dim, s.value_dim, first,
                heads);
     }
@@ -63,6 +62,7 @@ int main(int argc, char** argv) {
         backward<float>(ALL(f32), {1, 1, 128, 17, {0, 70}}, 1, seed);
         backward<float>(ALL(f32), {1, 1, 128, 36, {0, 70}}, 1, seed);
         backward<bf16>(ALL(bf16), {1, 3, 33, 32, {0, 64, 67}}, 3, seed);
+        backward<bf16>(ALL(bf16), {2, 4, 16, 20, {0, 37}}, 2, seed);
     }
     return verdict();
 }

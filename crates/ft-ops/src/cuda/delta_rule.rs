@@ -11,23 +11,17 @@ use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 const THREADS: u32 = 256;
-/// Columns of a state of a block of a scan, and of a tile of a chunk.
+/// Columns of a state of a block of a scan.
 const SLICE: usize = 32;
-const TILE: usize = 16;
 
 /// Distances of the rows of keys and of triangles in shared memory.
 const WIDE: usize = KEY + 4;
 const NARROW: usize = CHUNK + 8;
-/// Bytes of shared memory of a scan, and of the kernel before it.
+/// Bytes of shared memory of a scan, of the kernel before it,
 const SCAN_BYTES: usize = 4 * (4 * CHUNK * WIDE + 6 * CHUNK * NARROW);
 const PREPARE_BYTES: usize = 4 * (2 * CHUNK * WIDE + CHUNK * NARROW);
-
-/// Bytes of shared memory of a chunk: tiles, and later four squares in their place.
-fn chunk_bytes(heads: &DeltaHeads) -> usize {
-    let p = heads.key_dim;
-    let tiles = (2 * p + 3 * CHUNK) * (TILE + 1);
-    4 * (2 * CHUNK * (p + 1) + tiles.max(4 * CHUNK * (CHUNK + 1)))
-}
+/// and of the kernel that computes the gradients of keys, with tiles of 16 columns.
+const CHUNK_BYTES: usize = 4 * (2 * CHUNK * WIDE + (2 * KEY + 3 * CHUNK) * 20);
 
 /// The inputs on the device, and what each launch needs.
 struct Launch<'a> {
@@ -224,7 +218,7 @@ pub(crate) fn backward(
         let grid = Grid {
             blocks: (chunks, key_heads),
             threads: (THREADS, 1),
-            shared: chunk_bytes(heads) as u32,
+            shared: CHUNK_BYTES as u32,
         };
         let (to_g, to_b) = (Launch::kept(Some(&d_g))?, launch.activation(&d_b)?);
         let [a, b, a_log, dt_bias] = launch.gates()?;

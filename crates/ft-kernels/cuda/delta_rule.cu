@@ -98,20 +98,21 @@ __device__ __forceinline__ void scan(
     const i64 own = ((i64)document * h.value_heads + head) * per_head;
     // T and P are transposed on their way to shared memory: lanes have neighboring rows.
     const int row = threadIdx.x % C, column = 4 * (threadIdx.x / C);
+    const i64 q_at = h.q_at(head), k_at = h.k_at(head), v_at = h.v_at(head) + slice.first;
     Ahead<T> next;
     const auto fetch_next = [&](i64 first, i64 chunk) {
         const T* rows = qkv + first * width;
         const int n = end - first < C ? end - first : C;
-        next.fetch_chunk(rows, rows + h.v_at(head) + slice.first, width, prepared + (chunk * heads + local) * PREPARED, n,
-            slice.count, head, h, cell, row, column, whole);
+        next.fetch_chunk(rows + own_row() * width, q_at, k_at, rows + v_at, width,
+            prepared + (chunk * heads + local) * PREPARED, n, slice.count, h.key_dim, cell, row, column, whole);
     };
     const auto write_next = [&](int side) {
         next.q.write(1.0f, q);
         next.k.write(1.0f, k + side * C * WIDE);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            solution[(column + e) * NARROW + row] = next.solution.at[e];
-            p[(side * C + column + e) * NARROW + row] = next.lower.at[e];
+            solution[(column + e) * NARROW + row] = next.solution.at(e);
+            p[(side * C + column + e) * NARROW + row] = next.lower.at(e);
         }
     };
     State state;
@@ -127,7 +128,7 @@ __device__ __forceinline__ void scan(
     for (i64 first = start; first < end; first += C, chunk++, side ^= 1) {
         const int i = cell.row(), there = first + i < end ? slice.count - cell.columns : 0;
         const bool more = first + C < end;
-        const Pack<T, 4> v = next.row;
+        const Four<T> v = next.row;
         const float beta = next.beta, of_q = next.of_q, of_k = next.of_k, end_k = next.end_k, decay = next.decay;
         if (more) fetch_next(first + C, chunk + 1);
         if (states) state.put_to(states + (chunk * heads + local) * per_head, slice, h, whole);
@@ -136,7 +137,7 @@ __device__ __forceinline__ void scan(
         cell.gather(sum_q, out);
         cell.gather(sum_k, read);
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = widen(v.at[j]) - of_k * read[j];
+        for (int j = 0; j < 4; j++) x[j] = v.at(j) - of_k * read[j];
         cell.write(x, beta, right);
         __syncthreads();
         // (I + A) D = what is there.
@@ -170,7 +171,7 @@ __device__ __forceinline__ void scan(
         delta::prepare<T>({qkv, a, b, a_log, dt_bias}, pieces, prepared,                                            \
             {key_heads, value_heads, key_dim, value_dim}, first_head, heads);                                       \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(delta::THREADS) delta_rule_forward_##NAME(                        \
+    extern "C" __global__ void __launch_bounds__(delta::THREADS, 1) delta_rule_forward_##NAME(                        \
         const T* qkv, const u32* spans, const float* prepared, const float* before, float* after, T* o,             \
         float* states, float* deltas, int key_heads, int value_heads, int key_dim, int value_dim, int first_head,   \
         int heads) {                                                                                                \

@@ -25,7 +25,7 @@ struct Heads {
     __device__ __forceinline__ int group() const { return value_heads / key_heads; }
     __device__ __forceinline__ i64 width() const { return 2 * (i64)key_heads * key_dim + (i64)value_heads * value_dim; }
     // The first column of q, k or v of a head in qkv.
-    __device__ __forceinline__ i64 q_at(int head) const { return (i64)head / group() * key_dim; }
+    __device__ __forceinline__ i64 q_at(int head) const { return (i64)(head / group()) * key_dim; }
     __device__ __forceinline__ i64 k_at(int head) const { return (i64)key_heads * key_dim + q_at(head); }
     __device__ __forceinline__ i64 v_at(int head) const { return 2 * (i64)key_heads * key_dim + (i64)head * value_dim; }
 };
@@ -96,17 +96,51 @@ struct Decays {
 constexpr int SOLUTION = 0, LOWER = C * C, BETA = 2 * C * C, OF_Q = BETA + C, OF_K = OF_Q + C, END_K = OF_K + C;
 constexpr int DECAY = END_K + C, PREPARED = DECAY + 4;
 
-// Four elements of which `count` are there, the others 0. `whole`: packs are aligned, and all there or none.
+// Four elements as they are in memory: an operation on them would wait for their load.
 template <typename T>
-__device__ __forceinline__ Pack<T, 4> fetch(const T* from, int count, bool whole) {
-    Pack<T, 4> x = {};
+struct Four {
+    u32 word[sizeof(T)];
+
+    __device__ __forceinline__ float at(int i) const {
+        if constexpr (sizeof(T) == 4) {
+            return float_of(word[i]);
+        } else {
+            T x;
+            x.bits = (unsigned short)(word[i / 2] >> 16 * (i % 2));
+            return widen(x);
+        }
+    }
+
+    // To four f32.
+    __device__ __forceinline__ void write(float* to) const {
+        const float x[4] = {at(0), at(1), at(2), at(3)};
+        store<4>(to, x);
+    }
+};
+
+__device__ __forceinline__ u32 raw(float x) {
+    return bits_of(x);
+}
+__device__ __forceinline__ u32 raw(bf16 x) {
+    return x.bits;
+}
+
+// Four elements of which `count` are there, the others 0. `whole`: they are aligned, and all there or none.
+template <typename T>
+__device__ __forceinline__ Four<T> fetch(const T* from, int count, bool whole) {
+    constexpr int WORDS = sizeof(T);
+    Four<T> x = {};
     if (whole) {
-        if (count > 0) x = *reinterpret_cast<const Pack<T, 4>*>(from);
+        if (count > 0) {
+            const Pack<u32, WORDS> pack = *reinterpret_cast<const Pack<u32, WORDS>*>(from);
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) x.word[i] = pack.at[i];
+        }
         return x;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (i < count) x.at[i] = from[i];
+        if (i < count) x.word[i * WORDS / 4] |= raw(from[i]) << (WORDS == 4 ? 0 : 16 * (i % 2));
     return x;
 }
 
@@ -133,7 +167,7 @@ __device__ __forceinline__ bool in_fours(const Heads& h, const T* qkv, const voi
 template <typename T>
 struct Keys {
     static constexpr int PARTS = KEY / (4 * LANES);
-    Pack<T, 4> part[PARTS];
+    Four<T> part[PARTS];
 
     __device__ __forceinline__ void fetch_row(const T* row, bool there, int size, bool whole) {
 #pragma unroll
@@ -149,7 +183,7 @@ struct Keys {
         for (int r = 0; r < PARTS; r++) {
             float x[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) x[i] = widen(part[r].at[i]) * factor;
+            for (int i = 0; i < 4; i++) x[i] = part[r].at(i) * factor;
             store<4>(to + own_row() * WIDE + 4 * (own_lane() + r * LANES), x);
         }
     }
@@ -159,7 +193,7 @@ struct Keys {
 #pragma unroll
         for (int r = 0; r < PARTS; r++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) squares += widen(part[r].at[i]) * widen(part[r].at[i]);
+            for (int i = 0; i < 4; i++) squares += part[r].at(i) * part[r].at(i);
         return 1.0f / sqrtf(lane_sum<LANES>(squares) + EPS);
     }
 };
@@ -269,10 +303,10 @@ struct State {
 #pragma unroll
         for (int x = 0; x < 4; x++) {
             const int there = first + x < h.key_dim ? slice.count - columns : 0;
-            const Pack<float, 4> row =
+            const Four<float> row =
                 fetch(from + (i64)(first + x) * h.value_dim + slice.first + columns, there, whole);
 #pragma unroll
-            for (int j = 0; j < 4; j++) at[j][x] = row.at[j];
+            for (int j = 0; j < 4; j++) at[j][x] = row.at(j);
         }
     }
 
@@ -317,22 +351,21 @@ struct State {
 template <typename T>
 struct Ahead {
     Keys<T> q, k;
-    Pack<float, 4> solution, lower;
+    Four<float> solution, lower;
     // Of the own row of a `Cell`: four elements of v or do, and its factors.
-    Pack<T, 4> row;
+    Four<T> row;
     float beta, of_q, of_k, end_k, decay;
 
-    // `rows`: of qkv, from the first token of the chunk on; `values` of v or do, `apart` apart, from the first column on.
+    // `own`: the own row of qkv of the chunk, `q_at` and `k_at`: columns; `values` of v or do, `apart` apart, from the first column on.
     // `row` and `column`: of T and P, the four elements that the thread moves.
     __device__ __forceinline__ void fetch_chunk(
-        const T* rows, const T* values, i64 apart, const float* prepared, int n, int count, int head, const Heads& h,
+        const T* own, i64 q_at, i64 k_at, const T* values, i64 apart, const float* prepared, int n, int count, int size,
         const Cell& cell, int at_row, int at_column, bool whole) {
-        const T* own = rows + own_row() * h.width();
-        q.fetch_row(own + h.q_at(head), own_row() < n, h.key_dim, whole);
-        k.fetch_row(own + h.k_at(head), own_row() < n, h.key_dim, whole);
+        q.fetch_row(own + q_at, own_row() < n, size, whole);
+        k.fetch_row(own + k_at, own_row() < n, size, whole);
         const float* square = prepared + at_row * C + at_column;
-        solution = *reinterpret_cast<const Pack<float, 4>*>(square + SOLUTION);
-        lower = *reinterpret_cast<const Pack<float, 4>*>(square + LOWER);
+        solution = fetch(square + SOLUTION, 4, true);
+        lower = fetch(square + LOWER, 4, true);
         const int i = cell.row();
         row = fetch(values + i * apart + cell.columns, i < n ? count - cell.columns : 0, whole);
         beta = prepared[BETA + i];

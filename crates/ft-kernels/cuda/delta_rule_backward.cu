@@ -25,21 +25,23 @@ __device__ __forceinline__ void scan(
     const Slice slice(h.value_dim);
     const Cell cell;
     const int row = own_row(), column = 4 * own_lane();
+    const i64 q_at = h.q_at(head), k_at = h.k_at(head), v_at = h.v_at(head) + slice.first, first_chunk = span[2];
+    const i64 o_at = (i64)head * h.value_dim + slice.first;
     Ahead<T> next;
     const auto fetch_next = [&](i64 c) {
         const i64 first = start + c * C;
         const int n = end - first < C ? end - first : C;
-        next.fetch_chunk(qkv + first * width, d_o + first * outputs + head * h.value_dim + slice.first, outputs,
-            prepared + ((span[2] + c) * heads + local) * PREPARED, n, slice.count, head, h, cell, row, column, whole);
+        next.fetch_chunk(qkv + (first + own_row()) * width, q_at, k_at, d_o + first * outputs + o_at, outputs,
+            prepared + ((first_chunk + c) * heads + local) * PREPARED, n, slice.count, h.key_dim, cell, row, column, whole);
     };
     const auto write_next = [&](int side) {
         next.q.write(1.0f, q);
         next.k.write(1.0f, k + side * C * WIDE);
-        *reinterpret_cast<Pack<float, 4>*>(solution + row * NARROW + column) = next.solution;
-        *reinterpret_cast<Pack<float, 4>*>(p + row * NARROW + column) = next.lower;
+        next.solution.write(solution + row * NARROW + column);
+        next.lower.write(p + row * NARROW + column);
         float x[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) x[j] = widen(next.row.at[j]);
+        for (int j = 0; j < 4; j++) x[j] = next.row.at(j);
         cell.write(x, 1.0f, out);
         cell.write(x, next.of_q, of_out);
     };
@@ -56,7 +58,7 @@ __device__ __forceinline__ void scan(
         const int there = token < end ? slice.count - cell.columns : 0;
         const float beta = next.beta, of_k = next.of_k, end_k = next.end_k, decay = next.decay;
         if (c > 0) fetch_next(c - 1);
-        state.put_to(d_states + ((span[2] + c) * heads + local) * per_head, slice, h, whole);
+        state.put_to(d_states + ((first_chunk + c) * heads + local) * per_head, slice, h, whole);
         float sum[4][4] = {}, read[4], x[4];
         cell.along<false>(k + side * C * WIDE, nullptr, copy, h.key_dim, sum, sum);
         cell.gather(sum, read);
@@ -73,7 +75,7 @@ __device__ __forceinline__ void scan(
         put(d_right + (token * heads + local) * h.value_dim + slice.first + cell.columns, x, there, whole);
 #pragma unroll
         for (int j = 0; j < 4; j++) x[j] *= beta;
-        put(d_qkv + token * width + h.v_at(head) + slice.first + cell.columns, x, there, whole);
+        put(d_qkv + token * width + v_at + cell.columns, x, there, whole);
         __syncthreads();
         state.add(k + side * C * WIDE, of_right);
         state.write(copy);
@@ -93,8 +95,8 @@ constexpr int CHUNK = 2 * C * WIDE + (2 * KEY + 3 * C) * NEXT;
 template <typename T>
 struct Tile {
     static constexpr int ROWS = 4 * KEY / THREADS;
-    Pack<float, 4> state[ROWS], d_state[ROWS], kept;
-    Pack<T, 4> given;
+    Four<float> state[ROWS], d_state[ROWS], kept;
+    Four<T> given;
 
     __device__ __forceinline__ static int column() { return 4 * (threadIdx.x % 4); }
     __device__ __forceinline__ static int token() { return threadIdx.x % (THREADS / 2) / 4; }
@@ -213,24 +215,21 @@ __device__ __forceinline__ void chunk(
 #pragma unroll
             for (int r = 0; r < Tile<T>::ROWS; r++) {
                 const int e = threadIdx.x / 4 + r * (THREADS / 4), at = (e % 4 * 32 + e / 4) * NEXT + Tile<T>::column();
-                *reinterpret_cast<Pack<float, 4>*>(state + at) = next.state[r];
-                *reinterpret_cast<Pack<float, 4>*>(d_state + at) = next.d_state[r];
+                next.state[r].write(state + at);
+                next.d_state[r].write(d_state + at);
                 float dot = 0;
 #pragma unroll
-                for (int j = 0; j < 4; j++) dot += next.state[r].at[j] * next.d_state[r].at[j];
+                for (int j = 0; j < 4; j++) dot += next.state[r].at(j) * next.d_state[r].at(j);
                 dot_states += dot;
             }
             const int at = Tile<T>::token() * NEXT + Tile<T>::column();
-            float given[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) given[j] = widen(next.given.at[j]);
             if (Tile<T>::second()) {
-                *reinterpret_cast<Pack<float, 4>*>(right + at) = next.kept;
+                next.kept.write(right + at);
 #pragma unroll
-                for (int j = 0; j < 4; j++) dot_v += next.kept.at[j] * given[j];
+                for (int j = 0; j < 4; j++) dot_v += next.kept.at(j) * next.given.at(j);
             } else {
-                *reinterpret_cast<Pack<float, 4>*>(delta + at) = next.kept;
-                store<4>(out + at, given);
+                next.kept.write(delta + at);
+                next.given.write(out + at);
             }
             __syncthreads();
             if (start + TILE < h.value_dim) fetch_tile(start + TILE);
@@ -408,13 +407,13 @@ __device__ __forceinline__ void gates(
 }  // namespace delta
 
 #define DELTA_RULE_BACK(NAME, T)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(delta::THREADS) delta_rule_scan_back_##NAME(                      \
+    extern "C" __global__ void __launch_bounds__(delta::THREADS, 1) delta_rule_scan_back_##NAME(                      \
         const T* qkv, const u32* spans, const float* prepared, const T* d_o, float* d_states, float* d_right,       \
         T* d_qkv, int key_heads, int value_heads, int key_dim, int value_dim, int first_head, int heads) {          \
         delta::scan<T>(qkv, spans, prepared, d_o, d_states, d_right, d_qkv,                                         \
             {key_heads, value_heads, key_dim, value_dim}, first_head, heads);                                       \
     }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(delta::THREADS) delta_rule_chunk_back_##NAME(                     \
+    extern "C" __global__ void __launch_bounds__(delta::THREADS, 1) delta_rule_chunk_back_##NAME(                     \
         const T* qkv, const T* a, const T* b, const float* a_log, const float* dt_bias, const u32* pieces,          \
         const T* d_o, const float* states, const float* d_states, const float* deltas, const float* d_right,        \
         T* d_qkv, float* d_g, T* d_b, int key_heads, int value_heads, int key_dim, int value_dim, int first_head,   \

@@ -39,23 +39,70 @@ __device__ __forceinline__ void forward(const T* x, const W* w, const u32* place
     }
 }
 
-// The gradients of the sums are computed again for each of the K tokens that x_t goes into.
+// Tokens of a thread of `backward`.
+constexpr int RUN = 16;
+
+// A thread goes through RUN tokens of a channel, and K - 1 more to whose sums these go. It has the last K elements of x
+// and the unfinished gradients of the last K tokens in registers. `w` has K taps, the first ones 0 if there are fewer.
+template <int K, typename T>
+__device__ __forceinline__ void backward_run(
+    const T* __restrict__ x, const float (&w)[K], const T* __restrict__ dy, const u32* __restrict__ places,
+    T* __restrict__ dx, i64 start, int channel, const Sizes& s) {
+    const i64 end = start + RUN < s.tokens ? start + RUN : s.tokens;
+    float window[K] = {}, sum[K] = {};
+#pragma unroll
+    for (int k = 0; k < K - 1; k++) {
+        const i64 t = start - (K - 1) + k;
+        if (t >= 0) window[k + 1] = widen(x[t * s.channels + channel]);
+    }
+#pragma unroll 4
+    for (i64 t = start; t < end + K - 1; t++) {
+        float du = 0;
+        int place = 0;
+#pragma unroll
+        for (int k = 0; k < K - 1; k++) window[k] = window[k + 1];
+#pragma unroll
+        for (int k = K - 1; k > 0; k--) sum[k] = sum[k - 1];
+        sum[0] = 0;
+        if (t < s.tokens) {
+            const i64 at = t * s.channels + channel;
+            place = places[t];
+            window[K - 1] = widen(x[at]);
+            float u = 0;
+#pragma unroll
+            for (int k = 0; k < K; k++)
+                if (K - 1 - k <= place) u += w[k] * window[k];
+            du = widen(dy[at]) * silu_slope(u);
+        }
+#pragma unroll
+        for (int earlier = 0; earlier < K; earlier++)
+            if (earlier <= place) sum[earlier] += w[K - 1 - earlier] * du;
+        const i64 done = t - (K - 1);
+        if (done >= start && done < end) narrow(sum[K - 1], dx[done * s.channels + channel]);
+    }
+}
+
+template <int K, typename T, typename W>
+__device__ __forceinline__ void backward_runs(
+    const T* x, const W* w, const T* dy, const u32* places, T* dx, const Sizes& s) {
+    const i64 n = (s.tokens + RUN - 1) / RUN * s.channels;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
+        const int channel = i % s.channels;
+        float taps[K];
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            const int from = k - (K - s.kernel);
+            taps[k] = from >= 0 ? widen(w[(i64)channel * s.kernel + from]) : 0.0f;
+        }
+        backward_run<K>(x, taps, dy, places, dx, i / s.channels * RUN, channel, s);
+    }
+}
+
 template <typename T, typename W>
 __device__ __forceinline__ void backward(
     const T* x, const W* w, const T* dy, const u32* places, T* dx, const Sizes& s) {
-    const i64 n = s.tokens * s.channels;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
-        const i64 t = i / s.channels;
-        const int channel = i % s.channels, place = places[t];
-        const int left = places[s.tokens + t], reach = left < s.kernel ? left : s.kernel;
-        float sum = 0;
-        for (int later = 0; later < reach; later++) {
-            const float slope = silu_slope(sum_at(x, w, t + later, place + later, channel, s));
-            const float du = widen(dy[i + (i64)later * s.channels]) * slope;
-            sum += widen(w[(i64)channel * s.kernel + s.kernel - 1 - later]) * du;
-        }
-        narrow(sum, dx[i]);
-    }
+    if (s.kernel <= 4) backward_runs<4>(x, w, dy, places, dx, s);
+    else backward_runs<TAPS>(x, w, dy, places, dx, s);
 }
 
 // partial[part][c][k] = the gradient of w over the `part` tokens of blockIdx.y; a thread has a channel.

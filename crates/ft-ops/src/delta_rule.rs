@@ -68,17 +68,40 @@ pub struct DeltaGradients {
 pub(crate) const DEVICE_CHUNK: usize = 32;
 /// Most elements of a key on a GPU, as there.
 pub const DEVICE_KEY: usize = 128;
-/// Bytes that the states of the chunks may have on a GPU while gradients are computed; one key head has more if it needs
-/// more.
-const DEVICE_STATES: usize = 256 << 20;
+/// Numbers that are kept of a chunk and value head on a GPU for the scans, as there: two triangles, four numbers of each
+/// token, and the decay.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) const DEVICE_PREPARED: usize = 2 * DEVICE_CHUNK * DEVICE_CHUNK + 4 * DEVICE_CHUNK + 4;
+/// Bytes that the states of the chunks may have on a GPU while gradients are computed, and what is kept for a forward scan;
+/// one key head has more if it needs more.
+const DEVICE_STATES: usize = 512 << 20;
 
 impl DeltaHeads {
-    /// On a GPU: bytes of one key head, with its value heads, between the kernels of a backward pass: the states and
-    /// deltas of the forward scan, and their gradients, f32.
+    /// On a GPU: bytes of one key head, with its value heads, that a forward scan reads.
+    fn prepared_bytes_of_key_head(&self, tokens: usize, documents: usize) -> usize {
+        let chunks = tokens / DEVICE_CHUNK + documents;
+        4 * self.value_heads / self.key_heads.max(1) * chunks * DEVICE_PREPARED
+    }
+
+    /// On a GPU: bytes of one key head, with its value heads, between the kernels of a backward pass: what the scans read,
+    /// the states and deltas of the forward scan, and their gradients, f32.
     fn device_bytes_of_key_head(&self, tokens: usize, documents: usize) -> usize {
         let chunks = tokens / DEVICE_CHUNK + documents;
         let group = self.value_heads / self.key_heads.max(1);
-        8 * group * self.value_dim * (chunks * self.key_dim + tokens)
+        let kept = 8 * group * self.value_dim * (chunks * self.key_dim + tokens);
+        kept + self.prepared_bytes_of_key_head(tokens, documents)
+    }
+
+    /// On a GPU: key heads whose outputs are computed together.
+    pub(crate) fn key_heads_prepared_at_once(&self, tokens: usize, documents: usize) -> usize {
+        let each = self.prepared_bytes_of_key_head(tokens, documents);
+        (DEVICE_STATES / each.max(1)).clamp(1, self.key_heads.max(1))
+    }
+
+    /// Memory that `forward` needs on a GPU besides its results, at most; documents with few tokens have more chunks.
+    pub fn device_bytes_forward(&self, tokens: usize, documents: usize) -> u64 {
+        let heads = self.key_heads_prepared_at_once(tokens, documents);
+        (heads * self.prepared_bytes_of_key_head(tokens, documents)) as u64
     }
 
     /// On a GPU: key heads whose gradients are computed together.
@@ -87,7 +110,7 @@ impl DeltaHeads {
         (DEVICE_STATES / each.max(1)).clamp(1, self.key_heads.max(1))
     }
 
-    /// Memory that `backward` needs on a GPU besides its results, at most; documents with few tokens have more chunks.
+    /// As `device_bytes_forward`, of `backward`.
     pub fn device_bytes(&self, tokens: usize, documents: usize) -> u64 {
         let states = self.key_heads_at_once(tokens, documents) * self.device_bytes_of_key_head(tokens, documents);
         (states + 4 * tokens * self.value_heads) as u64

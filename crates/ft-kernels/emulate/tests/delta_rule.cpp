@@ -2,15 +2,16 @@
 #include "delta_rule.h"
 
 template <class T>
-static void forward(Scan<T> kernel, const Shape& shape, uint64_t seed) {
+static void forward(const Forward<T>& kernels, const Shape& shape, uint64_t seed) {
     const Problem<T> x(shape, seed);
+    const Prepared<T> prepared(kernels, x, 0, shape.value_heads, seed);
     const double tight = sizeof(T) == 4 ? 2e-5 : 4e-3;
     float* none = nullptr;
     Buffer<T> o((size_t)shape.tokens() * shape.outputs());
     Buffer<float> after(x.before.n);
     for (bool given : {false, true}) {
         const Wanted want = recurrence(x, given, {});
-        scan<T>(kernel, x, given ? x.before.data : none, after.data, o.data, none, none, 0, shape.value_heads, seed);
+        scan<T>(kernels, x, prepared, given ? x.before.data : none, after.data, o.data, none, none, 0, shape.value_heads, seed);
         check("o", o, want.o, tight);
         compare("states after", after, want.after, 2e-5);
     }
@@ -20,8 +21,9 @@ static void forward(Scan<T> kernel, const Shape& shape, uint64_t seed) {
     Buffer<float> states((size_t)chunks * shape.value_heads * per_head), some((size_t)chunks * group * per_head);
     Buffer<float> deltas((size_t)shape.tokens() * shape.outputs()), few((size_t)shape.tokens() * group * shape.value_dim);
     T* no_o = nullptr;
-    scan<T>(kernel, x, none, none, no_o, states.data, deltas.data, 0, shape.value_heads, seed);
-    scan<T>(kernel, x, none, none, no_o, some.data, few.data, first, group, seed);
+    scan<T>(kernels, x, prepared, none, none, no_o, states.data, deltas.data, 0, shape.value_heads, seed);
+    const Prepared<T> part(kernels, x, first, group, seed);
+    scan<T>(kernels, x, part, none, none, no_o, some.data, few.data, first, group, seed);
     for (int chunk = 0; chunk < chunks; chunk++)
         for (int i = 0; i < group * per_head; i++)
             if (states[((size_t)chunk * shape.value_heads + first) * per_head + i] != some[(size_t)chunk * group * per_head + i])
@@ -34,10 +36,12 @@ static void forward(Scan<T> kernel, const Shape& shape, uint64_t seed) {
 
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
-        forward<float>(delta_rule_forward_f32, {1, 1, 4, 3, {0, 5}}, seed);
-        forward<float>(delta_rule_forward_f32, {2, 4, 12, 40, {0, 1, 1, 34, 101}}, seed);
-        forward<float>(delta_rule_forward_f32, {2, 2, 128, 17, {0, 70}}, seed);
-        forward<bf16>(delta_rule_forward_bf16, {1, 3, 33, 32, {0, 64, 67}}, seed);
+        forward<float>(FORWARD(f32), {1, 1, 4, 3, {0, 5}}, seed);
+        forward<float>(FORWARD(f32), {2, 4, 12, 40, {0, 1, 1, 34, 101}}, seed);
+        forward<float>(FORWARD(f32), {2, 2, 128, 17, {0, 70}}, seed);
+        forward<float>(FORWARD(f32), {1, 1, 128, 36, {0, 70}}, seed);
+        forward<bf16>(FORWARD(bf16), {1, 3, 33, 32, {0, 64, 67}}, seed);
+        forward<bf16>(FORWARD(bf16), {2, 4, 16, 20, {0, 37}}, seed);
     }
     return verdict();
 }

@@ -16,10 +16,6 @@ struct Shape {
     int state() const { return value_heads * key_dim * value_dim; }
     int count() const { return (int)documents.size() - 1; }
     int slices() const { return (value_dim + delta::SLICE - 1) / delta::SLICE; }
-    /// As crates/ft-ops/src/cuda/delta_rule.rs.
-    size_t shared(int squares) const {
-        return 4 * (2 * delta::C * (key_dim + 1) + key_dim * delta::PITCH + squares * delta::C * delta::PITCH);
-    }
     std::vector<u32> spans() const {
         std::vector<u32> spans;
         u32 chunk = 0;
@@ -168,18 +164,43 @@ Wanted recurrence(const Problem<T>& x, bool given, const std::vector<double>& d_
 }
 
 template <class T>
-using Scan = void (*)(const T*, const T*, const T*, const float*, const float*, const u32*, const float*, float*, T*,
-                      float*, float*, int, int, int, int, int, int);
+struct Forward {
+    void (*prepare)(const T*, const T*, const T*, const float*, const float*, const u32*, float*, int, int, int, int, int,
+                    int);
+    void (*scan)(const T*, const u32*, const float*, const float*, float*, T*, float*, float*, int, int, int, int, int, int);
+};
+
+#define FORWARD(NAME) {delta_rule_prepare_##NAME, delta_rule_forward_##NAME}
+
+/// Bytes of shared memory, as crates/ft-ops/src/cuda/delta_rule.rs.
+constexpr size_t SCAN_BYTES = 4 * delta::SCAN, PREPARE_BYTES = 4 * delta::PREPARE;
+
+/// What `prepare` keeps of the heads from `first` on.
+template <class T>
+struct Prepared {
+    Buffer<float> kept;
+    Prepared(const Forward<T>& kernels, const Problem<T>& x, int first, int heads, uint64_t seed)
+        : kept(x.shape.pieces().size() / 2 * heads * delta::PREPARED) {
+        const Shape& s = x.shape;
+        const std::vector<u32> all = s.pieces();
+        Buffer<u32> pieces(all.size());
+        std::copy(all.begin(), all.end(), pieces.data);
+        const T *qkv = x.qkv.data, *a = x.a.data, *b = x.b.data;
+        const float *a_log = x.a_log.data, *dt_bias = x.dt_bias.data;
+        const u32* list = pieces.data;
+        launch(kernels.prepare, dim3(all.size() / 2, heads), dim3(delta::THREADS), PREPARE_BYTES, seed, qkv, a, b, a_log,
+               dt_bias, list, kept.data, s.key_heads, s.value_heads, s.key_dim, s.value_dim, first, heads);
+    }
+};
 
 /// The heads from `first` on.
 template <class T>
-void scan(Scan<T> kernel, const Problem<T>& x, const float* before, float* after, T* o, float* states, float* deltas,
-          int first, int heads, uint64_t seed) {
+void scan(const Forward<T>& kernels, const Problem<T>& x, const Prepared<T>& prepared, const float* before, float* after,
+          T* o, float* states, float* deltas, int first, int heads, uint64_t seed) {
     const Shape& s = x.shape;
-    const T *qkv = x.qkv.data, *a = x.a.data, *b = x.b.data;
-    const float *a_log = x.a_log.data, *dt_bias = x.dt_bias.data;
+    const T* qkv = x.qkv.data;
     const u32* spans = x.spans.data;
-    launch(kernel, dim3(s.count() * heads, s.slices()), dim3(delta::THREADS), s.shared(3), seed, qkv, a, b, a_log,
-           dt_bias, spans, before, after, o, states, deltas, s.key_heads, s.value_heads, s.key_dim, s.value_dim, first,
-           heads);
+    const float* kept = prepared.kept.data;
+    launch(kernels.scan, dim3(s.count() * heads, s.slices()), dim3(delta::THREADS), SCAN_BYTES, seed, qkv, spans, kept,
+           before, after, o, states, deltas, s.key_heads, s.value_heads, s.key_dim, s.value_dim, first, heads);
 }

@@ -4,16 +4,15 @@
 
 template <class T>
 struct Kernels {
-    Scan<T> forward;
-    void (*back)(const T*, const T*, const T*, const float*, const float*, const u32*, const T*, float*, float*, T*, int,
-                 int, int, int, int, int);
+    Forward<T> forward;
+    void (*back)(const T*, const u32*, const float*, const T*, float*, float*, T*, int, int, int, int, int, int);
     void (*chunk)(const T*, const T*, const T*, const float*, const float*, const u32*, const T*, const float*,
                   const float*, const float*, const float*, T*, float*, T*, int, int, int, int, int, int);
     void (*gates)(const T*, const float*, const float*, const float*, T*, float*, float*, i64, int);
 };
 
 #define ALL(NAME) \
-    {delta_rule_forward_##NAME, delta_rule_scan_back_##NAME, delta_rule_chunk_back_##NAME, delta_rule_gates_back_##NAME}
+    {FORWARD(NAME), delta_rule_scan_back_##NAME, delta_rule_chunk_back_##NAME, delta_rule_gates_back_##NAME}
 
 template <class T>
 static void backward(const Kernels<T>& kernels, const Shape& s, int heads, uint64_t seed) {
@@ -33,14 +32,15 @@ static void backward(const Kernels<T>& kernels, const Shape& s, int heads, uint6
     for (int first = 0; first < s.value_heads; first += heads) {
         const size_t kept = (size_t)chunks * heads * s.key_dim * s.value_dim, rows = (size_t)s.tokens() * heads * s.value_dim;
         Buffer<float> states(kept), d_states(kept), deltas(rows), right(rows);
-        scan<T>(kernels.forward, x, none, nullptr, nullptr, states.data, deltas.data, first, heads, seed);
-        launch(kernels.back, dim3(s.count() * heads, s.slices()), dim3(delta::THREADS), s.shared(4), seed, qkv, a, b, a_log,
-               dt_bias, spans, out, d_states.data, right.data, d_qkv.data, s.key_heads, s.value_heads, s.key_dim,
-               s.value_dim, first, heads);
+        const Prepared<T> prepared(kernels.forward, x, first, heads, seed);
+        scan<T>(kernels.forward, x, prepared, none, nullptr, nullptr, states.data, deltas.data, first, heads, seed);
+        const float* kept_before = prepared.kept.data;
+        launch(kernels.back, dim3(s.count() * heads, s.slices()), dim3(delta::THREADS), SCAN_BYTES, seed, qkv, spans,
+               kept_before, out, d_states.data, right.data, d_qkv.data, s.key_heads, s.value_heads, s.key_dim, s.value_dim,
+               first, heads);
         const float *ps = states.data, *pd = d_states.data, *pr = right.data, *pe = deltas.data;
-        const size_t tiles = 2 * s.key_dim * delta::NEXT + 3 * delta::C * delta::NEXT, squares = 4 * delta::C * delta::PITCH;
         launch(kernels.chunk, dim3(chunks, heads * s.key_heads / s.value_heads), dim3(delta::THREADS),
-               4 * (2 * delta::C * (s.key_dim + 1) + std::max(tiles, squares)), seed, qkv, a, b, a_log, dt_bias, list, out,
+               4 * delta::CHUNK, seed, qkv, a, b, a_log, dt_bias, list, out,
                ps, pd, pe, pr, d_qkv.data, d_g.data, d_b.data, s.key_heads, s.value_heads, s.key_dim, s.value_dim, first,
                heads);
     }
@@ -60,7 +60,9 @@ int main(int argc, char** argv) {
         backward<float>(ALL(f32), {1, 1, 4, 3, {0, 5}}, 1, seed);
         backward<float>(ALL(f32), {2, 4, 12, 40, {0, 1, 1, 34, 101}}, 2, seed);
         backward<float>(ALL(f32), {1, 1, 128, 17, {0, 70}}, 1, seed);
+        backward<float>(ALL(f32), {1, 1, 128, 36, {0, 70}}, 1, seed);
         backward<bf16>(ALL(bf16), {1, 3, 33, 32, {0, 64, 67}}, 3, seed);
+        backward<bf16>(ALL(bf16), {2, 4, 16, 20, {0, 37}}, 2, seed);
     }
     return verdict();
 }

@@ -1,30 +1,27 @@
-//! The gated delta rule on a GPU: a scan through the chunks of each document, forward and back, and a kernel for each
-//! chunk that computes the gradients of keys and gates from the states that both scans keep. Sizes as in
-//! `cuda/delta_rule.cuh`.
+//! The gated delta rule on a GPU: a kernel for each chunk that computes what does not depend on the state, a scan through
+//! the chunks of each document, forward and back, and a kernel for each chunk that computes the gradients of keys and gates
+//! from the states that both scans keep. Sizes as in `cuda/delta_rule.cuh`.
 
 use super::document_lists::{DocumentList, Table};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, elementwise};
-use crate::delta_rule::{DEVICE_CHUNK as CHUNK, DEVICE_KEY as KEY, DeltaGradients, DeltaHeads, DeltaInputs};
+use crate::delta_rule::{
+    DEVICE_CHUNK as CHUNK, DEVICE_KEY as KEY, DEVICE_PREPARED as PREPARED, DeltaGradients, DeltaHeads, DeltaInputs,
+};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
 const THREADS: u32 = 256;
-/// Columns of a state of a block of a scan, and of a tile of a chunk.
+/// Columns of a state of a block of a scan.
 const SLICE: usize = 32;
-const TILE: usize = 16;
 
-/// Bytes of shared memory of a scan with this many squares `[CHUNK, CHUNK]`.
-fn scan_bytes(heads: &DeltaHeads, squares: usize) -> usize {
-    let p = heads.key_dim;
-    4 * (2 * CHUNK * (p + 1) + p * (SLICE + 1) + squares * CHUNK * (CHUNK + 1))
-}
-
-/// Bytes of shared memory of a chunk: tiles, and later four squares in their place.
-fn chunk_bytes(heads: &DeltaHeads) -> usize {
-    let p = heads.key_dim;
-    let tiles = (2 * p + 3 * CHUNK) * (TILE + 1);
-    4 * (2 * CHUNK * (p + 1) + tiles.max(4 * CHUNK * (CHUNK + 1)))
-}
+/// Distances of the rows of keys and of triangles in shared memory.
+const WIDE: usize = KEY + 4;
+const NARROW: usize = CHUNK + 8;
+/// Bytes of shared memory of a scan, of the kernel before it,
+const SCAN_BYTES: usize = 4 * (4 * CHUNK * WIDE + 6 * CHUNK * NARROW);
+const PREPARE_BYTES: usize = 4 * (2 * CHUNK * WIDE + CHUNK * NARROW);
+/// and of the kernel that computes the gradients of keys, with tiles of 16 columns.
+const CHUNK_BYTES: usize = 4 * (2 * CHUNK * WIDE + (2 * KEY + 3 * CHUNK) * 20);
 
 /// The inputs on the device, and what each launch needs.
 struct Launch<'a> {
@@ -37,6 +34,8 @@ struct Launch<'a> {
     heads: &'a DeltaHeads,
     documents: usize,
     spans: DocumentList,
+    /// The chunks.
+    pieces: DocumentList,
 }
 
 /// Value heads of a launch: the first one, and how many.
@@ -60,6 +59,7 @@ impl<'a> Launch<'a> {
             heads,
             documents: documents.len().saturating_sub(1),
             spans: DocumentList::new(&gpu, Table::Spans(CHUNK), documents)?,
+            pieces: DocumentList::new(&gpu, Table::Chunks(CHUNK), documents)?,
             gpu,
         })
     }
@@ -79,23 +79,31 @@ impl<'a> Launch<'a> {
         Ok(Arg::Address(place))
     }
 
-    /// Queues a kernel with the inputs, the table, `tensors` and the sizes.
+    /// a, b, A_log and dt_bias.
+    fn gates(&self) -> Result<[Arg; 4]> {
+        let vector = |t: &Tensor| address(t, "a vector of the delta rule").map(Arg::Address);
+        Ok([
+            self.activation(self.x.a)?,
+            self.activation(self.x.b)?,
+            vector(&self.a_log)?,
+            vector(&self.dt_bias)?,
+        ])
+    }
+
+    fn chunks(&self) -> usize {
+        self.pieces.len / 2
+    }
+
+    /// Queues a kernel with qkv, `tensors` and the sizes.
     fn run(
         &self,
         (module, name): (&'static str, &'static str),
         grid: Grid,
-        table: &DocumentList,
         tensors: &[Arg],
         (first, count): Part,
     ) -> Result<()> {
-        let vector = |t: &Tensor| address(t, "a vector of the delta rule").map(Arg::Address);
         let mut args = Vec::with_capacity(24);
         args.push(self.activation(self.x.qkv)?);
-        args.push(self.activation(self.x.a)?);
-        args.push(self.activation(self.x.b)?);
-        args.push(vector(&self.a_log)?);
-        args.push(vector(&self.dt_bias)?);
-        args.push(Arg::Address(table.address()?));
         args.extend(tensors);
         let h = self.heads;
         for size in [h.key_heads, h.value_heads, h.key_dim, h.value_dim, first, count] {
@@ -106,20 +114,41 @@ impl<'a> Launch<'a> {
         unsafe { self.gpu.launch(module, [name, self.kind.name()], grid, &args) }
     }
 
-    fn scan_grid(&self, count: usize, squares: usize) -> Grid {
-        Grid {
-            blocks: (self.documents * count, self.heads.value_dim.div_ceil(SLICE)),
+    /// Returns what the scans need of each chunk for these heads.
+    fn prepare(&self, part: Part) -> Result<Tensor> {
+        let prepared = self.gpu.empty((self.chunks(), part.1 * PREPARED), DType::F32)?;
+        let grid = Grid {
+            blocks: (self.chunks(), part.1),
             threads: (THREADS, 1),
-            shared: scan_bytes(self.heads, squares) as u32,
-        }
+            shared: PREPARE_BYTES as u32,
+        };
+        let [a, b, a_log, dt_bias] = self.gates()?;
+        let pieces = Arg::Address(self.pieces.address()?);
+        let tensors = [a, b, a_log, dt_bias, pieces, Self::kept(Some(&prepared))?];
+        self.run(("delta_rule", "delta_rule_prepare_"), grid, &tensors, part)?;
+        Ok(prepared)
     }
 
-    /// `tensors`: before, after, o, states, deltas.
-    fn scan(&self, tensors: [Arg; 5], part: Part) -> Result<()> {
-        let name = ("delta_rule", "delta_rule_forward_");
-        self.run(name, self.scan_grid(part.1, 3), &self.spans, &tensors, part)
+    /// `tensors`: of the kernel, after the spans and `prepared`.
+    fn scan(
+        &self,
+        kernel: (&'static str, &'static str),
+        prepared: &Tensor,
+        tensors: &[Arg],
+        part: Part,
+    ) -> Result<()> {
+        let grid = Grid {
+            blocks: (self.documents * part.1, self.heads.value_dim.div_ceil(SLICE)),
+            threads: (THREADS, 1),
+            shared: SCAN_BYTES as u32,
+        };
+        let spans = Arg::Address(self.spans.address()?);
+        let tensors = [&[spans, Self::kept(Some(prepared))?], tensors].concat();
+        self.run(kernel, grid, &tensors, part)
     }
 }
+
+const FORWARD: (&str, &str) = ("delta_rule", "delta_rule_forward_");
 
 /// Computes o of the type of qkv, and with the states f32 `[documents, V·P·Q]` before the first tokens those after the
 /// last ones. The caller checked shapes and offsets.
@@ -143,7 +172,12 @@ pub(crate) fn forward(
         null,
         null,
     ];
-    launch.scan(tensors, (0, heads.value_heads))?;
+    let group = heads.value_heads / heads.key_heads;
+    let at_once = group * heads.key_heads_prepared_at_once(launch.tokens()?, launch.documents);
+    for first in (0..heads.value_heads).step_by(at_once) {
+        let part = (first, at_once.min(heads.value_heads - first));
+        launch.scan(FORWARD, &launch.prepare(part)?, &tensors, part)?;
+    }
     Ok((o, after))
 }
 
@@ -157,12 +191,11 @@ pub(crate) fn backward(
     let launch = Launch::new(x, heads, documents)?;
     let (gpu, tokens) = (&launch.gpu, launch.tokens()?);
     let d_o = elementwise::cast(d_o, launch.kind)?;
-    let pieces = DocumentList::new(gpu, Table::Chunks(CHUNK), documents)?;
-    let (chunks, group) = (pieces.len / 2, heads.value_heads / heads.key_heads);
+    let (chunks, group) = (launch.chunks(), heads.value_heads / heads.key_heads);
     let of = |t: &Tensor| gpu.empty(t.shape(), t.dtype());
     let (d_qkv, d_a, d_b) = (of(x.qkv)?, of(x.a)?, of(x.b)?);
     let d_g = gpu.empty(x.a.shape(), DType::F32)?;
-    let at_once = heads.key_heads_at_once(tokens, documents.len().saturating_sub(1));
+    let at_once = heads.key_heads_at_once(tokens, launch.documents);
     for key_head in (0..heads.key_heads).step_by(at_once) {
         let key_heads = at_once.min(heads.key_heads - key_head);
         let part = (key_head * group, key_heads * group);
@@ -177,20 +210,23 @@ pub(crate) fn backward(
         let [states, d_states, deltas, d_right] = kept.each_ref().map(|t| Launch::kept(Some(t)));
         let (states, d_states, deltas, d_right) = (states?, d_states?, deltas?, d_right?);
         let null = Arg::Address(0);
-        launch.scan([null, null, null, states, deltas], part)?;
+        let prepared = launch.prepare(part)?;
+        launch.scan(FORWARD, &prepared, &[null, null, null, states, deltas], part)?;
         let (from, to) = (launch.activation(&d_o)?, launch.activation(&d_qkv)?);
-        let grid = launch.scan_grid(part.1, 4);
         let name = ("delta_rule_backward", "delta_rule_scan_back_");
-        launch.run(name, grid, &launch.spans, &[from, d_states, d_right, to], part)?;
+        launch.scan(name, &prepared, &[from, d_states, d_right, to], part)?;
         let grid = Grid {
             blocks: (chunks, key_heads),
             threads: (THREADS, 1),
-            shared: chunk_bytes(heads) as u32,
+            shared: CHUNK_BYTES as u32,
         };
         let (to_g, to_b) = (Launch::kept(Some(&d_g))?, launch.activation(&d_b)?);
-        let tensors = [from, states, d_states, deltas, d_right, to, to_g, to_b];
+        let [a, b, a_log, dt_bias] = launch.gates()?;
+        let pieces = Arg::Address(launch.pieces.address()?);
+        let kept = [states, d_states, deltas, d_right];
+        let tensors = [&[a, b, a_log, dt_bias, pieces, from][..], &kept, &[to, to_g, to_b]].concat();
         let name = ("delta_rule_backward", "delta_rule_chunk_back_");
-        launch.run(name, grid, &pieces, &tensors, part)?;
+        launch.run(name, grid, &tensors, part)?;
     }
     let (d_a_log, d_dt_bias) = (
         gpu.empty(heads.value_heads, DType::F32)?,

@@ -6,6 +6,8 @@ use crate::short_conv::DEVICE_TAPS as TAPS;
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
+/// Tokens of a thread of a backward pass, as in the kernel.
+const RUN: usize = 16;
 /// Threads of a block of a weight gradient, each with a channel; blocks that keep a large GPU busy; parts of the tokens.
 const CHANNELS: usize = 128;
 const BLOCKS: usize = 1024;
@@ -86,7 +88,7 @@ pub(crate) fn backward(
     let launch = Launch::new(x, w, documents)?;
     let dy = elementwise::cast(dy, launch.kinds[0])?;
     let dx = launch.gpu.empty(x.shape(), x.dtype())?;
-    let grid = Grid::stride(x.elem_count());
+    let grid = Grid::stride(launch.tokens.div_ceil(RUN) * launch.channels);
     launch.run("short_conv_backward_", grid, &[x, w, &dy], &dx, &[])?;
     if !need_dw {
         return Ok((dx, None));

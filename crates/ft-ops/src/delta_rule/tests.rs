@@ -202,11 +202,15 @@ fn wrong_shapes_are_errors() {
 #[test]
 fn a_gpu_computes_as_many_key_heads_at_once_as_have_room() {
     let large = heads(16, 32, 128, 128);
-    // 2 value heads of 128 chunks, their states and deltas, and the gradients of both: 40 MiB.
-    let each = 8 * 2 * 128 * (129 * 128 + 4096);
+    // 2 value heads of 129 chunks, their triangles and factors, their states and deltas, and the gradients of both: 42 MiB.
+    let prepared = 4 * 2 * 129 * (2 * 32 * 32 + 4 * 32 + 4);
+    let each = 8 * 2 * 128 * (129 * 128 + 4096) + prepared;
     assert_eq!(large.key_heads_at_once(4096, 1), DEVICE_STATES / each);
     let states = large.device_bytes(4096, 1) - 4 * 4096 * 32;
     assert_eq!(states, (large.key_heads_at_once(4096, 1) * each) as u64);
+    assert_eq!(large.device_bytes_forward(4096, 1), 16 * prepared as u64);
     assert_eq!(large.key_heads_at_once(100, 1), 16);
+    assert_eq!(large.key_heads_at_once(2048, 1), 16);
+    assert_eq!(large.key_heads_prepared_at_once(1 << 20, 1), 1);
     assert_eq!(large.key_heads_at_once(1 << 20, 1), 1);
 }

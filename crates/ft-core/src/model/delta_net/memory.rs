@@ -80,6 +80,10 @@ impl LayerMemory<'_> {
         }
         let mixed = l.alloc(LayerWork, channels);
         let o = l.alloc(LayerWork, value);
+        if self.settings.on_gpu {
+            let (tokens, documents) = (self.settings.tokens, self.settings.documents);
+            l.touch(LayerWork, super::heads(&sizes).device_bytes_forward(tokens, documents));
+        }
         l.free(mixed);
         let normed = l.alloc(LayerWork, value);
         let y = l.alloc(LayerWork, value);

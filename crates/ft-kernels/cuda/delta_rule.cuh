@@ -144,11 +144,21 @@ __device__ __forceinline__ Four<T> fetch(const T* from, int count, bool whole) {
     return x;
 }
 
-// Writes `count` of four elements.
+__device__ __forceinline__ void put_four(float* to, const float (&x)[4]) {
+    __stcg(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+}
+__device__ __forceinline__ void put_four(bf16* to, const float (&x)[4]) {
+    bf16 short_x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) narrow(x[i], short_x[i]);
+    __stcg(reinterpret_cast<uint2*>(to), make_uint2(raw(short_x[0]) | raw(short_x[1]) << 16, raw(short_x[2]) | raw(short_x[3]) << 16));
+}
+
+// Writes `count` of four elements, past the L1 cache: the compiler joins ordinary stores of one branch only sometimes.
 template <typename T>
 __device__ __forceinline__ void put(T* to, const float (&x)[4], int count, bool whole) {
     if (whole) {
-        if (count > 0) store<4>(to, x);
+        if (count > 0) put_four(to, x);
         return;
     }
 #pragma unroll

@@ -144,11 +144,23 @@ __device__ __forceinline__ Four<T> fetch(const T* from, int count, bool whole) {
     return x;
 }
 
-// Writes `count` of four elements.
+__device__ __forceinline__ void put_four(float* to, const float (&x)[4]) {
+    __stcg(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
+}
+__device__ __forceinline__ void put_four(bf16* to, const float (&x)[4]) {
+    bf16 short_x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) narrow(x[i], short_x[i]);
+    const uint2 words =
+        make_uint2(raw(short_x[0]) | raw(short_x[1]) << 16, raw(short_x[2]) | raw(short_x[3]) << 16);
+    __stcg(reinterpret_cast<uint2*>(to), words);
+}
+
+// Writes `count` of four elements, past the L1 cache: the compiler joins ordinary stores of one branch only sometimes.
 template <typename T>
 __device__ __forceinline__ void put(T* to, const float (&x)[4], int count, bool whole) {
     if (whole) {
-        if (count > 0) store<4>(to, x);
+        if (count > 0) put_four(to, x);
         return;
     }
 #pragma unroll
@@ -356,8 +368,8 @@ struct Ahead {
     Four<T> row;
     float beta, of_q, of_k, end_k, decay;
 
-    // `own`: the own row of qkv of the chunk, `q_at` and `k_at`: columns; `values` of v or do, `apart` apart, from the first column on.
-    // `row` and `column`: of T and P, the four elements that the thread moves.
+    // `own`: the own row of qkv, `q_at` and `k_at` its columns; `values`: of v or do, rows `apart` apart, from the first
+    // column on; `at_row` and `at_column`: of T and P, the four elements that the thread moves.
     __device__ __forceinline__ void fetch_chunk(
         const T* own, i64 q_at, i64 k_at, const T* values, i64 apart, const float* prepared, int n, int count, int size,
         const Cell& cell, int at_row, int at_column, bool whole) {

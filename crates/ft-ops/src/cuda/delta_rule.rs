@@ -130,13 +130,7 @@ impl<'a> Launch<'a> {
     }
 
     /// `tensors`: of the kernel, after the spans and `prepared`.
-    fn scan(
-        &self,
-        kernel: (&'static str, &'static str),
-        prepared: &Tensor,
-        tensors: &[Arg],
-        part: Part,
-    ) -> Result<()> {
+    fn scan(&self, kernel: (&'static str, &'static str), prepared: &Tensor, tensors: &[Arg], part: Part) -> Result<()> {
         let grid = Grid {
             blocks: (self.documents * part.1, self.heads.value_dim.div_ceil(SLICE)),
             threads: (THREADS, 1),

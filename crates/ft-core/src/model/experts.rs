@@ -45,11 +45,11 @@ pub struct Experts {
     shared_gate: Option<Param>,
 }
 
-/// Saved activations of a mixture of experts.
+/// The routing of a mixture of experts, and its saved activations if they were saved.
 pub(super) struct SavedExperts {
     routing: Routing,
     assignment: Assignment,
-    /// For each unit of the assignment; `None`: it has no tokens.
+    /// For each unit of the assignment; `None`: it has no tokens, or nothing was saved.
     experts: Vec<Option<SavedPiece>>,
     shared: Option<SavedPiece>,
 }
@@ -144,13 +144,13 @@ impl Block {
     ) -> Result<(Tensor, Option<SavedExperts>)> {
         let routing = experts.route(h)?;
         ctx.shared.routed(self.index, &routing);
-        self.experts_of(experts, h, routing, ctx, keep)
+        let (y, saved) = self.experts_of(experts, h, routing, ctx, keep)?;
+        Ok((y, keep.then_some(saved)))
     }
 
-    /// The output of `experts_forward` again, in the backward pass.
-    pub(super) fn experts_again(&self, experts: &Experts, h: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let (y, _) = self.experts_of(experts, h, experts.route(h)?, ctx, false)?;
-        Ok(y)
+    /// The output of `experts_forward` again, in the backward pass; with the routing, which that needs too.
+    pub(super) fn experts_again(&self, experts: &Experts, h: &Tensor, ctx: &Context) -> Result<(Tensor, SavedExperts)> {
+        self.experts_of(experts, h, experts.route(h)?, ctx, false)
     }
 
     fn experts_of(
@@ -160,7 +160,7 @@ impl Block {
         routing: Routing,
         ctx: &Context,
         keep: bool,
-    ) -> Result<(Tensor, Option<SavedExperts>)> {
+    ) -> Result<(Tensor, SavedExperts)> {
         let together = experts.together(h, ctx)?;
         let used: Vec<usize> = used(&routing).collect();
         if together.is_none() {
@@ -208,12 +208,12 @@ impl Block {
             of.add_to(&y, &part)?;
             saved.push(kept);
         }
-        let saved = keep.then_some(SavedExperts {
+        let saved = SavedExperts {
             routing,
             assignment,
             experts: saved,
             shared,
-        });
+        };
         Ok((y, saved))
     }
 

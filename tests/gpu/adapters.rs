@@ -106,5 +106,5 @@ fn every_tensor_is_that_of_the_cpu() {
     let convolution = ["tune.lora.use_dora=true", "memory.activations=keep"];
     tensors += compare("lfm2", &convolution, &["conv.in_proj", "conv.out_proj", "magnitude"]);
     println!("{tensors} tensors");
-    assert!(tensors > 250, "{tensors}");
+    assert!(tensors > 150, "{tensors}");
 }

@@ -51,7 +51,8 @@ const MODELS: &str = "
 - Gemma 4: the factors of the layers are not trained (they are buffers in transformers). `enable_moe_block` (26B-A4B) and new tokens are
   refused.
   On a GPU the heads of 512 elements (full attention) use the kernels without tensor cores.
-- LFM2: the convolutions train too, but have no adapters; models with `conv_bias` are refused. Ranks cannot share a micro-batch of it.
+- LFM2: `full`, `block` and `freeze` train the weights of the convolutions too; adapters are on the projections around them. Models with
+  `conv_bias` are refused.
 - Quantized checkpoints load: bitsandbytes, FP8, GPTQ, AWQ, compressed-tensors, ModelOpt FP8 ([quantization.md](quantization.md#files-of-other-tools)).
 - Checkpoints in f16 load: f16 and f32 keep every value, bf16 rounds each weight by up to 0.2 %. Training in f16 needs a GPU
   ([optimizers.md](optimizers.md#f16-and-the-loss-scale)).

@@ -6,7 +6,7 @@ use super::model::Model;
 use crate::engine::Active;
 use crate::model::spec::ExpertsSpec;
 use crate::recipe::{Method, Recipe};
-use crate::source::{Group, ParamInfo};
+use crate::source::{Group, Sublayer};
 
 /// What the experts of a micro-batch cost.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,15 +24,10 @@ fn share(sizes: &ExpertsSpec, tokens: usize) -> f64 {
     1.0 - missed.max(0.0).powf(tokens as f64)
 }
 
-/// The part of a parameter's bytes that a pass through its layer reads.
-pub(super) fn part_read(model: &Model, inputs: &Inputs, p: &ParamInfo) -> f64 {
-    match (p.group, p.expert()) {
-        (Group::Layer(layer), Some(_)) => {
-            let sizes = model.spec.layers.get(layer).and_then(|l| l.experts);
-            sizes.map_or(1.0, |sizes| share(&sizes, inputs.tokens))
-        }
-        _ => 1.0,
-    }
+/// The part of the routed experts of a layer that a pass through it reads.
+fn part_read(model: &Model, inputs: &Inputs, layer: usize) -> f64 {
+    let sizes = model.spec.layers.get(layer).and_then(|l| l.experts);
+    sizes.map_or(1.0, |sizes| share(&sizes, inputs.tokens))
 }
 
 /// True for parameters that are on the device while they are active.
@@ -53,19 +48,43 @@ pub(super) fn forecast(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Optio
     })
 }
 
-/// Bytes of the experts that a micro-batch brings.
-fn bytes(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> f64 {
-    let lowest = active.lowest_layer(model.layers());
+/// Bytes of the experts that a micro-batch brings, forward and backward.
+pub(super) fn bytes(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> f64 {
+    let layers = model.layers();
+    let lowest = active.lowest_layer(layers);
+    // A norm after the experts needs their sum: a layer that did not save it computes them again before their backward pass.
+    let again = match model.spec.norms.after_mlp {
+        Some(_) => layers.saturating_sub(inputs.strategy.saved_layers),
+        None => 0,
+    };
     let storage = &inputs.strategy.storage;
     let runs = model.runs(active).into_iter().map(|run| {
+        let end = run.first + run.count;
+        let from_lowest = |end: usize| end.saturating_sub(lowest.max(run.first));
+        let mut passes = run.count + from_lowest(end) + from_lowest(end.min(again));
+        if (run.first..end).contains(&lowest) && !reaches_experts(model, recipe, active, lowest) {
+            passes -= 1;
+        }
         let brought = model
             .layer(run.first)
             .filter(|p| p.expert().is_some() && !held(recipe, active, &p.name));
-        let once = brought.map(|p| storage.of(&p).bytes(&p.shape) as f64 * part_read(model, inputs, &p));
-        let twice = (run.first + run.count).saturating_sub(lowest.max(run.first));
-        once.sum::<f64>() * (run.count + twice) as f64
+        let once: u64 = brought.map(|p| storage.of(&p).bytes(&p.shape)).sum();
+        once as f64 * part_read(model, inputs, run.first) * passes as f64
     });
     runs.sum()
+}
+
+/// True if the backward pass of the lowest layer goes through all its experts: something before them or beside them is trained.
+fn reaches_experts(model: &Model, recipe: &Recipe, active: &Active, lowest: usize) -> bool {
+    let before = model.spec.norms.before_mlp;
+    let before = before.map_or(String::new(), |norm| format!("model.layers.{lowest}.{norm}."));
+    let mut layer = model.layer(lowest);
+    active.lowest() == Group::Embedding
+        || recipe.tune.method == Method::Lora
+        || layer.any(|p| {
+            let reaches = p.sublayer != Sublayer::Mlp || !before.is_empty() && p.name.starts_with(&before);
+            reaches && active.wants(&p.name)
+        })
 }
 
 #[cfg(test)]

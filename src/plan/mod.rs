@@ -178,7 +178,8 @@ impl Inputs {
             LoraInit::LoraGa => {
                 let weights = self.adapters.keys().map(|module| format!("{module}.weight"));
                 let mut l = Ledger::new(false);
-                step::walk(&mut l, model, recipe, &pass, &Active::new(weights));
+                let window = weights::Window::new(false);
+                step::walk(&mut l, model, recipe, &pass, &Active::new(weights), window);
                 bytes + l.peak + self.dequantized(model)
             }
             LoraInit::Corda | LoraInit::Eva => {
@@ -382,7 +383,7 @@ fn of_turn(
                 active,
                 &|name| inputs.trains_rows_of(name),
             );
-            ahead + STAGING_BYTES
+            ahead.bytes() + STAGING_BYTES
         }
         _ => 0,
     };
@@ -395,12 +396,16 @@ fn of_turn(
     ];
     weights::load(&mut ledger, model, inputs);
     let resident = match inputs.strategy.placement {
-        Placement::Sharded => weights::in_parts(model, inputs, stored, active),
+        Placement::Sharded => weights::Resident {
+            always: weights::in_parts(model, inputs, stored, active),
+            layers: 0,
+        },
         placement => weights::resident(model, &inputs.strategy.storage, stored, placement, active, &|name| {
             inputs.trains_rows_of(name)
         }),
     };
-    held.push(ledger.alloc(MemoryKind::Weights, resident));
+    held.push(ledger.alloc(MemoryKind::Weights, resident.always));
+    let layers = ledger.alloc(MemoryKind::Weights, resident.layers);
     held.push(weights::reordered(model, inputs, &mut ledger));
     held.push(ledger.alloc(
         MemoryKind::InactiveMasters,
@@ -446,7 +451,14 @@ fn of_turn(
     held.push(ledger.alloc(MemoryKind::PackedWeights, weights::packed(model, inputs, active)));
     let exchanged = exchange_bytes(trained, inputs.ranks as u64);
     held.push(ledger.alloc(MemoryKind::Gradients, exchanged));
-    step::walk(&mut ledger, model, recipe, inputs, active);
+    // In a step a GPU holds the layers that were fetched last.
+    let moves = weights::Window::is_of(inputs);
+    let mut layers = Some(layers);
+    if moves {
+        ledger.free_all(layers.take());
+    }
+    step::walk(&mut ledger, model, recipe, inputs, active, weights::Window::new(moves));
+    held.push(layers.unwrap_or_else(|| ledger.alloc(MemoryKind::Weights, resident.layers)));
     step::evaluate(&mut ledger, model, recipe, inputs);
     // A checkpoint or `final/` converts one tensor at a time to f32; from the disk only a small part of it.
     ledger.moment("saving");

@@ -4,6 +4,7 @@ use super::Inputs;
 use super::model::{Model, Stretch};
 use super::shared::Shared;
 use super::streams;
+use super::weights::Window;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::{Active, Gradients};
@@ -11,7 +12,7 @@ use crate::model::block::memory::{LayerMemory, LayerMemorySettings, SavedActivat
 use crate::model::contracts::GradSinkMemory;
 use crate::model::delta_net;
 use crate::model::rope::{Rope, RopeTables};
-use crate::model::spec::{EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, LM_HEAD, LayerSpec, LinearSpec, Mixer};
+use crate::model::spec::{EMBEDDING, LM_HEAD, LayerSpec, LinearSpec, Mixer};
 use crate::model::{Spec, tokens};
 use crate::ops::attention;
 use crate::ops::cross_entropy::{PIECE, PIECE_TOKENS, sums_bytes};
@@ -108,7 +109,15 @@ impl GradSinkMemory for Sink<'_> {
     }
 }
 
-pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) {
+/// `window`: the layers that are brought to a GPU.
+pub(super) fn walk(
+    l: &mut Ledger,
+    model: &Model,
+    recipe: &Recipe,
+    inputs: &Inputs,
+    active: &Active,
+    mut window: Window,
+) {
     let spec = model.spec;
     let bf16 = recipe.model.dtype == Dtype::Bf16;
     let mut sink = Sink {
@@ -158,7 +167,7 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
-        micro_batch(l, model, recipe, inputs, &mut sink, micro);
+        micro_batch(l, model, recipe, inputs, (&mut sink, &mut window), micro);
     }
     l.moment("the optimizer update");
     // A masked weight is changed in a copy of its active part.
@@ -171,6 +180,7 @@ pub(super) fn walk(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inpu
     l.free_all(kept);
     l.free_all(std::mem::take(&mut sink.alike));
     l.free_all(held);
+    window.free(l);
 }
 
 /// An evaluation: a forward pass that keeps nothing, and a loss.
@@ -194,7 +204,7 @@ pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &
         ) = (0, 1, false);
         // The student alone is measured.
         own.teacher = None;
-        walk(l, model, recipe, &own, &Active::new([]));
+        walk(l, model, recipe, &own, &Active::new([]), Window::new(false));
     }
     l.set_prefix("");
 }
@@ -255,6 +265,7 @@ fn scratch(spec: &Spec, inputs: &Inputs, bf16: bool, active: &Active) -> u64 {
 fn mixer_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
     let scratch = |(mixer, window, kv_heads, head_dim)| match mixer {
         Mixer::DeltaNet(sizes) => delta_rule::scratch(&delta_net::heads(&sizes), inputs.longest),
+        Mixer::ShortConv { .. } => 0,
         Mixer::Attention | Mixer::Latent(_) => {
             let form = attention::Spec {
                 heads: spec.heads,
@@ -273,14 +284,21 @@ fn mixer_scratch(spec: &Spec, inputs: &Inputs, bf16: bool) -> usize {
     different.into_iter().map(scratch).max().unwrap_or(0)
 }
 
-fn micro_batch(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
+fn micro_batch(
+    l: &mut Ledger,
+    model: &Model,
+    recipe: &Recipe,
+    inputs: &Inputs,
+    to: (&mut Sink, &mut Window),
+    micro: usize,
+) {
     // With offloading, two layer inputs are on the device at a time: one is copied, one is in use.
     let offloaded = if inputs.strategy.offload_inputs { 2 } else { 0 };
     let here = l.alloc(
         MemoryKind::LayerInputs,
         offloaded * inputs.element * (inputs.tokens * model.spec.row()) as u64,
     );
-    pass(l, model, recipe, inputs, sink, micro);
+    pass(l, model, recipe, inputs, to, micro);
     l.free(here);
 }
 
@@ -291,7 +309,14 @@ enum Waiting {
     Alike(usize, Vec<Allocation>),
 }
 
-fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &mut Sink, micro: usize) {
+fn pass(
+    l: &mut Ledger,
+    model: &Model,
+    recipe: &Recipe,
+    inputs: &Inputs,
+    (sink, window): (&mut Sink, &mut Window),
+    micro: usize,
+) {
     let spec = model.spec;
     let n = inputs.tokens as u64;
     let nd = inputs.element * n * spec.hidden as u64;
@@ -334,6 +359,13 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             }
         };
         l.moment(format!("the forward pass of layer {layer}"));
+        // The next layer comes while one computes.
+        let other = if layer + 1 < layers {
+            layer + 1
+        } else {
+            layer.saturating_sub(1)
+        };
+        window.hold(l, model, inputs, sink.active, [layer, other]);
         before = l.sizes();
         let keep = layer >= lowest && layer >= keep_from;
         let kind = match (layer >= lowest, inputs.strategy.offload_inputs && !keep) {
@@ -358,10 +390,10 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
         _ => "the loss of a later micro-batch",
     });
     let head = if spec.tied { EMBEDDING } else { LM_HEAD };
+    let final_norm = ["weight", "bias"].map(|part| format!("{}.{part}", spec.modules.final_norm));
     let dh = lowest < layers
         || to_embedding
-        || sink.wants(FINAL_NORM)
-        || sink.wants(FINAL_NORM_BIAS)
+        || final_norm.iter().any(|name| sink.wants(name))
         || streams::out_wanted(&settings, sink);
     if let Some((_, work)) = inputs.teacher.as_ref().map(|t| t.forward(inputs)) {
         l.touch(MemoryKind::Teacher, work);
@@ -403,8 +435,7 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
     };
     let mut dx = l.alloc(MemoryKind::LayerWork, row);
     streams::merge_backward(l, &settings, nd, sink);
-    sink.give(l, FINAL_NORM);
-    sink.give(l, FINAL_NORM_BIAS);
+    final_norm.iter().for_each(|name| sink.give(l, name));
     l.free_all([x, d_hidden]);
 
     shared.start_backward(l, to_embedding);
@@ -420,6 +451,8 @@ fn pass(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &Inputs, sink: &
             }
         };
         l.moment(format!("the backward pass of layer {layer}"));
+        let next = if layer > lowest { layer - 1 } else { 0 };
+        window.hold(l, model, inputs, sink.active, [layer, next]);
         let before = l.sizes()[MemoryKind::Gradients];
         let need_dx = layer > lowest || to_embedding;
         shared.backward(l, layer, lowest);

@@ -29,6 +29,7 @@ impl TeacherSpec {
             &Active::new([]),
             &|_| false,
         )
+        .bytes()
     }
 
     fn model(&self) -> Model<'_> {

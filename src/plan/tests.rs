@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::model::rope::Rope;
-use crate::model::spec::{LayerSpec, NormNames, QkNorm};
+use crate::model::spec::{LayerSpec, ModuleNames, NormNames, QkNorm};
 use crate::ops::glu::Activation;
 use crate::ops::prepacked::Orders;
 use crate::ops::rope::Pairing;
@@ -10,6 +10,7 @@ use crate::peft::Cost;
 use crate::recipe;
 use crate::source::{PackedCopies, StoragePolicy};
 use std::collections::BTreeSet;
+use weights::Window;
 
 pub(super) fn spec() -> Spec {
     Spec {
@@ -39,6 +40,7 @@ pub(super) fn spec() -> Spec {
         fused_qkv: false,
         fused_gate_up: false,
         plain_mlp: None,
+        modules: ModuleNames::LLAMA,
         parallel: false,
         activation: Activation::Silu,
         clamped_glu: None,
@@ -134,6 +136,31 @@ fn a_gpu_holds_narrow_activations_and_the_host_is_apart() {
         at_peak - line(&gpu, "process") - line(&gpu, "data") - line(&gpu, "retired_halves"),
         gpu.peak_bytes
     );
+}
+
+#[test]
+fn a_gpu_holds_the_two_layers_that_were_fetched_last() {
+    let (recipe, spec) = (recipe("[tune]\nmethod = \"freeze\""), spec());
+    let names = [4, 5].map(layer);
+    let active = Active::new(names.iter().flat_map(|l| l.names().map(str::to_string)));
+    let mut inputs = inputs(active.clone(), Gradients::Keep);
+    (inputs.element, inputs.on_gpu) = (2, true);
+    (inputs.strategy.placement, inputs.strategy.saved_layers) = (Placement::Host, 6);
+    let one: u64 = (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) as u64;
+    let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
+    let (mut l, mut window) = (Ledger::new(true), Window::new(true));
+    for (layers, frozen) in [([0, 1], 2), ([1, 2], 2), ([3, 4], 1), ([4, 5], 0), ([4, 0], 1)] {
+        window.hold(&mut l, &model, &inputs, &active, layers);
+        assert_eq!(l.total(), frozen * 2 * one, "{layers:?}");
+    }
+    window.free(&mut l);
+    assert_eq!(l.total(), 0);
+    // At the peak, above the frozen layers, there are the active ones and what stays: the final norm and the head.
+    let plan = forecast(&spec, &recipe, &inputs);
+    let weights = plan.lines.iter().find(|l| l.key == "weights").unwrap();
+    let stays = 2 * one + 64 * 1000 + 64;
+    assert_eq!(weights.at_peak, 2 * stays, "{}", plan.peak_moment);
+    assert_eq!(weights.bytes, 2 * (stays + 2 * one));
 }
 
 #[test]
@@ -277,7 +304,8 @@ fn everything_that_is_held_is_given_back() {
             let recipe = &recipes[r];
             let mut ledger = Ledger::default();
             let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
-            step::walk(&mut ledger, &model, recipe, &inputs, &inputs.turns[0].active);
+            let window = Window::new(on_gpu);
+            step::walk(&mut ledger, &model, recipe, &inputs, &inputs.turns[0].active, window);
             assert_eq!(ledger.total(), 0, "{:?}", inputs.turns[0].active);
         }
     }

@@ -124,8 +124,9 @@ pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active
     }
     let (spec, stored) = (model.spec, recipe.model.dtype.bytes());
     let layer = |first: usize| {
-        let read = model.layer(first).filter(|p| !experts::held(recipe, active, &p.name));
-        read.map(|p| inputs.strategy.storage.of(&p).bytes(&p.shape) as f64 * experts::part_read(model, inputs, &p))
+        let read = model.layer(first);
+        let read = read.filter(|p| p.expert().is_none() && !experts::held(recipe, active, &p.name));
+        read.map(|p| inputs.strategy.storage.of(&p).bytes(&p.shape) as f64)
             .sum::<f64>()
     };
     let layers = model.runs(active).into_iter().map(|run| {
@@ -136,5 +137,5 @@ pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active
         Some(_) => (2 * stored * (spec.vocab * spec.hidden) as u64) as f64,
         None => 0.0,
     };
-    layers.sum::<f64>() + head
+    layers.sum::<f64>() + experts::bytes(model, recipe, inputs, active) + head
 }

@@ -2,7 +2,7 @@
 
 use super::Inputs;
 use super::model::Model;
-use crate::base::ledger::{Allocation, Ledger};
+use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::engine::Active;
 use crate::model::spec::EMBEDDING;
 use crate::model::{Spec, tokens};
@@ -46,6 +46,62 @@ pub(super) fn packed(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
     })
 }
 
+/// Bytes of weights that are in the memory of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Resident {
+    /// Those that stay, and the double buffers of routed experts and of chunks of the head.
+    pub always: u64,
+    /// The double buffer for layers.
+    pub layers: u64,
+}
+
+/// The two layers that a GPU holds of those on the host: what was fetched last. An active layer is on the GPU anyway.
+pub(super) struct Window {
+    held: Vec<(usize, Allocation)>,
+    /// False: the caller holds two layers all the time.
+    moves: bool,
+}
+
+impl Window {
+    /// No layer yet; `moves`: the layers are held here.
+    pub fn new(moves: bool) -> Self {
+        Self {
+            held: Vec::new(),
+            moves,
+        }
+    }
+
+    /// True if layers are brought to a GPU.
+    pub fn is_of(inputs: &Inputs) -> bool {
+        inputs.on_gpu && inputs.strategy.placement.travels().is_some()
+    }
+
+    /// From now on these layers are there.
+    pub fn hold(&mut self, l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, layers: [usize; 2]) {
+        if !self.moves {
+            return;
+        }
+        let held = std::mem::take(&mut self.held);
+        let (stay, go): (Vec<_>, Vec<_>) = held.into_iter().partition(|(layer, _)| layers.contains(layer));
+        self.held = stay;
+        l.free_all(go.into_iter().map(|(_, weights)| weights));
+        for layer in layers {
+            if layer >= model.layers() || self.held.iter().any(|(held, _)| *held == layer) {
+                continue;
+            }
+            let streamed = model.layer(layer);
+            let streamed = streamed.filter(|p| p.expert().is_none() && !active.contains(&p.name));
+            let bytes = streamed.map(|p| inputs.strategy.storage.of(&p).bytes(&p.shape)).sum();
+            self.held.push((layer, l.alloc(MemoryKind::Weights, bytes)));
+        }
+    }
+
+    /// The layers are no longer needed.
+    pub fn free(self, l: &mut Ledger) {
+        l.free_all(self.held.into_iter().map(|(_, weights)| weights));
+    }
+}
+
 /// Bytes of the resident weights, and of the double buffer for layers from the disk. `value_bytes`: bytes per value in
 /// the model's type. `held`: matrices that are in memory, although they are not active.
 pub(super) fn resident(
@@ -55,7 +111,7 @@ pub(super) fn resident(
     placement: Placement,
     active: &Active,
     held: &dyn Fn(&str) -> bool,
-) -> u64 {
+) -> Resident {
     let spec = model.spec;
     // Active parameters are not quantized.
     let bytes = |p: &ParamInfo| {
@@ -66,7 +122,8 @@ pub(super) fn resident(
         }
     };
     let Some(head_rows) = placement.travels() else {
-        return model.sum(active, bytes);
+        let always = model.sum(active, bytes);
+        return Resident { always, layers: 0 };
     };
     let always = |p: &ParamInfo| {
         if held(&p.name) {
@@ -97,7 +154,17 @@ pub(super) fn resident(
     let head = placement
         .head_chunk(whole)
         .map_or(0, |chunk| head_slots(chunk, (spec.vocab, spec.hidden), value_bytes));
-    resident + slots.bytes() + head
+    Resident {
+        always: resident + slots.expert_bytes() + head,
+        layers: slots.layer_bytes(),
+    }
+}
+
+impl Resident {
+    /// All of them.
+    pub fn bytes(&self) -> u64 {
+        self.always.saturating_add(self.layers)
+    }
 }
 
 /// Bytes of the weights of a rank that has a part of every matrix of the layers, with two layers that were collected.

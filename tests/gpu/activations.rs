@@ -144,10 +144,10 @@ fn rope_matches_the_cpu() {
 
 #[test]
 fn gated_units_match_the_cpu() {
-    use glu::Activation::{Gelu, GeluTanh, Relu2, Sigmoid, Silu};
+    use glu::Activation::{Gelu, GeluTanh, Identity, Relu2, Sigmoid, Silu};
     let Some(gpu) = gpu() else { return };
     for (dtype, tolerance) in KINDS {
-        for act in [Silu, GeluTanh, Gelu, Relu2, Sigmoid] {
+        for act in [Silu, GeluTanh, Gelu, Relu2, Sigmoid, Identity] {
             for shape in [(3, 7), (33, 1000), (1, 1), (1024, 4864)] {
                 let (gate, up) = (gpu.random(shape, dtype, 1), gpu.random(shape, dtype, 2));
                 let dy = gpu.random(shape, dtype, 3);

@@ -17,23 +17,25 @@ use std::sync::Arc;
 fn short_convolutions_match_the_cpu() {
     let Some(gpu) = gpu() else { return };
     for (dtype, tolerance) in KINDS {
-        for (documents, channels, kernel) in [
-            (vec![0, 9], 7, 4),
-            (vec![0, 1, 1, 3, 200, 261], 40, 4),
-            (vec![0, 5], 3, 1),
-            (vec![0, 2, 70], 300, 8),
+        for (documents, channels, kernel, silu) in [
+            (vec![0, 9], 7, 4, true),
+            (vec![0, 1, 1, 3, 200, 261], 40, 4, true),
+            (vec![0, 5], 3, 1, true),
+            (vec![0, 2, 70], 300, 8, true),
+            (vec![0, 1, 1, 3, 200, 261], 40, 3, false),
         ] {
             let n = *documents.last().unwrap();
             for stored in [dtype, DType::F32] {
                 let (x, dy) = (gpu.random((n, channels), dtype, 1), gpu.random((n, channels), dtype, 3));
                 let w = gpu.random((channels, 1, kernel), stored, 2);
-                let y = short_conv::forward(&x.gpu, &w.gpu, &documents).unwrap();
+                let y = short_conv::forward(&x.gpu, &w.gpu, &documents, silu).unwrap();
                 assert_eq!(y.dtype(), dtype);
-                let want = short_conv::forward(&x.cpu, &w.weight(), &documents).unwrap();
+                let want = short_conv::forward(&x.cpu, &w.weight(), &documents, silu).unwrap();
                 assert_close(&y, &want, tolerance);
-                let run = |need| short_conv::backward(&x.gpu, &w.gpu, &dy.gpu, &documents, need).unwrap();
+                let run = |need| short_conv::backward(&x.gpu, &w.gpu, &dy.gpu, &documents, silu, need).unwrap();
                 let (dx, dw) = run(true);
-                let (want_dx, want_dw) = short_conv::backward(&x.cpu, &w.weight(), &dy.cpu, &documents, true).unwrap();
+                let (want_dx, want_dw) =
+                    short_conv::backward(&x.cpu, &w.weight(), &dy.cpu, &documents, silu, true).unwrap();
                 assert_close(&dx, &want_dx, tolerance);
                 assert_close(dw.as_ref().unwrap(), &want_dw.unwrap(), 1e-4);
                 assert_same_bits(&run(true).1.unwrap(), &dw.unwrap());
@@ -42,7 +44,9 @@ fn short_convolutions_match_the_cpu() {
         }
     }
     let (x, w) = (gpu.random((4, 3), DType::F32, 1), gpu.random((3, 1, 9), DType::F32, 2));
-    let error = short_conv::forward(&x.gpu, &w.gpu, &[0, 4]).unwrap_err().to_string();
+    let error = short_conv::forward(&x.gpu, &w.gpu, &[0, 4], true)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("taps"), "{error}");
 }
 

@@ -115,3 +115,20 @@ fn distillation_is_that_of_the_cpu_and_of_heads_in_parts() {
         }
     }
 }
+
+/// At its peak the layers that the GPU fetched last are the trained ones, which are there anyway.
+#[test]
+fn the_forecast_of_frozen_layers_on_the_host_is_what_is_used() {
+    let Some(_gpu) = gpu() else { return };
+    let dir = TempDir::new().unwrap();
+    let run = dir.path().join("run");
+    let lines = train("cuda:0", &["tune.method=freeze", "memory.tier=host"], &run);
+    let plan: Value = serde_json::from_slice(&std::fs::read(run.join("plan.json")).unwrap()).unwrap();
+    let forecast = plan["peak_bytes"].as_f64().unwrap();
+    let used = number(lines.last().unwrap(), "peak_memory_bytes");
+    println!("{used} bytes used, {forecast} forecast");
+    assert!(
+        (forecast / used - 1.0).abs() < 0.08,
+        "{used} bytes used, {forecast} forecast"
+    );
+}

@@ -211,6 +211,6 @@ fn all_of(families: &str) {
 #[test]
 fn numbers_of_a_config_take_no_memory_that_the_weights_do_not_have() {
     all_of(
-        "llama,mistral,qwen2,qwen3,gemma2,gemma3_text,gemma3n_text,gemma4_text_shared,phi3,cohere_qk_norm,starcoder2,deepseek_v3",
+        "llama,mistral,qwen2,qwen3,gemma2,gemma3_text,gemma3n_text,gemma4_text_shared,phi3,cohere_qk_norm,starcoder2,deepseek_v3,lfm2",
     );
 }

@@ -73,6 +73,8 @@ enum Options {
     /// smaller heads of v.
     Latent,
     LatentQueries,
+    /// A gated short convolution.
+    Convolution,
     /// LayerNorms, parallel halves, an MLP without a gate.
     Parallel,
     /// Gemma 3n: three streams, Laurel, a sparse gate, a per-layer input.
@@ -92,7 +94,8 @@ fn spec(intermediate: usize, options: Options) -> Spec {
         | Options::Delta
         | Options::DeltaByKeyHead
         | Options::Latent
-        | Options::LatentQueries => (NormNames::BEFORE, None),
+        | Options::LatentQueries
+        | Options::Convolution => (NormNames::BEFORE, None),
         Options::Rich => (NormNames::SANDWICH, Some(QkNorm::HEADS)),
         Options::After => (NormNames::AFTER, Some(QkNorm::WHOLE)),
         Options::Scaled => (NormNames::BEFORE, Some(QkNorm::ROTATED)),
@@ -109,6 +112,9 @@ fn spec(intermediate: usize, options: Options) -> Spec {
             kernel: 4,
             by_key_head: options == Options::DeltaByKeyHead,
         });
+    }
+    if options == Options::Convolution {
+        spec.layers[0].mixer = Mixer::ShortConv { kernel: 3 };
     }
     if matches!(options, Options::Latent | Options::LatentQueries) {
         spec.layers[0].mixer = Mixer::Latent(LatentSpec {
@@ -263,6 +269,7 @@ fn allocates() {
             Options::DeltaByKeyHead,
             Options::Latent,
             Options::LatentQueries,
+            Options::Convolution,
             Options::Streams,
         ] {
             for mlp_tokens in [None, Some(200)] {

@@ -8,7 +8,7 @@ use ft::data::{Batch, Example};
 use ft::engine::{Active, Engine, Gradients, StepStrategy};
 use ft::formats::weights::Weights;
 use ft::model::rope::Rope;
-use ft::model::spec::{DeltaNetSpec, LayerSpec, Mixer, NormNames, QkNorm, Spec};
+use ft::model::spec::{DeltaNetSpec, LayerSpec, Mixer, ModuleNames, NormNames, QkNorm, Spec};
 use ft::model::{Adapters, TrainableNetwork};
 use ft::ops::CpuBackend;
 use ft::ops::cross_entropy::PIECE;
@@ -178,6 +178,7 @@ fn spec(s: &Shape) -> Spec {
         fused_qkv: s.rich,
         fused_gate_up: s.rich,
         plain_mlp: None,
+        modules: ModuleNames::LLAMA,
         parallel: false,
         activation: Activation::Silu,
         clamped_glu: None,

@@ -73,6 +73,7 @@ fn all_families_have_goldens() {
         "iquestcoder",
         "jais2",
         "kimi_k2",
+        "lfm2",
         "llama",
         "mellum",
         "minicpm3",
@@ -110,7 +111,7 @@ fn all_families_have_goldens() {
         "youtu",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 106);
+    assert_eq!(variants().len(), 108);
 }
 
 #[test]

@@ -389,6 +389,12 @@ VARIANTS = {
         model_type="flex_olmo", num_experts=5, norm_topk_prob=False)),
     "nanochat": dict(stored="bf16", ablate=dict(final_logit_softcapping=None, hidden_act="silu"), config=SMALL | dict(
         model_type="nanochat", tie_word_embeddings=False, attention_bias=True, hidden_act="relu2", rms_norm_eps=3e-2, final_logit_softcapping=4.0)),
+    "lfm2": dict(stored="bf16", config=SMALL | dict(
+        model_type="lfm2", norm_eps=3e-2, num_hidden_layers=3, num_key_value_heads=1, tie_word_embeddings=True, full_attn_idxs=[1], conv_L_cache=3,
+        conv_bias=False, intermediate_size=36, block_auto_adjust_ff_dim=True, block_ffn_dim_multiplier=1.1, block_multiple_of=8)),
+    "lfm2_wide": dict(config=SMALL | dict(
+        model_type="lfm2", norm_eps=3e-2, num_hidden_layers=3, tie_word_embeddings=False, layer_types=["full_attention", "conv", "conv"], conv_L_cache=5,
+        conv_bias=False, block_auto_adjust_ff_dim=False, head_dim=16)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
@@ -417,7 +423,8 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
                  "dots1": "Dots1ForCausalLM", "solar_open": "SolarOpenForCausalLM", "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
                  "minimax_m2": "MiniMaxM2ForCausalLM", "mellum": "MellumForCausalLM",
                  "granitemoeshared": "GraniteMoeSharedForCausalLM", "granite_swa": "GraniteSWAForCausalLM",
-                 "ernie4_5_moe": "Ernie4_5_MoeForCausalLM", "flex_olmo": "FlexOlmoForCausalLM", "nanochat": "NanoChatForCausalLM"}
+                 "ernie4_5_moe": "Ernie4_5_MoeForCausalLM", "flex_olmo": "FlexOlmoForCausalLM", "nanochat": "NanoChatForCausalLM",
+                 "lfm2": "Lfm2ForCausalLM"}
 
 
 def config_v4(config, stored, encoder):

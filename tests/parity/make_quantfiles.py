@@ -213,6 +213,32 @@ def bitsandbytes():
         case(name, config, tensors, bnb.dequantize_4bit(packed, state))
 
 
+def bitsandbytes_double():
+    """Double quantization, the way transformers writes it: blocks of several sizes, and codes stored as another type."""
+    import bitsandbytes.functional as bnb
+
+    generator = torch.Generator().manual_seed(11)
+    for name, kind, block, shape, storage in [
+        ("bnb-nf4-double", "nf4", 64, (130, 140), torch.uint8),
+        ("bnb-nf4-double-128", "nf4", 128, (128, 264), torch.uint8),
+        ("bnb-nf4-double-512", "nf4", 512, (48, 130), torch.uint8),
+        ("bnb-fp4-double-256", "fp4", 256, (48, 130), torch.uint8),
+        ("bnb-fp4-double-4096", "fp4", 4096, (70, 100), torch.uint8),
+        ("bnb-nf4-double-stored-bf16", "nf4", 64, (24, 50), BF16),
+    ]:
+        # Rows of several magnitudes: an even absmax would have one code.
+        weight = 0.02 * torch.randn(*shape, generator=generator) * torch.exp(torch.randn(shape[0], 1, generator=generator))
+        packed, state = bnb.quantize_4bit(weight.to(BF16), blocksize=block, quant_type=kind, compress_statistics=True, quant_storage=storage)
+        tensors = {"a.weight": packed, **{f"a.weight.{k}": v for k, v in state.as_dict(packed=True).items()}}
+        config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
+                  "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": str(storage).removeprefix("torch.")}
+        narrow = bnb.dequantize_4bit(packed, state)
+        state.dtype = F32
+        decoded = bnb.dequantize_4bit(packed, state)
+        assert torch.equal(narrow, decoded.to(BF16))
+        case(name, config, tensors, decoded)
+
+
 def mxfp4():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -230,3 +256,4 @@ if __name__ == "__main__":
     compressed()
     bitsandbytes()
     mxfp4()
+    bitsandbytes_double()

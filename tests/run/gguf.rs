@@ -112,6 +112,7 @@ fn other_families_are_refused_by_name() {
     for (variant, why) in [
         ("qwen3_next", "Gated DeltaNet"),
         ("gemma3n_text", "per-layer inputs"),
+        ("lfm2", "short convolutions"),
         ("minicpm3", "does not have it"),
         ("llama_rope_yarn_attention_factor", "attention factor"),
     ] {

@@ -229,6 +229,53 @@ fn blocks_of_experts_train_what_they_name() {
     assert_eq!(losses("memory"), losses("disk"));
 }
 
+/// With a norm after the experts (FlexOlmo) their sum is computed again in the backward pass, unless it was saved.
+#[test]
+fn the_experts_that_are_read_are_those_of_the_forecast() {
+    let lora: &[&str] = &["tune.method=lora", "tune.lora.r=2"];
+    // Below or beside the experts nothing is trained in the lowest layer.
+    let last: &[&str] = &[
+        "tune.method=freeze",
+        "tune.freeze.trainable=[\"model.layers.1.mlp.experts.0.\"]",
+        "tune.freeze.trainable_layers=0",
+    ];
+    for (family, method, kept) in [
+        ("flex_olmo", lora, "recompute"),
+        ("flex_olmo", lora, "keep"),
+        ("olmoe", lora, "recompute"),
+        ("flex_olmo", last, "recompute"),
+        ("olmoe", last, "recompute"),
+    ] {
+        let bench = Bench::of_family(family);
+        let kept = format!("memory.activations={kept}");
+        let settings = [
+            &SHORT[..],
+            method,
+            &["memory.tier=disk", &kept, "train.gradient_accumulation_steps=1"],
+        ]
+        .concat();
+        let out = bench.ft(&[&["plan", "--json", "--recipe", "r.toml"], &settings[..]].concat());
+        assert!(out.status.success(), "{}", said(&out));
+        let plan: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+        train(&bench, "run", &settings[3..]);
+        // The forecast is of a batch whose tokens choose every expert.
+        let steps = bench.steps("run");
+        let even: Vec<_> = steps
+            .iter()
+            .filter(|line| number(line, "router_idle_experts") == 0.0)
+            .collect();
+        assert!(!even.is_empty(), "{family}");
+        for line in even {
+            let read = number(line, "experts_read_bytes");
+            let forecast = number(&plan, "expert_bytes");
+            assert!(
+                (read - forecast).abs() <= 1e-6 * read,
+                "{family} {method:?} {kept}: {read}, forecast {forecast}"
+            );
+        }
+    }
+}
+
 #[test]
 fn the_tiny_mixture_learns_with_an_even_load() {
     let bench = Bench::new();

@@ -55,6 +55,11 @@ struct Sigmoid {
     }
 };
 
+struct Identity {
+    static __device__ __forceinline__ float value(float x) { return x; }
+    static __device__ __forceinline__ Curve curve(float x) { return {x, 1.0f}; }
+};
+
 struct Relu2 {
     static __device__ __forceinline__ float value(float x) { return x < 0.0f ? 0.0f : x * x; }
     static __device__ __forceinline__ Curve curve(float x) {
@@ -156,5 +161,7 @@ GLU(gelu, Gelu, f32)
 GLU(gelu, Gelu, bf16)
 GLU(sigmoid, Sigmoid, f32)
 GLU(sigmoid, Sigmoid, bf16)
+GLU(identity, Identity, f32)
+GLU(identity, Identity, bf16)
 GLU(relu2, Relu2, f32)
 GLU(relu2, Relu2, bf16)

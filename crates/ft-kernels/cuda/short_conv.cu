@@ -1,5 +1,5 @@
-// Causal depthwise convolution over the last K tokens of a document, then SiLU: u_t = sum over k of w_k x_{t-K+1+k},
-// y = u sigmoid(u); forward, and backward to x and to w. x, y [N, C], w [C, 1, K] with K <= TAPS.
+// Causal depthwise convolution over the last K tokens of a document: u_t = sum over k of w_k x_{t-K+1+k}; y = u, or with
+// `silu` u sigmoid(u); forward, and backward to x and to w. x, y [N, C], w [C, 1, K] with K <= TAPS.
 //
 // `places` [2, N]: the index of each token in its document, and the tokens from it to the end of the document.
 #include "common.cuh"
@@ -8,7 +8,7 @@ constexpr int TAPS = 8;
 
 struct Sizes {
     i64 tokens;
-    int channels, kernel;
+    int channels, kernel, silu;
 };
 
 template <typename T, typename W>
@@ -35,7 +35,7 @@ __device__ __forceinline__ void forward(const T* x, const W* w, const u32* place
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
         const i64 t = i / s.channels;
         const float u = sum_at(x, w, t, places[t], i % s.channels, s);
-        narrow(u * sigmoid(u), y[i]);
+        narrow(s.silu ? u * sigmoid(u) : u, y[i]);
     }
 }
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ void backward_run(
 #pragma unroll
             for (int k = 0; k < K; k++)
                 if (K - 1 - k <= place) u += w[k] * window[k];
-            du = widen(dy[at]) * silu_slope(u);
+            du = widen(dy[at]) * (s.silu ? silu_slope(u) : 1.0f);
         }
 #pragma unroll
         for (int earlier = 0; earlier < K; earlier++)
@@ -115,7 +115,7 @@ __device__ __forceinline__ void weight(
     float sum[TAPS] = {};
     for (i64 t = start; t < end; t++) {
         const int place = places[t];
-        const float slope = silu_slope(sum_at(x, w, t, place, channel, s));
+        const float slope = s.silu ? silu_slope(sum_at(x, w, t, place, channel, s)) : 1.0f;
         const float du = widen(dy[t * s.channels + channel]) * slope;
 #pragma unroll
         for (int earlier = 0; earlier < TAPS; earlier++)
@@ -129,17 +129,18 @@ __device__ __forceinline__ void weight(
 
 #define SHORT_CONV(NAME, T, W)                                                                                    \
     extern "C" __global__ void short_conv_forward_##NAME(                                                         \
-        const T* x, const W* w, const u32* places, T* y, i64 tokens, int channels, int kernel) {                  \
-        forward<T, W>(x, w, places, y, {tokens, channels, kernel});                                               \
+        const T* x, const W* w, const u32* places, T* y, i64 tokens, int channels, int kernel, int silu) {        \
+        forward<T, W>(x, w, places, y, {tokens, channels, kernel, silu});                                         \
     }                                                                                                             \
     extern "C" __global__ void short_conv_backward_##NAME(                                                        \
-        const T* x, const W* w, const T* dy, const u32* places, T* dx, i64 tokens, int channels, int kernel) {    \
-        backward<T, W>(x, w, dy, places, dx, {tokens, channels, kernel});                                         \
+        const T* x, const W* w, const T* dy, const u32* places, T* dx, i64 tokens, int channels, int kernel,      \
+        int silu) {                                                                                               \
+        backward<T, W>(x, w, dy, places, dx, {tokens, channels, kernel, silu});                                   \
     }                                                                                                             \
     extern "C" __global__ void short_conv_weight_##NAME(                                                          \
         const T* x, const W* w, const T* dy, const u32* places, float* partial, i64 tokens, int channels,         \
-        int kernel, i64 part) {                                                                                   \
-        weight<T, W>(x, w, dy, places, partial, {tokens, channels, kernel}, part);                                \
+        int kernel, int silu, i64 part) {                                                                         \
+        weight<T, W>(x, w, dy, places, partial, {tokens, channels, kernel, silu}, part);                          \
     }
 
 SHORT_CONV(f32_f32, float, float)

@@ -19,6 +19,8 @@ pub enum Activation {
     Relu2,
     /// `1 / (1 + e^-x)`: the output gate of an attention.
     Sigmoid,
+    /// x: the gates of short convolutions (LFM2).
+    Identity,
 }
 
 /// Computes `act(gate) · up` in the shape of gate.

@@ -13,15 +13,15 @@
 //! as keys in columns and as values in rows. Sums over latent rows have another order than those over the keys and values of all heads,
 //! so a cache with `Layout::expanded` keeps these.
 //!
-//! A Gated DeltaNet layer has a state in the place of keys and values: that after the last token of the run. A sequence that
-//! continues a run begins with a copy of it. A state cannot go back to an earlier token.
+//! A layer with Gated DeltaNet or a short convolution has a state in the place of keys and values: that after the last token of the
+//! run. A sequence that continues a run begins with a copy of it. A state cannot go back to an earlier token.
 
 use super::decode::Pass;
 use super::device_cache::{DeviceLayer, device_form};
 use crate::base::{Error, Result};
-use crate::model::delta_net;
 use crate::model::spec::{KeySource, LayerSpec, Mixer};
 use crate::model::{DeltaState, KvStore, Spec};
+use crate::model::{delta_net, short_conv};
 use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
 use crate::ops::{CpuBackend, attention, update};
@@ -54,7 +54,7 @@ pub fn latent_work(spec: &Spec, tokens: usize) -> u64 {
 pub fn reading_work(spec: &Spec, longest: usize, tokens: usize, new: usize) -> u64 {
     let layer = |l: usize| {
         let (heads, kv_heads, e) = match spec.layers[l].mixer {
-            Mixer::DeltaNet(_) => return 0,
+            Mixer::DeltaNet(_) | Mixer::ShortConv { .. } => return 0,
             Mixer::Latent(sizes) => (spec.heads, 1, sizes.kv_rank + sizes.rotary),
             _ => (spec.heads, spec.kv_heads_of(l), spec.head_dim_of(l)),
         };
@@ -71,7 +71,7 @@ enum LayerLayout {
     Keys(Form),
     /// The layer reads the keys and values of another layer.
     Nothing,
-    /// The state of a Gated DeltaNet layer, of this many bytes.
+    /// The state of a layer with Gated DeltaNet or a short convolution, of this many bytes.
     State(u64),
 }
 
@@ -119,6 +119,7 @@ impl Layout {
     fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>, latent_rows: bool) -> Self {
         let layer = |(l, of): (usize, &LayerSpec)| match (of.mixer, of.keys) {
             (Mixer::DeltaNet(sizes), _) => LayerLayout::State(delta_net::state_bytes(&sizes)),
+            (Mixer::ShortConv { kernel }, _) => LayerLayout::State(short_conv::state_bytes(kernel, spec.hidden)),
             (_, KeySource::Layer(_)) => LayerLayout::Nothing,
             (mixer, _) => {
                 let heads = match mixer {

@@ -7,7 +7,7 @@ use crate::base::Error;
 use crate::data::{Batch, Example};
 use crate::model::Network;
 use crate::model::rope::Rope;
-use crate::model::spec::{LayerSpec, NormNames, QkNorm, Spec};
+use crate::model::spec::{LayerSpec, ModuleNames, NormNames, QkNorm, Spec};
 use crate::ops::Dtype;
 use crate::ops::glu::Activation;
 use crate::ops::rope::Pairing;
@@ -49,6 +49,7 @@ pub(super) fn spec() -> Spec {
         fused_qkv: false,
         fused_gate_up: false,
         plain_mlp: None,
+        modules: ModuleNames::LLAMA,
         parallel: false,
         activation: Activation::Silu,
         clamped_glu: None,

@@ -1,4 +1,4 @@
-//! Decoding with Gated DeltaNet layers: the cache against recomputation, shared prefixes, and a chat that goes back.
+//! Decoding with layers of Gated DeltaNet or short convolutions: the cache against recomputation, shared prefixes, and a chat that goes back.
 
 use super::cache::{Layout, Sequence, Step};
 use super::decode::Pass;
@@ -9,18 +9,22 @@ use crate::model::{DeltaState, KvStore, Network};
 use crate::ops::{Dtype, update};
 use candle_core::{CpuStorage, DType, Device, Storage};
 
-fn network(by_key_head: bool) -> Network {
+fn delta_net(by_key_head: bool) -> Mixer {
+    Mixer::DeltaNet(DeltaNetSpec {
+        key_heads: 2,
+        value_heads: 4,
+        key_dim: 8,
+        value_dim: 6,
+        kernel: 4,
+        by_key_head,
+    })
+}
+
+fn network(mixer: Mixer) -> Network {
     let mut layers = spec().layers;
     layers.push(layers[2]);
     for l in [0, 1, 3] {
-        layers[l].mixer = Mixer::DeltaNet(DeltaNetSpec {
-            key_heads: 2,
-            value_heads: 4,
-            key_dim: 8,
-            value_dim: 6,
-            kernel: 4,
-            by_key_head,
-        });
+        layers[l].mixer = mixer;
     }
     let network = of_spec(
         Spec {
@@ -43,8 +47,8 @@ fn run(network: &Network, prompts: &[Vec<u32>], settings: &Settings) -> Vec<Vec<
 
 #[test]
 fn rows_together_are_rows_alone_and_recomputed() {
-    for by_key_head in [false, true] {
-        let network = network(by_key_head);
+    for mixer in [delta_net(false), delta_net(true), Mixer::ShortConv { kernel: 3 }] {
+        let network = network(mixer);
         let mut prompts = prompts();
         // Longer than a chunk, and with a common prefix.
         let long: Vec<u32> = (0..80).map(|i| (i * i * 3 % 61) as u32).collect();
@@ -71,7 +75,7 @@ fn rows_together_are_rows_alone_and_recomputed() {
 
 #[test]
 fn a_session_goes_on_from_its_state_and_never_back() {
-    let network = network(false);
+    let network = network(delta_net(false));
     let settings = settings(9);
     let mut session = Session::default();
     let mut ids = prompts()[2].clone();
@@ -101,7 +105,13 @@ fn a_session_goes_on_from_its_state_and_never_back() {
 /// A state that is a view of the rows of all documents would keep them all.
 #[test]
 fn a_state_holds_the_elements_of_its_document_only() {
-    let network = network(false);
+    for (mixer, tensors) in [(delta_net(false), 4), (Mixer::ShortConv { kernel: 3 }, 2)] {
+        assert_eq!(held_by_states(&network(mixer)), tensors);
+    }
+}
+
+/// Checks the states after two documents; returns the number of their tensors.
+fn held_by_states(network: &Network) -> usize {
     let layout = Layout::new(&network.spec, None, &Device::Cpu, DType::F32);
     let (ids, documents) = ([1u32; 30], [0, 20, 30]);
     let positions: Vec<u32> = (0..20).chain(0..10).collect();
@@ -110,9 +120,11 @@ fn a_state_holds_the_elements_of_its_document_only() {
     let ctx = network.context(&positions, &documents, None).unwrap();
     let x = network.embed(&ids, &ctx).unwrap();
     network.block(0).unwrap().forward_cached(&x, &ctx, &mut cache).unwrap();
+    let mut tensors = 0;
     for state in cache.states(0).unwrap() {
         let DeltaState { inputs, state } = state.unwrap();
-        for t in [inputs, state] {
+        for t in [Some(inputs), state].into_iter().flatten() {
+            tensors += 1;
             let (storage, _) = t.storage_and_layout();
             let Storage::Cpu(CpuStorage::F32(held)) = &*storage else {
                 panic!("{:?}", t.dtype())
@@ -120,4 +132,5 @@ fn a_state_holds_the_elements_of_its_document_only() {
             assert_eq!(held.len(), t.elem_count());
         }
     }
+    tensors
 }

@@ -246,6 +246,7 @@ pub fn of(spec: &Spec) -> Result<Arch> {
                 "the tensors of per-layer inputs and streams are laid out differently in llama.cpp, and ft does not \
                  convert them"
             }
+            "lfm2" => "ft does not convert short convolutions",
             "ministral3" => "ft does not convert its growing queries",
             _ => "llama.cpp does not have it, or ft does not know its names there",
         };

@@ -15,9 +15,9 @@ use super::spec::{KeySource, LayerSpec};
 use crate::base::{Error, Result};
 use crate::ops::glu::{self, Activation};
 use crate::ops::rope::Direction;
-use crate::ops::{attention, rms_norm, rope, update};
+use crate::ops::{attention, rope, update};
 use crate::trace;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 /// The queries, and the keys unless they are those of another layer.
 type QueriesKeys = (Tensor, Option<Tensor>);
@@ -108,11 +108,6 @@ impl Block {
         Ok(Some((self.norm(norm, q)?, k)))
     }
 
-    /// The weight of the norm of v: it has none.
-    fn ones(&self, v: &Tensor) -> Result<Tensor> {
-        Ok(Tensor::ones(self.spec.head_dim_of(self.index), DType::F32, v.device())?)
-    }
-
     fn keys(&self) -> KeySource {
         self.spec.layers[self.index].keys
     }
@@ -145,8 +140,8 @@ impl Block {
         drop(h);
         let (q, gate) = self.split_gate(q)?;
         let mut raw_v = None;
-        if let Some(raw) = v.as_ref().filter(|_| self.spec.value_norm) {
-            let normed = rms_norm::forward(raw, &self.ones(raw)?, self.spec.norm_eps, false)?;
+        if let (Some(raw), Some(norm)) = (&v, &self.value_norm) {
+            let normed = self.norm(norm, raw)?;
             raw_v = v.replace(normed);
         }
         let (mut qk, mut raw) = ((q, k), None);
@@ -296,8 +291,8 @@ impl Block {
             unnorm(&mut dqk)?;
         }
         drop(raw);
-        if let (Some(raw), Some(d)) = (&raw_v, &mut dv) {
-            *d = rms_norm::backward(raw, &self.ones(raw)?, d, self.spec.norm_eps, false, false)?.0;
+        if let (Some(raw), Some(d), Some(norm)) = (&raw_v, &mut dv, &self.value_norm) {
+            *d = self.norm_backward(norm, raw, d, sink)?;
         }
         drop(raw_v);
         let (dq, dk) = (self.join_gate(dqk.0, d_gate)?, dqk.1);

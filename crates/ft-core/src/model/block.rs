@@ -5,8 +5,8 @@
 //! x2 = x1 + [norm] down_proj(act(gate_proj(h)) · up_proj(h))                             with h = [norm] x1
 //! ```
 //!
-//! The first half is `attention`, or in some layers Gated DeltaNet (`delta_net`) or latent attention (`latent`) in its place. Norms and the gate in brackets
-//! exist in some families only; Granite multiplies what is added to x and x1 by a constant. If the halves are parallel, both
+//! The first half is `attention`, or in some layers Gated DeltaNet (`delta_net`), latent attention (`latent`) or a gated short
+//! convolution (`short_conv`) in its place. Norms and the gate in brackets exist in some families only; Granite multiplies what is added to x and x1 by a constant. If the halves are parallel, both
 //! read the same h = norm(x), or x. Gemma 4 has a third part (`per_layer`). In Gemma 3n a token has several streams (`altup`,
 //! `laurel`): the halves compute one of them.
 
@@ -24,6 +24,7 @@ use super::linear::Linear;
 use super::mlp::SavedMlp;
 use super::norm::Norm;
 use super::projections::Projections;
+use super::short_conv::{SavedShortConv, ShortConv};
 use super::spec::Spec;
 use crate::base::{Error, Result};
 use crate::ops::update;
@@ -42,20 +43,24 @@ pub struct Block {
     pub spec: Arc<Spec>,
     /// The layer, from 0.
     pub index: usize,
-    /// q, k and v; the input projections of Gated DeltaNet.
+    /// q, k and v; the input projections of Gated DeltaNet, or of a short convolution.
     pub attention_in: Projections,
-    /// The output projection of the attention, or of Gated DeltaNet.
+    /// The output projection of the half that mixes tokens.
     pub o_proj: Projections,
     /// Attention: the norm of each query head, if the family has it.
     pub q_norm: Option<Norm>,
     /// Attention: the norm of each key head, if the family has it.
     pub k_norm: Option<Norm>,
+    /// Attention: the norm of each value head, if the family has it; it has no weight.
+    pub value_norm: Option<Norm>,
     /// The attention sinks, if the family has them.
     pub sinks: Option<Param>,
     /// The other weights of Gated DeltaNet, if the layer has it in the place of attention.
     pub delta_net: Option<DeltaNet>,
     /// The other weights of latent attention, if the layer has it in the place of attention.
     pub latent: Option<Latent>,
+    /// The other weight of a short convolution, if the layer has it in the place of attention.
+    pub short_conv: Option<ShortConv>,
     /// gate and up, or up alone; of the shared expert, if the layer has experts.
     pub mlp_in: Projections,
     /// The output projection of the MLP.
@@ -87,6 +92,7 @@ enum SavedMixer {
     Attention(SavedAttention),
     DeltaNet(SavedDeltaNet),
     Latent(SavedLatent),
+    ShortConv(SavedShortConv),
 }
 
 /// Saved activations of a block, `[N, ·]`. The outputs of its norms and of the gate are cheap to recompute.
@@ -187,16 +193,20 @@ impl Block {
 
     /// The half that mixes tokens: `[N, D]` to `[N, D]`, and the activations to save.
     fn mixer(&self, x: &Tensor, ctx: &Context, cache: Option<&mut dyn KvStore>) -> Result<(Tensor, SavedMixer)> {
-        match (&self.delta_net, &self.latent) {
-            (Some(net), _) => {
+        match (&self.delta_net, &self.latent, &self.short_conv) {
+            (Some(net), ..) => {
                 let (x1, saved) = self.delta_net(net, x, ctx, cache)?;
                 Ok((x1, SavedMixer::DeltaNet(saved)))
             }
-            (None, Some(net)) => {
+            (None, Some(net), _) => {
                 let (x1, saved) = self.latent(net, x, ctx, cache)?;
                 Ok((x1, SavedMixer::Latent(saved)))
             }
-            (None, None) => {
+            (None, None, Some(net)) => {
+                let (x1, saved) = self.short_conv(net, x, ctx, cache)?;
+                Ok((x1, SavedMixer::ShortConv(saved)))
+            }
+            (None, None, None) => {
                 let (x1, saved) = self.attention(x, ctx, cache)?;
                 Ok((x1, SavedMixer::Attention(saved)))
             }
@@ -207,7 +217,7 @@ impl Block {
     fn share(&self, saved: &SavedMixer, ctx: &Context) {
         match saved {
             SavedMixer::Attention(saved) => self.share_keys(saved, ctx),
-            SavedMixer::DeltaNet(_) | SavedMixer::Latent(_) => {}
+            SavedMixer::DeltaNet(_) | SavedMixer::Latent(_) | SavedMixer::ShortConv(_) => {}
         }
     }
 
@@ -239,6 +249,7 @@ impl Block {
             || self.sinks_wanted(sink)
             || self.delta_net.as_ref().is_some_and(|net| net.wanted(sink))
             || self.latent.as_ref().is_some_and(|net| net.wanted(sink))
+            || self.short_conv.as_ref().is_some_and(|net| net.wanted(sink))
     }
 
     fn mixer_backward(
@@ -250,14 +261,19 @@ impl Block {
         need_dx: bool,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
-        match (saved, &self.delta_net, &self.latent) {
+        match (saved, &self.delta_net, &self.latent, &self.short_conv) {
             (SavedMixer::Attention(saved), ..) => {
                 self.attention_backward(x, saved, (dx1, d_shared), ctx, need_dx, sink)
             }
-            (SavedMixer::DeltaNet(saved), Some(net), _) => {
+            (SavedMixer::DeltaNet(saved), Some(net), ..) => {
                 self.delta_net_backward(net, x, saved, dx1, ctx, need_dx, sink)
             }
-            (SavedMixer::Latent(saved), _, Some(net)) => self.latent_backward(net, x, saved, dx1, ctx, need_dx, sink),
+            (SavedMixer::Latent(saved), _, Some(net), _) => {
+                self.latent_backward(net, x, saved, dx1, ctx, need_dx, sink)
+            }
+            (SavedMixer::ShortConv(saved), .., Some(net)) => {
+                self.short_conv_backward(net, x, saved, dx1, ctx, need_dx, sink)
+            }
             _ => Err(Error::internal("the saved activations belong to another layer")),
         }
     }

@@ -90,24 +90,24 @@ pub trait KvStore {
         false
     }
 
-    /// For each document the state of a Gated DeltaNet layer; `None` before its first token.
+    /// For each document the state of a layer with Gated DeltaNet or a short convolution; `None` before its first token.
     fn states(&mut self, layer: usize) -> Result<Vec<Option<DeltaState>>> {
         Err(Error::internal("this cache has no recurrent states").at(format!("layer {layer}")))
     }
 
-    /// Replaces the states of a Gated DeltaNet layer, one for each document.
+    /// Replaces the states of such a layer, one for each document.
     fn set_states(&mut self, layer: usize, _states: Vec<DeltaState>) -> Result<()> {
         Err(Error::internal("this cache has no recurrent states").at(format!("layer {layer}")))
     }
 }
 
-/// What a Gated DeltaNet layer keeps of the tokens so far, instead of keys and values.
+/// What a layer with Gated DeltaNet or a short convolution keeps of the tokens so far, instead of keys and values.
 #[derive(Debug, Clone)]
 pub struct DeltaState {
     /// The last inputs of the convolution, `[kernel - 1, channels]`.
     pub inputs: Tensor,
-    /// State of all heads, f32 `[1, V·P·Q]`.
-    pub state: Tensor,
+    /// Gated DeltaNet: the state of all heads, f32 `[1, V·P·Q]`.
+    pub state: Option<Tensor>,
 }
 
 /// The data of a batch that layers need.

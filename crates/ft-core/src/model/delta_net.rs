@@ -152,7 +152,7 @@ impl Block {
         let [qkv, z, b, a] = split(sizes, parts)?;
         let o = match cache {
             None => {
-                let mixed = short_conv::forward(&qkv, &net.conv.tensor, ctx.documents)?;
+                let mixed = short_conv::forward(&qkv, &net.conv.tensor, ctx.documents, true)?;
                 delta_rule::forward(&net.inputs(&mixed, &a, &b), &heads(sizes), ctx.documents)?
             }
             Some(cache) => self.delta_rule_cached(net, [&qkv, &a, &b], ctx.documents, cache)?,
@@ -182,8 +182,11 @@ impl Block {
         let (mut rows, mut offsets, mut old) = (Vec::new(), vec![0], Vec::new());
         for (d, state) in documents.windows(2).zip(states) {
             let (inputs, state) = match state {
-                Some(DeltaState { inputs, state }) => (inputs, state),
-                None => (
+                Some(DeltaState {
+                    inputs,
+                    state: Some(state),
+                }) => (inputs, state),
+                _ => (
                     update::zeros((before, channels), qkv.dtype(), qkv.device())?,
                     update::zeros((1, heads.state()), DType::F32, qkv.device())?,
                 ),
@@ -193,7 +196,7 @@ impl Block {
             old.push(state);
         }
         let all = Tensor::cat(&rows, 0)?;
-        let mixed = short_conv::forward(&all, &net.conv.tensor, &offsets)?;
+        let mixed = short_conv::forward(&all, &net.conv.tensor, &offsets, true)?;
         let new = |d: &[usize]| mixed.narrow(0, d[0] + before, d[1] - d[0] - before);
         let mixed = Tensor::cat(
             &offsets.windows(2).map(new).collect::<candle_core::Result<Vec<_>>>()?,
@@ -205,7 +208,7 @@ impl Block {
         let next = offsets[1..].iter().enumerate().map(|(i, end)| {
             Ok(DeltaState {
                 inputs: all.narrow(0, end - before, before)?.force_contiguous()?,
-                state: after.narrow(0, i, 1)?.force_contiguous()?,
+                state: Some(after.narrow(0, i, 1)?.force_contiguous()?),
             })
         });
         cache.set_states(self.index, next.collect::<Result<_>>()?)?;
@@ -251,7 +254,7 @@ impl Block {
         let (d_o, d_norm) =
             rms_norm::backward(&o, &net.norm.tensor, &d_normed, eps, false, sink.wants(&net.norm.name))?;
         drop((d_normed, o));
-        let mixed = short_conv::forward(&qkv, &net.conv.tensor, ctx.documents)?;
+        let mixed = short_conv::forward(&qkv, &net.conv.tensor, ctx.documents, true)?;
         let d = delta_rule::backward(&net.inputs(&mixed, &a, &b), &heads(sizes), ctx.documents, &d_o)?;
         drop((mixed, d_o, a, b));
         let (d_qkv, d_conv) = short_conv::backward(
@@ -259,6 +262,7 @@ impl Block {
             &net.conv.tensor,
             &d.qkv,
             ctx.documents,
+            true,
             sink.wants(&net.conv.name),
         )?;
         drop((qkv, d.qkv));

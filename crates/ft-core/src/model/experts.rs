@@ -45,11 +45,11 @@ pub struct Experts {
     shared_gate: Option<Param>,
 }
 
-/// Saved activations of a mixture of experts.
+/// The routing of a mixture of experts, and its saved activations if they were saved.
 pub(super) struct SavedExperts {
     routing: Routing,
     assignment: Assignment,
-    /// For each unit of the assignment; `None`: it has no tokens.
+    /// For each unit of the assignment; `None`: it has no tokens, or nothing was saved.
     experts: Vec<Option<SavedPiece>>,
     shared: Option<SavedPiece>,
 }
@@ -142,13 +142,13 @@ impl Block {
         ctx: &Context,
         keep: bool,
     ) -> Result<(Tensor, Option<SavedExperts>)> {
-        self.experts_of(experts, h, ctx, (keep, true))
+        let (y, saved) = self.experts_of(experts, h, ctx, (keep, true))?;
+        Ok((y, keep.then_some(saved)))
     }
 
-    /// The output of `experts_forward` again, in the backward pass.
-    pub(super) fn experts_again(&self, experts: &Experts, h: &Tensor, ctx: &Context) -> Result<Tensor> {
-        let (y, _) = self.experts_of(experts, h, ctx, (false, false))?;
-        Ok(y)
+    /// The output of `experts_forward` again, in the backward pass; with the routing, which that needs too.
+    pub(super) fn experts_again(&self, experts: &Experts, h: &Tensor, ctx: &Context) -> Result<(Tensor, SavedExperts)> {
+        self.experts_of(experts, h, ctx, (false, false))
     }
 
     /// `keep`: saves activations; `count`: the routing is counted.
@@ -158,7 +158,7 @@ impl Block {
         h: &Tensor,
         ctx: &Context,
         (keep, count): (bool, bool),
-    ) -> Result<(Tensor, Option<SavedExperts>)> {
+    ) -> Result<(Tensor, SavedExperts)> {
         // The router waits for a GPU, so what can be done before comes first, and counting last.
         let together = experts.together(h, ctx)?;
         let routing = experts.route(h)?;
@@ -211,12 +211,12 @@ impl Block {
         if count {
             ctx.shared.routed(self.index, &routing);
         }
-        let saved = keep.then_some(SavedExperts {
+        let saved = SavedExperts {
             routing,
             assignment,
             experts: saved,
             shared,
-        });
+        };
         Ok((y, saved))
     }
 

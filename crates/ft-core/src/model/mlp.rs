@@ -171,7 +171,7 @@ impl Block {
     fn experts_half_backward(
         &self,
         experts: &Experts,
-        (x, saved): (&Tensor, SavedMlp),
+        (x, mut saved): (&Tensor, SavedMlp),
         dy: &Tensor,
         ctx: &Context,
         need_dx: bool,
@@ -186,7 +186,11 @@ impl Block {
             Some(norm) => {
                 let y = match saved.sum {
                     Some(y) => y,
-                    None => self.experts_again(experts, &h, ctx)?,
+                    None => {
+                        let (y, routed) = self.experts_again(experts, &h, ctx)?;
+                        saved.experts = Some(routed);
+                        y
+                    }
                 };
                 self.norm_backward(norm, &y, dy, sink)?
             }

@@ -25,6 +25,7 @@ pub mod routers;
 pub mod sequence;
 pub mod shapes;
 pub mod shared;
+pub mod short_conv;
 pub mod spec;
 mod streams;
 pub mod tokens;

@@ -14,13 +14,14 @@ use super::head::{Head, HeadWeight, StreamedHead};
 use super::latent::Latent;
 use super::linear::Linear;
 use super::noise::EmbeddingNoise;
-use super::norm::Norm;
+use super::norm::{Norm, Ones};
 use super::projections::{LayerPairs, Projections};
 use super::rope::RopeTables;
 use super::sequence::Sequence;
+use super::short_conv::ShortConv;
 use super::spec::{
-    ALTUP, ATTENTION_SINKS, EMBEDDING, LATENT_NORM, LATENT_QUERY_NORM, LAUREL, LAYER_SCALAR, LM_HEAD, Mixer, PER_LAYER,
-    Spec,
+    ALTUP, ATTENTION_SINKS, EMBEDDING, LATENT_NORM, LATENT_QUERY_NORM, LAUREL, LAYER_SCALAR, LM_HEAD, Mixer, NormSpec,
+    PER_LAYER, SHORT_CONV, Spec,
 };
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
@@ -61,6 +62,7 @@ pub struct Network {
     rope_tables: RopeTables,
     /// The factors of the layers that were read: a factor never changes.
     scales: Mutex<BTreeMap<usize, f32>>,
+    ones: Ones,
     /// The copies of LoRA pairs by layer, while the adapters are fixed.
     pair_copies: Mutex<Option<BTreeMap<usize, Option<LayerPairs>>>>,
 }
@@ -103,6 +105,7 @@ impl Network {
             adapters_disabled: AtomicBool::new(false),
             rope_tables: RopeTables::default(),
             scales: Mutex::default(),
+            ones: Ones::default(),
             pair_copies: Mutex::default(),
         }
     }
@@ -209,8 +212,24 @@ impl Network {
     /// The final norm. It has the factor of the logits: the head is linear, so the factor can be applied to its input.
     pub fn final_norm(&self) -> Result<Norm> {
         let spec = self.spec.final_norm();
-        let norm = Norm::read(&*self.source.fetch(Group::Head)?, spec.name, &spec)?;
+        let norm = Norm::read(
+            &*self.source.fetch(Group::Head)?,
+            spec.name,
+            &spec,
+            self.ones_of(&spec)?,
+        )?;
         Ok(norm.scaled(self.spec.logit_scale))
+    }
+
+    /// A norm over `size` elements without parameters.
+    pub(super) fn plain_norm(&self, size: usize) -> Result<Norm> {
+        Ok(Norm::plain(self.ones.get(size, &self.device)?))
+    }
+
+    /// The ones of a norm, if it is an RMSNorm without a weight.
+    fn ones_of(&self, norm: &NormSpec) -> Result<Option<Tensor>> {
+        let plain = !norm.weight && self.spec.layer_norm.is_none();
+        plain.then(|| self.ones.get(norm.size, &self.device)).transpose()
     }
 
     /// Hidden states after the final norm, `[N, D]`, from the output of the last layer.
@@ -357,8 +376,11 @@ impl Network {
         let sparsity = spec.layers[index].sparsity;
         let norm = |name: Option<&str>| {
             let of = norms.iter().find(|norm| Some(norm.name) == name);
-            of.map(|norm| Norm::read(&weights, &format!("model.layers.{index}.{}", norm.name), norm))
-                .transpose()
+            let read = |norm: &NormSpec| {
+                let ones = self.ones_of(norm)?;
+                Norm::read(&weights, &format!("model.layers.{index}.{}", norm.name), norm, ones)
+            };
+            of.map(read).transpose()
         };
         let linear = |name: &str, bias: bool| -> Result<Linear> {
             let module = format!("model.layers.{index}.{name}");
@@ -403,7 +425,12 @@ impl Network {
             }
             _ => None,
         };
+        let convolution = match spec.layers[index].mixer {
+            Mixer::ShortConv { kernel } => Some(kernel),
+            _ => None,
+        };
         let mut attention_in = match (of_mixer.pop(), spec.fused_qkv) {
+            (Some(fused), _) if convolution.is_some() => Projections::fused(fused, vec![spec.hidden; 3]),
             (Some(fused), true) => Projections::fused(fused, vec![q, kv, kv]),
             (last, _) => {
                 of_mixer.extend(last);
@@ -414,7 +441,8 @@ impl Network {
             let linears = names.iter().map(|n| linear(n, spec.mlp_bias));
             Ok::<_, Error>(Projections::separate(linears.collect::<Result<_>>()?))
         };
-        let [up, down] = spec.plain_mlp.unwrap_or(["mlp.up_proj", "mlp.down_proj"]);
+        let [gate, up, down] = spec.modules.mlp;
+        let [up, down] = spec.plain_mlp.unwrap_or([up, down]);
         let experts = spec.layers[index].experts;
         let shared = experts.and_then(|e| e.shared);
         let down: Vec<&str> = match (&experts, &shared) {
@@ -429,7 +457,7 @@ impl Network {
             _ if experts.is_some() => mlp(&[])?,
             (Some(_), _) => mlp(&[up])?,
             _ if spec.fused_gate_up => Projections::fused(linear("mlp.gate_up_proj", spec.mlp_bias)?, vec![i, i]),
-            _ => mlp(&["mlp.gate_proj", up])?,
+            _ => mlp(&[gate, up])?,
         };
         let other = |name: &str| param(&weights, &format!("model.layers.{index}.linear_attn.{name}"));
         let delta_net = match spec.layers[index].mixer {
@@ -440,8 +468,12 @@ impl Network {
                 dt_bias: other("dt_bias")?,
                 norm: other("norm.weight")?,
             }),
-            Mixer::Attention | Mixer::Latent(_) => None,
+            Mixer::Attention | Mixer::Latent(_) | Mixer::ShortConv { .. } => None,
         };
+        let convolution = convolution.map(|kernel| {
+            let conv = param(&weights, &format!("model.layers.{index}.{SHORT_CONV}"))?;
+            Ok::<_, Error>(ShortConv { conv, kernel })
+        });
         let mut down_proj = mlp(&down)?;
         let experts = self.expert_reader(index).map(|reader| Experts::read(&weights, reader));
         let mut groups = vec![&mut attention_in, &mut o_proj, &mut mlp_in, &mut down_proj];
@@ -482,6 +514,7 @@ impl Network {
         let sinks = spec.has_sinks(index).then_some(ATTENTION_SINKS);
         let sinks = sinks.map(|name| param(&weights, &format!("model.layers.{index}.{name}")));
         let sinks = sinks.transpose()?;
+        let value_norm = spec.value_norm.then(|| self.plain_norm(spec.head_dim_of(index)));
         let mut copies = self.pair_copies.lock().unwrap_or_else(PoisonError::into_inner);
         match copies.as_mut() {
             Some(copies) => Projections::copy_pairs(groups, copies.entry(index).or_default())?,
@@ -494,9 +527,11 @@ impl Network {
             o_proj,
             q_norm: norm(spec.qk_norm.map(|n| n.names[0]))?,
             k_norm: norm(spec.qk_norm.map(|n| n.names[1]))?,
+            value_norm: value_norm.transpose()?,
             sinks,
             delta_net,
             latent,
+            short_conv: convolution.transpose()?,
             mlp_in,
             down_proj,
             experts: experts.transpose()?,

@@ -7,7 +7,9 @@ use crate::ops::layer_norm::{self, LayerNorm};
 use crate::ops::{rms_norm, update};
 use crate::source::GroupWeights;
 use crate::trace;
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 
 /// A norm with its parameters on the device.
 #[derive(Debug, Clone)]
@@ -16,6 +18,8 @@ pub struct Norm {
     pub weight: Option<Param>,
     /// The shape of the weight; of a LayerNorm.
     pub bias: Option<Param>,
+    /// The ones that an RMSNorm without a weight multiplies by, `[E]`.
+    ones: Option<Tensor>,
     /// E: elements that are normalized together.
     size: usize,
     /// Factor of the output.
@@ -24,9 +28,26 @@ pub struct Norm {
     eps: Option<f64>,
 }
 
+/// The weights of RMSNorms that have none, `[E]`: made once for each E.
+#[derive(Default)]
+pub(super) struct Ones(Mutex<BTreeMap<usize, Tensor>>);
+
+impl Ones {
+    /// E ones, always the same tensor.
+    pub fn get(&self, size: usize, device: &Device) -> Result<Tensor> {
+        let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ones) = made.get(&size) {
+            return Ok(ones.clone());
+        }
+        let ones = Tensor::full(1f32, size, device)?;
+        made.insert(size, ones.clone());
+        Ok(ones)
+    }
+}
+
 impl Norm {
-    /// The norm `spec`, whose parameters start with `name`.
-    pub(super) fn read(weights: &GroupWeights, name: &str, spec: &NormSpec) -> Result<Self> {
+    /// The norm `spec`, whose parameters start with `name`. `ones`: those of an RMSNorm without a weight.
+    pub(super) fn read(weights: &GroupWeights, name: &str, spec: &NormSpec, ones: Option<Tensor>) -> Result<Self> {
         let param = |needed: bool, part: &str| {
             if needed {
                 let (name, tensor) = weights.get(&format!("{name}.{part}"))?;
@@ -38,18 +59,20 @@ impl Norm {
         Ok(Self {
             weight: param(spec.weight, "weight")?,
             bias: param(spec.bias, "bias")?,
+            ones,
             size: spec.size,
             scale: 1.0,
             eps: spec.eps,
         })
     }
 
-    /// A norm over E elements without parameters.
-    pub(super) fn plain(size: usize) -> Self {
+    /// An RMSNorm over E elements without parameters; `ones` `[E]`.
+    pub(super) fn plain(ones: Tensor) -> Self {
         Self {
             weight: None,
             bias: None,
-            size,
+            size: ones.elem_count(),
+            ones: Some(ones),
             scale: 1.0,
             eps: None,
         }
@@ -97,7 +120,7 @@ impl Norm {
                 Ok(y)
             }
             (None, Some(weight)) => rms_norm::forward_plus(x, weight, self.eps(spec), spec.norm_plus_one, past),
-            (None, None) => rms_norm::forward_plus(x, &self.ones(x)?, self.eps(spec), false, past),
+            (None, None) => rms_norm::forward_plus(x, &self.ones()?, self.eps(spec), false, past),
         }
     }
 
@@ -130,7 +153,7 @@ impl Norm {
                 (dx, [dw, None])
             }
             (None, None) => {
-                let (dx, _) = rms_norm::backward_plus(x, &self.ones(x)?, dy, self.eps(spec), false, false, past)?;
+                let (dx, _) = rms_norm::backward_plus(x, &self.ones()?, dy, self.eps(spec), false, false, past)?;
                 (dx, [None, None])
             }
         };
@@ -146,8 +169,12 @@ impl Norm {
     }
 
     /// The weight of an RMSNorm that has none, with the factor of the output.
-    fn ones(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(Tensor::full(self.scale, self.size, x.device())?)
+    fn ones(&self) -> Result<Tensor> {
+        match &self.ones {
+            Some(ones) if self.scale != 1.0 => Ok((ones * f64::from(self.scale))?),
+            Some(ones) => Ok(ones.clone()),
+            None => Err(Error::internal("an RMSNorm has no weight")),
+        }
     }
 
     fn layer_norm<'a>(&self, weight: &'a Option<Tensor>, bias: &'a Option<Tensor>, spec: &Spec) -> LayerNorm<'a> {
@@ -157,6 +184,53 @@ impl Norm {
             bias: bias.as_ref(),
             eps: self.eps(spec),
             plus_one: spec.norm_plus_one,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::config::Config;
+    use crate::model::{Network, families};
+    use crate::ops::Dtype;
+    use crate::source::Resident;
+    use serde_json::json;
+    use std::path::Path;
+    use std::sync::Arc;
+
+    /// The ones of the norms that a layer, the embedding and the end of a model have.
+    fn ones_of(network: &Network, layer: usize) -> Vec<Tensor> {
+        let block = network.block(layer).unwrap();
+        let final_norm = network.final_norm().unwrap();
+        let norms = [
+            &block.input_norm,
+            &block.mlp_norm,
+            &block.q_norm,
+            &block.k_norm,
+            &block.value_norm,
+        ];
+        let norms = norms.into_iter().flatten().chain([&final_norm]);
+        norms.filter_map(|norm| norm.ones.clone()).collect()
+    }
+
+    #[test]
+    fn the_ones_of_norms_without_weights_are_made_once() {
+        let sizes = json!({
+            "vocab_size": 32, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 64});
+        for (model_type, count) in [("nanochat", 5), ("gemma4_text", 1), ("llama", 0)] {
+            let mut map = sizes.as_object().unwrap().clone();
+            map.insert("model_type".into(), json!(model_type));
+            map.insert("layer_types".into(), json!(vec!["full_attention"; 2]));
+            let spec = families::read(&Config::from_map(map, Path::new("config.json"))).unwrap();
+            let source = Resident::random(spec.params(), 5, 0.3, 0.8, Dtype::F32, &Device::Cpu).unwrap();
+            let network = Network::new(spec, Arc::new(source), Device::Cpu);
+            let first = ones_of(&network, 0);
+            assert_eq!(first.len(), count, "{model_type}");
+            for (a, b) in first.iter().zip(ones_of(&network, 1)) {
+                assert_eq!(a.id(), b.id(), "{model_type}");
+            }
         }
     }
 }

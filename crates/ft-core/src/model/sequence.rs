@@ -62,13 +62,14 @@ impl SequenceConfig {
         if self.ranks == 1 {
             return Ok(());
         }
-        if spec
-            .layers
-            .iter()
-            .any(|layer| matches!(layer.mixer, Mixer::DeltaNet(_)))
-        {
-            return Err(Error::unsupported("ranks cannot share the tokens of a model with Gated DeltaNet layers")
-                .found("a recurrent state from token to token")
+        let without = spec.layers.iter().find(|layer| !layer.mixer.has_keys());
+        if let Some(layer) = without {
+            let (layers, found) = match layer.mixer {
+                Mixer::ShortConv { .. } => ("short convolutions", "a convolution over neighboring tokens"),
+                _ => ("Gated DeltaNet layers", "a recurrent state from token to token"),
+            };
+            return Err(Error::unsupported(format!("ranks cannot share the tokens of a model with {layers}"))
+                .found(found)
                 .expected("attention in all layers: a rank would wait for the state after the last token of the rank before it"));
         }
         if self.by == SequenceBy::Heads && !spec.heads.is_multiple_of(self.ranks) {

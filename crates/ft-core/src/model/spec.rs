@@ -73,6 +73,8 @@ pub struct Spec {
     pub fused_gate_up: bool,
     /// An MLP without a gate: the names of its projections.
     pub plain_mlp: Option<[&'static str; 2]>,
+    /// Names of modules that differ between families.
+    pub modules: ModuleNames,
     /// Both halves of a layer read the same normalized input, and both are added to the input.
     pub parallel: bool,
     /// The activation of the gate, or of an MLP without a gate.
@@ -149,12 +151,17 @@ pub enum Mixer {
     DeltaNet(DeltaNetSpec),
     /// DeepSeek: softmax attention whose keys and values are made of low-rank rows.
     Latent(LatentSpec),
+    /// LFM2: a gated convolution over the last tokens.
+    ShortConv {
+        /// K: tokens that the convolution sees.
+        kernel: usize,
+    },
 }
 
 impl Mixer {
     /// True for softmax attention over the keys of all earlier tokens, with heads of one size.
     pub fn has_keys(&self) -> bool {
-        !matches!(self, Self::DeltaNet(_))
+        !matches!(self, Self::DeltaNet(_) | Self::ShortConv { .. })
     }
 }
 
@@ -309,12 +316,44 @@ impl NormNames {
         before_mlp: Some("pre_feedforward_layernorm"),
         after_mlp: Some("post_feedforward_layernorm"),
     };
+    /// LFM2: as `BEFORE`, under other names.
+    pub const LFM2: Self = Self {
+        before_attention: Some("operator_norm"),
+        before_mlp: Some("ffn_norm"),
+        ..Self::BEFORE
+    };
     /// GLM-4: as `SANDWICH`, under other names.
     pub const SANDWICH_GLM4: Self = Self {
         before_attention: Some("input_layernorm"),
         after_attention: Some("post_self_attn_layernorm"),
         before_mlp: Some("post_attention_layernorm"),
         after_mlp: Some("post_mlp_layernorm"),
+    };
+}
+
+/// Names of modules that differ between families; those of a layer are below it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ModuleNames {
+    /// The output projection of the attention.
+    pub o_proj: &'static str,
+    /// gate, up and down of an MLP with a gate.
+    pub mlp: [&'static str; 3],
+    /// The final norm.
+    pub final_norm: &'static str,
+}
+
+impl ModuleNames {
+    /// Most families.
+    pub const LLAMA: Self = Self {
+        o_proj: "self_attn.o_proj",
+        mlp: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
+        final_norm: "model.norm",
+    };
+    /// LFM2.
+    pub const LFM2: Self = Self {
+        o_proj: "self_attn.out_proj",
+        mlp: ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2"],
+        final_norm: "model.embedding_norm",
     };
 }
 
@@ -349,6 +388,11 @@ impl QkNorm {
         whole: true,
         ..Self::HEADS
     };
+    /// LFM2: as `HEADS`, under other names.
+    pub const LFM2: Self = Self {
+        names: ["self_attn.q_layernorm", "self_attn.k_layernorm"],
+        ..Self::HEADS
+    };
     /// Hunyuan: on each head, after the rotation.
     pub const ROTATED: Self = Self {
         names: ["self_attn.query_layernorm", "self_attn.key_layernorm"],
@@ -374,6 +418,16 @@ impl Spec {
     /// A layer whose operations, or whose sizes, have no kernels for a GPU.
     pub fn runs_on(&self, gpu: bool) -> Result<()> {
         for (layer, of) in self.layers.iter().enumerate().filter(|_| gpu) {
+            if let Mixer::ShortConv { kernel } = of.mixer
+                && kernel > DEVICE_TAPS
+            {
+                return Err(
+                    Error::unsupported("a short convolution of this size does not run on a GPU")
+                        .at(format!("{}, layer {layer}", self.model_type))
+                        .found(format!("{kernel} taps"))
+                        .expected(format!("at most {DEVICE_TAPS} taps, or the CPU")),
+                );
+            }
             let Mixer::DeltaNet(sizes) = of.mixer else { continue };
             if sizes.key_dim > DEVICE_KEY || sizes.kernel > DEVICE_TAPS {
                 return Err(
@@ -480,6 +534,7 @@ impl Spec {
             "internlm3",
             "iquestcoder",
             "jais2",
+            "lfm2",
             "mellum",
             "minimax_m2",
             "nanochat",

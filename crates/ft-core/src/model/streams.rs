@@ -29,14 +29,15 @@ impl Network {
     }
 
     /// The norm of the embedding; it has no parameters.
-    fn embedding_norm(&self) -> Option<Norm> {
-        self.spec.plain_norms.then(|| Norm::plain(self.spec.hidden))
+    fn embedding_norm(&self) -> Result<Option<Norm>> {
+        let plain = self.spec.plain_norms;
+        plain.then(|| self.plain_norm(self.spec.hidden)).transpose()
     }
 
     /// From the embedding `[N, D]` to what the first layer reads, `[N, A·D]`.
     pub(super) fn spread(&self, x: Tensor, ctx: &Context) -> Result<Tensor> {
         let Some(streams) = self.spec.streams else {
-            return match self.embedding_norm() {
+            return match self.embedding_norm()? {
                 Some(norm) => norm.forward(&x, &self.spec),
                 None => Ok(x),
             };
@@ -58,7 +59,7 @@ impl Network {
     /// As for `embed`.
     pub fn spread_backward(&self, ids: &[u32], dh: Tensor, ctx: &Context, sink: &mut dyn GradSink) -> Result<Tensor> {
         let Some(streams) = self.spec.streams else {
-            return match self.embedding_norm() {
+            return match self.embedding_norm()? {
                 Some(norm) => norm.backward(&self.embedded(ids, ctx)?, &dh, &self.spec, sink),
                 None => Ok(dh),
             };

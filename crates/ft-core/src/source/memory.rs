@@ -156,9 +156,19 @@ impl LayerSlots {
         self.experts.items += (experts.len() * count) as u64;
     }
 
+    /// Bytes of the slots of layers.
+    pub fn layer_bytes(&self) -> u64 {
+        self.layers.bytes()
+    }
+
+    /// Bytes of the slots of routed experts.
+    pub fn expert_bytes(&self) -> u64 {
+        self.experts.bytes()
+    }
+
     /// Bytes of all slots.
     pub fn bytes(&self) -> u64 {
-        self.layers.bytes() + self.experts.bytes()
+        self.layer_bytes() + self.expert_bytes()
     }
 }
 

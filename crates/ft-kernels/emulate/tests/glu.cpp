@@ -33,6 +33,11 @@ static const Exact SIGMOID = {
     [](double x) { return logistic(x) * logistic(-x); },
 };
 
+static const Exact IDENTITY = {
+    [](double x) { return x; },
+    [](double) { return 1.0; },
+};
+
 static const Exact RELU2 = {
     [](double x) { return x < 0 ? 0 : x * x; },
     [](double x) { return x < 0 ? 0 : 2 * x; },
@@ -113,6 +118,8 @@ int main(int argc, char** argv) {
         both(gelu_forward_bf16, gelu_backward_bf16, GELU, seed);
         both(sigmoid_forward_f32, sigmoid_backward_f32, SIGMOID, seed);
         both(sigmoid_forward_bf16, sigmoid_backward_bf16, SIGMOID, seed);
+        both(identity_forward_f32, identity_backward_f32, IDENTITY, seed);
+        both(identity_forward_bf16, identity_backward_bf16, IDENTITY, seed);
         both(relu2_forward_f32, relu2_backward_f32, RELU2, seed);
         both(relu2_forward_bf16, relu2_backward_bf16, RELU2, seed);
         alone(silu_alone_forward_f32, silu_alone_backward_f32, SILU, seed);

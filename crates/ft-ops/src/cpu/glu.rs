@@ -23,6 +23,7 @@ struct Silu;
 struct GeluTanh;
 struct Gelu;
 struct Sigmoid;
+struct Identity;
 struct Relu2;
 
 impl Function for Silu {
@@ -48,6 +49,17 @@ impl Function for Sigmoid {
     fn slope<const FMA: bool>(x: f32) -> (f32, f32) {
         let s = sigmoid::<FMA>(x);
         (s, s * sigmoid::<FMA>(-x))
+    }
+}
+
+impl Function for Identity {
+    #[inline(always)]
+    fn value<const FMA: bool>(x: f32) -> f32 {
+        x
+    }
+    #[inline(always)]
+    fn slope<const FMA: bool>(x: f32) -> (f32, f32) {
+        (x, 1.0)
     }
 }
 
@@ -104,6 +116,7 @@ pub(crate) fn forward(gate: &[f32], up: &[f32], act: Activation, y: &mut [f32]) 
         Activation::Gelu => gelu::forward,
         Activation::Relu2 => relu2::forward,
         Activation::Sigmoid => logistic::forward,
+        Activation::Identity => identity::forward,
     };
     y.par_chunks_mut(CHUNK)
         .zip(gate.par_chunks(CHUNK).zip(up.par_chunks(CHUNK)))
@@ -117,6 +130,7 @@ pub(crate) fn backward(gate: &[f32], up: &[f32], dy: &[f32], act: Activation, dg
         Activation::Gelu => gelu::backward,
         Activation::Relu2 => relu2::backward,
         Activation::Sigmoid => logistic::backward,
+        Activation::Identity => identity::backward,
     };
     dgate
         .par_chunks_mut(CHUNK)
@@ -134,6 +148,7 @@ pub(crate) fn backward_in_place(gate: &mut [f32], up: &mut [f32], dy: &[f32], ac
         Activation::Gelu => gelu::backward,
         Activation::Relu2 => relu2::backward,
         Activation::Sigmoid => logistic::backward,
+        Activation::Identity => identity::backward,
     };
     let chunks = gate.par_chunks_mut(CHUNK).zip(up.par_chunks_mut(CHUNK));
     chunks.zip(dy.par_chunks(CHUNK)).for_each(|((gate, up), dy)| {
@@ -156,6 +171,7 @@ pub(crate) fn activate(x: &[f32], act: Activation, y: &mut [f32]) {
         Activation::Gelu => gelu::alone,
         Activation::Relu2 => relu2::alone,
         Activation::Sigmoid => logistic::alone,
+        Activation::Identity => identity::alone,
     };
     y.par_chunks_mut(CHUNK)
         .zip(x.par_chunks(CHUNK))
@@ -170,6 +186,7 @@ pub(crate) fn activate_backward(x: &mut [f32], dy: &[f32], act: Activation) {
         Activation::Gelu => gelu::alone_backward,
         Activation::Relu2 => relu2::alone_backward,
         Activation::Sigmoid => logistic::alone_backward,
+        Activation::Identity => identity::alone_backward,
     };
     x.par_chunks_mut(CHUNK)
         .zip(dy.par_chunks(CHUNK))
@@ -259,3 +276,4 @@ for_function!(gelu_tanh, GeluTanh);
 for_function!(gelu, Gelu);
 for_function!(relu2, Relu2);
 for_function!(logistic, Sigmoid);
+for_function!(identity, Identity);

@@ -65,10 +65,12 @@ fn rows(to: &mut [f32], channels: usize, documents: &[usize], f: impl Fn((usize,
         });
 }
 
-pub(crate) fn forward(x: &[f32], taps: &[f32], channels: usize, documents: &[usize], y: &mut [f32]) {
+pub(crate) fn forward(x: &[f32], taps: &[f32], channels: usize, documents: &[usize], with_silu: bool, y: &mut [f32]) {
     rows(y, channels, documents, |token, row| {
         sum(x, taps, channels, token, row);
-        silu(row);
+        if with_silu {
+            silu(row);
+        }
     });
 }
 

@@ -13,6 +13,7 @@ fn prefix(act: Activation) -> &'static str {
         Activation::Gelu => "gelu",
         Activation::Sigmoid => "sigmoid",
         Activation::Relu2 => "relu2",
+        Activation::Identity => "identity",
     }
 }
 

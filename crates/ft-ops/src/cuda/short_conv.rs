@@ -1,4 +1,4 @@
-//! The short convolution of Gated DeltaNet on a GPU.
+//! The short convolution on a GPU.
 
 use super::document_lists::{DocumentList, Table};
 use super::{Arg, FloatType, Gpu, Grid, address, elementwise};
@@ -21,10 +21,11 @@ struct Launch {
     tokens: usize,
     channels: usize,
     kernel: usize,
+    silu: bool,
 }
 
 impl Launch {
-    fn new(x: &Tensor, w: &Tensor, documents: &[usize]) -> Result<Self> {
+    fn new(x: &Tensor, w: &Tensor, documents: &[usize], silu: bool) -> Result<Self> {
         let gpu = Gpu::of(x, "x of a convolution")?;
         let kinds = [
             FloatType::of(x, "x of a convolution")?,
@@ -32,11 +33,9 @@ impl Launch {
         ];
         let ((tokens, channels), kernel) = (x.dims2()?, w.dims3()?.2);
         if kernel > TAPS {
-            return Err(
-                Error::unsupported("the convolution of linear attention has too many taps for a GPU")
-                    .found(kernel)
-                    .expected(format!("at most {TAPS}")),
-            );
+            return Err(Error::unsupported("a short convolution has too many taps for a GPU")
+                .found(kernel)
+                .expected(format!("at most {TAPS}")));
         }
         let places = DocumentList::new(&gpu, Table::Places, documents)?;
         Ok(Self {
@@ -46,12 +45,13 @@ impl Launch {
             tokens,
             channels,
             kernel,
+            silu,
         })
     }
 
     /// Queues a kernel that reads `inputs` and the places, and writes `output`.
     fn run(&self, name: &'static str, grid: Grid, inputs: &[&Tensor], output: &Tensor, last: &[Arg]) -> Result<()> {
-        let mut args = Vec::with_capacity(9);
+        let mut args = Vec::with_capacity(10);
         for tensor in inputs {
             args.push(Arg::Address(address(tensor, "an operand of a convolution")?));
         }
@@ -60,6 +60,7 @@ impl Launch {
         args.push(Arg::size(self.tokens));
         args.push(Arg::small(self.channels, "the channels of a convolution")?);
         args.push(Arg::small(self.kernel, "the kernel of a convolution")?);
+        args.push(Arg::small(usize::from(self.silu), "SiLU after a convolution")?);
         args.extend(last);
         let name = [name, self.kinds[0].name(), "_", self.kinds[1].name()];
         // SAFETY: x, dy and the results of the type of x are [tokens, channels], w is [channels, 1, kernel]; a partial
@@ -69,8 +70,8 @@ impl Launch {
 }
 
 /// Computes y of the type of x. The caller checked shapes and offsets.
-pub(crate) fn forward(x: &Tensor, w: &Tensor, documents: &[usize]) -> Result<Tensor> {
-    let launch = Launch::new(x, w, documents)?;
+pub(crate) fn forward(x: &Tensor, w: &Tensor, documents: &[usize], silu: bool) -> Result<Tensor> {
+    let launch = Launch::new(x, w, documents, silu)?;
     let y = launch.gpu.empty(x.shape(), x.dtype())?;
     let grid = Grid::stride(x.elem_count());
     launch.run("short_conv_forward_", grid, &[x, w], &y, &[])?;
@@ -83,9 +84,10 @@ pub(crate) fn backward(
     w: &Tensor,
     dy: &Tensor,
     documents: &[usize],
+    silu: bool,
     need_dw: bool,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let launch = Launch::new(x, w, documents)?;
+    let launch = Launch::new(x, w, documents, silu)?;
     let dy = elementwise::cast(dy, launch.kinds[0])?;
     let dx = launch.gpu.empty(x.shape(), x.dtype())?;
     let grid = Grid::stride(launch.tokens.div_ceil(RUN) * launch.channels);

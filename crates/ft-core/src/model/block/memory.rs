@@ -7,6 +7,7 @@ use super::super::delta_net::memory::SavedDeltaNetMemory;
 use super::super::latent::memory::SavedLatentMemory;
 use super::super::linear::memory::LinearShape;
 use super::super::mlp::memory::SavedPiecesMemory;
+use super::super::short_conv::memory::SavedShortConvMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::spec::{ATTENTION_SINKS, LAUREL, Mixer, PER_LAYER};
@@ -59,6 +60,7 @@ pub(in crate::model) enum SavedMixerMemory {
     Attention(SavedAttentionMemory),
     DeltaNet(SavedDeltaNetMemory),
     Latent(Box<SavedLatentMemory>),
+    ShortConv(SavedShortConvMemory),
 }
 
 impl SavedMixerMemory {
@@ -67,6 +69,7 @@ impl SavedMixerMemory {
             Self::Attention(saved) => Self::Attention(saved.relabel(l)),
             Self::DeltaNet(saved) => Self::DeltaNet(saved.relabel(l)),
             Self::Latent(saved) => Self::Latent(Box::new(saved.relabel(l))),
+            Self::ShortConv(saved) => Self::ShortConv(saved.relabel(l)),
         }
     }
 
@@ -75,6 +78,7 @@ impl SavedMixerMemory {
             Self::Attention(saved) => saved.free(l),
             Self::DeltaNet(saved) => saved.free(l),
             Self::Latent(saved) => saved.free(l),
+            Self::ShortConv(saved) => saved.free(l),
         }
     }
 }
@@ -171,6 +175,10 @@ impl<'a> LayerMemory<'a> {
             Mixer::Latent(sizes) => {
                 let (x1, saved) = self.latent(l, sizes);
                 (x1, SavedMixerMemory::Latent(Box::new(saved)))
+            }
+            Mixer::ShortConv { .. } => {
+                let (x1, saved) = self.short_conv(l);
+                (x1, SavedMixerMemory::ShortConv(saved))
             }
         }
     }
@@ -315,6 +323,7 @@ impl<'a> LayerMemory<'a> {
                 Mixer::DeltaNet(_) => self.delta_wanted(sink),
                 // Its linears and norms are in the lists.
                 Mixer::Latent(_) => false,
+                Mixer::ShortConv { .. } => self.short_conv_wanted(sink),
             }
     }
 
@@ -331,6 +340,7 @@ impl<'a> LayerMemory<'a> {
             SavedMixerMemory::Attention(kept) => self.attention_backward(l, kept, (dx1, d_shared), need_dx, sink),
             SavedMixerMemory::DeltaNet(kept) => self.delta_net_backward(l, kept, dx1, need_dx, sink),
             SavedMixerMemory::Latent(kept) => self.latent_backward(l, *kept, dx1, need_dx, sink),
+            SavedMixerMemory::ShortConv(kept) => self.short_conv_backward(l, kept, dx1, need_dx, sink),
         }
     }
 

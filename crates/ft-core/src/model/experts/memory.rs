@@ -81,7 +81,12 @@ impl LayerMemory<'_> {
         keep: bool,
     ) -> (Allocation, Vec<Allocation>) {
         let h = self.settings.spec.norms.before_mlp.map(|_| l.alloc(LayerWork, self.nd));
-        let (mut y, mut saved) = self.experts_sum(l, sizes, keep);
+        let (mut y, mut saved, routing) = self.experts_sum(l, sizes, keep);
+        if keep {
+            saved.push(l.relabel(routing, Activations));
+        } else {
+            l.free(routing);
+        }
         if self.settings.spec.norms.after_mlp.is_some() {
             let normed = l.alloc(LayerWork, self.nd);
             let sum = std::mem::replace(&mut y, normed);
@@ -95,8 +100,13 @@ impl LayerMemory<'_> {
         (y, saved)
     }
 
-    /// The sum of the experts; the caller holds h.
-    fn experts_sum(&self, l: &mut Ledger, sizes: &ExpertsSpec, keep: bool) -> (Allocation, Vec<Allocation>) {
+    /// The sum of the experts, what is saved, and the routing; the caller holds h.
+    fn experts_sum(
+        &self,
+        l: &mut Ledger,
+        sizes: &ExpertsSpec,
+        keep: bool,
+    ) -> (Allocation, Vec<Allocation>, Allocation) {
         let routing = self.route(l, sizes);
         let mut saved = Vec::new();
         let y = match sizes.shared {
@@ -134,13 +144,8 @@ impl LayerMemory<'_> {
         self.decode_expert(l, sizes, 2);
         l.free(part);
         l.free_all([work, m]);
-        if keep {
-            saved.push(routing);
-            saved = saved.into_iter().map(|s| l.relabel(s, Activations)).collect();
-        } else {
-            l.free(routing);
-        }
-        (y, saved)
+        let saved = saved.into_iter().map(|s| l.relabel(s, Activations)).collect();
+        (y, saved, routing)
     }
 
     fn expert_wanted(&self, sink: &dyn GradSinkMemory, sizes: &ExpertsSpec, expert: usize, projection: usize) -> bool {
@@ -202,16 +207,23 @@ impl LayerMemory<'_> {
         let h = norm.map(|_| l.alloc(LayerWork, self.nd));
         let need_dh = need_dx || norm_wanted;
         let kept = !saved.is_empty();
+        let mut routing = None;
         let scaled = match after {
             Some(norm) => {
-                let sum = (!kept).then(|| self.experts_sum(l, sizes, false).0);
+                let sum = (!kept).then(|| {
+                    let (sum, _, routed) = self.experts_sum(l, sizes, false);
+                    routing = Some(routed);
+                    sum
+                });
                 let d = self.norm_backward(l, norm, self.nd, sink);
                 l.free_all(sum);
                 Some(d)
             }
             None => self.scaled_gradient(l),
         };
-        let routing = (!kept).then(|| self.route(l, sizes));
+        if !kept && routing.is_none() {
+            routing = Some(self.route(l, sizes));
+        }
         let need_dm = need_dh || self.router_wanted(sink, sizes);
         let mut dh = None;
         if let Some(shared) = sizes.shared {

@@ -34,6 +34,7 @@ mod hyperclovax;
 mod internlm3;
 mod jais2;
 mod latent;
+mod lfm2;
 mod llama;
 mod mellum;
 mod minicpm3;
@@ -68,8 +69,8 @@ mod youtu;
 
 use super::rope::Rope;
 use super::spec::{
-    DeltaNetSpec, ExpertsSpec, LayerNormParams, LayerSpec, Mixer, NormNames, PerLayerSpec, QkNorm, SharedExpertSpec,
-    Spec,
+    DeltaNetSpec, ExpertsSpec, LayerNormParams, LayerSpec, Mixer, ModuleNames, NormNames, PerLayerSpec, QkNorm,
+    SharedExpertSpec, Spec,
 };
 use crate::base::{Error, Result};
 use crate::formats::config::Config;
@@ -104,6 +105,7 @@ pub fn read(config: &Config) -> Result<Spec> {
             let (config, sizes) = gemma3n_text::sizes(config)?;
             (Some(config), sizes)
         }
+        "lfm2" => (Some(lfm2::sizes(config)?), Vec::new()),
         _ => (None, Vec::new()),
     };
     let config = one_size.as_ref().unwrap_or(config);
@@ -142,6 +144,7 @@ pub fn read(config: &Config) -> Result<Spec> {
         "internlm3" => internlm3::apply(config, &mut spec)?,
         "iquestcoder" => internlm3::apply_iquest(config, &mut spec)?,
         "jais2" => jais2::apply(config, &mut spec)?,
+        "lfm2" => lfm2::apply(config, &mut spec)?,
         "llama" => llama::apply(config, &mut spec)?,
         "mellum" => mellum::apply(config, &mut spec)?,
         "minicpm3" => minicpm3::apply(config, &mut spec)?,
@@ -250,6 +253,7 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         fused_qkv: false,
         fused_gate_up: false,
         plain_mlp: None,
+        modules: ModuleNames::LLAMA,
         parallel: false,
         activation: activation(config, "hidden_act", "silu")?,
         clamped_glu: None,

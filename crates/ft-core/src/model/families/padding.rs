@@ -15,7 +15,7 @@ pub fn token(config: &Config, model_type: &str) -> Result<Option<u32>> {
         (
             None,
             "cohere" | "cohere2" | "ernie4_5" | "ernie4_5_moe" | "gemma" | "gemma2" | "gemma3_text" | "gemma3n_text"
-            | "gemma4_text",
+            | "gemma4_text" | "lfm2",
         ) => 0,
         (None, "hunyuan_v1_dense" | "hunyuan_v1_moe" | "vaultgemma") => 0,
         (None, "nanochat" | "olmo" | "olmo2" | "olmo3" | "olmoe" | "seed_oss") => 1,

@@ -44,7 +44,6 @@ pub(super) const REFUSED: [(&str, &[&str]); 37] = [
         "convolution or state-space layers",
         &[
             "lfm3",
-            "lfm2",
             "lfm2_moe",
             "mamba",
             "mamba2",

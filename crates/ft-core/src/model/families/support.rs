@@ -24,7 +24,7 @@ const fn family(model_type: &'static str, checkpoints: &'static str, options: &'
 }
 
 /// The supported families, in alphabetic order.
-pub const FAMILIES: [Family; 75] = [
+pub const FAMILIES: [Family; 76] = [
     family(
         "arcee",
         "arcee-ai/AFM-4.5B, AFM-4.5B-Base",
@@ -204,6 +204,11 @@ pub const FAMILIES: [Family; 75] = [
         "kimi_k2",
         "moonshotai/Kimi-K2-Instruct, Kimi-K2-Base, with a `tokenizer.json`",
         "as deepseek_v3; transformers 5.23 has the type inside kimi_k25 only",
+    ),
+    family(
+        "lfm2",
+        "LiquidAI/LFM2-350M, -700M, -1.2B, -2.6B",
+        "gated short convolutions between layers with attention, norms on q and k; not `conv_bias`",
     ),
     family(
         "llama",

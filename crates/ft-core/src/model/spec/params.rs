@@ -8,9 +8,9 @@ use crate::source::{Group, ParamInfo, Sublayer};
 
 /// Name of the token embedding.
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
-/// Name of the final norm.
+/// Name of the final norm of most families (`ModuleNames::final_norm`).
 pub const FINAL_NORM: &str = "model.norm.weight";
-/// Name of the bias of the final norm.
+/// As `FINAL_NORM`, of its bias.
 pub const FINAL_NORM_BIAS: &str = "model.norm.bias";
 /// Name of the output projection of a model that is not tied.
 pub const LM_HEAD: &str = "lm_head.weight";
@@ -50,6 +50,8 @@ pub const STREAMS_IN: &str = "model.altup_projections";
 pub const STREAMS_OUT: &str = "model.altup_unembed_projections";
 /// Name of the sinks of a layer, `[H]`.
 pub const ATTENTION_SINKS: &str = "self_attn.sinks";
+/// Name of the weight of a short convolution, `[D, 1, K]`.
+pub const SHORT_CONV: &str = "conv.conv.weight";
 /// Name of the factor of a layer. It is never trained.
 pub const LAYER_SCALAR: &str = "layer_scalar";
 
@@ -189,9 +191,10 @@ impl Spec {
                 if self.fused_qkv {
                     own = vec![qkv("self_attn.qkv_proj", d, q + 2 * kv)];
                 }
-                own.push(o("self_attn.o_proj", q, d));
+                own.push(o(self.modules.o_proj, q, d));
                 own
             }
+            Mixer::ShortConv { .. } => vec![plain("conv.in_proj", d, 3 * d), plain("conv.out_proj", d, d)],
         };
         let experts = self.layers[layer].experts;
         match self.plain_mlp {
@@ -212,11 +215,10 @@ impl Spec {
             None if self.fused_gate_up => {
                 linears.extend([mlp("mlp.gate_up_proj", d, 2 * i), mlp("mlp.down_proj", i, d)]);
             }
-            None => linears.extend([
-                mlp("mlp.gate_proj", d, i),
-                mlp("mlp.up_proj", d, i),
-                mlp("mlp.down_proj", i, d),
-            ]),
+            None => {
+                let [gate, up, down] = self.modules.mlp;
+                linears.extend([mlp(gate, d, i), mlp(up, d, i), mlp(down, i, d)]);
+            }
         }
         if let Some(rank) = self.laurel {
             linears.extend([plain(LAUREL[0], d, rank), plain(LAUREL[1], rank, d)]);
@@ -280,7 +282,7 @@ impl Spec {
 
     /// The final norm.
     pub fn final_norm(&self) -> NormSpec {
-        self.norm("model.norm", self.hidden, Sublayer::Other)
+        self.norm(self.modules.final_norm, self.hidden, Sublayer::Other)
     }
 
     /// The norms of layer `layer`.
@@ -366,6 +368,10 @@ impl Spec {
                 let name = format!("model.layers.{layer}.linear_attn.{name}");
                 all.push(param(name, shape, group, Sublayer::Attention));
             }
+        }
+        if let Mixer::ShortConv { kernel } = self.layers[layer].mixer {
+            let name = format!("model.layers.{layer}.{SHORT_CONV}");
+            all.push(param(name, vec![self.hidden, 1, kernel], group, Sublayer::Attention));
         }
         if let Some(experts) = &self.layers[layer].experts {
             all.extend(self.expert_params(layer, experts));

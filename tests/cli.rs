@@ -1,5 +1,7 @@
 //! Tests of the binary: exit codes, output streams, and the files it writes.
 
+#[path = "cli/browser.rs"]
+mod browser;
 #[path = "cli/completions.rs"]
 mod completions;
 #[path = "cli/cookbook.rs"]
@@ -8,6 +10,8 @@ mod cookbook;
 mod dash;
 #[path = "cli/events.rs"]
 mod events;
+#[path = "cli/page.rs"]
+mod page;
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};

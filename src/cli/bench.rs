@@ -3,7 +3,7 @@
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::{Error, Result};
-use crate::commands::bench::{self, Measured};
+use crate::commands::bench;
 
 /// Measure the steps of a recipe, and compare them with a saved measurement
 #[derive(Debug, clap::Args)]
@@ -17,8 +17,8 @@ The run is made in a directory that is removed; it evaluates, saves and exports 
 pub struct Args {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Steps that are measured, after one that is not
-    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(2..))]
+    /// Steps that are measured, after one that is not; 2 or more
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u64).range(2..=1_000_000))]
     steps: u64,
     /// Save the numbers under a name, or to a file with a `/` or `.json` in its name
     #[arg(long, value_name = "NAME")]
@@ -33,9 +33,15 @@ pub struct Args {
 
 pub fn run(mut args: Args) -> Result<i32> {
     let loaded = args.recipe.load()?;
-    let baseline = args.against.as_ref().map(|name| bench::place(&loaded, name));
     // Before the run: a name that is wrong must not cost its time.
-    let baseline = baseline.map(|path| Measured::read(&path)).transpose()?;
+    let baseline = args
+        .against
+        .as_ref()
+        .map(|name| bench::saved(&loaded, name))
+        .transpose()?;
+    if let Some(name) = &args.save {
+        bench::refuse_strangers(&bench::place(&loaded, name))?;
+    }
     let Some(file) = &args.recipe.recipe else {
         return Err(Error::internal("a recipe was loaded without its file"));
     };

@@ -166,6 +166,10 @@ pub const CODES: &[Code] = codes! {
         "Another program uses the memory of the GPU, or the forecast was too low.",
         "`nvidia-smi` shows who uses it. Set `memory.budget` below what is free; then as for FT401.";
 
+    "FT403" Failed, "the GPU failed", ["the GPU failed"],
+        "The driver answered with an error: the device is gone from the bus, its memory has a fault, or a kernel read a wrong address.",
+        "The checkpoints are whole: `--resume` continues from the newest. If it fails again on the same step, report it with the text of the \
+         error; if it fails elsewhere, look at `nvidia-smi -q` and `dmesg` (Xid): the device, its cooling or its power.";
     "FT501" NonFinite, "the loss is not finite", ["the loss is not finite"],
         "The learning rate is too high, the dtype is too narrow (f16), or a weight of the model is already NaN or infinite.",
         "A rate 3 to 10 times lower, `train.max_grad_norm = 1.0`, warm-up steps, `model.dtype = \"bf16\"`. Resume from a checkpoint before \
@@ -186,7 +190,7 @@ pub const CODES: &[Code] = codes! {
     "FT601" Usage, "an earlier run is in the output directory", ["the output directory holds an earlier run"],
         "ft never overwrites a run by itself.",
         "`--resume` continues it, `--overwrite` removes it, `train.output_dir=runs/other` begins beside it.";
-    "FT602" Usage, "other files are in the output directory", ["files that are not a run of ft", "output directory is not empty", "the directory contains other files"],
+    "FT602" Usage, "other files are in the output directory", ["files that are not a run of ft", "output directory is not empty", "but a file has its name", "the directory contains other files"],
         "The directory has files that ft did not write.",
         "Name a new directory.";
     "FT603" Failed, "nothing to resume", ["the directory has no run to resume", "there is no checkpoint to resume from", "has no checkpoint to resume from"],

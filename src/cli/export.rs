@@ -1,6 +1,7 @@
 //! `ft export`: writes a model or adapter directory, or a GGUF file, from a checkpoint, a run, or a model.
 
 use super::out::out;
+use crate::base::paths::shell_word;
 use crate::base::units::bytes;
 use crate::base::{Error, Result};
 use crate::commands::export::export;
@@ -95,15 +96,13 @@ fn to_mlx(from: &str, args: &Args) -> Result<i32> {
         return Ok(0);
     }
     out(report.out.display())?;
+    let dir = shell_word(&report.out.display().to_string());
     super::note(&match report.base {
         Some(base) => format!(
-            "next:\n  mlx_lm.generate --model {base} --adapter-path {} --prompt TEXT",
-            report.out.display()
+            "next:\n  mlx_lm.generate --model {} --adapter-path {dir} --prompt TEXT",
+            shell_word(&base)
         ),
-        None => format!(
-            "next:\n  mlx_lm.generate --model {} --prompt TEXT",
-            report.out.display()
-        ),
+        None => format!("next:\n  mlx_lm.generate --model {dir} --prompt TEXT"),
     });
     Ok(0)
 }
@@ -144,8 +143,8 @@ fn to_gguf(from: &str, args: &Args) -> Result<i32> {
         let folder = report.file.parent().unwrap_or(Path::new("."));
         super::note(&format!(
             "next:\n  llama-cli -m {}\n  ollama create NAME -f {}",
-            report.file.display(),
-            folder.join("Modelfile").display()
+            shell_word(&report.file.display().to_string()),
+            shell_word(&folder.join("Modelfile").display().to_string())
         ));
     }
     Ok(0)

@@ -18,6 +18,7 @@ mod eval;
 mod explain;
 mod export;
 mod generate;
+mod help;
 mod import;
 mod init;
 mod launch;
@@ -39,11 +40,12 @@ pub use codes::{CODES, Code};
 pub use out::{out, out_raw, out_text};
 pub use recipes::SHIPPED;
 
+use crate::base::paths::shell_word;
 use crate::base::{Error, Result, allocator, cache, is_caught, signal};
 use crate::ops::CpuBackend;
 use crate::recipe;
 use crate::report::{self, Style};
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -103,14 +105,21 @@ enum Command {
     Completions(completions::Args),
 }
 
+/// The definition of the command line.
+fn definition() -> clap::Command {
+    help::with_paragraphs(Cli::command())
+}
+
 /// Runs the program. `arguments` starts with the program's name. Returns the exit code.
 pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
     let arguments: Vec<OsString> = arguments.collect();
-    if let Some(code) = completions::answer(Cli::command, &arguments) {
+    if let Some(code) = completions::answer(definition, &arguments) {
         return code;
     }
     let as_json = arguments.iter().any(|argument| argument == "--json");
-    let cli = match Cli::try_parse_from(&arguments) {
+    let matches = definition().try_get_matches_from(&arguments);
+    let parsed = matches.and_then(|matches| Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut definition())));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(e) => {
             if let Some(error) = recipe_args::explain(&e, &arguments) {
@@ -263,7 +272,7 @@ fn note(line: &str) {
 
 /// Prints commands that use the new directory.
 fn next(dir: &Path, commands: &[&str]) {
-    let dir = dir.display();
+    let dir = shell_word(&dir.display().to_string());
     note("next:");
     for command in commands {
         let rest = match *command {
@@ -339,7 +348,7 @@ mod tests {
 
     #[test]
     fn the_definitions_are_sound() {
-        Cli::command().debug_assert();
+        definition().debug_assert();
     }
 
     #[test]
@@ -355,7 +364,7 @@ mod tests {
     /// Tests that the short help fits one screen, without rare options.
     #[test]
     fn the_short_help_is_one_screen() {
-        let mut command = Cli::command().term_width(80);
+        let mut command = definition().term_width(80);
         command.build();
         let short = command.render_help().to_string();
         // One line for each subcommand.

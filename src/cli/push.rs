@@ -49,6 +49,7 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<i32> {
+    hub::check_target(&args.repository, &args.revision)?;
     let prepared = push::prepare(&Request {
         from: &args.from,
         id: &args.repository,

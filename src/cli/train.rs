@@ -3,6 +3,7 @@
 use super::out::{out, out_text};
 use super::recipe_args::RecipeArgs;
 use crate::base::Result;
+use crate::base::paths::shell_word;
 use crate::base::units::bytes;
 use crate::train::ranks::Ranks;
 use crate::train::{self, Options};
@@ -48,8 +49,8 @@ pub struct Args {
     /// Remove files of an earlier run from the run directory
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
-    /// Show where N steps spend their time
-    #[arg(long, value_name = "N", value_parser = parse_profile)]
+    /// Show where N steps spend their time: a table, and a trace for Perfetto
+    #[arg(long, value_name = "steps=N", value_parser = parse_profile)]
     profile: Option<u64>,
     /// Print JSON at the end: final, peak_memory_bytes, forecast_bytes; with --dry-run the plan and the values
     #[arg(long)]
@@ -135,17 +136,9 @@ fn parse_profile(text: &str) -> std::result::Result<u64, String> {
 
 /// The command of this process as a line for a shell.
 fn command_line() -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
-    let quoted = |word: String| {
-        if word.chars().all(plain) && !word.is_empty() {
-            word
-        } else {
-            format!("'{}'", word.replace('\'', "'\\''"))
-        }
-    };
     let words = std::env::args_os()
         .skip(1)
-        .map(|word| quoted(word.to_string_lossy().into_owned()));
+        .map(|word| shell_word(&word.to_string_lossy()));
     std::iter::once("ft".to_string())
         .chain(words)
         .collect::<Vec<_>>()

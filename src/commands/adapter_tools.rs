@@ -1,6 +1,7 @@
 //! `ft adapter`: shows, compares and combines adapter directories. Needs no model.
 
-use crate::base::{Error, Result, files};
+use crate::base::{Error, Result};
+use crate::commands::merge::refuse_existing;
 use crate::formats::adapter::{self, AdapterConfig, AdapterKind, Key, Targets};
 use crate::formats::weights::Weights;
 use crate::hf::{self, BaseHashes};
@@ -240,9 +241,7 @@ pub struct CombineReport {
 ///
 /// Errors: an adapter that is not plain LoRA; adapters of two base models; sizes that differ; `out` is not empty.
 pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> Result<CombineReport> {
-    if out.symlink_metadata().is_ok() && !(out.is_dir() && files::list(out)?.is_empty()) {
-        return Err(Error::usage("output directory is not empty").at_path(out));
-    }
+    refuse_existing(out)?;
     let mut pairs: BTreeMap<String, (Vec<Tensor>, Vec<Tensor>)> = BTreeMap::new();
     let mut base: Option<(BaseHashes, &Path)> = None;
     let mut first: Option<(AdapterConfig, &Path)> = None;

@@ -4,7 +4,7 @@ use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, files};
 use crate::history::each_line;
 use crate::recipe::{self, LoadedRecipe};
-use crate::report::{cpu, environment};
+use crate::report::{cpu, environment, warn};
 use crate::train::{self, Options};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ const FOLDER: &str = ".ft-bench";
 const NOISE: f64 = 0.05;
 
 /// The recipe without everything that is no step: evaluations, samples, saves.
-pub(super) const STEPS_ONLY: [&str; 9] = [
+const STEPS_ONLY: [&str; 9] = [
     "train.save_steps=0",
     "train.eval_steps=0",
     "train.sample_prompts=[]",
@@ -62,10 +62,67 @@ pub fn place(recipe: &LoadedRecipe, name: &str) -> PathBuf {
     folder(recipe).join(format!("{name}.json"))
 }
 
+/// The measurement that `--save NAME` wrote.
+///
+/// Errors: there is none with this name; the file is no measurement.
+pub fn saved(recipe: &LoadedRecipe, name: &str) -> Result<Measured> {
+    let path = place(recipe, name);
+    if path.exists() {
+        return Measured::read(&path);
+    }
+    let others = files::list(&folder(recipe)).unwrap_or_default();
+    let others: Vec<String> = others
+        .iter()
+        .filter(|path| path.extension().is_some_and(|end| end == "json"))
+        .filter_map(|path| Some(format!("`{}`", path.file_stem()?.to_str()?)))
+        .collect();
+    let error = Error::not_found(format!("there is no measurement `{name}`")).at_path(&path);
+    Err(if others.is_empty() {
+        error.hint(format!("`ft bench RECIPE --save {name}` makes it"))
+    } else {
+        error.hint(format!("saved are {}", others.join(", ")))
+    })
+}
+
+/// Errors: the file exists and is no measurement.
+pub fn refuse_strangers(path: &Path) -> Result<()> {
+    if path.symlink_metadata().is_err() {
+        return Ok(());
+    }
+    Measured::read(path).map(drop).map_err(|_| {
+        Error::usage("another file has the name of the measurement")
+            .at_path(path)
+            .hint("give another name with `--save`; a measurement is replaced, other files are not")
+    })
+}
+
 /// Where the runs of a measurement are.
 pub(super) fn folder(recipe: &LoadedRecipe) -> PathBuf {
     let run = Path::new(&recipe.recipe.train.output_dir);
     run.parent().unwrap_or(Path::new("")).join(FOLDER)
+}
+
+/// The overrides of a run that only makes `steps` steps in the directory `run`. Prints a warning for each of the user's
+/// overrides that has no effect.
+pub(super) fn steps_only(overrides: &[String], steps: u64, run: &Path) -> Vec<String> {
+    let mut own: Vec<String> = STEPS_ONLY.map(String::from).to_vec();
+    own.push(format!("train.max_steps={steps}"));
+    own.push(format!("train.output_dir={}", run.display()));
+    let key = |text: &str| text.split('=').next().unwrap_or_default().trim().to_string();
+    let (without, mut all): (Vec<String>, Vec<String>) = overrides
+        .iter()
+        .cloned()
+        .partition(|given| own.iter().any(|own| key(own) == key(given)));
+    for key in without.iter().map(|given| key(given)) {
+        match key.as_str() {
+            "train.max_steps" => warn("`train.max_steps` has no effect here: `--steps` is the number of steps"),
+            // It says where the folder of the measurements is.
+            "train.output_dir" => {}
+            _ => warn(&format!("`{key}` has no effect here: nothing but steps is measured")),
+        }
+    }
+    all.extend(own);
+    all
 }
 
 /// Makes the first `steps` steps of a recipe, after one that is not counted, in a directory that is removed.
@@ -74,11 +131,7 @@ pub(super) fn folder(recipe: &LoadedRecipe) -> PathBuf {
 pub fn measure(file: &Path, overrides: &[String], steps: u64) -> Result<Measured> {
     let place = folder(&recipe::load(file, overrides)?);
     let run = place.join(format!("run-{}", std::process::id()));
-    let mut all = overrides.to_vec();
-    all.extend(STEPS_ONLY.map(String::from));
-    all.push(format!("train.max_steps={}", steps + 1));
-    all.push(format!("train.output_dir={}", run.display()));
-    let loaded = recipe::load(file, &all)?;
+    let loaded = recipe::load(file, &steps_only(overrides, steps + 1, &run))?;
     let options = Options {
         only_steps: true,
         ..Options::default()
@@ -233,7 +286,7 @@ impl Measured {
         let mut lines: Vec<String> = other
             .map(|key| {
                 format!(
-                    "warning: another {key} than in the baseline: {}, before {}",
+                    "warning: {key} is {}, in the baseline {}",
                     self.json[key], before.json[key]
                 )
             })

@@ -260,17 +260,18 @@ impl Rounding {
     }
 }
 
+/// Errors: `out` or a part of its path is a file; the directory is not empty.
 pub(super) fn refuse_existing(out: &Path) -> Result<()> {
-    let empty = match out.symlink_metadata() {
-        Err(_) => true,
-        Ok(_) => out.is_dir() && files::list(out)?.is_empty(),
+    let wrong = |what: &str, at: &Path| {
+        Err(Error::usage(what)
+            .at_path(at)
+            .hint("give the name of a directory that does not exist yet"))
     };
-    if empty {
-        return Ok(());
+    match out.ancestors().find(|path| path.symlink_metadata().is_ok()) {
+        Some(path) if !path.is_dir() => wrong("the output is a directory, but a file has its name", path),
+        Some(path) if path == out && !files::list(out)?.is_empty() => wrong("output directory is not empty", out),
+        _ => Ok(()),
     }
-    Err(Error::usage("output directory is not empty")
-        .at_path(out)
-        .hint("give the name of a directory that does not exist yet"))
 }
 
 /// The format of one of the quantized weights, if there are any.

@@ -217,7 +217,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
             notes.extend(formats.iter().map(|line| format!("format {}", visible(line))));
             notes.extend(rows.train.readings.iter().flat_map(|r| r.warnings()));
             match learning::check(&settled, &active_schedule, stream.steps()) {
-                Ok(()) => notes.extend(learning::warnings(&settled, &active_schedule, stream)),
+                Ok(()) => notes.extend(learning::warnings(&settled, &active_schedule, stream, false)),
                 Err(e) => notes.push(format!("`ft train` would reject this recipe: {e}")),
             }
         }

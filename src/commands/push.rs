@@ -40,6 +40,11 @@ const README: &str = "README.md";
 /// Errors: no model there; the run has only checkpoints; a file cannot be read.
 pub fn prepare(request: &Request) -> Result<Prepared> {
     let from = request.from;
+    if from.is_file() {
+        return Err(Error::usage("this is a file, not a directory")
+            .at_path(from)
+            .expected("a run, or a model or adapter directory"));
+    }
     if !from.is_dir() {
         return Err(Error::usage("there is no such directory")
             .at_path(from)

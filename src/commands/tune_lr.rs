@@ -5,7 +5,7 @@
 //! fastai's `minimum`: a tenth of the rate at which the smoothed loss was lowest.
 
 use crate::base::{Error, ErrorKind, Result, files};
-use crate::commands::bench::{STEPS_ONLY, folder};
+use crate::commands::bench::{folder, steps_only};
 use crate::history::{self, Curve, Curves};
 use crate::recipe;
 use crate::train::{self, Options, RateSweep};
@@ -36,11 +36,7 @@ pub fn measure(file: &Path, overrides: &[String], sweep: RateSweep) -> Result<Fo
     let place = folder(&first);
     let there = place.exists();
     let run = place.join(format!("tune-lr-{}", std::process::id()));
-    let mut all = overrides.to_vec();
-    all.extend(STEPS_ONLY.map(String::from));
-    all.push(format!("train.max_steps={}", sweep.steps));
-    all.push(format!("train.output_dir={}", run.display()));
-    let loaded = recipe::load(file, &all)?;
+    let loaded = recipe::load(file, &steps_only(overrides, sweep.steps, &run))?;
     let options = Options {
         only_steps: true,
         sweep: Some(sweep),

@@ -1,6 +1,6 @@
 //! Finds the kind of directory at a name: a model, an adapter, a run, or a checkpoint.
 
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, files};
 use crate::formats::config::Config;
 use crate::{checkpoint, hub};
 use std::path::{Path, PathBuf};
@@ -47,13 +47,30 @@ pub fn locate(name: &str) -> Result<NamedKind> {
                 ))),
         };
     }
+    let is_gguf = |path: &PathBuf| path.extension().is_some_and(|end| end == "gguf");
+    if let Some(file) = files::list(&dir).unwrap_or_default().iter().find(|path| is_gguf(path)) {
+        return Err(Error::unsupported("ft writes GGUF files and does not read them")
+            .at_path(file)
+            .expected("a model directory (`config.json`), an adapter directory, a run or a checkpoint")
+            .hint("give the model from which it was exported"));
+    }
     let near = ["final", "model"].map(|inner| dir.join(inner));
+    let runs: Vec<PathBuf> = files::list(&dir).unwrap_or_default();
+    let runs: Vec<PathBuf> = runs.into_iter().filter(|inner| is_run(inner)).collect();
     let error = Error::new("no model in this directory")
         .at_path(&dir)
         .expected("a model directory (`config.json`), an adapter directory, a run or a checkpoint");
     Err(match near.iter().find(|d| d.join("config.json").is_file()) {
         Some(near) => error.hint(format!("did you mean `{}`?", near.display())),
-        None => error,
+        None if runs.len() > 1 => error.hint(format!(
+            "it has {} runs: give one of them, such as `{}`",
+            runs.len(),
+            runs[0].display()
+        )),
+        None => match runs.first() {
+            Some(run) => error.hint(format!("did you mean `{}`?", run.display())),
+            None => error,
+        },
     })
 }
 

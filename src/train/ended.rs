@@ -1,10 +1,57 @@
-//! How a run ends when a file cannot be written.
+//! How a run ends when a file cannot be written, or when a GPU fails.
 
-use crate::base::Error;
+use crate::base::paths::shell_word;
+use crate::base::{Error, ErrorKind, Result};
 use crate::engine::Engine;
-use crate::recipe;
+use crate::recipe::{self, LoadedRecipe};
+use crate::train::program::{self, Options, Outcome};
 use crate::train::running::Run;
+use crate::{checkpoint, ops};
 use serde_json::json;
+use std::path::Path;
+
+/// Runs a recipe.
+///
+/// Errors: any invalid input (before the first step), a loss or gradient that is not finite, a full disk, a device that fails;
+/// a signal after the state was saved (exit code 128 + signal).
+pub fn train(loaded: &LoadedRecipe, options: &Options) -> Result<Outcome> {
+    program::train(loaded, options).map_err(|e| {
+        if is_of_driver(&e) {
+            let recipe = &loaded.recipe;
+            device_failed(Path::new(&recipe.train.output_dir), &recipe.model.device.to_string(), e)
+        } else {
+            e
+        }
+    })
+}
+
+/// The driver of a GPU, or one of its libraries, answered with an error that is not a lack of memory.
+fn is_of_driver(e: &Error) -> bool {
+    let text = e.to_string();
+    e.kind() == ErrorKind::Failed
+        && e.hint_text().is_none()
+        && ["CUDA_ERROR_", "CUBLAS_STATUS_"].iter().any(|mark| text.contains(mark))
+}
+
+/// Such an error with the device and the checkpoint from which the run goes on.
+fn device_failed(run_dir: &Path, device: &str, e: Error) -> Error {
+    // A driver that is gone does not answer.
+    let gpus = ops::device::gpus().unwrap_or_default();
+    let index = device.strip_prefix("cuda:").map_or(Ok(0), str::parse::<usize>);
+    let gpu = index.ok().and_then(|index| gpus.get(index));
+    let place = gpu.map_or(device.to_string(), |gpu| format!("{device}, {}", gpu.name));
+    let newest = checkpoint::list(run_dir).unwrap_or_default().pop();
+    let next = match newest {
+        Some((step, _)) => format!(
+            "`ft train {} --resume` continues after step {step}",
+            shell_word(&run_dir.join("recipe.toml").display().to_string())
+        ),
+        None => "no state was saved: start the run again with `--overwrite`".into(),
+    };
+    Error::new("the GPU failed").at(place).cause(e).hint(format!(
+        "{next}; if it fails again, `nvidia-smi` and `dmesg` (lines with Xid) show the messages of the driver"
+    ))
+}
 
 impl Run<'_> {
     /// Records why the run ends after `step`. Returns the error.
@@ -41,5 +88,31 @@ impl Run<'_> {
             }
         };
         self.ended(step, e)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_errors_of_a_driver_are_those_of_the_device() {
+        let of = |text: &str| -> Error { candle_core::Error::Msg(text.into()).into() };
+        let lost = "DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, \"an illegal memory access was encountered\")";
+        assert!(is_of_driver(&of(lost)));
+        assert!(!is_of_driver(&of(
+            "DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")"
+        )));
+        assert!(!is_of_driver(&of("no")));
+        // It says already what can be done.
+        assert!(!is_of_driver(&of(lost).hint("install a newer driver")));
+        let dir = tempfile::tempdir().unwrap();
+        let said = device_failed(dir.path(), "cuda:0", of(lost)).to_string();
+        assert!(
+            said.starts_with("the GPU failed\n  --> cuda:0")
+                && said.contains("ILLEGAL_ADDRESS")
+                && said.contains("--overwrite"),
+            "{said}"
+        );
     }
 }

@@ -27,5 +27,6 @@ mod step_metrics;
 pub mod teacher_cache;
 pub mod verify;
 
+pub use ended::train;
 pub use learning::RateSweep;
-pub use program::{Options, Outcome, train};
+pub use program::{Options, Outcome};

@@ -1,5 +1,6 @@
 //! Commands to suggest after a run.
 
+use crate::base::paths::shell_word as word;
 use crate::recipe::{Method, Recipe, Stage};
 use std::path::Path;
 
@@ -38,16 +39,6 @@ pub fn after_training(recipe: &Recipe, final_dir: &Path) -> Vec<String> {
         ));
     }
     all
-}
-
-/// Quotes text as one word of a shell.
-fn word(text: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:,@%".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text.to_string()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
 }
 
 #[cfg(test)]

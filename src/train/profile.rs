@@ -20,6 +20,7 @@ pub struct Profile<'a> {
     /// The first and the last step; `None`: no profile.
     steps: Option<(u64, u64)>,
     recording: bool,
+    recorded: bool,
 }
 
 impl<'a> Profile<'a> {
@@ -29,6 +30,7 @@ impl<'a> Profile<'a> {
             run_dir,
             steps: (steps > 0).then_some((start + 2, start + 1 + steps)),
             recording: false,
+            recorded: false,
         }
     }
 
@@ -41,20 +43,37 @@ impl<'a> Profile<'a> {
                 trace::start();
                 self.recording = true;
             } else if step > last {
-                self.end(reporter)?;
+                self.write(reporter)?;
             }
         }
         Ok(trace::numbered("step", step as usize))
     }
 
-    /// Ends the recording, if there is one: writes the trace and prints the table.
+    /// At the end of the run.
     ///
     /// Errors: the trace cannot be written.
     pub fn end(&mut self, reporter: &mut Reporter) -> Result<()> {
+        self.write(reporter)?;
+        if let Some((first, _)) = self.steps.filter(|_| !self.recorded) {
+            reporter.warn(&format!(
+                "no step was profiled: the first one that can be is step {first}, and the run is over"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Ends the recording, if there is one: writes the trace and prints the table.
+    fn write(&mut self, reporter: &mut Reporter) -> Result<()> {
         if !std::mem::take(&mut self.recording) {
             return Ok(());
         }
+        self.recorded = true;
         let spans = trace::stop();
+        let wanted = self.steps.map_or(0, |(first, last)| last + 1 - first);
+        let found = spans.iter().filter(|span| span.name == "step").count() as u64;
+        if found < wanted {
+            reporter.warn(&format!("the profile has {found} of {wanted} steps: the run was over"));
+        }
         let path = self.run_dir.join(TRACE);
         files::write_atomic(&path, chrome(&spans).to_string().as_bytes())?;
         for line in table(&spans) {

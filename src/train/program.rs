@@ -233,6 +233,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         reporter.note(line);
         reporter.event("directory", json!({ "message": line }));
     }
+    let few = learning::warnings(recipe, &active_schedule, &stream, options.only_steps);
     for warning in loaded
         .warnings
         .iter()
@@ -245,7 +246,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             model.spec.max_positions,
         ))
         .chain(screened.iter().flat_map(|s| s.warnings()))
-        .chain(learning::warnings(recipe, &active_schedule, &stream))
+        .chain(few)
         .chain(prepared.warnings.iter().map(|line| recipe::in_program_terms(line)))
         .chain(model.tokenizer.end_conflict().map(str::to_string))
     {

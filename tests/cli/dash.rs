@@ -26,7 +26,7 @@ fn run(dir: &Path) -> PathBuf {
     run
 }
 
-struct Dash {
+pub(super) struct Dash {
     child: Child,
     port: u16,
     /// `/` and the token and `/`.
@@ -34,7 +34,7 @@ struct Dash {
 }
 
 impl Dash {
-    fn start(dir: &Path) -> Self {
+    pub(super) fn start(dir: &Path) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_ft"))
             .arg("dash")
             .current_dir(dir)
@@ -53,6 +53,15 @@ impl Dash {
             port: port.parse().unwrap(),
             base: format!("/{path}"),
         }
+    }
+
+    pub(super) fn url(&self) -> String {
+        format!("http://127.0.0.1:{}{}", self.port, self.base)
+    }
+
+    pub(super) fn stop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 
     fn send(&self, head: &str) -> TcpStream {
@@ -84,8 +93,7 @@ impl Dash {
 
 impl Drop for Dash {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.stop();
     }
 }
 

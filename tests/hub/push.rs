@@ -394,10 +394,10 @@ fn a_model_in_parts_arrives_whole_and_a_broken_upload_goes_on() {
     let settings = HubSettings::default();
     hub.state().breaks = settings.attempts;
     let out = push(Some(TOKEN));
+    let text = said(&out);
     assert!(
-        out.status.code() == Some(1) && said(&out).contains("cannot reach the hub"),
-        "{}",
-        said(&out)
+        out.status.code() == Some(1) && text.contains("cannot reach the hub") && text.contains("then upload again"),
+        "{text}"
     );
     let stopped = {
         let state = hub.state();
@@ -422,6 +422,41 @@ fn a_model_in_parts_arrives_whole_and_a_broken_upload_goes_on() {
     download.put(&format!("models/{ID}"), files);
     let cached = resolve_with(&download.settings(&dir.join("cache")), ID, "main").unwrap();
     assert!(std::fs::read(cached.join("model.safetensors")).unwrap() == weights);
+}
+
+#[test]
+fn what_cannot_be_pushed_is_refused_before_anything_is_sent() {
+    let (hub, place) = (Hub::start(), tempfile::tempdir().unwrap());
+    let dir = place.path();
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny");
+    let model = model.to_str().unwrap();
+    std::fs::write(dir.join("rows.jsonl"), "").unwrap();
+    for (arguments, part) in [
+        (["push", model, "answers"], "this is not a repository of a hub"),
+        (["push", model, "a/b/c"], "this is not a repository of a hub"),
+        (["push", "rows.jsonl", ID], "this is a file, not a directory"),
+        (["push", "none", ID], "there is no such directory"),
+    ] {
+        for more in [&["--dry-run"][..], &[]] {
+            let out = ft(dir, &hub, Some(TOKEN), &[&arguments[..], more].concat());
+            assert_eq!(out.status.code(), Some(2), "{arguments:?}: {}", said(&out));
+            assert!(said(&out).contains(part), "{arguments:?}: {}", said(&out));
+            assert!(out.stdout.is_empty());
+        }
+    }
+    assert_eq!(hub.state().received, 0);
+    // An adapter for mlx-lm is none of PEFT.
+    std::fs::create_dir(dir.join("mlx")).unwrap();
+    std::fs::write(dir.join("mlx/adapter_config.json"), "{\"fine_tune_type\": \"lora\"}").unwrap();
+    std::fs::write(dir.join("mlx/adapters.safetensors"), "x").unwrap();
+    let out = ft(dir, &hub, None, &["push", "mlx", ID, "--dry-run"]);
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(
+        text.contains("library_name: mlx\n") && text.contains("--adapter-path adapter"),
+        "{text}"
+    );
+    let out = ft(dir, &hub, None, &["generate", "--model", "mlx", "--prompt", "x"]);
+    assert!(said(&out).contains("this is an adapter for mlx-lm"), "{}", said(&out));
 }
 
 /// By hand: is the server like the hub? `HF_ENDPOINT=... HF_TOKEN=hf_secret_of_the_test hf upload tester/answers DIR .`

@@ -24,7 +24,7 @@ const CRASHES: [Row; 14] = [
     ),
     (
         "C3",
-        "a write fails with \"no space\" or an input/output error: one, or all from there on",
+        "a write fails with \"no space\", a quota that is used up or an input/output error: one, or all from there on",
         "error with the path (logs and caches: a warning), earlier checkpoints stay whole, the resume has the same bits; if `final/` fails, the last state is saved",
         "tests/run/power.rs::a_result_that_cannot_be_written_is_not_lost tests/run/power.rs::writes_that_fail_are_told_and_lose_nothing tests/run/limits.rs::a_run_works_under_limits_or_is_refused src/checkpoint/tests.rs::a_failed_save_leaves_the_old_state_and_nothing_else",
     ),
@@ -359,7 +359,7 @@ const RUNNING: [Row; 11] = [
         "S6",
         "the GPU disappears",
         "not tested by this suite",
-        "needs a GPU that fails; an error of the driver is an error of the run, and checkpoints are written as above",
+        "needs a GPU that fails; an error of the driver is an error of the run, which names the device and the last checkpoint, and checkpoints are written as above",
     ),
     (
         "S7",

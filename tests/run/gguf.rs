@@ -77,6 +77,15 @@ fn other_formats_and_an_adapter() {
     assert_eq!(types, ["F32", "F16", "Q8_0"], "{report}");
     let error = report["formats"][2]["rms_error"].as_f64().unwrap();
     assert!(error > 1e-3 && error < 1e-2, "{report}");
+    let notes = report["notes"].to_string();
+    assert!(
+        notes.contains("matrices have rows that are no multiple of 256"),
+        "{notes}"
+    );
+    let report = exported(&bench, "model", &["--pre-tokenizer", "qwen2", "--out", "named"]);
+    assert_eq!(report["notes"], serde_json::json!([]));
+    let report = exported(&bench, "model", &["--pre-tokenizer", "quen2", "--out", "misnamed"]);
+    assert!(report["notes"][0].as_str().unwrap().contains("`quen2`"), "{report}");
     let modelfile = fs::read_to_string(bench.path("small/Modelfile")).unwrap();
     assert!(modelfile.starts_with("FROM ./model-Q4_K_M.gguf\n"), "{modelfile}");
     assert!(modelfile.contains("PARAMETER stop \"<|im_end|>\""), "{modelfile}");
@@ -104,6 +113,43 @@ fn other_formats_and_an_adapter() {
     assert!(refused.status.code() == Some(2) && said(&refused).contains("not quantized"));
     let refused = bench.ft(&["export", "model", "--type", "q8_0", "--out", "no"]);
     assert!(said(&refused).contains("--to gguf"), "{}", said(&refused));
+}
+
+/// Outputs that are there already, and inputs that are the result of an export.
+#[test]
+fn wrong_places_are_called_what_they_are() {
+    let bench = Bench::new();
+    for run in ["runs/a", "runs/b"] {
+        fs::create_dir_all(bench.path(run)).unwrap();
+        fs::write(bench.path(run).join("events.jsonl"), "").unwrap();
+    }
+    fs::create_dir(bench.path("file-gguf")).unwrap();
+    fs::write(bench.path("file-gguf/model.gguf"), "GGUF").unwrap();
+    for (from, out, code, part) in [
+        ("model", "rows.jsonl", 2, "a file has its name\n  --> rows.jsonl"),
+        ("model", "rows.jsonl/x/y", 2, "a file has its name\n  --> rows.jsonl\n"),
+        ("model", "runs", 2, "output directory is not empty\n  --> runs"),
+        ("runs", "x", 1, "it has 2 runs: give one of them, such as `runs/a`"),
+        ("file-gguf", "x", 1, "does not read them\n  --> file-gguf/model.gguf"),
+    ] {
+        for to in ["gguf", "mlx", "hf"] {
+            let refused = bench.ft(&["export", from, "--to", to, "--out", out]);
+            let text = said(&refused);
+            assert!(
+                refused.status.code() == Some(code) && text.contains(part),
+                "{from} {to}: {text}"
+            );
+        }
+    }
+    for (to, part) in [
+        ("gguf", "llama-cli -m 'my model/model-Q8_0.gguf'"),
+        ("mlx", "--model 'my model'"),
+        ("hf", "--model 'my model'"),
+    ] {
+        let out = bench.ft(&["export", "model", "--to", to, "--out", "my model"]);
+        assert!(out.status.success() && said(&out).contains(part), "{}", said(&out));
+        fs::remove_dir_all(bench.path("my model")).unwrap();
+    }
 }
 
 #[test]

@@ -116,9 +116,45 @@ fn steps_are_measured_and_compared_with_an_earlier_measurement() {
     let text = String::from_utf8(out.stdout.clone()).unwrap();
     assert!(text.contains("the baseline by the fastest step"), "{}", said(&out));
     assert!(
-        text.contains("warning: another overrides than in the baseline"),
+        text.contains("warning: overrides is [\"train.output_dir=runs/a\",\"train.batch_size=4\"], in the baseline "),
         "{text}"
     );
+    assert!(!said(&out).contains("the run has only"), "{}", said(&out));
     let out = run(&["--against", "none"]);
     assert_eq!(out.status.code(), Some(1), "{}", said(&out));
+    let text = said(&out);
+    assert!(
+        text.contains("there is no measurement `none`") && text.contains("hint: saved are `base`"),
+        "{text}"
+    );
+    // A file of somebody else is not replaced, and that is found before the steps.
+    fs::write(bench.path("mine.json"), "{}").unwrap();
+    let out = run(&["--save", "mine.json"]);
+    assert_eq!(out.status.code(), Some(2), "{}", said(&out));
+    assert!(out.stdout.is_empty() && fs::read(bench.path("mine.json")).unwrap() == b"{}");
+    let out = run(&["--save", "base", "train.max_steps=9", "train.save_steps=1"]);
+    let text = said(&out);
+    assert!(out.status.success(), "{text}");
+    for part in [
+        "`train.max_steps` has no effect here: `--steps`",
+        "`train.save_steps` has no effect here",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+    assert!(!text.contains("given twice"), "{text}");
+}
+
+#[test]
+fn a_profile_of_a_run_that_is_too_short_says_so() {
+    let bench = Bench::new();
+    for (steps, said_of) in [
+        ("train.max_steps=3", "the profile has 2 of 9 steps"),
+        ("train.max_steps=1", "no step was profiled"),
+    ] {
+        let arguments = ["train", "r.toml", steps, "train.save_steps=0", "train.output_dir=out"];
+        let out = bench.ft(&[&arguments[..], &["--overwrite", "--profile", "steps=9"]].concat());
+        let text = said(&out);
+        assert!(out.status.success() && text.contains(said_of), "{text}");
+        assert_eq!(bench.path("out/trace.json").exists(), steps.ends_with('3'), "{text}");
+    }
 }

@@ -11,6 +11,14 @@ use std::process::{Command, Output};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
+const EDQUOT: i32 = 122;
+/// What an error says of these.
+const NAMED: [&str; 4] = [
+    "No space left",
+    "Input/output error",
+    "not enough disk space",
+    "quota exceeded",
+];
 
 /// Five steps, three saves, two kept; the methods of `same` and GRPO.
 fn settings(method: &str) -> Vec<&'static str> {
@@ -192,9 +200,11 @@ fn errors(method: &str, every: usize) -> usize {
             Fault::Once(ENOSPC),
             Fault::From(EIO),
             Fault::Once(EIO),
+            Fault::Once(EDQUOT),
             Fault::From(ENOSPC),
+            Fault::From(EDQUOT),
         ];
-        let kinds = if every == 1 { &kinds[..] } else { &kinds[n % 4..][..1] };
+        let kinds = if every == 1 { &kinds[..] } else { &kinds[n % 6..][..1] };
         n += 1;
         for fault in kinds {
             round.clear();
@@ -212,8 +222,7 @@ fn errors(method: &str, every: usize) -> usize {
                     assert_same_final(&round.bench, "whole", "run");
                 } else {
                     assert!(text.contains("error:") && text.contains("-->"), "{what}\n{text}");
-                    let named = ["No space left", "Input/output error", "not enough disk space"];
-                    assert!(named.iter().any(|n| text.contains(n)), "{what}\n{text}");
+                    assert!(NAMED.iter().any(|n| text.contains(n)), "{what}\n{text}");
                     round.finish(&what);
                     assert_same_final(&round.bench, "whole", "run");
                 }
@@ -373,10 +382,10 @@ fn broken_exports(method: &str, every: usize) -> usize {
     let operations = counted(bench);
     let right = files(&bench.path("right"));
     let (mut faults, mut cases) = (0, Cases::default());
-    let kinds = [Fault::Kill, Fault::Once(EIO), Fault::Once(ENOSPC)];
+    let kinds = [Fault::Kill, Fault::Once(EIO), Fault::Once(ENOSPC), Fault::Once(EDQUOT)];
     for (n, at) in (1..=operations).step_by(every).enumerate() {
         // The first one of a few is a kill more often.
-        let some = [kinds[[0, 1, 0, 2][n % 4]]];
+        let some = [kinds[[0, 1, 2, 0, 3][n % 5]]];
         for fault in if every == 1 { &kinds[..] } else { &some[..] } {
             let what = format!("{method}: {fault:?} at {at} of {operations}");
             cases.check(&what.clone(), || {
@@ -389,7 +398,7 @@ fn broken_exports(method: &str, every: usize) -> usize {
                     Fault::Kill => {}
                     _ if out.status.success() => assert!(bench.path("out").exists(), "{what}\n{text}"),
                     _ => {
-                        let named = ["No space left", "Input/output error"].iter().any(|n| text.contains(n));
+                        let named = NAMED.iter().any(|n| text.contains(n));
                         assert!(
                             out.status.code() == Some(1) && named && text.contains("-->"),
                             "{what}\n{text}"

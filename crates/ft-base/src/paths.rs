@@ -33,6 +33,16 @@ pub fn missing(kind: &str, path: &Path) -> Error {
     }
 }
 
+/// A text as one word of a shell: with quotes if it needs them.
+pub fn shell_word(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:,@%".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_string()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
 /// A suggestion for a path that does not exist.
 pub fn hint(path: &Path) -> Option<String> {
     if path.starts_with("~") {

@@ -317,6 +317,12 @@ impl AdapterConfig {
                 .found(map.get(key).map_or("nothing".into(), json_kind))
         };
         let Some(peft_type) = c.text("peft_type")? else {
+            if map.contains_key("fine_tune_type") {
+                return Err(Error::unsupported("this is an adapter for mlx-lm")
+                    .at_path(path)
+                    .expected("an adapter of PEFT")
+                    .hint("give the adapter from which it was exported"));
+            }
             return Err(c.wrong("peft_type", "\"LORA\""));
         };
         let own = own_keys(&peft_type);

@@ -66,17 +66,25 @@ pub struct Uploaded {
     pub kept: usize,
 }
 
+/// Checks the names of a repository and of its branch.
+///
+/// # Errors
+/// One of them is not a name.
+pub fn check_target(id: &str, revision: &str) -> Result<()> {
+    if !crate::is_id(id) {
+        return Err(Error::usage("this is not a repository of a hub")
+            .found(format!("`{id}`"))
+            .expected("`owner/name`, of letters, digits, `-`, `_` and `.`"));
+    }
+    crate::check_revision(revision)
+}
+
 /// Uploads files in one commit. What the hub has already is not sent again, so an upload that broke is repeated.
 ///
 /// # Errors
 /// No token, or one without write access; no network; a file cannot be read; the hub refuses a file.
 pub fn upload(settings: &HubSettings, upload: &Upload) -> Result<Uploaded> {
-    if !crate::is_id(upload.id) {
-        return Err(Error::usage("this is not a repository of a hub")
-            .found(format!("`{}`", upload.id))
-            .expected("`owner/name`, of letters, digits, `-`, `_` and `.`"));
-    }
-    crate::check_revision(upload.revision)?;
+    check_target(upload.id, upload.revision)?;
     if settings.offline {
         return Err(Error::usage("an upload needs the network").hint("unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"));
     }

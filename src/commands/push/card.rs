@@ -64,10 +64,12 @@ impl Card<'_> {
             let relation = if self.adapter { "adapter" } else { "finetune" };
             lines.push(format!("base_model_relation: {relation}"));
         }
-        lines.push(format!(
-            "library_name: {}",
-            if self.adapter { "peft" } else { "transformers" }
-        ));
+        let library = match (self.adapter, self.is_mlx()) {
+            (true, true) => "mlx",
+            (true, false) => "peft",
+            (false, _) => "transformers",
+        };
+        lines.push(format!("library_name: {library}"));
         let reward = self.setting("train.stage") == "reward";
         let task = if reward {
             "text-classification"
@@ -108,7 +110,21 @@ impl Card<'_> {
         format!("{kind}{base}{way}. Written by ft {version}; the numbers below are from the files of the run.")
     }
 
+    /// An adapter with the names of mlx-lm, which ft and PEFT do not read.
+    fn is_mlx(&self) -> bool {
+        self.adapter && self.directory.join("adapters.safetensors").is_file()
+    }
+
     fn usage(&self) -> String {
+        if self.is_mlx() {
+            let base = self.base_id().unwrap_or_else(|| "BASE".into());
+            // mlx-lm takes a directory.
+            let commands = format!(
+                "hf download {} --local-dir adapter\nmlx_lm.generate --model {base} --adapter-path adapter --prompt TEXT",
+                self.id
+            );
+            return format!("\n```\n{commands}\n```\n");
+        }
         format!("\n```\nft generate --model {} --chat\n```\n", self.id)
     }
 

@@ -77,6 +77,8 @@ function ticks(low, high, most, bytes) {
   const rough = (high - low) / most;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
+  // Numbers of this size have no values between them.
+  if (step < 1e-12 * Math.max(Math.abs(low), Math.abs(high))) return [low];
   const out = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) out.push(i * step);
   return out;
@@ -157,7 +159,8 @@ function chart({ title, series, limits = [], switches = [], bytes = false, log =
   const [x0, x1] = range(all.map((p) => p[0]));
   let [y0, y1] = range([...all.map((p) => p[1]), ...limits.map((l) => l.y).filter((y) => !log || y > 0)]);
   if (bytes && !log) y0 = 0;
-  if (y0 === y1) [y0, y1] = log ? [y0 / 2, y1 * 2] : [y0 - Math.abs(y0) * 0.1 - 1e-12, y1 + Math.abs(y1) * 0.1 + 1e-12];
+  // A smoothed curve of equal values differs in its last bits.
+  if (!(y1 - y0 > 1e-9 * Math.max(Math.abs(y0), Math.abs(y1)))) [y0, y1] = log ? [y0 / 2, y1 * 2] : [y0 - Math.abs(y0) * 0.1 - 1e-12, y1 + Math.abs(y1) * 0.1 + 1e-12];
   else if (!log) [y0, y1] = [bytes ? 0 : y0 - (y1 - y0) * 0.04, y1 + (y1 - y0) * 0.06];
 
   const readable = (y) => (bytes ? format.bytes(y) : format.number(y));

@@ -242,6 +242,50 @@ fn ropes(spec: &Spec, config: &Config, arch: &Arch) -> Result<Ropes> {
     Ok(Ropes { keys, factors })
 }
 
+/// Names of pre-tokenizers in llama.cpp; it has more.
+const PRE_TOKENIZERS: [&str; 40] = [
+    "bailingmoe",
+    "bloom",
+    "chameleon",
+    "chatglm-bpe",
+    "codeshell",
+    "command-r",
+    "dbrx",
+    "deepseek-coder",
+    "deepseek-llm",
+    "deepseek-r1-qwen",
+    "deepseek-v3",
+    "default",
+    "exaone",
+    "exaone4",
+    "falcon",
+    "falcon3",
+    "gigachat",
+    "glm4",
+    "gpt-2",
+    "gpt-4o",
+    "granite-docling",
+    "hunyuan",
+    "hunyuan-dense",
+    "jais",
+    "kimi-k2",
+    "llama-bpe",
+    "llama3",
+    "llama4",
+    "mpt",
+    "olmo",
+    "poro-chat",
+    "qwen2",
+    "qwen35",
+    "refact",
+    "seed-coder",
+    "smaug-bpe",
+    "smollm",
+    "stablelm2",
+    "starcoder",
+    "tekken",
+];
+
 /// The keys of the vocabulary. `pre_tokenizer`: its name in llama.cpp, if it is given.
 pub(super) fn of_vocabulary(
     vocabulary: &Vocabulary,
@@ -265,6 +309,11 @@ pub(super) fn of_vocabulary(
             })?;
             if let (Some(differs), None) = (differs, pre_tokenizer) {
                 warnings.push(format!("the nearest pre-tokenizer of llama.cpp is `{name}`: {differs}"));
+            }
+            if let Some(given) = pre_tokenizer.filter(|given| !PRE_TOKENIZERS.contains(given)) {
+                warnings.push(format!(
+                    "ft does not know a pre-tokenizer `{given}` of llama.cpp, which refuses the file if it has none of this name"
+                ));
             }
             put("ggml.model", "gpt2".into());
             put("ggml.pre", name.into());

@@ -147,6 +147,24 @@ impl Errors {
     }
 }
 
+/// A warning if matrices of a file with a K format have another one, because their rows are no multiple of its blocks.
+fn without_k_format(file_type: FileType, entries: &[TensorEntry]) -> Option<String> {
+    if !matches!(file_type, FileType::Q6 | FileType::Q4Mix) {
+        return None;
+    }
+    let matrices = entries.iter().filter(|entry| entry.block != BlockType::F32);
+    let all = matrices.clone().count();
+    let others = matrices.filter(|entry| !matches!(entry.block, BlockType::Q6K | BlockType::Q4K));
+    let others = others.count();
+    (others > 0).then(|| {
+        format!(
+            "{others} of {all} matrices have rows that are no multiple of 256 elements: they are q8_0 or f16, so the file is \
+             larger than others of {}",
+            file_type.name()
+        )
+    })
+}
+
 /// Writes the model in `dir` to `out`, and reads the header of the file again.
 ///
 /// # Errors
@@ -210,6 +228,7 @@ pub fn model(file: &ModelFile<'_>, out: &Path) -> Result<Written> {
         .collect();
     let of_planned = |p: &Planned| entry(&p.name, p.shape.clone(), file.file_type.of(p, &spec));
     entries.extend(planned.iter().map(of_planned));
+    warnings.extend(without_k_format(file.file_type, &entries));
     let by_name: BTreeMap<&str, &Planned> = planned.iter().map(|p| (p.name.as_str(), p)).collect();
     let mut errors: BTreeMap<BlockType, Errors> = BTreeMap::new();
     let bytes = gguf::write(out, &all, &entries, |entry, sink| {

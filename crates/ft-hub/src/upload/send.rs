@@ -117,6 +117,9 @@ impl Sender<'_> {
             ))
             .at(&self.settings.endpoint)
             .hint("HF_TOKEN needs write access to this owner: create such a token in the hub's settings"),
+            None if matches!(e, Fault::Unreachable(_)) => explain(e, wanted, self.settings)
+                .hint("check the network and HF_ENDPOINT, then upload again: what arrived is not sent again"),
+            Some(500..) => explain(e, wanted, self.settings).hint("try again later: what arrived is not sent again"),
             _ => explain(e, wanted, self.settings),
         }
     }

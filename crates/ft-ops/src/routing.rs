@@ -227,7 +227,10 @@ impl RouterSpec {
             None => Vec::new(),
         };
         let mut scores = super::update::to_f32_vec(logits)?;
-        if !scores.par_chunks(1 << 14).all(|part| part.iter().all(|x| x.is_finite())) {
+        if !scores
+            .par_chunks(1 << 14)
+            .all(|part| part.iter().all(|x| x.is_finite()))
+        {
             return Err(Error::non_finite("the logits of a router are not finite"));
         }
         if let (Score::TwoLevel, Some(groups)) = (self.score, self.groups) {

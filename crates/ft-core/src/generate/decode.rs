@@ -325,9 +325,14 @@ pub(super) enum Pass {
 const MANY: usize = 9;
 
 /// Runs new tokens through the network. Returns logits `[wanted, V]` of the parts that request them, before the cap of the
-/// model; `None` if no part does. On the CPU the values of a row do not depend on the other rows as long as there are always many rows, or always few; with
-/// `same_bits`, padding rows ensure that there are always many.
-pub(super) fn step(policy: &SampledModel, parts: &mut [NewTokens], pass: Pass, same_bits: bool) -> Result<Option<Tensor>> {
+/// model; `None` if no part does. On the CPU the values of a row do not depend on the other rows as long as there are always
+/// many rows, or always few; with `same_bits`, padding rows ensure that there are always many.
+pub(super) fn step(
+    policy: &SampledModel,
+    parts: &mut [NewTokens],
+    pass: Pass,
+    same_bits: bool,
+) -> Result<Option<Tensor>> {
     let network = policy.network;
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
     for part in parts.iter() {

@@ -6,7 +6,7 @@ set -euo pipefail
 step libraries 20 bash -c '! ldd "$FT_BIN" | grep "not found"' || stop "a library is missing"
 step doctor 60 "$FT_BIN" doctor || echo "doctor reports a problem"
 # Every group of tests but whole runs (3-runs.sh).
-modules=${KIT_MODULES:-$("$bin/gpu" --list | sed -n 's/^\([a-z_]*\)::.*: test$/\1/p' | sort -u | grep -vx train)}
+modules=${KIT_MODULES:-$("$bin/gpu" --list | sed -n 's/^\([a-z0-9_]*\)::.*: test$/\1/p' | sort -u | grep -vx train)}
 [ -n "$modules" ] || stop "the test program lists no test"
 # Groups side by side, each on some of the cores: most of their time is that of the CPU they are compared with.
 at_once=${KIT_JOBS:-4} cores=$(nproc) number=0

@@ -58,17 +58,11 @@ impl Sampler {
             return Ok(None);
         }
         let numbers: Vec<f64> = places.iter().map(|&(number, at)| self.uniform(number, at)).collect();
-        let rule = match self.is_greedy() {
-            true => Rule {
-                cap,
-                temperature: 1.0,
-                uniform: None,
-            },
-            false => Rule {
-                cap,
-                temperature: self.temperature,
-                uniform: Some(&numbers),
-            },
+        let greedy = self.is_greedy();
+        let rule = Rule {
+            cap,
+            temperature: if greedy { 1.0 } else { self.temperature },
+            uniform: (!greedy).then_some(&numbers[..]),
         };
         let drawn = sample::draw(logits, &rule)?.into_iter();
         let rows = drawn.map(|row| {

@@ -103,6 +103,59 @@ fn without_the_setting_a_later_call_fails() {
     assert!(update::to_f32_vec(&t).is_err());
 }
 
+/// Row S6: from the N-th kernel on the device answers with an error. Nothing after it is saved, and the last checkpoint goes on.
+#[test]
+fn a_lost_device_ends_the_run_and_its_last_checkpoint_goes_on() {
+    if gpu().is_none() || device::gpus().unwrap()[0].name != "software CUDA driver" {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let count = dir.path().join("count");
+    let train = |run: &str, more: &[&str], variable: (&str, &str)| {
+        let place = format!("train.output_dir={}", dir.path().join(run).display());
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ft"));
+        let settings = "train --recipe recipes/quickstart.toml model.device=cuda:0 tune.method=full train.max_steps=4 \
+            train.batch_size=1 train.sample_prompts=[] data.eval=[] train.predict_with_generate=false train.save_steps=1 \
+            train.save_total_limit=9 train.logging_steps=1";
+        command.args(settings.split_whitespace()).arg(place).args(more);
+        command.current_dir(env!("CARGO_MANIFEST_DIR")).env("NO_COLOR", "1");
+        command.env(variable.0, variable.1).output().unwrap()
+    };
+    let said = |out: &std::process::Output| String::from_utf8_lossy(&out.stderr).into_owned();
+    let whole = train("whole", &[], ("SOFT_CUDA_COUNT", count.to_str().unwrap()));
+    assert!(whole.status.success(), "{}", said(&whole));
+    let text = std::fs::read_to_string(&count).unwrap();
+    let number = |line: &str| {
+        let calls = line.strip_prefix("launch (blocks)\t")?.split('\t').nth(1)?;
+        calls.parse::<usize>().ok()
+    };
+    let launches: usize = text.lines().filter_map(number).sum();
+    let at = (launches * 7 / 10).to_string();
+    let lost = train("run", &[], ("SOFT_CUDA_LOST", &at));
+    let text = said(&lost);
+    assert_eq!(lost.status.code(), Some(1), "{at} of {launches}\n{text}");
+    let read = |name: &str| std::fs::read(dir.path().join(name)).unwrap();
+    let there = |step: usize| dir.path().join(format!("run/checkpoint-{step}")).exists();
+    assert!(there(1) && !there(4) && !dir.path().join("run/final").exists());
+    let last = (1..4).filter(|step| there(*step)).max().unwrap();
+    for part in [
+        "error: the GPU failed\n  --> cuda:0, software CUDA driver\n",
+        "ILLEGAL_ADDRESS",
+        &format!("run/recipe.toml --resume` continues after step {last}"),
+    ] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    for step in 1..=last {
+        let name = format!("checkpoint-{step}/weights.safetensors");
+        assert!(read(&format!("run/{name}")) == read(&format!("whole/{name}")), "{name}");
+    }
+    let resumed = train("run", &["--resume"], ("SOFT_CUDA_LOST", "0"));
+    assert!(resumed.status.success(), "{}", said(&resumed));
+    for name in ["final/model.safetensors", "checkpoint-4/weights.safetensors"] {
+        assert!(read(&format!("run/{name}")) == read(&format!("whole/{name}")), "{name}");
+    }
+}
+
 #[test]
 fn memory_that_cannot_be_page_locked_is_counted_once() {
     let name = "memory_that_cannot_be_page_locked_is_counted_once";

@@ -357,9 +357,9 @@ const RUNNING: [Row; 11] = [
     ),
     (
         "S6",
-        "the GPU disappears",
-        "not tested by this suite",
-        "needs a GPU that fails; an error of the driver is an error of the run, which names the device and the last checkpoint, and checkpoints are written as above",
+        "the GPU disappears, or its driver answers with an error from some kernel on (played by `tools/soft-cuda`)",
+        "error with the device and the last checkpoint, which is whole; the resume has the same bits",
+        "tests/gpu/device.rs::a_lost_device_ends_the_run_and_its_last_checkpoint_goes_on src/train/ended.rs::only_errors_of_a_driver_are_those_of_the_device",
     ),
     (
         "S7",
@@ -467,7 +467,7 @@ operations. All operations, and kills at random moments, are tested by hand:
 `cargo test --release --test run -- --ignored every_ any_operation`; file systems and control groups with limits, as root:
 `--ignored mounts::`. With `FT_TEST_CASES=4000` each file of F11 is damaged 4000 times. The figures are in [lab-book.md](lab-book.md).
 
-Not covered: network file systems, a GPU that fails.
+Not covered: network file systems, a real GPU that fails.
 
 No switch lets a fault pass: rows that cannot be read, numbers that are not finite (but for the loss scale of f16), locks of a process that runs and other bases
 are refused, not skipped, and a state that cannot be saved gets no second place. The remedy is to mend the cause and resume.

@@ -4,6 +4,7 @@
 #include "driver.h"
 #include "faults.h"
 
+#include <atomic>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -184,7 +185,9 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
         operation.uses.push_back({memory, parameter.kind == Parameter::OUTPUT});
     }
     const char* fails = std::getenv("SOFT_CUDA_FAIL");
-    if (fails && std::strcmp(fails, kernel.name) == 0) {
+    static std::atomic<long> launches{0};
+    static const long lost = (long)setting("SOFT_CUDA_LOST", 0);
+    if ((fails && std::strcmp(fails, kernel.name) == 0) || ++launches == lost) {
         operation.run = [] { failure() = ILLEGAL_ADDRESS; };
         enqueue(*stream, std::move(operation));
         return SUCCESS;

@@ -190,7 +190,7 @@ pub const CODES: &[Code] = codes! {
     "FT601" Usage, "an earlier run is in the output directory", ["the output directory holds an earlier run"],
         "ft never overwrites a run by itself.",
         "`--resume` continues it, `--overwrite` removes it, `train.output_dir=runs/other` begins beside it.";
-    "FT602" Usage, "other files are in the output directory", ["files that are not a run of ft", "output directory is not empty", "but a file has its name", "the directory contains other files"],
+    "FT602" Usage, "other files are in the output directory", ["files that are not a run of ft", "output directory is not empty", "but this path is a file", "the directory contains other files"],
         "The directory has files that ft did not write.",
         "Name a new directory.";
     "FT603" Failed, "nothing to resume", ["the directory has no run to resume", "there is no checkpoint to resume from", "has no checkpoint to resume from"],

@@ -118,7 +118,7 @@ pub(super) fn steps_only(overrides: &[String], steps: u64, run: &Path) -> Vec<St
             "train.max_steps" => warn("`train.max_steps` has no effect here: `--steps` is the number of steps"),
             // It says where the folder of the measurements is.
             "train.output_dir" => {}
-            _ => warn(&format!("`{key}` has no effect here: nothing but steps is measured")),
+            _ => warn(&format!("`{key}` has no effect here: the run only makes steps")),
         }
     }
     all.extend(own);
@@ -286,7 +286,7 @@ impl Measured {
         let mut lines: Vec<String> = other
             .map(|key| {
                 format!(
-                    "warning: {key} is {}, in the baseline {}",
+                    "warning: {key} differs: now {}, in the baseline {}",
                     self.json[key], before.json[key]
                 )
             })

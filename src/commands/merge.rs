@@ -268,7 +268,7 @@ pub(super) fn refuse_existing(out: &Path) -> Result<()> {
             .hint("give the name of a directory that does not exist yet"))
     };
     match out.ancestors().find(|path| path.symlink_metadata().is_ok()) {
-        Some(path) if !path.is_dir() => wrong("the output is a directory, but a file has its name", path),
+        Some(path) if !path.is_dir() => wrong("the output must be a directory, but this path is a file", path),
         Some(path) if path == out && !files::list(out)?.is_empty() => wrong("output directory is not empty", out),
         _ => Ok(()),
     }

@@ -178,8 +178,8 @@ impl Inputs {
             LoraInit::LoraGa => {
                 let weights = self.adapters.keys().map(|module| format!("{module}.weight"));
                 let mut l = Ledger::new(false);
-                let window = weights::Window::new(false);
-                step::walk(&mut l, model, recipe, &pass, &Active::new(weights), window);
+                let fetched = weights::FetchedLayers::new(false);
+                step::walk(&mut l, model, recipe, &pass, &Active::new(weights), fetched);
                 bytes + l.peak + self.dequantized(model)
             }
             LoraInit::Corda | LoraInit::Eva => {
@@ -396,7 +396,7 @@ fn of_turn(
     ];
     weights::load(&mut ledger, model, inputs);
     let resident = match inputs.strategy.placement {
-        Placement::Sharded => weights::Resident {
+        Placement::Sharded => weights::WeightBytes {
             always: weights::in_parts(model, inputs, stored, active),
             layers: 0,
         },
@@ -452,12 +452,19 @@ fn of_turn(
     let exchanged = exchange_bytes(trained, inputs.ranks as u64);
     held.push(ledger.alloc(MemoryKind::Gradients, exchanged));
     // In a step a GPU holds the layers that were fetched last.
-    let moves = weights::Window::is_of(inputs);
+    let tracked = weights::FetchedLayers::is_of(inputs);
     let mut layers = Some(layers);
-    if moves {
+    if tracked {
         ledger.free_all(layers.take());
     }
-    step::walk(&mut ledger, model, recipe, inputs, active, weights::Window::new(moves));
+    step::walk(
+        &mut ledger,
+        model,
+        recipe,
+        inputs,
+        active,
+        weights::FetchedLayers::new(tracked),
+    );
     held.push(layers.unwrap_or_else(|| ledger.alloc(MemoryKind::Weights, resident.layers)));
     step::evaluate(&mut ledger, model, recipe, inputs);
     // A checkpoint or `final/` converts one tensor at a time to f32; from the disk only a small part of it.

@@ -4,7 +4,7 @@ use super::Inputs;
 use super::model::{Model, Stretch};
 use super::shared::Shared;
 use super::streams;
-use super::weights::Window;
+use super::weights::FetchedLayers;
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::{Active, Gradients};
@@ -109,14 +109,14 @@ impl GradSinkMemory for Sink<'_> {
     }
 }
 
-/// `window`: the layers that are brought to a GPU.
+/// `fetched`: the layers that are brought to a GPU.
 pub(super) fn walk(
     l: &mut Ledger,
     model: &Model,
     recipe: &Recipe,
     inputs: &Inputs,
     active: &Active,
-    mut window: Window,
+    mut fetched: FetchedLayers,
 ) {
     let spec = model.spec;
     let bf16 = recipe.model.dtype == Dtype::Bf16;
@@ -167,7 +167,7 @@ pub(super) fn walk(
     ];
     // The second micro-batch finds the sums of the first; those after it are like the second.
     for micro in 0..inputs.micro_batches.min(2) {
-        micro_batch(l, model, recipe, inputs, (&mut sink, &mut window), micro);
+        micro_batch(l, model, recipe, inputs, (&mut sink, &mut fetched), micro);
     }
     l.moment("the optimizer update");
     // A masked weight is changed in a copy of its active part.
@@ -180,7 +180,7 @@ pub(super) fn walk(
     l.free_all(kept);
     l.free_all(std::mem::take(&mut sink.alike));
     l.free_all(held);
-    window.free(l);
+    fetched.free(l);
 }
 
 /// An evaluation: a forward pass that keeps nothing, and a loss.
@@ -204,7 +204,7 @@ pub(super) fn evaluate(l: &mut Ledger, model: &Model, recipe: &Recipe, inputs: &
         ) = (0, 1, false);
         // The student alone is measured.
         own.teacher = None;
-        walk(l, model, recipe, &own, &Active::new([]), Window::new(false));
+        walk(l, model, recipe, &own, &Active::new([]), FetchedLayers::new(false));
     }
     l.set_prefix("");
 }
@@ -289,7 +289,7 @@ fn micro_batch(
     model: &Model,
     recipe: &Recipe,
     inputs: &Inputs,
-    to: (&mut Sink, &mut Window),
+    to: (&mut Sink, &mut FetchedLayers),
     micro: usize,
 ) {
     // With offloading, two layer inputs are on the device at a time: one is copied, one is in use.
@@ -314,7 +314,7 @@ fn pass(
     model: &Model,
     recipe: &Recipe,
     inputs: &Inputs,
-    (sink, window): (&mut Sink, &mut Window),
+    (sink, fetched): (&mut Sink, &mut FetchedLayers),
     micro: usize,
 ) {
     let spec = model.spec;
@@ -365,7 +365,7 @@ fn pass(
         } else {
             layer.saturating_sub(1)
         };
-        window.hold(l, model, inputs, sink.active, [layer, other]);
+        fetched.hold(l, model, inputs, sink.active, [layer, other]);
         before = l.sizes();
         let keep = layer >= lowest && layer >= keep_from;
         let kind = match (layer >= lowest, inputs.strategy.offload_inputs && !keep) {
@@ -452,7 +452,7 @@ fn pass(
         };
         l.moment(format!("the backward pass of layer {layer}"));
         let next = if layer > lowest { layer - 1 } else { 0 };
-        window.hold(l, model, inputs, sink.active, [layer, next]);
+        fetched.hold(l, model, inputs, sink.active, [layer, next]);
         let before = l.sizes()[MemoryKind::Gradients];
         let need_dx = layer > lowest || to_embedding;
         shared.backward(l, layer, lowest);

@@ -10,7 +10,7 @@ use crate::peft::Cost;
 use crate::recipe;
 use crate::source::{PackedCopies, StoragePolicy};
 use std::collections::BTreeSet;
-use weights::Window;
+use weights::FetchedLayers;
 
 pub(super) fn spec() -> Spec {
     Spec {
@@ -148,12 +148,12 @@ fn a_gpu_holds_the_two_layers_that_were_fetched_last() {
     (inputs.strategy.placement, inputs.strategy.saved_layers) = (Placement::Host, 6);
     let one: u64 = (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) as u64;
     let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
-    let (mut l, mut window) = (Ledger::new(true), Window::new(true));
+    let (mut l, mut fetched) = (Ledger::new(true), FetchedLayers::new(true));
     for (layers, frozen) in [([0, 1], 2), ([1, 2], 2), ([3, 4], 1), ([4, 5], 0), ([4, 0], 1)] {
-        window.hold(&mut l, &model, &inputs, &active, layers);
+        fetched.hold(&mut l, &model, &inputs, &active, layers);
         assert_eq!(l.total(), frozen * 2 * one, "{layers:?}");
     }
-    window.free(&mut l);
+    fetched.free(&mut l);
     assert_eq!(l.total(), 0);
     // At the peak, above the frozen layers, there are the active ones and what stays: the final norm and the head.
     let plan = forecast(&spec, &recipe, &inputs);
@@ -305,8 +305,8 @@ fn everything_that_is_held_is_given_back() {
             let recipe = &recipes[r];
             let mut ledger = Ledger::default();
             let model = Model::new(&spec, &inputs.strategy.storage, &inputs.adapters);
-            let window = Window::new(on_gpu);
-            step::walk(&mut ledger, &model, recipe, &inputs, &inputs.turns[0].active, window);
+            let fetched = FetchedLayers::new(on_gpu);
+            step::walk(&mut ledger, &model, recipe, &inputs, &inputs.turns[0].active, fetched);
             assert_eq!(ledger.total(), 0, "{:?}", inputs.turns[0].active);
         }
     }

@@ -48,7 +48,7 @@ pub(super) fn packed(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
 
 /// Bytes of weights that are in the memory of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Resident {
+pub(super) struct WeightBytes {
     /// Those that stay, and the double buffers of routed experts and of chunks of the head.
     pub always: u64,
     /// The double buffer for layers.
@@ -56,18 +56,18 @@ pub(super) struct Resident {
 }
 
 /// The two layers that a GPU holds of those on the host: what was fetched last. An active layer is on the GPU anyway.
-pub(super) struct Window {
+pub(super) struct FetchedLayers {
     held: Vec<(usize, Allocation)>,
-    /// False: the caller holds two layers all the time.
-    moves: bool,
+    /// False: the caller counts two layers all the time.
+    tracked: bool,
 }
 
-impl Window {
-    /// No layer yet; `moves`: the layers are held here.
-    pub fn new(moves: bool) -> Self {
+impl FetchedLayers {
+    /// No layer yet; `tracked`: the layers are counted here.
+    pub fn new(tracked: bool) -> Self {
         Self {
             held: Vec::new(),
-            moves,
+            tracked,
         }
     }
 
@@ -78,7 +78,7 @@ impl Window {
 
     /// From now on these layers are there.
     pub fn hold(&mut self, l: &mut Ledger, model: &Model, inputs: &Inputs, active: &Active, layers: [usize; 2]) {
-        if !self.moves {
+        if !self.tracked {
             return;
         }
         let held = std::mem::take(&mut self.held);
@@ -111,7 +111,7 @@ pub(super) fn resident(
     placement: Placement,
     active: &Active,
     held: &dyn Fn(&str) -> bool,
-) -> Resident {
+) -> WeightBytes {
     let spec = model.spec;
     // Active parameters are not quantized.
     let bytes = |p: &ParamInfo| {
@@ -123,7 +123,7 @@ pub(super) fn resident(
     };
     let Some(head_rows) = placement.travels() else {
         let always = model.sum(active, bytes);
-        return Resident { always, layers: 0 };
+        return WeightBytes { always, layers: 0 };
     };
     let always = |p: &ParamInfo| {
         if held(&p.name) {
@@ -154,13 +154,13 @@ pub(super) fn resident(
     let head = placement
         .head_chunk(whole)
         .map_or(0, |chunk| head_slots(chunk, (spec.vocab, spec.hidden), value_bytes));
-    Resident {
+    WeightBytes {
         always: resident + slots.expert_bytes() + head,
         layers: slots.layer_bytes(),
     }
 }
 
-impl Resident {
+impl WeightBytes {
     /// All of them.
     pub fn bytes(&self) -> u64 {
         self.always.saturating_add(self.layers)

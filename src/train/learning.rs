@@ -117,7 +117,7 @@ pub fn blocks_trained(recipe: &Recipe, schedule: &ActiveSchedule, steps: u64) ->
     schedule.blocks_trained(steps, |step| learns(rate(recipe, &lr_schedule, schedule, step, 0)))
 }
 
-/// Warnings about settings that are allowed but rarely intended. Steps that are only measured need not be enough to learn.
+/// Warnings about settings that are allowed but rarely intended. `only_steps`: the run is made for its times; no warnings.
 pub fn warnings(recipe: &Recipe, schedule: &ActiveSchedule, stream: &BatchStream, only_steps: bool) -> Vec<String> {
     let (steps, train) = (stream.steps(), &recipe.train);
     let mut all = Vec::new();

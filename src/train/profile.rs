@@ -56,7 +56,7 @@ impl<'a> Profile<'a> {
         self.write(reporter)?;
         if let Some((first, _)) = self.steps.filter(|_| !self.recorded) {
             reporter.warn(&format!(
-                "no step was profiled: the first one that can be is step {first}, and the run is over"
+                "no step was profiled: profiling starts at step {first}, but the run ended before it"
             ));
         }
         Ok(())
@@ -72,7 +72,9 @@ impl<'a> Profile<'a> {
         let wanted = self.steps.map_or(0, |(first, last)| last + 1 - first);
         let found = spans.iter().filter(|span| span.name == "step").count() as u64;
         if found < wanted {
-            reporter.warn(&format!("the profile has {found} of {wanted} steps: the run was over"));
+            reporter.warn(&format!(
+                "the profile has {found} of {wanted} steps: the run ended early"
+            ));
         }
         let path = self.run_dir.join(TRACE);
         files::write_atomic(&path, chrome(&spans).to_string().as_bytes())?;

@@ -233,7 +233,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         reporter.note(line);
         reporter.event("directory", json!({ "message": line }));
     }
-    let few = learning::warnings(recipe, &active_schedule, &stream, options.only_steps);
+    let learning_warnings = learning::warnings(recipe, &active_schedule, &stream, options.only_steps);
     for warning in loaded
         .warnings
         .iter()
@@ -246,7 +246,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
             model.spec.max_positions,
         ))
         .chain(screened.iter().flat_map(|s| s.warnings()))
-        .chain(few)
+        .chain(learning_warnings)
         .chain(prepared.warnings.iter().map(|line| recipe::in_program_terms(line)))
         .chain(model.tokenizer.end_conflict().map(str::to_string))
     {

@@ -1,4 +1,4 @@
-// What a test asks about a page: contrast of the texts, and what does not fit. Each function returns a list of faults.
+// What a test asks about a page: contrast of the texts, what does not fit, and what the keyboard reaches.
 "use strict";
 
 (() => {
@@ -90,7 +90,7 @@
       return { what: e.id || e.className.baseVal || e.className || e.tagName.toLowerCase() + " " + e.textContent.slice(0, 20),
         seen: getComputedStyle(e).outlineStyle !== "none" && box.right > 0 && box.width > 0 };
     },
-    /** How many elements can be used, and marks each that has had the focus. */
+    /** The elements that can be used and never had the focus. */
     unreached() {
       const all = [...document.querySelectorAll("a[href], button, summary, input, select, [tabindex='0']")]
         .filter((e) => e.checkVisibility({ visibilityProperty: true }) && !e.disabled && e.tabIndex >= 0);

@@ -19,6 +19,7 @@ fn alone(name: &str, settings: &[(&str, &str)], soft: bool) -> Option<Device> {
     }
     gpu()?;
     if soft && device::gpus().unwrap()[0].name != "software CUDA driver" {
+        eprintln!("skipped: on the software driver only");
         return None;
     }
     let mut command = Command::new(env::current_exe().unwrap());
@@ -103,10 +104,12 @@ fn without_the_setting_a_later_call_fails() {
     assert!(update::to_f32_vec(&t).is_err());
 }
 
-/// Row S6: from the N-th kernel on the device answers with an error. Nothing after it is saved, and the last checkpoint goes on.
+/// Row S6: from the N-th kernel launch on, the device returns an error. Nothing after it is saved, and the run resumes from its
+/// last checkpoint.
 #[test]
 fn a_lost_device_ends_the_run_and_its_last_checkpoint_goes_on() {
     if gpu().is_none() || device::gpus().unwrap()[0].name != "software CUDA driver" {
+        eprintln!("skipped: on the software driver only");
         return;
     }
     let dir = tempfile::tempdir().unwrap();

@@ -90,7 +90,6 @@ fn caches_of_every_type_are_those_of_the_cpu() {
     }
 }
 
-/// Layers of two head sizes, the last two with the keys and values of earlier layers, as in Gemma 4.
 /// The first token with which the sum of the probabilities exceeds the random number, with sums in f64.
 #[test]
 fn tokens_are_sampled_from_all_logits() {
@@ -100,12 +99,12 @@ fn tokens_are_sampled_from_all_logits() {
         let logits = gpu.random((rows, vocab), dtype, 1);
         let values = flat(&logits.cpu);
         let uniform: Vec<f64> = (0..rows).map(|r| (0.11 * r as f64 + 0.05) % 1.0).collect();
-        let rule = sample::Rule {
+        let rule = sample::SamplingRule {
             cap: Some(cap),
             temperature,
             uniform: Some(&uniform),
         };
-        let greedy = sample::Rule { uniform: None, ..rule };
+        let greedy = sample::SamplingRule { uniform: None, ..rule };
         let drawn = sample::draw(&logits.gpu, &rule).unwrap();
         let likely = sample::draw(&logits.gpu, &greedy).unwrap();
         for (r, row) in values.chunks(vocab).enumerate() {
@@ -134,7 +133,7 @@ fn tokens_are_sampled_from_all_logits() {
     let mut bad = vec![0f32; 2 * vocab];
     bad[vocab + 3] = f32::NAN;
     let bad = Tensor::from_vec(bad, (2, vocab), &gpu.device).unwrap();
-    let rule = sample::Rule {
+    let rule = sample::SamplingRule {
         cap: None,
         temperature: 1.0,
         uniform: None,
@@ -164,6 +163,7 @@ fn sampled_answers_are_those_of_the_cpu() {
     }
 }
 
+/// Layers of two head sizes, the last two with the keys and values of earlier layers, as in Gemma 4.
 fn shared_keys(dtype: Dtype, device: &Device) -> Network {
     let config = json!({
         "model_type": "gemma4_text", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4,

@@ -203,7 +203,7 @@ fn run_ft(arguments: &[&str], on_gpu: bool) -> Output {
     if !on_gpu {
         command.env("CUDA_VISIBLE_DEVICES", "");
     }
-    // The units for bf16 of a CPU round activations, which is as far from f32 as the GPU is.
+    // AMX and AVX512-BF16 round activations to bf16. The reference keeps them in f32.
     if matches!(CpuBackend::current().name(), "amx" | "avx512-bf16") {
         command.env("FT_CPU", "avx512");
     }

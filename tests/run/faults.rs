@@ -357,7 +357,7 @@ const RUNNING: [Row; 11] = [
     ),
     (
         "S6",
-        "the GPU disappears, or its driver answers with an error from some kernel on (played by `tools/soft-cuda`)",
+        "the GPU disappears, or its driver answers with an error from some kernel on (simulated by `tools/soft-cuda`)",
         "error with the device and the last checkpoint, which is whole; the resume has the same bits",
         "tests/gpu/device.rs::a_lost_device_ends_the_run_and_its_last_checkpoint_goes_on src/train/ended.rs::only_errors_of_a_driver_are_those_of_the_device",
     ),

@@ -126,8 +126,8 @@ fn wrong_places_are_called_what_they_are() {
     fs::create_dir(bench.path("file-gguf")).unwrap();
     fs::write(bench.path("file-gguf/model.gguf"), "GGUF").unwrap();
     for (from, out, code, part) in [
-        ("model", "rows.jsonl", 2, "a file has its name\n  --> rows.jsonl"),
-        ("model", "rows.jsonl/x/y", 2, "a file has its name\n  --> rows.jsonl\n"),
+        ("model", "rows.jsonl", 2, "this path is a file\n  --> rows.jsonl"),
+        ("model", "rows.jsonl/x/y", 2, "this path is a file\n  --> rows.jsonl\n"),
         ("model", "runs", 2, "output directory is not empty\n  --> runs"),
         ("runs", "x", 1, "it has 2 runs: give one of them, such as `runs/a`"),
         ("file-gguf", "x", 1, "does not read them\n  --> file-gguf/model.gguf"),

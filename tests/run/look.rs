@@ -116,7 +116,9 @@ fn steps_are_measured_and_compared_with_an_earlier_measurement() {
     let text = String::from_utf8(out.stdout.clone()).unwrap();
     assert!(text.contains("the baseline by the fastest step"), "{}", said(&out));
     assert!(
-        text.contains("warning: overrides is [\"train.output_dir=runs/a\",\"train.batch_size=4\"], in the baseline "),
+        text.contains(
+            "warning: overrides differs: now [\"train.output_dir=runs/a\",\"train.batch_size=4\"], in the baseline "
+        ),
         "{text}"
     );
     assert!(!said(&out).contains("the run has only"), "{}", said(&out));

@@ -12,7 +12,7 @@ out_dir=$(mktemp -d)
 check() { # NAME SECONDS COMMAND...
   step "$@" || failed=$((failed + 1))
 }
-# initcheck and racecheck come first: no run has ended them yet. They are slow, so they get short tests.
+# initcheck and racecheck come first. They are slow, so they get short tests.
 check "initcheck attention" 60 "$sanitizer" --tool initcheck --error-exitcode 9 "$bin/gpu" attention:: --test-threads=1
 for test in ${KIT_RACES:-attention::documents loss::nothing_trained products::stacked}; do
   check "racecheck $test" 40 "$sanitizer" --tool racecheck --error-exitcode 9 "$bin/gpu" "$test" --test-threads=1

@@ -7,7 +7,7 @@
 namespace sample {
 
 constexpr int TILE = 1024, THREADS = 512, WARPS = THREADS / 32;
-// What a row gets whose logits are not numbers.
+// The id of a row whose logits are NaN, or the largest of which is infinite.
 constexpr u32 NONE = 0xffffffffu;
 
 // The logits of a row after the cap of the model (0: none), relative to the highest one and divided by the temperature.
@@ -106,6 +106,10 @@ __device__ __forceinline__ void draw(
         }
     }
     if (lane != 0) return;
+    if (id < 0) {
+        ids[blockIdx.x] = NONE;
+        return;
+    }
     ids[blockIdx.x] = (u32)id;
     log_probs[blockIdx.x] = (row.at(id) - highest) / temperature - (float)log(total);
 }

@@ -20,7 +20,7 @@ use super::decode::Pass;
 use super::device_cache::{DeviceLayer, device_form};
 use crate::base::{Error, Result};
 use crate::model::spec::{KeySource, LayerSpec, Mixer};
-use crate::model::{DeltaState, KvStore, Spec};
+use crate::model::{KvStore, RecurrentState, Spec};
 use crate::model::{delta_net, short_conv};
 use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
@@ -205,7 +205,7 @@ enum Layer {
     /// The layer reads the keys and values of another layer.
     Nothing,
     /// The state after the last token of the run.
-    State(Option<DeltaState>),
+    State(Option<RecurrentState>),
 }
 
 impl Layer {
@@ -469,7 +469,7 @@ impl KvStore for Step<'_> {
         self.sequences.iter().all(of_one_head)
     }
 
-    fn states(&mut self, layer: usize) -> Result<Vec<Option<DeltaState>>> {
+    fn states(&mut self, layer: usize) -> Result<Vec<Option<RecurrentState>>> {
         let state = |s: &&mut Sequence| match s.own.layers.get(layer) {
             Some(Layer::State(state)) => Ok(state.clone()),
             _ => Err(Error::shape("the cache has no state of this layer").found(layer)),
@@ -477,7 +477,7 @@ impl KvStore for Step<'_> {
         self.sequences.iter().map(state).collect()
     }
 
-    fn set_states(&mut self, layer: usize, states: Vec<DeltaState>) -> Result<()> {
+    fn set_states(&mut self, layer: usize, states: Vec<RecurrentState>) -> Result<()> {
         for (sequence, state) in self.sequences.iter_mut().zip(states) {
             if let Some(Layer::State(own)) = sequence.own.layers.get_mut(layer) {
                 *own = Some(state);

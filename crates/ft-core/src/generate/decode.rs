@@ -220,7 +220,7 @@ pub fn answer<'a>(
     on_token: &mut OnToken,
 ) -> Result<(Vec<Answer>, Speed)> {
     let policy = policy.into();
-    check(policy.network, requests)?;
+    check(policy.network, requests, settings)?;
     // Progress in answers is more useful than in tokens, unless there is only one answer.
     let phase = match requests.len() {
         1 => progress::phase("generating", settings.max_new_tokens, "tokens"),
@@ -250,7 +250,7 @@ impl Session {
         on_token: &mut OnToken,
     ) -> Result<(Answer, Speed)> {
         let (policy, requests) = (policy.into(), std::slice::from_ref(request));
-        check(policy.network, requests)?;
+        check(policy.network, requests, settings)?;
         let known = self.ids.iter().zip(&request.prompt).take_while(|(a, b)| a == b).count();
         // The last token is computed again, because its logits are needed.
         let known = known.min(request.prompt.len() - 1);
@@ -272,7 +272,12 @@ impl Session {
     }
 }
 
-fn check(network: &Network, requests: &[Request]) -> Result<()> {
+fn check(network: &Network, requests: &[Request], settings: &Settings) -> Result<()> {
+    if !settings.temperature.is_finite() {
+        return Err(Error::argument("the temperature is not finite")
+            .at("Settings::temperature")
+            .found(settings.temperature));
+    }
     let spec = &network.spec;
     let most = spec.decoded_positions();
     for (row, Request { prompt, .. }) in requests.iter().enumerate() {

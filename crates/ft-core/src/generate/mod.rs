@@ -12,10 +12,11 @@ mod sampler;
 mod schedule;
 
 pub use crate::ops::paged::KvDtype;
+pub use crate::ops::sample::SampledToken;
 pub use cache::{cache_bytes, latent_work, reading_work};
 pub use decode::{Answer, Limits, Request, SampledModel, Session, Settings, Speed, answer, generate, rollout};
 pub use quantized_copy::{Formats, QuantizedCopy};
-pub use sampler::{SampledToken, Sampler};
+pub use sampler::Sampler;
 
 #[cfg(test)]
 mod tests;

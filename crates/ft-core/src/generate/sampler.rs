@@ -2,7 +2,7 @@
 
 use crate::base::rng::{Rng, Stream};
 use crate::base::{Error, Result};
-use crate::ops::sample::{self, Drawn, Rule};
+use crate::ops::sample::{self, SampledToken, SamplingRule};
 use crate::ops::softmax;
 use candle_core::Tensor;
 
@@ -17,15 +17,6 @@ pub struct Sampler {
     pub top_p: Option<f32>,
     /// Seed of the random numbers.
     pub seed: u64,
-}
-
-/// A sampled token.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SampledToken {
-    /// The token id.
-    pub id: u32,
-    /// Natural log of its probability among the kept tokens; greedy: among all.
-    pub log_prob: f32,
 }
 
 impl Sampler {
@@ -59,17 +50,13 @@ impl Sampler {
         }
         let numbers: Vec<f64> = places.iter().map(|&(number, at)| self.uniform(number, at)).collect();
         let greedy = self.is_greedy();
-        let rule = Rule {
+        let rule = SamplingRule {
             cap,
             temperature: if greedy { 1.0 } else { self.temperature },
             uniform: (!greedy).then_some(&numbers[..]),
         };
-        let drawn = sample::draw(logits, &rule)?.into_iter();
-        let rows = drawn.map(|row| {
-            let Drawn { id, log_prob } = row.ok_or_else(not_finite)?;
-            Ok(SampledToken { id, log_prob })
-        });
-        Ok(Some(rows.collect::<Result<_>>()?))
+        let rows = sample::draw(logits, &rule)?.into_iter();
+        Ok(Some(rows.map(|row| row.ok_or_else(not_finite)).collect::<Result<_>>()?))
     }
 
     /// Samples the token after position `position` of request `number`. The result depends only on the logits `[V]` and

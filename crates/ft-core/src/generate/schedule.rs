@@ -4,10 +4,11 @@
 use super::cache::{Layout, Run, Sequence};
 use super::decode::{Answer, NewTokens, Pass, Request, SampledModel, Settings, Speed, on_host, step};
 use super::prefix::Tree;
-use super::sampler::{SampledToken, Sampler};
+use super::sampler::Sampler;
 use crate::base::progress::Phase;
 use crate::base::units::{bytes, count};
 use crate::base::{Error, Result, signal};
+use crate::ops::sample::SampledToken;
 use candle_core::Tensor;
 use rayon::prelude::*;
 use std::collections::VecDeque;

@@ -5,7 +5,7 @@ use super::decode::Pass;
 use super::tests::{argmax, full_logits, network as of_spec, prompts, settings, spec};
 use super::*;
 use crate::model::spec::{DeltaNetSpec, Mixer, Spec};
-use crate::model::{DeltaState, KvStore, Network};
+use crate::model::{KvStore, Network, RecurrentState};
 use crate::ops::{Dtype, update};
 use candle_core::{CpuStorage, DType, Device, Storage};
 
@@ -122,7 +122,7 @@ fn held_by_states(network: &Network) -> usize {
     network.block(0).unwrap().forward_cached(&x, &ctx, &mut cache).unwrap();
     let mut tensors = 0;
     for state in cache.states(0).unwrap() {
-        let DeltaState { inputs, state } = state.unwrap();
+        let RecurrentState { inputs, state } = state.unwrap();
         for t in [Some(inputs), state].into_iter().flatten() {
             tensors += 1;
             let (storage, _) = t.storage_and_layout();

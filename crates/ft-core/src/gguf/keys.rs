@@ -312,7 +312,7 @@ pub(super) fn of_vocabulary(
             }
             if let Some(given) = pre_tokenizer.filter(|given| !PRE_TOKENIZERS.contains(given)) {
                 warnings.push(format!(
-                    "ft does not know a pre-tokenizer `{given}` of llama.cpp, which refuses the file if it has none of this name"
+                    "ft does not know the pre-tokenizer `{given}`; llama.cpp cannot load the file if it does not know it either"
                 ));
             }
             put("ggml.model", "gpt2".into());

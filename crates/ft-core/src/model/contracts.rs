@@ -91,19 +91,19 @@ pub trait KvStore {
     }
 
     /// For each document the state of a layer with Gated DeltaNet or a short convolution; `None` before its first token.
-    fn states(&mut self, layer: usize) -> Result<Vec<Option<DeltaState>>> {
+    fn states(&mut self, layer: usize) -> Result<Vec<Option<RecurrentState>>> {
         Err(Error::internal("this cache has no recurrent states").at(format!("layer {layer}")))
     }
 
     /// Replaces the states of such a layer, one for each document.
-    fn set_states(&mut self, layer: usize, _states: Vec<DeltaState>) -> Result<()> {
+    fn set_states(&mut self, layer: usize, _states: Vec<RecurrentState>) -> Result<()> {
         Err(Error::internal("this cache has no recurrent states").at(format!("layer {layer}")))
     }
 }
 
 /// What a layer with Gated DeltaNet or a short convolution keeps of the tokens so far, instead of keys and values.
 #[derive(Debug, Clone)]
-pub struct DeltaState {
+pub struct RecurrentState {
     /// The last inputs of the convolution, `[kernel - 1, channels]`.
     pub inputs: Tensor,
     /// Gated DeltaNet: the state of all heads, f32 `[1, V·P·Q]`.

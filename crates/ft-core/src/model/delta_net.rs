@@ -10,8 +10,9 @@
 pub(super) mod memory;
 
 use super::block::Block;
-use super::contracts::{Context, DeltaState, GradSink, KvStore, Param};
+use super::contracts::{Context, GradSink, KvStore, Param, RecurrentState};
 use super::projections::{SavedLow, add_residual};
+use super::short_conv::continued;
 use super::spec::DeltaNetSpec;
 use crate::base::{Error, Result};
 use crate::ops::delta_rule::{self, DeltaHeads, DeltaInputs};
@@ -74,7 +75,7 @@ pub fn heads(spec: &DeltaNetSpec) -> DeltaHeads {
     }
 }
 
-/// Bytes of the state of a text in one layer (`DeltaState`), f32.
+/// Bytes of the state of a text in one layer (`RecurrentState`), f32.
 pub(crate) fn state_bytes(spec: &DeltaNetSpec) -> u64 {
     4 * (heads(spec).state() + spec.kernel.saturating_sub(1) * spec.channels()) as u64
 }
@@ -176,38 +177,22 @@ impl Block {
         cache: &mut dyn KvStore,
     ) -> Result<Tensor> {
         let sizes = &net.sizes;
-        let (before, channels, heads) = (sizes.kernel - 1, sizes.channels(), heads(sizes));
-        let states = cache.states(self.index)?;
-        // Each document with the inputs before it; those of a new one are 0.
-        let (mut rows, mut offsets, mut old) = (Vec::new(), vec![0], Vec::new());
-        for (d, state) in documents.windows(2).zip(states) {
-            let (inputs, state) = match state {
-                Some(DeltaState {
-                    inputs,
-                    state: Some(state),
-                }) => (inputs, state),
-                _ => (
-                    update::zeros((before, channels), qkv.dtype(), qkv.device())?,
-                    update::zeros((1, heads.state()), DType::F32, qkv.device())?,
-                ),
-            };
-            rows.extend([inputs, qkv.narrow(0, d[0], d[1] - d[0])?]);
-            offsets.push(d[1] + before * offsets.len());
-            old.push(state);
+        let heads = heads(sizes);
+        // A new document begins with a state of 0.
+        let (mut inputs, mut old) = (Vec::new(), Vec::new());
+        for state in cache.states(self.index)? {
+            let (before, state) = state.map_or((None, None), |s| (Some(s.inputs), s.state));
+            inputs.push(before);
+            let zeros = || update::zeros((1, heads.state()), DType::F32, qkv.device());
+            old.push(state.map_or_else(zeros, Ok)?);
         }
-        let all = Tensor::cat(&rows, 0)?;
-        let mixed = short_conv::forward(&all, &net.conv.tensor, &offsets, true)?;
-        let new = |d: &[usize]| mixed.narrow(0, d[0] + before, d[1] - d[0] - before);
-        let mixed = Tensor::cat(
-            &offsets.windows(2).map(new).collect::<candle_core::Result<Vec<_>>>()?,
-            0,
-        )?;
+        let (mixed, inputs) = continued(inputs, qkv, &net.conv.tensor, documents, true)?;
         let (o, after) =
             delta_rule::forward_from(&net.inputs(&mixed, a, b), &heads, documents, &Tensor::cat(&old, 0)?)?;
-        // `copy` would copy the rows of all documents.
-        let next = offsets[1..].iter().enumerate().map(|(i, end)| {
-            Ok(DeltaState {
-                inputs: all.narrow(0, end - before, before)?.force_contiguous()?,
+        // `copy` would copy the states of all documents.
+        let next = inputs.into_iter().enumerate().map(|(i, inputs)| {
+            Ok(RecurrentState {
+                inputs,
                 state: Some(after.narrow(0, i, 1)?.force_contiguous()?),
             })
         });

@@ -151,15 +151,15 @@ impl Block {
         self.experts_of(experts, h, ctx, (false, false))
     }
 
-    /// `keep`: saves activations; `count`: the routing is counted.
+    /// `keep`: saves activations; `record_load`: adds the routing to the statistics of the routers.
     fn experts_of(
         &self,
         experts: &Experts,
         h: &Tensor,
         ctx: &Context,
-        (keep, count): (bool, bool),
+        (keep, record_load): (bool, bool),
     ) -> Result<(Tensor, SavedExperts)> {
-        // The router waits for a GPU, so what can be done before comes first, and counting last.
+        // The host waits for the logits of the router: the experts are prepared before, the load is counted afterwards.
         let together = experts.together(h, ctx)?;
         let routing = experts.route(h)?;
         let used: Vec<usize> = used(&routing).collect();
@@ -208,7 +208,7 @@ impl Block {
             of.add_to(&y, &part)?;
             saved.push(kept);
         }
-        if count {
+        if record_load {
             ctx.shared.routed(self.index, &routing);
         }
         let saved = SavedExperts {

@@ -31,7 +31,7 @@ mod streams;
 pub mod tokens;
 
 pub use contracts::{
-    Context, DeltaState, GradSink, Gradient, KvStore, Layer, LossGradients, Need, Objective, Observer, Param,
+    Context, GradSink, Gradient, KvStore, Layer, LossGradients, Need, Objective, Observer, Param, RecurrentState,
 };
 pub use head::Head;
 pub use network::{Adapters, Network, TrainableNetwork};

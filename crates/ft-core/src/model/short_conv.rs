@@ -12,7 +12,7 @@
 pub(super) mod memory;
 
 use super::block::Block;
-use super::contracts::{Context, DeltaState, GradSink, KvStore, Param};
+use super::contracts::{Context, GradSink, KvStore, Param, RecurrentState};
 use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
 use crate::ops::glu::{self, Activation};
@@ -53,6 +53,33 @@ fn gated(gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     glu::forward(gate, x, Activation::Identity)
 }
 
+/// The convolution with weight `w` `[C, 1, K]` of new tokens x `[N, C]` after the last K - 1 inputs of each document, `[K - 1, C]`
+/// (`None`: a new document, whose inputs before it are 0): the results `[N, C]`, and the last inputs of each document.
+pub(super) fn continued(
+    inputs: Vec<Option<Tensor>>,
+    x: &Tensor,
+    w: &Tensor,
+    documents: &[usize],
+    silu: bool,
+) -> Result<(Tensor, Vec<Tensor>)> {
+    let (before, width) = (w.dim(2)? - 1, x.dim(1)?);
+    // Each document with the inputs before it.
+    let (mut rows, mut offsets) = (Vec::new(), vec![0]);
+    for (d, inputs) in documents.windows(2).zip(inputs) {
+        let inputs = inputs.map_or_else(|| update::zeros((before, width), x.dtype(), x.device()), Ok)?;
+        rows.extend([inputs, x.narrow(0, d[0], d[1] - d[0])?]);
+        offsets.push(d[1] + before * offsets.len());
+    }
+    let all = Tensor::cat(&rows, 0)?;
+    let mixed = short_conv::forward(&all, w, &offsets, silu)?;
+    let new = |d: &[usize]| mixed.narrow(0, d[0] + before, d[1] - d[0] - before);
+    let new = offsets.windows(2).map(new).collect::<candle_core::Result<Vec<_>>>()?;
+    // `copy` would copy the rows of all documents.
+    let last = |end: &usize| all.narrow(0, end - before, before)?.force_contiguous();
+    let last = offsets[1..].iter().map(last).collect::<candle_core::Result<Vec<_>>>()?;
+    Ok((Tensor::cat(&new, 0)?, last))
+}
+
 impl Block {
     /// The half that mixes tokens: `[N, D]` to `[N, D]`, and the activations to save.
     pub(super) fn short_conv(
@@ -90,29 +117,12 @@ impl Block {
         documents: &[usize],
         cache: &mut dyn KvStore,
     ) -> Result<Tensor> {
-        let (before, width) = (net.kernel - 1, u.dim(1)?);
-        // Each document with the inputs before it; those of a new one are 0.
-        let (mut rows, mut offsets) = (Vec::new(), vec![0]);
-        for (d, state) in documents.windows(2).zip(cache.states(self.index)?) {
-            let inputs = match state {
-                Some(state) => state.inputs,
-                None => update::zeros((before, width), u.dtype(), u.device())?,
-            };
-            rows.extend([inputs, u.narrow(0, d[0], d[1] - d[0])?]);
-            offsets.push(d[1] + before * offsets.len());
-        }
-        let all = Tensor::cat(&rows, 0)?;
-        let mixed = short_conv::forward(&all, &net.conv.tensor, &offsets, false)?;
-        let new = |d: &[usize]| mixed.narrow(0, d[0] + before, d[1] - d[0] - before);
-        let new = offsets.windows(2).map(new).collect::<candle_core::Result<Vec<_>>>()?;
-        let next = offsets[1..].iter().map(|end| {
-            Ok(DeltaState {
-                inputs: all.narrow(0, end - before, before)?.force_contiguous()?,
-                state: None,
-            })
-        });
-        cache.set_states(self.index, next.collect::<Result<_>>()?)?;
-        Ok(Tensor::cat(&new, 0)?)
+        let states = cache.states(self.index)?.into_iter();
+        let inputs = states.map(|state| state.map(|state| state.inputs)).collect();
+        let (mixed, inputs) = continued(inputs, u, &net.conv.tensor, documents, false)?;
+        let next = inputs.into_iter().map(|inputs| RecurrentState { inputs, state: None });
+        cache.set_states(self.index, next.collect())?;
+        Ok(mixed)
     }
 
     #[allow(clippy::too_many_arguments)]

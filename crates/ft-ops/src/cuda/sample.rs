@@ -2,7 +2,7 @@
 
 use super::memory::read;
 use super::{Arg, FloatType, Gpu, Grid, address};
-use crate::sample::{Drawn, Rule};
+use crate::sample::{SampledToken, SamplingRule};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -12,7 +12,7 @@ const THREADS: u32 = 512;
 const NONE: u32 = u32::MAX;
 
 /// See `crate::sample::draw`; logits `[R, V]`.
-pub(crate) fn draw(logits: &Tensor, rule: &Rule) -> Result<Vec<Option<Drawn>>> {
+pub(crate) fn draw(logits: &Tensor, rule: &SamplingRule) -> Result<Vec<Option<SampledToken>>> {
     const NAME: &str = "the logits";
     let (gpu, kind) = (Gpu::of(logits, NAME)?, FloatType::of(logits, NAME)?);
     let (rows, vocab) = logits.dims2()?;
@@ -41,6 +41,6 @@ pub(crate) fn draw(logits: &Tensor, rule: &Rule) -> Result<Vec<Option<Drawn>>> {
     unsafe { gpu.launch("sample", ["sample_", kind.name()], grid, &args)? };
     let ids: Vec<u32> = read(&ids, "tokens", DType::U32)?;
     let log_probs: Vec<f32> = read(&log_probs, "log-probabilities", DType::F32)?;
-    let one = |(id, log_prob)| (id != NONE).then_some(Drawn { id, log_prob });
+    let one = |(id, log_prob)| (id != NONE).then_some(SampledToken { id, log_prob });
     Ok(ids.into_iter().zip(log_probs).map(one).collect())
 }

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 const LONG: &str = "Examples:
   ft train --recipe recipes/quickstart.toml
   ft train --recipe my.toml train.max_steps=20 tune.method=lora
-  ft train --recipe my.toml --dry-run                the plan and the resolved recipe only
-  ft train --recipe my.toml --resume                 continue from the newest complete checkpoint
+  ft train --recipe my.toml --dry-run   the plan and the resolved recipe only
+  ft train --recipe my.toml --resume    continue from the newest checkpoint
 
 Ctrl-C (or SIGTERM) stops the run. If gradients are kept until the update, the current step is canceled at the next
 layer and the state after the previous step is saved; after `--resume` the step is computed again, bit-identical. If
@@ -29,8 +29,8 @@ without other output. FT_NO_PROGRESS=1 and --quiet turn both off.";
 #[command(after_help = "Examples:
   ft train recipes/quickstart.toml
   ft train --recipe my.toml train.max_steps=20 tune.method=lora
-  ft train --recipe my.toml --dry-run                the plan and the resolved recipe only
-  ft train --recipe my.toml --resume                 continue from the newest complete checkpoint
+  ft train --recipe my.toml --dry-run   the plan and the resolved recipe only
+  ft train --recipe my.toml --resume    continue from the newest checkpoint
 
 Ctrl-C saves the state and stops; a second Ctrl-C stops immediately.",
     after_long_help = LONG)]

@@ -38,5 +38,5 @@ pub fn draw(logits: &Tensor, rule: &SamplingRule) -> Result<Vec<Option<SampledTo
         return Err(Error::argument("the temperature is not finite").found(rule.temperature));
     }
     on_gpu!(logits, super::cuda::sample::draw(logits, rule));
-    Err(Error::unsupported("`sample::draw` needs logits on a GPU"))
+    Err(Error::unsupported("sampling here needs logits on a GPU"))
 }

@@ -274,9 +274,7 @@ impl Session {
 
 fn check(network: &Network, requests: &[Request], settings: &Settings) -> Result<()> {
     if !settings.temperature.is_finite() {
-        return Err(Error::argument("the temperature is not finite")
-            .at("Settings::temperature")
-            .found(settings.temperature));
+        return Err(Error::argument("the temperature is not finite").found(settings.temperature));
     }
     let spec = &network.spec;
     let most = spec.decoded_positions();

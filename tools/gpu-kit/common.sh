@@ -39,7 +39,7 @@ note() {
 # step NAME SECONDS COMMAND...: runs a command. The last line of its output that is a JSON object becomes its result.
 # Returns the exit code of the command; 124 means that it ran into the limit. Tests of which none ran are a failure.
 step() {
-  local name=$1 most=$2 rc=0 start left line output
+  local name=$1 most=$(($2 * ${KIT_SLOW:-1})) rc=0 start left line output
   shift 2
   output=$(mktemp "$OUT/.step.XXXXXX")
   left=$((limit - SECONDS))

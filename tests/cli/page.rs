@@ -101,7 +101,7 @@ fn cell(row: &str, run: &str) -> String {
     )
 }
 
-/// What is wrong, with the place; all of it is told at the end.
+/// Faults that were found, each with the tab and the width. The test prints all of them at its end.
 #[derive(Default)]
 struct Faults(Vec<String>);
 

@@ -1,9 +1,9 @@
 //! Adapters on layers that not every family has (AltUp, per-layer inputs, linears outside of the layers, Gated DeltaNet,
-//! short convolutions, latent attention, experts): after training every tensor is that of the CPU, by its name. One family has each
-//! kind: on a driver in software a run takes seconds.
+//! short convolutions, latent attention, experts): after training every tensor is that of the CPU, by its name.
+//! With `FT_GPU_SHORT=1` each kind of layer is compared on one family only.
 
 use crate::families::{model, train};
-use crate::support::gpu;
+use crate::support::{gpu, short};
 use candle_core::{Device, Tensor, safetensors};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -87,6 +87,13 @@ const ALTUP: [&str; 7] = [
     "laurel.linear_left",
     "per_layer_input_gate",
 ];
+const DELTA: [&str; 5] = [
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_a",
+    "linear_attn.out_proj",
+    "self_attn.q_proj",
+];
 const DELTA_AND_EXPERTS: [&str; 5] = [
     "in_proj_qkvz",
     "in_proj_ba",
@@ -105,6 +112,24 @@ fn every_tensor_is_that_of_the_cpu() {
     tensors += compare("deepseek_v3", &["memory.tier=disk"], &LATENT);
     let convolution = ["tune.lora.use_dora=true", "memory.activations=keep"];
     tensors += compare("lfm2", &convolution, &["conv.in_proj", "conv.out_proj", "magnitude"]);
+    if !short() {
+        tensors += compare(
+            "gemma3n_text_active",
+            &[
+                "tune.lora.use_dora=true",
+                "tune.lora.target_modules=[\"altup.modality_router\", \"altup_projections.0\", \"per_layer_model_projection\"]",
+            ],
+            &["magnitude"],
+        );
+        tensors += compare(
+            "gemma4_text_shared",
+            &["memory.activations=keep"],
+            &["per_layer_projection", "per_layer_model_projection"],
+        );
+        tensors += compare("qwen3_5_text", &[], &DELTA);
+        tensors += compare("deepseek_v2_groups", &["memory.tier=disk"], &["kv_a_proj_with_mqa"]);
+        tensors += compare("gpt_oss_plain", &[EXPERTS], &["mlp.experts"]);
+    }
     println!("{tensors} tensors");
-    assert!(tensors > 150, "{tensors}");
+    assert!(tensors > if short() { 150 } else { 250 }, "{tensors}");
 }

@@ -45,10 +45,12 @@ const CALLS: [f64; 2] = [20.0, 28.0];
 const CHUNK_CALLS: [f64; 2] = [5.0, 9.0];
 const PAIR_CALLS: [f64; 2] = [11.0 / 7.0, 20.0 / 7.0];
 /// The same of experts that are computed together, and of an expert that is computed alone (without its pair); the rate of grouped
-/// products relative to those of cuBLAS; and the wait for the logits of a router, whose copy to the host ends the overlap of host
-/// and GPU. Calls are counted, the others assumed.
+/// products relative to those of cuBLAS; and the wait of a forward pass for the number of tokens of each expert, which ends the overlap
+/// of host and GPU. Calls are counted, the others assumed.
 const UNIT_CALLS: [f64; 2] = [10.0, 13.0];
 const EXPERT_CALLS: [f64; 2] = [7.0, 10.0];
+/// Of experts that are computed together: a table and a kernel that dequantizes them, for gate, up and down.
+const DEQUANTIZE_CALLS: f64 = 6.0;
 const GROUPED_RATE: f64 = 0.4;
 const ROUTER_WAIT: f64 = 100e-6;
 /// Elements of each token that norms, RoPE, the gated unit and additions read and write, in units of I and of D.
@@ -280,12 +282,20 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     for experts in spec.layers.iter().filter_map(|layer| layer.experts) {
         let (count, k) = (experts.count as f64, experts.router.top_k as f64);
         let used = count * (1.0 - (1.0 - k / count).powf(n));
-        // Dense experts without adapters are computed together, in units of N rows.
+        // Experts without adapters are computed together, in units of N rows.
         let adapters = inputs.adapters.keys().any(|module| module.contains(".experts"));
-        let together = strategy.storage.quantized().is_empty() && !adapters && !experts.bias;
+        let together = !adapters
+            && products_of == Products::Dequantized
+            && recipe.model.dtype != Dtype::F16
+            && strategy.placement.travels().is_none();
         let (units, calls_of, rate) = if together {
             let units = (count / (count / k).floor()).ceil().min(used);
-            (units, UNIT_CALLS, GROUPED_RATE)
+            let more = if strategy.storage.quantized().is_empty() {
+                0.0
+            } else {
+                DEQUANTIZE_CALLS
+            };
+            (units, UNIT_CALLS.map(|calls| calls + more), GROUPED_RATE)
         } else {
             (used, EXPERT_CALLS, 1.0)
         };
@@ -369,7 +379,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         times * head,
         trained * UPDATE / gpu.bandwidth,
     ];
-    let (calls, copies, waits) = (times * calls, times * copies, times * both([waits; 2]));
+    let (calls, copies, waits) = (times * calls, times * copies, times * both([waits, 0.0]));
     StepTime {
         tokens: (inputs.tokens * inputs.micro_batches) as f64,
         parts,

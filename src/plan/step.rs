@@ -42,6 +42,7 @@ impl Inputs {
             documents: self.documents,
             element: self.element,
             on_gpu: self.on_gpu,
+            experts_streamed: self.strategy.placement.travels().is_some(),
             mlp_tokens: self.strategy.mlp_tokens,
             dropout,
             storage: &self.strategy.storage,

@@ -112,6 +112,8 @@ fn experts_lose_what_they_lose_on_the_cpu() {
     compare("qwen2_moe", &[FULL, BF16]);
     compare("gpt_oss", &[FULL, F32]);
     compare("gpt_oss", &[LORA, BF16]);
+    compare("gpt_oss", &[LORA, BF16, "memory.frozen_weights=int8"]);
+    compare("qwen3_moe", &[LORA, F32, "memory.frozen_weights=nf4"]);
     compare("glm4_moe", &[FULL, F32, "memory.activations=keep"]);
     compare("qwen3_moe", &[LORA, F32, "tune.lora.r=4", on_experts]);
     compare(
@@ -211,5 +213,32 @@ fn greedy_answers_are_those_of_the_cpu() {
                 assert!(off <= if kv_cache.is_none() { 1e-4 } else { 5e-3 }, "{family}: {off}");
             }
         }
+    }
+}
+
+/// The forecast of the peak memory of a mixture: routing, rows and dequantized weights of experts that are computed together.
+#[test]
+fn the_forecast_of_experts_is_what_is_used() {
+    let Some(_gpu) = gpu() else { return };
+    let dir = TempDir::new().unwrap();
+    for (name, settings) in [
+        ("nf4", &[LORA, BF16, "memory.frozen_weights=nf4"][..]),
+        (
+            "int8",
+            &[LORA, F32, "memory.frozen_weights=int8", "memory.activations=keep"],
+        ),
+        ("full", &[FULL, F32]),
+    ] {
+        let model = model("qwen3_moe", &dir.path().join(name));
+        let run = dir.path().join(name).join("run");
+        let lines = train("cuda:0", &model, settings, &run);
+        let plan: Value = serde_json::from_slice(&std::fs::read(run.join("plan.json")).unwrap()).unwrap();
+        let forecast = plan["peak_bytes"].as_f64().unwrap();
+        let used = number(lines.last().unwrap(), "peak_memory_bytes");
+        println!("{name}: {used} bytes used, {forecast} forecast");
+        assert!(
+            (forecast / used - 1.0).abs() < 0.1,
+            "{name}: {used} bytes used, {forecast} forecast"
+        );
     }
 }

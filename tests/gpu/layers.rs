@@ -3,10 +3,13 @@
 use crate::support::{KINDS, Pair, assert_close, assert_same_bits, gpu};
 use candle_core::{DType, Device, Tensor};
 use ft::ops::clamped_glu::{self, ClampedGlu};
+use ft::ops::grouped::{self, GroupWeight};
 use ft::ops::latent::LatentHeads;
 use ft::ops::rope::Pairing;
-use ft::ops::routing::{self, RouterSpec, Score};
-use ft::ops::{altup, grouped, linear, sparse_gate};
+use ft::ops::routing::{self, GroupScore, Groups, RouterSpec, Routing, Score};
+use ft::ops::{altup, linear, sparse_gate};
+use ft::quant::{Format, Weight, encode};
+use ft::recipe::Dtype;
 
 #[test]
 fn rows_of_experts_are_those_of_the_cpu() {
@@ -21,11 +24,11 @@ fn rows_of_experts_are_those_of_the_cpu() {
     for (dtype, tolerance) in KINDS {
         for (n, e, d) in [(1, 3, 7), (33, 5, 64), (70, 4, 300)] {
             let logits = gpu.random((n, e), DType::F32, 1);
-            let routing = spec.route(&logits.gpu, None).unwrap();
-            assert_eq!(routing.counts(), spec.route(&logits.cpu, None).unwrap().counts());
-            let (here, there) = [&Device::Cpu, &gpu.device]
-                .map(|device| routing.assign(device, false).unwrap())
-                .into();
+            let routing = spec.route(&logits.cpu, None).unwrap();
+            let on_gpu = spec.route(&logits.gpu, None).unwrap();
+            assert_eq!(routing.counts(), on_gpu.counts());
+            let here = routing.assign(&Device::Cpu, false).unwrap();
+            let there = on_gpu.assign(&gpu.device, false).unwrap();
             let (x, y, bias) = (
                 gpu.random((n, d), dtype, 2),
                 gpu.random((n, d), dtype, 3),
@@ -64,8 +67,8 @@ fn rows_of_experts_are_those_of_the_cpu() {
                 two_level: None,
             };
             let weights = gpu.random(numbers[0].dims1().unwrap(), DType::F32, 9);
-            let [a, b] = [&weights.cpu, &weights.gpu].map(|d| routing.backward(d, &balance).unwrap());
-            assert_close(&a.to_device(&gpu.device).unwrap(), &b, 0.0);
+            let want = routing.backward(&weights.cpu, &balance).unwrap();
+            assert_close(&on_gpu.backward(&weights.gpu, &balance).unwrap(), &want, 1e-5);
             // Logits and gates are f32 for every type.
             let w = gpu.random((e, d), dtype, 5);
             let b = gpu.random(e, dtype, 6);
@@ -81,6 +84,73 @@ fn rows_of_experts_are_those_of_the_cpu() {
             assert_close(&d.gpu, &d.cpu, 1e-5);
         }
     }
+}
+
+/// Every rule of a router: choices, rows, sums and gradients of the CPU.
+#[test]
+fn routers_choose_what_they_choose_on_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let groups = |count, chosen, score| Some(Groups { count, chosen, score });
+    for (score, renormalize, groups, corrected) in [
+        (Score::Softmax, true, None, false),
+        (Score::Sigmoid, true, groups(8, 3, GroupScore::TwoLargest), true),
+        (Score::Softmax, false, groups(4, 2, GroupScore::Largest), false),
+        (Score::Sigmoid, false, groups(2, 1, GroupScore::Sum), true),
+        (Score::TwoLevel, true, groups(4, 2, GroupScore::Sum), false),
+    ] {
+        let spec = RouterSpec {
+            score,
+            top_k: 4,
+            renormalize,
+            scale: 2.5,
+            groups,
+        };
+        for (n, e) in [(1, 16), (65, 32), (200, 64)] {
+            let logits = gpu.random((n, spec.outputs(e)), DType::F32, 1);
+            let correction = gpu.random(e, DType::F32, 2);
+            let by = |t| corrected.then_some(t);
+            let here = spec.route(&logits.cpu, by(&correction.cpu)).unwrap();
+            let there = spec.route(&logits.gpu, by(&correction.gpu)).unwrap();
+            assert_eq!(
+                (here.tokens(), here.counts(), here.group_visits()),
+                (there.tokens(), there.counts(), there.group_visits())
+            );
+            assert_eq!(here.two_level_sums(), there.two_level_sums());
+            let sums = |of: &Routing| [of.score_sums(), vec![of.entropy_sum(), of.log_sum_squares()]].concat();
+            for (a, b) in sums(&here).iter().zip(sums(&there)) {
+                assert!((a - b).abs() <= 1e-4 * (1.0 + a.abs()), "{score:?}: {a}, {b}");
+            }
+            // Rows and weights of all experts.
+            let (a, b) = (
+                here.assign(&Device::Cpu, false).unwrap(),
+                there.assign(&gpu.device, false).unwrap(),
+            );
+            let x = gpu.random((n, 8), DType::F32, 3);
+            for expert in 0..e {
+                let (a, b) = (a.of(expert..expert + 1).unwrap(), b.of(expert..expert + 1).unwrap());
+                assert_eq!(a.is_some(), b.is_some());
+                let (Some(a), Some(b)) = (a, b) else { continue };
+                assert_close(&b.gather(&x.gpu).unwrap(), &a.gather(&x.cpu).unwrap(), 0.0);
+                assert_close(&b.weights, &a.weights, 1e-5);
+            }
+            let d = gpu.random(n * spec.top_k, DType::F32, 4);
+            let loss = routing::LogitLoss::default();
+            let want = here.backward(&d.cpu, &loss).unwrap();
+            let got = there.backward(&d.gpu, &loss).unwrap();
+            assert_close(&got.to_device(&gpu.device).unwrap(), &want, 1e-5);
+            assert!(there.backward(&x.gpu, &loss).is_err());
+        }
+    }
+    let spec = RouterSpec {
+        score: Score::Softmax,
+        top_k: 1,
+        renormalize: false,
+        scale: 1.0,
+        groups: None,
+    };
+    let broken = Tensor::from_vec(vec![0.0, f32::NAN, 1.0, 2.0], (2, 2), &gpu.device).unwrap();
+    let refused = spec.route(&broken, None).unwrap_err().to_string();
+    assert!(refused.contains("not finite"), "{refused}");
 }
 
 /// Experts that are computed together: products, and rows added at their tokens.
@@ -106,16 +176,16 @@ fn grouped_products_are_those_of_single_experts() {
             let weights: Vec<Pair> = (0..e as u64)
                 .map(|i| gpu.random((outputs, inputs), dtype, 10 + i))
                 .collect();
-            assert!(grouped::fits(&x.gpu, weights.iter().map(|w| &w.gpu)));
-            assert!(!grouped::fits(&x.cpu, weights.iter().map(|w| &w.cpu)));
+            assert!(grouped::fits(&x.gpu, weights.iter().map(|w| (&w.gpu).into())));
+            assert!(!grouped::fits(&x.cpu, weights.iter().map(|w| (&w.cpu).into())));
             for unit in units {
                 let Some(of) = assignment.of(unit.clone()).unwrap() else {
                     continue;
                 };
                 assert!(of.counts.iter().sum::<usize>() <= n);
-                let groups: Vec<(&Tensor, usize)> = weights[unit.clone()]
+                let groups: Vec<(GroupWeight, usize)> = weights[unit.clone()]
                     .iter()
-                    .map(|w| &w.gpu)
+                    .map(|w| (&w.gpu).into())
                     .zip(of.counts.clone())
                     .collect();
                 let part = grouped::forward(&of.gather(&x.gpu).unwrap(), &groups).unwrap();
@@ -141,7 +211,78 @@ fn grouped_products_are_those_of_single_experts() {
         }
     }
     let odd = gpu.random((5, 12), DType::BF16, 1);
-    assert!(!grouped::fits(&odd.gpu, [&odd.gpu]));
+    assert!(!grouped::fits(&odd.gpu, [(&odd.gpu).into()]));
+}
+
+/// Quantized experts: none, few (dequantized in registers) and many rows, formats that one launch cannot dequantize.
+#[test]
+fn grouped_products_with_quantized_weights_are_those_of_single_experts() {
+    let Some(gpu) = gpu() else { return };
+    let (outputs, inputs) = (72, 136);
+    let counts = [0, 3, 20, 8, 9, 40];
+    let rows: usize = counts.iter().sum();
+    for (dtype, tolerance) in KINDS {
+        let decoded = if dtype == DType::BF16 { Dtype::Bf16 } else { Dtype::F32 };
+        for format in Format::ALL {
+            let weight = |seed: usize, format| {
+                let values = gpu.random((outputs, inputs), DType::F32, 20 + seed as u64).cpu;
+                let values: Vec<f32> = values.flatten_all().unwrap().to_vec1().unwrap();
+                let there = encode(&values, (outputs, inputs), format, decoded).unwrap();
+                Weight::coded_on(there, &gpu.device).unwrap()
+            };
+            let mut weights: Vec<Weight> = (0..counts.len()).map(|seed| weight(seed, format)).collect();
+            weights[4] = weight(4, Format::Int8 { group: 0 });
+            let groups: Vec<(GroupWeight, usize)> = weights.iter().map(|w| w.grouped().unwrap()).zip(counts).collect();
+            let x = gpu.random((rows, inputs), dtype, 1).gpu;
+            assert!(grouped::fits(&x, groups.iter().map(|g| g.0)));
+            let y = grouped::forward(&x, &groups).unwrap();
+            let back = grouped::backward_input(&y, &groups).unwrap();
+            grouped::backward_input_add(&back, &y, &groups).unwrap();
+            let twice = y.copy().unwrap();
+            grouped::forward_add(&twice, &x, &groups).unwrap();
+            let mut first = 0;
+            for (w, n) in weights.iter().zip(counts) {
+                let want = w.forward(&x.narrow(0, first, n).unwrap(), None).unwrap();
+                assert_close(&y.narrow(0, first, n).unwrap(), &want, tolerance);
+                let want_back = (w.backward_input(&want).unwrap() * 2.0).unwrap();
+                assert_close(&back.narrow(0, first, n).unwrap(), &want_back, tolerance);
+                assert_close(&twice.narrow(0, first, n).unwrap(), &(want * 2.0).unwrap(), tolerance);
+                first += n;
+            }
+        }
+    }
+    let f32_rows = gpu.random((8, 16), DType::F32, 1).gpu;
+    let values = vec![0.5; 16 * 16];
+    let other = encode(&values, (16, 16), Format::Int8 { group: 0 }, Dtype::Bf16).unwrap();
+    let other = Weight::coded_on(other, &gpu.device).unwrap();
+    assert!(!grouped::fits(&f32_rows, other.grouped()));
+}
+
+#[test]
+fn biases_of_experts_are_those_of_their_rows() {
+    let Some(gpu) = gpu() else { return };
+    let counts = [3, 0, 130, 2];
+    let rows: usize = counts.iter().sum();
+    for (dtype, tolerance) in KINDS {
+        let biases: Vec<Pair> = (0..4).map(|seed| gpu.random(70, dtype, seed)).collect();
+        let groups: Vec<(&Tensor, usize)> = biases.iter().map(|b| &b.gpu).zip(counts).collect();
+        let of_rows: Vec<Tensor> = biases
+            .iter()
+            .zip(counts)
+            .map(|(b, n)| b.cpu.broadcast_as((n, 70)).unwrap())
+            .collect();
+        let of_rows = Tensor::cat(&of_rows, 0).unwrap();
+        let (factors, x) = (gpu.random(rows, DType::F32, 7), gpu.random((rows, 70), dtype, 8));
+        let plain = grouped::bias_rows(&groups, None).unwrap();
+        assert_close(&plain, &of_rows, 0.0);
+        let scaled = grouped::bias_rows(&groups, Some(&factors.gpu)).unwrap();
+        let column = factors.cpu.reshape((rows, 1)).unwrap();
+        assert_close(&scaled, &of_rows.broadcast_mul(&column).unwrap(), tolerance);
+        let to = gpu.random(rows, DType::F32, 9);
+        grouped::bias_products_add(&x.gpu, &groups, &to.gpu).unwrap();
+        let products = (&x.cpu * &of_rows).unwrap().sum(1).unwrap();
+        assert_close(&to.gpu, &(&to.cpu + products).unwrap(), 1e-4);
+    }
 }
 
 #[test]

@@ -209,6 +209,7 @@ fn compare(spec: &Spec, mlp_tokens: Option<usize>) -> [(u64, u64); 5] {
         documents: documents.len() - 1,
         element: 4,
         on_gpu: false,
+        experts_streamed: false,
         mlp_tokens,
         dropout: false,
         storage: &storage,

@@ -284,6 +284,13 @@ __device__ __forceinline__ void decode(const W& w, i64 first, i64 count, int fro
     }
 }
 
+// Whole weights of the same shape, one after the other: `to` [weights, rows, columns]. Row y of blocks takes weight y.
+template <typename W, typename T>
+__device__ __forceinline__ void decode_all(const W* weights, i64 rows, T* to) {
+    const W w = weights[blockIdx.y];
+    decode(w, 0, rows, 0, w.columns, to + (i64)blockIdx.y * rows * w.columns);
+}
+
 // y [count, outputs] = x [count, columns] · Wᵀ, added to what is there if `add`; count <= N. A warp takes a row of W.
 // Every lane decodes C columns at a time and uses them for all tokens.
 template <typename W, typename T, int N, int C>
@@ -333,6 +340,10 @@ __device__ __forceinline__ void few(const W& w, i64 outputs, const T* x, T* y, i
     extern "C" __global__ void decode_##NAME(i64 first, i64 count, int from, int width, T* to, W weight) {               \
         decode(weight, first, count, from, width, to);                                                                   \
     }
+#define DECODE_ALL(NAME, W, T)                                                                                           \
+    extern "C" __global__ void decode_all_##NAME(const W* weights, i64 rows, T* to) {                                    \
+        decode_all(weights, rows, to);                                                                                   \
+    }
 #define FEW(NAME, W, T, N, FORM, C)                                                                                      \
     extern "C" __global__ void few_##NAME##_##N##_##FORM(                                                                \
         i64 outputs, const T* x, T* y, int count, int add, W weight) {                                                   \
@@ -340,6 +351,7 @@ __device__ __forceinline__ void few(const W& w, i64 outputs, const T* x, T* y, i
     }
 #define KINDS(NAME, W, T)                \
     DECODE(NAME, W, T)                   \
+    DECODE_ALL(NAME, W, T)               \
     FEW(NAME, W, T, 1, packed, W::WIDE)  \
     FEW(NAME, W, T, 1, single, 1)        \
     FEW(NAME, W, T, 8, packed, W::WIDE)  \

@@ -9,7 +9,7 @@
 
 constexpr int ROWS = 128, F32_ROWS = 64, COLUMNS = 128, THREADS = 128;
 
-// Rows first .. first + rows - 1 of x and y are multiplied with this matrix.
+// Rows first .. first + rows - 1 of x and y are multiplied with this matrix, or belong to this bias.
 struct Tile {
     const void* weight;
     u32 first, rows;
@@ -208,6 +208,41 @@ __device__ __forceinline__ void combine(
         combine<T>(part, places, k, first, count, d, packs, y);                                                     \
     }
 
+// Each row of y [rows, n] is the bias of its group, times its factor if `factors` is not null. Block (b, c) owns tile b,
+// columns c.
+template <typename T>
+__device__ __forceinline__ void bias_rows(const Tile* tiles, const float* factors, i64 n, T* y) {
+    const Tile tile = tiles[blockIdx.x];
+    const i64 column = (i64)blockIdx.y * blockDim.x + threadIdx.x;
+    if (column >= n) return;
+    const float bias = widen(static_cast<const T*>(tile.weight)[column]);
+    for (u32 row = tile.first; row < tile.first + tile.rows; row++)
+        narrow(factors == nullptr ? bias : factors[row] * bias, y[row * n + column]);
+}
+
+// to[row] += the product of the row of x [rows, n] with the bias of its group. A warp takes a row of the tile of its block.
+template <typename T>
+__device__ __forceinline__ void bias_products(const Tile* tiles, const T* x, i64 n, float* to) {
+    const Tile tile = tiles[blockIdx.x];
+    const T* bias = static_cast<const T*>(tile.weight);
+    const int lane = threadIdx.x % 32;
+    for (u32 i = threadIdx.x / 32; i < tile.rows; i += blockDim.x / 32) {
+        const i64 row = tile.first + i;
+        float sum = 0.0f;
+        for (i64 j = lane; j < n; j += 32) sum += widen(x[row * n + j]) * widen(bias[j]);
+        sum = lane_sum<32>(sum);
+        if (lane == 0) to[row] += sum;
+    }
+}
+
+#define BIASES(T)                                                                                                   \
+    extern "C" __global__ void bias_rows_##T(const Tile* tiles, const float* factors, i64 n, T* y) {               \
+        bias_rows<T>(tiles, factors, n, y);                                                                         \
+    }                                                                                                               \
+    extern "C" __global__ void bias_products_##T(const Tile* tiles, const T* x, i64 n, float* to) {                 \
+        bias_products<T>(tiles, x, n, to);                                                                          \
+    }
+
 typedef float f32;
 GROUPED(grouped_forward, Narrow, bf16, false)
 GROUPED(grouped_input, Narrow, bf16, true)
@@ -215,3 +250,5 @@ GROUPED(grouped_forward, Wide, f32, false)
 GROUPED(grouped_input, Wide, f32, true)
 COMBINE(f32)
 COMBINE(bf16)
+BIASES(f32)
+BIASES(bf16)

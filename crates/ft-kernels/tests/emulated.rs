@@ -70,6 +70,7 @@ emulated! {
         part
         reduce
         rope
+        routing
         sample
         selftest
         short_conv

@@ -5,6 +5,7 @@ use super::format::Format;
 use super::qmatrix::QMatrix;
 use crate::base::{Error, Result};
 use crate::ops::Dtype;
+use crate::ops::grouped::GroupWeight;
 use crate::ops::low_rank::{self, BaseWeight, LowRank};
 use crate::ops::prepacked::{Dense, Prepacked};
 use crate::ops::quantized::Products;
@@ -106,6 +107,16 @@ impl Weight {
         match self {
             Weight::Prepacked(weight) => Ok((&**weight).into()),
             _ => Ok(self.dense()?.into()),
+        }
+    }
+
+    /// The weight as operand of a grouped product; `None` if it is quantized and on the CPU.
+    pub fn grouped(&self) -> Option<GroupWeight<'_>> {
+        match self {
+            Weight::Dense(tensor) => Some(tensor.into()),
+            Weight::Prepacked(weight) => Some(weight.tensor().into()),
+            Weight::Quantized(_) => None,
+            Weight::DeviceQuantized(placed) => Some(placed.codes().into()),
         }
     }
 

@@ -32,6 +32,7 @@ static float part(u32 bits) {
 template <class W, class T>
 struct Kernels {
     void (*decode)(i64, i64, int, int, T*, W);
+    void (*decode_all)(const W*, i64, T*);
     using Few = void (*)(i64, const T*, T*, int, int, W);
     Few one_packed, one_single, some_packed, some_single;
 };
@@ -50,6 +51,12 @@ void weight(const char* name, const Kernels<W, T>& kernels, const W& w, i64 n, u
         launch(kernels.decode, dim3(3), dim3(64), 0, seed, first, count, (int)from, (int)width, y.data, w);
         same(name, y, want);
     }
+    Buffer<W> twice(2);
+    Buffer<T> both(2 * n * columns), want_both(2 * n * columns);
+    for (i64 i = 0; i < 2; i++) twice[i] = w;
+    for (i64 i = 0; i < 2 * n * columns; i++) narrow(at(i / columns % n, i % columns), want_both[i]);
+    launch(kernels.decode_all, dim3(3, 2), dim3(64), 0, seed, (const W*)twice.data, n, both.data);
+    same(name, both, want_both);
     for (int tokens : {1, 2, 5, 8}) {
         Buffer<T> x(tokens * columns), y(tokens * n), before(tokens * n);
         fill(x, seed + 5);
@@ -243,8 +250,8 @@ void float_levels(const Kernels<Fp4, T>& kernels, uint64_t seed) {
 }
 
 #define KERNELS(NAME, T)                                                                                        \
-    {decode_##NAME##_##T, few_##NAME##_##T##_1_packed, few_##NAME##_##T##_1_single, few_##NAME##_##T##_8_packed, \
-     few_##NAME##_##T##_8_single}
+    {decode_##NAME##_##T, decode_all_##NAME##_##T, few_##NAME##_##T##_1_packed, few_##NAME##_##T##_1_single,     \
+     few_##NAME##_##T##_8_packed, few_##NAME##_##T##_8_single}
 
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {

@@ -69,6 +69,36 @@ void sums(void (*kernel)(const T*, const u32*, int, int, int, i64, i64, T*), int
     check("combine", y, want, tolerance<T>());
 }
 
+// Two groups of 3 and 2 rows in three tiles.
+template <class T>
+void biases(
+    void (*rows)(const Tile*, const float*, i64, T*), void (*products)(const Tile*, const T*, i64, float*), i64 n,
+    uint64_t seed) {
+    const int count = 5;
+    Buffer<T> bias(2 * n), x(count * n), y(count * n);
+    Buffer<float> factors(count), to(count);
+    Buffer<Tile> tiles(3);
+    fill(bias, seed + 1);
+    fill(x, seed + 2);
+    fill(factors, seed + 3);
+    fill(to, seed + 4);
+    tiles[0] = {bias.data, 0, 2};
+    tiles[1] = {bias.data, 2, 1};
+    tiles[2] = {bias.data + n, 3, 2};
+    const std::vector<double> b = values(bias), given = values(x), f = values(factors);
+    std::vector<double> want_to = values(to);
+    for (bool scaled : {true, false}) {
+        std::vector<double> want(count * n);
+        for (i64 i = 0; i < count * n; i++) want[i] = (scaled ? f[i / n] : 1.0) * b[(i / n < 3 ? 0 : n) + i % n];
+        const float* by = scaled ? factors.data : nullptr;
+        launch(rows, dim3(3, (n + 31) / 32), dim3(32), 0, seed, (const Tile*)tiles.data, by, n, y.data);
+        check("rows of biases", y, want, tolerance<T>());
+    }
+    for (i64 i = 0; i < count * n; i++) want_to[i / n] += given[i] * b[(i / n < 3 ? 0 : n) + i % n];
+    launch(products, dim3(3), dim3(64), 0, seed, (const Tile*)tiles.data, (const T*)x.data, n, to.data);
+    check("products with biases", to, want_to, 1e-5);
+}
+
 int main(int argc, char** argv) {
     for (uint64_t seed : seeds(argc, argv)) {
         products(grouped_forward_bf16, {3, 0, 70}, 136, 40, false, seed);
@@ -79,6 +109,8 @@ int main(int argc, char** argv) {
         products(grouped_input_bf16, {129}, 72, 136, true, seed);
         products(grouped_forward_f32, {3, 0, 65}, 130, 19, false, seed);
         products(grouped_input_f32, {9, 2}, 5, 33, true, seed);
+        biases(bias_rows_f32, bias_products_f32, 70, seed);
+        biases(bias_rows_bf16, bias_products_bf16, 33, seed);
         sums(combine_f32, 7, 0, seed);
         sums(combine_bf16, 7, 0, seed);
         sums(combine_f32, 8, 2, seed);

@@ -53,6 +53,7 @@ pub(crate) mod kv_block;
 pub(crate) mod reduce;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+pub(crate) mod routing;
 pub(crate) mod sample;
 pub(crate) mod short_conv;
 pub(crate) mod step;

@@ -35,26 +35,55 @@ enum Weight {
     Scaled([u64; 8]),
 }
 
+impl Weight {
+    /// The structure, word by word.
+    fn words(&self) -> &[u64] {
+        match self {
+            Weight::Halves(words) => words,
+            Weight::Grouped(words) => words,
+            Weight::Nf4(words) => words,
+            Weight::Scaled(words) => words,
+        }
+    }
+}
+
 fn pair(low: u32, high: u32) -> u64 {
     low as u64 | (high as u64) << 32
 }
 
-/// Returns the name of the format in kernel names, and the structure. The addresses are valid as long as `w` lives.
-fn weight(gpu: &Gpu, w: &QTensors) -> Result<(&'static str, Weight)> {
+/// The name of the format in kernel names.
+fn format(w: &QTensors) -> &'static str {
+    match &w.scales {
+        ScaleTensors::Bf16 { .. } => "half",
+        ScaleTensors::Int8 { .. } => "int8",
+        ScaleTensors::Int4 { .. } => "int4",
+        ScaleTensors::Scaled { kind, .. } => match kind.code {
+            CodeType::U4 => "u4",
+            CodeType::E2m1 => "e2m1",
+            CodeType::U8 => "u8",
+            CodeType::I8 => "i8",
+            CodeType::E4m3 => "e4m3",
+        },
+        ScaleTensors::Nf4 { levels, .. } | ScaleTensors::Nf4Double { levels, .. } if **levels == FP4_TABLE => "fp4",
+        ScaleTensors::Nf4 { .. } | ScaleTensors::Nf4Double { .. } => "nf4",
+    }
+}
+
+/// Returns the structure. The addresses are valid as long as `w` lives.
+fn weight(gpu: &Gpu, w: &QTensors) -> Result<Weight> {
     const NAME: &str = "a quantized weight";
     let columns = narrow(w.columns, "a row of a weight")? as u32;
     let codes = address_of(&w.codes, NAME, DType::U8)?;
     Ok(match &w.scales {
-        ScaleTensors::Bf16 { stride } => ("half", Weight::Halves([codes, *stride as u64, pair(columns, 0)])),
+        ScaleTensors::Bf16 { stride } => Weight::Halves([codes, *stride as u64, pair(columns, 0)]),
         ScaleTensors::Int8 { stride, group, scales } | ScaleTensors::Int4 { stride, group, scales } => {
-            let (name, dtype) = match w.scales {
-                ScaleTensors::Int8 { .. } => ("int8", DType::F32),
-                _ => ("int4", DType::U32),
+            let dtype = match w.scales {
+                ScaleTensors::Int8 { .. } => DType::F32,
+                _ => DType::U32,
             };
             let shift = if *group < w.columns { group.ilog2() } else { 31 };
             let scales = address_of(scales, NAME, dtype)?;
-            let numbers = [codes, scales, *stride as u64, pair(columns, shift)];
-            (name, Weight::Grouped(numbers))
+            Weight::Grouped([codes, scales, *stride as u64, pair(columns, shift)])
         }
         ScaleTensors::Scaled {
             kind,
@@ -78,7 +107,7 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<(&'static str, Weight)> {
                 ProductType::Bf16 => 2,
                 ProductType::Absmax127 => 3,
             };
-            let numbers = [
+            Weight::Scaled([
                 codes,
                 address_of(scales, NAME, DType::U8)?,
                 optional(zeros, DType::U8)?,
@@ -87,49 +116,27 @@ fn weight(gpu: &Gpu, w: &QTensors) -> Result<(&'static str, Weight)> {
                 pair(columns, shift),
                 pair(scale, product),
                 pair(u32::from(kind.code.middle()), 0),
-            ];
-            (name_of(kind.code), Weight::Scaled(numbers))
+            ])
         }
-        ScaleTensors::Nf4 { levels, absmax } => {
+        ScaleTensors::Nf4 { absmax, .. } => {
             let absmax = address_of(absmax, NAME, DType::F32)?;
-            (
-                four_bits(levels),
-                Weight::Nf4([codes, absmax, 0, 0, 0, pair(0, columns)]),
-            )
+            Weight::Nf4([codes, absmax, 0, 0, 0, pair(0, columns)])
         }
         ScaleTensors::Nf4Double {
-            levels,
             codes: nested,
             table,
             scales,
             offset,
-        } => {
-            let numbers = [
-                codes,
-                0,
-                address_of(nested, NAME, DType::U8)?,
-                table_on(gpu, table)?,
-                address_of(scales, NAME, DType::F32)?,
-                pair(offset.to_bits(), columns),
-            ];
-            (four_bits(levels), Weight::Nf4(numbers))
-        }
+            ..
+        } => Weight::Nf4([
+            codes,
+            0,
+            address_of(nested, NAME, DType::U8)?,
+            table_on(gpu, table)?,
+            address_of(scales, NAME, DType::F32)?,
+            pair(offset.to_bits(), columns),
+        ]),
     })
-}
-
-/// The name of codes of other tools in kernel names.
-fn name_of(code: CodeType) -> &'static str {
-    match code {
-        CodeType::U4 => "u4",
-        CodeType::E2m1 => "e2m1",
-        CodeType::U8 => "u8",
-        CodeType::I8 => "i8",
-        CodeType::E4m3 => "e4m3",
-    }
-}
-
-fn four_bits(levels: &[f32; 16]) -> &'static str {
-    if *levels == FP4_TABLE { "fp4" } else { "nf4" }
 }
 
 /// Returns the address of the absmax table, uploaded once per device: there is only one table.
@@ -167,7 +174,7 @@ unsafe fn launch(gpu: &Gpu, kernel: impl Into<Name>, grid: Grid, args: &[Arg], w
 }
 
 /// Returns the type of the dequantized values.
-fn decoded(w: &QTensors) -> FloatType {
+pub(super) fn decoded(w: &QTensors) -> FloatType {
     match w.decoded {
         Dtype::F32 => FloatType::F32,
         Dtype::Bf16 => FloatType::Bf16,
@@ -180,7 +187,6 @@ type Range = (usize, usize);
 
 /// Dequantizes a part of W into the first elements of `to`, as a matrix `[count, width]`.
 fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, to: &Tensor) -> Result<()> {
-    let (format, weight) = weight(gpu, w)?;
     let kind = decoded(w);
     if count * width > to.elem_count() || first + count > w.rows || from + width > w.columns {
         return Err(Error::shape("a part of a quantized weight does not match its buffer"));
@@ -192,9 +198,38 @@ fn decode(gpu: &Gpu, w: &QTensors, (first, count): Range, (from, width): Range, 
         Arg::small(width, "a row of a weight")?,
         Arg::Address(address_of(to, "a dequantized weight", kind.dtype())?),
     ];
-    let kernel = ["decode_", format, "_", kind.name()];
+    let kernel = ["decode_", format(w), "_", kind.name()];
+    let weight = weight(gpu, w)?;
     // SAFETY: the part lies inside W, whose tensors were checked on construction, and fits into `to`.
     unsafe { launch(gpu, kernel, Grid::stride(count * width / 8 + 1), &args, &weight) }
+}
+
+/// True if `decode_all` takes these weights in one launch: one format, type and shape.
+pub(crate) fn alike(a: &QTensors, b: &QTensors) -> bool {
+    (a.rows, a.columns, a.decoded, format(a)) == (b.rows, b.columns, b.decoded, format(b))
+}
+
+/// Dequantizes weights that are alike, each whole, one after the other into the first elements of `to`.
+pub(crate) fn decode_all(gpu: &Gpu, weights: &[&QTensors], to: &Tensor) -> Result<()> {
+    let Some(first) = weights.first() else { return Ok(()) };
+    let (elements, kind) = (first.rows * first.columns, decoded(first));
+    if weights.len() * elements > to.elem_count() || !weights.iter().all(|w| alike(first, w)) {
+        return Err(Error::internal("quantized weights do not match their buffer"));
+    }
+    let mut table: Vec<u8> = Vec::new();
+    for w in weights {
+        table.extend(weight(gpu, w)?.words().iter().flat_map(|word| word.to_ne_bytes()));
+    }
+    let table = gpu.upload_bytes(&table)?;
+    let args = [
+        Arg::Address(address(&table, "a table of weights")?),
+        Arg::size(first.rows),
+        Arg::Address(address_of(to, "dequantized weights", kind.dtype())?),
+    ];
+    let mut grid = Grid::stride(elements / 8 + 1);
+    grid.blocks.1 = weights.len();
+    // SAFETY: `to` has room for all weights, whose tensors were checked on construction.
+    unsafe { gpu.launch("decode", ["decode_all_", format(first), "_", kind.name()], grid, &args) }
 }
 
 /// Returns dequantized rows in f32 on the host. Synchronizes with the GPU.
@@ -232,7 +267,7 @@ pub(crate) fn forward_add(y: &Tensor, x: &Tensor, w: &QTensors) -> Result<()> {
     forward_into(&Gpu::of(x, "x of a linear")?, y, x, w, true)
 }
 
-fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()> {
+pub(super) fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()> {
     let (n, outputs, inputs) = (x.dims()[0], w.rows, w.columns);
     if n == 0 || outputs == 0 || inputs == 0 {
         return Ok(());
@@ -270,7 +305,7 @@ fn forward_into(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> R
 /// Computes the product in one kernel. x, y and the dequantized values have one type.
 fn few(gpu: &Gpu, y: &Tensor, x: &Tensor, w: &QTensors, add: bool) -> Result<()> {
     let (n, outputs, inputs) = (x.dims()[0], w.rows, w.columns);
-    let (format, weight) = weight(gpu, w)?;
+    let (format, weight) = (format(w), weight(gpu, w)?);
     let kind = decoded(w);
     let from = address(x, "x of a linear")?;
     let codes = address(&w.codes, "a quantized weight")?;

@@ -6,7 +6,8 @@
 use super::super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use super::super::grouped;
 use super::super::update::{self, with_slice, with_slice_mut};
-use super::{Routing, sigmoid};
+use super::host::HostRouting;
+use super::sigmoid;
 use candle_core::{Device, Tensor};
 use ft_base::{Error, Result};
 use rayon::prelude::*;
@@ -16,15 +17,15 @@ use std::ops::Range;
 #[derive(Debug, Clone)]
 pub struct Assignment {
     /// N
-    rows: usize,
+    pub(crate) rows: usize,
     /// Where an expert begins, `[E + 1]`.
-    starts: Vec<usize>,
+    pub(crate) starts: Vec<usize>,
     /// u32 `[N·K]`
-    tokens: Tensor,
+    pub(crate) tokens: Tensor,
     /// f32 `[N·K]`
-    weights: Tensor,
+    pub(crate) weights: Tensor,
     /// Experts are computed together: where the rows of each token are, u32 `[N, K]`, ascending in a row.
-    places: Option<Tensor>,
+    pub(crate) places: Option<Tensor>,
 }
 
 /// The tokens of one expert, or of successive experts that are computed together.
@@ -42,13 +43,9 @@ pub struct Assigned {
     places: Option<Tensor>,
 }
 
-impl Routing {
-    /// Puts the tokens and weights of all experts on the device of the rows. `together`: experts are computed together (on a GPU
-    /// only).
-    ///
-    /// # Errors
-    /// Not enough memory on the device.
-    pub fn assign(&self, device: &Device, together: bool) -> Result<Assignment> {
+impl HostRouting {
+    /// As `Routing::assign`.
+    pub(super) fn assign(&self, device: &Device, together: bool) -> Result<Assignment> {
         let k = self.spec.top_k as u32;
         let tokens: Vec<u32> = self.order.iter().map(|place| place / k).collect();
         let weights: Vec<f32> = self.order.iter().map(|place| self.weights[*place as usize]).collect();

@@ -68,7 +68,7 @@ fn the_best_experts_with_their_weights() {
     let logits = random((n, e), 1);
     let z = to_f32_vec(&logits).unwrap();
     for spec in specs() {
-        let routing = spec.route(&logits, None).unwrap();
+        let routing = spec.route_on_host(&logits, None).unwrap();
         assert_eq!(routing.tokens(), n);
         assert_eq!(routing.counts().iter().sum::<usize>(), n * spec.top_k);
         for token in 0..n {
@@ -111,8 +111,8 @@ fn a_correction_changes_the_choice_only() {
     };
     let logits = Tensor::new(&[[1.0f32, 0.0]], &Device::Cpu).unwrap();
     let correction = Tensor::new(&[0.0f32, 5.0], &Device::Cpu).unwrap();
-    assert_eq!(spec.route(&logits, None).unwrap().chosen, [0]);
-    let corrected = spec.route(&logits, Some(&correction)).unwrap();
+    assert_eq!(spec.route_on_host(&logits, None).unwrap().chosen, [0]);
+    let corrected = spec.route_on_host(&logits, Some(&correction)).unwrap();
     assert_eq!((corrected.chosen, corrected.weights), (vec![1], vec![0.5]));
 }
 
@@ -130,7 +130,7 @@ fn groups_are_rated_by_one_or_two_scores() {
             ..PLAIN
         };
         let logits = Tensor::new(&[[2.0f32, -9.0, 1.0, 1.0]], &Device::Cpu).unwrap();
-        spec.route(&logits, None).unwrap().chosen
+        spec.route_on_host(&logits, None).unwrap().chosen
     };
     assert_eq!(choose(GroupScore::Largest), [0]);
     assert_eq!(choose(GroupScore::TwoLargest), [2]);
@@ -141,7 +141,7 @@ fn gradients_as_differences() {
     let (n, e) = (3, 6);
     for (spec, balanced) in specs().into_iter().map(|s| (s, s.score == Score::Softmax)) {
         let logits = random((n, e), 5);
-        let routing = spec.route(&logits, None).unwrap();
+        let routing = spec.route_on_host(&logits, None).unwrap();
         let d_weights = to_f32_vec(&random((n, spec.top_k), 6)).unwrap();
         let extra = LogitLoss {
             balance: if balanced {
@@ -193,7 +193,7 @@ fn rows_to_an_expert_and_back() {
     let x = random((4, 3), 1);
     // Expert 1 has the tokens 1 and 3.
     let logits = Tensor::new(&[[1.0f32, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 2.0]], &Device::Cpu).unwrap();
-    let routing = RouterSpec { top_k: 1, ..PLAIN }.route(&logits, None).unwrap();
+    let routing = RouterSpec { top_k: 1, ..PLAIN }.route_on_host(&logits, None).unwrap();
     let assignment = routing.assign(&Device::Cpu, false).unwrap();
     let of = assignment.of(1..2).unwrap().unwrap();
     let part = of.gather(&x).unwrap();

@@ -4,7 +4,8 @@
 //! Letters as in `routing`.
 
 use super::super::cpu::storage::unwritten;
-use super::{Routing, Score, softmax};
+use super::Score;
+use super::host::{HostRouting, softmax};
 use rayon::prelude::*;
 
 /// Gradients of the balance loss of a router of two levels.
@@ -44,7 +45,7 @@ pub(super) fn scores(logits: &[f32], (experts, groups): (usize, usize)) -> Vec<f
     scores
 }
 
-impl Routing {
+impl HostRouting {
     /// The groups of the router and the experts of one: G and M.
     fn groups(&self) -> (usize, usize) {
         let count = self.spec.groups.map_or(1, |g| g.count);
@@ -59,17 +60,16 @@ impl Routing {
         reached
     }
 
-    /// Sum over the tokens of the number of groups that compute them, if the router has groups. With each group on a rank of its
-    /// own a token is sent to as many ranks.
-    pub fn group_visits(&self) -> Option<u64> {
+    /// As `Routing::group_visits`.
+    pub(super) fn group_visits(&self) -> Option<u64> {
         self.spec.groups.filter(|g| g.count > 1)?;
         let tokens = self.chosen.chunks(self.spec.top_k);
         let visits = tokens.map(|chosen| self.in_groups(chosen).into_iter().filter(|r| *r).count() as u64);
         Some(visits.sum())
     }
 
-    /// What the balance loss of a router of two levels needs; `None` for others.
-    pub fn two_level_sums(&self) -> Option<TwoLevelSums> {
+    /// As `Routing::two_level_sums`.
+    pub(super) fn two_level_sums(&self) -> Option<TwoLevelSums> {
         if self.spec.score != Score::TwoLevel {
             return None;
         }
@@ -171,7 +171,7 @@ mod tests {
     fn a_group_is_chosen_first_then_its_experts() {
         let logits = random((50, EXPERTS + GROUPS), 3);
         let z: Vec<f64> = to_f32_vec(&logits).unwrap().iter().map(|x| f64::from(*x)).collect();
-        let routing = spec(1, 1, false).route(&logits, None).unwrap();
+        let routing = spec(1, 1, false).route_on_host(&logits, None).unwrap();
         assert_eq!((routing.tokens(), routing.counts().len()), (50, EXPERTS));
         for (t, z) in z.chunks(EXPERTS + GROUPS).enumerate() {
             let (s, q) = levels(z);
@@ -182,7 +182,7 @@ mod tests {
             assert!((f64::from(routing.weights[t]) - 1.5 * s[g] * q[e]).abs() < 1e-6);
         }
         assert_eq!(routing.group_visits(), Some(50));
-        let two = spec(2, 2, true).route(&logits, None).unwrap();
+        let two = spec(2, 2, true).route_on_host(&logits, None).unwrap();
         assert!((50..=100).contains(&two.group_visits().unwrap()));
     }
 
@@ -196,7 +196,7 @@ mod tests {
             (spec(3, 2, true), false),
         ] {
             let logits = random((n, width), 5);
-            let routing = spec.route(&logits, None).unwrap();
+            let routing = spec.route_on_host(&logits, None).unwrap();
             let k = spec.top_k;
             let d_weights = to_f32_vec(&random((n, k), 6)).unwrap();
             let loss = TwoLevelLoss {
@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn sums_of_the_levels() {
         let logits = random((9, EXPERTS + GROUPS), 1);
-        let routing = spec(2, 1, true).route(&logits, None).unwrap();
+        let routing = spec(2, 1, true).route_on_host(&logits, None).unwrap();
         let sums = routing.two_level_sums().unwrap();
         assert_eq!(sums.counts.iter().sum::<u64>(), 9);
         assert!((sums.groups.iter().sum::<f64>() - 9.0).abs() < 1e-5);

@@ -31,6 +31,8 @@ pub struct LayerMemorySettings<'a> {
     pub element: u64,
     /// Tensors are on a GPU.
     pub on_gpu: bool,
+    /// Experts come from host memory or the disk, one at a time.
+    pub experts_streamed: bool,
     /// As in `Context`.
     pub mlp_tokens: Option<usize>,
     /// Adapters use dropout, which needs a masked copy of the input.

@@ -1,17 +1,16 @@
-//! Several experts of a mixture in one product (`ops::grouped`), on a GPU: those whose weights are dense and that have neither
-//! biases nor adapters. Their rows follow each other, so the other operations run once for all of them. The gradients of the
-//! weights are products of each expert alone.
+//! Several experts of a mixture in one product (`ops::grouped`), on a GPU: those without adapters. Their rows follow each other,
+//! so the other operations run once for all of them. The gradients of weights and biases are computed for each expert alone.
 //!
 //! Letters: R rows of all experts of a group, D hidden size, I intermediate size of an expert.
 
 use super::super::block::Block;
-use super::super::contracts::{Context, GradSink};
+use super::super::contracts::{Context, GradSink, Param};
 use super::super::linear::Linear;
 use super::super::mlp::SavedPiece;
 use super::reader::Expert;
-use super::{Experts, Needs, zero_gradients};
+use super::{Experts, Needs, bias, zero_gradients};
 use crate::base::{Error, Result};
-use crate::ops::grouped;
+use crate::ops::grouped::{self, GroupWeight};
 use crate::ops::routing::{self, Assigned};
 use candle_core::Tensor;
 
@@ -26,21 +25,32 @@ impl Expert {
         let missing = || Error::internal("an expert has other projections");
         self.all().nth(p).ok_or_else(missing)
     }
+
+    /// Of gate, up and down.
+    fn biases(&self) -> [Option<&Param>; 3] {
+        let mut inputs = self.inputs.linears().iter().map(|l| l.bias.as_ref());
+        [
+            inputs.next().flatten(),
+            inputs.next().flatten(),
+            self.down_bias.as_ref(),
+        ]
+    }
 }
 
 impl Experts {
-    /// All experts, if they can be computed together for rows like `h`. A source with slow storage brings one at a time.
+    /// All experts, if they can be computed together for rows like `h`. A source that streams experts brings one at a time.
     pub(super) fn together(&self, h: &Tensor, ctx: &Context) -> Result<Option<Vec<Expert>>> {
         if !h.device().is_cuda() || ctx.observer.is_some() || self.reader.source.streams_experts() {
             return Ok(None);
         }
-        let plain = |l: &Linear| l.adapter.is_none() && l.bias.is_none() && l.weight.dense().is_ok();
+        let plain = |l: &Linear| l.adapter.is_none() && l.weight.grouped().is_some();
+        let of_rows = |b: &Param| b.tensor.dtype() == h.dtype();
         let mut experts = Vec::new();
         for e in 0..self.sizes.count {
             let expert = self.reader.read(e)?;
-            let fits = expert.down_bias.is_none()
-                && expert.all().all(plain)
-                && grouped::fits(h, expert.all().filter_map(|l| l.weight.dense().ok()));
+            let fits = expert.all().all(plain)
+                && expert.biases().iter().flatten().all(|b| of_rows(b))
+                && grouped::fits(h, expert.all().filter_map(|l| l.weight.grouped()));
             // Usually all are alike, so the first one decides.
             if !fits {
                 return Ok(None);
@@ -52,9 +62,32 @@ impl Experts {
 }
 
 /// The weights and the numbers of rows of projection `p`.
-fn groups<'a>(experts: &'a [Expert], of: &Assigned, p: usize) -> Result<Vec<(&'a Tensor, usize)>> {
-    let one = |(expert, rows): (&'a Expert, &usize)| Ok((expert.linear(p)?.weight.dense()?, *rows));
+fn groups<'a>(experts: &'a [Expert], of: &Assigned, p: usize) -> Result<Vec<(GroupWeight<'a>, usize)>> {
+    let missing = || Error::internal("the weight of an expert does not fit a grouped product");
+    let one = |(expert, rows): (&'a Expert, &usize)| {
+        let weight = expert.linear(p)?.weight.grouped().ok_or_else(missing)?;
+        Ok((weight, *rows))
+    };
     experts.iter().zip(&of.counts).map(one).collect()
+}
+
+/// The biases and the numbers of rows of projection `p`; none without biases.
+fn biases<'a>(experts: &'a [Expert], of: &Assigned, p: usize) -> Vec<(&'a Tensor, usize)> {
+    let all = experts.iter().zip(&of.counts);
+    all.filter_map(|(expert, rows)| Some((&expert.biases()[p]?.tensor, *rows)))
+        .collect()
+}
+
+/// Projection `p` of x `[R, ·]`: `[R, ·]`. `factors`: of the biases of the rows.
+fn project(group: &[Expert], of: &Assigned, p: usize, x: &Tensor, factors: Option<&Tensor>) -> Result<Tensor> {
+    let (weights, biases) = (groups(group, of, p)?, biases(group, of, p));
+    if biases.is_empty() {
+        return grouped::forward(x, &weights);
+    }
+    // The product is added to the biases, so that a sum is rounded once.
+    let y = grouped::bias_rows(&biases, factors)?;
+    grouped::forward_add(&y, x, &weights)?;
+    Ok(y)
 }
 
 impl Block {
@@ -70,7 +103,7 @@ impl Block {
         let m = self.activated(&parts)?;
         let saved = keep.then(|| SavedPiece::new(parts, [None, None]));
         routing::scale_rows(&m, &of.weights)?;
-        Ok((grouped::forward(&m, &groups(group, of, 2)?)?, saved))
+        Ok((project(group, of, 2, &m, Some(&of.weights))?, saved))
     }
 
     /// As `expert_backward`, for the experts of a group: from `dy` `[R, D]` to the gradient of the rows `[R, D]`, if it is needed.
@@ -90,6 +123,7 @@ impl Block {
         let down_wanted = group.iter().any(|expert| expert.down.wanted(sink));
         let need_dm = needs.dh || needs.weights || inputs_wanted;
         if !need_dm && !down_wanted {
+            down_bias_gradients(group, of, dy, sink)?;
             return Ok(None);
         }
         let parts = match saved {
@@ -107,10 +141,15 @@ impl Block {
             routing::scale_rows(&scaled, &of.weights)?;
             own_gradients(group, of, 2, (&scaled, dy), sink)?;
         }
-        let Some(dm) = dm else { return Ok(None) };
-        if let Some(d_weights) = d_weights {
-            routing::row_products(&dm, &m, d_weights)?;
+        if let (Some(dm), Some(d_weights)) = (&dm, d_weights) {
+            routing::row_products(dm, &m, d_weights)?;
+            let biases = biases(group, of, 2);
+            if !biases.is_empty() {
+                grouped::bias_products_add(dy, &biases, d_weights)?;
+            }
         }
+        down_bias_gradients(group, of, dy, sink)?;
+        let Some(dm) = dm else { return Ok(None) };
         drop(m);
         if !needs.dh && !inputs_wanted {
             return Ok(None);
@@ -135,8 +174,7 @@ impl Block {
 
 /// gate and up of the rows, `[R, I]` each.
 fn group_parts(group: &[Expert], of: &Assigned, rows: &Tensor) -> Result<Vec<Tensor>> {
-    let one = |p| grouped::forward(rows, &groups(group, of, p)?);
-    [0, 1].into_iter().map(one).collect()
+    [0, 1].into_iter().map(|p| project(group, of, p, rows, None)).collect()
 }
 
 /// Passes the gradients of the weights of projection `p` to the sink; inputs x and gradients dy `[R, ·]`.
@@ -153,6 +191,19 @@ fn own_gradients(
         if rows > 0 && linear.wanted(sink) {
             let (x, dy) = (x.narrow(0, first, rows)?, dy.narrow(0, first, rows)?);
             linear.own_gradients(Some(&x), &dy, sink)?;
+        }
+        first += rows;
+    }
+    Ok(())
+}
+
+/// Passes the gradients of the biases of the outputs to the sink; dy `[R, D]`.
+fn down_bias_gradients(group: &[Expert], of: &Assigned, dy: &Tensor, sink: &mut dyn GradSink) -> Result<()> {
+    let mut first = 0;
+    for (expert, &rows) in group.iter().zip(&of.counts) {
+        if let Some(b) = expert.down_bias.as_ref().filter(|b| rows > 0 && sink.wants(&b.name)) {
+            let weights = of.weights.narrow(0, first, rows)?;
+            bias::backward(b, &dy.narrow(0, first, rows)?, &weights, None, sink)?;
         }
         first += rows;
     }

@@ -8,31 +8,36 @@ use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::formats::adapter::EXPERT_PARAMETERS;
 use crate::model::spec::ExpertsSpec;
+use crate::ops::quantized::{Products, TILE};
+use crate::ops::routing::Score;
+use crate::ops::{Dtype, grouped};
 use crate::peft::Cost;
 use std::sync::Arc;
 
 impl LayerMemory<'_> {
-    /// Bytes of the tokens and weights of all experts; on the CPU also those of the scores, the choices and the lists of a
-    /// routing, which are in host memory.
-    fn routing_bytes(&self, sizes: &ExpertsSpec) -> u64 {
-        let k = sizes.router.top_k;
-        let tokens = self.settings.tokens;
-        let routing = if self.settings.on_gpu {
-            // The rows of each token, for experts that are computed together.
-            tokens * k
-        } else {
-            tokens * (sizes.count + 3 * k + 1) + 2 * sizes.count
-        };
-        4 * (routing + 2 * tokens * k) as u64
-    }
-
+    /// Chooses the experts; the routing stays.
     fn route(&self, l: &mut Ledger, sizes: &ExpertsSpec) -> Allocation {
-        let logits = l.alloc(
-            LayerWork,
-            4 * (self.settings.tokens * sizes.router.outputs(sizes.count)) as u64,
+        let (tokens, k, outputs) = (
+            self.settings.tokens,
+            sizes.router.top_k,
+            sizes.router.outputs(sizes.count),
         );
-        let routing = l.alloc(LayerWork, self.routing_bytes(sizes));
-        l.free(logits);
+        let (scores, choices) = (tokens * outputs, tokens * k);
+        // Tokens and weights of all experts.
+        let rows = 2 * choices;
+        let (work, stays) = if !self.settings.on_gpu {
+            // Scores, choices, weights and their order.
+            (scores, rows + tokens * (sizes.count + 3 * k + 1) + 2 * sizes.count)
+        } else if sizes.router.score == Score::TwoLevel {
+            // The routing is in host memory. Here are the rows of each token, for experts that are computed together.
+            (scores, rows + choices)
+        } else {
+            // The logits become scores. Choices, their rows in two orders, the logarithms.
+            (choices + 3 * tokens, rows + scores + 3 * choices + tokens)
+        };
+        let work = l.alloc(LayerWork, 4 * work as u64);
+        let routing = l.alloc(LayerWork, 4 * stays as u64);
+        l.free(work);
         routing
     }
 
@@ -49,7 +54,28 @@ impl LayerMemory<'_> {
     fn decode_expert(&self, l: &mut Ledger, sizes: &ExpertsSpec, p: usize) {
         let (d, i) = (self.settings.spec.hidden, sizes.intermediate);
         let (input, output) = if p == 2 { (i, d) } else { (d, i) };
-        self.decode(l, (&sizes.linear_name(0, p), input, output));
+        let name = sizes.linear_name(0, p);
+        if !self.together(sizes) || output * input > TILE {
+            return self.decode(l, (&name, input, output));
+        }
+        let (storage, weight) = (&self.settings.storage, self.name(&format!("{name}.weight")));
+        if storage.quantized().contains_key(weight.as_str()) && !(self.settings.active)(&weight) {
+            l.touch(
+                LayerWork,
+                grouped::work_bytes(sizes.count, (output, input), storage.dtype()),
+            );
+        }
+    }
+
+    /// True if the experts are computed together.
+    fn together(&self, sizes: &ExpertsSpec) -> bool {
+        let settings = &self.settings;
+        let adapters = || EXPERT_PARAMETERS.iter().any(|name| self.joined(sizes, name).is_some());
+        settings.on_gpu
+            && !settings.experts_streamed
+            && settings.storage.dtype() != Dtype::F16
+            && settings.storage.products() == Products::Dequantized
+            && !adapters()
     }
 
     /// On a GPU the gradients of gate and up do not overwrite them.

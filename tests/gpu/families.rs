@@ -68,8 +68,13 @@ pub fn train(device: &str, model: &Path, settings: &[&str], out: &Path) -> Vec<V
 pub fn compare(family: &str, settings: &[&str]) {
     let dir = TempDir::new().unwrap();
     let model = model(family, dir.path());
-    let here = train("cpu", &model, settings, &dir.path().join("cpu"));
-    let there = train("cuda:0", &model, settings, &dir.path().join("gpu"));
+    compare_runs(family, &model, settings, dir.path());
+}
+
+/// As `compare`, in the directories `cpu` and `gpu` of `dir`.
+fn compare_runs(family: &str, model: &Path, settings: &[&str], dir: &Path) {
+    let here = train("cpu", model, settings, &dir.join("cpu"));
+    let there = train("cuda:0", model, settings, &dir.join("gpu"));
     assert_eq!((here.len(), there.len()), (3, 3), "{family} {settings:?}");
     // As in tests/gpu/train.rs.
     let (loss, norm) = if settings.contains(&"model.dtype=bf16") {
@@ -216,29 +221,54 @@ fn greedy_answers_are_those_of_the_cpu() {
     }
 }
 
-/// The forecast of the peak memory of a mixture: routing, rows and dequantized weights of experts that are computed together.
+/// A mixture whose sizes suit grouped products in bf16, with random weights (`model.init`).
+fn wide_mixture(dir: &Path) -> PathBuf {
+    let to = model("qwen3_moe", dir);
+    let path = to.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    for (key, value) in [
+        ("hidden_size", 128),
+        ("moe_intermediate_size", 64),
+        ("num_local_experts", 16),
+        ("num_experts_per_tok", 4),
+        ("head_dim", 32),
+        ("intermediate_size", 192),
+    ] {
+        config[key] = value.into();
+    }
+    std::fs::write(&path, config.to_string()).unwrap();
+    std::fs::remove_file(to.join("model.safetensors")).unwrap();
+    to
+}
+
+/// Experts that are computed together, dense and quantized: losses of the CPU, and the forecast of the peak memory.
 #[test]
-fn the_forecast_of_experts_is_what_is_used() {
+fn experts_together_lose_and_need_what_is_forecast() {
     let Some(_gpu) = gpu() else { return };
     let dir = TempDir::new().unwrap();
+    let model = wide_mixture(dir.path());
     for (name, settings) in [
         ("nf4", &[LORA, BF16, "memory.frozen_weights=nf4"][..]),
         (
             "int8",
             &[LORA, F32, "memory.frozen_weights=int8", "memory.activations=keep"],
         ),
-        ("full", &[FULL, F32]),
+        ("full", &[FULL, BF16, "train.router_aux_loss_coef=0.01"]),
     ] {
-        let model = model("qwen3_moe", &dir.path().join(name));
-        let run = dir.path().join(name).join("run");
-        let lines = train("cuda:0", &model, settings, &run);
+        let settings = [settings, &["model.init=random"]].concat();
+        compare_runs(name, &model, &settings, dir.path());
+        let run = dir.path().join("gpu");
+        let lines = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+        let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
         let plan: Value = serde_json::from_slice(&std::fs::read(run.join("plan.json")).unwrap()).unwrap();
-        let forecast = plan["peak_bytes"].as_f64().unwrap();
-        let used = number(lines.last().unwrap(), "peak_memory_bytes");
+        let (used, forecast) = (number(&last, "peak_memory_bytes"), plan["peak_bytes"].as_f64().unwrap());
         println!("{name}: {used} bytes used, {forecast} forecast");
         assert!(
             (forecast / used - 1.0).abs() < 0.1,
             "{name}: {used} bytes used, {forecast} forecast"
         );
+        for run in ["cpu", "gpu"] {
+            std::fs::remove_dir_all(dir.path().join(run)).unwrap();
+        }
     }
 }

@@ -18,11 +18,11 @@ const SHARED: [u32; 2] = [
     (2 * STAGES * (ROWS * 40 + 32 * (COLUMNS + 8))) as u32,
 ];
 
-/// True if the kernels can multiply by these weights, `[O, I]` each: one type with the rows, and in bf16 whole packs.
+/// True if the kernels can multiply by these weights, `[O, I]` each: one type with the rows, and in 16 bits whole packs.
 pub(crate) fn fits(rows: DType, weight: &Tensor) -> bool {
     let narrow = || weight.dims().iter().all(|n| n.is_multiple_of(8));
     let place = || address(weight, "the weight of an expert").is_ok_and(|place| aligned(&[place]));
-    weight.dtype() == rows && (rows == DType::F32 || (rows == DType::BF16 && narrow() && place()))
+    weight.dtype() == rows && (rows == DType::F32 || (matches!(rows, DType::BF16 | DType::F16) && narrow() && place()))
 }
 
 /// `y [R, N] (+)= x [R, K] · Wᵀ` with W `[N, K]`, or `x · W` with W `[K, N]` if `back`, for groups of successive rows: their
@@ -50,7 +50,7 @@ pub(crate) fn product(x: &Tensor, groups: &[(&Tensor, usize)], y: &Tensor, back:
         first += rows;
     }
     let places = [address(x, NAME)?, address_of(y, NAME, kind.dtype())?];
-    if first != x.dims2()?.0 || first != y.dims2()?.0 || !aligned(&places) && kind == FloatType::Bf16 {
+    if first != x.dims2()?.0 || first != y.dims2()?.0 || !aligned(&places) && kind.is_short() {
         return Err(Error::internal("the groups of a product are not its rows"));
     }
     if count == 0 || n == 0 {

@@ -38,8 +38,8 @@ const MODELS: &str = "
   `flex_olmo`, `gemma3n_text`, `gemma4_text`, `glm4_moe_lite`, `granite`, `granite_swa`, `granitemoe`, `granitemoeshared`, `hyperclovax`,
   `internlm3`, `iquestcoder`, `jais2`, `lfm2`, `mellum`, `minimax_m2`, `nanochat`, `qwen3_5_moe_text`, `qwen3_moe_smile`, `solar_open`,
   `vaultgemma` and `youtu`. Their reward models are trained with a warning and have the same form (`Lfm2ForSequenceClassification`,
-  `score.weight`): ft reads them, transformers with a class derived from its `GenericForSequenceClassification`, registered for
-  `AutoModelForSequenceClassification`.
+  `score.weight`): ft reads them, transformers with a class derived from its `GenericForSequenceClassification` and the class of the
+  family (`Lfm2PreTrainedModel`).
 - `pad_token_id` of the config is `padding_idx` of the embedding, as in transformers: where that token is in a text, its row of the
   embedding (and of the table of per-layer embeddings) gets no gradient from that place. Some checkpoints use a token that ends turns as
   the padding token; it is not trained there either ([optimizers.md](optimizers.md#the-row-of-the-padding-token)).

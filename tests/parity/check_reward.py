@@ -29,7 +29,7 @@ if type(config) not in transformers.AutoModelForSequenceClassification._model_ma
     family = causal.__name__.removesuffix("ForCausalLM")
     own = next(c for c in causal.__mro__ if c.__name__ == f"{family}PreTrainedModel")
     made = type(f"{family}ForSequenceClassification", (GenericForSequenceClassification, own), {})
-    transformers.AutoModelForSequenceClassification.register(type(config), made)
+    transformers.AutoModelForSequenceClassification.register(type(config), made, exist_ok=True)
 if base:
     model = load(base[0], num_labels=1, dtype=torch.float32)
     model.config.pad_token_id = tokenizer.pad_token_id

@@ -95,7 +95,7 @@ impl FloatType {
     /// As `module`, for operands whose types a kernel reads from a table.
     ///
     /// # Errors
-    /// bf16 and f16: a kernel knows one type of 16 bits.
+    /// bf16 and f16: a kernel has one type of 16 bits.
     pub(crate) fn module_of(kinds: impl IntoIterator<Item = Self>) -> Result<&'static str> {
         let short = |kind: &Self| kind.is_short();
         let mut kinds = kinds.into_iter().filter(short);

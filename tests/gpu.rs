@@ -31,6 +31,9 @@ mod engine;
 #[path = "gpu/f16.rs"]
 mod f16;
 #[cfg(feature = "cuda")]
+#[path = "gpu/f16_layers.rs"]
+mod f16_layers;
+#[cfg(feature = "cuda")]
 #[path = "gpu/families.rs"]
 mod families;
 #[cfg(feature = "cuda")]

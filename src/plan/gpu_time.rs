@@ -284,10 +284,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         let used = count * (1.0 - (1.0 - k / count).powf(n));
         // Experts without adapters are computed together, in units of N rows.
         let adapters = inputs.adapters.keys().any(|module| module.contains(".experts"));
-        let together = !adapters
-            && products_of == Products::Dequantized
-            && recipe.model.dtype != Dtype::F16
-            && strategy.placement.travels().is_none();
+        let together = !adapters && products_of == Products::Dequantized && strategy.placement.travels().is_none();
         let (units, calls_of, rate) = if together {
             let units = (count / (count / k).floor()).ceil().min(used);
             let more = if strategy.storage.quantized().is_empty() {

@@ -34,9 +34,12 @@ const MODELS: &str = "
   unchanged, under the names of the base model. Adapters have the module names of the multimodal class, and
   `tune.lora.target_modules` means the language model only. Reward models of multimodal models are refused: ft writes the
   classifier of a text-only model (of Gemma 3: `gemma3_text`).
-- Reward models need a sequence classifier in transformers; `cohere`, `cohere2`, `cwm`, `dots1`, `ernie4_5`, `ernie4_5_moe`, `flex_olmo`,
-  `gemma3n`, `gemma4`, `glm4_moe_lite`, `granite`, `granite_swa`, `granitemoe`, `granitemoeshared`, `hyperclovax`, `internlm3`, `iquestcoder`,
-  `jais2`, `lfm2`, `mellum`, `minimax_m2`, `nanochat`, `qwen3_5_moe`, `qwen3_moe_smile`, `solar_open`, `vaultgemma` and `youtu` have none.
+- A reward model is a sequence classifier of transformers, which has none for `cohere`, `cohere2`, `cwm`, `dots1`, `ernie4_5`, `ernie4_5_moe`,
+  `flex_olmo`, `gemma3n_text`, `gemma4_text`, `glm4_moe_lite`, `granite`, `granite_swa`, `granitemoe`, `granitemoeshared`, `hyperclovax`,
+  `internlm3`, `iquestcoder`, `jais2`, `lfm2`, `mellum`, `minimax_m2`, `nanochat`, `qwen3_5_moe_text`, `qwen3_moe_smile`, `solar_open`,
+  `vaultgemma` and `youtu`. Their reward models are trained with a warning and have the same form (`Lfm2ForSequenceClassification`,
+  `score.weight`): ft reads them, transformers with a class derived from its `GenericForSequenceClassification` and the class of the
+  family (`Lfm2PreTrainedModel`).
 - `pad_token_id` of the config is `padding_idx` of the embedding, as in transformers: where that token is in a text, its row of the
   embedding (and of the table of per-layer embeddings) gets no gradient from that place. Some checkpoints use a token that ends turns as
   the padding token; it is not trained there either ([optimizers.md](optimizers.md#the-row-of-the-padding-token)).
@@ -51,8 +54,7 @@ const MODELS: &str = "
 - Gemma 4: the factors of the layers are not trained (they are buffers in transformers). `enable_moe_block` (26B-A4B) and new tokens are
   refused.
   On a GPU the heads of 512 elements (full attention) use the kernels without tensor cores.
-- LFM2: `full`, `block` and `freeze` train the weights of the convolutions too; adapters are on the projections around them. Models with
-  `conv_bias` are refused.
+- LFM2: `full`, `block` and `freeze` train the weights of the convolutions too; adapters are on the projections around them.
 - Quantized checkpoints load: bitsandbytes, FP8, GPTQ, AWQ, compressed-tensors, ModelOpt FP8 ([quantization.md](quantization.md#files-of-other-tools)).
 - Checkpoints in f16 load: f16 and f32 keep every value, bf16 rounds each weight by up to 0.2 %. Training in f16 needs a GPU
   ([optimizers.md](optimizers.md#f16-and-the-loss-scale)).

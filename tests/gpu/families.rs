@@ -16,6 +16,11 @@ fn root() -> PathBuf {
     env::var("FT_ROOT").map_or_else(|_| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
 }
 
+/// The directory of the golden model of a family.
+pub fn golden(family: &str) -> PathBuf {
+    root().join("tests/parity/goldens/families").join(family)
+}
+
 /// The golden model of a family, with a tokenizer, in `dir`.
 pub fn model(family: &str, dir: &Path) -> PathBuf {
     let to = dir.join(family);

@@ -114,7 +114,7 @@ fn spec(intermediate: usize, options: Options) -> Spec {
         });
     }
     if options == Options::Convolution {
-        spec.layers[0].mixer = Mixer::ShortConv { kernel: 3 };
+        spec.layers[0].mixer = Mixer::ShortConv { kernel: 3, bias: true };
     }
     if matches!(options, Options::Latent | Options::LatentQueries) {
         spec.layers[0].mixer = Mixer::Latent(LatentSpec {

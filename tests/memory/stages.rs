@@ -83,6 +83,21 @@ fn model(dir: &Path, large: bool, kind: &str) {
             config.insert(key.into(), json!(size));
         }
     }
+    let more = match kind {
+        "deltas" => json!({
+            "model_type": "qwen3_5_text", "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "linear_attention",
+            "linear_attention", "full_attention"]}),
+        "convolutions" => json!({
+            "model_type": "lfm2", "norm_eps": 1e-5, "block_auto_adjust_ff_dim": false, "conv_L_cache": 3, "conv_bias": true,
+            "layer_types": ["conv", "conv", "full_attention", "conv"]}),
+        "sinks" => json!({
+            "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256, "sliding_window": 32,
+            "attention_bias": true, "tie_word_embeddings": false,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
+        _ => json!({}),
+    };
+    config.extend(more.as_object().cloned().unwrap_or_default());
     fs::write(dir.join("config.json"), Value::Object(config).to_string()).unwrap();
     let spec = families::read(&Config::load(dir).unwrap()).unwrap();
     let file = dir.join("model.safetensors");

@@ -55,11 +55,14 @@ def draw(rng, base, heads):
     config = copy.deepcopy(base) | dict(vocab_size=rng.choice([128, 131, 150]), max_position_embeddings=512)
     several = any(isinstance(value, list) for value in base.values())
     if "hidden_size_per_layer_input" not in base and "layer_types" not in base and "mlp_layer_types" not in base and not several:
-        config["num_hidden_layers"] = rng.randint(1, 4)
+        # transformers has no cache for LFM2 without a layer with attention.
+        config["num_hidden_layers"] = rng.randint(2 if "full_attn_idxs" in base else 1, 4)
     if "num_kv_shared_layers" not in base:
         for key in ["layer_types", "mlp_layer_types"]:
             if isinstance(base.get(key), list) and rng.random() < 0.5:
                 config[key] = [rng.choice(base[key]) for _ in base[key]]
+    if "conv" in base.get("layer_types", []) and "full_attention" not in config["layer_types"]:
+        config["layer_types"][0] = "full_attention"
     heads = rng.choice(heads)
     latent = "kv_lora_rank" in base
     config["num_attention_heads"] = heads

@@ -14,6 +14,7 @@ import sys
 import torch
 import transformers
 from peft import PeftModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from common import read_rows
 
@@ -21,6 +22,14 @@ run, rows, base = pathlib.Path(sys.argv[1]), read_rows(pathlib.Path(sys.argv[2])
 final = run / "final"
 tokenizer = transformers.AutoTokenizer.from_pretrained(final)
 load = transformers.AutoModelForSequenceClassification.from_pretrained
+# A family without a classifier in transformers gets one of the general form.
+config = transformers.AutoConfig.from_pretrained(base[0] if base else final)
+if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
+    causal = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    family = causal.__name__.removesuffix("ForCausalLM")
+    own = next(c for c in causal.__mro__ if c.__name__ == f"{family}PreTrainedModel")
+    made = type(f"{family}ForSequenceClassification", (GenericForSequenceClassification, own), {})
+    transformers.AutoModelForSequenceClassification.register(type(config), made, exist_ok=True)
 if base:
     model = load(base[0], num_labels=1, dtype=torch.float32)
     model.config.pad_token_id = tokenizer.pad_token_id

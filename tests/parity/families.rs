@@ -111,7 +111,7 @@ fn all_families_have_goldens() {
         "youtu",
     ];
     assert_eq!(types.iter().map(String::as_str).collect::<Vec<_>>(), wanted);
-    assert_eq!(variants().len(), 108);
+    assert_eq!(variants().len(), 109);
 }
 
 #[test]

@@ -395,6 +395,9 @@ VARIANTS = {
     "lfm2_wide": dict(config=SMALL | dict(
         model_type="lfm2", norm_eps=3e-2, num_hidden_layers=3, tie_word_embeddings=False, layer_types=["full_attention", "conv", "conv"], conv_L_cache=5,
         conv_bias=False, block_auto_adjust_ff_dim=False, head_dim=16)),
+    "lfm2_bias": dict(stored="f16", config=SMALL | dict(
+        model_type="lfm2", norm_eps=3e-2, num_hidden_layers=3, tie_word_embeddings=True, layer_types=["conv", "full_attention", "conv"], conv_L_cache=4,
+        conv_bias=True, block_auto_adjust_ff_dim=False)),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",

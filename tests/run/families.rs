@@ -54,6 +54,7 @@ fn every_method_trains_layers_that_are_not_those_of_llama() {
         ("minicpm3", 1e-2),
         ("gemma3n_text", 1e-2),
         ("lfm2", 1e-2),
+        ("lfm2_bias", 1e-2),
     ] {
         let bench = Bench::of_family(family);
         let methods: [(&str, &[&str]); 9] = [
@@ -109,6 +110,81 @@ fn every_method_trains_layers_that_are_not_those_of_llama() {
         assert!(out.status.success(), "{}", said(&out));
         let (merged, run) = (loss(&bench, &["--model", "merged"]), loss(&bench, &["--model", "lora"]));
         assert!((merged - run).abs() < tolerance * run, "{family}: {merged} {run}");
+    }
+}
+
+/// transformers has no sequence classifier of these families; the form is that of the others.
+#[test]
+fn reward_models_of_families_without_a_classifier_are_trained_and_read() {
+    for (family, class) in [("lfm2", "Lfm2"), ("cohere2", "Cohere2"), ("gemma3n_text", "Gemma3n")] {
+        let bench = Bench::of_family(family);
+        for method in ["full", "lora"] {
+            let (out, key) = (format!("train.output_dir={method}"), format!("tune.method={method}"));
+            let ran = bench.ft(&[
+                "train",
+                "--recipe",
+                "r.toml",
+                "train.stage=reward",
+                "data.train=pairs.jsonl",
+                "data.eval=pairs.jsonl",
+                "train.max_steps=12",
+                "train.batch_size=3",
+                "train.eval_steps=12",
+                "optimizer.learning_rate=3e-3",
+                &key,
+                &out,
+            ]);
+            let printed = said(&ran);
+            let warned = printed.contains("GenericForSequenceClassification");
+            assert!(ran.status.success() && warned, "{printed}");
+        }
+        let merged = [
+            "merge",
+            "--model",
+            "model",
+            "--adapter",
+            "lora/final",
+            "--out",
+            "merged",
+        ];
+        let out = bench.ft(&merged);
+        assert!(out.status.success(), "{}", said(&out));
+        for (model, run) in [("full/final", "full"), ("merged", "lora")] {
+            let config: Value =
+                serde_json::from_slice(&fs::read(bench.path(model).join("config.json")).unwrap()).unwrap();
+            assert_eq!(
+                config["architectures"],
+                json!([format!("{class}ForSequenceClassification")])
+            );
+            let file = bench.path(model).join("model.safetensors");
+            let names = names(&file);
+            assert!(
+                names.contains("score.weight") && !names.contains("lm_head.weight"),
+                "{names:?}"
+            );
+            let out = bench.ft(&[
+                "eval",
+                "--model",
+                model,
+                "--data",
+                "pairs.jsonl",
+                "--dtype",
+                "f32",
+                "--json",
+            ]);
+            assert!(out.status.success(), "{}", said(&out));
+            let read: Value = serde_json::from_slice(&out.stdout).unwrap();
+            let trained = bench.lines(&format!("{run}/metrics.jsonl"));
+            let trained = trained.into_iter().rfind(|l| l.get("eval_loss").is_some()).unwrap();
+            // `ft merge` writes the type of the files.
+            let tolerance = if model == "merged" { 2e-2 } else { 1e-4 };
+            for key in ["loss", "margin", "mean_reward"] {
+                let (read, trained) = (number(&read, key), number(&trained, &format!("eval_{key}")));
+                let close = (read - trained).abs() < tolerance * (1.0 + trained.abs());
+                assert!(close, "{family} {model} {key}: {read} {trained}");
+            }
+            assert!(number(&read, "margin") > 0.0, "{family}: {read}");
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 // Causal depthwise convolution over the last K tokens of a document: u_t = sum over k of w_k x_{t-K+1+k}; y = u, or with
 // `silu` u sigmoid(u); forward, and backward to x and to w. x, y [N, C], w [C, 1, K] with K <= TAPS.
 //
-// `places` [2, N]: the index of each token in its document, and the tokens from it to the end of the document.
+// `places` [N]: the index of each token in its document.
 #include "common.cuh"
 
 constexpr int TAPS = 8;

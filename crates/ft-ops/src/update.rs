@@ -98,10 +98,10 @@ pub fn add_assign(acc: &Tensor, g: &Tensor) -> Result<()> {
     with_slices(acc, g, cpu::add_assign)
 }
 
-/// Adds `row [C]` to every row of `t [N, C]` on a GPU; each f32, bf16 or f16.
+/// Adds `row [C]` (f32, bf16 or f16) to every row of `t [N, C]`, f32, on a GPU also bf16 or f16. The two must not share storage.
 ///
 /// # Errors
-/// A tensor on the CPU, where a product starts with its bias.
+/// Shapes that do not fit.
 pub fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
     expect_dims(
         row,
@@ -109,7 +109,8 @@ pub fn add_rows(t: &Tensor, row: &Tensor) -> Result<()> {
         &t.dims()[t.dims().len().saturating_sub(1)..],
     )?;
     on_gpu!(t, super::cuda::elementwise::add_rows(t, row));
-    Err(Error::unsupported("rows are added on a GPU only"))
+    let row = to_f32_vec(row)?;
+    with_slice_mut(t, |t| cpu::add_rows(t, &row))
 }
 
 /// Computes `t *= factor`, f32, on a GPU also bf16 or f16.

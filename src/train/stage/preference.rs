@@ -12,6 +12,7 @@ use crate::data::{Batch, Dataset};
 use crate::engine::{Engine, window};
 use crate::formats::tokenizer::Tokenizer;
 use crate::recipe::{self, JudgedLoss, PairLoss, Recipe};
+use crate::report;
 use crate::rlhf::preference::losses::Dpo;
 use crate::rlhf::preference::unpaired::Kto;
 use crate::rlhf::preference::{Algorithm, Pairwise, Preferences, Reward, columns};
@@ -66,16 +67,19 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     };
     if recipe.train.stage == recipe::Stage::Reward {
         let spec = setting.spec;
-        if !spec.has_classifier() {
-            let reason = if spec.multimodal {
-                "a reward model from a multimodal model is not supported: ft writes text-only classifiers"
-            } else {
-                "transformers has no sequence classifier of this family: the reward model could not be saved"
-            };
+        if spec.multimodal {
+            let reason = "a reward model from a multimodal model is not supported: ft writes text-only classifiers";
             return Err(Error::new(reason)
                 .at("train.stage")
                 .found(&spec.model_type)
                 .hint("train the reward model from another family; it may judge answers of this one"));
+        }
+        if !spec.has_classifier() {
+            report::warn(&format!(
+                "transformers has no sequence classifier for `{}`: ft reads the reward model, transformers only with a class \
+                 derived from `GenericForSequenceClassification`",
+                spec.model_type
+            ));
         }
         let reward = Reward::new(
             spec.hidden,

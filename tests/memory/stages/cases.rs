@@ -40,7 +40,7 @@ pub(super) const JUDGED: &str = "judged.jsonl";
 pub(super) const NEW_TOKENS: &str = "data.new_tokens=[\"<a>\", \"<b>\"]";
 pub(super) const LARGE_VOCABULARY: usize = 40_000;
 
-pub(super) const CASES: [Case; 38] = [
+pub(super) const CASES: [Case; 42] = [
     case("streams, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
     case(
         "streams, a layer at a time",
@@ -52,6 +52,16 @@ pub(super) const CASES: [Case; 38] = [
     case("streams, adapters", "sft", ROWS, LORA, &["train.batch_size=8"]),
     case("latent, all parameters", "sft", ROWS, FULL, &["train.batch_size=16"]),
     case("latent, adapters", "sft", ROWS, LORA, &["train.batch_size=24"]),
+    case("deltas, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
+    case(
+        "convolutions, all parameters",
+        "sft",
+        ROWS,
+        FULL,
+        &["train.batch_size=8"],
+    ),
+    case("convolutions, adapters", "sft", ROWS, LORA, &["train.batch_size=16"]),
+    case("sinks, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
     case("experts, all parameters", "sft", ROWS, FULL, &["train.batch_size=8"]),
     case(
         "experts, blocks of them",

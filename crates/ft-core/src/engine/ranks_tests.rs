@@ -6,6 +6,7 @@ use super::{Active, Ema, EmaConfig, Exchange, StepStrategy, Updated, corrected_b
 use crate::base::Result;
 use crate::comm::{Alone, Collective, Fault, Patience, Pending, Shard, Whole, World, part_of, threads};
 use crate::data::{Batch, Example};
+use crate::model::spec::Mixer;
 use crate::model::{TrainableNetwork, families, shapes};
 use crate::ops::{Dtype, update};
 use crate::optim::config::{Master, OptimizerConfig, StateDtype};
@@ -39,6 +40,8 @@ pub(super) struct Case {
     pub(super) format: Option<Format>,
     /// Corrects all other matrices of the layers.
     pub(super) corrected: bool,
+    /// The first layer has a convolution in the place of attention.
+    pub(super) convolution: bool,
 }
 
 pub(super) const FULL: Case = Case {
@@ -56,10 +59,14 @@ pub(super) const FULL: Case = Case {
     sharded: false,
     format: None,
     corrected: false,
+    convolution: false,
 };
 
 pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
-    let spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+    let mut spec = families::read(&shapes::config("shape:small").unwrap().unwrap()).unwrap();
+    if case.convolution {
+        spec.layers[0].mixer = Mixer::ShortConv { kernel: 9, bias: true };
+    }
     let (params, vocab) = (spec.params(), spec.vocab);
     let settings = OptimizerConfig {
         state: case.state,

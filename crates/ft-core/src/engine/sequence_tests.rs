@@ -55,12 +55,26 @@ fn ranks_that_share_micro_batches_train_as_one() {
         saved_layers: 1,
         ..FULL
     };
+    let convolution = Case {
+        convolution: true,
+        ..FULL
+    };
     let plain = SequenceConfig::default();
     for (case, size, ranks, by) in [
         (FULL, 2, 2, SequenceBy::Auto),
         (FULL, 4, 2, SequenceBy::Keys),
         (block, 4, 4, SequenceBy::Auto),
         (Case { sharded: true, ..FULL }, 2, 2, SequenceBy::Keys),
+        (convolution, 2, 2, SequenceBy::Auto),
+        (
+            Case {
+                saved_layers: 2,
+                ..convolution
+            },
+            4,
+            4,
+            SequenceBy::Keys,
+        ),
     ] {
         assert!(case.dtype == Dtype::F32);
         let (want, want_weights, _) = train(Case { sharded: false, ..case }, plain, Arc::new(Alone::default()));

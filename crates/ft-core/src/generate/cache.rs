@@ -119,7 +119,7 @@ impl Layout {
     fn of(spec: &Spec, stored: Option<KvDtype>, on_gpu: Option<DType>, latent_rows: bool) -> Self {
         let layer = |(l, of): (usize, &LayerSpec)| match (of.mixer, of.keys) {
             (Mixer::DeltaNet(sizes), _) => LayerLayout::State(delta_net::state_bytes(&sizes)),
-            (Mixer::ShortConv { kernel }, _) => LayerLayout::State(short_conv::state_bytes(kernel, spec.hidden)),
+            (Mixer::ShortConv { kernel, .. }, _) => LayerLayout::State(short_conv::state_bytes(kernel, spec.hidden)),
             (_, KeySource::Layer(_)) => LayerLayout::Nothing,
             (mixer, _) => {
                 let heads = match mixer {

@@ -47,7 +47,8 @@ fn run(network: &Network, prompts: &[Vec<u32>], settings: &Settings) -> Vec<Vec<
 
 #[test]
 fn rows_together_are_rows_alone_and_recomputed() {
-    for mixer in [delta_net(false), delta_net(true), Mixer::ShortConv { kernel: 3 }] {
+    let convolution = |bias| Mixer::ShortConv { kernel: 3, bias };
+    for mixer in [delta_net(false), delta_net(true), convolution(false), convolution(true)] {
         let network = network(mixer);
         let mut prompts = prompts();
         // Longer than a chunk, and with a common prefix.
@@ -105,7 +106,8 @@ fn a_session_goes_on_from_its_state_and_never_back() {
 /// A state that is a view of the rows of all documents would keep them all.
 #[test]
 fn a_state_holds_the_elements_of_its_document_only() {
-    for (mixer, tensors) in [(delta_net(false), 4), (Mixer::ShortConv { kernel: 3 }, 2)] {
+    let convolution = Mixer::ShortConv { kernel: 3, bias: false };
+    for (mixer, tensors) in [(delta_net(false), 4), (convolution, 2)] {
         assert_eq!(held_by_states(&network(mixer)), tensors);
     }
 }

@@ -21,7 +21,7 @@ use super::sequence::Sequence;
 use super::short_conv::ShortConv;
 use super::spec::{
     ALTUP, ATTENTION_SINKS, EMBEDDING, LATENT_NORM, LATENT_QUERY_NORM, LAUREL, LAYER_SCALAR, LM_HEAD, Mixer, NormSpec,
-    PER_LAYER, SHORT_CONV, Spec,
+    PER_LAYER, SHORT_CONV, SHORT_CONV_BIAS, Spec,
 };
 use super::tokens::TokenRows;
 use crate::base::{Error, Result, progress};
@@ -426,7 +426,7 @@ impl Network {
             _ => None,
         };
         let convolution = match spec.layers[index].mixer {
-            Mixer::ShortConv { kernel } => Some(kernel),
+            Mixer::ShortConv { kernel, bias } => Some((kernel, bias)),
             _ => None,
         };
         let mut attention_in = match (of_mixer.pop(), spec.fused_qkv) {
@@ -470,9 +470,13 @@ impl Network {
             }),
             Mixer::Attention | Mixer::Latent(_) | Mixer::ShortConv { .. } => None,
         };
-        let convolution = convolution.map(|kernel| {
-            let conv = param(&weights, &format!("model.layers.{index}.{SHORT_CONV}"))?;
-            Ok::<_, Error>(ShortConv { conv, kernel })
+        let convolution = convolution.map(|(kernel, bias)| {
+            let of_layer = |name| param(&weights, &format!("model.layers.{index}.{name}"));
+            Ok::<_, Error>(ShortConv {
+                conv: of_layer(SHORT_CONV)?,
+                bias: bias.then(|| of_layer(SHORT_CONV_BIAS)).transpose()?,
+                kernel,
+            })
         });
         let mut down_proj = mlp(&down)?;
         let experts = self.expert_reader(index).map(|reader| Experts::read(&weights, reader));

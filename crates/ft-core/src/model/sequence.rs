@@ -1,5 +1,6 @@
 //! Ranks that share the tokens of one micro-batch. All that a layer does to one token needs no other rank; attention reads
-//! tokens of all of them, and brings them together in one of two ways (`SequenceBy`).
+//! tokens of all of them, and brings them together in one of two ways (`SequenceBy`). A short convolution reads the last tokens of
+//! the ranks before.
 //!
 //! Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509; keys and values of all ranks as in Llama 3, arXiv 2407.21783,
 //! section 3.3.2.
@@ -62,15 +63,16 @@ impl SequenceConfig {
         if self.ranks == 1 {
             return Ok(());
         }
-        let without = spec.layers.iter().find(|layer| !layer.mixer.has_keys());
-        if let Some(layer) = without {
-            let (layers, found) = match layer.mixer {
-                Mixer::ShortConv { .. } => ("short convolutions", "a convolution over neighboring tokens"),
-                _ => ("Gated DeltaNet layers", "a recurrent state from token to token"),
-            };
-            return Err(Error::unsupported(format!("ranks cannot share the tokens of a model with {layers}"))
-                .found(found)
-                .expected("attention in all layers: a rank would wait for the state after the last token of the rank before it"));
+        if spec
+            .layers
+            .iter()
+            .any(|layer| matches!(layer.mixer, Mixer::DeltaNet(_)))
+        {
+            return Err(
+                Error::unsupported("ranks cannot share the tokens of a model with Gated DeltaNet layers")
+                    .found("a recurrent state from token to token")
+                    .expected("attention or convolutions: a rank would wait for the state after the last token of the rank before it"),
+            );
         }
         if self.by == SequenceBy::Heads && !spec.heads.is_multiple_of(self.ranks) {
             return Err(
@@ -148,11 +150,23 @@ impl<'a> Tokens<'a> {
         self.cuts[rank]..self.cuts[rank + 1]
     }
 
+    /// Start of the document of the first token of a rank.
+    fn document_of(&self, rank: usize) -> usize {
+        let start = self.of(rank).start;
+        let document = self.documents.iter().rev().find(|at| **at <= start);
+        document.copied().unwrap_or(0)
+    }
+
+    /// The tokens that a convolution over `taps` tokens reads for those of rank `rank`.
+    fn inputs_of(&self, rank: usize, taps: usize) -> Range<usize> {
+        let own = self.of(rank);
+        let first = (own.start + 1).saturating_sub(taps).max(self.document_of(rank));
+        first.min(own.start)..own.end
+    }
+
     /// The tokens whose keys rank `rank` reads.
     fn keys_of(&self, rank: usize, spec: &Heads) -> Range<usize> {
-        let own = self.of(rank);
-        let document = self.documents.iter().rev().find(|at| **at <= own.start);
-        let document = document.copied().unwrap_or(0);
+        let (own, document) = (self.of(rank), self.document_of(rank));
         // Of a window, from the first key of a chunk: attention makes the same sums then as for the whole document.
         let before = spec
             .window
@@ -393,72 +407,105 @@ impl<'a> Sequence<'a> {
 
     /// Offsets of the own queries, and of the keys that they read.
     fn own_documents(&self, spec: &Heads) -> (Vec<usize>, Vec<usize>) {
-        let (own, keys) = (self.own(), self.tokens.keys_of(self.index(), spec));
-        let inside = |range: &Range<usize>| -> Vec<usize> {
-            let ends = self
-                .tokens
-                .documents
-                .iter()
-                .filter(|at| own.start < **at && **at < own.end);
-            let all = std::iter::once(range.start).chain(ends.copied()).chain([range.end]);
-            all.map(|at| at - range.start).collect()
-        };
-        (inside(&own), inside(&keys))
+        let keys = self.tokens.keys_of(self.index(), spec);
+        (self.offsets(&self.own()), self.offsets(&keys))
+    }
+
+    /// Offsets of the documents of a range that ends with the own tokens.
+    fn offsets(&self, range: &Range<usize>) -> Vec<usize> {
+        let own = self.own();
+        let ends = self.tokens.documents.iter();
+        let ends = ends.filter(|at| own.start < **at && **at < own.end);
+        let all = std::iter::once(range.start).chain(ends.copied()).chain([range.end]);
+        all.map(|at| at - range.start).collect()
+    }
+
+    /// Rows `[n, W]` after those of earlier ranks that a convolution over `taps` tokens reads too, and the offsets of their
+    /// documents.
+    pub(super) fn with_earlier(&self, x: &Tensor, taps: usize) -> Result<(Tensor, Vec<usize>)> {
+        let [rows] = self.gather([x], |rank| self.tokens.inputs_of(rank, taps))?;
+        Ok((rows, self.offsets(&self.tokens.inputs_of(self.index(), taps))))
+    }
+
+    /// The gradient of the own rows, from that of the rows that `with_earlier` returned on each rank.
+    pub(super) fn with_earlier_backward(&self, dx: Tensor, taps: usize) -> Result<Tensor> {
+        let [dx] = self.sums([dx], |rank| self.tokens.inputs_of(rank, taps))?;
+        Ok(dx)
     }
 
     /// k and v of the tokens that the own queries read.
     fn keys_values(&self, k: &Tensor, v: &Tensor, spec: &Heads) -> Result<(Tensor, Tensor)> {
-        let (own, ranks, width) = (self.own(), self.config.ranks, spec.kv_heads * spec.head_dim);
-        let mut parts: Lists = vec![Vec::new(); ranks];
-        for tensor in [k, v] {
-            update::with_slice(&tensor.contiguous()?, |values| {
-                for (rank, part) in parts.iter_mut().enumerate() {
-                    let rows = common(&own, &self.tokens.keys_of(rank, spec), own.start);
-                    part.extend_from_slice(&values[rows.start * width..rows.end * width]);
-                }
-            })?;
-        }
-        let read = self.tokens.keys_of(self.index(), spec);
-        let of = |rank: usize| common(&self.tokens.of(rank), &read, 0).len() * width;
-        let lists = self.exchange(FORWARD, parts, (0..ranks).map(|rank| 2 * of(rank)).collect())?;
-        let mut all = [0, 1].map(|_| Vec::with_capacity(read.len() * width));
-        for list in lists {
-            let (keys, values) = list.split_at(list.len() / 2);
-            all[0].extend_from_slice(keys);
-            all[1].extend_from_slice(values);
-        }
-        let [k, v] = all.map(|values| Tensor::from_vec(values, (read.len(), width), &Device::Cpu));
-        Ok((k?, v?))
+        let [k, v] = self.gather([k, v], |rank| self.tokens.keys_of(rank, spec))?;
+        Ok((k, v))
     }
 
     /// The gradients of the own keys and values: those of all ranks that read them, added in the order of the ranks.
     fn key_gradients(&self, dk: Tensor, dv: Tensor, spec: &Heads) -> Result<(Tensor, Tensor)> {
-        let (own, ranks, width) = (self.own(), self.config.ranks, spec.kv_heads * spec.head_dim);
-        let read = self.tokens.keys_of(self.index(), spec);
+        let [dk, dv] = self.sums([dk, dv], |rank| self.tokens.keys_of(rank, spec))?;
+        Ok((dk, dv))
+    }
+
+    /// The rows of tensors of one width that this rank reads; `reads`: of each rank.
+    fn gather<const T: usize>(&self, own: [&Tensor; T], reads: impl Fn(usize) -> Range<usize>) -> Result<[Tensor; T]> {
+        let (tokens, ranks) = (self.own(), self.config.ranks);
+        let width = own[0].dim(1)?;
         let mut parts: Lists = vec![Vec::new(); ranks];
-        for tensor in [dk, dv] {
-            update::with_slice(&tensor, |values| {
+        for tensor in own {
+            update::with_slice(&tensor.contiguous()?, |values| {
                 for (rank, part) in parts.iter_mut().enumerate() {
-                    let rows = common(&self.tokens.of(rank), &read, read.start);
+                    let rows = common(&tokens, &reads(rank), tokens.start);
                     part.extend_from_slice(&values[rows.start * width..rows.end * width]);
                 }
             })?;
         }
-        let rows = |rank: usize| common(&own, &self.tokens.keys_of(rank, spec), own.start);
-        let lengths = (0..ranks).map(|rank| 2 * rows(rank).len() * width).collect();
+        let read = reads(self.index());
+        let of = |rank: usize| common(&self.tokens.of(rank), &read, 0).len() * width;
+        let lists = self.exchange(FORWARD, parts, (0..ranks).map(|rank| T * of(rank)).collect())?;
+        let mut all = [(); T].map(|()| Vec::with_capacity(read.len() * width));
+        for list in lists {
+            let length = list.len() / T;
+            for (i, values) in all.iter_mut().enumerate() {
+                values.extend_from_slice(&list[i * length..(i + 1) * length]);
+            }
+        }
+        matrices(all, (read.len(), width))
+    }
+
+    /// The gradients of the own rows: those of all ranks that read them, added in the order of the ranks.
+    fn sums<const T: usize>(&self, read: [Tensor; T], reads: impl Fn(usize) -> Range<usize>) -> Result<[Tensor; T]> {
+        let (own, ranks) = (self.own(), self.config.ranks);
+        let width = read[0].dim(1)?;
+        let tokens = reads(self.index());
+        let mut parts: Lists = vec![Vec::new(); ranks];
+        for tensor in read {
+            update::with_slice(&tensor, |values| {
+                for (rank, part) in parts.iter_mut().enumerate() {
+                    let rows = common(&self.tokens.of(rank), &tokens, tokens.start);
+                    part.extend_from_slice(&values[rows.start * width..rows.end * width]);
+                }
+            })?;
+        }
+        let rows = |rank: usize| common(&own, &reads(rank), own.start);
+        let lengths = (0..ranks).map(|rank| T * rows(rank).len() * width).collect();
         let lists = self.exchange(BACKWARD, parts, lengths)?;
-        let mut all = [0, 1].map(|_| vec![0f32; own.len() * width]);
+        let mut all = [(); T].map(|()| vec![0f32; own.len() * width]);
         for (rank, list) in lists.into_iter().enumerate() {
-            let rows = rows(rank);
-            let (keys, values) = list.split_at(list.len() / 2);
-            for (sum, more) in all.iter_mut().zip([keys, values]) {
+            let (rows, length) = (rows(rank), list.len() / T);
+            for (i, sum) in all.iter_mut().enumerate() {
+                let more = &list[i * length..(i + 1) * length];
                 let sum = &mut sum[rows.start * width..rows.end * width];
                 sum.iter_mut().zip(more).for_each(|(sum, x)| *sum += x);
             }
         }
-        let [dk, dv] = all.map(|values| Tensor::from_vec(values, (own.len(), width), &Device::Cpu));
-        Ok((dk?, dv?))
+        matrices(all, (own.len(), width))
     }
+}
+
+fn matrices<const T: usize>(all: [Vec<f32>; T], shape: (usize, usize)) -> Result<[Tensor; T]> {
+    let all = all.map(|values| Tensor::from_vec(values, shape, &Device::Cpu));
+    let all = all.into_iter().collect::<candle_core::Result<Vec<_>>>()?;
+    all.try_into()
+        .map_err(|_| Error::internal("a tensor that ranks share is missing"))
 }
 
 /// Keys of the exchanges.

@@ -1,7 +1,7 @@
 //! A gated short convolution in the place of the attention of a block (LFM2):
 //!
 //! ```text
-//! x1 = x + out_proj(c ⊙ conv(b ⊙ v))    with b, c, v from norm x
+//! x1 = x + out_proj(c ⊙ (conv(b ⊙ v) [+ bias]))    with b, c, v from norm x
 //! ```
 //!
 //! The input projection is `Block::attention_in`, its result is cut into b, c and v; `out_proj` is `Block::o_proj`. A half has no
@@ -16,13 +16,15 @@ use super::contracts::{Context, GradSink, KvStore, Param, RecurrentState};
 use super::projections::{SavedLow, add_residual};
 use crate::base::{Error, Result};
 use crate::ops::glu::{self, Activation};
-use crate::ops::{short_conv, update};
+use crate::ops::{linear, short_conv, update};
 use candle_core::Tensor;
 
 /// The weight of a gated short convolution beside its projections.
 pub struct ShortConv {
     /// `[D, 1, K]`
     pub conv: Param,
+    /// `[D]`
+    pub bias: Option<Param>,
     /// K.
     pub kernel: usize,
 }
@@ -37,9 +39,49 @@ pub(super) struct SavedShortConv {
 }
 
 impl ShortConv {
-    /// True if its weight gets a gradient.
+    /// True if its weight or its bias gets a gradient.
     pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
-        sink.wants(&self.conv.name)
+        let bias = self.bias.as_ref();
+        sink.wants(&self.conv.name) || bias.is_some_and(|bias| sink.wants(&bias.name))
+    }
+
+    /// The convolution of whole documents, or of the tokens of this rank after those that it reads of ranks before.
+    fn convolved(&self, u: &Tensor, ctx: &Context) -> Result<Tensor> {
+        let w = &self.conv.tensor;
+        let Some(sequence) = ctx.sequence else {
+            return short_conv::forward(u, w, ctx.documents, false);
+        };
+        let (all, documents) = sequence.with_earlier(u, self.kernel)?;
+        let mixed = short_conv::forward(&all, w, &documents, false)?;
+        let before = all.dim(0)? - u.dim(0)?;
+        // In place: the bias is added to it.
+        Ok(mixed.narrow(0, before, u.dim(0)?)?.force_contiguous()?)
+    }
+
+    /// The gradients of u and, if `need_dw`, of the weight.
+    fn convolved_backward(
+        &self,
+        u: &Tensor,
+        d_mixed: &Tensor,
+        ctx: &Context,
+        need_dw: bool,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let w = &self.conv.tensor;
+        let Some(sequence) = ctx.sequence else {
+            return short_conv::backward(u, w, d_mixed, ctx.documents, false, need_dw);
+        };
+        let (all, documents) = sequence.with_earlier(u, self.kernel)?;
+        let before = update::zeros((all.dim(0)? - u.dim(0)?, u.dim(1)?), u.dtype(), u.device())?;
+        let d_mixed = Tensor::cat(&[&before, d_mixed], 0)?;
+        let (d_all, dw) = short_conv::backward(&all, w, &d_mixed, &documents, false, need_dw)?;
+        Ok((sequence.with_earlier_backward(d_all, self.kernel)?, dw))
+    }
+
+    fn add_bias(&self, mixed: &Tensor) -> Result<()> {
+        match &self.bias {
+            Some(bias) => update::add_rows(mixed, &bias.tensor),
+            None => Ok(()),
+        }
     }
 }
 
@@ -96,10 +138,11 @@ impl Block {
         let [b, c, v]: [Tensor; 3] = parts.map_err(|_| Error::internal("a short convolution has other projections"))?;
         let u = gated(&b, &v)?;
         let mixed = match cache {
-            None => short_conv::forward(&u, &net.conv.tensor, ctx.documents, false)?,
+            None => net.convolved(&u, ctx)?,
             Some(cache) => self.short_conv_cached(net, &u, ctx.documents, cache)?,
         };
         drop(u);
+        net.add_bias(&mixed)?;
         let y = gated(&c, &mixed)?;
         drop(mixed);
         let (out, low_out) = self.o_proj.forward_one(&y, ctx)?;
@@ -146,7 +189,8 @@ impl Block {
         let need_dy = need_dh || net.wanted(sink) || self.attention_in.wanted(sink);
         let d_out = self.scaled_gradient(&dx1)?;
         let u = gated(&b, &v)?;
-        let mixed = short_conv::forward(&u, &net.conv.tensor, ctx.documents, false)?;
+        let mixed = net.convolved(&u, ctx)?;
+        net.add_bias(&mixed)?;
         let y = if self.o_proj.wanted(sink) {
             Some(gated(&c, &mixed)?)
         } else {
@@ -159,12 +203,16 @@ impl Block {
         let Some(dy) = dy else { return Ok(None) };
         let (dc, d_mixed) = glu::backward_in_place(c, mixed, &dy, Activation::Identity)?;
         drop(dy);
-        let wanted = net.wanted(sink);
-        let (du, d_conv) = short_conv::backward(&u, &net.conv.tensor, &d_mixed, ctx.documents, false, wanted)?;
-        drop((u, d_mixed));
+        let wanted = sink.wants(&net.conv.name);
+        let (du, d_conv) = net.convolved_backward(&u, &d_mixed, ctx, wanted)?;
+        drop(u);
         if let Some(gradient) = d_conv {
             sink.take(&net.conv, gradient)?;
         }
+        if let Some(bias) = net.bias.as_ref().filter(|bias| sink.wants(&bias.name)) {
+            sink.take(bias, linear::grad_bias(&d_mixed)?)?;
+        }
+        drop(d_mixed);
         let (db, dv) = glu::backward_in_place(b, v, &du, Activation::Identity)?;
         drop(du);
         let h = if self.attention_in.wanted(sink) {

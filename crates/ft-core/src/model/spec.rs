@@ -155,6 +155,8 @@ pub enum Mixer {
     ShortConv {
         /// K: tokens that the convolution sees.
         kernel: usize,
+        /// True if the convolution and its projections have biases.
+        bias: bool,
     },
 }
 
@@ -418,7 +420,7 @@ impl Spec {
     /// A layer whose operations, or whose sizes, have no kernels for a GPU.
     pub fn runs_on(&self, gpu: bool) -> Result<()> {
         for (layer, of) in self.layers.iter().enumerate().filter(|_| gpu) {
-            if let Mixer::ShortConv { kernel } = of.mixer
+            if let Mixer::ShortConv { kernel, .. } = of.mixer
                 && kernel > DEVICE_TAPS
             {
                 return Err(
@@ -513,7 +515,7 @@ impl Spec {
             .collect()
     }
 
-    /// True if ft can save a reward model: transformers has a sequence classifier of this family, for text only.
+    /// True if transformers has a sequence classifier of this family, for text only.
     pub fn has_classifier(&self) -> bool {
         let none = [
             "cohere",

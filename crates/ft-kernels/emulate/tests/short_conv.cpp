@@ -13,7 +13,7 @@ static void convolution(
     const int tokens = documents.back(), n = tokens * channels;
     Buffer<T> x(n), dy(n), y(n), dx(n);
     Buffer<W> w(channels * kernel);
-    Buffer<u32> places(2 * tokens);
+    Buffer<u32> places(tokens);
     fill(x, seed + 1);
     fill(dy, seed + 2);
     fill(w, seed + 3);
@@ -21,7 +21,6 @@ static void convolution(
     for (size_t d = 0; d + 1 < documents.size(); d++)
         for (int t = documents[d]; t < documents[d + 1]; t++) {
             places[t] = t - documents[d];
-            places[tokens + t] = documents[d + 1] - t;
             for (int c = 0; c < channels; c++) {
                 double u = 0;
                 auto each = [&](auto f) {

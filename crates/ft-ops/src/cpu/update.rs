@@ -18,6 +18,11 @@ pub(crate) fn scale(t: &mut [f32], factor: f32) {
         .for_each(|t| t.iter_mut().for_each(|x| *x *= factor));
 }
 
+/// Rows of `row.len()` elements.
+pub(crate) fn add_rows(t: &mut [f32], row: &[f32]) {
+    t.par_chunks_mut(row.len().max(1)).for_each(|t| add_slice(t, row));
+}
+
 pub(crate) fn add(a: &[f32], b: &[f32]) -> Vec<f32> {
     let mut sum = unwritten(a.len());
     sum.par_chunks_mut(CHUNK)

@@ -11,11 +11,11 @@ use ft_base::{Error, Result};
 
 /// Returns o `[N, H·E]` of the type of q and lse f32 `[N, H]`.
 pub(crate) fn attend(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec) -> Result<(Tensor, Tensor)> {
-    attend_as(tables, layer, q, spec, FloatType::of(q, "the queries")?.module())
+    attend_as(tables, layer, q, spec, FloatType::of(q, "the queries")?)
 }
 
-/// As `attend`; `half`: the part of the kernel name for the type of the 16-bit numbers in the cache.
-fn attend_as(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec, half: &'static str) -> Result<(Tensor, Tensor)> {
+/// As `attend`; `model`: the type of the activations, which the cache depends on.
+fn attend_as(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec, model: FloatType) -> Result<(Tensor, Tensor)> {
     let (form, blocks) = tables.layer(layer)?;
     let kind = FloatType::of(q, "the queries")?;
     let want = [tables.tokens, spec.query_width()];
@@ -26,7 +26,7 @@ fn attend_as(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec, half: &'sta
     }
     let to_q = address_of(q, "the queries", kind.dtype())?;
     if kind.is_short() && !on_tensor_cores(spec, kind, &[to_q]) {
-        let (o, lse) = attend_as(tables, layer, &elementwise::cast(q, FloatType::F32)?, spec, half)?;
+        let (o, lse) = attend_as(tables, layer, &elementwise::cast(q, FloatType::F32)?, spec, model)?;
         return Ok((elementwise::cast(&o, kind)?, lse));
     }
     let gpu = &tables.gpu;
@@ -65,7 +65,8 @@ fn attend_as(tables: &Tables, layer: usize, q: &Tensor, spec: &Spec, half: &'sta
         Arg::Address(work.tiles),
         slots,
     ];
-    let name = [prefix, stored_name(form.stored), "_", kernels.size, half];
+    let stored = stored_name(form.stored, model);
+    let name = [prefix, stored, "_", kernels.size, model.module()];
     let grid = attention::grid(work.count * groups, kernels.threads, kernels.shared);
     // SAFETY: the tiles lie in the blocks, and every tile has its own slots of the partial results.
     unsafe { gpu.launch_with(module, name, grid, &args, Some(&numbers))? };

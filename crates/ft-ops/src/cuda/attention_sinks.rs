@@ -1,7 +1,7 @@
 //! Attention sinks on a GPU.
 
 use super::elementwise::cast;
-use super::{Arg, FloatType, Gpu, Grid, address};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -17,7 +17,7 @@ pub(crate) fn apply(o: &Tensor, lse: &Tensor, sinks: &Tensor, size: usize) -> Re
     let rows = lse.elem_count();
     let args = [
         Arg::Address(address(o, "the output of attention")?),
-        Arg::Address(address(lse, "the log-sum-exp of attention")?),
+        Arg::Address(address_of(lse, "the log-sum-exp of attention", DType::F32)?),
         Arg::Address(address(sinks, "the attention sinks")?),
         Arg::size(rows),
         Arg::small(sinks.elem_count(), "the number of heads")?,
@@ -39,7 +39,7 @@ pub(crate) fn backward(o: &Tensor, lse: &Tensor, dout: &Tensor, sinks: &Tensor, 
     let ds = gpu.empty(heads, DType::F32)?;
     let args = [
         Arg::Address(address(o, "the output of attention")?),
-        Arg::Address(address(lse, "the log-sum-exp of attention")?),
+        Arg::Address(address_of(lse, "the log-sum-exp of attention", DType::F32)?),
         Arg::Address(address(&dout, "the gradient of attention")?),
         Arg::Address(address(sinks, "the attention sinks")?),
         Arg::Address(address(&ds, "the gradient of the attention sinks")?),

@@ -1,6 +1,6 @@
 //! Column sums of a matrix, in two stages with a fixed order.
 
-use super::{Arg, FloatType, Gpu, Grid, address, aligned};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
 use candle_core::{DType, Tensor};
 use ft_base::Result;
 
@@ -41,8 +41,8 @@ fn sum(
     let first = address(a, "a summed matrix")?;
     let (second, factor) = match product {
         Some((b, factor)) => {
-            let factor = factor.map_or(Ok(0), |f| address(f, "factors of rows"))?;
-            (address(b, "a summed matrix")?, factor)
+            let factor = factor.map_or(Ok(0), |f| address_of(f, "factors of rows", DType::F32))?;
+            (address_of(b, "a summed matrix", kind.dtype())?, factor)
         }
         None => (0, 0),
     };

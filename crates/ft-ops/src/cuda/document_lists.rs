@@ -14,7 +14,7 @@ const KEPT: usize = 8;
 /// Which table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Table {
-    /// `[2, N]`: the index of each token in its document, and the tokens from it to the end of the document.
+    /// `[N]`: the index of each token in its document.
     Places,
     /// `[documents, 3]`: start and end of a document, and its first chunk of this many tokens.
     Spans(usize),
@@ -26,10 +26,7 @@ impl Table {
     fn numbers(self, documents: &[usize]) -> Vec<usize> {
         let each = || documents.windows(2).map(|d| d[0]..d[1]);
         match self {
-            Self::Places => {
-                let places = each().flat_map(|d| 0..d.len());
-                places.chain(each().flat_map(|d| (1..=d.len()).rev())).collect()
-            }
+            Self::Places => each().flat_map(|d| 0..d.len()).collect(),
             Self::Spans(chunk) => {
                 let mut first = 0;
                 let span = |d: std::ops::Range<usize>| {
@@ -96,10 +93,7 @@ mod tests {
     #[test]
     fn tables_name_every_token_once() {
         let documents = [0, 2, 2, 7];
-        assert_eq!(
-            Table::Places.numbers(&documents),
-            [0, 1, 0, 1, 2, 3, 4, 2, 1, 5, 4, 3, 2, 1]
-        );
+        assert_eq!(Table::Places.numbers(&documents), [0, 1, 0, 1, 2, 3, 4]);
         assert_eq!(Table::Spans(4).numbers(&documents), [0, 2, 0, 2, 2, 1, 2, 7, 1]);
         assert_eq!(Table::Chunks(4).numbers(&documents), [0, 2, 2, 4, 6, 1]);
     }

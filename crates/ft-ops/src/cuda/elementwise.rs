@@ -1,6 +1,6 @@
 //! Elementwise operations on a GPU.
 
-use super::{Arg, FloatType, Gpu, Grid, address, aligned};
+use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
 use candle_core::Tensor;
 use ft_base::Result;
 
@@ -33,6 +33,10 @@ pub(crate) fn cast(t: &Tensor, kind: FloatType) -> Result<Tensor> {
     if from == kind {
         return Ok(t.clone());
     }
+    if from.is_short() && kind.is_short() {
+        // No kernel has both types of 16 bits.
+        return cast(&cast(t, FloatType::F32)?, kind);
+    }
     let gpu = Gpu::of(t, NAME)?;
     let y = gpu.empty(t.shape(), kind.dtype())?;
     let n = t.elem_count();
@@ -52,7 +56,7 @@ fn add_into(y: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     let kinds = (FloatType::of(a, NAME)?, FloatType::of(b, NAME)?);
     let pack = kinds.0.pack().max(kinds.1.pack());
     let n = a.elem_count();
-    let places = [address(a, NAME)?, address(b, NAME)?, address(y, NAME)?];
+    let places = [address(a, NAME)?, address(b, NAME)?, address_of(y, NAME, a.dtype())?];
     let [count, packs] = counts(n, pack, &places);
     let args = [places[0], places[1], places[2]].map(Arg::Address);
     let name = ["add_", kinds.0.name(), "_", kinds.1.name()];

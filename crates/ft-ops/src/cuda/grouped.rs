@@ -22,10 +22,10 @@ const SHARED: [u32; 2] = [
     (2 * STAGES * (ROWS * 40 + 32 * (COLUMNS + 8))) as u32,
 ];
 
-/// True if the kernels can multiply by this weight `[O, I]`: one type with the rows, and in bf16 whole packs.
+/// True if the kernels can multiply by this weight `[O, I]`: one type with the rows, and in 16 bits whole packs.
 pub(crate) fn fits(rows: DType, weight: GroupWeight) -> bool {
     let narrow = |dims: &[usize]| dims.iter().all(|n| n.is_multiple_of(8));
-    let known = |dims: &[usize]| rows == DType::F32 || (rows == DType::BF16 && narrow(dims));
+    let known = |dims: &[usize]| rows == DType::F32 || (matches!(rows, DType::BF16 | DType::F16) && narrow(dims));
     match weight {
         GroupWeight::Dense(weight) => {
             let place = || address(weight, WEIGHT).is_ok_and(|place| aligned(&[place]));
@@ -180,7 +180,7 @@ fn multiply(gpu: &Gpu, kind: FloatType, tiles: Tiles, x: &Tensor, y: &Tensor, (b
         address(x, ROWS_OF_EXPERTS)?,
         address_of(y, ROWS_OF_EXPERTS, kind.dtype())?,
     ];
-    if !aligned(&places) && kind == FloatType::Bf16 {
+    if !aligned(&places) && kind.is_short() {
         return Err(Error::internal("the rows of experts are not aligned"));
     }
     if tiles.count == 0 || n == 0 {

@@ -12,12 +12,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 const NAME: &str = "a block of the KV cache";
 
-/// The stored type in kernel names. An f16 model keeps numbers of 16 bits as f16: its kernels have that in the place of
-/// bf16.
-pub(super) fn stored_name(stored: KvDtype) -> &'static str {
+/// The stored type in kernel names, in the cache of a model of type `kind`: an f16 model keeps numbers of 16 bits as f16.
+pub(super) fn stored_name(stored: KvDtype, kind: FloatType) -> &'static str {
     match stored {
-        KvDtype::F32 => "f32",
-        KvDtype::Bf16 => "bf16",
+        KvDtype::F32 => FloatType::F32.name(),
+        KvDtype::Bf16 if kind == FloatType::F16 => kind.name(),
+        KvDtype::Bf16 => FloatType::Bf16.name(),
         KvDtype::Int8 => "int8",
     }
 }
@@ -185,7 +185,7 @@ impl Tables {
             Arg::small(form.head_dim, "a head")?,
         ];
         let grid = Grid::line((2 * rows).div_ceil(THREADS / 32), THREADS as u32);
-        let name = ["kv_put_", kind.name(), "_", stored_name(form.stored)];
+        let name = ["kv_put_", kind.name(), "_", stored_name(form.stored, kind)];
         // SAFETY: the table has a place in a block for every token.
         unsafe { self.gpu.launch("kv_block", name, grid, &args) }
     }

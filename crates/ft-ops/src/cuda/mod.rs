@@ -47,6 +47,7 @@ pub(crate) mod latent;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod memory;
+mod name;
 pub(crate) mod pairs;
 pub(crate) mod index_subset;
 pub(crate) mod kv_block;
@@ -58,6 +59,8 @@ pub(crate) mod sample;
 pub(crate) mod short_conv;
 pub(crate) mod step;
 pub(crate) mod transfer;
+
+use name::{BF16, F16, IN_F16, Name};
 
 /// Element type of an activation or weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +75,7 @@ impl FloatType {
     pub(crate) fn name(self) -> &'static str {
         match self {
             FloatType::F32 => "f32",
-            FloatType::Bf16 => "bf16",
+            FloatType::Bf16 => BF16,
             FloatType::F16 => F16,
         }
     }
@@ -88,6 +91,20 @@ impl FloatType {
             FloatType::F32 | FloatType::Bf16 => "",
             FloatType::F16 => IN_F16,
         }
+    }
+
+    /// As `module`, for operands whose types a kernel reads from a table.
+    ///
+    /// # Errors
+    /// bf16 and f16: a kernel has one type of 16 bits.
+    pub(crate) fn module_of(kinds: impl IntoIterator<Item = Self>) -> Result<&'static str> {
+        let short = |kind: &Self| kind.is_short();
+        let mut kinds = kinds.into_iter().filter(short);
+        let first = kinds.next().unwrap_or(FloatType::F32);
+        if kinds.any(|kind| kind != first) {
+            return Err(name::mixed("the tensors of one launch"));
+        }
+        Ok(first.module())
     }
 
     pub(crate) fn bytes(self) -> usize {
@@ -444,64 +461,6 @@ impl Gpu {
             device: self.device.clone(),
         };
         Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false)
-    }
-}
-
-/// The name of a kernel, in parts: a launch does not build a string.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Name([&'static str; Name::PARTS]);
-
-/// The part of a kernel name for f16. The kernel is in the module NAME_f16, where f16 is in the place of bf16.
-const F16: &str = "f16";
-
-/// The same for a kernel whose name has no type.
-const IN_F16: &str = "@f16";
-
-impl Name {
-    const PARTS: usize = 6;
-
-    /// The module that has the kernel; `module` is that of f32 and bf16.
-    fn module(&self, module: &'static str) -> Result<&'static str> {
-        if !self.0.iter().any(|part| [F16, IN_F16].contains(part)) {
-            return Ok(module);
-        }
-        let mut names = ft_kernels::MODULES.iter().map(|(name, _)| *name);
-        names
-            .find(|name| name.strip_suffix("_f16") == Some(module))
-            .ok_or_else(|| {
-                Error::unsupported(format!("`{self}` has no kernel for f16")).hint("use `Dtype::Bf16` or `Dtype::F32`")
-            })
-    }
-
-    /// The name in its module.
-    fn kernel(&self) -> String {
-        let parts = self.0.iter().map(|part| match *part {
-            F16 => "bf16",
-            IN_F16 => "",
-            other => other,
-        });
-        parts.collect()
-    }
-}
-
-impl From<&'static str> for Name {
-    fn from(whole: &'static str) -> Self {
-        Self::from([whole])
-    }
-}
-
-impl<const N: usize> From<[&'static str; N]> for Name {
-    fn from(given: [&'static str; N]) -> Self {
-        const { assert!(N <= Name::PARTS) };
-        let mut parts = [""; Name::PARTS];
-        parts[..N].copy_from_slice(&given);
-        Self(parts)
-    }
-}
-
-impl fmt::Display for Name {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.0.iter().try_for_each(|part| f.write_str(part))
     }
 }
 

@@ -34,21 +34,19 @@ fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize, &'static str)> {
     const NAME: &str = "a tensor that is summed";
     let mut shares = Shares::default();
     let mut table = Vec::with_capacity(24 * tensors.len());
-    let mut module = "";
+    let mut kinds = Vec::with_capacity(tensors.len());
     for t in tensors {
         let n = t.elem_count();
         let place = address(t, NAME)?;
         let kind = FloatType::of(t, NAME)?;
-        if kind.is_short() {
-            module = kind.module();
-        }
+        kinds.push(kind);
         let form = kind.is_short() as u32 | (aligned(&[place]) as u32) << 1;
         table.extend(place.to_ne_bytes());
         table.extend((n as i64).to_ne_bytes());
         table.extend(shares.next(n)?.to_ne_bytes());
         table.extend(form.to_ne_bytes());
     }
-    Ok((table, shares.count(), module))
+    Ok((table, shares.count(), FloatType::module_of(kinds)?))
 }
 
 /// Computes the sum of `kernel` over all elements. The f64 `total` (one element) is incremented or overwritten. Returns

@@ -113,11 +113,14 @@ fn launch(
     let common = [b1, b2, eps, coefficient];
     let mut numbers = [[0f32; 3]; GROUPS];
     numbers[..groups.len()].copy_from_slice(groups);
-    let short = items.iter().map(|item| FloatType::of(item.weight, "a weight"));
-    let short = short
-        .into_iter()
-        .find(|kind| kind.as_ref().is_ok_and(|kind| kind.is_short()));
-    let half = short.transpose()?.map_or("", FloatType::module);
+    let of = |item: &ParameterStep| {
+        Ok([
+            FloatType::of(item.weight, "a weight")?,
+            FloatType::of(item.gradient, "a gradient")?,
+        ])
+    };
+    let kinds = items.iter().map(of).collect::<Result<Vec<_>>>()?;
+    let half = FloatType::module_of(kinds.into_iter().flatten())?;
     let (kernel, tables) = if items.iter().any(is_quantized) {
         ([kernel, "_codes", half], code_tables(gpu)?)
     } else {

@@ -8,9 +8,9 @@ use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::formats::adapter::EXPERT_PARAMETERS;
 use crate::model::spec::ExpertsSpec;
+use crate::ops::grouped;
 use crate::ops::quantized::{Products, TILE};
 use crate::ops::routing::Score;
-use crate::ops::{Dtype, grouped};
 use crate::peft::Cost;
 use std::sync::Arc;
 
@@ -73,7 +73,6 @@ impl LayerMemory<'_> {
         let adapters = || EXPERT_PARAMETERS.iter().any(|name| self.joined(sizes, name).is_some());
         settings.on_gpu
             && !settings.experts_streamed
-            && settings.storage.dtype() != Dtype::F16
             && settings.storage.products() == Products::Dequantized
             && !adapters()
     }

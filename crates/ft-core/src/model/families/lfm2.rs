@@ -65,11 +65,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     (spec.norms, spec.qk_norm, spec.modules) = (NormNames::LFM2, Some(QkNorm::LFM2), ModuleNames::LFM2);
     spec.activation = Activation::Silu;
     spec.ropes = vec![super::rope(config, spec, 1e6)?];
-    if config.bool_or("conv_bias", false)? {
-        return Err(
-            Error::unsupported("a short convolution with biases is not supported").at(place(config, "conv_bias"))
-        );
-    }
+    let bias = config.bool_or("conv_bias", false)?;
     let kernel = config.opt_usize("conv_L_cache")?.unwrap_or(3);
     if !(2..=256).contains(&kernel) {
         return Err(
@@ -106,7 +102,7 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
             None => attention.is_none_or(|list| list.contains(&json!(l))),
         };
         if !attends {
-            layer.mixer = Mixer::ShortConv { kernel };
+            layer.mixer = Mixer::ShortConv { kernel, bias };
         }
     }
     Ok(())
@@ -162,7 +158,7 @@ mod tests {
     #[test]
     fn other_options_are_refused_by_name() {
         for (changes, name) in [
-            (json!({"conv_bias": true}), "conv_bias"),
+            (json!({"conv_bias": 1}), "conv_bias"),
             (json!({"conv_L_cache": 1}), "conv_L_cache"),
             (json!({"layer_types": ["conv"]}), "layer_types"),
             (json!({"layer_types": vec!["sliding_attention"; 4]}), "layer_types"),
@@ -173,6 +169,18 @@ mod tests {
             let e = read(changes).unwrap_err().to_string();
             assert!(e.contains(name), "{name}: {e}");
         }
+    }
+
+    #[test]
+    fn biases_are_on_the_convolutions_only() {
+        let of = |bias: bool| {
+            let params = read(json!({"conv_bias": bias})).unwrap().params();
+            let names = params.into_iter().map(|p| p.name.to_string());
+            names.filter(|name| name.ends_with(".bias")).collect::<Vec<_>>()
+        };
+        assert!(of(false).is_empty());
+        let layer = |l: usize| ["in_proj", "out_proj", "conv"].map(|name| format!("model.layers.{l}.conv.{name}.bias"));
+        assert_eq!(of(true), [layer(0), layer(1), layer(3)].concat());
     }
 
     #[test]

@@ -208,7 +208,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "lfm2",
         "LiquidAI/LFM2-350M, -700M, -1.2B, -2.6B",
-        "gated short convolutions between layers with attention, norms on q and k; not `conv_bias`",
+        "gated short convolutions between layers with attention, norms on q and k",
     ),
     family(
         "llama",

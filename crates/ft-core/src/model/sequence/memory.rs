@@ -4,7 +4,7 @@ use super::{SequenceConfig, Tokens, common, share};
 use crate::base::ledger::MemoryKind::LayerWork;
 use crate::base::ledger::{Allocation, Ledger};
 use crate::model::block::memory::LayerMemory;
-use crate::model::spec::Spec;
+use crate::model::spec::{Mixer, Spec};
 use crate::ops::attention::{self, Spec as Heads};
 
 /// The attention of layer `index`, as far as sizes depend on it.
@@ -44,7 +44,18 @@ fn sent(config: SequenceConfig, tokens: &Tokens, spec: &Heads, index: usize) -> 
     })
 }
 
-/// Bytes that rank `rank` sends around the attention of all layers for a micro-batch with these document offsets. The backward
+/// As `sent`, around a convolution over `taps` tokens.
+fn sent_rows(config: SequenceConfig, tokens: &Tokens, (taps, width): (usize, usize), index: usize) -> [usize; 2] {
+    let (own, read) = (tokens.of(index), tokens.inputs_of(index, taps));
+    let others = (0..config.ranks).filter(|rank| *rank != index);
+    let given = |rank| width * common(&own, &tokens.inputs_of(rank, taps), 0).len();
+    let taken = |rank| width * common(&tokens.of(rank), &read, 0).len();
+    let forward: usize = others.clone().map(given).sum();
+    // The backward pass computes the convolution again, then its gradients from the same rows.
+    [forward, 2 * forward + others.map(taken).sum::<usize>()]
+}
+
+/// Bytes that rank `rank` sends around the attention and the convolutions of all layers for a micro-batch with these document offsets. The backward
 /// pass goes down to layer `lowest` and recomputes all but the `saved` uppermost layers.
 pub fn sequence_bytes(
     spec: &Spec,
@@ -58,7 +69,10 @@ pub fn sequence_bytes(
     }
     let tokens = Tokens::new(documents.last().copied().unwrap_or(0), config.ranks, documents);
     let of_layer = |index: usize| {
-        let [forward, backward] = sent(config, &tokens, &heads(spec, index), rank % config.ranks);
+        let [forward, backward] = match spec.layers[index].mixer {
+            Mixer::ShortConv { kernel, .. } => sent_rows(config, &tokens, (kernel, spec.hidden), rank % config.ranks),
+            _ => sent(config, &tokens, &heads(spec, index), rank % config.ranks),
+        };
         let again = index >= lowest && index + saved < spec.layers.len();
         4 * (forward * (1 + usize::from(again)) + if index >= lowest { backward } else { 0 }) as u64
     };
@@ -72,6 +86,13 @@ impl LayerMemory<'_> {
         if config.ranks > 1 {
             // The keys of all tokens, on the way and joined; or queries, keys and values of the own heads.
             l.touch(LayerWork, 2 * bytes[0]);
+        }
+    }
+
+    /// A convolution beside the tensors of the own tokens: the list of their rows, and the rows with those of other ranks.
+    pub(in crate::model) fn with_earlier(&self, l: &mut Ledger) {
+        if self.settings.sequence.ranks > 1 {
+            l.touch(LayerWork, 2 * self.nd);
         }
     }
 

@@ -4,7 +4,7 @@ use super::super::block::memory::LayerMemory;
 use super::super::contracts::GradSinkMemory;
 use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
-use crate::model::spec::SHORT_CONV;
+use crate::model::spec::{Mixer, SHORT_CONV, SHORT_CONV_BIAS};
 
 /// As `SavedShortConv`.
 pub(in crate::model) struct SavedShortConvMemory {
@@ -30,8 +30,14 @@ impl SavedShortConvMemory {
 }
 
 impl LayerMemory<'_> {
+    fn short_conv_bias(&self) -> bool {
+        let layer = &self.settings.spec.layers[self.index];
+        matches!(layer.mixer, Mixer::ShortConv { bias: true, .. })
+    }
+
     pub(in crate::model) fn short_conv_wanted(&self, sink: &dyn GradSinkMemory) -> bool {
-        sink.wants(&self.name(SHORT_CONV))
+        let bias = self.short_conv_bias() && sink.wants(&self.name(SHORT_CONV_BIAS));
+        bias || sink.wants(&self.name(SHORT_CONV))
     }
 
     pub(in crate::model) fn short_conv(&self, l: &mut Ledger) -> (Allocation, SavedShortConvMemory) {
@@ -42,6 +48,7 @@ impl LayerMemory<'_> {
         let parts = self.projections(l, &linears, &[self.nd; 3]);
         l.free_all(h);
         let u = l.alloc(LayerWork, self.nd);
+        self.with_earlier(l);
         let mixed = l.alloc(LayerWork, self.nd);
         l.free(u);
         let y = l.alloc(LayerWork, self.nd);
@@ -96,9 +103,13 @@ impl LayerMemory<'_> {
         let dc = replaced(l, c);
         let d_mixed = replaced(l, Some(mixed));
         l.free(dy);
+        self.with_earlier(l);
         let du = l.alloc(LayerWork, self.nd);
         sink.give(l, &self.name(SHORT_CONV));
         l.free(u);
+        if self.short_conv_bias() {
+            sink.give(l, &self.name(SHORT_CONV_BIAS));
+        }
         l.free_all(d_mixed);
         let dys = [replaced(l, b), dc, replaced(l, v)];
         l.free(du);

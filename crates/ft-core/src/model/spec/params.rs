@@ -52,6 +52,8 @@ pub const STREAMS_OUT: &str = "model.altup_unembed_projections";
 pub const ATTENTION_SINKS: &str = "self_attn.sinks";
 /// Name of the weight of a short convolution, `[D, 1, K]`.
 pub const SHORT_CONV: &str = "conv.conv.weight";
+/// Name of its bias, `[D]`.
+pub const SHORT_CONV_BIAS: &str = "conv.conv.bias";
 /// Name of the factor of a layer. It is never trained.
 pub const LAYER_SCALAR: &str = "layer_scalar";
 
@@ -194,7 +196,10 @@ impl Spec {
                 own.push(o(self.modules.o_proj, q, d));
                 own
             }
-            Mixer::ShortConv { .. } => vec![plain("conv.in_proj", d, 3 * d), plain("conv.out_proj", d, d)],
+            Mixer::ShortConv { bias, .. } => {
+                let own = linear(Sublayer::Attention, bias);
+                vec![own("conv.in_proj", d, 3 * d), own("conv.out_proj", d, d)]
+            }
         };
         let experts = self.layers[layer].experts;
         match self.plain_mlp {
@@ -369,9 +374,13 @@ impl Spec {
                 all.push(param(name, shape, group, Sublayer::Attention));
             }
         }
-        if let Mixer::ShortConv { kernel } = self.layers[layer].mixer {
+        if let Mixer::ShortConv { kernel, bias } = self.layers[layer].mixer {
             let name = format!("model.layers.{layer}.{SHORT_CONV}");
             all.push(param(name, vec![self.hidden, 1, kernel], group, Sublayer::Attention));
+            if bias {
+                let name = format!("model.layers.{layer}.{SHORT_CONV_BIAS}");
+                all.push(param(name, vec![self.hidden], group, Sublayer::Attention));
+            }
         }
         if let Some(experts) = &self.layers[layer].experts {
             all.extend(self.expert_params(layer, experts));

@@ -24,8 +24,8 @@ use crate::model::{KvStore, RecurrentState, Spec};
 use crate::model::{delta_net, short_conv};
 use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
-use crate::ops::{CpuBackend, attention, update};
-use candle_core::{DType, Device, Tensor};
+use crate::ops::{CpuBackend, attention, graph, update};
+use candle_core::{DType, Device, Tensor, TensorId};
 use std::sync::Arc;
 
 /// Bytes of the KV cache of one text of `tokens` tokens and of its attention, in the default storage type. `element`: on
@@ -305,6 +305,8 @@ pub struct Step<'a> {
     on_gpu: Option<KvStep>,
     /// The tables of the step before are written over, and no address or size has changed.
     same_tables: bool,
+    /// New states are written over the old ones.
+    states_in_place: bool,
     /// No sequence has tokens of an earlier step.
     fresh: bool,
     pass: Pass,
@@ -345,6 +347,7 @@ impl<'a> Step<'a> {
             documents,
             on_gpu,
             same_tables,
+            states_in_place: false,
             fresh,
             pass,
         })
@@ -353,6 +356,21 @@ impl<'a> Step<'a> {
     /// True if what was captured in the step before can be launched for this one.
     pub fn has_same_tables(&self) -> bool {
         self.same_tables
+    }
+
+    /// The tensors of the states of all layers. Those of an answer belong to its text alone after a step.
+    pub fn states_now(&self) -> Vec<TensorId> {
+        let layers = self.sequences.iter().flat_map(|s| &s.own.layers);
+        let states = layers.filter_map(|layer| match layer {
+            Layer::State(Some(state)) => Some([Some(&state.inputs), state.state.as_ref()]),
+            _ => None,
+        });
+        states.flatten().flatten().map(Tensor::id).collect()
+    }
+
+    /// From now on new states are written over the old ones, which keep their addresses.
+    pub fn keep_states_in_place(&mut self, in_place: bool) {
+        self.states_in_place = in_place;
     }
 
     /// Makes room for the new tokens on a GPU. Returns the tables, and whether they are the same memory as before.
@@ -514,8 +532,17 @@ impl KvStore for Step<'_> {
 
     fn set_states(&mut self, layer: usize, states: Vec<RecurrentState>) -> Result<()> {
         for (sequence, state) in self.sequences.iter_mut().zip(states) {
-            if let Some(Layer::State(own)) = sequence.own.layers.get_mut(layer) {
-                *own = Some(state);
+            match sequence.own.layers.get_mut(layer) {
+                Some(Layer::State(Some(own))) if self.states_in_place => {
+                    graph::overwrite(&own.inputs, &state.inputs)?;
+                    if let (Some(own), Some(state)) = (&own.state, &state.state) {
+                        graph::overwrite(own, state)?;
+                    }
+                }
+                // A row of padding has no earlier tokens.
+                Some(Layer::State(None)) if self.states_in_place => {}
+                Some(Layer::State(own)) => *own = Some(state),
+                _ => {}
             }
         }
         Ok(())

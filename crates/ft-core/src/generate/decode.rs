@@ -351,7 +351,8 @@ pub(super) fn step(
         positions.extend((start..start + part.tokens.len()).map(|p| p as u32));
         documents.push(ids.len());
     }
-    let real = documents.clone();
+    let ends = parts.iter().zip(&documents[1..]);
+    let wanted: Vec<usize> = ends.filter(|(part, _)| part.logits).map(|(_, end)| end - 1).collect();
     let mut padding = None;
     if same_bits
         && ids.len() < MANY
@@ -370,12 +371,6 @@ pub(super) fn step(
     let mut cache = Step::new(sequences.collect(), &documents, pass, &network.device, tables)?;
     let ctx = network.context(&positions, &documents, None)?;
     let x = network.embed(&ids, &ctx)?;
-    let wanted: Vec<usize> = parts
-        .iter()
-        .zip(&real[1..])
-        .filter(|(part, _)| part.logits)
-        .map(|(_, end)| end - 1)
-        .collect();
     let work = |x: &Tensor, ctx: &Context, cache: &mut Step| {
         let x = layers(network, x, ctx, cache)?;
         last_logits(policy, &x, &wanted, ctx, same_bits)

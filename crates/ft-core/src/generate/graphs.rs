@@ -2,17 +2,18 @@
 //! again for later steps until a size changes. The embedding, the rotary tables, the tables of the KV cache and sampling depend
 //! on numbers of the host; they take few calls and stay outside.
 //!
-//! The first step with a number of rows runs as it is, so that kernels are loaded. The next one is captured.
+//! The first step with a number of rows runs as it is, so that kernels are loaded. The next one is captured. States of layers
+//! (Gated DeltaNet, short convolutions) are written over in a graph, so after a change of the rows the first step runs as it is too:
+//! it makes states that belong to one text alone.
 
 use super::cache::Step;
 use super::decode::SampledModel;
 use crate::base::{Error, Result};
-use crate::model::spec::Mixer;
 use crate::model::{Context, Network};
 use crate::ops::graph::{self, Graph, Rehearsal};
 use crate::ops::kv_block::KvStep;
 use crate::peft::Adapter;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, TensorId};
 
 /// Work from the embedded tokens to the logits.
 type Work<'a> = dyn Fn(&Tensor, &Context, &mut Step) -> Result<Tensor> + 'a;
@@ -25,6 +26,8 @@ pub struct Graphs {
     device: Device,
     /// The inputs of the last step that ran as it is, and its logits.
     rehearsed: Option<(Sizes, Sizes)>,
+    /// The states of layers that the last such step made.
+    states: Vec<TensorId>,
     captured: Option<Captured>,
     /// The tables of the KV cache, which stay.
     tables: Option<KvStep>,
@@ -38,6 +41,8 @@ struct Captured {
     graph: Graph,
     inputs: Vec<Tensor>,
     logits: Tensor,
+    /// It writes over these states of the texts.
+    states: Vec<TensorId>,
 }
 
 impl Captured {
@@ -80,10 +85,9 @@ fn context<'a>(of: &Context<'a>, inputs: &[Tensor]) -> Context<'a> {
 }
 
 /// True if nothing in a step depends on the host: weights that stay on the GPU, no experts (the host reads the choice of a
-/// router), no states of layers (a step makes new ones), and adapters that are products.
+/// router), and adapters that are products.
 fn can_be_captured(network: &Network) -> bool {
     let spec = &network.spec;
-    let keys = |mixer: &Mixer| matches!(mixer, Mixer::Attention | Mixer::Latent(_));
     let products = |adapter: &Adapter| match adapter {
         Adapter::Lora(_) => true,
         Adapter::Dora(_) => adapter.lora().is_some_and(|lora| lora.start.is_none()),
@@ -92,7 +96,7 @@ fn can_be_captured(network: &Network) -> bool {
     graph::available(&network.device)
         && network.source.stays_in_place()
         && network.source.streamed(spec.head_name()).is_none()
-        && spec.layers.iter().all(|l| l.experts.is_none() && keys(&l.mixer))
+        && spec.layers.iter().all(|l| l.experts.is_none())
         && network.adapters.values().all(|adapter| products(adapter))
 }
 
@@ -102,6 +106,7 @@ impl Graphs {
         can_be_captured(policy.network).then(|| Self {
             device: policy.network.device.clone(),
             rehearsed: None,
+            states: Vec::new(),
             captured: None,
             tables: None,
             refused: false,
@@ -127,16 +132,19 @@ impl Graphs {
     /// The logits of a step: `work` on these inputs, or the graph of a step with the same sizes.
     pub fn run(&mut self, x: &Tensor, ctx: &Context, cache: &mut Step, work: &Work) -> Result<Tensor> {
         let inputs = inputs(x, ctx);
-        let wanted = sizes(&inputs);
+        let (wanted, states) = (sizes(&inputs), cache.states_now());
         // Its memory is free for the next one.
         self.captured
-            .take_if(|of| !cache.has_same_tables() || sizes(&of.inputs) != wanted);
+            .take_if(|of| !cache.has_same_tables() || sizes(&of.inputs) != wanted || of.states != states);
         if let Some(captured) = &self.captured {
             self.steps += 1;
             return captured.launch(&inputs);
         }
         let _rehearsal = Rehearsal::on(&self.device);
-        if let Some((_, logits)) = self.rehearsed.take_if(|(of, _)| *of == wanted && !self.refused) {
+        if let Some((_, logits)) = self
+            .rehearsed
+            .take_if(|(of, _)| *of == wanted && states == self.states && !self.refused)
+        {
             match self.capture(&inputs, &logits, ctx, cache, work)? {
                 Some(out) => {
                     self.rehearsed = Some((wanted, logits));
@@ -147,6 +155,7 @@ impl Graphs {
         }
         let logits = work(x, ctx, cache)?;
         self.rehearsed = Some((wanted, sizes(std::slice::from_ref(&logits))));
+        self.states = cache.states_now();
         Ok(logits)
     }
 
@@ -159,21 +168,28 @@ impl Graphs {
         cache: &mut Step,
         work: &Work,
     ) -> Result<Option<Tensor>> {
-        let room = |of: &Sizes| {
-            of.iter()
+        let room = |of: &Sizes| -> Result<Vec<Tensor>> {
+            let tensors = of.iter();
+            tensors
                 .map(|(dims, dtype)| graph::room(dims, *dtype, &self.device))
                 .collect()
         };
-        let inputs: Vec<Tensor> = room(&sizes(now))?;
-        let logits: Vec<Tensor> = room(logits)?;
-        let (Some(x), Some(logits)) = (inputs.first(), logits.into_iter().next()) else {
+        let inputs = room(&sizes(now))?;
+        let (Some(x), Some(logits)) = (inputs.first(), room(logits)?.pop()) else {
             return Err(Error::internal("a step has no tokens or no logits"));
         };
         let own = context(ctx, &inputs);
+        cache.keep_states_in_place(true);
         let graph = Graph::capture(&self.device, || graph::overwrite(&logits, &work(x, &own, cache)?))?;
+        cache.keep_states_in_place(false);
         let Some(graph) = graph else { return Ok(None) };
         self.steps += 1;
-        let captured = Captured { graph, inputs, logits };
+        let captured = Captured {
+            graph,
+            inputs,
+            logits,
+            states: cache.states_now(),
+        };
         let out = captured.launch(now);
         if let Err(e) = &out {
             graph::refused(e);

@@ -13,6 +13,7 @@ use candle_core::cuda::cudarc::driver::{CudaGraph, result, sys};
 use candle_core::{Device, Tensor};
 use ft_base::{Error, Result};
 use std::any::Any;
+use std::cell::RefCell;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use sys::CUgraphMem_attribute_enum as Attribute;
@@ -21,6 +22,18 @@ use sys::CUgraphMem_attribute_enum as Attribute;
 pub(crate) struct Recorded {
     graph: CudaGraph,
     gpu: Gpu,
+    /// What it reads, and others may drop.
+    _kept: Vec<Tensor>,
+}
+
+thread_local! {
+    /// During a capture of this thread, tensors for `Recorded`.
+    static KEPT: RefCell<Option<Vec<Tensor>>> = const { RefCell::new(None) };
+}
+
+/// A tensor of a cache that is used now: a graph that is captured keeps it.
+pub(crate) fn keep(tensor: &Tensor) {
+    KEPT.with_borrow_mut(|kept| kept.iter_mut().for_each(|kept| kept.push(tensor.clone())));
 }
 
 /// candle's guard, whose type it does not export.
@@ -50,7 +63,9 @@ pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result
         refused(format!("{e:?}"));
         return Ok(None);
     }
+    KEPT.set(Some(Vec::new()));
     let done = f();
+    let kept = KEPT.take().unwrap_or_default();
     let ended = stream.end_capture(sys::CUgraphInstantiate_flags(0));
     // A tensor that is dropped in an invalid capture leaves an error behind.
     let left = stream.context().check_err();
@@ -61,7 +76,11 @@ pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result
                 return Err(Error::internal("a tensor outlives the graph in which it was made")
                     .found(format!("{made} made, {dropped} dropped")));
             }
-            Ok(Some(Recorded { graph, gpu }))
+            Ok(Some(Recorded {
+                graph,
+                gpu,
+                _kept: kept,
+            }))
         }
         (Ok(()), ended, left) => {
             refused(format!("{:?}, {left:?}", ended.map(|_| ())));

@@ -4,7 +4,7 @@
 use crate::families::model;
 use crate::support::{flat, gpu, short};
 use candle_core::cuda::cudarc::driver::result::stream::{begin_capture, end_capture};
-use candle_core::cuda::cudarc::driver::{CudaStream, DevicePtr, DeviceSlice, sys};
+use candle_core::cuda::cudarc::driver::{CudaStream, DevicePtr, sys};
 use candle_core::{Device, Storage, Tensor};
 use ft::generate::{Answer, Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Session, Settings, answer};
 use ft::hf;
@@ -181,7 +181,7 @@ fn the_software_driver_has_the_rules_of_a_capture() {
         // The thread that began must end.
         start(&one, LOCAL).unwrap();
         let handle = one.cu_stream() as usize;
-        let elsewhere = std::thread::spawn(move || end_capture(handle as sys::CUstream).map_err(|e| e.0));
+        let elsewhere = std::thread::spawn(move || end_capture(handle as sys::CUstream).map(|_| ()).map_err(|e| e.0));
         assert_eq!(
             elsewhere.join().unwrap(),
             Err(Code::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
@@ -241,10 +241,18 @@ fn the_software_driver_has_the_rules_of_a_capture() {
     one.synchronize().unwrap();
 }
 
-/// Runs this test in a process of its own, with one of the faults; returns what it printed. `None`: this is that process.
+const CHILD: &str = "FT_GPU_CHILD";
+
+/// The cases of a test that has a process for each: in such a process only its own.
+fn cases<'a, T>(all: &'a [(&'static str, T)]) -> impl Iterator<Item = &'a (&'static str, T)> {
+    let own = std::env::var(CHILD).ok();
+    all.iter()
+        .filter(move |case| own.as_ref().is_none_or(|own| own == case.0))
+}
+
+/// Runs this test in a process of its own, with one of its cases; returns what it printed. `None`: this is that process.
 fn alone(name: &str, fault: &str, settings: &[(&str, &str)]) -> Option<(bool, String)> {
-    const CHILD: &str = "FT_GPU_CHILD";
-    if std::env::var(CHILD).is_ok_and(|child| child == fault) {
+    if std::env::var(CHILD).is_ok() {
         return None;
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -269,7 +277,7 @@ fn the_software_driver_stops_uses_of_memory_of_a_graph() {
         ("outside", "is not inside of an allocation"),
         ("unordered", "no event orders them"),
     ];
-    for (fault, text) in faults {
+    for (fault, text) in cases(&faults) {
         if let Some((passed, said)) = alone(name, fault, &[]) {
             assert!(!passed && said.contains(text), "{fault}: {said}");
             continue;
@@ -278,7 +286,7 @@ fn the_software_driver_stops_uses_of_memory_of_a_graph() {
         // Kernels are loaded before a capture.
         update::scale_assign(&update::add(&x, &x).unwrap(), 1.0).unwrap();
         gpu.device.synchronize().unwrap();
-        match fault {
+        match *fault {
             "outside" => {
                 let mut kept = None;
                 let _ = Graph::capture(&gpu.device, || {
@@ -390,6 +398,28 @@ fn answers_are_those_without_graphs() {
         assert!(together(&|s| s.top_p = Some(0.9)) >= 6);
         assert!(together(&|s| s.limits.same_bits = true) >= 6);
     }
+}
+
+/// Eight rows pass the border between two pieces of attention: their lists outgrow the room of the first graph.
+#[test]
+fn a_graph_is_captured_again_when_the_lists_grow() {
+    let Some(gpu) = gpu() else { return };
+    let network = network(Dtype::Bf16, &gpu.device);
+    let rows = (0..9).map(|row| Request {
+        prompt: text(row, 252),
+        number: row.into(),
+    });
+    let settings = Settings {
+        max_new_tokens: 9,
+        limits: Limits {
+            rows: 9,
+            share_prefixes: false,
+            ..Limits::default()
+        },
+        ..settings(None, 0.8)
+    };
+    let (_, steps) = same(&network, &rows.collect::<Vec<_>>(), &settings, "lists");
+    assert_eq!(steps, 7);
 }
 
 #[test]
@@ -505,13 +535,13 @@ fn without_graphs_of_the_driver_answers_are_the_same() {
     if !is_soft() {
         return eprintln!("skipped: on the software driver only");
     }
-    let cases = [
-        ("refused", [("SOFT_CUDA_REFUSE_GRAPHS", "1")], true),
-        ("off", [("FT_CUDA_GRAPHS", "0")], false),
-        ("in step", [("FT_CUDA_SYNC", "1")], false),
+    let settings_of = [
+        ("refused", ("SOFT_CUDA_REFUSE_GRAPHS", "1", true)),
+        ("off", ("FT_CUDA_GRAPHS", "0", false)),
+        ("in step", ("FT_CUDA_SYNC", "1", false)),
     ];
-    for (case, setting, noted) in cases {
-        if let Some((passed, said)) = alone(name, case, &setting) {
+    for (case, (variable, value, noted)) in cases(&settings_of) {
+        if let Some((passed, said)) = alone(name, case, &[(variable, value)]) {
             assert!(passed, "{case}: {said}");
             continue;
         }
@@ -524,7 +554,7 @@ fn without_graphs_of_the_driver_answers_are_the_same() {
         let ((want, _), (got, speed)) = (of(false), of(true));
         assert_eq!(got, want);
         assert_eq!(speed.graph_steps, 0);
-        assert_eq!(graph::take_refusal().is_some(), noted);
+        assert_eq!(graph::take_refusal().is_some(), *noted);
         return;
     }
 }

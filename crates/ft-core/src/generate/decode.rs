@@ -1,7 +1,7 @@
 //! Input and output types of the decoder, and one pass of new tokens through the network.
 
 use super::cache::{Sequence, Step, StepTables};
-use super::graphs::Graphs;
+use super::graphs::{Graphs, Work};
 use super::sampler::Sampler;
 use super::schedule::{OnToken, Schedule};
 use crate::base::{Error, Result, progress};
@@ -371,29 +371,25 @@ pub(super) fn step(
     let mut cache = Step::new(sequences.collect(), &documents, pass, &network.device, tables)?;
     let ctx = network.context(&positions, &documents, None)?;
     let x = network.embed(&ids, &ctx)?;
-    let work = |x: &Tensor, ctx: &Context, cache: &mut Step| {
-        let x = layers(network, x, ctx, cache)?;
-        last_logits(policy, &x, &wanted, ctx, same_bits)
-    };
-    let logits = match graphs {
-        _ if wanted.is_empty() => {
-            layers(network, &x, &ctx, &mut cache)?;
-            None
-        }
-        Some(graphs) => {
-            let logits = graphs.run(&x, &ctx, &mut cache, &work)?;
-            graphs.keep(cache.finish());
-            return Ok(Some(logits));
-        }
-        None => Some(work(&x, &ctx, &mut cache)?),
-    };
+    if let Some(graphs) = graphs {
+        let work: &Work = &|x, ctx, cache| {
+            let x = layers(network, x.clone(), ctx, cache)?;
+            last_logits(policy, &x, &wanted, ctx, same_bits)
+        };
+        let logits = graphs.run(&x, wanted.len(), &ctx, &mut cache, work)?;
+        graphs.keep(cache.finish());
+        return Ok(Some(logits));
+    }
+    let x = layers(network, x, &ctx, &mut cache)?;
     cache.finish();
-    Ok(logits)
+    if wanted.is_empty() {
+        return Ok(None);
+    }
+    last_logits(policy, &x, &wanted, &ctx, same_bits).map(Some)
 }
 
 /// The output of the last layer, from the embedded tokens `x`.
-fn layers(network: &Network, x: &Tensor, ctx: &Context, cache: &mut Step) -> Result<Tensor> {
-    let mut x = x.clone();
+fn layers(network: &Network, mut x: Tensor, ctx: &Context, cache: &mut Step) -> Result<Tensor> {
     for layer in 0..network.layers() {
         network.source.prefetch(Group::Layer((layer + 1) % network.layers()));
         x = network.block(layer)?.forward_cached(&x, ctx, cache)?;

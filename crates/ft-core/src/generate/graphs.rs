@@ -16,16 +16,25 @@ use crate::peft::Adapter;
 use candle_core::{DType, Device, Tensor, TensorId};
 
 /// Work from the embedded tokens to the logits.
-type Work<'a> = dyn Fn(&Tensor, &Context, &mut Step) -> Result<Tensor> + 'a;
+pub type Work<'a> = dyn Fn(&Tensor, &Context, &mut Step) -> Result<Tensor> + 'a;
 
 /// Shapes and types of tensors.
 type Sizes = Vec<(Vec<usize>, DType)>;
 
+/// What a graph depends on, besides the tables of the cache and the states of layers.
+#[derive(PartialEq)]
+struct Form {
+    /// Rows of logits.
+    rows: usize,
+    documents: Vec<usize>,
+    inputs: Sizes,
+}
+
 /// The graph of the steps of one size.
 pub struct Graphs {
     device: Device,
-    /// The inputs of the last step that ran as it is, and its logits.
-    rehearsed: Option<(Sizes, Sizes)>,
+    /// The form of the last step that ran as it is, and its logits.
+    rehearsed: Option<(Form, Sizes)>,
     /// The states of layers that the last such step made.
     states: Vec<TensorId>,
     captured: Option<Captured>,
@@ -39,20 +48,24 @@ pub struct Graphs {
 
 struct Captured {
     graph: Graph,
+    form: Form,
     inputs: Vec<Tensor>,
     logits: Tensor,
     /// It writes over these states of the texts.
     states: Vec<TensorId>,
 }
 
-impl Captured {
-    fn launch(&self, inputs: &[Tensor]) -> Result<Tensor> {
-        for (to, from) in self.inputs.iter().zip(inputs) {
-            graph::overwrite(to, from)?;
-        }
-        self.graph.launch()?;
-        Ok(self.logits.clone())
+/// Launches a graph on other inputs than those in its memory.
+fn launch(graph: &Graph, inputs: &[Tensor], now: &[Tensor]) -> Result<()> {
+    for (to, from) in inputs.iter().zip(now) {
+        graph::overwrite(to, from)?;
     }
+    graph.launch()
+}
+
+fn room(of: &Sizes, device: &Device) -> Result<Vec<Tensor>> {
+    let each = of.iter().map(|(dims, dtype)| graph::room(dims, *dtype, device));
+    each.collect()
 }
 
 fn sizes(tensors: &[Tensor]) -> Sizes {
@@ -129,53 +142,58 @@ impl Graphs {
         self.tables = tables;
     }
 
-    /// The logits of a step: `work` on these inputs, or the graph of a step with the same sizes.
-    pub fn run(&mut self, x: &Tensor, ctx: &Context, cache: &mut Step, work: &Work) -> Result<Tensor> {
-        let inputs = inputs(x, ctx);
-        let (wanted, states) = (sizes(&inputs), cache.states_now());
+    /// The logits `[rows, V]` of a step: `work` on these inputs, or the graph of a step of the same form.
+    pub fn run(&mut self, x: &Tensor, rows: usize, ctx: &Context, cache: &mut Step, work: &Work) -> Result<Tensor> {
+        let (inputs, states) = (inputs(x, ctx), cache.states_now());
+        let form = Form {
+            rows,
+            documents: ctx.documents.to_vec(),
+            inputs: sizes(&inputs),
+        };
         // Its memory is free for the next one.
         self.captured
-            .take_if(|of| !cache.has_same_tables() || sizes(&of.inputs) != wanted || of.states != states);
+            .take_if(|of| !cache.has_same_tables() || of.form != form || of.states != states);
         if let Some(captured) = &self.captured {
             self.steps += 1;
-            return captured.launch(&inputs);
+            launch(&captured.graph, &captured.inputs, &inputs)?;
+            return Ok(captured.logits.clone());
         }
         let _rehearsal = Rehearsal::on(&self.device);
-        if let Some((_, logits)) = self
-            .rehearsed
-            .take_if(|(of, _)| *of == wanted && states == self.states && !self.refused)
-        {
-            match self.capture(&inputs, &logits, ctx, cache, work)? {
-                Some(out) => {
-                    self.rehearsed = Some((wanted, logits));
-                    return Ok(out);
+        let rehearsed = self.rehearsed.as_ref();
+        let known = rehearsed.filter(|(of, _)| *of == form && states == self.states && !self.refused);
+        if let Some(logits) = known.map(|(_, logits)| room(logits, &self.device)).transpose()? {
+            match self.capture(logits, &inputs, ctx, cache, work)? {
+                Some((graph, inputs, logits)) => {
+                    self.steps += 1;
+                    let captured = self.captured.insert(Captured {
+                        graph,
+                        form,
+                        inputs,
+                        logits,
+                        states,
+                    });
+                    return Ok(captured.logits.clone());
                 }
                 None => self.refused = true,
             }
         }
         let logits = work(x, ctx, cache)?;
-        self.rehearsed = Some((wanted, sizes(std::slice::from_ref(&logits))));
+        self.rehearsed = Some((form, sizes(std::slice::from_ref(&logits))));
         self.states = cache.states_now();
         Ok(logits)
     }
 
-    /// Captures `work` and launches it. `None`: the driver refused.
+    /// Captures `work` and launches it on the inputs `now`. `None`: the driver refused.
     fn capture(
-        &mut self,
+        &self,
+        logits: Vec<Tensor>,
         now: &[Tensor],
-        logits: &Sizes,
         ctx: &Context,
         cache: &mut Step,
         work: &Work,
-    ) -> Result<Option<Tensor>> {
-        let room = |of: &Sizes| -> Result<Vec<Tensor>> {
-            let tensors = of.iter();
-            tensors
-                .map(|(dims, dtype)| graph::room(dims, *dtype, &self.device))
-                .collect()
-        };
-        let inputs = room(&sizes(now))?;
-        let (Some(x), Some(logits)) = (inputs.first(), room(logits)?.pop()) else {
+    ) -> Result<Option<(Graph, Vec<Tensor>, Tensor)>> {
+        let inputs = room(&sizes(now), &self.device)?;
+        let (Some(x), Some(logits)) = (inputs.first(), logits.into_iter().next()) else {
             return Err(Error::internal("a step has no tokens or no logits"));
         };
         let own = context(ctx, &inputs);
@@ -183,20 +201,13 @@ impl Graphs {
         let graph = Graph::capture(&self.device, || graph::overwrite(&logits, &work(x, &own, cache)?))?;
         cache.keep_states_in_place(false);
         let Some(graph) = graph else { return Ok(None) };
-        self.steps += 1;
-        let captured = Captured {
-            graph,
-            inputs,
-            logits,
-            states: cache.states_now(),
-        };
-        let out = captured.launch(now);
-        if let Err(e) = &out {
-            graph::refused(e);
-            return Ok(None);
+        match launch(&graph, &inputs, now) {
+            Ok(()) => Ok(Some((graph, inputs, logits))),
+            Err(e) => {
+                graph::refused(e);
+                Ok(None)
+            }
         }
-        self.captured = Some(captured);
-        out.map(Some)
     }
 }
 

@@ -66,9 +66,9 @@ pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result
     KEPT.set(Some(Vec::new()));
     let done = f();
     let kept = KEPT.take().unwrap_or_default();
-    let ended = stream.end_capture(sys::CUgraphInstantiate_flags(0));
-    // A tensor that is dropped in an invalid capture leaves an error behind.
+    // A tensor that is dropped in an invalid capture leaves an error behind, with which the next call would end at once.
     let left = stream.context().check_err();
+    let ended = stream.end_capture(sys::CUgraphInstantiate_flags(0));
     match (done, ended, left) {
         (Ok(()), Ok(Some(graph)), Ok(())) => {
             let (made, dropped) = allocations(&graph)?;
@@ -153,7 +153,7 @@ pub(crate) fn release_memory(device: &Device) -> Result<()> {
 
 pub(crate) fn memory(device: &Device) -> Result<(u64, u64)> {
     let of = Gpu::on(device)?.device().cuda_stream().context().cu_device();
-    let read = |attribute| {
+    let read = |attribute| -> Result<u64> {
         let mut value = 0u64;
         let place = (&mut value as *mut u64).cast::<c_void>();
         // SAFETY: these attributes are 64-bit numbers, as `value` is.

@@ -43,6 +43,9 @@ struct Options {
     apart: bool,
     #[arg(long)]
     same_bits: bool,
+    /// Launch every kernel of a step by itself, also on a GPU.
+    #[arg(long)]
+    no_graphs: bool,
     #[arg(long, default_value_t = 2)]
     threads: usize,
     /// Passed by `cargo bench`.
@@ -117,6 +120,7 @@ fn main() {
         limits: Limits {
             kv_cache: Some(kv_cache),
             same_bits: o.same_bits,
+            graphs: !o.no_graphs,
             ..Limits::default()
         },
         ..Settings::default()
@@ -139,8 +143,10 @@ fn main() {
             "prefill_tokens_per_second": s.prefill_tokens as f64 / s.prefill_seconds,
             "decode_tokens_per_second": s.decode_tokens as f64 / s.decode_seconds,
             "seconds": s.prefill_seconds + s.decode_seconds, "cpu_seconds": cpu,
-            "cache_bytes": s.cache_bytes, "exact_bytes": network.source.resident_bytes(),
+            "graph_steps": s.graph_steps, "cache_bytes": s.cache_bytes, "exact_bytes": network.source.resident_bytes(),
             "peak_device_mib": ops::device::memory(&device).expect("the device's memory").map(|m| m.peak_used >> 20),
+            "peak_graph_mib": ops::graph::memory(&device).expect("the memory of graphs").1 >> 20,
+            "no_graphs": ops::graph::take_refusal(),
             "code_bytes": copy.as_ref().map_or(0, QuantizedCopy::bytes), "coding_seconds": coding,
         })
     );

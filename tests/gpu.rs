@@ -37,6 +37,9 @@ mod f16_layers;
 #[path = "gpu/families.rs"]
 mod families;
 #[cfg(feature = "cuda")]
+#[path = "gpu/graphs.rs"]
+mod graphs;
+#[cfg(feature = "cuda")]
 #[path = "gpu/layers.rs"]
 mod layers;
 #[cfg(feature = "cuda")]

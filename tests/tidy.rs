@@ -493,7 +493,7 @@ fn forbidden_words() {
 /// Only cli reads environment variables, with the exceptions listed here.
 #[test]
 fn environment_variables_are_read_at_the_top() {
-    // The variables of the hub are part of its interface; `FT_CPU` and `FT_CUDA_SYNC` are valid for every program and test that
+    // The variables of the hub are part of its interface; `FT_CPU`, `FT_CUDA_SYNC` and `FT_CUDA_GRAPHS` are valid for every program and test that
     // uses the operations.
     let allowed = [
         "src/cli/",

@@ -149,7 +149,13 @@ pub fn start(arguments: impl Iterator<Item = OsString>) -> i32 {
             env!("CARGO_PKG_VERSION")
         ));
     }));
-    let code = match std::panic::catch_unwind(|| run(cli, launched)) {
+    let ended = std::panic::catch_unwind(|| run(cli, launched));
+    if let Some(why) = crate::ops::graph::take_refusal() {
+        report::warn(&format!(
+            "the driver refused CUDA graphs, without which decoding is slower: {why}"
+        ));
+    }
+    let code = match ended {
         Ok(Ok(code)) => code,
         Ok(Err(error)) => {
             show_error(&error, as_json);

@@ -239,7 +239,15 @@ impl Inputs {
             (generate::latent_work(model.spec, own.tokens), reading)
         };
         let work = teacher::layer_work(model, &own).max(reading);
-        answers as u64 * self.answer(model.spec, tokens) + copies + latent + work
+        // Steps of decoding are CUDA graphs, with memory of their own, and logits that stay.
+        let graph = if self.on_gpu {
+            own.tokens = answers;
+            let logits = answers * model.spec.vocab;
+            teacher::layer_work(model, &own) + self.element * logits as u64
+        } else {
+            0
+        };
+        answers as u64 * self.answer(model.spec, tokens) + copies + latent + work + graph
     }
 }
 

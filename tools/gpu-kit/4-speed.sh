@@ -26,4 +26,13 @@ while read -r size method batch seq kept; do
       || failed=$((failed + 1))
   fi
 done <<< "$list"
+# Decoding with CUDA graphs and without, alternately: ROWS PROMPT NEW.
+while read -r rows prompt new; do
+  for graphs in "" --no-graphs "" --no-graphs; do
+    # shellcheck disable=SC2086
+    step "decode rows=$rows ${graphs:-with graphs}" 60 "$bin/generate" --device cuda:0 --threads "$(nproc)" --dtype bf16 \
+      --shape "${KIT_DECODE_SHAPE:-qwen2.5-0.5b}" --kv-cache bf16 --prompt "$prompt" --new "$new" --rows "$rows" --apart $graphs < /dev/null || failed=$((failed + 1))
+  done
+done <<< "${KIT_DECODE:-1 512 256
+64 512 128}"
 [ "$failed" -eq 0 ] || stop "$failed measurements failed"

@@ -91,7 +91,7 @@ candle() {
   mv "$target.new" "$target"
 }
 
-library cuda libcuda.so.1 "$here"/driver/{streams,memory,launch,device,faults,counts}.cpp
+library cuda libcuda.so.1 "$here"/driver/{streams,graphs,memory,launch,device,faults,counts}.cpp
 library cublas libcublas.so.13 "$here"/driver/cublas.cpp
 library cublasLt libcublasLt.so.13 "$here"/driver/cublaslt.cpp
 library curand libcurand.so.10 "$here"/driver/curand.cpp

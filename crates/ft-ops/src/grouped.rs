@@ -149,6 +149,7 @@ pub fn bias_rows(groups: &[(&Tensor, usize)], factors: Option<&Tensor>) -> Resul
     }
     let y = unwritten(bias, (rows, bias.elem_count()))?;
     on_gpu!(bias, super::cuda::grouped::bias_rows(groups, factors, &y).map(|()| y));
+    let _ = y;
     Err(Error::unsupported("grouped biases run on a GPU only"))
 }
 

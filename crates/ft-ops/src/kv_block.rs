@@ -14,6 +14,11 @@ use std::ops::Range;
 /// Smallest number of keys for which attention is split over blocks of threads.
 pub(crate) const SPLIT: usize = 256;
 
+/// The size of a list that stays, for `n` entries: more by at most an eighth, or 8.
+pub(crate) fn rounded(n: usize) -> usize {
+    n.next_multiple_of((n.next_power_of_two() / 16).max(8))
+}
+
 /// Room for the keys and values of some tokens of one layer.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct KvBlock {
@@ -93,9 +98,10 @@ impl KvDocument<'_> {
     }
 }
 
-/// Bytes that the attention of one new token on `tokens` tokens needs besides the blocks: partial results.
+/// Bytes that the attention of one new token on `tokens` tokens needs besides the blocks: partial results. Tables that stay have
+/// room for more pieces.
 pub fn step_bytes(heads: usize, head_dim: usize, tokens: usize) -> u64 {
-    let pieces = tokens.div_ceil(SPLIT) + 1;
+    let pieces = rounded(tokens.div_ceil(SPLIT) + 1);
     (4 * pieces * heads * (head_dim + 1)) as u64
 }
 
@@ -112,28 +118,45 @@ impl KvStep {
     /// # Errors
     /// Queries that are not consecutive, more queries than tokens, more tokens than a block has; not a GPU.
     pub fn new(documents: &[KvDocument], device: &Device) -> Result<Self> {
-        let mut at = 0;
-        for d in documents {
-            let blocks = || {
-                d.parts
-                    .iter()
-                    .flat_map(|p| p.layers.iter().flatten().map(|block| (p.tokens, block)))
-            };
-            let fits = blocks().all(|(tokens, block)| tokens <= block.room());
-            if d.queries.start != at || d.queries.end < at || d.queries.len() > d.tokens() || !fits {
-                return Err(Error::shape("new tokens do not match the KV cache")
-                    .found(format!("tokens {:?} of a text of {}", d.queries, d.tokens()))
-                    .expected(format!("tokens from {at} on, for which the blocks have room")));
-            }
-            at = d.queries.end;
-        }
+        Self::with(documents, device, false)
+    }
+
+    /// As `new`, for steps that are captured (`graph`): the tables stay, and `renew` writes those of the next step.
+    ///
+    /// # Errors
+    /// As `new`.
+    pub fn staying(documents: &[KvDocument], device: &Device) -> Result<Self> {
+        Self::with(documents, device, true)
+    }
+
+    fn with(documents: &[KvDocument], device: &Device, stay: bool) -> Result<Self> {
+        check(documents)?;
         #[cfg(feature = "cuda")]
         if device.is_cuda() {
-            let tables = super::cuda::kv_block::Tables::new(documents, device)?;
+            let tables = super::cuda::kv_block::Tables::new(documents, device, stay)?;
             return Ok(Self { tables });
         }
-        let _ = device;
+        let _ = (device, stay);
         gpu_only()
+    }
+
+    /// Goes on with the documents of another step. True if what was captured with the last one can be launched for this one:
+    /// no address and no grid has changed.
+    ///
+    /// # Errors
+    /// As `new`.
+    pub fn renew(&mut self, documents: &[KvDocument]) -> Result<bool> {
+        check(documents)?;
+        #[cfg(feature = "cuda")]
+        return self.tables.renew(documents);
+        #[cfg(not(feature = "cuda"))]
+        gpu_only()
+    }
+
+    /// Lets go of the memory of the blocks, until `renew`.
+    pub fn release_blocks(&mut self) {
+        #[cfg(feature = "cuda")]
+        self.tables.release_blocks();
     }
 
     /// Stores keys and values `[N, W]` of the new tokens of a layer, f32 or bf16.
@@ -164,6 +187,25 @@ impl KvStep {
             gpu_only()
         }
     }
+}
+
+fn check(documents: &[KvDocument]) -> Result<()> {
+    let mut at = 0;
+    for d in documents {
+        let blocks = || {
+            d.parts
+                .iter()
+                .flat_map(|p| p.layers.iter().flatten().map(|block| (p.tokens, block)))
+        };
+        let fits = blocks().all(|(tokens, block)| tokens <= block.room());
+        if d.queries.start != at || d.queries.end < at || d.queries.len() > d.tokens() || !fits {
+            return Err(Error::shape("new tokens do not match the KV cache")
+                .found(format!("tokens {:?} of a text of {}", d.queries, d.tokens()))
+                .expected(format!("tokens from {at} on, for which the blocks have room")));
+        }
+        at = d.queries.end;
+    }
+    Ok(())
 }
 
 fn gpu_only<T>() -> Result<T> {

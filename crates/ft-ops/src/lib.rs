@@ -50,6 +50,7 @@ pub mod distill;
 mod dtype;
 pub mod embedding;
 pub mod glu;
+pub mod graph;
 pub mod grouped;
 pub mod kv_block;
 pub mod latent;

@@ -41,4 +41,8 @@ void count(const char* kind, const std::string& name, uint64_t size) {
     sum.size += size;
 }
 
+void count(const Stream& stream, const char* kind, const std::string& name, uint64_t size) {
+    count(stream.capture ? (std::string("captured: ") + kind).c_str() : kind, name, size);
+}
+
 }  // namespace soft

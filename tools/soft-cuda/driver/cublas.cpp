@@ -9,7 +9,7 @@ using namespace soft;
 
 namespace {
 
-enum { BLAS_SUCCESS = 0, BLAS_INVALID_VALUE = 7, BLAS_NOT_SUPPORTED = 15 };
+enum { BLAS_SUCCESS = 0, BLAS_INVALID_VALUE = 7, BLAS_EXECUTION_FAILED = 13, BLAS_NOT_SUPPORTED = 15 };
 enum Type { F32 = 0, F64 = 1, F16 = 2, BF16 = 14 };
 enum { COMPUTE_32F = 68, COMPUTE_32F_FAST_TF32 = 77 };
 
@@ -144,6 +144,9 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
     auto fits = [](const Matrix& x) { return x.stride >= (x.transposed ? x.columns : x.rows); };
     if (!fits(a) || !fits(b) || !fits(c)) return refuse(BLAS_INVALID_VALUE, "%s: a leading dimension is too small", name);
     if (c.rows == 0 || c.columns == 0 || batch.count == 0) return BLAS_SUCCESS;
+    Stream* stream = stream_of(handle.stream);
+    if (!stream) stop("%s: the stream was destroyed", name);
+    if (unusable(*stream, name)) return BLAS_EXECUTION_FAILED;
     Operation operation{name, {}, {}};
     struct Range {
         uint64_t from, to;
@@ -151,7 +154,7 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
     auto use = [&](const Matrix& x, size_t step, bool writes) {
         Range range{x.address, x.address + (batch.count - 1) * step * bytes_of(x.type) + x.extent()};
         if (range.to == range.from) return range;
-        auto memory = device_memory(x.address, range.to - range.from);
+        auto memory = device_memory(x.address, range.to - range.from, *stream);
         if (!memory || x.address % bytes_of(x.type) != 0)
             stop("%s: a matrix of %zu bytes is outside of every allocation, freed, or not aligned", name,
                  size_t(range.to - range.from));
@@ -165,8 +168,6 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
         for (size_t i = 0; i < batch.count; i++)
             any_product<S>(a.at(i * batch.a), b.at(i * batch.b), c.at(i * batch.c), alpha, beta);
     };
-    Stream* stream = stream_of(handle.stream);
-    if (!stream) stop("%s: the stream was destroyed", name);
     stream->computes = true;
     const char* type = c.type == BF16   ? "bf16"
                        : c.type == F16  ? "f16"
@@ -174,9 +175,9 @@ int gemm(Handle& handle, const Matrix& a, const Matrix& b, const Matrix& c, S al
                        : a.type == F16  ? "f16 to f32"
                        : a.type == F32  ? "f32"
                                         : "f64";
-    count("product (operations)", type, 2 * batch.count * c.rows * c.columns * a.columns);
+    count(*stream, "product (operations)", type, 2 * batch.count * c.rows * c.columns * a.columns);
     size_t moved = a.extent() + b.extent() + (beta == S(0) ? 1 : 2) * c.extent();
-    count("product (bytes of operands)", type, batch.count * moved);
+    count(*stream, "product (bytes of operands)", type, batch.count * moved);
     enqueue(*stream, std::move(operation));
     return BLAS_SUCCESS;
 }

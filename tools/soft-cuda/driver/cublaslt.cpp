@@ -11,7 +11,7 @@ using namespace soft;
 
 namespace {
 
-enum { BLAS_SUCCESS = 0, BLAS_INVALID_VALUE = 7, BLAS_NOT_SUPPORTED = 15 };
+enum { BLAS_SUCCESS = 0, BLAS_INVALID_VALUE = 7, BLAS_EXECUTION_FAILED = 13, BLAS_NOT_SUPPORTED = 15 };
 enum Type { F32 = 0, S8 = 3, S32 = 10, E4M3 = 28 };
 enum { COMPUTE_32F = 68, COMPUTE_32I = 72 };
 enum { TRANSA = 3 };
@@ -119,10 +119,13 @@ int cublasLtMatmul(void*, void* description, const void* alpha, const void* a, v
     std::memcpy(&factors[1], beta, 4);
     if (factors[0] != (whole ? 1 : 0x3f800000) || factors[1] != 0)
         return refuse(BLAS_NOT_SUPPORTED, "cuBLASLt: other factors than 1 and 0 are not implemented");
+    Stream* running = stream_of(stream);
+    if (!running) stop("cuBLASLt: the stream was destroyed");
+    if (unusable(*running, "cuBLASLt")) return BLAS_EXECUTION_FAILED;
     Operation operation{"cuBLASLt: a product of 8-bit operands", {}, {}};
     const Layout* layouts[3] = {&in[0], &in[1], &out};
     for (int i = 0; i < 3; i++) {
-        auto memory = device_memory(at[i], layouts[i]->extent());
+        auto memory = device_memory(at[i], layouts[i]->extent(), *running);
         if (!memory) stop("cuBLASLt: a matrix is outside of every allocation, or freed");
         operation.uses.push_back({memory, i == 2});
     }
@@ -134,10 +137,8 @@ int cublasLtMatmul(void*, void* description, const void* alpha, const void* a, v
         else
             product<float>(first, second, to, left, right, out, e4m3);
     };
-    Stream* running = stream_of(stream);
-    if (!running) stop("cuBLASLt: the stream was destroyed");
     running->computes = true;
-    count("product (operations)", whole ? "int8" : "e4m3", 2 * out.rows * out.columns * in[0].rows);
+    count(*running, "product (operations)", whole ? "int8" : "e4m3", 2 * out.rows * out.columns * in[0].rows);
     enqueue(*running, std::move(operation));
     return BLAS_SUCCESS;
 }

@@ -76,6 +76,8 @@ int cuCtxSetCurrent(void* context) {
 int cuCtxSynchronize() {
     SOFT_CALL;
     if (!current) return refuse(INVALID_CONTEXT, "cuCtxSynchronize: this thread has no context");
+    for (auto& stream : streams())
+        if (stream->capture) return invalidate(*stream->capture, CAPTURE_UNSUPPORTED, "cuCtxSynchronize");
     count("wait of the host", "cuCtxSynchronize", 0);
     synchronize_all();
     return failure();
@@ -103,6 +105,16 @@ static const char* name_of(int code) {
         case ALREADY_REGISTERED: return "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED";
         case NOT_REGISTERED: return "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED";
         case NOT_SUPPORTED: return "CUDA_ERROR_NOT_SUPPORTED";
+        case ILLEGAL_STATE: return "CUDA_ERROR_ILLEGAL_STATE";
+        case CAPTURE_UNSUPPORTED: return "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
+        case CAPTURE_INVALIDATED: return "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED";
+        case CAPTURE_MERGE: return "CUDA_ERROR_STREAM_CAPTURE_MERGE";
+        case CAPTURE_UNMATCHED: return "CUDA_ERROR_STREAM_CAPTURE_UNMATCHED";
+        case CAPTURE_UNJOINED: return "CUDA_ERROR_STREAM_CAPTURE_UNJOINED";
+        case CAPTURE_ISOLATION: return "CUDA_ERROR_STREAM_CAPTURE_ISOLATION";
+        case CAPTURE_IMPLICIT: return "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT";
+        case CAPTURED_EVENT: return "CUDA_ERROR_CAPTURED_EVENT";
+        case CAPTURE_WRONG_THREAD: return "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD";
         default: return nullptr;
     }
 }

@@ -103,6 +103,7 @@ extern "C" {
 
 int cuModuleLoadData(void** out, const char* image) {
     SOFT_CALL;
+    if (int code = forbidden("cuModuleLoadData")) return code;
     // A line that the stand-in for nvcc wrote.
     const char* mark = "soft-cuda module ";
     if (std::strncmp(image, mark, std::strlen(mark)) != 0)
@@ -147,6 +148,7 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
     const Kernel& kernel = *function.kernel;
     Stream* stream = stream_of(stream_handle);
     if (!stream) return refuse(INVALID_HANDLE, "`%s`: not a stream", kernel.name);
+    if (int code = unusable(*stream, kernel.name)) return code;
     if (extra) return refuse(NOT_SUPPORTED, "`%s`: arguments in a buffer are not implemented", kernel.name);
     if (skipped_kernel(kernel)) return SUCCESS;
     std::vector<void*> values(given, given + kernel.count);
@@ -175,7 +177,7 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
         uint64_t address;
         std::memcpy(&address, value, sizeof(address));
         if (address == 0) continue;
-        auto memory = device_memory(address, 1);
+        auto memory = device_memory(address, 1, *stream);
         if (!memory)
             stop("`%s`: argument %zu, %#llx, is not inside of an allocation (freed?)", kernel.name, i,
                  static_cast<unsigned long long>(address));
@@ -201,7 +203,7 @@ int cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsigned grid
     };
     catch_faults();
     stream->computes = true;
-    count("launch (blocks)", operation.name, uint64_t(grid_x) * grid_y * grid_z);
+    count(*stream, "launch (blocks)", operation.name, uint64_t(grid_x) * grid_y * grid_z);
     enqueue(*stream, std::move(operation));
     return SUCCESS;
 }

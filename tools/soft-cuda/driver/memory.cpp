@@ -45,6 +45,8 @@ struct State {
     std::map<size_t, std::vector<uint64_t>> returned;
     /// Bytes of the blocks in `free`.
     size_t idle = 0;
+    /// Memory that graphs took from the device, until a trim.
+    size_t graphs = 0, most_graphs = 0;
 };
 
 State& state() {
@@ -56,7 +58,7 @@ size_t total() { return setting("SOFT_CUDA_MEMORY_MIB", 8192) << 20; }
 
 size_t reserved() {
     const State& s = state();
-    return s.first.reserved + (s.pool == &s.first ? 0 : s.pool->reserved);
+    return s.first.reserved + (s.pool == &s.first ? 0 : s.pool->reserved) + s.graphs;
 }
 
 size_t block_size(size_t size) { return (GUARD + size + GUARD + UNIT - 1) / UNIT * UNIT; }
@@ -103,8 +105,8 @@ bool overlaps(const std::map<uint64_t, std::shared_ptr<Memory>>& map, uint64_t a
     return before->address + before->size > address;
 }
 
-/// Returns null without memory.
-std::shared_ptr<Memory> allocate(size_t size, const Stream* stream) {
+/// The address of a block that nothing uses, or 0.
+uint64_t new_block(size_t block) {
     State& s = state();
     if (!s.arena) {
         void* arena = mmap(nullptr, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -112,27 +114,38 @@ std::shared_ptr<Memory> allocate(size_t size, const Stream* stream) {
         // The lower half of the first unit: addresses are aligned to 256 bytes and not to more.
         s.arena = s.next = reinterpret_cast<uint64_t>(arena);
     }
-    Pool& pool = *s.pool;
-    size_t counted = (size + UNIT - 1) / UNIT * UNIT;
-    size_t limit = pool.most ? std::min(pool.most, total()) : total();
-    size_t block = block_size(size);
-    auto& free = s.free[{stream, block}];
-    // The worst case of a pool: freed memory serves allocations of the same size only, until it is trimmed.
-    bool fragmented = setting("SOFT_CUDA_FRAGMENTED", 0) == 1 && free.empty();
-    if (pool.used + counted + (fragmented ? s.idle : 0) > limit) return nullptr;
     auto& returned = s.returned[block];
     uint64_t at;
-    if (!free.empty()) {
-        at = free.back().address;
-        free.pop_back();
-        s.idle -= block;
-    } else if (!returned.empty()) {
+    if (!returned.empty()) {
         at = returned.back();
         returned.pop_back();
     } else {
         at = s.next;
         s.next += block;
-        if (s.next > s.arena + ARENA) return nullptr;
+    }
+    return s.next > s.arena + ARENA ? 0 : at;
+}
+
+/// Returns null without memory.
+std::shared_ptr<Memory> allocate(size_t size, const Stream* stream) {
+    State& s = state();
+    Pool& pool = *s.pool;
+    size_t counted = (size + UNIT - 1) / UNIT * UNIT;
+    size_t there = total() - std::min(total(), s.graphs);
+    size_t limit = pool.most ? std::min(pool.most, there) : there;
+    size_t block = block_size(size);
+    auto& free = s.free[{stream, block}];
+    // The worst case of a pool: freed memory serves allocations of the same size only, until it is trimmed.
+    bool fragmented = setting("SOFT_CUDA_FRAGMENTED", 0) == 1 && free.empty();
+    if (pool.used + counted + (fragmented ? s.idle : 0) > limit) return nullptr;
+    uint64_t at;
+    if (!free.empty()) {
+        at = free.back().address;
+        free.pop_back();
+        s.idle -= block;
+    } else {
+        at = new_block(block);
+        if (!at) return nullptr;
     }
     pool.used += counted;
     pool.most_used = std::max(pool.most_used, pool.used);
@@ -204,7 +217,60 @@ int release_host(uint64_t address, bool registered, const char* name) {
 
 }  // namespace
 
-std::shared_ptr<Memory> device_memory(uint64_t address, size_t size) { return containing(state().device, address, size); }
+std::shared_ptr<Memory> device_memory(uint64_t address, size_t size, const Stream& stream) {
+    if (stream.capture)
+        if (auto memory = containing(stream.capture->graph->memory, address, size)) return memory;
+    return containing(state().device, address, size);
+}
+
+std::shared_ptr<Memory> allocate_in_graph(Capture& capture, Stream& stream, size_t size) {
+    Graph& graph = *capture.graph;
+    const Before& before = capture.next[&stream];
+    size_t block = block_size(size);
+    uint64_t at = 0;
+    // A block whose free comes before; the newest one first.
+    for (size_t i = graph.free.size(); i-- > 0 && !at;) {
+        const Graph::Block& freed = graph.free[i];
+        if (freed.size != block || freed.freed_by >= before.size() || !before[freed.freed_by]) continue;
+        at = freed.address;
+        graph.free.erase(graph.free.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+    if (!at) {
+        at = new_block(block);
+        if (!at) return nullptr;
+        graph.blocks.push_back({at, block, 0});
+    }
+    graph.used += (size + UNIT - 1) / UNIT * UNIT;
+    graph.most_used = std::max(graph.most_used, graph.used);
+    auto memory = memory_at(at + GUARD, size, true);
+    graph.memory[memory->address] = memory;
+    return memory;
+}
+
+std::shared_ptr<Memory> free_in_graph(Capture& capture, uint64_t address) {
+    Graph& graph = *capture.graph;
+    auto found = graph.memory.find(address);
+    if (found == graph.memory.end()) return nullptr;
+    auto memory = found->second;
+    graph.memory.erase(found);
+    graph.used -= (memory->size + UNIT - 1) / UNIT * UNIT;
+    graph.free.push_back({address - GUARD, block_size(memory->size), graph.nodes.size()});
+    return memory;
+}
+
+Graph::~Graph() {
+    for (const Block& block : blocks) state().returned[block.size].push_back(block.address);
+}
+
+bool reserve_for_graphs(size_t size) {
+    State& s = state();
+    // Graphs that do not run at the same time share their memory.
+    size_t wanted = std::max(s.graphs, (size + SEGMENT - 1) / SEGMENT * SEGMENT);
+    if (reserved() - s.graphs + wanted > total()) return false;
+    s.graphs = wanted;
+    s.most_graphs = std::max(s.most_graphs, wanted);
+    return true;
+}
 
 }  // namespace soft
 
@@ -213,9 +279,10 @@ using namespace soft;
 #define STREAM(name)                                                              \
     SOFT_CALL;                                                                    \
     Stream* stream = stream_of(stream_handle);                                    \
-    if (!stream) return refuse(INVALID_HANDLE, "%s: not a stream", name)
+    if (!stream) return refuse(INVALID_HANDLE, "%s: not a stream", name);         \
+    if (int code = unusable(*stream, name)) return code
 #define ON_DEVICE(memory, address, size, name)                                    \
-    auto memory = device_memory(address, size);                                   \
+    auto memory = device_memory(address, size, *stream);                          \
     if (!memory)                                                                  \
         return refuse(INVALID_VALUE, "%s: %zu bytes at %#llx are not inside of an allocation (freed, or too short)", \
                       name, size_t(size), static_cast<unsigned long long>(address))
@@ -227,32 +294,41 @@ int cuMemAllocAsync(uint64_t* out, size_t size, void* stream_handle) {
     // No bytes are a null address here, unlike in cuMemAlloc; candle relies on it for empty tensors.
     *out = 0;
     if (size == 0) return SUCCESS;
-    auto memory = allocate(size, stream);
+    auto memory = stream->capture ? allocate_in_graph(*stream->capture, *stream, size) : allocate(size, stream);
     if (!memory) return OUT_OF_MEMORY;
-    count("memory (bytes)", "allocation", size);
+    count(*stream, "memory (bytes)", "allocation", size);
     *out = memory->address;
     // What is allocated is a use, but the memory is not live before it runs.
-    enqueue(*stream, {"allocation", {}, [memory] { begin(*memory); }});
-    memory->written = {stream, stream->queued, "allocation"};
+    Operation operation{"allocation", {}, [memory] { begin(*memory); }};
+    operation.kind = ALLOCATION_NODE;
+    if (stream->capture) operation.uses.push_back({memory, true});
+    enqueue(*stream, std::move(operation));
+    if (!stream->capture) memory->written = {stream, stream->queued, "allocation"};
     return SUCCESS;
 }
 
 int cuMemFreeAsync(uint64_t address, void* stream_handle) {
     STREAM("cuMemFreeAsync");
     if (address == 0) return SUCCESS;
-    auto memory = forget(address, stream);
-    if (!memory) return refuse(INVALID_VALUE, "cuMemFreeAsync: not the start of an allocation, or freed before");
-    if (skipped("free")) {
+    auto memory = stream->capture ? free_in_graph(*stream->capture, address) : forget(address, stream);
+    if (!memory)
+        return refuse(INVALID_VALUE, "cuMemFreeAsync: not the start of an allocation%s, or freed before",
+                      stream->capture ? " of this capture" : "");
+    count(*stream, "memory (bytes)", "free", memory->size);
+    if (!stream->capture && skipped("free")) {
         // The fault: it does not wait for what was queued before.
         end(*memory, "cuMemFreeAsync");
         return SUCCESS;
     }
-    enqueue(*stream, {"free", {{memory, true}}, [memory] { end(*memory, "cuMemFreeAsync"); }});
+    Operation operation{"free", {{memory, true}}, [memory] { end(*memory, "cuMemFreeAsync"); }};
+    operation.kind = FREE_NODE;
+    enqueue(*stream, std::move(operation));
     return SUCCESS;
 }
 
 int cuMemAlloc_v2(uint64_t* out, size_t size) {
     SOFT_CALL;
+    if (int code = forbidden("cuMemAlloc")) return code;
     if (size == 0) return refuse(INVALID_VALUE, "cuMemAlloc: no bytes");
     auto memory = allocate(size, nullptr);
     if (!memory) return OUT_OF_MEMORY;
@@ -263,6 +339,7 @@ int cuMemAlloc_v2(uint64_t* out, size_t size) {
 
 int cuMemFree_v2(uint64_t address) {
     SOFT_CALL;
+    if (int code = forbidden("cuMemFree")) return code;
     synchronize_all();
     auto memory = forget(address, nullptr);
     if (!memory) return refuse(INVALID_VALUE, "cuMemFree: not the start of an allocation, or freed before");
@@ -272,6 +349,7 @@ int cuMemFree_v2(uint64_t address) {
 
 int cuMemHostAlloc(void** out, size_t size, unsigned) {
     SOFT_CALL;
+    if (int code = forbidden("cuMemHostAlloc")) return code;
     if (size == 0) return refuse(INVALID_VALUE, "cuMemHostAlloc: no bytes");
     void* place = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
     if (!place) return OUT_OF_MEMORY;
@@ -284,6 +362,7 @@ int cuMemHostAlloc(void** out, size_t size, unsigned) {
 
 int cuMemFreeHost(void* place) {
     SOFT_CALL;
+    if (int code = forbidden("cuMemFreeHost")) return code;
     int code = release_host(reinterpret_cast<uint64_t>(place), false, "cuMemFreeHost");
     if (code == SUCCESS) std::free(place);
     return code;
@@ -291,6 +370,7 @@ int cuMemFreeHost(void* place) {
 
 int cuMemHostRegister_v2(void* place, size_t size, unsigned) {
     SOFT_CALL;
+    if (int code = forbidden("cuMemHostRegister")) return code;
     uint64_t address = reinterpret_cast<uint64_t>(place);
     if (!place || size == 0) return refuse(INVALID_VALUE, "cuMemHostRegister: no bytes");
     if (overlaps(state().host, address, size))
@@ -304,6 +384,7 @@ int cuMemHostRegister_v2(void* place, size_t size, unsigned) {
 
 int cuMemHostUnregister(void* place) {
     SOFT_CALL;
+    if (int code = forbidden("cuMemHostUnregister")) return code;
     return release_host(reinterpret_cast<uint64_t>(place), true, "cuMemHostUnregister");
 }
 
@@ -313,10 +394,13 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t size, void* strea
     ON_DEVICE(memory, to, size, "cuMemcpyHtoDAsync");
     std::shared_ptr<Memory> host;
     if (int code = host_memory(from, size, "cuMemcpyHtoDAsync", host)) return code;
-    count("copy (bytes)", host ? "page-locked to the device" : "pageable to the device", size);
+    if (stream->capture && !host) return invalidate(*stream->capture, CAPTURE_UNSUPPORTED, "a copy of pageable memory");
+    count(*stream, "copy (bytes)", host ? "page-locked to the device" : "pageable to the device", size);
     if (host) {
         // Page-locked: read when the copy runs.
-        enqueue(*stream, {"copy to the device", {{host, false}, {memory, true}}, [=] { std::memcpy(bytes(to), from, size); }});
+        Operation operation{"copy to the device", {{host, false}, {memory, true}}, [=] { std::memcpy(bytes(to), from, size); }};
+        operation.kind = COPY_NODE;
+        enqueue(*stream, std::move(operation));
         return SUCCESS;
     }
     // Pageable: the driver has its own copy when the call returns.
@@ -332,12 +416,15 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t size, void* stream_hand
     ON_DEVICE(memory, from, size, "cuMemcpyDtoHAsync");
     std::shared_ptr<Memory> host;
     if (int code = host_memory(to, size, "cuMemcpyDtoHAsync", host)) return code;
+    if (stream->capture && !host) return invalidate(*stream->capture, CAPTURE_UNSUPPORTED, "a copy to pageable memory");
     auto copy = [=] { std::memcpy(to, bytes(from), size); };
-    count("copy (bytes)", host ? "to page-locked memory" : "to pageable memory", size);
+    count(*stream, "copy (bytes)", host ? "to page-locked memory" : "to pageable memory", size);
     if (host) {
         // What is read before the copy has run is poison, unless an earlier copy still needs it.
-        if (!is_pending(*host)) std::memset(to, POISON, size);
-        enqueue(*stream, {"copy to the host", {{memory, false}, {host, true}}, copy});
+        if (!stream->capture && !is_pending(*host)) std::memset(to, POISON, size);
+        Operation operation{"copy to the host", {{memory, false}, {host, true}}, copy};
+        operation.kind = COPY_NODE;
+        enqueue(*stream, std::move(operation));
         return SUCCESS;
     }
     // Pageable: the call returns after the copy.
@@ -352,10 +439,12 @@ int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t size, void* stream_h
     if (size == 0 || skipped("copy")) return SUCCESS;
     ON_DEVICE(target, to, size, "cuMemcpyDtoDAsync");
     ON_DEVICE(source, from, size, "cuMemcpyDtoDAsync");
-    count("copy (bytes)", "on the device", size);
+    count(*stream, "copy (bytes)", "on the device", size);
     if (from < to + size && to < from + size) stop("cuMemcpyDtoDAsync: source and destination overlap");
-    enqueue(*stream, {"copy on the device", {{source, false}, {target, true}},
-                      [=] { std::memcpy(bytes(to), bytes(from), size); }});
+    Operation operation{"copy on the device", {{source, false}, {target, true}},
+                        [=] { std::memcpy(bytes(to), bytes(from), size); }};
+    operation.kind = COPY_NODE;
+    enqueue(*stream, std::move(operation));
     return SUCCESS;
 }
 
@@ -363,8 +452,10 @@ int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, void* stream_
     STREAM("cuMemsetD8Async");
     if (size == 0 || skipped("memset")) return SUCCESS;
     ON_DEVICE(memory, to, size, "cuMemsetD8Async");
-    count("memory (bytes)", "memset", size);
-    enqueue(*stream, {"memset", {{memory, true}}, [=] { std::memset(bytes(to), value, size); }});
+    count(*stream, "memory (bytes)", "memset", size);
+    Operation operation{"memset", {{memory, true}}, [=] { std::memset(bytes(to), value, size); }};
+    operation.kind = MEMSET_NODE;
+    enqueue(*stream, std::move(operation));
     return SUCCESS;
 }
 
@@ -425,6 +516,25 @@ int cuMemPoolTrimTo(void* handle, size_t) {
     }
     Pool& pool = *static_cast<Pool*>(handle);
     pool.reserved = (pool.used + SEGMENT - 1) / SEGMENT * SEGMENT;
+    return SUCCESS;
+}
+
+int cuDeviceGetGraphMemAttribute(int, int attribute, void* value) {
+    SOFT_CALL;
+    uint64_t& out = *static_cast<uint64_t*>(value);
+    switch (attribute) {
+        case 2: out = state().graphs; return SUCCESS;
+        case 3: out = state().most_graphs; return SUCCESS;
+        default: return refuse(INVALID_VALUE, "cuDeviceGetGraphMemAttribute: attribute %d is not implemented", attribute);
+    }
+}
+
+int cuDeviceGraphMemTrim(int) {
+    SOFT_CALL;
+    // Graphs that run keep theirs.
+    for (const auto& stream : streams())
+        if (stream->executed < stream->queued) return SUCCESS;
+    state().graphs = 0;
     return SUCCESS;
 }
 

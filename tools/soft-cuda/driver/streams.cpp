@@ -196,13 +196,32 @@ Stream* stream_of(void* handle) {
     return nullptr;
 }
 
+std::vector<std::unique_ptr<Stream>>& streams() { return state().streams; }
+
 void enqueue(Stream& stream, Operation operation) {
+    if (stream.capture) return add_node(stream, std::move(operation));
     merge(stream.clock, state().host);
     if (stream.clock.size() <= stream.number) stream.clock.resize(stream.number + 1, 0);
     stream.clock[stream.number] = ++stream.queued;
     for (const Use& use : operation.uses) check_order(stream, operation, use);
     stream.queue.push_back(std::move(operation));
     execute_some();
+}
+
+std::shared_ptr<Record> record_on(Stream& stream) {
+    auto record = std::make_shared<Record>();
+    merge(stream.clock, state().host);
+    record->stream = &stream;
+    record->count = stream.queued + 1;
+    record->clock = stream.clock;
+    if (record->clock.size() <= stream.number) record->clock.resize(stream.number + 1, 0);
+    record->clock[stream.number] = record->count;
+    return record;
+}
+
+void wait_on(Stream& stream, const Record& record) {
+    merge(stream.clock, record.clock);
+    enqueue(stream, {"wait for an event", {}, {}, record.stream, record.count});
 }
 
 void execute(Stream& stream, uint64_t count) {
@@ -231,12 +250,14 @@ using namespace soft;
 
 extern "C" {
 
-int cuStreamCreate(void** out, unsigned) {
+int cuStreamCreate(void** out, unsigned flags) {
     SOFT_CALL;
-    auto& streams = state().streams;
-    streams.push_back(std::make_unique<Stream>());
-    streams.back()->number = static_cast<unsigned>(streams.size() - 1);
-    *out = streams.back().get();
+    constexpr unsigned NON_BLOCKING = 1;
+    auto& all = streams();
+    all.push_back(std::make_unique<Stream>());
+    all.back()->number = static_cast<unsigned>(all.size() - 1);
+    all.back()->blocking = (flags & NON_BLOCKING) == 0;
+    *out = all.back().get();
     return SUCCESS;
 }
 
@@ -244,6 +265,7 @@ int cuStreamDestroy_v2(void* handle) {
     SOFT_CALL;
     Stream* stream = stream_of(handle);
     if (!stream) return refuse(INVALID_HANDLE, "cuStreamDestroy: not a stream");
+    if (stream->capture) return invalidate(*stream->capture, CAPTURE_UNSUPPORTED, "cuStreamDestroy of a stream that is captured");
     // Its operations still run; the caller has not waited for them.
     execute(*stream, stream->queued);
     stream->destroyed = true;
@@ -254,21 +276,18 @@ int cuStreamSynchronize(void* handle) {
     SOFT_CALL;
     Stream* stream = stream_of(handle);
     if (!stream) return refuse(INVALID_HANDLE, "cuStreamSynchronize: not a stream");
+    if (stream->capture) return invalidate(*stream->capture, CAPTURE_UNSUPPORTED, "cuStreamSynchronize of a stream that is captured");
+    if (int code = forbidden("cuStreamSynchronize")) return code;
     if (skipped("sync")) return SUCCESS;
     count("wait of the host", "cuStreamSynchronize", 0);
     synchronize(*stream);
     return failure();
 }
 
-int cuStreamIsCapturing(void*, int* status) {
-    *status = 0;
-    return SUCCESS;
-}
-
 int cuEventCreate(void** out, unsigned flags) {
     SOFT_CALL;
     constexpr unsigned DISABLE_TIMING = 2;
-    Event* event = new Event{(flags & DISABLE_TIMING) == 0, nullptr};
+    Event* event = new Event{(flags & DISABLE_TIMING) == 0, nullptr, nullptr, {}};
     state().events.insert(event);
     *out = event;
     return SUCCESS;
@@ -287,15 +306,15 @@ int cuEventRecord(void* handle, void* stream_handle) {
     Event* event = static_cast<Event*>(handle);
     Stream* stream = stream_of(stream_handle);
     if (!stream || !state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventRecord: not an event or stream");
+    if (int code = unusable(*stream, "cuEventRecord")) return code;
     if (skipped("record")) return SUCCESS;
-    auto record = std::make_shared<Record>();
+    event->capture = stream->capture;
+    if (stream->capture) {
+        event->before = stream->capture->next[stream];
+        return SUCCESS;
+    }
+    auto record = record_on(*stream);
     event->record = record;
-    merge(stream->clock, state().host);
-    record->stream = stream;
-    record->count = stream->queued + 1;
-    record->clock = stream->clock;
-    if (record->clock.size() <= stream->number) record->clock.resize(stream->number + 1, 0);
-    record->clock[stream->number] = record->count;
     enqueue(*stream, {"record of an event", {}, [record] { record->when = now(); }});
     return SUCCESS;
 }
@@ -306,12 +325,28 @@ int cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
     Stream* stream = stream_of(stream_handle);
     if (!stream || !state().events.count(event))
         return refuse(INVALID_HANDLE, "cuStreamWaitEvent: not an event or stream");
-    count("wait of a stream", "cuStreamWaitEvent", 0);
+    if (int code = unusable(*stream, "cuStreamWaitEvent")) return code;
+    count(*stream, "wait of a stream", "cuStreamWaitEvent", 0);
+    if (skipped("wait")) return SUCCESS;
+    if (event->capture) {
+        // The stream joins the capture of the event.
+        Capture& capture = *event->capture;
+        if (capture.invalid || !capture.graph) return refuse(CAPTURE_INVALIDATED, "cuStreamWaitEvent: the capture of the event is over");
+        if (stream->capture && stream->capture != event->capture) {
+            invalidate(capture, CAPTURE_MERGE, "cuStreamWaitEvent between two captures");
+            return invalidate(*stream->capture, CAPTURE_MERGE, "cuStreamWaitEvent between two captures");
+        }
+        stream->capture = event->capture;
+        Before& next = capture.next[stream];
+        if (next.size() < event->before.size()) next.resize(event->before.size());
+        for (size_t i = 0; i < event->before.size(); i++)
+            if (event->before[i]) next[i] = true;
+        return SUCCESS;
+    }
     // An event that was never recorded is complete.
-    if (!event->record || skipped("wait")) return SUCCESS;
-    merge(stream->clock, event->record->clock);
-    Operation wait{"wait for an event", {}, {}, event->record->stream, event->record->count};
-    enqueue(*stream, std::move(wait));
+    if (!event->record) return SUCCESS;
+    if (stream->capture) return invalidate(*stream->capture, CAPTURE_ISOLATION, "cuStreamWaitEvent for an event outside of the capture");
+    wait_on(*stream, *event->record);
     return SUCCESS;
 }
 
@@ -319,6 +354,8 @@ int cuEventSynchronize(void* handle) {
     SOFT_CALL;
     Event* event = static_cast<Event*>(handle);
     if (!state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventSynchronize: not an event");
+    if (event->capture) return invalidate(*event->capture, CAPTURED_EVENT, "cuEventSynchronize of an event of a capture");
+    if (int code = forbidden("cuEventSynchronize")) return code;
     if (!event->record || skipped("sync")) return SUCCESS;
     count("wait of the host", "cuEventSynchronize", 0);
     execute(*event->record->stream, event->record->count);
@@ -330,6 +367,8 @@ int cuEventQuery(void* handle) {
     SOFT_CALL;
     Event* event = static_cast<Event*>(handle);
     if (!state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventQuery: not an event");
+    if (event->capture) return invalidate(*event->capture, CAPTURED_EVENT, "cuEventQuery of an event of a capture");
+    if (int code = forbidden("cuEventQuery")) return code;
     if (!event->record || event->record->when >= 0) return SUCCESS;
     return NOT_READY;
 }

@@ -24,8 +24,8 @@ use crate::model::{KvStore, RecurrentState, Spec};
 use crate::model::{delta_net, short_conv};
 use crate::ops::kv_block::{self, KvBlock, KvDocument, KvPart, KvStep};
 use crate::ops::paged::{self, Document, Form, KvDtype, PAGE, Page};
-use crate::ops::{CpuBackend, attention, update};
-use candle_core::{DType, Device, Tensor};
+use crate::ops::{CpuBackend, attention, graph, update};
+use candle_core::{DType, Device, Tensor, TensorId};
 use std::sync::Arc;
 
 /// Bytes of the KV cache of one text of `tokens` tokens and of its attention, in the default storage type. `element`: on
@@ -303,9 +303,21 @@ pub struct Step<'a> {
     documents: &'a [usize],
     /// On a GPU.
     on_gpu: Option<KvStep>,
+    /// The tables of the step before are written over, and no address or size has changed.
+    same_tables: bool,
+    /// New states are written over the old ones.
+    states_in_place: bool,
     /// No sequence has tokens of an earlier step.
     fresh: bool,
     pass: Pass,
+}
+
+/// The tables of a step on a GPU.
+pub enum StepTables {
+    /// For this step.
+    New,
+    /// For this step and later ones; those of the step before, if there was one.
+    Staying(Option<KvStep>),
 }
 
 impl<'a> Step<'a> {
@@ -314,6 +326,7 @@ impl<'a> Step<'a> {
         documents: &'a [usize],
         pass: Pass,
         device: &Device,
+        tables: StepTables,
     ) -> Result<Self> {
         if documents.len() != sequences.len() + 1 {
             return Err(
@@ -323,22 +336,50 @@ impl<'a> Step<'a> {
             );
         }
         let fresh = sequences.iter().all(|s| s.len == 0);
-        let on_gpu = if device.is_cpu() {
-            None
+        let (on_gpu, same_tables) = if device.is_cpu() {
+            (None, false)
         } else {
-            Some(Self::reserve(&mut sequences, documents, device)?)
+            let (step, same) = Self::reserve(&mut sequences, documents, device, tables)?;
+            (Some(step), same)
         };
         Ok(Self {
             sequences,
             documents,
             on_gpu,
+            same_tables,
+            states_in_place: false,
             fresh,
             pass,
         })
     }
 
-    /// Makes room for the new tokens on a GPU.
-    fn reserve(sequences: &mut [&mut Sequence], documents: &[usize], device: &Device) -> Result<KvStep> {
+    /// True if what was captured in the step before can be launched for this one.
+    pub fn has_same_tables(&self) -> bool {
+        self.same_tables
+    }
+
+    /// The tensors of the states of all layers. Those of an answer belong to its text alone after a step.
+    pub fn states_now(&self) -> Vec<TensorId> {
+        let layers = self.sequences.iter().flat_map(|s| &s.own.layers);
+        let states = layers.filter_map(|layer| match layer {
+            Layer::State(Some(state)) => Some([Some(&state.inputs), state.state.as_ref()]),
+            _ => None,
+        });
+        states.flatten().flatten().map(Tensor::id).collect()
+    }
+
+    /// From now on new states are written over the old ones, which keep their addresses.
+    pub fn keep_states_in_place(&mut self, in_place: bool) {
+        self.states_in_place = in_place;
+    }
+
+    /// Makes room for the new tokens on a GPU. Returns the tables, and whether they are the same memory as before.
+    fn reserve(
+        sequences: &mut [&mut Sequence],
+        documents: &[usize],
+        device: &Device,
+        tables: StepTables,
+    ) -> Result<(KvStep, bool)> {
         for (sequence, d) in sequences.iter_mut().zip(documents.windows(2)) {
             for layer in &mut sequence.own.layers {
                 if let Layer::Device(layer) = layer {
@@ -354,15 +395,27 @@ impl<'a> Step<'a> {
                 parts: sequence.runs().flat_map(Run::parts).collect(),
             })
             .collect();
-        KvStep::new(&texts, device)
+        match tables {
+            StepTables::New => Ok((KvStep::new(&texts, device)?, false)),
+            StepTables::Staying(None) => Ok((KvStep::staying(&texts, device)?, false)),
+            StepTables::Staying(Some(mut step)) => {
+                let same = step.renew(&texts)?;
+                Ok((step, same))
+            }
+        }
     }
 
-    /// Adds the new tokens to the lengths, after all layers have processed them.
-    pub fn finish(self) {
+    /// Adds the new tokens to the lengths, after all layers have processed them. Returns the tables, without the memory of the
+    /// texts.
+    pub fn finish(mut self) -> Option<KvStep> {
+        if let Some(step) = &mut self.on_gpu {
+            step.release_blocks();
+        }
         for (sequence, d) in self.sequences.into_iter().zip(self.documents.windows(2)) {
             sequence.len += d[1] - d[0];
             sequence.own.len += d[1] - d[0];
         }
+        self.on_gpu
     }
 
     /// True for prompts whose stored keys and values are operands of products as they are. The sums of `Portable` have an order
@@ -479,8 +532,17 @@ impl KvStore for Step<'_> {
 
     fn set_states(&mut self, layer: usize, states: Vec<RecurrentState>) -> Result<()> {
         for (sequence, state) in self.sequences.iter_mut().zip(states) {
-            if let Some(Layer::State(own)) = sequence.own.layers.get_mut(layer) {
-                *own = Some(state);
+            match sequence.own.layers.get_mut(layer) {
+                Some(Layer::State(Some(own))) if self.states_in_place => {
+                    graph::overwrite(&own.inputs, &state.inputs)?;
+                    if let (Some(own), Some(state)) = (&own.state, &state.state) {
+                        graph::overwrite(own, state)?;
+                    }
+                }
+                // A row of padding has no earlier tokens.
+                Some(Layer::State(None)) if self.states_in_place => {}
+                Some(Layer::State(own)) => *own = Some(state),
+                _ => {}
             }
         }
         Ok(())
@@ -510,9 +572,9 @@ mod tests {
         assert_eq!((wide.bytes(10), narrow.bytes(10)), (3 * 2 * 4 * 80, 3 * 2 * 2 * 80));
         // A byte for each number, and a scale for each head.
         assert_eq!(int8.bytes(10), 3 * 2 * (80 + 10 * 2 * 4));
-        // o and lse of each head, of two pieces and of ten.
-        assert_eq!((wide.step_bytes(10), int8.step_bytes(10)), (2 * 6 * 20, 2 * 6 * 20));
-        assert_eq!(narrow.step_bytes(2200), 10 * 6 * 20);
+        // o and lse of each head, of room for eight pieces and for 16: there are two and ten.
+        assert_eq!((wide.step_bytes(10), int8.step_bytes(10)), (8 * 6 * 20, 8 * 6 * 20));
+        assert_eq!(narrow.step_bytes(2200), 16 * 6 * 20);
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! Input and output types of the decoder, and one pass of new tokens through the network.
 
-use super::cache::{Sequence, Step};
+use super::cache::{Sequence, Step, StepTables};
+use super::graphs::{Graphs, Work};
 use super::sampler::Sampler;
 use super::schedule::{OnToken, Schedule};
 use crate::base::{Error, Result, progress};
-use crate::model::Network;
+use crate::model::{Context, Network};
 use crate::ops::paged::KvDtype;
 use crate::ops::update;
 use crate::quant::Weight;
@@ -46,6 +47,8 @@ pub struct Limits {
     /// Log-probabilities too do not depend on the other rows of the batch, bit for bit (see `step`): this makes
     /// small batches slower.
     pub same_bits: bool,
+    /// On a GPU, the layers of a decoding step are launched as a CUDA graph, if nothing in them depends on the host.
+    pub graphs: bool,
 }
 
 impl Default for Limits {
@@ -57,6 +60,7 @@ impl Default for Limits {
             kv_cache: None,
             share_prefixes: true,
             same_bits: false,
+            graphs: true,
         }
     }
 }
@@ -123,6 +127,8 @@ pub struct Speed {
     pub shared_tokens: u64,
     /// Peak of the reserved bytes of the KV cache.
     pub cache_bytes: u64,
+    /// Steps of decoding that were launched as a CUDA graph.
+    pub graph_steps: u64,
 }
 
 /// The network that decodes, optionally with a quantized head.
@@ -335,6 +341,7 @@ pub(super) fn step(
     parts: &mut [NewTokens],
     pass: Pass,
     same_bits: bool,
+    mut graphs: Option<&mut Graphs>,
 ) -> Result<Option<Tensor>> {
     let network = policy.network;
     let (mut ids, mut positions, mut documents) = (Vec::new(), Vec::new(), vec![0]);
@@ -344,7 +351,8 @@ pub(super) fn step(
         positions.extend((start..start + part.tokens.len()).map(|p| p as u32));
         documents.push(ids.len());
     }
-    let real = documents.clone();
+    let ends = parts.iter().zip(&documents[1..]);
+    let wanted: Vec<usize> = ends.filter(|(part, _)| part.logits).map(|(_, end)| end - 1).collect();
     let mut padding = None;
     if same_bits
         && ids.len() < MANY
@@ -356,23 +364,42 @@ pub(super) fn step(
         documents.push(MANY);
     }
     let sequences = parts.iter_mut().map(|p| &mut p.sequence).chain(padding.as_mut());
-    let mut cache = Step::new(sequences.collect(), &documents, pass, &network.device)?;
+    let tables = match &mut graphs {
+        Some(graphs) => StepTables::Staying(graphs.take_tables()),
+        None => StepTables::New,
+    };
+    let mut cache = Step::new(sequences.collect(), &documents, pass, &network.device, tables)?;
     let ctx = network.context(&positions, &documents, None)?;
-    let mut x = network.embed(&ids, &ctx)?;
-    for layer in 0..network.layers() {
-        network.source.prefetch(Group::Layer((layer + 1) % network.layers()));
-        x = network.block(layer)?.forward_cached(&x, &ctx, &mut cache)?;
+    let x = network.embed(&ids, &ctx)?;
+    if let Some(graphs) = graphs {
+        let work: &Work = &|x, ctx, cache| {
+            let x = layers(network, x.clone(), ctx, cache)?;
+            last_logits(policy, &x, &wanted, ctx, same_bits)
+        };
+        let logits = graphs.run(&x, wanted.len(), &ctx, &mut cache, work)?;
+        graphs.keep(cache.finish());
+        return Ok(Some(logits));
     }
+    let x = layers(network, x, &ctx, &mut cache)?;
     cache.finish();
-    let wanted: Vec<usize> = parts
-        .iter()
-        .zip(&real[1..])
-        .filter(|(part, _)| part.logits)
-        .map(|(_, end)| end - 1)
-        .collect();
     if wanted.is_empty() {
         return Ok(None);
     }
+    last_logits(policy, &x, &wanted, &ctx, same_bits).map(Some)
+}
+
+/// The output of the last layer, from the embedded tokens `x`.
+fn layers(network: &Network, mut x: Tensor, ctx: &Context, cache: &mut Step) -> Result<Tensor> {
+    for layer in 0..network.layers() {
+        network.source.prefetch(Group::Layer((layer + 1) % network.layers()));
+        x = network.block(layer)?.forward_cached(&x, ctx, cache)?;
+    }
+    Ok(x)
+}
+
+/// Logits `[wanted, V]` of some rows of the output of the last layer.
+fn last_logits(policy: &SampledModel, x: &Tensor, wanted: &[usize], ctx: &Context, same_bits: bool) -> Result<Tensor> {
+    let network = policy.network;
     let mut last: Vec<Tensor> = wanted
         .iter()
         .map(|&at| x.narrow(0, at, 1))
@@ -382,16 +409,16 @@ pub(super) fn step(
         last.push(update::zeros((rows, width), x.dtype(), x.device())?);
     }
     let last = if wanted.len() == x.dims()[0] {
-        x
+        x.clone()
     } else {
         Tensor::cat(&last, 0)?
     };
-    let h = network.normalize(&last, &ctx)?;
+    let h = network.normalize(&last, ctx)?;
     let logits = match policy.head {
         Some(head) => head.forward(&h, None)?,
         None => network.head()?.logits(&h)?,
     };
-    Ok(Some(logits.narrow(0, 0, wanted.len())?))
+    Ok(logits.narrow(0, 0, wanted.len())?)
 }
 
 /// The logits of `step` on the host, after the cap of the model.

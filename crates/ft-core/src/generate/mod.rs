@@ -7,6 +7,7 @@ mod cache;
 mod device_cache;
 mod quantized_copy;
 mod decode;
+mod graphs;
 mod prefix;
 mod sampler;
 mod schedule;

@@ -3,6 +3,7 @@
 
 use super::cache::{Layout, Run, Sequence};
 use super::decode::{Answer, NewTokens, Pass, Request, SampledModel, Settings, Speed, on_host, step};
+use super::graphs::Graphs;
 use super::prefix::Tree;
 use super::sampler::Sampler;
 use crate::base::progress::Phase;
@@ -49,6 +50,7 @@ pub struct Schedule<'a> {
     settings: &'a Settings,
     sampler: Sampler,
     layout: Layout,
+    graphs: Option<Graphs>,
     tree: Tree,
     nodes: Vec<PrefixState>,
     /// For each node, the number of requests that still need it.
@@ -88,6 +90,7 @@ impl<'a> Schedule<'a> {
             requests,
             settings,
             sampler: settings.sampler(),
+            graphs: if limits.graphs { Graphs::of(&policy) } else { None },
             layout: layout(
                 &policy.network.spec,
                 limits.kv_cache,
@@ -273,7 +276,13 @@ impl<'a> Schedule<'a> {
         if parts.is_empty() {
             return Ok(false);
         }
-        let logits = step(&self.policy, &mut parts, Pass::Prompt, self.settings.limits.same_bits)?;
+        let logits = step(
+            &self.policy,
+            &mut parts,
+            Pass::Prompt,
+            self.settings.limits.same_bits,
+            None,
+        )?;
         self.speed.prefill_tokens += parts.iter().map(|p| p.tokens.len() as u64).sum::<u64>();
         let mut ready = Vec::new();
         for (part, who) in parts.into_iter().zip(who) {
@@ -321,8 +330,10 @@ impl<'a> Schedule<'a> {
                 logits: true,
             })
             .collect();
-        let logits = step(&self.policy, &mut parts, Pass::Answer, self.settings.limits.same_bits)?;
+        let same_bits = self.settings.limits.same_bits;
+        let logits = step(&self.policy, &mut parts, Pass::Answer, same_bits, self.graphs.as_mut())?;
         self.speed.decode_tokens += parts.len() as u64;
+        self.speed.graph_steps = self.graphs.as_ref().map_or(0, Graphs::steps);
         for (row, part) in self.rows.iter_mut().zip(parts) {
             row.sequence = Some(part.sequence);
         }

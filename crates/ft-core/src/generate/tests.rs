@@ -398,7 +398,7 @@ fn logits<'a>(policy: impl Into<SampledModel<'a>>, prompt: &[u32]) -> Vec<f32> {
         tokens: prompt,
         logits: true,
     };
-    let logits = step(&policy, &mut [part], Pass::Prompt, false).unwrap();
+    let logits = step(&policy, &mut [part], Pass::Prompt, false, None).unwrap();
     on_host(logits.as_ref(), policy.network.spec.logit_softcap).unwrap()
 }
 

@@ -1,6 +1,6 @@
 //! A bf16 and int8 KV cache: the stored values, and the error they cause.
 
-use super::cache::{Layout, Sequence, Step};
+use super::cache::{Layout, Sequence, Step, StepTables};
 use super::decode::{NewTokens, Pass, on_host, step};
 use super::tests::{furthest, many, network, prompts, settings, spec};
 use super::*;
@@ -44,14 +44,21 @@ fn a_smaller_cache_only_rounds() {
                 tokens: &prompt,
                 logits: true,
             };
-            let got = step(&(&network).into(), &mut [part], Pass::Answer, false).unwrap();
+            let got = step(&(&network).into(), &mut [part], Pass::Answer, false, None).unwrap();
             let got = on_host(got.as_ref(), network.spec.logit_softcap).unwrap();
 
             let documents = [0, prompt.len()];
             let positions: Vec<u32> = (0..prompt.len() as u32).collect();
             let ctx = network.context(&positions, &documents, None).unwrap();
             let mut sequence = Sequence::new(&layout(None), Vec::new(), 0, 64);
-            let cache = Step::new(vec![&mut sequence], &documents, Pass::Answer, &Device::Cpu).unwrap();
+            let cache = Step::new(
+                vec![&mut sequence],
+                &documents,
+                Pass::Answer,
+                &Device::Cpu,
+                StepTables::New,
+            )
+            .unwrap();
             let mut cache = Rounded { cache, stored };
             let mut x = network.embed(&prompt, &ctx).unwrap();
             for layer in 0..network.layers() {

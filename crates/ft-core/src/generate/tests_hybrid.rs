@@ -1,6 +1,6 @@
 //! Decoding with layers of Gated DeltaNet or short convolutions: the cache against recomputation, shared prefixes, and a chat that goes back.
 
-use super::cache::{Layout, Sequence, Step};
+use super::cache::{Layout, Sequence, Step, StepTables};
 use super::decode::Pass;
 use super::tests::{argmax, full_logits, network as of_spec, prompts, settings, spec};
 use super::*;
@@ -118,7 +118,14 @@ fn held_by_states(network: &Network) -> usize {
     let (ids, documents) = ([1u32; 30], [0, 20, 30]);
     let positions: Vec<u32> = (0..20).chain(0..10).collect();
     let mut sequences = [0; 2].map(|_| Sequence::new(&layout, Vec::new(), 0, 64));
-    let mut cache = Step::new(sequences.iter_mut().collect(), &documents, Pass::Prompt, &Device::Cpu).unwrap();
+    let mut cache = Step::new(
+        sequences.iter_mut().collect(),
+        &documents,
+        Pass::Prompt,
+        &Device::Cpu,
+        StepTables::New,
+    )
+    .unwrap();
     let ctx = network.context(&positions, &documents, None).unwrap();
     let x = network.embed(&ids, &ctx).unwrap();
     network.block(0).unwrap().forward_cached(&x, &ctx, &mut cache).unwrap();

@@ -141,7 +141,7 @@ fn errors(network: &Network, stored: KvDtype) -> Vec<f32> {
             logits: true,
         });
         let mut parts: Vec<NewTokens> = parts.collect();
-        let logits = step(&network.into(), &mut parts, pass, false).unwrap();
+        let logits = step(&network.into(), &mut parts, pass, false, None).unwrap();
         let logits = on_host(logits.as_ref(), network.spec.logit_softcap).unwrap();
         held = parts.into_iter().map(|p| p.sequence).collect();
         for (row, logits) in rows.iter_mut().zip(logits.chunks_exact(VOCAB)) {

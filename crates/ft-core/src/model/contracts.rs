@@ -154,6 +154,22 @@ pub trait Observer {
     fn input(&self, weight: &str, x: &Tensor) -> Result<()>;
 }
 
+impl<'a> Context<'a> {
+    /// The context of another step of the same sizes with these cos and sin; what layers share is empty.
+    pub(crate) fn reading(&self, ropes: Vec<(Tensor, Tensor)>) -> Context<'a> {
+        Context {
+            documents: self.documents,
+            ropes,
+            dropout: self.dropout,
+            noise: None,
+            observer: self.observer,
+            mlp_tokens: self.mlp_tokens,
+            shared: Rc::default(),
+            sequence: self.sequence,
+        }
+    }
+}
+
 impl Context<'_> {
     /// The context for piece number `index` of the tokens, in a half without attention; it has its own dropout masks.
     pub fn piece(&self, index: usize) -> Context<'_> {

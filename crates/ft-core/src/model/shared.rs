@@ -35,6 +35,11 @@ impl SharedStates {
         self.inputs.replace(Some(inputs));
     }
 
+    /// The per-layer inputs of all layers, `[N, L·P]`, if the family has them.
+    pub fn inputs(&self) -> Option<Tensor> {
+        self.inputs.borrow().clone()
+    }
+
     /// The input of layer `layer`, `[N, width]`: a copy that the caller may overwrite.
     pub fn input(&self, layer: usize, width: usize) -> Result<Tensor> {
         match &*self.inputs.borrow() {

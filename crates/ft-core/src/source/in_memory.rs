@@ -60,6 +60,10 @@ impl WeightSource for InMemory {
         }
     }
 
+    fn stays_in_place(&self) -> bool {
+        true
+    }
+
     fn params(&self) -> &[ParamInfo] {
         &self.params
     }

@@ -190,6 +190,11 @@ pub trait WeightSource: Send + Sync {
     /// experts: a pass fetches them with `fetch_expert`.
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>>;
 
+    /// True if every fetch returns the same memory on the device, until a weight is replaced (`TrainableStore`).
+    fn stays_in_place(&self) -> bool {
+        false
+    }
+
     /// A hint: `group` is fetched next, a layer with `fetch_dense`. A source with slow storage starts to copy it during the
     /// computation.
     fn prefetch(&self, _group: Group) {}

@@ -438,6 +438,10 @@ impl WeightSource for Resident {
         self.weights.fetch(group)
     }
 
+    fn stays_in_place(&self) -> bool {
+        true
+    }
+
     fn params(&self) -> &[ParamInfo] {
         self.weights.params()
     }

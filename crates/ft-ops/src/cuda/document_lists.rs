@@ -1,7 +1,7 @@
 //! Tables of the documents of a batch for the kernels of Gated DeltaNet, on the device. Every layer of a step, and every
 //! step of a generation, uses the same few tables, so the last ones are cached.
 
-use super::{Gpu, address, narrow};
+use super::{Gpu, address, graph, narrow};
 use candle_core::Tensor;
 use candle_core::cuda::DeviceId;
 use ft_base::{Error, Result};
@@ -66,6 +66,7 @@ impl DocumentList {
             .iter()
             .find(|((on, of, offsets), _)| (*on, *of) == (device, table) && offsets == documents);
         if let Some((_, list)) = known {
+            graph::keep(&list.numbers);
             return Ok(list.clone());
         }
         narrow(documents.last().copied().unwrap_or(0), "a batch of documents")?;

@@ -1,11 +1,13 @@
-//! The tables of a step on a KV cache, and new keys and values.
+//! The tables of a step on a KV cache, and new keys and values. The tables of a CUDA graph stay: those of the next step are
+//! written over them, and as long as they fit, no address and no grid changes.
 
+use super::memory::write;
 use super::{Arg, FloatType, Gpu, Grid, address, address_of};
 use crate::attention_schedule::AttentionTile;
 use crate::cached_schedule::{CachedDocument, TileSizes, schedule};
-use crate::kv_block::{KvBlock, KvDocument};
+use crate::kv_block::{KvBlock, KvDocument, rounded};
 use crate::paged::{Form, KvDtype};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,7 +32,7 @@ pub(super) struct Work {
     pub count: usize,
     pub slots: usize,
     /// Holds all three.
-    _lists: Tensor,
+    lists: Tensor,
 }
 
 type WorkLists = HashMap<(Option<usize>, TileSizes), Arc<Work>>;
@@ -38,6 +40,8 @@ type WorkLists = HashMap<(Option<usize>, TileSizes), Arc<Work>>;
 /// Where the tokens of a step are stored, on the device.
 pub(crate) struct Tables {
     pub(super) gpu: Gpu,
+    /// They are written again: sizes are rounded up, so that they rarely change.
+    stay: bool,
     /// `KvBlock[layers][blocks]`, then `KvPlace[N]`, as in `cuda/kv.cuh`.
     table: Tensor,
     /// Of each layer; `None` without a block.
@@ -48,7 +52,18 @@ pub(crate) struct Tables {
     documents: Vec<CachedDocument>,
     work: Mutex<WorkLists>,
     /// The memory of all blocks.
-    _memory: Vec<Tensor>,
+    memory: Vec<Tensor>,
+}
+
+/// The bytes in the memory of `old`, if they fit exactly; else in new memory.
+fn upload(gpu: &Gpu, old: Option<&Tensor>, bytes: &[u8]) -> Result<Tensor> {
+    match old.filter(|old| old.elem_count() == bytes.len()) {
+        Some(old) => {
+            write(old, "a table of the KV cache", DType::U8, bytes)?;
+            Ok(old.clone())
+        }
+        None => gpu.upload_bytes(bytes),
+    }
 }
 
 /// Addresses as `KvBlock` of `cuda/kv.cuh` has them.
@@ -66,10 +81,37 @@ fn addresses(block: &KvBlock) -> Result<[u64; 4]> {
 }
 
 impl Tables {
-    /// The caller checked that the queries are consecutive and that the tokens lie in the blocks.
-    pub(crate) fn new(documents: &[KvDocument], device: &Device) -> Result<Self> {
+    /// The caller checked that the queries are consecutive and that the tokens lie in the blocks. `stay`: for `renew`.
+    pub(crate) fn new(documents: &[KvDocument], device: &Device, stay: bool) -> Result<Self> {
+        Self::after(None, Gpu::on(device)?, documents, stay)
+    }
+
+    /// The tables of another step. True if no address and no grid has changed, as far as they were used.
+    pub(crate) fn renew(&mut self, documents: &[KvDocument]) -> Result<bool> {
+        let new = Self::after(Some(self), self.gpu.clone(), documents, self.stay)?;
+        let at = |t: &Tensor| address(t, "a table of the KV cache");
+        let mut same = at(&new.table)? == at(&self.table)?
+            && (new.tokens, new.blocks) == (self.tokens, self.blocks)
+            && new.forms == self.forms;
+        let known = std::mem::take(&mut *self.work.lock().unwrap_or_else(PoisonError::into_inner));
+        for ((window, sizes), old) in known {
+            let work = new.prepare(window, sizes, Some(&old))?;
+            same &= (work.tiles, work.joins, work.starts, work.count, work.slots)
+                == (old.tiles, old.joins, old.starts, old.count, old.slots);
+            let mut lists = new.work.lock().unwrap_or_else(PoisonError::into_inner);
+            lists.insert((window, sizes), Arc::new(work));
+        }
+        *self = new;
+        Ok(same)
+    }
+
+    /// Lets go of the blocks, which no work uses before `renew`.
+    pub(crate) fn release_blocks(&mut self) {
+        self.memory.clear();
+    }
+
+    fn after(old: Option<&Self>, gpu: Gpu, documents: &[KvDocument], stay: bool) -> Result<Self> {
         const BYTES: usize = size_of::<[u64; 4]>();
-        let gpu = Gpu::on(device)?;
         let mut numbers: HashMap<u64, usize> = HashMap::new();
         let (mut parts, mut own) = (Vec::new(), Vec::new());
         for d in documents {
@@ -90,13 +132,14 @@ impl Tables {
             });
         }
         let layers = parts.iter().map(|part| part.layers.len()).max().unwrap_or(0);
-        let mut bytes = vec![0; layers * parts.len() * BYTES];
+        let blocks = if stay { rounded(parts.len()) } else { parts.len() };
+        let mut bytes = vec![0; layers * blocks * BYTES];
         let (mut forms, mut memory) = (vec![None; layers], Vec::new());
         for (number, part) in parts.iter().enumerate() {
             for (layer, block) in part.layers.iter().enumerate() {
                 let Some(block) = block else { continue };
                 let entry = addresses(block)?.map(u64::to_ne_bytes).concat();
-                bytes[(layer * parts.len() + number) * BYTES..][..BYTES].copy_from_slice(&entry);
+                bytes[(layer * blocks + number) * BYTES..][..BYTES].copy_from_slice(&entry);
                 if forms[layer].replace(block.form).is_some_and(|form| form != block.form) {
                     return Err(Error::internal("the blocks of a layer differ in their form"));
                 }
@@ -115,14 +158,15 @@ impl Tables {
             }
         }
         Ok(Self {
-            table: gpu.upload_bytes(&bytes)?,
+            table: upload(&gpu, old.map(|old| &old.table), &bytes)?,
             gpu,
+            stay,
             forms,
-            blocks: parts.len(),
+            blocks,
             tokens: own.last().map_or(0, |d| d.queries.end),
             documents: own,
             work: Mutex::default(),
-            _memory: memory,
+            memory,
         })
     }
 
@@ -140,27 +184,36 @@ impl Tables {
         if let Some(work) = known.get(&(window, sizes)) {
             return Ok(work.clone());
         }
-        let list = schedule(&self.documents, window, sizes);
-        let tiles = list.tiles.iter().flat_map(AttentionTile::numbers);
-        let numbers: Vec<i32> = tiles
-            .chain(list.joins.iter().flatten().copied())
-            .chain(list.starts)
-            .collect();
-        let lists = self
-            .gpu
-            .upload_bytes(&numbers.into_iter().flat_map(i32::to_ne_bytes).collect::<Vec<u8>>())?;
-        let at = address(&lists, "a list of tiles")?;
-        let joins = at + (list.tiles.len() * size_of::<[i32; 8]>()) as u64;
-        let work = Arc::new(Work {
-            tiles: at,
-            joins,
-            starts: joins + (list.joins.len() * size_of::<[i32; 2]>()) as u64,
-            count: list.tiles.len(),
-            slots: list.slots,
-            _lists: lists,
-        });
+        let work = Arc::new(self.prepare(window, sizes, None)?);
         known.insert((window, sizes), work.clone());
         Ok(work)
+    }
+
+    /// The lists, in the memory of `old` if they fit. If the tables stay, tiles without rows follow, which do nothing.
+    fn prepare(&self, window: Option<usize>, sizes: TileSizes, old: Option<&Work>) -> Result<Work> {
+        let list = schedule(&self.documents, window, sizes);
+        let size = |n: usize| if self.stay { rounded(n) } else { n };
+        let (count, slots) = (
+            size(list.tiles.len()),
+            size(list.slots.div_ceil(sizes.pack)) * sizes.pack,
+        );
+        let (tiles, joins) = (count * size_of::<[i32; 8]>() / 4, list.joins.len() * 2);
+        let mut numbers: Vec<i32> = list.tiles.iter().flat_map(AttentionTile::numbers).collect();
+        numbers.resize(tiles, 0);
+        numbers.extend(list.joins.iter().flatten());
+        numbers.extend(&list.starts);
+        numbers.resize(tiles + joins + size(list.starts.len()), 0);
+        let bytes: Vec<u8> = numbers.into_iter().flat_map(i32::to_ne_bytes).collect();
+        let lists = upload(&self.gpu, old.map(|old| &old.lists), &bytes)?;
+        let at = address(&lists, "a list of tiles")?;
+        Ok(Work {
+            tiles: at,
+            joins: at + (4 * tiles) as u64,
+            starts: at + (4 * (tiles + joins)) as u64,
+            count,
+            slots,
+            lists,
+        })
     }
 
     pub(crate) fn put(&self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {

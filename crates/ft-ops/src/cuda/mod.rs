@@ -42,6 +42,7 @@ pub(crate) mod embedding;
 pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod glu;
+pub(crate) mod graph;
 pub(crate) mod grouped;
 pub(crate) mod latent;
 pub(crate) mod layer_norm;
@@ -326,8 +327,7 @@ impl Gpu {
     /// With `FT_CUDA_SYNC=1`: waits for the work that was queued, so that its error has the right name. Otherwise a
     /// later call reports it, under its own name.
     fn check(&self, what: impl fmt::Display) -> Result<()> {
-        static WANTED: OnceLock<bool> = OnceLock::new();
-        if *WANTED.get_or_init(|| std::env::var_os("FT_CUDA_SYNC").is_some_and(|v| v == "1")) {
+        if waits_for_each() {
             self.device.cuda_stream().synchronize().map_err(|e| failed(what, e))
         } else {
             Ok(())
@@ -451,7 +451,12 @@ impl Gpu {
         if values.is_empty() {
             return self.empty(0, DType::U8);
         }
-        let slice = self.device.clone_htod(values)?;
+        // Past candle's copies for graphs (`graph::Rehearsal`): these bytes do not come again.
+        let slice = self
+            .device
+            .cuda_stream()
+            .clone_htod(values)
+            .map_err(|e| failed("an upload", e))?;
         Ok(self.wrap(CudaStorageSlice::U8(slice), values.len().into()))
     }
 
@@ -464,6 +469,17 @@ impl Gpu {
     }
 }
 
+/// `FT_CUDA_SYNC=1`
+fn waits_for_each() -> bool {
+    static WANTED: OnceLock<bool> = OnceLock::new();
+    *WANTED.get_or_init(|| std::env::var_os("FT_CUDA_SYNC").is_some_and(|v| v == "1"))
+}
+
+/// Not `FT_CUDA_GRAPHS=0`, and no wait for each kernel.
+fn graphs_wanted() -> bool {
+    static WANTED: OnceLock<bool> = OnceLock::new();
+    !waits_for_each() && *WANTED.get_or_init(|| std::env::var_os("FT_CUDA_GRAPHS").is_none_or(|v| v != "0"))
+}
 type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
 /// What is loaded on the devices, by device and module.

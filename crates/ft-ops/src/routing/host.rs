@@ -223,7 +223,7 @@ impl HostRouting {
     }
 
     /// As `backward`, from `[N, K]`.
-    fn logits_backward(&self, d_weights: &[f32], extra: &LogitLoss) -> Result<Tensor> {
+    pub(super) fn logits_backward(&self, d_weights: &[f32], extra: &LogitLoss) -> Result<Tensor> {
         let (e, k) = (self.experts, self.spec.top_k);
         let outputs = self.spec.outputs(e);
         let mut dz = unwritten(self.tokens() * outputs);

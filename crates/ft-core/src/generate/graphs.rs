@@ -1,0 +1,222 @@
+//! Decoding steps as CUDA graphs (`ops::graph`): the layers, the final norm and the head of a step are recorded, and launched
+//! again for later steps until a size changes. The embedding, the rotary tables, the tables of the KV cache and sampling depend
+//! on numbers of the host; they take few calls and stay outside.
+//!
+//! The first step with a number of rows runs as it is, so that kernels are loaded. The next one is captured. States of layers
+//! (Gated DeltaNet, short convolutions) are written over in a graph, so after a change of the rows the first step runs as it is too:
+//! it makes states that belong to one text alone.
+
+use super::cache::Step;
+use super::decode::SampledModel;
+use crate::base::{Error, Result};
+use crate::model::{Context, Network};
+use crate::ops::graph::{self, Graph, Rehearsal};
+use crate::ops::kv_block::KvStep;
+use crate::peft::Adapter;
+use candle_core::{DType, Device, Tensor, TensorId};
+
+/// Work from the embedded tokens to the logits.
+pub type Work<'a> = dyn Fn(&Tensor, &Context, &mut Step) -> Result<Tensor> + 'a;
+
+/// Shapes and types of tensors.
+type Sizes = Vec<(Vec<usize>, DType)>;
+
+/// What a graph depends on, besides the tables of the cache and the states of layers.
+#[derive(PartialEq)]
+struct Form {
+    /// Rows of logits.
+    rows: usize,
+    documents: Vec<usize>,
+    inputs: Sizes,
+}
+
+/// The graph of the steps of one size.
+pub struct Graphs {
+    device: Device,
+    /// The form of the last step that ran as it is, and its logits.
+    rehearsed: Option<(Form, Sizes)>,
+    /// The states of layers that the last such step made.
+    states: Vec<TensorId>,
+    captured: Option<Captured>,
+    /// The tables of the KV cache, which stay.
+    tables: Option<KvStep>,
+    /// The driver refused.
+    refused: bool,
+    /// How many steps were launched as a graph.
+    steps: u64,
+}
+
+struct Captured {
+    graph: Graph,
+    form: Form,
+    inputs: Vec<Tensor>,
+    logits: Tensor,
+    /// It writes over these states of the texts.
+    states: Vec<TensorId>,
+}
+
+/// Launches a graph on other inputs than those in its memory.
+fn launch(graph: &Graph, inputs: &[Tensor], now: &[Tensor]) -> Result<()> {
+    for (to, from) in inputs.iter().zip(now) {
+        graph::overwrite(to, from)?;
+    }
+    graph.launch()
+}
+
+fn room(of: &Sizes, device: &Device) -> Result<Vec<Tensor>> {
+    let each = of.iter().map(|(dims, dtype)| graph::room(dims, *dtype, device));
+    each.collect()
+}
+
+fn sizes(tensors: &[Tensor]) -> Sizes {
+    tensors.iter().map(|t| (t.dims().to_vec(), t.dtype())).collect()
+}
+
+/// What the layers read of a step: the embedded tokens, cos and sin of each rope, the per-layer inputs.
+fn inputs(x: &Tensor, ctx: &Context) -> Vec<Tensor> {
+    let ropes = ctx.ropes.iter().flat_map(|(cos, sin)| [cos, sin]);
+    [x].into_iter()
+        .chain(ropes)
+        .cloned()
+        .chain(ctx.shared.inputs())
+        .collect()
+}
+
+/// The context of a step that reads these inputs.
+fn context<'a>(of: &Context<'a>, inputs: &[Tensor]) -> Context<'a> {
+    let (ropes, rest) = inputs[1..].split_at(2 * of.ropes.len());
+    let own = of.reading(
+        ropes
+            .chunks_exact(2)
+            .map(|pair| (pair[0].clone(), pair[1].clone()))
+            .collect(),
+    );
+    if let Some(inputs) = rest.first() {
+        own.shared.set_inputs(inputs.clone());
+    }
+    own
+}
+
+/// True if nothing in a step depends on the host: weights that stay on the GPU, no experts (the host reads the choice of a
+/// router), and adapters that are products.
+fn can_be_captured(network: &Network) -> bool {
+    let spec = &network.spec;
+    let products = |adapter: &Adapter| match adapter {
+        Adapter::Lora(_) => true,
+        Adapter::Dora(_) => adapter.lora().is_some_and(|lora| lora.start.is_none()),
+        _ => false,
+    };
+    graph::available(&network.device)
+        && network.source.stays_in_place()
+        && network.source.streamed(spec.head_name()).is_none()
+        && spec.layers.iter().all(|l| l.experts.is_none())
+        && network.adapters.values().all(|adapter| products(adapter))
+}
+
+impl Graphs {
+    /// `None`: the steps of this model cannot be captured.
+    pub fn of(policy: &SampledModel) -> Option<Self> {
+        can_be_captured(policy.network).then(|| Self {
+            device: policy.network.device.clone(),
+            rehearsed: None,
+            states: Vec::new(),
+            captured: None,
+            tables: None,
+            refused: false,
+            steps: 0,
+        })
+    }
+
+    /// How many steps were launched as a graph.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// The tables of the last step. They must come back with `keep`.
+    pub fn take_tables(&mut self) -> Option<KvStep> {
+        self.tables.take()
+    }
+
+    /// Keeps the tables for the next step.
+    pub fn keep(&mut self, tables: Option<KvStep>) {
+        self.tables = tables;
+    }
+
+    /// The logits `[rows, V]` of a step: `work` on these inputs, or the graph of a step of the same form.
+    pub fn run(&mut self, x: &Tensor, rows: usize, ctx: &Context, cache: &mut Step, work: &Work) -> Result<Tensor> {
+        let (inputs, states) = (inputs(x, ctx), cache.states_now());
+        let form = Form {
+            rows,
+            documents: ctx.documents.to_vec(),
+            inputs: sizes(&inputs),
+        };
+        // Its memory is free for the next one.
+        self.captured
+            .take_if(|of| !cache.has_same_tables() || of.form != form || of.states != states);
+        if let Some(captured) = &self.captured {
+            self.steps += 1;
+            launch(&captured.graph, &captured.inputs, &inputs)?;
+            return Ok(captured.logits.clone());
+        }
+        let _rehearsal = Rehearsal::on(&self.device);
+        let rehearsed = self.rehearsed.as_ref();
+        let known = rehearsed.filter(|(of, _)| *of == form && states == self.states && !self.refused);
+        if let Some(logits) = known.map(|(_, logits)| room(logits, &self.device)).transpose()? {
+            match self.capture(logits, &inputs, ctx, cache, work)? {
+                Some((graph, inputs, logits)) => {
+                    self.steps += 1;
+                    let captured = self.captured.insert(Captured {
+                        graph,
+                        form,
+                        inputs,
+                        logits,
+                        states,
+                    });
+                    return Ok(captured.logits.clone());
+                }
+                None => self.refused = true,
+            }
+        }
+        let logits = work(x, ctx, cache)?;
+        self.rehearsed = Some((form, sizes(std::slice::from_ref(&logits))));
+        self.states = cache.states_now();
+        Ok(logits)
+    }
+
+    /// Captures `work` and launches it on the inputs `now`. `None`: the driver refused.
+    fn capture(
+        &self,
+        logits: Vec<Tensor>,
+        now: &[Tensor],
+        ctx: &Context,
+        cache: &mut Step,
+        work: &Work,
+    ) -> Result<Option<(Graph, Vec<Tensor>, Tensor)>> {
+        let inputs = room(&sizes(now), &self.device)?;
+        let (Some(x), Some(logits)) = (inputs.first(), logits.into_iter().next()) else {
+            return Err(Error::internal("a step has no tokens or no logits"));
+        };
+        let own = context(ctx, &inputs);
+        cache.keep_states_in_place(true);
+        let graph = Graph::capture(&self.device, || graph::overwrite(&logits, &work(x, &own, cache)?))?;
+        cache.keep_states_in_place(false);
+        let Some(graph) = graph else { return Ok(None) };
+        match launch(&graph, &inputs, now) {
+            Ok(()) => Ok(Some((graph, inputs, logits))),
+            Err(e) => {
+                graph::refused(e);
+                Ok(None)
+            }
+        }
+    }
+}
+
+impl Drop for Graphs {
+    fn drop(&mut self) {
+        self.captured = None;
+        if self.steps > 0 {
+            // A device that is lost says so at the next call.
+            let _ = graph::release_memory(&self.device);
+        }
+    }
+}

@@ -480,6 +480,7 @@ fn graphs_wanted() -> bool {
     static WANTED: OnceLock<bool> = OnceLock::new();
     !waits_for_each() && *WANTED.get_or_init(|| std::env::var_os("FT_CUDA_GRAPHS").is_none_or(|v| v != "0"))
 }
+
 type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
 /// What is loaded on the devices, by device and module.

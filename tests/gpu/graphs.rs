@@ -498,11 +498,11 @@ fn quantized_copies_and_adapters_answer_as_without_graphs() {
             use_dora,
             ..LoraConfig::default()
         };
-        let mut adapters = hf::new_adapters(&lora, &network.spec, None, 0).unwrap();
+        let mut adapters = hf::adapters_to_fill(&lora, &network.spec, None, 0).unwrap();
         adapters.attach(&mut network).unwrap();
-        // A fresh B is zero.
         for part in network.adapters.values().flat_map(|adapter| adapter.parts()) {
-            let small = (oracle::random(part.tensor.shape(), 1) * 0.05).unwrap();
+            let start = if part.name.contains("magnitude") { 1.0 } else { 0.0 };
+            let small = oracle::random(part.tensor.shape(), 1).affine(0.05, start).unwrap();
             update::add_assign(&part.tensor, &small.to_device(&gpu.device).unwrap()).unwrap();
         }
         let (_, steps) = same(&network, &requests(251), &settings(None, 0.8), "LoRA");

@@ -168,8 +168,6 @@ int cuGraphInstantiateWithFlags(void** out, void* handle, unsigned long long fla
     auto& graph = found->second;
     if (has_memory(*graph) && graph->instantiated)
         return refuse(NOT_SUPPORTED, "cuGraphInstantiate: a graph with memory can have one instance at a time");
-    if (!graph->memory.empty())
-        return refuse(NOT_SUPPORTED, "cuGraphInstantiate: memory that the graph does not free is not implemented");
     if (setting("SOFT_CUDA_REFUSE_GRAPHS", 0) == 1) return refuse(NOT_SUPPORTED, "cuGraphInstantiate: SOFT_CUDA_REFUSE_GRAPHS");
     graph->instantiated = true;
     auto instance = std::make_unique<Instance>();
@@ -200,6 +198,8 @@ int cuGraphLaunch(void* handle, void* stream_handle) {
     if (skipped("graph")) return SUCCESS;
     Instance& instance = *found->second;
     auto graph = instance.graph;
+    if (!graph->memory.empty())
+        return refuse(NOT_SUPPORTED, "cuGraphLaunch: memory that the graph does not free is not implemented");
     if (!reserve_for_graphs(graph->most_used)) return OUT_OF_MEMORY;
     count("graph", "launch (nodes)", graph->nodes.size());
     // Launches of an instance come one after the other, also on several streams.

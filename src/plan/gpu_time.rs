@@ -11,7 +11,7 @@ use super::{Inputs, time};
 use crate::base::{Error, Result};
 use crate::engine::{Active, Gradients};
 use crate::model::pieces::pieces;
-use crate::ops::quantized::Products;
+use crate::ops::quantized::{Products, TILE};
 use crate::peft::Cost;
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
@@ -49,8 +49,12 @@ const PAIR_CALLS: [f64; 2] = [11.0 / 7.0, 20.0 / 7.0];
 /// of host and GPU. Calls are counted, the others assumed.
 const UNIT_CALLS: [f64; 2] = [10.0, 13.0];
 const EXPERT_CALLS: [f64; 2] = [7.0, 10.0];
-/// Of experts that are computed together: a table and a kernel that dequantizes them, for gate, up and down.
+/// In addition, for gate, up and down: a table and a kernel that dequantizes as many experts as have room in a buffer; table and
+/// product of each further bufferful; table and kernel of biases; and the dequantizations of an expert alone.
 const DEQUANTIZE_CALLS: f64 = 6.0;
+const BUFFER_CALLS: f64 = 6.0;
+const BIAS_CALLS: f64 = 6.0;
+const ALONE_CALLS: [f64; 2] = [3.0, 5.0];
 const GROUPED_RATE: f64 = 0.4;
 const ROUTER_WAIT: f64 = 100e-6;
 /// Elements of each token that norms, RoPE, the gated unit and additions read and write, in units of I and of D.
@@ -282,19 +286,30 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     for experts in spec.layers.iter().filter_map(|layer| layer.experts) {
         let (count, k) = (experts.count as f64, experts.router.top_k as f64);
         let used = count * (1.0 - (1.0 - k / count).powf(n));
+        let (quantized, matrix) = (
+            !strategy.storage.quantized().is_empty(),
+            spec.hidden * experts.intermediate,
+        );
         // Experts without adapters are computed together, in units of N rows.
         let adapters = inputs.adapters.keys().any(|module| module.contains(".experts"));
-        let together = !adapters && products_of == Products::Dequantized && strategy.placement.travels().is_none();
+        let together = !adapters
+            && products_of == Products::Dequantized
+            && strategy.placement.travels().is_none()
+            && (!quantized || matrix <= TILE);
+        let biases = if experts.bias { BIAS_CALLS } else { 0.0 };
         let (units, calls_of, rate) = if together {
             let units = (count / (count / k).floor()).ceil().min(used);
-            let more = if strategy.storage.quantized().is_empty() {
-                0.0
+            let decoded = if quantized {
+                let buffers = (count / units / (TILE / matrix.max(1)) as f64).ceil();
+                DEQUANTIZE_CALLS * buffers + BUFFER_CALLS * (buffers - 1.0)
             } else {
-                DEQUANTIZE_CALLS
+                0.0
             };
-            (units, UNIT_CALLS.map(|calls| calls + more), GROUPED_RATE)
+            (units, UNIT_CALLS.map(|calls| calls + decoded + biases), GROUPED_RATE)
         } else {
-            (used, EXPERT_CALLS, 1.0)
+            let decoded = if quantized { ALONE_CALLS } else { [0.0; 2] };
+            let calls = [0, 1].map(|side| EXPERT_CALLS[side] + decoded[side]);
+            (used, calls, 1.0)
         };
         let (d, i) = (spec.hidden as f64, experts.intermediate as f64);
         let work =

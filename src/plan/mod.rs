@@ -240,7 +240,8 @@ impl Inputs {
         };
         let work = teacher::layer_work(model, &own).max(reading);
         // Steps of decoding are CUDA graphs, with memory of their own, and logits that stay.
-        let graph = if self.on_gpu {
+        let experts = model.spec.layers.iter().any(|layer| layer.experts.is_some());
+        let graph = if self.on_gpu && !experts && self.strategy.placement.travels().is_none() {
             own.tokens = answers;
             let logits = answers * model.spec.vocab;
             teacher::layer_work(model, &own) + self.element * logits as u64

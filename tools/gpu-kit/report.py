@@ -61,7 +61,7 @@ if speed:
         rows.append((name, a or "failed", b or "failed", f"{a / b:.2f}" if a and b else "-", m or "-", n or "-",
                      f"{m / n:.2f}" if m and n else "-"))
     decoded = [(line["name"], line.get("result") or {}) for line in speed if line["name"].startswith("decode")]
-    table(["decoding", "tokens/s", "steps as graphs", "peak MiB", "of them graphs"],
+    table(["decoding", "tokens/s", "steps as graphs", "peak MiB", "graphs, in addition MiB"],
           [(name, round(r.get("decode_tokens_per_second", 0)) or "failed", r.get("graph_steps", "-"), r.get("peak_device_mib", "-"),
             r.get("peak_graph_mib", "-")) for name, r in decoded])
     table(["size, method, tokens", "ft tokens/s", "torch tokens/s", "ratio", "ft MiB", "torch MiB", "ratio"], rows)

@@ -15,13 +15,14 @@ pub struct Graph {
     recorded: super::cuda::graph::Recorded,
 }
 
-/// While it lives, what candle uploads for the strides of a tensor stays on the device: a capture cannot upload.
-pub struct Rehearsal {
+/// While it lives, candle keeps what it uploads (strides and other numbers, up to 4 KiB each) on the device until the thread ends,
+/// and takes it from there again: a capture cannot upload.
+pub struct UploadCache {
     #[cfg(feature = "cuda")]
     _kept: Option<super::cuda::graph::Kept>,
 }
 
-impl Rehearsal {
+impl UploadCache {
     /// Of work that is captured later, or of its capture.
     pub fn on(device: &Device) -> Self {
         let _ = device;
@@ -48,7 +49,7 @@ impl Graph {
     /// cannot be recorded: `f` must have run before. `None`: the driver refused (`take_refusal`).
     ///
     /// # Errors
-    /// A tensor that `f` made is not dropped.
+    /// The driver does not answer.
     pub fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result<Option<Self>> {
         #[cfg(feature = "cuda")]
         if device.is_cuda() {

@@ -358,9 +358,10 @@ impl<'a> Step<'a> {
         self.same_tables
     }
 
-    /// The tensors of the states of all layers. Those of an answer belong to its text alone after a step.
-    pub fn states_now(&self) -> Vec<TensorId> {
-        let layers = self.sequences.iter().flat_map(|s| &s.own.layers);
+    /// The tensors of the states of all layers of the first `rows` sequences (padding follows them). Those of an answer belong to
+    /// its text alone after a step.
+    pub fn states_now(&self, rows: usize) -> Vec<TensorId> {
+        let layers = self.sequences.iter().take(rows).flat_map(|s| &s.own.layers);
         let states = layers.filter_map(|layer| match layer {
             Layer::State(Some(state)) => Some([Some(&state.inputs), state.state.as_ref()]),
             _ => None,

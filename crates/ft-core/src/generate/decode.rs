@@ -47,7 +47,8 @@ pub struct Limits {
     /// Log-probabilities too do not depend on the other rows of the batch, bit for bit (see `step`): this makes
     /// small batches slower.
     pub same_bits: bool,
-    /// On a GPU, the layers of a decoding step are launched as a CUDA graph, if nothing in them depends on the host.
+    /// On a GPU, the layers of a decoding step are launched as a CUDA graph, if nothing in them depends on the host. While a
+    /// generation with graphs runs, no other thread may use the device.
     pub graphs: bool,
 }
 

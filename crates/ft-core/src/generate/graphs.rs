@@ -3,14 +3,14 @@
 //! on numbers of the host; they take few calls and stay outside.
 //!
 //! The first step with a number of rows runs as it is, so that kernels are loaded. The next one is captured. States of layers
-//! (Gated DeltaNet, short convolutions) are written over in a graph, so after a change of the rows the first step runs as it is too:
-//! it makes states that belong to one text alone.
+//! (Gated DeltaNet, short convolutions) are written over in a graph. A state that came from a prompt can still be shared with the
+//! prefix of other texts, so after a change of the rows the first step runs as it is too, and makes new ones.
 
 use super::cache::Step;
 use super::decode::SampledModel;
 use crate::base::{Error, Result};
 use crate::model::{Context, Network};
-use crate::ops::graph::{self, Graph, Rehearsal};
+use crate::ops::graph::{self, Graph, UploadCache};
 use crate::ops::kv_block::KvStep;
 use crate::peft::Adapter;
 use candle_core::{DType, Device, Tensor, TensorId};
@@ -23,7 +23,7 @@ type Sizes = Vec<(Vec<usize>, DType)>;
 
 /// What a graph depends on, besides the tables of the cache and the states of layers.
 #[derive(PartialEq)]
-struct Form {
+struct StepShape {
     /// Rows of logits.
     rows: usize,
     documents: Vec<usize>,
@@ -34,7 +34,7 @@ struct Form {
 pub struct Graphs {
     device: Device,
     /// The form of the last step that ran as it is, and its logits.
-    rehearsed: Option<(Form, Sizes)>,
+    warmed_up: Option<(StepShape, Sizes)>,
     /// The states of layers that the last such step made.
     states: Vec<TensorId>,
     captured: Option<Captured>,
@@ -48,7 +48,7 @@ pub struct Graphs {
 
 struct Captured {
     graph: Graph,
-    form: Form,
+    form: StepShape,
     inputs: Vec<Tensor>,
     logits: Tensor,
     /// It writes over these states of the texts.
@@ -118,7 +118,7 @@ impl Graphs {
     pub fn of(policy: &SampledModel) -> Option<Self> {
         can_be_captured(policy.network).then(|| Self {
             device: policy.network.device.clone(),
-            rehearsed: None,
+            warmed_up: None,
             states: Vec::new(),
             captured: None,
             tables: None,
@@ -144,8 +144,8 @@ impl Graphs {
 
     /// The logits `[rows, V]` of a step: `work` on these inputs, or the graph of a step of the same form.
     pub fn run(&mut self, x: &Tensor, rows: usize, ctx: &Context, cache: &mut Step, work: &Work) -> Result<Tensor> {
-        let (inputs, states) = (inputs(x, ctx), cache.states_now());
-        let form = Form {
+        let (inputs, states) = (inputs(x, ctx), cache.states_now(rows));
+        let form = StepShape {
             rows,
             documents: ctx.documents.to_vec(),
             inputs: sizes(&inputs),
@@ -153,14 +153,22 @@ impl Graphs {
         // Its memory is free for the next one.
         self.captured
             .take_if(|of| !cache.has_same_tables() || of.form != form || of.states != states);
-        if let Some(captured) = &self.captured {
-            self.steps += 1;
-            launch(&captured.graph, &captured.inputs, &inputs)?;
-            return Ok(captured.logits.clone());
+        if let Some(captured) = self.captured.take() {
+            match launch(&captured.graph, &captured.inputs, &inputs) {
+                Ok(()) => {
+                    self.steps += 1;
+                    return Ok(self.captured.insert(captured).logits.clone());
+                }
+                // Nothing has run: the step runs as it is.
+                Err(e) => {
+                    graph::refused(e);
+                    self.refused = true;
+                }
+            }
         }
-        let _rehearsal = Rehearsal::on(&self.device);
-        let rehearsed = self.rehearsed.as_ref();
-        let known = rehearsed.filter(|(of, _)| *of == form && states == self.states && !self.refused);
+        let _uploads = UploadCache::on(&self.device);
+        let warmed_up = self.warmed_up.as_ref();
+        let known = warmed_up.filter(|(of, _)| *of == form && states == self.states && !self.refused);
         if let Some(logits) = known.map(|(_, logits)| room(logits, &self.device)).transpose()? {
             match self.capture(logits, &inputs, ctx, cache, work)? {
                 Some((graph, inputs, logits)) => {
@@ -178,8 +186,8 @@ impl Graphs {
             }
         }
         let logits = work(x, ctx, cache)?;
-        self.rehearsed = Some((form, sizes(std::slice::from_ref(&logits))));
-        self.states = cache.states_now();
+        self.warmed_up = Some((form, sizes(std::slice::from_ref(&logits))));
+        self.states = cache.states_now(rows);
         Ok(logits)
     }
 
@@ -214,7 +222,7 @@ impl Graphs {
 impl Drop for Graphs {
     fn drop(&mut self) {
         self.captured = None;
-        if self.steps > 0 {
+        if self.steps > 0 || self.refused {
             // A device that is lost says so at the next call.
             let _ = graph::release_memory(&self.device);
         }

@@ -318,8 +318,13 @@ fn computes(s: &Spec) -> String {
     }
     for layer in &s.layers {
         out.push_str(&format!(" layer {:?} {}", layer.window, layer.rope));
-        if layer.mixer != Mixer::Attention {
-            out.push_str(&format!(" {:?}", layer.mixer));
+        match layer.mixer {
+            Mixer::Attention => {}
+            Mixer::ShortConv { kernel, bias } => {
+                let bias = if bias { " bias" } else { "" };
+                out.push_str(&format!(" ShortConv {{ kernel: {kernel} }}{bias}"));
+            }
+            other => out.push_str(&format!(" {other:?}")),
         }
         if layer.keys != KeySource::Own {
             out.push_str(&format!(" keys {:?}", layer.keys));
@@ -473,5 +478,25 @@ pub fn check_base(dir: &Path, base: &BaseHashes) -> Result<()> {
                 .hint("use the base model of the adapter; a model with the same shapes can have other weights"))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is off is not part of a fingerprint: adapters of such models stay valid.
+    #[test]
+    fn a_short_convolution_names_its_biases_only_if_it_has_them() {
+        let of = |family: &str| {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/parity/goldens/families");
+            computes(&families::read(&Config::load(&dir.join(family)).unwrap()).unwrap())
+        };
+        let (plain, biased) = (of("lfm2"), of("lfm2_bias"));
+        assert!(
+            plain.contains(" ShortConv { kernel: ") && !plain.contains("bias"),
+            "{plain}"
+        );
+        assert!(biased.contains(" } bias"), "{biased}");
     }
 }

@@ -6,7 +6,7 @@
 //!
 //! Experts are computed one by one on the rows of their tokens, in ascending order, so every sum has a fixed order. The weights
 //! of an expert are fetched when it is computed (`reader`). An expert without tokens is not computed, and not fetched unless it
-//! is trained; its parameters get gradients of zeros, as those of a fused tensor do. On a GPU dense experts that are all there
+//! is trained; its parameters get gradients of zeros, as those of a fused tensor do. On a GPU experts that are all there
 //! are computed together (`grouped`).
 //!
 //! Letters: N tokens, n tokens of an expert, D hidden size, I intermediate size of an expert, E experts.
@@ -159,7 +159,7 @@ impl Block {
         ctx: &Context,
         (keep, record_load): (bool, bool),
     ) -> Result<(Tensor, SavedExperts)> {
-        // The host waits for the logits of the router: the experts are prepared before, the load is counted afterwards.
+        // The host waits for the router: the experts are prepared before, the load is counted afterwards.
         let together = experts.together(h, ctx)?;
         let routing = experts.route(h)?;
         let used: Vec<usize> = used(&routing).collect();

@@ -9,7 +9,7 @@
 use super::memory::failed;
 use super::{Gpu, address, device};
 use crate::graph::refused;
-use candle_core::cuda::cudarc::driver::{CudaGraph, result, sys};
+use candle_core::cuda::cudarc::driver::{CudaGraph, CudaStream, result, sys};
 use candle_core::{Device, Tensor};
 use ft_base::{Error, Result};
 use std::any::Any;
@@ -57,14 +57,17 @@ pub(crate) fn available(device: &Device) -> bool {
 pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result<Option<Recorded>> {
     let gpu = Gpu::on(device)?;
     let stream = gpu.device().cuda_stream();
-    // Only calls of this thread can make the capture invalid.
+    // Another thread may open a device or allocate meanwhile. What it queues on this stream would be recorded, so one thread
+    // at a time uses a device with graphs (`generate::Limits::graphs`).
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
     if let Err(e) = stream.begin_capture(mode) {
         refused(format!("{e:?}"));
         return Ok(None);
     }
     KEPT.set(Some(Vec::new()));
+    let capturing = Capturing(&stream);
     let done = f();
+    drop(capturing);
     let kept = KEPT.take().unwrap_or_default();
     // A tensor that is dropped in an invalid capture leaves an error behind, with which the next call would end at once.
     let left = stream.context().check_err();
@@ -73,8 +76,10 @@ pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result
         (Ok(()), Ok(Some(graph)), Ok(())) => {
             let (made, dropped) = allocations(&graph)?;
             if made != dropped {
-                return Err(Error::internal("a tensor outlives the graph in which it was made")
-                    .found(format!("{made} made, {dropped} dropped")));
+                refused(format!(
+                    "memory outlives the graph in which it was made: {made} made, {dropped} dropped"
+                ));
+                return Ok(None);
             }
             Ok(Some(Recorded {
                 graph,
@@ -92,6 +97,31 @@ pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result
             Ok(None)
         }
     }
+}
+
+/// Ends the capture if the work panics: otherwise no call could use the stream again.
+struct Capturing<'a>(&'a CudaStream);
+
+impl Drop for Capturing<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            KEPT.take();
+            let _ = self.0.context().check_err();
+            let _ = self.0.end_capture(sys::CUgraphInstantiate_flags(0));
+        }
+    }
+}
+
+/// Refuses a copy between host and GPU in a capture: the driver may record it, with an address of the host that is not valid when
+/// the graph runs.
+///
+/// # Errors
+/// This thread captures.
+pub(crate) fn forbid_copy(what: &str) -> Result<()> {
+    if KEPT.with_borrow(Option::is_some) {
+        return Err(Error::unsupported("a copy between host and GPU in the capture of a CUDA graph").found(what));
+    }
+    Ok(())
 }
 
 /// The numbers of nodes that allocate and that free.

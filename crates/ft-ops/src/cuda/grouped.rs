@@ -55,20 +55,18 @@ pub(crate) fn product(x: &Tensor, groups: &Groups, y: &Tensor, back: bool, add: 
     if rows != x.dims2()?.0 || rows != y.dims2()?.0 {
         return Err(Error::internal("the groups of a product are not its rows"));
     }
-    let elements = groups.iter().map(|group| decoded_elements(group, back)).sum::<usize>();
+    let (mut elements, mut rest) = (0, groups);
+    while !rest.is_empty() {
+        let (count, used) = bufferful(rest, back);
+        (elements, rest) = (elements.max(used), &rest[count..]);
+    }
     let buffer = match elements {
         0 => None,
-        _ => Some(gpu.empty(elements.min(TILE), kind.dtype())?),
+        _ => Some(gpu.empty(elements, kind.dtype())?),
     };
     let (mut first, mut rest) = (0, groups);
     while !rest.is_empty() {
-        // As many groups as have room in the buffer.
-        let mut used = 0;
-        let room = |group: &&(GroupWeight, usize)| {
-            used += decoded_elements(group, back);
-            used <= TILE
-        };
-        let (part, left) = rest.split_at(rest.iter().take_while(room).count());
+        let (part, left) = rest.split_at(bufferful(rest, back).0);
         let weights = decode(&gpu, part, buffer.as_ref(), back)?;
         let mut tiles = Tiles::new(kind, first);
         for ((weight, rows), place) in part.iter().zip(weights) {
@@ -87,6 +85,20 @@ pub(crate) fn product(x: &Tensor, groups: &Groups, y: &Tensor, back: bool, add: 
         rest = left;
     }
     Ok(())
+}
+
+/// How many of the next groups have dequantized weights of at most `TILE` elements, and these elements.
+fn bufferful(groups: &Groups, back: bool) -> (usize, usize) {
+    let mut used = 0;
+    for (count, group) in groups.iter().enumerate() {
+        let more = decoded_elements(group, back);
+        // The first one fits (`fits`).
+        if count > 0 && used + more > TILE {
+            return (count, used);
+        }
+        used += more;
+    }
+    (groups.len(), used)
 }
 
 /// Elements of the dequantized weight of a group: none if its weight is dense, or dequantized in registers.

@@ -1,6 +1,6 @@
 //! Copies between host and GPU.
 
-use super::{Gpu, address_of};
+use super::{Gpu, address_of, graph};
 use candle_core::cuda::cudarc::driver::{CudaEvent, DeviceRepr, PinnedHostSlice, result, sys};
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
@@ -23,6 +23,7 @@ pub(crate) fn read<T: DeviceRepr + Copy + Default>(t: &Tensor, name: &str, dtype
     if dtype.size_in_bytes() != size_of::<T>() {
         return Err(Error::internal("a tensor was read as another type").found(dtype.as_str()));
     }
+    graph::forbid_copy(name)?;
     let gpu = Gpu::of(t, name)?;
     let stream = gpu.device().cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;
@@ -43,6 +44,7 @@ pub(crate) fn write<T: DeviceRepr>(t: &Tensor, name: &str, dtype: DType, values:
     if values.is_empty() {
         return Ok(());
     }
+    graph::forbid_copy(name)?;
     let gpu = Gpu::of(t, name)?;
     let stream = gpu.device().cuda_stream();
     stream.context().bind_to_thread().map_err(failed)?;

@@ -442,7 +442,10 @@ impl Gpu {
         if values.is_empty() {
             return self.empty(0, DType::U32);
         }
-        let slice = self.device.clone_htod(values)?;
+        graph::forbid_copy("numbers")?;
+        // Past candle's copies for graphs (`graph::UploadCache`): these numbers do not come again.
+        let slice = self.device.cuda_stream().clone_htod(values);
+        let slice = slice.map_err(|e| failed("an upload", e))?;
         Ok(self.wrap(CudaStorageSlice::U32(slice), values.len().into()))
     }
 
@@ -451,12 +454,10 @@ impl Gpu {
         if values.is_empty() {
             return self.empty(0, DType::U8);
         }
-        // Past candle's copies for graphs (`graph::Rehearsal`): these bytes do not come again.
-        let slice = self
-            .device
-            .cuda_stream()
-            .clone_htod(values)
-            .map_err(|e| failed("an upload", e))?;
+        graph::forbid_copy("a table")?;
+        // As in `upload_u32`.
+        let slice = self.device.cuda_stream().clone_htod(values);
+        let slice = slice.map_err(|e| failed("an upload", e))?;
         Ok(self.wrap(CudaStorageSlice::U8(slice), values.len().into()))
     }
 

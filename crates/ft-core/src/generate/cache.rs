@@ -317,7 +317,7 @@ pub enum StepTables {
     /// For this step.
     New,
     /// For this step and later ones; those of the step before, if there was one.
-    Staying(Option<KvStep>),
+    Staying(Option<Box<KvStep>>),
 }
 
 impl<'a> Step<'a> {
@@ -401,7 +401,7 @@ impl<'a> Step<'a> {
             StepTables::Staying(None) => Ok((KvStep::staying(&texts, device)?, false)),
             StepTables::Staying(Some(mut step)) => {
                 let same = step.renew(&texts)?;
-                Ok((step, same))
+                Ok((*step, same))
             }
         }
     }

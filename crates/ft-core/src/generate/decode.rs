@@ -366,7 +366,7 @@ pub(super) fn step(
     }
     let sequences = parts.iter_mut().map(|p| &mut p.sequence).chain(padding.as_mut());
     let tables = match &mut graphs {
-        Some(graphs) => StepTables::Staying(graphs.take_tables()),
+        Some(graphs) => StepTables::Staying(graphs.take_tables().map(Box::new)),
         None => StepTables::New,
     };
     let mut cache = Step::new(sequences.collect(), &documents, pass, &network.device, tables)?;

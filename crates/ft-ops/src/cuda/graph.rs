@@ -16,6 +16,7 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::c_void;
 use std::ptr::null_mut;
+use std::sync::Arc;
 use sys::CUgraphMem_attribute_enum as Attribute;
 
 /// A graph, and its instance.
@@ -100,7 +101,7 @@ pub(crate) fn capture(device: &Device, f: impl FnOnce() -> Result<()>) -> Result
 }
 
 /// Ends the capture if the work panics: otherwise no call could use the stream again.
-struct Capturing<'a>(&'a CudaStream);
+struct Capturing<'a>(&'a Arc<CudaStream>);
 
 impl Drop for Capturing<'_> {
     fn drop(&mut self) {

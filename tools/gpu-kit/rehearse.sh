@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.."
 export OUT=${CARGO_TARGET_DIR:?run it with tools/soft-cuda/run.sh}/gpu-kit-rehearsal
 rm -rf "$OUT"
 mkdir -p "$OUT/bin"
-cargo build --release --features "$SOFT_CUDA_FEATURES" --bin ft --test gpu --bench step --message-format=json |
+cargo build --release --features "$SOFT_CUDA_FEATURES" --bin ft --test gpu --bench step --bench generate --message-format=json |
   sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | while read -r program; do
   name=$(basename "$program" | sed 's/-[0-9a-f]\{16\}$//')
   ln -sf "$program" "$OUT/bin/$name"

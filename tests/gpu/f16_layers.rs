@@ -1,7 +1,7 @@
 //! f16 on every kind of layer, in the shapes of the golden models of the parity tests: losses and gradients are those of f32 on the
 //! CPU, steps with a loss scale lose what they lose there, and answers continue from their caches. No kernel reads bf16 as f16.
 
-use crate::families::{golden, model, train};
+use crate::families::{golden, model, train, wide_mixture};
 use crate::support::{assert_close, flat, gpu};
 use crate::train::{close, number};
 use candle_core::{DType, Device, Tensor};
@@ -136,6 +136,39 @@ fn steps_with_a_loss_scale_are_those_of_f32() {
             close(number(a, "grad_norm"), number(b, "grad_norm"), 1e-2, &norm);
             let scale = (number(b, "loss_scale"), number(b, "skipped_steps"));
             assert_eq!(scale, (65536.0, 0.0), "{what}");
+        }
+    }
+}
+
+/// Experts that are computed together, dense and quantized.
+#[test]
+fn grouped_experts_lose_what_they_lose_in_f32() {
+    let Some(_gpu) = gpu() else { return };
+    let dir = TempDir::new().unwrap();
+    let folder = wide_mixture(dir.path());
+    for settings in [
+        &["tune.method=full"][..],
+        &["tune.method=lora", "memory.frozen_weights=nf4"],
+        &["tune.method=lora", "memory.frozen_weights=int8"],
+    ] {
+        let run = |device, dtype| {
+            let settings = [settings, &["model.init=random", dtype, "train.max_steps=2"]].concat();
+            train(device, &folder, &settings, &dir.path().join(device))
+        };
+        let (here, there) = (run("cpu", "model.dtype=f32"), run("cuda:0", "model.dtype=f16"));
+        for (a, b) in here.iter().zip(&there) {
+            let what = format!("{settings:?}, step {}", a["step"]);
+            close(number(a, "loss"), number(b, "loss"), 2e-3, &format!("{what}: loss"));
+            close(
+                number(a, "grad_norm"),
+                number(b, "grad_norm"),
+                1e-2,
+                &format!("{what}: norm"),
+            );
+            assert_eq!(number(b, "skipped_steps"), 0.0, "{what}");
+        }
+        for device in ["cpu", "cuda:0"] {
+            std::fs::remove_dir_all(dir.path().join(device)).unwrap();
         }
     }
 }

@@ -23,9 +23,14 @@ pub fn golden(family: &str) -> PathBuf {
 
 /// The golden model of a family, with a tokenizer, in `dir`.
 pub fn model(family: &str, dir: &Path) -> PathBuf {
-    let to = dir.join(family);
+    with_tokenizer(&format!("families/{family}"), dir)
+}
+
+/// A model of the goldens, with a tokenizer, in `dir`.
+fn with_tokenizer(folder: &str, dir: &Path) -> PathBuf {
+    let to = dir.join(folder);
     std::fs::create_dir_all(&to).unwrap();
-    for from in [format!("families/{family}"), "tokenizers/small".into()] {
+    for from in [folder, "tokenizers/small"] {
         for entry in std::fs::read_dir(root().join("tests/parity/goldens").join(from)).unwrap() {
             let entry = entry.unwrap();
             std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
@@ -139,6 +144,23 @@ fn experts_lose_what_they_lose_on_the_cpu() {
     compare("qwen3_5_moe_text", &[FULL, F32]);
 }
 
+/// gpt-oss as published: the codes of its experts stay those of the file.
+#[test]
+fn published_codes_of_experts_lose_what_they_lose_on_the_cpu() {
+    let Some(_gpu) = gpu() else { return };
+    let dir = TempDir::new().unwrap();
+    let model = with_tokenizer("mxfp4", dir.path());
+    for settings in [
+        &[LORA, F32, "tune.lora.r=4"][..],
+        &[LORA, BF16, "tune.lora.r=4", "memory.tier=host"],
+    ] {
+        compare_runs("mxfp4", &model, settings, dir.path());
+        for run in ["cpu", "gpu"] {
+            std::fs::remove_dir_all(dir.path().join(run)).unwrap();
+        }
+    }
+}
+
 #[test]
 fn latent_attention_loses_what_it_loses_on_the_cpu() {
     let Some(_gpu) = gpu() else { return };
@@ -226,8 +248,8 @@ fn greedy_answers_are_those_of_the_cpu() {
     }
 }
 
-/// A mixture whose sizes suit grouped products in bf16, with random weights (`model.init`).
-fn wide_mixture(dir: &Path) -> PathBuf {
+/// A mixture whose sizes suit grouped products in 16 bits, with random weights (`model.init`).
+pub fn wide_mixture(dir: &Path) -> PathBuf {
     let to = model("qwen3_moe", dir);
     let path = to.join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();

@@ -1,16 +1,12 @@
 //! Quantized weights: values, products with many tokens and with few.
 
-use crate::support::{Gpu, KINDS, Pair, assert_close, assert_same_bits, gpu};
+use crate::support::{Gpu, KINDS, Pair, assert_close, assert_same_bits, formats, gpu, quantized};
 use candle_core::{DType, Tensor};
-use ft::quant::{Format, Weight, encode};
-use ft::recipe::Dtype;
+use ft::quant::{Format, Weight};
 
 /// One weight `[O, I]` on both devices, with the same quantized data.
 fn weights(gpu: &Gpu, (o, i): (usize, usize), format: Format, dtype: DType) -> (Weight, Weight) {
-    let values = gpu.random((o, i), DType::F32, 7).cpu;
-    let values: Vec<f32> = values.flatten_all().unwrap().to_vec1().unwrap();
-    let decoded = if dtype == DType::BF16 { Dtype::Bf16 } else { Dtype::F32 };
-    let quantized = || encode(&values, (o, i), format, decoded).unwrap();
+    let quantized = || quantized((o, i), format, dtype, 7);
     let there = Weight::coded_on(quantized(), &gpu.device).unwrap();
     assert!(matches!(there, Weight::DeviceQuantized(_)));
     (there, quantized().into())
@@ -47,7 +43,7 @@ fn compare(gpu: &Gpu, (n, o, i): (usize, usize, usize), format: Format, dtype: D
 fn products_with_codes_match_the_cpu() {
     let Some(gpu) = gpu() else { return };
     for (dtype, tolerance) in KINDS {
-        for format in Format::ALL {
+        for format in formats() {
             // Few tokens (packed and single), many tokens, sizes that are not divisible, no tokens.
             for sizes in [
                 (1, 96, 256),
@@ -79,7 +75,7 @@ fn large_weights_are_decoded_block_by_block() {
 fn rows_are_bit_equal() {
     let Some(gpu) = gpu() else { return };
     for (dtype, _) in KINDS {
-        for format in Format::ALL {
+        for format in formats() {
             for (o, i) in [(9, 256), (7, 100), (5, 77)] {
                 let (there, here) = weights(&gpu, (o, i), format, dtype);
                 for (first, n) in [(0, o), (2, 3)] {

@@ -38,6 +38,9 @@ struct Options {
     prompt: usize,
     #[arg(long, default_value_t = 32)]
     new: usize,
+    /// Most tokens of prompts in a pass [default: that of `ft generate`].
+    #[arg(long)]
+    prefill_tokens: Option<usize>,
     /// Use a different prompt for each row.
     #[arg(long)]
     apart: bool,
@@ -121,6 +124,7 @@ fn main() {
             kv_cache: Some(kv_cache),
             same_bits: o.same_bits,
             graphs: !o.no_graphs,
+            prefill_tokens: o.prefill_tokens.unwrap_or(Limits::default().prefill_tokens),
             ..Limits::default()
         },
         ..Settings::default()
@@ -138,7 +142,7 @@ fn main() {
         "{}",
         serde_json::json!({
             "shape": o.shape, "layers": o.layers, "device": o.device, "dtype": o.dtype, "weights": o.weights, "kv_cache": o.kv_cache, "rows": o.rows,
-            "prompt": o.prompt, "apart": o.apart, "same_bits": o.same_bits, "threads": o.threads,
+            "prompt": o.prompt, "pass": settings.limits.prefill_tokens, "apart": o.apart, "same_bits": o.same_bits, "threads": o.threads,
             "prefill_tokens": s.prefill_tokens, "shared_tokens": s.shared_tokens,
             "prefill_tokens_per_second": s.prefill_tokens as f64 / s.prefill_seconds,
             "decode_tokens_per_second": s.decode_tokens as f64 / s.decode_seconds,

@@ -81,6 +81,7 @@ const OTHERS: [(&str, &[&str]); 3] = [
             "tune.method=full",
             "train.stage=reward",
             "data.train=assets/world/preference-train.jsonl",
+            "data.eval=[]",
             "data.format=preference",
         ],
     ),

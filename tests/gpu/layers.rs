@@ -244,7 +244,7 @@ fn grouped_products_with_quantized_weights_are_those_of_single_experts() {
             let twice = y.copy().unwrap();
             grouped::forward_add(&twice, &x, &groups).unwrap();
             let mut first = 0;
-            for (w, n) in weights.iter().zip(counts) {
+            for (w, n) in weights.iter().zip(counts).filter(|(_, n)| *n > 0) {
                 let want = w.forward(&x.narrow(0, first, n).unwrap(), None).unwrap();
                 let want_back = w.backward_input(&want).unwrap();
                 // Products with one expert are compared with the CPU in tests/gpu/quantized.rs.

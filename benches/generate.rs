@@ -123,7 +123,7 @@ fn main() {
         limits: Limits {
             kv_cache: Some(kv_cache),
             same_bits: o.same_bits,
-            graphs: !o.no_graphs,
+            graphs_after: Limits::default().graphs_after.filter(|_| !o.no_graphs),
             prefill_tokens: o.prefill_tokens.unwrap_or(Limits::default().prefill_tokens),
             ..Limits::default()
         },

@@ -341,10 +341,10 @@ fn same<'a>(
     let model = model.into();
     let of = |graphs| {
         let mut settings = settings.clone();
-        settings.limits.graphs = graphs;
+        settings.limits.graphs_after = graphs;
         answer(model, requests, &settings, &mut |_, _| Ok(())).unwrap()
     };
-    let ((want, plain), (got, speed)) = (of(false), of(true));
+    let ((want, plain), (got, speed)) = (of(None), of(settings.limits.graphs_after));
     assert_eq!(plain.graph_steps, 0);
     for (got, want) in got.iter().zip(&want) {
         let bits = |a: &Answer| a.log_probs.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
@@ -364,6 +364,7 @@ fn settings(kv_cache: Option<KvDtype>, temperature: f32) -> Settings {
             kv_cache,
             // Rows that end are replaced.
             rows: 2,
+            graphs_after: Some(1),
             ..Limits::default()
         },
         ..Settings::default()
@@ -416,6 +417,7 @@ fn a_graph_is_captured_again_when_the_lists_grow() {
         limits: Limits {
             rows: 9,
             share_prefixes: false,
+            graphs_after: Some(1),
             ..Limits::default()
         },
         ..settings(None, 0.8)
@@ -424,17 +426,51 @@ fn a_graph_is_captured_again_when_the_lists_grow() {
     assert_eq!(steps, 7);
 }
 
+/// A capture takes as long as several steps, so the first steps of a size run as they are.
+#[test]
+fn steps_are_counted_before_a_capture() {
+    let Some(gpu) = gpu() else { return };
+    let network = network(Dtype::Bf16, &gpu.device);
+    let request = [Request {
+        prompt: text(1, 20),
+        number: 0,
+    }];
+    // The first of nine tokens comes from the prompt.
+    for (after, graphs) in [(1, 7), (4, 4), (8, 0), (16, 0)] {
+        let mut settings = settings(None, 0.0);
+        (settings.max_new_tokens, settings.limits.graphs_after) = (9, Some(after));
+        assert_eq!(same(&network, &request, &settings, "steps").1, graphs, "{after}");
+    }
+    // Two rows with answers of different lengths: the size changes after five steps.
+    let two = [0, 1].map(|row| Request {
+        prompt: text(row, 20),
+        number: row.into(),
+    });
+    let with = |after, stop_ids| {
+        let mut settings = settings(None, 0.8);
+        (settings.max_new_tokens, settings.limits.graphs_after, settings.stop_ids) = (9, Some(after), stop_ids);
+        same(&network, &two, &settings, "two rows")
+    };
+    let (free, _) = with(16, Vec::new());
+    let stop = free[0].ids[5];
+    let (answers, steps) = with(3, vec![stop]);
+    let lengths = answers.iter().map(|a| a.ids.len()).collect::<Vec<_>>();
+    let (short, long) = (lengths.iter().min().unwrap() - 1, lengths.iter().max().unwrap() - 1);
+    let expected = [short, long - short].map(|steps| steps.saturating_sub(3));
+    assert_eq!(steps, expected.iter().sum::<usize>() as u64, "{lengths:?}");
+}
+
 #[test]
 fn a_text_that_outgrows_its_block_is_that_without_graphs() {
     let Some(gpu) = gpu() else { return };
     let network = network(Dtype::Bf16, &gpu.device);
-    let of = |graphs: bool| {
+    let of = |graphs_after| {
         let (mut session, mut prompt, mut out, mut steps) = (Session::default(), text(1, 60), Vec::new(), 0);
         for turn in 0..3 {
             let settings = Settings {
                 max_new_tokens: 12,
                 limits: Limits {
-                    graphs,
+                    graphs_after,
                     ..Limits::default()
                 },
                 ..Settings::default()
@@ -453,7 +489,7 @@ fn a_text_that_outgrows_its_block_is_that_without_graphs() {
         }
         (out, steps)
     };
-    let ((want, none), (got, steps)) = (of(false), of(true));
+    let ((want, none), (got, steps)) = (of(None), of(Some(1)));
     assert_eq!(got, want);
     assert!(none == 0 && steps >= 20, "{steps}");
 }
@@ -557,10 +593,10 @@ fn without_graphs_of_the_driver_answers_are_the_same() {
         let network = network(Dtype::Bf16, &gpu.device);
         let of = |graphs| {
             let mut settings = settings(None, 0.8);
-            settings.limits.graphs = graphs;
+            settings.limits.graphs_after = graphs;
             answer(&network, &requests(251), &settings, &mut |_, _| Ok(())).unwrap()
         };
-        let ((want, _), (got, speed)) = (of(false), of(true));
+        let ((want, _), (got, speed)) = (of(None), of(Some(1)));
         assert_eq!(got, want);
         assert_eq!(speed.graph_steps, 0);
         assert_eq!(graph::take_refusal().is_some(), *noted);

@@ -2,9 +2,9 @@
 //! again for later steps until a size changes. The embedding, the rotary tables, the tables of the KV cache and sampling depend
 //! on numbers of the host; they take few calls and stay outside.
 //!
-//! The first step with a number of rows runs as it is, so that kernels are loaded. The next one is captured. States of layers
-//! (Gated DeltaNet, short convolutions) are written over in a graph. A state that came from a prompt can still be shared with the
-//! prefix of other texts, so after a change of the rows the first step runs as it is too, and makes new ones.
+//! The first steps of a size (`Limits::graphs_after`) run as they are: kernels are loaded, and answers that end soon after each other
+//! do not cause a capture each. States of layers (Gated DeltaNet, short convolutions) are written over in a graph. A state that came
+//! from a prompt can still be shared with the prefix of other texts; a step that runs as it is makes new ones.
 
 use super::cache::Step;
 use super::decode::SampledModel;
@@ -33,8 +33,12 @@ struct StepShape {
 /// The graph of the steps of one size.
 pub struct Graphs {
     device: Device,
-    /// The form of the last step that ran as it is, and its logits.
+    /// How many steps of a form run as they are before it is captured.
+    after: usize,
+    /// The form of the last steps that ran as they are, and its logits.
     warmed_up: Option<(StepShape, Sizes)>,
+    /// How many steps these were.
+    count: usize,
     /// The states of layers that the last such step made.
     states: Vec<TensorId>,
     captured: Option<Captured>,
@@ -115,10 +119,12 @@ fn can_be_captured(network: &Network) -> bool {
 
 impl Graphs {
     /// `None`: the steps of this model cannot be captured.
-    pub fn of(policy: &SampledModel) -> Option<Self> {
+    pub fn of(policy: &SampledModel, after: usize) -> Option<Self> {
         can_be_captured(policy.network).then(|| Self {
             device: policy.network.device.clone(),
+            after: after.max(1),
             warmed_up: None,
+            count: 0,
             states: Vec::new(),
             captured: None,
             tables: None,
@@ -166,9 +172,14 @@ impl Graphs {
                 }
             }
         }
-        let _uploads = UploadCache::on(&self.device);
         let warmed_up = self.warmed_up.as_ref();
         let known = warmed_up.filter(|(of, _)| *of == form && states == self.states && !self.refused);
+        if known.is_none() {
+            self.count = 0;
+        }
+        // In the last step before a capture, and in the capture.
+        let _uploads = (self.count + 1 >= self.after).then(|| UploadCache::on(&self.device));
+        let known = known.filter(|_| self.count >= self.after);
         if let Some(logits) = known.map(|(_, logits)| room(logits, &self.device)).transpose()? {
             match self.capture(logits, &inputs, ctx, cache, work)? {
                 Some((graph, inputs, logits)) => {
@@ -187,6 +198,7 @@ impl Graphs {
         }
         let logits = work(x, ctx, cache)?;
         self.warmed_up = Some((form, sizes(std::slice::from_ref(&logits))));
+        self.count += 1;
         self.states = cache.states_now(rows);
         Ok(logits)
     }

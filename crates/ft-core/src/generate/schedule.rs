@@ -90,7 +90,7 @@ impl<'a> Schedule<'a> {
             requests,
             settings,
             sampler: settings.sampler(),
-            graphs: if limits.graphs { Graphs::of(&policy) } else { None },
+            graphs: limits.graphs_after.and_then(|after| Graphs::of(&policy, after)),
             layout: layout(
                 &policy.network.spec,
                 limits.kv_cache,

@@ -5,7 +5,7 @@
 
 use clap::Parser;
 use ft::formats::config::Config;
-use ft::generate::{Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Settings, answer};
+use ft::generate::{Formats, KvDtype, Limits, QuantizedCopy, Request, SampledModel, Settings, Speed, answer};
 use ft::model::{Network, families, shapes};
 use ft::ops::{self, CpuBackend};
 use ft::quant::Format;
@@ -46,6 +46,12 @@ struct Options {
     apart: bool,
     #[arg(long)]
     same_bits: bool,
+    /// Rows end after so many tokens on average, at different times, and at the latest after `new`.
+    #[arg(long)]
+    ends_after: Option<usize>,
+    /// How often the same answers are generated; the figures are those of the last time.
+    #[arg(long, default_value_t = 1)]
+    repeat: usize,
     /// Launch every kernel of a step by itself, also on a GPU.
     #[arg(long)]
     no_graphs: bool,
@@ -120,6 +126,10 @@ fn main() {
     let settings = Settings {
         max_new_tokens: o.new,
         temperature: 1.0,
+        // With random weights each id is about as likely.
+        stop_ids: (0..o.ends_after.map_or(0, |tokens| vocab / tokens))
+            .map(|id| id as u32)
+            .collect(),
         limits: Limits {
             kv_cache: Some(kv_cache),
             same_bits: o.same_bits,
@@ -135,13 +145,18 @@ fn main() {
         ..settings.clone()
     };
     answer(policy(), &requests[..1], &short, &mut |_, _| Ok(())).expect("warm up");
-    let before = cpu_seconds();
-    let (_, s) = answer(policy(), &requests, &settings, &mut |_, _| Ok(())).expect("answers");
-    let cpu = cpu_seconds() - before;
+    let (mut s, mut cpu, mut runs) = (Speed::default(), 0.0, Vec::new());
+    for _ in 0..o.repeat.max(1) {
+        let before = cpu_seconds();
+        (_, s) = answer(policy(), &requests, &settings, &mut |_, _| Ok(())).expect("answers");
+        cpu = cpu_seconds() - before;
+        runs.push([s.prefill_seconds, s.decode_seconds]);
+    }
     println!(
         "{}",
         serde_json::json!({
             "shape": o.shape, "layers": o.layers, "device": o.device, "dtype": o.dtype, "weights": o.weights, "kv_cache": o.kv_cache, "rows": o.rows,
+            "ends_after": o.ends_after, "runs": runs, "decode_tokens": s.decode_tokens,
             "prompt": o.prompt, "pass": settings.limits.prefill_tokens, "apart": o.apart, "same_bits": o.same_bits, "threads": o.threads,
             "prefill_tokens": s.prefill_tokens, "shared_tokens": s.shared_tokens,
             "prefill_tokens_per_second": s.prefill_tokens as f64 / s.prefill_seconds,

@@ -122,8 +122,13 @@ fn the_forecast_of_frozen_layers_on_the_host_is_what_is_used() {
     let Some(_gpu) = gpu() else { return };
     let dir = TempDir::new().unwrap();
     let run = dir.path().join("run");
-    // Packed rows are as long as the forecast assumes.
-    let settings = ["tune.method=freeze", "memory.tier=host", "data.packing=true"];
+    // Rows as long as the forecast assumes, with a logit for each token.
+    let settings = [
+        "tune.method=freeze",
+        "memory.tier=host",
+        "data.packing=true",
+        "data.train_on=all",
+    ];
     let lines = train("cuda:0", &settings, &run);
     let plan: Value = serde_json::from_slice(&std::fs::read(run.join("plan.json")).unwrap()).unwrap();
     let forecast = plan["peak_bytes"].as_f64().unwrap();

@@ -26,13 +26,16 @@ while read -r size method batch seq kept; do
       || failed=$((failed + 1))
   fi
 done <<< "$list"
-# Decoding with CUDA graphs and without, alternately: ROWS PROMPT NEW.
-while read -r rows prompt new; do
-  for graphs in "" --no-graphs "" --no-graphs; do
+# Decoding with CUDA graphs and without, each before the other once: ROWS PROMPT NEW, and the tokens after which a row ends on average
+# (0: all after NEW). Twice in a process: the first time also loads kernels.
+while read -r rows prompt new ends; do
+  for graphs in "" --no-graphs --no-graphs ""; do
     # shellcheck disable=SC2086
-    step "decode rows=$rows ${graphs:-with graphs}" 60 "$bin/generate" --device cuda:0 --threads "$(nproc)" --dtype bf16 \
-      --shape "${KIT_DECODE_SHAPE:-qwen2.5-0.5b}" --kv-cache bf16 --prompt "$prompt" --new "$new" --rows "$rows" --apart $graphs < /dev/null || failed=$((failed + 1))
+    step "decode rows=$rows ends=$ends ${graphs:-with graphs}" 60 "$bin/generate" --device cuda:0 --threads "$(nproc)" --dtype bf16 --repeat 2 \
+      --shape "${KIT_DECODE_SHAPE:-qwen2.5-0.5b}" --kv-cache bf16 --prompt "$prompt" --new "$new" --rows "$rows" --apart \
+      $([ "$ends" = 0 ] || echo "--ends-after $ends") $graphs < /dev/null || failed=$((failed + 1))
   done
-done <<< "${KIT_DECODE:-1 512 256
-64 512 128}"
+done <<< "${KIT_DECODE:-1 512 256 0
+64 512 128 0
+64 512 256 64}"
 [ "$failed" -eq 0 ] || stop "$failed measurements failed"

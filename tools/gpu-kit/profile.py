@@ -16,6 +16,8 @@ TIME, TENSOR, BYTES = "gpu__time_duration.sum", "sm__pipe_tensor_cycles_active.a
 with open(sys.argv[1], errors="replace") as file:
     lines = [line for line in file if line.startswith('"')]
 rows = list(csv.DictReader(lines))
+if len(rows) < 2:
+    sys.exit(f"{sys.argv[1]} has no kernels: ncu was stopped before it wrote them, or found none")
 units, rows = rows[0], rows[1:]
 
 

@@ -1,7 +1,7 @@
 //! f16 on every kind of layer, in the shapes of the golden models of the parity tests: losses and gradients are those of f32 on the
 //! CPU, steps with a loss scale lose what they lose there, and answers continue from their caches. No kernel reads bf16 as f16.
 
-use crate::families::{golden, model, train, wide_mixture};
+use crate::families::{golden, model, prompts, train, wide_mixture};
 use crate::support::{assert_close, flat, gpu};
 use crate::train::{close, number};
 use candle_core::{DType, Device, Tensor};
@@ -10,7 +10,7 @@ use ft::data::batch::Example;
 use ft::engine::sinks::Collect;
 use ft::engine::{Active, Pass};
 use ft::formats::Config;
-use ft::generate::{Answer, Request, Settings, answer};
+use ft::generate::{Answer, Settings, answer};
 use ft::model::{Network, families};
 use ft::ops::step_stats::StepStats;
 use ft::ops::{Dtype, linear, rms_norm, short_conv, update};
@@ -176,11 +176,7 @@ fn grouped_experts_lose_what_they_lose_in_f32() {
 #[test]
 fn answers_continue_from_their_caches() {
     let Some(gpu) = gpu() else { return };
-    let text = |seed: u32, n: u32| (0..n).map(|i| 5 + (i * 31 + seed * 7) % 100).collect::<Vec<u32>>();
-    let prompts = [text(1, 20), [text(1, 20), text(2, 5)].concat(), text(3, 2)];
-    let requests: Vec<Request> = (prompts.into_iter().zip(0..))
-        .map(|(prompt, number)| Request { prompt, number })
-        .collect();
+    let requests = prompts();
     let settings = Settings {
         max_new_tokens: 6,
         ..Settings::default()

@@ -203,14 +203,18 @@ fn streams_lose_what_they_lose_on_the_cpu() {
     );
 }
 
+/// A prompt, one that begins with it, and a short one.
+pub fn prompts() -> Vec<Request> {
+    let text = |seed: u32, n: u32| (0..n).map(|i| 5 + (i * 31 + seed * 7) % 100).collect::<Vec<u32>>();
+    let prompts = [text(1, 20), [text(1, 20), text(2, 5)].concat(), text(3, 2)];
+    let numbered = prompts.into_iter().zip(0..);
+    numbered.map(|(prompt, number)| Request { prompt, number }).collect()
+}
+
 #[test]
 fn greedy_answers_are_those_of_the_cpu() {
     let Some(gpu) = gpu() else { return };
-    let text = |seed: u32, n: u32| (0..n).map(|i| 5 + (i * 31 + seed * 7) % 100).collect::<Vec<u32>>();
-    let prompts = [text(1, 20), [text(1, 20), text(2, 5)].concat(), text(3, 2)];
-    let requests: Vec<Request> = (prompts.into_iter().zip(0..))
-        .map(|(prompt, number)| Request { prompt, number })
-        .collect();
+    let requests = prompts();
     for family in [
         "qwen2_moe",
         "gpt_oss",

@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use ft::ops::clamped_glu::{self, ClampedGlu};
 use ft::ops::grouped::{self, GroupWeight};
 use ft::ops::latent::LatentHeads;
+use ft::ops::quantized::TILE;
 use ft::ops::rope::Pairing;
 use ft::ops::routing::{self, GroupScore, Groups, RouterSpec, Routing, Score};
 use ft::ops::{altup, linear, sparse_gate};
@@ -266,6 +267,26 @@ fn grouped_products_with_quantized_weights_are_those_of_single_experts() {
     let other = encode(&values, (16, 16), Format::Int8 { group: 0 }, Dtype::Bf16).unwrap();
     let other = Weight::coded_on(other, &gpu.device).unwrap();
     assert!(!grouped::fits(&f32_rows, other.grouped()));
+}
+
+/// The dequantized weights of three experts do not fit into the buffer.
+#[test]
+fn grouped_products_take_a_buffer_several_times() {
+    let Some(gpu) = gpu() else { return };
+    let (size, rows) = (3352, 9);
+    assert!(2 * size * size <= TILE && 3 * size * size > TILE);
+    let weights: Vec<Weight> = (0..3)
+        .map(|seed| quantized((size, size), Format::Int8 { group: 0 }, DType::BF16, seed))
+        .map(|weight| Weight::coded_on(weight, &gpu.device).unwrap())
+        .collect();
+    let groups: Vec<(GroupWeight, usize)> = weights.iter().map(|w| (w.grouped().unwrap(), rows)).collect();
+    let x = gpu.random((3 * rows, size), DType::BF16, 1).gpu;
+    let y = grouped::forward(&x, &groups).unwrap();
+    for (i, w) in weights.iter().enumerate() {
+        let want = w.forward(&x.narrow(0, i * rows, rows).unwrap(), None).unwrap();
+        let want = want.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+        assert_close(&y.narrow(0, i * rows, rows).unwrap(), &want, 1e-2);
+    }
 }
 
 #[test]

@@ -54,6 +54,7 @@ impl ShortConv {
         let (all, documents) = sequence.with_earlier(u, self.kernel)?;
         let mixed = short_conv::forward(&all, w, &documents, false)?;
         let before = all.dim(0)? - u.dim(0)?;
+        drop(all);
         // In place: the bias is added to it.
         Ok(mixed.narrow(0, before, u.dim(0)?)?.force_contiguous()?)
     }
@@ -74,6 +75,7 @@ impl ShortConv {
         let before = update::zeros((all.dim(0)? - u.dim(0)?, u.dim(1)?), u.dtype(), u.device())?;
         let d_mixed = Tensor::cat(&[&before, d_mixed], 0)?;
         let (d_all, dw) = short_conv::backward(&all, w, &d_mixed, &documents, false, need_dw)?;
+        drop((all, d_mixed));
         Ok((sequence.with_earlier_backward(d_all, self.kernel)?, dw))
     }
 

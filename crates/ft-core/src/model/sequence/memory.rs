@@ -96,6 +96,13 @@ impl LayerMemory<'_> {
         }
     }
 
+    /// The same in the backward pass: the rows with those of other ranks, and the gradients of the outputs and inputs of all of them.
+    pub(in crate::model) fn with_earlier_backward(&self, l: &mut Ledger) {
+        if self.settings.sequence.ranks > 1 {
+            l.touch(LayerWork, 3 * self.nd);
+        }
+    }
+
     /// dq, dk and dv, as `Context::attend_backward` computes them.
     pub(in crate::model) fn attend_backward(&self, l: &mut Ledger) -> [Allocation; 3] {
         let config = self.settings.sequence;

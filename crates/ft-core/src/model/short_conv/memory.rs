@@ -103,7 +103,7 @@ impl LayerMemory<'_> {
         let dc = replaced(l, c);
         let d_mixed = replaced(l, Some(mixed));
         l.free(dy);
-        self.with_earlier(l);
+        self.with_earlier_backward(l);
         let du = l.alloc(LayerWork, self.nd);
         sink.give(l, &self.name(SHORT_CONV));
         l.free(u);

@@ -38,7 +38,7 @@ struct Options {
     prompt: usize,
     #[arg(long, default_value_t = 32)]
     new: usize,
-    /// Most tokens of prompts in a pass [default: that of `ft generate`].
+    /// Most tokens of prompts in a pass [default: 1024, as in rollouts].
     #[arg(long)]
     prefill_tokens: Option<usize>,
     /// Use a different prompt for each row.
@@ -46,9 +46,9 @@ struct Options {
     apart: bool,
     #[arg(long)]
     same_bits: bool,
-    /// Rows end after so many tokens on average, at different times, and at the latest after `new`.
-    #[arg(long)]
-    ends_after: Option<usize>,
+    /// Rows end after this many tokens on average, at different times, and at the latest after `new`.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    ends_after: Option<u32>,
     /// How often the same answers are generated; the figures are those of the last time.
     #[arg(long, default_value_t = 1)]
     repeat: usize,
@@ -157,7 +157,7 @@ fn main() {
         serde_json::json!({
             "shape": o.shape, "layers": o.layers, "device": o.device, "dtype": o.dtype, "weights": o.weights, "kv_cache": o.kv_cache, "rows": o.rows,
             "ends_after": o.ends_after, "runs": runs, "decode_tokens": s.decode_tokens,
-            "prompt": o.prompt, "pass": settings.limits.prefill_tokens, "apart": o.apart, "same_bits": o.same_bits, "threads": o.threads,
+            "prompt": o.prompt, "prompt_pass_tokens": settings.limits.prefill_tokens, "apart": o.apart, "same_bits": o.same_bits, "threads": o.threads,
             "prefill_tokens": s.prefill_tokens, "shared_tokens": s.shared_tokens,
             "prefill_tokens_per_second": s.prefill_tokens as f64 / s.prefill_seconds,
             "decode_tokens_per_second": s.decode_tokens as f64 / s.decode_seconds,

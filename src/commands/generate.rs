@@ -108,8 +108,8 @@ impl Writer {
             stop_ids: described.tokenizer.stop_ids().to_vec(),
             limits: Limits {
                 kv_cache: holding.kv_cache,
-                // On an H200 larger passes are read 1.8 times as fast (docs/benchmarks-gpu.md).
-                prefill_tokens: if place.is_cuda() { 4096 } else { 1024 },
+                // A GPU reads a long prompt faster in larger passes (docs/benchmarks-gpu.md).
+                prefill_tokens: Limits::default().prefill_tokens * if place.is_cuda() { 4 } else { 1 },
                 ..Limits::default()
             },
         };

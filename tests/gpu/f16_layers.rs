@@ -156,6 +156,7 @@ fn grouped_experts_lose_what_they_lose_in_f32() {
             train(device, &folder, &settings, &dir.path().join(device))
         };
         let (here, there) = (run("cpu", "model.dtype=f32"), run("cuda:0", "model.dtype=f16"));
+        assert_eq!((here.len(), there.len()), (2, 2), "{settings:?}");
         for (a, b) in here.iter().zip(&there) {
             let what = format!("{settings:?}, step {}", a["step"]);
             close(number(a, "loss"), number(b, "loss"), 2e-3, &format!("{what}: loss"));

@@ -144,9 +144,9 @@ fn experts_lose_what_they_lose_on_the_cpu() {
     compare("qwen3_5_moe_text", &[FULL, F32]);
 }
 
-/// gpt-oss as published: the codes of its experts stay those of the file.
+/// gpt-oss as published, with experts in MXFP4.
 #[test]
-fn published_codes_of_experts_lose_what_they_lose_on_the_cpu() {
+fn published_experts_lose_what_they_lose_on_the_cpu() {
     let Some(_gpu) = gpu() else { return };
     let dir = TempDir::new().unwrap();
     let model = with_tokenizer("mxfp4", dir.path());

@@ -364,7 +364,7 @@ fn settings(kv_cache: Option<KvDtype>, temperature: f32) -> Settings {
             kv_cache,
             // Rows that end are replaced.
             rows: 2,
-            graphs_after: Some(1),
+            graphs_after: Some(2),
             ..Limits::default()
         },
         ..Settings::default()
@@ -412,18 +412,21 @@ fn a_graph_is_captured_again_when_the_lists_grow() {
         prompt: text(row, 252),
         number: row.into(),
     });
-    let settings = Settings {
-        max_new_tokens: 9,
-        limits: Limits {
-            rows: 9,
-            share_prefixes: false,
-            graphs_after: Some(1),
-            ..Limits::default()
-        },
-        ..settings(None, 0.8)
-    };
-    let (_, steps) = same(&network, &rows.collect::<Vec<_>>(), &settings, "lists");
-    assert_eq!(steps, 7);
+    let rows = rows.collect::<Vec<_>>();
+    // The fifth of eight steps passes the border. Then the graph was at least as many steps as ran before it, or only one.
+    for (after, graphs) in [(1, 7), (3, 2)] {
+        let settings = Settings {
+            max_new_tokens: 9,
+            limits: Limits {
+                rows: 9,
+                share_prefixes: false,
+                graphs_after: Some(after),
+                ..Limits::default()
+            },
+            ..settings(None, 0.8)
+        };
+        assert_eq!(same(&network, &rows, &settings, "lists").1, graphs, "{after}");
+    }
 }
 
 /// A capture takes as long as several steps, so the first steps of a size run as they are.
@@ -452,12 +455,10 @@ fn steps_are_counted_before_a_capture() {
         same(&network, &two, &settings, "two rows")
     };
     let (free, _) = with(16, Vec::new());
-    let stop = free[0].ids[5];
-    let (answers, steps) = with(3, vec![stop]);
-    let lengths = answers.iter().map(|a| a.ids.len()).collect::<Vec<_>>();
-    let (short, long) = (lengths.iter().min().unwrap() - 1, lengths.iter().max().unwrap() - 1);
-    let expected = [short, long - short].map(|steps| steps.saturating_sub(3));
-    assert_eq!(steps, expected.iter().sum::<usize>() as u64, "{lengths:?}");
+    let (answers, steps) = with(2, vec![free[0].ids[5]]);
+    assert_eq!(answers.iter().map(|a| a.ids.len()).collect::<Vec<_>>(), [6, 9]);
+    // Three of five steps, and one of three.
+    assert_eq!(steps, 4);
 }
 
 #[test]
@@ -489,7 +490,7 @@ fn a_text_that_outgrows_its_block_is_that_without_graphs() {
         }
         (out, steps)
     };
-    let ((want, none), (got, steps)) = (of(None), of(Some(1)));
+    let ((want, none), (got, steps)) = (of(None), of(Some(2)));
     assert_eq!(got, want);
     assert!(none == 0 && steps >= 20, "{steps}");
 }

@@ -248,7 +248,7 @@ fn grouped_products_with_quantized_weights_are_those_of_single_experts() {
             for (w, n) in weights.iter().zip(counts).filter(|(_, n)| *n > 0) {
                 let want = w.forward(&x.narrow(0, first, n).unwrap(), None).unwrap();
                 let want_back = w.backward_input(&want).unwrap();
-                // Products with one expert are compared with the CPU in tests/gpu/quantized.rs.
+                // In f32 and bf16 products with one expert are compared with the CPU in tests/gpu/quantized.rs.
                 let [want, want_back] =
                     [&want, &want_back].map(|t| t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap());
                 assert_close(&y.narrow(0, first, n).unwrap(), &want, tolerance);
@@ -282,10 +282,14 @@ fn grouped_products_take_a_buffer_several_times() {
     let groups: Vec<(GroupWeight, usize)> = weights.iter().map(|w| (w.grouped().unwrap(), rows)).collect();
     let x = gpu.random((3 * rows, size), DType::BF16, 1).gpu;
     let y = grouped::forward(&x, &groups).unwrap();
+    let back = grouped::backward_input(&x, &groups).unwrap();
     for (i, w) in weights.iter().enumerate() {
-        let want = w.forward(&x.narrow(0, i * rows, rows).unwrap(), None).unwrap();
-        let want = want.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
-        assert_close(&y.narrow(0, i * rows, rows).unwrap(), &want, 1e-2);
+        let of = |t: &Tensor| t.narrow(0, i * rows, rows).unwrap();
+        let want = [w.forward(&of(&x), None).unwrap(), w.backward_input(&of(&x)).unwrap()];
+        for (found, want) in [&y, &back].into_iter().zip(want) {
+            let want = want.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+            assert_close(&of(found), &want, 1e-2);
+        }
     }
 }
 

@@ -44,8 +44,8 @@ pub fn short() -> bool {
 /// Element types of activations, with the tolerance of the comparison.
 pub const KINDS: [(DType, f32); 2] = [(DType::F32, 1e-4), (DType::BF16, 1e-2)];
 
-/// The formats that ft quantizes to, and one of each kind that it reads from files of other tools: MXFP4, GPTQ (with the group of each column),
-/// AWQ, FP8 with scales of blocks and of rows, LLM.int8(), FP4.
+/// The formats that ft quantizes to, and one of each kind that it reads from files of other tools: MXFP4, GPTQ with the group of each
+/// column, AWQ, 8 bits with zero points, FP8 with scales of blocks and of rows, LLM.int8(), FP4.
 pub fn formats() -> Vec<Format> {
     let scaled = |code, scale, product, group, zeros, ordered| {
         let kind = ScaledKind { code, scale, product };

@@ -69,36 +69,32 @@ fn wide() -> Bench {
 }
 
 /// The peak of a step of ranks that share a row, which is that of the forecast.
-fn peak(bench: &Bench, size: usize, more: &str) -> u64 {
-    job::train(
-        bench,
-        size,
-        &[
-            "model.init=random",
-            "train.stage=pretrain",
-            "data.train=long.jsonl",
-            "tune.method=lora",
-            "train.max_steps=1",
-            "train.batch_size=1",
-            "train.gradient_accumulation_steps=1",
-            "train.save_steps=0",
-            "data.max_length=1024",
-            "distributed.sequence=2",
-            more,
-            "train.output_dir=out",
-        ],
-    );
+fn peak(bench: &Bench, size: usize, more: &[&str]) -> u64 {
+    let settings = [
+        "model.init=random",
+        "train.stage=pretrain",
+        "data.train=long.jsonl",
+        "tune.method=lora",
+        "train.max_steps=1",
+        "train.batch_size=1",
+        "train.gradient_accumulation_steps=1",
+        "train.save_steps=0",
+        "data.max_length=1024",
+        "distributed.sequence=2",
+        "train.output_dir=out",
+    ];
+    job::train(bench, size, &[&settings[..], more].concat());
     let plan: Value = serde_json::from_slice(&fs::read(bench.path("out/plan.json")).unwrap()).unwrap();
     let forecast = plan["peak_bytes"].as_u64().unwrap();
     let lines = fs::read_to_string(bench.path("out/metrics.jsonl")).unwrap();
     let of = |line: &str| serde_json::from_str::<Value>(line).unwrap()["peak_memory_bytes"].as_u64();
     let peak = lines.lines().filter_map(of).max().unwrap();
     fs::remove_dir_all(bench.path("out")).unwrap();
-    println!("{size} ranks, {more}: peak {peak}, forecast {forecast}");
+    println!("{size} ranks, {more:?}: peak {peak}, forecast {forecast}");
     let error = peak as f64 / forecast as f64 - 1.0;
     assert!(
         error.abs() < 0.1,
-        "{size} ranks, {more}: {peak} bytes, {forecast} forecast"
+        "{size} ranks, {more:?}: {peak} bytes, {forecast} forecast"
     );
     peak
 }
@@ -106,12 +102,12 @@ fn peak(bench: &Bench, size: usize, more: &str) -> u64 {
 #[test]
 fn activations_are_divided_and_forecast() {
     let bench = wide();
-    let jobs = [
-        (1, "memory.activations=keep"),
-        (2, "memory.activations=keep"),
-        (2, "distributed.sequence_by=gather"),
+    let keep = "memory.activations=keep";
+    let peaks = [
+        peak(&bench, 1, &[keep]),
+        peak(&bench, 2, &[keep]),
+        peak(&bench, 2, &[keep, "distributed.sequence_by=gather"]),
     ];
-    let peaks = jobs.map(|(size, more)| peak(&bench, size, more));
     assert!(
         peaks[1] < peaks[0] * 8 / 10 && peaks[2] < peaks[0] * 8 / 10,
         "{peaks:?}"
@@ -131,11 +127,13 @@ fn convolutions_are_divided_and_forecast() {
     // Few columns in the MLP, so that the peak is that of a convolution.
     config["intermediate_size"] = 64.into();
     fs::write(&path, config.to_string()).unwrap();
-    let jobs = [
-        (1, "memory.activations=keep"),
-        (2, "memory.activations=keep"),
-        (2, "memory.activations=recompute"),
+    let peaks = [
+        peak(&bench, 1, &["memory.activations=keep"]),
+        peak(&bench, 2, &["memory.activations=keep"]),
+        peak(&bench, 2, &["memory.activations=recompute"]),
     ];
-    let peaks = jobs.map(|(size, more)| peak(&bench, size, more));
-    assert!(peaks[1] < peaks[0], "{peaks:?}");
+    assert!(
+        peaks[1] < peaks[0] * 9 / 10 && peaks[2] < peaks[1] * 95 / 100,
+        "{peaks:?}"
+    );
 }

@@ -26,7 +26,7 @@ while read -r size method batch seq kept; do
       || failed=$((failed + 1))
   fi
 done <<< "$list"
-# Decoding with CUDA graphs and without, each before the other once: ROWS PROMPT NEW, and the tokens after which a row ends on average
+# Decoding in the order with CUDA graphs, without, without, with: ROWS PROMPT NEW, and the tokens after which a row ends on average
 # (0: all after NEW). Twice in a process: the first time also loads kernels.
 while read -r rows prompt new ends; do
   for graphs in "" --no-graphs --no-graphs ""; do

@@ -47,9 +47,9 @@ pub struct Limits {
     /// Log-probabilities too do not depend on the other rows of the batch, bit for bit (see `step`): this makes
     /// small batches slower.
     pub same_bits: bool,
-    /// On a GPU, the layers of a decoding step become a CUDA graph after so many steps of the same size, if nothing in them depends
-    /// on the host; `None`: never. A capture takes as long as about eight steps (docs/benchmarks-gpu.md), and rows that end
-    /// change the size. While a generation with graphs runs, no other thread may use the device.
+    /// On a GPU, the layers of a decoding step become a CUDA graph after this many steps of the same shape, if nothing in them depends
+    /// on the host; `None`: never. A capture takes as long as several steps (docs/benchmarks-gpu.md), and each row that ends
+    /// changes the shape. While a generation with graphs runs, no other thread may use the device.
     pub graphs_after: Option<usize>,
 }
 

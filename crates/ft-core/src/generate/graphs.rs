@@ -1,9 +1,9 @@
 //! Decoding steps as CUDA graphs (`ops::graph`): the layers, the final norm and the head of a step are recorded, and launched
-//! again for later steps until a size changes. The embedding, the rotary tables, the tables of the KV cache and sampling depend
+//! again for later steps until their shape changes (the number of rows, the lengths of lists). The embedding, the rotary tables, the tables of the KV cache and sampling depend
 //! on numbers of the host; they take few calls and stay outside.
 //!
-//! The first steps of a size (`Limits::graphs_after`) run as they are: kernels are loaded, and answers that end soon after each other
-//! do not cause a capture each. States of layers (Gated DeltaNet, short convolutions) are written over in a graph. A state that came
+//! The first steps of a shape (`Limits::graphs_after`) run as they are: kernels are loaded, and when several answers end within a few
+//! steps, not each of them causes a capture. States of layers (Gated DeltaNet, short convolutions) are written over in a graph. A state that came
 //! from a prompt can still be shared with the prefix of other texts; a step that runs as it is makes new ones.
 
 use super::cache::Step;
@@ -30,15 +30,15 @@ struct StepShape {
     inputs: Sizes,
 }
 
-/// The graph of the steps of one size.
+/// The graph of the steps of one shape.
 pub struct Graphs {
     device: Device,
-    /// How many steps of a form run as they are before it is captured.
+    /// How many steps of a shape run as they are before one is captured.
     after: usize,
-    /// The form of the last steps that ran as they are, and its logits.
+    /// The shape of the last steps that ran as they are, and that of their logits.
     warmed_up: Option<(StepShape, Sizes)>,
     /// How many steps these were.
-    count: usize,
+    plain_steps: usize,
     /// The states of layers that the last such step made.
     states: Vec<TensorId>,
     captured: Option<Captured>,
@@ -52,7 +52,9 @@ pub struct Graphs {
 
 struct Captured {
     graph: Graph,
-    form: StepShape,
+    shape: StepShape,
+    /// How many steps it was.
+    steps: usize,
     inputs: Vec<Tensor>,
     logits: Tensor,
     /// It writes over these states of the texts.
@@ -124,7 +126,7 @@ impl Graphs {
             device: policy.network.device.clone(),
             after: after.max(1),
             warmed_up: None,
-            count: 0,
+            plain_steps: 0,
             states: Vec::new(),
             captured: None,
             tables: None,
@@ -148,21 +150,27 @@ impl Graphs {
         self.tables = tables;
     }
 
-    /// The logits `[rows, V]` of a step: `work` on these inputs, or the graph of a step of the same form.
+    /// The logits `[rows, V]` of a step: `work` on these inputs, or the graph of a step of the same shape.
     pub fn run(&mut self, x: &Tensor, rows: usize, ctx: &Context, cache: &mut Step, work: &Work) -> Result<Tensor> {
         let (inputs, states) = (inputs(x, ctx), cache.states_now(rows));
-        let form = StepShape {
+        let shape = StepShape {
             rows,
             documents: ctx.documents.to_vec(),
             inputs: sizes(&inputs),
         };
         // Its memory is free for the next one.
-        self.captured
-            .take_if(|of| !cache.has_same_tables() || of.form != form || of.states != states);
-        if let Some(captured) = self.captured.take() {
+        let outgrown = self
+            .captured
+            .take_if(|of| !cache.has_same_tables() || of.shape != shape || of.states != states);
+        // Lists that change so often are not worth a capture each time.
+        if outgrown.is_some_and(|of| of.steps < self.after) {
+            self.plain_steps = 0;
+        }
+        if let Some(mut captured) = self.captured.take() {
             match launch(&captured.graph, &captured.inputs, &inputs) {
                 Ok(()) => {
                     self.steps += 1;
+                    captured.steps += 1;
                     return Ok(self.captured.insert(captured).logits.clone());
                 }
                 // Nothing has run: the step runs as it is.
@@ -173,20 +181,21 @@ impl Graphs {
             }
         }
         let warmed_up = self.warmed_up.as_ref();
-        let known = warmed_up.filter(|(of, _)| *of == form && states == self.states && !self.refused);
+        let known = warmed_up.filter(|(of, _)| *of == shape && states == self.states && !self.refused);
         if known.is_none() {
-            self.count = 0;
+            self.plain_steps = 0;
         }
         // In the last step before a capture, and in the capture.
-        let _uploads = (self.count + 1 >= self.after).then(|| UploadCache::on(&self.device));
-        let known = known.filter(|_| self.count >= self.after);
+        let _uploads = (self.plain_steps + 1 >= self.after).then(|| UploadCache::on(&self.device));
+        let known = known.filter(|_| self.plain_steps >= self.after);
         if let Some(logits) = known.map(|(_, logits)| room(logits, &self.device)).transpose()? {
             match self.capture(logits, &inputs, ctx, cache, work)? {
                 Some((graph, inputs, logits)) => {
                     self.steps += 1;
                     let captured = self.captured.insert(Captured {
                         graph,
-                        form,
+                        shape,
+                        steps: 1,
                         inputs,
                         logits,
                         states,
@@ -197,8 +206,8 @@ impl Graphs {
             }
         }
         let logits = work(x, ctx, cache)?;
-        self.warmed_up = Some((form, sizes(std::slice::from_ref(&logits))));
-        self.count += 1;
+        self.warmed_up = Some((shape, sizes(std::slice::from_ref(&logits))));
+        self.plain_steps += 1;
         self.states = cache.states_now(rows);
         Ok(logits)
     }

@@ -78,9 +78,12 @@ def others(key, value):
 
 def options(base):
     """(key, value, config) of each option of a family that is not as in `base`."""
-    known = transformers.AutoConfig.for_model(**copy.deepcopy(base)).to_dict()
+    made = transformers.AutoConfig.for_model(**copy.deepcopy(base))
+    known = made.to_dict()
+    # transformers writes some keys under another name: both names with two values are no config.
+    renamed = {name for key, name in made.attribute_map.items() if key in base and name not in base}
     for key in sorted(set(known) | set(base)):
-        if key in OTHER:
+        if key in OTHER | renamed:
             continue
         value = base.get(key, known.get(key))
         for other in others(key, value):

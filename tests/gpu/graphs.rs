@@ -455,10 +455,16 @@ fn steps_are_counted_before_a_capture() {
         same(&network, &two, &settings, "two rows")
     };
     let (free, _) = with(16, Vec::new());
-    let (answers, steps) = with(2, vec![free[0].ids[5]]);
-    assert_eq!(answers.iter().map(|a| a.ids.len()).collect::<Vec<_>>(), [6, 9]);
-    // Three of five steps, and one of three.
-    assert_eq!(steps, 4);
+    // A token at which only the first row ends.
+    let ends = |at: &usize| {
+        let id = free[0].ids[*at];
+        !free[0].ids[..*at].contains(&id) && !free[1].ids.contains(&id)
+    };
+    let at = (3..6).find(ends).expect("a token of one row");
+    let (answers, steps) = with(2, vec![free[0].ids[at]]);
+    assert_eq!(answers.iter().map(|a| a.ids.len()).collect::<Vec<_>>(), [at + 1, 9]);
+    // Two steps of each shape run as they are.
+    assert_eq!(steps as usize, (at - 2) + (8 - at).saturating_sub(2));
 }
 
 #[test]

@@ -69,9 +69,9 @@ pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
         let spec = setting.spec;
         if spec.multimodal {
             let reason = "a reward model from a multimodal model is not supported: ft writes text-only classifiers";
-            return Err(Error::new(reason)
+            return Err(Error::unsupported(reason)
                 .at("train.stage")
-                .found(&spec.model_type)
+                .found(format!("a multimodal model with the text model `{}`", spec.model_type))
                 .hint("train the reward model from another family; it may judge answers of this one"));
         }
         if !spec.has_classifier() {

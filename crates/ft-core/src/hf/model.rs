@@ -230,7 +230,8 @@ pub fn stored(dtype: Dtype) -> StoredDtype {
 }
 
 /// Sets the number format under the key that the config uses: `torch_dtype` (transformers 4) or `dtype` (transformers
-/// 5); if it has neither, under the first one, which both versions read.
+/// 5); if it has neither, under the first one, which both versions read. Also in the part of a multimodal model's config from which
+/// transformers opens the text model alone.
 pub fn set_dtype(config: &mut Map<String, Value>, dtype: StoredDtype) {
     let name = match dtype {
         StoredDtype::Bf16 => "bfloat16",
@@ -238,14 +239,20 @@ pub fn set_dtype(config: &mut Map<String, Value>, dtype: StoredDtype) {
         StoredDtype::F64 => "float64",
         _ => "float32",
     };
-    let mut found = false;
-    for key in ["torch_dtype", "dtype"] {
-        if let Some(value) = config.get_mut(key) {
-            *value = name.into();
-            found = true;
+    let set = |config: &mut Map<String, Value>| {
+        let mut found = false;
+        for key in ["torch_dtype", "dtype"] {
+            if let Some(value) = config.get_mut(key) {
+                *value = name.into();
+                found = true;
+            }
         }
+        found
+    };
+    if let Some(Value::Object(text)) = config.get_mut("text_config") {
+        set(text);
     }
-    if !found {
+    if !set(config) {
         config.insert("torch_dtype".into(), name.into());
     }
 }

@@ -91,6 +91,15 @@ fn the_number_format_is_set_under_the_key_that_is_there() {
         json!({"dtype": "bfloat16", "torch_dtype": "bfloat16"})
     );
     assert_eq!(set(json!({})), json!({"torch_dtype": "bfloat16"}));
+    // The vision part keeps its own.
+    assert_eq!(
+        set(json!({"dtype": "float32", "text_config": {"dtype": "float32"}, "vision_config": {"dtype": "float32"}})),
+        json!({"dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}, "vision_config": {"dtype": "float32"}})
+    );
+    assert_eq!(
+        set(json!({"dtype": "float32", "text_config": {}})),
+        json!({"dtype": "bfloat16", "text_config": {}})
+    );
 }
 
 #[test]

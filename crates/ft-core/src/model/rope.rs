@@ -87,11 +87,13 @@ impl Rope {
         let partial = r.opt("partial_rotary_factor")?.unwrap_or(1.0);
         let dim = (head_dim as f64 * partial) as usize;
         if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
-            return Err(Error::format("rotary size must be even and at most the head size")
+            return Err(Error::format("the rotated part of a head must have an even size")
                 .at(place)
                 .found(format!(
                     "{dim} (`head_dim` {head_dim} × `partial_rotary_factor` {partial})"
-                )));
+                ))
+                .expected(format!("an even number from 2 to {head_dim}"))
+                .hint("many families rotate whole heads: there `partial_rotary_factor` is 1 or missing"));
         }
         // f32 like the reference, which rounds the power and the quotient too.
         let inv: Vec<f32> = (0..dim)

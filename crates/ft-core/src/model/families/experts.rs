@@ -98,12 +98,13 @@ pub fn check(config: &Config, experts: &ExpertsSpec) -> Result<()> {
     if router.top_k > router.available(experts.count) {
         return Err(Error::format("a token cannot have this number of experts")
             .at(place(config, "num_experts_per_tok"))
-            .found(format!(
-                "{} of {}, groups: {:?}",
-                router.top_k,
-                experts.count,
-                router.groups.map(|g| (g.chosen, g.count))
-            ))
+            .found(match router.groups {
+                Some(g) => format!(
+                    "{} of {}, from {} of {} groups",
+                    router.top_k, experts.count, g.chosen, g.count
+                ),
+                None => format!("{} of {}", router.top_k, experts.count),
+            })
             .expected("no more than the chosen groups have, in groups of the same size"));
     }
     Ok(())

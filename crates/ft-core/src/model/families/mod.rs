@@ -214,11 +214,11 @@ fn common(config: &Config, model_type: &str) -> Result<Spec> {
         Some(e) => e,
         None if heads > 0 && hidden.is_multiple_of(heads) => hidden / heads,
         None => {
-            return Err(
-                Error::format("hidden_size is not a multiple of num_attention_heads and there is no head_dim")
-                    .at(config.path.display())
-                    .found(format!("{hidden} and {heads}")),
-            );
+            return Err(Error::format(
+                "`hidden_size` is not a multiple of `num_attention_heads` and there is no `head_dim`",
+            )
+            .at(place(config, "hidden_size"))
+            .found(format!("{hidden} and {heads}")));
         }
     };
     Ok(Spec {

@@ -26,7 +26,9 @@ fn read(config: &Config, spec: &mut Spec, by_key_head: bool) -> Result<()> {
     if spec.activation != Activation::Silu {
         return Err(
             Error::unsupported("the convolution of linear attention has another activation than silu")
-                .at(place(config, "hidden_act")),
+                .at(place(config, "hidden_act"))
+                .found(&config.raw["hidden_act"])
+                .expected("silu"),
         );
     }
     let mut rope = super::rope_parameters(config, None, 10_000.0)?;

@@ -11,6 +11,7 @@ use super::{Inputs, time};
 use crate::base::{Error, Result};
 use crate::engine::{Active, Gradients};
 use crate::model::pieces::pieces;
+use crate::model::spec::ExpertsSpec;
 use crate::ops::quantized::{Products, TILE};
 use crate::peft::Cost;
 use crate::recipe::{Dtype, Recipe};
@@ -56,6 +57,12 @@ const BUFFER_CALLS: f64 = 6.0;
 const BIAS_CALLS: f64 = 6.0;
 const ALONE_CALLS: [f64; 2] = [3.0, 5.0];
 const GROUPED_RATE: f64 = 0.4;
+/// In addition, for the pairs on a joined parameter of the experts: of a unit, and of an expert that is computed alone (counted, the
+/// means of both parameters); and the columns or the summed dimension that a grouped product with A or B computes, whatever the rank is.
+const JOINED_PAIR_CALLS: [f64; 2] = [6.0, 13.5];
+const EXPERT_PAIR_CALLS: [f64; 2] = [7.5, 18.0];
+const LOW_COLUMNS: f64 = 128.0;
+const LOW_DEPTH: f64 = 32.0;
 const ROUTER_WAIT: f64 = 100e-6;
 /// Elements of each token that norms, RoPE, the gated unit and additions read and write, in units of I and of D.
 const ELEMENTWISE: [[f64; 2]; 2] = [[6.0, 14.0], [5.0, 15.0]];
@@ -283,22 +290,24 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     }
     // Experts: each has its part of the rows, and is read once. As many have tokens as with a uniform choice.
     let (mut expert_calls, mut waits, mut expert_rows) = ([0.0; 2], 0.0, 0.0);
-    for experts in spec.layers.iter().filter_map(|layer| layer.experts) {
+    let quantized = !strategy.storage.quantized().is_empty();
+    let used_of = |experts: &ExpertsSpec| {
         let (count, k) = (experts.count as f64, experts.router.top_k as f64);
-        let used = count * (1.0 - (1.0 - k / count).powf(n));
-        let (quantized, matrix) = (
-            !strategy.storage.quantized().is_empty(),
-            spec.hidden * experts.intermediate,
-        );
-        // Experts without adapters are computed together, in units of N rows.
-        let adapters = inputs.adapters.keys().any(|module| module.contains(".experts"));
-        let together = !adapters
-            && products_of == Products::Dequantized
-            && strategy.placement.travels().is_none()
-            && (!quantized || matrix <= TILE);
+        count * (1.0 - (1.0 - k / count).powf(n))
+    };
+    // Those that are computed together are in units of N rows.
+    let units_of = |experts: &ExpertsSpec| {
+        let streamed = strategy.placement.travels().is_some();
+        let fit = !quantized || spec.hidden * experts.intermediate <= TILE;
+        let (count, k) = (experts.count as f64, experts.router.top_k as f64);
+        let units = (count / (count / k).floor()).ceil().min(used_of(experts));
+        (ExpertsSpec::together(true, streamed, products_of) && fit).then_some(units)
+    };
+    for experts in spec.layers.iter().filter_map(|layer| layer.experts) {
+        let (count, k, used) = (experts.count as f64, experts.router.top_k as f64, used_of(&experts));
+        let matrix = spec.hidden * experts.intermediate;
         let biases = if experts.bias { BIAS_CALLS } else { 0.0 };
-        let (units, calls_of, rate) = if together {
-            let units = (count / (count / k).floor()).ceil().min(used);
+        let (units, calls_of, rate) = if let Some(units) = units_of(&experts) {
             let decoded = if quantized {
                 let buffers = (count / units / (TILE / matrix.max(1)) as f64).ceil();
                 DEQUANTIZE_CALLS * buffers + BUFFER_CALLS * (buffers - 1.0)
@@ -329,14 +338,36 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         .map(|[i, d]| element * n * (i * intermediate + d * spec.hidden as f64 + i * expert_rows) / gpu.bandwidth);
     let (mut adapters, mut pair_calls) = (0.0, 0.0);
     for (module, cost) in inputs.adapters.iter() {
-        let [i, o] = widths(cost);
+        let [i, mut o] = widths(cost);
         let layer = layer_of(module).unwrap_or(lowest);
         let (times, back) = (
             if recomputed.contains(&layer) { 2.0 } else { 1.0 },
             if layer >= lowest { 1.0 } else { 0.0 },
         );
-        adapters += element * n * (times * (i + o) + back * (i + 2.0 * o)) / gpu.bandwidth;
-        pair_calls += times * PAIR_CALLS[0] + back * PAIR_CALLS[1];
+        let joined = spec
+            .layers
+            .get(layer)
+            .and_then(|l| l.experts.filter(|_| module.contains(".experts")));
+        let (mut rows, mut calls) = (n, PAIR_CALLS);
+        if let Some(experts) = &joined {
+            // B has the outputs of all experts.
+            o /= experts.count as f64;
+            rows *= experts.router.top_k as f64;
+            let units = units_of(experts);
+            let (each, of_each) = match units {
+                Some(units) => (units, JOINED_PAIR_CALLS),
+                None => (used_of(experts), EXPERT_PAIR_CALLS),
+            };
+            calls = of_each.map(|calls| each * calls);
+            if units.is_some() {
+                let low = |wide: f64, deep: f64| 2.0 * rows * (LOW_COLUMNS * wide + LOW_DEPTH * deep);
+                let products = times * low(i, o) + back * (low(o, i) + low(i, 0.0));
+                let gradients = back * 2.0 * rows * cost.rank as f64 * (i + o) * F32_PRODUCTS;
+                adapters += (products / GROUPED_RATE + gradients) / products_per_second;
+            }
+        }
+        adapters += element * rows * (times * (i + o) + back * (i + 2.0 * o)) / gpu.bandwidth;
+        pair_calls += times * calls[0] + back * calls[1];
     }
     // Gradients of trained weights are products with f32 results, summed over the chunks of tokens.
     let gradients =

@@ -3,6 +3,7 @@
 use crate::support::{KINDS, Pair, assert_close, assert_same_bits, formats, gpu, quantized};
 use candle_core::{DType, Device, Tensor};
 use ft::ops::clamped_glu::{self, ClampedGlu};
+use ft::ops::expert_pairs::{self, JoinedPair, Members};
 use ft::ops::grouped::{self, GroupWeight};
 use ft::ops::latent::LatentHeads;
 use ft::ops::quantized::TILE;
@@ -291,6 +292,115 @@ fn grouped_products_take_a_buffer_several_times() {
             assert_close(&of(found), &want, 1e-2);
         }
     }
+}
+
+/// The pairs of successive experts, one of them without rows: products and gradients of each alone.
+#[test]
+fn pairs_of_experts_are_those_of_single_experts() {
+    let Some(gpu) = gpu() else { return };
+    let (experts, first, counts) = (6, 1, [3, 0, 20, 40]);
+    let rows: usize = counts.iter().sum();
+    let on_cpu = |t: &Tensor| t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+    for (dtype, tolerance) in [&KINDS[..], &[(DType::F16, 2e-3)]].concat() {
+        for (rank, parts, inputs, outputs) in [
+            (1, 1, 40, 264),
+            (4, 2, 264, 24),
+            (8, 2, 72, 136),
+            (12, 1, 136, 8),
+            (20, 2, 32, 40),
+        ] {
+            let what = format!("{dtype:?}, rank {rank}");
+            // Matrices that a copy does not round.
+            let matrix = |shape, seed| {
+                let rounded = gpu.random(shape, dtype, seed).cpu;
+                gpu.pair(&rounded, DType::F32)
+            };
+            let a = matrix((experts * rank, inputs), 1);
+            let b = matrix((experts * parts * outputs, rank), 2);
+            let scale = 0.5;
+            let joined = JoinedPair {
+                matrices: (&a.gpu, &b.gpu),
+                experts,
+                scale,
+            };
+            let pairs = expert_pairs::new(&[joined], dtype).unwrap().pop().unwrap();
+            let members = Members { first, counts: &counts };
+            let x = gpu.random((rows, inputs), dtype, 3);
+            let dys: Vec<Pair> = (0..parts as u64)
+                .map(|p| gpu.random((rows, outputs), dtype, 4 + p))
+                .collect();
+            let ys: Vec<Pair> = (0..parts as u64)
+                .map(|p| gpu.random((rows, outputs), dtype, 6 + p))
+                .collect();
+            let dx = gpu.random((rows, inputs), dtype, 8);
+            let (grad_a, grad_b) = (
+                gpu.random(a.cpu.shape(), DType::F32, 9),
+                gpu.random(b.cpu.shape(), DType::F32, 10),
+            );
+            let u = pairs.down(&x.gpu, members).unwrap();
+            let there: Vec<Tensor> = dys.iter().map(|dy| dy.gpu.clone()).collect();
+            let du = pairs.back_down(&there, members).unwrap();
+            assert_eq!((u.dims(), du.dims()), (du.dims(), u.dims()));
+            pairs.back_up_add(&dx.gpu, &du, members).unwrap();
+            pairs.grad_a_add(&grad_a.gpu, &du, &x.gpu, members).unwrap();
+            for (part, (y, dy)) in ys.iter().zip(&dys).enumerate() {
+                pairs.up_add(&y.gpu, &u, members, (part, parts)).unwrap();
+                pairs
+                    .grad_b_add(&grad_b.gpu, &dy.gpu, &u, members, (part, parts))
+                    .unwrap();
+            }
+            // The products read what the GPU has rounded. Columns that fill the rank are zero.
+            let [u, du] = [&u, &du].map(|t| {
+                let all = on_cpu(t);
+                let wide = all.dim(1).unwrap();
+                let rest = all.narrow(1, rank, wide - rank).unwrap().flatten_all().unwrap();
+                assert!(rest.to_vec1::<f32>().unwrap().iter().all(|x| *x == 0.0), "{what}");
+                t.narrow(1, 0, rank).unwrap()
+            });
+            let (mut want_u, mut want_du) = (Vec::new(), Vec::new());
+            let (mut want_dx, mut want_ys) = (Vec::new(), vec![Vec::new(); parts]);
+            let mut start = 0;
+            for (expert, n) in (first..).zip(counts).filter(|(_, n)| *n > 0) {
+                let of = |t: &Tensor| on_cpu(t).narrow(0, start, n).unwrap().contiguous().unwrap();
+                let (x, u, du, dx) = (of(&x.cpu), of(&u), of(&du), of(&dx.cpu));
+                let own_a = a.cpu.narrow(0, expert * rank, rank).unwrap();
+                want_u.push((linear::forward(&x, &own_a, None).unwrap() * f64::from(scale)).unwrap());
+                want_dx.push((dx + linear::backward_input(&du, &own_a).unwrap()).unwrap());
+                let sum = grad_a.cpu.narrow(0, expert * rank, rank).unwrap();
+                linear::grad_weight_add(&sum, &du, &x, DType::F32).unwrap();
+                let mut back: Option<Tensor> = None;
+                for part in 0..parts {
+                    let row = (expert * parts + part) * outputs;
+                    let own_b = b.cpu.narrow(0, row, outputs).unwrap();
+                    let (y, dy) = (of(&ys[part].cpu), of(&dys[part].cpu));
+                    want_ys[part].push((y + linear::forward(&u, &own_b, None).unwrap()).unwrap());
+                    let d = (linear::backward_input(&dy, &own_b).unwrap() * f64::from(scale)).unwrap();
+                    back = Some(back.map_or(d.clone(), |back| (back + d).unwrap()));
+                    let sum = grad_b.cpu.narrow(0, row, outputs).unwrap();
+                    linear::grad_weight_add(&sum, &dy, &u, DType::F32).unwrap();
+                }
+                want_du.extend(back);
+                start += n;
+            }
+            let all = |parts: &[Tensor]| Tensor::cat(parts, 0).unwrap();
+            assert_close(&u, &all(&want_u), tolerance);
+            assert_close(&du, &all(&want_du), tolerance);
+            assert_close(&dx.gpu, &all(&want_dx), tolerance);
+            for (y, want) in ys.iter().zip(&want_ys) {
+                assert_close(&y.gpu, &all(want), tolerance);
+            }
+            // The sums are f32 of the same operands in every type; those of experts without rows do not change.
+            assert_close(&grad_a.gpu, &grad_a.cpu, 1e-5);
+            assert_close(&grad_b.gpu, &grad_b.cpu, 1e-5);
+        }
+    }
+    let a = gpu.random((8, 16), DType::F32, 1).gpu;
+    let odd = JoinedPair {
+        matrices: (&a, &a),
+        experts: 3,
+        scale: 1.0,
+    };
+    assert!(expert_pairs::new(&[odd], DType::BF16).is_err());
 }
 
 #[test]

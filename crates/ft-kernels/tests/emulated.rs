@@ -61,6 +61,7 @@ emulated! {
         cross_entropy_parts
         elementwise
         embedding
+        expert_pairs
         experts
         glu
         kv_block

@@ -49,6 +49,7 @@ pub mod device;
 pub mod distill;
 mod dtype;
 pub mod embedding;
+pub mod expert_pairs;
 pub mod glu;
 pub mod graph;
 pub mod grouped;

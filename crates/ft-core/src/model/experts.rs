@@ -17,6 +17,7 @@ mod grouped;
 pub(super) mod memory;
 pub(super) mod reader;
 
+use adapters::JoinedSink;
 use reader::{Expert, ExpertReader};
 
 use super::block::Block;
@@ -185,16 +186,17 @@ impl Block {
                 continue;
             };
             let rows = of.gather(h)?;
-            let own;
-            let group = match &together {
-                Some(all) => &all[unit],
-                None => {
-                    own = experts.reader.read(unit.start)?;
-                    std::slice::from_ref(&own)
-                }
-            };
-            let (part, kept) = match group {
-                [expert] => {
+            let (part, kept) = match &together {
+                Some(all) if unit.len() > 1 => self.group_forward(all.group(unit), &of, &rows, keep)?,
+                _ => {
+                    let own;
+                    let expert = match &together {
+                        Some(all) => &all.experts[unit.start],
+                        None => {
+                            own = experts.reader.read(unit.start)?;
+                            &own
+                        }
+                    };
                     let weights = Some(&of.weights);
                     let (part, kept) = self.expert_forward(&expert.inputs, &expert.down, &rows, weights, ctx, keep)?;
                     if let Some(b) = &expert.down_bias {
@@ -202,7 +204,6 @@ impl Block {
                     }
                     (part, kept)
                 }
-                group => self.group_forward(group, &of, &rows, keep)?,
             };
             drop(rows);
             of.add_to(&y, &part)?;
@@ -266,7 +267,7 @@ impl Block {
         (h, saved): (&Tensor, Option<SavedExperts>),
         dy: &Tensor,
         (ctx, need_dh): (&Context, bool),
-        sink: &mut dyn GradSink,
+        sink: &mut JoinedSink<'_>,
     ) -> Result<Option<Tensor>> {
         let together = experts.together(h, ctx)?;
         let (routing, assignment, saved, saved_shared) = match saved {
@@ -307,6 +308,7 @@ impl Block {
         if need_dh && dh.is_none() {
             dh = Some(update::zeros(h.shape(), h.dtype(), h.device())?);
         }
+        sink.start()?;
         let d_weights = needs.weights.then(|| assignment.numbers()).transpose()?;
         let mut saved = saved.into_iter();
         for unit in assignment.units() {
@@ -317,19 +319,23 @@ impl Block {
                 continue;
             };
             let own;
-            let group = match &together {
-                Some(all) => &all[unit],
+            let expert = match &together {
+                Some(all) => &all.experts[unit.start],
                 None if computed.binary_search(&unit.start).is_err() => continue,
                 None => {
                     own = experts.reader.read(unit.start)?;
-                    std::slice::from_ref(&own)
+                    &own
                 }
             };
             let rows = of.gather(h)?;
             let dy = of.gather(dy)?;
             let d_own = d_weights.as_ref().map(|all| of.part(all)).transpose()?;
-            let part = match group {
-                [expert] => {
+            let part = match &together {
+                Some(all) if unit.len() > 1 => {
+                    let tokens = (&of, &rows, d_own.as_ref());
+                    self.group_backward(all.group(unit), tokens, kept, &dy, needs, sink)?
+                }
+                _ => {
                     let linears = (&expert.inputs, &expert.down);
                     let tokens = (&rows, Some(&of.weights), d_own.as_ref());
                     let part = self.expert_backward(linears, tokens, kept, &dy, needs, sink)?;
@@ -338,7 +344,6 @@ impl Block {
                     }
                     part
                 }
-                group => self.group_backward(group, (&of, &rows, d_own.as_ref()), kept, &dy, needs, sink)?,
             };
             if let (Some(dh), Some(part)) = (&dh, part) {
                 of.add_to(dh, &part)?;

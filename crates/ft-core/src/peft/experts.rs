@@ -12,6 +12,7 @@ use super::lora::{self, Lora};
 use super::small::Mask;
 use super::targets::Site;
 use crate::base::{Error, Result};
+use crate::ops::expert_pairs::JoinedPair;
 use crate::ops::update;
 use candle_core::{Device, Tensor};
 use std::ops::Range;
@@ -122,6 +123,15 @@ impl ExpertLora {
             own[file] = values[memory];
         }
         Ok(Tensor::from_vec(own, (outputs, r * self.experts), &Device::Cpu)?)
+    }
+
+    /// The matrices, for experts that are computed together.
+    pub fn joined(&self) -> JoinedPair<'_> {
+        JoinedPair {
+            matrices: (&self.a.tensor, &self.b.tensor),
+            experts: self.experts,
+            scale: self.scale,
+        }
     }
 
     /// R

@@ -39,6 +39,7 @@ mod eight_bit;
 mod distill_model;
 pub(crate) mod elementwise;
 pub(crate) mod embedding;
+pub(crate) mod expert_pairs;
 pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod glu;

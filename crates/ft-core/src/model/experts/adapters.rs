@@ -7,11 +7,13 @@ use super::super::contracts::{GradSink, Param};
 use super::super::linear::Linear;
 use super::super::spec::Spec;
 use crate::base::Result;
+use crate::ops::expert_pairs::{self, ExpertPairs, JoinedPair};
 use crate::ops::update;
 use crate::peft::experts::part_of;
 use crate::peft::{Adapter, ExpertLora, ExpertSite};
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The adapters of a layer on the parameters of all its experts.
@@ -47,6 +49,24 @@ impl JoinedAdapters {
         Ok(())
     }
 
+    /// True if projection `projection` has a pair of a joined parameter.
+    pub(super) fn has(&self, projection: usize) -> bool {
+        self.pairs().any(|(site, _)| site.projections.contains(&projection))
+    }
+
+    /// The pairs for experts that are computed together, for activations of type `dtype`.
+    pub(super) fn together(&self, dtype: DType) -> Result<Vec<PairsTogether<'_>>> {
+        let all: Vec<JoinedPair<'_>> = self.pairs().map(|(_, p)| p.joined()).collect();
+        let made = expert_pairs::new(&all, dtype)?;
+        let all = self.pairs().zip(made).map(|((site, p), pairs)| PairsTogether {
+            projections: site.projections.clone(),
+            a: &p.a,
+            b: &p.b,
+            pairs,
+        });
+        Ok(all.collect())
+    }
+
     /// True if a pair gets a gradient.
     pub(super) fn wanted(&self, sink: &dyn GradSink) -> bool {
         self.pairs()
@@ -64,6 +84,16 @@ impl JoinedAdapters {
     }
 }
 
+/// The pairs on one parameter, for experts that are computed together.
+pub(super) struct PairsTogether<'a> {
+    /// As in `ExpertSite`.
+    pub projections: Range<usize>,
+    /// A and B of all experts, for the sink.
+    pub a: &'a Param,
+    pub b: &'a Param,
+    pub pairs: ExpertPairs,
+}
+
 /// Joins the gradients of views: adds each to its rows of the gradient of the whole. All others pass.
 pub(super) struct JoinedSink<'a> {
     /// By name: the whole, and its gradient, if an expert had tokens.
@@ -72,6 +102,14 @@ pub(super) struct JoinedSink<'a> {
 }
 
 impl JoinedSink<'_> {
+    /// Allocates the joined gradients. Experts that are computed together add theirs in place (`sum`).
+    pub(super) fn start(&mut self) -> Result<()> {
+        for (param, gradient) in self.parts.values_mut() {
+            *gradient = Some(zeros(param)?);
+        }
+        Ok(())
+    }
+
     /// Passes the joined gradients on. That of an expert without tokens is zero.
     pub(super) fn finish(self) -> Result<()> {
         for (param, gradient) in self.parts.into_values() {
@@ -116,7 +154,10 @@ impl GradSink for JoinedSink<'_> {
     fn sum(&self, name: &str) -> Option<Tensor> {
         match part_of(name) {
             Some(_) => None,
-            None => self.inner.sum(name),
+            None => match self.parts.get(name) {
+                Some((_, sum)) => sum.clone(),
+                None => self.inner.sum(name),
+            },
         }
     }
 }

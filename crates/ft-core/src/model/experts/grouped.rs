@@ -1,18 +1,50 @@
-//! Several experts of a mixture in one product (`ops::grouped`), on a GPU: those without adapters. Their rows follow each other,
-//! so the other operations run once for all of them. The gradients of weights and biases are computed for each expert alone.
+//! Several experts of a mixture in one product (`ops::grouped`), on a GPU. Their rows follow each other, so the other operations run
+//! once for all of them. The gradients of weights and biases are computed for each expert alone.
 //!
-//! Letters: R rows of all experts of a group, D hidden size, I intermediate size of an expert.
+//! LoRA pairs on the joined parameters are computed for all experts too (`ops::expert_pairs`). They have no dropout and subtract no
+//! start. Experts with other adapters are computed one at a time.
+//!
+//! Letters: R rows of all experts of a group, D hidden size, I intermediate size of an expert, P columns of a pair.
 
 use super::super::block::Block;
 use super::super::contracts::{Context, GradSink, Param};
 use super::super::linear::Linear;
 use super::super::mlp::SavedPiece;
+use super::super::spec::ExpertsSpec;
+use super::adapters::PairsTogether;
 use super::reader::Expert;
 use super::{Experts, Needs, bias, zero_gradients};
 use crate::base::{Error, Result};
+use crate::ops::expert_pairs::Members;
 use crate::ops::grouped::{self, GroupWeight};
 use crate::ops::routing::{self, Assigned};
 use candle_core::Tensor;
+use std::ops::Range;
+
+/// All experts of a layer, for computing several of them together.
+pub(super) struct Together<'a> {
+    pub experts: Vec<Expert>,
+    pairs: Vec<PairsTogether<'a>>,
+}
+
+/// Successive experts that are computed together.
+#[derive(Clone, Copy)]
+pub(super) struct Group<'a> {
+    experts: &'a [Expert],
+    /// The first of them.
+    first: usize,
+    pairs: &'a [PairsTogether<'a>],
+}
+
+impl Together<'_> {
+    pub(super) fn group(&self, unit: Range<usize>) -> Group<'_> {
+        Group {
+            first: unit.start,
+            experts: &self.experts[unit],
+            pairs: &self.pairs,
+        }
+    }
+}
 
 impl Expert {
     /// gate, up and down.
@@ -39,16 +71,19 @@ impl Expert {
 
 impl Experts {
     /// All experts, if they can be computed together for rows like `h`. A source that streams experts brings one at a time.
-    pub(super) fn together(&self, h: &Tensor, ctx: &Context) -> Result<Option<Vec<Expert>>> {
-        if !h.device().is_cuda() || ctx.observer.is_some() || self.reader.source.streams_experts() {
+    pub(super) fn together(&self, h: &Tensor, ctx: &Context) -> Result<Option<Together<'_>>> {
+        let streamed = self.reader.source.streams_experts();
+        if !ExpertsSpec::together(h.device().is_cuda(), streamed, self.reader.products) || ctx.observer.is_some() {
             return Ok(None);
         }
-        let plain = |l: &Linear| l.adapter.is_none() && l.weight.grouped().is_some();
+        let plain = |(p, l): (usize, &Linear)| {
+            (l.adapter.is_none() || self.reader.joined.has(p)) && l.weight.grouped().is_some()
+        };
         let of_rows = |b: &Param| b.tensor.dtype() == h.dtype();
         let mut experts = Vec::new();
         for e in 0..self.sizes.count {
             let expert = self.reader.read(e)?;
-            let fits = expert.all().all(plain)
+            let fits = expert.all().enumerate().all(plain)
                 && expert.biases().iter().flatten().all(|b| of_rows(b))
                 && grouped::fits(h, expert.all().filter_map(|l| l.weight.grouped()));
             // Usually all are alike, so the first one decides.
@@ -57,7 +92,70 @@ impl Experts {
             }
             experts.push(expert);
         }
-        Ok(Some(experts))
+        let pairs = self.reader.joined.together(h.dtype())?;
+        Ok(Some(Together { experts, pairs }))
+    }
+}
+
+impl<'a> Group<'a> {
+    /// The pairs of the projections from `p` on, and the rows of their experts.
+    fn pairs(&self, p: usize, of: &'a Assigned) -> Option<(&'a PairsTogether<'a>, Members<'a>)> {
+        let members = Members {
+            first: self.first,
+            counts: &of.counts,
+        };
+        let pairs = self.pairs.iter().find(|pairs| pairs.projections.start == p)?;
+        Some((pairs, members))
+    }
+
+    /// Adds the products of the pairs of the projections from `p` on, which read x `[R, ·]`, to their outputs `ys` `[R, ·]`. Returns u
+    /// `[R, P]`.
+    fn add_pairs(&self, of: &Assigned, p: usize, x: &Tensor, ys: &[Tensor]) -> Result<Option<Tensor>> {
+        let Some((joined, members)) = self.pairs(p, of) else {
+            return Ok(None);
+        };
+        let u = joined.pairs.down(x, members)?;
+        for (part, y) in ys.iter().enumerate() {
+            joined.pairs.up_add(y, &u, members, (part, ys.len()))?;
+        }
+        Ok(Some(u))
+    }
+
+    /// The backward pass of `add_pairs`: adds to `dx` `[R, ·]`, if it is given, and to the gradients in the sink. x is needed only for
+    /// gradients; u is computed again if it is not given.
+    fn pairs_backward(
+        &self,
+        (of, p): (&Assigned, usize),
+        (x, u): (Option<&Tensor>, Option<Tensor>),
+        dys: &[Tensor],
+        dx: Option<&Tensor>,
+        sink: &mut dyn GradSink,
+    ) -> Result<()> {
+        let Some((joined, members)) = self.pairs(p, of) else {
+            return Ok(());
+        };
+        let sum = |param: &Param| x.and_then(|x| Some((sink.sum(&param.name)?, x)));
+        let (sum_a, sum_b) = (sum(joined.a), sum(joined.b));
+        if let Some((sum, x)) = sum_b {
+            let u = match u {
+                Some(u) => u,
+                None => joined.pairs.down(x, members)?,
+            };
+            for (part, dy) in dys.iter().enumerate() {
+                joined.pairs.grad_b_add(&sum, dy, &u, members, (part, dys.len()))?;
+            }
+        }
+        if dx.is_none() && sum_a.is_none() {
+            return Ok(());
+        }
+        let du = joined.pairs.back_down(dys, members)?;
+        if let Some(dx) = dx {
+            joined.pairs.back_up_add(dx, &du, members)?;
+        }
+        match sum_a {
+            Some((sum, x)) => joined.pairs.grad_a_add(&sum, &du, x, members),
+            None => Ok(()),
+        }
     }
 }
 
@@ -94,28 +192,31 @@ impl Block {
     /// As `expert_forward`, for the experts of a group: rows `[R, D]` to `[R, D]`.
     pub(super) fn group_forward(
         &self,
-        group: &[Expert],
+        group: Group<'_>,
         of: &Assigned,
         rows: &Tensor,
         keep: bool,
     ) -> Result<(Tensor, Option<SavedPiece>)> {
-        let parts = group_parts(group, of, rows)?;
+        let (parts, _) = group_parts(group, of, rows)?;
         let m = self.activated(&parts)?;
         let saved = keep.then(|| SavedPiece::new(parts, [None, None]));
         routing::scale_rows(&m, &of.weights)?;
-        Ok((project(group, of, 2, &m, Some(&of.weights))?, saved))
+        let y = project(group.experts, of, 2, &m, Some(&of.weights))?;
+        group.add_pairs(of, 2, &m, std::slice::from_ref(&y))?;
+        Ok((y, saved))
     }
 
     /// As `expert_backward`, for the experts of a group: from `dy` `[R, D]` to the gradient of the rows `[R, D]`, if it is needed.
     pub(super) fn group_backward(
         &self,
-        group: &[Expert],
+        all: Group<'_>,
         (of, rows, d_weights): (&Assigned, &Tensor, Option<&Tensor>),
         saved: Option<SavedPiece>,
         dy: &Tensor,
         needs: Needs<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<Option<Tensor>> {
+        let group = all.experts;
         for (expert, _) in group.iter().zip(&of.counts).filter(|(_, rows)| **rows == 0) {
             zero_gradients(expert, sink)?;
         }
@@ -126,9 +227,9 @@ impl Block {
             down_bias_gradients(group, of, dy, sink)?;
             return Ok(None);
         }
-        let parts = match saved {
-            Some(saved) => saved.into_parts().0,
-            None => group_parts(group, of, rows)?,
+        let (parts, u) = match saved {
+            Some(saved) => (saved.into_parts().0, None),
+            None => group_parts(all, of, rows)?,
         };
         let m = self.activated(&parts)?;
         let dm = if need_dm {
@@ -136,11 +237,14 @@ impl Block {
         } else {
             None
         };
-        if down_wanted {
-            let scaled = m.copy()?;
-            routing::scale_rows(&scaled, &of.weights)?;
-            own_gradients(group, of, 2, (&scaled, dy), sink)?;
+        let scaled = down_wanted.then(|| m.copy()).transpose()?;
+        if let Some(scaled) = &scaled {
+            routing::scale_rows(scaled, &of.weights)?;
+            own_gradients(group, of, 2, (scaled, dy), sink)?;
         }
+        let dys = std::slice::from_ref(dy);
+        all.pairs_backward((of, 2), (scaled.as_ref(), None), dys, dm.as_ref(), sink)?;
+        drop(scaled);
         if let (Some(dm), Some(d_weights)) = (&dm, d_weights) {
             routing::row_products(dm, &m, d_weights)?;
             let biases = biases(group, of, 2);
@@ -165,6 +269,7 @@ impl Block {
                 None => dx = Some(grouped::backward_input(d, &groups)?),
             }
         }
+        all.pairs_backward((of, 0), (Some(rows), u), &d_parts, dx.as_ref(), sink)?;
         for (p, d) in d_parts.iter().enumerate() {
             own_gradients(group, of, p, (rows, d), sink)?;
         }
@@ -172,9 +277,12 @@ impl Block {
     }
 }
 
-/// gate and up of the rows, `[R, I]` each.
-fn group_parts(group: &[Expert], of: &Assigned, rows: &Tensor) -> Result<Vec<Tensor>> {
-    [0, 1].into_iter().map(|p| project(group, of, p, rows, None)).collect()
+/// gate and up of the rows, `[R, I]` each, and u of their pairs, `[R, P]`.
+fn group_parts(group: Group<'_>, of: &Assigned, rows: &Tensor) -> Result<(Vec<Tensor>, Option<Tensor>)> {
+    let one = |p| project(group.experts, of, p, rows, None);
+    let parts = [0, 1].into_iter().map(one).collect::<Result<Vec<_>>>()?;
+    let u = group.add_pairs(of, 0, rows, &parts)?;
+    Ok((parts, u))
 }
 
 /// Passes the gradients of the weights of projection `p` to the sink; inputs x and gradients dy `[R, ·]`.

@@ -8,9 +8,9 @@ use crate::base::ledger::MemoryKind::{Activations, LayerWork};
 use crate::base::ledger::{Allocation, Ledger};
 use crate::formats::adapter::EXPERT_PARAMETERS;
 use crate::model::spec::ExpertsSpec;
-use crate::ops::grouped;
-use crate::ops::quantized::{Products, TILE};
+use crate::ops::quantized::TILE;
 use crate::ops::routing::Score;
+use crate::ops::{expert_pairs, grouped};
 use crate::peft::Cost;
 use std::sync::Arc;
 
@@ -55,7 +55,7 @@ impl LayerMemory<'_> {
         let (d, i) = (self.settings.spec.hidden, sizes.intermediate);
         let (input, output) = if p == 2 { (i, d) } else { (d, i) };
         let name = sizes.linear_name(0, p);
-        if !self.together(sizes) || output * input > TILE {
+        if !self.together() || output * input > TILE {
             return self.decode(l, (&name, input, output));
         }
         let (storage, weight) = (&self.settings.storage, self.name(&format!("{name}.weight")));
@@ -68,13 +68,9 @@ impl LayerMemory<'_> {
     }
 
     /// True if the experts are computed together.
-    fn together(&self, sizes: &ExpertsSpec) -> bool {
+    fn together(&self) -> bool {
         let settings = &self.settings;
-        let adapters = || EXPERT_PARAMETERS.iter().any(|name| self.joined(sizes, name).is_some());
-        settings.on_gpu
-            && !settings.experts_streamed
-            && settings.storage.products() == Products::Dequantized
-            && !adapters()
+        ExpertsSpec::together(settings.on_gpu, settings.experts_streamed, settings.storage.products())
     }
 
     /// On a GPU the gradients of gate and up do not overwrite them.
@@ -95,7 +91,20 @@ impl LayerMemory<'_> {
 
     /// Bytes of u of an adapter on the parameter of a projection.
     fn low_bytes(&self, sizes: &ExpertsSpec, parameter: &str) -> u64 {
-        self.joined(sizes, parameter).map_or(0, |cost| self.bytes(cost.rank))
+        let columns = |cost: &Cost| expert_pairs::columns(cost.rank, self.settings.element);
+        self.joined(sizes, parameter)
+            .map_or(0, |cost| self.bytes(columns(cost)))
+    }
+
+    /// The copies of all pairs, for experts that are computed together.
+    fn pair_copies_together(&self, l: &mut Ledger, sizes: &ExpertsSpec) -> Allocation {
+        let bytes = |cost: &Cost| {
+            let elements = cost.trained.iter().map(|(_, dims)| dims.iter().product::<usize>());
+            expert_pairs::copied_bytes(elements.sum(), cost.rank, self.settings.element)
+        };
+        let costs = EXPERT_PARAMETERS.iter().filter_map(|name| self.joined(sizes, name));
+        let all = if self.together() { costs.map(bytes).sum() } else { 0 };
+        l.alloc(LayerWork, all)
     }
 
     /// From x1, which the caller holds, to the output of the half; also the saved activations.
@@ -132,6 +141,7 @@ impl LayerMemory<'_> {
         sizes: &ExpertsSpec,
         keep: bool,
     ) -> (Allocation, Vec<Allocation>, Allocation) {
+        let copies = self.pair_copies_together(l, sizes);
         let routing = self.route(l, sizes);
         let mut saved = Vec::new();
         let y = match sizes.shared {
@@ -168,7 +178,7 @@ impl LayerMemory<'_> {
         let part = l.alloc(LayerWork, self.nd);
         self.decode_expert(l, sizes, 2);
         l.free(part);
-        l.free_all([work, m]);
+        l.free_all([work, m, copies]);
         let saved = saved.into_iter().map(|s| l.relabel(s, Activations)).collect();
         (y, saved, routing)
     }
@@ -246,6 +256,7 @@ impl LayerMemory<'_> {
             }
             None => self.scaled_gradient(l),
         };
+        let copies = self.pair_copies_together(l, sizes);
         if !kept && routing.is_none() {
             routing = Some(self.route(l, sizes));
         }
@@ -303,7 +314,7 @@ impl LayerMemory<'_> {
             self.give_bias(l, sizes, sizes.names.router, sink);
             l.free(dz);
         }
-        l.free(d_weights);
+        l.free_all([d_weights, copies]);
         for (gradient, part) in joined {
             sink.take(l, part, gradient);
         }
@@ -340,7 +351,14 @@ impl LayerMemory<'_> {
         let lists = if busy { self.assigned_bytes() } else { 0 };
         // The rows of h and of dy.
         let rows = l.alloc(LayerWork, lists + 2 * nd);
+        // With u of experts that are computed together.
+        let low = if busy && self.together() {
+            self.low_bytes(sizes, EXPERT_PARAMETERS[0])
+        } else {
+            0
+        };
         let parts = l.alloc(LayerWork, if kept { 0 } else { 2 * width });
+        let low = l.alloc(LayerWork, if kept { 0 } else { low });
         let m = l.alloc(LayerWork, width);
         let scaled = l.alloc(LayerWork, if down { width } else { 0 });
         let dm = l.alloc(LayerWork, width);
@@ -363,10 +381,11 @@ impl LayerMemory<'_> {
             self.give_bias(l, sizes, &sizes.linear_name(expert, projection), sink);
         }
         l.free_all(parts);
-        l.free_all([dh, rows]);
+        l.free_all([dh, low, rows]);
     }
 
-    /// The pair of one expert on a projection of parameter `which`: ∂u and u, and the gradients of its views.
+    /// The pair of one expert on a projection of parameter `which`: ∂u and u, and the gradients of its views, which experts that are
+    /// computed together do not have; on a GPU one that most tokens choose is computed alone.
     fn pair_backward(&self, l: &mut Ledger, sizes: &ExpertsSpec, (which, busy, wanted): (usize, bool, bool)) {
         let Some(cost) = self.joined(sizes, EXPERT_PARAMETERS[which]).filter(|_| busy) else {
             return;
@@ -377,7 +396,7 @@ impl LayerMemory<'_> {
         } else {
             0
         };
-        let u = self.bytes(cost.rank);
+        let u = self.low_bytes(sizes, EXPERT_PARAMETERS[which]);
         l.touch(LayerWork, gradients as u64 + if wanted { 2 * u } else { u });
     }
 }

@@ -1,6 +1,7 @@
 //! The numbers and names of a mixture of experts.
 
 use super::ROUTER_CORRECTION;
+use crate::ops::quantized::Products;
 use crate::ops::routing::RouterSpec;
 
 /// A mixture of experts: a router chooses some of them for each token.
@@ -109,6 +110,12 @@ impl SharedExpertSpec {
 }
 
 impl ExpertsSpec {
+    /// True if the experts of a layer are computed together, if their weights fit (`grouped::fits`): on a GPU, unless a source
+    /// brings one at a time, and with products in the type of the activations.
+    pub fn together(on_gpu: bool, streamed: bool, products: Products) -> bool {
+        on_gpu && !streamed && products == Products::Dequantized
+    }
+
     /// Name, below the layer, of projection `projection` (0: gate, 1: up, 2: down) of an expert.
     pub fn linear_name(&self, expert: usize, projection: usize) -> String {
         let names = &self.names;

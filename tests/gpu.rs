@@ -34,6 +34,9 @@ mod f16;
 #[path = "gpu/f16_layers.rs"]
 mod f16_layers;
 #[cfg(feature = "cuda")]
+#[path = "gpu/captures.rs"]
+mod captures;
+#[cfg(feature = "cuda")]
 #[path = "gpu/families.rs"]
 mod families;
 #[cfg(feature = "cuda")]

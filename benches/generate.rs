@@ -127,9 +127,7 @@ fn main() {
         max_new_tokens: o.new,
         temperature: 1.0,
         // With random weights each id is about as likely.
-        stop_ids: (0..o.ends_after.map_or(0, |tokens| vocab / tokens))
-            .map(|id| id as u32)
-            .collect(),
+        stop_ids: (0..o.ends_after.map_or(0, |tokens| vocab as u32 / tokens)).collect(),
         limits: Limits {
             kv_cache: Some(kv_cache),
             same_bits: o.same_bits,

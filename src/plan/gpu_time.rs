@@ -26,6 +26,9 @@ pub struct GpuRates {
     pub memory: u64,
     /// FLOP/s of a bf16 product that is not limited by its bytes.
     products: f64,
+    /// The same of the grouped products of experts (`mma.sync`): measured on an H200 (Nsight Compute, 4 × 2048 tokens of
+    /// Qwen3-30B-A3B: 1.24 TFLOP in 7.9 ms); on other kinds of GPU 0.4 of the rate of cuBLAS, assumed.
+    grouped: f64,
     /// The same for int8 and for e4m3 operands: the dense rates of data sheets (TOPS: H100 and H200 1979 and 1979, A100 624,
     /// RTX 4090 661 and 330 with f32 sums, RTX 3090 284) times the fraction 0.81 that the H100 and the A100 reach in bf16.
     eight_bit: [f64; 2],
@@ -45,9 +48,8 @@ const CALL: f64 = 15e-6;
 const CALLS: [f64; 2] = [20.0, 28.0];
 const CHUNK_CALLS: [f64; 2] = [5.0, 9.0];
 const PAIR_CALLS: [f64; 2] = [11.0 / 7.0, 20.0 / 7.0];
-/// The same of experts that are computed together, and of an expert that is computed alone (without its pair); the rate of grouped
-/// products relative to those of cuBLAS; and the wait of a forward pass for the number of tokens of each expert, which ends the overlap
-/// of host and GPU. Calls are counted, the others assumed.
+/// The same of experts that are computed together, and of an expert that is computed alone (without its pair); and the wait of a
+/// forward pass for the number of tokens of each expert, which ends the overlap of host and GPU. Calls are counted, the wait is assumed.
 const UNIT_CALLS: [f64; 2] = [10.0, 13.0];
 const EXPERT_CALLS: [f64; 2] = [7.0, 10.0];
 /// In addition, for gate, up and down: a table and a kernel that dequantizes as many experts as have room in a buffer; table and
@@ -56,13 +58,12 @@ const DEQUANTIZE_CALLS: f64 = 6.0;
 const BUFFER_CALLS: f64 = 6.0;
 const BIAS_CALLS: f64 = 6.0;
 const ALONE_CALLS: [f64; 2] = [3.0, 5.0];
-const GROUPED_RATE: f64 = 0.4;
 /// In addition, for the pairs on a joined parameter of the experts: of a unit, and of an expert that is computed alone (counted, the
-/// means of both parameters); and the columns or the summed dimension that a grouped product with A or B computes, whatever the rank is.
+/// means of both parameters); and the columns and the summed dimension of a grouped product with A or B are multiples of these.
 const JOINED_PAIR_CALLS: [f64; 2] = [6.0, 13.5];
 const EXPERT_PAIR_CALLS: [f64; 2] = [7.5, 18.0];
-const LOW_COLUMNS: f64 = 128.0;
-const LOW_DEPTH: f64 = 32.0;
+const LOW_COLUMNS: usize = 128;
+const LOW_DEPTH: usize = 32;
 const ROUTER_WAIT: f64 = 100e-6;
 /// Elements of each token that norms, RoPE, the gated unit and additions read and write, in units of I and of D.
 const ELEMENTWISE: [[f64; 2]; 2] = [[6.0, 14.0], [5.0, 15.0]];
@@ -79,6 +80,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "h100",
         memory: 78 * GIB,
         products: 800e12,
+        grouped: 157e12,
         eight_bit: [1600e12, 1600e12],
         attention: [219e12, 192e12],
         bandwidth: 2.9e12,
@@ -89,6 +91,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "h200",
         memory: 139 * GIB,
         products: 800e12,
+        grouped: 157e12,
         eight_bit: [1600e12, 1600e12],
         attention: [219e12, 192e12],
         bandwidth: 4.16e12,
@@ -99,6 +102,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "a100",
         memory: 78 * GIB,
         products: 253e12,
+        grouped: 101e12,
         eight_bit: [505e12, 0.0],
         attention: [147e12, 97e12],
         bandwidth: 1.77e12,
@@ -109,6 +113,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "4090",
         memory: 23 * GIB,
         products: 134e12,
+        grouped: 54e12,
         eight_bit: [534e12, 267e12],
         attention: [107e12, 86e12],
         bandwidth: 873e9,
@@ -119,6 +124,7 @@ pub static GPUS: [GpuRates; 5] = [
         name: "3090",
         memory: 23 * GIB,
         products: 57.5e12,
+        grouped: 23e12,
         eight_bit: [230e12, 0.0],
         attention: [46e12, 37e12],
         bandwidth: 811e9,
@@ -303,6 +309,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
         let units = (count / (count / k).floor()).ceil().min(used_of(experts));
         (ExpertsSpec::together(true, streamed, products_of) && fit).then_some(units)
     };
+    let grouped_rate = gpu.grouped / gpu.products;
     for experts in spec.layers.iter().filter_map(|layer| layer.experts) {
         let (count, k, used) = (experts.count as f64, experts.router.top_k as f64, used_of(&experts));
         let matrix = spec.hidden * experts.intermediate;
@@ -314,7 +321,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
             } else {
                 0.0
             };
-            (units, UNIT_CALLS.map(|calls| calls + decoded + biases), GROUPED_RATE)
+            (units, UNIT_CALLS.map(|calls| calls + decoded + biases), grouped_rate)
         } else {
             let decoded = if quantized { ALONE_CALLS } else { [0.0; 2] };
             let calls = [0, 1].map(|side| EXPERT_CALLS[side] + decoded[side]);
@@ -360,10 +367,11 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
             };
             calls = of_each.map(|calls| each * calls);
             if units.is_some() {
-                let low = |wide: f64, deep: f64| 2.0 * rows * (LOW_COLUMNS * wide + LOW_DEPTH * deep);
+                let [columns, depth] = [LOW_COLUMNS, LOW_DEPTH].map(|of| cost.rank.next_multiple_of(of) as f64);
+                let low = |wide: f64, deep: f64| 2.0 * rows * (columns * wide + depth * deep);
                 let products = times * low(i, o) + back * (low(o, i) + low(i, 0.0));
-                let gradients = back * 2.0 * rows * cost.rank as f64 * (i + o) * F32_PRODUCTS;
-                adapters += (products / GROUPED_RATE + gradients) / products_per_second;
+                let gradients = back * 2.0 * rows * cost.rank as f64 * (i + o);
+                adapters += products / (grouped_rate * products_per_second) + gradients * F32_PRODUCTS / gpu.products;
             }
         }
         adapters += element * rows * (times * (i + o) + back * (i + 2.0 * o)) / gpu.bandwidth;

@@ -109,6 +109,8 @@ fn every_tensor_is_that_of_the_cpu() {
     let outside = [&ALTUP[..], &["model.per_layer_model_projection"]].concat();
     let mut tensors = compare("gemma3n_text_active", &[], &outside);
     tensors += compare("qwen3_next_experts", &[EXPERTS, "memory.tier=host"], &DELTA_AND_EXPERTS);
+    // On the device experts are computed together.
+    tensors += compare("qwen3_moe", &[EXPERTS], &["mlp.experts"]);
     tensors += compare("deepseek_v3", &["memory.tier=disk"], &LATENT);
     let convolution = ["tune.lora.use_dora=true", "memory.activations=keep"];
     tensors += compare("lfm2", &convolution, &["conv.in_proj", "conv.out_proj", "magnitude"]);

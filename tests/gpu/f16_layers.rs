@@ -1,7 +1,7 @@
 //! f16 on every kind of layer, in the shapes of the golden models of the parity tests: losses and gradients are those of f32 on the
 //! CPU, steps with a loss scale lose what they lose there, and answers continue from their caches. No kernel reads bf16 as f16.
 
-use crate::families::{golden, model, prompts, train, wide_mixture};
+use crate::families::{ON_EXPERTS, golden, model, prompts, train, wide_mixture};
 use crate::support::{assert_close, flat, gpu};
 use crate::train::{close, number};
 use candle_core::{DType, Device, Tensor};
@@ -150,6 +150,12 @@ fn grouped_experts_lose_what_they_lose_in_f32() {
         &["tune.method=full"][..],
         &["tune.method=lora", "memory.frozen_weights=nf4"],
         &["tune.method=lora", "memory.frozen_weights=int8"],
+        &[
+            "tune.method=lora",
+            "memory.frozen_weights=nf4",
+            "tune.lora.r=12",
+            ON_EXPERTS,
+        ],
     ] {
         let run = |device, dtype| {
             let settings = [settings, &["model.init=random", dtype, "train.max_steps=2"]].concat();

@@ -104,7 +104,7 @@ const F32: &str = "model.dtype=f32";
 const BF16: &str = "model.dtype=bf16";
 const FULL: &str = "tune.method=full";
 const LORA: &str = "tune.method=lora";
-const ON_EXPERTS: &str = "tune.lora.target_parameters=[\"mlp.experts.gate_up_proj\", \"mlp.experts.down_proj\"]";
+pub const ON_EXPERTS: &str = "tune.lora.target_parameters=[\"mlp.experts.gate_up_proj\", \"mlp.experts.down_proj\"]";
 const BLOCKS: [&str; 4] = [
     "tune.method=block",
     "tune.block.switch_every=1",

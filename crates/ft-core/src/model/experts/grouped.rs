@@ -70,10 +70,12 @@ impl Expert {
 }
 
 impl Experts {
-    /// All experts, if they can be computed together for rows like `h`. A source that streams experts brings one at a time.
+    /// All experts, if they can be computed together for rows like `h`. A source that streams experts brings one at a time. With one
+    /// token no two of its experts would be in a unit.
     pub(super) fn together(&self, h: &Tensor, ctx: &Context) -> Result<Option<Together<'_>>> {
         let streamed = self.reader.source.streams_experts();
-        if !ExpertsSpec::together(h.device().is_cuda(), streamed, self.reader.products) || ctx.observer.is_some() {
+        let possible = ExpertsSpec::together(h.device().is_cuda(), streamed, self.reader.products);
+        if !possible || ctx.observer.is_some() || h.dim(0)? < 2 {
             return Ok(None);
         }
         let plain = |(p, l): (usize, &Linear)| {

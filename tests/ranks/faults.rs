@@ -2,6 +2,7 @@
 
 use crate::bench::{Bench, said};
 use crate::job::{self, ranks_of, signal, wait};
+use std::io::Read;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
@@ -38,7 +39,11 @@ fn assert_once(text: &str, message: &str) {
 fn until_saved(bench: &Bench, job: &mut Child) {
     let begun = Instant::now();
     while !bench.path("out/checkpoint-5/manifest.json").exists() {
-        assert!(job.try_wait().unwrap().is_none(), "the job has ended");
+        if job.try_wait().unwrap().is_some() {
+            let mut text = String::new();
+            let _ = job.stderr.take().unwrap().read_to_string(&mut text);
+            panic!("the job has ended: {text}");
+        }
         assert!(begun.elapsed() < Duration::from_secs(60), "no checkpoint");
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -42,6 +42,8 @@ fn mpirun(bench: &Bench, ranks: &[Vec<&str>]) -> Command {
     command
         .current_dir(bench.dir.path())
         .envs(SETTINGS)
+        // Jobs that start and end side by side would remove each other's files from one folder.
+        .env("OMPI_MCA_orte_tmpdir_base", bench.dir.path())
         .env("NO_COLOR", "1")
         .env("FT_CACHE_DIR", bench.path("cache"))
         .env("HF_HUB_OFFLINE", "1");
@@ -62,6 +64,7 @@ pub fn launch(bench: &Bench, size: usize, arguments: &[&str]) -> Child {
     let mut command = bench.command(&[&first[..], arguments].concat());
     command
         .envs(SETTINGS)
+        .env("OMPI_MCA_orte_tmpdir_base", bench.dir.path())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()

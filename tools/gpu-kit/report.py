@@ -62,7 +62,7 @@ if speed:
                      f"{m / n:.2f}" if m and n else "-"))
     decoded = [(line["name"], line.get("result") or {}) for line in speed if line["name"].startswith("decode")]
     table(["decoding", "tokens/s", "steps as graphs", "peak MiB", "graphs, in addition MiB"],
-          [(name, round(r.get("decode_tokens_per_second", 0)) or "failed", r.get("graph_steps", "-"), r.get("peak_device_mib", "-"),
+          [(name, round(r.get("decode_tokens_per_second") or 0) or "failed", r.get("graph_steps", "-"), r.get("peak_device_mib", "-"),
             r.get("peak_graph_mib", "-")) for name, r in decoded])
     table(["size, method, tokens", "ft tokens/s", "torch tokens/s", "ratio", "ft MiB", "torch MiB", "ratio"], rows)
 

@@ -130,7 +130,7 @@ fn a_graph_is_captured_again_when_the_lists_grow() {
     }
 }
 
-/// A capture takes as long as several steps, so the first steps of a size run as they are.
+/// A capture takes as long as several steps, so the first steps of a shape run as they are.
 #[test]
 fn steps_are_counted_before_a_capture() {
     let Some(gpu) = gpu() else { return };

@@ -1,10 +1,10 @@
 //! Decoding steps as CUDA graphs (`ops::graph`): the layers, the final norm and the head of a step are recorded, and launched
-//! again for later steps until their shape changes (the number of rows, the lengths of lists). The embedding, the rotary tables, the tables of the KV cache and sampling depend
-//! on numbers of the host; they take few calls and stay outside.
+//! again for later steps until their shape changes (the number of rows, the lengths of lists). The embedding, the rotary tables,
+//! the tables of the KV cache and sampling depend on numbers of the host; they take few calls and stay outside.
 //!
-//! The first steps of a shape (`Limits::graphs_after`) run as they are: kernels are loaded, and when several answers end within a few
-//! steps, not each of them causes a capture. States of layers (Gated DeltaNet, short convolutions) are written over in a graph. A state that came
-//! from a prompt can still be shared with the prefix of other texts; a step that runs as it is makes new ones.
+//! The first steps of a shape (`Limits::graphs_after`) run as they are: kernels are loaded, and when several answers end within a
+//! few steps, not each of them causes a capture. States of layers (Gated DeltaNet, short convolutions) are written over in a graph.
+//! A state that came from a prompt can still be shared with the prefix of other texts; a step that runs as it is makes new ones.
 
 use super::cache::Step;
 use super::decode::SampledModel;

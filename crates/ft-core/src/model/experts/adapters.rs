@@ -6,7 +6,7 @@
 use super::super::contracts::{GradSink, Param};
 use super::super::linear::Linear;
 use super::super::spec::Spec;
-use crate::base::Result;
+use crate::base::{Error, Result};
 use crate::ops::expert_pairs::{self, ExpertPairs, JoinedPair};
 use crate::ops::update;
 use crate::peft::experts::part_of;
@@ -96,7 +96,7 @@ pub(super) struct PairsTogether<'a> {
 
 /// Joins the gradients of views: adds each to its rows of the gradient of the whole. All others pass.
 pub(super) struct JoinedSink<'a> {
-    /// By name: the whole, and its gradient, if an expert had tokens.
+    /// By name: the whole, and its gradient after `start`.
     parts: BTreeMap<&'a str, (&'a Param, Option<Tensor>)>,
     inner: &'a mut dyn GradSink,
 }
@@ -113,14 +113,14 @@ impl JoinedSink<'_> {
     /// Passes the joined gradients on. That of an expert without tokens is zero.
     pub(super) fn finish(self) -> Result<()> {
         for (param, gradient) in self.parts.into_values() {
-            let gradient = match gradient {
-                Some(gradient) => gradient,
-                None => zeros(param)?,
-            };
-            self.inner.take(param, gradient)?;
+            self.inner.take(param, gradient.ok_or_else(|| not_started(param))?)?;
         }
         Ok(())
     }
+}
+
+fn not_started(whole: &Param) -> Error {
+    Error::internal("the joined gradient of experts was not allocated").at(&*whole.name)
 }
 
 fn zeros(param: &Param) -> Result<Tensor> {
@@ -139,14 +139,9 @@ impl GradSink for JoinedSink<'_> {
         let Some((whole, row)) = part_of(&param.name) else {
             return self.inner.take(param, gradient);
         };
-        let Some((whole, sum)) = self.parts.get_mut(whole) else {
-            return Ok(());
-        };
-        if sum.is_none() {
-            *sum = Some(zeros(whole)?);
-        }
-        match sum {
-            Some(sum) => update::add_assign(&sum.narrow(0, row, gradient.dim(0)?)?, &gradient),
+        match self.parts.get(whole) {
+            Some((_, Some(sum))) => update::add_assign(&sum.narrow(0, row, gradient.dim(0)?)?, &gradient),
+            Some((whole, None)) => Err(not_started(whole)),
             None => Ok(()),
         }
     }

@@ -1,5 +1,6 @@
 //! What only the system can set: file systems without inodes or space, read-only, none at `/dev/shm` and `/proc`, no network,
-//! a group with little memory. By hand, as root: each run is in a namespace of its own, so nothing has to be undone.
+//! a group with little memory. Needs root, so only `.ci/run` asks for it: each run is in a namespace of its own, so nothing
+//! has to be undone.
 
 use crate::bench::{Bench, said};
 use crate::same::{assert_same, assert_same_lines};
@@ -46,7 +47,7 @@ fn refused(bench: &Bench, out: &Output, words: &[&str]) {
 
 /// Rows C12, S7: places that are missing or locked.
 #[test]
-#[ignore = "by hand: mounts, so root"]
+#[ignore = "mounts, so root: .ci/run"]
 fn missing_and_locked_places_are_no_obstacle_or_refused() {
     let bench = Bench::new();
     bench.train(&["train.max_steps=3", "train.save_steps=1", "train.output_dir=whole"]);
@@ -80,7 +81,7 @@ fn missing_and_locked_places_are_no_obstacle_or_refused() {
 
 /// Rows C3, C12: a file system with so many inodes or bytes; all numbers from none to enough.
 #[test]
-#[ignore = "by hand: mounts, so root"]
+#[ignore = "mounts, so root: .ci/run"]
 fn any_number_of_inodes_or_bytes_works_or_is_refused_before_the_first_step() {
     let bench = Bench::new();
     bench.train(&["train.max_steps=3", "train.save_steps=1", "train.output_dir=whole"]);
@@ -127,7 +128,7 @@ fn any_number_of_inodes_or_bytes_works_or_is_refused_before_the_first_step() {
 
 /// Row S10: a control group of version 1 with little memory. `auto` keeps below it, or the run is refused; the system kills nothing.
 #[test]
-#[ignore = "by hand: a control group, so root"]
+#[ignore = "a control group, so root: .ci/run"]
 fn a_run_keeps_below_the_memory_of_its_group() {
     let bench = Bench::new();
     // Where whole weights do not fit, `auto` stores frozen ones in 8 bits, with other losses.

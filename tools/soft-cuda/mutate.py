@@ -3,15 +3,18 @@
 kernel of ft at a time, swaps two arguments of a kernel, launches one block fewer, or transposes an operand of a product
 (driver/faults.cpp). A test must fail each time. Nothing is compiled again: a fault is a place in the built program.
 
-The order: what keeps streams and the host in step (events, waits, synchronizations), early frees, then all others at
-random. Each fault meets the tests that come to its place, the cheapest first, until one fails.
+The order: what keeps streams in step (events, waits), copies, early frees, then all others at random, and synchronizations,
+of which most are not needed for the result. Each fault meets the tests that come to its place, the cheapest first, until
+one fails. A kernel that exists for several types is launched by one line of ft, and a function of ft is in the test program
+and in `ft`: the fault is put into the variant, and into the program, with the cheapest test, unless `--variants` is given.
 
-Usage: tools/soft-cuda/run.sh tools/soft-cuda/mutate.py [--tests WORD] [--only WORD] [--minutes N] [--seed N] [--train]
-                                                        [--log FILE]
+Usage: tools/soft-cuda/run.sh tools/soft-cuda/mutate.py [--tests WORD] [--only WORD] [--minutes N] [--seed N]
+                                                        [--variants] [--train] [--log FILE]
     --tests WORD only tests whose name contains WORD, and the places that they come to
     --only WORD  only faults whose description contains WORD
     --minutes N  stops after this time
     --seed N     another random order
+    --variants   faults of every variant of a kernel, and of both programs
     --train      only the faults in a training run with layers of the host, seen by train.rs (slow)
     --log FILE   one line of JSON for each fault; a run with the same file goes on where it stopped
 """
@@ -27,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +41,12 @@ OURS = re.compile(r"ft_ops::cuda|ft_ops::transfer|ft_ops::device|ft_core::source
 # They serve many callers: the caller is the place.
 HELPERS = re.compile(r"cuda::gemm::gemm|cuda::memory::|cuda::Gpu::")
 ORDERS = ["late", "early", "random:1"]
+# What one line of ft puts into the name of a kernel: the type of the numbers, the size of a head or of a group of rows, the
+# format of quantized weights, the function of a gate.
+VARIANT = re.compile(
+    r"_(f32|bf16|f16|packed|single|narrow|wide|\d+)(?![a-z0-9])|(?<=few|all)_[a-z]*\d?[a-z]*\d(?![a-z0-9])|(?<=kernel decode)_(?!all)[a-z]+\d*[a-z]*\d*"
+    r"|(?<=kernel )(gelu_tanh|gelu|silu|relu2|relu|identity|sigmoid)_(?=alone|forward|backward)"
+)
 # What no test sees, and why: lines `REGULAR EXPRESSION -- REASON`, for descriptions without the address at the end.
 EXPECTED = ROOT / "tools/soft-cuda/unseen.txt"
 
@@ -83,6 +93,11 @@ class Symbols:
         return re.sub(r"::h[0-9a-f]{16}$", "", self.all[low - 1][1]) if low else "?"
 
 
+def general(description):
+    """A description without the address in the program."""
+    return re.sub(r" (gpu|ft)\+[0-9a-f]+$", "", description)
+
+
 def faults_of(lines, symbols):
     """Faults that can be put at the places of these lines: description to SOFT_CUDA_FAULT."""
     found = {}
@@ -124,6 +139,7 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variants", action="store_true")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--log")
     options = parser.parse_args()
@@ -163,14 +179,25 @@ def main():
             took[name] = clean[name]["seconds"]
             for fault in faults_of(clean[name]["lines"], symbols).items():
                 seen_by.setdefault(fault, []).append(name)
+    def cost(fault):
+        return min(took[name] for name in seen_by[fault])
+
     wanted = sorted(fault for fault in seen_by if options.only in fault[0])
+    if not options.variants:
+        cheapest = {}
+        for fault in sorted(wanted, key=cost):
+            cheapest.setdefault(VARIANT.sub("", fault[0]), fault)
+        # The same lines of ft are in two programs: in the tests, which are faster, and in `ft`, which they start.
+        places = {program: Counter(general(d) for d, _ in cheapest.values() if f" {program}+" in d) for program in ["gpu", "ft"]}
+        twice = {place for place, count in places["ft"].items() if count <= places["gpu"][place]}
+        wanted = sorted(f for f in cheapest.values() if " ft+" not in f[0] or general(f[0]) not in twice)
     random.Random(options.seed).shuffle(wanted)
     first = ("wait", "record", "sync", "copy", "free")
 
     def rank(fault):
         kind = next((i for i, kind in enumerate(first) if fault[0].startswith(kind)), len(first))
         # The same place in two programs: the cheaper one first.
-        return kind, min(took[name] for name in seen_by[fault]) if kind < len(first) else 0
+        return (9 if fault[0].startswith("sync") else kind), cost(fault) if kind < len(first) else 0
 
     wanted.sort(key=rank)
     lines = [line for line in EXPECTED.read_text().splitlines() if line and not line.startswith("#")]
@@ -178,26 +205,35 @@ def main():
     print(f"{len(wanted)} faults, {len(took)} tests, {sum(took.values()):.0f} s", flush=True)
     done = {entry["fault"]: entry for entry in known if "fault" in entry}
 
-    def meet(description, fault):
-        """How a fault ends: `seen`, `expected` or `unseen`, with the test or the reason."""
+    def meet(description, fault, most):
+        """How a fault ends: `seen`, `expected` or `unseen`, with the test or the reason. `None` after `most` seconds."""
+        used = 0
+        reason = next((why for pattern, why in expected if re.fullmatch(pattern, general(description))), None)
         # An order matters only for what has to do with order.
         orders = ORDERS if description.startswith(first) else ["late"]
         for name in sorted(seen_by[(description, fault)], key=took.get):
             for order in orders:
-                if not run(tests, name, order, {"SOFT_CUDA_FAULT": fault}, took[name])[0]:
+                if reason and used > 15:
+                    return "expected", reason
+                if used > most:
+                    return None
+                passed, seconds = run(tests, name, order, {"SOFT_CUDA_FAULT": fault}, took[name])
+                if not passed:
                     return "seen", f"{name} ({order})"
-        general = re.sub(r" (gpu|ft)\+[0-9a-f]+$", "", description)
-        reason = next((why for pattern, why in expected if re.fullmatch(pattern, general)), None)
+                used += seconds
         return ("expected", reason) if reason else ("unseen", f"{len(seen_by[(description, fault)])} tests")
 
-    results = []
-    for description, fault in wanted:
-        if description not in done and time.time() < end:
-            verdict, why = meet(description, fault)
-            done[description] = {"fault": description, "verdict": verdict, "why": why}
-            write(done[description])
-            print(f"{verdict:8} {description}: {why}", flush=True)
-        results.append(done.get(description, {}).get("verdict", "not run"))
+    # What no cheap test sees meets the long ones at the end.
+    for most in [60, float("inf")]:
+        for description, fault in wanted:
+            if description in done or time.time() > end:
+                continue
+            if found := meet(description, fault, most):
+                verdict, why = found
+                done[description] = {"fault": description, "verdict": verdict, "why": why}
+                write(done[description])
+                print(f"{verdict:8} {description}: {why}", flush=True)
+    results = [done.get(description, {}).get("verdict", "not run") for description, _ in wanted]
     print(", ".join(f"{results.count(word)} {word}" for word in ["seen", "expected", "unseen", "not run"]))
     sys.exit(1 if "unseen" in results or len(took) < len(names) else 0)
 

@@ -68,7 +68,9 @@ pub(super) fn panels(
 }
 
 /// Prefetch distance in indices of k: weights come from main memory, in runs too short for the hardware prefetcher.
-const AHEAD: usize = 8;
+const AHEAD: usize = 16;
+/// Indices of k that are copied for one panel, before the next panel.
+const ROWS: usize = 16;
 
 /// Packs a quantized operand whose rows are vectors: a panel is dequantized row by row, then transposed.
 #[allow(clippy::too_many_arguments)]
@@ -151,8 +153,8 @@ macro_rules! packing {
                 }
             }
 
-            /// Packs vectors that are contiguous across vectors: every index of k is read from left to right, for
-            /// all panels.
+            /// Packs vectors that are contiguous across vectors: `ROWS` indices of k at a time are read from left to right,
+            /// for all panels.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn strided<T: Element>(
@@ -164,28 +166,35 @@ macro_rules! packing {
                 layout: PanelLayout,
                 to: &mut [f32],
             ) {
-                for p in 0..k {
-                    let row = &from[(k0 + p) * stride + first..];
+                for p in (0..k).step_by(ROWS) {
+                    let rows = ROWS.min(k - p);
+                    let start = (k0 + p) * stride + first;
                     for panel in panels.clone() {
                         let place = layout.place(panel, p);
+                        let at = start + panel.start;
                         let whole = panel.count.next_multiple_of($lanes);
-                        if panel.start + whole > row.len() {
-                            for i in 0..panel.count {
-                                to[place + i] = row[panel.start + i].get();
+                        if at + (rows - 1) * stride + whole > from.len() {
+                            for r in 0..rows {
+                                for i in 0..panel.count {
+                                    to[place + r * panel.width + i] = from[at + r * stride + i].get();
+                                }
                             }
                             continue;
                         }
-                        for i in (0..panel.count).step_by($lanes) {
-                            // SAFETY: inside `row` by the check above, inside the row of the panel; a prefetch may
-                            // use any address.
-                            unsafe {
-                                let at = row.as_ptr().add(panel.start + i);
-                                _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD * stride).cast());
-                                let values = T::$load(at);
-                                let to = to.as_mut_ptr().add(place + i);
-                                match panel.width - i {
-                                    $lanes.. => $store(to, values),
-                                    less => store_part(to, less, values),
+                        // SAFETY: inside `from` by the check above, inside the rows of the panel; a prefetch may use any
+                        // address.
+                        unsafe {
+                            let (from, to) = (from.as_ptr().add(at), to.as_mut_ptr().add(place));
+                            for r in 0..rows {
+                                let (from, to) = (from.add(r * stride), to.add(r * panel.width));
+                                for i in (0..panel.count).step_by($lanes) {
+                                    let at = from.add(i);
+                                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(AHEAD * stride).cast());
+                                    let values = T::$load(at);
+                                    match panel.width - i {
+                                        $lanes.. => $store(to.add(i), values),
+                                        less => store_part(to.add(i), less, values),
+                                    }
                                 }
                             }
                         }
@@ -203,20 +212,26 @@ macro_rules! packing {
                 unsafe {
                     for i in (0..count).step_by($lanes) {
                         let there = $lanes.min(count - i);
+                        // Beyond the last vector it is read again: with a fixed number of rows they stay in registers.
+                        let starts: [*const T; $lanes] =
+                            std::array::from_fn(|r| from.add((i + r.min(there - 1)) * stride));
                         for block in 0..blocks {
                             let mut rows = [$zero(); $lanes];
-                            for (r, row) in rows.iter_mut().enumerate().take(there) {
-                                let at = from.add((i + r) * stride + block * $lanes);
+                            for (row, start) in rows.iter_mut().zip(starts) {
+                                let at = start.add(block * $lanes);
                                 // Prefetches the same position of the next vectors.
                                 _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add($lanes * stride).cast());
                                 *row = T::$load(at);
                             }
-                            rows = transpose(rows);
-                            for (r, row) in rows.into_iter().enumerate() {
-                                let to = to.add((block * $lanes + r) * width + i);
-                                match width - i {
-                                    $lanes.. => $store(to, row),
-                                    less => store_part(to, less, row),
+                            let to = to.add(block * $lanes * width + i);
+                            let rows = transpose(rows);
+                            if width - i >= $lanes {
+                                for (r, row) in rows.into_iter().enumerate() {
+                                    $store(to.add(r * width), row);
+                                }
+                            } else {
+                                for (r, row) in rows.into_iter().enumerate() {
+                                    store_part(to.add(r * width), width - i, row);
                                 }
                             }
                         }

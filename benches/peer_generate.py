@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Times transformers' `generate` on one NVIDIA GPU, on the shapes of benches/generate.rs: random bf16 weights, SDPA
-attention, its default cache. `rows` answers, each to its own prompt; `new` tokens each, sampled at temperature 1. Prints
+"""Times transformers' `generate` on one NVIDIA GPU or on the CPU, on the shapes of benches/generate.rs: random bf16 weights,
+SDPA attention, its default cache. `rows` answers, each to its own prompt; `new` tokens each, sampled at temperature 1. Prints
 one line of JSON with the keys of benches/generate.rs: the prompt's share is the time of a call with one new token.
 """
 import argparse
@@ -15,6 +15,8 @@ parser.add_argument("--layers", type=int)
 parser.add_argument("--rows", type=int, default=1)
 parser.add_argument("--prompt", type=int, default=128)
 parser.add_argument("--new", type=int, default=32)
+parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+parser.add_argument("--threads", type=int, default=2, help="on the CPU")
 options = parser.parse_args()
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -22,6 +24,8 @@ import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config  # noqa: E402
 
 torch.manual_seed(0)
+torch.set_num_threads(options.threads)
+on_gpu = options.device == "cuda"
 common = dict(attn_implementation="sdpa", bos_token_id=None, eos_token_id=None, pad_token_id=0)
 if os.path.isdir(options.shape):
     config = AutoConfig.from_pretrained(options.shape, **common)
@@ -37,33 +41,39 @@ if options.layers:
     config.num_hidden_layers = options.layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:options.layers]
-with torch.device("cuda"):
+with torch.device(options.device):
     torch.set_default_dtype(torch.bfloat16)
     model = AutoModelForCausalLM.from_config(config).eval()
     torch.set_default_dtype(torch.float32)
-ids = torch.randint(1, config.vocab_size, (options.rows, options.prompt), device="cuda")
+ids = torch.randint(1, config.vocab_size, (options.rows, options.prompt), device=options.device)
 mask = torch.ones_like(ids)
 
 
+def wait():
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
 def seconds(new):
-    torch.cuda.synchronize()
+    wait()
     start = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=True,
                              temperature=1.0, top_k=0, top_p=1.0)
-    torch.cuda.synchronize()
+    wait()
     assert out.shape[1] == options.prompt + new
     return time.perf_counter() - start
 
 
 seconds(2)
-torch.cuda.reset_peak_memory_stats()
+if on_gpu:
+    torch.cuda.reset_peak_memory_stats()
 prompt = statistics.median(seconds(1) for _ in range(3))
 decode = statistics.median(seconds(options.new) for _ in range(2)) - prompt
 print(json.dumps({
     "impl": "transformers", "shape": options.shape, "layers": options.layers, "rows": options.rows, "prompt": options.prompt,
-    "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+    "device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__,
     "prefill_tokens_per_second": options.rows * options.prompt / prompt,
     "decode_tokens_per_second": options.rows * (options.new - 1) / decode,
-    "seconds": prompt + decode, "peak_device_mib": torch.cuda.max_memory_allocated() >> 20,
+    "seconds": prompt + decode, "peak_device_mib": torch.cuda.max_memory_allocated() >> 20 if on_gpu else None,
 }))

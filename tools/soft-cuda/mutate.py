@@ -3,8 +3,8 @@
 kernel of ft at a time, swaps two arguments of a kernel, launches one block fewer, or transposes an operand of a product
 (driver/faults.cpp). A test must fail each time. Nothing is compiled again: a fault is a place in the built program.
 
-The order: what keeps streams in step (events, waits), copies, early frees, then all others at random, and synchronizations,
-of which most are not needed for the result. Each fault meets the tests that come to its place, the cheapest first, until
+The order: what keeps streams in step (events, waits), copies, then all others at random, then early frees and
+synchronizations, of which many make no difference to the result. Each fault meets the tests that come to its place, the cheapest first, until
 one fails. A kernel that exists for several types is launched by one line of ft, and a function of ft is in the test program
 and in `ft`: the fault is put into the variant, and into the program, with the cheapest test, unless `--variants` is given.
 
@@ -197,7 +197,8 @@ def main():
     def rank(fault):
         kind = next((i for i, kind in enumerate(first) if fault[0].startswith(kind)), len(first))
         # The same place in two programs: the cheaper one first.
-        return (9 if fault[0].startswith("sync") else kind), cost(fault) if kind < len(first) else 0
+        late = next((8 + i for i, kind in enumerate(["free", "sync"]) if fault[0].startswith(kind)), kind)
+        return late, cost(fault) if kind < len(first) else 0
 
     wanted.sort(key=rank)
     lines = [line for line in EXPECTED.read_text().splitlines() if line and not line.startswith("#")]
@@ -224,7 +225,7 @@ def main():
         return ("expected", reason) if reason else ("unseen", f"{len(seen_by[(description, fault)])} tests")
 
     # What no cheap test sees meets the long ones at the end.
-    for most in [60, float("inf")]:
+    for most in [30, float("inf")]:
         for description, fault in wanted:
             if description in done or time.time() > end:
                 continue

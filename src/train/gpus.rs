@@ -1,5 +1,6 @@
 //! The device of each rank: on a machine with several GPUs each rank has its own.
 
+use crate::base::units::counted;
 use crate::base::{Error, Result};
 use crate::comm::Patience;
 use crate::ops::device;
@@ -114,14 +115,14 @@ fn assign_own(all: &[Seen]) -> Result<Vec<Option<usize>>> {
             .collect();
         taken[rank] = gpus.iter().position(|gpu| !others.contains(&gpu));
         if taken[rank].is_none() {
-            let ranks = all.iter().filter(|other| other.host == *host).count();
-            let n = others.len();
+            let ranks = counted(all.iter().filter(|other| other.host == *host).count(), "rank");
+            let (n, less) = (counted(others.len(), "GPU"), counted(others.len(), "rank"));
             return Err(Error::usage("there are more ranks than GPUs on a machine")
                 .at("model.device")
-                .found(format!("{ranks} ranks and {n} GPUs on host {host}"))
+                .found(format!("{ranks} and {n} on host {host}"))
                 .expected("a GPU for each rank")
                 .hint(format!(
-                    "start {n} ranks there, or set `model.device = \"cuda:0\"`: all ranks of a machine share this GPU"
+                    "start {less} there, or set `model.device = \"cuda:0\"`: all ranks of a machine share this GPU"
                 )));
         }
     }

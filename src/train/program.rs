@@ -19,7 +19,7 @@ use crate::setup::locate;
 use crate::setup::prompts;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary;
-use crate::setup::{self, ModelDir, adapters};
+use crate::setup::{ModelDir, adapters};
 use crate::sft::CausalLm;
 use crate::train::best::BestModel;
 use crate::train::budget::Budget;

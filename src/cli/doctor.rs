@@ -182,7 +182,11 @@ fn ranks() -> Line {
     #[cfg(feature = "mpi")]
     let (version, value) = {
         let version = crate::comm::mpi_version();
-        let value = format!("{version}: `mpirun -n N ft train ...` divides a run over N processes");
+        let gpus = match device::identities().map_or(0, |gpus| gpus.len()) {
+            0 => String::new(),
+            n => format!(", each with a GPU of its own (here {n})"),
+        };
+        let value = format!("{version}: `mpirun -n N ft train ...` divides a run over N processes{gpus}");
         (Some(version), value)
     };
     #[cfg(not(feature = "mpi"))]

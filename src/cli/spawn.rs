@@ -14,7 +14,8 @@ use std::time::Duration;
   ft launch -n 4 train --recipe my.toml
   ft launch -n 2 train --recipe my.toml --resume
 
-Starts `mpirun`. Ctrl-C and SIGTERM save the state and stop all ranks.")]
+Starts `mpirun`. With `model.device = \"auto\"` each rank takes a GPU of its own, if there are GPUs. Ctrl-C and SIGTERM save the
+state and stop all ranks.")]
 pub struct Args {
     /// Number of ranks
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]

@@ -227,7 +227,7 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
         )),
     }
     let recipe = &settled;
-    ranks::check(recipe, &spec, like.is_some(), ranks)?;
+    ranks::check(recipe, &spec, memory.inputs.on_gpu, ranks)?;
     let time = like.map(|gpu| {
         let model = Model::new(&spec, &memory.strategy.storage, &memory.inputs.adapters);
         let time = match gpu_time::not_known(recipe, &memory.inputs) {
@@ -268,6 +268,15 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
             "a rank sends up to {} {when}; the memory is that of one rank",
             bytes(sent)
         ));
+    }
+    if like.is_none() && recipe.model.device == "auto" && memory.inputs.on_gpu {
+        let here = ops::device::identities()?.len();
+        if here < ranks {
+            notes.push(format!(
+                "`ft train` would reject {ranks} ranks on this machine: it has {}",
+                counted(here, "GPU")
+            ));
+        }
     }
     let verdict = memory.verdict(recipe);
     let does_not_fit = memory.refused.is_some();

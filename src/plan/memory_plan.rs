@@ -22,7 +22,7 @@ use crate::setup::rewards;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher;
 use crate::source::Placement;
-use candle_core::{Device, DeviceLocation};
+use candle_core::Device;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -128,10 +128,7 @@ pub struct PlanDevice {
 impl PlanDevice {
     /// Errors: a driver that does not answer.
     pub fn of(device: &Device) -> Result<Self> {
-        let name = match device.location() {
-            DeviceLocation::Cuda { gpu_id } => ops::device::gpus()?.into_iter().nth(gpu_id).map(|gpu| gpu.name),
-            _ => None,
-        };
+        let name = ops::device::name(device)?;
         Ok(Self {
             process: None,
             gpu: ops::device::memory(device)?,
@@ -145,6 +142,19 @@ impl PlanDevice {
             process: Some(process),
             ..self
         }
+    }
+
+    /// Free memory of the GPU; `None` on a CPU.
+    pub fn free(&self) -> Option<u64> {
+        self.gpu.map(|gpu| gpu.free)
+    }
+
+    /// Plans for this free memory of the GPU.
+    pub fn with_free(mut self, free: u64) -> Self {
+        if let Some(gpu) = &mut self.gpu {
+            gpu.free = free;
+        }
+        self
     }
 
     /// A GPU that this machine may not have.
@@ -335,6 +345,7 @@ impl PlanContext<'_> {
         if self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Auto {
             let (value, why) = match strategy.placement {
                 Placement::Sharded => ("sharded", needs("all weights on every rank", least(&on_device)?)),
+                _ if self.on_gpu => ("replicated", "ranks with GPUs have all weights".into()),
                 _ => ("replicated", "no weights travel before they are used".into()),
             };
             say("distributed.weights", value.into(), why);

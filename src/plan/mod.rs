@@ -37,8 +37,8 @@ use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::divided::divides;
 use crate::engine::{
-    Active, Exchange, Gradients, StepStrategy, Updated, corrected_bytes, ema_bytes, exchange_bytes, outer_bytes,
-    sent_bytes,
+    Active, Exchange, Gradients, StepStrategy, Updated, corrected_bytes, ema_bytes, exchange_bytes, leaving_bytes,
+    outer_bytes, sent_bytes,
 };
 use crate::generate;
 use crate::model::sequence::sequence_bytes;
@@ -297,7 +297,7 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         let attention = sequence_bytes(model.spec, inputs.sequence, &[0, inputs.tokens * shared], down_to, rank);
         let corrected = active.corrected().map(|name| (name, model.elements(name)));
         let stored = recipe.model.dtype.bytes();
-        sent_bytes(sizes, rounds, place, how)
+        sent_bytes(sizes, rounds, place, how, inputs.on_gpu)
             + corrected_bytes(corrected, rounds, place, how.1)
             + weights::collected(model, inputs, stored, active, rank)
             + attention * rounds.div_ceil(inputs.ranks as u64)
@@ -459,7 +459,13 @@ fn of_turn(
     ledger.touch(MemoryKind::Scratch, inputs.start_bytes(recipe, model));
     held.push(ledger.alloc(MemoryKind::PackedWeights, weights::packed(model, inputs, active)));
     let exchanged = exchange_bytes(trained, inputs.ranks as u64);
-    held.push(ledger.alloc(MemoryKind::Gradients, exchanged));
+    if inputs.on_gpu {
+        let (host, device) = leaving_bytes(trained, model.largest_trained(active), inputs.ranks as u64);
+        held.push(ledger.alloc(MemoryKind::HostGradients, exchanged + host));
+        held.push(ledger.alloc(MemoryKind::Gradients, device));
+    } else {
+        held.push(ledger.alloc(MemoryKind::Gradients, exchanged));
+    }
     // In a step a GPU holds the layers that were fetched last.
     let tracked = weights::FetchedLayers::is_of(inputs);
     let mut layers = Some(layers);

@@ -134,7 +134,8 @@ impl PlanContext<'_> {
     /// If it is open where the weights of several ranks are: first only whole weights on every rank, then all strategies.
     fn whole_first(&self, recipe: &Recipe) -> &'static [bool] {
         let weights = &recipe.distributed;
-        let open = self.process.ranks > 1 && weights.weights == RankWeights::Auto && weights.sync_every == 0;
+        let open =
+            self.process.ranks > 1 && !self.on_gpu && weights.weights == RankWeights::Auto && weights.sync_every == 0;
         match recipe.memory.tier {
             Tier::Auto | Tier::Device if open => &[true, false],
             _ => &[false],
@@ -438,7 +439,7 @@ impl PlanContext<'_> {
         };
         let on_gpu = self.on_gpu;
         // Ranks that train alone have other weights.
-        let divides = self.process.ranks > 1 && recipe.distributed.sync_every == 0;
+        let divides = self.process.ranks > 1 && recipe.distributed.sync_every == 0 && !on_gpu;
         match (divides, recipe.distributed.weights) {
             (true, RankWeights::Sharded) => return self.sharded(recipe).map(|placement| vec![placement]),
             (true, RankWeights::Auto) if recipe.memory.tier == Tier::Device => {

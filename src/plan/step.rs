@@ -60,6 +60,10 @@ struct Sink<'a> {
     /// Ranks that each keep a part of a gradient.
     parts: u64,
     ranks: usize,
+    /// The sums are on the host until the update.
+    on_host: bool,
+    /// The ranks that have a part of a sum each, at the update.
+    divided: u64,
     kept: BTreeMap<String, Allocation>,
     /// Gradients of layers equal to those that were simulated.
     alike: Vec<Allocation>,
@@ -88,9 +92,19 @@ impl GradSinkMemory for Sink<'_> {
         // Of a masked parameter only the active part is kept.
         let gradient = match part {
             Some(part) => {
-                let active = l.alloc(MemoryKind::Gradients, 4 * part);
+                let kind = if self.on_host {
+                    MemoryKind::HostGradients
+                } else {
+                    MemoryKind::Gradients
+                };
+                let active = l.alloc(kind, 4 * part);
                 l.free(gradient);
                 active
+            }
+            None if self.on_host => {
+                let own = l.alloc(MemoryKind::HostGradients, 4 * share(elements as u64, self.divided));
+                l.free(gradient);
+                own
             }
             None if self.parts > 1 => {
                 let own = l.alloc(MemoryKind::Gradients, 4 * share(elements as u64, self.parts));
@@ -121,11 +135,17 @@ pub(super) fn walk(
 ) {
     let spec = model.spec;
     let bf16 = recipe.model.dtype == Dtype::Bf16;
+    let on_their_way = l.sizes()[MemoryKind::HostGradients];
     let mut sink = Sink {
         active,
         model,
         keep: inputs.strategy.gradients == Gradients::Keep,
         ranks: inputs.ranks,
+        on_host: inputs.on_gpu
+            && inputs.ranks > 1
+            && recipe.distributed.sync_every == 0
+            && !recipe.distributed.exchange().window,
+        divided: super::parts(recipe, inputs, active),
         // A rank that adds its own micro-batches first has whole sums.
         parts: if recipe.distributed.exchange().window {
             1
@@ -171,6 +191,9 @@ pub(super) fn walk(
         micro_batch(l, model, recipe, inputs, (&mut sink, &mut fetched), micro);
     }
     l.moment("the optimizer update");
+    // Sums of the host are brought to the device.
+    let sums = l.sizes()[MemoryKind::HostGradients].saturating_sub(on_their_way);
+    l.touch(MemoryKind::Gradients, sums);
     // A masked weight is changed in a copy of its active part.
     let largest = sink.kept.keys().filter_map(|n| {
         let elements = model.elements(n) as usize;
@@ -440,27 +463,29 @@ fn pass(
     l.free_all([x, d_hidden]);
 
     shared.start_backward(l, to_embedding);
-    let mut gradients = 0;
+    let (mut gradients, mut sums) = (0, 0);
     while let Some(next) = waiting.pop() {
         let (layer, x, kept) = match next {
             Waiting::Layer(layer, x, kept) => (layer, x, kept),
             Waiting::Alike(count, held) => {
                 l.free_all(held);
-                let kept = l.alloc(MemoryKind::Gradients, gradients * count as u64);
-                sink.alike.push(kept);
+                let kept = [(MemoryKind::Gradients, gradients), (MemoryKind::HostGradients, sums)];
+                sink.alike
+                    .extend(kept.map(|(kind, bytes)| l.alloc(kind, bytes * count as u64)));
                 continue;
             }
         };
         l.moment(format!("the backward pass of layer {layer}"));
         let next = if layer > lowest { layer - 1 } else { 0 };
         fetched.hold(l, model, inputs, sink.active, [layer, next]);
-        let before = l.sizes()[MemoryKind::Gradients];
+        let before = l.sizes();
         let need_dx = layer > lowest || to_embedding;
         shared.backward(l, layer, lowest);
         let below = block(layer).vjp(l, kept, dx, need_dx, sink);
         shared.done(l, layer);
         l.free(x);
-        gradients = l.sizes()[MemoryKind::Gradients].saturating_sub(before);
+        let more = |kind: MemoryKind| l.sizes()[kind].saturating_sub(before[kind]);
+        (gradients, sums) = (more(MemoryKind::Gradients), more(MemoryKind::HostGradients));
         match below {
             Some(below) => dx = below,
             None => {

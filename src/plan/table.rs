@@ -249,6 +249,12 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             format!("{n} tokens × {} × {} bytes per layer", spec.row(), inputs.element),
         ),
         (
+            MemoryKind::HostGradients,
+            "host_gradients",
+            "gradients on the host",
+            "sums of the part of a rank, and what is on its way".into(),
+        ),
+        (
             MemoryKind::InactiveMasters,
             "retired_halves",
             "inactive blocks",
@@ -348,6 +354,7 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
                 | MemoryKind::Averages
                 | MemoryKind::HostWeights
                 | MemoryKind::OffloadedInputs
+                | MemoryKind::HostGradients
         )
     };
     let lines = lines

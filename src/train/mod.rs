@@ -7,6 +7,7 @@ pub mod directory;
 mod ended;
 pub mod finish;
 pub mod from_checkpoint;
+mod gpus;
 pub mod header;
 pub mod inputs;
 pub mod learning;

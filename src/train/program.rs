@@ -9,7 +9,7 @@ use crate::hf::{self, Fingerprint};
 use crate::ops::{self, update};
 use crate::optim::Schedule;
 use crate::plan::memory_plan::{self, MemoryPlan};
-use crate::plan::{Plan, PlanDevice, RunPlan};
+use crate::plan::{Plan, RunPlan};
 use crate::recipe::{self, Method, ReportTo};
 use crate::report::Reporter;
 use crate::setup::active_schedule::{self, ActiveSchedule};
@@ -19,7 +19,7 @@ use crate::setup::locate;
 use crate::setup::prompts;
 use crate::setup::rows::{self, RecipeRows};
 use crate::setup::vocabulary;
-use crate::setup::{self, ModelDir, adapters};
+use crate::setup::{ModelDir, adapters};
 use crate::sft::CausalLm;
 use crate::train::best::BestModel;
 use crate::train::budget::Budget;
@@ -88,7 +88,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     if !options.dry_run && ranks.is_root() {
         directory::check(&run_dir, options)?;
     }
-    let device = setup::device(&recipe.model.device)?;
+    let own = ranks.device(&recipe.model.device)?;
+    let device = own.device.clone();
     signal::install()?;
     signal::quit("stopped before the first step");
 
@@ -120,11 +121,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         Some(&rows),
         &stored,
         &before,
-        &if ranks.several() {
-            PlanDevice::of(&device)?.with_process(ranks.process()?)
-        } else {
-            PlanDevice::of(&device)?
-        },
+        &ranks.plan_device(&own)?,
         adapters::Values::Drawn,
     )?;
     let Some(stream) = stream else {
@@ -176,7 +173,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let elements = trained_elements(&active_schedule, total_steps, &params, &prepared.adapters);
     let needed = directory::space_needed(recipe, &model.spec, elements, strategy.placement);
     if ranks.several() {
-        ranks.same(&ranks::agreed(&facts, &format!("{strategy:?}"), options)?)?;
+        ranks.same(&ranks::agreed(&facts, &format!("{strategy:?}"), &own.kind, options)?)?;
     }
     let (mut directory, resumed) = if ranks.is_root() {
         checkpoint::check_space(&run_dir, needed.saturating_sub(directory::freed(&run_dir, options)))?;
@@ -227,6 +224,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let dropped = screened.iter().flat_map(|s| s.lines());
     lines.extend(dropped.map(|line| ("screen", visible(&line))));
     lines.extend(ranks::header(recipe, ranks.size()).map(|line| ("ranks", line)));
+    lines.extend(own.shared().map(|line| ("gpu", line)));
     reporter.header(&lines);
     reporter.event("data", rows::counts(recipe, train, &stream));
     for line in &directory.notes {
@@ -300,7 +298,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let mut engine = Engine::new(loaded_model, objective, optimizer, strategy, &first)?;
     learning::configure(&mut engine, recipe);
     engine.step_hook = step_hook;
-    engine.join(ranks.0.clone(), &first, recipe.distributed.exchange());
+    engine.join(ranks.0.clone(), &first, recipe.distributed.exchange())?;
     engine.sequence = recipe.distributed.shared(ranks.size());
     if let Some(outer) = recipe.distributed.outer(ranks.size(), total_steps) {
         engine.train_apart(outer);
@@ -388,7 +386,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     let mut watch = Watch::new(recipe, model.spec.vocab);
     // On a GPU the numbers of a step are read after the next one is queued. A rollout waits for the device anyway.
     // An average needs the weights of each step.
-    let late = device.is_cuda() && !prompts::reinforces(recipe) && engine.ema.is_none();
+    // Several ranks wait for the sums of each step.
+    let late = device.is_cuda() && !ranks.several() && !prompts::reinforces(recipe) && engine.ema.is_none();
     let mut unread: Option<UnreadStep> = None;
     let mut last_step = start_step;
     let mut profile = Profile::new(&run_dir, start_step, if ranks.is_root() { options.profile } else { 0 });

@@ -5,9 +5,10 @@ use crate::base::{Error, Result, files, signal, worker};
 use crate::comm::{Alone, Collective, Patience};
 use crate::model::Spec;
 use crate::ops::CpuBackend;
-use crate::plan::ProcessState;
-use crate::recipe::Recipe;
+use crate::plan::{PlanDevice, ProcessState};
+use crate::recipe::{RankWeights, Recipe};
 use crate::train::Options;
+use crate::train::gpus::OwnDevice;
 use crate::train::state::RunFingerprint;
 use serde_json::{Value, json};
 use std::fmt;
@@ -39,13 +40,14 @@ pub type Fact = (String, String);
 const SHOWN: usize = 8;
 
 /// What must be the same on all ranks: program, recipe, inputs and decisions.
-pub fn agreed(facts: &RunFingerprint, strategy: &str, options: &Options) -> Result<Vec<Fact>> {
+pub fn agreed(facts: &RunFingerprint, strategy: &str, device: &str, options: &Options) -> Result<Vec<Fact>> {
     let mut all = of_program()?;
     all.extend(facts.recipe.iter().map(|(key, value)| (key.clone(), value.clone())));
     let more = [
         ("training rows", facts.data.clone()),
         ("evaluation rows", facts.eval_data.clone()),
         ("base model", facts.base.clone()),
+        ("device", device.to_string()),
         ("memory plan", strategy.to_string()),
         ("options", format!("{:?} {}", options.resume, options.overwrite)),
     ];
@@ -165,6 +167,18 @@ impl Ranks {
         })
     }
 
+    /// The device for a plan that all ranks make alike: the tightest one.
+    pub fn plan_device(&self, device: &OwnDevice) -> Result<PlanDevice> {
+        let own = PlanDevice::of(&device.device)?;
+        if !self.several() {
+            return Ok(own);
+        }
+        let own = own.with_process(self.process()?);
+        let Some(free) = own.free() else { return Ok(own) };
+        let taken = u64::MAX - free / device.sharing as u64;
+        Ok(own.with_free(u64::MAX - self.most(taken, Patience::Long)?))
+    }
+
     /// Compares what must be the same on all ranks.
     ///
     /// Errors: the differences, as all ranks see them.
@@ -236,11 +250,23 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
                 )),
         );
     }
-    if on_gpu {
-        return Err(Error::usage("several ranks train on CPUs only")
-            .at("model.device")
-            .found("a GPU")
-            .hint("set `model.device = \"cpu\"`, or start one rank"));
+    if on_gpu && shared.ranks > 1 {
+        return Err(
+            Error::usage("ranks with GPUs do not share the tokens of a micro-batch yet")
+                .at("distributed.sequence")
+                .found(shared.ranks)
+                .expected("1 on a GPU")
+                .hint("set `distributed.sequence = 1`, or `model.device = \"cpu\"`"),
+        );
+    }
+    if on_gpu && recipe.distributed.weights == RankWeights::Sharded {
+        return Err(Error::usage("ranks with GPUs do not store weights in parts yet")
+            .at("distributed.weights")
+            .found(RankWeights::Sharded.name())
+            .expected("`replicated` on a GPU")
+            .hint(
+                "set `distributed.weights = \"replicated\"`; `memory.tier = \"host\"` keeps weights in host memory",
+            ));
     }
     Ok(())
 }

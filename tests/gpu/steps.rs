@@ -78,6 +78,29 @@ impl Parameter {
             lr: 1e-2,
             weight_decay,
             step,
+            begin: 0,
+        }
+    }
+
+    /// Views of `n` elements from `begin` on.
+    fn part(&self, begin: usize, n: usize) -> Self {
+        let view = |t: &Tensor, begin: usize, n: usize| t.narrow(0, begin, n).unwrap();
+        let moment = |moment: &Option<Moment>| {
+            moment.as_ref().map(|moment| match moment {
+                Moment::F32(t) => Moment::F32(view(t, begin, n)),
+                Moment::Int8 { codes, scales } => Moment::Int8 {
+                    codes: view(codes, begin, n),
+                    scales: view(scales, begin / step::BLOCK, n.div_ceil(step::BLOCK)),
+                },
+            })
+        };
+        Self {
+            form: self.form,
+            weight: view(&self.weight, begin, n),
+            low: view(&self.low, begin, n),
+            gradient: view(&self.gradient, begin, n),
+            first: moment(&self.first),
+            second: moment(&self.second),
         }
     }
 
@@ -122,6 +145,30 @@ fn run(rule: Rule, parameters: &[Parameter], steps: u64, coefficient: f32, gate:
             .map(|(i, p)| p.item(if i % 2 == 0 { 0.1 } else { 0.0 }, k))
             .collect();
         step::step_gated(rule, &items, coefficient, gate).unwrap();
+    }
+}
+
+#[test]
+fn a_parameter_in_parts_has_the_bits_of_the_whole() {
+    let Some(gpu) = gpu() else { return };
+    for rule in RULES {
+        for (int8, form) in [
+            (false, Form::Stochastic),
+            (true, Form::Stochastic),
+            (true, Form::Halves),
+        ] {
+            let [whole, other] = [(); 2].map(|()| Parameter::new(&gpu, 40_000, form, rule, int8, &gpu.device));
+            run(rule, std::slice::from_ref(&whole), 2, 0.7, FoundInf::default());
+            for k in 1..=2 {
+                let parts = [(0, 16_384), (16_384, 23_616)].map(|(begin, n)| (begin, other.part(begin, n)));
+                let items = parts.each_ref().map(|(begin, part)| ParameterStep {
+                    begin: *begin,
+                    ..part.item(0.1, k)
+                });
+                step::step_gated(rule, &items, 0.7, FoundInf::default()).unwrap();
+            }
+            assert!(whole.values() == other.values(), "{rule:?}, {int8}");
+        }
     }
 }
 

@@ -197,6 +197,7 @@ pub fn int8_steps(lines: &str, start: &[f32], gradients: &[Vec<f32>]) -> Vec<Vec
             lr: settings.learning_rate,
             weight_decay: 0.0,
             step: k as u64 + 1,
+            begin: 0,
         };
         let rule = step::Rule::Adamw {
             betas: settings.betas,

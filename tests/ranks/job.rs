@@ -20,7 +20,7 @@ const SETTINGS: [(&str, &str); 8] = [
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// A job with one list of arguments for each rank.
-fn mpirun(bench: &Bench, ranks: &[Vec<&str>]) -> Command {
+pub fn mpirun(bench: &Bench, ranks: &[Vec<&str>]) -> Command {
     let mut command = Command::new("mpirun");
     for (rank, arguments) in ranks.iter().enumerate() {
         if rank > 0 {
@@ -52,7 +52,11 @@ fn mpirun(bench: &Bench, ranks: &[Vec<&str>]) -> Command {
 
 /// Starts a job.
 pub fn start(bench: &Bench, ranks: &[Vec<&str>]) -> Child {
-    let mut command = mpirun(bench, ranks);
+    begin(mpirun(bench, ranks))
+}
+
+/// Starts a command of `mpirun`.
+pub fn begin(mut command: Command) -> Child {
     command.stdout(Stdio::null()).stderr(Stdio::piped());
     command.spawn().expect("`mpirun` must be on the path")
 }

@@ -7,6 +7,8 @@ mod bench;
 mod same;
 
 mod faults;
+#[cfg(feature = "cuda")]
+mod gpus;
 mod job;
 mod memory;
 mod outer;

@@ -23,6 +23,8 @@ pub enum MemoryKind {
     HostWeights,
     /// Layer inputs on the host.
     OffloadedInputs,
+    /// Gradients of ranks with GPUs: the sums, and what is on its way. On the host.
+    HostGradients,
     /// Gradients of parameters.
     Gradients,
     /// Layer inputs that the backward pass needs.
@@ -111,6 +113,7 @@ impl MemoryKind {
         MemoryKind::Averages,
         MemoryKind::HostWeights,
         MemoryKind::OffloadedInputs,
+        MemoryKind::HostGradients,
         MemoryKind::Gradients,
         MemoryKind::LayerInputs,
         MemoryKind::Activations,
@@ -133,6 +136,7 @@ impl MemoryKind {
                 | MemoryKind::Averages
                 | MemoryKind::HostWeights
                 | MemoryKind::OffloadedInputs
+                | MemoryKind::HostGradients
                 | MemoryKind::Saving
                 | MemoryKind::Data
                 | MemoryKind::Process

@@ -121,7 +121,7 @@ __device__ __forceinline__ void descend(
             own = factor_of_row(row, mean, ++r);
         }
     }
-    change<N>(weight, low, key, form, at, [&](float w, int j) { return minus(mul(w, keep), x[j]); });
+    change<N>(weight, low, key, 0, form, at, [&](float w, int j) { return minus(mul(w, keep), x[j]); });
 }
 
 extern "C" __global__ void adafactor_apply(

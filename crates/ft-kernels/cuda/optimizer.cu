@@ -16,6 +16,8 @@ struct Entry {
     float* v_scales;
     u64 key;
     i64 n;
+    // Elements of the parameter before these: a rank may have a part of it.
+    i64 begin;
     u32 first;
     // as in `weight.cuh`; bit 1: the gradient is bf16, from bit 8 on: the group
     u32 form;
@@ -94,7 +96,7 @@ __device__ __forceinline__ void weights(
     const Entry& e, const Common& common, const float* group, float coefficient, i64 at, float (&m)[N], float (&v)[N]) {
     float g[N];
     load_gradient<N>(e, at, g);
-    change<N>(e.weight, e.low, e.key, e.form, at, [&](float w, int j) {
+    change<N>(e.weight, e.low, e.key, e.begin, e.form, at, [&](float w, int j) {
         return R::apply(common, group, coefficient, w, g[j], m[j], v[j]);
     });
 }

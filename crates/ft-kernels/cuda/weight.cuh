@@ -49,9 +49,10 @@ __device__ __forceinline__ unsigned short lower(float x) {
     return (unsigned short)wide_of(x);
 }
 
-// N weights from `at` on become f(weight, place among the N).
+// N weights from `at` on become f(weight, place among the N). `begin`: elements of the parameter before these tensors, a
+// multiple of four.
 template <int N, typename F>
-__device__ __forceinline__ void change(void* weight, unsigned short* low, u64 key, u32 form, i64 at, F f) {
+__device__ __forceinline__ void change(void* weight, unsigned short* low, u64 key, i64 begin, u32 form, i64 at, F f) {
     typedef Pack<unsigned short, N> Halves;
     if (form & RANDOM) {
         Halves* const highs = reinterpret_cast<Halves*>((unsigned short*)weight + at);
@@ -59,7 +60,7 @@ __device__ __forceinline__ void change(void* weight, unsigned short* low, u64 ke
         u64 bits = 0;
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            if (j % 4 == 0) bits = draw(key, (u64)(at + j) / 4);
+            if (j % 4 == 0) bits = draw(key, (u64)(begin + at + j) / 4);
             const float x = f(of_wide((u32)high.at[j] << 16), j);
             // In sign and magnitude the lower 16 bits are the distance from the neighbor nearer to zero.
             const u32 number = (u32)(bits >> 16 * ((at + j) % 4)) & 0xffffu;

@@ -190,6 +190,29 @@ pub fn gpus() -> Result<Vec<Gpu>> {
     Ok(Vec::new())
 }
 
+/// Identifiers of the GPUs that this process sees, by ordinal: the same in every process of a machine. Opens none of them.
+///
+/// # Errors
+/// A driver that does not answer.
+pub fn identities() -> Result<Vec<String>> {
+    #[cfg(feature = "cuda")]
+    return super::cuda::device::identities();
+    #[cfg(not(feature = "cuda"))]
+    Ok(Vec::new())
+}
+
+/// The name of a GPU; `None` for the CPU.
+///
+/// # Errors
+/// A driver that does not answer.
+pub fn name(device: &Device) -> Result<Option<String>> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => super::cuda::device::name(device).map(Some),
+        _ => Ok(None),
+    }
+}
+
 /// True if this error means that a GPU has no free memory.
 pub fn out_of_memory(error: &Error) -> bool {
     error.kind() == ErrorKind::OutOfMemory

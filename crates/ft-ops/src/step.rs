@@ -107,6 +107,9 @@ pub struct ParameterStep<'a> {
     pub weight_decay: f64,
     /// Number of updates of this parameter, including this one.
     pub step: u64,
+    /// Elements of the parameter before those of `weight`: 0, or a multiple of the elements that stay together
+    /// (`comm::QUANTUM`). Then the tensors hold a part of the parameter, and its bits are those of an update of the whole.
+    pub begin: usize,
 }
 
 /// The `found_inf` guard: values that stay on a device, so that a step needs no synchronization.
@@ -121,7 +124,8 @@ pub struct FoundInf<'a> {
 /// Updates every parameter of the list. `coefficient` is the factor of all gradients (clipping).
 ///
 /// # Errors
-/// A tensor whose size, type or device does not match its weight.
+/// A tensor whose size, type or device does not match its weight; a part of a parameter with Adafactor, whose means are
+/// sums over the whole.
 pub fn step(rule: Rule, items: &[ParameterStep], coefficient: f32) -> Result<()> {
     step_gated(rule, items, coefficient, FoundInf::default())
 }
@@ -132,6 +136,9 @@ pub fn step_gated(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: F
     let Some(first) = items.first() else {
         return Ok(());
     };
+    if rule == Rule::Adafactor && items.iter().any(|item| item.begin > 0) {
+        return Err(Error::unsupported("Adafactor updates whole parameters only"));
+    }
     on_gpu!(first.weight, super::cuda::step::run(rule, items, coefficient, gate));
     let finite = match gate.finite {
         Some(t) => t.to_vec1::<f64>()?.iter().all(|x| x.is_finite()),
@@ -144,25 +151,10 @@ pub fn step_gated(rule: Rule, items: &[ParameterStep], coefficient: f32, gate: F
     if !finite {
         return Ok(());
     }
-    items
-        .iter()
-        .try_for_each(|item| one(rule, item, 0, coefficient * further))
+    items.iter().try_for_each(|item| one(rule, item, coefficient * further))
 }
 
-/// Updates a run of elements of a parameter on the CPU; the tensors of `item` hold only them. `first`: the position of
-/// their first element in the parameter, a multiple of the elements that stay together (`comm::QUANTUM`). The bits are
-/// those of an update of the whole parameter.
-///
-/// # Errors
-/// As `step`; Adafactor, whose means are sums over the whole parameter.
-pub fn step_part(rule: Rule, item: &ParameterStep, first: usize, coefficient: f32) -> Result<()> {
-    if rule == Rule::Adafactor {
-        return Err(Error::unsupported("Adafactor updates whole parameters only"));
-    }
-    one(rule, item, first, coefficient)
-}
-
-fn one(rule: Rule, item: &ParameterStep, position: usize, coefficient: f32) -> Result<()> {
+fn one(rule: Rule, item: &ParameterStep, coefficient: f32) -> Result<()> {
     expect_dims(item.gradient, "a gradient", item.weight.dims())?;
     let (lr, decay) = (item.lr, item.weight_decay);
     floats(item.gradient, "a gradient", |g| {
@@ -203,7 +195,7 @@ fn one(rule: Rule, item: &ParameterStep, position: usize, coefficient: f32) -> R
         with_moment(first, &SIGNED, n, |m| {
             with_moment(second, &UNSIGNED, n, |v| {
                 with_weight(item, |w| {
-                    cpu::run(&ready, position, w, g, m, v);
+                    cpu::run(&ready, item.begin, w, g, m, v);
                     Ok(())
                 })
             })

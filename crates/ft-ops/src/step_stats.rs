@@ -2,7 +2,7 @@
 
 use super::update;
 use candle_core::{DType, Device, Tensor};
-use ft_base::Result;
+use ft_base::{Error, Result};
 use std::cell::Cell;
 
 /// The accumulated statistics.
@@ -17,7 +17,8 @@ pub struct StepSums {
 }
 
 impl StepSums {
-    fn plus(self, other: Self) -> Self {
+    /// The sums of both.
+    pub fn plus(self, other: Self) -> Self {
         Self {
             loss: self.loss + other.loss,
             correct: self.correct + other.correct,
@@ -100,6 +101,45 @@ impl StepStats {
             });
         }
         Ok(())
+    }
+
+    /// Sums of the squares of the runs of 16,384 elements of tensors on a GPU, one tensor after the other, as `add_squares_of`
+    /// makes them; synchronizes. `None` if the sum of squares is on the host.
+    pub fn squares_of_runs(&self, tensors: &[&Tensor]) -> Result<Option<Vec<f64>>> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            return super::cuda::reduce::squares_of_shares(tensors, device.device()).map(Some);
+        }
+        let _ = tensors;
+        Ok(None)
+    }
+
+    /// As `add_squares_of` on a GPU, for gradients of these sizes of which the sums of all runs are known (`squares_of_runs`):
+    /// the bits are the same.
+    pub fn add_squares_of_runs(&self, runs: &[f64], sizes: Vec<usize>) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(squares) = self.squares()? {
+            let parts = super::cuda::reduce::add_shares(runs, &squares)?;
+            self.parts.replace(Some((parts, sizes)));
+            return Ok(());
+        }
+        let _ = (runs, sizes);
+        Err(Error::internal("sums of runs belong to a GPU"))
+    }
+
+    /// Sets losses and correct predictions of the whole step, where the guard reads them.
+    pub fn set_losses(&self, sums: StepSums) -> Result<()> {
+        match &self.device {
+            #[cfg(feature = "cuda")]
+            Some(device) => {
+                let losses = device.narrow(0, 0, 2)?;
+                super::cuda::memory::write(&losses, "the losses of a step", DType::F64, &[sums.loss, sums.correct])
+            }
+            _ => {
+                self.add(sums);
+                Ok(())
+            }
+        }
     }
 
     /// Returns the indices of the gradients of the last `add_squares_of` on a GPU that were not finite; synchronizes.

@@ -164,6 +164,15 @@ impl Copier {
         }
     }
 
+    /// Waits for an offloaded f32 tensor, and adds its elements to the list.
+    pub fn read(&self, offloaded: Offloaded, list: &mut Vec<f32>) -> Result<()> {
+        match offloaded.0 {
+            Waiting::Here(tensor) => super::update::with_slice(&tensor, |values| list.extend_from_slice(values)),
+            #[cfg(feature = "cuda")]
+            Waiting::Gpu(offloaded) => self.gpu()?.read(offloaded, list),
+        }
+    }
+
     /// Starts the copy of an offloaded tensor back to the device.
     pub fn fetch(&self, offloaded: Offloaded) -> Result<Arriving> {
         match offloaded.0 {
@@ -208,6 +217,9 @@ mod tests {
             assert_eq!(t.to_vec1::<f32>().unwrap(), [1.0, 2.0, 3.0]);
         }
         assert_eq!(copier.times().unwrap(), None);
+        let mut list = vec![4.0];
+        copier.read(copier.offload(host).unwrap(), &mut list).unwrap();
+        assert_eq!(list, [4.0, 0.0, 0.0, 0.0]);
     }
 
     #[test]

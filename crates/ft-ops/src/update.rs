@@ -161,6 +161,12 @@ pub fn to_f32_vec(t: &Tensor) -> Result<Vec<f32>> {
     values(t, "a tensor that is read", |v| Ok(cpu::to_f32_vec(v)))
 }
 
+/// Returns the elements of a u8 tensor.
+pub fn to_bytes(t: &Tensor) -> Result<Vec<u8>> {
+    on_gpu!(t, super::cuda::memory::read(t, "a tensor that is read", DType::U8));
+    Ok(t.flatten_all()?.to_vec1()?)
+}
+
 /// Sets an f32, bf16 or f16 tensor to `values`, rounded to nearest.
 pub fn set(t: &Tensor, values: &[f32]) -> Result<()> {
     if t.elem_count() != values.len() {

@@ -52,15 +52,16 @@ named!(
 );
 
 section! {
-    /// Training on several ranks (`mpirun -n 4 ft train ...`). On one rank these keys have no effect.
+    /// Training on several ranks (`mpirun -n 4 ft train ...`). On one rank these keys have no effect, except for `sum` on a GPU.
     pub struct Distributed in "distributed" {
         /// Where the weights are. `replicated`: all on every rank. `sharded`: each rank has a part of every matrix of the
         /// layers, and a layer is collected from all ranks before it is used. Not available yet: `sharded-in-node`, `host`.
         weights: RankWeights = "auto", "replicated if it fits, else sharded";
-        /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the bits of one rank on a
-        /// CPU. `window`: each rank adds its own ones first, so they travel once in a step; it has whole gradients then, and
+        /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the bits of one rank. On one GPU
+        /// `auto` lets a product add to the sum, which is faster and rounds differently: write `ordered` there for the bits of
+        /// several GPUs. `window`: each rank adds its own ones first, so they travel once in a step; it has whole gradients then, and
         /// the last bits depend on the number of ranks.
-        sum: RankSum = "auto", "ordered";
+        sum: RankSum = "auto", "ordered on several ranks";
         /// The type in which a gradient travels; it is added in f32. `bf16`: half the bytes, and the same bits on any number
         /// of ranks from 2 on.
         reduce: RankReduce = "f32", "the bits of one rank";
@@ -93,6 +94,7 @@ impl Distributed {
     /// How the ranks add gradients.
     pub fn exchange(&self) -> Exchange {
         Exchange {
+            ordered: self.sum == RankSum::Ordered,
             bf16: self.reduce == RankReduce::Bf16,
             window: self.sum == RankSum::Window,
         }

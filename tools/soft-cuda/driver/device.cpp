@@ -1,10 +1,12 @@
-// The device and its context: one GPU, unless CUDA_VISIBLE_DEVICES hides it.
+// The devices and their context: SOFT_CUDA_DEVICES GPUs (1), of which CUDA_VISIBLE_DEVICES may hide some. A process uses one of
+// them; they differ in their identifier only.
 
 #include "driver.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 using namespace soft;
 
@@ -13,16 +15,31 @@ namespace {
 int primary_context;
 thread_local void* current = nullptr;
 
-bool visible() {
+/// The numbers of the GPUs that the process sees. As in a real driver the list ends at the first one that does not exist.
+std::vector<int> visible() {
+    int there = static_cast<int>(setting("SOFT_CUDA_DEVICES", 1));
+    std::vector<int> seen;
     const char* text = std::getenv("CUDA_VISIBLE_DEVICES");
-    return !text || std::strcmp(text, "0") == 0;
+    if (!text) {
+        for (int device = 0; device < there; device++) seen.push_back(device);
+        return seen;
+    }
+    while (*text) {
+        char* end;
+        long device = std::strtol(text, &end, 10);
+        if (end == text || device < 0 || device >= there) break;
+        seen.push_back(static_cast<int>(device));
+        text = *end == ',' ? end + 1 : end;
+        if (*end && *end != ',') break;
+    }
+    return seen;
 }
 
 }  // namespace
 
 extern "C" {
 
-int cuInit(unsigned) { return visible() ? SUCCESS : NO_DEVICE; }
+int cuInit(unsigned) { return visible().empty() ? NO_DEVICE : SUCCESS; }
 
 int cuDriverGetVersion(int* version) {
     *version = 13000;
@@ -30,14 +47,25 @@ int cuDriverGetVersion(int* version) {
 }
 
 int cuDeviceGetCount(int* count) {
-    *count = visible() ? 1 : 0;
+    *count = static_cast<int>(visible().size());
     return SUCCESS;
 }
 
 int cuDeviceGet(int* device, int ordinal) {
-    *device = 0;
-    return ordinal == 0 && visible() ? SUCCESS : INVALID_DEVICE;
+    std::vector<int> seen = visible();
+    if (ordinal < 0 || ordinal >= static_cast<int>(seen.size())) return INVALID_DEVICE;
+    *device = seen[static_cast<size_t>(ordinal)];
+    return SUCCESS;
 }
+
+int cuDeviceGetUuid(void* uuid, int device) {
+    char text[16] = "software GPU";
+    text[15] = static_cast<char>(device);
+    std::memcpy(uuid, text, sizeof text);
+    return SUCCESS;
+}
+
+int cuDeviceGetUuid_v2(void* uuid, int device) { return cuDeviceGetUuid(uuid, device); }
 
 int cuDeviceGetName(char* name, int length, int) {
     std::snprintf(name, static_cast<size_t>(length), "software CUDA driver");

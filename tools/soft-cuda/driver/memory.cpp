@@ -488,7 +488,7 @@ int cuMemPoolCreate(void** pool, const void* description) {
     };
     auto wanted = static_cast<const Description*>(description);
     // 1: page-locked memory, and memory of a device.
-    if (wanted->type != 1 || wanted->location != 1 || wanted->device != 0)
+    if (wanted->type != 1 || wanted->location != 1 || wanted->device < 0)
         return refuse(INVALID_VALUE, "cuMemPoolCreate: type %d, location %d, device %d", wanted->type, wanted->location,
                       wanted->device);
     Pool* made = new Pool;

@@ -6,17 +6,20 @@ use super::outer::{OUTER, rank_of};
 use super::pass::{Totals, evaluate, evaluate_part};
 use super::publish::{Publish, publish};
 use super::reduce::{Exchange, OwnSum};
+use super::squares;
 use super::step::Engine;
 use super::window::teams;
 use crate::base::{Error, Result};
-use crate::comm::{Collective, Patience, QUANTUM, World, part_of};
+use crate::comm::{Collective, Patience, World, part_of};
 use crate::data::Batch;
 use crate::model::Sequence;
+use crate::ops::step::FoundInf;
 use crate::ops::step_stats::{StepStats, StepSums};
+use crate::ops::transfer::Copier;
 use crate::ops::{master, step, update};
 use crate::optim::{Optimizer, PartUpdate, range_of_part};
 use candle_core::{DType, Device, Tensor};
-use half::bf16;
+use half::{bf16, f16};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -41,37 +44,16 @@ impl<'a> Divided<'a> {
         Self { comm, sums }
     }
 
-    /// Adds the squares of all gradients to `step_stats`, with the bits of one rank: every rank gets the sums of all runs
-    /// of elements and adds them in their order.
+    /// Adds the squares of all gradients to `step_stats`, with the bits of one rank.
     pub(super) fn add_squares(&self, step_stats: &StepStats) -> Result<()> {
-        let (rank, size) = (self.comm.world().rank, self.comm.world().size);
-        let mut own = Vec::new();
-        for sum in &self.sums {
-            own.extend(update::squares_of_chunks(&sum.sum)?);
-        }
-        let part = |sum: &OwnSum, rank| part_of(&sum.param.name, sum.elements(), rank, size);
-        let chunks = |rank| -> usize { self.sums.iter().map(|s| part(s, rank).len().div_ceil(QUANTUM)).sum() };
-        let lengths: Vec<usize> = (0..size).map(chunks).collect();
-        debug_assert_eq!(own.len(), lengths[rank]);
-        let lists = self.comm.gather(self.sums.len() as u64, own, lengths).wait()?;
-        let mut rest: Vec<&[f32]> = lists.iter().map(Vec::as_slice).collect();
-        for sum in &self.sums {
-            let mut all = vec![0f32; sum.elements().div_ceil(QUANTUM)];
-            for (rank, rest) in rest.iter_mut().enumerate() {
-                let range = part(sum, rank);
-                let (found, after) = rest.split_at(range.len().div_ceil(QUANTUM));
-                let first = range.start / QUANTUM;
-                if !found.is_empty() {
-                    all[first..first + found.len()].copy_from_slice(found);
-                }
-                *rest = after;
-            }
-            step_stats.add(StepSums {
-                squares: update::sum_of_chunks(&all),
-                ..StepSums::default()
-            });
-        }
-        Ok(())
+        squares::add(self.comm, &self.sums, step_stats)
+    }
+
+    /// Multiplies all sums by `factor`.
+    pub(super) fn scale(&self, factor: f32) -> Result<()> {
+        self.sums
+            .iter()
+            .try_for_each(|sum| update::scale_assign(&sum.sum, factor))
     }
 
     /// Names of gradients that are not finite on one of the ranks, sorted. Every rank must call it.
@@ -88,26 +70,31 @@ impl<'a> Divided<'a> {
         Ok(names.into_iter().map(str::to_string).collect())
     }
 
-    /// Updates every weight: each rank its part, with the sums times `coefficient`.
-    pub(super) fn update(mut self, optimizer: &mut Optimizer, lr: f64, coefficient: f32) -> Result<()> {
+    /// Updates every weight: each rank its part, with the sums times `coefficient`; `gate` can disable it.
+    pub(super) fn update(mut self, optimizer: &mut Optimizer, lr: f64, coefficient: f32, gate: FoundInf) -> Result<()> {
         // What is stored in parts is not sent: it is collected before its next use.
         let stored = self.sums.extract_if(.., |sum| sum.is_stored_in_parts());
         for sum in stored {
-            update(optimizer, &sum, lr, coefficient)?;
+            update(optimizer, &[sum], lr, coefficient, gate)?;
+        }
+        let on_gpu = self.sums.iter().any(|sum| !sum.sum.device().is_cpu());
+        if on_gpu {
+            // In one launch. A CPU updates a parameter while the one before it travels.
+            update(optimizer, &self.sums, lr, coefficient, gate)?;
         }
         let name = |sum: &OwnSum| (sum.param.name.clone(), sum.elements());
         let items: Vec<(Arc<str>, usize)> = self.sums.iter().map(name).collect();
         let is_bf16 = |sum: &OwnSum| sum.param.tensor.dtype() == DType::BF16;
         let mut updating = Updating {
             bf16: self.sums.iter().map(is_bf16).collect(),
-            sums: self.sums.into_iter().map(Some).collect(),
-            weights: Vec::new(),
+            weights: self.sums.iter().map(|sum| sum.param.tensor.clone()).collect(),
+            sums: self.sums.into_iter().map(|sum| (!on_gpu).then_some(sum)).collect(),
             names: &items,
             optimizer,
             lr,
             coefficient,
+            gate,
         };
-        updating.weights.reserve(items.len());
         publish(self.comm, &items, &mut updating)
     }
 }
@@ -117,19 +104,18 @@ struct Updating<'a> {
     /// `None`: updated.
     sums: Vec<Option<OwnSum>>,
     bf16: Vec<bool>,
-    /// The weights that were updated so far.
     weights: Vec<Tensor>,
     names: &'a [(Arc<str>, usize)],
     optimizer: &'a mut Optimizer,
     lr: f64,
     coefficient: f32,
+    gate: FoundInf<'a>,
 }
 
 impl Publish for Updating<'_> {
     fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
         if let Some(sum) = self.sums[item].take() {
-            update(self.optimizer, &sum, self.lr, self.coefficient)?;
-            self.weights.push(sum.param.tensor);
+            update(self.optimizer, &[sum], self.lr, self.coefficient, self.gate)?;
         }
         if range.is_empty() {
             return Ok(Vec::new());
@@ -146,31 +132,34 @@ impl Publish for Updating<'_> {
     }
 }
 
-fn update(optimizer: &mut Optimizer, sum: &OwnSum, lr: f64, coefficient: f32) -> Result<()> {
-    let part = PartUpdate {
+fn update(optimizer: &mut Optimizer, sums: &[OwnSum], lr: f64, coefficient: f32, gate: FoundInf) -> Result<()> {
+    let parts: Vec<PartUpdate> = sums.iter().map(part).collect();
+    optimizer.update_parts(&parts, lr, coefficient, gate)
+}
+
+fn part(sum: &OwnSum) -> PartUpdate<'_> {
+    PartUpdate {
         name: &sum.param.name,
         weight: &sum.param.tensor,
         shape: &sum.shape,
         range: sum.range.clone(),
         gradient: &sum.sum,
-    };
-    optimizer.update_part(&part, lr, coefficient)
+    }
 }
 
 /// Collects whole low bits.
 struct Low {
-    /// The own parts, i16.
-    own: Vec<Tensor>,
+    own: Vec<Vec<i16>>,
     first: Vec<usize>,
     whole: Vec<Vec<i16>>,
 }
 
 impl Publish for Low {
     fn own(&mut self, item: usize, range: Range<usize>) -> Result<Vec<f32>> {
-        let own = self.own[item].narrow(0, range.start - self.first[item], range.len())?;
-        let values = own.to_vec1::<i16>()?;
-        self.whole[item][range].copy_from_slice(&values);
-        Ok(values.into_iter().map(f32::from).collect())
+        let first = range.start - self.first[item];
+        let values = &self.own[item][first..first + range.len()];
+        self.whole[item][range].copy_from_slice(values);
+        Ok(values.iter().map(|low| f32::from(*low)).collect())
     }
 
     fn put(&mut self, item: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
@@ -206,7 +195,14 @@ pub struct SavedMoment {
 impl Engine {
     /// Joins a job: the ranks share the micro-batches of every step. Gradients and moments are divided if every element is
     /// updated by itself and nothing needs whole gradients. `active`: the active parameters of any step.
-    pub fn join(&mut self, comm: Arc<dyn Collective>, active: &super::Active, exchange: Exchange) {
+    ///
+    /// # Errors
+    /// The copy stream of a GPU cannot be created.
+    pub fn join(&mut self, comm: Arc<dyn Collective>, active: &super::Active, exchange: Exchange) -> Result<()> {
+        let device = &self.network.device;
+        if comm.world().size > 1 && !device.is_cpu() {
+            self.copier = Some(Copier::new(device)?);
+        }
         self.divided = divides(
             comm.world().size,
             self.optimizer.can_divide(),
@@ -215,6 +211,7 @@ impl Engine {
         );
         self.comm = comm;
         self.exchange = exchange;
+        Ok(())
     }
 
     /// The place of the ranks that share a micro-batch with this one, among all groups of ranks.
@@ -257,7 +254,8 @@ impl Engine {
         let (mut own, mut first) = (Vec::new(), Vec::new());
         for name in &names {
             let n = self.elements(name)?;
-            own.extend(self.optimizer.low_part(name).cloned());
+            let low = self.optimizer.low_part(name);
+            own.push(low.map(|low| low.to_vec1()).transpose()?.unwrap_or_default());
             first.push(part_of(name, n, world.rank, world.size).start);
             items.push((Arc::from(name.as_str()), n));
         }
@@ -321,14 +319,16 @@ impl Engine {
             let MomentValues::F32(low) = values else {
                 return Ok(());
             };
-            let high = weight.narrow(0, at, low.len())?.to_vec1::<bf16>()?;
+            let high = update::to_f32_vec(&weight.narrow(0, at, low.len())?)?;
             at += low.len();
-            let pairs = high.iter().zip(low);
-            sink(
-                &pairs
-                    .map(|(h, l)| master::join(*h, *l as i16 as u16))
-                    .collect::<Vec<_>>(),
-            )
+            let join = |(high, low): (&f32, &f32)| {
+                let low = *low as i16 as u16;
+                match weight.dtype() {
+                    DType::F16 => master::join_f16(f16::from_f32(*high), low),
+                    _ => master::join(bf16::from_f32(*high), low),
+                }
+            };
+            sink(&high.iter().zip(low).map(join).collect::<Vec<_>>())
         })
     }
 
@@ -351,8 +351,12 @@ impl Engine {
         if tensor.elem_count() < range.end {
             return Err(Error::format("an optimizer state has the wrong size").at(name));
         }
-        // A copy, so that the rest is freed.
-        Ok(tensor.flatten_all()?.narrow(0, range.start, range.len())?.copy()?)
+        let own = tensor.flatten_all()?.narrow(0, range.start, range.len())?;
+        if range.is_empty() {
+            return update::zeros(0, own.dtype(), own.device());
+        }
+        // A copy of these elements alone, so that the rest is freed.
+        Ok(own.force_contiguous()?)
     }
 
     /// The tensors of all optimizer states, in the order of a checkpoint.
@@ -488,7 +492,7 @@ impl Engine {
         let world = self.comm.world();
         let (mut parts, mut lengths) = (vec![Vec::new(); world.size], vec![0; world.size]);
         if world.rank == owner {
-            parts[0] = values()?.to_dtype(DType::F32)?.to_vec1()?;
+            parts[0] = numbers(&values()?)?;
         }
         if world.is_root() {
             lengths[owner] = count;
@@ -512,9 +516,17 @@ pub fn divides(ranks: usize, by_element: bool, masked: bool, hook: bool) -> bool
     ranks > 1 && by_element && !masked && !hook
 }
 
+/// The numbers of a moment, also of its codes.
+fn numbers(values: &Tensor) -> Result<Vec<f32>> {
+    match values.dtype() {
+        DType::U8 => Ok(update::to_bytes(values)?.into_iter().map(f32::from).collect()),
+        _ => update::to_f32_vec(values),
+    }
+}
+
 fn give(values: &Tensor, sink: &mut MomentSink) -> Result<()> {
     match values.dtype() {
-        DType::U8 => sink(MomentValues::U8(&values.to_vec1::<u8>()?)),
+        DType::U8 => sink(MomentValues::U8(&update::to_bytes(values)?)),
         _ => sink(MomentValues::F32(&update::to_f32_vec(values)?)),
     }
 }

@@ -12,6 +12,7 @@ pub mod pass;
 mod publish;
 mod reduce;
 pub mod sinks;
+mod squares;
 pub mod step;
 mod strategy;
 pub mod window;
@@ -23,7 +24,7 @@ pub use hook::StepHook;
 pub use loss_scale::{LossScale, LossScaleConfig};
 pub use outer::{OuterConfig, outer_bytes};
 pub use pass::{Pass, Totals, evaluate};
-pub use reduce::{Exchange, Updated, corrected_bytes, exchange_bytes, sent_bytes};
+pub use reduce::{Exchange, Updated, corrected_bytes, exchange_bytes, leaving_bytes, sent_bytes};
 pub use step::{Engine, Gradients, QueuedStep, StepReport};
 pub use strategy::StepStrategy;
 

@@ -202,7 +202,7 @@ impl Engine {
     fn average_group(&mut self, outer: &mut Outer, names: &[Arc<str>]) -> Result<()> {
         let comm = self.comm.clone();
         let size = comm.world().size;
-        let mut sum = Reduce::new(&*comm, false);
+        let mut sum = Reduce::new(&*comm, None, false);
         sum.begin_round(size);
         for name in names {
             let tensor = self.network.param(name)?.tensor;
@@ -247,10 +247,10 @@ impl Engine {
         };
         let mu = outer.config.proximal as f32;
         let of = |(name, start): (&Arc<str>, &Vec<f32>)| {
-            let shape = self.network.param(name)?.tensor.dims().to_vec();
+            let weight = self.network.param(name)?.tensor;
             let now = self.exact_here(name)?;
             let pull: Vec<f32> = now.iter().zip(start).map(|(w, start)| mu * (w - start)).collect();
-            Ok((name.clone(), Tensor::from_vec(pull, shape, &Device::Cpu)?))
+            Ok((name.clone(), Tensor::from_vec(pull, weight.dims(), weight.device())?))
         };
         outer.start.iter().map(of).collect()
     }

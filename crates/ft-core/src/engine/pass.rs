@@ -154,6 +154,9 @@ pub struct Pass<'a> {
     pub comm: &'a dyn Collective,
     /// Each rank has gradients of its own micro-batches only, divided by their weight.
     pub apart: bool,
+    /// On a GPU too the losses of each micro-batch are summed by themselves, then in the order of the micro-batches: the sums
+    /// are on the host at the end.
+    pub ordered: bool,
     /// Ranks that share one micro-batch.
     pub sequence: SequenceConfig,
 }
@@ -181,6 +184,7 @@ impl<'a> Pass<'a> {
             loss_scale: 1.0,
             comm: &*ALONE,
             apart: false,
+            ordered: false,
             sequence: SequenceConfig::default(),
         }
     }
@@ -220,7 +224,8 @@ impl<'a> Pass<'a> {
         for index in &filled {
             totals.count(&batches[*index], self.objective);
         }
-        let mut reports = Vec::new();
+        let on_host = self.step_stats.known().is_some();
+        let (mut reports, mut sums) = (Vec::new(), Vec::new());
         let phase = progress::part("micro-batch", rounds.len());
         for (done, round) in rounds.iter().enumerate() {
             phase.set(done as u64);
@@ -248,9 +253,10 @@ impl<'a> Pass<'a> {
                 ctx.shared.watch_routers(RouterTally::new(routers.losses, share));
             }
             sink.begin_round(round.contributors * self.sequence.ranks);
-            // On a GPU the sums of the window stay on the device.
-            let on_host = self.step_stats.known().is_some();
-            let own = on_host.then(|| StepStats::new(&self.network.device)).transpose()?;
+            // Else the sums of the window stay on the GPU.
+            let own = (on_host || self.ordered)
+                .then(|| StepStats::new(&self.network.device))
+                .transpose()?;
             let step_stats = own.as_ref().unwrap_or(self.step_stats);
             let _span = trace::numbered("micro-batch", round.micro);
             let batch = part.as_ref().unwrap_or(batch);
@@ -259,20 +265,28 @@ impl<'a> Pass<'a> {
             let routed = ctx.shared.take_routers();
             let report = MicroReport {
                 micro,
-                sums: own.and_then(|sums| sums.known()).unwrap_or_default(),
+                sums: StepSums::default(),
                 means: window::take_means(self.objective),
                 routers: routed.map(|tally| tally.numbers()).unwrap_or_default(),
             };
             if round.counts {
                 reports.push(report);
+                sums.push(own.map(|own| own.start_reading()).transpose()?);
             }
         }
+        for (report, sums) in reports.iter_mut().zip(sums) {
+            report.sums = sums.map_or(Ok(StepSums::default()), |sums| sums.wait())?;
+        }
+        let mut all = StepSums::default();
         for report in window::all(self.comm, reports)? {
-            self.step_stats.add(report.sums);
+            all = all.plus(report.sums);
             report.put_back(self.objective);
             if let Some(routers) = self.routers {
                 routers.add_numbers(&report.routers);
             }
+        }
+        if on_host || self.ordered {
+            self.step_stats.set_losses(all)?;
         }
         Ok(totals)
     }

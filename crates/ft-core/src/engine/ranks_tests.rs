@@ -53,6 +53,7 @@ pub(super) const FULL: Case = Case {
     max_grad_norm: 0.5,
     saved_layers: 0,
     exchange: Exchange {
+        ordered: false,
         bf16: false,
         window: false,
     },
@@ -111,7 +112,7 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
     engine.max_grad_norm = case.max_grad_norm;
     // Ranks draw the noise of their micro-batches only.
     engine.neftune_noise_alpha = 5.0;
-    engine.join(comm, &active, case.exchange);
+    engine.join(comm, &active, case.exchange).unwrap();
     (engine, active)
 }
 
@@ -299,7 +300,11 @@ fn other_exchanges_have_nearly_the_numbers_of_one_rank() {
     let want = numbers(&train(FULL, Arc::new(Alone::default())).unwrap());
     for (bf16, window, error) in [(true, false, 2e-3), (false, true, 1e-5)] {
         let case = Case {
-            exchange: Exchange { bf16, window },
+            exchange: Exchange {
+                bf16,
+                window,
+                ..Exchange::default()
+            },
             ..FULL
         };
         let of = |size| threads::run(size, |comm| train(case, comm).unwrap());
@@ -424,7 +429,11 @@ impl Collective for Counting {
 
 #[test]
 fn a_step_sends_the_bytes_that_the_plan_says() {
-    let bf16 = |window| Exchange { bf16: true, window };
+    let bf16 = |window| Exchange {
+        bf16: true,
+        window,
+        ..Exchange::default()
+    };
     for (size, micro_batches, exchange) in [(2, 4, bf16(false)), (3, 4, Exchange::default()), (4, 7, bf16(true))] {
         let sent = Arc::new(AtomicU64::new(0));
         let planned = threads::run(size, |comm| {
@@ -448,8 +457,13 @@ fn a_step_sends_the_bytes_that_the_plan_says() {
                 .map(|name| (name, engine.elements(name).unwrap() as u64, bf16));
             let corrected = active.corrected();
             let corrected = corrected.map(|name| (name, engine.elements(name).unwrap() as u64));
-            sent_bytes(sizes, micro_batches.into(), place, (engine.is_divided(), exchange))
-                + corrected_bytes(corrected, micro_batches.into(), place, exchange)
+            sent_bytes(
+                sizes,
+                micro_batches.into(),
+                place,
+                (engine.is_divided(), exchange),
+                false,
+            ) + corrected_bytes(corrected, micro_batches.into(), place, exchange)
         });
         // Of all ranks together, to the byte.
         assert_eq!(4 * sent.load(SeqCst), planned.iter().sum::<u64>(), "{size} ranks");
@@ -517,8 +531,8 @@ fn weights_in_parts_have_the_bits_of_whole_weights() {
     };
     let window = Case {
         exchange: Exchange {
-            bf16: false,
             window: true,
+            ..Exchange::default()
         },
         ..bf16
     };

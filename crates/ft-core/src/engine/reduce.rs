@@ -7,8 +7,9 @@ use super::publish::{Publish, publish};
 use crate::base::Result;
 use crate::comm::{Collective, Pending, QUANTUM, part_of};
 use crate::model::Param;
+use crate::ops::transfer::{Copier, Offloaded};
 use crate::ops::update;
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -18,10 +19,15 @@ use std::sync::Arc;
 pub(super) const BUCKET: usize = 1 << 20;
 /// Buckets under way, beside the one that is filled.
 pub(super) const UNDER_WAY: usize = 2;
+/// Numbers that are on their way from a GPU to the buckets: the GPU computes the next gradients meanwhile.
+const LEAVING: usize = 16 * BUCKET;
 
 /// How the gradients of the ranks are added.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Exchange {
+    /// On one GPU too the gradient of a micro-batch is added to the sum after it is computed, as on several: a product that adds
+    /// to the sum rounds differently. The losses of micro-batches are added in the same way.
+    pub ordered: bool,
     /// Gradients travel as bf16; they are added in f32. The own ones are rounded too, so that the result does not depend
     /// on the number of ranks, if there are at least two.
     pub bf16: bool,
@@ -51,20 +57,29 @@ pub enum Updated {
     Collected,
 }
 
+/// Memory of gradients that are on their way from a GPU to the buckets: on the host, and on the GPU, where whole gradients
+/// wait. `trained` as for `exchange_bytes`; `largest`: elements of the largest gradient.
+pub fn leaving_bytes(trained: u64, largest: u64, ranks: u64) -> (u64, u64) {
+    let of = |most: u64| if ranks < 2 { 0 } else { 4 * trained.min(most) };
+    (of(LEAVING as u64), of(LEAVING as u64 + largest))
+}
+
 /// Bytes that rank `rank` of `size` sends in a step: its gradients in each round of micro-batches, the sums or the new
 /// values of its part, and the sums of squares of its part. `params`: names and elements of the trained parameters.
-/// Collections of layers are not in it.
+/// Collections of layers are not in it. `on_gpu`: the sums of squares are f64.
 pub fn sent_bytes<'a>(
     params: impl Iterator<Item = (&'a str, u64, Updated)>,
     micro_batches: u64,
     (rank, size): (usize, usize),
     (divided, exchange): (bool, Exchange),
+    on_gpu: bool,
 ) -> u64 {
     let rounds = own_rounds(micro_batches, rank, size);
     let rounds = if exchange.window { rounds.min(1) } else { rounds };
     let of = |(name, n, updated): (&str, u64, Updated)| {
         let own = part_of(name, n as usize, rank, size).len() as u64;
         let squares = if divided { own.div_ceil(QUANTUM as u64) } else { 0 };
+        let squares = if on_gpu { 2 * squares } else { squares };
         let gradient = gradient_words(name, n as usize, (rank, size), exchange.bf16);
         let of_piece = |piece: Piece| match updated {
             Updated::Collected => 0,
@@ -195,6 +210,9 @@ struct Bucket {
     elements: usize,
     /// For each rank its part of every piece, one after the other.
     parts: Vec<Vec<f32>>,
+    /// The same on its way from a GPU; then `parts` are empty.
+    leaving: Vec<Vec<Offloaded>>,
+    contributors: usize,
 }
 
 /// A bucket whose numbers are on their way.
@@ -230,11 +248,15 @@ impl OwnSum {
 /// Adds the gradients of all ranks.
 pub(super) struct Reduce<'a> {
     comm: &'a dyn Collective,
+    /// Brings gradients from a GPU.
+    copier: Option<&'a Copier>,
     /// Gradients travel as bf16.
     bf16: bool,
     /// Number of ranks, from rank 0 on, whose micro-batches count in this round.
     contributors: usize,
     bucket: Bucket,
+    /// Full buckets whose numbers are on their way from a GPU.
+    leaving: VecDeque<Bucket>,
     coming: VecDeque<Coming>,
     /// Parameters in the order of their first gradient, with the shape of the gradient.
     params: Vec<(Param, Vec<usize>)>,
@@ -243,12 +265,15 @@ pub(super) struct Reduce<'a> {
 }
 
 impl<'a> Reduce<'a> {
-    pub(super) fn new(comm: &'a dyn Collective, bf16: bool) -> Self {
+    /// `copier`: that of the GPU, if gradients are there.
+    pub(super) fn new(comm: &'a dyn Collective, copier: Option<&'a Copier>, bf16: bool) -> Self {
         Self {
             comm,
+            copier,
             bf16,
             contributors: comm.world().size,
             bucket: Bucket::default(),
+            leaving: VecDeque::new(),
             coming: VecDeque::new(),
             params: Vec::new(),
             sums: BTreeMap::new(),
@@ -271,47 +296,100 @@ impl<'a> Reduce<'a> {
         }
         let flat = gradient.flatten_all()?;
         for piece in Piece::all(&param.name, n, size) {
-            self.bucket.parts.resize(size, Vec::new());
             if rank < self.contributors {
-                for (rank, list) in self.bucket.parts.iter_mut().enumerate() {
-                    let range = piece.range(rank, size);
-                    if !range.is_empty() {
-                        let values = flat.narrow(0, range.start, range.len())?;
-                        update::with_slice(&values, |values| {
-                            if self.bf16 {
-                                pack(values, list);
-                            } else {
-                                list.extend_from_slice(values);
-                            }
-                        })?;
-                    }
-                }
+                self.fill(&piece, &flat)?;
             }
             self.bucket.elements += piece.elements(size);
             self.bucket.pieces.push(piece);
             if self.bucket.elements >= BUCKET {
-                self.flush()?;
+                self.close()?;
             }
         }
         Ok(())
     }
 
+    /// Adds the elements of a piece of a gradient (flat) to the bucket.
+    fn fill(&mut self, piece: &Piece, flat: &Tensor) -> Result<()> {
+        let size = self.comm.world().size;
+        let copier = self.copier.filter(|_| !flat.device().is_cpu());
+        self.bucket.parts.resize(size, Vec::new());
+        self.bucket.leaving.resize_with(size, Vec::new);
+        for rank in 0..size {
+            let range = piece.range(rank, size);
+            if range.is_empty() {
+                continue;
+            }
+            let values = flat.narrow(0, range.start, range.len())?;
+            match copier {
+                Some(copier) => self.bucket.leaving[rank].push(copier.offload(values)?),
+                None => update::with_slice(&values, |values| put(values, self.bf16, &mut self.bucket.parts[rank]))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The bucket is full.
+    fn close(&mut self) -> Result<()> {
+        let mut bucket = std::mem::take(&mut self.bucket);
+        bucket.contributors = self.contributors;
+        if self.copier.is_none() {
+            return self.send(bucket);
+        }
+        self.leaving.push_back(bucket);
+        while self.leaving.iter().map(|bucket| bucket.elements).sum::<usize>() > LEAVING {
+            self.arrive()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the numbers of the oldest bucket that leaves a GPU, and sends them.
+    fn arrive(&mut self) -> Result<()> {
+        let (Some(mut bucket), Some(copier)) = (self.leaving.pop_front(), self.copier) else {
+            return Ok(());
+        };
+        for (runs, list) in std::mem::take(&mut bucket.leaving).into_iter().zip(&mut bucket.parts) {
+            for run in runs {
+                if self.bf16 {
+                    let mut values = Vec::new();
+                    copier.read(run, &mut values)?;
+                    put(&values, true, list);
+                } else {
+                    copier.read(run, list)?;
+                }
+            }
+        }
+        self.send(bucket)
+    }
+
     /// Sends what is in the bucket.
     pub(super) fn flush(&mut self) -> Result<()> {
-        let Bucket { pieces, parts, .. } = std::mem::take(&mut self.bucket);
-        if pieces.is_empty() {
-            return Ok(());
+        if !self.bucket.pieces.is_empty() {
+            self.close()?;
         }
+        while !self.leaving.is_empty() {
+            self.arrive()?;
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, bucket: Bucket) -> Result<()> {
+        let Bucket {
+            pieces,
+            mut parts,
+            contributors,
+            ..
+        } = bucket;
         let world = self.comm.world();
+        parts.resize(world.size, Vec::new());
         let length = |piece: &Piece| words(piece.range(world.rank, world.size).len(), self.bf16);
         let own: usize = pieces.iter().map(length).sum();
         let lengths = (0..world.size)
-            .map(|rank| if rank < self.contributors { own } else { 0 })
+            .map(|rank| if rank < contributors { own } else { 0 })
             .collect();
-        let numbers = self.comm.exchange(key(&pieces, self.contributors), parts, lengths);
+        let numbers = self.comm.exchange(key(&pieces, contributors), parts, lengths);
         self.coming.push_back(Coming {
             pieces,
-            contributors: self.contributors,
+            contributors,
             numbers,
         });
         while self.coming.len() > UNDER_WAY {
@@ -349,8 +427,18 @@ impl<'a> Reduce<'a> {
         Ok(())
     }
 
-    /// The parameters in the order of their first gradient, each with the own part of its sum over the window.
-    pub(super) fn own_sums(mut self) -> Result<Vec<OwnSum>> {
+    /// The parameters in the order of their first gradient, each with the own part of its sum over the window, on the device
+    /// of the parameter.
+    pub(super) fn own_sums(self) -> Result<Vec<OwnSum>> {
+        let mut own = self.host_sums()?;
+        for sum in &mut own {
+            sum.sum = moved(&sum.sum, sum.param.tensor.device())?;
+        }
+        Ok(own)
+    }
+
+    /// As `own_sums`, in host memory.
+    fn host_sums(mut self) -> Result<Vec<OwnSum>> {
         self.flush()?;
         while !self.coming.is_empty() {
             self.receive()?;
@@ -360,7 +448,7 @@ impl<'a> Reduce<'a> {
         for (param, shape) in self.params {
             let range = part_of(&param.name, shape.iter().product(), world.rank, world.size);
             let values = self.sums.remove(&param.name).unwrap_or_default();
-            let sum = Tensor::from_vec(values, range.len(), param.tensor.device())?;
+            let sum = Tensor::from_vec(values, range.len(), &Device::Cpu)?;
             out.push(OwnSum {
                 param,
                 shape,
@@ -374,7 +462,7 @@ impl<'a> Reduce<'a> {
     /// As `own_sums`, but the whole sums (f32, the shape of the gradient), which every rank gets.
     pub(super) fn whole_sums(self) -> Result<Vec<(Param, Tensor)>> {
         let comm = self.comm;
-        let own = self.own_sums()?;
+        let own = self.host_sums()?;
         let items: Vec<_> = own.iter().map(|sum| (sum.param.name.clone(), sum.elements())).collect();
         let mut gathered = Gathered {
             whole: own.iter().map(|sum| vec![0.0; sum.elements()]).collect(),
@@ -384,11 +472,32 @@ impl<'a> Reduce<'a> {
         let mut out = Vec::with_capacity(items.len());
         for (sum, mut values) in gathered.own.into_iter().zip(gathered.whole) {
             update::with_slice(&sum.sum, |own| values[sum.range.clone()].copy_from_slice(own))?;
-            let whole = Tensor::from_vec(values, sum.shape, sum.param.tensor.device())?;
+            let whole = Tensor::from_vec(values, sum.shape, &Device::Cpu)?;
+            let whole = moved(&whole, sum.param.tensor.device())?;
             out.push((sum.param, whole));
         }
         Ok(out)
     }
+}
+
+/// Adds values to a list, as they travel.
+fn put(values: &[f32], bf16: bool, list: &mut Vec<f32>) {
+    if bf16 {
+        pack(values, list);
+    } else {
+        list.extend_from_slice(values);
+    }
+}
+
+/// A tensor of the host on this device.
+fn moved(host: &Tensor, device: &Device) -> Result<Tensor> {
+    if device.is_cpu() {
+        return Ok(host.clone());
+    }
+    // Also without elements, for which a device allocates nothing.
+    let there = update::zeros(host.shape(), DType::F32, device)?;
+    update::with_slice(host, |values| update::set(&there, values))??;
+    Ok(there)
 }
 
 /// Collects whole sums.

@@ -34,8 +34,14 @@ fn train(case: Case, config: SequenceConfig, comm: Arc<dyn Collective>) -> (Vec<
             .names()
             .map(|name| (name, engine.elements(name).unwrap() as u64, Updated::F32));
         let contributions = (filled.len() * config.ranks) as u64;
-        bytes[1] =
-            shared.sum::<u64>() + sent_bytes(sizes, contributions, (rank, size), (engine.is_divided(), case.exchange));
+        bytes[1] = shared.sum::<u64>()
+            + sent_bytes(
+                sizes,
+                contributions,
+                (rank, size),
+                (engine.is_divided(), case.exchange),
+                false,
+            );
     }
     let evaluated = engine.evaluate(&batches(3, 9)[0]).unwrap();
     numbers.push(evaluated.loss_sum);

@@ -8,6 +8,7 @@ use crate::comm::Collective;
 use crate::model::{GradSink, Param};
 use crate::ops::step::FoundInf;
 use crate::ops::step_stats::StepStats;
+use crate::ops::transfer::Copier;
 use crate::ops::{index_subset, update};
 use crate::optim::{Optimizer, Update};
 use crate::source::Sharded;
@@ -85,6 +86,8 @@ pub struct Accumulate<'a> {
     pub corrections: Corrections,
     /// Adds the gradients of all ranks; `None` on one rank.
     reduce: Option<Reduce<'a>>,
+    /// As `Exchange::ordered`.
+    ordered: bool,
     /// The sums of the part of this rank.
     divided: Option<Divided<'a>>,
     /// The sums of the own micro-batches travel, once.
@@ -97,16 +100,32 @@ pub struct Accumulate<'a> {
 
 /// The ranks whose micro-batches are computed at the same time.
 struct Round<'a> {
-    comm: &'a dyn Collective,
-    bf16: bool,
+    among: Among<'a>,
     /// Number of ranks, from rank 0 on, whose gradients count.
     contributors: usize,
+}
+
+/// The ranks that add their gradients, and how.
+#[derive(Clone, Copy)]
+pub struct Among<'a> {
+    /// The ranks.
+    pub comm: &'a dyn Collective,
+    /// How they add gradients.
+    pub exchange: Exchange,
+    /// Brings gradients to the host, if they are on a GPU.
+    pub copier: Option<&'a Copier>,
+}
+
+impl<'a> Among<'a> {
+    fn reduce(self) -> Reduce<'a> {
+        Reduce::new(self.comm, self.copier, self.exchange.bf16)
+    }
 }
 
 impl Round<'_> {
     /// The sum of the gradients of a parameter over the round.
     fn sum(&self, param: &Param, gradient: &Tensor) -> Result<Tensor> {
-        let mut reduce = Reduce::new(self.comm, self.bf16);
+        let mut reduce = self.among.reduce();
         reduce.begin_round(self.contributors);
         reduce.take(param, gradient)?;
         let sum = reduce.whole_sums()?.pop();
@@ -131,13 +150,12 @@ impl<'a> Accumulate<'a> {
         active: &'a Active,
         optimizer: &'a mut Optimizer,
         lr: f64,
-        (comm, exchange): (&'a dyn Collective, Exchange),
+        among: Among<'a>,
         sharded: Option<&'a Sharded>,
     ) -> Self {
-        let world = comm.world();
+        let (world, exchange) = (among.comm.world(), among.exchange);
         let round = Round {
-            comm,
-            bf16: exchange.bf16,
+            among,
             contributors: world.size,
         };
         let window = OwnWindow {
@@ -152,7 +170,8 @@ impl<'a> Accumulate<'a> {
             sums: BTreeMap::new(),
             order: Vec::new(),
             corrections: Corrections::default(),
-            reduce: (world.size > 1).then(|| Reduce::new(comm, exchange.bf16)),
+            reduce: (world.size > 1).then(|| among.reduce()),
+            ordered: exchange.ordered,
             divided: None,
             window: (world.size > 1 && exchange.window).then_some(window),
             round: (world.size > 1).then_some(round),
@@ -178,7 +197,9 @@ impl<'a> Accumulate<'a> {
             }
         }
         if divided {
-            self.divided = Some(Divided::new(comm, reduce.own_sums()?));
+            let sums = reduce.own_sums()?;
+            self.order = sums.iter().map(|sum| sum.param.name.clone()).collect();
+            self.divided = Some(Divided::new(comm, sums));
             return Ok(());
         }
         for (param, sum) in reduce.whole_sums()? {
@@ -214,6 +235,9 @@ impl<'a> Accumulate<'a> {
 
     /// Multiplies all accumulated gradients by `factor`.
     pub fn scale(&self, factor: f32) -> Result<()> {
+        if let Some(divided) = &self.divided {
+            return divided.scale(factor);
+        }
         let mut gradients = self.sums.values();
         gradients.try_for_each(|(_, gradient)| update::scale_assign(gradient, factor))
     }
@@ -236,7 +260,7 @@ impl<'a> Accumulate<'a> {
     pub fn update(&mut self, coefficient: f32, gate: FoundInf) -> Result<()> {
         let _span = trace::span("update");
         if let Some(divided) = self.divided.take() {
-            return divided.update(self.optimizer, self.lr, coefficient);
+            return divided.update(self.optimizer, self.lr, coefficient, gate);
         }
         if self.active.is_masked() {
             // One after the other: each update copies a part of its weight.
@@ -307,7 +331,7 @@ impl GradSink for Accumulate<'_> {
     /// that adds it to the sum. On the CPU this would be no faster, and would change the order of the sums.
     fn sum(&self, name: &str) -> Option<Tensor> {
         let (_, sum) = self.sums.get(name)?;
-        (sum.device().is_cuda() && !self.active.is_masked()).then(|| sum.clone())
+        (sum.device().is_cuda() && !self.active.is_masked() && !self.ordered).then(|| sum.clone())
     }
 
     fn begin_round(&mut self, contributors: usize) {

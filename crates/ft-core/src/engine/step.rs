@@ -7,7 +7,7 @@ use super::loss_scale::LossScale;
 use super::outer::Outer;
 use super::pass::{self, Pass, Totals};
 use super::reduce::Exchange;
-use super::sinks::{Accumulate, Corrections, FusedUpdate, Norm};
+use super::sinks::{Accumulate, Among, Corrections, FusedUpdate, Norm};
 use super::strategy::StepStrategy;
 use crate::base::{Error, ErrorKind, Result};
 use crate::comm::{Alone, Collective};
@@ -82,6 +82,8 @@ pub struct Engine {
     pub(super) divided: bool,
     /// How the gradients of the ranks are added.
     pub(super) exchange: Exchange,
+    /// Brings gradients to the host, if several ranks have GPUs.
+    pub(super) copier: Option<Copier>,
     /// The ranks train alone between averages.
     pub(super) outer: Option<Outer>,
 }
@@ -203,6 +205,7 @@ impl Engine {
             comm: Arc::new(Alone::default()),
             divided: false,
             exchange: Exchange::default(),
+            copier: None,
             outer: None,
         })
     }
@@ -356,6 +359,7 @@ impl Engine {
             loss_scale: scale,
             comm: &*self.comm,
             apart: self.outer.is_some(),
+            ordered: several || self.exchange.ordered && gradients == Gradients::Keep,
             sequence: self.sequence,
             ..Pass::new(network, self.objective.as_ref(), active, &step_stats)
         };
@@ -366,8 +370,13 @@ impl Engine {
                 step_stats.follow(earlier)?;
                 let alone = Alone::default();
                 let comm: &dyn Collective = if self.outer.is_some() { &alone } else { &*self.comm };
-                let (how, pull) = ((comm, self.exchange), self.proximal()?);
-                let mut sink = Accumulate::new(active, &mut self.optimizer, lr, how, self.store.sharded());
+                let pull = self.proximal()?;
+                let among = Among {
+                    comm,
+                    exchange: self.exchange,
+                    copier: self.copier.as_ref(),
+                };
+                let mut sink = Accumulate::new(active, &mut self.optimizer, lr, among, self.store.sharded());
                 let totals = pass.window(batches, &mut sink)?;
                 sink.complete(comm, self.divided)?;
                 sink.add(&pull)?;

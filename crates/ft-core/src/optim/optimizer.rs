@@ -183,6 +183,7 @@ impl Optimizer {
                 lr: lr * self.rate(u.name),
                 weight_decay: if vector { 0.0 } else { self.settings.weight_decay },
                 step: state.step,
+                begin: 0,
             });
         }
         step::step_gated(state::rule(&self.settings), &items, coefficient, gate).map_err(|e| match updates {
@@ -222,6 +223,7 @@ impl Optimizer {
             lr,
             weight_decay: 0.0,
             step: 1,
+            begin: 0,
         };
         let rule = if sign { Rule::Sign } else { Rule::Sgd { momentum: 0.0 } };
         step::step_gated(rule, &[item], 1.0, gate).map_err(|e| e.or_at(name))

@@ -165,6 +165,23 @@ pub(crate) fn compute(device: &CudaDevice) -> Result<(i32, i32)> {
         .map_err(driver("querying the GPU's capabilities"))
 }
 
+/// Returns the name that the driver reports.
+pub(crate) fn name(device: &CudaDevice) -> Result<String> {
+    let context = device.cuda_stream().context().clone();
+    context.name().map_err(driver("querying the GPU name"))
+}
+
+/// Returns the identifiers of all GPUs, by ordinal, without a context on them.
+pub(crate) fn identities() -> Result<Vec<String>> {
+    let count = CudaContext::device_count().map_err(driver("counting the GPUs"))?;
+    let of = |ordinal| {
+        let uuid = result::device::get(ordinal).and_then(result::device::get_uuid);
+        let uuid = uuid.map_err(driver("identifying a GPU"))?;
+        Ok(uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect())
+    };
+    (0..count).map(of).collect()
+}
+
 /// Returns every GPU, by ordinal.
 pub(crate) fn all() -> Result<Vec<Gpu>> {
     let count = CudaContext::device_count().map_err(driver("counting the GPUs"))?;

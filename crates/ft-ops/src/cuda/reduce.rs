@@ -1,8 +1,8 @@
 //! Sums of squares, and counts of non-finite elements, over many tensors in one launch.
 
-use super::memory::read;
+use super::memory::{read, write};
 use super::{Arg, FloatType, Gpu, Grid, address, address_of, aligned};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
 
 /// Elements per block, as in `cuda/many.cuh`.
@@ -53,6 +53,13 @@ fn table(tensors: &[&Tensor]) -> Result<(Vec<u8>, usize, &'static str)> {
 /// the sum of each share, f64.
 fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> Result<Tensor> {
     let gpu = Gpu::of(total, "a total")?;
+    let partial = shares(&gpu, kernel, tensors)?;
+    totals(&gpu, &partial, total, add)?;
+    Ok(partial)
+}
+
+/// The sum of `kernel` over each share of the tensors, f64.
+fn shares(gpu: &Gpu, kernel: &'static str, tensors: &[&Tensor]) -> Result<Tensor> {
     let tensors: Vec<&Tensor> = tensors.iter().copied().filter(|t| t.elem_count() > 0).collect();
     let (table, shares, module) = table(&tensors)?;
     let parts = gpu.upload_bytes(&table)?;
@@ -65,7 +72,6 @@ fn run(kernel: &'static str, tensors: &[&Tensor], total: &Tensor, add: bool) -> 
     // SAFETY: the table describes the tensors, which live until the launch is queued; `partial` has one element per
     // share.
     unsafe { gpu.launch("reduce", [kernel, module], Grid::line(shares, 256), &args)? };
-    totals(&gpu, &partial, total, add)?;
     Ok(partial)
 }
 
@@ -110,6 +116,24 @@ pub(crate) fn all_finite(t: &Tensor) -> Result<bool> {
 /// share for `non_finite`.
 pub(crate) fn add_squares(tensors: &[&Tensor], total: &Tensor) -> Result<Tensor> {
     run("sum_squares", tensors, total, true)
+}
+
+/// Returns the sums of the squares of the shares of tensors, one tensor after the other. Synchronizes with the GPU.
+pub(crate) fn squares_of_shares(tensors: &[&Tensor], device: &Device) -> Result<Vec<f64>> {
+    read(
+        &shares(&Gpu::on(device)?, "sum_squares", tensors)?,
+        "sums of squares",
+        DType::F64,
+    )
+}
+
+/// As `add_squares`, with sums of shares that are known.
+pub(crate) fn add_shares(sums: &[f64], total: &Tensor) -> Result<Tensor> {
+    let gpu = Gpu::of(total, "a total")?;
+    let partial = gpu.empty(sums.len(), DType::F64)?;
+    write(&partial, "partial sums", DType::F64, sums)?;
+    totals(&gpu, &partial, total, true)?;
+    Ok(partial)
 }
 
 /// Returns the indices of the tensors, of these sizes, whose squares were not finite. Synchronizes with the GPU.

@@ -100,7 +100,7 @@ fn launch(
 ) -> Result<()> {
     let (kernel, [b1, b2, eps], moments) = plan(rule)?;
     let mut shares = Shares::default();
-    let mut table = Vec::with_capacity(80 * items.len());
+    let mut table = Vec::with_capacity(88 * items.len());
     let mut count = 0;
     for item in items.iter().filter(|item| item.weight.elem_count() > 0) {
         let own = numbers(rule, item);
@@ -219,6 +219,7 @@ fn entry(
     }
     table.extend(key.to_ne_bytes());
     table.extend((n as i64).to_ne_bytes());
+    table.extend((item.begin as i64).to_ne_bytes());
     table.extend(shares.next(n)?.to_ne_bytes());
     table.extend(form.to_ne_bytes());
     Ok(())

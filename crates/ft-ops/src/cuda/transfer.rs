@@ -273,6 +273,22 @@ impl Copier {
         Ok(())
     }
 
+    /// Waits for an offloaded f32 tensor, and adds its elements to the list.
+    pub(crate) fn read(&self, mut offloaded: Offloaded, list: &mut Vec<f32>) -> Result<()> {
+        offloaded.done.synchronize().map_err(failed)?;
+        let len = offloaded.shape.iter().product::<usize>() * offloaded.dtype.size_in_bytes();
+        if offloaded.dtype != DType::F32 {
+            return Err(Error::internal("a tensor was read as another type").found(offloaded.dtype.as_str()));
+        }
+        let Some(host) = offloaded.host.take() else {
+            return Err(Error::internal("an offloaded tensor was fetched twice"));
+        };
+        let (values, _) = host.as_slice().map_err(failed)?[..len].as_chunks();
+        list.extend(values.iter().map(|value| f32::from_ne_bytes(*value)));
+        lock(&self.free).entry(host.len()).or_default().push(host);
+        Ok(())
+    }
+
     /// Starts the copy of an offloaded tensor back to the GPU.
     pub(crate) fn fetch(&self, mut offloaded: Offloaded) -> Result<Arriving> {
         self.release(&mut offloaded)?;

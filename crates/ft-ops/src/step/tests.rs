@@ -72,6 +72,7 @@ fn run(rule: Rule, int8: bool, kind: PrecisionCase, steps: u64, lr: f64, decay: 
             lr,
             weight_decay: decay,
             step: step_number,
+            begin: 0,
         };
         step(rule, &[item], 0.7).unwrap();
     }
@@ -184,6 +185,7 @@ fn halves_are_the_master_bit_for_bit() {
                         lr: 1e-4,
                         weight_decay: 0.0,
                         step: number,
+                        begin: 0,
                     }
                 };
                 // One list: parameters do not affect each other.
@@ -296,6 +298,7 @@ fn what_does_not_fit_is_refused() {
         lr: 0.1,
         weight_decay: 0.0,
         step: 1,
+        begin: 0,
     };
     let rule = Rule::Sgd { momentum: 0.9 };
     step(rule, &[item(&weight, &gradient, Some(&right))], 1.0).unwrap();

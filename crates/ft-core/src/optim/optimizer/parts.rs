@@ -4,7 +4,7 @@
 use super::super::state::{self, State};
 use super::{Optimizer, Rounding, UpdateTensors};
 use crate::base::{Error, Result};
-use crate::ops::step::{self, BLOCK, ParameterStep};
+use crate::ops::step::{self, BLOCK, FoundInf, ParameterStep};
 use crate::ops::update;
 use crate::optim::config::{Master, OptimizerName};
 use candle_core::{DType, Tensor};
@@ -14,7 +14,7 @@ use std::ops::Range;
 pub struct PartUpdate<'a> {
     /// Name of the parameter: the key of its state.
     pub name: &'a str,
-    /// f32 or bf16: the whole weight of n elements, of which only `range` is updated, or this range alone. In place.
+    /// f32, bf16 or f16: the whole weight of n elements, of which only `range` is updated, or this range alone. In place.
     pub weight: &'a Tensor,
     /// Sizes of the dimensions of the whole weight.
     pub shape: &'a [usize],
@@ -33,7 +33,7 @@ pub fn range_of_part(part: &str, elements: &Range<usize>) -> Range<usize> {
     }
 }
 
-/// A view of some elements of a tensor on the CPU, flat.
+/// A view of some elements of a tensor, flat.
 ///
 /// # Errors
 /// The tensor is not contiguous.
@@ -51,12 +51,42 @@ impl Optimizer {
         self.settings.name != OptimizerName::Adafactor
     }
 
-    /// Updates a part of a parameter with its gradient times `coefficient`. Every rank calls it for every parameter, also
-    /// if its part is empty, so that the counts of updates are equal.
+    /// Updates parts of parameters with their gradients times `coefficient`; `gate` can disable it. Every rank calls it for
+    /// every parameter, also if its part is empty, so that the counts of updates are equal.
     ///
     /// # Errors
-    /// A gradient of another size than the part (`Shape`); a state of another size; a weight that is neither f32 nor bf16.
-    pub fn update_part(&mut self, part: &PartUpdate, lr: f64, coefficient: f32) -> Result<()> {
+    /// A gradient of another size than its part (`Shape`); a state of another size; a weight that is neither f32 nor bf16.
+    pub fn update_parts(&mut self, parts: &[PartUpdate], lr: f64, coefficient: f32, gate: FoundInf) -> Result<()> {
+        let mut tensors = Vec::with_capacity(parts.len());
+        for part in parts {
+            tensors.push(self.own_tensors(part)?);
+        }
+        let mut items = Vec::with_capacity(parts.len());
+        for (part, tensors) in parts.iter().zip(&tensors) {
+            let Some(state) = self.states.get(part.name).filter(|_| !part.range.is_empty()) else {
+                continue;
+            };
+            let vector = crate::source::is_vector(part.name, part.shape.len());
+            items.push(ParameterStep {
+                weight: &tensors.weight,
+                precision: tensors.precision(),
+                gradient: part.gradient,
+                first: state.first.as_ref(),
+                second: state.second.as_ref(),
+                lr: lr * self.rate(part.name),
+                weight_decay: if vector { 0.0 } else { self.settings.weight_decay },
+                step: state.step,
+                begin: part.range.start,
+            });
+        }
+        step::step_gated(state::rule(&self.settings), &items, coefficient, gate).map_err(|e| match parts {
+            [one] => e.or_at(one.name),
+            _ => e,
+        })
+    }
+
+    /// The tensors of a part during its update, which is counted.
+    fn own_tensors(&mut self, part: &PartUpdate) -> Result<UpdateTensors> {
         let PartUpdate {
             name,
             weight,
@@ -83,9 +113,13 @@ impl Optimizer {
         };
         let own = view(weight, name, &(first..first + range.len()))?;
         self.cut_low(name, range)?;
-        if weight.dtype() == DType::BF16 && self.settings.master == Master::F32 && !self.low_parts.contains_key(name) {
-            let zeros = update::zeros(range.len(), DType::I16, weight.device())?;
-            self.low_parts.insert(name.to_string(), zeros);
+        let short = matches!(weight.dtype(), DType::BF16 | DType::F16);
+        if short && self.settings.master == Master::F32 {
+            let low = match self.low_parts.remove(name) {
+                Some(low) => low.to_device(weight.device())?,
+                None => update::zeros(range.len(), DType::I16, weight.device())?,
+            };
+            self.low_parts.insert(name.to_string(), low);
         }
         let tensors = match self.low_parts.get(name) {
             Some(low) => UpdateTensors {
@@ -98,26 +132,11 @@ impl Optimizer {
                 ..self.tensors_for(name, weight, None)?
             },
         };
-        let (now, rate) = (self.now, self.rate(name));
-        let Some(state) = self.states.get_mut(name) else {
-            return Ok(());
-        };
-        (state.step, state.updated) = (state.step + 1, now);
-        if range.is_empty() {
-            return Ok(());
+        let now = self.now;
+        if let Some(state) = self.states.get_mut(name) {
+            (state.step, state.updated) = (state.step + 1, now);
         }
-        let vector = crate::source::is_vector(name, shape.len());
-        let item = ParameterStep {
-            weight: &tensors.weight,
-            precision: tensors.precision(),
-            gradient,
-            first: state.first.as_ref(),
-            second: state.second.as_ref(),
-            lr: lr * rate,
-            weight_decay: if vector { 0.0 } else { self.settings.weight_decay },
-            step: state.step,
-        };
-        step::step_part(state::rule(&self.settings), &item, range.start, coefficient).map_err(|e| e.or_at(name))
+        Ok(tensors)
     }
 
     /// Keeps the part of this rank of the low bits of a master.
@@ -129,8 +148,10 @@ impl Optimizer {
             // A copy, so that the rest is freed. A store in parts gives the part alone.
             let part = if low.elem_count() == range.len() {
                 low
+            } else if range.is_empty() {
+                update::zeros(0, DType::I16, low.device())?
             } else {
-                view(&low, name, range)?.copy()?
+                view(&low, name, range)?.force_contiguous()?
             };
             self.low_parts.insert(name.to_string(), part);
         }

@@ -95,7 +95,7 @@ impl Origin {
             (Self::Files(_), _) => {
                 let all = self.values(p, dtype)?.flatten_all()?;
                 // A copy, so that the rest is freed.
-                Ok(all.narrow(0, range.start, n)?.copy()?)
+                Ok(all.narrow(0, range.start, n)?.force_contiguous()?)
             }
         }
     }

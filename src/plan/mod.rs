@@ -267,7 +267,8 @@ fn parts(recipe: &Recipe, inputs: &Inputs, active: &Active) -> u64 {
     }
 }
 
-/// The most bytes that a rank sends in a step; with `distributed.sync_every`, for an average.
+/// The most bytes that a rank sends in a step; with `distributed.sync_every`, for an average. Rows of divided experts: with an even
+/// router.
 pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
     let apart = recipe.distributed.sync_every > 0;
     let bf16 = |name: &str| recipe.model.dtype == Dtype::Bf16 && !model.is_adapter(name);
@@ -301,6 +302,7 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
             + corrected_bytes(corrected, rounds, place, how.1)
             + weights::collected(model, inputs, stored, active, rank)
             + attention * rounds.div_ceil(inputs.ranks as u64)
+            + experts::sent(model, recipe, inputs, active, rank)
     };
     let turns = inputs.turns.iter().map(|turn| &turn.active);
     let all = turns.flat_map(|active| (0..inputs.ranks).map(move |rank| of(active, rank)));
@@ -407,6 +409,10 @@ fn of_turn(
     let resident = match inputs.strategy.placement {
         Placement::Sharded => weights::WeightBytes {
             always: weights::in_parts(model, inputs, stored, active),
+            layers: 0,
+        },
+        Placement::ExpertParallel => weights::WeightBytes {
+            always: weights::with_own_experts(model, inputs, stored, active),
             layers: 0,
         },
         placement => weights::resident(model, &inputs.strategy.storage, stored, placement, active, &|name| {

@@ -23,9 +23,10 @@ use crate::setup::prompts::needs_reference_copy;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher::TeacherSpec;
+use crate::setup::turn::Turn;
 use crate::setup::{self, StoredWeights};
-use crate::source::Placement;
 use crate::source::{PackedCopies, StoragePolicy};
+use crate::source::{Placement, expert_of};
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -441,6 +442,9 @@ impl PlanContext<'_> {
         let divides = self.process.ranks > 1 && recipe.distributed.sync_every == 0;
         match (divides, recipe.distributed.weights) {
             (true, RankWeights::Sharded) => return self.sharded(recipe).map(|placement| vec![placement]),
+            (true, RankWeights::ExpertParallel) => {
+                return self.expert_parallel(recipe).map(|placement| vec![placement]);
+            }
             (true, RankWeights::Auto) if recipe.memory.tier == Tier::Device => {
                 return Ok([Placement::Device]
                     .into_iter()
@@ -505,6 +509,48 @@ impl PlanContext<'_> {
             ));
         }
         Ok(Placement::Sharded)
+    }
+
+    /// Routed experts divided among the ranks. Errors: a model without experts; experts that are trained; a tier that holds none.
+    fn expert_parallel(&self, recipe: &Recipe) -> Result<Placement> {
+        let refused = |why: &str, found: String, hint: &str| {
+            Error::usage(format!("`distributed.weights = \"expert-parallel\"` {why}"))
+                .found(found)
+                .hint(hint)
+        };
+        let other = "set `distributed.weights = \"replicated\"` or `\"sharded\"`";
+        if !self.spec.layers.iter().any(|layer| layer.experts.is_some()) {
+            return Err(refused("needs routed experts", "a model without experts".into(), other));
+        }
+        let sites = self.spec.expert_linears();
+        let adapted = |module: &String| {
+            expert_of(&format!("{module}.")).is_some() || sites.iter().any(|(parameter, _)| parameter == module)
+        };
+        if let Some(module) = self.adapters.keys().find(|module| adapted(module)) {
+            let found = format!("an adapter on `{module}`");
+            return Err(refused("needs experts without adapters", found, other));
+        }
+        let method = recipe.tune.method;
+        let trained = self.schedule.turns(u64::MAX, &self.policy(recipe, None)?);
+        let expert = |turn: &Turn| {
+            let mut names = turn.active.names().chain(turn.active.corrected());
+            names.find(|name| expert_of(name).is_some()).map(str::to_string)
+        };
+        if let Some(name) = trained.iter().find_map(expert) {
+            return Err(refused(
+                "needs frozen experts, and this run trains some",
+                format!("`tune.method = \"{}\"`, which trains `{name}`", method.name()),
+                "train adapters, or the other parameters with `tune.method = \"freeze\"`",
+            ));
+        }
+        if !matches!(recipe.memory.tier, Tier::Auto | Tier::Device) {
+            return Err(refused(
+                "divides experts in memory, and this tier holds none there",
+                format!("`memory.tier = \"{}\"`", recipe.memory.tier.name()),
+                other,
+            ));
+        }
+        Ok(Placement::ExpertParallel)
     }
 
     /// The shared data of all plans of `recipe` with one storage.

@@ -21,7 +21,7 @@ use crate::ops::embedding;
 use crate::ops::linear::{self, ProductSizes};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
-use crate::source::{Group, Sublayer};
+use crate::source::{Group, Placement, Sublayer};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
@@ -43,6 +43,10 @@ impl Inputs {
             element: self.element,
             on_gpu: self.on_gpu,
             experts_streamed: self.strategy.placement.travels().is_some(),
+            expert_ranks: match self.strategy.placement {
+                Placement::ExpertParallel => self.ranks,
+                _ => 1,
+            },
             mlp_tokens: self.strategy.mlp_tokens,
             dropout,
             storage: &self.strategy.storage,

@@ -19,7 +19,8 @@ use crate::ops::transfer::Copier;
 use crate::ops::update;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
-use crate::source::{Prepacking, TrainableStore};
+use crate::source::sharded::Division;
+use crate::source::{Prepacking, TrainableStore, expert_of};
 use candle_core::Tensor;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -490,6 +491,15 @@ impl Engine {
         let Some(store) = self.store.sharded() else {
             return Ok(());
         };
+        let trained = active
+            .names()
+            .chain(active.corrected())
+            .any(|name| expert_of(name).is_some());
+        if trained && store.division() == Division::Experts {
+            return Err(Error::unsupported(
+                "experts that are divided among ranks are not trained",
+            ));
+        }
         let in_parts = |mut names: Box<dyn Iterator<Item = &str> + '_>| names.any(|name| store.in_parts(name));
         if in_parts(Box::new(active.corrected())) {
             return Err(Error::unsupported(

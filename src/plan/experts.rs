@@ -7,7 +7,8 @@ use crate::engine::Active;
 use crate::model::expert_words;
 use crate::model::spec::ExpertsSpec;
 use crate::recipe::{Method, Recipe};
-use crate::source::{Group, Placement, Sublayer};
+use crate::source::sharded::own_experts;
+use crate::source::{Group, Placement, Sublayer, expert_of};
 
 /// What the experts of a micro-batch cost.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -73,6 +74,28 @@ pub(super) fn bytes(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Ac
         once as f64 * part_read(model, inputs, run.first) * passes as f64
     });
     runs.sum()
+}
+
+/// The rank that has most of the active experts, if experts are divided.
+pub(super) fn busy_rank(model: &Model, inputs: &Inputs, active: &Active) -> usize {
+    let mut elements = vec![0; inputs.ranks.max(1)];
+    if inputs.strategy.placement == Placement::ExpertParallel {
+        for name in active.names() {
+            let here = (0..inputs.ranks).find(|rank| is_here(model, inputs, *rank, name) == Some(true));
+            if let Some(rank) = here {
+                elements[rank] += model.elements(name);
+            }
+        }
+    }
+    let most = elements.iter().copied().max();
+    elements.iter().position(|n| Some(*n) == most).unwrap_or(0)
+}
+
+/// True if rank `rank` has this matrix of an expert; `None`: it is not divided.
+pub(super) fn is_here(model: &Model, inputs: &Inputs, rank: usize, name: &str) -> Option<bool> {
+    let divided = inputs.strategy.placement == Placement::ExpertParallel && name.ends_with(".weight");
+    let expert = expert_of(name).filter(|_| divided)?;
+    Some(own_experts(model.experts(), rank, inputs.ranks.max(1)).contains(&expert))
 }
 
 /// Bytes of the rows that rank `rank` sends in a step to and from the experts of other ranks, with an even router.

@@ -34,7 +34,7 @@ pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
 
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
-use crate::comm::share;
+use crate::comm::{QUANTUM, share};
 use crate::engine::divided::divides;
 use crate::engine::{
     Active, Exchange, Gradients, StepStrategy, Updated, corrected_bytes, ema_bytes, exchange_bytes, outer_bytes,
@@ -278,7 +278,14 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         ..recipe.distributed.exchange()
     };
     let of = |active: &Active, rank: usize| {
-        let sizes = active.names().map(|name| {
+        let travels = |name: &&str| experts::is_here(model, inputs, rank, name).is_none();
+        // Of the gradients of divided experts only the sums of squares travel.
+        let here = active
+            .names()
+            .filter(|name| experts::is_here(model, inputs, rank, name) == Some(true));
+        let squares = here.map(|name| model.elements(name).div_ceil(QUANTUM as u64));
+        let squares = 4 * squares.sum::<u64>() * (inputs.ranks as u64 - 1);
+        let sizes = active.names().filter(travels).map(|name| {
             let n = model.elements(name);
             let n = active.subset(name, n as usize).map_or(n, |part| part.len as u64);
             let updated = if model.is_in_parts(name) && inputs.strategy.placement == Placement::Sharded {
@@ -298,7 +305,8 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         let attention = sequence_bytes(model.spec, inputs.sequence, &[0, inputs.tokens * shared], down_to, rank);
         let corrected = active.corrected().map(|name| (name, model.elements(name)));
         let stored = recipe.model.dtype.bytes();
-        sent_bytes(sizes, rounds, place, how)
+        squares
+            + sent_bytes(sizes, rounds, place, how)
             + corrected_bytes(corrected, rounds, place, how.1)
             + weights::collected(model, inputs, stored, active, rank)
             + attention * rounds.div_ceil(inputs.ranks as u64)
@@ -368,7 +376,13 @@ fn of_turn(
             .map_or(elements, |part| part.len as u64)
     });
     let parts = parts(recipe, inputs, active);
+    let busy = experts::busy_rank(model, inputs, active);
     let state = model.sum_trained(active, |name| {
+        let here = experts::is_here(model, inputs, busy, name);
+        if here == Some(false) {
+            return 0;
+        }
+        let parts = if here.is_some() { 1 } else { parts };
         let bf16 = stored == 2 && !model.is_adapter(name);
         let shape = model.shape(name);
         let outer = outer.map_or(0, |outer| {

@@ -23,7 +23,6 @@ use crate::setup::prompts::needs_reference_copy;
 use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher::TeacherSpec;
-use crate::setup::turn::Turn;
 use crate::setup::{self, StoredWeights};
 use crate::source::{PackedCopies, StoragePolicy};
 use crate::source::{Placement, expert_of};
@@ -530,18 +529,30 @@ impl PlanContext<'_> {
             let found = format!("an adapter on `{module}`");
             return Err(refused("needs experts without adapters", found, other));
         }
-        let method = recipe.tune.method;
-        let trained = self.schedule.turns(u64::MAX, &self.policy(recipe, None)?);
-        let expert = |turn: &Turn| {
-            let mut names = turn.active.names().chain(turn.active.corrected());
-            names.find(|name| expert_of(name).is_some()).map(str::to_string)
-        };
-        if let Some(name) = trained.iter().find_map(expert) {
-            return Err(refused(
-                "needs frozen experts, and this run trains some",
-                format!("`tune.method = \"{}\"`, which trains `{name}`", method.name()),
-                "train adapters, or the other parameters with `tune.method = \"freeze\"`",
-            ));
+        if corrects_all(recipe) {
+            let correction = recipe.tune.block.correction.name();
+            let found = format!("`tune.block.correction = \"{correction}\"`");
+            return Err(refused("has no correction of all experts in each step", found, other));
+        }
+        let turns = self.schedule.turns(u64::MAX, &self.policy(recipe, None)?);
+        let mut trained = turns.iter().flat_map(|turn| turn.active.names());
+        if let Some(name) = trained.find(|name| expert_of(name).is_some()) {
+            if self
+                .spec
+                .layers
+                .iter()
+                .any(|layer| layer.experts.is_some_and(|sizes| sizes.bias))
+            {
+                let found = format!("a run that trains `{name}`, and biases of experts");
+                return Err(refused("needs frozen experts if they have biases", found, other));
+            }
+            if !super::updates_in_parts(recipe, self.schedule.active(1).is_masked()) {
+                let found = format!(
+                    "`optimizer.name = \"{}\"`, or blocks inside matrices",
+                    recipe.optimizer.name.name()
+                );
+                return Err(refused("needs an update of each element by itself", found, other));
+            }
         }
         if !matches!(recipe.memory.tier, Tier::Auto | Tier::Device) {
             return Err(refused(

@@ -1,10 +1,10 @@
 //! Simulates the memory of one optimizer step in the order of `engine::step` and `engine::pass`.
 
-use super::Inputs;
 use super::model::{Model, Stretch};
 use super::shared::Shared;
 use super::streams;
 use super::weights::FetchedLayers;
+use super::{Inputs, experts};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::{Active, Gradients};
@@ -64,6 +64,8 @@ struct Sink<'a> {
     /// Ranks that each keep a part of a gradient.
     parts: u64,
     ranks: usize,
+    /// `experts::is_here`, on the rank that has most of the active experts.
+    is_here: Box<dyn Fn(&str) -> Option<bool> + 'a>,
     kept: BTreeMap<String, Allocation>,
     /// Gradients of layers equal to those that were simulated.
     alike: Vec<Allocation>,
@@ -87,6 +89,11 @@ impl GradSinkMemory for Sink<'_> {
             l.free(gradient);
             return;
         }
+        let here = (self.is_here)(name);
+        if here == Some(false) {
+            l.free(gradient);
+            return;
+        }
         let elements = self.model.elements(name) as usize;
         let part = self.active.subset(name, elements).map(|p| p.len as u64);
         // Of a masked parameter only the active part is kept.
@@ -96,7 +103,7 @@ impl GradSinkMemory for Sink<'_> {
                 l.free(gradient);
                 active
             }
-            None if self.parts > 1 => {
+            None if self.parts > 1 && here.is_none() => {
                 let own = l.alloc(MemoryKind::Gradients, 4 * share(elements as u64, self.parts));
                 l.free(gradient);
                 own
@@ -125,7 +132,9 @@ pub(super) fn walk(
 ) {
     let spec = model.spec;
     let bf16 = recipe.model.dtype == Dtype::Bf16;
+    let busy = experts::busy_rank(model, inputs, active);
     let mut sink = Sink {
+        is_here: Box::new(move |name| experts::is_here(model, inputs, busy, name)),
         active,
         model,
         keep: inputs.strategy.gradients == Gradients::Keep,

@@ -12,7 +12,7 @@ use crate::model::pieces::pieces;
 use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
-use crate::source::{Placement, Sublayer};
+use crate::source::Sublayer;
 
 /// Packing a weight takes as long as a product of this many tokens. Measured: packing takes about 15 % of a product
 /// with 512 tokens (75 = 0.15 · 512). On a tile unit it takes a quarter to a third of the time of both together, so as

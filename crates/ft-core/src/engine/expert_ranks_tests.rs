@@ -2,14 +2,14 @@
 
 use super::ranks_tests::batches;
 use super::step::{Engine, Gradients};
-use super::{Active, Exchange, StepStrategy};
+use super::{Active, Exchange, MomentValues, StepStrategy};
 use crate::base::Result;
 use crate::comm::{Alone, Collective, threads};
 use crate::formats::config::Config;
 use crate::model::{TrainableNetwork, expert_words, families};
 use crate::ops::{Dtype, update};
 use crate::optim::Optimizer;
-use crate::optim::config::OptimizerConfig;
+use crate::optim::config::{OptimizerConfig, StateDtype};
 use crate::quant::{Format, Storage};
 use crate::sft::CausalLm;
 use crate::source::resident::{RandomWeights, draw_tensor};
@@ -28,8 +28,13 @@ struct Case {
     dtype: Dtype,
     format: Option<Format>,
     saved_layers: usize,
+    state: StateDtype,
     /// Only the parameters whose names contain this text.
     part: &'static str,
+    /// Experts are trained.
+    experts: bool,
+    /// Every rank has all experts.
+    replicated: bool,
 }
 
 fn case(model_type: &str, changes: Value) -> Case {
@@ -42,12 +47,18 @@ fn case(model_type: &str, changes: Value) -> Case {
     for (key, value) in changes.as_object().unwrap() {
         config[key] = value.clone();
     }
+    if model_type == "mixtral" {
+        config.as_object_mut().unwrap().remove("num_experts");
+    }
     Case {
         config,
         dtype: Dtype::F32,
         format: None,
         saved_layers: 0,
+        state: StateDtype::F32,
         part: "",
+        experts: false,
+        replicated: false,
     }
 }
 
@@ -61,7 +72,7 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     };
     let (seed, std, norm) = (1, 0.1, 1.0);
     let random = RandomWeights { seed, std, norm };
-    let store: Arc<dyn TrainableStore> = if comm.world().size > 1 {
+    let store: Arc<dyn TrainableStore> = if comm.world().size > 1 && !case.replicated {
         let origin = Origin::random(&params, random);
         let divided = (comm.clone(), Division::Experts);
         Arc::new(Sharded::open(params.clone(), origin, storage, divided).unwrap())
@@ -70,16 +81,20 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();
         Arc::new(source.with_originals(move |p, dtype| draw_tensor(p, index[&p.name], dtype, random)))
     };
-    let quantized = |name: &str| case.format.is_some() && name.contains("proj.weight");
+    let frozen = |name: &str| {
+        !case.experts && expert_of(name).is_some() || case.format.is_some() && name.contains("proj.weight")
+    };
     let trained = params.iter().map(|p| p.name.to_string());
-    let trained = trained.filter(|name| expert_of(name).is_none() && !quantized(name) && name.contains(case.part));
-    let active = Active::new(trained);
+    let active = Active::new(trained.filter(|name| !frozen(name) && name.contains(case.part)));
     let strategy = StepStrategy {
         gradients: Gradients::Keep,
         saved_layers: case.saved_layers,
         ..StepStrategy::new(case.dtype)
     };
-    let optimizer = Optimizer::new(OptimizerConfig::default());
+    let optimizer = Optimizer::new(OptimizerConfig {
+        state: case.state,
+        ..OptimizerConfig::default()
+    });
     let model = TrainableNetwork::new(spec, store, Device::Cpu);
     let mut engine = Engine::new(model, Box::new(CausalLm::new(vocab)), optimizer, strategy, &active).unwrap();
     engine.join(comm, &active, Exchange::default());
@@ -95,16 +110,28 @@ fn train(case: &Case, comm: Arc<dyn Collective>) -> Result<(Vec<u64>, Vec<u64>)>
         let report = engine.step(step, &batches(micro_batches, step as u32), &active, 1e-2)?;
         bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);
     }
-    for name in active.names() {
+    for name in active.names().filter(|name| expert_of(name).is_none()) {
         let values = update::to_f32_vec(&engine.network.param(name)?.tensor)?;
         bits.extend(values.iter().map(|x| u64::from(x.to_bits())));
     }
     bits.push(engine.evaluate(&batches(1, 9)[0])?.loss().to_bits());
     let alone = engine.by_root(|| {
-        let mut alone = vec![engine.evaluate(&batches(1, 9)[0])?.loss().to_bits()];
+        let mut alone = Vec::new();
+        // The experts are collected, layer by layer.
+        alone.push(engine.evaluate(&batches(1, 9)[0])?.loss().to_bits());
         for p in engine.store.params() {
             engine.exact(&p.name, &mut |values| {
                 alone.extend(values.iter().map(|x| u64::from(x.to_bits())));
+                Ok(())
+            })?;
+        }
+        for moment in engine.saved_moments() {
+            alone.extend(moment.name.bytes().map(u64::from));
+            engine.moment(&moment, &mut |values| {
+                match values {
+                    MomentValues::F32(values) => alone.extend(values.iter().map(|x| u64::from(x.to_bits()))),
+                    MomentValues::U8(values) => alone.extend(values.iter().map(|x| u64::from(*x))),
+                }
                 Ok(())
             })?;
         }
@@ -180,24 +207,137 @@ fn stored_types_and_saved_activations_change_no_bits() {
     }
 }
 
+/// The rank of an expert takes its gradients and has its states.
 #[test]
-fn a_rank_has_its_experts_only_and_refuses_to_train_them() {
+fn trained_experts_have_the_bits_of_one_rank() {
+    let base = Case {
+        experts: true,
+        ..case("qwen3_moe", json!({}))
+    };
+    compare(&base, 2..=4);
+    let bf16 = Case {
+        dtype: Dtype::Bf16,
+        state: StateDtype::Int8,
+        saved_layers: 1,
+        ..base.clone()
+    };
+    // Nothing but experts, of which only some have tokens in a micro-batch.
+    let block = Case {
+        part: "layers.1.mlp.experts",
+        ..base.clone()
+    };
+    let few = Case {
+        part: "experts.5",
+        config: json!({"num_experts_per_tok": 1}),
+        ..base.clone()
+    };
+    let few = Case {
+        config: case("qwen3_moe", few.config).config,
+        ..few
+    };
+    let shared = json!({"shared_expert_intermediate_size": 48, "decoder_sparse_step": 1, "mlp_only_layers": []});
+    let shared = Case {
+        experts: true,
+        ..case("qwen2_moe", shared)
+    };
+    for case in [bf16, block, few, shared] {
+        compare(&case, [3]);
+    }
+}
+
+/// An expert may have tokens on one rank and none on another.
+#[test]
+fn experts_on_every_rank_have_the_bits_of_one_rank() {
+    let one = json!({"num_experts_per_tok": 1, "num_experts": 8});
+    let oss = json!({"num_experts_per_tok": 1, "intermediate_size": 32});
+    for case in [case("qwen3_moe", one), case("gpt_oss", oss)] {
+        let case = Case {
+            experts: true,
+            replicated: true,
+            ..case
+        };
+        compare(&case, [3]);
+    }
+}
+
+/// Blocks of experts that are quantized while they are frozen: exact values after each.
+fn blocks(case: &Case, comm: Arc<dyn Collective>) -> Vec<u64> {
+    let (mut engine, _) = engine(case, comm);
+    let names: Vec<String> = engine.store.params().iter().map(|p| p.name.to_string()).collect();
+    let mut bits = Vec::new();
+    for (step, part) in (1..).zip([
+        "layers.1.mlp.experts.2.",
+        "layers.1.mlp.experts.7.",
+        "layers.0.",
+        "layers.1.mlp.experts.2.",
+    ]) {
+        let active = Active::new(names.iter().filter(|name| name.contains(part)).cloned());
+        for recoded in engine.switch(&active, |_| false).unwrap() {
+            bits.push(recoded.error.to_bits());
+        }
+        let report = engine.step(step, &batches(5, step as u32), &active, 1e-2).unwrap();
+        bits.extend([report.totals.loss().to_bits(), report.grad_norm.to_bits()]);
+    }
+    engine
+        .switch(&Active::new(["model.norm.weight".to_string()]), |_| false)
+        .unwrap();
+    let exact = engine.by_root(|| {
+        let mut exact = Vec::new();
+        for name in &names {
+            engine.exact(name, &mut |values| {
+                exact.extend(values.iter().map(|x| u64::from(x.to_bits())));
+                Ok(())
+            })?;
+        }
+        Ok(exact)
+    });
+    bits.extend(exact.unwrap().into_iter().flatten());
+    bits
+}
+
+#[test]
+fn blocks_of_quantized_experts_have_the_bits_of_one_rank() {
+    let case = Case {
+        dtype: Dtype::Bf16,
+        format: Some(Format::Nf4 { double: true }),
+        experts: true,
+        ..case("qwen3_moe", json!({}))
+    };
+    let want = blocks(&case, Arc::new(Alone::default()));
+    for size in [2, 3] {
+        let found = threads::run(size, |comm| blocks(&case, comm));
+        assert!(found[0] == want, "{size} ranks");
+        assert!(
+            found[1..]
+                .iter()
+                .all(|found| want.starts_with(found) && found.len() > 8)
+        );
+    }
+}
+
+#[test]
+fn a_rank_has_its_experts_only() {
     let case = case("qwen3_moe", json!({}));
-    let found = threads::run(3, |comm| {
+    threads::run(3, |comm| {
         let rank = comm.world().rank;
-        let (mut engine, _) = engine(&case, comm);
+        let (engine, _) = engine(&case, comm);
         let own = own_experts(8, rank, 3);
         let here = |p: &&ParamInfo| p.expert().is_none_or(|expert| own.contains(&expert));
         let elements: usize = engine.store.params().iter().filter(here).map(ParamInfo::elements).sum();
         assert_eq!(engine.store.resident_bytes(), 4 * elements as u64);
-        let name = "model.layers.1.mlp.experts.7.up_proj.weight".to_string();
-        let error = engine
-            .step(1, &batches(3, 1), &Active::new([name]), 1e-3)
-            .err()
-            .unwrap();
-        error.to_string()
     });
-    assert!(found.iter().all(|error| error.contains("are not trained")), "{found:?}");
+    let oss = Case {
+        experts: true,
+        ..self::case("gpt_oss", json!({"intermediate_size": 32}))
+    };
+    let found = threads::run(2, |comm| {
+        let (mut engine, active) = engine(&oss, comm);
+        engine.step(1, &batches(2, 1), &active, 1e-3).err().unwrap().to_string()
+    });
+    assert!(
+        found.iter().all(|error| error.contains("biases of experts")),
+        "{found:?}"
+    );
 }
 
 /// The bytes of rows of one step, of all ranks: as many ranks as groups.

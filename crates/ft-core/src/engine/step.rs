@@ -491,13 +491,12 @@ impl Engine {
         let Some(store) = self.store.sharded() else {
             return Ok(());
         };
-        let trained = active
+        let mut biases = active
             .names()
-            .chain(active.corrected())
-            .any(|name| expert_of(name).is_some());
-        if trained && store.division() == Division::Experts {
+            .filter(|name| expert_of(name).is_some() && !store.in_parts(name));
+        if store.division() == Division::Experts && biases.next().is_some() {
             return Err(Error::unsupported(
-                "experts that are divided among ranks are not trained",
+                "the biases of experts that are divided among ranks are not trained",
             ));
         }
         let in_parts = |mut names: Box<dyn Iterator<Item = &str> + '_>| names.any(|name| store.in_parts(name));

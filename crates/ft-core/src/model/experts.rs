@@ -448,19 +448,22 @@ fn zero_gradients(expert: &Expert, sink: &mut dyn GradSink) -> Result<()> {
         let zeros = update::zeros(param.tensor.shape(), DType::F32, param.tensor.device())?;
         sink.take(param, zeros)
     };
-    let linears = [&expert.inputs, &expert.down].map(Projections::linears);
-    for l in linears.into_iter().flatten() {
+    // In the order of `expert_backward`: on several ranks the order of gradients must not depend on the rows.
+    for l in [&expert.down, &expert.inputs]
+        .into_iter()
+        .flat_map(Projections::linears)
+    {
         if sink.wants(&l.name) && sink.sum(&l.name).is_none() {
             let tensor = l.weight.dense().map_err(|e| e.or_at(&*l.name))?.clone();
             let name = l.name.clone();
             zeros(&Param { name, tensor }, sink)?;
         }
-    }
-    let biases = linears.into_iter().flatten().filter_map(|l| l.bias.as_ref());
-    for bias in biases.chain(&expert.down_bias) {
-        if sink.wants(&bias.name) {
+        if let Some(bias) = l.bias.as_ref().filter(|bias| sink.wants(&bias.name)) {
             zeros(bias, sink)?;
         }
+    }
+    if let Some(bias) = expert.down_bias.as_ref().filter(|bias| sink.wants(&bias.name)) {
+        zeros(bias, sink)?;
     }
     Ok(())
 }

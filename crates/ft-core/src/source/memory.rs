@@ -102,12 +102,18 @@ impl WeightMemory<'_> {
         let exact = l.alloc(self.staging(), 4 * n);
         // The low half is copied to join it with the high one.
         l.touch(self.staging(), self.low_bytes * n);
-        if self.placement == Placement::Sharded && is_in_parts(p) {
+        let whole_on_one_rank = self.placement == Placement::ExpertParallel && Division::Experts.divides(p);
+        if whole_on_one_rank || self.placement == Placement::Sharded && is_in_parts(p) {
             // The whole weight and its low half are collected, and the quantized data is cut.
             let bytes = self.storage.of(p).bytes(&p.shape);
             l.touch(self.staging(), (self.value_bytes + self.low_bytes) * n + bytes);
             l.free(exact);
-            stays.push(l.alloc(MemoryKind::Weights, part_bytes(p, bytes, true, self.ranks)));
+            let own = match whole_on_one_rank {
+                true if self.is_elsewhere(p) => 0,
+                true => bytes,
+                false => part_bytes(p, bytes, true, self.ranks),
+            };
+            stays.push(l.alloc(MemoryKind::Weights, own));
             return stays;
         }
         let quantized = l.alloc(MemoryKind::Weights, self.storage.of(p).bytes(&p.shape));

@@ -6,6 +6,8 @@
 //! of a token can add those that follow there, from zero, and sends one row. What other experts give is sent row by row, and so is
 //! everything if the sum begins with the shared expert.
 //!
+//! The gradient of a trained expert is made where it is, from the micro-batch of each rank in their order.
+//!
 //! Three exchanges: the numbers of tokens, the tokens, the results. All ranks make them in the same order, also a rank that computes a
 //! micro-batch only to keep step.
 //!
@@ -16,10 +18,10 @@ mod traffic;
 pub use traffic::expert_words;
 
 use super::reader::Expert;
-use super::{Experts, Needs, bias};
+use super::{Experts, Needs, bias, zero_gradients};
 use crate::base::{Error, Result};
 use crate::model::block::Block;
-use crate::model::contracts::{Context, GradSink};
+use crate::model::contracts::{Context, GradSink, Param};
 use crate::ops::routing::Assignment;
 use crate::ops::update;
 use crate::source::ExpertRanks;
@@ -54,8 +56,6 @@ impl Sent {
 
 /// What this rank computes for one rank.
 struct Received {
-    /// T
-    tokens: usize,
     counts: Vec<usize>,
     places: Vec<u32>,
     weights: Vec<f32>,
@@ -225,7 +225,6 @@ impl<'a> Travel<'a> {
             let rows = (0..tensors.len()).map(|i| rest[i * tokens * d..][..tokens * d].to_vec());
             Received {
                 results: Results::new(&places, (tokens, d)),
-                tokens,
                 counts,
                 places,
                 weights: weights.to_vec(),
@@ -332,10 +331,23 @@ impl Experts {
         Ok(Some(ranks))
     }
 
+    /// Tells the sink of the matrices of an expert of another rank, in the order in which that takes their gradients.
+    fn take_elsewhere(&self, layer: usize, e: usize, sink: &mut dyn GradSink) -> Result<()> {
+        for projection in [2, 0, 1] {
+            let name = format!("model.layers.{layer}.{}.weight", self.sizes.linear_name(e, projection));
+            if sink.wants(&name) {
+                let shape = self.reader.source.param(&name)?.shape.clone();
+                sink.take_elsewhere(&name, shape)?;
+            }
+        }
+        Ok(())
+    }
+
     fn adds(&self) -> bool {
         self.sizes.shared.is_none()
     }
 
+    /// Computes the own experts on the rows of each rank, in the order of the ranks.
     fn each(
         &self,
         travel: &mut Travel<'_>,
@@ -393,34 +405,82 @@ impl Block {
         needs: Needs<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<()> {
-        if dh.is_none() && d_weights.is_none() {
+        let reader = &experts.reader;
+        let wanted = |e: usize, sink: &dyn GradSink| reader.wanted(e, sink);
+        if dh.is_none() && d_weights.is_none() && !(0..experts.sizes.count).any(|e| wanted(e, sink)) {
             return Ok(());
         }
         let mut travel = Travel::start(ranks, (self.index, 1), assignment, &[h, dy], experts.adds())?;
-        let d = travel.d;
-        experts.each(&mut travel, |expert, of, results| {
-            let [rows, dy] = &of.rows[..] else { return Err(lost()) };
-            let own = match d_weights {
-                Some(_) => Some(update::zeros(of.weights.shape(), of.weights.dtype(), &Device::Cpu)?),
-                None => None,
-            };
-            let tokens = (rows, Some(&of.weights), own.as_ref());
-            let part = self.expert_backward((&expert.inputs, &expert.down), tokens, None, dy, needs, sink)?;
-            if let Some(b) = &expert.down_bias {
-                bias::backward(b, dy, &of.weights, own.as_ref(), sink)?;
+        let (d, size) = (travel.d, travel.received.len());
+        for e in 0..experts.sizes.count {
+            let trained = wanted(e, sink);
+            if !travel.own.contains(&e) {
+                if trained {
+                    experts.take_elsewhere(self.index, e, sink)?;
+                }
+                continue;
             }
-            if let Some(own) = own {
-                results.d_weights.extend(own.to_vec1::<f32>()?);
+            let mut here = None;
+            for rank in 0..size {
+                // A rank that only keeps step gives no gradients.
+                let counts = trained && rank < sink.contributors();
+                let rows = travel.rows(e - travel.own.start, rank)?;
+                if rows.is_none() && !counts {
+                    continue;
+                }
+                let expert = match &mut here {
+                    Some(expert) => expert,
+                    here => here.insert(reader.read(e)?),
+                };
+                let Some(of) = rows else {
+                    zero_gradients(expert, sink)?;
+                    continue;
+                };
+                let sink: &mut dyn GradSink = if counts { &mut *sink } else { &mut Frozen };
+                let part = self.one_backward(expert, &of, (needs, d_weights.is_some()), sink)?;
+                let results = &mut travel.received[rank].results;
+                results.d_weights.extend(part.1);
+                if let Some(part) = part.0 {
+                    results.add(&of.places, &part, d)?;
+                }
             }
-            match part {
-                Some(part) => results.add(&of.places, &part, d),
-                None => Ok(()),
-            }
-        })?;
+        }
         if dh.is_none() {
             travel.received.iter_mut().for_each(|of| of.results.sums.clear());
         }
         travel.finish(dh, d_weights)
+    }
+
+    /// The gradient of the rows of an expert, if it is needed, and those of their weights.
+    fn one_backward(
+        &self,
+        expert: &Expert,
+        of: &Rows,
+        (needs, weighs): (Needs<'_>, bool),
+        sink: &mut dyn GradSink,
+    ) -> Result<(Option<Tensor>, Vec<f32>)> {
+        let [rows, dy] = &of.rows[..] else { return Err(lost()) };
+        let zeros = || update::zeros(of.weights.shape(), of.weights.dtype(), &Device::Cpu);
+        let own = weighs.then(zeros).transpose()?;
+        let tokens = (rows, Some(&of.weights), own.as_ref());
+        let part = self.expert_backward((&expert.inputs, &expert.down), tokens, None, dy, needs, sink)?;
+        if let Some(b) = &expert.down_bias {
+            bias::backward(b, dy, &of.weights, own.as_ref(), sink)?;
+        }
+        Ok((part, own.map(|own| own.to_vec1()).transpose()?.unwrap_or_default()))
+    }
+}
+
+/// Nothing is trained.
+struct Frozen;
+
+impl GradSink for Frozen {
+    fn wants(&self, _: &str) -> bool {
+        false
+    }
+
+    fn take(&mut self, _: &Param, _: Tensor) -> Result<()> {
+        Ok(())
     }
 }
 

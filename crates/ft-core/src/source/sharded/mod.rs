@@ -209,6 +209,17 @@ impl Sharded {
         lock(&self.own).contains_key(name)
     }
 
+    /// The elements of a parameter that each rank has; `None`: it is not in parts.
+    pub fn parts(&self, name: &str) -> Option<Vec<Range<usize>>> {
+        let p = self.in_parts(name).then(|| self.param(name).ok()).flatten()?;
+        Some(self.ranges(p))
+    }
+
+    /// True for an expert that is whole on one rank, which takes its gradients.
+    pub fn on_one_rank(&self, name: &str) -> bool {
+        self.division == Division::Experts && self.in_parts(name)
+    }
+
     /// The own part of an active matrix, flat: the optimizer updates it in place. `None`: it is not in parts.
     pub fn own(&self, name: &str) -> Option<Tensor> {
         match lock(&self.own).get(name) {

@@ -15,6 +15,7 @@ mod knee;
 pub mod link;
 pub mod memory_plan;
 mod model;
+mod rank_weights;
 pub mod run_plan;
 mod search;
 mod shared;

@@ -24,8 +24,8 @@ use crate::setup::rewards::RewardModelSpec;
 use crate::setup::row_sizes::RowSizes;
 use crate::setup::teacher::TeacherSpec;
 use crate::setup::{self, StoredWeights};
+use crate::source::Placement;
 use crate::source::{PackedCopies, StoragePolicy};
-use crate::source::{Placement, expert_of};
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -254,7 +254,7 @@ impl PlanContext<'_> {
         }
     }
 
-    fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<StoragePolicy> {
+    pub(super) fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<StoragePolicy> {
         let mut wanted = recipe.memory.clone();
         wanted.frozen_weights = lossy.unwrap_or(wanted.frozen_weights);
         // Parameters that train only in some blocks are stored like frozen ones while they are inactive.
@@ -476,94 +476,6 @@ impl PlanContext<'_> {
         }
     }
 
-    /// Weights in parts on the ranks. Errors: an update that needs whole weights; a tier that holds none.
-    fn sharded(&self, recipe: &Recipe) -> Result<Placement> {
-        let refused = |why: &str, found: String| {
-            Error::usage(format!("`distributed.weights = \"sharded\"` {why}"))
-                .found(found)
-                .hint("set `distributed.weights = \"replicated\"`")
-        };
-        if corrects_all(recipe) {
-            let correction = recipe.tune.block.correction.name();
-            return Err(refused(
-                "has whole weights of no layer, and this correction changes all of them in each step",
-                format!("`tune.block.correction = \"{correction}\"`"),
-            ));
-        }
-        let masked = self.schedule.active(1).is_masked();
-        if recipe.tune.method != Method::Lora && !super::updates_in_parts(recipe, masked) {
-            return Err(refused(
-                "needs an update of each element by itself",
-                if masked {
-                    "blocks of elements inside matrices".into()
-                } else {
-                    format!("`optimizer.name = \"{}\"`", recipe.optimizer.name.name())
-                },
-            ));
-        }
-        if !matches!(recipe.memory.tier, Tier::Auto | Tier::Device) {
-            return Err(refused(
-                "divides weights in memory, and this tier holds none there",
-                format!("`memory.tier = \"{}\"`", recipe.memory.tier.name()),
-            ));
-        }
-        Ok(Placement::Sharded)
-    }
-
-    /// Routed experts divided among the ranks. Errors: a model without experts; experts that are trained; a tier that holds none.
-    fn expert_parallel(&self, recipe: &Recipe) -> Result<Placement> {
-        let refused = |why: &str, found: String, hint: &str| {
-            Error::usage(format!("`distributed.weights = \"expert-parallel\"` {why}"))
-                .found(found)
-                .hint(hint)
-        };
-        let other = "set `distributed.weights = \"replicated\"` or `\"sharded\"`";
-        if !self.spec.layers.iter().any(|layer| layer.experts.is_some()) {
-            return Err(refused("needs routed experts", "a model without experts".into(), other));
-        }
-        let sites = self.spec.expert_linears();
-        let adapted = |module: &String| {
-            expert_of(&format!("{module}.")).is_some() || sites.iter().any(|(parameter, _)| parameter == module)
-        };
-        if let Some(module) = self.adapters.keys().find(|module| adapted(module)) {
-            let found = format!("an adapter on `{module}`");
-            return Err(refused("needs experts without adapters", found, other));
-        }
-        if corrects_all(recipe) {
-            let correction = recipe.tune.block.correction.name();
-            let found = format!("`tune.block.correction = \"{correction}\"`");
-            return Err(refused("has no correction of all experts in each step", found, other));
-        }
-        let turns = self.schedule.turns(u64::MAX, &self.policy(recipe, None)?);
-        let mut trained = turns.iter().flat_map(|turn| turn.active.names());
-        if let Some(name) = trained.find(|name| expert_of(name).is_some()) {
-            if self
-                .spec
-                .layers
-                .iter()
-                .any(|layer| layer.experts.is_some_and(|sizes| sizes.bias))
-            {
-                let found = format!("a run that trains `{name}`, and biases of experts");
-                return Err(refused("needs frozen experts if they have biases", found, other));
-            }
-            if !super::updates_in_parts(recipe, self.schedule.active(1).is_masked()) {
-                let found = format!(
-                    "`optimizer.name = \"{}\"`, or blocks inside matrices",
-                    recipe.optimizer.name.name()
-                );
-                return Err(refused("needs an update of each element by itself", found, other));
-            }
-        }
-        if !matches!(recipe.memory.tier, Tier::Auto | Tier::Device) {
-            return Err(refused(
-                "divides experts in memory, and this tier holds none there",
-                format!("`memory.tier = \"{}\"`", recipe.memory.tier.name()),
-                other,
-            ));
-        }
-        Ok(Placement::ExpertParallel)
-    }
-
     /// The shared data of all plans of `recipe` with one storage.
     pub fn base(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<PlanBase<'_>> {
         let storage = self.policy(recipe, lossy)?;
@@ -648,7 +560,7 @@ fn starts(recipe: &Recipe, init: LoraInit) -> bool {
 }
 
 /// True if a correction changes every weight.
-fn corrects_all(recipe: &Recipe) -> bool {
+pub(super) fn corrects_all(recipe: &Recipe) -> bool {
     let correction = recipe.tune.block.correction;
     recipe.tune.method == Method::Block && matches!(correction, Correction::Sgd | Correction::Signsgd)
 }

@@ -5,9 +5,7 @@ use crate::job;
 use serde_json::Value;
 use std::fs;
 
-const BASE: [&str; 8] = [
-    "tune.method=lora",
-    "tune.lora.r=4",
+const BASE: [&str; 6] = [
     "train.max_steps=3",
     "train.save_steps=2",
     "train.batch_size=1",
@@ -37,13 +35,25 @@ fn lines(bench: &Bench, run: &str) -> Vec<Value> {
 #[test]
 fn divided_experts_have_the_files_of_one_rank() {
     let bench = Bench::of_family("qwen3_moe");
-    let train = |size: usize, more: &[&str], name: &str| {
+    let train = |method: &[&str], size: usize, more: &[&str], name: &str| {
         let out = format!("train.output_dir={name}");
-        job::train(&bench, size, &[&BASE[..], more, &[&out]].concat());
+        job::train(&bench, size, &[&BASE[..], method, more, &[&out]].concat());
     };
-    train(1, &[], "one");
+    // Each block has two experts of a layer, or the rest.
+    let block = [
+        "tune.method=block",
+        "tune.block.partition=experts",
+        "tune.block.experts_per_block=2",
+        "tune.block.switch_every=1",
+        "model.dtype=bf16",
+    ];
+    train(&block, 1, &[], "blocks-one");
+    train(&block, 2, &[DIVIDED], "blocks-two");
+    assert!(saved(&bench, "blocks-one") == saved(&bench, "blocks-two"));
+    let lora = ["tune.method=lora", "tune.lora.r=4"];
+    train(&lora, 1, &[], "one");
     // The last round of three ranks has one micro-batch.
-    train(3, &[DIVIDED], "three");
+    train(&lora, 3, &[DIVIDED], "three");
     assert!(saved(&bench, "one") == saved(&bench, "three"));
     let numbers = |run: &str| -> Vec<String> {
         let of = |line: Value| ["loss", "grad_norm", "eval_loss"].map(|key| line[key].to_string());
@@ -57,7 +67,7 @@ fn divided_experts_have_the_files_of_one_rank() {
     assert!(sent > 0.0);
     // It goes on with another number of ranks.
     let from = format!("--resume={}", bench.path("three/checkpoint-2").display());
-    train(2, &[DIVIDED, &from], "resumed");
+    train(&lora, 2, &[DIVIDED, &from], "resumed");
     let result = |run: &str| files(&bench.path(run).join("final"));
     assert!(result("one") == result("resumed"));
 }
@@ -66,7 +76,10 @@ fn divided_experts_have_the_files_of_one_rank() {
 fn what_needs_whole_experts_is_refused_before_the_run() {
     let bench = Bench::of_family("qwen3_moe");
     for (settings, text) in [
-        (&["tune.method=full"][..], "this run trains some"),
+        (
+            &["tune.method=full", "optimizer.name=adafactor"][..],
+            "needs an update of each element",
+        ),
         (
             &[
                 "tune.method=lora",

@@ -321,7 +321,7 @@ impl Block {
         let ranks = experts.ranks()?;
         if let Some(ranks) = ranks {
             let gradients = (dh.as_ref(), d_weights.as_ref());
-            self.backward_over_ranks(experts, ranks, (h, dy), &assignment, gradients, needs, sink)?;
+            self.backward_over_ranks((experts, ranks), (h, dy), &assignment, gradients, needs, sink)?;
         }
         for unit in assignment.units().into_iter().filter(|_| ranks.is_none()) {
             let kept = saved.next().flatten();

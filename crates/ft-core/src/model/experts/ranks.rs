@@ -397,8 +397,7 @@ impl Block {
     /// f32 `[N·K]`.
     pub(super) fn backward_over_ranks(
         &self,
-        experts: &Experts,
-        ranks: &ExpertRanks,
+        (experts, ranks): (&Experts, &ExpertRanks),
         (h, dy): (&Tensor, &Tensor),
         assignment: &Assignment,
         (dh, d_weights): (Option<&Tensor>, Option<&Tensor>),

@@ -264,8 +264,12 @@ pub fn plan_for(recipe: &Recipe, like: Option<&'static GpuRates>, ranks: usize) 
             0 => "in a step".to_string(),
             every => format!("for an average, after every {}", counted(every, "step")),
         };
+        let even = match memory.strategy.placement {
+            Placement::ExpertParallel => ", if the router chooses all experts equally often",
+            _ => "",
+        };
         notes.push(format!(
-            "a rank sends up to {} {when}; the memory is that of one rank",
+            "a rank sends up to {} {when}{even}; the memory is that of one rank",
             bytes(sent)
         ));
     }

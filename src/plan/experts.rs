@@ -4,9 +4,11 @@ use super::Inputs;
 use super::candidates::candidates;
 use super::model::Model;
 use crate::engine::Active;
+use crate::model::expert_words;
 use crate::model::spec::ExpertsSpec;
 use crate::recipe::{Method, Recipe};
-use crate::source::{Group, Sublayer};
+use crate::source::sharded::own_experts;
+use crate::source::{Group, Placement, Sublayer, expert_of};
 
 /// What the experts of a micro-batch cost.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -72,6 +74,53 @@ pub(super) fn bytes(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Ac
         once as f64 * part_read(model, inputs, run.first) * passes as f64
     });
     runs.sum()
+}
+
+/// The rank that has most of the active experts, if experts are divided.
+pub(super) fn busy_rank(model: &Model, inputs: &Inputs, active: &Active) -> usize {
+    let mut elements = vec![0; inputs.ranks.max(1)];
+    if inputs.strategy.placement == Placement::ExpertParallel {
+        for name in active.names() {
+            let here = (0..inputs.ranks).find(|rank| is_here(model, inputs, *rank, name) == Some(true));
+            if let Some(rank) = here {
+                elements[rank] += model.elements(name);
+            }
+        }
+    }
+    let most = elements.iter().copied().max();
+    elements.iter().position(|n| Some(*n) == most).unwrap_or(0)
+}
+
+/// True if rank `rank` has this matrix of an expert; `None`: it is not divided.
+pub(super) fn is_here(model: &Model, inputs: &Inputs, rank: usize, name: &str) -> Option<bool> {
+    let divided = inputs.strategy.placement == Placement::ExpertParallel && name.ends_with(".weight");
+    let expert = expert_of(name).filter(|_| divided)?;
+    Some(own_experts(model.experts(), rank, inputs.ranks.max(1)).contains(&expert))
+}
+
+/// Bytes of the rows that rank `rank` sends in a step to and from the experts of other ranks, with an even router.
+pub(super) fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, rank: usize) -> u64 {
+    if inputs.strategy.placement != Placement::ExpertParallel {
+        return 0;
+    }
+    let (layers, spec) = (model.layers(), model.spec);
+    let lowest = active.lowest_layer(layers);
+    let of = |sizes: &ExpertsSpec| expert_words(sizes, spec.hidden, (rank, inputs.ranks), inputs.tokens);
+    // Equal layers, as those of all known models.
+    let Some([forward, backward]) = spec.layers.iter().find_map(|l| l.experts).map(|sizes| of(&sizes)) else {
+        return 0;
+    };
+    let mixtures = (0..layers).filter(|l| spec.layers[*l].experts.is_some());
+    let words: f64 = mixtures
+        .map(|layer| {
+            let again =
+                spec.norms.after_mlp.is_some() && layer >= lowest && layer + inputs.strategy.saved_layers < layers;
+            let back = layer > lowest || layer == lowest && reaches_experts(model, recipe, active, lowest);
+            forward * (1.0 + f64::from(u8::from(again))) + backward * f64::from(u8::from(back))
+        })
+        .sum();
+    let rounds = inputs.micro_batches.div_ceil(inputs.ranks.max(1));
+    (4.0 * words) as u64 * rounds as u64
 }
 
 /// True if the backward pass of the lowest layer goes through all its experts: something before them or beside them is trained.

@@ -322,7 +322,7 @@ impl PlanContext<'_> {
         let on_device = |w: &StepStrategy| w.placement == Placement::Device;
         if recipe.memory.tier == Tier::Auto {
             match strategy.placement {
-                Placement::Device | Placement::Sharded => say(
+                Placement::Device | Placement::Sharded | Placement::ExpertParallel => say(
                     "memory.tier",
                     "device".into(),
                     "the weights are loaded only once".into(),

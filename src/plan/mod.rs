@@ -15,6 +15,7 @@ mod knee;
 pub mod link;
 pub mod memory_plan;
 mod model;
+mod rank_weights;
 pub mod run_plan;
 mod search;
 mod shared;
@@ -34,7 +35,7 @@ pub use table::{Line, Plan};
 pub use time::{seconds, seconds_of};
 
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
-use crate::comm::share;
+use crate::comm::{QUANTUM, share};
 use crate::engine::divided::divides;
 use crate::engine::{
     Active, Exchange, Gradients, StepStrategy, Updated, corrected_bytes, ema_bytes, exchange_bytes, leaving_bytes,
@@ -267,7 +268,8 @@ fn parts(recipe: &Recipe, inputs: &Inputs, active: &Active) -> u64 {
     }
 }
 
-/// The most bytes that a rank sends in a step; with `distributed.sync_every`, for an average.
+/// The most bytes that a rank sends in a step; with `distributed.sync_every`, for an average. Rows of divided experts: with an even
+/// router.
 pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
     let apart = recipe.distributed.sync_every > 0;
     let bf16 = |name: &str| recipe.model.dtype == Dtype::Bf16 && !model.is_adapter(name);
@@ -277,7 +279,14 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         ..recipe.distributed.exchange()
     };
     let of = |active: &Active, rank: usize| {
-        let sizes = active.names().map(|name| {
+        let travels = |name: &&str| experts::is_here(model, inputs, rank, name).is_none();
+        // Of the gradients of divided experts only the sums of squares travel.
+        let here = active
+            .names()
+            .filter(|name| experts::is_here(model, inputs, rank, name) == Some(true));
+        let squares = here.map(|name| model.elements(name).div_ceil(QUANTUM as u64));
+        let squares = 4 * squares.sum::<u64>() * (inputs.ranks as u64 - 1);
+        let sizes = active.names().filter(travels).map(|name| {
             let n = model.elements(name);
             let n = active.subset(name, n as usize).map_or(n, |part| part.len as u64);
             let updated = if model.is_in_parts(name) && inputs.strategy.placement == Placement::Sharded {
@@ -297,10 +306,12 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         let attention = sequence_bytes(model.spec, inputs.sequence, &[0, inputs.tokens * shared], down_to, rank);
         let corrected = active.corrected().map(|name| (name, model.elements(name)));
         let stored = recipe.model.dtype.bytes();
-        sent_bytes(sizes, rounds, place, how, inputs.on_gpu)
+        squares
+            + sent_bytes(sizes, rounds, place, how, inputs.on_gpu)
             + corrected_bytes(corrected, rounds, place, how.1)
             + weights::collected(model, inputs, stored, active, rank)
             + attention * rounds.div_ceil(inputs.ranks as u64)
+            + experts::sent(model, recipe, inputs, active, rank)
     };
     let turns = inputs.turns.iter().map(|turn| &turn.active);
     let all = turns.flat_map(|active| (0..inputs.ranks).map(move |rank| of(active, rank)));
@@ -366,7 +377,13 @@ fn of_turn(
             .map_or(elements, |part| part.len as u64)
     });
     let parts = parts(recipe, inputs, active);
+    let busy = experts::busy_rank(model, inputs, active);
     let state = model.sum_trained(active, |name| {
+        let here = experts::is_here(model, inputs, busy, name);
+        if here == Some(false) {
+            return 0;
+        }
+        let parts = if here.is_some() { 1 } else { parts };
         let bf16 = stored == 2 && !model.is_adapter(name);
         let shape = model.shape(name);
         let outer = outer.map_or(0, |outer| {
@@ -407,6 +424,10 @@ fn of_turn(
     let resident = match inputs.strategy.placement {
         Placement::Sharded => weights::WeightBytes {
             always: weights::in_parts(model, inputs, stored, active),
+            layers: 0,
+        },
+        Placement::ExpertParallel => weights::WeightBytes {
+            always: weights::with_own_experts(model, inputs, stored, active),
             layers: 0,
         },
         placement => weights::resident(model, &inputs.strategy.storage, stored, placement, active, &|name| {

@@ -159,6 +159,12 @@ impl<'a> Model<'a> {
         }
     }
 
+    /// Routed experts of a layer.
+    pub fn experts(&self) -> usize {
+        let mut all = self.spec.layers.iter().filter_map(|layer| layer.experts);
+        all.next().map_or(0, |sizes| sizes.count)
+    }
+
     /// True for a parameter that ranks can store in parts.
     pub fn is_in_parts(&self, name: &str) -> bool {
         let layer = name.strip_prefix("model.layers.").and_then(|n| n.split_once('.'));

@@ -255,7 +255,7 @@ impl PlanContext<'_> {
         }
     }
 
-    fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<StoragePolicy> {
+    pub(super) fn policy(&self, recipe: &Recipe, lossy: Option<FrozenWeights>) -> Result<StoragePolicy> {
         let mut wanted = recipe.memory.clone();
         wanted.frozen_weights = lossy.unwrap_or(wanted.frozen_weights);
         // Parameters that train only in some blocks are stored like frozen ones while they are inactive.
@@ -442,6 +442,9 @@ impl PlanContext<'_> {
         let divides = self.process.ranks > 1 && recipe.distributed.sync_every == 0 && !on_gpu;
         match (divides, recipe.distributed.weights) {
             (true, RankWeights::Sharded) => return self.sharded(recipe).map(|placement| vec![placement]),
+            (true, RankWeights::ExpertParallel) => {
+                return self.expert_parallel(recipe).map(|placement| vec![placement]);
+            }
             (true, RankWeights::Auto) if recipe.memory.tier == Tier::Device => {
                 return Ok([Placement::Device]
                     .into_iter()
@@ -472,40 +475,6 @@ impl PlanContext<'_> {
             Tier::Auto => Ok([&[Placement::Device], &disk[..]].concat()),
             Tier::Disk => Ok(disk),
         }
-    }
-
-    /// Weights in parts on the ranks. Errors: an update that needs whole weights; a tier that holds none.
-    fn sharded(&self, recipe: &Recipe) -> Result<Placement> {
-        let refused = |why: &str, found: String| {
-            Error::usage(format!("`distributed.weights = \"sharded\"` {why}"))
-                .found(found)
-                .hint("set `distributed.weights = \"replicated\"`")
-        };
-        if corrects_all(recipe) {
-            let correction = recipe.tune.block.correction.name();
-            return Err(refused(
-                "has whole weights of no layer, and this correction changes all of them in each step",
-                format!("`tune.block.correction = \"{correction}\"`"),
-            ));
-        }
-        let masked = self.schedule.active(1).is_masked();
-        if recipe.tune.method != Method::Lora && !super::updates_in_parts(recipe, masked) {
-            return Err(refused(
-                "needs an update of each element by itself",
-                if masked {
-                    "blocks of elements inside matrices".into()
-                } else {
-                    format!("`optimizer.name = \"{}\"`", recipe.optimizer.name.name())
-                },
-            ));
-        }
-        if !matches!(recipe.memory.tier, Tier::Auto | Tier::Device) {
-            return Err(refused(
-                "divides weights in memory, and this tier holds none there",
-                format!("`memory.tier = \"{}\"`", recipe.memory.tier.name()),
-            ));
-        }
-        Ok(Placement::Sharded)
     }
 
     /// The shared data of all plans of `recipe` with one storage.
@@ -592,7 +561,7 @@ fn starts(recipe: &Recipe, init: LoraInit) -> bool {
 }
 
 /// True if a correction changes every weight.
-fn corrects_all(recipe: &Recipe) -> bool {
+pub(super) fn corrects_all(recipe: &Recipe) -> bool {
     let correction = recipe.tune.block.correction;
     recipe.tune.method == Method::Block && matches!(correction, Correction::Sgd | Correction::Signsgd)
 }

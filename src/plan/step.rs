@@ -1,10 +1,10 @@
 //! Simulates the memory of one optimizer step in the order of `engine::step` and `engine::pass`.
 
-use super::Inputs;
 use super::model::{Model, Stretch};
 use super::shared::Shared;
 use super::streams;
 use super::weights::FetchedLayers;
+use super::{Inputs, experts};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::comm::share;
 use crate::engine::{Active, Gradients};
@@ -21,7 +21,7 @@ use crate::ops::embedding;
 use crate::ops::linear::{self, ProductSizes};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
-use crate::source::{Group, Sublayer};
+use crate::source::{Group, Placement, Sublayer};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Bytes of an element of a masked weight that is being updated: f32, or the two halves of bf16.
@@ -43,6 +43,10 @@ impl Inputs {
             element: self.element,
             on_gpu: self.on_gpu,
             experts_streamed: self.strategy.placement.travels().is_some(),
+            expert_ranks: match self.strategy.placement {
+                Placement::ExpertParallel => self.ranks,
+                _ => 1,
+            },
             mlp_tokens: self.strategy.mlp_tokens,
             dropout,
             storage: &self.strategy.storage,
@@ -64,6 +68,8 @@ struct Sink<'a> {
     on_host: bool,
     /// The ranks that have a part of a sum each, at the update.
     divided: u64,
+    /// `experts::is_here`, on the rank that has most of the active experts.
+    is_here: Box<dyn Fn(&str) -> Option<bool> + 'a>,
     kept: BTreeMap<String, Allocation>,
     /// Gradients of layers equal to those that were simulated.
     alike: Vec<Allocation>,
@@ -87,6 +93,11 @@ impl GradSinkMemory for Sink<'_> {
             l.free(gradient);
             return;
         }
+        let here = (self.is_here)(name);
+        if here == Some(false) {
+            l.free(gradient);
+            return;
+        }
         let elements = self.model.elements(name) as usize;
         let part = self.active.subset(name, elements).map(|p| p.len as u64);
         // Of a masked parameter only the active part is kept.
@@ -106,7 +117,7 @@ impl GradSinkMemory for Sink<'_> {
                 l.free(gradient);
                 own
             }
-            None if self.parts > 1 => {
+            None if self.parts > 1 && here.is_none() => {
                 let own = l.alloc(MemoryKind::Gradients, 4 * share(elements as u64, self.parts));
                 l.free(gradient);
                 own
@@ -136,7 +147,9 @@ pub(super) fn walk(
     let spec = model.spec;
     let bf16 = recipe.model.dtype == Dtype::Bf16;
     let on_their_way = l.sizes()[MemoryKind::HostGradients];
+    let busy = experts::busy_rank(model, inputs, active);
     let mut sink = Sink {
+        is_here: Box::new(move |name| experts::is_here(model, inputs, busy, name)),
         active,
         model,
         keep: inputs.strategy.gradients == Gradients::Keep,

@@ -197,6 +197,10 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
                     "a part of each layer on each of {} ranks, two whole {layers}, head and embedding; {stored}",
                     inputs.ranks
                 ),
+                super::Placement::ExpertParallel => format!(
+                    "the experts of one of {} ranks, all other weights; {stored}",
+                    inputs.ranks
+                ),
                 super::Placement::Host | super::Placement::Disk { head_rows: None } => {
                     format!("active weights, two {layers}, the head; {stored}")
                 }

@@ -12,7 +12,7 @@ use crate::model::pieces::pieces;
 use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
-use crate::source::{Placement, Sublayer};
+use crate::source::Sublayer;
 
 /// Packing a weight takes as long as a product of this many tokens. Measured: packing takes about 15 % of a product
 /// with 512 tokens (75 = 0.15 · 512). On a tile unit it takes a quarter to a third of the time of both together, so as
@@ -119,7 +119,7 @@ fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active)
 /// Bytes read from the disk in one micro-batch: every layer forward, layers of the backward pass again, a chunked head
 /// twice. Of the routed experts those that get tokens.
 pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, lowest: usize) -> f64 {
-    if matches!(inputs.strategy.placement, Placement::Device | Placement::Sharded) {
+    if inputs.strategy.placement.travels().is_none() {
         return 0.0;
     }
     let (spec, stored) = (model.spec, recipe.model.dtype.bytes());

@@ -195,6 +195,16 @@ pub(super) fn in_parts(model: &Model, inputs: &Inputs, value_bytes: u64, active:
     all + 2 * largest
 }
 
+/// Bytes of the weights of a rank that has some of the routed experts, and everything else.
+pub(super) fn with_own_experts(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active) -> u64 {
+    let memory = inputs.weight_memory(model.experts(), (0, 0));
+    model.sum(active, |p| match active.contains(&p.name) {
+        _ if memory.is_elsewhere(p) => 0,
+        true => value_bytes * p.elements() as u64,
+        false => inputs.strategy.storage.of(p).bytes(&p.shape),
+    })
+}
+
 /// Bytes that rank `rank` sends in a step, so that the layers are collected.
 pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active, rank: usize) -> u64 {
     if inputs.strategy.placement != Placement::Sharded {
@@ -246,15 +256,16 @@ pub(super) fn reordered(model: &Model, inputs: &Inputs, l: &mut Ledger) -> Alloc
             }
         });
     }
-    l.alloc(inputs.weight_memory((0, 0)).staging(), most)
+    l.alloc(inputs.weight_memory(0, (0, 0)).staging(), most)
 }
 
 impl Inputs {
-    fn weight_memory(&self, (value_bytes, low_bytes): (u64, u64)) -> WeightMemory<'_> {
+    fn weight_memory(&self, experts: usize, (value_bytes, low_bytes): (u64, u64)) -> WeightMemory<'_> {
         WeightMemory {
             storage: &self.strategy.storage,
             placement: self.strategy.placement,
             ranks: self.ranks as u64,
+            experts,
             on_gpu: self.on_gpu,
             file_bytes: self.file_bytes,
             value_bytes,
@@ -266,7 +277,7 @@ impl Inputs {
 /// Loads every weight of the model.
 pub(super) fn load(l: &mut Ledger, model: &Model, inputs: &Inputs) {
     l.moment("loading");
-    let memory = inputs.weight_memory((0, 0));
+    let memory = inputs.weight_memory(model.experts(), (0, 0));
     let (first, last) = model.outside().split_at(model.outside().len().min(1));
     let mut allocations: Vec<Allocation> = first.iter().filter_map(|p| memory.load(l, p)).collect();
     each_layer(l, model, &Active::new([]), &mut allocations, |l, p| memory.load(l, p));
@@ -313,7 +324,7 @@ pub(super) fn deactivate(l: &mut Ledger, model: &Model, inputs: &Inputs, active:
         return;
     }
     l.moment("the requantization of a block");
-    let memory = inputs.weight_memory(value_bytes);
+    let memory = inputs.weight_memory(model.experts(), value_bytes);
     let mut allocations = vec![memory.low_bits(l, elements)];
     each_layer(l, model, active, &mut allocations, |l, p| {
         if quantized(p) {

@@ -19,7 +19,7 @@ use crate::recipe::{self, Dtype, Method, ModelInit, ModelRef, Recipe};
 use crate::report;
 use crate::setup::locate::{adapter_directory, model_config};
 use crate::setup::vocabulary::{NewRows, TextChanges};
-use crate::source::sharded::Origin;
+use crate::source::sharded::{Division, Origin};
 use crate::source::{Disk, Resident, Sharded, StoragePolicy, TrainableStore, Uploaded, disk, policy, resident, stored};
 use crate::source::{ParamInfo, Placement};
 use candle_core::{Device, Tensor};
@@ -307,14 +307,18 @@ impl ModelDir {
                 let store = Arc::new(self.resident(storage, init, seed, decoded, device)?);
                 return Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()));
             }
-            Placement::Sharded => {
+            Placement::Sharded | Placement::ExpertParallel => {
+                let division = match strategy.placement {
+                    Placement::ExpertParallel => Division::Experts,
+                    _ => Division::Elements,
+                };
                 let params = self.spec.params();
                 let origin = match (init, decoded) {
                     (ModelInit::Pretrained, Some(weights)) => Origin::Files(Arc::new(weights)),
                     (ModelInit::Pretrained, None) => Origin::Files(self.weights()?),
                     (ModelInit::Random, _) => Origin::random(&params, self.random_weights(seed)),
                 };
-                let store = Sharded::open(params, origin, |p| storage.of(p), ranks.clone())?;
+                let store = Sharded::open(params, origin, |p| storage.of(p), (ranks.clone(), division))?;
                 return Ok(TrainableNetwork::new(
                     self.spec.clone(),
                     Arc::new(store),

@@ -259,10 +259,11 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
                 .hint("set `distributed.sequence = 1`, or `model.device = \"cpu\"`"),
         );
     }
-    if on_gpu && recipe.distributed.weights == RankWeights::Sharded {
-        return Err(Error::usage("ranks with GPUs do not store weights in parts yet")
+    let weights = recipe.distributed.weights;
+    if on_gpu && matches!(weights, RankWeights::Sharded | RankWeights::ExpertParallel) {
+        return Err(Error::usage("ranks with GPUs do not divide weights yet")
             .at("distributed.weights")
-            .found(RankWeights::Sharded.name())
+            .found(weights.name())
             .expected("`replicated` on a GPU")
             .hint(
                 "set `distributed.weights = \"replicated\"`; `memory.tier = \"host\"` keeps weights in host memory",

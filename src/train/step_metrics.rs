@@ -24,8 +24,12 @@ pub fn copy_metrics(copied: &CopyTimes) -> Vec<(&'static str, f64)> {
     })
 }
 
-/// The experts that were brought to the device, their bytes, and their part of all experts.
+/// The experts that were brought to the device, their bytes, and their part of all experts; the bytes that this rank sent to and from
+/// the experts of other ranks.
 pub fn expert_metrics(reads: ExpertReads) -> Vec<(&'static str, f64)> {
+    if reads.sent > 0 {
+        return vec![("expert_bytes_sent", reads.sent as f64)];
+    }
     let Some(share) = reads.share() else { return Vec::new() };
     let names = ["experts_read", "experts_read_bytes", "experts_read_share"];
     let numbers = [reads.brought as f64, reads.bytes as f64, share];

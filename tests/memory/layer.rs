@@ -210,6 +210,7 @@ fn compare(spec: &Spec, mlp_tokens: Option<usize>) -> [(u64, u64); 5] {
         element: 4,
         on_gpu: false,
         experts_streamed: false,
+        expert_ranks: 1,
         mlp_tokens,
         dropout: false,
         storage: &storage,

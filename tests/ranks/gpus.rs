@@ -238,7 +238,7 @@ fn each_rank_has_a_gpu_of_its_own_or_says_so() {
     refused(&[], "2 ranks and 1 GPU on host");
     refused(
         &["model.device=cuda:0", "distributed.weights=sharded"],
-        "do not store weights in parts yet",
+        "do not divide weights yet",
     );
     refused(
         &["model.device=cuda:0", "distributed.sequence=2"],

@@ -6,6 +6,7 @@ mod bench;
 #[path = "../run/same.rs"]
 mod same;
 
+mod experts;
 mod faults;
 #[cfg(feature = "cuda")]
 mod gpus;

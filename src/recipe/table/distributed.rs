@@ -13,6 +13,7 @@ named!(
         Sharded = "sharded",
         ShardedInNode = "sharded-in-node",
         Host = "host",
+        ExpertParallel = "expert-parallel",
     }
 );
 
@@ -55,7 +56,9 @@ section! {
     /// Training on several ranks (`mpirun -n 4 ft train ...`). On one rank these keys have no effect, except for `sum` on a GPU.
     pub struct Distributed in "distributed" {
         /// Where the weights are. `replicated`: all on every rank. `sharded`: each rank has a part of every matrix of the
-        /// layers, and a layer is collected from all ranks before it is used. Not available yet: `sharded-in-node`, `host`.
+        /// layers, and a layer is collected from all ranks before it is used. `expert-parallel`: each rank has some of the routed
+        /// experts and all other weights, and the rows of tokens travel to the experts. Not available yet: `sharded-in-node`,
+        /// `host`.
         weights: RankWeights = "auto", "replicated if it fits, else sharded";
         /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the bits of one rank. On one GPU
         /// `auto` lets a product add to the sum, which is faster and rounds differently: write `ordered` there for the bits of
@@ -156,7 +159,7 @@ fn check_apart(s: &Settings, faults: &mut Faults) {
         }
     }
     let d = &s.distributed;
-    if d.weights == RankWeights::Sharded {
+    if matches!(d.weights, RankWeights::Sharded | RankWeights::ExpertParallel) {
         fault(
             Keys::weights,
             d.weights.name().into(),
@@ -265,6 +268,18 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
             .expected("`sft` or `pretrain`: other losses read whole documents, which ranks share"),
         );
     }
+    if d.weights == RankWeights::ExpertParallel && d.sequence > 1 {
+        faults.add(
+            &[Keys::weights, Keys::sequence],
+            Error::usage(format!(
+                "`{}` and `{}` contradict each other",
+                Keys::weights,
+                Keys::sequence
+            ))
+            .found(d.sequence.to_string())
+            .expected("1: the experts of a rank compute whole micro-batches"),
+        );
+    }
     let mut refuse = |key: KeyPath, value: String, use_instead: &str| {
         faults.add(
             &[key],
@@ -274,7 +289,11 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         );
     };
     if matches!(d.weights, RankWeights::ShardedInNode | RankWeights::Host) {
-        refuse(Keys::weights, d.weights.name().into(), "`replicated` or `sharded`");
+        refuse(
+            Keys::weights,
+            d.weights.name().into(),
+            "`replicated`, `sharded` or `expert-parallel`",
+        );
     }
     if d.checkpoint == RankCheckpoint::Parts {
         refuse(Keys::checkpoint, d.checkpoint.name().into(), "`one`");

@@ -335,7 +335,16 @@ impl Engine {
     /// The elements of a parameter whose moments this rank has: `None` if it has all of them.
     pub(super) fn own_part(&self, name: &str, n: usize) -> Option<Range<usize>> {
         let world = self.comm.world();
-        self.divided.then(|| part_of(name, n, world.rank, world.size))
+        self.divided.then(|| self.part(name, n, world.rank))
+    }
+
+    /// The elements of a parameter that a rank has, if gradients are divided.
+    fn part(&self, name: &str, n: usize, rank: usize) -> Range<usize> {
+        let stored = self.store.sharded().and_then(|store| store.parts(name));
+        match stored {
+            Some(mut parts) => parts.swap_remove(rank),
+            None => part_of(name, n, rank, self.comm.world().size),
+        }
     }
 
     /// What this rank keeps of a saved tensor of the state of `name`, a parameter of `n` elements. `part` as in
@@ -453,7 +462,7 @@ impl Engine {
             None if self.trains_apart() => vec![(rank_of(name).0, own.elem_count())],
             None => return give(own, sink),
             Some(n) => {
-                let part_of_rank = |rank| range_of_part(part, &part_of(name, n, rank, world.size));
+                let part_of_rank = |rank| range_of_part(part, &self.part(name, n, rank));
                 let mut owners: Vec<usize> = (0..world.size).filter(|rank| !part_of_rank(*rank).is_empty()).collect();
                 owners.sort_by_key(|rank| part_of_rank(*rank).start);
                 owners

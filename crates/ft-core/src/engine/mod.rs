@@ -31,6 +31,8 @@ pub use strategy::StepStrategy;
 #[cfg(test)]
 mod outer_tests;
 #[cfg(test)]
+mod expert_ranks_tests;
+#[cfg(test)]
 mod ranks_tests;
 #[cfg(test)]
 mod sequence_tests;

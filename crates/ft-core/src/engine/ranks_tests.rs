@@ -14,7 +14,7 @@ use crate::optim::{Masks, Optimizer};
 use crate::quant::{Format, Storage};
 use crate::sft::CausalLm;
 use crate::source::resident::{RandomWeights, draw_tensor};
-use crate::source::sharded::{Origin, collections, is_in_parts};
+use crate::source::sharded::{Division, Origin, collections, is_in_parts};
 use crate::source::{ParamInfo, Resident, Sharded, TrainableStore};
 use candle_core::Device;
 use std::collections::{BTreeMap, BTreeSet};
@@ -82,7 +82,7 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
     let random = RandomWeights { seed, std, norm };
     let origin = Origin::random(&params, random);
     let source: Arc<dyn TrainableStore> = if case.sharded && comm.world().size > 1 {
-        Arc::new(Sharded::open(params.clone(), origin, storage, comm.clone()).unwrap())
+        Arc::new(Sharded::open(params.clone(), origin, storage, (comm.clone(), Division::Elements)).unwrap())
     } else {
         let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();

@@ -227,6 +227,8 @@ pub(super) struct OwnSum {
     pub(super) param: Param,
     /// Shape of the whole gradient.
     pub(super) shape: Vec<usize>,
+    /// The elements of each rank.
+    pub(super) parts: Vec<Range<usize>>,
     /// The elements of this rank.
     pub(super) range: Range<usize>,
     /// f32 `[range.len()]`
@@ -260,6 +262,8 @@ pub(super) struct Reduce<'a> {
     coming: VecDeque<Coming>,
     /// Parameters in the order of their first gradient, with the shape of the gradient.
     params: Vec<(Param, Vec<usize>)>,
+    /// The elements of each rank, of parameters that are whole on one rank.
+    on_one_rank: BTreeMap<Arc<str>, Vec<Range<usize>>>,
     /// The sums of the own parts; the first contribution fills them.
     sums: BTreeMap<Arc<str>, Vec<f32>>,
 }
@@ -276,6 +280,7 @@ impl<'a> Reduce<'a> {
             leaving: VecDeque::new(),
             coming: VecDeque::new(),
             params: Vec::new(),
+            on_one_rank: BTreeMap::new(),
             sums: BTreeMap::new(),
         }
     }
@@ -359,6 +364,32 @@ impl<'a> Reduce<'a> {
             }
         }
         self.send(bucket)
+    }
+
+    /// A parameter that is whole on one rank, with the elements of each rank: nothing travels. `gradient`: that of one micro-batch,
+    /// on its rank.
+    pub(super) fn take_own(
+        &mut self,
+        param: &Param,
+        (shape, parts): (&[usize], Vec<Range<usize>>),
+        gradient: Option<&Tensor>,
+    ) -> Result<()> {
+        let sum = match self.sums.get_mut(&param.name) {
+            Some(sum) => sum,
+            None => {
+                self.params.push((param.clone(), shape.to_vec()));
+                self.on_one_rank.insert(param.name.clone(), parts);
+                self.sums.entry(param.name.clone()).or_default()
+            }
+        };
+        let Some(gradient) = gradient else { return Ok(()) };
+        update::with_slice(&gradient.flatten_all()?, |own| {
+            if sum.is_empty() {
+                sum.extend_from_slice(own);
+            } else {
+                sum.iter_mut().zip(own).for_each(|(sum, g)| *sum += g);
+            }
+        })
     }
 
     /// Sends what is in the bucket.
@@ -446,12 +477,20 @@ impl<'a> Reduce<'a> {
         let world = self.comm.world();
         let mut out = Vec::with_capacity(self.params.len());
         for (param, shape) in self.params {
-            let range = part_of(&param.name, shape.iter().product(), world.rank, world.size);
+            let n = shape.iter().product();
+            let parts = match self.on_one_rank.remove(&param.name) {
+                Some(parts) => parts,
+                None => (0..world.size)
+                    .map(|rank| part_of(&param.name, n, rank, world.size))
+                    .collect(),
+            };
+            let range = parts[world.rank].clone();
             let values = self.sums.remove(&param.name).unwrap_or_default();
             let sum = Tensor::from_vec(values, range.len(), &Device::Cpu)?;
             out.push(OwnSum {
                 param,
                 shape,
+                parts,
                 range,
                 sum,
             });

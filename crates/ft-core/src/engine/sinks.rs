@@ -11,7 +11,7 @@ use crate::ops::step_stats::StepStats;
 use crate::ops::transfer::Copier;
 use crate::ops::{index_subset, update};
 use crate::optim::{Optimizer, Update};
-use crate::source::Sharded;
+use crate::source::{Sharded, WeightSource};
 use crate::trace;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
@@ -94,6 +94,8 @@ pub struct Accumulate<'a> {
     window: Option<OwnWindow>,
     /// For corrections, which are made with the sums of a round; `None` on one rank.
     round: Option<Round<'a>>,
+    /// As in `GradSink::contributors`.
+    contributors: usize,
     /// Weights of which this rank has a part: the part is updated, and the collected weight is not kept.
     sharded: Option<&'a Sharded>,
 }
@@ -175,6 +177,7 @@ impl<'a> Accumulate<'a> {
             divided: None,
             window: (world.size > 1 && exchange.window).then_some(window),
             round: (world.size > 1).then_some(round),
+            contributors: usize::MAX,
             sharded,
         }
     }
@@ -310,6 +313,12 @@ impl GradSink for Accumulate<'_> {
             return Ok(());
         }
         let gradient = active_part(self.active, param, gradient)?;
+        if let (Some(reduce), Some(store)) = (&mut self.reduce, self.sharded)
+            && store.on_one_rank(&param.name)
+            && let Some(parts) = store.parts(&param.name)
+        {
+            return reduce.take_own(param, (gradient.dims(), parts), Some(&gradient));
+        }
         match (&mut self.reduce, &self.window) {
             (Some(reduce), None) => return reduce.take(param, &gradient),
             // Sent with the others, but not added by them if no micro-batch of this rank counts.
@@ -334,7 +343,23 @@ impl GradSink for Accumulate<'_> {
         (sum.device().is_cuda() && !self.active.is_masked() && !self.ordered).then(|| sum.clone())
     }
 
+    fn take_elsewhere(&mut self, name: &str, shape: Vec<usize>) -> Result<()> {
+        let (Some(reduce), Some(store)) = (&mut self.reduce, self.sharded) else {
+            return Ok(());
+        };
+        if let (Some(tensor), Some(parts)) = (store.own(name), store.parts(name)) {
+            let name = store.param(name)?.name.clone();
+            return reduce.take_own(&Param { name, tensor }, (&shape, parts), None);
+        }
+        Ok(())
+    }
+
+    fn contributors(&self) -> usize {
+        self.contributors
+    }
+
     fn begin_round(&mut self, contributors: usize) {
+        self.contributors = contributors;
         if let Some(round) = &mut self.round {
             round.contributors = contributors;
         }

@@ -3,7 +3,7 @@
 
 use super::reduce::OwnSum;
 use crate::base::Result;
-use crate::comm::{Collective, QUANTUM, part_of};
+use crate::comm::{Collective, QUANTUM};
 use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::update;
 use candle_core::Tensor;
@@ -35,7 +35,7 @@ pub(super) fn add(comm: &dyn Collective, sums: &[OwnSum], step_stats: &StepStats
 /// The numbers of all runs of each gradient; `own`: those of this rank, one gradient after the other.
 fn of_all<const N: usize>(comm: &dyn Collective, sums: &[OwnSum], own: &[[f32; N]]) -> Result<Vec<Vec<[f32; N]>>> {
     let size = comm.world().size;
-    let part = |sum: &OwnSum, rank| part_of(&sum.param.name, sum.elements(), rank, size);
+    let part = |sum: &OwnSum, rank: usize| sum.parts[rank].clone();
     let runs = |rank| -> usize { sums.iter().map(|s| part(s, rank).len().div_ceil(QUANTUM)).sum() };
     let lengths: Vec<usize> = (0..size).map(|rank| N * runs(rank)).collect();
     debug_assert_eq!(N * own.len(), lengths[comm.world().rank]);

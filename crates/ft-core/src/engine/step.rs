@@ -19,7 +19,8 @@ use crate::ops::transfer::Copier;
 use crate::ops::update;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
-use crate::source::{Prepacking, TrainableStore};
+use crate::source::sharded::Division;
+use crate::source::{Prepacking, TrainableStore, expert_of};
 use candle_core::Tensor;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -499,6 +500,14 @@ impl Engine {
         let Some(store) = self.store.sharded() else {
             return Ok(());
         };
+        let mut biases = active
+            .names()
+            .filter(|name| expert_of(name).is_some() && !store.in_parts(name));
+        if store.division() == Division::Experts && biases.next().is_some() {
+            return Err(Error::unsupported(
+                "the biases of experts that are divided among ranks are not trained",
+            ));
+        }
         let in_parts = |mut names: Box<dyn Iterator<Item = &str> + '_>| names.any(|name| store.in_parts(name));
         if in_parts(Box::new(active.corrected())) {
             return Err(Error::unsupported(

@@ -35,6 +35,16 @@ pub trait GradSink {
     /// compute one that does not count, to keep step.
     fn begin_round(&mut self, _contributors: usize) {}
 
+    /// Ranks, from rank 0 on, whose micro-batches count in this round.
+    fn contributors(&self) -> usize {
+        usize::MAX
+    }
+
+    /// The parameter `name` of this shape is trained, but another rank has it and takes its gradients.
+    fn take_elsewhere(&mut self, _name: &str, _shape: Vec<usize>) -> Result<()> {
+        Ok(())
+    }
+
     /// The micro-batch of this rank has given its last gradient.
     fn end_round(&mut self) -> Result<()> {
         Ok(())

@@ -7,7 +7,7 @@
 //! Experts are computed one by one on the rows of their tokens, in ascending order, so every sum has a fixed order. The weights
 //! of an expert are fetched when it is computed (`reader`). An expert without tokens is not computed, and not fetched unless it
 //! is trained; its parameters get gradients of zeros, as those of a fused tensor do. On a GPU experts that are all there
-//! are computed together (`grouped`).
+//! are computed together (`grouped`). Ranks may divide the experts (`ranks`).
 //!
 //! Letters: N tokens, n tokens of an expert, D hidden size, I intermediate size of an expert, E experts.
 
@@ -15,7 +15,10 @@ pub(super) mod adapters;
 mod bias;
 mod grouped;
 pub(super) mod memory;
+mod ranks;
 pub(super) mod reader;
+
+pub use ranks::expert_words;
 
 use adapters::JoinedSink;
 use reader::{Expert, ExpertReader};
@@ -180,7 +183,11 @@ impl Block {
         };
         let assignment = routing.assign(h.device(), together.is_some())?;
         let mut saved = Vec::new();
-        for unit in assignment.units() {
+        let ranks = experts.ranks()?;
+        if let Some(ranks) = ranks {
+            self.forward_over_ranks(experts, ranks, (h, &y), &assignment, ctx)?;
+        }
+        for unit in assignment.units().into_iter().filter(|_| ranks.is_none()) {
             let Some(of) = assignment.of(unit.clone())? else {
                 saved.push(None);
                 continue;
@@ -311,7 +318,12 @@ impl Block {
         sink.start()?;
         let d_weights = needs.weights.then(|| assignment.numbers()).transpose()?;
         let mut saved = saved.into_iter();
-        for unit in assignment.units() {
+        let ranks = experts.ranks()?;
+        if let Some(ranks) = ranks {
+            let gradients = (dh.as_ref(), d_weights.as_ref());
+            self.backward_over_ranks((experts, ranks), (h, dy), &assignment, gradients, needs, sink)?;
+        }
+        for unit in assignment.units().into_iter().filter(|_| ranks.is_none()) {
             let kept = saved.next().flatten();
             let Some(of) = assignment.of(unit.clone())? else {
                 unit.into_iter()
@@ -436,19 +448,22 @@ fn zero_gradients(expert: &Expert, sink: &mut dyn GradSink) -> Result<()> {
         let zeros = update::zeros(param.tensor.shape(), DType::F32, param.tensor.device())?;
         sink.take(param, zeros)
     };
-    let linears = [&expert.inputs, &expert.down].map(Projections::linears);
-    for l in linears.into_iter().flatten() {
+    // In the order of `expert_backward`: on several ranks the order of gradients must not depend on the rows.
+    for l in [&expert.down, &expert.inputs]
+        .into_iter()
+        .flat_map(Projections::linears)
+    {
         if sink.wants(&l.name) && sink.sum(&l.name).is_none() {
             let tensor = l.weight.dense().map_err(|e| e.or_at(&*l.name))?.clone();
             let name = l.name.clone();
             zeros(&Param { name, tensor }, sink)?;
         }
-    }
-    let biases = linears.into_iter().flatten().filter_map(|l| l.bias.as_ref());
-    for bias in biases.chain(&expert.down_bias) {
-        if sink.wants(&bias.name) {
+        if let Some(bias) = l.bias.as_ref().filter(|bias| sink.wants(&bias.name)) {
             zeros(bias, sink)?;
         }
+    }
+    if let Some(bias) = expert.down_bias.as_ref().filter(|bias| sink.wants(&bias.name)) {
+        zeros(bias, sink)?;
     }
     Ok(())
 }

@@ -33,6 +33,7 @@ pub mod tokens;
 pub use contracts::{
     Context, GradSink, Gradient, KvStore, Layer, LossGradients, Need, Objective, Observer, Param, RecurrentState,
 };
+pub use experts::expert_words;
 pub use head::Head;
 pub use network::{Adapters, Network, TrainableNetwork};
 pub use noise::EmbeddingNoise;

@@ -51,6 +51,8 @@ pub struct ExpertReads {
     pub brought: u64,
     /// Their bytes.
     pub bytes: u64,
+    /// Bytes of the rows that this rank sent to and from the experts of other ranks.
+    pub sent: u64,
 }
 
 impl ExpertReads {
@@ -96,7 +98,12 @@ impl Expected {
     /// The counts since the last call.
     pub fn take(&self) -> ExpertReads {
         let [of, brought, bytes] = [&self.of, &self.brought, &self.bytes].map(|n| n.swap(0, Relaxed));
-        ExpertReads { of, brought, bytes }
+        ExpertReads {
+            of,
+            brought,
+            bytes,
+            sent: 0,
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Memory of the weights that a source holds: while it reads a weight, between the steps, and while it requantizes a
 //! deactivated weight. The planner adds these up for a model.
 
-use super::sharded::{is_in_parts, part_bytes};
+use super::sharded::{Division, is_in_parts, own_experts, part_bytes};
 use super::{ParamInfo, Placement, SLOTS, StoragePolicy};
 use crate::base::ledger::{Allocation, Ledger, MemoryKind};
 use crate::quant::Storage;
@@ -16,6 +16,8 @@ pub struct WeightMemory<'a> {
     pub placement: Placement,
     /// Ranks of the job.
     pub ranks: u64,
+    /// Routed experts of a layer.
+    pub experts: usize,
     /// Tensors are on a GPU.
     pub on_gpu: bool,
     /// Bytes per value when a weight is read for quantization; 0 if the files are quantized already.
@@ -36,9 +38,20 @@ impl WeightMemory<'_> {
         }
     }
 
+    /// True if another rank has this weight of an expert. The last rank has the most experts.
+    pub fn is_elsewhere(&self, p: &ParamInfo) -> bool {
+        let (last, size) = (self.ranks.saturating_sub(1) as usize, self.ranks.max(1) as usize);
+        let own = own_experts(self.experts, last, size);
+        let divided = self.placement == Placement::ExpertParallel && Division::Experts.divides(p);
+        divided && p.expert().is_some_and(|expert| !own.contains(&expert))
+    }
+
     /// Reads a weight. A weight that is quantized exists twice for a short time: as read, and quantized. Returns what
     /// stays allocated.
     pub fn load(&self, l: &mut Ledger, p: &ParamInfo) -> Option<Allocation> {
+        if self.is_elsewhere(p) {
+            return None;
+        }
         let storage = self.storage.of(p);
         let read = match storage {
             Storage::Quantized(..) => self.file_bytes * p.elements() as u64,
@@ -47,6 +60,7 @@ impl WeightMemory<'_> {
         let read = l.alloc(self.staging(), read);
         let bytes = storage.bytes(&p.shape);
         let stored = match self.placement {
+            Placement::ExpertParallel => Some(l.alloc(MemoryKind::Weights, bytes)),
             Placement::Device => Some(l.alloc(MemoryKind::Weights, bytes)),
             Placement::Sharded if is_in_parts(p) => {
                 // Quantized as a whole, then cut.
@@ -88,18 +102,26 @@ impl WeightMemory<'_> {
         let exact = l.alloc(self.staging(), 4 * n);
         // The low half is copied to join it with the high one.
         l.touch(self.staging(), self.low_bytes * n);
-        if self.placement == Placement::Sharded && is_in_parts(p) {
+        let whole_on_one_rank = self.placement == Placement::ExpertParallel && Division::Experts.divides(p);
+        if whole_on_one_rank || self.placement == Placement::Sharded && is_in_parts(p) {
             // The whole weight and its low half are collected, and the quantized data is cut.
             let bytes = self.storage.of(p).bytes(&p.shape);
             l.touch(self.staging(), (self.value_bytes + self.low_bytes) * n + bytes);
             l.free(exact);
-            stays.push(l.alloc(MemoryKind::Weights, part_bytes(p, bytes, true, self.ranks)));
+            let own = match whole_on_one_rank {
+                true if self.is_elsewhere(p) => 0,
+                true => bytes,
+                false => part_bytes(p, bytes, true, self.ranks),
+            };
+            stays.push(l.alloc(MemoryKind::Weights, own));
             return stays;
         }
         let quantized = l.alloc(MemoryKind::Weights, self.storage.of(p).bytes(&p.shape));
         l.free(exact);
         match self.placement {
-            Placement::Device | Placement::Sharded | Placement::Host => stays.push(quantized),
+            Placement::Device | Placement::Sharded | Placement::ExpertParallel | Placement::Host => {
+                stays.push(quantized);
+            }
             Placement::Disk { .. } => l.free(quantized),
         }
         stays
@@ -227,6 +249,7 @@ mod tests {
             on_gpu: false,
             file_bytes: 2,
             ranks: 1,
+            experts: 0,
             value_bytes: 2,
             low_bytes: 2,
         };

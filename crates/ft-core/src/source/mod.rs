@@ -32,7 +32,7 @@ pub use policy::StoragePolicy;
 pub use prepacking::{PackedCopies, Prepacking};
 pub use requantize::Requantized;
 pub use resident::Resident;
-pub use sharded::Sharded;
+pub use sharded::{ExpertRanks, Sharded};
 pub use uploaded::Uploaded;
 
 /// Slots of a double buffer: the current item and the next one.
@@ -223,6 +223,11 @@ pub trait WeightSource: Send + Sync {
     /// A hint: layer `layer` fetches these experts next, in this order, and drops each before it fetches the next. A
     /// source with slow storage reads an expert while the one before it is computed.
     fn expect_experts(&self, _layer: usize, _experts: &[usize]) {}
+
+    /// The ranks among which the routed experts are divided: `fetch_expert` has those of this rank only. `None`: it has all.
+    fn expert_ranks(&self) -> Option<&ExpertRanks> {
+        None
+    }
 
     /// What has this parameter: its expert, its layer without experts, or its group.
     ///

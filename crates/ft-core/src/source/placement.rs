@@ -9,6 +9,8 @@ pub enum Placement {
     Device,
     /// Each rank of a job has a part of every matrix of the layers; a layer is collected before its use.
     Sharded,
+    /// Each rank of a job has some of the routed experts, and everything else.
+    ExpertParallel,
     /// In host memory, with computation on a GPU; head and active parameters are on the device.
     Host,
     /// Layers are read from the disk; the output projection in chunks of rows, or held whole.
@@ -33,7 +35,7 @@ impl Placement {
     /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
     pub fn travels(self) -> Option<Option<usize>> {
         match self {
-            Placement::Device | Placement::Sharded => None,
+            Placement::Device | Placement::Sharded | Placement::ExpertParallel => None,
             Placement::Host => Some(None),
             Placement::Disk { head_rows } => Some(head_rows),
         }
@@ -45,6 +47,7 @@ impl fmt::Display for Placement {
         match self {
             Self::Device => f.write_str("on the device"),
             Self::Sharded => f.write_str("in parts on the ranks"),
+            Self::ExpertParallel => f.write_str("on the device, experts divided among the ranks"),
             Self::Host => f.write_str("in host memory"),
             Self::Disk { head_rows: None } => f.write_str("on the disk"),
             Self::Disk { head_rows: Some(rows) } => write!(f, "on the disk, head in chunks of {rows} rows"),

@@ -112,6 +112,14 @@ impl Assignment {
         }))
     }
 
+    /// Where each expert begins, `[E + 1]`, and the tokens and the weights of all experts, in their order.
+    ///
+    /// # Errors
+    /// A copy from the device fails.
+    pub fn lists(&self) -> Result<(&[usize], Vec<u32>, Vec<f32>)> {
+        Ok((&self.starts, self.tokens.to_vec1()?, self.weights.to_vec1()?))
+    }
+
     /// Zeros for one number of each token of each expert, f32 `[N·K]`.
     ///
     /// # Errors

@@ -33,6 +33,8 @@ pub struct LayerMemorySettings<'a> {
     pub on_gpu: bool,
     /// Experts come from host memory or the disk, one at a time.
     pub experts_streamed: bool,
+    /// Ranks among which the experts are divided.
+    pub expert_ranks: usize,
     /// As in `Context`.
     pub mlp_tokens: Option<usize>,
     /// Adapters use dropout, which needs a masked copy of the input.

@@ -146,6 +146,14 @@ impl GradSink for JoinedSink<'_> {
         }
     }
 
+    fn contributors(&self) -> usize {
+        self.inner.contributors()
+    }
+
+    fn take_elsewhere(&mut self, name: &str, shape: Vec<usize>) -> Result<()> {
+        self.inner.take_elsewhere(name, shape)
+    }
+
     fn sum(&self, name: &str) -> Option<Tensor> {
         match part_of(name) {
             Some(_) => None,

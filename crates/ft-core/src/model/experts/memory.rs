@@ -73,6 +73,17 @@ impl LayerMemory<'_> {
         ExpertsSpec::together(settings.on_gpu, settings.experts_streamed, settings.storage.products())
     }
 
+    /// The rows of `tensors` tensors for experts of other ranks and for the own ones, and the results, with an even router: those of K
+    /// experts for each token. They are lists on the way, then what is computed with.
+    fn travel(&self, l: &mut Ledger, sizes: &ExpertsSpec, tensors: u64) {
+        let ranks = self.settings.expert_ranks;
+        if ranks > 1 {
+            let k = sizes.router.top_k;
+            let (rows, results) = (tensors * k.min(ranks) as u64, k as u64);
+            l.touch(LayerWork, self.nd * (rows + rows.max(2 * results)));
+        }
+    }
+
     /// On a GPU the gradients of gate and up do not overwrite them.
     fn gate_gradients(&self, l: &mut Ledger, parts: Vec<Allocation>, bytes: u64) -> Vec<Allocation> {
         if !self.settings.on_gpu || self.settings.spec.clamped_glu.is_some() {
@@ -162,8 +173,9 @@ impl LayerMemory<'_> {
             }
             None => l.alloc(LayerWork, self.nd),
         };
+        self.travel(l, sizes, 1);
         let width = self.bytes(sizes.intermediate);
-        if keep {
+        if keep && self.settings.expert_ranks == 1 {
             saved.push(l.alloc(LayerWork, 2 * width * sizes.router.top_k as u64));
         }
         let work = l.alloc(
@@ -296,6 +308,7 @@ impl LayerMemory<'_> {
             .map(|part| (sink.compute(l, part), *part))
             .collect();
         let d_weights = l.alloc(LayerWork, 4 * (self.settings.tokens * sizes.router.top_k) as u64);
+        self.travel(l, sizes, 2);
         for e in 0..sizes.count {
             // The work is that of the last expert, when most gradients are stored.
             let busy = e + 1 == sizes.count;

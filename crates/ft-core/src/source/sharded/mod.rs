@@ -2,19 +2,24 @@
 //! stage 3 of ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054). A layer is collected from all ranks ahead of its use, into
 //! one of two buffers. Embedding, head, norms and biases are whole on every rank.
 //!
+//! Or only the routed experts are divided, each whole on one rank (`Division::Experts`). Nothing is collected then: the rows of
+//! the tokens travel to the experts (`model::experts`).
+//!
 //! All ranks fetch and prefetch the same layers in the same order. If rank 0 works alone (`Sharded::begin_alone`), it
 //! asks the others for each layer, and they answer (`Sharded::answer`).
 //!
 //! Letters: W ranks.
 
+mod expert_ranks;
 mod origin;
 mod own;
 mod store;
 
+pub use expert_ranks::{ExpertRanks, own_experts};
 pub use origin::Origin;
 
 use super::slots::Slots;
-use super::{Group, GroupWeights, ParamInfo, Resident, StreamedMatrix, WeightSource, lock, no_such};
+use super::{Group, GroupWeights, ParamInfo, Resident, StreamedMatrix, WeightSource, expert_of, lock, no_such};
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, Pending, Whole, part_of, share};
 use crate::ops::Dtype;
@@ -53,8 +58,28 @@ pub fn own_bytes(p: &ParamInfo, format: Option<Format>, bytes: u64, (rank, size)
     }
 }
 
+/// Which matrices the ranks divide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Division {
+    /// Those of the decoder layers: each rank has some elements of every one.
+    Elements,
+    /// Those of the routed experts: each is whole on one rank.
+    Experts,
+}
+
+impl Division {
+    /// True for a parameter that is divided.
+    pub fn divides(self, p: &ParamInfo) -> bool {
+        is_in_parts(p) && (self == Self::Elements || p.expert().is_some())
+    }
+}
+
 /// Stores a part of every matrix of the decoder layers.
 pub struct Sharded {
+    division: Division,
+    /// Of each layer.
+    experts: BTreeMap<usize, usize>,
+    expert_ranks: ExpertRanks,
     params: Vec<ParamInfo>,
     comm: Arc<dyn Collective>,
     origin: Arc<Origin>,
@@ -108,29 +133,45 @@ impl Sharded {
         params: Vec<ParamInfo>,
         origin: Origin,
         storage: impl Fn(&ParamInfo) -> Storage,
-        comm: Arc<dyn Collective>,
+        (comm, division): (Arc<dyn Collective>, Division),
     ) -> Result<Self> {
         if let Origin::Files(weights) = &origin {
             super::resident::check_names(&params, weights)?;
         }
         let origin = Arc::new(origin);
-        let others = params.iter().filter(|p| !is_in_parts(p)).cloned().collect();
+        let others = params.iter().filter(|p| !division.divides(p)).cloned().collect();
         let whole = Resident::build(others, &Device::Cpu, |p| origin.weight(p, storage(p)))?;
         let originals = origin.clone();
         let whole = whole.with_originals(move |p, dtype| originals.values(p, dtype));
         let (mut own, mut quantized) = (BTreeMap::new(), BTreeMap::new());
         let mut layers: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-        let world = comm.world();
-        for (index, p) in params.iter().enumerate().filter(|(_, p)| is_in_parts(p)) {
-            let part = match storage(p) {
-                Storage::Dense(dtype) if !origin.is_quantized(p)? => {
-                    let range = part_of(&p.name, p.elements(), world.rank, world.size);
+        let mut experts: BTreeMap<usize, usize> = BTreeMap::new();
+        for p in &params {
+            if let (Group::Layer(layer), Some(expert)) = (p.group, p.expert()) {
+                let count = experts.entry(layer).or_default();
+                *count = (*count).max(expert + 1);
+            }
+        }
+        let world = comm.world().clone();
+        let ranges = |p: &ParamInfo| ranges(division, &experts, p, world.size);
+        for (index, p) in params.iter().enumerate().filter(|(_, p)| division.divides(p)) {
+            let range = ranges(p).swap_remove(world.rank);
+            let elsewhere = division == Division::Experts && range.is_empty();
+            let part = match (origin.format(p, storage(p))?, storage(p)) {
+                (None, Storage::Dense(dtype) | Storage::Quantized(_, dtype)) => {
                     Own::Dense(origin.part(p, dtype, &range)?)
                 }
-                storage => match origin.weight(p, storage)? {
+                (Some((format, decoded)), _) if elsewhere => {
+                    quantized.insert(p.name.clone(), (format, decoded));
+                    Own::elsewhere(p, format, decoded)?
+                }
+                (Some(_), storage) => match origin.weight(p, storage)? {
                     Weight::Quantized(codes) => {
                         quantized.insert(p.name.clone(), (codes.format(), codes.decoded()));
-                        Own::cut(&codes, world)?
+                        match division {
+                            Division::Elements => Own::cut(&codes, &world)?,
+                            Division::Experts => Own::Whole(codes),
+                        }
                     }
                     _ => return Err(Error::internal("a weight on the CPU is not on the CPU").at(&*p.name)),
                 },
@@ -141,6 +182,9 @@ impl Sharded {
             }
         }
         Ok(Self {
+            division,
+            experts,
+            expert_ranks: ExpertRanks::new(comm.clone()),
             params,
             comm,
             origin,
@@ -155,9 +199,25 @@ impl Sharded {
         })
     }
 
+    /// Which matrices are divided.
+    pub fn division(&self) -> Division {
+        self.division
+    }
+
     /// True if this rank has a part of the parameter only.
     pub fn in_parts(&self, name: &str) -> bool {
         lock(&self.own).contains_key(name)
+    }
+
+    /// The elements of a parameter that each rank has; `None`: it is not in parts.
+    pub fn parts(&self, name: &str) -> Option<Vec<Range<usize>>> {
+        let p = self.in_parts(name).then(|| self.param(name).ok()).flatten()?;
+        Some(self.ranges(p))
+    }
+
+    /// True for an expert that is whole on one rank, which takes its gradients.
+    pub fn on_one_rank(&self, name: &str) -> bool {
+        self.division == Division::Experts && self.in_parts(name)
     }
 
     /// The own part of an active matrix, flat: the optimizer updates it in place. `None`: it is not in parts.
@@ -205,10 +265,35 @@ impl Sharded {
         indices.map(|&index| &self.params[index])
     }
 
+    /// The elements of a parameter that each rank has.
+    fn ranges(&self, p: &ParamInfo) -> Vec<Range<usize>> {
+        ranges(self.division, &self.experts, p, self.comm.world().size)
+    }
+
     /// The elements of a parameter that this rank has.
     fn range(&self, p: &ParamInfo) -> Range<usize> {
-        let world = self.comm.world();
-        part_of(&p.name, p.elements(), world.rank, world.size)
+        self.ranges(p).swap_remove(self.comm.world().rank)
+    }
+
+    /// An expert of this rank.
+    fn own_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
+        let mut weights = GroupWeights::default();
+        let of = |p: &&ParamInfo| p.expert() == Some(expert);
+        for p in self.members(layer).filter(of) {
+            let weight = match lock(&self.own).get(&p.name) {
+                Some(Own::Dense(part)) => part.reshape(p.shape.as_slice())?.into(),
+                Some(Own::Whole(codes)) => Weight::Quantized(codes.clone()),
+                _ => return Err(no_such(&p.name)),
+            };
+            weights.insert(p.name.clone(), weight);
+        }
+        // Its biases, which every rank has.
+        for (name, weight) in self.whole.fetch(Group::Layer(layer))?.iter() {
+            if expert_of(name) == Some(expert) {
+                weights.insert(name.clone(), weight.clone());
+            }
+        }
+        Ok(Arc::new(weights))
     }
 
     fn forget(&self) {
@@ -224,7 +309,7 @@ impl Sharded {
             let p = &self.params[index];
             let part = own.get(&p.name).ok_or_else(|| no_such(&p.name))?;
             forms.push((index, part.form()));
-            shards.extend(part.shards(p, self.comm.world().size));
+            shards.extend(part.shards(&self.ranges(p), self.division)?);
         }
         let elements: usize = shards.iter().map(|shard| shard.elements()).sum();
         let first = indices.first().copied().unwrap_or(0);
@@ -305,7 +390,42 @@ impl Sharded {
     }
 }
 
+/// The elements of a parameter that each of `size` ranks has. `experts`: of each layer.
+fn ranges(division: Division, experts: &BTreeMap<usize, usize>, p: &ParamInfo, size: usize) -> Vec<Range<usize>> {
+    let n = p.elements();
+    let of = |rank| match (division, p.group, p.expert()) {
+        (Division::Experts, Group::Layer(layer), Some(expert)) => {
+            let count = experts.get(&layer).copied().unwrap_or(0);
+            let own = own_experts(count, rank, size).contains(&expert);
+            0..if own { n } else { 0 }
+        }
+        _ => part_of(&p.name, n, rank, size),
+    };
+    (0..size).map(of).collect()
+}
+
 impl WeightSource for Sharded {
+    fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
+        match self.division {
+            Division::Elements => self.fetch(Group::Layer(layer)),
+            Division::Experts => self.whole.fetch(Group::Layer(layer)),
+        }
+    }
+
+    fn fetch_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
+        let world = self.comm.world();
+        let own = || own_experts(self.experts.get(&layer).copied().unwrap_or(0), world.rank, world.size);
+        if self.division == Division::Experts && own().contains(&expert) {
+            return self.own_expert(layer, expert);
+        }
+        self.fetch(Group::Layer(layer))
+    }
+
+    fn expert_ranks(&self) -> Option<&ExpertRanks> {
+        let divides = self.division == Division::Experts && !lock(&self.alone).works;
+        divides.then_some(&self.expert_ranks)
+    }
+
     fn fetch(&self, group: Group) -> Result<Arc<GroupWeights>> {
         let Group::Layer(layer) = group else {
             return self.whole.fetch(group);
@@ -325,7 +445,8 @@ impl WeightSource for Sharded {
 
     fn prefetch(&self, group: Group) {
         let Group::Layer(layer) = group else { return };
-        if lock(&self.alone).works || !self.layers.contains_key(&layer) {
+        let collects = self.division == Division::Elements && self.layers.contains_key(&layer);
+        if lock(&self.alone).works || !collects {
             return;
         }
         let here = lock(&self.slots).take(layer);

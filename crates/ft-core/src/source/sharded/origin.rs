@@ -3,7 +3,7 @@
 use crate::base::Result;
 use crate::formats::weights::Weights;
 use crate::ops::Dtype;
-use crate::quant::{Storage, Weight};
+use crate::quant::{Format, Storage, Weight};
 use crate::source::requantize::encode;
 use crate::source::resident::{RandomWeights, check_finite, draw, draw_tensor, read, read_dense};
 use crate::source::{ParamInfo, stored};
@@ -45,6 +45,20 @@ impl Origin {
         }
     }
 
+    /// The format in which a parameter is stored while it is frozen, and the type of its decoded values; `None`: not quantized.
+    pub(super) fn format(&self, p: &ParamInfo, storage: Storage) -> Result<Option<(Format, Dtype)>> {
+        let (Storage::Dense(decoded) | Storage::Quantized(_, decoded)) = storage;
+        let in_files = match self {
+            Self::Files(weights) => stored::find(weights, &p.name)?.map(|(_, format)| format),
+            Self::Random { .. } => None,
+        };
+        let own = match storage {
+            Storage::Quantized(format, _) => Some(format),
+            Storage::Dense(_) => None,
+        };
+        Ok(in_files.or(own).map(|format| (format, decoded)))
+    }
+
     /// True if the files have this parameter quantized.
     pub(super) fn is_quantized(&self, p: &ParamInfo) -> Result<bool> {
         match self {
@@ -65,6 +79,10 @@ impl Origin {
     pub(super) fn part(&self, p: &ParamInfo, dtype: Dtype, range: &Range<usize>) -> Result<Tensor> {
         let n = range.len();
         match (self, dtype) {
+            // Nothing is read of what another rank has.
+            (_, Dtype::F32) if n == 0 => Ok(Tensor::from_vec(Vec::<f32>::new(), 0, &Device::Cpu)?),
+            (_, Dtype::Bf16) if n == 0 => Ok(Tensor::from_vec(Vec::<bf16>::new(), 0, &Device::Cpu)?),
+            (_, Dtype::F16) if n == 0 => Ok(Tensor::from_vec(Vec::<f16>::new(), 0, &Device::Cpu)?),
             (Self::Random { random, index }, _) => {
                 let values = draw(p, position(index, p), range.clone(), *random);
                 Ok(match dtype {

@@ -1,12 +1,14 @@
 //! The part of a matrix that a rank stores, and how the parts of all ranks become the matrix.
 
+use super::Division;
 use crate::base::{Error, Result};
-use crate::comm::{Shard, Whole, World, part_of};
+use crate::comm::{Shard, Whole, World};
 use crate::ops::Dtype;
 use crate::quant::{Format, QMatrix, Weight};
 use crate::source::{ParamInfo, tensor_bytes};
 use candle_core::{Device, Tensor};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The own part of a matrix.
 pub(super) enum Own {
@@ -18,6 +20,8 @@ pub(super) enum Own {
         decoded: Dtype,
         parts: Vec<CodePart>,
     },
+    /// All of a quantized expert.
+    Whole(Arc<QMatrix>),
 }
 
 /// A part of the quantized data (`QMatrix::parts`), of which a rank has some bytes.
@@ -55,45 +59,81 @@ impl Own {
         })
     }
 
+    /// Nothing of a quantized expert, which another rank has.
+    pub fn elsewhere(p: &ParamInfo, format: Format, decoded: Dtype) -> Result<Self> {
+        let &[rows, columns] = p.shape.as_slice() else {
+            return Err(Error::internal("only a matrix is quantized").at(&*p.name));
+        };
+        let nothing = |(name, length)| {
+            let own = Tensor::from_vec(Vec::<u8>::new(), 0, &Device::Cpu)?;
+            Ok(CodePart { name, length, own })
+        };
+        let parts = format.parts(rows, columns).into_iter().map(nothing);
+        Ok(Self::Codes {
+            format,
+            decoded,
+            parts: parts.collect::<Result<_>>()?,
+        })
+    }
+
     pub fn bytes(&self) -> u64 {
         match self {
+            Self::Whole(codes) => Weight::Quantized(codes.clone()).bytes(),
             Self::Dense(part) => tensor_bytes(part),
             Self::Codes { parts, .. } => parts.iter().map(|part| tensor_bytes(&part.own)).sum(),
         }
     }
 
-    /// What every rank contributes to the whole.
-    pub fn shards(&self, p: &ParamInfo, size: usize) -> Vec<Shard> {
-        match self {
-            Self::Dense(own) => vec![dense(p, own, size)],
+    /// What every rank contributes to the whole. `ranges`: the elements of each rank.
+    pub fn shards(&self, ranges: &[Range<usize>], division: Division) -> Result<Vec<Shard>> {
+        let size = ranges.len();
+        let of_bytes = |length: usize| match division {
+            Division::Elements => (0..size).map(|rank| bytes_of(length, rank, size)).collect(),
+            Division::Experts => ranges
+                .iter()
+                .map(|r| 0..if r.is_empty() { 0 } else { length })
+                .collect(),
+        };
+        Ok(match self {
+            Self::Dense(own) => vec![Shard {
+                own: own.clone(),
+                ranges: ranges.to_vec(),
+            }],
             Self::Codes { parts, .. } => {
                 let shard = |part: &CodePart| Shard {
                     own: part.own.clone(),
-                    ranges: (0..size).map(|rank| bytes_of(part.length, rank, size)).collect(),
+                    ranges: of_bytes(part.length),
                 };
                 parts.iter().map(shard).collect()
             }
-        }
+            Self::Whole(codes) => {
+                let mut shards = Vec::new();
+                for part in codes.parts() {
+                    let length = part.bytes.len();
+                    shards.push(Shard {
+                        own: Tensor::from_vec(part.bytes.into_owned(), length, &Device::Cpu)?,
+                        ranges: of_bytes(length),
+                    });
+                }
+                shards
+            }
+        })
     }
 
     pub fn form(&self) -> Form {
         match self {
             Self::Dense(_) => Form::Dense,
+            Self::Whole(codes) => Form::Codes {
+                format: codes.format(),
+                decoded: codes.decoded(),
+                parts: codes.parts().iter().map(|part| part.name).collect(),
+            },
             Self::Codes { format, decoded, parts } => Form::Codes {
                 format: *format,
                 decoded: *decoded,
                 parts: parts.iter().map(|part| part.name).collect(),
             },
         }
-    }
-}
-
-/// A list with one number for each element of a parameter.
-pub(super) fn dense(p: &ParamInfo, own: &Tensor, size: usize) -> Shard {
-    let range = |rank| part_of(&p.name, p.elements(), rank, size);
-    Shard {
-        own: own.clone(),
-        ranges: (0..size).map(range).collect(),
     }
 }
 

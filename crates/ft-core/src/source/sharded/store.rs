@@ -1,8 +1,8 @@
 //! Training with matrices in parts: the owner of a part updates it, and nothing is sent after the update, because a layer
 //! is collected before its next use.
 
-use super::own::{Own, dense};
-use super::{ExactPart, Sharded, WeightSource, lock};
+use super::own::Own;
+use super::{Division, ExactPart, Sharded, WeightSource, lock};
 use crate::base::{Error, Result};
 use crate::comm::{Shard, Whole};
 use crate::formats::weights::Weights;
@@ -11,8 +11,10 @@ use crate::ops::transfer::CopyTimes;
 use crate::quant::{QMatrix, Weight};
 use crate::source::requantize::{Exact, encode, requantize};
 use crate::source::resident::send;
-use crate::source::{MasterLowBits, NumbersSink, ParamInfo, Requantized, TrainableStore, no_such, not_quantized};
-use candle_core::{DType, Device};
+use crate::source::{
+    ExpertReads, MasterLowBits, NumbersSink, ParamInfo, Requantized, TrainableStore, no_such, not_quantized,
+};
+use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
 impl Sharded {
@@ -38,19 +40,24 @@ impl Sharded {
         self.forget();
     }
 
-    fn set_codes(&self, p: &ParamInfo, codes: &QMatrix) -> Result<()> {
-        self.set(p, Own::cut(codes, self.comm.world())?);
+    fn set_codes(&self, p: &ParamInfo, codes: QMatrix) -> Result<()> {
+        let own = match self.division {
+            Division::Elements => Own::cut(&codes, self.comm.world())?,
+            Division::Experts if self.range(p).is_empty() => Own::elsewhere(p, codes.format(), codes.decoded())?,
+            Division::Experts => Own::Whole(Arc::new(codes)),
+        };
+        self.set(p, own);
         Ok(())
     }
 
     /// The whole of exact values. All ranks call it.
     fn join(&self, p: &ParamInfo, (weight, low): &ExactPart) -> Result<Exact> {
-        let size = self.comm.world().size;
-        let shards: Vec<Shard> = [Some(weight), low.as_ref()]
-            .into_iter()
-            .flatten()
-            .map(|own| dense(p, own, size))
-            .collect();
+        let ranges = self.ranges(p);
+        let shard = |own: &Tensor| Shard {
+            own: own.clone(),
+            ranges: ranges.clone(),
+        };
+        let shards: Vec<Shard> = [Some(weight), low.as_ref()].into_iter().flatten().map(shard).collect();
         let mut lists = self.comm.collect(p.elements() as u64, shards, None).wait()?.into_iter();
         let weight = lists.next().ok_or_else(|| no_such(&p.name))?.into_tensor(&p.shape)?;
         let low = lists.next().map(|low: Whole| low.into_tensor(&[p.elements()]));
@@ -100,7 +107,7 @@ impl TrainableStore for Sharded {
             // One matrix at a time is whole, on every rank.
             let values = self.join(p, &exact)?.values()?;
             let (codes, error) = requantize(&values, p, format, dtype)?;
-            self.set_codes(p, &codes)?;
+            self.set_codes(p, codes)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             recoded.push(error);
         }
@@ -144,7 +151,7 @@ impl TrainableStore for Sharded {
         saved.read_f32_at(name, range.start, &mut values)?;
         if let Some(&(format, dtype)) = self.quantized.get(name) {
             let codes = encode(&saved.read_f32(name)?, p, format, dtype)?;
-            self.set_codes(p, &codes)?;
+            self.set_codes(p, codes)?;
             let exact = Exact::new(values, &[range.len()], dtype, &Device::Cpu)?;
             lock(&self.trained).insert(p.name.clone(), (exact.weight, exact.low));
             return Ok(());
@@ -168,11 +175,17 @@ impl TrainableStore for Sharded {
         }
         let p = self.param(name)?;
         let &(format, dtype) = self.quantized.get(name).ok_or_else(|| not_quantized(name))?;
-        self.set_codes(p, &encode(values, p, format, dtype)?)
+        self.set_codes(p, encode(values, p, format, dtype)?)
     }
 
     fn sharded(&self) -> Option<&Sharded> {
         Some(self)
+    }
+
+    fn expert_reads(&self) -> Option<ExpertReads> {
+        let sent = self.expert_ranks()?.take_sent();
+        let none = ExpertReads::default();
+        Some(ExpertReads { sent, ..none })
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {

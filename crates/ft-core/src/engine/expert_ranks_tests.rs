@@ -97,7 +97,7 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     });
     let model = TrainableNetwork::new(spec, store, Device::Cpu);
     let mut engine = Engine::new(model, Box::new(CausalLm::new(vocab)), optimizer, strategy, &active).unwrap();
-    engine.join(comm, &active, Exchange::default());
+    engine.join(comm, &active, Exchange::default()).unwrap();
     (engine, active)
 }
 

@@ -56,6 +56,9 @@ impl Inputs {
     }
 }
 
+/// `experts::is_here` of one rank.
+type IsHere<'a> = Box<dyn Fn(&str) -> Option<bool> + 'a>;
+
 /// Simulated gradient sink.
 struct Sink<'a> {
     active: &'a Active,
@@ -69,7 +72,7 @@ struct Sink<'a> {
     /// The ranks that have a part of a sum each, at the update.
     divided: u64,
     /// `experts::is_here`, on the rank that has most of the active experts.
-    is_here: Box<dyn Fn(&str) -> Option<bool> + 'a>,
+    is_here: IsHere<'a>,
     kept: BTreeMap<String, Allocation>,
     /// Gradients of layers equal to those that were simulated.
     alike: Vec<Allocation>,

@@ -18,6 +18,8 @@ use crate::ops::step_stats::{StepStats, StepSums};
 use crate::ops::transfer::Copier;
 use crate::ops::{master, step, update};
 use crate::optim::{Optimizer, PartUpdate, range_of_part};
+use crate::source::expert_of;
+use crate::source::sharded::Division;
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use std::collections::BTreeSet;
@@ -211,6 +213,33 @@ impl Engine {
         );
         self.comm = comm;
         self.exchange = exchange;
+        Ok(())
+    }
+
+    /// Errors: weights in parts that cannot be updated in parts.
+    pub(super) fn check_parts(&self, active: &super::Active) -> Result<()> {
+        let Some(store) = self.store.sharded() else {
+            return Ok(());
+        };
+        let mut biases = active
+            .names()
+            .filter(|name| expert_of(name).is_some() && !store.in_parts(name));
+        if store.division() == Division::Experts && biases.next().is_some() {
+            return Err(Error::unsupported(
+                "the biases of experts that are divided among ranks are not trained",
+            ));
+        }
+        let in_parts = |mut names: Box<dyn Iterator<Item = &str> + '_>| names.any(|name| store.in_parts(name));
+        if in_parts(Box::new(active.corrected())) {
+            return Err(Error::unsupported(
+                "a correction changes whole weights, but each rank stores a part of them",
+            ));
+        }
+        if !self.divided && in_parts(Box::new(active.names())) {
+            return Err(Error::unsupported(
+                "this update needs whole matrices, but each rank stores a part of them",
+            ));
+        }
         Ok(())
     }
 

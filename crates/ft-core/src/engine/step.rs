@@ -19,8 +19,7 @@ use crate::ops::transfer::Copier;
 use crate::ops::update;
 use crate::optim::Optimizer;
 use crate::peft::Dropout;
-use crate::source::sharded::Division;
-use crate::source::{Prepacking, TrainableStore, expert_of};
+use crate::source::{Prepacking, TrainableStore};
 use candle_core::Tensor;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -493,33 +492,6 @@ impl Engine {
             skipped,
             changed: active.all(),
         })
-    }
-
-    /// Errors: weights in parts that cannot be updated in parts.
-    fn check_parts(&self, active: &Active) -> Result<()> {
-        let Some(store) = self.store.sharded() else {
-            return Ok(());
-        };
-        let mut biases = active
-            .names()
-            .filter(|name| expert_of(name).is_some() && !store.in_parts(name));
-        if store.division() == Division::Experts && biases.next().is_some() {
-            return Err(Error::unsupported(
-                "the biases of experts that are divided among ranks are not trained",
-            ));
-        }
-        let in_parts = |mut names: Box<dyn Iterator<Item = &str> + '_>| names.any(|name| store.in_parts(name));
-        if in_parts(Box::new(active.corrected())) {
-            return Err(Error::unsupported(
-                "a correction changes whole weights, but each rank stores a part of them",
-            ));
-        }
-        if !self.divided && in_parts(Box::new(active.names())) {
-            return Err(Error::unsupported(
-                "this update needs whole matrices, but each rank stores a part of them",
-            ));
-        }
-        Ok(())
     }
 
     /// Lowers the loss scale after a step that overflowed.

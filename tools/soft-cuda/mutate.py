@@ -44,7 +44,7 @@ ORDERS = ["late", "early", "random:1"]
 # What one line of ft puts into the name of a kernel: the type of the numbers, the size of a head or of a group of rows, the
 # format of quantized weights, the function of a gate.
 VARIANT = re.compile(
-    r"_(f32|bf16|f16|packed|single|narrow|wide|\d+)(?![a-z0-9])|(?<=few|all)_[a-z]*\d?[a-z]*\d(?![a-z0-9])|(?<=kernel decode)_(?!all)[a-z]+\d*[a-z]*\d*"
+    r"_(f32|bf16|f16|packed|single|narrow|wide|codes|\d+)(?![a-z0-9])|(?<=few|all)_[a-z]*\d?[a-z]*\d(?![a-z0-9])|(?<=kernel decode)_(?!all)[a-z]+\d*[a-z]*\d*"
     r"|(?<=kernel )(gelu_tanh|gelu|silu|relu2|relu|identity|sigmoid)_(?=alone|forward|backward)"
 )
 # What no test sees, and why: lines `REGULAR EXPRESSION -- REASON`, for descriptions without the address at the end.

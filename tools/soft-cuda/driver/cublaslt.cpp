@@ -97,7 +97,8 @@ int cublasLtMatmul(void*, void* description, const void* alpha, const void* a, v
                    const void* beta, const void*, void*, void* d, void* d_layout, const void*, void*, size_t, void* stream) {
     SOFT_CALL;
     if (skipped("product")) return BLAS_SUCCESS;
-    const Product& how = *static_cast<Product*>(description);
+    Product how = *static_cast<Product*>(description);
+    if (flipped("a")) how.transposed = !how.transposed;
     const Layout in[2] = {*static_cast<Layout*>(a_layout), *static_cast<Layout*>(b_layout)};
     const Layout out = *static_cast<Layout*>(d_layout);
     const bool whole = in[0].type == S8 && in[1].type == S8 && out.type == S32 && how.compute == COMPUTE_32I && how.scale == S32;

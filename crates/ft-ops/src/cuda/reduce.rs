@@ -93,7 +93,7 @@ pub(crate) fn total(numbers: &Tensor, total: &Tensor) -> Result<()> {
 }
 
 fn one(kernel: &'static str, t: &Tensor) -> Result<f64> {
-    let total = Gpu::of(t, "a tensor that is summed")?.zeros(1, DType::F64)?;
+    let total = Gpu::of(t, "a tensor that is summed")?.empty(1, DType::F64)?;
     run(kernel, &[t], &total, false)?;
     let total: Vec<f64> = read(&total, "a total", DType::F64)?;
     total

@@ -9,12 +9,13 @@ one fails. A kernel that exists for several types is launched by one line of ft,
 and in `ft`: the fault is put into the variant, and into the program, with the cheapest test, unless `--variants` is given.
 
 Usage: tools/soft-cuda/run.sh tools/soft-cuda/mutate.py [--tests WORD] [--only WORD] [--minutes N] [--seed N]
-                                                        [--variants] [--train] [--log FILE]
+                                                        [--variants] [--part I/N] [--train] [--log FILE]
     --tests WORD only tests whose name contains WORD, and the places that they come to
     --only WORD  only faults whose description contains WORD
     --minutes N  stops after this time
     --seed N     another random order
     --variants   faults of every variant of a kernel, and of both programs
+    --part I/N   part I of N of the faults, so that several runs share them (each with a log of its own)
     --train      only the faults in a training run with layers of the host, seen by train.rs (slow)
     --log FILE   one line of JSON for each fault; a run with the same file goes on where it stopped
 """
@@ -140,6 +141,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--part", default="1/1")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--log")
     options = parser.parse_args()
@@ -201,6 +203,8 @@ def main():
         return late, cost(fault) if kind < len(first) else 0
 
     wanted.sort(key=rank)
+    part, parts = map(int, options.part.split("/"))
+    wanted = wanted[part - 1 :: parts]
     lines = [line for line in EXPECTED.read_text().splitlines() if line and not line.startswith("#")]
     expected = [line.partition(" -- ")[::2] for line in lines]
     print(f"{len(wanted)} faults, {len(took)} tests, {sum(took.values()):.0f} s", flush=True)

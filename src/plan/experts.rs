@@ -98,18 +98,21 @@ pub(super) fn is_here(model: &Model, inputs: &Inputs, rank: usize, name: &str) -
     Some(own_experts(model.experts(), rank, inputs.ranks.max(1)).contains(&expert))
 }
 
-/// Bytes of the rows that rank `rank` sends in a step to and from the experts of other ranks, with an even router.
-pub(super) fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, rank: usize) -> u64 {
-    if inputs.strategy.placement != Placement::ExpertParallel {
-        return 0;
-    }
+/// Words of the rows that rank `rank` sends in the forward and in the backward pass of a layer, with an even router; `None`: no
+/// experts are divided.
+pub(super) fn words(model: &Model, inputs: &Inputs, rank: usize) -> Option<[f64; 2]> {
+    let spec = model.spec;
+    let divided = inputs.strategy.placement == Placement::ExpertParallel;
+    // Equal layers, as those of all known models.
+    let sizes = spec.layers.iter().find_map(|l| l.experts).filter(|_| divided)?;
+    Some(expert_words(&sizes, spec.hidden, (rank, inputs.ranks), inputs.tokens))
+}
+
+/// Bytes of the rows that a rank sends in a step to and from the experts of other ranks. `words`: those of this rank.
+pub(super) fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, words: Option<[f64; 2]>) -> u64 {
+    let Some([forward, backward]) = words else { return 0 };
     let (layers, spec) = (model.layers(), model.spec);
     let lowest = active.lowest_layer(layers);
-    let of = |sizes: &ExpertsSpec| expert_words(sizes, spec.hidden, (rank, inputs.ranks), inputs.tokens);
-    // Equal layers, as those of all known models.
-    let Some([forward, backward]) = spec.layers.iter().find_map(|l| l.experts).map(|sizes| of(&sizes)) else {
-        return 0;
-    };
     let mixtures = (0..layers).filter(|l| spec.layers[*l].experts.is_some());
     let words: f64 = mixtures
         .map(|layer| {

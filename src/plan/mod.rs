@@ -278,6 +278,9 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         window: apart || recipe.distributed.exchange().window,
         ..recipe.distributed.exchange()
     };
+    let words: Vec<_> = (0..inputs.ranks)
+        .map(|rank| experts::words(model, inputs, rank))
+        .collect();
     let of = |active: &Active, rank: usize| {
         let travels = |name: &&str| experts::is_here(model, inputs, rank, name).is_none();
         // Of the gradients of divided experts only the sums of squares travel.
@@ -311,7 +314,7 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
             + corrected_bytes(corrected, rounds, place, how.1)
             + weights::collected(model, inputs, stored, active, rank)
             + attention * rounds.div_ceil(inputs.ranks as u64)
-            + experts::sent(model, recipe, inputs, active, rank)
+            + experts::sent(model, recipe, inputs, active, words[rank])
     };
     let turns = inputs.turns.iter().map(|turn| &turn.active);
     let all = turns.flat_map(|active| (0..inputs.ranks).map(move |rank| of(active, rank)));
@@ -480,7 +483,8 @@ fn of_turn(
     ledger.touch(MemoryKind::Scratch, inputs.start_bytes(recipe, model));
     held.push(ledger.alloc(MemoryKind::PackedWeights, weights::packed(model, inputs, active)));
     let exchanged = exchange_bytes(trained, inputs.ranks as u64);
-    if inputs.on_gpu {
+    // Averages of weights do not leave a GPU piece by piece.
+    if inputs.on_gpu && recipe.distributed.sync_every == 0 {
         let (host, device) = leaving_bytes(trained, model.largest_trained(active), inputs.ranks as u64);
         held.push(ledger.alloc(MemoryKind::HostGradients, exchanged + host));
         held.push(ledger.alloc(MemoryKind::Gradients, device));
@@ -526,8 +530,13 @@ fn averages(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active, st
     }
     let exact = recipe.model.dtype == Dtype::Bf16 && recipe.optimizer.master == Master::F32;
     let parts = parts(recipe, inputs, active);
+    let busy = experts::busy_rank(model, inputs, active);
     model.sum_trained(active, |name| {
-        let own = share(model.elements(name), parts);
+        let own = match experts::is_here(model, inputs, busy, name) {
+            Some(false) => 0,
+            Some(true) => model.elements(name),
+            None => share(model.elements(name), parts),
+        };
         ema_bytes(own, stored == 4 || exact || model.is_adapter(name))
     })
 }

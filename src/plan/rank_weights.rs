@@ -4,6 +4,7 @@ use super::search::{PlanContext, corrects_all};
 use super::updates_in_parts;
 use crate::base::{Error, Result};
 use crate::recipe::{Method, Recipe, Tier};
+use crate::source::sharded::is_in_parts;
 use crate::source::{Placement, expert_of};
 
 impl PlanContext<'_> {
@@ -32,6 +33,16 @@ impl PlanContext<'_> {
                 },
             ));
         }
+        let mut whole = self.spec.params();
+        whole.retain(is_in_parts);
+        let turns = self.schedule.turns(u64::MAX, &self.policy(recipe, None)?);
+        let mut trained = turns.iter().flat_map(|turn| turn.active.names());
+        if recipe.tune.method == Method::Lora
+            && let Some(name) = trained.find(|name| whole.iter().any(|p| &*p.name == *name))
+        {
+            let found = format!("`{name}` of `tune.lora.modules_to_save`");
+            return Err(refused("trains no matrices of layers beside adapters", found));
+        }
         if !matches!(recipe.memory.tier, Tier::Auto | Tier::Device) {
             return Err(refused(
                 "divides weights in memory, and this tier holds none there",
@@ -47,7 +58,7 @@ impl PlanContext<'_> {
         let refused = |why: &str, found: String| {
             Error::usage(format!("`distributed.weights = \"expert-parallel\"` {why}"))
                 .found(found)
-                .hint("set `distributed.weights = \"replicated\"` or `\"sharded\"`")
+                .hint("set `distributed.weights = \"replicated\"`")
         };
         if !self.spec.layers.iter().any(|layer| layer.experts.is_some()) {
             return Err(refused("needs routed experts", "a model without experts".into()));
@@ -63,11 +74,18 @@ impl PlanContext<'_> {
         if corrects_all(recipe) {
             let correction = recipe.tune.block.correction.name();
             let found = format!("`tune.block.correction = \"{correction}\"`");
-            return Err(refused("has no correction of all experts in each step", found));
+            return Err(refused(
+                "cannot be used with a correction that changes all weights in each step",
+                found,
+            ));
         }
         let turns = self.schedule.turns(u64::MAX, &self.policy(recipe, None)?);
         let mut trained = turns.iter().flat_map(|turn| turn.active.names());
         if let Some(name) = trained.find(|name| expert_of(name).is_some()) {
+            if recipe.tune.method == Method::Lora {
+                let found = format!("`{name}` of `tune.lora.modules_to_save`");
+                return Err(refused("trains no experts beside adapters", found));
+            }
             if self
                 .spec
                 .layers
@@ -77,12 +95,16 @@ impl PlanContext<'_> {
                 let found = format!("a run that trains `{name}`, and biases of experts");
                 return Err(refused("needs frozen experts if they have biases", found));
             }
-            if !updates_in_parts(recipe, self.schedule.active(1).is_masked()) {
-                let found = format!(
-                    "`optimizer.name = \"{}\"`, or blocks inside matrices",
-                    recipe.optimizer.name.name()
-                );
-                return Err(refused("needs an update of each element by itself", found));
+            let masked = self.schedule.active(1).is_masked();
+            if !updates_in_parts(recipe, masked) {
+                return Err(refused(
+                    "needs an update of each element by itself",
+                    if masked {
+                        "blocks of elements inside matrices".into()
+                    } else {
+                        format!("`optimizer.name = \"{}\"`", recipe.optimizer.name.name())
+                    },
+                ));
             }
         }
         if !matches!(recipe.memory.tier, Tier::Auto | Tier::Device) {

@@ -210,6 +210,11 @@ pub(super) fn walk(
     // Sums of the host are brought to the device.
     let sums = l.sizes()[MemoryKind::HostGradients].saturating_sub(on_their_way);
     l.touch(MemoryKind::Gradients, sums);
+    if inputs.on_gpu && inputs.ranks > 1 && recipe.distributed.exchange().window {
+        // The whole sums of a rank leave its GPU; the sums of all ranks are added on the host.
+        let own = share(l.sizes()[MemoryKind::Gradients] / 4, sink.divided);
+        l.touch(MemoryKind::HostGradients, 4 * own);
+    }
     // A masked weight is changed in a copy of its active part.
     let largest = sink.kept.keys().filter_map(|n| {
         let elements = model.elements(n) as usize;

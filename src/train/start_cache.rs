@@ -39,7 +39,9 @@ pub fn key(recipe: &Recipe, base: &str, rows: &Dataset, network: &Network) -> Re
             .get(layer)
             .and_then(|l| l.experts)
             .map_or(0, |experts| experts.count);
-        for expert in 0..experts {
+        // Experts of other ranks are not here; a run stores all experts alike.
+        let divided = network.source.expert_ranks().is_some();
+        for expert in 0..if divided { 0 } else { experts } {
             network.expert_linears(layer, expert)?.into_iter().for_each(&mut format);
         }
     }

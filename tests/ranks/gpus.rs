@@ -128,6 +128,34 @@ fn full_training_has_the_bits_of_one_rank_also_after_a_stop() {
     }
 }
 
+/// Of three micro-batches the second rank computes the last one again, for nothing.
+#[test]
+fn sums_of_own_micro_batches_count_each_of_them_once() {
+    if !has_gpus() {
+        return;
+    }
+    let bench = Bench::new();
+    let settings = ["tune.method=full", "model.dtype=f32", "train.max_steps=2"];
+    train(&bench, 1, &settings, "one");
+    train(
+        &bench,
+        2,
+        &[&settings[..], &["distributed.sum=window"]].concat(),
+        "window",
+    );
+    let numbers = |run: &str| -> Vec<[f64; 2]> {
+        let text = fs::read_to_string(bench.path(run).join("metrics.jsonl")).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let of = |line: Value| Some([line["loss"].as_f64()?, line["grad_norm"].as_f64()?]);
+        lines.filter_map(of).collect()
+    };
+    let (one, window) = (numbers("one"), numbers("window"));
+    assert_eq!((one.len(), window.len()), (2, 2));
+    for (a, b) in one.as_flattened().iter().zip(window.as_flattened()) {
+        assert!((a - b).abs() < 1e-4 * a.abs(), "{one:?} {window:?}");
+    }
+}
+
 #[test]
 fn blocks_from_the_host_have_the_bits_of_one_rank() {
     if has_gpus() {

@@ -340,7 +340,9 @@ impl GradSink for Accumulate<'_> {
     /// that adds it to the sum. On the CPU this would be no faster, and would change the order of the sums.
     fn sum(&self, name: &str) -> Option<Tensor> {
         let (_, sum) = self.sums.get(name)?;
-        (sum.device().is_cuda() && !self.active.is_masked() && !self.ordered).then(|| sum.clone())
+        // What an idle rank computes again is not added.
+        let counts = self.window.as_ref().is_none_or(|window| window.counts);
+        (counts && sum.device().is_cuda() && !self.active.is_masked() && !self.ordered).then(|| sum.clone())
     }
 
     fn take_elsewhere(&mut self, name: &str, shape: Vec<usize>) -> Result<()> {

@@ -75,13 +75,15 @@ impl LayerMemory<'_> {
 
     /// The rows of `tensors` tensors for experts of other ranks and for the own ones, and the results, with an even router: those of K
     /// experts for each token. They are lists on the way, then what is computed with.
-    fn travel(&self, l: &mut Ledger, sizes: &ExpertsSpec, tensors: u64) {
+    fn travel(&self, l: &mut Ledger, sizes: &ExpertsSpec, tensors: u64) -> Option<Allocation> {
         let ranks = self.settings.expert_ranks;
-        if ranks > 1 {
+        (ranks > 1).then(|| {
             let k = sizes.router.top_k;
             let (rows, results) = (tensors * k.min(ranks) as u64, k as u64);
-            l.touch(LayerWork, self.nd * (rows + rows.max(2 * results)));
-        }
+            let held = l.alloc(LayerWork, self.nd * (rows + results));
+            l.touch(LayerWork, self.nd * (rows.max(2 * results) - results));
+            held
+        })
     }
 
     /// On a GPU the gradients of gate and up do not overwrite them.
@@ -173,14 +175,20 @@ impl LayerMemory<'_> {
             }
             None => l.alloc(LayerWork, self.nd),
         };
-        self.travel(l, sizes, 1);
+        let rows = self.travel(l, sizes, 1);
         let width = self.bytes(sizes.intermediate);
         if keep && self.settings.expert_ranks == 1 {
             saved.push(l.alloc(LayerWork, 2 * width * sizes.router.top_k as u64));
         }
         let work = l.alloc(
             LayerWork,
-            self.assigned_bytes() + self.nd + if keep { 0 } else { 2 * width },
+            self.assigned_bytes()
+                + self.nd
+                + if keep && self.settings.expert_ranks == 1 {
+                    0
+                } else {
+                    2 * width
+                },
         );
         let [gate_up, down] = EXPERT_PARAMETERS.map(|name| self.low_bytes(sizes, name));
         l.touch(LayerWork, gate_up);
@@ -190,7 +198,7 @@ impl LayerMemory<'_> {
         let part = l.alloc(LayerWork, self.nd);
         self.decode_expert(l, sizes, 2);
         l.free(part);
-        l.free_all([work, m, copies]);
+        l.free_all([work, m, copies].into_iter().chain(rows));
         let saved = saved.into_iter().map(|s| l.relabel(s, Activations)).collect();
         (y, saved, routing)
     }
@@ -308,12 +316,15 @@ impl LayerMemory<'_> {
             .map(|part| (sink.compute(l, part), *part))
             .collect();
         let d_weights = l.alloc(LayerWork, 4 * (self.settings.tokens * sizes.router.top_k) as u64);
-        self.travel(l, sizes, 2);
+        let rows = self.travel(l, sizes, 2);
+        // Experts that compute the rows of other ranks save nothing.
+        let kept = kept && self.settings.expert_ranks == 1;
         for e in 0..sizes.count {
             // The work is that of the last expert, when most gradients are stored.
             let busy = e + 1 == sizes.count;
             self.one_expert_backward(l, sizes, (e, busy), kept, (need_dh, need_dm), sink);
         }
+        l.free_all(rows);
         if need_dm {
             // On a GPU also in bf16.
             let outputs = sizes.router.outputs(sizes.count);

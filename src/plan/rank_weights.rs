@@ -7,6 +7,15 @@ use crate::recipe::{Method, Recipe, Tier};
 use crate::source::sharded::is_in_parts;
 use crate::source::{Placement, expert_of};
 
+/// Why an update is not one of each element by itself.
+fn not_by_element(recipe: &Recipe, masked: bool) -> String {
+    if masked {
+        "blocks of elements inside matrices".into()
+    } else {
+        format!("`optimizer.name = \"{}\"`", recipe.optimizer.name.name())
+    }
+}
+
 impl PlanContext<'_> {
     /// Weights in parts on the ranks. Errors: an update that needs whole weights; a tier that holds none.
     pub(super) fn sharded(&self, recipe: &Recipe) -> Result<Placement> {
@@ -26,11 +35,7 @@ impl PlanContext<'_> {
         if recipe.tune.method != Method::Lora && !updates_in_parts(recipe, masked) {
             return Err(refused(
                 "needs an update of each element by itself",
-                if masked {
-                    "blocks of elements inside matrices".into()
-                } else {
-                    format!("`optimizer.name = \"{}\"`", recipe.optimizer.name.name())
-                },
+                not_by_element(recipe, masked),
             ));
         }
         let mut whole = self.spec.params();
@@ -99,11 +104,7 @@ impl PlanContext<'_> {
             if !updates_in_parts(recipe, masked) {
                 return Err(refused(
                     "needs an update of each element by itself",
-                    if masked {
-                        "blocks of elements inside matrices".into()
-                    } else {
-                        format!("`optimizer.name = \"{}\"`", recipe.optimizer.name.name())
-                    },
+                    not_by_element(recipe, masked),
                 ));
             }
         }

@@ -130,6 +130,20 @@ fn delta_rules_match_the_cpu() {
     assert!(error.to_string().contains("keys"), "{error}");
 }
 
+/// More tables of documents than are cached: one is freed while kernels that read it are still queued.
+#[test]
+fn tables_of_documents_live_until_they_are_read() {
+    let Some(gpu) = gpu() else { return };
+    let h = heads(1, 1, 4, 3);
+    let documents: Vec<Vec<usize>> = (1..30).map(|first| vec![0, first, 30]).collect();
+    let [cpu, device] = tensors(&gpu, &h, 30, DType::F32);
+    let run = |tensors: &[Tensor; 5], d: &Vec<usize>| delta_rule::forward(&inputs(tensors), &h, d).unwrap();
+    let got: Vec<Tensor> = documents.iter().map(|d| run(&device, d)).collect();
+    for (got, documents) in got.iter().zip(&documents) {
+        assert_close(got, &run(&cpu, documents), 1e-4);
+    }
+}
+
 #[test]
 fn every_method_loses_what_it_loses_on_the_cpu() {
     let Some(_gpu) = gpu() else { return };

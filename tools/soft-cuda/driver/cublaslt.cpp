@@ -99,6 +99,7 @@ int cublasLtMatmul(void*, void* description, const void* alpha, const void* a, v
     if (skipped("product")) return BLAS_SUCCESS;
     Product how = *static_cast<Product*>(description);
     if (flipped("a")) how.transposed = !how.transposed;
+    if (flipped("b")) return refuse(BLAS_NOT_SUPPORTED, "cuBLASLt: 8-bit operands must be Aᵀ B");
     const Layout in[2] = {*static_cast<Layout*>(a_layout), *static_cast<Layout*>(b_layout)};
     const Layout out = *static_cast<Layout*>(d_layout);
     const bool whole = in[0].type == S8 && in[1].type == S8 && out.type == S32 && how.compute == COMPUTE_32I && how.scale == S32;

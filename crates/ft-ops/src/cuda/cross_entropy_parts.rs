@@ -219,7 +219,7 @@ impl ChunkAddresses<'_> {
             Arg::Address(rows),
             Arg::Address(optional(job.entropies, "entropies")?),
         ];
-        let grid = Grid::line(self.count.div_ceil(256), 256);
+        let grid = Grid::line(self.count.div_ceil(64), 64);
         // SAFETY: all have an element for each row, entropies one for each row of h.
         unsafe {
             self.gpu

@@ -415,7 +415,7 @@ impl<'a> Group<'a> {
             Arg::F32(second),
             Self::at(&out, 0)?,
         ];
-        self.launch("distill_finish", Grid::line(self.count.div_ceil(256), 256), &args)?;
+        self.launch("distill_finish", Grid::line(self.count.div_ceil(128), 128), &args)?;
         Ok(out)
     }
 

@@ -342,11 +342,13 @@ pub fn fit(recipe: &Recipe) -> Result<MachineFit> {
     };
     let disk = lost("memory.tier", &["disk"]).map(|_| "weights on disk".to_string());
     let fewer = lost("memory.frozen_weights", &["int8", "int4", "nf4"]).map(|bits| format!("frozen weights in {bits}"));
-    let fit = match planned.refused {
-        true => Fit::No,
-        false if disk.is_some() || fewer.is_some() => Fit::Tight,
-        false if free.is_some_and(|free| peak > free / 10 * 9) => Fit::Tight,
-        false => Fit::Fits,
+    let nearly_full = free.is_some_and(|free| peak > free / 10 * 9);
+    let fit = if planned.refused {
+        Fit::No
+    } else if disk.is_some() || fewer.is_some() || nearly_full {
+        Fit::Tight
+    } else {
+        Fit::Fits
     };
     let remark = [disk, fewer].into_iter().flatten().collect::<Vec<_>>().join(", ");
     Ok(MachineFit {

@@ -62,10 +62,12 @@ pub fn seconds_of(model: &Model, recipe: &Recipe, inputs: &Inputs) -> f64 {
 fn cpu_seconds(model: &Model, recipe: &Recipe, inputs: &Inputs, active: &Active) -> f64 {
     let spec = model.spec;
     let tiles = prepacked::is_of_use() && recipe.model.dtype == Dtype::Bf16;
-    let packed = match tiles {
-        true if prepacked::pays() => PACKED_TOKENS_TILES,
-        true => READ_TOKENS_DOTS,
-        false => PACKED_TOKENS,
+    let packed = if !tiles {
+        PACKED_TOKENS
+    } else if prepacked::pays() {
+        PACKED_TOKENS_TILES
+    } else {
+        READ_TOKENS_DOTS
     };
     let orders = inputs.strategy.packed_copies.as_ref().map(|c| c.orders);
     let forward = if orders.is_some() { 0.0 } else { packed };

@@ -198,10 +198,14 @@ pub(super) fn in_parts(model: &Model, inputs: &Inputs, value_bytes: u64, active:
 /// Bytes of the weights of a rank that has some of the routed experts, and everything else.
 pub(super) fn with_own_experts(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active) -> u64 {
     let memory = inputs.weight_memory(model.experts(), (0, 0));
-    model.sum(active, |p| match active.contains(&p.name) {
-        _ if memory.is_elsewhere(p) => 0,
-        true => value_bytes * p.elements() as u64,
-        false => inputs.strategy.storage.of(p).bytes(&p.shape),
+    model.sum(active, |p| {
+        if memory.is_elsewhere(p) {
+            0
+        } else if active.contains(&p.name) {
+            value_bytes * p.elements() as u64
+        } else {
+            inputs.strategy.storage.of(p).bytes(&p.shape)
+        }
     })
 }
 

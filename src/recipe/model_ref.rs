@@ -23,10 +23,12 @@ impl ModelRef {
     pub fn new(text: &str) -> Self {
         let id = hub::split_revision(text).map_or(text, |(id, _)| id);
         let local = Path::new(text).is_dir() || paths::is_meant(id) || !hub::is_id(id);
-        match text.starts_with(shapes::PREFIX) {
-            true => Self::Shape(text.into()),
-            false if local => Self::Dir(text.into()),
-            false => Self::Hub(text.into()),
+        if text.starts_with(shapes::PREFIX) {
+            Self::Shape(text.into())
+        } else if local {
+            Self::Dir(text.into())
+        } else {
+            Self::Hub(text.into())
         }
     }
 

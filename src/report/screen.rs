@@ -260,11 +260,13 @@ fn tell(notice: Notice) {
     };
     // The terminal has printed `^C` at the cursor.
     let begin = if style().bar { "\r\x1b[K" } else { "" };
-    let text = match text.is_empty() {
+    let text = if !text.is_empty() {
+        format!("{begin}{}", lines(None, &text, width()))
+    } else if style().bar {
         // The shell prompt needs a new line.
-        true if style().bar => "\n".into(),
-        true => String::new(),
-        false => format!("{begin}{}", lines(None, &text, width())),
+        "\n".into()
+    } else {
+        String::new()
     };
     match (&mut screen, &notice) {
         (Some(screen), Notice::Stopping(_)) => screen.above(|| write(&text)),

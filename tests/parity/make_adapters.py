@@ -100,8 +100,8 @@ def is_plus(name, parameter):
     return "lora_B" in name or parameter.ndim == 1
 
 
-def regulariser(model):
-    """PEFT's orthogonal regularisation alone: its own code, around a model whose loss is 0."""
+def regularizer(model):
+    """PEFT's orthogonal regularization alone: its own code, around a model whose loss is 0."""
     inner, forward = model.base_model.model, model.base_model.model.forward
     inner.forward = lambda: types.SimpleNamespace(loss=torch.zeros(()))
     try:
@@ -137,7 +137,7 @@ def train(model, rows, recipe):
             loss.backward()
             total += loss.item()
         if ranks:
-            regulariser(model).backward()
+            regularizer(model).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_([p for _, p in named], recipe["train.max_grad_norm"])))
         for group in optimizer.param_groups:
             group["lr"] = rates[step] * group["factor"]

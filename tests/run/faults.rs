@@ -476,7 +476,7 @@ are refused, not skipped, and a state that cannot be saved gets no second place.
 
 `fuzz/` has targets for every parser ([fuzz/README.md](../fuzz/README.md)); CI replays the inputs of `fuzz/kept`. What ran on 2026-11-26, with one
 process of the lowest priority on a busy machine, without sanitizers (those need nightly Rust): 0.11 processor hours of the 24 that are wanted. A
-panic of a library that ft catches and tells as an error is no failure.
+panic of a library that ft catches and reports as an error is no failure.
 
 | target | processor minutes | executions | failed |
 |---|---|---|---|

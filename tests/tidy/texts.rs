@@ -1,6 +1,7 @@
 //! The texts of the library name no recipe key, no flag and no subcommand: `recipe::terms` has them. No file has a marker
 //! of a merge.
 
+use super::book::pages;
 use super::{Source, assert_none, has_word, literals, product, root, rust};
 use clap::CommandFactory;
 use ft::base::ErrorKind;
@@ -232,6 +233,14 @@ fn the_language_is_plain() {
         for (number, line) in source.text.lines().enumerate() {
             for word in refused.iter().filter(|word| has_word(line, word)) {
                 faults.push(format!("{}:{}: `{word}`", source.path, number + 1));
+            }
+        }
+    }
+    // The lab book is a diary: its entries stay as they were written.
+    for page in pages().iter().filter(|page| !page.ends_with("lab-book.md")) {
+        for (number, line) in fs::read_to_string(page).unwrap().lines().enumerate() {
+            for word in refused.iter().filter(|word| has_word(line, word)) {
+                faults.push(format!("{}:{}: `{word}`", page.display(), number + 1));
             }
         }
     }

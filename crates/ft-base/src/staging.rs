@@ -209,10 +209,13 @@ pub(crate) fn remove_temporary(dir: &Path) -> Result<()> {
         let _ = mark(dir);
     }
     for entry in files::list(dir)? {
-        match is_marker(&entry) {
-            true => {}
-            false if is_directory(&entry) => files::remove_dir_all(&entry)?,
-            false => files::remove_file(&entry)?,
+        if is_marker(&entry) {
+            continue;
+        }
+        if is_directory(&entry) {
+            files::remove_dir_all(&entry)?;
+        } else {
+            files::remove_file(&entry)?;
         }
     }
     files::remove_dir_all(dir)

@@ -168,7 +168,8 @@ impl<'a> RowStream<'a> {
         let is_next = self.before.back().is_none_or(|(s, _)| s + 1 == step);
         let position = known.or(is_next.then_some(&self.position));
         let position = position.ok_or_else(|| Error::internal("the position of a step is not known").found(step))?;
-        serde_json::to_vec(&position).map_err(|e| Error::internal("a position is not text").cause(e))
+        serde_json::to_vec(&position)
+            .map_err(|e| Error::internal("the position in the rows cannot be written as JSON").cause(e))
     }
 
     /// Continues at a position of `state`.

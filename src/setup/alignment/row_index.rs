@@ -56,7 +56,9 @@ impl RowIndex {
                 return find();
             };
             match cache.made(&names, &|| Ok(find()?.to_bytes()))? {
-                Some(bytes) => Self::of_bytes(&bytes).ok_or_else(|| Error::internal("a cached alignment is cut off")),
+                Some(bytes) => Self::of_bytes(&bytes).ok_or_else(|| {
+                    Error::internal("a cached alignment of the rows of student and teacher is incomplete")
+                }),
                 None => find(),
             }
         })

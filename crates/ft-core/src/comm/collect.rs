@@ -118,7 +118,10 @@ pub(super) fn own_bytes<'a>(storage: &'a Storage, tensor: &Tensor) -> Result<&'a
         return Err(Error::internal("a part of a weight needs a contiguous tensor"));
     };
     let Storage::Cpu(storage) = storage else {
-        return Err(Error::unsupported("parts of weights are on the CPU"));
+        return Err(
+            Error::unsupported("weights that are divided among ranks must be in host memory")
+                .found("a tensor on a GPU"),
+        );
     };
     Ok(match storage {
         CpuStorage::F32(v) => as_bytes(&v[start..end]),

@@ -298,9 +298,9 @@ impl<'a> Pass<'a> {
         }
         if self.routers.is_some_and(|routers| routers.losses.any()) {
             return Err(Error::unsupported(
-                "the losses of routers are products of means over the tokens of a micro-batch, which ranks share",
+                "router losses need the means over all tokens of a micro-batch, but several ranks share its tokens",
             )
-            .hint("use no losses of the routers, or one rank for a micro-batch"));
+            .hint("set the factors of the router losses to 0, or give each micro-batch to one rank"));
         }
         self.sequence.check(&self.network.spec)?;
         Sequence::new(self.comm, self.sequence, batch).map(Some)

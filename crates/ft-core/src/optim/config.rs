@@ -84,7 +84,7 @@ pub struct BlockConfig {
     pub update_ratio: f64,
     /// The elements of a window with `partition = "ratio"`.
     pub mask: MaskShape,
-    /// Steps a block stays active; `None` is `auto`: clamp(n / (B * D), 50, 100).
+    /// Steps a block stays active; `None`: 50.
     pub switch_every: Option<usize>,
     /// The embedding is a block too.
     pub include_embedding: bool,

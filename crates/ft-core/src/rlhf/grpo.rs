@@ -178,12 +178,8 @@ impl Settings {
         let clipped = ratio.clamp(1.0 - self.epsilon, 1.0 + self.epsilon_high);
         let (first, second) = (open * advantage, clipped * advantage);
         // If both are equal, the ratio is inside the bounds: both have the same derivative.
-        let slope = match first <= second {
-            true if open == ratio => ratio,
-            true => 0.0,
-            false if clipped == ratio => ratio,
-            false => 0.0,
-        };
+        let smaller = if first <= second { open } else { clipped };
+        let slope = if smaller == ratio { ratio } else { 0.0 };
         Surrogate {
             loss: -first.min(second),
             slope: -advantage * slope,

@@ -108,10 +108,12 @@ impl WeightMemory<'_> {
             let bytes = self.storage.of(p).bytes(&p.shape);
             l.touch(self.staging(), (self.value_bytes + self.low_bytes) * n + bytes);
             l.free(exact);
-            let own = match whole_on_one_rank {
-                true if self.is_elsewhere(p) => 0,
-                true => bytes,
-                false => part_bytes(p, bytes, true, self.ranks),
+            let own = if !whole_on_one_rank {
+                part_bytes(p, bytes, true, self.ranks)
+            } else if self.is_elsewhere(p) {
+                0
+            } else {
+                bytes
             };
             stays.push(l.alloc(MemoryKind::Weights, own));
             return stays;

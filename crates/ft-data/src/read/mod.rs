@@ -63,10 +63,8 @@ mod shared_text {
 impl fmt::Display for RowPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let RowPosition { file, number, is_line } = self;
-        match is_line {
-            true => write!(f, "{file}:{number}"),
-            false => write!(f, "{file}:row {number}"),
-        }
+        let unit = if *is_line { "" } else { "row " };
+        write!(f, "{file}:{unit}{number}")
     }
 }
 

@@ -45,7 +45,7 @@ impl Args {
         }
     }
 
-    /// As `bind`, for functions of C that take no names.
+    /// As `bind`, for Python's built-in functions that take no keyword arguments.
     pub(super) fn bind_unnamed<const N: usize>(&self, of: &str, required: usize) -> Done<[Option<Value>; N]> {
         if !self.named.is_empty() {
             return Err(Fail::failed(format!("{of}() takes no keyword arguments")));

@@ -494,12 +494,12 @@ impl Parser {
             }
             let name = self.expect_name()?;
             let id = self.write(&name)?;
-            let default = match self.skip_op("=") {
-                true => Some(self.expression()?),
-                false if args.last().is_some_and(|(_, d)| d.is_some()) => {
-                    return Err(Fail::syntax("non-default argument follows default argument").at(self.line()));
-                }
-                false => None,
+            let default = if self.skip_op("=") {
+                Some(self.expression()?)
+            } else if args.last().is_some_and(|(_, d)| d.is_some()) {
+                return Err(Fail::syntax("non-default argument follows default argument").at(self.line()));
+            } else {
+                None
             };
             args.push((id, default));
         }

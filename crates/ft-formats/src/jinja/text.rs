@@ -144,16 +144,15 @@ pub(super) fn is_title_case(text: &str) -> bool {
 /// The answer for each character, if the text is not empty. Errors: outside of ASCII it is not known.
 pub(super) fn all(text: &str, what: &str, wanted: fn(char) -> bool) -> Done<bool> {
     charge(text.len())?;
-    match text.is_ascii() {
-        true => Ok(!text.is_empty() && text.chars().all(wanted)),
-        // One character that is none of it decides.
-        false if text.chars().any(|c| c.is_ascii() && !wanted(c)) => Ok(false),
-        // A letter that is no numeral (those of Chinese are both) decides too.
-        false if what != "isalnum" && text.chars().any(|c| ('\u{80}'..'\u{2e80}').contains(&c) && is_alpha(c)) => {
-            Ok(false)
-        }
-        false => Err(Fail::unsupported(format!("`{what}` of letters outside of ASCII"))),
+    if text.is_ascii() {
+        return Ok(!text.is_empty() && text.chars().all(wanted));
     }
+    // One character that is not wanted is enough; so is a letter that is no numeral (those of Chinese are both).
+    let other = |c: char| ('\u{80}'..'\u{2e80}').contains(&c) && is_alpha(c);
+    if text.chars().any(|c| c.is_ascii() && !wanted(c)) || (what != "isalnum" && text.chars().any(other)) {
+        return Ok(false);
+    }
+    Err(Fail::unsupported(format!("`{what}` of letters outside of ASCII")))
 }
 
 pub(super) fn stripped<'a>(text: &'a str, chars: Option<&str>, start: bool, end: bool) -> Done<&'a str> {

@@ -91,9 +91,10 @@ struct Pipeline {
     byte_fallback: bool,
 }
 
-/// Installs the pipeline of a class in `inner`. Returns true if this changes how text is split.
+/// Replaces the pipeline of `inner` (normalizer, pre-tokenizer, decoder) by the one that this tokenizer class of transformers
+/// builds. Returns true if this changes how text is split.
 ///
-/// Errors: a part that the library refuses.
+/// Errors: a part that the crate `tokenizers` refuses.
 pub(super) fn rebuild(inner: &mut Tokenizer, class: Class, config: &Map<String, Value>) -> Result<bool> {
     let ModelWrapper::BPE(bpe) = inner.get_model() else {
         // The file has another model type than the class builds.

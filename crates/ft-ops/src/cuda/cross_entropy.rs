@@ -52,10 +52,12 @@ pub(crate) fn run(job: &CrossEntropyJob, wanted: Option<GradientOptions>) -> Res
     let head = cast(job.head, kind)?;
     let head = Matrix::new(address(&head, "the head")?, kind, d);
     // Rows without a target stay zero.
-    let dh = match need_dh {
-        true if trained == n => Some(gpu.empty((n, d), kind.dtype())?),
-        true => Some(gpu.zeros((n, d), kind.dtype())?),
-        false => None,
+    let dh = if !need_dh {
+        None
+    } else if trained == n {
+        Some(gpu.empty((n, d), kind.dtype())?)
+    } else {
+        Some(gpu.zeros((n, d), kind.dtype())?)
     };
     let dw = need_dw.then(|| gpu.empty((v, d), DType::F32)).transpose()?;
 

@@ -128,10 +128,10 @@ pub(crate) fn forbid_copy(what: &str) -> Result<()> {
 /// The numbers of nodes that allocate and that free.
 fn allocations(graph: &CudaGraph) -> Result<(usize, usize)> {
     let mut count = 0;
-    // SAFETY: the graph lives; without a place for nodes their number is written.
+    // SAFETY: the graph is alive; with a null pointer CUDA writes the number of nodes only.
     unsafe { sys::cuGraphGetNodes(graph.cu_graph(), null_mut(), &mut count).result() }.map_err(failed)?;
     let mut nodes = vec![null_mut(); count];
-    // SAFETY: there is a place for each node.
+    // SAFETY: `nodes` has an element for each node.
     unsafe { sys::cuGraphGetNodes(graph.cu_graph(), nodes.as_mut_ptr(), &mut count).result() }.map_err(failed)?;
     let (mut made, mut dropped) = (0, 0);
     for node in nodes {

@@ -105,7 +105,7 @@ impl Tables {
         Ok(same)
     }
 
-    /// Lets go of the blocks, which no work uses before `renew`.
+    /// Frees the references to the blocks. No kernel may use them until `renew`.
     pub(crate) fn release_blocks(&mut self) {
         self.memory.clear();
     }

@@ -96,16 +96,18 @@ pub fn of_list(config: &Config, spec: &mut Spec, experts: ExpertsSpec, default: 
 pub fn check(config: &Config, experts: &ExpertsSpec) -> Result<()> {
     let router = &experts.router;
     if router.top_k > router.available(experts.count) {
-        return Err(Error::format("a token cannot have this number of experts")
-            .at(place(config, "num_experts_per_tok"))
-            .found(match router.groups {
-                Some(g) => format!(
-                    "{} of {}, from {} of {} groups",
-                    router.top_k, experts.count, g.chosen, g.count
-                ),
-                None => format!("{} of {}", router.top_k, experts.count),
-            })
-            .expected("no more than the chosen groups have, in groups of the same size"));
+        return Err(
+            Error::format("a token is routed to more experts than its groups of experts have")
+                .at(place(config, "num_experts_per_tok"))
+                .found(match router.groups {
+                    Some(g) => format!(
+                        "{} of {}, from {} of {} groups",
+                        router.top_k, experts.count, g.chosen, g.count
+                    ),
+                    None => format!("{} of {}", router.top_k, experts.count),
+                })
+                .expected("no more than the chosen groups have, in groups of the same size"),
+        );
     }
     Ok(())
 }

@@ -38,7 +38,7 @@ pub const TOKENS: usize = 4096;
 /// Bytes that the products of a whole decomposition are packed into.
 const PACKED: u64 = 4 << 20;
 
-/// Does a start decompose anything?
+/// True if the initialization of the adapters decomposes weights or covariances.
 pub fn decomposes(lora: &LoraConfig) -> bool {
     let plain = matches!(lora.init_lora_weights, LoraInit::Default | LoraInit::Gaussian);
     lora.peft_type == PeftType::Lora && lora.adapter.is_none() && !plain
@@ -143,7 +143,7 @@ impl Linear {
     fn work(&self, init: LoraInit, lora: &LoraConfig) -> u64 {
         let (w, c) = (self.o * self.i, self.i * self.i);
         let (o, i, r) = (self.o as usize, self.i as usize, self.r as usize);
-        // Of a large weight only what is wanted is decomposed.
+        // Of a large weight only the first `count` singular triplets are computed.
         let svd = |count: usize| {
             if krylov::pays(o, i, count) {
                 krylov::bytes(o, i, count)

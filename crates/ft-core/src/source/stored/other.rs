@@ -200,7 +200,9 @@ pub fn read(
         Tool::Packed => file.packed()?,
         Tool::Mxfp4 => file.mxfp4()?,
         Tool::Bitsandbytes8 => file.plain("SCB")?,
-        Tool::Bitsandbytes4(_) => return Err(Error::internal("this weight is read by blocks").at(&*p.name)),
+        Tool::Bitsandbytes4(_) => {
+            return Err(Error::internal("4-bit weights of bitsandbytes are read in `wide`, not here").at(&*p.name));
+        }
         Tool::Plain(suffix) => file.plain(suffix)?,
     };
     QMatrix::from_parts(format, dims, decoded, |part| {

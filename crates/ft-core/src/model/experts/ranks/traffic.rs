@@ -14,7 +14,7 @@ use candle_core::{Device, Tensor};
 const DRAWN: usize = 2048;
 
 /// f32 numbers that rank `rank` of `size` sends in one layer for a micro-batch of `tokens` tokens on each rank, forward and backward.
-/// The logits of the router are drawn, so all experts are equally likely.
+/// An estimate with random router logits: all experts are equally likely.
 pub fn expert_words(sizes: &ExpertsSpec, d: usize, (rank, size): (usize, usize), tokens: usize) -> [f64; 2] {
     if size < 2 || tokens == 0 {
         return [0.0; 2];

@@ -1,7 +1,7 @@
 //! Attention forward on slices. One task computes a few blocks of queries of a document for the query heads of one
 //! key head, so that keys and values are packed once for all of them.
 
-use super::math::{LANES, exp, fma, sum_lanes, tanh, vectorized};
+use super::math::{LANES, exp, fma, max_lanes, sum_lanes, tanh, vectorized};
 use super::product::task_gemm::{OutputTile, Side, TaskGemm, cache_friendly_stride};
 use super::product::{CpuBackend, Matrix};
 use super::{LINE, Shared, with_scratch};
@@ -258,7 +258,7 @@ pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], scale: f32, cap: f3
         }
     }
     let rest = rest.iter().map(|x| x * scale);
-    let max = lanes.into_iter().chain(rest).fold(f32::NEG_INFINITY, f32::max);
+    let max = rest.fold(max_lanes(&lanes), f32::max);
     let mut lanes = [0f32; LANES];
     let (blocks, rest) = row.as_chunks_mut::<LANES>();
     for block in blocks {
@@ -271,6 +271,6 @@ pub(super) fn softmax_body<const FMA: bool>(row: &mut [f32], scale: f32, cap: f3
         *x = exp::<FMA>(fma::<FMA>(*x, scale, -max));
         lanes[i] += *x;
     }
-    (max, sum_lanes(lanes))
+    (max, sum_lanes(&lanes))
 }
 vectorized!(fn softmax(row: &mut [f32], scale: f32, cap: f32) -> (f32, f32) = softmax_body);

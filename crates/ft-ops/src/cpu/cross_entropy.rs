@@ -422,7 +422,7 @@ fn largest_body<const FMA: bool>(row: &mut [f32], cap: f32) -> (f32, bool) {
     }
     visit(rest);
     let max = max.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x));
-    (max, sum_lanes(odd) == 0.0)
+    (max, sum_lanes(&odd) == 0.0)
 }
 vectorized!(pub(super) fn largest(row: &mut [f32], cap: f32) -> (f32, bool) = largest_body);
 
@@ -441,7 +441,7 @@ fn sum_exp_body<const FMA: bool>(row: &[f32], max: f32) -> f64 {
         for (i, x) in rest.iter().enumerate() {
             lanes[i] += exp::<FMA>(*x - max);
         }
-        sum += sum_lanes(lanes) as f64;
+        sum += sum_lanes(&lanes) as f64;
     }
     sum
 }
@@ -460,7 +460,7 @@ fn sum_of_body<const FMA: bool>(row: &[f32]) -> f32 {
     for (i, x) in rest.iter().enumerate() {
         lanes[i] += x;
     }
-    sum_lanes(lanes)
+    sum_lanes(&lanes)
 }
 vectorized!(fn sum_of(row: &[f32]) -> f32 = sum_of_body);
 

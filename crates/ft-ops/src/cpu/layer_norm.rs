@@ -1,6 +1,6 @@
 //! LayerNorm on slices.
 
-use super::math::{LANES, dot, fma, sum_lanes, vectorized};
+use super::math::{LANES, dot, fma, padded, sum_lanes, vectorized};
 use rayon::prelude::*;
 
 /// Approximate number of elements of one task in the forward pass.
@@ -34,10 +34,13 @@ fn sum<const FMA: bool>(x: &[f32]) -> f32 {
             lanes[i] += block[i];
         }
     }
-    for (i, x) in rest.iter().enumerate() {
-        lanes[i] += x;
+    if !rest.is_empty() {
+        let rest = padded(rest);
+        for i in 0..LANES {
+            lanes[i] += rest[i];
+        }
     }
-    sum_lanes(lanes)
+    sum_lanes(&lanes)
 }
 
 /// Writes (x - mean) / sqrt(variance + eps) to `out`; returns the factor.

@@ -94,9 +94,11 @@ pub(crate) fn sigmoid<const FMA: bool>(x: f32) -> f32 {
 
 pub(crate) const LANES: usize = 32;
 
-/// Returns the sum of the lanes in a fixed tree order.
-#[inline(always)]
-pub(crate) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
+/// Returns the sum of the lanes in a fixed tree order. Not inlined: with the tree at its end the compiler divides the loop that
+/// fills the lanes into vectors of two (three to five times slower).
+#[inline(never)]
+pub(crate) fn sum_lanes(lanes: &[f32; LANES]) -> f32 {
+    let mut lanes = *lanes;
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
@@ -107,9 +109,24 @@ pub(crate) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
+/// Returns the largest lane. Not inlined, as `sum_lanes`.
+#[inline(never)]
+pub(crate) fn max_lanes(lanes: &[f32; LANES]) -> f32 {
+    lanes.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
+/// Returns the end of a row with zeros behind it. To add them, or their products, changes no lane: a sum that begins with 0 is
+/// never -0.
+#[inline(always)]
+pub(crate) fn padded(rest: &[f32]) -> [f32; LANES] {
+    let mut block = [0f32; LANES];
+    block[..rest.len()].copy_from_slice(rest);
+    block
+}
+
 #[inline(always)]
 pub(crate) fn dot<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
-    sum_lanes(dot_lanes::<FMA>([0f32; LANES], a, b))
+    sum_lanes(&dot_lanes::<FMA>([0f32; LANES], a, b))
 }
 
 /// Adds the products to the lanes. A dot product may be cut at multiples of `LANES` without a change of the bits.
@@ -122,8 +139,11 @@ pub(crate) fn dot_lanes<const FMA: bool>(mut lanes: [f32; LANES], a: &[f32], b: 
             lanes[i] = fma::<FMA>(a[i], b[i], lanes[i]);
         }
     }
-    for (i, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
-        lanes[i] = fma::<FMA>(*a, *b, lanes[i]);
+    if !a_rest.is_empty() {
+        let (a, b) = (padded(a_rest), padded(b_rest));
+        for i in 0..LANES {
+            lanes[i] = fma::<FMA>(a[i], b[i], lanes[i]);
+        }
     }
     lanes
 }
@@ -143,10 +163,14 @@ pub(crate) fn dot_bf16<const FMA: bool>(a: &[f32], b: &[half::bf16]) -> f32 {
             lanes[i] = fma::<FMA>(a[i], widen(b[i]), lanes[i]);
         }
     }
-    for (i, (a, b)) in a_rest.iter().zip(b_rest).enumerate() {
-        lanes[i] = fma::<FMA>(*a, widen(*b), lanes[i]);
+    if !a_rest.is_empty() {
+        let (a, mut b) = (padded(a_rest), [half::bf16::ZERO; LANES]);
+        b[..b_rest.len()].copy_from_slice(b_rest);
+        for i in 0..LANES {
+            lanes[i] = fma::<FMA>(a[i], widen(b[i]), lanes[i]);
+        }
     }
-    sum_lanes(lanes)
+    sum_lanes(&lanes)
 }
 
 #[inline(always)]

@@ -91,12 +91,7 @@ fn run_body<const FMA: bool>(
             let count = TOGETHER.min(rows - row);
             let q = &queries[row * e..][..count * e];
             let mut got = [[0f32; PAGE]; TOGETHER];
-            match count {
-                1 => score::<FMA, 1>(q, keys, &mut got),
-                2 => score::<FMA, 2>(q, keys, &mut got),
-                3 => score::<FMA, 3>(q, keys, &mut got),
-                _ => score::<FMA, TOGETHER>(q, keys, &mut got),
-            }
+            score(q, count, keys, &mut got);
             for (j, got) in got[..count].iter().enumerate() {
                 scores[(row + j) * seen + at..][..tokens.len()].copy_from_slice(&got[tokens.clone()]);
             }
@@ -132,12 +127,7 @@ fn run_body<const FMA: bool>(
             let sums = &mut sums[row * padded..][..count * padded];
             let weights = &scores[row * seen + at..];
             let values = &values[tokens.start * padded..tokens.end * padded];
-            match count {
-                1 => gather::<FMA, 1>(sums, weights, seen, values, padded),
-                2 => gather::<FMA, 2>(sums, weights, seen, values, padded),
-                3 => gather::<FMA, 3>(sums, weights, seen, values, padded),
-                _ => gather::<FMA, TOGETHER>(sums, weights, seen, values, padded),
-            }
+            gather(sums, count, weights, seen, values, padded);
         }
     }
     for (row, sums) in sums.chunks_exact(padded).enumerate() {
@@ -207,9 +197,21 @@ fn head_of<'a>(
     }
 }
 
-/// Computes the products of R queries `[R, E]` with the keys `[E, PAGE]` of a page.
+/// Computes the products of up to `TOGETHER` queries `[count, E]` with the keys `[E, PAGE]` of a page. A function of its own: inside
+/// of `run` the compiler does not use vectors for it.
 #[inline(always)]
-fn score<const FMA: bool, const R: usize>(q: &[f32], keys: &[f32], to: &mut [[f32; PAGE]; TOGETHER]) {
+fn score_body<const FMA: bool>(q: &[f32], count: usize, keys: &[f32], to: &mut [[f32; PAGE]; TOGETHER]) {
+    match count {
+        1 => score_rows::<FMA, 1>(q, keys, to),
+        2 => score_rows::<FMA, 2>(q, keys, to),
+        3 => score_rows::<FMA, 3>(q, keys, to),
+        _ => score_rows::<FMA, TOGETHER>(q, keys, to),
+    }
+}
+vectorized!(fn score(q: &[f32], count: usize, keys: &[f32], to: &mut [[f32; PAGE]; TOGETHER]) = score_body);
+
+#[inline(always)]
+fn score_rows<const FMA: bool, const R: usize>(q: &[f32], keys: &[f32], to: &mut [[f32; PAGE]; TOGETHER]) {
     let e = q.len() / R;
     for half in (0..PAGE).step_by(LANES) {
         let mut acc = [[0f32; LANES]; R];
@@ -228,9 +230,36 @@ fn score<const FMA: bool, const R: usize>(q: &[f32], keys: &[f32], to: &mut [[f3
     }
 }
 
-/// Computes `sums [R, padded] += weights · values [tokens, padded]`; rows of weights are `seen` elements apart.
+/// Computes `sums [count, padded] += weights · values [tokens, padded]`; rows of weights are `seen` elements apart.
 #[inline(always)]
-fn gather<const FMA: bool, const R: usize>(
+fn gather_body<const FMA: bool>(
+    sums: &mut [f32],
+    count: usize,
+    weights: &[f32],
+    seen: usize,
+    values: &[f32],
+    padded: usize,
+) {
+    match count {
+        1 => gather_rows::<FMA, 1>(sums, weights, seen, values, padded),
+        2 => gather_rows::<FMA, 2>(sums, weights, seen, values, padded),
+        3 => gather_rows::<FMA, 3>(sums, weights, seen, values, padded),
+        _ => gather_rows::<FMA, TOGETHER>(sums, weights, seen, values, padded),
+    }
+}
+vectorized!(
+    fn gather(
+        sums: &mut [f32],
+        count: usize,
+        weights: &[f32],
+        seen: usize,
+        values: &[f32],
+        padded: usize,
+    ) = gather_body
+);
+
+#[inline(always)]
+fn gather_rows<const FMA: bool, const R: usize>(
     sums: &mut [f32],
     weights: &[f32],
     seen: usize,

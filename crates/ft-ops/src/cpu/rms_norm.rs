@@ -1,6 +1,6 @@
 //! RMSNorm on slices.
 
-use super::math::{LANES, dot, fma, sum_lanes, vectorized};
+use super::math::{LANES, dot, fma, padded, sum_lanes, vectorized};
 use rayon::prelude::*;
 
 /// Approximate number of elements of one task in the forward pass.
@@ -76,10 +76,13 @@ fn dot3<const FMA: bool>(a: &[f32], b: &[f32], c: &[f32]) -> f32 {
             lanes[i] = fma::<FMA>(a[i] * b[i], c[i], lanes[i]);
         }
     }
-    for (i, ((a, b), c)) in a_rest.iter().zip(b_rest).zip(c_rest).enumerate() {
-        lanes[i] = fma::<FMA>(a * b, *c, lanes[i]);
+    if !a_rest.is_empty() {
+        let (a, b, c) = (padded(a_rest), padded(b_rest), padded(c_rest));
+        for i in 0..LANES {
+            lanes[i] = fma::<FMA>(a[i] * b[i], c[i], lanes[i]);
+        }
     }
-    sum_lanes(lanes)
+    sum_lanes(&lanes)
 }
 
 #[inline(always)]

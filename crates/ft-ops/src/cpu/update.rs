@@ -72,7 +72,7 @@ fn finite_body<const FMA: bool>(t: &[f32]) -> bool {
     for (i, x) in rest.iter().enumerate() {
         odd[i] = fma::<FMA>(*x, 0.0, odd[i]);
     }
-    sum_lanes(odd) == 0.0
+    sum_lanes(&odd) == 0.0
 }
 vectorized!(fn finite(t: &[f32]) -> bool = finite_body);
 

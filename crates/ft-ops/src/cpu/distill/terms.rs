@@ -85,7 +85,7 @@ fn sums_of<const FMA: bool, const MODE: u8>(ours: &[f32], theirs: &[f32], q: Sca
         a[i] += s;
         b[i] += t;
     }
-    (sum_lanes(a) as f64, sum_lanes(b) as f64)
+    (sum_lanes(&a) as f64, sum_lanes(&b) as f64)
 }
 
 /// Sums over a block of `p ln(p/m)` and `q ln(q/m)`.
@@ -197,7 +197,7 @@ fn sum_exp_body<const FMA: bool>(part: &[f32], max: f32, inverse: f32) -> f64 {
     for (i, x) in rest.iter().enumerate() {
         lanes[i] += exp::<FMA>((*x - max) * inverse);
     }
-    sum_lanes(lanes) as f64
+    sum_lanes(&lanes) as f64
 }
 vectorized!(pub(super) fn sum_exp(part: &[f32], max: f32, inverse: f32) -> f64 = sum_exp_body);
 

@@ -126,7 +126,7 @@ fn quantized(
         for (row, sums) in sums[..m].iter().enumerate() {
             // SAFETY: an element in the columns of this task.
             let out = unsafe { job.c.part(row * n + column, 1) };
-            let sum = sum_lanes(*sums);
+            let sum = sum_lanes(sums);
             out[0] = match job.start {
                 CInit::Zero => sum,
                 CInit::C => out[0] + sum,

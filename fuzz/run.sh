@@ -8,6 +8,8 @@ target=${CARGO_TARGET_DIR:-$here/target}
 host=$(rustc -vV | sed -n 's/^host: //p')
 data=${FT_FUZZ_DATA:-$here}
 program=$target/$host/release/parse
+# The program reads files of the repository.
+export FT_FUZZ_ROOT=$root
 
 # Coverage for libFuzzer, as cargo-fuzz sets it, without sanitizers: those need nightly.
 flags="-Cpasses=sancov-module -Ccodegen-units=16 --cfg fuzzing"
@@ -77,12 +79,25 @@ names() {
     rm -f /dev/shm/ft-fuzz-names-*
 }
 
+# The first input of a target: if it fails, the target itself is broken, and its figures would mean nothing.
+first() {
+    local name=$1 input code=0
+    input=$(find "$data/corpus/$name" -type f 2>/dev/null | sort | head -1)
+    [ -n "$input" ] || { echo "$name has no inputs: $0 seed" >&2; exit 1; }
+    FT_FUZZ=$name "$program" "$input" -timeout=30 -artifact_prefix=/dev/shm/ft-fuzz-first- >"$data/$name.log" 2>&1 &
+    local process=$!
+    wait "$process" || code=$?
+    rm -rf /dev/shm/ft-fuzz-first-* "/dev/shm/ft-fuzz-$process"
+    [ "$code" -eq 0 ] || { echo "$name fails at its first input $input: see $data/$name.log" >&2; exit 1; }
+}
+
 # One after the other; a line of figures for each: target, processor seconds, executions, files that failed.
 all() {
     local seconds=$1 name log before TIMEFORMAT='%U %S' used
     for name in $(names); do
         log=$data/$name.log
         mkdir -p "$data/artifacts/$name"
+        first "$name"
         before=$(find "$data/artifacts/$name" -type f | wc -l)
         used=$({ time one "$name" "$seconds" >"$log" 2>&1 || true; } 2>&1 | awk '{print $1 + $2}')
         printf '%s\t%s\t%s\t%s\n' "$name" "$used" "$(sed -n 's/stat::number_of_executed_units: *//p' "$log")" \

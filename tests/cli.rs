@@ -29,6 +29,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
+/// Row R1.
 #[test]
 fn recipe_faults_exit_2_and_leave_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -253,6 +254,7 @@ fn doctor_tells_lines_of_json() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
+/// Row S7.
 #[test]
 fn a_reader_that_goes_away_is_no_failure() {
     let mut child = Command::new(env!("CARGO_BIN_EXE_ft"))

@@ -411,6 +411,7 @@ fn a_server_without_ranges_or_listing_works_too() {
     }
 }
 
+/// Row W5.
 #[test]
 fn damaged_content_never_gets_into_the_cache() {
     let (hub, cache) = (Hub::with_model(), tempfile::tempdir().unwrap());

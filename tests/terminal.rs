@@ -152,6 +152,7 @@ fn bash_completes_with_the_tab_key() {
     assert_eq!(bash.finish(PATIENCE).code, 0);
 }
 
+/// Row S3.
 #[test]
 fn a_second_interrupt_says_what_is_lost() {
     let dir = workplace();
@@ -277,4 +278,78 @@ fn a_watched_run_is_followed_and_the_terminal_is_given_back() {
     let seen = pty.finish(PATIENCE);
     assert_eq!(seen.code, 130, "{}", seen.raw());
     assert!(seen.raw().contains(LEFT), "{:?}", seen.raw());
+}
+
+/// Row S3: the window of a run is closed. The state is saved, and the run goes on elsewhere.
+#[test]
+fn a_run_whose_terminal_is_closed_saves_its_state() {
+    let dir = workplace();
+    ft(dir.path(), 80, &["recipes", "copy", "quickstart"], &[], 0);
+    let endless = slow(&[
+        "train.gradient_accumulation_steps=1",
+        "train.max_steps=100000",
+        "schedule.name=constant",
+    ]);
+    let mut pty = Pty::start(dir.path(), 80, &endless, &[]);
+    pty.wait_for("3/100000", PATIENCE);
+    assert_eq!(pty.close(), Some(129));
+    let runs = std::fs::read_dir(dir.path().join("runs/slow")).unwrap();
+    let steps = runs.filter_map(|e| {
+        e.unwrap()
+            .file_name()
+            .to_str()?
+            .strip_prefix("checkpoint-")?
+            .parse()
+            .ok()
+    });
+    let saved: u64 = steps.max().expect("a checkpoint");
+    let more = format!("train.max_steps={}", saved + 1);
+    let resume = slow(&[
+        "train.gradient_accumulation_steps=1",
+        &more,
+        "schedule.name=constant",
+        "--resume",
+    ]);
+    let seen = ft(dir.path(), 80, &resume, &[], 0);
+    assert!(
+        seen.flat().contains(&format!("resumed after step {saved}")),
+        "{}",
+        seen.text()
+    );
+}
+
+/// Row W6: a color code can hide text, so nothing of an answer acts on the terminal.
+#[test]
+fn an_answer_with_escapes_is_shown_as_text() {
+    let dir = workplace();
+    let model = dir.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for entry in std::fs::read_dir(dir.path().join("assets/tiny")).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+    }
+    let file = model.join("tokenizer.json");
+    let mut tokenizer: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    let hide = serde_json::json!({"type": "Replace", "pattern": {"Regex": "[a-z]"}, "content": "\u{1b}[8m\u{1b}[2Jx"});
+    tokenizer["decoder"] = serde_json::json!({"type": "Sequence", "decoders": [tokenizer["decoder"], hide]});
+    std::fs::write(&file, tokenizer.to_string()).unwrap();
+    let words = [
+        "generate",
+        "--model",
+        "model",
+        "--prompt",
+        "What is",
+        "--max-new-tokens",
+        "8",
+    ];
+    for chat in [&[][..], &["--chat"]] {
+        let seen = Pty::start(dir.path(), 80, &[&words[..], chat].concat(), &[]).finish(PATIENCE);
+        assert_eq!(seen.code, 0, "{}", seen.text());
+        assert!(seen.raw().contains("\\u{1b}[8m\\u{1b}[2Jx"), "{:?}", seen.raw());
+        assert!(
+            !seen.raw().contains("\x1b[8m") && !seen.raw().contains("\x1b[2J"),
+            "{:?}",
+            seen.raw()
+        );
+    }
 }

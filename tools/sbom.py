@@ -20,9 +20,14 @@ def main():
         ["rustc", "--print", "host-tuple"], capture_output=True, text=True, check=True
     ).stdout.strip()
     command = ["cargo", "metadata", "--locked", "--format-version", "1", "--filter-platform", target]
+    # The metadata have the features of all platforms, and so packages that are not in this build.
+    tree = ["cargo", "tree", "--locked", "--package", "ft", "--target", target, "--edges", "normal,build", "--prefix", "none"]
     if len(sys.argv) > 1:
         command += ["--features", sys.argv[1]]
+        tree += ["--features", sys.argv[1]]
     metadata = json.loads(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
+    lines = subprocess.run(tree, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    built = {tuple(line.split()[:2]) for line in lines if line.strip()}
     with open(os.path.join(root, "Cargo.lock"), "rb") as lock:
         locked = {(p["name"], p["version"]): p.get("checksum") for p in tomllib.load(lock)["package"]}
     packages = {p["id"]: p for p in metadata["packages"]}
@@ -36,6 +41,7 @@ def main():
             continue
         reached.add(now)
         used = [d["pkg"] for d in nodes[now]["deps"] if any(k["kind"] != "dev" for k in d["dep_kinds"])]
+        used = [i for i in used if (packages[i]["name"], "v" + packages[i]["version"]) in built]
         edges[now] = used
         waiting += used
 

@@ -2,6 +2,8 @@
 //!
 //! What is read by path is put into a file of a directory in memory, beside good files that it belongs to.
 
+mod events;
+
 use ft::base::Result;
 use ft::data::{self, ChatRender, Dataset, Long, Render, TrainOn};
 use ft::formats::{AdapterConfig, ChatTemplate, Config, Tokenizer, Weights, gguf as ggufs};
@@ -38,12 +40,16 @@ pub const TARGETS: [(&str, Target); 21] = [
     ("manifest", manifest),
     ("state", state),
     ("metrics", metrics),
-    ("events", events),
+    ("events", event_lines),
     ("resolved", resolved),
 ];
 
-/// The tiny model of the repository; this file is also a module of `tests/run`.
+/// The tiny model of the repository; this file is also a module of `tests/run`. `run.sh` names the repository, because the program
+/// may run where the place of its build is gone.
 fn tiny() -> PathBuf {
+    if let Some(root) = std::env::var_os("FT_FUZZ_ROOT") {
+        return Path::new(&root).join("assets/tiny");
+    }
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     let tiny = own.ancestors().map(|dir| dir.join("assets/tiny"));
     tiny.take(2).find(|dir| dir.is_dir()).unwrap()
@@ -324,6 +330,28 @@ fn run_with(name: &str, bytes: &[u8]) {
     }
 }
 
+/// What a line of metrics is for TensorBoard.
+fn numbers(line: &[u8]) -> Option<events::Event> {
+    let line: Value = serde_json::from_slice(line).ok()?;
+    let step = line.get("step")?.as_u64()?;
+    let others = line
+        .as_object()?
+        .iter()
+        .filter(|(name, _)| *name != "step" && *name != "time");
+    let values = others.filter_map(|(name, value)| {
+        let tag = match name.strip_prefix("eval_") {
+            Some(rest) => format!("eval/{rest}"),
+            None => format!("train/{name}"),
+        };
+        Some((tag, value.as_f64()? as f32))
+    });
+    Some((
+        line.get("time").and_then(Value::as_f64).unwrap_or(10.0),
+        step,
+        values.collect(),
+    ))
+}
+
 /// Also what is written of them for other tools.
 fn metrics(bytes: &[u8]) {
     run_with("metrics.jsonl", bytes);
@@ -337,13 +365,9 @@ fn metrics(bytes: &[u8]) {
         ))
     };
     if let Some(files) = write(history::Form::TensorBoard) {
-        // Length, its checksum, an event, its checksum.
-        let file = fs::read(&files[0]).unwrap();
-        let mut rest = &file[..];
-        while !rest.is_empty() {
-            let length = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;
-            rest = &rest[8 + 4 + length + 4..];
-        }
+        let written = events::read(&fs::read(&files[0]).unwrap());
+        let wanted: Vec<events::Event> = bytes.split(|b| *b == b'\n').filter_map(numbers).collect();
+        assert_eq!(format!("{written:?}"), format!("{wanted:?}"));
     }
     write(history::Form::Csv);
     if let Some(files) = write(history::Form::Wandb) {
@@ -352,7 +376,7 @@ fn metrics(bytes: &[u8]) {
     }
 }
 
-fn events(bytes: &[u8]) {
+fn event_lines(bytes: &[u8]) {
     run_with("events.jsonl", bytes);
 }
 

@@ -35,6 +35,7 @@ fn child_saves_until_it_is_killed() {
     }
 }
 
+/// Row C1.
 #[test]
 fn a_process_killed_at_any_moment_leaves_a_state_that_loads() {
     let dir = tempfile::tempdir().unwrap();

@@ -119,6 +119,7 @@ fn a_state_comes_back_bit_for_bit() {
     assert!(loaded.open("../checkpoint-3/weights.safetensors").is_err());
 }
 
+/// Row C3.
 #[test]
 fn a_failed_save_leaves_the_old_state_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
@@ -166,6 +167,7 @@ fn a_failed_save_leaves_the_old_state_and_nothing_else() {
     }
 }
 
+/// Row C8.
 #[test]
 fn every_flipped_bit_of_every_file_is_noticed_and_named() {
     let dir = tempfile::tempdir().unwrap();
@@ -231,6 +233,7 @@ fn a_checkpoint_that_lacks_something_is_refused_by_name() {
     );
 }
 
+/// Row R8.
 #[test]
 fn another_layout_is_refused_with_both_versions() {
     let dir = tempfile::tempdir().unwrap();
@@ -275,6 +278,7 @@ fn only_names_that_save_writes_are_checkpoints() {
     assert!(latest(&dir.path().join("none")).unwrap().is_none());
 }
 
+/// Row C9.
 #[test]
 fn the_same_step_twice_replaces_the_state() {
     let dir = tempfile::tempdir().unwrap();
@@ -294,6 +298,7 @@ fn the_same_step_twice_replaces_the_state() {
     assert!(dir.path().join("checkpoint-5.left/notes.txt").exists());
 }
 
+/// Row C2.
 #[test]
 fn a_save_cut_off_between_two_files_is_ignored_and_cleaned() {
     let dir = tempfile::tempdir().unwrap();
@@ -316,6 +321,7 @@ fn a_save_cut_off_between_two_files_is_ignored_and_cleaned() {
     }
 }
 
+/// Row C5.
 #[test]
 fn rotation_keeps_the_newest_and_deletes_only_when_it_verifies() {
     let dir = tempfile::tempdir().unwrap();
@@ -388,6 +394,7 @@ fn later_checkpoints_step_aside_for_a_run_that_goes_back() {
     assert!(set_aside_later(dir.path(), 5).unwrap().is_empty());
 }
 
+/// Row C4.
 #[test]
 fn room_is_counted_before_anything_is_written() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
 //! `ft generate`: generates text with a model, once or in a chat.
 
-use super::out::{out, out_raw};
+use super::out::{out, out_answer};
 use crate::base::{Error, Result, signal};
 use crate::commands::generate::{GeneratedText, Holding, SamplingSettings, Writer};
 use crate::generate::KvDtype;
@@ -129,13 +129,13 @@ pub fn run(args: Args) -> Result<i32> {
     let mut writer = Writer::open(&model, args.adapter.as_deref(), template, kwargs, &holding, choice)?;
     writer.notes.iter().for_each(|line| super::note(line));
     if !args.chat {
-        return end(&writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_raw)?);
+        return end(&writer.complete(args.prompt.as_deref().unwrap_or_default(), &mut out_answer)?);
     }
     if let Some(system) = &args.system {
         writer.instruct(system);
     }
     if let Some(prompt) = &args.prompt {
-        return end(&writer.reply(prompt, &mut out_raw)?);
+        return end(&writer.reply(prompt, &mut out_answer)?);
     }
     signal::install_for_chat()?;
     chat(&mut writer)
@@ -225,7 +225,7 @@ fn chat(writer: &mut Writer) -> Result<i32> {
             }
             Line::Message(message) => message,
         };
-        match writer.reply(message, &mut out_raw) {
+        match writer.reply(message, &mut out_answer) {
             Ok(written) => {
                 out("")?;
                 if speed {

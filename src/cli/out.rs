@@ -20,10 +20,19 @@ pub fn out_text(text: impl Display) -> Result<()> {
     }
 }
 
-/// Prints text without a newline and flushes it, for streamed answers. On a terminal it can only set colors.
+/// Prints text without a newline and flushes it. On a terminal it can only set colors.
 pub fn out_raw(text: &str) -> Result<()> {
+    print(text, report::visible_but_colors)
+}
+
+/// As `out_raw`, for a piece of an answer: on a terminal nothing of it acts, because colors can hide text.
+pub fn out_answer(text: &str) -> Result<()> {
+    print(text, report::visible)
+}
+
+fn print(text: &str, shown: fn(&str) -> String) -> Result<()> {
     let text = if report::result_is_terminal() {
-        let text = report::visible_but_colors(text);
+        let text = shown(text);
         Cow::Owned(if report::style().unicode {
             text
         } else {

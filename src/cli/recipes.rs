@@ -296,6 +296,7 @@ fn find(name: &str) -> Result<(&'static str, &'static str)> {
 mod tests {
     use super::*;
 
+    /// Row R3.
     #[test]
     fn every_recipe_in_the_folder_is_shipped_and_parses_without_a_warning() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes");
@@ -322,6 +323,7 @@ mod tests {
         }
     }
 
+    /// Row R3.
     #[test]
     fn every_recipe_is_planned_and_those_for_a_gpu_fit_it() {
         for (name, text) in SHIPPED {

@@ -287,6 +287,7 @@ fn conditions_name_values_of_other_keys() {
     }
 }
 
+/// Row R1.
 #[test]
 fn all_faults_at_once_each_with_its_place() {
     let text = "[model]\npath = \"m\"\nmax_steps = 3\n[data]\ntrain = \"t\"\npacking = \"yes\"\n\
@@ -334,6 +335,7 @@ hint: write the dotted recipe path and the value, as in `train.max_steps=20`";
     assert_eq!(error, expected);
 }
 
+/// Row R2.
 #[test]
 fn faults_in_other_shapes_of_toml() {
     let e = bad("model = { path = \"m\", pth = 1 }\n[data]\ntrain = \"t\"\n", &[]);
@@ -432,19 +434,6 @@ fn products_in_8_bits_need_frozen_int8_weights_and_a_gpu() {
             "{e}"
         );
     }
-}
-
-#[test]
-fn contradictions_name_both_keys() {
-    let e = bad(LEAST, &["train.eval_steps=5"]);
-    assert!(e.contains("`train.eval_steps` needs rows"), "{e}");
-    let e = bad(LEAST, &["tune.method=freeze", "tune.freeze.trainable_layers=0"]);
-    assert!(e.contains("nothing to train"), "{e}");
-    let e = bad(LEAST, &["tune.lora.target_modules=[\"all-linear\", \"q_proj\"]"]);
-    assert!(e.contains("contradict"), "{e}");
-    let e = bad(LEAST, &["tune.lora.target_modules=[]"]);
-    assert!(e.contains("is empty"), "{e}");
-    good("[model]\npath = \"shape:tiny\"\n", &[]);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tests of the keys for stages beyond supervised fine-tuning.
+//! Tests of the keys for stages beyond supervised fine-tuning, and of contradictions.
 
 use super::tests::{LEAST, bad, good};
 
@@ -160,4 +160,73 @@ fn keys_of_hub_data_sets_and_texts_have_no_effect_on_other_files() {
         warned.len() == 1 && warned[0].contains("`data.eval_split`"),
         "{warned:?}"
     );
+}
+
+/// Row R2.
+#[test]
+fn contradictions_name_both_keys() {
+    let lora = "tune.method=lora";
+    for (keys, arguments) in [
+        (
+            ["data.eval`", "data.eval_fraction`"],
+            &["data.eval=[\"e\"]", "data.eval_fraction=0.1"][..],
+        ),
+        (["train.eval_steps`", "data.eval`"], &["train.eval_steps=5"]),
+        (
+            ["tune.method ", "tune.freeze.trainable_layers"],
+            &["tune.method=freeze", "tune.freeze.trainable_layers=0"],
+        ),
+        (
+            ["tune.lora.use_dora`", "tune.lora.init_lora_weights "],
+            &[lora, "tune.lora.use_dora=true", "tune.lora.init_lora_weights=corda"],
+        ),
+        (
+            ["tune.lora.save_residual`", "tune.lora.save_rank`"],
+            &[
+                lora,
+                "tune.lora.init_lora_weights=pissa",
+                "tune.lora.save_residual=true",
+                "tune.lora.save_rank=4",
+            ],
+        ),
+        (
+            ["data.packing`", "train.stage "],
+            &["data.packing=true", "train.stage=grpo", "rlhf.rewards=[\"numeric\"]"],
+        ),
+        (
+            ["data.streaming`", "data.eval_fraction`"],
+            &["data.streaming=true", "train.max_steps=9", "data.eval_fraction=0.1"],
+        ),
+        (
+            ["data.streaming ", "data.cache "],
+            &["data.streaming=true", "train.max_steps=9", "data.cache=true"],
+        ),
+        (
+            ["data.overlap`", "data.max_length`"],
+            &["data.overlap=64", "data.max_length=64", "data.long=split"],
+        ),
+    ] {
+        let e = bad(LEAST, arguments);
+        for key in keys {
+            assert!(e.contains(&format!("`{key}")), "{key}\n{e}");
+        }
+    }
+    // What no setting can undo is named with its key.
+    let e = bad(LEAST, &["tune.lora.target_modules=[\"all-linear\", \"q_proj\"]"]);
+    assert!(
+        e.contains("`tune.lora.target_modules`") && e.contains("contradict"),
+        "{e}"
+    );
+    let e = bad(LEAST, &["tune.lora.target_modules=[]"]);
+    assert!(e.contains("is empty"), "{e}");
+    // Every weight is trained in its own type: codes of frozen weights have no effect.
+    let full = good(LEAST, &["tune.method=full", "memory.frozen_weights=nf4"]);
+    assert!(
+        full.warnings.len() == 1
+            && full.warnings[0].contains("`memory.frozen_weights`")
+            && full.warnings[0].contains("`tune.method"),
+        "{:?}",
+        full.warnings
+    );
+    good("[model]\npath = \"shape:tiny\"\n", &[]);
 }

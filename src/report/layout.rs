@@ -209,6 +209,7 @@ pub fn boxed(lines: &[(&str, String)], unicode: bool, width: Option<usize>) -> V
 mod tests {
     use super::*;
 
+    /// Row W6.
     #[test]
     fn nothing_from_a_file_acts_on_the_terminal() {
         let evil = "a\x1b]0;title\x07b\u{9b}2Jc\u{202e}d\r\n\te\x1b[31mf";

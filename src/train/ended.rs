@@ -95,6 +95,7 @@ impl Run<'_> {
 mod tests {
     use super::*;
 
+    /// Row S6.
     #[test]
     fn only_errors_of_a_driver_are_those_of_the_device() {
         let of = |text: &str| -> Error { candle_core::Error::Msg(text.into()).into() };

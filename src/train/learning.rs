@@ -324,6 +324,7 @@ mod tests {
         }
     }
 
+    /// Row S2.
     #[test]
     fn a_diverging_loss_gets_one_warning() {
         let losses = |stage: &str, losses: &[f64]| {

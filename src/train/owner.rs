@@ -572,6 +572,7 @@ mod tests {
         }
     }
 
+    /// Row C7.
     #[test]
     fn links_at_the_names_of_a_run_are_refused() {
         let dir = tempfile::tempdir().unwrap();

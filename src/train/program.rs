@@ -164,7 +164,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         recipe::ModelInit::Random => None,
     };
     let base = print.as_ref().map(Fingerprint::base).unwrap_or_default();
-    let facts = state::of_run(loaded, print, train, eval.as_ref(), ranks.size());
+    let facts = state::of_run(loaded, print, train, eval.as_ref(), ranks.size(), &own.kind);
     if let Some(dir) = &recipe.tune.lora.adapter
         && recipe.tune.method == Method::Lora
     {
@@ -247,6 +247,7 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
         .chain(learning_warnings)
         .chain(prepared.warnings.iter().map(|line| recipe::in_program_terms(line)))
         .chain(model.tokenizer.end_conflict().map(str::to_string))
+        .chain(resumed.iter().filter_map(|c| state::other_bits(c, &facts)))
     {
         reporter.warn(&warning);
     }
@@ -375,8 +376,8 @@ pub fn train(loaded: &recipe::LoadedRecipe, options: &Options) -> Result<Outcome
     } else if start_step < total_steps && eval_due(start_step) {
         // The checkpoint of this step was written before its evaluation.
         run.evaluate_if_missing(&mut engine, start_step)?;
-    } else if start_step < total_steps && recipe.train.eval_steps > 0 {
-        rehearsal::of_evaluation(&engine, &run.feed.eval()?)?;
+    } else if start_step < total_steps {
+        rehearsal::of_evaluation(&engine, &run.feed.eval()?, &mut run.reporter)?;
     }
 
     // ---- steps

@@ -8,10 +8,12 @@ use crate::engine::Engine;
 use crate::formats::writer::SHARD_BYTES;
 use crate::model::Spec;
 use crate::recipe::{Method, Recipe};
+use crate::report::Reporter;
 use crate::setup::active_schedule::ActiveSchedule;
 use crate::train::finish::{self, TrainedModel};
 use crate::train::owner::FINAL;
 use crate::train::state;
+use serde_json::json;
 use std::path::Path;
 
 /// Tries the file operations of a save and of the export, with the space that both need at least. `elements`: all elements
@@ -45,15 +47,20 @@ pub fn of_files(trained: &TrainedModel, schedule: &ActiveSchedule, out: &Path, l
     checked.map(drop)
 }
 
-/// Evaluates the longest batch, and discards its numbers: for a run that does not begin with an evaluation.
-pub fn of_evaluation(engine: &Engine, batches: &[Batch]) -> Result<()> {
+/// Evaluates the longest batch: for a run that does not begin with an evaluation. Only `events.jsonl` gets its loss.
+pub fn of_evaluation(engine: &Engine, batches: &[Batch], reporter: &mut Reporter) -> Result<()> {
     let objective = engine.objective.as_ref();
     let counted = batches.iter().filter(|batch| objective.weight(batch) > 0);
     let Some(longest) = counted.max_by_key(|batch| batch.ids.len()) else {
         return Ok(());
     };
     let _phase = progress::phase("trying an evaluation", 0, "");
-    engine.evaluate(longest)?;
+    let totals = engine.evaluate(longest)?;
     objective.metrics();
+    let loss = totals.loss_sum / objective.weight(longest) as f64;
+    reporter.event(
+        "rehearsal",
+        json!({"evaluation_tokens": longest.ids.len(), "loss": loss}),
+    );
     Ok(())
 }

@@ -12,7 +12,9 @@ use crate::formats::dtype::StoredDtype;
 use crate::formats::writer::{TensorPlan, Values};
 use crate::hf::Fingerprint;
 use crate::recipe::{self, LoadedRecipe};
+use crate::report;
 use crate::setup::active_schedule::ActiveSchedule;
+use crate::train::ranks::of_program;
 use candle_core::{DType, Tensor};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -39,6 +41,8 @@ pub struct RunFingerprint {
     /// Hash of a part of the weights: checkpoints of older versions have only this one, in `base`.
     pub sampled: String,
     pub trained_tokens: u64,
+    /// What computes the run: program, processor and device. Checkpoints of earlier versions do not have it.
+    pub made_by: BTreeMap<String, String>,
 }
 
 /// Saves the state after `step` optimizer steps, on rank 0 within `Engine::by_root`; returns the checkpoint's directory.
@@ -86,6 +90,7 @@ pub fn save(
         "eval_data": facts.eval_data,
         "base": facts.base,
         "trained_tokens": facts.trained_tokens,
+        "made_by": facts.made_by,
         "active_block": schedule.label(step.max(1)),
         "optimizer_steps": steps,
         "averages": updates,
@@ -184,13 +189,15 @@ pub fn facts(loaded: &LoadedState) -> RunFingerprint {
             .unwrap_or_default()
             .to_string()
     };
-    let recipe = loaded.state.get("recipe").and_then(Value::as_object);
+    let texts = |key: &str| {
+        let all = loaded.state.get(key).and_then(Value::as_object);
+        let all = all.into_iter().flatten();
+        all.filter_map(|(k, v)| Some((k.clone(), v.as_str()?.to_string())))
+            .collect()
+    };
     RunFingerprint {
-        recipe: recipe
-            .into_iter()
-            .flatten()
-            .filter_map(|(k, v)| Some((k.clone(), v.as_str()?.to_string())))
-            .collect(),
+        recipe: texts("recipe"),
+        made_by: texts("made_by"),
         data: text("data"),
         eval_data: text("eval_data"),
         base: text("base"),
@@ -422,6 +429,33 @@ pub fn check_same(old: &RunFingerprint, new: &RunFingerprint) -> Result<()> {
         .hint("undo these changes to resume, or start a new run in another `train.output_dir`"))
 }
 
+/// A warning if another program, processor or device goes on with `checkpoint`.
+pub fn other_bits(checkpoint: &LoadedState, new: &RunFingerprint) -> Option<String> {
+    let old = facts(checkpoint);
+    let changed: Vec<String> = new
+        .made_by
+        .iter()
+        .filter_map(|(what, now)| {
+            let was = old.made_by.get(what).filter(|was| *was != now)?;
+            Some(format!("{what}: {} -> {}", named(was), named(now)))
+        })
+        .collect();
+    (!changed.is_empty()).then(|| {
+        format!(
+            "checkpoint-{} was written by another program or on another machine ({}): the last bits of the numbers may differ \
+             from those of a run that was not stopped",
+            checkpoint.step,
+            changed.join(", ")
+        )
+    })
+}
+
+/// The start of a hash, any other text as it is.
+fn named(fact: &str) -> &str {
+    let is_hash = fact.len() == 64 && fact.chars().all(|c| c.is_ascii_hexdigit());
+    if is_hash { &fact[..12] } else { fact }
+}
+
 fn short(hash: &str) -> &str {
     // The prefix before the last colon is the kind of hash.
     let digits = hash.rsplit_once(':').map_or(hash, |(_, digits)| digits);
@@ -435,14 +469,20 @@ pub fn of_run(
     train: &Dataset,
     eval: Option<&Dataset>,
     ranks: usize,
+    device: &str,
 ) -> RunFingerprint {
     let mut recipe: BTreeMap<String, String> = loaded.values.iter().cloned().collect();
     // Ranks that train alone have moments and rows of their own.
     if loaded.recipe.distributed.sync_every > 0 {
         recipe.insert("number of ranks".into(), ranks.to_string());
     }
+    // A program whose file cannot be read is not compared.
+    let mut made_by: BTreeMap<String, String> = of_program().unwrap_or_default().into_iter().collect();
+    made_by.insert("processor".into(), report::cpu().0);
+    made_by.insert("device".into(), device.into());
     RunFingerprint {
         recipe,
+        made_by,
         data: train.fingerprint.clone(),
         eval_data: eval.map(|e| e.fingerprint.clone()).unwrap_or_default(),
         base: print.as_ref().map_or(RANDOM.to_string(), |p| p.exact.clone()),
@@ -455,6 +495,7 @@ pub fn of_run(
 mod tests {
     use super::*;
 
+    /// Row R6.
     #[test]
     fn only_harmless_changes_are_let_through() {
         let facts = |pairs: &[(&str, &str)], data: &str| RunFingerprint {
@@ -470,6 +511,7 @@ mod tests {
         assert!(e.contains("train.seed: 1 -> 2") && e.contains("training rows"), "{e}");
     }
 
+    /// Row R6.
     #[test]
     fn sources_may_move_and_keep_their_weights() {
         let facts = |sources: &str, data: &str| RunFingerprint {

@@ -97,6 +97,7 @@ impl Drop for Dash {
     }
 }
 
+/// Rows W1, W2, W3.
 #[test]
 fn the_page_is_for_this_machine_and_its_token_only() {
     let dir = tempfile::tempdir().unwrap();

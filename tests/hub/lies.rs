@@ -28,6 +28,7 @@ fn everything(dir: &Path) -> BTreeMap<String, String> {
     out
 }
 
+/// Row W5.
 #[test]
 fn a_lying_hub_writes_and_removes_nothing_outside_the_cache() {
     let long = "a".repeat(20_000);
@@ -175,6 +176,7 @@ fn a_lying_hub_writes_and_removes_nothing_outside_the_cache() {
     assert!(served > 20, "{served}");
 }
 
+/// Row W5.
 #[test]
 fn a_redirect_to_another_host_gets_no_token() {
     let (hub, other) = (Hub::with_model(), Hub::with_model());

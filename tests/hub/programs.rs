@@ -137,6 +137,7 @@ fn models_and_adapters_of_the_hub_are_used_by_their_ids() {
     );
 }
 
+/// Row R7.
 #[test]
 fn a_run_starts_from_an_adapter_and_a_teacher_of_the_hub() {
     let world = World::new();
@@ -145,6 +146,24 @@ fn a_run_starts_from_an_adapter_and_a_teacher_of_the_hub() {
     let tensors =
         |name: &str| std::fs::read(world.dir.path().join(name).join("final/adapter_model.safetensors")).unwrap();
     assert_eq!(tensors("again"), tensors("run"));
+    // Row R7: weights only; steps, rate and moments are those of a new run.
+    let metrics = |name: &str, more: &[&str]| -> Vec<Value> {
+        let out = format!("train.output_dir={name}");
+        let base = ["train", "r.toml", "train.max_steps=2", "train.save_steps=1", &out];
+        world.good(&[&base[..], more].concat());
+        let text = std::fs::read_to_string(world.dir.path().join(name).join("metrics.jsonl")).unwrap();
+        let lines = text.lines().map(|l| serde_json::from_str(l).unwrap());
+        lines.filter(|l: &Value| !l["loss"].is_null()).collect()
+    };
+    let (first, on) = (metrics("first", &[]), metrics("on", &[&given]));
+    for (a, b) in first.iter().zip(&on) {
+        assert_eq!((&a["step"], &a["learning_rate"]), (&b["step"], &b["learning_rate"]));
+    }
+    assert_eq!((on.len(), &on[0]["step"]), (2, &1.into()));
+    assert_ne!(on[0]["loss"], first[0]["loss"], "the weights are those of the adapter");
+    let state = std::fs::read_to_string(world.dir.path().join("on/checkpoint-1/state.json")).unwrap();
+    let state: Value = serde_json::from_str(&state).unwrap();
+    assert!(state["optimizer_steps"].as_object().unwrap().values().all(|n| *n == 1));
     let teacher = format!("distill.teacher={MODEL}@{COMMIT}");
     world.good(&[
         "train",

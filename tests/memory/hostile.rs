@@ -207,6 +207,7 @@ fn all_of(families: &str) {
     assert!(count > 600, "{count} cases");
 }
 
+/// Row F8.
 /// A family of each kind.
 #[test]
 fn numbers_of_a_config_take_no_memory_that_the_weights_do_not_have() {

@@ -4,11 +4,11 @@
 use crate::counting::{LIMIT, LIVE, MOST};
 use crate::{RESULT, case, passes};
 use ft::base::rng::{Rng, Stream};
-use ft::formats::{AdapterConfig, ChatTemplate, Tokenizer, Weights};
-use ft::recipe;
+use ft::formats::{AdapterConfig, ChatTemplate, Tokenizer, Weights, gguf};
 use ft::setup::ModelDir;
 use ft::setup::rows::RecipeRows;
 use ft::setup::vocabulary::TextChanges;
+use ft::{checkpoint, history, recipe};
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
@@ -63,6 +63,20 @@ fn damage(bytes: &mut Vec<u8>, rng: &Rng) {
     }
 }
 
+/// A manifest with one file, `state.json`.
+fn sealed(step: u64, state: &Path) -> String {
+    let bytes = fs::read(state).unwrap();
+    let (size, hash) = (bytes.len().to_string(), blake3::hash(&bytes).to_hex().to_string());
+    let mut seal = blake3::Hasher::new();
+    for text in ["1", "0", &step.to_string(), "state.json", &size, &hash] {
+        seal.update(&(text.len() as u64).to_le_bytes());
+        seal.update(text.as_bytes());
+    }
+    let seal = seal.finalize().to_hex().to_string();
+    let files = serde_json::json!([{"name": "state.json", "size": bytes.len(), "blake3": hash}]);
+    serde_json::json!({"format": 1, "ft": "0", "step": step, "files": files, "seal": seal}).to_string()
+}
+
 /// A file, and what opens it.
 type Target<'a> = (&'a str, &'a dyn Fn(&Path));
 
@@ -96,6 +110,49 @@ fn open_all(dir: &Path) -> usize {
     fs::copy(goldens.join("arrow/types.arrow"), dir.join("rows.arrow")).unwrap();
     fs::copy(goldens.join("parquet/zstd.parquet"), dir.join("rows.parquet")).unwrap();
     fs::copy(root.join("recipes/quickstart.toml"), dir.join("r.toml")).unwrap();
+    let keys = [
+        ("general.architecture".to_string(), gguf::Value::Text("llama".into())),
+        ("a.list".to_string(), gguf::Value::Texts(vec!["x".into(), "yz".into()])),
+    ];
+    let tensor = gguf::TensorEntry {
+        name: "a".into(),
+        shape: vec![2, 64],
+        block: gguf::BlockType::F32,
+    };
+    gguf::write(&dir.join("one.gguf"), &keys, &[tensor], |t, put| {
+        put(&vec![1; t.bytes() as usize])
+    })
+    .unwrap();
+    for folder in ["checkpoint-1", "checkpoint-2", "run"] {
+        fs::create_dir_all(dir.join(folder)).unwrap();
+    }
+    let state = dir.join("checkpoint-2/state.json");
+    fs::write(
+        &state,
+        "{\"recipe\": {\"train.seed\": \"1\"}, \"data\": \"aa\", \"optimizer_steps\": {\"a\": 1}}",
+    )
+    .unwrap();
+    fs::write(dir.join("checkpoint-1/manifest.json"), sealed(1, &state)).unwrap();
+    checkpoint::load(&{
+        fs::write(dir.join("checkpoint-2/manifest.json"), sealed(2, &state)).unwrap();
+        dir.join("checkpoint-2")
+    })
+    .unwrap();
+    fs::write(
+        dir.join("run/metrics.jsonl"),
+        "{\"step\":1,\"loss\":2.5,\"lr\":0.1}\n".repeat(20),
+    )
+    .unwrap();
+    fs::write(
+        dir.join("run/events.jsonl"),
+        "{\"event\":\"start\",\"steps\":20,\"time\":1.5}\n{\"event\":\"stop\",\"step\":20,\"reason\":\"done\"}\n",
+    )
+    .unwrap();
+    fs::write(
+        dir.join("run/resolved.toml"),
+        "[train]\nmax_steps = 20  # recipe\n[model]\npath = \"m\"\n",
+    )
+    .unwrap();
     fs::copy(tiny.join("model.safetensors"), dir.join("one.safetensors")).unwrap();
 
     let tokenizer = Tokenizer::load(&tiny).unwrap();
@@ -122,7 +179,13 @@ fn open_all(dir: &Path) -> usize {
             let _ = ChatTemplate::from_text(&text, "t", &tokenizer);
         }
     };
-    let targets: [Target; 14] = [
+    let gguf = |path: &Path| {
+        if let Ok(file) = gguf::Reader::open(path) {
+            file.tensors.iter().for_each(|t| drop(file.bytes(&t.name)));
+        }
+    };
+    let of_run = |path: &Path| drop(history::Record::read(path.parent().unwrap()));
+    let targets: [Target; 20] = [
         ("one.safetensors", &|path| {
             if let Ok(weights) = Weights::open_file(path) {
                 let _ = weights.read_f32("model.norm.weight");
@@ -143,6 +206,19 @@ fn open_all(dir: &Path) -> usize {
         ("rows.arrow", &of_rows),
         ("rows.parquet", &of_rows),
         ("r.toml", &of_recipe),
+        ("one.gguf", &gguf),
+        ("checkpoint-1/manifest.json", &|path| {
+            drop(checkpoint::verify(path.parent().unwrap()))
+        }),
+        ("checkpoint-2/state.json", &|path| {
+            // The state is read if the manifest has its hash.
+            let dir = path.parent().unwrap();
+            fs::write(dir.join("manifest.json"), sealed(2, path)).unwrap();
+            drop(checkpoint::load(dir))
+        }),
+        ("run/metrics.jsonl", &of_run),
+        ("run/events.jsonl", &of_run),
+        ("run/resolved.toml", &of_run),
     ];
     let mut cases = 0;
     for (n, (name, open)) in targets.iter().enumerate() {
@@ -192,6 +268,7 @@ fn all() {
     }
 }
 
+/// Row F6.
 /// Row F11. `FT_TEST_CASES=10000` damages each file so often.
 #[test]
 fn damaged_files_end_in_time_and_within_memory() {

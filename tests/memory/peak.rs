@@ -474,6 +474,7 @@ fn compare(ways: &[Way], wanted: impl Fn(usize, usize) -> bool) {
     println!("{RESULT}within a tenth");
 }
 
+/// Row S9.
 #[test]
 fn the_peak_of_a_step_is_within_a_tenth_of_the_forecast() {
     passes("peak::ways");

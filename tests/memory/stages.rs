@@ -298,6 +298,7 @@ fn alone(test: &str, case: &str) -> Result<Value, String> {
     child(test, case).map(|result| serde_json::from_str(&result).unwrap())
 }
 
+/// Row S5.
 #[test]
 fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
     let dir = tempfile::tempdir().unwrap();
@@ -317,6 +318,7 @@ fn a_run_that_passes_its_budget_stops_and_saves_its_state() {
     assert_eq!(metrics.lines().count() as u64, step + 1, "{metrics}");
 }
 
+/// Row S9.
 #[test]
 fn the_peak_of_a_run_is_within_a_tenth_of_the_forecast() {
     compare(&CASES);

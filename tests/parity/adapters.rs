@@ -25,6 +25,7 @@ fn adapters() -> Vec<(String, PathBuf, TempDir)> {
     all
 }
 
+/// Row A5.
 #[test]
 fn logits_with_an_adapter_are_those_of_peft() {
     for (name, from, model) in adapters() {
@@ -49,6 +50,7 @@ fn eval_with_an_adapter_gives_the_loss_of_peft() {
     }
 }
 
+/// Row A6.
 #[test]
 fn merged_weights_are_those_of_peft() {
     let mut compared = 0;
@@ -103,6 +105,7 @@ fn kinds(filled: bool) -> Vec<String> {
         .collect()
 }
 
+/// Row A5.
 #[test]
 fn every_kind_by_peft_gives_its_logits_and_its_loss_also_merged() {
     let names = kinds(true);

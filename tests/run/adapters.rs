@@ -282,6 +282,7 @@ fn write(file: &Path, tensors: &Tensors) {
 
 const Q: &str = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight";
 
+/// Row A4.
 #[test]
 fn an_adapter_that_does_not_fit_is_refused_by_every_command() {
     let bench = Bench::new();

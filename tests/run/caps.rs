@@ -61,6 +61,7 @@ const STEPS: [&str; 6] = [
 /// Everything is recomputed, and no weight becomes codes to save memory.
 const EXACT: [&str; 2] = ["memory.activations=recompute", "memory.frozen_weights=bf16"];
 
+/// Row S5.
 #[test]
 fn a_model_larger_than_the_cap_trains_from_the_disk_to_the_same_bits() {
     let bench = wide();

@@ -122,6 +122,7 @@ fn what_does_not_fit_is_said() {
     assert!(said(&out).contains("no chat template"), "{}", said(&out));
 }
 
+/// Row S3.
 /// A signal stops the answer, not the conversation; if no answer is in progress it ends the program.
 #[test]
 #[cfg(unix)]

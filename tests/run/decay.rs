@@ -20,9 +20,9 @@ fn train(bench: &Bench, more: &[&str]) -> Output {
 }
 
 /// A bit flipped in the middle, the end cut off, the file gone.
-const DAMAGES: [&str; 3] = ["flipped", "cut", "gone"];
+pub const DAMAGES: [&str; 3] = ["flipped", "cut", "gone"];
 
-fn damage(path: &Path, how: &str) {
+pub fn damage(path: &Path, how: &str) {
     let mut bytes = fs::read(path).unwrap();
     let (middle, end) = (bytes.len() / 2, bytes.len() - 2);
     match how {
@@ -119,6 +119,7 @@ fn damage_in_a_checkpoint_is_named_and_an_older_one_is_used_only_if_allowed() {
     assert_eq!(train(&bench, &["--allow-older"]).status.code(), Some(2));
 }
 
+/// Row C8.
 /// The files beside the checkpoints describe a run; damage in them does not change its result.
 #[test]
 fn damage_beside_the_checkpoints_changes_no_result() {
@@ -139,6 +140,7 @@ fn damage_beside_the_checkpoints_changes_no_result() {
     }
 }
 
+/// Row C8.
 /// A file of `final/` that was cut off or is gone is an error that names it, if the program reads it.
 #[test]
 fn damage_in_a_result_is_named() {
@@ -178,6 +180,7 @@ fn damage_in_a_result_is_named() {
     }
 }
 
+/// Row C8.
 /// Every file of a result and of a checkpoint has a hash: `ft runs verify` names the file that is not as it was written.
 #[test]
 fn a_flipped_bit_in_a_result_is_named() {

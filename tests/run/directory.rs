@@ -1,6 +1,7 @@
 //! Run directories: which files a run may change, when it refuses, and that stored data is verified.
 
-use crate::bench::{Bench, files, said};
+use crate::bench::{Bench, copy_all, files, number, said};
+use crate::decay::{DAMAGES, damage};
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
@@ -39,6 +40,7 @@ const THEIRS: [&str; 8] = [
     "run/trained.old-12/a.txt",
 ];
 
+/// Row C11.
 #[test]
 fn a_directory_of_someone_else_is_refused_and_untouched() {
     for flags in [&[][..], &["--overwrite"], &["--resume"]] {
@@ -76,6 +78,7 @@ fn a_refused_run_leaves_nothing_behind() {
     assert!(files(&bench.path("run")).is_empty());
 }
 
+/// Row C11.
 #[test]
 fn overwriting_removes_the_run_says_so_and_keeps_the_rest() {
     let bench = Bench::new();
@@ -125,6 +128,7 @@ fn what_someone_added_to_final_is_kept_when_it_is_replaced() {
     assert!(bench.path("run/final.left/mine.gguf").exists() && !bench.path("run/final/mine.gguf").exists());
 }
 
+/// Row R8.
 #[test]
 fn a_run_of_an_earlier_version_is_known_and_goes_on() {
     let bench = Bench::new();
@@ -142,6 +146,44 @@ fn a_run_of_an_earlier_version_is_known_and_goes_on() {
     assert!(bench.path("run/final").exists() && bench.path("run/final.left").exists());
 }
 
+/// Row R8: `versions/` has a checkpoint of each layout that was released or is about to be, with LoRA on `q_proj`. Each is read.
+#[test]
+fn a_kept_checkpoint_of_an_earlier_version_goes_on() {
+    let settings = [
+        "tune.method=lora",
+        "tune.lora.r=1",
+        "tune.lora.target_modules=[\"q_proj\"]",
+        "schedule.name=constant",
+        "schedule.warmup_ratio=0",
+    ];
+    let kept = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/run/versions");
+    let versions: Vec<_> = fs::read_dir(kept).unwrap().map(|e| e.unwrap().path()).collect();
+    assert!(!versions.is_empty());
+    for version in versions {
+        let bench = Bench::new();
+        assert!(
+            train(&bench, &[&settings[..], &["train.output_dir=whole"]].concat())
+                .status
+                .success()
+        );
+        copy_all(&version.join("checkpoint-2"), &bench.path("run/checkpoint-2"));
+        let out = train(&bench, &[&settings[..], &["--resume"]].concat());
+        let text = said(&out);
+        assert!(
+            out.status.success() && text.contains("resumed after step 2"),
+            "{version:?}\n{text}"
+        );
+        // Numbers of another machine: not bit for bit.
+        let (whole, run) = (bench.steps("whole"), bench.steps("run"));
+        assert_eq!(run.len(), 2);
+        for (a, b) in whole[2..].iter().zip(&run) {
+            let (a, b) = (number(a, "loss"), number(b, "loss"));
+            assert!((a - b).abs() <= 1e-4 * a, "{version:?}: {b}, a new run {a}");
+        }
+    }
+}
+
+/// Row C11.
 #[test]
 fn a_run_that_ended_before_its_first_checkpoint_starts_again() {
     let bench = Bench::new();
@@ -177,6 +219,7 @@ fn a_run_that_ended_before_its_first_checkpoint_starts_again() {
     assert_eq!(files(&bench.path("run/final")), final_dir);
 }
 
+/// Row C7.
 #[test]
 fn a_run_directory_that_moves_away_stops_the_run() {
     let bench = Bench::new();
@@ -201,6 +244,34 @@ fn a_run_directory_that_moves_away_stops_the_run() {
     bench.train(&["train.output_dir=moved", &end, "--resume"]);
 }
 
+/// Row C7: a file in the place of the run directory is refused and kept. The directory may be a link; what is in it may not be
+/// someone else's.
+#[test]
+fn a_file_or_a_link_in_the_place_of_the_run_directory() {
+    let bench = Bench::new();
+    fs::write(bench.path("run"), "notes").unwrap();
+    for flags in [&[][..], &["--overwrite"], &["--resume"]] {
+        let out = train(&bench, flags);
+        assert!(matches!(out.status.code(), Some(1 | 2)), "{}", said(&out));
+        assert!(said(&out).contains("run"), "{}", said(&out));
+        assert_eq!(fs::read_to_string(bench.path("run")).unwrap(), "notes");
+    }
+    fs::remove_file(bench.path("run")).unwrap();
+    fs::create_dir(bench.path("elsewhere")).unwrap();
+    symlink(bench.path("elsewhere"), bench.path("run")).unwrap();
+    assert!(train(&bench, &[]).status.success());
+    assert!(train(&bench, &["--resume", "train.max_steps=5"]).status.success());
+    assert!(bench.path("run").is_symlink() && bench.path("elsewhere/final").exists());
+    fs::remove_file(bench.path("run")).unwrap();
+    fs::create_dir(bench.path("theirs")).unwrap();
+    fs::write(bench.path("theirs/photo.jpg"), "x").unwrap();
+    symlink(bench.path("theirs"), bench.path("run")).unwrap();
+    let out = train(&bench, &["--overwrite"]);
+    assert!(said(&out).contains("not a run of ft"), "{}", said(&out));
+    assert_eq!(files(&bench.path("theirs")), [("photo.jpg".to_string(), b"x".to_vec())]);
+}
+
+/// Rows F4, R6.
 #[test]
 fn a_moved_model_is_known_by_its_weights_and_a_changed_number_is_not() {
     let bench = Bench::new();
@@ -261,6 +332,7 @@ fn a_moved_model_is_known_by_its_weights_and_a_changed_number_is_not() {
     assert!(!bench.path("nan").exists());
 }
 
+/// Row F5.
 #[test]
 fn a_pipe_in_the_place_of_a_file_is_an_error_at_once() {
     for (name, more) in [
@@ -295,6 +367,7 @@ fn a_pipe_in_the_place_of_a_file_is_an_error_at_once() {
     }
 }
 
+/// Row D5.
 #[test]
 fn end_tokens_that_disagree_are_told() {
     let bench = Bench::new();
@@ -317,6 +390,7 @@ fn end_tokens_that_disagree_are_told() {
     );
 }
 
+/// Row C8.
 #[test]
 fn a_stored_start_that_was_damaged_is_computed_again() {
     let bench = Bench::new();
@@ -336,14 +410,15 @@ fn a_stored_start_that_was_damaged_is_computed_again() {
     assert!(run("two").contains("of an earlier run"));
     let mut stored = fs::read_dir(bench.path(".ft-starts")).unwrap();
     let file = stored.next().unwrap().unwrap().path();
-    let mut bytes = fs::read(&file).unwrap();
-    let last = bytes.len() - 3;
-    bytes[last] ^= 1;
-    fs::write(&file, bytes).unwrap();
-    assert!(run("three").contains("is damaged: its content is computed again"));
-    assert!(run("four").contains("of an earlier run"));
+    for how in DAMAGES {
+        damage(&file, how);
+        let text = run(how);
+        assert_eq!(text.contains("its content is computed again"), how != "gone", "{text}");
+        assert!(!text.contains("of an earlier run"), "{text}");
+    }
+    assert!(run("last").contains("of an earlier run"));
     let adapter = |run: &str| fs::read(bench.path(run).join("final/adapter_model.safetensors")).unwrap();
-    for other in ["two", "three", "four"] {
+    for other in ["two", "last"].iter().chain(&DAMAGES) {
         assert!(adapter("one") == adapter(other), "{other}");
     }
 }

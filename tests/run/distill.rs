@@ -42,6 +42,7 @@ fn cache(bench: &Bench, out: &str, more: &[&str]) -> Value {
     serde_json::from_slice(&done.stdout).unwrap()
 }
 
+/// Row C8.
 #[test]
 fn stored_outputs_teach_like_the_teacher() {
     let bench = bench();

@@ -14,6 +14,8 @@ const SECRETS: [&str; 3] = [
 fn no_program_opens_a_socket_and_no_secret_is_kept() {
     let bench = Bench::new();
     let told = bench.path("socket");
+    // Without biases, as a mixture of experts needs it.
+    let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny");
     let lora = [
         "train.output_dir=lora",
         "tune.method=lora",
@@ -53,11 +55,75 @@ fn no_program_opens_a_socket_and_no_secret_is_kept() {
             "2",
         ],
         vec!["merge", "--adapter", "lora/final", "--out", "merged"],
+        vec!["export", "lora", "--out", "exported"],
+        vec!["export", "merged", "--to", "gguf", "--out", "gguf"],
+        vec!["quantize", "--model", "model", "--to", "int8", "--out", "int8"],
+        vec![
+            "convert",
+            "--model",
+            tiny,
+            "--to",
+            "moe",
+            "--experts",
+            "2",
+            "--out",
+            "moe",
+        ],
+        vec!["adapter", "show", "lora/final"],
+        vec![
+            "distill",
+            "cache",
+            "--recipe",
+            "r.toml",
+            "distill.teacher=model",
+            "train.stage=distill",
+            "--out",
+            "teacher",
+        ],
+        vec!["runs", "show", "lora"],
+        vec!["runs", "verify", "lora"],
+        vec!["runs", "export", "lora", "--to", "tensorboard", "--out", "logs"],
+        vec!["tune-lr", "r.toml", "--steps", "8"],
+        vec!["bench", "r.toml", "--steps", "2"],
+        vec!["import", "axolotl.yml"],
+        vec![
+            "init",
+            "--model",
+            "model",
+            "--data",
+            "rows.jsonl",
+            "--output-dir",
+            "first",
+            "--to",
+            "first.toml",
+        ],
+        vec!["explain", "FT601"],
+        vec!["completions", "bash"],
+        train(&["train.stage=dpo", "data.train=pairs.jsonl", "train.output_dir=dpo"]),
+        train(&[
+            "train.stage=grpo",
+            "train.output_dir=grpo",
+            "train.max_steps=1",
+            "rlhf.rewards=[\"length:2\"]",
+            "rlhf.num_generations=4",
+            "rlhf.max_completion_length=4",
+        ]),
+        train(&[
+            "train.output_dir=template",
+            "train.max_steps=1",
+            "data.chat_template=template.jinja",
+        ]),
         // Errors.
         train(&["model.path=none/of/these"]),
         train(&["data.train=none.jsonl", "--overwrite"]),
         train(&["nothing=1"]),
     ];
+    std::fs::copy(bench.path("model/chat_template.jinja"), bench.path("template.jinja")).unwrap();
+    std::fs::write(
+        bench.path("axolotl.yml"),
+        "base_model: model\nadapter: lora\nlora_r: 8\n",
+    )
+    .unwrap();
     let failing = 3;
     let last = commands.len() - failing;
     for (n, arguments) in commands.iter().enumerate() {

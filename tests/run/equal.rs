@@ -7,6 +7,7 @@ fn close(a: f64, b: f64, what: &str) {
     assert!((a - b).abs() <= 1e-5 * b.abs(), "{what}: {a} and {b}");
 }
 
+/// Row R9.
 #[test]
 fn eight_rows_at_once_are_one_row_eight_times() {
     let bench = Bench::new();

@@ -1,6 +1,6 @@
 //! Invalid inputs: a clear error, a hint, exit code 1 or 2, no partial files.
 
-use crate::bench::{Bench, said};
+use crate::bench::{Bench, files, said};
 use std::fs;
 
 /// Asserts that `ft train` fails with `code`, that the message has all `words`, and that no run directory appears.
@@ -32,6 +32,7 @@ fn shard(bench: &Bench, second: &str) {
     fs::write(bench.path("model/model.safetensors.index.json"), index.to_string()).unwrap();
 }
 
+/// Row F7.
 #[test]
 fn weights_that_lie() {
     let bench = Bench::new();
@@ -60,6 +61,39 @@ fn weights_that_lie() {
     refused(&bench, &[], 1, &["pickle", "hint:"]);
 }
 
+/// Row F9: one error has a line for a missing tensor, one of another shape, and one that the model does not have.
+#[test]
+fn all_differences_of_weights_and_config_stand_in_one_error() {
+    let bench = Bench::new();
+    let bytes = fs::read(weights(&bench)).unwrap();
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: serde_json::Value = serde_json::from_slice(&bytes[8..end]).unwrap();
+    let of = |name: &str| format!("model.layers.0.{name}.weight");
+    let all = header.as_object_mut().unwrap();
+    let moved = all.remove(&of("post_attention_layernorm")).unwrap();
+    all.insert(of("unknown"), moved);
+    let norm = &mut all[&of("input_layernorm")]["shape"];
+    let n = norm[0].as_u64().unwrap();
+    *norm = serde_json::json!([2, n / 2]);
+    let header = header.to_string();
+    let changed = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &bytes[end..]].concat();
+    fs::write(weights(&bench), changed).unwrap();
+    let shape = format!("{}: found [2, {}], expected [{n}]", of("input_layernorm"), n / 2);
+    refused(
+        &bench,
+        &[],
+        1,
+        &[
+            "config.json and the weights are inconsistent",
+            "3 differences",
+            &format!("{}: missing", of("post_attention_layernorm")),
+            &shape,
+            &format!("{}: not a weight of this model", of("unknown")),
+        ],
+    );
+}
+
+/// Row W6.
 /// Text of untrusted files in messages is escaped for the terminal.
 #[test]
 fn nothing_from_a_file_acts_on_the_terminal() {
@@ -91,6 +125,7 @@ fn nothing_from_a_file_acts_on_the_terminal() {
     }
 }
 
+/// Row F8.
 #[test]
 fn configs_that_ft_cannot_compute() {
     for (key, value, words) in [
@@ -130,6 +165,7 @@ fn configs_that_ft_cannot_compute() {
     }
 }
 
+/// Row F8.
 #[test]
 fn names_of_code_in_a_config_are_ignored_with_a_warning() {
     let bench = Bench::new();
@@ -153,6 +189,7 @@ fn names_of_code_in_a_config_are_ignored_with_a_warning() {
     assert!(!bench.path("ran").exists());
 }
 
+/// Rows D1, D2.
 #[test]
 fn rows_that_are_broken() {
     let bench = Bench::new();
@@ -173,6 +210,7 @@ fn rows_that_are_broken() {
     refused(&bench, &["data.train=none.jsonl"], 1, &["none.jsonl"]);
 }
 
+/// Row D6.
 #[test]
 fn templates_that_are_missing() {
     let bench = Bench::new();
@@ -199,6 +237,14 @@ fn a_template_that_does_not_end_is_named() {
     assert!(started.elapsed().as_secs() < 30, "an endless template is stopped");
 }
 
+/// The numbers of a safetensors file whose tensors are f32.
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let values = bytes[8 + header..].chunks_exact(4);
+    values.map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect()
+}
+
+/// Row S1.
 #[test]
 fn numbers_that_are_not_finite_stop_the_run_and_save_nothing() {
     let bench = Bench::new();
@@ -209,6 +255,8 @@ fn numbers_that_are_not_finite_stop_the_run_and_save_nothing() {
         "train.output_dir=out",
         "optimizer.learning_rate=1e30",
         "train.max_steps=20",
+        "train.save_steps=1",
+        "train.save_total_limit=20",
         "schedule.name=constant",
     ];
     let out = bench.ft(&arguments);
@@ -221,8 +269,20 @@ fn numbers_that_are_not_finite_stop_the_run_and_save_nothing() {
     assert!(!bench.path("out/final").exists());
     let events = fs::read_to_string(bench.path("out/events.jsonl")).unwrap();
     assert!(events.lines().last().unwrap().contains("\"stop\""), "{events}");
+    // The step that failed is not saved, and what was saved before is whole and finite.
+    let failed = bench.steps("out").len() + 1;
+    assert!(!bench.path(&format!("out/checkpoint-{failed}")).exists());
+    assert!(bench.ft(&["runs", "verify", "out"]).status.success());
+    for (name, bytes) in files(&bench.path("out"))
+        .iter()
+        .filter(|f| f.0.ends_with(".safetensors"))
+    {
+        let values = floats(bytes);
+        assert!(!values.is_empty() && values.iter().all(|x| x.is_finite()), "{name}");
+    }
 }
 
+/// Row A2.
 #[test]
 fn adapters_that_do_not_fit() {
     let bench = Bench::new();

@@ -4,6 +4,7 @@ use crate::bench::{Bench, said};
 use crate::disk::with_clock;
 use crate::same::assert_same_lines;
 use std::fs;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Output};
 
 const RUN: [&str; 5] = ["train", "--recipe", "r.toml", "train.max_steps=2", "train.save_steps=1"];
@@ -26,6 +27,7 @@ fn is_root() -> bool {
     id.stdout.trim_ascii() == b"0"
 }
 
+/// Rows C3, C12.
 /// Row S7, and limits of the process.
 #[test]
 fn a_run_works_under_limits_or_is_refused() {
@@ -50,10 +52,7 @@ fn a_run_works_under_limits_or_is_refused() {
         ("ulimit -f 128", false),
         // Only root can open its own files then.
         ("umask 0777", is_root()),
-        (
-            "export RAYON_NUM_THREADS=1; taskset -c 0 true && exec taskset -c 0 \"$0\" \"$@\"",
-            true,
-        ),
+        ("export RAYON_NUM_THREADS=1; exec taskset -c 0 \"$0\" \"$@\"", true),
     ] {
         let _ = fs::remove_dir_all(bench.path("run"));
         let out = under(&bench, limit, "run");
@@ -69,6 +68,24 @@ fn a_run_works_under_limits_or_is_refused() {
             assert!(!bench.path("run/final").exists(), "{limit}");
         }
     }
+}
+
+/// Row S7: the system gives the process no huge pages.
+#[test]
+fn a_run_without_huge_pages_has_the_same_bits() {
+    let bench = Bench::new();
+    bench.train(&[&RUN[3..], &["train.output_dir=whole"]].concat());
+    let mut command = bench.command(&[&RUN[..], &["train.output_dir=run"]].concat());
+    // SAFETY: one system call between fork and exec; the setting stays over exec.
+    unsafe {
+        command.pre_exec(|| match libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        });
+    }
+    let ran = command.output().unwrap();
+    assert!(ran.status.success(), "{}", said(&ran));
+    assert_same_lines(&bench, "whole", "run");
 }
 
 /// Row S7: a clock in 1970, in 2100, and one that jumps back and forth by days.

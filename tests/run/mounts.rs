@@ -124,6 +124,7 @@ fn any_number_of_inodes_or_bytes_works_or_is_refused_before_the_first_step() {
     }
     println!("{works} work, {early} are refused before the first step, {late} later");
     assert!(works > 5 && early > 5);
+    assert_eq!(late, 0);
 }
 
 /// Row S10: a control group of version 1 with little memory. `auto` keeps below it, or the run is refused; the system kills nothing.

@@ -246,6 +246,7 @@ fn open_settings_become_the_fastest_that_fit() {
     assert_eq!(choice("memory.frozen_weights"), "nf4");
 }
 
+/// Row S4.
 /// If no strategy fits, the error suggests three changes, and each of them is sufficient.
 #[test]
 fn changes_that_are_named_fit() {
@@ -342,6 +343,7 @@ fn beside_a_gpu_the_host_has_to_have_room_too() {
     assert_eq!(out.status.code(), Some(2));
 }
 
+/// Row C4.
 /// Verdict and disk space, as text and as JSON; `ft train` refuses if the plan reports too little disk space.
 #[test]
 fn a_plan_says_whether_it_fits_and_what_the_disk_has_to_hold() {
@@ -447,6 +449,7 @@ fn a_plan_of_a_thousand_layers_takes_no_time() {
     }
 }
 
+/// Row S4.
 #[test]
 fn a_run_larger_than_the_memory_is_refused_before_it_loads_anything() {
     use std::os::unix::process::CommandExt;

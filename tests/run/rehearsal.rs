@@ -1,6 +1,6 @@
 //! The rehearsal before the first step: what would fail in a save or the export fails at once. Slow disks.
 
-use crate::bench::{Bench, said};
+use crate::bench::{Bench, number, said};
 use crate::disk::{Fault, Operation, on_disk, recorded};
 use crate::same::assert_same;
 use std::fs;
@@ -138,8 +138,43 @@ fn a_disk_that_stalls_is_shown_and_loses_nothing() {
     stalls(12);
 }
 
+/// Row C13.
 #[test]
 #[ignore = "by hand: two minutes"]
 fn a_disk_that_stalls_for_a_minute_is_shown_and_loses_nothing() {
     stalls(60);
+}
+
+/// Row C12: a new run begins with an evaluation. A resume between two of them tries the longest held-out batch before its first
+/// step, also if the next one comes after the last step only.
+#[test]
+fn a_resume_tries_an_evaluation_first() {
+    let bench = Bench::new();
+    let run = |more: &[&'static str]| {
+        bench.train(
+            &[
+                &["train.save_steps=1", "data.eval_fraction=0.3", "train.output_dir=run"][..],
+                more,
+            ]
+            .concat(),
+        );
+        let events = bench.lines("run/events.jsonl");
+        let begun = |e: &serde_json::Value| e["event"] == "start" || e["event"] == "resume";
+        let last = events.iter().rposition(begun).unwrap();
+        let tried = events[last..].iter().filter(|e| e["event"] == "rehearsal");
+        tried.map(|e| number(e, "loss")).collect::<Vec<_>>()
+    };
+    assert!(run(&["train.eval_steps=0", "train.max_steps=1"]).is_empty());
+    let mut steps = ["train.max_steps=2", "train.max_steps=3"].into_iter();
+    for every in ["train.eval_steps=0", "train.eval_steps=5"] {
+        let tried = run(&[every, steps.next().unwrap(), "--resume"]);
+        let evaluated = bench.lines("run/metrics.jsonl");
+        let mean = evaluated.iter().rev().find_map(|l| l["eval_loss"].as_f64()).unwrap();
+        assert!(
+            tried.len() == 1 && (tried[0] / mean - 1.0).abs() < 0.5,
+            "{tried:?}, all {mean}"
+        );
+    }
+    // An evaluation that is due at the checkpoint itself was made, or is made up for.
+    assert!(run(&["train.eval_steps=3", "train.max_steps=4", "--resume"]).is_empty());
 }

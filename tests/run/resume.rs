@@ -4,9 +4,11 @@ use crate::bench::{Bench, said};
 pub use crate::same::{METHODS, assert_same};
 use ft::base::rng::{Rng, Stream};
 use std::fs;
-use std::process::{Child, Command};
+use std::io::Read;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+/// Rows C1, R4.
 #[test]
 fn a_run_killed_at_random_points_resumes_to_the_same_bits() {
     for (n, (method, settings)) in METHODS.iter().enumerate() {
@@ -80,9 +82,13 @@ fn signal(child: &Child, name: &str) {
     );
 }
 
+/// Signals that stop a run, with its exit code.
+const SIGNALS: [(&str, i32); 4] = [("-INT", 130), ("-TERM", 143), ("-HUP", 129), ("-USR1", 138)];
+
+/// Row S3.
 #[test]
 fn signals_save_the_state_and_exit_with_their_code() {
-    for (name, code) in [("-INT", 130), ("-TERM", 143), ("-HUP", 129), ("-USR1", 138)] {
+    for (name, code) in SIGNALS {
         let bench = Bench::new();
         let base = [
             "tune.method=block",
@@ -126,7 +132,7 @@ fn signals_save_the_state_and_exit_with_their_code() {
     }
 }
 
-/// Signals within a step: the step is abandoned if no weight has changed yet, else it is finished.
+/// Rows S3, R4. Signals within a step or a rollout: the step is abandoned if no weight has changed yet, else it is finished.
 #[test]
 fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
     let grpo: &[&str] = &[
@@ -189,19 +195,20 @@ fn a_run_stopped_within_steps_resumes_to_the_same_bits() {
             let arguments = [&with("train.output_dir=broken")[..], &[flag]].concat();
             let mut child = bench
                 .command(&[&["train", "--recipe", "r.toml"][..], &arguments].concat())
-                .stdout(std::process::Stdio::null())
-                .stderr(std::process::Stdio::piped())
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped())
                 .spawn()
                 .unwrap();
             let patience = Duration::from_millis(30 + 25 * attempt + rng.below(attempt, 300));
+            let (name, stopped) = SIGNALS[attempt as usize % SIGNALS.len()];
             if wait(&mut child, patience).is_none() {
-                signal(&child, "-INT");
+                signal(&child, name);
             }
             let out = child.wait_with_output().unwrap();
             let stderr = String::from_utf8_lossy(&out.stderr);
             let code = out.status.code();
             // At its start the program has no signal handler yet.
-            assert!(matches!(code, Some(0 | 130) | None), "{code:?}\n{stderr}");
+            assert!([Some(0), Some(stopped), None].contains(&code), "{code:?}\n{stderr}");
             given_up += usize::from(stderr.contains("is discarded") && stderr.contains("is saved"));
             if code == Some(0) && bench.path("broken/final").exists() {
                 break;
@@ -227,6 +234,7 @@ fn keep_lines(bench: &Bench, run: &str, keep: impl Fn(&serde_json::Value) -> boo
     fs::write(bench.path(run).join("metrics.jsonl"), kept).unwrap();
 }
 
+/// Row R5.
 #[test]
 fn an_evaluation_that_was_cut_off_is_made_up_for() {
     for stage in [
@@ -271,25 +279,55 @@ fn an_evaluation_that_was_cut_off_is_made_up_for() {
     }
 }
 
+/// Rows S3, R5.
 #[test]
-fn ctrl_c_in_the_last_evaluation_leaves_it_to_the_resume() {
+fn a_signal_in_the_last_evaluation_leaves_it_to_the_resume() {
     let bench = Bench::new();
     let rows = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
     fs::write(bench.path("eval.jsonl"), rows.repeat(40)).unwrap();
     let base = ["train.max_steps=2", "data.eval=eval.jsonl", "tune.method=full"];
     bench.train(&[&base[..], &["train.output_dir=whole"]].concat());
-    let mut child = bench.start(&[&base[..], &["train.output_dir=run"]].concat());
-    let until = Instant::now() + Duration::from_secs(120);
-    while bench.steps("run").len() < 2 && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(1));
+    for (name, code) in SIGNALS {
+        let _ = fs::remove_dir_all(bench.path("run"));
+        let mut child = bench.start(&[&base[..], &["train.output_dir=run"]].concat());
+        let until = Instant::now() + Duration::from_secs(120);
+        while bench.steps("run").len() < 2 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        signal(&child, name);
+        assert_eq!(wait(&mut child, Duration::from_secs(60)), Some(code));
+        assert!(bench.path("run/checkpoint-2").exists() && !bench.path("run/final").exists());
+        bench.train(&[&base[..], &["train.output_dir=run", "--resume"]].concat());
+        assert_same(&bench, "whole", "run");
     }
-    signal(&child, "-INT");
-    assert_eq!(wait(&mut child, Duration::from_secs(60)), Some(130));
-    assert!(bench.path("run/checkpoint-2").exists() && !bench.path("run/final").exists());
-    bench.train(&[&base[..], &["train.output_dir=run", "--resume"]].concat());
+}
+
+/// Row S7. Who reads the messages of a run goes away after the first line: `ft train 2>&1 | head -1`.
+#[test]
+fn a_run_goes_on_if_nobody_reads_its_messages() {
+    let bench = Bench::new();
+    let base = [
+        "train.max_steps=3",
+        "data.eval_fraction=0.3",
+        "train.eval_steps=1",
+        "train.logging_steps=1",
+    ];
+    bench.train(&[&base[..], &["train.output_dir=whole"]].concat());
+    let words = ["train", "--recipe", "r.toml", "train.output_dir=run"];
+    let mut child = bench
+        .command(&[&words[..], &base].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let mut first = [0];
+    child.stderr.take().unwrap().read_exact(&mut first).unwrap();
+    assert_eq!(wait(&mut child, Duration::from_secs(120)), Some(0));
     assert_same(&bench, "whole", "run");
 }
 
+/// Row C10.
 #[test]
 fn a_run_directory_belongs_to_one_run() {
     let bench = Bench::new();
@@ -310,6 +348,69 @@ fn a_run_directory_belongs_to_one_run() {
     assert!(said(&third).contains("--overwrite"), "{}", said(&third));
 }
 
+/// Row R6: another program or other CPU operations may go on, and the user is told that the last bits may differ.
+#[test]
+fn a_resume_by_another_program_or_processor_says_so() {
+    let bench = Bench::new();
+    let resume = |program: &std::path::Path, steps: &str, operations: Option<&str>| {
+        let words = [
+            "train",
+            "--recipe",
+            "r.toml",
+            "train.save_steps=1",
+            "train.output_dir=run",
+            steps,
+        ];
+        let inner = bench.command(&words);
+        let mut command = Command::new(program);
+        command.args(inner.get_args()).current_dir(bench.dir.path());
+        for (name, value) in inner.get_envs() {
+            command.env(name, value.unwrap());
+        }
+        if bench.path("run").exists() {
+            command.arg("--resume");
+        }
+        if let Some(operations) = operations {
+            command.env("FT_CPU", operations);
+        }
+        let out = command.output().unwrap();
+        assert!(out.status.success(), "{steps}\n{}", said(&out));
+        // Lines are wrapped.
+        said(&out).split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let ft = std::path::Path::new(env!("CARGO_BIN_EXE_ft"));
+    let told = "the last bits of the numbers may differ from those of a run that was not stopped";
+    for steps in ["train.max_steps=1", "train.max_steps=2"] {
+        let text = resume(ft, steps, None);
+        assert!(!text.contains("the last bits"), "{text}");
+    }
+    let environment = fs::read_to_string(bench.path("run/environment.json")).unwrap();
+    let environment: serde_json::Value = serde_json::from_str(&environment).unwrap();
+    let own = environment["cpu"]["operations"].as_str().unwrap();
+    if own == "portable" {
+        eprintln!("skipped: this CPU has one set of operations");
+    } else {
+        let text = resume(ft, "train.max_steps=3", Some("portable"));
+        let changed = format!("(CPU instructions: {own} -> portable): {told}");
+        assert!(text.contains("checkpoint-2") && text.contains(&changed), "{text}");
+        let warnings = bench.lines("run/events.jsonl");
+        let warned = |e: &&serde_json::Value| e["event"] == "warning" && e["message"].to_string().contains(told);
+        assert_eq!(warnings.iter().filter(warned).count(), 1);
+    }
+    // Bytes behind the end of the program change nothing but its hash.
+    let other = bench.path("other");
+    let mut bytes = fs::read(ft).unwrap();
+    bytes.push(0);
+    fs::write(&other, bytes).unwrap();
+    fs::set_permissions(&other, fs::metadata(ft).unwrap().permissions()).unwrap();
+    let text = resume(&other, "train.max_steps=4", Some("portable"));
+    assert!(
+        text.contains("(the program file, by its hash: ") && text.contains(told),
+        "{text}"
+    );
+}
+
+/// Rows D10, R6.
 #[test]
 fn a_resume_of_another_run_is_refused() {
     let bench = Bench::new();

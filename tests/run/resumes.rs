@@ -284,6 +284,7 @@ fn a_sample_of_the_matrix_resumes_to_the_same_bits() {
     run(&sample);
 }
 
+/// Row R5.
 /// Found by the matrix: the block of the last step was requantized before the evaluation that was made up for.
 #[test]
 fn an_evaluation_made_up_for_sees_the_block_before_its_switch() {

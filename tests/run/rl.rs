@@ -77,6 +77,7 @@ fn settings<'a>(way: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
     base.chain(said.iter().copied()).collect()
 }
 
+/// Row R4.
 #[test]
 fn every_way_resumes_to_the_same_bits() {
     for (name, way) in WAYS {
@@ -329,6 +330,7 @@ fn a_program_judges_and_what_it_does_wrong_loses_nothing() {
     assert_eq!(bench.steps("out").len(), 4);
 }
 
+/// Row W8.
 /// The rights of a reward program: docs/rlhf.md. It writes what it sees to a file.
 #[test]
 fn a_reward_program_has_no_network_and_no_secrets() {

@@ -41,6 +41,7 @@ fn ask(child: &mut Child, request: &str) -> Vec<u8> {
 const HELLO: &str = r#"{"program":1,"source":"Hi {{ messages[0].content }}{{ strftime_now('%Y')[:2] }}","variables":{},
     "jobs":[{"messages":[{"content":"ü"}],"tools":null,"asks":[[1,false]]}]}"#;
 
+/// Row D8.
 #[test]
 fn the_process_is_confined_and_ends_with_its_input() {
     let mut child = worker();
@@ -107,6 +108,7 @@ fn recipe(dir: &Path) {
     std::fs::write(dir.join("t.jsonl"), format!("{row}\n")).unwrap();
 }
 
+/// Row D8.
 /// Runs every fifth template through the program; the interpreter's own tests run all of them.
 #[test]
 fn hostile_templates_end_the_command_with_an_error_and_leave_no_process() {

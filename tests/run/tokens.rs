@@ -353,6 +353,7 @@ fn a_resumed_run_has_the_same_rows() {
     }
 }
 
+/// Row D4.
 #[test]
 fn tokens_without_a_row_get_one_when_asked() {
     let bench = bench("llama");

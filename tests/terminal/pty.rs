@@ -21,6 +21,8 @@ pub struct Pty {
     widths: Vec<(Instant, u16)>,
     busy: Arc<Mutex<Duration>>,
     done: Arc<AtomicBool>,
+    /// The terminal is closed as soon as its next output was read.
+    closed: Arc<AtomicBool>,
 }
 
 struct Piece {
@@ -66,6 +68,8 @@ impl Pty {
                 &size,
             );
             assert_eq!(rc, 0, "no pseudo-terminal");
+            // The program must not hold the other end of its own terminal.
+            assert_eq!(libc::fcntl(master, libc::F_SETFD, libc::FD_CLOEXEC), 0);
             (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave))
         };
         let stdio = || Stdio::from(slave.try_clone().unwrap());
@@ -97,6 +101,8 @@ impl Pty {
         let master = File::from(master);
         let output = Arc::new(Mutex::new(Vec::new()));
         let (mut from, to) = (master.try_clone().unwrap(), output.clone());
+        let closed = Arc::new(AtomicBool::new(false));
+        let closes = closed.clone();
         let reader = std::thread::spawn(move || {
             let mut buffer = [0u8; 4096];
             // When the last descriptor of the terminal is closed, read returns an error.
@@ -105,6 +111,9 @@ impl Pty {
                     at: Instant::now(),
                     bytes: buffer[..n].to_vec(),
                 });
+                if closes.load(Relaxed) {
+                    break;
+                }
             }
         });
         // Measures the wake-up delay of a thread: other programs may load this machine.
@@ -129,6 +138,7 @@ impl Pty {
             widths: vec![(started, width)],
             busy,
             done,
+            closed,
         }
     }
 
@@ -174,6 +184,16 @@ impl Pty {
         let rc = unsafe { libc::ioctl(self.master.as_raw_fd(), libc::TIOCSWINSZ, &size) };
         assert_eq!(rc, 0);
         self.widths.push((Instant::now(), width));
+    }
+
+    /// Closes the window. Returns the exit code of the program.
+    pub fn close(mut self) -> Option<i32> {
+        self.done.store(true, Relaxed);
+        self.closed.store(true, Relaxed);
+        self.reader.take().unwrap().join().unwrap();
+        // The last descriptor of this end.
+        self.master = File::open("/dev/null").unwrap();
+        self.child.wait().unwrap().code()
     }
 
     pub fn finish(&mut self, patience: Duration) -> Seen {

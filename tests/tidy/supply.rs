@@ -3,6 +3,7 @@
 use super::{product, root};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
 use std::process::Command;
 
 /// Licenses of dependencies: each allows use in a program under MIT or Apache-2.0.
@@ -80,6 +81,7 @@ fn metadata() -> Value {
     serde_json::from_slice(&out.stdout).unwrap()
 }
 
+/// Row W7.
 #[test]
 fn every_dependency_is_accepted() {
     assert!(accepted("MIT OR Apache-2.0") && accepted("MIT/Apache-2.0") && accepted("GPL-3.0 OR MIT"));
@@ -215,6 +217,7 @@ fn every_dependency_has_an_entry() {
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
+/// Row W7.
 /// `unsafe` blocks by crate; clippy checks that each has its `SAFETY` comment. A new one is a decision: it changes a number
 /// here and in `SECURITY.md`.
 #[test]
@@ -230,6 +233,78 @@ fn unsafe_code_is_counted() {
     let listed = format!("Blocks of `unsafe` code: {}.", listed.join(", "));
     let security = std::fs::read_to_string(root().join("SECURITY.md")).unwrap();
     assert!(security.contains(&listed), "SECURITY.md does not say: {listed}");
+}
+
+/// Row W7: the bill of materials of a release (`tools/sbom.py`) has what is linked or runs in the build, with its checksum, and
+/// nothing that only tests need.
+#[test]
+fn the_bill_of_materials_has_every_package() {
+    let python = Command::new("python3").args(["-c", "import tomllib"]).output();
+    if !python.is_ok_and(|out| out.status.success()) {
+        // Not through `eprintln`: that is not shown for a test that passes.
+        let _ = writeln!(std::io::stderr(), "skipped: tools/sbom.py, no Python 3.11");
+        return;
+    }
+    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    let out = Command::new("python3")
+        .arg("tools/sbom.py")
+        .current_dir(root())
+        .env("FT_SBOM_TARGET", target)
+        .env("CARGO_NET_OFFLINE", "true")
+        .output()
+        .unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let bill: Value = serde_json::from_slice(&out.stdout).unwrap();
+    let listed: BTreeMap<String, &Value> = bill["components"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|c| {
+            (
+                format!("{} {}", c["name"].as_str().unwrap(), c["version"].as_str().unwrap()),
+                c,
+            )
+        })
+        .collect();
+    // The lines of `cargo tree`: name, version, and the place of a package that is not of a registry.
+    let tree = Command::new(env!("CARGO"))
+        .args([
+            "tree",
+            "--offline",
+            "--locked",
+            "--edges",
+            "normal,build",
+            "--prefix",
+            "none",
+        ])
+        .args([
+            "--target",
+            &format!("{}-unknown-linux-gnu", std::env::consts::ARCH),
+            "--package",
+            "ft",
+        ])
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(tree.status.success(), "{}", String::from_utf8_lossy(&tree.stderr));
+    let tree = String::from_utf8(tree.stdout).unwrap();
+    let mut wanted = BTreeSet::new();
+    for line in tree.lines().filter(|line| !line.is_empty()) {
+        let mut words = line.split(' ');
+        let (name, version) = (words.next().unwrap(), words.next().unwrap());
+        let own = line.contains(" (/");
+        let name = format!("{name} {}", version.trim_start_matches('v'));
+        if name.starts_with("ft ") {
+            continue;
+        }
+        let component = listed.get(&name).unwrap_or_else(|| panic!("{name} is not in the bill"));
+        let hash = component["hashes"][0]["content"].as_str().unwrap_or_default();
+        assert_eq!(hash.len(), if own { 0 } else { 64 }, "{name}: {hash}");
+        assert!(component["licenses"][0]["expression"].is_string(), "{name}");
+        wanted.insert(name);
+    }
+    let more: Vec<&String> = listed.keys().filter(|name| !wanted.contains(*name)).collect();
+    assert!(wanted.len() > 100 && more.is_empty(), "only in the bill: {more:?}");
 }
 
 fn blocks(line: &str) -> usize {

@@ -247,6 +247,7 @@ mod tests {
         assert!(lock.check().is_err());
     }
 
+    /// Row C10.
     #[test]
     fn a_file_of_another_program_is_no_lock() {
         let dir = tempfile::tempdir().unwrap();

@@ -123,6 +123,7 @@ pub fn total() -> Option<u64> {
 mod tests {
     use super::*;
 
+    /// Row S10.
     #[test]
     fn a_group_leaves_what_its_limit_and_its_use_say() {
         let dir = tempfile::tempdir().unwrap();

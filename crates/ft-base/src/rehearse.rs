@@ -143,6 +143,7 @@ mod tests {
         assert!(free_names(dir.path()).is_none_or(|n| n > 0) && largest_file() > 0);
     }
 
+    /// Row C12.
     #[test]
     fn what_would_fail_later_fails_now_and_leaves_nothing() {
         let dir = tempfile::tempdir().unwrap();

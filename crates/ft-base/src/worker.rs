@@ -393,6 +393,7 @@ mod tests {
         );
     }
 
+    /// Row W8.
     #[test]
     fn a_program_without_rights_opens_no_socket_sees_no_secret_and_has_a_limit() {
         let said = |rights: Rights| {
@@ -427,6 +428,7 @@ mod tests {
         assert!(!["PATH", "HOME", "KEYBOARD", "PYTHONPATH"].iter().any(|n| is_secret(n)));
     }
 
+    /// Row W4.
     #[test]
     fn a_worker_has_its_own_group_and_no_environment_but_what_is_given() {
         let (_dir, mut worker) = script("read line; echo \"$line $GIVEN ${HOME:-none}\"; read line");

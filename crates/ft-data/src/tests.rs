@@ -302,6 +302,7 @@ fn the_same_rows_have_the_same_fingerprint_and_other_rows_another() {
     assert_eq!(a.len(), 64);
 }
 
+/// Row D3.
 #[test]
 fn truncation_and_dropped_rows_are_counted() {
     let f = files(&[(
@@ -325,6 +326,7 @@ fn truncation_and_dropped_rows_are_counted() {
     assert!(warnings.contains("2 of 4 rows have no token to train"), "{warnings}");
 }
 
+/// Rows D2, D7.
 #[test]
 fn a_data_set_in_which_nothing_is_trained_is_refused_with_counts() {
     let long = files(&[("a.jsonl", "{\"prompt\": \"a b c d\", \"completion\": \" e\"}\n")]);
@@ -351,6 +353,7 @@ fn a_data_set_in_which_nothing_is_trained_is_refused_with_counts() {
     assert_eq!(load(&long, 1).unwrap_err().exit_code(), 2);
 }
 
+/// Row D1.
 #[test]
 fn a_fault_in_a_late_row_names_that_row() {
     let mut text = "{\"text\": \"fine\"}\n".repeat(1500);

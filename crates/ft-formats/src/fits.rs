@@ -174,6 +174,7 @@ mod tests {
         Config::load(dir.path())
     }
 
+    /// Row F9.
     #[test]
     fn sizes_that_are_not_those_of_the_weights_are_refused() {
         for (key, value, expected) in [

@@ -308,16 +308,19 @@ mod tests {
         assert_eq!(h.metadata["format"], "pt");
     }
 
+    /// Row F1.
     #[test]
     fn an_empty_file() {
         refuses(b"", &["too short", "0 bytes"]);
     }
 
+    /// Row F1.
     #[test]
     fn seven_bytes() {
         refuses(b"1234567", &["too short", "7 bytes"]);
     }
 
+    /// Row F1.
     #[test]
     fn header_longer_than_the_file() {
         refuses(
@@ -326,6 +329,7 @@ mod tests {
         );
     }
 
+    /// Row F1.
     #[test]
     fn header_over_the_cap_and_at_the_largest_number() {
         refuses(
@@ -340,16 +344,19 @@ mod tests {
         refuses(&[0xff; 16], &["too large", "18446744073709551615"]);
     }
 
+    /// Row F2.
     #[test]
     fn truncated_data() {
         refuses(&file(ONE, 20), &["truncated", "`a`"]);
     }
 
+    /// Row F2.
     #[test]
     fn trailing_bytes() {
         refuses(&file(ONE, 30), &["6 trailing bytes"]);
     }
 
+    /// Row F2.
     #[test]
     fn hole() {
         let t = br#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[3,5]}}"#;
@@ -358,12 +365,14 @@ mod tests {
         refuses(&file(t, 3), &["hole", "`a`"]);
     }
 
+    /// Row F2.
     #[test]
     fn overlap() {
         let t = br#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}"#;
         refuses(&file(t, 3), &["`a` and `b` overlap"]);
     }
 
+    /// Row F2.
     #[test]
     fn duplicate_keys() {
         let t = br#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#;
@@ -381,6 +390,7 @@ mod tests {
         );
     }
 
+    /// Row F2.
     #[test]
     fn shape_and_bytes_disagree() {
         let t = br#"{"w.x":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,24]}}"#;
@@ -389,6 +399,7 @@ mod tests {
         refuses(&file(t, 2), &["`w`", "are inconsistent"]);
     }
 
+    /// Row F2.
     #[test]
     fn shape_overflow() {
         let t = br#"{"w":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}"#;
@@ -399,6 +410,7 @@ mod tests {
         refuses(&file(t, 0), &["`w`"]);
     }
 
+    /// Row F2.
     #[test]
     fn not_utf8_not_json_not_an_object() {
         refuses(&file(b"{\"\xff\":1}", 0), &["not UTF-8"]);
@@ -420,6 +432,7 @@ mod tests {
         refuses(&file(t, 1), &["`w`", "`F4`"]);
     }
 
+    /// Row F10.
     #[test]
     fn git_lfs_pointer() {
         let t = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n";
@@ -432,6 +445,7 @@ mod tests {
         refuses(b"\x80\x02}q\x00(X\x01\x00\x00\x00", &["pickle"]);
     }
 
+    /// Row F11.
     #[test]
     fn random_damage_never_panics() {
         use ft_base::rng::{Rng, Stream};

@@ -44,6 +44,7 @@ fn one(dir: &Path) -> [(PathBuf, f32); 1] {
     [(dir.to_path_buf(), 1.0)]
 }
 
+/// Row A6.
 #[test]
 fn merging_adds_the_delta_and_touches_nothing_else() {
     let dir = tempfile::tempdir().unwrap();

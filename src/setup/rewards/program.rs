@@ -365,6 +365,7 @@ mod tests {
         assert!(e.contains("out of luck") && e.contains('3'), "{e}");
     }
 
+    /// Row W4.
     #[test]
     fn a_program_that_hangs_is_an_error_in_time() {
         let started = Instant::now();

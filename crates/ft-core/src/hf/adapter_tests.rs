@@ -196,6 +196,7 @@ fn half_precision_adapters_are_widened() {
     check_base(dir.path(), &anything).unwrap();
 }
 
+/// Rows A1, A3, F9.
 #[test]
 fn all_differences_stand_in_one_error() {
     let dir = tempfile::tempdir().unwrap();
@@ -234,6 +235,7 @@ fn all_differences_stand_in_one_error() {
     }
 }
 
+/// Row F4.
 #[test]
 fn numbers_that_are_not_finite_and_missing_files_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -252,6 +254,7 @@ fn numbers_that_are_not_finite_and_missing_files_are_refused() {
     assert!(load(dir.path()).is_err());
 }
 
+/// Row A3.
 #[test]
 fn targets_limit_what_must_be_there() {
     let dir = tempfile::tempdir().unwrap();

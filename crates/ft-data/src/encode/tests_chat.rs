@@ -274,6 +274,7 @@ fn arguments_written_as_text_become_what_templates_print() {
     assert_eq!(of(json!("[1]")), json!("[1]"));
 }
 
+/// Row D7.
 #[test]
 fn a_turn_that_cannot_be_found_is_an_error_not_a_mask() {
     let codec = Words::chatml();
@@ -302,6 +303,7 @@ fn a_refusal_of_the_template_reaches_the_user() {
     assert!(e.unwrap_err().to_string().contains("System role not supported"));
 }
 
+/// Row D9.
 #[test]
 fn special_tokens_in_a_users_text_are_plain_text() {
     let codec = Words::chatml();

@@ -318,6 +318,7 @@ fn what_may_not_be_meant_is_warned_about() {
     assert_eq!(warnings(r#"{"prompt": "p", "completion": " c", "prompt_id": "7"}"#), "");
 }
 
+/// Row D1.
 #[test]
 fn all_bad_rows_are_counted() {
     let mut text = "{\"text\": \"fine\"}\n".repeat(600);

@@ -79,6 +79,7 @@ fn a_row_that_is_not_an_object_is_named() {
     refused("t.json", b"[{\"text\": \"a\"}, 7]", &["t.json:row 2", "a number: 7"]);
 }
 
+/// Row D1.
 #[test]
 fn bytes_that_are_not_utf8_are_named_with_their_column() {
     refused(

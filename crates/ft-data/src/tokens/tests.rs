@@ -243,6 +243,7 @@ fn a_stopped_cache_continues_after_its_last_complete_part() {
     assert!((ROWS - done..ROWS - done + 10).contains(&texts), "{texts}");
 }
 
+/// Row C8.
 #[test]
 fn a_damaged_file_is_found_and_written_again_with_one_note() {
     let (files, place) = (rows(), Place::new());

@@ -80,6 +80,7 @@ fn what_changes_the_mathematics_is_refused_by_name() {
     }
 }
 
+/// Row A1.
 #[test]
 fn wrong_values_are_refused_by_name() {
     for (key, value) in [
@@ -99,6 +100,7 @@ fn wrong_values_are_refused_by_name() {
     assert!(read("{}").unwrap_err().to_string().contains("`peft_type`"));
 }
 
+/// Row F7.
 #[test]
 fn a_pickle_adapter_is_refused_and_not_opened() {
     let dir = tempfile::tempdir().unwrap();

@@ -131,6 +131,7 @@ fn what_is_written_is_read() {
     assert!(file.bytes("o").is_err());
 }
 
+/// Row F6.
 /// Every prefix and every changed byte of the header gives an error or a file, never a panic or a large allocation.
 #[test]
 fn damaged_files_are_errors() {

@@ -148,6 +148,7 @@ fn check_docs(versions: &Json, refused: &BTreeMap<String, (usize, usize, Vec<Str
     }
 }
 
+/// Row D8.
 /// On the development machine each takes less than half a second in a release build: the work that is counted is the
 /// work that is done.
 #[test]

@@ -141,6 +141,7 @@ fn a_template_that_prints_without_end_is_stopped() {
     assert!(fails("{{ 'x' | indent(1000000000, true) }}").contains("more than 64 MiB"));
 }
 
+/// Row D8.
 #[test]
 fn nothing_outside_can_be_reached() {
     for text in [

@@ -125,6 +125,7 @@ fn shards_are_read_through_the_index() {
     assert_eq!(w.read_f32("c").unwrap(), [1.0, -2.0]);
 }
 
+/// Row F5.
 #[test]
 fn missing_shard() {
     let dir = tempfile::tempdir().unwrap();
@@ -133,6 +134,7 @@ fn missing_shard() {
     refuses(dir.path(), &["1 of 2 weight files are missing", "model-00002-of-00002"]);
 }
 
+/// Row F5.
 #[test]
 fn extra_shard_beside_the_index() {
     let dir = tempfile::tempdir().unwrap();
@@ -144,6 +146,7 @@ fn extra_shard_beside_the_index() {
     Weights::open(dir.path()).unwrap();
 }
 
+/// Row F5.
 #[test]
 fn tensor_in_two_shards() {
     let dir = tempfile::tempdir().unwrap();
@@ -171,6 +174,7 @@ fn index_and_shards_disagree() {
     refuses(dir.path(), &["`a`", "found 5"]);
 }
 
+/// Row F5.
 #[test]
 fn names_that_leave_the_directory() {
     let root = tempfile::tempdir().unwrap();
@@ -198,6 +202,7 @@ fn names_that_leave_the_directory() {
     }
 }
 
+/// Row F5.
 #[test]
 fn a_link_out_of_the_directory() {
     let root = tempfile::tempdir().unwrap();
@@ -235,6 +240,7 @@ fn the_links_of_the_hub_cache_are_followed() {
     refuses(&snapshot, &["link to a path outside"]);
 }
 
+/// Row F7.
 #[test]
 fn pickles_are_named_and_never_opened() {
     let dir = tempfile::tempdir().unwrap();
@@ -254,6 +260,7 @@ fn pickles_are_named_and_never_opened() {
     refuses(dir.path(), &["pickle"]);
 }
 
+/// Row F10.
 #[test]
 fn git_lfs_pointers() {
     let dir = tempfile::tempdir().unwrap();
@@ -276,6 +283,7 @@ fn directories_without_weights() {
     refuses(dir.path(), &["this is an adapter"]);
 }
 
+/// Row F3.
 #[test]
 fn a_file_that_shrinks_after_it_was_opened() {
     let dir = tempfile::tempdir().unwrap();

@@ -35,6 +35,7 @@ fn the_safetensors_crate_reads_what_is_written() {
     assert_eq!(read.tensor("y").unwrap().shape(), [3]);
 }
 
+/// Row S1.
 #[test]
 fn a_number_that_is_not_finite_never_reaches_a_file() {
     let dir = tempfile::tempdir().unwrap();

@@ -66,6 +66,7 @@ fn a_cut_file_is_refused_at_every_length() {
     }
 }
 
+/// Row F11.
 #[test]
 fn damaged_bits_give_rows_or_one_error() {
     let mut refused = 0;

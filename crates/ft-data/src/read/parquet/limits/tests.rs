@@ -35,6 +35,7 @@ fn every_page_of_pyarrow_is_found_and_fits() {
     }
 }
 
+/// Row F11.
 #[test]
 fn a_page_that_would_take_much_memory_is_refused() {
     // Type, size, size in the file, end of the header; 3 bytes.

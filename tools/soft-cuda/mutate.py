@@ -124,6 +124,10 @@ def faults_of(lines, symbols):
         places = [(symbols[name].of(int(frame, 16) - 1), frame) for frame in rest]
         ours = [place for place in places if OURS.search(place[0])]
         callers = [place for place in ours if not HELPERS.search(place[0])]
+        if ours and not callers:
+            # A helper that another module calls: that module is the place.
+            behind = places[places.index(ours[-1]) + 1 :]
+            callers = [place for place in behind if place[0] != "ft_ops::update::zeros"][:1]
         for function, frame in (callers or ours)[:1]:
             place = f"{function} {name.split('-')[0]}+{frame}"
             what = "free too early" if kind == "free" else f"{kind} left out"

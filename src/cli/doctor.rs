@@ -180,18 +180,36 @@ fn verdict(lines: &[Line]) -> Line {
 /// Whether a run can be divided over several ranks.
 fn ranks() -> Line {
     #[cfg(feature = "mpi")]
-    let (version, value) = {
-        let version = crate::comm::mpi_version();
-        let gpus = match device::identities().map_or(0, |gpus| gpus.len()) {
-            0 => String::new(),
-            n => format!(", each with a GPU of its own (here {n})"),
-        };
-        let value = format!("{version}: `mpirun -n N ft train ...` divides a run over N processes{gpus}");
-        (Some(version), value)
-    };
+    let mpi = Some(crate::comm::mpi_version());
     #[cfg(not(feature = "mpi"))]
-    let (version, value) = (None::<String>, "one process: this build has no MPI (`--features mpi`)");
-    ok("ranks", value).data(json!({ "mpi": version }))
+    let mpi = None::<String>;
+    #[cfg(feature = "nccl")]
+    let (nccl, missing) = match crate::comm::nccl_version() {
+        Ok(version) => (Some(version), None),
+        Err(e) => (None, Some(e.line())),
+    };
+    #[cfg(not(feature = "nccl"))]
+    let (nccl, missing) = (None::<String>, None::<String>);
+    let gpus = match device::identities().map_or(0, |gpus| gpus.len()) {
+        0 => String::new(),
+        n => format!(", each with a GPU of its own (here {n})"),
+    };
+    let over = "divides a run over N processes";
+    let mut ways = Vec::new();
+    ways.extend(
+        mpi.as_ref()
+            .map(|version| format!("{version}: `mpirun -n N ft train ...` {over}{gpus}")),
+    );
+    ways.extend(
+        nccl.as_ref().map(|version| {
+            format!("NCCL {version}: `torchrun --no-python --nproc-per-node N ft train ...` {over}{gpus}")
+        }),
+    );
+    ways.extend(missing);
+    if ways.is_empty() {
+        ways.push("one process: this build has no MPI (`--features mpi`) and no NCCL (`--features cuda,nccl`)".into());
+    }
+    ok("ranks", ways.join("; ")).data(json!({ "mpi": mpi, "nccl": nccl }))
 }
 
 fn bandwidth() -> Line {

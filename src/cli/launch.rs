@@ -1,18 +1,28 @@
-//! Several ranks: finds out whether a launcher (`mpirun`, `srun`) started this process as one of a job, joins the job, and
-//! shows its failures once.
+//! Several ranks: finds out whether a launcher (`mpirun`, `srun`, `torchrun`) started this process as one of a job, joins the
+//! job, and shows its failures once.
 
 use crate::base::{Error, Result};
-use crate::comm::Fault;
+use crate::comm::{Collective, Fault};
 use crate::recipe;
 use crate::report;
 use crate::train::ranks::Ranks;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// The place of this process in a job, as the launcher says it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
     pub rank: usize,
     pub size: usize,
+    by: Launcher,
+}
+
+/// How the ranks of a job meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Launcher {
+    Mpi,
+    /// At the address of `MASTER_ADDR` and `MASTER_PORT`: `torchrun`, `ft launch` without MPI.
+    Master,
 }
 
 /// Variables with rank and size: of Open MPI, of MPICH and others with its process manager, of `srun` with PMIx.
@@ -24,54 +34,129 @@ const VARIABLES: [(&str, &str); 3] = [
 
 /// The place in a job of several processes. MPI is started only if there is one: alone it would start a server.
 pub fn launched() -> Option<Place> {
-    place_in(&|name| std::env::var(name).ok()?.parse().ok())
+    place_in(&|name| std::env::var(name).ok())
 }
 
-fn place_in(number: &dyn Fn(&str) -> Option<usize>) -> Option<Place> {
-    let place = |(rank, size): (&str, &str)| {
+fn place_in(text: &dyn Fn(&str) -> Option<String>) -> Option<Place> {
+    let number = |name: &str| text(name)?.parse().ok();
+    let place = |(rank, size): (&str, &str), by| {
         let (rank, size) = (number(rank)?, number(size)?);
-        (size > 1 && rank < size).then_some(Place { rank, size })
+        (size > 1).then_some(Place { rank, size, by })
     };
-    VARIABLES.into_iter().find_map(place)
+    let of_mpi = |names| place(names, Launcher::Mpi).filter(|place| place.rank < place.size);
+    // A script for `srun` often sets the variables of `torchrun` too; those of MPI are set by its launcher only.
+    VARIABLES.into_iter().find_map(of_mpi).or_else(|| {
+        text("MASTER_ADDR")?;
+        place(("RANK", "WORLD_SIZE"), Launcher::Master)
+    })
 }
 
 /// Joins the job. Returns its ranks, and the compute threads of this one if the machine is shared.
 pub fn join(launched: Option<Place>) -> Result<(Ranks, Option<usize>)> {
-    match launched {
-        None => Ok((Ranks::default(), None)),
-        Some(place) => joined(place),
-    }
-}
-
-#[cfg(not(feature = "mpi"))]
-fn joined(place: Place) -> Result<(Ranks, Option<usize>)> {
-    Err(Error::usage("this program cannot train on several ranks")
-        .found(format!(
-            "rank {} of {}, and a build without MPI",
-            place.rank, place.size
-        ))
-        .hint("build it with `cargo build --release --features mpi`, or start it without a launcher"))
-}
-
-#[cfg(feature = "mpi")]
-fn joined(place: Place) -> Result<(Ranks, Option<usize>)> {
-    use crate::comm::{Group, Patience};
-    let group = Group::mpi(report::last_words)?;
-    let ranks = Ranks(group);
-    let world = ranks.0.world().clone();
-    if world.size != place.size {
-        return Err(Error::new("the launcher and the MPI library do not fit together")
-            .found(format!("{} ranks of the launcher, {} of MPI", place.size, world.size))
-            .hint("start the program with the `mpirun` of the MPI with which it was built"));
-    }
-    let hosts = ranks.0.bytes(world.host.clone().into_bytes(), Patience::Long)?;
-    let local = hosts.iter().filter(|host| **host == world.host.as_bytes()).count();
+    use crate::comm::Patience;
+    let Some(place) = launched else {
+        return Ok((Ranks::default(), None));
+    };
+    let ranks = Ranks(match place.by {
+        Launcher::Mpi => by_mpi(place)?,
+        Launcher::Master => by_master(place)?,
+    });
+    let host = ranks.0.world().host.clone();
+    let hosts = ranks.0.bytes(host.clone().into_bytes(), Patience::Long)?;
+    let local = hosts.iter().filter(|other| **other == host.as_bytes()).count();
     let own = std::thread::available_parallelism().map_or(1, usize::from);
     Ok((ranks, Some(threads(own, online(), local))))
 }
 
-/// Number of processors of the machine.
+#[cfg(not(all(feature = "mpi", feature = "nccl")))]
+fn refused(place: Place, without: &str, features: &str) -> Error {
+    Error::usage("this program cannot train on several ranks")
+        .found(format!(
+            "rank {} of {}, and a build without {without}",
+            place.rank, place.size
+        ))
+        .hint(format!(
+            "build it with `cargo build --release --features {features}`, or start it without a launcher"
+        ))
+}
+
+#[cfg(not(feature = "mpi"))]
+fn by_mpi(place: Place) -> Result<Arc<dyn Collective>> {
+    Err(refused(place, "MPI", "mpi"))
+}
+
 #[cfg(feature = "mpi")]
+fn by_mpi(place: Place) -> Result<Arc<dyn Collective>> {
+    let group = crate::comm::Group::mpi(report::last_words)?;
+    let found = group.world().size;
+    if found != place.size {
+        return Err(Error::new("the launcher and the MPI library do not fit together")
+            .found(format!("{} ranks of the launcher, {found} of MPI", place.size))
+            .hint("start the program with the `mpirun` of the MPI with which it was built"));
+    }
+    Ok(group)
+}
+
+#[cfg(not(feature = "nccl"))]
+fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
+    Err(refused(place, "NCCL", "cuda,nccl"))
+}
+
+/// How long the ranks wait for each other at the start, unless `FT_JOIN_TIMEOUT` says it: as PyTorch.
+#[cfg(feature = "nccl")]
+const JOIN_SECONDS: u64 = 300;
+
+#[cfg(feature = "nccl")]
+fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
+    meet(place).inspect_err(|error| {
+        // Rank 0 cannot speak for a rank that it does not know.
+        if place.rank > 0 {
+            let text = recipe::in_program_terms(&error.to_string());
+            report::last_words(&format!("[rank {}] {text}", place.rank));
+        }
+    })
+}
+
+#[cfg(feature = "nccl")]
+fn meet(place: Place) -> Result<Arc<dyn Collective>> {
+    let variable = |name: &str| std::env::var(name).unwrap_or_default();
+    let wrong = |name: &str, expected: &str| {
+        Error::usage(format!("the launcher has set `{name}` to a wrong value"))
+            .found(format!("`{}`", variable(name)))
+            .expected(expected)
+    };
+    let Place { rank, size, .. } = place;
+    if rank >= size {
+        return Err(wrong("RANK", &format!("less than `WORLD_SIZE`, which is {size}")));
+    }
+    let port = variable("MASTER_PORT")
+        .parse::<u16>()
+        .ok()
+        .and_then(|port| port.checked_add(1));
+    let port = port.ok_or_else(|| wrong("MASTER_PORT", "a port from 1 to 65534"))?;
+    let seconds = match variable("FT_JOIN_TIMEOUT").as_str() {
+        "" => JOIN_SECONDS,
+        text => text
+            .parse()
+            .map_err(|_| wrong("FT_JOIN_TIMEOUT", "a number of seconds"))?,
+    };
+    let meeting = crate::comm::Meeting {
+        rank,
+        size,
+        host: variable("MASTER_ADDR"),
+        port,
+        limit: std::time::Duration::from_secs(seconds),
+    };
+    let group = crate::comm::Group::nccl(meeting, report::last_words).map_err(|e| {
+        e.hint(
+            "all ranks need the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; rank 0 listens on MASTER_PORT + 1, which must be free and \
+             reachable; FT_JOIN_TIMEOUT sets the seconds to wait",
+        )
+    })?;
+    Ok(group)
+}
+
+/// Number of processors of the machine.
 fn online() -> usize {
     // SAFETY: it reads a number of the system.
     let found = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
@@ -80,7 +165,6 @@ fn online() -> usize {
 
 /// Compute threads of a rank that may use `own` of `online` processors, with `local` ranks on the machine. A launcher
 /// that binds the ranks to processors has divided them already.
-#[cfg(any(feature = "mpi", test))]
 fn threads(own: usize, online: usize, local: usize) -> usize {
     if own < online { own } else { (own / local.max(1)).max(1) }
 }
@@ -132,15 +216,28 @@ mod tests {
     fn a_job_is_known_by_the_variables_of_its_launcher() {
         let place = |set: &[(&str, usize)]| {
             let set: BTreeMap<&str, usize> = set.iter().copied().collect();
-            place_in(&|name| set.get(name).copied())
+            place_in(&|name| set.get(name).map(usize::to_string))
         };
         assert_eq!(place(&[]), None);
         assert_eq!(place(&[("OMPI_COMM_WORLD_RANK", 0), ("OMPI_COMM_WORLD_SIZE", 1)]), None);
-        let want = Some(Place { rank: 2, size: 4 });
+        let by = Launcher::Mpi;
+        let want = Some(Place { rank: 2, size: 4, by });
         assert_eq!(place(&[("OMPI_COMM_WORLD_RANK", 2), ("OMPI_COMM_WORLD_SIZE", 4)]), want);
         assert_eq!(place(&[("PMI_RANK", 2), ("PMI_SIZE", 4)]), want);
         // A batch script without `srun` has the size only.
         assert_eq!(place(&[("SLURM_STEP_NUM_TASKS", 4)]), None);
+        let of_torchrun = [
+            ("RANK", 2),
+            ("WORLD_SIZE", 4),
+            ("MASTER_ADDR", 0),
+            ("MASTER_PORT", 29500),
+        ];
+        let by = Launcher::Master;
+        assert_eq!(place(&of_torchrun), Some(Place { rank: 2, size: 4, by }));
+        assert_eq!(place(&of_torchrun[..2]), None, "other programs use such names too");
+        assert_eq!(place(&[("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", 0)]), None);
+        let both = [&of_torchrun[..], &[("PMI_RANK", 2), ("PMI_SIZE", 4)]].concat();
+        assert_eq!(place(&both), want, "the launcher of MPI goes first");
     }
 
     #[test]

@@ -1,12 +1,15 @@
-//! `ft launch`: starts the ranks of a run on this machine with `mpirun`. A spawner only: the ranks are those of MPI. Unlike
-//! `mpirun`, it turns Ctrl-C and SIGTERM into a signal that lets the run save its state.
+//! `ft launch`: starts the ranks of a run on this machine: with `mpirun`, or by itself with the variables of `torchrun`, for NCCL.
+//! It turns Ctrl-C and SIGTERM into a signal that lets the run save its state.
 
 use crate::base::signal::{Conduct, Stop};
 use crate::base::{Error, Result, signal};
+use crate::report;
 use std::ffi::OsString;
+use std::net::TcpListener;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Train on several ranks of this machine
 #[derive(Debug, clap::Args)]
@@ -14,12 +17,15 @@ use std::time::Duration;
   ft launch -n 4 train --recipe my.toml
   ft launch -n 2 train --recipe my.toml --resume
 
-Starts `mpirun`. With `model.device = \"auto\"` each rank takes a GPU of its own, if there are GPUs. Ctrl-C and SIGTERM save the
+Starts `mpirun`, or without MPI the ranks themselves, which NCCL connects. With `model.device = \"auto\"` each rank takes a GPU of its own, if there are GPUs. Ctrl-C and SIGTERM save the
 state and stop all ranks.")]
 pub struct Args {
     /// Number of ranks
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     n: u16,
+    /// What connects the ranks; without this option `mpi`, if this build has it
+    #[arg(long, value_enum)]
+    engine: Option<Engine>,
     /// `train` and its arguments
     #[arg(
         required = true,
@@ -30,6 +36,17 @@ pub struct Args {
     command: Vec<OsString>,
 }
 
+/// What connects the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Engine {
+    /// Any ranks; they are started by `mpirun`
+    Mpi,
+    /// Ranks with a GPU each
+    Nccl,
+}
+
+/// How long ranks may take to end by themselves after one of them has failed.
+const GRACE: Duration = Duration::from_secs(10);
 /// Time between two looks at the ranks.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -40,18 +57,51 @@ pub fn run(args: Args, own: &[OsString]) -> Result<i32> {
             .found(format!("`{}`", args.command[0].to_string_lossy()))
             .hint("write `ft launch -n 4 train --recipe my.toml`"));
     }
-    if !cfg!(feature = "mpi") {
-        return Err(Error::usage("this program cannot train on several ranks")
-            .found("a build without MPI")
-            .hint("build it with `cargo build --release --features mpi`"));
+    let refused = |without: &str, features: &str| {
+        Error::usage("this program cannot train on several ranks")
+            .found(format!("a build without {without}"))
+            .hint(format!("build it with `cargo build --release --features {features}`"))
+    };
+    let engine = match args.engine {
+        Some(engine) => engine,
+        None if cfg!(feature = "nccl") && !cfg!(feature = "mpi") => Engine::Nccl,
+        None => Engine::Mpi,
+    };
+    match engine {
+        Engine::Mpi if !cfg!(feature = "mpi") => return Err(refused("MPI", "mpi`, or `--features cuda,nccl")),
+        Engine::Nccl if !cfg!(feature = "nccl") => return Err(refused("NCCL", "cuda,nccl")),
+        _ => {}
     }
     let program = std::env::current_exe().map_err(|e| Error::io("cannot find this program").cause(e))?;
+    signal::conduct(Conduct::Stop(Stop {
+        what: "stopping all ranks after this step".into(),
+        then: "; Ctrl-C again stops now, without saving".into(),
+        lost: "what was not saved is lost".into(),
+        finishes: None,
+    }));
+    let arguments: Vec<OsString> = own.iter().chain(&args.command).cloned().collect();
+    let ended = match engine {
+        Engine::Mpi => wait(mpirun(args.n, &program, &arguments)?)?,
+        Engine::Nccl => of_ranks(start(args.n, &program, &arguments)?)?,
+    };
+    Ok(ended.code().unwrap_or(128 + ended.signal().unwrap_or(0)))
+}
+
+/// In a process group of its own: Ctrl-C of the terminal would reach it too, and `mpirun` kills the ranks after a second.
+fn apart(command: &mut Command) {
+    command.process_group(0);
+    // SAFETY: one system call between fork and exec: if this process is killed, the ranks get SIGTERM.
+    unsafe {
+        command.pre_exec(|| {
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+            Ok(())
+        });
+    }
+}
+
+fn mpirun(n: u16, program: &Path, arguments: &[OsString]) -> Result<Child> {
     let mut ranks = Command::new("mpirun");
-    ranks
-        .args(["-n", &args.n.to_string()])
-        .arg(program)
-        .args(own)
-        .args(&args.command);
+    ranks.args(["-n", &n.to_string()]).arg(program).args(arguments);
     // Open MPI refuses more ranks than processors, and root; the ranks share the processors by themselves.
     ranks.envs([
         ("OMPI_MCA_rmaps_base_oversubscribe", "1"),
@@ -59,28 +109,79 @@ pub fn run(args: Args, own: &[OsString]) -> Result<i32> {
         ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
         ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
     ]);
-    // Ctrl-C of the terminal would reach `mpirun`, which kills the ranks after a second.
-    ranks.process_group(0);
-    // SAFETY: one system call between fork and exec: if this process is killed, the ranks get SIGTERM.
-    unsafe {
-        ranks.pre_exec(|| {
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
-            Ok(())
-        });
-    }
-    signal::conduct(Conduct::Stop(Stop {
-        what: "stopping all ranks after this step".into(),
-        then: "; Ctrl-C again stops now, without saving".into(),
-        lost: "what was not saved is lost".into(),
-        finishes: None,
-    }));
-    let started = ranks.spawn().map_err(|e| {
+    apart(&mut ranks);
+    ranks.spawn().map_err(|e| {
         Error::not_found("cannot start `mpirun`")
             .cause(e)
             .hint("install an MPI: `apt-get install openmpi-bin`")
-    })?;
-    let ended = wait(started)?;
-    Ok(ended.code().unwrap_or(128 + ended.signal().unwrap_or(0)))
+    })
+}
+
+/// Starts the ranks, with the variables of `torchrun`.
+fn start(n: u16, program: &Path, arguments: &[OsString]) -> Result<Vec<Child>> {
+    // Rank 0 listens on the port after that of the variable.
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let port = free.map_err(|e| Error::io("there is no free port").cause(e))?.port() - 1;
+    let mut ranks: Vec<Child> = Vec::new();
+    for rank in 0..n {
+        let mut command = Command::new(program);
+        command.args(arguments).envs([
+            ("RANK", rank.to_string()),
+            ("LOCAL_RANK", rank.to_string()),
+            ("WORLD_SIZE", n.to_string()),
+            ("LOCAL_WORLD_SIZE", n.to_string()),
+            ("MASTER_ADDR", "127.0.0.1".into()),
+            ("MASTER_PORT", port.to_string()),
+        ]);
+        apart(&mut command);
+        match command.spawn() {
+            Ok(child) => ranks.push(child),
+            Err(e) => {
+                ranks.iter_mut().for_each(|child| drop(child.kill()));
+                return Err(Error::io(format!("cannot start rank {rank}")).cause(e));
+            }
+        }
+    }
+    Ok(ranks)
+}
+
+/// Waits for the end of all ranks; passes a signal on once. Returns how the first one that failed has ended. The others have some
+/// time to say what they know, and are killed.
+fn of_ranks(mut ranks: Vec<Child>) -> Result<ExitStatus> {
+    let mut ended: Vec<Option<ExitStatus>> = vec![None; ranks.len()];
+    let (mut passed_on, mut killed) = (false, false);
+    let mut failed: Option<(ExitStatus, Instant)> = None;
+    loop {
+        for (rank, (child, ended)) in ranks.iter_mut().zip(&mut ended).enumerate() {
+            if ended.is_some() {
+                continue;
+            }
+            let found = child
+                .try_wait()
+                .map_err(|e| Error::io(format!("cannot wait for rank {rank}")).cause(e))?;
+            let Some(status) = found else { continue };
+            *ended = found;
+            if let Some(signal) = status.signal().filter(|_| !killed) {
+                report::error(&format!("rank {rank} was ended by signal {signal}"));
+            }
+            if !status.success() && failed.is_none() {
+                failed = Some((status, Instant::now()));
+            }
+        }
+        let first = ended.first().copied().flatten();
+        if let Some(last) = first.filter(|_| ended.iter().all(Option::is_some)) {
+            return Ok(failed.map_or(last, |(status, _)| status));
+        }
+        let running = ranks.iter_mut().zip(&ended).filter(|(_, ended)| ended.is_none());
+        if !killed && failed.is_some_and(|(_, at)| at.elapsed() > GRACE) {
+            killed = true;
+            running.for_each(|(child, _)| drop(child.kill()));
+        } else if !passed_on && signal::received().is_some() {
+            passed_on = true;
+            running.for_each(|(child, _)| save(child));
+        }
+        std::thread::sleep(PAUSE);
+    }
 }
 
 /// Waits for the end of the job; passes a signal on once.
@@ -95,9 +196,14 @@ fn wait(mut ranks: Child) -> Result<ExitStatus> {
         }
         if !passed_on && signal::received().is_some() {
             passed_on = true;
-            // SAFETY: a signal to a child that was not waited for yet, so the id is still its own.
-            unsafe { libc::kill(ranks.id() as i32, libc::SIGUSR1) };
+            save(&ranks);
         }
         std::thread::sleep(PAUSE);
     }
+}
+
+/// Lets a child that was not waited for yet save its state and stop.
+fn save(child: &Child) {
+    // SAFETY: a signal to a child that was not waited for yet, so the id is still its own.
+    unsafe { libc::kill(child.id() as i32, libc::SIGUSR1) };
 }

@@ -40,8 +40,18 @@ impl Ranks {
     ///
     /// Errors: more ranks than GPUs on a machine; GPUs on some ranks only; as `setup::device`.
     pub fn device(&self, name: &str) -> Result<OwnDevice> {
-        if !self.several() || name == "cpu" {
+        if !self.several() {
             return own(setup::device(name)?, 1);
+        }
+        let (device, sharing) = self.opened(name)?;
+        self.0.use_device(&device)?;
+        own(device, sharing)
+    }
+
+    /// The device, and the ranks of this machine that use it.
+    fn opened(&self, name: &str) -> Result<(Device, usize)> {
+        if name == "cpu" {
+            return Ok((setup::device(name)?, 1));
         }
         // Where the driver does not answer, there are none; `auto` says why.
         let world = self.0.world();
@@ -61,11 +71,11 @@ impl Ranks {
         let sharing = (0..all.len()).filter(|rank| gpu(*rank) == gpu(world.rank)).count();
         let opened = setup::device(&taken[world.rank].map_or(name.to_string(), |n| format!("cuda:{n}")))?;
         if opened.is_cpu() {
-            return own(opened, 1);
+            return Ok((opened, 1));
         }
         // The contexts of all ranks are there before one of them asks for free memory.
         self.0.bytes(Vec::new(), Patience::Long)?;
-        own(opened, sharing)
+        Ok((opened, sharing))
     }
 }
 

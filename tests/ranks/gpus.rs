@@ -10,7 +10,7 @@ use std::fs;
 use std::process::Output;
 
 /// On one rank `auto` lets products add to sums.
-const BASE: [&str; 7] = [
+pub const BASE: [&str; 7] = [
     "train.max_steps=3",
     "train.save_steps=2",
     "train.save_total_limit=9",
@@ -21,13 +21,13 @@ const BASE: [&str; 7] = [
 ];
 
 /// Matrices with more than one unit of division, so that ranks have parts of them.
-const WIDE: [&str; 2] = [
+pub const WIDE: [&str; 2] = [
     concat!("model.path=", env!("CARGO_MANIFEST_DIR"), "/assets/tiny"),
     "data.max_length=64",
 ];
 
 /// True if the GPUs are those of the software driver.
-fn in_software() -> bool {
+pub fn in_software() -> bool {
     std::env::var_os("SOFT_CUDA_FEATURES").is_some()
 }
 
@@ -84,7 +84,7 @@ fn checkpoints(bench: &Bench, run: &str, from: u64) -> Vec<(String, Vec<u8>)> {
     found
 }
 
-fn assert_same_checkpoints(bench: &Bench, one: &str, other: &str, from: u64) {
+pub fn assert_same_checkpoints(bench: &Bench, one: &str, other: &str, from: u64) {
     let (one, found) = (checkpoints(bench, one, from), checkpoints(bench, other, from));
     let names = |all: &[(String, Vec<u8>)]| all.iter().map(|f| f.0.clone()).collect::<Vec<_>>();
     assert_eq!(names(&one), names(&found), "{other}");

@@ -109,7 +109,7 @@ pub fn ranks_of(job: &Child) -> Vec<u32> {
         let variables = String::from_utf8_lossy(&variables).into_owned();
         let rank = variables
             .split('\0')
-            .find_map(|v| v.strip_prefix("OMPI_COMM_WORLD_RANK="));
+            .find_map(|v| v.strip_prefix("OMPI_COMM_WORLD_RANK=").or(v.strip_prefix("RANK=")));
         rank.and_then(|rank| rank.parse::<u32>().ok())
     });
     ids

@@ -12,6 +12,8 @@ mod faults;
 mod gpus;
 mod job;
 mod memory;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod outer;
 mod same_bits;
 mod sequence;

@@ -1,4 +1,4 @@
-//! What the default build contains: no MPI and no CUDA. Which kernels have a row of registers.
+//! What the default build contains: no MPI, no CUDA and no NCCL. Which kernels have a row of registers.
 
 use super::{assert_none, root};
 use std::fs;
@@ -25,7 +25,7 @@ fn crates(more: &[&str]) -> String {
 }
 
 #[test]
-fn the_default_build_has_no_mpi() {
+fn the_default_build_has_no_mpi_and_no_nccl() {
     let has = |tree: &str, name: &str| tree.lines().any(|line| line.starts_with(&format!("{name} v")));
     let default = crates(&[]);
     assert!(has(&default, "candle-core"));
@@ -33,6 +33,10 @@ fn the_default_build_has_no_mpi() {
         assert!(!has(&default, name), "{name}");
     }
     assert!(has(&crates(&["--features", "mpi"]), "mpi"));
+    // NCCL is loaded by the program: the feature brings CUDA, and no crate more.
+    let nccl = crates(&["--features", "nccl"]);
+    assert!(has(&nccl, "cudarc") && !has(&nccl, "mpi"));
+    assert_eq!(nccl, crates(&["--features", "cuda"]));
 }
 
 /// The names of kernels that a macro makes are not in the sources.

@@ -146,6 +146,12 @@ fn end(code: i32, said: String) {
     signal_hook::low_level::exit(code);
 }
 
+/// Ends the process at once, without unwinding and without the end of other threads.
+pub fn abandon(code: i32) -> ! {
+    files::remove_unfinished();
+    signal_hook::low_level::exit(code)
+}
+
 /// Installs the handlers for a conversation: Ctrl-C stops the current answer, or else ends the program.
 pub fn install_for_chat() -> Result<()> {
     CHAT.store(true, SeqCst);

@@ -78,6 +78,8 @@ pub mod update;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "nccl")]
+pub use cuda::nccl;
 #[cfg(any(test, feature = "cuda"))]
 mod attention_schedule;
 #[cfg(any(test, feature = "cuda"))]

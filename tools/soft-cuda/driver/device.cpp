@@ -14,6 +14,7 @@ namespace {
 
 int primary_context;
 thread_local void* current = nullptr;
+int used = 0;
 
 /// The numbers of the GPUs that the process sees. As in a real driver the list ends at the first one that does not exist.
 std::vector<int> visible() {
@@ -36,6 +37,8 @@ std::vector<int> visible() {
 }
 
 }  // namespace
+
+int soft::used_device() { return used; }
 
 extern "C" {
 
@@ -84,7 +87,8 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
     }
 }
 
-int cuDevicePrimaryCtxRetain(void** context, int) {
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+    used = device;
     *context = &primary_context;
     return SUCCESS;
 }

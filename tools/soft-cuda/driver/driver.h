@@ -85,6 +85,8 @@ struct Operation {
     Stream* awaited = nullptr;
     uint64_t count = 0;
     NodeKind kind = KERNEL_NODE;
+    /// For an exchange with other processes: 1 if it can run now, 0 if not yet, -1 if it never can.
+    std::function<int()> ready = {};
 };
 
 /// Nodes of a graph that come before something.
@@ -130,6 +132,7 @@ struct Stream {
     bool computes = false;  // had a kernel
     bool destroyed = false;
     bool blocking = false;  // waits for the default stream
+    bool exchanges = false;  // had an exchange with other processes
     std::shared_ptr<Capture> capture;
     uint64_t queued = 0, executed = 0;
     Clock clock;
@@ -192,6 +195,10 @@ int forbidden(const char* call);
 int invalidate(Capture& capture, int code, const char* why);
 /// Adds an operation to the graph of a stream that is captured.
 void add_node(Stream& stream, Operation operation);
+
+// device.cpp
+/// The GPU whose context this process has.
+int used_device();
 
 // counts.cpp
 /// Counts a call for SOFT_CUDA_COUNT. The size is in blocks, floating-point operations or bytes.

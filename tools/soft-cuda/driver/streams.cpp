@@ -119,6 +119,10 @@ void run_first(Stream& stream) {
     Operation operation = std::move(stream.queue.front());
     stream.queue.pop_front();
     if (operation.awaited) execute(*operation.awaited, operation.count);
+    while (int state = operation.ready ? 1 - operation.ready() : 0) {
+        if (state > 1) stop("the host waits for `%s`, which never ends: a rank has left", operation.name.c_str());
+        usleep(1000);
+    }
     for (const Use& use : operation.uses)
         if (!use.memory->live)
             stop("`%s` on stream %u runs while its memory (%zu bytes) is not allocated", operation.name.c_str(),
@@ -130,7 +134,18 @@ void run_first(Stream& stream) {
 bool can_run(const Stream& stream) {
     if (stream.queue.empty()) return false;
     const Operation& first = stream.queue.front();
-    return !first.awaited || first.awaited->executed >= first.count;
+    return (!first.awaited || first.awaited->executed >= first.count) && (!first.ready || first.ready() == 1);
+}
+
+/// Executes the first `count` operations as far as other processes are ready for them. False: not all of them.
+bool execute_if_ready(Stream& stream, uint64_t count) {
+    while (stream.executed < count) {
+        const Operation& first = stream.queue.front();
+        if (first.awaited && first.awaited->exchanges && !execute_if_ready(*first.awaited, first.count)) return false;
+        if (first.ready && first.ready() != 1) return false;
+        run_first(stream);
+    }
+    return true;
 }
 
 /// Executes what the order wants to have executed before anything waits for it.
@@ -204,6 +219,7 @@ void enqueue(Stream& stream, Operation operation) {
     if (stream.clock.size() <= stream.number) stream.clock.resize(stream.number + 1, 0);
     stream.clock[stream.number] = ++stream.queued;
     for (const Use& use : operation.uses) check_order(stream, operation, use);
+    if (operation.ready) stream.exchanges = true;
     stream.queue.push_back(std::move(operation));
     execute_some();
 }
@@ -369,8 +385,12 @@ int cuEventQuery(void* handle) {
     if (!state().events.count(event)) return refuse(INVALID_HANDLE, "cuEventQuery: not an event");
     if (event->capture) return invalidate(*event->capture, CAPTURED_EVENT, "cuEventQuery of an event of a capture");
     if (int code = forbidden("cuEventQuery")) return code;
-    if (!event->record || event->record->when >= 0) return SUCCESS;
-    return NOT_READY;
+    if (!event->record) return SUCCESS;
+    // A program that exchanges must not wait for the event: it asks until another process is ready.
+    Stream& stream = *event->record->stream;
+    if (event->record->when < 0 && !(stream.exchanges && execute_if_ready(stream, event->record->count))) return NOT_READY;
+    merge(state().host, event->record->clock);
+    return SUCCESS;
 }
 
 int cuEventElapsedTime_v2(float* milliseconds, void* from, void* to) {

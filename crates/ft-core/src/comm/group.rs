@@ -7,6 +7,7 @@
 use super::collect::own_bytes;
 use super::{Collective, Fault, Patience, Pending, Shard, State, Whole, World, closed};
 use crate::base::{Error, Result};
+use candle_core::Device;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,6 +22,11 @@ pub trait Wire {
 
     /// As `bytes`.
     fn floats(&mut self, out: &[(usize, &[f32])], into: &mut [(usize, &mut [f32])], wait: &Wait);
+
+    /// Numbers are in the memory of `device` from now on: connects the devices of all ranks, if the wire uses them.
+    fn device(&mut self, _device: &Device, _wait: &Wait) -> Result<()> {
+        Ok(())
+    }
 
     /// Ends the whole job.
     fn abort(&mut self, code: i32);
@@ -44,6 +50,7 @@ enum Job {
     Gather(u64, Vec<f32>, Vec<usize>, Sender<Result<Lists>>),
     Collect(u64, Vec<Shard>, Option<usize>, Sender<Result<Vec<Whole>>>),
     Bytes(Vec<u8>, Patience, Sender<Result<Vec<Vec<u8>>>>),
+    Device(Device, Sender<Result<()>>),
     Fail(i32, String, Sender<Vec<Fault>>),
     Close,
     Abort(i32),
@@ -62,6 +69,7 @@ const BYTES: u64 = 3;
 const FAULT: u64 = 4;
 const CLOSE: u64 = 5;
 const COLLECT: u64 = 6;
+const DEVICE: u64 = 7;
 
 fn kind_name(kind: u64) -> &'static str {
     match kind {
@@ -71,6 +79,7 @@ fn kind_name(kind: u64) -> &'static str {
         FAULT => "a failure",
         CLOSE => "the end",
         COLLECT => "a collection of weights",
+        DEVICE => "the connection of devices",
         _ => "an unknown operation",
     }
 }
@@ -134,6 +143,15 @@ impl Group {
         Self::start(super::mpi::open, say)
     }
 
+    /// Meets the other ranks over TCP; their numbers travel over NCCL (`Collective::use_device`).
+    ///
+    /// # Errors
+    /// A rank that does not come in time; ranks that do not agree on their number.
+    #[cfg(feature = "nccl")]
+    pub fn nccl(meeting: super::Meeting, say: Say) -> Result<Arc<Self>> {
+        Self::start(move || super::nccl::open(&meeting, say), say)
+    }
+
     fn send(&self, job: Job) {
         // A thread that has ended drops the channel of the reply: the caller gets an error.
         let _ = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).send(job);
@@ -180,6 +198,12 @@ impl Collective for Group {
     fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {
         let (reply, coming) = channel();
         self.send(Job::Bytes(own, patience, reply));
+        coming.recv().unwrap_or_else(|_| Err(closed()))
+    }
+
+    fn use_device(&self, device: &Device) -> Result<()> {
+        let (reply, coming) = channel();
+        self.send(Job::Device(device.clone(), reply));
         coming.recv().unwrap_or_else(|_| Err(closed()))
     }
 
@@ -259,6 +283,9 @@ impl<W: Wire> Worker<W> {
                 }
                 Job::Bytes(own, patience, reply) => {
                     let _ = reply.send(self.bytes(own, patience));
+                }
+                Job::Device(device, reply) => {
+                    let _ = reply.send(self.device(&device));
                 }
                 Job::Fail(code, text, reply) => {
                     self.fail(code, &text);
@@ -448,6 +475,15 @@ impl<W: Wire> Worker<W> {
         let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
         self.wire.bytes(&out, &mut into, &Wait { limit, late: &late });
         Ok(whole)
+    }
+
+    fn device(&mut self, device: &Device) -> Result<()> {
+        // Until now ranks may have worked for different times.
+        self.begin(DEVICE, 0, None)?;
+        let limit = Some(self.patience());
+        let (world, say) = (self.world.clone(), self.say);
+        let late = |missing: &[usize]| say(&late_text(&world, missing, limit));
+        self.wire.device(device, &Wait { limit, late: &late })
     }
 
     fn bytes(&mut self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>> {

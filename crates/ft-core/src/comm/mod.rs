@@ -9,8 +9,12 @@
 
 mod collect;
 mod group;
+#[cfg(any(feature = "nccl", test))]
+mod mesh;
 #[cfg(feature = "mpi")]
 mod mpi;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod shards;
 #[cfg(test)]
 pub(crate) mod threads;
@@ -20,11 +24,16 @@ mod tests;
 
 pub use collect::{Shard, Whole};
 pub use group::Group;
+#[cfg(feature = "nccl")]
+pub use mesh::Meeting;
 #[cfg(feature = "mpi")]
 pub use mpi::mpi_version;
+#[cfg(feature = "nccl")]
+pub use nccl::nccl_version;
 pub use shards::{QUANTUM, part_of, share};
 
 use crate::base::{Error, Result};
+use candle_core::Device;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
@@ -122,6 +131,14 @@ pub trait Collective: Send + Sync {
     /// # Errors
     /// Another rank has failed, or is at another operation.
     fn bytes(&self, own: Vec<u8>, patience: Patience) -> Result<Vec<Vec<u8>>>;
+
+    /// The numbers of this rank are on `device` from now on. All ranks call it before their first exchange of numbers.
+    ///
+    /// # Errors
+    /// The devices of the ranks cannot be connected.
+    fn use_device(&self, _device: &Device) -> Result<()> {
+        Ok(())
+    }
 
     /// Tells all ranks that this one has failed, unless a failure is already known to all. Returns the failures that
     /// all ranks know.

@@ -50,6 +50,8 @@ pub(crate) mod layer_norm;
 pub(crate) mod linear;
 pub(crate) mod memory;
 mod name;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 pub(crate) mod pairs;
 pub(crate) mod index_subset;
 pub(crate) mod kv_block;

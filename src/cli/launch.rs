@@ -108,7 +108,7 @@ const JOIN_SECONDS: u64 = 300;
 
 #[cfg(feature = "nccl")]
 fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
-    meet(place).inspect_err(|error| {
+    rendezvous(place).inspect_err(|error| {
         // Rank 0 cannot speak for a rank that it does not know.
         if place.rank > 0 {
             let text = recipe::in_program_terms(&error.to_string());
@@ -118,7 +118,7 @@ fn by_master(place: Place) -> Result<Arc<dyn Collective>> {
 }
 
 #[cfg(feature = "nccl")]
-fn meet(place: Place) -> Result<Arc<dyn Collective>> {
+fn rendezvous(place: Place) -> Result<Arc<dyn Collective>> {
     let variable = |name: &str| std::env::var(name).unwrap_or_default();
     let wrong = |name: &str, expected: &str| {
         Error::usage(format!("the launcher has set `{name}` to a wrong value"))
@@ -140,14 +140,14 @@ fn meet(place: Place) -> Result<Arc<dyn Collective>> {
             .parse()
             .map_err(|_| wrong("FT_JOIN_TIMEOUT", "a number of seconds"))?,
     };
-    let meeting = crate::comm::Meeting {
+    let rendezvous = crate::comm::Rendezvous {
         rank,
         size,
         host: variable("MASTER_ADDR"),
         port,
         limit: std::time::Duration::from_secs(seconds),
     };
-    let group = crate::comm::Group::nccl(meeting, report::last_words).map_err(|e| {
+    let group = crate::comm::Group::nccl(rendezvous, report::last_words).map_err(|e| {
         e.hint(
             "all ranks need the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; rank 0 listens on MASTER_PORT + 1, which must be free and \
              reachable; FT_JOIN_TIMEOUT sets the seconds to wait",

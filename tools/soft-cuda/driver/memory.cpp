@@ -35,6 +35,8 @@ struct State {
     uint64_t arena = 0, next = 0;
     Pool first;
     Pool* pool = &first;
+    /// What is allocated in no order of a stream: it counts for the device only.
+    Pool outside;
     /// Live allocations by address, in the order of the calls.
     std::map<uint64_t, std::shared_ptr<Memory>> device, host;
     std::map<uint64_t, Pool*> pool_of;
@@ -58,7 +60,7 @@ size_t total() { return setting("SOFT_CUDA_MEMORY_MIB", 8192) << 20; }
 
 size_t reserved() {
     const State& s = state();
-    return s.first.reserved + (s.pool == &s.first ? 0 : s.pool->reserved) + s.graphs;
+    return s.first.reserved + (s.pool == &s.first ? 0 : s.pool->reserved) + s.outside.used + s.graphs;
 }
 
 size_t block_size(size_t size) { return (GUARD + size + GUARD + UNIT - 1) / UNIT * UNIT; }
@@ -129,7 +131,8 @@ uint64_t new_block(size_t block) {
 /// Returns null without memory.
 std::shared_ptr<Memory> allocate(size_t size, const Stream* stream) {
     State& s = state();
-    Pool& pool = *s.pool;
+    // Without pools the program counts such memory as that of its tensors.
+    Pool& pool = stream || setting("SOFT_CUDA_POOLS", 1) == 0 ? *s.pool : s.outside;
     size_t counted = (size + UNIT - 1) / UNIT * UNIT;
     size_t there = total() - std::min(total(), s.graphs);
     size_t limit = pool.most ? std::min(pool.most, there) : there;

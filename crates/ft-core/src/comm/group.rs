@@ -143,13 +143,13 @@ impl Group {
         Self::start(super::mpi::open, say)
     }
 
-    /// Meets the other ranks over TCP; their numbers travel over NCCL (`Collective::use_device`).
+    /// Connects to the other ranks over TCP; their numbers travel over NCCL (`Collective::use_device`).
     ///
     /// # Errors
     /// A rank that does not come in time; ranks that do not agree on their number.
     #[cfg(feature = "nccl")]
-    pub fn nccl(meeting: super::Meeting, say: Say) -> Result<Arc<Self>> {
-        Self::start(move || super::nccl::open(&meeting, say), say)
+    pub fn nccl(rendezvous: super::Rendezvous, say: Say) -> Result<Arc<Self>> {
+        Self::start(move || super::nccl::open(&rendezvous, say), say)
     }
 
     fn send(&self, job: Job) {

@@ -10,7 +10,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-/// First word of a rank; others on the port are strangers.
+/// First word of a rank; whatever else connects is another program.
 const GREETING: &str = "ft-rank-1";
 /// Longest text of a greeting.
 const SHORT: usize = 1 << 10;
@@ -24,9 +24,9 @@ const AGAIN: Duration = Duration::from_millis(100);
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(1);
 
-/// Where and how the ranks of a job meet.
+/// Where and how the ranks of a job find each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Meeting {
+pub struct Rendezvous {
     /// Number of this process.
     pub rank: usize,
     /// Number of processes.
@@ -39,7 +39,7 @@ pub struct Meeting {
     pub limit: Duration,
 }
 
-impl Meeting {
+impl Rendezvous {
     fn place(&self) -> String {
         format!("{}:{}", self.host, self.port)
     }
@@ -88,17 +88,17 @@ impl Greeting {
 }
 
 impl Mesh {
-    /// Meets the other ranks. `own`: name of this machine.
+    /// Connects to the other ranks. `own`: name of this machine.
     ///
     /// # Errors
     /// A rank that does not come in time; ranks that do not agree on their number.
-    pub(super) fn open(meeting: &Meeting, own: &str) -> Result<Self> {
-        let end = Instant::now() + meeting.limit;
-        let mut peers: Vec<Option<TcpStream>> = (0..meeting.size).map(|_| None).collect();
-        let hosts = if meeting.rank == 0 {
-            receive_all(meeting, end, own, &mut peers)?
+    pub(super) fn open(rendezvous: &Rendezvous, own: &str) -> Result<Self> {
+        let end = Instant::now() + rendezvous.limit;
+        let mut peers: Vec<Option<TcpStream>> = (0..rendezvous.size).map(|_| None).collect();
+        let hosts = if rendezvous.rank == 0 {
+            receive_all(rendezvous, end, own, &mut peers)?
         } else {
-            connect_all(meeting, end, own, &mut peers)?
+            connect_all(rendezvous, end, own, &mut peers)?
         };
         for peer in peers.iter().flatten() {
             let set = peer.set_nodelay(true).and_then(|()| peer.set_nonblocking(true));
@@ -212,10 +212,15 @@ fn read_some(mut peer: &TcpStream, lists: &mut VecDeque<&mut [u8]>) -> std::io::
     Ok(moved)
 }
 
-/// Rank 0: waits for all others and tells them where the others are. Returns the host names.
-fn receive_all(meeting: &Meeting, end: Instant, own: &str, peers: &mut [Option<TcpStream>]) -> Result<Vec<String>> {
-    let (size, place) = (meeting.size, meeting.place());
-    let listener = listen(meeting)?;
+/// Rank 0: waits for all others and sends them the list of addresses. Returns the host names.
+fn receive_all(
+    rendezvous: &Rendezvous,
+    end: Instant,
+    own: &str,
+    peers: &mut [Option<TcpStream>],
+) -> Result<Vec<String>> {
+    let (size, place) = (rendezvous.size, rendezvous.place());
+    let listener = listen(rendezvous)?;
     let mut lines: Vec<(String, String)> = vec![(String::new(), own.to_string()); size];
     let refuse = |peers: &[Option<TcpStream>], error: Error| {
         for peer in peers.iter().flatten() {
@@ -235,7 +240,7 @@ fn receive_all(meeting: &Meeting, end: Instant, own: &str, peers: &mut [Option<T
                 .found(format!(
                     "{noun} {} of {size} missing after {} s",
                     missing.join(", "),
-                    meeting.limit.as_secs()
+                    rendezvous.limit.as_secs()
                 ));
             return refuse(peers, error);
         };
@@ -270,21 +275,26 @@ fn receive_all(meeting: &Meeting, end: Instant, own: &str, peers: &mut [Option<T
 }
 
 /// Another rank: connects to rank 0, then to those below it, and waits for those above it. Returns the host names.
-fn connect_all(meeting: &Meeting, end: Instant, own: &str, peers: &mut [Option<TcpStream>]) -> Result<Vec<String>> {
-    let (rank, place) = (meeting.rank, meeting.place());
+fn connect_all(
+    rendezvous: &Rendezvous,
+    end: Instant,
+    own: &str,
+    peers: &mut [Option<TcpStream>],
+) -> Result<Vec<String>> {
+    let (rank, place) = (rendezvous.rank, rendezvous.place());
     let lost = |e: std::io::Error| {
         Error::io("rank 0 does not answer")
             .at(&place)
             .cause(e)
-            .found(format!("rank {rank} of {}", meeting.size))
+            .found(format!("rank {rank} of {}", rendezvous.size))
     };
-    let root = connect(meeting, end)?;
+    let root = connect(rendezvous, end)?;
     let here = root.local_addr().map_err(lost)?.ip();
     let listener = TcpListener::bind((here, 0)).map_err(lost)?;
     let port = listener.local_addr().map_err(lost)?.port();
     let greeting = Greeting {
         rank,
-        size: meeting.size,
+        size: rendezvous.size,
         port,
         host: own.to_string(),
     };
@@ -294,11 +304,11 @@ fn connect_all(meeting: &Meeting, end: Instant, own: &str, peers: &mut [Option<T
     if let Some(why) = list.strip_prefix("no\n") {
         return Err(Error::usage("rank 0 refuses this rank")
             .at(&place)
-            .found(format!("rank {rank} of {}", meeting.size))
+            .found(format!("rank {rank} of {}", rendezvous.size))
             .cause(why));
     }
     let lines: Vec<(&str, &str)> = list.lines().skip(1).filter_map(|line| line.split_once(' ')).collect();
-    if lines.len() != meeting.size {
+    if lines.len() != rendezvous.size {
         return Err(Error::format("what answers is not rank 0 of this job").at(&place));
     }
     peers[0] = Some(root);
@@ -315,12 +325,12 @@ fn connect_all(meeting: &Meeting, end: Instant, own: &str, peers: &mut [Option<T
         say(&stream, &greeting.text(), end).map_err(fault)?;
         peers[other] = Some(stream);
     }
-    while let Some(missing) = (rank + 1..meeting.size).find(|other| peers[*other].is_none()) {
+    while let Some(missing) = (rank + 1..rendezvous.size).find(|other| peers[*other].is_none()) {
         let Some((stream, _, found)) = accept(&listener, end + MANNERS) else {
             return Err(Error::io(format!("rank {missing} does not come to rank {rank}"))
                 .found(format!("host {}", lines[missing].1)));
         };
-        if found.size == meeting.size && found.rank > rank && found.rank < meeting.size {
+        if found.size == rendezvous.size && found.rank > rank && found.rank < rendezvous.size {
             peers[found.rank] = Some(stream);
         }
     }
@@ -328,25 +338,27 @@ fn connect_all(meeting: &Meeting, end: Instant, own: &str, peers: &mut [Option<T
 }
 
 /// Listens where the others look for rank 0; on a name of this machine only its own processes can connect.
-fn listen(meeting: &Meeting) -> Result<TcpListener> {
+fn listen(rendezvous: &Rendezvous) -> Result<TcpListener> {
     let fault = |e: std::io::Error| {
         Error::io("rank 0 cannot listen for the other ranks")
-            .at(meeting.place())
+            .at(rendezvous.place())
             .cause(e)
     };
-    let mut found = (meeting.host.as_str(), meeting.port).to_socket_addrs().map_err(fault)?;
+    let mut found = (rendezvous.host.as_str(), rendezvous.port)
+        .to_socket_addrs()
+        .map_err(fault)?;
     let local = found.find(|address| address.ip().is_loopback());
-    let any = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), meeting.port);
+    let any = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), rendezvous.port);
     TcpListener::bind(local.unwrap_or(any)).map_err(fault)
 }
 
 /// Connects to rank 0, which may start later than this rank.
-fn connect(meeting: &Meeting, end: Instant) -> Result<TcpStream> {
-    let place = meeting.place();
+fn connect(rendezvous: &Rendezvous, end: Instant) -> Result<TcpStream> {
+    let place = rendezvous.place();
     loop {
         let attempt = || -> std::io::Result<TcpStream> {
             let mut last = ErrorKind::AddrNotAvailable.into();
-            for address in (meeting.host.as_str(), meeting.port).to_socket_addrs()? {
+            for address in (rendezvous.host.as_str(), rendezvous.port).to_socket_addrs()? {
                 match TcpStream::connect_timeout(&address, left(end)) {
                     Ok(stream) => return Ok(stream),
                     Err(e) => last = e,
@@ -357,9 +369,9 @@ fn connect(meeting: &Meeting, end: Instant) -> Result<TcpStream> {
         match attempt() {
             Ok(stream) => return Ok(stream),
             Err(e) if Instant::now() >= end => {
-                return Err(Error::io(format!("rank {} cannot reach rank 0", meeting.rank))
+                return Err(Error::io(format!("rank {} cannot reach rank 0", rendezvous.rank))
                     .at(place)
-                    .found(format!("no connection after {} s", meeting.limit.as_secs()))
+                    .found(format!("no connection after {} s", rendezvous.limit.as_secs()))
                     .cause(e));
             }
             Err(_) => std::thread::sleep(AGAIN.min(left(end))),
@@ -367,7 +379,7 @@ fn connect(meeting: &Meeting, end: Instant) -> Result<TcpStream> {
     }
 }
 
-/// The next rank that connects; `None` at the end of the time. Strangers are sent away.
+/// The next rank that connects; `None` at the end of the time. Connections of other programs are closed.
 fn accept(listener: &TcpListener, end: Instant) -> Option<(TcpStream, SocketAddr, Greeting)> {
     listener.set_nonblocking(true).ok()?;
     while Instant::now() < end {
@@ -421,8 +433,8 @@ mod tests {
         listener.local_addr().unwrap().port()
     }
 
-    fn meeting(rank: usize, size: usize, port: u16, seconds: u64) -> Meeting {
-        Meeting {
+    fn rendezvous(rank: usize, size: usize, port: u16, seconds: u64) -> Rendezvous {
+        Rendezvous {
             rank,
             size,
             host: "127.0.0.1".into(),
@@ -436,8 +448,8 @@ mod tests {
         let port = free_port();
         std::thread::scope(|scope| {
             let open = |(rank, size): (usize, &usize)| {
-                let meeting = meeting(rank, *size, port, seconds);
-                scope.spawn(move || Mesh::open(&meeting, &format!("host-{rank}")))
+                let rendezvous = rendezvous(rank, *size, port, seconds);
+                scope.spawn(move || Mesh::open(&rendezvous, &format!("host-{rank}")))
             };
             let ranks: Vec<_> = sizes.iter().enumerate().map(open).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -515,30 +527,30 @@ mod tests {
             texts.iter().all(|text| text.contains("rank 2 of 3 missing after 1 s")),
             "{texts:#?}"
         );
-        let nobody = Mesh::open(&meeting(1, 2, free_port(), 0), "here")
+        let alone = Mesh::open(&rendezvous(1, 2, free_port(), 0), "here")
             .err()
             .unwrap()
             .to_string();
         assert!(
-            nobody.contains("rank 1 cannot reach rank 0") && nobody.contains("127.0.0.1:"),
-            "{nobody}"
+            alone.contains("rank 1 cannot reach rank 0") && alone.contains("127.0.0.1:"),
+            "{alone}"
         );
     }
 
     #[test]
-    fn a_stranger_on_the_port_is_sent_away() {
+    fn another_program_on_the_port_is_refused() {
         let port = free_port();
         std::thread::scope(|scope| {
-            let root = scope.spawn(move || Mesh::open(&meeting(0, 2, port, 20), "a"));
+            let root = scope.spawn(move || Mesh::open(&rendezvous(0, 2, port, 20), "a"));
             let begun = Instant::now();
-            let mut stranger = loop {
+            let mut other = loop {
                 match TcpStream::connect(("127.0.0.1", port)) {
                     Ok(stream) => break stream,
                     Err(_) => assert!(begun.elapsed() < Duration::from_secs(20)),
                 }
             };
-            stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
-            Mesh::open(&meeting(1, 2, port, 20), "b").unwrap();
+            other.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+            Mesh::open(&rendezvous(1, 2, port, 20), "b").unwrap();
             root.join().unwrap().unwrap();
         });
     }

@@ -25,7 +25,7 @@ mod tests;
 pub use collect::{Shard, Whole};
 pub use group::Group;
 #[cfg(feature = "nccl")]
-pub use mesh::Meeting;
+pub use mesh::Rendezvous;
 #[cfg(feature = "mpi")]
 pub use mpi::mpi_version;
 #[cfg(feature = "nccl")]

@@ -3,7 +3,7 @@
 
 use super::World;
 use super::group::{Say, Wait, Wire};
-use super::mesh::{Lost, Meeting, Mesh};
+use super::mesh::{Lost, Mesh, Rendezvous};
 use crate::base::{Error, Result, files, signal};
 use crate::ops::nccl::{Communicator, Id, Library, version_text};
 use candle_core::Device;
@@ -32,14 +32,14 @@ pub fn nccl_version() -> Result<String> {
     Ok(version_text(Library::load()?.version()?))
 }
 
-/// Meets the other ranks.
-pub(super) fn open(meeting: &Meeting, say: Say) -> Result<(NcclWire, World)> {
+/// Connects to the other ranks.
+pub(super) fn open(rendezvous: &Rendezvous, say: Say) -> Result<(NcclWire, World)> {
     let host = files::read_text(Path::new("/proc/sys/kernel/hostname")).unwrap_or_default();
     let host = host.split_whitespace().next().unwrap_or("unknown").to_string();
-    let mesh = Mesh::open(meeting, &host)?;
+    let mesh = Mesh::open(rendezvous, &host)?;
     let world = World {
-        rank: meeting.rank,
-        size: meeting.size,
+        rank: rendezvous.rank,
+        size: rendezvous.size,
         host,
     };
     let wire = NcclWire {
@@ -193,10 +193,7 @@ impl Wire for NcclWire {
         let done = match self.gpus.take() {
             Some(mut gpus) => {
                 let done = self.exchange(&mut gpus, out, into, wait);
-                match done {
-                    Ok(()) => self.gpus = Some(gpus),
-                    Err(_) => gpus.abort(),
-                }
+                self.gpus = Some(gpus);
                 done
             }
             None => Err(Error::internal("numbers travel before the GPUs are connected")),

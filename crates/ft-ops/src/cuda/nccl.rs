@@ -3,10 +3,10 @@
 //!
 //! Numbers come from host memory and return there, through buffers on the GPU. The stream is a separate one.
 
+use super::Gpu;
 use super::memory::failed;
-use super::{Gpu, address};
+use candle_core::Device;
 use candle_core::cuda::cudarc::driver::{CudaStream, PinnedHostSlice, result, sys};
-use candle_core::{DType, Device, Tensor};
 use ft_base::{Error, Result};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Arc;
@@ -172,10 +172,23 @@ pub struct Communicator {
     rank: usize,
     size: usize,
     stream: Arc<CudaStream>,
-    /// f32 `[2, BUFFER]`: what is sent, and what is received.
-    buffer: Tensor,
+    /// f32 `[2, BUFFER]` on the GPU: what is sent, and what is received. Not from the pool of tensors, so it is not part of their
+    /// limit.
+    buffer: Buffer,
     /// The same in host memory, in bytes.
     host: PinnedHostSlice<u8>,
+    /// An exchange has begun, and did not end well.
+    broken: bool,
+}
+
+/// Memory of a GPU, by its address.
+struct Buffer(u64);
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated by `join`; its stream has finished.
+        let _ = unsafe { result::free_sync(self.0) };
+    }
 }
 
 impl Communicator {
@@ -187,12 +200,11 @@ impl Communicator {
         let gpu = Gpu::on(device)?;
         let context = gpu.device().cuda_stream().context().clone();
         let stream = context.new_stream().map_err(failed)?;
-        let buffer = gpu.empty((2, BUFFER), DType::F32)?;
-        // SAFETY: it is filled before it is read.
-        let host = unsafe { context.alloc_pinned_with_flags::<u8>(8 * BUFFER, 0) }.map_err(failed)?;
-        // The memory is there in the order of the compute stream.
-        stream.join(&gpu.device().cuda_stream()).map_err(failed)?;
         context.bind_to_thread().map_err(failed)?;
+        // SAFETY: both are filled before they are read.
+        let buffer = Buffer(unsafe { result::malloc_sync(8 * BUFFER) }.map_err(failed)?);
+        // SAFETY: as above.
+        let host = unsafe { context.alloc_pinned_with_flags::<u8>(8 * BUFFER, 0) }.map_err(failed)?;
         let mut comm = std::ptr::null_mut();
         // SAFETY: it writes one handle; the context of the GPU is that of this thread.
         let code = unsafe { (library.comm_init_rank)(&mut comm, size as c_int, UniqueId(id), rank as c_int) };
@@ -208,6 +220,7 @@ impl Communicator {
             stream,
             buffer,
             host,
+            broken: false,
         })
     }
 
@@ -222,6 +235,7 @@ impl Communicator {
         into: &mut [(usize, &mut [f32])],
         look: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
+        self.broken = true;
         self.stream.context().bind_to_thread().map_err(failed)?;
         // The same on all ranks: two ranks cut the list between them in the same way.
         let piece = (BUFFER / self.size).max(1);
@@ -251,6 +265,7 @@ impl Communicator {
                 }
             }
         }
+        self.broken = false;
         Ok(())
     }
 
@@ -301,8 +316,7 @@ impl Communicator {
 
     /// Queues the copies to the GPU and back, and between them the exchange.
     fn travel(&mut self, sends: &[Part], sent: usize, receives: &[Part], received: usize) -> Result<()> {
-        let base = address(&self.buffer, "the buffer of an exchange")?;
-        let place = |half: usize, at: usize| base + 4 * (half * BUFFER + at) as u64;
+        let place = |half: usize, at: usize| self.buffer.0 + 4 * (half * BUFFER + at) as u64;
         let queue = self.stream.cu_stream();
         let host = self.host.as_mut_slice().map_err(failed)?;
         let (out, into) = host.split_at_mut(4 * BUFFER);
@@ -356,13 +370,6 @@ impl Communicator {
         }
         Ok(())
     }
-
-    /// Ends the connections at once, also during an exchange.
-    pub fn abort(mut self) {
-        let comm = std::mem::replace(&mut self.comm, std::ptr::null_mut());
-        // SAFETY: the communicator lives, and is not used afterwards.
-        unsafe { (self.library.comm_abort)(comm) };
-    }
 }
 
 /// Rank, first number in the buffer, and length.
@@ -370,10 +377,13 @@ type Part = (usize, usize, usize);
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        if !self.comm.is_null() {
-            // SAFETY: nothing is under way; the communicator is not used afterwards.
-            unsafe { (self.library.comm_destroy)(self.comm) };
-        }
+        let end = if self.broken {
+            self.library.comm_abort
+        } else {
+            self.library.comm_destroy
+        };
+        // SAFETY: the communicator is not used afterwards; an exchange that is under way is ended.
+        unsafe { end(self.comm) };
         let _ = self.stream.synchronize();
     }
 }

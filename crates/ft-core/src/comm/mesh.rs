@@ -18,6 +18,8 @@ const SHORT: usize = 1 << 10;
 const LONG: usize = 1 << 22;
 /// How long one who has connected may take to say who it is.
 const MANNERS: Duration = Duration::from_secs(5);
+/// How long rank 0 answers ranks that come after it has found an error.
+const SOON: Duration = Duration::from_secs(1);
 /// Time between two attempts to connect.
 const AGAIN: Duration = Duration::from_millis(100);
 /// Time between two looks at bytes under way.
@@ -222,12 +224,6 @@ fn receive_all(
     let (size, place) = (rendezvous.size, rendezvous.place());
     let listener = listen(rendezvous)?;
     let mut lines: Vec<(String, String)> = vec![(String::new(), own.to_string()); size];
-    let refuse = |peers: &[Option<TcpStream>], error: Error| {
-        for peer in peers.iter().flatten() {
-            let _ = say(peer, &format!("no\n{error}"), end);
-        }
-        Err(error)
-    };
     while peers.iter().flatten().count() + 1 < size {
         let Some((stream, from, greeting)) = accept(&listener, end) else {
             let missing: Vec<String> = (1..size)
@@ -242,7 +238,7 @@ fn receive_all(
                     missing.join(", "),
                     rendezvous.limit.as_secs()
                 ));
-            return refuse(peers, error);
+            return refuse(peers, None, error);
         };
         let rank = greeting.rank;
         let error = if greeting.size != size {
@@ -261,8 +257,8 @@ fn receive_all(
             peers[rank] = Some(stream);
             continue;
         };
-        let _ = say(&stream, &format!("no\n{error}"), end);
-        return refuse(peers, error);
+        let _ = say(&stream, &refusal(&error), end);
+        return refuse(peers, Some(&listener), error);
     }
     let mut list = String::from("yes");
     for (address, host) in &lines {
@@ -272,6 +268,28 @@ fn receive_all(
         say(peer, &list, end).map_err(|e| Error::io("a rank has left before the beginning").at(&place).cause(e))?;
     }
     Ok(lines.into_iter().map(|(_, host)| host).collect())
+}
+
+fn refusal(error: &Error) -> String {
+    format!("no\n{error}")
+}
+
+/// Sends the error to all ranks that have come, and to those that are about to come.
+fn refuse<T>(peers: &[Option<TcpStream>], listener: Option<&TcpListener>, error: Error) -> Result<T> {
+    let soon = Instant::now() + SOON;
+    for peer in peers.iter().flatten() {
+        let _ = say(peer, &refusal(&error), soon);
+    }
+    let Some(listener) = listener else { return Err(error) };
+    // Rank 0 has no connection, and one has its answer already.
+    let missing = peers.iter().filter(|peer| peer.is_none()).count().saturating_sub(2);
+    for _ in 0..missing {
+        let Some((late, ..)) = accept(listener, soon) else {
+            break;
+        };
+        let _ = say(&late, &refusal(&error), soon);
+    }
+    Err(error)
 }
 
 /// Another rank: connects to rank 0, then to those below it, and waits for those above it. Returns the host names.

@@ -26,7 +26,7 @@ enum Launcher {
 }
 
 /// Variables with rank and size: of Open MPI, of MPICH and others with its process manager, of `srun` with PMIx.
-const VARIABLES: [(&str, &str); 3] = [
+pub(super) const VARIABLES: [(&str, &str); 3] = [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
     ("PMIX_RANK", "SLURM_STEP_NUM_TASKS"),
@@ -44,11 +44,17 @@ fn place_in(text: &dyn Fn(&str) -> Option<String>) -> Option<Place> {
         (size > 1).then_some(Place { rank, size, by })
     };
     let of_mpi = |names| place(names, Launcher::Mpi).filter(|place| place.rank < place.size);
-    // A script for `srun` often sets the variables of `torchrun` too; those of MPI are set by its launcher only.
-    VARIABLES.into_iter().find_map(of_mpi).or_else(|| {
+    let of_master = || {
         text("MASTER_ADDR")?;
         place(("RANK", "WORLD_SIZE"), Launcher::Master)
-    })
+    };
+    // A script for `srun` often sets the variables of `torchrun` too, and the ranks of a `torchrun` that `srun` or `mpirun` has
+    // started inherit theirs.
+    let only_master = cfg!(feature = "nccl") && !cfg!(feature = "mpi");
+    if only_master || text("TORCHELASTIC_RUN_ID").is_some() {
+        return of_master().or_else(|| VARIABLES.into_iter().find_map(of_mpi));
+    }
+    VARIABLES.into_iter().find_map(of_mpi).or_else(of_master)
 }
 
 /// Joins the job. Returns its ranks, and the compute threads of this one if the machine is shared.
@@ -237,7 +243,23 @@ mod tests {
         assert_eq!(place(&of_torchrun[..2]), None, "other programs use such names too");
         assert_eq!(place(&[("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", 0)]), None);
         let both = [&of_torchrun[..], &[("PMI_RANK", 2), ("PMI_SIZE", 4)]].concat();
-        assert_eq!(place(&both), want, "the launcher of MPI goes first");
+        if cfg!(feature = "mpi") || !cfg!(feature = "nccl") {
+            assert_eq!(
+                place(&both),
+                Some(Place {
+                    rank: 2,
+                    size: 4,
+                    by: Launcher::Mpi
+                }),
+                "the launcher of MPI goes first"
+            );
+        }
+        let started_by_srun = [
+            &[("TORCHELASTIC_RUN_ID", 1), ("PMI_RANK", 0), ("PMI_SIZE", 2)],
+            &of_torchrun[..],
+        ]
+        .concat();
+        assert_eq!(place(&started_by_srun), Some(Place { rank: 2, size: 4, by }));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `ft launch`: starts the ranks of a run on this machine: with `mpirun`, or by itself with the variables of `torchrun`, for NCCL.
 //! It turns Ctrl-C and SIGTERM into a signal that lets the run save its state.
 
+use super::launch;
 use crate::base::signal::{Conduct, Stop};
 use crate::base::{Error, Result, signal};
 use crate::report;
@@ -87,13 +88,18 @@ pub fn run(args: Args, own: &[OsString]) -> Result<i32> {
     Ok(ended.code().unwrap_or(128 + ended.signal().unwrap_or(0)))
 }
 
-/// In a process group of its own: Ctrl-C of the terminal would reach it too, and `mpirun` kills the ranks after a second.
-fn apart(command: &mut Command) {
+/// In a process group of its own: Ctrl-C of the terminal would reach it too, and `mpirun` kills the ranks after a second. It gets
+/// the signal `at_end` when this process ends.
+fn apart(command: &mut Command, at_end: i32) {
     command.process_group(0);
-    // SAFETY: one system call between fork and exec: if this process is killed, the ranks get SIGTERM.
+    let parent = std::process::id() as i32;
+    // SAFETY: two system calls between fork and exec.
     unsafe {
-        command.pre_exec(|| {
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+        command.pre_exec(move || {
+            libc::prctl(libc::PR_SET_PDEATHSIG, at_end);
+            if libc::getppid() != parent {
+                return Err(std::io::ErrorKind::Interrupted.into());
+            }
             Ok(())
         });
     }
@@ -109,7 +115,7 @@ fn mpirun(n: u16, program: &Path, arguments: &[OsString]) -> Result<Child> {
         ("OMPI_ALLOW_RUN_AS_ROOT", "1"),
         ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"),
     ]);
-    apart(&mut ranks);
+    apart(&mut ranks, libc::SIGTERM);
     ranks.spawn().map_err(|e| {
         Error::not_found("cannot start `mpirun`")
             .cause(e)
@@ -133,7 +139,12 @@ fn start(n: u16, program: &Path, arguments: &[OsString]) -> Result<Vec<Child>> {
             ("MASTER_ADDR", "127.0.0.1".into()),
             ("MASTER_PORT", port.to_string()),
         ]);
-        apart(&mut command);
+        // Those of an `srun` or `mpirun` around this program.
+        for (rank, size) in launch::VARIABLES {
+            command.env_remove(rank).env_remove(size);
+        }
+        // Of two signals SIGINT alone also ends a rank that does not react to the first one.
+        apart(&mut command, libc::SIGINT);
         match command.spawn() {
             Ok(child) => ranks.push(child),
             Err(e) => {

@@ -7,7 +7,7 @@
 use crate::base::{Error, Result};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// First word of a rank; whatever else connects is another program.
@@ -158,6 +158,15 @@ impl Mesh {
         }
     }
 
+    /// The same connections, to look at from another thread.
+    pub(super) fn watched(&self) -> std::io::Result<Self> {
+        let copy = |peer: &Option<TcpStream>| peer.as_ref().map(TcpStream::try_clone).transpose();
+        Ok(Self {
+            peers: self.peers.iter().map(copy).collect::<std::io::Result<_>>()?,
+            hosts: self.hosts.clone(),
+        })
+    }
+
     /// The ranks whose connection has ended.
     pub(super) fn gone(&self) -> Vec<usize> {
         let ended = |peer: &Option<TcpStream>| {
@@ -259,6 +268,15 @@ fn receive_all(
         };
         let _ = say(&stream, &refusal(&error), end);
         return refuse(peers, Some(&listener), error);
+    }
+    let near = |(address, _): &&(String, String)| address.parse::<SocketAddr>().is_ok_and(|a| a.ip().is_loopback());
+    let local = lines.iter().skip(1).filter(near).count();
+    if local > 0 && local + 1 < size {
+        let error =
+            Error::usage("rank 0 has a loopback address for the ranks of its own machine, which the others cannot use")
+                .at(&place)
+                .hint("write the IP address of the machine of rank 0 as `MASTER_ADDR`");
+        return refuse(peers, None, error);
     }
     let mut list = String::from("yes");
     for (address, host) in &lines {
@@ -362,12 +380,19 @@ fn listen(rendezvous: &Rendezvous) -> Result<TcpListener> {
             .at(rendezvous.place())
             .cause(e)
     };
-    let mut found = (rendezvous.host.as_str(), rendezvous.port)
-        .to_socket_addrs()
-        .map_err(fault)?;
-    let local = found.find(|address| address.ip().is_loopback());
-    let any = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), rendezvous.port);
-    TcpListener::bind(local.unwrap_or(any)).map_err(fault)
+    let found = (rendezvous.host.as_str(), rendezvous.port).to_socket_addrs();
+    let found: Vec<SocketAddr> = found.map_err(fault)?.collect();
+    // Not by the address alone: /etc/hosts often gives the own name of a machine a loopback address.
+    let parsed = rendezvous.host.parse::<IpAddr>();
+    if rendezvous.host == "localhost" || parsed.is_ok_and(|ip| ip.is_loopback()) {
+        return TcpListener::bind(&found[..]).map_err(fault);
+    }
+    let any = if found.iter().all(SocketAddr::is_ipv6) {
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED)
+    } else {
+        IpAddr::V4(Ipv4Addr::UNSPECIFIED)
+    };
+    TcpListener::bind((any, rendezvous.port)).map_err(fault)
 }
 
 /// Connects to rank 0, which may start later than this rank.

@@ -8,6 +8,8 @@ use crate::base::{Error, Result, files, signal};
 use crate::ops::nccl::{Communicator, Id, Library, version_text};
 use candle_core::Device;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long the connections of a rank that ends the job stay open: a rank that computes meanwhile then finds the rank that was lost
@@ -51,10 +53,57 @@ pub(super) fn open(rendezvous: &Rendezvous, say: Say) -> Result<(NcclWire, World
     Ok((wire, world))
 }
 
+fn names(mesh: &Mesh, ranks: &[usize]) -> String {
+    let name = |rank: &usize| format!("rank {rank} (host {})", mesh.hosts[*rank]);
+    ranks.iter().map(name).collect::<Vec<_>>().join(", ")
+}
+
+/// Looks at the connections in a thread of its own until it is dropped: NCCL connects the GPUs without a limit of time, also if a
+/// rank has ended.
+struct Guard(Arc<AtomicBool>);
+
+impl Guard {
+    fn new(wire: &NcclWire, limit: Option<Duration>) -> Result<Self> {
+        let fault = |e| Error::io("the connections to the other ranks cannot be watched").cause(e);
+        let mesh = wire.mesh.watched().map_err(fault)?;
+        let (say, own, done) = (wire.say, wire.world.name(), Arc::new(AtomicBool::new(false)));
+        let (ended, begun) = (done.clone(), Instant::now());
+        let look = move || {
+            while !ended.load(Ordering::Acquire) {
+                let gone = mesh.gone();
+                if !gone.is_empty() {
+                    say(&format!(
+                        "{own}: the connection to {} has ended while the GPUs were connected",
+                        names(&mesh, &gone)
+                    ));
+                } else if limit.is_some_and(|limit| begun.elapsed() > limit) {
+                    say(&format!(
+                        "{own}: NCCL has not connected the GPUs in {} s",
+                        begun.elapsed().as_secs()
+                    ));
+                } else {
+                    std::thread::sleep(LOOK);
+                    continue;
+                }
+                std::thread::sleep(LINGER);
+                signal::abandon(1);
+            }
+        };
+        let thread = std::thread::Builder::new().name("ranks".into());
+        thread.spawn(look).map_err(fault)?;
+        Ok(Self(done))
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 impl NcclWire {
     fn names(&self, ranks: &[usize]) -> String {
-        let name = |rank: &usize| format!("rank {rank} (host {})", self.mesh.hosts[*rank]);
-        ranks.iter().map(name).collect::<Vec<_>>().join(", ")
+        names(&self.mesh, ranks)
     }
 
     /// Says why, and ends the job: the other ranks see that the connections of this one end.
@@ -129,6 +178,7 @@ impl NcclWire {
         if id == [0; 128] {
             return Err(Error::unsupported("the GPUs of the ranks cannot be connected").found("rank 0 cannot use NCCL"));
         }
+        let guard = Guard::new(self, wait.limit)?;
         let mut gpus = Communicator::join(library, device, (self.world.rank, self.world.size), id)?;
         // NCCL connects two GPUs at their first exchange, which takes memory: before ft asks how much is free.
         let own = [self.world.rank as f32];
@@ -137,6 +187,7 @@ impl NcclWire {
         let mut into: Vec<(usize, &mut [f32])> = found.iter_mut().map(|n| &mut n[..]).enumerate().collect();
         into.remove(self.world.rank);
         self.exchange(&mut gpus, &out, &mut into, wait)?;
+        drop(guard);
         match self.others().find(|rank| found[*rank] != [*rank as f32]) {
             None => Ok(gpus),
             Some(rank) => Err(Error::internal("NCCL does not carry what was sent")

@@ -140,7 +140,7 @@ impl Library {
     }
 
     fn check(&self, code: c_int, comm: Handle) -> Result<()> {
-        if matches!(code, SUCCESS | IN_PROGRESS) {
+        if code == SUCCESS {
             return Ok(());
         }
         // SAFETY: any code has a text, and the last error is also that of no communicator.
@@ -363,7 +363,9 @@ impl Communicator {
             // SAFETY: the communicator lives; it writes one number.
             let code = unsafe { (self.library.comm_get_async_error)(self.comm, &mut state) };
             self.library.check(code, self.comm)?;
-            self.library.check(state, self.comm)?;
+            if state != IN_PROGRESS {
+                self.library.check(state, self.comm)?;
+            }
             look()?;
             std::thread::sleep(pause);
             pause = (2 * pause).min(LONGEST);

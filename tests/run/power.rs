@@ -4,7 +4,7 @@
 
 use crate::bench::{Bench, files, said};
 use crate::disk::{Disk, Fault, Loss, Operation, counted, on_disk, recorded};
-use crate::same::{METHODS, assert_same, assert_same_events, assert_same_final, assert_same_lines};
+use crate::same::{METHODS, assert_same, assert_same_final, assert_same_lines};
 use ft::base::rng::{Rng, Stream};
 use std::fs;
 use std::process::{Command, Output};
@@ -174,6 +174,26 @@ fn kills(method: &str, every: usize) -> usize {
     cases.assert_none();
     println!("{method}: {kills} kills, {} operations", round.operations);
     kills
+}
+
+/// Asserts that every line of events is whole, and that the last process of `broken` reported each save and its end as `whole` did. The
+/// lines of earlier processes stay.
+fn assert_same_events(bench: &Bench, whole: &str, broken: &str) {
+    let reported = |run: &str| {
+        let all = bench.lines(&format!("{run}/events.jsonl"));
+        let begins = |e: &serde_json::Value| e["event"] == "start" || e["event"] == "resume";
+        let from = all.iter().rposition(begins).unwrap();
+        let first = all[from]["step"].as_u64().unwrap_or(0);
+        let later: Vec<_> = all[from + 1..]
+            .iter()
+            .filter(|e| e["event"] == "save" || e["event"] == "stop")
+            .map(|e| (e["event"].to_string(), e["step"].as_u64(), e["reason"].to_string()))
+            .collect();
+        (first, later)
+    };
+    let ((_, mut a), (first, b)) = (reported(whole), reported(broken));
+    a.retain(|(event, step, _)| event == "\"stop\"" || *step > Some(first));
+    assert_eq!(a, b, "{broken}: events after step {first}");
 }
 
 /// Rows C1, C2, C5: kills at numbered operations, two in a row.

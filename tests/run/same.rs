@@ -171,26 +171,6 @@ pub fn assert_same_lines(bench: &Bench, whole: &str, broken: &str) {
     }
 }
 
-/// Asserts that every line of events is whole, and that the last process of `broken` told each save and its end as `whole` did. The
-/// lines of earlier processes stay.
-pub fn assert_same_events(bench: &Bench, whole: &str, broken: &str) {
-    let told = |run: &str| {
-        let all = bench.lines(&format!("{run}/events.jsonl"));
-        let begins = |e: &serde_json::Value| e["event"] == "start" || e["event"] == "resume";
-        let from = all.iter().rposition(begins).unwrap();
-        let first = all[from]["step"].as_u64().unwrap_or(0);
-        let later: Vec<_> = all[from + 1..]
-            .iter()
-            .filter(|e| e["event"] == "save" || e["event"] == "stop")
-            .map(|e| (e["event"].to_string(), e["step"].as_u64(), e["reason"].to_string()))
-            .collect();
-        (first, later)
-    };
-    let ((_, mut a), (first, b)) = (told(whole), told(broken));
-    a.retain(|(event, step, _)| event == "\"stop\"" || *step > Some(first));
-    assert_eq!(a, b, "{broken}: events after step {first}");
-}
-
 /// Asserts the same files in `final/`.
 pub fn assert_same_final(bench: &Bench, whole: &str, broken: &str) {
     let (a, b) = (

@@ -50,7 +50,7 @@ fn last_step(bench: &Bench, run: &str) -> usize {
     let steps = lines
         .lines()
         .filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok());
-    steps.filter_map(|l| l["step"].as_u64()).last().unwrap_or(0) as usize
+    steps.filter_map(|l| l["step"].as_u64()).next_back().unwrap_or(0) as usize
 }
 
 /// A run of `3 * part` steps with a save at every `save`: its last third takes no more memory, files and threads than its second,

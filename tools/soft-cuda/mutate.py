@@ -150,7 +150,8 @@ def main():
     parser.add_argument("--log")
     options = parser.parse_args()
     end = time.time() + 60 * options.minutes
-    tests = max((TARGET / "deps").glob("gpu-*[0-9a-f]"), key=lambda p: p.stat().st_mtime)
+    built = [path for path in (TARGET / "deps").glob("gpu-*") if not path.suffix]
+    tests = max(built, key=lambda p: p.stat().st_mtime)
     symbols = {path.name: Symbols(path) for path in [tests, TARGET / "ft"]}
     listed = subprocess.run([tests, "--list"], capture_output=True, text=True, check=True).stdout
     names = [line[: -len(": test")] for line in listed.splitlines() if line.endswith(": test")]

@@ -348,7 +348,7 @@ fn a_run_directory_belongs_to_one_run() {
     assert!(said(&third).contains("--overwrite"), "{}", said(&third));
 }
 
-/// Row R6: another program or other CPU operations may go on, and the user is told that the last bits may differ.
+/// Row R6: a resume with another program or other CPU operations continues, and warns that the last bits may differ.
 #[test]
 fn a_resume_by_another_program_or_processor_says_so() {
     let bench = Bench::new();

@@ -1,9 +1,12 @@
 //! Training runs whose weights are not on the device, or that need more than one model: LoftQ, files that are quantized
 //! already, distillation. The place of the weights changes nothing.
 
+use crate::families;
 use crate::support::{gpu, short};
 use crate::train::{close, ft, number, train};
+use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -138,4 +141,58 @@ fn the_forecast_of_frozen_layers_on_the_host_is_what_is_used() {
         (forecast / used - 1.0).abs() < 0.08,
         "{used} bytes used, {forecast} forecast"
     );
+}
+
+/// Block training with SGD: `final/` of a GPU, with the layers on it or in host memory, has the weights of the CPU.
+#[test]
+fn trained_weights_are_those_of_the_cpu() {
+    let Some(_gpu) = gpu() else { return };
+    let dir = TempDir::new().unwrap();
+    let model = families::model("qwen2", dir.path());
+    let weights = |folder: &Path| -> BTreeMap<String, Vec<f32>> {
+        let all = safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
+        let values = |t: Tensor| {
+            let t = t.to_dtype(candle_core::DType::F32).unwrap();
+            t.flatten_all().unwrap().to_vec1().unwrap()
+        };
+        all.into_iter().map(|(name, t)| (name, values(t))).collect()
+    };
+    let run = |device: &str, tier: &str| {
+        let out = dir.path().join(format!("{}-{tier}", &device[..3]));
+        let place = format!("memory.tier={tier}");
+        let settings = [
+            "tune.method=block",
+            "tune.block.switch_every=1",
+            "model.dtype=f32",
+            "optimizer.name=sgd",
+            "optimizer.learning_rate=0.05",
+            &place,
+        ];
+        families::train(device, &model, &settings, &out);
+        weights(&out.join("final"))
+    };
+    let (start, here) = (weights(&model), run("cpu", "device"));
+    let apart = |a: &[f32], b: &[f32]| {
+        a.iter().zip(b).fold(0f32, |most, (a, b)| {
+            if a.is_finite() {
+                most.max((a - b).abs())
+            } else {
+                f32::INFINITY
+            }
+        })
+    };
+    let most = here
+        .iter()
+        .map(|(name, values)| apart(values, &start[name]))
+        .fold(0.0, f32::max);
+    assert!(most > 1e-3, "{most}");
+    for tier in ["device", "host"] {
+        for (name, values) in run("cuda:0", tier) {
+            let off = apart(&values, &here[&name]);
+            assert!(
+                off <= 1e-3 * most,
+                "{tier}: {name} is off by {off}, the largest change is {most}"
+            );
+        }
+    }
 }

@@ -176,3 +176,22 @@ fn documents_do_not_see_each_other() {
         assert_same_bits(&run(10), &run(20));
     }
 }
+
+/// More lists of tiles than are cached: one is freed while kernels that read it are still queued.
+#[test]
+fn lists_of_tiles_live_until_they_are_read() {
+    let Some(gpu) = gpu() else { return };
+    let spec = spec(2, 1, 8);
+    let documents: Vec<Vec<usize>> = (1..30).map(|first| vec![0, first, 30]).collect();
+    let (q, k, v) = (
+        gpu.random((30, 16), DType::F32, 1),
+        gpu.random((30, 8), DType::F32, 2),
+        gpu.random((30, 8), DType::F32, 3),
+    );
+    let run = |d: &Vec<usize>| forward(&q.gpu, &k.gpu, &v.gpu, &spec, d, d).unwrap().0;
+    let got: Vec<Tensor> = documents.iter().map(run).collect();
+    for (got, d) in got.iter().zip(&documents) {
+        let (want, _) = forward(&q.cpu, &k.cpu, &v.cpu, &spec, d, d).unwrap();
+        assert_close(got, &want, 1e-4);
+    }
+}

@@ -65,6 +65,7 @@ struct Memory {
     bool on_device;
     bool freed = false;  // in the order of the calls
     bool live = false;   // in the order of execution
+    bool lost = false;   // freed by a fault before what is queued for it (faults.cpp)
     Access written;
     std::map<const Stream*, Access> read;
 };

@@ -177,6 +177,7 @@ std::shared_ptr<Memory> forget(uint64_t address, const Stream* stream) {
 }
 
 void begin(Memory& memory) {
+    if (memory.lost) return;
     poison(memory.address - GUARD, block_size(memory.size));
     memory.live = true;
 }
@@ -319,7 +320,8 @@ int cuMemFreeAsync(uint64_t address, void* stream_handle) {
                       stream->capture ? " of this capture" : "");
     count(*stream, "memory (bytes)", "free", memory->size);
     if (!stream->capture && skipped("free")) {
-        // The fault: it does not wait for what was queued before.
+        // The fault: it does not wait for what was queued before, which then finds no memory.
+        memory->lost = true;
         end(*memory, "cuMemFreeAsync");
         return SUCCESS;
     }

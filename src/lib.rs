@@ -102,7 +102,8 @@
 //! - `cuda`: NVIDIA GPUs.
 
 #![warn(missing_docs)]
-// Outside of tests only errors may end the program: clippy denies calls that panic.
+// Outside of tests only errors may end the program: clippy denies calls that panic. Only `cli` prints and reads the environment, and
+// `report` writes to stderr; files are opened through `base::files` (`clippy.toml`).
 #![cfg_attr(
     not(test),
     deny(
@@ -111,14 +112,18 @@
         clippy::panic,
         clippy::unreachable,
         clippy::todo,
-        clippy::unimplemented
+        clippy::unimplemented,
+        clippy::print_stdout,
+        clippy::print_stderr,
+        clippy::disallowed_methods,
+        clippy::disallowed_types
     )
 )]
 
 // The program: needs the feature `cli`. The library below it has no recipe keys and no command line. The modules of the
 // program are public for its binary and its tests.
 #[cfg(feature = "cli")]
-#[allow(missing_docs)]
+#[allow(missing_docs, clippy::print_stdout, clippy::print_stderr, clippy::disallowed_methods)]
 pub mod cli; // one file per subcommand: text in, exit code out
 #[cfg(feature = "cli")]
 #[allow(missing_docs)]
@@ -142,7 +147,7 @@ pub mod recipe; // parses and checks recipes
 #[allow(missing_docs)]
 pub mod look; // the page and the screen that show recorded runs
 #[cfg(feature = "cli")]
-#[allow(missing_docs)]
+#[allow(missing_docs, clippy::print_stderr)]
 pub mod report; // metrics, events, progress
 #[cfg(feature = "cli")]
 #[allow(missing_docs)]

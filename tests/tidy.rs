@@ -336,9 +336,6 @@ fn the_tools_of_this_file_work() {
         text: "mod b;\n#[cfg(test)]\nmod c;\n#[cfg(test)]\nmod tests { use x; }".into(),
     };
     assert_eq!(module.test_files(), ["src/a/c.rs", "src/a/c/"]);
-    assert!(calls_std_fs("std::fs::read(p)") && calls_std_fs("use std::fs;") && calls_std_fs("fs::{self}"));
-    assert!(!calls_std_fs("use std::fs::File;") && !calls_std_fs("offs::x"));
-    assert!(calls_std_fs("File::open(p)") && !calls_std_fs("AtomicFile::create(p)"));
     assert!(has_word("  print!(\"\")", "print!") && !has_word("eprint!()", "print!"));
 }
 
@@ -437,82 +434,6 @@ fn every_file_says_what_it_is() {
         &faults,
         "a file does not say at its start what it is (`//!`, in CUDA `// `)",
     );
-}
-
-/// True for a function of `std::fs` or of its `File`, or the module itself. The type name `File` is allowed.
-fn calls_std_fs(line: &str) -> bool {
-    let after = |prefix: &str| {
-        line.match_indices(prefix)
-            .filter(|(at, _)| !line[..*at].ends_with(|c: char| c.is_alphanumeric() || c == '_'))
-            .any(|(at, _)| !line[at + prefix.len()..].starts_with(|c: char| c.is_ascii_uppercase()))
-    };
-    after("fs::") || after("File::") || line.contains("std::fs;") || line.contains("std::{fs")
-}
-
-/// Checks that product code has no forbidden words, except in the allowed paths.
-#[test]
-fn forbidden_words() {
-    let speak = &["src/cli/", "src/report/"];
-    // Word, whole word only, paths where it is allowed, rule.
-    let rules: [(&str, bool, &[&str], &str); 5] = [
-        ("println!", true, &["src/cli/"], "only cli prints"),
-        ("print!", true, &["src/cli/"], "only cli prints"),
-        ("eprintln!", true, speak, "only cli and report speak"),
-        ("eprint!", true, speak, "only cli and report speak"),
-        (
-            "OpenOptions",
-            true,
-            &["crates/ft-base/"],
-            "files are opened through base",
-        ),
-    ];
-    let mut faults = Vec::new();
-    for source in product() {
-        for (number, line) in source.product() {
-            for (word, whole, allowed, rule) in rules {
-                let found = if whole {
-                    has_word(&line, word)
-                } else {
-                    line.contains(word)
-                };
-                if found && !allowed.iter().any(|a| source.path.starts_with(a)) {
-                    faults.push(format!("{}:{number}: `{word}`: {rule}", source.path));
-                }
-            }
-            if calls_std_fs(&line) && !source.path.starts_with("crates/ft-base/") {
-                faults.push(format!(
-                    "{}:{number}: `std::fs`: files are opened through base",
-                    source.path
-                ));
-            }
-        }
-    }
-    assert_none(&faults, "a word that must not appear in the product");
-}
-
-/// Only cli reads environment variables, with the exceptions listed here.
-#[test]
-fn environment_variables_are_read_at_the_top() {
-    // The variables of the hub are part of its interface; `FT_CPU`, `FT_CUDA_SYNC` and `FT_CUDA_GRAPHS` are valid for every program and test that
-    // uses the operations.
-    let allowed = [
-        "src/cli/",
-        "crates/ft-hub/",
-        "crates/ft-ops/src/cpu/product/backend.rs",
-        "crates/ft-ops/src/cuda/mod.rs",
-    ];
-    let mut faults = Vec::new();
-    for source in product() {
-        for (number, line) in source.product() {
-            let reads = ["env::var", "env::vars", "env::var_os", "env::args"]
-                .iter()
-                .any(|w| has_word(&line, w));
-            if reads && !allowed.iter().any(|a| source.path.starts_with(a)) && source.path != "src/main.rs" {
-                faults.push(format!("{}:{number}", source.path));
-            }
-        }
-    }
-    assert_none(&faults, "the environment is read below cli");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! Independent of models and recipes. The only module that writes files.
 
 #![warn(missing_docs, unreachable_pub)]
-// Outside of tests only errors may end the program: clippy denies calls that panic.
+// Outside of tests only errors may end the program: clippy denies calls that panic. Nothing is printed.
 #![cfg_attr(
     not(test),
     deny(
@@ -12,7 +12,9 @@
         clippy::panic,
         clippy::unreachable,
         clippy::todo,
-        clippy::unimplemented
+        clippy::unimplemented,
+        clippy::print_stdout,
+        clippy::print_stderr
     )
 )]
 

@@ -57,6 +57,7 @@ impl std::fmt::Debug for HubSettings {
 
 impl HubSettings {
     /// Reads HF_HUB_CACHE, HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE and related variables.
+    #[allow(clippy::disallowed_methods)] // these variables are part of the hub's interface
     pub fn from_env() -> Self {
         Self::from_lookup(|name| std::env::var(name).ok().filter(|v| !v.is_empty()))
     }

@@ -13,7 +13,8 @@
 //! this device cannot run it; on a GPU also with `OutOfMemory`.
 
 #![warn(missing_docs, unreachable_pub)]
-// Outside of tests only errors may end the program: clippy denies calls that panic.
+// Outside of tests only errors may end the program: clippy denies calls that panic. Nothing is printed, and files and the environment
+// are left to others (`clippy.toml`).
 #![cfg_attr(
     not(test),
     deny(
@@ -22,7 +23,11 @@
         clippy::panic,
         clippy::unreachable,
         clippy::todo,
-        clippy::unimplemented
+        clippy::unimplemented,
+        clippy::print_stdout,
+        clippy::print_stderr,
+        clippy::disallowed_methods,
+        clippy::disallowed_types
     )
 )]
 

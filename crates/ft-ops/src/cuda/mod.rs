@@ -474,12 +474,14 @@ impl Gpu {
 }
 
 /// `FT_CUDA_SYNC=1`
+#[allow(clippy::disallowed_methods)] // valid for every program that uses the operations
 fn waits_for_each() -> bool {
     static WANTED: OnceLock<bool> = OnceLock::new();
     *WANTED.get_or_init(|| std::env::var_os("FT_CUDA_SYNC").is_some_and(|v| v == "1"))
 }
 
 /// Not `FT_CUDA_GRAPHS=0`, and no wait for each kernel.
+#[allow(clippy::disallowed_methods)] // valid for every program that uses the operations
 fn graphs_wanted() -> bool {
     static WANTED: OnceLock<bool> = OnceLock::new();
     !waits_for_each() && *WANTED.get_or_init(|| std::env::var_os("FT_CUDA_GRAPHS").is_none_or(|v| v != "0"))

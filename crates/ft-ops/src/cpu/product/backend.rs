@@ -125,6 +125,7 @@ impl CpuBackend {
     }
 
     #[cold]
+    #[allow(clippy::disallowed_methods)] // `FT_CPU` is valid for every program that uses the operations
     fn detect() -> CpuBackend {
         // A name that cannot be used is an error in `force`, which the program calls first.
         if let Some(name) = std::env::var_os("FT_CPU")

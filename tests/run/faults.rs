@@ -188,13 +188,13 @@ const RECIPES: [Row; 9] = [
         "R4",
         "a run stopped at any step, within steps too: methods, stages, tiers, storage, packing, accumulation",
         "the resumed run has the bits of an undisturbed one",
-        "tests/run/resumes.rs::a_sample_of_the_matrix_resumes_to_the_same_bits tests/run/resume.rs::a_run_stopped_within_steps_resumes_to_the_same_bits tests/run/resume.rs::a_run_killed_at_random_points_resumes_to_the_same_bits tests/run/rl.rs::every_way_resumes_to_the_same_bits",
+        "tests/run/resumes.rs::every_pair_of_the_matrix_resumes_to_the_same_bits tests/run/resume.rs::a_run_stopped_within_steps_resumes_to_the_same_bits tests/run/resume.rs::a_run_killed_at_random_points_resumes_to_the_same_bits tests/run/rl.rs::every_way_resumes_to_the_same_bits",
     ),
     (
         "R5",
         "stopped in a later epoch, during or before an evaluation, after a block switch",
         "as R4; the resumed run does the missing evaluation, each line of metrics is there once (`events.jsonl` keeps the lines of all processes)",
-        "tests/run/resumes.rs::an_evaluation_made_up_for_sees_the_block_before_its_switch tests/run/resumes.rs::a_sample_of_the_matrix_resumes_to_the_same_bits tests/run/resume.rs::an_evaluation_that_was_cut_off_is_made_up_for tests/run/resume.rs::a_signal_in_the_last_evaluation_leaves_it_to_the_resume",
+        "tests/run/resumes.rs::an_evaluation_made_up_for_sees_the_block_before_its_switch tests/run/resumes.rs::every_pair_of_the_matrix_resumes_to_the_same_bits tests/run/resume.rs::an_evaluation_that_was_cut_off_is_made_up_for tests/run/resume.rs::a_signal_in_the_last_evaluation_leaves_it_to_the_resume",
     ),
     (
         "R6",

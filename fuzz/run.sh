@@ -17,7 +17,9 @@ for flag in level=4 inline-8bit-counters pc-table trace-compares; do
     flags+=" -Cllvm-args=-sanitizer-coverage-$flag"
 done
 
+# The versions of the dependencies are those of the product.
 build() {
+    cp "$root/Cargo.lock" "$here/Cargo.lock"
     (cd "$here" && CARGO_TARGET_DIR=$target RUSTFLAGS=$flags cargo build --release --target "$host")
 }
 

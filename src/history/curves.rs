@@ -113,6 +113,7 @@ impl Curves {
         }
     }
 
+    /// Adds the numbers of a line of `metrics.jsonl`. A curve with more than `most` points is thinned.
     fn add(&mut self, line: &Value, most: usize) {
         let Some((fields, step)) = line.as_object().zip(line["step"].as_u64()) else {
             return;

@@ -365,7 +365,7 @@ impl<'a> RowStream<'a> {
             load::push(&mut found, row, origin);
         }
         self.origins = std::mem::take(&mut found.origins);
-        add(&mut self.counts, &found.stats);
+        add_reported(&mut self.counts, &found.stats);
         let (epoch, row) = (self.position.epoch, self.position.row);
         let n = found.examples.len();
         let order: Vec<u32> = if self.order.shuffle {
@@ -400,8 +400,8 @@ fn changed(found: &str, expected: &str) -> Error {
         .expected(expected)
 }
 
-/// The counts that a run reports.
-fn add(to: &mut Stats, of: &Stats) {
+/// Adds the counts of a window that a run reports; the others stay.
+fn add_reported(to: &mut Stats, of: &Stats) {
     to.rows += of.rows;
     to.truncated_rows += of.truncated_rows;
     to.truncated_tokens += of.truncated_tokens;

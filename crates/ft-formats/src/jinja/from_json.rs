@@ -158,6 +158,7 @@ impl Style {
     }
 }
 
+/// A float as `json.dumps` of Python writes it.
 fn json_float(x: f64) -> String {
     match x {
         x if x.is_nan() => "NaN".into(),

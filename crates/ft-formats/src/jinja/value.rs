@@ -343,6 +343,7 @@ impl Value {
         matches!(self, Self::Undefined(_))
     }
 
+    /// Levels of lists and dictionaries in the value.
     fn depth(&self) -> u32 {
         match self {
             Self::List(s) | Self::Tuple(s) | Self::Group(s) => s.depth,

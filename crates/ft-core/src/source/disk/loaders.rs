@@ -26,6 +26,7 @@ impl ItemLoader for Parts {
         Ok(())
     }
 
+    /// Reads the weights of a part into `buffers`.
     fn fill(&self, part: Part, buffers: &Buffers) -> Result<GroupWeights> {
         let in_memory = self.0.in_memory().clone();
         let mut weights = GroupWeights::default();

@@ -122,6 +122,17 @@ fn steps_leave_the_pool_as_it_was() {
     }
 }
 
+/// A step with a rate of zero changes no bit: the fp32 masters begin as the bf16 weights.
+#[test]
+fn masters_begin_at_the_weights() {
+    let Some(gpu) = gpu() else { return };
+    let (mut engine, active) = engine_with(&gpu.device, WAYS[0], Dtype::Bf16, OptimizerConfig::default());
+    let (before, _) = state(&engine, &active);
+    engine.step(1, &batch(1), &active, 0.0).unwrap();
+    let (after, steps) = state(&engine, &active);
+    assert!(before == after && !steps.is_empty());
+}
+
 #[test]
 fn after_a_step_that_is_not_finite_nothing_changes() {
     let Some(gpu) = gpu() else { return };

@@ -39,7 +39,9 @@ pub(super) fn held(recipe: &Recipe, active: &Active, name: &str) -> bool {
 
 /// `None`: no experts, or all weights are on the device.
 pub(super) fn forecast(model: &Model, recipe: &Recipe, inputs: &Inputs) -> Option<ExpertForecast> {
-    inputs.strategy.placement.travels()?;
+    if !inputs.strategy.placement.streams_experts() {
+        return None;
+    }
     let mut with_experts = model.spec.layers.iter().filter_map(|l| l.experts);
     let share = share(&with_experts.next()?, inputs.tokens);
     let turns = candidates(model, inputs, (0, 0)).into_iter();

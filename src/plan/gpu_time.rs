@@ -303,7 +303,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     };
     // Those that are computed together are in units of N rows.
     let units_of = |experts: &ExpertsSpec| {
-        let streamed = strategy.placement.travels().is_some();
+        let streamed = strategy.placement.streams_experts();
         let fit = !quantized || spec.hidden * experts.intermediate <= TILE;
         let (count, k) = (experts.count as f64, experts.router.top_k as f64);
         let units = (count / (count / k).floor()).ceil().min(used_of(experts));
@@ -408,6 +408,7 @@ pub(super) fn turn_time(model: &Model, recipe: &Recipe, inputs: &Inputs, active:
     let calls = CALL * (both(CALLS) + more_chunks + pair_calls + both([eight_bit_calls; 2]) + both(expert_calls));
     let from = match strategy.placement {
         Placement::Host => gpu.link,
+        Placement::ShardedHost => time::RANKS_RATE.min(gpu.link),
         _ => time::DISK_RATE.min(gpu.link),
     };
     let offloaded = if strategy.offload_inputs {

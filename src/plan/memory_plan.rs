@@ -327,6 +327,11 @@ impl PlanContext<'_> {
                     "device".into(),
                     "the weights are loaded only once".into(),
                 ),
+                Placement::ShardedHost => say(
+                    "memory.tier",
+                    "host".into(),
+                    "each rank has a part of every layer in host memory".into(),
+                ),
                 Placement::Host => {
                     let least = least(&on_device)?;
                     say("memory.tier", "host".into(), needs("all weights on the GPU", least));
@@ -344,7 +349,9 @@ impl PlanContext<'_> {
         }
         if self.process.ranks > 1 && recipe.distributed.weights == RankWeights::Auto {
             let (value, why) = match strategy.placement {
-                Placement::Sharded => ("sharded", needs("all weights on every rank", least(&on_device)?)),
+                Placement::Sharded | Placement::ShardedHost => {
+                    ("sharded", needs("all weights on every rank", least(&on_device)?))
+                }
                 _ if self.on_gpu => ("replicated", "ranks with GPUs have all weights".into()),
                 _ => ("replicated", "no weights travel before they are used".into()),
             };

@@ -197,7 +197,7 @@ impl Inputs {
         let placement = self.strategy.placement;
         let all = turn.inactive.bytes(placement, bytes);
         match placement {
-            Placement::Sharded => all.div_ceil(self.ranks as u64),
+            Placement::Sharded | Placement::ShardedHost => all.div_ceil(self.ranks as u64),
             _ => all,
         }
     }
@@ -292,7 +292,7 @@ pub fn sent(model: &Model, recipe: &Recipe, inputs: &Inputs) -> u64 {
         let sizes = active.names().filter(travels).map(|name| {
             let n = model.elements(name);
             let n = active.subset(name, n as usize).map_or(n, |part| part.len as u64);
-            let updated = if model.is_in_parts(name) && inputs.strategy.placement == Placement::Sharded {
+            let updated = if model.is_in_parts(name) && inputs.strategy.placement.is_sharded() {
                 Updated::Collected
             } else if bf16(name) {
                 Updated::Bf16
@@ -403,12 +403,14 @@ fn of_turn(
             let all = model.sum(active, |p| inputs.strategy.storage.of(p).bytes(&p.shape));
             all + STAGING_BYTES
         }
+        // Active matrices have their parts on the GPU.
+        Placement::ShardedHost => weights::parts_on_host(model, inputs, active) + STAGING_BYTES,
         Placement::Disk { .. } if inputs.on_gpu => {
             let ahead = weights::resident(
                 model,
                 &inputs.strategy.storage,
                 stored,
-                inputs.strategy.placement,
+                (inputs.strategy.placement, inputs.ranks as u64),
                 active,
                 &|name| inputs.trains_rows_of(name),
             );
@@ -433,9 +435,12 @@ fn of_turn(
             always: weights::with_own_experts(model, inputs, stored, active),
             layers: 0,
         },
-        placement => weights::resident(model, &inputs.strategy.storage, stored, placement, active, &|name| {
-            inputs.trains_rows_of(name)
-        }),
+        placement => {
+            let place = (placement, inputs.ranks as u64);
+            weights::resident(model, &inputs.strategy.storage, stored, place, active, &|name| {
+                inputs.trains_rows_of(name)
+            })
+        }
     };
     held.push(ledger.alloc(MemoryKind::Weights, resident.always));
     let layers = ledger.alloc(MemoryKind::Weights, resident.layers);

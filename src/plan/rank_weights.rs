@@ -48,13 +48,22 @@ impl PlanContext<'_> {
             let found = format!("`{name}` of `tune.lora.modules_to_save`");
             return Err(refused("trains no matrices of layers beside adapters", found));
         }
-        if !matches!(recipe.memory.tier, Tier::Auto | Tier::Device) {
+        let tiers = if self.on_gpu {
+            [Tier::Auto, Tier::Host]
+        } else {
+            [Tier::Auto, Tier::Device]
+        };
+        if !tiers.contains(&recipe.memory.tier) {
             return Err(refused(
-                "divides weights in memory, and this tier holds none there",
+                "divides weights in host memory, and this tier holds none there",
                 format!("`memory.tier = \"{}\"`", recipe.memory.tier.name()),
             ));
         }
-        Ok(Placement::Sharded)
+        Ok(if self.on_gpu {
+            Placement::ShardedHost
+        } else {
+            Placement::Sharded
+        })
     }
 
     /// Routed experts divided among the ranks. Errors: a model without experts; adapters on them; an update that needs

@@ -439,12 +439,13 @@ impl PlanContext<'_> {
         };
         let on_gpu = self.on_gpu;
         // Ranks that train alone have other weights.
-        let divides = self.process.ranks > 1 && recipe.distributed.sync_every == 0 && !on_gpu;
+        let divides = self.process.ranks > 1 && recipe.distributed.sync_every == 0;
         match (divides, recipe.distributed.weights) {
             (true, RankWeights::Sharded) => return self.sharded(recipe).map(|placement| vec![placement]),
             (true, RankWeights::ExpertParallel) => {
                 return self.expert_parallel(recipe).map(|placement| vec![placement]);
             }
+            (true, RankWeights::Auto) if on_gpu => {}
             (true, RankWeights::Auto) if recipe.memory.tier == Tier::Device => {
                 return Ok([Placement::Device]
                     .into_iter()

@@ -42,7 +42,7 @@ impl Inputs {
             documents: self.documents,
             element: self.element,
             on_gpu: self.on_gpu,
-            experts_streamed: self.strategy.placement.travels().is_some(),
+            experts_streamed: self.strategy.placement.streams_experts(),
             expert_ranks: match self.strategy.placement {
                 Placement::ExpertParallel => self.ranks,
                 _ => 1,

@@ -197,6 +197,10 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
                     "a part of each layer on each of {} ranks, two whole {layers}, head and embedding; {stored}",
                     inputs.ranks
                 ),
+                super::Placement::ShardedHost => format!(
+                    "a part of the active matrices on each of {} ranks, two whole {layers}, the head; {stored}",
+                    inputs.ranks
+                ),
                 super::Placement::ExpertParallel => format!(
                     "the experts of one of {} ranks, all other weights; {stored}",
                     inputs.ranks
@@ -243,6 +247,12 @@ pub(super) fn plan(model: &Model, recipe: &Recipe, inputs: &Inputs, l: Ledger, p
             "weights on the host",
             match inputs.strategy.placement {
                 super::Placement::Host => format!("all of them, {stored}"),
+                super::Placement::ShardedHost => {
+                    format!(
+                        "a part of each layer on each of {} ranks, two whole layers; {stored}",
+                        inputs.ranks
+                    )
+                }
                 _ => "two prefetched layers".into(),
             },
         ),

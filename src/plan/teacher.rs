@@ -25,7 +25,7 @@ impl TeacherSpec {
             &self.model(),
             &self.storage,
             self.stored(),
-            self.place,
+            (self.place, 1),
             &Active::new([]),
             &|_| false,
         )

@@ -13,6 +13,7 @@ use crate::ops::prepacked::{self, Orders};
 use crate::recipe::{Dtype, Recipe};
 use crate::sft::CausalLm;
 use crate::source::Sublayer;
+use crate::source::sharded::is_in_parts;
 
 /// Packing a weight takes as long as a product of this many tokens. Measured: packing takes about 15 % of a product
 /// with 512 tokens (75 = 0.15 · 512). On a tile unit it takes a quarter to a third of the time of both together, so as
@@ -28,7 +29,7 @@ const TILES_RATE: f64 = 500e9;
 /// Bytes per second from the disk.
 pub(super) const DISK_RATE: f64 = 1e9;
 /// Bytes per second that a rank sends, if nothing is said about the connection: 10 Gb/s.
-const RANKS_RATE: f64 = 1.25e9;
+pub(super) const RANKS_RATE: f64 = 1.25e9;
 /// If computation and reading overlap, this fraction of the shorter one does not.
 const NOT_HIDDEN: f64 = 0.1;
 
@@ -127,7 +128,9 @@ pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active
     let (spec, stored) = (model.spec, recipe.model.dtype.bytes());
     let layer = |first: usize| {
         let read = model.layer(first);
-        let read = read.filter(|p| p.expert().is_none() && !experts::held(recipe, active, &p.name));
+        let sharded = inputs.strategy.placement.is_sharded();
+        let read = read
+            .filter(|p| sharded && is_in_parts(p) || p.expert().is_none() && !experts::held(recipe, active, &p.name));
         read.map(|p| inputs.strategy.storage.of(&p).bytes(&p.shape) as f64)
             .sum::<f64>()
     };
@@ -139,5 +142,10 @@ pub(super) fn bytes_read(model: &Model, recipe: &Recipe, inputs: &Inputs, active
         Some(_) => (2 * stored * (spec.vocab * spec.hidden) as u64) as f64,
         None => 0.0,
     };
-    layers.sum::<f64>() + experts::bytes(model, recipe, inputs, active) + head
+    let experts = if inputs.strategy.placement.streams_experts() {
+        experts::bytes(model, recipe, inputs, active)
+    } else {
+        0.0
+    };
+    layers.sum::<f64>() + experts + head
 }

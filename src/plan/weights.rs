@@ -90,7 +90,10 @@ impl FetchedLayers {
                 continue;
             }
             let streamed = model.layer(layer);
-            let streamed = streamed.filter(|p| p.expert().is_none() && !active.contains(&p.name));
+            let sharded = inputs.strategy.placement.is_sharded();
+            // A sharded layer is there as a whole, also what trains.
+            let streamed =
+                streamed.filter(|p| sharded && is_in_parts(p) || p.expert().is_none() && !active.contains(&p.name));
             let bytes = streamed.map(|p| inputs.strategy.storage.of(&p).bytes(&p.shape)).sum();
             self.held.push((layer, l.alloc(MemoryKind::Weights, bytes)));
         }
@@ -108,7 +111,7 @@ pub(super) fn resident(
     model: &Model,
     storage: &StoragePolicy,
     value_bytes: u64,
-    placement: Placement,
+    (placement, ranks): (Placement, u64),
     active: &Active,
     held: &dyn Fn(&str) -> bool,
 ) -> WeightBytes {
@@ -142,13 +145,21 @@ pub(super) fn resident(
         let mut streamed = Vec::new();
         for p in model.layer(run.first) {
             let bytes = bytes(&p);
-            if stays(&p) {
+            if placement.is_sharded() && is_in_parts(&p) {
+                let own = part_bytes(&p, bytes, false, ranks) * u64::from(active.contains(&p.name));
+                resident = resident.saturating_add(own.saturating_mul(run.count as u64));
+                streamed.push((p, bytes));
+            } else if stays(&p) {
                 resident = resident.saturating_add(bytes.saturating_mul(run.count as u64));
             } else {
                 streamed.push((p, bytes));
             }
         }
-        slots.add(streamed, run.count);
+        if placement.is_sharded() {
+            slots.add_whole(streamed, run.count);
+        } else {
+            slots.add(streamed, run.count);
+        }
     }
     let whole = active.contains(spec.head_name()) || held(spec.head_name());
     let head = placement
@@ -195,6 +206,29 @@ pub(super) fn in_parts(model: &Model, inputs: &Inputs, value_bytes: u64, active:
     all + 2 * largest
 }
 
+/// Host bytes of a rank whose layers go to a GPU in parts: the own parts of inactive matrices, all other weights, and two layers
+/// that were collected.
+pub(super) fn parts_on_host(model: &Model, inputs: &Inputs, active: &Active) -> u64 {
+    let storage = &inputs.strategy.storage;
+    let whole = |p: &ParamInfo| storage.of(p).bytes(&p.shape);
+    let mut all: u64 = model.outside().iter().map(whole).sum();
+    let mut largest = 0;
+    for run in model.runs(active) {
+        let mut collected = 0;
+        for p in model.layer(run.first) {
+            let mut own = whole(&p);
+            if is_in_parts(&p) {
+                collected += own;
+                own = part_bytes(&p, own, storage.of(&p).is_quantized(), inputs.ranks as u64);
+                own *= u64::from(!active.contains(&p.name));
+            }
+            all = all.saturating_add(own.saturating_mul(run.count as u64));
+        }
+        largest = largest.max(collected);
+    }
+    all + 2 * largest
+}
+
 /// Bytes of the weights of a rank that has some of the routed experts, and everything else.
 pub(super) fn with_own_experts(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active) -> u64 {
     let memory = inputs.weight_memory(model.experts(), (0, 0));
@@ -211,7 +245,7 @@ pub(super) fn with_own_experts(model: &Model, inputs: &Inputs, value_bytes: u64,
 
 /// Bytes that rank `rank` sends in a step, so that the layers are collected.
 pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active: &Active, rank: usize) -> u64 {
-    if inputs.strategy.placement != Placement::Sharded {
+    if !inputs.strategy.placement.is_sharded() {
         return 0;
     }
     let (layers, size) = (model.layers(), inputs.ranks);
@@ -221,6 +255,7 @@ pub(super) fn collected(model: &Model, inputs: &Inputs, value_bytes: u64, active
         layers,
         lowest,
         (inputs.micro_batches * inputs.sequence.ranks).div_ceil(size.max(1)),
+        inputs.strategy.placement == Placement::ShardedHost,
         trains,
     );
     let of = |p: ParamInfo| {

@@ -307,7 +307,7 @@ impl ModelDir {
                 let store = Arc::new(self.resident(storage, init, seed, decoded, device)?);
                 return Ok(TrainableNetwork::new(self.spec.clone(), store, device.clone()));
             }
-            Placement::Sharded | Placement::ExpertParallel => {
+            Placement::Sharded | Placement::ShardedHost | Placement::ExpertParallel => {
                 let division = match strategy.placement {
                     Placement::ExpertParallel => Division::Experts,
                     _ => Division::Elements,
@@ -318,7 +318,11 @@ impl ModelDir {
                     (ModelInit::Pretrained, None) => Origin::Files(self.weights()?),
                     (ModelInit::Random, _) => Origin::random(&params, self.random_weights(seed)),
                 };
-                let store = Sharded::open(params, origin, |p| storage.of(p), (ranks.clone(), division))?;
+                let among = (ranks.clone(), division);
+                let store = Sharded::open(params, origin, |p| storage.of(p), among, device)?;
+                if strategy.placement == Placement::ShardedHost {
+                    return self.upload(Arc::new(store), HostMemory::Temporary, device);
+                }
                 return Ok(TrainableNetwork::new(
                     self.spec.clone(),
                     Arc::new(store),

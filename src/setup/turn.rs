@@ -17,9 +17,11 @@ impl InactiveElements {
     pub fn bytes(self, place: Placement, (stored, master): (u64, u64)) -> u64 {
         match place {
             // The exact values stay beside the quantized data.
-            Placement::Device | Placement::Sharded | Placement::ExpertParallel | Placement::Host => {
-                self.dense * master + self.quantized * (stored + master)
-            }
+            Placement::Device
+            | Placement::Sharded
+            | Placement::ShardedHost
+            | Placement::ExpertParallel
+            | Placement::Host => self.dense * master + self.quantized * (stored + master),
             Placement::Disk { .. } => 0,
         }
     }

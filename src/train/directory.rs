@@ -348,9 +348,8 @@ pub fn space_needed(recipe: &Recipe, spec: &Spec, elements: u64, place: Placemen
     };
     // Scratch files: trained parameters, and random weights.
     let scratch = match (place, recipe.tune.method) {
-        (Placement::Device | Placement::Sharded | Placement::ExpertParallel | Placement::Host, _)
-        | (_, Method::Lora) => 0,
-        _ => 4 * elements,
+        (Placement::Disk { .. }, method) if method != Method::Lora => 4 * elements,
+        _ => 0,
     };
     let drawn = match (place, recipe.model.init) {
         (Placement::Disk { .. }, recipe::ModelInit::Random) => all as u64 * stored,

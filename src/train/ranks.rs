@@ -260,14 +260,12 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
         );
     }
     let weights = recipe.distributed.weights;
-    if on_gpu && matches!(weights, RankWeights::Sharded | RankWeights::ExpertParallel) {
-        return Err(Error::usage("ranks with GPUs do not divide weights yet")
+    if on_gpu && weights == RankWeights::ExpertParallel {
+        return Err(Error::usage("ranks with GPUs do not divide experts yet")
             .at("distributed.weights")
             .found(weights.name())
-            .expected("`replicated` on a GPU")
-            .hint(
-                "set `distributed.weights = \"replicated\"`; `memory.tier = \"host\"` keeps weights in host memory",
-            ));
+            .expected("`replicated` or `sharded` on a GPU")
+            .hint("set `distributed.weights = \"sharded\"`: each rank has a part of every layer in host memory"));
     }
     Ok(())
 }

@@ -169,6 +169,29 @@ fn blocks_from_the_host_have_the_bits_of_one_rank() {
     }
 }
 
+/// Each rank has a part of every matrix of the layers: frozen parts in host memory, those of active matrices on its GPU.
+#[test]
+fn weights_in_parts_have_the_bits_of_one_rank() {
+    if !has_gpus() {
+        return;
+    }
+    let all = |own: &[&'static str]| [&WIDE[..], &["distributed.weights=sharded", "train.save_steps=1"], own].concat();
+    let full = all(&["tune.method=full", "model.dtype=bf16"]);
+    let bench = check(&full, &[2, 3]);
+    let from = format!("--resume={}", bench.path("of-3/checkpoint-2").display());
+    for size in [1, 2] {
+        let name = format!("resumed-{size}");
+        train(&bench, size, &[&full[..], &[&from]].concat(), &name);
+        assert_same_final(&bench, "one", &name);
+    }
+    let block = ["tune.method=block", "model.dtype=bf16", "tune.block.switch_every=1"];
+    check(&all(&block), &[2, 3]);
+    check(
+        &all(&["tune.method=lora", "model.dtype=bf16", "memory.frozen_weights=nf4"]),
+        &[2],
+    );
+}
+
 #[test]
 fn adapters_in_f32_have_the_bits_of_one_rank() {
     if has_gpus() {

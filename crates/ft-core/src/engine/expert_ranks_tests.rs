@@ -75,7 +75,7 @@ fn engine(case: &Case, comm: Arc<dyn Collective>) -> (Engine, Active) {
     let store: Arc<dyn TrainableStore> = if comm.world().size > 1 && !case.replicated {
         let origin = Origin::random(&params, random);
         let divided = (comm.clone(), Division::Experts);
-        Arc::new(Sharded::open(params.clone(), origin, storage, divided).unwrap())
+        Arc::new(Sharded::open(params.clone(), origin, storage, divided, &Device::Cpu).unwrap())
     } else {
         let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();

@@ -82,7 +82,16 @@ pub(super) fn engine(case: Case, comm: Arc<dyn Collective>) -> (Engine, Active) 
     let random = RandomWeights { seed, std, norm };
     let origin = Origin::random(&params, random);
     let source: Arc<dyn TrainableStore> = if case.sharded && comm.world().size > 1 {
-        Arc::new(Sharded::open(params.clone(), origin, storage, (comm.clone(), Division::Elements)).unwrap())
+        Arc::new(
+            Sharded::open(
+                params.clone(),
+                origin,
+                storage,
+                (comm.clone(), Division::Elements),
+                &Device::Cpu,
+            )
+            .unwrap(),
+        )
     } else {
         let source = Resident::random_stored(params.clone(), seed, std, norm, storage, &Device::Cpu).unwrap();
         let index: BTreeMap<_, _> = params.iter().map(|p| p.name.clone()).zip(1..).collect();
@@ -583,7 +592,9 @@ fn collected_bytes_and_resident_bytes_are_those_of_the_plan() {
             engine.step(2, &batches(micro_batches, 2), &active, 1e-3).unwrap();
             let layers = engine.network.layers();
             let rounds = (micro_batches as usize).div_ceil(size);
-            let counts = collections(layers, lowest, rounds, |layer| part.is_empty() || layer == lowest);
+            let counts = collections(layers, lowest, rounds, false, |layer| {
+                part.is_empty() || layer == lowest
+            });
             let planned: u64 = (params.iter().filter(|p| is_in_parts(p)))
                 .map(|p| match p.group {
                     crate::source::Group::Layer(layer) => counts[layer] * own(p) * (size as u64 - 1),

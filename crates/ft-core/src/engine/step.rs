@@ -399,6 +399,7 @@ impl Engine {
                     };
                     sink.update(1.0, gate)?;
                     names = sink.order;
+                    self.store.updated(&|name| active.contains(name));
                 } else if scaled && overflowed(&sums)? {
                     skipped = true;
                 } else {
@@ -411,9 +412,7 @@ impl Engine {
                     }
                     let coefficient = clip_coefficient(grad_norm, self.max_grad_norm);
                     sink.update(coefficient, FoundInf::default())?;
-                    if let Some(store) = self.store.sharded() {
-                        store.updated(&|name| active.contains(name));
-                    }
+                    self.store.updated(&|name| active.contains(name));
                     if let Some(hook) = &mut self.step_hook {
                         hook.after_update(step, &|name| sink.gradient(name), coefficient)?;
                     }

@@ -38,6 +38,14 @@ impl WeightMemory<'_> {
         }
     }
 
+    /// The kind of memory of parts of weights.
+    fn kind(&self) -> MemoryKind {
+        match self.placement {
+            Placement::ShardedHost => MemoryKind::HostWeights,
+            _ => MemoryKind::Weights,
+        }
+    }
+
     /// True if another rank has this weight of an expert. The last rank has the most experts.
     pub fn is_elsewhere(&self, p: &ParamInfo) -> bool {
         let (last, size) = (self.ranks.saturating_sub(1) as usize, self.ranks.max(1) as usize);
@@ -62,18 +70,16 @@ impl WeightMemory<'_> {
         let stored = match self.placement {
             Placement::ExpertParallel => Some(l.alloc(MemoryKind::Weights, bytes)),
             Placement::Device => Some(l.alloc(MemoryKind::Weights, bytes)),
-            Placement::Sharded if is_in_parts(p) => {
+            Placement::Sharded | Placement::ShardedHost if is_in_parts(p) => {
                 // Quantized as a whole, then cut.
                 if storage.is_quantized() {
                     l.touch(self.staging(), bytes);
                 }
-                Some(l.alloc(
-                    MemoryKind::Weights,
-                    part_bytes(p, bytes, storage.is_quantized(), self.ranks),
-                ))
+                let own = part_bytes(p, bytes, storage.is_quantized(), self.ranks);
+                Some(l.alloc(self.kind(), own))
             }
             Placement::Sharded => Some(l.alloc(MemoryKind::Weights, bytes)),
-            Placement::Host => Some(l.alloc(MemoryKind::HostWeights, bytes)),
+            Placement::Host | Placement::ShardedHost => Some(l.alloc(MemoryKind::HostWeights, bytes)),
             // What is not quantized in the files is written to a separate file before any weight is held.
             Placement::Disk { .. } => {
                 if storage.is_quantized() && self.file_bytes > 0 {
@@ -103,7 +109,7 @@ impl WeightMemory<'_> {
         // The low half is copied to join it with the high one.
         l.touch(self.staging(), self.low_bytes * n);
         let whole_on_one_rank = self.placement == Placement::ExpertParallel && Division::Experts.divides(p);
-        if whole_on_one_rank || self.placement == Placement::Sharded && is_in_parts(p) {
+        if whole_on_one_rank || self.placement.is_sharded() && is_in_parts(p) {
             // The whole weight and its low half are collected, and the quantized data is cut.
             let bytes = self.storage.of(p).bytes(&p.shape);
             l.touch(self.staging(), (self.value_bytes + self.low_bytes) * n + bytes);
@@ -115,13 +121,17 @@ impl WeightMemory<'_> {
             } else {
                 bytes
             };
-            stays.push(l.alloc(MemoryKind::Weights, own));
+            stays.push(l.alloc(self.kind(), own));
             return stays;
         }
         let quantized = l.alloc(MemoryKind::Weights, self.storage.of(p).bytes(&p.shape));
         l.free(exact);
         match self.placement {
-            Placement::Device | Placement::Sharded | Placement::ExpertParallel | Placement::Host => {
+            Placement::Device
+            | Placement::Sharded
+            | Placement::ShardedHost
+            | Placement::ExpertParallel
+            | Placement::Host => {
                 stays.push(quantized);
             }
             Placement::Disk { .. } => l.free(quantized),
@@ -178,6 +188,15 @@ impl LayerSlots {
         }
         self.layers.items += if streams { count as u64 } else { 0 };
         self.experts.items += (experts.len() * count) as u64;
+    }
+
+    /// As `add`, for layers that are copied with all their experts.
+    pub fn add_whole(&mut self, params: impl IntoIterator<Item = (ParamInfo, u64)>, count: usize) {
+        for (p, bytes) in params {
+            let below = p.name.splitn(4, '.').nth(3).unwrap_or_default();
+            self.layers.hold(below.to_string(), bytes);
+        }
+        self.layers.items += count as u64;
     }
 
     /// Bytes of the slots of layers.

@@ -321,6 +321,9 @@ pub trait TrainableStore: WeightSource {
         None
     }
 
+    /// Parts of the matrices that `trained` accepts have changed: what was collected of their layers is dropped.
+    fn updated(&self, _trained: &dyn Fn(&str) -> bool) {}
+
     /// Duration of the uploads to the device since the last call; `None` if there are no uploads.
     fn upload_times(&self) -> Result<Option<CopyTimes>>;
 

@@ -9,6 +9,9 @@ pub enum Placement {
     Device,
     /// Each rank of a job has a part of every matrix of the layers; a layer is collected before its use.
     Sharded,
+    /// Each rank of a job has a part of every matrix of the layers in host memory; a layer is collected, then copied to a GPU. Head
+    /// and active parameters are on the GPU, of active matrices the own part.
+    ShardedHost,
     /// Each rank of a job has some of the routed experts, and everything else.
     ExpertParallel,
     /// In host memory, with computation on a GPU; head and active parameters are on the device.
@@ -32,11 +35,21 @@ impl Placement {
             .is_some_and(|chunk| !active && (!tied || chunk.is_some()))
     }
 
+    /// True if each rank has a part of every matrix of the layers.
+    pub fn is_sharded(self) -> bool {
+        matches!(self, Placement::Sharded | Placement::ShardedHost)
+    }
+
+    /// True if routed experts are copied to the device one by one, as tokens need them.
+    pub fn streams_experts(self) -> bool {
+        self.travels().is_some() && self != Placement::ShardedHost
+    }
+
     /// For weights that are copied to the device layer by layer: rows per chunk of the head, or the whole head.
     pub fn travels(self) -> Option<Option<usize>> {
         match self {
             Placement::Device | Placement::Sharded | Placement::ExpertParallel => None,
-            Placement::Host => Some(None),
+            Placement::Host | Placement::ShardedHost => Some(None),
             Placement::Disk { head_rows } => Some(head_rows),
         }
     }
@@ -47,6 +60,7 @@ impl fmt::Display for Placement {
         match self {
             Self::Device => f.write_str("on the device"),
             Self::Sharded => f.write_str("in parts on the ranks"),
+            Self::ShardedHost => f.write_str("in parts on the ranks, in host memory"),
             Self::ExpertParallel => f.write_str("on the device, experts divided among the ranks"),
             Self::Host => f.write_str("in host memory"),
             Self::Disk { head_rows: None } => f.write_str("on the disk"),

@@ -7,6 +7,7 @@ mod order;
 use super::experts::{Expected, ExpertReads, Part};
 use super::requantize::Exact;
 use super::resident::send;
+use super::sharded::Sharded;
 use super::slots::Slots;
 use super::{
     Group, GroupWeights, MasterLowBits, NumbersSink, ParamInfo, Requantized, StreamedMatrix, TrainableStore,
@@ -18,7 +19,7 @@ use crate::ops::transfer::{Arriving, Copier, CopyTimes, HostMemory};
 use crate::ops::update;
 use crate::quant::{DeviceQMatrix, Weight};
 use candle_core::{DType, Device, Tensor};
-use order::Order;
+pub(super) use order::Order;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -68,9 +69,17 @@ impl Uploaded {
         let always_on_device: Vec<Arc<str>> = always.map(|p| p.name.clone()).collect();
         let params = host.params();
         let names = |all: Vec<usize>| all.into_iter().map(|i| params[i].name.clone()).collect();
-        let parts = Part::all(params).into_iter().map(|(part, all)| (part, names(all)));
+        let mut parts: BTreeMap<Part, Vec<Arc<str>>> = BTreeMap::new();
+        for (part, all) in Part::all(params) {
+            // Which experts a rank needs, the others do not know, so layers are collected as a whole.
+            let part = match part {
+                Part::Expert(layer, _) if host.sharded().is_some() => Part::Dense(layer),
+                part => part,
+            };
+            parts.entry(part).or_default().extend(names(all));
+        }
         let source = Self {
-            parts: parts.collect(),
+            parts,
             host,
             copier: Copier::new(device)?,
             memory,
@@ -194,6 +203,11 @@ impl Uploaded {
 
     /// The weights of a part: uploaded now, if that was not started before.
     fn part(&self, part: Part) -> Result<Arc<GroupWeights>> {
+        if let (true, Part::Dense(layer)) = (self.works_alone(), part) {
+            let host = self.host.fetch_dense(layer)?;
+            let names: Vec<Arc<str>> = host.iter().map(|(name, _)| name.clone()).collect();
+            return self.receive(self.send_all(&host, &names, self.memory)?);
+        }
         let content = match self.take(part) {
             Some(content) => content,
             None => self.start(part)?,
@@ -204,6 +218,9 @@ impl Uploaded {
     }
 
     fn prefetch_part(&self, part: Part) {
+        if self.works_alone() {
+            return;
+        }
         // Ignores an error: the fetch of the part returns it again.
         if let Some(content) = self.take(part).or_else(|| self.start(part).ok()) {
             self.put(part, content, true);
@@ -226,6 +243,17 @@ impl Uploaded {
             codes.tensors().into_iter().try_for_each(|t| self.copier.forget(t))?;
         }
         Ok(())
+    }
+
+    /// True if each rank has a part of this matrix, which the host has even while it is active.
+    fn is_in_parts(&self, name: &str) -> bool {
+        self.host.sharded().is_some_and(|host| host.in_parts(name))
+    }
+
+    /// True on rank 0 while it works alone. The slots and the order of the layers stay as they are then: they must be the same on
+    /// all ranks, which collect layers together.
+    fn works_alone(&self) -> bool {
+        self.host.sharded().is_some_and(Sharded::works_alone)
     }
 
     fn is_active(&self, name: &str) -> bool {
@@ -312,6 +340,9 @@ impl WeightSource for Uploaded {
     }
 
     fn fetch_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
+        if !self.streams_experts() {
+            return self.fetch_dense(layer);
+        }
         let part = Part::Expert(layer, expert);
         let weights = self.part(part)?;
         if let Some(next) = self.expected.after(part) {
@@ -321,10 +352,13 @@ impl WeightSource for Uploaded {
     }
 
     fn streams_experts(&self) -> bool {
-        true
+        self.host.sharded().is_none()
     }
 
     fn expect_experts(&self, layer: usize, experts: &[usize]) {
+        if !self.streams_experts() {
+            return;
+        }
         self.host.expect_experts(layer, experts);
         let all = self
             .parts
@@ -413,7 +447,7 @@ impl StreamedMatrix for UploadedPieces<'_> {
 
 impl TrainableStore for Uploaded {
     fn master_in_optimizer(&self, name: &str) -> bool {
-        self.is_active(name)
+        self.is_active(name) || self.is_in_parts(name) && self.host.master_in_optimizer(name)
     }
 
     fn activate(&self, names: &[&str], low: &mut dyn MasterLowBits) -> Result<()> {
@@ -425,7 +459,7 @@ impl TrainableStore for Uploaded {
         self.host.activate(names, &mut low_bits)?;
         let params = self.host.params();
         for param in params.iter().filter(|p| names.contains(&&*p.name)) {
-            if self.is_active(&param.name) {
+            if self.is_active(&param.name) || self.is_in_parts(&param.name) {
                 continue;
             }
             if self.in_memory(&param.name).is_none() {
@@ -479,7 +513,13 @@ impl TrainableStore for Uploaded {
         }
     }
 
-    fn restore(&self, name: &str, saved: &Weights, _: &mut dyn MasterLowBits) -> Result<()> {
+    fn restore(&self, name: &str, saved: &Weights, low: &mut dyn MasterLowBits) -> Result<()> {
+        if self.is_in_parts(name) {
+            let mut low_bits = DeviceLowBits::new(low, self.copier.device());
+            self.host.restore(name, saved, &mut low_bits)?;
+            self.forget();
+            return low_bits.done();
+        }
         let mut low = lock(&self.low);
         self.host.restore(name, saved, &mut *low)?;
         drop(low);
@@ -496,6 +536,17 @@ impl TrainableStore for Uploaded {
         self.host.requantize(name, values)?;
         self.forget();
         Ok(())
+    }
+
+    fn sharded(&self) -> Option<&Sharded> {
+        self.host.sharded()
+    }
+
+    fn updated(&self, trained: &dyn Fn(&str) -> bool) {
+        let changed = |name: &Arc<str>| trained(name) && self.is_in_parts(name);
+        let changed = |part: &Part| self.parts.get(part).is_some_and(|names| names.iter().any(changed));
+        lock(&self.slots).retain(|part| !changed(part));
+        self.host.updated(trained);
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {

@@ -19,6 +19,7 @@ pub use expert_ranks::{ExpertRanks, own_experts};
 pub use origin::Origin;
 
 use super::slots::Slots;
+use super::uploaded::Order;
 use super::{Group, GroupWeights, ParamInfo, Resident, StreamedMatrix, WeightSource, expert_of, lock, no_such};
 use crate::base::{Error, Result};
 use crate::comm::{Collective, Patience, Pending, Whole, part_of, share};
@@ -83,6 +84,8 @@ pub struct Sharded {
     params: Vec<ParamInfo>,
     comm: Arc<dyn Collective>,
     origin: Arc<Origin>,
+    /// Of the own parts of active matrices; all else is in host memory.
+    device: Device,
     /// All other parameters.
     whole: Resident,
     /// Indices into `params` of the matrices of each layer.
@@ -125,7 +128,8 @@ const PARAM: &str = "parameter";
 
 impl Sharded {
     /// Reads the own parts of the matrices, and all other parameters, from `origin` into the storage that `storage` returns
-    /// for them. A matrix that is quantized while it is read exists as a whole for that time.
+    /// for them. A matrix that is quantized while it is read exists as a whole for that time. Active matrices have their parts on
+    /// `device`, where they are updated.
     ///
     /// # Errors
     /// A missing parameter, or one of another shape; a number that is not finite.
@@ -134,6 +138,7 @@ impl Sharded {
         origin: Origin,
         storage: impl Fn(&ParamInfo) -> Storage,
         (comm, division): (Arc<dyn Collective>, Division),
+        device: &Device,
     ) -> Result<Self> {
         if let Origin::Files(weights) = &origin {
             super::resident::check_names(&params, weights)?;
@@ -188,6 +193,7 @@ impl Sharded {
             params,
             comm,
             origin,
+            device: device.clone(),
             whole,
             layers,
             quantized,
@@ -228,18 +234,17 @@ impl Sharded {
         }
     }
 
-    /// Own parts of the matrices that `trained` accepts have changed: what was collected of their layers is dropped.
-    pub fn updated(&self, trained: &dyn Fn(&str) -> bool) {
-        let changed = |layer: &usize| self.members(*layer).any(|p| trained(&p.name));
-        lock(&self.slots).retain(|layer| !changed(layer));
-    }
-
     /// Rank 0 works alone from now on: it asks the others for what it needs.
     pub fn begin_alone(&self) {
         *lock(&self.alone) = Alone {
             works: true,
             layer: None,
         };
+    }
+
+    /// True on rank 0 while it works alone.
+    pub(super) fn works_alone(&self) -> bool {
+        lock(&self.alone).works
     }
 
     /// All ranks work together again.
@@ -478,17 +483,37 @@ impl WeightSource for Sharded {
     }
 }
 
-/// How often each layer is collected in a step, after a step like it: `rounds` micro-batches through `layers` layers, the
-/// backward pass down to layer `lowest`; layers that `trains` change at the end.
-pub fn collections(layers: usize, lowest: usize, rounds: usize, trains: impl Fn(usize) -> bool) -> Vec<u64> {
-    let mut slots: Slots<usize, ()> = Slots::default();
+/// How often each layer is collected in a step, after steps like it: `rounds` micro-batches through `layers` layers, the
+/// backward pass down to layer `lowest`; layers that `trains` change at the end. `uploaded`: for a GPU, through `Uploaded`.
+pub fn collections(
+    layers: usize,
+    lowest: usize,
+    rounds: usize,
+    uploaded: bool,
+    trains: impl Fn(usize) -> bool,
+) -> Vec<u64> {
+    let (mut slots, mut on_device) = (Slots::<usize, ()>::default(), Slots::<usize, ()>::default());
+    let mut order = Order::default();
     let mut counts = vec![0; layers];
-    for step in 0..2 {
-        let mut visit = |layer: usize, prefetched: bool| {
+    // From the third step on the order of the layers is known.
+    for step in 0..3 {
+        let mut collect = |layer: usize, prefetched: bool| {
             if slots.take(layer).is_none() {
-                counts[layer] += step;
+                counts[layer] += u64::from(step == 2);
             }
             slots.put(layer, (), prefetched);
+        };
+        let mut visit = |layer: usize, prefetched: bool| {
+            if !uploaded {
+                return collect(layer, prefetched);
+            }
+            if on_device.take(layer).is_none() {
+                collect(layer, false);
+                if let Some(next) = order.follow(layer).filter(|next| *next < layers) {
+                    collect(next, true);
+                }
+            }
+            on_device.put(layer, (), prefetched);
         };
         for _ in 0..rounds {
             visit(0, true);
@@ -504,6 +529,7 @@ pub fn collections(layers: usize, lowest: usize, rounds: usize, trains: impl Fn(
             }
         }
         slots.retain(|layer| !trains(*layer));
+        on_device.retain(|layer| !trains(*layer));
     }
     counts
 }

@@ -96,7 +96,7 @@ impl Own {
         };
         Ok(match self {
             Self::Dense(own) => vec![Shard {
-                own: own.clone(),
+                own: own.to_device(&Device::Cpu)?,
                 ranges: ranges.to_vec(),
             }],
             Self::Codes { parts, .. } => {

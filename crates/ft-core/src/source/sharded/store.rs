@@ -40,6 +40,14 @@ impl Sharded {
         self.forget();
     }
 
+    /// Moves an own part that is not quantized.
+    fn move_own(&self, name: &str, device: &Device) -> Result<()> {
+        if let Some(Own::Dense(part)) = lock(&self.own).get_mut(name) {
+            *part = part.to_device(device)?;
+        }
+        Ok(())
+    }
+
     fn set_codes(&self, p: &ParamInfo, codes: QMatrix) -> Result<()> {
         let own = match self.division {
             Division::Elements => Own::cut(&codes, self.comm.world())?,
@@ -76,6 +84,7 @@ impl TrainableStore for Sharded {
                 continue;
             }
             let Some((_, dtype)) = self.quantized.get(*name) else {
+                self.move_own(name, &self.device)?;
                 continue;
             };
             let kept = lock(&self.trained).remove(*name);
@@ -88,7 +97,7 @@ impl TrainableStore for Sharded {
                 }
                 None => self.origin.part(p, *dtype, &self.range(p))?,
             };
-            self.set(p, Own::Dense(part));
+            self.set(p, Own::Dense(part.to_device(&self.device)?));
         }
         self.whole.activate(names, low)
     }
@@ -99,11 +108,12 @@ impl TrainableStore for Sharded {
         for name in &leaving {
             lock(&self.active).remove(name);
             let Some(&(format, dtype)) = self.quantized.get(name) else {
+                self.move_own(name, &Device::Cpu)?;
                 continue;
             };
             let p = self.param(name)?;
             let part = self.own(name).ok_or_else(|| no_such(name))?;
-            let exact = (part, low.take_low(name));
+            let exact = (part.to_device(&Device::Cpu)?, low.take_low(name));
             // One matrix at a time is whole, on every rank.
             let values = self.join(p, &exact)?.values()?;
             let (codes, error) = requantize(&values, p, format, dtype)?;
@@ -162,7 +172,9 @@ impl TrainableStore for Sharded {
             _ => Dtype::F32,
         };
         let exact = Exact::new(values, &[range.len()], dtype, &Device::Cpu)?;
-        self.set(p, Own::Dense(exact.weight));
+        let active = lock(&self.active).contains(name);
+        let device = if active { &self.device } else { &Device::Cpu };
+        self.set(p, Own::Dense(exact.weight.to_device(device)?));
         if let Some(half) = exact.low {
             low.put_low(name, half);
         }
@@ -180,6 +192,11 @@ impl TrainableStore for Sharded {
 
     fn sharded(&self) -> Option<&Sharded> {
         Some(self)
+    }
+
+    fn updated(&self, trained: &dyn Fn(&str) -> bool) {
+        let changed = |layer: &usize| self.members(*layer).any(|p| trained(&p.name));
+        lock(&self.slots).retain(|layer| !changed(layer));
     }
 
     fn expert_reads(&self) -> Option<ExpertReads> {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// History of the fetched layers.
 #[derive(Debug, Default)]
-pub(super) struct Order {
+pub(in crate::source) struct Order {
     /// The last two layers.
     last: (Option<usize>, Option<usize>),
     /// The layer that followed a pair of consecutive layers the last time.

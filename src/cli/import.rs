@@ -45,7 +45,7 @@ pub fn run(args: Args) -> Result<i32> {
     match args.to {
         None => out_raw(&imported.text)?,
         Some(to) if to.exists() => {
-            return Err(Error::usage("the file exists already")
+            return Err(Error::usage("the file already exists")
                 .at_path(&to)
                 .hint("give another name"));
         }

@@ -57,7 +57,7 @@ section! {
     pub struct Distributed in "distributed" {
         /// Where the weights are. `replicated`: all on every rank. `sharded`: each rank has a part of every matrix of the
         /// layers, and a layer is collected from all ranks before it is used. `expert-parallel`: each rank has some of the routed
-        /// experts and all other weights, and the rows of tokens travel to the experts. Not available yet: `sharded-in-node`,
+        /// experts and all other weights, and the hidden states of the tokens travel to the experts. Not available yet: `sharded-in-node`,
         /// `host`.
         weights: RankWeights = "auto", "replicated if it fits, else sharded";
         /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the bits of one rank. On one GPU

@@ -174,7 +174,7 @@ struct Finished {
     /// For each file that has rows.
     readings: Vec<FileReading>,
     chunks: Vec<Chunk>,
-    /// What was dropped before.
+    /// What the screen dropped when this cache was written.
     screened: Option<Screened>,
 }
 

@@ -25,7 +25,7 @@ pub struct Args {
     /// Directory of the run [default: runs/NAME, after the model]
     #[arg(long, value_name = "DIR")]
     output_dir: Option<String>,
-    /// The new recipe [default: recipe.toml]
+    /// The new recipe
     #[arg(long, value_name = "FILE", default_value = "recipe.toml")]
     to: PathBuf,
 }

@@ -57,7 +57,7 @@ pub fn run(args: Args) -> Result<i32> {
     Ok(0)
 }
 
-/// The data sets that a file of LLaMA-Factory names. Its folder is looked for in the current directory, in that of the file,
+/// The datasets that a file of LLaMA-Factory names. Its folder is looked for in the current directory, in that of the file,
 /// and in those above it.
 fn registry(text: &str, file: &Path) -> Result<Option<Registry>> {
     let Some(folder) = registry_folder(text) else {

@@ -16,7 +16,7 @@ pub struct Args {
     /// Hub id or directory of the model
     #[arg(long, value_name = "MODEL")]
     model: Option<String>,
-    /// File with the rows (jsonl, json, csv, parquet), or data set of the hub
+    /// File with the rows (jsonl, json, csv, parquet), or dataset of the hub
     #[arg(long, value_name = "FILE")]
     data: Option<String>,
     /// lora, qlora, block or full [default: lora]
@@ -60,7 +60,7 @@ pub fn run(args: Args) -> Result<i32> {
         }),
     };
     let model = answer(args.model, "--model", "Model (hub id or directory)?", None)?;
-    let data = answer(args.data, "--data", "Rows (file or data set of the hub)?", None)?;
+    let data = answer(args.data, "--data", "Rows (file or dataset of the hub)?", None)?;
     let method = answer(
         args.method,
         "--method",

@@ -107,7 +107,7 @@ section! {
     /// The rows, their format, and the trained tokens.
     pub struct Data in "data" {
         /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet, arrow, txt, md; also .gz and .zst), folders or patterns
-        /// such as `data/*.jsonl`, relative to the current directory; or a hub data set: `org/name`,
+        /// such as `data/*.jsonl`, relative to the current directory; or a hub dataset: `org/name`,
         /// `org/name:file.jsonl`. Not with `sources`.
         train: Vec<String>;
         /// File or list of files to evaluate on.
@@ -131,13 +131,13 @@ section! {
         text_unit: TextUnit = "auto", "`line` for `.txt`, as in Hugging Face datasets; `file` for `.md`";
         /// Number of rows to read from the training files, from the first one; `0`: all.
         limit: usize = 0, "all rows", in from(0);
-        /// Configuration of a hub data set, such as `main`.
+        /// Configuration of a hub dataset, such as `main`.
         config: Option<String> = "", "the only one; if there are several, they are listed";
-        /// Split of a hub data set or of a folder, for training.
+        /// Split of a hub dataset or of a folder, for training.
         split: String = "train", "the rows that are meant for training";
-        /// Split of a hub data set or of a folder in `eval`.
+        /// Split of a hub dataset or of a folder in `eval`.
         eval_split: String = "auto", "`validation`, else `test`";
-        /// Branch, tag or commit of hub data sets.
+        /// Branch, tag or commit of hub datasets.
         revision: String = "main", "the current version";
         /// Several sources with their own settings and weights, in place of `train`; a setting that is left out is that of
         /// `[data]`.
@@ -162,7 +162,7 @@ section! {
         cache: Option<bool> = "auto", "`true` if the data files have 16 MiB or more: tokenizing takes seconds below that";
         /// Directory of these files. They can be removed at any time between runs.
         cache_dir: Option<String> = "auto", "`.ft-tokens` beside the run directory";
-        /// Most bytes of these files. Beyond it the files of the data sets that no run used for the longest time are
+        /// Most bytes of these files. Beyond it the files of the datasets that no run used for the longest time are
         /// removed when new ones are written; those of a run in progress stay.
         cache_limit: Option<u64> = "auto", "half of the space that the files and the free part of the disk have together";
         /// Reads rows during training in place of before it, for data that is too large to tokenize first. Needs
@@ -490,7 +490,7 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
             ))
             .found("a stage that looks at all rows before the first step")
             .expected("`sft` or `pretrain`")
-            .hint("for large data sets `data.cache` needs little memory too"),
+            .hint("for large datasets `data.cache` needs little memory too"),
         );
     }
     if s.train.max_steps < 0 {

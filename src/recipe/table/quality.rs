@@ -13,7 +13,7 @@ section! {
         /// (Jaccard), estimated by MinHash.
         dedup_threshold: f64 = 0.8, "a few words of a hundred differ; below 0.7 pairs would be missed", in SIMILAR,
             when Quality::dedup = ["near"];
-        /// File or list of files with evaluation rows (any columns), or a hub data set: training rows that share a
+        /// File or list of files with evaluation rows (any columns), or a hub dataset: training rows that share a
         /// sequence of `decontaminate_ngram` words with one of them are dropped, and listed in `dropped_rows.jsonl`.
         decontaminate: Vec<String> = [], "no evaluation file is known";
         /// Number of words of such a sequence, without punctuation and case. A shorter evaluation text of at least 8

@@ -15,7 +15,7 @@ section! {
         /// A factor for each reward; empty is 1 for all.
         reward_weights: Vec<f64> = [], "all rewards have the same weight";
         /// The column with the known answer; rows without it use their last assistant message or completion.
-        answer_column: String = "answer", "the usual name in such data sets";
+        answer_column: String = "answer", "the usual name in such datasets";
         /// Time limit of a reward program for one row, in seconds.
         reward_timeout: f64 = 30.0, "a program that takes longer probably hangs", in POSITIVE;
         /// How many times a reward program that crashed or hung is restarted, over the whole run.

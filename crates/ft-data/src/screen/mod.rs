@@ -193,7 +193,7 @@ impl Screened {
     }
 }
 
-/// Decides which rows are dropped. One screen may read several data sets: they are screened together.
+/// Decides which rows are dropped. One screen may read several datasets: they are screened together.
 #[derive(Debug)]
 pub struct Screen {
     spec: ScreenSpec,

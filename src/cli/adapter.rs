@@ -107,7 +107,7 @@ pub fn run(args: Args) -> Result<i32> {
                     "compressed: at most {lost:.2e} of the weight change of a linear is lost"
                 ));
             }
-            super::note(&format!("rank {}, {} linears", report.rank, report.modules));
+            super::note(&format!("rank {}, {} linear layers", report.rank, report.modules));
             out(to.display())?;
         }
     }

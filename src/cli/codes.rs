@@ -39,8 +39,8 @@ pub const CODES: &[Code] = codes! {
         "Correct them one after the other: each has its line and a hint. `ft plan RECIPE` checks again and trains nothing.";
     "FT102" Usage, "unknown key or table", ["unknown key `", "unknown table `["],
         "A key is misspelled, stands in another table, or has another name than in the tool that it comes from.",
-        "Use the key of the hint. `docs/recipe.md` has all keys; `ft recipes schema` gives editors completion; `ft import FILE` \
-         translates configurations of other tools.";
+        "Use the key of the hint. `ft recipes schema` prints all keys, also for completion in editors (as a page: `docs/recipe.md`); `ft \
+         import FILE` translates configurations of other tools.";
     "FT103" Usage, "wrong type of a value", ["has the wrong type", "has an item of the wrong type"],
         "A number is written in quotes, a list as a text, or the like.",
         "Write the value as the error expects it: `8`, `\"text\"`, `true`, `[\"a\", \"b\"]`. An argument needs no quotes: `train.seed=1`.";
@@ -49,7 +49,7 @@ pub const CODES: &[Code] = codes! {
         "Take a value in the range that the error names. Without the key its default is used.";
     "FT105" Usage, "not one of the values of a key", ["is not a value of `"],
         "The key accepts certain names only.",
-        "Take one of the names in the error. `docs/recipe.md` explains them.";
+        "Take one of the names in the error. `ft recipes schema` explains them (as a page: `docs/recipe.md`).";
     "FT106" Usage, "the recipe is not TOML", ["is not valid TOML", "a recipe is TOML, and this is "],
         "The file has a mistake in its syntax, or is a configuration of another tool in YAML or JSON.",
         "Look at the line of the error: texts need quotes, tables are `[name]`. `ft import FILE` makes a recipe of another tool's file.";
@@ -68,7 +68,7 @@ pub const CODES: &[Code] = codes! {
         "Write `key=value`. `--help` after a command shows its flags.";
     "FT199" Usage, "wrong use of a command or key", [],
         "The command line or the recipe asks for something that does not exist or has no effect.",
-        "Follow the hint; `--help` after a command has examples, `docs/recipe.md` all keys.";
+        "Follow the hint; `--help` after a command has examples, `ft recipes schema` all keys (as a page: `docs/recipe.md`).";
 
     "FT201" Format, "a row or file is not valid JSON",
         ["the row is not valid JSON", "the file is not valid JSON", "the row is not an object"],
@@ -143,7 +143,7 @@ pub const CODES: &[Code] = codes! {
         "`ft runs` lists the runs and their state; `ls` the directory.";
     "FT310" Unsupported, "an adapter that ft does not know", ["adapter uses `"],
         "The adapter was trained with an option of PEFT that changes the mathematics and that ft does not have.",
-        "`docs/adapters.md` lists the options. Merge it in the tool that wrote it, and train on the result.";
+        "`[tune.lora]` in `docs/recipe.md` (`ft recipes schema`) lists the supported options. Merge it in the tool that wrote it, and train on the result.";
     "FT311" Failed, "another base model", ["the adapters belong to different base models", "the base model differs from the model"],
         "An adapter or a checkpoint fits only the weights on which it was trained.",
         "Give the base model and revision that `adapter_config.json` or `resolved.toml` of the run names.";
@@ -172,7 +172,7 @@ pub const CODES: &[Code] = codes! {
          error; if it fails elsewhere, look at `nvidia-smi -q` and `dmesg` (Xid): the device, its cooling or its power.";
     "FT501" NonFinite, "the loss is not finite", ["the loss is not finite"],
         "The learning rate is too high, the dtype is too narrow (f16), or a weight of the model is already NaN or infinite.",
-        "A rate 3 to 10 times lower, `train.max_grad_norm = 1.0`, warm-up steps, `model.dtype = \"bf16\"`. Resume from a checkpoint before \
+        "A rate 3 to 10 times lower, `train.max_grad_norm = 1.0`, warmup steps, `model.dtype = \"bf16\"`. Resume from a checkpoint before \
          the step: the weights were not changed by it.";
     "FT502" NonFinite, "a gradient is not finite", ["gradient is not finite"],
         "As FT501, in the backward pass.",
@@ -182,7 +182,7 @@ pub const CODES: &[Code] = codes! {
         "`model.dtype = \"bf16\"` or `\"f32\"`.";
     "FT504" Usage, "the learning rate is 0", ["learning rate is 0", "has a learning rate above 0"],
         "The schedule or the value leaves no step that changes a weight.",
-        "Set `optimizer.learning_rate`, or fewer warm-up steps than steps of the run.";
+        "Set `optimizer.learning_rate`, or fewer warmup steps than steps of the run.";
     "FT599" NonFinite, "a number is not finite", [],
         "A tensor of the model or a result is NaN or infinite.",
         "Check the file that the error names against its source; otherwise as FT501.";

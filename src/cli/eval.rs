@@ -40,7 +40,7 @@ pub struct Args {
     /// PEFT adapter directory, run, checkpoint, or hub id
     #[arg(long, value_name = "DIR", add = super::completions::model())]
     pub adapter: Option<PathBuf>,
-    /// Rows: a file or a hub data set [default: the evaluation rows of the recipe]
+    /// Rows: a file or a hub dataset [default: the evaluation rows of the recipe]
     #[arg(long, value_name = "FILE")]
     pub data: Option<String>,
     /// Format of the rows, as `data.format` [default: detected from the first row]

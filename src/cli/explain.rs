@@ -12,7 +12,8 @@ use serde_json::json;
   ft explain FT601
   ft explain              all codes
 
-The last line of an error has its code. docs/troubleshooting.md has the same texts.")]
+The last line of an error has its code. docs/troubleshooting.md has the same texts; pages in docs/ are part of the
+source of ft.")]
 pub struct Args {
     /// The code, such as FT601 [default: list all]
     #[arg(add = super::completions::code())]

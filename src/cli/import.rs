@@ -45,7 +45,7 @@ pub fn run(args: Args) -> Result<i32> {
     match args.to {
         None => out_raw(&imported.text)?,
         Some(to) if to.exists() => {
-            return Err(Error::usage("the file exists already")
+            return Err(Error::usage("the file already exists")
                 .at_path(&to)
                 .hint("give another name"));
         }
@@ -57,7 +57,7 @@ pub fn run(args: Args) -> Result<i32> {
     Ok(0)
 }
 
-/// The data sets that a file of LLaMA-Factory names. Its folder is looked for in the current directory, in that of the file,
+/// The datasets that a file of LLaMA-Factory names. Its folder is looked for in the current directory, in that of the file,
 /// and in those above it.
 fn registry(text: &str, file: &Path) -> Result<Option<Registry>> {
     let Some(folder) = registry_folder(text) else {

@@ -16,7 +16,7 @@ pub struct Args {
     /// Hub id or directory of the model
     #[arg(long, value_name = "MODEL")]
     model: Option<String>,
-    /// File with the rows (jsonl, json, csv, parquet), or data set of the hub
+    /// File with the rows (jsonl, json, csv, parquet), or dataset of the hub
     #[arg(long, value_name = "FILE")]
     data: Option<String>,
     /// lora, qlora, block or full [default: lora]
@@ -25,7 +25,7 @@ pub struct Args {
     /// Directory of the run [default: runs/NAME, after the model]
     #[arg(long, value_name = "DIR")]
     output_dir: Option<String>,
-    /// The new recipe [default: recipe.toml]
+    /// The new recipe
     #[arg(long, value_name = "FILE", default_value = "recipe.toml")]
     to: PathBuf,
 }
@@ -46,7 +46,7 @@ fn ask(question: &str, default: Option<&str>) -> Result<String> {
 
 pub fn run(args: Args) -> Result<i32> {
     if args.to.exists() {
-        return Err(Error::usage("the file exists already")
+        return Err(Error::usage("the file already exists")
             .at_path(&args.to)
             .hint("give another name with `--to FILE`"));
     }
@@ -60,7 +60,7 @@ pub fn run(args: Args) -> Result<i32> {
         }),
     };
     let model = answer(args.model, "--model", "Model (hub id or directory)?", None)?;
-    let data = answer(args.data, "--data", "Rows (file or data set of the hub)?", None)?;
+    let data = answer(args.data, "--data", "Rows (file or dataset of the hub)?", None)?;
     let method = answer(
         args.method,
         "--method",
@@ -91,7 +91,7 @@ fn text(model: &str, data: &str, method: &str, output: &str) -> Result<String> {
         ),
         "full" => ("full", "every weight at once: the most memory"),
         other => {
-            return Err(Error::usage("this is no method")
+            return Err(Error::usage("unknown method")
                 .found(other)
                 .expected("lora, qlora, block or full"));
         }
@@ -108,7 +108,7 @@ fn text(model: &str, data: &str, method: &str, output: &str) -> Result<String> {
         ""
     };
     Ok(format!(
-        "# Made by `ft init`. All keys: docs/recipe.md; what is not written here has a default, which `ft plan` shows.\n\n\
+        "# Made by `ft init`. All keys: `ft recipes schema` (docs/recipe.md); what is not written here has a default, which `ft plan` shows.\n\n\
          [model]\npath = {}\n{memory}\n[data]\ntrain = {}\n\
          eval_fraction = 0.02        # held out: evaluated before, during and after the run\n\
          max_length = 2048           # longer rows are cut; `ft data` shows how many\n\n\

@@ -258,7 +258,7 @@ pub fn combine(adapters: &[(PathBuf, f32)], out: &Path, rank: Option<usize>) -> 
                 names => format!("{} on {}", config.name(), names.join(", ")),
             };
             return Err(
-                Error::new("only plain LoRA adapters of linears can be added up into one adapter")
+                Error::new("only plain LoRA adapters of linear layers can be added up into one adapter")
                     .at_path(dir)
                     .found(found)
                     .hint("`ft merge` adds adapters of every kind to the weights of the model"),

@@ -357,31 +357,33 @@ fn mixture_config(config: &Config, dense: &Spec, request: &Request) -> Result<Ma
 
 /// Checks that the mixture differs from the dense model in its MLPs only.
 fn same_attention(dense: &Spec, mixture: &Spec, config: &Config) -> Result<()> {
-    let numbers = |s: &Spec| {
-        let layers: Vec<_> = s.layers.iter().map(|l| (l.window, l.rope, l.query_rope)).collect();
-        let sizes = [s.vocab, s.hidden, s.heads, s.kv_heads, s.head_dim, s.max_positions];
-        let biases = [s.qkv_bias, s.o_bias, s.tied];
+    let layers = |s: &Spec| -> Vec<_> { s.layers.iter().map(|l| (l.window, l.rope, l.query_rope)).collect() };
+    let sizes = |s: &Spec| [s.vocab, s.hidden, s.heads, s.kv_heads, s.head_dim, s.max_positions];
+    let biases = |s: &Spec| [s.qkv_bias, s.o_bias];
+    let ropes = dense.ropes != mixture.ropes || dense.pairing != mixture.pairing;
+    let norms = dense.norm_eps != mixture.norm_eps || dense.qk_norm != mixture.qk_norm;
+    let parts = [
         (
-            layers,
-            sizes,
-            biases,
-            [s.norm_eps, f64::from(s.attention_scale)],
-            s.qk_norm,
-        )
-    };
-    let same = numbers(dense) == numbers(mixture)
-        && dense.ropes == mixture.ropes
-        && dense.activation == mixture.activation
-        && dense.pairing == mixture.pairing;
-    if same {
+            "sliding windows or the RoPE of a layer",
+            layers(dense) != layers(mixture),
+        ),
+        ("RoPE", ropes),
+        ("sizes", sizes(dense) != sizes(mixture)),
+        ("biases", biases(dense) != biases(mixture)),
+        ("tied embeddings", dense.tied != mixture.tied),
+        ("norms", norms),
+        ("attention scale", dense.attention_scale != mixture.attention_scale),
+        ("activation", dense.activation != mixture.activation),
+    ];
+    let others: Vec<&str> = parts
+        .iter()
+        .filter(|(_, differs)| *differs)
+        .map(|(name, _)| *name)
+        .collect();
+    if others.is_empty() {
         return Ok(());
     }
-    Err(refuse(
-        config,
-        "config",
-        &format!(
-            "a `{}` reads an option of this config in another way",
-            mixture.model_type
-        ),
-    ))
+    let kind = &mixture.model_type;
+    let why = format!("as `{kind}` this config gives another attention, norm or activation");
+    Err(refuse(config, "config", &why).found(format!("different: {}", others.join(", "))))
 }

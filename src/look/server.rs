@@ -126,7 +126,7 @@ impl Shared {
         }
     }
 
-    /// No path of a request becomes a path of a file: the names are these, and a run is a number.
+    /// Never opens a path from a request: only these fixed names and run numbers are served.
     fn body(&self, name: &str) -> Option<Result<(&'static str, String)>> {
         let fixed = |kind, text: &str| Some(Ok((kind, text.to_string())));
         match name {

@@ -93,7 +93,7 @@ impl Tail {
         let mut bytes = self.bytes(&mut file, self.at, PIECE)?;
         let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1);
         if whole == 0 && bytes.len() as u64 == PIECE {
-            // No line is that long: it is not a log of a run.
+            // No line end in 1 MiB: this is not the log of a run, so these bytes are skipped.
             self.at += PIECE;
             bytes.clear();
         }

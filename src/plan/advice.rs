@@ -306,7 +306,7 @@ fn changes(recipe: &Recipe) -> Vec<Change> {
         add(
             METHOD,
             "tune.block.partition=module".into(),
-            "trains half a layer at a time",
+            "trains the attention or the MLP of a layer at a time",
             &|r| {
                 r.tune.block.partition = Partition::Module;
             },

@@ -151,7 +151,7 @@ pub fn costs(adapters: &Adapters) -> Costs {
 }
 
 impl Inputs {
-    /// What fresh adapters need to start: covariances of a layer, decompositions, passes over the rows that are looked at.
+    /// Bytes to initialize new adapters: covariances of one layer, decompositions, and the pass over the calibration rows.
     fn start_bytes(&self, recipe: &Recipe, model: &Model) -> u64 {
         let lora = &recipe.tune.lora;
         if recipe.tune.method != Method::Lora || !cost::decomposes(lora) {

@@ -20,7 +20,7 @@ pub fn refused(text: &str, path: &Path) -> Option<Error> {
     let error = Error::usage(format!("a recipe is TOML, and this is {language}")).at_path(path);
     let lines: Vec<String> = text.lines().filter_map(translated).take(SHOWN).collect();
     Some(if lines.is_empty() {
-        error.hint("`ft recipes` lists recipes to start from, docs/recipe.md lists all keys")
+        error.hint("`ft recipes` lists recipes to start from, `ft recipes schema` all keys (docs/recipe.md)")
     } else {
         error.hint(format!(
             "write each key as `table.key = value`; the first lines of this file as a recipe:\n      {}",

@@ -11,7 +11,7 @@ pub use crate::base::suggest::nearest;
 pub fn hint(path: &[String], is_table: bool) -> String {
     let (name, table) = match path.split_last() {
         Some((name, table)) => (name.as_str(), table.join(".")),
-        None => return "docs/recipe.md lists all keys".into(),
+        None => return "`ft recipes schema` lists all keys (docs/recipe.md)".into(),
     };
     if is_table {
         return table_hint(name, &path.join("."));

@@ -43,15 +43,15 @@ const MODELS: &str = "
 - `pad_token_id` of the config is `padding_idx` of the embedding, as in transformers: where that token is in a text, its row of the
   embedding (and of the table of per-layer embeddings) gets no gradient from that place. Some checkpoints use a token that ends turns as
   the padding token; it is not trained there either ([optimizers.md](optimizers.md#the-row-of-the-padding-token)).
-- `partial_rotary_factor` is an option of `gemma4`, `glm`, `glm4`, `glm4_moe`, `minimax_m2`, `nemotron`, `phi3`, `qwen3_5`, `qwen3_5_moe`, `qwen3_next`
-  and `stablelm`; transformers does not apply it elsewhere.
+- `partial_rotary_factor` is an option of `gemma4_text`, `glm`, `glm4`, `glm4_moe`, `minimax_m2`, `nemotron`, `phi3`, `qwen3_5_text`,
+  `qwen3_5_moe_text`, `qwen3_next` and `stablelm`, also inside of `gemma4`, `qwen3_5` and `qwen3_5_moe`; transformers does not apply it elsewhere.
 - Gemma 3n and Gemma 4: the table of the per-layer embeddings is trained by `full`, by `block` with `tune.block.include_embedding` (a
   block of its own), and by `freeze` if it is named. Its gradient has the size of the table in f32, as has each moment of the optimizer, and
   every update changes all rows, as in transformers. Where it is not trained, only the rows of a batch are read, from host memory or the
   disk with `memory.tier`.
-- Gemma 3n and Gemma 4: adapters on all linears include those of the per-layer inputs (`per_layer_model_projection` before the layers too) and of
+- Gemma 3n and Gemma 4: adapters on all linear layers include those of the per-layer inputs (`per_layer_model_projection` before the layers too) and of
   AltUp, as in PEFT. Then the gradient goes down to the embedding; with `tune.lora.target_modules` of layers only it does not.
-- Gemma 4: the factors of the layers are not trained (they are buffers in transformers). `enable_moe_block` (26B-A4B) and new tokens are
+- Gemma 4: the scale of each layer is not trained (it is a buffer in transformers). `enable_moe_block` (26B-A4B) and new tokens are
   refused.
   On a GPU the heads of 512 elements (full attention) use the kernels without tensor cores.
 - LFM2: `full`, `block` and `freeze` train the weights of the convolutions too; adapters are on the projections around them.

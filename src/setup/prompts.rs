@@ -65,7 +65,7 @@ pub fn steps(recipe: &Recipe, prompts: usize) -> u64 {
     rollouts as u64 * steps_of_rollout(recipe)
 }
 
-/// Reads the prompts and checks the rewards. The returned data sets replace them where only lengths and hashes count:
+/// Reads the prompts and checks the rewards. The returned datasets replace them where only lengths and hashes count:
 /// each row is as long as its prompt with the longest possible answer.
 ///
 /// Errors: an invalid row or reward; a prompt that leaves no room for its answer.

@@ -24,7 +24,7 @@ struct Place<'a> {
 /// The splits for an evaluation if the recipe names none; the empty name stands for files without names of splits.
 const EVAL_SPLITS: [&str; 3] = ["validation", "test", ""];
 
-/// The sources of these rows, with their files. Hub data sets are downloaded.
+/// The sources of these rows, with their files. Hub datasets are downloaded.
 ///
 /// Errors: a file, a configuration or a split that does not exist, a pattern or a folder without data files.
 pub fn sources(recipe: &Recipe, rows: RowSet) -> Result<Vec<Source>> {
@@ -120,7 +120,7 @@ fn limit_together(sources: &mut Vec<Source>, limit: usize) {
     *sources = vec![all];
 }
 
-/// The files of a path: a file, a folder, a pattern, or a hub data set.
+/// The files of a path: a file, a folder, a pattern, or a hub dataset.
 fn find(path: &str, place: &Place) -> Result<Vec<String>> {
     let here = Path::new(path);
     let found = if here.is_dir() {

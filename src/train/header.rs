@@ -49,8 +49,8 @@ pub fn header(
     let steps = stream.steps();
     let warmup = match Schedule::new(&recipe.schedule, steps).warmup() {
         0 => String::new(),
-        1 => ", 1 step of warm-up".to_string(),
-        n => format!(", {} steps of warm-up", count(n)),
+        1 => ", 1 step of warmup".to_string(),
+        n => format!(", {} steps of warmup", count(n)),
     };
     let turns = learning::blocks_trained(recipe, schedule, steps);
     let turns = turns.map_or(String::new(), |(turns, all)| format!(", {turns} of {all} blocks"));

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 
 /// A run with fewer steps gets a warning.
 const FEW_STEPS: u64 = 10;
-/// Number of steps in which a rate above 0 is searched; a warm-up step with rate 0 is followed by one above 0.
+/// Number of steps in which a rate above 0 is searched; a warmup step with rate 0 is followed by one above 0.
 const SEARCHED: u64 = 10_000;
 /// A learning rate below this changes no weight in f32.
 const TINY_RATE: f64 = 1e-10;
@@ -78,7 +78,7 @@ pub fn check(recipe: &Recipe, schedule: &ActiveSchedule, steps: u64) -> Result<(
         Error::usage("no step of the run has a learning rate above 0: it would train nothing")
             .at("schedule")
             .found(format!(
-                "{}, {} of warm-up; a warm-up begins at 0",
+                "{}, {} of warmup; warmup begins at 0",
                 plural(steps),
                 plural(lr_schedule.warmup())
             ))
@@ -160,7 +160,7 @@ pub fn warnings(recipe: &Recipe, schedule: &ActiveSchedule, stream: &BatchStream
     let warmup = Schedule::new(&recipe.schedule, steps).warmup();
     if warmup >= steps {
         all.push(format!(
-            "the learning rate never reaches {}: {} of warm-up in a run of {}",
+            "the learning rate never reaches {}: {} of warmup in a run of {}",
             units::rate(recipe.optimizer.learning_rate),
             plural(warmup),
             plural(steps)

@@ -252,7 +252,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     }
     if on_gpu && shared.ranks > 1 {
         return Err(
-            Error::usage("ranks with GPUs do not share the tokens of a micro-batch yet")
+            Error::usage("`distributed.sequence` above 1 is not supported on GPUs yet")
                 .at("distributed.sequence")
                 .found(shared.ranks)
                 .expected("1 on a GPU")
@@ -261,7 +261,7 @@ pub fn check(recipe: &Recipe, spec: &Spec, on_gpu: bool, size: usize) -> Result<
     }
     let weights = recipe.distributed.weights;
     if on_gpu && weights == RankWeights::ExpertParallel {
-        return Err(Error::usage("ranks with GPUs do not divide experts yet")
+        return Err(Error::usage("divided experts are not supported on GPUs yet")
             .at("distributed.weights")
             .found(weights.name())
             .expected("`replicated` or `sharded` on a GPU")

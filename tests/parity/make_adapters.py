@@ -283,7 +283,7 @@ def make_started(name):
 
 def make_eva():
     """EVA by PEFT: what A starts with, and the ranks and scales that it spends. Every row in one batch, seen twice. PEFT cuts its
-    running decomposition to r·rho components, which turns neighbouring directions: rho is large enough to keep them all."""
+    running decomposition to r·rho components, which turns neighboring directions: rho is large enough to keep them all."""
     base = "llama"
     rows = rows_of(base)
     width = max(len(ids) for ids, _ in rows)

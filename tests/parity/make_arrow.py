@@ -1,4 +1,4 @@
-"""Arrow files of every type that ft reads, and data sets as Hugging Face `datasets` writes them.
+"""Arrow files of every type that ft reads, and datasets as Hugging Face `datasets` writes them.
 
     python make_arrow.py
 

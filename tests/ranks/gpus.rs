@@ -289,11 +289,11 @@ fn each_rank_has_a_gpu_of_its_own_or_says_so() {
     refused(&[], "2 ranks and 1 GPU on host");
     refused(
         &["model.device=cuda:0", "distributed.weights=sharded"],
-        "do not divide weights yet",
+        "divided weights are not supported on GPUs yet",
     );
     refused(
         &["model.device=cuda:0", "distributed.sequence=2"],
-        "do not share the tokens of a micro-batch yet",
+        "`distributed.sequence` above 1 is not supported on GPUs yet",
     );
     // Two ranks share one if the recipe names it, and say so.
     let out = with(&["model.device=cuda:0"]);

@@ -325,14 +325,14 @@ fn matrix(found: &Verdicts) -> String {
     out
 }
 
-const INTRODUCTION: &str = "# What composes
+const INTRODUCTION: &str = "# What combines with what
 
-Every method, stage, storage of frozen weights, tier and device, each with each. A test makes this page: it checks and
-plans every combination as `ft train` does before it loads weights (`assets/tiny`; CUDA as for an H100 that is not there),
-and it trains one step of a sample in which every two values meet, on the CPU. A combination that is in no table below works.
+All combinations of method, stage, storage of frozen weights, tier and device. A test makes this page: it checks and
+plans every combination as `ft train` does before it loads weights (`assets/tiny`; for CUDA it plans for a simulated H100),
+and it trains one step of a sample in which every pair of values occurs, on the CPU. A combination that is in no table below works.
 
-Not multiplied here: optimizers, their states and schedules, which see only names, shapes and numbers; the losses of `dpo`
-and `kto`; families (docs/models.md). On a CPU the tier `host` is the same as `device`.
+Not in these tables: optimizers, their states and schedules, because they see only names, shapes and numbers; the losses of `dpo`
+and `kto`; families ([models.md](models.md)). On a CPU the tier `host` is the same as `device`.
 
 \"bf16 below f32\" is `model.dtype = \"f32\"` with `memory.frozen_weights = \"bf16\"`. \"Quantized files\" is a model directory whose
 projections are NF4.

@@ -454,7 +454,7 @@ const TABLES: [(&str, &[Row]); 7] = [
     ("Surface", &SURFACE),
 ];
 
-const HEAD: &str = "# Reliability
+const HEAD: &str = "# Faults that are tested
 
 Each row of the tables has a fault, what ft does then, and the tests that show it. `FT_BLESS=1 cargo test` writes this file from
 the list in `tests/run/faults.rs`; the tests of each row must exist and name the row in their comment. The rules are in [runs.md](runs.md) and
@@ -469,8 +469,8 @@ need root; CI tests them where it may mount. With `FT_TEST_CASES=4000` each file
 
 Not covered: network file systems, a real GPU that fails, a real quota (the error is injected), a control group of version 2 (its files are read in unit tests).
 
-No switch lets a fault pass: rows that cannot be read, numbers that are not finite (but for the loss scale of f16), locks of a process that runs and other bases
-are refused, not skipped, and a state that cannot be saved gets no second place. The remedy is to mend the cause and resume.
+No option disables these checks: rows that cannot be read, numbers that are not finite (except for the loss scale of f16), locks of a process that runs and other
+base models are refused, not skipped. If a checkpoint cannot be written, ft does not try another directory. The remedy is to fix the cause and resume.
 
 ## Fuzzing with coverage
 

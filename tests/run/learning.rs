@@ -63,7 +63,7 @@ fn two_keys_and_1000_rows_learn() {
     the_defaults_learn(1000);
 }
 
-/// TRL's defaults: 3 epochs in batches of 8 rows, 2e-5 (2e-4 with adapters), linear decay without a warm-up.
+/// TRL's defaults: 3 epochs in batches of 8 rows, 2e-5 (2e-4 with adapters), linear decay without a warmup.
 #[test]
 fn the_defaults_learn_what_trl_s_defaults_learn() {
     let bench = shortest(200);

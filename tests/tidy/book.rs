@@ -1,8 +1,8 @@
 //! The pages of `docs/` as a book: every page is in its contents, every link leads to something, the README is short.
 
 use super::{assert_none, root};
-use clap::Parser;
 use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 use ft::cli::Cli;
 use std::collections::BTreeSet;
 use std::fs;
@@ -101,12 +101,34 @@ fn every_page_is_in_the_book() {
         .collect();
     let names: BTreeSet<String> = names.into_iter().filter(|n| n != "SUMMARY.md").collect();
     assert_eq!(listed, names);
+    for line in summary.lines().filter(|line| line.contains("](")) {
+        let (title, rest) = line.split_once("](").unwrap();
+        let title = title.trim_start_matches("- ").trim_start_matches('[');
+        let page = fs::read_to_string(docs.join(rest.trim_end_matches(')'))).unwrap();
+        assert_eq!(page.lines().next(), Some(format!("# {title}").as_str()), "{line}");
+    }
     let readme = fs::read_to_string(root().join("README.md")).unwrap();
     assert!(
         readme.lines().count() < 100,
         "README.md has {} lines",
         readme.lines().count()
     );
+}
+
+#[test]
+fn the_page_of_commands_has_every_command() {
+    let page = fs::read_to_string(root().join("docs/commands.md")).unwrap();
+    let mut program = Cli::command();
+    program.build();
+    let shown = program.get_subcommands().filter(|c| !c.is_hide_set());
+    let rows = shown.filter(|c| c.get_name() != "help").map(|command| {
+        let about = command.get_about().unwrap();
+        format!("| `ft {}` | {about} | `ft {} ", command.get_name(), command.get_name())
+    });
+    let rows: Vec<String> = rows.collect();
+    assert!(rows.len() > 20);
+    let missing: Vec<String> = rows.into_iter().filter(|row| !page.contains(row.as_str())).collect();
+    assert_none(&missing, "docs/commands.md lacks a row that begins so");
 }
 
 /// The words of a command line: quotes keep spaces, a comment and what follows a pipe or a redirection are left out.

@@ -122,7 +122,7 @@ pub struct Origin {
     pub is_line: bool,
 }
 
-/// Counts of a data set. Dropped rows are counted in `rows` and `dropped_rows` only.
+/// Counts of a dataset. Dropped rows are counted in `rows` and `dropped_rows` only.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Stats {
@@ -329,7 +329,7 @@ impl Dataset {
         rows.dataset(spec, readings)
     }
 
-    /// As `load`; a large data set is tokenized once, to files in `cache`, and stays there.
+    /// As `load`; a large dataset is tokenized once, to files in `cache`, and stays there.
     ///
     /// # Errors
     /// As for `load`; the cache cannot be written.
@@ -373,7 +373,7 @@ impl Dataset {
         self.examples.lengths()
     }
 
-    /// A data set of given examples.
+    /// A dataset of given examples.
     pub fn from_examples(examples: Vec<Example>) -> Self {
         let origin = |i| Origin {
             file: 0,
@@ -474,7 +474,7 @@ impl Dataset {
         Ok((part(false, train)?, part(true, eval)?))
     }
 
-    /// The first `limit` questions of this data set's rows, in file order, read from the files again.
+    /// The first `limit` questions of this dataset's rows, in file order, read from the files again.
     /// Rows without a text answer have none.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! The tokenized rows of a data set: in memory, or in a token file that is read row by row.
+//! The tokenized rows of a dataset: in memory, or in a token file that is read row by row.
 
 use super::batch::Example;
 use super::dataset::Origin;
@@ -211,7 +211,7 @@ impl Examples {
         }
     }
 
-    /// The place of a row in the data files. `None`: the rows are in memory, and the data set has their places.
+    /// The place of a row in the data files. `None`: the rows are in memory, and the dataset has their places.
     pub(super) fn origin(&self, row: usize) -> Result<Option<Origin>> {
         match &self.0 {
             Store::Memory(_) => Ok(None),

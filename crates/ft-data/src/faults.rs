@@ -136,7 +136,7 @@ mod tests {
             .at(format!("a.jsonl:{line}"))
             .found("x")
             .expected("y")
-            .hint("mend it")
+            .hint("fix it")
     }
 
     #[test]
@@ -156,7 +156,7 @@ mod tests {
             e.contains("\n    a.jsonl:10: is bad, found x, expected y\n    and 2 more\n"),
             "{e}"
         );
-        assert!(!e.contains("a.jsonl:11") && e.ends_with("hint: mend it"), "{e}");
+        assert!(!e.contains("a.jsonl:11") && e.ends_with("hint: fix it"), "{e}");
     }
 
     #[test]

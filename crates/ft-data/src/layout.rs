@@ -104,7 +104,7 @@ pub struct Layout {
     pub system: String,
     /// The system message of rows without one.
     pub system_prompt: Option<String>,
-    /// The well-known data set that has these columns.
+    /// The well-known dataset that has these columns.
     pub preset: Option<&'static str>,
     /// The known answer is the part of its column after this mark.
     pub after: Option<&'static str>,

@@ -93,7 +93,7 @@ impl Mixture {
 
     /// The rows of an epoch, in order. Without `shuffle` the sources are in file order, and evenly mixed.
     pub fn epoch(&self, seed: u64, epoch: u64, shuffle: bool) -> Vec<u32> {
-        // The place of a row in the epoch, as a fraction of its source's share.
+        // Each row with its relative position (0 to 1) in its source's part of the epoch.
         let mut placed: Vec<(f64, u32)> = Vec::with_capacity(self.len());
         for (source, (rows, &count)) in self.rows.iter().zip(&self.counts).enumerate() {
             let n = rows.len() as u64;

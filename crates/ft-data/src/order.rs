@@ -90,7 +90,7 @@ pub struct Order {
     epochs: Mutex<VecDeque<(u64, Arc<Units>)>>,
 }
 
-/// Micro-batches of a data set; see the module documentation.
+/// Micro-batches of a dataset; see the module documentation.
 #[derive(Debug)]
 pub struct BatchStream<'a> {
     examples: &'a Examples,
@@ -121,7 +121,7 @@ impl std::ops::Deref for BatchStream<'_> {
 }
 
 impl<'a> BatchStream<'a> {
-    /// The stream of a data set.
+    /// The stream of a dataset.
     ///
     /// # Errors
     /// As `Order::new`.
@@ -185,7 +185,7 @@ impl Order {
             return Err(Error::format("the data has no rows"));
         }
         if u32::try_from(lengths.len()).is_err() {
-            return Err(Error::unsupported("a data set has too many rows").found(lengths.len()));
+            return Err(Error::unsupported("a dataset has too many rows").found(lengths.len()));
         }
         if spec.batch_size == 0 || spec.accumulation == 0 {
             return Err(Error::usage(

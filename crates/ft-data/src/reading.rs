@@ -1,4 +1,4 @@
-//! Describes in words how the files of a data set were read: format, used and unused columns, rendering.
+//! Describes in words how the files of a dataset were read: format, used and unused columns, rendering.
 
 use super::layout::{LISTS, Layout, Rendering, is_like_a_prompt};
 use super::read::Row;
@@ -174,7 +174,7 @@ impl Reading {
     }
 }
 
-/// Describes the files of a data set, one line per group of files that are read alike. A line names its files if there
+/// Describes the files of a dataset, one line per group of files that are read alike. A line names its files if there
 /// are several groups.
 pub fn lines(readings: &[Reading], rest: &str) -> Vec<String> {
     let mut groups: Vec<(String, Vec<&str>)> = Vec::new();

@@ -178,11 +178,14 @@ impl<'a> RowStream<'a> {
     /// Other bytes; a file that cannot be read.
     pub fn restore(&mut self, state: &[u8]) -> Result<()> {
         let position: Position = serde_json::from_slice(state)
-            .map_err(|e| Error::format("the checkpoint has no position in the rows").cause(e))?;
+            .map_err(|e| Error::format("the checkpoint has no valid data position").cause(e))?;
         if position.sources.len() != start(&self.lanes).sources.len() {
-            return Err(Error::format("the checkpoint has a position in other sources")
-                .found(format!("{} sources with weights", position.sources.len()))
-                .hint("set `weight` in the sources as in the run that wrote it"));
+            return Err(
+                Error::format("the checkpoint was written with a different number of weighted sources")
+                    .found(position.sources.len())
+                    .expected(start(&self.lanes).sources.len())
+                    .hint("set `weight` in the sources as in the run that wrote it"),
+            );
         }
         self.before.clear();
         self.units.clear();

@@ -1,4 +1,4 @@
-//! Rows of a data set as JSON, and statistics of its sources: rows, tokens, quantiles of lengths, a histogram.
+//! Rows of a dataset as JSON, and statistics of its sources: rows, tokens, quantiles of lengths, a histogram.
 
 use super::codec::TextCodec;
 use super::dataset::{Dataset, Spec};

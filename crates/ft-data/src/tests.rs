@@ -1,4 +1,4 @@
-//! Tests from files to data sets: formats, hostile rows, counts, splits, questions, and the output of `ft data`.
+//! Tests from files to datasets: formats, hostile rows, counts, splits, questions, and the output of `ft data`.
 
 use super::codec::ChatRender;
 use super::dataset::{Dataset, Spec};
@@ -479,7 +479,7 @@ fn the_description_marks_what_is_trained_and_shows_the_counts() {
         MIXED[1],
         (
             "d.jsonl",
-            "{\"prompt\": \"\\u001b[31m red\", \"completion\": \" is a colour that many people like\"}\n",
+            "{\"prompt\": \"\\u001b[31m red\", \"completion\": \" is a color that many people like\"}\n",
         ),
     ]);
     let codec = Words::chatml();
@@ -490,7 +490,7 @@ fn the_description_marks_what_is_trained_and_shows_the_counts() {
         "{text}"
     );
     assert!(
-        text.contains("d.jsonl:1  8 tokens, 4 trained\n\\u{1b}[31m red⟦ is a colour that⟧\n"),
+        text.contains("d.jsonl:1  8 tokens, 4 trained\n\\u{1b}[31m red⟦ is a color that⟧\n"),
         "{text}"
     );
     assert!(!text.contains('\u{1b}'));
@@ -507,6 +507,6 @@ fn the_description_marks_what_is_trained_and_shows_the_counts() {
         text.contains("warning: 1 of 2 rows are longer than max_length = 8"),
         "{text}"
     );
-    let coloured = describe(&data, &spec(&f, 8), &codec, 1, true).unwrap();
-    assert!(coloured.contains("\u{1b}[32m⟦ I answer<|im_end|>⟧\u{1b}[0m") && !coloured.contains("d.jsonl"));
+    let colored = describe(&data, &spec(&f, 8), &codec, 1, true).unwrap();
+    assert!(colored.contains("\u{1b}[32m⟦ I answer<|im_end|>⟧\u{1b}[0m") && !colored.contains("d.jsonl"));
 }

@@ -1,4 +1,4 @@
-//! Selects the files of a data set repository that contain the wanted rows.
+//! Selects the files of a dataset repository that contain the wanted rows.
 
 use crate::HubSettings;
 use crate::download::Repository;
@@ -15,7 +15,7 @@ pub(crate) fn resolve(
     part: &DatasetPart,
 ) -> Result<Vec<PathBuf>> {
     let wanted = RequestedObject {
-        kind: "data set",
+        kind: "dataset",
         id,
         revision,
         file: None,

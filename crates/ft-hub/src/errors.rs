@@ -7,7 +7,7 @@ use ft_base::{Error, ErrorKind};
 /// The requested object.
 #[derive(Clone, Copy)]
 pub(crate) struct RequestedObject<'a> {
-    /// `"model"` or `"data set"`.
+    /// `"model"` or `"dataset"`.
     pub kind: &'static str,
     pub id: &'a str,
     pub revision: &'a str,

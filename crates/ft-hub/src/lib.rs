@@ -1,4 +1,4 @@
-//! Resolves a path or a hub id to local files: a model directory, or the data files of a data set.
+//! Resolves a path or a hub id to local files: a model directory, or the data files of a dataset.
 //!
 //! `upload` sends files to a repository.
 //!
@@ -104,10 +104,10 @@ pub fn resolve_config(path: &str, revision: &str) -> Result<PathBuf> {
 }
 
 /// The local data files for `path`: an existing path is returned unchanged (readers refuse a directory); else a hub
-/// data set, as `org/name` (the files of `part`) or `org/name:file.jsonl`.
+/// dataset, as `org/name` (the files of `part`) or `org/name:file.jsonl`.
 ///
 /// # Errors
-/// Neither a file nor an id (`NotFound`); a data set without such a part (`NotFound`); no
+/// Neither a file nor an id (`NotFound`); a dataset without such a part (`NotFound`); no
 /// access or no network (`Network`).
 pub fn resolve_dataset_file(path: &str, revision: &str, part: &DatasetPart, progress: bool) -> Result<Vec<PathBuf>> {
     if Path::new(path).exists() {
@@ -139,7 +139,7 @@ pub fn resolve_dataset_with(
     let is_path = file.is_none() && paths::is_meant(path);
     if !is_id(id) || is_path || looks_like_a_file || file.is_some_and(|f| !is_inside(f)) {
         return Err(paths::missing("file", Path::new(path))
-            .expected("a file, or a hub data set: `org/name`, or `org/name:train.jsonl`"));
+            .expected("a file, or a hub dataset: `org/name`, or `org/name:train.jsonl`"));
     }
     check_revision(revision)?;
     #[cfg(feature = "hub")]

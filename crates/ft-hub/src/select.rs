@@ -4,7 +4,7 @@ use crate::{DATA_KINDS, data_kind, is_inside};
 use ft_base::{Error, Result};
 use std::collections::BTreeSet;
 
-/// The rows of a data set that are wanted.
+/// The rows of a dataset that are wanted.
 #[derive(Debug, Clone, Copy)]
 pub struct DatasetPart<'a> {
     /// The configuration; `None`: the only one.
@@ -89,7 +89,7 @@ fn stem(base: &str) -> &str {
     stem.trim_end_matches(|c: char| c.is_ascii_digit() || c == '-')
 }
 
-/// True for files that describe the data set, or that Hugging Face datasets derived from it.
+/// True for files that describe the dataset, or that Hugging Face datasets derived from it.
 pub fn is_about_the_data(name: &str) -> bool {
     let base = name.rsplit('/').next().unwrap_or(name).to_lowercase();
     let cards = [
@@ -108,7 +108,7 @@ pub fn is_about_the_data(name: &str) -> bool {
         || name.split('/').any(|folder| folder.starts_with('.'))
 }
 
-/// The files of a part of a data set, sorted; `names` are paths inside of it.
+/// The files of a part of a dataset, sorted; `names` are paths inside of it.
 ///
 /// # Errors
 /// No data files; several configurations and none is named; no such configuration or split; a name that fits several
@@ -155,7 +155,7 @@ fn of_config(files: &mut Vec<ListedFile>, wanted: Option<&str>) -> Result<()> {
             files.retain(|file| file.config.is_empty());
         } else if configs.len() > 1 {
             let first = configs.iter().next().cloned().unwrap_or_default();
-            return Err(Error::not_found("the data set has several configurations")
+            return Err(Error::not_found("the dataset has several configurations")
                 .found(listed(named()))
                 .expected("one of them")
                 .hint(format!("name it: `DatasetPart::config = \"{first}\"`")));
@@ -173,17 +173,15 @@ fn of_config(files: &mut Vec<ListedFile>, wanted: Option<&str>) -> Result<()> {
                     .any(|w| w.eq_ignore_ascii_case(wanted))
     };
     if !files.iter().any(fits) {
-        return Err(
-            Error::not_found(format!("the data set has no configuration `{wanted}`"))
-                .found(match named() {
-                    names if names.is_empty() => "no folders of configurations".to_string(),
-                    names => listed(names),
-                })
-                .hint(match named().first() {
-                    Some(first) => format!("name one of these: `DatasetPart::config = \"{first}\"`"),
-                    None => "leave out `DatasetPart::config`".to_string(),
-                }),
-        );
+        return Err(Error::not_found(format!("the dataset has no configuration `{wanted}`"))
+            .found(match named() {
+                names if names.is_empty() => "no folders of configurations".to_string(),
+                names => listed(names),
+            })
+            .hint(match named().first() {
+                Some(first) => format!("name one of these: `DatasetPart::config = \"{first}\"`"),
+                None => "leave out `DatasetPart::config`".to_string(),
+            }));
     }
     files.retain(fits);
     Ok(())
@@ -209,7 +207,7 @@ fn of_split<'a>(files: Vec<ListedFile<'a>>, wanted: &[&str]) -> Result<Vec<Liste
         if names.len() > 1 {
             let first = names.first().copied().unwrap_or_default();
             return Err(
-                Error::not_found(format!("several splits of the data set are named like `{split}`"))
+                Error::not_found(format!("several splits of the dataset are named like `{split}`"))
                     .found(listed(names.clone()))
                     .expected("one of them")
                     .hint(format!("name it: `DatasetPart::split = \"{first}\"`")),
@@ -226,7 +224,7 @@ fn of_split<'a>(files: Vec<ListedFile<'a>>, wanted: &[&str]) -> Result<Vec<Liste
         .iter()
         .map(|file| file.split.as_ref().map_or("(none)", |(written, _)| written))
         .collect();
-    let error = Error::not_found(format!("the data set has no split `{}`", wanted.join("` or `")));
+    let error = Error::not_found(format!("the dataset has no split `{}`", wanted.join("` or `")));
     let first = names
         .iter()
         .find(|name| **name != "(none)")

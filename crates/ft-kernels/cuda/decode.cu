@@ -4,7 +4,7 @@
 
 typedef unsigned char u8;
 
-// Neighbouring columns that a thread decodes for a product that follows.
+// Neighboring columns that a thread decodes for a product that follows.
 static constexpr int PACK = 8;
 
 // The 16 levels of NF4.

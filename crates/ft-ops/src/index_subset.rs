@@ -9,17 +9,17 @@ use rayon::prelude::*;
 
 const CHUNK: usize = 1 << 12;
 
-/// A subset of `len` indices of a tensor of `n` elements: the numbers `start, start + 1, ..` modulo n, optionally
-/// mapped through a permutation.
+/// A subset of `len` indices of a tensor of `n` elements: the positions `start, start + 1, ..` modulo n, optionally
+/// mapped to indices by a permutation.
 #[derive(Debug, Clone, Copy)]
 pub struct IndexSubset {
-    /// The first number.
+    /// First position, before the permutation.
     pub start: usize,
     /// Number of indices.
     pub len: usize,
     /// Elements of the tensor.
     pub n: usize,
-    /// Maps the numbers to indices; `None`: a number is its index.
+    /// Maps positions to indices; `None`: a position is its index.
     pub scattered: Option<Permutation>,
 }
 
@@ -27,10 +27,10 @@ impl IndexSubset {
     /// Returns the index in the tensor of element `i` < len of the subset.
     #[inline]
     pub fn at(&self, i: usize) -> usize {
-        let number = (self.start + i) % self.n;
+        let position = (self.start + i) % self.n;
         match &self.scattered {
-            Some(permutation) => permutation.at(number as u64) as usize,
-            None => number,
+            Some(permutation) => permutation.at(position as u64) as usize,
+            None => position,
         }
     }
 }

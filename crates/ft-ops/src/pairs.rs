@@ -296,7 +296,9 @@ mod gpu {
     use ft_base::Error;
 
     fn refused<T>() -> Result<T> {
-        Err(Error::unsupported("this build has no GPU"))
+        Err(Error::unsupported(
+            "this build has no CUDA support: build with the feature `cuda`",
+        ))
     }
 
     pub(super) fn empty(_: (usize, usize), _: DType, _: &Device) -> Result<Tensor> {

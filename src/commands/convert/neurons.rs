@@ -82,10 +82,10 @@ pub fn split(request: &Request, data: &Path, tokens: usize) -> Result<Vec<Split>
     let batches = calibration(&model, data, tokens)?;
     let total: usize = batches.iter().map(|b| b.len()).sum();
     if total < 2 * request.experts {
-        return Err(Error::new("too few tokens to divide neurons by their activations")
+        return Err(Error::new("too few tokens to group the neurons into experts")
             .at_path(data)
             .found(total)
-            .expected(format!("at least {}, better thousands", 2 * request.experts)));
+            .expected(format!("at least {}; thousands are better", 2 * request.experts)));
     }
     let policy = StoragePolicy::dense(Dtype::F32);
     let weights = model.weights()?;

@@ -142,7 +142,7 @@ impl Card<'_> {
     }
 }
 
-/// Ids of hub data sets among the values of `data.train` and `data.sources`.
+/// Ids of hub datasets among the values of `data.train` and `data.sources`.
 fn datasets(train: &str, record: Option<&Record>) -> Vec<String> {
     let sources = record
         .and_then(|r| r.settings.get("data.sources"))

@@ -76,7 +76,7 @@ impl Findings {
     }
 }
 
-/// The folder with the `dataset_info.json` that a file names data sets of; `None`: it is not of LLaMA-Factory.
+/// The folder with the `dataset_info.json` that a file names datasets of; `None`: it is not of LLaMA-Factory.
 pub fn registry_folder(text: &str) -> Option<String> {
     let root = yaml::read(text).ok()?;
     let file = Config::new(&root, None);
@@ -84,7 +84,7 @@ pub fn registry_folder(text: &str) -> Option<String> {
     (file.tool == Tool::LlamaFactory).then(folder)
 }
 
-/// Translates the text of a file; `name` is shown in the recipe. `registry`: the data sets that the file names.
+/// Translates the text of a file; `name` is shown in the recipe. `registry`: the datasets that the file names.
 ///
 /// Errors: text that is neither YAML nor JSON with keys.
 pub fn import(text: &str, name: &str, registry: Option<&Registry>) -> Result<Imported> {

@@ -1,4 +1,4 @@
-//! Data sets by name: `dataset_info.json` of LLaMA-Factory.
+//! Datasets by name: `dataset_info.json` of LLaMA-Factory.
 
 use super::yaml::{self, Node};
 use super::{Findings, quoted};
@@ -44,7 +44,7 @@ pub struct Registry {
     entries: Node,
 }
 
-/// A data set as a table of `[[data.sources]]`: its fields, each with a value in TOML. The first one is `path`.
+/// A dataset as a table of `[[data.sources]]`: its fields, each with a value in TOML. The first one is `path`.
 pub(super) type Source = Vec<(&'static str, String)>;
 
 impl Registry {
@@ -56,7 +56,7 @@ impl Registry {
         })
     }
 
-    /// The data set with this name; `None`: there is none. What has no counterpart is added to `found`.
+    /// The dataset with this name; `None`: there is none. What has no counterpart is added to `found`.
     pub(super) fn source(&self, found: &mut Findings, name: &str) -> Option<Source> {
         let entry = self.entries.get(name)?;
         let text = |key: &str| entry.get(key).and_then(Node::scalar).filter(|text| !text.is_empty());

@@ -1,4 +1,4 @@
-//! Data sets of other tools.
+//! Datasets of other tools.
 
 use super::registry::Source;
 use super::tools::{Config, Tool};
@@ -8,7 +8,7 @@ use crate::recipe::value::ValueKind;
 use crate::recipe::{peers, table};
 use std::collections::BTreeSet;
 
-/// A list of data sets with their settings, a path, or names.
+/// A list of datasets with their settings, a path, or names.
 pub fn datasets(found: &mut Findings, file: &Config, shown: &str, name: &str, node: &Node) {
     let key = if ["eval_dataset", "test_datasets"].contains(&name) {
         "data.eval"
@@ -45,19 +45,19 @@ pub fn datasets(found: &mut Findings, file: &Config, shown: &str, name: &str, no
     }
 }
 
-/// True for a name in `dataset_info.json`: a file has an ending, a hub data set an owner.
+/// True for a name in `dataset_info.json`: a file has an ending, a hub dataset an owner.
 fn is_registered(name: &str) -> bool {
     !name.contains(['.', '/', '\\'])
 }
 
-/// Data sets by name. A name without a meaning stays the path, so that the recipe shows what to write.
+/// Datasets by name. A name without a meaning stays the path, so that the recipe shows what to write.
 fn registered(found: &mut Findings, file: &Config, shown: &str, key: &str, items: &[Node]) {
     let mut sources: Vec<Source> = Vec::new();
     for name in items.iter().filter_map(Node::scalar) {
         let source = file.registry.and_then(|registry| registry.source(found, name));
         sources.push(source.unwrap_or_else(|| {
             let why = match file.registry {
-                Some(_) => format!("`dataset_info.json` has no file or hub data set for `{name}`"),
+                Some(_) => format!("`dataset_info.json` has no file or hub dataset for `{name}`"),
                 None => {
                     let folder = file.text("dataset_dir").unwrap_or("data");
                     format!("there is no `{folder}/dataset_info.json` that says what `{name}` is")
@@ -65,7 +65,7 @@ fn registered(found: &mut Findings, file: &Config, shown: &str, key: &str, items
             };
             found.leave(
                 shown,
-                format!("{why}: write the file or the hub data set (docs/data.md)"),
+                format!("{why}: write the file or the hub dataset (docs/data.md)"),
             );
             vec![("path", quoted(name))]
         }));
@@ -99,7 +99,7 @@ fn registered(found: &mut Findings, file: &Config, shown: &str, key: &str, items
     }
 }
 
-/// A setting of a data set. What ft does in any case needs no key.
+/// A setting of a dataset. What ft does in any case needs no key.
 fn setting(found: &mut Findings, file: &Config, shown: &str, key: &str, name: &str, node: &Node) {
     let text = node.scalar().unwrap_or_default();
     match (name, text) {
@@ -158,7 +158,7 @@ fn is_sharegpt(node: &Node) -> bool {
     [[Some("from"), Some("value")], [Some("role"), Some("content")]].contains(&names)
 }
 
-/// `hf_dataset` of mlx-lm: a data set on the hub, or a list of them.
+/// `hf_dataset` of mlx-lm: a dataset on the hub, or a list of them.
 pub fn hub(found: &mut Findings, shown: &str, node: &Node) {
     let items = match node {
         Node::List(items) => items.as_slice(),

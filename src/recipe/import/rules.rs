@@ -317,7 +317,7 @@ pub fn afterwards(found: &mut Findings, file: &Config) {
             found.replace(&taken.key, taken.value, &taken.from);
         }
     }
-    // TRL evaluates on another split of the same data set.
+    // TRL evaluates on another split of the same dataset.
     let evaluates = ["eval_strategy", "evaluation_strategy"]
         .iter()
         .find_map(|name| file.text(name));

@@ -81,7 +81,7 @@ pub const KEYS: &[(&str, &str)] = &[
     ("total_num_tokens total_supervised_tokens preprocess_iterable max_streaming_samples", "there is no key for this: `data.cache` tokenizes rows once, `data.streaming` during the run"),
     ("max_input_id min_input_id min_sample_len min_completion_prefix", "there is no key for this: rows are cut at `data.max_length`, and skipped only if they have no trained token"),
     ("max_samples max_train_samples num_samples data.max_samples", "data.limit"),
-    ("subset n_shot", "there is no key for this: `data.config` names a configuration of a hub data set, `data.limit` limits the rows"),
+    ("subset n_shot", "there is no key for this: `data.config` names a configuration of a hub dataset, `data.limit` limits the rows"),
     ("mix_strategy interleave_probs weights dataset_weights", "write `[[data.sources]]` tables, each with a `path` and a `weight`"),
     ("dataset_num_proc preprocessing_num_workers preprocessing_batch_size dataset_processes dataset_batch_size dataloader_* num_workers overwrite_cache dataset_keep_in_memory data_shared_file_system dataset_shard_* preprocess_shards shards shards_idx num_dataset_shards_to_save skip_prepare_dataset download_mode is_preprocess remove_unused_columns keep_in_memory push_dataset_to_hub", "there is no key for this: rows are read and tokenized before the first step, on all cores (`--threads N`)"),
     ("ignore_pad_token_for_loss pad_to_multiple_of pad_to_sequence_len ignore_data_skip", "there is no key for this: padding is never trained, and a resumed run continues with the next row"),

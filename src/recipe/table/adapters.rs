@@ -14,7 +14,7 @@ section! {
         /// Dropout before the adapter.
         lora_dropout: f64 = 0.0, "one pass over the data rarely overfits", in BELOW_ONE;
         /// `all-linear`, names or name endings of modules, or one regular expression over whole module paths.
-        target_modules: Vec<String> = "all-linear", "adapters on every linear come closest to full fine-tuning";
+        target_modules: Vec<String> = "all-linear", "adapters on every linear layer come closest to full fine-tuning";
         /// Targets without an adapter: names or name endings, or one regular expression.
         exclude_modules: Vec<String> = [], "every target gets an adapter";
         /// Parameters with the matrices of all experts that get adapters, as in PEFT: names or name endings, such as
@@ -51,7 +51,7 @@ section! {
         /// `ia3`: targets whose input is scaled instead of their output.
         feedforward_modules: Vec<String> = ["down_proj"], "as in PEFT for these models",
             when Self::peft_type = ["ia3"];
-        /// `oft`: size of the rotated blocks; a target whose input features it does not divide has the nearest size that does.
+        /// `oft`: size of the rotated blocks. If it does not divide the input features of a target, the nearest size that does is used.
         oft_block_size: usize = 32, "as in PEFT", in from(2), when Self::peft_type = ["oft"];
         /// `oft`: rotations by five terms of a series instead of an inverse.
         use_cayley_neumann: bool = true, "as in PEFT: faster, nearly orthogonal", when Self::peft_type = ["oft"];
@@ -77,7 +77,7 @@ section! {
 }
 
 section! {
-    /// CorDA: adapters are initialized from the covariance of the inputs of each linear.
+    /// CorDA: adapters are initialized from the covariance of the inputs of each linear layer.
     pub struct CordaKeys in "tune.lora.corda", when TuneKeys::method = ["lora"] {
         /// `kpm`: train the components that matter least for `data` (rows of the knowledge to preserve); `ipm`: those
         /// that matter most for `data` (rows of the task).
@@ -109,8 +109,9 @@ section! {
     /// AdaLoRA: every adapter starts with rank `r`; during training the least important singular values of the whole
     /// model are set to zero.
     pub struct AdaloraKeys in "tune.lora.adalora", when LoraKeys::peft_type = ["adalora"] {
-        /// Mean rank of the linears at the end; `r` is PEFT's `init_r`.
-        target_r: usize = 0, "two thirds of `r`, as PEFT's 8 of 12; the ranks of a given `tune.lora.adapter` stay",
+        /// Mean rank of the linear layers at the end; `r` is PEFT's `init_r`. `0`: two thirds of `r`, or the ranks of a given
+        /// `tune.lora.adapter`.
+        target_r: usize = 0, "two thirds of `r`, as PEFT's 8 of 12",
             in between(0, 1 << 20);
         /// Number of steps before ranks are reduced.
         tinit: usize = 0, "as in PEFT", in from(0);

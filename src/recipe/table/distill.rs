@@ -21,7 +21,7 @@ section! {
         /// Branch, tag or commit of a hub teacher.
         teacher_revision: String = "main", "the default branch of every hub repository";
         /// A teacher with another tokenizer: the tokens of both are grouped to spans of the same text. `uld` compares the
-        /// probabilities by rank; `gold` compares those of equal tokens, and the others by rank. `none`: the tokenizer
+        /// probabilities after sorting; `gold` compares those of equal tokens, and the others after sorting. `none`: the tokenizer
         /// must be the same.
         alignment: Alignment = "none", "token for token, the most exact";
         /// Storage of the teacher's projections, as in `memory.frozen_weights`; `f32` and `bf16` apply to all its
@@ -99,7 +99,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Distill::alignment, Data::long],
             Error::usage("the pieces of a split row cannot be aligned with another tokenizer")
-                .found("`data.long = \"split\"`: the teacher's pieces of a row begin at other texts")
+                .found("`data.long = \"split\"`: student and teacher split a long row at different places of the text")
                 .hint("use `truncate` or `drop`"),
         );
     }

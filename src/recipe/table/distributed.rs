@@ -53,21 +53,21 @@ named!(
 );
 
 section! {
-    /// Training on several ranks (`mpirun -n 4 ft train ...`). On one rank these keys have no effect, except for `sum` on a GPU.
+    /// Training on several ranks, which are processes (`mpirun -n 4 ft train ...`). On one rank these keys have no effect, except for `sum` on a GPU.
     pub struct Distributed in "distributed" {
         /// Where the weights are. `replicated`: all on every rank. `sharded`: each rank has a part of every matrix of the
         /// layers, and a layer is collected from all ranks before it is used. `expert-parallel`: each rank has some of the routed
-        /// experts and all other weights, and the rows of tokens travel to the experts. Not available yet: `sharded-in-node`,
+        /// experts and all other weights, and the hidden states of the tokens travel to the experts. Not available yet: `sharded-in-node`,
         /// `host`.
         weights: RankWeights = "auto", "replicated if it fits, else sharded";
-        /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the bits of one rank. On one GPU
-        /// `auto` lets a product add to the sum, which is faster and rounds differently: write `ordered` there for the bits of
-        /// several GPUs. `window`: each rank adds its own ones first, so they travel once in a step; it has whole gradients then, and
+        /// How gradients are added. `ordered`: in the order of the micro-batches, which gives the result of one rank, bit for bit. On one GPU
+        /// `auto` lets a product add to the sum, which is faster and rounds differently: write `ordered` there for the result of
+        /// several GPUs, bit for bit. `window`: each rank adds its own ones first, so they travel once in a step; it has whole gradients then, and
         /// the last bits depend on the number of ranks.
         sum: RankSum = "auto", "ordered on several ranks";
         /// The type in which a gradient travels; it is added in f32. `bf16`: half the bytes, and the same bits on any number
         /// of ranks from 2 on.
-        reduce: RankReduce = "f32", "the bits of one rank";
+        reduce: RankReduce = "f32", "bit-identical to one rank";
         /// Ranks that share the tokens of one micro-batch, for long contexts. They divide the number of ranks.
         sequence: usize = 1, "each micro-batch is computed by one rank", in from(1);
         /// How attention reads the tokens of other ranks. `ulysses`: each rank gets all tokens of a part of the heads. `gather`:

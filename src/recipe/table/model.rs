@@ -41,7 +41,7 @@ section! {
         path: ModelRef;
         /// Branch, tag or commit of a hub model.
         revision: String = "main", "the default branch of every hub repository";
-        /// Data type of unquantized weights and matrix products. `final/` is stored in it.
+        /// Data type of unquantized weights and of matrix multiplications. `final/` is stored in it.
         dtype: Dtype = "bf16", "half the memory of f32; sums and optimizer states stay in f32";
         /// `auto`, `cpu`, or `cuda:0` and so on.
         device: String = "auto", "the first GPU that this build supports, else the CPU";
@@ -64,8 +64,8 @@ section! {
         /// `fast` would give and cost.
         goal: MemoryGoal = "auto", "`balanced` on a CPU; `fast` on a GPU, and with a `budget`, which says how much may be taken";
         /// Storage of the projections of the layers that are not trained. Quantized, they take a half (`int8`) to a
-        /// quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. `bf16` in an f32 model takes half the memory; products
-        /// with it are exact. Norms, biases, embedding and head stay in `model.dtype`.
+        /// quarter (`int4`, `nf4`) of the memory of bf16, and lose precision. `bf16` in an f32 model takes half the memory; matrix
+        /// multiplications with it are exact. Norms, biases, embedding and head stay in `model.dtype`.
         frozen_weights: FrozenWeights = "auto", "as `model.dtype`: nothing is lost";
         /// A different storage for some projections, by prefixes of parameter names (`"layers.0."`) or by patterns with
         /// `*` (`"*.down_proj.*"`). The longest match applies.
@@ -74,9 +74,9 @@ section! {
         group_size: Option<usize> = "auto", "a whole row for `int8`, 64 for `int4`", in from(1);
         /// `nf4`: the scales of the blocks are stored in 8 bits.
         double_quantization: bool = true, "0.4 bits per weight less, as in QLoRA";
-        /// On a GPU: how products with frozen projections that are stored as int8 with one scale per row are computed, for
+        /// On a GPU: how matrix multiplications with frozen projections that are stored as int8 with one scale per row are computed, for
         /// more than 8 tokens. `dequantized`: W is dequantized to `model.dtype`. `int8` and `fp8`: tensor cores multiply
-        /// W with activations and gradients in 8 bits, with one scale per token; faster, and each product has an error of 1 to
+        /// W with activations and gradients in 8 bits, with one scale per token; faster, and each result has an error of 1 to
         /// 5 %. `fp8` needs compute capability 8.9. With `frozen_weights = "auto"` the projections are stored as int8.
         frozen_products: Products = "dequantized", "operands are rounded once at most, to `model.dtype`";
         /// Where inactive weights are stored: on the `device`, in the memory of the `host` (the same on a CPU), or on
@@ -98,7 +98,7 @@ section! {
         mlp_chunk: Chunk = "auto", "all tokens if they fit", in from(0);
         /// On a CPU with a tile unit (AMX) or fast bf16 dot products (AMD, from Zen 4 on) and with `model.dtype =
         /// "bf16"`: a packed copy of the frozen weights stays in memory, for the `forward` pass or for `both` passes
-        /// (two copies), so that matrix products do not pack them each time. Results are bit-identical.
+        /// (two copies), so that matrix multiplications do not pack them each time. Results are bit-identical.
         packed_weights: PackedWeights = "auto", "the fastest that fits, if it pays (`goal`); with dot products `none`";
     }
 }
@@ -107,7 +107,7 @@ section! {
     /// The rows, their format, and the trained tokens.
     pub struct Data in "data" {
         /// File or list of files (jsonl, ndjson, json, csv, tsv, parquet, arrow, txt, md; also .gz and .zst), folders or patterns
-        /// such as `data/*.jsonl`, relative to the current directory; or a hub data set: `org/name`,
+        /// such as `data/*.jsonl`, relative to the current directory; or a hub dataset: `org/name`,
         /// `org/name:file.jsonl`. Not with `sources`.
         train: Vec<String>;
         /// File or list of files to evaluate on.
@@ -131,13 +131,13 @@ section! {
         text_unit: TextUnit = "auto", "`line` for `.txt`, as in Hugging Face datasets; `file` for `.md`";
         /// Number of rows to read from the training files, from the first one; `0`: all.
         limit: usize = 0, "all rows", in from(0);
-        /// Configuration of a hub data set, such as `main`.
+        /// Configuration of a hub dataset, such as `main`.
         config: Option<String> = "", "the only one; if there are several, they are listed";
-        /// Split of a hub data set or of a folder, for training.
+        /// Split of a hub dataset or of a folder, for training.
         split: String = "train", "the rows that are meant for training";
-        /// Split of a hub data set or of a folder in `eval`.
+        /// Split of a hub dataset or of a folder in `eval`.
         eval_split: String = "auto", "`validation`, else `test`";
-        /// Branch, tag or commit of hub data sets.
+        /// Branch, tag or commit of hub datasets.
         revision: String = "main", "the current version";
         /// Several sources with their own settings and weights, in place of `train`; a setting that is left out is that of
         /// `[data]`.
@@ -162,7 +162,7 @@ section! {
         cache: Option<bool> = "auto", "`true` if the data files have 16 MiB or more: tokenizing takes seconds below that";
         /// Directory of these files. They can be removed at any time between runs.
         cache_dir: Option<String> = "auto", "`.ft-tokens` beside the run directory";
-        /// Most bytes of these files. Beyond it the files of the data sets that no run used for the longest time are
+        /// Most bytes of these files. Beyond it the files of the datasets that no run used for the longest time are
         /// removed when new ones are written; those of a run in progress stay.
         cache_limit: Option<u64> = "auto", "half of the space that the files and the free part of the disk have together";
         /// Reads rows during training in place of before it, for data that is too large to tokenize first. Needs
@@ -335,13 +335,13 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         );
     }
     let dtype = model.dtype.name();
-    // In a model of 16 bits products round their operands to its type, so nothing is left of another one.
+    // In a 16-bit model matrix multiplications round their operands to its type, so nothing is left of another one.
     let other = |name: &&str| dtype != "f32" && *name != dtype && ["f32", "bf16"].contains(name);
     if let Some(name) = memory.storages().take(1).find(other) {
         faults.add(
             &[Memory::frozen_weights, Model::dtype],
             Error::usage(format!(
-                "`memory.frozen_weights = \"{name}\"` has no meaning with `model.dtype = \"{dtype}\"`: products round each weight to {dtype}"
+                "`memory.frozen_weights = \"{name}\"` has no effect with `model.dtype = \"{dtype}\"`: matrix multiplications round each weight to {dtype}"
             ))
             .hint("use `auto`, or `model.dtype = \"f32\"`"),
         );
@@ -350,7 +350,7 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Memory::overrides, Model::dtype],
             Error::usage(format!(
-                "`{name}` in `memory.overrides` has no meaning with `model.dtype = \"{dtype}\"`: products round each weight to {dtype}"
+                "`{name}` in `memory.overrides` has no effect with `model.dtype = \"{dtype}\"`: matrix multiplications round each weight to {dtype}"
             ))
             .hint(format!("unquantized weights are `{dtype}` here")),
         );
@@ -471,7 +471,7 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Data::long, Train::stage],
             Error::usage(format!(
-                "`data.long = \"split\"` has no meaning with `train.stage = \"{}\"`",
+                "`data.long = \"split\"` has no effect with `train.stage = \"{}\"`",
                 stage.name()
             ))
             .found("rows of which both parts are needed: a prompt and its answers")
@@ -485,12 +485,12 @@ fn check_rows(s: &Settings, faults: &mut Faults) {
         faults.add(
             &[Data::streaming, Train::stage],
             Error::usage(format!(
-                "`data.streaming` has no meaning with `train.stage = \"{}\"`",
+                "`data.streaming` has no effect with `train.stage = \"{}\"`",
                 stage.name()
             ))
             .found("a stage that looks at all rows before the first step")
             .expected("`sft` or `pretrain`")
-            .hint("for large data sets `data.cache` needs little memory too"),
+            .hint("for large datasets `data.cache` needs little memory too"),
         );
     }
     if s.train.max_steps < 0 {

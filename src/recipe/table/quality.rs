@@ -9,11 +9,11 @@ section! {
         /// Drop repeated training rows; the first one is kept. `exact`: the same texts in the same roles; `near`: also
         /// rows with nearly the same words.
         dedup: Dedup = "none", "every row is trained";
-        /// With `dedup = "near"`: the smallest similarity of two duplicates, the share of common sequences of five words
+        /// With `dedup = "near"`: the smallest similarity of two duplicates, the fraction of common sequences of five words
         /// (Jaccard), estimated by MinHash.
         dedup_threshold: f64 = 0.8, "a few words of a hundred differ; below 0.7 pairs would be missed", in SIMILAR,
             when Quality::dedup = ["near"];
-        /// File or list of files with evaluation rows (any columns), or a hub data set: training rows that share a
+        /// File or list of files with evaluation rows (any columns), or a hub dataset: training rows that share a
         /// sequence of `decontaminate_ngram` words with one of them are dropped, and listed in `dropped_rows.jsonl`.
         decontaminate: Vec<String> = [], "no evaluation file is known";
         /// Number of words of such a sequence, without punctuation and case. A shorter evaluation text of at least 8
@@ -30,7 +30,7 @@ section! {
         /// `rejected`, `tie`, a truth value, a number, or scores `{"chosen": 7, "rejected": 3}`; about other rows: any
         /// texts, truth values or numbers.
         columns: Vec<String> = [], "the rows have no votes";
-        /// Rows with a smaller share of votes for them are dropped: for `chosen` of a pair, for the `label` of a judged
+        /// Rows whose agreement is smaller are dropped: the fraction of votes for `chosen` of a pair, for the `label` of a judged
         /// answer, else for the most frequent vote.
         min_agreement: f64 = 0.0, "no row is dropped; the agreement is shown", in PART;
     }

@@ -14,8 +14,8 @@ section! {
         rewards: Vec<String> = [], "required for these stages";
         /// A factor for each reward; empty is 1 for all.
         reward_weights: Vec<f64> = [], "all rewards have the same weight";
-        /// The field with the known answer; rows without it use their last assistant message or completion.
-        answer_column: String = "answer", "the usual name in such data sets";
+        /// The column with the known answer; rows without it use their last assistant message or completion.
+        answer_column: String = "answer", "the usual name in such datasets";
         /// Time limit of a reward program for one row, in seconds.
         reward_timeout: f64 = 30.0, "a program that takes longer probably hangs", in POSITIVE;
         /// How many times a reward program that crashed or hung is restarted, over the whole run.
@@ -178,10 +178,8 @@ pub(super) fn check(s: &Settings, faults: &mut Faults) {
     if s.data.packing && faults.is_written(Data::packing) {
         faults.add(
             &[Data::packing, Train::stage],
-            Error::usage(format!(
-                "`data.packing` has no meaning with `train.stage = \"{stage}\"`"
-            ))
-            .hint("remove it: `train.batch_size` answers are always concatenated in one sequence"),
+            Error::usage(format!("`data.packing` has no effect with `train.stage = \"{stage}\"`"))
+                .hint("remove it: `train.batch_size` answers are always concatenated in one sequence"),
         );
     }
 }

@@ -8,7 +8,7 @@ use ft_data::Mapping;
 section! {
     /// Rows from one place, with their own settings.
     pub struct SourceKeys in "data.sources" {
-        /// As `data.train`: a file, a folder, a pattern or a hub data set, or a list of them.
+        /// As `data.train`: a file, a folder, a pattern or a hub dataset, or a list of them.
         path: Vec<String>;
         /// Share of the rows of an epoch, in relation to the weights of the other sources. An epoch has as many rows as
         /// all sources together. A source with more rows than its share gives other ones in the next epoch; a source

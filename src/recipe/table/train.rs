@@ -49,8 +49,8 @@ section! {
         /// `learning_rate` unchanged.
         name: OptimizerName = "adamw", "the usual choice for transformers";
         /// Highest learning rate. `auto` with AdamW: 2e-5 × 2048 / hidden size; three times that for `block`, ten times
-        /// for adapters and for `model.init = "random"`, a hundred times for IA3 and VeRA; half of it for `reward`, a
-        /// twentieth for preferences and reinforcement. Lion uses a fifth of it, SGD a thousand times as much.
+        /// for adapters and for `model.init = "random"`, a hundred times for IA3 and VeRA; then times 0.5 for
+        /// `reward`, 0.05 for other preference stages and for RL stages. Lion uses a fifth of it, SGD a thousand times as much.
         learning_rate: f64 = "auto", "by method, stage, optimizer and width: wide models need smaller steps",
             in POSITIVE_OR_ZERO;
         /// Decay of the two moments; Lion's authors use `[0.9, 0.99]`.

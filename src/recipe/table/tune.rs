@@ -36,7 +36,7 @@ section! {
 section! {
     /// Block training (BAdam): one block of parameters is active at a time.
     pub struct BlockKeys in "tune.block", when TuneKeys::method = ["block"] {
-        /// The unit of a block: a layer, a module (attention or mlp), a single matrix, in a mixture of experts
+        /// What a block is: a layer, a module (attention or mlp), a single matrix, in a mixture of experts
         /// (`experts`) attention, the part of the MLP that all tokens share, or a group of experts, or (`ratio`) a
         /// fraction of every parameter.
         partition: Partition = "layer", "as in BAdam";

@@ -53,7 +53,7 @@ struct Rollouts<'a> {
 pub(super) fn open<'a>(setting: StageContext<'a>) -> Result<Stage<'a>> {
     let (recipe, rlhf) = (setting.recipe, &setting.recipe.rl);
     let Some(questions) = setting.questions else {
-        return Err(Error::new("the prompts of this stage were not read"));
+        return Err(Error::internal("the prompts of this stage were not read"));
     };
     let rewards = Rewards::open(rlhf, setting.device)?;
     let name = |r: &Reward| {

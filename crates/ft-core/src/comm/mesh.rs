@@ -382,7 +382,7 @@ fn listen(rendezvous: &Rendezvous) -> Result<TcpListener> {
     };
     let found = (rendezvous.host.as_str(), rendezvous.port).to_socket_addrs();
     let found: Vec<SocketAddr> = found.map_err(fault)?.collect();
-    // Not by the address alone: /etc/hosts often gives the own name of a machine a loopback address.
+    // Not from the resolved address: /etc/hosts often maps a machine's own name to a loopback address.
     let parsed = rendezvous.host.parse::<IpAddr>();
     if rendezvous.host == "localhost" || parsed.is_ok_and(|ip| ip.is_loopback()) {
         return TcpListener::bind(&found[..]).map_err(fault);

@@ -148,7 +148,8 @@ fn check(config: &AdapterConfig, module: &str, adapter: &Adapter) -> Result<()> 
     let alpha = alpha_of(config, module)?;
     let (rank, scale, wanted) = match adapter {
         Adapter::Lora(Lora { start: Some(_), .. }) => {
-            return Err(Error::new("adapter still contains its initialization").at(module));
+            let what = "the initial LoRA pair (A₀, B₀) was not merged into the adapter before it was saved";
+            return Err(Error::internal(what).at(module));
         }
         Adapter::Lora(_) | Adapter::Dora(_) => match adapter.lora() {
             Some(lora) => (lora.rank(), lora.scale, scaling(alpha, r, config.use_rslora)),

@@ -160,7 +160,7 @@ fn adapters(lora: &LoraConfig, spec: &Spec, base: Option<String>, seed: Option<u
             )
         };
         warnings.push(format!(
-            "`all-linear` covers the linears of attention in a model with experts: {} adapters; {rest}",
+            "`all-linear` covers the linear layers of attention in a model with experts: {} adapters; {rest}",
             chosen.len()
         ));
     }

@@ -18,14 +18,14 @@ pub struct Schedule {
     power: f64,
 }
 
-/// Steps after which the rate of `inverse_sqrt` without warm-up is divided by √2.
+/// Steps after which the rate of `inverse_sqrt` without warmup is divided by √2.
 const TIMESCALE: f64 = 10_000.0;
 
 impl Schedule {
     /// `total` is the number of optimizer steps of the run.
     pub fn new(recipe: &ScheduleConfig, total: u64) -> Self {
         let part = |ratio: f64| ratio * total as f64;
-        // Rounded down: the first step of a warm-up has rate 0, and in a short run it could be the only one.
+        // Rounded down: warmup starts at rate 0, so rounding up would only add a step without an update.
         // (0.29 * 100 is slightly below 29 in floating point.)
         let warmup = (part(recipe.warmup_ratio) + 1e-6).floor() as u64;
         Self {
@@ -39,7 +39,7 @@ impl Schedule {
         }
     }
 
-    /// Number of warm-up steps.
+    /// Number of warmup steps.
     pub fn warmup(&self) -> u64 {
         self.warmup
     }
@@ -136,7 +136,7 @@ mod tests {
         close(schedule(ScheduleName::Constant, 4, 10).multiplier(3), 0.5);
     }
 
-    /// Rates of transformers 5.23, divided by the highest one, with 2 steps of warm-up in 10, a minimum of 0.1, 2 cycles
+    /// Rates of transformers 5.23, divided by the highest one, with 2 steps of warmup in 10, a minimum of 0.1, 2 cycles
     /// and the power 2; two steps more than the run has.
     #[test]
     fn the_curves_are_those_of_transformers() {

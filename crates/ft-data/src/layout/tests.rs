@@ -43,7 +43,7 @@ fn spec(files: &Files, render: Render) -> Spec<'_> {
     }
 }
 
-/// The lines that describe a data set, without the folder of its files.
+/// The lines that describe a dataset, without the folder of its files.
 fn described(rows: &[(&str, &str)], format: RowFormat, render: Render, template: bool) -> Result<Vec<String>> {
     let f = files(rows).read_as(format);
     let jinja = Jinja::new(QWEN);

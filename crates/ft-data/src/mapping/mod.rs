@@ -105,7 +105,7 @@ pub(crate) enum Mapped {
     Skipped(&'static str),
 }
 
-/// The mapping of one file: from the settings, or from the columns of a well-known data set.
+/// The mapping of one file: from the settings, or from the columns of a well-known dataset.
 #[derive(Debug)]
 pub(crate) struct Mapper {
     /// The name of a column that is read, and the path of its value.
@@ -118,7 +118,7 @@ pub(crate) struct Mapper {
     hidden: Vec<&'static str>,
     convert: Option<Convert>,
     system_prompt: Option<String>,
-    /// The data set whose columns these are.
+    /// The dataset whose columns these are.
     preset: Option<&'static str>,
     appends_input: bool,
 }

@@ -1,4 +1,4 @@
-//! Well-known data sets whose columns have no usual names or forms. They are recognized by their columns and by the
+//! Well-known datasets whose columns have no usual names or forms. They are recognized by their columns and by the
 //! types of their values, never by a file name.
 
 use super::path::{ColumnPath, Found, TextTemplate};
@@ -32,7 +32,7 @@ const ASSISTANT: &str = "\n\nAssistant:";
 /// Scores of a completion, the more exact one first: the mean of the ratings, and the rating as a whole.
 const SCORES: [&str; 2] = ["fine-grained_score", "overall_score"];
 
-/// Sets the columns and changes for a well-known data set with this first row.
+/// Sets the columns and changes for a well-known dataset with this first row.
 pub(super) fn recognize(out: &mut Mapper, fields: &Map<String, Value>, purpose: Purpose, rules: &Rules) {
     let text = |name: &str| fields.get(name).and_then(Value::as_str);
     let lists = LISTS.into_iter().chain(fields.contains_key("data").then_some("data"));

@@ -1,4 +1,4 @@
-//! Tests of mapped columns, and of rows with the columns of well-known public data sets.
+//! Tests of mapped columns, and of rows with the columns of well-known public datasets.
 
 use super::*;
 use crate::dataset::{Dataset, Spec};

@@ -1,7 +1,7 @@
 //! Tokenizes preference rows.
 
 use super::Want;
-use super::rows::{Judgement, Sides, understand};
+use super::rows::{Judgment, Sides, understand};
 use crate::batch::Example;
 use crate::codec::{ChatRender, RenderJob};
 use crate::dataset::Origin;
@@ -38,7 +38,7 @@ pub(super) struct PairEncoder<'a> {
     pub want: Want,
 }
 
-impl Judgement {
+impl Judgment {
     /// The conversation of each answer, then that of the prompt alone, if it has messages.
     fn talks(&self) -> Vec<Talk> {
         match self {
@@ -90,14 +90,14 @@ impl PairEncoder<'_> {
         if !tried.go_on() {
             return group.iter().map(|_| None).collect();
         }
-        let rows: Vec<Result<Judgement>> = group.iter().map(|(row, layout, _)| understand(row, layout)).collect();
+        let rows: Vec<Result<Judgment>> = group.iter().map(|(row, layout, _)| understand(row, layout)).collect();
         let talks: Vec<Vec<Talk>> = rows
             .iter()
-            .map(|row| row.as_ref().map(Judgement::talks).unwrap_or_default())
+            .map(|row| row.as_ref().map(Judgment::talks).unwrap_or_default())
             .collect();
         let mut jobs = Vec::new();
         for (row, talks) in rows.iter().zip(&talks) {
-            let tools = row.as_ref().ok().and_then(Judgement::tools);
+            let tools = row.as_ref().ok().and_then(Judgment::tools);
             jobs.extend(talks.iter().map(|(messages, prompt)| {
                 Some(RenderJob {
                     messages,
@@ -110,17 +110,17 @@ impl PairEncoder<'_> {
         let prepared = template.map(|t| prepare::of_jobs(t, jobs)).unwrap_or_default();
         let mut rest = &prepared[..];
         let mut out = Vec::with_capacity(group.len());
-        for (((row, layout, _), judgement), talks) in group.iter().zip(&rows).zip(&talks) {
+        for (((row, layout, _), judgment), talks) in group.iter().zip(&rows).zip(&talks) {
             let (own, others) = rest.split_at(talks.len().min(rest.len()));
             rest = others;
             if !tried.go_on() {
                 out.push(None);
                 continue;
             }
-            let unit = match judgement {
-                Ok(judgement) => self.unit(row, judgement, talks, own),
+            let unit = match judgment {
+                Ok(judgment) => self.unit(row, judgment, talks, own),
                 // An error cannot be copied: it is made once more.
-                Err(_) => understand(row, layout).and_then(|judgement| self.unit(row, &judgement, &[], &[])),
+                Err(_) => understand(row, layout).and_then(|judgment| self.unit(row, &judgment, &[], &[])),
             };
             let unit = unit.map_err(|e| e.or_at(&row.place));
             tried.note(&unit);
@@ -133,12 +133,12 @@ impl PairEncoder<'_> {
     fn unit(
         &self,
         row: &Row,
-        judgement: &Judgement,
+        judgment: &Judgment,
         talks: &[Talk],
         prepared: &[CachedRenderings],
     ) -> Result<TokenizedRow> {
-        let (whole, prompt, margin, label) = match judgement {
-            Judgement::Pair { sides, margin } => {
+        let (whole, prompt, margin, label) = match judgment {
+            Judgment::Pair { sides, margin } => {
                 let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
                 if whole[0] == whole[1] {
                     return Err(
@@ -150,14 +150,14 @@ impl PairEncoder<'_> {
                 }
                 (whole.to_vec(), prompt, *margin, true)
             }
-            Judgement::Judged { .. } if self.want != Want::Judged => {
+            Judgment::Judged { .. } if self.want != Want::Judged => {
                 return Err(Error::unsupported("this stage trains on pairs of answers")
                     .at(&row.place)
                     .found("a row with `completion` and `label`")
                     .expected("prompt, chosen, rejected")
                     .hint("rows with one labeled answer are for `Want::Judged`"));
             }
-            Judgement::Judged { sides, label } => {
+            Judgment::Judged { sides, label } => {
                 let (whole, prompt) = self.tokens(sides, talks, prepared).map_err(|e| e.within(&row.place))?;
                 (whole.to_vec(), prompt, None, *label)
             }

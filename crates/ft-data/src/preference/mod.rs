@@ -1,6 +1,6 @@
 //! Converts preference rows to examples: pairs of answers, and judged answers.
 //!
-//! An example of such a data set is one unit of training: its concatenated documents, the chosen and the rejected
+//! An example of such a dataset is one unit of training: its concatenated documents, the chosen and the rejected
 //! answer (each after the prompt), or one judged answer. So order, batches and lengths work as for other rows, and a
 //! pair is never split.
 //!
@@ -81,7 +81,7 @@ pub fn load(spec: &Spec, want: Want, codec: &dyn TextCodec, template: Option<&dy
     rows.dataset(spec, readings)
 }
 
-/// As `load`; a large data set is tokenized once, to files in `cache`, and stays there.
+/// As `load`; a large dataset is tokenized once, to files in `cache`, and stays there.
 ///
 /// # Errors
 /// As for `load`; the cache cannot be written.
@@ -284,7 +284,7 @@ impl Dataset {
         Ok(self.documents(row).into_iter().map(part).collect())
     }
 
-    /// A data set with each document as an example, for code that does not handle pairs.
+    /// A dataset with each document as an example, for code that does not handle pairs.
     ///
     /// # Errors
     /// As `Examples::get`.

@@ -30,7 +30,7 @@ pub(super) enum Sides<const N: usize> {
 
 /// An interpreted row.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Judgement {
+pub(super) enum Judgment {
     /// Chosen, then rejected.
     Pair {
         sides: Sides<2>,
@@ -45,17 +45,17 @@ pub(super) enum Judgement {
 const SHAPE: &str = "prompt, chosen, rejected (text or messages; optional margin), or prompt, completion, label";
 
 /// Errors, with the place of the row: a field is missing or has another type, both sides are equal.
-pub(super) fn understand(row: &Row, layout: &Layout) -> Result<Judgement> {
+pub(super) fn understand(row: &Row, layout: &Layout) -> Result<Judgment> {
     let has = |name: &str| row.fields.get(name).is_some_and(|v| !v.is_null());
     let answer = layout.answer.as_deref().unwrap_or("completion");
-    let judgement = if has("chosen") || has("rejected") {
+    let judgment = if has("chosen") || has("rejected") {
         pair(&row.fields, layout)
     } else if has(answer) || has("label") {
         judged(&row.fields, layout, answer)
     } else {
         Err(not_a_preference(&row.fields))
     };
-    judgement.map_err(|e| e.within(&row.place))
+    judgment.map_err(|e| e.within(&row.place))
 }
 
 fn field<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<&'a Value> {
@@ -65,7 +65,7 @@ fn field<'a>(fields: &'a Map<String, Value>, name: &str) -> Result<&'a Value> {
     }
 }
 
-fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgement> {
+fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgment> {
     const FORMAT: RowFormat = RowFormat::Preference;
     let (chosen, rejected) = (field(fields, "chosen")?, field(fields, "rejected")?);
     if is_turns(chosen) != is_turns(rejected) {
@@ -144,10 +144,10 @@ fn pair(fields: &Map<String, Value>, layout: &Layout) -> Result<Judgement> {
             Some(number.ok_or_else(|| wrong(value, "margin", "a number"))? as f32)
         }
     };
-    Ok(Judgement::Pair { sides, margin })
+    Ok(Judgment::Pair { sides, margin })
 }
 
-fn judged(fields: &Map<String, Value>, layout: &Layout, answer: &str) -> Result<Judgement> {
+fn judged(fields: &Map<String, Value>, layout: &Layout, answer: &str) -> Result<Judgment> {
     let completion = field(fields, answer)?;
     let label = field(fields, "label")?;
     let label = rows::label(label).ok_or_else(|| wrong(label, "label", "true (desirable) or false (undesirable)"))?;
@@ -172,7 +172,7 @@ fn judged(fields: &Map<String, Value>, layout: &Layout, answer: &str) -> Result<
         }
         Before::Implied => return Err(missing(fields, "prompt", RowFormat::Preference).expected(SHAPE)),
     };
-    Ok(Judgement::Judged { sides, label })
+    Ok(Judgment::Judged { sides, label })
 }
 
 /// The prompt part of a row.
@@ -322,13 +322,13 @@ mod tests {
     use crate::testing::{Jinja, QWEN, Words, layout, row};
     use serde_json::json;
 
-    fn understand(row: &Row) -> Result<Judgement> {
+    fn understand(row: &Row) -> Result<Judgment> {
         super::understand(row, &layout(row, RowFormat::Auto, Purpose::Prefer)?)
     }
 
     fn texts(value: Value) -> (String, [String; 2]) {
         match understand(&row(value)).unwrap() {
-            Judgement::Pair {
+            Judgment::Pair {
                 sides: Sides::Text { prompt, completions },
                 ..
             } => (prompt, completions),
@@ -356,7 +356,7 @@ mod tests {
             "rejected": [turn("user", "q"), turn("assistant", "bad")],
         });
         match understand(&row(value)).unwrap() {
-            Judgement::Pair {
+            Judgment::Pair {
                 sides: Sides::Chat {
                     prompt, completions, ..
                 },
@@ -390,7 +390,7 @@ mod tests {
         let row = row(value);
         let layout = Layout::find(&row, RowFormat::Auto, Purpose::Prefer, &rules).unwrap();
         match super::understand(&row, &layout).unwrap() {
-            Judgement::Pair {
+            Judgment::Pair {
                 sides: Sides::Chat {
                     prompt, completions, ..
                 },
@@ -468,7 +468,7 @@ mod tests {
         let pair = |margin: Value| json!({"prompt": "p", "chosen": "a", "rejected": "b", "margin": margin});
         for (value, want) in [(json!(0.5), Some(0.5)), (json!("2"), Some(2.0)), (Value::Null, None)] {
             match understand(&row(pair(value))).unwrap() {
-                Judgement::Pair { margin, .. } => assert_eq!(margin, want),
+                Judgment::Pair { margin, .. } => assert_eq!(margin, want),
                 other => panic!("{other:?}"),
             }
         }
@@ -479,7 +479,7 @@ mod tests {
             (json!(1.0), true),
         ] {
             match understand(&row(json!({"prompt": "p", "completion": "c", "label": value}))).unwrap() {
-                Judgement::Judged { label, .. } => assert_eq!(label, want),
+                Judgment::Judged { label, .. } => assert_eq!(label, want),
                 other => panic!("{other:?}"),
             }
         }

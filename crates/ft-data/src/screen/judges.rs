@@ -49,7 +49,7 @@ impl Judges {
             let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
             for value in list {
                 cast.extend(vote(value, pair).ok_or_else(|| {
-                    Error::format(format!("`{column}` is not a vote"))
+                    Error::format(format!("`{column}` is not a valid vote"))
                         .at(&row.place)
                         .found(format!("{}: {}", kind(value), crate::read::clip(&value.to_string())))
                         .expected(if pair {

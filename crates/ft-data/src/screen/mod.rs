@@ -193,7 +193,7 @@ impl Screened {
     }
 }
 
-/// Decides which rows are dropped. One screen may read several data sets: they are screened together.
+/// Decides which rows are dropped. One screen may read several datasets: they are screened together.
 #[derive(Debug)]
 pub struct Screen {
     spec: ScreenSpec,
@@ -220,7 +220,7 @@ struct State {
 
 /// What is computed from a row alone.
 struct Print {
-    /// Its place, and the index of its file over all sources: a file may be in two of them.
+    /// Position of the row, and the index of its file over all sources (two sources may name the same file).
     place: (RowPosition, u32),
     votes: Result<Option<judges::Votes>>,
     shared: Option<(RowPosition, String)>,

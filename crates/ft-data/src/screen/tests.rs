@@ -324,7 +324,7 @@ fn wrong_votes_are_reported_with_their_row() {
     };
     let e = of("a");
     assert!(
-        e.contains("`a` is not a vote") && e.contains("p.jsonl:1") && e.contains("\"left\""),
+        e.contains("`a` is not a valid vote") && e.contains("p.jsonl:1") && e.contains("\"left\""),
         "{e}"
     );
     let e = of("b");

@@ -1,4 +1,4 @@
-//! Writes the files of a data set, part by part; continues after the last complete part.
+//! Writes the files of a dataset, part by part; continues after the last complete part.
 
 use super::{
     CHUNKS, Chunk, ENTRY_BYTES, Entry, FORMAT, FileReading, Finished, INDEX, PAIR_BYTES, PAIRS, Part, ROWS, Request,
@@ -77,7 +77,7 @@ pub(super) fn run(dir: &Path, request: &Request) -> Result<()> {
     files::write_atomic(&dir.join(ROWS), &text)
 }
 
-/// Adds a row to a fingerprint of a data set.
+/// Adds a row to a fingerprint of a dataset.
 pub(crate) fn hash_row(hasher: &mut blake3::Hasher, row: &Example, buffer: &mut Vec<u8>) {
     buffer.clear();
     buffer.extend((row.ids.len() as u64).to_le_bytes());

@@ -1,4 +1,4 @@
-//! Everything on which the tokens of a data set depend, as one hash.
+//! Everything on which the tokens of a dataset depend, as one hash.
 
 use super::{FORMAT, Request};
 use crate::dataset::Spec;
@@ -11,7 +11,7 @@ pub(super) fn bytes(spec: &Spec) -> Result<u64> {
     spec.files().map(|path| files::size(Path::new(path))).sum()
 }
 
-/// The name of the data set in the cache; `None` if the tokenizer or the template does not say what it is.
+/// The name of the dataset in the cache; `None` if the tokenizer or the template does not say what it is.
 ///
 /// A file is identified by its path, size and time of change: a hash of 100 GB of text would take minutes at each
 /// start. An editor or a download that changes a file changes its time.

@@ -1,4 +1,4 @@
-//! Removes data sets of the cache that were not used for the longest time.
+//! Removes datasets of the cache that were not used for the longest time.
 
 use super::made::MADE;
 use super::{CHUNKS, INDEX, PAIRS, ROWS, TOKENS, TokenCache};
@@ -7,10 +7,10 @@ use ft_base::units::{bytes as size_text, counted};
 use ft_base::{Result, files};
 use std::path::{Path, PathBuf};
 
-/// The files of a data set.
+/// The files of a dataset.
 const NAMES: [&str; 7] = [TOKENS, INDEX, PAIRS, MADE, CHUNKS, ROWS, lock::NAME];
 
-/// Keeps the cache below its limit. A data set that a process uses stays; so does everything that is not a data set.
+/// Keeps the cache below its limit. A dataset that a process uses stays; so does everything that is not a dataset.
 pub(super) fn remove_old(cache: &TokenCache) {
     let mut sets: Vec<(PathBuf, u64)> = files::list(cache.dir)
         .unwrap_or_default()
@@ -32,14 +32,14 @@ pub(super) fn remove_old(cache: &TokenCache) {
         }
     }
     if removed > 0 {
-        let (freed, sets) = (size_text(before - total), counted(removed, "data set"));
+        let (freed, sets) = (size_text(before - total), counted(removed, "dataset"));
         (cache.note)(&format!(
             "removed {sets} ({freed}) of the token cache that no run used for the longest time"
         ));
     }
 }
 
-/// A data set of the cache with its bytes; `None`: another file.
+/// A dataset of the cache with its bytes; `None`: another file.
 fn set(dir: PathBuf) -> Option<(PathBuf, u64)> {
     let name = dir.file_name()?.to_str()?;
     let is_key = name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit());

@@ -1,4 +1,4 @@
-//! Results of the cache that are one sequence of bytes: computed once from data sets, and read at every later start.
+//! Results of the cache that are one sequence of bytes: computed once from datasets, and read at every later start.
 //!
 //! The directory of a result is named by a hash of everything on which it depends: `made` has the bytes, `chunks.jsonl`
 //! their hash, written last.
@@ -44,7 +44,7 @@ impl TokenCache<'_> {
         Ok(Some(bytes))
     }
 
-    /// Marks a data set as used. `None`: its directory cannot be made, and no cache is required.
+    /// Marks a dataset as used. `None`: its directory cannot be made, and no cache is required.
     pub(super) fn mark(&self, dir: &Path) -> Result<Option<UseMark>> {
         match files::create_dir_all(dir).and_then(|()| UseMark::hold(dir)) {
             Err(e) if !self.required => {

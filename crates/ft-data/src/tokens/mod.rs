@@ -1,6 +1,6 @@
-//! The token cache: tokenized rows in files, so that a data set is tokenized once and needs little memory.
+//! The token cache: tokenized rows in files, so that a dataset is tokenized once and needs little memory.
 //!
-//! A directory per data set, named by a hash of everything on which the tokens depend (`key`):
+//! A directory per dataset, named by a hash of everything on which the tokens depend (`key`):
 //!
 //! - `tokens`: for each token 4 bytes, little-endian: the id, and in bit 31 whether it is trained;
 //! - `index`: for each row 32 bytes (`Entry`);
@@ -10,7 +10,7 @@
 //! - `rows.json`: counts, the fingerprint, and which rows were dropped before, written last;
 //! - `used`: the time of the last use; locked while a process reads the files (`limit`).
 //!
-//! Prompts (`prompts`), and what a caller computes from data sets (`made`), are directories with one file of bytes.
+//! Prompts (`prompts`), and what a caller computes from datasets (`made`), are directories with one file of bytes.
 //!
 //! The files are read with positioned reads and are not mapped: pages of a mapped file count as memory of the process,
 //! and a run with a memory budget would stop because of them.
@@ -61,14 +61,14 @@ const ENTRY_BYTES: usize = 32;
 const PAIRS: &str = "pairs";
 const PAIR_BYTES: usize = 16;
 
-/// Where token files are stored, and for which data sets.
+/// Where token files are stored, and for which datasets.
 #[derive(Clone, Copy)]
 pub struct TokenCache<'a> {
-    /// The directory of all data sets.
+    /// The directory of all datasets.
     pub dir: &'a Path,
     /// Data files of fewer bytes in all are tokenized at each start, in memory.
     pub least_bytes: u64,
-    /// Most bytes of all data sets; beyond it those that were not used for the longest time are removed. `None`: half of
+    /// Most bytes of all datasets; beyond it those that were not used for the longest time are removed. `None`: half of
     /// the space that the directory and the free part of its disk have together.
     pub most_bytes: Option<u64>,
     /// False: if the directory cannot be made, rows are tokenized in memory, with a line for `note`.
@@ -168,17 +168,17 @@ struct FileReading {
 #[derive(Debug, Serialize, Deserialize)]
 struct Finished {
     format: String,
-    /// Of the data set (`Dataset::fingerprint`).
+    /// Of the dataset (`Dataset::fingerprint`).
     fingerprint: String,
     stats: Stats,
     /// For each file that has rows.
     readings: Vec<FileReading>,
     chunks: Vec<Chunk>,
-    /// What was dropped before.
+    /// What the screen dropped when this cache was written.
     screened: Option<Screened>,
 }
 
-/// Tokens and index of a data set.
+/// Tokens and index of a dataset.
 #[derive(Debug)]
 pub(super) struct TokenFile {
     tokens: File,
@@ -319,8 +319,8 @@ fn finished(dir: &Path) -> Option<Finished> {
 }
 
 impl TokenCache<'_> {
-    /// The rows of a data set: from its files in the cache, which are written if they are missing, stopped or damaged.
-    /// `None`: the data set is not cached, because it is small or cannot be identified.
+    /// The rows of a dataset: from its files in the cache, which are written if they are missing, stopped or damaged.
+    /// `None`: the dataset is not cached, because it is small or cannot be identified.
     ///
     /// # Errors
     /// As `Dataset::load`; the cache cannot be written.
@@ -419,7 +419,7 @@ impl TokenCache<'_> {
     }
 }
 
-/// A data set of the cache, without its examples.
+/// A dataset of the cache, without its examples.
 struct Opened {
     file: TokenFile,
     order: Option<Vec<u32>>,
@@ -428,7 +428,7 @@ struct Opened {
 }
 
 impl Opened {
-    /// The data set; its files are not removed while it lives.
+    /// The dataset; its files are not removed while it lives.
     fn in_use(self, used: UseMark) -> Dataset {
         let file = TokenFile {
             _used: Some(used),

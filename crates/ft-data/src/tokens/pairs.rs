@@ -48,7 +48,7 @@ pub(super) fn of(bytes: &[u8; PAIR_BYTES]) -> PreferenceSide {
 }
 
 impl TokenFile {
-    /// The order of the rows in the data set (`None`: that of the file), the number of rows before those that are placed
+    /// The order of the rows in the dataset (`None`: that of the file), the number of rows before those that are placed
     /// last, and the documents of the rows in this order.
     pub(super) fn preferences(&self, rows: u64) -> Result<(Option<Vec<u32>>, usize, Vec<Preference>)> {
         let mut bytes = vec![0; rows as usize * PAIR_BYTES];

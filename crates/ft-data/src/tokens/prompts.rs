@@ -19,7 +19,7 @@ struct Head {
     fingerprint: String,
     dropped: (usize, u64),
     readings: Vec<FileReading>,
-    /// What was dropped before.
+    /// What the screen dropped when this cache was written.
     screened: Option<Screened>,
 }
 

@@ -134,7 +134,7 @@ impl Place {
         }
     }
 
-    /// The only data set in the cache.
+    /// The only dataset in the cache.
     pub(super) fn set(&self) -> PathBuf {
         let sets = files::list(self.dir.path()).unwrap();
         assert_eq!(sets.len(), 1);

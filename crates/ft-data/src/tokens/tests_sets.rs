@@ -195,7 +195,7 @@ fn the_sets_that_were_not_used_for_the_longest_time_are_removed() {
     assert_eq!([16, 17, 19, 20].map(|n| key(n).exists()), [true, false, false, true]);
     assert!(other.exists());
     assert!(
-        place.notes.borrow().last().unwrap().contains("removed 2 data sets"),
+        place.notes.borrow().last().unwrap().contains("removed 2 datasets"),
         "{:?}",
         place.notes.borrow()
     );

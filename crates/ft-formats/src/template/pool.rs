@@ -83,7 +83,7 @@ pub(super) fn answers(template: &ChatTemplate, jobs: &[RenderJob]) -> Option<Res
         Err(e) => return template.without_process(e),
     };
     let mut out = Vec::with_capacity(jobs.len());
-    // Neighbours with the same program go in one request.
+    // Neighbors with the same program go in one request.
     let mut rest = jobs;
     while let Some(first) = rest.first() {
         let id = template.program(first.tools).id;

@@ -110,8 +110,11 @@ pub(crate) unsafe fn gemm_batched(
     if m == 0 || n == 0 || batch.count == 0 {
         return Ok(());
     }
-    if a.kind != b.kind || c.transposed {
-        return Err(Error::shape("the matrices of a product have different dtypes"));
+    if a.kind != b.kind {
+        return Err(Error::shape("matrix product: A and B have different dtypes"));
+    }
+    if c.transposed {
+        return Err(Error::internal("matrix product: the result must not be transposed"));
     }
     let size = |x| narrow(x, "a matrix");
     let beta = if add { 1f32 } else { 0f32 };

@@ -75,7 +75,7 @@ pub(crate) enum FloatType {
 }
 
 impl FloatType {
-    /// The name in kernel names.
+    /// Suffix of kernel names.
     pub(crate) fn name(self) -> &'static str {
         match self {
             FloatType::F32 => "f32",

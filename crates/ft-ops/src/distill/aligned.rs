@@ -219,9 +219,11 @@ fn units(spans: &[Span], targets: &[u32], teacher_targets: &[u32], chosen: &[usi
             !range.is_empty() && range.end <= ids.len() && ids[range.clone()].iter().all(|id| *id != IGNORE)
         };
         if !good(&span.student, targets) || !good(&span.teacher, teacher_targets) || span.student.start < after {
-            return Err(Error::argument("a span does not fit the tokens")
-                .found(format!("{span:?}"))
-                .expected("spans of trained tokens, in order"));
+            return Err(
+                Error::argument("spans overlap, are out of order, or contain an untrained token")
+                    .found(format!("{span:?}"))
+                    .expected("spans of trained tokens, in order"),
+            );
         }
         while chosen.get(next).is_some_and(|n| *n < span.student.start) {
             out.push(single(chosen[next]));

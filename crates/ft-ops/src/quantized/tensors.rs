@@ -320,7 +320,7 @@ fn slice<T: WithDType, R>(t: &Tensor, f: impl FnOnce(&[T]) -> Result<R>) -> Resu
     }
 }
 
-/// As `slice`; no tensor is an empty slice.
+/// Like `slice`; `None` is passed as an empty slice.
 fn optional<T: WithDType, R>(t: &Option<Tensor>, f: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
     match t {
         Some(t) => slice(t, f),

@@ -11,10 +11,12 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     }
     if config.bool_or("use_post_norm", true)? {
         if spec.residual_scale != 1.0 {
-            return Err(Error::unsupported("a factor after the norm of a half is not supported")
-                .at(place(config, "residual_multiplier"))
-                .found(spec.residual_scale)
-                .expected("1 if `use_post_norm` is true"));
+            return Err(
+                Error::unsupported("a factor after the norm of attention or MLP is not supported")
+                    .at(place(config, "residual_multiplier"))
+                    .found(spec.residual_scale)
+                    .expected("1 if `use_post_norm` is true"),
+            );
         }
         spec.norms = NormNames {
             after_attention: Some("post_norm1"),

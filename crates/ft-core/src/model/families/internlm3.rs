@@ -8,11 +8,13 @@ pub fn apply(config: &Config, spec: &mut Spec) -> Result<()> {
     let bias = |new: &str, old: &str| config.bool_or(if config.raw.contains_key(new) { new } else { old }, false);
     let (attention, mlp) = (bias("attention_bias", "qkv_bias")?, bias("mlp_bias", "bias")?);
     if attention != mlp {
-        return Err(Error::unsupported("biases on some of the linears are not supported")
-            .at(place(config, "qkv_bias"))
-            .found(attention)
-            .expected(format!("the value of `bias`: {mlp}"))
-            .hint("transformers refuses it too"));
+        return Err(
+            Error::unsupported("biases on some of the linear layers are not supported")
+                .at(place(config, "qkv_bias"))
+                .found(attention)
+                .expected(format!("the value of `bias`: {mlp}"))
+                .hint("transformers refuses it too"),
+        );
     }
     if !config.raw.contains_key("num_key_value_heads") {
         spec.kv_heads = 2;

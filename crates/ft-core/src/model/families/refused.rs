@@ -126,11 +126,11 @@ pub(super) const REFUSED: [(&str, &[&str]); 37] = [
         ],
     ),
     (
-        "norms around each half, and a router whose correction is added to its logits",
+        "norms before and after attention and MLP, and a router whose correction is added to its logits",
         &["kolibri1"],
     ),
     (
-        "gated attention with a factor by position, and a residual stream that shrinks with depth",
+        "gated attention that is scaled by position, and a residual stream that shrinks with depth",
         &["beam"],
     ),
     (

@@ -33,7 +33,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "cohere",
         "CohereLabs/c4ai-command-r-v01, c4ai-command-r-plus, aya-23-8B, -35B",
-        "LayerNorms, parallel halves, norms on q and k (R+), a factor of the logits",
+        "LayerNorms, attention and MLP in parallel, norms on q and k (R+), scaled logits",
     ),
     family(
         "cohere2",
@@ -48,7 +48,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "deepseek_v2",
         "deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-Coder-V2-Lite-Instruct",
-        "latent attention; experts after the first layers, softmax scores, groups, shared experts",
+        "latent attention; dense MLP in the first layers, experts in the others; softmax scores, groups, shared experts",
     ),
     family(
         "deepseek_v3",
@@ -58,22 +58,22 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "dots1",
         "rednote-hilab/dots.llm1.base, dots.llm1.inst",
-        "norms on q and k; experts after the first layers, sigmoid scores with a correction, shared experts",
+        "norms on q and k; dense MLP in the first layers, experts in the others; sigmoid scores with a correction, shared experts",
     ),
     family(
         "ernie4_5",
         "baidu/ERNIE-4.5-0.3B-PT",
-        "rotates neighboring elements; optional biases",
+        "interleaved RoPE (pairs of adjacent elements); optional biases",
     ),
     family(
         "ernie4_5_moe",
         "baidu/ERNIE-4.5-21B-A3B-PT, -300B-A47B-PT",
-        "as ernie4_5, with experts after the first layers, a correction of the scores, shared experts; not with `use_bias`",
+        "as ernie4_5, with a dense MLP in the first layers, experts in the others, a correction of the scores, shared experts; `use_bias` is not supported",
     ),
     family(
         "exaone4",
         "LGAI-EXAONE/EXAONE-4.0-1.2B, -32B",
-        "norms after each half, norms on q and k, sliding windows, full attention without positions",
+        "norms after attention and MLP, norms on q and k, sliding windows, full attention without positions",
     ),
     family(
         "flex_olmo",
@@ -88,7 +88,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "gemma2",
         "google/gemma-2-2b-it, -9b-it, -27b-it",
-        "norms before and after each half, soft caps, sliding windows",
+        "norms before and after attention and MLP, soft caps, sliding windows",
     ),
     family(
         "gemma3",
@@ -123,17 +123,17 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "glm",
         "zai-org/glm-4-9b-hf, glm-4-9b-chat-hf",
-        "as glm4 with norms before each half only",
+        "as glm4 with norms before attention and MLP only",
     ),
     family(
         "glm4",
         "zai-org/GLM-4-9B-0414, -32B-0414",
-        "rotates neighboring elements of half a head; norms around each half",
+        "interleaved RoPE (pairs of adjacent elements) on half of each head; norms before and after attention and MLP",
     ),
     family(
         "glm4_moe",
         "zai-org/GLM-4.5-Air, GLM-4.5, GLM-4.6",
-        "experts after the first layers, sigmoid scores with a correction, groups, shared experts",
+        "dense MLP in the first layers, experts in the others; sigmoid scores with a correction, groups, shared experts",
     ),
     family(
         "glm4_moe_lite",
@@ -143,12 +143,12 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "gpt_oss",
         "openai/gpt-oss-20b, gpt-oss-120b",
-        "experts with biases and limits, attention sinks, sliding windows; MXFP4 or bf16 files",
+        "experts with biases and clamped activations, attention sinks, sliding windows; MXFP4 or bf16 files",
     ),
     family(
         "granite",
         "ibm-granite/granite-3.3-2b-instruct, -8b-instruct",
-        "factors of embedding, scores, residual stream and logits",
+        "scaled embedding, attention scores, residual stream and logits",
     ),
     family(
         "granite_swa",
@@ -168,7 +168,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "helium",
         "kyutai/helium-1-2b",
-        "rotates neighboring elements; biases on q, k and v",
+        "interleaved RoPE (pairs of adjacent elements); biases on q, k and v",
     ),
     family(
         "hunyuan_v1_dense",
@@ -178,12 +178,12 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "hunyuan_v1_moe",
         "tencent/Hunyuan-A13B-Instruct",
-        "as hunyuan_v1_dense, with experts and a shared expert; not with lists of sizes by layer",
+        "as hunyuan_v1_dense, with experts and a shared expert; lists of sizes by layer are not supported",
     ),
     family(
         "hyperclovax",
         "naver-hyperclovax/HyperCLOVAX-SEED-Think-14B",
-        "as granite, with norms after each half; not with `residual_multiplier`",
+        "as granite, with norms after attention and MLP; `residual_multiplier` is not supported",
     ),
     family(
         "internlm3",
@@ -223,12 +223,12 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "minicpm3",
         "openbmb/MiniCPM3-4B",
-        "latent attention, factors of embedding, residual stream and logits, rope longrope",
+        "latent attention, scaled embedding, residual stream and logits, rope longrope",
     ),
     family(
         "minimax_m2",
         "MiniMaxAI/MiniMax-M2",
-        "norms of q and k over all heads, rotation of half a head, experts with sigmoid scores and a correction",
+        "norms of q and k over all heads, RoPE on half of each head, experts with sigmoid scores and a correction",
     ),
     family(
         "ministral",
@@ -238,7 +238,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "ministral3",
         "the language model of mistralai/Ministral-3-3B to -14B",
-        "queries that grow with their position, rope yarn",
+        "queries scaled by position, rope yarn",
     ),
     family(
         "mistral",
@@ -263,17 +263,17 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "nemotron",
         "nvidia/Minitron-4B-Base, -8B-Base, Nemotron-4-340B",
-        "LayerNorms with 1 + w, an MLP without a gate, rotation of half a head",
+        "LayerNorms with 1 + w, an MLP without a gate, RoPE on half of each head",
     ),
     family(
         "olmo",
         "allenai/OLMo-1B-hf, -7B-hf",
-        "LayerNorms without parameters; not `clip_qkv`",
+        "LayerNorms without parameters; `clip_qkv` is not supported",
     ),
     family(
         "olmo2",
         "allenai/OLMo-2-0425-1B, -1124-7B, -0325-32B",
-        "norms after each half, norms of q and k over all heads",
+        "norms after attention and MLP, norms of q and k over all heads",
     ),
     family(
         "olmo3",
@@ -283,12 +283,12 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "olmoe",
         "allenai/OLMoE-1B-7B-0125",
-        "experts in every layer, norms of q and k over all heads; not `clip_qkv`",
+        "experts in every layer, norms of q and k over all heads; `clip_qkv` is not supported",
     ),
     family(
         "phi3",
         "microsoft/Phi-3-mini, Phi-3.5-mini-instruct, Phi-4, Phi-4-mini-instruct",
-        "fused projections, partial rotation, sliding windows, rope longrope",
+        "fused projections, RoPE on a part of each head, sliding windows, rope longrope",
     ),
     family(
         "qwen2",
@@ -304,7 +304,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "qwen2_moe",
         "Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
-        "experts, and a shared expert whose output has a factor",
+        "experts, and a shared expert whose output is scaled by a gate",
     ),
     family(
         "qwen3",
@@ -329,7 +329,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "qwen3_5_text",
         "the language model of qwen3_5",
-        "Gated DeltaNet in three of four layers, gated attention, partial rotation, Gemma norms",
+        "Gated DeltaNet in three of four layers, gated attention, RoPE on a part of each head, Gemma norms",
     ),
     family(
         "qwen3_moe",
@@ -371,12 +371,12 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "solar_open",
         "upstage/Solar-Open-100B",
-        "as glm4_moe, with experts in every layer and whole heads rotated",
+        "as glm4_moe, with experts in every layer and RoPE on whole heads",
     ),
     family(
         "stablelm",
         "stabilityai/stablelm-3b-4e1t, stablelm-2-1_6b, stablelm-zephyr-3b",
-        "LayerNorms, optional parallel halves, rotation of a quarter of a head; not `qk_layernorm` (12B)",
+        "LayerNorms, attention and MLP optionally in parallel, RoPE on a quarter of each head; `qk_layernorm` (12B) is not supported",
     ),
     family(
         "starcoder2",
@@ -386,7 +386,7 @@ pub const FAMILIES: [Family; 76] = [
     family(
         "vaultgemma",
         "google/vaultgemma-1b",
-        "as gemma2 without norms after each half",
+        "as gemma2 without norms after attention and MLP",
     ),
     family("youtu", "tencent/Youtu-LLM-2B", "latent attention"),
 ];

@@ -429,7 +429,7 @@ impl BlockTask<'_> {
         let rows = 32.min(self.job.sizes.0 - tile.row * 32);
         let columns = 32.min(self.n_len - tile.column * 32);
         for row in 0..rows {
-            // SAFETY: a row of a tile of the block of this task.
+            // SAFETY: this row of C lies in the block of this task; no other task accesses it.
             let c = unsafe { self.job.c.part(self.c_index(tile) + row * n, columns) };
             for (column, c) in c.iter_mut().enumerate() {
                 let at = (row / 16 * 2 + column / 16) * 256 + row % 16 * 16 + column % 16;

@@ -4,7 +4,7 @@
 use super::cpu::product::{CInit, CpuBackend, FusedLora, Matrix, Operand, WeightRows, product_with};
 use super::cpu::storage::{Values, dims2, expect_dims, floats, tensor, unwritten};
 use super::prepacked::Dense;
-use super::quantized::QMatrixView;
+use super::quantized::{QMatrixView, WeightView};
 use super::update::with_slices;
 use super::{linear, update};
 use candle_core::Tensor;
@@ -21,14 +21,8 @@ pub struct LowRank<'a> {
     pub scale: f32,
 }
 
-/// The base weight `[O, I]`.
-#[derive(Clone, Copy)]
-pub enum BaseWeight<'a> {
-    /// An f32 or bf16 weight.
-    Dense(Dense<'a>),
-    /// A quantized weight.
-    Quantized(QMatrixView<'a>),
-}
+/// The base weight `[O, I]` on the CPU; a dense one is f32 or bf16.
+pub type BaseWeight<'a> = WeightView<Dense<'a>, QMatrixView<'a>>;
 
 impl LowRank<'_> {
     /// Computes u = s · x·Aᵀ, `[N, R]`.
@@ -127,7 +121,7 @@ pub fn backward(dy: &Tensor, w: BaseWeight<'_>, sum: Option<&Tensor>, low: LowRa
     let rows = dims2(dy, "dy of a linear")?.0;
     expect_dims(dy, "dy of a linear", &[rows, outputs])?;
     let mut du = unwritten(rows * rank);
-    let mut run = |dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: WeightRows<'_>| {
+    let mut run = |dx: &mut [f32], start: CInit<&[f32]>, dy: &[f32], w: WeightRows<'_>| {
         with_pair(low, |a, b| {
             let fused_lora = FusedLora {
                 rank,

@@ -139,6 +139,15 @@ impl Absmax<'_> {
     }
 }
 
+/// A weight in one of two forms: D and Q are how an operation reads a dense and a quantized weight.
+#[derive(Debug, Clone, Copy)]
+pub enum WeightView<D, Q> {
+    /// A dense weight.
+    Dense(D),
+    /// A quantized weight.
+    Quantized(Q),
+}
+
 /// Elements of an NF4 block.
 pub const BLOCK: usize = 64;
 /// NF4 blocks that share a scale of their quantized absmax.
@@ -300,7 +309,7 @@ pub fn forward_add(y: &Tensor, x: &Tensor, w: QMatrixView<'_>) -> Result<()> {
     with_slices(y, x, |y, x| forward_slices(rows, y, CInit::C, x, w))
 }
 
-fn forward_slices(rows: usize, y: &mut [f32], start: CInit<'_>, x: &[f32], w: QMatrixView<'_>) {
+fn forward_slices(rows: usize, y: &mut [f32], start: CInit<&[f32]>, x: &[f32], w: QMatrixView<'_>) {
     let (n, k) = (w.rows, w.columns);
     let (a, b) = (
         Matrix::k_inner(Operand::F32(x), k),
@@ -329,7 +338,7 @@ pub fn backward_input_add(dx: &Tensor, dy: &Tensor, w: QMatrixView<'_>) -> Resul
     with_slices(dx, dy, |dx, dy| backward_slices(rows, dx, CInit::C, dy, w))
 }
 
-fn backward_slices(rows: usize, dx: &mut [f32], start: CInit<'_>, dy: &[f32], w: QMatrixView<'_>) {
+fn backward_slices(rows: usize, dx: &mut [f32], start: CInit<&[f32]>, dy: &[f32], w: QMatrixView<'_>) {
     let (n, k) = (w.columns, w.rows);
     let (a, b) = (
         Matrix::k_inner(Operand::F32(dy), k),

@@ -46,6 +46,11 @@ impl<'a> Divided<'a> {
         Self { comm, sums }
     }
 
+    /// Names of the parameters.
+    pub(super) fn names(&self) -> Vec<Arc<str>> {
+        self.sums.iter().map(|sum| sum.param.name.clone()).collect()
+    }
+
     /// Adds the squares of all gradients to `step_stats`, with the bits of one rank.
     pub(super) fn add_squares(&self, step_stats: &StepStats) -> Result<()> {
         squares::add(self.comm, &self.sums, step_stats)

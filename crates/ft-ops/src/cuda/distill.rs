@@ -111,12 +111,12 @@ struct Stored {
 impl Stored {
     fn new(gpu: &Gpu, top: &TopK, first: usize, count: usize) -> Result<Self> {
         let bits = |all: &[f32]| all.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
-        let part = first * top.k..(first + count) * top.k;
+        let top = top.tokens(first, count);
         Ok(Self {
             k: top.k,
-            ids: gpu.upload_u32(&top.ids[part.clone()])?,
-            log_probs: gpu.upload_u32(&bits(&top.log_probs[part]))?,
-            rest: gpu.upload_u32(&bits(&top.rest[first..][..count]))?,
+            ids: gpu.upload_u32(top.ids)?,
+            log_probs: gpu.upload_u32(&bits(top.log_probs))?,
+            rest: gpu.upload_u32(&bits(top.rest))?,
             picked: gpu.empty(count * top.k, DType::F32)?,
             slopes: gpu.empty(count, DType::F32)?,
         })

@@ -5,7 +5,7 @@
 //! by row.
 
 use super::super::with_scratch;
-use super::fma::{AccumulateFrom, MicroTile};
+use super::fma::MicroTile;
 use super::grid::{KC, NC_KC, grid, part};
 use super::pack::{self, Panel, PanelLayout};
 use super::{CInit, Matrix, Operand, ProductJob, VectorIsa, skinny};
@@ -79,11 +79,7 @@ fn block(job: &ProductJob, isa: VectorIsa, (r0, rows): (usize, usize), (c0, colu
             if let Some(fused_lora) = &job.fused_lora {
                 let alone = PanelLayout::of(steps.1);
                 pack::panels(&fused_lora.down, 0, steps, panels_of(rank), isa, alone, b, &mut []);
-                let from = if chunk == 0 {
-                    AccumulateFrom::Zero
-                } else {
-                    AccumulateFrom::C
-                };
+                let from = if chunk == 0 { CInit::Zero } else { CInit::C };
                 let to = (u.as_mut_ptr(), rank);
                 let a_panel = |p: Panel| (a[p.start * layout.steps..].as_ptr(), 1, p.count);
                 macro_kernel(isa, panels_of_rows.clone(), rank, steps.1, a_panel, b, to, |_| from);
@@ -109,10 +105,10 @@ fn block(job: &ProductJob, isa: VectorIsa, (r0, rows): (usize, usize), (c0, colu
                 }
                 let to = (job.c.at(r0 * n + first), n);
                 let from = |column: usize| match job.start {
-                    _ if chunk > 0 => AccumulateFrom::C,
-                    CInit::Zero => AccumulateFrom::Zero,
-                    CInit::C => AccumulateFrom::C,
-                    CInit::Bias(bias) => AccumulateFrom::Bias(bias[first + column..].as_ptr()),
+                    _ if chunk > 0 => CInit::C,
+                    CInit::Zero => CInit::Zero,
+                    CInit::C => CInit::C,
+                    CInit::Bias(bias) => CInit::Bias(bias[first + column..].as_ptr()),
                 };
                 let a_panel = |p: Panel| match job.a.values {
                     Operand::F32(v) if direct && job.a.k_contiguous => {
@@ -139,7 +135,7 @@ fn macro_kernel(
     a_panel: impl Fn(Panel) -> (*const f32, usize, usize),
     b: &[f32],
     (to, c_row): (*mut f32, usize),
-    from: impl Fn(usize) -> AccumulateFrom,
+    from: impl Fn(usize) -> CInit<*const f32>,
 ) {
     let (_, nr, lanes) = isa.micro_tile();
     for panel in rows {

@@ -9,13 +9,13 @@ use super::VectorIsa;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use super::amx;
 #[cfg(target_arch = "x86_64")]
-use super::fma::{AccumulateFrom, MicroTile};
+use super::fma::MicroTile;
 #[cfg(target_arch = "x86_64")]
 use super::grid::part;
 #[cfg(target_arch = "x86_64")]
 use super::pack::{self, Panel, PanelLayout};
 use super::portable::{gemm, unpacked};
-use super::{CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
+use super::{CInit, CpuBackend, Matrix, Operand, Rounding, Shared, Sizes};
 
 /// A part of a packed operand begins at a multiple of this number, in both directions.
 pub(crate) const PACK_UNIT: usize = 32;
@@ -225,7 +225,7 @@ unsafe fn fma(isa: VectorIsa, (m, n, k): Sizes, to: OutputTile, a: &PackedOperan
                         c: to.c.at(to.at + row * to.stride + column),
                         c_row: to.stride,
                         columns,
-                        from: if add { AccumulateFrom::C } else { AccumulateFrom::Zero },
+                        from: if add { CInit::C } else { CInit::Zero },
                     };
                     // SAFETY: promised by the caller; panels of B are whole.
                     unsafe { isa.kernel(rows, columns.div_ceil(lanes))(&tile) }

@@ -9,6 +9,9 @@ use super::quantized::{QTensors, TILE, WeightView};
 use candle_core::Tensor;
 use ft_base::{Error, Result};
 
+/// Columns of a tile of the result on a GPU, as `COLUMNS` in `cuda/grouped.cu`.
+pub const DEVICE_COLUMNS: usize = 128;
+
 /// The weight `[O, I]` of a group. A quantized one is dequantized for the product; with few rows in registers.
 pub type GroupWeight<'a> = WeightView<&'a Tensor, &'a QTensors>;
 

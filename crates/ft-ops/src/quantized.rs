@@ -4,6 +4,7 @@
 //! scale times quantized value); a weight of a bf16 model is rounded to the nearest bf16 once more.
 
 use super::cpu::dequantize::{round_bf16, round_table};
+use super::cpu::math::ROUND;
 use super::cpu::product::{CInit, Matrix, Operand, product};
 use super::cpu::storage::{dims2, expect_dims, floats, tensor, unwritten};
 use super::linear::read_bias;
@@ -27,8 +28,7 @@ pub use super::cpu::dequantize::{FP4_TABLE, NF4_TABLE};
 /// Returns the nearest integer, ties to even, for `|x| < 2^22`. (`round_ties_even` is a function call if SSE4.1 is
 /// not guaranteed, and then loops are not vectorized.)
 pub fn nearest(x: f32) -> f32 {
-    const SHIFT: f32 = 12_582_912.0;
-    (x + SHIFT) - SHIFT
+    (x + ROUND) - ROUND
 }
 
 /// The bf16 number with these bytes, the low one first.

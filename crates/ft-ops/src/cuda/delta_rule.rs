@@ -10,11 +10,11 @@ use crate::delta_rule::{
 use candle_core::{DType, Tensor};
 use ft_base::{Error, Result};
 
+/// Threads of a block, and columns of a state of a block of a scan, as in `cuda/delta_rule.cuh`.
 const THREADS: u32 = 256;
-/// Columns of a state of a block of a scan.
 const SLICE: usize = 32;
 
-/// Distances of the rows of keys and of triangles in shared memory.
+/// Distances of the rows of keys and of triangles in shared memory, as in `cuda/delta_rule.cuh`.
 const WIDE: usize = KEY + 4;
 const NARROW: usize = CHUNK + 8;
 /// Bytes of shared memory of a scan, of the kernel before it,

@@ -21,7 +21,7 @@ use crate::formats::StoredDtype;
 use crate::formats::weights::{TensorInfo, Weights};
 use crate::ops::Dtype;
 use crate::ops::quantized::{CodeType, ProductType, ScaleType, ScaledKind};
-use crate::quant::{Format, QMatrix, ScaledFormat};
+use crate::quant::{Format, QDATA, QMatrix, ScaledFormat};
 use crate::source::ParamInfo;
 
 /// The layout of a weight in the files of another tool.
@@ -207,7 +207,7 @@ pub fn read(
     };
     QMatrix::from_parts(format, dims, decoded, |part| {
         Ok(std::mem::take(match part {
-            "codes" => &mut parts.codes,
+            QDATA => &mut parts.codes,
             "scales" => &mut parts.scales,
             "zeros" => &mut parts.zeros,
             _ => &mut parts.order,

@@ -1,10 +1,10 @@
 //! The columns of an Arrow file: names, types, dictionaries.
 
+use super::super::MAX_DEPTH;
 use super::flat::Table;
 use ft_base::{Error, Result};
 
-/// Largest nesting depth of lists and structs, and largest number of columns with those inside others.
-const MAX_DEPTH: usize = 64;
+/// Largest number of columns with those inside others.
 const MAX_FIELDS: usize = 1 << 16;
 
 /// A type, by the way its values are stored. `wide`: positions have 8 bytes, not 4.

@@ -5,9 +5,10 @@ use candle_core::{DType, Device, Tensor};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use ft::base::allocator;
 use ft::base::rng::{Rng, Stream};
+use ft::ops::attention::{self, AttentionGradInputs};
 use ft::ops::glu::Activation;
 use ft::ops::low_rank::{self, BaseWeight, LowRank};
-use ft::ops::{Dtype, attention, glu, linear, rms_norm};
+use ft::ops::{Dtype, glu, linear, rms_norm};
 use ft::quant::{Format, Weight, encode};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -238,8 +239,16 @@ fn attentions(c: &mut Criterion) {
             b.iter(|| attention::forward(&q, &k, &v, &spec, &documents, &documents).expect("o"))
         });
         group.throughput(Throughput::Elements(flops / 2 * 5));
+        let inputs = AttentionGradInputs {
+            q: &q,
+            k: &k,
+            v: &v,
+            o: &out,
+            lse: &lse,
+            dout: &dout,
+        };
         group.bench_function("backward", |b| {
-            b.iter(|| attention::backward(&q, &k, &v, &out, &lse, &dout, &spec, &documents).expect("dq"))
+            b.iter(|| attention::backward(inputs, &spec, &documents).expect("dq"))
         });
         group.finish();
     }

@@ -16,7 +16,7 @@ use super::spec::{Mixer, Spec};
 use crate::base::{Error, Result};
 use crate::comm::Collective;
 use crate::data::Batch;
-use crate::ops::attention::{self, KEY_CHUNK, Spec as Heads};
+use crate::ops::attention::{self, AttentionGradInputs, KEY_CHUNK, Spec as Heads};
 use crate::ops::update;
 use candle_core::{Device, Tensor};
 use std::ops::Range;
@@ -280,12 +280,17 @@ impl<'a> Sequence<'a> {
     }
 
     /// dq, dk and dv of the tokens of this rank, in the shapes of `forward`.
-    pub(super) fn backward(&self, saved: [&Tensor; 6], spec: &Heads) -> Result<(Tensor, Tensor, Tensor)> {
-        let [q, k, v, o, lse, dout] = saved;
+    pub(super) fn backward(
+        &self,
+        saved: AttentionGradInputs<&Tensor>,
+        spec: &Heads,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let AttentionGradInputs { q, k, v, o, lse, dout } = saved;
         if !self.config.by_heads(spec.heads) {
             let (k, v) = self.keys_values(k, v, spec)?;
             let (queries, keys) = self.own_documents(spec);
-            let (dq, dk, dv) = attention::backward_after(q, &k, &v, o, lse, dout, spec, &queries, &keys)?;
+            let saved = AttentionGradInputs { k: &k, v: &v, ..saved };
+            let (dq, dk, dv) = attention::backward_after(saved, spec, &queries, &keys)?;
             drop((k, v));
             let (dk, dv) = self.key_gradients(dk, dv, spec)?;
             return Ok((dq, dk, dv));
@@ -303,7 +308,8 @@ impl<'a> Sequence<'a> {
             return Err(Error::internal("the backward pass of attention needs six tensors"));
         };
         let share = share(spec, self.index(), self.config.ranks);
-        let (dq, dk, dv) = attention::backward(q, k, v, o, lse, dout, &share.spec, self.tokens.documents)?;
+        let saved = AttentionGradInputs { q, k, v, o, lse, dout };
+        let (dq, dk, dv) = attention::backward(saved, &share.spec, self.tokens.documents)?;
         drop(all);
         let gradients = [(dq, Of::Queries), (dk, Of::Keys), (dv, Of::Keys)];
         let mut own = self.to_tokens(BACKWARD + 1, gradients, spec)?;

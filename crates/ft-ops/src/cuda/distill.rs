@@ -123,6 +123,17 @@ impl Stored {
     }
 }
 
+/// The logits of a model over a piece, and where their sums over the common ids go.
+struct SoftSurvey {
+    logits: u64,
+    /// Elements between two rows of logits.
+    stride: usize,
+    cap: Arg,
+    sums: Arg,
+    /// Ids of a stored teacher: how many, and the addresses of the ids and of the logits at them.
+    stored: (usize, Arg, Arg),
+}
+
 /// A group of tokens on the way through all pieces.
 struct Group<'a> {
     gpu: &'a Gpu,
@@ -302,52 +313,45 @@ impl<'a> Group<'a> {
             Some(s) => (s.k, Self::at(&s.ids, start * s.k)?, Self::at(&s.picked, start * s.k)?),
             None => (0, Arg::Address(0), Arg::Address(0)),
         };
-        let soft = self.soft(start)?;
-        self.soft_survey(
+        let survey = SoftSurvey {
             logits,
-            soft,
-            tokens.1,
-            piece,
-            self.own.stride,
-            Self::cap(self.job.student),
-            (k, ids, picked),
-        )
+            stride: self.own.stride,
+            cap: Self::cap(self.job.student),
+            sums: self.soft(start)?,
+            stored: (k, ids, picked),
+        };
+        self.soft_survey(survey, tokens.1, piece)
     }
 
     fn survey_teacher(&mut self, tokens: (usize, usize), piece: (usize, usize)) -> Result<()> {
         let gpu = self.gpu;
         let other = self.teacher()?;
         let (logits, stride) = (other.product(gpu, tokens, piece, false)?, other.stride);
-        let none = (0, Arg::Address(0), Arg::Address(0));
-        self.soft_survey(
+        let survey = SoftSurvey {
             logits,
-            self.their_soft(tokens.0)?,
-            tokens.1,
-            piece,
             stride,
-            self.their_cap(),
-            none,
-        )
+            cap: self.their_cap(),
+            sums: self.their_soft(tokens.0)?,
+            stored: (0, Arg::Address(0), Arg::Address(0)),
+        };
+        self.soft_survey(survey, tokens.1, piece)
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn soft_survey(
-        &self,
-        logits: u64,
-        soft: Arg,
-        tokens: usize,
-        piece: (usize, usize),
-        stride: usize,
-        cap: Arg,
-        (k, ids, picked): (usize, Arg, Arg),
-    ) -> Result<()> {
+    fn soft_survey(&self, survey: SoftSurvey, tokens: usize, piece: (usize, usize)) -> Result<()> {
+        let SoftSurvey {
+            logits,
+            stride,
+            cap,
+            sums,
+            stored: (k, ids, picked),
+        } = survey;
         let known = self.known(piece);
         if known == 0 {
             return Ok(());
         }
         let args = [
             Arg::Address(logits),
-            soft,
+            sums,
             Arg::small(known, "a piece of the vocabulary")?,
             Arg::size(stride),
             Arg::size(piece.0),

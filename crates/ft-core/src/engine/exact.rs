@@ -14,6 +14,10 @@ impl Engine {
     /// Deactivates all parameters outside `active` and activates those in it. Moments are kept for the parameters that
     /// `survives` accepts; the low bits of fp32 masters are never lost. A parameter whose
     /// moments are dropped gets its average as value, if there are averages. Returns the requantized weights.
+    ///
+    /// # Errors
+    /// A file of trained parameters cannot be read or written; not enough memory for the activated ones; another rank
+    /// has failed.
     pub fn switch(&mut self, active: &Active, survives: impl Fn(&str) -> bool) -> Result<Vec<Requantized>> {
         self.settle_averages(active, &survives)?;
         if self.divided {

@@ -57,6 +57,9 @@ impl Corrections {
     }
 
     /// True if all gradients were finite. Waits for the GPU if it applied corrections.
+    ///
+    /// # Errors
+    /// A failed read from the device.
     pub fn finite(&self) -> Result<bool> {
         match &self.sums {
             Some(sums) => Ok(sums.read()?.squares.is_finite()),
@@ -204,6 +207,9 @@ impl<'a> Accumulate<'a> {
     }
 
     /// Adds the squares of all gradients to `step_stats` in order of arrival: on the CPU bit-equal to `Norm`.
+    ///
+    /// # Errors
+    /// Another rank has failed.
     pub fn add_squares(&self, step_stats: &StepStats) -> Result<()> {
         if let Some(divided) = &self.divided {
             return divided.add_squares(step_stats);
@@ -235,6 +241,9 @@ impl<'a> Accumulate<'a> {
     }
 
     /// Multiplies all accumulated gradients by `factor`.
+    ///
+    /// # Errors
+    /// A gradient is neither f32 nor contiguous (`Shape`).
     pub fn scale(&self, factor: f32) -> Result<()> {
         if let Some(divided) = &self.divided {
             return divided.scale(factor);
@@ -244,6 +253,9 @@ impl<'a> Accumulate<'a> {
     }
 
     /// Names of gradients that are not finite.
+    ///
+    /// # Errors
+    /// Another rank has failed.
     pub fn non_finite(&self) -> Result<Vec<String>> {
         if let Some(divided) = &self.divided {
             return divided.non_finite();
@@ -258,6 +270,9 @@ impl<'a> Accumulate<'a> {
     }
 
     /// Updates every weight with its accumulated gradient times `coefficient`; `gate` can disable it.
+    ///
+    /// # Errors
+    /// As `Optimizer::update`; another rank has failed.
     pub fn update(&mut self, coefficient: f32, gate: FoundInf) -> Result<()> {
         let _span = trace::span("update");
         if let Some(divided) = self.divided.take() {

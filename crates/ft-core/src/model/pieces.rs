@@ -16,6 +16,9 @@ pub fn pieces(tokens: usize, most: Option<usize>) -> Vec<Range<usize>> {
 }
 
 /// The rows of a piece, `[N, C]` to `[n, C]`; a view without a copy.
+///
+/// # Errors
+/// The piece is not inside of `x`.
 pub fn rows(x: &Tensor, piece: &Range<usize>) -> Result<Tensor> {
     Ok(x.narrow(0, piece.start, piece.len())?)
 }
@@ -36,6 +39,9 @@ impl<'a> GradientSums<'a> {
     }
 
     /// Passes the sums to `sink` in the order of the first piece. No weight is used after this.
+    ///
+    /// # Errors
+    /// Any error of the sink.
     pub fn finish(self) -> Result<()> {
         let mut sums = self.sums.into_order();
         sums.try_for_each(|(param, sum)| self.sink.take(&param, sum))

@@ -111,6 +111,9 @@ impl Optimizer {
 
     /// Drops the moments of all parameters that `keep` rejects. The low bits of their fp32 masters are kept, and moved
     /// to the host if they are on a GPU.
+    ///
+    /// # Errors
+    /// Not enough memory on the host.
     pub fn retire_all_but(&mut self, keep: impl Fn(&str) -> bool) -> Result<()> {
         self.states.retain(|name, _| keep(name));
         for (_, low) in self.low.iter_mut().filter(|(name, _)| !keep(name)) {
@@ -187,6 +190,9 @@ impl Optimizer {
     }
 
     /// A stateless update by `lr` against the gradient or its sign, without decay or clipping; `gate` can disable it.
+    ///
+    /// # Errors
+    /// The gradient has not the shape of the weight (`Shape`).
     pub fn descend(
         &mut self,
         name: &str,
@@ -274,6 +280,9 @@ impl Optimizer {
     }
 
     /// Sets a weight to exact f32 values from `exact`, or to an average of such values.
+    ///
+    /// # Errors
+    /// Another number of values than the weight has elements (`Shape`).
     pub fn restore_weight(&mut self, name: &str, weight: &Tensor, values: &[f32]) -> Result<()> {
         if values.len() != weight.elem_count() {
             return Err(Error::shape("the saved weight has a different size").at(name));
@@ -301,6 +310,9 @@ impl Optimizer {
     }
 
     /// Restores the state of a parameter from `saved`. `part_of` as there.
+    ///
+    /// # Errors
+    /// The parts of a state are incomplete, or one of them is unknown (`Format`).
     pub fn restore_state(
         &mut self,
         name: &str,

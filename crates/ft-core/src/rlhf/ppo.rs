@@ -101,6 +101,9 @@ pub struct ValueHead {
 
 impl ValueHead {
     /// A head of zeros for hidden states of this width.
+    ///
+    /// # Errors
+    /// Not enough memory on the device.
     pub fn new(width: usize, device: &Device) -> Result<Self> {
         let param = |name: &str, tensor| Param {
             name: format!("objective.value.{name}").into(),
@@ -128,6 +131,9 @@ impl ValueHead {
     }
 
     /// Maps `h` `[N, D]` to values `[N]`.
+    ///
+    /// # Errors
+    /// `h` has another width than the head (`Shape`).
     pub fn values(&self, h: &Tensor) -> Result<Vec<f32>> {
         let h = h.to_dtype(DType::F32)?;
         let values = h.broadcast_mul(&self.weight.tensor)?.sum(1)?;

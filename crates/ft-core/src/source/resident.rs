@@ -80,6 +80,9 @@ impl Resident {
     }
 
     /// As `random`, each parameter in the storage that `storage` returns for it.
+    ///
+    /// # Errors
+    /// A shape that the format cannot store (`Shape`); not enough memory on the device.
     pub fn random_stored(
         params: Vec<ParamInfo>,
         seed: u64,
@@ -145,6 +148,9 @@ impl Resident {
     }
 
     /// Holds quantized data in tensors, ready for an upload; this source then does not compute with it.
+    ///
+    /// # Errors
+    /// Not enough memory.
     pub fn ready_to_travel(mut self) -> Result<Self> {
         self.placed = true;
         for p in self.params() {

@@ -156,7 +156,7 @@ fn deltas(c: &mut Criterion) {
         group.bench_function("forward separate", |b| {
             b.iter(|| {
                 let y = linear::forward(&x, &w, None).expect("y");
-                low.add_up(&y, &low.down(&x).expect("u")).expect("y");
+                low.up_add(&y, &low.down(&x).expect("u")).expect("y");
                 y
             })
         });
@@ -169,7 +169,8 @@ fn deltas(c: &mut Criterion) {
         group.bench_function("backward separate", |b| {
             b.iter(|| {
                 let dx = linear::backward_input(&dy, &w).expect("dx");
-                low.add_back_up(&dx, &low.back_down(&dy).expect("du")).expect("dx");
+                low.down_backward_add(&dx, &low.up_backward(&dy).expect("du"))
+                    .expect("dx");
                 dx
             })
         });

@@ -33,19 +33,19 @@ impl LowRank<'_> {
     }
 
     /// Computes `y [N, O] += u·Bᵀ`.
-    pub fn add_up(&self, y: &Tensor, u: &Tensor) -> Result<()> {
+    pub fn up_add(&self, y: &Tensor, u: &Tensor) -> Result<()> {
         linear::forward_add(y, u, self.b)
     }
 
     /// Computes ∂u = s · ∂y·B, `[N, R]`.
-    pub fn back_down(&self, dy: &Tensor) -> Result<Tensor> {
+    pub fn up_backward(&self, dy: &Tensor) -> Result<Tensor> {
         let du = linear::backward_input(dy, self.b)?;
         update::scale_assign(&du, self.scale)?;
         Ok(du)
     }
 
     /// Computes `∂x [N, I] += ∂u·A`.
-    pub fn add_back_up(&self, dx: &Tensor, du: &Tensor) -> Result<()> {
+    pub fn down_backward_add(&self, dx: &Tensor, du: &Tensor) -> Result<()> {
         linear::backward_input_add(dx, du, self.a)
     }
 
@@ -259,7 +259,7 @@ mod tests {
                 let (y, u) = forward(&x, BaseWeight::Dense((&w).into()), Some(&bias), low).unwrap();
                 let want = linear::forward(&x, &w, Some(&bias)).unwrap();
                 assert_close(&u, &parts.down(&narrow(&x)).unwrap(), 1e-5);
-                parts.add_up(&want, &narrow(&u)).unwrap();
+                parts.up_add(&want, &narrow(&u)).unwrap();
                 assert_close(&y, &want, 1e-5);
 
                 for start in [None, Some(random((n, i), 7))] {
@@ -272,8 +272,8 @@ mod tests {
                         None => linear::backward_input(&dy, &w).unwrap(),
                     };
                     let (dx, du) = backward(&dy, BaseWeight::Dense((&w).into()), start.as_ref(), low).unwrap();
-                    assert_close(&du, &parts.back_down(&narrow(&dy)).unwrap(), 1e-5);
-                    parts.add_back_up(&want, &narrow(&du)).unwrap();
+                    assert_close(&du, &parts.up_backward(&narrow(&dy)).unwrap(), 1e-5);
+                    parts.down_backward_add(&want, &narrow(&du)).unwrap();
                     assert_close(&dx, &want, 1e-5);
                 }
             }

@@ -271,7 +271,7 @@ impl<'a> Pass<'a> {
                 micro,
                 sums: StepSums::default(),
                 means: window::take_means(self.objective),
-                routers: routed.map(|tally| tally.numbers()).unwrap_or_default(),
+                routers: routed.map(|tally| tally.to_wire()).unwrap_or_default(),
             };
             if round.counts {
                 reports.push(report);

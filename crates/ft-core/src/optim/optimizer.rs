@@ -114,7 +114,7 @@ impl Optimizer {
     ///
     /// # Errors
     /// Not enough memory on the host.
-    pub fn retire_all_but(&mut self, keep: impl Fn(&str) -> bool) -> Result<()> {
+    pub fn drop_moments_except(&mut self, keep: impl Fn(&str) -> bool) -> Result<()> {
         self.states.retain(|name, _| keep(name));
         for (_, low) in self.low.iter_mut().filter(|(name, _)| !keep(name)) {
             *low = low.to_device(&Device::Cpu)?;

@@ -53,25 +53,25 @@ pub struct ScaledFormat {
 
 /// The storage type of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Storage {
+pub enum StorageDtype {
     /// Not quantized.
     Dense(Dtype),
     /// Quantized; products use the dequantized values in this type.
     Quantized(Format, Dtype),
 }
 
-impl Storage {
+impl StorageDtype {
     /// True for a quantized type.
     pub fn is_quantized(self) -> bool {
-        matches!(self, Storage::Quantized(..))
+        matches!(self, StorageDtype::Quantized(..))
     }
 
     /// Returns the bytes of a parameter of this shape.
     pub fn bytes(self, shape: &[usize]) -> u64 {
         let elements: usize = shape.iter().product();
         match (self, shape) {
-            (Storage::Quantized(format, _), [rows, columns]) => format.bytes(*rows, *columns),
-            (Storage::Dense(dtype) | Storage::Quantized(_, dtype), _) => dtype.bytes() * elements as u64,
+            (StorageDtype::Quantized(format, _), [rows, columns]) => format.bytes(*rows, *columns),
+            (StorageDtype::Dense(dtype) | StorageDtype::Quantized(_, dtype), _) => dtype.bytes() * elements as u64,
         }
     }
 }

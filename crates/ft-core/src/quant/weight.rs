@@ -61,7 +61,7 @@ impl Weight {
     ///
     /// # Errors
     /// Not enough memory on the device.
-    pub fn coded_on(quantized: QMatrix, device: &Device) -> Result<Self> {
+    pub fn quantized_on(quantized: QMatrix, device: &Device) -> Result<Self> {
         if device.is_cpu() {
             Ok(quantized.into())
         } else {
@@ -267,10 +267,10 @@ impl Weight {
         if let Some(base) = self.base() {
             return low_rank::backward(dy, base, sum, low);
         }
-        let du = low.back_down(dy)?;
+        let du = low.up_backward(dy)?;
         let dx = match sum {
             Some(sum) => {
-                low.add_back_up(sum, &du)?;
+                low.down_backward_add(sum, &du)?;
                 sum.clone()
             }
             None => linear::backward_input(&du, low.a)?,

@@ -4,7 +4,7 @@
 
 mod order;
 
-use super::experts::{Expected, ExpertReads, Part};
+use super::experts::{Expected, ExpertReads, LayerPart};
 use super::requantize::Exact;
 use super::resident::send;
 use super::slots::Slots;
@@ -35,11 +35,11 @@ pub struct Uploaded {
     active: Mutex<Vec<Arc<str>>>,
     /// On the host: low 16 bits of the masters of inactive weights (i16 `[n]`), if `host` does not store them.
     low: Mutex<BTreeMap<String, Tensor>>,
-    slots: Mutex<Slots<Part, Content>>,
-    experts: Mutex<Slots<Part, Content>>,
+    slots: Mutex<Slots<LayerPart, Content>>,
+    experts: Mutex<Slots<LayerPart, Content>>,
     expected: Expected,
     /// The names of the parameters of each part.
-    parts: BTreeMap<Part, Vec<Arc<str>>>,
+    parts: BTreeMap<LayerPart, Vec<Arc<str>>>,
     /// Order in which layers are fetched from `host`.
     order: Mutex<Order>,
 }
@@ -68,7 +68,7 @@ impl Uploaded {
         let always_on_device: Vec<Arc<str>> = always.map(|p| p.name.clone()).collect();
         let params = host.params();
         let names = |all: Vec<usize>| all.into_iter().map(|i| params[i].name.clone()).collect();
-        let parts = Part::all(params).into_iter().map(|(part, all)| (part, names(all)));
+        let parts = LayerPart::all(params).into_iter().map(|(part, all)| (part, names(all)));
         let source = Self {
             parts: parts.collect(),
             host,
@@ -99,15 +99,15 @@ impl Uploaded {
         self.copier.receive(self.copier.send(&host, HostMemory::Temporary)?)
     }
 
-    fn start(&self, part: Part) -> Result<Content> {
+    fn start(&self, part: LayerPart) -> Result<Content> {
         let names = self.parts.get(&part);
         let names = names.ok_or_else(|| Error::new(format!("the model has no {part:?}")))?;
         let host = match part {
-            Part::Dense(layer) => self.host.fetch_dense(layer)?,
-            Part::Expert(layer, expert) => self.host.fetch_expert(layer, expert)?,
+            LayerPart::Dense(layer) => self.host.fetch_dense(layer)?,
+            LayerPart::Expert(layer, expert) => self.host.fetch_expert(layer, expert)?,
         };
         let content = self.send_all(&host, names, self.memory)?;
-        if matches!(part, Part::Expert(..)) {
+        if matches!(part, LayerPart::Expert(..)) {
             let on_device = lock(&self.on_device);
             let sent = names.iter().filter(|name| !on_device.contains_key(*name));
             let bytes = sent.map(|name| Ok(host.weight(name)?.1.bytes())).sum::<Result<u64>>()?;
@@ -115,7 +115,7 @@ impl Uploaded {
         }
         // The source can read the next layer into the buffer when the copies no longer read it.
         drop(host);
-        if let Part::Dense(layer) = part
+        if let LayerPart::Dense(layer) = part
             && let Some(next) = lock(&self.order).follow(layer)
         {
             self.host.prefetch(Group::Layer(next));
@@ -179,10 +179,10 @@ impl Uploaded {
         Ok(Arc::new(weights))
     }
 
-    fn slots_of(&self, part: Part) -> &Mutex<Slots<Part, Content>> {
+    fn slots_of(&self, part: LayerPart) -> &Mutex<Slots<LayerPart, Content>> {
         match part {
-            Part::Dense(_) => &self.slots,
-            Part::Expert(..) => &self.experts,
+            LayerPart::Dense(_) => &self.slots,
+            LayerPart::Expert(..) => &self.experts,
         }
     }
 
@@ -193,7 +193,7 @@ impl Uploaded {
     }
 
     /// The weights of a part: uploaded now, if that was not started before.
-    fn part(&self, part: Part) -> Result<Arc<GroupWeights>> {
+    fn part(&self, part: LayerPart) -> Result<Arc<GroupWeights>> {
         let content = match self.take(part) {
             Some(content) => content,
             None => self.start(part)?,
@@ -203,18 +203,18 @@ impl Uploaded {
         Ok(weights)
     }
 
-    fn prefetch_part(&self, part: Part) {
+    fn prefetch_part(&self, part: LayerPart) {
         // Ignores an error: the fetch of the part returns it again.
         if let Some(content) = self.take(part).or_else(|| self.start(part).ok()) {
             self.put(part, content, true);
         }
     }
 
-    fn take(&self, part: Part) -> Option<Content> {
+    fn take(&self, part: LayerPart) -> Option<Content> {
         lock(self.slots_of(part)).take(part)
     }
 
-    fn put(&self, part: Part, content: Content, prefetched: bool) {
+    fn put(&self, part: LayerPart, content: Content, prefetched: bool) {
         lock(self.slots_of(part)).put(part, content, prefetched);
     }
 
@@ -292,7 +292,7 @@ impl WeightSource for Uploaded {
             }
             return Ok(Arc::new(weights));
         };
-        if !self.parts.contains_key(&Part::Expert(layer, 0)) {
+        if !self.parts.contains_key(&LayerPart::Expert(layer, 0)) {
             return self.fetch_dense(layer);
         }
         // With all its experts: not in the slots, and a host that reads from the disk has it in new memory.
@@ -303,16 +303,16 @@ impl WeightSource for Uploaded {
 
     fn prefetch(&self, group: Group) {
         if let Group::Layer(layer) = group {
-            self.prefetch_part(Part::Dense(layer));
+            self.prefetch_part(LayerPart::Dense(layer));
         }
     }
 
     fn fetch_dense(&self, layer: usize) -> Result<Arc<GroupWeights>> {
-        self.part(Part::Dense(layer))
+        self.part(LayerPart::Dense(layer))
     }
 
     fn fetch_expert(&self, layer: usize, expert: usize) -> Result<Arc<GroupWeights>> {
-        let part = Part::Expert(layer, expert);
+        let part = LayerPart::Expert(layer, expert);
         let weights = self.part(part)?;
         if let Some(next) = self.expected.after(part) {
             self.prefetch_part(next);
@@ -328,8 +328,8 @@ impl WeightSource for Uploaded {
         self.host.expect_experts(layer, experts);
         let all = self
             .parts
-            .range(Part::Expert(layer, 0)..=Part::Expert(layer, usize::MAX));
-        let parts = experts.iter().map(|&e| Part::Expert(layer, e));
+            .range(LayerPart::Expert(layer, 0)..=LayerPart::Expert(layer, usize::MAX));
+        let parts = experts.iter().map(|&e| LayerPart::Expert(layer, e));
         if let Some(first) = self.expected.set(parts, all.count()) {
             self.prefetch_part(first);
         }
@@ -450,7 +450,7 @@ impl TrainableStore for Uploaded {
             }
         }
         let mut low_bits = DeviceLowBits::new(low, self.copier.device());
-        let recoded = self.host.deactivate(keep, &mut low_bits)?;
+        let requantized = self.host.deactivate(keep, &mut low_bits)?;
         for name in &leaving {
             // Left by a source that keeps its weights: there is no other copy.
             if let Some(half) = low_bits.take_low(name) {
@@ -463,7 +463,7 @@ impl TrainableStore for Uploaded {
         }
         self.forget();
         low_bits.done()?;
-        Ok(recoded)
+        Ok(requantized)
     }
 
     fn read(&self, name: &str, sink: &mut NumbersSink) -> Result<()> {

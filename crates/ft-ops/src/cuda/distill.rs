@@ -33,7 +33,7 @@ pub(crate) struct DistillJob<'a> {
 
 /// The results of the trained tokens, and the gradients that were requested.
 #[derive(Default)]
-pub(crate) struct Found {
+pub(crate) struct DistillResult {
     pub divergence: Vec<f32>,
     pub cross_entropy: Vec<f32>,
     /// 1 where the target has the largest logit.
@@ -42,13 +42,13 @@ pub(crate) struct Found {
     pub dw: Option<Tensor>,
 }
 
-pub(crate) fn run(job: &DistillJob) -> Result<Found> {
+pub(crate) fn run(job: &DistillJob) -> Result<DistillResult> {
     let (h, options) = (job.student.h, job.options);
     let gpu = Gpu::of(h, "the hidden states")?;
     let kind = FloatType::of(h, "the hidden states")?;
     let ((n, d), v) = (h.dims2()?, job.student.sizes()?.0);
     let parts = job.student.in_parts() || matches!(job.teacher, Teacher::Live(side) if side.in_parts());
-    let mut found = Found {
+    let mut found = DistillResult {
         dh: options.need_dh.then(|| gpu.zeros((n, d), kind.dtype())).transpose()?,
         dw: options.need_dw.then(|| gpu.zeros((v, d), DType::F32)).transpose()?,
         ..Found::default()
@@ -183,7 +183,7 @@ impl<'a> Group<'a> {
     }
 
     /// Returns the divergence, the cross-entropy and the hit of each row, `[3 · count]`, and adds the gradients.
-    fn run(mut self, found: &Found) -> Result<Tensor> {
+    fn run(mut self, found: &DistillResult) -> Result<Tensor> {
         let v = self.job.student.sizes()?.0;
         self.each(v, Self::survey)?;
         if self.stored.is_some() {

@@ -23,14 +23,14 @@ impl Engine {
         if self.divided {
             self.gather_low(active)?;
         }
-        self.optimizer.retire_all_but(survives)?;
-        let recoded = self
+        self.optimizer.drop_moments_except(survives)?;
+        let requantized = self
             .store
             .deactivate(&|name| active.contains(name), &mut self.optimizer)?;
         let names: Vec<&str> = active.names().collect();
         self.store.activate(&names, &mut self.optimizer)?;
         self.cut_low(active)?;
-        Ok(recoded)
+        Ok(requantized)
     }
 
     /// Passes the exact f32 values of a trained weight or of an adapter matrix to `sink`. On several ranks each has a part

@@ -79,7 +79,7 @@ impl QMatrix {
 
     /// Returns the type of the dequantized values: for a bf16 model they are rounded to bf16, for an f32 model they
     /// are not.
-    pub fn decoded(&self) -> Dtype {
+    pub fn dequantized_dtype(&self) -> Dtype {
         self.decoded
     }
 

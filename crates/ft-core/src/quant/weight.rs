@@ -166,7 +166,7 @@ impl Weight {
         match self {
             Weight::Dense(tensor) => tensor.dtype() == DType::BF16,
             Weight::Prepacked(_) => true,
-            Weight::Quantized(quantized) => quantized.decoded() == Dtype::Bf16,
+            Weight::Quantized(quantized) => quantized.dequantized_dtype() == Dtype::Bf16,
             Weight::DeviceQuantized(placed) => placed.codes().decoded == Dtype::Bf16,
         }
     }

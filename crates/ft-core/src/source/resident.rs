@@ -99,7 +99,7 @@ impl Resident {
                 StorageDtype::Dense(dtype) => Ok(draw_tensor(p, index, dtype, random)?.to_device(device)?.into()),
                 StorageDtype::Quantized(format, decoded) => {
                     let values = draw(p, index, 0..p.elements(), random);
-                    code(&values, p, format, decoded, device)
+                    quantized_on_device(&values, p, format, decoded, device)
                 }
             }
         })
@@ -118,8 +118,10 @@ impl Resident {
             let weight = make(p)?;
             phase.add(p.elements() as u64);
             match &weight {
-                Weight::Quantized(c) => drop(quantized.insert(p.name.clone(), (c.format(), c.decoded()))),
-                Weight::DeviceQuantized(c) => drop(quantized.insert(p.name.clone(), (c.format(), c.decoded()))),
+                Weight::Quantized(c) => drop(quantized.insert(p.name.clone(), (c.format(), c.dequantized_dtype()))),
+                Weight::DeviceQuantized(c) => {
+                    drop(quantized.insert(p.name.clone(), (c.format(), c.dequantized_dtype())))
+                }
                 Weight::Dense(_) | Weight::Prepacked(_) => {}
             }
             made.entry(p.group).or_default().insert(p.name.clone(), weight);
@@ -273,9 +275,9 @@ pub fn read(weights: &Weights, p: &ParamInfo, storage: StorageDtype, device: &De
         StorageDtype::Quantized(format, decoded)
             if weights.info(&p.name).is_some_and(|i| i.dtype == StoredDtype::Bf16) =>
         {
-            code(&bf16s(weights, p)?, p, format, decoded, device)
+            quantized_on_device(&bf16s(weights, p)?, p, format, decoded, device)
         }
-        StorageDtype::Quantized(format, decoded) => code(&f32s(weights, p)?, p, format, decoded, device),
+        StorageDtype::Quantized(format, decoded) => quantized_on_device(&f32s(weights, p)?, p, format, decoded, device),
     }
 }
 
@@ -348,7 +350,7 @@ fn not_finite(weights: &Weights, p: &ParamInfo) -> Error {
     .hint("the file is damaged, or it was saved by a diverged training run: download the model again")
 }
 
-fn code<V: quant::Value>(
+fn quantized_on_device<V: quant::Value>(
     values: &[V],
     p: &ParamInfo,
     format: Format,
@@ -532,7 +534,7 @@ impl TrainableStore for Resident {
         saved.require(name, &[p.elements()])?;
         let values = saved.read_f32(name)?;
         if let Some(&(format, dtype)) = self.quantized.get(name) {
-            self.replace(p, code(&values, p, format, dtype, &self.device)?)?;
+            self.replace(p, quantized_on_device(&values, p, format, dtype, &self.device)?)?;
             let exact = Exact::new(values, &p.shape, dtype, &Device::Cpu)?;
             lock(&self.trained).insert(p.name.clone(), exact);
             return Ok(());
@@ -553,7 +555,7 @@ impl TrainableStore for Resident {
     fn requantize(&self, name: &str, values: &[f32]) -> Result<()> {
         let p = self.param(name)?;
         let &(format, dtype) = self.quantized.get(name).ok_or_else(|| not_quantized(name))?;
-        self.replace(p, code(values, p, format, dtype, &self.device)?)
+        self.replace(p, quantized_on_device(values, p, format, dtype, &self.device)?)
     }
 
     fn upload_times(&self) -> Result<Option<CopyTimes>> {

@@ -190,7 +190,7 @@ fn dtype_name(dtype: Dtype) -> &'static str {
 /// The quantization state of a weight, as bitsandbytes expects it.
 fn state(quantized: &QMatrix) -> Value {
     let (rows, columns) = quantized.dims();
-    let dtype = dtype_name(quantized.decoded());
+    let dtype = dtype_name(quantized.dequantized_dtype());
     let mut state = json!({"quant_type": "nf4", "blocksize": 64, "dtype": dtype, "shape": [rows, columns]});
     if let Some(offset) = quantized.parts().into_iter().find(|p| p.name == "nested_offset") {
         let offset = offset.bytes.as_ref().try_into().map_or(0.0, f32::from_le_bytes);

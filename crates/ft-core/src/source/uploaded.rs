@@ -146,7 +146,7 @@ impl Uploaded {
                         .map(|t| self.copier.send(t, HostMemory::Temporary))
                         .collect::<Result<_>>()?;
                     let (format, dims) = (codes.format(), codes.dims());
-                    let (decoded, offset) = (codes.decoded(), codes.nested_offset());
+                    let (decoded, offset) = (codes.dequantized_dtype(), codes.nested_offset());
                     let assemble = move |here| DeviceQMatrix::new(format, dims, decoded, here, offset);
                     Transfer::Quantized(Box::new(assemble), sent)
                 }

@@ -98,7 +98,7 @@ struct BackwardJob<'a> {
 
 /// The heads of a block: a query head, and the part of a key head to which it belongs.
 #[derive(Clone, Copy)]
-struct HeadPart {
+struct QueryHead {
     head: usize,
     part: usize,
 }
@@ -126,13 +126,13 @@ impl BackwardJob<'_> {
             let heads = spec.heads / spec.kv_heads / out.parts;
             for head in part * heads..(part + 1) * heads {
                 for b in blocks.clone() {
-                    self.block(b, HeadPart { head, part }, &keys, &mut *scratch.0);
+                    self.block(b, QueryHead { head, part }, &keys, &mut *scratch.0);
                 }
             }
         });
     }
 
-    fn block(&self, b: QueryBlock, HeadPart { head, part }: HeadPart, keys: &Keys<'_>, scratch: &mut [f32]) {
+    fn block(&self, b: QueryBlock, QueryHead { head, part }: QueryHead, keys: &Keys<'_>, scratch: &mut [f32]) {
         let BackwardJob { gemm, saved, spec, out } = *self;
         let (heads, e) = (spec.heads, spec.head_dim);
         let q_width = heads * e;

@@ -161,7 +161,7 @@ impl Disk {
         to_code.retain(|(p, _)| !in_files.contains_key(&p.name));
         let mut files = Files::new(weights, in_files, options.dtype, &options.trained)?;
         if !to_code.is_empty() {
-            files.make_codes(&to_code, &options.codes)?;
+            files.quantize_others(&to_code, &options.codes)?;
         }
         let shared = Arc::new(Shared {
             parts: LayerPart::all(&params),

@@ -167,7 +167,7 @@ impl Sharded {
                 }
                 (Some(_), storage) => match origin.weight(p, storage)? {
                     Weight::Quantized(codes) => {
-                        quantized.insert(p.name.clone(), (codes.format(), codes.decoded()));
+                        quantized.insert(p.name.clone(), (codes.format(), codes.dequantized_dtype()));
                         match division {
                             Division::Elements => OwnPart::cut(&codes, &world)?,
                             Division::Experts => OwnPart::Whole(codes),

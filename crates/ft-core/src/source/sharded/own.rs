@@ -54,7 +54,7 @@ impl OwnPart {
         }
         Ok(Self::Codes {
             format: codes.format(),
-            decoded: codes.decoded(),
+            decoded: codes.dequantized_dtype(),
             parts,
         })
     }
@@ -125,7 +125,7 @@ impl OwnPart {
             Self::Dense(_) => Form::Dense,
             Self::Whole(codes) => Form::Codes {
                 format: codes.format(),
-                decoded: codes.decoded(),
+                decoded: codes.dequantized_dtype(),
                 parts: codes.parts().iter().map(|part| part.name).collect(),
             },
             Self::Codes { format, decoded, parts } => Form::Codes {

@@ -43,7 +43,9 @@ impl Sharded {
     fn set_codes(&self, p: &ParamInfo, codes: QMatrix) -> Result<()> {
         let own = match self.division {
             Division::Elements => OwnPart::cut(&codes, self.comm.world())?,
-            Division::Experts if self.range(p).is_empty() => OwnPart::elsewhere(p, codes.format(), codes.decoded())?,
+            Division::Experts if self.range(p).is_empty() => {
+                OwnPart::elsewhere(p, codes.format(), codes.dequantized_dtype())?
+            }
             Division::Experts => OwnPart::Whole(Arc::new(codes)),
         };
         self.set(p, own);
